@@ -1,0 +1,83 @@
+// The micro-kernels of one instruction set, as a table of functions. The executor knows nothing else about the machine.
+//
+// One translation unit per ISA (src/isa_*.cc, each compiled with its own flags, all including the same kernel templates) defines a
+// table; `kernels()` picks the best one the CPU at hand supports, once. Nothing here depends on XLA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kitsune::cpu {
+
+// Same order as DTYPES in kitsune_jax/targets/cpu/bytecode.py.
+enum class DType : int8_t { kBool, kI8, kI16, kI32, kI64, kU8, kU16, kU32, kU64, kF16, kBF16, kF32, kF64 };
+constexpr int kNumDTypes = 13;
+constexpr size_t kItemSize[kNumDTypes] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8};
+inline size_t item_size(DType t) { return kItemSize[static_cast<int>(t)]; }
+
+enum class Opcode : int16_t;  // opcodes.h
+
+// How W[k][n] is stored for a matmul: panels of `panel_width` columns, each K (padded to the ISA's k-step) deep, padded with zeros.
+enum class Panel : int8_t { kF32, kBF16, kF64 };
+
+struct PackSource {          // element (k, n) is src[k_offset[k] + n_offset[n]]
+  const void* src;
+  DType dtype;
+  int64_t K, N;
+  const int64_t* k_offset;   // K element offsets
+  const int64_t* n_offset;   // N element offsets
+};
+
+enum class Activation : int8_t { kNone, kRelu };
+
+// C[m][n] = act(sum_k X[m][k] * W[k][n] + bias[n]), accumulated in f32 (f64 for kF64 panels), for any M >= 1, N >= 1, K >= 1.
+// X and C rows have no alignment requirement; nothing outside C[0..M)[0..N) is written and nothing outside X[0..M)[0..K) is read.
+struct GemmArgs {
+  int64_t M, N, K;
+  const void* x;
+  DType x_dtype;             // kF32, kBF16, kF16 or kF64 (kF64 panels only)
+  int64_t lda;               // elements between rows of X
+  const void* w;             // packed
+  Panel panel;
+  const void* bias;          // N floats (doubles for kF64 panels), or nullptr
+  Activation act;
+  void* c;
+  DType c_dtype;             // kF32, kBF16, kF16, kF64
+  int64_t ldc;
+  void* scratch;             // 64-byte aligned, gemm_scratch_bytes(args) bytes
+};
+
+// dst, a, b, c: dense arrays of `n` elements of the compute type (bool as 0/1 bytes; float16/bfloat16 never). imm: Micro.imm.
+using VectorFn = void (*)(int64_t n, void* dst, const void* a, const void* b, const void* c, const double* imm);
+// dense dst[n] of the compute type <- strided src of the storage type (stride in elements, may be 0 or negative), and the reverse.
+using LoadFn = void (*)(int64_t n, void* dst, const void* src, int64_t stride);
+using StoreFn = void (*)(int64_t n, void* dst, int64_t stride, const void* src);
+// Folds n elements of the storage type at `stride` into *acc (accumulator type: double for floating sums/products when `wide`, else
+// float for f16/bf16/f32, else the type itself).
+using FoldFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc);
+// acc[i] = acc[i] (how) src[i * stride], i < n, same accumulator types: for reductions over rows.
+using FoldRowFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc);
+
+struct KernelTable {
+  const char* isa;           // "avx512bf16", "avx512", "avx2", "generic"
+  // Panels used for a weight of this dtype (bf16 -> kBF16 only where the ISA multiplies bf16 natively, else kF32).
+  Panel (*panel_for)(DType weight);
+  size_t (*packed_bytes)(Panel, int64_t K, int64_t N);
+  // Packs the panels [panel_begin, panel_end) (so that several threads can share one weight).
+  int64_t (*panel_count)(Panel, int64_t N);
+  void (*pack)(Panel, const PackSource&, int64_t panel_begin, int64_t panel_end, void* out);
+  size_t (*gemm_scratch_bytes)(const GemmArgs&);
+  void (*gemm)(const GemmArgs&);
+  VectorFn (*vector)(Opcode, DType compute);                 // nullptr: not defined for this type
+  VectorFn (*convert)(DType to, DType from);                 // compute types; float -> int saturates, NaN -> 0, as XLA does
+  LoadFn (*load)(DType compute, DType storage);
+  StoreFn (*store)(DType storage, DType compute);
+  FoldFn (*fold)(int how, DType storage, bool wide);         // how: index into REDUCTIONS of bytecode.py (not arg*)
+  FoldRowFn (*fold_row)(int how, DType storage, bool wide);
+};
+
+const KernelTable& kernels();                 // the best for this CPU, or the one named by set_isa
+bool set_isa(const char* name);               // for tests; false if this CPU cannot run it (or it was not built)
+int available_isas(const char** names, int capacity);
+
+}  // namespace kitsune::cpu

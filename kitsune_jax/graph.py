@@ -1,0 +1,161 @@
+"""The Graph: what every pass after capture reads.
+
+Comes in: nothing (this is data). Goes out: frozen, comparable, hashable and JSON-serialisable dataclasses. Invariants, checked by
+``Graph.validate``: value ids are indices into ``Graph.values``; every value is defined once (graph input, literal, or output of one
+op); ops stand in topological order. Nothing in here knows JAX's equations or a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any, TypeAlias
+
+Scalar: TypeAlias = bool | int | float
+Param: TypeAlias = Any  # None, bool, int, float, str, or a (nested) tuple of those: whatever survives the JSON round trip
+
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """An array. ``literal`` is set for rank-0 constants only (a Python scalar, already representable in ``dtype``)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    literal: Scalar | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        if self.literal is not None:
+            return f"{self.literal}:{self.dtype}"
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """One operation. ``kind`` is a key of ``kitsune_jax.capture.ops.OPS``, or ``"opaque"`` for what the table does not know.
+
+    ``params`` is a name-sorted tuple of pairs. ``source`` is the user's line ("model.py:12 (mlp)"). ``reason`` says why an opaque
+    op is opaque. ``label`` is the name the user would recognise (the JAX primitive's).
+    """
+
+    kind: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    params: tuple[tuple[str, Param], ...] = ()
+    source: str = ""
+    reason: str = ""
+    label: str = ""
+
+    def __getitem__(self, name: str) -> Param:
+        for key, value in self.params:
+            if key == name:
+                return value
+        raise KeyError(f"{self.kind} has no parameter {name!r}")
+
+
+def make_params(**params: Param) -> tuple[tuple[str, Param], ...]:
+    """Canonical form of op parameters: sorted by name, lists made tuples, NumPy integers made Python ones."""
+    return tuple(sorted((k, _freeze(v)) for k, v in params.items()))
+
+
+def _freeze(x: Any) -> Param:
+    if isinstance(x, (list, tuple)):
+        return tuple(_freeze(v) for v in x)
+    if x is None or isinstance(x, (bool, str)):
+        return x
+    if hasattr(x, "__index__"):
+        return int(x)
+    return float(x)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Graph:
+    values: tuple[Value, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ops: tuple[Op, ...]
+
+    def producers(self) -> dict[int, int]:
+        """value id -> index of the op that defines it (absent for inputs and literals)."""
+        return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
+
+    def consumers(self) -> dict[int, tuple[int, ...]]:
+        """value id -> indices of the ops that read it, ascending, each once."""
+        out: dict[int, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for v in dict.fromkeys(op.inputs):
+                out.setdefault(v, []).append(i)
+        return {v: tuple(ops) for v, ops in out.items()}
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` where an invariant of this module is broken."""
+        defined = set(self.inputs) | {i for i, v in enumerate(self.values) if v.literal is not None}
+        if len(set(self.inputs)) != len(self.inputs):
+            raise ValueError("a graph input is listed twice")
+        for i, op in enumerate(self.ops):
+            for v in op.inputs:
+                if v not in defined:
+                    raise ValueError(f"op {i} ({op.kind}) reads value {v} before it is defined")
+            for v in op.outputs:
+                if not 0 <= v < len(self.values):
+                    raise ValueError(f"op {i} ({op.kind}) defines unknown value {v}")
+                if v in defined:
+                    raise ValueError(f"op {i} ({op.kind}) defines value {v} again")
+                defined.add(v)
+        for v in self.outputs:
+            if v not in defined:
+                raise ValueError(f"graph output {v} is never defined")
+
+    def to_json(self) -> str:
+        """Stable text form; ``Graph.from_json`` gives back an equal graph (NaN literals excepted: NaN is not equal to itself)."""
+        return json.dumps(
+            {
+                "format": FORMAT_VERSION,
+                "values": [[list(v.shape), v.dtype, v.literal] for v in self.values],
+                "inputs": self.inputs,
+                "outputs": self.outputs,
+                "ops": [[o.kind, o.inputs, o.outputs, o.params, o.source, o.reason, o.label] for o in self.ops],
+            },
+            separators=(",", ":"),
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Graph:
+        """Inverse of ``to_json``. Raises ``ValueError`` for another format version or a graph that is not valid."""
+        d = json.loads(text)
+        if d.get("format") != FORMAT_VERSION:
+            raise ValueError(f"graph format {d.get('format')!r} is not the supported {FORMAT_VERSION}")
+        graph = Graph(
+            values=tuple(Value(tuple(s), dt, lit) for s, dt, lit in d["values"]),
+            inputs=tuple(d["inputs"]),
+            outputs=tuple(d["outputs"]),
+            ops=tuple(
+                Op(k, tuple(i), tuple(o), tuple((n, _thaw(p)) for n, p in ps), src, why, label)
+                for k, i, o, ps, src, why, label in d["ops"]
+            ),
+        )
+        graph.validate()
+        return graph
+
+    def __str__(self) -> str:
+        def name(v: int) -> str:
+            val = self.values[v]
+            return str(val) if val.literal is not None else f"%{v}"
+
+        lines = [f"graph({', '.join(f'%{v}:{self.values[v]}' for v in self.inputs)})"]
+        for op in self.ops:
+            outs = ", ".join(f"%{v}:{self.values[v]}" for v in op.outputs)
+            params = ", ".join(f"{k}={v}" for k, v in op.params)
+            lines.append(f"  {outs} = {op.kind}({', '.join(map(name, op.inputs))}) {{{params}}}  # {op.source}")
+        lines.append(f"  return {', '.join(map(name, self.outputs))}")
+        return "\n".join(lines)
+
+
+def _thaw(x: Any) -> Param:
+    return tuple(_thaw(v) for v in x) if isinstance(x, list) else x

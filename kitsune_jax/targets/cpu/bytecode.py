@@ -1,0 +1,294 @@
+"""The CPU program: what ``targets.cpu.lower`` makes of a tile program and ``cpu/src/program.cc`` parses. This file *is* the format.
+
+Comes in: the dataclasses below. Goes out: ``encode(program)``, an int64 array that travels as an attribute of the custom call.
+
+Layout, in int64 words: ``MAGIC, VERSION, number of words in all, CRC-32 of the words after the header (as little-endian bytes)``, then
+the dataclasses depth first in the order their fields are declared: an ``int`` is one word; a ``float`` is its IEEE-754 double bits; a ``tuple`` is its length,
+then its elements; an instruction is its ``CODE``, then its fields. Strings do not travel, except ``Stage.name``/``Program.name`` (length, then one word per UTF-8 byte).
+
+Semantics shared by all instructions. A worker runs one stage on one tile: rows ``row0 .. row0 + rows`` of the row space, ``rows ==
+tile_rows`` except on the last tile. ``Ref`` names memory; its ``offset`` counts elements of ``dtype``; spaces:
+
+* ``IN``/``OUT``: array ``index``. A row stride applies to the *global* row: element (r, i...) is at
+  ``offset + (row0 + r) * row_stride + sum(i * stride)``. Stationary operands have row stride 0.
+* ``SCRATCH``: the worker's own memory, ``Stage.scratch_bytes`` of it, 64-byte aligned; ``index`` is 0; rows count from the tile's start.
+* ``QUEUE``: the slot ``tile % depth`` of queue ``index``; rows count from the tile's start. A stage writes the queues it produces and reads those it consumes.
+* ``PREP``: stationary operand ``index`` prepared once per call (see ``Prep``); row stride 0.
+
+The parser rejects whatever reaches outside its memory, for all rows and all indices; strides may be negative or 0, extents are >= 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import zlib
+from typing import Any, ClassVar
+
+import numpy as np
+
+MAGIC = 0x004B4954_53554E45  # "KITSUNE"
+VERSION = 1
+
+DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64")
+DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
+
+IN, OUT, SCRATCH, QUEUE, PREP = range(5)
+
+REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor", "argmax", "argmin")
+CUMULATIVE = ("sum", "prod", "max", "min", "logsumexp")
+ACTIVATIONS = ("none", "relu")
+
+# Micro-operations of a Vector program, by name; the code is the position. The C++ X-macro ``cpu/include/kitsune_cpu/opcodes.h`` lists
+# the same names in the same order (a test compares them). Comparisons and is_finite give bool; select takes (pred, on_false, on_true);
+# clamp takes (lo, x, hi); integer shifts follow lax (out-of-range amounts give 0, or the sign for shift_right_arithmetic); integer
+# division truncates, and by zero gives -1 (0 remainder: the dividend), as XLA does. max/min propagate NaN.
+UNARY_OPS = (
+    "neg sign abs floor ceil round_away round_even is_finite not popcnt clz square "
+    "exp exp2 expm1 log log1p sqrt rsqrt cbrt logistic tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh "
+    "erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e integer_pow reduce_precision"
+).split()
+BINARY_OPS = (
+    "add sub mul div rem max min pow atan2 nextafter and or xor shift_left shift_right_logical shift_right_arithmetic "
+    "eq ne lt le gt ge igamma igammac zeta polygamma"
+).split()
+TERNARY_OPS = "select clamp regularized_incomplete_beta".split()
+# load: dst <- operand ``a`` (an index into Vector.loads), converted from its storage dtype to the register type; store: operand ``a``
+# (index into Vector.stores) <- register ``b``, converted to its storage dtype; const: dst <- imm[0]; convert: dst <- register ``a`` of
+# type ``from_type``; index: dst <- (position in loop dimension ``a`` (0 = row, global) // b) % c, an int64 unless ``type`` says otherwise
+SPECIAL_OPS = "load store const convert index".split()
+OPCODES = (*SPECIAL_OPS, *UNARY_OPS, *BINARY_OPS, *TERNARY_OPS)
+OPCODE = {name: code for code, name in enumerate(OPCODES)}
+MAX_REGISTERS = 32
+MAX_LOOP_DIMS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    space: int
+    index: int
+    offset: int
+    dtype: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An operand of an instruction that loops over (rows, *extents): its stride, in elements, for the row and each extent."""
+
+    ref: Ref
+    row_stride: int
+    strides: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """scratch/queue tile <- input array, for arrays whose element address is not linear in the row.
+
+    Row r has the mixed-radix index (r_0, ..., r_k) over ``Program.axes`` (last fastest); element (r, i...) of the array is at
+    ``array.offset + sum(r_j * axis_strides[j]) + sum(i * array_strides)``; ``tile`` has strides of its own. No conversion: one dtype.
+    """
+
+    CODE: ClassVar[int] = 1
+    array: Ref
+    axis_strides: tuple[int, ...]
+    extents: tuple[int, ...]
+    array_strides: tuple[int, ...]
+    tile: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Scatter:
+    """The reverse of Gather: output array <- tile."""
+
+    CODE: ClassVar[int] = 2
+    array: Ref
+    axis_strides: tuple[int, ...]
+    extents: tuple[int, ...]
+    array_strides: tuple[int, ...]
+    tile: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """out[b, m, :] = act(x[b, m, :] @ W[b] + bias), m over rows * row_multiple, accumulated in f32 (f64 for f64).
+
+    ``x``: row_stride is the leading dimension lda (distance of consecutive m), strides = (batch stride,); its K elements are
+    contiguous. ``out`` likewise with N contiguous elements. ``weight``: a Prep of kind WEIGHT with the same batch, giving K, N.
+    ``bias``: a Prep of kind DENSE of N f32 (f64 for f64) elements, or -1. For IN/OUT refs lda * row_multiple is the global row stride.
+    """
+
+    CODE: ClassVar[int] = 3
+    x: Operand
+    row_multiple: int
+    batch: int
+    weight: int
+    bias: int
+    activation: int
+    out: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Micro:
+    op: int
+    type: int  # compute type of the result (for comparisons: of the operands); never float16/bfloat16 (they compute in float32)
+    dst: int
+    a: int
+    b: int
+    c: int
+    from_type: int  # convert only
+    imm: tuple[float, ...]  # const value (integers beyond 2**53: as (high 32 bits, low 32 bits)), integer_pow (y,), reduce_precision (exponent, mantissa)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector:
+    """A straight-line pointwise program over (rows, *extents), run chunk by chunk.
+
+    ``collapse_rows``: 1 when, for every operand, row_stride == extents[0] * strides[0], so rows and the first extent are one loop.
+    """
+
+    CODE: ClassVar[int] = 4
+    extents: tuple[int, ...]
+    collapse_rows: int
+    loads: tuple[Operand, ...]
+    stores: tuple[Operand, ...]
+    code: tuple[Micro, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduce:
+    """out(rows, *kept) = how over ``reduced`` of x(rows, *kept, *reduced). Sums and products of f16/bf16/f32 accumulate in f32 or better.
+
+    argmax/argmin: ``reduced`` is one dimension, ``out`` has an integer dtype, NaN wins, ties take the lowest index.
+    """
+
+    CODE: ClassVar[int] = 5
+    how: int
+    kept: tuple[int, ...]
+    reduced: tuple[int, ...]
+    x: Operand  # strides for (*kept, *reduced)
+    out: Operand  # strides for kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """Cumulative op along the last of ``extents`` (from the end when ``reverse``)."""
+
+    CODE: ClassVar[int] = 6
+    how: int
+    reverse: int
+    extents: tuple[int, ...]
+    x: Operand
+    out: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulate:
+    """sink accumulator (dense over kept) folded with x(rows, *kept, *reduced), over rows and reduced."""
+
+    CODE: ClassVar[int] = 7
+    sink: int
+    kept: tuple[int, ...]
+    reduced: tuple[int, ...]
+    x: Operand  # strides for (*kept, *reduced)
+
+
+Instruction = Gather | Scatter | Matmul | Vector | Reduce | Scan | Accumulate
+
+WEIGHT, DENSE = range(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prep:
+    """A stationary operand prepared once per call, before any stage runs.
+
+    WEIGHT: ``source`` (an IN ref) read as W[b, k, n] with b, k, n running over the mixed-radix indices of the three extent lists
+    (last fastest), packed into the panels of the ISA at hand. DENSE: ``source`` read over ``n_extents`` into a contiguous array of
+    ``dtype`` (converted); b and k lists are empty.
+    """
+
+    kind: int
+    source: Ref
+    dtype: int
+    b_extents: tuple[int, ...]
+    b_strides: tuple[int, ...]
+    k_extents: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    n_extents: tuple[int, ...]
+    n_strides: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    dtype: int
+    elements: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sink:
+    """Folded per lane of consecutive tiles, lanes combined in order (so the result does not depend on the schedule), in f64 for floating sums and products."""
+
+    how: int
+    dtype: int  # of the values folded
+    elements: int
+    out: int  # output array, written at the end (converted to its dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    producer: int
+    consumers: tuple[int, ...]
+    depth: int
+    entry_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    name: str
+    phase: int
+    scratch_bytes: int
+    body: tuple[Instruction, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    name: str
+    axes: tuple[int, ...]
+    tile_rows: int
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    preps: tuple[Prep, ...]
+    sinks: tuple[Sink, ...]
+    queues: tuple[Ring, ...]
+    stages: tuple[Stage, ...]
+
+
+def encode(program: Program) -> np.ndarray:
+    """The program as int64 words, shape (words,)."""
+    body: list[int] = []
+    _emit(program, body)
+    words = np.asarray(body, np.int64)
+    header = np.asarray([MAGIC, VERSION, 4 + len(body), zlib.crc32(words.astype("<i8").tobytes())], np.int64)
+    return np.concatenate([header, words])
+
+
+def _emit(x: Any, out: list[int]) -> None:
+    if isinstance(x, (bool, int, np.integer)):
+        out.append(int(x))
+    elif isinstance(x, float):
+        out.append(struct.unpack("<q", struct.pack("<d", x))[0])
+    elif isinstance(x, str):
+        data = x.encode()
+        out.append(len(data))
+        out.extend(data)
+    elif isinstance(x, tuple):
+        out.append(len(x))
+        for v in x:
+            _emit(v, out)
+    else:
+        if hasattr(x, "CODE"):
+            out.append(x.CODE)
+        for field in dataclasses.fields(x):
+            v = getattr(x, field.name)
+            if field.name == "imm":
+                v = tuple(float(e) for e in v)
+            _emit(v, out)
