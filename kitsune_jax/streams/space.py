@@ -81,6 +81,3 @@ def streamed_axes(labels: DimLabels) -> frozenset[int]:
     return frozenset(a for axes in labels for a in axes)
 
 
-def region_flops_ops(graph: Graph, region: Region) -> list[int]:
-    """The region's ``dot_general`` ops."""
-    return [i for i in region.ops if graph.ops[i].kind == "dot_general"]

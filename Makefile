@@ -1,0 +1,68 @@
+# `make demo` and `make test` do all their own set-up in .venv and say what is missing. `make help` lists the rest.
+#
+#   PYTHON=/path/to/python3   use this interpreter          CXX=clang++     use this compiler
+#   VENV=.venv-x              another environment           PYTEST_ARGS=-x  handed to pytest
+#   JOBS=2                    pytest processes
+
+SHELL       := /bin/bash
+VENV        ?= .venv
+PY          := $(VENV)/bin/python
+PIP         := $(PY) -m pip --disable-pip-version-check
+PYTEST_ARGS ?=
+JOBS        ?= auto
+NATIVE      := $(shell find cpu/src cpu/include -type f 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-python lint format bench table clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.examples ## fit a photograph with a coordinate network (about two minutes)
+	$(PY) examples/fit_image.py
+
+test: cpu-test test-python ## the C++ tests, then the fast Python tests
+
+test-python: $(VENV)/.examples
+	$(PY) -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.examples ## the exhaustive matrices
+	$(PY) -m pytest -n $(JOBS) -m "slow and not gpu" $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint ## formatter, linter and type checker; changes nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy kitsune_jax benchmarks examples/fit_image.py
+	$(VENV)/bin/clang-format --dry-run --Werror $(shell find cpu cuda -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cuh')
+
+format: $(VENV)/.lint ## format Python and C++ in place
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(shell find cpu cuda -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cuh')
+
+bench: $(VENV)/.examples ## measure every case of the README's table (ten minutes) and write the table
+	$(PY) -m benchmarks run --all
+	$(PY) -m benchmarks table
+
+table: $(VENV)/.examples ## write the README's table from the stored measurements
+	$(PY) -m benchmarks table
+
+clean: ## remove what these targets made
+	rm -rf .venv .venv-* build dist out *.egg-info .make
+	find kitsune_jax -name '*.so' -delete
+
+# Set-up. The environment is editable, so only a change of the C++ sources or of the packaging runs pip again.
+$(PY):
+	@scripts/make_venv.sh $(VENV)
+
+$(VENV)/.examples: pyproject.toml setup.py $(NATIVE) | $(PY)
+	@cxx=$$(scripts/check_compiler.sh) && echo "building the extension with $$cxx and installing into $(VENV)" && \
+	  CC="$${CC:-$$cxx}" CXX="$$cxx" $(PIP) install --quiet --editable '.[test,examples]'
+	@touch $@
+
+$(VENV)/.lint: pyproject.toml $(VENV)/.examples
+	$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+include cpu/tests/cpu.mk

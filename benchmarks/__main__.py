@@ -1,0 +1,105 @@
+"""Command line of the benchmarks.
+
+python -m benchmarks run --app nerf --dtype bf16            # its default sizes, on the CPU; --rows N for another
+python -m benchmarks run --all
+python -m benchmarks table                                  # writes the README's table; --print shows it instead
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import store, table
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    if args.command == "table":
+        return _table(args)
+    # Measuring imports JAX; making the table does not need it.
+    from benchmarks.measure import Effort, child
+
+    effort = Effort(args.rounds, args.seconds)
+    if args.command == "child":
+        args.output.write_text(json.dumps(child(args.app, args.dtype, args.rows, effort)))
+        return 0
+    return _run(args, effort)
+
+
+def _run(args: argparse.Namespace, effort: Any) -> int:
+    import jax
+
+    from benchmarks.apps import APPS
+    from benchmarks.measure import measure
+
+    here = jax.devices()[0].platform
+    if here != args.platform:
+        print(f"JAX's default device is {here!r}, not {args.platform!r}: set JAX_PLATFORMS={args.platform}")
+        return 2
+    names = list(APPS) if args.all else [args.app]
+    for name in names:
+        for rows in [args.rows] if args.rows else APPS[name].rows:
+            for dtype in [args.dtype] if args.dtype else store.DTYPE_NAMES:
+                print(f"{name}, {rows} rows, {dtype} ...", flush=True)
+                record = measure(name, args.mode, dtype, args.platform, rows, effort, child=not args.no_child)
+                path = store.save(record, args.results)
+                ratios = ", ".join(f"{s['median']:.2f}x {column}" for column, s in record["speedup"].items())
+                print(f"  pipeline {1e3 * record['columns']['pipeline']['median']:.1f} ms: {ratios}", flush=True)
+                print(f"  -> {path.name}", flush=True)
+    return 0
+
+
+def _table(args: argparse.Namespace) -> int:
+    text = table.markdown(store.newest(args.results))
+    if args.print:
+        print(text)
+    else:
+        print(f"{args.readme.name} {'updated' if table.update(args.readme, text) else 'is up to date'}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Interleaved measurements of kitsune_jax.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="measure and store")
+    which = run.add_mutually_exclusive_group(required=True)
+    which.add_argument("--app", choices=store.APP_NAMES)
+    which.add_argument("--all", action="store_true", help="every app, size and dtype")
+    run.add_argument("--mode", choices=("infer",), default="infer")
+    run.add_argument("--dtype", choices=store.DTYPE_NAMES, help="default: both")
+    run.add_argument("--platform", choices=("cpu",), default="cpu")
+    run.add_argument("--rows", type=_positive, help="default: the app's own sizes")
+    run.add_argument("--no-child", action="store_true", help="leave out the huge-pages column and the first call")
+    run.add_argument("--results", type=Path, default=store.RESULTS)
+
+    child = commands.add_parser("child", help="what run starts in a fresh process")
+    child.add_argument("--app", choices=store.APP_NAMES, required=True)
+    child.add_argument("--dtype", choices=store.DTYPE_NAMES, required=True)
+    child.add_argument("--rows", type=_positive, required=True)
+    child.add_argument("--output", type=Path, required=True)
+    for command in (run, child):
+        command.add_argument("--rounds", type=_positive, default=15, help="interleaved calls of each column (default 15)")
+        command.add_argument("--seconds", type=float, default=30.0, help="stop a case's rounds after this long (default 30)")
+
+    show = commands.add_parser("table", help="write the README's table from what is stored")
+    show.add_argument("--print", action="store_true", help="print it, change nothing")
+    show.add_argument("--results", type=Path, default=store.RESULTS)
+    show.add_argument("--readme", type=Path, default=README)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,83 @@
+"""What a number was measured on: the machine, the versions, the commit."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_ISA = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "asimdhp", "bf16", "sve")
+
+
+def describe_machine() -> dict[str, Any]:
+    """CPU model, usable cores, memory, instruction sets that matter here, huge-page setting, operating system, JAX devices."""
+    info = _read("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
+    present = set(flags.group(1).split()) if flags else set()
+    memory = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    pages = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
+    return {
+        "cpu": " ".join(model.group(1).split()) if model else platform.processor() or platform.machine(),
+        "cores": _usable_cores(),
+        "architecture": platform.machine(),
+        "isa": [name for name in _ISA if name in present],
+        "memory_bytes": int(memory.group(1)) * 1024 if memory else None,
+        "transparent_hugepages": pages.group(1) if pages else None,
+        "system": f"{platform.system()} {platform.release()}",
+        "devices": [str(d) for d in jax.devices()],
+    }
+
+
+def machine_slug(machine: dict[str, Any]) -> str:
+    """A file name for ``machine``: ``amd-epyc-9575f-2c``."""
+    words = re.sub(r"\([^)]*\)|@.*|\b(\d+-core )?processor\b|\bcpu\b", " ", machine["cpu"], flags=re.IGNORECASE)
+    return re.sub(r"[^a-z0-9]+", "-", f"{words} {machine['cores']}c".lower()).strip("-")
+
+
+def describe_software() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("kitsune_jax", "jax", "jaxlib", "numpy", "scipy"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def describe_commit() -> dict[str, Any]:
+    """The commit of the checkout this file lies in, and whether tracked files differ from it; None outside of a checkout."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!benchmarks/results", ":!README.md")
+    return {"commit": git("rev-parse", "HEAD"), "modified": None if changed is None else bool(changed)}
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def _usable_cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

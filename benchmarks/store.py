@@ -1,0 +1,67 @@
+"""Measurements on disk: ``<machine>-<date>.json``, one file per machine and day, cases merged by what they measure.
+
+Comes in: records of ``measure``. Goes out: files, and the newest record of every case of every machine. Invariant: a record says
+itself which commit and versions it comes from, so that files hold records of several runs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_commit, describe_machine, describe_software, machine_slug, today
+
+FORMAT = 1
+RESULTS = Path(__file__).parent / "results"
+_KEY = ("platform", "app", "mode", "rows", "dtype")
+APP_NAMES = ("nerf", "mgn", "swiglu")
+DTYPE_NAMES = ("f32", "bf16")
+
+
+def case_key(record: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(record[k] for k in _KEY)
+
+
+def _order(record: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        record["platform"],
+        APP_NAMES.index(record["app"]),
+        record["mode"],
+        record["rows"],
+        DTYPE_NAMES.index(record["dtype"]),
+    )
+
+
+def save(record: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Add ``record`` to today's file of this machine; an earlier record of the same case and day is replaced."""
+    machine = describe_machine()
+    path = folder / f"{machine_slug(machine)}-{today()}.json"
+    record = {**record, **describe_commit(), "versions": describe_software()}
+    records = load(path)["cases"] if path.exists() else []
+    records = [r for r in records if case_key(r) != case_key(record)] + [record]
+    content = {"format": FORMAT, "machine": machine, "date": today(), "cases": sorted(records, key=_order)}
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def load(path: Path) -> dict[str, Any]:
+    """One file. Raises ``ValueError`` when it is of another format."""
+    content = json.loads(path.read_text())
+    if content.get("format") != FORMAT:
+        raise ValueError(f"{path.name} has format {content.get('format')!r}, not {FORMAT}")
+    return dict(content)
+
+
+def newest(folder: Path = RESULTS) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """(machine, records) for every machine that has files; of records of one case the newest, ordered by case."""
+    machines: dict[str, tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]]]] = {}
+    for content in sorted((load(path) for path in folder.glob("*.json")), key=lambda c: c["date"]):
+        slug = machine_slug(content["machine"])
+        records = machines[slug][1] if slug in machines else {}
+        records.update({case_key(r): {**r, "date": content["date"]} for r in content["cases"]})
+        machines[slug] = (content["machine"], records)
+    return [(machine, sorted(records.values(), key=_order)) for _, (machine, records) in sorted(machines.items())]

@@ -1,0 +1,91 @@
+"""The README's table, made from stored measurements.
+
+Comes in: what ``store.newest`` gives. Goes out: Markdown, put between two markers of a file. No number is typed by hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kitsune_jax.report.units import byte_text, count_text
+
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+_DTYPE = {"f32": "float32", "bf16": "bfloat16"}
+_HEAD = (
+    "application",
+    "`jax.jit`",
+    "blocked by hand",
+    "pipeline",
+    "vs `jax.jit`",
+    "vs `jax.jit` with huge pages",
+    "vs blocked",
+    "error: `jax.jit` / pipeline",
+    "operators pipelined",
+    "bytes moved (model)",
+)
+
+
+def markdown(results: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
+    """One table per machine; a sentence where nothing has been measured."""
+    if not results:
+        return "No measurement is stored yet: `python -m benchmarks run --all` makes them."
+    return "\n\n".join(_machine(machine, records) for machine, records in results)
+
+
+def _machine(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    lines = ["| " + " | ".join(_HEAD) + " |", "|---|" + "---:|" * (len(_HEAD) - 1)]
+    lines += ["| " + " | ".join(_row(r)) + " |" for r in records]
+    return f"{_caption(machine, records)}\n\n" + "\n".join(lines) + f"\n\n{_first_calls(records)}"
+
+
+def _caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    versions = sorted({r["versions"]["jax"] for r in records})
+    dates = sorted({r["date"] for r in records})
+    commits = sorted({f"{(r['commit'] or 'unknown')[:10]}{' with changes' if r['modified'] else ''}" for r in records})
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['isa'])}), JAX {', '.join(versions)}, "
+        f"measured {dates[0]}{f' to {dates[-1]}' if len(dates) > 1 else ''} at {', '.join(commits)}. Medians of interleaved runs; "
+        "in brackets the quartiles of the ratio within a round; error is the largest against float64, relative to the larger of the "
+        "element and the root mean square."
+    )
+
+
+def _row(record: dict[str, Any]) -> list[str]:
+    columns, speedup, explain = record["columns"], record["speedup"], record["explain"]
+    return [
+        ", ".join((record["title"], f"{count_text(record['rows'])} rows", _DTYPE.get(record["dtype"], record["dtype"]))),
+        *(f"{1e3 * columns[c]['median']:.1f} ms" for c in ("jit", "blocked", "pipeline")),
+        *(_ratio(speedup.get(c)) for c in ("jit", "jit_hugepages", "blocked")),
+        f"{columns['jit']['max_rel_error']:.1e} / {columns['pipeline']['max_rel_error']:.1e}",
+        f"{explain['ops_pipelined']} of {explain['ops_total']}",
+        f"{byte_text(explain['traffic_bulk_sync'])} -> {byte_text(explain['traffic_pipeline'])}",
+    ]
+
+
+def _ratio(speedup: dict[str, Any] | None) -> str:
+    return f"**{speedup['median']:.2f}x** ({speedup['q1']:.2f} to {speedup['q3']:.2f})" if speedup else "not measured"
+
+
+def _first_calls(records: list[dict[str, Any]]) -> str:
+    overheads = [r["first_call"] for r in records if "first_call" in r]
+    if not overheads:
+        return "The first call's overhead was not measured."
+    cold = max(overheads, key=lambda o: o["cold"]["overhead"])["cold"]
+    warm = max(overheads, key=lambda o: o["warm"]["overhead"])["warm"]
+    return (
+        f"Tracing, lowering and compiling, the worst of these cases: {cold['pipeline']:.2f} s against {cold['jit']:.2f} s with `jax.jit` "
+        f"the first time in a process, {warm['pipeline']:.2f} s against {warm['jit']:.2f} s after that."
+    )
+
+
+def update(path: Path, text: str) -> bool:
+    """Put ``text`` between the markers of ``path``; True where that changed the file. Raises ``ValueError`` without markers."""
+    content = path.read_text()
+    if content.count(BEGIN) != 1 or content.count(END) != 1 or content.index(BEGIN) > content.index(END):
+        raise ValueError(f"{path.name} needs one {BEGIN!r} and after it one {END!r}")
+    changed = content[: content.index(BEGIN)] + f"{BEGIN}\n{text}\n" + content[content.index(END) :]
+    if changed == content:
+        return False
+    path.write_text(changed)
+    return True

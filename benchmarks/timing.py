@@ -1,0 +1,68 @@
+"""Interleaved timing.
+
+Comes in: named thunks that return JAX arrays. Goes out: the seconds of every call, round by round. Each round calls every thunk
+once, starting with another one each time; nothing is cached, results are waited for and deleted before the next call. The clock
+of a shared machine drifts by a factor of two over minutes, so only numbers of the same round are compared: a speedup is the
+median over rounds of the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+Thunk = Callable[[], Any]
+
+
+def interleaved(thunks: Mapping[str, Thunk], *, rounds: int, seconds: float, warmup: int = 2) -> dict[str, list[float]]:
+    """Seconds of ``rounds`` calls of each thunk; fewer, but at least three, when ``seconds`` have passed."""
+    for _ in range(warmup):
+        for thunk in thunks.values():
+            _call(thunk)
+    names = list(thunks)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    start = time.perf_counter()
+    for r in range(rounds):
+        if r >= 3 and time.perf_counter() - start > seconds:
+            break
+        for name in names[r % len(names) :] + names[: r % len(names)]:
+            times[name].append(_call(thunks[name]))
+    return times
+
+
+def _call(thunk: Thunk) -> float:
+    start = time.perf_counter()
+    result = jax.block_until_ready(thunk())
+    elapsed = time.perf_counter() - start
+    for leaf in jax.tree.leaves(result):
+        leaf.delete()
+    return elapsed
+
+
+def summary(times: Sequence[float]) -> dict[str, float | int]:
+    """Median, extremes and quartiles (linear between the neighbours, as NumPy's default) of at least one time."""
+    ordered = sorted(times)
+    return {
+        "median": statistics.median(ordered),
+        "min": ordered[0],
+        "max": ordered[-1],
+        "q1": _quantile(ordered, 0.25),
+        "q3": _quantile(ordered, 0.75),
+        "n": len(ordered),
+    }
+
+
+def paired_speedup(base: Sequence[float], other: Sequence[float]) -> dict[str, float | int]:
+    """``summary`` of base/other round by round: above 1 where ``other`` is faster."""
+    return summary([b / o for b, o in zip(base, other, strict=True)])
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

@@ -1,0 +1,174 @@
+// The CPU program as data, and the parser that makes it from the int64 words of the custom call's attribute.
+//
+// Comes in: the words that kitsune_jax/targets/cpu/bytecode.py encodes (that file is the format and says what every field means).
+// Goes out: a Program. Invariant: a Program that `parse` returned reaches nothing outside its arrays, scratch, queues and prepared
+// operands, for every row and every index, and its stages can always make progress. No words, however damaged, crash the parser.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "kitsune_cpu/kernels.h"
+#include "kitsune_cpu/opcodes.h"
+
+namespace kitsune::cpu {
+
+constexpr int64_t kMagic = 0x004B495453554E45;
+constexpr int64_t kFormatVersion = 1;
+constexpr int kHeaderWords = 4;
+constexpr int kMaxRegisters = 32;
+constexpr int kMaxLoopDims = 8;
+
+enum class Space : int8_t { kIn, kOut, kScratch, kQueue, kPrep };
+enum class Reduction : int8_t { kSum, kMax, kMin, kProd, kAnd, kOr, kXor, kArgMax, kArgMin };
+enum class Cumulative : int8_t { kSum, kProd, kMax, kMin, kLogSumExp };
+enum class PrepKind : int8_t { kWeight, kDense };
+
+struct Ref {
+  Space space;
+  int64_t index;
+  int64_t offset;
+  DType dtype;
+};
+
+struct Operand {
+  Ref ref;
+  int64_t row_stride;
+  std::vector<int64_t> strides;
+};
+
+struct Copy {  // Gather and Scatter: the same fields, opposite directions
+  Ref array;
+  std::vector<int64_t> axis_strides;
+  std::vector<int64_t> extents;
+  std::vector<int64_t> array_strides;
+  Operand tile;
+};
+struct Gather : Copy {};
+struct Scatter : Copy {};
+
+struct Matmul {
+  Operand x;
+  int64_t row_multiple;
+  int64_t batch;
+  int64_t weight;
+  int64_t bias;
+  Activation activation;
+  Operand out;
+};
+
+struct Micro {
+  Opcode op;
+  DType type;
+  int64_t dst, a, b, c;
+  DType from_type;
+  std::vector<double> imm;
+};
+
+struct Vector {
+  std::vector<int64_t> extents;
+  bool collapse_rows;
+  std::vector<Operand> loads;
+  std::vector<Operand> stores;
+  std::vector<Micro> code;
+};
+
+struct Reduce {
+  Reduction how;
+  std::vector<int64_t> kept, reduced;
+  Operand x, out;
+};
+
+struct Scan {
+  Cumulative how;
+  bool reverse;
+  std::vector<int64_t> extents;
+  Operand x, out;
+};
+
+struct Accumulate {
+  int64_t sink;
+  std::vector<int64_t> kept, reduced;
+  Operand x;
+};
+
+// The position in the variant plus one is the instruction's CODE.
+using Instruction = std::variant<Gather, Scatter, Matmul, Vector, Reduce, Scan, Accumulate>;
+constexpr const char* kInstructionNames[] = {"Gather", "Scatter", "Matmul", "Vector", "Reduce", "Scan", "Accumulate"};
+
+struct Prep {
+  PrepKind kind;
+  Ref source;
+  DType dtype;
+  std::vector<int64_t> b_extents, b_strides, k_extents, k_strides, n_extents, n_strides;
+};
+
+struct Array {
+  DType dtype;
+  int64_t elements;
+};
+
+struct Sink {
+  Reduction how;
+  DType dtype;
+  int64_t elements;
+  int64_t out;
+};
+
+struct Ring {
+  int64_t producer;
+  std::vector<int64_t> consumers;
+  int64_t depth;
+  int64_t entry_bytes;
+};
+
+struct Stage {
+  std::string name;
+  int64_t phase;
+  int64_t scratch_bytes;
+  std::vector<Instruction> body;
+};
+
+struct Program {
+  std::string name;
+  std::vector<int64_t> axes;
+  int64_t tile_rows;
+  std::vector<Array> inputs, outputs;
+  std::vector<Prep> preps;
+  std::vector<Sink> sinks;
+  std::vector<Ring> queues;
+  std::vector<Stage> stages;
+  // Derived by the validator.
+  int64_t rows = 0;
+  int64_t tiles = 0;
+};
+
+class ProgramError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Parses and validates; throws ProgramError with a sentence that names what is wrong (or std::bad_alloc).
+Program parse(const int64_t* words, size_t count);
+
+// The validator alone (parse calls it): fills the derived fields.
+void validate(Program& program);
+
+const char* dtype_name(DType t);
+const char* opcode_name(Opcode op);
+const char* space_name(Space space);
+inline bool is_float(DType t) { return t >= DType::kF16; }
+// The type a value of a storage type has in a register: float16 and bfloat16 compute in float32.
+inline DType compute_type(DType t) { return t == DType::kF16 || t == DType::kBF16 ? DType::kF32 : t; }
+// The product of extents that the validator has bounded.
+inline int64_t product(const std::vector<int64_t>& extents) {
+  int64_t n = 1;
+  for (int64_t e : extents) n *= e;
+  return n;
+}
+
+uint32_t crc32(const int64_t* words, size_t count);  // zlib's CRC-32 of the words as little-endian bytes
+
+}  // namespace kitsune::cpu

@@ -1,0 +1,172 @@
+// What an Executable is made of: one Step per instruction, with kernels and loop nests resolved, and the memory layout of a call.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kitsune_cpu/executor.h"
+#include "nest.h"
+
+namespace kitsune::cpu {
+
+constexpr size_t kAlign = 64;
+inline size_t align_up(size_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
+
+// What a step sees: one stage on one tile, in one worker.
+struct Context {
+  int64_t row0;
+  int64_t rows;
+  char* const* ins;
+  char* const* outs;
+  char* scratch;
+  char* const* slots;   // per queue: the slot of this tile
+  char* const* preps;   // per prepared operand
+  char* lane;           // the sink accumulators of this tile's lane
+  char* temp;           // Step::temp_bytes() bytes, 64-byte aligned
+};
+
+// Where an operand of a tile starts: resolved form of a Ref whose row stride is `row_bytes`.
+struct Address {
+  Space space;
+  int32_t index;
+  int64_t offset_bytes;
+  int64_t row_bytes;  // 0 where rows count from the tile's start
+  Address(const Ref& ref, int64_t row_stride);
+  char* of(const Context& c) const {
+    int64_t at = offset_bytes + c.row0 * row_bytes;
+    switch (space) {
+      case Space::kIn: return c.ins[index] + at;
+      case Space::kOut: return c.outs[index] + at;
+      case Space::kScratch: return c.scratch + at;
+      case Space::kQueue: return c.slots[index] + at;
+      default: return c.preps[index] + at;
+    }
+  }
+};
+
+class Step {
+ public:
+  virtual ~Step() = default;
+  virtual void run(const Context& c) const = 0;
+  size_t temp_bytes() const { return temp_bytes_; }
+
+ protected:
+  size_t temp_bytes_ = 0;
+};
+
+struct SinkPlan {
+  DType acc;           // accumulator type
+  size_t offset;       // in a lane
+  int64_t stage;
+};
+
+// A weight's panels for all batches, or a dense operand, at `offset` of the call's prepared memory.
+struct PrepPlan {
+  size_t offset = 0;
+  size_t bytes = 0;
+  Panel panel = Panel::kF32;
+  int64_t K = 0, N = 0, batch = 1;
+  size_t batch_bytes = 0;
+  int64_t panels = 0;
+  int64_t panels_per_task = 1;
+  std::vector<int64_t> k_offset, n_offset, b_offset;  // elements
+};
+
+struct PrepTask {
+  int64_t prep, batch, begin, end;  // panels [begin, end) of a weight; rows of the outermost loop of a dense operand
+};
+
+struct StagePlan {
+  std::vector<std::unique_ptr<const Step>> steps;
+  std::vector<int64_t> inputs, outputs;  // queues
+  std::vector<int64_t> sinks;
+};
+
+struct PhasePlan {
+  std::vector<int64_t> stages;  // most downstream first
+  std::vector<int64_t> sinks;
+  std::vector<int64_t> queues;
+  int64_t lanes = 0;            // 0 without sinks
+  size_t lane_bytes = 0;
+  int64_t window = 0;           // tiles a stage may be ahead of its first unfinished one
+};
+
+struct Executable::Plan {
+  Program program;
+  const KernelTable* table;
+  std::vector<StagePlan> stages;
+  std::vector<PhasePlan> phases;
+  std::vector<PrepPlan> preps;
+  std::vector<PrepTask> prep_tasks;
+  std::vector<SinkPlan> sinks;
+  std::vector<size_t> ring_offset;  // in the call's ring memory
+  std::vector<size_t> entry_stride;
+  size_t ring_bytes = 0, prep_bytes = 0;
+  size_t scratch_bytes = 0;         // of a worker: the stage's scratch, then the steps' temporary memory
+  size_t temp_offset = 0;
+  int64_t units = 1;                // most workers that could be busy at once
+  double estimated_ns = 0;
+};
+using Plan = Executable::Plan;
+
+// One factory per instruction; `where` opens the message of a ProgramError.
+struct Compile {
+  const Program& program;
+  const KernelTable& table;
+  const std::vector<PrepPlan>& preps;
+  const std::vector<SinkPlan>& sinks;
+  std::string where;
+};
+std::unique_ptr<const Step> compile(const Gather&, const Compile&);
+std::unique_ptr<const Step> compile(const Scatter&, const Compile&);
+std::unique_ptr<const Step> compile(const Matmul&, const Compile&);
+std::unique_ptr<const Step> compile(const Vector&, const Compile&);
+std::unique_ptr<const Step> compile(const Reduce&, const Compile&);
+std::unique_ptr<const Step> compile(const Scan&, const Compile&);
+std::unique_ptr<const Step> compile(const Accumulate&, const Compile&);
+
+// Typed loads and stores that go through a register type the table may lack a direct path for. Throws ProgramError when there is none.
+class Loader {
+ public:
+  Loader() = default;
+  Loader(const KernelTable& table, DType compute, DType storage, const std::string& where);
+  // dst[n] dense of the compute type <- src; temp: n * 8 bytes, used only when two steps are needed.
+  void operator()(int64_t n, void* dst, const void* src, int64_t stride, void* temp) const {
+    if (convert_ == nullptr) return load_(n, dst, src, stride);
+    load_(n, temp, src, stride);
+    convert_(n, dst, temp, nullptr, nullptr, nullptr);
+  }
+
+ private:
+  LoadFn load_ = nullptr;
+  VectorFn convert_ = nullptr;
+};
+
+class Storer {
+ public:
+  Storer() = default;
+  Storer(const KernelTable& table, DType storage, DType compute, const std::string& where);
+  void operator()(int64_t n, void* dst, int64_t stride, const void* src, void* temp) const {
+    if (convert_ == nullptr) return store_(n, dst, stride, src);
+    convert_(n, temp, src, nullptr, nullptr, nullptr);
+    store_(n, dst, stride, temp);
+  }
+
+ private:
+  StoreFn store_ = nullptr;
+  VectorFn convert_ = nullptr;
+};
+
+// Reductions: accumulator type, identity, combination of accumulators (run_reduce.cc).
+DType accumulator_type(Reduction how, DType values, bool wide);
+void fill_identity(Reduction how, DType acc, int64_t n, void* out);
+void combine(Reduction how, DType acc, int64_t n, void* into, const void* from);
+
+// Prepared operands (executor_prepare.cc).
+void plan_preps(Plan& plan);
+void run_prep_task(const Plan& plan, const PrepTask& task, char* const* ins, char* prepared, char* temp);
+constexpr int64_t kPrepChunk = 1024;                  // elements a dense operand is converted by
+constexpr size_t kPrepTempBytes = 2 * kPrepChunk * 8;
+
+}  // namespace kitsune::cpu

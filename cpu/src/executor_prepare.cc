@@ -1,0 +1,133 @@
+// Prepared operands: weights packed into the panels of the ISA at hand, dense operands gathered and converted, as tasks that several
+// workers share.
+#include <algorithm>
+#include <cstring>
+
+#include "executor_internal.h"
+
+namespace kitsune::cpu {
+namespace {
+
+constexpr int64_t kTaskBytes = 128 << 10;
+
+// The element offset of every mixed-radix index, last extent fastest.
+std::vector<int64_t> offsets(const std::vector<int64_t>& extents, const std::vector<int64_t>& strides) {
+  std::vector<int64_t> out{0};
+  for (size_t d = 0; d < extents.size(); ++d) {
+    std::vector<int64_t> next;
+    next.reserve(out.size() * static_cast<size_t>(extents[d]));
+    for (int64_t base : out)
+      for (int64_t i = 0; i < extents[d]; ++i) next.push_back(base + i * strides[d]);
+    out = std::move(next);
+  }
+  return out;
+}
+
+// bfloat16 panels hold a weight exactly, but the kernels round x to bfloat16 to use them: only when every x already is.
+bool only_bfloat16_rows(const Program& p, int64_t prep) {
+  for (const Stage& s : p.stages)
+    for (const Instruction& i : s.body)
+      if (const auto* m = std::get_if<Matmul>(&i))
+        if (m->weight == prep && m->x.ref.dtype != DType::kBF16) return false;
+  return true;
+}
+
+void plan_weight(Plan& plan, int64_t index) {
+  const Prep& x = plan.program.preps[index];
+  PrepPlan& w = plan.preps[index];
+  w.K = product(x.k_extents);
+  w.N = product(x.n_extents);
+  w.batch = product(x.b_extents);
+  bool narrow = x.dtype == DType::kBF16 && only_bfloat16_rows(plan.program, index);
+  w.panel = plan.table->panel_for(narrow ? DType::kBF16 : x.dtype == DType::kF64 ? DType::kF64 : DType::kF32);
+  w.k_offset = offsets(x.k_extents, x.k_strides);
+  w.n_offset = offsets(x.n_extents, x.n_strides);
+  w.b_offset = offsets(x.b_extents, x.b_strides);
+  w.batch_bytes = align_up(plan.table->packed_bytes(w.panel, w.K, w.N));
+  w.bytes = w.batch_bytes * static_cast<size_t>(w.batch);
+  w.panels = plan.table->panel_count(w.panel, w.N);
+  int64_t panel_bytes = std::max<int64_t>(1, static_cast<int64_t>(w.batch_bytes) / std::max<int64_t>(1, w.panels));
+  w.panels_per_task = std::max<int64_t>(1, kTaskBytes / panel_bytes);
+  for (int64_t b = 0; b < w.batch; ++b)
+    for (int64_t begin = 0; begin < w.panels; begin += w.panels_per_task)
+      plan.prep_tasks.push_back({index, b, begin, std::min(w.panels, begin + w.panels_per_task)});
+}
+
+void plan_dense(Plan& plan, int64_t index) {
+  const Prep& x = plan.program.preps[index];
+  PrepPlan& d = plan.preps[index];
+  int64_t n = product(x.n_extents), item = static_cast<int64_t>(item_size(x.dtype));
+  d.bytes = align_up(static_cast<size_t>(n * item));
+  // Checks now that the conversion exists.
+  std::string where = "kitsune program: prepared operand " + std::to_string(index);
+  Loader(*plan.table, compute_type(x.dtype), x.source.dtype, where);
+  Storer(*plan.table, x.dtype, compute_type(x.dtype), where);
+  int64_t outer = x.n_extents.empty() ? 1 : x.n_extents[0];
+  int64_t step = std::max<int64_t>(1, kTaskBytes / std::max<int64_t>(1, n / outer * item));
+  for (int64_t begin = 0; begin < outer; begin += step) plan.prep_tasks.push_back({index, 0, begin, std::min(outer, begin + step)});
+}
+
+void run_dense(const Plan& plan, const PrepTask& t, const char* source, char* out, char* temp) {
+  const Prep& x = plan.program.preps[t.prep];
+  const int64_t item = static_cast<int64_t>(item_size(x.dtype)), from = static_cast<int64_t>(item_size(x.source.dtype));
+  const DType compute = compute_type(x.dtype);
+  Loader load(*plan.table, compute, x.source.dtype, "");
+  Storer store(*plan.table, x.dtype, compute, "");
+  char* values = temp;
+  char* spare = temp + kPrepChunk * 8;
+  // Operands: source, destination; the first extent covers [begin, end).
+  std::vector<int64_t> extents = x.n_extents, source_bytes{0}, out_bytes{0};
+  if (extents.empty()) extents.push_back(1);
+  int64_t dense = item;
+  for (size_t d = 0; d < extents.size(); ++d) {
+    source_bytes.push_back(x.n_extents.empty() ? 0 : x.n_strides[d] * from);
+    out_bytes.push_back(0);
+  }
+  for (size_t d = extents.size(); d-- > 0; dense *= extents[d]) out_bytes[d + 1] = dense;
+  char* at[2] = {const_cast<char*>(source) + t.begin * source_bytes[1], out + t.begin * out_bytes[1]};
+  extents[0] = t.end - t.begin;
+  Nest nest = make_nest(extents, {source_bytes, out_bytes});
+  nest.erase(nest.begin());  // no rows
+  simplify(nest);
+  if (nest.empty()) nest.push_back({1, false, -1, {from, item}});
+  const Dim inner = nest.back();
+  int64_t index[kMaxLoopDims + 1];
+  walk(nest.data(), static_cast<int>(nest.size()) - 1, 1, at, 2, index, [&] {
+    if (x.dtype == x.source.dtype && inner.stride[0] == item && inner.stride[1] == item) {
+      std::memcpy(at[1], at[0], static_cast<size_t>(inner.n * item));
+      return;
+    }
+    for (int64_t i = 0; i < inner.n; i += kPrepChunk) {
+      int64_t n = std::min(kPrepChunk, inner.n - i);
+      load(n, values, at[0] + i * inner.stride[0], inner.stride[0] / from, spare);
+      store(n, at[1] + i * inner.stride[1], inner.stride[1] / item, values, spare);
+    }
+  });
+}
+
+}  // namespace
+
+void plan_preps(Plan& plan) {
+  plan.preps.resize(plan.program.preps.size());
+  for (size_t i = 0; i < plan.preps.size(); ++i) {
+    if (plan.program.preps[i].kind == PrepKind::kWeight)
+      plan_weight(plan, static_cast<int64_t>(i));
+    else
+      plan_dense(plan, static_cast<int64_t>(i));
+    plan.preps[i].offset = plan.prep_bytes;
+    plan.prep_bytes += plan.preps[i].bytes;
+  }
+}
+
+void run_prep_task(const Plan& plan, const PrepTask& t, char* const* ins, char* prepared, char* temp) {
+  const Prep& x = plan.program.preps[t.prep];
+  const PrepPlan& w = plan.preps[t.prep];
+  const int64_t item = static_cast<int64_t>(item_size(x.source.dtype));
+  const char* source = ins[x.source.index] + x.source.offset * item;
+  char* out = prepared + w.offset;
+  if (x.kind == PrepKind::kDense) return run_dense(plan, t, source, out, temp);
+  PackSource pack{source + w.b_offset[t.batch] * item, x.source.dtype, w.K, w.N, w.k_offset.data(), w.n_offset.data()};
+  plan.table->pack(w.panel, pack, t.begin, t.end, out + static_cast<size_t>(t.batch) * w.batch_bytes);
+}
+
+}  // namespace kitsune::cpu

@@ -1,0 +1,298 @@
+// One call: rounds (prepare, then each phase and the combination of its sinks) that workers drain together, with a barrier between two.
+//
+// The caller is a worker, and the only one the call depends on: helpers are pool tasks that join when they start and find the call over
+// if they start late. A worker waits only for jobs that are running, so no wait depends on the pool.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <optional>
+
+#include "executor_memory.h"
+#include "pipeline.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kitsune::cpu {
+namespace {
+
+constexpr int kSpins = 256;              // about 5 us before a worker sleeps
+constexpr int64_t kCombineChunk = 1024;  // elements of a sink combined by one job
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+struct Round {
+  enum Kind { kPrepare, kTiles, kLanes, kPipeline, kCombine } kind;
+  int64_t phase;
+  int64_t count;  // units: tasks, tiles, lanes or chunks; 0 for a pipeline
+};
+
+struct Job {
+  Round::Kind kind;
+  int64_t phase;
+  int64_t begin, end;  // units; a pipeline's job is position `begin` of `stage`
+  int64_t stage;
+};
+
+struct CombineJob {
+  int64_t sink, begin, end;
+};
+
+class Call {
+ public:
+  Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers);
+  void work();
+  const std::string& error() const { return error_; }
+
+ private:
+  // Under the mutex.
+  bool take(Job* job);
+  void finish_job(const Job& job);
+  void begin_round();
+  void wait(std::unique_lock<std::mutex>& lock);
+  void fail(const std::string& why);
+  // Without it.
+  void execute(const Job& job);
+  void run_tile(Context& c, int64_t stage, int64_t tile, int64_t lane, bool first_of_lane) const;
+  void run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) const;
+  void run_lane(Context& c, const Job& job, int64_t lane) const;
+  void combine_lanes(const CombineJob& job, char* temp) const;
+
+  const Plan& plan_;
+  char* const* ins_;
+  char* const* outs_;
+  char* prepared_;
+  char* rings_;
+  char* lanes_;
+  int64_t workers_;
+  std::vector<char*> preps_;
+  std::vector<Round> rounds_;
+  std::vector<std::vector<CombineJob>> combines_;  // by phase
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> epoch_{0};  // grows whenever a job may have become available, or the call ends
+  size_t round_ = 0;
+  int64_t next_ = 0, done_ = 0, running_ = 0, idle_ = 0;
+  std::optional<Pipeline> pipeline_;
+  bool finished_ = false, failed_ = false;
+  std::string error_;
+};
+
+Call::Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers)
+    : plan_(plan), ins_(ins), outs_(outs), prepared_(prepared), rings_(rings), lanes_(lanes), workers_(workers) {
+  for (const PrepPlan& p : plan.preps) preps_.push_back(prepared + p.offset);
+  if (!plan.prep_tasks.empty()) rounds_.push_back({Round::kPrepare, 0, static_cast<int64_t>(plan.prep_tasks.size())});
+  combines_.resize(plan.phases.size());
+  for (size_t i = 0; i < plan.phases.size(); ++i) {
+    const PhasePlan& phase = plan.phases[i];
+    int64_t p = static_cast<int64_t>(i);
+    if (phase.stages.empty()) continue;
+    if (phase.stages.size() > 1)
+      rounds_.push_back({Round::kPipeline, p, 0});
+    else if (phase.lanes > 0)
+      rounds_.push_back({Round::kLanes, p, phase.lanes});
+    else
+      rounds_.push_back({Round::kTiles, p, plan.program.tiles});
+    for (int64_t s : phase.sinks)
+      for (int64_t e = 0; e < plan.program.sinks[s].elements; e += kCombineChunk)
+        combines_[i].push_back({s, e, std::min(plan.program.sinks[s].elements, e + kCombineChunk)});
+    if (!combines_[i].empty()) rounds_.push_back({Round::kCombine, p, static_cast<int64_t>(combines_[i].size())});
+  }
+  begin_round();
+}
+
+void Call::begin_round() {
+  next_ = done_ = 0;
+  pipeline_.reset();
+  if (round_ == rounds_.size()) {
+    finished_ = true;
+  } else if (rounds_[round_].kind == Round::kPipeline) {
+    pipeline_.emplace(plan_, plan_.phases[rounds_[round_].phase]);
+  }
+}
+
+bool Call::take(Job* job) {
+  if (finished_ || failed_) return false;
+  const Round& r = rounds_[round_];
+  *job = {r.kind, r.phase, 0, 0, 0};
+  if (pipeline_) {
+    if (!pipeline_->take(&job->stage, &job->begin)) return false;
+    if (idle_ > 0) wake_.notify_one();  // there may be more than one
+  } else {
+    if (next_ == r.count) return false;
+    // Guided: large pieces first, single units at the end.
+    int64_t n = std::max<int64_t>(1, (r.count - next_) / (4 * workers_));
+    job->begin = next_;
+    job->end = next_ += n;
+  }
+  ++running_;
+  return true;
+}
+
+void Call::finish_job(const Job& job) {
+  --running_;
+  bool over = false;
+  if (pipeline_) {
+    pipeline_->complete(job.stage, job.begin);
+    over = pipeline_->finished();
+  } else {
+    done_ += job.end - job.begin;
+    over = done_ == rounds_[round_].count;
+  }
+  if (over && !failed_) {
+    ++round_;
+    try {
+      begin_round();
+    } catch (const std::bad_alloc&) {
+      fail("kitsune: out of memory in '" + plan_.program.name + "'");
+    }
+  }
+  if (failed_ && running_ == 0) finished_ = true;
+  epoch_.fetch_add(1, std::memory_order_release);
+  if (over || finished_)
+    wake_.notify_all();
+  else if (idle_ > 0 && pipeline_)
+    wake_.notify_one();
+}
+
+void Call::fail(const std::string& why) {
+  if (!failed_) error_ = why;
+  failed_ = true;
+}
+
+void Call::wait(std::unique_lock<std::mutex>& lock) {
+  uint64_t seen = epoch_.load(std::memory_order_relaxed);
+  lock.unlock();
+  for (int i = 0; i < kSpins && epoch_.load(std::memory_order_acquire) == seen; ++i) pause();
+  lock.lock();
+  ++idle_;
+  wake_.wait(lock, [&] { return finished_ || epoch_.load(std::memory_order_relaxed) != seen; });
+  --idle_;
+}
+
+void Call::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!finished_) {
+    Job job;
+    bool taken = false;
+    try {
+      taken = take(&job);
+      if (taken) {
+        lock.unlock();
+        execute(job);
+        lock.lock();
+      }
+    } catch (const std::bad_alloc&) {
+      if (!lock.owns_lock()) lock.lock();
+      fail("kitsune: out of memory in '" + plan_.program.name + "'");
+    } catch (const std::exception& e) {
+      if (!lock.owns_lock()) lock.lock();
+      fail(e.what());
+    }
+    if (taken)
+      finish_job(job);
+    else if (!finished_)
+      wait(lock);
+  }
+}
+
+void Call::execute(const Job& job) {
+  char* scratch = thread_scratch(plan_.scratch_bytes);
+  Context c{0, 0, ins_, outs_, scratch, nullptr, preps_.data(), lanes_, scratch + plan_.temp_offset};
+  if (job.kind == Round::kPipeline) {
+    thread_local std::vector<char*> slots;
+    return run_pipeline(c, slots, job);
+  }
+  const PhasePlan& phase = plan_.phases[job.phase];
+  for (int64_t i = job.begin; i < job.end; ++i) {
+    switch (job.kind) {
+      case Round::kPrepare: run_prep_task(plan_, plan_.prep_tasks[i], ins_, prepared_, c.temp); break;
+      case Round::kTiles: run_tile(c, phase.stages[0], i, 0, false); break;
+      case Round::kLanes: run_lane(c, job, i); break;
+      default: combine_lanes(combines_[job.phase][i], c.temp); break;
+    }
+  }
+}
+
+void Call::run_lane(Context& c, const Job& job, int64_t lane) const {
+  const PhasePlan& phase = plan_.phases[job.phase];
+  LaneOrder order(plan_.program.tiles, phase.lanes);
+  int64_t first = order.first_tile(lane), end = order.first_tile(lane + 1);
+  for (int64_t t = first; t < end; ++t) run_tile(c, phase.stages[0], t, lane, t == first);
+}
+
+void Call::run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) const {
+  const PhasePlan& phase = plan_.phases[job.phase];
+  const StagePlan& stage = plan_.stages[job.stage];
+  LaneOrder order(plan_.program.tiles, phase.lanes);
+  slots.resize(plan_.program.queues.size());
+  for (const auto* list : {&stage.inputs, &stage.outputs})
+    for (int64_t q : *list) {
+      size_t slot = static_cast<size_t>(job.begin % plan_.program.queues[q].depth);
+      slots[q] = rings_ + plan_.ring_offset[q] + slot * plan_.entry_stride[q];
+    }
+  c.slots = slots.data();
+  run_tile(c, job.stage, order.tile(job.begin), order.lane(job.begin), job.begin < phase.lanes);
+}
+
+void Call::run_tile(Context& c, int64_t s, int64_t tile, int64_t lane, bool first_of_lane) const {
+  const Program& p = plan_.program;
+  const StagePlan& stage = plan_.stages[s];
+  c.row0 = tile * p.tile_rows;
+  c.rows = std::min(p.tile_rows, p.rows - c.row0);
+  c.lane = lanes_ + static_cast<size_t>(lane) * plan_.phases[p.stages[s].phase].lane_bytes;
+  if (first_of_lane)
+    for (int64_t k : stage.sinks)
+      fill_identity(p.sinks[k].how, plan_.sinks[k].acc, p.sinks[k].elements, c.lane + plan_.sinks[k].offset);
+  for (const auto& step : stage.steps) step->run(c);
+}
+
+void Call::combine_lanes(const CombineJob& job, char* temp) const {
+  const Sink& sink = plan_.program.sinks[job.sink];
+  const SinkPlan& s = plan_.sinks[job.sink];
+  const PhasePlan& phase = plan_.phases[plan_.program.stages[s.stage].phase];
+  int64_t n = job.end - job.begin;
+  char* first = lanes_ + s.offset + static_cast<size_t>(job.begin) * item_size(s.acc);
+  for (int64_t l = 1; l < phase.lanes; ++l) combine(sink.how, s.acc, n, first, first + static_cast<size_t>(l) * phase.lane_bytes);
+  DType type = plan_.program.outputs[sink.out].dtype;
+  Storer store(*plan_.table, type, s.acc, "");
+  store(n, outs_[sink.out] + static_cast<size_t>(job.begin) * item_size(type), 1, first, temp);
+}
+
+}  // namespace
+
+std::string Executable::run(const void* const* ins, void* const* outs, Pool& pool) const {
+  try {
+    const Plan& plan = *plan_;
+    size_t lane_bytes = 0;
+    for (const PhasePlan& phase : plan.phases) lane_bytes = std::max(lane_bytes, phase.lane_bytes * static_cast<size_t>(phase.lanes));
+    CachedBlock prepared(plan.prep_bytes), rings(plan.ring_bytes), lanes(lane_bytes);
+    std::vector<char*> in, out;
+    for (size_t i = 0; i < plan.program.inputs.size(); ++i) in.push_back(const_cast<char*>(static_cast<const char*>(ins[i])));
+    for (size_t i = 0; i < plan.program.outputs.size(); ++i) out.push_back(static_cast<char*>(outs[i]));
+    int64_t workers = std::clamp<int64_t>(pool.num_threads(), 1, plan.units);
+    auto call = std::make_shared<Call>(plan, in.data(), out.data(), prepared.data(), rings.data(), lanes.data(), workers);
+    try {
+      for (int64_t w = 1; w < workers; ++w) pool.schedule([call] { call->work(); });
+    } catch (const std::exception&) {  // fewer helpers: the call does not depend on them
+    }
+    call->work();
+    return call->error();
+  } catch (const std::bad_alloc&) {
+    return "kitsune: out of memory in '" + plan_->program.name + "'";
+  } catch (const std::exception& e) {
+    return std::string("kitsune: ") + e.what();
+  }
+}
+
+}  // namespace kitsune::cpu

@@ -1,0 +1,137 @@
+// The boundary to XLA: parses the program once per compiled executable, checks the buffers of every call against it, runs it on XLA's
+// thread pool.
+//
+// The state's type is registered from inside the instantiate handler, when XLA asks for its metadata. JAX may flush targets registered
+// before the backend exists ahead of types, so registering the type separately would depend on the order of imports.
+#include "kitsune_cpu/ffi.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "kitsune_cpu/executor.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace kitsune::cpu {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr double kNsPerThread = 20000;  // work that pays for waking one more thread
+
+std::atomic<int64_t> calls{0};
+
+struct State {
+  static ffi::TypeId id;
+  static const XLA_FFI_TypeInfo info;
+  explicit State(Program program) : executable(std::move(program)) {}
+  Executable executable;
+};
+ffi::TypeId State::id = XLA_FFI_UNKNOWN_TYPE_ID;
+const XLA_FFI_TypeInfo State::info = ffi::MakeTypeInfo<State>();
+
+class XlaPool final : public Pool {
+ public:
+  XlaPool(ffi::ThreadPool& pool, double ns) : pool_(pool) {
+    threads_ = std::clamp<int64_t>(static_cast<int64_t>(std::min(ns / kNsPerThread, 4096.0)), 1, std::max<int64_t>(1, pool.num_threads()));
+  }
+  int64_t num_threads() const override { return threads_; }
+  void schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
+
+ private:
+  ffi::ThreadPool& pool_;
+  int64_t threads_;
+};
+
+ffi::ErrorOr<std::unique_ptr<State>> instantiate(ffi::Span<const int64_t> words) {
+  try {
+    return std::make_unique<State>(parse(words.begin(), words.size()));
+  } catch (const std::bad_alloc&) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kResourceExhausted, "kitsune program: out of memory while compiling it"));
+  } catch (const std::exception& e) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(e.what()));
+  }
+}
+
+// XLA's data type of one of ours; PRED for bool.
+ffi::DataType xla_type(DType t) {
+  static constexpr ffi::DataType kTypes[kNumDTypes] = {ffi::PRED, ffi::S8,  ffi::S16, ffi::S32, ffi::S64,  ffi::U8, ffi::U16,
+                                                       ffi::U32,  ffi::U64, ffi::F16, ffi::BF16, ffi::F32, ffi::F64};
+  return kTypes[static_cast<int>(t)];
+}
+
+std::string check_buffer(const char* role, size_t i, const Array& want, ffi::AnyBuffer got) {
+  bool sized = static_cast<int64_t>(got.element_count()) == want.elements;
+  if (got.element_type() == xla_type(want.dtype) && sized) return "";
+  return std::string("kitsune_cpu: ") + role + " " + std::to_string(i) + " of the call has " + std::to_string(got.element_count()) +
+         " elements of XLA type " + std::to_string(static_cast<int>(got.element_type())) + ", but the program wants " +
+         std::to_string(want.elements) + " of " + dtype_name(want.dtype);
+}
+
+ffi::Error execute(ffi::ThreadPool pool, State* state, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  const Executable& exe = state->executable;
+  const Program& p = exe.program();
+  if (args.size() != p.inputs.size() || rets.size() != p.outputs.size())
+    return ffi::Error::InvalidArgument("kitsune_cpu: the call has " + std::to_string(args.size()) + " operands and " +
+                                       std::to_string(rets.size()) + " results, but the program '" + p.name + "' wants " +
+                                       std::to_string(p.inputs.size()) + " and " + std::to_string(p.outputs.size()));
+  std::vector<const void*> ins;
+  std::vector<void*> outs;
+  for (size_t i = 0; i < args.size(); ++i) {
+    auto buffer = args.get<ffi::AnyBuffer>(i);
+    if (buffer.has_error()) return buffer.error();
+    if (std::string e = check_buffer("operand", i, p.inputs[i], *buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
+    ins.push_back(buffer->untyped_data());
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto buffer = rets.get<ffi::AnyBuffer>(i);
+    if (buffer.has_error()) return buffer.error();
+    if (std::string e = check_buffer("result", i, p.outputs[i], **buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
+    outs.push_back((*buffer)->untyped_data());
+  }
+  calls.fetch_add(1, std::memory_order_relaxed);
+  XlaPool workers(pool, exe.estimated_ns());
+  std::string error = exe.run(ins.data(), outs.data(), workers);
+  return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kResourceExhausted, error);
+}
+
+XLA_FFI_Error* call_instantiate(XLA_FFI_CallFrame* frame) {
+  bool metadata = frame->extension_start != nullptr && frame->extension_start->type == XLA_FFI_Extension_Metadata;
+  if (metadata) {
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (State::id == XLA_FFI_UNKNOWN_TYPE_ID)
+      if (XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(frame->api, "kitsune_cpu_state", &State::id, &State::info)) return error;
+  }
+  static const auto* handler =
+      ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("program").To(instantiate).release();
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::BindExecute()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Ctx<ffi::State<State>>()
+                                   .RemainingArgs()
+                                   .RemainingRets()
+                                   .To([](ffi::ThreadPool pool, State* state, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+                                     try {
+                                       return execute(pool, state, args, rets);
+                                     } catch (const std::exception& e) {
+                                       return ffi::Error(ffi::ErrorCode::kResourceExhausted, e.what());
+                                     }
+                                   })
+                                   .release();
+  return handler->Call(frame);
+}
+
+}  // namespace
+
+void* instantiate_handler() { return reinterpret_cast<void*>(&call_instantiate); }
+void* execute_handler() { return reinterpret_cast<void*>(&call_execute); }
+int64_t executed_calls() { return calls.load(std::memory_order_relaxed); }
+
+}  // namespace kitsune::cpu

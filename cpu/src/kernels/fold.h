@@ -1,0 +1,177 @@
+// Reductions: folding an array, strided or not, into one accumulator, and folding rows into an array of accumulators.
+//
+// Elements are converted to the accumulator's type in chunks that stay in the first-level cache, then folded in several independent
+// vectors. Floating sums so carry 4 x kFloats partial sums per chunk (64 on AVX-512), added up as a tree, and chunks add up in double: the
+// error is that of pairwise summation.
+#pragma once
+
+#include "load_store.h"
+#include "pointwise.h"
+
+namespace kitsune::cpu::KITSUNE_ISA {
+
+// The indices into REDUCTIONS of bytecode.py.
+enum Reduction : int { kSum, kMax, kMin, kProduct, kAnd, kOr, kXor, kReductions };
+
+constexpr int64_t kFoldChunk = 512;
+
+template <class Op, class T>
+struct Identity;
+template <class T>
+struct Identity<Add, T> {
+  static constexpr T kValue = T(0);
+};
+template <class T>
+struct Identity<Mul, T> {
+  static constexpr T kValue = T(1);
+};
+template <class T>
+struct Identity<And, T> {
+  static constexpr T kValue = T(-1);
+};
+template <class T>
+struct Identity<Or, T> : Identity<Add, T> {};
+template <class T>
+struct Identity<Xor, T> : Identity<Add, T> {};
+template <bool Maximum>
+struct ExtremumIdentity {
+  template <class T>
+  static constexpr T of() {
+    if constexpr (TypeTraits<T>::kFloating) {
+      return Maximum ? -T(__builtin_inff()) : T(__builtin_inff());
+    } else {
+      return Maximum ? min_value<T>() : max_value<T>();
+    }
+  }
+};
+template <class T>
+struct Identity<Max, T> {
+  static constexpr T kValue = ExtremumIdentity<true>::of<T>();
+};
+template <class T>
+struct Identity<Min, T> {
+  static constexpr T kValue = ExtremumIdentity<false>::of<T>();
+};
+
+// Folds n dense elements: 4 vectors' worth of lanes, then a tree over the lanes.
+template <class Op, class T>
+T fold_dense(int64_t n, const T* x) {
+  constexpr int kLanes = 4 * kVectorBytes / int(sizeof(T));
+  T lanes[kLanes];
+  for (int j = 0; j < kLanes; ++j) lanes[j] = Identity<Op, T>::kValue;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int j = 0; j < kLanes; ++j) lanes[j] = Op::apply(lanes[j], x[i + j]);
+  }
+  for (int64_t j = 0; i + j < n; ++j) lanes[j] = Op::apply(lanes[j], x[i + j]);
+  for (int width = kLanes / 2; width >= 1; width /= 2) {
+    for (int j = 0; j < width; ++j) lanes[j] = Op::apply(lanes[j], lanes[j + width]);
+  }
+  return lanes[0];
+}
+
+// Chunk totals of floating sums and products are combined in double.
+template <class Op, class Acc>
+struct Total {
+  using type = Acc;
+};
+template <>
+struct Total<Add, float> {
+  using type = double;
+};
+template <>
+struct Total<Mul, float> {
+  using type = double;
+};
+
+// `load` turns elements of `element_bytes` into accumulators; nullptr: they are accumulators already.
+template <class Op, class Acc>
+__attribute__((noinline)) void fold_chunks(int64_t n, const char* src, int64_t stride, Acc* acc, LoadFn load, int64_t element_bytes) {
+  using T = typename Total<Op, Acc>::type;
+  T total = T(*acc);
+  alignas(64) Acc chunk[kFoldChunk];
+  for (int64_t i = 0; i < n; i += kFoldChunk, src += kFoldChunk * stride * element_bytes) {
+    int64_t count = min_of(kFoldChunk, n - i);
+    if (load) load(count, chunk, src, stride);
+    total = Op::apply(total, T(fold_dense<Op>(count, load ? chunk : reinterpret_cast<const Acc*>(src))));
+  }
+  *acc = Acc(total);
+}
+
+template <class Op, class Acc>
+__attribute__((noinline)) void fold_row_chunks(int64_t n, const char* src, int64_t stride, Acc* acc, LoadFn load, int64_t element_bytes) {
+  alignas(64) Acc chunk[kFoldChunk];
+  for (int64_t i = 0; i < n; i += kFoldChunk, src += kFoldChunk * stride * element_bytes) {
+    int64_t count = min_of(kFoldChunk, n - i);
+    if (load) load(count, chunk, src, stride);
+    const Acc* x = load ? chunk : reinterpret_cast<const Acc*>(src);
+    Acc* to = acc + i;
+    KITSUNE_INDEPENDENT
+    for (int64_t j = 0; j < count; ++j) to[j] = Op::apply(to[j], x[j]);
+  }
+}
+
+template <class Op, class Acc, class From>
+void fold_strided(int64_t n, const void* src, int64_t stride, void* acc) {
+  LoadFn load = kSame<Acc, From> && stride == 1 ? nullptr : &load_strided<Acc, From>;
+  fold_chunks<Op, Acc>(n, static_cast<const char*>(src), stride, static_cast<Acc*>(acc), load, sizeof(From));
+}
+
+template <class Op, class Acc, class From>
+void fold_row_strided(int64_t n, const void* src, int64_t stride, void* acc) {
+  LoadFn load = kSame<Acc, From> && stride == 1 ? nullptr : &load_strided<Acc, From>;
+  fold_row_chunks<Op, Acc>(n, static_cast<const char*>(src), stride, static_cast<Acc*>(acc), load, sizeof(From));
+}
+
+struct Folds {
+  FoldFn fold;
+  FoldRowFn fold_row;
+};
+
+template <class Op, class Acc, class From>
+Folds folds_of() {
+  return {&fold_strided<Op, Acc, From>, &fold_row_strided<Op, Acc, From>};
+}
+
+// Bools fold as bytes 0/1: or for sum and max, and for product and min.
+template <class From, class Acc, class WideAcc>
+Folds folds_for(int how, bool wide) {
+  switch (how) {
+    case kSum: return wide ? folds_of<Add, WideAcc, From>() : folds_of<Add, Acc, From>();
+    case kProduct: return wide ? folds_of<Mul, WideAcc, From>() : folds_of<Mul, Acc, From>();
+    case kMax: return folds_of<Max, Acc, From>();
+    case kMin: return folds_of<Min, Acc, From>();
+    default: break;
+  }
+  if constexpr (!TypeTraits<Acc>::kFloating) {
+    switch (how) {
+      case kAnd: return folds_of<And, Acc, From>();
+      case kOr: return folds_of<Or, Acc, From>();
+      case kXor: return folds_of<Xor, Acc, From>();
+      default: break;
+    }
+  }
+  return {nullptr, nullptr};
+}
+
+inline Folds find_folds(int how, DType storage, bool wide) {
+  if (how < 0 || how >= kReductions) return {nullptr, nullptr};
+  return with_type<Folds>(storage, [how, wide](auto tag) -> Folds {
+    using T = typename decltype(tag)::type;
+    if constexpr (kSame<T, double>) {
+      return folds_for<double, double, double>(how, wide);
+    } else if constexpr (TypeTraits<T>::kFloating) {
+      return folds_for<T, float, double>(how, wide);
+    } else if constexpr (TypeTraits<T>::kBool) {
+      constexpr int kAsBytes[] = {kMax, kMax, kMin, kMin, kAnd, kOr, kXor};
+      return folds_for<uint8_t, uint8_t, uint8_t>(kAsBytes[how], wide);
+    } else {
+      return folds_for<T, T, T>(how, wide);
+    }
+  });
+}
+
+inline FoldFn fold_function(int how, DType storage, bool wide) { return find_folds(how, storage, wide).fold; }
+inline FoldRowFn fold_row_function(int how, DType storage, bool wide) { return find_folds(how, storage, wide).fold_row; }
+
+}  // namespace kitsune::cpu::KITSUNE_ISA

@@ -1,0 +1,173 @@
+// Moving rows between storage and registers: conversion of dense or strided arrays. A stride is in elements and may be 0 or negative.
+#pragma once
+
+#include "scalar.h"
+
+namespace kitsune::cpu::KITSUNE_ISA {
+
+// One loop per pair of types, called by everything that converts.
+template <class To, class From>
+__attribute__((noinline)) void convert_dense(int64_t n, To* dst, const From* src) {
+  KITSUNE_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) dst[i] = convert<To>(src[i]);
+}
+
+#if defined(__F16C__)
+// The hardware conversions (VCVTPH2PS, VCVTPS2PH) round to nearest even and keep denormals and NaN, as the software ones do.
+template <>
+__attribute__((noinline)) inline void convert_dense(int64_t n, float* dst, const Half* src) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16) _mm512_storeu_ps(dst + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(src + i))));
+#endif
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(src + i))));
+  for (; i < n; ++i) dst[i] = to_float(src[i]);
+}
+
+template <>
+__attribute__((noinline)) inline void convert_dense(int64_t n, Half* dst, const float* src) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16) {
+    _mm256_storeu_si256((__m256i*)(dst + i), _mm512_cvtps_ph(_mm512_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
+  }
+#endif
+  for (; i + 8 <= n; i += 8) {
+    _mm_storeu_si128((__m128i*)(dst + i), _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
+  }
+  for (; i < n; ++i) dst[i] = to_half(src[i]);
+}
+#endif
+
+// Elements of a strided array are moved to and from a dense chunk by size alone, so that only the dense loops know the types.
+constexpr int64_t kChunk = 256;
+
+template <int Size>
+struct BitsOfSize;
+template <>
+struct BitsOfSize<1> : TypeTag<uint8_t> {};
+template <>
+struct BitsOfSize<2> : TypeTag<uint16_t> {};
+template <>
+struct BitsOfSize<4> : TypeTag<uint32_t> {};
+template <>
+struct BitsOfSize<8> : TypeTag<uint64_t> {};
+
+template <int Size>
+__attribute__((noinline)) void gather_elements(int64_t n, void* dst_, const void* src_, int64_t stride) {
+  using U = typename BitsOfSize<Size>::type;
+  char* dst = static_cast<char*>(dst_);
+  const char* src = static_cast<const char*>(src_);
+  for (int64_t i = 0; i < n; ++i) __builtin_memcpy(dst + i * Size, src + i * stride * Size, sizeof(U));
+}
+
+template <int Size>
+__attribute__((noinline)) void scatter_elements(int64_t n, void* dst_, int64_t stride, const void* src_) {
+  char* dst = static_cast<char*>(dst_);
+  const char* src = static_cast<const char*>(src_);
+  for (int64_t i = 0; i < n; ++i) __builtin_memcpy(dst + i * stride * Size, src + i * Size, Size);
+}
+
+template <class To>
+void fill(int64_t n, To* dst, To value) {
+  for (int64_t i = 0; i < n; ++i) dst[i] = value;
+}
+
+template <class To, class From>
+void load_strided(int64_t n, void* dst_, const void* src_, int64_t stride) {
+  To* dst = static_cast<To*>(dst_);
+  const From* src = static_cast<const From*>(src_);
+  if (stride == 0) {
+    if (n > 0) fill(n, dst, convert<To>(src[0]));
+    return;
+  }
+  if constexpr (kSame<To, From>) {
+    if (stride == 1) {
+      __builtin_memcpy(static_cast<void*>(dst), src, size_t(n) * sizeof(To));
+    } else {
+      gather_elements<sizeof(To)>(n, dst, src, stride);
+    }
+  } else {
+    if (stride == 1) return convert_dense(n, dst, src);
+    alignas(64) From chunk[kChunk];
+    for (int64_t i = 0; i < n; i += kChunk) {
+      int64_t count = min_of(kChunk, n - i);
+      gather_elements<sizeof(From)>(count, chunk, src + i * stride, stride);
+      convert_dense(count, dst + i, static_cast<const From*>(chunk));
+    }
+  }
+}
+
+// With stride 0 the last element stays.
+template <class To, class From>
+void store_strided(int64_t n, void* dst_, int64_t stride, const void* src_) {
+  To* dst = static_cast<To*>(dst_);
+  const From* src = static_cast<const From*>(src_);
+  if constexpr (kSame<To, From>) {
+    if (stride == 1) {
+      __builtin_memcpy(static_cast<void*>(dst), src, size_t(n) * sizeof(To));
+    } else {
+      scatter_elements<sizeof(To)>(n, dst, stride, src);
+    }
+  } else {
+    if (stride == 1) return convert_dense(n, dst, src);
+    alignas(64) To chunk[kChunk];
+    for (int64_t i = 0; i < n; i += kChunk) {
+      int64_t count = min_of(kChunk, n - i);
+      convert_dense(count, chunk, src + i);
+      scatter_elements<sizeof(To)>(count, dst + i * stride, stride, chunk);
+    }
+  }
+}
+
+template <class To, class From>
+void convert_vector(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+  convert_dense(n, static_cast<To*>(dst), static_cast<const From*>(a));
+}
+
+inline bool is_compute_type(DType t) { return t != DType::kF16 && t != DType::kBF16; }
+
+inline LoadFn load_function(DType compute, DType storage) {
+  if (!is_compute_type(compute)) return nullptr;
+  return with_type<LoadFn>(compute, [storage](auto to) {
+    return with_type<LoadFn>(storage, [](auto from) -> LoadFn {
+      using To = typename decltype(to)::type;
+      if constexpr (TypeTraits<To>::kSixteen) {
+        return nullptr;
+      } else {
+        return &load_strided<To, typename decltype(from)::type>;
+      }
+    });
+  });
+}
+
+inline StoreFn store_function(DType storage, DType compute) {
+  if (!is_compute_type(compute)) return nullptr;
+  return with_type<StoreFn>(compute, [storage](auto from) {
+    return with_type<StoreFn>(storage, [](auto to) -> StoreFn {
+      using From = typename decltype(from)::type;
+      if constexpr (TypeTraits<From>::kSixteen) {
+        return nullptr;
+      } else {
+        return &store_strided<typename decltype(to)::type, From>;
+      }
+    });
+  });
+}
+
+inline VectorFn convert_function(DType to, DType from) {
+  if (!is_compute_type(to) || !is_compute_type(from)) return nullptr;
+  return with_type<VectorFn>(to, [from](auto to_tag) {
+    return with_type<VectorFn>(from, [](auto from_tag) -> VectorFn {
+      using To = typename decltype(to_tag)::type;
+      using From = typename decltype(from_tag)::type;
+      if constexpr (TypeTraits<To>::kSixteen || TypeTraits<From>::kSixteen) {
+        return nullptr;
+      } else {
+        return &convert_vector<To, From>;
+      }
+    });
+  });
+}
+
+}  // namespace kitsune::cpu::KITSUNE_ISA

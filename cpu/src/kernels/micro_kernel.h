@@ -1,0 +1,221 @@
+// The matmul micro-kernel: a block of MR rows by one panel, accumulated in registers, with bias, relu and conversion at the store.
+#pragma once
+
+#include "panel.h"
+
+namespace kitsune::cpu::KITSUNE_ISA {
+
+// Rows per block: as many accumulators as the register file holds beside two panel vectors and one broadcast.
+#if defined(__AVX512F__)
+constexpr int kBlockRows = 12;  // 24 of 32 registers
+#elif defined(__AVX2__)
+constexpr int kBlockRows = 6;   // 12 of 16
+#elif defined(__aarch64__)
+constexpr int kBlockRows = 12;  // 24 of 32
+#else
+constexpr int kBlockRows = 4;   // 8 of 16
+#endif
+
+// One block: X rows and C rows start at x and c; `columns` of the panel are stored.
+struct Block {
+  const void* x;
+  int64_t lda;
+  const void* w;
+  int64_t K;
+  const void* bias;  // a whole panel's width, in the accumulator type
+  void* c;
+  int64_t ldc;
+  int64_t columns;
+  DType c_dtype;
+  bool relu;
+};
+
+// ---- How one step of k multiplies: the element types and the broadcast of X.
+
+struct F32Step {
+  using X = float;
+  using A = VF;
+  using S = float;
+  static constexpr int kDepth = 1;
+  static KITSUNE_INLINE VF weights(const char* w, int64_t step, int j) {
+    return load_vector<VF>(w + (step * kPanelVectors + j) * kVectorBytes);
+  }
+  static KITSUNE_INLINE VF rows(const float* x) { return splat<VF>(*x); }
+  static KITSUNE_INLINE VF multiply_add(VF acc, VF x, VF w) { return acc + x * w; }
+};
+
+struct F64Step {
+  using X = double;
+  using A = VD;
+  using S = double;
+  static constexpr int kDepth = 1;
+  static KITSUNE_INLINE VD weights(const char* w, int64_t step, int j) {
+    return load_vector<VD>(w + (step * kPanelVectors + j) * kVectorBytes);
+  }
+  static KITSUNE_INLINE VD rows(const double* x) { return splat<VD>(*x); }
+  static KITSUNE_INLINE VD multiply_add(VD acc, VD x, VD w) { return acc + x * w; }
+};
+
+#if defined(__AVX512BF16__)
+// VDPBF16PS adds two products per lane in f32. It treats denormal inputs as zero and flushes denormal results, whatever MXCSR says:
+// the price of the native multiplication, below anything a bf16 network can resolve.
+struct BF16Step {
+  using X = BFloat16;
+  using A = VF;
+  using S = float;
+  static constexpr int kDepth = 2;
+  static KITSUNE_INLINE __m512bh weights(const char* w, int64_t step, int j) {
+    return (__m512bh)load_vector<VI>(w + (step * kPanelVectors + j) * kVectorBytes);
+  }
+  static KITSUNE_INLINE __m512bh rows(const BFloat16* x) {
+    int32_t pair;
+    __builtin_memcpy(&pair, x, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  // The last row of an odd K: its partner in X belongs to someone else, and is taken as 0.
+  static KITSUNE_INLINE __m512bh last_row(const BFloat16* x) { return (__m512bh)_mm512_set1_epi32(x->bits); }
+  static KITSUNE_INLINE VF multiply_add(VF acc, __m512bh x, __m512bh w) { return (VF)_mm512_dpbf16_ps((__m512)acc, x, w); }
+};
+#endif
+
+// ---- Storing a vector of the accumulator type as another type.
+
+#if defined(__AVX512F__)
+KITSUNE_INLINE void store_lanes(float* to, VF v, int64_t lanes) {
+  _mm512_mask_storeu_ps(to, __mmask16((1u << lanes) - 1), (__m512)v);
+}
+KITSUNE_INLINE void store_lanes(Half* to, VF v, int64_t lanes) {
+  _mm256_mask_storeu_epi16(to, __mmask16((1u << lanes) - 1), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+}
+KITSUNE_INLINE __m256i round_to_bfloat16(VF v) {
+#if defined(__AVX512BF16__)
+  return (__m256i)_mm512_cvtneps_pbh((__m512)v);  // flushes denormals, as VDPBF16PS has already done
+#else
+  __m512i u = (__m512i)v;
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+  __m512i quiet = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
+  __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, quiet), 16));
+#endif
+}
+KITSUNE_INLINE void store_lanes(BFloat16* to, VF v, int64_t lanes) {
+  _mm256_mask_storeu_epi16(to, __mmask16((1u << lanes) - 1), round_to_bfloat16(v));
+}
+KITSUNE_INLINE void store_lanes(double* to, VD v, int64_t lanes) {
+  _mm512_mask_storeu_pd(to, __mmask8((1u << lanes) - 1), (__m512d)v);
+}
+#endif
+
+// Vectors with a masked, converting store above.
+template <class C, class V>
+constexpr bool kStoresMasked = kVectorBytes == 64 && (kSame<V, VF> ? !kSame<C, double> : kSame<C, double>);
+
+template <class C, int MR, int NV, class V>
+KITSUNE_INLINE void store_block(const Block& b, const V (&acc)[MR][NV]) {
+  constexpr int64_t kLanes = sizeof(V) / sizeof(acc[0][0][0]);
+  C* c = static_cast<C*>(b.c);
+  KITSUNE_UNROLL
+  for (int i = 0; i < MR; ++i) {
+    KITSUNE_UNROLL
+    for (int j = 0; j < NV; ++j) {
+      C* to = c + i * b.ldc + j * kLanes;
+      if constexpr (kStoresMasked<C, V>) {
+        store_lanes(to, acc[i][j], min_of(b.columns - j * kLanes, kLanes));  // > 0: NV covers the columns
+      } else {
+        store_vector(to, acc[i][j]);
+      }
+    }
+  }
+}
+
+// Everything else: the block's rows in memory, `width` apart, are converted or copied.
+template <class S>
+__attribute__((noinline)) void store_rows(const Block& b, int rows, int64_t width, const S* from) {
+  with_type<int>(b.c_dtype, [&](auto tag) {
+    using C = typename decltype(tag)::type;
+    if constexpr (TypeTraits<C>::kFloating) {
+      for (int i = 0; i < rows; ++i) {
+        C* to = static_cast<C*>(b.c) + i * b.ldc;
+        if constexpr (kSame<C, S>) {
+          __builtin_memcpy(to, from + i * width, size_t(b.columns) * sizeof(C));
+        } else {
+          convert_dense(b.columns, to, from + i * width);
+        }
+      }
+    }
+    return 0;
+  });
+}
+
+template <int MR, int NV, class V>
+KITSUNE_INLINE void store_any_block(const Block& b, const V (&acc)[MR][NV]) {
+  using S = decltype(V{}[0] + 0);
+  constexpr int64_t kWidth = NV * int64_t(sizeof(V) / sizeof(S));
+  const bool whole = b.columns == kWidth || kVectorBytes == 64;  // or masked
+  if (b.c_dtype == (kSame<S, float> ? DType::kF32 : DType::kF64) && whole) return store_block<S>(b, acc);
+  if constexpr (kSame<S, float> && kVectorBytes == 64) {
+    if (b.c_dtype == DType::kBF16) return store_block<BFloat16>(b, acc);
+    if (b.c_dtype == DType::kF16) return store_block<Half>(b, acc);
+  }
+  alignas(64) S buffer[MR * kWidth];
+  __builtin_memcpy(buffer, &acc[0][0], sizeof buffer);
+  store_rows<S>(b, MR, kWidth, buffer);
+}
+
+template <class Step, int MR, int NV>
+__attribute__((noinline)) void multiply_block(const Block& b) {
+  using V = typename Step::A;
+  constexpr int kLanes = sizeof(V) / sizeof(typename Step::S);
+  const typename Step::X* x = static_cast<const typename Step::X*>(b.x);
+  const char* w = static_cast<const char*>(b.w);
+  const int64_t lda = b.lda;
+  V acc[MR][NV];
+  KITSUNE_UNROLL
+  for (int j = 0; j < NV; ++j) {
+    V bias = load_vector<V>(static_cast<const typename Step::S*>(b.bias) + j * kLanes);
+    KITSUNE_UNROLL
+    for (int i = 0; i < MR; ++i) acc[i][j] = bias;
+  }
+  const int64_t steps = b.K / Step::kDepth;
+  for (int64_t s = 0; s < steps; ++s) {
+    decltype(Step::weights(w, s, 0)) wv[NV];
+    KITSUNE_UNROLL
+    for (int j = 0; j < NV; ++j) wv[j] = Step::weights(w, s, j);
+    KITSUNE_UNROLL
+    for (int i = 0; i < MR; ++i) {
+      auto xv = Step::rows(x + i * lda + s * Step::kDepth);
+      KITSUNE_UNROLL
+      for (int j = 0; j < NV; ++j) acc[i][j] = Step::multiply_add(acc[i][j], xv, wv[j]);
+    }
+  }
+  if constexpr (Step::kDepth == 2) {
+    if (b.K % 2) {
+      KITSUNE_UNROLL
+      for (int i = 0; i < MR; ++i) {
+        auto xv = Step::last_row(x + i * lda + b.K - 1);
+        KITSUNE_UNROLL
+        for (int j = 0; j < NV; ++j) acc[i][j] = Step::multiply_add(acc[i][j], xv, Step::weights(w, steps, j));
+      }
+    }
+  }
+  if (b.relu) {
+    KITSUNE_UNROLL
+    for (int i = 0; i < MR; ++i) {
+      KITSUNE_UNROLL
+      for (int j = 0; j < NV; ++j) acc[i][j] = acc[i][j] <= V{} ? V{} : acc[i][j];  // NaN stays, -0 becomes 0
+    }
+  }
+  store_any_block(b, acc);
+}
+
+// The kernel for `rows` in 1..kBlockRows.
+template <class Step, int NV, int MR = kBlockRows>
+KITSUNE_INLINE void multiply_rows(int64_t rows, const Block& b) {
+  if constexpr (MR >= 1) {
+    if (rows == MR) return multiply_block<Step, MR, NV>(b);
+    return multiply_rows<Step, NV, MR - 1>(rows, b);
+  }
+}
+
+}  // namespace kitsune::cpu::KITSUNE_ISA

@@ -1,0 +1,98 @@
+// Panels: how a weight W[K][N] is laid out for the matmul micro-kernels, and the packing of weights into them.
+//
+// A panel holds `width` columns of W, row after row: element (k, n) of panel p is W[k][p * width + n]. bf16 panels interleave pairs of
+// rows, as VDPBF16PS wants them: (k, n) is at ((k / 2) * width + n) * 2 + k % 2. K is padded to the k-step, N to the width, with zeros.
+#pragma once
+
+#include "load_store.h"
+
+namespace kitsune::cpu::KITSUNE_ISA {
+
+#if defined(__AVX512BF16__)
+constexpr bool kNativeBFloat16 = true;
+#else
+constexpr bool kNativeBFloat16 = false;
+#endif
+
+constexpr int kPanelVectors = 2;
+constexpr int kPanelFloats = kPanelVectors * kFloats;    // columns of a kF32 or kBF16 panel
+constexpr int kPanelDoubles = kPanelVectors * kDoubles;  // columns of a kF64 panel
+
+inline int panel_width(Panel p) { return p == Panel::kF64 ? kPanelDoubles : kPanelFloats; }
+
+inline int64_t padded_depth(Panel p, int64_t K) { return p == Panel::kBF16 ? (K + 1) / 2 * 2 : K; }
+
+inline size_t panel_bytes(Panel p, int64_t K) {
+  size_t element = p == Panel::kF64 ? 8 : p == Panel::kF32 ? 4 : 2;
+  return size_t(padded_depth(p, K)) * size_t(panel_width(p)) * element;  // a multiple of the vector size
+}
+
+inline Panel panel_for(DType weight) {
+  if (weight == DType::kF64) return Panel::kF64;
+  return weight == DType::kBF16 && kNativeBFloat16 ? Panel::kBF16 : Panel::kF32;
+}
+
+inline int64_t panel_count(Panel p, int64_t N) { return (N + panel_width(p) - 1) / panel_width(p); }
+
+inline size_t packed_bytes(Panel p, int64_t K, int64_t N) { return size_t(panel_count(p, N)) * panel_bytes(p, K); }
+
+// Offset of element (k, n) within a panel of `width` columns.
+template <bool Pairs>
+KITSUNE_INLINE int64_t panel_offset(int64_t k, int64_t n, int64_t width) {
+  return Pairs ? ((k / 2) * width + n) * 2 + k % 2 : k * width + n;
+}
+
+template <bool Pairs, class To, class From>
+void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, To* out) {
+  const From* src = static_cast<const From*>(s.src);
+  int64_t columns = min_of(width, s.N - n0);
+  const int64_t* n_offset = s.n_offset + n0;
+  bool dense = true;
+  for (int64_t j = 1; j < columns; ++j) dense &= n_offset[j] == n_offset[0] + j;
+  if (columns < width || depth > s.K) __builtin_memset(static_cast<void*>(out), 0, size_t(depth * width) * sizeof(To));
+  if (dense) {
+    for (int64_t k = 0; k < s.K; ++k) {
+      const From* row = src + s.k_offset[k] + n_offset[0];
+      To* to = out + panel_offset<Pairs>(k, 0, width);
+      if constexpr (Pairs) {
+        for (int64_t j = 0; j < columns; ++j) to[2 * j] = convert<To>(row[j]);
+      } else {
+        convert_dense(columns, to, row);
+      }
+    }
+    return;
+  }
+  // A transposed weight is contiguous along k: short runs of k per column keep both sides in the cache.
+  constexpr int64_t kRun = 16;
+  for (int64_t k0 = 0; k0 < s.K; k0 += kRun) {
+    int64_t k1 = min_of(k0 + kRun, s.K);
+    for (int64_t j = 0; j < columns; ++j) {
+      for (int64_t k = k0; k < k1; ++k) {
+        out[panel_offset<Pairs>(k, j, width)] = convert<To>(src[s.k_offset[k] + n_offset[j]]);
+      }
+    }
+  }
+}
+
+template <bool Pairs, class To>
+void pack_panels(Panel panel, const PackSource& s, int64_t begin, int64_t end, void* out) {
+  int64_t width = panel_width(panel), depth = padded_depth(panel, s.K);
+  size_t bytes = panel_bytes(panel, s.K);
+  with_type<int>(s.dtype, [&](auto tag) {
+    for (int64_t p = begin; p < end; ++p) {
+      To* to = reinterpret_cast<To*>(static_cast<char*>(out) + size_t(p) * bytes);
+      pack_panel<Pairs, To, typename decltype(tag)::type>(s, p * width, width, depth, to);
+    }
+    return 0;
+  });
+}
+
+inline void pack(Panel panel, const PackSource& s, int64_t begin, int64_t end, void* out) {
+  switch (panel) {
+    case Panel::kF32: return pack_panels<false, float>(panel, s, begin, end, out);
+    case Panel::kBF16: return pack_panels<true, BFloat16>(panel, s, begin, end, out);
+    case Panel::kF64: return pack_panels<false, double>(panel, s, begin, end, out);
+  }
+}
+
+}  // namespace kitsune::cpu::KITSUNE_ISA

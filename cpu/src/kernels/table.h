@@ -1,0 +1,16 @@
+// The kernel table of this translation unit's ISA. Include once per unit, after defining KITSUNE_ISA and KITSUNE_ISA_NAME.
+#pragma once
+
+#include "fold.h"
+#include "gemm.h"
+#include "vector_ops.h"
+
+namespace kitsune::cpu::KITSUNE_ISA {
+
+extern const KernelTable table;
+const KernelTable table = {
+    KITSUNE_ISA_NAME, &panel_for,       &packed_bytes,  &panel_count,    &pack,          &gemm_scratch_bytes, &gemm,
+    &vector_function, &convert_function, &load_function, &store_function, &fold_function, &fold_row_function,
+};
+
+}  // namespace kitsune::cpu::KITSUNE_ISA

@@ -1,0 +1,213 @@
+// Elementary functions of float vectors on the hot path of networks: exp, exp2, log, tanh, logistic, erf, sin, cos, rsqrt.
+//
+// Branch-free except sin, cos and tan beyond |x| = 1e6 (rare: libm's full reduction, lane by lane). At most 4 ulp over all floats,
+// denormals included; infinities and NaN as in C. Polynomials without a note are Cephes' (S. L. Moshier, single precision library).
+#pragma once
+
+#include "libm.h"
+#include "wide_math.h"
+
+namespace kitsune::cpu::KITSUNE_ISA {
+
+KITSUNE_INLINE VF choose(VI mask, VF yes, VF no) { return mask ? yes : no; }
+
+template <int N>
+KITSUNE_INLINE VF polynomial(VF x, const float (&c)[N]) {
+  VF y = splat<VF>(c[N - 1]);
+  KITSUNE_UNROLL
+  for (int i = N - 2; i >= 0; --i) y = y * x + c[i];
+  return y;
+}
+
+constexpr float kFloatMagic = 0x1.8p23f;  // adding it rounds to an integer, in the low bits of the sum
+constexpr float kFloatInfinity = __builtin_inff();
+
+// y 2^n for an integer n in [-150, 130]; the result may be denormal, rounded once, or overflow.
+KITSUNE_INLINE VF scale_by_power(VF y, VF n) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
+  VI i = (VI)(n + kFloatMagic) - (VI)splat<VF>(kFloatMagic);
+  VI half = i >> 1;
+  return y * (VF)((half + 127) << 23) * (VF)((i - half + 127) << 23);
+#endif
+}
+
+// e^r for |r| <= ln 2 / 2.
+KITSUNE_INLINE VF exp_reduced(VF r) {
+  static const float c[] = {5.0000001201e-1f, 1.6666665459e-1f, 4.1665795894e-2f, 8.3334519073e-3f, 1.3981999507e-3f, 1.9875691500e-4f};
+  return polynomial(r, c) * (r * r) + r + 1.0f;
+}
+
+KITSUNE_INLINE VF exp(VF x) {
+  x = choose(x < -104.0f, splat<VF>(-104.0f), x);  // below: rounds to 0. NaN compares false and stays
+  x = choose(x > 89.0f, splat<VF>(89.0f), x);      // above: overflows
+  VF n = (x * 1.44269504088896341f + kFloatMagic) - kFloatMagic;
+  VF r = x - n * 0.693359375f;  // ln 2 in two pieces; n times the first is exact
+  r = r - n * -2.12194440e-4f;
+  return scale_by_power(exp_reduced(r), n);
+}
+
+KITSUNE_INLINE VF exp2(VF x) {
+  x = choose(x < -151.0f, splat<VF>(-151.0f), x);
+  x = choose(x > 129.0f, splat<VF>(129.0f), x);
+  VF n = (x + kFloatMagic) - kFloatMagic;
+  return scale_by_power(exp_reduced((x - n) * 0.693147180559945309f), n);
+}
+
+KITSUNE_INLINE VF log(VF x) {
+  static const float c[] = {3.3333331174e-1f,  -2.4999993993e-1f, 2.0000714765e-1f,  -1.6668057665e-1f, 1.4249322787e-1f,
+                            -1.2420140846e-1f, 1.1676998740e-1f, -1.1514610310e-1f, 7.0376836292e-2f};
+  VI denormal = x < 0x1p-126f;
+  VF s = choose(denormal, x * 0x1p25f, x);
+  VI offset = (VI)s - 0x3f3504f3;  // bits of sqrt(1/2)
+  VI exponent = (offset >> 23) - (denormal & 25);
+  VF f = (VF)((VI)s - (offset & (int32_t)0xff800000)) - 1.0f;
+  VF e = __builtin_convertvector(exponent, VF);
+  VF f2 = f * f;
+  VF r = f * f2 * polynomial(f, c);
+  r = r + e * -2.12194440e-4f;
+  r = r - 0.5f * f2;
+  r = (f + r) + e * 0.693359375f;
+  r = choose(x == kFloatInfinity, x, r);
+  r = choose(x == 0.0f, splat<VF>(-kFloatInfinity), r);
+  return choose(x >= 0.0f, r, splat<VF>(__builtin_nanf("")));
+}
+
+// x P(x^2) below 0.625, 1 - 2 / (e^2x + 1) above.
+KITSUNE_INLINE VF tanh(VF x) {
+  static const float c[] = {-3.33332819422e-1f, 1.33314422036e-1f, -5.37397155531e-2f, 2.06390887954e-2f, -5.70498872745e-3f};
+  VF a = abs_vector(x), s = x * x;
+  VF small = x + x * (s * polynomial(s, c));
+  VF large = copy_sign(1.0f - 2.0f / (exp(a + a) + 1.0f), x);
+  return choose(a < 0.625f, choose(x == 0.0f, x, small), large);
+}
+
+// 1 / (1 + e^-x), from e^-|x| so that very negative x gives its denormal value rather than 1 / inf.
+KITSUNE_INLINE VF logistic(VF x) {
+  VF e = exp(-abs_vector(x));
+  VF numerator = choose(x < 0.0f, e, splat<VF>(1.0f));
+  return numerator / (1.0f + e);
+}
+
+// x P(x^2) below 0.93; 1 - e^(-t Q(t)) above, Q fitted to -log(erfc t) / t over [0.9, 4] (9e-8, weighted by erfc t <= 0.2).
+KITSUNE_INLINE VF erf(VF x) {
+  static const float small_c[] = {0.1283791665624985f,   -0.3761263296126926f,  0.1128368306936103f,  -0.026858688451197224f,
+                                  0.005199235030261142f, -0.000812203866262259f, 8.282021688411657e-05f};
+  static const float large_c[] = {1.1288887673613623f,   0.634194741922897f,     0.1077922315537649f,   -0.025093434597504297f,
+                                  0.00428439239058539f, -0.0004940896084840745f, 3.376522548815964e-05f, -1.0118451902870421e-06f};
+  VF a = abs_vector(x), s = x * x;
+  VF t = choose(a > 4.0f, splat<VF>(4.0f), a);  // erf(4) rounds to 1; NaN stays
+  VF large = copy_sign(1.0f - exp(-t * polynomial(t, large_c)), x);
+  VF small = x * polynomial(s, small_c) + x;
+  return choose(a < 0.93f, choose(x == 0.0f, x, small), large);
+}
+
+KITSUNE_INLINE VF rsqrt(VF x) { return 1.0f / square_root(x); }
+
+// ---- sine and cosine
+
+// Replaces the lanes of *y under the mask by libm's value, computed in double.
+using DoubleFunction = double (*)(double);
+using DoubleFunction2 = double (*)(double, double);
+
+inline __attribute__((noinline)) void mend_scalars(const int32_t* mask, const float* x, float* y, DoubleFunction f) {
+  for (int i = 0; i < kFloats; ++i) {
+    if (mask[i]) y[i] = float(f(double(x[i])));
+  }
+}
+
+inline __attribute__((noinline)) void mend_scalars(const int32_t* mask, const float* x, const float* y, float* r, DoubleFunction2 f) {
+  for (int i = 0; i < kFloats; ++i) {
+    if (mask[i]) r[i] = float(f(double(x[i]), double(y[i])));
+  }
+}
+
+KITSUNE_INLINE void mend_lanes(VI mask, VF x, VF* y, DoubleFunction f) {
+  int32_t m[kFloats];
+  float in[kFloats], out[kFloats];
+  store_vector(m, mask);
+  store_vector(in, x);
+  store_vector(out, *y);
+  mend_scalars(m, in, out, f);
+  *y = load_vector<VF>(out);
+}
+
+KITSUNE_INLINE void mend_lanes(VI mask, VF x, VF y, VF* r, DoubleFunction2 f) {
+  int32_t m[kFloats];
+  float in[kFloats], in2[kFloats], out[kFloats];
+  store_vector(m, mask);
+  store_vector(in, x);
+  store_vector(in2, y);
+  store_vector(out, *r);
+  mend_scalars(m, in, in2, out, f);
+  *r = load_vector<VF>(out);
+}
+
+template <bool Cosine>
+KITSUNE_INLINE VF sin_or_cos(VF x) {
+  static const float sc[] = {-1.6666654611e-1f, 8.3321608736e-3f, -1.9515295891e-4f};
+  static const float cc[] = {4.166664568298827e-2f, -1.388731625493765e-3f, 2.443315711809948e-5f};
+  // The reduction in double keeps r's relative error at 2^-24 even next to a multiple of pi/2.
+  HF halves[2], reduced[2];
+  HI quadrants[2];
+  store_vector(halves, x);
+  for (int h = 0; h < 2; ++h) {
+    wide::Reduced d = wide::reduce_half_pi(widen(halves[h]));
+    reduced[h] = narrow(d.r);
+    quadrants[h] = __builtin_convertvector(d.n, HI);
+  }
+  VF r = load_vector<VF>(reduced);
+  VI q = load_vector<VI>(quadrants);
+  if constexpr (Cosine) q = q + 1;
+  VF s = r * r;
+  VF sine = r + r * (s * polynomial(s, sc));
+  VF cosine = 1.0f - 0.5f * s + s * s * polynomial(s, cc);
+  VF y = choose((q & 1) != 0, cosine, sine);
+  y = (VF)((VI)y ^ ((q & 2) << 30));
+  if constexpr (!Cosine) y = choose(x == 0.0f, x, y);
+  VI beyond = ~(abs_vector(x) < float(wide::kReducible));  // NaN and infinities too
+  if (__builtin_expect(any(beyond), 0)) mend_lanes(beyond, x, &y, Cosine ? libm_cos : libm_sin);
+  return y;
+}
+
+KITSUNE_INLINE VF sin(VF x) { return sin_or_cos<false>(x); }
+KITSUNE_INLINE VF cos(VF x) { return sin_or_cos<true>(x); }
+
+// ---- functions evaluated in double
+
+template <VD (*F)(VD)>
+KITSUNE_INLINE VF through_double(VF x) {
+  HF halves[2];
+  store_vector(halves, x);
+  halves[0] = narrow(F(widen(halves[0])));
+  halves[1] = narrow(F(widen(halves[1])));
+  return load_vector<VF>(halves);
+}
+
+template <VD (*F)(VD, VD)>
+KITSUNE_INLINE VF through_double(VF x, VF y) {
+  HF xs[2], ys[2];
+  store_vector(xs, x);
+  store_vector(ys, y);
+  xs[0] = narrow(F(widen(xs[0]), widen(ys[0])));
+  xs[1] = narrow(F(widen(xs[1]), widen(ys[1])));
+  return load_vector<VF>(xs);
+}
+
+KITSUNE_INLINE VF tan(VF x) {
+  VF y = choose(x == 0.0f, x, through_double<wide::tan>(x));
+  VI beyond = ~(abs_vector(x) < float(wide::kReducible));
+  if (__builtin_expect(any(beyond), 0)) mend_lanes(beyond, x, &y, libm_tan);
+  return y;
+}
+
+// Negative bases (-0 among them), NaN and infinities go to libm; the rest is exp(y log x).
+KITSUNE_INLINE VF pow(VF x, VF y) {
+  VF r = through_double<wide::pow_positive>(x, y);
+  VI special = ((VI)x < 0) | ~(x < kFloatInfinity) | ~(abs_vector(y) < kFloatInfinity);
+  if (__builtin_expect(any(special), 0)) mend_lanes(special, x, y, &r, libm_pow);
+  return r;
+}
+
+}  // namespace kitsune::cpu::KITSUNE_ISA

@@ -1,0 +1,284 @@
+// Opcode x compute type -> a loop over dense arrays: float functions in vectors, the rest as loops that the compiler vectorises.
+// dst may be the same array as an operand.
+#pragma once
+
+#include "load_store.h"
+#include "pointwise.h"
+#include "special.h"
+#include "vector_math.h"
+
+namespace kitsune::cpu::KITSUNE_ISA {
+
+// ---- loops over scalars
+
+template <class Op, class T>
+void map_unary(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+  auto* d = static_cast<decltype(Op::apply(T{}))*>(dst);
+  const T* x = static_cast<const T*>(a);
+  KITSUNE_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) d[i] = Op::apply(x[i]);
+}
+
+template <class Op, class T>
+void map_binary(int64_t n, void* dst, const void* a, const void* b, const void*, const double*) {
+  auto* d = static_cast<decltype(Op::apply(T{}, T{}))*>(dst);
+  const T* x = static_cast<const T*>(a);
+  const T* y = static_cast<const T*>(b);
+  KITSUNE_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) d[i] = Op::apply(x[i], y[i]);
+}
+
+template <class T>
+void map_clamp(int64_t n, void* dst, const void* a, const void* b, const void* c, const double*) {
+  T* d = static_cast<T*>(dst);
+  const T *low = static_cast<const T*>(a), *x = static_cast<const T*>(b), *high = static_cast<const T*>(c);
+  KITSUNE_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) d[i] = Clamp::apply(low[i], x[i], high[i]);
+}
+
+template <class T>  // an unsigned integer of the element's size: selection only moves bits
+void map_select(int64_t n, void* dst, const void* a, const void* b, const void* c, const double*) {
+  T* d = static_cast<T*>(dst);
+  const uint8_t* predicate = static_cast<const uint8_t*>(a);
+  const T *on_false = static_cast<const T*>(b), *on_true = static_cast<const T*>(c);
+  KITSUNE_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) {
+    T no = on_false[i], yes = on_true[i];
+    d[i] = predicate[i] ? yes : no;
+  }
+}
+
+template <class T>
+void map_integer_pow(int64_t n, void* dst, const void* a, const void*, const void*, const double* imm) {
+  T* d = static_cast<T*>(dst);
+  const T* x = static_cast<const T*>(a);
+  const int64_t y = int64_t(imm[0]);
+  switch (y) {
+    case 2:
+      KITSUNE_INDEPENDENT
+      for (int64_t i = 0; i < n; ++i) d[i] = Mul::apply(x[i], x[i]);
+      return;
+    case 3:
+      KITSUNE_INDEPENDENT
+      for (int64_t i = 0; i < n; ++i) d[i] = Mul::apply(x[i], Mul::apply(x[i], x[i]));
+      return;
+    case -1:
+      KITSUNE_INDEPENDENT
+      for (int64_t i = 0; i < n; ++i) d[i] = Div::apply(T(1), x[i]);
+      return;
+    default:
+      for (int64_t i = 0; i < n; ++i) d[i] = integer_power(x[i], y);
+  }
+}
+
+template <class T>
+void map_reduce_precision(int64_t n, void* dst, const void* a, const void*, const void*, const double* imm) {
+  T* d = static_cast<T*>(dst);
+  const T* x = static_cast<const T*>(a);
+  const int exponent = int(imm[0]), mantissa = int(imm[1]);
+  KITSUNE_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) d[i] = reduce_precision(x[i], exponent, mantissa);
+}
+
+// libm and the special functions, in double.
+template <double (*F)(double), class T>
+void map_double(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+  for (int64_t i = 0; i < n; ++i) static_cast<T*>(dst)[i] = T(F(double(static_cast<const T*>(a)[i])));
+}
+
+template <double (*F)(double, double), class T>
+void map_double2(int64_t n, void* dst, const void* a, const void* b, const void*, const double*) {
+  for (int64_t i = 0; i < n; ++i) {
+    static_cast<T*>(dst)[i] = T(F(double(static_cast<const T*>(a)[i]), double(static_cast<const T*>(b)[i])));
+  }
+}
+
+template <double (*F)(double, double, double), class T>
+void map_double3(int64_t n, void* dst, const void* a, const void* b, const void* c, const double*) {
+  for (int64_t i = 0; i < n; ++i) {
+    double x = double(static_cast<const T*>(a)[i]), y = double(static_cast<const T*>(b)[i]), z = double(static_cast<const T*>(c)[i]);
+    static_cast<T*>(dst)[i] = T(F(x, y, z));
+  }
+}
+
+// ---- loops over float vectors; the tail goes through a zero-padded vector
+
+template <VF (*F)(VF)>
+void map_vector(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+  float* d = static_cast<float*>(dst);
+  const float* x = static_cast<const float*>(a);
+  int64_t i = 0;
+  for (; i + kFloats <= n; i += kFloats) store_vector(d + i, F(load_vector<VF>(x + i)));
+  if (i < n) {
+    VF v{};
+    __builtin_memcpy(&v, x + i, size_t(n - i) * 4);
+    v = F(v);
+    __builtin_memcpy(d + i, &v, size_t(n - i) * 4);
+  }
+}
+
+template <VF (*F)(VF, VF)>
+void map_vector2(int64_t n, void* dst, const void* a, const void* b, const void*, const double*) {
+  float* d = static_cast<float*>(dst);
+  const float *x = static_cast<const float*>(a), *y = static_cast<const float*>(b);
+  int64_t i = 0;
+  for (; i + kFloats <= n; i += kFloats) store_vector(d + i, F(load_vector<VF>(x + i), load_vector<VF>(y + i)));
+  if (i < n) {
+    VF v{}, w{};
+    __builtin_memcpy(&v, x + i, size_t(n - i) * 4);
+    __builtin_memcpy(&w, y + i, size_t(n - i) * 4);
+    v = F(v, w);
+    __builtin_memcpy(d + i, &v, size_t(n - i) * 4);
+  }
+}
+
+// ---- the functions of one float type
+
+template <class T>
+VectorFn special_function(Opcode op) {
+  switch (op) {
+    case Opcode::op_erf_inv: return &map_double<special::erf_inv, T>;
+    case Opcode::op_lgamma: return &map_double<special::lgamma, T>;
+    case Opcode::op_digamma: return &map_double<special::digamma, T>;
+    case Opcode::op_bessel_i0e: return &map_double<special::bessel_ie<0>, T>;
+    case Opcode::op_bessel_i1e: return &map_double<special::bessel_ie<1>, T>;
+    case Opcode::op_igamma: return &map_double2<special::igamma, T>;
+    case Opcode::op_igammac: return &map_double2<special::igammac, T>;
+    case Opcode::op_zeta: return &map_double2<special::zeta, T>;
+    case Opcode::op_polygamma: return &map_double2<special::polygamma, T>;
+    case Opcode::op_regularized_incomplete_beta: return &map_double3<special::incomplete_beta, T>;
+    default: return nullptr;
+  }
+}
+
+template <class T>
+VectorFn elementary_function(Opcode op);
+
+template <>
+inline VectorFn elementary_function<double>(Opcode op) {
+  switch (op) {
+#define KITSUNE_CASE(name) \
+  case Opcode::op_##name: return &map_double<libm_##name, double>;
+    KITSUNE_CASE(exp) KITSUNE_CASE(exp2) KITSUNE_CASE(expm1) KITSUNE_CASE(log) KITSUNE_CASE(log1p) KITSUNE_CASE(cbrt)
+    KITSUNE_CASE(logistic) KITSUNE_CASE(tanh) KITSUNE_CASE(sin) KITSUNE_CASE(cos) KITSUNE_CASE(tan) KITSUNE_CASE(asin)
+    KITSUNE_CASE(acos) KITSUNE_CASE(atan) KITSUNE_CASE(sinh) KITSUNE_CASE(cosh) KITSUNE_CASE(asinh) KITSUNE_CASE(acosh)
+    KITSUNE_CASE(atanh) KITSUNE_CASE(erf) KITSUNE_CASE(erfc)
+#undef KITSUNE_CASE
+    case Opcode::op_pow: return &map_double2<libm_pow, double>;
+    case Opcode::op_atan2: return &map_double2<libm_atan2, double>;
+    default: return special_function<double>(op);
+  }
+}
+
+template <>
+inline VectorFn elementary_function<float>(Opcode op) {
+  switch (op) {
+#define KITSUNE_DIRECT(name) \
+  case Opcode::op_##name: return &map_vector<name>;
+#define KITSUNE_WIDE(name) \
+  case Opcode::op_##name: return &map_vector<through_double<wide::name>>;
+    KITSUNE_DIRECT(exp) KITSUNE_DIRECT(exp2) KITSUNE_DIRECT(log) KITSUNE_DIRECT(tanh) KITSUNE_DIRECT(logistic) KITSUNE_DIRECT(erf)
+    KITSUNE_DIRECT(sin) KITSUNE_DIRECT(cos) KITSUNE_DIRECT(tan)
+    KITSUNE_WIDE(expm1) KITSUNE_WIDE(log1p) KITSUNE_WIDE(cbrt) KITSUNE_WIDE(asin) KITSUNE_WIDE(acos) KITSUNE_WIDE(atan)
+    KITSUNE_WIDE(sinh) KITSUNE_WIDE(cosh) KITSUNE_WIDE(asinh) KITSUNE_WIDE(acosh) KITSUNE_WIDE(atanh) KITSUNE_WIDE(erfc)
+#undef KITSUNE_DIRECT
+#undef KITSUNE_WIDE
+    case Opcode::op_pow: return &map_vector2<pow>;
+    case Opcode::op_atan2: return &map_vector2<through_double<wide::atan2>>;
+    default: return special_function<float>(op);
+  }
+}
+
+template <class T>
+VectorFn float_function(Opcode op) {
+  switch (op) {
+    case Opcode::op_floor: return &map_unary<Floor, T>;
+    case Opcode::op_ceil: return &map_unary<Ceil, T>;
+    case Opcode::op_round_away: return &map_unary<RoundAway, T>;
+    case Opcode::op_round_even: return &map_unary<RoundEven, T>;
+    case Opcode::op_is_finite: return &map_unary<IsFinite, T>;
+    case Opcode::op_sqrt: return &map_unary<Sqrt, T>;
+    case Opcode::op_rsqrt: return &map_unary<Rsqrt, T>;
+    case Opcode::op_reduce_precision: return &map_reduce_precision<T>;
+    case Opcode::op_nextafter: return &map_binary<NextAfter, T>;
+    default: return elementary_function<T>(op);
+  }
+}
+
+// Bools and integers of any width.
+template <class T>
+VectorFn bitwise_function(Opcode op) {
+  switch (op) {
+    case Opcode::op_not: return &map_unary<Not, T>;
+    case Opcode::op_and: return &map_binary<And, T>;
+    case Opcode::op_or: return &map_binary<Or, T>;
+    case Opcode::op_xor: return &map_binary<Xor, T>;
+    default: break;
+  }
+  if constexpr (!TypeTraits<T>::kBool) {
+    switch (op) {
+      case Opcode::op_popcnt: return &map_unary<PopCount, T>;
+      case Opcode::op_clz: return &map_unary<CountLeadingZeros, T>;
+      case Opcode::op_shift_left: return &map_binary<ShiftLeft, T>;
+      case Opcode::op_shift_right_logical: return &map_binary<ShiftRightLogical, T>;
+      case Opcode::op_shift_right_arithmetic: return &map_binary<ShiftRightArithmetic, T>;
+      default: break;
+    }
+  }
+  return nullptr;
+}
+
+template <class T>
+VectorFn number_function(Opcode op) {
+  switch (op) {
+    case Opcode::op_neg: return &map_unary<Neg, T>;
+    case Opcode::op_sign: return &map_unary<Sign, T>;
+    case Opcode::op_abs: return &map_unary<Abs, T>;
+    case Opcode::op_square: return &map_unary<Square, T>;
+    case Opcode::op_integer_pow: return &map_integer_pow<T>;
+    case Opcode::op_sub: return &map_binary<Sub, T>;
+    case Opcode::op_div: return &map_binary<Div, T>;
+    case Opcode::op_rem: return &map_binary<Rem, T>;
+    default: return nullptr;
+  }
+}
+
+template <class T>
+VectorFn function_of(Opcode op) {
+  switch (op) {  // defined for every type; on bools add is or, mul is and, as XLA has it
+    case Opcode::op_add: return &map_binary<Add, T>;
+    case Opcode::op_mul: return &map_binary<Mul, T>;
+    case Opcode::op_max: return &map_binary<Max, T>;
+    case Opcode::op_min: return &map_binary<Min, T>;
+    case Opcode::op_eq: return &map_binary<Eq, T>;
+    case Opcode::op_ne: return &map_binary<Ne, T>;
+    case Opcode::op_lt: return &map_binary<Lt, T>;
+    case Opcode::op_le: return &map_binary<Le, T>;
+    case Opcode::op_gt: return &map_binary<Gt, T>;
+    case Opcode::op_ge: return &map_binary<Ge, T>;
+    case Opcode::op_clamp: return &map_clamp<T>;
+    case Opcode::op_select: return &map_select<typename BitsOfSize<sizeof(T)>::type>;
+    default: break;
+  }
+  if constexpr (!TypeTraits<T>::kBool) {
+    if (VectorFn f = number_function<T>(op)) return f;
+  }
+  if constexpr (TypeTraits<T>::kFloating) {
+    return float_function<T>(op);
+  } else {
+    return bitwise_function<T>(op);
+  }
+}
+
+inline VectorFn vector_function(Opcode op, DType compute) {
+  return with_type<VectorFn>(compute, [op](auto tag) -> VectorFn {
+    using T = typename decltype(tag)::type;
+    if constexpr (TypeTraits<T>::kSixteen) {
+      return nullptr;
+    } else {
+      return function_of<T>(op);
+    }
+  });
+}
+
+}  // namespace kitsune::cpu::KITSUNE_ISA

@@ -1,0 +1,121 @@
+// The Python module kitsune_jax._cpu: handlers for jax.ffi, and what tests need to reach the executor without XLA.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "kitsune_cpu/executor.h"
+#include "kitsune_cpu/ffi.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace kitsune::cpu {
+namespace {
+
+using Words = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using Output = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+constexpr int kMaxIsas = 8;
+
+nb::dict handlers() {
+  nb::dict d;
+  d["instantiate"] = nb::capsule(instantiate_handler());
+  d["execute"] = nb::capsule(execute_handler());
+  return d;
+}
+
+std::vector<std::string> opcodes() {
+  std::vector<std::string> names;
+  for (int i = 0; i < static_cast<int>(Opcode::kCount); ++i) names.emplace_back(opcode_name(static_cast<Opcode>(i)));
+  return names;
+}
+
+std::vector<std::string> isas() {
+  const char* names[kMaxIsas];
+  int n = available_isas(names, kMaxIsas);
+  return {names, names + std::min(n, kMaxIsas)};
+}
+
+std::string check(const Words& words) {
+  try {
+    Executable executable(parse(words.data(), words.size()));
+    return "";
+  } catch (const ProgramError& e) {
+    return e.what();
+  }
+}
+
+// NumPy has no bfloat16 of its own, so arrays are checked by size, not by type.
+void check_bytes(const char* role, size_t i, size_t bytes, const Array& want) {
+  size_t wanted = static_cast<size_t>(want.elements) * item_size(want.dtype);
+  if (bytes != wanted)
+    throw nb::value_error((std::string(role) + " " + std::to_string(i) + " has " + std::to_string(bytes) + " bytes, but the program wants " +
+                           std::to_string(wanted))
+                              .c_str());
+}
+
+void run(const Words& words, const std::vector<Input>& inputs, const std::vector<Output>& outputs, int64_t threads) {
+  if (threads < 1) throw nb::value_error("threads must be at least 1");
+  Program program;
+  try {
+    program = parse(words.data(), words.size());
+    if (inputs.size() != program.inputs.size() || outputs.size() != program.outputs.size())
+      throw ProgramError("the program has " + std::to_string(program.inputs.size()) + " inputs and " +
+                         std::to_string(program.outputs.size()) + " outputs");
+  } catch (const ProgramError& e) {
+    throw nb::value_error(e.what());
+  }
+  std::vector<const void*> ins;
+  std::vector<void*> outs;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_bytes("input", i, inputs[i].nbytes(), program.inputs[i]);
+    ins.push_back(inputs[i].data());
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    check_bytes("output", i, outputs[i].nbytes(), program.outputs[i]);
+    outs.push_back(outputs[i].data());
+  }
+  std::string error;
+  try {
+    nb::gil_scoped_release release;
+    Executable executable(std::move(program));
+    ThreadPool pool(threads);
+    error = executable.run(ins.data(), outs.data(), pool);
+  } catch (const ProgramError& e) {
+    throw nb::value_error(e.what());
+  }
+  if (!error.empty()) throw std::runtime_error(error);
+}
+
+nb::dict build_info() {
+  nb::dict d;
+  d["compiler"] = __VERSION__;
+  d["format_version"] = kFormatVersion;
+  d["isas"] = isas();
+  return d;
+}
+
+}  // namespace
+}  // namespace kitsune::cpu
+
+NB_MODULE(_cpu, m) {
+  namespace cpu = kitsune::cpu;
+  m.doc() = "The CPU target of kitsune_jax: the XLA custom call kitsune_cpu, and its executor for tests.";
+  m.def("handlers", &cpu::handlers, "Capsules of the FFI handlers by stage, for jax.ffi.register_ffi_target.");
+  m.def("opcodes", &cpu::opcodes, "Names of the micro-operations of a Vector program, in the order of their codes.");
+  m.def("isa", [] { return cpu::kernels().isa; }, "Name of the kernel table in use.");
+  m.def("available_isas", &cpu::isas, "Kernel tables this CPU can run, best first.");
+  m.def("set_isa", [](const char* name) { return cpu::set_isa(name); }, nb::arg("name"),
+        "Selects a kernel table for programs instantiated from now on; False if this CPU cannot run it.");
+  m.def("format_version", [] { return cpu::kFormatVersion; }, "The program format this extension reads.");
+  m.def("build_info", &cpu::build_info, "How this extension was built.");
+  m.def("calls", &cpu::executed_calls, "Custom calls executed so far in this process.");
+  m.def("validate", &cpu::check, nb::arg("words"), "'' for a valid program, else what is wrong with it.");
+  m.def("run", &cpu::run, nb::arg("words"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("threads") = 1,
+        "Runs a program on NumPy arrays, C-contiguous and of the program's sizes in bytes, writing `outputs`. ValueError if it is invalid.");
+}

@@ -1,0 +1,295 @@
+// Words -> Program: header, checksum, and the fields in the order bytecode.py declares them. Meaning is checked in program_check.cc.
+#include "kitsune_cpu/program.h"
+
+#include <array>
+#include <cstring>
+
+namespace kitsune::cpu {
+namespace {
+
+constexpr std::array<uint32_t, 256> crc_table() {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t i = 0; i < 256; ++i) {
+    uint32_t c = i;
+    for (int bit = 0; bit < 8; ++bit) c = (c & 1) ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+    table[i] = c;
+  }
+  return table;
+}
+constexpr auto kCrcTable = crc_table();
+
+class Reader {
+ public:
+  Reader(const int64_t* words, size_t count) : words_(words), count_(count) {}
+
+  int64_t word(const char* field) {
+    if (next_ >= count_) fail(field, "the words end here");
+    return words_[next_++];
+  }
+  int64_t in_range(const char* field, int64_t low, int64_t high) {
+    int64_t v = word(field);
+    if (v < low || v > high)
+      fail(field, std::to_string(v) + " is not in " + std::to_string(low) + ".." + std::to_string(high));
+    return v;
+  }
+  bool flag(const char* field) { return in_range(field, 0, 1) != 0; }
+  DType dtype(const char* field) { return static_cast<DType>(in_range(field, 0, kNumDTypes - 1)); }
+  double real(const char* field) {
+    int64_t bits = word(field);
+    double v;
+    std::memcpy(&v, &bits, sizeof v);
+    return v;
+  }
+  // Every element takes at least one word, so a length beyond what is left is damage, and nothing is allocated for it.
+  size_t length(const char* field) {
+    int64_t n = word(field);
+    if (n < 0 || static_cast<uint64_t>(n) > count_ - next_)
+      fail(field, "a list of " + std::to_string(n) + " does not fit in the " + std::to_string(count_ - next_) + " words left");
+    return static_cast<size_t>(n);
+  }
+  std::string text(const char* field) {
+    size_t n = length(field);
+    std::string s;
+    s.reserve(n);
+    for (size_t i = 0; i < n; ++i) s.push_back(static_cast<char>(in_range(field, 0, 255)));
+    return s;
+  }
+  std::vector<int64_t> list(const char* field) {
+    size_t n = length(field);
+    std::vector<int64_t> v(words_ + next_, words_ + next_ + n);
+    next_ += n;
+    return v;
+  }
+  template <class F>
+  auto many(const char* field, F one) -> std::vector<decltype(one())> {
+    size_t n = length(field);
+    std::vector<decltype(one())> v;
+    for (size_t i = 0; i < n; ++i) v.push_back(one());
+    return v;
+  }
+  bool at_end() const { return next_ == count_; }
+  size_t left() const { return count_ - next_; }
+
+ private:
+  [[noreturn]] void fail(const char* field, const std::string& what) const {
+    throw ProgramError("kitsune program: word " + std::to_string(next_ + kHeaderWords) + " (" + field + "): " + what);
+  }
+  const int64_t* words_;
+  size_t count_;
+  size_t next_ = 0;
+};
+
+Ref read_ref(Reader& r) {
+  Ref x;
+  x.space = static_cast<Space>(r.in_range("Ref.space", 0, 4));
+  x.index = r.word("Ref.index");
+  x.offset = r.word("Ref.offset");
+  x.dtype = r.dtype("Ref.dtype");
+  return x;
+}
+
+Operand read_operand(Reader& r) {
+  Operand x;
+  x.ref = read_ref(r);
+  x.row_stride = r.word("Operand.row_stride");
+  x.strides = r.list("Operand.strides");
+  return x;
+}
+
+template <class T>
+T read_copy(Reader& r) {
+  T x;
+  x.array = read_ref(r);
+  x.axis_strides = r.list("axis_strides");
+  x.extents = r.list("extents");
+  x.array_strides = r.list("array_strides");
+  x.tile = read_operand(r);
+  return x;
+}
+
+Matmul read_matmul(Reader& r) {
+  Matmul x;
+  x.x = read_operand(r);
+  x.row_multiple = r.word("Matmul.row_multiple");
+  x.batch = r.word("Matmul.batch");
+  x.weight = r.word("Matmul.weight");
+  x.bias = r.word("Matmul.bias");
+  x.activation = static_cast<Activation>(r.in_range("Matmul.activation", 0, 1));
+  x.out = read_operand(r);
+  return x;
+}
+
+Micro read_micro(Reader& r) {
+  Micro x;
+  x.op = static_cast<Opcode>(r.in_range("Micro.op", 0, static_cast<int64_t>(Opcode::kCount) - 1));
+  x.type = r.dtype("Micro.type");
+  x.dst = r.word("Micro.dst");
+  x.a = r.word("Micro.a");
+  x.b = r.word("Micro.b");
+  x.c = r.word("Micro.c");
+  x.from_type = static_cast<DType>(r.in_range("Micro.from_type", -1, kNumDTypes - 1));
+  x.imm = r.many("Micro.imm", [&] { return r.real("Micro.imm"); });
+  return x;
+}
+
+Vector read_vector(Reader& r) {
+  Vector x;
+  x.extents = r.list("Vector.extents");
+  x.collapse_rows = r.flag("Vector.collapse_rows");
+  x.loads = r.many("Vector.loads", [&] { return read_operand(r); });
+  x.stores = r.many("Vector.stores", [&] { return read_operand(r); });
+  x.code = r.many("Vector.code", [&] { return read_micro(r); });
+  return x;
+}
+
+Reduce read_reduce(Reader& r) {
+  Reduce x;
+  x.how = static_cast<Reduction>(r.in_range("Reduce.how", 0, 8));
+  x.kept = r.list("Reduce.kept");
+  x.reduced = r.list("Reduce.reduced");
+  x.x = read_operand(r);
+  x.out = read_operand(r);
+  return x;
+}
+
+Scan read_scan(Reader& r) {
+  Scan x;
+  x.how = static_cast<Cumulative>(r.in_range("Scan.how", 0, 4));
+  x.reverse = r.flag("Scan.reverse");
+  x.extents = r.list("Scan.extents");
+  x.x = read_operand(r);
+  x.out = read_operand(r);
+  return x;
+}
+
+Accumulate read_accumulate(Reader& r) {
+  Accumulate x;
+  x.sink = r.word("Accumulate.sink");
+  x.kept = r.list("Accumulate.kept");
+  x.reduced = r.list("Accumulate.reduced");
+  x.x = read_operand(r);
+  return x;
+}
+
+Instruction read_instruction(Reader& r) {
+  switch (r.in_range("instruction code", 1, 7)) {
+    case 1: return read_copy<Gather>(r);
+    case 2: return read_copy<Scatter>(r);
+    case 3: return read_matmul(r);
+    case 4: return read_vector(r);
+    case 5: return read_reduce(r);
+    case 6: return read_scan(r);
+    default: return read_accumulate(r);
+  }
+}
+
+Prep read_prep(Reader& r) {
+  Prep x;
+  x.kind = static_cast<PrepKind>(r.in_range("Prep.kind", 0, 1));
+  x.source = read_ref(r);
+  x.dtype = r.dtype("Prep.dtype");
+  x.b_extents = r.list("Prep.b_extents");
+  x.b_strides = r.list("Prep.b_strides");
+  x.k_extents = r.list("Prep.k_extents");
+  x.k_strides = r.list("Prep.k_strides");
+  x.n_extents = r.list("Prep.n_extents");
+  x.n_strides = r.list("Prep.n_strides");
+  return x;
+}
+
+Array read_array(Reader& r) {
+  Array x;
+  x.dtype = r.dtype("Array.dtype");
+  x.elements = r.word("Array.elements");
+  return x;
+}
+
+Sink read_sink(Reader& r) {
+  Sink x;
+  x.how = static_cast<Reduction>(r.in_range("Sink.how", 0, 6));
+  x.dtype = r.dtype("Sink.dtype");
+  x.elements = r.word("Sink.elements");
+  x.out = r.word("Sink.out");
+  return x;
+}
+
+Ring read_ring(Reader& r) {
+  Ring x;
+  x.producer = r.word("Ring.producer");
+  x.consumers = r.list("Ring.consumers");
+  x.depth = r.word("Ring.depth");
+  x.entry_bytes = r.word("Ring.entry_bytes");
+  return x;
+}
+
+Stage read_stage(Reader& r) {
+  Stage x;
+  x.name = r.text("Stage.name");
+  x.phase = r.word("Stage.phase");
+  x.scratch_bytes = r.word("Stage.scratch_bytes");
+  x.body = r.many("Stage.body", [&] { return read_instruction(r); });
+  return x;
+}
+
+void check_header(const int64_t* words, size_t count) {
+  if (words == nullptr || count < kHeaderWords)
+    throw ProgramError("kitsune program: " + std::to_string(count) + " words are fewer than the header's 4: the attribute was truncated");
+  if (words[0] != kMagic) throw ProgramError("kitsune program: word 0 is not the magic number: this is not a program, or it was altered");
+  if (words[1] != kFormatVersion)
+    throw ProgramError("kitsune program: format version " + std::to_string(words[1]) + ", but this extension reads version " +
+                       std::to_string(kFormatVersion) + ": kitsune_jax and its extension are of different builds");
+  if (words[2] != static_cast<int64_t>(count))
+    throw ProgramError("kitsune program: " + std::to_string(count) + " words where the header says " + std::to_string(words[2]) +
+                       ": the attribute was truncated or altered");
+  if (words[3] != static_cast<int64_t>(crc32(words + kHeaderWords, count - kHeaderWords)))
+    throw ProgramError("kitsune program: checksum mismatch: the attribute was truncated or altered");
+}
+
+}  // namespace
+
+uint32_t crc32(const int64_t* words, size_t count) {
+  uint32_t c = 0xFFFFFFFFu;
+  for (size_t i = 0; i < count; ++i) {
+    uint64_t w = static_cast<uint64_t>(words[i]);
+    for (int b = 0; b < 8; ++b, w >>= 8) c = kCrcTable[(c ^ w) & 0xFF] ^ (c >> 8);
+  }
+  return c ^ 0xFFFFFFFFu;
+}
+
+Program parse(const int64_t* words, size_t count) {
+  check_header(words, count);
+  Reader r(words + kHeaderWords, count - kHeaderWords);
+  Program p;
+  p.name = r.text("Program.name");
+  p.axes = r.list("Program.axes");
+  p.tile_rows = r.word("Program.tile_rows");
+  p.inputs = r.many("Program.inputs", [&] { return read_array(r); });
+  p.outputs = r.many("Program.outputs", [&] { return read_array(r); });
+  p.preps = r.many("Program.preps", [&] { return read_prep(r); });
+  p.sinks = r.many("Program.sinks", [&] { return read_sink(r); });
+  p.queues = r.many("Program.queues", [&] { return read_ring(r); });
+  p.stages = r.many("Program.stages", [&] { return read_stage(r); });
+  if (!r.at_end()) throw ProgramError("kitsune program: " + std::to_string(r.left()) + " words are left over after the last stage");
+  validate(p);
+  return p;
+}
+
+const char* dtype_name(DType t) {
+  static constexpr const char* kNames[kNumDTypes] = {"bool",   "int8",   "int16",   "int32",    "int64",   "uint8",  "uint16",
+                                                     "uint32", "uint64", "float16", "bfloat16", "float32", "float64"};
+  return kNames[static_cast<int>(t)];
+}
+
+const char* opcode_name(Opcode op) {
+#define KITSUNE_NAME(name) #name,
+  static constexpr const char* kNames[] = {KITSUNE_OPCODES(KITSUNE_NAME)};
+#undef KITSUNE_NAME
+  return kNames[static_cast<int>(op)];
+}
+
+const char* space_name(Space space) {
+  static constexpr const char* kNames[] = {"input", "output", "scratch", "queue", "prepared operand"};
+  return kNames[static_cast<int>(space)];
+}
+
+}  // namespace kitsune::cpu

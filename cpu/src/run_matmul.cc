@@ -1,0 +1,68 @@
+// Matmul: one gemm call per batch, on panels packed in the prepare phase.
+#include <algorithm>
+
+#include "executor_internal.h"
+
+namespace kitsune::cpu {
+namespace {
+
+class MatmulStep final : public Step {
+ public:
+  MatmulStep(const Matmul& m, const Compile& c)
+      : gemm_(c.table.gemm),
+        x_(m.x.ref, m.x.row_stride * m.row_multiple),
+        out_(m.out.ref, m.out.row_stride * m.row_multiple),
+        row_multiple_(m.row_multiple),
+        batch_(m.batch),
+        weight_(m.weight),
+        bias_(m.bias) {
+    const PrepPlan& w = c.preps[m.weight];
+    x_batch_bytes_ = m.x.strides[0] * static_cast<int64_t>(item_size(m.x.ref.dtype));
+    out_batch_bytes_ = m.out.strides[0] * static_cast<int64_t>(item_size(m.out.ref.dtype));
+    weight_batch_bytes_ = static_cast<int64_t>(w.batch_bytes);
+    args_.N = w.N;
+    args_.K = w.K;
+    args_.x_dtype = m.x.ref.dtype;
+    args_.lda = m.x.row_stride;
+    args_.panel = w.panel;
+    args_.act = m.activation;
+    args_.c_dtype = m.out.ref.dtype;
+    args_.ldc = m.out.row_stride;
+    // The last tile is shorter; ask for both, and say where a bias would be so that its space is counted.
+    const Program& p = c.program;
+    args_.bias = bias_ >= 0 ? static_cast<const void*>(&args_) : nullptr;
+    for (int64_t rows : {std::min(p.tile_rows, p.rows), p.rows - (p.tiles - 1) * p.tile_rows}) {
+      args_.M = rows * row_multiple_;
+      temp_bytes_ = std::max(temp_bytes_, c.table.gemm_scratch_bytes(args_));
+    }
+  }
+
+  void run(const Context& c) const override {
+    GemmArgs a = args_;
+    a.M = c.rows * row_multiple_;
+    a.bias = bias_ >= 0 ? c.preps[bias_] : nullptr;
+    a.scratch = c.temp;
+    const char* x = x_.of(c);
+    const char* w = c.preps[weight_];
+    char* out = out_.of(c);
+    for (int64_t b = 0; b < batch_; ++b) {
+      a.x = x + b * x_batch_bytes_;
+      a.w = w + b * weight_batch_bytes_;
+      a.c = out + b * out_batch_bytes_;
+      gemm_(a);
+    }
+  }
+
+ private:
+  void (*gemm_)(const GemmArgs&);
+  Address x_, out_;
+  int64_t row_multiple_, batch_, weight_, bias_;
+  int64_t x_batch_bytes_, out_batch_bytes_, weight_batch_bytes_;
+  GemmArgs args_{};
+};
+
+}  // namespace
+
+std::unique_ptr<const Step> compile(const Matmul& m, const Compile& c) { return std::make_unique<MatmulStep>(m, c); }
+
+}  // namespace kitsune::cpu

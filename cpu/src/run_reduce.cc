@@ -1,0 +1,302 @@
+// Reduce and Accumulate: folds along a dimension, or row by row into a dense array of accumulators, whichever loop is longer.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "executor_internal.h"
+
+namespace kitsune::cpu {
+namespace {
+
+constexpr int64_t kChunk = 256;     // accumulators, or elements of an arg-reduction, worked on at once
+constexpr int64_t kShortFold = 16;  // below this many elements, fold rows instead
+
+// Calls f with a value of the C++ type that holds `t` in a register.
+template <class F>
+void with_type(DType t, F&& f) {
+  switch (t) {
+    case DType::kBool: return f(uint8_t{});
+    case DType::kI8: return f(int8_t{});
+    case DType::kI16: return f(int16_t{});
+    case DType::kI32: return f(int32_t{});
+    case DType::kI64: return f(int64_t{});
+    case DType::kU8: return f(uint8_t{});
+    case DType::kU16: return f(uint16_t{});
+    case DType::kU32: return f(uint32_t{});
+    case DType::kU64: return f(uint64_t{});
+    case DType::kF64: return f(double{});
+    default: return f(float{});
+  }
+}
+
+template <class T>
+T wrap_add(T a, T b) {
+  if constexpr (std::is_integral_v<T>)
+    return static_cast<T>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+  else
+    return a + b;
+}
+
+template <class T>
+T wrap_mul(T a, T b) {
+  if constexpr (std::is_integral_v<T>)
+    return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+  else
+    return a * b;
+}
+
+template <class T, class Better>
+T pick(T a, T b, Better better) {
+  if (a != a) return a;
+  if (b != b) return b;
+  return better(b, a) ? b : a;
+}
+
+template <class T>
+T identity(Reduction how, bool boolean) {
+  using Limits = std::numeric_limits<T>;
+  switch (how) {
+    case Reduction::kMax: return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
+    case Reduction::kMin: return boolean ? T{1} : Limits::has_infinity ? Limits::infinity() : Limits::max();
+    case Reduction::kProd: return T{1};
+    case Reduction::kAnd: return boolean ? T{1} : static_cast<T>(-1);
+    default: return T{0};
+  }
+}
+
+// The nest of reduced dimensions alone, of one operand; at least one dimension.
+Nest reduced_nest(const std::vector<int64_t>& reduced, const Operand& x) {
+  int64_t item = static_cast<int64_t>(item_size(x.ref.dtype));
+  size_t kept = x.strides.size() - reduced.size();
+  Nest nest;
+  for (size_t d = 0; d < reduced.size(); ++d) nest.push_back({reduced[d], false, -1, {x.strides[kept + d] * item}});
+  simplify(nest);
+  if (nest.empty()) nest.push_back({1, false, -1, {item}});
+  return nest;
+}
+
+// The nest of (rows, *kept) of x and out.
+Nest kept_nest(const std::vector<int64_t>& kept, const Operand& x, const Operand& out) {
+  std::vector<int64_t> xs = byte_strides(x);
+  xs.resize(kept.size() + 1);
+  Nest nest = make_nest(kept, {xs, byte_strides(out)});
+  simplify(nest);
+  return nest;
+}
+
+class ReduceStep final : public Step {
+ public:
+  ReduceStep(const Reduce& r, const Compile& c)
+      : how_(r.how),
+        item_(static_cast<int64_t>(item_size(r.x.ref.dtype))),
+        out_item_(static_cast<int64_t>(item_size(r.out.ref.dtype))),
+        acc_(accumulator_type(r.how, r.x.ref.dtype, false)),
+        x_(r.x.ref, r.x.row_stride),
+        out_(r.out.ref, r.out.row_stride),
+        outer_(kept_nest(r.kept, r.x, r.out)),
+        reduced_(reduced_nest(r.reduced, r.x)) {
+    int how = static_cast<int>(r.how);
+    fold_ = c.table.fold(how, r.x.ref.dtype, false);
+    fold_row_ = c.table.fold_row(how, r.x.ref.dtype, false);
+    if (fold_ == nullptr || fold_row_ == nullptr)
+      throw ProgramError(c.where + ": this reduction is not defined for " + dtype_name(r.x.ref.dtype));
+    store_ = Storer(c.table, r.out.ref.dtype, acc_, c.where);
+    int64_t along = outer_.back().extent(std::min(c.program.tile_rows, c.program.rows));
+    bool dense_rows = std::abs(outer_.back().stride[0]) == item_, dense_fold = std::abs(reduced_.back().stride[0]) == item_;
+    by_rows_ = along >= kShortFold && (reduced_.back().n < kShortFold || (dense_rows && !dense_fold));
+    acc_bytes_ = static_cast<int64_t>(item_size(acc_));
+    temp_bytes_ = 2 * kChunk * 8;
+  }
+
+  void run(const Context& c) const override {
+    char* at[2] = {x_.of(c), out_.of(c)};
+    int64_t index[kMaxLoopDims + 1];
+    const Dim& inner = outer_.back();
+    const int64_t n = inner.extent(c.rows);
+    walk(outer_.data(), static_cast<int>(outer_.size()) - 1, c.rows, at, 2, index, [&] {
+      for (int64_t i = 0; i < n; i += kChunk) {
+        int64_t m = std::min(kChunk, n - i);
+        fold(m, at[0] + i * inner.stride[0], c.temp);
+        store_(m, at[1] + i * inner.stride[1], inner.stride[1] / out_item_, c.temp, c.temp + kChunk * 8);
+      }
+    });
+  }
+
+ private:
+  void fold(int64_t m, char* x, char* acc) const {
+    const Dim& inner = reduced_.back();
+    const int64_t step = outer_.back().stride[0];
+    const int dims = static_cast<int>(reduced_.size());
+    int64_t index[kMaxLoopDims];
+    fill_identity(how_, acc_, m, acc);
+    if (by_rows_) {
+      walk(reduced_.data(), dims, 1, &x, 1, index, [&] { fold_row_(m, x, step / item_, acc); });
+      return;
+    }
+    for (int64_t e = 0; e < m; ++e) {
+      char* from = x + e * step;
+      walk(reduced_.data(), dims - 1, 1, &from, 1, index,
+           [&] { fold_(inner.n, from, inner.stride[0] / item_, acc + e * acc_bytes_); });
+    }
+  }
+
+  Reduction how_;
+  int64_t item_, out_item_, acc_bytes_ = 0;
+  DType acc_;
+  Address x_, out_;
+  Nest outer_, reduced_;
+  FoldFn fold_;
+  FoldRowFn fold_row_;
+  Storer store_;
+  bool by_rows_ = false;
+};
+
+class ArgReduceStep final : public Step {
+ public:
+  ArgReduceStep(const Reduce& r, const Compile& c)
+      : largest_(r.how == Reduction::kArgMax),
+        compute_(compute_type(r.x.ref.dtype)),
+        out_type_(r.out.ref.dtype),
+        item_(static_cast<int64_t>(item_size(r.x.ref.dtype))),
+        x_(r.x.ref, r.x.row_stride),
+        out_(r.out.ref, r.out.row_stride),
+        load_(c.table, compute_, r.x.ref.dtype, c.where),
+        outer_(kept_nest(r.kept, r.x, r.out)),
+        reduced_(reduced_nest(r.reduced, r.x)) {
+    temp_bytes_ = 2 * kChunk * 8;
+  }
+
+  void run(const Context& c) const override {
+    char* at[2] = {x_.of(c), out_.of(c)};
+    int64_t index[kMaxLoopDims + 1];
+    walk(outer_.data(), static_cast<int>(outer_.size()), c.rows, at, 2, index, [&] {
+      int64_t best = 0;
+      with_type(compute_, [&](auto v) { best = search<decltype(v)>(at[0], c.temp); });
+      with_type(out_type_, [&](auto v) { *reinterpret_cast<decltype(v)*>(at[1]) = static_cast<decltype(v)>(best); });
+    });
+  }
+
+ private:
+  template <class T>
+  int64_t search(const char* x, char* temp) const {
+    const Dim& d = reduced_.back();
+    const T* v = reinterpret_cast<const T*>(temp);
+    T best{};
+    int64_t where = -1;
+    for (int64_t i = 0; i < d.n; i += kChunk) {
+      int64_t m = std::min(kChunk, d.n - i);
+      load_(m, temp, x + i * d.stride[0], d.stride[0] / item_, temp + kChunk * 8);
+      for (int64_t k = 0; k < m; ++k) {
+        if (v[k] != v[k]) return i + k;
+        if (where < 0 || (largest_ ? v[k] > best : v[k] < best)) best = v[k], where = i + k;
+      }
+    }
+    return where;
+  }
+
+  bool largest_;
+  DType compute_, out_type_;
+  int64_t item_;
+  Address x_, out_;
+  Loader load_;
+  Nest outer_, reduced_;
+};
+
+class AccumulateStep final : public Step {
+ public:
+  AccumulateStep(const Accumulate& a, const Compile& c)
+      : item_(static_cast<int64_t>(item_size(a.x.ref.dtype))), x_(a.x.ref, a.x.row_stride), lane_offset_(c.sinks[a.sink].offset) {
+    const int how = static_cast<int>(c.program.sinks[a.sink].how);
+    fold_ = c.table.fold(how, a.x.ref.dtype, true);
+    fold_row_ = c.table.fold_row(how, a.x.ref.dtype, true);
+    if (fold_ == nullptr || fold_row_ == nullptr)
+      throw ProgramError(c.where + ": this reduction is not defined for " + dtype_name(a.x.ref.dtype));
+    const int64_t acc = static_cast<int64_t>(item_size(c.sinks[a.sink].acc));
+    std::vector<int64_t> extents = a.kept, acc_strides(a.kept.size() + a.reduced.size() + 1, 0);
+    extents.insert(extents.end(), a.reduced.begin(), a.reduced.end());
+    int64_t dense = acc;
+    for (size_t d = a.kept.size(); d-- > 0; dense *= a.kept[d]) acc_strides[d + 1] = dense;
+    nest_ = make_nest(extents, {byte_strides(a.x), acc_strides});
+    simplify(nest_);
+    // The innermost loop: the last kept dimension if it is long enough, else the longest folded one.
+    const int64_t rows = std::min(c.program.tile_rows, c.program.rows);
+    size_t row = nest_.size(), along = nest_.size();
+    for (size_t d = 0; d < nest_.size(); ++d) {
+      if (nest_[d].stride[1] == acc) row = d;
+      if (nest_[d].stride[1] == 0 && (along == nest_.size() || nest_[d].extent(rows) > nest_[along].extent(rows))) along = d;
+    }
+    by_rows_ = row < nest_.size() && (along == nest_.size() || nest_[row].extent(rows) >= kShortFold ||
+                                      nest_[row].extent(rows) >= nest_[along].extent(rows));
+    std::rotate(nest_.begin() + static_cast<std::ptrdiff_t>(by_rows_ ? row : along),
+                nest_.begin() + static_cast<std::ptrdiff_t>(by_rows_ ? row : along) + 1, nest_.end());
+  }
+
+  void run(const Context& c) const override {
+    char* at[2] = {x_.of(c), c.lane + lane_offset_};
+    int64_t index[kMaxLoopDims + 1];
+    const Dim& inner = nest_.back();
+    const int64_t n = inner.extent(c.rows), stride = inner.stride[0] / item_;
+    const int outer = static_cast<int>(nest_.size()) - 1;
+    if (by_rows_)
+      walk(nest_.data(), outer, c.rows, at, 2, index, [&] { fold_row_(n, at[0], stride, at[1]); });
+    else
+      walk(nest_.data(), outer, c.rows, at, 2, index, [&] { fold_(n, at[0], stride, at[1]); });
+  }
+
+ private:
+  int64_t item_;
+  Address x_;
+  size_t lane_offset_;
+  Nest nest_;
+  FoldFn fold_;
+  FoldRowFn fold_row_;
+  bool by_rows_ = false;
+};
+
+}  // namespace
+
+DType accumulator_type(Reduction how, DType values, bool wide) {
+  if (!is_float(values)) return values;
+  if (wide && (how == Reduction::kSum || how == Reduction::kProd)) return DType::kF64;
+  return compute_type(values);
+}
+
+void fill_identity(Reduction how, DType acc, int64_t n, void* out) {
+  with_type(acc, [&](auto v) {
+    using T = decltype(v);
+    std::fill_n(static_cast<T*>(out), n, identity<T>(how, acc == DType::kBool));
+  });
+}
+
+void combine(Reduction how, DType acc, int64_t n, void* into, const void* from) {
+  with_type(acc, [&](auto zero) {
+    using T = decltype(zero);
+    T* a = static_cast<T*>(into);
+    const T* b = static_cast<const T*>(from);
+    auto each = [&](auto f) {
+      for (int64_t i = 0; i < n; ++i) a[i] = f(a[i], b[i]);
+    };
+    switch (how) {
+      case Reduction::kSum: return each([](T x, T y) { return wrap_add(x, y); });
+      case Reduction::kProd: return each([](T x, T y) { return wrap_mul(x, y); });
+      case Reduction::kMax: return each([](T x, T y) { return pick(x, y, [](T p, T q) { return p > q; }); });
+      case Reduction::kMin: return each([](T x, T y) { return pick(x, y, [](T p, T q) { return p < q; }); });
+      default:
+        if constexpr (std::is_integral_v<T>) {
+          if (how == Reduction::kAnd) return each([](T x, T y) { return static_cast<T>(x & y); });
+          if (how == Reduction::kOr) return each([](T x, T y) { return static_cast<T>(x | y); });
+          return each([](T x, T y) { return static_cast<T>(x ^ y); });
+        }
+    }
+  });
+}
+
+std::unique_ptr<const Step> compile(const Reduce& r, const Compile& c) {
+  if (r.how >= Reduction::kArgMax) return std::make_unique<ArgReduceStep>(r, c);
+  return std::make_unique<ReduceStep>(r, c);
+}
+
+std::unique_ptr<const Step> compile(const Accumulate& a, const Compile& c) { return std::make_unique<AccumulateStep>(a, c); }
+
+}  // namespace kitsune::cpu

@@ -1,0 +1,136 @@
+// Running of Vector programs: blocks of the loop nest that fit the first-level cache, one kernel call per operation and block.
+#include "run_vector.h"
+
+#include <algorithm>
+
+namespace kitsune::cpu {
+namespace {
+
+// (position // divisor) % modulus along a run of positions, by carry.
+template <class T>
+void count_up(T* out, int64_t n, int64_t position, int64_t divisor, int64_t modulus) {
+  int64_t rest = position % divisor, value = position / divisor % modulus;
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = static_cast<T>(value);
+    if (++rest == divisor) {
+      rest = 0;
+      if (++value == modulus) value = 0;
+    }
+  }
+}
+
+template <class T>
+void index_rows(char* to, int64_t m, int64_t n, int64_t position, int64_t row_step, bool along, const VectorOp& op) {
+  T* out = reinterpret_cast<T*>(to);
+  for (int64_t r = 0; r < m; ++r, out += n, position += row_step) {
+    if (along)
+      count_up(out, n, position, op.divisor, op.modulus);
+    else
+      std::fill_n(out, n, static_cast<T>(position / op.divisor % op.modulus));
+  }
+}
+
+}  // namespace
+
+struct VectorStep::Frame {
+  char** at;             // per operand, for the outer index at hand
+  const void** values;   // per operation
+  char* buffers;
+  char* spare;
+  size_t buffer_bytes;
+  const int64_t* index;  // outer index
+  int64_t row0;
+};
+
+void VectorStep::run(const Context& c) const {
+  Frame f;
+  f.buffer_bytes = align_up(static_cast<size_t>(chunk_) * item_);
+  char* temp = c.temp;
+  f.buffers = temp;
+  temp += f.buffer_bytes * static_cast<size_t>(buffers_);
+  f.spare = temp;
+  temp += align_up(static_cast<size_t>(chunk_) * 8);
+  f.values = reinterpret_cast<const void**>(temp);
+  temp += align_up(ops_.size() * sizeof(void*));
+  f.at = reinterpret_cast<char**>(temp);
+  int64_t index[kMaxLoopDims + 1];
+  f.index = index;
+  f.row0 = c.row0;
+  for (int o = 0; o < operands_; ++o) f.at[o] = addresses_[o].of(c);
+  // Values that never move are set once.
+  for (size_t i = 0; i < ops_.size(); ++i)
+    f.values[i] = ops_[i].buffer >= 0 ? f.buffers + static_cast<size_t>(ops_[i].buffer) * f.buffer_bytes : initial_[i];
+  const int64_t columns = nest_.back().extent(c.rows);
+  const int64_t rows = rows_per_block_ > 0 ? nest_[nest_.size() - 2].extent(c.rows) : 1;
+  const int64_t row_step = std::max<int64_t>(1, rows_per_block_);
+  walk(nest_.data(), outer_, c.rows, f.at, operands_, index, [&] {
+    for (int64_t i = 0; i < rows; i += row_step)
+      for (int64_t j = 0; j < columns; j += chunk_)
+        block(f, i, j, std::min(row_step, rows - i), std::min(chunk_, columns - j));
+  });
+}
+
+void VectorStep::block(const Frame& f, int64_t i, int64_t j, int64_t m, int64_t n) const {
+  const Dim& inner = nest_.back();
+  const int64_t* row_stride = rows_per_block_ > 0 ? nest_[nest_.size() - 2].stride.data() : nullptr;
+  const int64_t count = m * n;
+  auto here = [&](int32_t o) { return f.at[o] + j * inner.stride[o] + (row_stride != nullptr ? i * row_stride[o] : 0); };
+  for (size_t k = 0; k < ops_.size(); ++k) {
+    const VectorOp& op = ops_[k];
+    if (op.place == Place::kConstant) continue;
+    if (op.kind == VectorOp::kStore) {
+      if (op.place != Place::kOperand) store(op, here(op.operand), static_cast<const char*>(f.values[op.a]), m, n, f.spare);
+      continue;
+    }
+    if (op.place == Place::kOperand) f.values[k] = here(op.operand);
+    char* to = const_cast<char*>(static_cast<const char*>(f.values[k]));
+    if (op.kind == VectorOp::kCompute) {
+      auto value = [&](int32_t v) { return v >= 0 ? f.values[v] : nullptr; };
+      op.fn(count, to, value(op.a), value(op.b), value(op.c), op.imm);
+    } else if (op.kind == VectorOp::kIndex) {
+      fill_index(f, op, to, i, j, m, n);
+    } else if (op.place != Place::kOperand) {
+      load(op, to, here(op.operand), m, n, f.spare);
+    }
+  }
+}
+
+void VectorStep::load(const VectorOp& op, char* to, const char* from, int64_t m, int64_t n, char* spare) const {
+  int64_t item = item_sizes_[op.operand], stride = nest_.back().stride[op.operand];
+  int64_t row = rows_per_block_ > 0 ? nest_[nest_.size() - 2].stride[op.operand] : 0;
+  if (m == 1 || row == n * stride) return op.load(m * n, to, from, stride / item, spare);
+  size_t width = static_cast<size_t>(n) * item_size(op.type);
+  for (int64_t r = 0; r < m; ++r) op.load(n, to + static_cast<size_t>(r) * width, from + r * row, stride / item, spare);
+}
+
+void VectorStep::store(const VectorOp& op, char* to, const char* from, int64_t m, int64_t n, char* spare) const {
+  int64_t item = item_sizes_[op.operand], stride = nest_.back().stride[op.operand];
+  int64_t row = rows_per_block_ > 0 ? nest_[nest_.size() - 2].stride[op.operand] : 0;
+  if (m == 1 || row == n * stride) return op.store(m * n, to, stride / item, from, spare);
+  size_t width = static_cast<size_t>(n) * item_size(op.type);
+  for (int64_t r = 0; r < m; ++r) op.store(n, to + r * row, stride / item, from + static_cast<size_t>(r) * width, spare);
+}
+
+void VectorStep::fill_index(const Frame& f, const VectorOp& op, char* to, int64_t i, int64_t j, int64_t m, int64_t n) const {
+  int tag = static_cast<int>(op.index_dim), last = static_cast<int>(nest_.size()) - 1, where = -1;
+  for (int d = 0; d <= last; ++d)
+    if (nest_[d].tag == tag) where = d;  // absent: an extent of 1, position 0
+  bool along = where == last, down = rows_per_block_ > 0 && where == last - 1;
+  int64_t position = tag == 0 ? f.row0 : 0;
+  position += along ? j : down ? i : where >= 0 ? f.index[where] : 0;
+  int64_t step = down ? 1 : 0;
+  switch (op.type) {
+    case DType::kI8: return index_rows<int8_t>(to, m, n, position, step, along, op);
+    case DType::kI16: return index_rows<int16_t>(to, m, n, position, step, along, op);
+    case DType::kI32: return index_rows<int32_t>(to, m, n, position, step, along, op);
+    case DType::kI64: return index_rows<int64_t>(to, m, n, position, step, along, op);
+    case DType::kU8: return index_rows<uint8_t>(to, m, n, position, step, along, op);
+    case DType::kU16: return index_rows<uint16_t>(to, m, n, position, step, along, op);
+    case DType::kU32: return index_rows<uint32_t>(to, m, n, position, step, along, op);
+    case DType::kU64: return index_rows<uint64_t>(to, m, n, position, step, along, op);
+    case DType::kF32: return index_rows<float>(to, m, n, position, step, along, op);
+    default: return index_rows<double>(to, m, n, position, step, along, op);
+  }
+}
+
+}  // namespace kitsune::cpu

@@ -1,0 +1,69 @@
+// A compiled Vector program: what the planning half (run_vector_plan.cc) hands to the running half (run_vector.cc).
+#pragma once
+
+#include "executor_internal.h"
+#include "executor_memory.h"
+
+namespace kitsune::cpu {
+
+// Where a value lives while a block is worked on.
+enum class Place : int8_t {
+  kBuffer,    // a temporary buffer
+  kOperand,   // in the memory of a load (already dense and of the register's type) or of the store it ends in
+  kConstant,  // a table filled when the program was compiled
+};
+
+struct VectorOp {
+  enum Kind : int8_t { kLoad, kStore, kIndex, kCompute } kind;
+  DType type;
+  Place place = Place::kBuffer;
+  int32_t a = -1, b = -1, c = -1;  // values (defining operations)
+  int32_t buffer = -1;
+  int32_t operand = -1;            // of `at`: loads first, then stores
+  VectorFn fn = nullptr;
+  Loader load;
+  Storer store;
+  double imm[2] = {0, 0};
+  int64_t index_dim = 0, divisor = 1, modulus = 1;
+};
+
+class VectorStep final : public Step {
+ public:
+  VectorStep(const Vector& x, const Compile& c);
+  void run(const Context& c) const override;
+
+ private:
+  struct Frame;
+  // Planning.
+  void plan_loops(const Vector& x, const Compile& c);
+  void plan_values(const Vector& x, const Compile& c);
+  VectorOp make_op(const Vector& x, const Micro& m, std::vector<int32_t>& defined, const Compile& c);
+  void elide_stores(const Vector& x, const Compile& c);
+  void elide_loads(const Vector& x, const Compile& c);
+  void assign_buffers();
+  bool may_overlap(const Vector& x, int load, int store, const Compile& c) const;
+  bool in_place(const Vector& x, int load, int store) const;
+  bool dense(int operand) const;
+  // Running.
+  void block(const Frame& f, int64_t i, int64_t j, int64_t m, int64_t n) const;
+  void load(const VectorOp& op, char* to, const char* from, int64_t m, int64_t n, char* spare) const;
+  void store(const VectorOp& op, char* to, const char* from, int64_t m, int64_t n, char* spare) const;
+  void fill_index(const Frame& f, const VectorOp& op, char* to, int64_t i, int64_t j, int64_t m, int64_t n) const;
+
+  Nest nest_;
+  int outer_ = 0;              // dimensions walked outside blocks; then the block's rows (if `rows_per_block_` > 0) and its columns
+  int64_t rows_per_block_ = 0;  // 0: blocks are pieces of the innermost dimension alone
+  int64_t chunk_ = 0;
+  int loads_ = 0, operands_ = 0;
+  size_t item_ = 1;            // largest element of any register
+  std::vector<Address> addresses_;
+  std::vector<int64_t> item_sizes_;
+  std::vector<DType> storage_;
+  std::vector<VectorOp> ops_;
+  std::vector<int32_t> last_use_;
+  std::vector<Block> constants_;
+  std::vector<const void*> initial_;  // per value: its constant table, or nullptr
+  int buffers_ = 0;
+};
+
+}  // namespace kitsune::cpu

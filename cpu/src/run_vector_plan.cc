@@ -1,0 +1,279 @@
+// Planning of Vector programs: which loop is innermost, how much of it a block covers, which loads and stores need no copy, and which
+// buffers the remaining values share. Everything here happens once per compiled executable.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "run_vector.h"
+
+namespace kitsune::cpu {
+namespace {
+
+constexpr int64_t kL1Bytes = 24 << 10;  // of the 32 KiB or more that cores have, for the values of one block
+constexpr int64_t kShortLoop = 8;       // an innermost loop below this is exchanged with the rows around it
+
+template <class T>
+void fill(void* out, int64_t n, T v) {
+  std::fill_n(static_cast<T*>(out), n, v);
+}
+
+template <class T>
+T saturate(double v) {
+  if (std::isnan(v)) return 0;
+  if (v <= static_cast<double>(std::numeric_limits<T>::min())) return std::numeric_limits<T>::min();
+  if (v >= static_cast<double>(std::numeric_limits<T>::max())) return std::numeric_limits<T>::max();
+  return static_cast<T>(v);
+}
+
+template <class T>
+void fill_integer(void* out, int64_t n, const std::vector<double>& imm) {
+  if (imm.size() == 1) return fill<T>(out, n, saturate<T>(imm[0]));
+  uint64_t high = static_cast<uint64_t>(saturate<int64_t>(imm[0])), low = static_cast<uint64_t>(saturate<int64_t>(imm[1]));
+  fill<T>(out, n, static_cast<T>(high << 32 | (low & 0xFFFFFFFFu)));
+}
+
+void fill_constant(DType type, void* out, int64_t n, const std::vector<double>& imm) {
+  switch (type) {
+    case DType::kBool: return fill<uint8_t>(out, n, imm[0] != 0);
+    case DType::kI8: return fill_integer<int8_t>(out, n, imm);
+    case DType::kI16: return fill_integer<int16_t>(out, n, imm);
+    case DType::kI32: return fill_integer<int32_t>(out, n, imm);
+    case DType::kI64: return fill_integer<int64_t>(out, n, imm);
+    case DType::kU8: return fill_integer<uint8_t>(out, n, imm);
+    case DType::kU16: return fill_integer<uint16_t>(out, n, imm);
+    case DType::kU32: return fill_integer<uint32_t>(out, n, imm);
+    case DType::kU64: return fill_integer<uint64_t>(out, n, imm);
+    case DType::kF32: return fill<float>(out, n, static_cast<float>(imm[0]));
+    default: return fill<double>(out, n, imm[0]);
+  }
+}
+
+}  // namespace
+
+VectorStep::VectorStep(const Vector& x, const Compile& c) {
+  loads_ = static_cast<int>(x.loads.size());
+  operands_ = loads_ + static_cast<int>(x.stores.size());
+  for (const auto* list : {&x.loads, &x.stores})
+    for (const Operand& o : *list) {
+      addresses_.emplace_back(o.ref, o.row_stride);
+      item_sizes_.push_back(static_cast<int64_t>(item_size(o.ref.dtype)));
+      storage_.push_back(o.ref.dtype);
+    }
+  plan_values(x, c);
+  plan_loops(x, c);
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    if (ops_[i].place != Place::kConstant) continue;
+    constants_.emplace_back(static_cast<size_t>(chunk_) * item_size(ops_[i].type));
+    fill_constant(ops_[i].type, constants_.back().data(), chunk_, x.code[static_cast<size_t>(ops_[i].operand)].imm);
+    initial_[i] = constants_.back().data();
+  }
+  elide_stores(x, c);
+  elide_loads(x, c);
+  assign_buffers();
+  temp_bytes_ = align_up(static_cast<size_t>(chunk_) * item_) * static_cast<size_t>(buffers_) + align_up(static_cast<size_t>(chunk_) * 8) +
+                align_up(ops_.size() * sizeof(void*)) + align_up(static_cast<size_t>(operands_) * sizeof(void*));
+}
+
+// Registers become values: each operation that defines one is a value of its own, so buffers can be shared by liveness alone.
+void VectorStep::plan_values(const Vector& x, const Compile& c) {
+  std::vector<int32_t> defined(kMaxRegisters, -1);
+  for (const Micro& m : x.code) {
+    if (m.op == Opcode::op_convert && m.from_type == m.type) {
+      defined[m.dst] = defined[m.a];
+      continue;
+    }
+    VectorOp op = make_op(x, m, defined, c);
+    if (m.op == Opcode::op_const) {
+      op.place = Place::kConstant;
+      op.operand = static_cast<int32_t>(&m - x.code.data());
+    }
+    if (op.kind != VectorOp::kStore) {
+      defined[m.dst] = static_cast<int32_t>(ops_.size());
+      item_ = std::max(item_, m.op >= Opcode::op_eq && m.op <= Opcode::op_ge ? size_t{1} : item_size(op.type));
+    }
+    ops_.push_back(op);
+  }
+  last_use_.assign(ops_.size(), -1);
+  for (size_t i = 0; i < ops_.size(); ++i)
+    for (int32_t v : {ops_[i].a, ops_[i].b, ops_[i].c})
+      if (v >= 0) last_use_[v] = static_cast<int32_t>(i);
+  initial_.assign(ops_.size(), nullptr);
+}
+
+VectorOp VectorStep::make_op(const Vector& x, const Micro& m, std::vector<int32_t>& defined, const Compile& c) {
+  auto missing = [&] {
+    throw ProgramError(c.where + " operation " + std::to_string(&m - x.code.data()) + ": " + opcode_name(m.op) + " is not defined for " +
+                       dtype_name(m.type));
+  };
+  VectorOp op{};
+  op.kind = VectorOp::kCompute;
+  op.type = m.type;
+  for (size_t i = 0; i < m.imm.size() && i < 2; ++i) op.imm[i] = m.imm[i];
+  switch (m.op) {
+    case Opcode::op_load:
+      op.kind = VectorOp::kLoad;
+      op.operand = static_cast<int32_t>(m.a);
+      op.load = Loader(c.table, m.type, storage_[m.a], c.where);
+      return op;
+    case Opcode::op_store:
+      op.kind = VectorOp::kStore;
+      op.operand = static_cast<int32_t>(loads_ + m.a);
+      op.a = defined[m.b];
+      op.type = ops_[op.a].type;
+      op.store = Storer(c.table, storage_[op.operand], op.type, c.where);
+      return op;
+    case Opcode::op_const: return op;
+    case Opcode::op_index:
+      op.kind = VectorOp::kIndex;
+      op.index_dim = m.a, op.divisor = m.b, op.modulus = m.c;
+      return op;
+    case Opcode::op_convert:
+      op.fn = c.table.convert(m.type, m.from_type);
+      if (op.fn == nullptr) missing();
+      op.a = defined[m.a];
+      return op;
+    default: break;
+  }
+  op.fn = c.table.vector(m.op, m.type);
+  if (op.fn == nullptr) missing();
+  op.a = defined[m.a];
+  if (m.op >= Opcode::op_add) op.b = defined[m.b];
+  if (m.op >= Opcode::op_select) op.c = defined[m.c];
+  if ((m.op >= Opcode::op_eq && m.op <= Opcode::op_ge) || m.op == Opcode::op_is_finite) op.type = DType::kBool;
+  return op;
+}
+
+void VectorStep::plan_loops(const Vector& x, const Compile& c) {
+  std::vector<std::vector<int64_t>> strides;
+  for (const auto* list : {&x.loads, &x.stores})
+    for (const Operand& o : *list) strides.push_back(byte_strides(o));
+  nest_ = make_nest(x.extents, strides);
+  for (const VectorOp& op : ops_)
+    if (op.kind == VectorOp::kIndex) nest_[op.index_dim].tag = static_cast<int>(op.index_dim);
+  simplify(nest_);
+  size_t k = nest_.size();
+  int64_t tile_rows = std::min(c.program.tile_rows, c.program.rows);
+  if (k >= 2 && nest_[k - 1].n < kShortLoop && !nest_[k - 1].rows && nest_[k - 2].extent(tile_rows) > nest_[k - 1].n)
+    std::swap(nest_[k - 1], nest_[k - 2]);
+  // Values alive at once, at most: what a block must fit in the first-level cache.
+  int64_t live = 1, most = 1;
+  std::vector<int64_t> ends(ops_.size() + 1, 0);
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    if (last_use_[i] >= 0) {
+      ++live;
+      ++ends[last_use_[i]];
+    }
+    most = std::max(most, live);
+    live -= ends[i];
+  }
+  chunk_ = std::clamp<int64_t>(kL1Bytes / (most * static_cast<int64_t>(item_)) / 64 * 64, 128, 2048);
+  const Dim& inner = nest_.back();
+  bool blocked = k >= 2 && !inner.rows && inner.n * 2 <= chunk_;
+  rows_per_block_ = blocked ? chunk_ / inner.n : 0;
+  outer_ = static_cast<int>(k) - (blocked ? 2 : 1);
+}
+
+// The elements of a block, rows and columns, are consecutive in the operand's memory.
+bool VectorStep::dense(int o) const {
+  const Dim& inner = nest_.back();
+  if (inner.stride[o] != item_sizes_[o]) return false;
+  return rows_per_block_ == 0 || nest_[nest_.size() - 2].stride[o] == inner.n * item_sizes_[o];
+}
+
+bool VectorStep::may_overlap(const Vector& x, int load, int store, const Compile& c) const {
+  const Operand& a = x.loads[load];
+  const Operand& b = x.stores[store];
+  if (a.ref.space != b.ref.space || a.ref.index != b.ref.index) return false;
+  if (a.ref.space == Space::kOut) return true;
+  auto range = [&](const Operand& o) {
+    int64_t item = static_cast<int64_t>(item_size(o.ref.dtype));
+    int64_t low = o.ref.offset * item, high = low + item;
+    auto extend = [&](int64_t n, int64_t stride) { (stride < 0 ? low : high) += (n - 1) * stride * item; };
+    extend(std::min(c.program.tile_rows, c.program.rows), o.row_stride);
+    for (size_t d = 0; d < o.strides.size(); ++d) extend(x.extents[d], o.strides[d]);
+    return std::pair{low, high};
+  };
+  auto [a_low, a_high] = range(a);
+  auto [b_low, b_high] = range(b);
+  return a_low < b_high && b_low < a_high;
+}
+
+// The load and the store name the same elements in the same order: an operation may read the one while it writes the other.
+bool VectorStep::in_place(const Vector& x, int load, int store) const {
+  const Operand &a = x.loads[load], &b = x.stores[store];
+  return a.ref.offset == b.ref.offset && a.ref.dtype == b.ref.dtype && a.row_stride == b.row_stride && a.strides == b.strides;
+}
+
+// A store of a dense value of the stored type: the operation that computes the value writes it there, if nothing that is read between
+// the two, or any other store, shares the memory.
+void VectorStep::elide_stores(const Vector& x, const Compile& c) {
+  int stores = operands_ - loads_;
+  std::vector<int> uses(stores, 0);
+  for (const VectorOp& op : ops_)
+    if (op.kind == VectorOp::kStore) ++uses[op.operand - loads_];
+  auto shared = [&](int s) {
+    const Ref& r = x.stores[s].ref;
+    for (int t = 0; t < stores; ++t)
+      if (t != s && x.stores[t].ref.space == r.space && x.stores[t].ref.index == r.index) {
+        Vector other = {x.extents, false, {x.stores[t]}, {x.stores[s]}, {}};
+        if (may_overlap(other, 0, 0, c)) return true;
+      }
+    return false;
+  };
+  for (VectorOp& op : ops_) {
+    if (op.kind != VectorOp::kStore) continue;
+    int s = op.operand - loads_;
+    VectorOp& value = ops_[op.a];
+    bool computed = value.kind == VectorOp::kCompute || value.kind == VectorOp::kIndex;
+    if (!computed || value.place != Place::kBuffer || value.type != storage_[op.operand]) continue;
+    if (!dense(op.operand) || uses[s] != 1 || shared(s)) continue;
+    bool safe = true;
+    for (size_t i = 0; i < ops_.size(); ++i)
+      if (ops_[i].kind == VectorOp::kLoad && may_overlap(x, ops_[i].operand, s, c))
+        safe = safe && static_cast<int32_t>(i) < op.a && (last_use_[i] < op.a || (last_use_[i] == op.a && in_place(x, ops_[i].operand, s)));
+    if (!safe) continue;
+    value.place = Place::kOperand;
+    value.operand = op.operand;
+    op.place = Place::kOperand;  // nothing is left to do
+  }
+}
+
+// A load of dense memory of the register's type: the value is the memory itself, if no store changes it before its last use.
+void VectorStep::elide_loads(const Vector& x, const Compile& c) {
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    VectorOp& op = ops_[i];
+    if (op.kind != VectorOp::kLoad || op.type != storage_[op.operand] || !dense(op.operand)) continue;
+    bool safe = true;
+    for (size_t j = 0; j < ops_.size(); ++j) {
+      const VectorOp& other = ops_[j];
+      if (other.kind != VectorOp::kStore || !may_overlap(x, op.operand, other.operand - loads_, c)) continue;
+      int32_t when = other.place == Place::kOperand ? other.a : static_cast<int32_t>(j);
+      bool exact = other.place == Place::kOperand && in_place(x, op.operand, other.operand - loads_);
+      safe = safe && (last_use_[i] < when || (exact && last_use_[i] == when));
+    }
+    if (safe) op.place = Place::kOperand;
+  }
+}
+
+void VectorStep::assign_buffers() {
+  std::vector<int32_t> free;
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    VectorOp& op = ops_[i];
+    if (op.kind != VectorOp::kStore && op.place == Place::kBuffer) {
+      if (free.empty()) free.push_back(buffers_++);
+      op.buffer = free.back();
+      free.pop_back();
+    }
+    // Operands are released after the result has its buffer: results may be wider than what they are computed from.
+    int32_t used[3] = {op.a, op.b, op.c};
+    std::sort(used, used + 3);
+    for (int k = 0; k < 3; ++k)
+      if (used[k] >= 0 && (k == 0 || used[k] != used[k - 1]) && last_use_[used[k]] == static_cast<int32_t>(i) && ops_[used[k]].buffer >= 0)
+        free.push_back(ops_[used[k]].buffer);
+    if (op.buffer >= 0 && last_use_[i] < 0) free.push_back(op.buffer);
+  }
+}
+
+std::unique_ptr<const Step> compile(const Vector& x, const Compile& c) { return std::make_unique<VectorStep>(x, c); }
+
+}  // namespace kitsune::cpu

@@ -1,0 +1,360 @@
+"""Everything that depends on the version of JAX, and the only file that imports private JAX.
+
+Comes in: JAX objects (jaxprs, equations, lowering contexts). Goes out: the few operations the rest of the package needs on them,
+with one meaning for every supported version (0.10.2 to 0.12). Invariant: nothing outside this file knows whether a jaxpr is
+"closed".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend as jex
+from jax._src import ad_util, api_util, checkify, core, source_info_util, traceback_util, tree_util, util
+from jax._src import linear_util as lu
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
+from jax._src.state import discharge
+from jax._src.state import types as state_types
+from jax.experimental import jet as jet_lib
+
+VERSION: tuple[int, ...] = tuple(int(x) for x in jax.__version__.split(".")[:3])
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+source_info_util.register_exclusion(_PACKAGE)  # "the user's line" is never one of ours, in our reports and in JAX's own messages
+
+Primitive = jex.core.Primitive
+valid_jaxtype: Callable[[Any], bool] = jex.core.valid_jaxtype
+jaxpr_as_fun: Callable[..., Callable[..., list[Any]]] = jex.core.jaxpr_as_fun
+
+
+def hide_from_tracebacks(path: str) -> None:
+    """Leave frames of the file ``path`` out of the tracebacks that JAX filters for its users."""
+    traceback_util.register_exclusion(path)
+
+
+# --- jaxprs ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_literal(v: Any) -> bool:
+    """Is the atom a constant written into the equation (``v.val``), and not a variable?"""
+    return type(v).__name__ == "Literal"
+
+
+def is_jaxpr(x: Any) -> bool:
+    """Is ``x`` a jaxpr of either kind?"""
+    return type(x).__name__ in ("Jaxpr", "ClosedJaxpr")
+
+
+def open_parts(j: Any) -> tuple[Any, list[Any]]:
+    """``(open jaxpr, constants)`` of a jaxpr of either kind: the constants belong to ``open_jaxpr.constvars``, in order."""
+    if type(j).__name__ == "ClosedJaxpr":
+        return j.jaxpr, list(j.consts)
+    return j, list(getattr(j, "consts", ()) or ())
+
+
+def hoist_consts(closed: Any) -> tuple[Any, list[Any]]:
+    """A closed jaxpr without constants, and the constants, which have become its leading arguments."""
+    jaxpr, consts = open_parts(closed)
+    if not jaxpr.constvars:
+        return closed, []
+    hoisted = pe.convert_constvars_jaxpr(jaxpr)
+    return (core.ClosedJaxpr(hoisted, ()) if type(closed).__name__ == "ClosedJaxpr" else hoisted), consts
+
+
+def as_kind_of(new: Any, old: Any) -> Any:
+    """``new`` (closed, without constants) as the kind of jaxpr ``old`` is: what a parameter of an equation must keep being."""
+    if type(old).__name__ == "Jaxpr" and type(new).__name__ == "ClosedJaxpr":
+        if new.consts:
+            raise ValueError("a jaxpr with constants cannot be an open jaxpr: hoist them first")
+        return new.jaxpr
+    return new
+
+
+def copy_jaxpr(closed: Any) -> Any:
+    """An equal jaxpr that is another object and keeps none of the first alive (caches are keyed on the object)."""
+    if type(closed).__name__ == "ClosedJaxpr":
+        return closed.replace(jaxpr=closed.jaxpr.replace())
+    return closed.replace()
+
+
+def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False) -> Any:
+    """The closed jaxpr of ``fn``, which takes arrays of ``avals`` and returns a flat list of arrays.
+
+    No cache is read or filled, so a fresh closure costs nothing beyond its trace and ``jax.explain_cache_misses`` stays silent.
+    ``lower`` resolves high-level types; it is needed where the result replaces the body of an equation that is being lowered.
+    """
+    info = api_util.debug_info("kitsune_jax.pipeline", fn, tuple(avals), {})
+    if VERSION < (0, 11):
+        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(
+            lu.wrap_init(lambda *a: list(fn(*a)), debug_info=info), list(avals), lower=lower
+        )
+        return core.ClosedJaxpr(jaxpr, consts)
+    from jax._src import flattree
+
+    trace = getattr(pe, "trace_to_jaxpr_nocache", pe.trace_to_jaxpr)
+    return trace(fn, flattree.flatten_args(*avals), info, requires_low=lower)[0]
+
+
+def is_staging() -> bool:
+    """Are operations being recorded in a jaxpr now (and not evaluated, differentiated or batched one by one)?"""
+    return isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace)
+
+
+def in_avals(closed: Any) -> list[Any]:
+    """The abstract values of a jaxpr's arguments."""
+    return [v.aval for v in open_parts(closed)[0].invars]
+
+
+def out_avals(closed: Any) -> list[Any]:
+    """The abstract values of a jaxpr's results."""
+    return [v.aval for v in open_parts(closed)[0].outvars]
+
+
+def has_effects(eqn: Any) -> bool:
+    """Does the equation do something besides computing its results?"""
+    return bool(eqn.effects)
+
+
+def has_symbolic_shapes(closed: Any) -> bool:
+    """Does an argument or an intermediate value have a dimension that is not an integer (``jax.export`` with symbolic shapes)?"""
+    jaxpr, _ = open_parts(closed)
+    atoms = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    return any(type(d) is not int and not hasattr(d, "__index__") for v in atoms for d in getattr(v.aval, "shape", ()))
+
+
+# --- equations ------------------------------------------------------------------------------------------------------------------
+
+
+def source_line(eqn: Any) -> str:
+    """The user's line, "model.py:12 (mlp)", or "" where no frame of the user is on record (never a frame inside JAX or this package)."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})"
+
+
+@contextlib.contextmanager
+def user_context(eqn: Any) -> Iterator[None]:
+    """Bind primitives as if they stood where ``eqn`` stands: its mesh and configuration, its name stack, its traceback.
+
+    ``eqn.ctx.manager`` carries the (manual) mesh: without it ``shard_map(check_vma=True)`` refuses what is bound.
+    """
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def bind_eqn(eqn: Any, vals: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Evaluate one equation on ``vals`` (with other ``params`` if given) in its own context. Returns the list of its results."""
+    bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    with user_context(eqn):
+        outs = eqn.primitive.bind(*vals, **bind_params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+# --- lowering -------------------------------------------------------------------------------------------------------------------
+
+
+def runs_on_one_device(ctx: Any) -> bool:
+    """May a custom call stand in the module that ``ctx`` lowers: one device, or every mesh axis manual?
+
+    Elsewhere XLA would gather the call's operands on every device without a word (jax issue 32098).
+    """
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return axes.mesh.size == 1 or frozenset(axes.manual_axes) == frozenset(axes.mesh.axis_names)
+    return getattr(axes, "num_devices", 2) == 1
+
+
+def lower_jaxpr(ctx: Any, closed: Any, args: Sequence[Any]) -> Any:
+    """The MLIR values of ``closed`` on the MLIR values ``args``: what a lowering rule returns."""
+    return mlir.lower_fun(jaxpr_as_fun(closed), multiple_results=True)(ctx, *args)
+
+
+register_lowering = mlir.register_lowering
+
+
+# --- rules of a call-like primitive, whose parameter ``call_jaxpr`` every transformation rewrites ---------------------------------
+
+
+def register_call_rules(prim: Any) -> None:
+    """Give ``prim[call_jaxpr, **static]`` its rules: jvp, linearize, transpose, vmap, partial evaluation, DCE, remat, refs,
+    checkify, jet.
+
+    Every rule rewrites ``call_jaxpr`` and binds ``prim`` again with the same static parameters. No lowering is registered.
+    """
+    if hasattr(jex.core, "register_call_primitive_rules"):
+        jex.core.register_call_primitive_rules(prim, name=None)
+    else:
+        _register_call_rules_0_10(prim)
+    _register_checkify(prim)
+    jet_lib.jet_rules[prim] = functools.partial(_jet_rule, prim)
+
+
+def _register_checkify(prim: Any) -> None:
+    """Checkify looks inside. Its default rule for a parameter named ``call_jaxpr`` binds with ``subfuns=``, which we do not take."""
+    if hasattr(checkify, "eval_jaxpr_error_check"):
+        checkify.error_checks[prim] = checkify.eval_jaxpr_error_check
+    else:
+        checkify.error_checks[prim] = lambda err, enabled, *args, call_jaxpr, **_: checkify.checkify_jaxpr(
+            call_jaxpr, enabled, err, *args
+        )
+
+
+def _jet_rule(prim: Any, primals: Sequence[Any], series: Sequence[Sequence[Any]], *, call_jaxpr: Any, **params: Any) -> Any:
+    """Taylor mode: ``call_jaxpr`` becomes the jaxpr of its own jet."""
+    order, n_in, n_out = len(series[0]), len(primals), len(out_avals(call_jaxpr))
+
+    def jet_flat(*flat: Any) -> list[Any]:
+        terms = [list(flat[n_in + i * order : n_in + (i + 1) * order]) for i in range(n_in)]
+        outs, out_terms = jet_lib.jet(
+            lambda *a: tuple(jaxpr_as_fun(call_jaxpr)(*a)), tuple(flat[:n_in]), tuple(terms), factorial_scaled=False
+        )
+        return [*outs, *(t for ts in out_terms for t in ts)]
+
+    flat = [*primals, *(t for ts in series for t in ts)]
+    jaxpr, consts = hoist_consts(trace_jaxpr(jet_flat, [core.typeof(x) for x in flat]))
+    outs = prim.bind(*consts, *flat, call_jaxpr=jaxpr, **params)
+    return outs[:n_out], [list(outs[n_out + i * order : n_out + (i + 1) * order]) for i in range(n_out)]
+
+
+# --- the same rules for JAX 0.10, which has no register_call_primitive_rules ------------------------------------------------------
+
+
+def _register_call_rules_0_10(prim: Any) -> None:
+    from jax._src.interpreters import remat
+
+    prim.multiple_results = True
+    prim.skip_canonicalization = True
+
+    @prim.def_effectful_abstract_eval
+    def abstract_eval(*_: Any, call_jaxpr: Any, **__: Any) -> Any:
+        return call_jaxpr.out_avals, core.positional_effects(call_jaxpr)
+
+    core.custom_typechecks[prim] = lambda _ctx, *_atoms, call_jaxpr, **__: abstract_eval(call_jaxpr=call_jaxpr)
+    prim.to_lojax = functools.partial(_to_lojax_0_10, prim)
+    ad.primitive_jvps[prim] = functools.partial(_jvp_0_10, prim)
+    ad.primitive_linearizations[prim] = functools.partial(_linearize_0_10, prim)
+    ad.fancy_transposes[prim] = functools.partial(_transpose_0_10, prim)
+    batching.fancy_primitive_batchers[prim] = functools.partial(_batch_0_10, prim)
+    pe.custom_partial_eval_rules[prim] = functools.partial(_partial_eval_0_10, prim)
+    pe.partial_eval_jaxpr_custom_rules[prim] = functools.partial(
+        pe.closed_call_partial_eval_custom_rule, "call_jaxpr", lambda *a: (a[-2], a[-1])
+    )
+    pe.dce_rules[prim] = pe.dce_jaxpr_closed_call_rule
+    discharge.register_discharge_rule(prim)(functools.partial(_discharge_0_10, prim))
+    remat.rules[prim] = functools.partial(_remat_0_10, prim)
+
+
+def _nonzero(tangents: Sequence[Any]) -> list[bool]:
+    return [type(t) is not ad_util.Zero for t in tangents]
+
+
+def _with_zeros(call_jaxpr: Any, nonzero: Sequence[bool], tangents: Sequence[Any]) -> list[Any]:
+    rest = iter(tangents)
+    return [next(rest) if nz else ad_util.Zero(a.to_tangent_aval()) for a, nz in zip(call_jaxpr.out_avals, nonzero, strict=True)]
+
+
+def _to_lojax_0_10(prim: Any, *hi_args: Any, call_jaxpr: Any, **params: Any) -> list[Any]:
+    lo_args = [lo for aval, x in zip(call_jaxpr.in_avals, hi_args, strict=True) for lo in aval.lower_val(x)]
+    outs = iter(prim.bind(*lo_args, call_jaxpr=pe.lower_jaxpr2(call_jaxpr), **params))
+    return [t.raise_val(*itertools.islice(outs, len(t.lo_ty()))) for t in call_jaxpr.out_avals]
+
+
+def _jvp_0_10(prim: Any, primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Any, **params: Any) -> Any:
+    jvp_jaxpr, nz_out = ad.jvp_jaxpr(call_jaxpr, _nonzero(tangents), False)
+    live = [t for t in tangents if type(t) is not ad_util.Zero]
+    outs = prim.bind(*primals, *live, call_jaxpr=jvp_jaxpr, **params)
+    n = len(call_jaxpr.out_avals)
+    return outs[:n], _with_zeros(call_jaxpr, nz_out, outs[n:])
+
+
+def _batch_0_10(prim: Any, axis_data: Any, args: Any, dims: Any, *, call_jaxpr: Any, **params: Any) -> Any:
+    batched, out_dims = batching.batch_jaxpr2(call_jaxpr, axis_data, tuple(dims))
+    return prim.bind(*args, call_jaxpr=batched, **params), list(out_dims)
+
+
+def _linearize_0_10(prim: Any, is_vjp: bool, nzs: Any, *primals: Any, call_jaxpr: Any, **params: Any) -> Any:
+    primal_jaxpr, n_res, nz_out, forwarded, tangent_jaxpr = ad.linearize_jaxpr(call_jaxpr, nzs, is_vjp=is_vjp)
+    outs = prim.bind(*primals, call_jaxpr=primal_jaxpr, **params)
+    results, computed = util.split_list(outs, [len(outs) - n_res])
+    residuals = util.subs_list(forwarded, [*call_jaxpr.consts, *primals], computed)
+
+    def tangent_fun(residuals: Any, *tangents: Any) -> list[Any]:
+        live = [ad.instantiate_zeros(t) for nz, t in zip(nzs, tangents, strict=True) if nz]
+        return _with_zeros(call_jaxpr, nz_out, prim.bind(*residuals, *live, call_jaxpr=tangent_jaxpr, **params))
+
+    return results, nz_out, residuals, tangent_fun
+
+
+@util.weakref_lru_cache
+def _transpose_jaxpr_0_10(jaxpr: Any, in_tree: Any, avals: Any, specs: Any) -> tuple[Any, Any]:
+    trees: list[Any] = []
+
+    def transposed(*flat: Any) -> list[Any]:
+        accumulators, cotangents = tree_util.tree_unflatten(in_tree, flat)
+        args = ad.unproject_accums(specs, accumulators)
+        ad.backward_pass3(jaxpr.jaxpr, False, jaxpr.consts, args, cotangents)
+        outs, tree = tree_util.tree_flatten([x.freeze() if isinstance(x, ad.ValAccum) else None for x in args])
+        trees.append(tree)
+        return outs
+
+    f = lu.wrap_init(transposed, debug_info=jaxpr.jaxpr.debug_info.with_unknown_names())
+    out, _, consts = pe.trace_to_jaxpr_dynamic(f, avals)
+    return core.ClosedJaxpr(out, consts), trees[-1]
+
+
+def _transpose_0_10(prim: Any, cotangents: Any, *args: Any, call_jaxpr: Any, **params: Any) -> None:
+    accumulators, specs = ad.project_accums(args)
+    flat, tree = tree_util.tree_flatten((accumulators, cotangents))
+    jaxpr, out_tree = _transpose_jaxpr_0_10(call_jaxpr, tree, tuple(core.typeof(x) for x in flat), specs)
+    outs = tree_util.tree_unflatten(out_tree, prim.bind(*flat, call_jaxpr=jaxpr, **params))
+    for x, ct in zip(args, outs, strict=True):
+        if isinstance(x, ad.ValAccum):
+            x.accum(ct)
+
+
+def _partial_eval_0_10(prim: Any, trace: Any, *tracers: Any, call_jaxpr: Any, **params: Any) -> list[Any]:
+    unknown = [not t.pval.is_known() for t in tracers]
+    known_jaxpr, rest_jaxpr, out_unknown, res_avals, forwarded = pe.partial_eval_jaxpr_nounits_fwd(
+        call_jaxpr, unknown, instantiate=False
+    )
+    known_in = [t.pval.get_known() for t in tracers if t.pval.is_known()]
+    outs = prim.bind(*known_in, call_jaxpr=known_jaxpr, **params)
+    known_out, computed = util.split_list(outs, [len(outs) - len(res_avals)])
+    rest = iter(computed)
+    residuals = [next(rest) if f is None else [*call_jaxpr.consts, *known_in][f] for f in forwarded]
+    in_tracers = [*map(trace.new_instantiated_const, residuals), *(t for t in tracers if not t.pval.is_known())]
+    out_tracers = [pe.JaxprTracer(trace, pe.PartialVal.unknown(a), None) for a in rest_jaxpr.out_avals]
+    effects = core.positional_effects(rest_jaxpr)
+    eqn = pe.new_eqn_recipe(
+        trace, in_tracers, out_tracers, prim, dict(params, call_jaxpr=rest_jaxpr), effects, source_info_util.current()
+    )
+    for t in out_tracers:
+        t.recipe = eqn
+    if pe.effects.partial_eval_kept_effects.filter_in(rest_jaxpr.effects):
+        trace.effect_handles.append(pe.EffectHandle(in_tracers, eqn))
+    return util.merge_lists(out_unknown, known_out, out_tracers)
+
+
+def _discharge_0_10(prim: Any, in_avals: Any, _out_avals: Any, *args: Any, call_jaxpr: Any, **params: Any) -> Any:
+    discharged, n_out, _ = discharge._cached_closed_jaxpr_discharge(call_jaxpr)
+    outs, refs = util.split_list(prim.bind(*args, call_jaxpr=discharged, **params), [n_out])
+    rest = iter(refs)
+    return tuple(next(rest) if isinstance(a, state_types.AbstractRef) else None for a in in_avals), outs
+
+
+def _remat_0_10(prim: Any, policy: Any, *args: Any, call_jaxpr: Any, **params: Any) -> Any:
+    from jax._src.interpreters import remat
+
+    forward, again, n_res = remat.remat_jaxpr(call_jaxpr, policy)
+    outs = prim.bind(*args, call_jaxpr=forward, **params)
+    results, residuals = util.split_list(outs, [len(outs) - n_res])
+    return results, lambda *xs: prim.bind(*residuals, *xs, call_jaxpr=again, **params)

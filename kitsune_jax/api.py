@@ -1,0 +1,304 @@
+"""``pipeline`` and ``explain``: what users call.
+
+Comes in: a Python function of arrays and pytrees. Goes out: the same function whose calls are ``kitsune_pipeline`` equations, or a
+``Report``. Invariant: the function is traced as often as ``jax.jit`` would trace it, because the traced callable (``_Body``) is one
+object per function and options, however often ``pipeline`` is applied to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, overload
+
+import jax
+import numpy as np
+
+from kitsune_jax import _compat, arguments, config, lowering
+from kitsune_jax.options import Options, resolve
+from kitsune_jax.primitive import pipeline_p
+from kitsune_jax.report.model import Report
+
+_compat.hide_from_tracebacks(__file__)
+
+Residuals: TypeAlias = "str | Callable[..., Any]"
+
+
+@overload
+def pipeline(fn: None = None, **options: Any) -> Callable[[Callable[..., Any]], Pipeline]: ...
+@overload
+def pipeline(fn: Callable[..., Any], **options: Any) -> Pipeline: ...
+
+
+def pipeline(
+    fn: Callable[..., Any] | None = None,
+    *,
+    residuals: Residuals = "save",
+    deterministic: bool = True,
+    strict: bool = False,
+    force: bool | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+) -> Any:
+    """Run ``fn`` as spatial pipelines: operators stream tiles to each other through on-chip queues, instead of whole arrays through
+    memory.
+
+    Like ``jax.checkpoint``, the result takes and returns the same pytrees as ``fn`` and composes with every JAX transformation.
+    What cannot be pipelined, or would not gain from it, runs as the XLA code it would have been. ``fn`` must be traceable by
+    ``jax.jit``. Leaves of arguments that are not arrays or numbers (strings, callables, configuration objects) must be hashable and
+    are static.
+
+    Args:
+      fn: the function. Without it, ``pipeline(**options)`` is a decorator.
+      residuals: what the forward pass keeps for the backward pass: ``"save"`` (what JAX would save), ``"recompute"`` (the arguments
+        only), or a policy of ``jax.checkpoint_policies``.
+      deterministic: equal inputs give equal bits, run after run. ``False`` lets sinks add in arrival order.
+      strict: raise ``NotPipelined`` where the function is lowered and nothing of it could be pipelined.
+      force: pipeline every legal region, whatever the cost model says. ``None`` reads ``KITSUNE_FORCE``.
+      static_argnums, static_argnames, donate_argnums: as in ``jax.jit``, for calls outside of ``jit``.
+
+    Raises:
+      TypeError: ``fn`` is not callable. ValueError: an option has no such value.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kitsune_jax as kj
+      >>> @kj.pipeline
+      ... def mlp(w, x):
+      ...     return jax.nn.relu(x @ w[0]) @ w[1]
+      >>> w = [jnp.ones((8, 16)), jnp.ones((16, 4))]
+      >>> jax.jit(jax.grad(lambda w, x: mlp(w, x).sum()))(w, jnp.ones((32, 8)))[0].shape
+      (8, 16)
+    """
+    if fn is None:
+        return functools.partial(
+            pipeline,
+            residuals=residuals,
+            deterministic=deterministic,
+            strict=strict,
+            force=force,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+        )
+    if not callable(fn):
+        raise TypeError(f"kitsune_jax.pipeline takes a function of arrays, not {type(fn).__name__}: write pipeline(fn)(*args)")
+    if not (residuals in ("save", "recompute") or callable(residuals)):
+        raise ValueError(
+            f"residuals={residuals!r} is not known: use 'save', 'recompute', or a policy such as jax.checkpoint_policies.dots_saveable"
+        )
+    for name, value in (("deterministic", deterministic), ("strict", strict), ("force", force)):
+        if not isinstance(value, (bool, np.bool_)) and not (name == "force" and value is None):
+            raise ValueError(f"{name}={value!r} is not a switch: use True or False{' or None' if name == 'force' else ''}")
+    statics = arguments.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
+    return Pipeline(fn, residuals, bool(deterministic), bool(strict), None if force is None else bool(force), statics)
+
+
+class Pipeline:
+    """A pipelined function: what ``pipeline(fn)`` returns. Call it like ``fn``; ``fn`` itself is ``__wrapped__``."""
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        residuals: Residuals,
+        deterministic: bool,
+        strict: bool,
+        force: bool | None,
+        statics: arguments.Statics,
+    ) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        if not hasattr(self, "__name__"):
+            self.__name__ = type(fn).__name__
+        self._residuals = residuals
+        self._switches = (deterministic, strict, force)
+        self._statics = statics
+        self._jits: dict[Options | None, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        whole, split = self._jitted(self.options())
+        if self._statics.all_arrays(args, kwargs):
+            return whole(*args, **kwargs)
+        static, donated, kept = self._statics.split(args, kwargs)
+        return split(static, donated, kept)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.jit(fn).lower(*args)``: lower for these arguments (arrays or ``jax.ShapeDtypeStruct``) without running."""
+        whole, split = self._jitted(self.options())
+        if self._statics.all_arrays(args, kwargs):
+            return whole.lower(*args, **kwargs)  # type: ignore[attr-defined]
+        return split.lower(*self._statics.split(args, kwargs))  # type: ignore[attr-defined]
+
+    def options(self) -> Options | None:
+        """The options a call made now would have; ``None`` if the package is switched off (``KITSUNE_DISABLE``)."""
+        if config.disabled():
+            return None
+        deterministic, strict, force = self._switches
+        return resolve(deterministic=deterministic, strict=strict, force=force)
+
+    def _jitted(self, options: Options | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        if options not in self._jits:
+            body = _body(self.__wrapped__, self._residuals, options)
+            whole = jax.jit(body, inline=True, **self._statics.jit_arguments())
+            split = jax.jit(body.call_split, static_argnums=0, donate_argnums=1, inline=True)
+            self._jits[options] = (whole, split)
+        return self._jits[options]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A pipelined method binds like a function; ``self`` is then a pytree, or a static leaf (hashable, by identity as a rule)."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<pipeline of {getattr(self, '__qualname__', self.__name__)}>"
+
+
+class _Body:
+    """The callable that ``jax.jit`` traces: it traces ``fn`` to a jaxpr and binds the primitive on it.
+
+    Holds ``fn`` weakly, as it is the value of a cache whose key is ``fn``; the ``Pipeline`` that calls it holds ``fn``.
+    """
+
+    def __init__(self, fn: Callable[..., Any], residuals: Residuals, options: Options | None) -> None:
+        self._fn: Callable[[], Any] = _reference(fn)
+        self._residuals = residuals
+        self._options = options
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
+        self.__doc__ = fn.__doc__
+        try:
+            self.__signature__ = inspect.signature(fn)
+        except (TypeError, ValueError):  # built-in without a signature
+            pass
+        self.call_split = functools.partial(_call_split, self)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._fn()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fn = self._fn()
+        if self._residuals != "save":
+            policy = None if self._residuals == "recompute" else self._residuals
+            fn = arguments.checkpoint(fn, policy)
+        if self._options is None or not _compat.is_staging():
+            # Not under jit's trace: disable_jit, or debug_nans runs the function op by op to name the guilty operator. Let it see
+            # them.
+            return fn(*args, **kwargs)
+        dynamic, rebuild = arguments.flatten_traced(args, kwargs)
+        closed, out_tree = _trace(fn, dynamic, rebuild)
+        closed, consts = _compat.hoist_consts(closed)
+        outs = pipeline_p.bind(*consts, *dynamic, call_jaxpr=closed, options=self._options)
+        return jax.tree.unflatten(out_tree, outs)
+
+
+def _call_split(body: _Body, static: arguments.Static, donated: list[Any], kept: list[Any]) -> Any:
+    args, kwargs = static.join(donated, kept)
+    return body(*args, **kwargs)
+
+
+def _trace(fn: Callable[..., Any], dynamic: Sequence[Any], rebuild: arguments.Rebuild) -> tuple[Any, Any]:
+    """The closed jaxpr of ``fn`` over the flat ``dynamic`` arguments, and the tree of its result."""
+    trees: list[Any] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        args, kwargs = rebuild(leaves)
+        with_paths, tree = jax.tree.flatten_with_path(fn(*args, **kwargs))
+        trees.append(tree)
+        for path, leaf in with_paths:
+            if not _compat.valid_jaxtype(leaf):
+                at = f" at output component {jax.tree_util.keystr(path)}" if path else ""
+                name = getattr(fn, "__name__", type(fn).__name__)
+                raise TypeError(
+                    f"function {name} traced for kitsune_jax.pipeline returned a value of type {type(leaf)}{at}, which is not a valid "
+                    "JAX type"
+                )
+        return [leaf for _, leaf in with_paths]
+
+    closed = _compat.trace_jaxpr(flat, [jax.typeof(x) for x in dynamic])
+    return closed, trees[-1]
+
+
+_bodies: weakref.WeakKeyDictionary[Any, dict[Any, _Body]] = weakref.WeakKeyDictionary()
+_bodies_lock = threading.Lock()
+
+
+def _body(fn: Callable[..., Any], residuals: Residuals, options: Options | None) -> _Body:
+    """One body per function, residual policy and options, so that JAX's trace cache knows it again; kept as long as ``fn`` lives."""
+    try:
+        hash(fn)
+        weakref.ref(fn)
+    except TypeError:  # an unhashable callable, such as a module that holds arrays: as distinct as its identity
+        return _Body(fn, residuals, options)
+    with _bodies_lock:
+        per_fn = _bodies.setdefault(fn, {})
+        key = (residuals, options)
+        if key not in per_fn:
+            per_fn[key] = _Body(fn, residuals, options)
+        return per_fn[key]
+
+
+def _reference(fn: Callable[..., Any]) -> Callable[[], Any]:
+    try:
+        hash(fn)
+        return weakref.ref(fn)
+    except TypeError:
+        return lambda: fn
+
+
+def explain(
+    fn: Callable[..., Any],
+    *,
+    platform: str | None = None,
+    device: str | None = None,
+    **options: Any,
+) -> Callable[..., Report]:
+    """What ``pipeline(fn, **options)`` would do with these arguments, found without running anything.
+
+    Args:
+      fn: a function, pipelined or not; a pipelined one brings its own options.
+      platform: "cpu" or "cuda"; default: JAX's default backend.
+      device: a machine model that need not be here, such as "h200"; default: the machine at hand.
+      options: those of ``pipeline``.
+
+    Returns:
+      A function of ``fn``'s arguments (arrays or ``jax.ShapeDtypeStruct``) that returns a ``Report``.
+
+    Raises:
+      ValueError: an unknown platform, device or option value. TypeError: ``fn`` is not callable.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kitsune_jax as kj
+      >>> report = kj.explain(lambda w, x: jax.nn.relu(x @ w))(jnp.ones((8, 8)), jax.ShapeDtypeStruct((4096, 8), jnp.float32))
+      >>> report.ops_total >= 2
+      True
+    """
+    if isinstance(fn, Pipeline) and not options:
+        pipelined = fn
+    else:
+        pipelined = pipeline(fn.__wrapped__ if isinstance(fn, Pipeline) else fn, **options)
+    chosen = platform or jax.default_backend()
+    chosen = {"gpu": "cuda"}.get(chosen, chosen)
+    if chosen not in ("cpu", "cuda"):
+        raise ValueError(f"platform={chosen!r} has no machine model: use 'cpu' or 'cuda'")
+
+    @functools.wraps(fn)
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        deterministic, strict, force = pipelined._switches
+        resolved = resolve(deterministic=deterministic, strict=strict, force=force)
+        closed = _explained_jaxpr(pipelined, args, kwargs)
+        return lowering.explain_jaxpr(closed, resolved, chosen, device)
+
+    return explained
+
+
+def _explained_jaxpr(pipelined: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The jaxpr that a call with ``args`` would bind the primitive on."""
+    body = _body(pipelined.__wrapped__, pipelined._residuals, None)
+    static, donated, kept = pipelined._statics.split(args, kwargs)
+    closed = jax.make_jaxpr(functools.partial(_call_split, body, static))(donated, kept)
+    return _compat.hoist_consts(closed)[0]

@@ -1,0 +1,120 @@
+"""Every environment variable of the package, and the switches that code can set for a while.
+
+Comes in: the process environment. Goes out: typed values. Variables are read when they are needed, never at import, so a test or a
+program can change them at any time. Invariant: no other module reads the environment.
+
+==========================  ==================================================================================================
+``KITSUNE_DISABLE``         1: ``pipeline(fn)`` is ``fn``: no primitive, no planning. The kill switch.
+``KITSUNE_FORCE``           1: pipeline every legal region, whatever the cost model says (for tests and experiments).
+``KITSUNE_STRICT``          1: raise ``NotPipelined`` where nothing could be pipelined, and do not hide our own errors.
+``KITSUNE_LOG_LEVEL``       Level of the logger ``kitsune_jax``: a name of the ``logging`` module, such as INFO or DEBUG.
+``KITSUNE_CACHE_DIR``       Folder for compiled device code. Default: ``kitsune_jax`` in the user's cache folder.
+``KITSUNE_CUDA_ARCH``       CUDA architecture to generate code for, such as ``sm_90a``. Default: that of the device at hand.
+``KITSUNE_NUM_THREADS``     CPU threads a plan may count on. Default: the CPUs this process may run on.
+==========================  ==================================================================================================
+
+JAX remembers what it has traced: a switch that changes after a ``jax.jit`` function was first called does not reach the compiled
+copy (a call of the pipelined function outside of ``jit`` does see it, and so does a new trace).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import os
+import pathlib
+from collections.abc import Iterator
+
+logger = logging.getLogger("kitsune_jax")
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+_SWITCHES = ("disable", "force", "strict")
+_overrides: contextvars.ContextVar[dict[str, bool] | None] = contextvars.ContextVar("kitsune_jax_overrides", default=None)
+
+
+def _switch(name: str) -> bool:
+    current = _overrides.get()
+    if current and name in current:
+        return current[name]
+    variable = f"KITSUNE_{name.upper()}"
+    text = os.environ.get(variable, "").strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError(f"{variable}={text!r} is not a switch: set it to 1 or 0")
+
+
+def disabled() -> bool:
+    """``KITSUNE_DISABLE``: is the package switched off?"""
+    return _switch("disable")
+
+
+def forced() -> bool:
+    """``KITSUNE_FORCE``: is every legal region pipelined, whatever the cost model says?"""
+    return _switch("force")
+
+
+def strict() -> bool:
+    """``KITSUNE_STRICT``: is a function of which nothing could be pipelined an error?"""
+    return _switch("strict")
+
+
+def cache_dir() -> pathlib.Path:
+    """``KITSUNE_CACHE_DIR``: the folder for compiled device code (it need not exist)."""
+    text = os.environ.get("KITSUNE_CACHE_DIR", "")
+    if text:
+        return pathlib.Path(text).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "kitsune_jax"
+
+
+def cuda_arch() -> str | None:
+    """``KITSUNE_CUDA_ARCH``: the CUDA architecture to generate code for ("sm_90a"), or ``None`` for that of the device at hand."""
+    return os.environ.get("KITSUNE_CUDA_ARCH", "").strip() or None
+
+
+def num_threads() -> int:
+    """``KITSUNE_NUM_THREADS``: CPU threads a plan may count on (at least 1). Raises ``ValueError`` for anything but a positive integer."""
+    text = os.environ.get("KITSUNE_NUM_THREADS", "").strip()
+    if text:
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"KITSUNE_NUM_THREADS={text!r} is not a positive integer")
+        return int(text)
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def apply_log_level() -> None:
+    """Set the level of the logger ``kitsune_jax`` from ``KITSUNE_LOG_LEVEL``, with a handler if the program has none."""
+    text = os.environ.get("KITSUNE_LOG_LEVEL", "").strip().upper()
+    if not text:
+        return
+    level = logging.getLevelNamesMapping().get(text)
+    if level is None:
+        raise ValueError(f"KITSUNE_LOG_LEVEL={text!r} is not a logging level: use DEBUG, INFO, WARNING or ERROR")
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+@contextlib.contextmanager
+def override(*, disable: bool | None = None, force: bool | None = None, strict: bool | None = None) -> Iterator[None]:
+    """Set switches for the ``with`` block, in this thread (or task) only; ``None`` leaves a switch as it is.
+
+    Example::
+
+        with kitsune_jax.config.override(force=True):
+            y = mlp(params, x)  # every legal region is pipelined, small shapes too
+    """
+    given = dict(zip(_SWITCHES, (disable, force, strict), strict=True))
+    token = _overrides.set({**(_overrides.get() or {}), **{k: v for k, v in given.items() if v is not None}})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)

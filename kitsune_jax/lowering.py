@@ -1,0 +1,251 @@
+"""What happens when ``kitsune_pipeline`` is lowered: capture, route, and evaluation with a custom call where a region stands.
+
+Comes in: ``call_jaxpr``, ``Options``, JAX's lowering context. Goes out: MLIR values. Invariants: results are those of
+``call_jaxpr``; effects keep their order; and a failure of this package never becomes a failure of the user's program: it lowers as
+the HLO it would have been, with one warning (unless ``strict``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from kitsune_jax import _compat, config, targets
+from kitsune_jax.capture.jaxpr import Captured, capture
+from kitsune_jax.errors import NotPipelined
+from kitsune_jax.graph import Graph
+from kitsune_jax.options import Options
+from kitsune_jax.report.model import Report
+from kitsune_jax.route import PlannedRegion, Routed, route
+
+logger = config.logger
+
+Node: TypeAlias = "int | PlannedRegion"  # an op of the graph, or a region of ops
+
+_warned: set[str] = set()
+_warned_lock = threading.Lock()
+
+SHARDED = (
+    "kitsune_jax: a pipelined function is lowered under jit on several devices with automatic partitioning, where XLA would gather a "
+    "custom call's operands on every device. It lowers as plain HLO there. Use jax.shard_map over all mesh axes to keep the pipelines."
+)
+
+
+def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
+    """The lowering rule. ``platform`` is "cpu", "cuda", or ``None`` for every other."""
+    obstacle = _obstacle(ctx, call_jaxpr, platform)
+    if obstacle is not None:
+        if options.strict:
+            raise NotPipelined(f"kitsune_jax: nothing was pipelined: {obstacle}")
+        if obstacle is SHARDED:
+            _warn_once(SHARDED, UserWarning)
+        return _compat.lower_jaxpr(ctx, call_jaxpr, args)
+    assert platform is not None
+    return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, platform), args)
+
+
+def _obstacle(ctx: Any, call_jaxpr: Any, platform: str | None) -> str | None:
+    """Why this module cannot hold pipelines at all, or ``None``."""
+    if platform is None or not targets.has_target(platform):
+        return f"there is no target for platform {platform or 'other than cpu and cuda'!r} here"
+    if not _compat.runs_on_one_device(ctx):
+        return SHARDED
+    if _compat.has_symbolic_shapes(call_jaxpr):
+        return "shapes are symbolic, and a plan needs numbers"
+    return None
+
+
+def pipelined_or_plain(call_jaxpr: Any, options: Options, platform: str) -> Any:
+    """``call_jaxpr`` with custom calls where its regions stand, or unchanged, with one warning, where this package fails.
+
+    Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined.
+    """
+    try:
+        pipelined = pipelined_jaxpr(call_jaxpr, options, platform)
+    except Exception as e:
+        if options.strict:
+            raise
+        logger.debug("lowering failed", exc_info=True)
+        _warn_once(
+            f"kitsune_jax could not pipeline a function and lowers it as plain HLO: {type(e).__name__}: {e}. This is a bug of "
+            "kitsune_jax; set KITSUNE_STRICT=1 to see where it comes from.",
+            RuntimeWarning,
+        )
+        return call_jaxpr
+    logger.debug("%s", pipelined.report)
+    if options.strict and not pipelined.report.ops_pipelined:
+        raise NotPipelined("kitsune_jax: nothing was pipelined", pipelined.report)
+    return pipelined.jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipelined:
+    """A jaxpr with custom calls in it, and the report over it and the bodies of its loops."""
+
+    jaxpr: Any
+    report: Report
+
+
+def pipelined_jaxpr(call_jaxpr: Any, options: Options, platform: str) -> Pipelined:
+    """Capture, route and rebuild ``call_jaxpr``. Whatever goes wrong in there raises."""
+    reports: list[Report] = []
+    avals = _compat.in_avals(call_jaxpr)
+    rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(call_jaxpr, a, options, platform, reports), avals, lower=True)
+    return Pipelined(rebuilt, merge_reports(reports))
+
+
+def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str | None) -> Report:
+    """The report of ``call_jaxpr`` and of the bodies of its loops on a machine that need not be there. Emits nothing."""
+    reports: list[Report] = []
+
+    def visit(jaxpr: Any) -> Any:
+        captured = capture(jaxpr, rewrite=visit)
+        reports.append(routed(captured.graph, platform, options, device).report)
+        return jaxpr
+
+    visit(call_jaxpr)
+    return merge_reports([reports[-1], *reports[:-1]])
+
+
+def merge_reports(reports: Sequence[Report]) -> Report:
+    """One report of several: the function's own first, then those of the bodies of its loops."""
+    first = reports[0]
+    if len(reports) == 1:
+        return first
+    regions = [dataclasses.replace(r, name=f"region{k}") for k, r in enumerate(r for report in reports for r in report.regions)]
+    bodies = len(reports) - 1
+    note = (
+        f"{bodies} loop or branch {'body is' if bodies == 1 else 'bodies are'} included, each counted once whatever its trip count"
+    )
+    return dataclasses.replace(
+        first,
+        ops_total=sum(r.ops_total for r in reports),
+        ops_pipelined=sum(r.ops_pipelined for r in reports),
+        regions=tuple(regions),
+        rejected=tuple(x for r in reports for x in r.rejected),
+        traffic_bulk_sync=sum(r.traffic_bulk_sync for r in reports),
+        traffic_pipeline=sum(r.traffic_pipeline for r in reports),
+        notes=(*dict.fromkeys(n for r in reports for n in r.notes), note),
+    )
+
+
+def routed(graph: Graph, platform: str, options: Options, device: str | None = None) -> Routed:
+    """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
+    return _routed(graph, platform, options.force, options.deterministic, device, config.num_threads())
+
+
+@functools.lru_cache(maxsize=256)
+def _routed(graph: Graph, platform: str, force: bool, deterministic: bool, device: str | None, _threads: int) -> Routed:
+    return route(graph, platform, force=force, deterministic=deterministic, device=device)
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------------------
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, platform: str, reports: list[Report]) -> list[Any]:
+    """The results of ``jaxpr`` on ``args`` (tracers), with custom calls. Appends the report, then those of loop bodies."""
+    bodies: list[Report] = []
+
+    def rewrite(body: Any) -> Any:
+        avals = _compat.in_avals(body)
+        new = _compat.trace_jaxpr(lambda *a: _evaluate(body, a, options, platform, bodies), avals, lower=True)
+        return _compat.as_kind_of(new, body)
+
+    captured = capture(jaxpr, rewrite=rewrite)
+    plan = routed(captured.graph, platform, options)
+    reports.append(plan.report)
+    reports.extend(bodies)
+    return run(captured, plan.regions, args)
+
+
+def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any]) -> list[Any]:
+    """Evaluate a captured function: every op by its own step, every region by its custom call. Returns the graph's outputs."""
+    graph = captured.graph
+    env: dict[int, Any] = dict(zip(graph.inputs, args, strict=True))
+
+    def read(v: int) -> Any:
+        if v not in env:
+            value = graph.values[v]
+            env[v] = jnp.asarray(value.literal, dtype=value.dtype)
+        return env[v]
+
+    for node in schedule(captured, regions):
+        if isinstance(node, int):
+            op = graph.ops[node]
+            outs = captured.steps[node].run(*(read(v) for v in op.inputs))
+            env.update(zip(op.outputs, outs, strict=True))
+        else:
+            region = node.region
+            avals = [captured.avals[v] for v in region.outputs]
+            with captured.steps[region.ops[-1]].context(), jax.named_scope(node.name):
+                outs = targets.emit(node, [read(v) for v in region.inputs], avals)
+            env.update(zip(region.outputs, outs, strict=True))
+    return [read(v) for v in graph.outputs]
+
+
+def schedule(captured: Captured, regions: Sequence[PlannedRegion]) -> list[Node]:
+    """Ops and regions in an order where every value is defined before it is read and effects stay in program order.
+
+    A region that cannot stand as one node (it would have to run both before and after an op, or an effect) is dissolved into its
+    ops.
+    """
+    kept = list(regions)
+    while True:
+        order, stuck = _try_schedule(captured, kept)
+        if not stuck:
+            return order
+        logger.warning("region %s is not schedulable as one call and is left to XLA", stuck[0].name)
+        kept.remove(stuck[0])
+
+
+def _try_schedule(captured: Captured, regions: Sequence[PlannedRegion]) -> tuple[list[Node], list[PlannedRegion]]:
+    """Kahn's algorithm over nodes, lowest op index first. Returns the order and the regions left on a cycle."""
+    graph = captured.graph
+    owner = {i: k for k, r in enumerate(regions) for i in r.region.ops}
+    nodes: list[Node] = [*regions, *(i for i in range(len(graph.ops)) if i not in owner)]
+    number = owner | {node: k for k, node in enumerate(nodes) if isinstance(node, int)}
+    before: list[set[int]] = [set() for _ in nodes]
+    producer = graph.producers()
+    effect: int | None = None
+    for i, op in enumerate(graph.ops):
+        needs = {number[producer[v]] for v in op.inputs if v in producer}
+        if captured.steps[i].has_effects:
+            needs |= set() if effect is None else {effect}
+            effect = number[i]
+        before[number[i]] |= needs - {number[i]}
+    after: list[list[int]] = [[] for _ in nodes]
+    for k, needs in enumerate(before):
+        for n in needs:
+            after[n].append(k)
+    rank = [node if isinstance(node, int) else max(node.region.ops) for node in nodes]
+    missing = [len(needs) for needs in before]
+    ready = [(rank[k], k) for k, m in enumerate(missing) if m == 0]
+    heapq.heapify(ready)
+    order: list[Node] = []
+    done = set()
+    while ready:
+        k = heapq.heappop(ready)[1]
+        order.append(nodes[k])
+        done.add(k)
+        for n in after[k]:
+            missing[n] -= 1
+            if missing[n] == 0:
+                heapq.heappush(ready, (rank[n], n))
+    return order, [r for k, r in enumerate(regions) if k not in done]
+
+
+def _warn_once(message: str, category: type[Warning]) -> None:
+    """Once a process, whatever the warning filters: a lowering is cached, so when it runs again says nothing to the user."""
+    with _warned_lock:
+        if message in _warned:
+            return
+        _warned.add(message)
+    warnings.warn(message, category, stacklevel=2)

@@ -1,0 +1,29 @@
+"""What a pipelined function was asked for: the static parameter that travels with the primitive through every transformation.
+
+Comes in: arguments of ``pipeline`` and the switches of ``config``. Goes out: ``Options``, frozen and hashable. Invariant:
+everything that changes what a lowering does is in here, because JAX keys its caches on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kitsune_jax import config
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """Resolved options. ``force``: ignore the cost model. ``deterministic``: equal inputs give equal bits, run after run."""
+
+    deterministic: bool = True
+    strict: bool = False
+    force: bool = False
+
+
+def resolve(*, deterministic: bool, strict: bool, force: bool | None) -> Options:
+    """Options of a call made now: ``force=None`` takes ``KITSUNE_FORCE``; ``strict`` is also set by ``KITSUNE_STRICT``."""
+    return Options(
+        deterministic=deterministic,
+        strict=strict or config.strict(),
+        force=config.forced() if force is None else force,
+    )

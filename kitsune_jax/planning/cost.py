@@ -1,0 +1,232 @@
+"""What ops cost: operations, bytes and seconds, on a tile of a pipeline and bulk-synchronously.
+
+Comes in: a Graph, a Region of it and a Machine. Goes out: ``RegionCost``, which answers for single ops, and ``pipeline_traffic``,
+the bytes a pipeline cannot avoid. Invariant: only shapes, dtypes and the machine's numbers are read, never a clock.
+
+A **row** is one index of the stream space; what an op costs per row follows from its row shapes, so an op whose values depend on
+some of the stream axes only is charged for every row, as the tile program runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from kitsune_jax.capture.ops import OPS
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.machines import Machine
+from kitsune_jax.streams.space import Region, row_shape
+
+# Families whose result is a view of their operand, or is made on the fly by whoever reads it.
+_FREE = frozenset({"broadcast", "reshape", "iota"})
+# Families that copy: half an element operation for each element moved.
+_COPIES = frozenset({"concatenate", "slice", "pad", "rev", "transpose"})
+_SCANS = frozenset({"reduce", "argreduce", "cumulative"})
+# A matmul micro-kernel spends about four steps of K on loading and storing its accumulators; from K = 64 on that is in the
+# efficiency.
+_FULL_K, _K_OVERHEAD = 64, 16
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element. bfloat16 and the 8-bit floats are not NumPy's own names.
+
+    >>> itemsize("bfloat16"), itemsize("float32")
+    (2, 4)
+    """
+    if dtype == "bfloat16":
+        return 2
+    return 1 if dtype.startswith("float8") else np.dtype(dtype).itemsize
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``n``."""
+    return -(-n // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DotWork:
+    """A matmul per row: ``batch`` products of (rows * m, k) with (k, n)."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpWork:
+    """One op on one row. ``flops``: useful operations. ``simt``: vector operations. ``dot``: set for matmuls only.
+
+    ``absorbed``: a bias or a ReLU that the matmul before it applies to its accumulators; a pipeline does not pay for it.
+    """
+
+    flops: int
+    simt: float
+    dtype: str
+    dot: DotWork | None = None
+    absorbed: bool = False
+
+    @property
+    def resource(self) -> str:
+        return "simt" if self.dot is None else "tensor"
+
+
+class RegionCost:
+    """Costs of the ops of one region, each computed once.
+
+    ``work(i)`` is the op's work per row; ``tile_seconds(i, rows, vertical)`` the time of one tile of ``rows`` rows on one worker.
+    """
+
+    def __init__(self, graph: Graph, region: Region, machine: Machine):
+        self.graph, self.region, self.machine = graph, region, machine
+        self.labels = region.label_of()
+        self.members = frozenset(region.ops)
+        self.outputs = frozenset(region.outputs)
+        self.producer = {v: i for i in region.ops for v in graph.ops[i].outputs}
+        self.readers: dict[int, list[int]] = {}
+        for i in region.ops:
+            for v in dict.fromkeys(graph.ops[i].inputs):
+                self.readers.setdefault(v, []).append(i)
+        self.sinks = frozenset(region.sinks)
+        self.phase = dict(zip(region.ops, region.phase_of or (0,) * len(region.ops), strict=True))
+        self.work = functools.lru_cache(maxsize=None)(self._work)
+
+    def streamed(self, v: int) -> bool:
+        return v in self.labels
+
+    def is_maker(self, i: int) -> bool:
+        """The op reads nothing streamed: whoever needs its result makes it again, and no queue carries it."""
+        return not any(v in self.labels for v in self.graph.ops[i].inputs)
+
+    def row_size(self, v: int) -> int:
+        return math.prod(row_shape(self.graph.values[v].shape, self.labels.get(v)))
+
+    def row_bytes(self, v: int) -> int:
+        """Bytes of one row of a streamed value."""
+        return self.row_size(v) * itemsize(self.graph.values[v].dtype)
+
+    def bytes(self, v: int) -> int:
+        """Bytes of the whole value; literals have none."""
+        value = self.graph.values[v]
+        return 0 if value.literal is not None else value.size * itemsize(value.dtype)
+
+    def family(self, i: int) -> str:
+        return OPS[self.graph.ops[i].kind].family
+
+    def stationary_inputs(self, ops: Iterable[int]) -> list[int]:
+        """Stationary arrays that ``ops`` read, each once, literals apart."""
+        reads = dict.fromkeys(v for i in ops for v in self.graph.ops[i].inputs)
+        return [v for v in reads if v not in self.labels and self.graph.values[v].literal is None]
+
+    def _work(self, i: int) -> OpWork:
+        op, family = self.graph.ops[i], self.family(i)
+        out = op.outputs[0]
+        dtype = self.graph.values[op.inputs[0] if op.inputs else out].dtype
+        if out not in self.labels and i not in self.sinks:
+            return OpWork(0, 0.0, dtype)  # stationary: once per call, not per row
+        if family == "dot":
+            dot = self._dot(i)
+            return OpWork(2 * dot.batch * dot.m * dot.n * dot.k, 0.0, dtype, dot)
+        elements = self.row_size(op.inputs[0]) if family in _SCANS else self.row_size(out)
+        per_element = max(1.0, OPS[op.kind].flops) if family in ("pointwise", "convert") else 1.0
+        if family in _FREE:
+            return OpWork(0, 0.0, dtype)
+        if family in _COPIES:
+            return OpWork(0, 0.5 * elements, dtype)
+        return OpWork(int(elements * per_element), float(elements * per_element), dtype, absorbed=self._absorbed(i))
+
+    def _absorbed(self, i: int) -> bool:
+        """``i`` adds a stationary value to a matmul's result or takes its maximum with a constant, and it is the only reader."""
+        op = self.graph.ops[i]
+        if op.kind not in ("add", "max"):
+            return False
+        made = [self.producer[v] for v in op.inputs if v in self.producer and not self.is_maker(self.producer[v])]
+        given = [v for v in op.inputs if v not in self.producer and v in self.labels]
+        if len(made) != 1 or given:
+            return False
+        before = self.graph.ops[made[0]].outputs[0]
+        if len(self.readers[before]) != 1 or before in self.outputs:
+            return False
+        return self.work(made[0]).dot is not None or self.work(made[0]).absorbed
+
+    def _dot(self, i: int) -> DotWork:
+        op = self.graph.ops[i]
+        sides = [(op.inputs[0], op["lhs_contract"], op["lhs_batch"]), (op.inputs[1], op["rhs_contract"], op["rhs_batch"])]
+        if op.inputs[0] not in self.labels:
+            sides.reverse()
+        (x, x_contract, x_batch), (w, w_contract, w_batch) = sides
+        x_shape, w_shape = self.graph.values[x].shape, self.graph.values[w].shape
+        none: tuple[tuple[int, ...], ...] = ((),)
+        x_labels = self.labels.get(x, none * len(x_shape))
+        w_labels = self.labels.get(w, none * len(w_shape))
+        here = [d for d in range(len(x_shape)) if not x_labels[d]]
+        return DotWork(
+            batch=math.prod(x_shape[d] for d in here if d in x_batch),
+            m=math.prod(x_shape[d] for d in here if d not in x_batch and d not in x_contract),
+            n=math.prod(s for d, s in enumerate(w_shape) if not w_labels[d] and d not in w_contract and d not in w_batch),
+            k=math.prod(x_shape[d] for d in here if d in x_contract),
+            dtype=self.graph.values[x].dtype,
+        )
+
+    def tile_seconds(self, i: int, rows: int, vertical: bool = True) -> float:
+        """Seconds of op ``i`` on one tile of ``rows`` rows, on one worker."""
+        work, machine = self.work(i), self.machine
+        if work.absorbed:
+            return 0.0
+        if work.dot is None:
+            return rows * work.simt / (machine.rate(machine.simt_rates, work.dtype) * machine.pipeline_simt)
+        dot = work.dot
+        efficiency = machine.vertical_efficiency if vertical else machine.spatial_efficiency
+        rate = machine.rate(machine.tensor_rates, dot.dtype) * machine.rate(efficiency, dot.dtype)
+        # A sink contracts the rows: they are its K, and the output's dimensions are what is padded to the micro-kernel.
+        m, k = (dot.m, rows * dot.k) if i in self.sinks else (rows * dot.m, dot.k)
+        padded_k = k + max(0.0, (_FULL_K - k) / _K_OVERHEAD)
+        return 2.0 * dot.batch * round_up(m, machine.matmul_rows) * round_up(dot.n, machine.panel) * padded_k / rate
+
+    def flops(self) -> int:
+        """Useful operations of the whole region."""
+        return self.region.space.rows * sum(self.work(i).flops for i in self.region.ops)
+
+    def live_row_bytes(self, ops: Iterable[int]) -> int:
+        """Most bytes per row that are alive at once while ``ops`` run in order on a tile."""
+        order = list(ops)
+        last = {v: k for k, i in enumerate(order) for v in self.graph.ops[i].inputs}
+        alive: dict[int, int] = {}
+        most = 0
+        for k, i in enumerate(order):
+            op = self.graph.ops[i]
+            for v in (*op.inputs, *op.outputs):
+                if v in self.labels and not (self.producer.get(v) in self.members and self._made_on_the_fly(v)):
+                    alive[v] = self.row_bytes(v)
+            most = max(most, sum(alive.values()))
+            for v in [v for v in alive if last.get(v, k) <= k]:
+                del alive[v]
+        return most
+
+    def _made_on_the_fly(self, v: int) -> bool:
+        i = self.producer[v]
+        return self.family(i) in _FREE and self.is_maker(i)
+
+
+def pipeline_traffic(cost: RegionCost) -> int:
+    """Compulsory off-chip bytes of the region as a pipeline.
+
+    Inputs are read once and outputs written once; a streamed value that a later phase needs again is read again (and, if it was
+    made in an earlier phase, first written), because a barrier stands between.
+    """
+    total = sum(cost.bytes(v) for v in cost.outputs)
+    values = dict.fromkeys((*cost.region.inputs, *cost.producer))
+    for v in values:
+        phases = {cost.phase[i] for i in cost.readers.get(v, ())}
+        maker = cost.producer.get(v)
+        if maker is None:
+            total += cost.bytes(v) * (len(phases) if cost.streamed(v) else 1)
+        elif cost.streamed(v):
+            again = len(phases - {cost.phase[maker]})
+            total += cost.bytes(v) * (again + (1 if again and v not in cost.outputs else 0))
+    return total

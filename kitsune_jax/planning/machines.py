@@ -1,0 +1,311 @@
+"""Machine models: what the planner knows about a device, as data.
+
+Comes in: the name of a device, or for a CPU the kernel's description of the one at hand. Goes out: a frozen ``Machine``. Invariant:
+no number is measured when it is asked for, so a plan made from a machine model is the same in every process that sees the same
+device.
+
+Units: bytes, seconds, bytes per second, and operations per second (a fused multiply-add counts two). Rates are per worker: a worker
+is a core on a CPU and a streaming multiprocessor (one resident CTA) on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from pathlib import Path
+
+KIB, MIB = 1024, 1024 * 1024
+Rates = tuple[tuple[str, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where the entries of a queue can lie: hand-off latency, and bandwidth per worker."""
+
+    name: str
+    latency: float
+    bandwidth: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """A device as the cost model sees it.
+
+    ``tensor_rates`` / ``simt_rates``: peak operations per second of one worker, by dtype; ``"other"`` stands for dtypes that are
+    not named. ``pipeline_efficiency`` (vertical: one worker runs the chain; spatial: weights stay on chip) and ``library_rates``
+    (what XLA reaches in a matmul, per worker) are by dtype as well. ``sources`` says where each group of numbers is from.
+
+    ``local_bytes`` is what one worker keeps on chip for itself (L2 of a core; shared memory of a CTA), ``accumulator_bytes`` what
+    its registers can hold across instructions, ``shared_bytes`` the cache all workers share. ``shares_workers``: tensor and simt
+    stages run on one worker at the same time. ``max_cluster``: workers that one stage's weights can be split over.
+    """
+
+    name: str
+    platform: str
+    workers: int
+    clock: float
+    tensor_rates: Rates
+    simt_rates: Rates
+    library_rates: Rates
+    library_simt: float  # fraction of ``simt_rates`` that XLA's fused loops reach
+    pipeline_simt: float  # fraction of ``simt_rates`` that a stage's pointwise code reaches
+    vertical_efficiency: Rates
+    spatial_efficiency: Rates
+    local_bytes: int
+    accumulator_bytes: int
+    shared_bytes: int
+    shared_bandwidth: float  # all workers together
+    dram_bandwidth: float  # all workers together, reads + writes
+    places: tuple[Place, ...]  # nearest first
+    shares_workers: bool
+    max_cluster: int
+    call_seconds: float  # one pipeline call
+    kernel_seconds: float  # gap between two kernels of the bulk-synchronous program
+    tile_seconds: float  # picking the next tile, or a barrier round trip
+    pack_bandwidth: float  # weights laid out for the micro-kernels, once per call; infinite where they are used as they lie
+    fault_bandwidth: float  # first touch of fresh pages, all workers together; infinite where buffers are kept
+    fault_threshold: int  # an allocation beyond this is fresh pages at every call
+    panel: int  # columns a matmul is padded to
+    matmul_rows: int  # rows a matmul is padded to
+    sources: tuple[tuple[str, str], ...]
+
+    def rate(self, rates: Rates, dtype: str) -> float:
+        """The entry of ``rates`` for ``dtype``, or for "other"."""
+        table = dict(rates)
+        return table.get(dtype, table["other"])
+
+    def place(self, name: str) -> Place:
+        """The queue place called ``name``. Raises ``KeyError`` for one that the machine does not have."""
+        return next(p for p in self.places if p.name == name)
+
+
+# -- CPUs
+
+# f32 lanes x 2 (multiply-add) x pipes, per cycle: Intel and AMD optimisation manuals (two FMA ports from Haswell and Zen on), Arm
+# Neoverse N1 optimisation guide (two 128-bit pipes).
+_FLOPS_PER_CYCLE = {"generic": 4 * 2 * 2, "avx2": 8 * 2 * 2, "avx512": 16 * 2 * 2, "avx512bf16": 16 * 2 * 2}
+_LANES = {"generic": 4, "avx2": 8, "avx512": 16, "avx512bf16": 16}
+# Nominal: 447 GF/s on two AVX-512 cores is 223.5 GF/s each, 64 flops a cycle at 3.5 GHz. The real clock moves; ratios do not.
+_CPU_CLOCK = 3.5e9
+_CPU_SOURCES = (
+    (
+        "tensor_rates",
+        "f32: flops per cycle x 3.5 GHz; AVX512_BF16 doubles them; measured 447 and 886 GF/s on 2 Zen 5 cores",
+    ),
+    ("library_rates", "XLA:CPU f32 at 95 % of peak, bf16 at 90-200 GF/s on the same 2 cores"),
+    ("vertical_efficiency", "prototype on tiles of 32-128 rows: f32 94 % of peak, bf16 80 %"),
+    ("pipeline_simt", "design value: 4 G simple element-ops/s per AVX-512 core, of 56 G lane-ops/s"),
+    ("library_simt", "design value: XLA's fused loops at twice that"),
+    ("dram_bandwidth", "copy 36 GB/s on 2 cores; 18 GB/s a core, at most 200 GB/s (8 channels of DDR5-3200)"),
+    ("fault_bandwidth", "first touch of 4 KiB pages 3.3 GB/s on 2 cores"),
+    ("fault_threshold", "glibc mallopt(3): M_MMAP_THRESHOLD grows to at most 32 MiB; larger blocks are mapped anew at every call"),
+    ("call_seconds", "XLA FFI call and thread-pool hand-off: 5-10 us"),
+    ("places", "L1/L2/L3 of 4, 14 and 50 cycles; 64, 32 and 10 bytes a cycle (Zen and Ice Lake, vendors' optimisation guides)"),
+)
+
+
+def _cpu(isa: str, cores: int, l1: int, l2: int, l3: int) -> Machine:
+    f32 = _FLOPS_PER_CYCLE[isa] * _CPU_CLOCK
+    half = 2 * f32 if isa == "avx512bf16" else f32  # without it, halves are widened to f32 on their way into the registers
+    lanes = _LANES[isa] * _CPU_CLOCK
+    places = (
+        Place("l1", 4 / _CPU_CLOCK, 64 * _CPU_CLOCK),
+        Place("l2", 14 / _CPU_CLOCK, 32 * _CPU_CLOCK),
+        Place("l3", 50 / _CPU_CLOCK, 10 * _CPU_CLOCK),
+    )
+    return Machine(
+        name=f"{isa}-{cores}",
+        platform="cpu",
+        workers=cores,
+        clock=_CPU_CLOCK,
+        tensor_rates=(("float64", f32 / 2), ("bfloat16", half), ("other", f32)),
+        simt_rates=(("float64", lanes / 2), ("int64", lanes / 2), ("other", lanes)),
+        library_rates=(("float64", 0.95 * f32 / 2), ("bfloat16", 0.45 * f32), ("float16", 0.45 * f32), ("other", 0.95 * f32)),
+        library_simt=0.14,
+        pipeline_simt=0.07,
+        vertical_efficiency=(("bfloat16", 0.80 if isa == "avx512bf16" else 0.90), ("other", 0.94)),
+        spatial_efficiency=(("bfloat16", 0.80 if isa == "avx512bf16" else 0.90), ("other", 0.94)),
+        local_bytes=l2,
+        accumulator_bytes=l2 // 2,
+        shared_bytes=max(l3, l2),
+        shared_bandwidth=10 * _CPU_CLOCK * cores,
+        dram_bandwidth=min(18e9 * cores, 200e9),
+        places=places,
+        shares_workers=False,
+        max_cluster=1,
+        call_seconds=8e-6,
+        kernel_seconds=1e-6,
+        tile_seconds=0.3e-6,
+        pack_bandwidth=8e9,
+        fault_bandwidth=min(1.65e9 * cores, 20e9),
+        fault_threshold=32 * MIB,
+        panel=32,
+        matmul_rows=8,
+        sources=_CPU_SOURCES + (("l1", f"{l1} bytes a core"),),
+    )
+
+
+def cpu_model(name: str) -> Machine:
+    """A fixed CPU, for tests and for planning elsewhere: ``"<isa>-<cores>"``, isa one of generic, avx2, avx512, avx512bf16.
+
+    Caches are 32 KiB, 1 MiB and 16 MiB a core. Raises ``ValueError`` for a name that is not of this form.
+
+    >>> cpu_model("avx2-8").workers
+    8
+    """
+    match = re.fullmatch(r"(generic|avx2|avx512|avx512bf16)-([1-9]\d{0,3})", name)
+    if match is None:
+        raise ValueError(f"no CPU model {name!r}: expected <isa>-<cores>, isa one of {', '.join(_LANES)}")
+    cores = int(match[2])
+    return _cpu(match[1], cores, 32 * KIB, MIB, 16 * MIB * cores)
+
+
+@functools.cache
+def cpu_at_hand() -> Machine:
+    """The CPU this process runs on: cores it may use, instruction sets and cache sizes as the kernel reports them. No timing."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    l1, l2, l3 = _cache_sizes(Path("/sys/devices/system/cpu/cpu0/cache"))
+    return _cpu(_isa(_read(Path("/proc/cpuinfo"))), max(1, cores), l1, l2, l3)
+
+
+def _isa(cpuinfo: str) -> str:
+    """The best instruction set of ``_LANES`` that the text of /proc/cpuinfo lists; generic where there is no such text."""
+    match = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
+    flags = set(match[1].split()) if match else set()
+    if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
+        return "avx512bf16" if "avx512_bf16" in flags else "avx512"
+    return "avx2" if {"avx2", "fma"} <= flags else "generic"
+
+
+def _cache_sizes(folder: Path) -> tuple[int, int, int]:
+    """(L1 data, L2, L3) of one core in bytes from sysfs; 32 KiB, 1 MiB and 8 MiB where it says nothing."""
+    sizes = {1: 32 * KIB, 2: MIB, 3: 8 * MIB}
+    for index in sorted(folder.glob("index*")):
+        level, kind, size = (_read(index / name).strip() for name in ("level", "type", "size"))
+        match = re.fullmatch(r"(\d+)([KMG]?)", size)
+        if level in ("1", "2", "3") and kind != "Instruction" and match and int(match[1]) > 0:
+            sizes[int(level)] = int(match[1]) * {"": 1, "K": KIB, "M": MIB, "G": 1024 * MIB}[match[2]]
+    return sizes[1], sizes[2], sizes[3]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# -- GPUs
+
+
+def _gpu(
+    name: str,
+    sms: int,
+    clock: float,
+    bf16_dense: float,
+    tf32_dense: float,
+    dram: float,
+    l2: int,
+    l2_bandwidth: float,
+    smem: int,
+    cluster: int,
+    vertical: float,
+    spatial: float,
+    sources: tuple[tuple[str, str], ...],
+) -> Machine:
+    half, single = bf16_dense / sms, tf32_dense / sms
+    lanes = 128 * clock  # FP32 lanes per SM: Ampere (GA100: 64) and Hopper whitepapers
+    if cluster == 1:
+        lanes = 64 * clock
+    places = [Place("smem", 29 / clock, 128 * clock), Place("l2", 263 / clock, l2_bandwidth / sms)]
+    if cluster > 1:
+        places.insert(1, Place("cluster", 180 / clock, 3.3e12 / sms))
+    return Machine(
+        name=name,
+        platform="cuda",
+        workers=sms,
+        clock=clock,
+        tensor_rates=(("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes)),
+        simt_rates=(("float64", lanes / 2), ("int64", lanes / 4), ("other", lanes)),
+        library_rates=(("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes)),
+        library_simt=0.5,
+        pipeline_simt=0.5,
+        vertical_efficiency=(("other", vertical),),
+        spatial_efficiency=(("other", spatial),),
+        local_bytes=smem,
+        accumulator_bytes=128 * KIB,  # half of the 64 K registers of an SM; the rest is addresses, fragments and temporaries
+        shared_bytes=l2,
+        shared_bandwidth=l2_bandwidth,
+        dram_bandwidth=dram,
+        places=tuple(places),
+        shares_workers=True,
+        max_cluster=cluster,
+        call_seconds=5e-6,
+        kernel_seconds=1.3e-6,
+        tile_seconds=0.3e-6,
+        pack_bandwidth=float("inf"),
+        fault_bandwidth=float("inf"),
+        fault_threshold=0,
+        panel=8,
+        matmul_rows=64,
+        sources=sources,
+    )
+
+
+_HOPPER_SOURCES = (
+    ("places", "shared memory 29, DSMEM 180, L2 263 cycles; DSMEM 3.3 TB/s at cluster 2 (published H100/H800 measurements)"),
+    ("local_bytes", "227 KiB per CTA (CUDA programming guide, compute capability 9.0)"),
+    ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
+    ("vertical_efficiency", "compiled kernels, issue-simulated: 88-93 % of tensor issue with weights streamed to a cluster of 2"),
+    ("spatial_efficiency", "the same: 75-90 % weight-stationary, if DSMEM delivers"),
+    ("max_cluster", "8 is portable (CUDA programming guide)"),
+)
+
+H200 = _gpu(
+    "h200", 132, 1.7e9, 788e12, 394e12, 4.3e12, 50 * MIB, 5.5e12, 227 * KIB, 8, 0.88, 0.80,
+    (
+        ("tensor_rates", "measured: bf16 788 TFLOP/s at 8192^3 on random data; tf32 half of it"),
+        ("dram_bandwidth", "measured copy 4.3 TB/s (H200 data sheet: 4.8)"),
+        *_HOPPER_SOURCES,
+    ),
+)  # fmt: skip
+H100 = _gpu(
+    "h100", 132, 1.7e9, 788e12, 394e12, 3.0e12, 50 * MIB, 5.5e12, 227 * KIB, 8, 0.88, 0.80,
+    (
+        ("tensor_rates", "as the H200: same die and clocks (H100 SXM5 data sheet: 989 TFLOP/s peak)"),
+        ("dram_bandwidth", "H100 SXM5 data sheet 3.35 TB/s, at the H200's measured 90 %"),
+        *_HOPPER_SOURCES,
+    ),
+)  # fmt: skip
+A100 = _gpu(
+    "a100", 108, 1.41e9, 280e12, 140e12, 1.5e12, 40 * MIB, 4.0e12, 163 * KIB, 1, 0.80, 0.75,
+    (
+        ("tensor_rates", "A100 data sheet 312 TFLOP/s bf16 and 156 TFLOP/s tf32, at 90 %"),
+        ("dram_bandwidth", "arXiv 2502.18403: 1.5 TB/s; 54 L2 queues moved 2 TB/s"),
+        ("local_bytes", "163 KiB per CTA (CUDA programming guide, compute capability 8.0)"),
+        ("max_cluster", "no thread-block clusters before compute capability 9.0"),
+        ("vertical_efficiency", "design value for mma.sync kernels"),
+    ),
+)  # fmt: skip
+
+GPUS = {m.name: m for m in (H200, H100, A100)}
+
+
+def machine_for(platform: str, device: str | None = None) -> Machine:
+    """The model of ``device`` on ``platform`` ("cpu" or "cuda"); None is the CPU at hand, or on "cuda" the H200.
+
+    Raises ``ValueError`` for an unknown platform or device.
+
+    >>> machine_for("cuda", "h200").workers
+    132
+    """
+    if platform == "cpu":
+        return cpu_at_hand() if device is None else cpu_model(device)
+    if platform == "cuda":
+        name = (device or "h200").lower()
+        if name not in GPUS:
+            raise ValueError(f"no CUDA device model {device!r}: expected one of {', '.join(sorted(GPUS))}")
+        return GPUS[name]
+    raise ValueError(f"no machine model for platform {platform!r}: expected cpu or cuda")

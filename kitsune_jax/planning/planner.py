@@ -1,0 +1,248 @@
+"""The planner: a Region and a Machine in, the Plan the model likes best out.
+
+Candidates are vertical fusion (one stage per phase, a replica on every worker) and spatial pipelines (stages on different workers,
+from the finest down to two, merging contiguous stages). Invariants: a plan fits the machine (on-chip memory, accumulators, workers
+that must be resident together), or ``Infeasible`` says why there is none; every queue is deep enough for a pipeline whose stages
+all prefetch one tile (``stages.Link.min_depth``); and the same arguments give the same plan in every process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.balance import Balance, Infeasible, Limits, Load, balance, screen
+from kitsune_jax.planning.bulk import baseline, output_fault_seconds
+from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
+from kitsune_jax.planning.fit import Fit, sink_bytes, spatial_fit, stationary_bytes, tile_rows, vertical_fit
+from kitsune_jax.planning.machines import Machine
+from kitsune_jax.planning.plan import Plan, Queue, Stage
+from kitsune_jax.planning.stages import Draft, Link, finest, links, merge, per_phase
+from kitsune_jax.streams.space import Region
+
+__all__ = ["Infeasible", "plan"]
+
+# Where entries lie when one worker hands them to one other; everything else goes through the cache all workers share.
+_NEAR = {"cpu": "l2", "cuda": "cluster"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Candidate:
+    arrangement: str
+    rows: int
+    drafts: tuple[Draft, ...]
+    fits: tuple[Fit, ...]
+    links: tuple[Link, ...]
+    workers: tuple[int, ...]
+    replicas: int
+    seconds: float
+    bound: int | str  # stage index, or "dram" / "l2"
+
+
+def plan(graph: Graph, region: Region, machine: Machine, *, deterministic: bool = True) -> Plan:
+    """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
+
+    ``deterministic``: sinks are folded in a fixed order, so every worker keeps a partial result that is written and read once more;
+    otherwise workers may add to one result in the order they finish.
+    """
+    if region.space.rows < 1:
+        raise Infeasible("the stream has no rows")
+    return _Planner(RegionCost(graph, region, machine), deterministic).run()
+
+
+class _Planner:
+    def __init__(self, cost: RegionCost, deterministic: bool):
+        self.cost, self.machine, self.region = cost, cost.machine, cost.region
+        self.deterministic = deterministic
+        self.traffic = pipeline_traffic(cost)
+        self.drafts = finest(cost)
+
+    def run(self) -> Plan:
+        best: _Candidate | None = None
+        reasons: list[str] = []
+        try:
+            best = self._vertical()
+        except Infeasible as no:
+            reasons.append(f"fused: {no}")
+        try:
+            spatial = self._spatial(None if best is None else best.seconds)
+            if spatial is not None and (best is None or spatial.seconds < best.seconds):
+                best = spatial
+        except Infeasible as no:
+            reasons.append(f"spatial: {no}")
+        if best is None:
+            raise Infeasible("; ".join(reasons))
+        return self._plan(best)
+
+    # -- vertical
+
+    def _vertical(self) -> _Candidate:
+        drafts = per_phase(self.drafts)
+        rows = tile_rows(self.cost, drafts)
+        fits = tuple(vertical_fit(self.cost, d, rows) for d in drafts)
+        group = max(f.workers for f in fits)
+        replicas = max(1, min(self.machine.workers // group, -(-self._tiles(rows) // group)))
+        rounds = -(-self._tiles(rows) // (replicas * group))  # each worker of a group has a tile of its own
+        busy = [rounds * f.seconds for f in fits]
+        moved = self.traffic + self._partial_bytes(replicas)
+        l2_bytes = sum(f.streamed_bytes for f in fits) * self._tiles(rows)
+        seconds, bound = self._total(busy, moved, l2_bytes)
+        return _Candidate("vertical", rows, drafts, fits, (), (group,) * len(drafts), replicas, seconds, bound)
+
+    def _total(self, busy: Sequence[float], moved: float, l2_bytes: float) -> tuple[float, int | str]:
+        """(seconds, bound) of a region whose phases keep the workers ``busy`` for so long, one after the other."""
+        machine = self.machine
+        near = moved <= machine.shared_bytes // 2
+        dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
+        l2 = l2_bytes / machine.shared_bandwidth
+        compute = sum(busy)
+        longest = max(range(len(busy)), key=lambda k: busy[k])
+        bound: int | str = longest
+        if max(dram, l2) > compute:
+            bound = "dram" if dram >= l2 else "l2"
+        # On a CPU the core that computes also moves; a GPU has engines for it.
+        body = compute + dram if machine.platform == "cpu" else max(compute, dram, l2)
+        return machine.call_seconds + self._pack_seconds() + output_fault_seconds(self.cost) + body, bound
+
+    # -- spatial
+
+    def _spatial(self, to_beat: float | None) -> _Candidate | None:
+        """The best spatial pipeline, or None where none can be faster than ``to_beat`` or the region has one stage per phase."""
+        drafts = self.drafts
+        fused = len(per_phase(drafts))
+        if len(drafts) == fused:
+            return None
+        rows = tile_rows(self.cost, drafts, vertical=False)
+        if to_beat is not None and self._cannot_beat(to_beat, drafts, rows):
+            return None
+        best: _Candidate | None = None
+        reason: Infeasible | None = None
+        while len(drafts) > fused:
+            try:
+                candidate = self._pipeline(drafts, rows, screen)
+                if best is None or candidate.seconds < best.seconds:
+                    best = candidate
+            except Infeasible as no:
+                reason = no
+            drafts = merge(drafts, self._cheapest_pair(drafts, rows))
+        if best is None:
+            assert reason is not None
+            raise reason
+        if to_beat is not None and best.seconds >= to_beat:
+            return None
+        return self._pipeline(best.drafts, rows, balance)
+
+    def _cannot_beat(self, to_beat: float, drafts: Sequence[Draft], rows: int) -> bool:
+        """Not even with all workers busy all the time and queues for nothing. Saves importing the solver where it can't matter."""
+        work = sum(self.cost.tile_seconds(i, rows, vertical=False) for d in drafts for i in d.ops)
+        pools = 2 if self.machine.shares_workers else 1
+        return self._tiles(rows) * work / (self.machine.workers * pools) >= to_beat
+
+    def _pipeline(self, drafts: Sequence[Draft], rows: int, solve: Callable[[Sequence[Load], Limits], Balance]) -> _Candidate:
+        queues = links(self.cost, drafts)
+        fits = spatial_fit(self.cost, drafts, queues, rows)
+        phases = sorted({d.phase for d in drafts})
+        workers = [0] * len(drafts)
+        busy: list[float] = []
+        bounds: list[int | str] = []
+        moved = self.traffic + self._partial_bytes(self.machine.workers)
+        crossing = sum(rows * self.cost.row_bytes(q.value) * (1 + len(q.consumers)) for q in queues)
+        for phase in phases:
+            here = [s for s, d in enumerate(drafts) if d.phase == phase]
+            loads = [Load(str(s), fits[s].resource, fits[s].seconds, fits[s].workers) for s in here]
+            result = solve(loads, self._limits(moved / len(phases) / self._tiles(rows), crossing / len(phases)))
+            for s, a in zip(here, result.workers, strict=True):
+                workers[s] = a
+            fill = sum(fits[s].seconds / fits[s].workers + self._hop() for s in here)
+            busy.append(fill + self._tiles(rows) / result.throughput)
+            bounds.append(result.bound if result.bound in ("dram", "l2") else int(result.bound))
+        seconds, _ = self._total(busy, 0.0, 0.0)
+        if self.machine.platform == "cpu":
+            seconds += moved / self.machine.dram_bandwidth
+        bound = bounds[max(range(len(busy)), key=lambda k: busy[k])]
+        return _Candidate("spatial", rows, tuple(drafts), fits, queues, tuple(workers), 1, seconds, bound)
+
+    def _limits(self, moved: float, crossing: float) -> Limits:
+        machine = self.machine
+        return Limits(
+            machine.workers,
+            machine.shares_workers,
+            dram_bytes=moved,
+            dram_bandwidth=machine.dram_bandwidth if machine.platform != "cpu" else float("inf"),
+            l2_bytes=crossing,
+            l2_bandwidth=machine.shared_bandwidth,
+        )
+
+    def _cheapest_pair(self, drafts: Sequence[Draft], rows: int) -> int:
+        """The neighbours of one phase whose sum is least."""
+        pairs = [s for s in range(len(drafts) - 1) if drafts[s].phase == drafts[s + 1].phase]
+
+        def seconds(d: Draft) -> float:
+            return sum(self.cost.tile_seconds(i, rows, vertical=False) for i in d.ops)
+
+        return min(pairs, key=lambda s: seconds(drafts[s]) + seconds(drafts[s + 1]))
+
+    # -- shared
+
+    def _tiles(self, rows: int) -> int:
+        return -(-self.region.space.rows // rows)
+
+    def _hop(self) -> float:
+        return self.machine.places[-1].latency + self.machine.tile_seconds
+
+    def _pack_seconds(self) -> float:
+        """Weights are read and written once per call on their way into the micro-kernels' layout."""
+        return 2 * stationary_bytes(self.cost, self.region.ops) / self.machine.pack_bandwidth
+
+    def _partial_bytes(self, replicas: int) -> int:
+        return replicas * sink_bytes(self.cost, self.region.ops) * (2 if self.deterministic else 1)
+
+    def _plan(self, c: _Candidate) -> Plan:
+        base_seconds, base_bytes = baseline(self.cost)
+        names = [self._name(s, d) for s, d in enumerate(c.drafts)]
+        stages = tuple(
+            Stage(names[s], d.ops, d.phase, f.resource, c.workers[s], f.seconds, stationary_bytes(self.cost, d.ops))
+            for s, (d, f) in enumerate(zip(c.drafts, c.fits, strict=True))
+        )
+        return Plan(
+            platform=self.machine.platform,
+            machine=self.machine.name,
+            arrangement=c.arrangement,
+            tile_rows=c.rows,
+            tiles=self._tiles(c.rows),
+            stages=stages,
+            queues=self._queues(c),
+            replicas=c.replicas,
+            seconds=c.seconds,
+            baseline_seconds=base_seconds,
+            bytes_moved=self.traffic,
+            baseline_bytes=base_bytes,
+            flops=self.cost.flops(),
+            bound=names[c.bound] if isinstance(c.bound, int) else c.bound,
+        )
+
+    def _queues(self, c: _Candidate) -> tuple[Queue, ...]:
+        entries = [c.rows * self.cost.row_bytes(link.value) for link in c.links]
+        depths = [_depth(link, c.workers) for link in c.links]
+        if sum(d * e for d, e in zip(depths, entries, strict=True)) > self.machine.shared_bytes // 2:
+            depths = [link.min_depth for link in c.links]
+        queues = []
+        for link, depth, entry in zip(c.links, depths, entries, strict=True):
+            place = self.machine.places[-1].name
+            near = _NEAR[self.machine.platform]
+            alone = len(link.consumers) == 1 and c.workers[link.producer] == c.workers[link.consumers[0]] == 1
+            if alone and depth * entry <= self.machine.local_bytes // 2 and any(p.name == near for p in self.machine.places):
+                place = near
+            queues.append(Queue(link.value, link.producer, link.consumers, depth, entry, place))
+        return tuple(queues)
+
+    def _name(self, s: int, draft: Draft) -> str:
+        heaviest = max(draft.ops, key=lambda i: (self.cost.tile_seconds(i, 64), -i))
+        return f"{s}:{self.cost.graph.ops[heaviest].label or self.cost.graph.ops[heaviest].kind}"
+
+
+def _depth(link: Link, workers: Sequence[int]) -> int:
+    """Entries for every tile that the producer can be ahead: each worker of each stage on the way may hold one."""
+    ahead = sum(workers[link.producer + 1 : link.consumers[-1] + 1])
+    return max(link.min_depth, 1 + max(workers[link.producer], ahead))

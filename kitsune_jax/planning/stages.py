@@ -1,0 +1,214 @@
+"""Pipeline design: which ops form a stage, and which values travel between stages through queues.
+
+Comes in: a ``RegionCost``. Goes out: an ordered tuple of ``Draft`` stages and, for any contiguous grouping of them, the ``Link``s
+between its groups. Invariants: stages never mix phases; every streamed value a stage needs is made in it, in an earlier stage of
+its phase, or outside; so the stages in order are a topological order of the pipeline. A reduction over the stream needs no stage
+for its final half: every worker folds its tiles into a partial accumulator (the sink op, in a stage), and the phase's end folds the
+partials.
+
+Makers (broadcasts and iotas of nothing streamed) appear in every stage that reads them; every other op is in exactly one stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kitsune_jax.planning.cost import RegionCost
+
+# Rows at which the weight of ops is compared while stages are formed; the ratios hardly depend on it.
+_TYPICAL_ROWS = 64
+# Two entries let a producer fill one while the consumer reads the other.
+DOUBLE_BUFFER = 2
+# Families that can make a row larger than what they read.
+_WIDENING = frozenset({"broadcast", "convert", "pad", "concatenate", "reshape"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draft:
+    """A stage before it has workers: ``ops`` are graph op indices, ascending (and so topological)."""
+
+    ops: tuple[int, ...]
+    phase: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """A value that ``producer`` hands to ``consumers`` (positions in the list of stages).
+
+    ``bypassed``: the stages a tile of the longest way from the producer to a consumer passes, both ends included, less one. 1 is a
+    plain neighbour; more is a skip.
+    """
+
+    value: int
+    producer: int
+    consumers: tuple[int, ...]
+    bypassed: int
+
+    @property
+    def min_depth(self) -> int:
+        """Entries that keep the pipeline live although every stage on the way holds one tile and has asked for its next.
+
+        A consumer ``n`` stages on still reads tile 0 while the producer writes tile n, so a skip needs n + 1; one more keeps both
+        ends from waiting for each other (PAPER.md: as deep as the path it bypasses, or the pipeline deadlocks).
+        """
+        return DOUBLE_BUFFER if self.bypassed == 1 else self.bypassed + DOUBLE_BUFFER
+
+
+def finest(cost: RegionCost) -> tuple[Draft, ...]:
+    """One stage per matmul and per piece of vector work too heavy for a matmul's epilogue; neighbours take in the rest."""
+    former = _Former(cost)
+    home: dict[int, float] = {}
+    for i in cost.region.ops:
+        if not cost.is_maker(i):
+            stage = former.place(i, home)
+            if stage is not None:
+                home[i] = stage
+    _pull_prologues(cost, former, home)
+    _push_widening(cost, home)
+    members: dict[float, set[int]] = {}
+    for i, stage in home.items():
+        members.setdefault(stage, set()).add(i)
+    order = sorted(members, key=lambda s: (former.phases[s], s))
+    drafts = [Draft(tuple(sorted(members[s])), former.phases[s]) for s in order]
+    return _with_makers(cost, drafts)
+
+
+class _Former:
+    """Opens stages and decides where ops go, in topological order. Every op joins the latest stage it reads from, or opens a later
+    one.
+
+    Stages are keyed by numbers whose order is the order of the stages; a prologue split off stage s is s - 1/2.
+    """
+
+    def __init__(self, cost: RegionCost):
+        self.cost = cost
+        self.phases: dict[float, int] = {}
+        self.tensor: dict[float, float] = {}
+        self.simt: dict[float, float] = {}
+
+    def open(self, phase: int, key: float | None = None) -> float:
+        stage = float(len(self.phases)) if key is None else key
+        self.phases[stage], self.tensor[stage], self.simt[stage] = phase, 0.0, 0.0
+        return stage
+
+    def place(self, i: int, home: dict[int, float]) -> float | None:
+        """The stage of op ``i``; None for a prologue: vector work on nothing but what comes from outside waits for its reader."""
+        cost = self.cost
+        phase = cost.phase[i]
+        sources = [cost.producer[v] for v in cost.graph.ops[i].inputs if v in cost.producer]
+        before = [home[p] for p in sources if p in home and cost.phase[p] == phase]
+        seconds = cost.tile_seconds(i, _TYPICAL_ROWS, vertical=False)
+        if cost.work(i).resource == "tensor":
+            stage = self.open(phase)
+            self.tensor[stage] += seconds
+            return stage
+        if not before:
+            return None
+        stage = max(before)
+        if self.tensor[stage] and self.simt[stage] + seconds > self.tensor[stage]:
+            stage = self.open(phase)  # the epilogue would take longer than the matmul it hides behind
+        self.simt[stage] += seconds
+        return stage
+
+
+def _pull_prologues(cost: RegionCost, former: _Former, home: dict[int, float]) -> None:
+    """Ops without a stage join their earliest reader's, or go in front of it if they take longer than its matmul.
+
+    Those that nobody in their phase reads share a stage of their own.
+    """
+    own: dict[int, float] = {}
+    pulled: dict[float, list[int]] = {}
+    for i in reversed(cost.region.ops):
+        if i in home or cost.is_maker(i):
+            continue
+        readers = [home[c] for v in cost.graph.ops[i].outputs for c in cost.readers.get(v, ()) if c in home]
+        here = [s for s in readers if former.phases[s] == cost.phase[i]]
+        if not here and cost.phase[i] not in own:
+            own[cost.phase[i]] = former.open(cost.phase[i])
+        home[i] = min(here, default=own.get(cost.phase[i], 0.0))
+        pulled.setdefault(home[i], []).append(i)
+    for stage, ops in pulled.items():
+        seconds = sum(cost.tile_seconds(i, _TYPICAL_ROWS, vertical=False) for i in ops)
+        if former.tensor[stage] and seconds > former.tensor[stage]:
+            front = former.open(former.phases[stage], stage - 0.5)
+            home.update(dict.fromkeys(ops, front))
+
+
+def _push_widening(cost: RegionCost, home: dict[int, float]) -> None:
+    """An op that only makes its input wider (a broadcast, a conversion up) moves to its reader, so the narrow value travels."""
+    for i in reversed(cost.region.ops):
+        if i not in home or cost.family(i) not in _WIDENING:
+            continue
+        op = cost.graph.ops[i]
+        readers = {c for v in op.outputs for c in cost.readers.get(v, ())}
+        stages = {home[c] for c in readers}
+        if len(stages) != 1 or any(v in cost.outputs for v in op.outputs) or any(cost.phase[c] != cost.phase[i] for c in readers):
+            continue
+        made = sum(cost.row_bytes(v) for v in dict.fromkeys(op.inputs) if v in cost.producer and cost.streamed(v))
+        if sum(cost.row_bytes(v) for v in op.outputs) > made:
+            home[i] = stages.pop()
+
+
+def _with_makers(cost: RegionCost, drafts: list[Draft]) -> tuple[Draft, ...]:
+    """Makers added to every stage that needs them, also by way of other makers; one that nobody reads goes to its phase's first."""
+    makers = [i for i in cost.region.ops if cost.is_maker(i)]
+    result = []
+    placed: set[int] = set()
+    for draft in drafts:
+        ops = set(draft.ops)
+        for i in reversed(makers):
+            if any(c in ops for v in cost.graph.ops[i].outputs for c in cost.readers.get(v, ())):
+                ops.add(i)
+        placed |= ops
+        result.append(Draft(tuple(sorted(ops)), draft.phase))
+    for i in makers:
+        if i not in placed:
+            k = next((k for k, d in enumerate(result) if d.phase == cost.phase[i]), None)
+            if k is None:
+                result.append(Draft((i,), cost.phase[i]))
+            else:
+                result[k] = Draft(tuple(sorted({*result[k].ops, i})), result[k].phase)
+    return tuple(sorted(result, key=lambda d: d.phase))
+
+
+def merge(drafts: Sequence[Draft], first: int) -> tuple[Draft, ...]:
+    """``drafts`` with ``first`` and its successor, of the same phase, made one stage."""
+    a, b = drafts[first], drafts[first + 1]
+    if a.phase != b.phase:
+        raise ValueError(f"stages {first} and {first + 1} are in phases {a.phase} and {b.phase}")
+    return (*drafts[:first], Draft(tuple(sorted({*a.ops, *b.ops})), a.phase), *drafts[first + 2 :])
+
+
+def per_phase(drafts: Sequence[Draft]) -> tuple[Draft, ...]:
+    """Vertical fusion: everything of a phase in one stage."""
+    phases = sorted({d.phase for d in drafts})
+    return tuple(Draft(tuple(sorted({i for d in drafts if d.phase == p for i in d.ops})), p) for p in phases)
+
+
+def links(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Link, ...]:
+    """The queues between ``drafts``: one per value that crosses, multicast where several stages read it, in order of producer."""
+    home = {i: s for s, d in enumerate(drafts) for i in d.ops if not cost.is_maker(i)}
+    crossing: dict[tuple[int, int], set[int]] = {}
+    for s, draft in enumerate(drafts):
+        for v in dict.fromkeys(v for i in draft.ops for v in cost.graph.ops[i].inputs):
+            maker = cost.producer.get(v)
+            if maker is None or maker not in home or not cost.streamed(v):
+                continue
+            source = home[maker]
+            if source != s and drafts[source].phase == draft.phase:
+                crossing.setdefault((source, v), set()).add(s)
+    edges = {(source, s) for (source, _), readers in crossing.items() for s in readers}
+    return tuple(
+        Link(v, source, tuple(sorted(readers)), max(_longest(edges, source, s) for s in readers))
+        for (source, v), readers in sorted(crossing.items())
+    )
+
+
+def _longest(edges: set[tuple[int, int]], source: int, target: int) -> int:
+    """Edges of the longest path; stages are numbered in topological order."""
+    far = {source: 0}
+    for a, b in sorted(edges):
+        if a in far and b <= target:
+            far[b] = max(far.get(b, 0), far[a] + 1)
+    return far[target]

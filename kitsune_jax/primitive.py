@@ -1,0 +1,53 @@
+"""The call-like primitive ``kitsune_pipeline[call_jaxpr, options]``.
+
+Comes in: a closed jaxpr without constants, and ``Options``. Goes out: the primitive, with the rules of every transformation.
+Invariant: a transformation only ever rewrites ``call_jaxpr`` and binds the same primitive again; regions are sought when it is
+lowered, so forward, backward, batched and recomputed programs all reach the same matcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from kitsune_jax import _compat, lowering
+from kitsune_jax.options import Options
+
+pipeline_p = _compat.Primitive("kitsune_pipeline")
+_compat.register_call_rules(pipeline_p)
+
+# Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
+_compat.register_lowering(pipeline_p, functools.partial(lowering.lower, platform=None), cacheable=True)
+for _platform in ("cpu", "cuda"):
+    _compat.register_lowering(pipeline_p, functools.partial(lowering.lower, platform=_platform), platform=_platform, cacheable=True)
+
+_jitted: weakref.WeakKeyDictionary[Any, dict[Options, Callable[..., list[jax.Array]]]] = weakref.WeakKeyDictionary()
+_jitted_lock = threading.Lock()
+
+
+@pipeline_p.def_impl
+def _impl(*args: Any, call_jaxpr: Any, options: Options) -> list[Any]:
+    """Evaluate eagerly: compiled, so that an evaluated jaxpr reaches its pipelines too.
+
+    Under ``disable_jit``, and where ``debug_nans`` looks for the guilty operator, evaluate op by op instead: a compiled copy would
+    hide what the user wants to see, and would come back here.
+    """
+    if jax.config.jax_disable_jit or jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+        return _compat.jaxpr_as_fun(call_jaxpr)(*args)
+    return _compiled(call_jaxpr, options)(*args)
+
+
+def _compiled(call_jaxpr: Any, options: Options) -> Callable[..., list[Any]]:
+    """The jitted call, kept as long as ``call_jaxpr`` lives. It holds a copy: JAX's own caches would keep the key alive for ever."""
+    key = _compat.open_parts(call_jaxpr)[0]
+    with _jitted_lock:
+        per_options = _jitted.setdefault(key, {})
+        if options not in per_options:
+            copy = _compat.copy_jaxpr(call_jaxpr)
+            per_options[options] = jax.jit(functools.partial(pipeline_p.bind, call_jaxpr=copy, options=options))
+        return per_options[options]

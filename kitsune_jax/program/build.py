@@ -1,0 +1,139 @@
+"""Graph + Region + Plan -> TileProgram.
+
+Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
+(``program.localize``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kitsune_jax.graph import Graph, Scalar, make_params
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.program.ir import ArrayType, Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.localize import LocalOp, localize
+from kitsune_jax.streams.space import Region, row_shape, row_strides
+
+
+def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
+    """The tile program of ``region`` as ``plan`` arranges it. Raises ``ValueError`` for a plan that does not cover the region's ops."""
+    covered = {i for stage in plan.stages for i in stage.ops}  # makers may stand in several stages
+    if covered != set(region.ops):
+        raise ValueError(f"the plan's stages cover ops {sorted(covered)}, the region has {sorted(region.ops)}")
+    return _Builder(graph, region, plan).run()
+
+
+@dataclasses.dataclass
+class _Stage:
+    """A stage under construction. ``ids``: graph value -> its SSA value in this stage."""
+
+    body: list[Instr]
+    ids: dict[int, int]
+
+
+class _Builder:
+    def __init__(self, graph: Graph, region: Region, plan: Plan):
+        self.graph, self.region, self.plan = graph, region, plan
+        self.labels = region.label_of()
+        self.values: list[TileType] = []
+        self.literals: dict[int, Scalar] = {}
+        self.input_number = {v: k for k, v in enumerate(region.inputs)}
+        self.output_number = {v: k for k, v in enumerate(region.outputs)}
+        self.sinks: list[SinkType] = []
+        self.incoming: dict[tuple[int, int], int] = {}  # (stage, graph value) -> queue
+        self.outgoing: dict[tuple[int, int], list[int]] = {}
+        for q, queue in enumerate(plan.queues):
+            self.outgoing.setdefault((queue.producer, queue.value), []).append(q)
+            for stage in queue.consumers:
+                self.incoming[stage, queue.value] = q
+
+    def run(self) -> TileProgram:
+        stages = tuple(
+            StageProgram(stage.name, stage.phase, tuple(self._stage(s))) for s, stage in enumerate(self.plan.stages)
+        )
+        return TileProgram(
+            axes=self.region.space.sizes,
+            tile_rows=self.plan.tile_rows,
+            inputs=tuple(self._array(v) for v in self.region.inputs),
+            outputs=tuple(self._array(v) for v in self.region.outputs),
+            values=tuple(self.values),
+            literals=tuple(self.literals.items()),
+            stages=stages,
+            queues=tuple(
+                QueueType(q.producer, q.consumers, self._type_of(q.value), q.depth) for q in self.plan.queues
+            ),
+            sinks=tuple(self.sinks),
+            workers=tuple(stage.workers for stage in self.plan.stages),
+        )
+
+    def _array(self, v: int) -> ArrayType:
+        value, labels = self.graph.values[v], self.labels.get(v)
+        if labels is None:
+            return ArrayType(value.shape, value.dtype, False)
+        dims = tuple(d for d, axes in enumerate(labels) if not axes)
+        return ArrayType(value.shape, value.dtype, True, row_strides(value.shape, labels, self.region.space), dims)
+
+    def _type_of(self, v: int) -> TileType:
+        value, labels = self.graph.values[v], self.labels.get(v)
+        return TileType(labels is not None, row_shape(value.shape, labels), value.dtype)
+
+    def _new(self, t: TileType) -> int:
+        self.values.append(t)
+        return len(self.values) - 1
+
+    def _stage(self, s: int) -> list[Instr]:
+        stage = _Stage([], {})
+        for i in self.plan.stages[s].ops:
+            op = self.graph.ops[i]
+            local = localize(self.graph, op, self.labels)
+            inputs = [self._read(stage, s, v) for v in op.inputs]
+            if local.squeeze is not None:
+                inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
+            if local.swap:
+                inputs.reverse()
+            if local.kind == "sink":
+                self._sink(stage, inputs, local, op.inputs[0], op.outputs[0], i)
+                continue
+            (out,) = op.outputs
+            stage.ids[out] = self._new(self._type_of(out))
+            stage.body.append(Instr(local.kind, tuple(inputs), (stage.ids[out],), local.params, i))
+            self._hand_on(stage, s, out, i)
+        return stage.body
+
+    def _read(self, stage: _Stage, s: int, v: int) -> int:
+        """The SSA value of graph value ``v`` in stage ``s``: defined here, popped, loaded, or a literal."""
+        if v in stage.ids:
+            return stage.ids[v]
+        new = stage.ids[v] = self._new(self._type_of(v))
+        value = self.graph.values[v]
+        if value.literal is not None:
+            self.literals[new] = value.literal
+        elif (s, v) in self.incoming:
+            stage.body.append(Instr("pop", (), (new,), make_params(queue=self.incoming[s, v])))
+        elif v in self.input_number:
+            stage.body.append(Instr("load", (), (new,), make_params(array=self.input_number[v])))
+        else:
+            raise ValueError(f"stage {s} needs value {v}, which no queue brings")
+        return new
+
+    def _squeeze(self, stage: _Stage, x: int, sizes: tuple[int, ...], op: int) -> int:
+        t = self.values[x]
+        new = self._new(TileType(t.tile, sizes[1:] if t.tile else sizes, t.dtype))
+        stage.body.append(Instr("reshape", (x,), (new,), make_params(new_sizes=sizes), op))
+        return new
+
+    def _sink(self, stage: _Stage, inputs: list[int], local: LocalOp, x: int, out: int, op: int) -> None:
+        params = dict(local.params)
+        result = self.graph.values[out]
+        if out in self.output_number:
+            number = len(self.sinks)
+            self.sinks.append(SinkType(params["how"], result.shape, self.graph.values[x].dtype, self.output_number[out]))
+            stage.body.append(Instr("sink", tuple(inputs), (), make_params(sink=number, **params), op))
+
+    def _hand_on(self, stage: _Stage, s: int, v: int, op: int) -> None:
+        new = stage.ids[v]
+        for q in self.outgoing.get((s, v), ()):
+            stage.body.append(Instr("push", (new,), (), make_params(queue=q), op))
+        if v in self.output_number:
+            stage.body.append(Instr("store", (new,), (), make_params(array=self.output_number[v]), op))
+

@@ -1,0 +1,192 @@
+"""From a spread stream to convex regions.
+
+Comes in: a Graph and a ``Spread``. Goes out: ``Region`` candidates. Invariants of every region: convex (no path leaves it and comes
+back), connected through streamed values, every streamed output depends on the whole stream space, nothing in it is dead.
+
+A **maker** is an op that makes a streamed value from none (a broadcast, an iota). What a maker makes is never an output of a region:
+whoever needs it outside makes it again there, which is cheaper than storing it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+from kitsune_jax.graph import Graph
+from kitsune_jax.streams import Region, Spread
+from kitsune_jax.streams.space import streamed_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphIndex:
+    """A graph with what is derived from it once."""
+
+    graph: Graph
+    producers: dict[int, int]
+    consumers: dict[int, tuple[int, ...]]
+    live: frozenset[int]  # ops whose results are used, or that have effects (opaque ones are kept)
+
+    @staticmethod
+    def of(graph: Graph) -> GraphIndex:
+        producers, consumers = graph.producers(), graph.consumers()
+        live: set[int] = set()
+        needed = set(graph.outputs)
+        for i in range(len(graph.ops) - 1, -1, -1):
+            op = graph.ops[i]
+            if op.kind == "opaque" or any(v in needed for v in op.outputs):
+                live.add(i)
+                needed.update(op.inputs)
+        return GraphIndex(graph, producers, consumers, frozenset(live))
+
+
+def quotient_order(graph: Graph, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The ops in a topological order in which every group stands as one node (other ops alone), earliest ops first.
+
+    Raises ``ValueError`` where no such order exists (the groups wait for each other).
+    """
+    node_of = {i: k for k, group in enumerate(groups) for i in group}
+    nodes: list[tuple[int, ...]] = [tuple(group) for group in groups]
+    for i in range(len(graph.ops)):
+        if i not in node_of:
+            node_of[i] = len(nodes)
+            nodes.append((i,))
+    producers = graph.producers()
+    waits: list[set[int]] = [set() for _ in nodes]
+    feeds: list[set[int]] = [set() for _ in nodes]
+    for i, op in enumerate(graph.ops):
+        for v in op.inputs:
+            p = producers.get(v)
+            if p is not None and node_of[p] != node_of[i]:
+                waits[node_of[i]].add(node_of[p])
+                feeds[node_of[p]].add(node_of[i])
+    ready = [(nodes[n][0], n) for n in range(len(nodes)) if not waits[n]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, n = heapq.heappop(ready)
+        order.append(nodes[n])
+        for m in feeds[n]:
+            waits[m].discard(n)
+            if not waits[m]:
+                heapq.heappush(ready, (nodes[m][0], m))
+    if len(order) != len(nodes):
+        raise ValueError("the groups wait for each other")
+    return order
+
+
+def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
+    """The region's ops without its makers: those that run where the region stands, and nowhere else."""
+    labels = region.label_of()
+    return tuple(i for i in region.ops if any(v in labels for v in graph.ops[i].inputs))
+
+
+def regions_of(index: GraphIndex, sp: Spread, taken: Sequence[tuple[int, ...]] = ()) -> list[Region]:
+    """The regions that ``sp`` allows, in topological order of their first ops.
+
+    ``taken``: the anchored ops of regions already chosen; each counts as one node, so that no two regions wait for each other.
+    """
+    members = [i for i in sp.ops if i in index.live]
+    all_axes = frozenset(range(len(sp.space.sizes)))
+    order = quotient_order(index.graph, taken)
+    dropped: set[int] = set()
+    while True:
+        kept = [i for i in members if i not in dropped]
+        groups = _connected(index, sp, _levels(index, sp, kept, order))
+        bad = {i for group in groups for i in _partial_outputs(index, sp, group, all_axes)}
+        if not bad:
+            return [_region(index, sp, group) for group in groups]
+        dropped |= bad
+
+
+def _levels(index: GraphIndex, sp: Spread, members: list[int], order: list[tuple[int, ...]]) -> dict[int, int]:
+    """op -> level, so that no path between two members of one level leaves the members or passes a sink.
+
+    Every step from a member (makers apart) to an op outside, or from a sink to any op, goes up one level.
+    """
+    inside, sinks = set(members), set(sp.sinks)
+    makers = {i for i in members if _is_maker(index, sp, i)}
+    level = [0] * len(index.graph.ops)
+    for node in order:
+        lv = 0
+        for i in node:
+            for v in index.graph.ops[i].inputs:
+                p = index.producers.get(v)
+                if p is not None and p not in node:
+                    leaves = p in inside and p not in makers and (i not in inside or p in sinks)
+                    lv = max(lv, level[p] + leaves)
+        for i in node:
+            level[i] = lv
+    # A maker streams into the level of whoever reads it; it has no business in a lower one.
+    for i in reversed(members):
+        if i in makers:
+            readers = [level[c] for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()) if c in inside]
+            level[i] = max(level[i], min(readers, default=level[i]))
+    return {i: level[i] for i in members}
+
+
+def _connected(index: GraphIndex, sp: Spread, level: dict[int, int]) -> list[tuple[int, ...]]:
+    """Groups of ops of one level that share a streamed value."""
+    parent = {i: i for i in level}
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    touching: dict[tuple[int, int], int] = {}
+    for i in sorted(level):
+        op = index.graph.ops[i]
+        for v in (*op.inputs, *op.outputs):
+            if v in sp.labels:
+                first = touching.setdefault((v, level[i]), i)
+                parent[find(i)] = find(first)
+    groups: dict[int, list[int]] = {}
+    for i in sorted(level):
+        groups.setdefault(find(i), []).append(i)
+    return [tuple(g) for g in sorted(groups.values())]
+
+
+def _border(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(values read from outside, values used outside), each in order of first appearance."""
+    inside = set(group)
+    results = set(index.graph.outputs)
+    ins: dict[int, None] = {}
+    outs: dict[int, None] = {}
+    for i in group:
+        op = index.graph.ops[i]
+        for v in op.inputs:
+            if index.producers.get(v) not in inside and index.graph.values[v].literal is None:
+                ins[v] = None
+        for v in op.outputs:
+            if _is_maker(index, sp, i):
+                continue
+            if v in results or any(c not in inside and c in index.live for c in index.consumers.get(v, ())):
+                outs[v] = None
+    return tuple(ins), tuple(outs)
+
+
+def _is_maker(index: GraphIndex, sp: Spread, i: int) -> bool:
+    """The op makes a streamed value from none (a broadcast, an iota): cheap to make again outside."""
+    return not any(v in sp.labels for v in index.graph.ops[i].inputs)
+
+
+def _partial_outputs(index: GraphIndex, sp: Spread, group: tuple[int, ...], all_axes: frozenset[int]) -> set[int]:
+    """Ops whose streamed output is needed outside but can't be stored: it does not depend on every axis."""
+    _, outs = _border(index, sp, group)
+    return {index.producers[v] for v in outs if v in sp.labels and streamed_axes(sp.labels[v]) != all_axes}
+
+
+def _region(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
+    ins, outs = _border(index, sp, group)
+    touched = {v for i in group for v in (*index.graph.ops[i].inputs, *index.graph.ops[i].outputs)}
+    return Region(
+        space=sp.space,
+        ops=group,
+        labels=tuple(sorted((v, labels) for v, labels in sp.labels.items() if v in touched)),
+        inputs=ins,
+        outputs=outs,
+        sinks=tuple(i for i in sp.sinks if i in set(group)),
+        phase_of=(0,) * len(group),
+    )

@@ -1,0 +1,141 @@
+"""Choosing regions: legal ones first, then those the cost model says pay.
+
+Comes in: a Graph, what the target supports, a planner. Goes out: disjoint, convex regions with their plans, and for every op that is
+in none of them the reason. ``force`` takes every legal region whatever the model says (for tests); otherwise a region must be modelled
+faster than what XLA would do with the same ops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.regions.form import GraphIndex, anchored, regions_of
+from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds, spread
+from kitsune_jax.streams.propagate import adjacent_ops, relations_of
+
+# A pipeline has to be modelled at least this much faster than XLA: the model is not better than that.
+PROFIT_MARGIN = 1.05
+# Ops no pass would start a region from without being forced: they only move data, or make it.
+_NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    region: Region
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    regions: tuple[Chosen, ...]
+    rejected: tuple[tuple[int, str], ...]  # (op index, reason), ascending
+
+
+Planner = Callable[[Graph, Region], Plan | str]
+
+
+def select(graph: Graph, supports: Callable[[int], str | None], planner: Planner, *, force: bool) -> Selection:
+    """Pick regions greedily, from the ops with the most work down.
+
+    ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
+    """
+    return _Selector(graph, supports, planner, force).run()
+
+
+class _Selector:
+    def __init__(self, graph: Graph, supports: Callable[[int], str | None], planner: Planner, force: bool):
+        self.graph, self.planner, self.force = graph, planner, force
+        self.index = GraphIndex.of(graph)
+        self.supports = functools.cache(supports)
+        self.relations = functools.cache(lambda i: relations_of(graph, graph.ops[i]))
+        self.adjacency = adjacent_ops(graph)
+        self.free = {i for i in self.index.live if graph.ops[i].kind != "opaque"}
+        self.why: dict[int, str] = {}
+        self.chosen: list[Chosen] = []
+
+    def run(self) -> Selection:
+        tried: set[int] = set()
+        for seed_op in self._seed_order():
+            if seed_op not in self.free or seed_op in tried:
+                continue
+            best, looked_at = self._best_from(seed_op)
+            tried |= looked_at
+            while best is not None:
+                self.chosen.append(best)
+                self.free.difference_update(best.region.ops)
+                # The same seed may head another region: what a level or a component split off.
+                best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
+        taken = {i for c in self.chosen for i in c.region.ops}
+        rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
+        return Selection(tuple(sorted(self.chosen, key=lambda c: c.region.ops[0])), tuple(rejected))
+
+    def _seed_order(self) -> list[int]:
+        def work(i: int) -> tuple[int, float]:
+            op = self.graph.ops[i]
+            out = math.prod(self.graph.values[op.outputs[0]].shape)
+            if op.kind == "dot_general":
+                shape = self.graph.values[op.inputs[0]].shape
+                return (1, 2.0 * out * math.prod(shape[d] for d in op["lhs_contract"]))
+            return (0, float(out))
+
+        ops = [i for i in self.free if self.force or self.graph.ops[i].kind not in _NEVER_SEEDS]
+        return sorted(ops, key=lambda i: (*(-w for w in work(i)), i))
+
+    def _best_from(self, seed_op: int) -> tuple[Chosen | None, set[int]]:
+        """The best region around ``seed_op``, and the ops that need not be tried as seeds again."""
+        why = self.supports(seed_op)
+        if why:
+            self.why.setdefault(seed_op, why)
+            return None, {seed_op}
+        best: Chosen | None = None
+        looked_at = {seed_op}
+        for seed in candidate_seeds(self.graph, seed_op):
+            sp = spread(self.graph, seed, self.free, self.supports, self.relations, self.adjacency)
+            candidate, ops = self._evaluate(seed_op, seed, sp)
+            looked_at |= ops
+            if candidate and (best is None or self._gain(candidate) > self._gain(best)):
+                best = candidate
+        return best, looked_at
+
+    def _gain(self, c: Chosen) -> tuple[float, float]:
+        saved = c.plan.baseline_seconds - c.plan.seconds
+        return (float(len(c.region.ops)), saved) if self.force else (saved, float(len(c.region.ops)))
+
+    def _evaluate(self, seed_op: int, seed: Seed, sp: Spread) -> tuple[Chosen | None, set[int]]:
+        for i, why in sp.stops.items():
+            self.why.setdefault(i, why)
+        taken = [anchored(self.graph, c.region) for c in self.chosen]
+        region = next((r for r in regions_of(self.index, sp, taken) if seed_op in r.ops), None)
+        if region is None or not region.outputs:
+            return None, {seed_op}
+        plan = self.planner(self.graph, region)
+        if isinstance(plan, str):
+            for i in region.ops:
+                self.why[i] = plan
+            return None, {seed_op}
+        if self.force or plan.baseline_seconds > PROFIT_MARGIN * plan.seconds:
+            return Chosen(region, plan), set()
+        for i in region.ops:
+            self.why[i] = (
+                f"left to XLA: modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
+            )
+        return None, set(region.ops)
+
+    def _reason(self, i: int) -> str:
+        op = self.graph.ops[i]
+        if op.kind == "opaque":
+            return op.reason or f"{op.label} is not an op the pipeline knows"
+        if i in self.why:
+            return self.why[i]
+        if not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs)):
+            return "scalar work outside any stream"
+        return "does not depend on a stream (stationary)"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

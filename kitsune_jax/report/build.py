@@ -1,0 +1,130 @@
+"""From planned regions to a ``Report``.
+
+Comes in: a Graph, planned regions, and the rejected ops with their reasons. Goes out: a ``Report``. Keeps: every op of a region
+or of ``rejected`` is counted exactly once, and byte counts come from the plans; for an op left to XLA both traffic sums grow by
+its distinct operands and its results, so their difference is what the regions save.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kitsune_jax.graph import Graph, Value
+from kitsune_jax.planning.plan import Plan, Queue
+from kitsune_jax.report.model import QueueReport, RegionReport, Rejected, Report, StageReport
+from kitsune_jax.streams.space import Region, row_shape
+
+# Ops that XLA does in place or while reading: they move nothing of their own.
+_FREE = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "bitcast_convert_type"})
+
+
+class Planned(Protocol):
+    """What ``build_report`` reads of a planned region."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def region(self) -> Region: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def build_report(
+    graph: Graph,
+    planned: Iterable[Planned],
+    rejected: Sequence[tuple[int, str]],
+    platform: str,
+    machine: str,
+    notes: Sequence[str] = (),
+) -> Report:
+    """Tell what was decided about ``graph``: ``rejected`` pairs an op's index with the reason it was left to XLA."""
+    planned = tuple(planned)
+    pipelined = sum(len(p.region.ops) for p in planned)
+    outside = sum(_op_bytes(graph, i) for i, _ in rejected)
+    return Report(
+        ops_total=pipelined + len(rejected),
+        ops_pipelined=pipelined,
+        regions=tuple(_region(graph, p) for p in planned),
+        rejected=_grouped(graph, rejected),
+        traffic_bulk_sync=outside + sum(p.plan.baseline_bytes for p in planned),
+        traffic_pipeline=outside + sum(p.plan.bytes_moved for p in planned),
+        platform=platform,
+        machine=machine,
+        notes=tuple(notes),
+    )
+
+
+def _region(graph: Graph, planned: Planned) -> RegionReport:
+    region, plan = planned.region, planned.plan
+    names = tuple(s.name for s in plan.stages)
+    return RegionReport(
+        name=planned.name,
+        ops=len(region.ops),
+        rows=region.space.rows,
+        tile_rows=plan.tile_rows,
+        tiles=plan.tiles,
+        arrangement=plan.arrangement,
+        stages=tuple(
+            StageReport(s.name, tuple(_label(graph, i) for i in s.ops), s.resource, s.workers, s.tile_seconds * 1e6)
+            for s in plan.stages
+        ),
+        queues=tuple(_queue(graph, region, plan, names, q) for q in plan.queues),
+        workers=sum(s.workers for s in plan.stages),
+        replicas=plan.replicas,
+        bytes_in=sum(_bytes(graph.values[v]) for v in region.inputs),
+        bytes_out=sum(_bytes(graph.values[v]) for v in region.outputs),
+        bytes_saved=plan.baseline_bytes - plan.bytes_moved,
+        seconds=plan.seconds,
+        baseline_seconds=plan.baseline_seconds,
+        bound=plan.bound,
+    )
+
+
+def _queue(graph: Graph, region: Region, plan: Plan, names: tuple[str, ...], queue: Queue) -> QueueReport:
+    value = graph.values[queue.value]
+    shape = (plan.tile_rows, *row_shape(value.shape, region.label_of().get(queue.value)))
+    return QueueReport(
+        value=f"{value.dtype}[{','.join(map(str, shape))}]",
+        producer=names[queue.producer],
+        consumers=tuple(names[c] for c in queue.consumers),
+        depth=queue.depth,
+        bytes=queue.depth * queue.entry_bytes,
+        place=queue.place,
+    )
+
+
+def _grouped(graph: Graph, rejected: Sequence[tuple[int, str]]) -> tuple[Rejected, ...]:
+    """Equal (operator, line, reason) become one entry with a count, in the order of their first appearance."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for i, reason in rejected:
+        key = (_label(graph, i), graph.ops[i].source, reason)
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(Rejected(op, source, reason, n) for (op, source, reason), n in counts.items())
+
+
+def _label(graph: Graph, i: int) -> str:
+    return graph.ops[i].label or graph.ops[i].kind
+
+
+def _op_bytes(graph: Graph, i: int) -> int:
+    op = graph.ops[i]
+    if op.kind in _FREE:
+        return 0
+    return sum(_bytes(graph.values[v]) for v in (*dict.fromkeys(op.inputs), *op.outputs))
+
+
+def _bytes(value: Value) -> int:
+    return 0 if value.literal is not None else math.prod(value.shape) * _itemsize(value.dtype)
+
+
+def _itemsize(dtype: str) -> int:
+    try:
+        return np.dtype(dtype).itemsize
+    except TypeError:  # not one of NumPy's own: bfloat16 and the 8-bit floats are named in ml_dtypes, PRNG keys nowhere
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, dtype, np.uint64)).itemsize

@@ -1,0 +1,53 @@
+"""A Report as one self-contained piece of HTML for notebooks: no script, no style sheet, every string escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from kitsune_jax.report.model import RegionReport, Report
+from kitsune_jax.report.units import byte_text, count_text, percent_text, plural, time_text
+
+
+def render_html(report: Report) -> str:
+    """The HTML behind ``Report._repr_html_``."""
+    covered = percent_text(report.ops_pipelined, report.ops_total)
+    head = (
+        f"<p><b>{count_text(report.ops_pipelined)} of {plural(report.ops_total, 'operator')} pipelined</b> ({covered}) in "
+        f"{plural(len(report.regions), 'region')}; planned for {escape(report.platform)}, {escape(report.machine)}<br>"
+        f"off-chip traffic (modelled): {byte_text(report.traffic_bulk_sync)} bulk-synchronous, "
+        f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved</p>"
+    )
+    parts = ["<div>", head, *(_region(region) for region in report.regions)]
+    if report.rejected:
+        parts.append(f"<p>left to XLA: {plural(sum(r.count for r in report.rejected), 'operator')}</p>")
+        parts.append(
+            _table(("line", "operator", "count", "reason"), [(r.source, r.op, str(r.count), r.reason) for r in report.rejected])
+        )
+    parts += [f"<p>note: {escape(note)}</p>" for note in report.notes]
+    return "\n".join([*parts, "</div>"])
+
+
+def _region(region: RegionReport) -> str:
+    head = (
+        f"<p><b>{escape(region.name)}</b>: {plural(region.ops, 'operator')}, {plural(region.rows, 'row')} in "
+        f"{plural(region.tiles, 'tile')} of {count_text(region.tile_rows)}; {escape(region.arrangement)} on "
+        f"{plural(region.workers, 'worker')} x {plural(region.replicas, 'replica')}; {time_text(region.seconds)} modelled, "
+        f"{time_text(region.baseline_seconds)} bulk-synchronous; bound by {escape(region.bound)}; "
+        f"saves {byte_text(region.bytes_saved)}</p>"
+    )
+    stages = _table(
+        ("stage", "unit", "workers", "us/tile", "operators"),
+        [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", ", ".join(s.ops)) for s in region.stages],
+    )
+    queues = [
+        (f"{q.producer} → {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues
+    ]
+    return head + stages + (_table(("queue", "entry", "depth", "bytes", "place"), queues) if queues else "")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag} style='text-align:left'>{escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"

@@ -1,0 +1,130 @@
+"""The Report as data.
+
+Comes in: nothing (this is data; ``report.build`` makes it). Goes out: frozen dataclasses of strings, numbers and tuples, so that a
+report can be compared, pickled, printed and written as JSON. All byte counts and times are the planner's model, not measurements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageReport:
+    """Operators that one group of workers runs on a tile; ``microseconds`` is the modelled time of one tile on one worker."""
+
+    name: str
+    ops: tuple[str, ...]
+    resource: str  # "tensor" (matrix products) or "simt" (everything else)
+    workers: int
+    microseconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueReport:
+    """One value on its way between stages. ``value`` is one entry of the ring, such as ``bfloat16[96,256]``; ``bytes`` the whole
+    ring.
+    """
+
+    value: str
+    producer: str
+    consumers: tuple[str, ...]
+    depth: int
+    bytes: int
+    place: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RegionReport:
+    """One pipelined subgraph.
+
+    ``rows`` is the extent of its stream space, cut into ``tiles`` of ``tile_rows``. ``bytes_in`` and ``bytes_out`` are its operands
+    and results, ``bytes_saved`` what it moves less than the same operators would bulk-synchronously. ``seconds`` and
+    ``baseline_seconds`` are modelled; ``bound`` is what limits the pipeline (a stage's name, ``dram`` or ``l2``).
+    """
+
+    name: str
+    ops: int
+    rows: int
+    tile_rows: int
+    tiles: int
+    arrangement: str  # "vertical": one group of workers runs the whole chain; "spatial": stages on different workers
+    stages: tuple[StageReport, ...]
+    queues: tuple[QueueReport, ...]
+    workers: int
+    replicas: int
+    bytes_in: int
+    bytes_out: int
+    bytes_saved: int
+    seconds: float
+    baseline_seconds: float
+    bound: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rejected:
+    """``count`` operators named ``op`` at the user's line ``source`` that were left to XLA, and why."""
+
+    op: str
+    source: str
+    reason: str
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What ``kj.explain(fn)(*args)`` found out about ``fn`` for ``platform``, without running it.
+
+    ``ops_total`` counts the function's operators after calls were inlined, ``ops_pipelined`` those inside a region;
+    ``traffic_bulk_sync`` and ``traffic_pipeline`` are the modelled off-chip bytes of the whole function without and with its
+    regions.
+
+    Example::
+
+        report = kj.explain(mlp)(params, x)
+        print(report)                      # regions, stages, queues, and the reason for every operator left out
+        assert report.coverage > 0.9
+        json.dumps(report.to_dict())
+    """
+
+    ops_total: int
+    ops_pipelined: int
+    regions: tuple[RegionReport, ...]
+    rejected: tuple[Rejected, ...]
+    traffic_bulk_sync: int
+    traffic_pipeline: int
+    platform: str
+    machine: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def coverage(self) -> float:
+        """Pipelined operators over all operators, 0 to 1 (0 for a function without operators)."""
+        return self.ops_pipelined / self.ops_total if self.ops_total else 0.0
+
+    @property
+    def bytes_saved(self) -> int:
+        """Modelled off-chip bytes that the pipelines do not move."""
+        return self.traffic_bulk_sync - self.traffic_pipeline
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-serialisable dictionaries and lists, ``coverage`` and ``bytes_saved`` included."""
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return {**plain, "coverage": self.coverage, "bytes_saved": self.bytes_saved}
+
+    def __str__(self) -> str:
+        from kitsune_jax.report.text import render_text
+
+        return render_text(self)
+
+    def _repr_html_(self) -> str:
+        from kitsune_jax.report.html import render_html
+
+        return render_html(self)
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
+    return [_plain(v) for v in x] if isinstance(x, (list, tuple)) else x

@@ -1,0 +1,107 @@
+"""A Report as text: at most ``WIDTH`` columns, no dependency, readable in ten seconds.
+
+Comes in: a ``Report``. Goes out: a string without a trailing newline. Long reasons and operator lists are wrapped, never cut,
+because the reason for a "no" is what the reader came for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Sequence
+
+from kitsune_jax.report.model import RegionReport, Rejected, Report
+from kitsune_jax.report.units import byte_text, count_text, percent_text, plural, time_text
+
+WIDTH = 120
+
+
+def render_text(report: Report) -> str:
+    """The text behind ``str(report)``."""
+    blocks = ["\n".join(_summary(report)), *("\n".join(_region(r)) for r in report.regions)]
+    if report.rejected:
+        blocks.append("\n".join(_rejected(report.rejected)))
+    if report.notes:
+        blocks.append("\n".join(line for note in report.notes for line in _wrap(note, "note: ", " " * 6)))
+    return "\n\n".join(blocks)
+
+
+def _summary(report: Report) -> list[str]:
+    planned = f"planned for {report.platform}, {report.machine}" if report.machine else f"planned for {report.platform}"
+    if not report.ops_total:
+        return _wrap(f"nothing to pipeline: the function has no operators ({planned})")
+    covered = percent_text(report.ops_pipelined, report.ops_total)
+    head = f"{count_text(report.ops_pipelined)} of {plural(report.ops_total, 'operator')} pipelined ({covered})"
+    lines = _wrap(f"{head} in {plural(len(report.regions), 'region')}; {planned}")
+    if report.regions:
+        lines += _wrap(
+            f"off-chip traffic (modelled): {byte_text(report.traffic_bulk_sync)} bulk-synchronous -> "
+            f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved "
+            f"({percent_text(report.bytes_saved, report.traffic_bulk_sync)})"
+        )
+    else:
+        lines.append("nothing is pipelined: the function runs as plain JAX")
+    return lines
+
+
+def _region(region: RegionReport) -> list[str]:
+    lines = _wrap(
+        f"{region.name}: {plural(region.ops, 'operator')} over {plural(region.rows, 'row')}, "
+        f"{plural(region.tiles, 'tile')} of {plural(region.tile_rows, 'row')}"
+    )
+    replicas = f", {plural(region.replicas, 'replica')}" if region.replicas > 1 else ""
+    gain = f" ({region.baseline_seconds / region.seconds:.2f}x)" if region.seconds > 0 else ""
+    lines += _wrap(
+        f"{region.arrangement} on {plural(region.workers, 'worker')}{replicas}; "
+        f"{time_text(region.seconds)} modelled, {time_text(region.baseline_seconds)} bulk-synchronous{gain}; bound by {region.bound}",
+        "  ",
+    )
+    lines += _wrap(
+        f"reads {byte_text(region.bytes_in)}, writes {byte_text(region.bytes_out)}, saves {byte_text(region.bytes_saved)}", "  "
+    )
+    stages = [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", _run_lengths(s.ops)) for s in region.stages]
+    lines += _table(("stage", "unit", "workers", "us/tile", "operators"), stages, right=(2, 3))
+    if region.queues:
+        queues = [
+            (f"{q.producer} -> {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues
+        ]
+        lines += _table(("queue", "entry", "depth", "bytes", "place"), queues, right=(2, 3))
+    return lines
+
+
+def _rejected(rejected: Sequence[Rejected]) -> list[str]:
+    lines = [f"left to XLA: {plural(sum(r.count for r in rejected), 'operator')}"]
+    rows = [(r.source or "(no source line)", r.op + (f" x{r.count}" if r.count > 1 else ""), r.reason) for r in rejected]
+    return lines + _table(("line", "operator", "reason"), rows)
+
+
+def _run_lengths(ops: Sequence[str]) -> str:
+    """``("dot", "add", "add")`` -> ``dot, add x2``."""
+    runs = ((name, len(list(group))) for name, group in itertools.groupby(ops))
+    return ", ".join(name if n == 1 else f"{name} x{n}" for name, n in runs)
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+    """Aligned columns, indented by two; the last one takes what is left of ``WIDTH``; a cell wider than its column wraps."""
+    natural = [max(len(row[i]) for row in (head, *rows)) + 2 * (i == 0) for i in range(len(head))]
+    room = WIDTH - 2 * (len(head) - 1)
+    last = min(natural[-1], max(24, room // 3))  # what the last column is left with at least
+    widths = natural[:-1]
+    while sum(widths) > room - last:
+        widths[widths.index(max(widths))] -= 1
+    widths.append(room - sum(widths))
+    lines = []
+    for row in (head, *rows):
+        indents = itertools.chain(["  "], itertools.repeat(""))
+        cells = [
+            textwrap.wrap(cell.strip(), width, initial_indent=indent, subsequent_indent=2 * indent) or [""]
+            for cell, width, indent in zip(row, widths, indents, strict=False)
+        ]
+        for parts in itertools.zip_longest(*cells, fillvalue=""):
+            padded = (p.rjust(w) if i in right else p.ljust(w) for i, (p, w) in enumerate(zip(parts, widths, strict=True)))
+            lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=first + "  " if rest is None else rest)

@@ -1,0 +1,219 @@
+"""Tile program -> CPU program.
+
+Comes in: a ``TileProgram``. Goes out: the ``bytecode.Program`` that computes the same, stage by stage: pointwise instructions in
+groups (``pointwise``), matrix products with their epilogues (``matmul``), reductions, scans, concatenations and pads here. Raises
+``CannotLower`` for what ``support.supports`` refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from kitsune_jax.program.ir import Instr, StageProgram, TileProgram, TileType
+from kitsune_jax.targets.cpu import buffers, bytecode, matmul, pointwise, views
+from kitsune_jax.targets.cpu.bytecode import CUMULATIVE, DTYPE_CODE, DTYPES, REDUCTIONS, Accumulate, Operand, Prep, Reduce, Scan, Scatter
+from kitsune_jax.targets.cpu.errors import CannotLower
+from kitsune_jax.targets.cpu.stage import Stage
+from kitsune_jax.targets.cpu.vectors import VectorBuilder
+from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
+
+REDUCE_HOW = {f"reduce_{how}": how for how in REDUCTIONS if not how.startswith("arg")} | {"argmax": "argmax", "argmin": "argmin"}
+SCAN_HOW = {f"cum{how}": how for how in CUMULATIVE}
+
+
+def lower(program: TileProgram, name: str) -> bytecode.Program:
+    """The CPU program of ``program``, called ``name``. Raises ``CannotLower`` where an instruction has no code.
+
+    Example::
+
+        words = bytecode.encode(lower(program, "mlp"))
+    """
+    preps: list[Prep] = []
+    stages = tuple(_stage(program, stage, preps) for stage in program.stages)
+    return bytecode.Program(
+        name=name,
+        axes=program.axes,
+        tile_rows=program.tile_rows,
+        inputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
+        outputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
+        preps=tuple(preps),
+        sinks=tuple(bytecode.Sink(REDUCTIONS.index(s.how), DTYPE_CODE[s.dtype], math.prod(s.shape), s.array) for s in program.sinks),
+        queues=tuple(bytecode.Ring(q.producer, q.consumers, q.depth, entry_bytes(q.tile, program.tile_rows)) for q in program.queues),
+        stages=stages,
+    )
+
+
+def entry_bytes(tile: TileType, tile_rows: int) -> int:
+    """Bytes of a queue slot: ``tile_rows`` rows at their pitch, up to a cache line."""
+    size = tile_rows * views.row_pitch(tile.shape, tile.dtype) * ITEM_SIZE[tile.dtype]
+    return -(-size // buffers.ALIGNMENT) * buffers.ALIGNMENT
+
+
+def _stage(program: TileProgram, body: StageProgram, preps: list[Prep]) -> bytecode.Stage:
+    stage = Stage(program, body, preps)
+    epilogues = {i: matmul.match_epilogue(stage, i) for i, instr in enumerate(body.body) if instr.kind == "matmul"}
+    absorbed = {j for e in epilogues.values() for j in e.absorbed}
+    for item in pointwise.schedule(stage, absorbed, {i: e.result for i, e in epilogues.items()}):
+        if item.loop is not None:
+            pointwise.emit_group(stage, item.ops, item.loop)
+            continue
+        (i,) = item.ops
+        if i in epilogues:
+            matmul.emit_matmul(stage, i, epilogues[i])
+        else:
+            _handler(stage.body[i].kind)(stage, i, stage.body[i])
+    code, scratch_bytes = buffers.place(stage.code, stage.buffer_bytes)
+    return bytecode.Stage(body.name, body.phase, scratch_bytes, code)
+
+
+Handler = Callable[[Stage, int, Instr], None]
+
+
+def _handler(kind: str) -> Handler:
+    if kind in REDUCE_HOW:
+        return _reduce
+    if kind in SCAN_HOW:
+        return _scan
+    if kind not in _HANDLERS:
+        raise CannotLower(f"{kind} has no code on the CPU")
+    return _HANDLERS[kind]
+
+
+def _store(stage: Stage, i: int, instr: Instr) -> None:
+    if (i, 0) in stage.satisfied:
+        return
+    (x,) = instr.inputs
+    array = stage.output(instr["array"])
+    if array.view is not None:
+        stage.write(x, array.view)
+        return
+    tile = stage.view(x)
+    if tile.ref.dtype != array.ref.dtype:
+        tile = stage.scratch(array.shape, DTYPES[array.ref.dtype])
+        stage.write(x, tile)
+    stage.code.append(Scatter(array.ref, array.axis_strides, array.shape, array.strides, tile.operand()))
+
+
+def _push(stage: Stage, i: int, instr: Instr) -> None:
+    if (i, 0) not in stage.satisfied:
+        stage.write(instr.inputs[0], stage.queue(instr["queue"]))
+
+
+def _concatenate(stage: Stage, i: int, instr: Instr) -> None:
+    for p, v in enumerate(instr.inputs):
+        if (i, p) not in stage.satisfied:
+            stage.write(v, stage.piece(instr, p))
+
+
+def _pad(stage: Stage, i: int, instr: Instr) -> None:
+    x, fill = instr.inputs
+    low, high, interior = (instr[name][1:] for name in ("low", "high", "interior"))
+    whole = stage.place(stage.root(instr.outputs[0]))
+    whole = _shaped(whole, stage.type(instr.outputs[0]).shape)
+    builder = VectorBuilder(views.squeezed(whole.shape))
+    builder.store(whole, stage.read(builder, fill, whole.shape))
+    stage.code.append(builder.finish())
+    start, limit, step, first, last = [], [], [], [], []
+    for n, m, lo, hi, gap in zip(stage.type(x).shape, whole.shape, low, high, interior, strict=True):
+        every = gap + 1
+        # Negative padding cuts: elements of x whose place falls outside the result are left out.
+        begin = max(0, -(lo // every)) if lo < 0 else 0
+        end = min(n, (m - 1 - lo) // every + 1)
+        start.append(begin)
+        limit.append(max(begin, end))
+        first.append(lo + begin * every)
+        last.append(lo + (max(begin, end) - 1) * every + 1)
+        step.append(every)
+    if any(a >= b for a, b in zip(start, limit, strict=True)):
+        return
+    ones = (1,) * len(start)
+    stage.copy(views.cut(stage.view(x), start, limit, ones), views.cut(whole, first, last, step))
+
+
+def _shaped(view: View, shape: tuple[int, ...]) -> View:
+    same = views.reshape(view, shape)
+    assert same is not None
+    return same
+
+
+def _reduce(stage: Stage, i: int, instr: Instr) -> None:
+    how = REDUCE_HOW[instr.kind]
+    axes = {a - 1 for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}
+    x = stage.view(instr.inputs[0])
+    out = _shaped(stage.place(stage.root(instr.outputs[0])), stage.type(instr.outputs[0]).shape)
+    kept = [d for d in range(len(x.shape)) if d not in axes]
+    in_order = sorted(axes) if how.startswith("arg") else sorted(axes, key=lambda d: -abs(x.strides[d]))
+    kept_x = [(x.shape[d], x.strides[d], s) for d, s in zip(kept, out.strides, strict=True)]
+    reduced_x = [(x.shape[d], x.strides[d], 0) for d in in_order]
+    k, r = _loops(kept_x), _loops(reduced_x) or [(1, 0, 0)]
+    stage.code.append(
+        Reduce(
+            REDUCTIONS.index(how),
+            tuple(n for n, _, _ in k),
+            tuple(n for n, _, _ in r),
+            Operand(x.ref, x.row_stride, tuple(s for _, s, _ in (*k, *r))),
+            Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
+        )
+    )
+
+
+def _loops(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """(extent, stride, stride) per loop: extents of 1 dropped, neighbours that one loop can walk for both strides merged."""
+    out: list[tuple[int, int, int]] = []
+    for n, s, t in dims:
+        if n == 1:
+            continue
+        if out and out[-1][1] == s * n and out[-1][2] == t * n:
+            out[-1] = (out[-1][0] * n, s, t)
+        else:
+            out.append((n, s, t))
+    return out
+
+
+def _scan(stage: Stage, i: int, instr: Instr) -> None:
+    x = stage.view(instr.inputs[0])
+    out = _shaped(stage.place(stage.root(instr.outputs[0])), x.shape)
+    axis = instr["axis"] - 1
+    k = _loops([(x.shape[d], x.strides[d], out.strides[d]) for d in range(len(x.shape)) if d != axis])
+    k.append((x.shape[axis], x.strides[axis], out.strides[axis]))
+    stage.code.append(
+        Scan(
+            CUMULATIVE.index(SCAN_HOW[instr.kind]),
+            int(instr["reverse"]),
+            tuple(n for n, _, _ in k),
+            Operand(x.ref, x.row_stride, tuple(s for _, s, _ in k)),
+            Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
+        )
+    )
+
+
+def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
+    (v,) = instr.inputs
+    sink = stage.program.sinks[instr["sink"]]
+    x = stage.view(v)
+    if x.dtype != sink.dtype:
+        x = stage.scratch(stage.type(v).shape, sink.dtype)
+        stage.write(v, x)
+    axes = {a - 1 for a in instr["axes"]} - {-1}
+    left = [d for d in range(len(x.shape)) if d not in axes]
+    dense = views.dense_strides([x.shape[d] for d in left])  # of the accumulator
+    kept = _loops([(x.shape[d], x.strides[d], t) for d, t in zip(left, dense, strict=True)])
+    reduced = _loops([(x.shape[d], x.strides[d], 0) for d in sorted(axes, key=lambda d: -abs(x.strides[d]))])
+    stage.code.append(
+        Accumulate(
+            instr["sink"],
+            tuple(n for n, _, _ in kept),
+            tuple(n for n, _, _ in reduced),
+            Operand(x.ref, x.row_stride, tuple(s for _, s, _ in (*kept, *reduced))),
+        )
+    )
+
+
+_HANDLERS: dict[str, Handler] = {
+    "store": _store,
+    "push": _push,
+    "concatenate": _concatenate,
+    "pad": _pad,
+    "sink": _accumulate,
+}

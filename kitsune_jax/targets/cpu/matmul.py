@@ -1,0 +1,241 @@
+"""Matrix products: a tile times a stationary operand, with bias, relu and conversion folded in where they follow.
+
+Comes in: a ``matmul`` instruction of a stage. Goes out: one ``Matmul``, its ``Prep``s, and a copy of x first where x does not lie as
+rows of contiguous K elements a uniform distance apart. The order of the contracted, free and batch dimensions is ours to choose:
+the stationary operand is packed to suit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from kitsune_jax.program.ir import Instr
+from kitsune_jax.targets.cpu import views
+from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DENSE, DTYPE_CODE, IN, WEIGHT, Matmul, Operand, Prep
+from kitsune_jax.targets.cpu.errors import CannotLower
+from kitsune_jax.targets.cpu.stage import VIEW_KINDS, Stage
+from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
+
+MATMUL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What a matmul does to its result: ``result`` is the value it ends up making, ``absorbed`` the instructions this replaces."""
+
+    result: int
+    bias: int | None
+    activation: str
+    absorbed: tuple[int, ...]
+
+
+def match_epilogue(stage: Stage, i: int) -> Epilogue:
+    """The longest chain ``[convert] add(bias) [convert] max(0) [convert]`` after matmul ``i`` whose links nothing else reads."""
+    (out,) = stage.body[i].outputs
+    dims = _Dims.of(stage, stage.body[i])
+    current, bias, activation, absorbed, rounded = out, None, "none", [], False
+    while len(uses := stage.uses.get(stage.root(current), [])) == 1:
+        j, p = uses[0]
+        instr = stage.body[j]
+        if not instr.outputs or views.squeezed(stage.type(instr.outputs[0]).shape) != views.squeezed(stage.type(out).shape):
+            break
+        other = instr.inputs[1 - p] if instr.kind in ("add", "max") else -1
+        if instr.kind == "convert_element_type":
+            x, y = stage.type(instr.inputs[0]).dtype, stage.type(instr.outputs[0]).dtype
+            if "float64" in (x, y) or y not in MATMUL_DTYPES or (rounded and ITEM_SIZE[y] > ITEM_SIZE[x]):
+                break
+            rounded = rounded or ITEM_SIZE[y] < ITEM_SIZE[x]
+        elif instr.kind == "add" and bias is None and activation == "none" and _bias(stage, other, dims) is not None:
+            bias = other
+        elif instr.kind == "max" and activation == "none" and _is_zero(stage, other):
+            activation = "relu"
+        else:
+            break
+        absorbed.append(j)
+        (current,) = instr.outputs
+    return Epilogue(current, bias, activation, tuple(absorbed))
+
+
+def emit_matmul(stage: Stage, i: int, epilogue: Epilogue) -> None:
+    instr = stage.body[i]
+    dims = _Dims.of(stage, instr)
+    x, w = instr.inputs
+    weight = stage.view(w)
+    lies = stage.view(x)
+    order = dims.ordered_by(lies)
+    rows = _rows(lies, order.free, order.batch, order.contract)
+    if rows is None:
+        lies, order = _copied(stage, x, dims)
+        rows = _rows(lies, order.free, order.batch, order.contract)
+        assert rows is not None
+    free, batch = [dims.out_of_x[d] for d in order.free], [dims.out_of_x[d] for d in order.batch]
+    shape = dims.out_shape
+
+    def panel(view: View) -> tuple[View, list[int], tuple[int, int] | None]:
+        same = views.reshape(view, shape)
+        assert same is not None
+        columns = sorted(dims.out_of_w.values(), key=lambda d: -same.strides[d])
+        return same, columns, _rows(same, free, batch, columns)
+
+    def layout() -> View:
+        sequence = [*free, *batch, *dims.out_of_w.values()]
+        own = stage.scratch(tuple(shape[d] for d in sequence), stage.type(epilogue.result).dtype)
+        back = views.transpose(own, [sequence.index(d) for d in range(len(shape))])
+        found = views.reshape(back, stage.type(epilogue.result).shape)
+        assert found is not None
+        return found
+
+    target = stage.place(stage.root(epilogue.result), lambda v: panel(_like(stage, v, epilogue.result))[2] is not None, layout)
+    out, columns, lines = panel(_like(stage, target, epilogue.result))
+    assert lines is not None
+    w_of_out = {d: k for k, d in dims.out_of_w.items()}
+    prep = _weight(weight, [dims.w_batch[b] for b in order.batch], [dims.w_contract[k] for k in order.contract],
+                   [w_of_out[d] for d in columns])  # fmt: skip
+    stage.code.append(
+        Matmul(
+            x=Operand(lies.ref, rows[0], (rows[1],)),
+            row_multiple=math.prod(shape[d] for d in free),
+            batch=math.prod(shape[d] for d in batch),
+            weight=stage.prep(prep),
+            bias=-1 if epilogue.bias is None else stage.prep(_dense(stage, epilogue.bias, dims, columns)),
+            activation=ACTIVATIONS.index(epilogue.activation),
+            out=Operand(out.ref, lines[0], (lines[1],)),
+        )
+    )
+
+
+def _like(stage: Stage, view: View, v: int) -> View:
+    same = views.reshape(view, stage.type(v).shape)
+    assert same is not None
+    return same
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """Row dimensions of x, each list in the order in which memory is walked."""
+
+    free: list[int]
+    batch: list[int]
+    contract: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dims:
+    """Who is who: row dimensions of x (0-based, the row left out), dimensions of w, row dimensions of the result."""
+
+    free: tuple[int, ...]
+    w_batch: dict[int, int]  # row dimension of x -> dimension of w
+    w_contract: dict[int, int]
+    out_of_x: dict[int, int]  # free and batch dimensions of x -> row dimension of the result
+    out_of_w: dict[int, int]  # free dimension of w -> row dimension of the result, ascending in the result
+    out_shape: tuple[int, ...]
+
+    @staticmethod
+    def of(stage: Stage, instr: Instr) -> _Dims:
+        x, w = (stage.type(v) for v in instr.inputs)
+        if not x.tile or w.tile:
+            raise CannotLower("a matrix product of two streamed values")
+        if 0 in (*instr["x_contract"], *instr["x_batch"]):
+            raise CannotLower("a matrix product that contracts or batches over the rows of a tile")
+        x_contract, x_batch = ([d - 1 for d in instr[name]] for name in ("x_contract", "x_batch"))
+        w_contract, w_batch = list(instr["w_contract"]), list(instr["w_batch"])
+        free = tuple(d for d in range(len(x.shape)) if d not in x_contract and d not in x_batch)
+        columns = [d for d in range(len(w.shape)) if d not in w_contract and d not in w_batch]
+        falls_out = [*(("x", d) for d in x_batch), ("x", -1), *(("x", d) for d in free), *(("w", d) for d in columns)]
+        names = [falls_out[p] for p in instr["out_perm"]]
+        if names[0] != ("x", -1):
+            raise CannotLower("a matrix product whose result does not have its rows first")
+        place = {name: k - 1 for k, name in enumerate(names)}
+        return _Dims(
+            free,
+            dict(zip(x_batch, w_batch, strict=True)),
+            dict(zip(x_contract, w_contract, strict=True)),
+            {d: place["x", d] for d in (*free, *x_batch)},
+            dict(sorted(((d, place["w", d]) for d in columns), key=lambda pair: pair[1])),
+            stage.type(instr.outputs[0]).shape,
+        )
+
+    def ordered_by(self, x: View) -> _Order:
+        def falling(dims: Sequence[int]) -> list[int]:
+            return sorted(dims, key=lambda d: -x.strides[d])
+
+        return _Order(falling(self.free), falling(tuple(self.w_batch)), falling(tuple(self.w_contract)))
+
+
+def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> tuple[int, int] | None:
+    """(distance of consecutive rows, batch stride) of ``view`` as matrices with contiguous ``inner`` elements; None if it is not that."""
+
+    def pairs(dims: Sequence[int]) -> list[tuple[int, int]]:
+        return [(view.shape[d], view.strides[d]) for d in dims]
+
+    element, step, batch_step = views.chain(pairs(inner)), views.chain(pairs(free)), views.chain(pairs(batch))
+    size = math.prod(view.shape[d] for d in free)
+    if element is None or step is None or batch_step is None:
+        return None
+    if element != 1 and any(view.shape[d] != 1 for d in inner):
+        return None
+    if size == 1:
+        return view.row_stride, batch_step
+    return (step, batch_step) if step * size == view.row_stride else None
+
+
+def _copied(stage: Stage, x: int, dims: _Dims) -> tuple[View, _Order]:
+    """A copy of x in scratch, laid out for the kernel."""
+    order = _Order(list(dims.free), list(dims.w_batch), list(dims.w_contract))
+    sequence = [*order.free, *order.batch, *order.contract]
+    t = stage.type(x)
+    own = stage.scratch(tuple(t.shape[d] for d in sequence), t.dtype)
+    target = views.transpose(own, [sequence.index(d) for d in range(len(sequence))])
+    stage.write(x, target)
+    return target, order
+
+
+def _weight(w: View, batch: Sequence[int], contract: Sequence[int], columns: Sequence[int]) -> Prep:
+    def part(dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(w.shape[d] for d in dims), tuple(w.strides[d] for d in dims)
+
+    one = ((1,), (0,))
+    (b, bs), (k, ks), (n, ns) = part(batch), part(contract) if contract else one, part(columns) if columns else one
+    return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns)
+
+
+def _is_zero(stage: Stage, v: int) -> bool:
+    leaf = stage.leaf(v)
+    return leaf is not None and leaf.const is not None and leaf.const == 0
+
+
+def _bias(stage: Stage, v: int, dims: _Dims) -> View | None:
+    """``v`` as an addend of the result's shape, if it is a stationary array that varies along the columns only."""
+    narrow = stage.widened(v)
+    v = v if narrow is None else narrow
+    base = stage.root(v)
+    while (instr := stage.define.get(base)) is not None and instr.kind in VIEW_KINDS:
+        if instr.kind == "reshape" and stage.type(base).tile:
+            return None
+        base = stage.root(instr.inputs[0])
+    if instr is None or instr.kind != "load" or stage.type(base).tile or stage.type(v).dtype not in MATMUL_DTYPES:
+        return None
+    t = stage.type(v)
+    squeezed = views.squeezed(t.shape)
+    source = stage.view(v)
+    if t.tile and squeezed == views.squeezed(dims.out_shape):
+        view = views.reshape(source, dims.out_shape)
+    elif len(t.shape) in (0, len(dims.out_shape) + (not t.tile)) and (t.tile or not t.shape or t.shape[0] == 1):
+        view = views.aligned(source, t.tile, dims.out_shape)
+    else:
+        return None
+    if view is None or view.ref.space != IN:
+        return None
+    columns = set(dims.out_of_w.values())
+    fixed = all(s == 0 or n == 1 for d, (n, s) in enumerate(zip(view.shape, view.strides, strict=True)) if d not in columns)
+    return view if fixed and view.row_stride == 0 else None
+
+
+def _dense(stage: Stage, v: int, dims: _Dims, columns: Sequence[int]) -> Prep:
+    view = _bias(stage, v, dims)
+    assert view is not None
+    wide = "float64" if view.dtype == "float64" else "float32"
+    extents, strides = tuple(view.shape[d] for d in columns), tuple(view.strides[d] for d in columns)
+    return Prep(DENSE, view.ref, DTYPE_CODE[wide], (), (), (), (), extents or (1,), strides or (0,))

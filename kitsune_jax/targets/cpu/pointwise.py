@@ -1,0 +1,126 @@
+"""Scheduling a stage: pointwise instructions gathered into groups, each of which becomes one ``Vector``.
+
+Comes in: a ``Stage``. Goes out: its instructions as a list of items in an order that computes everything before it is read. An
+instruction joins a group of the same loop (its row shape without dimensions of extent 1) when all that it reads is there by then, so that
+a value used only inside its group never leaves a register.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from kitsune_jax.targets.cpu import micro, views
+from kitsune_jax.targets.cpu.micro import is_pointwise
+from kitsune_jax.targets.cpu.stage import VIEW_KINDS, Stage
+from kitsune_jax.targets.cpu.vectors import TooManyRegisters, VectorBuilder, compute_type
+
+_NO_ITEM = frozenset({"load", "literal", "pop", "row_index", "iota"})
+
+
+@dataclasses.dataclass
+class Item:
+    """A group of pointwise instructions over ``loop``, or (``loop`` None) one other instruction."""
+
+    loop: tuple[int, ...] | None
+    ops: list[int]
+    touches: set[int] = dataclasses.field(default_factory=set)  # values (roots) that a group reads or makes
+
+
+def schedule(stage: Stage, absorbed: Collection[int], results: dict[int, int]) -> list[Item]:
+    """Items of ``stage`` in order. ``absorbed`` instructions belong to a matmul; ``results[i]`` is what matmul ``i`` then makes."""
+    items: list[Item] = []
+    at: dict[int, int] = {}  # root -> item that makes it (absent: there from the beginning)
+    direct: set[int] = set()  # roots that their group still holds in a register
+    for i, instr in enumerate(stage.body):
+        if instr.kind in _NO_ITEM or i in absorbed:
+            continue
+        inputs = {stage.root(v) for v in instr.inputs}
+        ready = max((at[r] for r in inputs if r in at), default=-1)
+        out = stage.root(instr.outputs[0]) if instr.outputs else -1
+        if out in stage.leaves or (instr.outputs and out != instr.outputs[0]):
+            continue
+        if instr.kind in VIEW_KINDS or (is_pointwise(instr.kind) and stage.widened(out) is not None):
+            at[out] = ready
+        elif is_pointwise(instr.kind):
+            at[out] = _join(stage, items, i, inputs, at, direct)
+            direct.add(out)
+        else:
+            items.append(Item(None, [i]))
+            at[stage.root(results[i]) if i in results else out] = len(items) - 1
+    _sink(stage, items, at, direct)
+    return [item for item in items if item.ops]
+
+
+def _join(stage: Stage, items: list[Item], i: int, inputs: set[int], at: dict[int, int], direct: set[int]) -> int:
+    """Put pointwise instruction ``i`` into a group; returns its number."""
+    out = stage.body[i].outputs[0]
+    loop = views.squeezed(stage.type(out).shape)
+    first = 0
+    for r in inputs:
+        if r in at:
+            held = r in direct and views.squeezed(stage.type(r).shape) == loop
+            first = max(first, at[r] if held else at[r] + 1)
+    fitting = [k for k in range(first, len(items)) if items[k].loop == loop]
+    if not fitting:
+        items.append(Item(loop, []))
+        fitting = [len(items) - 1]
+    near = [k for k in fitting if items[k].touches & inputs]
+    chosen = (near or fitting)[-1]
+    items[chosen].ops.append(i)
+    items[chosen].touches |= inputs | {out}
+    return chosen
+
+
+def _sink(stage: Stage, items: list[Item], at: dict[int, int], direct: set[int]) -> None:
+    """Move an instruction down to the one later group that reads it, where all that it reads itself lies in memory anyway."""
+    group_of = {i: k for k, item in enumerate(items) for i in item.ops if item.loop is not None}
+    for i in sorted(group_of, reverse=True):
+        k, instr = group_of[i], stage.body[i]
+        users = {group_of.get(j, -1) for j, _ in stage.uses.get(instr.outputs[0], ())}
+        if len(users) != 1 or any(stage.root(v) in direct and at[stage.root(v)] == k for v in instr.inputs):
+            continue
+        (target,) = users
+        if target > k and items[target].loop == items[k].loop:
+            items[k].ops.remove(i)
+            items[target].ops.append(i)
+            items[target].ops.sort()
+            group_of[i] = at[instr.outputs[0]] = target
+
+
+def emit_group(stage: Stage, ops: list[int], loop: tuple[int, ...]) -> None:
+    """Append the ``Vector`` of a group to the stage; two or more where the registers do not suffice for one."""
+    saved = len(stage.code), dict(stage.views), set(stage.satisfied), len(stage.buffer_bytes)
+    try:
+        _emit(stage, ops, loop)
+    except TooManyRegisters:
+        del stage.code[saved[0] :]
+        del stage.buffer_bytes[saved[3] :]
+        stage.views, stage.satisfied = saved[1], saved[2]
+        half = len(ops) // 2
+        emit_group(stage, ops[:half], loop)
+        emit_group(stage, ops[half:], loop)
+
+
+def _emit(stage: Stage, ops: list[int], loop: tuple[int, ...]) -> None:
+    builder, registers, inside = VectorBuilder(loop), dict[int, int](), set(ops)
+    stored = False
+    for i in ops:
+        instr = stage.body[i]
+        out = instr.outputs[0]
+        shape = stage.type(out).shape
+        args = []
+        for v in instr.inputs:
+            held = registers.get(stage.root(v))
+            whole = views.squeezed(stage.type(v).shape) == loop
+            args.append(held if held is not None and whole else stage.read(builder, v, shape))
+        dtypes = [stage.type(v).dtype for v in instr.inputs]
+        dtype = stage.type(out).dtype
+        rounds = any(j in inside for j, _ in stage.uses.get(out, ()))
+        registers[out] = micro.emit(builder, instr, args, dtypes, dtype, rounds)
+        for place in stage.places(out, inside):
+            value = builder.convert(registers[out], compute_type(dtype), compute_type(place.dtype))
+            builder.store(place, value)
+            stored = True
+    if stored:
+        stage.code.append(builder.finish())

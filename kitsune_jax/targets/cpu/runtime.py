@@ -1,0 +1,85 @@
+"""The CPU extension as seen from Python: whether it is there, and its registration with XLA.
+
+Comes in: nothing. Goes out: ``available()``, ``register()`` and the name of the FFI target. Invariant: importing this module and calling
+any of its functions never fails because of a missing or mismatched extension; that is said once, as a warning, and plain JAX runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from typing import Any
+
+import jax
+
+from kitsune_jax.targets.cpu import bytecode
+
+TARGET_NAME = "kitsune_cpu"
+
+_lock = threading.Lock()
+_state: tuple[Any, str] | None = None  # (extension or None, why not)
+_registered = False
+
+
+def _load() -> tuple[Any, str]:
+    """The extension module and "", or None and the reason; looked for, and warned about, once."""
+    global _state
+    if _state is not None:
+        return _state
+    with _lock:
+        if _state is None:
+            _state = _find()
+            if _state[0] is None:
+                advice = "pip install --force-reinstall --no-deps --no-cache-dir kitsune_jax"
+                warnings.warn(
+                    f"kitsune_jax runs without its CPU pipelines: {_state[1]}. Functions run as plain JAX. To repair it: {advice}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        return _state
+
+
+def _find() -> tuple[Any, str]:
+    try:
+        extension = importlib.import_module("kitsune_jax._cpu")
+        version = extension.format_version()
+    except Exception as error:  # a half-built extension can fail in any way, and none may reach the user's program
+        return None, f"the extension kitsune_jax._cpu cannot be imported ({error})"
+    if version != bytecode.VERSION:
+        return None, f"the extension reads program format {version}, this package writes {bytecode.VERSION}: they are of different builds"
+    return extension, ""
+
+
+def available() -> bool:
+    """Whether CPU programs can run here. The first call warns (RuntimeWarning) if they cannot."""
+    return _load()[0] is not None
+
+
+def why_not() -> str:
+    """Why ``available()`` is False, as a clause; "" when it is True."""
+    return _load()[1]
+
+
+def register() -> bool:
+    """Registers the FFI target ``kitsune_cpu`` for the CPU, once; safe from any thread. Returns ``available()``.
+
+    >>> from kitsune_jax.targets.cpu import runtime
+    >>> runtime.register() == runtime.available()
+    True
+    """
+    global _registered
+    extension = _load()[0]
+    if extension is None:
+        return False
+    with _lock:
+        if not _registered:
+            jax.ffi.register_ffi_target(TARGET_NAME, extension.handlers(), platform="cpu")
+            _registered = True
+    return True
+
+
+def calls() -> int:
+    """Custom calls executed so far in this process; 0 without the extension."""
+    extension = _load()[0]
+    return 0 if extension is None else int(extension.calls())

@@ -1,0 +1,336 @@
+"""One stage under construction: where every value of its body lives, and the instructions so far.
+
+Comes in: a ``StageProgram``. The lowering (``lower``), the pointwise groups (``pointwise``) and the matrix products (``matmul``) read
+values with ``view`` and ask ``place``/``places`` where a result should go: straight into an output array, a queue slot or a piece of a
+concatenation where one wants it, else into scratch. Invariant: memory is written once per tile, before it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from kitsune_jax.graph import Scalar
+from kitsune_jax.program.ir import ArrayType, Instr, StageProgram, TileProgram, TileType
+from kitsune_jax.targets.cpu import views
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, IN, OUT, QUEUE, Gather, Instruction, Prep, Ref
+from kitsune_jax.targets.cpu.errors import CannotLower
+from kitsune_jax.targets.cpu.micro import is_pointwise
+from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
+from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
+
+VIEW_KINDS = frozenset({"broadcast_in_dim", "reshape", "transpose", "rev", "slice"})
+Use = tuple[int, int]  # (instruction of the body, operand number)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value that any group makes for itself. ``const``: the constant; else ``axes``: row index over these stream axes; else iota."""
+
+    const: Scalar | None = None
+    axes: tuple[int, ...] | None = None
+    iota: int | None = None  # row-shape dimension
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Border:
+    """An array of the program's border as memory: ``view`` where its address is linear in the row, else None."""
+
+    ref: Ref
+    axis_strides: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    view: View | None
+
+
+def border(array: ArrayType, space: int, number: int, axes: tuple[int, ...]) -> Border:
+    ref = Ref(space, number, 0, DTYPE_CODE[array.dtype])
+    dense = views.dense_strides(array.shape)
+    if not array.streamed:
+        return Border(ref, (), array.shape, dense, View(ref, 0, array.shape, dense))
+    shape, strides = tuple(array.shape[d] for d in array.dims), tuple(dense[d] for d in array.dims)
+    row = views.row_stride_of(axes, array.row_strides)
+    return Border(ref, array.row_strides, shape, strides, None if row is None else View(ref, row, shape, strides))
+
+
+class Stage:
+    def __init__(self, program: TileProgram, stage: StageProgram, preps: list[Prep]):
+        self.program, self.body, self.preps = program, stage.body, preps
+        self.code: list[Instruction] = []
+        self.buffer_bytes: list[int] = []
+        self.views: dict[int, View] = {}
+        self.define: dict[int, Instr] = {}
+        self.leaves: dict[int, Leaf] = {v: Leaf(const=c) for v, c in program.literals}
+        self.satisfied: set[Use] = set()
+        self._alias: dict[int, int] = {}
+        self.uses: dict[int, list[Use]] = {}
+        for i, instr in enumerate(self.body):
+            self._register(i, instr)
+
+    def _register(self, i: int, instr: Instr) -> None:
+        for v in instr.outputs:
+            self.define[v] = instr
+        if instr.kind == "literal":
+            self.leaves[instr.outputs[0]] = Leaf(const=instr["value"])
+        elif instr.kind == "row_index":
+            self.leaves[instr.outputs[0]] = Leaf(axes=tuple(instr["axes"]))
+        elif instr.kind == "iota":
+            self.leaves[instr.outputs[0]] = Leaf(iota=instr["dimension"] - 1)
+        elif self._is_alias(instr):
+            self._alias[instr.outputs[0]] = self.root(instr.inputs[0])
+        else:
+            leaf = self.leaves.get(self.root(instr.inputs[0])) if instr.kind in VIEW_KINDS else None
+            if leaf is not None and leaf.iota is None:  # constants and row indices look the same under every view
+                self.leaves[instr.outputs[0]] = leaf
+                return
+            for p, v in enumerate(instr.inputs):
+                self.uses.setdefault(self.root(v), []).append((i, p))
+
+    def _is_alias(self, instr: Instr) -> bool:
+        """Copies, and views that only insert, drop or move dimensions of extent 1."""
+        if instr.kind not in ("copy", "broadcast_in_dim", "reshape", "transpose", "convert_element_type"):
+            return False
+        x, y = self.type(instr.inputs[0]), self.type(instr.outputs[0])
+        if x.dtype != y.dtype or x.tile != y.tile:
+            return False
+        if instr.kind == "transpose":
+            moved = [p for p in instr["permutation"][1:] if x.shape[p - 1] != 1]
+            return moved == sorted(moved)
+        if instr.kind == "broadcast_in_dim":  # real dimensions go, in order, to real dimensions, and no other is real
+            return views.squeezed(x.shape) == views.squeezed(y.shape)
+        return instr.kind != "reshape" or views.squeezed(x.shape) == views.squeezed(y.shape)
+
+    # Values.
+
+    def type(self, v: int) -> TileType:
+        return self.program.values[v]
+
+    def root(self, v: int) -> int:
+        return self._alias.get(v, v)
+
+    def leaf(self, v: int) -> Leaf | None:
+        return self.leaves.get(self.root(v))
+
+    def widened(self, v: int) -> int | None:
+        """The value that ``v`` is a widening 16-bit to 32-bit float conversion of: loads do that conversion anyway."""
+        instr = self.define.get(self.root(v))
+        if instr is None or instr.kind != "convert_element_type":
+            return None
+        source = self.define.get(self.root(instr.inputs[0]))
+        if source is not None and is_pointwise(source.kind):
+            return None  # it may still be in a register: the conversion belongs to its group
+        x, y = self.type(instr.inputs[0]).dtype, self.type(instr.outputs[0]).dtype
+        return instr.inputs[0] if x != y and y == compute_type(x) else None
+
+    # Memory.
+
+    def new(self, v: int) -> View:
+        """Fresh scratch for a tile like ``v``."""
+        t = self.type(v)
+        return self.scratch(t.shape, t.dtype)
+
+    def scratch(self, shape: tuple[int, ...], dtype: str) -> View:
+        view = views.scratch(len(self.buffer_bytes), DTYPE_CODE[dtype], shape)
+        self.buffer_bytes.append(view.row_stride * ITEM_SIZE[dtype] * self.program.tile_rows)
+        return view
+
+    def input(self, number: int) -> Border:
+        return border(self.program.inputs[number], IN, number, self.program.axes)
+
+    def output(self, number: int) -> Border:
+        return border(self.program.outputs[number], OUT, number, self.program.axes)
+
+    def queue(self, number: int) -> View:
+        t = self.program.queues[number].tile
+        ref = Ref(QUEUE, number, 0, DTYPE_CODE[t.dtype])
+        return View(ref, views.row_pitch(t.shape, t.dtype), t.shape, views.dense_strides(t.shape))
+
+    def prep(self, prep: Prep) -> int:
+        """Number of ``prep`` in the program; equal ones are shared by all stages."""
+        if prep not in self.preps:
+            self.preps.append(prep)
+        return self.preps.index(prep)
+
+    # Reading.
+
+    def view(self, v: int) -> View:
+        """Where ``v`` lies, in ``v``'s shape. Emits what brings it into memory where nothing has yet."""
+        r = self.root(v)
+        if r not in self.views:
+            self.views[r] = self._bring(r)
+        found = views.reshape(self.views[r], self.type(v).shape)
+        assert found is not None
+        return found
+
+    def _bring(self, r: int) -> View:
+        if self.leaf(r) is not None or self.widened(r) is not None:
+            target = self.new(r)
+            self.write(r, target)
+            return target
+        instr = self.define[r]
+        if instr.kind == "load":
+            source = self.input(instr["array"])
+            return source.view if source.view is not None else self._gather(source, r)
+        if instr.kind == "pop":
+            return self.queue(instr["queue"])
+        if instr.kind in VIEW_KINDS:
+            return self._look(instr)
+        raise AssertionError(f"{instr.kind} has not been computed yet")
+
+    def _gather(self, source: Border, r: int) -> View:
+        tile = self.new(r)
+        self.code.append(Gather(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
+        return tile
+
+    def _look(self, instr: Instr) -> View:
+        """The view that a structural instruction makes of its operand; a copy first where a reshape needs one."""
+        x, y = self.type(instr.inputs[0]), self.type(instr.outputs[0])
+        base = self.view(instr.inputs[0])
+        if instr.kind != "broadcast_in_dim" and x.tile != y.tile:
+            raise CannotLower(f"{instr.kind} from a stationary value to a tile")
+        lead = 1 if x.tile else 0
+        if instr.kind == "broadcast_in_dim":
+            return views.broadcast(base, x.tile, y.shape, instr["dims"])
+        if instr.kind == "transpose":
+            return views.transpose(base, [p - lead for p in instr["permutation"][lead:]])
+        if instr.kind == "rev":
+            return views.reverse(base, [d - lead for d in instr["dimensions"]])
+        if instr.kind == "slice":
+            step = (instr["strides"] or (1,) * (lead + len(x.shape)))[lead:]
+            return views.cut(base, instr["start"][lead:], instr["limit"][lead:], step)
+        found = views.reshape(base, y.shape)
+        if found is None:
+            copy = self.scratch(x.shape, x.dtype)
+            self.copy(base, copy)
+            found = views.reshape(copy, y.shape)
+            assert found is not None
+        return found
+
+    def read(self, builder: VectorBuilder, v: int, shape: tuple[int, ...]) -> int:
+        """Register of ``builder`` <- ``v`` as an operand of a pointwise op of row shape ``shape``."""
+        leaf, t = self.leaf(v), self.type(v)
+        if leaf is not None and leaf.const is not None:
+            return builder.const(leaf.const, t.dtype)
+        if leaf is not None and leaf.axes is not None:
+            return self._row_index(builder, leaf.axes, t.dtype)
+        if leaf is not None and leaf.iota is not None and self.root(v) not in self.views:
+            own = self.type(self.root(v)).shape
+            if views.squeezed(own) == builder.extents and own[leaf.iota] != 1:
+                return builder.index(len(views.squeezed(own[: leaf.iota])) + 1, 1, own[leaf.iota], t.dtype)
+        narrow = self.widened(v)
+        if narrow is not None and self.type(narrow).shape == t.shape:
+            return self.read(builder, narrow, shape)
+        return builder.load(views.aligned(self.view(v), t.tile, shape))
+
+    def _row_index(self, builder: VectorBuilder, over: tuple[int, ...], dtype: str) -> int:
+        """Mixed-radix index over the stream axes ``over``; neighbouring axes are one component."""
+        axes = self.program.axes
+        kind = dtype if dtype in ("int32", "int64") else "int64"
+        total: int | None = None
+        k = 0
+        while k < len(over):
+            end = k + 1
+            while end < len(over) and over[end] == over[end - 1] + 1:
+                end += 1
+            divisor = math.prod(axes[over[end - 1] + 1 :])
+            modulus = math.prod(axes[a] for a in over[k:end])
+            part = builder.index(0, divisor, modulus, kind)
+            if total is None:
+                total = part
+            else:
+                scaled = builder.micro("mul", kind, total, builder.const(modulus, kind))
+                total = builder.micro("add", kind, scaled, part)
+            k = end
+        return builder.const(0, dtype) if total is None else builder.convert(total, kind, compute_type(dtype))
+
+    # Writing.
+
+    def write(self, v: int, target: View) -> None:
+        """Emit a copy of ``v`` (in memory, or a leaf) to ``target``, converting to its dtype."""
+        shape = self.type(v).shape
+        builder = VectorBuilder(views.squeezed(shape))
+        x = self.read(builder, v, shape)
+        builder.store(target, builder.convert(x, compute_type(self.type(v).dtype), compute_type(target.dtype)))
+        self.code.append(builder.finish())
+
+    def copy(self, source: View, target: View) -> None:
+        builder = VectorBuilder(views.squeezed(source.shape))
+        builder.store(target, builder.load(source))
+        self.code.append(builder.finish())
+
+    def wanted(self, r: int) -> list[tuple[Use, View | None]]:
+        """Every use of ``r``, through reshapes and transposes, with the place (in ``r``'s shape) where it wants the value, if it has one."""
+        out: list[tuple[Use, View | None]] = []
+        for i, p in self.uses.get(r, ()):
+            instr = self.body[i]
+            if instr.kind in ("reshape", "transpose", "rev"):
+                inner = self.wanted(self.root(instr.outputs[0]))
+                out.extend((use, None if w is None else self._back(instr, w, r)) for use, w in inner)
+                continue
+            place = self._place_of(instr, p)
+            out.append(((i, p), None if place is None else views.reshape(place, self.type(r).shape)))
+        return out
+
+    def _place_of(self, instr: Instr, p: int) -> View | None:
+        if instr.kind == "store":
+            array = self.output(instr["array"]).view
+            return array if array is not None and array.dtype == self.type(instr.inputs[0]).dtype else None
+        if instr.kind == "push":
+            return self.queue(instr["queue"])
+        return self.piece(instr, p) if instr.kind == "concatenate" else None
+
+    def _back(self, instr: Instr, place: View, r: int) -> View | None:
+        """``place`` of the result of a bijective view instruction, as a place of its operand ``r``."""
+        result = views.reshape(place, self.type(instr.outputs[0]).shape)
+        if result is None:
+            return None
+        if instr.kind == "transpose":
+            perm = [p - 1 for p in instr["permutation"][1:]]
+            result = views.transpose(result, [perm.index(d) for d in range(len(perm))])
+        elif instr.kind == "rev":
+            result = views.reverse(result, [d - 1 for d in instr["dimensions"]])
+        return views.reshape(result, self.type(r).shape)
+
+    def piece(self, concat: Instr, p: int) -> View:
+        """The part of a concatenation's memory that its operand ``p`` fills."""
+        d = concat["dimension"] - 1
+        whole = self.place(self.root(concat.outputs[0]))
+        start = sum(self.type(v).shape[d] for v in concat.inputs[:p])
+        size = self.type(concat.inputs[p]).shape[d]
+        first = tuple(start if k == d else 0 for k in range(len(whole.shape)))
+        last = tuple(start + size if k == d else n for k, n in enumerate(whole.shape))
+        return views.cut(whole, first, last, (1,) * len(first))
+
+    def place(self, r: int, fits: Callable[[View], bool] = lambda view: True, layout: Callable[[], View] | None = None) -> View:
+        """Where the result ``r`` of one instruction goes: a place that one use wants and that ``fits``, else scratch as ``layout`` lays it out."""
+        if r in self.views:
+            return self.views[r]
+        wanted = self.wanted(r)
+        for use, view in wanted:
+            if view is None or not fits(view) or (len(wanted) > 1 and not readable(view)):
+                continue
+            self.satisfied.add(use)
+            self.views[r] = view
+            return view
+        self.views[r] = layout() if layout is not None else self.new(r)
+        return self.views[r]
+
+    def places(self, r: int, inside: set[int]) -> list[View]:
+        """All memory that a group (its instructions are ``inside``) writes ``r`` to; none where no one else reads it."""
+        wanted = [(use, view) for use, view in self.wanted(r) if use[0] not in inside]
+        out = [view for _, view in wanted if view is not None]
+        self.satisfied.update(use for use, view in wanted if view is not None)
+        kept = next((view for view in out if readable(view)), None)
+        if kept is None and any(view is None for _, view in wanted):
+            kept = self.new(r)
+            out.append(kept)
+        if kept is not None:
+            self.views[r] = kept
+        return out
+
+
+def readable(view: View) -> bool:
+    """Whether a stage may, and should, read a result back from here: not from a queue slot it produces, nor with strided elements."""
+    strides = [s for n, s in zip(view.shape, view.strides, strict=True) if n != 1]
+    return view.ref.space != QUEUE and (not strides or strides[-1] == 1)

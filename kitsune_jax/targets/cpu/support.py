@@ -1,0 +1,65 @@
+"""What the CPU target has code for, asked op by op before a region is formed.
+
+Comes in: an op of the Graph with its values. Goes out: None, or the reason in words for the report. Invariant: ops that pass here never
+make ``lower`` raise ``CannotLower``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kitsune_jax.graph import Op, Value
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS
+from kitsune_jax.targets.cpu.lower import REDUCE_HOW, SCAN_HOW
+from kitsune_jax.targets.cpu.matmul import MATMUL_DTYPES
+from kitsune_jax.targets.cpu.micro import has_micro_op, is_pointwise
+from kitsune_jax.targets.cpu.vectors import NARROW
+
+STRUCTURAL = frozenset({"reshape", "transpose", "rev", "slice", "pad", "concatenate", "broadcast_in_dim", "iota", "copy"})
+
+
+def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    """None if the CPU target runs ``op``, else why not.
+
+    Example: ``supports(op, ins, outs)`` of an int32 ``dot_general`` is ``"matrix product of int32 (only floating point)"``.
+    """
+    for value in (*in_values, *out_values):
+        if value.dtype not in DTYPE_CODE:
+            return f"dtype {value.dtype}"
+        if value.size == 0:
+            return "an array without elements"
+        if len(value.shape) > MAX_LOOP_DIMS:
+            return f"more than {MAX_LOOP_DIMS} dimensions"
+    if op.kind == "dot_general":
+        return _dot_general(op, in_values, out_values)
+    if op.kind in SCAN_HOW:
+        bad = op.kind == "cumlogsumexp" and "float" not in in_values[0].dtype
+        return f"{op.kind} of {in_values[0].dtype}" if bad else None
+    if op.kind in REDUCE_HOW or op.kind in STRUCTURAL:
+        return None
+    if not is_pointwise(op.kind):
+        return f"{op.kind} has no code on the CPU"
+    return _pointwise(op, in_values)
+
+
+def _pointwise(op: Op, in_values: Sequence[Value]) -> str | None:
+    if not has_micro_op(op.kind):
+        return f"{op.kind} has no code on the CPU"
+    if op.kind == "select_n" and len(in_values) != 3:
+        return "select_n with more than two cases"
+    if op.kind == "nextafter" and in_values[0].dtype in NARROW:
+        return f"nextafter of {in_values[0].dtype} (16-bit floats are computed in float32)"
+    return None
+
+
+def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    lhs, rhs = (v.dtype for v in in_values)
+    out, accumulate = out_values[0].dtype, op["accumulate"]
+    if lhs != rhs:
+        return f"matrix product of {lhs} and {rhs}"
+    if lhs not in MATMUL_DTYPES or out not in MATMUL_DTYPES:
+        return f"matrix product of {lhs} to {out} (only floating point)"
+    wide = "float64" if lhs == "float64" else "float32"
+    if (out == "float64") != (lhs == "float64") or accumulate != wide:
+        return f"matrix product of {lhs} accumulated in {accumulate}"
+    return None

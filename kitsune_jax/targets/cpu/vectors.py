@@ -1,0 +1,193 @@
+"""Vector programs: straight-line pointwise code over (rows, *extents), built in SSA and then given registers.
+
+Comes in: loads, constants, micro-operations and stores, in program order, through ``VectorBuilder``. Goes out: one ``Vector``
+instruction whose loop dimensions are merged where every operand allows it. Invariant: no micro-operation writes a register that it
+reads (kernels may run in vectors of any width).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kitsune_jax.graph import Scalar
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, Micro, Operand, Vector
+from kitsune_jax.targets.cpu.errors import CannotLower
+from kitsune_jax.targets.cpu.views import View
+
+NARROW = {"float16": (5, 10), "bfloat16": (8, 7)}  # storage-only float types and their (exponent, mantissa) bits
+
+
+class TooManyRegisters(Exception):
+    """More than ``MAX_REGISTERS`` values are alive at once: the group has to be split."""
+
+
+def compute_type(dtype: str) -> str:
+    """The type in which a value of ``dtype`` is computed: float32 for the 16-bit floats, itself otherwise."""
+    return "float32" if dtype in NARROW else dtype
+
+
+@dataclasses.dataclass
+class _Node:
+    """A micro-operation in SSA. ``args``: SSA numbers of the registers it reads; ``dst`` its own number, -1 for stores."""
+
+    op: str
+    type: str
+    dst: int
+    args: tuple[int, ...] = ()
+    operand: int = -1  # load, store
+    index: tuple[int, int, int] = (0, 0, 0)  # index: (loop dimension, divisor, modulus)
+    from_type: str = "bool"
+    imm: tuple[float, ...] = ()
+
+
+class VectorBuilder:
+    """Builds one ``Vector`` over a tile of row shape ``extents`` (dimensions of extent 1 already dropped)."""
+
+    def __init__(self, extents: tuple[int, ...]):
+        self.extents = extents
+        self._nodes: list[_Node] = []
+        self._loads: list[tuple[View, tuple[int, ...]]] = []
+        self._stores: list[tuple[View, tuple[int, ...]]] = []
+        self._known: dict[object, int] = {}
+        self._next = 0
+
+    def _define(self, key: object, node: _Node) -> int:
+        """Number of ``node``, the earlier one if the same was asked for before."""
+        if key not in self._known:
+            node.dst = self._known[key] = self._next
+            self._next += 1
+            self._nodes.append(node)
+        return self._known[key]
+
+    def _strides(self, view: View) -> tuple[int, ...]:
+        strides = tuple(s for n, s in zip(view.shape, view.strides, strict=True) if n != 1)
+        if len(strides) != len(self.extents):
+            raise CannotLower(f"an operand of shape {view.shape} in a loop over {self.extents}")
+        return strides
+
+    def load(self, view: View) -> int:
+        """Register <- ``view``, whose shape is that of the loop, with or without dimensions of extent 1."""
+        item = (view, self._strides(view))
+        key = ("load", view.ref, view.row_stride, item[1])
+        if key not in self._known:
+            self._loads.append(item)
+        return self._define(key, _Node("load", compute_type(view.dtype), -1, operand=len(self._loads) - 1))
+
+    def const(self, value: Scalar, dtype: str) -> int:
+        kind = compute_type(dtype)
+        return self._define(("const", kind, repr(value)), _Node("const", kind, -1, imm=_immediate(value, kind)))
+
+    def index(self, dim: int, divisor: int, modulus: int, dtype: str) -> int:
+        """Register <- (position in dimension ``dim`` // divisor) % modulus; 0 is the global row, 1.. the dimensions of ``extents``."""
+        kind = dtype if dtype in ("int32", "int64") else "int64"
+        position = self._define(("index", dim, divisor, modulus, kind), _Node("index", kind, -1, index=(dim, divisor, modulus)))
+        return position if kind == dtype else self.convert(position, kind, compute_type(dtype))
+
+    def convert(self, x: int, from_type: str, to: str) -> int:
+        if from_type == to:
+            return x
+        return self._define(("convert", x, to), _Node("convert", to, -1, (x,), from_type=from_type))
+
+    def micro(self, op: str, kind: str, *args: int, imm: tuple[float, ...] = ()) -> int:
+        return self._define((op, kind, args, imm), _Node(op, kind, -1, args, imm=imm))
+
+    def store(self, view: View, x: int) -> None:
+        self._stores.append((view, self._strides(view)))
+        self._nodes.append(_Node("store", compute_type(view.dtype), -1, (x,), operand=len(self._stores) - 1))
+
+    def finish(self) -> Vector:
+        """The instruction. Raises ``TooManyRegisters``, and ``CannotLower`` for more loop dimensions than the format has."""
+        indexed = any(n.op == "index" for n in self._nodes)
+        table = [s for _, s in (*self._loads, *self._stores)]
+        groups = merge_dims(self.extents, table, self._order())
+        if len(groups) + 1 > MAX_LOOP_DIMS:
+            raise CannotLower(f"a loop over more than {MAX_LOOP_DIMS - 1} dimensions of a tile")
+        extents = tuple(_extent(self.extents, g) for g in groups)
+
+        def operand(view: View, strides: tuple[int, ...]) -> Operand:
+            inner = tuple(strides[g[-1]] for g in groups)
+            return Operand(view.ref, view.row_stride, inner or (view.row_stride,))
+
+        loads = tuple(operand(v, s) for v, s in self._loads)
+        stores = tuple(operand(v, s) for v, s in self._stores)
+        if not extents:  # one element per row: an inner loop of extent 1 that merges with the rows
+            extents = (1,)
+        collapse = not indexed and all(o.row_stride == extents[0] * o.strides[0] for o in (*loads, *stores))
+        return Vector(extents, int(collapse), loads, stores, tuple(self._allocate(groups)))
+
+    def _order(self) -> list[int]:
+        """Dimensions from the largest to the smallest stride of the first store, so that it writes consecutive elements."""
+        strides = self._stores[0][1]
+        return sorted(range(len(self.extents)), key=lambda d: -abs(strides[d]))
+
+    def _allocate(self, groups: Sequence[Sequence[int]]) -> list[Micro]:
+        """Linear scan: a register is free again after the last micro-operation that reads it."""
+        last = {x: i for i, node in enumerate(self._nodes) for x in node.args}
+        free = list(range(MAX_REGISTERS - 1, -1, -1))
+        at: dict[int, int] = {}
+        code = []
+        for i, node in enumerate(self._nodes):
+            if node.dst >= 0 and node.dst not in last:
+                continue  # nothing reads it
+            if node.dst >= 0:
+                if not free:
+                    raise TooManyRegisters
+                at[node.dst] = free.pop()
+            code.append(self._encode(node, at, groups))
+            free.extend(at[x] for x in dict.fromkeys(node.args) if last[x] == i)
+        return code
+
+    def _encode(self, node: _Node, at: dict[int, int], groups: Sequence[Sequence[int]]) -> Micro:
+        args = [at[x] for x in node.args]
+        dst = at.get(node.dst, 0)
+        if node.op == "load":
+            args = [node.operand]
+        elif node.op == "store":
+            args = [node.operand, *args]
+        elif node.op == "index":
+            args = list(self._position(node.index, groups))
+        a, b, c = (*args, 0, 0, 0)[:3]
+        return Micro(OPCODE[node.op], DTYPE_CODE[node.type], dst, a, b, c, DTYPE_CODE[node.from_type], node.imm)
+
+    def _position(self, index: tuple[int, int, int], groups: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+        """``index`` in terms of merged loop dimensions: what is inside a merged dimension multiplies the divisor."""
+        dim, divisor, modulus = index
+        if dim == 0:
+            return index
+        for k, group in enumerate(groups):
+            if dim - 1 in group:
+                inner = _extent(self.extents, group[group.index(dim - 1) + 1 :])
+                return k + 1, divisor * inner, modulus
+        raise AssertionError(f"dimension {dim} is in no loop")
+
+
+def _extent(extents: Sequence[int], dims: Sequence[int]) -> int:
+    n = 1
+    for d in dims:
+        n *= extents[d]
+    return n
+
+
+def merge_dims(extents: Sequence[int], strides: Sequence[Sequence[int]], order: Sequence[int]) -> list[list[int]]:
+    """Dimensions, taken in ``order``, in groups that one loop can walk for every operand (given by its strides).
+
+    >>> merge_dims((2, 3, 4), [(12, 4, 1), (20, 4, 1)], (0, 1, 2))
+    [[0], [1, 2]]
+    """
+    groups: list[list[int]] = []
+    for d in order:
+        if groups and all(s[groups[-1][-1]] == s[d] * extents[d] for s in strides):
+            groups[-1].append(d)
+        else:
+            groups.append([d])
+    return groups
+
+
+def _immediate(value: Scalar, kind: str) -> tuple[float, ...]:
+    if kind.startswith("float"):
+        return (float(value),)
+    number = int(value)
+    if abs(number) <= 2**53:
+        return (float(number),)
+    return (float(number >> 32), float(number & 0xFFFFFFFF))

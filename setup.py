@@ -1,0 +1,88 @@
+"""Builds the extension ``kitsune_jax._cpu``: setuptools and nanobind, no CMake.
+
+Comes in: ``cpu/``, the headers of the installed nanobind and jaxlib. Goes out: one extension module. Invariants: the kernels of each
+instruction set are compiled with that set's flags and nothing else is, never ``-march=native``, so that a wheel runs on every CPU of its
+architecture; jaxlib is found without importing JAX.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import platform
+from pathlib import Path
+from typing import Any
+
+import nanobind
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+JOBS = 2
+
+COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+WIDE = ["-mfma", "-mf16c", "-mprefer-vector-width=512"]
+# The flags each ISA's translation unit says it wants in its first lines; on other machines than x86-64 those units are empty.
+ISA_FLAGS = {
+    "isa_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
+    "isa_avx512.cc": [*AVX512, *WIDE],
+    "isa_avx512bf16.cc": [*AVX512, "-mavx512bf16", *WIDE],
+}
+
+
+def jaxlib_include() -> str:
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError("jaxlib is needed to build kitsune_jax (for the headers of XLA's FFI): pip install jaxlib")
+    return str(Path(next(iter(spec.submodule_search_locations))) / "include")
+
+
+class BuildExt(build_ext):
+    """Compiles two files at a time, and the ISA units with their own flags."""
+
+    def build_extension(self, ext: Extension) -> None:
+        # nanobind is a few sources in one, included by a file of one line; warnings in it are its authors' concern.
+        shim = Path(self.build_temp) / "nanobind_combined.cpp"
+        shim.parent.mkdir(parents=True, exist_ok=True)
+        shim.write_text('#include "nb_combined.cpp"\n')
+        ext.sources = [*ext.sources, str(shim)]
+        plain_compile = self.compiler.compile
+
+        def compile_all(sources: list[str], **options: Any) -> list[str]:
+            def compile_one(source: str) -> list[str]:
+                extra = list(options.get("extra_postargs") or [])
+                if platform.machine().lower() in ("x86_64", "amd64"):
+                    extra += ISA_FLAGS.get(Path(source).name, [])
+                return plain_compile([source], **{**options, "extra_postargs": extra})
+
+            with concurrent.futures.ThreadPoolExecutor(JOBS) as executor:
+                return [one for objects in executor.map(compile_one, sources) for one in objects]
+
+        self.compiler.compile = compile_all
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler.compile = plain_compile
+
+
+nanobind_dir = Path(nanobind.include_dir()).parent
+extension = Extension(
+    "kitsune_jax._cpu",
+    sources=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "cpu" / "src").glob("*.cc")),
+    depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "cpu").rglob("*.h")),
+    include_dirs=[
+        "cpu/include",
+        "cpu/src",
+        nanobind.include_dir(),
+        nanobind.source_dir(),
+        str(nanobind_dir / "ext" / "robin_map" / "include"),
+        jaxlib_include(),
+    ],
+    define_macros=[("NDEBUG", "1"), ("NB_COMPACT_ASSERTIONS", "1")],
+    extra_compile_args=COMMON,
+    extra_link_args=["-Wl,-s"] if platform.system() == "Linux" else [],
+    language="c++",
+)
+
+setup(ext_modules=[extension], cmdclass={"build_ext": BuildExt})

@@ -1,0 +1,306 @@
+"""A slow, exact simulator of the CPU program format: NumPy, tile by tile, every access checked.
+
+Comes in: a ``bytecode.Program`` and the input arrays. Goes out: the output arrays. It follows the comments of
+``kitsune_jax/targets/cpu/bytecode.py`` and shares no code with the code generator or the C++ executor, so that either can be held
+against it. Scratch and queue slots hold a poison pattern (0xFF bytes: NaN as floats, -1 as integers) until they are written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+import scipy.special
+
+from kitsune_jax.targets.cpu import bytecode as bc
+
+POISON = 0xFF
+
+
+def dtype_of(code: int) -> np.dtype:
+    name = bc.DTYPES[code]
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+class Fault(IndexError):
+    """An access outside its memory, or of memory the stage may not touch."""
+
+
+def simulate(program: bc.Program, inputs: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Run ``program``; outputs have ``shapes``."""
+    return _Machine(program, inputs).run(shapes)
+
+
+class _Machine:
+    def __init__(self, program: bc.Program, inputs: Sequence[np.ndarray]):
+        self.p = program
+        self.rows = math.prod(program.axes)
+        self.inputs = []
+        for array, spec in zip(inputs, program.inputs, strict=True):
+            flat = np.ascontiguousarray(array).reshape(-1)
+            assert flat.dtype == dtype_of(spec.dtype) and flat.size == spec.elements, (flat.dtype, flat.size, spec)
+            self.inputs.append(flat)
+        self.outputs = [self._poisoned(a.elements, dtype_of(a.dtype)) for a in program.outputs]
+        self.written = [np.zeros(a.elements, bool) for a in program.outputs]
+        self.slots = [[np.full(q.entry_bytes, POISON, np.uint8) for _ in range(q.depth)] for q in program.queues]
+        self.preps = [self._prepare(prep) for prep in program.preps]
+        self.sinks: list[np.ndarray | None] = [None] * len(program.sinks)
+
+    @staticmethod
+    def _poisoned(n: int, dtype: np.dtype) -> np.ndarray:
+        return np.full(n * dtype.itemsize, POISON, np.uint8).view(dtype)
+
+    def run(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        for phase in sorted({s.phase for s in self.p.stages}):
+            for tile in range(-(-self.rows // self.p.tile_rows)):
+                for s in self._topological():
+                    if self.p.stages[s].phase == phase:
+                        self._stage(s, tile)
+        for k, sink in enumerate(self.p.sinks):
+            value = self.sinks[k]
+            assert value is not None, "a sink that nothing was folded into"
+            self.outputs[sink.out][:] = value.astype(dtype_of(self.p.outputs[sink.out].dtype))
+            self.written[sink.out][:] = True
+        for k, done in enumerate(self.written):
+            assert done.all(), f"output {k}: {np.count_nonzero(~done)} elements were never written"
+        return [out.reshape(shape) for out, shape in zip(self.outputs, shapes, strict=True)]
+
+    def _topological(self) -> list[int]:
+        order: list[int] = []
+        todo = set(range(len(self.p.stages)))
+        while todo:
+            free = [s for s in todo if all(q.producer not in todo for q in self.p.queues if s in q.consumers)]
+            assert free, "the queues form a cycle"
+            order += sorted(free)
+            todo -= set(free)
+        return order
+
+    def _prepare(self, prep: bc.Prep) -> np.ndarray:
+        assert prep.source.space == bc.IN
+        groups = [(prep.b_extents, prep.b_strides), (prep.k_extents, prep.k_strides), (prep.n_extents, prep.n_strides)]
+        index = prep.source.offset + _grid(sum((e for e, _ in groups), ()), sum((s for _, s in groups), ()))
+        flat = _take(self.inputs[prep.source.index], index, "prep")
+        b, k, n = (math.prod(e) for e, _ in groups)
+        if prep.kind == bc.DENSE:
+            assert not prep.b_extents and not prep.k_extents
+            return flat.reshape(n).astype(dtype_of(prep.dtype))
+        return flat.reshape(b, k, n).astype(dtype_of(prep.dtype))
+
+    # One stage on one tile.
+
+    def _stage(self, s: int, tile: int) -> None:
+        stage = self.p.stages[s]
+        self.s, self.tile, self.row0 = s, tile, tile * self.p.tile_rows
+        self.n = min(self.p.tile_rows, self.rows - self.row0)
+        self.scratch = np.full(stage.scratch_bytes, POISON, np.uint8)
+        for instruction in stage.body:
+            getattr(self, f"_{type(instruction).__name__.lower()}")(instruction)
+
+    def _memory(self, ref: bc.Ref, write: bool) -> np.ndarray:
+        dtype = dtype_of(ref.dtype)
+        if ref.space in (bc.IN, bc.PREP) and write:
+            raise Fault("a write to read-only memory")
+        if ref.space == bc.QUEUE:
+            ring = self.p.queues[ref.index]
+            if ring.producer != self.s and (write or self.s not in ring.consumers):
+                raise Fault(f"stage {self.s} touches queue {ref.index}")
+        flat = {
+            bc.IN: lambda: self.inputs[ref.index],
+            bc.OUT: lambda: self.outputs[ref.index],
+            bc.SCRATCH: lambda: self.scratch[: self.scratch.size // dtype.itemsize * dtype.itemsize].view(dtype),
+            bc.QUEUE: lambda: self.slots[ref.index][self.tile % self.p.queues[ref.index].depth].view(dtype),
+            bc.PREP: lambda: self.preps[ref.index],
+        }[ref.space]()
+        assert flat.dtype == dtype, f"memory of {flat.dtype} taken as {dtype}"
+        return flat
+
+    def _index(self, x: bc.Operand, extents: tuple[int, ...], multiple: int = 1) -> np.ndarray:
+        first = self.row0 * multiple if x.ref.space in (bc.IN, bc.OUT) else 0
+        return x.ref.offset + first * x.row_stride + _grid((self.n * multiple, *extents), (x.row_stride, *x.strides))
+
+    def _read(self, x: bc.Operand, extents: tuple[int, ...], multiple: int = 1) -> np.ndarray:
+        index = self._index(x, extents, multiple)
+        if x.ref.space == bc.OUT and not self.written[x.ref.index][index].all():
+            raise Fault("an output is read before it is written")
+        return _take(self._memory(x.ref, False), index, f"space {x.ref.space}")
+
+    def _write(self, x: bc.Operand, extents: tuple[int, ...], value: np.ndarray, multiple: int = 1) -> None:
+        self._put(x.ref, self._index(x, extents, multiple), value)
+
+    def _put(self, ref: bc.Ref, index: np.ndarray, value: np.ndarray) -> None:
+        memory = self._memory(ref, True)
+        if index.min() < 0 or index.max() >= memory.size:
+            raise Fault(f"write of {index.min()}..{index.max()} in memory of {memory.size}")
+        if len(np.unique(index)) != index.size:
+            raise Fault("an instruction writes an element twice")
+        with np.errstate(all="ignore"):
+            memory[index] = value.astype(memory.dtype)
+        if ref.space == bc.OUT:
+            self.written[ref.index][index] = True
+
+    def _border(self, x: bc.Gather | bc.Scatter) -> np.ndarray:
+        row = np.arange(self.row0, self.row0 + self.n)
+        at = np.zeros_like(row)
+        for size, stride in zip(reversed(self.p.axes), reversed(x.axis_strides), strict=True):
+            at += row % size * stride
+            row //= size
+        return x.array.offset + at.reshape(-1, *[1] * len(x.extents)) + _grid(x.extents, x.array_strides)
+
+    def _gather(self, x: bc.Gather) -> None:
+        self._write(x.tile, x.extents, _take(self.inputs[x.array.index], self._border(x), "gather"))
+
+    def _scatter(self, x: bc.Scatter) -> None:
+        assert x.array.space == bc.OUT
+        self._put(x.array, self._border(x), self._read(x.tile, x.extents))
+
+    def _matmul(self, x: bc.Matmul) -> None:
+        w = self.preps[x.weight]
+        assert w.ndim == 3 and w.shape[0] == x.batch
+        wide = np.float64 if w.dtype == np.float64 else np.float32
+        rows = bc.Operand(x.x.ref, x.x.row_stride, (*x.x.strides, 1))
+        a = self._read(rows, (x.batch, w.shape[1]), x.row_multiple).astype(wide)
+        assert np.all(np.isin([x.x.ref.dtype, x.out.ref.dtype], [9, 10, 11, 12]))
+        y = np.einsum("mbk,bkn->mbn", a, w.astype(wide))
+        if x.bias >= 0:
+            bias = self.preps[x.bias]
+            assert bias.shape == (w.shape[2],) and bias.dtype == wide
+            y = y + bias
+        if bc.ACTIVATIONS[x.activation] == "relu":
+            y = np.maximum(y, 0)
+        self._write(bc.Operand(x.out.ref, x.out.row_stride, (*x.out.strides, 1)), (x.batch, w.shape[2]), y, x.row_multiple)
+
+    def _vector(self, x: bc.Vector) -> None:
+        if x.collapse_rows:
+            assert all(o.row_stride == x.extents[0] * o.strides[0] for o in (*x.loads, *x.stores))
+        registers: dict[int, np.ndarray] = {}
+        stores = []
+        for m in x.code:
+            assert m.dst < bc.MAX_REGISTERS
+            name = bc.OPCODES[m.op]
+            if name == "store":
+                stores.append((x.stores[m.a], registers[m.b]))
+                continue
+            registers[m.dst] = self._micro(x, name, m, registers)
+        for operand, value in stores:
+            self._write(operand, x.extents, value)
+
+    def _micro(self, x: bc.Vector, name: str, m: bc.Micro, registers: dict[int, np.ndarray]) -> np.ndarray:
+        kind = dtype_of(m.type)
+        assert bc.DTYPES[m.type] not in ("float16", "bfloat16"), "a register of a storage type"
+        shape = (self.n, *x.extents)
+        if name == "load":
+            return self._read(x.loads[m.a], x.extents).astype(kind)
+        if name == "const":
+            value = m.imm[0] if len(m.imm) == 1 else (int(m.imm[0]) << 32) | int(m.imm[1])
+            return np.full(shape, int(value) if kind.kind in "iu" else value, kind)
+        if name == "index":
+            assert not x.collapse_rows
+            where = np.arange(shape[m.a]) + (self.row0 if m.a == 0 else 0)
+            where = (where // m.b % m.c).astype(kind)
+            return np.broadcast_to(where.reshape([-1 if d == m.a else 1 for d in range(len(shape))]), shape)
+        if name == "convert":
+            assert registers[m.a].dtype == dtype_of(m.from_type)
+            with np.errstate(all="ignore"):
+                return registers[m.a].astype(kind)
+        args = [registers[r] for r in (m.a, m.b, m.c)[: _arity(name)]]
+        expected = [np.dtype(bool), kind, kind] if name == "select" else [kind] * 3
+        for arg, want in zip(args, expected, strict=False):
+            assert arg.dtype == want, f"{name}: a register of {arg.dtype} taken as {want}"
+        with np.errstate(all="ignore"):
+            value = np.asarray(_semantics(name, kind, args, m.imm))
+        want = np.dtype(bool) if name in _COMPARISONS else kind
+        return value.astype(want)
+
+    def _reduce(self, x: bc.Reduce) -> None:
+        value = self._read(x.x, (*x.kept, *x.reduced))
+        axes = tuple(range(1 + len(x.kept), value.ndim))
+        self._write(x.out, x.kept, _fold(bc.REDUCTIONS[x.how], value, axes))
+
+    def _scan(self, x: bc.Scan) -> None:
+        value = self._read(x.x, x.extents)
+        value = value[..., ::-1] if x.reverse else value
+        wide = _wide(value)
+        how = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "logsumexp": np.logaddexp}
+        out = how[bc.CUMULATIVE[x.how]].accumulate(wide, axis=-1)
+        self._write(x.out, x.extents, out[..., ::-1] if x.reverse else out)
+
+    def _accumulate(self, x: bc.Accumulate) -> None:
+        sink = self.p.sinks[x.sink]
+        value = self._read(x.x, (*x.kept, *x.reduced))
+        how = bc.REDUCTIONS[sink.how]
+        part = _fold(how, value, (0, *range(1 + len(x.kept), value.ndim))).reshape(-1)
+        assert part.size == sink.elements and x.x.ref.dtype == sink.dtype
+        before = self.sinks[x.sink]
+        self.sinks[x.sink] = part if before is None else _fold(how, np.stack([before, part]), (0,))
+
+
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
+
+
+def _arity(name: str) -> int:
+    return 1 if name in bc.UNARY_OPS else 2 if name in bc.BINARY_OPS else 3
+
+
+def _grid(extents: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+    assert len(extents) == len(strides) and all(n >= 1 for n in extents), (extents, strides)
+    out = np.zeros((1,) * len(extents), np.int64)
+    for d, (n, s) in enumerate(zip(extents, strides, strict=True)):
+        out = out + (np.arange(n) * s).reshape([-1 if k == d else 1 for k in range(len(extents))])
+    return out
+
+
+def _take(memory: np.ndarray, index: np.ndarray, what: str) -> np.ndarray:
+    if index.min() < 0 or index.max() >= memory.size:
+        raise Fault(f"{what}: read of {index.min()}..{index.max()} in memory of {memory.size}")
+    return memory[index]
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64) if x.dtype.kind not in "iub" else x
+
+
+def _fold(how: str, x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    if how in ("argmax", "argmin"):
+        (axis,) = axes
+        return np.argmax(_wide(x), axis) if how == "argmax" else np.argmin(_wide(x), axis)
+    ufuncs = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply,
+              "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
+    return ufuncs[how].reduce(_wide(x), axis=axes, dtype=x.dtype if x.dtype.kind in "iub" else None)
+
+
+def _semantics(name: str, kind: np.dtype, args: list[np.ndarray], imm: tuple[float, ...]) -> np.ndarray:
+    a, b, c = (*args, args[0], args[0])[:3]
+    if name == "select":
+        return np.where(a, c, b)
+    if name == "clamp":
+        return np.minimum(np.maximum(b, a), c)
+    if name == "integer_pow":
+        return a ** int(imm[0]) if imm[0] >= 0 else 1 / a ** -int(imm[0])
+    if name == "reduce_precision":
+        narrow = {(8.0, 7.0): ml_dtypes.bfloat16, (5.0, 10.0): np.float16}[(imm[0], imm[1])]
+        return a.astype(narrow).astype(kind)
+    if name == "div" and kind.kind in "iu":
+        return np.where(b == 0, -1, np.trunc(a / np.where(b == 0, 1, b)).astype(kind))
+    if name in _SPECIAL:
+        return _SPECIAL[name](*args)
+    return getattr(np, _NUMPY.get(name, name))(*args)
+
+
+_SPECIAL = {
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "logistic": scipy.special.expit,
+    "erf": scipy.special.erf,
+    "erfc": scipy.special.erfc,
+    "erf_inv": scipy.special.erfinv,
+    "lgamma": scipy.special.gammaln,
+    "round_away": lambda x: np.trunc(x + np.copysign(0.5, x)),
+    "rem": np.fmod,
+}
+_NUMPY = {
+    "neg": "negative", "sub": "subtract", "mul": "multiply", "div": "divide", "max": "maximum", "min": "minimum", "pow": "power",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "invert", "eq": "equal", "ne": "not_equal", "lt": "less",
+    "le": "less_equal", "gt": "greater", "ge": "greater_equal", "is_finite": "isfinite", "round_even": "rint",
+    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "atan2": "arctan2", "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh",
+}  # fmt: skip

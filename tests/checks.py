@@ -1,0 +1,53 @@
+"""What the tests of transformations share: counting custom calls, and comparing with JAX in float64."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TARGET = "kitsune_cpu"
+
+
+def arrays(seed: int, *shapes: tuple[int, ...], scale: float = 0.5) -> list[jax.Array]:
+    """Normal float32 arrays."""
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal(s).astype(np.float32) * scale) for s in shapes]
+
+
+def custom_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """How many pipelines the compiled ``jax.jit(f)`` holds."""
+    return count(jax.jit(f).lower(*args, **kwargs).compile().as_text())
+
+
+def count(compiled_text: str) -> int:
+    return len(re.findall(rf'custom_call_target="{TARGET}"', compiled_text))
+
+
+def enable_x64() -> Any:
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(True)
+
+
+def in_float64(f: Callable[..., Any], *args: Any) -> Any:
+    """``f`` of the same arguments in float64."""
+
+    def up(x: Any) -> Any:
+        return np.asarray(x, np.float64) if isinstance(x, jax.Array | np.ndarray) and x.dtype in (np.float32, jnp.bfloat16) else x
+
+    with enable_x64():
+        return jax.tree.map(np.asarray, jax.jit(f)(*jax.tree.map(up, args)))
+
+
+def close(got: Any, want: Any, tol: float = 2e-4) -> None:
+    """Same tree, same shapes, values within ``tol`` relative or absolute."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+
+    def one(a: Any, b: Any) -> None:
+        assert np.shape(a) == np.shape(b)
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tol, atol=tol)
+
+    jax.tree.map(one, got, want)

@@ -1,0 +1,65 @@
+"""Small networks and the Graphs captured from them, shared by the tests of the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.graph import Graph
+
+
+def graph_of(fn: Callable[..., Any], *args: Any) -> Graph:
+    """The Graph of ``fn`` at the shapes of ``args`` (no closed-over arrays)."""
+    closed = jax.make_jaxpr(fn)(*args)
+    assert not closed.consts, "pass arrays as arguments"
+    return capture(closed).graph
+
+
+def mlp(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+    for w, b in params[:-1]:
+        x = jax.nn.relu(x @ w + b)
+    w, b = params[-1]
+    return x @ w + b
+
+
+def mlp_params(rng: np.random.Generator, dims: tuple[int, ...], dtype: Any = np.float32) -> list[tuple[Any, Any]]:
+    return [
+        (
+            jnp.asarray(rng.standard_normal((i, o)) * (2.0 / i) ** 0.5, dtype),
+            jnp.asarray(rng.standard_normal(o) * 0.1, dtype),
+        )
+        for i, o in zip(dims[:-1], dims[1:], strict=True)
+    ]
+
+
+def nerf(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+    """8 x width ReLU with the input concatenated again after layer 4, then a linear head."""
+    h = x
+    for i, (w, b) in enumerate(params[:-1]):
+        if i == 4:
+            h = jnp.concatenate([h, x], -1)
+        h = jax.nn.relu(h @ w + b)
+    w, b = params[-1]
+    return h @ w + b
+
+
+def nerf_params(rng: np.random.Generator, width: int = 256, inputs: int = 63, dtype: Any = np.float32) -> list[tuple[Any, Any]]:
+    dims = [(inputs, width), *[(width, width)] * 3, (width + inputs, width), *[(width, width)] * 3, (width, 4)]
+    return [
+        (
+            jnp.asarray(rng.standard_normal((i, o)) * (2.0 / i) ** 0.5, dtype),
+            jnp.asarray(rng.standard_normal(o) * 0.1, dtype),
+        )
+        for i, o in dims
+    ]
+
+
+def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array) -> jax.Array:
+    mean = x.mean(-1, keepdims=True)
+    var = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(var + 1e-5) * gain + bias

@@ -1,0 +1,195 @@
+"""The harness on tiny sizes: what it runs is what it says, and the table is what is stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import store, table
+from benchmarks.__main__ import README, main
+from benchmarks.apps import APPS, DTYPES, make_case
+from benchmarks.columns import COLUMNS, block_rows, blocked
+from benchmarks.machine import machine_slug
+from benchmarks.measure import Effort, first_call, max_relative_error, measure
+from benchmarks.timing import interleaved, paired_speedup, summary
+
+TINY = Effort(rounds=3, seconds=5.0)
+
+
+@pytest.mark.parametrize("app", list(APPS))
+@pytest.mark.parametrize("column", list(COLUMNS))
+def test_every_column_computes_the_reference(app: str, column: str) -> None:
+    case = make_case(app, "f32", 37)
+    assert max_relative_error(case, COLUMNS[column](case.app.function)) < 1e-5
+
+
+@pytest.mark.parametrize("app", list(APPS))
+def test_bfloat16_stays_near_the_reference(app: str) -> None:
+    case = make_case(app, "bf16", 64)
+    assert case.x.dtype == jnp.bfloat16
+    error = max_relative_error(case, COLUMNS["pipeline"](case.app.function))
+    assert 1e-4 < error < 0.1  # bf16 has 8 bits: an error as small as float32's would mean that it was not used
+
+
+def test_error_measure_sees_one_wrong_element() -> None:
+    case = make_case("swiglu", "f32", 16)
+
+    def wrong(params: Any, x: jax.Array) -> jax.Array:
+        return case.app.function(params, x).at[3, 5].add(10.0)
+
+    assert max_relative_error(case, wrong) > 1
+
+
+@pytest.mark.parametrize("app", list(APPS))
+def test_app_is_rowwise_and_sized_as_the_paper_says(app: str) -> None:
+    case = make_case(app, "f32", 8)
+    whole = case.app.function(case.params, case.x)
+    part = case.app.function(case.params, case.x[3:5])
+    np.testing.assert_allclose(whole[3:5], part, rtol=1e-4, atol=1e-5)
+    assert (
+        case.app.flops
+        == {
+            "nerf": 2 * (63 * 256 + 256 * 256 * 6 + (256 + 63) * 256 + 256 * 4),
+            "mgn": 2 * (384 * 128 + 128 * 128),
+            "swiglu": 2 * 3 * 512 * 1408,
+        }[app]
+    )
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (4096, 4096), (65_536, 4096), (200_000, 4000), (4099 * 2, 4096)])
+def test_block_rows(rows: int, size: int) -> None:
+    assert block_rows(rows) == size
+
+
+@pytest.mark.parametrize("rows", [1, 4096, 8192, 8198])
+def test_blocked_is_the_function_and_really_loops(rows: int) -> None:
+    def function(w: float, x: jax.Array) -> jax.Array:
+        return jnp.sin(x) * w
+
+    x = jnp.linspace(0, 1, rows * 3).reshape(rows, 3)
+    np.testing.assert_allclose(jax.jit(blocked(function))(2.0, x), 2 * np.sin(x), rtol=1e-5)
+    jaxpr = str(jax.make_jaxpr(blocked(function))(2.0, x))
+    assert "scan" in jaxpr
+    assert ("concatenate" in jaxpr) == (rows == 8198)
+
+
+def test_rounds_interleave_and_rotate() -> None:
+    calls: list[str] = []
+
+    def thunk(name: str) -> Any:
+        def run() -> jax.Array:
+            calls.append(name)
+            return jnp.zeros(2)
+
+        return run
+
+    times = interleaved({n: thunk(n) for n in "abc"}, rounds=3, seconds=60, warmup=1)
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
+    assert all(len(t) == 3 and min(t) > 0 for t in times.values())
+
+
+def test_a_budget_ends_after_three_rounds() -> None:
+    times = interleaved({"a": lambda: jnp.zeros(2)}, rounds=50, seconds=0.0)
+    assert len(times["a"]) == 3
+
+
+def test_results_are_deleted() -> None:
+    kept: list[jax.Array] = []
+
+    def run() -> jax.Array:
+        kept.append(jnp.ones(4) + 1)
+        return kept[-1]
+
+    interleaved({"a": run}, rounds=2, seconds=60, warmup=1)
+    assert len(kept) == 3
+    assert all(a.is_deleted() for a in kept)
+
+
+def test_statistics() -> None:
+    s = summary([4.0, 1.0, 3.0, 2.0, 10.0])
+    assert (s["median"], s["min"], s["max"], s["q1"], s["q3"], s["n"]) == (3.0, 1.0, 10.0, 2.0, 4.0, 5)
+    # The clock halves its speed in the second round; the ratio within each round does not care.
+    assert paired_speedup([2.0, 4.0], [1.0, 2.0])["median"] == 2.0
+
+
+def test_first_call_compiles_anew_each_time() -> None:
+    first = first_call(make_case("mgn", "f32", 64), repeats=1)
+    for when in ("cold", "warm"):
+        assert min(first[when]["jit"], first[when]["pipeline"]) > 1e-3
+        assert first[when]["overhead"] == first[when]["pipeline"] - first[when]["jit"]
+
+
+def test_run_store_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One real run through the command line, huge pages and first call in a process of their own."""
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    run = ["run", "--app", "mgn", "--dtype", "f32", "--rows", "256", "--rounds", "3", "--seconds", "5", "--results", str(results)]
+    assert main(run) == 0
+    assert main(run) == 0  # replaces, does not append
+    (path,) = results.glob("*.json")
+    content = json.loads(path.read_text())
+    assert path.name.startswith(machine_slug(content["machine"]))
+    (record,) = content["cases"]
+    assert set(record["columns"]) == {"jit", "blocked", "pipeline", "jit_hugepages", "pipeline_hugepages"}
+    assert set(record["speedup"]) == {"jit", "blocked", "jit_hugepages"}
+    assert record["versions"]["jax"] == jax.__version__
+    assert 0 <= record["explain"]["coverage"] <= 1
+    assert record["first_call"]["cold"]["pipeline"] > 0
+
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    command = ["table", "--results", str(results), "--readme", str(readme)]
+    assert main(command) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert f"{1e3 * record['columns']['pipeline']['median']:.1f} ms" in text
+    assert main(command) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_newest_record_of_a_case_wins(tmp_path: Path) -> None:
+    machine = {"cpu": "Some(R) CPU @ 2 GHz", "cores": 2}
+    assert machine_slug(machine) == "some-2c"
+    record = {"platform": "cpu", "app": "nerf", "mode": "infer", "rows": 8, "dtype": "f32"}
+    for date, tag in (("2025-01-02", "new"), ("2025-01-01", "old")):
+        other = {**record, "dtype": "bf16", "tag": tag} if tag == "old" else None
+        cases = [{**record, "tag": tag}] + ([other] if other else [])
+        (tmp_path / f"some-2c-{date}.json").write_text(json.dumps({"format": 1, "machine": machine, "date": date, "cases": cases}))
+    ((_, records),) = store.newest(tmp_path)
+    assert [(r["dtype"], r["tag"], r["date"]) for r in records] == [("f32", "new", "2025-01-02"), ("bf16", "old", "2025-01-01")]
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="format 99"):
+        store.newest(tmp_path)
+
+
+def test_readme_holds_the_table_of_what_is_stored() -> None:
+    text = README.read_text()
+    inside = text[text.index(table.BEGIN) + len(table.BEGIN) : text.index(table.END)]
+    assert inside.strip() == table.markdown(store.newest()).strip()
+
+
+def test_markers_are_required(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("no markers")
+    with pytest.raises(ValueError, match="needs one"):
+        table.update(path, "x")
+
+
+def test_names_agree() -> None:
+    assert tuple(APPS) == store.APP_NAMES
+    assert tuple(DTYPES) == store.DTYPE_NAMES
+
+
+def test_measure_without_a_child_needs_no_process() -> None:
+    record = measure("mgn", "infer", "f32", "cpu", 128, TINY, child=False)
+    assert set(record["columns"]) == set(COLUMNS)
+    assert record["flops"] == 128 * APPS["mgn"].flops

@@ -1,0 +1,203 @@
+"""The report: what ``build_report`` counts, and that text and HTML say all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+
+from kitsune_jax.graph import Graph, Op, Value, make_params
+from kitsune_jax.planning.plan import Plan, Queue, Stage
+from kitsune_jax.report import Report, build_report
+from kitsune_jax.report.text import WIDTH
+from kitsune_jax.report.units import byte_text, percent_text, time_text
+from kitsune_jax.streams.space import Region, StreamSpace
+
+ROW = ((0,), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    name: str
+    region: Region
+    plan: Plan
+
+
+def two_layer_graph() -> Graph:
+    """x[4096,64] -> dot -> max 0 -> dot -> sort over rows, twice, from the same line."""
+    dot = make_params(lhs_contract=(1,), rhs_contract=(0,), lhs_batch=(), rhs_batch=())
+    return Graph(
+        values=(
+            Value((4096, 64), "bfloat16"),
+            Value((64, 96), "bfloat16"),
+            Value((96, 32), "bfloat16"),
+            Value((), "bfloat16", 0.0),
+            Value((4096, 96), "bfloat16"),
+            Value((4096, 96), "bfloat16"),
+            Value((4096, 32), "bfloat16"),
+            Value((4096, 32), "bfloat16"),
+            Value((4096, 32), "bfloat16"),
+        ),
+        inputs=(0, 1, 2),
+        outputs=(8,),
+        ops=(
+            Op("dot_general", (0, 1), (4,), dot, "model.py:7 (mlp)", label="dot_general"),
+            Op("max", (4, 3), (5,), (), "model.py:7 (mlp)", label="max"),
+            Op("dot_general", (5, 2), (6,), dot, "model.py:8 (mlp)", label="dot_general"),
+            Op("opaque", (6,), (7,), (), "model.py:9 (mlp)", "orders all rows <at once>", "sort"),
+            Op("opaque", (7,), (8,), (), "model.py:9 (mlp)", "orders all rows <at once>", "sort"),
+        ),
+    )
+
+
+def two_stage_plan() -> Plan:
+    return Plan(
+        platform="cpu",
+        machine="two cores",
+        arrangement="spatial",
+        tile_rows=96,
+        tiles=43,
+        stages=(
+            Stage("dot0", (0, 1), 0, "tensor", 1, 12.5e-6, 64 * 96 * 2),
+            Stage("dot1", (2,), 0, "tensor", 1, 6.25e-6, 96 * 32 * 2),
+        ),
+        queues=(Queue(5, 0, (1,), 2, 96 * 96 * 2, "l2"),),
+        replicas=1,
+        seconds=0.5e-3,
+        baseline_seconds=1.0e-3,
+        bytes_moved=800_000,
+        baseline_bytes=3_200_000,
+        flops=75_000_000,
+        bound="dot0",
+    )
+
+
+@pytest.fixture
+def report() -> Report:
+    region = Region(
+        StreamSpace((4096,)),
+        ops=(0, 1, 2),
+        labels=((0, ROW), (4, ROW), (5, ROW), (6, ROW)),
+        inputs=(0, 1, 2),
+        outputs=(6,),
+        phase_of=(0, 0, 0),
+    )
+    graph = two_layer_graph()
+    graph.validate()
+    rejected = ((3, graph.ops[3].reason), (4, graph.ops[4].reason))
+    return build_report(graph, (Planned("region0", region, two_stage_plan()),), rejected, "cpu", "two cores")
+
+
+def test_counts_and_bytes(report: Report) -> None:
+    assert (report.ops_total, report.ops_pipelined, report.coverage) == (5, 3, 0.6)
+    sorts = 2 * 2 * 4096 * 32 * 2  # two ops, each one operand and one result of bf16
+    assert report.traffic_bulk_sync == 3_200_000 + sorts
+    assert report.traffic_pipeline == 800_000 + sorts
+    assert report.bytes_saved == 2_400_000
+    (region,) = report.regions
+    assert (region.rows, region.tile_rows, region.tiles, region.workers) == (4096, 96, 43, 2)
+    assert region.bytes_in == 2 * (4096 * 64 + 64 * 96 + 96 * 32)
+    assert region.bytes_out == 2 * 4096 * 32
+    assert region.stages[0].ops == ("dot_general", "max")
+    assert region.stages[0].microseconds == pytest.approx(12.5)
+    (queue,) = region.queues
+    assert (queue.value, queue.producer, queue.consumers, queue.bytes) == ("bfloat16[96,96]", "dot0", ("dot1",), 2 * 96 * 96 * 2)
+
+
+def test_equal_rejections_are_one_entry(report: Report) -> None:
+    (rejected,) = report.rejected
+    assert (rejected.op, rejected.count, rejected.source) == ("sort", 2, "model.py:9 (mlp)")
+
+
+def test_text_says_what_runs_where_and_why_not(report: Report) -> None:
+    text = str(report)
+    for fact in (
+        "3 of 5 operators pipelined (60 %)",
+        "region0: 3 operators over 4 096 rows, 43 tiles of 96 rows",
+        "spatial on 2 workers",
+        "bound by dot0",
+        "saves 2.40 MB",
+        "dot0 -> dot1",
+        "bfloat16[96,96]",
+        "dot_general, max",
+        "model.py:9 (mlp)",
+        "sort x2",
+        "orders all rows <at once>",
+    ):
+        assert fact in text, f"{fact!r} is not in:\n{text}"
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_long_names_wrap_and_lose_nothing(report: Report) -> None:
+    reason = "the reason is long " * 20 + "END"
+    source = "a_module_with_a_rather_long_name/and_folders/model.py:1234 (a_function_with_a_rather_long_name.<locals>.inner)"
+    long = dataclasses.replace(
+        report,
+        rejected=(dataclasses.replace(report.rejected[0], reason=reason, source=source, op="o" * 70),),
+        regions=(
+            dataclasses.replace(
+                report.regions[0],
+                stages=(dataclasses.replace(report.regions[0].stages[0], ops=("mul", "add") * 40, name="s" * 70),),
+            ),
+        ),
+        notes=("a note " * 40,),
+    )
+    text = str(long)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    squeezed = "".join(text.split())
+    assert "END" in text
+    assert squeezed.count("mul") == 40
+    assert squeezed.count("reason") == 20 + 1  # and the head of the table
+
+
+def test_nothing_pipelined() -> None:
+    graph = two_layer_graph()
+    report = build_report(graph, (), [(i, "too small") for i in range(5)], "cpu", "two cores")
+    assert report.coverage == 0.0
+    assert report.traffic_bulk_sync == report.traffic_pipeline > 0
+    assert "nothing is pipelined" in str(report)
+    assert str(report).count("too small") == 4  # two of the five stand on one line
+
+
+def test_function_without_operators() -> None:
+    report = build_report(Graph((Value((2,), "float32"),), (0,), (0,), ()), (), (), "cpu", "m")
+    assert report.coverage == 0.0
+    assert "no operators" in str(report)
+    assert report._repr_html_().startswith("<div>")
+
+
+def test_html_is_escaped_and_balanced(report: Report) -> None:
+    html = report._repr_html_()
+    assert "orders all rows &lt;at once&gt;" in html
+    assert "<at once>" not in html
+    for tag in ("div", "table", "tr", "td", "th", "p", "b"):
+        assert html.count(f"<{tag}>") + html.count(f"<{tag} ") == html.count(f"</{tag}>")
+
+
+def test_dictionary_survives_json_and_report_survives_pickle(report: Report) -> None:
+    d = report.to_dict()
+    assert json.loads(json.dumps(d)) == d
+    assert d["coverage"] == 0.6
+    assert d["regions"][0]["queues"][0]["place"] == "l2"
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (byte_text(0), "0 B"),
+        (byte_text(999), "999 B"),
+        (byte_text(999_900), "1.00 MB"),
+        (byte_text(1_030_000_000), "1.03 GB"),
+        (byte_text(-2_500), "-2.50 kB"),
+        (time_text(0.042), "42.0 ms"),
+        (time_text(1.5e-7), "150 ns"),
+        (percent_text(996, 1000), "99.6 %"),
+        (percent_text(1, 1), "100 %"),
+        (percent_text(1, 0), "0 %"),
+    ],
+)
+def test_units(text: str, expected: str) -> None:
+    assert text == expected

@@ -1,0 +1,172 @@
+"""Tile programs written by hand, for tests of what comes after ``program.build``: one method call per instruction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from kitsune_jax.graph import Param, Scalar, make_params
+from kitsune_jax.program.ir import ROWS, ArrayType, Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+
+
+class Tiles:
+    """Builds a ``TileProgram`` over stream axes of extents ``axes``.
+
+    Arrays are dense; ``streams`` says which stream axes each dimension runs over, so that ``((), (0,))`` is an ``[n, rows]`` array.
+
+    >>> t = Tiles((10,), 4)
+    >>> t.store(t.op("tanh", t.load((10, 3), "float32", ((0,), ()))), (10, 3), ((0,), ()))
+    >>> t.program().tiles
+    3
+    """
+
+    def __init__(self, axes: tuple[int, ...], tile_rows: int):
+        self.axes, self.tile_rows = axes, tile_rows
+        self.inputs: list[ArrayType] = []
+        self.outputs: list[ArrayType] = []
+        self.values: list[TileType] = []
+        self.literals: list[tuple[int, Scalar]] = []
+        self.stages: list[list[Instr]] = [[]]
+        self.queues: list[QueueType] = []
+        self.sinks: list[SinkType] = []
+
+    def _new(self, tile: bool, shape: Sequence[int], dtype: str) -> int:
+        self.values.append(TileType(tile, tuple(shape), dtype))
+        return len(self.values) - 1
+
+    def _add(self, kind: str, inputs: Sequence[int], outputs: Sequence[int], **params: Any) -> None:
+        self.stages[-1].append(Instr(kind, tuple(inputs), tuple(outputs), make_params(**params)))
+
+    def _array(self, shape: tuple[int, ...], dtype: str, streams: Sequence[Sequence[int]] | None) -> ArrayType:
+        if streams is None:
+            return ArrayType(shape, dtype, False)
+        strides = [0] * len(self.axes)
+        step = 1
+        for n, axes in zip(reversed(shape), reversed(streams), strict=True):
+            inner = step
+            for a in reversed(axes):
+                strides[a] = inner
+                inner *= self.axes[a]
+            step *= n
+        dims = tuple(d for d, axes in enumerate(streams) if not axes)
+        return ArrayType(shape, dtype, True, tuple(strides), dims)
+
+    def load(self, shape: tuple[int, ...], dtype: str = "float32", streams: Sequence[Sequence[int]] | None = None) -> int:
+        array = self._array(shape, dtype, streams)
+        self.inputs.append(array)
+        return self.again(len(self.inputs) - 1)
+
+    def again(self, number: int) -> int:
+        """Another load of input ``number``."""
+        array = self.inputs[number]
+        shape = tuple(array.shape[d] for d in array.dims) if array.streamed else array.shape
+        v = self._new(array.streamed, shape, array.dtype)
+        self._add("load", (), (v,), array=number)
+        return v
+
+    def literal(self, value: Scalar, dtype: str = "float32") -> int:
+        v = self._new(False, (), dtype)
+        self.literals.append((v, value))
+        return v
+
+    def op(self, kind: str, *inputs: int, shape: Sequence[int] | None = None, dtype: str | None = None, **params: Param) -> int:
+        """``shape``: the row shape of the result (of the first tile operand, if not given)."""
+        first = next((self.values[v] for v in inputs if self.values[v].tile), None)
+        row = tuple(shape) if shape is not None else first.shape if first is not None else ()
+        v = self._new(True, row, dtype or (self.values[inputs[0]].dtype))
+        self._add(kind, inputs, (v,), **params)
+        return v
+
+    def broadcast(self, x: int, shape: tuple[int, ...], dims: Sequence[int]) -> int:
+        """To row shape ``shape``; ``dims`` rows-first."""
+        v = self._new(True, shape, self.values[x].dtype)
+        self._add("broadcast_in_dim", (x,), (v,), shape=(ROWS, *shape), dims=tuple(dims))
+        return v
+
+    def reshape(self, x: int, shape: tuple[int, ...]) -> int:
+        return self.op("reshape", x, shape=shape, new_sizes=(ROWS, *shape))
+
+    def transpose(self, x: int, perm: Sequence[int]) -> int:
+        shape = tuple(self.values[x].shape[p - 1] for p in perm[1:])
+        return self.op("transpose", x, shape=shape, permutation=tuple(perm))
+
+    def concat(self, *xs: int, dimension: int) -> int:
+        shape = list(self.values[xs[0]].shape)
+        shape[dimension - 1] = sum(self.values[x].shape[dimension - 1] for x in xs)
+        return self.op("concatenate", *xs, shape=shape, dimension=dimension)
+
+    def reduce(self, how: str, x: int, axes: Sequence[int]) -> int:
+        shape = tuple(n for d, n in enumerate(self.values[x].shape, 1) if d not in axes)
+        return self.op(f"reduce_{how}", x, shape=shape, axes=tuple(axes))
+
+    def matmul(self, x: int, w: int, dims: Any = None, out: str | None = None, perm: Sequence[int] | None = None) -> int:
+        """``dims``: ((x_contract, w_contract), (x_batch, w_batch)), rows-first; the last of x with the first of w if not given."""
+        xt, wt = self.values[x], self.values[w]
+        (xc, wc), (xb, wb) = dims or (((len(xt.shape),), (0,)), ((), ()))
+        x_shape = (ROWS, *xt.shape)
+        free = [d for d in range(len(x_shape)) if d not in xc and d not in xb]
+        columns = [d for d in range(len(wt.shape)) if d not in wc and d not in wb]
+        falls = [*(x_shape[d] for d in xb), *(x_shape[d] for d in free), *(wt.shape[d] for d in columns)]
+        order = tuple(perm) if perm is not None else (len(xb), *(k for k in range(len(falls)) if k != len(xb)))
+        shape = tuple(falls[p] for p in order)
+        assert shape[0] == ROWS
+        v = self._new(True, shape[1:], out or xt.dtype)
+        wide = "float64" if xt.dtype == "float64" else "float32"
+        self._add("matmul", (x, w), (v,), x_contract=tuple(xc), x_batch=tuple(xb), w_contract=tuple(wc), w_batch=tuple(wb),
+                  out_perm=order, accumulate=wide)  # fmt: skip
+        return v
+
+    def index(self, axes: Sequence[int], shape: tuple[int, ...] = (), dtype: str = "int32") -> int:
+        v = self._new(True, shape, dtype)
+        self._add("row_index", (), (v,), axes=tuple(axes))
+        return v
+
+    def iota(self, shape: tuple[int, ...], dimension: int, dtype: str = "int32") -> int:
+        v = self._new(True, shape, dtype)
+        self._add("iota", (), (v,), shape=(ROWS, *shape), dimension=dimension)
+        return v
+
+    def store(self, x: int, shape: tuple[int, ...], streams: Sequence[Sequence[int]]) -> None:
+        self.outputs.append(self._array(shape, self.values[x].dtype, streams))
+        self._add("store", (x,), (), array=len(self.outputs) - 1)
+
+    def sink(self, x: int, how: str, axes: Sequence[int]) -> None:
+        t = self.values[x]
+        shape = tuple(n for d, n in enumerate(t.shape, 1) if d not in axes)
+        self.outputs.append(ArrayType(shape, t.dtype, False))
+        self.sinks.append(SinkType(how, shape, t.dtype, len(self.outputs) - 1))
+        self._add("sink", (x,), (), sink=len(self.sinks) - 1, how=how, axes=tuple(axes))
+
+    def stage(self) -> None:
+        """What follows belongs to a new stage."""
+        self.stages.append([])
+
+    def queue(self, x: int, consumers: tuple[int, ...], depth: int = 2) -> int:
+        """Push ``x`` into a new queue; returns its number."""
+        self.queues.append(QueueType(len(self.stages) - 1, consumers, self.values[x], depth))
+        self._add("push", (x,), (), queue=len(self.queues) - 1)
+        return len(self.queues) - 1
+
+    def pop(self, queue: int) -> int:
+        t = self.queues[queue].tile
+        v = self._new(True, t.shape, t.dtype)
+        self._add("pop", (), (v,), queue=queue)
+        return v
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.axes)
+
+    def program(self) -> TileProgram:
+        return TileProgram(
+            self.axes,
+            self.tile_rows,
+            tuple(self.inputs),
+            tuple(self.outputs),
+            tuple(self.values),
+            tuple(self.literals),
+            tuple(StageProgram(f"stage{s}", 0, tuple(body)) for s, body in enumerate(self.stages)),
+            tuple(self.queues),
+            tuple(self.sinks),
+        )
