@@ -7,7 +7,6 @@
 SHELL       := /bin/bash
 VENV        ?= .venv
 PY          := $(VENV)/bin/python
-PIP         := $(PY) -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
 JOBS        ?= auto
 NATIVE      := $(shell find cpu/src cpu/include -type f 2>/dev/null)
@@ -58,11 +57,11 @@ $(PY):
 
 $(VENV)/.examples: pyproject.toml setup.py $(NATIVE) | $(PY)
 	@cxx=$$(scripts/check_compiler.sh) && echo "building the extension with $$cxx and installing into $(VENV)" && \
-	  CC="$${CC:-$$cxx}" CXX="$$cxx" $(PIP) install --quiet --editable '.[test,examples]'
+	  CC="$${CC:-$$cxx}" CXX="$$cxx" scripts/pip_install.sh $(VENV) --editable '.[test,examples]'
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml $(VENV)/.examples
-	$(PIP) install --quiet --editable '.[dev]'
+	@scripts/pip_install.sh $(VENV) --editable '.[dev]'
 	@touch $@
 
 include cpu/tests/cpu.mk

@@ -21,7 +21,7 @@ RowFunction = Callable[[Any, jax.Array], jax.Array]
 
 
 def block_rows(rows: int, largest: int = BLOCK_ROWS) -> int:
-    """The largest divisor of ``rows`` in ``(largest / 2, largest]``, which spares the tail; else ``largest`` itself, or all rows."""
+    """The largest divisor of ``rows`` in ``(largest / 2, largest]``, which spares the tail; else ``largest``, or all rows."""
     if rows <= largest:
         return rows
     return next((n for n in range(largest, largest // 2, -1) if rows % n == 0), largest)

@@ -46,8 +46,8 @@ def _caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
     return (
         f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['isa'])}), JAX {', '.join(versions)}, "
         f"measured {dates[0]}{f' to {dates[-1]}' if len(dates) > 1 else ''} at {', '.join(commits)}. Medians of interleaved runs; "
-        "in brackets the quartiles of the ratio within a round; error is the largest against float64, relative to the larger of the "
-        "element and the root mean square."
+        "in brackets the quartiles of the ratio within a round; error is the largest against float64, relative to the larger of "
+        "the element and the root mean square."
     )
 
 
@@ -74,8 +74,8 @@ def _first_calls(records: list[dict[str, Any]]) -> str:
     cold = max(overheads, key=lambda o: o["cold"]["overhead"])["cold"]
     warm = max(overheads, key=lambda o: o["warm"]["overhead"])["warm"]
     return (
-        f"Tracing, lowering and compiling, the worst of these cases: {cold['pipeline']:.2f} s against {cold['jit']:.2f} s with `jax.jit` "
-        f"the first time in a process, {warm['pipeline']:.2f} s against {warm['jit']:.2f} s after that."
+        f"Tracing, lowering and compiling, the worst of these cases: {cold['pipeline']:.2f} s against {cold['jit']:.2f} s with "
+        f"`jax.jit` the first time in a process, {warm['pipeline']:.2f} s against {warm['jit']:.2f} s after that."
     )
 
 

@@ -115,9 +115,7 @@ def compiled_step(
 
 
 def fit(picture: np.ndarray, *, steps: int, rows: int, block: int, seconds: float, seed: int, console: Console) -> Fit:
-    """Train for ``steps`` steps of ``rows`` pixels or ``seconds``, whichever ends first; the variants take turns every ``block``
-    steps.
-    """
+    """Train for ``steps`` steps of ``rows`` pixels, or ``seconds``; the variants take turns every ``block`` steps."""
     coordinates, colours = pixel_grid(len(picture)), picture.reshape(-1, 3)
     rng = np.random.default_rng(seed)
     params = initial_params(jax.random.key(seed))

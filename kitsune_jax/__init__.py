@@ -1,26 +1,21 @@
 """kitsune_jax: JAX functions as spatial pipelines.
 
-``pipeline(fn)`` runs a function as pipelines of tiles through on-chip queues, ``explain(fn)`` says what it would do. Everything
-else in the package is their inside.
+``pipeline(fn)`` runs a function as pipelines of tiles through on-chip queues; ``explain(fn)`` says what it would do. Everything else
+in the package is their inside. Importing it registers the custom calls, so programs exported or cached elsewhere run here.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from kitsune_jax import config as config
+from kitsune_jax.api import Pipeline as Pipeline
+from kitsune_jax.api import explain as explain
+from kitsune_jax.api import pipeline as pipeline
+from kitsune_jax.errors import NotPipelined as NotPipelined
+from kitsune_jax.report.model import Report as Report
+from kitsune_jax.targets.cpu import runtime as _cpu_runtime
 
 __version__ = "0.1.0"
+__all__ = ["NotPipelined", "Pipeline", "Report", "config", "explain", "pipeline"]
 
-_EXPORTS = {
-    "NotPipelined": "errors",
-    "Pipeline": "api",
-    "Report": "report.model",
-    "explain": "api",
-    "pipeline": "api",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"kitsune_jax.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module 'kitsune_jax' has no attribute {name!r}")
+config.apply_log_level()
+_cpu_runtime.register()

@@ -16,13 +16,23 @@ from typing import Any
 
 import jax
 import jax.extend as jex
-from jax._src import ad_util, api_util, checkify, core, source_info_util, traceback_util, tree_util, util
+from jax._src import ad_util, api_util, checkify, source_info_util, traceback_util, tree_util, util
+from jax._src import core as _core
 from jax._src import linear_util as lu
-from jax._src.interpreters import ad, batching, mlir
-from jax._src.interpreters import partial_eval as pe
-from jax._src.state import discharge
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching, mlir
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.interpreters import remat as _remat
+from jax._src.state import discharge as _discharge
 from jax._src.state import types as state_types
 from jax.experimental import jet as jet_lib
+
+# Signatures in these differ between versions: a type checker sees one of them only.
+core: Any = _core
+ad: Any = _ad
+pe: Any = _pe
+remat: Any = _remat
+discharge: Any = _discharge
 
 VERSION: tuple[int, ...] = tuple(int(x) for x in jax.__version__.split(".")[:3])
 
@@ -133,7 +143,7 @@ def has_symbolic_shapes(closed: Any) -> bool:
 
 
 def source_line(eqn: Any) -> str:
-    """The user's line, "model.py:12 (mlp)", or "" where no frame of the user is on record (never a frame inside JAX or this package)."""
+    """The user's line, "model.py:12 (mlp)", or "" where there is none: never a frame inside JAX or this package."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     if frame is None:
         return ""
@@ -199,7 +209,7 @@ def register_call_rules(prim: Any) -> None:
 
 
 def _register_checkify(prim: Any) -> None:
-    """Checkify looks inside. Its default rule for a parameter named ``call_jaxpr`` binds with ``subfuns=``, which we do not take."""
+    """Checkify looks inside. (Its default rule for a ``call_jaxpr`` binds with ``subfuns=``, which we do not take.)"""
     if hasattr(checkify, "eval_jaxpr_error_check"):
         checkify.error_checks[prim] = checkify.eval_jaxpr_error_check
     else:
@@ -229,8 +239,6 @@ def _jet_rule(prim: Any, primals: Sequence[Any], series: Sequence[Sequence[Any]]
 
 
 def _register_call_rules_0_10(prim: Any) -> None:
-    from jax._src.interpreters import remat
-
     prim.multiple_results = True
     prim.skip_canonicalization = True
 
@@ -352,8 +360,6 @@ def _discharge_0_10(prim: Any, in_avals: Any, _out_avals: Any, *args: Any, call_
 
 
 def _remat_0_10(prim: Any, policy: Any, *args: Any, call_jaxpr: Any, **params: Any) -> Any:
-    from jax._src.interpreters import remat
-
     forward, again, n_res = remat.remat_jaxpr(call_jaxpr, policy)
     outs = prim.bind(*args, call_jaxpr=forward, **params)
     results, residuals = util.split_list(outs, [len(outs) - n_res])

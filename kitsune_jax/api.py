@@ -7,13 +7,14 @@ object per function and options, however often ``pipeline`` is applied to it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -26,12 +27,6 @@ from kitsune_jax.report.model import Report
 _compat.hide_from_tracebacks(__file__)
 
 Residuals: TypeAlias = "str | Callable[..., Any]"
-
-
-@overload
-def pipeline(fn: None = None, **options: Any) -> Callable[[Callable[..., Any]], Pipeline]: ...
-@overload
-def pipeline(fn: Callable[..., Any], **options: Any) -> Pipeline: ...
 
 
 def pipeline(
@@ -60,7 +55,10 @@ def pipeline(
       deterministic: equal inputs give equal bits, run after run. ``False`` lets sinks add in arrival order.
       strict: raise ``NotPipelined`` where the function is lowered and nothing of it could be pipelined.
       force: pipeline every legal region, whatever the cost model says. ``None`` reads ``KITSUNE_FORCE``.
-      static_argnums, static_argnames, donate_argnums: as in ``jax.jit``, for calls outside of ``jit``.
+      static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters to calls outside of ``jit`` only.
+
+    Returns:
+      A ``Pipeline``, called like ``fn``; a decorator if ``fn`` is not given.
 
     Raises:
       TypeError: ``fn`` is not callable. ValueError: an option has no such value.
@@ -89,7 +87,8 @@ def pipeline(
         raise TypeError(f"kitsune_jax.pipeline takes a function of arrays, not {type(fn).__name__}: write pipeline(fn)(*args)")
     if not (residuals in ("save", "recompute") or callable(residuals)):
         raise ValueError(
-            f"residuals={residuals!r} is not known: use 'save', 'recompute', or a policy such as jax.checkpoint_policies.dots_saveable"
+            f"residuals={residuals!r} is not known: use 'save', 'recompute', or a policy such as "
+            "jax.checkpoint_policies.dots_saveable"
         )
     for name, value in (("deterministic", deterministic), ("strict", strict), ("force", force)):
         if not isinstance(value, (bool, np.bool_)) and not (name == "force" and value is None):
@@ -150,7 +149,7 @@ class Pipeline:
         return self._jits[options]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A pipelined method binds like a function; ``self`` is then a pytree, or a static leaf (hashable, by identity as a rule)."""
+        """A pipelined method binds like a function; ``self`` is then a pytree, or a static leaf (so it must be hashable)."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
@@ -170,10 +169,8 @@ class _Body:
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
         self.__doc__ = fn.__doc__
-        try:
+        with contextlib.suppress(TypeError, ValueError):  # a built-in without a signature
             self.__signature__ = inspect.signature(fn)
-        except (TypeError, ValueError):  # built-in without a signature
-            pass
         self.call_split = functools.partial(_call_split, self)
 
     @property
@@ -183,8 +180,7 @@ class _Body:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn = self._fn()
         if self._residuals != "save":
-            policy = None if self._residuals == "recompute" else self._residuals
-            fn = arguments.checkpoint(fn, policy)
+            fn = arguments.checkpoint(fn, self._residuals if callable(self._residuals) else None)
         if self._options is None or not _compat.is_staging():
             # Not under jit's trace: disable_jit, or debug_nans runs the function op by op to name the guilty operator. Let it see
             # them.
@@ -214,8 +210,8 @@ def _trace(fn: Callable[..., Any], dynamic: Sequence[Any], rebuild: arguments.Re
                 at = f" at output component {jax.tree_util.keystr(path)}" if path else ""
                 name = getattr(fn, "__name__", type(fn).__name__)
                 raise TypeError(
-                    f"function {name} traced for kitsune_jax.pipeline returned a value of type {type(leaf)}{at}, which is not a valid "
-                    "JAX type"
+                    f"function {name} traced for kitsune_jax.pipeline returned a value of type {type(leaf)}{at}, "
+                    "which is not a valid JAX type"
                 )
         return [leaf for _, leaf in with_paths]
 
@@ -228,7 +224,7 @@ _bodies_lock = threading.Lock()
 
 
 def _body(fn: Callable[..., Any], residuals: Residuals, options: Options | None) -> _Body:
-    """One body per function, residual policy and options, so that JAX's trace cache knows it again; kept as long as ``fn`` lives."""
+    """One body per function, residual policy and options, so that JAX's trace cache knows it again. Lives as long as ``fn``."""
     try:
         hash(fn)
         weakref.ref(fn)

@@ -142,7 +142,7 @@ class Statics:
 
 
 def flatten_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Rebuild]:
-    """The tracers and arrays among the leaves, and the way back. All else is already static here and stays the Python value it is."""
+    """The tracers and arrays among the leaves, and the way back. All else is static already and stays the Python value it is."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.core.Tracer | jax.Array | np.ndarray)]
 
@@ -186,6 +186,6 @@ def _check_hashable(path: Any, leaf: Any) -> None:
         hash(value)
     except TypeError:
         raise TypeError(
-            f"argument {jax.tree_util.keystr(path[1:])} of a pipelined function is a {type(value).__name__}, which is neither an array nor "
-            "hashable: register it as a pytree (jax.tree_util.register_dataclass), make it hashable, or close over it"
+            f"argument {jax.tree_util.keystr(path[1:])} of a pipelined function is a {type(value).__name__}, which is neither an "
+            "array nor hashable: register it as a pytree (jax.tree_util.register_dataclass), make it hashable, or close over it"
         ) from None

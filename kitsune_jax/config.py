@@ -77,7 +77,7 @@ def cuda_arch() -> str | None:
 
 
 def num_threads() -> int:
-    """``KITSUNE_NUM_THREADS``: CPU threads a plan may count on (at least 1). Raises ``ValueError`` for anything but a positive integer."""
+    """``KITSUNE_NUM_THREADS``: CPU threads a plan may count on. Raises ``ValueError`` for anything but a positive integer."""
     text = os.environ.get("KITSUNE_NUM_THREADS", "").strip()
     if text:
         if not text.isdecimal() or int(text) < 1:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.jaxpr import Captured, capture
@@ -25,17 +25,17 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.options import Options
 from kitsune_jax.report.model import Report
 from kitsune_jax.route import PlannedRegion, Routed, route
+from kitsune_jax.schedule import schedule
 
 logger = config.logger
-
-Node: TypeAlias = "int | PlannedRegion"  # an op of the graph, or a region of ops
 
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
 
 SHARDED = (
-    "kitsune_jax: a pipelined function is lowered under jit on several devices with automatic partitioning, where XLA would gather a "
-    "custom call's operands on every device. It lowers as plain HLO there. Use jax.shard_map over all mesh axes to keep the pipelines."
+    "kitsune_jax: a pipelined function is lowered under jit on several devices with automatic partitioning, where XLA would gather "
+    "a custom call's operands on every device. It lowers as plain HLO there. Use jax.shard_map over all mesh axes to keep the "
+    "pipelines."
 )
 
 
@@ -107,7 +107,7 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     reports: list[Report] = []
 
     def visit(jaxpr: Any) -> Any:
-        captured = capture(jaxpr, rewrite=visit)
+        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit)
         reports.append(routed(captured.graph, platform, options, device).report)
         return jaxpr
 
@@ -157,13 +157,14 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, platform: str, 
     def rewrite(body: Any) -> Any:
         avals = _compat.in_avals(body)
         new = _compat.trace_jaxpr(lambda *a: _evaluate(body, a, options, platform, bodies), avals, lower=True)
-        return _compat.as_kind_of(new, body)
+        return body if _compat.open_parts(new)[1] else _compat.as_kind_of(new, body)  # an equation's body holds no constants
 
+    jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
     captured = capture(jaxpr, rewrite=rewrite)
     plan = routed(captured.graph, platform, options)
     reports.append(plan.report)
     reports.extend(bodies)
-    return run(captured, plan.regions, args)
+    return run(captured, plan.regions, [*consts, *args])
 
 
 def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any]) -> list[Any]:
@@ -174,10 +175,12 @@ def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any
     def read(v: int) -> Any:
         if v not in env:
             value = graph.values[v]
-            env[v] = jnp.asarray(value.literal, dtype=value.dtype)
+            if value.literal is None:
+                raise ValueError(f"value {v} ({value}) is read but nothing that was evaluated gives it")
+            env[v] = np.asarray(value.literal, dtype=jnp.dtype(value.dtype))  # NumPy's: a traced loop body must not close over it
         return env[v]
 
-    for node in schedule(captured, regions):
+    for node in schedule(graph, [step.has_effects for step in captured.steps], regions):
         if isinstance(node, int):
             op = graph.ops[node]
             outs = captured.steps[node].run(*(read(v) for v in op.inputs))
@@ -189,57 +192,6 @@ def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any
                 outs = targets.emit(node, [read(v) for v in region.inputs], avals)
             env.update(zip(region.outputs, outs, strict=True))
     return [read(v) for v in graph.outputs]
-
-
-def schedule(captured: Captured, regions: Sequence[PlannedRegion]) -> list[Node]:
-    """Ops and regions in an order where every value is defined before it is read and effects stay in program order.
-
-    A region that cannot stand as one node (it would have to run both before and after an op, or an effect) is dissolved into its
-    ops.
-    """
-    kept = list(regions)
-    while True:
-        order, stuck = _try_schedule(captured, kept)
-        if not stuck:
-            return order
-        logger.warning("region %s is not schedulable as one call and is left to XLA", stuck[0].name)
-        kept.remove(stuck[0])
-
-
-def _try_schedule(captured: Captured, regions: Sequence[PlannedRegion]) -> tuple[list[Node], list[PlannedRegion]]:
-    """Kahn's algorithm over nodes, lowest op index first. Returns the order and the regions left on a cycle."""
-    graph = captured.graph
-    owner = {i: k for k, r in enumerate(regions) for i in r.region.ops}
-    nodes: list[Node] = [*regions, *(i for i in range(len(graph.ops)) if i not in owner)]
-    number = owner | {node: k for k, node in enumerate(nodes) if isinstance(node, int)}
-    before: list[set[int]] = [set() for _ in nodes]
-    producer = graph.producers()
-    effect: int | None = None
-    for i, op in enumerate(graph.ops):
-        needs = {number[producer[v]] for v in op.inputs if v in producer}
-        if captured.steps[i].has_effects:
-            needs |= set() if effect is None else {effect}
-            effect = number[i]
-        before[number[i]] |= needs - {number[i]}
-    after: list[list[int]] = [[] for _ in nodes]
-    for k, needs in enumerate(before):
-        for n in needs:
-            after[n].append(k)
-    rank = [node if isinstance(node, int) else max(node.region.ops) for node in nodes]
-    missing = [len(needs) for needs in before]
-    ready = [(rank[k], k) for k, m in enumerate(missing) if m == 0]
-    heapq.heapify(ready)
-    order: list[Node] = []
-    done = set()
-    while ready:
-        k = heapq.heappop(ready)[1]
-        order.append(nodes[k])
-        done.add(k)
-        for n in after[k]:
-            missing[n] -= 1
-            if missing[n] == 0:
-                heapq.heappush(ready, (rank[n], n))
-    return order, [r for k, r in enumerate(regions) if k not in done]
 
 
 def _warn_once(message: str, category: type[Warning]) -> None:

@@ -43,7 +43,7 @@ def _impl(*args: Any, call_jaxpr: Any, options: Options) -> list[Any]:
 
 
 def _compiled(call_jaxpr: Any, options: Options) -> Callable[..., list[Any]]:
-    """The jitted call, kept as long as ``call_jaxpr`` lives. It holds a copy: JAX's own caches would keep the key alive for ever."""
+    """The jitted call, kept as long as ``call_jaxpr`` lives. It holds a copy, as JAX's own caches would keep the key alive."""
     key = _compat.open_parts(call_jaxpr)[0]
     with _jitted_lock:
         per_options = _jitted.setdefault(key, {})

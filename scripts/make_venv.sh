@@ -14,7 +14,4 @@ rm -rf "$venv"
   echo "$python could not make a virtual environment (Debian: apt install python3-venv)." >&2
   exit 1
 }
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip || {
-  echo "pip could not reach a package index: is there a network, or a PIP_INDEX_URL / PIP_FIND_LINKS to set?" >&2
-  exit 1
-}
+"$here/pip_install.sh" "$venv" --upgrade pip

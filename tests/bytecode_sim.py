@@ -302,5 +302,6 @@ _NUMPY = {
     "neg": "negative", "sub": "subtract", "mul": "multiply", "div": "divide", "max": "maximum", "min": "minimum", "pow": "power",
     "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "invert", "eq": "equal", "ne": "not_equal", "lt": "less",
     "le": "less_equal", "gt": "greater", "ge": "greater_equal", "is_finite": "isfinite", "round_even": "rint",
-    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "atan2": "arctan2", "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh",
+    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "atan2": "arctan2",
+    "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh",
 }  # fmt: skip

@@ -18,6 +18,13 @@ def _no_inherited_switches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _warnings_are_told_again() -> None:
+    from kitsune_jax import lowering
+
+    lowering._warned.clear()
+
+
 @pytest.fixture(params=[True, False], ids=["forced", "modelled"])
 def force(request: pytest.FixtureRequest) -> bool:
     """Both ways: every legal region is pipelined, or only those that the cost model expects to gain."""

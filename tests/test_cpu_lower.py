@@ -1,7 +1,8 @@
-"""The CPU code generator: tile programs written by hand, lowered, run by the bytecode simulator and by the executor, against NumPy."""
+"""The CPU code generator: tile programs written by hand, lowered, run by the simulator and by the executor, against NumPy."""
 
 from __future__ import annotations
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -214,7 +215,7 @@ def test_reshape_of_a_transposed_value_copies_once() -> None:
 
 
 def test_batched_heads() -> None:
-    """x[rows, h, k] with w[h, k, n]: a batch of matmuls on strided columns, no copy; and [h, rows, n] results by another permutation."""
+    """x[rows, h, k] with w[h, k, n]: a batch of matmuls on strided columns, no copy; the [h, rows, n] result is one."""
     t = Tiles((7,), 4)
     x, w = t.load((7, 2, 3), streams=((0,), (), ())), t.load((2, 3, 5))
     y = t.matmul(x, w, (((2,), (1,)), ((1,), (0,))))
@@ -413,10 +414,11 @@ def test_nested_concatenations_are_computed_in_place() -> None:
     assert kinds(t.program()) == ["Vector", "Vector"]
 
 
-@pytest.mark.parametrize("low,high,interior", [((1, 0), (2, 3), (0, 0)), ((-1, 2), (0, -2), (0, 0)), ((0, -3), (-2, 1), (1, 2)), ((-9, 0), (0, 0), (0, 0))])
+@pytest.mark.parametrize(
+    "low,high,interior",
+    [((1, 0), (2, 3), (0, 0)), ((-1, 2), (0, -2), (0, 0)), ((0, -3), (-2, 1), (1, 2)), ((-9, 0), (0, 0), (0, 0))],
+)
 def test_pad(low: tuple[int, int], high: tuple[int, int], interior: tuple[int, int]) -> None:
-    import jax
-
     a = array(5, 12, 4)
     config = [(0, 0, 0), *zip(low, high, interior, strict=True)]
     want = np.asarray(jax.lax.pad(a, np.float32(0.5), config))

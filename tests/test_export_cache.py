@@ -17,6 +17,7 @@ from jax import export
 import kitsune_jax as kj
 from tests.checks import TARGET, arrays, close, in_float64
 
+pytestmark = pytest.mark.filterwarnings("error:kitsune_jax")  # a fall-back to plain HLO is a failure here
 X, W1, W2 = arrays(0, (6, 8), (8, 16), (16, 8))
 ALLOWED = [export.DisabledSafetyCheck.custom_call(TARGET)]
 
@@ -95,17 +96,33 @@ PROGRAM = textwrap.dedent(
 )
 
 
-def _run(folder: pathlib.Path) -> list[str]:
+RECEIVER = """
+import sys
+import jax.numpy as jnp
+import kitsune_jax
+from jax import export
+received = export.deserialize(open(sys.argv[1], "rb").read())
+print(float(jnp.sum(received.call(jnp.ones((6, 8)), jnp.ones((8, 16)), jnp.ones((16, 8))))))
+"""
+
+
+def test_a_process_that_only_imports_the_package_runs_an_exported_program(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "exported"
+    file.write_bytes(_exported(kj.pipeline(mlp, force=True), X, W1, W2).serialize())
+    assert float(_python(RECEIVER, file)[0]) == pytest.approx(48.0)  # tanh of 128 is 1, 6 x 8 times
+
+
+def _python(program: str, argument: pathlib.Path) -> list[str]:
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     root = str(pathlib.Path(kj.__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program, str(argument)], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.split()
 
 
 def test_a_second_process_hits_the_persistent_cache(tmp_path: pathlib.Path) -> None:
-    first, second = _run(tmp_path), _run(tmp_path)
+    first, second = _python(PROGRAM, tmp_path), _python(PROGRAM, tmp_path)
     assert first[:2] == ["0", "True"]
     assert int(second[0]) > 0 and second[1] == "True"
     assert first[2:] == second[2:]

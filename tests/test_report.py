@@ -11,7 +11,7 @@ import pytest
 from kitsune_jax.graph import Graph, Op, Value, make_params
 from kitsune_jax.planning.plan import Plan, Queue, Stage
 from kitsune_jax.report import Report, build_report
-from kitsune_jax.report.text import WIDTH
+from kitsune_jax.report.text import WIDTH, _repeats
 from kitsune_jax.report.units import byte_text, percent_text, time_text
 from kitsune_jax.streams.space import Region, StreamSpace
 
@@ -116,7 +116,7 @@ def test_text_says_what_runs_where_and_why_not(report: Report) -> None:
     for fact in (
         "3 of 5 operators pipelined (60 %)",
         "region0: 3 operators over 4 096 rows, 43 tiles of 96 rows",
-        "spatial on 2 workers",
+        "spatial: stages on 2 workers",
         "bound by dot0",
         "saves 2.40 MB",
         "dot0 -> dot1",
@@ -139,7 +139,7 @@ def test_long_names_wrap_and_lose_nothing(report: Report) -> None:
         regions=(
             dataclasses.replace(
                 report.regions[0],
-                stages=(dataclasses.replace(report.regions[0].stages[0], ops=("mul", "add") * 40, name="s" * 70),),
+                stages=(dataclasses.replace(report.regions[0].stages[0], ops=tuple(f"mul{i}" for i in range(40)), name="s" * 70),),
             ),
         ),
         notes=("a note " * 40,),
@@ -150,6 +150,33 @@ def test_long_names_wrap_and_lose_nothing(report: Report) -> None:
     assert "END" in text
     assert squeezed.count("mul") == 40
     assert squeezed.count("reason") == 20 + 1  # and the head of the table
+
+
+def test_repeated_operators_are_written_once() -> None:
+    layer = ("dot_general", "add", "max")
+    assert (
+        _repeats(layer * 4 + ("concatenate",) + layer * 4) == "(dot_general, add, max) x4, concatenate, (dot_general, add, max) x4"
+    )
+    assert _repeats(("mul", "mul", "add")) == "mul x2, add"
+    assert _repeats(("mul", "add", "mul", "sub")) == "mul, add, mul, sub"
+    assert _repeats(()) == ""
+
+
+def test_views_are_not_operators() -> None:
+    """A bias made a row is no work: it is neither covered nor rejected."""
+    graph = Graph(
+        values=(Value((8,), "float32"), Value((1, 8), "float32"), Value((1, 8), "float32")),
+        inputs=(0,),
+        outputs=(2,),
+        ops=(
+            Op("reshape", (0,), (1,), make_params(shape=(1, 8)), label="broadcast_in_dim"),
+            Op("neg", (1,), (2,), label="neg"),
+        ),
+    )
+    report = build_report(graph, (), ((0, "stationary"), (1, "stationary")), "cpu", "m")
+    assert report.ops_total == 1
+    assert [r.op for r in report.rejected] == ["neg"]
+    assert report.traffic_bulk_sync == 2 * 8 * 4
 
 
 def test_nothing_pipelined() -> None:

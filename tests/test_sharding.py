@@ -1,4 +1,4 @@
-"""Eight forced devices: pipelines under ``shard_map``, plain HLO and one warning under ``jit`` with shardings, never a silent all-gather."""
+"""Eight forced devices: pipelines under ``shard_map``; plain HLO and one warning under a sharded ``jit``; never an all-gather."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import kitsune_jax as kj
 from kitsune_jax import lowering
 from tests.checks import arrays, close, count, in_float64
 
+pytestmark = pytest.mark.filterwarnings("error:kitsune_jax")  # a fall-back to plain HLO is a failure here
 X, W1, W2 = arrays(0, (16, 8), (8, 16), (16, 8))
 
 
@@ -134,8 +135,10 @@ def test_manual_and_automatic_parts_of_one_program() -> None:
 
     text = jax.jit(f).lower(X[:2], X, W1, W2).compile().as_text()
     assert count(text) > 0
-    close(jax.jit(f)(X[:2], X, W1, W2), in_float64(lambda a, b, w1, w2: jnp.sum(mlp(a, w1, w2)) + jnp.sum(mlp(b, w1, w2)), X[:2], X,
-    W1, W2))
+    close(
+        jax.jit(f)(X[:2], X, W1, W2),
+        in_float64(lambda a, b, w1, w2: jnp.sum(mlp(a, w1, w2)) + jnp.sum(mlp(b, w1, w2)), X[:2], X, W1, W2),
+    )
 
 
 def test_strict_says_why_under_automatic_partitioning() -> None:

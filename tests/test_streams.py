@@ -28,6 +28,11 @@ def zeros(*shape: int) -> jax.Array:
     return jnp.zeros(shape, F32)
 
 
+def left_out(graph, sp) -> set[str]:
+    """Kinds of the ops that do not stream."""
+    return {op.kind for i, op in enumerate(graph.ops) if i not in sp.ops}
+
+
 def output_label(graph, sp, number: int = 0) -> DimLabels | None:
     return sp.labels.get(graph.outputs[number])
 
@@ -36,7 +41,7 @@ def test_a_batch_streams_through_an_mlp_and_weights_stay_stationary():
     params = mlp_params(RNG, (5, 7, 3))
     graph, sp = spread_from_input(lambda x, p: mlp(p, x), zeros(11, 5), params)
     assert sp.space == StreamSpace((11,))
-    assert sp.ops == tuple(range(len(graph.ops)))
+    assert left_out(graph, sp) <= {"reshape", "broadcast_in_dim"}  # of a bias [n] to [1, n], which is stationary
     assert output_label(graph, sp) == ((0,), ())
     assert all(v not in sp.labels for v in graph.inputs[1:])
     assert not sp.sinks
@@ -52,7 +57,7 @@ def test_activations_and_softmax_stream_over_the_batch(fn):
 def test_layer_norm_streams_over_two_leading_axes():
     graph, sp = spread_from_input(layer_norm, zeros(2, 3, 8), zeros(8), zeros(8), dims=(0, 1))
     assert sp.space.sizes == (2, 3)
-    assert sp.ops == tuple(range(len(graph.ops)))
+    assert left_out(graph, sp) <= {"reshape", "broadcast_in_dim"}
     assert output_label(graph, sp) == ((0,), (1,), ())
 
 

@@ -1,6 +1,8 @@
 // The tests' CHECK: counts, prints the first failures with their values, and never stops.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -57,10 +59,27 @@ struct Random {
 
 inline float bfloat16_value(uint16_t b) { return bits_as<float>(uint32_t(b) << 16); }
 
-// A slow, obvious rounding of x to a format of `fraction` explicit bits and least exponent `low` (f16: 10, -14; bf16: 7, -126).
-double round_to_format(double x, int fraction, int low, double largest);
+// The bits of x rounded (nearest, ties to even) to a 16-bit format, from the definition: scaled to an integer number of the format's
+// spacing, which is 2^-fraction of the leading power of two, but at least that at `low`, the least normal exponent.
+inline uint16_t reference_bits(double x, int fraction, int low) {
+  const int exponent_bits = 15 - fraction;
+  const uint16_t infinity = uint16_t(((1 << exponent_bits) - 1) << fraction), sign = std::signbit(x) ? 0x8000 : 0;
+  if (x != x) return uint16_t(infinity | 1 << (fraction - 1));
+  double a = std::fabs(x);
+  if (std::isinf(a)) return infinity | sign;
+  int e = a == 0 ? low : std::max(std::ilogb(a), low);
+  int64_t units = int64_t(std::nearbyint(std::ldexp(a, fraction - e)));  // < 2^(fraction + 1), or equal
+  int64_t bits = units + (int64_t(e - low) << fraction);                // the implicit one carries into the exponent field
+  return uint16_t(bits >= infinity ? infinity : bits) | sign;
+}
 
-// binary16 to double, from the definition of the format.
-double half_value(uint16_t h);
+inline uint16_t reference_half(double x) { return reference_bits(x, 10, -14); }
+inline uint16_t reference_bfloat16(double x) { return reference_bits(x, 7, -126); }
+
+inline double half_value(uint16_t h) {
+  int e = (h >> 10) & 31, f = h & 1023;
+  double a = e == 31 ? (f ? NAN : INFINITY) : e == 0 ? std::ldexp(f, -24) : std::ldexp(1024 + f, e - 25);
+  return h & 0x8000 ? -a : a;
+}
 
 }  // namespace kitsune::cpu::test

@@ -1,8 +1,8 @@
 """The op table: one entry says everything about an op.
 
-Comes in: nothing (this is data). Goes out: ``OPS``, by canonical kind. To add an op, add its entry (``ops_pointwise``, ``ops_shape`` or
-``ops_reduce``) and, where JAX's parameters differ from the entry's, its translation in ``canonical``. Invariant: for every entry the
-NumPy rule equals JAX in every dtype of ``OpSpec.dtypes``, and the relations hold by experiment (``tests/test_ops.py``).
+Comes in: nothing (this is data). Goes out: ``OPS``, by canonical kind. To add an op, add its entry (``ops_pointwise``,
+``ops_shape`` or ``ops_reduce``) and, where JAX's parameters differ from the entry's, its rule in ``rules``. Invariant: for every
+entry the NumPy rule equals JAX in every dtype of ``OpSpec.dtypes``, and the relations hold by experiment (``tests/test_ops.py``).
 
 >>> OPS["exp"].family, OPS["exp"].arity, OPS["exp"].cpu
 ('pointwise', 1, 'exp')
@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-
 from kitsune_jax.capture.ops_pointwise import POINTWISE
 from kitsune_jax.capture.ops_reduce import REDUCTIONS
 from kitsune_jax.capture.ops_shape import SHAPES
@@ -27,7 +26,20 @@ from kitsune_jax.graph import Param
 __all__ = ["FAMILIES", "OPS", "OpSpec", "resolve_rows"]
 
 FAMILIES = (
-    "pointwise convert reduce argreduce cumulative dot broadcast reshape transpose concatenate slice pad rev iota".split()
+    "pointwise",
+    "convert",
+    "reduce",
+    "argreduce",
+    "cumulative",
+    "dot",
+    "broadcast",
+    "reshape",
+    "transpose",
+    "concatenate",
+    "slice",
+    "pad",
+    "rev",
+    "iota",
 )
 
 OPS: Mapping[str, OpSpec] = MappingProxyType({**POINTWISE, **SHAPES, **REDUCTIONS})

@@ -1,7 +1,7 @@
 """Pointwise arithmetic that NumPy does not spell as XLA means it: integer division, shifts, rounding, conversion, bit counting.
 
-Comes in: NumPy arrays of one dtype (16-bit floats already widened). Goes out: arrays. Invariant: every function here is exact; for floats
-it rounds at most once, in the dtype it is given.
+Comes in: NumPy arrays of one dtype (16-bit floats already widened). Goes out: arrays. Invariant: every function here is exact; for
+floats it rounds at most once, in the dtype it is given.
 """
 
 from __future__ import annotations

@@ -89,7 +89,9 @@ def _select(which: Array, on_false: Array, on_true: Array) -> Array:
 
 
 def _unary() -> Iterator[OpSpec]:
-    def entry(kind: str, numpy: NumpyRule, flops: float, cuda: str | None, doc: str, dtypes: tuple[str, ...], cpu: str = "") -> OpSpec:
+    def entry(
+        kind: str, numpy: NumpyRule, flops: float, cuda: str | None, doc: str, dtypes: tuple[str, ...], cpu: str = ""
+    ) -> OpSpec:
         return OpSpec(kind, "pointwise", 1, numpy, relate_pointwise, flops, cpu or kind, cuda, doc, dtypes)
 
     yield entry("neg", _exact(np.negative), 1, "(-{0})", "-x", NUMBERS)
@@ -188,7 +190,9 @@ def _ternary() -> Iterator[OpSpec]:
     beta = _double(ops_special.regularized_incomplete_beta)
     pick = "({0} ? {2} : {1})"
     yield OpSpec("select_n", "pointwise", 3, select, relate_pointwise, 1, "select", pick, "(which, on false, on true)", DTYPES)
-    yield OpSpec("clamp", "pointwise", 3, clamp, relate_pointwise, 2, "clamp", None, "(low, x, high): min(max(low, x), high)", DTYPES)
+    yield OpSpec(
+        "clamp", "pointwise", 3, clamp, relate_pointwise, 2, "clamp", None, "(low, x, high): min(max(low, x), high)", DTYPES
+    )
     yield OpSpec(
         "regularized_incomplete_beta",
         "pointwise",

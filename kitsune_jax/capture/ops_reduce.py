@@ -1,7 +1,7 @@
 """Entries of the op table that combine elements: reductions, arg-reductions, cumulative ops, dot_general.
 
-Comes in: nothing. Goes out: ``REDUCTIONS``, the entries by kind. Invariant: floating sums and products accumulate in float32 or wider
-and round once, to the result's dtype; integers wrap in their own dtype.
+Comes in: nothing. Goes out: ``REDUCTIONS``, the entries by kind. Invariant: floating sums and products accumulate in float32 or
+wider and round once, to the result's dtype; integers wrap in their own dtype.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ def _relate_cumulative(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[D
 
 def _relate_dot(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
     relations = [DimRelation("contracted", ((0, a), (1, b))) for a, b in zip(op["lhs_contract"], op["rhs_contract"], strict=True)]
-    relations += [DimRelation("parallel", ((0, a), (1, b), (2, k))) for k, (a, b) in enumerate(zip(op["lhs_batch"], op["rhs_batch"], strict=True))]
+    relations += [
+        DimRelation("parallel", ((0, a), (1, b), (2, k)))
+        for k, (a, b) in enumerate(zip(op["lhs_batch"], op["rhs_batch"], strict=True))
+    ]
     out = len(op["lhs_batch"])
     for side, shape in enumerate(in_shapes):
         taken = (*op[("lhs_batch", "rhs_batch")[side]], *op[("lhs_contract", "rhs_contract")[side]])
@@ -134,13 +137,17 @@ def _relate_dot(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelat
 
 
 def _entries() -> Iterator[OpSpec]:
-    def reduction(name: str, ufunc: np.ufunc, identity: Callable[[Array], Any], dtypes: tuple[str, ...], wide: bool = False) -> OpSpec:
+    def reduction(
+        name: str, ufunc: np.ufunc, identity: Callable[[Array], Any], dtypes: tuple[str, ...], wide: bool = False
+    ) -> OpSpec:
         rule = _reduction(ufunc, identity, wide)
         return OpSpec(f"reduce_{name}", "reduce", 1, rule, _relate_reduction, 1, doc=f"{name} over axes", dtypes=dtypes)
 
     def cumulative(name: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...], wide: bool = False) -> OpSpec:
         rule = _cumulative(ufunc, wide)
-        return OpSpec(f"cum{name}", "cumulative", 1, rule, _relate_cumulative, flops, doc=f"running {name} along axis", dtypes=dtypes)
+        return OpSpec(
+            f"cum{name}", "cumulative", 1, rule, _relate_cumulative, flops, doc=f"running {name} along axis", dtypes=dtypes
+        )
 
     yield reduction("sum", np.add, lambda x: 0, NUMBERS, wide=True)
     yield reduction("prod", np.multiply, lambda x: 1, NUMBERS, wide=True)
@@ -150,7 +157,16 @@ def _entries() -> Iterator[OpSpec]:
     yield reduction("or", np.bitwise_or, lambda x: 0, BITS)
     yield reduction("xor", np.bitwise_xor, lambda x: 0, BITS)
     for name, function in (("argmax", np.argmax), ("argmin", np.argmin)):
-        yield OpSpec(name, "argreduce", 1, _arg_reduction(function), _relate_arg, 2, doc="along axis; NaN wins, ties take the first", dtypes=DTYPES)
+        yield OpSpec(
+            name,
+            "argreduce",
+            1,
+            _arg_reduction(function),
+            _relate_arg,
+            2,
+            doc="along axis; NaN wins, ties take the first",
+            dtypes=DTYPES,
+        )
     yield cumulative("sum", np.add, 1, NUMBERS, wide=True)
     yield cumulative("prod", np.multiply, 1, NUMBERS, wide=True)
     yield cumulative("max", np.maximum, 1, DTYPES)

@@ -190,7 +190,9 @@ def _match_run(x: Sequence[int], out: Sequence[int], ins: Sequence[int], outs: S
 
 
 def _entries() -> Iterator[OpSpec]:
-    yield OpSpec("broadcast_in_dim", "broadcast", 1, _broadcast_in_dim, _relate_broadcast, doc="input dimension i becomes dims[i] of shape")
+    yield OpSpec(
+        "broadcast_in_dim", "broadcast", 1, _broadcast_in_dim, _relate_broadcast, doc="input dimension i becomes dims[i] of shape"
+    )
     yield OpSpec("reshape", "reshape", 1, _reshape, relate_reshape, doc="the same elements in row-major order as new_sizes")
     yield OpSpec("transpose", "transpose", 1, _transpose, _relate_transpose, doc="result dimension i is permutation[i]")
     yield OpSpec("rev", "rev", 1, _rev, _relate_rev, doc="reversed along dimensions")

@@ -1,13 +1,13 @@
 """What an entry of the op table holds, and the dtype rules all entries share.
 
-Comes in: nothing. Goes out: ``OpSpec`` and helpers. Invariant: 16-bit floats are computed in float32 (or wider) and rounded once, to the
-result's dtype; integers wrap.
+Comes in: nothing. Goes out: ``OpSpec`` and helpers. Invariant: 16-bit floats are computed in float32 (or wider) and rounded once,
+to the result's dtype; integers wrap.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -27,10 +27,8 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 DTYPES = ("bool", *INTEGERS, *FLOATS)
 
 
-class NumpyRule(Protocol):
-    """The op's semantics: parameters, operand arrays and the result's dtype in, the result out."""
-
-    def __call__(self, params: Params, /, *arrays: Array, out_dtype: str) -> Array: ...
+# The op's semantics: ``rule(params, *arrays, out_dtype=...)``, where ``params`` maps names to values; returns the result.
+NumpyRule = Callable[..., Array]
 
 
 class RelateRule(Protocol):
@@ -44,9 +42,9 @@ class OpSpec:
     """Everything that is known about one kind of op.
 
     ``arity``: number of operands, ``None`` if it varies. ``flops``: per output element, in float32 vector lane operations of a CPU
-    (an addition is 1). ``cpu``: the micro-operation of ``targets.cpu.bytecode.OPCODES``, ``cuda``: a C++ expression over ``{0} {1} {2}``
-    (float32 scalars if the op is defined on floats, else integers); ``None`` where no single one exists. ``dtypes``: those of the
-    operands it is defined for.
+    (an addition is 1). ``cpu``: the micro-operation of ``targets.cpu.bytecode.OPCODES``; ``cuda``: a C++ expression over ``{0} {1}
+    {2}`` (float32 scalars if the op is defined on floats, else integers); ``None`` where no single one exists. ``dtypes``: those of
+    the operands it is defined for.
     """
 
     kind: str

@@ -47,7 +47,7 @@ def igammac(a: Array, x: Array) -> Array:
 
 
 def zeta(x: Array, q: Array) -> Array:
-    """Hurwitz zeta function, sum over k of (q + k)**-x: infinite at x = 1, NaN below, and by reflection-free summation for q < 0."""
+    """Hurwitz zeta function, sum over k of (q + k)**-x: infinite at x = 1, NaN below; for q < 0 term by term."""
     x, q = (np.asarray(v) for v in np.broadcast_arrays(x, q))
     shift = np.where((q < 0) & (np.floor(q) != q), np.ceil(-q), 0.0)
     direct = special.zeta(x, q + shift)

@@ -193,20 +193,29 @@ class RegionCost:
         return self.region.space.rows * sum(self.work(i).flops for i in self.region.ops)
 
     def live_row_bytes(self, ops: Iterable[int]) -> int:
-        """Most bytes per row that are alive at once while ``ops`` run in order on a tile."""
+        """Most bytes per row that are alive at once while ``ops`` run in order on a tile.
+
+        Pointwise ops work in place on an input that nobody reads after them.
+        """
         order = list(ops)
         last = {v: k for k, i in enumerate(order) for v in self.graph.ops[i].inputs}
         alive: dict[int, int] = {}
         most = 0
         for k, i in enumerate(order):
             op = self.graph.ops[i]
-            for v in (*op.inputs, *op.outputs):
-                if v in self.labels and not (self.producer.get(v) in self.members and self._made_on_the_fly(v)):
-                    alive[v] = self.row_bytes(v)
+            in_place = self.family(i) in ("pointwise", "convert")
+            alive.update((v, self.row_bytes(v)) for v in op.inputs if self._takes_memory(v))
             most = max(most, sum(alive.values()))
-            for v in [v for v in alive if last.get(v, k) <= k]:
-                del alive[v]
+            dying = [v for v in alive if last.get(v, k) <= k]
+            if in_place:
+                alive = {v: n for v, n in alive.items() if v not in dying}
+            alive.update((v, self.row_bytes(v)) for v in op.outputs if self._takes_memory(v))
+            most = max(most, sum(alive.values()))
+            alive = {v: n for v, n in alive.items() if v not in dying and (v in last or v in self.readers)}
         return most
+
+    def _takes_memory(self, v: int) -> bool:
+        return v in self.labels and not (v in self.producer and self._made_on_the_fly(v))
 
     def _made_on_the_fly(self, v: int) -> bool:
         i = self.producer[v]

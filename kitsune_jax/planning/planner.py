@@ -124,7 +124,7 @@ class _Planner:
                 if best is None or candidate.seconds < best.seconds:
                     best = candidate
             except Infeasible as no:
-                reason = no
+                reason = reason or no  # the finest grouping asks for the least: its reason tells most
             drafts = merge(drafts, self._cheapest_pair(drafts, rows))
         if best is None:
             assert reason is not None

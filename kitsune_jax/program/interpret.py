@@ -338,7 +338,8 @@ def dot_general(
     m, n = [x.shape[d] for d in x_free], [w.shape[d] for d in w_free]
     left = x.transpose(*x_batch, *x_free, *x_contract).reshape(math.prod(batch), math.prod(m), contracted)
     right = w.transpose(*w_batch, *w_contract, *w_free).reshape(math.prod(batch), contracted, math.prod(n))
-    return np.matmul(left, right).reshape(*batch, *m, *n)
+    product: Array = np.matmul(left, right)
+    return product.reshape(*batch, *m, *n)
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:

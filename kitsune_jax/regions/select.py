@@ -20,7 +20,7 @@ from kitsune_jax.streams.propagate import adjacent_ops, relations_of
 
 # A pipeline has to be modelled at least this much faster than XLA: the model is not better than that.
 PROFIT_MARGIN = 1.05
-# Ops no pass would start a region from without being forced: they only move data, or make it.
+# Ops no region starts from: they only move data, or make it.
 _NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type"})
 
 
@@ -83,7 +83,7 @@ class _Selector:
                 return (1, 2.0 * out * math.prod(shape[d] for d in op["lhs_contract"]))
             return (0, float(out))
 
-        ops = [i for i in self.free if self.force or self.graph.ops[i].kind not in _NEVER_SEEDS]
+        ops = [i for i in self.free if self.graph.ops[i].kind not in _NEVER_SEEDS]
         return sorted(ops, key=lambda i: (*(-w for w in work(i)), i))
 
     def _best_from(self, seed_op: int) -> tuple[Chosen | None, set[int]]:

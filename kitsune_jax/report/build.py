@@ -18,8 +18,8 @@ from kitsune_jax.planning.plan import Plan, Queue
 from kitsune_jax.report.model import QueueReport, RegionReport, Rejected, Report, StageReport
 from kitsune_jax.streams.space import Region, row_shape
 
-# Ops that XLA does in place or while reading: they move nothing of their own.
-_FREE = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "bitcast_convert_type"})
+# Views: they are read through and move nothing of their own, so they are not counted as operators, in or outside of a region.
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})
 
 
 class Planned(Protocol):
@@ -43,7 +43,8 @@ def build_report(
 ) -> Report:
     """Tell what was decided about ``graph``: ``rejected`` pairs an op's index with the reason it was left to XLA."""
     planned = tuple(planned)
-    pipelined = sum(len(p.region.ops) for p in planned)
+    pipelined = sum(len(_operators(graph, p.region.ops)) for p in planned)
+    rejected = [(i, reason) for i, reason in rejected if graph.ops[i].kind not in _VIEWS]
     outside = sum(_op_bytes(graph, i) for i, _ in rejected)
     return Report(
         ops_total=pipelined + len(rejected),
@@ -63,13 +64,15 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
     names = tuple(s.name for s in plan.stages)
     return RegionReport(
         name=planned.name,
-        ops=len(region.ops),
+        ops=len(_operators(graph, region.ops)),
         rows=region.space.rows,
         tile_rows=plan.tile_rows,
         tiles=plan.tiles,
         arrangement=plan.arrangement,
         stages=tuple(
-            StageReport(s.name, tuple(_label(graph, i) for i in s.ops), s.resource, s.workers, s.tile_seconds * 1e6)
+            StageReport(
+                s.name, tuple(_label(graph, i) for i in _operators(graph, s.ops)), s.resource, s.workers, s.tile_seconds * 1e6
+            )
             for s in plan.stages
         ),
         queues=tuple(_queue(graph, region, plan, names, q) for q in plan.queues),
@@ -106,14 +109,16 @@ def _grouped(graph: Graph, rejected: Sequence[tuple[int, str]]) -> tuple[Rejecte
     return tuple(Rejected(op, source, reason, n) for (op, source, reason), n in counts.items())
 
 
+def _operators(graph: Graph, ops: Iterable[int]) -> tuple[int, ...]:
+    return tuple(i for i in ops if graph.ops[i].kind not in _VIEWS)
+
+
 def _label(graph: Graph, i: int) -> str:
     return graph.ops[i].label or graph.ops[i].kind
 
 
 def _op_bytes(graph: Graph, i: int) -> int:
     op = graph.ops[i]
-    if op.kind in _FREE:
-        return 0
     return sum(_bytes(graph.values[v]) for v in (*dict.fromkeys(op.inputs), *op.outputs))
 
 

@@ -32,7 +32,7 @@ def _region(region: RegionReport) -> str:
     head = (
         f"<p><b>{escape(region.name)}</b>: {plural(region.ops, 'operator')}, {plural(region.rows, 'row')} in "
         f"{plural(region.tiles, 'tile')} of {count_text(region.tile_rows)}; {escape(region.arrangement)} on "
-        f"{plural(region.workers, 'worker')} x {plural(region.replicas, 'replica')}; {time_text(region.seconds)} modelled, "
+        f"{plural(region.workers * region.replicas, 'worker')}; {time_text(region.seconds)} modelled, "
         f"{time_text(region.baseline_seconds)} bulk-synchronous; bound by {escape(region.bound)}; "
         f"saves {byte_text(region.bytes_saved)}</p>"
     )

@@ -23,9 +23,7 @@ class StageReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueReport:
-    """One value on its way between stages. ``value`` is one entry of the ring, such as ``bfloat16[96,256]``; ``bytes`` the whole
-    ring.
-    """
+    """One value on its way between stages: an entry, such as ``bfloat16[96,256]``, times ``depth`` makes ``bytes``."""
 
     value: str
     producer: str
@@ -76,7 +74,8 @@ class Rejected:
 class Report:
     """What ``kj.explain(fn)(*args)`` found out about ``fn`` for ``platform``, without running it.
 
-    ``ops_total`` counts the function's operators after calls were inlined, ``ops_pipelined`` those inside a region;
+    ``ops_total`` counts the function's operators after calls were inlined, views (reshapes, broadcasts, iota) apart, because they
+    move nothing of their own; ``ops_pipelined`` counts those inside a region;
     ``traffic_bulk_sync`` and ``traffic_pipeline`` are the modelled off-chip bytes of the whole function without and with its
     regions.
 

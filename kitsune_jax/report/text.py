@@ -14,6 +14,7 @@ from kitsune_jax.report.model import RegionReport, Rejected, Report
 from kitsune_jax.report.units import byte_text, count_text, percent_text, plural, time_text
 
 WIDTH = 120
+_LONGEST_REPEAT = 16  # operators in a stretch that is looked for again
 
 
 def render_text(report: Report) -> str:
@@ -49,17 +50,14 @@ def _region(region: RegionReport) -> list[str]:
         f"{region.name}: {plural(region.ops, 'operator')} over {plural(region.rows, 'row')}, "
         f"{plural(region.tiles, 'tile')} of {plural(region.tile_rows, 'row')}"
     )
-    replicas = f", {plural(region.replicas, 'replica')}" if region.replicas > 1 else ""
     gain = f" ({region.baseline_seconds / region.seconds:.2f}x)" if region.seconds > 0 else ""
+    lines += _wrap(f"{_arrangement(region)}; bound by {region.bound}", "  ")
     lines += _wrap(
-        f"{region.arrangement} on {plural(region.workers, 'worker')}{replicas}; "
-        f"{time_text(region.seconds)} modelled, {time_text(region.baseline_seconds)} bulk-synchronous{gain}; bound by {region.bound}",
+        f"modelled {time_text(region.seconds)}, bulk-synchronous {time_text(region.baseline_seconds)}{gain}; "
+        f"reads {byte_text(region.bytes_in)}, writes {byte_text(region.bytes_out)}, saves {byte_text(region.bytes_saved)}",
         "  ",
     )
-    lines += _wrap(
-        f"reads {byte_text(region.bytes_in)}, writes {byte_text(region.bytes_out)}, saves {byte_text(region.bytes_saved)}", "  "
-    )
-    stages = [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", _run_lengths(s.ops)) for s in region.stages]
+    stages = [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
     lines += _table(("stage", "unit", "workers", "us/tile", "operators"), stages, right=(2, 3))
     if region.queues:
         queues = [
@@ -69,16 +67,41 @@ def _region(region: RegionReport) -> list[str]:
     return lines
 
 
+def _arrangement(region: RegionReport) -> str:
+    total = plural(region.workers * region.replicas, "worker")
+    if region.arrangement == "vertical":
+        return f"vertical: every tile passes all stages on one of {total}"
+    return f"spatial: stages on {total}" + (f" in {plural(region.replicas, 'replica')}" if region.replicas > 1 else "")
+
+
 def _rejected(rejected: Sequence[Rejected]) -> list[str]:
     lines = [f"left to XLA: {plural(sum(r.count for r in rejected), 'operator')}"]
     rows = [(r.source or "(no source line)", r.op + (f" x{r.count}" if r.count > 1 else ""), r.reason) for r in rejected]
     return lines + _table(("line", "operator", "reason"), rows)
 
 
-def _run_lengths(ops: Sequence[str]) -> str:
-    """``("dot", "add", "add")`` -> ``dot, add x2``."""
-    runs = ((name, len(list(group))) for name, group in itertools.groupby(ops))
-    return ", ".join(name if n == 1 else f"{name} x{n}" for name, n in runs)
+def _repeats(ops: Sequence[str]) -> str:
+    """Repeated stretches written once: ``dot, add, max, dot, add, max, cat`` -> ``(dot, add, max) x2, cat``."""
+    parts = []
+    at = 0
+    while at < len(ops):
+        period, times = max(
+            ((p, _times(ops, at, p)) for p in range(1, _LONGEST_REPEAT + 1)), key=lambda r: (r[0] * (r[1] - 1), -r[0])
+        )
+        if times == 1:
+            period = 1
+        stretch = ", ".join(ops[at : at + period])
+        parts.append(stretch if times == 1 else f"{stretch} x{times}" if period == 1 else f"({stretch}) x{times}")
+        at += period * times
+    return ", ".join(parts)
+
+
+def _times(ops: Sequence[str], at: int, period: int) -> int:
+    """How often the ``period`` names at ``at`` stand there in a row."""
+    first, times = ops[at : at + period], 1
+    while len(first) == period and ops[at + times * period : at + (times + 1) * period] == first:
+        times += 1
+    return times
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:

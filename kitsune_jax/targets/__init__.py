@@ -13,7 +13,7 @@ import numpy as np
 
 from kitsune_jax.graph import Op, Value
 from kitsune_jax.targets import cpu
-from kitsune_jax.targets.cpu import bytecode
+from kitsune_jax.targets.cpu import bytecode, runtime
 from kitsune_jax.targets.cpu.emit import call as cpu_call
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ class Planned(Protocol):
 
 
 def has_target(platform: str) -> bool:
-    """Whether regions can be executed on ``platform``; they can be planned for others all the same."""
-    return platform in PLATFORMS
+    """Whether regions can be executed on ``platform`` here; they can be planned for others all the same.
+
+    Asked of "cpu" for the first time, it warns if the extension is missing or of another version.
+    """
+    return platform == "cpu" and runtime.available()
 
 
 def supports(platform: str, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
@@ -57,5 +60,5 @@ def emit(planned: Planned, args: Sequence[Any], out_avals: Sequence[Any]) -> lis
 
 
 def _require(platform: str) -> None:
-    if not has_target(platform):
+    if platform not in PLATFORMS:
         raise ValueError(f"no target executes regions on {platform!r}; there is one for: {', '.join(PLATFORMS)}")

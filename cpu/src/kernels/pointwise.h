@@ -74,7 +74,9 @@ struct RoundAway {  // halves away from zero
   static KITSUNE_INLINE T apply(T x) {
     T a = Abs::apply(x), f = Floor::apply(a);
     T r = a - f >= T(0.5) ? f + T(1) : f;
-    return a == a ? __builtin_copysign(r, x) : x;
+    using U = typename Bits<T>::type;
+    U sign = bit_cast<U>(x) & ~(U(-1) >> 1);
+    return a == a ? bit_cast<T>(U(bit_cast<U>(r) | sign)) : x;
   }
 };
 struct RoundEven {

@@ -59,6 +59,8 @@ using VF = Vec<float>;
 using VI = Vec<int32_t>;
 using VD = Vec<double>;
 using VL = Vec<int64_t>;
+using VU = Vec<uint32_t>;  // for arithmetic on the bits of floats, which may wrap
+using VUL = Vec<uint64_t>;
 using HF = VectorOf<float, kVectorBytes / 2>::type;    // as many floats as VD has doubles
 using HI = VectorOf<int32_t, kVectorBytes / 2>::type;
 
@@ -154,7 +156,24 @@ KITSUNE_INLINE VD abs_vector(VD x) {
 KITSUNE_INLINE VF copy_sign(VF magnitude, VF sign) { return (VF)(((VI)magnitude & INT32_MAX) | ((VI)sign & INT32_MIN)); }
 KITSUNE_INLINE VD copy_sign(VD magnitude, VD sign) { return (VD)(((VL)magnitude & INT64_MAX) | ((VL)sign & INT64_MIN)); }
 
-// The two halves of a float vector as doubles, and back.
+// The two halves of a float vector, and the vector of two halves: in registers (through memory, the wide reload of two narrow stores
+// would wait for them to reach the cache).
+#if defined(__AVX512F__)
+#define KITSUNE_LOW_LANES 0, 1, 2, 3, 4, 5, 6, 7
+#define KITSUNE_HIGH_LANES 8, 9, 10, 11, 12, 13, 14, 15
+#elif defined(__AVX2__)
+#define KITSUNE_LOW_LANES 0, 1, 2, 3
+#define KITSUNE_HIGH_LANES 4, 5, 6, 7
+#else
+#define KITSUNE_LOW_LANES 0, 1
+#define KITSUNE_HIGH_LANES 2, 3
+#endif
+KITSUNE_INLINE HF low_half(VF x) { return __builtin_shufflevector(x, x, KITSUNE_LOW_LANES); }
+KITSUNE_INLINE HF high_half(VF x) { return __builtin_shufflevector(x, x, KITSUNE_HIGH_LANES); }
+KITSUNE_INLINE VF join(HF low, HF high) { return __builtin_shufflevector(low, high, KITSUNE_LOW_LANES, KITSUNE_HIGH_LANES); }
+KITSUNE_INLINE VI join(HI low, HI high) { return __builtin_shufflevector(low, high, KITSUNE_LOW_LANES, KITSUNE_HIGH_LANES); }
+
+// kDoubles floats as doubles, and back.
 KITSUNE_INLINE VD widen(HF x) { return __builtin_convertvector(x, VD); }
 KITSUNE_INLINE HF narrow(VD x) { return __builtin_convertvector(x, HF); }
 

@@ -31,14 +31,14 @@ inline double digamma(double x) {
     return digamma(1 - x) - kPi / __builtin_tan(kPi * fraction);
   }
   if (x == kInfinity) return x;
-  constexpr double kRoot = 1.46163214496836225;           // rounded up; the root is kRoot + kRootLow
-  constexpr double kRootLow = 9.549995429965697715184199075967561196e-17;
+  constexpr double kRoot = 0x1.762d86356be3fp+0, kRootLow = 9.54999542996569772e-17;  // the root is their sum
   double from_root = (x - kRoot) - kRootLow;
-  if (__builtin_fabs(from_root) < 0.02) {
-    // psi'(x0), psi''(x0)/2!, ...
-    static const double c[] = {0.96767224544762117043, -0.44276335926443107, 0.2584997609556510, -0.16394270588550, 0.1078240505502, -0.0721995612};
+  if (__builtin_fabs(from_root) < 0.05) {
+    static const double c[] = {0.9676722454476211704, -0.4427631689835921061, 0.2584997609556510106,  -0.1639427054424065275,
+                               0.1078240506912623658, -0.0721995612564547109, 0.04880428816414310723, -0.03316112647484735929,
+                               0.02259764823221810466, -0.01542476590494895914, 0.01053879161661217539};
     double sum = 0;
-    for (int i = 5; i >= 0; --i) sum = sum * from_root + c[i];
+    for (int i = 10; i >= 0; --i) sum = sum * from_root + c[i];
     return sum * from_root;
   }
   double shift = 0;

@@ -27,9 +27,9 @@ KITSUNE_INLINE VF scale_by_power(VF y, VF n) {
 #if defined(__AVX512F__)
   return (VF)_mm512_scalef_ps((__m512)y, (__m512)n);
 #else
-  VI i = (VI)(n + kFloatMagic) - (VI)splat<VF>(kFloatMagic);
-  VI half = i >> 1;
-  return y * (VF)((half + 127) << 23) * (VF)((i - half + 127) << 23);
+  VI i = (VI)((VU)(n + kFloatMagic) - (VU)splat<VF>(kFloatMagic));
+  VU half = (VU)(i >> 1);
+  return y * (VF)((half + 127) << 23) * (VF)(((VU)i - half + 127) << 23);
 #endif
 }
 
@@ -60,9 +60,9 @@ KITSUNE_INLINE VF log(VF x) {
                             -1.2420140846e-1f, 1.1676998740e-1f, -1.1514610310e-1f, 7.0376836292e-2f};
   VI denormal = x < 0x1p-126f;
   VF s = choose(denormal, x * 0x1p25f, x);
-  VI offset = (VI)s - 0x3f3504f3;  // bits of sqrt(1/2)
+  VI offset = (VI)((VU)s - 0x3f3504f3);  // bits of sqrt(1/2)
   VI exponent = (offset >> 23) - (denormal & 25);
-  VF f = (VF)((VI)s - (offset & (int32_t)0xff800000)) - 1.0f;
+  VF f = (VF)((VU)s - ((VU)offset & 0xff800000)) - 1.0f;
   VF e = __builtin_convertvector(exponent, VF);
   VF f2 = f * f;
   VF r = f * f2 * polynomial(f, c);
@@ -149,22 +149,15 @@ KITSUNE_INLINE VF sin_or_cos(VF x) {
   static const float sc[] = {-1.6666654611e-1f, 8.3321608736e-3f, -1.9515295891e-4f};
   static const float cc[] = {4.166664568298827e-2f, -1.388731625493765e-3f, 2.443315711809948e-5f};
   // The reduction in double keeps r's relative error at 2^-24 even next to a multiple of pi/2.
-  HF halves[2], reduced[2];
-  HI quadrants[2];
-  store_vector(halves, x);
-  for (int h = 0; h < 2; ++h) {
-    wide::Reduced d = wide::reduce_half_pi(widen(halves[h]));
-    reduced[h] = narrow(d.r);
-    quadrants[h] = __builtin_convertvector(d.n, HI);
-  }
-  VF r = load_vector<VF>(reduced);
-  VI q = load_vector<VI>(quadrants);
+  wide::Reduced low = wide::reduce_half_pi(widen(low_half(x))), high = wide::reduce_half_pi(widen(high_half(x)));
+  VF r = join(narrow(low.r), narrow(high.r));
+  VI q = join(__builtin_convertvector(low.n, HI), __builtin_convertvector(high.n, HI));
   if constexpr (Cosine) q = q + 1;
   VF s = r * r;
   VF sine = r + r * (s * polynomial(s, sc));
   VF cosine = 1.0f - 0.5f * s + s * s * polynomial(s, cc);
   VF y = choose((q & 1) != 0, cosine, sine);
-  y = (VF)((VI)y ^ ((q & 2) << 30));
+  y = (VF)((VU)y ^ (((VU)q & 2) << 30));
   if constexpr (!Cosine) y = choose(x == 0.0f, x, y);
   VI beyond = ~(abs_vector(x) < float(wide::kReducible));  // NaN and infinities too
   if (__builtin_expect(any(beyond), 0)) mend_lanes(beyond, x, &y, Cosine ? libm_cos : libm_sin);
@@ -178,21 +171,12 @@ KITSUNE_INLINE VF cos(VF x) { return sin_or_cos<true>(x); }
 
 template <VD (*F)(VD)>
 KITSUNE_INLINE VF through_double(VF x) {
-  HF halves[2];
-  store_vector(halves, x);
-  halves[0] = narrow(F(widen(halves[0])));
-  halves[1] = narrow(F(widen(halves[1])));
-  return load_vector<VF>(halves);
+  return join(narrow(F(widen(low_half(x)))), narrow(F(widen(high_half(x)))));
 }
 
 template <VD (*F)(VD, VD)>
 KITSUNE_INLINE VF through_double(VF x, VF y) {
-  HF xs[2], ys[2];
-  store_vector(xs, x);
-  store_vector(ys, y);
-  xs[0] = narrow(F(widen(xs[0]), widen(ys[0])));
-  xs[1] = narrow(F(widen(xs[1]), widen(ys[1])));
-  return load_vector<VF>(xs);
+  return join(narrow(F(widen(low_half(x)), widen(low_half(y)))), narrow(F(widen(high_half(x)), widen(high_half(y)))));
 }
 
 KITSUNE_INLINE VF tan(VF x) {

@@ -36,7 +36,7 @@ KITSUNE_INLINE Exponential split_exp(VD x) {
   VD t = x * 1.44269504088896340736 + kRoundMagic;
   VD n = t - kRoundMagic;
   VD r = x - n * 0.69314718055994530942;
-  VL bits = ((VL)t + 1023) << 52;  // the low bits of t hold n
+  VUL bits = ((VUL)t + 1023) << 52;  // the low bits of t hold n
   return {(VD)bits, polynomial(r, c) * r};
 }
 
@@ -54,9 +54,9 @@ KITSUNE_INLINE VD expm1(VD x) {
 // log x for normal x: x = 2^e m, sqrt(1/2) <= m < sqrt(2), log m = 2 atanh((m - 1) / (m + 1)). Zero, negative and infinite x included.
 KITSUNE_INLINE VD log(VD x) {
   static const double c[] = {2.0, 2.0 / 3, 2.0 / 5, 2.0 / 7, 2.0 / 9, 2.0 / 11, 2.0 / 13, 2.0 / 15};
-  VL offset = (VL)x - 0x3fe6a09e667f3bcd;  // bits of sqrt(1/2)
+  VL offset = (VL)((VUL)x - 0x3fe6a09e667f3bcd);  // bits of sqrt(1/2)
   VL exponent = offset >> 52;
-  VD m = (VD)((VL)x - (offset & (int64_t)0xfff0000000000000));
+  VD m = (VD)((VUL)x - ((VUL)offset & 0xfff0000000000000));
   VD e = (VD)(exponent + 0x4338000000000000) - kRoundMagic;  // exact int64 -> double for small integers
   VD f = (m - 1.0) / (m + 1.0);
   VD r = e * 0.69314718055994530942 + f * polynomial(f * f, c);

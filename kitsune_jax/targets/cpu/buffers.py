@@ -1,20 +1,19 @@
 """Scratch memory: virtual buffers to byte offsets.
 
-Comes in: a stage's instructions, whose scratch refs name virtual buffers (``Ref.index``) with element offsets inside them. Goes out:
-the same instructions with real offsets and index 0, and the size of the stage's scratch. Two buffers share bytes only where no
-instruction reads or writes the one between the first and the last use of the other.
+Comes in: a stage's instructions, whose scratch refs name virtual buffers (``Ref.index``) with element offsets inside them. Goes
+out: the same instructions with real offsets and index 0, and the size of the stage's scratch. Two buffers share bytes only where
+no instruction uses the one between the first and the last use of the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any
 
 from kitsune_jax.targets.cpu.bytecode import DTYPES, SCRATCH, Instruction, Operand, Ref, Vector
 from kitsune_jax.targets.cpu.views import ITEM_SIZE
 
 ALIGNMENT = 64
-T = TypeVar("T", bound=Instruction)
 
 
 def operands(instruction: Instruction) -> list[Operand]:
@@ -62,7 +61,7 @@ def _round_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _rewrite(instruction: T, offsets: dict[int, int]) -> T:
+def _rewrite(instruction: Instruction, offsets: dict[int, int]) -> Instruction:
     def moved(operand: Operand) -> Operand:
         ref = operand.ref
         if ref.space != SCRATCH:
@@ -70,7 +69,7 @@ def _rewrite(instruction: T, offsets: dict[int, int]) -> T:
         base = offsets[ref.index] // ITEM_SIZE[DTYPES[ref.dtype]]
         return dataclasses.replace(operand, ref=Ref(SCRATCH, 0, base + ref.offset, ref.dtype))
 
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     for field in dataclasses.fields(instruction):
         value = getattr(instruction, field.name)
         if isinstance(value, Operand):

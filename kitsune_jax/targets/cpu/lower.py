@@ -10,9 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from kitsune_jax.program.ir import Instr, StageProgram, TileProgram, TileType
+from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.targets.cpu import buffers, bytecode, matmul, pointwise, views
-from kitsune_jax.targets.cpu.bytecode import CUMULATIVE, DTYPE_CODE, DTYPES, REDUCTIONS, Accumulate, Operand, Prep, Reduce, Scan, Scatter
+from kitsune_jax.targets.cpu.bytecode import (
+    CUMULATIVE,
+    DTYPE_CODE,
+    DTYPES,
+    REDUCTIONS,
+    Accumulate,
+    Operand,
+    Prep,
+    Reduce,
+    Scan,
+    Scatter,
+)
 from kitsune_jax.targets.cpu.errors import CannotLower
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder
@@ -38,10 +49,18 @@ def lower(program: TileProgram, name: str) -> bytecode.Program:
         inputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
         outputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
         preps=tuple(preps),
-        sinks=tuple(bytecode.Sink(REDUCTIONS.index(s.how), DTYPE_CODE[s.dtype], math.prod(s.shape), s.array) for s in program.sinks),
-        queues=tuple(bytecode.Ring(q.producer, q.consumers, q.depth, entry_bytes(q.tile, program.tile_rows)) for q in program.queues),
+        sinks=tuple(_sink(sink) for sink in program.sinks),
+        queues=tuple(_ring(queue, program.tile_rows) for queue in program.queues),
         stages=stages,
     )
+
+
+def _sink(sink: SinkType) -> bytecode.Sink:
+    return bytecode.Sink(REDUCTIONS.index(sink.how), DTYPE_CODE[sink.dtype], math.prod(sink.shape), sink.array)
+
+
+def _ring(queue: QueueType, tile_rows: int) -> bytecode.Ring:
+    return bytecode.Ring(queue.producer, queue.consumers, queue.depth, entry_bytes(queue.tile, tile_rows))
 
 
 def entry_bytes(tile: TileType, tile_rows: int) -> int:
@@ -52,7 +71,8 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
 
 def _stage(program: TileProgram, body: StageProgram, preps: list[Prep]) -> bytecode.Stage:
     stage = Stage(program, body, preps)
-    epilogues = {i: matmul.match_epilogue(stage, i) for i, instr in enumerate(body.body) if instr.kind == "matmul"}
+    products = [i for i, instr in enumerate(body.body) if instr.kind == "matmul" and stage.root(instr.outputs[0]) == instr.outputs[0]]
+    epilogues = {i: matmul.match_epilogue(stage, i) for i in products}
     absorbed = {j for e in epilogues.values() for j in e.absorbed}
     for item in pointwise.schedule(stage, absorbed, {i: e.result for i, e in epilogues.items()}):
         if item.loop is not None:
@@ -108,14 +128,18 @@ def _concatenate(stage: Stage, i: int, instr: Instr) -> None:
 
 def _pad(stage: Stage, i: int, instr: Instr) -> None:
     x, fill = instr.inputs
-    low, high, interior = (instr[name][1:] for name in ("low", "high", "interior"))
+    low, interior = instr["low"][1:], instr["interior"][1:]  # ``high`` is what the shape of the result says
     whole = stage.place(stage.root(instr.outputs[0]))
     whole = _shaped(whole, stage.type(instr.outputs[0]).shape)
     builder = VectorBuilder(views.squeezed(whole.shape))
     builder.store(whole, stage.read(builder, fill, whole.shape))
     stage.code.append(builder.finish())
-    start, limit, step, first, last = [], [], [], [], []
-    for n, m, lo, hi, gap in zip(stage.type(x).shape, whole.shape, low, high, interior, strict=True):
+    start: list[int] = []
+    limit: list[int] = []
+    step: list[int] = []
+    first: list[int] = []
+    last: list[int] = []
+    for n, m, lo, gap in zip(stage.type(x).shape, whole.shape, low, interior, strict=True):
         every = gap + 1
         # Negative padding cuts: elements of x whose place falls outside the result are left out.
         begin = max(0, -(lo // every)) if lo < 0 else 0
@@ -140,7 +164,7 @@ def _shaped(view: View, shape: tuple[int, ...]) -> View:
 def _reduce(stage: Stage, i: int, instr: Instr) -> None:
     how = REDUCE_HOW[instr.kind]
     axes = {a - 1 for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}
-    x = stage.view(instr.inputs[0])
+    x = _reduced(stage, instr.inputs[0])
     out = _shaped(stage.place(stage.root(instr.outputs[0])), stage.type(instr.outputs[0]).shape)
     kept = [d for d in range(len(x.shape)) if d not in axes]
     in_order = sorted(axes) if how.startswith("arg") else sorted(axes, key=lambda d: -abs(x.strides[d]))
@@ -156,6 +180,14 @@ def _reduce(stage: Stage, i: int, instr: Instr) -> None:
             Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
         )
     )
+
+
+def _reduced(stage: Stage, v: int) -> View:
+    """``v`` where it lies; the 16-bit value it was widened from, if nothing else has brought the wide one into memory."""
+    narrow = stage.widened(v)
+    if narrow is None or stage.type(narrow).shape != stage.type(v).shape:
+        return stage.view(v)
+    return stage.view(narrow)
 
 
 def _loops(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

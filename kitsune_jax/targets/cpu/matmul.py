@@ -1,7 +1,7 @@
 """Matrix products: a tile times a stationary operand, with bias, relu and conversion folded in where they follow.
 
-Comes in: a ``matmul`` instruction of a stage. Goes out: one ``Matmul``, its ``Prep``s, and a copy of x first where x does not lie as
-rows of contiguous K elements a uniform distance apart. The order of the contracted, free and batch dimensions is ours to choose:
+Comes in: a ``matmul`` instruction of a stage. Goes out: one ``Matmul``, its ``Prep``s, and a copy of x first where x does not lie
+as rows of contiguous K elements a uniform distance apart. The order of the contracted, free and batch dimensions is ours to choose:
 the stationary operand is packed to suit.
 """
 
@@ -165,7 +165,7 @@ class _Dims:
 
 
 def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> tuple[int, int] | None:
-    """(distance of consecutive rows, batch stride) of ``view`` as matrices with contiguous ``inner`` elements; None if it is not that."""
+    """(distance of rows, batch stride) of ``view`` as matrices of contiguous ``inner`` elements; None if it is not that."""
 
     def pairs(dims: Sequence[int]) -> list[tuple[int, int]]:
         return [(view.shape[d], view.strides[d]) for d in dims]

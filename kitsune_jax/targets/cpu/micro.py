@@ -1,7 +1,7 @@
 """Pointwise instructions to micro-operations.
 
-Comes in: one pointwise instruction of a tile program and the registers of its operands. Goes out: the register of its result. 16-bit
-floats are computed in float32 without rounding in between; only an explicit conversion to a 16-bit float rounds (``reduce_precision``).
+Comes in: one pointwise instruction of a tile program and the registers of its operands. Goes out: the register of its result.
+16-bit floats are computed in float32 without rounding in between; only an explicit conversion to one rounds (``reduce_precision``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Scheduling a stage: pointwise instructions gathered into groups, each of which becomes one ``Vector``.
 
 Comes in: a ``Stage``. Goes out: its instructions as a list of items in an order that computes everything before it is read. An
-instruction joins a group of the same loop (its row shape without dimensions of extent 1) when all that it reads is there by then, so that
-a value used only inside its group never leaves a register.
+instruction joins a group of the same loop (its row shape without dimensions of extent 1) when all that it reads is there by then,
+so that a value used only inside its group never leaves a register.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def schedule(stage: Stage, absorbed: Collection[int], results: dict[int, int]) -
         else:
             items.append(Item(None, [i]))
             at[stage.root(results[i]) if i in results else out] = len(items) - 1
-    _sink(stage, items, at, direct)
+    _sink(stage, items)
     return [item for item in items if item.ops]
 
 
@@ -72,20 +72,34 @@ def _join(stage: Stage, items: list[Item], i: int, inputs: set[int], at: dict[in
     return chosen
 
 
-def _sink(stage: Stage, items: list[Item], at: dict[int, int], direct: set[int]) -> None:
-    """Move an instruction down to the one later group that reads it, where all that it reads itself lies in memory anyway."""
-    group_of = {i: k for k, item in enumerate(items) for i in item.ops if item.loop is not None}
-    for i in sorted(group_of, reverse=True):
-        k, instr = group_of[i], stage.body[i]
-        users = {group_of.get(j, -1) for j, _ in stage.uses.get(instr.outputs[0], ())}
-        if len(users) != 1 or any(stage.root(v) in direct and at[stage.root(v)] == k for v in instr.inputs):
-            continue
-        (target,) = users
-        if target > k and items[target].loop == items[k].loop:
-            items[k].ops.remove(i)
-            items[target].ops.append(i)
-            items[target].ops.sort()
-            group_of[i] = at[instr.outputs[0]] = target
+def _sink(stage: Stage, items: list[Item]) -> None:
+    """Move connected parts of groups down into the one later group that reads them: what they hand over stays in registers.
+
+    What such a part reads itself lies in memory, which nothing overwrites. Example: the silu of a gate moves behind the second matrix
+    product of a SwiGLU block, to the multiplication with it.
+    """
+    group_of = {i: k for k, item in enumerate(items) if item.loop is not None for i in item.ops}
+    for k in range(len(items) - 1, -1, -1):
+        for part in _parts(stage, items[k]):
+            users = {j for i in part for j, _ in stage.uses.get(stage.body[i].outputs[0], ())} - part
+            targets = {group_of.get(j, -1) for j in users}
+            if len(targets) != 1:
+                continue
+            (target,) = targets
+            if target > k and items[target].loop == items[k].loop:
+                items[k].ops = [i for i in items[k].ops if i not in part]
+                items[target].ops = sorted({*items[target].ops, *part})
+                group_of.update(dict.fromkeys(part, target))
+
+
+def _parts(stage: Stage, item: Item) -> list[set[int]]:
+    """The instructions of a group, by who hands values to whom in registers."""
+    parts: list[set[int]] = []
+    for i in item.ops if item.loop is not None else ():
+        makers = {stage.root(v) for v in stage.body[i].inputs}
+        near = [p for p in parts if any(stage.body[j].outputs[0] in makers for j in p)]
+        parts = [p for p in parts if p not in near] + [set().union({i}, *near)]
+    return parts
 
 
 def emit_group(stage: Stage, ops: list[int], loop: tuple[int, ...]) -> None:

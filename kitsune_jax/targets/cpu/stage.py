@@ -1,8 +1,8 @@
 """One stage under construction: where every value of its body lives, and the instructions so far.
 
-Comes in: a ``StageProgram``. The lowering (``lower``), the pointwise groups (``pointwise``) and the matrix products (``matmul``) read
-values with ``view`` and ask ``place``/``places`` where a result should go: straight into an output array, a queue slot or a piece of a
-concatenation where one wants it, else into scratch. Invariant: memory is written once per tile, before it is read.
+Comes in: a ``StageProgram``. The lowering (``lower``), the pointwise groups (``pointwise``) and the matrix products (``matmul``)
+read values with ``view`` and ask ``place``/``places`` where a result should go: straight into an output array, a queue slot or a
+piece of a concatenation where one wants it, else into scratch. Invariant: memory is written once per tile, before it is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Use = tuple[int, int]  # (instruction of the body, operand number)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value that any group makes for itself. ``const``: the constant; else ``axes``: row index over these stream axes; else iota."""
+    """A value that any group makes for itself: the constant ``const``, the row index over the stream axes ``axes``, or an iota."""
 
     const: Scalar | None = None
     axes: tuple[int, ...] | None = None
@@ -64,6 +64,7 @@ class Stage:
         self.leaves: dict[int, Leaf] = {v: Leaf(const=c) for v, c in program.literals}
         self.satisfied: set[Use] = set()
         self._alias: dict[int, int] = {}
+        self._computed: dict[object, int] = {}
         self.uses: dict[int, list[Use]] = {}
         for i, instr in enumerate(self.body):
             self._register(i, instr)
@@ -79,6 +80,8 @@ class Stage:
             self.leaves[instr.outputs[0]] = Leaf(iota=instr["dimension"] - 1)
         elif self._is_alias(instr):
             self._alias[instr.outputs[0]] = self.root(instr.inputs[0])
+        elif (same := self._computed_before(instr)) is not None:
+            self._alias[instr.outputs[0]] = same
         else:
             leaf = self.leaves.get(self.root(instr.inputs[0])) if instr.kind in VIEW_KINDS else None
             if leaf is not None and leaf.iota is None:  # constants and row indices look the same under every view
@@ -86,6 +89,15 @@ class Stage:
                 return
             for p, v in enumerate(instr.inputs):
                 self.uses.setdefault(self.root(v), []).append((i, p))
+
+    def _computed_before(self, instr: Instr) -> int | None:
+        """The value of an earlier instruction that computes the same (users write ``x - x.mean()`` twice, as layer norms do)."""
+        if len(instr.outputs) != 1:
+            return None
+        operands = tuple((self.root(v), self.type(v)) for v in instr.inputs)
+        key = (instr.kind, operands, instr.params, self.type(instr.outputs[0]))
+        first = self._computed.setdefault(key, instr.outputs[0])
+        return None if first == instr.outputs[0] else first
 
     def _is_alias(self, instr: Instr) -> bool:
         """Copies, and views that only insert, drop or move dimensions of extent 1."""
@@ -113,9 +125,12 @@ class Stage:
         return self.leaves.get(self.root(v))
 
     def widened(self, v: int) -> int | None:
-        """The value that ``v`` is a widening 16-bit to 32-bit float conversion of: loads do that conversion anyway."""
+        """The value that ``v`` is a widening 16-bit to 32-bit float conversion of: loads do that conversion anyway.
+
+        None also where ``v`` itself is in memory already (a matmul may have made it so).
+        """
         instr = self.define.get(self.root(v))
-        if instr is None or instr.kind != "convert_element_type":
+        if self.root(v) in self.views or instr is None or instr.kind != "convert_element_type":
             return None
         source = self.define.get(self.root(instr.inputs[0]))
         if source is not None and is_pointwise(source.kind):
@@ -260,7 +275,7 @@ class Stage:
         self.code.append(builder.finish())
 
     def wanted(self, r: int) -> list[tuple[Use, View | None]]:
-        """Every use of ``r``, through reshapes and transposes, with the place (in ``r``'s shape) where it wants the value, if it has one."""
+        """Every use of ``r``, through reshapes and transposes, with the place (in ``r``'s shape) where it wants it, if any."""
         out: list[tuple[Use, View | None]] = []
         for i, p in self.uses.get(r, ()):
             instr = self.body[i]
@@ -303,7 +318,7 @@ class Stage:
         return views.cut(whole, first, last, (1,) * len(first))
 
     def place(self, r: int, fits: Callable[[View], bool] = lambda view: True, layout: Callable[[], View] | None = None) -> View:
-        """Where the result ``r`` of one instruction goes: a place that one use wants and that ``fits``, else scratch as ``layout`` lays it out."""
+        """Where the result ``r`` of an instruction goes: a place that a use wants and that ``fits``, else scratch by ``layout``."""
         if r in self.views:
             return self.views[r]
         wanted = self.wanted(r)
@@ -331,6 +346,6 @@ class Stage:
 
 
 def readable(view: View) -> bool:
-    """Whether a stage may, and should, read a result back from here: not from a queue slot it produces, nor with strided elements."""
+    """Whether a stage may, and should, read a result back from here: not from a queue slot it produces, nor strided elements."""
     strides = [s for n, s in zip(view.shape, view.strides, strict=True) if n != 1]
     return view.ref.space != QUEUE and (not strides or strides[-1] == 1)

@@ -1,13 +1,14 @@
 """What the CPU target has code for, asked op by op before a region is formed.
 
-Comes in: an op of the Graph with its values. Goes out: None, or the reason in words for the report. Invariant: ops that pass here never
-make ``lower`` raise ``CannotLower``.
+Comes in: an op of the Graph with its values. Goes out: None, or the reason in words for the report. Invariant: ops that pass here
+never make ``lower`` raise ``CannotLower``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Op, Value
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS
 from kitsune_jax.targets.cpu.lower import REDUCE_HOW, SCAN_HOW
@@ -47,6 +48,9 @@ def _pointwise(op: Op, in_values: Sequence[Value]) -> str | None:
         return f"{op.kind} has no code on the CPU"
     if op.kind == "select_n" and len(in_values) != 3:
         return "select_n with more than two cases"
+    wrong = [v.dtype for v in in_values if v.dtype not in OPS[op.kind].dtypes]
+    if wrong and op.kind not in ("select_n", "convert_element_type"):
+        return f"{op.kind} of {wrong[0]}"
     if op.kind == "nextafter" and in_values[0].dtype in NARROW:
         return f"nextafter of {in_values[0].dtype} (16-bit floats are computed in float32)"
     return None

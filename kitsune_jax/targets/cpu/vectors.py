@@ -79,7 +79,7 @@ class VectorBuilder:
         return self._define(("const", kind, repr(value)), _Node("const", kind, -1, imm=_immediate(value, kind)))
 
     def index(self, dim: int, divisor: int, modulus: int, dtype: str) -> int:
-        """Register <- (position in dimension ``dim`` // divisor) % modulus; 0 is the global row, 1.. the dimensions of ``extents``."""
+        """Register <- (position in dimension ``dim`` // divisor) % modulus; 0 is the global row, 1.. are those of ``extents``."""
         kind = dtype if dtype in ("int32", "int64") else "int64"
         position = self._define(("index", dim, divisor, modulus, kind), _Node("index", kind, -1, index=(dim, divisor, modulus)))
         return position if kind == dtype else self.convert(position, kind, compute_type(dtype))

@@ -1,8 +1,8 @@
 """The view algebra: how a tile lies in memory, and which operations only change how it is looked at.
 
-A ``View`` is memory (``Ref``), the distance of consecutive rows, and the row shape with a stride per dimension, all in elements. The
-row dimension stands apart and never merges with another. Broadcast, transpose, slice, rev and most reshapes give a view of the same
-memory: no instruction is spent on them. Invariant: every function here returns a view that stays inside the memory of the one it got.
+A ``View`` is memory (``Ref``), the distance of consecutive rows, and the row shape with a stride per dimension, all in elements.
+The row dimension stands apart and never merges with another. Broadcast, transpose, slice, rev and most reshapes give a view of the
+same memory: no instruction is spent on them. Invariant: every function here returns a view inside the memory of the one it got.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def scratch(buffer: int, dtype_code: int, shape: tuple[int, ...]) -> View:
 
 
 def chain(pairs: Sequence[tuple[int, int]]) -> int | None:
-    """Stride of the innermost of several (extent, stride) dimensions, outermost first, that one loop can walk; None where it cannot.
+    """Innermost stride of several (extent, stride) dimensions, outermost first, if one loop can walk them all; None if not.
 
     Dimensions of extent 1 do not count; no dimension left gives 0.
     """

@@ -1,0 +1,41 @@
+# Tests of the CPU library without Python: cpu-test, and cpu-tsan, cpu-asan under the sanitizers. Included by the top Makefile.
+# Each build lives in build/cpu/<kind>/; only the units of an instruction set are compiled with that set's flags.
+
+CPU_DIR := $(patsubst %/tests/cpu.mk,%,$(lastword $(MAKEFILE_LIST)))
+CPU_BUILD := build/cpu
+CPU_LIB := $(filter-out ffi module,$(basename $(notdir $(wildcard $(CPU_DIR)/src/*.cc))))
+CPU_TESTS := $(basename $(notdir $(wildcard $(CPU_DIR)/tests/test_*.cc)))
+CPU_FLAGS := -std=c++17 -Wall -Wextra -fno-math-errno -fno-trapping-math -ffp-contract=fast -I$(CPU_DIR)/include -I$(CPU_DIR)/src -pthread -MMD -MP
+CPU_MACHINE := $(shell uname -m)
+CPU_AVX512 := -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512
+
+CPU_KIND_FLAGS_release := -O3
+CPU_KIND_FLAGS_tsan := -O1 -g1 -fsanitize=thread
+CPU_KIND_FLAGS_asan := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+ifneq ($(filter x86_64 amd64,$(CPU_MACHINE)),)
+CPU_ISA_FLAGS_isa_avx2 := -mavx2 -mfma -mf16c
+CPU_ISA_FLAGS_isa_avx512 := $(CPU_AVX512)
+CPU_ISA_FLAGS_isa_avx512bf16 := $(CPU_AVX512) -mavx512bf16
+endif
+
+define CPU_KIND_RULES
+$(CPU_BUILD)/$(1)/%.o: $(CPU_DIR)/src/%.cc
+	@mkdir -p $$(@D)
+	$$(CXX) $$(CPU_FLAGS) $$(CPU_KIND_FLAGS_$(1)) $$(CPU_ISA_FLAGS_$$*) -c $$< -o $$@
+$(CPU_BUILD)/$(1)/%.o: $(CPU_DIR)/tests/%.cc
+	@mkdir -p $$(@D)
+	$$(CXX) $$(CPU_FLAGS) $$(CPU_KIND_FLAGS_$(1)) -c $$< -o $$@
+$(CPU_TESTS:%=$(CPU_BUILD)/$(1)/%): %: %.o $(CPU_LIB:%=$(CPU_BUILD)/$(1)/%.o)
+	$$(CXX) $$(CPU_KIND_FLAGS_$(1)) -pthread $$^ -o $$@
+endef
+$(foreach kind,release tsan asan,$(eval $(call CPU_KIND_RULES,$(kind))))
+-include $(wildcard $(CPU_BUILD)/*/*.d)
+.PRECIOUS: $(CPU_BUILD)/%.o
+
+.PHONY: cpu-test cpu-tsan cpu-asan
+cpu-test: $(CPU_TESTS:%=$(CPU_BUILD)/release/%)
+	@set -e; for t in $^; do echo "== $$t"; $$t; done
+cpu-tsan: $(CPU_TESTS:%=$(CPU_BUILD)/tsan/%)
+	@set -e; for t in $^; do echo "== $$t"; TSAN_OPTIONS=halt_on_error=1 $$t; done
+cpu-asan: $(CPU_TESTS:%=$(CPU_BUILD)/asan/%)
+	@set -e; for t in $^; do echo "== $$t"; ASAN_OPTIONS=allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 $$t; done

@@ -1,0 +1,120 @@
+// Helpers of test_executor: building programs, random arrays, and the comparison of the executor with the reference.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kitsune_cpu/executor.h"
+#include "program_words.h"
+#include "reference.h"
+#include "thread_pool.h"
+
+namespace kitsune::cpu::test {
+
+inline int failures = 0;
+
+#define CHECK(condition, ...)                                  \
+  do {                                                         \
+    if (!(condition)) {                                        \
+      ++kitsune::cpu::test::failures;                          \
+      std::printf("FAILED %s:%d: ", __FILE__, __LINE__);       \
+      std::printf(__VA_ARGS__);                                \
+      std::printf("\n");                                       \
+    }                                                          \
+  } while (0)
+
+inline Operand operand(Space space, int64_t index, DType t, int64_t offset, int64_t row_stride, std::vector<int64_t> strides) {
+  return {{space, index, offset, t}, row_stride, std::move(strides)};
+}
+
+inline Prep weight(int64_t input, DType t, int64_t k, int64_t n) {
+  return {PrepKind::kWeight, {Space::kIn, input, 0, t}, t, {}, {}, {k}, {n}, {n}, {1}};
+}
+
+inline Prep dense(int64_t input, DType from, DType to, std::vector<int64_t> extents, std::vector<int64_t> strides) {
+  return {PrepKind::kDense, {Space::kIn, input, 0, from}, to, {}, {}, {}, {}, std::move(extents), std::move(strides)};
+}
+
+inline Micro micro(Opcode op, DType t, int64_t dst, int64_t a = 0, int64_t b = 0, int64_t c = 0, std::vector<double> imm = {}) {
+  return {op, t, dst, a, b, c, t, std::move(imm)};
+}
+
+inline Micro convert(DType to, DType from, int64_t dst, int64_t a) { return {Opcode::op_convert, to, dst, a, 0, 0, from, {}}; }
+
+inline Program program(std::vector<int64_t> axes, int64_t tile_rows, std::vector<Array> inputs, std::vector<Array> outputs,
+                       std::vector<Instruction> body, int64_t scratch_bytes = 0) {
+  Program p{};
+  p.name = "test";
+  p.axes = std::move(axes);
+  p.tile_rows = tile_rows;
+  p.inputs = std::move(inputs);
+  p.outputs = std::move(outputs);
+  p.stages.push_back({"only", 0, scratch_bytes, std::move(body)});
+  return p;
+}
+
+// Small integers and halves are exact in every type and keep sums exact, whatever their order.
+inline Bytes random_array(const Array& a, unsigned seed, bool small) {
+  std::mt19937 rng(seed);
+  std::uniform_int_distribution<int> whole(-4, 4);
+  std::uniform_real_distribution<double> real(-1, 1);
+  Bytes out(static_cast<size_t>(a.elements) * item_size(a.dtype) + 1);
+  for (int64_t i = 0; i < a.elements; ++i) {
+    double v = a.dtype == DType::kBool ? whole(rng) > 0 : is_float(a.dtype) && !small ? real(rng) : whole(rng);
+    set(a.dtype, &out[static_cast<size_t>(i) * item_size(a.dtype)], v);
+  }
+  return out;
+}
+
+struct Arrays {
+  std::vector<Bytes> ins, outs;
+  std::vector<const void*> in_pointers;
+  std::vector<void*> out_pointers;
+  Arrays(const Program& p, unsigned seed, bool small = false) {
+    for (const Array& a : p.inputs) ins.push_back(random_array(a, ++seed * 7919, small));
+    for (const Array& a : p.outputs) outs.emplace_back(static_cast<size_t>(a.elements) * item_size(a.dtype) + 1, 0);
+    for (Bytes& b : ins) in_pointers.push_back(b.data());
+    for (Bytes& b : outs) out_pointers.push_back(b.data());
+  }
+};
+
+// Runs the program as parsed from its words on each number of threads; every output must be within `tolerance` of the reference, and
+// the same bits for any number of threads.
+inline void compare(const char* name, const Program& source, double tolerance, unsigned seed = 1, bool small = false,
+                    std::vector<int64_t> threads = {1, 3}) {
+  std::vector<int64_t> words = encode(source);
+  try {
+    Program p = parse(words.data(), words.size());
+    Executable exe(p);
+    Arrays want(p, seed, small);
+    Reference(exe.program(), want.ins, want.outs).run();
+    std::vector<Bytes> first;
+    for (int64_t t : threads) {
+      Arrays got(p, seed, small);
+      ThreadPool pool(t);
+      std::string error = exe.run(got.in_pointers.data(), got.out_pointers.data(), pool);
+      CHECK(error.empty(), "%s: %s", name, error.c_str());
+      for (size_t o = 0; o < p.outputs.size(); ++o) {
+        DType type = p.outputs[o].dtype;
+        for (int64_t i = 0; i < p.outputs[o].elements; ++i) {
+          size_t byte = static_cast<size_t>(i) * item_size(type);
+          double a = get(type, &want.outs[o][byte]), b = get(type, &got.outs[o][byte]);
+          bool close = std::isnan(a) ? std::isnan(b) : a == b || std::abs(a - b) <= tolerance * (1 + std::abs(a));
+          CHECK(close, "%s: output %zu element %lld: %.9g, expected %.9g (%lld threads)", name, o, static_cast<long long>(i), b, a,
+                static_cast<long long>(t));
+          if (!close) return;
+        }
+      }
+      if (first.empty()) first = got.outs;
+      CHECK(first == got.outs, "%s: %lld threads give other bits than %lld", name, static_cast<long long>(t),
+            static_cast<long long>(threads[0]));
+    }
+  } catch (const std::exception& e) {
+    CHECK(false, "%s: %s", name, e.what());
+  }
+}
+
+}  // namespace kitsune::cpu::test

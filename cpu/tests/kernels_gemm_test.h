@@ -1,0 +1,143 @@
+// Matmuls against double references: awkward shapes, every type of X, W and C, strides, packing layouts; nothing outside is touched.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "kernels_check.h"
+#include "kitsune_cpu/kernels.h"
+
+namespace kitsune::cpu::test {
+
+struct AlignedBuffer {  // 64-byte aligned
+  explicit AlignedBuffer(size_t bytes) : data(std::aligned_alloc(64, (bytes + 127) / 64 * 64)) {}
+  ~AlignedBuffer() { std::free(data); }
+  AlignedBuffer(const AlignedBuffer&) = delete;
+  AlignedBuffer& operator=(const AlignedBuffer&) = delete;
+  void* data;
+};
+
+inline double element(const void* p, DType t, int64_t i) {
+  switch (t) {
+    case DType::kF32: return static_cast<const float*>(p)[i];
+    case DType::kF64: return static_cast<const double*>(p)[i];
+    case DType::kF16: return half_value(static_cast<const uint16_t*>(p)[i]);
+    default: return bfloat16_value(static_cast<const uint16_t*>(p)[i]);
+  }
+}
+
+inline void set_element(void* p, DType t, int64_t i, double v) {
+  switch (t) {
+    case DType::kF32: static_cast<float*>(p)[i] = float(v); return;
+    case DType::kF64: static_cast<double*>(p)[i] = v; return;
+    case DType::kF16: static_cast<uint16_t*>(p)[i] = reference_half(v); return;
+    default: static_cast<uint16_t*>(p)[i] = reference_bfloat16(v); return;
+  }
+}
+
+struct GemmCase {
+  int64_t M, N, K;
+  DType x, w, c;
+  bool bias, relu, transposed, strided;
+};
+
+// X lies at the very end of its allocation (AddressSanitizer sees a read beyond it) with NaN between its rows; C has guard values around.
+inline void test_gemm_case(const GemmCase& t, Random& random) {
+  const KernelTable& kt = kernels();
+  const Panel panel = kt.panel_for(t.w);
+  const int64_t lda = t.K + (t.strided ? 3 : 0), ldc = t.N + (t.strided ? 5 : 0);
+  const int64_t x_elements = (t.M - 1) * lda + t.K;
+  std::unique_ptr<char[]> x(new char[size_t(x_elements) * item_size(t.x)]), w(new char[size_t(t.K * t.N) * item_size(t.w)]);
+  for (int64_t i = 0; i < x_elements; ++i) set_element(x.get(), t.x, i, i % lda < t.K ? random.symmetric() : NAN);
+  for (int64_t i = 0; i < t.K * t.N; ++i) set_element(w.get(), t.w, i, random.symmetric());
+  const bool wide = panel == Panel::kF64;
+  std::unique_ptr<char[]> bias(new char[size_t(t.N) * (wide ? 8 : 4)]);
+  for (int64_t i = 0; i < t.N; ++i) set_element(bias.get(), wide ? DType::kF64 : DType::kF32, i, random.symmetric());
+
+  std::vector<int64_t> k_offset(static_cast<size_t>(t.K)), n_offset(static_cast<size_t>(t.N));
+  for (int64_t k = 0; k < t.K; ++k) k_offset[size_t(k)] = t.transposed ? k : k * t.N;
+  for (int64_t n = 0; n < t.N; ++n) n_offset[size_t(n)] = t.transposed ? n * t.K : n;
+  AlignedBuffer packed(kt.packed_bytes(panel, t.K, t.N));
+  std::memset(packed.data, 0xff, kt.packed_bytes(panel, t.K, t.N));
+  PackSource source{w.get(), t.w, t.K, t.N, k_offset.data(), n_offset.data()};
+  const int64_t panels = kt.panel_count(panel, t.N), middle = panels / 2;
+  kt.pack(panel, source, middle, panels, packed.data);
+  kt.pack(panel, source, 0, middle, packed.data);
+
+  const int64_t guard = 64, c_elements = (t.M - 1) * ldc + t.N;
+  std::vector<char> c(size_t(c_elements + 2 * guard) * item_size(t.c), char(0x5a));
+  char* c0 = c.data() + size_t(guard) * item_size(t.c);
+  GemmArgs args{t.M, t.N, t.K, x.get(), t.x, lda, packed.data, panel, t.bias ? bias.get() : nullptr,
+                t.relu ? Activation::kRelu : Activation::kNone, c0, t.c, ldc, nullptr};
+  AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
+  args.scratch = scratch.data;
+  kt.gemm(args);
+
+  int64_t wrong = 0, touched = 0;
+  double worst = 0;
+  const double step = t.c == DType::kBF16 ? 0x1p-8 : t.c == DType::kF16 ? 0x1p-11 : wide && t.c == DType::kF64 ? 0x1p-53 : 0x1p-24;
+  const double sum_step = wide ? 0x1p-53 : 0x1p-24;
+  for (int64_t i = -guard; i < c_elements + guard; ++i) {
+    int64_t m = i < 0 ? -1 : i / ldc, n = i < 0 ? 0 : i % ldc;
+    if (m < 0 || m >= t.M || n >= t.N) {
+      const char* p = c0 + i * int64_t(item_size(t.c));
+      for (size_t b = 0; b < item_size(t.c); ++b) touched += p[b] != 0x5a;
+      continue;
+    }
+    double sum = t.bias ? element(bias.get(), wide ? DType::kF64 : DType::kF32, n) : 0, size = std::fabs(sum);
+    for (int64_t k = 0; k < t.K; ++k) {
+      double product = element(x.get(), t.x, m * lda + k) * element(w.get(), t.w, k_offset[size_t(k)] + n_offset[size_t(n)]);
+      sum += product;
+      size += std::fabs(product);
+    }
+    if (t.relu && sum < 0) sum = 0;
+    double got = element(c0, t.c, i), tolerance = (t.K + 2) * sum_step * size + 1.01 * step * std::fabs(sum) + 1e-7 * (t.c == DType::kF16);
+    if (!(std::fabs(got - sum) <= tolerance)) ++wrong, worst = std::fabs(got - sum) > worst ? std::fabs(got - sum) : worst;
+  }
+  check(wrong == 0 && touched == 0, "gemm [%s] M %ld N %ld K %ld x %d w %d c %d bias %d relu %d transposed %d strided %d: %ld wrong (by %g), %ld bytes outside touched",
+        kt.isa, long(t.M), long(t.N), long(t.K), int(t.x), int(t.w), int(t.c), t.bias, t.relu, t.transposed, t.strided, long(wrong), worst,
+        long(touched));
+}
+
+inline void test_gemm_nan() {
+  const KernelTable& kt = kernels();
+  for (DType type : {DType::kF32, DType::kBF16}) {
+    const Panel panel = kt.panel_for(type);
+    alignas(64) char x[256] = {}, w[256] = {}, c[256] = {}, scratch[256] = {};
+    set_element(x, type, 0, NAN), set_element(x, type, 1, -1), set_element(x, type, 2, 1);
+    set_element(w, type, 0, 1);
+    int64_t zero = 0;
+    AlignedBuffer packed(kt.packed_bytes(panel, 1, 1));
+    kt.pack(panel, PackSource{w, type, 1, 1, &zero, &zero}, 0, 1, packed.data);
+    for (DType out : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
+      kt.gemm(GemmArgs{3, 1, 1, x, type, 1, packed.data, panel, nullptr, Activation::kRelu, c, out, 1, scratch});
+      check(std::isnan(element(c, out, 0)) && element(c, out, 1) == 0 && element(c, out, 2) == 1, "relu [%s] x %d c %d: %g %g %g", kt.isa, int(type),
+            int(out), element(c, out, 0), element(c, out, 1), element(c, out, 2));
+    }
+  }
+}
+
+inline void test_gemm() {
+  Random random;
+  const int64_t sizes[] = {1, 2, 3, 7, 31, 33, 97};
+  const DType inputs[][2] = {{DType::kF32, DType::kF32}, {DType::kBF16, DType::kBF16}, {DType::kF16, DType::kF16}, {DType::kF64, DType::kF64}};
+  int64_t turn = 0;
+  for (int64_t M : sizes) {
+    for (int64_t N : sizes) {
+      for (int64_t K : sizes) {
+        const DType* in = inputs[turn % 4];
+        const DType outputs[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
+        test_gemm_case({M, N, K, in[0], in[1], outputs[turn / 4 % 4], turn % 3 != 0, turn % 5 < 2, turn % 7 < 3, turn % 2 == 0}, random);
+        ++turn;
+      }
+    }
+  }
+  for (int64_t M = 1; M <= 30; ++M) {  // every remainder of the row blocks
+    for (const auto& in : inputs) test_gemm_case({M, 34, 5, in[0], in[1], in[0], true, false, false, true}, random);
+  }
+  for (const auto& in : inputs) test_gemm_case({300, 40, 1409, in[0], in[1], in[0], true, true, true, false}, random);  // several row blocks
+  test_gemm_nan();
+}
+
+}  // namespace kitsune::cpu::test

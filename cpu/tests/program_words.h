@@ -1,0 +1,88 @@
+// Program -> words, for tests: the C++ twin of kitsune_jax/targets/cpu/bytecode.py's encode.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "kitsune_cpu/program.h"
+
+namespace kitsune::cpu::test {
+
+class Words {
+ public:
+  std::vector<int64_t> of(const Program& p) {
+    text(p.name), list(p.axes), add(p.tile_rows);
+    arrays(p.inputs), arrays(p.outputs);
+    each(p.preps, [&](const Prep& x) {
+      add(x.kind), ref(x.source), add(x.dtype);
+      list(x.b_extents), list(x.b_strides), list(x.k_extents), list(x.k_strides), list(x.n_extents), list(x.n_strides);
+    });
+    each(p.sinks, [&](const Sink& x) { add(x.how), add(x.dtype), add(x.elements), add(x.out); });
+    each(p.queues, [&](const Ring& x) { add(x.producer), list(x.consumers), add(x.depth), add(x.entry_bytes); });
+    each(p.stages, [&](const Stage& x) {
+      text(x.name), add(x.phase), add(x.scratch_bytes);
+      each(x.body, [&](const Instruction& i) {
+        add(i.index() + 1);
+        std::visit([&](const auto& v) { instruction(v); }, i);
+      });
+    });
+    std::vector<int64_t> out{kMagic, kFormatVersion, static_cast<int64_t>(w_.size()) + kHeaderWords, crc32(w_.data(), w_.size())};
+    out.insert(out.end(), w_.begin(), w_.end());
+    return out;
+  }
+
+ private:
+  template <class T>
+  void add(T v) {
+    w_.push_back(static_cast<int64_t>(v));
+  }
+  template <class T, class F>
+  void each(const std::vector<T>& v, F f) {
+    add(v.size());
+    for (const T& x : v) f(x);
+  }
+  void list(const std::vector<int64_t>& v) {
+    each(v, [&](int64_t x) { add(x); });
+  }
+  void text(const std::string& s) {
+    add(s.size());
+    for (unsigned char c : s) add(c);
+  }
+  void arrays(const std::vector<Array>& v) {
+    each(v, [&](const Array& a) { add(a.dtype), add(a.elements); });
+  }
+  void ref(const Ref& r) { add(r.space), add(r.index), add(r.offset), add(r.dtype); }
+  void operand(const Operand& o) { ref(o.ref), add(o.row_stride), list(o.strides); }
+  void instruction(const Copy& x) { ref(x.array), list(x.axis_strides), list(x.extents), list(x.array_strides), operand(x.tile); }
+  void instruction(const Matmul& x) {
+    operand(x.x), add(x.row_multiple), add(x.batch), add(x.weight), add(x.bias), add(x.activation), operand(x.out);
+  }
+  void instruction(const Vector& x) {
+    list(x.extents), add(x.collapse_rows);
+    each(x.loads, [&](const Operand& o) { operand(o); });
+    each(x.stores, [&](const Operand& o) { operand(o); });
+    each(x.code, [&](const Micro& m) {
+      add(m.op), add(m.type), add(m.dst), add(m.a), add(m.b), add(m.c), add(m.from_type);
+      each(m.imm, [&](double v) {
+        int64_t bits;
+        std::memcpy(&bits, &v, sizeof bits);
+        add(bits);
+      });
+    });
+  }
+  void instruction(const Reduce& x) { add(x.how), list(x.kept), list(x.reduced), operand(x.x), operand(x.out); }
+  void instruction(const Scan& x) { add(x.how), add(x.reverse), list(x.extents), operand(x.x), operand(x.out); }
+  void instruction(const Accumulate& x) { add(x.sink), list(x.kept), list(x.reduced), operand(x.x); }
+
+  std::vector<int64_t> w_;
+};
+
+inline std::vector<int64_t> encode(const Program& p) { return Words().of(p); }
+
+// After a change to the words: makes the header agree again, so that the parser and the validator see the change.
+inline void reseal(std::vector<int64_t>& w) {
+  w[2] = static_cast<int64_t>(w.size());
+  w[3] = crc32(w.data() + kHeaderWords, w.size() - kHeaderWords);
+}
+
+}  // namespace kitsune::cpu::test

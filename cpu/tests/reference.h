@@ -1,0 +1,285 @@
+// A naive interpreter of Programs, element by element in double, stage after stage: what the executor is compared with.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <stdexcept>
+#include <vector>
+
+#include "kitsune_cpu/program.h"
+
+namespace kitsune::cpu::test {
+
+using Bytes = std::vector<char>;
+
+inline double get(DType t, const char* p) {
+  auto as = [p](auto v) { return std::memcpy(&v, p, sizeof v), static_cast<double>(v); };
+  switch (t) {
+    case DType::kBool: return as(uint8_t{});
+    case DType::kI8: return as(int8_t{});
+    case DType::kI32: return as(int32_t{});
+    case DType::kI64: return as(int64_t{});
+    case DType::kF32: return as(float{});
+    case DType::kF64: return as(double{});
+    case DType::kBF16: {
+      uint16_t half;
+      std::memcpy(&half, p, 2);
+      uint32_t bits = uint32_t{half} << 16;
+      float v;
+      std::memcpy(&v, &bits, 4);
+      return v;
+    }
+    default: throw std::logic_error("the reference does not know this type");
+  }
+}
+
+inline void set(DType t, char* p, double x) {
+  auto as = [p, x](auto v) { v = static_cast<decltype(v)>(x), std::memcpy(p, &v, sizeof v); };
+  switch (t) {
+    case DType::kBool: return as(uint8_t{});
+    case DType::kI8: return as(int8_t{});
+    case DType::kI32: return as(int32_t{});
+    case DType::kI64: return as(int64_t{});
+    case DType::kF32: return as(float{});
+    case DType::kF64: return as(double{});
+    case DType::kBF16: {
+      float v = static_cast<float>(x);
+      uint32_t bits;
+      std::memcpy(&bits, &v, 4);
+      bits = std::isnan(v) ? 0x7FC00000u : bits + 0x7FFF + ((bits >> 16) & 1);
+      uint16_t half = static_cast<uint16_t>(bits >> 16);
+      std::memcpy(p, &half, 2);
+      return;
+    }
+    default: throw std::logic_error("the reference does not know this type");
+  }
+}
+
+inline double fold(Reduction how, double a, double b) {
+  if (how != Reduction::kSum && how != Reduction::kProd && (std::isnan(a) || std::isnan(b))) return NAN;
+  switch (how) {
+    case Reduction::kSum: return a + b;
+    case Reduction::kProd: return a * b;
+    case Reduction::kMax: return std::max(a, b);
+    case Reduction::kMin: return std::min(a, b);
+    case Reduction::kAnd: return static_cast<double>(static_cast<int64_t>(a) & static_cast<int64_t>(b));
+    case Reduction::kOr: return static_cast<double>(static_cast<int64_t>(a) | static_cast<int64_t>(b));
+    default: return static_cast<double>(static_cast<int64_t>(a) ^ static_cast<int64_t>(b));
+  }
+}
+
+class Reference {
+ public:
+  Reference(const Program& p, std::vector<Bytes>& ins, std::vector<Bytes>& outs) : p_(p), ins_(ins), outs_(outs) {}
+
+  void run() {
+    for (const Ring& q : p_.queues) queues_.emplace_back(static_cast<size_t>(p_.tiles), Bytes(static_cast<size_t>(q.entry_bytes)));
+    sinks_.resize(p_.sinks.size());
+    // Any order of stages that respects the queues will do: repeat until each has run.
+    std::vector<char> done(p_.stages.size(), 0);
+    for (size_t left = p_.stages.size(), phase = 0; left > 0; ++phase) {
+      for (size_t pass = 0; pass < p_.stages.size(); ++pass)
+        for (size_t s = 0; s < p_.stages.size(); ++s) {
+          if (done[s] || p_.stages[s].phase != static_cast<int64_t>(phase)) continue;
+          bool ready = true;
+          for (const Ring& q : p_.queues)
+            if (std::count(q.consumers.begin(), q.consumers.end(), static_cast<int64_t>(s))) ready = ready && done[q.producer];
+          if (!ready) continue;
+          done[s] = 1, --left;
+          scratch_.assign(static_cast<size_t>(p_.stages[s].scratch_bytes), 0);
+          for (tile_ = 0; tile_ < p_.tiles; ++tile_) {
+            row0_ = tile_ * p_.tile_rows;
+            rows_ = std::min(p_.tile_rows, p_.rows - row0_);
+            for (const Instruction& i : p_.stages[s].body) std::visit([this](const auto& x) { step(x); }, i);
+          }
+        }
+      for (size_t i = 0; i < p_.sinks.size(); ++i) {
+        const Sink& s = p_.sinks[i];
+        DType t = p_.outputs[s.out].dtype;
+        for (size_t e = 0; e < sinks_[i].size(); ++e) set(t, &outs_[s.out][e * item_size(t)], sinks_[i][e]);
+      }
+    }
+  }
+
+ private:
+  char* at(const Ref& r, int64_t element) {
+    char* base = nullptr;
+    switch (r.space) {
+      case Space::kIn: base = ins_[r.index].data(); break;
+      case Space::kOut: base = outs_[r.index].data(); break;
+      case Space::kScratch: base = scratch_.data(); break;
+      case Space::kQueue: base = queues_[r.index][static_cast<size_t>(tile_)].data(); break;
+      default: base = prep(r.index).data(); break;
+    }
+    return base + (r.offset + element) * static_cast<int64_t>(item_size(r.dtype));
+  }
+  char* at(const Operand& o, int64_t row, const std::vector<int64_t>& index, int64_t multiple = 1) {
+    bool global = o.ref.space == Space::kIn || o.ref.space == Space::kOut;
+    int64_t e = (row + (global ? row0_ * multiple : 0)) * o.row_stride;
+    for (size_t d = 0; d < index.size(); ++d) e += index[d] * o.strides[d];
+    return at(o.ref, e);
+  }
+  template <class F>
+  static void loop(const std::vector<int64_t>& extents, F f) {
+    std::vector<int64_t> index(extents.size(), 0);
+    for (int64_t left = product(extents); left > 0; --left) {
+      f(index);
+      for (size_t d = extents.size(); d-- > 0;) {
+        if (++index[d] < extents[d]) break;
+        index[d] = 0;
+      }
+    }
+  }
+  static std::vector<int64_t> joined(std::vector<int64_t> a, const std::vector<int64_t>& b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+  }
+  Bytes& prep(int64_t i) {
+    const Prep& x = p_.preps[i];
+    if (!preps_.count(i)) {
+      Bytes& out = preps_[i];
+      auto strides = joined(joined(x.b_strides, x.k_strides), x.n_strides);
+      loop(joined(joined(x.b_extents, x.k_extents), x.n_extents), [&](const auto& index) {
+        int64_t e = x.source.offset;
+        for (size_t d = 0; d < index.size(); ++d) e += index[d] * strides[d];
+        out.resize(out.size() + item_size(x.dtype));
+        set(x.dtype, &out[out.size() - item_size(x.dtype)],
+            get(x.source.dtype, &ins_[x.source.index][static_cast<size_t>(e) * item_size(x.source.dtype)]));
+      });
+    }
+    return preps_[i];
+  }
+
+  void copy(const Copy& x, bool gather) {
+    for (int64_t r = 0; r < rows_; ++r) {
+      int64_t base = 0, row = row0_ + r;
+      for (size_t j = p_.axes.size(); j-- > 0; row /= p_.axes[j]) base += row % p_.axes[j] * x.axis_strides[j];
+      loop(x.extents, [&](const auto& index) {
+        int64_t e = base;
+        for (size_t d = 0; d < index.size(); ++d) e += index[d] * x.array_strides[d];
+        char *a = at(x.array, e), *t = at(x.tile, r, index);
+        std::memcpy(gather ? t : a, gather ? a : t, item_size(x.array.dtype));
+      });
+    }
+  }
+  void step(const Gather& x) { copy(x, true); }
+  void step(const Scatter& x) { copy(x, false); }
+
+  void step(const Matmul& m) {
+    const Prep& w = p_.preps[m.weight];
+    int64_t K = product(w.k_extents), N = product(w.n_extents), size = static_cast<int64_t>(item_size(w.dtype));
+    int64_t xs = static_cast<int64_t>(item_size(m.x.ref.dtype)), os = static_cast<int64_t>(item_size(m.out.ref.dtype));
+    const char* weights = prep(m.weight).data();
+    for (int64_t b = 0; b < m.batch; ++b)
+      for (int64_t r = 0; r < rows_ * m.row_multiple; ++r)
+        for (int64_t n = 0; n < N; ++n) {
+          double sum = m.bias < 0 ? 0 : get(p_.preps[m.bias].dtype, &prep(m.bias)[static_cast<size_t>(n) * item_size(p_.preps[m.bias].dtype)]);
+          const char* x = at(m.x, r, {b}, m.row_multiple);
+          for (int64_t k = 0; k < K; ++k) sum += get(m.x.ref.dtype, x + k * xs) * get(w.dtype, weights + ((b * K + k) * N + n) * size);
+          if (m.activation == Activation::kRelu) sum = std::max(sum, 0.0);
+          set(m.out.ref.dtype, at(m.out, r, {b}, m.row_multiple) + n * os, sum);
+        }
+  }
+
+  void step(const Vector& v) {
+    for (int64_t r = 0; r < rows_; ++r)
+      loop(v.extents, [&](const auto& index) {
+        double reg[kMaxRegisters] = {};
+        for (const Micro& m : v.code) micro(v, m, r, index, reg);
+      });
+  }
+  void micro(const Vector& v, const Micro& m, int64_t r, const std::vector<int64_t>& index, double* reg) {
+    double a = reg[m.a & 31], b = reg[m.b & 31], c = reg[m.c & 31];
+    switch (m.op) {
+      case Opcode::op_load: reg[m.dst] = get(v.loads[m.a].ref.dtype, at(v.loads[m.a], r, index)); break;
+      case Opcode::op_store: set(v.stores[m.a].ref.dtype, at(v.stores[m.a], r, index), reg[m.b]); return;
+      case Opcode::op_const: reg[m.dst] = m.imm[0]; break;
+      case Opcode::op_convert: reg[m.dst] = a; break;
+      case Opcode::op_index: reg[m.dst] = static_cast<double>((m.a == 0 ? row0_ + r : index[m.a - 1]) / m.b % m.c); break;
+      case Opcode::op_neg: reg[m.dst] = -a; break;
+      case Opcode::op_exp: reg[m.dst] = std::exp(a); break;
+      case Opcode::op_add: reg[m.dst] = a + b; break;
+      case Opcode::op_sub: reg[m.dst] = a - b; break;
+      case Opcode::op_mul: reg[m.dst] = a * b; break;
+      case Opcode::op_max: reg[m.dst] = std::max(a, b); break;
+      case Opcode::op_lt: reg[m.dst] = a < b; return;
+      case Opcode::op_select: reg[m.dst] = a != 0 ? c : b; break;
+      default: throw std::logic_error("the reference does not know this operation");
+    }
+    char rounded[8];
+    set(m.type, rounded, reg[m.dst]);
+    reg[m.dst] = get(m.type, rounded);
+  }
+
+  void step(const Reduce& x) {
+    for (int64_t r = 0; r < rows_; ++r)
+      loop(x.kept, [&](const auto& kept) {
+        double acc = NAN;
+        int64_t count = 0, best = 0;
+        loop(x.reduced, [&](const auto& reduced) {
+          double v = get(x.x.ref.dtype, at(x.x, r, joined(kept, reduced)));
+          if (x.how >= Reduction::kArgMax) {
+            bool better = x.how == Reduction::kArgMax ? v > acc : v < acc;
+            if (count == 0 || (!std::isnan(acc) && (better || std::isnan(v)))) acc = v, best = count;
+          } else {
+            acc = count == 0 ? v : fold(x.how, acc, v);
+          }
+          ++count;
+        });
+        set(x.out.ref.dtype, at(x.out, r, kept), x.how >= Reduction::kArgMax ? static_cast<double>(best) : acc);
+      });
+  }
+
+  void step(const Scan& x) {
+    std::vector<int64_t> outer(x.extents.begin(), x.extents.end() - 1);
+    int64_t n = x.extents.back();
+    for (int64_t r = 0; r < rows_; ++r)
+      loop(outer, [&](const auto& index) {
+        double acc = 0;
+        for (int64_t i = 0; i < n; ++i) {
+          auto here = joined(index, {x.reverse ? n - 1 - i : i});
+          double v = get(x.x.ref.dtype, at(x.x, r, here));
+          constexpr Reduction kHow[] = {Reduction::kSum, Reduction::kProd, Reduction::kMax, Reduction::kMin};
+          if (i == 0)
+            acc = v;
+          else if (x.how == Cumulative::kLogSumExp)
+            acc = std::log(std::exp(acc) + std::exp(v));
+          else
+            acc = fold(kHow[static_cast<int>(x.how)], acc, v);
+          set(x.out.ref.dtype, at(x.out, r, here), acc);
+        }
+      });
+  }
+
+  void step(const Accumulate& x) {
+    auto& acc = sinks_[x.sink];
+    bool fresh = acc.empty();
+    if (fresh) acc.assign(static_cast<size_t>(p_.sinks[x.sink].elements), NAN);
+    std::vector<char> started(acc.size(), fresh ? 0 : 1);
+    for (int64_t r = 0; r < rows_; ++r) {
+      size_t e = 0;
+      loop(x.kept, [&](const auto& kept) {
+        loop(x.reduced, [&](const auto& reduced) {
+          double v = get(x.x.ref.dtype, at(x.x, r, joined(kept, reduced)));
+          acc[e] = started[e] ? fold(p_.sinks[x.sink].how, acc[e], v) : v;
+          started[e] = 1;
+        });
+        ++e;
+      });
+    }
+  }
+
+  const Program& p_;
+  std::vector<Bytes>& ins_;
+  std::vector<Bytes>& outs_;
+  std::vector<std::vector<Bytes>> queues_;
+  std::vector<std::vector<double>> sinks_;
+  std::map<int64_t, Bytes> preps_;
+  Bytes scratch_;
+  int64_t tile_ = 0, row0_ = 0, rows_ = 0;
+};
+
+}  // namespace kitsune::cpu::test

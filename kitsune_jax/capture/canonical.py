@@ -1,0 +1,74 @@
+"""One equation in the op table's terms.
+
+Comes in: an equation and the value ids of its operands. Goes out: the value ids of its results, with the ops that make them
+appended to the builder, or the reason why the table has no ops for it. Invariant: nothing is appended where a reason is returned.
+
+Most equations are one op, whose step binds the equation itself. A few stand for several (``split``, ``stack``, ``tile`` ...): each
+of those has a step of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kitsune_jax.capture.builder import Builder, Place, is_array
+from kitsune_jax.capture.ops import OPS
+from kitsune_jax.capture.rules import RENAMED, RULES, pointwise
+from kitsune_jax.capture.translator import Translator
+
+_IDENTITIES = ("copy", "copy_p", "stop_gradient")
+_COLLECTIVES = (
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
+    *("ragged_all_to_all", "reduce_scatter", "axis_index", "pbroadcast", "pgather"),
+)
+_SEVERAL_DTYPES = (
+    *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite", "select_n", "pow"),
+    *("convert_element_type", "argmax", "argmin", "dot_general", "iota"),
+)
+
+
+def canonicalise(builder: Builder, eqn: Any, ins: list[int], place: Place) -> list[int] | str:
+    """Value ids of the results of ``eqn`` on ``ins``, or why it has to stay opaque."""
+    name = eqn.primitive.name
+    if name in _IDENTITIES and len(ins) == 1:
+        return ins
+    if name in _COLLECTIVES:
+        return f"{name}: communicates between devices"
+    t = Translator(builder, eqn, ins, place)
+    if name not in RULES and RENAMED.get(name, name) not in OPS:
+        return f"{name}: not an op the pipeline knows"
+    return _why_opaque(t) or RULES.get(name, pointwise)(t)
+
+
+# --- reasons to stay opaque -------------------------------------------------------------------------------------------------------
+
+
+def _why_opaque(t: Translator) -> str:
+    """What rules out any op: dtypes, placement, requests about rounding. "" if nothing does."""
+    avals = [*t.in_avals, *(v.aval for v in t.eqn.outvars)]
+    for aval in avals:
+        if not is_array(aval):
+            return f"{t.name}: works on {getattr(aval, 'dtype', 'a token')}, which the pipeline does not know"
+    if any(_placed(getattr(a, "sharding", None)) for a in avals) or any(
+        _placed(t.params.get(k)) for k in ("sharding", "out_sharding")
+    ):
+        return f"{t.name}: is explicitly sharded"
+    if getattr(t.params.get("accuracy"), "name", "DEFAULT" if t.params.get("accuracy") is None else "") != "DEFAULT":
+        return f"{t.name}: asks for an accuracy of its own"
+    if t.params.get("out_dtype") is not None:
+        return f"{t.name}: asks for a result dtype of its own"
+    kind = RENAMED.get(t.name, t.name)
+    if kind in OPS and kind not in _SEVERAL_DTYPES and t.in_avals:
+        if len({str(a.dtype) for a in avals}) > 1:
+            return f"{t.name}: mixes dtypes"
+        if str(t.in_avals[0].dtype) not in OPS[kind].dtypes:
+            return f"{t.name}: is not defined on {t.in_avals[0].dtype}"
+    return ""
+
+
+def _placed(sharding: Any) -> bool:
+    """Does it name a mesh axis, or a device?"""
+    if sharding is None:
+        return False
+    spec = getattr(sharding, "spec", None)
+    return spec is None or any(part is not None for part in spec)

@@ -1,0 +1,181 @@
+"""Walking a jaxpr: calls are inlined, every other equation becomes ops of the table or one opaque op.
+
+Comes in: a closed jaxpr without constants. Goes out: ``Captured``. Invariants: running the steps in order gives what the jaxpr
+gives; ops with effects keep their order; recomputation that ``jax.checkpoint`` asks for stays behind an ``optimization_barrier``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kitsune_jax import _compat
+from kitsune_jax.capture.builder import Builder, Captured, Place, Step, scalar_of
+from kitsune_jax.capture.canonical import canonicalise
+from kitsune_jax.capture.translator import bind_in_place
+
+__all__ = ["Captured", "Step", "capture"]
+
+Rewrite = Callable[[Any], Any]
+
+# Call-like primitives that are seen through, and the parameter that holds their body.
+_BODY = {
+    "pjit": "jaxpr",
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "kitsune_pipeline": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+}
+_CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+_LOOPS = {
+    "scan": "a loop (scan): its body is pipelined on its own",
+    "while": "a loop (while): its body is pipelined on its own",
+    "cond": "a branch (cond): its branches are pipelined on their own",
+}
+
+
+def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None) -> Captured:
+    """The Graph of ``closed_jaxpr``, and a step per op that evaluates it with JAX.
+
+    Args:
+      closed_jaxpr: a closed jaxpr whose constants have been hoisted into arguments.
+      rewrite: applied to the (closed) bodies of ``scan``, ``while`` and ``cond`` equations; it returns a jaxpr of the same type,
+        which takes the body's place when the step runs. Bodies that hold constants are left alone.
+
+    Returns:
+      ``Captured``; its graph's inputs and outputs are those of the jaxpr, in order. An op that nothing reads and that has no effect
+      is dropped.
+
+    Raises:
+      ValueError: ``closed_jaxpr`` has constants.
+
+    >>> captured = capture(jax.make_jaxpr(lambda x: jax.nn.relu(x) + 1)(jnp.zeros((2, 3))))
+    >>> [op.kind for op in captured.graph.ops]
+    ['max', 'add']
+    >>> captured.graph.values[captured.graph.outputs[0]].shape
+    (2, 3)
+    """
+    jaxpr, consts = _compat.open_parts(closed_jaxpr)
+    if consts or jaxpr.constvars:
+        raise ValueError(f"capture takes a jaxpr without constants, this one has {len(consts)}: hoist them into arguments")
+    builder = Builder()
+    inputs = [builder.value(v.aval) for v in jaxpr.invars]
+    outputs = _Walk(builder, rewrite).jaxpr(jaxpr, (), inputs, Place(()))
+    return builder.finish(inputs, outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    builder: Builder
+    rewrite: Rewrite | None
+
+    def jaxpr(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], around: Place) -> list[int]:
+        """Append ``jaxpr`` applied to values ``inputs``. Returns the value ids of its results."""
+        env: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self._constant(const, var.aval, around)
+        for eqn in jaxpr.eqns:
+            place = Place((*around.eqns, eqn))
+            ins = [self._read(env, v, place) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self._equation(eqn, ins, place), strict=True))
+        return [self._read(env, v, around) for v in jaxpr.outvars]
+
+    def _read(self, env: Mapping[Any, int], v: Any, place: Place) -> int:
+        return self._constant(v.val, v.aval, place) if _compat.is_literal(v) else env[v]
+
+    def _constant(self, x: Any, aval: Any, place: Place) -> int:
+        """A literal for a scalar; for anything larger an op without inputs that yields it."""
+        scalar = scalar_of(x)
+        if scalar is not None and scalar[1] == str(getattr(aval, "dtype", "")):
+            return self.builder.literal(*scalar)
+        step = Step(place, lambda: [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)])
+        return self.builder.add("opaque", (), [aval], step, reason="a constant array")[0]
+
+    def _equation(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
+        """Value ids of the equation's results."""
+        name = eqn.primitive.name
+        if name in _BODY:
+            reason = _why_not_inlined(eqn)
+            return self._call(eqn, ins, place) if reason is None else self._opaque(eqn, ins, place, reason)
+        effects = _effects(eqn)
+        if effects:
+            return self._opaque(eqn, ins, place, effects, has_effects=True)
+        if name in _LOOPS:
+            return self._opaque(eqn, ins, place, _LOOPS[name])
+        outs = canonicalise(self.builder, eqn, ins, place)
+        return self._opaque(eqn, ins, place, outs) if isinstance(outs, str) else outs
+
+    def _call(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
+        jaxpr, consts = _compat.open_parts(eqn.params[_BODY[eqn.primitive.name]])
+        if eqn.primitive.name in _CHECKPOINTS:
+            ins = self._barrier(eqn, ins, place)
+        return self.jaxpr(jaxpr, consts, ins, place)
+
+    def _barrier(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
+        """The inputs of a checkpointed body, the marked ones behind a barrier, without which XLA would merge the recomputation."""
+        prevent = eqn.params["prevent_cse"]
+        marked = [prevent] * len(ins) if isinstance(prevent, bool) else jax.tree.leaves(prevent)
+        if not eqn.params["differentiated"] or not any(marked):
+            return ins
+        behind = [v for v, m in zip(ins, marked, strict=True) if m]
+        avals = [a.aval for a, m in zip(eqn.invars, marked, strict=True) if m]
+
+        def evaluate(*arrays: Any) -> Sequence[Any]:
+            with place.context():
+                return jax.lax.optimization_barrier(arrays)
+
+        reason = "a barrier that keeps a recomputation from being merged with what it recomputes"
+        outs = iter(self.builder.add("opaque", behind, avals, Step(place, evaluate), reason=reason))
+        return [next(outs) if m else v for v, m in zip(ins, marked, strict=True)]
+
+    def _opaque(self, eqn: Any, ins: list[int], place: Place, reason: str, has_effects: bool = False) -> list[int]:
+        params = self._rewritten(eqn)
+        step = Step(place, functools.partial(bind_in_place, eqn, place, params), has_effects or bool(_effects(eqn)))
+        return self.builder.add("opaque", ins, [v.aval for v in eqn.outvars], step, reason=reason)
+
+    def _rewritten(self, eqn: Any) -> dict[str, Any] | None:
+        """Parameters with rewritten bodies, or ``None`` where nothing changes."""
+        if self.rewrite is None or eqn.primitive.name not in _LOOPS:
+            return None
+        return {k: self._rewrite_param(v) for k, v in eqn.params.items()}
+
+    def _rewrite_param(self, x: Any) -> Any:
+        assert self.rewrite is not None
+        if _compat.is_jaxpr(x):
+            return x if _compat.open_parts(x)[1] else self.rewrite(x)
+        if isinstance(x, tuple) and x and all(map(_compat.is_jaxpr, x)):
+            return tuple(map(self._rewrite_param, x))
+        return x
+
+
+def _effects(eqn: Any) -> str:
+    """What the equation does besides computing, in words; "" for nothing. Naming a mesh axis is no side effect."""
+    kinds = {type(e).__name__ for e in eqn.effects} - {"NamedAxisEffect"}
+    if not kinds:
+        return ""
+    if any(type(v.aval).__name__ == "AbstractRef" for v in eqn.invars):
+        return f"reads or writes a mutable array ({eqn.primitive.name})"
+    return f"has side effects ({eqn.primitive.name})"
+
+
+def _why_not_inlined(eqn: Any) -> str | None:
+    """Why a call has to stay one: what it says about placement or compilation would be lost."""
+    p = eqn.params
+    if any(type(s).__name__ != "UnspecifiedValue" for s in (*p.get("in_shardings", ()), *p.get("out_shardings", ()))):
+        return "a jit with explicit shardings"
+    if any(x is not None for x in (*p.get("in_layouts", ()), *p.get("out_layouts", ()))):
+        return "a jit with explicit layouts"
+    if p.get("compiler_options_kvs"):
+        return "a jit with compiler options of its own"
+    return None

@@ -1,0 +1,111 @@
+"""The order in which a function's ops and regions are evaluated.
+
+Comes in: a Graph, which of its ops have effects, and regions. Goes out: nodes (an op's index, or a region). Invariants: every value is
+defined before it is read; ops with effects keep their order; every region stands as one node, or is dissolved into its ops.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from kitsune_jax.config import logger
+from kitsune_jax.graph import Graph
+
+
+class _Border(Protocol):
+    @property
+    def ops(self) -> tuple[int, ...]: ...
+    @property
+    def inputs(self) -> tuple[int, ...]: ...
+    @property
+    def outputs(self) -> tuple[int, ...]: ...
+
+
+class Placed(Protocol):
+    """What is read of a planned region."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def region(self) -> _Border: ...
+
+
+R = TypeVar("R", bound=Placed)
+
+
+def schedule(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> list[int | R]:
+    """Nodes in an order that can be evaluated. ``effects[i]``: op ``i`` has one.
+
+    An op of a region that others read, though the region does not give its result (a broadcast is cheaper made again than stored),
+    is also a node of its own. A region that would have to run both before and after an op, or an effect, is dissolved.
+    """
+    kept = list(regions)
+    while True:
+        order, stuck = _kahn(graph, effects, kept)
+        if not stuck:
+            return order
+        logger.warning("%s cannot stand as one call between the effects around it and is left to XLA", stuck[0].name)
+        kept = [r for r in kept if r is not stuck[0]]
+
+
+def _kahn(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[R]]:
+    """Kahn's algorithm over nodes, lowest op first. Returns the order, and the regions that wait for themselves."""
+    nodes, needs = _dependencies(graph, effects, regions)
+    readers: list[list[int]] = [[] for _ in nodes]
+    for k, before in enumerate(needs):
+        for n in before:
+            readers[n].append(k)
+    rank = [node if isinstance(node, int) else max(node.region.ops) for node in nodes]
+    missing = [len(before) for before in needs]
+    ready = [(rank[k], k) for k, m in enumerate(missing) if m == 0]
+    heapq.heapify(ready)
+    order: list[int | R] = []
+    done: set[int] = set()
+    while ready:
+        k = heapq.heappop(ready)[1]
+        order.append(nodes[k])
+        done.add(k)
+        for n in readers[k]:
+            missing[n] -= 1
+            if missing[n] == 0:
+                heapq.heappush(ready, (rank[n], n))
+    return order, [r for k, r in enumerate(regions) if k not in done]
+
+
+def _dependencies(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[set[int]]]:
+    """The nodes (regions first), and for each the nodes that must come before it."""
+    producers = graph.producers()
+    owner = {i: k for k, r in enumerate(regions) for i in r.region.ops}
+    given = {v: k for k, r in enumerate(regions) for v in r.region.outputs}
+    nodes: list[int | R] = [*regions]
+    reads: list[Sequence[int]] = [r.region.inputs for r in regions]
+    number: dict[int, int] = {}
+
+    def add(i: int) -> None:
+        number[i] = len(nodes)
+        nodes.append(i)
+        reads.append(graph.ops[i].inputs)
+
+    for i in range(len(graph.ops)):
+        if i not in owner:
+            add(i)
+    wanted = [v for values in (*reads, graph.outputs) for v in values]
+    while wanted:
+        v = wanted.pop()
+        i = producers.get(v)
+        if i is not None and v not in given and i not in number:
+            add(i)  # of a region that does not give it: made again, on its own
+            wanted.extend(graph.ops[i].inputs)
+    needs: list[set[int]] = []
+    for k, values in enumerate(reads):
+        before = {given[v] if v in given else number[producers[v]] for v in values if v in producers}
+        needs.append(before - {k} if k < len(regions) else before)
+    previous: int | None = None
+    for i in sorted(number):
+        if effects[i]:
+            if previous is not None:
+                needs[number[i]].add(previous)
+            previous = number[i]
+    return nodes, needs
