@@ -1,8 +1,8 @@
 """Builds the extension ``kitsune_jax._cpu``: setuptools and nanobind, no CMake.
 
-Comes in: ``cpu/``, the headers of the installed nanobind and jaxlib. Goes out: one extension module. Invariants: the kernels of each
-instruction set are compiled with that set's flags and nothing else is, never ``-march=native``, so that a wheel runs on every CPU of its
-architecture; jaxlib is found without importing JAX.
+Comes in: ``cpu/``, the headers of the installed nanobind and jaxlib. Goes out: one extension module. Invariants: the kernels of
+each instruction set are compiled with that set's flags and nothing else is, never ``-march=native``, so that a wheel runs on every
+CPU of its architecture; jaxlib is found without importing JAX.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--size", type=int, default=512, help="edge of the picture in pixels (default 512)")
     parser.add_argument("--rows", type=int, default=8192, help="pixels per step (default 8192)")
-    parser.add_argument("--steps", type=int, default=600, help="training steps (default 600)")
+    parser.add_argument("--steps", type=int, default=400, help="training steps (default 400)")
     parser.add_argument("--block", type=int, default=10, help="steps per timed block (default 10)")
     parser.add_argument("--seconds", type=float, default=120.0, help="stop training after this long (default 120)")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
 """The order in which a function's ops and regions are evaluated.
 
-Comes in: a Graph, which of its ops have effects, and regions. Goes out: nodes (an op's index, or a region). Invariants: every value is
-defined before it is read; ops with effects keep their order; every region stands as one node, or is dissolved into its ops.
+Comes in: a Graph, which of its ops have effects, and regions. Goes out: nodes (an op's index, or a region). Invariants: every value
+is defined before it is read; ops with effects keep their order; a region stands as one node, or is dissolved into its ops.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def _dependencies(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -
     wanted = [v for values in (*reads, graph.outputs) for v in values]
     while wanted:
         v = wanted.pop()
-        i = producers.get(v)
-        if i is not None and v not in given and i not in number:
-            add(i)  # of a region that does not give it: made again, on its own
-            wanted.extend(graph.ops[i].inputs)
+        made_by = producers.get(v)
+        if made_by is not None and v not in given and made_by not in number:
+            add(made_by)  # of a region that does not give it: made again, on its own
+            wanted.extend(graph.ops[made_by].inputs)
     needs: list[set[int]] = []
     for k, values in enumerate(reads):
         before = {given[v] if v in given else number[producers[v]] for v in values if v in producers}

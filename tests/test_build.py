@@ -99,3 +99,17 @@ def test_a_plan_that_does_not_cover_the_region_is_refused():
         build(graph, chosen.region, dataclasses.replace(chosen.plan, stages=(short, *chosen.plan.stages[1:])))
 
 
+
+
+def test_weight_gradients_are_sinks_of_the_same_region():
+    """Forward, loss and backward of an MLP in one region: nothing waits for the whole batch before the gradients are summed."""
+
+    def loss(params, x, y):
+        return ((nerf(params, x) - y) ** 2).mean()
+
+    args = (nerf_params(RNG, width=16), array(53, 63), array(53, 4))
+    got, regions = run_through_interpreter(jax.value_and_grad(loss), *args)
+    assert max(len(c.region.sinks) for c in regions) >= 19  # the loss, 9 dW, 9 db
+    want = jax.tree.leaves(jax.value_and_grad(loss)(*args))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, np.asarray(w), rtol=1e-3, atol=1e-5)

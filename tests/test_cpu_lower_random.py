@@ -13,6 +13,7 @@ from kitsune_jax.program.interpret import interpret
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import lower
 from tests.bytecode_sim import simulate
+from tests.lowered import plain
 from tests.tiles import Tiles
 
 UNARY = ("neg", "abs", "sin", "tanh", "floor", "logistic")
@@ -199,7 +200,7 @@ def test_random_program(seed: int) -> None:
     words = bc.encode(code)
     assert _cpu.validate(words) == ""
     ran = [np.empty_like(w) for w in want]
-    _cpu.run(words, [_plain(a) for a in arrays], [_plain(a) for a in ran], 2)
+    _cpu.run(words, [plain(a) for a in arrays], [plain(a) for a in ran], 2)
     # floor and int32 conversions turn a rounding difference into a whole step: a few elements may differ by one.
     for results in (simulate(code, arrays, [w.shape for w in want]), ran):
         for got, w in zip(results, want, strict=True):
@@ -207,8 +208,3 @@ def test_random_program(seed: int) -> None:
             assert got.dtype == w.dtype
             wrong = ~np.isclose(got.astype(np.float64), w.astype(np.float64), rtol=tolerance, atol=tolerance)
             assert wrong.mean() <= (0 if drawn.dtype == "float64" else 0.05), f"\n{program}"
-
-
-def _plain(a: np.ndarray) -> np.ndarray:
-    """bfloat16 as the 16-bit integers that array interfaces know."""
-    return a.view(np.uint16) if a.dtype == ml_dtypes.bfloat16 else a

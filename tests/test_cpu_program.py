@@ -122,8 +122,10 @@ def test_sixteen_concurrent_calls():
 def test_damaged_attribute_is_an_error_that_names_it():
     words = bc.encode(two_layers(16))
     words[-1] ^= 1
+    result = jax.ShapeDtypeStruct((40,), np.float32)
+    assert runtime.register()
     with pytest.raises(Exception, match="checksum mismatch: the attribute was truncated or altered"):
-        jax.jit(lambda *a: jax.ffi.ffi_call(runtime.TARGET_NAME, jax.ShapeDtypeStruct((40,), np.float32))(*a, program=words))(*arrays(16))
+        jax.jit(lambda *a: jax.ffi.ffi_call(runtime.TARGET_NAME, result)(*a, program=words))(*arrays(16))
 
 
 def test_wrong_buffers_are_an_error_that_names_them():
@@ -184,6 +186,8 @@ def test_missing_or_mismatched_extension_warns_once(broken):
 
 def test_registration_before_and_after_the_backend_starts():
     for order in ("runtime.register(); jax.devices()", "jax.devices(); runtime.register()"):
-        code = f"import jax\nfrom kitsune_jax.targets.cpu import runtime\n{order}\nassert runtime.register()\nprint(jax.jit(lambda x: x + 1)(1))"
+        code = (
+            f"import jax; from kitsune_jax.targets.cpu import runtime; {order}; assert runtime.register(); print(jax.jit(abs)(-2))"
+        )
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         assert result.returncode == 0 and result.stdout.strip() == "2", result.stderr

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kitsune_jax.capture.ops_spec import Array, Params, is_float, np_dtype, round_to, widen
+from kitsune_jax.capture.ops_spec import FORMATS, Array, Params, is_float, np_dtype, round_to, widen
 
 
 def unsigned(x: Array) -> Array:
@@ -50,8 +50,11 @@ def _divmod(x: Array, y: Array) -> tuple[Array, Array]:
 def multiply_high(x: Array, y: Array) -> Array:
     """The high half of the double-width product of integers."""
     bits = 8 * x.dtype.itemsize
-    product = x.astype(object) * y.astype(object)
-    return np.asarray(np.right_shift(product, bits)).astype(x.dtype)
+    if bits < 64:
+        wide = f"{x.dtype.kind}{2 * x.dtype.itemsize}"
+        return np.asarray((x.astype(wide) * y.astype(wide)) >> bits).astype(x.dtype)
+    high = np.frompyfunc(lambda a, b: (int(a) * int(b)) >> bits, 2, 1)
+    return np.asarray(high(x.astype(object), y.astype(object))).astype(x.dtype)
 
 
 def sign(x: Array) -> Array:
@@ -131,16 +134,20 @@ def integer_pow(x: Array, y: int) -> Array:
 
 
 def reduce_precision(x: Array, exponent_bits: int, mantissa_bits: int) -> Array:
-    """``x`` rounded to a float format, ties to even: too large becomes infinite, below the least normal number a zero."""
+    """``x`` rounded to a float format, ties to even: too large becomes infinite.
+
+    With fewer exponent bits than its own dtype has, what is below the least normal number becomes a zero. Otherwise it keeps its
+    exponent, and its significand is cut at the same place as that of the least normal number.
+    """
+    own_bits = FORMATS[str(x.dtype)][0]
+    bias, own_bias = (2 ** (min(bits, own_bits) - 1) - 1 for bits in (exponent_bits, own_bits))
     y = x.astype(np.float64)
-    mantissa, exponent = np.frexp(y)
-    rounded = np.ldexp(np.rint(np.ldexp(mantissa, mantissa_bits + 1)), exponent - mantissa_bits - 1)
-    bias = 2 ** (exponent_bits - 1) - 1
-    limit = math.ldexp(2.0 - 2.0**-mantissa_bits, bias) if bias <= 1023 else math.inf
+    exponent = np.maximum(np.frexp(y)[1], 2 - own_bias)
+    rounded = np.ldexp(np.rint(np.ldexp(y, mantissa_bits + 1 - exponent)), exponent - mantissa_bits - 1)
+    limit = math.ldexp(2.0 - 2.0**-mantissa_bits, bias)
     rounded = np.where(np.abs(rounded) > limit, np.copysign(np.inf, y), rounded)
-    if bias < 1023:  # doubles have no smaller normal numbers to lose
-        least = math.ldexp(1.0, 1 - bias)
-        rounded = np.where(np.abs(rounded) < least, np.copysign(0.0, y), rounded)
+    if exponent_bits < own_bits:
+        rounded = np.where(np.abs(rounded) < math.ldexp(1.0, 1 - bias), np.copysign(0.0, y), rounded)
     return np.where(np.isfinite(y), rounded, y)
 
 

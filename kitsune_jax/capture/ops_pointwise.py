@@ -63,16 +63,17 @@ def _double(function: Function) -> NumpyRule:
 
 
 def _with_params(function: Callable[..., Any], *names: str) -> NumpyRule:
-    """Like ``_exact``, for a function that takes parameters of the op after the array."""
+    """For a function that takes parameters of the op after the array, and widens that itself if it needs to."""
 
     def rule(params: Params, /, *arrays: Array, out_dtype: str) -> Array:
         with np.errstate(all="ignore"):
-            return round_to(function(widen(np.asarray(arrays[0])), *(params[n] for n in names)), out_dtype)
+            return round_to(function(np.asarray(arrays[0]), *(params[n] for n in names)), out_dtype)
 
     return rule
 
 
 def _round(x: Array, method: str) -> Array:
+    x = widen(x)
     return np.asarray(np.rint(x)) if method == "even" else numeric.round_away(x)
 
 
@@ -133,7 +134,7 @@ def _unary() -> Iterator[OpSpec]:
     yield entry("digamma", _double(ops_special.digamma), 60, None, "derivative of lgamma", FLOATS)
     yield entry("bessel_i0e", _double(special.i0e), 30, None, "e**-|x| I0(x)", FLOATS)
     yield entry("bessel_i1e", _double(special.i1e), 30, None, "e**-|x| I1(x)", FLOATS)
-    yield entry("integer_pow", _with_params(numeric.integer_pow, "y"), 3, None, "x**y for a fixed integer y", NUMBERS)
+    yield entry("integer_pow", _with_params(lambda x, y: numeric.integer_pow(widen(x), y), "y"), 3, None, "x**y for a fixed integer y", NUMBERS)
     yield entry(
         "reduce_precision",
         _with_params(numeric.reduce_precision, "exponent_bits", "mantissa_bits"),

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from kitsune_jax.capture.ops_spec import is_float
+from kitsune_jax.capture.ops_spec import FORMATS, is_float
 from kitsune_jax.capture.ops_special import LOG2_E
 from kitsune_jax.capture.translator import Translator
 
 RENAMED = {"add_any": "add"}
 _COPIES = ("pvary",)  # identities that JAX's type system sees
 _MOST_PRECISE = ("DEFAULT", "HIGH", "HIGHEST")
-_SIGNIFICAND = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
 _MOST_PIECES = 64  # an unstack into more stays one op
 _UNROLLED_TERMS = 8  # polynomials of more terms are loops in JAX's lowering
 
@@ -61,7 +60,7 @@ def _round(t: Translator) -> list[int] | str:
 
 def _reduce_precision(t: Translator) -> list[int] | str:
     exponent, mantissa = int(t.params["exponent_bits"]), int(t.params["mantissa_bits"])
-    own = _SIGNIFICAND[str(t.out.dtype)]
+    own = FORMATS[str(t.out.dtype)]
     if exponent >= own[0] and mantissa >= own[1]:
         return t.original("copy")
     return t.original("reduce_precision", exponent_bits=exponent, mantissa_bits=mantissa)

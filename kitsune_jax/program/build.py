@@ -91,7 +91,7 @@ class _Builder:
                 inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
             if local.swap:
                 inputs.reverse()
-            if local.kind == "sink":
+            if local.kind in ("sink", "matmul_sink"):
                 self._sink(stage, inputs, local, op.inputs[0], op.outputs[0], i)
                 continue
             (out,) = op.outputs
@@ -127,8 +127,9 @@ class _Builder:
         result = self.graph.values[out]
         if out in self.output_number:
             number = len(self.sinks)
-            self.sinks.append(SinkType(params["how"], result.shape, self.graph.values[x].dtype, self.output_number[out]))
-            stage.body.append(Instr("sink", tuple(inputs), (), make_params(sink=number, **params), op))
+            dtype = params.get("accumulate", self.graph.values[x].dtype)
+            self.sinks.append(SinkType(params.get("how", "sum"), result.shape, dtype, self.output_number[out]))
+            stage.body.append(Instr(local.kind, tuple(inputs), (), make_params(sink=number, **params), op))
 
     def _hand_on(self, stage: _Stage, s: int, v: int, op: int) -> None:
         new = stage.ids[v]

@@ -265,15 +265,22 @@ class _Run:
         return result.transpose(instr["out_perm"]).astype(self._dtype(self.program.values[instr.outputs[0]].dtype))
 
     def _sink(self, instr: Instr, tile: _Tile, inputs: list[Array]) -> None:
-        k = instr["sink"]
-        sink = self.program.sinks[k]
-        x = inputs[0].astype(np.float64) if _is_float(inputs[0].dtype) else inputs[0]
-        fold = _FOLD[instr.get("how", sink.how)]
+        x = _wide(inputs[0])
+        fold = _FOLD[instr.get("how", self.program.sinks[instr["sink"]].how)]
         part = np.asarray(fold.reduce(x, axis=tuple(instr["axes"]), dtype=x.dtype))  # type: ignore[attr-defined]
+        self._fold(instr["sink"], fold, part)
+
+    def _matmul_sink(self, instr: Instr, tile: _Tile, inputs: list[Array]) -> None:
+        x, y = (_wide(a) for a in inputs)
+        part = dot_general(x, y, instr["x_contract"], instr["y_contract"], instr["x_batch"], instr["y_batch"])
+        self._fold(instr["sink"], np.add, part)
+
+    def _fold(self, k: int, fold: Callable[..., Array], part: Array) -> None:
+        sink = self.program.sinks[k]
         if part.shape != sink.shape:
             raise TypeError(f"sink {k} takes {list(sink.shape)}, not {list(part.shape)}")
         before = self.sums[k]
-        self.sums[k] = part if before is None else np.asarray(fold(before, part, dtype=x.dtype))
+        self.sums[k] = part if before is None else np.asarray(fold(before, part, dtype=part.dtype))
 
     def _push(self, instr: Instr, tile: _Tile, inputs: list[Array]) -> None:
         q = instr["queue"]
@@ -304,7 +311,7 @@ class _Run:
                 raise TypeError(f"a ring of depth {queue.depth} holds {len(ring)} tiles")
 
     def _write_sinks(self, phase: int) -> None:
-        mine = {i["sink"] for s in self.program.stages if s.phase == phase for i in s.body if i.kind == "sink"}
+        mine = {i["sink"] for s in self.program.stages if s.phase == phase for i in s.body if i.kind in ("sink", "matmul_sink")}
         for k in mine:
             total = self.sums[k]
             if total is not None:
@@ -319,6 +326,7 @@ _EXECUTE: dict[str, Callable[..., Any]] = {
     "row_index": _Run._row_index,
     "matmul": _Run._matmul,
     "sink": _Run._sink,
+    "matmul_sink": _Run._matmul_sink,
     "push": _Run._push,
     "pop": _Run._pop,
 }
@@ -340,6 +348,10 @@ def dot_general(
     right = w.transpose(*w_batch, *w_contract, *w_free).reshape(math.prod(batch), contracted, math.prod(n))
     product: Array = np.matmul(left, right)
     return product.reshape(*batch, *m, *n)
+
+
+def _wide(a: Array) -> Array:
+    return a.astype(np.float64) if _is_float(a.dtype) else a
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:

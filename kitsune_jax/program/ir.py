@@ -15,6 +15,8 @@ Instruction kinds:
 * ``matmul``: (tile x, stationary w) -> tile; ``x_contract, x_batch`` are dimensions of the rows-first x, ``w_contract, w_batch`` of w,
   and the result is ``transpose(dot_general(x, w), out_perm)``, rows first again. ``accumulate`` is the accumulation dtype.
 * ``sink``: tile -> sink accumulator ``sink``, reducing by ``how`` over rows and ``axes`` (rows-first, 0 included). No output value.
+* ``matmul_sink``: (tile x, tile y) -> sink accumulator ``sink``: adds ``dot_general(x, y)`` over ``x_contract``/``y_contract`` (rows-first
+  dimensions, 0 included) and ``x_batch``/``y_batch``, accumulated in the sink's dtype: a weight gradient. No output value.
 * ``push`` / ``pop``: value <-> queue ``queue``; ``store``: tile value -> output array ``array``.
 """
 

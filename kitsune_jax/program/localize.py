@@ -20,6 +20,7 @@ _SINK_HOW = {
     "reduce_prod": "prod",
     "reduce_and": "and",
     "reduce_or": "or",
+    "reduce_xor": "xor",
 }
 
 
@@ -142,7 +143,24 @@ def _one_axis(op: Op, ins: list[_Dims], out: _Dims) -> LocalOp:
     return LocalOp(op.kind, make_params(**{**params, "axis": ins[0].local(params["axis"])}))
 
 
+def _dot_sink(op: Op, x: _Dims, y: _Dims) -> LocalOp:
+    pairs = [(x.local(a), y.local(b)) for a, b in zip(op["lhs_contract"], op["rhs_contract"], strict=True)]
+    pairs = list(dict.fromkeys(pairs))  # several streamed dimensions are one row dimension
+    return LocalOp(
+        "matmul_sink",
+        make_params(
+            x_contract=tuple(a for a, _ in pairs),
+            y_contract=tuple(b for _, b in pairs),
+            x_batch=tuple(x.local(d) for d in op["lhs_batch"]),
+            y_batch=tuple(y.local(d) for d in op["rhs_batch"]),
+            accumulate=op["accumulate"],
+        ),
+    )
+
+
 def _dot(op: Op, ins: list[_Dims], out: _Dims) -> LocalOp:
+    if ins[0].tile and ins[1].tile:
+        return _dot_sink(op, ins[0], ins[1])
     swap = not ins[0].tile
     x, w = (ins[1], ins[0]) if swap else (ins[0], ins[1])
     sides = [(op["lhs_contract"], op["lhs_batch"]), (op["rhs_contract"], op["rhs_batch"])]

@@ -22,7 +22,7 @@ from kitsune_jax.streams.space import DimLabels, StreamSpace
 
 Labels = dict[int, list[tuple[int, ...]]]
 
-SINK_KINDS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+SINK_KINDS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,8 +213,10 @@ class _Spreader:
                 if 0 in self.graph.values[v].shape:
                     return "it has no elements"
         streamed = [v in labels and any(labels[v]) for v in op.inputs]
-        if op.kind == "dot_general" and all(streamed):
+        if op.kind == "dot_general" and all(streamed) and not sink:
             return "both operands stream (a product per row)"
+        if op.kind == "dot_general" and sink and not all(streamed):
+            return "it contracts the streamed dimension of one operand only"
         if sink and any(v in labels and any(labels[v]) for v in op.outputs):
             return "a reduction over the stream has a streamed result"
         return None

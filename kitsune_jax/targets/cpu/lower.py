@@ -71,7 +71,9 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
 
 def _stage(program: TileProgram, body: StageProgram, preps: list[Prep]) -> bytecode.Stage:
     stage = Stage(program, body, preps)
-    products = [i for i, instr in enumerate(body.body) if instr.kind == "matmul" and stage.root(instr.outputs[0]) == instr.outputs[0]]
+    products = [
+        i for i, instr in enumerate(body.body) if instr.kind == "matmul" and stage.root(instr.outputs[0]) == instr.outputs[0]
+    ]
     epilogues = {i: matmul.match_epilogue(stage, i) for i in products}
     absorbed = {j for e in epilogues.values() for j in e.absorbed}
     for item in pointwise.schedule(stage, absorbed, {i: e.result for i, e in epilogues.items()}):

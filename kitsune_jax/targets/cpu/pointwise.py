@@ -75,8 +75,8 @@ def _join(stage: Stage, items: list[Item], i: int, inputs: set[int], at: dict[in
 def _sink(stage: Stage, items: list[Item]) -> None:
     """Move connected parts of groups down into the one later group that reads them: what they hand over stays in registers.
 
-    What such a part reads itself lies in memory, which nothing overwrites. Example: the silu of a gate moves behind the second matrix
-    product of a SwiGLU block, to the multiplication with it.
+    What such a part reads itself lies in memory, which nothing overwrites. Example: the silu of a gate moves behind the second
+    matrix product of a SwiGLU block, to the multiplication with it.
     """
     group_of = {i: k for k, item in enumerate(items) if item.loop is not None for i in item.ops}
     for k in range(len(items) - 1, -1, -1):

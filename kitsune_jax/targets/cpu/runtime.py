@@ -1,7 +1,7 @@
 """The CPU extension as seen from Python: whether it is there, and its registration with XLA.
 
-Comes in: nothing. Goes out: ``available()``, ``register()`` and the name of the FFI target. Invariant: importing this module and calling
-any of its functions never fails because of a missing or mismatched extension; that is said once, as a warning, and plain JAX runs.
+Comes in: nothing. Goes out: ``available()``, ``register()`` and the name of the FFI target. Invariant: importing this module and
+calling its functions never fails because of a missing or mismatched extension; that is said once, as a warning, and plain JAX runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _find() -> tuple[Any, str]:
     except Exception as error:  # a half-built extension can fail in any way, and none may reach the user's program
         return None, f"the extension kitsune_jax._cpu cannot be imported ({error})"
     if version != bytecode.VERSION:
-        return None, f"the extension reads program format {version}, this package writes {bytecode.VERSION}: they are of different builds"
+        return None, f"the extension reads program format {version}, but this package writes {bytecode.VERSION}: different builds"
     return extension, ""
 
 

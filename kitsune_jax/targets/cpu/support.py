@@ -34,7 +34,7 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
     if op.kind == "dot_general":
         return _dot_general(op, in_values, out_values)
     if op.kind in SCAN_HOW:
-        bad = op.kind == "cumlogsumexp" and "float" not in in_values[0].dtype
+        bad = in_values[0].dtype == "bool" or (op.kind == "cumlogsumexp" and "float" not in in_values[0].dtype)
         return f"{op.kind} of {in_values[0].dtype}" if bad else None
     if op.kind in REDUCE_HOW or op.kind in STRUCTURAL:
         return None
