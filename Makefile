@@ -9,6 +9,9 @@ VENV        ?= .venv
 PY          := $(VENV)/bin/python
 PYTEST_ARGS ?=
 JOBS        ?= auto
+ifeq ($(origin CXX),default)
+CXX         := $(firstword $(foreach c,c++ g++ clang++,$(shell command -v $(c) 2>/dev/null)) c++)
+endif
 NATIVE      := $(shell find cpu/src cpu/include -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
@@ -21,7 +24,7 @@ help: ## this list
 demo: $(VENV)/.examples ## fit a photograph with a coordinate network (about two minutes)
 	$(PY) examples/fit_image.py
 
-test: cpu-test test-python ## the C++ tests, then the fast Python tests
+test: $(VENV)/.examples cpu-test test-python ## the C++ tests, then the fast Python tests
 
 test-python: $(VENV)/.examples
 	$(PY) -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
@@ -32,7 +35,7 @@ test-slow: $(VENV)/.examples ## the exhaustive matrices
 lint: $(VENV)/.lint ## formatter, linter and type checker; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy kitsune_jax benchmarks examples/fit_image.py
+	$(PY) -m mypy kitsune_jax benchmarks examples/fit_image.py scripts/update_readme.py
 	$(VENV)/bin/clang-format --dry-run --Werror $(shell find cpu cuda -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cuh')
 
 format: $(VENV)/.lint ## format Python and C++ in place
@@ -42,10 +45,10 @@ format: $(VENV)/.lint ## format Python and C++ in place
 
 bench: $(VENV)/.examples ## measure every case of the README's table (ten minutes) and write the table
 	$(PY) -m benchmarks run --all
-	$(PY) -m benchmarks table
+	$(PY) scripts/update_readme.py
 
-table: $(VENV)/.examples ## write the README's table from the stored measurements
-	$(PY) -m benchmarks table
+table: $(VENV)/.examples ## write the README's generated parts from what is stored
+	$(PY) scripts/update_readme.py
 
 clean: ## remove what these targets made
 	rm -rf .venv .venv-* build dist out *.egg-info .make

@@ -126,16 +126,16 @@ def child(name: str, dtype: str, rows: int, effort: Effort) -> dict[str, Any]:
 def first_call(case: Case, repeats: int = 5) -> dict[str, Any]:
     """Seconds to trace, lower and compile, ``jax.jit`` against the pipeline.
 
-    ``cold``: each for the first time in the process (after JAX itself has been warmed up by another function), imports of the
-    planner included. ``warm``: medians of ``repeats`` alternating turns with JAX's caches cleared before each.
+    ``cold``: each for the first time in the process, the pipeline before ``jax.jit``, after another function has warmed up JAX
+    itself; the planner's imports are included. ``warm``: medians of ``repeats`` alternating turns, each with one row less than the
+    one before, so that no cache (JAX's or the planner's) knows the shapes.
     """
-    jax.jit(lambda x: x + 1).lower(np.zeros(3, np.float32)).compile()
-    cold = {column: _compile_seconds(case, column) for column in ("jit", "pipeline")}
+    jax.jit(lambda x: jax.numpy.maximum(x @ x, 0).sum()).lower(np.zeros((8, 8), np.float32)).compile()
+    cold = {column: _compile_seconds(case, column, case.rows) for column in ("pipeline", "jit")}
     warm: dict[str, list[float]] = {"jit": [], "pipeline": []}
-    for _ in range(repeats):
+    for turn in range(1, repeats + 1):
         for column, seconds in warm.items():
-            jax.clear_caches()
-            seconds.append(_compile_seconds(case, column))
+            seconds.append(_compile_seconds(case, column, case.rows - turn))
     medians = {column: summary(seconds)["median"] for column, seconds in warm.items()}
     return {
         "cold": {**cold, "overhead": cold["pipeline"] - cold["jit"]},
@@ -143,9 +143,10 @@ def first_call(case: Case, repeats: int = 5) -> dict[str, Any]:
     }
 
 
-def _compile_seconds(case: Case, column: str) -> float:
+def _compile_seconds(case: Case, column: str, rows: int) -> float:
     function = COLUMNS[column](lambda params, x: case.app.function(params, x))  # a fresh function: no cache knows it
+    x = jax.ShapeDtypeStruct((rows, *case.x.shape[1:]), case.x.dtype)
     gc.collect()
     start = time.perf_counter()
-    function.lower(case.params, case.x).compile()
+    function.lower(case.params, x).compile()
     return time.perf_counter() - start

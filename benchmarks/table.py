@@ -10,7 +10,6 @@ from typing import Any
 
 from kitsune_jax.report.units import byte_text, count_text
 
-BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 _DTYPE = {"f32": "float32", "bf16": "bfloat16"}
 _HEAD = (
     "application",
@@ -79,12 +78,17 @@ def _first_calls(records: list[dict[str, Any]]) -> str:
     )
 
 
-def update(path: Path, text: str) -> bool:
-    """Put ``text`` between the markers of ``path``; True where that changed the file. Raises ``ValueError`` without markers."""
+def markers(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def update(path: Path, text: str, name: str = "benchmarks") -> bool:
+    """Put ``text`` between the markers called ``name``; True where that changed the file. Raises ``ValueError`` without markers."""
+    begin, end = markers(name)
     content = path.read_text()
-    if content.count(BEGIN) != 1 or content.count(END) != 1 or content.index(BEGIN) > content.index(END):
-        raise ValueError(f"{path.name} needs one {BEGIN!r} and after it one {END!r}")
-    changed = content[: content.index(BEGIN)] + f"{BEGIN}\n{text}\n" + content[content.index(END) :]
+    if content.count(begin) != 1 or content.count(end) != 1 or content.index(begin) > content.index(end):
+        raise ValueError(f"{path.name} needs one {begin!r} and after it one {end!r}")
+    changed = content[: content.index(begin)] + f"{begin}\n{text}\n" + content[content.index(end) :]
     if changed == content:
         return False
     path.write_text(changed)

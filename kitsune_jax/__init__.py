@@ -1,7 +1,7 @@
 """kitsune_jax: JAX functions as spatial pipelines.
 
-``pipeline(fn)`` runs a function as pipelines of tiles through on-chip queues; ``explain(fn)`` says what it would do. Everything else
-in the package is their inside. Importing it registers the custom calls, so programs exported or cached elsewhere run here.
+``pipeline(fn)`` runs a function as pipelines of tiles through on-chip queues; ``explain(fn)`` says what it would do. All else in
+the package is their inside. Importing it registers the custom calls, so programs exported or cached elsewhere run here.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ cache or on another host is the same plan.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kitsune_jax import targets
 from kitsune_jax.graph import Graph
@@ -61,11 +61,17 @@ def route(graph: Graph, platform: str, *, force: bool = False, deterministic: bo
             return str(no)
 
     selection = select(graph, supports, planner, force=force)
-    regions = tuple(_planned(graph, chosen, f"region{k}", machine) for k, chosen in enumerate(selection.regions))
-    return Routed(regions, build_report(graph, regions, selection.rejected, platform, machine.name))
+    regions: list[PlannedRegion] = []
+    rejected = list(selection.rejected)
+    for chosen in selection.regions:
+        try:
+            regions.append(_planned(graph, chosen, f"region{len(regions)}", machine))
+        except targets.CannotLower as no:  # one region without code must not cost the others theirs
+            rejected += [(i, str(no)) for i in chosen.region.ops]
+    return Routed(tuple(regions), build_report(graph, regions, sorted(rejected), platform, machine.name))
 
 
 def _planned(graph: Graph, chosen: Chosen, name: str, machine: Machine) -> PlannedRegion:
     program = build(graph, chosen.region, chosen.plan)
-    code: Any = targets.generate(machine.platform, program, name) if targets.has_target(machine.platform) else None
+    code = targets.generate(machine.platform, program, name) if targets.has_target(machine.platform) else None
     return PlannedRegion(name, chosen.region, chosen.plan, program, machine.platform, code)

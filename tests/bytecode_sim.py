@@ -235,6 +235,18 @@ class _Machine:
         before = self.sinks[x.sink]
         self.sinks[x.sink] = part if before is None else _fold(how, np.stack([before, part]), (0,))
 
+    def _accumulatematmul(self, x: bc.AccumulateMatmul) -> None:
+        sink = self.p.sinks[x.sink]
+        a = self._read(bc.Operand(x.x.ref, x.x.row_stride, (*x.x.strides, 1)), (x.batch, x.m), x.row_multiple)
+        b = self._read(bc.Operand(x.y.ref, x.y.row_stride, (*x.y.strides, 1)), (x.batch, x.n), x.row_multiple)
+        assert a.dtype == b.dtype and bc.REDUCTIONS[sink.how] == "sum"
+        wide = dtype_of(sink.dtype)
+        assert wide == (np.float64 if a.dtype == np.float64 else np.float32)
+        part = np.einsum("rbm,rbn->bmn", a.astype(wide), b.astype(wide)).reshape(-1)
+        assert part.size == sink.elements
+        before = self.sinks[x.sink]
+        self.sinks[x.sink] = part if before is None else before + part
+
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
 

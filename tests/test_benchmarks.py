@@ -141,7 +141,8 @@ def test_run_store_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert 0 <= record["explain"]["coverage"] <= 1
     assert record["first_call"]["cold"]["pipeline"] > 0
 
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    begin, end = table.markers("benchmarks")
+    readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     command = ["table", "--results", str(results), "--readme", str(readme)]
     assert main(command) == 0
     text = readme.read_text()
@@ -173,7 +174,8 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
 
 def test_readme_holds_the_table_of_what_is_stored() -> None:
     text = README.read_text()
-    inside = text[text.index(table.BEGIN) + len(table.BEGIN) : text.index(table.END)]
+    begin, end = table.markers("benchmarks")
+    inside = text[text.index(begin) + len(begin) : text.index(end)]
     assert inside.strip() == table.markdown(store.newest()).strip()
 
 

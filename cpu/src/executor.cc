@@ -16,10 +16,12 @@ int64_t lanes_for(int64_t tiles, size_t bytes) {
 
 void plan_sinks(Plan& plan) {
   const Program& p = plan.program;
-  for (const Sink& s : p.sinks) plan.sinks.push_back({accumulator_type(s.how, s.dtype, true), 0, -1});
+  for (const Sink& s : p.sinks) plan.sinks.push_back({accumulator_type(s.how, s.dtype, !s.products), 0, -1});
   for (size_t s = 0; s < p.stages.size(); ++s)
-    for (const Instruction& i : p.stages[s].body)
+    for (const Instruction& i : p.stages[s].body) {
       if (const auto* a = std::get_if<Accumulate>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
+      if (const auto* a = std::get_if<AccumulateMatmul>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
+    }
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     SinkPlan& s = plan.sinks[i];
     Storer(*plan.table, p.outputs[p.sinks[i].out].dtype, s.acc, "kitsune program: sink " + std::to_string(i));  // checks that it exists
@@ -104,6 +106,9 @@ struct Cost {
   double operator()(const Copy& c) const { return rows * static_cast<double>(product(c.extents)) / 4; }
   double operator()(const Reduce& r) const { return rows * static_cast<double>(product(r.kept) * product(r.reduced)) / 4; }
   double operator()(const Accumulate& r) const { return rows * static_cast<double>(product(r.kept) * product(r.reduced)) / 4; }
+  double operator()(const AccumulateMatmul& m) const {
+    return 2 * rows * static_cast<double>(m.row_multiple * m.batch) * static_cast<double>(m.m) * static_cast<double>(m.n) / 200;
+  }
   double operator()(const Scan& s) const { return rows * static_cast<double>(product(s.extents)); }
 };
 

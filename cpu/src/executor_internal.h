@@ -125,6 +125,7 @@ std::unique_ptr<const Step> compile(const Vector&, const Compile&);
 std::unique_ptr<const Step> compile(const Reduce&, const Compile&);
 std::unique_ptr<const Step> compile(const Scan&, const Compile&);
 std::unique_ptr<const Step> compile(const Accumulate&, const Compile&);
+std::unique_ptr<const Step> compile(const AccumulateMatmul&, const Compile&);
 
 // Typed loads and stores that go through a register type the table may lack a direct path for. Throws ProgramError when there is none.
 class Loader {

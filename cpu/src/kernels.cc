@@ -5,6 +5,10 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace kitsune::cpu {
 
 namespace generic {
@@ -29,15 +33,29 @@ struct Candidates {
   int count = 0;
 };
 
+#if defined(__x86_64__)
+// Asked of CPUID directly, because Clang 14 has no names for them in __builtin_cpu_supports. That the operating system saves the
+// registers follows from the builtin's answers for avx2 and avx512f.
+bool has_f16c() {  // leaf 1, ECX bit 29
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && ((ecx >> 29) & 1) != 0;
+}
+
+bool has_avx512bf16() {  // leaf 7, subleaf 1, EAX bit 5
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && ((eax >> 5) & 1) != 0;
+}
+#endif
+
 // Best first.
 Candidates find_candidates() {
   Candidates c;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) c.tables[c.count++] = &avx512bf16::table;
+  if (has_avx512 && has_avx512bf16()) c.tables[c.count++] = &avx512bf16::table;
   if (has_avx512) c.tables[c.count++] = &avx512::table;
   if (has_avx2) c.tables[c.count++] = &avx2::table;
 #endif

@@ -171,15 +171,28 @@ Accumulate read_accumulate(Reader& r) {
   return x;
 }
 
+AccumulateMatmul read_accumulate_matmul(Reader& r) {
+  AccumulateMatmul x;
+  x.sink = r.word("AccumulateMatmul.sink");
+  x.row_multiple = r.word("AccumulateMatmul.row_multiple");
+  x.batch = r.word("AccumulateMatmul.batch");
+  x.m = r.word("AccumulateMatmul.m");
+  x.n = r.word("AccumulateMatmul.n");
+  x.x = read_operand(r);
+  x.y = read_operand(r);
+  return x;
+}
+
 Instruction read_instruction(Reader& r) {
-  switch (r.in_range("instruction code", 1, 7)) {
+  switch (r.in_range("instruction code", 1, 8)) {
     case 1: return read_copy<Gather>(r);
     case 2: return read_copy<Scatter>(r);
     case 3: return read_matmul(r);
     case 4: return read_vector(r);
     case 5: return read_reduce(r);
     case 6: return read_scan(r);
-    default: return read_accumulate(r);
+    case 7: return read_accumulate(r);
+    default: return read_accumulate_matmul(r);
   }
 }
 

@@ -267,9 +267,35 @@ struct Checker {
     operand("x", x.x, loops(x.kept, x.reduced), false);
     if (product(x.kept) != s.elements) reject(where, "folds " + str(product(x.kept)) + " elements into a sink of " + str(s.elements));
     if (x.x.ref.dtype != s.dtype) reject(where, std::string("folds ") + dtype_name(x.x.ref.dtype) + " into a sink of " + dtype_name(s.dtype));
-    int64_t& owner = sink_stage[x.sink];
-    if (owner >= 0 && owner != stage) reject(where, "sink " + str(x.sink) + " is already folded by stage " + str(owner));
+    fold_into(x.sink, false);
+  }
+
+  void check(const AccumulateMatmul& x) {
+    bound("sink", x.sink, 0, static_cast<int64_t>(p.sinks.size()) - 1);
+    bound("row_multiple", x.row_multiple, 1, kMaxCount);
+    if (Wide{p.rows} * x.row_multiple > kMaxCount) reject(where, "rows times row_multiple is more than 2**48");
+    count("product", {x.batch, x.m, x.n});
+    const Sink& s = p.sinks[x.sink];
+    if (x.batch * x.m * x.n != s.elements)
+      reject(where, "adds " + str(x.batch * x.m * x.n) + " elements to a sink of " + str(s.elements));
+    DType t = x.x.ref.dtype;
+    if (!is_float(t) || x.y.ref.dtype != t) reject(where, std::string("multiplies ") + dtype_name(t) + " and " + dtype_name(x.y.ref.dtype));
+    if (s.how != Reduction::kSum || s.dtype != (t == DType::kF64 ? DType::kF64 : DType::kF32))
+      reject(where, std::string("a product of ") + dtype_name(t) + " cannot be added to a sink of " + dtype_name(s.dtype));
+    if (x.x.strides.size() != 1 || x.y.strides.size() != 1) reject(where, "x and y each have one batch stride");
+    auto with = [](Operand o) { return o.strides.push_back(1), o; };
+    operand("x", with(x.x), {x.batch, x.m}, false, x.row_multiple);
+    operand("y", with(x.y), {x.batch, x.n}, false, x.row_multiple);
+    fold_into(x.sink, true);
+  }
+
+  // One stage owns a sink, and folds into it in one way: products accumulate in the sink's type, sums of values in a wider one.
+  void fold_into(int64_t sink, bool products) {
+    int64_t& owner = sink_stage[sink];
+    if (owner >= 0 && owner != stage) reject(where, "sink " + str(sink) + " is already folded by stage " + str(owner));
+    if (owner >= 0 && p.sinks[sink].products != products) reject(where, "sink " + str(sink) + " takes both values and products");
     owner = stage;
+    p.sinks[sink].products = products;
   }
 
   void preps() {

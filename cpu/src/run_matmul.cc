@@ -1,4 +1,4 @@
-// Matmul: one gemm call per batch, on panels packed in the prepare phase.
+// Matmul: one gemm call per batch, on panels packed in the prepare phase. AccumulateMatmul: one outer product per batch, into the lane.
 #include <algorithm>
 
 #include "executor_internal.h"
@@ -61,7 +61,55 @@ class MatmulStep final : public Step {
   GemmArgs args_{};
 };
 
+class AccumulateMatmulStep final : public Step {
+ public:
+  AccumulateMatmulStep(const AccumulateMatmul& m, const Compile& c)
+      : outer_(c.table.outer),
+        x_(m.x.ref, m.x.row_stride * m.row_multiple),
+        y_(m.y.ref, m.y.row_stride * m.row_multiple),
+        row_multiple_(m.row_multiple),
+        batch_(m.batch),
+        lane_offset_(c.sinks[m.sink].offset) {
+    const int64_t item = static_cast<int64_t>(item_size(m.x.ref.dtype));
+    x_batch_bytes_ = m.x.strides[0] * item;
+    y_batch_bytes_ = m.y.strides[0] * item;
+    c_batch_bytes_ = m.m * m.n * static_cast<int64_t>(item_size(c.sinks[m.sink].acc));
+    args_.M = m.m;
+    args_.N = m.n;
+    args_.dtype = m.x.ref.dtype;
+    args_.ldx = m.x.row_stride;
+    args_.ldy = m.y.row_stride;
+    args_.ldc = m.n;
+    args_.R = std::min(c.program.tile_rows, c.program.rows) * row_multiple_;
+    temp_bytes_ = c.table.outer_scratch_bytes(args_);
+  }
+
+  void run(const Context& c) const override {
+    OuterArgs a = args_;
+    a.R = c.rows * row_multiple_;
+    a.scratch = c.temp;
+    const char *x = x_.of(c), *y = y_.of(c);
+    char* into = c.lane + lane_offset_;
+    for (int64_t b = 0; b < batch_; ++b) {
+      a.x = x + b * x_batch_bytes_;
+      a.y = y + b * y_batch_bytes_;
+      a.c = into + b * c_batch_bytes_;
+      outer_(a);
+    }
+  }
+
+ private:
+  void (*outer_)(const OuterArgs&);
+  Address x_, y_;
+  int64_t row_multiple_, batch_;
+  size_t lane_offset_;
+  int64_t x_batch_bytes_, y_batch_bytes_, c_batch_bytes_;
+  OuterArgs args_{};
+};
+
 }  // namespace
+
+std::unique_ptr<const Step> compile(const AccumulateMatmul& m, const Compile& c) { return std::make_unique<AccumulateMatmulStep>(m, c); }
 
 std::unique_ptr<const Step> compile(const Matmul& m, const Compile& c) { return std::make_unique<MatmulStep>(m, c); }
 

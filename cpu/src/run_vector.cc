@@ -63,6 +63,11 @@ void VectorStep::run(const Context& c) const {
   const int64_t columns = nest_.back().extent(c.rows);
   const int64_t rows = rows_per_block_ > 0 ? nest_[nest_.size() - 2].extent(c.rows) : 1;
   const int64_t row_step = std::max<int64_t>(1, rows_per_block_);
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    if (!ops_[i].once) continue;
+    char* to = f.buffers + static_cast<size_t>(ops_[i].buffer) * f.buffer_bytes;
+    load(ops_[i], to, f.at[ops_[i].operand], std::min(row_step, rows), columns, f.spare);
+  }
   walk(nest_.data(), outer_, c.rows, f.at, operands_, index, [&] {
     for (int64_t i = 0; i < rows; i += row_step)
       for (int64_t j = 0; j < columns; j += chunk_)
@@ -77,7 +82,7 @@ void VectorStep::block(const Frame& f, int64_t i, int64_t j, int64_t m, int64_t 
   auto here = [&](int32_t o) { return f.at[o] + j * inner.stride[o] + (row_stride != nullptr ? i * row_stride[o] : 0); };
   for (size_t k = 0; k < ops_.size(); ++k) {
     const VectorOp& op = ops_[k];
-    if (op.place == Place::kConstant) continue;
+    if (op.place == Place::kConstant || op.once) continue;
     if (op.kind == VectorOp::kStore) {
       if (op.place != Place::kOperand) store(op, here(op.operand), static_cast<const char*>(f.values[op.a]), m, n, f.spare);
       continue;

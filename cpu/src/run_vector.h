@@ -17,6 +17,7 @@ struct VectorOp {
   enum Kind : int8_t { kLoad, kStore, kIndex, kCompute } kind;
   DType type;
   Place place = Place::kBuffer;
+  bool once = false;               // a load that is the same for every block: filled before the first one
   int32_t a = -1, b = -1, c = -1;  // values (defining operations)
   int32_t buffer = -1;
   int32_t operand = -1;            // of `at`: loads first, then stores
@@ -40,6 +41,7 @@ class VectorStep final : public Step {
   VectorOp make_op(const Vector& x, const Micro& m, std::vector<int32_t>& defined, const Compile& c);
   void elide_stores(const Vector& x, const Compile& c);
   void elide_loads(const Vector& x, const Compile& c);
+  void find_invariant_loads(const Vector& x, const Compile& c);
   void assign_buffers();
   bool may_overlap(const Vector& x, int load, int store, const Compile& c) const;
   bool in_place(const Vector& x, int load, int store) const;

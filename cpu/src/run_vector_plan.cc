@@ -69,6 +69,7 @@ VectorStep::VectorStep(const Vector& x, const Compile& c) {
   }
   elide_stores(x, c);
   elide_loads(x, c);
+  find_invariant_loads(x, c);
   assign_buffers();
   temp_bytes_ = align_up(static_cast<size_t>(chunk_) * item_) * static_cast<size_t>(buffers_) + align_up(static_cast<size_t>(chunk_) * 8) +
                 align_up(ops_.size() * sizeof(void*)) + align_up(static_cast<size_t>(operands_) * sizeof(void*));
@@ -159,9 +160,10 @@ void VectorStep::plan_loops(const Vector& x, const Compile& c) {
   int64_t live = 1, most = 1;
   std::vector<int64_t> ends(ops_.size() + 1, 0);
   for (size_t i = 0; i < ops_.size(); ++i) {
+    bool kept = ops_[i].kind == VectorOp::kLoad && x.loads[ops_[i].operand].row_stride == 0;
     if (last_use_[i] >= 0) {
       ++live;
-      ++ends[last_use_[i]];
+      if (!kept) ++ends[last_use_[i]];
     }
     most = std::max(most, live);
     live -= ends[i];
@@ -255,12 +257,23 @@ void VectorStep::elide_loads(const Vector& x, const Compile& c) {
   }
 }
 
+// A load that repeats for every row (a bias, a scale) is expanded to a whole block once, not once per block.
+void VectorStep::find_invariant_loads(const Vector& x, const Compile& c) {
+  if (rows_per_block_ == 0) return;
+  for (VectorOp& op : ops_) {
+    if (op.kind != VectorOp::kLoad || op.place != Place::kBuffer) continue;
+    op.once = true;
+    for (size_t d = 0; d + 1 < nest_.size(); ++d) op.once = op.once && nest_[d].stride[op.operand] == 0;
+    for (int s = 0; s < operands_ - loads_; ++s) op.once = op.once && !may_overlap(x, op.operand, s, c);
+  }
+}
+
 void VectorStep::assign_buffers() {
   std::vector<int32_t> free;
   for (size_t i = 0; i < ops_.size(); ++i) {
     VectorOp& op = ops_[i];
     if (op.kind != VectorOp::kStore && op.place == Place::kBuffer) {
-      if (free.empty()) free.push_back(buffers_++);
+      if (free.empty() || op.once) free.push_back(buffers_++);  // a reused buffer would lose a value kept for all blocks
       op.buffer = free.back();
       free.pop_back();
     }
@@ -268,9 +281,10 @@ void VectorStep::assign_buffers() {
     int32_t used[3] = {op.a, op.b, op.c};
     std::sort(used, used + 3);
     for (int k = 0; k < 3; ++k)
-      if (used[k] >= 0 && (k == 0 || used[k] != used[k - 1]) && last_use_[used[k]] == static_cast<int32_t>(i) && ops_[used[k]].buffer >= 0)
+      if (used[k] >= 0 && (k == 0 || used[k] != used[k - 1]) && last_use_[used[k]] == static_cast<int32_t>(i) && ops_[used[k]].buffer >= 0 &&
+          !ops_[used[k]].once)
         free.push_back(ops_[used[k]].buffer);
-    if (op.buffer >= 0 && last_use_[i] < 0) free.push_back(op.buffer);
+    if (op.buffer >= 0 && last_use_[i] < 0 && !op.once) free.push_back(op.buffer);
   }
 }
 

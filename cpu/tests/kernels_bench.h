@@ -1,4 +1,5 @@
-// Throughput on one thread: GF/s of matmuls, ns per element of functions. Best of several repetitions, operands in the cache as in a pipeline.
+// Throughput on one thread: GF/s of matmuls, ns per element of functions. Best of several repetitions, operands in the cache as in
+// a pipeline.
 #pragma once
 
 #include <chrono>
@@ -31,7 +32,8 @@ inline void bench_gemm() {
       const int64_t K = s[0], N = s[1];
       const Panel panel = kt.panel_for(type);
       for (int64_t M : {int64_t(96), int64_t(128)}) {
-        AlignedBuffer x(size_t(M * K) * 4), w(size_t(K * N) * 4), c(size_t(M * N) * 4), packed(kt.packed_bytes(panel, K, N)), bias(size_t(N) * 4);
+        AlignedBuffer x(size_t(M * K) * 4), w(size_t(K * N) * 4), c(size_t(M * N) * 4), packed(kt.packed_bytes(panel, K, N)),
+            bias(size_t(N) * 4);
         Random random;
         for (int64_t i = 0; i < M * K; ++i) set_element(x.data, type, i, random.symmetric());
         for (int64_t i = 0; i < K * N; ++i) set_element(w.data, type, i, random.symmetric());
@@ -45,8 +47,9 @@ inline void bench_gemm() {
         AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
         args.scratch = scratch.data;
         double t = best_seconds([&] { kt.gemm(args); });
-        std::printf("%-10s %s M %3ld K %4ld N %4ld: %6.1f GF/s   (pack %.2f ns/element)\n", kt.isa, type == DType::kF32 ? "f32 " : "bf16", long(M), long(K),
-                    long(N), 2e-9 * double(M * N * K) / t, pack * 1e9 / double(K * N));
+        std::printf("%-10s %s M %3ld K %4ld N %4ld: %6.1f GF/s   (pack %.2f ns/element)\n", kt.isa,
+                    type == DType::kF32 ? "f32 " : "bf16", long(M), long(K), long(N), 2e-9 * double(M * N * K) / t,
+                    pack * 1e9 / double(K * N));
       }
     }
   }
@@ -66,7 +69,9 @@ inline void bench_vector() {
   Random random;
   for (size_t i = 0; i < a.size(); ++i) a[i] = float(random.uniform() * 0.9 + 0.05), b[i] = float(random.symmetric() * 3);
   const double imm[] = {3, 7};
-  auto report = [&](const char* name, double seconds) { std::printf("%-10s %-22s %7.3f ns/element\n", kernels().isa, name, seconds * 1e9 / double(n)); };
+  auto report = [&](const char* name, double seconds) {
+    std::printf("%-10s %-22s %7.3f ns/element\n", kernels().isa, name, seconds * 1e9 / double(n));
+  };
   for (const Case& c : cases) {
     VectorFn f = kernels().vector(c.op, DType::kF32);
     if (!f || c.op == Opcode::op_polygamma || c.op == Opcode::op_zeta) continue;

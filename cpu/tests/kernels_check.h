@@ -52,15 +52,15 @@ struct Random {
     state ^= state >> 27;
     return state * 0x2545f4914f6cdd1d;
   }
-  double uniform() { return double(next() >> 11) * 0x1p-53; }             // [0, 1)
-  double symmetric() { return 2 * uniform() - 1; }                        // [-1, 1)
+  double uniform() { return double(next() >> 11) * 0x1p-53; }  // [0, 1)
+  double symmetric() { return 2 * uniform() - 1; }             // [-1, 1)
   int64_t below(int64_t n) { return int64_t(next() % uint64_t(n)); }
 };
 
 inline float bfloat16_value(uint16_t b) { return bits_as<float>(uint32_t(b) << 16); }
 
-// The bits of x rounded (nearest, ties to even) to a 16-bit format, from the definition: scaled to an integer number of the format's
-// spacing, which is 2^-fraction of the leading power of two, but at least that at `low`, the least normal exponent.
+// The bits of x rounded (nearest, ties to even) to a 16-bit format, from the definition: scaled to an integer number of the
+// format's spacing, which is 2^-fraction of the leading power of two, but at least that at `low`, the least normal exponent.
 inline uint16_t reference_bits(double x, int fraction, int low) {
   const int exponent_bits = 15 - fraction;
   const uint16_t infinity = uint16_t(((1 << exponent_bits) - 1) << fraction), sign = std::signbit(x) ? 0x8000 : 0;
@@ -69,7 +69,7 @@ inline uint16_t reference_bits(double x, int fraction, int low) {
   if (std::isinf(a)) return infinity | sign;
   int e = a == 0 ? low : std::max(std::ilogb(a), low);
   int64_t units = int64_t(std::nearbyint(std::ldexp(a, fraction - e)));  // < 2^(fraction + 1), or equal
-  int64_t bits = units + (int64_t(e - low) << fraction);                // the implicit one carries into the exponent field
+  int64_t bits = units + (int64_t(e - low) << fraction);                 // the implicit one carries into the exponent field
   return uint16_t(bits >= infinity ? infinity : bits) | sign;
 }
 

@@ -1,4 +1,5 @@
-// Matmuls against double references: awkward shapes, every type of X, W and C, strides, packing layouts; nothing outside is touched.
+// Matmuls against double references: awkward shapes, every type of X, W and C, strides, packing layouts; nothing outside is
+// touched.
 #pragma once
 
 #include <cstdlib>
@@ -42,7 +43,8 @@ struct GemmCase {
   bool bias, relu, transposed, strided;
 };
 
-// X lies at the very end of its allocation (AddressSanitizer sees a read beyond it) with NaN between its rows; C has guard values around.
+// X lies at the very end of its allocation (AddressSanitizer sees a read beyond it) with NaN between its rows; C has guard values
+// around.
 inline void test_gemm_case(const GemmCase& t, Random& random) {
   const KernelTable& kt = kernels();
   const Panel panel = kt.panel_for(t.w);
@@ -68,8 +70,20 @@ inline void test_gemm_case(const GemmCase& t, Random& random) {
   const int64_t guard = 64, c_elements = (t.M - 1) * ldc + t.N;
   std::vector<char> c(size_t(c_elements + 2 * guard) * item_size(t.c), char(0x5a));
   char* c0 = c.data() + size_t(guard) * item_size(t.c);
-  GemmArgs args{t.M, t.N, t.K, x.get(), t.x, lda, packed.data, panel, t.bias ? bias.get() : nullptr,
-                t.relu ? Activation::kRelu : Activation::kNone, c0, t.c, ldc, nullptr};
+  GemmArgs args{t.M,
+                t.N,
+                t.K,
+                x.get(),
+                t.x,
+                lda,
+                packed.data,
+                panel,
+                t.bias ? bias.get() : nullptr,
+                t.relu ? Activation::kRelu : Activation::kNone,
+                c0,
+                t.c,
+                ldc,
+                nullptr};
   AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
   args.scratch = scratch.data;
   kt.gemm(args);
@@ -92,12 +106,15 @@ inline void test_gemm_case(const GemmCase& t, Random& random) {
       size += std::fabs(product);
     }
     if (t.relu && sum < 0) sum = 0;
-    double got = element(c0, t.c, i), tolerance = (t.K + 2) * sum_step * size + 1.01 * step * std::fabs(sum) + 1e-7 * (t.c == DType::kF16);
+    double got = element(c0, t.c, i),
+           tolerance = (t.K + 2) * sum_step * size + 1.01 * step * std::fabs(sum) + 1e-7 * (t.c == DType::kF16);
     if (!(std::fabs(got - sum) <= tolerance)) ++wrong, worst = std::fabs(got - sum) > worst ? std::fabs(got - sum) : worst;
   }
-  check(wrong == 0 && touched == 0, "gemm [%s] M %ld N %ld K %ld x %d w %d c %d bias %d relu %d transposed %d strided %d: %ld wrong (by %g), %ld bytes outside touched",
-        kt.isa, long(t.M), long(t.N), long(t.K), int(t.x), int(t.w), int(t.c), t.bias, t.relu, t.transposed, t.strided, long(wrong), worst,
-        long(touched));
+  check(wrong == 0 && touched == 0,
+        "gemm [%s] M %ld N %ld K %ld x %d w %d c %d bias %d relu %d transposed %d strided %d: %ld wrong (by %g), %ld bytes outside "
+        "touched",
+        kt.isa, long(t.M), long(t.N), long(t.K), int(t.x), int(t.w), int(t.c), t.bias, t.relu, t.transposed, t.strided, long(wrong),
+        worst, long(touched));
 }
 
 inline void test_gemm_nan() {
@@ -112,8 +129,8 @@ inline void test_gemm_nan() {
     kt.pack(panel, PackSource{w, type, 1, 1, &zero, &zero}, 0, 1, packed.data);
     for (DType out : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
       kt.gemm(GemmArgs{3, 1, 1, x, type, 1, packed.data, panel, nullptr, Activation::kRelu, c, out, 1, scratch});
-      check(std::isnan(element(c, out, 0)) && element(c, out, 1) == 0 && element(c, out, 2) == 1, "relu [%s] x %d c %d: %g %g %g", kt.isa, int(type),
-            int(out), element(c, out, 0), element(c, out, 1), element(c, out, 2));
+      check(std::isnan(element(c, out, 0)) && element(c, out, 1) == 0 && element(c, out, 2) == 1, "relu [%s] x %d c %d: %g %g %g",
+            kt.isa, int(type), int(out), element(c, out, 0), element(c, out, 1), element(c, out, 2));
     }
   }
 }
@@ -121,14 +138,16 @@ inline void test_gemm_nan() {
 inline void test_gemm() {
   Random random;
   const int64_t sizes[] = {1, 2, 3, 7, 31, 33, 97};
-  const DType inputs[][2] = {{DType::kF32, DType::kF32}, {DType::kBF16, DType::kBF16}, {DType::kF16, DType::kF16}, {DType::kF64, DType::kF64}};
+  const DType inputs[][2] = {
+      {DType::kF32, DType::kF32}, {DType::kBF16, DType::kBF16}, {DType::kF16, DType::kF16}, {DType::kF64, DType::kF64}};
   int64_t turn = 0;
   for (int64_t M : sizes) {
     for (int64_t N : sizes) {
       for (int64_t K : sizes) {
         const DType* in = inputs[turn % 4];
         const DType outputs[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
-        test_gemm_case({M, N, K, in[0], in[1], outputs[turn / 4 % 4], turn % 3 != 0, turn % 5 < 2, turn % 7 < 3, turn % 2 == 0}, random);
+        test_gemm_case({M, N, K, in[0], in[1], outputs[turn / 4 % 4], turn % 3 != 0, turn % 5 < 2, turn % 7 < 3, turn % 2 == 0},
+                       random);
         ++turn;
       }
     }
@@ -136,7 +155,8 @@ inline void test_gemm() {
   for (int64_t M = 1; M <= 30; ++M) {  // every remainder of the row blocks
     for (const auto& in : inputs) test_gemm_case({M, 34, 5, in[0], in[1], in[0], true, false, false, true}, random);
   }
-  for (const auto& in : inputs) test_gemm_case({300, 40, 1409, in[0], in[1], in[0], true, true, true, false}, random);  // several row blocks
+  for (const auto& in : inputs)
+    test_gemm_case({300, 40, 1409, in[0], in[1], in[0], true, true, true, false}, random);  // several row blocks
   test_gemm_nan();
 }
 

@@ -31,7 +31,8 @@ inline double ulp_error(float y, long double exact) {
   return double(fabsl((long double)y - exact) / ldexpl(1, e - 23));
 }
 
-// Floats of every exponent and both signs, `per_exponent` of each, plus the neighbours of exponents, halves and multiples of pi / 4.
+// Floats of every exponent and both signs, `per_exponent` of each, plus the neighbours of exponents, halves and multiples of pi
+// / 4.
 inline std::vector<float> dense_floats(int per_exponent) {
   std::vector<float> x;
   Random random;
@@ -44,7 +45,8 @@ inline std::vector<float> dense_floats(int per_exponent) {
   }
   for (int i = 0; i < per_exponent * 20; ++i) {
     float m = float(i * 0.78539816339744830962);
-    for (float v : {m, std::nextafter(m, 0.0f), std::nextafter(m, 1e30f), float(random.symmetric() * 100), float(random.symmetric() * 12)}) {
+    for (float v :
+         {m, std::nextafter(m, 0.0f), std::nextafter(m, 1e30f), float(random.symmetric() * 100), float(random.symmetric() * 12)}) {
       x.push_back(v);
       x.push_back(-v);
     }
@@ -52,8 +54,8 @@ inline std::vector<float> dense_floats(int per_exponent) {
   return x;
 }
 
-inline void check_ulps(const char* name, VectorFn f, const std::vector<float>& x, const std::vector<float>* z, Reference r1, Reference2 r2,
-                       double limit) {
+inline void check_ulps(const char* name, VectorFn f, const std::vector<float>& x, const std::vector<float>* z, Reference r1,
+                       Reference2 r2, double limit) {
   if (!check(f != nullptr, "%s [%s]: no kernel", name, kernels().isa)) return;
   std::vector<float> y(x.size());
   f(int64_t(x.size()), y.data(), x.data(), z ? z->data() : nullptr, nullptr, nullptr);
@@ -78,14 +80,29 @@ inline void test_elementary() {
     double limit;
   };
   const Case cases[] = {
-      {"exp", Opcode::op_exp, expl, 2},          {"exp2", Opcode::op_exp2, exp2l, 2},       {"expm1", Opcode::op_expm1, expm1l, 1},
-      {"log", Opcode::op_log, logl, 2},          {"log1p", Opcode::op_log1p, log1pl, 1},    {"sqrt", Opcode::op_sqrt, sqrtl, 0.5},
-      {"rsqrt", Opcode::op_rsqrt, reference_rsqrt, 2}, {"cbrt", Opcode::op_cbrt, cbrtl, 1}, {"logistic", Opcode::op_logistic, reference_logistic, 4},
-      {"tanh", Opcode::op_tanh, tanhl, 4},       {"sin", Opcode::op_sin, sinl, 2},          {"cos", Opcode::op_cos, cosl, 2},
-      {"tan", Opcode::op_tan, tanl, 1},          {"asin", Opcode::op_asin, asinl, 1},       {"acos", Opcode::op_acos, acosl, 1},
-      {"atan", Opcode::op_atan, atanl, 1},       {"sinh", Opcode::op_sinh, sinhl, 1},       {"cosh", Opcode::op_cosh, coshl, 1},
-      {"asinh", Opcode::op_asinh, asinhl, 1},    {"acosh", Opcode::op_acosh, acoshl, 1},    {"atanh", Opcode::op_atanh, atanhl, 1},
-      {"erf", Opcode::op_erf, erfl, 4},          {"erfc", Opcode::op_erfc, erfcl, 1},
+      {"exp", Opcode::op_exp, expl, 2},
+      {"exp2", Opcode::op_exp2, exp2l, 2},
+      {"expm1", Opcode::op_expm1, expm1l, 1},
+      {"log", Opcode::op_log, logl, 2},
+      {"log1p", Opcode::op_log1p, log1pl, 1},
+      {"sqrt", Opcode::op_sqrt, sqrtl, 0.5},
+      {"rsqrt", Opcode::op_rsqrt, reference_rsqrt, 2},
+      {"cbrt", Opcode::op_cbrt, cbrtl, 1},
+      {"logistic", Opcode::op_logistic, reference_logistic, 4},
+      {"tanh", Opcode::op_tanh, tanhl, 4},
+      {"sin", Opcode::op_sin, sinl, 2},
+      {"cos", Opcode::op_cos, cosl, 2},
+      {"tan", Opcode::op_tan, tanl, 1},
+      {"asin", Opcode::op_asin, asinl, 1},
+      {"acos", Opcode::op_acos, acosl, 1},
+      {"atan", Opcode::op_atan, atanl, 1},
+      {"sinh", Opcode::op_sinh, sinhl, 1},
+      {"cosh", Opcode::op_cosh, coshl, 1},
+      {"asinh", Opcode::op_asinh, asinhl, 1},
+      {"acosh", Opcode::op_acosh, acoshl, 1},
+      {"atanh", Opcode::op_atanh, atanhl, 1},
+      {"erf", Opcode::op_erf, erfl, 4},
+      {"erfc", Opcode::op_erfc, erfcl, 1},
   };
   std::vector<float> x = dense_floats(64);
   for (const Case& c : cases) {
@@ -96,12 +113,14 @@ inline void test_elementary() {
     f64(3, out, in, nullptr, nullptr, nullptr);
     for (int i = 0; i < 3; ++i) {
       double exact = double(c.f(in[i]));
-      check(out[i] == exact || std::fabs(out[i] - exact) <= 1e-15 * std::fabs(exact) || (exact != exact && out[i] != out[i]), "%s f64 at %g: %.17g, expected %.17g", c.name, in[i], out[i], exact);
+      check(out[i] == exact || std::fabs(out[i] - exact) <= 1e-15 * std::fabs(exact) || (exact != exact && out[i] != out[i]),
+            "%s f64 at %g: %.17g, expected %.17g", c.name, in[i], out[i], exact);
     }
   }
   // Two arguments: every pairing of special values, and a random cloud.
   std::vector<float> a, b;
-  const float values[] = {0.0f, -0.0f, 1.0f, -1.0f, 0.5f, 2.0f, -2.0f, 3.0f, -3.0f, 2.5f, -0.5f, 1e-40f, -1e-40f, 1e38f, INFINITY, -INFINITY, NAN, 1e9f};
+  const float values[] = {0.0f, -0.0f, 1.0f,   -1.0f,   0.5f,  2.0f,     -2.0f,     3.0f, -3.0f,
+                          2.5f, -0.5f, 1e-40f, -1e-40f, 1e38f, INFINITY, -INFINITY, NAN,  1e9f};
   for (float u : values) {
     for (float v : values) a.push_back(u), b.push_back(v);
   }
@@ -154,8 +173,8 @@ inline void test_special_functions() {
     if (!check(f != nullptr, "%s: no kernel", c.name)) continue;
     double y;
     f(1, &y, &c.a, &c.b, &c.c, nullptr);
-    check(std::fabs(y - c.expected) <= c.tolerance * std::fabs(c.expected), "%s(%g, %g, %g) = %.17g, expected %.17g", c.name, c.a, c.b, c.c, y,
-          c.expected);
+    check(std::fabs(y - c.expected) <= c.tolerance * std::fabs(c.expected), "%s(%g, %g, %g) = %.17g, expected %.17g", c.name, c.a,
+          c.b, c.c, y, c.expected);
   }
   // P + Q = 1 and erf_inv(erf(x)) = x where both are well conditioned, over a grid.
   VectorFn p = kernels().vector(Opcode::op_igamma, DType::kF64), q = kernels().vector(Opcode::op_igammac, DType::kF64);

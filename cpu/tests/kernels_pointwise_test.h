@@ -13,16 +13,26 @@ namespace kitsune::cpu::test {
 
 template <class T>
 constexpr DType dtype_of() {
-  if constexpr (std::is_same_v<T, int8_t>) return DType::kI8;
-  else if constexpr (std::is_same_v<T, int16_t>) return DType::kI16;
-  else if constexpr (std::is_same_v<T, int32_t>) return DType::kI32;
-  else if constexpr (std::is_same_v<T, int64_t>) return DType::kI64;
-  else if constexpr (std::is_same_v<T, uint8_t>) return DType::kU8;
-  else if constexpr (std::is_same_v<T, uint16_t>) return DType::kU16;
-  else if constexpr (std::is_same_v<T, uint32_t>) return DType::kU32;
-  else if constexpr (std::is_same_v<T, uint64_t>) return DType::kU64;
-  else if constexpr (std::is_same_v<T, float>) return DType::kF32;
-  else return DType::kF64;
+  if constexpr (std::is_same_v<T, int8_t>)
+    return DType::kI8;
+  else if constexpr (std::is_same_v<T, int16_t>)
+    return DType::kI16;
+  else if constexpr (std::is_same_v<T, int32_t>)
+    return DType::kI32;
+  else if constexpr (std::is_same_v<T, int64_t>)
+    return DType::kI64;
+  else if constexpr (std::is_same_v<T, uint8_t>)
+    return DType::kU8;
+  else if constexpr (std::is_same_v<T, uint16_t>)
+    return DType::kU16;
+  else if constexpr (std::is_same_v<T, uint32_t>)
+    return DType::kU32;
+  else if constexpr (std::is_same_v<T, uint64_t>)
+    return DType::kU64;
+  else if constexpr (std::is_same_v<T, float>)
+    return DType::kF32;
+  else
+    return DType::kF64;
 }
 
 template <class T>
@@ -35,8 +45,8 @@ bool same_value(T a, T b) {
 }
 
 template <class R, class T>
-void check_op(const char* name, Opcode op, const std::vector<T>& a, const std::vector<T>& b, const std::vector<T>& c, R (*expected)(T, T, T),
-              const double* imm = nullptr) {
+void check_op(const char* name, Opcode op, const std::vector<T>& a, const std::vector<T>& b, const std::vector<T>& c,
+              R (*expected)(T, T, T), const double* imm = nullptr) {
   VectorFn f = kernels().vector(op, dtype_of<T>());
   if (!check(f != nullptr, "%s on type %d: no kernel", name, int(dtype_of<T>()))) return;
   std::vector<R> out(a.size() + 1, R(77));
@@ -45,8 +55,9 @@ void check_op(const char* name, Opcode op, const std::vector<T>& a, const std::v
   for (size_t i = 0; i < a.size(); ++i) {
     if (!same_value(out[i], expected(a[i], b[i], c[i]))) ++wrong, where = i;
   }
-  check(wrong == 0 && out[a.size()] == R(77), "%s [%s] on type %d: %zu wrong, (%g, %g, %g) gives %g, expected %g", name, kernels().isa,
-        int(dtype_of<T>()), wrong, double(a[where]), double(b[where]), double(c[where]), double(out[where]), double(expected(a[where], b[where], c[where])));
+  check(wrong == 0 && out[a.size()] == R(77), "%s [%s] on type %d: %zu wrong, (%g, %g, %g) gives %g, expected %g", name,
+        kernels().isa, int(dtype_of<T>()), wrong, double(a[where]), double(b[where]), double(c[where]), double(out[where]),
+        double(expected(a[where], b[where], c[where])));
 }
 
 template <class T>
@@ -56,11 +67,13 @@ struct Triples {
 
 template <class T>
 Triples<T> triples() {
-  std::vector<T> v = {T(0), T(1), T(2), T(3), T(7), T(8), T(31), T(63), T(100), std::numeric_limits<T>::max(), std::numeric_limits<T>::lowest()};
+  std::vector<T> v = {
+      T(0), T(1), T(2), T(3), T(7), T(8), T(31), T(63), T(100), std::numeric_limits<T>::max(), std::numeric_limits<T>::lowest()};
   if constexpr (std::is_signed_v<T> || std::is_floating_point_v<T>) v.insert(v.end(), {T(-1), T(-2), T(-5), T(-100)});
   if constexpr (std::is_floating_point_v<T>) {
     const T inf = std::numeric_limits<T>::infinity(), nan = std::numeric_limits<T>::quiet_NaN();
-    v.insert(v.end(), {T(-0.0), T(0.5), T(-0.5), T(1.5), T(2.5), T(-2.5), T(0.49999997), std::numeric_limits<T>::denorm_min(), inf, -inf, nan, T(8388609.0)});
+    v.insert(v.end(), {T(-0.0), T(0.5), T(-0.5), T(1.5), T(2.5), T(-2.5), T(0.49999997), std::numeric_limits<T>::denorm_min(), inf,
+                       -inf, nan, T(8388609.0)});
   }
   Triples<T> t;
   for (T a : v) {
@@ -97,7 +110,8 @@ void test_common() {
   std::vector<uint8_t> predicate(t.a.size());
   std::vector<T> out(t.a.size());
   for (size_t i = 0; i < predicate.size(); ++i) predicate[i] = i % 3 == 0;
-  kernels().vector(Opcode::op_select, dtype_of<T>())(int64_t(out.size()), out.data(), predicate.data(), t.a.data(), t.b.data(), nullptr);
+  kernels().vector(Opcode::op_select, dtype_of<T>())(int64_t(out.size()), out.data(), predicate.data(), t.a.data(), t.b.data(),
+                                                     nullptr);
   size_t wrong = 0;
   for (size_t i = 0; i < out.size(); ++i) wrong += !same_value(out[i], i % 3 == 0 ? t.b[i] : t.a[i]);
   check(wrong == 0, "select on type %d: %zu wrong", int(dtype_of<T>()), wrong);
@@ -112,7 +126,8 @@ void test_integer() {
   test_common<T>();
   check_op<T, T>("add", Opcode::op_add, t.a, t.b, t.c, [](T a, T b, T) { return T(Wide(a) + Wide(b)); });
   check_op<T, T>("sub", Opcode::op_sub, t.a, t.b, t.c, [](T a, T b, T) { return T(Wide(a) - Wide(b)); });
-  check_op<T, T>("mul", Opcode::op_mul, t.a, t.b, t.c, [](T a, T b, T) { return T((unsigned __int128)(a) * (unsigned __int128)(b)); });
+  check_op<T, T>("mul", Opcode::op_mul, t.a, t.b, t.c,
+                 [](T a, T b, T) { return T((unsigned __int128)(a) * (unsigned __int128)(b)); });
   check_op<T, T>("div", Opcode::op_div, t.a, t.b, t.c, [](T a, T b, T) { return b == 0 ? T(-1) : T(Wide(a) / Wide(b)); });
   check_op<T, T>("rem", Opcode::op_rem, t.a, t.b, t.c, [](T a, T b, T) { return b == 0 ? a : T(Wide(a) % Wide(b)); });
   check_op<T, T>("neg", Opcode::op_neg, t.a, t.b, t.c, [](T a, T, T) { return T(-Wide(a)); });
@@ -139,10 +154,13 @@ void test_integer() {
     return T(count);
   });
   const double five = 5;
-  check_op<T, T>("pow5", Opcode::op_integer_pow, t.a, t.b, t.c, [](T a, T, T) {
-    unsigned __int128 x = (unsigned __int128)(Wide(a));
-    return T(x * x * x * x * x);
-  }, &five);
+  check_op<T, T>(
+      "pow5", Opcode::op_integer_pow, t.a, t.b, t.c,
+      [](T a, T, T) {
+        unsigned __int128 x = (unsigned __int128)(Wide(a));
+        return T(x * x * x * x * x);
+      },
+      &five);
 }
 
 template <class T>
@@ -160,7 +178,8 @@ void test_floating() {
   check_op<T, T>("nextafter", Opcode::op_nextafter, t.a, t.b, t.c, [](T a, T b, T) { return std::nextafter(a, b); });
   check_op<T, T>("div", Opcode::op_div, t.a, t.b, t.c, [](T a, T b, T) { return a / b; });
   const double inverse_square = -2;
-  check_op<T, T>("pow-2", Opcode::op_integer_pow, t.a, t.b, t.c, [](T a, T, T) { return T(1) / (a * a); }, &inverse_square);
+  check_op<T, T>(
+      "pow-2", Opcode::op_integer_pow, t.a, t.b, t.c, [](T a, T, T) { return T(1) / (a * a); }, &inverse_square);
 }
 
 // reduce_precision to f16's and bf16's formats agrees with the conversions wherever the format's numbers are normal.
@@ -221,7 +240,8 @@ inline void test_sixteen_bits() {
     w3 += nan ? !is_nan_half(hd[i]) : hd[i] != reference_half(d[i]);
     w4 += nan ? !is_nan_bf16(bd[i]) : bd[i] != reference_bfloat16(d[i]);
   }
-  check(w1 + w2 + w3 + w4 == 0, "16-bit stores [%s]: f32->f16 %zu, f32->bf16 %zu, f64->f16 %zu, f64->bf16 %zu wrong", kernels().isa, w1, w2, w3, w4);
+  check(w1 + w2 + w3 + w4 == 0, "16-bit stores [%s]: f32->f16 %zu, f32->bf16 %zu, f64->f16 %zu, f64->bf16 %zu wrong", kernels().isa,
+        w1, w2, w3, w4);
 }
 
 template <class To, class From>
@@ -237,14 +257,17 @@ template <class To>
 void test_saturation() {
   for (auto values : {triples<float>().a}) {
     std::vector<float> x = values;
-    for (double v : {127.5, 128.0, 255.9, 256.0, -129.0, -0.9, 32768.0, 65536.0, 2147483647.0, 2147483648.0, 4294967296.0, 9.3e18, 1.9e19, -9.4e18, 1e30}) x.push_back(float(v));
+    for (double v : {127.5, 128.0, 255.9, 256.0, -129.0, -0.9, 32768.0, 65536.0, 2147483647.0, 2147483648.0, 4294967296.0, 9.3e18,
+                     1.9e19, -9.4e18, 1e30})
+      x.push_back(float(v));
     std::vector<To> y(x.size());
     kernels().convert(dtype_of<To>(), DType::kF32)(int64_t(x.size()), y.data(), x.data(), nullptr, nullptr, nullptr);
     size_t wrong = 0, where = 0;
     for (size_t i = 0; i < x.size(); ++i) {
       if (y[i] != saturate<To>(x[i])) ++wrong, where = i;
     }
-    check(wrong == 0, "f32 -> type %d [%s]: %zu wrong, %g gives %Lg", int(dtype_of<To>()), kernels().isa, wrong, double(x[where]), (long double)y[where]);
+    check(wrong == 0, "f32 -> type %d [%s]: %zu wrong, %g gives %Lg", int(dtype_of<To>()), kernels().isa, wrong, double(x[where]),
+          (long double)y[where]);
     std::vector<double> d(x.begin(), x.end());
     kernels().convert(dtype_of<To>(), DType::kF64)(int64_t(x.size()), y.data(), d.data(), nullptr, nullptr, nullptr);
     wrong = 0;
@@ -270,7 +293,8 @@ inline void test_strides() {
         wrong += y[size_t(i)] != expected || z[size_t(i)] != expected || (back[size_t(first + i * stride)] != expected);
       }
       for (int16_t v : back) written += v != -3;
-      check(wrong == 0 && written == size_t(stride == 0 ? 1 : n), "stride %ld, n %ld [%s]: %zu wrong, %zu written", long(stride), long(n), kernels().isa, wrong, written);
+      check(wrong == 0 && written == size_t(stride == 0 ? 1 : n), "stride %ld, n %ld [%s]: %zu wrong, %zu written", long(stride),
+            long(n), kernels().isa, wrong, written);
     }
   }
 }
@@ -292,14 +316,17 @@ inline void test_folds() {
       kernels().fold(kSum, DType::kF32, true)(n, first, stride, &wide);
       kernels().fold(kMax, DType::kF32, true)(n, first, stride, &most);
       kernels().fold(kProd, DType::kF32, true)(std::min<int64_t>(n, 64), first, stride, &wide_product);
-      check(std::fabs(narrow - sum) <= 4e-7 * sum && std::fabs(wide - sum) <= 1e-13 * sum && most == float(largest) && std::fabs(wide_product - product) <= 1e-13 * product,
-            "fold n %ld stride %ld [%s]: %g %g (%g), %g (%g), %g (%g)", long(n), long(stride), kernels().isa, double(narrow), wide, sum, double(most), largest, wide_product, product);
+      check(std::fabs(narrow - sum) <= 4e-7 * sum && std::fabs(wide - sum) <= 1e-13 * sum && most == float(largest) &&
+                std::fabs(wide_product - product) <= 1e-13 * product,
+            "fold n %ld stride %ld [%s]: %g %g (%g), %g (%g), %g (%g)", long(n), long(stride), kernels().isa, double(narrow), wide,
+            sum, double(most), largest, wide_product, product);
       std::vector<double> row(size_t(n), 1.0);
       std::vector<float> row_min(size_t(n), 0.75f);
       kernels().fold_row(kSum, DType::kF32, true)(n, first, stride, row.data());
       kernels().fold_row(kMin, DType::kF32, false)(n, first, stride, row_min.data());
       size_t wrong = 0;
-      for (int64_t i = 0; i < n; ++i) wrong += row[size_t(i)] != 1.0 + first[i * stride] || row_min[size_t(i)] != std::min(0.75f, first[i * stride]);
+      for (int64_t i = 0; i < n; ++i)
+        wrong += row[size_t(i)] != 1.0 + first[i * stride] || row_min[size_t(i)] != std::min(0.75f, first[i * stride]);
       check(wrong == 0, "fold_row n %ld stride %ld [%s]: %zu wrong", long(n), long(stride), kernels().isa, wrong);
     }
   }

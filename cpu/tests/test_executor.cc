@@ -1,5 +1,6 @@
 // The executor against the naive reference, the scheduler under many threads and calls, and the parser against damaged words.
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "executor_check.h"
@@ -121,6 +122,7 @@ std::vector<int64_t> random_extents(std::mt19937& rng, int64_t least) {
   std::vector<int64_t> extents;
   static constexpr int64_t kSizes[] = {1, 2, 3, 5, 16, 33, 70};
   for (int64_t d = static_cast<int64_t>(rng() % 3) + least; d > 0; --d) extents.push_back(kSizes[rng() % 7]);
+  while (product(extents) > 350) extents.pop_back();  // the reference, under a sanitizer, sets the size
   return extents;
 }
 
@@ -229,7 +231,7 @@ void test_matmuls() {
 }
 
 void test_reductions() {
-  for (unsigned seed = 1; seed <= 250; ++seed) {
+  for (unsigned seed = 1; seed <= 120; ++seed) {
     std::mt19937 rng(seed);
     constexpr DType kTypes[] = {F32, BF16, F64, I32, BOOL};
     Reduction how = static_cast<Reduction>(seed % 9);
@@ -391,25 +393,32 @@ void test_messages() {
   expect(p, "output 4 is never written");
 }
 
+void section(const char* name, void (*test)()) {
+  auto start = std::chrono::steady_clock::now();
+  test();
+  std::printf("  %-18s %6.2f s\n", name, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  std::fflush(stdout);
+}
+
 }  // namespace
 }  // namespace kitsune::cpu::test
 
 int main(int argc, char** argv) {
   using namespace kitsune::cpu::test;
   if (argc > 1 && !kitsune::cpu::set_isa(argv[1])) return std::printf("this CPU cannot run %s\n", argv[1]), 2;
-  test_pipelines();
-  test_concurrent_calls();
-  test_stalled_pool();
-  test_vectors();
-  test_in_place();
-  test_copies();
-  test_matmuls();
-  test_reductions();
-  test_nan();
-  test_scans();
-  test_sink_bits();
-  test_damage();
-  test_messages();
+  section("pipelines", test_pipelines);
+  section("concurrent calls", test_concurrent_calls);
+  section("stalled pool", test_stalled_pool);
+  section("vectors", test_vectors);
+  section("in place", test_in_place);
+  section("copies", test_copies);
+  section("matmuls", test_matmuls);
+  section("reductions", test_reductions);
+  section("nan", test_nan);
+  section("scans", test_scans);
+  section("sink bits", test_sink_bits);
+  section("damage", test_damage);
+  section("messages", test_messages);
   std::printf("executor (%s): %d checks failed\n", kitsune::cpu::kernels().isa, failures);
   return failures == 0 ? 0 : 1;
 }

@@ -43,6 +43,7 @@ int main(int argc, char** argv) {
     test::test_special_functions();
     test::test_pointwise();
   }
-  std::printf("%lld passed, %lld failed\n", static_cast<long long>(test::counts().passed), static_cast<long long>(test::counts().failed));
+  std::printf("%lld passed, %lld failed\n", static_cast<long long>(test::counts().passed),
+              static_cast<long long>(test::counts().failed));
   return test::counts().failed == 0 && test::counts().passed > 0 ? 0 : 1;
 }

@@ -134,7 +134,14 @@ def _unary() -> Iterator[OpSpec]:
     yield entry("digamma", _double(ops_special.digamma), 60, None, "derivative of lgamma", FLOATS)
     yield entry("bessel_i0e", _double(special.i0e), 30, None, "e**-|x| I0(x)", FLOATS)
     yield entry("bessel_i1e", _double(special.i1e), 30, None, "e**-|x| I1(x)", FLOATS)
-    yield entry("integer_pow", _with_params(lambda x, y: numeric.integer_pow(widen(x), y), "y"), 3, None, "x**y for a fixed integer y", NUMBERS)
+    yield entry(
+        "integer_pow",
+        _with_params(lambda x, y: numeric.integer_pow(widen(x), y), "y"),
+        3,
+        None,
+        "x**y for a fixed integer y",
+        NUMBERS,
+    )
     yield entry(
         "reduce_precision",
         _with_params(numeric.reduce_precision, "exponent_bits", "mantissa_bits"),

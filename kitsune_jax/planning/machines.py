@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 from pathlib import Path
+
+from kitsune_jax import config
 
 KIB, MIB = 1024, 1024 * 1024
 Rates = tuple[tuple[str, float], ...]
@@ -162,12 +163,18 @@ def cpu_model(name: str) -> Machine:
     return _cpu(match[1], cores, 32 * KIB, MIB, 16 * MIB * cores)
 
 
-@functools.cache
 def cpu_at_hand() -> Machine:
-    """The CPU this process runs on: cores it may use, instruction sets and cache sizes as the kernel reports them. No timing."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The CPU this process runs on: cores it may use, instruction sets and cache sizes as the kernel reports them. No timing.
+
+    Raises ``ValueError`` where ``KITSUNE_NUM_THREADS`` is no positive integer.
+    """
+    return _cpu_with(config.num_threads())
+
+
+@functools.cache
+def _cpu_with(cores: int) -> Machine:
     l1, l2, l3 = _cache_sizes(Path("/sys/devices/system/cpu/cpu0/cache"))
-    return _cpu(_isa(_read(Path("/proc/cpuinfo"))), max(1, cores), l1, l2, l3)
+    return _cpu(_isa(_read(Path("/proc/cpuinfo"))), cores, l1, l2, l3)
 
 
 def _isa(cpuinfo: str) -> str:

@@ -22,7 +22,10 @@ from kitsune_jax.streams.space import DimLabels, StreamSpace
 
 Labels = dict[int, list[tuple[int, ...]]]
 
-SINK_KINDS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"})
+# dot_general: a weight gradient, both sides streamed and the stream contracted.
+SINK_KINDS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "dot_general"}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

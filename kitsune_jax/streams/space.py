@@ -30,7 +30,9 @@ class Region:
     """A convex subgraph that becomes one custom call.
 
     ``ops``: graph op indices, topological. ``labels``: for every *streamed* value the region reads or makes, its ``DimLabels``
-    (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs).
+    (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs). What a maker
+    of the region makes (a broadcast, an iota: an op without streamed inputs) is never among the outputs: whoever needs it outside makes
+    it again there.
     ``sinks``: the ops of the region that reduce over the whole stream space; their outputs are stationary. ``phase_of``: phase index
     of each op of ``ops``.
     """

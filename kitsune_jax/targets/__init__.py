@@ -15,9 +15,12 @@ from kitsune_jax.graph import Op, Value
 from kitsune_jax.targets import cpu
 from kitsune_jax.targets.cpu import bytecode, runtime
 from kitsune_jax.targets.cpu.emit import call as cpu_call
+from kitsune_jax.targets.cpu.errors import CannotLower
 
 if TYPE_CHECKING:
     from kitsune_jax.program.ir import TileProgram
+
+__all__ = ["PLATFORMS", "CannotLower", "Planned", "emit", "generate", "has_target", "supports"]
 
 PLATFORMS = ("cpu",)
 

@@ -47,6 +47,18 @@ struct GemmArgs {
   void* scratch;             // 64-byte aligned, gemm_scratch_bytes(args) bytes
 };
 
+// C[m][n] += sum_r X[r][m] * Y[r][n], r < R: the product of a weight gradient. C is float (double for kF64 X and Y), dense rows of ldc.
+struct OuterArgs {
+  int64_t R, M, N;
+  const void* x;
+  const void* y;
+  DType dtype;               // of X and Y: kF32, kBF16, kF16 or kF64
+  int64_t ldx, ldy;          // elements between rows
+  void* c;
+  int64_t ldc;
+  void* scratch;             // 64-byte aligned, outer_scratch_bytes(args) bytes
+};
+
 // dst, a, b, c: dense arrays of `n` elements of the compute type (bool as 0/1 bytes; float16/bfloat16 never). imm: Micro.imm.
 using VectorFn = void (*)(int64_t n, void* dst, const void* a, const void* b, const void* c, const double* imm);
 // dense dst[n] of the compute type <- strided src of the storage type (stride in elements, may be 0 or negative), and the reverse.
@@ -74,6 +86,8 @@ struct KernelTable {
   StoreFn (*store)(DType storage, DType compute);
   FoldFn (*fold)(int how, DType storage, bool wide);         // how: index into REDUCTIONS of bytecode.py (not arg*)
   FoldRowFn (*fold_row)(int how, DType storage, bool wide);
+  size_t (*outer_scratch_bytes)(const OuterArgs&);
+  void (*outer)(const OuterArgs&);
 };
 
 const KernelTable& kernels();                 // the best for this CPU, or the one named by set_isa

@@ -95,9 +95,16 @@ struct Accumulate {
   Operand x;
 };
 
+struct AccumulateMatmul {
+  int64_t sink;
+  int64_t row_multiple;
+  int64_t batch, m, n;
+  Operand x, y;
+};
+
 // The position in the variant plus one is the instruction's CODE.
-using Instruction = std::variant<Gather, Scatter, Matmul, Vector, Reduce, Scan, Accumulate>;
-constexpr const char* kInstructionNames[] = {"Gather", "Scatter", "Matmul", "Vector", "Reduce", "Scan", "Accumulate"};
+using Instruction = std::variant<Gather, Scatter, Matmul, Vector, Reduce, Scan, Accumulate, AccumulateMatmul>;
+constexpr const char* kInstructionNames[] = {"Gather", "Scatter", "Matmul", "Vector", "Reduce", "Scan", "Accumulate", "AccumulateMatmul"};
 
 struct Prep {
   PrepKind kind;
@@ -116,6 +123,7 @@ struct Sink {
   DType dtype;
   int64_t elements;
   int64_t out;
+  bool products = false;  // derived by the validator: fed by AccumulateMatmul, and accumulated in `dtype`
 };
 
 struct Ring {

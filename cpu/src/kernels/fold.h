@@ -1,8 +1,8 @@
 // Reductions: folding an array, strided or not, into one accumulator, and folding rows into an array of accumulators.
 //
 // Elements are converted to the accumulator's type in chunks that stay in the first-level cache, then folded in several independent
-// vectors. Floating sums so carry 4 x kFloats partial sums per chunk (64 on AVX-512), added up as a tree, and chunks add up in double: the
-// error is that of pairwise summation.
+// vectors. Floating sums so carry 4 x kFloats partial sums per chunk (64 on AVX-512), added up as a tree, and chunks add up in
+// double: the error is that of pairwise summation.
 #pragma once
 
 #include "load_store.h"
@@ -86,7 +86,8 @@ struct Total<Mul, float> {
 
 // `load` turns elements of `element_bytes` into accumulators; nullptr: they are accumulators already.
 template <class Op, class Acc>
-__attribute__((noinline)) void fold_chunks(int64_t n, const char* src, int64_t stride, Acc* acc, LoadFn load, int64_t element_bytes) {
+__attribute__((noinline)) void fold_chunks(int64_t n, const char* src, int64_t stride, Acc* acc, LoadFn load,
+                                           int64_t element_bytes) {
   using T = typename Total<Op, Acc>::type;
   T total = T(*acc);
   alignas(64) Acc chunk[kFoldChunk];
@@ -99,7 +100,8 @@ __attribute__((noinline)) void fold_chunks(int64_t n, const char* src, int64_t s
 }
 
 template <class Op, class Acc>
-__attribute__((noinline)) void fold_row_chunks(int64_t n, const char* src, int64_t stride, Acc* acc, LoadFn load, int64_t element_bytes) {
+__attribute__((noinline)) void fold_row_chunks(int64_t n, const char* src, int64_t stride, Acc* acc, LoadFn load,
+                                               int64_t element_bytes) {
   alignas(64) Acc chunk[kFoldChunk];
   for (int64_t i = 0; i < n; i += kFoldChunk, src += kFoldChunk * stride * element_bytes) {
     int64_t count = min_of(kFoldChunk, n - i);

@@ -25,7 +25,8 @@ inline size_t gemm_scratch_bytes(const GemmArgs& g) {
   return (bytes + 63) / 64 * 64;
 }
 
-// All rows of one block of X times one panel. The rows are shared out evenly (97 rows are 9 blocks of 10 or 11, not 8 of 12 and a lone 1).
+// All rows of one block of X times one panel. The rows are shared out evenly (97 rows are 9 blocks of 10 or 11, not 8 of 12 and a
+// lone 1).
 template <class Step, int NV>
 void multiply_panel(Block b, int64_t rows) {
   int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, each = rows / blocks, extra = rows % blocks;

@@ -1,4 +1,5 @@
-// Moving rows between storage and registers: conversion of dense or strided arrays. A stride is in elements and may be 0 or negative.
+// Moving rows between storage and registers: conversion of dense or strided arrays. A stride is in elements and may be 0 or
+// negative.
 #pragma once
 
 #include "scalar.h"

@@ -9,11 +9,11 @@ namespace kitsune::cpu::KITSUNE_ISA {
 #if defined(__AVX512F__)
 constexpr int kBlockRows = 12;  // 24 of 32 registers
 #elif defined(__AVX2__)
-constexpr int kBlockRows = 6;   // 12 of 16
+constexpr int kBlockRows = 6;  // 12 of 16
 #elif defined(__aarch64__)
 constexpr int kBlockRows = 12;  // 24 of 32
 #else
-constexpr int kBlockRows = 4;   // 8 of 16
+constexpr int kBlockRows = 4;  // 8 of 16
 #endif
 
 // One block: X rows and C rows start at x and c; `columns` of the panel are stored.

@@ -1,7 +1,8 @@
 // Panels: how a weight W[K][N] is laid out for the matmul micro-kernels, and the packing of weights into them.
 //
-// A panel holds `width` columns of W, row after row: element (k, n) of panel p is W[k][p * width + n]. bf16 panels interleave pairs of
-// rows, as VDPBF16PS wants them: (k, n) is at ((k / 2) * width + n) * 2 + k % 2. K is padded to the k-step, N to the width, with zeros.
+// A panel holds `width` columns of W, row after row: element (k, n) of panel p is W[k][p * width + n]. bf16 panels interleave pairs
+// of rows, as VDPBF16PS wants them: (k, n) is at ((k / 2) * width + n) * 2 + k % 2. K is padded to the k-step, N to the width, with
+// zeros.
 #pragma once
 
 #include "load_store.h"

@@ -1,5 +1,5 @@
-// What each opcode does to one element: arithmetic, comparisons, shifts, rounding. Semantics are lax's (see bytecode.py); all code is
-// branch-free where it can be, so that the loops over it vectorise.
+// What each opcode does to one element: arithmetic, comparisons, shifts, rounding. Semantics are lax's (see bytecode.py); all code
+// is branch-free where it can be, so that the loops over it vectorise.
 #pragma once
 
 #include "scalar.h"
@@ -35,18 +35,20 @@ struct Wrap<uint64_t> {
 template <class T>
 using WrapOf = typename Wrap<T>::type;
 
-#define KITSUNE_UNARY(name, floating, integer)                 \
-  struct name {                                                \
-    template <class T>                                         \
-    static KITSUNE_INLINE T apply(T x) {                       \
-      if constexpr (TypeTraits<T>::kFloating) return floating; \
-      else return T(integer);                                  \
-    }                                                          \
+#define KITSUNE_UNARY(name, floating, integer) \
+  struct name {                                \
+    template <class T>                         \
+    static KITSUNE_INLINE T apply(T x) {       \
+      if constexpr (TypeTraits<T>::kFloating)  \
+        return floating;                       \
+      else                                     \
+        return T(integer);                     \
+    }                                          \
   };
 
 KITSUNE_UNARY(Neg, -x, WrapOf<T>(0) - WrapOf<T>(x))
 KITSUNE_UNARY(Sign, x > T(0) ? T(1) : x < T(0) ? T(-1) : x, (x > T(0)) - (kSigned<T> && x < T(0)))
-KITSUNE_UNARY(Square, x * x, WrapOf<T>(x) * WrapOf<T>(x))
+KITSUNE_UNARY(Square, x* x, WrapOf<T>(x) * WrapOf<T>(x))
 #undef KITSUNE_UNARY
 
 struct Abs {
@@ -102,8 +104,10 @@ struct IsFinite {
 struct Not {
   template <class T>
   static KITSUNE_INLINE T apply(T x) {
-    if constexpr (TypeTraits<T>::kBool) return {uint8_t(x.byte ^ 1)};
-    else return T(~x);
+    if constexpr (TypeTraits<T>::kBool)
+      return {uint8_t(x.byte ^ 1)};
+    else
+      return T(~x);
   }
 };
 
@@ -122,14 +126,17 @@ struct CountLeadingZeros {
   }
 };
 
-#define KITSUNE_ARITHMETIC(name, op, boolean)                                     \
-  struct name {                                                                   \
-    template <class T>                                                            \
-    static KITSUNE_INLINE T apply(T x, T y) {                                     \
-      if constexpr (TypeTraits<T>::kBool) return {uint8_t(x.byte boolean y.byte)}; \
-      else if constexpr (TypeTraits<T>::kFloating) return x op y;                 \
-      else return T(WrapOf<T>(x) op WrapOf<T>(y));                                \
-    }                                                                             \
+#define KITSUNE_ARITHMETIC(name, op, boolean)      \
+  struct name {                                    \
+    template <class T>                             \
+    static KITSUNE_INLINE T apply(T x, T y) {      \
+      if constexpr (TypeTraits<T>::kBool)          \
+        return {uint8_t(x.byte boolean y.byte)};   \
+      else if constexpr (TypeTraits<T>::kFloating) \
+        return x op y;                             \
+      else                                         \
+        return T(WrapOf<T>(x) op WrapOf<T>(y));    \
+    }                                              \
   };
 KITSUNE_ARITHMETIC(Add, +, |)
 KITSUNE_ARITHMETIC(Sub, -, ^)
@@ -185,13 +192,15 @@ struct NextAfter {
   static KITSUNE_INLINE double apply(double x, double y) { return __builtin_nextafter(x, y); }
 };
 
-#define KITSUNE_LOGIC(name, op)                                                \
-  struct name {                                                                \
-    template <class T>                                                         \
-    static KITSUNE_INLINE T apply(T x, T y) {                                  \
-      if constexpr (TypeTraits<T>::kBool) return {uint8_t(x.byte op y.byte)};  \
-      else return T(x op y);                                                   \
-    }                                                                          \
+#define KITSUNE_LOGIC(name, op)               \
+  struct name {                               \
+    template <class T>                        \
+    static KITSUNE_INLINE T apply(T x, T y) { \
+      if constexpr (TypeTraits<T>::kBool)     \
+        return {uint8_t(x.byte op y.byte)};   \
+      else                                    \
+        return T(x op y);                     \
+    }                                         \
   };
 KITSUNE_LOGIC(And, &)
 KITSUNE_LOGIC(Or, |)
@@ -242,13 +251,15 @@ struct ShiftRightArithmetic {  // on the bits: an unsigned type's top bit counts
   }
 };
 
-#define KITSUNE_COMPARISON(name, op)                                                   \
-  struct name {                                                                        \
-    template <class T>                                                                 \
-    static KITSUNE_INLINE Bool apply(T x, T y) {                                       \
-      if constexpr (TypeTraits<T>::kBool) return {uint8_t(x.byte op y.byte)};          \
-      else return {uint8_t(x op y)};                                                   \
-    }                                                                                  \
+#define KITSUNE_COMPARISON(name, op)             \
+  struct name {                                  \
+    template <class T>                           \
+    static KITSUNE_INLINE Bool apply(T x, T y) { \
+      if constexpr (TypeTraits<T>::kBool)        \
+        return {uint8_t(x.byte op y.byte)};      \
+      else                                       \
+        return {uint8_t(x op y)};                \
+    }                                            \
   };
 KITSUNE_COMPARISON(Eq, ==)
 KITSUNE_COMPARISON(Ne, !=)
@@ -277,8 +288,8 @@ KITSUNE_INLINE T integer_power(T x, int64_t y) {
   return y < 0 ? Div::apply(T(1), result) : result;
 }
 
-// Rounds to a float of `exponent` and `mantissa` bits and back, as XLA's reduce-precision: nearest even, overflow to infinity, numbers
-// below the smaller format's normal range to zero.
+// Rounds to a float of `exponent` and `mantissa` bits and back, as XLA's reduce-precision: nearest even, overflow to infinity,
+// numbers below the smaller format's normal range to zero.
 template <class T>
 KITSUNE_INLINE T reduce_precision(T x, int exponent, int mantissa) {
   using U = typename Bits<T>::type;

@@ -101,7 +101,8 @@ KITSUNE_INLINE BFloat16 to_bfloat16(float x) {
 }
 
 KITSUNE_INLINE float to_float(Half x) {
-  // The exponent is re-biased by an exact multiplication, which also normalises denormals; 65536 = 2^16 is the first value beyond f16.
+  // The exponent is re-biased by an exact multiplication, which also normalises denormals; 65536 = 2^16 is the first value beyond
+  // f16.
   uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
   float scaled = bit_cast<float>(magnitude) * 0x1p112f;
   uint32_t bits = bit_cast<uint32_t>(scaled);

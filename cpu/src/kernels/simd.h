@@ -1,8 +1,9 @@
 // The vector types of one ISA, on GCC/Clang vector extensions, and the few operations the extensions lack.
 //
-// Every header of this folder is compiled once per ISA, with that ISA's flags, into the namespace kitsune::cpu::KITSUNE_ISA, which the
-// including translation unit names. Nothing inline may be shared between those units: the linker would keep one copy, perhaps the one
-// with instructions this CPU lacks. So these headers call builtins and extern "C" functions only, never inline std:: functions.
+// Every header of this folder is compiled once per ISA, with that ISA's flags, into the namespace kitsune::cpu::KITSUNE_ISA, which
+// the including translation unit names. Nothing inline may be shared between those units: the linker would keep one copy, perhaps
+// the one with instructions this CPU lacks. So these headers call builtins and extern "C" functions only, never inline std::
+// functions.
 #pragma once
 
 #ifndef KITSUNE_ISA
@@ -62,7 +63,7 @@ using VD = Vec<double>;
 using VL = Vec<int64_t>;
 using VU = Vec<uint32_t>;  // for arithmetic on the bits of floats, which may wrap
 using VUL = Vec<uint64_t>;
-using HF = VectorOf<float, kVectorBytes / 2>::type;    // as many floats as VD has doubles
+using HF = VectorOf<float, kVectorBytes / 2>::type;  // as many floats as VD has doubles
 using HI = VectorOf<int32_t, kVectorBytes / 2>::type;
 
 constexpr int kFloats = kVectorBytes / 4;
@@ -157,8 +158,8 @@ KITSUNE_INLINE VD abs_vector(VD x) {
 KITSUNE_INLINE VF copy_sign(VF magnitude, VF sign) { return (VF)(((VI)magnitude & INT32_MAX) | ((VI)sign & INT32_MIN)); }
 KITSUNE_INLINE VD copy_sign(VD magnitude, VD sign) { return (VD)(((VL)magnitude & INT64_MAX) | ((VL)sign & INT64_MIN)); }
 
-// The two halves of a float vector, and the vector of two halves: in registers (through memory, the wide reload of two narrow stores
-// would wait for them to reach the cache).
+// The two halves of a float vector, and the vector of two halves: in registers (through memory, the wide reload of two narrow
+// stores would wait for them to reach the cache).
 #if defined(__AVX512F__)
 #define KITSUNE_LOW_LANES 0, 1, 2, 3, 4, 5, 6, 7
 #define KITSUNE_HIGH_LANES 8, 9, 10, 11, 12, 13, 14, 15

@@ -1,7 +1,7 @@
 // Special functions too rare to vectorise: scalar double code from published formulas, used for float (rounded) and double alike.
 //
-// DLMF is the NIST Digital Library of Mathematical Functions, https://dlmf.nist.gov. Arguments outside a function's domain give NaN or
-// the infinity that SciPy and XLA give.
+// DLMF is the NIST Digital Library of Mathematical Functions, https://dlmf.nist.gov. Arguments outside a function's domain give NaN
+// or the infinity that SciPy and XLA give.
 #pragma once
 
 #include <math.h>  // lgamma_r
@@ -34,8 +34,8 @@ inline double digamma(double x) {
   constexpr double kRoot = 0x1.762d86356be3fp+0, kRootLow = 9.54999542996569772e-17;  // the root is their sum
   double from_root = (x - kRoot) - kRootLow;
   if (__builtin_fabs(from_root) < 0.05) {
-    static const double c[] = {0.9676722454476211704, -0.4427631689835921061, 0.2584997609556510106,  -0.1639427054424065275,
-                               0.1078240506912623658, -0.0721995612564547109, 0.04880428816414310723, -0.03316112647484735929,
+    static const double c[] = {0.9676722454476211704,  -0.4427631689835921061,  0.2584997609556510106,  -0.1639427054424065275,
+                               0.1078240506912623658,  -0.0721995612564547109,  0.04880428816414310723, -0.03316112647484735929,
                                0.02259764823221810466, -0.01542476590494895914, 0.01053879161661217539};
     double sum = 0;
     for (int i = 10; i >= 0; --i) sum = sum * from_root + c[i];
@@ -92,8 +92,8 @@ inline double bessel_ie(double x) {
   return Nu ? __builtin_copysign(r, x) : r;
 }
 
-// e^-x x^a / Gamma(a), the factor in front of both expansions of the incomplete gamma function. For a beyond 100 the exponent's large
-// parts are taken out first: with mu = (x - a) / a it is a (log1p(mu) - mu), and Gamma(a) is Stirling's (DLMF 5.11.1).
+// e^-x x^a / Gamma(a), the factor in front of both expansions of the incomplete gamma function. For a beyond 100 the exponent's
+// large parts are taken out first: with mu = (x - a) / a it is a (log1p(mu) - mu), and Gamma(a) is Stirling's (DLMF 5.11.1).
 inline double gamma_factor(double a, double x) {
   if (a < 100) return __builtin_exp(a * __builtin_log(x) - x - lgamma(a));
   double mu = (x - a) / a, difference;
@@ -160,7 +160,8 @@ inline double igamma_either(double a, double x) {
 inline double igamma(double a, double x) { return igamma_either<false>(a, x); }
 inline double igammac(double a, double x) { return igamma_either<true>(a, x); }
 
-// Hurwitz zeta(s, q) for s > 1 by Euler-Maclaurin summation (DLMF 25.11.9, after 12 explicit terms, or as many as make q + N large).
+// Hurwitz zeta(s, q) for s > 1 by Euler-Maclaurin summation (DLMF 25.11.9, after 12 explicit terms, or as many as make q + N
+// large).
 inline double zeta(double s, double q) {
   if (s == 1) return kInfinity;
   if (!(s > 1) || q != q) return kNaN;
@@ -178,8 +179,14 @@ inline double zeta(double s, double q) {
   double power = __builtin_pow(base, -s);
   sum += power * base / (s - 1) + power / 2;
   // B_2k / (2k)! s (s + 1) ... (s + 2k - 2) base^(-s - 2k + 1)
-  static const double b[] = {1.0 / 12,       -1.0 / 720,        1.0 / 30240,        -1.0 / 1209600,
-                             1.0 / 47900160, -691.0 / 1307674368000.0, 1.0 / 74724249600.0, -3617.0 / 10670622842880000.0};
+  static const double b[] = {1.0 / 12,
+                             -1.0 / 720,
+                             1.0 / 30240,
+                             -1.0 / 1209600,
+                             1.0 / 47900160,
+                             -691.0 / 1307674368000.0,
+                             1.0 / 74724249600.0,
+                             -3617.0 / 10670622842880000.0};
   double factor = s * power / base;
   for (int k = 0; k < 8; ++k) {
     double term = b[k] * factor;
@@ -218,7 +225,8 @@ inline double incomplete_beta(double a, double b, double x) {
   double h = d;
   for (int m = 1; m < 10000; ++m) {
     for (int odd = 0; odd < 2; ++odd) {
-      double an = odd ? -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)) : m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m));
+      double an =
+          odd ? -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)) : m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m));
       d = 1 + an * d;
       d = 1 / (__builtin_fabs(d) < kTiny ? kTiny : d);
       c = 1 + an / c;

@@ -35,7 +35,8 @@ KITSUNE_INLINE VF scale_by_power(VF y, VF n) {
 
 // e^r for |r| <= ln 2 / 2.
 KITSUNE_INLINE VF exp_reduced(VF r) {
-  static const float c[] = {5.0000001201e-1f, 1.6666665459e-1f, 4.1665795894e-2f, 8.3334519073e-3f, 1.3981999507e-3f, 1.9875691500e-4f};
+  static const float c[] = {5.0000001201e-1f, 1.6666665459e-1f, 4.1665795894e-2f,
+                            8.3334519073e-3f, 1.3981999507e-3f, 1.9875691500e-4f};
   return polynomial(r, c) * (r * r) + r + 1.0f;
 }
 
@@ -57,7 +58,7 @@ KITSUNE_INLINE VF exp2(VF x) {
 
 KITSUNE_INLINE VF log(VF x) {
   static const float c[] = {3.3333331174e-1f,  -2.4999993993e-1f, 2.0000714765e-1f,  -1.6668057665e-1f, 1.4249322787e-1f,
-                            -1.2420140846e-1f, 1.1676998740e-1f, -1.1514610310e-1f, 7.0376836292e-2f};
+                            -1.2420140846e-1f, 1.1676998740e-1f,  -1.1514610310e-1f, 7.0376836292e-2f};
   VI denormal = x < 0x1p-126f;
   VF s = choose(denormal, x * 0x1p25f, x);
   VI offset = (VI)((VU)s - 0x3f3504f3);  // bits of sqrt(1/2)
@@ -92,9 +93,9 @@ KITSUNE_INLINE VF logistic(VF x) {
 
 // x P(x^2) below 0.93; 1 - e^(-t Q(t)) above, Q fitted to -log(erfc t) / t over [0.9, 4] (9e-8, weighted by erfc t <= 0.2).
 KITSUNE_INLINE VF erf(VF x) {
-  static const float small_c[] = {0.1283791665624985f,   -0.3761263296126926f,  0.1128368306936103f,  -0.026858688451197224f,
+  static const float small_c[] = {0.1283791665624985f,   -0.3761263296126926f,   0.1128368306936103f,   -0.026858688451197224f,
                                   0.005199235030261142f, -0.000812203866262259f, 8.282021688411657e-05f};
-  static const float large_c[] = {1.1288887673613623f,   0.634194741922897f,     0.1077922315537649f,   -0.025093434597504297f,
+  static const float large_c[] = {1.1288887673613623f,  0.634194741922897f,      0.1077922315537649f,    -0.025093434597504297f,
                                   0.00428439239058539f, -0.0004940896084840745f, 3.376522548815964e-05f, -1.0118451902870421e-06f};
   VF a = abs_vector(x), s = x * x;
   VF t = choose(a > 4.0f, splat<VF>(4.0f), a);  // erf(4) rounds to 1; NaN stays
@@ -117,7 +118,8 @@ inline __attribute__((noinline)) void mend_scalars(const int32_t* mask, const fl
   }
 }
 
-inline __attribute__((noinline)) void mend_scalars(const int32_t* mask, const float* x, const float* y, float* r, DoubleFunction2 f) {
+inline __attribute__((noinline)) void mend_scalars(const int32_t* mask, const float* x, const float* y, float* r,
+                                                   DoubleFunction2 f) {
   for (int i = 0; i < kFloats; ++i) {
     if (mask[i]) r[i] = float(f(double(x[i]), double(y[i])));
   }

@@ -96,7 +96,8 @@ void map_double2(int64_t n, void* dst, const void* a, const void* b, const void*
 template <double (*F)(double, double, double), class T>
 void map_double3(int64_t n, void* dst, const void* a, const void* b, const void* c, const double*) {
   for (int64_t i = 0; i < n; ++i) {
-    double x = double(static_cast<const T*>(a)[i]), y = double(static_cast<const T*>(b)[i]), z = double(static_cast<const T*>(c)[i]);
+    double x = double(static_cast<const T*>(a)[i]), y = double(static_cast<const T*>(b)[i]),
+           z = double(static_cast<const T*>(c)[i]);
     static_cast<T*>(dst)[i] = T(F(x, y, z));
   }
 }
@@ -157,13 +158,27 @@ VectorFn elementary_function(Opcode op);
 template <>
 inline VectorFn elementary_function<double>(Opcode op) {
   switch (op) {
-#define KITSUNE_CASE(name) \
-  case Opcode::op_##name: return &map_double<libm_##name, double>;
-    KITSUNE_CASE(exp) KITSUNE_CASE(exp2) KITSUNE_CASE(expm1) KITSUNE_CASE(log) KITSUNE_CASE(log1p) KITSUNE_CASE(cbrt)
-    KITSUNE_CASE(logistic) KITSUNE_CASE(tanh) KITSUNE_CASE(sin) KITSUNE_CASE(cos) KITSUNE_CASE(tan) KITSUNE_CASE(asin)
-    KITSUNE_CASE(acos) KITSUNE_CASE(atan) KITSUNE_CASE(sinh) KITSUNE_CASE(cosh) KITSUNE_CASE(asinh) KITSUNE_CASE(acosh)
-    KITSUNE_CASE(atanh) KITSUNE_CASE(erf) KITSUNE_CASE(erfc)
-#undef KITSUNE_CASE
+    case Opcode::op_exp: return &map_double<libm_exp, double>;
+    case Opcode::op_exp2: return &map_double<libm_exp2, double>;
+    case Opcode::op_expm1: return &map_double<libm_expm1, double>;
+    case Opcode::op_log: return &map_double<libm_log, double>;
+    case Opcode::op_log1p: return &map_double<libm_log1p, double>;
+    case Opcode::op_cbrt: return &map_double<libm_cbrt, double>;
+    case Opcode::op_logistic: return &map_double<libm_logistic, double>;
+    case Opcode::op_tanh: return &map_double<libm_tanh, double>;
+    case Opcode::op_sin: return &map_double<libm_sin, double>;
+    case Opcode::op_cos: return &map_double<libm_cos, double>;
+    case Opcode::op_tan: return &map_double<libm_tan, double>;
+    case Opcode::op_asin: return &map_double<libm_asin, double>;
+    case Opcode::op_acos: return &map_double<libm_acos, double>;
+    case Opcode::op_atan: return &map_double<libm_atan, double>;
+    case Opcode::op_sinh: return &map_double<libm_sinh, double>;
+    case Opcode::op_cosh: return &map_double<libm_cosh, double>;
+    case Opcode::op_asinh: return &map_double<libm_asinh, double>;
+    case Opcode::op_acosh: return &map_double<libm_acosh, double>;
+    case Opcode::op_atanh: return &map_double<libm_atanh, double>;
+    case Opcode::op_erf: return &map_double<libm_erf, double>;
+    case Opcode::op_erfc: return &map_double<libm_erfc, double>;
     case Opcode::op_pow: return &map_double2<libm_pow, double>;
     case Opcode::op_atan2: return &map_double2<libm_atan2, double>;
     default: return special_function<double>(op);
@@ -173,16 +188,27 @@ inline VectorFn elementary_function<double>(Opcode op) {
 template <>
 inline VectorFn elementary_function<float>(Opcode op) {
   switch (op) {
-#define KITSUNE_DIRECT(name) \
-  case Opcode::op_##name: return &map_vector<name>;
-#define KITSUNE_WIDE(name) \
-  case Opcode::op_##name: return &map_vector<through_double<wide::name>>;
-    KITSUNE_DIRECT(exp) KITSUNE_DIRECT(exp2) KITSUNE_DIRECT(log) KITSUNE_DIRECT(tanh) KITSUNE_DIRECT(logistic) KITSUNE_DIRECT(erf)
-    KITSUNE_DIRECT(sin) KITSUNE_DIRECT(cos) KITSUNE_DIRECT(tan)
-    KITSUNE_WIDE(expm1) KITSUNE_WIDE(log1p) KITSUNE_WIDE(cbrt) KITSUNE_WIDE(asin) KITSUNE_WIDE(acos) KITSUNE_WIDE(atan)
-    KITSUNE_WIDE(sinh) KITSUNE_WIDE(cosh) KITSUNE_WIDE(asinh) KITSUNE_WIDE(acosh) KITSUNE_WIDE(atanh) KITSUNE_WIDE(erfc)
-#undef KITSUNE_DIRECT
-#undef KITSUNE_WIDE
+    case Opcode::op_exp: return &map_vector<exp>;
+    case Opcode::op_exp2: return &map_vector<exp2>;
+    case Opcode::op_expm1: return &map_vector<through_double<wide::expm1>>;
+    case Opcode::op_log: return &map_vector<log>;
+    case Opcode::op_log1p: return &map_vector<through_double<wide::log1p>>;
+    case Opcode::op_cbrt: return &map_vector<through_double<wide::cbrt>>;
+    case Opcode::op_logistic: return &map_vector<logistic>;
+    case Opcode::op_tanh: return &map_vector<tanh>;
+    case Opcode::op_sin: return &map_vector<sin>;
+    case Opcode::op_cos: return &map_vector<cos>;
+    case Opcode::op_tan: return &map_vector<tan>;
+    case Opcode::op_asin: return &map_vector<through_double<wide::asin>>;
+    case Opcode::op_acos: return &map_vector<through_double<wide::acos>>;
+    case Opcode::op_atan: return &map_vector<through_double<wide::atan>>;
+    case Opcode::op_sinh: return &map_vector<through_double<wide::sinh>>;
+    case Opcode::op_cosh: return &map_vector<through_double<wide::cosh>>;
+    case Opcode::op_asinh: return &map_vector<through_double<wide::asinh>>;
+    case Opcode::op_acosh: return &map_vector<through_double<wide::acosh>>;
+    case Opcode::op_atanh: return &map_vector<through_double<wide::atanh>>;
+    case Opcode::op_erf: return &map_vector<erf>;
+    case Opcode::op_erfc: return &map_vector<through_double<wide::erfc>>;
     case Opcode::op_pow: return &map_vector2<pow>;
     case Opcode::op_atan2: return &map_vector2<through_double<wide::atan2>>;
     default: return special_function<float>(op);

@@ -1,7 +1,9 @@
 // Elementary functions evaluated in double for a float result: vectors of kDoubles lanes holding floats (so every float denormal is
-// normal here, and the final rounding to float makes denormal results and overflow right). Relative error below 1e-9 (0.02 ulp of f32).
+// normal here, and the final rounding to float makes denormal results and overflow right). Relative error below 1e-9 (0.02 ulp of
+// f32).
 //
-// Polynomials: interpolation at Chebyshev nodes in 40-digit arithmetic, unless a comment says otherwise. All functions are branch-free.
+// Polynomials: interpolation at Chebyshev nodes in 40-digit arithmetic, unless a comment says otherwise. All functions are
+// branch-free.
 #pragma once
 
 #include "simd.h"
@@ -25,8 +27,8 @@ KITSUNE_INLINE VD polynomial(VD x, const double (&c)[N]) {
 
 // e^x = 2^n e^r, |r| <= ln 2 / 2, with e^r - 1 from its Taylor series. The argument is held where a float's exponential is decided.
 struct Exponential {
-  VD scale;      // 2^n
-  VD fraction;   // e^r - 1
+  VD scale;     // 2^n
+  VD fraction;  // e^r - 1
 };
 
 KITSUNE_INLINE Exponential split_exp(VD x) {
@@ -51,7 +53,8 @@ KITSUNE_INLINE VD expm1(VD x) {
   return choose((VL)(x == 0.0), x, r);
 }
 
-// log x for normal x: x = 2^e m, sqrt(1/2) <= m < sqrt(2), log m = 2 atanh((m - 1) / (m + 1)). Zero, negative and infinite x included.
+// log x for normal x: x = 2^e m, sqrt(1/2) <= m < sqrt(2), log m = 2 atanh((m - 1) / (m + 1)). Zero, negative and infinite x
+// included.
 KITSUNE_INLINE VD log(VD x) {
   static const double c[] = {2.0, 2.0 / 3, 2.0 / 5, 2.0 / 7, 2.0 / 9, 2.0 / 11, 2.0 / 13, 2.0 / 15};
   VL offset = (VL)((VUL)x - 0x3fe6a09e667f3bcd);  // bits of sqrt(1/2)
@@ -76,9 +79,10 @@ KITSUNE_INLINE VD log1p(VD x) {
 
 // atan(t) / t for 0 <= t <= 1 as a polynomial in t^2 (relative error 2e-12).
 KITSUNE_INLINE VD atan_unit(VD t) {
-  static const double c[] = {0.9999999999981967,   -0.333333332624797,   0.19999995340385063,  -0.14285592394282529, 0.11109428364330506,
-                             -0.09076798876650477, 0.07614250199003121,  -0.06366092236096826, 0.050455577528416146, -0.03526772086942244,
-                             0.01993744283625617,  -0.008241899893996813, 0.002162794422156479, -0.00026660196719267425};
+  static const double c[] = {0.9999999999981967,   -0.333333332624797,     0.19999995340385063, -0.14285592394282529,
+                             0.11109428364330506,  -0.09076798876650477,   0.07614250199003121, -0.06366092236096826,
+                             0.050455577528416146, -0.03526772086942244,   0.01993744283625617, -0.008241899893996813,
+                             0.002162794422156479, -0.00026660196719267425};
   return t * polynomial(t * t, c);
 }
 
@@ -139,9 +143,9 @@ KITSUNE_INLINE VD cbrt(VD x) {
 // erfc(t) = e^(-t^2) g(t) / (1 + t), g a polynomial in (t - 2) / (t + 2) over 0 <= t <= 11 (relative error 4e-12), by which point a
 // float has underflowed; erfc(-t) = 2 - erfc(t).
 KITSUNE_INLINE VD erfc(VD x) {
-  static const double c[] = {0.7661870289332483,     -0.25997483699180246,   0.037813897997347294,  0.042536348852210866,
-                             -0.025243544955242975,  -0.000518260280412604,  0.003937653814237075,  0.00014449911674287028,
-                             -0.0007061276391076435, -0.0001389657505699594, 0.00011584178091442406, 5.86960503123019e-05,
+  static const double c[] = {0.7661870289332483,     -0.25997483699180246,    0.037813897997347294,    0.042536348852210866,
+                             -0.025243544955242975,  -0.000518260280412604,   0.003937653814237075,    0.00014449911674287028,
+                             -0.0007061276391076435, -0.0001389657505699594,  0.00011584178091442406,  5.86960503123019e-05,
                              -7.244241075464282e-06, -1.3057865213815438e-05, -3.0148437042765445e-06, 6.7716414251973e-08};
   VD t = abs_vector(x);
   t = choose((VL)(t > 11.0), splat<VD>(11.0), t);
@@ -149,7 +153,8 @@ KITSUNE_INLINE VD erfc(VD x) {
   return choose((VL)(x < 0.0), 2.0 - r, r);
 }
 
-// |x| less than 1e6: x - n pi/2 with pi/2 in two pieces, the first of 33 bits, so that n times it is exact for n < 2^20 (Cody & Waite).
+// |x| less than 1e6: x - n pi/2 with pi/2 in two pieces, the first of 33 bits, so that n times it is exact for n < 2^20 (Cody &
+// Waite).
 constexpr double kReducible = 1e6;
 constexpr double kHalfPiHigh = 1.57079632673412561417, kHalfPiLow = 6.07710050650619224932e-11;
 

@@ -192,7 +192,26 @@ class Accumulate:
     x: Operand  # strides for (*kept, *reduced)
 
 
-Instruction = Gather | Scatter | Matmul | Vector | Reduce | Scan | Accumulate
+@dataclasses.dataclass(frozen=True)
+class AccumulateMatmul:
+    """sink accumulator (dense, [batch, m, n]) += sum over r of x[b, r, :] outer y[b, r, :], r over rows * row_multiple.
+
+    A weight gradient. ``x``: row_stride is the distance of consecutive r, strides = (batch stride,); its m elements are contiguous.
+    ``y`` likewise with n. Both have one dtype; the sink has how = sum and dtype float32 (float64 for float64), and accumulates in it.
+    For IN refs the distance * row_multiple is the global row stride.
+    """
+
+    CODE: ClassVar[int] = 8
+    sink: int
+    row_multiple: int
+    batch: int
+    m: int
+    n: int
+    x: Operand
+    y: Operand
+
+
+Instruction = Gather | Scatter | Matmul | Vector | Reduce | Scan | Accumulate | AccumulateMatmul
 
 WEIGHT, DENSE = range(2)
 
@@ -225,7 +244,8 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Sink:
-    """Folded per lane of consecutive tiles, lanes combined in order (so the result does not depend on the schedule), in f64 for floating sums and products."""
+    """Folded per lane of consecutive tiles, lanes combined in order (so the result does not depend on the schedule), in f64 for floating sums
+    and products (but see AccumulateMatmul)."""
 
     how: int
     dtype: int  # of the values folded

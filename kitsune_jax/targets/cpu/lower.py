@@ -250,4 +250,5 @@ _HANDLERS: dict[str, Handler] = {
     "concatenate": _concatenate,
     "pad": _pad,
     "sink": _accumulate,
+    "matmul_sink": matmul.emit_matmul_sink,
 }

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu import views
-from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DENSE, DTYPE_CODE, IN, WEIGHT, Matmul, Operand, Prep
+from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DENSE, DTYPE_CODE, IN, WEIGHT, AccumulateMatmul, Matmul, Operand, Prep
 from kitsune_jax.targets.cpu.errors import CannotLower
 from kitsune_jax.targets.cpu.stage import VIEW_KINDS, Stage
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
@@ -190,6 +190,44 @@ def _copied(stage: Stage, x: int, dims: _Dims) -> tuple[View, _Order]:
     target = views.transpose(own, [sequence.index(d) for d in range(len(sequence))])
     stage.write(x, target)
     return target, order
+
+
+def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
+    """A weight gradient: the rows of both tiles are contracted, the free dimensions are the accumulator's, in the op's order."""
+    x, y = instr.inputs
+    if stage.type(x).dtype != stage.type(y).dtype:
+        raise CannotLower(f"a weight gradient of {stage.type(x).dtype} and {stage.type(y).dtype}")
+    pairs = [(a - 1, b - 1) for a, b in zip(instr["x_contract"], instr["y_contract"], strict=True) if a > 0]
+    lies = stage.view(x)
+    pairs.sort(key=lambda pair: -lies.strides[pair[0]])  # the order in which x's rows are walked; y follows
+    sides = []
+    for v, contract, batch in (
+        (x, [a for a, _ in pairs], [d - 1 for d in instr["x_batch"]]),
+        (y, [b for _, b in pairs], [d - 1 for d in instr["y_batch"]]),
+    ):
+        view = stage.view(v)
+        free = [d for d in range(len(view.shape)) if d not in contract and d not in batch]
+        rows = _rows(view, contract, batch, free)
+        if rows is None:
+            sequence = [*contract, *batch, *free]
+            own = stage.scratch(tuple(view.shape[d] for d in sequence), stage.type(v).dtype)
+            view = views.transpose(own, [sequence.index(d) for d in range(len(sequence))])
+            stage.write(v, view)
+            rows = _rows(view, contract, batch, free)
+            assert rows is not None
+        sides.append((view, rows, math.prod(view.shape[d] for d in free)))
+    (vx, rx, m), (vy, ry, n) = sides
+    stage.code.append(
+        AccumulateMatmul(
+            sink=instr["sink"],
+            row_multiple=math.prod(lies.shape[a] for a, _ in pairs),
+            batch=math.prod(lies.shape[d - 1] for d in instr["x_batch"]),
+            m=m,
+            n=n,
+            x=Operand(vx.ref, rx[0], (rx[1],)),
+            y=Operand(vy.ref, ry[0], (ry[1],)),
+        )
+    )
 
 
 def _weight(w: View, batch: Sequence[int], contract: Sequence[int], columns: Sequence[int]) -> Prep:

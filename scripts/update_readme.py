@@ -1,0 +1,41 @@
+"""Write the generated parts of README.md: the quick start, its report for a named machine model, and the benchmark table.
+
+Comes in: ``examples/quickstart.py``, the planner, ``benchmarks/results``. Goes out: README.md, between markers. Run by ``make
+table``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE = "avx512bf16-2"  # the report is for this machine model wherever the script runs: two cores with AVX512_BF16
+
+
+def main() -> int:
+    sys.path.insert(0, str(ROOT))
+    import kitsune_jax as kj
+    from benchmarks import store, table
+
+    quickstart = ROOT / "examples" / "quickstart.py"
+    code = quickstart.read_text().split('"""', 2)[2].strip()
+    with contextlib.redirect_stdout(io.StringIO()):
+        names = runpy.run_path(str(quickstart))
+    report = kj.explain(names["mlp"], platform="cpu", device=DEVICE)(names["params"], names["x"])
+    readme = ROOT / "README.md"
+    parts = {
+        "quickstart": f"```python\n{code}\n```",
+        "explain": f"```text\n{report}\n```",
+        "benchmarks": table.markdown(store.newest()),
+    }
+    changed = [name for name, text in parts.items() if table.update(readme, text, name)]
+    print(f"README.md: {', '.join(changed)} updated" if changed else "README.md is up to date")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
