@@ -255,6 +255,9 @@ def explain(
 ) -> Callable[..., Report]:
     """What ``pipeline(fn, **options)`` would do with these arguments, found without running anything.
 
+    A function that is not pipelined itself but calls pipelined ones (a training step, the gradient of a pipelined loss) is explained as
+    it runs: call by call.
+
     Args:
       fn: a function, pipelined or not; a pipelined one brings its own options.
       platform: "cpu" or "cuda"; default: JAX's default backend.
@@ -287,6 +290,9 @@ def explain(
         deterministic, strict, force = pipelined._switches
         resolved = resolve(deterministic=deterministic, strict=strict, force=force)
         closed = _explained_jaxpr(pipelined, args, kwargs)
+        calls = [] if isinstance(fn, Pipeline) or options else lowering.pipelined_calls(closed)
+        if calls:
+            return lowering.explain_calls(calls, chosen, device)
         return lowering.explain_jaxpr(closed, resolved, chosen, device)
 
     return explained

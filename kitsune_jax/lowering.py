@@ -29,6 +29,8 @@ from kitsune_jax.schedule import schedule
 
 logger = config.logger
 
+PRIMITIVE_NAME = "kitsune_pipeline"
+
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
 
@@ -115,16 +117,40 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     return merge_reports([reports[-1], *reports[:-1]])
 
 
+def pipelined_calls(jaxpr: Any) -> list[tuple[Any, Options]]:
+    """(call_jaxpr, options) of every outermost pipelined call in ``jaxpr`` and in what it calls, in program order."""
+    found: list[tuple[Any, Options]] = []
+    for eqn in _compat.open_parts(jaxpr)[0].eqns:
+        if eqn.primitive.name == PRIMITIVE_NAME:
+            found.append((eqn.params["call_jaxpr"], eqn.params["options"]))
+            continue
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if _compat.is_jaxpr(inner):
+                    found += pipelined_calls(inner)
+    return found
+
+
+def explain_calls(calls: Sequence[tuple[Any, Options]], platform: str, device: str | None) -> Report:
+    """One report over several pipelined calls, as each is lowered on its own."""
+    reports = [explain_jaxpr(jaxpr, options, platform, device) for jaxpr, options in calls]
+    if len(reports) == 1:
+        return reports[0]
+    return _joined(reports, f"{len(reports)} pipelined calls are reported as one; operators outside of them are not counted")
+
+
 def merge_reports(reports: Sequence[Report]) -> Report:
     """One report of several: the function's own first, then those of the bodies of its loops."""
-    first = reports[0]
     if len(reports) == 1:
-        return first
-    regions = [dataclasses.replace(r, name=f"region{k}") for k, r in enumerate(r for report in reports for r in report.regions)]
+        return reports[0]
     bodies = len(reports) - 1
-    note = (
-        f"{bodies} loop or branch {'body is' if bodies == 1 else 'bodies are'} included, each counted once whatever its trip count"
-    )
+    are = "body is" if bodies == 1 else "bodies are"
+    return _joined(reports, f"{bodies} loop or branch {are} included, each counted once whatever its trip count")
+
+
+def _joined(reports: Sequence[Report], note: str) -> Report:
+    first = reports[0]
+    regions = [dataclasses.replace(r, name=f"region{k}") for k, r in enumerate(r for report in reports for r in report.regions)]
     return dataclasses.replace(
         first,
         ops_total=sum(r.ops_total for r in reports),

@@ -18,7 +18,7 @@ import jax
 from kitsune_jax import _compat, lowering
 from kitsune_jax.options import Options
 
-pipeline_p = _compat.Primitive("kitsune_pipeline")
+pipeline_p = _compat.Primitive(lowering.PRIMITIVE_NAME)
 _compat.register_call_rules(pipeline_p)
 
 # Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.

@@ -112,13 +112,21 @@ def test_a_stream_runs_over_a_trailing_dimension_when_the_weight_comes_first():
         (lambda x: x[::-1], "every index"),
         (lambda x: x[1:4] * 2, "every index"),
         (lambda x: jnp.sort(x, 0), "sort"),
-        (lambda x: jnp.ones((5, 8)) @ x, "contracts the streamed dimension"),
+        (lambda x: x.reshape(2, 4, 3).sum(1), "part of the stream axes"),
         (lambda x: x @ x.T, "both operands stream"),
     ],
 )
 def test_the_stream_stops_with_a_reason(fn, words):
     graph, sp = spread_from_input(fn, zeros(8, 3))
     assert any(words in why for why in sp.stops.values()), sp.stops
+
+
+def test_a_contraction_of_the_stream_is_a_sink_and_streams_both_operands():
+    """A weight gradient of a backward pass: the residual x is only known to stream because the cotangent does."""
+    graph, sp = spread_from_input(lambda ct, x: x.T @ jnp.tanh(ct), zeros(8, 3), zeros(8, 5))
+    assert [graph.ops[i].kind for i in sp.sinks] == ["dot_general"]
+    assert graph.outputs[0] not in sp.labels
+    assert any(axes == ((0,), ()) for v, axes in sp.labels.items() if v == graph.inputs[1])
 
 
 def test_a_conflict_of_axes_bars_the_op_and_leaves_no_stale_label():

@@ -272,6 +272,18 @@ class Reference {
     }
   }
 
+  void step(const AccumulateMatmul& a) {
+    auto& acc = sinks_[a.sink];
+    acc.resize(static_cast<size_t>(a.batch * a.m * a.n), 0);
+    auto value = [](const Operand& o, const char* p, int64_t i) { return get(o.ref.dtype, p + i * static_cast<int64_t>(item_size(o.ref.dtype))); };
+    for (int64_t b = 0; b < a.batch; ++b)
+      for (int64_t r = 0; r < rows_ * a.row_multiple; ++r) {
+        const char *x = at(a.x, r, {b}, a.row_multiple), *y = at(a.y, r, {b}, a.row_multiple);
+        for (int64_t i = 0; i < a.m; ++i)
+          for (int64_t j = 0; j < a.n; ++j) acc[static_cast<size_t>((b * a.m + i) * a.n + j)] += value(a.x, x, i) * value(a.y, y, j);
+      }
+  }
+
   const Program& p_;
   std::vector<Bytes>& ins_;
   std::vector<Bytes>& outs_;

@@ -230,6 +230,20 @@ void test_matmuls() {
       }
 }
 
+void test_weight_gradients() {
+  for (DType t : {F32, BF16, F64})
+    for (int64_t n : {1, 7, 45})
+      for (int64_t batch : {1, 3}) {
+        constexpr int64_t R = 23, K = 13, M = 2;
+        DType sum = t == F64 ? F64 : F32;
+        Program p = program({R}, 4, {{t, R * M * batch * K}, {t, R * M * batch * n}}, {{sum, batch * K * n}}, {});
+        p.sinks = {{Reduction::kSum, sum, batch * K * n, 0}};
+        p.stages[0].body = {
+            AccumulateMatmul{0, M, batch, K, n, operand(Space::kIn, 0, t, 0, batch * K, {K}), operand(Space::kIn, 1, t, 0, batch * n, {n})}};
+        compare("weight gradient", p, t == F64 ? 1e-12 : 1e-5, 1, false, {1, 2, 64});
+      }
+}
+
 void test_reductions() {
   for (unsigned seed = 1; seed <= 120; ++seed) {
     std::mt19937 rng(seed);
@@ -413,6 +427,7 @@ int main(int argc, char** argv) {
   section("in place", test_in_place);
   section("copies", test_copies);
   section("matmuls", test_matmuls);
+  section("weight gradients", test_weight_gradients);
   section("reductions", test_reductions);
   section("nan", test_nan);
   section("scans", test_scans);

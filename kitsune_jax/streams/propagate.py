@@ -218,8 +218,6 @@ class _Spreader:
         streamed = [v in labels and any(labels[v]) for v in op.inputs]
         if op.kind == "dot_general" and all(streamed) and not sink:
             return "both operands stream (a product per row)"
-        if op.kind == "dot_general" and sink and not all(streamed):
-            return "it contracts the streamed dimension of one operand only"
         if sink and any(v in labels and any(labels[v]) for v in op.outputs):
             return "a reduction over the stream has a streamed result"
         return None
@@ -228,7 +226,8 @@ class _Spreader:
         """(value, dimension, axes) that op ``i`` implies for its operands."""
         operands = self._operands(i)
         for r in self.relations(i):
-            if r.role == "parallel":
+            # A dot that contracts the stream is a sink, and both of its operands stream (in a backward pass one is a residual).
+            if r.role == "parallel" or (r.role == "contracted" and len(r.members) > 1):
                 found = next((a for m in r.members if (a := self._label(i, m, labels))), ())
                 if found:
                     yield from ((operands[m[0]], m[1], found) for m in r.members)
