@@ -12,6 +12,7 @@ JOBS        ?= auto
 ifeq ($(origin CXX),default)
 CXX         := $(firstword $(foreach c,c++ g++ clang++,$(shell command -v $(c) 2>/dev/null)) c++)
 endif
+CORES       := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 NATIVE      := $(shell find cpu/src cpu/include -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
@@ -24,7 +25,9 @@ help: ## this list
 demo: $(VENV)/.examples ## fit a photograph with a coordinate network (about two minutes)
 	$(PY) examples/fit_image.py
 
-test: $(VENV)/.examples cpu-test test-python ## the C++ tests, then the fast Python tests
+test: $(VENV)/.examples ## the C++ tests, then the fast Python tests
+	@$(MAKE) --no-print-directory -j$(CORES) cpu-test
+	@$(MAKE) --no-print-directory test-python
 
 test-python: $(VENV)/.examples
 	$(PY) -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
@@ -35,7 +38,7 @@ test-slow: $(VENV)/.examples ## the exhaustive matrices
 lint: $(VENV)/.lint ## formatter, linter and type checker; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy kitsune_jax benchmarks examples/fit_image.py scripts/update_readme.py
+	$(PY) -m mypy kitsune_jax benchmarks examples scripts
 	$(VENV)/bin/clang-format --dry-run --Werror $(shell find cpu cuda -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cuh')
 
 format: $(VENV)/.lint ## format Python and C++ in place
@@ -63,8 +66,10 @@ $(VENV)/.examples: pyproject.toml setup.py $(NATIVE) | $(PY)
 	  CC="$${CC:-$$cxx}" CXX="$$cxx" scripts/pip_install.sh $(VENV) --editable '.[test,examples]'
 	@touch $@
 
+# The tools alone: naming the package's extra here would build the extension once more.
 $(VENV)/.lint: pyproject.toml $(VENV)/.examples
-	@scripts/pip_install.sh $(VENV) --editable '.[dev]'
+	@scripts/pip_install.sh $(VENV) $$($(PY) -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"])')
 	@touch $@
 
 include cpu/tests/cpu.mk

@@ -38,15 +38,16 @@ def jaxlib_include() -> str:
     return str(Path(next(iter(spec.submodule_search_locations))) / "include")
 
 
+def sources() -> list[str]:
+    """The units that take longest (one per ISA) first, so that no job is left alone with one; nanobind's own sources last."""
+    found = sorted((ROOT / "cpu" / "src").glob("*.cc"), key=lambda path: (not path.name.startswith("isa_"), path.name))
+    return [str(path.relative_to(ROOT)) for path in (*found, ROOT / "cpu" / "src" / "nanobind_combined.cpp")]
+
+
 class BuildExt(build_ext):
     """Compiles two files at a time, and the ISA units with their own flags."""
 
     def build_extension(self, ext: Extension) -> None:
-        # nanobind is a few sources in one, included by a file of one line; warnings in it are its authors' concern.
-        shim = Path(self.build_temp) / "nanobind_combined.cpp"
-        shim.parent.mkdir(parents=True, exist_ok=True)
-        shim.write_text('#include "nb_combined.cpp"\n')
-        ext.sources = [*ext.sources, str(shim)]
         plain_compile = self.compiler.compile
 
         def compile_all(sources: list[str], **options: Any) -> list[str]:
@@ -69,8 +70,8 @@ class BuildExt(build_ext):
 nanobind_dir = Path(nanobind.include_dir()).parent
 extension = Extension(
     "kitsune_jax._cpu",
-    sources=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "cpu" / "src").glob("*.cc")),
-    depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "cpu").rglob("*.h")),
+    sources=sources(),
+    depends=["setup.py", *sorted(str(p.relative_to(ROOT)) for room in ("include", "src") for p in (ROOT / "cpu" / room).rglob("*.h"))],
     include_dirs=[
         "cpu/include",
         "cpu/src",

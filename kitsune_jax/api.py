@@ -255,8 +255,8 @@ def explain(
 ) -> Callable[..., Report]:
     """What ``pipeline(fn, **options)`` would do with these arguments, found without running anything.
 
-    A function that is not pipelined itself but calls pipelined ones (a training step, the gradient of a pipelined loss) is explained as
-    it runs: call by call.
+    A function that is not pipelined itself but calls pipelined ones (a training step, the gradient of a pipelined loss) is
+    explained as it runs: call by call.
 
     Args:
       fn: a function, pipelined or not; a pipelined one brings its own options.

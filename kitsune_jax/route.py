@@ -46,7 +46,8 @@ class Routed:
 def route(graph: Graph, platform: str, *, force: bool = False, deterministic: bool = True, device: str | None = None) -> Routed:
     """Decide which ops of ``graph`` become pipelines on ``platform`` ("cpu" or "cuda"), and make them.
 
-    ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. Raises ``ValueError`` for an unknown one.
+    ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. Raises ``ValueError`` for an unknown
+    one.
     """
     machine = machine_for(platform, device)
 

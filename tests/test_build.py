@@ -72,7 +72,7 @@ CASES = {
     "arg": (lambda: (lambda x: jnp.argmax(x * x, 1), array(9, 5))),
     "batch_stat": (lambda: (lambda x, w: jnp.tanh((x - x.mean(0)) @ w), array(19, 4), array(4, 3))),
     "one_row": (lambda: (lambda x, w: jax.nn.relu(x @ w), array(1, 4), array(4, 3))),
-    "transposed_use": (lambda: (lambda x, w: (jnp.tanh(x).T + w), array(9, 4), array(4, 9))),
+    "transposed_use": (lambda: (lambda x, w: jnp.tanh(x).T + w, array(9, 4), array(4, 9))),
     "grad": (lambda: (jax.grad(lambda x, p: (nerf(p, x) ** 2).sum()), array(13, 63), nerf_params(RNG, width=16))),
 }
 
@@ -97,8 +97,6 @@ def test_a_plan_that_does_not_cover_the_region_is_refused():
     short = dataclasses.replace(chosen.plan.stages[0], ops=chosen.plan.stages[0].ops[:-1])
     with pytest.raises(ValueError, match="cover"):
         build(graph, chosen.region, dataclasses.replace(chosen.plan, stages=(short, *chosen.plan.stages[1:])))
-
-
 
 
 def test_weight_gradients_are_sinks_of_the_same_region():

@@ -40,12 +40,12 @@ def test_finds_a_python_that_jax_supports() -> None:
 
 
 def test_says_what_a_python_lacks(bare: Path) -> None:
-    python = bare / "python3.14"
-    python.write_text("#!/bin/sh\ncat >/dev/null\necho 'Python.h (Debian: apt install python3.14-dev)'\n")
+    python = bare / "python3.99"  # a version that no folder the script searches has
+    python.write_text("#!/bin/sh\ncat >/dev/null\necho 'Python.h (Debian: apt install python3.99-dev)'\n")
     python.chmod(0o755)
-    done = run("find_python.sh", "3.14", PATH=str(bare), HOME=str(bare))
+    done = run("find_python.sh", "3.99", PATH=str(bare), HOME=str(bare))
     assert done.returncode == 1
-    assert "python3.14 lacks Python.h (Debian: apt install python3.14-dev)" in done.stderr
+    assert "python3.99 lacks Python.h (Debian: apt install python3.99-dev)" in done.stderr
 
 
 def test_refuses_a_python_that_is_named_but_not_usable() -> None:

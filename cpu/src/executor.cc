@@ -24,7 +24,8 @@ void plan_sinks(Plan& plan) {
     }
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     SinkPlan& s = plan.sinks[i];
-    Storer(*plan.table, p.outputs[p.sinks[i].out].dtype, s.acc, "kitsune program: sink " + std::to_string(i));  // checks that it exists
+    Storer(*plan.table, p.outputs[p.sinks[i].out].dtype, s.acc,
+           "kitsune program: sink " + std::to_string(i));  // checks that it exists
     PhasePlan& phase = plan.phases[p.stages[s.stage].phase];
     s.offset = phase.lane_bytes;
     phase.lane_bytes += align_up(static_cast<size_t>(p.sinks[i].elements) * item_size(s.acc));
@@ -74,8 +75,8 @@ void compile_stages(Plan& plan) {
     for (size_t i = 0; i < p.stages[s].body.size(); ++i) {
       const Instruction& x = p.stages[s].body[i];
       Compile c{p, *plan.table, plan.preps, plan.sinks,
-                "kitsune program: stage " + std::to_string(s) + " '" + p.stages[s].name + "' instruction " + std::to_string(i) + " (" +
-                    kInstructionNames[x.index()] + ")"};
+                "kitsune program: stage " + std::to_string(s) + " '" + p.stages[s].name + "' instruction " + std::to_string(i) +
+                    " (" + kInstructionNames[x.index()] + ")"};
       plan.stages[s].steps.push_back(std::visit([&](const auto& v) { return compile(v, c); }, x));
       temp = std::max(temp, align_up(plan.stages[s].steps.back()->temp_bytes()));
     }
@@ -99,10 +100,13 @@ struct Cost {
   const Program& p;
   double rows = static_cast<double>(p.rows);
   double operator()(const Matmul& m) const {
-    double k = static_cast<double>(product(p.preps[m.weight].k_extents)), n = static_cast<double>(product(p.preps[m.weight].n_extents));
+    double k = static_cast<double>(product(p.preps[m.weight].k_extents)),
+           n = static_cast<double>(product(p.preps[m.weight].n_extents));
     return 2 * rows * static_cast<double>(m.row_multiple * m.batch) * k * n / 200;
   }
-  double operator()(const Vector& v) const { return rows * static_cast<double>(product(v.extents)) * static_cast<double>(v.code.size()) / 8; }
+  double operator()(const Vector& v) const {
+    return rows * static_cast<double>(product(v.extents)) * static_cast<double>(v.code.size()) / 8;
+  }
   double operator()(const Copy& c) const { return rows * static_cast<double>(product(c.extents)) / 4; }
   double operator()(const Reduce& r) const { return rows * static_cast<double>(product(r.kept) * product(r.reduced)) / 4; }
   double operator()(const Accumulate& r) const { return rows * static_cast<double>(product(r.kept) * product(r.reduced)) / 4; }
@@ -128,7 +132,8 @@ Address::Address(const Ref& ref, int64_t row_stride) : space(ref.space), index(s
   row_bytes = space == Space::kIn || space == Space::kOut ? row_stride * item : 0;
 }
 
-Loader::Loader(const KernelTable& table, DType compute, DType storage, const std::string& where) : load_(table.load(compute, storage)) {
+Loader::Loader(const KernelTable& table, DType compute, DType storage, const std::string& where)
+    : load_(table.load(compute, storage)) {
   if (load_ != nullptr) return;
   DType natural = compute_type(storage);
   load_ = table.load(natural, storage);
@@ -137,7 +142,8 @@ Loader::Loader(const KernelTable& table, DType compute, DType storage, const std
     throw ProgramError(where + ": a " + dtype_name(storage) + " cannot be loaded as " + dtype_name(compute));
 }
 
-Storer::Storer(const KernelTable& table, DType storage, DType compute, const std::string& where) : store_(table.store(storage, compute)) {
+Storer::Storer(const KernelTable& table, DType storage, DType compute, const std::string& where)
+    : store_(table.store(storage, compute)) {
   if (store_ != nullptr) return;
   DType natural = compute_type(storage);
   store_ = table.store(storage, natural);

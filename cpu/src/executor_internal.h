@@ -20,10 +20,10 @@ struct Context {
   char* const* ins;
   char* const* outs;
   char* scratch;
-  char* const* slots;   // per queue: the slot of this tile
-  char* const* preps;   // per prepared operand
-  char* lane;           // the sink accumulators of this tile's lane
-  char* temp;           // Step::temp_bytes() bytes, 64-byte aligned
+  char* const* slots;  // per queue: the slot of this tile
+  char* const* preps;  // per prepared operand
+  char* lane;          // the sink accumulators of this tile's lane
+  char* temp;          // Step::temp_bytes() bytes, 64-byte aligned
 };
 
 // Where an operand of a tile starts: resolved form of a Ref whose row stride is `row_bytes`.
@@ -56,8 +56,8 @@ class Step {
 };
 
 struct SinkPlan {
-  DType acc;           // accumulator type
-  size_t offset;       // in a lane
+  DType acc;      // accumulator type
+  size_t offset;  // in a lane
   int64_t stage;
 };
 
@@ -87,9 +87,9 @@ struct PhasePlan {
   std::vector<int64_t> stages;  // most downstream first
   std::vector<int64_t> sinks;
   std::vector<int64_t> queues;
-  int64_t lanes = 0;            // 0 without sinks
+  int64_t lanes = 0;  // 0 without sinks
   size_t lane_bytes = 0;
-  int64_t window = 0;           // tiles a stage may be ahead of its first unfinished one
+  int64_t window = 0;  // tiles a stage may be ahead of its first unfinished one
 };
 
 struct Executable::Plan {
@@ -103,9 +103,9 @@ struct Executable::Plan {
   std::vector<size_t> ring_offset;  // in the call's ring memory
   std::vector<size_t> entry_stride;
   size_t ring_bytes = 0, prep_bytes = 0;
-  size_t scratch_bytes = 0;         // of a worker: the stage's scratch, then the steps' temporary memory
+  size_t scratch_bytes = 0;  // of a worker: the stage's scratch, then the steps' temporary memory
   size_t temp_offset = 0;
-  int64_t units = 1;                // most workers that could be busy at once
+  int64_t units = 1;  // most workers that could be busy at once
   double estimated_ns = 0;
 };
 using Plan = Executable::Plan;
@@ -127,7 +127,8 @@ std::unique_ptr<const Step> compile(const Scan&, const Compile&);
 std::unique_ptr<const Step> compile(const Accumulate&, const Compile&);
 std::unique_ptr<const Step> compile(const AccumulateMatmul&, const Compile&);
 
-// Typed loads and stores that go through a register type the table may lack a direct path for. Throws ProgramError when there is none.
+// Typed loads and stores that go through a register type the table may lack a direct path for. Throws ProgramError when there is
+// none.
 class Loader {
  public:
   Loader() = default;
@@ -167,7 +168,7 @@ void combine(Reduction how, DType acc, int64_t n, void* into, const void* from);
 // Prepared operands (executor_prepare.cc).
 void plan_preps(Plan& plan);
 void run_prep_task(const Plan& plan, const PrepTask& task, char* const* ins, char* prepared, char* temp);
-constexpr int64_t kPrepChunk = 1024;                  // elements a dense operand is converted by
+constexpr int64_t kPrepChunk = 1024;  // elements a dense operand is converted by
 constexpr size_t kPrepTempBytes = 2 * kPrepChunk * 8;
 
 }  // namespace kitsune::cpu

@@ -1,4 +1,5 @@
-// Memory that outlives a call: first touch of fresh pages is an order of magnitude slower than reuse, so blocks are kept and handed out again.
+// Memory that outlives a call: first touch of fresh pages is an order of magnitude slower than reuse, so blocks are kept and handed
+// out again.
 #pragma once
 
 #include <cstddef>

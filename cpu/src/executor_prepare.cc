@@ -1,5 +1,5 @@
-// Prepared operands: weights packed into the panels of the ISA at hand, dense operands gathered and converted, as tasks that several
-// workers share.
+// Prepared operands: weights packed into the panels of the ISA at hand, dense operands gathered and converted, as tasks that
+// several workers share.
 #include <algorithm>
 #include <cstring>
 

@@ -1,7 +1,8 @@
-// One call: rounds (prepare, then each phase and the combination of its sinks) that workers drain together, with a barrier between two.
+// One call: rounds (prepare, then each phase and the combination of its sinks) that workers drain together, with a barrier between
+// two.
 //
-// The caller is a worker, and the only one the call depends on: helpers are pool tasks that join when they start and find the call over
-// if they start late. A worker waits only for jobs that are running, so no wait depends on the pool.
+// The caller is a worker, and the only one the call depends on: helpers are pool tasks that join when they start and find the call
+// over if they start late. A worker waits only for jobs that are running, so no wait depends on the pool.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -275,7 +276,8 @@ std::string Executable::run(const void* const* ins, void* const* outs, Pool& poo
   try {
     const Plan& plan = *plan_;
     size_t lane_bytes = 0;
-    for (const PhasePlan& phase : plan.phases) lane_bytes = std::max(lane_bytes, phase.lane_bytes * static_cast<size_t>(phase.lanes));
+    for (const PhasePlan& phase : plan.phases)
+      lane_bytes = std::max(lane_bytes, phase.lane_bytes * static_cast<size_t>(phase.lanes));
     CachedBlock prepared(plan.prep_bytes), rings(plan.ring_bytes), lanes(lane_bytes);
     std::vector<char*> in, out;
     for (size_t i = 0; i < plan.program.inputs.size(); ++i) in.push_back(const_cast<char*>(static_cast<const char*>(ins[i])));

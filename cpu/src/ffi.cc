@@ -1,8 +1,8 @@
-// The boundary to XLA: parses the program once per compiled executable, checks the buffers of every call against it, runs it on XLA's
-// thread pool.
+// The boundary to XLA: parses the program once per compiled executable, checks the buffers of every call against it, runs it on
+// XLA's thread pool.
 //
-// The state's type is registered from inside the instantiate handler, when XLA asks for its metadata. JAX may flush targets registered
-// before the backend exists ahead of types, so registering the type separately would depend on the order of imports.
+// The state's type is registered from inside the instantiate handler, when XLA asks for its metadata. JAX may flush targets
+// registered before the backend exists ahead of types, so registering the type separately would depend on the order of imports.
 #include "kitsune_cpu/ffi.h"
 
 #include <algorithm>
@@ -36,7 +36,8 @@ const XLA_FFI_TypeInfo State::info = ffi::MakeTypeInfo<State>();
 class XlaPool final : public Pool {
  public:
   XlaPool(ffi::ThreadPool& pool, double ns) : pool_(pool) {
-    threads_ = std::clamp<int64_t>(static_cast<int64_t>(std::min(ns / kNsPerThread, 4096.0)), 1, std::max<int64_t>(1, pool.num_threads()));
+    threads_ =
+        std::clamp<int64_t>(static_cast<int64_t>(std::min(ns / kNsPerThread, 4096.0)), 1, std::max<int64_t>(1, pool.num_threads()));
   }
   int64_t num_threads() const override { return threads_; }
   void schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
@@ -58,7 +59,7 @@ ffi::ErrorOr<std::unique_ptr<State>> instantiate(ffi::Span<const int64_t> words)
 
 // XLA's data type of one of ours; PRED for bool.
 ffi::DataType xla_type(DType t) {
-  static constexpr ffi::DataType kTypes[kNumDTypes] = {ffi::PRED, ffi::S8,  ffi::S16, ffi::S32, ffi::S64,  ffi::U8, ffi::U16,
+  static constexpr ffi::DataType kTypes[kNumDTypes] = {ffi::PRED, ffi::S8,  ffi::S16, ffi::S32,  ffi::S64, ffi::U8, ffi::U16,
                                                        ffi::U32,  ffi::U64, ffi::F16, ffi::BF16, ffi::F32, ffi::F64};
   return kTypes[static_cast<int>(t)];
 }
@@ -106,8 +107,7 @@ XLA_FFI_Error* call_instantiate(XLA_FFI_CallFrame* frame) {
     if (State::id == XLA_FFI_UNKNOWN_TYPE_ID)
       if (XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(frame->api, "kitsune_cpu_state", &State::id, &State::info)) return error;
   }
-  static const auto* handler =
-      ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("program").To(instantiate).release();
+  static const auto* handler = ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("program").To(instantiate).release();
   return handler->Call(frame);
 }
 

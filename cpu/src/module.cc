@@ -54,8 +54,8 @@ std::string check(const Words& words) {
 void check_bytes(const char* role, size_t i, size_t bytes, const Array& want) {
   size_t wanted = static_cast<size_t>(want.elements) * item_size(want.dtype);
   if (bytes != wanted)
-    throw nb::value_error((std::string(role) + " " + std::to_string(i) + " has " + std::to_string(bytes) + " bytes, but the program wants " +
-                           std::to_string(wanted))
+    throw nb::value_error((std::string(role) + " " + std::to_string(i) + " has " + std::to_string(bytes) +
+                           " bytes, but the program wants " + std::to_string(wanted))
                               .c_str());
 }
 
@@ -110,12 +110,14 @@ NB_MODULE(_cpu, m) {
   m.def("opcodes", &cpu::opcodes, "Names of the micro-operations of a Vector program, in the order of their codes.");
   m.def("isa", [] { return cpu::kernels().isa; }, "Name of the kernel table in use.");
   m.def("available_isas", &cpu::isas, "Kernel tables this CPU can run, best first.");
-  m.def("set_isa", [](const char* name) { return cpu::set_isa(name); }, nb::arg("name"),
-        "Selects a kernel table for programs instantiated from now on; False if this CPU cannot run it.");
+  m.def(
+      "set_isa", [](const char* name) { return cpu::set_isa(name); }, nb::arg("name"),
+      "Selects a kernel table for programs instantiated from now on; False if this CPU cannot run it.");
   m.def("format_version", [] { return cpu::kFormatVersion; }, "The program format this extension reads.");
   m.def("build_info", &cpu::build_info, "How this extension was built.");
   m.def("calls", &cpu::executed_calls, "Custom calls executed so far in this process.");
   m.def("validate", &cpu::check, nb::arg("words"), "'' for a valid program, else what is wrong with it.");
   m.def("run", &cpu::run, nb::arg("words"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("threads") = 1,
-        "Runs a program on NumPy arrays, C-contiguous and of the program's sizes in bytes, writing `outputs`. ValueError if it is invalid.");
+        "Runs a program on NumPy arrays, C-contiguous and of the program's sizes in bytes, writing `outputs`. ValueError if it is "
+        "invalid.");
 }

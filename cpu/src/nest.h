@@ -9,7 +9,7 @@
 namespace kitsune::cpu {
 
 struct Dim {
-  int64_t n;                    // extent; times the tile's rows when `rows`
+  int64_t n;  // extent; times the tile's rows when `rows`
   bool rows = false;
   int tag = -1;                 // the loop dimension an `index` operation names; such a dimension is never merged
   std::vector<int64_t> stride;  // bytes, per operand

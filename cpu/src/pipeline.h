@@ -1,7 +1,8 @@
 // The firing rule: which (stage, tile) of a phase may run now. Bookkeeping only; the caller holds a lock.
 //
-// A stage may take a tile when all its input slots are full, its output slots are free and, if it folds into a sink, the tile before it
-// in the same lane is done. Tiles go by *position* in the order of the phase: position p is slot p % depth of every queue.
+// A stage may take a tile when all its input slots are full, its output slots are free and, if it folds into a sink, the tile
+// before it in the same lane is done. Tiles go by *position* in the order of the phase: position p is slot p % depth of every
+// queue.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +36,8 @@ class Pipeline {
  private:
   enum State : uint8_t { kIdle, kRunning, kDone };
   struct StageState {
-    int64_t low = 0;         // first position not done
-    int64_t first_idle = 0;  // first position not started
+    int64_t low = 0;            // first position not done
+    int64_t first_idle = 0;     // first position not started
     std::vector<State> states;  // of positions [low, low + window), by position % window
   };
   struct Slot {

@@ -1,4 +1,5 @@
-// Words -> Program: header, checksum, and the fields in the order bytecode.py declares them. Meaning is checked in program_check.cc.
+// Words -> Program: header, checksum, and the fields in the order bytecode.py declares them. Meaning is checked in
+// program_check.cc.
 #include "kitsune_cpu/program.h"
 
 #include <array>
@@ -28,8 +29,7 @@ class Reader {
   }
   int64_t in_range(const char* field, int64_t low, int64_t high) {
     int64_t v = word(field);
-    if (v < low || v > high)
-      fail(field, std::to_string(v) + " is not in " + std::to_string(low) + ".." + std::to_string(high));
+    if (v < low || v > high) fail(field, std::to_string(v) + " is not in " + std::to_string(low) + ".." + std::to_string(high));
     return v;
   }
   bool flag(const char* field) { return in_range(field, 0, 1) != 0; }
@@ -246,8 +246,10 @@ Stage read_stage(Reader& r) {
 
 void check_header(const int64_t* words, size_t count) {
   if (words == nullptr || count < kHeaderWords)
-    throw ProgramError("kitsune program: " + std::to_string(count) + " words are fewer than the header's 4: the attribute was truncated");
-  if (words[0] != kMagic) throw ProgramError("kitsune program: word 0 is not the magic number: this is not a program, or it was altered");
+    throw ProgramError("kitsune program: " + std::to_string(count) +
+                       " words are fewer than the header's 4: the attribute was truncated");
+  if (words[0] != kMagic)
+    throw ProgramError("kitsune program: word 0 is not the magic number: this is not a program, or it was altered");
   if (words[1] != kFormatVersion)
     throw ProgramError("kitsune program: format version " + std::to_string(words[1]) + ", but this extension reads version " +
                        std::to_string(kFormatVersion) + ": kitsune_jax and its extension are of different builds");

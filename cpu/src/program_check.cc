@@ -1,8 +1,9 @@
 // The validator: every reference stays inside its memory, types agree, and the stages can always make progress.
 //
 // All address arithmetic is in 128 bits over operands bounded by kMaxCount, so it cannot overflow. Why a checked program cannot
-// deadlock: a (stage, tile) waits for its producers at the same tile and, for a free slot, for its consumers at tile - depth. With depth
-// >= 1 and an acyclic stage graph, both come earlier in the order (tile, topological position), so the least unfinished one can always run.
+// deadlock: a (stage, tile) waits for its producers at the same tile and, for a free slot, for its consumers at tile - depth. With
+// a depth of at least 1 and an acyclic stage graph, both come earlier in the order (tile, topological position), so the least
+// unfinished one can always run.
 #include <algorithm>
 #include <cmath>
 
@@ -33,7 +34,8 @@ struct Checker {
   }
 
   int64_t count(const std::string& what, const std::vector<int64_t>& extents) const {
-    if (extents.size() > kMaxLoopDims) reject(where, what + " has " + str(extents.size()) + " dimensions, more than " + str(kMaxLoopDims));
+    if (extents.size() > kMaxLoopDims)
+      reject(where, what + " has " + str(extents.size()) + " dimensions, more than " + str(kMaxLoopDims));
     Wide n = 1;
     for (int64_t e : extents) {
       bound(what + " extent", e, 1, kMaxCount);
@@ -57,7 +59,8 @@ struct Checker {
     int64_t size = capacity(what, ref);
     if (low >= 0 && high < size) return;
     Wide bad = low < 0 ? low : high;
-    std::string which = bad > kMaxCount * Wide{4096} || bad < -kMaxCount * Wide{4096} ? "far outside" : str(static_cast<int64_t>(bad)) + " of";
+    std::string which =
+        bad > kMaxCount * Wide{4096} || bad < -kMaxCount * Wide{4096} ? "far outside" : str(static_cast<int64_t>(bad)) + " of";
     std::string index = ref.space == Space::kScratch ? "" : " " + str(ref.index);
     reject(where, what + " " + verb + " element " + which + " " + space_name(ref.space) + index + ", which has " + str(size));
   }
@@ -70,13 +73,19 @@ struct Checker {
     };
     auto typed = [&](DType t) {
       if (t != ref.dtype)
-        reject(where, what + " takes " + space_name(ref.space) + " " + str(ref.index) + " as " + dtype_name(ref.dtype) + ", but it is " +
-                          dtype_name(t));
+        reject(where, what + " takes " + space_name(ref.space) + " " + str(ref.index) + " as " + dtype_name(ref.dtype) +
+                          ", but it is " + dtype_name(t));
     };
     int64_t item = static_cast<int64_t>(item_size(ref.dtype));
     switch (ref.space) {
-      case Space::kIn: exists(p.inputs.size()); typed(p.inputs[ref.index].dtype); return p.inputs[ref.index].elements;
-      case Space::kOut: exists(p.outputs.size()); typed(p.outputs[ref.index].dtype); return p.outputs[ref.index].elements;
+      case Space::kIn:
+        exists(p.inputs.size());
+        typed(p.inputs[ref.index].dtype);
+        return p.inputs[ref.index].elements;
+      case Space::kOut:
+        exists(p.outputs.size());
+        typed(p.outputs[ref.index].dtype);
+        return p.outputs[ref.index].elements;
       case Space::kScratch: exists(1); return p.stages[stage].scratch_bytes / item;
       case Space::kQueue: exists(p.queues.size()); return p.queues[ref.index].entry_bytes / item;
       default: {
@@ -100,11 +109,13 @@ struct Checker {
     }
     if (write && (ref.space == Space::kIn || ref.space == Space::kPrep))
       reject(where, what + " writes " + space_name(ref.space) + " " + str(ref.index) + ", which is read-only");
-    if (write && ref.space == Space::kOut && ref.index >= 0 && static_cast<size_t>(ref.index) < written.size()) written[ref.index] = 1;
+    if (write && ref.space == Space::kOut && ref.index >= 0 && static_cast<size_t>(ref.index) < written.size())
+      written[ref.index] = 1;
   }
 
   // An operand that loops over (rows * row_multiple, *extents).
-  void operand(const std::string& what, const Operand& x, const std::vector<int64_t>& extents, bool write, int64_t row_multiple = 1) {
+  void operand(const std::string& what, const Operand& x, const std::vector<int64_t>& extents, bool write,
+               int64_t row_multiple = 1) {
     access(what, x.ref, write);
     bool global = x.ref.space == Space::kIn || x.ref.space == Space::kOut;
     if (x.ref.space == Space::kPrep && x.row_stride != 0)
@@ -118,7 +129,8 @@ struct Checker {
   void copy(const Copy& x, bool gather) {
     count("extents", x.extents);
     if (x.array.space != (gather ? Space::kIn : Space::kOut) && !(gather && x.array.space == Space::kOut))
-      reject(where, std::string("the array is a ") + space_name(x.array.space) + ", not an " + (gather ? "input or output" : "output"));
+      reject(where,
+             std::string("the array is a ") + space_name(x.array.space) + ", not an " + (gather ? "input or output" : "output"));
     if (x.array.dtype != x.tile.ref.dtype)
       reject(where, std::string("the array is ") + dtype_name(x.array.dtype) + " and the tile " + dtype_name(x.tile.ref.dtype) +
                         ": there is no conversion here");
@@ -156,7 +168,8 @@ struct Checker {
     if (x.bias < 0) return;
     const Prep& b = p.preps[x.bias];
     if (b.kind != PrepKind::kDense || product(b.n_extents) != n || b.dtype != (wide ? DType::kF64 : DType::kF32))
-      reject(where, "bias " + str(x.bias) + " is not a dense operand of " + str(n) + (wide ? " float64" : " float32") + " elements");
+      reject(where,
+             "bias " + str(x.bias) + " is not a dense operand of " + str(n) + (wide ? " float64" : " float32") + " elements");
   }
 
   void check(const Vector& x) {
@@ -248,7 +261,8 @@ struct Checker {
     operand("out", x.out, x.kept, true);
     if (x.how < Reduction::kArgMax) return foldable(x.how, x.x.ref.dtype);
     DType t = x.out.ref.dtype;
-    if (x.reduced.size() != 1 || is_float(t) || t == DType::kBool) reject(where, "argmax and argmin reduce one dimension to an integer");
+    if (x.reduced.size() != 1 || is_float(t) || t == DType::kBool)
+      reject(where, "argmax and argmin reduce one dimension to an integer");
   }
 
   void check(const Scan& x) {
@@ -265,8 +279,10 @@ struct Checker {
     bound("sink", x.sink, 0, static_cast<int64_t>(p.sinks.size()) - 1);
     const Sink& s = p.sinks[x.sink];
     operand("x", x.x, loops(x.kept, x.reduced), false);
-    if (product(x.kept) != s.elements) reject(where, "folds " + str(product(x.kept)) + " elements into a sink of " + str(s.elements));
-    if (x.x.ref.dtype != s.dtype) reject(where, std::string("folds ") + dtype_name(x.x.ref.dtype) + " into a sink of " + dtype_name(s.dtype));
+    if (product(x.kept) != s.elements)
+      reject(where, "folds " + str(product(x.kept)) + " elements into a sink of " + str(s.elements));
+    if (x.x.ref.dtype != s.dtype)
+      reject(where, std::string("folds ") + dtype_name(x.x.ref.dtype) + " into a sink of " + dtype_name(s.dtype));
     fold_into(x.sink, false);
   }
 
@@ -279,7 +295,8 @@ struct Checker {
     if (x.batch * x.m * x.n != s.elements)
       reject(where, "adds " + str(x.batch * x.m * x.n) + " elements to a sink of " + str(s.elements));
     DType t = x.x.ref.dtype;
-    if (!is_float(t) || x.y.ref.dtype != t) reject(where, std::string("multiplies ") + dtype_name(t) + " and " + dtype_name(x.y.ref.dtype));
+    if (!is_float(t) || x.y.ref.dtype != t)
+      reject(where, std::string("multiplies ") + dtype_name(t) + " and " + dtype_name(x.y.ref.dtype));
     if (s.how != Reduction::kSum || s.dtype != (t == DType::kF64 ? DType::kF64 : DType::kF32))
       reject(where, std::string("a product of ") + dtype_name(t) + " cannot be added to a sink of " + dtype_name(s.dtype));
     if (x.x.strides.size() != 1 || x.y.strides.size() != 1) reject(where, "x and y each have one batch stride");
@@ -304,7 +321,8 @@ struct Checker {
       where = "kitsune program: prepared operand " + str(i);
       if (x.source.space != Space::kIn) reject(where, "its source is not an input");
       count("b", x.b_extents), count("k", x.k_extents), count("n", x.n_extents);
-      if (x.kind == PrepKind::kDense && (!x.b_extents.empty() || !x.k_extents.empty())) reject(where, "a dense operand has only n extents");
+      if (x.kind == PrepKind::kDense && (!x.b_extents.empty() || !x.k_extents.empty()))
+        reject(where, "a dense operand has only n extents");
       std::vector<int64_t> extents, strides;
       for (auto* list : {&x.b_extents, &x.k_extents, &x.n_extents}) extents.insert(extents.end(), list->begin(), list->end());
       for (auto* list : {&x.b_strides, &x.k_strides, &x.n_strides}) strides.insert(strides.end(), list->begin(), list->end());
@@ -317,7 +335,8 @@ struct Checker {
       if (x.kind != PrepKind::kWeight) continue;
       DType s = x.source.dtype, t = x.dtype;
       bool widens = t == DType::kF64 || (t == DType::kF32 && s != DType::kF64);
-      if (std::max(product(x.k_extents), product(x.n_extents)) > (int64_t{1} << 26)) reject(where, "a side of the weight is longer than 2**26");
+      if (std::max(product(x.k_extents), product(x.n_extents)) > (int64_t{1} << 26))
+        reject(where, "a side of the weight is longer than 2**26");
       if (!is_float(s) || !is_float(t) || !(s == t || widens))
         reject(where, std::string("a weight of ") + dtype_name(s) + " cannot be prepared as " + dtype_name(t));
     }
@@ -377,7 +396,8 @@ struct Checker {
         if (--incoming[s] == 0) ready.push_back(s);
     for (int64_t s = 0; s < stages; ++s)
       if (incoming[s] != 0)
-        reject("kitsune program", "stage " + str(s) + " '" + p.stages[s].name + "' waits for its own output: the queues form a cycle");
+        reject("kitsune program",
+               "stage " + str(s) + " '" + p.stages[s].name + "' waits for its own output: the queues form a cycle");
   }
 
   void all() {

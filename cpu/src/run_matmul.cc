@@ -1,4 +1,5 @@
-// Matmul: one gemm call per batch, on panels packed in the prepare phase. AccumulateMatmul: one outer product per batch, into the lane.
+// Matmul: one gemm call per batch, on panels packed in the prepare phase. AccumulateMatmul: one outer product per batch, into the
+// lane.
 #include <algorithm>
 
 #include "executor_internal.h"
@@ -109,7 +110,9 @@ class AccumulateMatmulStep final : public Step {
 
 }  // namespace
 
-std::unique_ptr<const Step> compile(const AccumulateMatmul& m, const Compile& c) { return std::make_unique<AccumulateMatmulStep>(m, c); }
+std::unique_ptr<const Step> compile(const AccumulateMatmul& m, const Compile& c) {
+  return std::make_unique<AccumulateMatmulStep>(m, c);
+}
 
 std::unique_ptr<const Step> compile(const Matmul& m, const Compile& c) { return std::make_unique<MatmulStep>(m, c); }
 

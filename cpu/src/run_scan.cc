@@ -1,4 +1,5 @@
-// Scan: cumulative operations along the last dimension. Floating values are carried in double, so a long float32 sum stays exact to an ulp.
+// Scan: cumulative operations along the last dimension. Floating values are carried in double, so a long float32 sum stays exact to
+// an ulp.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -33,8 +33,8 @@ void index_rows(char* to, int64_t m, int64_t n, int64_t position, int64_t row_st
 }  // namespace
 
 struct VectorStep::Frame {
-  char** at;             // per operand, for the outer index at hand
-  const void** values;   // per operation
+  char** at;            // per operand, for the outer index at hand
+  const void** values;  // per operation
   char* buffers;
   char* spare;
   size_t buffer_bytes;
@@ -70,8 +70,7 @@ void VectorStep::run(const Context& c) const {
   }
   walk(nest_.data(), outer_, c.rows, f.at, operands_, index, [&] {
     for (int64_t i = 0; i < rows; i += row_step)
-      for (int64_t j = 0; j < columns; j += chunk_)
-        block(f, i, j, std::min(row_step, rows - i), std::min(chunk_, columns - j));
+      for (int64_t j = 0; j < columns; j += chunk_) block(f, i, j, std::min(row_step, rows - i), std::min(chunk_, columns - j));
   });
 }
 

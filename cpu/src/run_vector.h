@@ -20,7 +20,7 @@ struct VectorOp {
   bool once = false;               // a load that is the same for every block: filled before the first one
   int32_t a = -1, b = -1, c = -1;  // values (defining operations)
   int32_t buffer = -1;
-  int32_t operand = -1;            // of `at`: loads first, then stores
+  int32_t operand = -1;  // of `at`: loads first, then stores
   VectorFn fn = nullptr;
   Loader load;
   Storer store;
@@ -53,11 +53,11 @@ class VectorStep final : public Step {
   void fill_index(const Frame& f, const VectorOp& op, char* to, int64_t i, int64_t j, int64_t m, int64_t n) const;
 
   Nest nest_;
-  int outer_ = 0;              // dimensions walked outside blocks; then the block's rows (if `rows_per_block_` > 0) and its columns
+  int outer_ = 0;  // dimensions walked outside blocks; then the block's rows (if `rows_per_block_` > 0) and its columns
   int64_t rows_per_block_ = 0;  // 0: blocks are pieces of the innermost dimension alone
   int64_t chunk_ = 0;
   int loads_ = 0, operands_ = 0;
-  size_t item_ = 1;            // largest element of any register
+  size_t item_ = 1;  // largest element of any register
   std::vector<Address> addresses_;
   std::vector<int64_t> item_sizes_;
   std::vector<DType> storage_;

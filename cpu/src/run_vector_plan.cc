@@ -1,5 +1,5 @@
-// Planning of Vector programs: which loop is innermost, how much of it a block covers, which loads and stores need no copy, and which
-// buffers the remaining values share. Everything here happens once per compiled executable.
+// Planning of Vector programs: which loop is innermost, how much of it a block covers, which loads and stores need no copy, and
+// which buffers the remaining values share. Everything here happens once per compiled executable.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -71,8 +71,9 @@ VectorStep::VectorStep(const Vector& x, const Compile& c) {
   elide_loads(x, c);
   find_invariant_loads(x, c);
   assign_buffers();
-  temp_bytes_ = align_up(static_cast<size_t>(chunk_) * item_) * static_cast<size_t>(buffers_) + align_up(static_cast<size_t>(chunk_) * 8) +
-                align_up(ops_.size() * sizeof(void*)) + align_up(static_cast<size_t>(operands_) * sizeof(void*));
+  temp_bytes_ = align_up(static_cast<size_t>(chunk_) * item_) * static_cast<size_t>(buffers_) +
+                align_up(static_cast<size_t>(chunk_) * 8) + align_up(ops_.size() * sizeof(void*)) +
+                align_up(static_cast<size_t>(operands_) * sizeof(void*));
 }
 
 // Registers become values: each operation that defines one is a value of its own, so buffers can be shared by liveness alone.
@@ -103,8 +104,8 @@ void VectorStep::plan_values(const Vector& x, const Compile& c) {
 
 VectorOp VectorStep::make_op(const Vector& x, const Micro& m, std::vector<int32_t>& defined, const Compile& c) {
   auto missing = [&] {
-    throw ProgramError(c.where + " operation " + std::to_string(&m - x.code.data()) + ": " + opcode_name(m.op) + " is not defined for " +
-                       dtype_name(m.type));
+    throw ProgramError(c.where + " operation " + std::to_string(&m - x.code.data()) + ": " + opcode_name(m.op) +
+                       " is not defined for " + dtype_name(m.type));
   };
   VectorOp op{};
   op.kind = VectorOp::kCompute;
@@ -206,8 +207,8 @@ bool VectorStep::in_place(const Vector& x, int load, int store) const {
   return a.ref.offset == b.ref.offset && a.ref.dtype == b.ref.dtype && a.row_stride == b.row_stride && a.strides == b.strides;
 }
 
-// A store of a dense value of the stored type: the operation that computes the value writes it there, if nothing that is read between
-// the two, or any other store, shares the memory.
+// A store of a dense value of the stored type: the operation that computes the value writes it there, if nothing that is read
+// between the two, or any other store, shares the memory.
 void VectorStep::elide_stores(const Vector& x, const Compile& c) {
   int stores = operands_ - loads_;
   std::vector<int> uses(stores, 0);
@@ -232,7 +233,8 @@ void VectorStep::elide_stores(const Vector& x, const Compile& c) {
     bool safe = true;
     for (size_t i = 0; i < ops_.size(); ++i)
       if (ops_[i].kind == VectorOp::kLoad && may_overlap(x, ops_[i].operand, s, c))
-        safe = safe && static_cast<int32_t>(i) < op.a && (last_use_[i] < op.a || (last_use_[i] == op.a && in_place(x, ops_[i].operand, s)));
+        safe = safe && static_cast<int32_t>(i) < op.a &&
+               (last_use_[i] < op.a || (last_use_[i] == op.a && in_place(x, ops_[i].operand, s)));
     if (!safe) continue;
     value.place = Place::kOperand;
     value.operand = op.operand;
@@ -281,8 +283,8 @@ void VectorStep::assign_buffers() {
     int32_t used[3] = {op.a, op.b, op.c};
     std::sort(used, used + 3);
     for (int k = 0; k < 3; ++k)
-      if (used[k] >= 0 && (k == 0 || used[k] != used[k - 1]) && last_use_[used[k]] == static_cast<int32_t>(i) && ops_[used[k]].buffer >= 0 &&
-          !ops_[used[k]].once)
+      if (used[k] >= 0 && (k == 0 || used[k] != used[k - 1]) && last_use_[used[k]] == static_cast<int32_t>(i) &&
+          ops_[used[k]].buffer >= 0 && !ops_[used[k]].once)
         free.push_back(ops_[used[k]].buffer);
     if (op.buffer >= 0 && last_use_[i] < 0 && !op.once) free.push_back(op.buffer);
   }

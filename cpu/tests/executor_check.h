@@ -16,14 +16,14 @@ namespace kitsune::cpu::test {
 
 inline int failures = 0;
 
-#define CHECK(condition, ...)                                  \
-  do {                                                         \
-    if (!(condition)) {                                        \
-      ++kitsune::cpu::test::failures;                          \
-      std::printf("FAILED %s:%d: ", __FILE__, __LINE__);       \
-      std::printf(__VA_ARGS__);                                \
-      std::printf("\n");                                       \
-    }                                                          \
+#define CHECK(condition, ...)                            \
+  do {                                                   \
+    if (!(condition)) {                                  \
+      ++kitsune::cpu::test::failures;                    \
+      std::printf("FAILED %s:%d: ", __FILE__, __LINE__); \
+      std::printf(__VA_ARGS__);                          \
+      std::printf("\n");                                 \
+    }                                                    \
   } while (0)
 
 inline Operand operand(Space space, int64_t index, DType t, int64_t offset, int64_t row_stride, std::vector<int64_t> strides) {
@@ -81,8 +81,8 @@ struct Arrays {
   }
 };
 
-// Runs the program as parsed from its words on each number of threads; every output must be within `tolerance` of the reference, and
-// the same bits for any number of threads.
+// Runs the program as parsed from its words on each number of threads; every output must be within `tolerance` of the reference,
+// and the same bits for any number of threads.
 inline void compare(const char* name, const Program& source, double tolerance, unsigned seed = 1, bool small = false,
                     std::vector<int64_t> threads = {1, 3}) {
   std::vector<int64_t> words = encode(source);

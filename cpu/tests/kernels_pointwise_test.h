@@ -178,8 +178,7 @@ void test_floating() {
   check_op<T, T>("nextafter", Opcode::op_nextafter, t.a, t.b, t.c, [](T a, T b, T) { return std::nextafter(a, b); });
   check_op<T, T>("div", Opcode::op_div, t.a, t.b, t.c, [](T a, T b, T) { return a / b; });
   const double inverse_square = -2;
-  check_op<T, T>(
-      "pow-2", Opcode::op_integer_pow, t.a, t.b, t.c, [](T a, T, T) { return T(1) / (a * a); }, &inverse_square);
+  check_op<T, T>("pow-2", Opcode::op_integer_pow, t.a, t.b, t.c, [](T a, T, T) { return T(1) / (a * a); }, &inverse_square);
 }
 
 // reduce_precision to f16's and bf16's formats agrees with the conversions wherever the format's numbers are normal.

@@ -72,7 +72,9 @@ class Words {
   }
   void instruction(const Reduce& x) { add(x.how), list(x.kept), list(x.reduced), operand(x.x), operand(x.out); }
   void instruction(const Scan& x) { add(x.how), add(x.reverse), list(x.extents), operand(x.x), operand(x.out); }
-  void instruction(const AccumulateMatmul& x) { add(x.sink), add(x.row_multiple), add(x.batch), add(x.m), add(x.n), operand(x.x), operand(x.y); }
+  void instruction(const AccumulateMatmul& x) {
+    add(x.sink), add(x.row_multiple), add(x.batch), add(x.m), add(x.n), operand(x.x), operand(x.y);
+  }
   void instruction(const Accumulate& x) { add(x.sink), list(x.kept), list(x.reduced), operand(x.x); }
 
   std::vector<int64_t> w_;

@@ -176,9 +176,12 @@ class Reference {
     for (int64_t b = 0; b < m.batch; ++b)
       for (int64_t r = 0; r < rows_ * m.row_multiple; ++r)
         for (int64_t n = 0; n < N; ++n) {
-          double sum = m.bias < 0 ? 0 : get(p_.preps[m.bias].dtype, &prep(m.bias)[static_cast<size_t>(n) * item_size(p_.preps[m.bias].dtype)]);
+          double sum = m.bias < 0
+                           ? 0
+                           : get(p_.preps[m.bias].dtype, &prep(m.bias)[static_cast<size_t>(n) * item_size(p_.preps[m.bias].dtype)]);
           const char* x = at(m.x, r, {b}, m.row_multiple);
-          for (int64_t k = 0; k < K; ++k) sum += get(m.x.ref.dtype, x + k * xs) * get(w.dtype, weights + ((b * K + k) * N + n) * size);
+          for (int64_t k = 0; k < K; ++k)
+            sum += get(m.x.ref.dtype, x + k * xs) * get(w.dtype, weights + ((b * K + k) * N + n) * size);
           if (m.activation == Activation::kRelu) sum = std::max(sum, 0.0);
           set(m.out.ref.dtype, at(m.out, r, {b}, m.row_multiple) + n * os, sum);
         }
@@ -275,12 +278,15 @@ class Reference {
   void step(const AccumulateMatmul& a) {
     auto& acc = sinks_[a.sink];
     acc.resize(static_cast<size_t>(a.batch * a.m * a.n), 0);
-    auto value = [](const Operand& o, const char* p, int64_t i) { return get(o.ref.dtype, p + i * static_cast<int64_t>(item_size(o.ref.dtype))); };
+    auto value = [](const Operand& o, const char* p, int64_t i) {
+      return get(o.ref.dtype, p + i * static_cast<int64_t>(item_size(o.ref.dtype)));
+    };
     for (int64_t b = 0; b < a.batch; ++b)
       for (int64_t r = 0; r < rows_ * a.row_multiple; ++r) {
         const char *x = at(a.x, r, {b}, a.row_multiple), *y = at(a.y, r, {b}, a.row_multiple);
         for (int64_t i = 0; i < a.m; ++i)
-          for (int64_t j = 0; j < a.n; ++j) acc[static_cast<size_t>((b * a.m + i) * a.n + j)] += value(a.x, x, i) * value(a.y, y, j);
+          for (int64_t j = 0; j < a.n; ++j)
+            acc[static_cast<size_t>((b * a.m + i) * a.n + j)] += value(a.x, x, i) * value(a.y, y, j);
       }
   }
 

@@ -10,7 +10,8 @@ namespace {
 
 constexpr DType F32 = DType::kF32, F64 = DType::kF64, BF16 = DType::kBF16, I32 = DType::kI32, BOOL = DType::kBool;
 
-// dense -> relu -> (multicast: the next stage, and a skip) -> dense -> add + row sum + column-sum sink, then a phase that reads the sink.
+// dense -> relu -> (multicast: the next stage, and a skip) -> dense -> add + row sum + column-sum sink, then a phase that reads the
+// sink.
 Program residual_pipeline(int64_t rows, int64_t tile_rows, int64_t depth) {
   constexpr int64_t K = 12, N = 20;
   Program p{};
@@ -24,19 +25,29 @@ Program residual_pipeline(int64_t rows, int64_t tile_rows, int64_t depth) {
   p.queues = {{0, {1, 2}, depth, tile_rows * N * 4}, {1, {2}, depth + 1, tile_rows * N * 4}};
   auto queue = [](int64_t q) { return operand(Space::kQueue, q, F32, 0, N, {1}); };
   auto scratch = operand(Space::kScratch, 0, F32, 0, N, {1});
-  p.stages.push_back({"first", 0, 0,
-                      {Matmul{operand(Space::kIn, 0, F32, 0, K, {0}), 1, 1, 0, 1, Activation::kRelu, operand(Space::kQueue, 0, F32, 0, N, {0})}}});
-  p.stages.push_back({"second", 0, 0,
+  p.stages.push_back(
+      {"first",
+       0,
+       0,
+       {Matmul{operand(Space::kIn, 0, F32, 0, K, {0}), 1, 1, 0, 1, Activation::kRelu, operand(Space::kQueue, 0, F32, 0, N, {0})}}});
+  p.stages.push_back({"second",
+                      0,
+                      0,
                       {Matmul{operand(Space::kQueue, 0, F32, 0, N, {0}), 1, 1, 2, -1, Activation::kNone,
                               operand(Space::kQueue, 1, F32, 0, N, {0})}}});
   Vector add{{N}, true, {queue(0), queue(1)}, {operand(Space::kOut, 0, F32, 0, N, {1}), scratch}, {}};
   add.code = {micro(Opcode::op_load, F32, 0, 0), micro(Opcode::op_load, F32, 1, 1), micro(Opcode::op_add, F32, 2, 0, 1),
               micro(Opcode::op_store, F32, 0, 0, 2), micro(Opcode::op_store, F32, 0, 1, 2)};
-  p.stages.push_back({"third", 0, tile_rows * N * 4,
-                      {add, Reduce{Reduction::kSum, {}, {N}, scratch, operand(Space::kOut, 1, F32, 0, 1, {})},
-                       Accumulate{0, {N}, {}, scratch}}});
-  Vector after{{}, false, {operand(Space::kOut, 1, F32, 0, 1, {}), operand(Space::kOut, 2, F32, 3, 0, {})},
-               {operand(Space::kOut, 3, F32, 0, 1, {})}, {}};
+  p.stages.push_back(
+      {"third",
+       0,
+       tile_rows * N * 4,
+       {add, Reduce{Reduction::kSum, {}, {N}, scratch, operand(Space::kOut, 1, F32, 0, 1, {})}, Accumulate{0, {N}, {}, scratch}}});
+  Vector after{{},
+               false,
+               {operand(Space::kOut, 1, F32, 0, 1, {}), operand(Space::kOut, 2, F32, 3, 0, {})},
+               {operand(Space::kOut, 3, F32, 0, 1, {})},
+               {}};
   after.code = {micro(Opcode::op_load, F32, 0, 0), micro(Opcode::op_load, F32, 1, 1), micro(Opcode::op_sub, F32, 0, 0, 1),
                 micro(Opcode::op_store, F32, 0, 0, 0)};
   p.stages.push_back({"after the sink", 1, 0, {after}});
@@ -90,8 +101,8 @@ void test_stalled_pool() {
 }
 
 // A random layout of a value over (rows, *extents): dense, padded, transposed, reversed or broadcast.
-Operand random_layout(std::mt19937& rng, Space space, int64_t index, DType t, int64_t rows, const std::vector<int64_t>& extents, bool write,
-                      int64_t* elements) {
+Operand random_layout(std::mt19937& rng, Space space, int64_t index, DType t, int64_t rows, const std::vector<int64_t>& extents,
+                      bool write, int64_t* elements) {
   std::vector<int64_t> all = extents;
   all.insert(all.begin(), rows);
   std::vector<size_t> order(all.size());
@@ -173,9 +184,16 @@ void test_in_place() {
   auto store = [](int64_t a, int64_t b) { return micro(Opcode::op_store, F32, 0, a, b); };
   Vector fill{{N}, true, {in}, {scratch, shifted}, {load(0, 0), store(0, 0), micro(Opcode::op_neg, F32, 1, 0), store(1, 1)}};
   Vector update{{N}, true, {scratch}, {scratch}, {load(0, 0), micro(Opcode::op_add, F32, 1, 0, 0), store(0, 1)}};
-  Vector keep_old{{N}, true, {scratch, shifted}, {scratch, out},
-                  {load(0, 0), load(2, 1), micro(Opcode::op_mul, F32, 1, 0, 2), store(0, 1), micro(Opcode::op_add, F32, 3, 0, 1), store(1, 3)}};
-  Vector swap{{N}, true, {scratch, shifted}, {scratch, shifted, operand(Space::kOut, 1, F32, 0, N, {1})},
+  Vector keep_old{
+      {N},
+      true,
+      {scratch, shifted},
+      {scratch, out},
+      {load(0, 0), load(2, 1), micro(Opcode::op_mul, F32, 1, 0, 2), store(0, 1), micro(Opcode::op_add, F32, 3, 0, 1), store(1, 3)}};
+  Vector swap{{N},
+              true,
+              {scratch, shifted},
+              {scratch, shifted, operand(Space::kOut, 1, F32, 0, N, {1})},
               {load(0, 0), load(1, 1), store(0, 1), store(1, 0), micro(Opcode::op_sub, F32, 2, 0, 1), store(2, 2)}};
   Vector result{{N}, true, {scratch}, {operand(Space::kOut, 2, F32, 0, N, {1})}, {load(0, 0), store(0, 0)}};
   Array a{F32, 13 * N};
@@ -209,7 +227,8 @@ void test_copies() {
     int64_t stride = row;
     for (size_t j = axes.size(); j-- > 0; stride *= axes[j]) flat.axis_strides.insert(flat.axis_strides.begin(), stride);
     Array a{t, step};
-    compare(("copy " + std::to_string(seed)).c_str(), program(axes, tile_rows, {a}, {a, a}, {g, back, flat}, (tile_rows * row + 1) * 4), 0, seed);
+    compare(("copy " + std::to_string(seed)).c_str(),
+            program(axes, tile_rows, {a}, {a, a}, {g, back, flat}, (tile_rows * row + 1) * 4), 0, seed);
   }
 }
 
@@ -224,8 +243,8 @@ void test_matmuls() {
         int64_t outer = n % 5 == 0 ? 5 : 1, last = n / outer;
         p.preps = {{PrepKind::kWeight, {Space::kIn, 1, last - 1, t}, t, {batch}, {n}, {K}, {batch * n}, {outer, last}, {last, -1}},
                    dense(2, t, bias, {n}, {1})};
-        p.stages[0].body = {Matmul{operand(Space::kIn, 0, t, 0, batch * K, {K}), M, batch, 0, 1, n % 2 ? Activation::kRelu : Activation::kNone,
-                                   operand(Space::kOut, 0, t, 0, batch * n, {n})}};
+        p.stages[0].body = {Matmul{operand(Space::kIn, 0, t, 0, batch * K, {K}), M, batch, 0, 1,
+                                   n % 2 ? Activation::kRelu : Activation::kNone, operand(Space::kOut, 0, t, 0, batch * n, {n})}};
         compare("matmul", p, t == BF16 ? 0.01 : t == F32 ? 1e-5 : 1e-12);
       }
 }
@@ -238,8 +257,8 @@ void test_weight_gradients() {
         DType sum = t == F64 ? F64 : F32;
         Program p = program({R}, 4, {{t, R * M * batch * K}, {t, R * M * batch * n}}, {{sum, batch * K * n}}, {});
         p.sinks = {{Reduction::kSum, sum, batch * K * n, 0}};
-        p.stages[0].body = {
-            AccumulateMatmul{0, M, batch, K, n, operand(Space::kIn, 0, t, 0, batch * K, {K}), operand(Space::kIn, 1, t, 0, batch * n, {n})}};
+        p.stages[0].body = {AccumulateMatmul{0, M, batch, K, n, operand(Space::kIn, 0, t, 0, batch * K, {K}),
+                                             operand(Space::kIn, 1, t, 0, batch * n, {n})}};
         compare("weight gradient", p, t == F64 ? 1e-12 : 1e-5, 1, false, {1, 2, 64});
       }
 }
@@ -252,18 +271,21 @@ void test_reductions() {
     bool logical = how == Reduction::kAnd || how == Reduction::kOr || how == Reduction::kXor, arg = how >= Reduction::kArgMax;
     DType t = logical ? kTypes[3 + rng() % 2] : kTypes[rng() % 4];
     int64_t rows = 1 + static_cast<int64_t>(rng() % 30), n, m;
-    std::vector<int64_t> kept = random_extents(rng, 0), reduced = arg ? std::vector<int64_t>{1 + static_cast<int64_t>(rng() % 300)} : random_extents(rng, 0);
+    std::vector<int64_t> kept = random_extents(rng, 0),
+                         reduced = arg ? std::vector<int64_t>{1 + static_cast<int64_t>(rng() % 300)} : random_extents(rng, 0);
     if (how == Reduction::kProd && product(reduced) > 8) reduced = {3};
     std::vector<int64_t> all = kept;
     all.insert(all.end(), reduced.begin(), reduced.end());
     Operand x = random_layout(rng, Space::kIn, 0, t, rows, all, false, &n);
     Operand out = random_layout(rng, Space::kOut, 0, arg ? I32 : t, rows, kept, true, &m);
-    Program p = program({rows}, 1 + static_cast<int64_t>(rng() % 40), {{t, n}}, {{out.ref.dtype, m}}, {Reduce{how, kept, reduced, x, out}});
+    Program p =
+        program({rows}, 1 + static_cast<int64_t>(rng() % 40), {{t, n}}, {{out.ref.dtype, m}}, {Reduce{how, kept, reduced, x, out}});
     compare(("reduce " + std::to_string(seed)).c_str(), p, t == BF16 ? 0.02 : 1e-5, seed, true);
     if (arg || (how == Reduction::kProd && is_float(t))) continue;
     // The same operand into a sink (exact: small integers).
     if (how == Reduction::kProd) continue;
-    Program q = program({rows}, 1 + static_cast<int64_t>(rng() % 4), {{t, n}}, {{t, product(kept)}}, {Accumulate{0, kept, reduced, x}});
+    Program q =
+        program({rows}, 1 + static_cast<int64_t>(rng() % 4), {{t, n}}, {{t, product(kept)}}, {Accumulate{0, kept, reduced, x}});
     q.sinks = {{how, t, product(kept), 0}};
     compare(("sink " + std::to_string(seed)).c_str(), q, 1e-5, seed, true);
   }
@@ -273,8 +295,9 @@ void test_nan() {
   constexpr int64_t R = 40, N = 37;
   for (Reduction how : {Reduction::kMax, Reduction::kMin, Reduction::kArgMax, Reduction::kSum}) {
     bool arg = how == Reduction::kArgMax;
-    Program p = program({R}, 16, {{F32, R * N}}, {{arg ? I32 : F32, R}},
-                        {Reduce{how, {}, {N}, operand(Space::kIn, 0, F32, 0, N, {1}), operand(Space::kOut, 0, arg ? I32 : F32, 0, 1, {})}});
+    Program p =
+        program({R}, 16, {{F32, R * N}}, {{arg ? I32 : F32, R}},
+                {Reduce{how, {}, {N}, operand(Space::kIn, 0, F32, 0, N, {1}), operand(Space::kOut, 0, arg ? I32 : F32, 0, 1, {})}});
     Executable exe(parse(encode(p).data(), encode(p).size()));
     Arrays a(p, 4);
     for (int64_t r = 0; r < R; r += 2) set(F32, &a.ins[0][static_cast<size_t>((r * N + r % N) * 4)], NAN);
@@ -282,7 +305,8 @@ void test_nan() {
     CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "a reduction of NaN fails");
     for (int64_t r = 0; r < R; ++r) {
       double got = get(arg ? I32 : F32, &a.outs[0][static_cast<size_t>(r) * 4]);
-      if (r % 2 == 0) CHECK(arg ? got == static_cast<double>(r % N) : std::isnan(got), "NaN in row %d is lost: %g", static_cast<int>(r), got);
+      if (r % 2 == 0)
+        CHECK(arg ? got == static_cast<double>(r % N) : std::isnan(got), "NaN in row %d is lost: %g", static_cast<int>(r), got);
       if (r % 2 == 1) CHECK(!std::isnan(got), "NaN leaks into row %d", static_cast<int>(r));
     }
   }
@@ -297,9 +321,11 @@ void test_scans() {
     int64_t rows = 1 + static_cast<int64_t>(rng() % 12), n, m;
     std::vector<int64_t> extents = random_extents(rng, 1);
     extents.back() = how == Cumulative::kProd ? 5 : 1 + static_cast<int64_t>(rng() % 300);
-    Operand x = random_layout(rng, Space::kIn, 0, t, rows, extents, false, &n), out = random_layout(rng, Space::kOut, 0, t, rows, extents, true, &m);
+    Operand x = random_layout(rng, Space::kIn, 0, t, rows, extents, false, &n),
+            out = random_layout(rng, Space::kOut, 0, t, rows, extents, true, &m);
     compare(("scan " + std::to_string(seed)).c_str(),
-            program({rows}, 5, {{t, n}}, {{t, m}}, {Scan{how, rng() % 2 == 0, extents, x, out}}), t == BF16 ? 0.02 : 1e-5, seed, true);
+            program({rows}, 5, {{t, n}}, {{t, m}}, {Scan{how, rng() % 2 == 0, extents, x, out}}), t == BF16 ? 0.02 : 1e-5, seed,
+            true);
   }
 }
 
@@ -307,7 +333,8 @@ void test_scans() {
 void test_sink_bits() {
   constexpr int64_t N = 24;
   for (int64_t rows : {64, 3001}) {
-    Program single = program({rows}, 4, {{F32, rows * N}}, {{F32, N}}, {Accumulate{0, {N}, {}, operand(Space::kIn, 0, F32, 0, N, {1})}});
+    Program single =
+        program({rows}, 4, {{F32, rows * N}}, {{F32, N}}, {Accumulate{0, {N}, {}, operand(Space::kIn, 0, F32, 0, N, {1})}});
     single.sinks = {{Reduction::kSum, F32, N, 0}};
     compare("sink bits", single, 1e-5, 2, false, {1, 2, 5, 64});
   }
@@ -335,12 +362,14 @@ double work(const Program& p) {
   return w;
 }
 
-// Every bit of every word, one at a time: as it is (the checksum finds it), and resealed (the validator rejects it, or it runs in bounds).
+// Every bit of every word, one at a time: as it is (the checksum finds it), and resealed (the validator rejects it, or it runs in
+// bounds).
 void test_damage() {
   Program small = residual_pipeline(13, 4, 2);
   std::vector<int64_t> words = encode(small);
   CHECK(!rejected(words), "the undamaged program is rejected");
-  for (size_t n = 0; n < words.size(); ++n) CHECK(rejected({words.begin(), words.begin() + static_cast<std::ptrdiff_t>(n)}), "truncated to %zu words", n);
+  for (size_t n = 0; n < words.size(); ++n)
+    CHECK(rejected({words.begin(), words.begin() + static_cast<std::ptrdiff_t>(n)}), "truncated to %zu words", n);
   int ran = 0;
   for (size_t w = 0; w < words.size(); ++w)
     for (int bit = 0; bit < 64; ++bit) {
@@ -374,7 +403,8 @@ void test_messages() {
   std::vector<int64_t> words = encode(residual_pipeline(13, 4, 2));
   words[9] ^= 1;
   std::string why;
-  CHECK(rejected(words, &why) && why == "kitsune program: checksum mismatch: the attribute was truncated or altered", "%s", why.c_str());
+  CHECK(rejected(words, &why) && why == "kitsune program: checksum mismatch: the attribute was truncated or altered", "%s",
+        why.c_str());
   Program p = residual_pipeline(13, 4, 2);
   p.inputs[0].elements -= 1;
   expect(p, "stage 0 'first' instruction 0 (Matmul): x reads element 155 of input 0, which has 155");

@@ -150,14 +150,22 @@ def _library_seconds(cost: RegionCost, i: int) -> float:
 
 
 def _fault_seconds(cost: RegionCost, kernels: list[Kernel]) -> float:
-    """First touch of the temporaries: XLA puts all of a program's into one block, so its size is the most that is alive at once."""
+    """First touch of the temporaries: XLA puts all of a program's into one block, so its size is the most that is alive at once.
+
+    What fits into the result buffers before the results are written lies there, and a loop without a matmul or a reduction in it writes over
+    an operand that nobody reads after it.
+    """
     last = {v: k for k, kernel in enumerate(kernels) for v in kernel.reads}
     alive: dict[int, int] = {}
     most = 0
     for k, kernel in enumerate(kernels):
-        if kernel.root not in cost.outputs:
-            alive[kernel.root] = cost.bytes(kernel.root)
+        in_place = not any(cost.family(i) in _ROOTS or cost.family(i) == "dot" for i in kernel.ops)
+        dying = [v for v in alive if last.get(v, k) <= k and v not in cost.outputs]
+        replaced = next((v for v in dying if in_place and cost.bytes(v) == cost.bytes(kernel.root)), None)
+        alive[kernel.root] = 0 if replaced is not None else cost.bytes(kernel.root)
         most = max(most, sum(alive.values()))
-        for v in [v for v in alive if last.get(v, k) <= k]:
+        alive[kernel.root] = cost.bytes(kernel.root)
+        for v in dying:
             del alive[v]
+    most -= sum(cost.bytes(v) for v in cost.outputs)
     return most / cost.machine.fault_bandwidth if most > cost.machine.fault_threshold else 0.0

@@ -62,6 +62,7 @@ class DotWork:
 class OpWork:
     """One op on one row. ``flops``: useful operations. ``simt``: vector operations. ``dot``: set for matmuls only.
 
+    ``elements``: what a stage's pointwise code loads and stores besides: one pass over them per op.
     ``absorbed``: a bias or a ReLU that the matmul before it applies to its accumulators; a pipeline does not pay for it.
     """
 
@@ -70,6 +71,7 @@ class OpWork:
     dtype: str
     dot: DotWork | None = None
     absorbed: bool = False
+    elements: int = 0
 
     @property
     def resource(self) -> str:
@@ -137,8 +139,8 @@ class RegionCost:
         if family in _FREE:
             return OpWork(0, 0.0, dtype)
         if family in _COPIES:
-            return OpWork(0, 0.5 * elements, dtype)
-        return OpWork(int(elements * per_element), float(elements * per_element), dtype, absorbed=self._absorbed(i))
+            return OpWork(0, 0.5 * elements, dtype, elements=elements)
+        return OpWork(int(elements * per_element), float(elements * per_element), dtype, None, self._absorbed(i), elements)
 
     def _absorbed(self, i: int) -> bool:
         """``i`` adds a stationary value to a matmul's result or takes its maximum with a constant, and it is the only reader."""
@@ -179,7 +181,8 @@ class RegionCost:
         if work.absorbed:
             return 0.0
         if work.dot is None:
-            return rows * work.simt / (machine.rate(machine.simt_rates, work.dtype) * machine.pipeline_simt)
+            operations = work.simt + work.elements * machine.pass_operations
+            return rows * operations / (machine.rate(machine.simt_rates, work.dtype) * machine.pipeline_simt)
         dot = work.dot
         efficiency = machine.vertical_efficiency if vertical else machine.spatial_efficiency
         rate = machine.rate(machine.tensor_rates, dot.dtype) * machine.rate(efficiency, dot.dtype)
@@ -187,6 +190,21 @@ class RegionCost:
         m, k = (dot.m, rows * dot.k) if i in self.sinks else (rows * dot.m, dot.k)
         padded_k = k + max(0.0, (_FULL_K - k) / _K_OVERHEAD)
         return 2.0 * dot.batch * round_up(m, machine.matmul_rows) * round_up(dot.n, machine.panel) * padded_k / rate
+
+    def strided_seconds(self) -> float:
+        """Worker-seconds lost at the border of the region on arrays whose rows do not lie together in memory.
+
+        Such an array streams over its fastest dimension: neighbours of a row are a whole stride apart, and every element is a cache line.
+        """
+        elements = 0
+        for v in (*self.region.inputs, *self.outputs):
+            shape, labels = self.graph.values[v].shape, self.labels.get(v)
+            if labels is None:
+                continue
+            real = [d for d, n in enumerate(shape) if n > 1]
+            if real and labels[real[-1]] and self.row_size(v) > 1:
+                elements += self.graph.values[v].size
+        return elements * self.machine.strided_seconds
 
     def flops(self) -> int:
         """Useful operations of the whole region."""

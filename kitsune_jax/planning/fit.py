@@ -46,9 +46,13 @@ def stationary_bytes(cost: RegionCost, ops: Iterable[int]) -> int:
 
 
 def sink_bytes(cost: RegionCost, ops: Iterable[int]) -> int:
-    """Bytes of the accumulators of the sinks among ``ops``: double precision on a CPU, single on a GPU."""
-    element = 8 if cost.machine.platform == "cpu" else 4
-    return sum(element * cost.graph.values[v].size for i in ops if i in cost.sinks for v in cost.graph.ops[i].outputs)
+    """Bytes of the accumulators of the sinks among ``ops``: double precision for sums of values on a CPU, else single."""
+    total = 0
+    for i in ops:
+        if i in cost.sinks:
+            element = 8 if cost.machine.platform == "cpu" and cost.work(i).dot is None else 4
+            total += element * sum(cost.graph.values[v].size for v in cost.graph.ops[i].outputs)
+    return total
 
 
 def resource_of(cost: RegionCost, draft: Draft) -> str:

@@ -52,6 +52,8 @@ class Machine:
     library_rates: Rates
     library_simt: float  # fraction of ``simt_rates`` that XLA's fused loops reach
     pipeline_simt: float  # fraction of ``simt_rates`` that a stage's pointwise code reaches
+    pass_operations: float  # what one more pointwise op costs a stage for each element, beside its arithmetic
+    strided_seconds: float  # one element of a border array whose rows do not lie together, on one worker
     vertical_efficiency: Rates
     spatial_efficiency: Rates
     local_bytes: int
@@ -97,8 +99,9 @@ _CPU_SOURCES = (
     ),
     ("library_rates", "XLA:CPU f32 at 95 % of peak, bf16 at 90-200 GF/s on the same 2 cores"),
     ("vertical_efficiency", "prototype on tiles of 32-128 rows: f32 94 % of peak, bf16 80 %"),
-    ("pipeline_simt", "design value: 4 G simple element-ops/s per AVX-512 core, of 56 G lane-ops/s"),
-    ("library_simt", "design value: XLA's fused loops at twice that"),
+    ("pipeline_simt", "a core of Zen 4: max 0.13, exp 0.25, tanh 0.49 ns an element, of which a pass over the tile is 0.07"),
+    ("library_simt", "XLA's fused loops: no passes between their ops; bulk tanh and softmax are bound by memory on 2 cores"),
+    ("strided_seconds", "6-19 ns an element measured for tiles of 2-4 columns of a row-major array, Zen 4"),
     ("dram_bandwidth", "copy 36 GB/s on 2 cores; 18 GB/s a core, at most 200 GB/s (8 channels of DDR5-3200)"),
     ("fault_bandwidth", "first touch of 4 KiB pages 3.3 GB/s on 2 cores"),
     ("fault_threshold", "glibc mallopt(3): M_MMAP_THRESHOLD grows to at most 32 MiB; larger blocks are mapped anew at every call"),
@@ -124,8 +127,10 @@ def _cpu(isa: str, cores: int, l1: int, l2: int, l3: int) -> Machine:
         tensor_rates=(("float64", f32 / 2), ("bfloat16", half), ("other", f32)),
         simt_rates=(("float64", lanes / 2), ("int64", lanes / 2), ("other", lanes)),
         library_rates=(("float64", 0.95 * f32 / 2), ("bfloat16", 0.45 * f32), ("float16", 0.45 * f32), ("other", 0.95 * f32)),
-        library_simt=0.14,
-        pipeline_simt=0.07,
+        library_simt=0.5,
+        pipeline_simt=0.5,
+        pass_operations=2.0,
+        strided_seconds=6e-9,
         vertical_efficiency=(("bfloat16", 0.80 if isa == "avx512bf16" else 0.90), ("other", 0.94)),
         spatial_efficiency=(("bfloat16", 0.80 if isa == "avx512bf16" else 0.90), ("other", 0.94)),
         local_bytes=l2,
@@ -239,6 +244,8 @@ def _gpu(
         library_rates=(("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes)),
         library_simt=0.5,
         pipeline_simt=0.5,
+        pass_operations=0.0,
+        strided_seconds=0.0,
         vertical_efficiency=(("other", vertical),),
         spatial_efficiency=(("other", spatial),),
         local_bytes=smem,

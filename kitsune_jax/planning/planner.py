@@ -103,7 +103,8 @@ class _Planner:
             bound = "dram" if dram >= l2 else "l2"
         # On a CPU the core that computes also moves; a GPU has engines for it.
         body = compute + dram if machine.platform == "cpu" else max(compute, dram, l2)
-        return machine.call_seconds + self._pack_seconds() + output_fault_seconds(self.cost) + body, bound
+        strided = self.cost.strided_seconds() / machine.workers
+        return machine.call_seconds + self._pack_seconds() + output_fault_seconds(self.cost) + strided + body, bound
 
     # -- spatial
 

@@ -1,7 +1,8 @@
 """Graph + Region + Plan -> TileProgram.
 
 Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
-(``program.localize``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into place.
+(``program.localize``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
+place.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kitsune_jax.streams.space import Region, row_shape, row_strides
 
 
 def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
-    """The tile program of ``region`` as ``plan`` arranges it. Raises ``ValueError`` for a plan that does not cover the region's ops."""
+    """The tile program of ``region`` as ``plan`` arranges it. Raises ``ValueError`` for a plan that does not cover its ops."""
     covered = {i for stage in plan.stages for i in stage.ops}  # makers may stand in several stages
     if covered != set(region.ops):
         raise ValueError(f"the plan's stages cover ops {sorted(covered)}, the region has {sorted(region.ops)}")
@@ -48,9 +49,7 @@ class _Builder:
                 self.incoming[stage, queue.value] = q
 
     def run(self) -> TileProgram:
-        stages = tuple(
-            StageProgram(stage.name, stage.phase, tuple(self._stage(s))) for s, stage in enumerate(self.plan.stages)
-        )
+        stages = tuple(StageProgram(stage.name, stage.phase, tuple(self._stage(s))) for s, stage in enumerate(self.plan.stages))
         return TileProgram(
             axes=self.region.space.sizes,
             tile_rows=self.plan.tile_rows,
@@ -59,9 +58,7 @@ class _Builder:
             values=tuple(self.values),
             literals=tuple(self.literals.items()),
             stages=stages,
-            queues=tuple(
-                QueueType(q.producer, q.consumers, self._type_of(q.value), q.depth) for q in self.plan.queues
-            ),
+            queues=tuple(QueueType(q.producer, q.consumers, self._type_of(q.value), q.depth) for q in self.plan.queues),
             sinks=tuple(self.sinks),
             workers=tuple(stage.workers for stage in self.plan.stages),
         )
@@ -137,4 +134,3 @@ class _Builder:
             stage.body.append(Instr("push", (new,), (), make_params(queue=q), op))
         if v in self.output_number:
             stage.body.append(Instr("store", (new,), (), make_params(array=self.output_number[v]), op))
-

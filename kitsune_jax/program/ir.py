@@ -2,21 +2,25 @@
 
 Comes in: a Graph, a Region of it and a Plan (``program.build``). Goes out: what every target and the NumPy interpreter execute. A
 **tile** value has shape ``(rows, *row_shape)``, rows first, and a **stationary** value is a whole array in its original layout; the
-number of rows is the program's ``tile_rows``, less on the last tile, and stands as ``ROWS`` (-1) in the parameters of rows-first ops.
+number of rows is the program's ``tile_rows``, less on the last tile, and stands as ``ROWS`` (-1) in the parameters of rows-first
+ops.
 
 Instruction kinds:
 
 * every pointwise / structural kind of the op table, with its parameters rewritten to the rows-first shapes (an ``axes=(1,)`` of a
-  ``[batch, n]`` value streamed over dimension 0 stays ``(1,)``; of an ``[n, batch]`` value streamed over dimension 1, axis 0 becomes 1);
+  ``[batch, n]`` value streamed over dimension 0 stays ``(1,)``; of an ``[n, batch]`` value streamed over dimension 1, axis 0
+  becomes 1);
 * ``load``: value <- input array ``array`` (a tile, or the whole array when the array is stationary);
 * ``literal``: value <- rank-0 constant ``value``;
 * ``row_index``: value <- integer index along one streamed dimension, for ``iota`` over it, parameters ``axes`` (the stream axes,
-  outermost first, whose mixed-radix index it is), dtype from the value's type; the value's tile shape may have trailing dimensions over which it is constant;
-* ``matmul``: (tile x, stationary w) -> tile; ``x_contract, x_batch`` are dimensions of the rows-first x, ``w_contract, w_batch`` of w,
-  and the result is ``transpose(dot_general(x, w), out_perm)``, rows first again. ``accumulate`` is the accumulation dtype.
+  outermost first, whose mixed-radix index it is), dtype from the value's type; the value's tile shape may have trailing dimensions
+  over which it is constant;
+* ``matmul``: (tile x, stationary w) -> tile; ``x_contract, x_batch`` are dimensions of the rows-first x, ``w_contract, w_batch`` of
+  w, and the result is ``transpose(dot_general(x, w), out_perm)``, rows first again. ``accumulate`` is the accumulation dtype.
 * ``sink``: tile -> sink accumulator ``sink``, reducing by ``how`` over rows and ``axes`` (rows-first, 0 included). No output value.
-* ``matmul_sink``: (tile x, tile y) -> sink accumulator ``sink``: adds ``dot_general(x, y)`` over ``x_contract``/``y_contract`` (rows-first
-  dimensions, 0 included) and ``x_batch``/``y_batch``, accumulated in the sink's dtype: a weight gradient. No output value.
+* ``matmul_sink``: (tile x, tile y) -> sink accumulator ``sink``: adds ``dot_general(x, y)`` over ``x_contract``/``y_contract``
+  (rows-first dimensions, 0 included) and ``x_batch``/``y_batch``, accumulated in the sink's dtype: a weight gradient. No output
+  value.
 * ``push`` / ``pop``: value <-> queue ``queue``; ``store``: tile value -> output array ``array``.
 """
 
@@ -94,7 +98,7 @@ class SinkType:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueType:
-    """A ring of ``depth`` tiles from stage ``producer`` to every stage of ``consumers`` (multicast: a slot is free when all read it)."""
+    """A ring of ``depth`` tiles from stage ``producer`` to every stage of ``consumers``; a slot is free once all have read it."""
 
     producer: int
     consumers: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Rewriting one op of the Graph to its rows-first form.
 
-Comes in: an op and the ``DimLabels`` of its operands. Goes out: a ``LocalOp``, the same kind (or ``row_index`` / ``matmul`` / ``sink``)
-with parameters that speak of the rows-first shapes ``(rows, *row_shape)``. Stationary operands keep their shape.
+Comes in: an op and the ``DimLabels`` of its operands. Goes out: a ``LocalOp``, the same kind (or ``row_index`` / ``matmul`` /
+``sink``) with parameters that speak of the rows-first shapes ``(rows, *row_shape)``. Stationary operands keep their shape.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SINK_HOW = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalOp:
-    """``swap``: the operands change places (a ``matmul`` takes the tile first). ``squeeze``: reshape input 0 to this shape first."""
+    """``swap``: the operands change places (a ``matmul`` takes the tile first). ``squeeze``: reshape input 0 to this first."""
 
     kind: str
     params: tuple[tuple[str, Param], ...]
@@ -88,6 +88,9 @@ def _broadcast(op: Op, ins: list[_Dims], out: _Dims) -> LocalOp:
 
 
 def _reshape(op: Op, ins: list[_Dims], out: _Dims) -> LocalOp:
+    if out.tile and not ins[0].tile:  # the streamed dimensions are of extent 1 and new: every row gets the whole array
+        row = row_shape(out.shape, out.labels)
+        return LocalOp("broadcast_in_dim", make_params(shape=(ROWS, *row), dims=tuple(range(1, 1 + len(row)))), squeeze=row)
     return LocalOp("reshape", make_params(new_sizes=out.rows_first()))
 
 
@@ -197,8 +200,6 @@ _RULES: dict[str, Callable[[Op, list[_Dims], _Dims], LocalOp]] = {
     "concatenate": _concatenate,
     "iota": _iota,
     "dot_general": _dot,
-    **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduce
-    ),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduce),
     **dict.fromkeys(("argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _one_axis),
 }

@@ -3,8 +3,8 @@
 Comes in: a Graph and a ``Spread``. Goes out: ``Region`` candidates. Invariants of every region: convex (no path leaves it and comes
 back), connected through streamed values, every streamed output depends on the whole stream space, nothing in it is dead.
 
-A **maker** is an op that makes a streamed value from none (a broadcast, an iota). What a maker makes is never an output of a region:
-whoever needs it outside makes it again there, which is cheaper than storing it.
+A **maker** is an op that makes a streamed value from none (a broadcast, an iota). What a maker makes is never an output of a
+region: whoever needs it outside makes it again there, which is cheaper than storing it.
 """
 
 from __future__ import annotations

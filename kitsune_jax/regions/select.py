@@ -1,8 +1,8 @@
 """Choosing regions: legal ones first, then those the cost model says pay.
 
-Comes in: a Graph, what the target supports, a planner. Goes out: disjoint, convex regions with their plans, and for every op that is
-in none of them the reason. ``force`` takes every legal region whatever the model says (for tests); otherwise a region must be modelled
-faster than what XLA would do with the same ops.
+Comes in: a Graph, what the target supports, a planner. Goes out: disjoint, convex regions with their plans, and for every op that
+is in none of them the reason. ``force`` takes every legal region whatever the model says (for tests); otherwise a region must be
+modelled faster than what XLA would do with the same ops.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from kitsune_jax.streams.propagate import adjacent_ops, relations_of
 
 # A pipeline has to be modelled at least this much faster than XLA: the model is not better than that.
 PROFIT_MARGIN = 1.05
+# Without a matmul both sides are bound by memory and page faults, where the model is worth less: softmax alone was modelled at 1.2x and ran
+# at 0.8x on two cores.
+VECTOR_MARGIN = 1.6
 # Ops no region starts from: they only move data, or make it.
 _NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type"})
 
@@ -57,6 +60,7 @@ class _Selector:
         self.free = {i for i in self.index.live if graph.ops[i].kind != "opaque"}
         self.why: dict[int, str] = {}
         self.chosen: list[Chosen] = []
+        self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
 
     def run(self) -> Selection:
         tried: set[int] = set()
@@ -102,9 +106,8 @@ class _Selector:
                 best = candidate
         return best, looked_at
 
-    def _gain(self, c: Chosen) -> tuple[float, float]:
-        saved = c.plan.baseline_seconds - c.plan.seconds
-        return (float(len(c.region.ops)), saved) if self.force else (saved, float(len(c.region.ops)))
+    def _gain(self, c: Chosen) -> tuple[float, int]:
+        return (c.plan.baseline_seconds - c.plan.seconds, len(c.region.ops))
 
     def _evaluate(self, seed_op: int, seed: Seed, sp: Spread) -> tuple[Chosen | None, set[int]]:
         for i, why in sp.stops.items():
@@ -118,12 +121,14 @@ class _Selector:
             for i in region.ops:
                 self.why[i] = plan
             return None, {seed_op}
-        if self.force or plan.baseline_seconds > PROFIT_MARGIN * plan.seconds:
+        margin = PROFIT_MARGIN if any(stage.resource == "tensor" for stage in plan.stages) else VECTOR_MARGIN
+        if self.force or plan.baseline_seconds > margin * plan.seconds:
             return Chosen(region, plan), set()
+        text = f"left to XLA: modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
+        speedup = plan.baseline_seconds / plan.seconds
         for i in region.ops:
-            self.why[i] = (
-                f"left to XLA: modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
-            )
+            if speedup > self.closest.get(i, 0.0):
+                self.closest[i], self.why[i] = speedup, text
         return None, set(region.ops)
 
     def _reason(self, i: int) -> str:

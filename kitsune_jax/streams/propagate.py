@@ -1,11 +1,11 @@
 """Spreading a stream: from one value whose dimensions are declared streamed to every op that can stream along.
 
 Comes in: a Graph, a seed (value, labels, axis extents) and the ops that may take part. Goes out: a ``Spread``: the labels of every
-value reached, the ops that stream, which of them are sinks, and for each op at the rim why the stream stops there. Invariant: under the
-returned labels every member op is legal on its own, and no label came from an op that is not a member.
+value reached, the ops that stream, which of them are sinks, and for each op at the rim why the stream stops there. Invariant: under
+the returned labels every member op is legal on its own, and no label came from an op that is not a member.
 
-The pass is an abstract interpretation: labels only grow. An op hands labels on while it is legal; when it turns out illegal after it
-has handed some on, it is barred and everything starts again, so no stale label survives. Each restart bars at least one op.
+The pass is an abstract interpretation: labels only grow. An op hands labels on while it is legal; when it turns out illegal after
+it has handed some on, it is barred and everything starts again, so no stale label survives. Each restart bars at least one op.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class _Spreader:
         return result
 
     def _deal(self, axes: list[int], extents: list[int]) -> list[tuple[int, ...]]:
-        """Hand ``axes`` (outermost first) to dimensions of ``extents`` whose products match; asks for a finer axis where one straddles."""
+        """Hand ``axes`` (outermost first) to dimensions of ``extents`` whose products match; ask for a finer axis if one straddles."""
         out: list[tuple[int, ...]] = []
         rest = list(axes)
         for extent in extents:

@@ -1,17 +1,15 @@
 """Stream spaces and regions as data.
 
 A **stream space** has one or more axes; the flattened index over them (last axis fastest) is the **row**. A value's dimension is
-labelled with the tuple of axes that it runs over, outermost first, whose extents multiply to the dimension's size; ``()`` means that
-the dimension is not streamed. A value none of whose dimensions is streamed is **stationary**. In the tile form of a streamed value its
-streamed dimensions are gone and one row dimension stands in front: ``(rows, *row_shape)``.
+labelled with the tuple of axes that it runs over, outermost first, whose extents multiply to the dimension's size; ``()`` means
+that the dimension is not streamed. A value none of whose dimensions is streamed is **stationary**. In the tile form of a streamed
+value its streamed dimensions are gone and one row dimension stands in front: ``(rows, *row_shape)``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-
-from kitsune_jax.graph import Graph
 
 DimLabels = tuple[tuple[int, ...], ...]  # per dimension of a value: the stream axes it runs over
 
@@ -30,11 +28,11 @@ class Region:
     """A convex subgraph that becomes one custom call.
 
     ``ops``: graph op indices, topological. ``labels``: for every *streamed* value the region reads or makes, its ``DimLabels``
-    (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs). What a maker
-    of the region makes (a broadcast, an iota: an op without streamed inputs) is never among the outputs: whoever needs it outside makes
-    it again there.
-    ``sinks``: the ops of the region that reduce over the whole stream space; their outputs are stationary. ``phase_of``: phase index
-    of each op of ``ops``.
+    (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs). What
+    a maker of the region makes (a broadcast, an iota: an op without streamed inputs) is never among the outputs: whoever needs it
+    outside makes it again there.
+    ``sinks``: the ops of the region that reduce over the whole stream space; their outputs are stationary. ``phase_of``: phase
+    index of each op of ``ops``.
     """
 
     space: StreamSpace
@@ -81,5 +79,3 @@ def dim_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def streamed_axes(labels: DimLabels) -> frozenset[int]:
     return frozenset(a for axes in labels for a in axes)
-
-

@@ -1,8 +1,8 @@
 // Runs a checked Program on a thread pool. Nothing here depends on XLA.
 //
-// Comes in: a Program, once (Executable resolves kernels and loop nests), then pointers to the arrays, once per call (run). Goes out: the
-// output arrays, the same bits for any number of threads. Invariant: a call never waits for a pool task that has not started, so it ends
-// even if the pool is busy for ever; tasks that start after it ended find that out and touch nothing.
+// Comes in: a Program, once (Executable resolves kernels and loop nests), then pointers to the arrays, once per call (run). Goes
+// out: the output arrays, the same bits for any number of threads. Invariant: a call never waits for a pool task that has not
+// started, so it ends even if the pool is busy for ever; tasks that start after it ended find that out and touch nothing.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,8 @@ class Executable {
   // A rough lower bound of one call's time on one thread, in ns: below some 20 000 it is not worth waking other threads.
   double estimated_ns() const;
 
-  // Runs the program once: ins[i] and outs[i] are the arrays in the program's order, aligned to their element size. Any number of calls
-  // may run at once. Returns an empty string, or what went wrong (out of memory): the outputs are then undefined.
+  // Runs the program once: ins[i] and outs[i] are the arrays in the program's order, aligned to their element size. Any number of
+  // calls may run at once. Returns an empty string, or what went wrong (out of memory): the outputs are then undefined.
   std::string run(const void* const* ins, void* const* outs, Pool& pool) const;
 
   struct Plan;  // executor_internal.h

@@ -20,12 +20,12 @@ enum class Opcode : int16_t;  // opcodes.h
 // How W[k][n] is stored for a matmul: panels of `panel_width` columns, each K (padded to the ISA's k-step) deep, padded with zeros.
 enum class Panel : int8_t { kF32, kBF16, kF64 };
 
-struct PackSource {          // element (k, n) is src[k_offset[k] + n_offset[n]]
+struct PackSource {  // element (k, n) is src[k_offset[k] + n_offset[n]]
   const void* src;
   DType dtype;
   int64_t K, N;
-  const int64_t* k_offset;   // K element offsets
-  const int64_t* n_offset;   // N element offsets
+  const int64_t* k_offset;  // K element offsets
+  const int64_t* n_offset;  // N element offsets
 };
 
 enum class Activation : int8_t { kNone, kRelu };
@@ -35,28 +35,29 @@ enum class Activation : int8_t { kNone, kRelu };
 struct GemmArgs {
   int64_t M, N, K;
   const void* x;
-  DType x_dtype;             // kF32, kBF16, kF16 or kF64 (kF64 panels only)
-  int64_t lda;               // elements between rows of X
-  const void* w;             // packed
+  DType x_dtype;  // kF32, kBF16, kF16 or kF64 (kF64 panels only)
+  int64_t lda;    // elements between rows of X
+  const void* w;  // packed
   Panel panel;
-  const void* bias;          // N floats (doubles for kF64 panels), or nullptr
+  const void* bias;  // N floats (doubles for kF64 panels), or nullptr
   Activation act;
   void* c;
-  DType c_dtype;             // kF32, kBF16, kF16, kF64
+  DType c_dtype;  // kF32, kBF16, kF16, kF64
   int64_t ldc;
-  void* scratch;             // 64-byte aligned, gemm_scratch_bytes(args) bytes
+  void* scratch;  // 64-byte aligned, gemm_scratch_bytes(args) bytes
 };
 
-// C[m][n] += sum_r X[r][m] * Y[r][n], r < R: the product of a weight gradient. C is float (double for kF64 X and Y), dense rows of ldc.
+// C[m][n] += sum_r X[r][m] * Y[r][n], r < R: the product of a weight gradient. C is float (double for kF64 X and Y), dense rows of
+// ldc.
 struct OuterArgs {
   int64_t R, M, N;
   const void* x;
   const void* y;
-  DType dtype;               // of X and Y: kF32, kBF16, kF16 or kF64
-  int64_t ldx, ldy;          // elements between rows
+  DType dtype;       // of X and Y: kF32, kBF16, kF16 or kF64
+  int64_t ldx, ldy;  // elements between rows
   void* c;
   int64_t ldc;
-  void* scratch;             // 64-byte aligned, outer_scratch_bytes(args) bytes
+  void* scratch;  // 64-byte aligned, outer_scratch_bytes(args) bytes
 };
 
 // dst, a, b, c: dense arrays of `n` elements of the compute type (bool as 0/1 bytes; float16/bfloat16 never). imm: Micro.imm.
@@ -71,7 +72,7 @@ using FoldFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc);
 using FoldRowFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc);
 
 struct KernelTable {
-  const char* isa;           // "avx512bf16", "avx512", "avx2", "generic"
+  const char* isa;  // "avx512bf16", "avx512", "avx2", "generic"
   // Panels used for a weight of this dtype (bf16 -> kBF16 only where the ISA multiplies bf16 natively, else kF32).
   Panel (*panel_for)(DType weight);
   size_t (*packed_bytes)(Panel, int64_t K, int64_t N);
@@ -80,18 +81,18 @@ struct KernelTable {
   void (*pack)(Panel, const PackSource&, int64_t panel_begin, int64_t panel_end, void* out);
   size_t (*gemm_scratch_bytes)(const GemmArgs&);
   void (*gemm)(const GemmArgs&);
-  VectorFn (*vector)(Opcode, DType compute);                 // nullptr: not defined for this type
-  VectorFn (*convert)(DType to, DType from);                 // compute types; float -> int saturates, NaN -> 0, as XLA does
+  VectorFn (*vector)(Opcode, DType compute);  // nullptr: not defined for this type
+  VectorFn (*convert)(DType to, DType from);  // compute types; float -> int saturates, NaN -> 0, as XLA does
   LoadFn (*load)(DType compute, DType storage);
   StoreFn (*store)(DType storage, DType compute);
-  FoldFn (*fold)(int how, DType storage, bool wide);         // how: index into REDUCTIONS of bytecode.py (not arg*)
+  FoldFn (*fold)(int how, DType storage, bool wide);  // how: index into REDUCTIONS of bytecode.py (not arg*)
   FoldRowFn (*fold_row)(int how, DType storage, bool wide);
   size_t (*outer_scratch_bytes)(const OuterArgs&);
   void (*outer)(const OuterArgs&);
 };
 
-const KernelTable& kernels();                 // the best for this CPU, or the one named by set_isa
-bool set_isa(const char* name);               // for tests; false if this CPU cannot run it (or it was not built)
+const KernelTable& kernels();    // the best for this CPU, or the one named by set_isa
+bool set_isa(const char* name);  // for tests; false if this CPU cannot run it (or it was not built)
 int available_isas(const char** names, int capacity);
 
 }  // namespace kitsune::cpu

@@ -1,9 +1,10 @@
-// Micro-operations of a Vector program: X(name). Same names, same order as OPCODES in kitsune_jax/targets/cpu/bytecode.py, which also
-// says what each one means (a test compares the two lists).
+// Micro-operations of a Vector program: X(name). Same names, same order as OPCODES in kitsune_jax/targets/cpu/bytecode.py, which
+// also says what each one means (a test compares the two lists).
 #pragma once
 
 #include <cstdint>
 
+// clang-format off: it takes the list for one expression
 #define KITSUNE_OPCODES(X) \
   X(load) X(store) X(const) X(convert) X(index) X(neg) \
   X(sign) X(abs) X(floor) X(ceil) X(round_away) X(round_even) \
@@ -18,6 +19,7 @@
   X(shift_left) X(shift_right_logical) X(shift_right_arithmetic) X(eq) X(ne) X(lt) \
   X(le) X(gt) X(ge) X(igamma) X(igammac) X(zeta) \
   X(polygamma) X(select) X(clamp) X(regularized_incomplete_beta)
+// clang-format on
 
 namespace kitsune::cpu {
 

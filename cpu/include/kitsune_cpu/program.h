@@ -104,7 +104,8 @@ struct AccumulateMatmul {
 
 // The position in the variant plus one is the instruction's CODE.
 using Instruction = std::variant<Gather, Scatter, Matmul, Vector, Reduce, Scan, Accumulate, AccumulateMatmul>;
-constexpr const char* kInstructionNames[] = {"Gather", "Scatter", "Matmul", "Vector", "Reduce", "Scan", "Accumulate", "AccumulateMatmul"};
+constexpr const char* kInstructionNames[] = {"Gather", "Scatter", "Matmul",     "Vector",
+                                             "Reduce", "Scan",    "Accumulate", "AccumulateMatmul"};
 
 struct Prep {
   PrepKind kind;

@@ -1,7 +1,8 @@
 // C += X^T Y: the product of a weight gradient, X[R][M] and Y[R][N] as they lie in memory, R the rows of a tile.
 //
-// The contraction runs over rows, so a step of the micro-kernel needs one row of Y across the panel (packed first: R x panel floats stay
-// in the first-level cache) and MR neighbours of one row of X (broadcast where they lie, or from interleaved pairs of rows for bf16).
+// The contraction runs over rows, so a step of the micro-kernel needs one row of Y across the panel (packed first: R x panel floats
+// stay in the first-level cache) and MR neighbours of one row of X (broadcast where they lie, or from interleaved pairs of rows for
+// bf16).
 #pragma once
 
 #include "gemm.h"
@@ -32,7 +33,8 @@ inline size_t outer_scratch_bytes(const OuterArgs& g) { return outer_layout(g).b
 template <class Step, bool Pairs>
 void pack_rows(const typename Step::X* y, int64_t ldy, int64_t R, int64_t columns, int64_t width, typename Step::X* out) {
   using X = typename Step::X;
-  if (columns < width || (Pairs && R % 2)) __builtin_memset(static_cast<void*>(out), 0, size_t((R + Pairs) / (1 + Pairs) * (1 + Pairs) * width) * sizeof(X));
+  if (columns < width || (Pairs && R % 2))
+    __builtin_memset(static_cast<void*>(out), 0, size_t((R + Pairs) / (1 + Pairs) * (1 + Pairs) * width) * sizeof(X));
   if constexpr (!Pairs) {
     for (int64_t r = 0; r < R; ++r) __builtin_memcpy(static_cast<void*>(out + r * width), y + r * ldy, size_t(columns) * sizeof(X));
   } else {
@@ -146,8 +148,7 @@ inline void outer(const OuterArgs& g) {
   OuterScratch at = outer_layout(g);
   char* scratch = static_cast<char*>(g.scratch);
   switch (outer_panel(g.dtype)) {
-    case Panel::kF64:
-      return outer_as<F64Step>(g, static_cast<const double*>(g.x), g.ldx, static_cast<const double*>(g.y), g.ldy);
+    case Panel::kF64: return outer_as<F64Step>(g, static_cast<const double*>(g.x), g.ldx, static_cast<const double*>(g.y), g.ldy);
     case Panel::kBF16: {
 #if defined(__AVX512BF16__)
       BFloat16* x = reinterpret_cast<BFloat16*>(scratch + at.x);
@@ -158,7 +159,8 @@ inline void outer(const OuterArgs& g) {
 #endif
     }
     case Panel::kF32:
-      if (g.dtype == DType::kF32) return outer_as<F32Step>(g, static_cast<const float*>(g.x), g.ldx, static_cast<const float*>(g.y), g.ldy);
+      if (g.dtype == DType::kF32)
+        return outer_as<F32Step>(g, static_cast<const float*>(g.x), g.ldx, static_cast<const float*>(g.y), g.ldy);
       const float* x = converted_rows<float>(g.x, g.dtype, g.ldx, g.R, g.M, scratch + at.x);
       const float* y = converted_rows<float>(g.y, g.dtype, g.ldy, g.R, g.N, scratch + at.y);
       return outer_as<F32Step>(g, x, g.M, y, g.N);

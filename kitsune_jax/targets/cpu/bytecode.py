@@ -2,20 +2,24 @@
 
 Comes in: the dataclasses below. Goes out: ``encode(program)``, an int64 array that travels as an attribute of the custom call.
 
-Layout, in int64 words: ``MAGIC, VERSION, number of words in all, CRC-32 of the words after the header (as little-endian bytes)``, then
-the dataclasses depth first in the order their fields are declared: an ``int`` is one word; a ``float`` is its IEEE-754 double bits; a ``tuple`` is its length,
-then its elements; an instruction is its ``CODE``, then its fields. Strings do not travel, except ``Stage.name``/``Program.name`` (length, then one word per UTF-8 byte).
+Layout, in int64 words: ``MAGIC, VERSION, number of words in all, CRC-32 of the words after the header (as little-endian bytes)``,
+then the dataclasses depth first in the order their fields are declared: an ``int`` is one word; a ``float`` is its IEEE-754 double
+bits; a ``tuple`` is its length, then its elements; an instruction is its ``CODE``, then its fields. Strings do not travel, except
+``Stage.name``/``Program.name`` (length, then one word per UTF-8 byte).
 
 Semantics shared by all instructions. A worker runs one stage on one tile: rows ``row0 .. row0 + rows`` of the row space, ``rows ==
 tile_rows`` except on the last tile. ``Ref`` names memory; its ``offset`` counts elements of ``dtype``; spaces:
 
 * ``IN``/``OUT``: array ``index``. A row stride applies to the *global* row: element (r, i...) is at
   ``offset + (row0 + r) * row_stride + sum(i * stride)``. Stationary operands have row stride 0.
-* ``SCRATCH``: the worker's own memory, ``Stage.scratch_bytes`` of it, 64-byte aligned; ``index`` is 0; rows count from the tile's start.
-* ``QUEUE``: the slot ``tile % depth`` of queue ``index``; rows count from the tile's start. A stage writes the queues it produces and reads those it consumes.
+* ``SCRATCH``: the worker's own memory, ``Stage.scratch_bytes`` of it, 64-byte aligned; ``index`` is 0; rows count from the tile's
+  start.
+* ``QUEUE``: the slot ``tile % depth`` of queue ``index``; rows count from the tile's start. A stage writes the queues it produces
+  and reads those it consumes.
 * ``PREP``: stationary operand ``index`` prepared once per call (see ``Prep``); row stride 0.
 
-The parser rejects whatever reaches outside its memory, for all rows and all indices; strides may be negative or 0, extents are >= 1.
+The parser rejects whatever reaches outside its memory, for all rows and all indices; strides may be negative or 0, extents are at
+least 1.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ import numpy as np
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
 VERSION = 1
 
-DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
 DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
 
 IN, OUT, SCRATCH, QUEUE, PREP = range(5)
@@ -39,10 +44,11 @@ REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor", "argmax", "argmin
 CUMULATIVE = ("sum", "prod", "max", "min", "logsumexp")
 ACTIVATIONS = ("none", "relu")
 
-# Micro-operations of a Vector program, by name; the code is the position. The C++ X-macro ``cpu/include/kitsune_cpu/opcodes.h`` lists
-# the same names in the same order (a test compares them). Comparisons and is_finite give bool; select takes (pred, on_false, on_true);
-# clamp takes (lo, x, hi); integer shifts follow lax (out-of-range amounts give 0, or the sign for shift_right_arithmetic); integer
-# division truncates, and by zero gives -1 (0 remainder: the dividend), as XLA does. max/min propagate NaN.
+# Micro-operations of a Vector program, by name; the code is the position. The C++ X-macro ``cpu/include/kitsune_cpu/opcodes.h``
+# lists the same names in the same order (a test compares them). Comparisons and is_finite give bool; select takes (pred, on_false,
+# on_true); clamp takes (lo, x, hi); integer shifts follow lax (out-of-range amounts give 0, or the sign for
+# shift_right_arithmetic); integer division truncates, and by zero gives -1 (0 remainder: the dividend), as XLA does. max/min
+# propagate NaN.
 UNARY_OPS = (
     "neg sign abs floor ceil round_away round_even is_finite not popcnt clz square "
     "exp exp2 expm1 log log1p sqrt rsqrt cbrt logistic tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh "
@@ -53,9 +59,10 @@ BINARY_OPS = (
     "eq ne lt le gt ge igamma igammac zeta polygamma"
 ).split()
 TERNARY_OPS = "select clamp regularized_incomplete_beta".split()
-# load: dst <- operand ``a`` (an index into Vector.loads), converted from its storage dtype to the register type; store: operand ``a``
-# (index into Vector.stores) <- register ``b``, converted to its storage dtype; const: dst <- imm[0]; convert: dst <- register ``a`` of
-# type ``from_type``; index: dst <- (position in loop dimension ``a`` (0 = row, global) // b) % c, an int64 unless ``type`` says otherwise
+# load: dst <- operand ``a`` (an index into Vector.loads), converted from its storage dtype to the register type; store: operand
+# ``a`` (index into Vector.stores) <- register ``b``, converted to its storage dtype; const: dst <- imm[0]; convert: dst <- register
+# ``a`` of type ``from_type``; index: dst <- (position in loop dimension ``a`` (0 = row, global) // b) % c, an int64 unless ``type``
+# says otherwise
 SPECIAL_OPS = "load store const convert index".split()
 OPCODES = (*SPECIAL_OPS, *UNARY_OPS, *BINARY_OPS, *TERNARY_OPS)
 OPCODE = {name: code for code, name in enumerate(OPCODES)}
@@ -85,7 +92,8 @@ class Gather:
     """scratch/queue tile <- input array, for arrays whose element address is not linear in the row.
 
     Row r has the mixed-radix index (r_0, ..., r_k) over ``Program.axes`` (last fastest); element (r, i...) of the array is at
-    ``array.offset + sum(r_j * axis_strides[j]) + sum(i * array_strides)``; ``tile`` has strides of its own. No conversion: one dtype.
+    ``array.offset + sum(r_j * axis_strides[j]) + sum(i * array_strides)``; ``tile`` has strides of its own. No conversion: one
+    dtype.
     """
 
     CODE: ClassVar[int] = 1
@@ -114,7 +122,8 @@ class Matmul:
 
     ``x``: row_stride is the leading dimension lda (distance of consecutive m), strides = (batch stride,); its K elements are
     contiguous. ``out`` likewise with N contiguous elements. ``weight``: a Prep of kind WEIGHT with the same batch, giving K, N.
-    ``bias``: a Prep of kind DENSE of N f32 (f64 for f64) elements, or -1. For IN/OUT refs lda * row_multiple is the global row stride.
+    ``bias``: a Prep of kind DENSE of N f32 (f64 for f64) elements, or -1. For IN/OUT refs lda * row_multiple is the global row
+    stride.
     """
 
     CODE: ClassVar[int] = 3
@@ -136,7 +145,8 @@ class Micro:
     b: int
     c: int
     from_type: int  # convert only
-    imm: tuple[float, ...]  # const value (integers beyond 2**53: as (high 32 bits, low 32 bits)), integer_pow (y,), reduce_precision (exponent, mantissa)
+    # const: the value (integers beyond 2**53: high and low 32 bits); integer_pow: (y,); reduce_precision: (exponent, mantissa)
+    imm: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +166,9 @@ class Vector:
 
 @dataclasses.dataclass(frozen=True)
 class Reduce:
-    """out(rows, *kept) = how over ``reduced`` of x(rows, *kept, *reduced). Sums and products of f16/bf16/f32 accumulate in f32 or better.
+    """out(rows, *kept) = how over ``reduced`` of x(rows, *kept, *reduced).
 
+    Sums and products of f16/bf16/f32 accumulate in f32 or better.
     argmax/argmin: ``reduced`` is one dimension, ``out`` has an integer dtype, NaN wins, ties take the lowest index.
     """
 
@@ -197,8 +208,8 @@ class AccumulateMatmul:
     """sink accumulator (dense, [batch, m, n]) += sum over r of x[b, r, :] outer y[b, r, :], r over rows * row_multiple.
 
     A weight gradient. ``x``: row_stride is the distance of consecutive r, strides = (batch stride,); its m elements are contiguous.
-    ``y`` likewise with n. Both have one dtype; the sink has how = sum and dtype float32 (float64 for float64), and accumulates in it.
-    For IN refs the distance * row_multiple is the global row stride.
+    ``y`` likewise with n. Both have one dtype; the sink has how = sum and dtype float32 (float64 for float64), and accumulates in
+    it. For IN refs the distance * row_multiple is the global row stride.
     """
 
     CODE: ClassVar[int] = 8
@@ -244,8 +255,10 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Sink:
-    """Folded per lane of consecutive tiles, lanes combined in order (so the result does not depend on the schedule), in f64 for floating sums
-    and products (but see AccumulateMatmul)."""
+    """Folded per lane of consecutive tiles, lanes combined in order (so the result does not depend on the schedule).
+
+    Floating sums and products fold in f64 (but see AccumulateMatmul).
+    """
 
     how: int
     dtype: int  # of the values folded

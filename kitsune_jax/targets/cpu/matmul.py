@@ -81,7 +81,7 @@ def emit_matmul(stage: Stage, i: int, epilogue: Epilogue) -> None:
 
     def layout() -> View:
         sequence = [*free, *batch, *dims.out_of_w.values()]
-        own = stage.scratch(tuple(shape[d] for d in sequence), stage.type(epilogue.result).dtype)
+        own = _matrix(stage, [shape[d] for d in sequence], stage.type(epilogue.result).dtype, len(free))
         back = views.transpose(own, [sequence.index(d) for d in range(len(shape))])
         found = views.reshape(back, stage.type(epilogue.result).shape)
         assert found is not None
@@ -186,10 +186,15 @@ def _copied(stage: Stage, x: int, dims: _Dims) -> tuple[View, _Order]:
     order = _Order(list(dims.free), list(dims.w_batch), list(dims.w_contract))
     sequence = [*order.free, *order.batch, *order.contract]
     t = stage.type(x)
-    own = stage.scratch(tuple(t.shape[d] for d in sequence), t.dtype)
+    own = _matrix(stage, [t.shape[d] for d in sequence], t.dtype, len(order.free))
     target = views.transpose(own, [sequence.index(d) for d in range(len(sequence))])
     stage.write(x, target)
     return target, order
+
+
+def _matrix(stage: Stage, shape: Sequence[int], dtype: str, multiple: int) -> View:
+    """Scratch of row shape ``shape`` whose first ``multiple`` dimensions are rows to the kernel, at one distance throughout."""
+    return stage.scratch(tuple(shape), dtype, dense=math.prod(shape[:multiple]) > 1)
 
 
 def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
@@ -210,7 +215,7 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
         rows = _rows(view, contract, batch, free)
         if rows is None:
             sequence = [*contract, *batch, *free]
-            own = stage.scratch(tuple(view.shape[d] for d in sequence), stage.type(v).dtype)
+            own = _matrix(stage, [view.shape[d] for d in sequence], stage.type(v).dtype, len(contract))
             view = views.transpose(own, [sequence.index(d) for d in range(len(sequence))])
             stage.write(v, view)
             rows = _rows(view, contract, batch, free)

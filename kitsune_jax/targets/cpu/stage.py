@@ -77,7 +77,9 @@ class Stage:
         elif instr.kind == "row_index":
             self.leaves[instr.outputs[0]] = Leaf(axes=tuple(instr["axes"]))
         elif instr.kind == "iota":
-            self.leaves[instr.outputs[0]] = Leaf(iota=instr["dimension"] - 1)
+            d = instr["dimension"] - 1
+            only_zero = self.type(instr.outputs[0]).shape[d] == 1
+            self.leaves[instr.outputs[0]] = Leaf(const=0) if only_zero else Leaf(iota=d)
         elif self._is_alias(instr):
             self._alias[instr.outputs[0]] = self.root(instr.inputs[0])
         elif (same := self._computed_before(instr)) is not None:
@@ -145,8 +147,8 @@ class Stage:
         t = self.type(v)
         return self.scratch(t.shape, t.dtype)
 
-    def scratch(self, shape: tuple[int, ...], dtype: str) -> View:
-        view = views.scratch(len(self.buffer_bytes), DTYPE_CODE[dtype], shape)
+    def scratch(self, shape: tuple[int, ...], dtype: str, dense: bool = False) -> View:
+        view = views.scratch(len(self.buffer_bytes), DTYPE_CODE[dtype], shape, dense)
         self.buffer_bytes.append(view.row_stride * ITEM_SIZE[dtype] * self.program.tile_rows)
         return view
 
@@ -231,7 +233,7 @@ class Stage:
             return self._row_index(builder, leaf.axes, t.dtype)
         if leaf is not None and leaf.iota is not None and self.root(v) not in self.views:
             own = self.type(self.root(v)).shape
-            if views.squeezed(own) == builder.extents and own[leaf.iota] != 1:
+            if views.squeezed(own) == builder.extents:
                 return builder.index(len(views.squeezed(own[: leaf.iota])) + 1, 1, own[leaf.iota], t.dtype)
         narrow = self.widened(v)
         if narrow is not None and self.type(narrow).shape == t.shape:

@@ -154,9 +154,13 @@ def cut(view: View, start: Sequence[int], limit: Sequence[int], step: Sequence[i
     return View(view.ref, view.row_stride, shape, strides).at(offset)
 
 
-def scratch(buffer: int, dtype_code: int, shape: tuple[int, ...]) -> View:
-    """A tile of its own in scratch; ``buffer`` is a virtual buffer number until ``buffers.place`` gives it an address."""
-    return View(Ref(SCRATCH, buffer, 0, dtype_code), row_pitch(shape, DTYPES[dtype_code]), shape, dense_strides(shape))
+def scratch(buffer: int, dtype_code: int, shape: tuple[int, ...], dense: bool = False) -> View:
+    """A tile of its own in scratch; ``buffer`` is a virtual buffer number until ``buffers.place`` gives it an address.
+
+    ``dense``: no space between rows, for those who walk rows and an inner dimension in one loop.
+    """
+    pitch = math.prod(shape) if dense else row_pitch(shape, DTYPES[dtype_code])
+    return View(Ref(SCRATCH, buffer, 0, dtype_code), pitch, shape, dense_strides(shape))
 
 
 def chain(pairs: Sequence[tuple[int, int]]) -> int | None:
