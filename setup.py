@@ -44,6 +44,10 @@ def sources() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in (*found, ROOT / "cpu" / "src" / "nanobind_combined.cpp")]
 
 
+def headers() -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for room in ("include", "src") for path in (ROOT / "cpu" / room).rglob("*.h"))
+
+
 class BuildExt(build_ext):
     """Compiles two files at a time, and the ISA units with their own flags."""
 
@@ -71,7 +75,7 @@ nanobind_dir = Path(nanobind.include_dir()).parent
 extension = Extension(
     "kitsune_jax._cpu",
     sources=sources(),
-    depends=["setup.py", *sorted(str(p.relative_to(ROOT)) for room in ("include", "src") for p in (ROOT / "cpu" / room).rglob("*.h"))],
+    depends=["setup.py", *headers()],
     include_dirs=[
         "cpu/include",
         "cpu/src",

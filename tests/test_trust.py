@@ -1,6 +1,6 @@
 """A pipelined function can be trusted: whatever its shapes, values, dtypes, effects and threads, it does what plain JAX does.
 
-Every function is forced through the pipeline and compared with plain ``jax.jit``, place by place where there are NaN and infinities.
+Every function is forced through the pipeline and compared with plain ``jax.jit``: equal NaN and infinities, in equal places.
 """
 
 from __future__ import annotations
@@ -30,19 +30,25 @@ def forced(f: Any) -> Any:
 
 
 def assert_same(got: Any, want: Any, tol: float) -> None:
-    """Same tree, shapes, dtypes and weak types; the same NaN, infinities and, for ``tol`` 0, the same bits (any NaN, any zero)."""
+    """Same tree, shapes, dtypes and weak types; the same NaN, infinities and, for ``tol`` 0, the same values and signs of zero.
+
+    A denormal float32 may stand for a zero of its sign: XLA runs with denormals flushed, but what only selects (maximum, where) may
+    hand one on.
+    """
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (g.shape, g.dtype, g.weak_type) == (w.shape, w.dtype, w.weak_type)
-        a, b = np.asarray(g), np.asarray(w)
-        if not jnp.issubdtype(w.dtype, jnp.inexact) or tol == 0:
-            np.testing.assert_array_equal(a, b)
-            if jnp.issubdtype(w.dtype, jnp.inexact):
-                known = ~np.isnan(b)
-                np.testing.assert_array_equal(np.signbit(a)[known], np.signbit(b)[known])
+        if not jnp.issubdtype(w.dtype, jnp.floating):
+            np.testing.assert_array_equal(g, w)
             continue
-        wide = np.complex128 if jnp.issubdtype(w.dtype, jnp.complexfloating) else np.float64
-        np.testing.assert_allclose(a.astype(wide), b.astype(wide), rtol=tol, atol=tol)
+        a, b = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        if tol:
+            np.testing.assert_allclose(a, b, rtol=tol, atol=tol)
+            continue
+        if w.dtype == jnp.float32:
+            a, b = (np.where(np.abs(v) < np.finfo(np.float32).tiny, np.copysign(0.0, v), v) for v in (a, b))
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(np.signbit(a)[~np.isnan(b)], np.signbit(b)[~np.isnan(b)])
 
 
 def check(f: Any, *args: Any, tol: float = 2e-5, pipelined: bool = True) -> None:
@@ -70,7 +76,7 @@ def pointwise(x: Any) -> Any:
 def test_every_dtype(dtype: str) -> None:
     with enable_x64():
         x = normal(31, 5) * 3 if "float" in dtype else np.zeros(155) if dtype == "bool" else integers(dtype, 155)
-        check(pointwise, jnp.asarray(x).reshape(31, 5).astype(dtype), tol=0.0)
+        check(pointwise, jnp.asarray(x).reshape(31, 5).astype(dtype), tol=TOLERANCE.get(dtype, 0.0))
 
 
 def test_float64() -> None:
@@ -88,7 +94,7 @@ def test_float64() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 33, 7), (97, 12, 32), (131, 13, 33), (64, 37, 65), (257, 3, 1)], ids=str)
 def test_weight_gradients(dtype: str, shape: tuple[int, int, int]) -> None:
-    """``x.T @ y`` as a sink: odd rows, columns that fill no vector, both orders, a batch, and contracted dimensions beside the rows."""
+    """``x.T @ y`` as a sink: odd rows, columns that fill no vector, both orders, a batch, and two contracted dimensions."""
     rows, m, n = shape
     x, y = normal(rows, m, dtype=dtype), normal(rows, n, dtype=dtype)
     tol = max(TOLERANCE[dtype], 1e-5) * rows**0.5
@@ -102,7 +108,7 @@ def test_weight_gradients(dtype: str, shape: tuple[int, int, int]) -> None:
     check(f, x, y, tol=tol)
 
 
-# --- effects -----------------------------------------------------------------------------------------------------------------------
+# --- effects ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -143,7 +149,7 @@ def test_callbacks_keep_their_order() -> None:
     assert seen[:3] == seen[3:]
 
 
-# --- the same every time, from every thread -----------------------------------------------------------------------------------------
+# --- the same every time, from every thread --------------------------------------------------------------------------------------
 
 
 def training_step(x: Any, w: Any, v: Any) -> Any:
@@ -171,7 +177,7 @@ def test_many_threads_call_one_function() -> None:
             jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-# --- a damaged program --------------------------------------------------------------------------------------------------------------
+# --- a damaged program -----------------------------------------------------------------------------------------------------------
 
 
 def _call(words: np.ndarray, *arrays: Any, out: tuple[int, ...] = (37, 7)) -> Any:

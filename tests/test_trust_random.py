@@ -83,7 +83,7 @@ def check_all_close(network: Network, got: Any, plain: Any, want: Any) -> None:
     for g, p, w in zip(*map(jax.tree.leaves, (got, plain, want)), strict=True):
         assert g.dtype == p.dtype and g.shape == p.shape
         limit = 64 * epsilon + 4 * _error(p, w)
-        assert _error(g, w) <= limit, f"off by {_error(g, w):.3g}, plain JAX by {_error(p, w):.3g} (dtype {g.dtype}, shape {g.shape})"
+        assert _error(g, w) <= limit, f"{g.dtype}{g.shape} is off by {_error(g, w):.3g}, plain JAX by {_error(p, w):.3g}"
 
 
 def check(network: Network, mode: str) -> None:

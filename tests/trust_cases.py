@@ -1,7 +1,7 @@
 """Functions as users write them, with arguments that are easy to get wrong, for ``test_trust``.
 
-Comes in: nothing. Goes out: ``CASES``, name -> ``Case``. Invariant: every case but those with ``pipelined=False`` must hold a custom call
-when it is forced, and must agree with plain ``jax.jit`` in every value, NaN and infinity.
+Comes in: nothing. Goes out: ``CASES``, name -> ``Case``. Invariant: every case but those with ``pipelined=False`` must hold a
+custom call when it is forced, and must agree with plain ``jax.jit`` in every value, NaN and infinity.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ def normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 def add(name: str, f: Callable[..., Any], *args: Any, tol: float = 2e-5, pipelined: bool = True) -> None:
     assert name not in CASES
     CASES[name] = Case(f, args, tol, pipelined)
+
+
+def named(module: Any, name: str) -> Callable[..., Any]:
+    """A function of its own, for it may be jitted already."""
+    return lambda *args: getattr(module, name)(*args)
 
 
 def dense(x: Array, w: Array, b: Array) -> Array:
@@ -86,18 +91,23 @@ add("partly_streamed_weight_gradient", lambda x, v, c: lax.dot_general(
     jnp.sin(x + v[:, None]), lax.broadcast_in_dim(v * c, x.shape, (0, 2)), (((0, 1), (0, 1)), ((), ()))),
     normal(5, 7, 3), normal(5, 3), normal(3))  # fmt: skip
 
+add("reshape_across_axes", lambda x: jnp.sin(jnp.tanh(x).reshape(4, 6, 5)) * 2, normal(6, 4, 5))
+add("reshape_in_and_out", lambda x, w: jnp.tanh(x.reshape(2, 3, 8, 5) @ w).reshape(12, 4, 3), normal(6, 8, 5), normal(5, 3))
+
 # --- special values --------------------------------------------------------------------------------------------------------------
 
 GRID = np.stack(np.meshgrid(SPECIAL, SPECIAL), -1).reshape(-1, 2)
-for op in ("add", "subtract", "multiply", "divide", "maximum", "minimum", "arctan2", "equal", "less", "greater_equal", "nextafter"):
-    tolerance = 3e-7 if op in ("arctan2",) else 0.0
-    add(f"special_{op}", lambda x, y, f=getattr(jnp, op): f(x, y), GRID[:, 0], GRID[:, 1], tol=tolerance)
+for op in ("add", "subtract", "multiply", "divide", "maximum", "minimum", "equal", "less", "greater_equal", "nextafter", "fmod"):
+    add(f"special_{op}", named(jnp, op), GRID[:, 0], GRID[:, 1], tol=0.0)
+NORMAL = GRID[np.all((GRID == 0) | (np.abs(GRID) > 1e-37) | np.isnan(GRID), axis=1)]
+add("special_arctan2", jnp.arctan2, NORMAL[:, 0], NORMAL[:, 1], tol=3e-7)
+add("special_power", jnp.power, NORMAL[:, 0], NORMAL[:, 1], tol=3e-6)
 for op in ("abs", "sign", "floor", "ceil", "round", "isfinite", "isnan", "negative", "square", "sqrt"):
-    add(f"special_{op}", lambda x, f=getattr(jnp, op): f(x), SPECIAL, tol=0.0)
+    add(f"special_{op}", named(jnp, op), SPECIAL, tol=0.0)
 for op in ("exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "reciprocal", "cbrt", "arcsinh"):
-    add(f"special_{op}", lambda x, f=getattr(jnp, op): f(x), SPECIAL[:9], tol=1e-6)
+    add(f"special_{op}", named(jnp, op), SPECIAL[:9], tol=1e-6)
 for op in ("relu", "silu", "gelu", "sigmoid", "softplus", "elu", "leaky_relu", "log_sigmoid"):
-    add(f"special_{op}", lambda x, f=getattr(jax.nn, op): f(x), SPECIAL[:7], tol=1e-6)
+    add(f"special_{op}", named(jax.nn, op), SPECIAL[:7], tol=1e-6)
 add("special_where", lambda x, y: jnp.where(x > y, x, y), GRID[:, 0], GRID[:, 1], tol=0.0)
 add("special_clip", lambda x: jnp.clip(x, -2.0, 1.0), SPECIAL, tol=0.0)
 MATRIX = np.concatenate([normal(6, 5), np.tile(SPECIAL[:, None], (1, 5))])
@@ -126,7 +136,8 @@ def arithmetic(x: Array, y: Array) -> Any:
 
 
 def shifts(x: Array, y: Array) -> Any:
-    return lax.shift_left(x, y), lax.shift_right_logical(x, y), lax.shift_right_arithmetic(x, y), lax.population_count(x), lax.clz(x)
+    shifted = lax.shift_left(x, y), lax.shift_right_logical(x, y), lax.shift_right_arithmetic(x, y)
+    return *shifted, lax.population_count(x), lax.clz(x)
 
 
 def folds(x: Array) -> Any:
@@ -149,16 +160,15 @@ add("casts", lambda x: tuple((x * 100).astype(t) for t in ("int8", "uint8", "int
 
 # --- reductions, scans, shapes ---------------------------------------------------------------------------------------------------
 
+TALL = normal(17, 9)
 TIES = np.array([[1, 3, 3, 2], [5, 5, 5, 5], [np.nan, 1, np.nan, 9], [-np.inf] * 4, [-0.0, 0.0, -0.0, 0.0]], np.float32)
 add("arg_ties", lambda x: (jnp.argmax(x, 1), jnp.argmin(x, 1), jnp.argmax(-x, 1)), TIES, tol=0.0)
 add("arg_of_several", lambda x: (jnp.argmax(x, 1), jnp.argmin(jnp.abs(x), 2)), normal(9, 5, 3), tol=0.0)
 add("cumulative", lambda x: (jnp.cumsum(x, 1), jnp.cumprod(x, 1), lax.cummax(x, 1), lax.cummin(x, 1)), normal(9, 7))
-add("cumulative_reversed", lambda x: tuple(f(x, axis=1, reverse=True) for f in (lax.cumsum, lax.cumprod, lax.cummax, lax.cumlogsumexp)),
-    normal(9, 7))  # fmt: skip
-add("pads", lambda x: (lax.pad(x, np.float32(9), ((0, 0, 0), (2, -1, 3))), lax.pad(x, np.float32(1), ((0, 0, 0), (-2, 1, 0))),
-    lax.pad(x, np.float32(2), ((0, 0, 0), (-4, -3, 2)))), normal(9, 7), tol=0.0)  # fmt: skip
-add("pads_of_everything", lambda x: jnp.sin(lax.pad(jnp.cos(x), np.float32(2), ((0, 0, 0), (-4, -3, 0)))), normal(9, 7), pipelined=True)
-add("reductions", lambda x: (x.sum(1), x.mean(1), x.prod(1), x.max(1), x.min(1), x.std(1), jnp.linalg.norm(x, axis=1)), normal(17, 9))
+add("cumulative_reversed", lambda x: (lax.cumsum(x, 1, True), lax.cumprod(x, 1, True), lax.cumlogsumexp(x, 1, True)), normal(9, 7))
+for name, padding in {"negative": (-2, 1, 0), "interior": (2, 0, 3), "mixed": (2, -1, 3), "all_cut": (-4, -3, 2)}.items():
+    add(f"pad_{name}", lambda x, p=padding: lax.pad(jnp.sin(x), np.float32(9), ((0, 0, 0), p)) * 2, normal(9, 7))
+add("reductions", lambda x: (x.sum(1), x.mean(1), x.prod(1), x.max(1), x.min(1), x.std(1), jnp.linalg.norm(x, axis=1)), TALL)
 add("reductions_of_two", lambda x: (x.sum((1, 2)), x.max((0, 2)), x.mean((0, 1, 2)), x.prod(2)), normal(17, 3, 4))
 add("sinks", lambda x: (x.sum(0), jnp.mean(x * x), x.max(0), x.min(0), x.prod(0), x.var(0)), normal(37, 5) * 0.5, tol=1e-5)
 add("slices", lambda x: (x[:, ::-2], x[:, 2:5], jnp.roll(x, 2, 1), jnp.tile(x, (1, 2)), x[:, None].repeat(2, 1)), normal(9, 7))
@@ -189,9 +199,9 @@ for dtype in FLOATS:
     add(f"layer_norm_{dtype}", layer_norm, row, scale, shift, tol=2 * tolerance)
     add(f"rms_norm_{dtype}", rms_norm, row, scale, tol=tolerance)
     add(f"standardize_{dtype}", lambda x: jax.nn.standardize(x), row, tol=2 * tolerance)
-    for activation in ("relu", "silu", "gelu", "softmax", "log_softmax", "logsumexp", "sigmoid", "softplus", "elu", "mish", "glu"):
-        add(f"{activation}_{dtype}", lambda x, f=getattr(jax.nn, activation): f(x), row, tol=tolerance) if activation != "logsumexp" else add(
-            f"{activation}_{dtype}", lambda x: jax.nn.logsumexp(x, axis=-1), row, tol=tolerance)  # fmt: skip
+    for activation in ("relu", "silu", "gelu", "softmax", "log_softmax", "sigmoid", "softplus", "elu", "mish", "glu"):
+        add(f"{activation}_{dtype}", named(jax.nn, activation), row, tol=tolerance)
+    add(f"logsumexp_{dtype}", lambda x: jax.nn.logsumexp(x, axis=-1), row, tol=tolerance)
     add(f"gelu_exact_{dtype}", lambda x: jax.nn.gelu(x, approximate=False), row, tol=tolerance)
     add(f"swiglu_{dtype}", swiglu, row, up, up, down, tol=tolerance)
     add(f"gradient_{dtype}", jax.grad(lambda w, x, v, out: jnp.mean(swiglu(x, w, v, out).astype(jnp.float32) ** 2), (0, 1)),
@@ -203,12 +213,13 @@ add("python_scalar_argument", lambda x, s: x * s + 1, normal(9, 3), 2.5)
 add("python_int_argument", lambda x, s: (x * s, s + 1), normal(9, 3), 3)
 add("numpy_scalar_argument", lambda x, s: x * s, normal(9, 3, dtype="bfloat16"), np.float32(2.5), tol=0.02)
 add("jax_scalar_argument", lambda x, s: x * s, normal(9, 3, dtype="bfloat16"), jnp.bfloat16(2.5), tol=0.02)
-add("weak_results", lambda x: (jnp.full((9, 3), 2.0) * x, jnp.where(x > 0, 1.0, 0.0), lax.full_like(x, 2)), normal(9, 3, dtype="float16"))
+add("weak_results", lambda x: (jnp.full((9, 3), 2.0) * x, jnp.where(x > 0, 1.0, 0.0), lax.full_like(x, 2)),
+    normal(9, 3, dtype="float16"))  # fmt: skip
 add("rank_0", lambda a, b: jnp.sin(a) * b + 1, np.float32(0.3), 2.0, pipelined=False)
 add("nothing_to_do", lambda x: x, normal(9, 3), pipelined=False)
 add("only_a_constant", lambda x: jnp.zeros(3), normal(9, 3), pipelined=False)
 
-# --- ops the pipeline does not know, in the middle ----------------------------------------------------------------------------------
+# --- ops the pipeline does not know, in the middle ------------------------------------------------------------------------------
 
 add("sort_between", lambda x, w: jnp.tanh(jnp.sort(jnp.tanh(x @ w), axis=-1) @ w.T), normal(19, 5), normal(5, 7))
 add("fft_between", lambda x, w: jnp.abs(jnp.fft.rfft(jnp.tanh(x @ w), axis=-1)) * 2, normal(19, 5), normal(5, 8))
@@ -217,7 +228,8 @@ add("scatter_between", lambda x, w: jnp.tanh(x @ w).at[::2].add(1.0) * 2, normal
 add("convolution_between", lambda x, k: jnp.sin(lax.conv_general_dilated(jnp.cos(x)[:, None], k, (1,), "SAME"))[:, 0] * 2,
     normal(19, 9), normal(1, 1, 3))  # fmt: skip
 add("cholesky_between", lambda x: jnp.linalg.cholesky(jnp.tanh(x) @ jnp.tanh(x).T + 10 * jnp.eye(7)) * 2, normal(7, 5))
-add("scan_between", lambda x, w: lax.scan(lambda c, _: (jnp.tanh(c @ w), c.sum()), jnp.sin(x), None, length=3), normal(19, 5), normal(5, 5))
+add("scan_between", lambda x, w: lax.scan(lambda c, _: (jnp.tanh(c @ w), c.sum()), jnp.sin(x), None, length=3),
+    normal(19, 5), normal(5, 5))  # fmt: skip
 add("random_between", lambda x: jnp.tanh(x) + jax.random.normal(jax.random.key(0), x.shape), normal(19, 5))
 add("complex_between", lambda x: jnp.real(lax.complex(jnp.sin(x), x) ** 2) * 3, normal(19, 5))
 for dtype in ("bfloat16", "float16", "int8", "uint8", "int32", "float32"):

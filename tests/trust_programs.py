@@ -1,8 +1,8 @@
 """Random networks for the tests of trust: drawn as lists of small integers, so that hypothesis shrinks a failure to few ops.
 
-Comes in: a ``Network`` (dtype, leading axes, features, ops). Goes out: its parameters, its inputs and a JAX function of them. Invariant:
-every list of ops is a valid program (integers are taken modulo what there is to choose from), its values stay near 1, and it
-branches on its inputs only, so the same program in float64 takes the same branches.
+Comes in: a ``Network`` (dtype, leading axes, features, ops). Goes out: its parameters, its inputs and a JAX function of them.
+Invariant: every list of ops is a valid program (integers are taken modulo what there is to choose from), its values stay near 1,
+and it branches on its inputs only, so the same program in float64 takes the same branches.
 """
 
 from __future__ import annotations

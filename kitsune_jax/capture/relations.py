@@ -16,9 +16,9 @@ class DimRelation:
 
     role:
       * ``"parallel"``: index i of one member meets index i of the others only (pointwise dimensions, batch and free dimensions of a
-        dot, untouched dimensions of a reduction ...). All members have one size. A member may be alone (a free dimension of a weight).
+        dot, untouched dimensions of a reduction ...). All members have one size. A member may be alone (a weight's free dimension).
       * ``"contracted"``: reduced away; a sink if it is streamed. Members are inputs.
-      * ``"reshaped"``: input dimensions ``members`` with operand 0 flatten, in order, to the same index as the output members, in order.
+      * ``"reshaped"``: input dimensions ``members`` with operand 0 flatten, in order, to the same index as the output members.
       * ``"created"``: a dimension of the output that no input has, along which the op can make any slice on its own, given the
         index (iota) or not even that (broadcast).
       * ``"mixed"``: every output element may need every index (cumulative axis, sort axis, concatenated, sliced, padded, reversed

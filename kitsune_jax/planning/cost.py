@@ -194,7 +194,8 @@ class RegionCost:
     def strided_seconds(self) -> float:
         """Worker-seconds lost at the border of the region on arrays whose rows do not lie together in memory.
 
-        Such an array streams over its fastest dimension: neighbours of a row are a whole stride apart, and every element is a cache line.
+        Such an array streams over its fastest dimension: neighbours of a row are a whole stride apart, and each element costs a
+        line.
         """
         elements = 0
         for v in (*self.region.inputs, *self.outputs):

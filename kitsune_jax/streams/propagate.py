@@ -250,13 +250,15 @@ class _Spreader:
                 return None
             axes = [a for dim in found for a in dim]
             dealt = self._deal(axes, [shapes[o][d] for o, d in other])
+            if axes and not any(dealt):  # the extents have no common refinement
+                return None
             for m, got in [*zip(side, found, strict=True), *zip(other, dealt, strict=True)]:
                 if result.setdefault(m, got) != got:
                     return None
         return result
 
     def _deal(self, axes: list[int], extents: list[int]) -> list[tuple[int, ...]]:
-        """Hand ``axes`` (outermost first) to dimensions of ``extents`` whose products match; ask for a finer axis if one straddles."""
+        """Hand ``axes`` (outermost first) to dimensions of ``extents`` whose products match; asks for finer ones otherwise."""
         out: list[tuple[int, ...]] = []
         rest = list(axes)
         for extent in extents:

@@ -47,7 +47,8 @@ using WrapOf = typename Wrap<T>::type;
   };
 
 KITSUNE_UNARY(Neg, -x, WrapOf<T>(0) - WrapOf<T>(x))
-KITSUNE_UNARY(Sign, x > T(0) ? T(1) : x < T(0) ? T(-1) : x, (x > T(0)) - (kSigned<T> && x < T(0)))
+// The sum of zeros is the zero of their sign, and that of denormals where they are flushed (and so are neither above nor below 0).
+KITSUNE_UNARY(Sign, x > T(0) ? T(1) : x < T(0) ? T(-1) : x + x, (x > T(0)) - (kSigned<T> && x < T(0)))
 KITSUNE_UNARY(Square, x* x, WrapOf<T>(x) * WrapOf<T>(x))
 #undef KITSUNE_UNARY
 

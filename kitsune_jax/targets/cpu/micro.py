@@ -11,7 +11,7 @@ from kitsune_jax.graph import Param
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu.bytecode import OPCODE
 from kitsune_jax.targets.cpu.errors import CannotLower
-from kitsune_jax.targets.cpu.vectors import NARROW, VectorBuilder, compute_type
+from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
 _SPECIAL = frozenset({"convert_element_type", "select_n", "round"})
@@ -57,9 +57,7 @@ def emit(builder: VectorBuilder, instr: Instr, args: list[int], dtypes: list[str
 
 def _convert(builder: VectorBuilder, x: int, source: str, out: str, rounds: bool) -> int:
     x = builder.convert(x, compute_type(source), compute_type(out))
-    if out in NARROW and source != out and rounds:
-        x = builder.micro("reduce_precision", "float32", x, imm=tuple(float(b) for b in NARROW[out]))
-    return x
+    return builder.rounded(x, out) if rounds and source != out else x
 
 
 def _immediates(instr: Instr) -> tuple[float, ...]:

@@ -82,12 +82,18 @@ class VectorBuilder:
         """Register <- (position in dimension ``dim`` // divisor) % modulus; 0 is the global row, 1.. are those of ``extents``."""
         kind = dtype if dtype in ("int32", "int64") else "int64"
         position = self._define(("index", dim, divisor, modulus, kind), _Node("index", kind, -1, index=(dim, divisor, modulus)))
-        return position if kind == dtype else self.convert(position, kind, compute_type(dtype))
+        return position if kind == dtype else self.rounded(self.convert(position, kind, compute_type(dtype)), dtype)
 
     def convert(self, x: int, from_type: str, to: str) -> int:
         if from_type == to:
             return x
         return self._define(("convert", x, to), _Node("convert", to, -1, (x,), from_type=from_type))
+
+    def rounded(self, x: int, dtype: str) -> int:
+        """``x`` rounded to ``dtype`` where that is a 16-bit float, which has no register type of its own."""
+        if dtype not in NARROW:
+            return x
+        return self.micro("reduce_precision", "float32", x, imm=tuple(float(b) for b in NARROW[dtype]))
 
     def micro(self, op: str, kind: str, *args: int, imm: tuple[float, ...] = ()) -> int:
         return self._define((op, kind, args, imm), _Node(op, kind, -1, args, imm=imm))
