@@ -9,7 +9,16 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+from collections.abc import Iterator
+
 import pytest
+
+from kitsune_jax import route as route_module
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.program import TileProgram
+from kitsune_jax.program.interpret import check_deadlock_free
+from kitsune_jax.streams import Region
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +38,19 @@ def _warnings_are_told_again() -> None:
 def force(request: pytest.FixtureRequest) -> bool:
     """Both ways: every legal region is pipelined, or only those that the cost model expects to gain."""
     return bool(request.param)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def every_plan_is_deadlock_free() -> Iterator[None]:
+    """Whatever test makes a plan on the way: its tile program must let every tile through its bounded queues."""
+    made = route_module.build
+
+    def checked(graph: Graph, region: Region, plan: Plan) -> TileProgram:
+        program = made(graph, region, plan)
+        if stuck := check_deadlock_free(program):
+            pytest.fail(stuck)  # no Exception: the lowering would fall back to plain HLO
+        return program
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(route_module, "build", checked)
+        yield

@@ -13,6 +13,7 @@ from kitsune_jax.planning.planner import Infeasible, plan
 from kitsune_jax.program import build
 from kitsune_jax.program.interpret import check_deadlock_free, interpret
 from kitsune_jax.regions import anchored, quotient_order, select
+from tests.checks import enable_x64
 from tests.graphs import graph_of, layer_norm, nerf, nerf_params
 
 RNG = np.random.default_rng(2)
@@ -86,6 +87,18 @@ def test_tile_program_equals_jax(name):
     for g, w in zip(got, want, strict=True):
         assert g.dtype == w.dtype and g.shape == w.shape
         np.testing.assert_allclose(g, np.asarray(w), rtol=3e-4, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tile_program_equals_jax_in_float64(name):
+    with enable_x64():
+        fn, *args = CASES[name]()
+        args = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), args)
+        got, regions = run_through_interpreter(fn, *args, seed=1)
+        assert regions, "nothing was pipelined"
+        for g, w in zip(got, jax.tree.leaves(fn(*args)), strict=True):
+            assert g.dtype == w.dtype
+            np.testing.assert_allclose(g, np.asarray(w), rtol=1e-11, atol=1e-12)
 
 
 def test_a_plan_that_does_not_cover_the_region_is_refused():

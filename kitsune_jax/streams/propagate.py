@@ -250,15 +250,18 @@ class _Spreader:
                 return None
             axes = [a for dim in found for a in dim]
             dealt = self._deal(axes, [shapes[o][d] for o, d in other])
-            if axes and not any(dealt):  # the extents have no common refinement
+            if dealt is None:
                 return None
             for m, got in [*zip(side, found, strict=True), *zip(other, dealt, strict=True)]:
                 if result.setdefault(m, got) != got:
                     return None
         return result
 
-    def _deal(self, axes: list[int], extents: list[int]) -> list[tuple[int, ...]]:
-        """Hand ``axes`` (outermost first) to dimensions of ``extents`` whose products match; asks for finer ones otherwise."""
+    def _deal(self, axes: list[int], extents: list[int]) -> list[tuple[int, ...]] | None:
+        """Hand ``axes`` (outermost first) to dimensions of ``extents`` whose products match; asks for finer ones otherwise.
+
+        None where no refinement of the axes fits both: (6, 4) can't be walked as (4, 6).
+        """
         out: list[tuple[int, ...]] = []
         rest = list(axes)
         for extent in extents:
@@ -266,19 +269,19 @@ class _Spreader:
             have = 1
             while have < extent:
                 axis = rest[0]
-                need = extent // have
+                need, ragged = divmod(extent, have)
+                if ragged:
+                    return None
                 if self.sizes[axis] > need:
-                    inner = self.sizes[axis] // need
-                    if need * inner != self.sizes[axis]:
-                        need = math.gcd(need, self.sizes[axis])
-                        if need == 1:
-                            return [()] * len(extents)
+                    need = math.gcd(need, self.sizes[axis])
+                    if need == 1:
+                        return None
                     raise _Refine(axis, need)
                 mine.append(axis)
                 have *= self.sizes[axis]
                 rest.pop(0)
             if have != extent:
-                return [()] * len(extents)
+                return None
             out.append(tuple(mine))
         if rest and out:  # axes of extent 1: they ride on the last dimension
             out[-1] += tuple(rest)
