@@ -8,8 +8,10 @@ op); ops stand in topological order. Nothing in here knows JAX's equations or a 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import json
 import math
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 Scalar: TypeAlias = bool | int | float
@@ -159,3 +161,29 @@ class Graph:
 
 def _thaw(x: Any) -> Param:
     return tuple(_thaw(v) for v in x) if isinstance(x, list) else x
+
+
+def topological(needs: Sequence[Collection[int]], rank: Sequence[int]) -> list[int]:
+    """Nodes in an order in which each comes after those it needs, the lowest ``rank`` first (Kahn's algorithm).
+
+    A node that waits for itself, or for one that does, is left out.
+
+    >>> topological([{1}, set(), {2}], rank=[0, 1, 2])
+    [1, 0]
+    """
+    readers: list[list[int]] = [[] for _ in needs]
+    for node, before in enumerate(needs):
+        for other in before:
+            readers[other].append(node)
+    missing = [len(before) for before in needs]
+    ready = [(rank[node], node) for node, count in enumerate(missing) if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for reader in readers[node]:
+            missing[reader] -= 1
+            if missing[reader] == 0:
+                heapq.heappush(ready, (rank[reader], reader))
+    return order

@@ -6,12 +6,11 @@ is defined before it is read; ops with effects keep their order; a region stands
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from kitsune_jax.config import logger
-from kitsune_jax.graph import Graph
+from kitsune_jax.graph import Graph, topological
 
 
 class _Border(Protocol):
@@ -43,35 +42,20 @@ def schedule(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> lis
     """
     kept = list(regions)
     while True:
-        order, stuck = _kahn(graph, effects, kept)
+        order, stuck = _ordered(graph, effects, kept)
         if not stuck:
             return order
         logger.warning("%s cannot stand as one call between the effects around it and is left to XLA", stuck[0].name)
         kept = [r for r in kept if r is not stuck[0]]
 
 
-def _kahn(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[R]]:
-    """Kahn's algorithm over nodes, lowest op first. Returns the order, and the regions that wait for themselves."""
+def _ordered(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[R]]:
+    """Nodes, lowest op first, and the regions that wait for themselves."""
     nodes, needs = _dependencies(graph, effects, regions)
-    readers: list[list[int]] = [[] for _ in nodes]
-    for k, before in enumerate(needs):
-        for n in before:
-            readers[n].append(k)
     rank = [node if isinstance(node, int) else max(node.region.ops) for node in nodes]
-    missing = [len(before) for before in needs]
-    ready = [(rank[k], k) for k, m in enumerate(missing) if m == 0]
-    heapq.heapify(ready)
-    order: list[int | R] = []
-    done: set[int] = set()
-    while ready:
-        k = heapq.heappop(ready)[1]
-        order.append(nodes[k])
-        done.add(k)
-        for n in readers[k]:
-            missing[n] -= 1
-            if missing[n] == 0:
-                heapq.heappush(ready, (rank[n], n))
-    return order, [r for k, r in enumerate(regions) if k not in done]
+    order = topological(needs, rank)
+    done = set(order)
+    return [nodes[k] for k in order], [r for k, r in enumerate(regions) if k not in done]
 
 
 def _dependencies(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[set[int]]]:

@@ -153,11 +153,11 @@ def test_layer_norm_and_swiglu_instructions() -> None:
 
 
 def test_custom_call_through_jit() -> None:
-    fn, *args = CASES["fourier"]
+    fn, *args = CASES["swiglu"]  # one region at any row count: the cost model may split a tiny function without a long chain
     (program,) = execute(fn, *args)[1]
     want = fn(*args)
     captured = capture(jax.make_jaxpr(fn)(*args)).graph
-    assert len(captured.inputs) == len(program.inputs) == 2
+    assert len(captured.inputs) == len(program.inputs) == len(args)
 
     class Planned:
         platform = "cpu"

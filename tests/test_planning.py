@@ -228,7 +228,7 @@ def test_cpu_description_is_read_from_the_kernels_text(tmp_path):
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [("float32", 1.4, 2.1), ("bfloat16", 1.3, 2.2)])
 def test_nerf_on_the_cpu_is_modelled_near_the_measured_gain(dtype, low, high):
-    """Measured against jax.jit on two AVX-512 cores: f32 1.65-1.9x (Zen 5), bf16 1.7x (Zen 4, JAX 0.12: XLA multiplies bf16 natively)."""
+    """Measured against jax.jit on two AVX-512 cores: f32 1.65-1.9x (Zen 5), bf16 1.7x (Zen 4, JAX 0.12: native bf16 in XLA)."""
     p = plan(*nerf(65536, dtype), CPU)
     assert low < p.baseline_seconds / p.seconds < high
 

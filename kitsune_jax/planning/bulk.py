@@ -14,7 +14,7 @@ import math
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.planning.cost import RegionCost
 
-# XLA:CPU widens and rounds 16-bit floats around every pointwise op: a GELU of 65 536 x 256 bf16 took three times its f32 time on Zen 4.
+# XLA:CPU widens and rounds 16-bit floats around every pointwise op: a GELU of 65 536 x 256 bf16 took 3x its f32 time on Zen 4.
 _NARROW_SIMT = 3.0
 _ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative"})
 _VIEWS = frozenset({"reshape", "transpose"})

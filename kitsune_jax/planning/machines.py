@@ -97,7 +97,7 @@ _CPU_SOURCES = (
         "tensor_rates",
         "f32: flops per cycle x 3.5 GHz; AVX512_BF16 doubles them; measured 447 and 886 GF/s on 2 Zen 5 cores",
     ),
-    ("library_rates", "XLA:CPU f32 at 95 % of peak; bf16 at 277 of 474 GF/s with page faults (JAX 0.12, 2 Zen 4 cores), slower in old versions"),
+    ("library_rates", "XLA:CPU f32 at 95 % of peak; bf16 at 277 of 474 GF/s with page faults (JAX 0.12, 2 Zen 4 cores)"),
     ("vertical_efficiency", "prototype on tiles of 32-128 rows: f32 94 % of peak, bf16 80 %"),
     ("pipeline_simt", "a core of Zen 4: max 0.13, exp 0.25, tanh 0.49 ns an element, of which a pass over the tile is 0.07"),
     ("library_simt", "XLA's fused loops: no passes between their ops; bulk tanh and softmax are bound by memory on 2 cores"),
@@ -185,7 +185,7 @@ def _cpu_with(cores: int) -> Machine:
 
 
 def _known_flops_per_cycle(cpuinfo: str) -> int | None:
-    """f32 operations per cycle of a core that does fewer than its vectors promise; None where the table of instruction sets is right.
+    """f32 operations per cycle of a core that does fewer than its vectors promise; None where the instruction set tells.
 
     Zen 4 (AMD family 25) splits 512-bit operations in two (AMD optimisation guide 57647): measured 118 GF/s at 3.7 GHz.
     """

@@ -10,10 +10,9 @@ region: whoever needs it outside makes it again there, which is cheaper than sto
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from collections.abc import Sequence
 
-from kitsune_jax.graph import Graph
+from kitsune_jax.graph import Graph, topological
 from kitsune_jax.streams import Region, Spread
 from kitsune_jax.streams.space import streamed_axes
 
@@ -52,27 +51,14 @@ def quotient_order(graph: Graph, groups: Sequence[tuple[int, ...]]) -> list[tupl
             node_of[i] = len(nodes)
             nodes.append((i,))
     producers = graph.producers()
-    waits: list[set[int]] = [set() for _ in nodes]
-    feeds: list[set[int]] = [set() for _ in nodes]
+    needs: list[set[int]] = [set() for _ in nodes]
     for i, op in enumerate(graph.ops):
-        for v in op.inputs:
-            p = producers.get(v)
-            if p is not None and node_of[p] != node_of[i]:
-                waits[node_of[i]].add(node_of[p])
-                feeds[node_of[p]].add(node_of[i])
-    ready = [(nodes[n][0], n) for n in range(len(nodes)) if not waits[n]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, n = heapq.heappop(ready)
-        order.append(nodes[n])
-        for m in feeds[n]:
-            waits[m].discard(n)
-            if not waits[m]:
-                heapq.heappush(ready, (nodes[m][0], m))
+        made_by = {node_of[producers[v]] for v in op.inputs if v in producers}
+        needs[node_of[i]] |= made_by - {node_of[i]}
+    order = topological(needs, [node[0] for node in nodes])
     if len(order) != len(nodes):
         raise ValueError("the groups wait for each other")
-    return order
+    return [nodes[n] for n in order]
 
 
 def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
