@@ -13,6 +13,7 @@ ifeq ($(origin CXX),default)
 CXX         := $(firstword $(foreach c,c++ g++ clang++,$(shell command -v $(c) 2>/dev/null)) c++)
 endif
 CORES       := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+SOURCES     := $(shell find $(wildcard cpu cuda) -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cuh')
 NATIVE      := $(shell find cpu/src cpu/include -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
@@ -39,12 +40,12 @@ lint: $(VENV)/.lint ## formatter, linter and type checker; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy kitsune_jax benchmarks examples scripts
-	$(VENV)/bin/clang-format --dry-run --Werror $(shell find cpu cuda -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cuh')
+	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES)
 
 format: $(VENV)/.lint ## format Python and C++ in place
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i $(shell find cpu cuda -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cuh')
+	$(VENV)/bin/clang-format -i $(SOURCES)
 
 bench: $(VENV)/.examples ## measure every case of the README's table (ten minutes) and write the table
 	$(PY) -m benchmarks run --all

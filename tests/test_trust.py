@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import pytest
 from jax.experimental import io_callback
 
 import kitsune_jax as kj
-from kitsune_jax import targets
+from kitsune_jax import _cpu, targets
 from kitsune_jax.targets.cpu import runtime
 from kitsune_jax.targets.cpu.bytecode import DTYPES
 from tests.checks import count, enable_x64
@@ -91,21 +92,64 @@ def test_float64() -> None:
         check(lambda x, w: (jnp.tanh(x) @ w.astype(jnp.float32).astype(x.dtype)).astype(jnp.float32), *args[:2], tol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 33, 7), (97, 12, 32), (131, 13, 33), (64, 37, 65), (257, 3, 1)], ids=str)
-def test_weight_gradients(dtype: str, shape: tuple[int, int, int]) -> None:
-    """``x.T @ y`` as a sink: odd rows, columns that fill no vector, both orders, a batch, and two contracted dimensions."""
-    rows, m, n = shape
-    x, y = normal(rows, m, dtype=dtype), normal(rows, n, dtype=dtype)
-    tol = max(TOLERANCE[dtype], 1e-5) * rows**0.5
+def _products() -> Iterator[Any]:
+    """(instruction set, dtype, rows, m, n): odd numbers, and such that fill no vector; the whole matrix is slow."""
+    best = _cpu.isa()
+    for isa in _cpu.available_isas():
+        for shape in [(1, 1, 1), (5, 33, 7), (97, 12, 32), (131, 13, 33), (64, 37, 65), (257, 3, 1)]:
+            for dtype in (*FLOATS, "float64"):
+                often = isa == best or (shape == (131, 13, 33) and dtype in ("float32", "bfloat16"))
+                yield pytest.param(isa, dtype, *shape, marks=() if often else pytest.mark.slow)
 
-    def f(x: Any, y: Any) -> Any:
-        a, b = jnp.sin(x), jnp.cos(y)
-        heads = jnp.einsum("rhi,rhj->hij", a[:, None] * 2, jnp.stack([b], 1))
-        inner = jnp.einsum("rtm,rtn->nm", jnp.stack([a, a * 2], 1), jnp.stack([b, -b], 1))
-        return a.T @ b, b.T @ a, heads, inner, a.T @ a, jnp.einsum("rm,rn->mn", a, b, preferred_element_type=jnp.float32)
 
-    check(f, x, y, tol=tol)
+PRODUCTS = list(_products())
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Instruction set that the kernels of programs compiled in the test are for."""
+    before = _cpu.isa()
+    assert _cpu.set_isa(request.param)
+    yield request.param
+    assert _cpu.set_isa(before)
+
+
+def check_products(f: Any, *args: np.ndarray) -> None:
+    """Off by no more, relative to the largest value of each result, than its dtype explains."""
+    limit = {"float32": 2e-6, "bfloat16": 0.02, "float16": 3e-3, "float64": 1e-14}
+    with enable_x64():
+        compiled = jax.jit(forced(f)).lower(*args).compile()
+        assert count(compiled.as_text()) > 0
+        want = jax.jit(f)(*(a.astype(np.float64) for a in args))
+        for got, exact in zip(compiled(*args), want, strict=True):
+            error = np.max(np.abs(np.asarray(got, np.float64) - exact)) / max(np.max(np.abs(exact)), 0.1)
+            assert error <= limit[str(args[0].dtype)] * (1 + args[0].shape[0] ** 0.5 / 4), error
+
+
+@pytest.mark.parametrize("isa,dtype,rows,m,n", PRODUCTS, indirect=["isa"])
+def test_weight_gradients(isa: str, dtype: str, rows: int, m: int, n: int) -> None:
+    """Products that contract the rows: both orders, batches, crossed dimensions, and a second contracted dimension."""
+
+    def f(x: Any, y: Any, z: Any) -> Any:
+        a, b, c = jnp.sin(x), jnp.cos(y), z * 2
+        by_head = jnp.einsum("rhi,rhj->hij", c, jnp.stack([b, -b, b * b], 1))
+        inner = jnp.einsum("rtm,rtn->nm", c, jnp.stack([b, b + 1, -b], 1))
+        crossed = jnp.einsum("rht,rkt->hk", c, c * c), jnp.einsum("rhi,rj->jih", c, b)
+        wide = jnp.einsum("rm,rn->mn", a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+        return a.T @ b, b.T @ a, a.T @ a, by_head, inner, *crossed, wide
+
+    check_products(f, *(normal(*s, dtype=dtype) for s in ((rows, m), (rows, n), (rows, 3, m))))
+
+
+@pytest.mark.parametrize("isa,dtype,rows,k,n", PRODUCTS, indirect=["isa"])
+def test_products(isa: str, dtype: str, rows: int, k: int, n: int) -> None:
+    """Products with a stationary operand, with the epilogues that are folded into them."""
+
+    def f(x: Any, w: Any, b: Any) -> Any:
+        y = x @ w
+        return y, jax.nn.relu(x @ w + b), jnp.tanh(y + b) @ w.T, jax.nn.relu(jnp.einsum("rk,kn->nr", x, w))
+
+    check_products(f, *(normal(*s, dtype=dtype) for s in ((rows, k), (k, n), (n,))))
 
 
 # --- effects ---------------------------------------------------------------------------------------------------------------------

@@ -92,6 +92,9 @@ add("partly_streamed_weight_gradient", lambda x, v, c: lax.dot_general(
     normal(5, 7, 3), normal(5, 3), normal(3))  # fmt: skip
 
 add("reshape_across_axes", lambda x: jnp.sin(jnp.tanh(x).reshape(4, 6, 5)) * 2, normal(6, 4, 5))
+add("stretched_row", lambda x, c: (jnp.sin(jnp.tanh(x) + 1), jnp.broadcast_to(jnp.tanh(x) * 2, (2, 3)) * c),
+    normal(1, 3), normal(2, 3))  # fmt: skip
+add("one_inner_contracted", lambda x, w: jnp.einsum("rfk,km->rmf", jnp.sin(x), w), normal(9, 97, 1), normal(1, 2))
 add("reshape_in_and_out", lambda x, w: jnp.tanh(x.reshape(2, 3, 8, 5) @ w).reshape(12, 4, 3), normal(6, 8, 5), normal(5, 3))
 
 # --- special values --------------------------------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ add("special_sinks", lambda x: (jnp.max(x * 1, 0), jnp.min(x * 1, 0)), MATRIX)
 add("special_softmax", lambda x: (jax.nn.softmax(x, 1), jax.nn.logsumexp(x, 1)), MATRIX[:-6])
 add("all_minus_infinity", lambda x: (x.max(1), jax.nn.logsumexp(x, 1), jnp.max(x + 0, 0)), np.full((7, 3), -np.inf, np.float32))
 add("infinite_weight", lambda x, w: jnp.tanh(x @ w), normal(9, 3), np.array([[np.inf, 1], [0, np.nan], [-1, 2]], np.float32))
-add("nan_in_a_weight_gradient", lambda x, y: (jnp.sin(x).T @ y), MATRIX[:-6], normal(13, 3))
+add("nan_in_a_weight_gradient", lambda x, y: jnp.sin(x).T @ y, MATRIX[:-6], normal(13, 3))
 
 # --- integers and booleans -------------------------------------------------------------------------------------------------------
 

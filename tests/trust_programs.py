@@ -62,7 +62,11 @@ class Network:
                 values.append(new)
         last = values[-1]
         lead = tuple(range(len(self.lead)))
-        return last, jax.nn.logsumexp(last, axis=-1), jnp.mean(last * values[len(values) // 2].mean(-1, keepdims=True), axis=lead)
+        return (
+            last,
+            jax.nn.logsumexp(2 * last, axis=-1),
+            jnp.mean(last * values[len(values) // 2].mean(-1, keepdims=True), axis=lead),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,7 +81,7 @@ def _relate_broadcast(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[Di
             made.discard(to)
             relations.append(DimRelation("parallel", ((0, d), (1, to))))
         else:
-            relations.append(DimRelation("parallel", ((0, d),)))
+            relations.append(DimRelation("mixed", ((0, d),), "a dimension of extent 1 is stretched"))
     return (*relations, *created(1, sorted(made)))
 
 

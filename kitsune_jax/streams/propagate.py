@@ -122,7 +122,7 @@ class _Spreader:
             for i in sorted({i for v in labels for i in self.adjacency.get(v, ())}):
                 if i in barred or not self._touches(i, labels):
                     continue
-                why = self._why_not(i) or self._check(i, labels)
+                why = self._why_not(i) or self._check(i, labels) or self._lost(i, labels)
                 if why is None:
                     members.append(i)
                     if self._is_sink(i, labels):
@@ -178,6 +178,12 @@ class _Spreader:
     def _label(self, i: int, member: tuple[int, int], labels: Labels) -> tuple[int, ...]:
         v = self._operands(i)[member[0]]
         return labels[v][member[1]] if v in labels else ()
+
+    def _lost(self, i: int, labels: Labels) -> str | None:
+        """Under final labels: what streams in must stream out, or end in a sink."""
+        op = self.graph.ops[i]
+        into, out_of = ({a for v in side for axes in labels.get(v, ()) for a in axes} for side in (op.inputs, op.outputs))
+        return None if into <= out_of or self._is_sink(i, labels) else "a streamed dimension does not reach its result"
 
     def _is_sink(self, i: int, labels: Labels) -> bool:
         return any(r.role == "contracted" and any(self._label(i, m, labels) for m in r.members) for r in self.relations(i))

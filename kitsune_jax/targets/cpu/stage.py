@@ -259,7 +259,9 @@ class Stage:
                 scaled = builder.micro("mul", kind, total, builder.const(modulus, kind))
                 total = builder.micro("add", kind, scaled, part)
             k = end
-        return builder.const(0, dtype) if total is None else builder.rounded(builder.convert(total, kind, compute_type(dtype)), dtype)
+        return (
+            builder.const(0, dtype) if total is None else builder.rounded(builder.convert(total, kind, compute_type(dtype)), dtype)
+        )
 
     # Writing.
 
