@@ -41,7 +41,8 @@ def test_fit_image_learns_the_photograph(tmp_path: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert float(re.search(r"PSNR (\S+) dB after 60 steps", out)[1]) > 12  # type: ignore[index]  # a grey picture reaches 10.6 dB
     assert "operators pipelined" in out
-    assert "pipelined / jax.jit" in out
+    assert "pipelined loss / jax.jit" in out
+    assert "pipelined whole / jax.jit" in out
     assert Image.open(picture).size == (3 * 32, 32 + 16)
 
 

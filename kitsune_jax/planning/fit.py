@@ -18,7 +18,6 @@ from kitsune_jax.planning.stages import Draft, Link
 # Tile sizes in order of preference, where the model can't tell them apart (micro-kernels reach their rate at 32 to 128 rows).
 _CPU_ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 1024, 2048, 4096, 8192)
 _INDIFFERENT = 1.03  # the model is not better than this
-_SMALL_TILE = 32  # rows below which a matmul reads its weights too often; worth half of L2 more
 _ONE_TILE = 128  # streams no longer than this are one tile, if cutting them gains nothing
 _GPU_ROWS = (128, 64)  # one or two warpgroups of wgmma's 64 rows
 _SPATIAL_GPU_ROWS = 64
@@ -74,7 +73,9 @@ def stage_seconds(cost: RegionCost, draft: Draft, rows: int, vertical: bool) -> 
     weights = stationary_bytes(cost, draft.ops)
     source = machine.place("l2" if weights <= machine.local_bytes // 2 else "l3")
     spill = _spill_seconds(cost, draft, rows)
-    return max(tensor + simt, weights / source.bandwidth) + spill + machine.tile_seconds
+    # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of accumulators a worker
+    # took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
+    return max(tensor, weights / source.bandwidth + spill) + simt + machine.tile_seconds
 
 
 def _spill_seconds(cost: RegionCost, draft: Draft, rows: int) -> float:
@@ -96,7 +97,7 @@ def _live(cost: RegionCost, draft: Draft) -> int:
 def tile_rows(cost: RegionCost, drafts: Sequence[Draft], vertical: bool = True) -> int:
     """Rows per tile.
 
-    On a CPU: the size the model likes best among those whose intermediates stay in half of a core's L2, multiples of 8 unless the
+    On a CPU: the size the model likes best among those whose intermediates stay in a core's L2, multiples of 8 unless the
     stream or the memory is shorter. On a GPU: 128 or 64, the larger that fits.
     """
     if cost.machine.platform == "cpu":
@@ -117,7 +118,7 @@ def tile_rows(cost: RegionCost, drafts: Sequence[Draft], vertical: bool = True) 
 def _cpu_rows(cost: RegionCost, drafts: Sequence[Draft], vertical: bool) -> int:
     machine, total = cost.machine, cost.region.space.rows
     live = max(_live(cost, d) for d in drafts)
-    limit = max(machine.local_bytes // 2 // live, min(_SMALL_TILE, machine.local_bytes // live), 1)
+    limit = max(machine.local_bytes // live, 1)
     # A share of the rows for every worker, in as few rounds as the limit allows: awkward row counts divide evenly.
     rounds = max(1, -(-total // (machine.workers * min(limit, _CPU_ROWS[0]))))
     share = -(-total // (machine.workers * rounds))
