@@ -5,12 +5,12 @@
 
 The photograph is NASA's portrait of Eileen Collins (public domain), which ships inside the scikit-image wheel. The network is a
 NeRF-like one: random Fourier features (Tancik et al. 2020, arXiv:2006.10739), eight ReLU layers of 256 with the features
-concatenated again after the fourth, and a sigmoid head. Blocks of steps take turns between three ways to write the step, on one and the
-same training state, so all are timed under the same conditions and no step is wasted:
+concatenated again after the fourth, and a sigmoid head. Blocks of steps take turns between three ways to write the step, on one and
+the same training state, so all are timed under the same conditions and no step is wasted:
 
-    jax.value_and_grad(kj.pipeline(loss))    "pipelined loss": forward and backward are a pipeline each, what backward needs is saved
-    kj.pipeline(jax.value_and_grad(loss))    "pipelined whole": forward, loss and backward are one pipeline, nothing is saved
-    jax.value_and_grad(loss)                 "jax.jit"
+* "pipelined loss", ``jax.value_and_grad(kj.pipeline(loss))``: forward and backward are a pipeline each, with saved activations between;
+* "pipelined whole", ``kj.pipeline(jax.value_and_grad(loss))``: forward, loss and backward are one pipeline, and nothing is saved;
+* "jax.jit", ``jax.value_and_grad(loss)``.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def stage_seconds(cost: RegionCost, draft: Draft, rows: int, vertical: bool) -> 
     weights = stationary_bytes(cost, draft.ops)
     source = machine.place("l2" if weights <= machine.local_bytes // 2 else "l3")
     spill = _spill_seconds(cost, draft, rows)
-    # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of accumulators a worker
-    # took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
+    # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of accumulators
+    # a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
     return max(tensor, weights / source.bandwidth + spill) + simt + machine.tile_seconds
 
 
