@@ -8,7 +8,7 @@ NeRF-like one: random Fourier features (Tancik et al. 2020, arXiv:2006.10739), e
 concatenated again after the fourth, and a sigmoid head. Blocks of steps take turns between three ways to write the step, on one and
 the same training state, so all are timed under the same conditions and no step is wasted:
 
-* "pipelined loss", ``jax.value_and_grad(kj.pipeline(loss))``: forward and backward are a pipeline each, with saved activations between;
+* "pipelined loss", ``jax.value_and_grad(kj.pipeline(loss))``: forward and backward are a pipeline each, activations are saved;
 * "pipelined whole", ``kj.pipeline(jax.value_and_grad(loss))``: forward, loss and backward are one pipeline, and nothing is saved;
 * "jax.jit", ``jax.value_and_grad(loss)``.
 """
