@@ -2,15 +2,20 @@
 #include "kitsune_cpu/executor.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "executor_internal.h"
 
 namespace kitsune::cpu {
 namespace {
 
-// Lanes trade parallelism for accumulator memory; a function of the program alone, so that results do not depend on the machine.
+// Lanes trade parallelism for accumulator memory: a function of the program and, on many cores, of how many there are. Never of
+// the schedule or of the pool, so that equal inputs give equal bits.
 int64_t lanes_for(int64_t tiles, size_t bytes) {
+  constexpr size_t kMostBytes = size_t{256} << 20;
   int64_t lanes = bytes <= (32 << 10) ? 64 : bytes <= (4 << 20) ? 16 : 8;
+  int64_t cores = 2 * static_cast<int64_t>(std::thread::hardware_concurrency());
+  lanes = std::max(lanes, std::min(cores, static_cast<int64_t>(kMostBytes / std::max<size_t>(bytes, 1))));
   return std::min(tiles, lanes);
 }
 
