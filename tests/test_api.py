@@ -55,6 +55,19 @@ def test_explain_counts_loop_bodies() -> None:
     assert any("bod" in note for note in report.notes)
 
 
+def test_explain_of_a_step_reports_its_pipelined_calls_as_they_run() -> None:
+    def loss(w1: Any, x: Any) -> Any:
+        return (mlp(x, w1, W2) ** 2).sum()
+
+    step = jax.value_and_grad(kj.pipeline(loss, force=True))
+    report = kj.explain(step)(W1, X)
+    compiled = jax.jit(step).lower(W1, X).compile().as_text()
+    assert len(report.regions) == compiled.count('custom_call_target="kitsune_cpu"') >= 2
+    assert any("2 pipelined calls" in note for note in report.notes)
+    whole = kj.explain(jax.value_and_grad(loss), force=True)(W1, X)
+    assert not any("pipelined calls" in note for note in whole.notes)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kitsune_jax import targets
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.planning.machines import cpu_model
 from kitsune_jax.planning.planner import Infeasible, plan
 from kitsune_jax.program import build
 from kitsune_jax.program.interpret import check_deadlock_free, interpret
 from kitsune_jax.regions import anchored, quotient_order, select
+from kitsune_jax.route import route
 from tests.checks import enable_x64
 from tests.graphs import graph_of, layer_norm, nerf, nerf_params
 
@@ -124,3 +126,33 @@ def test_weight_gradients_are_sinks_of_the_same_region():
     want = jax.tree.leaves(jax.value_and_grad(loss)(*args))
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, np.asarray(w), rtol=1e-3, atol=1e-5)
+
+
+def test_a_stream_runs_over_the_slow_dimension_of_an_array():
+    """Over the fast one every element of a row is a cache line of its own; the model has to know."""
+    routed = route(graph_of(jnp.tanh, jnp.zeros((4096, 256))), "cpu", force=True, device="avx512-2")
+    (region,) = routed.regions
+    assert region.region.space.sizes == (4096,)
+
+
+def test_a_region_without_code_costs_only_itself(monkeypatch):
+    """The other regions keep theirs, and the report says why."""
+
+    def fn(x, w):
+        return jnp.tanh(jnp.sort(jnp.tanh(x @ w), axis=0) @ w)
+
+    graph = graph_of(fn, jnp.zeros((64, 8)), jnp.zeros((8, 8)))
+    both = route(graph, "cpu", force=True)
+    generate = targets.generate
+
+    def fails_first(platform, program, name):
+        if not seen:
+            seen.append(name)
+            raise targets.CannotLower("no code today")
+        return generate(platform, program, name)
+
+    seen = []
+    monkeypatch.setattr(targets, "generate", fails_first)
+    one = route(graph, "cpu", force=True)
+    assert len(both.regions) == 2 and len(one.regions) == 1
+    assert any("no code today" in r.reason for r in one.report.rejected)

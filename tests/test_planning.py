@@ -194,6 +194,13 @@ def test_balance_gives_workers_in_proportion_to_work_and_names_the_bound():
 # Machines
 
 
+def test_zen_4_does_half_of_what_its_vectors_promise():
+    zen4 = "vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n"
+    assert machines._known_flops_per_cycle(zen4) == 32
+    assert machines._known_flops_per_cycle(zen4.replace("25", "26")) is None
+    assert machines._known_flops_per_cycle(zen4.replace("AuthenticAMD", "GenuineIntel")) is None
+
+
 def test_machine_models_are_complete_and_say_where_numbers_are_from():
     may_be_zero = ("fault_threshold", "shares_workers", "pass_operations", "strided_seconds")
     for m in (H200, H100, A100, CPU, cpu_at_hand(), cpu_model("generic-1"), cpu_model("avx2-8")):

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <new>
 #include <optional>
+#include <thread>
 
 #include "executor_memory.h"
 #include "pipeline.h"
@@ -26,8 +27,8 @@ constexpr int64_t kCombineChunk = 1024;  // elements of a sink combined by one j
 inline void pause() {
 #if defined(__x86_64__)
   _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
+#else
+  std::this_thread::yield();
 #endif
 }
 
