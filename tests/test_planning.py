@@ -202,7 +202,7 @@ def test_zen_4_does_half_of_what_its_vectors_promise():
 
 
 def test_machine_models_are_complete_and_say_where_numbers_are_from():
-    may_be_zero = ("fault_threshold", "shares_workers", "pass_operations", "strided_seconds")
+    may_be_zero = ("fault_threshold", "pass_operations", "strided_seconds")
     for m in (H200, H100, A100, CPU, cpu_at_hand(), cpu_model("generic-1"), cpu_model("avx2-8")):
         for field in dataclasses.fields(m):
             number = getattr(m, field.name)
@@ -245,7 +245,7 @@ def test_nerf_baseline_on_the_h200_is_near_what_xla_compiles():
     p = plan(*nerf(262144), H200)
     assert p.baseline_bytes == pytest.approx(3480e6, rel=0.15) and p.baseline_seconds == pytest.approx(835e-6, rel=0.15)
     assert p.bytes_moved == pytest.approx(51e6, rel=0.1)
-    assert 399e-6 < p.seconds < 600e-6
+    assert 399e-6 < p.seconds < 500e-6
     assert p.flops == pytest.approx(262144 * 2 * 0.6e6, rel=0.05)
 
 
@@ -293,37 +293,27 @@ def test_nerf_on_the_cpu_is_one_fused_stage_per_core_on_96_rows():
     assert p.bound == p.stages[0].name
 
 
-def test_nerf_on_the_h200_streams_weights_to_pairs():
-    p = plan(*nerf(262144), H200)
-    assert (p.arrangement, p.tile_rows, p.replicas, p.stages[0].workers) == ("vertical", 128, 66, 2)
+@pytest.mark.parametrize(
+    ("case", "machine", "arrangement", "tile_rows", "replicas", "workers", "depths", "seconds"),
+    [
+        (("nerf", 65536, "float32", True), CPU, "vertical", 96, 2, [1], [], 0.19191604201823712),
+        (("nerf", 65536, "bfloat16", False), cpu_model("avx512-64"), "vertical", 64, 64, [1], [], 0.006557725521031746),
+        (("wide", 65536, "float32"), cpu_model("avx2-8"), "vertical", 96, 8, [1], [], 0.6862431616864081),
+        (("nerf", 65536, "float32", False), spatial(CPU), "spatial", 96, 1, [1, 1], [2], 0.23260725523404255),
+    ],
+    ids=["nerf", "nerf on 64 cores", "wide", "spatial"],
+)
+def test_plans_for_cpus_stay_as_they_are(case, machine, arrangement, tile_rows, replicas, workers, depths, seconds):
+    """Recorded when the plans were measured (docs and benchmarks speak of them): a change here asks for new measurements."""
+    graph, region = nerf(*case[1:]) if case[0] == "nerf" else block(case[1], (1024,) * 5, case[2])
+    p = plan(graph, region, machine, deterministic=machine.workers != 64)
+    assert (p.arrangement, p.tile_rows, p.replicas) == (arrangement, tile_rows, replicas)
+    assert ([s.workers for s in p.stages], [q.depth for q in p.queues]) == (workers, depths)
+    assert p.seconds == pytest.approx(seconds, rel=1e-9)
+    assert (p.cluster, p.lanes) == (1, 1) and all(s.split == 1 and s.resident for s in p.stages)
 
 
-def test_nerf_spatial_on_the_h200_is_a_balanced_chain():
-    graph, region = nerf(262144, encoded=False)
-    p = plan(graph, region, spatial())
-    assert p.arrangement == "spatial" and p.tile_rows in (64, 128)
-    dots = [sum(graph.ops[i].kind == "dot_general" for i in stage.ops) for stage in p.stages]
-    assert sum(dots) == 12 and len(p.stages) >= 6
-    assert 120 <= sum(stage.workers for stage in p.stages if stage.resource == "tensor") <= 132
-    rates = [stage.workers / stage.tile_seconds for stage in p.stages if stage.resource == "tensor"]
-    assert max(rates) < 1.25 * min(rates), "workers are in proportion to work"
-    neighbours = {(q.producer, c) for q in p.queues for c in q.consumers}
-    assert {(s, s + 1) for s in range(len(p.stages) - 1)} <= neighbours
-    skips = [q for q in p.queues if max(q.consumers) - q.producer > 1]
-    assert skips, "the encoding travels past the first layers"
-    for q in skips:
-        assert q.depth >= max(q.consumers) - q.producer + 2
-    for stage in p.stages:
-        assert stage.stationary_bytes <= H200.local_bytes * stage.workers
-    assert sum(q.depth * q.entry_bytes for q in p.queues) <= H200.shared_bytes
-    assert all(q.entry_bytes == p.tile_rows * RegionCost(graph, region, H200).row_bytes(q.value) for q in p.queues)
-
-
-def test_too_wide_for_the_chip_is_refused_in_words():
-    with pytest.raises(Infeasible, match=r"registers hold 128 KiB; spatial: .* 2.0 MiB of shared memory; a CTA has 227 KiB"):
-        plan(*block(65536, (8192, 8192, 8192), "bfloat16"), H200)
-    with pytest.raises(Infeasible, match=r"accumulators need \d+ CTAs; a cluster has 8"):
-        plan(*block(65536, (704, 704, 704), "bfloat16"), H200)
+def test_too_much_scratch_is_refused_in_words():
     with pytest.raises(Infeasible, match="scratch"):
         plan(*block(4, (1 << 29, 8)), CPU)
     assert plan(*block(65536, (1024, 1024, 1024)), CPU).stages
@@ -345,7 +335,7 @@ def test_phases_are_never_mixed():
     mean = net.op("broadcast_in_dim", (total,), (4096, 32), shape=(4096, 32), dims=(1,))
     out = net.layer(net.op("sub", (h, mean), (4096, 32)), 32)
     graph, region = net.done(out)
-    for machine in (CPU, spatial()):
+    for machine in (CPU, spatial(CPU)):
         p = plan(graph, region, machine)
         for stage in p.stages:
             assert {region.phase_of[i] for i in stage.ops} == {stage.phase}
@@ -376,7 +366,7 @@ def test_tile_rows_are_sensible_at_awkward_row_counts(rows, machine):
         p = plan(graph, region, machine)
         assert p.tiles == math.ceil(rows / p.tile_rows)
         if machine.platform == "cuda":
-            assert p.tile_rows in (64, 128)
+            assert p.tile_rows == 64
             continue
         assert 1 <= p.tile_rows <= min(rows, 128)
         assert p.tile_rows % 8 == 0 or p.tile_rows < 8 or p.tile_rows == rows

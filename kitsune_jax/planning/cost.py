@@ -82,6 +82,8 @@ class RegionCost:
     """Costs of the ops of one region, each computed once.
 
     ``work(i)`` is the op's work per row; ``tile_seconds(i, rows, vertical)`` the time of one tile of ``rows`` rows on one worker.
+    ``is_maker(i)``: the op reads nothing streamed, so whoever needs its result makes it again, and no queue carries it.
+    ``row_size(v)``: elements of a row, or of all of a stationary value.
     """
 
     def __init__(self, graph: Graph, region: Region, machine: Machine):
@@ -97,15 +99,16 @@ class RegionCost:
         self.sinks = frozenset(region.sinks)
         self.phase = dict(zip(region.ops, region.phase_of or (0,) * len(region.ops), strict=True))
         self.work = functools.lru_cache(maxsize=None)(self._work)
+        self.is_maker = functools.lru_cache(maxsize=None)(self._is_maker)
+        self.row_size = functools.lru_cache(maxsize=None)(self._row_size)
 
     def streamed(self, v: int) -> bool:
         return v in self.labels
 
-    def is_maker(self, i: int) -> bool:
-        """The op reads nothing streamed: whoever needs its result makes it again, and no queue carries it."""
+    def _is_maker(self, i: int) -> bool:
         return not any(v in self.labels for v in self.graph.ops[i].inputs)
 
-    def row_size(self, v: int) -> int:
+    def _row_size(self, v: int) -> int:
         return math.prod(row_shape(self.graph.values[v].shape, self.labels.get(v)))
 
     def row_bytes(self, v: int) -> int:

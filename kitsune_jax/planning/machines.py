@@ -4,8 +4,9 @@ Comes in: the name of a device, or for a CPU the kernel's description of the one
 no number is measured when it is asked for, so a plan made from a machine model is the same in every process that sees the same
 device.
 
-Units: bytes, seconds, bytes per second, and operations per second (a fused multiply-add counts two). Rates are per worker: a worker
-is a core on a CPU and a streaming multiprocessor (one resident CTA) on a GPU.
+Units: bytes, seconds, bytes per second, and operations per second (a fused multiply-add counts two; on a GPU ``simt_rates`` are
+instructions of one lane). Rates are per worker: a worker is a core on a CPU and a streaming multiprocessor (one resident CTA) on a
+GPU.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class Machine:
     """A device as the cost model sees it.
 
     ``tensor_rates`` / ``simt_rates``: peak operations per second of one worker, by dtype; ``"other"`` stands for dtypes that are
-    not named. ``pipeline_efficiency`` (vertical: one worker runs the chain; spatial: weights stay on chip) and ``library_rates``
-    (what XLA reaches in a matmul, per worker) are by dtype as well. ``sources`` says where each group of numbers is from.
+    not named. ``library_rates`` (what XLA reaches in a matmul, per worker) and, on a CPU, ``vertical_efficiency`` (one worker runs
+    the chain) and ``spatial_efficiency`` are by dtype as well; on a GPU the vertical one is by "resident" and "streamed" (weights).
+    ``sources`` says where each group of numbers is from.
 
-    ``local_bytes`` is what one worker keeps on chip for itself (L2 of a core; shared memory of a CTA), ``accumulator_bytes`` what
-    its registers can hold across instructions, ``shared_bytes`` the cache all workers share. ``shares_workers``: tensor and simt
-    stages run on one worker at the same time. ``max_cluster``: workers that one stage's weights can be split over.
+    ``local_bytes`` is what one worker keeps on chip for itself (L2 of a core; shared memory of a CTA), ``shared_bytes`` the cache
+    all workers share. GPUs only: ``lane_registers``, registers per thread with 1, 2, ... consumer warpgroups beside a loader;
+    ``max_cluster``, CTAs of the largest cluster; ``cluster_counts``, how many clusters of a size fit where the division of
+    ``workers`` would say more; ``cluster_bandwidth``, DSMEM of all workers together, by cluster size.
     """
 
     name: str
@@ -57,17 +60,18 @@ class Machine:
     vertical_efficiency: Rates
     spatial_efficiency: Rates
     local_bytes: int
-    accumulator_bytes: int
     shared_bytes: int
     shared_bandwidth: float  # all workers together
     dram_bandwidth: float  # all workers together, reads + writes
     places: tuple[Place, ...]  # nearest first
-    shares_workers: bool
+    lane_registers: tuple[int, ...]
     max_cluster: int
+    cluster_counts: tuple[tuple[int, int], ...]
+    cluster_bandwidth: Rates
     call_seconds: float  # one pipeline call
     kernel_seconds: float  # gap between two kernels of the bulk-synchronous program
     tile_seconds: float  # picking the next tile, or a barrier round trip
-    pack_bandwidth: float  # weights laid out for the micro-kernels, once per call; infinite where they are used as they lie
+    pack_bandwidth: float  # weights laid out for the micro-kernels, once per call
     fault_bandwidth: float  # first touch of fresh pages, all workers together; infinite where buffers are kept
     fault_threshold: int  # an allocation beyond this is fresh pages at every call
     panel: int  # columns a matmul is padded to
@@ -82,6 +86,10 @@ class Machine:
     def place(self, name: str) -> Place:
         """The queue place called ``name``. Raises ``KeyError`` for one that the machine does not have."""
         return next(p for p in self.places if p.name == name)
+
+    def clusters(self, size: int) -> int:
+        """Clusters of ``size`` workers that are resident at once."""
+        return min(dict(self.cluster_counts).get(size, self.workers), self.workers // size)
 
 
 # -- CPUs
@@ -135,13 +143,14 @@ def _cpu(isa: str, cores: int, l1: int, l2: int, l3: int, flops_per_cycle: int |
         vertical_efficiency=(("bfloat16", 0.80 if isa == "avx512bf16" else 0.90), ("other", 0.94)),
         spatial_efficiency=(("bfloat16", 0.80 if isa == "avx512bf16" else 0.90), ("other", 0.94)),
         local_bytes=l2,
-        accumulator_bytes=l2 // 2,
         shared_bytes=max(l3, l2),
         shared_bandwidth=10 * _CPU_CLOCK * cores,
         dram_bandwidth=min(18e9 * cores, 200e9),
         places=places,
-        shares_workers=False,
+        lane_registers=(),
         max_cluster=1,
+        cluster_counts=(),
+        cluster_bandwidth=(),
         call_seconds=8e-6,
         kernel_seconds=1e-6,
         tile_seconds=0.3e-6,
@@ -233,8 +242,9 @@ def _gpu(
     l2: int,
     l2_bandwidth: float,
     smem: int,
+    registers: tuple[int, ...],
     cluster: int,
-    vertical: float,
+    vertical: Rates,
     spatial: float,
     sources: tuple[tuple[str, str], ...],
 ) -> Machine:
@@ -257,20 +267,21 @@ def _gpu(
         pipeline_simt=0.5,
         pass_operations=0.0,
         strided_seconds=0.0,
-        vertical_efficiency=(("other", vertical),),
+        vertical_efficiency=vertical,
         spatial_efficiency=(("other", spatial),),
         local_bytes=smem,
-        accumulator_bytes=128 * KIB,  # half of the 64 K registers of an SM; the rest is addresses, fragments and temporaries
         shared_bytes=l2,
         shared_bandwidth=l2_bandwidth,
         dram_bandwidth=dram,
         places=tuple(places),
-        shares_workers=True,
+        lane_registers=registers,
         max_cluster=cluster,
+        cluster_counts=((8, 16),) if cluster > 1 else (),
+        cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)) if cluster > 1 else (),
         call_seconds=5e-6,
         kernel_seconds=1.3e-6,
         tile_seconds=0.3e-6,
-        pack_bandwidth=float("inf"),
+        pack_bandwidth=dram,
         fault_bandwidth=float("inf"),
         fault_threshold=0,
         panel=8,
@@ -280,16 +291,33 @@ def _gpu(
 
 
 _HOPPER_SOURCES = (
-    ("places", "shared memory 29, DSMEM 180, L2 263 cycles; DSMEM 3.3 TB/s at cluster 2 (published H100/H800 measurements)"),
+    ("places", "shared memory 29, DSMEM 180, L2 263 cycles (published H100/H800 measurements); 128 bytes a cycle: 32 banks of 4"),
+    (
+        "cluster_bandwidth",
+        "published H100/H800 measurements: 3.3 TB/s at cluster 2, 2.65 at cluster 4; larger ones: none, taken as 4",
+    ),
+    ("cluster_counts", "16 clusters of 8: 132 SMs lie in groups (GPCs) of 16 and 18, and a cluster lies in one"),
+    (
+        "lane_registers",
+        "64 K registers a CTA, in multiples of 8 (setmaxnreg, PTX ISA); the loader's 128 threads keep 40, the others share",
+    ),
     ("local_bytes", "227 KiB per CTA (CUDA programming guide, compute capability 9.0)"),
     ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
-    ("vertical_efficiency", "compiled kernels, issue-simulated: 88-93 % of tensor issue with weights streamed to a cluster of 2"),
+    (
+        "vertical_efficiency",
+        "compiled kernels, issue-simulated: 88-93 % of tensor issue with weights streamed to a cluster of 2, 80-85 % resident",
+    ),
     ("spatial_efficiency", "the same: 75-90 % weight-stationary, if DSMEM delivers"),
+    ("pack_bandwidth", "one pass over the weights through memory"),
     ("max_cluster", "8 is portable (CUDA programming guide)"),
 )
 
+# An SM has 512 registers for the threads of all warpgroups that share a place: 40 + 2 x 240 would be too many.
+_HOPPER_REGISTERS = (240, 232, 152)
+_HOPPER_VERTICAL = (("resident", 0.85), ("other", 0.88))
+
 H200 = _gpu(
-    "h200", 132, 1.7e9, 788e12, 394e12, 4.3e12, 50 * MIB, 5.5e12, 227 * KIB, 8, 0.88, 0.80,
+    "h200", 132, 1.7e9, 788e12, 394e12, 4.3e12, 50 * MIB, 5.5e12, 227 * KIB, _HOPPER_REGISTERS, 8, _HOPPER_VERTICAL, 0.80,
     (
         ("tensor_rates", "measured: bf16 788 TFLOP/s at 8192^3 on random data; tf32 half of it"),
         ("dram_bandwidth", "measured copy 4.3 TB/s (H200 data sheet: 4.8)"),
@@ -297,7 +325,7 @@ H200 = _gpu(
     ),
 )  # fmt: skip
 H100 = _gpu(
-    "h100", 132, 1.7e9, 788e12, 394e12, 3.0e12, 50 * MIB, 5.5e12, 227 * KIB, 8, 0.88, 0.80,
+    "h100", 132, 1.7e9, 788e12, 394e12, 3.0e12, 50 * MIB, 5.5e12, 227 * KIB, _HOPPER_REGISTERS, 8, _HOPPER_VERTICAL, 0.80,
     (
         ("tensor_rates", "as the H200: same die and clocks (H100 SXM5 data sheet: 989 TFLOP/s peak)"),
         ("dram_bandwidth", "H100 SXM5 data sheet 3.35 TB/s, at the H200's measured 90 %"),
@@ -305,12 +333,13 @@ H100 = _gpu(
     ),
 )  # fmt: skip
 A100 = _gpu(
-    "a100", 108, 1.41e9, 280e12, 140e12, 1.5e12, 40 * MIB, 4.0e12, 163 * KIB, 1, 0.80, 0.75,
+    "a100", 108, 1.41e9, 280e12, 140e12, 1.5e12, 40 * MIB, 4.0e12, 163 * KIB, (240, 168, 128), 1, (("other", 0.80),), 0.75,
     (
         ("tensor_rates", "A100 data sheet 312 TFLOP/s bf16 and 156 TFLOP/s tf32, at 90 %"),
         ("dram_bandwidth", "arXiv 2502.18403: 1.5 TB/s; 54 L2 queues moved 2 TB/s"),
         ("local_bytes", "163 KiB per CTA (CUDA programming guide, compute capability 8.0)"),
         ("max_cluster", "no thread-block clusters before compute capability 9.0"),
+        ("lane_registers", "64 K registers shared evenly by 2, 3 or 4 warpgroups, at most 255 a thread: no setmaxnreg before 9.0"),
         ("vertical_efficiency", "design value for mma.sync kernels"),
     ),
 )  # fmt: skip

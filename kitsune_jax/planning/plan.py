@@ -7,7 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
-    """Ops (graph op indices, topological) that one group of workers runs on a tile. ``resource``: "tensor" or "simt"."""
+    """Ops (graph op indices, topological) that one group of workers runs on a tile. ``resource``: "tensor" or "simt".
+
+    On a GPU ``workers`` are the CTAs of one pipeline instance that the stage has. ``split``: CTAs that share a tile, each with its
+    slab of the result's columns. ``resident``: weights stay in shared memory; otherwise they pass through it for every round of
+    tiles.
+    """
 
     name: str
     ops: tuple[int, ...]
@@ -16,13 +21,16 @@ class Stage:
     workers: int
     tile_seconds: float  # modelled time of one tile on one worker
     stationary_bytes: int
+    split: int = 1
+    resident: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Queue:
     """One value handed from ``producer`` to ``consumers`` (stage indices). ``depth`` entries of ``entry_bytes``.
 
-    ``place``: "l1"/"l2"/"l3" on a CPU, "smem"/"cluster"/"l2" on a GPU.
+    ``place``: "l1"/"l2"/"l3" on a CPU; "cluster" (shared memory of the consumer) or "l2" on a GPU, where a queue has one consumer
+    and a ring of ``depth`` entries for each lane.
     """
 
     value: int
@@ -35,7 +43,11 @@ class Queue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """``arrangement``: "vertical" (one worker group runs the whole chain) or "spatial" (stages on different workers)."""
+    """``arrangement``: "vertical" (one worker group runs the whole chain) or "spatial" (stages on different workers).
+
+    On a GPU ``replicas`` counts pipeline instances, ``cluster`` the CTAs of a thread-block cluster, and ``lanes`` the consumer
+    warpgroups of a CTA, each of which works on a tile of its own.
+    """
 
     platform: str
     machine: str
@@ -51,3 +63,5 @@ class Plan:
     baseline_bytes: int  # off-chip, bulk-synchronously
     flops: int
     bound: str  # what limits it: a stage's name, "dram" or "l2"
+    cluster: int = 1
+    lanes: int = 1

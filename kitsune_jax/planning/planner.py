@@ -1,9 +1,9 @@
 """The planner: a Region and a Machine in, the Plan the model likes best out.
 
-Candidates are vertical fusion (one stage per phase, a replica on every worker) and spatial pipelines (stages on different workers,
-from the finest down to two, merging contiguous stages). Invariants: a plan fits the machine (on-chip memory, accumulators, workers
-that must be resident together), or ``Infeasible`` says why there is none; every queue is deep enough for a pipeline whose stages
-all prefetch one tile (``stages.Link.min_depth``); and the same arguments give the same plan in every process.
+A GPU's candidates are made in ``gpu``. A CPU's are vertical fusion (one stage per phase, a replica on every worker) and spatial
+pipelines (stages on different workers, from the finest down to two, merging contiguous stages). Invariants: a plan fits the
+machine, or ``Infeasible`` says why there is none; every queue is deep enough for a pipeline whose stages all prefetch one tile
+(``stages.Link.min_depth``); and the same arguments give the same plan in every process.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from kitsune_jax.planning.balance import Balance, Infeasible, Limits, Load, bala
 from kitsune_jax.planning.bulk import baseline, output_fault_seconds
 from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
 from kitsune_jax.planning.fit import Fit, sink_bytes, spatial_fit, stationary_bytes, tile_rows, vertical_fit
+from kitsune_jax.planning.gpu import candidates
 from kitsune_jax.planning.machines import Machine
 from kitsune_jax.planning.plan import Plan, Queue, Stage
-from kitsune_jax.planning.stages import Draft, Link, finest, links, merge, per_phase
+from kitsune_jax.planning.stages import Draft, Link, finest, links, merge, per_phase, stage_name
 from kitsune_jax.streams.space import Region
 
 __all__ = ["Infeasible", "plan"]
 
 # Where entries lie when one worker hands them to one other; everything else goes through the cache all workers share.
-_NEAR = {"cpu": "l2", "cuda": "cluster"}
+_NEAR = "l2"
+# What a target says to a plan: None, or why it has no code for it.
+Accept = Callable[[Plan], str | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,15 +43,26 @@ class _Candidate:
     bound: int | str  # stage index, or "dram" / "l2"
 
 
-def plan(graph: Graph, region: Region, machine: Machine, *, deterministic: bool = True) -> Plan:
+def plan(graph: Graph, region: Region, machine: Machine, *, deterministic: bool = True, accept: Accept | None = None) -> Plan:
     """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
 
     ``deterministic``: sinks are folded in a fixed order, so every worker keeps a partial result that is written and read once more;
-    otherwise workers may add to one result in the order they finish.
+    otherwise workers may add to one result in the order they finish. ``accept``: the target's exact check; candidates are shown to
+    it from the fastest on, and where it refuses all of them its reasons are the message.
     """
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
-    return _Planner(RegionCost(graph, region, machine), deterministic).run()
+    cost = RegionCost(graph, region, machine)
+    found = candidates(cost, deterministic) if machine.platform == "cuda" else [_Planner(cost, deterministic).run()]
+    if accept is None:
+        return found[0]
+    reasons: dict[str, None] = {}
+    for candidate in found:
+        why = accept(candidate)
+        if why is None:
+            return candidate
+        reasons[why] = None
+    raise Infeasible("; ".join(reasons))
 
 
 class _Planner:
@@ -81,28 +95,21 @@ class _Planner:
         drafts = per_phase(self.drafts)
         rows = tile_rows(self.cost, drafts)
         fits = tuple(vertical_fit(self.cost, d, rows) for d in drafts)
-        group = max(f.workers for f in fits)
-        replicas = max(1, min(self.machine.workers // group, -(-self._tiles(rows) // group)))
-        rounds = -(-self._tiles(rows) // (replicas * group))  # each worker of a group has a tile of its own
+        replicas = max(1, min(self.machine.workers, self._tiles(rows)))
+        rounds = -(-self._tiles(rows) // replicas)
         busy = [rounds * f.seconds for f in fits]
         moved = self.traffic + self._partial_bytes(replicas)
-        l2_bytes = sum(f.streamed_bytes for f in fits) * self._tiles(rows)
-        seconds, bound = self._total(busy, moved, l2_bytes)
-        return _Candidate("vertical", rows, drafts, fits, (), (group,) * len(drafts), replicas, seconds, bound)
+        seconds, bound = self._total(busy, moved)
+        return _Candidate("vertical", rows, drafts, fits, (), (1,) * len(drafts), replicas, seconds, bound)
 
-    def _total(self, busy: Sequence[float], moved: float, l2_bytes: float) -> tuple[float, int | str]:
+    def _total(self, busy: Sequence[float], moved: float) -> tuple[float, int | str]:
         """(seconds, bound) of a region whose phases keep the workers ``busy`` for so long, one after the other."""
         machine = self.machine
         near = moved <= machine.shared_bytes // 2
         dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
-        l2 = l2_bytes / machine.shared_bandwidth
         compute = sum(busy)
-        longest = max(range(len(busy)), key=lambda k: busy[k])
-        bound: int | str = longest
-        if max(dram, l2) > compute:
-            bound = "dram" if dram >= l2 else "l2"
-        # On a CPU the core that computes also moves; a GPU has engines for it.
-        body = compute + dram if machine.platform == "cpu" else max(compute, dram, l2)
+        bound: int | str = "dram" if dram > compute else max(range(len(busy)), key=lambda k: busy[k])
+        body = compute + dram  # the core that computes also moves
         strided = self.cost.strided_seconds() / machine.workers
         return machine.call_seconds + self._pack_seconds() + output_fault_seconds(self.cost) + strided + body, bound
 
@@ -137,8 +144,7 @@ class _Planner:
     def _cannot_beat(self, to_beat: float, drafts: Sequence[Draft], rows: int) -> bool:
         """Not even with all workers busy all the time and queues for nothing. Saves importing the solver where it can't matter."""
         work = sum(self.cost.tile_seconds(i, rows, vertical=False) for d in drafts for i in d.ops)
-        pools = 2 if self.machine.shares_workers else 1
-        return self._tiles(rows) * work / (self.machine.workers * pools) >= to_beat
+        return self._tiles(rows) * work / self.machine.workers >= to_beat
 
     def _pipeline(self, drafts: Sequence[Draft], rows: int, solve: Callable[[Sequence[Load], Limits], Balance]) -> _Candidate:
         queues = links(self.cost, drafts)
@@ -151,29 +157,19 @@ class _Planner:
         crossing = sum(rows * self.cost.row_bytes(q.value) * (1 + len(q.consumers)) for q in queues)
         for phase in phases:
             here = [s for s, d in enumerate(drafts) if d.phase == phase]
-            loads = [Load(str(s), fits[s].resource, fits[s].seconds, fits[s].workers) for s in here]
-            result = solve(loads, self._limits(moved / len(phases) / self._tiles(rows), crossing / len(phases)))
+            loads = [Load(str(s), fits[s].resource, fits[s].seconds) for s in here]
+            result = solve(loads, self._limits(crossing / len(phases)))
             for s, a in zip(here, result.workers, strict=True):
                 workers[s] = a
-            fill = sum(fits[s].seconds / fits[s].workers + self._hop() for s in here)
+            fill = sum(fits[s].seconds + self._hop() for s in here)
             busy.append(fill + self._tiles(rows) / result.throughput)
             bounds.append(result.bound if result.bound in ("dram", "l2") else int(result.bound))
-        seconds, _ = self._total(busy, 0.0, 0.0)
-        if self.machine.platform == "cpu":
-            seconds += moved / self.machine.dram_bandwidth
+        seconds = self._total(busy, 0.0)[0] + moved / self.machine.dram_bandwidth
         bound = bounds[max(range(len(busy)), key=lambda k: busy[k])]
         return _Candidate("spatial", rows, tuple(drafts), fits, queues, tuple(workers), 1, seconds, bound)
 
-    def _limits(self, moved: float, crossing: float) -> Limits:
-        machine = self.machine
-        return Limits(
-            machine.workers,
-            machine.shares_workers,
-            dram_bytes=moved,
-            dram_bandwidth=machine.dram_bandwidth if machine.platform != "cpu" else float("inf"),
-            l2_bytes=crossing,
-            l2_bandwidth=machine.shared_bandwidth,
-        )
+    def _limits(self, crossing: float) -> Limits:
+        return Limits(self.machine.workers, False, l2_bytes=crossing, l2_bandwidth=self.machine.shared_bandwidth)
 
     def _cheapest_pair(self, drafts: Sequence[Draft], rows: int) -> int:
         """The neighbours of one phase whose sum is least."""
@@ -201,7 +197,7 @@ class _Planner:
 
     def _plan(self, c: _Candidate) -> Plan:
         base_seconds, base_bytes = baseline(self.cost)
-        names = [self._name(s, d) for s, d in enumerate(c.drafts)]
+        names = [stage_name(self.cost, s, d) for s, d in enumerate(c.drafts)]
         stages = tuple(
             Stage(names[s], d.ops, d.phase, f.resource, c.workers[s], f.seconds, stationary_bytes(self.cost, d.ops))
             for s, (d, f) in enumerate(zip(c.drafts, c.fits, strict=True))
@@ -231,16 +227,11 @@ class _Planner:
         queues = []
         for link, depth, entry in zip(c.links, depths, entries, strict=True):
             place = self.machine.places[-1].name
-            near = _NEAR[self.machine.platform]
             alone = len(link.consumers) == 1 and c.workers[link.producer] == c.workers[link.consumers[0]] == 1
-            if alone and depth * entry <= self.machine.local_bytes // 2 and any(p.name == near for p in self.machine.places):
-                place = near
+            if alone and depth * entry <= self.machine.local_bytes // 2 and any(p.name == _NEAR for p in self.machine.places):
+                place = _NEAR
             queues.append(Queue(link.value, link.producer, link.consumers, depth, entry, place))
         return tuple(queues)
-
-    def _name(self, s: int, draft: Draft) -> str:
-        heaviest = max(draft.ops, key=lambda i: (self.cost.tile_seconds(i, 64), -i))
-        return f"{s}:{self.cost.graph.ops[heaviest].label or self.cost.graph.ops[heaviest].kind}"
 
 
 def _depth(link: Link, workers: Sequence[int]) -> int:

@@ -71,7 +71,7 @@ def finest(cost: RegionCost) -> tuple[Draft, ...]:
         members.setdefault(stage, set()).add(i)
     order = sorted(members, key=lambda s: (former.phases[s], s))
     drafts = [Draft(tuple(sorted(members[s])), former.phases[s]) for s in order]
-    return _with_makers(cost, drafts)
+    return with_makers(cost, drafts)
 
 
 class _Former:
@@ -150,7 +150,7 @@ def _push_widening(cost: RegionCost, home: dict[int, float]) -> None:
             home[i] = stages.pop()
 
 
-def _with_makers(cost: RegionCost, drafts: list[Draft]) -> tuple[Draft, ...]:
+def with_makers(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Draft, ...]:
     """Makers added to every stage that needs them, also by way of other makers; one that nobody reads goes to its phase's first."""
     makers = [i for i in cost.region.ops if cost.is_maker(i)]
     result = []
@@ -186,8 +186,39 @@ def per_phase(drafts: Sequence[Draft]) -> tuple[Draft, ...]:
     return tuple(Draft(tuple(sorted({i for d in drafts if d.phase == p for i in d.ops})), p) for p in phases)
 
 
+def resource_of(cost: RegionCost, draft: Draft) -> str:
+    return "tensor" if any(cost.work(i).resource == "tensor" for i in draft.ops) else "simt"
+
+
+def stage_name(cost: RegionCost, s: int, draft: Draft) -> str:
+    """The position of a stage and the op that takes longest in it."""
+    heaviest = max(draft.ops, key=lambda i: (cost.tile_seconds(i, _TYPICAL_ROWS), -i))
+    return f"{s}:{cost.graph.ops[heaviest].label or cost.graph.ops[heaviest].kind}"
+
+
 def links(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Link, ...]:
     """The queues between ``drafts``: one per value that crosses, multicast where several stages read it, in order of producer."""
+    crossing = _crossing(cost, drafts)
+    edges = {(source, s) for (source, _), readers in crossing.items() for s in readers}
+    return tuple(
+        Link(v, source, tuple(sorted(readers)), max(_longest(edges, source, s) for s in readers))
+        for (source, v), readers in sorted(crossing.items())
+    )
+
+
+def links_to_each(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Link, ...]:
+    """``links`` with a queue of its own for each stage that reads a value."""
+    crossing = _crossing(cost, drafts)
+    edges = {(source, s) for (source, _), readers in crossing.items() for s in readers}
+    return tuple(
+        Link(v, source, (s,), _longest(edges, source, s))
+        for (source, v), readers in sorted(crossing.items())
+        for s in sorted(readers)
+    )
+
+
+def _crossing(cost: RegionCost, drafts: Sequence[Draft]) -> dict[tuple[int, int], set[int]]:
+    """(producer, value) -> the stages that read it."""
     home = {i: s for s, d in enumerate(drafts) for i in d.ops if not cost.is_maker(i)}
     crossing: dict[tuple[int, int], set[int]] = {}
     for s, draft in enumerate(drafts):
@@ -198,11 +229,7 @@ def links(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Link, ...]:
             source = home[maker]
             if source != s and drafts[source].phase == draft.phase:
                 crossing.setdefault((source, v), set()).add(s)
-    edges = {(source, s) for (source, _), readers in crossing.items() for s in readers}
-    return tuple(
-        Link(v, source, tuple(sorted(readers)), max(_longest(edges, source, s) for s in readers))
-        for (source, v), readers in sorted(crossing.items())
-    )
+    return crossing
 
 
 def _longest(edges: set[tuple[int, int]], source: int, target: int) -> int:

@@ -71,7 +71,13 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         arrangement=plan.arrangement,
         stages=tuple(
             StageReport(
-                s.name, tuple(_label(graph, i) for i in _operators(graph, s.ops)), s.resource, s.workers, s.tile_seconds * 1e6
+                s.name,
+                tuple(_label(graph, i) for i in _operators(graph, s.ops)),
+                s.resource,
+                s.workers,
+                s.tile_seconds * 1e6,
+                s.split,
+                s.resident,
             )
             for s in plan.stages
         ),
@@ -84,6 +90,8 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         seconds=plan.seconds,
         baseline_seconds=plan.baseline_seconds,
         bound=plan.bound,
+        cluster=plan.cluster,
+        lanes=plan.lanes if plan.platform == "cuda" else 0,
     )
 
 

@@ -12,13 +12,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageReport:
-    """Operators that one group of workers runs on a tile; ``microseconds`` is the modelled time of one tile on one worker."""
+    """Operators that one group of workers runs on a tile; ``microseconds`` is the modelled time of one tile on one worker.
+
+    On a GPU ``split`` CTAs share a tile by columns, and weights are ``resident`` in shared memory or streamed through it.
+    """
 
     name: str
     ops: tuple[str, ...]
     resource: str  # "tensor" (matrix products) or "simt" (everything else)
     workers: int
     microseconds: float
+    split: int = 1
+    resident: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +44,9 @@ class RegionReport:
 
     ``rows`` is the extent of its stream space, cut into ``tiles`` of ``tile_rows``. ``bytes_in`` and ``bytes_out`` are its operands
     and results, ``bytes_saved`` what it moves less than the same operators would bulk-synchronously. ``seconds`` and
-    ``baseline_seconds`` are modelled; ``bound`` is what limits the pipeline (a stage's name, ``dram`` or ``l2``).
+    ``baseline_seconds`` are modelled; ``bound`` is what limits the pipeline (a stage's name, ``dram`` or ``l2``). On a GPU
+    ``replicas`` are pipeline instances, ``cluster`` is the size of a thread-block cluster and ``lanes`` the consumer warpgroups of
+    a CTA; on a CPU there are none.
     """
 
     name: str
@@ -58,6 +65,8 @@ class RegionReport:
     seconds: float
     baseline_seconds: float
     bound: str
+    cluster: int = 1
+    lanes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

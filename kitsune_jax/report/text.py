@@ -69,9 +69,26 @@ def _region(region: RegionReport) -> list[str]:
 
 def _arrangement(region: RegionReport) -> str:
     total = plural(region.workers * region.replicas, "worker")
+    if region.lanes:
+        return _gpu_arrangement(region)
     if region.arrangement == "vertical":
         return f"vertical: every tile passes all stages on one of {total}"
     return f"spatial: stages on {total}" + (f" in {plural(region.replicas, 'replica')}" if region.replicas > 1 else "")
+
+
+def _gpu_arrangement(region: RegionReport) -> str:
+    """ "vertical, clusters of 2, 2 lanes, weights streamed, on 132 CTAs"."""
+    parts = [region.arrangement]
+    if region.cluster > 1:
+        parts.append(f"clusters of {region.cluster}")
+    parts.append(plural(region.lanes, "lane"))
+    if any(s.resource == "tensor" for s in region.stages):
+        parts.append("weights resident" if all(s.resident for s in region.stages) else "weights streamed")
+    split = [f"{s.name} over {s.split}" for s in region.stages if s.split > 1]
+    ctas = f"on {plural(region.workers * region.replicas, 'CTA')}"
+    if region.arrangement == "spatial":
+        ctas += f" in {plural(region.replicas, 'instance')}"
+    return ", ".join((*parts, ctas)) + (f" (split: {', '.join(split)})" if split else "")
 
 
 def _rejected(rejected: Sequence[Rejected]) -> list[str]:

@@ -1,0 +1,4 @@
+// Everything a generated kernel includes.
+#pragma once
+
+#include "kitsune/pipeline.h"

@@ -1,0 +1,147 @@
+// Scalar functions with the semantics of JAX's operators, where those of C differ: NaN goes through max and min, integers divide by
+// zero to all ones, shifts beyond the bits give zero, conversions saturate.
+#pragma once
+
+#include "kitsune/arch/arch.h"
+
+namespace kitsune {
+
+using namespace arch;
+
+template <class V>
+KITSUNE_DEVICE V lowest();
+template <>
+KITSUNE_DEVICE float lowest<float>() {
+  return from_bits(0xff800000u);
+}
+template <>
+KITSUNE_DEVICE i32 lowest<i32>() {
+  return -2147483647 - 1;
+}
+template <>
+KITSUNE_DEVICE u32 lowest<u32>() {
+  return 0;
+}
+template <>
+KITSUNE_DEVICE bool lowest<bool>() {
+  return false;
+}
+template <class V>
+KITSUNE_DEVICE V highest();
+template <>
+KITSUNE_DEVICE float highest<float>() {
+  return from_bits(0x7f800000u);
+}
+template <>
+KITSUNE_DEVICE i32 highest<i32>() {
+  return 2147483647;
+}
+template <>
+KITSUNE_DEVICE u32 highest<u32>() {
+  return 0xffffffffu;
+}
+template <>
+KITSUNE_DEVICE bool highest<bool>() {
+  return true;
+}
+template <class V>
+KITSUNE_DEVICE V ones() {
+  return static_cast<V>(~V(0));
+}
+template <>
+KITSUNE_DEVICE bool ones<bool>() {
+  return true;
+}
+
+KITSUNE_DEVICE bool is_nan(float x) { return x != x; }
+KITSUNE_DEVICE bool finite(float x) { return (bits(x) & 0x7f800000u) != 0x7f800000u; }
+
+template <class V>
+KITSUNE_DEVICE V maximum(V x, V y) {
+  return x > y ? x : y;
+}
+template <>
+KITSUNE_DEVICE float maximum(float x, float y) {
+  return x > y || is_nan(x) ? x : y;
+}
+template <class V>
+KITSUNE_DEVICE V minimum(V x, V y) {
+  return x < y ? x : y;
+}
+template <>
+KITSUNE_DEVICE float minimum(float x, float y) {
+  return x < y || is_nan(x) ? x : y;
+}
+template <class V>
+KITSUNE_DEVICE V clamp(V low, V x, V high) {
+  return minimum(maximum(low, x), high);
+}
+
+KITSUNE_DEVICE float sign(float x) { return is_nan(x) || x == 0.0f ? x : x > 0.0f ? 1.0f : -1.0f; }
+KITSUNE_DEVICE i32 sign(i32 x) { return (x > 0) - (x < 0); }
+KITSUNE_DEVICE u32 sign(u32 x) { return x != 0; }
+KITSUNE_DEVICE float magnitude(float x) { return fabsf(x); }
+KITSUNE_DEVICE i32 magnitude(i32 x) { return x < 0 ? static_cast<i32>(0u - static_cast<u32>(x)) : x; }
+
+KITSUNE_DEVICE float divide(float x, float y) { return x / y; }
+KITSUNE_DEVICE i32 divide(i32 x, i32 y) {
+  if (y == 0) return -1;
+  return y == -1 ? static_cast<i32>(0u - static_cast<u32>(x)) : x / y;
+}
+KITSUNE_DEVICE u32 divide(u32 x, u32 y) { return y == 0 ? 0xffffffffu : x / y; }
+KITSUNE_DEVICE float remainder_of(float x, float y) { return fmodf(x, y); }
+KITSUNE_DEVICE i32 remainder_of(i32 x, i32 y) {
+  if (y == 0) return x;
+  return y == -1 ? 0 : x % y;
+}
+KITSUNE_DEVICE u32 remainder_of(u32 x, u32 y) { return y == 0 ? x : x % y; }
+
+// Signed integers wrap.
+KITSUNE_DEVICE i32 plus(i32 x, i32 y) { return static_cast<i32>(static_cast<u32>(x) + static_cast<u32>(y)); }
+KITSUNE_DEVICE i32 minus(i32 x, i32 y) { return static_cast<i32>(static_cast<u32>(x) - static_cast<u32>(y)); }
+KITSUNE_DEVICE i32 times(i32 x, i32 y) { return static_cast<i32>(static_cast<u32>(x) * static_cast<u32>(y)); }
+
+KITSUNE_DEVICE u32 shift_left(u32 x, u32 n) { return n < 32 ? x << n : 0; }
+KITSUNE_DEVICE u32 shift_right(u32 x, u32 n) { return n < 32 ? x >> n : 0; }
+KITSUNE_DEVICE i32 shift_right_sign(i32 x, u32 n) { return x >> (n < 32 ? n : 31); }
+
+KITSUNE_DEVICE float round_away(float x) { return roundf(x); }
+KITSUNE_DEVICE float round_even(float x) { return rintf(x); }
+
+KITSUNE_DEVICE i32 to_i32(float x) {
+  if (is_nan(x)) return 0;
+  if (x >= 2147483648.0f) return 2147483647;
+  return x <= -2147483648.0f ? -2147483647 - 1 : static_cast<i32>(x);
+}
+KITSUNE_DEVICE u32 to_u32(float x) {
+  if (!(x > 0.0f)) return 0;
+  return x >= 4294967296.0f ? 0xffffffffu : static_cast<u32>(x);
+}
+
+// 1 / (1 + e**-x) in a form that neither overflows nor loses small results.
+KITSUNE_DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+// The same for results of 8 significant bits: tanh.approx is good to 2**-11 (PTX ISA, tanh).
+KITSUNE_DEVICE float logistic_coarse(float x) { return fmaf(0.5f, fast_tanh(0.5f * x), 0.5f); }
+
+KITSUNE_DEVICE float power(float x, float y) { return powf(x, y); }
+template <int Y>
+KITSUNE_DEVICE float integer_power(float x) {
+  if constexpr (Y < 0) {
+    return 1.0f / integer_power<-Y>(x);
+  } else if constexpr (Y == 0) {
+    return 1.0f;
+  } else if constexpr (Y == 1) {
+    return x;
+  } else {
+    float half = integer_power<Y / 2>(x);
+    return Y % 2 ? half * half * x : half * half;
+  }
+}
+template <int Y>
+KITSUNE_DEVICE i32 integer_power(i32 x) {
+  u32 r = 1;
+  for (int i = 0; i < Y; ++i) r *= static_cast<u32>(x);
+  return static_cast<i32>(r);
+}
+
+}  // namespace kitsune

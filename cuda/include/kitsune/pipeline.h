@@ -1,0 +1,85 @@
+// The roles of a CTA and what they share: a loader warp that brings weights, consumer warpgroups that run stages on tiles.
+//
+// A generated kernel is: barriers initialised by one thread, one rendezvous, then every warpgroup takes its role until its tiles are
+// done (a persistent kernel). The loader gives most of its registers to the consumers.
+#pragma once
+
+#include "kitsune/queue/cluster.h"
+#include "kitsune/queue/l2.h"
+#include "kitsune/queue/smem.h"
+#include "kitsune/stage/image.h"
+#include "kitsune/stage/matmul.h"
+#include "kitsune/stage/reduce.h"
+#include "kitsune/stage/scratch.h"
+#include "kitsune/stage/sink.h"
+
+namespace kitsune {
+
+// 65 536 registers a CTA, in steps of 8 per thread (CUDA programming guide, compute capability 9.0; PTX ISA, setmaxnreg). 40 is the
+// least the loader compiles to without spills.
+constexpr int kLoaderRegisters = 40;
+template <int Lanes>
+constexpr int kConsumerRegisters = Lanes == 3 ? 152 : 232;
+
+template <int Lanes>
+KITSUNE_DEVICE void become_loader() {
+  if constexpr (Lanes > 1) reg_dec<kLoaderRegisters>();
+}
+template <int Lanes>
+KITSUNE_DEVICE void become_consumer() {
+  if constexpr (Lanes > 1) reg_inc<kConsumerRegisters<Lanes>>();
+}
+
+// Threads of the loader's warp that fetch: bulk copies take one, cp.async all.
+KITSUNE_DEVICE bool fetches() {
+#if KITSUNE_SM >= 900
+  return thread_id() == 0;
+#else
+  return thread_id() < 32;
+#endif
+}
+
+// Weights that stay: `full` completes once all of `total` bytes are there.
+KITSUNE_DEVICE void init_resident(Mbar& full) {
+#if KITSUNE_SM >= 900
+  mbar_init(full, 1);
+#else
+  mbar_init(full, 32);
+#endif
+}
+KITSUNE_DEVICE void expect_resident(Mbar& full, u32 total) {
+#if KITSUNE_SM >= 900
+  mbar_expect_tx(full, total);
+#else
+  (void)full, (void)total;
+#endif
+}
+KITSUNE_DEVICE void fetch_resident(u8* to, const u8* from, u32 bytes, Mbar& full) {
+#if KITSUNE_SM >= 900
+  bulk_load(to, from, bytes, full);
+#else
+  for (u32 i = lane_id() * 16; i < bytes; i += 32 * 16) cp_async_16(to + i, from + i, 16);
+  (void)full;
+#endif
+}
+KITSUNE_DEVICE void finish_resident(Mbar& full) {
+#if KITSUNE_SM < 900
+  cp_async_arrive(full);
+#else
+  (void)full;
+#endif
+}
+
+// `chunks` entries of `bytes` each through a queue of weights, from entry n on.
+template <class Queue>
+KITSUNE_DEVICE void stream_weights(const Queue& queue, u32& n, const u8* from, u32 chunks, u32 bytes) {
+  for (u32 c = 0; c < chunks; ++c, ++n) {
+    queue.wr_acquire(n);
+    queue.wr_release(n, from + c * bytes, bytes);
+  }
+}
+
+// Tiles of a worker: worker, worker + workers, ...
+KITSUNE_DEVICE u32 tiles_of(u32 worker, u32 workers, u32 tiles) { return worker < tiles ? (tiles - worker + workers - 1) / workers : 0; }
+
+}  // namespace kitsune

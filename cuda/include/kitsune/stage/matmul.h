@@ -1,0 +1,285 @@
+// A matmul of a tile with stationary weights: 64 rows x K by K x N, accumulated in float registers.
+//
+// Comes in: the tile's K columns in pieces (a concatenation costs nothing), and packed weights. Goes out: accumulators in the tile layout.
+// The weights are packed into *chunks* of 128 bytes of K (64 16-bit or 32 tf32 values) by N columns with the 128-byte swizzle, which
+// wgmma reads through a descriptor and mma.sync through ldmatrix alike. They stay in shared memory (`ResidentWeights`) or pass through it
+// (`StreamedWeights`).
+//
+// `Product` is one block of N <= 256 columns in flight: feed it pieces, then complete it. Between the two its accumulators belong to
+// the tensor core, and so do the registers of A. A `Rolling` product waits as it goes, for operands that are fetched on the way and for
+// rings of weights shorter than K.
+#pragma once
+
+#include "kitsune/global.h"
+#include "kitsune/queue/smem.h"
+#include "kitsune/stage/image.h"
+
+namespace kitsune {
+
+// What the tensor core makes of 32 columns of K.
+template <class T>
+struct Operand {
+  static constexpr int kStep = 16;           // columns of one instruction
+  static constexpr int kBlocksPerChunk = 2;  // blocks of 32 columns in 128 bytes
+};
+template <>
+struct Operand<Tf32> {
+  static constexpr int kStep = 8;
+  static constexpr int kBlocksPerChunk = 1;
+};
+
+// --- where A comes from. Each source gives the instruction operands of its block b: words [step][4].
+
+// Instructions for a block of a tile of width W: a 16-bit tile of width 8 fills half of one.
+template <class T, int W>
+constexpr int kSteps = (kBlock<W> + Operand<T>::kStep - 1) / Operand<T>::kStep;
+
+// 16-bit values in registers.
+template <class T, int W>
+struct RegisterSource {
+  using Type = T;
+  static constexpr int kBlocks = W / kBlock<W>, kStepsPerBlock = kSteps<T, W>;
+  static constexpr bool kFetched = false;
+  const u32 (&v)[W / 4];
+
+  KITSUNE_DEVICE void block(u32 (&a)[kStepsPerBlock][4], int b) const {
+    KITSUNE_UNROLL
+    for (int s = 0; s < kStepsPerBlock; ++s)
+      KITSUNE_UNROLL
+    for (int i = 0; i < 4; ++i) a[s][i] = W == 8 && i >= 2 ? 0 : v[(b * kStepsPerBlock + s) * 4 + (W == 8 ? i % 2 : i)];
+  }
+};
+
+// f32 values in registers, for tf32 products. Element order of the instruction: (row, e) = (g, 0) (g + 8, 0) (g, 1) (g + 8, 1).
+template <int W>
+struct RegisterSource<Tf32, W> {
+  using Type = Tf32;
+  static constexpr int kBlocks = W / kBlock<W>, kStepsPerBlock = kSteps<Tf32, W>;
+  static constexpr bool kFetched = false;
+  const float (&v)[W / 2];
+
+  KITSUNE_DEVICE void block(u32 (&a)[kStepsPerBlock][4], int b) const {
+    KITSUNE_UNROLL
+    for (int s = 0; s < kStepsPerBlock; ++s) {
+      int k = (b * kStepsPerBlock + s) * 4;
+      a[s][0] = to_tf32(v[k]), a[s][1] = to_tf32(v[k + 2]), a[s][2] = to_tf32(v[k + 1]), a[s][3] = to_tf32(v[k + 3]);
+    }
+  }
+};
+
+// A register image: `Image` in shared memory, or an entry of a queue. `Get` gives vector i.
+template <class T, int W, class Get>
+struct ImageSource {
+  using Type = T;
+  static constexpr int kBlocks = W / kBlock<W>, kStepsPerBlock = kSteps<T, W>;
+  static constexpr bool kFetched = true;
+  Get get;
+
+  KITSUNE_DEVICE void block(u32 (&a)[kStepsPerBlock][4], int b) const {
+    KITSUNE_UNROLL
+    for (int s = 0; s < kStepsPerBlock; ++s) {
+      U4 v = get(b * kStepsPerBlock + s);
+      if constexpr (Operand<T>::kStep == 8) {
+        a[s][0] = to_tf32(from_bits(v.x)), a[s][1] = to_tf32(from_bits(v.z)), a[s][2] = to_tf32(from_bits(v.y)),
+        a[s][3] = to_tf32(from_bits(v.w));
+      } else {
+        a[s][0] = v.x, a[s][1] = v.y, a[s][2] = v.z, a[s][3] = v.w;
+      }
+    }
+  }
+};
+template <class T, int W, class Get>
+KITSUNE_DEVICE ImageSource<T, W, Get> image_source(Get get) {
+  return {get};
+}
+
+// Rows of an array of the operand's own type in global memory: `row0`, `row1` are this thread's two rows.
+template <class T, class E, int W, bool Vector>
+struct GlobalSource {
+  using Type = T;
+  static constexpr int kBlocks = W / kBlock<W>, kStepsPerBlock = kSteps<T, W>, kColumns = kOwned<W>;
+  static constexpr bool kFetched = true;
+  const void* row[2];
+  bool valid[2];
+  int columns;
+  Lane lane;
+
+  KITSUNE_DEVICE void block(u32 (&a)[kStepsPerBlock][4], int b) const {
+    KITSUNE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      int column = first_column<W>(lane, b);
+      if constexpr (Operand<T>::kStep == 8) {
+        float x[kColumns];
+        load_row<E, kColumns, Vector>(x, row[h], column, columns, valid[h]);
+        KITSUNE_UNROLL
+        for (int s = 0; s < kStepsPerBlock; ++s) a[s][h] = to_tf32(x[2 * s]), a[s][2 + h] = to_tf32(x[2 * s + 1]);
+      } else {
+        u32 x[kColumns / 2];
+        load_halves<kColumns, Vector>(x, static_cast<const u16*>(row[h]), column, columns, valid[h]);
+        KITSUNE_UNROLL
+        for (int s = 0; s < kStepsPerBlock; ++s) a[s][h] = x[2 * s], a[s][2 + h] = W == 8 ? 0 : x[W == 8 ? 0 : 2 * s + 1];
+      }
+    }
+  }
+};
+
+// --- where B comes from. `N`: columns of a chunk.
+
+template <int N>
+struct ResidentWeights {
+  const u8* image;
+  KITSUNE_DEVICE const u8* chunk(int c) const { return image + c * N * 128; }
+  KITSUNE_DEVICE void acquire(int) const {}
+  KITSUNE_DEVICE void release(int) const {}
+};
+
+template <class Queue>
+struct StreamedWeights {
+  Queue queue;
+  u32 first;  // the queue's entry that is chunk 0
+  KITSUNE_DEVICE const u8* chunk(int c) const { return queue.entry(first + c); }
+  KITSUNE_DEVICE void acquire(int c) const { queue.rd_acquire(first + c); }
+  KITSUNE_DEVICE void release(int c) const { queue.rd_release(first + c); }
+};
+
+#if KITSUNE_SM < 900
+
+// One step of a warp on mma.sync: ldmatrix brings B for 8 columns and 64 bytes of K at a time.
+template <class T, int N, int Steps>
+KITSUNE_DEVICE void multiply_block(float (&d)[N / 2], const u32 (&a)[Steps][4], const u8* chunk, int half) {
+  constexpr int kUnits = Operand<T>::kStep == 8 ? Steps * 2 : 4;  // 16-byte units of K in the block
+  u32 lane = lane_id();
+  KITSUNE_UNROLL
+  for (int n = 0; n < N / 8; ++n)
+    KITSUNE_UNROLL
+  for (int u = 0; u < kUnits; u += 4) {
+    u32 row = n * 8 + lane % 8, unit = half * 4 + u + lane / 8;
+    u32 b[4];
+    ldmatrix_x4(b, chunk + row * 128 + ((unit ^ (row & 7)) & 7) * 16);
+    float c[4] = {d[4 * n], d[4 * n + 1], d[4 * n + 2], d[4 * n + 3]};
+    KITSUNE_UNROLL
+    for (int s = 0; s < 2; ++s)
+      if (u / 2 + s < Steps) {
+        u32 pair[2] = {b[2 * s], b[2 * s + 1]};
+        mma<T>(c, a[u / 2 + s], pair);
+      }
+    d[4 * n] = c[0], d[4 * n + 1] = c[1], d[4 * n + 2] = c[2], d[4 * n + 3] = c[3];
+  }
+}
+
+#endif
+
+template <class T, int N, bool Rolling, class Weights>
+struct Product {
+  static constexpr int kPerChunk = Operand<T>::kBlocksPerChunk;
+  static constexpr int kGroup = 2;  // blocks between waits of a rolling product
+  float (&d)[N / 2];
+  const Weights& weights;
+  int blocks = 0;     // issued so far; a constant at every call once all is unrolled
+  int released = 0;   // chunks given back
+  int committed = 0;  // blocks in groups older than the newest
+
+  KITSUNE_DEVICE Product(float (&accumulators)[N / 2], const Weights& w) : d(accumulators), weights(w) {
+#if KITSUNE_SM < 900
+    KITSUNE_UNROLL
+    for (int i = 0; i < N / 2; ++i) d[i] = 0.0f;
+#endif
+  }
+
+  template <class Source>
+  KITSUNE_DEVICE void feed(const Source& source) {
+    static_assert(!Source::kFetched || Rolling || KITSUNE_SM < 900, "operands fetched on the way need a rolling product");
+    if constexpr (Source::kFetched) {
+      feed_fetched(source);
+    } else {
+      KITSUNE_UNROLL
+      for (int b = 0; b < Source::kBlocks; ++b) {
+        u32 a[Source::kStepsPerBlock][4];
+        source.block(a, b);
+        issue(a);
+        if (Rolling && blocks % kGroup == 0) roll<1>();
+      }
+    }
+  }
+
+  // The results are there once this returns: the newest `Pending` products may still be in flight.
+  template <int Pending>
+  KITSUNE_DEVICE void complete() {
+#if KITSUNE_SM >= 900
+    wgmma_wait<Pending>();
+    pin(d);
+#endif
+    release_until((blocks + kPerChunk - 1) / kPerChunk);
+  }
+
+  // After the last piece.
+  KITSUNE_DEVICE void commit() {
+#if KITSUNE_SM >= 900
+    wgmma_commit();
+#endif
+  }
+
+ private:
+  template <int Steps>
+  KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4]) {
+    int chunk = blocks / kPerChunk, half = blocks % kPerChunk;
+    if (half == 0) weights.acquire(chunk);
+#if KITSUNE_SM >= 900
+    pin(d);
+    wgmma_fence();
+    u64 b = desc_k128(weights.chunk(chunk)) + half * 4;
+    KITSUNE_UNROLL
+    for (int s = 0; s < Steps; ++s) wgmma_rs<T, N>(d, a[s], b + 2 * s, blocks != 0 || s != 0);
+#else
+    multiply_block<T, N, Steps>(d, a, weights.chunk(chunk), half);
+#endif
+    ++blocks;
+  }
+
+  // The next group is fetched while the tensor core works on this one. It goes to other registers, and the wait is for all: registers of
+  // A that are loaded again while a wgmma may read them rely on the compiler to keep them apart.
+  template <class Source>
+  KITSUNE_DEVICE void feed_fetched(const Source& source) {
+    constexpr int kSteps = Source::kStepsPerBlock;
+    u32 a[2][kGroup][kSteps][4];
+    fetch(a[0], source, 0);
+    KITSUNE_UNROLL
+    for (int g = 0; g * kGroup < Source::kBlocks; ++g) {
+      KITSUNE_UNROLL
+      for (int i = 0; i < kGroup; ++i)
+        if (g * kGroup + i < Source::kBlocks) issue(a[g & 1][i]);
+      commit();
+      fetch(a[(g + 1) & 1], source, (g + 1) * kGroup);
+      roll<0>();
+    }
+  }
+
+  template <class Source, int Steps>
+  KITSUNE_DEVICE void fetch(u32 (&a)[kGroup][Steps][4], const Source& source, int first) {
+    KITSUNE_UNROLL
+    for (int i = 0; i < kGroup; ++i)
+      if (first + i < Source::kBlocks) source.block(a[i], first + i);
+  }
+
+  // Gives back the chunks that all but the newest `Pending` groups were the last to read.
+  template <int Pending>
+  KITSUNE_DEVICE void roll() {
+#if KITSUNE_SM >= 900
+    if constexpr (Pending > 0) wgmma_commit();
+    wgmma_wait<Pending>();
+    pin(d);
+#endif
+    if (Pending == 0 || KITSUNE_SM < 900) committed = blocks;
+    release_until(committed / kPerChunk);
+    committed = blocks;
+  }
+
+  KITSUNE_DEVICE void release_until(int chunk) {
+    KITSUNE_UNROLL
+    for (int c = 0; c < 64; ++c)
+      if (c >= released && c < chunk) weights.release(c);
+    if (chunk > released) released = chunk;
+  }
+};
+
+}  // namespace kitsune

@@ -1,0 +1,22 @@
+// Rearranging the columns of a tile (reshapes of rows, transposes, unaligned slices, paddings): a warp writes its 16 rows to shared
+// memory and reads them back in another order. Only the warp's own rows take part, so a warp barrier is enough.
+#pragma once
+
+#include "kitsune/layout.h"
+
+namespace kitsune {
+
+// 16 rows of `pitch` words. The pitch is odd, so that the rows of a quad's neighbours lie in different banks.
+struct Scratch {
+  u32* base;  // of this warp
+  int pitch;
+
+  static KITSUNE_DEVICE Scratch at(u8* shared, int pitch) {
+    return {reinterpret_cast<u32*>(shared) + thread_id() % kGroupThreads / 32 * 16 * pitch, pitch};
+  }
+  KITSUNE_DEVICE u32* word(const Lane& lane, int h, int column) const { return base + (lane.row % 16 + 8 * h) * pitch + column; }
+  KITSUNE_DEVICE void put(const Lane& lane, int h, int column, u32 v) const { st_shared(word(lane, h, column), v); }
+  KITSUNE_DEVICE u32 get(const Lane& lane, int h, int column) const { return ld_shared(word(lane, h, column)); }
+};
+
+}  // namespace kitsune

@@ -1,0 +1,80 @@
+// Reductions over the stream: accumulated in registers by every worker, combined once at the end in a fixed order.
+//
+// Every warp writes one row of partial results; the warpgroup that finishes last adds the rows up, always in the same order, so equal
+// inputs give equal bits whichever warpgroup that is. The counter that tells who is last is zero when the kernel starts.
+#pragma once
+
+#include "kitsune/global.h"
+#include "kitsune/stage/reduce.h"
+
+namespace kitsune {
+
+// Where a kernel's sinks meet. `arrived` and `flag` are one word each, in global and in shared memory.
+struct Finish {
+  u32* arrived;
+  u32* flag;      // of this warpgroup
+  u32 workers;    // warpgroups that have partial results
+  u32 worker;     // this one
+  u32 barrier;    // its named barrier
+
+  // This warp's row of a sink's partial results.
+  KITSUNE_DEVICE u32 row() const { return worker * 4 + thread_id() % kGroupThreads / 32; }
+
+  // After all partial results of this warpgroup are stored: true in the last one.
+  KITSUNE_DEVICE bool last() const {
+    bar_sync(barrier, kGroupThreads);
+    if (thread_id() % kGroupThreads == 0) st_shared(flag, atomic_add_acq_rel(arrived, 1));
+    bar_sync(barrier, kGroupThreads);
+    return ld_shared(flag) == workers - 1;
+  }
+};
+
+// The words of a value in a row of partial results.
+KITSUNE_DEVICE u32 to_word(float v) { return bits(v); }
+KITSUNE_DEVICE u32 to_word(i32 v) { return static_cast<u32>(v); }
+KITSUNE_DEVICE u32 to_word(u32 v) { return v; }
+KITSUNE_DEVICE u32 to_word(bool v) { return v ? 1 : 0; }
+template <class V>
+KITSUNE_DEVICE V from_word(u32 w) {
+  return static_cast<V>(w);
+}
+template <>
+KITSUNE_DEVICE float from_word<float>(u32 w) {
+  return from_bits(w);
+}
+template <>
+KITSUNE_DEVICE bool from_word<bool>(u32 w) {
+  return w != 0;
+}
+
+// One number. `acc`: this thread's part; `Columns`: whether the threads of a quad have different parts, or copies of one.
+template <class How, bool Columns, class V>
+KITSUNE_DEVICE void store_partial(u32* partial, const Finish& at, V acc) {
+  acc = fold_lanes<How, 4, 32>(acc);
+  if constexpr (Columns) acc = fold_lanes<How, 1, 4>(acc);
+  if (lane_id() == 0) st_global(partial + at.row(), to_word(acc));
+}
+
+// A vector of W columns: acc in the order of the thread's columns, block by block.
+template <class How, int W, class V>
+KITSUNE_DEVICE void store_partial(u32* partial, const Finish& at, const Lane& lane, const V (&acc)[W / 4]) {
+  KITSUNE_UNROLL
+  for (int i = 0; i < W / 4; ++i) {
+    V v = fold_lanes<How, 4, 32>(acc[i]);
+    int column = first_column<W>(lane, i / kOwned<W>) + i % kOwned<W>;
+    if (lane_id() < 4) st_global(partial + at.row() * W + column, to_word(v));
+  }
+}
+
+// The last warpgroup's work on a sink of `columns` numbers in rows of `width`: thread t takes columns t, t + 128, ...
+template <class How, class V, class E>
+KITSUNE_DEVICE void combine(void* out, const u32* partial, const Finish& at, int columns, int width) {
+  using Bits = typename Element<E>::Bits;
+  for (int c = thread_id() % kGroupThreads; c < columns; c += kGroupThreads) {
+    V acc = How::template identity<V>();
+    for (u32 p = 0; p < at.workers * 4; ++p) acc = How::fold(acc, from_word<V>(ld_l2(partial + p * width + c)));
+    st_global(static_cast<Bits*>(out) + c, Element<E>::store(typename Element<E>::Value(acc)));
+  }
+}
+
+}  // namespace kitsune

@@ -1,0 +1,147 @@
+// The part of the CUDA driver API that launching needs, as a table of functions filled at run time.
+//
+// Comes in: libcuda.so.1, or a library that exports the same C symbols (the emulator). Goes out: `Driver`, whose required entries
+// are never null, or a DriverError that says in one sentence what to do. Invariant: building and importing this extension need no
+// CUDA header and no driver; the library is opened by the first function that needs it and never closed.
+//
+// The types are declared by hand and have the layout of cuda.h (CUDA 12.0 and later); a test compares the two where there is one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace kitsune::cuda {
+
+using CUresult = int;
+using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUcontext = struct CUctx_st*;
+using CUstream = struct CUstream_st*;
+using CUlibrary = struct CUlib_st*;
+using CUkernel = struct CUkern_st*;
+using CUfunction = struct CUfunc_st*;
+
+inline constexpr CUresult CUDA_SUCCESS = 0;
+inline constexpr CUresult CUDA_ERROR_NO_DEVICE = 100;
+inline constexpr CUresult CUDA_ERROR_INVALID_IMAGE = 200;
+inline constexpr CUresult CUDA_ERROR_NO_BINARY_FOR_GPU = 209;
+inline constexpr CUresult CUDA_ERROR_LAUNCH_FAILED = 719;
+
+enum CUdevice_attribute : int {
+  CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
+  CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
+  CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
+  CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH = 95,
+  CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97,
+};
+
+enum CUfunction_attribute : int {
+  CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,
+  CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14,
+};
+
+enum CUjit_option : int {
+  CU_JIT_ERROR_LOG_BUFFER = 5,
+  CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES = 6,
+};
+
+enum CUlaunchAttributeID : int {
+  CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2,
+  CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
+};
+
+union CUlaunchAttributeValue {
+  char pad[64];
+  int cooperative;
+  struct {
+    unsigned x, y, z;
+  } clusterDim;
+  void* aligned;  // the driver's union holds pointers
+};
+
+struct CUlaunchAttribute {
+  CUlaunchAttributeID id;
+  char pad[8 - sizeof(CUlaunchAttributeID)];
+  CUlaunchAttributeValue value;
+};
+
+struct CUlaunchConfig {
+  unsigned gridDimX, gridDimY, gridDimZ;
+  unsigned blockDimX, blockDimY, blockDimZ;
+  unsigned sharedMemBytes;
+  CUstream hStream;
+  CUlaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+// X(exported symbol, parameters).
+#define KITSUNE_DRIVER_FUNCTIONS(X)                                                                                              \
+  X(cuInit, (unsigned flags))                                                                                                    \
+  X(cuGetErrorName, (CUresult error, const char** text))                                                                         \
+  X(cuGetErrorString, (CUresult error, const char** text))                                                                       \
+  X(cuDeviceGetCount, (int* count))                                                                                              \
+  X(cuDeviceGet, (CUdevice * device, int ordinal))                                                                               \
+  X(cuDeviceGetAttribute, (int* value, CUdevice_attribute attribute, CUdevice device))                                           \
+  X(cuCtxGetCurrent, (CUcontext * context))                                                                                      \
+  X(cuCtxGetDevice, (CUdevice * device))                                                                                         \
+  X(cuCtxPushCurrent_v2, (CUcontext context))                                                                                    \
+  X(cuCtxPopCurrent_v2, (CUcontext * context))                                                                                   \
+  X(cuStreamGetCtx, (CUstream stream, CUcontext * context))                                                                      \
+  X(cuLibraryLoadData, (CUlibrary * library, const void* code, CUjit_option* jit_options, void** jit_values, unsigned jit_count, \
+                        int* options, void** values, unsigned count))                                                            \
+  X(cuLibraryUnload, (CUlibrary library))                                                                                        \
+  X(cuLibraryGetKernel, (CUkernel * kernel, CUlibrary library, const char* name))                                                \
+  X(cuKernelGetFunction, (CUfunction * function, CUkernel kernel))                                                               \
+  X(cuFuncSetAttribute, (CUfunction function, CUfunction_attribute attribute, int value))                                        \
+  X(cuOccupancyMaxActiveBlocksPerMultiprocessor, (int* blocks, CUfunction function, int block, size_t shared_bytes))             \
+  X(cuOccupancyMaxActiveClusters, (int* clusters, CUfunction function, const CUlaunchConfig* config))                            \
+  X(cuMemsetD8Async, (CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream))                                  \
+  X(cuLaunchKernelEx, (const CUlaunchConfig* config, CUfunction function, void** params, void** extra))
+
+// What a driver may lack: cuFuncLoad came with CUDA 12.4, the rest is the emulator's.
+#define KITSUNE_OPTIONAL_DRIVER_FUNCTIONS(X)      \
+  X(cuFuncLoad, CUresult, (CUfunction function))  \
+  X(kitsune_emulator_last_error, const char*, ()) \
+  X(kitsune_emulator_set_buffers, void,           \
+    (int64_t count, const void* const* addresses, const size_t* bytes, const char* const* names))
+
+struct Driver {
+#define KITSUNE_DECLARE(name, parameters) CUresult(*name) parameters = nullptr;
+  KITSUNE_DRIVER_FUNCTIONS(KITSUNE_DECLARE)
+#undef KITSUNE_DECLARE
+#define KITSUNE_DECLARE(name, result, parameters) result(*name) parameters = nullptr;
+  KITSUNE_OPTIONAL_DRIVER_FUNCTIONS(KITSUNE_DECLARE)
+#undef KITSUNE_DECLARE
+  int version = 0;        // 12040 is CUDA 12.4
+  bool emulated = false;  // the host runs the kernels: no streams, no contexts
+};
+
+struct DriverError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The driver of this machine's devices. A failure is remembered: a driver does not appear while the process runs.
+const Driver& device_driver();
+
+// The emulator that `use_emulator` opened. One per process: compiled kernels bind to its symbols when they are loaded.
+const Driver& emulator_driver();
+void use_emulator(const std::string& path);
+
+// "CUDA_ERROR_INVALID_VALUE (invalid argument)".
+std::string error_text(const Driver& driver, CUresult error);
+// "cuLaunchKernelEx failed: CUDA_ERROR_...", and what the emulator has to say about it.
+std::string failure_text(const Driver& driver, const char* function, CUresult error);
+
+struct DeviceInfo {
+  int capability;  // 90 is compute capability 9.0
+  int multiprocessors;
+  int shared_bytes;  // the most a block may ask for
+};
+int device_attribute(const Driver& driver, CUdevice device, CUdevice_attribute attribute);
+int compute_capability(const Driver& driver, CUdevice device);
+std::vector<DeviceInfo> devices(const Driver& driver);
+
+}  // namespace kitsune::cuda

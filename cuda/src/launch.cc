@@ -1,0 +1,242 @@
+#include "launch.h"
+
+#include "library.h"
+
+namespace kitsune::cuda {
+namespace {
+
+constexpr uintptr_t kAlignment = 16;  // of vector loads and of bulk copies, PTX ISA, "cp.async.bulk"
+
+// Loading takes locks inside the driver that a second thread, loading on another device, would take in another order.
+std::mutex& load_mutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
+// Makes a context current for a while. XLA has done so already, other callers may not have.
+class CurrentContext {
+ public:
+  CurrentContext(const Driver& driver, CUcontext context) : driver_(driver) {
+    CUcontext current = nullptr;
+    if (context == nullptr || (driver.cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == context)) return;
+    pushed_ = driver.cuCtxPushCurrent_v2(context) == CUDA_SUCCESS;
+  }
+  ~CurrentContext() {
+    CUcontext popped = nullptr;
+    if (pushed_) driver_.cuCtxPopCurrent_v2(&popped);
+  }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+// The driver's description of a launch. It points into itself, so it stays where it is made.
+struct Config {
+  CUlaunchConfig config{};
+  CUlaunchAttribute attributes[2]{};
+
+  Config(const Launch& launch, CUstream stream) {
+    config.gridDimX = static_cast<unsigned>(launch.grid);
+    config.blockDimX = static_cast<unsigned>(launch.block);
+    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
+    config.sharedMemBytes = static_cast<unsigned>(launch.shared_bytes);
+    config.hStream = stream;
+    config.attrs = attributes;
+    if (launch.cluster > 1) {
+      CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+      attribute.value.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+    }
+  }
+  void make_cooperative() {
+    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    attribute.value.cooperative = 1;
+  }
+  Config(const Config&) = delete;
+  Config& operator=(const Config&) = delete;
+};
+
+std::string arch_name(int capability) { return "sm_" + std::to_string(capability); }
+
+// What keeps kernels with equal images apart: everything that is set on the function.
+std::string settings(const Launch& launch) { return std::to_string(launch.shared_bytes) + "/" + std::to_string(launch.cluster); }
+
+// The emulator checks every access against the buffers; the parameters alone do not say how long they are.
+void announce_buffers(const Driver& driver, const Launch& launch, const std::vector<Buffer>& buffers) {
+  std::vector<std::string> texts;
+  std::vector<const void*> addresses;
+  std::vector<size_t> bytes;
+  std::vector<const char*> names;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    auto operands = static_cast<size_t>(launch.operands);
+    texts.push_back(i < operands ? "operand " + std::to_string(i) : "result " + std::to_string(i - operands));
+    addresses.push_back(buffers[i].data);
+    bytes.push_back(buffers[i].bytes);
+  }
+  for (const std::string& text : texts) names.push_back(text.c_str());
+  driver.kitsune_emulator_set_buffers(static_cast<int64_t>(buffers.size()), addresses.data(), bytes.data(), names.data());
+}
+
+}  // namespace
+
+Kernel::Kernel(std::string image, const Launch& launch, std::string name, bool emulated)
+    : image_(std::move(image)), launch_(launch), name_(std::move(name)), emulated_(emulated) {
+  if (image_.empty()) throw std::invalid_argument("kitsune_cuda: " + name_ + ": the image is empty");
+}
+
+Kernel::~Kernel() {
+  std::lock_guard<std::mutex> lock(load_mutex());
+  library_.reset();
+}
+
+const Driver& Kernel::driver() const { return emulated_ ? emulator_driver() : device_driver(); }
+
+void Kernel::fail(const std::string& what) const {
+  throw LaunchError("kitsune_cuda: " + name_ + ": " + what + " [" + geometry(launch_) + "]");
+}
+
+void Kernel::check(const Driver& driver, CUresult error, const char* what) const {
+  if (error != CUDA_SUCCESS) fail(failure_text(driver, what, error));
+}
+
+CUcontext Kernel::context_of(const Driver& driver, CUstream stream) const {
+  CUcontext context = nullptr;
+  if (emulated_) return context;
+  check(driver, driver.cuStreamGetCtx(stream, &context), "cuStreamGetCtx");
+  return context;
+}
+
+CUfunction Kernel::find(CUcontext context) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [known, function] : functions_)
+    if (known == context) return function;
+  return nullptr;
+}
+
+void Kernel::load(CUstream stream) {
+  const Driver& table = driver();
+  load_into(table, context_of(table, stream));
+}
+
+bool Kernel::load_current() {
+  const Driver& table = driver();
+  CUcontext context = nullptr;
+  if (!emulated_ && (table.cuCtxGetCurrent(&context) != CUDA_SUCCESS || context == nullptr)) return false;
+  load_into(table, context);
+  return true;
+}
+
+void Kernel::load_into(const Driver& driver, CUcontext context) {
+  if (find(context)) return;
+  std::lock_guard<std::mutex> loading(load_mutex());
+  if (find(context)) return;  // another thread was faster
+  CurrentContext current(driver, context);
+  check_device(driver);
+  try {
+    if (!library_) library_ = Library::share(driver, image_, settings(launch_));
+  } catch (const std::runtime_error& e) {
+    fail(e.what());
+  }
+  CUfunction function = nullptr;
+  check(driver, driver.cuKernelGetFunction(&function, library_->kernel()), "cuKernelGetFunction");
+  if (launch_.shared_bytes > 0)
+    check(driver,
+          driver.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                    static_cast<int>(launch_.shared_bytes)),
+          "cuFuncSetAttribute(MAX_DYNAMIC_SHARED_SIZE_BYTES)");
+  if (launch_.cluster > kPortableCluster)
+    check(driver, driver.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+          "cuFuncSetAttribute(NON_PORTABLE_CLUSTER_SIZE_ALLOWED)");
+  // The driver loads code when it is first used (CUDA C++ guide, "Lazy Loading"), which would be inside execute.
+  if (driver.cuFuncLoad) check(driver, driver.cuFuncLoad(function), "cuFuncLoad");
+  check_resident(driver, function);
+  std::lock_guard<std::mutex> lock(mutex_);
+  functions_.emplace_back(context, function);
+}
+
+void Kernel::check_device(const Driver& driver) const {
+  CUdevice device = 0;
+  check(driver, driver.cuCtxGetDevice(&device), "cuCtxGetDevice");
+  int capability = 0, shared_bytes = 0, cooperative = 0;
+  try {
+    capability = compute_capability(driver, device);
+    shared_bytes = device_attribute(driver, device, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+    cooperative = device_attribute(driver, device, CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH);
+  } catch (const DriverError& e) {
+    fail(e.what());
+  }
+  if (launch_.sm == kSm90a && capability != 90)
+    fail("the kernel was generated for sm_90a, the device is " + arch_name(capability) +
+         ": set KITSUNE_CUDA_ARCH=" + arch_name(capability) + ", or unset it, and compile again");
+  if (launch_.sm == kPortable && capability < 80)
+    fail("the kernel needs sm_80 or later, the device is " + arch_name(capability) + ": set KITSUNE_DISABLE=1");
+  if (launch_.shared_bytes > shared_bytes)
+    fail("the kernel needs more shared memory than a block of this " + arch_name(capability) + " may have (" +
+         std::to_string(shared_bytes) + " bytes): set KITSUNE_CUDA_ARCH=" + arch_name(capability) +
+         ", or unset it, and compile again");
+  if (launch_.cooperative && !cooperative) fail("the device has no cooperative launch");
+}
+
+// Blocks that wait for each other must all be resident. The launch enforces it too, but only with an error number.
+void Kernel::check_resident(const Driver& driver, CUfunction function) const {
+  int64_t blocks = 0;
+  if (launch_.cluster > 1) {
+    int clusters = 0;
+    Config config(launch_, nullptr);
+    check(driver, driver.cuOccupancyMaxActiveClusters(&clusters, function, &config.config), "cuOccupancyMaxActiveClusters");
+    if (clusters < 1) fail("no cluster of this kernel fits on the device");
+    blocks = clusters * launch_.cluster;
+  } else {
+    CUdevice device = 0;
+    int per_multiprocessor = 0;
+    check(driver,
+          driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, function, static_cast<int>(launch_.block),
+                                                             static_cast<size_t>(launch_.shared_bytes)),
+          "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+    if (per_multiprocessor < 1) fail("no block of this kernel fits on a multiprocessor");
+    check(driver, driver.cuCtxGetDevice(&device), "cuCtxGetDevice");
+    blocks = int64_t{per_multiprocessor} * device_attribute(driver, device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+  }
+  if (launch_.cooperative && launch_.grid > blocks)
+    fail("its blocks must all be resident, but only " + std::to_string(blocks) + " fit on the device");
+}
+
+void Kernel::check_buffers(const std::vector<Buffer>& buffers) const {
+  auto refuse = [&](const std::string& what) { throw std::invalid_argument("kitsune_cuda: " + name_ + ": " + what); };
+  if (static_cast<int64_t>(buffers.size()) != launch_.operands + launch_.results)
+    refuse("the call has " + std::to_string(buffers.size()) + " buffers, but the kernel has " + std::to_string(launch_.operands) +
+           " operands and " + std::to_string(launch_.results) + " results");
+  for (size_t i = 0; i < buffers.size(); ++i)
+    if (reinterpret_cast<uintptr_t>(buffers[i].data) % kAlignment != 0)
+      refuse("buffer " + std::to_string(i) + " is not aligned to " + std::to_string(kAlignment) + " bytes");
+  if (static_cast<uint64_t>(launch_.workspace_zero_bytes) > buffers.back().bytes)
+    refuse("the workspace has " + std::to_string(buffers.back().bytes) + " bytes, fewer than the " +
+           std::to_string(launch_.workspace_zero_bytes) + " to be zeroed");
+}
+
+void Kernel::launch(CUstream stream, const std::vector<Buffer>& buffers) {
+  check_buffers(buffers);
+  const Driver& table = driver();
+  CUcontext context = context_of(table, stream);
+  CUfunction function = find(context);
+  if (function == nullptr) fail("the kernel was not loaded into this context before the launch");
+  CurrentContext current(table, context);
+  if (launch_.workspace_zero_bytes > 0)
+    check(table,
+          table.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(buffers.back().data), 0,
+                                static_cast<size_t>(launch_.workspace_zero_bytes), stream),
+          "cuMemsetD8Async");
+  std::vector<void*> pointers;  // the kernel's one parameter, a struct of pointers
+  for (const Buffer& buffer : buffers) pointers.push_back(buffer.data);
+  if (table.kitsune_emulator_set_buffers) announce_buffers(table, launch_, buffers);
+  Config config(launch_, stream);
+  if (launch_.cooperative) config.make_cooperative();
+  void* parameters[] = {pointers.data()};
+  check(table, table.cuLaunchKernelEx(&config.config, function, parameters, nullptr), "cuLaunchKernelEx");
+}
+
+}  // namespace kitsune::cuda

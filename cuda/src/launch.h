@@ -1,0 +1,70 @@
+// A compiled kernel: how it is loaded into a context and launched on a stream, on a device or in the emulator.
+//
+// Comes in: an image (a cubin; for the emulator the bytes of a shared library), its launch words and buffers. Goes out: a launch on
+// the stream, or an exception whose message names the region. Invariants: making a Kernel calls no driver; `launch` neither loads
+// nor allocates on the device, so a stream that is being captured may be given; a kernel whose blocks wait for each other starts
+// with all of them resident, or not at all.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "driver.h"
+#include "launch_words.h"
+
+namespace kitsune::cuda {
+
+struct LaunchError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Buffer {
+  void* data;
+  size_t bytes;
+};
+
+class Library;
+
+class Kernel {
+ public:
+  // `name` is the region's name and source line, for messages. Emulated kernels have no contexts; nullptr stands for the only one.
+  Kernel(std::string image, const Launch& launch, std::string name, bool emulated);
+  ~Kernel();
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
+  // Loads the kernel into a context, once, and checks that the device can run it: into the context of `stream`; or into the calling
+  // thread's context, false if there is none.
+  void load(CUstream stream);
+  bool load_current();
+
+  // Operands, then results. Throws std::invalid_argument for buffers that do not fit the launch words.
+  void launch(CUstream stream, const std::vector<Buffer>& buffers);
+
+  const Launch& config() const { return launch_; }
+
+ private:
+  const Driver& driver() const;
+  CUcontext context_of(const Driver& driver, CUstream stream) const;
+  CUfunction find(CUcontext context) const;
+  void load_into(const Driver& driver, CUcontext context);
+  void check_device(const Driver& driver) const;
+  void check_resident(const Driver& driver, CUfunction function) const;
+  void check_buffers(const std::vector<Buffer>& buffers) const;
+  void check(const Driver& driver, CUresult error, const char* what) const;
+  [[noreturn]] void fail(const std::string& what) const;
+
+  const std::string image_;
+  const Launch launch_;
+  const std::string name_;
+  const bool emulated_;
+  std::shared_ptr<Library> library_;
+  mutable std::mutex mutex_;
+  std::vector<std::pair<CUcontext, CUfunction>> functions_;  // one per device: a search beats a map
+};
+
+}  // namespace kitsune::cuda

@@ -1,0 +1,123 @@
+// The Python module kitsune_jax._cuda: handlers for jax.ffi, and what tests need to reach a driver without XLA.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "driver.h"
+#include "ffi.h"
+#include "launch.h"
+#include "launch_words.h"
+
+namespace nb = nanobind;
+
+namespace kitsune::cuda {
+namespace {
+
+using Words = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::dict stages(const Handlers& handlers) {
+  nb::dict d;
+  auto add = [&](const char* stage, void* handler) {
+    if (handler) d[stage] = nb::capsule(handler);
+  };
+  add("instantiate", handlers.instantiate);
+  add("prepare", handlers.prepare);
+  add("initialize", handlers.initialize);
+  add("execute", handlers.execute);
+  return d;
+}
+
+nb::dict handlers() {
+  nb::dict d;
+  d["cuda"] = stages(device_handlers());
+  d["cpu"] = stages(emulator_handlers());
+  return d;
+}
+
+nb::object driver_info() {
+  try {
+    const Driver& driver = device_driver();
+    nb::list found;
+    for (const DeviceInfo& device : devices(driver)) {
+      nb::dict d;
+      d["compute_capability"] = device.capability;
+      d["multiprocessors"] = device.multiprocessors;
+      d["shared_bytes"] = device.shared_bytes;
+      found.append(d);
+    }
+    nb::dict d;
+    d["version"] = driver.version;
+    d["devices"] = found;
+    return d;
+  } catch (const DriverError& e) {
+    return nb::str(e.what());
+  }
+}
+
+std::string check_launch(const Words& words) {
+  try {
+    parse_launch(words.data(), words.size());
+    return "";
+  } catch (const std::invalid_argument& e) {
+    return e.what();
+  }
+}
+
+nb::dict launch_info(const Words& words) {
+  Launch launch = parse_launch(words.data(), words.size());
+  nb::dict d;
+  d["sm"] = launch.sm;
+  d["grid"] = launch.grid;
+  d["block"] = launch.block;
+  d["cluster"] = launch.cluster;
+  d["shared_bytes"] = launch.shared_bytes;
+  d["cooperative"] = launch.cooperative;
+  d["operands"] = launch.operands;
+  d["results"] = launch.results;
+  d["workspace_zero_bytes"] = launch.workspace_zero_bytes;
+  return d;
+}
+
+void make_kernel(Kernel* self, const nb::bytes& image, const Words& words, const std::string& name, bool emulated) {
+  new (self) Kernel(std::string(image.c_str(), image.size()), parse_launch(words.data(), words.size()), name, emulated);
+}
+
+void launch_kernel(Kernel& kernel, const std::vector<std::pair<uintptr_t, size_t>>& buffers, uintptr_t stream) {
+  std::vector<Buffer> given;
+  for (auto [address, bytes] : buffers) given.push_back({reinterpret_cast<void*>(address), bytes});
+  nb::gil_scoped_release release;
+  kernel.launch(reinterpret_cast<CUstream>(stream), given);
+}
+
+}  // namespace
+}  // namespace kitsune::cuda
+
+NB_MODULE(_cuda, m) {
+  namespace cuda = kitsune::cuda;
+  m.doc() = "The CUDA target of kitsune_jax: the XLA custom call kitsune_cuda, for devices and for the emulator.";
+  m.def("handlers", &cuda::handlers, "Capsules of the FFI handlers by platform and stage, for jax.ffi.register_ffi_target.");
+  m.def("use_emulator", &cuda::use_emulator, nb::arg("path"),
+        "Opens the emulator's shared library; calls on platform \"cpu\" run in it. RuntimeError if it cannot be used.");
+  m.def("driver_info", &cuda::driver_info,
+        "The driver's CUDA version and its devices as a dict, or a sentence that says what is missing.");
+  m.def("calls", &cuda::executed_calls, "Custom calls launched so far in this process.");
+  m.def("launch_version", [] { return cuda::kLaunchVersion; }, "The version of the launch words this extension reads.");
+  m.def("check_launch", &cuda::check_launch, nb::arg("words"), "'' for valid launch words, else what is wrong with them.");
+  m.def("launch_info", &cuda::launch_info, nb::arg("words"), "The launch words by name. ValueError if they are invalid.");
+  nb::class_<cuda::Kernel>(m, "Kernel", "One kernel outside of XLA, as the handlers use it.")
+      .def("__init__", &cuda::make_kernel, nb::arg("image"), nb::arg("words"), nb::arg("name"), nb::arg("emulated") = false)
+      .def("load_current", &cuda::Kernel::load_current, nb::call_guard<nb::gil_scoped_release>(),
+           "Loads it into the calling thread's context; False if there is none.")
+      .def(
+          "load", [](cuda::Kernel& kernel, uintptr_t stream) { kernel.load(reinterpret_cast<cuda::CUstream>(stream)); },
+          nb::arg("stream") = 0, nb::call_guard<nb::gil_scoped_release>(), "Loads it into the context of a stream.")
+      .def("launch", &cuda::launch_kernel, nb::arg("buffers"), nb::arg("stream") = 0,
+           "Launches it on (address, bytes) of each operand and result.");
+}

@@ -1,0 +1,267 @@
+"""Spatial pipelines on a GPU: a CTA per stage, weights resident, tiles handed on through rings.
+
+Comes in: a ``GpuRegion`` and its finest stages. Goes out: one ``Arranged`` per number of stages, lanes and place of the rings, each
+with the grouping whose slowest stage is fastest. Rings lie in the consumer's shared memory, and then all stages are one cluster, or
+in global memory that stays in the L2, and then a stage may be split over several CTAs by columns of its result ("slabs").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+from kitsune_jax.planning.balance import Infeasible, Limits, Load, screen
+from kitsune_jax.planning.fit import size_text, stationary_bytes
+from kitsune_jax.planning.gpu_cut import grouped, separated
+from kitsune_jax.planning.gpu_region import Arranged, GpuRegion
+from kitsune_jax.planning.gpu_storage import dots_of, entry_bytes, is_splittable, packed_bytes, shared_bytes, useful_split
+from kitsune_jax.planning.gpu_time import TileWork, matmul_efficiency, tile_work
+from kitsune_jax.planning.plan import Queue, Stage
+from kitsune_jax.planning.stages import DOUBLE_BUFFER, Draft, Link, links_to_each, merge, resource_of, stage_name
+
+# One-way trips of a hand-off that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the barrier. L2:
+# the data, the flag behind a fence, and the reader's loads.
+_TRIPS = {"cluster": 1, "l2": 3}
+# A slab is never narrower than the smallest width of a weight.
+_LEAST_COLUMNS = 8
+_NEVER = float("inf")
+# Every contiguous group of drafts is costed: more than these are first made fewer, so that planning stays a part of compilation.
+_MOST_DRAFTS = 24
+
+
+def spatial(region: GpuRegion, drafts: Sequence[Draft]) -> list[Arranged]:
+    """Raises ``Infeasible`` with the reason where no spatial pipeline fits."""
+    found: list[Arranged] = []
+    builders = [
+        _Builder(region, place, lanes)
+        for place in ("cluster", "l2")
+        if place == "l2" or region.machine.max_cluster > 1
+        for lanes in range(1, 1 + len(region.machine.lane_registers))
+    ]
+    for builder in builders:
+        found += builder.run(drafts)
+    if not found:
+        reasons = [b.reason for b in builders if b.reason]
+        raise Infeasible(reasons[-1] if reasons else "one stage is no pipeline")
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stage:
+    """A stage of a grouping: its split and the bytes per tile that enter and leave one of its CTAs."""
+
+    draft: Draft
+    split: int
+    work: TileWork
+    entering: int
+    leaving: int
+
+
+class _Builder:
+    """Pipelines with rings at ``place`` and ``lanes`` consumer warpgroups per CTA. ``reason``: why the last stage did not fit."""
+
+    def __init__(self, region: GpuRegion, place: str, lanes: int):
+        self.region, self.cost, self.machine = region, region.cost, region.machine
+        self.place, self.lanes = place, lanes
+        self.reason = ""
+        self.wait = _TRIPS[place] * self.machine.place(place).latency
+        self._least_split = functools.cache(self._find_least_split)
+        self._work = functools.cache(self._find_work)
+        self._crossing = functools.cache(self._count_crossing)
+
+    def run(self, drafts: Sequence[Draft]) -> list[Arranged]:
+        if self.place == "cluster":
+            groupings = self._groupings(drafts, self.machine.max_cluster)
+            made = [self._arranged(g, [1] * len(g), self.machine.clusters(len(g))) for g in groupings]
+        else:
+            drafts = [part for d in drafts for part in (separated(self.cost, d) if self._least_split(d.ops) is None else (d,))]
+            groupings = self._groupings(drafts, self.machine.workers)
+            made = [self._balanced(g) for g in groupings]
+        return [a for a in made if a is not None]
+
+    # -- what fits
+
+    def _groupings(self, drafts: Sequence[Draft], most: int) -> list[tuple[Draft, ...]]:
+        drafts = self._few(drafts)
+
+        @functools.cache
+        def seconds(a: int, b: int) -> float:
+            ops = tuple(sorted({i for d in drafts[a:b] for i in d.ops}))
+            split = self._least_split(ops)
+            if split is None:
+                return _NEVER
+            work = self._work(ops, split)
+            assert work is not None
+            entering, leaving = self._crossing(ops)
+            return self._period(_Stage(Draft(ops, 0), split, work, entering, leaving // split), most)
+
+        return grouped(drafts, seconds, most)
+
+    def _few(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
+        """Neighbours made one stage, the least work first and while they fit a CTA, until no more are left than are looked at."""
+        while len(drafts) > _MOST_DRAFTS:
+            pairs = [tuple(sorted({*a.ops, *b.ops})) for a, b in itertools.pairwise(drafts)]
+            fitting = [k for k, ops in enumerate(pairs) if self._least_split(ops) == 1]
+            if not fitting:
+                break
+            drafts = merge(drafts, min(fitting, key=lambda k: self._seconds(pairs[k])))
+        return drafts
+
+    def _seconds(self, ops: tuple[int, ...]) -> float:
+        work = self._work(ops, 1)
+        return _NEVER if work is None else work.latency()
+
+    def _find_least_split(self, ops: tuple[int, ...]) -> int | None:
+        """The fewest CTAs whose shared memory holds the weights of ``ops``, two entries of every ring, and the images."""
+        entering, _ = self._crossing(ops)
+        rings = DOUBLE_BUFFER * entering if self.place == "cluster" else 0
+        most = self._most_split(ops)
+        bare = packed_bytes(self.cost, ops)
+        for split in range(max(1, min(most, bare // self.machine.local_bytes)), most + 1):
+            if self._fits(ops, split, rings):
+                return self._useful(ops, split)
+        return None
+
+    def _useful(self, ops: tuple[int, ...], split: int) -> int:
+        return 1 if split == 1 else useful_split(dots_of(self.cost, ops)[0].n, split)
+
+    def _most_split(self, ops: tuple[int, ...]) -> int:
+        if self.place == "cluster" or not is_splittable(self.cost, ops):
+            return 1
+        return max(1, min(self.machine.workers, dots_of(self.cost, ops)[0].n // _LEAST_COLUMNS))
+
+    def _fits(self, ops: tuple[int, ...], split: int, rings: int) -> bool:
+        """``rings``: bytes per lane. Weights are looked at first: they settle most cases, and cost nothing to count."""
+        weights, limit = packed_bytes(self.cost, ops, split), self.machine.local_bytes
+        need = weights + self.lanes * rings
+        if need <= limit:
+            storage = self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1])
+            if storage is None:
+                self.reason = "the values of 64 rows do not fit the registers of a warpgroup"
+                return False
+            need = shared_bytes(self.cost, ops, storage, self.lanes, weights, rings)
+        if need > limit:
+            self.reason = f"a stage needs {size_text(need)} of shared memory; a CTA has {size_text(limit)}"
+        return need <= limit
+
+    def _find_work(self, ops: tuple[int, ...], split: int) -> TileWork | None:
+        storage = self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1])
+        if storage is None:
+            return None
+        return tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True), split)
+
+    def _count_crossing(self, ops: tuple[int, ...]) -> tuple[int, int]:
+        """Bytes of a tile that reach ``ops`` from other stages and that they hand on."""
+        inside = frozenset(ops)
+        cost = self.cost
+        reads = dict.fromkeys(v for i in ops for v in cost.graph.ops[i].inputs if cost.streamed(v) and v in cost.producer)
+        entering = [v for v in reads if cost.producer[v] not in inside and not cost.is_maker(cost.producer[v])]
+        made = [v for i in ops if not cost.is_maker(i) for v in cost.graph.ops[i].outputs if cost.streamed(v)]
+        leaving = [v for v in made if not inside.issuperset(cost.readers.get(v, ()))]
+        return sum(entry_bytes(cost, v) for v in entering), sum(entry_bytes(cost, v) for v in leaving)
+
+    # -- how long it takes
+
+    def _link_seconds(self, stage: _Stage, ctas: int) -> float:
+        """A tile's rings at one CTA: both directions at once."""
+        machine = self.machine
+        if self.place == "l2":
+            bandwidth = machine.place("l2").bandwidth
+        else:
+            bandwidth = machine.rate(machine.cluster_bandwidth, str(ctas)) / machine.workers
+        return max(stage.entering, stage.leaving) / bandwidth
+
+    def _period(self, stage: _Stage, ctas: int) -> float:
+        return max(stage.work.period(self.lanes, self.wait), self._link_seconds(stage, ctas))
+
+    def _balanced(self, drafts: tuple[Draft, ...]) -> Arranged | None:
+        """Slabs for the number of instances that the linear model likes best. More CTAs per instance, or more instances."""
+        least = [self._least_split(d.ops) for d in drafts]
+        if any(s is None for s in least):
+            return None
+        loads = []
+        for k, (draft, split) in enumerate(zip(drafts, least, strict=True)):
+            assert split is not None
+            work = self._work(draft.ops, split)
+            assert work is not None
+            entering, leaving = self._crossing(draft.ops)
+            seconds = self._period(_Stage(draft, split, work, entering, leaving // split), 1)
+            most = max(split, self._most_split(draft.ops))
+            loads.append(Load(str(k), resource_of(self.cost, draft), seconds * split, split, most))
+        ctas = sum(load.least for load in loads)
+        if ctas > self.machine.workers:
+            self.reason = (
+                f"{len(drafts)} stages with their weights resident need {ctas} CTAs; the machine has {self.machine.workers}"
+            )
+            return None
+        best: tuple[float, int, tuple[int, ...]] | None = None
+        for instances in sorted({self.machine.workers // ctas, *_powers_of_two(self.machine.workers // ctas)}):
+            result = screen(loads, Limits(self.machine.workers // instances, False))
+            rate = min(instances, self.region.tiles) * result.throughput
+            if best is None or rate > best[0]:
+                best = rate, instances, result.workers
+        assert best is not None
+        splits = [self._useful(d.ops, split) for d, split in zip(drafts, best[2], strict=True)]
+        return self._arranged(drafts, splits, self.machine.workers // sum(splits))
+
+    def _arranged(self, drafts: Sequence[Draft], splits: Sequence[int], instances: int) -> Arranged | None:
+        """The pipeline with its rings as deep as skips need; None where that does not fit."""
+        region, cost, machine = self.region, self.cost, self.machine
+        links = links_to_each(cost, drafts)
+        instances = max(1, min(instances, region.tiles))
+        stages: list[_Stage] = []
+        for s, (draft, split) in enumerate(zip(drafts, splits, strict=True)):
+            inward = [link for link in links if link.consumers == (s,)]
+            rings = sum(link.min_depth * entry_bytes(cost, link.value) for link in inward) if self.place == "cluster" else 0
+            work = self._work(draft.ops, split) if self._fits(draft.ops, split, rings) else None
+            if work is None:
+                return None
+            entering = sum(entry_bytes(cost, link.value) for link in inward)
+            leaving = sum(entry_bytes(cost, link.value) for link in links if link.producer == s)
+            stages.append(_Stage(draft, split, work, entering, leaving // split))
+        queues = tuple(self._queue(link) for link in links)
+        if self.place == "l2" and instances * self.lanes * sum(q.depth * q.entry_bytes for q in queues) > machine.shared_bytes // 2:
+            self.reason = "the rings of all instances do not fit half of the L2"
+            return None
+        ctas = sum(splits)
+        busy, slowest = self._busy(stages, ctas, instances)
+        names = [stage_name(cost, s, d) for s, d in enumerate(drafts)]
+        crossing = sum(s.split * (s.entering + s.leaving) for s in stages) if self.place == "l2" else 0
+        weights = instances * sum(s.split * packed_bytes(cost, s.draft.ops, s.split) for s in stages)
+        return Arranged(
+            "spatial",
+            tuple(self._stage(stage, names[k], ctas) for k, stage in enumerate(stages)),
+            queues,
+            instances,
+            ctas if self.place == "cluster" else 1,
+            self.lanes,
+            busy=busy + weights / machine.shared_bandwidth,
+            l2_bytes=float(crossing * region.tiles + weights),
+            bound=names[slowest],
+        )
+
+    def _busy(self, stages: Sequence[_Stage], ctas: int, instances: int) -> tuple[float, int]:
+        """(seconds from the first tile's entry to the last one's exit, the slowest stage)."""
+        tiles = -(-self.region.tiles // instances)
+        times = [max(s.work.busy(tiles, self.lanes, self.wait), tiles * self._link_seconds(s, ctas)) for s in stages]
+        slowest = max(range(len(stages)), key=lambda k: times[k])
+        fill = sum(s.work.latency(self.wait) for k, s in enumerate(stages) if k != slowest)
+        return self.machine.tile_seconds + fill + times[slowest], slowest
+
+    def _stage(self, s: _Stage, name: str, ctas: int) -> Stage:
+        weights = stationary_bytes(self.cost, s.draft.ops)
+        resource = resource_of(self.cost, s.draft)
+        return Stage(name, s.draft.ops, s.draft.phase, resource, s.split, self._period(s, ctas), weights, split=s.split)
+
+    def _queue(self, link: Link) -> Queue:
+        entry = entry_bytes(self.cost, link.value)
+        return Queue(link.value, link.producer, link.consumers, link.min_depth, entry, self.place)
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    n = 1
+    while n <= most:
+        yield n
+        n *= 2

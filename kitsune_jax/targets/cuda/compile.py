@@ -1,0 +1,61 @@
+"""Generated source in, compiled kernel out, each compiled once: the compilers behind the cache.
+
+Comes in: generated CUDA C++ and what to compile it for. Goes out: a cubin, or for the emulator the bytes of a shared library.
+Invariant: the cache key holds everything that the result depends on, and nothing that differs between equal machines.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kitsune_jax
+from kitsune_jax.targets.cuda import cache, hostcc, nvrtc, sources
+from kitsune_jax.targets.cuda.nvrtc import Compiled
+from kitsune_jax.targets.cuda.sources import CompileError
+
+__all__ = ["CompileError", "Compiled", "cubin", "emulated", "emulator_library"]
+
+
+def cubin(source: str, arch: str) -> Compiled:
+    """The cubin of ``source`` for ``arch`` ("sm_90a", "sm_80", ...) and ptxas's log.
+
+    Raises ``CompileError``, ``OSError`` where there is no NVRTC (``nvrtc.why_not()``), ``ValueError`` for an unknown ``arch``.
+    """
+    key = cache.key(
+        kind="cubin",
+        package=kitsune_jax.__version__,
+        source=source,
+        headers=sources.fingerprint("include"),
+        compiler="nvrtc {}.{}".format(*nvrtc.version()),
+        options="\n".join(nvrtc.options_for(arch)),
+    )
+    return Compiled.unpack(cache.default().get(key, ".cubin", lambda: nvrtc.compile(source, arch).pack()))
+
+
+def emulated(source: str, sm: int) -> bytes:
+    """``source`` as a shared library for the emulator, which exports the kernel; ``sm`` is 900 or 800.
+
+    Raises ``CompileError``, ``OSError`` where there is no C++ compiler (``hostcc.why_not()``).
+    """
+    options = hostcc.kernel_options(sm)
+    return cache.default().get(_host_key("emulated", options, source), ".so", lambda: hostcc.compile(source, sm))
+
+
+def emulator_library() -> Path:
+    """The emulator's shared library, built when it is first asked for: a file to be loaded soon, before the cache is full.
+
+    Raises ``OSError`` where there is no C++ compiler or no folder to write to, ``RuntimeError`` if it does not compile.
+    """
+    key = _host_key("emulator", hostcc.EMULATOR_OPTIONS, "")
+    return cache.default().get_file(key, ".so", hostcc.build_emulator)
+
+
+def _host_key(kind: str, options: tuple[str, ...], source: str) -> str:
+    return cache.key(
+        kind=kind,
+        package=kitsune_jax.__version__,
+        source=source,
+        headers=sources.fingerprint("emulator"),
+        compiler=hostcc.find().version,
+        options="\n".join(options),
+    )

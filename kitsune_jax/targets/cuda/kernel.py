@@ -1,0 +1,318 @@
+"""The kernel around the stages: shared memory, roles, loader, sinks and launch geometry, as CUDA C++ text.
+
+Comes in: a tile program, an ``Arrangement`` (what the plan asks for) and the bodies of its stages. Goes out: ``Kernel``: the source,
+the launch words, and the recipes of its operands. Raises ``CannotLower`` where the arrangement does not fit the device.
+
+Shared memory of a CTA: a header of barriers, then weights (resident images, or the ring they pass through), then each lane's scratch
+(register images, rows that change places), then the slots of the queues that the CTA reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.targets.cuda import text, tiles
+from kitsune_jax.targets.cuda.body import Body, StageConfig, image_vectors
+from kitsune_jax.targets.cuda.columns import Vectors
+from kitsune_jax.targets.cuda.errors import CannotLower
+from kitsune_jax.targets.cuda.values import Registers
+from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+
+LAUNCH_VERSION = 1
+_ALIGN = 1024  # of everything in shared memory: the swizzle's atom
+_COUNTER_BYTES = 128
+_MAX_DEPTH = 12  # chunks of 16 KiB: what hides an L2 round trip twice over
+_MIN_DEPTH = 2
+# (two chunks of a product in flight, columns of a chunk), best first. In flight together, one chunk's epilogue hides behind the other's
+# product; narrow chunks need more barrier rounds, but from 64 columns on the tensor core's rate is that of wide ones.
+_SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
+# Registers for values: setmaxnreg's share less addresses and temporaries (``pipeline.h``).
+_VALUE_REGISTERS = {1: 208, 2: 192, 3: 120}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What a plan asks of the kernel.
+
+    ``sm``: 900 (wgmma, bulk copies, clusters) or 800 (portable). ``lanes``: consumer warpgroups of a CTA. ``cluster``: CTAs of a
+    cluster. ``replicas``: pipeline instances at most. ``resident`` and ``split`` per stage, ``places`` per queue ("cluster", "l2").
+    """
+
+    spatial: bool
+    sm: int
+    lanes: int
+    cluster: int
+    replicas: int
+    resident: tuple[bool, ...]
+    split: tuple[int, ...]
+    places: tuple[str, ...]
+    shared_bytes: int
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of one pipeline instance."""
+        return sum(self.split) if self.spatial else self.cluster
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """``weights``: recipes of each image operand; operands are the streamed ``inputs``, the images, the vectors."""
+
+    source: str
+    launch: tuple[int, ...]
+    inputs: tuple[int, ...]
+    weights: tuple[tuple[WeightRecipe, ...], ...]
+    vectors: tuple[VectorRecipe, ...]
+    workspace_bytes: int
+    registers: int  # estimate of what values need, at most
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.launch[5]
+
+
+def generate(program: TileProgram, arrangement: Arrangement, name: str) -> Kernel:
+    """The kernel of ``program`` as ``arrangement`` asks. Raises ``CannotLower``."""
+    if len({s.phase for s in program.stages}) > 1:
+        raise CannotLower("a region of several phases has no kernel yet")
+    if program.tile_rows != tiles.TILE_ROWS:
+        raise CannotLower(f"tiles of {program.tile_rows} rows; the GPU's have {tiles.TILE_ROWS}")
+    return _Generator(program, arrangement, name).run()
+
+
+def _aligned(n: int, to: int = _ALIGN) -> int:
+    return -(-n // to) * to
+
+
+@dataclasses.dataclass(slots=True)
+class _Stage:
+    body: Body
+    config: StageConfig
+    first_rank: int
+    first_weight: int
+    scratch: int = 0  # bytes of one lane
+    scratch_at: int = 0
+    end: int = 0  # of the CTA's shared memory, queues apart
+
+    def config_offset(self, weight: int) -> int:
+        """Where a resident image lies in shared memory."""
+        return self.body.config.weight_offset[weight]
+
+
+class _Generator:
+    def __init__(self, program: TileProgram, arrangement: Arrangement, name: str):
+        self.program, self.a, self.name = program, arrangement, name
+        self.vectors = Vectors()
+        self.weights: list[WeightRecipe] = []
+        self.stages: list[_Stage] = []
+        self.queue_at: dict[int, int] = {}
+        self.depth = 0
+
+    def run(self) -> Kernel:
+        self.header_bytes = self._header_bytes()
+        rank = 0
+        for s in range(len(self.program.stages)):
+            self.stages.append(self._stage(s, rank))
+            rank += self.a.split[s] if self.a.spatial else 0
+        shared = self._place_queues()
+        if shared > self.a.shared_bytes:
+            raise CannotLower(f"the kernel needs {shared} bytes of shared memory; a CTA has {self.a.shared_bytes}")
+        self._layout_operands()
+        self._layout_workspace()
+        return Kernel(
+            text.kernel(self),
+            (LAUNCH_VERSION, self.a.sm, self.grid, self.threads, self.a.cluster, shared, int(self.cooperative), *self._counts()),
+            self.inputs,
+            tuple(tuple(r for r in self.weights if r.shape.dtype == d) for d in self.groups),
+            tuple(self.vectors.recipes),
+            self.workspace_bytes,
+            max(s.body.budget.peak()[0] for s in self.stages),
+        )
+
+    # -- geometry
+
+    @property
+    def threads(self) -> int:
+        return (1 + self.a.lanes) * tiles.GROUP_THREADS
+
+    @property
+    def instances(self) -> int:
+        """Pipeline instances that have a tile."""
+        per = self.a.lanes * (1 if self.a.spatial else self.a.cluster)
+        return max(1, min(self.a.replicas, -(-self.program.tiles // per)))
+
+    @property
+    def grid(self) -> int:
+        return self.instances * self.a.ctas
+
+    @property
+    def workers(self) -> int:
+        """Warpgroups among which the tiles are dealt out."""
+        return self.instances * self.a.lanes * (1 if self.a.spatial else self.a.cluster)
+
+    @property
+    def cooperative(self) -> bool:
+        return "l2" in self.a.places
+
+    @property
+    def streamed(self) -> bool:
+        return not all(self.a.resident)
+
+    # -- stages
+
+    def _stage(self, s: int, rank: int) -> _Stage:
+        """Generates the body, with as many values in shared memory as the registers ask for."""
+        first = len(self.weights)
+        config = StageConfig(resident=self.a.resident[s], split=self.a.split[s], depth=_MAX_DEPTH)
+        limit = _VALUE_REGISTERS[self.a.lanes]
+        best: tuple[int, Body, StageConfig] | None = None
+        for overlap, columns in _SHAPES:
+            config = dataclasses.replace(config, overlap=overlap, columns=columns, spill=())
+            body = self._emit(s, config, first)
+            peak, _ = body.budget.peak()
+            if best is None or peak < best[0]:
+                best = peak, body, config
+            if peak <= limit:
+                break
+        assert best is not None
+        peak, body, config = best
+        spill: list[int] = []
+        while peak > limit:
+            wide = [v for v in body.budget.peak()[1] if self._may_spill(body, v, spill)]
+            if not wide:
+                raise CannotLower(f"a stage needs {peak} registers a thread for its values; there are {limit}")
+            spill.append(wide[0])
+            config = dataclasses.replace(config, spill=self._spill_offsets(body, spill))
+            body = self._emit(s, config, first)
+            peak, _ = body.budget.peak()
+        if config is not best[2] or not spill:
+            body = self._emit(s, config, first)
+        stage = _Stage(body, config, rank, first)
+        self._fit_memory(s, stage)
+        return stage
+
+    def _may_spill(self, body: Body, v: int, spilled: Sequence[int]) -> bool:
+        return v not in spilled and not body.value(v).row and isinstance(body.value(v).place, Registers)
+
+    def _emit(self, s: int, config: StageConfig, first: int) -> Body:
+        """A fresh body; its weights replace those of an earlier attempt. Resident ones need their place before the text is made."""
+        offsets: tuple[int, ...] = ()
+        for _ in range(2):  # the first pass finds the weights, the second has their offsets
+            del self.weights[first:]
+            body = Body(self.program, s, dataclasses.replace(config, weight_offset=offsets), self.weights, self.vectors)
+            body.emit()
+            if not config.resident:
+                break
+            at, found = self.header_bytes, []
+            for recipe in self.weights[first:]:
+                found.append(at)
+                at += recipe.shape.slab_bytes
+            offsets = (*[0] * first, *found)
+        return body
+
+    def _spill_offsets(self, body: Body, spill: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        at, found = 0, []
+        for v in spill:
+            found.append((v, at))
+            value = body.value(v)
+            at += _aligned(image_vectors(value.width, value.dtype) * tiles.GROUP_THREADS * 16)
+        return tuple(found)
+
+    def _fit_memory(self, s: int, stage: _Stage) -> None:
+        """Shared memory of the stage's CTA; streamed weights get the ring that is left."""
+        body, config = stage.body, stage.config
+        images = sum(_aligned(image_vectors(body.value(v).width, body.value(v).dtype) * tiles.GROUP_THREADS * 16) for v, _ in config.spill)
+        stage.scratch = images + _aligned(tiles.TILE_ROWS * body.scratch_words * 4) if body.scratch_words else images
+        lanes = self.a.lanes * stage.scratch
+        recipes = self.weights[stage.first_weight :]
+        if config.resident:
+            weights = sum(r.shape.slab_bytes for r in recipes)
+        else:
+            slot = max((r.shape.chunk_bytes(c) for r in recipes for c in r.shape.chunks), default=0)
+            free = self.a.shared_bytes - self.header_bytes - lanes
+            depth = min(_MAX_DEPTH, free // slot if slot else 0)
+            if depth < _MIN_DEPTH:
+                raise CannotLower(f"{lanes} bytes of tiles leave no room for a ring of weights in shared memory")
+            if depth < config.depth:
+                stage.config = dataclasses.replace(config, depth=depth)
+                stage.body = self._emit(s, stage.config, stage.first_weight)
+            self.depth, self.slot_bytes = depth, slot
+            weights = depth * slot
+        stage.scratch_at = self.header_bytes + weights
+        stage.end = stage.scratch_at + lanes
+        if stage.end > self.a.shared_bytes:
+            raise CannotLower(
+                f"a stage needs {weights} bytes for weights and {lanes} for tiles in shared memory; a CTA has {self.a.shared_bytes}"
+            )
+
+    def _header_bytes(self) -> int:
+        rings = 16 * _MAX_DEPTH + sum(16 * q.depth * self.a.lanes for q in self.program.queues)
+        return _aligned(rings + 128)
+
+    # -- queues
+
+    def entry_vectors(self, q: int) -> int:
+        tile = self.program.queues[q].tile
+        n = math.prod(tile.shape)
+        return 1 if n == 1 else image_vectors(tiles.padded(n), tile.dtype)
+
+    def _place_queues(self) -> int:
+        """Slots of cluster queues behind what their readers hold already. Returns the shared memory of the greediest CTA."""
+        ends = [stage.end for stage in self.stages]
+        for q, queue in enumerate(self.program.queues):
+            if self.a.places[q] != "cluster":
+                continue
+            if self.a.split[queue.producer] > 1 or any(self.a.split[c] > 1 for c in queue.consumers):
+                raise CannotLower("a stage that is split by columns has queues in the L2 only")
+            at = max(ends[c] for c in queue.consumers)
+            self.queue_at[q] = at
+            for c in queue.consumers:
+                ends[c] = at + self.a.lanes * queue.depth * self.entry_vectors(q) * tiles.GROUP_THREADS * 16
+        return max(ends)
+
+    # -- global memory
+
+    def _layout_operands(self) -> None:
+        read = {i["array"] for s in self.program.stages for i in s.body if i.kind == "load"}
+        self.inputs = tuple(k for k in sorted(read) if self.program.inputs[k].streamed)
+        self.groups = tuple(dict.fromkeys(r.shape.dtype for r in self.weights))
+        self.weight_at: dict[int, tuple[int, int]] = {}
+        for g, dtype in enumerate(self.groups):
+            at = 0
+            for k, recipe in enumerate(self.weights):
+                if recipe.shape.dtype == dtype:
+                    self.weight_at[k] = (g, at)
+                    at += recipe.shape.bytes
+
+    def _layout_workspace(self) -> None:
+        """Counters first, because they must be zero; then partial sums, then the slots of L2 queues."""
+        at = 0
+        self.counter_at: dict[int, int] = {}
+        for s, stage in enumerate(self.stages):
+            if stage.body.sinks:
+                self.counter_at[s] = at
+                at += _COUNTER_BYTES
+        pipelines = self.instances * self.a.lanes
+        self.ring_at: dict[int, int] = {}
+        l2 = [q for q in range(len(self.program.queues)) if self.a.places[q] == "l2"]
+        for q in l2:
+            self.ring_at[q] = at
+            at += pipelines * 2 * self.program.queues[q].depth * _COUNTER_BYTES
+        self.zero_bytes = at
+        self.partial_at: dict[int, int] = {}
+        for stage in self.stages:
+            for sink in stage.body.sinks:
+                self.partial_at[sink.sink] = at
+                at += _aligned(self.workers * 4 * sink.width * 4, 128)
+        self.slots_at: dict[int, int] = {}
+        for q in l2:
+            self.slots_at[q] = at
+            at += pipelines * self.program.queues[q].depth * self.entry_vectors(q) * tiles.GROUP_THREADS * 16
+        self.workspace_bytes = at
+
+    def _counts(self) -> tuple[int, int, int]:
+        operands = len(self.inputs) + len(self.groups) + bool(self.vectors.recipes)
+        return operands, len(self.program.outputs) + bool(self.workspace_bytes), self.zero_bytes

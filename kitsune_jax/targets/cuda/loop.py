@@ -1,0 +1,377 @@
+"""One loop over the blocks of a tile: evaluates pointwise expressions element by element and hands the results on.
+
+Comes in: values of a stage and what is to be done with them (keep, store, push, fold). Goes out: C++ text. Everything that the loop
+reads is brought in once per block; everything pending that is read again later is kept on the way. Invariant: columns beyond the
+logical ones are zero in whatever is kept or handed on, because a later matmul multiplies them by zero and NaN would survive that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda.errors import CannotLower
+from kitsune_jax.targets.cuda.values import (
+    Accumulators,
+    Expression,
+    InArray,
+    InImage,
+    InScratch,
+    InVector,
+    Literal,
+    Multiply,
+    Parts,
+    Registers,
+    Splat,
+)
+
+if TYPE_CHECKING:
+    from kitsune_jax.targets.cuda.body import Body
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keep:
+    """The value gets registers ``name`` ("pair" or "word") or, with ``put``, an image: the C++ call that takes (vector, U4).
+
+    ``push``: the image is an entry of a queue, and the value stays where it was.
+    """
+
+    value: int
+    name: str
+    form: str
+    put: str = ""
+    push: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Store:
+    value: int
+    array: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fold:
+    """Fold along the columns into ``name[2]``, or (``stream``) along the rows: into ``name`` (``scalar``) or one per column."""
+
+    value: int
+    how: str
+    name: str
+    stream: bool = False
+    scalar: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToScratch:
+    """Words of the value to its columns of the warp's scratch rows, from ``column`` on."""
+
+    value: int
+    scratch: str
+    column: int
+
+
+Action = Keep | Store | Fold | ToScratch
+
+
+class Loop:
+    def __init__(self, body: Body, width: int, actions: Iterable[Action]):
+        self.body, self.width = body, width
+        self.actions = list(actions)
+        self.owned = tiles.owned(width)
+        for action in self.actions:
+            if body.value(action.value).width != width:
+                raise AssertionError("a loop is over tiles of one width")
+
+    def emit(self) -> None:
+        self._keep_on_the_way()
+        self._declare()
+        products = self._products()
+        for first, last in self._segments(products):
+            if products:
+                self.body.products.advance(products, first)
+            _Segment(self, first, last).emit()
+            self._count_kept(first, last)
+        for action in self.actions:
+            if isinstance(action, Keep) and not action.push:
+                self.body.settle(action)
+
+    def _count_kept(self, first: int, last: int) -> None:
+        for action in self.actions:
+            if isinstance(action, Keep) and not action.put:
+                share = self.body.value(action.value).registers * (last - first) // tiles.blocks(self.width)
+                self.body.budget.define(action.value, share)
+
+    # -- what is pending below the roots
+
+    def _keep_on_the_way(self) -> None:
+        """Pending values below the roots that are read again later are kept by this loop, too."""
+        roots = {a.value for a in self.actions if isinstance(a, Keep) and not a.push}
+        for v in self._pending_below():
+            if v not in roots and self.body.read_again(v):
+                self.actions.append(self.body.keep(v))
+
+    def _pending_below(self) -> list[int]:
+        found: dict[int, None] = {}
+
+        def visit(v: int) -> None:
+            value = self.body.value(v)
+            if value.row or v in found:
+                return
+            match value.place:
+                case Expression(instr):
+                    for operand in instr.inputs:
+                        visit(operand)
+                    found[v] = None
+                case Multiply():
+                    found[v] = None
+                case Parts(parts):
+                    for part, first, blocks in parts:
+                        if self.body.value(part).width == self.width and first == 0 and blocks == tiles.blocks(self.width):
+                            visit(part)
+
+        for action in self.actions:
+            visit(action.value)
+        return list(found)
+
+    def _products(self) -> list[int]:
+        return [v for v in self._pending_below() if isinstance(self.body.value(v).place, Multiply)]
+
+    def _declare(self) -> None:
+        for action in self.actions:
+            if isinstance(action, Keep) and not action.put:
+                type_, count = self._storage(action)
+                self.body.text(f"{type_} {action.name}[{count}];")
+
+    def _storage(self, action: Keep) -> tuple[str, int]:
+        if action.form == "pair":
+            return "u32", self.width // 4
+        return pointwise.COMPUTE[self.body.value(action.value).dtype], self.width // 2
+
+    def _segments(self, products: list[int]) -> list[tuple[int, int]]:
+        """Runs of blocks within which every source lies in one place."""
+        total = tiles.blocks(self.width)
+        cuts = {0, total}
+        for v in self._all_sources():
+            match self.body.value(v).place:
+                case Accumulators(chunks):
+                    cuts |= {first for _, first, _ in chunks}
+                case Parts(parts):
+                    at = 0
+                    for _, _, blocks in parts:
+                        at += blocks
+                        cuts.add(at)
+        if products:
+            at = 0
+            for columns in self.body.column_chunks(self.width):
+                at += columns // tiles.block(self.width)
+                cuts.add(at)
+        ordered = sorted(cuts)
+        return list(zip(ordered, ordered[1:], strict=False))
+
+    def _all_sources(self) -> list[int]:
+        found: dict[int, None] = {}
+
+        def visit(v: int) -> None:
+            if v in found:
+                return
+            found[v] = None
+            match self.body.value(v).place:
+                case Expression(instr):
+                    for operand in instr.inputs:
+                        visit(operand)
+
+        for action in self.actions:
+            visit(action.value)
+        return list(found)
+
+
+class _Segment:
+    """The blocks [first, last) of a loop."""
+
+    def __init__(self, loop: Loop, first: int, last: int):
+        self.loop, self.body = loop, loop.body
+        self.first, self.last = first, last
+        self.before: list[str] = []  # once per block
+        self.element: list[str] = []
+        self.pair: list[str] = []  # after both elements of a pair
+        self.after: list[str] = []  # once per block
+        self.names: dict[tuple[int, int], str] = {}
+        self.loaded: dict[tuple[int, int], str] = {}
+
+    def emit(self) -> None:
+        for action in self.loop.actions:
+            self._action(action)
+        pairs = self.loop.owned
+        text = self.body.text
+        text("KITSUNE_UNROLL")
+        text(f"for (int b = {self.first}; b < {self.last}; ++b) {{")
+        for line in self.before:
+            text("  " + line)
+        text("  KITSUNE_UNROLL")
+        text(f"  for (int ii = 0; ii < {pairs}; ++ii) {{")
+        text("    const int h = ii & 1;")
+        for name in self._pair_temporaries():
+            text(f"    float {name}[2];")
+        text("    KITSUNE_UNROLL")
+        text("    for (int e = 0; e < 2; ++e) {")
+        text("      const int c = 2 * (ii >> 1) + e;")
+        for line in self.element:
+            text("      " + line)
+        text("    }")
+        for line in self.pair:
+            text("    " + line)
+        text("  }")
+        for line in self.after:
+            text("  " + line)
+        text("}")
+
+    def _pair_temporaries(self) -> list[str]:
+        return [f"t_{a.name}" for a in self.loop.actions if isinstance(a, Keep) and a.form == "pair"]
+
+    # -- actions
+
+    def _action(self, action: Action) -> None:
+        value = self.body.value(action.value)
+        type_ = pointwise.COMPUTE[value.dtype]
+        x = self.read(action.value, 0)
+        inside = self._inside(value.n)
+        pairs = self.loop.owned
+        match action:
+            case Keep(_, name, form, put):
+                x = f"{inside} ? {x} : {type_}(0)" if inside else x
+                if form == "pair":
+                    element = pointwise.ELEMENT[value.dtype]
+                    self.element.append(f"t_{name}[e] = {x};")
+                    target = f"w_{name}[ii]" if put else f"{name}[b * {pairs} + ii]"
+                    self.pair.append(f"{target} = pack<{element}>(t_{name}[0], t_{name}[1]);")
+                else:
+                    target = f"w_{name}[2 * ii + e]" if put else f"{name}[2 * (b * {pairs} + ii) + e]"
+                    self.element.append(f"{target} = {f'to_word({x})' if put else x};")
+                if put:
+                    self._put(name, put, pairs if form == "pair" else 2 * pairs)
+            case Store(_, array):
+                out = f"o{array}"
+                self.before.append(f"{type_} {out}[2][{pairs}];")
+                self.element.append(f"{out}[h][c] = {x};")
+                self.after += self.body.arrays.store(array, out, self.loop.width, self.body.column0(action.value))
+            case Fold(_, how, name, stream, scalar):
+                target = name if scalar and stream else f"{name}[b * {pairs} + c]" if stream else f"{name}[h]"
+                guards = [*([inside] if inside else []), *(["valid[h]"] if stream else [])]
+                guard = f"if ({' && '.join(guards)}) " if guards else ""
+                self.element.append(f"{guard}{target} = {how}::fold({target}, {type_}({x}));")
+            case ToScratch(_, scratch, column):
+                self.element.append(f"{scratch}.put(lane, h, {column} + {self._column()}, to_word({x}));")
+
+    def _put(self, name: str, put: str, words: int) -> None:
+        """Words of a block as whole vectors of an image."""
+        vectors = -(-words // 4)
+        self.before.append(f"u32 w_{name}[{words}];")
+        self.after.append("KITSUNE_UNROLL")
+        self.after.append(f"for (int i = 0; i < {vectors}; ++i) {put}(b * {vectors} + i, image_vector(w_{name}, i));")
+
+    def _column(self) -> str:
+        return f"first_column<{self.loop.width}>(lane, b) + c"
+
+    def _inside(self, n: int) -> str:
+        return f"({self._column()} < {n})" if n != self.loop.width else ""
+
+    # -- reading
+
+    def read(self, v: int, shift: int) -> str:
+        """The C++ expression of an element of ``v``, whose block is b - shift."""
+        key = (v, shift)
+        if key not in self.names:
+            self.names[key] = self._read(v, shift)
+        return self.names[key]
+
+    def _read(self, v: int, shift: int) -> str:
+        value = self.body.value(v)
+        type_ = pointwise.COMPUTE[value.dtype]
+        block = f"(b - {shift})" if shift else "b"
+        pairs = self.loop.owned
+        match value.place:
+            case Literal(constant):
+                return pointwise.literal(constant, type_)
+            case Splat(of):
+                return self.read(of, 0)
+            case Registers(name, "row"):
+                return f"{name}[h]"
+            case Registers(name, "word"):
+                self.body.budget.use(v)
+                return f"{name}[2 * ({block} * {pairs} + ii) + e]"
+            case Registers(name, _):
+                self.body.budget.use(v)
+                return f"unpack<{pointwise.ELEMENT[value.dtype]}>({name}[{block} * {pairs} + ii], e)"
+            case Accumulators(chunks):
+                name, first = next((n, f) for n, f, count in chunks if f <= self.first - shift < f + count)
+                return f"{name}[2 * (({block} - {first}) * {pairs} + ii) + e]"
+            case Multiply():
+                if shift:
+                    raise AssertionError("a matmul is read in place")
+                name, first = self.body.products.chunk_at(v, self.first)
+                self.body.budget.use((v, self.body.products.chunk_of(v, self.first)))
+                return f"{name}[2 * ((b - {first}) * {pairs} + ii) + e]"
+            case InArray(array):
+                return f"{self._array(v, array, shift)}[h][c]"
+            case InVector(_, scalar):
+                return self.body.scalar(v) if scalar else f"{self._vector(v, shift)}[c]"
+            case InImage(name):
+                return self._image(v, name, shift)
+            case InScratch(name, table, fill):
+                where = self._load_vector(table, shift)
+                index = self.body.fresh("t")
+                self.element.append(f"const i32 {index} = static_cast<i32>(bits({where}[c]));")
+                return f"({index} < 0 ? {fill} : from_word<{type_}>({name}.get(lane, h, {index})))"
+            case Parts(parts):
+                at = 0
+                for part, first, blocks in parts:
+                    if at <= self.first - shift < at + blocks:
+                        return self.read(part, shift + at - first)
+                    at += blocks
+                raise AssertionError("a segment lies in one part")
+            case Expression(instr):
+                operands = [self.read(o, shift) for o in instr.inputs]
+                types = [pointwise.COMPUTE[self.body.value(o).dtype] for o in instr.inputs]
+                text = self.body.expression(instr, operands, types, type_, value.dtype, f"{self._column()} - {32 * shift}")
+                name = self.body.fresh("t")
+                self.element.append(f"const {type_} {name} = {text};")
+                return name
+        raise CannotLower(f"a value in {type(value.place).__name__} has no elements")
+
+    def _array(self, v: int, array: int, shift: int) -> str:
+        key = (v, shift)
+        if key not in self.loaded:
+            name = self.loaded[key] = self.body.fresh("x")
+            self.before += self.body.arrays.load(array, name, self.loop.width, shift, self.body.column0(v))
+        return self.loaded[key]
+
+    def _vector(self, v: int, shift: int) -> str:
+        key = (v, shift)
+        if key not in self.loaded:
+            name = self.loaded[key] = self.body.fresh("x")
+            self.before += self.body.vector(v, name, self.loop.width, shift)
+        return self.loaded[key]
+
+    def _load_vector(self, offset: int, shift: int) -> str:
+        name, owned, block = self.body.fresh("x"), self.loop.owned, f"b - {shift}" if shift else "b"
+        self.before.append(f"float {name}[{owned}];")
+        self.before.append(f"load_vector<{owned}>({name}, p.vectors + {offset}, first_column<{self.loop.width}>(lane, {block}));")
+        return name
+
+    def _image(self, v: int, name: str, shift: int) -> str:
+        value = self.body.value(v)
+        half = tiles.is_half(value.dtype)
+        words = self.loop.owned if half else 2 * self.loop.owned
+        vectors = -(-words // 4)
+        key = (v, shift)
+        if key not in self.loaded:
+            x = self.loaded[key] = self.body.fresh("x")
+            self.before.append(f"u32 {x}[{words}];")
+            self.before.append("KITSUNE_UNROLL")
+            at = f"(b - {shift})" if shift else "b"
+            self.before.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({x}, i, {name}({at} * {vectors} + i));")
+        x = self.loaded[key]
+        if half:
+            return f"unpack<{pointwise.ELEMENT[value.dtype]}>({x}[ii], e)"
+        return f"from_word<{pointwise.COMPUTE[value.dtype]}>({x}[2 * ii + e])"

@@ -1,0 +1,268 @@
+"""NVRTC, the CUDA compiler as a library, through ctypes. It needs no GPU and no toolkit.
+
+Comes in: generated CUDA C++ and an architecture. Goes out: a cubin with ptxas's log, and what the log says of registers and
+memory. Invariants: importing this module loads nothing; where the library is missing, ``why_not()`` says what to install; the
+only headers a kernel can include are those whose fingerprint is in the cache key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import re
+import shutil
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kitsune_jax.targets.cuda import cache, sources
+from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
+
+__all__ = [
+    "CompileError",
+    "Compiled",
+    "Resources",
+    "available",
+    "compile",
+    "options_for",
+    "resources",
+    "sm_of",
+    "version",
+    "why_not",
+]
+
+# fence.{acquire,release}.sync_restrict is of PTX ISA 8.6; 12.8 is the oldest NVRTC this binding was tried with.
+_OLDEST = (12, 8)
+_MAJORS = (13, 12)
+_BUILTIN_OPERATION_FAILURE = 7  # nvrtc.h: the library that the builtins are in was not found
+_ADVICE = "to compile kernels for NVIDIA GPUs: pip install kitsune_jax[cuda13]"
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_ARCH = re.compile(r"sm_(\d+)([af]?)")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin, and what the compiler and ptxas said on the way (warnings, registers, spills).
+
+    Packed, the cubin stands first: its tools read a packed file as they read a cubin.
+    """
+
+    cubin: bytes
+    log: str
+
+    def pack(self) -> bytes:
+        return self.cubin + self.log.encode() + struct.pack("<Q", len(self.cubin))
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Compiled:
+        (size,) = struct.unpack("<Q", packed[-8:])
+        return cls(packed[:size], packed[size:-8].decode())
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel takes of an SM, as ptxas states it. Registers are per thread, memory in bytes.
+
+    ``spill_bytes`` are the stores and loads of spills in the code, ``stack_bytes`` the frame per thread: both 0 in a good kernel.
+    ``registers`` of a kernel with ``setmaxnreg`` is what it is launched with. ``shared_static`` is without dynamic shared memory.
+    """
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_static: int
+    barriers: int
+
+
+@dataclass(frozen=True)
+class _Library:
+    handle: ctypes.CDLL
+    version: tuple[int, int]
+
+
+_lock = threading.Lock()
+_library: _Library | None = None
+
+
+def available() -> bool:
+    """Whether kernels can be compiled here."""
+    return why_not() is None
+
+
+def why_not() -> str | None:
+    """``None`` if kernels can be compiled here, else the reason and what to install, in a sentence."""
+    try:
+        _load()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def version() -> tuple[int, int]:
+    """NVRTC's version, such as (13, 0). Raises ``OSError`` with the words of ``why_not`` if there is none."""
+    return _load().version
+
+
+def sm_of(arch: str) -> int:
+    """The value of ``KITSUNE_SM`` for ``arch``: 900 for Hopper's own features ("sm_90a"), else 800, the portable path.
+
+    Raises ``ValueError`` for what is no architecture, or one older than sm_80.
+    """
+    match = _ARCH.fullmatch(arch)
+    if match is None or int(match[1]) < 80:
+        raise ValueError(f"{arch!r} is not an architecture to compile for: use sm_90a, or one from sm_80 on")
+    return 900 if arch == "sm_90a" else 800
+
+
+def options_for(arch: str) -> tuple[str, ...]:
+    """The options that decide what code ``arch`` gets. NVRTC optimises fully by default."""
+    return ("--std=c++17", f"--gpu-architecture={arch}", f"-DKITSUNE_SM={sm_of(arch)}", "--ptxas-options=-v")
+
+
+def compile(source: str, arch: str, options: Sequence[str] = ()) -> Compiled:
+    """Compile ``source`` for ``arch`` ("sm_90a", "sm_80", ...), without any cache. Thread-safe; other Python threads run meanwhile.
+
+    Raises ``CompileError`` with the log, ``OSError`` where there is no NVRTC, ``ValueError`` for an unknown architecture.
+    """
+    library = _load().handle
+    # By default NVRTC searches the current folder as well, which no cache key could know of.
+    search = ["--no-source-include", *(f"--include-path={folder}" for folder in sources.include_dirs("include"))]
+    arguments = [option.encode() for option in (*options_for(arch), *search, *options)]
+    with _program(library, source) as program:
+        status = library.nvrtcCompileProgram(program, len(arguments), (ctypes.c_char_p * len(arguments))(*arguments))
+        log = _fetch(library, "ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+        if status == _BUILTIN_OPERATION_FAILURE:
+            raise OSError(f"NVRTC is incomplete ({log.strip()}); {_ADVICE}")
+        if status != 0:
+            name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.failed.cu"
+            raise CompileError(f"NVRTC ({_error(library, status)})", log, source, cache.default().keep(name, source))
+        return Compiled(_fetch(library, "CUBIN", program), log)
+
+
+def resources(log: str, cubin: bytes) -> Resources:
+    """What ptxas said about the only kernel of ``cubin``. Raises ``ValueError`` if ``log`` does not tell, or tells of another."""
+    entries = re.findall(r"Compiling entry function '(\w+)' for", log)
+    if len(entries) != 1:
+        raise ValueError(f"the log tells of {len(entries)} kernels ({', '.join(entries) or 'none'}), not of one")
+    if f".text.{entries[0]}\0".encode() not in cubin:
+        raise ValueError(f"the log tells of {entries[0]!r}, which is not in the cubin")
+    used = re.search(r"Used (\d+) registers.*", log)
+    frames = [tuple(map(int, frame)) for frame in _FRAME.findall(log)]
+    if used is None or not frames:
+        raise ValueError(f"ptxas did not say what {entries[0]!r} uses:\n{log}")
+    return Resources(
+        registers=int(used[1]),
+        spill_bytes=sum(stores + loads for _, stores, loads in frames),  # functions that were not inlined have their own line
+        stack_bytes=max(_number(r"(\d+) bytes cumulative stack", used[0]), *(frame for frame, _, _ in frames)),
+        shared_static=_number(r"(\d+) bytes smem", used[0]),
+        barriers=_number(r"used (\d+) barriers", used[0]),
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else 0
+
+
+# --- the library
+
+
+def _load() -> _Library:
+    global _library
+    if _library is None:
+        with _lock:
+            if _library is None:
+                _library = _open()
+    return _library
+
+
+def _open() -> _Library:
+    """The first NVRTC that loads and is new enough. Raises ``OSError`` with advice."""
+    refused = []
+    for path in _candidates():
+        try:
+            _preload_builtins(Path(path).parent)
+            handle = ctypes.CDLL(path)  # releases the GIL during calls
+        except OSError as error:
+            if Path(path).is_absolute():
+                refused.append(str(error))
+            continue
+        found = _version_of(handle)
+        if found >= _OLDEST:
+            return _Library(_declare(handle), found)
+        refused.append(f"{path} is version {found[0]}.{found[1]}, older than {_OLDEST[0]}.{_OLDEST[1]}")
+    reason = "; ".join(refused) or "it is in no nvidia wheel, no CUDA toolkit and not on the loader's path"
+    raise OSError(f"NVRTC (libnvrtc) was not found ({reason}); {_ADVICE}")
+
+
+def _candidates() -> Iterator[str]:
+    """Paths of libnvrtc, the best first: NVIDIA's wheels, the toolkit, the loader's own search."""
+    folders: list[Path] = []
+    wheels = importlib.util.find_spec("nvidia")
+    for place in (wheels.submodule_search_locations or ()) if wheels else ():
+        folders += sorted(Path(place).glob("*/lib"))  # nvidia/cu13/lib, nvidia/cuda_nvrtc/lib: one layout per major version
+    nvcc = shutil.which("nvcc")
+    toolkits = [Path(nvcc).resolve().parents[1]] if nvcc else []
+    toolkits += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
+    folders += [toolkit / lib for toolkit in toolkits for lib in ("lib64", "lib")]
+    for major in _MAJORS:
+        yield from (str(path) for folder in folders if (path := folder / f"libnvrtc.so.{major}").is_file())
+    yield from (f"libnvrtc.so.{major}" for major in _MAJORS)
+
+
+def _preload_builtins(folder: Path) -> None:
+    """Load the second library, which NVRTC opens by its bare name: without an rpath (13.0's wheel) the loader does not find it."""
+    for path in sorted(folder.glob("libnvrtc-builtins.so.*")) if folder.is_absolute() else ():
+        ctypes.CDLL(str(path))
+
+
+def _version_of(handle: ctypes.CDLL) -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    handle.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def _declare(handle: ctypes.CDLL) -> ctypes.CDLL:
+    """Argument types, without which ctypes would cut pointers to 32 bits."""
+    text, texts, size = ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_size_t)
+    program, programs = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+    handle.nvrtcCreateProgram.argtypes = [programs, text, text, ctypes.c_int, texts, texts]
+    handle.nvrtcCompileProgram.argtypes = [program, ctypes.c_int, texts]
+    handle.nvrtcDestroyProgram.argtypes = [programs]
+    for what in ("ProgramLog", "CUBIN"):
+        getattr(handle, f"nvrtcGet{what}Size").argtypes = [program, size]
+        getattr(handle, f"nvrtcGet{what}").argtypes = [program, ctypes.c_char_p]
+    handle.nvrtcGetErrorString.argtypes = [ctypes.c_int]
+    handle.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return handle
+
+
+@contextlib.contextmanager
+def _program(library: ctypes.CDLL, source: str) -> Iterator[ctypes.c_void_p]:
+    program = ctypes.c_void_p()
+    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), f"{KERNEL}.cu".encode(), 0, None, None))
+    try:
+        yield program
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _fetch(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _check(library, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(library, getattr(library, f"nvrtcGet{what}")(program, buffer))
+    return buffer.raw
+
+
+def _check(library: ctypes.CDLL, status: int) -> None:
+    if status != 0:
+        raise RuntimeError(f"NVRTC: {_error(library, status)}")
+
+
+def _error(library: ctypes.CDLL, status: int) -> str:
+    return str(library.nvrtcGetErrorString(status).decode())

@@ -1,0 +1,131 @@
+"""Stationary operands as the kernels want them, made by XLA in front of the custom call.
+
+Comes in: arrays in the user's layout and the recipes that code generation left. Goes out: one-dimensional arrays: images of weights
+(chunks of 128 bytes of K by N columns, both permuted to the fragment layout, 128-byte swizzle: ``cuda/include/kitsune/layout.h``),
+and vectors of 32-bit words padded to their tile's width. Only reshapes, transposes, pads and selects are used, which XLA fuses into
+one pass over the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kitsune_jax.targets.cuda.tiles import ROW_BYTES, WeightShape, block, is_half, padded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightRecipe:
+    """``value``: the stationary value of the tile program; ``permutation``: its dimensions as (contracted..., free...), of which the
+    first ``contracted`` flatten to K."""
+
+    value: int
+    permutation: tuple[int, ...]
+    contracted: int
+    shape: WeightShape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VectorRecipe:
+    """A stationary value as every row sees it: reshaped to ``shape``, broadcast to ``row_shape`` along ``dims``, flattened, padded.
+
+    ``value`` is None for a table of constants, which is ``table``. ``width``: padded words, ``split`` times as many for slabs.
+    """
+
+    value: int | None
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    row_shape: tuple[int, ...]
+    width: int
+    split: int = 1
+    table: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> int:
+        return -(-self.width * self.split // 32) * 32  # vectors start 128 bytes apart: aligned loads
+
+
+def weights(recipes: Sequence[WeightRecipe], values: Sequence[Any]) -> jax.Array:
+    """The image of several weight matrices, one after the other, as their own dtype."""
+    return jnp.concatenate([_weight(r, v) for r, v in zip(recipes, values, strict=True)])
+
+
+def vectors(recipes: Sequence[VectorRecipe], values: Sequence[Any]) -> jax.Array:
+    """All vectors as one array of uint32 words: floats as float32, integers and booleans as 32-bit integers."""
+    return jnp.concatenate([_vector(r, v) for r, v in zip(recipes, values, strict=True)])
+
+
+def _weight(recipe: WeightRecipe, value: Any) -> jax.Array:
+    shape = recipe.shape
+    w = jnp.transpose(jnp.asarray(value), recipe.permutation)
+    w = w.reshape(math.prod(w.shape[: recipe.contracted]), math.prod(w.shape[recipe.contracted :]))
+    half = is_half(shape.dtype)
+    rows = []
+    start = 0
+    for piece in shape.pieces:
+        rows.append(_blocks_of_k(w[start : start + piece], half))
+        start += piece
+    w = rows[0] if len(rows) == 1 else jnp.concatenate(rows)  # [32 * k_blocks, n]
+    lanes = ROW_BYTES // (2 if half else 4)
+    w = jnp.pad(w, ((0, shape.k_chunks * lanes - w.shape[0]), (0, 0)))
+    per = -(-shape.n // shape.split)
+    slabs = [_slab(w[:, s * per : (s + 1) * per], shape, lanes) for s in range(shape.split)]
+    return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs)
+
+
+def _blocks_of_k(w: jax.Array, half: bool) -> jax.Array:
+    """Rows of one piece in the order in which the instructions of a block of 32 take them; blocks padded to 32."""
+    width = padded(w.shape[0])
+    b = block(width)
+    w = jnp.pad(w, ((0, width - w.shape[0]), (0, 0))).reshape(width // b, 4, b // 8, 2, -1)  # [block, q, j, e, n]
+    w = w.transpose((0, 2, 1, 3, 4) if half else (0, 2, 3, 1, 4)).reshape(width // b, b, -1)
+    return jnp.pad(w, ((0, 0), (0, 32 - b), (0, 0))).reshape(width // b * 32, -1)
+
+
+def _slab(w: jax.Array, shape: WeightShape, lanes: int) -> jax.Array:
+    """[K, n] -> chunks [column chunk][k chunk][column][128 bytes of K], columns permuted, swizzled; flat."""
+    width, b = shape.slab, block(shape.slab)
+    w = jnp.pad(w, ((0, 0), (0, width - w.shape[1])))
+    w = w.reshape(-1, width // b, 4, b // 8, 2).transpose(0, 1, 3, 2, 4).reshape(-1, width)  # [block, j, q, e]
+    parts = []
+    start = 0
+    for columns in shape.chunks:
+        part = w[:, start : start + columns].reshape(shape.k_chunks, lanes, columns).transpose(0, 2, 1)
+        parts.append(_swizzle(part.reshape(shape.k_chunks, columns // 8, 8, 8, lanes // 8)).reshape(-1))
+        start += columns
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _swizzle(x: jax.Array) -> jax.Array:
+    """[.., row 8, unit 8, ..]: unit u of row r goes to u ^ r. One exchange of halves for each bit, where the row has it set."""
+    for bit in (1, 2, 4):
+        units = x.reshape(*x.shape[:3], 8 // (2 * bit), 2, bit, x.shape[-1])
+        exchanged = jnp.flip(units, 4).reshape(x.shape)
+        rows = (np.arange(8) & bit).astype(bool).reshape(8, 1, 1)
+        x = jnp.where(rows, exchanged, x)
+    return x
+
+
+def _vector(recipe: VectorRecipe, value: Any) -> jax.Array:
+    if recipe.value is None:
+        words = jnp.asarray(np.asarray(recipe.table, np.int32).view(np.uint32))
+    else:
+        value = jnp.asarray(value)
+        value = value.astype(jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else _word_type(value.dtype))
+        words = jax.lax.broadcast_in_dim(value.reshape(recipe.shape), recipe.row_shape, recipe.dims).reshape(-1)
+        words = jax.lax.bitcast_convert_type(words, jnp.uint32)
+    if recipe.split > 1:
+        per = -(-words.shape[0] // recipe.split)
+        words = jnp.pad(words, (0, recipe.split * per - words.shape[0])).reshape(recipe.split, per)
+        words = jnp.pad(words, ((0, 0), (0, recipe.width - per))).reshape(-1)
+    return jnp.pad(words, (0, recipe.words - words.shape[0]))
+
+
+def _word_type(dtype: Any) -> Any:
+    return jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) or dtype == jnp.bool_ else jnp.int32

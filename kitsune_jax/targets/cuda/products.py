@@ -1,0 +1,159 @@
+"""The matmuls of a stage: when each chunk of columns is issued and when its results are waited for.
+
+Comes in: pending ``Multiply`` values and the blocks a loop is about to read. Goes out: C++ text, and the order in which chunks of
+weights are consumed (``order``), which is the order in which the loader must bring them. Invariant: where two chunks are in flight, a
+ring of weights holds both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda.values import InArray, InImage, Multiply, Registers
+
+if TYPE_CHECKING:
+    from kitsune_jax.targets.cuda.body import Body
+
+
+@dataclasses.dataclass(slots=True)
+class _State:
+    """``issued`` / ``completed``: chunks so far; ``names``: of the products."""
+
+    issued: int = 0
+    completed: int = 0
+    sources: tuple[str, ...] = ()
+    rolling: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fetch:
+    """``k_chunks`` chunks of ``columns`` columns of weight ``weight``, its column chunk ``chunk``."""
+
+    weight: int
+    chunk: int
+    columns: int
+    k_chunks: int
+
+
+class Products:
+    def __init__(self, body: Body):
+        self.body = body
+        self.state: dict[int, _State] = {}
+        self.order: list[Fetch] = []
+        self.entries = 0  # of the ring of weights, per tile
+
+    def advance(self, products: Sequence[int], first: int) -> None:
+        """Makes the chunks of ``products`` that hold block ``first`` available, and issues the next ones where that is allowed."""
+        for v in products:
+            self._prepare(v)
+        for v in products:
+            chunk = self.chunk_of(v, first)
+            if self.state[v].issued <= chunk:
+                self._issue(v)
+        ahead = len(products) == 1 and self._may_overlap(products[0])
+        if ahead:
+            self._issue(products[0])
+        for k, v in enumerate(products):
+            state = self.state[v]
+            if state.completed <= self.chunk_of(v, first):
+                pending = 1 if ahead else len(products) - 1 - k if not any(self.state[u].rolling for u in products) else 0
+                self.body.text(f"{self._name(v, state.completed)}_product.complete<{pending}>();")
+                state.completed += 1
+                self._count_operands(v)
+
+    def _count_operands(self, v: int) -> None:
+        """A product's operands are in use until it is complete."""
+        place = self.body.value(v).place
+        assert isinstance(place, Multiply)
+        for piece in place.pieces:
+            self.body.budget.use(piece)
+
+    def chunk_at(self, v: int, block: int) -> tuple[str, int]:
+        """(accumulators, first block) of the chunk that holds ``block``."""
+        chunk = self.chunk_of(v, block)
+        return self._name(v, chunk), sum(self._blocks(v)[:chunk])
+
+    # -- chunks
+
+    def _shape(self, v: int) -> tiles.WeightShape:
+        place = self.body.value(v).place
+        assert isinstance(place, Multiply)
+        return self.body.weights[place.weight].shape
+
+    def _blocks(self, v: int) -> list[int]:
+        shape = self._shape(v)
+        return [columns // tiles.block(shape.slab) for columns in shape.chunks]
+
+    def chunk_of(self, v: int, block: int) -> int:
+        at = 0
+        for k, count in enumerate(self._blocks(v)):
+            at += count
+            if block < at:
+                return k
+        raise AssertionError("a block beyond the product")
+
+    def _name(self, v: int, chunk: int) -> str:
+        return f"d{v}_{chunk}"
+
+    def _may_overlap(self, v: int) -> bool:
+        state, shape, config = self.state[v], self._shape(v), self.body.config
+        if state.rolling or state.issued >= len(shape.chunks) or state.issued - state.completed > 1 or not config.overlap:
+            return False
+        return config.resident or 2 * shape.k_chunks <= config.depth
+
+    # -- text
+
+    def _prepare(self, v: int) -> None:
+        if v in self.state:
+            return
+        place, shape = self.body.value(v).place, self._shape(v)
+        assert isinstance(place, Multiply)
+        sources = [self._source(piece, shape.dtype) for piece in place.pieces]
+        fetched = any(not text.startswith("RegisterSource") for text in sources)
+        small = not self.body.config.resident and shape.k_chunks > self.body.config.depth
+        self.state[v] = _State(sources=tuple(sources), rolling=fetched or small)
+
+    def _source(self, v: int, dtype: str) -> str:
+        """The C++ expression of an A operand; brings the value into registers if it is nowhere yet."""
+        body, operand = self.body, pointwise.OPERAND[dtype]
+        value = body.value(v)
+        if isinstance(value.place, InArray) and not value.row:
+            source = body.arrays.source(value.place.array, operand, value.width)
+            if source is not None:
+                return source
+        if value.row:
+            return f"RegisterSource<{operand}, 8>{{{body.row_as_tile(v)}}}"
+        if not isinstance(value.place, (InImage, Registers)):
+            body.materialize(v)
+        if isinstance(value.place, InImage):
+            return f"image_source<{operand}, {value.width}>([&](int i) {{ return {value.place.name}(i); }})"
+        assert isinstance(value.place, Registers)
+        return f"RegisterSource<{operand}, {value.width}>{{{value.place.name}}}"
+
+    def _issue(self, v: int) -> None:
+        state, shape, body = self.state[v], self._shape(v), self.body
+        chunk = state.issued
+        columns, name, operand = shape.chunks[chunk], self._name(v, chunk), pointwise.OPERAND[shape.dtype]
+        place = body.value(v).place
+        assert isinstance(place, Multiply)
+        if body.config.resident:
+            known = body.config.weight_offset  # empty on the pass that finds out what weights there are
+            offset = (known[place.weight] if known else 0) + sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
+            weights = f"const ResidentWeights<{columns}> {name}_weights{{shared + {offset}}};"
+        else:
+            weights = f"const StreamedWeights<Weights> {name}_weights{{weights, next + {self.entries}}};"
+        rolling = "true" if state.rolling else "false"
+        body.text(f"float {name}[{columns // 2}];")
+        body.text(weights)
+        body.text(f"Product<{operand}, {columns}, {rolling}, decltype({name}_weights)> {name}_product({name}, {name}_weights);")
+        for source in state.sources:
+            body.text(f"{name}_product.feed({source});")
+        body.text(f"{name}_product.commit();")
+        self.order.append(Fetch(place.weight, chunk, columns, shape.k_chunks))
+        self.entries += shape.k_chunks
+        state.issued += 1
+        fetched = sum("RegisterSource" not in text for text in state.sources) and (32 if tiles.is_half(shape.dtype) else 64)
+        body.budget.product(v, chunk, columns // 2 + fetched)

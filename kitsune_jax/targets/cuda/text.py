@@ -1,0 +1,267 @@
+"""A laid-out kernel as text: one short ``.cu`` file.
+
+Comes in: the generator of ``kernel.py``, with every place decided. Goes out: CUDA C++ that includes ``kitsune/kitsune.h`` and nothing
+else. It is meant to be read: the stages' bodies are straight code between named objects.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda.body import SinkCode
+
+if TYPE_CHECKING:
+    from kitsune_jax.targets.cuda.kernel import _Generator, _Stage
+
+
+def kernel(g: _Generator) -> str:
+    """The source of the kernel ``kitsune_region``."""
+    parts = [_head(g), _params(g), _header(g)]
+    parts += [_consumer(g, s) for s in range(len(g.stages))]
+    parts += [_loader(g, s) for s in range(len(g.stages))]
+    parts += ["}  // namespace\n", _entry(g)]
+    return "\n".join(parts)
+
+
+def _head(g: _Generator) -> str:
+    p, a = g.program, g.a
+    how = "spatial" if a.spatial else "vertical"
+    stages = ", ".join(s.name for s in p.stages)
+    return (
+        f"// {g.name}: {p.rows} rows, {how}, {g.instances} instances of {a.ctas} CTAs, {a.lanes} lanes; stages {stages}\n"
+        '#include "kitsune/kitsune.h"\n\n'
+        "namespace {\n\n"
+        "using namespace kitsune;\n\n"
+        f"constexpr int kLanes = {a.lanes};\n"
+        f"constexpr i64 kRows = {p.rows};\n"
+        f"constexpr u32 kTiles = {p.tiles};\n"
+        f"constexpr u32 kInstances = {g.instances};\n"
+        f"constexpr u32 kWorkers = {g.workers};  // warpgroups that share out the tiles\n"
+    )
+
+
+def _params(g: _Generator) -> str:
+    fields = [f"const void* in{k};" for k in g.inputs]
+    fields += [f"const u8* weights{k};" for k in range(len(g.groups))]
+    fields += ["const float* vectors;"] if g.vectors.recipes else []
+    fields += [f"void* out{k};" for k in range(len(g.program.outputs))]
+    fields += ["u8* workspace;"] if g.workspace_bytes else []
+    return "struct Params {\n" + "".join(f"  {f}\n" for f in fields) + "};\n"
+
+
+def _header(g: _Generator) -> str:
+    lines = ["struct Header {", "  Mbar resident;", "  u32 flags[4];"]
+    if g.streamed:
+        lines.append(f"  Ring<{g.depth}> weights;")
+    for q in g.queue_at:
+        lines.append(f"  Ring<{g.program.queues[q].depth}> queue{q}[kLanes];")
+    lines += ["};", f"static_assert(sizeof(Header) <= {g.header_bytes});"]
+    if g.streamed:
+        lines.append(f"using Weights = WeightQueue<{g.depth}, {g.slot_bytes}, kLanes, {g.a.cluster}>;")
+    return "\n".join(lines) + "\n"
+
+
+# -- consumers
+
+
+def _consumer(g: _Generator, s: int) -> str:
+    stage, body = g.stages[s], g.stages[s].body
+    out = [f"// Stage {s}: {g.program.stages[s].name}", f"KITSUNE_DEVICE void consume{s}(const Params& p, Header& header, u8* shared, u32 group, u32 instance, u32 slab) {{"]
+    inner: list[str] = ["const Lane lane = Lane::mine();", "(void)slab, (void)shared, (void)instance;"]
+    if stage.scratch:
+        inner.append(f"u8* const scratch = shared + {stage.scratch_at} + group * {stage.scratch};")
+    if body.scratch_words:
+        images = stage.scratch - _scratch_bytes(body.scratch_words)
+        inner.append(f"const Scratch rows = Scratch::at(scratch + {images}, {body.scratch_words});")
+    inner += _queues(g, s)
+    inner += body.setup
+    if stage.config.resident:
+        if len(body.products.order):
+            inner.append("mbar_wait(header.resident, 0);")
+    else:
+        inner += [f"const Weights weights{{&header.weights, shared + {g.header_bytes}}};", "u32 next = 0;"]
+    inner.append(f"const u32 worker = {_worker(g)};")
+    # With streamed weights every lane takes part in every round, with or without a tile: the ring waits for all of them.
+    rounds = f"{-(-g.program.tiles // g.workers)}" if not stage.config.resident else "tiles_of(worker, kWorkers, kTiles)"
+    inner.append(f"const u32 rounds = {rounds};")
+    inner.append("KITSUNE_NO_UNROLL")
+    inner.append("for (u32 n = 0; n < rounds; ++n) {")
+    loop = [
+        "const i64 first_row = (static_cast<i64>(n) * kWorkers + worker) * kTileRows + lane.row;",
+        "const i64 row[2] = {first_row, first_row + 8};",
+        "const bool valid[2] = {row[0] < kRows, row[1] < kRows};",
+        "(void)valid;",
+        *body.prologue,
+        *body.lines,
+    ]
+    if not stage.config.resident:
+        loop.append(f"next += {body.products.entries};")
+    inner += ["  " + line for line in loop]
+    inner.append("}")
+    inner += _finish(g, s)
+    out += ["  " + line for line in inner]
+    out.append("}\n")
+    return "\n".join(out)
+
+
+def _scratch_bytes(words: int) -> int:
+    return -(-tiles.TILE_ROWS * words * 4 // 1024) * 1024
+
+
+def _worker(g: _Generator) -> str:
+    return "instance * kLanes + group" if g.a.spatial else "block_id() * kLanes + group"
+
+
+def _queues(g: _Generator, s: int) -> list[str]:
+    lines = []
+    for q, queue in enumerate(g.program.queues):
+        if s != queue.producer and s not in queue.consumers:
+            continue
+        vectors, depth = g.entry_vectors(q), queue.depth
+        entry = depth * vectors * tiles.GROUP_THREADS * 16
+        if g.a.places[q] == "cluster":
+            lines.append(
+                f"const ClusterQueue<{vectors}, {depth}> queue{q}{{&header.queue{q}[group], "
+                f"reinterpret_cast<U4*>(shared + {g.queue_at[q]} + group * {entry}), {_mask(g, [queue.producer])}, "
+                f"{_mask(g, queue.consumers)}, 1 + group}};"
+            )
+        else:
+            ring = 2 * depth * 128
+            lines.append(
+                f"const L2Queue<{vectors}, {depth}> queue{q}{{"
+                f"reinterpret_cast<L2Ring<{depth}>*>(p.workspace + {g.ring_at[q]} + (instance * kLanes + group) * {ring}), "
+                f"reinterpret_cast<U4*>(p.workspace + {g.slots_at[q]} + static_cast<i64>(instance * kLanes + group) * {entry}), "
+                f"{g.a.split[queue.producer]}, {sum(g.a.split[c] for c in queue.consumers)}, 1 + group}};"
+            )
+    return lines
+
+
+def _mask(g: _Generator, stages: list[int] | tuple[int, ...]) -> int:
+    return sum(1 << g.stages[s].first_rank for s in stages)
+
+
+def _finish(g: _Generator, s: int) -> list[str]:
+    """Partial results of the stage's sinks, and their sum in the warpgroup that comes last."""
+    sinks = g.stages[s].body.sinks
+    if not sinks:
+        return []
+    lines = [
+        f"const Finish finish{{reinterpret_cast<u32*>(p.workspace + {g.counter_at[s]}), &header.flags[group], kWorkers, worker, 1 + group}};"
+    ]
+    for sink in sinks:
+        partial = f"reinterpret_cast<u32*>(p.workspace + {g.partial_at[sink.sink]})"
+        if sink.scalar:
+            lines.append(f"store_partial<{sink.how}, {'true' if sink.quad else 'false'}>({partial}, finish, {sink.name});")
+        else:
+            lines.append(f"store_partial<{sink.how}, {sink.width}>({partial}, finish, lane, {sink.name});")
+    lines.append("if (finish.last()) {")
+    for sink in sinks:
+        lines.append("  " + _combine(g, sink))
+    lines.append("}")
+    return lines
+
+
+def _combine(g: _Generator, sink: SinkCode) -> str:
+    array = g.program.sinks[sink.sink].array
+    columns = 1
+    for n in g.program.sinks[sink.sink].shape:
+        columns *= n
+    partial = f"reinterpret_cast<const u32*>(p.workspace + {g.partial_at[sink.sink]})"
+    return f"combine<{sink.how}, {sink.type}, {pointwise.ELEMENT[g.program.outputs[array].dtype]}>(p.out{array}, {partial}, finish, {columns}, {sink.width});"
+
+
+# -- loader
+
+
+def _loader(g: _Generator, s: int) -> str:
+    stage = g.stages[s]
+    lines = [f"KITSUNE_DEVICE void load{s}(const Params& p, Header& header, u8* shared, u32 slab) {{", "  (void)slab, (void)p, (void)header, (void)shared;"]
+    if stage.config.resident:
+        lines += ["  " + line for line in _load_resident(g, stage)]
+    else:
+        lines += ["  " + line for line in _load_streamed(g, stage)]
+    lines.append("}\n")
+    return "\n".join(lines)
+
+
+def _used(stage: _Stage) -> list[int]:
+    return sorted({f.weight for f in stage.body.products.order})
+
+
+def _load_resident(g: _Generator, stage: _Stage) -> list[str]:
+    weights = _used(stage)
+    if not weights:
+        return []
+    total = sum(g.weights[w].shape.slab_bytes for w in weights)
+    lines = [f"expect_resident(header.resident, {total});"]
+    for w in weights:
+        group, at = g.weight_at[w]
+        size = g.weights[w].shape.slab_bytes
+        slab = f" + slab * {size}" if g.weights[w].shape.split > 1 else ""
+        lines.append(f"fetch_resident(shared + {stage.config_offset(w)}, p.weights{group} + {at}{slab}, {size}, header.resident);")
+    lines.append("finish_resident(header.resident);")
+    return lines
+
+
+def _load_streamed(g: _Generator, stage: _Stage) -> list[str]:
+    lines = [
+        f"const Weights weights{{&header.weights, shared + {g.header_bytes}}};",
+        "u32 n = 0;",
+        "KITSUNE_NO_UNROLL",
+        f"for (u32 round = 0; round < {-(-g.program.tiles // g.workers)}; ++round) {{",
+    ]
+    for f in stage.body.products.order:
+        group, at = g.weight_at[f.weight]
+        shape = g.weights[f.weight].shape
+        at += sum(shape.chunks[: f.chunk]) * shape.k_chunks * tiles.ROW_BYTES
+        lines.append(f"  stream_weights(weights, n, p.weights{group} + {at}, {f.k_chunks}, {shape.chunk_bytes(f.columns)});")
+    lines.append("}")
+    return lines
+
+
+# -- entry
+
+
+def _entry(g: _Generator) -> str:
+    sync = "cluster_sync();" if g.a.cluster > 1 else "block_sync();"
+    ctas = g.a.ctas
+    lines = [
+        f"KITSUNE_KERNEL(kitsune_region, Params, p, {g.threads}) {{",
+        "  Header& header = shared<Header>();",
+        "  u8* const base = reinterpret_cast<u8*>(&header);",
+        "  const u32 group = thread_id() / kGroupThreads;",
+        f"  const u32 instance = block_id() / {ctas}, rank = block_id() % {ctas};",
+        "  (void)instance, (void)rank;",
+        "  if (thread_id() == 0) {",
+        "    init_resident(header.resident);",
+        '    name(&header.resident, "resident");',
+    ]
+    if g.streamed:
+        lines += ["    Weights::init(header.weights);", '    name(&header.weights, "weights");']
+    for q in g.queue_at:
+        queue = g.program.queues[q]
+        init = f"ClusterQueue<{g.entry_vectors(q)}, {queue.depth}>::init(header.queue{q}[l], {_mask(g, [queue.producer])}, {_mask(g, queue.consumers)})"
+        lines += [f"    for (int l = 0; l < kLanes; ++l) {init};", f'    name(header.queue{q}, "queue{q}");']
+    lines += ["    fence_mbar_init();", "  }", f"  {sync}", "  if (group == 0) {", "    become_loader<kLanes>();", "    if (fetches()) {"]
+    lines += [f"      {line}" for line in _roles(g, "load{s}(p, header, base, {slab});")]
+    lines += ["    }", "  } else {", "    become_consumer<kLanes>();"]
+    lines += [f"    {line}" for line in _roles(g, "consume{s}(p, header, base, group - 1, instance, {slab});")]
+    lines.append("  }")
+    if g.a.cluster > 1:
+        lines.append("  cluster_sync();  // no CTA leaves while another still writes to its shared memory")
+    lines.append("}\n")
+    return "\n".join(lines)
+
+
+def _roles(g: _Generator, call: str) -> list[str]:
+    """The call for each CTA's stage."""
+    lines = []
+    for s, stage in enumerate(g.stages):
+        text = call.format(s=s, slab=f"rank - {stage.first_rank}" if g.a.split[s] > 1 else "0")
+        if len(g.stages) == 1:
+            return [text]
+        word = "if" if s == 0 else "else if"
+        last = stage.first_rank + g.a.split[s]
+        lines.append(f"{word} (rank < {last}) {text}" if s + 1 < len(g.stages) else f"else {text}")
+    return lines

@@ -1,0 +1,123 @@
+"""Where a value of a stage is while its code is generated.
+
+Comes in: nothing. Goes out: ``Value`` and its places. A value is *pending* (a pointwise expression or a matmul that nobody has asked
+for) until a loop evaluates it; what is read more than once then gets a home in registers or in a shared-memory image.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeAlias
+
+from kitsune_jax.graph import Scalar
+from kitsune_jax.program.ir import Instr
+from kitsune_jax.targets.cuda import tiles
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Literal:
+    value: Scalar
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expression:
+    """A pointwise instruction, evaluated where it is needed."""
+
+    instr: Instr
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Multiply:
+    """A matmul whose products are issued by the loop that reads it first."""
+
+    instr: Instr
+    weight: int  # index of its WeightRecipe
+    pieces: tuple[int, ...]  # the values that make up its K
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Registers:
+    """``form``: "pair" (u32, two 16-bit values each), "word" (one element each) or "row" (one per row)."""
+
+    name: str
+    form: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accumulators:
+    """Results of a matmul, chunk by chunk: (name, first block, blocks)."""
+
+    chunks: tuple[tuple[str, int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InImage:
+    """A register image; ``get(i)`` of the C++ name gives vector i. ``shared``: it is ours to keep (not a queue's entry)."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InArray:
+    """Rows of a streamed input array."""
+
+    array: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InVector:
+    """A stationary vector or scalar: ``offset`` in words from the first vector."""
+
+    offset: int
+    scalar: bool
+    slab: int = 0  # words from one slab's part to the next
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InScratch:
+    """Columns of the warp's scratch rows ``name``; the vector at ``table`` says which, -1 stands for ``fill``."""
+
+    name: str
+    table: int
+    fill: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Splat:
+    """One number per row (or a constant), seen as a tile."""
+
+    of: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """Whole blocks of other values: (value, first block there, blocks)."""
+
+    parts: tuple[tuple[int, int, int], ...]
+
+
+Place: TypeAlias = (
+    "Literal | Expression | Multiply | Registers | Accumulators | InImage | InArray | InVector | InScratch | Splat | Parts"
+)
+
+
+@dataclasses.dataclass(slots=True)
+class Value:
+    """``n``: logical columns of a row; ``row``: it is one number per row; ``slab``: it is one slab of a wider value."""
+
+    n: int
+    dtype: str
+    row: bool
+    place: Place | None = None
+    slab: bool = False
+
+    @property
+    def width(self) -> int:
+        return tiles.padded(self.n)
+
+    @property
+    def registers(self) -> int:
+        """32-bit registers a thread needs to hold it."""
+        if self.row:
+            return 2
+        return self.width // 4 if tiles.is_half(self.dtype) else self.width // 2
