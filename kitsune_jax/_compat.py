@@ -364,3 +364,9 @@ def _remat_0_10(prim: Any, policy: Any, *args: Any, call_jaxpr: Any, **params: A
     outs = prim.bind(*args, call_jaxpr=forward, **params)
     results, residuals = util.split_list(outs, [len(outs) - n_res])
     return results, lambda *xs: prim.bind(*residuals, *xs, call_jaxpr=again, **params)
+
+
+def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A result of another shape and dtype that varies over the same mesh axes as ``aval`` (``shard_map`` checks that)."""
+    vma = getattr(aval, "vma", None)
+    return jax.ShapeDtypeStruct(shape, dtype, vma=vma) if vma else jax.ShapeDtypeStruct(shape, dtype)

@@ -36,6 +36,7 @@ def pipeline(
     deterministic: bool = True,
     strict: bool = False,
     force: bool | None = None,
+    target: str | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -55,6 +56,8 @@ def pipeline(
       deterministic: equal inputs give equal bits, run after run. ``False`` lets sinks add in arrival order.
       strict: raise ``NotPipelined`` where the function is lowered and nothing of it could be pipelined.
       force: pipeline every legal region, whatever the cost model says. ``None`` reads ``KITSUNE_FORCE``.
+      target: ``None``: pipelines for the platform that runs the function. ``"emulator"``: where that is a CPU, the CUDA kernels that a
+        GPU would run, compiled by the host's C++ compiler and emulated, thread by thread: for tests and debugging, slow.
       static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters to calls outside of ``jit`` only.
 
     Returns:
@@ -79,6 +82,7 @@ def pipeline(
             deterministic=deterministic,
             strict=strict,
             force=force,
+            target=target,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
@@ -93,8 +97,10 @@ def pipeline(
     for name, value in (("deterministic", deterministic), ("strict", strict), ("force", force)):
         if not isinstance(value, (bool, np.bool_)) and not (name == "force" and value is None):
             raise ValueError(f"{name}={value!r} is not a switch: use True or False{' or None' if name == 'force' else ''}")
+    if target not in (None, "emulator"):
+        raise ValueError(f"target={target!r} is not known: use 'emulator', or None for the platform's own")
     statics = arguments.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
-    return Pipeline(fn, residuals, bool(deterministic), bool(strict), None if force is None else bool(force), statics)
+    return Pipeline(fn, residuals, bool(deterministic), bool(strict), None if force is None else bool(force), target, statics)
 
 
 class Pipeline:
@@ -109,13 +115,14 @@ class Pipeline:
         deterministic: bool,
         strict: bool,
         force: bool | None,
+        target: str | None,
         statics: arguments.Statics,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         if not hasattr(self, "__name__"):
             self.__name__ = type(fn).__name__
         self._residuals = residuals
-        self._switches = (deterministic, strict, force)
+        self._switches = (deterministic, strict, force, target)
         self._statics = statics
         self._jits: dict[Options | None, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -137,8 +144,12 @@ class Pipeline:
         """The options a call made now would have; ``None`` if the package is switched off (``KITSUNE_DISABLE``)."""
         if config.disabled():
             return None
-        deterministic, strict, force = self._switches
-        return resolve(deterministic=deterministic, strict=strict, force=force)
+        return self.resolved()
+
+    def resolved(self) -> Options:
+        """The options a call made now would have, were the package not switched off."""
+        deterministic, strict, force, target = self._switches
+        return resolve(deterministic=deterministic, strict=strict, force=force, target=target)
 
     def _jitted(self, options: Options | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if options not in self._jits:
@@ -287,8 +298,7 @@ def explain(
 
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Report:
-        deterministic, strict, force = pipelined._switches
-        resolved = resolve(deterministic=deterministic, strict=strict, force=force)
+        resolved = pipelined.resolved()
         closed = _explained_jaxpr(pipelined, args, kwargs)
         calls = [] if isinstance(fn, Pipeline) or options else lowering.pipelined_calls(closed)
         if calls:

@@ -43,21 +43,29 @@ SHARDED = (
 
 def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
     """The lowering rule. ``platform`` is "cpu", "cuda", or ``None`` for every other."""
-    obstacle = _obstacle(ctx, call_jaxpr, platform)
+    target = target_of(options, platform)
+    obstacle = _obstacle(ctx, call_jaxpr, target)
     if obstacle is not None:
         if options.strict:
             raise NotPipelined(f"kitsune_jax: nothing was pipelined: {obstacle}")
         if obstacle is SHARDED:
             _warn_once(SHARDED, UserWarning)
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
-    assert platform is not None
-    return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, platform), args)
+    assert target is not None
+    return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, target), args)
 
 
-def _obstacle(ctx: Any, call_jaxpr: Any, platform: str | None) -> str | None:
+def target_of(options: Options, platform: str | None) -> str | None:
+    """What executes a pipeline on ``platform``: the platform's own target, or the one that was asked for instead."""
+    return options.target if options.target is not None and platform == "cpu" else platform
+
+
+def _obstacle(ctx: Any, call_jaxpr: Any, target: str | None) -> str | None:
     """Why this module cannot hold pipelines at all, or ``None``."""
-    if platform is None or not targets.has_target(platform):
-        return f"there is no target for platform {platform or 'other than cpu and cuda'!r} here"
+    if target is None:
+        return "there is no target for platforms other than cpu and cuda"
+    if not targets.has_target(target):
+        return f"there is no target for {target!r} here: {targets.why_not(target)}"
     if not _compat.runs_on_one_device(ctx):
         return SHARDED
     if _compat.has_symbolic_shapes(call_jaxpr):
@@ -65,13 +73,13 @@ def _obstacle(ctx: Any, call_jaxpr: Any, platform: str | None) -> str | None:
     return None
 
 
-def pipelined_or_plain(call_jaxpr: Any, options: Options, platform: str) -> Any:
+def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
     """``call_jaxpr`` with custom calls where its regions stand, or unchanged, with one warning, where this package fails.
 
     Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined.
     """
     try:
-        pipelined = pipelined_jaxpr(call_jaxpr, options, platform)
+        pipelined = pipelined_jaxpr(call_jaxpr, options, target)
     except Exception as e:
         if options.strict:
             raise
@@ -96,21 +104,23 @@ class Pipelined:
     report: Report
 
 
-def pipelined_jaxpr(call_jaxpr: Any, options: Options, platform: str) -> Pipelined:
+def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined:
     """Capture, route and rebuild ``call_jaxpr``. Whatever goes wrong in there raises."""
     reports: list[Report] = []
     avals = _compat.in_avals(call_jaxpr)
-    rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(call_jaxpr, a, options, platform, reports), avals, lower=True)
+    rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(call_jaxpr, a, options, target, reports), avals, lower=True)
     return Pipelined(rebuilt, merge_reports(reports))
 
 
 def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str | None) -> Report:
     """The report of ``call_jaxpr`` and of the bodies of its loops on a machine that need not be there. Emits nothing."""
     reports: list[Report] = []
+    target = target_of(options, platform)
+    assert target is not None
 
     def visit(jaxpr: Any) -> Any:
         captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit)
-        reports.append(routed(captured.graph, platform, options, device).report)
+        reports.append(routed(captured.graph, target, options, device, code=False).report)
         return jaxpr
 
     visit(call_jaxpr)
@@ -163,31 +173,34 @@ def _joined(reports: Sequence[Report], note: str) -> Report:
     )
 
 
-def routed(graph: Graph, platform: str, options: Options, device: str | None = None) -> Routed:
+def routed(graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    return _routed(graph, platform, options.force, options.deterministic, device, config.num_threads())
+    surroundings = (config.num_threads(), config.cuda_arch())
+    return _routed(graph, target, options.force, options.deterministic, device, code, surroundings)
 
 
 @functools.lru_cache(maxsize=256)
-def _routed(graph: Graph, platform: str, force: bool, deterministic: bool, device: str | None, _threads: int) -> Routed:
-    return route(graph, platform, force=force, deterministic=deterministic, device=device)
+def _routed(
+    graph: Graph, target: str, force: bool, deterministic: bool, device: str | None, code: bool, _surroundings: tuple[Any, ...]
+) -> Routed:
+    return route(graph, target, force=force, deterministic=deterministic, device=device, code=code)
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, platform: str, reports: list[Report]) -> list[Any]:
+def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, reports: list[Report]) -> list[Any]:
     """The results of ``jaxpr`` on ``args`` (tracers), with custom calls. Appends the report, then those of loop bodies."""
     bodies: list[Report] = []
 
     def rewrite(body: Any) -> Any:
         avals = _compat.in_avals(body)
-        new = _compat.trace_jaxpr(lambda *a: _evaluate(body, a, options, platform, bodies), avals, lower=True)
+        new = _compat.trace_jaxpr(lambda *a: _evaluate(body, a, options, target, bodies), avals, lower=True)
         return body if _compat.open_parts(new)[1] else _compat.as_kind_of(new, body)  # an equation's body holds no constants
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
     captured = capture(jaxpr, rewrite=rewrite)
-    plan = routed(captured.graph, platform, options)
+    plan = routed(captured.graph, target, options)
     reports.append(plan.report)
     reports.extend(bodies)
     return run(captured, plan.regions, [*consts, *args])
@@ -206,6 +219,9 @@ def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any
             env[v] = np.asarray(value.literal, dtype=jnp.dtype(value.dtype))  # NumPy's: a traced loop body must not close over it
         return env[v]
 
+    def evaluate(i: int, operands: Sequence[Any]) -> Any:
+        return captured.steps[i].run(*operands)[0]
+
     for node in schedule(graph, [step.has_effects for step in captured.steps], regions):
         if isinstance(node, int):
             op = graph.ops[node]
@@ -215,7 +231,7 @@ def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any
             region = node.region
             avals = [captured.avals[v] for v in region.outputs]
             with captured.steps[region.ops[-1]].context(), jax.named_scope(node.name):
-                outs = targets.emit(node, [read(v) for v in region.inputs], avals)
+                outs = targets.emit(node, [read(v) for v in region.inputs], avals, evaluate)
             env.update(zip(region.outputs, outs, strict=True))
     return [read(v) for v in graph.outputs]
 

@@ -1,6 +1,6 @@
 """The route of a Graph through the rooms: regions, plan, tile program, code for a target; and the report of what was decided.
 
-Comes in: a Graph and a platform. Goes out: ``Routed``: disjoint convex regions, each with everything its custom call needs, and the
+Comes in: a Graph and a target. Goes out: ``Routed``: disjoint convex regions, each with everything its custom call needs, and the
 report. Pure: the same arguments give the same result in every process (no timing, no randomness), so a plan made for a compilation
 cache or on another host is the same plan.
 """
@@ -8,11 +8,11 @@ cache or on another host is the same plan.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kitsune_jax import targets
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.machines import Machine, machine_for
+from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.planner import Infeasible, plan
 from kitsune_jax.program import TileProgram, build
@@ -21,20 +21,19 @@ from kitsune_jax.report.build import build_report
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams import Region
 
-if TYPE_CHECKING:
-    import numpy as np
+_REGION = "region"
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRegion:
-    """A region with its plan, its tile program and, where the platform has a target here, its code (``attribute``)."""
+    """A region with its plan, its tile program and, where the target can execute it here, its code."""
 
     name: str
     region: Region
     plan: Plan
     program: TileProgram
-    platform: str
-    attribute: np.ndarray | None
+    target: str
+    code: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,36 +42,44 @@ class Routed:
     report: Report
 
 
-def route(graph: Graph, platform: str, *, force: bool = False, deterministic: bool = True, device: str | None = None) -> Routed:
-    """Decide which ops of ``graph`` become pipelines on ``platform`` ("cpu" or "cuda"), and make them.
+def route(
+    graph: Graph, target: str, *, force: bool = False, deterministic: bool = True, device: str | None = None, code: bool = True
+) -> Routed:
+    """Decide which ops of ``graph`` become pipelines on ``target`` ("cpu", "cuda" or "emulator"), and make them.
 
-    ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. Raises ``ValueError`` for an unknown
-    one.
+    ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, where the
+    target can. Raises ``ValueError`` for an unknown target or device.
     """
-    machine = machine_for(platform, device)
+    platform = targets.machine_platform(target)
+    machine = machine_for(platform, device or targets.default_device(target))
 
     def supports(i: int) -> str | None:
         op = graph.ops[i]
-        return targets.supports(platform, op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
+        return targets.supports(target, op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
 
     def planner(graph: Graph, region: Region) -> Plan | str:
+        def accept(candidate: Plan) -> str | None:
+            return targets.check(target, build(graph, region, candidate), candidate, _REGION)
+
         try:
-            return plan(graph, region, machine, deterministic=deterministic)
+            return plan(graph, region, machine, deterministic=deterministic, accept=accept)
         except Infeasible as no:
             return str(no)
 
     selection = select(graph, supports, planner, force=force)
     regions: list[PlannedRegion] = []
     rejected = list(selection.rejected)
+    executable = code and targets.has_target(target)
     for chosen in selection.regions:
         try:
-            regions.append(_planned(graph, chosen, f"region{len(regions)}", machine))
+            regions.append(_planned(graph, chosen, f"{_REGION}{len(regions)}", target, executable))
         except targets.CannotLower as no:  # one region without code must not cost the others theirs
             rejected += [(i, str(no)) for i in chosen.region.ops]
     return Routed(tuple(regions), build_report(graph, regions, sorted(rejected), platform, machine.name))
 
 
-def _planned(graph: Graph, chosen: Chosen, name: str, machine: Machine) -> PlannedRegion:
+def _planned(graph: Graph, chosen: Chosen, name: str, target: str, executable: bool) -> PlannedRegion:
     program = build(graph, chosen.region, chosen.plan)
-    code = targets.generate(machine.platform, program, name) if targets.has_target(machine.platform) else None
-    return PlannedRegion(name, chosen.region, chosen.plan, program, machine.platform, code)
+    heaviest = max(chosen.region.ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))
+    made = targets.generate(target, program, chosen.plan, f"{name} ({graph.ops[heaviest].source})") if executable else None
+    return PlannedRegion(name, chosen.region, chosen.plan, program, target, made)

@@ -173,6 +173,20 @@ def test_no_candidate_needs_more_than_the_machine_has(dims, dtype, rows, loss, m
         check_fits(case, machine, p)
 
 
+@pytest.mark.parametrize("kib", range(72, 240, 12))
+def test_rings_of_skips_are_counted_however_little_room_there_is(kib):
+    case = paper_nerf(65536, "bfloat16", encoded=False, width=128)
+    machine = dataclasses.replace(H200, local_bytes=kib << 10)
+    for p in all_candidates(case, machine):
+        check_fits(case, machine, p)
+
+
+def test_clusters_lie_within_a_group_of_sms():
+    assert [H200.clusters(n) for n in (1, 2, 4, 7, 8)] == [132, 66, 32, 16, 16]
+    deep = all_candidates(CASES["nerf"]("bfloat16"))
+    assert {p.replicas for p in deep if p.cluster in (7, 8)} == {16}
+
+
 def test_registers_of_a_cta_are_no_more_than_it_has():
     for machine in (H200, H100):
         for lanes, registers in enumerate(machine.lane_registers, 1):

@@ -276,7 +276,7 @@ def _gpu(
         places=tuple(places),
         lane_registers=registers,
         max_cluster=cluster,
-        cluster_counts=((8, 16),) if cluster > 1 else (),
+        cluster_counts=_HOPPER_CLUSTERS if cluster > 1 else (),
         cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)) if cluster > 1 else (),
         call_seconds=5e-6,
         kernel_seconds=1.3e-6,
@@ -296,7 +296,7 @@ _HOPPER_SOURCES = (
         "cluster_bandwidth",
         "published H100/H800 measurements: 3.3 TB/s at cluster 2, 2.65 at cluster 4; larger ones: none, taken as 4",
     ),
-    ("cluster_counts", "16 clusters of 8: 132 SMs lie in groups (GPCs) of 16 and 18, and a cluster lies in one"),
+    ("cluster_counts", "a cluster lies in one GPC; 132 SMs as 6 of 16 and 2 of 18: 16 clusters of 8. The driver has the last word"),
     (
         "lane_registers",
         "64 K registers a CTA, in multiples of 8 (setmaxnreg, PTX ISA); the loader's 128 threads keep 40, the others share",
@@ -314,6 +314,7 @@ _HOPPER_SOURCES = (
 
 # An SM has 512 registers for the threads of all warpgroups that share a place: 40 + 2 x 240 would be too many.
 _HOPPER_REGISTERS = (240, 232, 152)
+_HOPPER_CLUSTERS = tuple((n, 6 * (16 // n) + 2 * (18 // n)) for n in range(2, 17))
 _HOPPER_VERTICAL = (("resident", 0.85), ("other", 0.88))
 
 H200 = _gpu(

@@ -1,67 +1,113 @@
-"""Targets: what executes a plan. One folder per platform; the rest of the package asks here, by platform name.
+"""Targets: what executes a plan. One folder per family; the rest of the package asks here, by the target's name.
 
-Comes in: ops (``supports``) and tile programs (``generate``). Goes out: a reason or None, and the int64 words that travel as the
-attribute of the custom call (``emit``).
+A target is a *platform* of JAX ("cpu", "cuda") or "emulator": CUDA kernels, planned for a GPU, compiled for and run on the host.
+Comes in: ops (``supports``), plans and tile programs (``check``, ``generate``). Goes out: a reason or None, the code of a region, and
+its custom call (``emit``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from kitsune_jax.graph import Op, Value
-from kitsune_jax.targets import cpu
-from kitsune_jax.targets.cpu import bytecode, runtime
-from kitsune_jax.targets.cpu.emit import call as cpu_call
-from kitsune_jax.targets.cpu.errors import CannotLower
+from kitsune_jax.targets import cpu, cuda
+from kitsune_jax.targets.errors import CannotLower
 
 if TYPE_CHECKING:
+    from kitsune_jax.planning.plan import Plan
     from kitsune_jax.program.ir import TileProgram
 
-__all__ = ["PLATFORMS", "CannotLower", "Planned", "emit", "generate", "has_target", "supports"]
+__all__ = [
+    "TARGETS",
+    "CannotLower",
+    "Planned",
+    "check",
+    "default_device",
+    "emit",
+    "generate",
+    "has_target",
+    "machine_platform",
+    "supports",
+    "why_not",
+]
 
-PLATFORMS = ("cpu",)
+TARGETS = ("cpu", "cuda", "emulator")
+
+Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands) -> its result, as JAX computes it
 
 
 class Planned(Protocol):
     """A region that was planned and generated: what ``emit`` needs of it."""
 
     @property
-    def platform(self) -> str: ...
+    def target(self) -> str: ...
 
     @property
-    def attribute(self) -> np.ndarray | None: ...
+    def program(self) -> TileProgram: ...
+
+    @property
+    def code(self) -> Any: ...
 
 
-def has_target(platform: str) -> bool:
-    """Whether regions can be executed on ``platform`` here; they can be planned for others all the same.
+def has_target(target: str) -> bool:
+    """Whether regions can be executed by ``target`` here; they can be planned for others all the same.
 
-    Asked of "cpu" for the first time, it warns if the extension is missing or of another version.
+    Asked for the first time, it warns if something that an installation of this package should have is missing.
     """
-    return platform == "cpu" and runtime.available()
+    if target == "cpu":
+        return cpu.available()
+    return target in TARGETS and cuda.available(target)
 
 
-def supports(platform: str, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
-    """None if ``platform`` has code for ``op``, else the reason in words. A platform without a target refuses nothing."""
-    return cpu.supports(op, in_values, out_values) if platform == "cpu" else None
+def why_not(target: str) -> str:
+    """Why ``has_target(target)`` is False, as a clause; "" where it is True."""
+    if target not in TARGETS:
+        return f"no target executes regions on {target!r}; there is one for: {', '.join(TARGETS)}"
+    return cpu.why_not() if target == "cpu" else cuda.why_not(target)
 
 
-def generate(platform: str, program: TileProgram, name: str) -> np.ndarray:
-    """The code of ``program`` for ``platform`` as int64 words. Raises ``ValueError`` for a platform without a target."""
-    _require(platform)
-    return bytecode.encode(cpu.lower(program, name))
+def machine_platform(target: str) -> str:
+    """The platform whose machine models ``target`` is planned for: that of a GPU for the emulator."""
+    return "cuda" if target == "emulator" else target
 
 
-def emit(planned: Planned, args: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
-    """Bind the custom call of ``planned`` on ``args``; one result per aval. Raises ``ValueError`` if it has no code."""
-    _require(planned.platform)
-    if planned.attribute is None:
+def default_device(target: str) -> str | None:
+    """The machine model to plan for where the user names none: None is that platform's default."""
+    return cuda.default_device(target) if target != "cpu" else None
+
+
+def supports(target: str, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    """None if ``target`` has code for ``op``, else the reason in words."""
+    if target == "cpu":
+        return cpu.supports(op, in_values, out_values)
+    return cuda.supports(op, in_values, out_values)
+
+
+def check(target: str, program: TileProgram, plan: Plan, name: str) -> str | None:
+    """None if there is code for ``program`` arranged as ``plan`` says, else the reason. Compiles nothing."""
+    return None if target == "cpu" else cuda.check(program, plan, name)
+
+
+def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Any:
+    """The code of ``program``. Raises ``ValueError`` for an unknown target, ``CannotLower`` where there is none."""
+    _require(target)
+    return cpu.generate(program, name) if target == "cpu" else cuda.generate(target, program, plan, name)
+
+
+def emit(planned: Planned, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
+    """Bind the custom call of ``planned`` on ``args``; one result per aval. Raises ``ValueError`` if it has no code.
+
+    ``evaluate`` computes what a target leaves to XLA: values that do not depend on the stream.
+    """
+    _require(planned.target)
+    if planned.code is None:
         raise ValueError("the region was planned without code: it cannot be called")
-    return cpu_call(planned.attribute, args, out_avals)
+    if planned.target == "cpu":
+        return cpu.call(planned.code, args, out_avals)
+    return cuda.call(planned.target, planned.code, planned.program, args, out_avals, evaluate)
 
 
-def _require(platform: str) -> None:
-    if platform not in PLATFORMS:
-        raise ValueError(f"no target executes regions on {platform!r}; there is one for: {', '.join(PLATFORMS)}")
+def _require(target: str) -> None:
+    if target not in TARGETS:
+        raise ValueError(why_not(target))

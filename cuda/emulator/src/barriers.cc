@@ -20,7 +20,7 @@ void complete(Cta& cta, NamedBarrier& b, u32 id) {
     b.of_warp[w] = 0;
   }
   b.arrived = 0;
-  for (Thread* t : b.waiting) acquire(*t, b.clock, false);
+  for (Thread* t : b.waiting) acquire_after_release(*t, b.clock, false);
   wake_all(b.waiting);
 }
 
@@ -34,7 +34,7 @@ void complete(Cluster& c) {
   for (Cta* cta : c.ctas)
     for (u32 i = 0; i < machine->launch.block; ++i)
       machine->threads[cta->slot * machine->launch.block + i].at_cluster_barrier = false;
-  for (Thread* t : c.waiting) acquire(*t, c.clock, true);
+  for (Thread* t : c.waiting) acquire_after_release(*t, c.clock, true);
   wake_all(c.waiting);
 }
 

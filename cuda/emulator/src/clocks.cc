@@ -29,15 +29,30 @@ void release(Clock& clock, Thread& thread, Reach reach) {
   clock.scope.raise(thread.scope);
   if (reach == Reach::wide) clock.released.raise({now, now});
   if (reach == Reach::remote) clock.released.raise({now, thread.fenced_all});
+  clock.version = now;
   tick(thread);
 }
 
 void acquire(Thread& thread, const Clock& clock, bool wide) {
   if (!clock.at) return;
-  join(thread.clock, clock.at);
+  u64& latest = machine->acquired[thread.agent];
+  if (latest != clock.version) {  // the lanes of a warp may share a clock
+    latest = clock.version;
+    join(thread.clock, clock.at);
+  }
   thread.scope.raise(clock.scope);
   if (wide) thread.scope.raise(clock.released);
   thread.learned = true;
+}
+
+void acquire_after_release(Thread& thread, const Clock& clock, bool wide) {
+  if (machine->lane_clocks) {
+    u32 own = thread.clock[thread.agent];
+    memcpy(thread.clock, clock.at, machine->agents * sizeof(u32));
+    thread.clock[thread.agent] = own;
+    machine->acquired[thread.agent] = clock.version;
+  }
+  acquire(thread, clock, wide);
 }
 
 Actor actor(Thread& thread, const char* what) {
@@ -77,13 +92,14 @@ void fence_wide() {
 Cta* agent_cta(u32 agent) {
   const Machine& m = *machine;
   u32 slot;
+  if (agent == unclocked_agent()) return nullptr;
   if (agent < m.first_warpgroup) {
     u32 per_cta = m.first_warpgroup / static_cast<u32>(m.ctas.size());
     slot = agent / per_cta;
   } else if (agent < m.first_barrier) {
     slot = (agent - m.first_warpgroup) / ((m.threads_per_cta + 127) / 128);
   } else {
-    slot = (agent - m.first_barrier) / kMaxBarriers;
+    slot = (agent - m.first_barrier) / m.barriers_per_cta;
   }
   return m.ctas[slot].get();
 }
@@ -98,9 +114,9 @@ std::string agent_name(u32 agent) {
   }
   if (agent < m.first_barrier)
     return format("wgmma of cta %u warpgroup %u", id, (agent - m.first_warpgroup) % ((m.threads_per_cta + 127) / 128));
-  u32 i = (agent - m.first_barrier) % kMaxBarriers;
-  if (!cta || i >= cta->mbarriers.size()) return "an asynchronous copy";
-  return "the copy that completes on " + describe(cta->region, cta->mbarriers[i]->offset);
+  u32 i = (agent - m.first_barrier) % m.barriers_per_cta;
+  if (!cta || i >= cta->copy_barriers.size()) return "an asynchronous copy";
+  return "the copy that completes on " + describe(cta->region, cta->copy_barriers[i]->offset);
 }
 
 }  // namespace kitsune::emulator

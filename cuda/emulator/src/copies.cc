@@ -59,7 +59,7 @@ void copy_load(void* dst, const void* src, u32 bytes, Mbar& bar, u32 mask) {
   std::vector<Destination> all;
   destinations(all, bar, mask, what);
   for (const Destination& to : all) {
-    Actor a = async_actor(t, to.barrier->agent, completion_clock(*to.barrier), what);
+    Actor a = copy_actor(t, *to.barrier, what);
     check_read(source, offset_of(source, src), bytes, a);
     begin_write(to, offset, bytes, a);
     u32 size = random_cut(bytes / 16) * 16;
@@ -89,7 +89,7 @@ void copy_push(void* dst, u32 rank, const void* src, u32 bytes, Mbar& bar) {
   remote_cta(rank, "bulk_push");
   destinations(all, bar, 1u << rank, "bulk_push");
   Destination to = all[0];
-  Actor a = async_actor(t, to.barrier->agent, completion_clock(*to.barrier), "bulk_push");
+  Actor a = copy_actor(t, *to.barrier, "bulk_push");
   check_read(own->region, from, bytes, a);
   mark_reading(own->region, from, bytes, 1);
   touch_remote(*own, a.agent, a.clock);
@@ -121,7 +121,7 @@ void store_async(void* p, u32 rank, const U4& v, Mbar& bar) {
   remote_cta(rank, "st_async");
   destinations(all, bar, 1u << rank, "st_async");
   Destination to = all[0];
-  Actor a = async_actor(t, to.barrier->agent, completion_clock(*to.barrier), "st_async");
+  Actor a = copy_actor(t, *to.barrier, "st_async");
   a.flags = kGeneric;
   begin_write(to, offset, 16, a);
   ++to.cta->in_flight;
@@ -313,11 +313,13 @@ void thread_copy_arrive(Mbar& bar) {
   t.copy_groups.push_back(t.copy_open ? std::move(t.copy_open) : std::make_shared<CopyGroup>());
   t.copy_open.reset();
   std::vector<std::shared_ptr<CopyGroup>> flying;
+  Actor a = copy_actor(t, b, "cp_async_16");
+  a.flags = kGeneric;
   for (auto& g : t.copy_groups) {
     end_sources(*g, t);
     for (const Piece& p : g->targets) {
       mark_writing(*p.region, p.offset, p.bytes, -1, false);
-      check_write(*p.region, p.offset, p.bytes, {t.clock, b.agent, completion_clock(b), kGeneric, &t, "cp_async_16"});
+      check_write(*p.region, p.offset, p.bytes, a);
       if (g->writing) mark_writing(*p.region, p.offset, p.bytes, 1, false);
     }
     if (g->writing) flying.push_back(g);

@@ -79,6 +79,7 @@ void reset_clocks(Cta& cta) {
     u32 own = t.clock[t.agent] + 1;
     memset(t.clock, 0, m.agents * sizeof(u32));
     t.clock[t.agent] = own;
+    m.acquired[t.agent] = 0;
   }
 }
 
@@ -120,13 +121,16 @@ void start_cta(Cluster& cluster, u32 rank) {
 void number_agents() {
   Machine& m = *machine;
   u32 ctas = m.slots * m.launch.cluster, threads = ctas * m.launch.block, groups = ctas * ((m.launch.block + 127) / 128);
-  size_t others = groups + static_cast<size_t>(ctas) * kMaxBarriers;
+  // A kernel has some tens of mbarriers; with many resident CTAs clocks for all of them would be longer than those for threads.
+  m.barriers_per_cta = ctas <= 16 ? 64 : 16;
+  size_t others = groups + static_cast<size_t>(ctas) * m.barriers_per_cta + 1;
   m.lane_clocks = (threads + others) * threads * sizeof(u32) <= m.options.clock_bytes;
   u32 rows = m.lane_clocks ? threads : threads / 32;
   m.first_warpgroup = rows;
   m.first_barrier = rows + groups;
   m.agents = static_cast<u32>((rows + others + 15) & ~size_t{15});
-  m.barrier_base.assign(static_cast<size_t>(ctas) * kMaxBarriers, 0);
+  m.barrier_base.assign(static_cast<size_t>(ctas) * m.barriers_per_cta, 0);
+  m.acquired.assign(rows, 0);
   for (auto& fences : m.fences) fences.resize(rows);
   auto* clocks = static_cast<u32*>(arena_allocate(static_cast<size_t>(rows) * m.agents * sizeof(u32)));
   m.threads.resize(threads);
@@ -139,11 +143,12 @@ void number_agents() {
   }
 }
 
-// How many clusters are resident: all of a cooperative launch; else what the seed says, up to about 2048 threads.
+// How many clusters are resident: all of a cooperative launch; else what the seed says, up to 1024 or, rarely, 2048 threads (the cost
+// of a clock grows with them). Races between clusters are found whether they run together or not.
 u32 resident_clusters(Machine& m) {
   u32 clusters = m.launch.grid / m.launch.cluster;
   if (m.launch.cooperative) return clusters;
-  u32 most = 2048 / (m.launch.cluster * m.launch.block);
+  u32 most = (m.random.below(4) ? 1024 : 2048) / (m.launch.cluster * m.launch.block);
   if (most < 1) most = 1;
   if (most > clusters) most = clusters;
   return 1 + m.random.below(most);

@@ -27,10 +27,13 @@ void complete_phase(Barrier& b) {
   ++b.phase;
   b.pending = b.expected;
   if (!b.arriving.at) b.arriving.at = static_cast<u32*>(arena_allocate(machine->agents * sizeof(u32)));
-  b.arriving.at[b.agent] = b.base + b.phase;
-  machine->barrier_base[b.agent - machine->first_barrier] = b.base + b.phase;
+  if (b.agent < unclocked_agent()) {
+    b.arriving.at[b.agent] = b.base + b.phase;
+    machine->barrier_base[b.agent - machine->first_barrier] = b.base + b.phase;
+  }
   if (!b.completed.at) b.completed.at = static_cast<u32*>(arena_allocate(machine->agents * sizeof(u32)));
   memcpy(b.completed.at, b.arriving.at, machine->agents * sizeof(u32));
+  b.completed.version = ++machine->time;
   b.completed.scope = b.arriving.scope;
   b.completed.released = b.arriving.released;
   wake_all(b.waiting);
@@ -43,15 +46,11 @@ void barrier_init(Mbar& bar, u32 arrivals) {
   if (arrivals == 0 || arrivals > kMaxArrivals) fail("mbar_init: %u arrivals, at least 1 and at most %u", arrivals, kMaxArrivals);
   store_shared(&bar, sizeof bar);
   Cta& cta = *t.cta;
-  if (cta.mbarriers.size() == kMaxBarriers) fail("mbar_init: more than %u mbarriers in a cta", kMaxBarriers);
   m.barriers.push_back(std::make_unique<Barrier>());
   Barrier& b = *m.barriers.back();
   b.cta = &cta;
   b.offset = offset_in(cta, &bar);
   b.expected = b.pending = arrivals;
-  u32 index = cta.slot * kMaxBarriers + static_cast<u32>(cta.mbarriers.size());
-  b.agent = m.first_barrier + index;
-  b.base = m.barrier_base[index];
   b.initialiser = t.agent;
   b.initialised = t.clock[t.agent];
   b.by = &t;
@@ -65,6 +64,24 @@ void barrier_init_fence() {
     if (b->by == &t) b->fenced = true;
   tick(t);
   preempt();
+}
+
+// The first copy gives the barrier an agent. When a CTA has used up its share, copies go without one: accesses that nothing orders
+// after them are then found only while they are in flight.
+Actor copy_actor(Thread& thread, Barrier& b, const char* what) {
+  Machine& m = *machine;
+  if (b.agent == ~0u) {
+    Cta& cta = *b.cta;
+    u32 index = cta.slot * m.barriers_per_cta + static_cast<u32>(cta.copy_barriers.size());
+    if (cta.copy_barriers.size() < m.barriers_per_cta) {
+      cta.copy_barriers.push_back(&b);
+      b.agent = m.first_barrier + index;
+      b.base = m.barrier_base[index] - b.phase;
+    } else {
+      b.agent = unclocked_agent();
+    }
+  }
+  return async_actor(thread, b.agent, b.agent == unclocked_agent() ? 0 : b.base + b.phase + 1, what);
 }
 
 Barrier& barrier_at(Cta& cta, u32 offset, bool beyond_generic) {

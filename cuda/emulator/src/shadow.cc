@@ -108,7 +108,7 @@ inline void each_granule(Region& region, size_t offset, size_t bytes, F visit) {
 inline void check_after_write(Region& region, size_t at, const Access& write, const Actor& actor, const char* how) {
   if (actor.known[write.agent] < write.clock) race(region, at, actor, how, write, "write");
   if (!(write.flags & kGeneric)) return;
-  if (write.agent != actor.agent && agent_cta(write.agent) != actor.thread->cta) {
+  if (write.agent != actor.agent && write.agent != unclocked_agent() && agent_cta(write.agent) != actor.thread->cta) {
     const Scope& scope = actor.thread->scope;
     if ((write.flags & kOwnShared ? scope.own : scope.all) <= write.time)
       fail("%s %s %s, written by %s: ordered, but not released and acquired at cluster or gpu scope", actor.what, how,

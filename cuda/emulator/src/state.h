@@ -26,7 +26,6 @@ namespace kitsune::emulator {
 constexpr u32 kWindow = 1u << 18;
 constexpr u32 kReserved = 1024;     // of each CTA, for the system (CUDA C++ Programming Guide, compute capability 9.0)
 constexpr u32 kMaxShared = 232448;  // 227 KB, the opt-in limit of compute capability 9.0
-constexpr u32 kMaxBarriers = 96;    // mbarriers of one CTA that the clocks have room for
 constexpr u32 kRegisters = 65536;   // of one SM
 
 struct Cta;
@@ -46,8 +45,9 @@ struct Scope {
 // Everything that releases published to a synchronisation object.
 struct Clock {
   u32* at = nullptr;
-  Scope scope;     // what the releasing threads knew
-  Scope released;  // what a cluster-scope acquire of it adds
+  u64 version = 0;  // time of the latest change
+  Scope scope;      // what the releasing threads knew
+  Scope released;   // what a cluster-scope acquire of it adds
 };
 
 struct Warp {
@@ -129,8 +129,9 @@ struct Barrier {  // an mbarrier; the 8 bytes in shared memory hold its number
   u32 offset;
   u32 expected, pending;
   i64 transactions = 0;
-  u32 phase = 0, base = 0;  // the agent's clock is base + phase
-  u32 agent;
+  u32 phase = 0;
+  // The agent of the copies that complete here, once there is one; its clock is base + phase.
+  u32 agent = ~0u, base = 0;
   u32 initialiser, initialised;  // agent and clock of mbar_init
   bool fenced = false;           // fence_mbar_init came after
   Thread* by = nullptr;
@@ -155,7 +156,7 @@ struct Cta {
   std::deque<Warpgroup> warpgroups;
   NamedBarrier barriers[16];
   std::vector<std::pair<u32, std::string>> names;  // by offset
-  std::vector<Barrier*> mbarriers;
+  std::vector<Barrier*> mbarriers, copy_barriers;  // copy_barriers: those with an agent
   i64 free_registers = 0;
   std::vector<Thread*> waiting_registers;
   u32 in_flight = 0;                    // asynchronous operations on its memory
@@ -189,8 +190,9 @@ struct Machine {
   const std::function<void()>* body = nullptr;
   // agents: threads or warps, then warpgroups, then mbarriers
   bool lane_clocks = true;
-  u32 slots = 0, threads_per_cta = 0, agents = 0, first_warpgroup = 0, first_barrier = 0;
-  std::vector<u32> barrier_base;            // of each mbarrier agent: phases that earlier CTAs of the slot used
+  u32 slots = 0, threads_per_cta = 0, agents = 0, first_warpgroup = 0, first_barrier = 0, barriers_per_cta = 0;
+  std::vector<u32> barrier_base;            // of each mbarrier agent: its latest clock
+  std::vector<u64> acquired;                // of each thread agent: the version of the clock that it acquired last
   std::vector<std::vector<u32>> fences[2];  // of each thread agent: its clock at each proxy fence (shared, global)
   std::vector<Thread> threads;
   std::vector<std::unique_ptr<Cluster>> clusters;  // by slot
@@ -235,12 +237,15 @@ void thread_exit();
 enum class Reach { cta, remote, wide };  // remote: cluster scope, but only the own shared memory (mbar_arrive_remote)
 void release(Clock& clock, Thread& thread, Reach reach);
 void acquire(Thread& thread, const Clock& clock, bool wide);
+// The same for a thread that has waited since its own release of the clock: the clock holds all that it knew.
+void acquire_after_release(Thread& thread, const Clock& clock, bool wide);
 void join(u32* into, const u32* from);
 void tick(Thread& thread);
 Actor actor(Thread& thread, const char* what);
 Actor async_actor(Thread& thread, u32 agent, u32 clock, const char* what);
 bool proxy_fenced(const Access& write, const Actor& actor, bool global);
 std::string agent_name(u32 agent);
+inline u32 unclocked_agent() { return machine->agents - 1; }  // its clock stays 0, which everybody knows
 Cta* agent_cta(u32 agent);
 
 // --- shared_memory.cc, global_memory.cc
@@ -254,7 +259,7 @@ Region& global_region(const void* p, size_t bytes, const char* what);
 Barrier& barrier_at(Cta& cta, u32 offset, bool beyond_generic);  // used by a copy or another CTA
 void barrier_complete(Barrier& barrier, u32 bytes);
 void barrier_arrived(Barrier& barrier);
-inline u32 completion_clock(const Barrier& barrier) { return barrier.base + barrier.phase + 1; }
+Actor copy_actor(Thread& thread, Barrier& barrier, const char* what);  // of a copy that completes on the barrier
 
 // --- warp.cc: true for the last lane, which does the work for all before warp_release
 bool warp_meet(const char* operation, void* slot);

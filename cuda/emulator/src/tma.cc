@@ -107,7 +107,7 @@ void tile_load(const TensorMap& map, Mbar& bar, void* dst, i32 x, i32 y, u32 mas
   std::vector<Destination> all;
   destinations(all, bar, mask, what);
   for (const Destination& to : all) {
-    Actor a = async_actor(t, to.barrier->agent, completion_clock(*to.barrier), what);
+    Actor a = copy_actor(t, *to.barrier, what);
     for (u32 row = 0; row < m.box_height; ++row)
       if (Row r = row_of(m, x, y, row); r.bytes) {
         Region& region = global_region(r.global, r.bytes, what);

@@ -212,7 +212,8 @@ void wgmma(float* d, const WgmmaCall& call) {
              op.call.desc_a != call.desc_a || op.call.desc_b != call.desc_b) {
     fail("wgmma: the threads of the warpgroup give different arguments");
   }
-  if (!t.wgmma_fenced) fail("wgmma: no wgmma_fence since registers were last touched");
+  // Accumulators that are in flight already need no new fence; registers of A do, since nobody knows when they were written.
+  if (call.a && !t.wgmma_fenced) fail("wgmma: no wgmma_fence since registers were last touched");
   attach(t, op, d).group = static_cast<u32>(t.wgmma_groups.size()) + 1;
   if (call.a) memcpy(op.a[t.thread % 128], call.a, sizeof op.a[0]);
   // Each warp must know that the operands are there; any lane stands for its warp, and the seed says which.

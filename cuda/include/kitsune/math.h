@@ -62,7 +62,7 @@ KITSUNE_DEVICE V maximum(V x, V y) {
 }
 template <>
 KITSUNE_DEVICE float maximum(float x, float y) {
-  return x > y || is_nan(x) ? x : y;
+  return max_nan(x, y);
 }
 template <class V>
 KITSUNE_DEVICE V minimum(V x, V y) {
@@ -70,7 +70,7 @@ KITSUNE_DEVICE V minimum(V x, V y) {
 }
 template <>
 KITSUNE_DEVICE float minimum(float x, float y) {
-  return x < y || is_nan(x) ? x : y;
+  return min_nan(x, y);
 }
 template <class V>
 KITSUNE_DEVICE V clamp(V low, V x, V high) {

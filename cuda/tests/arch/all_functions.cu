@@ -27,6 +27,8 @@ KITSUNE_DEVICE u32 use_memory(Storage& s, const Params& p) {
   sum += ld_shared(reinterpret_cast<const u16*>(s.words) + at) + ld_shared(s.words + at);
   sum += bits(ld_shared(reinterpret_cast<const float*>(s.words) + at));
   sum += ld_shared(reinterpret_cast<const U2*>(s.words) + at).y + ld_shared(reinterpret_cast<const U4*>(s.words) + at).w;
+  st_shared(reinterpret_cast<u8*>(s.words) + at, static_cast<u8>(at));
+  st_global(reinterpret_cast<u8*>(p.words) + at, ld_global(opaque(reinterpret_cast<const u8*>(p.words)) + at));
   sum += ld_global(reinterpret_cast<const u16*>(p.words) + at) + ld_global(p.words + at) + bits(ld_global(p.floats + at));
   sum += ld_global(reinterpret_cast<const U2*>(p.words) + at).y + ld_global(reinterpret_cast<const U4*>(p.words) + at).w;
   sum += ld_l2(reinterpret_cast<const u16*>(p.words) + at) + ld_l2(p.words + at) + bits(ld_l2(p.floats + at));
@@ -46,6 +48,7 @@ KITSUNE_DEVICE float use_convert(float v, u32 w) {
   float sum = from_bits(pack_bf16(v, v)) + from_bits(pack_f16(v, v)) + from_bits(to_tf32(v)) + from_bits(bits(v));
   sum += bf16_lo(w) + bf16_hi(w) + f16_lo(w) + f16_hi(w);
   sum += from_bf16(to_bf16(v)) + from_f16(to_f16(v));
+  sum += max_nan(v, sum) + min_nan(v, sum);
   sum += fast_exp2(v) + fast_rcp(v) + fast_tanh(v) + fast_rsqrt(v);
   sum += expf(v) + logf(v) + tanhf(v) + erff(v) + sqrtf(v) + fmaf(v, v, v) + fabsf(v) + floorf(v);
   return sum + static_cast<float>(popc(w) + clz(w));

@@ -5,8 +5,23 @@ What runs it is C++ in ``cpu/``. ``supports`` says, op by op, what there is code
 
 from __future__ import annotations
 
-from kitsune_jax.targets.cpu.errors import CannotLower
-from kitsune_jax.targets.cpu.lower import lower
-from kitsune_jax.targets.cpu.support import supports
+from typing import TYPE_CHECKING
 
-__all__ = ["CannotLower", "lower", "supports"]
+from kitsune_jax.targets.cpu import bytecode
+from kitsune_jax.targets.cpu.emit import call
+from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.runtime import available, why_not
+from kitsune_jax.targets.cpu.support import supports
+from kitsune_jax.targets.errors import CannotLower
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kitsune_jax.program.ir import TileProgram
+
+__all__ = ["CannotLower", "available", "call", "generate", "lower", "supports", "why_not"]
+
+
+def generate(program: TileProgram, name: str) -> np.ndarray:
+    """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``."""
+    return bytecode.encode(lower(program, name))

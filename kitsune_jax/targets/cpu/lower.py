@@ -24,7 +24,7 @@ from kitsune_jax.targets.cpu.bytecode import (
     Scan,
     Scatter,
 )
-from kitsune_jax.targets.cpu.errors import CannotLower
+from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View

@@ -10,7 +10,7 @@ from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Param
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu.bytecode import OPCODE
-from kitsune_jax.targets.cpu.errors import CannotLower
+from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})

@@ -19,7 +19,7 @@ from kitsune_jax.program.ir import Instr, StageProgram, TileProgram
 from kitsune_jax.targets.cuda import columns, pointwise, slabs, tiles
 from kitsune_jax.targets.cuda.arrays import Arrays
 from kitsune_jax.targets.cuda.budget import Budget
-from kitsune_jax.targets.cuda.errors import CannotLower
+from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cuda.loop import Action, Fold, Keep, Loop, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.products import Products
@@ -171,7 +171,7 @@ class Body:
         owned, raw = tiles.owned(width), f"{name}_bits"
         slab = f" + slab * {place.slab}" if place.slab else ""
         block = f"b - {shift}" if shift else "b"
-        fill = f"load_vector<{owned}>({{}}, p.vectors + {place.offset}{slab}, first_column<{width}>(lane, {block}));"
+        fill = f"load_vector<{owned}>({{}}, vectors + {place.offset}{slab}, first_column<{width}>(lane, {block}));"
         if type_ == "float":
             return [f"float {name}[{owned}];", fill.format(name)]
         return [
@@ -318,7 +318,7 @@ class Body:
     def _pointwise(self, instr: Instr) -> None:
         value = self.new(instr)
         if not value.row:
-            value.place = Expression(instr)
+            value.place = self._with_bias(instr) or Expression(instr)
             return
         (v,) = instr.outputs
         type_ = pointwise.COMPUTE[value.dtype]
@@ -326,6 +326,18 @@ class Body:
         types = [pointwise.COMPUTE[self.value(x).dtype] for x in instr.inputs]
         text = self.expression(instr, operands, types, type_, value.dtype, "0")
         self.row_value(v, text)
+
+    def _with_bias(self, instr: Instr) -> Multiply | None:
+        """An addition of a stationary vector to a matmul that nobody else reads: its accumulators start from the vector."""
+        if instr.kind != "add":
+            return None
+        for x, bias in (instr.inputs, instr.inputs[::-1]):
+            place = self.value(x).place
+            vector = self.value(bias).place
+            plain = isinstance(place, Multiply) and place.bias is None and self.uses[x] == 1
+            if plain and isinstance(vector, InVector) and not vector.scalar and pointwise.COMPUTE[self.value(bias).dtype] == "float":
+                return dataclasses.replace(place, bias=bias)
+        return None
 
     def row_value(self, v: int, text: str) -> None:
         """Gives a row value its two registers; ``text`` may speak of ``h``."""
@@ -405,7 +417,7 @@ class Body:
         value = self.new(instr)
         self.weights.append(recipe)
         (v,) = instr.outputs
-        value.place = Multiply(instr, len(self.weights) - 1, tuple(pieces))
+        value.place = Multiply(v, len(self.weights) - 1, tuple(pieces))
         if value.row:
             self._single_column(v)
 

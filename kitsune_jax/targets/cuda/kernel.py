@@ -17,7 +17,7 @@ from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import text, tiles
 from kitsune_jax.targets.cuda.body import Body, StageConfig, image_vectors
 from kitsune_jax.targets.cuda.columns import Vectors
-from kitsune_jax.targets.cuda.errors import CannotLower
+from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cuda.values import Registers
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 
@@ -30,7 +30,7 @@ _MIN_DEPTH = 2
 # product; narrow chunks need more barrier rounds, but from 64 columns on the tensor core's rate is that of wide ones.
 _SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
 # Registers for values: setmaxnreg's share less addresses and temporaries (``pipeline.h``).
-_VALUE_REGISTERS = {1: 208, 2: 192, 3: 120}
+_VALUE_REGISTERS = {1: 200, 2: 176, 3: 104}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

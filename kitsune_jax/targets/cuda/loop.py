@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.errors import CannotLower
+from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cuda.values import (
     Accumulators,
     Expression,
@@ -356,7 +356,7 @@ class _Segment:
     def _load_vector(self, offset: int, shift: int) -> str:
         name, owned, block = self.body.fresh("x"), self.loop.owned, f"b - {shift}" if shift else "b"
         self.before.append(f"float {name}[{owned}];")
-        self.before.append(f"load_vector<{owned}>({name}, p.vectors + {offset}, first_column<{self.loop.width}>(lane, {block}));")
+        self.before.append(f"load_vector<{owned}>({name}, vectors + {offset}, first_column<{self.loop.width}>(lane, {block}));")
         return name
 
     def _image(self, v: int, name: str, shift: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.values import InArray, InImage, Multiply, Registers
+from kitsune_jax.targets.cuda.values import InArray, InImage, InVector, Multiply, Registers
 
 if TYPE_CHECKING:
     from kitsune_jax.targets.cuda.body import Body
@@ -96,7 +96,9 @@ class Products:
         raise AssertionError("a block beyond the product")
 
     def _name(self, v: int, chunk: int) -> str:
-        return f"d{v}_{chunk}"
+        place = self.body.value(v).place
+        assert isinstance(place, Multiply)
+        return f"d{place.product}_{chunk}"
 
     def _may_overlap(self, v: int) -> bool:
         state, shape, config = self.state[v], self._shape(v), self.body.config
@@ -147,8 +149,12 @@ class Products:
             weights = f"const StreamedWeights<Weights> {name}_weights{{weights, next + {self.entries}}};"
         rolling = "true" if state.rolling else "false"
         body.text(f"float {name}[{columns // 2}];")
+        if place.bias is not None:
+            self._start_from(place.bias, name, columns, sum(self._blocks(v)[:chunk]))
         body.text(weights)
-        body.text(f"Product<{operand}, {columns}, {rolling}, decltype({name}_weights)> {name}_product({name}, {name}_weights);")
+        started = "true" if place.bias is not None else "false"
+        template = f"{operand}, {columns}, {rolling}, {started}, decltype({name}_weights)"
+        body.text(f"Product<{template}> {name}_product({name}, {name}_weights);")
         for source in state.sources:
             body.text(f"{name}_product.feed({source});")
         body.text(f"{name}_product.commit();")
@@ -157,3 +163,11 @@ class Products:
         state.issued += 1
         fetched = sum("RegisterSource" not in text for text in state.sources) and (32 if tiles.is_half(shape.dtype) else 64)
         body.budget.product(v, chunk, columns // 2 + fetched)
+
+    def _start_from(self, bias: int, name: str, columns: int, first: int) -> None:
+        place, slab = self.body.value(bias).place, ""
+        assert isinstance(place, InVector)
+        if place.slab:
+            slab = f" + slab * {place.slab}"
+        width = self.body.value(bias).width
+        self.body.text(f"start_from<{columns}, {width}>({name}, vectors + {place.offset}{slab}, lane, {first});")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr, TileProgram
-from kitsune_jax.targets.cuda.errors import CannotLower
+from kitsune_jax.targets.errors import CannotLower
 
 _ALIGNMENT = 32  # columns of a block: slabs are whole blocks
 

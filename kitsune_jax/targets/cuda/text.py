@@ -92,6 +92,7 @@ def _consumer(g: _Generator, s: int) -> str:
         "const i64 row[2] = {first_row, first_row + 8};",
         "const bool valid[2] = {row[0] < kRows, row[1] < kRows};",
         "(void)valid;",
+        *(["const float* const vectors = opaque(p.vectors);"] if g.vectors.recipes else []),
         *body.prologue,
         *body.lines,
     ]

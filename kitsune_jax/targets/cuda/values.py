@@ -28,11 +28,16 @@ class Expression:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Multiply:
-    """A matmul whose products are issued by the loop that reads it first."""
+    """A matmul whose products are issued by the loop that reads it first.
 
-    instr: Instr
-    weight: int  # index of its WeightRecipe
-    pieces: tuple[int, ...]  # the values that make up its K
+    ``weight``: index of its recipe. ``pieces``: the values that make up its K. ``product``: the matmul's own value, by which its
+    accumulators are named. ``bias``: a stationary vector that the accumulators start from.
+    """
+
+    product: int
+    weight: int
+    pieces: tuple[int, ...]
+    bias: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "emulator/convert.h"
+#include "emulator/math.h"
 #include "emulator/runtime.h"
 
 #define KITSUNE_DEVICE inline
@@ -41,29 +42,31 @@ inline void name(const void* p, const char* text) { emu::name_object(p, text); }
 // --- memory
 namespace detail {
 template <class T>
-struct is_word {
-  static constexpr bool value = false;
-};
-#define KITSUNE_WORD(T)                 \
-  template <>                           \
-  struct is_word<T> {                   \
-    static constexpr bool value = true; \
-  };
-KITSUNE_WORD(u16)
-KITSUNE_WORD(u32) KITSUNE_WORD(float) KITSUNE_WORD(U2) KITSUNE_WORD(U4)
-#undef KITSUNE_WORD
+inline constexpr bool is_word = false;
+template <>
+inline constexpr bool is_word<u8> = true;
+template <>
+inline constexpr bool is_word<u16> = true;
+template <>
+inline constexpr bool is_word<u32> = true;
+template <>
+inline constexpr bool is_word<float> = true;
+template <>
+inline constexpr bool is_word<U2> = true;
+template <>
+inline constexpr bool is_word<U4> = true;
 
-    // memcpy: kernels look at one object as several types.
-    template <class T>
-    inline T get(const void* p) {
-  static_assert(is_word<T>::value, "memory is accessed as u16, u32, float, U2 or U4");
+// memcpy: kernels look at one object as several types.
+template <class T>
+inline T get(const void* p) {
+  static_assert(is_word<T>, "memory is accessed as u8, u16, u32, float, U2 or U4");
   T v;
   memcpy(&v, p, sizeof v);
   return v;
 }
 template <class T>
 inline void put(void* p, const T& v) {
-  static_assert(is_word<T>::value, "memory is accessed as u16, u32, float, U2 or U4");
+  static_assert(is_word<T>, "memory is accessed as u8, u16, u32, float, U2 or U4");
   memcpy(p, &v, sizeof v);
 }
 }  // namespace detail
@@ -92,6 +95,12 @@ template <class T>
 inline void st_global(T* p, T v) {
   emu::store_global(p, sizeof(T));
   detail::put(p, v);
+}
+
+// On the device the compiler forgets where the pointer comes from (kitsune/arch/memory.h).
+template <class T>
+inline T* opaque(T* p) {
+  return p;
 }
 
 // --- global synchronisation
@@ -236,6 +245,15 @@ inline float bf16_hi(u32 v) { return from_bits(v & 0xffff0000u); }
 inline float f16_lo(u32 v) { return from_f16(static_cast<u16>(v)); }
 inline float f16_hi(u32 v) { return from_f16(static_cast<u16>(v >> 16)); }
 inline u32 to_tf32(float v) { return emu::float_to_tf32(v); }
+// max.NaN and min.NaN: a NaN wins, and +0 is greater than -0 (PTX ISA, max).
+inline float max_nan(float x, float y) {
+  if (x != x || y != y) return from_bits(0x7fffffffu);
+  return x > y || (x == y && !std::signbit(x)) ? x : y;
+}
+inline float min_nan(float x, float y) {
+  if (x != x || y != y) return from_bits(0x7fffffffu);
+  return x < y || (x == y && std::signbit(x)) ? x : y;
+}
 inline float fast_exp2(float v) { return exp2f(v); }
 inline float fast_rcp(float v) { return 1.0f / v; }
 inline float fast_tanh(float v) { return tanhf(v); }

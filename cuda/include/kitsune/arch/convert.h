@@ -77,4 +77,16 @@ KITSUNE_DEVICE float fast_rsqrt(float v) {
   return r;
 }
 
+// NaN if either is NaN; fmaxf and fminf would drop it.
+KITSUNE_DEVICE float max_nan(float x, float y) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
+  return r;
+}
+KITSUNE_DEVICE float min_nan(float x, float y) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
+  return r;
+}
+
 }  // namespace kitsune::arch

@@ -12,6 +12,11 @@ namespace detail {
 
 // One overload for each type of the contract. ADDRESS and its constraint C are u32, "r" (shared) or u64, "l" (global).
 #define KITSUNE_DEFINE_LOAD(function, QUALIFIERS, instruction, ADDRESS, C, ...)                                                    \
+  KITSUNE_DEVICE void function(u8& v, ADDRESS a) {                                                                                 \
+    u32 wide;                                                                                                                      \
+    asm QUALIFIERS(instruction ".u8 %0, [%1];" : "=r"(wide) : C(a) : __VA_ARGS__);                                                 \
+    v = static_cast<u8>(wide);                                                                                                     \
+  }                                                                                                                                \
   KITSUNE_DEVICE void function(u16& v, ADDRESS a) { asm QUALIFIERS(instruction ".u16 %0, [%1];" : "=h"(v) : C(a) : __VA_ARGS__); } \
   KITSUNE_DEVICE void function(u32& v, ADDRESS a) { asm QUALIFIERS(instruction ".u32 %0, [%1];" : "=r"(v) : C(a) : __VA_ARGS__); } \
   KITSUNE_DEVICE void function(float& v, ADDRESS a) {                                                                              \
@@ -28,6 +33,9 @@ namespace detail {
   }
 
 #define KITSUNE_DEFINE_STORE(function, instruction, ADDRESS, C)                                                              \
+  KITSUNE_DEVICE void function(ADDRESS a, u8 v) {                                                                            \
+    asm volatile(instruction ".u8 [%0], %1;" ::C(a), "r"(static_cast<u32>(v)) : "memory");                                   \
+  }                                                                                                                          \
   KITSUNE_DEVICE void function(ADDRESS a, u16 v) { asm volatile(instruction ".u16 [%0], %1;" ::C(a), "h"(v) : "memory"); }   \
   KITSUNE_DEVICE void function(ADDRESS a, u32 v) { asm volatile(instruction ".u32 [%0], %1;" ::C(a), "r"(v) : "memory"); }   \
   KITSUNE_DEVICE void function(ADDRESS a, float v) { asm volatile(instruction ".f32 [%0], %1;" ::C(a), "f"(v) : "memory"); } \
@@ -84,6 +92,14 @@ KITSUNE_DEVICE T ld_l2(const T* p) {
 template <class T>
 KITSUNE_DEVICE void st_global(T* p, T v) {
   detail::store_global(global_address(p), v);
+}
+
+// The same pointer, of which the compiler knows nothing any more. Loads of constants that a loop needs in every round would else be
+// taken out of it, all into registers.
+template <class T>
+KITSUNE_DEVICE T* opaque(T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
 }
 
 }  // namespace kitsune::arch

@@ -169,7 +169,21 @@ KITSUNE_DEVICE void multiply_block(float (&d)[N / 2], const u32 (&a)[Steps][4], 
 
 #endif
 
-template <class T, int N, bool Rolling, class Weights>
+// Accumulators of N columns, from block `first` of a tile of width W on, that start from a stationary vector: a bias for nothing.
+template <int N, int W>
+KITSUNE_DEVICE void start_from(float (&d)[N / 2], const float* vector, const Lane& lane, int first) {
+  constexpr int kOwn = kOwned<W>;
+  KITSUNE_UNROLL
+  for (int b = 0; b < N / kBlock<W>; ++b) {
+    float x[kOwn];
+    load_vector<kOwn>(x, vector, first_column<W>(lane, first + b));
+    KITSUNE_UNROLL
+    for (int i = 0; i < 2 * kOwn; ++i) d[2 * kOwn * b + i] = x[2 * (i / 4) + i % 2];
+  }
+}
+
+// `Started`: the accumulators hold what the product is added to.
+template <class T, int N, bool Rolling, bool Started, class Weights>
 struct Product {
   static constexpr int kPerChunk = Operand<T>::kBlocksPerChunk;
   static constexpr int kGroup = 2;  // blocks between waits of a rolling product
@@ -181,8 +195,10 @@ struct Product {
 
   KITSUNE_DEVICE Product(float (&accumulators)[N / 2], const Weights& w) : d(accumulators), weights(w) {
 #if KITSUNE_SM < 900
-    KITSUNE_UNROLL
-    for (int i = 0; i < N / 2; ++i) d[i] = 0.0f;
+    if constexpr (!Started) {
+      KITSUNE_UNROLL
+      for (int i = 0; i < N / 2; ++i) d[i] = 0.0f;
+    }
 #endif
   }
 
@@ -229,7 +245,7 @@ struct Product {
     wgmma_fence();
     u64 b = desc_k128(weights.chunk(chunk)) + half * 4;
     KITSUNE_UNROLL
-    for (int s = 0; s < Steps; ++s) wgmma_rs<T, N>(d, a[s], b + 2 * s, blocks != 0 || s != 0);
+    for (int s = 0; s < Steps; ++s) wgmma_rs<T, N>(d, a[s], b + 2 * s, Started || blocks != 0 || s != 0);
 #else
     multiply_block<T, N, Steps>(d, a, weights.chunk(chunk), half);
 #endif

@@ -1,0 +1,84 @@
+"""The custom call of a kernel, as JAX sees it, and the operands that XLA packs for it.
+
+Comes in: ``Code``, the region's operands, and a way to evaluate what does not depend on the stream. Goes out: the region's results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kitsune_jax import _compat
+from kitsune_jax.program.ir import Instr, TileProgram
+from kitsune_jax.targets.cuda import compile, pack, runtime
+from kitsune_jax.targets.cuda.lower import Code
+
+
+def call(
+    target: str,
+    code: Code,
+    program: TileProgram,
+    args: Sequence[Any],
+    out_avals: Sequence[Any],
+    evaluate: Callable[[int, Sequence[Any]], Any],
+) -> list[Any]:
+    """Bind the custom call of ``code`` on the region's operands ``args``; one result per aval.
+
+    ``evaluate(op, operands)`` gives the result of an op of the graph whose operands do not stream.
+    """
+    if target == "emulator":
+        runtime.register("cpu", compile.emulator_library())
+    else:
+        runtime.register("CUDA")
+    stationary = _Stationary(program, args, evaluate)
+    kernel = code.kernel
+    operands = [args[k] for k in kernel.inputs]
+    operands += [pack.weights(group, [stationary.value(r.value) for r in group]) for group in kernel.weights]
+    if kernel.vectors:
+        values = [None if r.value is None else stationary.value(r.value) for r in kernel.vectors]
+        operands.append(pack.vectors(kernel.vectors, values))
+    results = list(out_avals)
+    if kernel.workspace_bytes:
+        results.append(_compat.aval_like(out_avals[0], (kernel.workspace_bytes,), np.uint8))
+    outs = jax.ffi.ffi_call(runtime.TARGET_NAME, results)(
+        *operands,
+        image=np.frombuffer(code.image, np.uint8),
+        launch=np.asarray(kernel.launch, np.int64),
+        name=code.name,
+    )
+    return list(outs)[: len(out_avals)]
+
+
+class _Stationary:
+    """Values of a tile program that do not stream, each computed once, in front of the call."""
+
+    def __init__(self, program: TileProgram, args: Sequence[Any], evaluate: Callable[[int, Sequence[Any]], Any]):
+        self.program, self.args, self.evaluate = program, args, evaluate
+        self.literals = dict(program.literals)
+        self.makers: dict[int, Instr] = {
+            v: i for s in program.stages for i in s.body for v in i.outputs if not program.values[v].tile
+        }
+        self.known: dict[int, Any] = {}
+        self.by_op: dict[int, Any] = {}  # makers stand in every stage that needs them
+
+    def value(self, v: int) -> Any:
+        if v not in self.known:
+            self.known[v] = self._value(v)
+        return self.known[v]
+
+    def _value(self, v: int) -> Any:
+        if v in self.literals:
+            return np.asarray(self.literals[v], dtype=jnp.dtype(self.program.values[v].dtype))
+        instr = self.makers[v]
+        if instr.kind == "load":
+            return self.args[instr["array"]]
+        operands = [self.value(x) for x in instr.inputs]
+        if instr.kind == "reshape":
+            return jnp.reshape(operands[0], instr["new_sizes"])
+        if instr.op not in self.by_op:
+            self.by_op[instr.op] = self.evaluate(instr.op, operands)
+        return self.by_op[instr.op]

@@ -1,0 +1,64 @@
+"""What the CUDA target has code for, asked op by op before a region is formed.
+
+Comes in: an op of the Graph with its values. Goes out: None, or the reason in words for the report. It speaks of what can be known
+from one op; ``check`` has the last word on a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kitsune_jax.capture.ops import OPS
+from kitsune_jax.graph import Op, Value
+from kitsune_jax.program.ir import Instr
+from kitsune_jax.targets.cuda import pointwise
+from kitsune_jax.targets.cuda.body import REDUCTIONS
+from kitsune_jax.targets.cuda.columns import REARRANGING
+
+# tf32 is what JAX means by the default precision of a float32 product on a GPU.
+_TF32_PRECISIONS = (None, "DEFAULT")
+
+
+def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    """None if the CUDA target runs ``op``, else why not."""
+    for value in (*in_values, *out_values):
+        if value.dtype not in pointwise.COMPUTE:
+            return f"{value.dtype} has no code on the GPU"
+        if value.size == 0:
+            return "an array without elements"
+    if op.kind == "dot_general":
+        return _dot_general(op, in_values, out_values)
+    if op.kind in REDUCTIONS:
+        whole = in_values[0].dtype not in ("bool",) or op.kind in ("reduce_and", "reduce_or", "reduce_max", "reduce_min")
+        return None if whole else f"{op.kind} of {in_values[0].dtype} has no code on the GPU"
+    if op.kind in REARRANGING or op.kind in ("reshape", "copy"):
+        return None
+    spec = OPS.get(op.kind)
+    if spec is None or spec.family not in ("pointwise", "convert"):
+        return f"{op.kind} has no code on the GPU"
+    return _pointwise(op, in_values, out_values)
+
+
+def _pointwise(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    if op.kind == "select_n" and len(in_values) != 3:
+        return "select_n with more than two cases"
+    if op.kind == "select_n" and in_values[0].dtype != "bool":
+        return "select_n by an integer has no code on the GPU"
+    instr = Instr(op.kind, op.inputs, op.outputs, op.params)
+    types = [pointwise.COMPUTE[v.dtype] for v in in_values]
+    out = out_values[0].dtype
+    operands = [f"x{k}" for k in range(len(types))]
+    if pointwise.instruction(instr, operands, types, pointwise.COMPUTE[out], out) is None:
+        return f"{op.kind} of {in_values[0].dtype} has no code on the GPU"
+    return None
+
+
+def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    lhs, rhs = (v.dtype for v in in_values)
+    if lhs != rhs or lhs not in pointwise.OPERAND:
+        return f"matrix product of {lhs} and {rhs} has no code on the GPU"
+    if op["accumulate"] != "float32":
+        return f"matrix product accumulated in {op['accumulate']} has no code on the GPU"
+    if lhs == "float32" and op["precision"] not in _TF32_PRECISIONS:
+        return f"matrix product of float32 at precision {op['precision']}: the tensor cores round to tf32"
+    return None
