@@ -10,6 +10,7 @@ program can change them at any time. Invariant: no other module reads the enviro
 ``KITSUNE_LOG_LEVEL``       Level of the logger ``kitsune_jax``: a name of the ``logging`` module, such as INFO or DEBUG.
 ``KITSUNE_CACHE_DIR``       Folder for compiled device code. Default: ``kitsune_jax`` in the user's cache folder.
 ``KITSUNE_CUDA_ARCH``       CUDA architecture to generate code for, such as ``sm_90a``. Default: that of the device at hand.
+``KITSUNE_EMULATOR_SEED``   Seed of the schedules that the emulator of CUDA kernels draws; read when a function is lowered. Default: 1.
 ``KITSUNE_NUM_THREADS``     CPU threads a plan may count on. Default: the CPUs this process may run on.
 ==========================  ==================================================================================================
 
@@ -74,6 +75,14 @@ def cache_dir() -> pathlib.Path:
 def cuda_arch() -> str | None:
     """``KITSUNE_CUDA_ARCH``: the CUDA architecture to generate code for ("sm_90a"), or ``None`` for that of the device at hand."""
     return os.environ.get("KITSUNE_CUDA_ARCH", "").strip() or None
+
+
+def emulator_seed() -> int:
+    """``KITSUNE_EMULATOR_SEED``: the seed of the emulator's schedules. Raises ``ValueError`` for anything but a natural number."""
+    text = os.environ.get("KITSUNE_EMULATOR_SEED", "").strip() or "1"
+    if not text.isdecimal() or int(text) >= 1 << 64:
+        raise ValueError(f"KITSUNE_EMULATOR_SEED={text!r} is not an integer from 0 to 2**64 - 1")
+    return int(text)
 
 
 def num_threads() -> int:

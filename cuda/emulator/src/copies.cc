@@ -179,7 +179,7 @@ void end_targets(CopyGroup& group, Thread& thread) {
 
 void group_progress(CopyGroup& group) {
   if (!group.waiter) return;
-  wake(group.waiter);
+  make_ready(group.waiter);
   group.waiter = nullptr;
 }
 

@@ -13,9 +13,6 @@
 
 namespace kitsune::emulator {
 
-bool schedule();
-void register_pages();
-
 namespace {
 
 // Shared memory of `ctas` CTAs, aligned to a window so that an address tells its CTA.
@@ -143,8 +140,8 @@ void number_agents() {
   }
 }
 
-// How many clusters are resident: all of a cooperative launch; else what the seed says, up to 1024 or, rarely, 2048 threads (the cost
-// of a clock grows with them). Races between clusters are found whether they run together or not.
+// How many clusters are resident: all of a cooperative launch; else what the seed says, up to 1024 or, rarely, 2048 threads (the
+// cost of a clock grows with them). Races between clusters are found whether they run together or not.
 u32 resident_clusters(Machine& m) {
   u32 clusters = m.launch.grid / m.launch.cluster;
   if (m.launch.cooperative) return clusters;

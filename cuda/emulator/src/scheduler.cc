@@ -66,8 +66,6 @@ void make_ready(Thread* thread) {
   ++m.ready_count;
 }
 
-void wake(Thread* thread) { make_ready(thread); }
-
 void wake_all(std::vector<Thread*>& threads) {
   for (Thread* thread : threads) make_ready(thread);
   threads.clear();
@@ -203,7 +201,6 @@ std::string deadlock() {
 
 }  // namespace
 
-// Runs fibers until all have ended or one has failed. False: failed.
 bool schedule() {
   Machine& m = *machine;
   try {

@@ -123,7 +123,6 @@ void thread_exit() {
     t.state = Thread::done;
   }
   // Barriers over a CTA or a cluster wait for those who have not exited.
-  extern void barriers_after_exit(Cta&);
   barriers_after_exit(cta);
 }
 

@@ -221,17 +221,16 @@ inline Thread& self() { return *static_cast<Thread*>(current); }
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 void preempt();  // a point at which the schedule may go on with another thread
 void block(std::string (*describe)(const Thread&), const void* object, u64 argument);
-void wake(Thread* thread);
 void wake_all(std::vector<Thread*>& threads);
 void make_ready(Thread* thread);
 u64 random_delay();
 void post(u64 due, std::function<void()> run);
 void thread_entry();
+bool schedule();  // runs fibers until all have ended, or one has failed: false
 std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
 
 // --- launch.cc
 void start_clusters();
-void thread_exit();
 
 // --- clocks.cc
 enum class Reach { cta, remote, wide };  // remote: cluster scope, but only the own shared memory (mbar_arrive_remote)
@@ -254,6 +253,8 @@ Cta& remote_cta(u32 rank, const char* what);               // fails unless rank 
 inline u32 offset_in(const Cta& cta, const void* p) { return static_cast<u32>(static_cast<const char*>(p) - cta.memory); }
 void touch_remote(Cta& cta, u32 agent, u32 clock);
 Region& global_region(const void* p, size_t bytes, const char* what);
+void register_pages();  // the registered buffers become the launch's regions
+void thread_exit();
 
 // --- mbarrier.cc
 Barrier& barrier_at(Cta& cta, u32 offset, bool beyond_generic);  // used by a copy or another CTA
@@ -264,6 +265,7 @@ Actor copy_actor(Thread& thread, Barrier& barrier, const char* what);  // of a c
 // --- warp.cc: true for the last lane, which does the work for all before warp_release
 bool warp_meet(const char* operation, void* slot);
 void warp_release();
+void barriers_after_exit(Cta& cta);  // barriers.cc
 
 void thread_exit_wgmma(Thread& thread);
 void thread_exit_copies(Thread& thread);

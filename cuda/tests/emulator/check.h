@@ -57,10 +57,21 @@ void use(std::vector<T>& v, const char* name) {
   kitsune::emulator::register_global(v.data(), v.size() * sizeof(T), name);
 }
 
+inline size_t clock_bytes = Options().clock_bytes;
+// The same trial with one vector clock for each warp, as launches of very many threads have.
+inline Result with_warp_clocks(Result (*trial)(u64, bool&), u64 seed, bool& right) {
+  clock_bytes = 0;
+  Result r = trial(seed, right);
+  clock_bytes = Options().clock_bytes;
+  if (r.lane_clocks) right = false;
+  return r;
+}
+
 template <class Body>
 Result launch(Launch l, u64 seed, Body body) {
   Options options;
   options.seed = seed;
+  options.clock_bytes = clock_bytes;
   Result r = kitsune::emulator::run(l, body, options);
   kitsune::emulator::clear_globals();
   return r;

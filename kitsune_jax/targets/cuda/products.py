@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from kitsune_jax.targets.cuda.body import Body
 
 
+_GROUP = 2  # Product::kGroup
+
+
 @dataclasses.dataclass(slots=True)
 class _State:
     """``issued`` / ``completed``: chunks so far; ``names``: of the products."""
@@ -26,6 +29,7 @@ class _State:
     completed: int = 0
     sources: tuple[str, ...] = ()
     rolling: bool = False
+    done: int = 0  # blocks of K that are complete once a product has been issued
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class Products:
             state = self.state[v]
             if state.completed <= self.chunk_of(v, first):
                 pending = 1 if ahead else len(products) - 1 - k if not any(self.state[u].rolling for u in products) else 0
-                self.body.text(f"{self._name(v, state.completed)}_product.complete<{pending}>();")
+                blocks = self._shape(v).k_blocks
+                self.body.text(f"{self._name(v, state.completed)}_product.complete<{pending}, {state.done}, {blocks}>();")
                 state.completed += 1
                 self._count_operands(v)
 
@@ -155,14 +160,25 @@ class Products:
         started = "true" if place.bias is not None else "false"
         template = f"{operand}, {columns}, {rolling}, {started}, decltype({name}_weights)"
         body.text(f"Product<{template}> {name}_product({name}, {name}_weights);")
-        for source in state.sources:
-            body.text(f"{name}_product.feed({source});")
+        first = done = 0
+        for piece, source in zip(place.pieces, state.sources, strict=True):
+            body.text(f"{name}_product.feed<{first}, {done}>({source});")
+            first, done = self._after(state, source, tiles.blocks(body.value(piece).width), first)
+        state.done = done
         body.text(f"{name}_product.commit();")
         self.order.append(Fetch(place.weight, chunk, columns, shape.k_chunks))
         self.entries += shape.k_chunks
         state.issued += 1
         fetched = sum("RegisterSource" not in text for text in state.sources) and (32 if tiles.is_half(shape.dtype) else 64)
         body.budget.product(v, chunk, columns // 2 + fetched)
+
+    def _after(self, state: _State, source: str, blocks: int, first: int) -> tuple[int, int]:
+        """(blocks issued, blocks known to be complete) after a piece: what ``Product`` does, in numbers."""
+        last = first + blocks
+        if not state.rolling:
+            return last, 0
+        fetched = not source.startswith("RegisterSource")
+        return last, last if fetched else first + (-(-blocks // _GROUP) - 1) * _GROUP
 
     def _start_from(self, bias: int, name: str, columns: int, first: int) -> None:
         place, slab = self.body.value(bias).place, ""

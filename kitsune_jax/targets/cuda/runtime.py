@@ -7,12 +7,15 @@ opens no CUDA driver, so that a machine without one can lower and export program
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import threading
 from typing import Any, Literal
 
 import jax
+
+from kitsune_jax import config
 
 TARGET_NAME = "kitsune_cuda"
 ENTRY_POINT = "kitsune_region"
@@ -21,6 +24,7 @@ LAUNCH_VERSION = 1
 _lock = threading.Lock()
 _state: tuple[Any, str] | None = None  # (extension or None, why not)
 _registered: set[str] = set()
+_emulator: ctypes.CDLL | None = None
 
 
 def _load() -> tuple[Any, str]:
@@ -89,6 +93,17 @@ def use_emulator(path: str | os.PathLike[str]) -> None:
     if extension is None:
         raise RuntimeError(why)
     extension.use_emulator(os.fspath(path))
+    global _emulator
+    with _lock:
+        if _emulator is None:
+            _emulator = ctypes.CDLL(os.fspath(path))  # what the extension has opened, once more
+    set_emulator_seed(config.emulator_seed())
+
+
+def set_emulator_seed(seed: int) -> None:
+    """The schedule of every launch from now on. Does nothing before an emulator is in use, or where it has no schedules."""
+    if _emulator is not None and hasattr(_emulator, "kitsune_emulator_set_seed"):
+        _emulator.kitsune_emulator_set_seed(ctypes.c_uint64(seed))
 
 
 def driver_info() -> dict[str, Any] | str:

@@ -182,19 +182,21 @@ KITSUNE_DEVICE void start_from(float (&d)[N / 2], const float* vector, const Lan
   }
 }
 
-// `Started`: the accumulators hold what the product is added to.
+// One block of N columns of a matmul, in flight. `Started`: the accumulators hold what the product is added to. Positions are template
+// parameters (`First`: blocks of K issued before this piece, `Done`: blocks known to be complete), because the code generator knows
+// them, and the compiler would need long to find them out.
 template <class T, int N, bool Rolling, bool Started, class Weights>
 struct Product {
   static constexpr int kPerChunk = Operand<T>::kBlocksPerChunk;
   static constexpr int kGroup = 2;  // blocks between waits of a rolling product
   float (&d)[N / 2];
   const Weights& weights;
-  int blocks = 0;     // issued so far; a constant at every call once all is unrolled
-  int released = 0;   // chunks given back
-  int committed = 0;  // blocks in groups older than the newest
 
   KITSUNE_DEVICE Product(float (&accumulators)[N / 2], const Weights& w) : d(accumulators), weights(w) {
-#if KITSUNE_SM < 900
+#if KITSUNE_SM >= 900
+    pin(d);
+    wgmma_fence();
+#else
     if constexpr (!Started) {
       KITSUNE_UNROLL
       for (int i = 0; i < N / 2; ++i) d[i] = 0.0f;
@@ -202,30 +204,21 @@ struct Product {
 #endif
   }
 
-  template <class Source>
+  template <int First, int Done, class Source>
   KITSUNE_DEVICE void feed(const Source& source) {
-    static_assert(!Source::kFetched || Rolling || KITSUNE_SM < 900, "operands fetched on the way need a rolling product");
+    static_assert(!Source::kFetched || Rolling, "operands fetched on the way need a rolling product");
     if constexpr (Source::kFetched) {
-      feed_fetched(source);
+      feed_fetched<First, Done>(source);
+    } else if constexpr (Rolling) {
+      feed_rolling<First, Done, 0>(source);
     } else {
       KITSUNE_UNROLL
       for (int b = 0; b < Source::kBlocks; ++b) {
         u32 a[Source::kStepsPerBlock][4];
         source.block(a, b);
-        issue(a);
-        if (Rolling && blocks % kGroup == 0) roll<1>();
+        issue(a, First + b);
       }
     }
-  }
-
-  // The results are there once this returns: the newest `Pending` products may still be in flight.
-  template <int Pending>
-  KITSUNE_DEVICE void complete() {
-#if KITSUNE_SM >= 900
-    wgmma_wait<Pending>();
-    pin(d);
-#endif
-    release_until((blocks + kPerChunk - 1) / kPerChunk);
   }
 
   // After the last piece.
@@ -235,66 +228,83 @@ struct Product {
 #endif
   }
 
+  // The results of all `Blocks` are there once this returns: the newest `Pending` products may still be in flight.
+  template <int Pending, int Done, int Blocks>
+  KITSUNE_DEVICE void complete() {
+    wait<Pending>();
+    release<Done / kPerChunk, (Blocks + kPerChunk - 1) / kPerChunk>();
+  }
+
  private:
   template <int Steps>
-  KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4]) {
-    int chunk = blocks / kPerChunk, half = blocks % kPerChunk;
+  KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4], int block) {
+    const int chunk = block / kPerChunk, half = block % kPerChunk;
     if (half == 0) weights.acquire(chunk);
 #if KITSUNE_SM >= 900
-    pin(d);
-    wgmma_fence();
-    u64 b = desc_k128(weights.chunk(chunk)) + half * 4;
+    if (Rolling) wgmma_fence();
+    const u64 b = desc_k128(weights.chunk(chunk)) + half * 4;
     KITSUNE_UNROLL
-    for (int s = 0; s < Steps; ++s) wgmma_rs<T, N>(d, a[s], b + 2 * s, Started || blocks != 0 || s != 0);
+    for (int s = 0; s < Steps; ++s) wgmma_rs<T, N>(d, a[s], b + 2 * s, Started || block != 0 || s != 0);
 #else
     multiply_block<T, N, Steps>(d, a, weights.chunk(chunk), half);
 #endif
-    ++blocks;
+  }
+
+  // Operands that stay in registers: one group may be in flight while the next is issued.
+  template <int First, int Done, int From, class Source>
+  KITSUNE_DEVICE void feed_rolling(const Source& source) {
+    KITSUNE_UNROLL
+    for (int b = From; b < From + kGroup; ++b)
+      if (b < Source::kBlocks) {
+        u32 a[Source::kStepsPerBlock][4];
+        source.block(a, b);
+        issue(a, First + b);
+      }
+    commit();
+    wait<1>();
+    release<Done / kPerChunk, (First + From) / kPerChunk>();
+    if constexpr (From + kGroup < Source::kBlocks) feed_rolling<First, First + From, From + kGroup>(source);
   }
 
   // The next group is fetched while the tensor core works on this one. It goes to other registers, and the wait is for all: registers of
   // A that are loaded again while a wgmma may read them rely on the compiler to keep them apart.
-  template <class Source>
+  template <int First, int Done, class Source>
   KITSUNE_DEVICE void feed_fetched(const Source& source) {
-    constexpr int kSteps = Source::kStepsPerBlock;
-    u32 a[2][kGroup][kSteps][4];
-    fetch(a[0], source, 0);
-    KITSUNE_UNROLL
-    for (int g = 0; g * kGroup < Source::kBlocks; ++g) {
-      KITSUNE_UNROLL
-      for (int i = 0; i < kGroup; ++i)
-        if (g * kGroup + i < Source::kBlocks) issue(a[g & 1][i]);
-      commit();
-      fetch(a[(g + 1) & 1], source, (g + 1) * kGroup);
-      roll<0>();
-    }
+    u32 a[kGroup][Source::kStepsPerBlock][4];
+    fetch(a, source, 0);
+    step_fetched<First, Done, 0>(source, a);
   }
-
-  template <class Source, int Steps>
+  template <int First, int Done, int From, int Steps, class Source>
+  KITSUNE_DEVICE void step_fetched(const Source& source, const u32 (&a)[kGroup][Steps][4]) {
+    constexpr int kNext = From + kGroup < Source::kBlocks ? From + kGroup : Source::kBlocks;
+    KITSUNE_UNROLL
+    for (int b = From; b < kNext; ++b) issue(a[b - From], First + b);
+    commit();
+    u32 next[kGroup][Steps][4];
+    if constexpr (kNext < Source::kBlocks) fetch(next, source, kNext);
+    wait<0>();
+    release<Done / kPerChunk, (First + kNext) / kPerChunk>();
+    if constexpr (kNext < Source::kBlocks) step_fetched<First, First + kNext, kNext>(source, next);
+  }
+  template <int Steps, class Source>
   KITSUNE_DEVICE void fetch(u32 (&a)[kGroup][Steps][4], const Source& source, int first) {
     KITSUNE_UNROLL
     for (int i = 0; i < kGroup; ++i)
       if (first + i < Source::kBlocks) source.block(a[i], first + i);
   }
 
-  // Gives back the chunks that all but the newest `Pending` groups were the last to read.
   template <int Pending>
-  KITSUNE_DEVICE void roll() {
+  KITSUNE_DEVICE void wait() {
 #if KITSUNE_SM >= 900
-    if constexpr (Pending > 0) wgmma_commit();
     wgmma_wait<Pending>();
     pin(d);
 #endif
-    if (Pending == 0 || KITSUNE_SM < 900) committed = blocks;
-    release_until(committed / kPerChunk);
-    committed = blocks;
   }
 
-  KITSUNE_DEVICE void release_until(int chunk) {
+  template <int From, int To>
+  KITSUNE_DEVICE void release() {
     KITSUNE_UNROLL
-    for (int c = 0; c < 64; ++c)
-      if (c >= released && c < chunk) weights.release(c);
-    if (chunk > released) released = chunk;
+    for (int c = From; c < To; ++c) weights.release(c);
   }
 };
 

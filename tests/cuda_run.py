@@ -1,0 +1,134 @@
+"""Runs a function as CUDA kernels in the emulator, under an arrangement of one's choice instead of the planner's.
+
+Comes in: a function of arrays. Goes out: its ``Subject`` (the Graph, and the region that becomes one kernel), the ``arrangements``
+that the code generator accepts for it, and the function's results under one of them (``run``). Whatever of the function lies outside
+of the region is evaluated by JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from kitsune_jax import lowering
+from kitsune_jax.capture.jaxpr import Captured, capture
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.balance import Infeasible
+from kitsune_jax.planning.cost import RegionCost
+from kitsune_jax.planning.gpu import candidates
+from kitsune_jax.planning.gpu_storage import is_splittable
+from kitsune_jax.planning.machines import A100, H200, Machine
+from kitsune_jax.planning.plan import Plan, Stage
+from kitsune_jax.program import TileProgram, build
+from kitsune_jax.regions.select import select
+from kitsune_jax.route import PlannedRegion
+from kitsune_jax.streams.space import Region
+from kitsune_jax.targets import cuda
+from kitsune_jax.targets.cuda import runtime
+
+Array = Any
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """Kernels of this session are compiled once, whichever process asks first, and never into the user's cache."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "kernels"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KITSUNE_CACHE_DIR", str(folder))
+        yield folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A function at the shapes of ``args``: captured, with the largest region of it that the CUDA target supports."""
+
+    captured: Captured
+    region: Region
+    args: tuple[Array, ...]
+
+    @property
+    def graph(self) -> Graph:
+        return self.captured.graph
+
+    def program(self, plan: Plan) -> TileProgram:
+        return build(self.graph, self.region, plan)
+
+
+def subject(fn: Callable[..., Any], *args: Array) -> Subject:
+    captured = capture(jax.make_jaxpr(fn)(*args))
+    graph = captured.graph
+    regions: list[Region] = []
+
+    def supports(i: int) -> str | None:
+        op = graph.ops[i]
+        return cuda.supports(op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
+
+    def look(_: Graph, region: Region) -> str:
+        regions.append(region)
+        return "only looked at"
+
+    select(graph, supports, look, force=True)
+    assert regions, "no region is legal"
+    return Subject(captured, max(regions, key=lambda r: len(r.ops)), args)
+
+
+def arrangements(of: Subject) -> dict[str, Plan]:
+    """Every kind of plan, by name, that has a kernel; one pipeline instance each, so that a worker gets several tiles."""
+    found: dict[str, Plan] = {}
+    for machine in (H200, A100):
+        cost = RegionCost(of.graph, of.region, machine)
+        with contextlib.suppress(Infeasible):
+            plans = candidates(cost, True)
+            for plan in sorted(plans, key=lambda p: -len(p.stages)):  # of spatial ones the longest chain
+                found.setdefault(_name(machine, plan), dataclasses.replace(plan, replicas=1))
+            for plan in plans:
+                if plan.queues and plan.queues[0].place == "l2" and plan.lanes == 1:
+                    for ways in (2, 4):
+                        split = dataclasses.replace(plan, replicas=1, stages=tuple(_split(cost, s, ways) for s in plan.stages))
+                        if any(s.split > 1 for s in split.stages):
+                            found.setdefault(f"{_name(machine, plan)}-split{ways}", split)
+    return {name: plan for name, plan in found.items() if cuda.check(of.program(plan), plan, "region") is None}
+
+
+def _name(machine: Machine, plan: Plan) -> str:
+    sm = "sm90" if machine.max_cluster > 1 else "sm80"
+    if plan.arrangement == "spatial":
+        return f"{sm}-spatial-{plan.queues[0].place}-lanes{plan.lanes}"
+    kept = "resident" if plan.stages[0].resident else f"streamed-cluster{plan.cluster}"
+    return f"{sm}-vertical-{kept}-lanes{plan.lanes}"
+
+
+def _split(cost: RegionCost, stage: Stage, ways: int) -> Stage:
+    """``stage`` over ``ways`` CTAs by columns of its result, where that can be."""
+    return dataclasses.replace(stage, split=ways, workers=ways) if is_splittable(cost, stage.ops) else stage
+
+
+def compiled(of: Subject, plan: Plan) -> Callable[..., list[Array]]:
+    """The function, jitted, with its region arranged as ``plan`` says."""
+    program = of.program(plan)
+    code = cuda.generate("emulator", program, plan, "region")
+    planned = PlannedRegion("region", of.region, plan, program, "emulator", code)
+    return jax.jit(lambda *args: lowering.run(of.captured, [planned], args))
+
+
+def run(of: Subject, plan: Plan, *, seed: int = 1) -> list[np.ndarray]:
+    """The function's results with its region as one kernel, under the emulator's schedule ``seed``."""
+    return results(compiled(of, plan), of.args, seed)
+
+
+def results(fn: Callable[..., Any], args: tuple[Array, ...], seed: int) -> list[np.ndarray]:
+    fn_compiled = fn if not hasattr(fn, "lower") else fn.lower(*args).compile()  # lowering sets the seed of the environment
+    runtime.set_emulator_seed(seed)
+    before = runtime.calls()
+    outs = [np.asarray(x) for x in jax.tree.leaves(fn_compiled(*args))]
+    assert runtime.calls() > before, "no kernel was called"
+    return outs
