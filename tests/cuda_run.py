@@ -112,23 +112,25 @@ def _split(cost: RegionCost, stage: Stage, ways: int) -> Stage:
     return dataclasses.replace(stage, split=ways, workers=ways) if is_splittable(cost, stage.ops) else stage
 
 
-def compiled(of: Subject, plan: Plan) -> Callable[..., list[Array]]:
-    """The function, jitted, with its region arranged as ``plan`` says."""
-    program = of.program(plan)
-    code = cuda.generate("emulator", program, plan, "region")
-    planned = PlannedRegion("region", of.region, plan, program, "emulator", code)
-    return jax.jit(lambda *args: lowering.run(of.captured, [planned], args))
+class Kernel:
+    """A subject compiled for one plan; ``code.kernel.source`` is what was generated."""
+
+    def __init__(self, of: Subject, plan: Plan):
+        program = of.program(plan)
+        self.args = of.args
+        self.code = cuda.generate("emulator", program, plan, "region")
+        planned = PlannedRegion("region", of.region, plan, program, "emulator", self.code)
+        self.executable = jax.jit(lambda *args: lowering.run(of.captured, [planned], args)).lower(*of.args).compile()
+
+    def __call__(self, *args: Array, seed: int = 1) -> list[np.ndarray]:
+        """The function's results under the emulator's schedule ``seed``, of ``args`` or of the subject's own."""
+        runtime.set_emulator_seed(seed)
+        before = runtime.calls()
+        outs = [np.asarray(x) for x in self.executable(*(args or self.args))]
+        assert runtime.calls() == before + 1, "not one kernel was called"
+        return outs
 
 
 def run(of: Subject, plan: Plan, *, seed: int = 1) -> list[np.ndarray]:
-    """The function's results with its region as one kernel, under the emulator's schedule ``seed``."""
-    return results(compiled(of, plan), of.args, seed)
-
-
-def results(fn: Callable[..., Any], args: tuple[Array, ...], seed: int) -> list[np.ndarray]:
-    fn_compiled = fn if not hasattr(fn, "lower") else fn.lower(*args).compile()  # lowering sets the seed of the environment
-    runtime.set_emulator_seed(seed)
-    before = runtime.calls()
-    outs = [np.asarray(x) for x in jax.tree.leaves(fn_compiled(*args))]
-    assert runtime.calls() > before, "no kernel was called"
-    return outs
+    """The function's results with its region as one kernel arranged as ``plan`` says."""
+    return Kernel(of, plan)(seed=seed)

@@ -26,6 +26,8 @@ u64 now() { return machine->step; }
 
 }  // namespace
 
+u64 ticks() { return now(); }
+
 std::string format(const char* text, ...) {
   char buffer[512];
   va_list arguments;

@@ -242,7 +242,7 @@ def _entry(g: _Generator) -> str:
         lines += ["    Weights::init(header.weights);", '    name(&header.weights, "weights");']
     for q in g.queue_at:
         queue = g.program.queues[q]
-        init = f"ClusterQueue<{g.entry_vectors(q)}, {queue.depth}>::init(header.queue{q}[l], {_mask(g, [queue.producer])}, {_mask(g, queue.consumers)})"
+        init = f"ClusterQueue<{g.entry_vectors(q)}, {queue.depth}>::init(header.queue{q}[l], {_mask(g, queue.consumers)})"
         lines += [f"    for (int l = 0; l < kLanes; ++l) {init};", f'    name(header.queue{q}, "queue{q}");']
     lines += ["    fence_mbar_init();", "  }", f"  {sync}", "  if (group == 0) {", "    become_loader<kLanes>();", "    if (fetches()) {"]
     lines += [f"      {line}" for line in _roles(g, "load{s}(p, header, base, {slab});")]

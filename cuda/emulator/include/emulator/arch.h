@@ -32,6 +32,7 @@ inline u32 grid_size() { return emu::dimensions.grid; }
 inline u32 lane_id() { return emu::current->lane; }
 inline u32 cluster_rank() { return emu::current->rank; }
 inline u32 cluster_size() { return emu::dimensions.cluster; }
+inline u64 cycles() { return emu::ticks(); }
 template <class S>
 S& shared() {
   static_assert(alignof(S) <= 1024, "dynamic shared memory is aligned to 1024 bytes");

@@ -23,6 +23,7 @@ struct Dimensions {
 extern Identity* current;
 extern Dimensions dimensions;
 
+u64 ticks();  // scheduling decisions so far: it grows as a clock does, and says nothing about time
 void* shared_base(size_t bytes);
 u32 shared_offset(const void* p);
 void name_object(const void* p, const char* text);
