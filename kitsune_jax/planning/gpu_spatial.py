@@ -24,8 +24,6 @@ from kitsune_jax.planning.stages import DOUBLE_BUFFER, Draft, Link, links_to_eac
 # One-way trips of a hand-off that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the barrier. L2:
 # the data, the flag behind a fence, and the reader's loads.
 _TRIPS = {"cluster": 1, "l2": 3}
-# A slab is never narrower than the smallest width of a weight.
-_LEAST_COLUMNS = 8
 _NEVER = float("inf")
 # Every contiguous group of drafts is costed: more than these are first made fewer, so that planning stays a part of compilation.
 _MOST_DRAFTS = 24
@@ -120,8 +118,8 @@ class _Builder:
         most = self._most_split(ops)
         bare = packed_bytes(self.cost, ops)
         for split in range(max(1, min(most, bare // self.machine.local_bytes)), most + 1):
-            if self._fits(ops, split, rings):
-                return self._useful(ops, split)
+            if self._useful(ops, split) == split and self._fits(ops, split, rings):
+                return split
         return None
 
     def _useful(self, ops: tuple[int, ...], split: int) -> int:
@@ -130,7 +128,7 @@ class _Builder:
     def _most_split(self, ops: tuple[int, ...]) -> int:
         if self.place == "cluster" or not is_splittable(self.cost, ops):
             return 1
-        return max(1, min(self.machine.workers, dots_of(self.cost, ops)[0].n // _LEAST_COLUMNS))
+        return useful_split(dots_of(self.cost, ops)[0].n, self.machine.workers)
 
     def _fits(self, ops: tuple[int, ...], split: int, rings: int) -> bool:
         """``rings``: bytes per lane. Weights are looked at first: they settle most cases, and cost nothing to count."""

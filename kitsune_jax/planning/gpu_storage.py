@@ -80,21 +80,22 @@ def padded(columns: int) -> int:
 
 
 def slab(columns: int, split: int) -> int:
-    """Columns of each of ``split`` slabs, the last of which may be narrower.
+    """Columns of each of ``split`` slabs.
 
-    >>> slab(1408, 22), slab(1408, 25), slab(1, 4)
-    (64, 64, 1)
+    >>> slab(1408, 22), slab(100, 1)
+    (64, 100)
     """
-    return columns if split == 1 or columns == 1 else padded(-(-columns // split))
+    return columns if split == 1 else columns // split
 
 
 def useful_split(columns: int, split: int) -> int:
-    """The fewest slabs that are as narrow as those of ``split``.
+    """The most slabs, all of the same number of whole blocks of 32 columns, that ``split`` CTAs can share.
 
-    >>> useful_split(1408, 25), useful_split(256, 2)
-    (22, 2)
+    >>> useful_split(1408, 25), useful_split(256, 3), useful_split(100, 4)
+    (22, 2, 1)
     """
-    return -(-columns // slab(columns, split)) if columns > 1 else 1
+    blocks = columns // 32 if columns % 32 == 0 else 1
+    return max(s for s in range(1, min(split, blocks) + 1) if blocks % s == 0)
 
 
 def dots_of(cost: RegionCost, ops: Iterable[int]) -> list[DotWork]:
