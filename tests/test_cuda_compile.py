@@ -220,7 +220,13 @@ def test_what_ptxas_refuses_is_an_error_as_well(standin: Path) -> None:
 
 @needs_nvrtc
 def test_warnings_reach_the_log(standin: Path) -> None:
-    assert "never referenced" in nvrtc.compile('extern "C" __global__ void kitsune_region() { int unused; }', "sm_80").log
+    kernel = 'extern "C" __global__ void kitsune_region() { %s }'
+    assert "shift count is too large" in nvrtc.compile(kernel % "int x = 1 << 40; (void)x;", "sm_80").log
+
+
+@needs_nvrtc
+def test_unused_variables_are_no_warning(standin: Path) -> None:
+    assert "warning" not in nvrtc.compile('extern "C" __global__ void kitsune_region() { int unused; }', "sm_80").log
 
 
 @needs_nvrtc

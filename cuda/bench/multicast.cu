@@ -50,6 +50,7 @@ KITSUNE_KERNEL(kitsune_region, Params, p, (1 + kLanes) * 128) {
       constexpr u32 parts = kBytes / (16 * kGroupThreads);
       U4 v = ld_shared(reinterpret_cast<const U4*>(queue.entry(n)) + (n / chunks + n) % parts * kGroupThreads + t);
       sum = sum * 31 + v.x + v.y + v.z + v.w;
+      syncwarp();  // one lane releases for the warp
       queue.rd_release(n);
     }
     u64 spent = cycles() - start;

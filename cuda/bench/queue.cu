@@ -85,7 +85,12 @@ template <class Queue>
 KITSUNE_DEVICE void circulate(const Params& p, const Queue& in, const Queue& out, u32 member) {
   u32 entries = ld_global(p.settings), group = block_id() * kGroups + thread_id() / kGroupThreads, t = thread_id() % kGroupThreads;
   u64 start = cycles();
-  u32 sum = ld_global(p.settings + 1) ? token(in, out, member, entries) : stream(in, out, member, entries);
+  u32 sum = 0;
+  if (!ld_global(p.settings + 1)) {
+    sum = stream(in, out, member, entries);
+  } else if constexpr (kVectors <= 32) {  // a token is kept in registers
+    sum = token(in, out, member, entries);
+  }
   u64 spent = cycles() - start;
   st_global(p.checksums + group * kGroupThreads + t, sum);
   if (t == 0) st_global(p.cycles + group, U2{static_cast<u32>(spent), static_cast<u32>(spent >> 32)});

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr, StageProgram, TileProgram
-from kitsune_jax.targets.cuda import columns, pointwise, slabs, tiles
+from kitsune_jax.targets.cuda import columns, pointwise, repeats, slabs, tiles
 from kitsune_jax.targets.cuda.arrays import Arrays
 from kitsune_jax.targets.cuda.budget import Budget
 from kitsune_jax.targets.errors import CannotLower
@@ -51,7 +51,7 @@ class StageConfig:
 
     ``resident``: weights stay in shared memory, at ``weight_offset`` of each recipe; else they pass through a ring of ``depth``
     chunks. ``overlap``: two chunks of a product may be in flight; ``columns``: those of a chunk at most. ``spill``: values kept as images, at these offsets of a lane's
-    scratch. ``split``: slabs of columns its CTAs share out.
+    scratch. ``split``: slabs of columns its CTAs share out. ``loops``: layers that repeat become a loop.
     """
 
     resident: bool = True
@@ -61,7 +61,7 @@ class StageConfig:
     columns: int = 128
     spill: tuple[tuple[int, int], ...] = ()
     split: int = 1
-    scratch_offset: int = 0
+    loops: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +87,9 @@ class Body:
         self.sinks: list[SinkCode] = []
         self.scratch_words = 0  # of the widest row that changes places
         self.popped: list[int] = []
+        self.next_recipe: int | None = None  # of the matmul that comes next, in a loop over layers
+        self.layer_vectors: dict[int, tuple[int, int]] = {}
+        self.carries: dict[int, int] = {}  # a loop's result -> the value it started from
         self.budget = Budget()
         self.arrays = Arrays(self)
         self.products = Products(self)
@@ -102,10 +105,79 @@ class Body:
 
     def emit(self) -> None:
         """Generates the whole body. Raises ``CannotLower``."""
+        runs = {run.segments[0][0].outputs[0]: run for run in repeats.find(self.program, self.instrs)} if self.config.loops else {}
+        in_loops: set[int] = set()
         for instr in self.instrs:
-            self._instr(instr)
+            if instr.outputs and instr.outputs[0] in runs:
+                run = runs[instr.outputs[0]]
+                self._layers(run)
+                in_loops |= {v for segment in run.segments for i in segment for v in i.outputs}
+            elif not in_loops.intersection(instr.outputs):
+                self._instr(instr)
         for q in self.popped:
             self.text(f"queue{q}.rd_release(n);")
+
+    def _layers(self, run: repeats.Run) -> None:
+        """A loop over equal layers: its body is the first layer's, with weights and vectors at a distance that grows with ``layer``.
+
+        The value that goes from layer to layer lives in registers of its own.
+        """
+        value = self.value(run.entry)
+        if value.row:
+            raise CannotLower("a loop over layers of one column")
+        carry = f"h{run.entry}"
+        action = Keep(run.entry, carry, "pair" if tiles.is_half(value.dtype) else "word")
+        self.loop(value.width, [dataclasses.replace(action, push=True)])
+        self.budget.define(("carry", run.entry), value.registers)
+        self.values[run.entry] = dataclasses.replace(value, place=Registers(carry, action.form))
+        first_weight, per_layer = len(self.weights), sum(i.kind == "matmul" for i in run.segments[0])
+        self._layer_vectors(run)
+        self._layer_weights(run)
+        self.products.begin_layers(first_weight, per_layer, len(run.segments))
+        self.text("KITSUNE_NO_UNROLL")
+        self.text(f"for (u32 layer = 0; layer < {len(run.segments)}; ++layer) {{")
+        for instr in run.segments[0]:
+            self._instr(instr)
+        out = run.exits[0]
+        self.materialize(out)
+        made = self.value(out).place
+        assert isinstance(made, Registers)
+        count = value.width // 4 if action.form == "pair" else value.width // 2
+        self.text("KITSUNE_UNROLL")
+        self.text(f"for (int i = 0; i < {count}; ++i) {carry}[i] = {made.name}[i];")
+        self.text("}")
+        self.budget.use(out)
+        self.budget.use(("carry", run.entry))
+        self.products.end_layers()
+        self.next_recipe = None
+        self.layer_vectors = {}
+        self.values[run.entry] = value
+        self.values[run.exits[-1]] = dataclasses.replace(value, place=Registers(carry, action.form))
+        self.carries[run.exits[-1]] = run.entry
+
+    def _layer_vectors(self, run: repeats.Run) -> None:
+        """Vectors of all layers one after the other; those of layer 0 know where they are, and how far the next layer's."""
+        broadcasts = [k for k, i in enumerate(run.segments[0]) if i.kind == "broadcast_in_dim" and columns.is_vector(self, i)]
+        recipes = [[columns.broadcast_recipe(self, segment[k]) for k in broadcasts] for segment in run.segments]
+        stride = sum(r.words for r in recipes[0])
+        at = self.vectors.append([r for layer in recipes for r in layer])
+        for k, recipe in zip(broadcasts, recipes[0], strict=True):
+            self.layer_vectors[run.segments[0][k].outputs[0]] = (at, stride)
+            at += recipe.words
+
+    def _layer_weights(self, run: repeats.Run) -> None:
+        """Recipes of all layers' weights, layer by layer; ``_matmul`` takes those of layer 0 in order."""
+        self.next_recipe = len(self.weights)
+        for segment in run.segments:
+            for instr in segment:
+                if instr.kind == "matmul":
+                    self.weights.append(self._recipe(instr))
+
+    def vector_of(self, instr: Instr) -> tuple[int, int]:
+        """(words from the first vector, words to the next layer's) of a stationary value that is broadcast to every row."""
+        if instr.outputs[0] in self.layer_vectors:
+            return self.layer_vectors[instr.outputs[0]]
+        return self.vectors.add(columns.broadcast_recipe(self, instr)), 0
 
     # -- what loops ask
 
@@ -161,7 +233,7 @@ class Body:
 
     def loop(self, width: int, actions: Sequence[Action]) -> None:
         for action in actions:
-            self._use(action.value)
+            self.used(action.value)
         Loop(self, width, actions).emit()
 
     def vector(self, v: int, name: str, width: int, shift: int) -> list[str]:
@@ -169,9 +241,8 @@ class Body:
         place, type_ = self.value(v).place, pointwise.COMPUTE[self.value(v).dtype]
         assert isinstance(place, InVector)
         owned, raw = tiles.owned(width), f"{name}_bits"
-        slab = f" + slab * {place.slab}" if place.slab else ""
         block = f"b - {shift}" if shift else "b"
-        fill = f"load_vector<{owned}>({{}}, vectors + {place.offset}{slab}, first_column<{width}>(lane, {block}));"
+        fill = f"load_vector<{owned}>({{}}, {place.address}, first_column<{width}>(lane, {block}));"
         if type_ == "float":
             return [f"float {name}[{owned}];", fill.format(name)]
         return [
@@ -187,7 +258,10 @@ class Body:
             place, type_ = self.value(v).place, pointwise.COMPUTE[self.value(v).dtype]
             assert isinstance(place, InVector)
             self.scalars[v] = f"s{v}"
-            self.setup.append(f"const {type_} s{v} = from_word<{type_}>(bits(ld_global(p.vectors + {place.offset})));")
+            if place.layer:
+                self.text(f"const {type_} s{v} = from_word<{type_}>(bits(ld_global({place.address})));")
+            else:
+                self.setup.append(f"const {type_} s{v} = from_word<{type_}>(bits(ld_global(p.{place.address})));")
         return self.scalars[v]
 
     def row_as_tile(self, v: int) -> str:
@@ -232,8 +306,11 @@ class Body:
             uses[name] = uses[x]
         return uses
 
-    def _use(self, v: int) -> None:
+    def used(self, v: int) -> None:
+        """``v`` is read now: whatever registers it is in must still be there."""
         self.budget.use(v)
+        if v in self.carries:
+            self.budget.use(("carry", self.carries[v]))
 
     # -- instructions
 
@@ -405,23 +482,25 @@ class Body:
         self.budget.define(v, 2)
 
     def _matmul(self, instr: Instr) -> None:
+        x = instr.inputs[0]
+        value, (v,) = self.new(instr), instr.outputs
+        if self.next_recipe is None:
+            self.weights.append(self._recipe(instr))
+            weight = len(self.weights) - 1
+        else:
+            weight = self.next_recipe
+            self.next_recipe += 1
+        value.place = Multiply(v, weight, tuple(self._pieces(x)))
+        if value.row:
+            self._single_column(v)
+
+    def _recipe(self, instr: Instr) -> WeightRecipe:
         x, w = instr.inputs
         shape_x, shape_w = self.program.values[x].shape, self.program.values[w].shape
         if instr["x_batch"] or sorted(instr["x_contract"]) != list(range(1, len(shape_x) + 1)):
             raise CannotLower("a matrix product for each row has no code on the GPU")
         if self.program.values[w].tile:
             raise CannotLower("a matrix product of two streamed values has no code on the GPU")
-        recipe = self._recipe(instr, x, w, shape_w)
-        pieces = self._pieces(x)
-        recipe = dataclasses.replace(recipe, shape=dataclasses.replace(recipe.shape, pieces=tuple(self.value(p).n for p in pieces)))
-        value = self.new(instr)
-        self.weights.append(recipe)
-        (v,) = instr.outputs
-        value.place = Multiply(v, len(self.weights) - 1, tuple(pieces))
-        if value.row:
-            self._single_column(v)
-
-    def _recipe(self, instr: Instr, x: int, w: int, shape_w: tuple[int, ...]) -> WeightRecipe:
         pairs = sorted(zip(instr["x_contract"], instr["w_contract"], strict=True))
         free = [d for d in range(len(shape_w)) if d not in instr["w_contract"]]
         if instr["out_perm"][0] != 0:
@@ -430,8 +509,9 @@ class Body:
         dtype = self.program.values[x].dtype
         if self.program.values[w].dtype != dtype or dtype not in pointwise.OPERAND:
             raise CannotLower(f"matrix product of {dtype} and {self.program.values[w].dtype}")
+        pieces = tuple(math.prod(self.program.values[p].shape) for p in self._pieces(x))
         n = math.prod(shape_w[d] for d in order)
-        shape = tiles.WeightShape((), n, dtype, self.config.split, self.config.columns)
+        shape = tiles.WeightShape(pieces, n, dtype, self.config.split, self.config.columns)
         return WeightRecipe(w, (*(b for _, b in pairs), *order), len(pairs), shape)
 
     def _pieces(self, x: int) -> list[int]:

@@ -11,7 +11,7 @@ import dataclasses
 
 @dataclasses.dataclass(slots=True)
 class _Span:
-    value: int
+    value: object
     registers: int
     first: int
     last: int
@@ -23,7 +23,7 @@ class Budget:
         self.spans: list[_Span] = []
         self.parts: dict[object, list[_Span]] = {}
 
-    def define(self, v: int, registers: int) -> None:
+    def define(self, v: object, registers: int) -> None:
         """``registers`` more of value ``v`` are alive from now to its last use."""
         self._add(v, v, registers)
 
@@ -46,11 +46,11 @@ class Budget:
                 most, at = total, moment
         alive: dict[int, int] = {}
         for s in self.spans:
-            if s.first <= at <= s.last:
+            if s.first <= at <= s.last and isinstance(s.value, int):
                 alive[s.value] = alive.get(s.value, 0) + s.registers
         return most, tuple(sorted(alive, key=lambda v: (-alive[v], v)))
 
-    def _add(self, key: object, v: int, registers: int) -> None:
+    def _add(self, key: object, v: object, registers: int) -> None:
         self.clock += 1
         span = _Span(v, registers, self.clock, self.clock)
         self.spans.append(span)

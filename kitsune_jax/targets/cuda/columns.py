@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,12 @@ class Vectors:
         if recipe not in self.recipes:
             self.recipes.append(recipe)
         return sum(r.words for r in self.recipes[: self.recipes.index(recipe)])
+
+    def append(self, recipes: Sequence[VectorRecipe]) -> int:
+        """The same for several that must follow each other."""
+        start = sum(r.words for r in self.recipes)
+        self.recipes += recipes
+        return start
 
 
 def rearrange(body: Body, instr: Instr) -> None:
@@ -80,13 +87,26 @@ def _broadcast_stationary(body: Body, instr: Instr) -> None:
         body.value(x)
         value.place = Literal(literals[x]) if value.row else Splat(x)
         return
+    slab = value.width if instr.outputs[0] in body.slabs else 0
+    offset, layer = body.vector_of(instr)
+    value.place = InVector(offset, value.row, slab, layer)
+
+
+def is_vector(body: Body, instr: Instr) -> bool:
+    """Does a broadcast make a vector (or scalar) of a stationary array?"""
+    return _stationary(body, instr.inputs[0]) and instr.inputs[0] not in dict(body.program.literals)
+
+
+def broadcast_recipe(body: Body, instr: Instr) -> VectorRecipe:
+    """How a stationary value that ``instr`` broadcasts to every row becomes a vector."""
+    (x,) = instr.inputs
+    t = body.program.values[instr.outputs[0]]
     shape, dims = body.program.values[x].shape, tuple(instr["dims"])
     kept = [d for d in range(len(shape)) if dims[d] != 0]  # the row dimension takes one of extent 1
     row_shape = tuple(instr["shape"])[1:]
-    slab = instr.outputs[0] in body.slabs
-    split = body.config.split if slab else 1
-    recipe = VectorRecipe(x, tuple(shape[d] for d in kept), tuple(dims[d] - 1 for d in kept), row_shape, value.width, split)
-    value.place = InVector(body.vectors.add(recipe), value.row, value.width if slab else 0)
+    split = body.config.split if instr.outputs[0] in body.slabs else 1
+    width = tiles.padded(math.prod(t.shape) // split)
+    return VectorRecipe(x, tuple(shape[d] for d in kept), tuple(dims[d] - 1 for d in kept), row_shape, width, split)
 
 
 def _move(body: Body, instr: Instr) -> None:

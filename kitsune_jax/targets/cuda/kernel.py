@@ -170,7 +170,7 @@ class _Generator:
         limit = _VALUE_REGISTERS[self.a.lanes]
         best: tuple[int, Body, StageConfig] | None = None
         for overlap, columns in _SHAPES:
-            config = dataclasses.replace(config, overlap=overlap, columns=columns, spill=())
+            config = dataclasses.replace(config, overlap=overlap, columns=columns)
             body = self._emit(s, config, first)
             peak, _ = body.budget.peak()
             if best is None or peak < best[0]:
@@ -185,7 +185,8 @@ class _Generator:
             if not wide:
                 raise CannotLower(f"a stage needs {peak} registers a thread for its values; there are {limit}")
             spill.append(wide[0])
-            config = dataclasses.replace(config, spill=self._spill_offsets(body, spill))
+            # What a loop carries from layer to layer stays in registers, so without room for that there is no loop.
+            config = dataclasses.replace(config, loops=False, spill=self._spill_offsets(body, spill))
             body = self._emit(s, config, first)
             peak, _ = body.budget.peak()
         if config is not best[2] or not spill:

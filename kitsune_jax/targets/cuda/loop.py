@@ -84,6 +84,7 @@ class Loop:
                 raise AssertionError("a loop is over tiles of one width")
 
     def emit(self) -> None:
+        self._place_operands()
         self._keep_on_the_way()
         self._declare()
         products = self._products()
@@ -98,11 +99,17 @@ class Loop:
 
     def _count_kept(self, first: int, last: int) -> None:
         for action in self.actions:
-            if isinstance(action, Keep) and not action.put:
+            if isinstance(action, Keep) and not action.put and not action.push:
                 share = self.body.value(action.value).registers * (last - first) // tiles.blocks(self.width)
                 self.body.budget.define(action.value, share)
 
     # -- what is pending below the roots
+
+    def _place_operands(self) -> None:
+        """Operands of the products below get their homes first, in loops of their own: this loop may read them as well."""
+        for v in self._products():
+            if isinstance(self.body.value(v).place, Multiply):  # an earlier one's operand may have brought it home
+                self.body.products.prepare(v)
 
     def _keep_on_the_way(self) -> None:
         """Pending values below the roots that are read again later are kept by this loop, too."""
@@ -298,10 +305,10 @@ class _Segment:
             case Registers(name, "row"):
                 return f"{name}[h]"
             case Registers(name, "word"):
-                self.body.budget.use(v)
+                self.body.used(v)
                 return f"{name}[2 * ({block} * {pairs} + ii) + e]"
             case Registers(name, _):
-                self.body.budget.use(v)
+                self.body.used(v)
                 return f"unpack<{pointwise.ELEMENT[value.dtype]}>({name}[{block} * {pairs} + ii], e)"
             case Accumulators(chunks):
                 name, first = next((n, f) for n, f, count in chunks if f <= self.first - shift < f + count)

@@ -40,6 +40,8 @@ _OLDEST = (12, 8)
 _MAJORS = (13, 12)
 _BUILTIN_OPERATION_FAILURE = 7  # nvrtc.h: the library that the builtins are in was not found
 _ADVICE = "to compile kernels for NVIDIA GPUs: pip install kitsune_jax[cuda13]"
+# 177, "variable was declared but never referenced": generated code names what a stage may need. Every other warning is kept.
+_QUIET = ("--diag-suppress=177",)
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _ARCH = re.compile(r"sm_(\d+)([af]?)")
 
@@ -120,7 +122,7 @@ def sm_of(arch: str) -> int:
 
 def options_for(arch: str) -> tuple[str, ...]:
     """The options that decide what code ``arch`` gets. NVRTC optimises fully by default."""
-    return ("--std=c++17", f"--gpu-architecture={arch}", f"-DKITSUNE_SM={sm_of(arch)}", "--ptxas-options=-v")
+    return ("--std=c++17", f"--gpu-architecture={arch}", f"-DKITSUNE_SM={sm_of(arch)}", "--ptxas-options=-v", *_QUIET)
 
 
 def compile(source: str, arch: str, options: Sequence[str] = ()) -> Compiled:

@@ -48,11 +48,13 @@ class Products:
         self.state: dict[int, _State] = {}
         self.order: list[Fetch] = []
         self.entries = 0  # of the ring of weights, per tile
+        self.layers = 1
+        self.layer_bytes = self.layer_entries = self.layer_weights = self.layer_start = 0
 
     def advance(self, products: Sequence[int], first: int) -> None:
         """Makes the chunks of ``products`` that hold block ``first`` available, and issues the next ones where that is allowed."""
         for v in products:
-            self._prepare(v)
+            self.prepare(v)
         for v in products:
             chunk = self.chunk_of(v, first)
             if self.state[v].issued <= chunk:
@@ -74,7 +76,7 @@ class Products:
         place = self.body.value(v).place
         assert isinstance(place, Multiply)
         for piece in place.pieces:
-            self.body.budget.use(piece)
+            self.body.used(piece)
 
     def chunk_at(self, v: int, block: int) -> tuple[str, int]:
         """(accumulators, first block) of the chunk that holds ``block``."""
@@ -113,7 +115,8 @@ class Products:
 
     # -- text
 
-    def _prepare(self, v: int) -> None:
+    def prepare(self, v: int) -> None:
+        """Gives the operands of ``v`` their homes."""
         if v in self.state:
             return
         place, shape = self.body.value(v).place, self._shape(v)
@@ -149,9 +152,11 @@ class Products:
         if body.config.resident:
             known = body.config.weight_offset  # empty on the pass that finds out what weights there are
             offset = (known[place.weight] if known else 0) + sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
-            weights = f"const ResidentWeights<{columns}> {name}_weights{{shared + {offset}}};"
+            layer = f" + layer * {self.layer_bytes}" if self.layers > 1 else ""
+            weights = f"const ResidentWeights<{columns}> {name}_weights{{shared + {offset}{layer}}};"
         else:
-            weights = f"const StreamedWeights<Weights> {name}_weights{{weights, next + {self.entries}}};"
+            layer = f" + layer * {self.layer_entries}" if self.layers > 1 else ""
+            weights = f"const StreamedWeights<Weights> {name}_weights{{weights, next + {self.entries}{layer}}};"
         rolling = "true" if state.rolling else "false"
         body.text(f"float {name}[{columns // 2}];")
         if place.bias is not None:
@@ -181,9 +186,22 @@ class Products:
         return last, last if fetched else first + (-(-blocks // _GROUP) - 1) * _GROUP
 
     def _start_from(self, bias: int, name: str, columns: int, first: int) -> None:
-        place, slab = self.body.value(bias).place, ""
+        place = self.body.value(bias).place
         assert isinstance(place, InVector)
-        if place.slab:
-            slab = f" + slab * {place.slab}"
-        width = self.body.value(bias).width
-        self.body.text(f"start_from<{columns}, {width}>({name}, vectors + {place.offset}{slab}, lane, {first});")
+        self.body.text(f"start_from<{columns}, {self.body.value(bias).width}>({name}, {place.address}, lane, {first});")
+
+    # -- layers
+
+    def begin_layers(self, first_weight: int, per_layer: int, layers: int) -> None:
+        """Until ``end_layers``, what is issued stands for ``layers`` layers with ``per_layer`` weights each."""
+        recipes = self.body.weights[first_weight : first_weight + per_layer]
+        self.layer_bytes = sum(r.shape.slab_bytes for r in recipes)
+        self.layer_entries = sum(r.shape.k_chunks * len(r.shape.chunks) for r in recipes)
+        self.layers, self.layer_weights, self.layer_start = layers, per_layer, len(self.order)
+
+    def end_layers(self) -> None:
+        one = self.order[self.layer_start :]
+        for layer in range(1, self.layers):
+            self.order += [dataclasses.replace(f, weight=f.weight + layer * self.layer_weights) for f in one]
+        self.entries += (self.layers - 1) * self.layer_entries
+        self.layers = 1

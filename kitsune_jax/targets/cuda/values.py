@@ -71,11 +71,22 @@ class InArray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InVector:
-    """A stationary vector or scalar: ``offset`` in words from the first vector."""
+    """A stationary vector or scalar: ``offset`` in words from the first vector.
+
+    ``slab``, ``layer``: words from one slab's part to the next, and from one layer's to the next in a loop over layers.
+    """
 
     offset: int
     scalar: bool
-    slab: int = 0  # words from one slab's part to the next
+    slab: int = 0
+    layer: int = 0
+
+    @property
+    def address(self) -> str:
+        """The C++ expression of where it starts."""
+        slab = f" + slab * {self.slab}" if self.slab else ""
+        layer = f" + layer * {self.layer}" if self.layer else ""
+        return f"vectors + {self.offset}{slab}{layer}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
