@@ -1,7 +1,7 @@
 """Command line of the benchmarks.
 
 python -m benchmarks run --app nerf --dtype bf16            # its default sizes, on the CPU; --rows N for another
-python -m benchmarks run --all
+python -m benchmarks run --all                              # --platform cuda: on the first CUDA device
 python -m benchmarks table                                  # writes the README's table; --print shows it instead
 """
 
@@ -36,21 +36,23 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
     import jax
 
     from benchmarks.apps import APPS
+    from benchmarks.machine import has_gpu
     from benchmarks.measure import measure
 
-    here = jax.devices()[0].platform
+    here = "cuda" if has_gpu() else jax.devices()[0].platform
     if here != args.platform:
-        print(f"JAX's default device is {here!r}, not {args.platform!r}: set JAX_PLATFORMS={args.platform}")
+        missing = "; is there a CUDA device, and jax[cuda13]?" if args.platform == "cuda" else ""
+        print(f"JAX's default device is a {here}, not a {args.platform} device: set JAX_PLATFORMS={args.platform}{missing}")
         return 2
     names = list(APPS) if args.all else [args.app]
     for name in names:
-        for rows in [args.rows] if args.rows else APPS[name].rows:
+        for rows in [args.rows] if args.rows else APPS[name].default_rows(args.platform):
             for dtype in [args.dtype] if args.dtype else store.DTYPE_NAMES:
                 print(f"{name}, {rows} rows, {dtype} ...", flush=True)
                 record = measure(name, args.mode, dtype, args.platform, rows, effort, child=not args.no_child)
                 path = store.save(record, args.results)
                 ratios = ", ".join(f"{s['median']:.2f}x {column}" for column, s in record["speedup"].items())
-                print(f"  pipeline {1e3 * record['columns']['pipeline']['median']:.1f} ms: {ratios}", flush=True)
+                print(f"  pipeline {1e3 * record['columns']['pipeline']['median']:.4g} ms: {ratios}", flush=True)
                 print(f"  -> {path.name}", flush=True)
     return 0
 
@@ -73,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--all", action="store_true", help="every app, size and dtype")
     run.add_argument("--mode", choices=("infer",), default="infer")
     run.add_argument("--dtype", choices=store.DTYPE_NAMES, help="default: both")
-    run.add_argument("--platform", choices=("cpu",), default="cpu")
+    run.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
     run.add_argument("--rows", type=_positive, help="default: the app's own sizes")
     run.add_argument("--no-child", action="store_true", help="leave out the huge-pages column and the first call")
     run.add_argument("--results", type=Path, default=store.RESULTS)

@@ -23,7 +23,7 @@ class App:
     """``function(params, x)`` maps ``x`` [rows, width] to an array of [rows, ...], row by row.
 
     ``reference`` is the same in NumPy, for float64 arrays. ``flops`` counts the multiply-adds of one row's matrix products, twice.
-    ``rows``: the sizes that ``run --all`` measures.
+    ``rows``: the sizes that ``run --all`` measures on a CPU; ``cuda_rows``: on a GPU.
     """
 
     name: str
@@ -34,6 +34,10 @@ class App:
     width: int
     flops: int
     rows: tuple[int, ...]
+    cuda_rows: tuple[int, ...]
+
+    def default_rows(self, platform: str) -> tuple[int, ...]:
+        return self.cuda_rows if platform == "cuda" else self.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +131,10 @@ def _app(
     shapes: dict[str, tuple[int, ...]],
     width: int,
     rows: tuple[int, ...],
+    cuda_rows: tuple[int, ...],
 ) -> App:
     flops = sum(2 * s[0] * s[1] for s in shapes.values() if len(s) == 2)
-    return App(name, title, function, reference, shapes, width, flops, rows)
+    return App(name, title, function, reference, shapes, width, flops, rows, cuda_rows)
 
 
 APPS: dict[str, App] = {
@@ -143,6 +148,7 @@ APPS: dict[str, App] = {
             {f"w{i}": (_NERF_IN[i], _NERF_OUT[i]) for i in range(9)} | {f"b{i}": (_NERF_OUT[i],) for i in range(9)},
             63,
             (65_536, 262_144),
+            (65_536, 262_144, 1_048_576),
         ),
         _app(
             "mgn",
@@ -152,6 +158,7 @@ APPS: dict[str, App] = {
             {"w0": (384, 128), "b0": (128,), "w1": (128, 128), "b1": (128,), "gain": (128,), "bias": (128,)},
             384,
             (200_000,),
+            (200_000, 1_000_000),
         ),
         _app(
             "swiglu",
@@ -161,6 +168,7 @@ APPS: dict[str, App] = {
             {"gain": (512,), "gate": (512, 1408), "up": (512, 1408), "down": (1408, 512)},
             512,
             (8_192,),
+            (65_536,),
         ),
     )
 }

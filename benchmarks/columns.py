@@ -1,8 +1,8 @@
 """The ways one function is run.
 
 Comes in: a row-wise function of (parameters, rows). Goes out: jitted functions of the same arguments. ``jax.jit`` is what everybody
-writes; ``blocked`` is the best a JAX user does by hand on a CPU, keeping a block's intermediates in cache; ``pipeline`` is this
-project. The column with huge pages is the first one in a process of its own (see ``measure``), because the C library reads its
+writes; ``blocked`` is the best a JAX user does by hand on a CPU, keeping a block's intermediates in cache (on a GPU a block that
+fits the cache is too small to fill the device, so there is no such column); ``pipeline`` is this project. The column with huge pages is the first one in a process of its own (see ``measure``), because the C library reads its
 settings at start.
 """
 
@@ -45,3 +45,8 @@ COLUMNS: dict[str, Callable[[RowFunction], Any]] = {
     "blocked": lambda function: jax.jit(blocked(function)),
     "pipeline": lambda function: jax.jit(kj.pipeline(function)),
 }
+
+
+def column_names(platform: str) -> tuple[str, ...]:
+    """The columns measured on ``platform`` ("cpu" or "cuda")."""
+    return tuple(name for name in COLUMNS if platform == "cpu" or name != "blocked")

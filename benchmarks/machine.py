@@ -16,14 +16,15 @@ _ISA = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU model, usable cores, memory, instruction sets that matter here, huge-page setting, operating system, JAX devices."""
+    """CPU model, usable cores, memory, instruction sets that matter here, huge-page setting, operating system, JAX devices; ``gpu``
+    where JAX's default device is one."""
     info = _read("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
     present = set(flags.group(1).split()) if flags else set()
     memory = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     pages = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
-    return {
+    machine: dict[str, Any] = {
         "cpu": " ".join(model.group(1).split()) if model else platform.processor() or platform.machine(),
         "cores": _usable_cores(),
         "architecture": platform.machine(),
@@ -33,17 +34,38 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "devices": [str(d) for d in jax.devices()],
     }
+    if has_gpu():
+        machine["gpu"] = {"name": jax.devices()[0].device_kind, **describe_driver()}
+    return machine
+
+
+def has_gpu() -> bool:
+    """Whether JAX's default device is a CUDA device."""
+    return bool(jax.devices()[0].platform == "gpu")
+
+
+def describe_driver() -> dict[str, str]:
+    """What ``nvidia-smi`` says of the first device: driver, power limit, clocks at this moment. Empty where it cannot be asked."""
+    fields = ("driver_version", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "memory.total")
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields, (value.strip() for value in done.stdout.split(",")), strict=False))
 
 
 def machine_slug(machine: dict[str, Any]) -> str:
-    """A file name for ``machine``: ``amd-epyc-9575f-2c``."""
+    """A file name for ``machine``: ``amd-epyc-9575f-2c``, ``h200``."""
+    if "gpu" in machine:
+        return re.sub(r"[^a-z0-9]+", "-", re.sub(r"^NVIDIA ", "", machine["gpu"]["name"]).lower()).strip("-")
     words = re.sub(r"\([^)]*\)|@.*|\b(\d+-core )?processor\b|\bcpu\b", " ", machine["cpu"], flags=re.IGNORECASE)
     return re.sub(r"[^a-z0-9]+", "-", f"{words} {machine['cores']}c".lower()).strip("-")
 
 
 def describe_software() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("kitsune_jax", "jax", "jaxlib", "numpy", "scipy"):
+    for package in ("kitsune_jax", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvrtc", "numpy", "scipy"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

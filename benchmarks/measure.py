@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -23,10 +24,14 @@ import numpy as np
 
 import kitsune_jax as kj
 from benchmarks.apps import Case, make_case
-from benchmarks.columns import COLUMNS
-from benchmarks.timing import interleaved, paired_speedup, summary
+from benchmarks.columns import COLUMNS, column_names
+from benchmarks.roofline import floor_seconds, measured_ceilings, model_ceilings
+from benchmarks.timing import calls_to_fill, interleaved, paired_speedup, summary
+from kitsune_jax.planning.machines import GPUS
 
 SAMPLED_ROWS = 512
+ROTATED_BYTES = 200 << 20  # of inputs on a GPU: several times its L2, so that no call finds its rows there
+FILL_SECONDS = 5e-3  # of back-to-back calls on a GPU: many times what the host needs to enqueue one
 HUGE_PAGES = "glibc.malloc.hugetlb=1"  # madvise huge pages for malloc: glibc manual, "Memory Allocation Tunables"
 
 
@@ -43,12 +48,15 @@ def measure(name: str, mode: str, dtype: str, platform: str, rows: int, effort: 
 
     ``columns[name]``: seconds (median, min, max, quartiles, n) and, for those of this process, ``max_rel_error``.
     ``speedup[name]``: the pipeline against that column, paired round by round. ``explain``: coverage and modelled bytes.
-    ``first_call``: seconds to trace, lower and compile.
+    ``first_call``: seconds to trace, lower and compile (CPU). ``roofline``: the least seconds by the machine's model, and by what a
+    library reaches on it (GPU).
     """
     case = make_case(name, dtype, rows)
-    functions = {column: make(case.app.function) for column, make in COLUMNS.items()}
+    functions = {column: COLUMNS[column](case.app.function) for column in column_names(platform)}
     errors = {column: max_relative_error(case, f) for column, f in functions.items()}
-    times = interleaved(_thunks(functions, case), rounds=effort.rounds, seconds=effort.seconds)
+    thunks = _thunks(functions, case, ROTATED_BYTES if platform == "cuda" else 0)
+    calls = calls_to_fill(thunks, FILL_SECONDS) if platform == "cuda" else 1
+    times = interleaved(thunks, rounds=effort.rounds, seconds=effort.seconds, calls=calls)
     columns: dict[str, Any] = {c: {**summary(t), "max_rel_error": errors[c]} for c, t in times.items()}
     speedups: dict[str, Any] = {c: paired_speedup(t, times["pipeline"]) for c, t in times.items() if c != "pipeline"}
     record: dict[str, Any] = {
@@ -63,7 +71,9 @@ def measure(name: str, mode: str, dtype: str, platform: str, rows: int, effort: 
         "speedup": speedups,
         "explain": _explained(case),
     }
-    if child:
+    if platform == "cuda":
+        record |= {"calls": calls, "roofline": _roofline(case)}
+    elif child:
         first = run_child(name, dtype, rows, effort, huge_pages=True)
         columns["jit_hugepages"], columns["pipeline_hugepages"] = first["columns"]["jit"], first["columns"]["pipeline"]
         speedups["jit_hugepages"] = first["speedup"]
@@ -71,8 +81,26 @@ def measure(name: str, mode: str, dtype: str, platform: str, rows: int, effort: 
     return record
 
 
-def _thunks(functions: dict[str, Any], case: Case) -> dict[str, Callable[[], Any]]:
-    return {column: (lambda f=f: f(case.params, case.x)) for column, f in functions.items()}  # type: ignore[misc]
+def _thunks(functions: dict[str, Any], case: Case, rotated_bytes: int = 0) -> dict[str, Callable[[], Any]]:
+    """Calls of each column, on copies of the rows in turn that are ``rotated_bytes`` together."""
+    copies = [case.x, *(case.x + 0 for _ in range(rotated_bytes // case.x.nbytes))]
+
+    def thunk(function: Any) -> Callable[[], Any]:
+        inputs = itertools.cycle(copies)
+        return lambda: function(case.params, next(inputs))
+
+    return {column: thunk(f) for column, f in functions.items()}
+
+
+def _roofline(case: Case) -> dict[str, Any]:
+    """``model``: by the machine model of this device, where there is one."""
+    measured = measured_ceilings(case.dtype)
+    kind = jax.devices()[0].device_kind.lower()
+    machine = next((m for name, m in GPUS.items() if name in kind), None)
+    return {
+        "measured": {**dataclasses.asdict(measured), "seconds": floor_seconds(case, measured)},
+        "model": machine and {"machine": machine.name, "seconds": floor_seconds(case, model_ceilings(machine, case.dtype))},
+    }
 
 
 def max_relative_error(case: Case, function: Callable[..., jax.Array]) -> float:

@@ -1,4 +1,5 @@
-"""Measurements on disk: ``<machine>-<date>.json``, one file per machine and day, cases merged by what they measure.
+"""Measurements on disk: ``<machine>-<date>.json``, one file per machine and day, cases merged by what they measure. Those of a GPU
+have a folder of their own, ``<device>/<device>-<date>.json``: what runs on another device is another machine.
 
 Comes in: records of ``measure``. Goes out: files, and the newest record of every case of every machine. Invariant: a record says
 itself which commit and versions it comes from, so that files hold records of several runs.
@@ -36,12 +37,13 @@ def _order(record: dict[str, Any]) -> tuple[Any, ...]:
 def save(record: dict[str, Any], folder: Path = RESULTS) -> Path:
     """Add ``record`` to today's file of this machine; an earlier record of the same case and day is replaced."""
     machine = describe_machine()
-    path = folder / f"{machine_slug(machine)}-{today()}.json"
+    slug = machine_slug(machine)
+    path = (folder / slug if "gpu" in machine else folder) / f"{slug}-{today()}.json"
     record = {**record, **describe_commit(), "versions": describe_software()}
     records = load(path)["cases"] if path.exists() else []
     records = [r for r in records if case_key(r) != case_key(record)] + [record]
     content = {"format": FORMAT, "machine": machine, "date": today(), "cases": sorted(records, key=_order)}
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(path)
@@ -59,7 +61,8 @@ def load(path: Path) -> dict[str, Any]:
 def newest(folder: Path = RESULTS) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """(machine, records) for every machine that has files; of records of one case the newest, ordered by case."""
     machines: dict[str, tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]]]] = {}
-    for content in sorted((load(path) for path in folder.glob("*.json")), key=lambda c: c["date"]):
+    files = [*folder.glob("*.json"), *folder.glob("*/*.json")]
+    for content in sorted((load(path) for path in files), key=lambda c: c["date"]):
         slug = machine_slug(content["machine"])
         records = machines[slug][1] if slug in machines else {}
         records.update({case_key(r): {**r, "date": content["date"]} for r in content["cases"]})

@@ -25,6 +25,19 @@ _HEAD = (
 )
 
 
+_GPU_HEAD = (
+    "application",
+    "`jax.jit`",
+    "pipeline",
+    "vs `jax.jit`",
+    "TFLOP/s",
+    "of what the device can (model / measured)",
+    "error: `jax.jit` / pipeline",
+    "operators pipelined",
+    "bytes moved (model)",
+)
+
+
 def markdown(results: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
     """One table per machine; a sentence where nothing has been measured."""
     if not results:
@@ -33,27 +46,68 @@ def markdown(results: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
 
 
 def _machine(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
-    lines = ["| " + " | ".join(_HEAD) + " |", "|---|" + "---:|" * (len(_HEAD) - 1)]
-    lines += ["| " + " | ".join(_row(r)) + " |" for r in records]
+    if "gpu" in machine:
+        return f"{_gpu_caption(machine, records)}\n\n" + "\n".join(_lines(_GPU_HEAD, [_gpu_row(r) for r in records]))
+    lines = _lines(_HEAD, [_row(r) for r in records])
     return f"{_caption(machine, records)}\n\n" + "\n".join(lines) + f"\n\n{_first_calls(records)}"
 
 
-def _caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+def _lines(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1), *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def _when(records: list[dict[str, Any]]) -> str:
+    """Versions of JAX, dates and commits of ``records``."""
     versions = sorted({r["versions"]["jax"] for r in records})
     dates = sorted({r["date"] for r in records})
     commits = sorted({f"{(r['commit'] or 'unknown')[:10]}{' with changes' if r['modified'] else ''}" for r in records})
     return (
-        f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['isa'])}), JAX {', '.join(versions)}, "
-        f"measured {dates[0]}{f' to {dates[-1]}' if len(dates) > 1 else ''} at {', '.join(commits)}. Medians of interleaved runs; "
+        f"JAX {', '.join(versions)}, measured {dates[0]}{f' to {dates[-1]}' if len(dates) > 1 else ''} at {', '.join(commits)}. "
+        "Medians of interleaved runs; "
+    )
+
+
+def _caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['isa'])}), {_when(records)}"
         "in brackets the quartiles of the ratio within a round; error is the largest against float64, relative to the larger of "
         "the element and the root mean square."
     )
 
 
+def _gpu_caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    gpu = machine["gpu"]
+    return (
+        f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}, {_when(records)}"
+        "float32 is tf32 in both columns, JAX's default. The least time a case could take is by a machine model, and by the rates that "
+        "a library's matmul and a copy reached on this device."
+    )
+
+
+def _gpu_row(record: dict[str, Any]) -> list[str]:
+    columns, explain, roofline = record["columns"], record["explain"], record["roofline"]
+    seconds = columns["pipeline"]["median"]
+    floors = [roofline["model"], roofline["measured"]]
+    return [
+        _what(record),
+        *(f"{1e3 * columns[c]['median']:.3f} ms" for c in ("jit", "pipeline")),
+        _ratio(record["speedup"].get("jit")),
+        f"{record['flops'] / seconds / 1e12:.0f}",
+        " / ".join(f"{100 * floor['seconds'] / seconds:.0f} %" if floor else "no model" for floor in floors),
+        f"{columns['jit']['max_rel_error']:.1e} / {columns['pipeline']['max_rel_error']:.1e}",
+        f"{explain['ops_pipelined']} of {explain['ops_total']}",
+        f"{byte_text(explain['traffic_bulk_sync'])} -> {byte_text(explain['traffic_pipeline'])}",
+    ]
+
+
+def _what(record: dict[str, Any]) -> str:
+    return ", ".join((record["title"], f"{count_text(record['rows'])} rows", _DTYPE.get(record["dtype"], record["dtype"])))
+
+
 def _row(record: dict[str, Any]) -> list[str]:
     columns, speedup, explain = record["columns"], record["speedup"], record["explain"]
     return [
-        ", ".join((record["title"], f"{count_text(record['rows'])} rows", _DTYPE.get(record["dtype"], record["dtype"]))),
+        _what(record),
         *(f"{1e3 * columns[c]['median']:.1f} ms" for c in ("jit", "blocked", "pipeline")),
         *(_ratio(speedup.get(c)) for c in ("jit", "jit_hugepages", "blocked")),
         f"{columns['jit']['max_rel_error']:.1e} / {columns['pipeline']['max_rel_error']:.1e}",

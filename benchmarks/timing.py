@@ -1,7 +1,8 @@
 """Interleaved timing.
 
 Comes in: named thunks that return JAX arrays. Goes out: the seconds of every call, round by round. Each round calls every thunk
-once, starting with another one each time; nothing is cached, results are waited for and deleted before the next call. The clock
+once (or ``calls`` times back to back: a device that works through a queue of calls is timed by the queue, not by the host), starting
+with another one each time; nothing is cached, results are waited for and deleted before the next thunk. The clock
 of a shared machine drifts by a factor of two over minutes, so only numbers of the same round are compared: a speedup is the
 median over rounds of the ratio within a round.
 """
@@ -18,8 +19,10 @@ import jax
 Thunk = Callable[[], Any]
 
 
-def interleaved(thunks: Mapping[str, Thunk], *, rounds: int, seconds: float, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of ``rounds`` calls of each thunk; fewer, but at least three, when ``seconds`` have passed."""
+def interleaved(
+    thunks: Mapping[str, Thunk], *, rounds: int, seconds: float, warmup: int = 2, calls: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of a call of each thunk in ``rounds`` rounds; fewer, but at least three, when ``seconds`` have passed."""
     for _ in range(warmup):
         for thunk in thunks.values():
             _call(thunk)
@@ -30,15 +33,23 @@ def interleaved(thunks: Mapping[str, Thunk], *, rounds: int, seconds: float, war
         if r >= 3 and time.perf_counter() - start > seconds:
             break
         for name in names[r % len(names) :] + names[: r % len(names)]:
-            times[name].append(_call(thunks[name]))
+            times[name].append(_call(thunks[name], calls))
     return times
 
 
-def _call(thunk: Thunk) -> float:
+def calls_to_fill(thunks: Mapping[str, Thunk], seconds: float, most: int = 64) -> int:
+    """How many calls of the fastest thunk take ``seconds``; between 1 and ``most``."""
+    for thunk in thunks.values():
+        _call(thunk)
+    fastest = min(_call(thunk) for thunk in thunks.values())
+    return max(1, min(most, int(-(-seconds // fastest))))
+
+
+def _call(thunk: Thunk, calls: int = 1) -> float:
     start = time.perf_counter()
-    result = jax.block_until_ready(thunk())
-    elapsed = time.perf_counter() - start
-    for leaf in jax.tree.leaves(result):
+    results = jax.block_until_ready([thunk() for _ in range(calls)])
+    elapsed = (time.perf_counter() - start) / calls
+    for leaf in jax.tree.leaves(results):
         leaf.delete()
     return elapsed
 

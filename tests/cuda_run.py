@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,7 +33,8 @@ from kitsune_jax.regions.select import select
 from kitsune_jax.route import PlannedRegion
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets import cuda
-from kitsune_jax.targets.cuda import runtime
+from kitsune_jax.targets.cuda import compile, emit, lower, runtime
+from kitsune_jax.targets.cuda.kernel import Arrangement, generate
 
 Array = Any
 
@@ -78,7 +80,8 @@ def subject(fn: Callable[..., Any], *args: Array) -> Subject:
 
     select(graph, supports, look, force=True)
     assert regions, "no region is legal"
-    return Subject(captured, max(regions, key=lambda r: len(r.ops)), args)
+    # Of equals the longer stream: a matmul may as well stream over the columns of its weights.
+    return Subject(captured, max(regions, key=lambda r: (len(r.ops), r.space.rows)), args)
 
 
 def arrangements(of: Subject) -> dict[str, Plan]:
@@ -89,14 +92,20 @@ def arrangements(of: Subject) -> dict[str, Plan]:
         with contextlib.suppress(Infeasible):
             plans = candidates(cost, True)
             for plan in sorted(plans, key=lambda p: -len(p.stages)):  # of spatial ones the longest chain
-                found.setdefault(_name(machine, plan), dataclasses.replace(plan, replicas=1))
+                _admit(of, found, _name(machine, plan), plan)
             for plan in plans:
                 if plan.queues and plan.queues[0].place == "l2" and plan.lanes == 1:
                     for ways in (2, 4):
-                        split = dataclasses.replace(plan, replicas=1, stages=tuple(_split(cost, s, ways) for s in plan.stages))
+                        split = dataclasses.replace(plan, stages=tuple(_split(cost, s, ways) for s in plan.stages))
                         if any(s.split > 1 for s in split.stages):
-                            found.setdefault(f"{_name(machine, plan)}-split{ways}", split)
-    return {name: plan for name, plan in found.items() if cuda.check(of.program(plan), plan, "region") is None}
+                            _admit(of, found, f"{_name(machine, plan)}-split{ways}", split)
+    return found
+
+
+def _admit(of: Subject, found: dict[str, Plan], name: str, plan: Plan) -> None:
+    plan = dataclasses.replace(plan, replicas=1)
+    if name not in found and cuda.check(of.program(plan), plan, "region") is None:
+        found[name] = plan
 
 
 def _name(machine: Machine, plan: Plan) -> str:
@@ -134,3 +143,26 @@ class Kernel:
 def run(of: Subject, plan: Plan, *, seed: int = 1) -> list[np.ndarray]:
     """The function's results with its region as one kernel arranged as ``plan`` says."""
     return Kernel(of, plan)(seed=seed)
+
+
+def run_program(program: TileProgram, *arrays: Array, sm: int = 900, lanes: int = 1, seed: int = 1) -> list[np.ndarray]:
+    """The results of a tile program written by hand: of one stage vertically, of several over the L2."""
+    machine = H200 if sm == 900 else A100
+    stages = len(program.stages)
+    arrangement = Arrangement(
+        stages > 1, sm, lanes, 1, 1, (True,) * stages, (1,) * stages, ("l2",) * len(program.queues), machine.local_bytes
+    )
+    made = generate(program, arrangement, "program")
+    code = lower.Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", "program")
+
+    def call(*args: Array) -> list[Array]:
+        avals = [jax.core.ShapedArray(t.shape, jnp.dtype(t.dtype)) for t in program.outputs]
+        return emit.call("emulator", code, program, args, avals, _nothing_else)
+
+    executable = jax.jit(call).lower(*arrays).compile()
+    runtime.set_emulator_seed(seed)
+    return [np.asarray(x) for x in executable(*arrays)]
+
+
+def _nothing_else(op: int, operands: Any) -> Any:
+    raise AssertionError("a tile program written by hand has no ops outside")

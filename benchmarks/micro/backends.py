@@ -92,8 +92,9 @@ class Emulator:
 class Device:
     emulated = False
 
-    def __init__(self) -> None:
-        self.driver = Driver()
+    def __init__(self, *, own_stream: bool = False) -> None:
+        """``own_stream``: launches overlap with those of other streams. A ``Device`` belongs to the thread that made it."""
+        self.driver = Driver(own_stream)
         self.about = self.driver.describe()
         self.multiprocessors = int(self.about["multiprocessors"])
         capability = 10 * self.about["major"] + self.about["minor"]
@@ -115,9 +116,10 @@ class Device:
         try:
             for address, array in zip(addresses, arrays, strict=True):
                 self.driver.to_device(address, array.ctypes.data, array.nbytes)
-            kernel.load()
+            self.driver.synchronize()  # a copy may return before its data has arrived, and other streams do not wait for it
+            kernel.load(self.driver.stream)
             buffers = [(address, a.nbytes) for address, a in zip(addresses, arrays, strict=True)]
-            seconds: list[float | None] = [self.driver.timed(lambda: kernel.launch(buffers)) for _ in range(repeats)]
+            seconds: list[float | None] = [self.driver.timed(lambda: kernel.launch(buffers, self.driver.stream)) for _ in range(repeats)]
             for address, result in zip(addresses[len(operands) :], results, strict=True):
                 self.driver.to_host(result.ctypes.data, address, result.nbytes)
         finally:

@@ -14,6 +14,7 @@ from typing import Any
 # cuda.h, CUDA 12.0 and later.
 _ATTRIBUTES = {"multiprocessors": 16, "clock_khz": 13, "memory_clock_khz": 36, "l2_bytes": 38, "major": 75, "minor": 76}
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
+_NON_BLOCKING = 1  # CUstream_flags: the default stream does not wait for it
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 
 
@@ -32,7 +33,7 @@ class _Config(ctypes.Structure):
 
 
 class Driver:
-    def __init__(self) -> None:
+    def __init__(self, own_stream: bool = False) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
         self._call("cuInit", 0)
         self._device = ctypes.c_int()
@@ -40,6 +41,10 @@ class Driver:
         context = ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
         self._call("cuCtxSetCurrent", context)
+        stream = ctypes.c_void_p()
+        if own_stream:
+            self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+        self.stream = stream.value or 0  # 0: the default stream
 
     def _call(self, function: str, *arguments: Any) -> None:
         error = getattr(self._library, function)(*arguments)
@@ -73,13 +78,16 @@ class Driver:
     def to_host(self, host: int, address: int, count: int) -> None:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(host), ctypes.c_uint64(address), ctypes.c_size_t(count))
 
+    def synchronize(self) -> None:
+        self._call("cuCtxSynchronize")
+
     def timed(self, work: Callable[[], None]) -> float:
-        """Seconds between two events around what ``work`` puts on the default stream. Waits for it: errors of kernels appear here."""
+        """Seconds between two events around what ``work`` puts on the stream. Waits for it: kernels' errors appear here."""
         start, stop, milliseconds = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_float()
         with self._event(start), self._event(stop):
-            self._call("cuEventRecord", start, None)
+            self._call("cuEventRecord", start, ctypes.c_void_p(self.stream))
             work()
-            self._call("cuEventRecord", stop, None)
+            self._call("cuEventRecord", stop, ctypes.c_void_p(self.stream))
             self._call("cuEventSynchronize", stop)
             self._call("cuEventElapsedTime", ctypes.byref(milliseconds), start, stop)
         return milliseconds.value / 1e3

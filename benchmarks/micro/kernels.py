@@ -18,8 +18,9 @@ from benchmarks.micro.backends import Backend, Geometry
 SOURCES = Path(__file__).parents[2] / "cuda" / "bench"
 GROUP = 128  # threads of a warpgroup
 VECTOR = 16 * GROUP  # bytes of an entry for each vector of a thread
-BATCH_FLOPS = 16 * 2 * 64 * 256 * 16  # of queue.cu's multipliers
+BATCH_FLOPS = 16 * 2 * 64 * 128 * 16  # of queue.cu's multipliers
 _COUNTER = 128
+_ALONE = 116 * 1024  # more than half of any multiprocessor's shared memory: one CTA on each, as pipelines have
 _KINDS = {"smem": 0, "cluster": 1, "l2": 2}
 Kind = Literal["smem", "cluster", "l2"]
 
@@ -55,7 +56,12 @@ class QueueRing:
     @functools.cached_property
     def source(self) -> str:
         return _source(
-            "queue", KIND=_KINDS[self.kind], VECTORS=self.vectors, DEPTH=self.depth, MEMBERS=self.members, MULTIPLIERS=self.multipliers
+            "queue",
+            KIND=_KINDS[self.kind],
+            VECTORS=self.vectors,
+            DEPTH=self.depth,
+            MEMBERS=self.members,
+            MULTIPLIERS=self.multipliers,
         )
 
     @property
@@ -67,8 +73,8 @@ class QueueRing:
     def shared_bytes(self) -> int:
         here = self.members if self.kind == "smem" else 1
         slots = 0 if self.kind == "l2" else here * self.depth * self.payload
-        b_end = _round_up(16 * self.depth * here, 1024) + (32768 if self.multipliers else 16)
-        return _round_up(_round_up(b_end, 128) + max(slots, 16), 1024)
+        b_end = _round_up(16 * self.depth * here, 1024) + (16384 if self.multipliers else 16)
+        return max(_ALONE, _round_up(_round_up(b_end, 128) + max(slots, 16), 1024))
 
     def geometry(self, rings: int) -> Geometry:
         ctas = rings * (1 if self.kind == "smem" else self.members)
@@ -76,7 +82,9 @@ class QueueRing:
         zeroed = ctas * 2 * self.depth * _COUNTER if self.kind == "l2" else 0
         return Geometry(ctas, self.groups * GROUP, cluster, self.shared_bytes, self.kind == "l2", zeroed)
 
-    def run(self, backend: Backend, *, rings: int, entries: int, token: bool = False, batches: int = 0, repeats: int = 1) -> Measured:
+    def run(
+        self, backend: Backend, *, rings: int, entries: int, token: bool = False, batches: int = 0, repeats: int = 1
+    ) -> Measured:
         geometry = self.geometry(rings)
         warpgroups = geometry.grid * self.groups
         settings = np.array([entries, token, batches, 0], np.uint32)
@@ -87,7 +95,9 @@ class QueueRing:
         seconds = backend.run(self.source, geometry, [settings], [checksums, cycles, slots, counters], repeats)
         group = np.arange(warpgroups) % self.groups
         moves = group < self.groups - self.multipliers
-        member = np.arange(warpgroups) % self.members if self.kind == "smem" else np.arange(warpgroups) // self.groups % self.members
+        member = (
+            np.arange(warpgroups) % self.members if self.kind == "smem" else np.arange(warpgroups) // self.groups % self.members
+        )
         wanted = np.where(moves[:, None], self._ring_checksums(member, entries, token), _product_checksums(batches))
         _require(checksums, wanted, f"{self}")
         return Measured(cycles[moves], cycles[~moves], [s for s in seconds if s is not None])
@@ -111,8 +121,8 @@ def _product_checksums(batches: int) -> np.ndarray:
         row, k = np.arange(rows)[:, None], np.arange(64)
         return (row * 7 + k * 13 + row * k) % 5 - 2
 
-    d = 4 * batches * operand(64) @ operand(256).T  # the four k-steps of 64 values, four times a batch
-    d = d.reshape(4, 2, 8, 32, 4, 2).sum((1, 3, 5))  # [warp, i, g, j, t, e] -> [warp, g, t]
+    d = 4 * batches * operand(64) @ operand(128).T  # the four k-steps of 64 values, four times a batch
+    d = d.reshape(4, 2, 8, 16, 4, 2).sum((1, 3, 5))  # [warp, i, g, j, t, e] -> [warp, g, t]
     return d.reshape(GROUP).astype(np.uint32)
 
 
@@ -151,8 +161,10 @@ def run_atomics(backend: Backend, *, additions: int, fetch: bool, repeats: int =
     """One thread of each CTA, one CTA a multiprocessor. ``fetch``: each addition waits for the old value."""
     ctas = backend.multiprocessors
     cycles, counters = np.zeros(ctas, np.uint64), np.zeros((ctas, _COUNTER // 4), np.uint32)
-    geometry = Geometry(ctas, 32, zeroed=counters.nbytes)
-    seconds = backend.run(_source("atomics"), geometry, [np.array([additions, fetch, 0, 0], np.uint32)], [cycles, counters], repeats)
+    geometry = Geometry(ctas, 32, shared_bytes=_ALONE, zeroed=counters.nbytes)
+    seconds = backend.run(
+        _source("atomics"), geometry, [np.array([additions, fetch, 0, 0], np.uint32)], [cycles, counters], repeats
+    )
     _require(counters[:, 0], np.full(ctas, additions, np.uint32), "atomics")
     return Measured(cycles, cycles[:0], [s for s in seconds if s is not None])
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.micro.backends import Backend
-from benchmarks.micro.kernels import BATCH_FLOPS, Measured, Multicast, QueueRing, run_atomics
+from benchmarks.micro.kernels import BATCH_FLOPS, GROUP, Measured, Multicast, QueueRing, run_atomics
 
 # arXiv 2502.18403, measured on an A100: 54 queues in the L2 with payloads of 128-256 KB move 2 TB/s together; a CTA does 100 M
 # uncontended atomics a second; with payloads of 1 KB synchronisation costs 12 times.
@@ -91,10 +91,8 @@ def _most(backend: Backend, case: QueueRing) -> int:
     if backend.emulated:
         return 1
     if case.kind == "cluster":
-        shared = max(case.shared_bytes, _SHARED // 2 + 1024)  # more than half: one CTA a multiprocessor, as pipelines have
-        found = backend.max_active_clusters(
-            case.source, cluster=case.members, block=case.groups * 128, shared_bytes=min(shared, _SHARED)
-        )
+        threads = case.groups * GROUP
+        found = backend.max_active_clusters(case.source, cluster=case.members, block=threads, shared_bytes=case.shared_bytes)
         return max(1, found or 0)
     return backend.multiprocessors // (1 if case.kind == "smem" else case.members)
 
@@ -148,7 +146,8 @@ def _multicast(backend: Backend, case: Multicast, effort: Effort) -> Record:
         found = backend.multiprocessors
         if case.cluster > 1:
             found = (
-                backend.max_active_clusters(case.source, cluster=case.cluster, block=384, shared_bytes=case.shared_bytes) or case.cluster
+                backend.max_active_clusters(case.source, cluster=case.cluster, block=384, shared_bytes=case.shared_bytes)
+                or case.cluster
             )
         clusters = found
     got = case.run(backend, clusters=clusters, chunks=chunks, rounds=effort.rounds, repeats=effort.repeats)
@@ -172,7 +171,7 @@ def _atomics(backend: Backend, fetch: bool, effort: Effort) -> Record:
 
 def _active_clusters(backend: Backend, size: int, effort: Effort) -> Record:
     case = QueueRing("cluster", 8, 3, max(size, 2))
-    found = backend.max_active_clusters(case.source, cluster=size, block=384 if case.groups == 3 else 128, shared_bytes=_SHARED)
+    found = backend.max_active_clusters(case.source, cluster=size, block=GROUP, shared_bytes=_SHARED)
     return {"benchmark": "active clusters", "cluster": size, "shared_bytes": _SHARED, "found": found}
 
 
@@ -182,7 +181,13 @@ def _median(cycles: np.ndarray) -> float:
 
 def markdown(records: list[Record]) -> str:
     """A line per record: what it is, and its numbers."""
-    shown = ("bytes_per_cycle", "terabytes_per_second", "delivered_terabytes_per_second", "l2_terabytes_per_second", "flops_per_cycle")
+    shown = (
+        "bytes_per_cycle",
+        "terabytes_per_second",
+        "delivered_terabytes_per_second",
+        "l2_terabytes_per_second",
+        "flops_per_cycle",
+    )
     shown += ("cycles_per_hop", "nanoseconds_per_hop", "cycles", "per_second_and_cta", "found", "error")
     lines = ["| what | result |", "|---|---|"]
     for record in records:

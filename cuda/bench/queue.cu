@@ -98,7 +98,7 @@ KITSUNE_DEVICE void circulate(const Params& p, const Queue& in, const Queue& out
 
 struct Storage {
   Ring<kDepth> rings[kMembersHere];
-  alignas(1024) u8 b[kMultipliers ? 32768 : 16];
+  alignas(1024) u8 b[kMultipliers ? 16384 : 16];
   alignas(128) U4 slots[kSlots ? kSlots : 1];
 };
 
@@ -107,9 +107,9 @@ struct Storage {
 // Small integers, so that every sum is exact; not constant, because equal operands draw less power than data and clocks follow it.
 KITSUNE_DEVICE float operand(u32 row, u32 k) { return static_cast<float>(static_cast<i32>((row * 7 + k * 13 + row * k) % 5) - 2); }
 
-// 256 rows of 64 values of K, 128-byte swizzle.
+// 128 rows of 64 values of K, 128-byte swizzle.
 KITSUNE_DEVICE void fill_b(u8* b) {
-  for (u32 unit = thread_id(); unit < 256 * 8; unit += block_threads()) {
+  for (u32 unit = thread_id(); unit < 128 * 8; unit += block_threads()) {
     u32 row = unit / 8, k = unit % 8 * 8, v[4];
     KITSUNE_UNROLL
     for (u32 i = 0; i < 4; ++i) v[i] = pack_bf16(operand(row, k + 2 * i), operand(row, k + 2 * i + 1));
@@ -118,7 +118,8 @@ KITSUNE_DEVICE void fill_b(u8* b) {
   fence_proxy_async();
 }
 
-// Batches of 16 products of 64 x 256 x 16 back to back, as a stage of width 256 issues them.
+// Batches of 16 products of 64 x 128 x 16 back to back, as a stage issues them. 128 columns: two warpgroups of them keep the tensor
+// cores busy, and their accumulators need no setmaxnreg.
 KITSUNE_DEVICE void multiply(const Params& p, const u8* b) {
   u32 t = thread_id() % kGroupThreads, row = t / 32 * 16 + t % 32 / 4, k = t % 4 * 2,
       group = block_id() * kGroups + thread_id() / kGroupThreads;
@@ -129,14 +130,14 @@ KITSUNE_DEVICE void multiply(const Params& p, const u8* b) {
     u32 r = row + i % 2 * 8, c = s * 16 + k + i / 2 * 8;
     a[s][i] = pack_bf16(operand(r, c), operand(r, c + 1));
   }
-  float d[128] = {};
+  float d[64] = {};
   u64 desc = desc_k128(b), start = cycles();
   u32 batches = ld_global(p.settings + 2);
   for (u32 n = 0; n < batches; ++n) {
     pin(d);
     wgmma_fence();
     KITSUNE_UNROLL
-    for (int s = 0; s < 16; ++s) wgmma_rs<Bf16, 256>(d, a[s % 4], desc + 2 * (s % 4), true);
+    for (int s = 0; s < 16; ++s) wgmma_rs<Bf16, 128>(d, a[s % 4], desc + 2 * (s % 4), true);
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
@@ -144,7 +145,7 @@ KITSUNE_DEVICE void multiply(const Params& p, const u8* b) {
   u64 spent = cycles() - start;
   i32 sum = 0;
   KITSUNE_UNROLL
-  for (int i = 0; i < 128; ++i) sum += static_cast<i32>(d[i]);
+  for (int i = 0; i < 64; ++i) sum += static_cast<i32>(d[i]);
   st_global(p.checksums + group * kGroupThreads + t, static_cast<u32>(sum));
   if (t == 0) st_global(p.cycles + group, U2{static_cast<u32>(spent), static_cast<u32>(spent >> 32)});
 }

@@ -4,6 +4,7 @@
 // cooperative launch starts everything; otherwise the seed decides how many clusters are resident, and the next one takes the slot
 // (memory, stacks, agents) of one that has ended, with clocks that go on.
 
+#include <fenv.h>
 #include <sys/mman.h>
 
 #include <chrono>
@@ -29,6 +30,21 @@ char* shared_windows(u32 ctas) {
   }
   return base;
 }
+
+// Kernels keep subnormal numbers and round to nearest, as a device does by default; XLA flushes them on the threads that call us.
+class DefaultArithmetic {
+ public:
+  DefaultArithmetic() {
+    fegetenv(&callers_);
+    fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultArithmetic() { fesetenv(&callers_); }
+  DefaultArithmetic(const DefaultArithmetic&) = delete;
+  DefaultArithmetic& operator=(const DefaultArithmetic&) = delete;
+
+ private:
+  fenv_t callers_;
+};
 
 std::string invalid(const Launch& l) {
   if (!l.grid || !l.cluster || !l.block) return "grid, block and cluster must not be empty";
@@ -175,6 +191,7 @@ Result run(const Launch& launch, const std::function<void()>& body, const Option
     return result;
   }
   auto started = std::chrono::steady_clock::now();
+  DefaultArithmetic arithmetic;
   arena_reset();
   Machine m;
   machine = &m;

@@ -119,7 +119,10 @@ KITSUNE_DEVICE u32 to_u32(float x) {
 }
 
 // 1 / (1 + e**-x) in a form that neither overflows nor loses small results.
-KITSUNE_DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+KITSUNE_DEVICE float logistic(float x) {
+  float e = expf(-fabsf(x));
+  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
 // The same for results of 8 significant bits: tanh.approx is good to 2**-11 (PTX ISA, tanh).
 KITSUNE_DEVICE float logistic_coarse(float x) { return fmaf(0.5f, fast_tanh(0.5f * x), 0.5f); }
 

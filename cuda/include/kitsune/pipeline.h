@@ -15,11 +15,11 @@
 
 namespace kitsune {
 
-// 65 536 registers a CTA, in steps of 8 per thread (CUDA programming guide, compute capability 9.0; PTX ISA, setmaxnreg). 40 is the
-// least the loader compiles to without spills.
-constexpr int kLoaderRegisters = 40;
+// 65 536 registers a CTA are 512 for a thread of each warpgroup together, in steps of 8 (CUDA programming guide, compute capability 9.0;
+// PTX ISA, setmaxnreg): 32 + 2 * 240 or 32 + 3 * 160. The loader compiles to less than 32.
+constexpr int kLoaderRegisters = 32;
 template <int Lanes>
-constexpr int kConsumerRegisters = Lanes == 3 ? 152 : 232;
+constexpr int kConsumerRegisters = Lanes == 3 ? 160 : 240;
 
 template <int Lanes>
 KITSUNE_DEVICE void become_loader() {
@@ -70,12 +70,14 @@ KITSUNE_DEVICE void finish_resident(Mbar& full) {
 #endif
 }
 
-// `chunks` entries of `bytes` each through a queue of weights, from entry n on.
+// `chunks` entries of `bytes` each through a queue of weights; `at` and `from` go on to what follows them.
 template <class Queue>
-KITSUNE_DEVICE void stream_weights(const Queue& queue, u32& n, const u8* from, u32 chunks, u32 bytes) {
-  for (u32 c = 0; c < chunks; ++c, ++n) {
-    queue.wr_acquire(n);
-    queue.wr_release(n, from + c * bytes, bytes);
+KITSUNE_DEVICE void stream_weights(const Queue& queue, typename Queue::At& at, const u8*& from, u32 chunks, u32 bytes) {
+  KITSUNE_NO_UNROLL
+  for (u32 c = 0; c < chunks; ++c, from += bytes) {
+    queue.wr_acquire(at);
+    queue.wr_release(at, from, bytes);
+    at.advance();
   }
 }
 

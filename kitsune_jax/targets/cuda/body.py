@@ -231,6 +231,13 @@ class Body:
         """Gives ``v`` a home of its own."""
         self.loop(self.value(v).width, [self.keep(v)])
 
+    def copy_of(self, v: int) -> str:
+        """Registers with a value that stays where it is: the operand of one product."""
+        name = self.fresh(f"c{v}_")
+        form = "pair" if tiles.is_half(self.value(v).dtype) else "word"
+        self.loop(self.value(v).width, [Keep(v, name, form, push=True)])
+        return name
+
     def loop(self, width: int, actions: Sequence[Action]) -> None:
         for action in actions:
             self.used(action.value)

@@ -50,6 +50,11 @@ class Budget:
                 alive[s.value] = alive.get(s.value, 0) + s.registers
         return most, tuple(sorted(alive, key=lambda v: (-alive[v], v)))
 
+    def life(self, v: object) -> tuple[int, int]:
+        """From when to when the value is kept."""
+        parts = self.parts[v]
+        return min(s.first for s in parts), max(s.last for s in parts)
+
     def _add(self, key: object, v: object, registers: int) -> None:
         self.clock += 1
         span = _Span(v, registers, self.clock, self.clock)

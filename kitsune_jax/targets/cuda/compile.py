@@ -6,9 +6,11 @@ Invariant: the cache key holds everything that the result depends on, and nothin
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import kitsune_jax
+from kitsune_jax import config
 from kitsune_jax.targets.cuda import cache, hostcc, nvrtc, sources
 from kitsune_jax.targets.cuda.nvrtc import Compiled
 from kitsune_jax.targets.cuda.sources import CompileError
@@ -29,6 +31,7 @@ def cubin(source: str, arch: str) -> Compiled:
         compiler="nvrtc {}.{}".format(*nvrtc.version()),
         options="\n".join(nvrtc.options_for(arch)),
     )
+    _show(key, ".cu", source, arch)
     return Compiled.unpack(cache.default().get(key, ".cubin", lambda: nvrtc.compile(source, arch).pack()))
 
 
@@ -38,7 +41,9 @@ def emulated(source: str, sm: int) -> bytes:
     Raises ``CompileError``, ``OSError`` where there is no C++ compiler (``hostcc.why_not()``).
     """
     options = hostcc.kernel_options(sm)
-    return cache.default().get(_host_key("emulated", options, source), ".so", lambda: hostcc.compile(source, sm))
+    key = _host_key("emulated", options, source)
+    _show(key, ".cc", source, f"the emulator, sm_{sm // 10}")
+    return cache.default().get(key, ".so", lambda: hostcc.compile(source, sm))
 
 
 def emulator_library() -> Path:
@@ -48,6 +53,12 @@ def emulator_library() -> Path:
     """
     key = _host_key("emulator", hostcc.EMULATOR_OPTIONS, "")
     return cache.default().get_file(key, ".so", hostcc.build_emulator)
+
+
+def _show(key: str, suffix: str, source: str, what_for: str) -> None:
+    """Where the log is wanted in detail, keep the source beside its image and say where."""
+    if config.logger.isEnabledFor(logging.DEBUG):
+        config.logger.debug("kernel for %s: %s", what_for, cache.default().keep(key + suffix, source))
 
 
 def _host_key(kind: str, options: tuple[str, ...], source: str) -> str:

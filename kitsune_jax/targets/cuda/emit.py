@@ -37,7 +37,8 @@ def call(
     stationary = _Stationary(program, args, evaluate)
     kernel = code.kernel
     operands = [args[k] for k in kernel.inputs]
-    operands += [pack.weights(group, [stationary.value(r.value) for r in group]) for group in kernel.weights]
+    for group, order in zip(kernel.weights, kernel.order, strict=True):
+        operands.append(pack.weights(group, order, [stationary.value(r.value) for r in group]))
     if kernel.vectors:
         values = [None if r.value is None else stationary.value(r.value) for r in kernel.vectors]
         operands.append(pack.vectors(kernel.vectors, values))

@@ -30,7 +30,7 @@ _MIN_DEPTH = 2
 # product; narrow chunks need more barrier rounds, but from 64 columns on the tensor core's rate is that of wide ones.
 _SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
 # Registers for values: setmaxnreg's share less addresses and temporaries (``pipeline.h``).
-_VALUE_REGISTERS = {1: 200, 2: 176, 3: 104}
+_VALUE_REGISTERS = {1: 208, 2: 200, 3: 112}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,12 +59,14 @@ class Arrangement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """``weights``: recipes of each image operand; operands are the streamed ``inputs``, the images, the vectors."""
+    """``weights``: recipes of each image operand, and ``order``, how ``pack.weights`` lines them up; operands are the streamed
+    ``inputs``, the images, the vectors."""
 
     source: str
     launch: tuple[int, ...]
     inputs: tuple[int, ...]
     weights: tuple[tuple[WeightRecipe, ...], ...]
+    order: tuple[tuple[tuple[int, int], ...], ...]
     vectors: tuple[VectorRecipe, ...]
     workspace_bytes: int
     registers: int  # estimate of what values need, at most
@@ -87,6 +89,12 @@ def _aligned(n: int, to: int = _ALIGN) -> int:
     return -(-n // to) * to
 
 
+def image_bytes(body: Body, v: int) -> int:
+    """Shared memory of a value's register image, for one lane."""
+    value = body.value(v)
+    return _aligned(image_vectors(value.width, value.dtype) * tiles.GROUP_THREADS * 16)
+
+
 @dataclasses.dataclass(slots=True)
 class _Stage:
     body: Body
@@ -96,6 +104,9 @@ class _Stage:
     scratch: int = 0  # bytes of one lane
     scratch_at: int = 0
     end: int = 0  # of the CTA's shared memory, queues apart
+
+    def weights_used(self) -> list[int]:
+        return sorted({f.weight for f in self.body.products.order})
 
     def config_offset(self, weight: int) -> int:
         """Where a resident image lies in shared memory."""
@@ -127,6 +138,7 @@ class _Generator:
             (LAUNCH_VERSION, self.a.sm, self.grid, self.threads, self.a.cluster, shared, int(self.cooperative), *self._counts()),
             self.inputs,
             tuple(tuple(r for r in self.weights if r.shape.dtype == d) for d in self.groups),
+            tuple(tuple(order) for order in self.order),
             tuple(self.vectors.recipes),
             self.workspace_bytes,
             max(s.body.budget.peak()[0] for s in self.stages),
@@ -215,17 +227,25 @@ class _Generator:
         return body
 
     def _spill_offsets(self, body: Body, spill: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        at, found = 0, []
-        for v in spill:
+        """Offsets of images in a lane's scratch; those that are never alive together share memory."""
+        placed: list[tuple[int, int, tuple[int, int]]] = []  # (offset, bytes, life)
+        found = []
+        for v in sorted(spill, key=body.budget.life):
+            size, (first, last) = image_bytes(body, v), body.budget.life(v)
+            taken = sorted((at, n) for at, n, (start, end) in placed if start <= last and first <= end)
+            at = 0
+            for start, n in taken:
+                if at + size <= start:
+                    break
+                at = max(at, start + n)
+            placed.append((at, size, (first, last)))
             found.append((v, at))
-            value = body.value(v)
-            at += _aligned(image_vectors(value.width, value.dtype) * tiles.GROUP_THREADS * 16)
         return tuple(found)
 
     def _fit_memory(self, s: int, stage: _Stage) -> None:
         """Shared memory of the stage's CTA; streamed weights get the ring that is left."""
         body, config = stage.body, stage.config
-        images = sum(_aligned(image_vectors(body.value(v).width, body.value(v).dtype) * tiles.GROUP_THREADS * 16) for v, _ in config.spill)
+        images = max((at + image_bytes(body, v) for v, at in config.spill), default=0)
         stage.scratch = images + _aligned(tiles.TILE_ROWS * body.scratch_words * 4) if body.scratch_words else images
         lanes = self.a.lanes * stage.scratch
         recipes = self.weights[stage.first_weight :]
@@ -280,13 +300,22 @@ class _Generator:
         read = {i["array"] for s in self.program.stages for i in s.body if i.kind == "load"}
         self.inputs = tuple(k for k in sorted(read) if self.program.inputs[k].streamed)
         self.groups = tuple(dict.fromkeys(r.shape.dtype for r in self.weights))
-        self.weight_at: dict[int, tuple[int, int]] = {}
-        for g, dtype in enumerate(self.groups):
-            at = 0
-            for k, recipe in enumerate(self.weights):
-                if recipe.shape.dtype == dtype:
-                    self.weight_at[k] = (g, at)
-                    at += recipe.shape.bytes
+        self.weight_at: dict[int, tuple[int, int]] = {}  # of a resident matrix: (operand, byte)
+        self.order: list[list[tuple[int, int]]] = [[] for _ in self.groups]
+        at = [0] * len(self.groups)
+        within = [[k for k, r in enumerate(self.weights) if r.shape.dtype == d] for d in self.groups]
+        for stage in self.stages:
+            if stage.config.resident:
+                parts = [(w, -1) for w in stage.weights_used()]
+            else:  # as they are consumed, so that the loader has but to go on
+                parts = [(f.weight, f.chunk) for f in stage.body.products.order]
+            for w, chunk in parts:
+                shape = self.weights[w].shape
+                g = self.groups.index(shape.dtype)
+                self.order[g].append((within[g].index(w), chunk))
+                if chunk < 0:
+                    self.weight_at[w] = (g, at[g])
+                    at[g] += shape.bytes
 
     def _layout_workspace(self) -> None:
         """Counters first, because they must be zero; then partial sums, then the slots of L2 queues."""

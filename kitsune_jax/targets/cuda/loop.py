@@ -99,9 +99,9 @@ class Loop:
 
     def _count_kept(self, first: int, last: int) -> None:
         for action in self.actions:
-            if isinstance(action, Keep) and not action.put and not action.push:
+            if isinstance(action, Keep) and not action.push:
                 share = self.body.value(action.value).registers * (last - first) // tiles.blocks(self.width)
-                self.body.budget.define(action.value, share)
+                self.body.budget.define(action.value, 0 if action.put else share)
 
     # -- what is pending below the roots
 
@@ -324,6 +324,7 @@ class _Segment:
             case InVector(_, scalar):
                 return self.body.scalar(v) if scalar else f"{self._vector(v, shift)}[c]"
             case InImage(name):
+                self.body.used(v)
                 return self._image(v, name, shift)
             case InScratch(name, table, fill):
                 where = self._load_vector(table, shift)

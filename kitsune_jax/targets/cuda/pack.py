@@ -51,9 +51,16 @@ class VectorRecipe:
         return -(-self.width * self.split // 32) * 32  # vectors start 128 bytes apart: aligned loads
 
 
-def weights(recipes: Sequence[WeightRecipe], values: Sequence[Any]) -> jax.Array:
-    """The image of several weight matrices, one after the other, as their own dtype."""
-    return jnp.concatenate([_weight(r, v) for r, v in zip(recipes, values, strict=True)])
+def weights(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], values: Sequence[Any]) -> jax.Array:
+    """The image of several weight matrices, as their own dtype: the parts of ``order``, one after the other.
+
+    A part is (recipe, column chunk), or (recipe, -1) for a whole matrix, slab by slab.
+    """
+    chunks: dict[int, list[jax.Array]] = {}
+    for k in {recipe for recipe, _ in order}:
+        chunks[k] = _weight(recipes[k], values[k])
+    parts = [part for k, chunk in order for part in (chunks[k] if chunk < 0 else [chunks[k][chunk]])]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def vectors(recipes: Sequence[VectorRecipe], values: Sequence[Any]) -> jax.Array:
@@ -61,7 +68,8 @@ def vectors(recipes: Sequence[VectorRecipe], values: Sequence[Any]) -> jax.Array
     return jnp.concatenate([_vector(r, v) for r, v in zip(recipes, values, strict=True)])
 
 
-def _weight(recipe: WeightRecipe, value: Any) -> jax.Array:
+def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
+    """The column chunks of a matrix, slab by slab."""
     shape = recipe.shape
     w = jnp.transpose(jnp.asarray(value), recipe.permutation)
     w = w.reshape(math.prod(w.shape[: recipe.contracted]), math.prod(w.shape[recipe.contracted :]))
@@ -75,8 +83,7 @@ def _weight(recipe: WeightRecipe, value: Any) -> jax.Array:
     lanes = ROW_BYTES // (2 if half else 4)
     w = jnp.pad(w, ((0, shape.k_chunks * lanes - w.shape[0]), (0, 0)))
     per = -(-shape.n // shape.split)
-    slabs = [_slab(w[:, s * per : (s + 1) * per], shape, lanes) for s in range(shape.split)]
-    return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs)
+    return [part for s in range(shape.split) for part in _slab(w[:, s * per : (s + 1) * per], shape, lanes)]
 
 
 def _blocks_of_k(w: jax.Array, half: bool) -> jax.Array:
@@ -88,8 +95,8 @@ def _blocks_of_k(w: jax.Array, half: bool) -> jax.Array:
     return jnp.pad(w, ((0, 0), (0, 32 - b), (0, 0))).reshape(width // b * 32, -1)
 
 
-def _slab(w: jax.Array, shape: WeightShape, lanes: int) -> jax.Array:
-    """[K, n] -> chunks [column chunk][k chunk][column][128 bytes of K], columns permuted, swizzled; flat."""
+def _slab(w: jax.Array, shape: WeightShape, lanes: int) -> list[jax.Array]:
+    """[K, n] -> per column chunk [k chunk][column][128 bytes of K], columns permuted, swizzled; flat."""
     width, b = shape.slab, block(shape.slab)
     w = jnp.pad(w, ((0, 0), (0, width - w.shape[1])))
     w = w.reshape(-1, width // b, 4, b // 8, 2).transpose(0, 1, 3, 2, 4).reshape(-1, width)  # [block, j, q, e]
@@ -99,7 +106,7 @@ def _slab(w: jax.Array, shape: WeightShape, lanes: int) -> jax.Array:
         part = w[:, start : start + columns].reshape(shape.k_chunks, lanes, columns).transpose(0, 2, 1)
         parts.append(_swizzle(part.reshape(shape.k_chunks, columns // 8, 8, 8, lanes // 8)).reshape(-1))
         start += columns
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return parts
 
 
 def _swizzle(x: jax.Array) -> jax.Array:

@@ -114,8 +114,8 @@ def instruction(instr: Instr, operands: Sequence[str], types: Sequence[str], out
         return None
     if instr.kind == "round":
         return f"round_{'even' if instr['method'] == 'even' else 'away'}({operands[0]})" if types[0] == "float" else None
-    if instr.kind == "reduce_precision":
-        return None
+    if instr.kind == "reduce_precision" or instr.kind == "nextafter" and dtype != "float32":
+        return None  # they speak of a dtype's bits, which 16-bit values do not have while they are computed with
     template = expression(instr.kind, types, out, coarse=dtype == "bfloat16")
     if template is None:
         return None

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 
 _GROUP = 2  # Product::kGroup
+# Blocks of an input that a product reads into registers before it starts, for each product again. A wider one is fetched on the way,
+# which makes the product wait as it goes.
+_NARROW = 2
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,9 +50,8 @@ class Products:
         self.body = body
         self.state: dict[int, _State] = {}
         self.order: list[Fetch] = []
-        self.entries = 0  # of the ring of weights, per tile
         self.layers = 1
-        self.layer_bytes = self.layer_entries = self.layer_weights = self.layer_start = 0
+        self.layer_bytes = self.layer_weights = self.layer_start = 0
 
     def advance(self, products: Sequence[int], first: int) -> None:
         """Makes the chunks of ``products`` that hold block ``first`` available, and issues the next ones where that is allowed."""
@@ -131,6 +133,8 @@ class Products:
         body, operand = self.body, pointwise.OPERAND[dtype]
         value = body.value(v)
         if isinstance(value.place, InArray) and not value.row:
+            if tiles.blocks(value.width) <= _NARROW:
+                return f"RegisterSource<{operand}, {value.width}>{{{body.copy_of(v)}}}"
             source = body.arrays.source(value.place.array, operand, value.width)
             if source is not None:
                 return source
@@ -153,18 +157,17 @@ class Products:
             known = body.config.weight_offset  # empty on the pass that finds out what weights there are
             offset = (known[place.weight] if known else 0) + sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
             layer = f" + layer * {self.layer_bytes}" if self.layers > 1 else ""
-            weights = f"const ResidentWeights<{columns}> {name}_weights{{shared + {offset}{layer}}};"
+            weights = f"{name}_weights"
+            body.text(f"ResidentWeights<{columns}> {weights}{{shared + {offset}{layer}}};")
         else:
-            layer = f" + layer * {self.layer_entries}" if self.layers > 1 else ""
-            weights = f"const StreamedWeights<Weights> {name}_weights{{weights, next + {self.entries}{layer}}};"
+            weights = "weights"
         rolling = "true" if state.rolling else "false"
         body.text(f"float {name}[{columns // 2}];")
         if place.bias is not None:
             self._start_from(place.bias, name, columns, sum(self._blocks(v)[:chunk]))
-        body.text(weights)
         started = "true" if place.bias is not None else "false"
-        template = f"{operand}, {columns}, {rolling}, {started}, decltype({name}_weights)"
-        body.text(f"Product<{template}> {name}_product({name}, {name}_weights);")
+        template = f"{operand}, {columns}, {rolling}, {started}, decltype({weights})"
+        body.text(f"Product<{template}> {name}_product({name}, {weights});")
         first = done = 0
         for piece, source in zip(place.pieces, state.sources, strict=True):
             body.text(f"{name}_product.feed<{first}, {done}>({source});")
@@ -172,7 +175,6 @@ class Products:
         state.done = done
         body.text(f"{name}_product.commit();")
         self.order.append(Fetch(place.weight, chunk, columns, shape.k_chunks))
-        self.entries += shape.k_chunks
         state.issued += 1
         fetched = sum("RegisterSource" not in text for text in state.sources) and (32 if tiles.is_half(shape.dtype) else 64)
         body.budget.product(v, chunk, columns // 2 + fetched)
@@ -196,12 +198,10 @@ class Products:
         """Until ``end_layers``, what is issued stands for ``layers`` layers with ``per_layer`` weights each."""
         recipes = self.body.weights[first_weight : first_weight + per_layer]
         self.layer_bytes = sum(r.shape.slab_bytes for r in recipes)
-        self.layer_entries = sum(r.shape.k_chunks * len(r.shape.chunks) for r in recipes)
         self.layers, self.layer_weights, self.layer_start = layers, per_layer, len(self.order)
 
     def end_layers(self) -> None:
         one = self.order[self.layer_start :]
         for layer in range(1, self.layers):
             self.order += [dataclasses.replace(f, weight=f.weight + layer * self.layer_weights) for f in one]
-        self.entries += (self.layers - 1) * self.layer_entries
         self.layers = 1

@@ -80,7 +80,7 @@ def _consumer(g: _Generator, s: int) -> str:
         if len(body.products.order):
             inner.append("mbar_wait(header.resident, 0);")
     else:
-        inner += [f"const Weights weights{{&header.weights, shared + {g.header_bytes}}};", "u32 next = 0;"]
+        inner.append(f"StreamedWeights<Weights> weights{{Weights{{&header.weights, shared + {g.header_bytes}}}}};")
     inner.append(f"const u32 worker = {_worker(g)};")
     # With streamed weights every lane takes part in every round, with or without a tile: the ring waits for all of them.
     rounds = f"{-(-g.program.tiles // g.workers)}" if not stage.config.resident else "tiles_of(worker, kWorkers, kTiles)"
@@ -96,8 +96,6 @@ def _consumer(g: _Generator, s: int) -> str:
         *body.prologue,
         *body.lines,
     ]
-    if not stage.config.resident:
-        loop.append(f"next += {body.products.entries};")
     inner += ["  " + line for line in loop]
     inner.append("}")
     inner += _finish(g, s)
@@ -186,12 +184,8 @@ def _loader(g: _Generator, s: int) -> str:
     return "\n".join(lines)
 
 
-def _used(stage: _Stage) -> list[int]:
-    return sorted({f.weight for f in stage.body.products.order})
-
-
 def _load_resident(g: _Generator, stage: _Stage) -> list[str]:
-    weights = _used(stage)
+    weights = stage.weights_used()
     if not weights:
         return []
     total = sum(g.weights[w].shape.slab_bytes for w in weights)
@@ -208,15 +202,20 @@ def _load_resident(g: _Generator, stage: _Stage) -> list[str]:
 def _load_streamed(g: _Generator, stage: _Stage) -> list[str]:
     lines = [
         f"const Weights weights{{&header.weights, shared + {g.header_bytes}}};",
-        "u32 n = 0;",
+        "Weights::At at;",
         "KITSUNE_NO_UNROLL",
         f"for (u32 round = 0; round < {-(-g.program.tiles // g.workers)}; ++round) {{",
     ]
+    runs: list[tuple[int, int, int]] = []  # (operand, chunks, bytes of each)
     for f in stage.body.products.order:
-        group, at = g.weight_at[f.weight]
         shape = g.weights[f.weight].shape
-        at += sum(shape.chunks[: f.chunk]) * shape.k_chunks * tiles.ROW_BYTES
-        lines.append(f"  stream_weights(weights, n, p.weights{group} + {at}, {f.k_chunks}, {shape.chunk_bytes(f.columns)});")
+        group, size = g.groups.index(shape.dtype), shape.chunk_bytes(f.columns)
+        if runs and (runs[-1][0], runs[-1][2]) == (group, size):
+            runs[-1] = (group, runs[-1][1] + f.k_chunks, size)
+        else:
+            runs.append((group, f.k_chunks, size))
+    lines += [f"  const u8* from{k} = p.weights{k};" for k in sorted({group for group, _, _ in runs})]
+    lines += [f"  stream_weights(weights, at, from{group}, {chunks}, {size});" for group, chunks, size in runs]
     lines.append("}")
     return lines
 

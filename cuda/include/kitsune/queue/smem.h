@@ -37,6 +37,20 @@ struct Ring {
 #endif
 };
 
+// Where a reader or writer of a ring is. It moves by one entry at a time, which costs less than finding slot and phase from a count, and
+// keeps one register pair alive where counts would keep one per entry in flight.
+template <int Depth>
+struct Cursor {
+  u32 slot = 0;
+  u32 phase = 0;
+
+  KITSUNE_DEVICE void advance() {
+    const bool wraps = slot == Depth - 1;
+    slot = wraps ? 0 : slot + 1;
+    phase ^= wraps;
+  }
+};
+
 #if KITSUNE_SM >= 900
 
 // Chunks of weights on their way from global memory to the tensor cores: one loader thread writes by bulk copies, the consumer
@@ -44,42 +58,42 @@ struct Ring {
 // that a chunk is read from the L2 once per cluster.
 template <int Depth, int SlotBytes, int Lanes, int Cluster>
 struct WeightQueue {
-  static constexpr int kDepth = Depth;
+  using At = Cursor<Depth>;
   Ring<Depth>* ring;
   u8* slots;
 
   static KITSUNE_DEVICE void init(Ring<Depth>& ring) { ring.init(1, 4 * Lanes * Cluster); }
 
-  KITSUNE_DEVICE void wr_acquire(u32 n) const {
+  KITSUNE_DEVICE void wr_acquire(const At& at) const {
     if constexpr (Cluster == 1)
-      ring->wait_empty(n);
+      mbar_wait(ring->empty[at.slot], at.phase ^ 1);
     else
-      ring->wait_empty_cluster(n);
+      mbar_wait_cluster(ring->empty[at.slot], at.phase ^ 1);
   }
 
-  // Fetches this CTA's share of entry n, `bytes` long; a multiple of 16 * Cluster.
-  KITSUNE_DEVICE void wr_release(u32 n, const u8* from, u32 bytes) const {
-    u32 s = n % Depth;
-    mbar_expect_tx(ring->full[s], bytes);
-    u8* to = slots + s * SlotBytes;
+  // Fetches this CTA's share of the entry, `bytes` long; a multiple of 16 * Cluster.
+  KITSUNE_DEVICE void wr_release(const At& at, const u8* from, u32 bytes) const {
+    Mbar& full = ring->full[at.slot];
+    mbar_expect_tx(full, bytes);
+    u8* to = slots + at.slot * SlotBytes;
     if constexpr (Cluster == 1) {
-      bulk_load(to, from, bytes, ring->full[s]);
+      bulk_load(to, from, bytes, full);
     } else {
-      u32 share = bytes / Cluster, offset = cluster_rank() * share;
-      bulk_load_multicast(to + offset, from + offset, share, ring->full[s], (1u << Cluster) - 1);
+      const u32 share = bytes / Cluster, offset = cluster_rank() * share;
+      bulk_load_multicast(to + offset, from + offset, share, full, (1u << Cluster) - 1);
     }
   }
 
-  KITSUNE_DEVICE void rd_acquire(u32 n) const { ring->wait_full(n); }
-  KITSUNE_DEVICE const u8* entry(u32 n) const { return slots + n % Depth * SlotBytes; }
+  KITSUNE_DEVICE void rd_acquire(const At& at) const { mbar_wait(ring->full[at.slot], at.phase); }
+  KITSUNE_DEVICE const u8* entry(const At& at) const { return slots + at.slot * SlotBytes; }
 
   // By every thread of a warp: what a warp has seen of wgmma says nothing about the other three.
-  KITSUNE_DEVICE void rd_release(u32 n) const {
-    u32 lane = lane_id();
+  KITSUNE_DEVICE void rd_release(const At& at) const {
+    const u32 lane = lane_id();
     if constexpr (Cluster == 1) {
-      if (lane == 0) mbar_arrive(ring->empty[n % Depth]);
+      if (lane == 0) mbar_arrive(ring->empty[at.slot]);
     } else {
-      if (lane < Cluster) mbar_arrive_remote(ring->empty[n % Depth], lane);
+      if (lane < Cluster) mbar_arrive_remote(ring->empty[at.slot], lane);
     }
   }
 };
@@ -90,23 +104,23 @@ struct WeightQueue {
 template <int Depth, int SlotBytes, int Lanes, int Cluster>
 struct WeightQueue {
   static_assert(Cluster == 1, "clusters need compute capability 9.0");
-  static constexpr int kDepth = Depth;
+  using At = Cursor<Depth>;
   Ring<Depth>* ring;
   u8* slots;
 
   static KITSUNE_DEVICE void init(Ring<Depth>& ring) { ring.init(32, 4 * Lanes); }
 
-  KITSUNE_DEVICE void wr_acquire(u32 n) const { ring->wait_empty(n); }
-  KITSUNE_DEVICE void wr_release(u32 n, const u8* from, u32 bytes) const {
-    u8* to = slots + n % Depth * SlotBytes;
+  KITSUNE_DEVICE void wr_acquire(const At& at) const { mbar_wait(ring->empty[at.slot], at.phase ^ 1); }
+  KITSUNE_DEVICE void wr_release(const At& at, const u8* from, u32 bytes) const {
+    u8* to = slots + at.slot * SlotBytes;
     for (u32 i = lane_id() * 16; i < bytes; i += 32 * 16) cp_async_16(to + i, from + i, 16);
-    cp_async_arrive(ring->full[n % Depth]);
+    cp_async_arrive(ring->full[at.slot]);
   }
-  KITSUNE_DEVICE void rd_acquire(u32 n) const { ring->wait_full(n); }
-  KITSUNE_DEVICE const u8* entry(u32 n) const { return slots + n % Depth * SlotBytes; }
-  KITSUNE_DEVICE void rd_release(u32 n) const {
+  KITSUNE_DEVICE void rd_acquire(const At& at) const { mbar_wait(ring->full[at.slot], at.phase); }
+  KITSUNE_DEVICE const u8* entry(const At& at) const { return slots + at.slot * SlotBytes; }
+  KITSUNE_DEVICE void rd_release(const At& at) const {
     syncwarp();
-    if (lane_id() == 0) mbar_arrive(ring->empty[n % Depth]);
+    if (lane_id() == 0) mbar_arrive(ring->empty[at.slot]);
   }
 };
 

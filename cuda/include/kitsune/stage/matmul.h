@@ -123,23 +123,32 @@ struct GlobalSource {
   }
 };
 
-// --- where B comes from. `N`: columns of a chunk.
+// --- where B comes from: chunks of K in order. `N`: columns of a chunk.
 
 template <int N>
 struct ResidentWeights {
   const u8* image;
-  KITSUNE_DEVICE const u8* chunk(int c) const { return image + c * N * 128; }
-  KITSUNE_DEVICE void acquire(int) const {}
-  KITSUNE_DEVICE void release(int) const {}
+  KITSUNE_DEVICE const u8* next(int c) { return image + c * N * 128; }
+  KITSUNE_DEVICE void release() {}
 };
 
+// A consumer's place in the ring of weights: chunks are taken in order, and given back in the same order, later.
 template <class Queue>
 struct StreamedWeights {
   Queue queue;
-  u32 first;  // the queue's entry that is chunk 0
-  KITSUNE_DEVICE const u8* chunk(int c) const { return queue.entry(first + c); }
-  KITSUNE_DEVICE void acquire(int c) const { queue.rd_acquire(first + c); }
-  KITSUNE_DEVICE void release(int c) const { queue.rd_release(first + c); }
+  typename Queue::At taken = {};
+  typename Queue::At returned = {};
+
+  KITSUNE_DEVICE const u8* next(int) {
+    queue.rd_acquire(taken);
+    const u8* chunk = queue.entry(taken);
+    taken.advance();
+    return chunk;
+  }
+  KITSUNE_DEVICE void release() {
+    queue.rd_release(returned);
+    returned.advance();
+  }
 };
 
 #if KITSUNE_SM < 900
@@ -190,9 +199,10 @@ struct Product {
   static constexpr int kPerChunk = Operand<T>::kBlocksPerChunk;
   static constexpr int kGroup = 2;  // blocks between waits of a rolling product
   float (&d)[N / 2];
-  const Weights& weights;
+  Weights& weights;
+  const u8* chunk = nullptr;  // the one that is being multiplied with
 
-  KITSUNE_DEVICE Product(float (&accumulators)[N / 2], const Weights& w) : d(accumulators), weights(w) {
+  KITSUNE_DEVICE Product(float (&accumulators)[N / 2], Weights& w) : d(accumulators), weights(w) {
 #if KITSUNE_SM >= 900
     pin(d);
     wgmma_fence();
@@ -238,15 +248,17 @@ struct Product {
  private:
   template <int Steps>
   KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4], int block) {
-    const int chunk = block / kPerChunk, half = block % kPerChunk;
-    if (half == 0) weights.acquire(chunk);
+    const int half = block % kPerChunk;
+    if (half == 0) chunk = weights.next(block / kPerChunk);
 #if KITSUNE_SM >= 900
-    if (Rolling) wgmma_fence();
-    const u64 b = desc_k128(weights.chunk(chunk)) + half * 4;
+    // The wait for weights is a loop, and ptxas moves copies of A across it: the constructor's fence no longer orders them, and ptxas
+    // would put its own into the loop, where it may not stand (C7519: every wgmma serialised).
+    if (Rolling || half == 0) wgmma_fence();
+    const u64 b = desc_k128(chunk) + half * 4;
     KITSUNE_UNROLL
     for (int s = 0; s < Steps; ++s) wgmma_rs<T, N>(d, a[s], b + 2 * s, Started || block != 0 || s != 0);
 #else
-    multiply_block<T, N, Steps>(d, a, weights.chunk(chunk), half);
+    multiply_block<T, N, Steps>(d, a, chunk, half);
 #endif
   }
 
@@ -304,7 +316,7 @@ struct Product {
   template <int From, int To>
   KITSUNE_DEVICE void release() {
     KITSUNE_UNROLL
-    for (int c = From; c < To; ++c) weights.release(c);
+    for (int c = From; c < To; ++c) weights.release();
   }
 };
 

@@ -1,0 +1,91 @@
+"""Every program once, on fresh data, against float64 on the host and beside ``jax.jit`` on the same device.
+
+Comes in: the list of programs. Goes out: errors, and whether two runs gave equal bits. The pipeline runs before ``jax.jit`` and each
+program on data of its own, so that no freed buffer can hold the answer already.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from typing import Any
+
+import jax
+import numpy as np
+
+from scripts.gpu.programs import Program, programs
+from scripts.gpu.record import Record, arguments
+from tests.checks import enable_x64
+
+# Of the norm of the difference to that of the reference, over all and for the worst row. A result in 16 bits is rounded once more than its sums: 2^-8 for bfloat16,
+# 2^-11 for float16; tf32 operands have 11 bits. Deeper chains add up, and are held against jax.jit below.
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
+WORST_ROW = 5.0  # times as much as that over all: rows differ, and a row that is wrong is off by all of it
+WORSE = 2.0  # than jax.jit, at most, where both are beyond the tolerance
+
+
+def reference(program: Program, args: tuple[Any, ...]) -> list[np.ndarray]:
+    """In float64 on the CPU; where the function itself asks for float32, in that."""
+    with enable_x64(), jax.default_device(jax.devices("cpu")[0]):
+        wide = [np.asarray(a).astype(np.float64) for a in args]
+        return [np.asarray(x) for x in jax.tree.leaves(jax.jit(program.family.function)(*wide))]
+
+
+def difference(got: Any, wanted: np.ndarray) -> tuple[float, float]:
+    """The norm of the difference over that of the reference: of all, and of the worst row (whose reference counts as no smaller than
+    the usual row's). Infinite where a shape, a NaN or an infinity is not the reference's."""
+    have = np.asarray(got).astype(np.float64)
+    if have.shape != wanted.shape or not np.array_equal(np.isfinite(have), np.isfinite(wanted)):
+        return math.inf, math.inf
+    norm = float(np.linalg.norm(wanted)) or 1.0
+    whole = float(np.linalg.norm(have - wanted)) / norm
+    if wanted.ndim < 2:
+        return whole, whole
+    usual = norm / math.sqrt(wanted.shape[0])
+    rows = np.linalg.norm((have - wanted).reshape(wanted.shape[0], -1), axis=1)
+    sizes = np.linalg.norm(wanted.reshape(wanted.shape[0], -1), axis=1)
+    return whole, float((rows / np.maximum(sizes, usual)).max())
+
+
+def is_near(error: tuple[float, float], of_jit: tuple[float, float], tolerance: float) -> bool:
+    whole, row = error
+    return whole <= max(tolerance, WORSE * of_jit[0]) and row <= max(WORST_ROW * tolerance, WORSE * of_jit[1])
+
+
+def check(program: Program, seed: int) -> dict[str, Any]:
+    args = program.arguments(seed)
+    outs = [np.asarray(x) for x in jax.tree.leaves(program.function(*args))]
+    again = [np.asarray(x) for x in jax.tree.leaves(program.function(*args))]
+    plain = jax.tree.leaves(jax.jit(program.family.function)(*args))
+    wanted = reference(program, args)
+    errors = [difference(x, w) for x, w in zip(outs, wanted, strict=True)]
+    jit_errors = [difference(x, w) for x, w in zip(plain, wanted, strict=True)]
+    near = all(is_near(e, j, TOLERANCE[program.dtype]) for e, j in zip(errors, jit_errors, strict=True))
+    equal = all(a.tobytes() == b.tobytes() for a, b in zip(outs, again, strict=True))
+    return {"ok": near and equal, "errors": errors, "jit_errors": jit_errors, "equal_bits": equal}
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", default="", help="programs whose name holds this")
+    parser.add_argument("--small", action="store_true", help="small families in a few rows: for tools that slow a device down")
+    args = parser.parse_args()
+    record = Record("correctness", args.output)
+    for seed, program in enumerate(programs(args.dry_run, args.only)):
+        if args.small and not (program.family.small and program.dtype == "bfloat16" and program.rows < 1000):
+            continue
+        try:
+            finding = check(program, seed)
+        except Exception as error:  # one that fails must not hide the others
+            finding = {"ok": False, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(limit=-3)}
+        record.add({"name": program.name, **finding})
+        if not finding["ok"]:
+            print(f"WRONG: {program.name}: {finding.get('error') or finding}", flush=True)
+        if "CUDA_ERROR" in finding.get("error", ""):
+            print("the device's context is lost; the programs after this one did not run", flush=True)
+            break
+    return record.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,71 @@
+"""Compiles every kernel of the check into the cache on disk, in parallel: host work, which would else be done while a device waits.
+
+Comes in: the list of programs. Goes out: a full cache, and how long each took; a kernel that does not compile is a finding.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import time
+from typing import Any
+
+from benchmarks import store
+from scripts.gpu.programs import programs
+from scripts.gpu.record import Record, arguments
+
+
+def compile_one(index: int, dry_run: bool, only: str) -> dict[str, Any]:
+    program = list(programs(dry_run, only))[index]
+    start = time.monotonic()
+    error = ""
+    try:
+        if not dry_run:
+            program.compile_kernel()
+    except Exception as e:  # the others must still compile
+        error = f"{type(e).__name__}: {e}"
+    return {"name": program.name, "ok": not error, "seconds": round(time.monotonic() - start, 1), **({"error": error} if error else {})}
+
+
+def compile_benchmark(app: str, dtype: str, rows: int) -> dict[str, Any]:
+    import jax
+
+    import kitsune_jax as kj
+    from benchmarks.apps import make_case
+
+    start = time.monotonic()
+    case = make_case(app, dtype, 8)
+    x = jax.ShapeDtypeStruct((rows, case.app.width), case.x.dtype)
+    lowered = jax.jit(kj.pipeline(case.app.function)).trace(case.params, x).lower(lowering_platforms=("cuda",))
+    regions = lowered.as_text().count("@kitsune_cuda")
+    return {"name": f"benchmark {app} {dtype} {rows}", "ok": True, "regions": regions, "seconds": round(time.monotonic() - start, 1)}
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", default="", help="programs whose name holds this")
+    args = parser.parse_args()
+    record = Record("precompile", args.output)
+    count = len(list(programs(args.dry_run, args.only)))
+    workers = 1 if args.dry_run else max(1, min(14, (os.cpu_count() or 2) - 2))
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = []
+        if not args.dry_run and not args.only:  # the largest kernels: first, so that none is left alone at the end
+            from benchmarks.apps import APPS
+
+            jobs += [
+                pool.submit(compile_benchmark, app, dtype, rows)
+                for app in reversed(store.APP_NAMES)
+                for dtype in store.DTYPE_NAMES
+                for rows in APPS[app].default_rows("cuda")
+            ]
+        jobs += [pool.submit(compile_one, i, args.dry_run, args.only) for i in range(count)]
+        for job in concurrent.futures.as_completed(jobs):
+            error = job.exception()
+            record.add(job.result() if error is None else {"name": "a worker", "ok": False, "error": str(error)})
+    return record.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,99 @@
+"""What the steps run: kernel families of the tests, planned and under forced arrangements, as jitted functions.
+
+Comes in: whether a device or the emulator runs them. Goes out: ``Program``: a case by name, its function, its arguments by seed.
+Invariant: the same list in every process, so that what ``precompile`` compiles is what the others find in the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+import kitsune_jax as kj
+from kitsune_jax import lowering
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.route import PlannedRegion
+from kitsune_jax.targets import cuda
+from kitsune_jax.targets.cuda import lower, nvrtc
+from tests import cuda_run
+from tests.cuda_cases import FAMILIES, Family
+
+PLANNED = "planned"
+_FORCED_ROWS = 333  # several tiles for the one pipeline instance of a forced plan, the last of them not full
+_PLANNED_ROWS = (1, 20_011)  # less than a tile; more tiles than a device has workers
+_DRY_FAMILIES = ("dense",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """``plan``: what is forced, or None for the planner's choice."""
+
+    family: Family
+    dtype: str
+    rows: int
+    target: str
+    arrangement: str = PLANNED
+    plan: Plan | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.family.name} {self.dtype} {self.rows} {self.arrangement}"
+
+    def arguments(self, seed: int) -> tuple[Any, ...]:
+        return self.family.arguments(self.rows, self.dtype, seed)
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """Jitted; compiles the kernel when it is first called. Gives a tuple or a single array, as the family's function does."""
+        if self.plan is None:
+            emulator = "emulator" if self.target == "emulator" else None
+            return jax.jit(kj.pipeline(self.family.function, force=True, strict=True, target=emulator))
+        of = self._subject()
+        code = cuda.generate(self.target, of.program(self.plan), self.plan, "region")
+        planned = PlannedRegion("region", of.region, self.plan, of.program(self.plan), self.target, code)
+        return jax.jit(lambda *args: lowering.run(of.captured, [planned], args))
+
+    def compile_kernel(self) -> None:
+        """Puts the device's code into the cache on disk. Needs no device."""
+        if self.plan is None:
+            traced = jax.jit(kj.pipeline(self.family.function, force=True, strict=True)).trace(*self.arguments(0))
+            traced.lower(lowering_platforms=("cuda",))
+        else:
+            cuda.generate(self.target, self._subject().program(self.plan), self.plan, "region")
+
+    def _subject(self) -> cuda_run.Subject:
+        return cuda_run.subject(self.family.function, *self.arguments(0))
+
+
+def programs(dry_run: bool, only: str = "") -> Iterator[Program]:
+    """Planned ones first, then forced ones for the architecture at hand; ``only``: those whose name holds it."""
+    target = "emulator" if dry_run else "cuda"
+    made = (*_planned(target, dry_run), *_forced(target, dry_run))
+    yield from (p for p in made if only in p.name)
+
+
+def _planned(target: str, dry_run: bool) -> Iterator[Program]:
+    for family in _families(dry_run):
+        for dtype in family.dtypes[:1] if dry_run else family.dtypes:
+            for rows in (65,) if dry_run else _PLANNED_ROWS:
+                yield Program(family, dtype, rows, target)
+
+
+def _forced(target: str, dry_run: bool) -> Iterator[Program]:
+    """Large families in bfloat16 only: each kernel takes seconds to compile."""
+    generation = "sm90" if dry_run or nvrtc.sm_of(lower.arch()) == 900 else "sm80"
+    for family in _families(dry_run)[:1] if dry_run else _families(dry_run):
+        rows = 130 if dry_run else _FORCED_ROWS
+        dtypes = [d for d in family.dtypes if d == "bfloat16" or (family.small and d == "float32")]
+        for dtype in dtypes[:1] if dry_run else dtypes:
+            plans = cuda_run.arrangements(cuda_run.subject(family.function, *family.arguments(rows, dtype)))
+            names = [name for name in plans if name.startswith(generation)]
+            yield from (Program(family, dtype, rows, target, name, plans[name]) for name in (names[:1] if dry_run else names))
+
+
+def _families(dry_run: bool) -> list[Family]:
+    return [family for name, family in FAMILIES.items() if not dry_run or name in _DRY_FAMILIES]

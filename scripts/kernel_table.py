@@ -1,0 +1,180 @@
+"""Write the table of docs/kernels.md: what NVRTC makes of each kind of kernel.
+
+Comes in: the networks of ``tests/cuda_cases.py`` and the planner. Goes out: docs/kernels.md, between markers. Needs NVRTC and a
+disassembler, and no GPU: nothing runs. ``--networks nerf,loss`` prints those rows and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NETWORKS = {
+    "nerf": "NeRF 8 x 256",
+    "edge-update": "MLP 384-128-128-128, LayerNorm, residual",
+    "swiglu": "SwiGLU 512-1408-512",
+    "loss": "MLP 32-64-16 into three sums",
+}
+ROWS = 262_144
+_HEAD = (
+    "network",
+    "dtype",
+    "kind",
+    "lanes",
+    "CTAs of a pipeline",
+    "registers",
+    "shared memory",
+    "instructions",
+    "HGMMA or HMMA",
+    "stack",
+    "spilled",
+    "wgmma serialised",
+    "NVRTC",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel. Registers are per thread as launched; ``stack_bytes`` and ``spill_bytes`` are per thread and 0 in a good kernel."""
+
+    network: str
+    dtype: str
+    kind: str
+    lanes: int
+    ctas: int
+    registers: int
+    shared_bytes: int
+    instructions: int
+    tensor: int
+    stack_bytes: int
+    spill_bytes: int
+    serialised: bool
+    seconds: float
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            NETWORKS[self.network],
+            self.dtype,
+            self.kind,
+            str(self.lanes),
+            str(self.ctas),
+            str(self.registers),
+            f"{self.shared_bytes / 1024:.0f} KiB",
+            str(self.instructions),
+            str(self.tensor),
+            f"{self.stack_bytes} B" if self.stack_bytes else "0",
+            f"{self.spill_bytes} B" if self.spill_bytes else "0",
+            "yes" if self.serialised else "no",
+            f"{self.seconds:.1f} s",
+        )
+
+
+def kind_of(plan: Any, portable: bool) -> str:
+    """The section of docs/kernels.md that a plan's kernel belongs to."""
+    if portable:
+        return "portable"
+    if plan.arrangement == "spatial":
+        return "spatial, cluster" if plan.queues[0].place == "cluster" else "spatial, L2"
+    if plan.stages[0].resident:
+        return "vertical, resident"
+    return "vertical, streamed"
+
+
+def rows(networks: Sequence[str]) -> Iterator[Row]:
+    """A row for each network, dtype and kind that has a plan with a kernel: the plan the model takes for the fastest of its kind."""
+    from kitsune_jax.planning.balance import Infeasible
+    from kitsune_jax.planning.cost import RegionCost
+    from kitsune_jax.planning.gpu import candidates
+    from kitsune_jax.planning.machines import A100, H200
+    from kitsune_jax.targets.cuda import check
+    from tests.cuda_cases import FAMILIES
+    from tests.cuda_run import subject
+
+    for network in networks:
+        for dtype in FAMILIES[network].dtypes:
+            of = subject(FAMILIES[network].function, *FAMILIES[network].shapes(ROWS, dtype))
+            seen: set[str] = set()
+            for machine in (H200, A100):
+                try:
+                    plans = candidates(RegionCost(of.graph, of.region, machine), True)
+                except Infeasible:
+                    continue
+                for plan in plans:
+                    kind, program = kind_of(plan, machine is A100), of.program(plan)
+                    if kind in seen or check(program, plan, "region") is not None:
+                        continue
+                    seen.add(kind)
+                    yield _measured(network, dtype, kind, program, plan)
+
+
+def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any) -> Row:
+    from kitsune_jax.targets.cuda import kernel, lower, nvrtc, sass
+
+    arrangement = lower.arrangement(plan, program)
+    made = kernel.generate(program, arrangement, "region")
+    start = time.process_time()  # of this process: others may load the machine
+    compiled = nvrtc.compile(made.source, "sm_90a" if arrangement.sm == 900 else "sm_80")
+    seconds = time.process_time() - start
+    code, used = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
+    return Row(
+        network,
+        dtype,
+        kind,
+        plan.lanes,
+        arrangement.ctas,
+        used.registers,
+        made.shared_bytes,
+        len(code.instructions),
+        code.count("HGMMA.") + code.count("HMMA."),
+        code.stack,
+        used.spill_bytes,
+        "(C75" in compiled.log,
+        seconds,
+    )
+
+
+def markdown(measured: Sequence[Row], version: tuple[int, int]) -> str:
+    lines = ["| " + " | ".join(_HEAD) + " |", "|---|---|---|" + "---:|" * (len(_HEAD) - 3)]
+    lines += ["| " + " | ".join(row.cells()) + " |" for row in measured]
+    return (
+        f"NVRTC {version[0]}.{version[1]}, {ROWS} rows. Emulated and disassembled only; nothing here has run on a GPU.\n\n"
+        + "\n".join(lines)
+    )
+
+
+def main() -> int:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import table
+    from kitsune_jax.targets.cuda import nvrtc, sass
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", help="only these, printed and not written")
+    only = parser.parse_args().networks
+    if why := nvrtc.why_not():
+        raise SystemExit(why)
+    if not sass.available():
+        raise SystemExit("no cuobjdump: pip install triton")
+    nvrtc.compile('extern "C" __global__ void kitsune_region() {}', "sm_90a")  # the first call in a process loads the compiler
+    measured = []
+    for row in rows(only.split(",") if only else tuple(NETWORKS)):
+        measured.append(row)
+        print(" | ".join(row.cells()), file=sys.stderr, flush=True)
+    text = markdown(measured, nvrtc.version())
+    if only:
+        print(text)
+    else:
+        changed = table.update(ROOT / "docs" / "kernels.md", text, "kernels")
+        print(f"docs/kernels.md {'updated' if changed else 'is up to date'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

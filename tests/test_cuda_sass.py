@@ -1,0 +1,205 @@
+"""The machine code of generated kernels: what a plan promises is in it, and nothing lives in local memory.
+
+Nothing runs here. NVRTC compiles the kernels of ``cuda_cases`` and the benchmarks' applications, cuobjdump disassembles them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.apps import APPS
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.targets.cuda import compile as compilers
+from kitsune_jax.targets.cuda import kernel, lower, nvrtc, sass
+from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
+from kitsune_jax.targets.cuda.nvrtc import Resources
+from kitsune_jax.targets.cuda.sass import Sass
+from tests.cuda_cases import DTYPES, FAMILIES
+from tests.cuda_run import Subject, arrangements, kernel_cache, subject  # noqa: F401  (a fixture)
+
+pytestmark = [
+    pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler"),
+    pytest.mark.usefixtures("kernel_cache"),
+]
+
+ROWS = 2000
+PORTABLE = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+# What ptxas says with a number is a complaint (C7507: setmaxnreg ignored; C7508 to C7520: wgmma serialised or waited for early).
+COMPLAINT = re.compile(r"\(C7\d\d\d\)|\bwarning\b", re.IGNORECASE)
+# The families whose weights are large: seconds to compile, each.
+WIDE = ("nerf", "edge-update", "swiglu", "wide")
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A kernel with what it was made from and what became of it."""
+
+    arrangement: Arrangement
+    kernel: Kernel
+    log: str
+    code: Sass
+    resources: Resources
+
+
+def made(of: Subject, plan: Plan, arch: str | None = None) -> Made:
+    program = of.program(plan)
+    asked = lower.arrangement(plan, program)
+    generated = kernel.generate(program, asked, "region")
+    result = compilers.cubin(generated.source, arch or ("sm_90a" if asked.sm == 900 else "sm_80"))
+    resources = nvrtc.resources(result.log, result.cubin)
+    return Made(asked, generated, result.log, sass.disassemble(result.cubin, "kitsune_region"), resources)
+
+
+def promised(a: Arrangement, source: str) -> set[str]:
+    """Opcodes without which a kernel with this arrangement is not what the plan paid for."""
+    found = set[str]()
+    products, weights = "Product<" in source, bool(re.search(r"stream_weights|fetch_resident", source))
+    if a.sm < 900:
+        found |= {"HMMA.", "LDSM."} if products else set()
+        found |= {"LDGSTS.", "ARRIVES.LDGSTSBAR"} if weights else set()
+    else:
+        found |= {"HGMMA."} if products else set()
+        if weights:
+            multicast = a.cluster > 1 and not all(a.resident)
+            found |= {"UBLKCP.S.G.MULTICAST" if multicast else "UBLKCP.S.G"}
+        found |= {"USETMAXREG.DEALLOC", "USETMAXREG.TRY_ALLOC"} if a.lanes > 1 else set()
+        found |= {"UCGABAR_ARV", "UCGABAR_WAIT"} if a.cluster > 1 else set()
+        found |= {"STAS"} if "cluster" in a.places else set()  # st.async
+    found |= {"LDG.E.STRONG.GPU"} if "l2" in a.places else set()  # flags, polled in the L2
+    return found
+
+
+def check(one: Made) -> None:
+    """Everything that is asked of every kernel."""
+    missing = {opcode for opcode in promised(one.arrangement, one.kernel.source) if one.code.count(opcode) == 0}
+    assert not missing, f"no {missing} in {sorted({i.opcode for i in one.code.instructions})}"
+    complaints = [line for line in one.log.splitlines() if COMPLAINT.search(line)]
+    assert not complaints, complaints
+    assert not one.code.has_local_memory, (
+        f"{one.code.stack} bytes of stack, {one.code.count('LDL')} LDL, {one.code.count('STL')} STL"
+    )
+    assert one.resources.spill_bytes == one.resources.stack_bytes == 0
+    # One wait for each group of wgmma: any other was put in by ptxas, which then serialises.
+    if one.arrangement.sm == 900:
+        assert one.code.count("WARPGROUP.DEPBAR") <= one.code.count("HGMMA.")
+
+
+@functools.cache
+def of_family(name: str, dtype: str) -> Subject:
+    of = subject(FAMILIES[name].function, *FAMILIES[name].shapes(ROWS, dtype))
+    assert of.region.space.rows == ROWS
+    return of
+
+
+@functools.cache
+def plans(name: str, dtype: str) -> dict[str, Plan]:
+    return arrangements(of_family(name, dtype))
+
+
+# --- every arrangement
+
+
+@pytest.mark.parametrize(
+    "family, dtype, arrangement",
+    [
+        ("edge-update-small", "bfloat16", "sm90-vertical-resident-lanes3"),
+        ("edge-update-small", "float32", "sm90-vertical-streamed-cluster2-lanes2"),
+        ("edge-update-small", "float16", "sm90-spatial-cluster-lanes1"),
+        ("swiglu-small", "bfloat16", "sm90-spatial-l2-lanes1"),
+        ("swiglu-small", "float16", "sm90-vertical-streamed-cluster1-lanes1"),
+        ("loss", "bfloat16", "sm90-vertical-resident-lanes2"),
+        ("loss", "float32", "sm80-vertical-resident-lanes1"),
+        ("nerf-small", "bfloat16", "sm90-vertical-resident-lanes3"),
+        ("swiglu-small", "bfloat16", "sm80-vertical-streamed-cluster1-lanes1"),
+        ("mlp", "bfloat16", "sm80-spatial-l2-lanes1"),
+    ],
+)
+def test_an_arrangement_becomes_the_instructions_it_was_planned_for(family: str, dtype: str, arrangement: str) -> None:
+    check(made(of_family(family, dtype), plans(family, dtype)[arrangement]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, dtype", [(name, dtype) for name, family in FAMILIES.items() for dtype in DTYPES if dtype in family.dtypes]
+)
+def test_every_arrangement_of_every_family(family: str, dtype: str, subtests: Any) -> None:
+    for name, plan in plans(family, dtype).items():
+        with subtests.test(arrangement=name):
+            check(made(of_family(family, dtype), plan))
+
+
+# --- what the planner picks
+
+
+def picked(name: str, dtype: Any, rows: int) -> list[tuple[tuple[int, ...], bytes]]:
+    """(launch words, cubin) of each kernel of an application, as lowering for a GPU that is not there makes them."""
+    import kitsune_jax as kj
+    from tests.test_cuda_lowering import kernels_in
+
+    app = APPS[name]
+    params = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in app.shapes.items()}
+    traced = jax.jit(kj.pipeline(app.function, strict=True)).trace(params, jax.ShapeDtypeStruct((rows, app.width), dtype))
+    return [(one.launch, one.image) for one in kernels_in(traced.lower(lowering_platforms=("cuda",)))]
+
+
+@pytest.mark.parametrize(
+    "app, dtype",
+    [
+        ("mgn", "bfloat16"),
+        *(
+            pytest.param(app, dtype, marks=pytest.mark.slow)
+            for app in APPS
+            for dtype in DTYPES
+            if (app, dtype) != ("mgn", "bfloat16")
+        ),
+    ],
+)
+def test_what_the_planner_picks_is_tensor_code_without_local_memory(app: str, dtype: str) -> None:
+    kernels = picked(app, jnp.dtype(dtype), max(APPS[app].rows))
+    assert kernels
+    for launch, cubin in kernels:
+        code = sass.disassemble(cubin, "kitsune_region")
+        assert launch[1] == 900 and code.count("HGMMA.") > 0 and code.count("UBLKCP.S.G") > 0
+        assert not code.has_local_memory, f"{code.stack} bytes of stack"
+
+
+# --- the portable path
+
+
+@pytest.mark.parametrize("arch", PORTABLE)
+def test_the_portable_path_compiles_for_every_architecture(arch: str) -> None:
+    one = made(of_family("loss", "bfloat16"), plans("loss", "bfloat16")["sm80-vertical-resident-lanes1"], arch)
+    check(one)
+    assert f"'{arch}'" in one.log
+
+
+# --- the cubin as a thing to ship
+
+
+def test_a_cubin_holds_no_global_variables() -> None:
+    """Constants of templates and names of barriers are for the compiler and the emulator: a module need not load them."""
+    one = made(of_family("edge-update-small", "bfloat16"), plans("edge-update-small", "bfloat16")["sm90-spatial-cluster-lanes1"])
+    assert re.findall(r"(\d+) bytes gmem", one.log) in ([], ["0"])
+
+
+@pytest.mark.slow
+def test_a_nerf_compiles_in_seconds(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call waits for it. Seconds of this process's own time: others may load the machine."""
+    import time
+
+    plan = plans("nerf", "bfloat16")["sm90-vertical-streamed-cluster2-lanes2"]
+    of = of_family("nerf", "bfloat16")
+    program = of.program(plan)
+    source = kernel.generate(program, lower.arrangement(plan, program), "region").source
+    nvrtc.compile('extern "C" __global__ void kitsune_region() {}', "sm_90a")  # the first call in a process loads the compiler
+    start = time.process_time()
+    nvrtc.compile(source, "sm_90a")
+    assert time.process_time() - start < 10.0
