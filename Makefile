@@ -2,13 +2,14 @@
 #
 #   PYTHON=/path/to/python3   use this interpreter          CXX=clang++     use this compiler
 #   VENV=.venv-x              another environment           PYTEST_ARGS=-x  handed to pytest
-#   JOBS=2                    pytest processes
+#   JOBS=2                    pytest processes             SEEDS=100       schedules of the emulator, for each kernel
 
 SHELL       := /bin/bash
 VENV        ?= .venv
 PY          := $(VENV)/bin/python
 PYTEST_ARGS ?=
 JOBS        ?= auto
+SEEDS       ?= 20
 ifeq ($(origin CXX),default)
 CXX         := $(firstword $(foreach c,c++ g++ clang++,$(shell command -v $(c) 2>/dev/null)) c++)
 endif
@@ -17,7 +18,7 @@ SOURCES     := $(shell find $(wildcard cpu cuda) -name '*.h' -o -name '*.cc' -o 
 NATIVE      := $(shell find cpu/src cpu/include -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-python lint format bench table clean
+.PHONY: help demo test test-slow test-python fuzz-schedules lint format bench table clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -35,6 +36,9 @@ test-python: $(VENV)/.examples
 
 test-slow: $(VENV)/.examples ## the exhaustive matrices
 	$(PY) -m pytest -n $(JOBS) -m "slow and not gpu" $(PYTEST_ARGS)
+
+fuzz-schedules: $(VENV)/.examples ## CUDA kernels in the emulator under SEEDS schedules each
+	$(PY) -m tests.cuda_run $(SEEDS)
 
 lint: $(VENV)/.lint ## formatter, linter and type checker; changes nothing
 	$(PY) -m ruff check .

@@ -2,8 +2,8 @@
 
 Comes in: a row-wise function of (parameters, rows). Goes out: jitted functions of the same arguments. ``jax.jit`` is what everybody
 writes; ``blocked`` is the best a JAX user does by hand on a CPU, keeping a block's intermediates in cache (on a GPU a block that
-fits the cache is too small to fill the device, so there is no such column); ``pipeline`` is this project. The column with huge pages is the first one in a process of its own (see ``measure``), because the C library reads its
-settings at start.
+fits the cache is too small to fill the device, so there is no such column); ``pipeline`` is this project. The column with huge
+pages is the first one in a process of its own (see ``measure``), because the C library reads its settings at start.
 """
 
 from __future__ import annotations

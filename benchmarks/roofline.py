@@ -1,7 +1,7 @@
 """The least time a case could take: its arithmetic over a rate, or its compulsory bytes over a bandwidth, whichever is longer.
 
-Comes in: a case, and ceilings: a machine model's, or those measured on the device at hand (``measured_ceilings``). Goes out: seconds.
-Compulsory bytes: each operand read once, each result written once.
+Comes in: a case, and ceilings: a machine model's, or those measured on the device at hand (``measured_ceilings``). Goes out:
+seconds. Compulsory bytes: each operand read once, each result written once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Interleaved timing.
 
 Comes in: named thunks that return JAX arrays. Goes out: the seconds of every call, round by round. Each round calls every thunk
-once (or ``calls`` times back to back: a device that works through a queue of calls is timed by the queue, not by the host), starting
-with another one each time; nothing is cached, results are waited for and deleted before the next thunk. The clock
+once (or ``calls`` times back to back: a device that works through a queue of calls is timed by the queue, not by the host),
+starting with another one each time; nothing is cached, results are waited for and deleted before the next thunk. The clock
 of a shared machine drifts by a factor of two over minutes, so only numbers of the same round are compared: a speedup is the
 median over rounds of the ratio within a round.
 """

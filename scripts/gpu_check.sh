@@ -102,7 +102,7 @@ sanitize() {
     filter=(--kernel-regex kns=kitsune_region)
   fi
   compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "${filter[@]}" \
-    "$PYTHON" -m scripts.gpu.correctness --small --output "$json"
+    "$PYTHON" -m scripts.gpu.correctness --few --output "$json"
 }
 export -f sanitize
 
@@ -111,7 +111,7 @@ check environment 60 environment
 if [ -z "$DRY" ]; then
   JAX_PLATFORMS=cpu check precompile 150 precompile
 else
-  JAX_PLATFORMS=cpu check precompile 60 precompile --only none-of-them
+  JAX_PLATFORMS=cpu check precompile 60 precompile --only planned
 fi
 if [ -z "$DRY" ]; then
   step micro 60 "$PYTHON" -m benchmarks.micro --output "$FOLDER/micro.json"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NETWORKS = {
-    "nerf": "NeRF 8 x 256",
-    "edge-update": "MLP 384-128-128-128, LayerNorm, residual",
-    "swiglu": "SwiGLU 512-1408-512",
     "loss": "MLP 32-64-16 into three sums",
+    "edge-update": "MLP 384-128-128-128, LayerNorm, residual",
+    "nerf": "NeRF 8 x 256",
+    "swiglu": "SwiGLU 512-1408-512",
 }
 ROWS = 262_144
 _HEAD = (
@@ -35,14 +36,14 @@ _HEAD = (
     "HGMMA or HMMA",
     "stack",
     "spilled",
-    "wgmma serialised",
+    "ptxas complains",
     "NVRTC",
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel. Registers are per thread as launched; ``stack_bytes`` and ``spill_bytes`` are per thread and 0 in a good kernel."""
+    """One kernel. Registers are per thread as launched; stack and spills are per thread, and 0 in a good kernel."""
 
     network: str
     dtype: str
@@ -55,7 +56,7 @@ class Row:
     tensor: int
     stack_bytes: int
     spill_bytes: int
-    serialised: bool
+    complaints: tuple[str, ...]
     seconds: float
 
     def cells(self) -> tuple[str, ...]:
@@ -71,7 +72,7 @@ class Row:
             str(self.tensor),
             f"{self.stack_bytes} B" if self.stack_bytes else "0",
             f"{self.spill_bytes} B" if self.spill_bytes else "0",
-            "yes" if self.serialised else "no",
+            ", ".join(self.complaints) or "none",
             f"{self.seconds:.1f} s",
         )
 
@@ -88,7 +89,7 @@ def kind_of(plan: Any, portable: bool) -> str:
 
 
 def rows(networks: Sequence[str]) -> Iterator[Row]:
-    """A row for each network, dtype and kind that has a plan with a kernel: the plan the model takes for the fastest of its kind."""
+    """A row for each network, dtype and kind that has a kernel, of the plan that the model takes for the fastest of its kind."""
     from kitsune_jax.planning.balance import Infeasible
     from kitsune_jax.planning.cost import RegionCost
     from kitsune_jax.planning.gpu import candidates
@@ -135,7 +136,7 @@ def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any) -> R
         code.count("HGMMA.") + code.count("HMMA."),
         code.stack,
         used.spill_bytes,
-        "(C75" in compiled.log,
+        tuple(sorted(set(re.findall(r"\((C7\d+)\)", compiled.log)))),
         seconds,
     )
 

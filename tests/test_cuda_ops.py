@@ -52,7 +52,25 @@ def specials(dtype: str) -> np.ndarray:
     exponent, mantissa = FORMATS[dtype]
     bias = 2 ** (exponent - 1) - 1
     least, most = 2.0 ** (1 - bias), 2.0**bias * (2 - 2.0**-mantissa)
-    positive = [0.0, least * 2.0**-mantissa, least / 2, least, 1e-3, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.14, 10.5, 90.0, most]
+    positive = [
+        0.0,
+        least * 2.0**-mantissa,
+        least / 2,
+        least,
+        1e-3,
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        1.5,
+        2.0,
+        2.5,
+        3.0,
+        3.14,
+        10.5,
+        90.0,
+        most,
+    ]
     values = [*positive, *(-v for v in positive), float("inf"), float("-inf"), float("nan")]
     return np.array(values, np.float64).astype(np_dtype(dtype))
 

@@ -51,13 +51,13 @@ def check(network: Network, mode: str, seed: int = 1) -> int:
 
 
 settings = functools.partial(hypothesis.settings, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-quick = settings(max_examples=4, derandomize=True, phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink])
+quick = settings(max_examples=3, derandomize=True, phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink])
 thorough = settings(max_examples=60)
 
 
 @pytest.mark.parametrize("mode", ["forward", "grad", "vmap"])
 @quick
-@hypothesis.given(network=networks(5))
+@hypothesis.given(network=networks(4))
 def test_random_networks(mode: str, network: Network) -> None:
     check(network, mode)
 

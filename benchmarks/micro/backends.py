@@ -39,7 +39,7 @@ class Geometry:
 
 
 class Backend(Protocol):
-    """``run``: one launch of ``source`` on ``operands``, or ``repeats``; results are zero before it, and come back in their order."""
+    """``run``: ``repeats`` launches of ``source`` on ``operands``; ``results`` are zero before the first, and are filled."""
 
     emulated: bool
     sm: int
@@ -119,7 +119,9 @@ class Device:
             self.driver.synchronize()  # a copy may return before its data has arrived, and other streams do not wait for it
             kernel.load(self.driver.stream)
             buffers = [(address, a.nbytes) for address, a in zip(addresses, arrays, strict=True)]
-            seconds: list[float | None] = [self.driver.timed(lambda: kernel.launch(buffers, self.driver.stream)) for _ in range(repeats)]
+            seconds: list[float | None] = [
+                self.driver.timed(lambda: kernel.launch(buffers, self.driver.stream)) for _ in range(repeats)
+            ]
             for address, result in zip(addresses[len(operands) :], results, strict=True):
                 self.driver.to_host(result.ctypes.data, address, result.nbytes)
         finally:

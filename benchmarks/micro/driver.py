@@ -1,7 +1,7 @@
 """The CUDA driver through ctypes: memory, events, occupancy. What a microbenchmark needs beside a launch, and no more.
 
-Comes in: nothing; the first device's primary context is made current in the calling thread. Goes out: ``Driver``. Raises ``OSError``
-where there is no driver, ``RuntimeError`` with the driver's own words when a call fails.
+Comes in: nothing; the first device's primary context is made current in the calling thread. Goes out: ``Driver``. Raises
+``OSError`` where there is no driver, ``RuntimeError`` with the driver's own words when a call fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The kernels of ``cuda/bench``: their defines and launches, and in NumPy what they must have computed.
 
-Comes in: sizes. Goes out: ``Measured``: cycles and seconds of a launch whose checksums were right. Raises ``WrongResult`` where they
-were not: a number from a queue that lost data means nothing.
+Comes in: sizes. Goes out: ``Measured``: cycles and seconds of a launch whose checksums were right. Raises ``WrongResult`` where
+they were not: a number from a queue that lost data means nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What is measured, and how it is told: one record per launch shape.
 
-Comes in: a backend. Goes out: records (plain dictionaries) and a Markdown table. ``quick`` sizes are for the emulator: they show that
-every kernel runs and computes what it should. Units: bytes per cycle are those of one multiprocessor, by its own clock; terabytes per
-second are of the whole device, by events around the launch.
+Comes in: a backend. Goes out: records (plain dictionaries) and a Markdown table. ``quick`` sizes are for the emulator: they show
+that every kernel runs and computes what it should. Units: bytes per cycle are those of one multiprocessor, by its own clock;
+terabytes per second are of the whole device, by events around the launch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """``stream_bytes``: what a member writes in a stream; ``hops``: of a token; ``batches``: of matrix products; ``repeats``: launches."""
+    """``stream_bytes``: what a member writes in a stream; ``hops``: of a token; ``batches``: of matrix products; ``rounds``: over
+    the weights of a multicast; ``additions``: of an atomic; ``repeats``: launches of each."""
 
     stream_bytes: int
     hops: int
@@ -181,14 +182,9 @@ def _median(cycles: np.ndarray) -> float:
 
 def markdown(records: list[Record]) -> str:
     """A line per record: what it is, and its numbers."""
-    shown = (
-        "bytes_per_cycle",
-        "terabytes_per_second",
-        "delivered_terabytes_per_second",
-        "l2_terabytes_per_second",
-        "flops_per_cycle",
-    )
-    shown += ("cycles_per_hop", "nanoseconds_per_hop", "cycles", "per_second_and_cta", "found", "error")
+    shown = [f"{what}_per_second" for what in ("terabytes", "delivered_terabytes", "l2_terabytes")]
+    shown = ["bytes_per_cycle", *shown, "flops_per_cycle", "cycles_per_hop", "nanoseconds_per_hop", "cycles", "per_second_and_cta"]
+    shown += ["found", "error"]
     lines = ["| what | result |", "|---|---|"]
     for record in records:
         what = ", ".join(f"{k} {v}" for k, v in record.items() if k not in shown)
@@ -196,8 +192,8 @@ def markdown(records: list[Record]) -> str:
         lines.append(f"| {what} | {result} |")
     lines.append("")
     lines.append(
-        f"The Kitsune paper's queues on an A100 (arXiv 2502.18403): {PAPER['l2_terabytes_per_second']} TB/s through 54 queues in the L2 "
-        f"with payloads of 128 to 256 KB; {PAPER['atomics_per_second'] / 1e6:.0f} M uncontended atomics a second and CTA."
+        f"The Kitsune paper's queues on an A100 (arXiv 2502.18403): {PAPER['l2_terabytes_per_second']} TB/s through 54 queues in "
+        f"the L2 with payloads of 128 to 256 KB; {PAPER['atomics_per_second'] / 1e6:.0f} M uncontended atomics a second and CTA."
     )
     return "\n".join(lines)
 

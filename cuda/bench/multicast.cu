@@ -38,20 +38,24 @@ KITSUNE_KERNEL(kitsune_region, Params, p, (1 + kLanes) * 128) {
   block_sync();
 #endif
   Queue queue{&s.ring, s.slots};
-  u32 rounds = ld_global(p.settings), chunks = ld_global(p.settings + 1), n = 0, t = thread_id() % kGroupThreads;
+  typename Queue::At at;
+  u32 rounds = ld_global(p.settings), chunks = ld_global(p.settings + 1), t = thread_id() % kGroupThreads;
   u64 start = cycles();
   if (thread_id() < kGroupThreads) {
     if (fetches())
-      for (u32 r = 0; r < rounds; ++r) stream_weights(queue, n, p.weights, chunks, kBytes);
+      for (u32 r = 0; r < rounds; ++r) {
+        const u8* from = p.weights;
+        stream_weights(queue, at, from, chunks, kBytes);
+      }
   } else {
     u32 sum = 0, lane = thread_id() / kGroupThreads - 1;
-    for (; n < rounds * chunks; ++n) {
-      queue.rd_acquire(n);
+    for (u32 n = 0; n < rounds * chunks; ++n, at.advance()) {
+      queue.rd_acquire(at);
       constexpr u32 parts = kBytes / (16 * kGroupThreads);
-      U4 v = ld_shared(reinterpret_cast<const U4*>(queue.entry(n)) + (n / chunks + n) % parts * kGroupThreads + t);
+      U4 v = ld_shared(reinterpret_cast<const U4*>(queue.entry(at)) + (n / chunks + n) % parts * kGroupThreads + t);
       sum = sum * 31 + v.x + v.y + v.z + v.w;
       syncwarp();  // one lane releases for the warp
-      queue.rd_release(n);
+      queue.rd_release(at);
     }
     u64 spent = cycles() - start;
     st_global(p.checksums + (block_id() * kLanes + lane) * kGroupThreads + t, sum);

@@ -1,24 +1,28 @@
 """Every program once, on fresh data, against float64 on the host and beside ``jax.jit`` on the same device.
 
-Comes in: the list of programs. Goes out: errors, and whether two runs gave equal bits. The pipeline runs before ``jax.jit`` and each
-program on data of its own, so that no freed buffer can hold the answer already.
+Comes in: the list of programs. Goes out: errors, and whether two runs gave equal bits. The pipeline runs before ``jax.jit`` and
+each program on data of its own, so that no freed buffer can hold the answer already.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
+import multiprocessing
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from scripts.gpu.programs import Program, programs
+from scripts.gpu.programs import Program, few, programs
 from scripts.gpu.record import Record, arguments
 from tests.checks import enable_x64
 
-# Of the norm of the difference to that of the reference, over all and for the worst row. A result in 16 bits is rounded once more than its sums: 2^-8 for bfloat16,
-# 2^-11 for float16; tf32 operands have 11 bits. Deeper chains add up, and are held against jax.jit below.
+# Of the norm of the difference to that of the reference, over all and for the worst row. A result in 16 bits is rounded once more
+# than its sums: 2^-8 for bfloat16, 2^-11 for float16; tf32 operands have 11 bits. Deeper chains add up, and are held against
+# jax.jit below.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 WORST_ROW = 5.0  # times as much as that over all: rows differ, and a row that is wrong is off by all of it
 WORSE = 2.0  # than jax.jit, at most, where both are beyond the tolerance
@@ -32,8 +36,8 @@ def reference(program: Program, args: tuple[Any, ...]) -> list[np.ndarray]:
 
 
 def difference(got: Any, wanted: np.ndarray) -> tuple[float, float]:
-    """The norm of the difference over that of the reference: of all, and of the worst row (whose reference counts as no smaller than
-    the usual row's). Infinite where a shape, a NaN or an infinity is not the reference's."""
+    """The norm of the difference over that of the reference: of all, and of the worst row (whose reference counts as no smaller
+    than the usual row's). Infinite where a shape, a NaN or an infinity is not the reference's."""
     have = np.asarray(got).astype(np.float64)
     if have.shape != wanted.shape or not np.array_equal(np.isfinite(have), np.isfinite(wanted)):
         return math.inf, math.inf
@@ -65,25 +69,46 @@ def check(program: Program, seed: int) -> dict[str, Any]:
     return {"ok": near and equal, "errors": errors, "jit_errors": jit_errors, "equal_bits": equal}
 
 
+_lost = ""  # what ended this process's context: nothing can run after it
+
+
+def finding_of(program: Program, seed: int) -> dict[str, Any]:
+    """``check``, whose exception is a finding too: one that fails must not hide the others."""
+    global _lost
+    if _lost:
+        return {"name": program.name, "ok": False, "error": f"not run: the device's context was lost in {_lost}"}
+    try:
+        return {"name": program.name, **check(program, seed)}
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        _lost = program.name if "CUDA_ERROR" in text else ""
+        return {"name": program.name, "ok": False, "error": text, "traceback": traceback.format_exc(limit=-3)}
+
+
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", default="", help="programs whose name holds this")
-    parser.add_argument("--small", action="store_true", help="small families in a few rows: for tools that slow a device down")
+    parser.add_argument("--few", action="store_true", help="a small choice, in this process: for tools that slow a device down")
+    parser.add_argument("--processes", type=int, default=4, help="that share the device: XLA's compiler is what takes the time")
     args = parser.parse_args()
-    record = Record("correctness", args.output)
-    for seed, program in enumerate(programs(args.dry_run, args.only)):
-        if args.small and not (program.family.small and program.dtype == "bfloat16" and program.rows < 1000):
-            continue
-        try:
-            finding = check(program, seed)
-        except Exception as error:  # one that fails must not hide the others
-            finding = {"ok": False, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(limit=-3)}
-        record.add({"name": program.name, **finding})
+    alone = args.few or args.dry_run
+    record = Record("correctness", args.output, jax_devices=alone)
+    chosen = programs(args.dry_run, args.only)
+    chosen = few(chosen) if args.few else chosen
+    record.content["expected"] = len(chosen)
+    if alone:
+        found = (finding_of(program, seed) for seed, program in enumerate(chosen))
+        return _tell(record, found)
+    with concurrent.futures.ProcessPoolExecutor(args.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(finding_of, program, seed) for seed, program in enumerate(chosen)]
+        return _tell(record, (job.result() for job in concurrent.futures.as_completed(jobs)))
+
+
+def _tell(record: Record, found: Iterable[dict[str, Any]]) -> int:
+    for finding in found:
+        record.add(finding)
         if not finding["ok"]:
-            print(f"WRONG: {program.name}: {finding.get('error') or finding}", flush=True)
-        if "CUDA_ERROR" in finding.get("error", ""):
-            print("the device's context is lost; the programs after this one did not run", flush=True)
-            break
+            print(f"WRONG: {finding['name']}: {finding.get('error') or finding}", flush=True)
     return record.finish()
 
 

@@ -1,7 +1,7 @@
 """What this machine has for the check: versions, the device, tools. Builds nothing.
 
-Comes in: nothing. Goes out: ``environment.json``; a finding per thing that the check needs, wrong where it is missing and no step that
-needs it can succeed.
+Comes in: nothing. Goes out: ``environment.json``; a finding per thing that the check needs, wrong where it is missing and no step
+that needs it can succeed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,19 @@ def findings(dry_run: bool) -> list[dict[str, Any]]:
     device = not isinstance(driver, str) and bool(driver["devices"])
     found = [
         {"name": "the extension", "ok": runtime.available(), "found": runtime.why_not() or "built"},
-        {"name": "a CUDA device", "ok": device or dry_run, "found": driver if isinstance(driver, str) or not device else driver["devices"]},
+        {
+            "name": "a CUDA device",
+            "ok": device or dry_run,
+            "found": driver if isinstance(driver, str) or not device else driver["devices"],
+        },
         {"name": "NVRTC", "ok": nvrtc.available(), "found": nvrtc.why_not() or "{}.{}".format(*nvrtc.version())},
         {"name": "JAX", "ok": dry_run or _jax_sees_gpu(), "found": _jax_devices()},
     ]
     found += [{"name": m, "ok": importlib.util.find_spec(m) is not None, "found": _where(m)} for m in ("scipy", "pytest")]
     # Without these a step is left out, with a note.
-    found += [{"name": t, "ok": True, "found": shutil.which(t) or "not on PATH"} for t in ("compute-sanitizer", "ncu", "nvidia-smi")]
+    found += [
+        {"name": t, "ok": True, "found": shutil.which(t) or "not on PATH"} for t in ("compute-sanitizer", "ncu", "nvidia-smi")
+    ]
     return found
 
 

@@ -12,20 +12,23 @@ import time
 from typing import Any
 
 from benchmarks import store
-from scripts.gpu.programs import programs
+from scripts.gpu.programs import Program, programs
 from scripts.gpu.record import Record, arguments
 
 
-def compile_one(index: int, dry_run: bool, only: str) -> dict[str, Any]:
-    program = list(programs(dry_run, only))[index]
+def compile_one(program: Program) -> dict[str, Any]:
     start = time.monotonic()
     error = ""
     try:
-        if not dry_run:
-            program.compile_kernel()
+        program.compile_kernel()
     except Exception as e:  # the others must still compile
         error = f"{type(e).__name__}: {e}"
-    return {"name": program.name, "ok": not error, "seconds": round(time.monotonic() - start, 1), **({"error": error} if error else {})}
+    return {
+        "name": program.name,
+        "ok": not error,
+        "seconds": round(time.monotonic() - start, 1),
+        **({"error": error} if error else {}),
+    }
 
 
 def compile_benchmark(app: str, dtype: str, rows: int) -> dict[str, Any]:
@@ -39,7 +42,12 @@ def compile_benchmark(app: str, dtype: str, rows: int) -> dict[str, Any]:
     x = jax.ShapeDtypeStruct((rows, case.app.width), case.x.dtype)
     lowered = jax.jit(kj.pipeline(case.app.function)).trace(case.params, x).lower(lowering_platforms=("cuda",))
     regions = lowered.as_text().count("@kitsune_cuda")
-    return {"name": f"benchmark {app} {dtype} {rows}", "ok": True, "regions": regions, "seconds": round(time.monotonic() - start, 1)}
+    return {
+        "name": f"benchmark {app} {dtype} {rows}",
+        "ok": True,
+        "regions": regions,
+        "seconds": round(time.monotonic() - start, 1),
+    }
 
 
 def main() -> int:
@@ -47,7 +55,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="programs whose name holds this")
     args = parser.parse_args()
     record = Record("precompile", args.output)
-    count = len(list(programs(args.dry_run, args.only)))
+    chosen = programs(args.dry_run, args.only)
     workers = 1 if args.dry_run else max(1, min(14, (os.cpu_count() or 2) - 2))
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = []
@@ -60,7 +68,7 @@ def main() -> int:
                 for dtype in store.DTYPE_NAMES
                 for rows in APPS[app].default_rows("cuda")
             ]
-        jobs += [pool.submit(compile_one, i, args.dry_run, args.only) for i in range(count)]
+        jobs += [pool.submit(compile_one, program) for program in chosen]
         for job in concurrent.futures.as_completed(jobs):
             error = job.exception()
             record.add(job.result() if error is None else {"name": "a worker", "ok": False, "error": str(error)})

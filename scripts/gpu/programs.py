@@ -69,11 +69,23 @@ class Program:
         return cuda_run.subject(self.family.function, *self.arguments(0))
 
 
-def programs(dry_run: bool, only: str = "") -> Iterator[Program]:
+def programs(dry_run: bool, only: str = "") -> list[Program]:
     """Planned ones first, then forced ones for the architecture at hand; ``only``: those whose name holds it."""
     target = "emulator" if dry_run else "cuda"
     made = (*_planned(target, dry_run), *_forced(target, dry_run))
-    yield from (p for p in made if only in p.name)
+    return [p for p in made if only in p.name]
+
+
+def few(among: list[Program]) -> list[Program]:
+    """Of each small family three programs in a few rows, in bfloat16, so that every arrangement occurs: for tools that slow a
+    device down a hundred times."""
+    chosen = []
+    for k, family in enumerate(FAMILIES.values()):
+        here = [p for p in among if p.family is family and family.small and p.dtype == "bfloat16" and p.rows < 1000]
+        forced = [p for p in here if p.plan is not None]
+        chosen += [p for p in here if p.plan is None]
+        chosen += [forced[i] for i in sorted({2 * k % len(forced), (2 * k + 1) % len(forced)})] if forced else []
+    return chosen
 
 
 def _planned(target: str, dry_run: bool) -> Iterator[Program]:

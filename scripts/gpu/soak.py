@@ -1,8 +1,8 @@
 """Many launches from several threads: kernels that wait for each other must not hang, and must give the same bits every time.
 
-Comes in: a number of launches. Goes out: how many results differed. Two parts: threads that call jitted programs of random shapes from
-a fixed set, which share JAX's stream; and threads that launch rings of queues on streams of their own, so that kernels that need the
-whole device meet another one on it.
+Comes in: a number of launches. Goes out: how many results differed. Two parts: threads that call jitted programs of random shapes
+from a fixed set, which share JAX's stream; and threads that launch rings of queues on streams of their own, so that kernels that
+need the whole device meet another one on it.
 """
 
 from __future__ import annotations
@@ -99,13 +99,15 @@ def main() -> int:
         ("jitted programs", lambda seed, deadline: call_programs(chosen, each, seed, deadline)),
         (
             "queues on two streams",
-            lambda seed, deadline: launch_rings(Emulator if args.dry_run else lambda: Device(own_stream=True), each, seed, deadline),
+            lambda seed, deadline: launch_rings(
+                Emulator if args.dry_run else lambda: Device(own_stream=True), each, seed, deadline
+            ),
         ),
     ]
     for name, part in parts:
         deadline = time.monotonic() + args.seconds / len(parts)
-        for thread, finding in enumerate(in_threads(lambda seed, part=part, deadline=deadline: part(seed, deadline))):  # type: ignore[misc]
-            record.add({"name": f"{name}, thread {thread}", **finding})
+        for thread, finding in enumerate(in_threads(lambda seed, part=part, deadline=deadline: part(seed, deadline))):  # type:
+        ignore[misc] record.add({"name": f"{name}, thread {thread}", **finding})
     return record.finish()
 
 

@@ -1,7 +1,7 @@
 """One page of what a check found.
 
-Comes in: the folder of a check: JSON files of the steps, ``status.tsv`` (step, exit status, seconds). Goes out: ``summary.md`` in it.
-A step that wrote nothing, or was stopped by its time limit, is told as such.
+Comes in: the folder of a check: JSON files of the steps, ``status.tsv`` (step, exit status, seconds). Goes out: ``summary.md`` in
+it. A step that wrote nothing, or was stopped by its time limit, is told as such.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def summary(folder: Path) -> str:
     steps = [line.split("\t") for line in _read(folder / "status.tsv").splitlines()]
     parts = ["# Check of the CUDA target", _machine(folder), "| step | outcome | seconds | findings |", "|---|---|---:|---|"]
     for name, status, seconds in steps:
-        parts.append(f"| {name} | {_STATUS.get(int(status), f'failed ({status})')} | {seconds} | {_findings(folder / f'{name}.json')} |")
+        parts.append(
+            f"| {name} | {_STATUS.get(int(status), f'failed ({status})')} | {seconds} | {_findings(folder / f'{name}.json')} |"
+        )
     parts += _failures(folder, [name for name, *_ in steps])
     micro = _json(folder / "micro.json")
     if micro:
@@ -63,7 +65,7 @@ def _findings(path: Path) -> str:
     right = sum(f.get("ok", "error" not in f) for f in findings)
     skipped = [f["skipped"] for f in findings if "skipped" in f]
     unfinished = "" if content.get("finished", True) else ", then it was stopped"
-    return f"{right} of {len(findings)} right{unfinished}{'; ' + skipped[0] if skipped else ''}"
+    return f"{right} of {max(len(findings), content.get('expected', 0))} right{unfinished}{'; ' + skipped[0] if skipped else ''}"
 
 
 def _failures(folder: Path, steps: list[str]) -> list[str]:
@@ -80,7 +82,11 @@ def _failures(folder: Path, steps: list[str]) -> list[str]:
 def _traffic(findings: list[dict[str, Any]]) -> list[str]:
     lines = ["| case | kernels | read | written |", "|---|---:|---:|---:|"]
     for f in findings:
-        told = (f"{f['kernels']}", f"{f['read'] / 1e6:.1f} MB", f"{f['written'] / 1e6:.1f} MB") if "read" in f else ("not counted", "", "")
+        told = (
+            (f"{f['kernels']}", f"{f['read'] / 1e6:.1f} MB", f"{f['written'] / 1e6:.1f} MB")
+            if "read" in f
+            else ("not counted", "", "")
+        )
         lines.append(f"| {f['name']} | {' | '.join(told)} |")
     return lines
 

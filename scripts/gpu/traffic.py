@@ -1,8 +1,8 @@
 """Bytes that one call of a benchmark moves to and from device memory, as the hardware counts them.
 
-Run without ``--profiled`` it starts itself under ``ncu``, once for each column of each application, and reads its table: the counters
-of all kernels between two marks. A counter needs no second replay of a kernel, and caches are left as they are. Where counters may not
-be read the finding says so, and is no failure.
+Run without ``--profiled`` it starts itself under ``ncu``, once for each column of each application, and reads its table: the
+counters of all kernels between two marks. A counter needs no second replay of a kernel, and caches are left as they are. Where
+counters may not be read the finding says so, and is no failure.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ class Body:
         self.popped: list[int] = []
         self.next_recipe: int | None = None  # of the matmul that comes next, in a loop over layers
         self.layer_vectors: dict[int, tuple[int, int]] = {}
-        self.carries: dict[int, int] = {}  # a loop's result -> the value it started from
+        self.carries: dict[int, tuple[object, ...]] = {}  # a loop's result -> what holds it
+        self.also_spill: set[int] = set()  # values that must be images because what a loop makes of them is one
         self.budget = Budget()
         self.arrays = Arrays(self)
         self.products = Products(self)
@@ -120,40 +121,32 @@ class Body:
     def _layers(self, run: repeats.Run) -> None:
         """A loop over equal layers: its body is the first layer's, with weights and vectors at a distance that grows with ``layer``.
 
-        The value that goes from layer to layer lives in registers of its own.
+        The value that goes from layer to layer lives in registers of its own, or in two images that take turns.
         """
-        value = self.value(run.entry)
+        value, out = self.value(run.entry), run.exits[0]
         if value.row:
             raise CannotLower("a loop over layers of one column")
-        carry = f"h{run.entry}"
-        action = Keep(run.entry, carry, "pair" if tiles.is_half(value.dtype) else "word")
-        self.loop(value.width, [dataclasses.replace(action, push=True)])
-        self.budget.define(("carry", run.entry), value.registers)
-        self.values[run.entry] = dataclasses.replace(value, place=Registers(carry, action.form))
+        if (run.entry in self.spill) != (out in self.spill):
+            self.also_spill |= {run.entry, out}
+        carry = (_ImageCarry if run.entry in self.spill and out in self.spill else _RegisterCarry)(self, run)
+        carry.enter()
         first_weight, per_layer = len(self.weights), sum(i.kind == "matmul" for i in run.segments[0])
         self._layer_vectors(run)
         self._layer_weights(run)
         self.products.begin_layers(first_weight, per_layer, len(run.segments))
         self.text("KITSUNE_NO_UNROLL")
         self.text(f"for (u32 layer = 0; layer < {len(run.segments)}; ++layer) {{")
+        self.values[run.entry] = dataclasses.replace(value, place=carry.inside())
         for instr in run.segments[0]:
             self._instr(instr)
-        out = run.exits[0]
-        self.materialize(out)
-        made = self.value(out).place
-        assert isinstance(made, Registers)
-        count = value.width // 4 if action.form == "pair" else value.width // 2
-        self.text("KITSUNE_UNROLL")
-        self.text(f"for (int i = 0; i < {count}; ++i) {carry}[i] = {made.name}[i];")
+        carry.hand_on()
         self.text("}")
-        self.budget.use(out)
-        self.budget.use(("carry", run.entry))
         self.products.end_layers()
         self.next_recipe = None
         self.layer_vectors = {}
         self.values[run.entry] = value
-        self.values[run.exits[-1]] = dataclasses.replace(value, place=Registers(carry, action.form))
-        self.carries[run.exits[-1]] = run.entry
+        self.values[run.exits[-1]] = dataclasses.replace(value, place=carry.after())
+        self.carries[run.exits[-1]] = carry.holds
 
     def _layer_vectors(self, run: repeats.Run) -> None:
         """Vectors of all layers one after the other; those of layer 0 know where they are, and how far the next layer's."""
@@ -316,8 +309,8 @@ class Body:
     def used(self, v: int) -> None:
         """``v`` is read now: whatever registers it is in must still be there."""
         self.budget.use(v)
-        if v in self.carries:
-            self.budget.use(("carry", self.carries[v]))
+        for other in self.carries.get(v, ()):
+            self.budget.use(other)
 
     # -- instructions
 
@@ -564,6 +557,71 @@ class Body:
 
     def _matmul_sink(self, instr: Instr) -> None:
         raise CannotLower("weight gradients (products that contract the stream) have no code on the GPU yet")
+
+
+class _RegisterCarry:
+    """What a loop over layers hands on, in registers: the results of a layer are copied to where the next one expects them."""
+
+    def __init__(self, body: Body, run: repeats.Run):
+        self.body, self.run = body, run
+        self.value = body.value(run.entry)
+        self.form = "pair" if tiles.is_half(self.value.dtype) else "word"
+        self.name = f"h{run.entry}"
+        self.holds: tuple[object, ...] = (("carry", run.entry),)
+
+    def enter(self) -> None:
+        self.body.loop(self.value.width, [Keep(self.run.entry, self.name, self.form, push=True)])
+        self.body.budget.define(("carry", self.run.entry), self.value.registers)
+
+    def inside(self) -> Registers:
+        return Registers(self.name, self.form)
+
+    def hand_on(self) -> None:
+        body, out = self.body, self.run.exits[0]
+        body.materialize(out)
+        made = body.value(out).place
+        assert isinstance(made, Registers)
+        count = self.value.width // (4 if self.form == "pair" else 2)
+        body.text("KITSUNE_UNROLL")
+        body.text(f"for (int i = 0; i < {count}; ++i) {self.name}[i] = {made.name}[i];")
+        body.budget.use(out)
+        body.budget.use(("carry", self.run.entry))
+
+    def after(self) -> Registers:
+        return self.inside()
+
+
+class _ImageCarry:
+    """The same in two images of shared memory, which change places with every layer."""
+
+    def __init__(self, body: Body, run: repeats.Run):
+        self.body, self.run = body, run
+        self.value = body.value(run.entry)
+        self.form = "pair" if tiles.is_half(self.value.dtype) else "word"
+        self.names = (f"image{run.entry}", f"image{run.exits[0]}")
+        self.holds: tuple[object, ...] = ((run.entry, run.exits[0])[len(run.segments) % 2],)  # where the last layer leaves its result
+
+    def enter(self) -> None:
+        body = self.body
+        for v, name in zip((self.run.entry, self.run.exits[0]), self.names, strict=True):
+            body.prologue.append(f"const Image {name} = Image::at(scratch + {body.spill[v]});")
+        body.budget.define(self.run.entry, 0)
+        body.loop(self.value.width, [Keep(self.run.entry, self.names[0], self.form, put=f"{self.names[0]}.put", push=True)])
+        body.budget.define(self.run.exits[0], 0)
+
+    def inside(self) -> InImage:
+        a, b = self.names
+        self.body.text(f"const Image {a}_in = layer & 1 ? {b} : {a}, {a}_out = layer & 1 ? {a} : {b};")
+        return InImage(f"{a}_in.get")
+
+    def hand_on(self) -> None:
+        out = f"{self.names[0]}_out"
+        self.body.loop(self.value.width, [Keep(self.run.exits[0], out, self.form, put=f"{out}.put", push=True)])
+        for v in (self.run.entry, self.run.exits[0]):
+            self.body.budget.use(v)
+
+    def after(self) -> InImage:
+        return InImage(f"{self.names[len(self.run.segments) % 2]}.get")
 
 
 __all__ = ["Body", "InImage", "Parts", "SinkCode", "StageConfig"]

@@ -46,13 +46,16 @@ class Budget:
                 most, at = total, moment
         alive: dict[int, int] = {}
         for s in self.spans:
-            if s.first <= at <= s.last and isinstance(s.value, int):
-                alive[s.value] = alive.get(s.value, 0) + s.registers
+            v = s.value[1] if isinstance(s.value, tuple) else s.value
+            if s.first <= at <= s.last and s.registers and isinstance(v, int):
+                alive[v] = alive.get(v, 0) + s.registers
         return most, tuple(sorted(alive, key=lambda v: (-alive[v], v)))
 
     def life(self, v: object) -> tuple[int, int]:
         """From when to when the value is kept."""
-        parts = self.parts[v]
+        parts = self.parts.get(v, [])
+        if not parts:
+            return 0, self.clock  # not kept so far: it may be any time
         return min(s.first for s in parts), max(s.last for s in parts)
 
     def _add(self, key: object, v: object, registers: int) -> None:

@@ -192,13 +192,15 @@ class _Generator:
         assert best is not None
         peak, body, config = best
         spill: list[int] = []
-        while peak > limit:
+        while peak > limit or body.also_spill - set(spill):
             wide = [v for v in body.budget.peak()[1] if self._may_spill(body, v, spill)]
-            if not wide:
+            more = sorted(body.also_spill - set(spill)) or wide[:1]
+            if not more:
                 raise CannotLower(f"a stage needs {peak} registers a thread for its values; there are {limit}")
-            spill.append(wide[0])
-            # What a loop carries from layer to layer stays in registers, so without room for that there is no loop.
-            config = dataclasses.replace(config, loops=False, spill=self._spill_offsets(body, spill))
+            spill += more
+            config = dataclasses.replace(config, spill=self._spill_offsets(body, spill))
+            body = self._emit(s, config, first)
+            config = dataclasses.replace(config, spill=self._spill_offsets(body, spill))  # now that they are images
             body = self._emit(s, config, first)
             peak, _ = body.budget.peak()
         if config is not best[2] or not spill:
@@ -208,7 +210,7 @@ class _Generator:
         return stage
 
     def _may_spill(self, body: Body, v: int, spilled: Sequence[int]) -> bool:
-        return v not in spilled and not body.value(v).row and isinstance(body.value(v).place, Registers)
+        return v not in spilled and not body.value(v).row and body.value(v).width >= 32
 
     def _emit(self, s: int, config: StageConfig, first: int) -> Body:
         """A fresh body; its weights replace those of an earlier attempt. Resident ones need their place before the text is made."""
@@ -230,7 +232,7 @@ class _Generator:
         """Offsets of images in a lane's scratch; those that are never alive together share memory."""
         placed: list[tuple[int, int, tuple[int, int]]] = []  # (offset, bytes, life)
         found = []
-        for v in sorted(spill, key=body.budget.life):
+        for v in sorted(spill, key=body.budget.life):  # first come, first placed
             size, (first, last) = image_bytes(body, v), body.budget.life(v)
             taken = sorted((at, n) for at, n, (start, end) in placed if start <= last and first <= end)
             at = 0

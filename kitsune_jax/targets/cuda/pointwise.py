@@ -27,7 +27,10 @@ _ANY = {
     "select_n": "({0} ? {2} : {1})",
     "sign": "sign({0})",
     "copy": "({0})",
-    **{kind: f"({{0}} {sign} {{1}})" for kind, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))},
+    **{
+        kind: f"({{0}} {sign} {{1}})"
+        for kind, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
+    },
 }
 _FLOAT = {
     "is_finite": "finite({0})",
@@ -56,8 +59,22 @@ _INTEGER = {
     "population_count": "static_cast<{T}>(popc(static_cast<u32>({0})))",
     "clz": "static_cast<{T}>(clz(static_cast<u32>({0})))",
 }
-_UNSIGNED = {"neg": "(0u - {0})", "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "square": "({0} * {0})", "abs": "({0})"}
-_BOOL = {"not": "(!{0})", "and": "({0} && {1})", "or": "({0} || {1})", "xor": "({0} != {1})", "eq": "({0} == {1})", "ne": "({0} != {1})"}
+_UNSIGNED = {
+    "neg": "(0u - {0})",
+    "add": "({0} + {1})",
+    "sub": "({0} - {1})",
+    "mul": "({0} * {1})",
+    "square": "({0} * {0})",
+    "abs": "({0})",
+}
+_BOOL = {
+    "not": "(!{0})",
+    "and": "({0} && {1})",
+    "or": "({0} || {1})",
+    "xor": "({0} != {1})",
+    "eq": "({0} == {1})",
+    "ne": "({0} != {1})",
+}
 _BOOL_ANY = frozenset({"select_n", "copy", "max", "min"})
 
 

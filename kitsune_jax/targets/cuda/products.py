@@ -113,6 +113,10 @@ class Products:
         state, shape, config = self.state[v], self._shape(v), self.body.config
         if state.rolling or state.issued >= len(shape.chunks) or state.issued - state.completed > 1 or not config.overlap:
             return False
+        place = self.body.value(v).place
+        assert isinstance(place, Multiply)
+        if all(isinstance(self.body.value(p).place, InArray) for p in place.pieces):
+            return False  # ptxas (13.0, 13.5) then puts a wait between the two, and may serialise the whole kernel (C7517, C7518)
         return config.resident or 2 * shape.k_chunks <= config.depth
 
     # -- text

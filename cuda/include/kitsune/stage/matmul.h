@@ -273,7 +273,9 @@ struct Product {
         issue(a, First + b);
       }
     commit();
-    wait<1>();
+#if KITSUNE_SM >= 900
+    wgmma_wait<1>();  // the accumulators themselves are still in flight: no pin
+#endif
     release<Done / kPerChunk, (First + From) / kPerChunk>();
     if constexpr (From + kGroup < Source::kBlocks) feed_rolling<First, First + From, From + kGroup>(source);
   }
