@@ -79,8 +79,8 @@ def _gpu_caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
     gpu = machine["gpu"]
     return (
         f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}, {_when(records)}"
-        "float32 is tf32 in both columns, JAX's default. What the device can is the least time of the case by a machine model, and by "
-        "the rates that a library's matmul and a copy reached on this device."
+        "float32 is tf32 in both columns, JAX's default. What the device can is the least time of the case by a machine model, and "
+        "by the rates that a library's matmul and a copy reached on this device."
     )
 
 

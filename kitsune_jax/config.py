@@ -10,7 +10,7 @@ program can change them at any time. Invariant: no other module reads the enviro
 ``KITSUNE_LOG_LEVEL``       Level of the logger ``kitsune_jax``: a name of the ``logging`` module, such as INFO or DEBUG.
 ``KITSUNE_CACHE_DIR``       Folder for compiled device code. Default: ``kitsune_jax`` in the user's cache folder.
 ``KITSUNE_CUDA_ARCH``       CUDA architecture to generate code for, such as ``sm_90a``. Default: that of the device at hand.
-``KITSUNE_EMULATOR_SEED``   Seed of the schedules that the emulator of CUDA kernels draws; read when a function is lowered. Default: 1.
+``KITSUNE_EMULATOR_SEED``   Seed of the emulator's schedules, read when a function is lowered. Default: 1.
 ``KITSUNE_NUM_THREADS``     CPU threads a plan may count on. Default: the CPUs this process may run on.
 ==========================  ==================================================================================================
 

@@ -1,4 +1,4 @@
-"""Kernel families of the CUDA target as data: what its kernels are tested on in the emulator, disassembled for, and run on a device.
+"""Kernel families of the CUDA target as data: what its kernels are tested with: in the emulator, disassembled, and on a device.
 
 Comes in: a family's name, rows, a dtype. Goes out: a function and its arguments. Invariants: values stay near 1, so that tolerances
 may be those of the dtype; every row differs, so that a row in a wrong place is seen.
@@ -32,7 +32,7 @@ class Arg:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """``function(*arguments)``; the last ``streamed`` arguments have rows. ``small``: runs in the emulator in a fraction of a second."""
+    """``function(*arguments)``; weights first, then what has rows. ``small``: a fraction of a second in the emulator."""
 
     name: str
     function: Callable[..., Any]

@@ -16,7 +16,8 @@ from benchmarks.__main__ import README, main
 from benchmarks.apps import APPS, DTYPES, make_case
 from benchmarks.columns import COLUMNS, block_rows, blocked
 from benchmarks.machine import machine_slug
-from benchmarks.measure import Effort, first_call, max_relative_error, measure
+from benchmarks.measure import Effort, _thunks, first_call, max_relative_error, measure
+from benchmarks.roofline import Ceilings, floor_seconds
 from benchmarks.timing import interleaved, paired_speedup, summary
 
 TINY = Effort(rounds=3, seconds=5.0)
@@ -195,3 +196,46 @@ def test_measure_without_a_child_needs_no_process() -> None:
     record = measure("mgn", "infer", "f32", "cpu", 128, TINY, child=False)
     assert set(record["columns"]) == set(COLUMNS)
     assert record["flops"] == 128 * APPS["mgn"].flops
+
+
+def test_gpu_records_have_a_folder_and_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = {"cpu": "Some(R) CPU", "cores": 16, "isa": ["avx2"]}
+    device = {**machine, "gpu": {"name": "NVIDIA H200", "driver_version": "580.1"}}
+    assert (machine_slug(machine), machine_slug(device)) == ("some-16c", "h200")
+    record = measure("mgn", "infer", "f32", "cpu", 64, TINY, child=False)
+    monkeypatch.setattr(store, "describe_machine", lambda: machine)
+    store.save(record, tmp_path)
+    floors = {"model": {"machine": "h200", "seconds": 1e-9}, "measured": {"seconds": 2e-9}}
+    columns = {c: {**record["columns"][c], "median": m} for c, m in (("jit", 4e-4), ("pipeline", 1e-4))}
+    monkeypatch.setattr(store, "describe_machine", lambda: device)
+    path = store.save({**record, "platform": "cuda", "columns": columns, "roofline": floors}, tmp_path)
+    assert path.parent == tmp_path / "h200"
+    text = table.markdown(store.newest(tmp_path))
+    assert text.count("| application") == 2
+    assert text.count("blocked by hand") == 1  # a column of CPUs only
+    assert "NVIDIA H200, driver 580.1" in text
+    assert "0.400 ms | 0.100 ms" in text
+
+
+def test_calls_on_a_gpu_take_turns_with_their_rows() -> None:
+    case = make_case("mgn", "f32", 32)
+    seen: list[int] = []
+    thunks = _thunks({"a": lambda params, x: seen.append(id(x))}, case, rotated_bytes=2 * case.x.nbytes)
+    for _ in range(6):
+        thunks["a"]()
+    assert len(set(seen)) == 3
+    assert seen[:3] == seen[3:]
+
+
+def test_a_floor_is_arithmetic_or_bytes_whichever_is_longer() -> None:
+    case = make_case("mgn", "f32", 1000)
+    flops = 1000 * case.app.flops
+    weights = sum(a.size for a in case.params.values())
+    moved = 4 * (weights + 1000 * (384 + 128))
+    assert floor_seconds(case, Ceilings(1e12, 1e30)) == flops / 1e12
+    assert floor_seconds(case, Ceilings(1e30, 1e9)) == moved / 1e9
+
+
+def test_a_missing_cuda_device_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--app", "mgn", "--platform", "cuda"]) == 2
+    assert "not a cuda device" in capsys.readouterr().out

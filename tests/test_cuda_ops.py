@@ -1,8 +1,8 @@
 """The operators of the CUDA target one by one, in the emulator, against the op table's NumPy rules (which are tested against JAX).
 
 Pointwise operators meet the special values of their dtype, in every pair; all operators of a dtype that the target admits stand in
-one kernel. The rest are hand-written tile programs: what moves columns, what reduces them, what reduces the stream, and arrays whose
-rows do not lie together.
+one kernel. The rest are hand-written tile programs: what moves columns, what reduces them, what reduces the stream, and arrays
+whose rows do not lie together.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
     "convert_element_type": [{"new_dtype": d} for d in DTYPES],
 }
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "eq_to", "lt_to", "le_to")
-# Units in the last place of float32: the emulator calls glibc's functions (error bounds in its manual, "Known Maximum Errors in Math
-# Functions"), and logistic and integer_pow are made of several operations.
+# Units in the last place of float32: the emulator calls glibc's functions (error bounds in its manual, "Known Maximum Errors in
+# Math Functions"), and logistic and integer_pow are made of several operations.
 ULPS = {"logistic": 4, "integer_pow": 8, "lgamma": 8, "acosh": 4, "atanh": 4, "erfc": 6, "erf_inv": 8, "sinh": 4, "cosh": 4}
 # ... logistic of 16-bit results by tanh.approx, whose error of 2**-11 is absolute (PTX ISA, tanh).
 COARSE_LOGISTIC = 2.0**-11

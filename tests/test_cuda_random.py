@@ -51,7 +51,7 @@ def check(network: Network, mode: str, seed: int = 1) -> int:
 
 
 settings = functools.partial(hypothesis.settings, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-quick = settings(max_examples=3, derandomize=True, phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink])
+quick = settings(max_examples=2, derandomize=True, phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink])
 thorough = settings(max_examples=60)
 
 

@@ -1,4 +1,4 @@
-"""On a CUDA device: a short form of ``scripts/gpu_check.sh``. In processes of their own, because the tests' own JAX sees only CPUs."""
+"""On a CUDA device: a short form of ``scripts/gpu_check.sh``. In processes of their own: JAX sees only CPUs in this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``scripts/gpu_check.sh`` without a device: what it runs is right in the emulator, what fails is told, and nothing stops the rest."""
+"""``scripts/gpu_check.sh`` without a device: what it runs is right, what fails is told, and nothing stops the rest."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def status(folder: Path) -> dict[str, int]:
 @pytest.mark.usefixtures("kernel_cache")
 def test_a_dry_run_is_right_and_told_on_one_page(tmp_path: Path) -> None:
     folder = tmp_path / "check"
-    run = start(folder, "--dry-run", "--only", "environment,correctness,soak,traffic")
+    run = start(folder, "--dry-run", "--only", "environment,correctness,soak")
     output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
-    assert status(folder) == {"environment": 0, "correctness": 0, "soak": 0, "traffic": 0}
+    assert status(folder) == {"environment": 0, "correctness": 0, "soak": 0}
     found = json.loads((folder / "correctness.json").read_text())
     assert found["about"]["versions"]["jax"]
     assert len(found["about"]["sources"]) == 16

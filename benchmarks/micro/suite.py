@@ -48,7 +48,7 @@ QUICK = Effort(stream_bytes=24 << 10, hops=4, batches=2, rounds=2, additions=20,
 def rings(backend: Backend, *, quick: bool) -> list[QueueRing]:
     """Every queue by payload, then the cluster's by the size of the cluster, with and without matrix products beside it."""
     found = [QueueRing("smem", v, 2, 2) for v in ((2,) if quick else (1, 4, 8, 16))]
-    found += [QueueRing("l2", v, 3, 2) for v in ((2,) if quick else (1, 4, 16, 32, 64))]
+    found += [QueueRing("l2", v, 3 if v < 32 else 2, 2) for v in ((2,) if quick else (1, 4, 16, 32, 64))]
     if backend.sm >= 900:
         found += [QueueRing("cluster", v, 3, 2) for v in ((2,) if quick else (1, 4, 16, 32))]
         sizes = (4,) if quick else (2, 4, 8, 16)

@@ -312,8 +312,8 @@ _HOPPER_SOURCES = (
     ("max_cluster", "8 is portable (CUDA programming guide)"),
 )
 
-# An SM has 512 registers for the threads of all warpgroups that share a place: 40 + 2 x 240 would be too many.
-_HOPPER_REGISTERS = (240, 232, 152)
+# An SM has 512 registers for the threads of all warpgroups that share a place: 32 + 2 x 240, 32 + 3 x 160 (setmaxnreg).
+_HOPPER_REGISTERS = (240, 240, 160)
 _HOPPER_CLUSTERS = tuple((n, 6 * (16 // n) + 2 * (18 // n)) for n in range(2, 17))
 _HOPPER_VERTICAL = (("resident", 0.85), ("other", 0.88))
 

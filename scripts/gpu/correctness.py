@@ -18,7 +18,6 @@ import numpy as np
 
 from scripts.gpu.programs import Program, few, programs
 from scripts.gpu.record import Record, arguments
-from tests.checks import enable_x64
 
 # Of the norm of the difference to that of the reference, over all and for the worst row. A result in 16 bits is rounded once more
 # than its sums: 2^-8 for bfloat16, 2^-11 for float16; tf32 operands have 11 bits. Deeper chains add up, and are held against
@@ -30,7 +29,7 @@ WORSE = 2.0  # than jax.jit, at most, where both are beyond the tolerance
 
 def reference(program: Program, args: tuple[Any, ...]) -> list[np.ndarray]:
     """In float64 on the CPU; where the function itself asks for float32, in that."""
-    with enable_x64(), jax.default_device(jax.devices("cpu")[0]):
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = [np.asarray(a).astype(np.float64) for a in args]
         return [np.asarray(x) for x in jax.tree.leaves(jax.jit(program.family.function)(*wide))]
 
@@ -101,7 +100,12 @@ def main() -> int:
         return _tell(record, found)
     with concurrent.futures.ProcessPoolExecutor(args.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = [pool.submit(finding_of, program, seed) for seed, program in enumerate(chosen)]
-        return _tell(record, (job.result() for job in concurrent.futures.as_completed(jobs)))
+        return _tell(record, (_result(job) for job in concurrent.futures.as_completed(jobs)))
+
+
+def _result(job: concurrent.futures.Future[dict[str, Any]]) -> dict[str, Any]:
+    error = job.exception()
+    return job.result() if error is None else {"name": "a worker", "ok": False, "error": f"{type(error).__name__}: {error}"}
 
 
 def _tell(record: Record, found: Iterable[dict[str, Any]]) -> int:

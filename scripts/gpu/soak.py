@@ -7,6 +7,7 @@ need the whole device meet another one on it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import threading
@@ -22,7 +23,10 @@ from benchmarks.micro.kernels import QueueRing
 from scripts.gpu.programs import Program, programs
 from scripts.gpu.record import Record, arguments
 
+Part = Callable[[int, float], dict[str, Any]]
+
 THREADS = 2
+REPEATS = 20  # launches of a ring between two looks at its checksums
 CHECKED_TOGETHER = 50  # results that are compared on the device before the host asks for the outcome
 
 
@@ -56,23 +60,26 @@ def call_programs(chosen: list[Program], launches: int, seed: int, deadline: flo
 def launch_rings(make: Callable[[], Backend], launches: int, seed: int, deadline: float) -> dict[str, Any]:
     """Rings through the L2 (cooperative: all CTAs or none) and through clusters; ``run`` checks every checksum."""
     backend = make()
-    rings = [QueueRing("l2", 2, 2, 2)] + [QueueRing("cluster", 2, 2, n) for n in (2, 4) if backend.sm >= 900]
+    rings = [QueueRing("l2", 2, 2, 2)] + [
+        QueueRing("cluster", 2, 2, n) for n in ((2,) if backend.emulated else (2, 4)) if backend.sm >= 900
+    ]
     rng, done = random.Random(seed), 0
     while done < launches and time.monotonic() < deadline:
         ring = rng.choice(rings)
         count = 1 if backend.emulated else max(1, backend.multiprocessors // ring.members // 2)
-        ring.run(backend, rings=count, entries=rng.randrange(3, 6 if backend.emulated else 300))
-        done += 1
+        repeats = 1 if backend.emulated else REPEATS
+        ring.run(backend, rings=count, entries=rng.randrange(3, 6 if backend.emulated else 300), repeats=repeats)
+        done += repeats
     return {"launches": done, "wanted": launches, "wrong": 0, "ok": done > 0}
 
 
-def in_threads(work: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """``work(seed)`` in every thread at once; an exception is a finding."""
+def in_threads(work: Part, deadline: float) -> list[dict[str, Any]]:
+    """``work(seed, deadline)`` in every thread at once; an exception is a finding."""
     found: list[dict[str, Any]] = [{"ok": False, "error": "did not end"} for _ in range(THREADS)]
 
     def one(k: int) -> None:
         try:
-            found[k] = work(k)
+            found[k] = work(k, deadline)
         except Exception as error:
             found[k] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
@@ -95,19 +102,15 @@ def main() -> int:
     chosen = list(itertools.islice(small, 1 if args.dry_run else 24))
     for program in chosen:  # compiled before the clock starts
         jax.block_until_ready(program.function(*program.arguments(0)))
-    parts: list[tuple[str, Callable[[int, float], dict[str, Any]]]] = [
-        ("jitted programs", lambda seed, deadline: call_programs(chosen, each, seed, deadline)),
-        (
-            "queues on two streams",
-            lambda seed, deadline: launch_rings(
-                Emulator if args.dry_run else lambda: Device(own_stream=True), each, seed, deadline
-            ),
-        ),
-    ]
-    for name, part in parts:
+    make: Callable[[], Backend] = Emulator if args.dry_run else functools.partial(Device, own_stream=True)
+    parts: dict[str, Part] = {
+        "jitted programs": functools.partial(call_programs, chosen, each),
+        "queues on two streams": functools.partial(launch_rings, make, each),
+    }
+    for name, part in parts.items():
         deadline = time.monotonic() + args.seconds / len(parts)
-        for thread, finding in enumerate(in_threads(lambda seed, part=part, deadline=deadline: part(seed, deadline))):  # type:
-        ignore[misc] record.add({"name": f"{name}, thread {thread}", **finding})
+        for thread, finding in enumerate(in_threads(part, deadline)):
+            record.add({"name": f"{name}, thread {thread}", **finding})
     return record.finish()
 
 

@@ -116,7 +116,9 @@ class Arrays:
             flag = "true" if is_vector(array) else "false"
             call = f"load_row<{element}, {owned}, {flag}>({name}[h], {row}[h], {column}, {columns.n}, valid[h])"
         else:
-            call = f"load_strided<{element}, {owned}>({name}[h], {row}[h], {column}, {columns.n}, valid[h], {self._offset(columns)})"
+            call = (
+                f"load_strided<{element}, {owned}>({name}[h], {row}[h], {column}, {columns.n}, valid[h], {self._offset(columns)})"
+            )
         return [
             f"{pointwise.COMPUTE[array.dtype]} {name}[2][{owned}];",
             "KITSUNE_UNROLL",
@@ -133,7 +135,9 @@ class Arrays:
             flag = "true" if is_vector(array) else "false"
             call = f"store_row<{element}, {owned}, {flag}>({row}[h], {column}, {columns.n}, valid[h], {name}[h])"
         else:
-            call = f"store_strided<{element}, {owned}>({row}[h], {column}, {columns.n}, valid[h], {name}[h], {self._offset(columns)})"
+            call = (
+                f"store_strided<{element}, {owned}>({row}[h], {column}, {columns.n}, valid[h], {name}[h], {self._offset(columns)})"
+            )
         return ["KITSUNE_UNROLL", f"for (int h = 0; h < 2; ++h) {call};"]
 
     def source(self, k: int, operand: str, width: int) -> str | None:

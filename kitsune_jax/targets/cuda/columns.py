@@ -1,8 +1,8 @@
 """Columns that change places: broadcasts, concatenations, slices, transposes, pads, and columns that are their own index.
 
-Comes in: an instruction that only moves elements within a row. Goes out: a place for its result. What an instruction does is found by
-running it on the *indices* of its operands' columns, so there is one rule for all of them: if whole blocks move, nothing is emitted;
-else the warp's rows go through shared memory in the new order.
+Comes in: an instruction that only moves elements within a row. Goes out: a place for its result. What an instruction does is found
+by running it on the *indices* of its operands' columns, so there is one rule for all of them: if whole blocks move, nothing is
+emitted; else the warp's rows go through shared memory in the new order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 from kitsune_jax.capture.ops import OPS, resolve_rows
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cuda.loop import ToScratch
 from kitsune_jax.targets.cuda.pack import VectorRecipe
 from kitsune_jax.targets.cuda.values import InScratch, InVector, Literal, Parts, Splat
+from kitsune_jax.targets.errors import CannotLower
 
 if TYPE_CHECKING:
     from kitsune_jax.targets.cuda.body import Body
@@ -67,7 +67,10 @@ def _stationary(body: Body, v: int) -> bool:
 def _iota(body: Body, instr: Instr) -> None:
     value = body.new(instr)
     shape = tuple(instr["shape"])[1:]
-    index = np.broadcast_to(np.arange(shape[instr["dimension"] - 1]).reshape([-1 if d == instr["dimension"] - 1 else 1 for d in range(len(shape))]), shape)
+    index = np.broadcast_to(
+        np.arange(shape[instr["dimension"] - 1]).reshape([-1 if d == instr["dimension"] - 1 else 1 for d in range(len(shape))]),
+        shape,
+    )
     words = index.reshape(-1).astype(np.float32).view(np.int32) if pointwise.COMPUTE[value.dtype] == "float" else index.reshape(-1)
     value.place = InVector(body.vectors.add(_table(words)), False)
     if value.row:
@@ -203,8 +206,6 @@ def concatenations_for_matmuls(body: Body) -> dict[int, tuple[int, ...]]:
         if all(r.kind == "matmul" or (r.kind == "concatenate" and r.outputs[0] in found) for r in readers.get(v, ())):
             found[v] = instr.inputs
     return found
-
-
 
 
 __all__ = ["REARRANGING", "CannotLower", "Vectors", "concatenations_for_matmuls", "rearrange"]

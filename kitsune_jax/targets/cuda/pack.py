@@ -22,8 +22,8 @@ from kitsune_jax.targets.cuda.tiles import ROW_BYTES, WeightShape, block, is_hal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightRecipe:
-    """``value``: the stationary value of the tile program; ``permutation``: its dimensions as (contracted..., free...), of which the
-    first ``contracted`` flatten to K."""
+    """``value``: the stationary value of the tile program; ``permutation``: its dimensions as (contracted..., free...), of which
+    the first ``contracted`` flatten to K."""
 
     value: int
     permutation: tuple[int, ...]

@@ -1,12 +1,14 @@
 """What a pointwise operator is in CUDA C++, element by element.
 
-Comes in: the operator, the C++ types of its operands. Goes out: an expression over them. Floats of 16 bits are computed in float, and
-a value is rounded to its dtype where it leaves a loop (``loop.py``).
+Comes in: the operator, the C++ types of its operands. Goes out: an expression over them. Floats of 16 bits are computed in float,
+and a value is rounded to its dtype where it leaves a loop (``loop.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import numpy as np
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Scalar
@@ -150,8 +152,6 @@ def literal(value: Scalar, type_: str) -> str:
     if type_ == "bool":
         return "true" if value else "false"
     if type_ == "float":
-        import numpy as np
-
         bits = int(np.float32(value).view(np.uint32))
         text = repr(float(np.float32(value)))
         return f"{text}f" if np.isfinite(np.float32(value)) and "e" not in text else f"from_bits(0x{bits:08x}u)"
