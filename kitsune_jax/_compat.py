@@ -368,5 +368,7 @@ def _remat_0_10(prim: Any, policy: Any, *args: Any, call_jaxpr: Any, **params: A
 
 def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """A result of another shape and dtype that varies over the same mesh axes as ``aval`` (``shard_map`` checks that)."""
-    vma = getattr(aval, "vma", None)
-    return jax.ShapeDtypeStruct(shape, dtype, vma=vma) if vma else jax.ShapeDtypeStruct(shape, dtype)
+    varying = getattr(aval, "manual_axis_type", None)
+    if varying is None:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)

@@ -145,11 +145,11 @@ def test_a_region_without_code_costs_only_itself(monkeypatch):
     both = route(graph, "cpu", force=True)
     generate = targets.generate
 
-    def fails_first(platform, program, name):
+    def fails_first(target, program, plan, name):
         if not seen:
             seen.append(name)
             raise targets.CannotLower("no code today")
-        return generate(platform, program, name)
+        return generate(target, program, plan, name)
 
     seen = []
     monkeypatch.setattr(targets, "generate", fails_first)

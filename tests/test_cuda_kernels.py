@@ -175,7 +175,11 @@ def test_more_instances_than_tiles_and_fewer() -> None:
         check_close(run(of, plan, seed=replicas), want, CHAIN * ROUNDING["bfloat16"])
 
 
-def test_check_and_generate_agree() -> None:
-    of, found, _ = case("mlp", "bfloat16", 65)
-    for plan in found.values():
-        assert lower.check(of.program(plan), plan, "region") is None
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    """256 KiB of weights do not stay in the shared memory of a CTA, whatever a plan says."""
+    family = FAMILIES["wide"]
+    of = subject(family.function, *family.arguments(65, "bfloat16"))
+    (streamed, *_) = (plan for plan in arrangements(of).values() if plan.arrangement == "vertical")
+    resident = dataclasses.replace(streamed, stages=(dataclasses.replace(streamed.stages[0], resident=True),), cluster=1)
+    reason = lower.check(of.program(resident), resident, "region")
+    assert reason is not None and "in shared memory; a CTA has" in reason

@@ -195,7 +195,7 @@ def array(*shape: int, dtype: str = "float32") -> np.ndarray:
     return RNG.standard_normal(shape).astype(np_dtype(dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
 def test_concatenations_slices_and_reversals(dtype: str) -> None:
     """Whole blocks, and columns that start within one."""
     t = Tiles((70,), 64)
@@ -260,9 +260,8 @@ def test_indices_of_columns_and_rows(dtype: str) -> None:
 # -- reductions of columns and of the stream
 
 
-@pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint32", "bool"])
-def test_reductions_of_columns(dtype: str, sm: int) -> None:
+def test_reductions_of_columns(dtype: str) -> None:
     t = Tiles((70,), 64)
     wide, narrow, one = (t.load((70, n), dtype, ROW) for n in (90, 5, 1))
     arrays = [array(70, n, dtype=dtype) for n in (90, 5, 1)]
@@ -270,11 +269,10 @@ def test_reductions_of_columns(dtype: str, sm: int) -> None:
     for how in hows.get(dtype, ("sum", "max", "min", *(("and", "or") if dtype == "uint32" else ("prod",)))):
         for x in (wide, narrow, one):
             t.store(t.reduce(how, x, (1,)), (70,), ((0,),))
-    check_program(t, *arrays, tolerance={"float32": 3e-5, "bfloat16": 2e-2}.get(dtype, 0.0), sm=sm)
+    check_program(t, *arrays, tolerance={"float32": 3e-5, "bfloat16": 2e-2}.get(dtype, 0.0))
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "int32", "uint32", "bool"])
+@pytest.mark.parametrize(("dtype", "lanes"), [("float32", 1), ("float32", 3), ("int32", 2), ("uint32", 1), ("bool", 3)])
 def test_sinks(dtype: str, lanes: int) -> None:
     """Of whole rows, of columns, of one number a row, in every way; the last tile is not full."""
     t = Tiles((5, 33), 64)
@@ -304,9 +302,8 @@ def test_nan_goes_through_reductions_and_sinks() -> None:
 # -- arrays whose rows do not lie together, several stream axes, products
 
 
-@pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
-def test_strided_rows(dtype: str, sm: int) -> None:
+def test_strided_rows(dtype: str) -> None:
     """The stream runs over the last, a middle or two separate dimensions."""
     t = Tiles((7, 11), 64)
     last = t.load((40, 7, 11), dtype, ((), (0,), (1,)))
@@ -318,7 +315,7 @@ def test_strided_rows(dtype: str, sm: int) -> None:
     t.store(t.transpose(middle, (0, 2, 1)), (4, 7, 3, 11), ((), (0,), (), (1,)))
     t.store(apart, (7, 5, 11), ((0,), (), (1,)))
     arrays = [array(*s, dtype=dtype) for s in ((40, 7, 11), (3, 7, 11, 4), (11, 5, 7), (7, 40))]
-    check_program(t, *arrays, sm=sm)
+    check_program(t, *arrays)
 
 
 @pytest.mark.parametrize("sm", [900, 800])

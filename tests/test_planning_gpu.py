@@ -19,13 +19,10 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
 from kitsune_jax.planning.gpu import candidates
-from kitsune_jax.planning.gpu_cut import grouped, separated
-from kitsune_jax.planning.gpu_storage import Steps, is_splittable, padded, useful_split
-from kitsune_jax.planning.gpu_time import TileWork
+from kitsune_jax.planning.gpu_storage import Steps, is_splittable, padded
 from kitsune_jax.planning.machines import A100, H100, H200, Machine
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.planner import plan
-from kitsune_jax.planning.stages import Draft, finest
 from kitsune_jax.program.build import build
 from kitsune_jax.program.interpret import check_deadlock_free
 from kitsune_jax.regions.select import select
@@ -194,7 +191,7 @@ def test_clusters_lie_within_a_group_of_sms():
 def test_registers_of_a_cta_are_no_more_than_it_has():
     for machine in (H200, H100):
         for lanes, registers in enumerate(machine.lane_registers, 1):
-            assert registers % 8 == 0 and 128 * (40 + lanes * registers) <= 65536
+            assert registers % 8 == 0 and 128 * (32 + lanes * registers) <= 65536
     for lanes, registers in enumerate(A100.lane_registers, 1):
         assert 128 * (lanes + 1) * registers <= 65536
 

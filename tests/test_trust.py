@@ -240,8 +240,8 @@ def program() -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         return jnp.tanh(x @ w)
 
     with pytest.MonkeyPatch.context() as patch:
-        real = targets.cpu_call
-        patch.setattr(targets, "cpu_call", lambda words, *rest: taken.append(words) or real(words, *rest))
+        real = targets.cpu.call
+        patch.setattr(targets.cpu, "call", lambda words, *rest: taken.append(words) or real(words, *rest))
         jax.jit(forced(f)).lower(x, w)
     (words,) = taken
     np.testing.assert_allclose(_call(words, x, w), np.tanh(x @ w), rtol=1e-5, atol=1e-6)

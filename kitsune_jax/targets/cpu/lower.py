@@ -24,10 +24,10 @@ from kitsune_jax.targets.cpu.bytecode import (
     Scan,
     Scatter,
 )
-from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
+from kitsune_jax.targets.errors import CannotLower
 
 REDUCE_HOW = {f"reduce_{how}": how for how in REDUCTIONS if not how.startswith("arg")} | {"argmax": "argmax", "argmin": "argmin"}
 SCAN_HOW = {f"cum{how}": how for how in CUMULATIVE}

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu import views
 from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DENSE, DTYPE_CODE, IN, WEIGHT, AccumulateMatmul, Matmul, Operand, Prep
-from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cpu.stage import VIEW_KINDS, Stage
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
+from kitsune_jax.targets.errors import CannotLower
 
 MATMUL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 

@@ -10,8 +10,8 @@ from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Param
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu.bytecode import OPCODE
-from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
+from kitsune_jax.targets.errors import CannotLower
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
 _SPECIAL = frozenset({"convert_element_type", "select_n", "round"})

@@ -15,10 +15,10 @@ from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import ArrayType, Instr, StageProgram, TileProgram, TileType
 from kitsune_jax.targets.cpu import views
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, IN, OUT, QUEUE, Gather, Instruction, Prep, Ref
-from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cpu.micro import is_pointwise
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
+from kitsune_jax.targets.errors import CannotLower
 
 VIEW_KINDS = frozenset({"broadcast_in_dim", "reshape", "transpose", "rev", "slice"})
 Use = tuple[int, int]  # (instruction of the body, operand number)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from kitsune_jax.graph import Scalar
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, Micro, Operand, Vector
-from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cpu.views import View
+from kitsune_jax.targets.errors import CannotLower
 
 NARROW = {"float16": (5, 10), "bfloat16": (8, 7)}  # storage-only float types and their (exponent, mantissa) bits
 

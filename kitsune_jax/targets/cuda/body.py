@@ -19,7 +19,6 @@ from kitsune_jax.program.ir import Instr, StageProgram, TileProgram
 from kitsune_jax.targets.cuda import columns, pointwise, repeats, slabs, tiles
 from kitsune_jax.targets.cuda.arrays import Arrays
 from kitsune_jax.targets.cuda.budget import Budget
-from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cuda.loop import Action, Fold, Keep, Loop, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.products import Products
@@ -35,6 +34,8 @@ from kitsune_jax.targets.cuda.values import (
     Splat,
     Value,
 )
+from kitsune_jax.targets.errors import CannotLower
+
 
 def image_vectors(width: int, dtype: str) -> int:
     """16-byte vectors of a tile's register image, per thread (``kImageVectors``)."""
@@ -78,7 +79,9 @@ class SinkCode:
 
 
 class Body:
-    def __init__(self, program: TileProgram, stage: int, config: StageConfig, weights: list[WeightRecipe], vectors: columns.Vectors):
+    def __init__(
+        self, program: TileProgram, stage: int, config: StageConfig, weights: list[WeightRecipe], vectors: columns.Vectors
+    ):
         self.program, self.stage, self.config = program, stage, config
         self.weights, self.vectors = weights, vectors
         self.lines: list[str] = []
@@ -409,10 +412,10 @@ class Body:
         if instr.kind != "add":
             return None
         for x, bias in (instr.inputs, instr.inputs[::-1]):
-            place = self.value(x).place
-            vector = self.value(bias).place
-            plain = isinstance(place, Multiply) and place.bias is None and self.uses[x] == 1
-            if plain and isinstance(vector, InVector) and not vector.scalar and pointwise.COMPUTE[self.value(bias).dtype] == "float":
+            place, vector = self.value(x).place, self.value(bias).place
+            if not isinstance(place, Multiply) or place.bias is not None or self.uses[x] != 1:
+                continue
+            if isinstance(vector, InVector) and not vector.scalar and pointwise.COMPUTE[self.value(bias).dtype] == "float":
                 return dataclasses.replace(place, bias=bias)
         return None
 
@@ -599,7 +602,9 @@ class _ImageCarry:
         self.value = body.value(run.entry)
         self.form = "pair" if tiles.is_half(self.value.dtype) else "word"
         self.names = (f"image{run.entry}", f"image{run.exits[0]}")
-        self.holds: tuple[object, ...] = ((run.entry, run.exits[0])[len(run.segments) % 2],)  # where the last layer leaves its result
+        self.holds: tuple[object, ...] = (
+            (run.entry, run.exits[0])[len(run.segments) % 2],
+        )  # where the last layer leaves its result
 
     def enter(self) -> None:
         body = self.body

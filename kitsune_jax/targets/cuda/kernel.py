@@ -17,9 +17,8 @@ from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import text, tiles
 from kitsune_jax.targets.cuda.body import Body, StageConfig, image_vectors
 from kitsune_jax.targets.cuda.columns import Vectors
-from kitsune_jax.targets.errors import CannotLower
-from kitsune_jax.targets.cuda.values import Registers
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.errors import CannotLower
 
 LAUNCH_VERSION = 1
 _ALIGN = 1024  # of everything in shared memory: the swizzle's atom

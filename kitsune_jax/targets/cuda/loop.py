@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.errors import CannotLower
 from kitsune_jax.targets.cuda.values import (
     Accumulators,
     Expression,
@@ -26,6 +25,7 @@ from kitsune_jax.targets.cuda.values import (
     Registers,
     Splat,
 )
+from kitsune_jax.targets.errors import CannotLower
 
 if TYPE_CHECKING:
     from kitsune_jax.targets.cuda.body import Body

@@ -75,9 +75,7 @@ def _closed(segment: Sequence[Instr], start: int, readers: dict[int, list[int]],
     return all(k in inside for i in segment for v in i.outputs if v != exit_ for k in readers.get(v, ()))
 
 
-def _handed_on_only(
-    segments: Sequence[Any], exits: Sequence[int], at: int, period: int, readers: dict[int, list[int]]
-) -> bool:
+def _handed_on_only(segments: Sequence[Any], exits: Sequence[int], at: int, period: int, readers: dict[int, list[int]]) -> bool:
     """What a layer makes is read by the next layer alone (the last one's by anybody)."""
     for k, v in enumerate(exits[:-1]):
         first = at + (k + 1) * period

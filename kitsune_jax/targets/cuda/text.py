@@ -67,7 +67,10 @@ def _header(g: _Generator) -> str:
 
 def _consumer(g: _Generator, s: int) -> str:
     stage, body = g.stages[s], g.stages[s].body
-    out = [f"// Stage {s}: {g.program.stages[s].name}", f"KITSUNE_DEVICE void consume{s}(const Params& p, Header& header, u8* shared, u32 group, u32 instance, u32 slab) {{"]
+    out = [
+        f"// Stage {s}: {g.program.stages[s].name}",
+        f"KITSUNE_DEVICE void consume{s}(const Params& p, Header& header, u8* shared, u32 group, u32 instance, u32 slab) {{",
+    ]
     inner: list[str] = ["const Lane lane = Lane::mine();", "(void)slab, (void)shared, (void)instance;"]
     if stage.scratch:
         inner.append(f"u8* const scratch = shared + {stage.scratch_at} + group * {stage.scratch};")
@@ -175,7 +178,10 @@ def _combine(g: _Generator, sink: SinkCode) -> str:
 
 def _loader(g: _Generator, s: int) -> str:
     stage = g.stages[s]
-    lines = [f"KITSUNE_DEVICE void load{s}(const Params& p, Header& header, u8* shared, u32 slab) {{", "  (void)slab, (void)p, (void)header, (void)shared;"]
+    lines = [
+        f"KITSUNE_DEVICE void load{s}(const Params& p, Header& header, u8* shared, u32 slab) {{",
+        "  (void)slab, (void)p, (void)header, (void)shared;",
+    ]
     if stage.config.resident:
         lines += ["  " + line for line in _load_resident(g, stage)]
     else:
@@ -243,7 +249,14 @@ def _entry(g: _Generator) -> str:
         queue = g.program.queues[q]
         init = f"ClusterQueue<{g.entry_vectors(q)}, {queue.depth}>::init(header.queue{q}[l], {_mask(g, queue.consumers)})"
         lines += [f"    for (int l = 0; l < kLanes; ++l) {init};", f'    name(header.queue{q}, "queue{q}");']
-    lines += ["    fence_mbar_init();", "  }", f"  {sync}", "  if (group == 0) {", "    become_loader<kLanes>();", "    if (fetches()) {"]
+    lines += [
+        "    fence_mbar_init();",
+        "  }",
+        f"  {sync}",
+        "  if (group == 0) {",
+        "    become_loader<kLanes>();",
+        "    if (fetches()) {",
+    ]
     lines += [f"      {line}" for line in _roles(g, "load{s}(p, header, base, {slab});")]
     lines += ["    }", "  } else {", "    become_consumer<kLanes>();"]
     lines += [f"    {line}" for line in _roles(g, "consume{s}(p, header, base, group - 1, instance, {slab});")]
