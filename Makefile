@@ -3,6 +3,7 @@
 #   PYTHON=/path/to/python3   use this interpreter          CXX=clang++     use this compiler
 #   VENV=.venv-x              another environment           PYTEST_ARGS=-x  handed to pytest
 #   JOBS=2                    pytest processes             SEEDS=100       schedules of the emulator, for each kernel
+#   GPU_CHECK_ARGS=--dry-run  handed to scripts/gpu_check.sh
 
 SHELL       := /bin/bash
 VENV        ?= .venv
@@ -10,15 +11,17 @@ PY          := $(VENV)/bin/python
 PYTEST_ARGS ?=
 JOBS        ?= auto
 SEEDS       ?= 20
+GPU_CHECK_ARGS ?=
 ifeq ($(origin CXX),default)
 CXX         := $(firstword $(foreach c,c++ g++ clang++,$(shell command -v $(c) 2>/dev/null)) c++)
 endif
 CORES       := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
-SOURCES     := $(shell find $(wildcard cpu cuda) -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cuh')
-NATIVE      := $(shell find cpu/src cpu/include -type f 2>/dev/null)
+SOURCES     := $(shell find $(wildcard cpu cuda) -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+# What the extensions are built from. Device headers and the emulator are not: kernels are compiled from them when they are needed.
+NATIVE      := $(shell find cpu/src cpu/include cuda/src -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-python fuzz-schedules lint format bench table clean
+.PHONY: help demo test test-slow test-python fuzz-schedules lint format bench table kernel-table gpu-check clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -58,6 +61,12 @@ bench: $(VENV)/.examples ## measure every case of the README's table (ten minute
 table: $(VENV)/.examples ## write the README's generated parts from what is stored
 	$(PY) scripts/update_readme.py
 
+kernel-table: $(VENV)/.examples ## compile every kind of CUDA kernel (ten minutes, no GPU) and write the table of docs/kernels.md
+	$(PY) scripts/kernel_table.py
+
+gpu-check: $(VENV)/.gpu ## on a machine with a GPU: correctness, sanitizer, benchmarks, into out/gpu-check (ten minutes)
+	PYTHON=$(PY) scripts/gpu_check.sh $(GPU_CHECK_ARGS)
+
 clean: ## remove what these targets made
 	rm -rf .venv .venv-* build dist out *.egg-info .make
 	find kitsune_jax -name '*.so' -delete
@@ -75,6 +84,11 @@ $(VENV)/.examples: pyproject.toml setup.py $(NATIVE) | $(PY)
 $(VENV)/.lint: pyproject.toml $(VENV)/.examples
 	@scripts/pip_install.sh $(VENV) $$($(PY) -c 'import tomllib; \
 	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"])')
+	@touch $@
+
+# JAX's CUDA plugin, and what the check builds the extension in place with.
+$(VENV)/.gpu: $(VENV)/.examples
+	@scripts/pip_install.sh $(VENV) 'jax[cuda13]' setuptools nanobind
 	@touch $@
 
 include cpu/tests/cpu.mk

@@ -47,8 +47,8 @@ def route(
 ) -> Routed:
     """Decide which ops of ``graph`` become pipelines on ``target`` ("cpu", "cuda" or "emulator"), and make them.
 
-    ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, where the
-    target can. Raises ``ValueError`` for an unknown target or device.
+    ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, where
+    the target can. Raises ``ValueError`` for an unknown target or device.
     """
     platform = targets.machine_platform(target)
     machine = machine_for(platform, device or targets.default_device(target))

@@ -1,8 +1,8 @@
 """Targets: what executes a plan. One folder per family; the rest of the package asks here, by the target's name.
 
 A target is a *platform* of JAX ("cpu", "cuda") or "emulator": CUDA kernels, planned for a GPU, compiled for and run on the host.
-Comes in: ops (``supports``), plans and tile programs (``check``, ``generate``). Goes out: a reason or None, the code of a region, and
-its custom call (``emit``).
+Comes in: ops (``supports``), plans and tile programs (``check``, ``generate``). Goes out: a reason or None, the code of a region,
+and its custom call (``emit``).
 """
 
 from __future__ import annotations

@@ -127,7 +127,8 @@ KITSUNE_DEVICE void load_row(typename Element<E>::Value (&out)[C], const void* r
   } else {
     KITSUNE_UNROLL
     for (int c = 0; c < C; ++c)
-      out[c] = valid && column + c < columns ? Element<E>::load(ld_global(static_cast<const Bits*>(row) + column + c)) : Element<E>::load(0);
+      out[c] = valid && column + c < columns ? Element<E>::load(ld_global(static_cast<const Bits*>(row) + column + c))
+                                             : Element<E>::load(0);
   }
 }
 
@@ -154,14 +155,17 @@ KITSUNE_DEVICE void store_row(void* row, int column, int columns, bool valid, co
 
 // Columns that do not lie together: `offset(column)` elements from the row's start.
 template <class E, int C, class Offset>
-KITSUNE_DEVICE void load_strided(typename Element<E>::Value (&out)[C], const void* row, int column, int columns, bool valid, Offset offset) {
+KITSUNE_DEVICE void load_strided(typename Element<E>::Value (&out)[C], const void* row, int column, int columns, bool valid,
+                                 Offset offset) {
   using Bits = typename Element<E>::Bits;
   KITSUNE_UNROLL
   for (int c = 0; c < C; ++c)
-    out[c] = valid && column + c < columns ? Element<E>::load(ld_global(static_cast<const Bits*>(row) + offset(column + c))) : Element<E>::load(0);
+    out[c] = valid && column + c < columns ? Element<E>::load(ld_global(static_cast<const Bits*>(row) + offset(column + c)))
+                                           : Element<E>::load(0);
 }
 template <class E, int C, class Offset>
-KITSUNE_DEVICE void store_strided(void* row, int column, int columns, bool valid, const typename Element<E>::Value (&in)[C], Offset offset) {
+KITSUNE_DEVICE void store_strided(void* row, int column, int columns, bool valid, const typename Element<E>::Value (&in)[C],
+                                  Offset offset) {
   using Bits = typename Element<E>::Bits;
   KITSUNE_UNROLL
   for (int c = 0; c < C; ++c)
@@ -187,7 +191,8 @@ KITSUNE_DEVICE void load_vector(float (&out)[C], const float* vector, int column
     KITSUNE_UNROLL
     for (int i = 0; i < C / 4; ++i) {
       U4 v = ld_global(reinterpret_cast<const U4*>(vector + column) + i);
-      out[4 * i] = from_bits(v.x), out[4 * i + 1] = from_bits(v.y), out[4 * i + 2] = from_bits(v.z), out[4 * i + 3] = from_bits(v.w);
+      out[4 * i] = from_bits(v.x), out[4 * i + 1] = from_bits(v.y), out[4 * i + 2] = from_bits(v.z),
+              out[4 * i + 3] = from_bits(v.w);
     }
   } else {
     KITSUNE_UNROLL

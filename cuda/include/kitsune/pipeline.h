@@ -1,7 +1,7 @@
 // The roles of a CTA and what they share: a loader warp that brings weights, consumer warpgroups that run stages on tiles.
 //
-// A generated kernel is: barriers initialised by one thread, one rendezvous, then every warpgroup takes its role until its tiles are
-// done (a persistent kernel). The loader gives most of its registers to the consumers.
+// A generated kernel is: barriers initialised by one thread, one rendezvous, then every warpgroup takes its role until its tiles
+// are done (a persistent kernel). The loader gives most of its registers to the consumers.
 #pragma once
 
 #include "kitsune/queue/cluster.h"
@@ -15,8 +15,8 @@
 
 namespace kitsune {
 
-// 65 536 registers a CTA are 512 for a thread of each warpgroup together, in steps of 8 (CUDA programming guide, compute capability 9.0;
-// PTX ISA, setmaxnreg): 32 + 2 * 240 or 32 + 3 * 160. The loader compiles to less than 32.
+// 65 536 registers a CTA are 512 for a thread of each warpgroup together, in steps of 8 (CUDA programming guide, compute
+// capability 9.0; PTX ISA, setmaxnreg): 32 + 2 * 240 or 32 + 3 * 160. The loader compiles to less than 32.
 constexpr int kLoaderRegisters = 32;
 template <int Lanes>
 constexpr int kConsumerRegisters = Lanes == 3 ? 160 : 240;
@@ -82,6 +82,8 @@ KITSUNE_DEVICE void stream_weights(const Queue& queue, typename Queue::At& at, c
 }
 
 // Tiles of a worker: worker, worker + workers, ...
-KITSUNE_DEVICE u32 tiles_of(u32 worker, u32 workers, u32 tiles) { return worker < tiles ? (tiles - worker + workers - 1) / workers : 0; }
+KITSUNE_DEVICE u32 tiles_of(u32 worker, u32 workers, u32 tiles) {
+  return worker < tiles ? (tiles - worker + workers - 1) / workers : 0;
+}
 
 }  // namespace kitsune

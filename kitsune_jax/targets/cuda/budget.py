@@ -1,7 +1,7 @@
 """How many registers a stage's body keeps alive, as far as code generation can tell.
 
-Comes in: definitions, uses and matmul products in the order of emission. Goes out: the most registers alive at once, and which values
-are alive there. It counts what the program forces (kept values, accumulators in flight), not addresses and temporaries.
+Comes in: definitions, uses and matmul products in the order of emission. Goes out: the most registers alive at once, and which
+values are alive there. It counts what the program forces (kept values, accumulators in flight), not addresses and temporaries.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The kernel around the stages: shared memory, roles, loader, sinks and launch geometry, as CUDA C++ text.
 
-Comes in: a tile program, an ``Arrangement`` (what the plan asks for) and the bodies of its stages. Goes out: ``Kernel``: the source,
-the launch words, and the recipes of its operands. Raises ``CannotLower`` where the arrangement does not fit the device.
+Comes in: a tile program, an ``Arrangement`` (what the plan asks for) and the bodies of its stages. Goes out: ``Kernel``: the
+source, the launch words, and the recipes of its operands. Raises ``CannotLower`` where the arrangement does not fit the device.
 
-Shared memory of a CTA: a header of barriers, then weights (resident images, or the ring they pass through), then each lane's scratch
-(register images, rows that change places), then the slots of the queues that the CTA reads.
+Shared memory of a CTA: a header of barriers, then weights (resident images, or the ring they pass through), then each lane's
+scratch (register images, rows that change places), then the slots of the queues that the CTA reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import text, tiles
-from kitsune_jax.targets.cuda.body import Body, StageConfig, image_vectors
+from kitsune_jax.targets.cuda.body import Body, StageConfig
 from kitsune_jax.targets.cuda.columns import Vectors
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.errors import CannotLower
@@ -25,8 +25,8 @@ _ALIGN = 1024  # of everything in shared memory: the swizzle's atom
 _COUNTER_BYTES = 128
 _MAX_DEPTH = 12  # chunks of 16 KiB: what hides an L2 round trip twice over
 _MIN_DEPTH = 2
-# (two chunks of a product in flight, columns of a chunk), best first. In flight together, one chunk's epilogue hides behind the other's
-# product; narrow chunks need more barrier rounds, but from 64 columns on the tensor core's rate is that of wide ones.
+# (two chunks of a product in flight, columns of a chunk), best first. In flight together, one chunk's epilogue hides behind the
+# other's product; narrow chunks need more barrier rounds, but from 64 columns on the tensor core's rate is that of wide ones.
 _SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
 # Registers for values: setmaxnreg's share less addresses and temporaries (``pipeline.h``).
 _VALUE_REGISTERS = {1: 208, 2: 200, 3: 112}
@@ -91,7 +91,7 @@ def _aligned(n: int, to: int = _ALIGN) -> int:
 def image_bytes(body: Body, v: int) -> int:
     """Shared memory of a value's register image, for one lane."""
     value = body.value(v)
-    return _aligned(image_vectors(value.width, value.dtype) * tiles.GROUP_THREADS * 16)
+    return _aligned(tiles.image_vectors(value.width, value.dtype) * tiles.GROUP_THREADS * 16)
 
 
 @dataclasses.dataclass(slots=True)
@@ -279,7 +279,7 @@ class _Generator:
     def entry_vectors(self, q: int) -> int:
         tile = self.program.queues[q].tile
         n = math.prod(tile.shape)
-        return 1 if n == 1 else image_vectors(tiles.padded(n), tile.dtype)
+        return 1 if n == 1 else tiles.image_vectors(tiles.padded(n), tile.dtype)
 
     def _place_queues(self) -> int:
         """Slots of cluster queues behind what their readers hold already. Returns the shared memory of the greediest CTA."""

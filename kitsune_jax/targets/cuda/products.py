@@ -1,8 +1,8 @@
 """The matmuls of a stage: when each chunk of columns is issued and when its results are waited for.
 
 Comes in: pending ``Multiply`` values and the blocks a loop is about to read. Goes out: C++ text, and the order in which chunks of
-weights are consumed (``order``), which is the order in which the loader must bring them. Invariant: where two chunks are in flight, a
-ring of weights holds both.
+weights are consumed (``order``), which is the order in which the loader must bring them. Invariant: where two chunks are in
+flight, a ring of weights holds both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 _GROUP = 2  # Product::kGroup
-# Blocks of an input that a product reads into registers before it starts, for each product again. A wider one is fetched on the way,
-# which makes the product wait as it goes.
+# Blocks of an input that a product reads into registers before it starts, for each product again. A wider one is fetched on the
+# way, which makes the product wait as it goes.
 _NARROW = 2
 
 

@@ -1,7 +1,7 @@
 """Layers that repeat: runs of equal instructions that a kernel can loop over instead of spelling each out.
 
-Comes in: the instructions of a stage. Goes out: ``Run``s: matmul-headed segments that are equal but for their stationary operands, each
-fed by the one before. A loop keeps the kernel short: it compiles faster, and its instructions stay in the instruction cache.
+Comes in: the instructions of a stage. Goes out: ``Run``s: matmul-headed segments that are equal but for their stationary operands,
+each fed by the one before. A loop keeps the kernel short: it compiles faster, and its instructions stay in the instruction cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _LONGEST = 32  # instructions of a segment
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """``segments[k]``: the tile instructions of layer k. ``entry``: the value that feeds layer 0; ``exits[k]``: what layer k makes."""
+    """``segments[k]``: the tile instructions of layer k. ``entry``: the value that feeds layer 0; ``exits[k]``: what layer k
+    makes.
+    """
 
     segments: tuple[tuple[Instr, ...], ...]
     entry: int

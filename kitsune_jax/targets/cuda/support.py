@@ -12,8 +12,8 @@ from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Op, Value
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise
-from kitsune_jax.targets.cuda.body import REDUCTIONS
 from kitsune_jax.targets.cuda.columns import REARRANGING
+from kitsune_jax.targets.cuda.instructions import REDUCTIONS
 
 # tf32 is what JAX means by the default precision of a float32 product on a GPU.
 _TF32_PRECISIONS = (None, "DEFAULT")

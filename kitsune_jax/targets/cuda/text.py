@@ -1,15 +1,16 @@
 """A laid-out kernel as text: one short ``.cu`` file.
 
-Comes in: the generator of ``kernel.py``, with every place decided. Goes out: CUDA C++ that includes ``kitsune/kitsune.h`` and nothing
-else. It is meant to be read: the stages' bodies are straight code between named objects.
+Comes in: the generator of ``kernel.py``, with every place decided. Goes out: CUDA C++ that includes ``kitsune/kitsune.h`` and
+nothing else. It is meant to be read: the stages' bodies are straight code between named objects.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.body import SinkCode
+from kitsune_jax.targets.cuda.values import SinkCode
 
 if TYPE_CHECKING:
     from kitsune_jax.targets.cuda.kernel import _Generator, _Stage
@@ -148,9 +149,8 @@ def _finish(g: _Generator, s: int) -> list[str]:
     sinks = g.stages[s].body.sinks
     if not sinks:
         return []
-    lines = [
-        f"const Finish finish{{reinterpret_cast<u32*>(p.workspace + {g.counter_at[s]}), &header.flags[group], kWorkers, worker, 1 + group}};"
-    ]
+    arrived = f"reinterpret_cast<u32*>(p.workspace + {g.counter_at[s]})"
+    lines = [f"const Finish finish{{{arrived}, &header.flags[group], kWorkers, worker, 1 + group}};"]
     for sink in sinks:
         partial = f"reinterpret_cast<u32*>(p.workspace + {g.partial_at[sink.sink]})"
         if sink.scalar:
@@ -165,12 +165,10 @@ def _finish(g: _Generator, s: int) -> list[str]:
 
 
 def _combine(g: _Generator, sink: SinkCode) -> str:
-    array = g.program.sinks[sink.sink].array
-    columns = 1
-    for n in g.program.sinks[sink.sink].shape:
-        columns *= n
+    array, columns = g.program.sinks[sink.sink].array, math.prod(g.program.sinks[sink.sink].shape)
+    element = pointwise.ELEMENT[g.program.outputs[array].dtype]
     partial = f"reinterpret_cast<const u32*>(p.workspace + {g.partial_at[sink.sink]})"
-    return f"combine<{sink.how}, {sink.type}, {pointwise.ELEMENT[g.program.outputs[array].dtype]}>(p.out{array}, {partial}, finish, {columns}, {sink.width});"
+    return f"combine<{sink.how}, {sink.type}, {element}>(p.out{array}, {partial}, finish, {columns}, {sink.width});"
 
 
 # -- loader

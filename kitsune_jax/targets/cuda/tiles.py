@@ -54,6 +54,15 @@ def is_half(dtype: str) -> bool:
     return dtype in ("bfloat16", "float16")
 
 
+def image_vectors(width: int, dtype: str) -> int:
+    """16-byte vectors of a tile's register image, per thread (``kImageVectors``).
+
+    >>> image_vectors(256, "bfloat16"), image_vectors(8, "float32")
+    (16, 1)
+    """
+    return -(-(width // 4 if is_half(dtype) else width // 2) // 4)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightShape:
     """A packed weight matrix: K in pieces (the parts of a concatenation), N columns in ``split`` slabs.

@@ -1,7 +1,7 @@
 """Where a value of a stage is while its code is generated.
 
-Comes in: nothing. Goes out: ``Value`` and its places. A value is *pending* (a pointwise expression or a matmul that nobody has asked
-for) until a loop evaluates it; what is read more than once then gets a home in registers or in a shared-memory image.
+Comes in: nothing. Goes out: ``Value`` and its places. A value is *pending* (a pointwise expression or a matmul that nobody has
+asked for) until a loop evaluates it; what is read more than once then gets a home in registers or in a shared-memory image.
 """
 
 from __future__ import annotations
@@ -137,3 +137,18 @@ class Value:
         if self.row:
             return 2
         return self.width // 4 if tiles.is_half(self.dtype) else self.width // 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SinkCode:
+    """A sink of a stage: accumulator ``name``; ``scalar`` or ``width`` columns; ``quad``: threads of a quad hold different
+    parts.
+    """
+
+    sink: int
+    name: str
+    how: str
+    type: str
+    scalar: bool
+    width: int
+    quad: bool

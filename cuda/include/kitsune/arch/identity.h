@@ -34,8 +34,8 @@ KITSUNE_DEVICE u32 cluster_size() { return 1; }
 #endif
 
 // The SM's clock, for measurements: it counts one SM's cycles, so differences are taken between reads of one CTA ("PTX ISA, Special
-// Registers, %clock64"). Not called clock(): that is the C library's, on the host as on the device. The clobber keeps memory accesses
-// on their side of it.
+// Registers, %clock64"). Not called clock(): that is the C library's, on the host as on the device. The clobber keeps memory
+// accesses on their side of it.
 KITSUNE_DEVICE u64 cycles() {
   u64 now;
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(now)::"memory");

@@ -1,12 +1,13 @@
 // Ring queues over the distributed shared memory of a cluster: the writer stores into the shared memory of the CTA that reads.
 //
-// The full barrier lies with the reader and counts bytes: st.async completes them as they land, so no fence and no staging buffer is
-// needed. The empty barrier lies with the writer; the reader arrives there remotely. The reader announces an entry's bytes when it asks for
-// it. They may have landed by then: the phase cannot complete before its one arrival, which is that announcement, and until then the
-// transaction count is below zero ("PTX ISA, mbarrier, tracking asynchronous operations").
+// The full barrier lies with the reader and counts bytes: st.async completes them as they land, so no fence and no staging buffer
+// is needed. The empty barrier lies with the writer; the reader arrives there remotely. The reader announces an entry's bytes when
+// it asks for it. They may have landed by then: the phase cannot complete before its one arrival, which is that announcement, and
+// until then the transaction count is below zero ("PTX ISA, mbarrier, tracking asynchronous operations").
 //
-// Several readers (multicast): the writer stores to each, at the same offset of every CTA's shared memory, and waits for all of them.
-// Several writers (a many-to-one reduction): each stores its own vectors of the entry and has its own empty barrier, at one offset.
+// Several readers (multicast): the writer stores to each, at the same offset of every CTA's shared memory, and waits for all of
+// them. Several writers (a many-to-one reduction): each stores its own vectors of the entry and has its own empty barrier, at one
+// offset.
 #pragma once
 
 #include "kitsune/queue/smem.h"
@@ -24,11 +25,13 @@ struct ClusterQueue {
   U4* slots;          // likewise
   u32 writers;        // masks of cluster ranks
   u32 readers;
-  u32 barrier;        // named barrier of the warpgroup that calls
+  u32 barrier;  // named barrier of the warpgroup that calls
 
   // By one thread of every CTA, before the cluster's first barrier.
   static KITSUNE_DEVICE void init(Ring<Depth>& ring, u32 readers) { ring.init(1, popc(readers)); }
-  KITSUNE_DEVICE U4* at(u32 n, int i) const { return slots + (n % Depth * Vectors + i) * kGroupThreads + thread_id() % kGroupThreads; }
+  KITSUNE_DEVICE U4* at(u32 n, int i) const {
+    return slots + (n % Depth * Vectors + i) * kGroupThreads + thread_id() % kGroupThreads;
+  }
 
   KITSUNE_DEVICE void wr_acquire(u32 n) const { ring->wait_empty_cluster(n); }
   KITSUNE_DEVICE void push(u32 n, int i, U4 v) const {

@@ -1,11 +1,12 @@
 // Ring queues in global memory that stay in the L2: between any two CTAs that run at the same time.
 //
-// The paper's queue (arXiv 2502.18403): one thread per warpgroup waits and signals, every counter has a cache line of its own, and each
-// side meets at a named barrier around it. Counters of a slot only grow, so they need no reset between uses: the k-th use is full when
-// every writer has added 1 k times. A counter per slot, not per queue: with several readers a sum over slots could hide the slowest.
+// The paper's queue (arXiv 2502.18403): one thread per warpgroup waits and signals, every counter has a cache line of its own, and
+// each side meets at a named barrier around it. Counters of a slot only grow, so they need no reset between uses: the k-th use is
+// full when every writer has added 1 k times. A counter per slot, not per queue: with several readers a sum over slots could hide
+// the slowest.
 //
-// Memory order: the barrier orders the warpgroup's stores before thread 0's release, which is cumulative (PTX ISA, memory consistency
-// model); entries are read with ld.relaxed from the L2, because the L1 is not coherent.
+// Memory order: the barrier orders the warpgroup's stores before thread 0's release, which is cumulative (PTX ISA, memory
+// consistency model); entries are read with ld.relaxed from the L2, because the L1 is not coherent.
 #pragma once
 
 #include "kitsune/layout.h"
@@ -31,7 +32,9 @@ struct L2Queue {
   u32 readers;
   u32 barrier;  // named barrier of the warpgroup that calls
 
-  KITSUNE_DEVICE U4* at(u32 n, int i) const { return slots + (n % Depth * Vectors + i) * kGroupThreads + thread_id() % kGroupThreads; }
+  KITSUNE_DEVICE U4* at(u32 n, int i) const {
+    return slots + (n % Depth * Vectors + i) * kGroupThreads + thread_id() % kGroupThreads;
+  }
   KITSUNE_DEVICE void wait(const u32* counter, u32 value) const {
     if (thread_id() % kGroupThreads == 0) wait_ge(counter, value);
     bar_sync(barrier, kGroupThreads);

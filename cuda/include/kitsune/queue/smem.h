@@ -3,8 +3,8 @@
 // All queues of this folder have one interface. Entry n goes through slot n % Depth; n counts from 0 and never skips:
 //   writer: wr_acquire(n)  the slot is free     ... write ...   wr_release(n)  the entry is full
 //   reader: rd_acquire(n)  the entry is full    ... read ...    rd_release(n)  the slot is free
-// A writer that is Depth entries ahead of the slowest reader waits. Nothing else waits, so a chain of stages cannot deadlock as long as
-// every skip connection is as deep as the path it bypasses (planning/stages.py).
+// A writer that is Depth entries ahead of the slowest reader waits. Nothing else waits, so a chain of stages cannot deadlock as
+// long as every skip connection is as deep as the path it bypasses (planning/stages.py).
 //
 // A phase bit tells uses of a slot apart: the full barrier of slot s completes its phase k when entry s + k Depth is written.
 #pragma once
@@ -37,8 +37,8 @@ struct Ring {
 #endif
 };
 
-// Where a reader or writer of a ring is. It moves by one entry at a time, which costs less than finding slot and phase from a count, and
-// keeps one register pair alive where counts would keep one per entry in flight.
+// Where a reader or writer of a ring is. It moves by one entry at a time, which costs less than finding slot and phase from a
+// count, and keeps one register pair alive where counts would keep one per entry in flight.
 template <int Depth>
 struct Cursor {
   u32 slot = 0;
@@ -54,8 +54,8 @@ struct Cursor {
 #if KITSUNE_SM >= 900
 
 // Chunks of weights on their way from global memory to the tensor cores: one loader thread writes by bulk copies, the consumer
-// warpgroups of all CTAs of the cluster read. With a cluster each CTA's loader fetches its share of every chunk and multicasts it, so
-// that a chunk is read from the L2 once per cluster.
+// warpgroups of all CTAs of the cluster read. With a cluster each CTA's loader fetches its share of every chunk and multicasts it,
+// so that a chunk is read from the L2 once per cluster.
 template <int Depth, int SlotBytes, int Lanes, int Cluster>
 struct WeightQueue {
   using At = Cursor<Depth>;
@@ -126,8 +126,8 @@ struct WeightQueue {
 
 #endif
 
-// Tiles between warpgroups of one CTA. An entry is a register image: vector i of thread t at 16 (128 i + t), which neither side needs
-// to shuffle and no bank conflicts.
+// Tiles between warpgroups of one CTA. An entry is a register image: vector i of thread t at 16 (128 i + t), which neither side
+// needs to shuffle and no bank conflicts.
 template <int Vectors, int Depth>
 struct SmemQueue {
   static constexpr int kVectors = Vectors;
@@ -139,7 +139,9 @@ struct SmemQueue {
   static KITSUNE_DEVICE void init(Ring<Depth>& ring, u32 writers, u32 readers) {
     ring.init(writers * kGroupThreads, readers * kGroupThreads);
   }
-  KITSUNE_DEVICE U4* at(u32 n, int i) const { return slots + (n % Depth * Vectors + i) * kGroupThreads + thread_id() % kGroupThreads; }
+  KITSUNE_DEVICE U4* at(u32 n, int i) const {
+    return slots + (n % Depth * Vectors + i) * kGroupThreads + thread_id() % kGroupThreads;
+  }
 
   KITSUNE_DEVICE void wr_acquire(u32 n) const { ring->wait_empty(n); }
   KITSUNE_DEVICE void push(u32 n, int i, U4 v) const { st_shared(at(n, i), v); }

@@ -1,7 +1,7 @@
 // Register images in shared memory: a tile that does not fit the registers, kept by the very threads that made it.
 //
-// Vector i of thread t lies at 16 (128 i + t): no thread reads what another wrote, so no barrier is needed, and a warp's accesses are
-// conflict-free. The same image is what queues carry.
+// Vector i of thread t lies at 16 (128 i + t): no thread reads what another wrote, so no barrier is needed, and a warp's accesses
+// are conflict-free. The same image is what queues carry.
 #pragma once
 
 #include "kitsune/layout.h"

@@ -1,13 +1,13 @@
 // A matmul of a tile with stationary weights: 64 rows x K by K x N, accumulated in float registers.
 //
-// Comes in: the tile's K columns in pieces (a concatenation costs nothing), and packed weights. Goes out: accumulators in the tile layout.
-// The weights are packed into *chunks* of 128 bytes of K (64 16-bit or 32 tf32 values) by N columns with the 128-byte swizzle, which
-// wgmma reads through a descriptor and mma.sync through ldmatrix alike. They stay in shared memory (`ResidentWeights`) or pass through it
-// (`StreamedWeights`).
+// Comes in: the tile's K columns in pieces (a concatenation costs nothing), and packed weights. Goes out: accumulators in the tile
+// layout. The weights are packed into *chunks* of 128 bytes of K (64 16-bit or 32 tf32 values) by N columns with the 128-byte
+// swizzle, which wgmma reads through a descriptor and mma.sync through ldmatrix alike. They stay in shared memory
+// (`ResidentWeights`) or pass through it (`StreamedWeights`).
 //
-// `Product` is one block of N <= 256 columns in flight: feed it pieces, then complete it. Between the two its accumulators belong to
-// the tensor core, and so do the registers of A. A `Rolling` product waits as it goes, for operands that are fetched on the way and for
-// rings of weights shorter than K.
+// `Product` is one block of N <= 256 columns in flight: feed it pieces, then complete it. Between the two its accumulators belong
+// to the tensor core, and so do the registers of A. A `Rolling` product waits as it goes, for operands that are fetched on the way
+// and for rings of weights shorter than K.
 #pragma once
 
 #include "kitsune/global.h"
@@ -44,8 +44,7 @@ struct RegisterSource {
 
   KITSUNE_DEVICE void block(u32 (&a)[kStepsPerBlock][4], int b) const {
     KITSUNE_UNROLL
-    for (int s = 0; s < kStepsPerBlock; ++s)
-      KITSUNE_UNROLL
+    for (int s = 0; s < kStepsPerBlock; ++s) KITSUNE_UNROLL
     for (int i = 0; i < 4; ++i) a[s][i] = W == 8 && i >= 2 ? 0 : v[(b * kStepsPerBlock + s) * 4 + (W == 8 ? i % 2 : i)];
   }
 };
@@ -159,8 +158,7 @@ KITSUNE_DEVICE void multiply_block(float (&d)[N / 2], const u32 (&a)[Steps][4], 
   constexpr int kUnits = Operand<T>::kStep == 8 ? Steps * 2 : 4;  // 16-byte units of K in the block
   u32 lane = lane_id();
   KITSUNE_UNROLL
-  for (int n = 0; n < N / 8; ++n)
-    KITSUNE_UNROLL
+  for (int n = 0; n < N / 8; ++n) KITSUNE_UNROLL
   for (int u = 0; u < kUnits; u += 4) {
     u32 row = n * 8 + lane % 8, unit = half * 4 + u + lane / 8;
     u32 b[4];
@@ -191,9 +189,9 @@ KITSUNE_DEVICE void start_from(float (&d)[N / 2], const float* vector, const Lan
   }
 }
 
-// One block of N columns of a matmul, in flight. `Started`: the accumulators hold what the product is added to. Positions are template
-// parameters (`First`: blocks of K issued before this piece, `Done`: blocks known to be complete), because the code generator knows
-// them, and the compiler would need long to find them out.
+// One block of N columns of a matmul, in flight. `Started`: the accumulators hold what the product is added to. Positions are
+// template parameters (`First`: blocks of K issued before this piece, `Done`: blocks known to be complete), because the code
+// generator knows them, and the compiler would need long to find them out.
 template <class T, int N, bool Rolling, bool Started, class Weights>
 struct Product {
   static constexpr int kPerChunk = Operand<T>::kBlocksPerChunk;
@@ -251,8 +249,8 @@ struct Product {
     const int half = block % kPerChunk;
     if (half == 0) chunk = weights.next(block / kPerChunk);
 #if KITSUNE_SM >= 900
-    // The wait for weights is a loop, and ptxas moves copies of A across it: the constructor's fence no longer orders them, and ptxas
-    // would put its own into the loop, where it may not stand (C7519: every wgmma serialised).
+    // The wait for weights is a loop, and ptxas moves copies of A across it: the constructor's fence no longer orders them, and
+    // ptxas would put its own into the loop, where it may not stand (C7519: every wgmma serialised).
     if (Rolling || half == 0) wgmma_fence();
     const u64 b = desc_k128(chunk) + half * 4;
     KITSUNE_UNROLL
@@ -280,8 +278,8 @@ struct Product {
     if constexpr (From + kGroup < Source::kBlocks) feed_rolling<First, First + From, From + kGroup>(source);
   }
 
-  // The next group is fetched while the tensor core works on this one. It goes to other registers, and the wait is for all: registers of
-  // A that are loaded again while a wgmma may read them rely on the compiler to keep them apart.
+  // The next group is fetched while the tensor core works on this one. It goes to other registers, and the wait is for all:
+  // registers of A that are loaded again while a wgmma may read them rely on the compiler to keep them apart.
   template <int First, int Done, class Source>
   KITSUNE_DEVICE void feed_fetched(const Source& source) {
     u32 a[kGroup][Source::kStepsPerBlock][4];

@@ -1,7 +1,7 @@
 // Reductions over the stream: accumulated in registers by every worker, combined once at the end in a fixed order.
 //
-// Every warp writes one row of partial results; the warpgroup that finishes last adds the rows up, always in the same order, so equal
-// inputs give equal bits whichever warpgroup that is. The counter that tells who is last is zero when the kernel starts.
+// Every warp writes one row of partial results; the warpgroup that finishes last adds the rows up, always in the same order, so
+// equal inputs give equal bits whichever warpgroup that is. The counter that tells who is last is zero when the kernel starts.
 #pragma once
 
 #include "kitsune/global.h"
@@ -12,10 +12,10 @@ namespace kitsune {
 // Where a kernel's sinks meet. `arrived` and `flag` are one word each, in global and in shared memory.
 struct Finish {
   u32* arrived;
-  u32* flag;      // of this warpgroup
-  u32 workers;    // warpgroups that have partial results
-  u32 worker;     // this one
-  u32 barrier;    // its named barrier
+  u32* flag;    // of this warpgroup
+  u32 workers;  // warpgroups that have partial results
+  u32 worker;   // this one
+  u32 barrier;  // its named barrier
 
   // This warp's row of a sink's partial results.
   KITSUNE_DEVICE u32 row() const { return worker * 4 + thread_id() % kGroupThreads / 32; }
