@@ -3,7 +3,7 @@
 #   PYTHON=/path/to/python3   use this interpreter          CXX=clang++     use this compiler
 #   VENV=.venv-x              another environment           PYTEST_ARGS=-x  handed to pytest
 #   JOBS=2                    pytest processes             SEEDS=100       schedules of the emulator, for each kernel
-#   GPU_CHECK_ARGS=--dry-run  handed to scripts/gpu_check.sh
+#   GPU_CHECK_ARGS="--only soak"                           handed to scripts/gpu_check.sh
 
 SHELL       := /bin/bash
 VENV        ?= .venv
@@ -25,7 +25,7 @@ NATIVE      := $(shell find cpu/src cpu/include cuda/src -type f 2>/dev/null)
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.examples ## fit a photograph with a coordinate network (about two minutes)
 	$(PY) examples/fit_image.py

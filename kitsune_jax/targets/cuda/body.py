@@ -71,6 +71,7 @@ class Body:
         self.row_tiles: dict[int, str] = {}
         self.counter = 0
         self.instrs = program.stages[stage].body
+        self.another_name: dict[int, int] = {}
         self.uses = self._count_uses(program.stages[stage])
         self.spill = dict(config.spill)
         self.concatenations = columns.concatenations_for_matmuls(self)
@@ -113,8 +114,13 @@ class Body:
     def column_chunks(self, width: int) -> tuple[int, ...]:
         return tiles.column_chunks(width, self.config.columns)
 
-    def read_again(self, v: int) -> bool:
-        return self.uses[v] > 1
+    def root(self, v: int) -> int:
+        """The value that ``v`` is another name of; itself if it is none."""
+        return self.another_name.get(v, v)
+
+    def read_again(self, v: int, reads: int) -> bool:
+        """Is ``v`` read by others than the ``reads`` instructions that are at hand?"""
+        return self.uses[v] > reads
 
     def expression(self, instr: Instr, operands: Sequence[str], types: Sequence[str], out: str, dtype: str, column: str) -> str:
         text = pointwise.instruction(instr, operands, types, out, dtype)
@@ -228,6 +234,7 @@ class Body:
                 uses[alias.get(x, x)] += 1
         for name, x in alias.items():
             uses[name] = uses[x]
+        self.another_name = alias
         return uses
 
     def used(self, v: int) -> None:

@@ -79,7 +79,7 @@ def _push(body: Body, instr: Instr) -> None:
         first = f"slab * {tiles.image_vectors(value.width, value.dtype)} + " if v in body.slabs else ""
         body.text(f"const auto push{q} = [&](int i, U4 v) {{ queue{q}.push(n, {first}i, v); }};")
         form = "pair" if tiles.is_half(value.dtype) else "word"
-        body.loop(value.width, [Keep(v, f"q{q}", form, put=f"push{q}", push=True)])
+        body.loop(value.width, [Keep(v, f"q{q}", form, put=f"push{q}", push=True, reads=1)])
     body.text(f"queue{q}.wr_release(n);")
 
 

@@ -70,6 +70,14 @@ def _weights(body: Body, run: Run) -> None:
                 body.weights.append(instructions.weight_recipe(body, instr))
 
 
+_ALL = 1 << 30  # whoever reads a layer's result reads what the loop hands on
+
+
+def _reads(run: Run) -> int:
+    """How often the first layer reads what enters it."""
+    return sum(instr.inputs.count(run.entry) for instr in run.segments[0])
+
+
 class _RegisterCarry:
     """What a loop over layers hands on, in registers: the results of a layer are copied to where the next one expects them."""
 
@@ -81,7 +89,7 @@ class _RegisterCarry:
         self.holds: tuple[object, ...] = (("carry", run.entry),)
 
     def enter(self) -> None:
-        self.body.loop(self.value.width, [Keep(self.run.entry, self.name, self.form, push=True)])
+        self.body.loop(self.value.width, [Keep(self.run.entry, self.name, self.form, push=True, reads=_reads(self.run))])
         self.body.budget.define(("carry", self.run.entry), self.value.registers)
 
     def inside(self) -> Registers:
@@ -118,7 +126,8 @@ class _ImageCarry:
         for v, name in zip((self.run.entry, self.run.exits[0]), self.names, strict=True):
             body.prologue.append(f"const Image {name} = Image::at(scratch + {body.spill[v]});")
         body.budget.define(self.run.entry, 0)
-        body.loop(self.value.width, [Keep(self.run.entry, self.names[0], self.form, put=f"{self.names[0]}.put", push=True)])
+        entry = Keep(self.run.entry, self.names[0], self.form, put=f"{self.names[0]}.put", push=True, reads=_reads(self.run))
+        body.loop(self.value.width, [entry])
         body.budget.define(self.run.exits[0], 0)
 
     def inside(self) -> InImage:
@@ -128,7 +137,7 @@ class _ImageCarry:
 
     def hand_on(self) -> None:
         out = f"{self.names[0]}_out"
-        self.body.loop(self.value.width, [Keep(self.run.exits[0], out, self.form, put=f"{out}.put", push=True)])
+        self.body.loop(self.value.width, [Keep(self.run.exits[0], out, self.form, put=f"{out}.put", push=True, reads=_ALL)])
         for v in (self.run.entry, self.run.exits[0]):
             self.body.budget.use(v)
 

@@ -8,6 +8,7 @@ logical ones are zero in whatever is kept or handed on, because a later matmul m
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 class Keep:
     """The value gets registers ``name`` ("pair" or "word") or, with ``put``, an image: the C++ call that takes (vector, U4).
 
-    ``push``: the image is an entry of a queue, and the value stays where it was.
+    ``push``: a copy, or an entry of a queue: the value stays where it was. ``reads``: instructions of the tile program that this
+    stands for.
     """
 
     value: int
@@ -43,6 +45,7 @@ class Keep:
     form: str
     put: str = ""
     push: bool = False
+    reads: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,17 +115,25 @@ class Loop:
                 self.body.products.prepare(v)
 
     def _keep_on_the_way(self) -> None:
-        """Pending values below the roots that are read again later are kept by this loop, too."""
-        roots = {a.value for a in self.actions if isinstance(a, Keep) and not a.push}
-        for v in self._pending_below():
-            if v not in roots and self.body.read_again(v):
+        """Pending values at and below the roots that are read again later are kept by this loop, too."""
+        roots = {self.body.root(a.value) for a in self.actions if isinstance(a, Keep) and not a.push}
+        pending = self._pending_below()
+        reads: Counter[int] = Counter()
+        for action in self.actions:
+            reads[self.body.root(action.value)] += action.reads if isinstance(action, Keep) else 1
+        for v in pending:
+            place = self.body.value(v).place
+            if isinstance(place, Expression):
+                reads.update(self.body.root(x) for x in place.instr.inputs)
+        for v in pending:
+            if v not in roots and self.body.read_again(v, reads[v]):
                 self.actions.append(self.body.keep(v))
 
     def _pending_below(self) -> list[int]:
         found: dict[int, None] = {}
 
         def visit(v: int) -> None:
-            value = self.body.value(v)
+            v, value = self.body.root(v), self.body.value(v)
             if value.row or v in found:
                 return
             match value.place:

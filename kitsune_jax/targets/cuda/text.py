@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda.arrays import columns_of
 from kitsune_jax.targets.cuda.values import SinkCode
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def _consumer(g: _Generator, s: int) -> str:
         "const i64 row[2] = {first_row, first_row + 8};",
         "const bool valid[2] = {row[0] < kRows, row[1] < kRows};",
         "(void)valid;",
+        *_prefetches(g, s),
         *(["const float* const vectors = opaque(p.vectors);"] if g.vectors.recipes else []),
         *body.prologue,
         *body.lines,
@@ -106,6 +108,23 @@ def _consumer(g: _Generator, s: int) -> str:
     out += ["  " + line for line in inner]
     out.append("}\n")
     return "\n".join(out)
+
+
+def _prefetches(g: _Generator, s: int) -> list[str]:
+    """The next tile of every input whose rows lie together. Tile boundaries are multiples of 64 rows, so of 16 bytes."""
+    lines = []
+    for k in sorted({i["array"] for i in g.program.stages[s].body if i.kind == "load"}):
+        array = g.program.inputs[k]
+        if not array.streamed:
+            continue
+        columns = columns_of(array)
+        if len(g.program.axes) == 1 and columns.contiguous and array.row_strides == (columns.n,):
+            size = columns.n * pointwise.ITEM_SIZE[array.dtype]
+            lines.append(f"prefetch_tile(p.in{k}, next_row, kRows, {size});")
+    if not lines:
+        return []
+    next_row = "(static_cast<i64>(n + 1) * kWorkers + worker) * kTileRows"
+    return ["if (lane.thread == 0) {", f"  const i64 next_row = {next_row};", *(f"  {line}" for line in lines), "}"]
 
 
 def _scratch_bytes(words: int) -> int:
