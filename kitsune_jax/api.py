@@ -56,9 +56,9 @@ def pipeline(
       deterministic: equal inputs give equal bits, run after run. ``False`` lets sinks add in arrival order.
       strict: raise ``NotPipelined`` where the function is lowered and nothing of it could be pipelined.
       force: pipeline every legal region, whatever the cost model says. ``None`` reads ``KITSUNE_FORCE``.
-      target: ``None``: pipelines for the platform that runs the function. ``"emulator"``: where that is a CPU, the CUDA kernels
-      that a
-        GPU would run, compiled by the host's C++ compiler and emulated, thread by thread: for tests and debugging, slow.
+      target: ``None``: pipelines for the platform that runs the function. ``"emulator"``: where that is a CPU, the CUDA
+        kernels that a GPU would run, compiled by the host's C++ compiler and emulated, thread by thread: for tests and debugging,
+        slow.
       static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters to calls outside of ``jit`` only.
 
     Returns:

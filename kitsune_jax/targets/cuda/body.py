@@ -1,8 +1,8 @@
 """One stage of a tile program as the C++ text that a consumer warpgroup runs on a tile.
 
 Comes in: a stage's instructions and the ``StageConfig`` that the layout of the kernel gave it. Goes out: text, in the order in
-which
-things happen on the device, and what the kernel around it must provide: weights in the order of their use, vectors, sinks, scratch.
+which things happen on the device, and what the kernel around it must provide: weights in the order of their use, vectors, sinks,
+scratch.
 
 Instructions are taken in order. Those with an effect (store, push, a fold) are emitted at once as loops over the tile's blocks
 (``loop.py``); pointwise ones and matmuls wait until a loop asks for their value. So an epilogue is part of the loop that reads the
