@@ -110,6 +110,7 @@ def plans(name: str, dtype: str) -> dict[str, Plan]:
 
 # --- every arrangement
 
+
 @pytest.mark.parametrize(
     "family, dtype, arrangement",
     [
