@@ -175,6 +175,22 @@ def test_more_instances_than_tiles_and_fewer() -> None:
         check_close(run(of, plan, seed=replicas), want, CHAIN * ROUNDING["bfloat16"])
 
 
+def test_a_cluster_of_more_than_the_portable_eight_ctas() -> None:
+    rng = np.random.default_rng(5)
+    weights = [jnp.asarray(rng.standard_normal((16, 16)) / 4, jnp.float32) for _ in range(12)]
+    x = jnp.asarray(rng.standard_normal((130, 16)), jnp.float32)
+
+    def chain(ws: list[jax.Array], x: jax.Array) -> jax.Array:
+        return functools.reduce(lambda h, w: jnp.tanh(h @ w), ws, x)
+
+    of = subject(lambda *args: chain(list(args[:-1]), args[-1]), *weights, x)
+    plan = arrangements(of)["sm90-spatial-cluster-lanes1"]
+    assert plan.cluster > 8
+    expected = functools.reduce(lambda h, w: np.tanh(h @ np.asarray(w, np.float64)), weights, np.asarray(x, np.float64))
+    (got,) = run(of, plan)
+    np.testing.assert_allclose(got, expected, atol=12 * CHAIN * ROUNDING["float32"] * np.abs(expected).max())
+
+
 def test_a_plan_that_does_not_fit_is_refused() -> None:
     """256 KiB of weights do not stay in the shared memory of a CTA, whatever a plan says."""
     family = FAMILIES["wide"]

@@ -54,10 +54,9 @@ def _row_load(body: Body, v: int, array: int) -> None:
 def _pop(body: Body, instr: Instr) -> None:
     """The entry stays in its slot, and is read from there, until the tile is done."""
     value, q, (v,) = body.new(instr), instr["queue"], instr.outputs
-    if v in body.slabs:
-        raise CannotLower("a queue's entry is read slab by slab")
+    first = f"slab * {tiles.image_vectors(value.width, value.dtype)} + " if v in body.slabs else ""
     body.text(f"queue{q}.rd_acquire(n);")
-    body.text(f"const auto pop{q} = [&](int i) {{ return queue{q}.pop(n, i); }};")
+    body.text(f"const auto pop{q} = [&](int i) {{ return queue{q}.pop(n, {first}i); }};")
     body.popped.append(q)
     if value.row:
         type_ = pointwise.COMPUTE[value.dtype]
