@@ -81,10 +81,14 @@ def promised(a: Arrangement, source: str) -> set[str]:
     return found
 
 
-def check(one: Made) -> None:
-    """Everything that is asked of every kernel."""
+def check_promises(one: Made) -> None:
     missing = {opcode for opcode in promised(one.arrangement, one.kernel.source) if one.code.count(opcode) == 0}
     assert not missing, f"no {missing} in {sorted({i.opcode for i in one.code.instructions})}"
+
+
+def check(one: Made) -> None:
+    """Everything that is asked of a kernel that a planner picks."""
+    check_promises(one)
     complaints = [line for line in one.log.splitlines() if COMPLAINT.search(line)]
     assert not complaints, complaints
     assert not one.code.has_local_memory, (
@@ -134,9 +138,10 @@ def test_an_arrangement_becomes_the_instructions_it_was_planned_for(family: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("family, dtype", [(name, dtype) for name in NETWORKS for dtype in FAMILIES[name].dtypes])
 def test_every_arrangement_of_every_family(family: str, dtype: str, subtests: Any) -> None:
+    """Among them are some that spill, which the planner does not pick: docs/kernels.md has the numbers."""
     for name, plan in plans(family, dtype).items():
         with subtests.test(arrangement=name):
-            check(made(of_family(family, dtype), plan))
+            check_promises(made(of_family(family, dtype), plan))
 
 
 # --- what the planner picks
