@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -159,16 +160,13 @@ def test_custom_call_through_jit() -> None:
     captured = capture(jax.make_jaxpr(fn)(*args)).graph
     assert len(captured.inputs) == len(program.inputs) == len(args)
 
-    class Planned:
-        platform = "cpu"
-        attribute = bc.encode(program)
-
+    planned = types.SimpleNamespace(target="cpu", program=program, code=bc.encode(program))
     aval = jax.ShapeDtypeStruct(want.shape, want.dtype)
-    (got,) = jax.jit(lambda *xs: targets.emit(Planned(), xs, [aval]))(*args)
+    (got,) = jax.jit(lambda *xs: targets.emit(planned, xs, [aval], lambda *_: pytest.fail("nothing is left to XLA")))(*args)
     _close(np.asarray(got), np.asarray(want))
 
 
 def test_targets_refuse_unknown_platforms() -> None:
     assert not targets.has_target("tpu")
     with pytest.raises(ValueError, match="tpu"):
-        targets.generate("tpu", None, "x")  # type: ignore[arg-type]
+        targets.generate("tpu", None, None, "x")  # type: ignore[arg-type]
