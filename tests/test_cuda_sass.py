@@ -138,7 +138,7 @@ def test_an_arrangement_becomes_the_instructions_it_was_planned_for(family: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("family, dtype", [(name, dtype) for name in NETWORKS for dtype in FAMILIES[name].dtypes])
 def test_every_arrangement_of_every_family(family: str, dtype: str, subtests: Any) -> None:
-    """Among them are some that spill, which the planner does not pick: docs/kernels.md has the numbers."""
+    """Whether they spill is not asked here: some do, and docs/kernels.md has the numbers."""
     for name, plan in plans(family, dtype).items():
         with subtests.test(arrangement=name):
             check_promises(made(of_family(family, dtype), plan))
