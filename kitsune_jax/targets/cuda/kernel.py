@@ -28,6 +28,7 @@ _MIN_DEPTH = 2
 # (two chunks of a product in flight, columns of a chunk), best first. In flight together, one chunk's epilogue hides behind the
 # other's product; narrow chunks need more barrier rounds, but from 64 columns on the tensor core's rate is that of wide ones.
 _SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
+_NARROW_SHAPES = ((True, 64), (False, 64))
 # Registers for values: setmaxnreg's share less addresses and temporaries (``pipeline.h``).
 _VALUE_REGISTERS = {1: 208, 2: 200, 3: 112}
 
@@ -180,7 +181,7 @@ class _Generator:
         config = StageConfig(resident=self.a.resident[s], split=self.a.split[s], depth=_MAX_DEPTH)
         limit = _VALUE_REGISTERS[self.a.lanes]
         best: tuple[int, Body, StageConfig] | None = None
-        for overlap, columns in _SHAPES:
+        for overlap, columns in self._shapes(s):
             config = dataclasses.replace(config, overlap=overlap, columns=columns)
             body = self._emit(s, config, first)
             peak, _ = body.budget.peak()
@@ -207,6 +208,12 @@ class _Generator:
         stage = _Stage(body, config, rank, first)
         self._fit_memory(s, stage)
         return stage
+
+    def _shapes(self, s: int) -> tuple[tuple[bool, int], ...]:
+        """Chunks to try. Beside two other lanes, or one and f32 operands, ptxas spills or serialises with chunks of 128 columns."""
+        p = self.program
+        single = any(p.values[i.inputs[0]].dtype == "float32" for i in p.stages[s].body if i.kind == "matmul")
+        return _NARROW_SHAPES if self.a.lanes == 3 or (self.a.lanes == 2 and single) else _SHAPES
 
     def _may_spill(self, body: Body, v: int, spilled: Sequence[int]) -> bool:
         return v not in spilled and not body.value(v).row and body.value(v).width >= 32
