@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import lower
 from tests.checks import enable_x64
 from tests.cuda_cases import DTYPES, FAMILIES, Arg, Family, dense_relu
@@ -189,6 +190,15 @@ def test_a_cluster_of_more_than_the_portable_eight_ctas() -> None:
     expected = functools.reduce(lambda h, w: np.tanh(h @ np.asarray(w, np.float64)), weights, np.asarray(x, np.float64))
     (got,) = run(of, plan)
     np.testing.assert_allclose(got, expected, atol=12 * CHAIN * ROUNDING["float32"] * np.abs(expected).max())
+
+
+def test_where_a_function_stands_does_not_change_its_kernel() -> None:
+    """Else a line added above it would be a new compilation."""
+    of, found, _ = case("mlp", "bfloat16", 65)
+    plan = next(iter(found.values()))
+    one, other = (cuda.generate("emulator", of.program(plan), plan, f"region0 (model.py:{line})") for line in (12, 13))
+    assert one.kernel.source == other.kernel.source and one.image == other.image
+    assert one.name != other.name
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:

@@ -122,7 +122,7 @@ class Body:
         """Is ``v`` read by others than the ``reads`` instructions that are at hand?"""
         return self.uses[v] > reads
 
-    def expression(self, instr: Instr, operands: Sequence[str], types: Sequence[str], out: str, dtype: str, column: str) -> str:
+    def expression(self, instr: Instr, operands: Sequence[str], types: Sequence[str], out: str, dtype: str) -> str:
         text = pointwise.instruction(instr, operands, types, out, dtype)
         if text is None:
             raise CannotLower(f"{instr.kind} of {types[0]} has no code on the GPU")

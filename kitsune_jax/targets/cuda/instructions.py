@@ -103,7 +103,7 @@ def _pointwise(body: Body, instr: Instr) -> None:
     type_ = pointwise.COMPUTE[value.dtype]
     operands = [body.row(x) for x in instr.inputs]
     types = [pointwise.COMPUTE[body.value(x).dtype] for x in instr.inputs]
-    text = body.expression(instr, operands, types, type_, value.dtype, "0")
+    text = body.expression(instr, operands, types, type_, value.dtype)
     body.row_value(v, text)
 
 

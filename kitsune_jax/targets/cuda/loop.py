@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.values import (
-    Accumulators,
     Expression,
     InArray,
     InImage,
@@ -172,8 +171,6 @@ class Loop:
         cuts = {0, total}
         for v in self._all_sources():
             match self.body.value(v).place:
-                case Accumulators(chunks):
-                    cuts |= {first for _, first, _ in chunks}
                 case Parts(parts):
                     at = 0
                     for _, _, blocks in parts:
@@ -321,9 +318,6 @@ class _Segment:
             case Registers(name, _):
                 self.body.used(v)
                 return f"unpack<{pointwise.ELEMENT[value.dtype]}>({name}[{block} * {pairs} + ii], e)"
-            case Accumulators(chunks):
-                name, first = next((n, f) for n, f, count in chunks if f <= self.first - shift < f + count)
-                return f"{name}[2 * (({block} - {first}) * {pairs} + ii) + e]"
             case Multiply():
                 if shift:
                     raise AssertionError("a matmul is read in place")
@@ -352,7 +346,7 @@ class _Segment:
             case Expression(instr):
                 operands = [self.read(o, shift) for o in instr.inputs]
                 types = [pointwise.COMPUTE[self.body.value(o).dtype] for o in instr.inputs]
-                text = self.body.expression(instr, operands, types, type_, value.dtype, f"{self._column()} - {32 * shift}")
+                text = self.body.expression(instr, operands, types, type_, value.dtype)
                 name = self.body.fresh("t")
                 self.element.append(f"const {type_} {name} = {text};")
                 return name

@@ -49,13 +49,6 @@ class Registers:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Accumulators:
-    """Results of a matmul, chunk by chunk: (name, first block, blocks)."""
-
-    chunks: tuple[tuple[str, int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class InImage:
     """A register image; ``get(i)`` of the C++ name gives vector i. ``shared``: it is ours to keep (not a queue's entry)."""
 
@@ -112,9 +105,7 @@ class Parts:
     parts: tuple[tuple[int, int, int], ...]
 
 
-Place: TypeAlias = (
-    "Literal | Expression | Multiply | Registers | Accumulators | InImage | InArray | InVector | InScratch | Splat | Parts"
-)
+Place: TypeAlias = "Literal | Expression | Multiply | Registers | InImage | InArray | InVector | InScratch | Splat | Parts"
 
 
 @dataclasses.dataclass(slots=True)
