@@ -15,7 +15,7 @@ HEADER = Path(__file__).resolve().parent.parent / "cuda" / "include" / "kitsune"
 
 # Any multiple of 8 up to 256 is legal (PTX ISA, "Matrix Shape" of wgmma). Every instance costs compile time in every kernel.
 N_16BIT = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-N_TRANSPOSED = (64, 96, 128, 256)  # every orientation of both operands
+N_TRANSPOSED = (64, 96, 128, 192, 256)  # every orientation of both operands
 N_TF32 = (8, 16, 32, 64, 96, 128, 256)  # K-major only: the hardware transposes 16-bit types alone
 
 PROLOGUE = """\

@@ -119,7 +119,7 @@ def check_fits(case: Case, machine: Machine, p: Plan) -> None:
     assert p.cluster == 1 or p.cluster == ctas and p.replicas <= machine.clusters(p.cluster)
     for s, stage in enumerate(p.stages):
         assert least_shared_bytes(cost, p, s) <= machine.local_bytes
-        storage = Steps(cost, stage.ops, stage.split).storage(machine.lane_registers[p.lanes - 1])
+        storage = Steps(cost, stage.ops, stage.split).storage(machine.lane_registers[p.lanes - 1], p.lanes)
         assert storage is not None and p.lanes * storage.image_bytes <= machine.local_bytes
         if p.arrangement == "spatial":
             assert stage.resident and stage.workers == stage.split

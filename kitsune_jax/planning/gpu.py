@@ -80,7 +80,7 @@ def _vertical(region: GpuRegion, drafts: tuple[Draft, ...]) -> list[Arranged]:
     found: list[Arranged] = []
     least: int | None = None
     for lanes, registers in enumerate(machine.lane_registers, 1):
-        storage = region.steps(draft.ops).storage(registers)
+        storage = region.steps(draft.ops).storage(registers, lanes)
         if storage is None:
             continue
         for choice in choices:

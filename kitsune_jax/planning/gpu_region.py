@@ -48,7 +48,7 @@ class GpuRegion:
 
     def plan(self, a: Arranged) -> Plan:
         machine = self.machine
-        moved = self.traffic + self._partial_bytes(a.replicas * a.lanes * (a.cluster if a.arrangement == "vertical" else 1))
+        moved = self.traffic + self._partial_bytes(a.replicas * (a.cluster if a.arrangement == "vertical" else 1), a.lanes)
         near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
         dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
         l2 = (moved + a.l2_bytes) / machine.shared_bandwidth  # whatever comes from memory comes through the L2
@@ -79,6 +79,10 @@ class GpuRegion:
         weights = packed_bytes(self.cost, self.cost.region.ops)
         return self.machine.kernel_seconds + 2 * weights / self.machine.pack_bandwidth if weights else 0.0
 
-    def _partial_bytes(self, lanes: int) -> int:
-        """Every lane writes its partial sums; in a fixed order they are read again, otherwise added where they are."""
-        return lanes * sink_bytes(self.cost, self.cost.region.ops) * (2 if self.deterministic else 1)
+    def _partial_bytes(self, ctas: int, lanes: int) -> int:
+        """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; in a fixed order they are read again,
+        otherwise added where they are."""
+        gradients = [i for i in self.cost.region.sinks if self.cost.work(i).dot is not None]
+        others = [i for i in self.cost.region.sinks if self.cost.work(i).dot is None]
+        parts = ctas * (sink_bytes(self.cost, gradients) + lanes * sink_bytes(self.cost, others))
+        return parts * (2 if self.deterministic else 1)

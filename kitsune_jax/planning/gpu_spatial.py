@@ -16,7 +16,7 @@ from kitsune_jax.planning.balance import Infeasible, Limits, Load, screen
 from kitsune_jax.planning.fit import size_text, stationary_bytes
 from kitsune_jax.planning.gpu_cut import grouped, separated
 from kitsune_jax.planning.gpu_region import Arranged, GpuRegion
-from kitsune_jax.planning.gpu_storage import dots_of, entry_bytes, is_splittable, packed_bytes, shared_bytes, useful_split
+from kitsune_jax.planning.gpu_storage import entry_bytes, most_split, packed_bytes, shared_bytes
 from kitsune_jax.planning.gpu_time import TileWork, matmul_efficiency, tile_work
 from kitsune_jax.planning.plan import Queue, Stage
 from kitsune_jax.planning.stages import DOUBLE_BUFFER, Draft, Link, links_to_each, merge, resource_of, stage_name
@@ -118,24 +118,19 @@ class _Builder:
         most = self._most_split(ops)
         bare = packed_bytes(self.cost, ops)
         for split in range(max(1, min(most, bare // self.machine.local_bytes)), most + 1):
-            if self._useful(ops, split) == split and self._fits(ops, split, rings):
+            if most_split(self.cost, ops, split) == split and self._fits(ops, split, rings):
                 return split
         return None
 
-    def _useful(self, ops: tuple[int, ...], split: int) -> int:
-        return 1 if split == 1 else useful_split(dots_of(self.cost, ops)[0].n, split)
-
     def _most_split(self, ops: tuple[int, ...]) -> int:
-        if self.place == "cluster" or not is_splittable(self.cost, ops):
-            return 1
-        return useful_split(dots_of(self.cost, ops)[0].n, self.machine.workers)
+        return 1 if self.place == "cluster" else most_split(self.cost, ops, self.machine.workers)
 
     def _fits(self, ops: tuple[int, ...], split: int, rings: int) -> bool:
         """``rings``: bytes per lane. Weights are looked at first: they settle most cases, and cost nothing to count."""
         weights, limit = packed_bytes(self.cost, ops, split), self.machine.local_bytes
         need = weights + self.lanes * rings
         if need <= limit:
-            storage = self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1])
+            storage = self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1], self.lanes)
             if storage is None:
                 self.reason = "the values of 64 rows do not fit the registers of a warpgroup"
                 return False
@@ -145,7 +140,7 @@ class _Builder:
         return need <= limit
 
     def _find_work(self, ops: tuple[int, ...], split: int) -> TileWork | None:
-        storage = self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1])
+        storage = self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1], self.lanes)
         if storage is None:
             return None
         return tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True), split)
@@ -201,7 +196,7 @@ class _Builder:
             if best is None or rate > best[0]:
                 best = rate, instances, result.workers
         assert best is not None
-        splits = [self._useful(d.ops, split) for d, split in zip(drafts, best[2], strict=True)]
+        splits = [most_split(self.cost, d.ops, split) for d, split in zip(drafts, best[2], strict=True)]
         return self._arranged(drafts, splits, self.machine.workers // sum(splits))
 
     def _arranged(self, drafts: Sequence[Draft], splits: Sequence[int], instances: int) -> Arranged | None:

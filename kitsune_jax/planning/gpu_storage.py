@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import DotWork, RegionCost, itemsize, round_up
+from kitsune_jax.planning.gpu_gradient import gradient_shapes, panel_bytes, useful_gradient_split
 from kitsune_jax.planning.machines import KIB
 
 TILE_ROWS = 64
@@ -99,7 +100,13 @@ def useful_split(columns: int, split: int) -> int:
 
 
 def dots_of(cost: RegionCost, ops: Iterable[int]) -> list[DotWork]:
-    return [dot for i in ops if (dot := cost.work(i).dot) is not None]
+    """Matmuls with stationary weights."""
+    return [dot for i in ops if i not in cost.sinks and (dot := cost.work(i).dot) is not None]
+
+
+def gradients_of(cost: RegionCost, ops: Iterable[int]) -> list[DotWork]:
+    """Weight gradients: matmuls that contract the rows, of operands with ``m`` and ``n`` columns."""
+    return [dot for i in ops if i in cost.sinks and (dot := cost.work(i).dot) is not None]
 
 
 def packed_bytes(cost: RegionCost, ops: Iterable[int], split: int = 1) -> int:
@@ -131,8 +138,9 @@ def check_ops(cost: RegionCost) -> None:
         if dot is None:
             continue
         if i in cost.sinks:
-            raise Infeasible("the CUDA target has no code for a matmul that contracts the stream (a weight gradient)")
-        if dot.batch * dot.m != 1:
+            if dot.batch * dot.k != 1:
+                raise Infeasible("the CUDA target has no code for a weight gradient of several matrices")
+        elif dot.batch * dot.m != 1:
             raise Infeasible(f"the CUDA target has no code for {dot.batch * dot.m} matrix rows per row of the stream")
         if dot.dtype not in _MATMUL_DTYPES:
             raise Infeasible(f"the CUDA target has no code for a matmul of {dot.dtype}")
@@ -140,15 +148,46 @@ def check_ops(cost: RegionCost) -> None:
             raise Infeasible("the CUDA target multiplies float32 as tf32; the function asks for precision HIGHEST")
 
 
+def most_split(cost: RegionCost, ops: Sequence[int], split: int) -> int:
+    """The most CTAs, ``split`` at most, that can share ``ops``."""
+    if split == 1 or not is_splittable(cost, ops):
+        return 1
+    gradients = gradients_of(cost, ops)
+    if gradients:
+        return useful_gradient_split(gradients[0].m, gradients[0].n, split)
+    return useful_split(dots_of(cost, ops)[0].n, split)
+
+
 def is_splittable(cost: RegionCost, ops: Sequence[int]) -> bool:
-    """One matmul and elementwise ops: each CTA of a stage can make its own columns of the results."""
+    """One matmul and elementwise ops: each CTA of a stage can make its own columns of the results, or of a weight gradient."""
     anchors = [i for i in ops if cost.family(i) in _ANCHORS]
-    if len(anchors) != 1 or cost.work(anchors[0]).dot is None or any(i in cost.sinks for i in ops):
+    if len(anchors) != 1 or cost.work(anchors[0]).dot is None or any(i in cost.sinks for i in ops if i != anchors[0]):
         return False
+    if anchors[0] in cost.sinks:
+        return _separate_operands(cost, ops, anchors[0])
     columns = cost.row_size(cost.graph.ops[anchors[0]].outputs[0])
     after = _after(cost, ops, anchors[0])
     elementwise = all(cost.family(i) in ("pointwise", "convert", "broadcast") for i in ops if i != anchors[0])
     return elementwise and all(cost.row_size(v) in (1, columns) for i in after for v in cost.graph.ops[i].outputs)
+
+
+def _separate_operands(cost: RegionCost, ops: Sequence[int], gradient: int) -> bool:
+    """Whether the operands of a weight gradient meet nowhere in the stage: the columns of one are shared out, those of the other not."""
+    if any(cost.family(i) not in ("pointwise", "convert", "broadcast") for i in ops if i != gradient):
+        return False
+    reach = []
+    for v in cost.graph.ops[gradient].inputs:
+        seen: set[int] = set()
+        todo = [v]
+        while todo:
+            v = todo.pop()
+            if v in seen or not cost.streamed(v) or cost.row_size(v) == 1:
+                continue
+            seen.add(v)
+            touching = [i for i in ops if i != gradient and v in (*cost.graph.ops[i].inputs, *cost.graph.ops[i].outputs)]
+            todo += [u for i in touching for u in (*cost.graph.ops[i].inputs, *cost.graph.ops[i].outputs)]
+        reach.append(seen)
+    return not reach[0] & reach[1]
 
 
 def _after(cost: RegionCost, ops: Sequence[int], first: int) -> list[int]:
@@ -163,7 +202,8 @@ def _after(cost: RegionCost, ops: Sequence[int], first: int) -> list[int]:
 
 
 class Steps:
-    """The steps of a stage and what is kept between them. ``storage(registers)`` places it, cheapest in shared memory first."""
+    """The steps of a stage and what is kept between them. ``storage(registers, lanes)`` places it, cheapest in shared memory
+    first."""
 
     def __init__(self, cost: RegionCost, ops: Sequence[int], split: int = 1):
         self.cost, self.ops, self.split = cost, tuple(ops), split
@@ -173,7 +213,7 @@ class Steps:
         for i in self.ops:
             self._place(i)
         self.kept = self._kept()
-        self.sums = sum(self._sum_registers(i) for i in ops if i in cost.sinks)
+        self.sums = sum(self._sum_registers(i) for i in ops if i in cost.sinks and cost.work(i).dot is None)
         self.storage = functools.lru_cache(maxsize=None)(self._storage)
 
     def _place(self, i: int) -> None:
@@ -237,9 +277,30 @@ class Steps:
         columns = sum(self.cost.graph.values[v].size for v in self.cost.graph.ops[i].outputs)
         return 2 if columns == 1 else padded(columns) // 4
 
-    def _storage(self, registers: int) -> Storage | None:
-        """Place every kept value for threads of ``registers``: least shared memory first, then least traffic. None if none fits."""
-        budget = registers - _WORKING_REGISTERS - self.sums
+    def _gradients(self, lanes: int) -> tuple[int, int, int] | None:
+        """(registers of a thread, bytes of a lane's panels, bytes that are written and read per tile); None if one does not fit."""
+        registers = panels = traffic = 0
+        for dot in gradients_of(self.cost, self.ops):
+            half = itemsize(dot.dtype) == 2
+            shapes = gradient_shapes(dot.m, dot.n, half, self.split, lanes)
+            if not shapes:
+                return None
+            rows, columns = (panel_bytes(padded(n), half) for n in (shapes[0].rows, shapes[0].columns))
+            registers += shapes[0].registers
+            panels = max(panels, rows + columns)  # gradients take turns
+            traffic += 2 * rows + columns * (1 + shapes[0].all_blocks)
+        return registers, panels, traffic
+
+    def _storage(self, registers: int, lanes: int) -> Storage | None:
+        """Place every kept value for ``lanes`` of threads of ``registers``: least shared memory first, then least traffic. None if
+        none fits."""
+        gradients = self._gradients(lanes)
+        if gradients is None:
+            return None
+        best = self._placed(registers - _WORKING_REGISTERS - self.sums - gradients[0])
+        return best and Storage(best.image_bytes + gradients[1], best.image_traffic + gradients[2])
+
+    def _placed(self, budget: int) -> Storage | None:
         beam: dict[tuple[tuple[_Kept, bool], ...], Storage] = {(): Storage(0, 0)}
         for t, step in enumerate(self.steps):
             following: dict[tuple[tuple[_Kept, bool], ...], Storage] = {}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
-from kitsune_jax.planning.gpu_storage import TILE_ROWS, Storage, dots_of, padded, slab
+from kitsune_jax.planning.gpu_storage import TILE_ROWS, Storage, dots_of, gradients_of, padded, slab
 from kitsune_jax.planning.machines import Machine
 
 # Instructions per element where 16-bit results allow the approximate functions (tanh.approx, ex2.approx), and how many of them go
@@ -36,6 +36,8 @@ _SPECIAL_SLOTS = 8
 _CONVERT_SLOTS = 0.5
 # A row lies in four threads: two shuffles and two adds, of each of the 128 threads, for 64 rows.
 _ROW_SLOTS = 8
+# Float32 gradients go through mma.sync, which reaches about this part of wgmma's rate (Luo et al. 2024, arXiv:2402.13499, table 7).
+_WARP_MATMUL = 0.62
 # K of one wgmma (PTX ISA): 32 bytes of it.
 _K_BYTES = 32
 
@@ -74,6 +76,9 @@ def tile_work(cost: RegionCost, ops: Sequence[int], storage: Storage, efficiency
         depth = round_up(dot.k * itemsize(dot.dtype), _K_BYTES)
         tensor += 2.0 * TILE_ROWS * columns * (depth / itemsize(dot.dtype)) / machine.rate(machine.tensor_rates, dot.dtype)
         weights += columns * depth  # every warpgroup reads all of B from shared memory
+    for dot in gradients_of(cost, ops):
+        rate = machine.rate(machine.tensor_rates, dot.dtype) * (1.0 if itemsize(dot.dtype) == 2 else _WARP_MATMUL)
+        tensor += 2.0 * TILE_ROWS * round_up(dot.m, TILE_ROWS) * padded(dot.n) / split / rate
     slots, special = _slots(cost, ops, split)
     per_second = machine.rate(machine.simt_rates, "other")
     shared = (weights + storage.image_traffic) / machine.place("smem").bandwidth
@@ -90,7 +95,11 @@ def _slots(cost: RegionCost, ops: Sequence[int], split: int) -> tuple[float, flo
         reduces = family in ("reduce", "argreduce", "cumulative")
         size = cost.row_size(cost.graph.ops[i].inputs[0] if reduces else out)
         elements = TILE_ROWS * slab(size, split)
-        if family == "dot":
+        if family == "dot" and i in cost.sinks:
+            dot = cost.work(i).dot
+            assert dot is not None
+            slots += TILE_ROWS * (dot.m + dot.n / split) * _CONVERT_SLOTS  # on their way to shared memory
+        elif family == "dot":
             slots += elements * _CONVERT_SLOTS * (itemsize(cost.graph.values[out].dtype) < 4)
         elif reduces:
             slots += elements + 128 * _ROW_SLOTS

@@ -23,7 +23,7 @@ from kitsune_jax.targets.cuda.budget import Budget
 from kitsune_jax.targets.cuda.loop import Action, Keep, Loop
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.products import Products
-from kitsune_jax.targets.cuda.values import InImage, InVector, Literal, Registers, SinkCode, Splat, Value
+from kitsune_jax.targets.cuda.values import GradientCode, InImage, InVector, Literal, Registers, SinkCode, Splat, Value
 from kitsune_jax.targets.errors import CannotLower
 
 
@@ -33,8 +33,8 @@ class StageConfig:
 
     ``resident``: weights stay in shared memory, at ``weight_offset`` of each recipe; else they pass through a ring of ``depth``
     chunks. ``overlap``: two chunks of a product may be in flight; ``columns``: those of a chunk at most. ``spill``: values kept as
-    images, at these offsets of a lane's scratch. ``split``: slabs of columns its CTAs share out. ``loops``: layers that repeat
-    become a loop.
+    images, at these offsets of a lane's scratch. ``split``: slabs of columns its CTAs share out. ``lanes``: of each of them.
+    ``loops``: layers that repeat become a loop.
     """
 
     resident: bool = True
@@ -44,6 +44,7 @@ class StageConfig:
     columns: int = 128
     spill: tuple[tuple[int, int], ...] = ()
     split: int = 1
+    lanes: int = 1
     loops: bool = True
 
 
@@ -57,6 +58,8 @@ class Body:
         self.prologue: list[str] = []  # once per tile, in front of everything
         self.setup: list[str] = []  # once per kernel
         self.sinks: list[SinkCode] = []
+        self.gradients: list[GradientCode] = []
+        self.panel_bytes = 0  # of the largest gradient's operands, which take turns
         self.scratch_words = 0  # of the widest row that changes places
         self.popped: list[int] = []
         self.next_recipe: int | None = None  # of the matmul that comes next, in a loop over layers
@@ -75,7 +78,7 @@ class Body:
         self.uses = self._count_uses(program.stages[stage])
         self.spill = dict(config.spill)
         self.concatenations = columns.concatenations_for_matmuls(self)
-        self.slabs = slabs.of_stage(self.instrs, program, config.split)
+        self.slabs = slabs.of_stage(self.instrs, program, config.split, config.lanes)
 
     def emit(self) -> None:
         """Generates the whole body. Raises ``CannotLower``."""

@@ -22,10 +22,15 @@ class Budget:
         self.clock = 0
         self.spans: list[_Span] = []
         self.parts: dict[object, list[_Span]] = {}
+        self.held = 0
 
     def define(self, v: object, registers: int) -> None:
         """``registers`` more of value ``v`` are alive from now to its last use."""
         self._add(v, v, registers)
+
+    def hold(self, registers: int) -> None:
+        """``registers`` that are alive for the whole kernel: accumulators of sinks."""
+        self.held += registers
 
     def product(self, v: int, chunk: int, registers: int) -> None:
         """Accumulators of one chunk of the matmul ``v``."""
@@ -39,9 +44,9 @@ class Budget:
 
     def peak(self) -> tuple[int, tuple[int, ...]]:
         """(most registers alive at once, the values alive then, largest first)."""
-        most, at = 0, 0
+        most, at = self.held, 0
         for moment in {s.first for s in self.spans}:
-            total = sum(s.registers for s in self.spans if s.first <= moment <= s.last)
+            total = self.held + sum(s.registers for s in self.spans if s.first <= moment <= s.last)
             if total > most:
                 most, at = total, moment
         alive: dict[int, int] = {}

@@ -13,9 +13,21 @@ from typing import TYPE_CHECKING
 
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import columns, pointwise, tiles
-from kitsune_jax.targets.cuda.loop import Fold, Keep, Store
+from kitsune_jax.planning.gpu_gradient import GradientShape, gradient_shapes, panel_bytes
+from kitsune_jax.targets.cuda.loop import Fold, Keep, Store, ToPanel
 from kitsune_jax.targets.cuda.pack import WeightRecipe
-from kitsune_jax.targets.cuda.values import Expression, InArray, InImage, InVector, Multiply, Registers, SinkCode, Splat, Value
+from kitsune_jax.targets.cuda.values import (
+    Expression,
+    GradientCode,
+    InArray,
+    InImage,
+    InVector,
+    Multiply,
+    Registers,
+    SinkCode,
+    Splat,
+    Value,
+)
 from kitsune_jax.targets.errors import CannotLower
 
 if TYPE_CHECKING:
@@ -244,7 +256,53 @@ def _sink(body: Body, instr: Instr) -> None:
 
 
 def _matmul_sink(body: Body, instr: Instr) -> None:
-    raise CannotLower("weight gradients (products that contract the stream) have no code on the GPU yet")
+    """A weight gradient: both operands to shared memory, where the lanes of the CTA multiply them together."""
+    if (instr["x_contract"], instr["y_contract"], instr["x_batch"], instr["y_batch"]) != ((0,), (0,), (), ()):
+        raise CannotLower("a product that contracts the stream and other dimensions has no code on the GPU")
+    sink = body.program.sinks[instr["sink"]]
+    values = [body.value(v) for v in instr.inputs]
+    dtype = values[0].dtype
+    if values[1].dtype != dtype or dtype not in pointwise.OPERAND or sink.dtype != "float32":
+        raise CannotLower(f"a weight gradient of {dtype} and {values[1].dtype} in {sink.dtype} has no code on the GPU")
+    shape = _gradient_shape(body, instr)
+    x, y = reversed(instr.inputs) if shape.swapped else instr.inputs
+    k, operand = instr["sink"], pointwise.OPERAND[dtype]
+    at = 0
+    for name, v in (("x", x), ("y", y)):
+        width = 8 if body.value(v).row else body.value(v).width
+        panel = f"panel{k}{name}"
+        body.prologue.append(f"const Panel<{operand}, {width}> {panel}{{panels.mine() + {at}}};")
+        if width % 64:
+            body.setup.append(f"Panel<{operand}, {width}>{{panels.mine() + {at}}}.clear(lane, 1 + group);")
+        if body.value(v).row:
+            body.text(f"{panel}.put(lane, 0, {body.row_as_tile(v)}, valid);")
+        else:
+            body.loop(width, [ToPanel(v, panel)])
+        at += panel_bytes(width, tiles.is_half(dtype))
+        if name == "x":
+            second = at
+    widths = [8 if body.value(v).row else body.value(v).width for v in (x, y)]
+    type_ = f"Gradient<{operand}, {widths[0]}, {widths[1]}, {shape.blocks}, {shape.all_blocks}, {shape.width}, kLanes>"
+    body.setup.append(f"const {type_} gradient{k}{{panels.base, panels.base + {second}, panels.stride, group * {shape.blocks}}};")
+    body.setup.append(f"float sum{k}[{shape.blocks}][{shape.width // 2}];")
+    body.setup.append(f"for (int m = 0; m < {shape.blocks}; ++m) for (int i = 0; i < {shape.width // 2}; ++i) sum{k}[m][i] = 0.0f;")
+    body.text(f"gradient{k}.add(sum{k});")
+    body.gradients.append(GradientCode(k, shape, pointwise.ELEMENT[body.program.outputs[sink.array].dtype]))
+    body.budget.hold(shape.registers)
+    body.panel_bytes = max(body.panel_bytes, at)
+
+
+def _gradient_shape(body: Body, instr: Instr) -> GradientShape:
+    """The accumulators of a weight gradient: of a split stage, those whose slabs the stage's other values agree with."""
+    n = [math.prod(body.program.values[v].shape) for v in instr.inputs]
+    half = tiles.is_half(body.value(instr.inputs[0]).dtype)
+    shapes = gradient_shapes(n[0], n[1], half, body.config.split, body.config.lanes)
+    if body.config.split > 1:
+        slabs = [v in body.slabs for v in instr.inputs]
+        shapes = [s for s in shapes if slabs == [s.swapped, not s.swapped]]
+    if not shapes:
+        raise CannotLower(f"a weight gradient of {n[0]} x {n[1]} does not fit the registers of {body.config.split} CTAs")
+    return shapes[0]
 
 
 _HANDLERS: dict[str, Callable[[Body, Instr], None]] = {

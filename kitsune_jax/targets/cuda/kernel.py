@@ -13,10 +13,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from kitsune_jax.planning.gpu_gradient import BLOCK_ROWS
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import text, tiles
 from kitsune_jax.targets.cuda.body import Body, StageConfig
 from kitsune_jax.targets.cuda.columns import Vectors
+from kitsune_jax.targets.cuda.values import GradientCode
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.errors import CannotLower
 
@@ -102,6 +104,7 @@ class _Stage:
     first_rank: int
     first_weight: int
     scratch: int = 0  # bytes of one lane
+    panels_at: int = 0  # of a lane's scratch: the operands of weight gradients
     scratch_at: int = 0
     end: int = 0  # of the CTA's shared memory, queues apart
 
@@ -166,6 +169,17 @@ class _Generator:
         return self.instances * self.a.lanes * (1 if self.a.spatial else self.a.cluster)
 
     @property
+    def parts(self) -> int:
+        """CTAs that have a partial sum of each weight gradient (or of each slab of it)."""
+        return self.instances if self.a.spatial else self.grid
+
+    @property
+    def uniform(self) -> bool:
+        """Every lane takes part in every round, with a tile or without: the ring of streamed weights waits for all of them, and the
+        lanes of a CTA multiply weight gradients together."""
+        return self.streamed or any(stage.body.gradients for stage in self.stages)
+
+    @property
     def cooperative(self) -> bool:
         return "l2" in self.a.places
 
@@ -178,7 +192,7 @@ class _Generator:
     def _stage(self, s: int, rank: int) -> _Stage:
         """Generates the body, with as many values in shared memory as the registers ask for."""
         first = len(self.weights)
-        config = StageConfig(resident=self.a.resident[s], split=self.a.split[s], depth=_MAX_DEPTH)
+        config = StageConfig(resident=self.a.resident[s], split=self.a.split[s], lanes=self.a.lanes, depth=_MAX_DEPTH)
         limit = _VALUE_REGISTERS[self.a.lanes]
         best: tuple[int, Body, StageConfig] | None = None
         for overlap, columns in self._shapes(s):
@@ -254,7 +268,8 @@ class _Generator:
         """Shared memory of the stage's CTA; streamed weights get the ring that is left."""
         body, config = stage.body, stage.config
         images = max((at + image_bytes(body, v) for v, at in config.spill), default=0)
-        stage.scratch = images + _aligned(tiles.TILE_ROWS * body.scratch_words * 4) if body.scratch_words else images
+        stage.panels_at = images + _aligned(tiles.TILE_ROWS * body.scratch_words * 4) if body.scratch_words else images
+        stage.scratch = stage.panels_at + _aligned(body.panel_bytes)
         lanes = self.a.lanes * stage.scratch
         recipes = self.weights[stage.first_weight :]
         if config.resident:
@@ -333,6 +348,11 @@ class _Generator:
             if stage.body.sinks:
                 self.counter_at[s] = at
                 at += _COUNTER_BYTES
+        self.gradient_counter_at: dict[int, int] = {}
+        for s, stage in enumerate(self.stages):
+            if stage.body.gradients:
+                self.gradient_counter_at[s] = at
+                at += self.a.split[s] * self.a.lanes * _COUNTER_BYTES
         pipelines = self.instances * self.a.lanes
         self.ring_at: dict[int, int] = {}
         l2 = [q for q in range(len(self.program.queues)) if self.a.places[q] == "l2"]
@@ -345,11 +365,19 @@ class _Generator:
             for sink in stage.body.sinks:
                 self.partial_at[sink.sink] = at
                 at += _aligned(self.workers * 4 * sink.width * 4, 128)
+        for s, stage in enumerate(self.stages):
+            for gradient in stage.body.gradients:
+                self.partial_at[gradient.sink] = at
+                at += self.a.split[s] * self.parts * self.gradient_words(gradient) * 4
         self.slots_at: dict[int, int] = {}
         for q in l2:
             self.slots_at[q] = at
             at += pipelines * self.program.queues[q].depth * self.entry_vectors(q) * tiles.GROUP_THREADS * 16
         self.workspace_bytes = at
+
+    def gradient_words(self, gradient: GradientCode) -> int:
+        """Of one part of a slab."""
+        return gradient.shape.all_blocks * BLOCK_ROWS * gradient.shape.width
 
     def _counts(self) -> tuple[int, int, int]:
         operands = len(self.inputs) + len(self.groups) + bool(self.vectors.recipes)

@@ -73,7 +73,15 @@ class ToScratch:
     column: int
 
 
-Action = Keep | Store | Fold | ToScratch
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToPanel:
+    """The value to a panel in shared memory, the operand of a weight gradient; ``panel``: the C++ object's name."""
+
+    value: int
+    panel: str
+
+
+Action = Keep | Store | Fold | ToScratch | ToPanel
 
 
 class Loop:
@@ -242,7 +250,9 @@ class _Segment:
         text("}")
 
     def _pair_temporaries(self) -> list[str]:
-        return [f"t_{a.name}" for a in self.loop.actions if isinstance(a, Keep) and a.form == "pair"]
+        kept = [f"t_{a.name}" for a in self.loop.actions if isinstance(a, Keep) and a.form == "pair"]
+        panels = [a for a in self.loop.actions if isinstance(a, ToPanel)]
+        return kept + [f"t_{a.panel}" for a in panels if tiles.is_half(self.body.value(a.value).dtype)]
 
     # -- actions
 
@@ -275,8 +285,23 @@ class _Segment:
                 guards = [*([inside] if inside else []), *(["valid[h]"] if stream else [])]
                 guard = f"if ({' && '.join(guards)}) " if guards else ""
                 self.element.append(f"{guard}{target} = {how}::fold({target}, {type_}({x}));")
+            case ToPanel(_, panel):
+                self._to_panel(action.value, panel, x)
             case ToScratch(_, scratch, column):
                 self.element.append(f"{scratch}.put(lane, h, {column} + {self._column()}, to_word({x}));")
+
+    def _to_panel(self, v: int, panel: str, x: str) -> None:
+        value, pairs = self.body.value(v), self.loop.owned
+        inside = self._inside(value.n)
+        x = f"{inside} ? {x} : 0.0f" if inside else x
+        if tiles.is_half(value.dtype):
+            self.before.append(f"u32 w_{panel}[{pairs}];")
+            self.element.append(f"t_{panel}[e] = {x};")
+            self.pair.append(f"w_{panel}[ii] = pack<{pointwise.ELEMENT[value.dtype]}>(t_{panel}[0], t_{panel}[1]);")
+        else:
+            self.before.append(f"float w_{panel}[{2 * pairs}];")
+            self.element.append(f"w_{panel}[2 * ii + e] = {x};")
+        self.after.append(f"{panel}.put(lane, b, w_{panel}, valid);")
 
     def _put(self, name: str, put: str, words: int) -> None:
         """Words of a block as whole vectors of an image."""

@@ -79,6 +79,9 @@ def _consumer(g: _Generator, s: int) -> str:
     if body.scratch_words:
         images = stage.scratch - _scratch_bytes(body.scratch_words)
         inner.append(f"const Scratch rows = Scratch::at(scratch + {images}, {body.scratch_words});")
+    if body.gradients:
+        at = stage.scratch_at + stage.panels_at
+        inner.append(f"const Panels panels{{shared + {at}, {stage.scratch}, group}};")
     inner += _queues(g, s)
     inner += body.setup
     if stage.config.resident:
@@ -87,8 +90,7 @@ def _consumer(g: _Generator, s: int) -> str:
     else:
         inner.append(f"StreamedWeights<Weights> weights{{Weights{{&header.weights, shared + {g.header_bytes}}}}};")
     inner.append(f"const u32 worker = {_worker(g)};")
-    # With streamed weights every lane takes part in every round, with or without a tile: the ring waits for all of them.
-    rounds = f"{-(-g.program.tiles // g.workers)}" if not stage.config.resident else "tiles_of(worker, kWorkers, kTiles)"
+    rounds = f"{-(-g.program.tiles // g.workers)}" if g.uniform else "tiles_of(worker, kWorkers, kTiles)"
     inner.append(f"const u32 rounds = {rounds};")
     inner.append("KITSUNE_NO_UNROLL")
     inner.append("for (u32 n = 0; n < rounds; ++n) {")
@@ -105,6 +107,7 @@ def _consumer(g: _Generator, s: int) -> str:
     inner += ["  " + line for line in loop]
     inner.append("}")
     inner += _finish(g, s)
+    inner += _finish_gradients(g, s)
     out += ["  " + line for line in inner]
     out.append("}\n")
     return "\n".join(out)
@@ -181,6 +184,32 @@ def _finish(g: _Generator, s: int) -> list[str]:
         lines.append("  " + _combine(g, sink))
     lines.append("}")
     return lines
+
+
+def _finish_gradients(g: _Generator, s: int) -> list[str]:
+    """Each lane's rows of the stage's weight gradients: stored, and added up by the lane that comes last of those with the same."""
+    gradients = g.stages[s].body.gradients
+    if not gradients:
+        return []
+    part, counter = "instance" if g.a.spatial else "block_id()", f"{g.gradient_counter_at[s]} + (slab * kLanes + group) * 128"
+    arrived = f"reinterpret_cast<u32*>(p.workspace + {counter})"
+    lines = ["{", f"  const Finish finish{{{arrived}, &header.flags[group], {g.parts}, {part}, 1 + group}};"]
+    for gradient in gradients:
+        k, words = gradient.sink, g.gradient_words(gradient)
+        lines.append(
+            f"  u32* const partial{k} = reinterpret_cast<u32*>(p.workspace + {g.partial_at[k]}) + slab * {g.parts * words};"
+        )
+        lines.append(f"  gradient{k}.store(partial{k} + static_cast<i64>(finish.worker) * {words}, lane, sum{k});")
+    lines.append("  if (finish.last()) {")
+    for gradient in gradients:
+        k, shape = gradient.sink, gradient.shape
+        array = g.program.sinks[k].array
+        pitch = shape.rows if shape.swapped else shape.columns * g.a.split[s]
+        swapped = "true" if shape.swapped else "false"
+        template = f"{gradient.element}, {swapped}, {shape.blocks}, {shape.all_blocks}, {shape.width}"
+        where = f"{shape.rows}, {shape.columns}, static_cast<int>(slab) * {shape.columns}, {pitch}"
+        lines.append(f"    combine_gradient<{template}>(p.out{array}, partial{k}, finish.workers, gradient{k}.first, {where});")
+    return [*lines, "  }", "}"]
 
 
 def _combine(g: _Generator, sink: SinkCode) -> str:

@@ -10,6 +10,7 @@ import dataclasses
 from typing import TypeAlias
 
 from kitsune_jax.graph import Scalar
+from kitsune_jax.planning.gpu_gradient import GradientShape
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import tiles
 
@@ -128,6 +129,16 @@ class Value:
         if self.row:
             return 2
         return self.width // 4 if tiles.is_half(self.dtype) else self.width // 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradientCode:
+    """A weight gradient of a stage: accumulators ``sum{sink}``, the object ``gradient{sink}`` that adds to them; ``element``: of its
+    result in memory."""
+
+    sink: int
+    shape: GradientShape
+    element: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
