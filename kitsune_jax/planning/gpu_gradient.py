@@ -1,11 +1,11 @@
 """How a CTA holds a weight gradient: a product that contracts the rows, accumulated in registers while tiles stream past.
 
-Comes in: the columns of its two operands. Goes out: ``GradientShape``, which the planner counts with and kernels are generated from.
+Comes in: the columns of its two operands. Goes out: ``GradientShape``, which the planner counts with and kernels are made from.
 Invariant: registers and bytes are exactly those of ``cuda/include/kitsune/stage/gradient.h``.
 
-The accumulators of X^T Y have the columns of X as rows and those of Y as columns. A stage that is *split* shares out the columns of Y
-over its CTAs; the *lanes* of a CTA share out the rows, in blocks of 64, and every lane works on the tiles of all of them. Each lane
-leaves its tile's operands in shared memory as *panels*.
+The accumulators of X^T Y have the columns of X as rows and those of Y as columns. A stage that is *split* shares out the columns of
+Y over its CTAs; the *lanes* of a CTA share out the rows, in blocks of 64, and every lane works on the tiles of all of them. Each
+lane leaves its tile's operands in shared memory as *panels*.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class GpuRegion:
         return self.machine.kernel_seconds + 2 * weights / self.machine.pack_bandwidth if weights else 0.0
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
-        """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; in a fixed order they are read again,
-        otherwise added where they are."""
+        """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; in a fixed order they are read
+        again, otherwise added where they are."""
         gradients = [i for i in self.cost.region.sinks if self.cost.work(i).dot is not None]
         others = [i for i in self.cost.region.sinks if self.cost.work(i).dot is None]
         parts = ctas * (sink_bytes(self.cost, gradients) + lanes * sink_bytes(self.cost, others))

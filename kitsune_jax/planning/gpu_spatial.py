@@ -19,7 +19,7 @@ from kitsune_jax.planning.gpu_region import Arranged, GpuRegion
 from kitsune_jax.planning.gpu_storage import entry_bytes, most_split, packed_bytes, shared_bytes
 from kitsune_jax.planning.gpu_time import TileWork, matmul_efficiency, tile_work
 from kitsune_jax.planning.plan import Queue, Stage
-from kitsune_jax.planning.stages import DOUBLE_BUFFER, Draft, Link, links_to_each, merge, resource_of, stage_name
+from kitsune_jax.planning.stages import DOUBLE_BUFFER, Draft, Link, links, links_to_each, merge, resource_of, stage_name
 
 # One-way trips of a hand-off that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the barrier. L2:
 # the data, the flag behind a fence, and the reader's loads.
@@ -202,19 +202,20 @@ class _Builder:
     def _arranged(self, drafts: Sequence[Draft], splits: Sequence[int], instances: int) -> Arranged | None:
         """The pipeline with its rings as deep as skips need; None where that does not fit."""
         region, cost, machine = self.region, self.cost, self.machine
-        links = links_to_each(cost, drafts)
+        # An entry in the L2 is written once, whoever reads it; one in shared memory lies with its reader.
+        queued = (links if self.place == "l2" else links_to_each)(cost, drafts)
         instances = max(1, min(instances, region.tiles))
         stages: list[_Stage] = []
         for s, (draft, split) in enumerate(zip(drafts, splits, strict=True)):
-            inward = [link for link in links if link.consumers == (s,)]
+            inward = [link for link in queued if s in link.consumers]
             rings = sum(link.min_depth * entry_bytes(cost, link.value) for link in inward) if self.place == "cluster" else 0
             work = self._work(draft.ops, split) if self._fits(draft.ops, split, rings) else None
             if work is None:
                 return None
             entering = sum(entry_bytes(cost, link.value) for link in inward)
-            leaving = sum(entry_bytes(cost, link.value) for link in links if link.producer == s)
+            leaving = sum(entry_bytes(cost, link.value) for link in queued if link.producer == s)
             stages.append(_Stage(draft, split, work, entering, leaving // split))
-        queues = tuple(self._queue(link) for link in links)
+        queues = tuple(self._queue(link) for link in queued)
         if self.place == "l2" and instances * self.lanes * sum(q.depth * q.entry_bytes for q in queues) > machine.shared_bytes // 2:
             self.reason = "the rings of all instances do not fit half of the L2"
             return None

@@ -120,8 +120,13 @@ def vector_bytes(cost: RegionCost, ops: Iterable[int]) -> int:
 
 
 def entry_bytes(cost: RegionCost, v: int) -> int:
-    """One tile of ``v`` in a ring."""
-    return TILE_ROWS * padded(cost.row_size(v)) * itemsize(cost.graph.values[v].dtype)
+    """One tile of ``v`` in a ring: a 16-byte vector for each of 128 threads at least. A mask has one bit for each element."""
+    return round_up(_image_bytes(cost.graph.values[v].dtype, cost.row_size(v)), 128 * 16)
+
+
+def _image_bytes(dtype: str, columns: int) -> int:
+    elements = TILE_ROWS * padded(columns)
+    return elements // 8 if dtype == "bool" else elements * itemsize(dtype)
 
 
 def shared_bytes(cost: RegionCost, ops: Sequence[int], storage: Storage, lanes: int, weights: int, rings: int) -> int:
@@ -172,7 +177,7 @@ def is_splittable(cost: RegionCost, ops: Sequence[int]) -> bool:
 
 
 def _separate_operands(cost: RegionCost, ops: Sequence[int], gradient: int) -> bool:
-    """Whether the operands of a weight gradient meet nowhere in the stage: the columns of one are shared out, those of the other not."""
+    """Whether the operands of a weight gradient meet nowhere in the stage: only those of one of them are shared out."""
     if any(cost.family(i) not in ("pointwise", "convert", "broadcast") for i in ops if i != gradient):
         return False
     reach = []
@@ -267,7 +272,7 @@ class Steps:
             columns = self.cost.row_size(v)
             if born:
                 columns = slab(columns, self.split)
-            image = TILE_ROWS * padded(columns) * itemsize(self.cost.graph.values[v].dtype)
+            image = _image_bytes(self.cost.graph.values[v].dtype, columns)
             registers = 2 if columns == 1 else -(-image // 512)  # 128 threads, 4 bytes each
             made[born].append(_Kept(v, born, max(at), registers, image, sum(at.values())))
         return [sorted(values, key=lambda k: (-k.image, k.value)) for values in made]

@@ -29,8 +29,8 @@ class Stage:
 class Queue:
     """One value handed from ``producer`` to ``consumers`` (stage indices). ``depth`` entries of ``entry_bytes``.
 
-    ``place``: "l1"/"l2"/"l3" on a CPU; "cluster" (shared memory of the consumer) or "l2" on a GPU, where a queue has one consumer
-    and a ring of ``depth`` entries for each lane.
+    ``place``: "l1"/"l2"/"l3" on a CPU; on a GPU "cluster" (shared memory of its one consumer) or "l2", with a ring of ``depth``
+    entries for each lane.
     """
 
     value: int

@@ -34,7 +34,7 @@ class StageConfig:
     ``resident``: weights stay in shared memory, at ``weight_offset`` of each recipe; else they pass through a ring of ``depth``
     chunks. ``overlap``: two chunks of a product may be in flight; ``columns``: those of a chunk at most. ``spill``: values kept as
     images, at these offsets of a lane's scratch. ``split``: slabs of columns its CTAs share out. ``lanes``: of each of them.
-    ``loops``: layers that repeat become a loop.
+    ``slab_queues``: those with a split stage at an end. ``loops``: layers that repeat become a loop.
     """
 
     resident: bool = True
@@ -45,6 +45,7 @@ class StageConfig:
     spill: tuple[tuple[int, int], ...] = ()
     split: int = 1
     lanes: int = 1
+    slab_queues: frozenset[int] = frozenset()
     loops: bool = True
 
 
@@ -137,7 +138,7 @@ class Body:
 
     def keep(self, v: int) -> Keep:
         value = self.value(v)
-        form = "pair" if tiles.is_half(value.dtype) else "word"
+        form = value.form
         if v in self.spill:
             offset = self.spill[v]
             name = f"image{v}"
@@ -149,7 +150,7 @@ class Body:
         """The loop that keeps a value has been emitted."""
         value = self.value(action.value)
         if action.put:
-            value.place = InImage(f"{action.name}.get")
+            value.place = InImage(f"{action.name}.get", action.form)
         else:
             value.place = Registers(action.name, action.form)
 
@@ -160,8 +161,7 @@ class Body:
     def copy_of(self, v: int) -> str:
         """Registers with a value that stays where it is: the operand of one product."""
         name = self.fresh(f"c{v}_")
-        form = "pair" if tiles.is_half(self.value(v).dtype) else "word"
-        self.loop(self.value(v).width, [Keep(v, name, form, push=True)])
+        self.loop(self.value(v).width, [Keep(v, name, self.value(v).form, push=True)])
         return name
 
     def loop(self, width: int, actions: Sequence[Action]) -> None:
@@ -255,7 +255,8 @@ class Body:
         if t.dtype not in pointwise.COMPUTE:
             raise CannotLower(f"dtype {t.dtype}")
         n = math.prod(t.shape)
-        self.values[v] = Value(n // self.config.split if v in self.slabs else n, t.dtype, n == 1)
+        slab = v in self.slabs
+        self.values[v] = Value(n // self.config.split if slab else n, t.dtype, n == 1, slab=slab)
         return self.values[v]
 
     def row_value(self, v: int, text: str) -> None:

@@ -19,7 +19,7 @@ from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.loop import ToScratch
 from kitsune_jax.targets.cuda.pack import VectorRecipe
-from kitsune_jax.targets.cuda.values import InScratch, InVector, Literal, Parts, Splat
+from kitsune_jax.targets.cuda.values import Expression, InScratch, InVector, Literal, Multiply, Parts, Splat
 from kitsune_jax.targets.errors import CannotLower
 
 if TYPE_CHECKING:
@@ -125,9 +125,21 @@ def _move(body: Body, instr: Instr) -> None:
     elif len(sources) == 1 and counts[0] == 1 and (index[:, 1] == 0).all():
         value.place = Splat(sources[0])
     elif not value.row and (parts := _whole_blocks(body, value.width, value.n, index, sources)):
+        for x in dict.fromkeys(x for x, _, _ in parts):
+            if _waits_for_product(body, x):  # whose chunks are those of another width
+                body.materialize(x)
         value.place = Parts(parts)
     else:
         _through_scratch(body, instr, v, index, sources)
+
+
+def _waits_for_product(body: Body, v: int) -> bool:
+    match body.value(v).place:
+        case Multiply():
+            return True
+        case Expression(instr):
+            return any(_waits_for_product(body, x) for x in instr.inputs)
+    return False
 
 
 def _index(body: Body, instr: Instr, sources: list[int]) -> np.ndarray:

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kitsune_jax.planning.gpu_gradient import GradientShape, gradient_shapes, panel_bytes
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import columns, pointwise, tiles
-from kitsune_jax.planning.gpu_gradient import GradientShape, gradient_shapes, panel_bytes
 from kitsune_jax.targets.cuda.loop import Fold, Keep, Store, ToPanel
 from kitsune_jax.targets.cuda.pack import WeightRecipe
 from kitsune_jax.targets.cuda.values import (
@@ -27,6 +27,7 @@ from kitsune_jax.targets.cuda.values import (
     SinkCode,
     Splat,
     Value,
+    queue_form,
 )
 from kitsune_jax.targets.errors import CannotLower
 
@@ -66,7 +67,8 @@ def _row_load(body: Body, v: int, array: int) -> None:
 def _pop(body: Body, instr: Instr) -> None:
     """The entry stays in its slot, and is read from there, until the tile is done."""
     value, q, (v,) = body.new(instr), instr["queue"], instr.outputs
-    first = f"slab * {tiles.image_vectors(value.width, value.dtype)} + " if v in body.slabs else ""
+    form = queue_form(value.dtype, q in body.config.slab_queues)
+    first = f"slab * {tiles.image_vectors(value.width, form)} + " if v in body.slabs else ""
     body.text(f"queue{q}.rd_acquire(n);")
     body.text(f"const auto pop{q} = [&](int i) {{ return queue{q}.pop(n, {first}i); }};")
     body.popped.append(q)
@@ -76,7 +78,7 @@ def _pop(body: Body, instr: Instr) -> None:
         body.text(f"const {type_} r{v}[2] = {{from_word<{type_}>(e{v}.x), from_word<{type_}>(e{v}.y)}};")
         value.place = Registers(f"r{v}", "row")
     else:
-        value.place = InImage(f"pop{q}")
+        value.place = InImage(f"pop{q}", form)
 
 
 def _push(body: Body, instr: Instr) -> None:
@@ -87,9 +89,9 @@ def _push(body: Body, instr: Instr) -> None:
         x = [f"to_word({body.row(v).replace('[h]', f'[{h}]')})" for h in range(2)]
         body.text(f"queue{q}.push(n, 0, U4{{{x[0]}, {x[1]}, 0, 0}});")
     else:
-        first = f"slab * {tiles.image_vectors(value.width, value.dtype)} + " if v in body.slabs else ""
+        form = queue_form(value.dtype, q in body.config.slab_queues)
+        first = f"slab * {tiles.image_vectors(value.width, form)} + " if v in body.slabs else ""
         body.text(f"const auto push{q} = [&](int i, U4 v) {{ queue{q}.push(n, {first}i, v); }};")
-        form = "pair" if tiles.is_half(value.dtype) else "word"
         body.loop(value.width, [Keep(v, f"q{q}", form, put=f"push{q}", push=True, reads=1)])
     body.text(f"queue{q}.wr_release(n);")
 

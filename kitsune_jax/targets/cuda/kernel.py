@@ -18,8 +18,8 @@ from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import text, tiles
 from kitsune_jax.targets.cuda.body import Body, StageConfig
 from kitsune_jax.targets.cuda.columns import Vectors
-from kitsune_jax.targets.cuda.values import GradientCode
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.values import GradientCode, queue_form
 from kitsune_jax.targets.errors import CannotLower
 
 LAUNCH_VERSION = 1
@@ -94,7 +94,7 @@ def _aligned(n: int, to: int = _ALIGN) -> int:
 def image_bytes(body: Body, v: int) -> int:
     """Shared memory of a value's register image, for one lane."""
     value = body.value(v)
-    return _aligned(tiles.image_vectors(value.width, value.dtype) * tiles.GROUP_THREADS * 16)
+    return _aligned(tiles.image_vectors(value.width, value.form) * tiles.GROUP_THREADS * 16)
 
 
 @dataclasses.dataclass(slots=True)
@@ -124,6 +124,13 @@ class _Generator:
         self.stages: list[_Stage] = []
         self.queue_at: dict[int, int] = {}
         self.depth = 0
+
+    @property
+    def slab_queues(self) -> frozenset[int]:
+        """Queues that a split stage writes or reads."""
+        split = self.a.split
+        queues = enumerate(self.program.queues)
+        return frozenset(k for k, q in queues if any(split[s] > 1 for s in (q.producer, *q.consumers)))
 
     def run(self) -> Kernel:
         self.header_bytes = self._header_bytes()
@@ -192,7 +199,13 @@ class _Generator:
     def _stage(self, s: int, rank: int) -> _Stage:
         """Generates the body, with as many values in shared memory as the registers ask for."""
         first = len(self.weights)
-        config = StageConfig(resident=self.a.resident[s], split=self.a.split[s], lanes=self.a.lanes, depth=_MAX_DEPTH)
+        config = StageConfig(
+            resident=self.a.resident[s],
+            split=self.a.split[s],
+            lanes=self.a.lanes,
+            depth=_MAX_DEPTH,
+            slab_queues=self.slab_queues,
+        )
         limit = _VALUE_REGISTERS[self.a.lanes]
         best: tuple[int, Body, StageConfig] | None = None
         for overlap, columns in self._shapes(s):
@@ -301,7 +314,7 @@ class _Generator:
     def entry_vectors(self, q: int) -> int:
         tile = self.program.queues[q].tile
         n = math.prod(tile.shape)
-        return 1 if n == 1 else tiles.image_vectors(tiles.padded(n), tile.dtype)
+        return 1 if n == 1 else tiles.image_vectors(tiles.padded(n), queue_form(tile.dtype, q in self.slab_queues))
 
     def _place_queues(self) -> int:
         """Slots of cluster queues behind what their readers hold already. Returns the shared memory of the greediest CTA."""

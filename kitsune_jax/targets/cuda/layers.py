@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from kitsune_jax.targets.cuda import columns, instructions, tiles
+from kitsune_jax.targets.cuda import columns, instructions
 from kitsune_jax.targets.cuda.loop import Keep
 from kitsune_jax.targets.cuda.repeats import Run
 from kitsune_jax.targets.cuda.values import InImage, Registers
@@ -84,7 +84,7 @@ class _RegisterCarry:
     def __init__(self, body: Body, run: Run):
         self.body, self.run = body, run
         self.value = body.value(run.entry)
-        self.form = "pair" if tiles.is_half(self.value.dtype) else "word"
+        self.form = self.value.form
         self.name = f"h{run.entry}"
         self.holds: tuple[object, ...] = (("carry", run.entry),)
 
@@ -100,7 +100,7 @@ class _RegisterCarry:
         body.materialize(out)
         made = body.value(out).place
         assert isinstance(made, Registers)
-        count = self.value.width // (4 if self.form == "pair" else 2)
+        count = self.value.registers
         body.text("KITSUNE_UNROLL")
         body.text(f"for (int i = 0; i < {count}; ++i) {self.name}[i] = {made.name}[i];")
         body.budget.use(out)
@@ -116,7 +116,7 @@ class _ImageCarry:
     def __init__(self, body: Body, run: Run):
         self.body, self.run = body, run
         self.value = body.value(run.entry)
-        self.form = "pair" if tiles.is_half(self.value.dtype) else "word"
+        self.form = self.value.form
         self.names = (f"image{run.entry}", f"image{run.exits[0]}")
         last = (run.entry, run.exits[0])[len(run.segments) % 2]  # where the last layer leaves its result
         self.holds: tuple[object, ...] = (last,)
@@ -133,7 +133,7 @@ class _ImageCarry:
     def inside(self) -> InImage:
         a, b = self.names
         self.body.text(f"const Image {a}_in = layer & 1 ? {b} : {a}, {a}_out = layer & 1 ? {a} : {b};")
-        return InImage(f"{a}_in.get")
+        return InImage(f"{a}_in.get", self.form)
 
     def hand_on(self) -> None:
         out = f"{self.names[0]}_out"
@@ -142,4 +142,4 @@ class _ImageCarry:
             self.body.budget.use(v)
 
     def after(self) -> InImage:
-        return InImage(f"{self.names[len(self.run.segments) % 2]}.get")
+        return InImage(f"{self.names[len(self.run.segments) % 2]}.get", self.form)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keep:
-    """The value gets registers ``name`` ("pair" or "word") or, with ``put``, an image: the C++ call that takes (vector, U4).
+    """The value gets registers ``name`` of ``form``, or, with ``put``, an image: the C++ call that takes (vector, U4).
 
     ``push``: a copy, or an entry of a queue: the value stays where it was. ``reads``: instructions of the tile program that this
     stands for.
@@ -89,6 +89,7 @@ class Loop:
         self.body, self.width = body, width
         self.actions = list(actions)
         self.owned = tiles.owned(width)
+        self.masks: dict[int, str] = {}  # images of masks, which are brought in whole
         for action in self.actions:
             if body.value(action.value).width != width:
                 raise AssertionError("a loop is over tiles of one width")
@@ -103,6 +104,7 @@ class Loop:
                 self.body.products.advance(products, first)
             _Segment(self, first, last).emit()
             self._count_kept(first, last)
+        self._put_bits()
         for action in self.actions:
             if isinstance(action, Keep) and not action.push:
                 self.body.settle(action)
@@ -164,14 +166,22 @@ class Loop:
 
     def _declare(self) -> None:
         for action in self.actions:
-            if isinstance(action, Keep) and not action.put:
-                type_, count = self._storage(action)
+            if not isinstance(action, Keep):
+                continue
+            count = tiles.registers(self.width, action.form)
+            if action.form == "bit":
+                self.body.text(f"u32 {'w_' if action.put else ''}{action.name}[{count}] = {{}};")
+            elif not action.put:
+                type_ = "u32" if action.form == "pair" else pointwise.COMPUTE[self.body.value(action.value).dtype]
                 self.body.text(f"{type_} {action.name}[{count}];")
 
-    def _storage(self, action: Keep) -> tuple[str, int]:
-        if action.form == "pair":
-            return "u32", self.width // 4
-        return pointwise.COMPUTE[self.body.value(action.value).dtype], self.width // 2
+    def _put_bits(self) -> None:
+        """Masks as images: a vector holds the bits of several blocks, so it is complete only after the loop."""
+        for action in self.actions:
+            if isinstance(action, Keep) and action.form == "bit" and action.put:
+                vectors = tiles.image_vectors(self.width, "bit")
+                self.body.text("KITSUNE_UNROLL")
+                self.body.text(f"for (int i = 0; i < {vectors}; ++i) {action.put}(i, image_vector(w_{action.name}, i));")
 
     def _segments(self, products: list[int]) -> list[tuple[int, int]]:
         """Runs of blocks within which every source lies in one place."""
@@ -215,6 +225,7 @@ class _Segment:
     def __init__(self, loop: Loop, first: int, last: int):
         self.loop, self.body = loop, loop.body
         self.first, self.last = first, last
+        self.ahead: list[str] = []  # once, in front of the loop
         self.before: list[str] = []  # once per block
         self.element: list[str] = []
         self.pair: list[str] = []  # after both elements of a pair
@@ -227,6 +238,8 @@ class _Segment:
             self._action(action)
         pairs = self.loop.owned
         text = self.body.text
+        for line in self.ahead:
+            text(line)
         text("KITSUNE_UNROLL")
         text(f"for (int b = {self.first}; b < {self.last}; ++b) {{")
         for line in self.before:
@@ -270,10 +283,13 @@ class _Segment:
                     self.element.append(f"t_{name}[e] = {x};")
                     target = f"w_{name}[ii]" if put else f"{name}[b * {pairs} + ii]"
                     self.pair.append(f"{target} = pack<{element}>(t_{name}[0], t_{name}[1]);")
+                elif form == "bit":
+                    k = f"2 * (b * {pairs} + ii) + e"
+                    self.element.append(f"{'w_' if put else ''}{name}[({k}) / 32] |= static_cast<u32>({x}) << (({k}) % 32);")
                 else:
                     target = f"w_{name}[2 * ii + e]" if put else f"{name}[2 * (b * {pairs} + ii) + e]"
                     self.element.append(f"{target} = {f'to_word({x})' if put else x};")
-                if put:
+                if put and form != "bit":
                     self._put(name, put, pairs if form == "pair" else 2 * pairs)
             case Store(_, array):
                 out = f"o{array}"
@@ -337,6 +353,9 @@ class _Segment:
                 return self.read(of, 0)
             case Registers(name, "row"):
                 return f"{name}[h]"
+            case Registers(name, "bit"):
+                self.body.used(v)
+                return self._bit(name, block)
             case Registers(name, "word"):
                 self.body.used(v)
                 return f"{name}[2 * ({block} * {pairs} + ii) + e]"
@@ -353,9 +372,12 @@ class _Segment:
                 return f"{self._array(v, array, shift)}[h][c]"
             case InVector(_, scalar):
                 return self.body.scalar(v) if scalar else f"{self._vector(v, shift)}[c]"
-            case InImage(name):
+            case InImage(name, "bit"):
                 self.body.used(v)
-                return self._image(v, name, shift)
+                return self._bit(self._mask(v, name), block)
+            case InImage(name, form):
+                self.body.used(v)
+                return self._image(v, name, form, shift)
             case InScratch(name, table, fill):
                 where = self._load_vector(table, shift)
                 index = self.body.fresh("t")
@@ -397,9 +419,24 @@ class _Segment:
         self.before.append(f"load_vector<{owned}>({name}, vectors + {offset}, first_column<{self.loop.width}>(lane, {block}));")
         return name
 
-    def _image(self, v: int, name: str, shift: int) -> str:
+    def _bit(self, name: str, block: str) -> str:
+        k = f"2 * ({block} * {self.loop.owned} + ii) + e"
+        return f"(({name}[({k}) / 32] >> (({k}) % 32) & 1u) != 0)"
+
+    def _mask(self, v: int, name: str) -> str:
+        """Registers with all bits of a mask's image."""
+        if v not in self.loop.masks:
+            x, width = self.body.fresh("m"), self.body.value(v).width
+            self.loop.masks[v] = x
+            self.ahead.append(f"u32 {x}[{tiles.registers(width, 'bit')}];")
+            self.ahead.append("KITSUNE_UNROLL")
+            vectors = tiles.image_vectors(width, "bit")
+            self.ahead.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({x}, i, {name}(i));")
+        return self.loop.masks[v]
+
+    def _image(self, v: int, name: str, form: str, shift: int) -> str:
         value = self.body.value(v)
-        half = tiles.is_half(value.dtype)
+        half = form == "pair"
         words = self.loop.owned if half else 2 * self.loop.owned
         vectors = -(-words // 4)
         key = (v, shift)

@@ -54,13 +54,22 @@ def is_half(dtype: str) -> bool:
     return dtype in ("bfloat16", "float16")
 
 
-def image_vectors(width: int, dtype: str) -> int:
+def registers(width: int, form: str) -> int:
+    """32-bit registers of a thread for a tile: "pair" of 16-bit values, "bit" of a mask, "word" of anything.
+
+    >>> registers(256, "pair"), registers(256, "bit"), registers(256, "word")
+    (64, 4, 128)
+    """
+    return width // 4 if form == "pair" else -(-width // 64) if form == "bit" else width // 2
+
+
+def image_vectors(width: int, form: str) -> int:
     """16-byte vectors of a tile's register image, per thread (``kImageVectors``).
 
-    >>> image_vectors(256, "bfloat16"), image_vectors(8, "float32")
-    (16, 1)
+    >>> image_vectors(256, "pair"), image_vectors(8, "word"), image_vectors(256, "bit")
+    (16, 1, 1)
     """
-    return -(-(width // 4 if is_half(dtype) else width // 2) // 4)
+    return -(-registers(width, form) // 4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ class Multiply:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registers:
-    """``form``: "pair" (u32, two 16-bit values each), "word" (one element each) or "row" (one per row)."""
+    """``form``: "pair" (u32, two 16-bit values each), "bit" (u32, 32 booleans each), "word" (one element each) or "row" (one per
+    row)."""
 
     name: str
     form: str
@@ -51,9 +52,10 @@ class Registers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InImage:
-    """A register image; ``get(i)`` of the C++ name gives vector i. ``shared``: it is ours to keep (not a queue's entry)."""
+    """A register image; ``get(i)`` of the C++ name gives vector i."""
 
     name: str
+    form: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,17 +126,25 @@ class Value:
         return tiles.padded(self.n)
 
     @property
+    def form(self) -> str:
+        """How its elements lie in registers. A mask is bits, but of a slab: other stages read several slabs as one value."""
+        return "pair" if tiles.is_half(self.dtype) else "bit" if self.dtype == "bool" and not self.slab else "word"
+
+    @property
     def registers(self) -> int:
         """32-bit registers a thread needs to hold it."""
-        if self.row:
-            return 2
-        return self.width // 4 if tiles.is_half(self.dtype) else self.width // 2
+        return 2 if self.row else tiles.registers(self.width, self.form)
+
+
+def queue_form(dtype: str, slabs: bool) -> str:
+    """How the elements of a queue's entries lie. ``slabs``: a split stage writes or reads it."""
+    return Value(2, dtype, False, slab=slabs).form
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientCode:
-    """A weight gradient of a stage: accumulators ``sum{sink}``, the object ``gradient{sink}`` that adds to them; ``element``: of its
-    result in memory."""
+    """A weight gradient of a stage: accumulators ``sum{sink}``, the object ``gradient{sink}`` that adds to them; ``element``: of
+    its result in memory."""
 
     sink: int
     shape: GradientShape
