@@ -205,6 +205,17 @@ def _cumulative(c: _Context, v: Array, u: Array) -> Array:
     return c.pick(lax.cumsum, lax.cumlogsumexp)(v, axis=v.ndim - 1, reverse=c.choice % 4 > 1) / v.shape[-1]
 
 
+def _masked(c: _Context, v: Array, u: Array) -> Array:
+    """Dropout by an input, a clipped input as a gate, one that is rectified."""
+    column = c.x[..., :1]
+    return c.pick(
+        lambda: jnp.where(column > -0.5, v / 0.7, jnp.zeros_like(v)),
+        lambda: v * jnp.clip(column, -1.0, 0.5),
+        lambda: v * jax.nn.relu(column) + 0.1 * v,
+        lambda: v * jnp.maximum(column, jnp.abs(c.x).mean(-1, keepdims=True)),
+    )()
+
+
 OPS: dict[str, Callable[[_Context, Array, Array], Array]] = {
     "dense": _dense,
     "dense_transposed": _dense_transposed,
@@ -224,6 +235,7 @@ OPS: dict[str, Callable[[_Context, Array, Array], Array]] = {
     "cast": _cast,
     "centre": _centre,
     "cumulative": _cumulative,
+    "masked": _masked,
 }
 
 

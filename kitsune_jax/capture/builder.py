@@ -89,6 +89,7 @@ class Builder:
         self.avals: list[Any] = []
         self.ops: list[Op] = []
         self.steps: list[Step] = []
+        self._makers: dict[int, Op] = {}
         self._literals: dict[tuple[str, str], int] = {}
 
     def value(self, aval: Any) -> int:
@@ -115,8 +116,13 @@ class Builder:
         label = eqn.primitive.name if eqn is not None else kind
         op = Op(kind, tuple(inputs), tuple(outputs), make_params(**params), step.place.source, reason, label)
         self.ops.append(op)
+        self._makers.update(dict.fromkeys(outputs, op))
         self.steps.append(step)
         return outputs
+
+    def maker(self, v: int) -> Op | None:
+        """The op that makes ``v``; None for an input or a literal."""
+        return self._makers.get(v)
 
     def finish(self, inputs: Sequence[int], outputs: Sequence[int]) -> Captured:
         """The Graph without what nothing reads: inlined bodies leave dead ops behind that XLA would drop too."""

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kitsune_jax.capture.builder import Builder, Place, is_array
+import ml_dtypes
+import numpy as np
+
+from kitsune_jax.capture.builder import Builder, Place, is_array, scalar_of
 from kitsune_jax.capture.ops import OPS
+from kitsune_jax.capture.ops_spec import is_float, np_dtype
 from kitsune_jax.capture.rules import RENAMED, RULES, pointwise
 from kitsune_jax.capture.translator import Translator
 
-_IDENTITIES = ("copy", "copy_p", "stop_gradient")
+_IDENTITIES = ("copy", "copy_p", "stop_gradient", "name")  # "name": checkpoint_name, whose policies are applied by now
 _COLLECTIVES = (
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
     *("ragged_all_to_all", "reduce_scatter", "axis_index", "pbroadcast", "pgather"),
@@ -24,6 +28,12 @@ _COLLECTIVES = (
 _SEVERAL_DTYPES = (
     *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite", "select_n", "pow"),
     *("convert_element_type", "argmax", "argmin", "dot_general", "iota"),
+)
+
+
+# Arithmetic that is rounded once, so that what NumPy computes here is what XLA would have computed.
+_FOLDED = frozenset(
+    {"add", "sub", "mul", "div", "neg", "max", "min", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type"}
 )
 
 
@@ -37,7 +47,25 @@ def canonicalise(builder: Builder, eqn: Any, ins: list[int], place: Place) -> li
     t = Translator(builder, eqn, ins, place)
     if name not in RULES and RENAMED.get(name, name) not in OPS:
         return f"{name}: not an op the pipeline knows"
-    return _why_opaque(t) or RULES.get(name, pointwise)(t)
+    why = _why_opaque(t)
+    if why:
+        return why
+    constant = _folded(t)
+    return RULES.get(name, pointwise)(t) if constant is None else [constant]
+
+
+def _folded(t: Translator) -> int | None:
+    """The literal that an op on literals is: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed index."""
+    values = [t.builder.values[v] for v in t.ins]
+    kind = RENAMED.get(t.name, t.name)
+    if kind not in _FOLDED or any(v.literal is None for v in values):
+        return None
+    dtype = str(t.out.dtype)
+    arrays = [np.asarray(v.literal, np_dtype(v.dtype)) for v in values]
+    scalar = scalar_of(OPS[kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
+    if scalar is None or (is_float(dtype) and not abs(scalar[0]) >= float(ml_dtypes.finfo(np_dtype(dtype)).tiny)):
+        return None  # zeros have a sign and subnormal numbers may be flushed: XLA's own arithmetic decides
+    return t.builder.literal(*scalar)
 
 
 # --- reasons to stay opaque -------------------------------------------------------------------------------------------------------

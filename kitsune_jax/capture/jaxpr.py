@@ -17,7 +17,10 @@ import jax.numpy as jnp
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, Captured, Place, Step, scalar_of
 from kitsune_jax.capture.canonical import canonicalise
+from kitsune_jax.capture.relu import masks_of_results
+from kitsune_jax.capture.slices import fold_slices
 from kitsune_jax.capture.translator import bind_in_place
+from kitsune_jax.capture.transposes import fold_transposes
 
 __all__ = ["Captured", "Step", "capture"]
 
@@ -72,7 +75,9 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None) -> Captured:
     builder = Builder()
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
     outputs = _Walk(builder, rewrite).jaxpr(jaxpr, (), inputs, Place(()))
-    return builder.finish(inputs, outputs)
+    fold_transposes(builder, outputs)
+    fold_slices(builder, outputs)
+    return masks_of_results(builder.finish(inputs, outputs))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from kitsune_jax.capture import indexing
 from kitsune_jax.capture.ops_spec import FORMATS, is_float
 from kitsune_jax.capture.ops_special import LOG2_E
 from kitsune_jax.capture.translator import Translator
@@ -117,6 +118,11 @@ def _reshape(t: Translator) -> list[int] | str:
     return t.ins if t.shape_of(t.ins[0]) == shape else t.original("reshape", new_sizes=shape)
 
 
+def _squeeze(t: Translator) -> list[int] | str:
+    shape = tuple(t.out.shape)
+    return t.ins if t.shape_of(t.ins[0]) == shape else t.original("reshape", new_sizes=shape)
+
+
 def _transpose(t: Translator) -> list[int] | str:
     permutation = tuple(t.params["permutation"])
     return t.ins if permutation == tuple(range(len(permutation))) else t.original("transpose", permutation=permutation)
@@ -203,6 +209,9 @@ def _iota(t: Translator) -> list[int] | str:
 
 def _reduce(t: Translator) -> list[int] | str:
     axes = tuple(sorted(map(int, t.params["axes"])))
+    made = t.builder.maker(t.ins[0])
+    if made is not None and made.kind == "reshape" and t.shape_of(made.inputs[0]) == tuple(t.out.shape):
+        return list(made.inputs)  # over dimensions of extent 1 that were just added, as the gradient of ``bias[None]`` does
     return t.original(t.name, axes=axes) if axes else t.ins
 
 
@@ -262,7 +271,7 @@ RULES: dict[str, Callable[[Translator], list[int] | str]] = {
     "polynomial": _polynomial,
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
-    "squeeze": _reshape,
+    "squeeze": _squeeze,
     "transpose": _transpose,
     "rev": _rev,
     "slice": _slice,
@@ -274,6 +283,8 @@ RULES: dict[str, Callable[[Translator], list[int] | str]] = {
     "concatenate": _concatenate,
     "iota": _iota,
     "dot_general": _dot_general,
+    "gather": indexing.gather,
+    "scatter-add": indexing.scatter_add,
     **dict.fromkeys(_COPIES, lambda t: t.original("copy")),
     **dict.fromkeys(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"], _reduce),
     **dict.fromkeys(("argmax", "argmin"), _arg_reduce),

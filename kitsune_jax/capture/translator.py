@@ -55,7 +55,8 @@ class Translator:
         sizes = tuple(int(n) for n in shape)
         if self.shape_of(v) == sizes:
             return v
-        return self.derived("reshape", [v], self.like(sizes), lambda x: lax.reshape(x, sizes), new_sizes=sizes)
+        aval = self.like(sizes, self.builder.values[v].dtype)
+        return self.derived("reshape", [v], aval, lambda x: lax.reshape(x, sizes), new_sizes=sizes)
 
     def broadcast(self, v: int, shape: Sequence[int], dims: Sequence[int]) -> int:
         sizes, to = tuple(int(n) for n in shape), tuple(dims)

@@ -1,0 +1,285 @@
+"""Gathers of one element per row, and their gradients, as ops that stream: a compare with the column's number, then a select.
+
+Comes in: a ``Translator`` at a ``gather`` or ``scatter-add``. Goes out: value ids of its result, or the reason why it stays
+opaque. Invariant: the values that JAX gives, for indices out of range as well. Each row has one index, so nothing is added up:
+a gather is the largest of what the index lets through, which is exact.
+
+The labels of a cross-entropy come in three forms: ``take_along_axis`` (the other dimensions are batching ones),
+``x[arange, labels]`` (the index has a component for each dimension, and all but one count rows) and ``vmap`` of ``row[label]``
+(as the first).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from kitsune_jax.capture.builder import Builder
+from kitsune_jax.capture.ops_spec import INTEGERS, is_float, np_dtype
+from kitsune_jax.capture.translator import Translator
+from kitsune_jax.graph import Scalar
+
+_INDEX_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "int64")
+_MODES = ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+    """What the dimension numbers of gathers and scatters have in common.
+
+    ``window``: dimensions of the rows (gathered, or updates) that come from the array; ``dropped`` and ``batching``: dimensions of
+    the array that do not; ``batching[k]`` is dimension ``index_batching[k]`` of the index.
+    """
+
+    window: tuple[int, ...]
+    dropped: tuple[int, ...]
+    index_map: tuple[int, ...]
+    batching: tuple[int, ...]
+    index_batching: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pick:
+    """Dimension ``along`` of the array is indexed by value ``index``, which runs over dimensions ``index_dims`` of the array."""
+
+    shape: tuple[int, ...]
+    along: int
+    index: int
+    index_dims: tuple[int, ...]
+
+    @property
+    def extent(self) -> int:
+        return self.shape[self.along]
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        return tuple(d for d in range(len(self.shape)) if d != self.along)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[d] for d in self.others)
+
+
+def gather(t: Translator) -> list[int] | str:
+    """One element of each row."""
+    n = t.params["dimension_numbers"]
+    numbers = _Numbers(
+        n.offset_dims, n.collapsed_slice_dims, n.start_index_map, n.operand_batching_dims, n.start_indices_batching_dims
+    )
+    p = _pick(t, numbers, tuple(t.out.shape))
+    if isinstance(p, str):
+        return p
+    x, known = t.ins[0], _known(t.builder, p.index)
+    if isinstance(known, int) and 0 <= known < p.extent:
+        start = [known if d == p.along else 0 for d in range(len(p.shape))]
+        limit = [known + 1 if d == p.along else m for d, m in enumerate(p.shape)]
+        return [t.reshape(x if p.extent == 1 else t.slice(x, start, limit), t.out.shape)]
+    if not _is_computed(t.builder, x):
+        return "gather: from an array in memory, of which it reads little"
+    return [t.reshape(_taken(t, p, _mode(t) == "FILL_OR_DROP"), t.out.shape)]
+
+
+def scatter_add(t: Translator) -> list[int] | str:
+    """One element of each row added to: the gradient of ``gather``."""
+    n = t.params["dimension_numbers"]
+    numbers = _Numbers(
+        n.update_window_dims,
+        n.inserted_window_dims,
+        n.scatter_dims_to_operand_dims,
+        n.operand_batching_dims,
+        n.scatter_indices_batching_dims,
+    )
+    x, _, updates = t.ins
+    p = "scatter-add: of booleans" if str(t.out.dtype) == "bool" else _pick(t, numbers, t.shape_of(updates))
+    if isinstance(p, str):
+        return p
+    each = t.broadcast(t.reshape(updates, p.row_shape), p.shape, p.others)
+    total = t.derived("add", [x, each], t.out, lax.add)
+    if p.extent == 1 and _known(t.builder, p.index) == 0:
+        return [total]
+    hit = _hits(t, p, _clamped(t, p) if _mode(t) == "CLIP" else _flat(t, p))
+    return [t.derived("select_n", [hit, x, total], t.out, lax.select_n)]
+
+
+# --- which index belongs to which row ---------------------------------------------------------------------------------------------
+
+
+def _pick(t: Translator, numbers: _Numbers, rows: tuple[int, ...]) -> _Pick | str:
+    """What is picked, or why it is not one element per row. ``rows``: the shape of the elements."""
+    x, index = t.shape_of(t.ins[0]), t.builder.values[t.ins[1]]
+    if _mode(t) not in _MODES:
+        return f"{t.name}: treats indices out of range by {_mode(t)}"
+    if index.dtype not in _INDEX_DTYPES:
+        return f"{t.name}: has indices of {index.dtype}"
+    if 0 in (*x, *index.shape):
+        return f"{t.name}: of an array without elements"
+    in_window = [d for d in range(len(x)) if d not in (*numbers.dropped, *numbers.batching)]
+    window = dict(zip(in_window, numbers.window, strict=True))
+    batch = [k for k in range(len(rows)) if k not in numbers.window]
+    paired = dict(zip(numbers.batching, numbers.index_batching, strict=True))
+    chosen: list[tuple[int, int]] = []
+    for d, piece in zip(numbers.index_map, _components(t, len(numbers.index_map)), strict=False):
+        if window.get(d) is not None and rows[window[d]] != 1:
+            continue  # a slice of several
+        counted = _counted(t.builder, piece) if len(numbers.index_map) > 1 else None
+        if counted is not None and counted < len(batch) and index.shape[counted] == x[d]:
+            paired[d] = counted
+        else:
+            chosen.append((d, piece))
+    whole = {d: k for d, k in window.items() if rows[k] == x[d] and d not in numbers.index_map}
+    left = [m for j, m in enumerate(index.shape[:-1]) if j not in paired.values()]
+    along = chosen[0][0] if len(chosen) == 1 else -1
+    covered = sorted((*paired, *whole, along)) == list(range(len(x)))
+    if not covered or len({*paired.values()}) < len(paired) or any(m != 1 for m in left):
+        return f"{t.name}: not one index per row"
+    if any(m != 1 for m in x[along + 1 :]):
+        return f"{t.name}: not along the last dimension"
+    at = {**whole, **{d: batch[j] for d, j in paired.items()}}
+    order = [at[d] for d in sorted(at) if x[d] != 1]
+    if order != sorted(order):
+        return f"{t.name}: changes the order of dimensions"
+    dims = tuple(d for d in sorted(paired) if x[d] != 1)
+    return _Pick(x, along, chosen[0][1], dims)
+
+
+def _components(t: Translator, count: int) -> tuple[int, ...]:
+    """The values that the last dimension of the index holds, one per indexed dimension; () where they cannot be told apart."""
+    index = t.ins[1]
+    if count == 1:
+        return (index,)
+    op = t.builder.maker(index)
+    last = len(t.shape_of(index)) - 1
+    if op is None or op.kind != "concatenate" or op["dimension"] != last or len(op.inputs) != count:
+        return ()
+    return op.inputs
+
+
+def _counted(builder: Builder, v: int) -> int | None:
+    """The dimension along which ``v`` is 0, 1, 2 ..., if it is.
+
+    JAX makes an index valid by ``where(i < 0, i + n, i)``, which leaves such a value as it is.
+    """
+    op, shape = builder.maker(v), builder.values[v].shape
+    if op is None:
+        return None
+    if op.kind == "iota":
+        return int(op["dimension"])
+    if op.kind == "select_n":
+        test = builder.maker(op.inputs[0])
+        wraps = test is not None and test.kind == "lt" and test.inputs[0] == op.inputs[1] and _known(builder, test.inputs[1]) == 0
+        return _counted(builder, op.inputs[1]) if wraps else None
+    if op.kind not in ("broadcast_in_dim", "reshape"):
+        return None
+    before, inner = builder.values[op.inputs[0]].shape, _counted(builder, op.inputs[0])
+    if inner is None:
+        return None
+    if before[inner] == 1:
+        return shape.index(1) if 1 in shape else None
+    if op.kind == "broadcast_in_dim":
+        to = int(op["dims"][inner])
+        return to if shape[to] == before[inner] else None
+    wide = [[d for d, n in enumerate(s) if n != 1] for s in (before, shape)]
+    if inner not in wide[0] or [before[d] for d in wide[0]] != [shape[d] for d in wide[1]]:
+        return None
+    return wide[1][wide[0].index(inner)]
+
+
+def _known(builder: Builder, v: int) -> Scalar | None:
+    """The number that every element of ``v`` is, if it is a literal behind views."""
+    literal = builder.values[v].literal
+    op = builder.maker(v)
+    if literal is None and op is not None and op.kind in ("broadcast_in_dim", "reshape"):
+        return _known(builder, op.inputs[0])
+    return literal
+
+
+def _is_computed(builder: Builder, v: int) -> bool:
+    """Is ``v`` made by an op that may stream? A compare with each column would read all of an array that lies in memory."""
+    op = builder.maker(v)
+    if op is not None and op.kind in ("broadcast_in_dim", "reshape", "transpose"):
+        return _is_computed(builder, op.inputs[0])
+    return op is not None and op.kind != "opaque"
+
+
+# --- the ops that stand for it ----------------------------------------------------------------------------------------------------
+
+
+def _taken(t: Translator, p: _Pick, fill: bool) -> int:
+    """A value of shape ``p.row_shape``."""
+    dtype, axes = str(t.out.dtype), (p.along,)
+    index = _convert(t, _flat(t, p), "int32") if fill else _clamped(t, p)  # JAX takes an index to fill by modulo 2**32, too
+    hit = _hits(t, p, index)
+    let_through = t.derived("select_n", [hit, _full(t, _least(dtype), dtype, p.shape), t.ins[0]], t.like(p.shape), lax.select_n)
+    row = t.like(p.row_shape)
+    found = t.derived("reduce_max", [let_through], row, lambda a: lax.reduce_max(a, axes), axes=axes)
+    if not fill:
+        return found
+    inside = _inside(t, p, index)
+    rows = [d - (d > p.along) for d in p.index_dims]
+    which = inside if t.shape_of(inside) == p.row_shape else t.broadcast(inside, p.row_shape, rows)
+    return t.derived("select_n", [which, _full(t, _filling(t), dtype, p.row_shape), found], row, lax.select_n)
+
+
+def _hits(t: Translator, p: _Pick, index: int) -> int:
+    """Where the column's number is the row's index: bool of shape ``p.shape``."""
+    dtype = "int64" if t.builder.values[index].dtype == "int64" else "int32"
+    wide = t.broadcast(_convert(t, index, dtype), p.shape, p.index_dims)
+    counts, shape, along = t.like(p.shape, dtype), p.shape, p.along
+    column = t.derived("iota", [], counts, lambda: lax.broadcasted_iota(dtype, shape, along), shape=shape, dimension=along)
+    return t.derived("eq", [column, wide], t.like(p.shape, "bool"), lax.eq)
+
+
+def _flat(t: Translator, p: _Pick) -> int:
+    """The index without dimensions of extent 1."""
+    return t.reshape(p.index, [p.shape[d] for d in p.index_dims])
+
+
+def _inside(t: Translator, p: _Pick, index: int) -> int:
+    dtype, truth = t.builder.values[index].dtype, t.like(t.shape_of(index), "bool")
+    first, last = t.builder.literal(0, dtype), t.builder.literal(p.extent - 1, dtype)
+    low = t.derived("ge", [index, first], truth, lambda i, n: lax.ge(i, lax.full_like(i, n)))
+    high = t.derived("le", [index, last], truth, lambda i, n: lax.le(i, lax.full_like(i, n)))
+    return t.derived("and", [low, high], truth, lax.bitwise_and)
+
+
+def _clamped(t: Translator, p: _Pick) -> int:
+    index = _flat(t, p)
+    dtype = t.builder.values[index].dtype
+    most = min(p.extent - 1, int(np.iinfo(dtype).max))
+    bounds = [t.builder.literal(n, dtype) for n in (0, most)]
+    like = t.like(t.shape_of(index), dtype)
+    return t.derived("clamp", [bounds[0], index, bounds[1]], like, lambda *a: lax.clamp(*(_cast(x, dtype) for x in a)))
+
+
+def _cast(x: Any, dtype: str) -> Any:
+    return lax.convert_element_type(x, dtype)
+
+
+def _convert(t: Translator, v: int, dtype: str) -> int:
+    if t.builder.values[v].dtype == dtype:
+        return v
+    like = t.like(t.shape_of(v), dtype)
+    return t.derived("convert_element_type", [v], like, lambda x: _cast(x, dtype), new_dtype=dtype)
+
+
+def _full(t: Translator, scalar: Scalar, dtype: str, shape: Sequence[int]) -> int:
+    return t.broadcast(t.builder.literal(scalar, dtype), shape, ())
+
+
+def _least(dtype: str) -> Scalar:
+    return -np.inf if is_float(dtype) else int(np.iinfo(dtype).min) if dtype in INTEGERS else False
+
+
+def _filling(t: Translator) -> Scalar:
+    """What ``mode="fill"`` gives for an index out of range, rounded to the result's dtype."""
+    dtype = str(t.out.dtype)
+    rounded = np.asarray(t.params["fill_value"]).astype(np_dtype(dtype))
+    return float(rounded) if is_float(dtype) else bool(rounded) if dtype == "bool" else int(rounded)
+
+
+def _mode(t: Translator) -> str:
+    return str(getattr(t.params["mode"], "name", t.params["mode"]))
