@@ -139,7 +139,20 @@ def has_symbolic_shapes(closed: Any) -> bool:
     return any(type(d) is not int and not hasattr(d, "__index__") for v in atoms for d in getattr(v.aval, "shape", ()))
 
 
+def without_dead_code(closed: Any) -> Any:
+    """``closed`` with the same arguments and results, without what ``jax.jit`` drops before it lowers: equations nobody reads."""
+    jaxpr, consts = open_parts(closed)
+    live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return core.ClosedJaxpr(live, consts) if type(closed).__name__ == "ClosedJaxpr" else live
+
+
 # --- equations ------------------------------------------------------------------------------------------------------------------
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Does the equation come from transposition, as the backward pass of every gradient does? JAX notes it in the name stack."""
+    stack = eqn.source_info.name_stack.stack
+    return any(type(part).__name__ == "Transform" and part.name == "transpose" for part in stack)  # a user's scope is a Scope
 
 
 def source_line(eqn: Any) -> str:
@@ -368,7 +381,6 @@ def _remat_0_10(prim: Any, policy: Any, *args: Any, call_jaxpr: Any, **params: A
 
 def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """A result of another shape and dtype that varies over the same mesh axes as ``aval`` (``shard_map`` checks that)."""
-    varying = getattr(aval, "manual_axis_type", None)
-    if varying is None:
-        return jax.ShapeDtypeStruct(shape, dtype)
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+    if hasattr(aval, "update"):
+        return aval.update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False)
+    return jax.ShapeDtypeStruct(shape, dtype)

@@ -8,6 +8,7 @@ object per function and options, however often ``pipeline`` is applied to it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -22,7 +23,8 @@ import numpy as np
 from kitsune_jax import _compat, arguments, config, lowering
 from kitsune_jax.options import Options, resolve
 from kitsune_jax.primitive import pipeline_p
-from kitsune_jax.report.model import Report
+from kitsune_jax.report.model import Report, ResidualReport
+from kitsune_jax.residuals import compare, gradient, is_derivative, override, policy_name
 
 _compat.hide_from_tracebacks(__file__)
 
@@ -125,7 +127,7 @@ class Pipeline:
         self._residuals = residuals
         self._switches = (deterministic, strict, force, target)
         self._statics = statics
-        self._jits: dict[Options | None, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._jits: dict[tuple[Residuals, Options | None], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         whole, split = self._jitted(self.options())
@@ -150,15 +152,23 @@ class Pipeline:
     def resolved(self) -> Options:
         """The options a call made now would have, were the package not switched off."""
         deterministic, strict, force, target = self._switches
-        return resolve(deterministic=deterministic, strict=strict, force=force, target=target)
+        return resolve(
+            deterministic=deterministic, strict=strict, force=force, target=target, residuals=policy_name(self.residuals())
+        )
+
+    def residuals(self) -> Residuals:
+        """The residual policy of a call made now: the function's own, unless ``explain`` looks at another."""
+        policy: Residuals | None = override.value
+        return self._residuals if policy is None else policy
 
     def _jitted(self, options: Options | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        if options not in self._jits:
-            body = _body(self.__wrapped__, self._residuals, options)
+        key = (self.residuals(), options)
+        if key not in self._jits:
+            body = _body(self.__wrapped__, *key)
             whole = jax.jit(body, inline=True, **self._statics.jit_arguments())
             split = jax.jit(body.call_split, static_argnums=0, donate_argnums=1, inline=True)
-            self._jits[options] = (whole, split)
-        return self._jits[options]
+            self._jits[key] = (whole, split)
+        return self._jits[key]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A pipelined method binds like a function; ``self`` is then a pytree, or a static leaf (so it must be hashable)."""
@@ -268,7 +278,7 @@ def explain(
     """What ``pipeline(fn, **options)`` would do with these arguments, found without running anything.
 
     A function that is not pipelined itself but calls pipelined ones (a training step, the gradient of a pipelined loss) is
-    explained as it runs: call by call.
+    explained as it runs: call by call. It is traced once more for each residual policy that the report compares.
 
     Args:
       fn: a function, pipelined or not; a pipelined one brings its own options.
@@ -300,18 +310,53 @@ def explain(
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Report:
         resolved = pipelined.resolved()
-        closed = _explained_jaxpr(pipelined, args, kwargs)
-        calls = [] if isinstance(fn, Pipeline) or options else lowering.pipelined_calls(closed)
+        closed = _explained_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
+        live = _compat.without_dead_code(closed)
+        calls = [] if isinstance(fn, Pipeline) or options else lowering.pipelined_calls(live)
         if calls:
-            return lowering.explain_calls(calls, chosen, device)
-        return lowering.explain_jaxpr(closed, resolved, chosen, device)
+            report = lowering.explain_calls(calls, chosen, device)
+            kept = _residuals_of_calls(pipelined, closed, calls, args, kwargs, chosen, device)
+        else:
+            report = lowering.explain_jaxpr(closed, resolved, chosen, device)
+            kept = None
+            if report.ops_pipelined and not is_derivative(closed):
+                kept = _residuals_of_gradient(pipelined, closed, resolved, args, kwargs, chosen, device)
+        return dataclasses.replace(report, residuals=kept)
 
     return explained
 
 
-def _explained_jaxpr(pipelined: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _residuals_of_calls(
+    pipelined: Pipeline, closed: Any, calls: Sequence[lowering.Call], args: Any, kwargs: Any, platform: str, device: str | None
+) -> ResidualReport | None:
+    """Residuals of a program with pipelined calls, traced again under each policy."""
+
+    def trace(policy: Residuals | None) -> Any:
+        if policy is None:
+            return closed
+        with override(policy):
+            return _explained_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
+
+    in_use = ", ".join(dict.fromkeys(call.options.residuals for call in calls))
+    return compare(trace, in_use, platform, device, of_gradient=False)
+
+
+def _residuals_of_gradient(
+    pipelined: Pipeline, closed: Any, options: Options, args: Any, kwargs: Any, platform: str, device: str | None
+) -> ResidualReport | None:
+    """Residuals that the gradient of a pipelined function would have."""
+    own = pipelined.residuals()
+    plain = closed if own == "save" else _explained_jaxpr(pipelined, "save", args, kwargs)
+
+    def trace(policy: Residuals | None) -> Any:
+        return gradient(plain, options, own if policy is None else policy)
+
+    return compare(trace, options.residuals, platform, device, of_gradient=True)
+
+
+def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The jaxpr that a call with ``args`` would bind the primitive on."""
-    body = _body(pipelined.__wrapped__, pipelined._residuals, None)
+    body = _body(pipelined.__wrapped__, policy, None)
     static, donated, kept = pipelined._statics.split(args, kwargs)
     closed = jax.make_jaxpr(functools.partial(_call_split, body, static))(donated, kept)
     return _compat.hoist_consts(closed)[0]

@@ -23,6 +23,7 @@ from kitsune_jax.capture.jaxpr import Captured, capture
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.graph import Graph
 from kitsune_jax.options import Options
+from kitsune_jax.report.build import graph_flops
 from kitsune_jax.report.model import Report
 from kitsune_jax.route import PlannedRegion, Routed, route
 from kitsune_jax.schedule import schedule
@@ -127,23 +128,46 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     return merge_reports([reports[-1], *reports[:-1]])
 
 
-def pipelined_calls(jaxpr: Any) -> list[tuple[Any, Options]]:
-    """(call_jaxpr, options) of every outermost pipelined call in ``jaxpr`` and in what it calls, in program order."""
-    found: list[tuple[Any, Options]] = []
+def flops_of(call_jaxpr: Any) -> int:
+    """Useful operations of ``call_jaxpr`` and of the bodies of its loops, each counted once."""
+    flops = 0
+
+    def visit(jaxpr: Any) -> Any:
+        nonlocal flops
+        flops += graph_flops(capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit).graph)
+        return jaxpr
+
+    visit(call_jaxpr)
+    return flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A pipelined call in a program, and how often it runs: once, or as the ``scan`` around it says (a ``while`` says nothing)."""
+
+    jaxpr: Any
+    options: Options
+    times: int
+
+
+def pipelined_calls(jaxpr: Any, times: int = 1) -> list[Call]:
+    """Every outermost pipelined call in ``jaxpr`` and in what it calls, in program order."""
+    found: list[Call] = []
     for eqn in _compat.open_parts(jaxpr)[0].eqns:
         if eqn.primitive.name == PRIMITIVE_NAME:
-            found.append((eqn.params["call_jaxpr"], eqn.params["options"]))
+            found.append(Call(eqn.params["call_jaxpr"], eqn.params["options"], times))
             continue
+        rounds = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for value in eqn.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 if _compat.is_jaxpr(inner):
-                    found += pipelined_calls(inner)
+                    found += pipelined_calls(inner, rounds)
     return found
 
 
-def explain_calls(calls: Sequence[tuple[Any, Options]], platform: str, device: str | None) -> Report:
+def explain_calls(calls: Sequence[Call], platform: str, device: str | None) -> Report:
     """One report over several pipelined calls, as each is lowered on its own."""
-    reports = [explain_jaxpr(jaxpr, options, platform, device) for jaxpr, options in calls]
+    reports = [explain_jaxpr(call.jaxpr, call.options, platform, device) for call in calls]
     if len(reports) == 1:
         return reports[0]
     return _joined(reports, f"{len(reports)} pipelined calls are reported as one; operators outside of them are not counted")
@@ -170,6 +194,7 @@ def _joined(reports: Sequence[Report], note: str) -> Report:
         traffic_bulk_sync=sum(r.traffic_bulk_sync for r in reports),
         traffic_pipeline=sum(r.traffic_pipeline for r in reports),
         notes=(*dict.fromkeys(n for r in reports for n in r.notes), note),
+        flops=sum(r.flops for r in reports),
     )
 
 

@@ -15,20 +15,25 @@ from kitsune_jax import config
 class Options:
     """Resolved options. ``force``: ignore the cost model. ``deterministic``: equal inputs give equal bits, run after run.
 
-    ``target``: None, the platform's own, or "emulator": CUDA kernels, run on the CPU.
+    ``target``: None, the platform's own, or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
+    reports; what it does is in the jaxpr.
     """
 
     deterministic: bool = True
     strict: bool = False
     force: bool = False
     target: str | None = None
+    residuals: str = "save"
 
 
-def resolve(*, deterministic: bool, strict: bool, force: bool | None, target: str | None = None) -> Options:
+def resolve(
+    *, deterministic: bool, strict: bool, force: bool | None, target: str | None = None, residuals: str = "save"
+) -> Options:
     """Options of a call made now: ``force=None`` takes ``KITSUNE_FORCE``; ``strict`` is also set by ``KITSUNE_STRICT``."""
     return Options(
         deterministic=deterministic,
         strict=strict or config.strict(),
         force=config.forced() if force is None else force,
         target=target,
+        residuals=residuals,
     )

@@ -13,17 +13,29 @@ from typing import Protocol
 
 import numpy as np
 
+from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Graph, Value
 from kitsune_jax.planning.plan import Plan, Queue
-from kitsune_jax.report.model import QueueReport, RegionReport, Rejected, Report, StageReport
+from kitsune_jax.report.model import PhaseReport, QueueReport, RegionReport, Rejected, Report, StageReport
 from kitsune_jax.streams.space import Region, row_shape
 
 # Views: they are read through and move nothing of their own, so they are not counted as operators, in or outside of a region.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})
 
 
+class Follower(Protocol):
+    """What ``build_report`` reads of what runs in a later phase of a region's call."""
+
+    @property
+    def phase(self) -> int: ...
+    @property
+    def region(self) -> Region: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
 class Planned(Protocol):
-    """What ``build_report`` reads of a planned region."""
+    """What ``build_report`` reads of a planned region: ``region`` is all of its call, ``plan`` that of the first phase."""
 
     @property
     def name(self) -> str: ...
@@ -31,6 +43,8 @@ class Planned(Protocol):
     def region(self) -> Region: ...
     @property
     def plan(self) -> Plan: ...
+    @property
+    def followers(self) -> Sequence[Follower]: ...
 
 
 def build_report(
@@ -51,11 +65,12 @@ def build_report(
         ops_pipelined=pipelined,
         regions=tuple(_region(graph, p) for p in planned),
         rejected=_grouped(graph, rejected),
-        traffic_bulk_sync=outside + sum(p.plan.baseline_bytes for p in planned),
-        traffic_pipeline=outside + sum(p.plan.bytes_moved for p in planned),
+        traffic_bulk_sync=outside + sum(plan.baseline_bytes for p in planned for plan in _plans(p)),
+        traffic_pipeline=outside + sum(plan.bytes_moved for p in planned for plan in _plans(p)),
         platform=platform,
         machine=machine,
         notes=tuple(notes),
+        flops=graph_flops(graph),
     )
 
 
@@ -86,12 +101,29 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         replicas=plan.replicas,
         bytes_in=sum(_bytes(graph.values[v]) for v in region.inputs),
         bytes_out=sum(_bytes(graph.values[v]) for v in region.outputs),
-        bytes_saved=plan.baseline_bytes - plan.bytes_moved,
-        seconds=plan.seconds,
-        baseline_seconds=plan.baseline_seconds,
+        bytes_saved=sum(p.baseline_bytes - p.bytes_moved for p in _plans(planned)),
+        seconds=sum(p.seconds for p in _plans(planned)),
+        baseline_seconds=sum(p.baseline_seconds for p in _plans(planned)),
         bound=plan.bound,
         cluster=plan.cluster,
         lanes=plan.lanes if plan.platform == "cuda" else 0,
+        later=tuple(_phase(graph, planned, number) for number in sorted({f.phase for f in planned.followers})),
+    )
+
+
+def _plans(planned: Planned) -> list[Plan]:
+    """The plans of all phases."""
+    return [planned.plan, *(f.plan for f in planned.followers)]
+
+
+def _phase(graph: Graph, planned: Planned, number: int) -> PhaseReport:
+    followers = [f for f in planned.followers if f.phase == number]
+    return PhaseReport(
+        number=number,
+        ops=sum(len(_operators(graph, f.region.ops)) for f in followers),
+        streams=len(followers),
+        rows=sum(f.region.space.rows for f in followers),
+        seconds=sum(f.plan.seconds for f in followers),
     )
 
 
@@ -128,6 +160,23 @@ def _label(graph: Graph, i: int) -> str:
 def _op_bytes(graph: Graph, i: int) -> int:
     op = graph.ops[i]
     return sum(_bytes(graph.values[v]) for v in (*dict.fromkeys(op.inputs), *op.outputs))
+
+
+def graph_flops(graph: Graph) -> int:
+    """Useful operations: multiply-adds of a matrix product twice, pointwise operators and reductions as the table counts them."""
+    return sum(_flops(graph, i) for i in range(len(graph.ops)))
+
+
+def _flops(graph: Graph, i: int) -> int:
+    op = graph.ops[i]
+    if op.kind == "opaque":
+        return 0
+    spec, out = OPS[op.kind], graph.values[op.outputs[0]]
+    if spec.family == "dot":
+        return 2 * out.size * math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
+    if spec.family in ("reduce", "argreduce", "cumulative"):
+        return graph.values[op.inputs[0]].size
+    return round(spec.flops * out.size) if spec.family == "pointwise" else 0
 
 
 def _bytes(value: Value) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from kitsune_jax.report.model import RegionReport, Report
+from kitsune_jax.report.text import RESIDUALS_HEAD, residual_rows, residual_title
 from kitsune_jax.report.units import byte_text, count_text, percent_text, plural, time_text
 
 
@@ -19,6 +20,8 @@ def render_html(report: Report) -> str:
         f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved</p>"
     )
     parts = ["<div>", head, *(_region(region) for region in report.regions)]
+    if report.residuals:
+        parts += [f"<p>{escape(residual_title(report.residuals))}</p>", _table(RESIDUALS_HEAD, residual_rows(report.residuals))]
     if report.rejected:
         parts.append(f"<p>left to XLA: {plural(sum(r.count for r in report.rejected), 'operator')}</p>")
         parts.append(
@@ -36,6 +39,11 @@ def _region(region: RegionReport) -> str:
         f"{time_text(region.baseline_seconds)} bulk-synchronous; bound by {escape(region.bound)}; "
         f"saves {byte_text(region.bytes_saved)}</p>"
     )
+    phases = "".join(
+        f"<p>phase {p.number}: {plural(p.ops, 'operator')} over {plural(p.rows, 'row')} in {plural(p.streams, 'stream')}, "
+        f"{time_text(p.seconds)}</p>"
+        for p in region.later
+    )
     stages = _table(
         ("stage", "unit", "workers", "us/tile", "operators"),
         [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", ", ".join(s.ops)) for s in region.stages],
@@ -43,7 +51,7 @@ def _region(region: RegionReport) -> str:
     queues = [
         (f"{q.producer} → {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues
     ]
-    return head + stages + (_table(("queue", "entry", "depth", "bytes", "place"), queues) if queues else "")
+    return head + phases + stages + (_table(("queue", "entry", "depth", "bytes", "place"), queues) if queues else "")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

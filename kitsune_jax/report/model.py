@@ -39,6 +39,17 @@ class QueueReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """What runs behind a barrier in a region's call: ``streams`` stream spaces of ``rows`` rows in all (elements, of an update)."""
+
+    number: int
+    ops: int
+    streams: int
+    rows: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RegionReport:
     """One pipelined subgraph.
 
@@ -46,7 +57,8 @@ class RegionReport:
     and results, ``bytes_saved`` what it moves less than the same operators would bulk-synchronously. ``seconds`` and
     ``baseline_seconds`` are modelled; ``bound`` is what limits the pipeline (a stage's name, ``dram`` or ``l2``). On a GPU
     ``replicas`` are pipeline instances, ``cluster`` is the size of a thread-block cluster and ``lanes`` the consumer warpgroups of
-    a CTA; on a CPU there are none.
+    a CTA; on a CPU there are none. ``rows``, tiles, stages and queues are those of the first phase, ``later`` are the others; all
+    else counts all of them.
     """
 
     name: str
@@ -67,6 +79,7 @@ class RegionReport:
     bound: str
     cluster: int = 1
     lanes: int = 0
+    later: tuple[PhaseReport, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,13 +93,56 @@ class Rejected:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PlannedPasses:
+    """Pipelines of a forward and a backward pass: their modelled time, and how much that is more than under the policy "save".
+
+    The other ``ops_total - ops_pipelined`` operators are left to XLA, and not in the times.
+    """
+
+    seconds: float
+    seconds_added: float
+    ops_pipelined: int
+    ops_total: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolicyReport:
+    """What one residual policy keeps between the forward and the backward pass of pipelined functions, and what it costs.
+
+    ``kept_bytes``: values that the forward pass makes and the backward pass reads. ``argument_bytes``: arguments of the forward
+    pass that the backward pass reads again; they are kept whatever the policy is, most of them by the caller anyway.
+    ``flops_added``: useful operations of both passes beyond those under the policy "save". ``plan``: what the planner makes of
+    them, where it was asked.
+    """
+
+    policy: str
+    in_use: bool
+    kept_bytes: int
+    argument_bytes: int
+    flops_added: int
+    plan: PlannedPasses | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResidualReport:
+    """The residual policy in use, "save" and "recompute", side by side.
+
+    ``of_gradient``: the function has no backward pass itself; this is what a gradient by all of its arguments would do.
+    """
+
+    policies: tuple[PolicyReport, ...]
+    of_gradient: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """What ``kj.explain(fn)(*args)`` found out about ``fn`` for ``platform``, without running it.
 
     ``ops_total`` counts the function's operators after calls were inlined, views (reshapes, broadcasts, iota) apart, because they
     move nothing of their own; ``ops_pipelined`` counts those inside a region;
     ``traffic_bulk_sync`` and ``traffic_pipeline`` are the modelled off-chip bytes of the whole function without and with its
-    regions.
+    regions. ``flops`` are its useful operations: those of a matrix product, and those of the pointwise operators as the cost model
+    counts them. ``residuals`` says what is kept for a backward pass, where there is one or the function could have one.
 
     Example::
 
@@ -105,11 +161,18 @@ class Report:
     platform: str
     machine: str
     notes: tuple[str, ...] = ()
+    flops: int = 0
+    residuals: ResidualReport | None = None
 
     @property
     def coverage(self) -> float:
         """Pipelined operators over all operators, 0 to 1 (0 for a function without operators)."""
         return self.ops_pipelined / self.ops_total if self.ops_total else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of the regions; operators left to XLA are not in it."""
+        return sum(region.seconds for region in self.regions)
 
     @property
     def bytes_saved(self) -> int:

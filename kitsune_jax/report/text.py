@@ -10,8 +10,8 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
-from kitsune_jax.report.model import RegionReport, Rejected, Report
-from kitsune_jax.report.units import byte_text, count_text, percent_text, plural, time_text
+from kitsune_jax.report.model import PlannedPasses, RegionReport, Rejected, Report, ResidualReport
+from kitsune_jax.report.units import byte_text, count_text, flop_text, percent_text, plural, signed, time_text
 
 WIDTH = 120
 _LONGEST_REPEAT = 16  # operators in a stretch that is looked for again
@@ -20,6 +20,8 @@ _LONGEST_REPEAT = 16  # operators in a stretch that is looked for again
 def render_text(report: Report) -> str:
     """The text behind ``str(report)``."""
     blocks = ["\n".join(_summary(report)), *("\n".join(_region(r)) for r in report.regions)]
+    if report.residuals:
+        blocks.append("\n".join(_residuals(report.residuals)))
     if report.rejected:
         blocks.append("\n".join(_rejected(report.rejected)))
     if report.notes:
@@ -57,6 +59,9 @@ def _region(region: RegionReport) -> list[str]:
         f"reads {byte_text(region.bytes_in)}, writes {byte_text(region.bytes_out)}, saves {byte_text(region.bytes_saved)}",
         "  ",
     )
+    for phase in region.later:
+        text = f"phase {phase.number}: {plural(phase.ops, 'operator')} over {plural(phase.rows, 'row')} in "
+        lines += _wrap(f"{text}{plural(phase.streams, 'stream')}, {time_text(phase.seconds)}", "  ")
     stages = [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
     lines += _table(("stage", "unit", "workers", "us/tile", "operators"), stages, right=(2, 3))
     if region.queues:
@@ -89,6 +94,39 @@ def _gpu_arrangement(region: RegionReport) -> str:
     if region.arrangement == "spatial":
         ctas += f" in {plural(region.replicas, 'instance')}"
     return ", ".join((*parts, ctas)) + (f" (split: {', '.join(split)})" if split else "")
+
+
+RESIDUALS_HEAD = ("policy", "keeps", "of arguments", "more work", "modelled", "operators pipelined")
+
+
+def residual_title(residuals: ResidualReport) -> str:
+    """What the table of residual policies tells."""
+    if residuals.of_gradient:
+        return "residuals: what a gradient by all arguments would keep of the forward pass for the backward pass"
+    return "residuals: what is kept of the forward pass for the backward pass"
+
+
+def residual_rows(residuals: ResidualReport) -> list[tuple[str, ...]]:
+    """A row under ``RESIDUALS_HEAD`` for each policy."""
+    return [
+        (
+            p.policy + (" (in use)" if p.in_use else ""),
+            byte_text(p.kept_bytes),
+            byte_text(p.argument_bytes),
+            signed(flop_text, p.flops_added),
+            *(_planned(p.plan) if p.plan else ("not planned", "")),
+        )
+        for p in residuals.policies
+    ]
+
+
+def _planned(plan: PlannedPasses) -> tuple[str, str]:
+    more = f" ({signed(time_text, plan.seconds_added)})" if plan.seconds_added else ""
+    return time_text(plan.seconds) + more, f"{count_text(plan.ops_pipelined)} of {count_text(plan.ops_total)}"
+
+
+def _residuals(residuals: ResidualReport) -> list[str]:
+    return [residual_title(residuals), *_table(RESIDUALS_HEAD, residual_rows(residuals), right=(1, 2, 3, 4))]
 
 
 def _rejected(rejected: Sequence[Rejected]) -> list[str]:
