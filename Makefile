@@ -54,8 +54,9 @@ format: $(VENV)/.lint ## format Python and C++ in place
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(SOURCES)
 
-bench: $(VENV)/.examples ## measure every case of the README's table (ten minutes) and write the table
+bench: $(VENV)/.examples ## measure every case of the README's tables (half an hour) and write them
 	$(PY) -m benchmarks run --all
+	$(PY) -m benchmarks run --all --mode train
 	$(PY) scripts/update_readme.py
 
 table: $(VENV)/.examples ## write the README's generated parts from what is stored

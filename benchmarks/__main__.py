@@ -2,7 +2,8 @@
 
 python -m benchmarks run --app nerf --dtype bf16            # its default sizes, on the CPU; --rows N for another
 python -m benchmarks run --all                              # --platform cuda: on the first CUDA device
-python -m benchmarks table                                  # writes the README's table; --print shows it instead
+python -m benchmarks run --all --mode train                 # whole training steps
+python -m benchmarks table                                  # writes the README's tables; --print shows them instead
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "table":
         return _table(args)
     # Measuring imports JAX; making the table does not need it.
-    from benchmarks.measure import Effort, child
+    from benchmarks.measure import Effort, child, train_child
 
     effort = Effort(args.rounds, args.seconds)
     if args.command == "child":
-        args.output.write_text(json.dumps(child(args.app, args.dtype, args.rows, effort)))
+        case = (args.app, args.dtype, args.rows)
+        found = train_child(*case, args.column) if args.mode == "train" else child(*case, effort)
+        args.output.write_text(json.dumps(found))
         return 0
     return _run(args, effort)
 
@@ -46,23 +49,28 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
         return 2
     names = list(APPS) if args.all else [args.app]
     for name in names:
-        for rows in [args.rows] if args.rows else APPS[name].default_rows(args.platform):
+        for rows in [args.rows] if args.rows else APPS[name].default_rows(args.platform, args.mode):
             for dtype in [args.dtype] if args.dtype else store.DTYPE_NAMES:
-                print(f"{name}, {rows} rows, {dtype} ...", flush=True)
+                print(f"{name}, {args.mode}, {rows} rows, {dtype} ...", flush=True)
                 record = measure(name, args.mode, dtype, args.platform, rows, effort, child=not args.no_child)
                 path = store.save(record, args.results)
-                ratios = ", ".join(f"{s['median']:.2f}x {column}" for column, s in record["speedup"].items())
-                print(f"  pipeline {1e3 * record['columns']['pipeline']['median']:.4g} ms: {ratios}", flush=True)
+                # Mode infer has one pipelined column, mode train several.
+                pipelined = record["speedup"] if args.mode == "train" else {"pipeline": record["speedup"]}
+                for column, speedups in pipelined.items():
+                    ratios = ", ".join(f"{s['median']:.2f}x {other}" for other, s in speedups.items())
+                    print(f"  {column} {1e3 * record['columns'][column]['median']:.4g} ms: {ratios}", flush=True)
                 print(f"  -> {path.name}", flush=True)
     return 0
 
 
 def _table(args: argparse.Namespace) -> int:
-    text = table.markdown(store.newest(args.results))
+    results = store.newest(args.results)
+    parts = {name: table.markdown(results, mode) for name, mode in table.PARTS.items()}
     if args.print:
-        print(text)
-    else:
-        print(f"{args.readme.name} {'updated' if table.update(args.readme, text) else 'is up to date'}")
+        print("\n\n".join(parts.values()))
+        return 0
+    changed = [name for name, text in parts.items() if table.update(args.readme, text, name)]
+    print(f"{args.readme.name} {'updated' if changed else 'is up to date'}")
     return 0
 
 
@@ -73,23 +81,27 @@ def _parser() -> argparse.ArgumentParser:
     which = run.add_mutually_exclusive_group(required=True)
     which.add_argument("--app", choices=store.APP_NAMES)
     which.add_argument("--all", action="store_true", help="every app, size and dtype")
-    run.add_argument("--mode", choices=("infer",), default="infer")
+    run.add_argument("--mode", choices=store.MODE_NAMES, default="infer", help="the function, or a training step of it")
     run.add_argument("--dtype", choices=store.DTYPE_NAMES, help="default: both")
     run.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
     run.add_argument("--rows", type=_positive, help="default: the app's own sizes")
-    run.add_argument("--no-child", action="store_true", help="leave out the huge-pages column and the first call")
+    run.add_argument(
+        "--no-child", action="store_true", help="leave out what needs a fresh process: huge pages, the first call, memory"
+    )
     run.add_argument("--results", type=Path, default=store.RESULTS)
 
     child = commands.add_parser("child", help="what run starts in a fresh process")
     child.add_argument("--app", choices=store.APP_NAMES, required=True)
     child.add_argument("--dtype", choices=store.DTYPE_NAMES, required=True)
     child.add_argument("--rows", type=_positive, required=True)
+    child.add_argument("--mode", choices=store.MODE_NAMES, default="infer")
+    child.add_argument("--column", default="jit", help="mode train: of which the memory is measured")
     child.add_argument("--output", type=Path, required=True)
     for command in (run, child):
         command.add_argument("--rounds", type=_positive, default=15, help="interleaved calls of each column (default 15)")
         command.add_argument("--seconds", type=float, default=30.0, help="stop a case's rounds after this long (default 30)")
 
-    show = commands.add_parser("table", help="write the README's table from what is stored")
+    show = commands.add_parser("table", help="write the README's tables from what is stored")
     show.add_argument("--print", action="store_true", help="print it, change nothing")
     show.add_argument("--results", type=Path, default=store.RESULTS)
     show.add_argument("--readme", type=Path, default=README)

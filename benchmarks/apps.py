@@ -1,4 +1,4 @@
-"""The applications: a JAX function of (parameters, rows), its inputs, its arithmetic, and a float64 reference in NumPy.
+"""The applications: a JAX function of (parameters, rows), its inputs, its arithmetic, and its float64 reference.
 
 Comes in: a dtype and a number of rows. Goes out: ``Case``. Sizes and shapes follow the Kitsune paper's challenge applications and
 common settings of the models named; inputs are random normal, because zeros run faster than data.
@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import references
+
 Params = dict[str, Any]
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -22,22 +24,29 @@ DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 class App:
     """``function(params, x)`` maps ``x`` [rows, width] to an array of [rows, ...], row by row.
 
-    ``reference`` is the same in NumPy, for float64 arrays. ``flops`` counts the multiply-adds of one row's matrix products, twice.
-    ``rows``: the sizes that ``run --all`` measures on a CPU; ``cuda_rows``: on a GPU.
+    ``reference_vjp`` is the same in NumPy, for float64 arrays, and gives what ``jax.vjp`` gives: the result, and a function from
+    its cotangent to the parameters' gradients. ``flops`` counts the multiply-adds of one row's matrix products, twice. The sizes
+    that ``run --all`` measures: ``rows`` on a CPU, ``train_rows`` there in mode ``train``, ``cuda_rows`` on a GPU.
     """
 
     name: str
     title: str
     function: Callable[[Params, jax.Array], jax.Array]
-    reference: Callable[[Params, np.ndarray], np.ndarray]
+    reference_vjp: Callable[[Params, np.ndarray], tuple[np.ndarray, references.Pullback]]
     shapes: dict[str, tuple[int, ...]]
     width: int
     flops: int
     rows: tuple[int, ...]
+    train_rows: tuple[int, ...]
     cuda_rows: tuple[int, ...]
 
-    def default_rows(self, platform: str) -> tuple[int, ...]:
-        return self.cuda_rows if platform == "cuda" else self.rows
+    def default_rows(self, platform: str, mode: str = "infer") -> tuple[int, ...]:
+        if platform == "cuda":
+            return self.cuda_rows
+        return self.train_rows if mode == "train" else self.rows
+
+    def reference(self, params: Params, x: np.ndarray) -> np.ndarray:
+        return self.reference_vjp(params, x)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +77,6 @@ def make_case(name: str, dtype: str, rows: int, seed: int = 0) -> Case:
 
 # NeRF's density network (Mildenhall et al. 2020, arXiv:2003.08934): 8 layers of 256 over the 63-d encoded position, the encoding
 # concatenated again after layer 4, and a head of four (three colours and a density).
-_NERF_SKIP = 4
 _NERF_IN = (63, 256, 256, 256, 256 + 63, 256, 256, 256, 256)
 _NERF_OUT = (256,) * 8 + (4,)
 
@@ -76,18 +84,9 @@ _NERF_OUT = (256,) * 8 + (4,)
 def nerf(params: Params, x: jax.Array) -> jax.Array:
     h = x
     for i in range(8):
-        if i == _NERF_SKIP:
+        if i == references.NERF_SKIP:
             h = jnp.concatenate([h, x], axis=-1)
         h = jax.nn.relu(h @ params[f"w{i}"] + params[f"b{i}"])
-    return h @ params["w8"] + params["b8"]
-
-
-def _nerf_reference(params: Params, x: np.ndarray) -> np.ndarray:
-    h = x
-    for i in range(8):
-        if i == _NERF_SKIP:
-            h = np.concatenate([h, x], axis=-1)
-        h = np.maximum(h @ params[f"w{i}"] + params[f"b{i}"], 0)
     return h @ params["w8"] + params["b8"]
 
 
@@ -102,13 +101,6 @@ def mgn(params: Params, x: jax.Array) -> jax.Array:
     return x[:, :128] + h.astype(x.dtype)
 
 
-def _mgn_reference(params: Params, x: np.ndarray) -> np.ndarray:
-    h = np.maximum(x @ params["w0"] + params["b0"], 0) @ params["w1"] + params["b1"]
-    centred = h - h.mean(-1, keepdims=True)
-    h = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * params["gain"] + params["bias"]
-    return x[:, :128] + h
-
-
 # A Llama-like feed-forward block (Shazeer 2020, arXiv:2002.05202): RMSNorm, SwiGLU 512-1408-512, residual.
 def swiglu(params: Params, x: jax.Array) -> jax.Array:
     f = x.astype(jnp.float32)
@@ -117,24 +109,19 @@ def swiglu(params: Params, x: jax.Array) -> jax.Array:
     return x + (jax.nn.silu(h @ params["gate"]) * (h @ params["up"])) @ params["down"]
 
 
-def _swiglu_reference(params: Params, x: np.ndarray) -> np.ndarray:
-    h = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * params["gain"]
-    gate = h @ params["gate"]
-    return x + (gate / (1 + np.exp(-gate)) * (h @ params["up"])) @ params["down"]
-
-
 def _app(
     name: str,
     title: str,
     function: Callable[[Params, jax.Array], jax.Array],
-    reference: Callable[[Params, np.ndarray], np.ndarray],
+    reference_vjp: Callable[[Params, np.ndarray], tuple[np.ndarray, references.Pullback]],
     shapes: dict[str, tuple[int, ...]],
     width: int,
     rows: tuple[int, ...],
+    train_rows: tuple[int, ...],
     cuda_rows: tuple[int, ...],
 ) -> App:
     flops = sum(2 * s[0] * s[1] for s in shapes.values() if len(s) == 2)
-    return App(name, title, function, reference, shapes, width, flops, rows, cuda_rows)
+    return App(name, title, function, reference_vjp, shapes, width, flops, rows, train_rows, cuda_rows)
 
 
 APPS: dict[str, App] = {
@@ -144,9 +131,10 @@ APPS: dict[str, App] = {
             "nerf",
             "NeRF MLP 8 x 256",
             nerf,
-            _nerf_reference,
+            references.nerf,
             {f"w{i}": (_NERF_IN[i], _NERF_OUT[i]) for i in range(9)} | {f"b{i}": (_NERF_OUT[i],) for i in range(9)},
             63,
+            (65_536, 262_144),
             (65_536, 262_144),
             (65_536, 262_144, 1_048_576),
         ),
@@ -154,19 +142,21 @@ APPS: dict[str, App] = {
             "mgn",
             "MeshGraphNets edge MLP 384-128-128",
             mgn,
-            _mgn_reference,
+            references.mgn,
             {"w0": (384, 128), "b0": (128,), "w1": (128, 128), "b1": (128,), "gain": (128,), "bias": (128,)},
             384,
             (200_000,),
+            (100_000,),
             (200_000, 1_000_000),
         ),
         _app(
             "swiglu",
             "SwiGLU block 512-1408-512",
             swiglu,
-            _swiglu_reference,
+            references.swiglu,
             {"gain": (512,), "gate": (512, 1408), "up": (512, 1408), "down": (1408, 512)},
             512,
+            (8_192,),
             (8_192,),
             (65_536,),
         ),

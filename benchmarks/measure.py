@@ -1,12 +1,13 @@
 """One case, measured.
 
-Comes in: an app, a dtype, a number of rows. Goes out: a JSON-serialisable record (see ``measure``). A second process measures what
-needs a fresh one: the huge-pages column and the first call.
+Comes in: an app, a mode, a dtype, a number of rows. Goes out: a JSON-serialisable record (see ``measure``). A second process
+measures what needs a fresh one: the huge-pages column and the first call of mode ``infer``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,21 @@ import jax
 import numpy as np
 
 import kitsune_jax as kj
-from benchmarks.apps import Case, make_case
+from benchmarks.apps import APPS, Case, make_case
 from benchmarks.columns import COLUMNS, column_names
+from benchmarks.memory import rise, temp_bytes
 from benchmarks.roofline import floor_seconds, measured_ceilings, model_ceilings
 from benchmarks.timing import calls_to_fill, interleaved, paired_speedup, summary
+from benchmarks.training import (
+    PIPELINED,
+    TRAIN_STEPS,
+    TrainCase,
+    explained,
+    make_train_case,
+    reference,
+    step_errors,
+    train_column_names,
+)
 from kitsune_jax.planning.machines import GPUS
 
 SAMPLED_ROWS = 512
@@ -44,14 +56,19 @@ class Effort:
 
 
 def measure(name: str, mode: str, dtype: str, platform: str, rows: int, effort: Effort, *, child: bool = True) -> dict[str, Any]:
-    """All columns of one case.
+    """All columns of one case in ``mode`` "infer" (see ``measure_inference``) or "train" (see ``measure_training``)."""
+    head = {"app": name, "title": APPS[name].title, "mode": mode, "dtype": dtype, "platform": platform, "rows": rows}
+    if mode == "train":
+        return head | measure_training(make_train_case(name, dtype, rows), platform, effort, child=child)
+    return head | measure_inference(make_case(name, dtype, rows), platform, effort, child=child)
 
-    ``columns[name]``: seconds (median, min, max, quartiles, n) and, for those of this process, ``max_rel_error``.
+
+def measure_inference(case: Case, platform: str, effort: Effort, *, child: bool) -> dict[str, Any]:
+    """``columns[name]``: seconds (median, min, max, quartiles, n) and, for those of this process, ``max_rel_error``.
     ``speedup[name]``: the pipeline against that column, paired round by round. ``explain``: coverage and modelled bytes.
     ``first_call``: seconds to trace, lower and compile (CPU). ``roofline``: the least seconds by the machine's model, and by what a
     library reaches on it (GPU).
     """
-    case = make_case(name, dtype, rows)
     functions = {column: COLUMNS[column](case.app.function) for column in column_names(platform)}
     errors = {column: max_relative_error(case, f) for column, f in functions.items()}
     thunks = _thunks(functions, case, ROTATED_BYTES if platform == "cuda" else 0)
@@ -59,35 +76,63 @@ def measure(name: str, mode: str, dtype: str, platform: str, rows: int, effort: 
     times = interleaved(thunks, rounds=effort.rounds, seconds=effort.seconds, calls=calls)
     columns: dict[str, Any] = {c: {**summary(t), "max_rel_error": errors[c]} for c, t in times.items()}
     speedups: dict[str, Any] = {c: paired_speedup(t, times["pipeline"]) for c, t in times.items() if c != "pipeline"}
+    report = kj.explain(case.app.function)(case.params, case.x)
     record: dict[str, Any] = {
-        "app": name,
-        "title": case.app.title,
-        "mode": mode,
-        "dtype": dtype,
-        "platform": platform,
-        "rows": rows,
-        "flops": case.app.flops * rows,
+        "flops": case.app.flops * case.rows,
         "columns": columns,
         "speedup": speedups,
-        "explain": _explained(case),
+        "explain": _explained(report),
     }
     if platform == "cuda":
         record |= {"calls": calls, "roofline": _roofline(case)}
     elif child:
-        first = run_child(name, dtype, rows, effort, huge_pages=True)
+        first = run_child(case.app.name, case.dtype, case.rows, effort, huge_pages=True)
         columns["jit_hugepages"], columns["pipeline_hugepages"] = first["columns"]["jit"], first["columns"]["pipeline"]
         speedups["jit_hugepages"] = first["speedup"]
         record["first_call"] = first["first_call"]
     return record
 
 
+def measure_training(train: TrainCase, platform: str, effort: Effort, *, child: bool) -> dict[str, Any]:
+    """``columns[name]``: seconds as in ``measure_inference``, and ``errors`` of the parts of the step (see ``step_errors``).
+    ``speedup[name][other]``: the pipelined column ``name`` against another one. ``explain[name]``: coverage and modelled bytes.
+    ``memory[name]``: ``temp_bytes`` as XLA counts them and, on a CPU, ``peak_bytes`` that the first call takes in a process of its
+    own; also of "recompute", which is not timed.
+    """
+    case, network, args = train.case, train.case.app.function, (train.state, train.case.x, train.y)
+    want = reference(train)
+    names = train_column_names(platform)
+    compiled = {c: step.lower(*args).compile() for c, step in ((c, TRAIN_STEPS[c](network)) for c in (*names, "recompute"))}
+    memory = {c: {"temp_bytes": temp_bytes(step)} for c, step in compiled.items()}
+    steps = {c: compiled[c] for c in names}
+    errors = {c: step_errors(step(*args), want) for c, step in steps.items()}
+    calls = {c: functools.partial(lambda step, x: step(train.state, x, train.y), step) for c, step in steps.items()}
+    thunks = _rotating(calls, case.x, ROTATED_BYTES if platform == "cuda" else 0)
+    repeats = calls_to_fill(thunks, FILL_SECONDS) if platform == "cuda" else 1
+    times = interleaved(thunks, rounds=effort.rounds, seconds=effort.seconds, warmup=1, calls=repeats)
+    if platform == "cpu" and child:
+        for column, bytes_of in memory.items():
+            bytes_of |= run_child(case.app.name, case.dtype, case.rows, effort, "--mode", "train", "--column", column)
+    return {
+        "calls": repeats,
+        "columns": {c: {**summary(t), "errors": errors[c]} for c, t in times.items()},
+        "speedup": {p: {c: paired_speedup(t, times[p]) for c, t in times.items() if c != p} for p in PIPELINED},
+        "memory": memory,
+        "explain": {column: _explained(report) for column, report in explained(train).items()},
+    }
+
+
 def _thunks(functions: dict[str, Any], case: Case, rotated_bytes: int = 0) -> dict[str, Callable[[], Any]]:
     """Calls of each column, on copies of the rows in turn that are ``rotated_bytes`` together."""
-    copies = [case.x, *(case.x + 0 for _ in range(rotated_bytes // case.x.nbytes))]
+    return _rotating({c: functools.partial(f, case.params) for c, f in functions.items()}, case.x, rotated_bytes)
 
-    def thunk(function: Any) -> Callable[[], Any]:
+
+def _rotating(functions: Mapping[str, Callable[..., Any]], x: jax.Array, rotated_bytes: int) -> dict[str, Callable[[], Any]]:
+    copies = [x, *(x + 0 for _ in range(rotated_bytes // x.nbytes))]
+
+    def thunk(function: Callable[..., Any]) -> Callable[[], Any]:
         inputs = itertools.cycle(copies)
-        return lambda: function(case.params, next(inputs))
+        return lambda: function(next(inputs))
 
     return {column: thunk(f) for column, f in functions.items()}
 
@@ -115,23 +160,24 @@ def max_relative_error(case: Case, function: Callable[..., jax.Array]) -> float:
     return float(np.max(np.abs(got - reference) / np.maximum(np.abs(reference), np.sqrt(np.mean(reference**2)))))
 
 
-def _explained(case: Case) -> dict[str, Any]:
-    report = kj.explain(case.app.function)(case.params, case.x).to_dict()
+def _explained(report: kj.Report) -> dict[str, Any]:
+    plain = report.to_dict()
     return {
-        **{k: report[k] for k in ("ops_total", "ops_pipelined", "coverage", "traffic_bulk_sync", "traffic_pipeline")},
-        "regions": [{k: r[k] for k in ("arrangement", "tile_rows", "seconds", "baseline_seconds")} for r in report["regions"]],
+        **{k: plain[k] for k in ("ops_total", "ops_pipelined", "coverage", "traffic_bulk_sync", "traffic_pipeline")},
+        "regions": [{k: r[k] for k in ("arrangement", "tile_rows", "seconds", "baseline_seconds")} for r in plain["regions"]],
     }
 
 
-def run_child(name: str, dtype: str, rows: int, effort: Effort, *, huge_pages: bool) -> dict[str, Any]:
-    """``child`` in a fresh process. Raises ``RuntimeError`` with the process's last words when it fails."""
+def run_child(name: str, dtype: str, rows: int, effort: Effort, *options: str, huge_pages: bool = False) -> dict[str, Any]:
+    """``child`` (``train_child`` with ``--mode train``) in a fresh process. Raises ``RuntimeError`` with its last words when it
+    fails."""
     environment = dict(os.environ)
     if huge_pages:
         environment["GLIBC_TUNABLES"] = HUGE_PAGES
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "child.json"
         command = [sys.executable, "-m", "benchmarks", "child", "--app", name, "--dtype", dtype, "--rows", str(rows)]
-        command += ["--rounds", str(effort.rounds), "--seconds", str(effort.seconds), "--output", str(path)]
+        command += ["--rounds", str(effort.rounds), "--seconds", str(effort.seconds), "--output", str(path), *options]
         done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"the benchmark's child process failed:\n{done.stderr[-2000:]}")
@@ -149,6 +195,14 @@ def child(name: str, dtype: str, rows: int, effort: Effort) -> dict[str, Any]:
         "speedup": paired_speedup(times["jit"], times["pipeline"]),
         "first_call": first,
     }
+
+
+def train_child(name: str, dtype: str, rows: int, column: str) -> dict[str, Any]:
+    """What a fresh process measures of a training step: the memory its first call takes."""
+    train = make_train_case(name, dtype, rows)
+    args = (train.state, train.case.x, train.y)
+    step = TRAIN_STEPS[column](train.case.app.function).lower(*args).compile()
+    return {"peak_bytes": rise(lambda: step(*args))}
 
 
 def first_call(case: Case, repeats: int = 5) -> dict[str, Any]:

@@ -18,6 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 _KEY = ("platform", "app", "mode", "rows", "dtype")
 APP_NAMES = ("nerf", "mgn", "swiglu")
 DTYPE_NAMES = ("f32", "bf16")
+MODE_NAMES = ("infer", "train")
 
 
 def case_key(record: dict[str, Any]) -> tuple[Any, ...]:

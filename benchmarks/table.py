@@ -1,4 +1,4 @@
-"""The README's table, made from stored measurements.
+"""The README's tables, made from stored measurements.
 
 Comes in: what ``store.newest`` gives. Goes out: Markdown, put between two markers of a file. No number is typed by hand.
 """
@@ -24,7 +24,6 @@ _HEAD = (
     "bytes moved (model)",
 )
 
-
 _GPU_HEAD = (
     "application",
     "`jax.jit`",
@@ -37,19 +36,49 @@ _GPU_HEAD = (
     "bytes moved (model)",
 )
 
+_TRAIN_HEAD = (
+    "training step",
+    "`jax.jit`",
+    "microbatched by hand",
+    "network pipelined",
+    "step pipelined",
+    "step vs `jax.jit`",
+    "step vs microbatched",
+    "network vs `jax.jit`",
+    "gradient's error: `jax.jit` / step",
+    "operators pipelined",
+    "bytes moved (model)",
+    "memory: `jax.jit` / network / network, recomputing / step",
+)
+_TRAIN_GPU_HEAD = tuple(h for h in _TRAIN_HEAD if "microbatched" not in h)
 
-def markdown(results: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
-    """One table per machine; a sentence where nothing has been measured."""
-    if not results:
-        return "No measurement is stored yet: `python -m benchmarks run --all` makes them."
-    return "\n\n".join(_machine(machine, records) for machine, records in results)
+PARTS = {"benchmarks": "infer", "training": "train"}  # between which markers of the README which mode's tables stand
+
+Results = list[tuple[dict[str, Any], list[dict[str, Any]]]]
 
 
-def _machine(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+def markdown(results: Results, mode: str = "infer") -> str:
+    """One table per machine, of the records of ``mode``; a sentence where nothing has been measured."""
+    chosen = [(machine, [r for r in records if r["mode"] == mode]) for machine, records in results]
+    tables = [_TABLES[mode](machine, records) for machine, records in chosen if records]
+    option = "" if mode == "infer" else f" --mode {mode}"
+    return "\n\n".join(tables) or f"No measurement is stored yet: `python -m benchmarks run --all{option}` makes them."
+
+
+def _inference(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
     if "gpu" in machine:
         return f"{_gpu_caption(machine, records)}\n\n" + "\n".join(_lines(_GPU_HEAD, [_gpu_row(r) for r in records]))
     lines = _lines(_HEAD, [_row(r) for r in records])
     return f"{_caption(machine, records)}\n\n" + "\n".join(lines) + f"\n\n{_first_calls(records)}"
+
+
+def _training(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    gpu = "gpu" in machine
+    lines = _lines(_TRAIN_GPU_HEAD if gpu else _TRAIN_HEAD, [_train_row(r, gpu) for r in records])
+    return f"{_train_caption(machine, records, gpu)}\n\n" + "\n".join(lines)
+
+
+_TABLES = {"infer": _inference, "train": _training}
 
 
 def _lines(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
@@ -69,19 +98,39 @@ def _when(records: list[dict[str, Any]]) -> str:
 
 def _caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
     return (
-        f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['isa'])}), {_when(records)}"
+        f"{_cpu(machine)}, {_when(records)}"
         "in brackets the quartiles of the ratio within a round; error is the largest against float64, relative to the larger of "
         "the element and the root mean square."
     )
 
 
 def _gpu_caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
-    gpu = machine["gpu"]
     return (
-        f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}, {_when(records)}"
+        f"{_gpu(machine)}, {_when(records)}"
         "float32 is tf32 in both columns, JAX's default. What the device can is the least time of the case by a machine model, and "
         "by the rates that a library's matmul and a copy reached on this device."
     )
+
+
+def _train_caption(machine: dict[str, Any], records: list[dict[str, Any]], gpu: bool) -> str:
+    memory = (
+        "what XLA allocates for intermediates."
+        if gpu
+        else "how far the first step raises the resident memory of a process: intermediates, pipelines' tiles and sums, results."
+    )
+    return (
+        f"{_gpu(machine) if gpu else _cpu(machine)}, {_when(records)}"
+        "in brackets the quartiles of the ratio within a round; error is that of the worst parameter's gradient against float64, "
+        f"in norm; memory is {memory}{' float32 is tf32 in all columns, as JAX has it by default.' if gpu else ''}"
+    )
+
+
+def _cpu(machine: dict[str, Any]) -> str:
+    return f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['isa'])})"
+
+
+def _gpu(machine: dict[str, Any]) -> str:
+    return f"{machine['gpu']['name']}, driver {machine['gpu'].get('driver_version', 'unknown')}"
 
 
 def _gpu_row(record: dict[str, Any]) -> list[str]:
@@ -113,6 +162,22 @@ def _row(record: dict[str, Any]) -> list[str]:
         f"{columns['jit']['max_rel_error']:.1e} / {columns['pipeline']['max_rel_error']:.1e}",
         f"{explain['ops_pipelined']} of {explain['ops_total']}",
         f"{byte_text(explain['traffic_bulk_sync'])} -> {byte_text(explain['traffic_pipeline'])}",
+    ]
+
+
+def _train_row(record: dict[str, Any], gpu: bool) -> list[str]:
+    columns, speedup, explain = record["columns"], record["speedup"], record["explain"]["whole"]
+    shown = ("jit", "network", "whole") if gpu else ("jit", "microbatched", "network", "whole")
+    against = [("whole", "jit"), ("network", "jit")] if gpu else [("whole", "jit"), ("whole", "microbatched"), ("network", "jit")]
+    memory = [record["memory"][c].get("temp_bytes" if gpu else "peak_bytes") for c in ("jit", "network", "recompute", "whole")]
+    return [
+        _what(record),
+        *(f"{1e3 * columns[c]['median']:.{3 if gpu else 1}f} ms" for c in shown),
+        *(_ratio(speedup[column].get(base)) for column, base in against),
+        " / ".join(f"{columns[c]['errors']['mean']:.1e}" for c in ("jit", "whole")),
+        f"{explain['ops_pipelined']} of {explain['ops_total']}",
+        f"{byte_text(explain['traffic_bulk_sync'])} -> {byte_text(explain['traffic_pipeline'])}",
+        " / ".join("not measured" if b is None else byte_text(b) for b in memory),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md: the quick start, its report for a named machine model, and the benchmark table.
+"""Write the generated parts of README.md: the quick start, its report for a named machine model, and the benchmarks' tables.
 
 Comes in: ``examples/quickstart.py``, the planner, ``benchmarks/results``. Goes out: README.md, between markers. Run by ``make
 table``.
@@ -25,12 +25,13 @@ def main() -> int:
     code = quickstart.read_text().split('"""', 2)[2].strip()
     with contextlib.redirect_stdout(io.StringIO()):
         names = runpy.run_path(str(quickstart))
+    results = store.newest()
     report = kj.explain(names["mlp"], platform="cpu", device=DEVICE)(names["params"], names["x"])
     readme = ROOT / "README.md"
     parts = {
         "quickstart": f"```python\n{code}\n```",
         "explain": f"```text\n{report}\n```",
-        "benchmarks": table.markdown(store.newest()),
+        **{name: table.markdown(results, mode) for name, mode in table.PARTS.items()},
     }
     changed = [name for name, text in parts.items() if table.update(readme, text, name)]
     print(f"README.md: {', '.join(changed)} updated" if changed else "README.md is up to date")

@@ -21,6 +21,7 @@ from benchmarks.roofline import Ceilings, floor_seconds
 from benchmarks.timing import interleaved, paired_speedup, summary
 
 TINY = Effort(rounds=3, seconds=5.0)
+EMPTY_TRAINING = "\n".join(table.markers("training")) + "\n"
 
 
 @pytest.mark.parametrize("app", list(APPS))
@@ -143,12 +144,12 @@ def test_run_store_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert record["first_call"]["cold"]["pipeline"] > 0
 
     begin, end = table.markers("benchmarks")
-    readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n{EMPTY_TRAINING}")
     command = ["table", "--results", str(results), "--readme", str(readme)]
     assert main(command) == 0
     text = readme.read_text()
     assert text.startswith("before\n")
-    assert text.endswith("after\n")
+    assert "\nafter\n" in text
     assert "old" not in text
     assert f"{1e3 * record['columns']['pipeline']['median']:.1f} ms" in text
     assert main(command) == 0
@@ -173,11 +174,12 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         store.newest(tmp_path)
 
 
-def test_readme_holds_the_table_of_what_is_stored() -> None:
+@pytest.mark.parametrize("part", list(table.PARTS))
+def test_readme_holds_the_table_of_what_is_stored(part: str) -> None:
     text = README.read_text()
-    begin, end = table.markers("benchmarks")
+    begin, end = table.markers(part)
     inside = text[text.index(begin) + len(begin) : text.index(end)]
-    assert inside.strip() == table.markdown(store.newest()).strip()
+    assert inside.strip() == table.markdown(store.newest(), table.PARTS[part]).strip()
 
 
 def test_markers_are_required(tmp_path: Path) -> None:
@@ -188,6 +190,7 @@ def test_markers_are_required(tmp_path: Path) -> None:
 
 
 def test_names_agree() -> None:
+    assert tuple(table.PARTS.values()) == store.MODE_NAMES
     assert tuple(APPS) == store.APP_NAMES
     assert tuple(DTYPES) == store.DTYPE_NAMES
 
