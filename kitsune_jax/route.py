@@ -12,11 +12,12 @@ from typing import Any
 
 from kitsune_jax import targets
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.machines import machine_for
+from kitsune_jax.planning.machines import Machine, machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.planner import Infeasible, plan
 from kitsune_jax.program import TileProgram, build
-from kitsune_jax.regions import Chosen, select
+from kitsune_jax.program.phased import PhasedProgram, phased
+from kitsune_jax.regions import Chosen, ChosenFollower, joined, select
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams import Region
@@ -25,8 +26,22 @@ _REGION = "region"
 
 
 @dataclasses.dataclass(frozen=True)
+class PlannedFollower:
+    """What runs in a later phase of a region's call, over a stream space of its own."""
+
+    phase: int
+    region: Region
+    plan: Plan
+    program: TileProgram
+
+
+@dataclasses.dataclass(frozen=True)
 class PlannedRegion:
-    """A region with its plan, its tile program and, where the target can execute it here, its code."""
+    """A region with its plan, its tile program and, where the target can execute it here, its code.
+
+    ``region`` is all of the call: where there are ``followers``, its operands, results and ops are theirs too. Its stream space,
+    ``plan`` and ``program`` are those of the first phase.
+    """
 
     name: str
     region: Region
@@ -34,6 +49,8 @@ class PlannedRegion:
     program: TileProgram
     target: str
     code: Any
+    followers: tuple[PlannedFollower, ...] = ()
+    phases: PhasedProgram | None = None  # the tile programs of all phases, where there are followers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +83,35 @@ def route(
         except Infeasible as no:
             return str(no)
 
-    selection = select(graph, supports, planner, force=force)
+    selection = select(graph, supports, planner, force=force, several_phases=targets.runs_phases(target))
     regions: list[PlannedRegion] = []
     rejected = list(selection.rejected)
     executable = code and targets.has_target(target)
     for chosen in selection.regions:
         try:
-            regions.append(_planned(graph, chosen, f"{_REGION}{len(regions)}", target, executable))
+            regions.append(_planned(graph, chosen, f"{_REGION}{len(regions)}", target, machine, executable))
         except targets.CannotLower as no:  # one region without code must not cost the others theirs
-            rejected += [(i, str(no)) for i in chosen.region.ops]
+            rejected += [(i, str(no)) for i in chosen.ops]
     return Routed(tuple(regions), build_report(graph, regions, sorted(rejected), platform, machine.name))
 
 
-def _planned(graph: Graph, chosen: Chosen, name: str, target: str, executable: bool) -> PlannedRegion:
+def _planned(graph: Graph, chosen: Chosen, name: str, target: str, machine: Machine, executable: bool) -> PlannedRegion:
     program = build(graph, chosen.region, chosen.plan)
     heaviest = max(chosen.region.ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))
-    made = targets.generate(target, program, chosen.plan, f"{name} ({graph.ops[heaviest].source})") if executable else None
-    return PlannedRegion(name, chosen.region, chosen.plan, program, target, made)
+    title = f"{name} ({graph.ops[heaviest].source})"
+    if not chosen.followers:
+        made = targets.generate(target, program, chosen.plan, title) if executable else None
+        return PlannedRegion(name, chosen.region, chosen.plan, program, target, made)
+    followers = tuple(_follower(graph, f, machine) for f in chosen.followers)
+    whole = joined(graph, chosen.region, chosen.followers)
+    first = (0, program, chosen.region.inputs, chosen.region.outputs)
+    later = [(f.phase, f.program, f.region.inputs, f.region.outputs) for f in followers]
+    phases = phased([first, *later], whole.inputs, whole.outputs)
+    made = targets.generate_phases(target, phases, title) if executable else None
+    return PlannedRegion(name, whole, chosen.plan, program, target, made, followers, phases)
+
+
+def _follower(graph: Graph, chosen: ChosenFollower, machine: Machine) -> PlannedFollower:
+    alone = chosen.plan
+    plan = dataclasses.replace(alone, seconds=max(0.0, alone.seconds - machine.call_seconds))  # it has no call of its own
+    return PlannedFollower(chosen.phase, chosen.region, plan, build(graph, chosen.region, plan))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan, Stage
-from kitsune_jax.regions import select
+from kitsune_jax.regions import joined, select
 from kitsune_jax.streams import Region
 from tests.graphs import graph_of, mlp, mlp_params, nerf, nerf_params
 
@@ -97,6 +97,83 @@ def test_a_broadcast_used_inside_and_outside_is_not_stored():
         for v in c.region.outputs:
             producer = graph.ops[graph.producers()[v]]
             assert producer.kind != "broadcast_in_dim"
+
+
+def test_momentum_times_its_decay_belongs_to_the_update_that_reads_it():
+    def fn(w, m, x):
+        m = 0.9 * m + jax.grad(lambda w: jnp.tanh(jnp.cumsum(x @ w, axis=1)).sum())(w)  # cumsum: columns can't stream
+        return w - m, m
+
+    graph = graph_of(fn, jnp.zeros((4, 3)), jnp.zeros((4, 3)), jnp.zeros((64, 4)))
+    (chosen,) = select(graph, lambda i: None, one_stage_plan, force=True, several_phases=True).regions
+    (follower,) = chosen.followers
+    assert [graph.ops[i].kind for i in follower.region.ops] == ["mul", "add", "sub"]
+    assert len(chosen.ops) == len(graph.ops)
+
+
+def test_a_weight_gradient_is_made_as_the_update_reads_it():
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+
+    graph = graph_of(step, jnp.zeros((4, 3)), jnp.zeros((64, 4)))
+    assert not any(op.kind == "transpose" for op in graph.ops)
+    twice = graph_of(lambda x, y: (x.T @ y, (x.T @ y).T), jnp.zeros((9, 4)), jnp.zeros((9, 3)))
+    layer = graph_of(lambda x, w: (x @ w).T, jnp.zeros((9, 4)), jnp.zeros((4, 3)))
+    assert any(op.kind == "transpose" for op in twice.ops)
+    assert any(op.kind == "transpose" for op in layer.ops)  # its rows stream: nothing is made in another order
+
+
+def test_what_reads_a_sink_in_a_larger_array_is_no_follower():
+    def fn(x, w):
+        h = jnp.cumsum(x @ w, axis=1)  # so that columns can't stream
+        return jnp.tanh(h - h.mean(0))  # a batch statistic
+
+    graph = graph_of(fn, jnp.zeros((16, 4)), jnp.zeros((4, 4)))
+    selection = select(graph, lambda i: None, one_stage_plan, force=True, several_phases=True)
+    assert all(f.region.space.rows <= 4 for c in selection.regions for f in c.followers)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=10))
+def test_random_updates_give_convex_calls_whose_phases_wait_for_earlier_ones_only(steps):
+    def fn(x, u, v, w, b):
+        def loss(w, b):
+            return jnp.sum(jnp.tanh(jnp.cumsum(x @ w + b, axis=1)))
+
+        dw, db = jax.grad(loss, (0, 1))(w, b)
+        pool = [dw, db, u, v, jnp.float32(2.0) * dw.sum()]
+        for kind, i, j in steps:
+            a, c = pool[i % len(pool)], pool[j % len(pool)]
+            pool.append(
+                [
+                    lambda a, c: jnp.tanh(a),
+                    lambda a, c: a + c if c.shape in (a.shape, ()) else a * 2,
+                    lambda a, c: a * c.sum(),
+                    lambda a, c: jnp.sort(a, axis=0) if a.shape else a,
+                    lambda a, c: jnp.sqrt(jnp.abs(a.sum())),
+                    lambda a, c: jnp.flip(a) if a.shape else -a,
+                    lambda a, c: jnp.where(c.sum() > 0, a, -a),
+                ][kind](a, c)
+            )
+        return pool[-1], pool[len(pool) // 2], pool[-2]
+
+    shapes = [(12, 4), (4, 3), (3,), (4, 3), (3,)]
+    graph = graph_of(fn, *(jnp.zeros(s) for s in shapes))
+    selection = select(graph, lambda i: None, one_stage_plan, force=True, several_phases=True)
+    seen: set[int] = set()
+    for c in selection.regions:
+        assert not seen & set(c.ops)
+        seen |= set(c.ops)
+        whole = joined(graph, c.region, c.followers)
+        assert_convex(graph, whole)
+        made = {v: 0 for v in c.region.outputs}
+        for f in c.followers:
+            assert_convex(graph, f.region)
+            assert all(made.get(v, -1) < f.phase for v in f.region.inputs)
+            assert any(v in made for v in f.region.inputs)
+            made |= dict.fromkeys(f.region.outputs, f.phase)
+        assert set(whole.outputs) <= set(made) and not set(whole.inputs) & set(made)
+    assert not seen & {i for i, _ in selection.rejected}
 
 
 @st.composite

@@ -23,6 +23,7 @@ class Planned:
     name: str
     region: Region
     plan: Plan
+    followers: tuple[()] = ()
 
 
 def two_layer_graph() -> Graph:

@@ -35,7 +35,8 @@ Cache& cache() {
 }  // namespace
 
 Block::Block(size_t bytes) {
-  bool huge = bytes >= kHugePage;
+  // A worker's scratch of 1 MB in 4 KiB pages lies in the second-level cache as the pages fall, and evicts itself.
+  bool huge = bytes >= kHugePage / 4;
   bytes_ = round_up(bytes == 0 ? 1 : bytes, huge ? kHugePage : kLine);
   data_ = static_cast<char*>(std::aligned_alloc(huge ? kHugePage : kLine, bytes_));
   if (data_ == nullptr) throw std::bad_alloc();

@@ -1,5 +1,5 @@
-// The boundary to XLA: parses the program once per compiled executable, checks the buffers of every call against it, runs it on
-// XLA's thread pool.
+// The boundary to XLA: parses the programs once per compiled executable, checks the buffers of every call against them, runs them
+// on XLA's thread pool.
 //
 // The state's type is registered from inside the instantiate handler, when XLA asks for its metadata. JAX may flush targets
 // registered before the backend exists ahead of types, so registering the type separately would depend on the order of imports.
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "kitsune_cpu/executor.h"
+#include "kitsune_cpu/phased.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace kitsune::cpu {
@@ -27,8 +27,8 @@ std::atomic<int64_t> calls{0};
 struct State {
   static ffi::TypeId id;
   static const XLA_FFI_TypeInfo info;
-  explicit State(Program program) : executable(std::move(program)) {}
-  Executable executable;
+  State(const int64_t* words, size_t count) : program(words, count) {}
+  Phased program;
 };
 ffi::TypeId State::id = XLA_FFI_UNKNOWN_TYPE_ID;
 const XLA_FFI_TypeInfo State::info = ffi::MakeTypeInfo<State>();
@@ -49,7 +49,7 @@ class XlaPool final : public Pool {
 
 ffi::ErrorOr<std::unique_ptr<State>> instantiate(ffi::Span<const int64_t> words) {
   try {
-    return std::make_unique<State>(parse(words.begin(), words.size()));
+    return std::make_unique<State>(words.begin(), words.size());
   } catch (const std::bad_alloc&) {
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kResourceExhausted, "kitsune program: out of memory while compiling it"));
   } catch (const std::exception& e) {
@@ -73,29 +73,27 @@ std::string check_buffer(const char* role, size_t i, const Array& want, ffi::Any
 }
 
 ffi::Error execute(ffi::ThreadPool pool, State* state, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  const Executable& exe = state->executable;
-  const Program& p = exe.program();
-  if (args.size() != p.inputs.size() || rets.size() != p.outputs.size())
+  const Phased& p = state->program;
+  if (args.size() != p.operands().size() || rets.size() != p.results().size())
     return ffi::Error::InvalidArgument("kitsune_cpu: the call has " + std::to_string(args.size()) + " operands and " +
-                                       std::to_string(rets.size()) + " results, but the program '" + p.name + "' wants " +
-                                       std::to_string(p.inputs.size()) + " and " + std::to_string(p.outputs.size()));
+                                       std::to_string(rets.size()) + " results, but the program '" + p.name() + "' wants " +
+                                       std::to_string(p.operands().size()) + " and " + std::to_string(p.results().size()));
   std::vector<const void*> ins;
   std::vector<void*> outs;
   for (size_t i = 0; i < args.size(); ++i) {
     auto buffer = args.get<ffi::AnyBuffer>(i);
     if (buffer.has_error()) return buffer.error();
-    if (std::string e = check_buffer("operand", i, p.inputs[i], *buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
+    if (std::string e = check_buffer("operand", i, p.operands()[i], *buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
     ins.push_back(buffer->untyped_data());
   }
   for (size_t i = 0; i < rets.size(); ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (buffer.has_error()) return buffer.error();
-    if (std::string e = check_buffer("result", i, p.outputs[i], **buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
+    if (std::string e = check_buffer("result", i, p.results()[i], **buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
     outs.push_back((*buffer)->untyped_data());
   }
   calls.fetch_add(1, std::memory_order_relaxed);
-  XlaPool workers(pool, exe.estimated_ns());
-  std::string error = exe.run(ins.data(), outs.data(), workers);
+  std::string error = p.run(ins.data(), outs.data(), [&](double ns) { return XlaPool(pool, ns); });
   return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kResourceExhausted, error);
 }
 

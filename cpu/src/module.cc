@@ -4,11 +4,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "kitsune_cpu/executor.h"
 #include "kitsune_cpu/ffi.h"
+#include "kitsune_cpu/phased.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -43,7 +44,7 @@ std::vector<std::string> isas() {
 
 std::string check(const Words& words) {
   try {
-    Executable executable(parse(words.data(), words.size()));
+    Phased phased(words.data(), words.size());
     return "";
   } catch (const ProgramError& e) {
     return e.what();
@@ -61,33 +62,31 @@ void check_bytes(const char* role, size_t i, size_t bytes, const Array& want) {
 
 void run(const Words& words, const std::vector<Input>& inputs, const std::vector<Output>& outputs, int64_t threads) {
   if (threads < 1) throw nb::value_error("threads must be at least 1");
-  Program program;
+  std::unique_ptr<Phased> phased;
   try {
-    program = parse(words.data(), words.size());
-    if (inputs.size() != program.inputs.size() || outputs.size() != program.outputs.size())
-      throw ProgramError("the program has " + std::to_string(program.inputs.size()) + " inputs and " +
-                         std::to_string(program.outputs.size()) + " outputs");
+    phased = std::make_unique<Phased>(words.data(), words.size());
   } catch (const ProgramError& e) {
     throw nb::value_error(e.what());
   }
+  if (inputs.size() != phased->operands().size() || outputs.size() != phased->results().size())
+    throw nb::value_error(("the program has " + std::to_string(phased->operands().size()) + " inputs and " +
+                           std::to_string(phased->results().size()) + " outputs")
+                              .c_str());
   std::vector<const void*> ins;
   std::vector<void*> outs;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_bytes("input", i, inputs[i].nbytes(), program.inputs[i]);
+    check_bytes("input", i, inputs[i].nbytes(), phased->operands()[i]);
     ins.push_back(inputs[i].data());
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
-    check_bytes("output", i, outputs[i].nbytes(), program.outputs[i]);
+    check_bytes("output", i, outputs[i].nbytes(), phased->results()[i]);
     outs.push_back(outputs[i].data());
   }
   std::string error;
-  try {
+  {
     nb::gil_scoped_release release;
-    Executable executable(std::move(program));
     ThreadPool pool(threads);
-    error = executable.run(ins.data(), outs.data(), pool);
-  } catch (const ProgramError& e) {
-    throw nb::value_error(e.what());
+    error = phased->run(ins.data(), outs.data(), [&](double) -> ThreadPool& { return pool; });
   }
   if (!error.empty()) throw std::runtime_error(error);
 }

@@ -3,7 +3,8 @@
 #include "kitsune_cpu/program.h"
 
 #include <array>
-#include <cstring>
+
+#include "words.h"
 
 namespace kitsune::cpu {
 namespace {
@@ -18,66 +19,6 @@ constexpr std::array<uint32_t, 256> crc_table() {
   return table;
 }
 constexpr auto kCrcTable = crc_table();
-
-class Reader {
- public:
-  Reader(const int64_t* words, size_t count) : words_(words), count_(count) {}
-
-  int64_t word(const char* field) {
-    if (next_ >= count_) fail(field, "the words end here");
-    return words_[next_++];
-  }
-  int64_t in_range(const char* field, int64_t low, int64_t high) {
-    int64_t v = word(field);
-    if (v < low || v > high) fail(field, std::to_string(v) + " is not in " + std::to_string(low) + ".." + std::to_string(high));
-    return v;
-  }
-  bool flag(const char* field) { return in_range(field, 0, 1) != 0; }
-  DType dtype(const char* field) { return static_cast<DType>(in_range(field, 0, kNumDTypes - 1)); }
-  double real(const char* field) {
-    int64_t bits = word(field);
-    double v;
-    std::memcpy(&v, &bits, sizeof v);
-    return v;
-  }
-  // Every element takes at least one word, so a length beyond what is left is damage, and nothing is allocated for it.
-  size_t length(const char* field) {
-    int64_t n = word(field);
-    if (n < 0 || static_cast<uint64_t>(n) > count_ - next_)
-      fail(field, "a list of " + std::to_string(n) + " does not fit in the " + std::to_string(count_ - next_) + " words left");
-    return static_cast<size_t>(n);
-  }
-  std::string text(const char* field) {
-    size_t n = length(field);
-    std::string s;
-    s.reserve(n);
-    for (size_t i = 0; i < n; ++i) s.push_back(static_cast<char>(in_range(field, 0, 255)));
-    return s;
-  }
-  std::vector<int64_t> list(const char* field) {
-    size_t n = length(field);
-    std::vector<int64_t> v(words_ + next_, words_ + next_ + n);
-    next_ += n;
-    return v;
-  }
-  template <class F>
-  auto many(const char* field, F one) -> std::vector<decltype(one())> {
-    size_t n = length(field);
-    std::vector<decltype(one())> v;
-    for (size_t i = 0; i < n; ++i) v.push_back(one());
-    return v;
-  }
-  bool at_end() const { return next_ == count_; }
-  size_t left() const { return count_ - next_; }
-
- private:
-  [[noreturn]] void fail(const char* field, const std::string& what) const {
-    throw ProgramError("kitsune program: word " + std::to_string(next_ + kHeaderWords) + " (" + field + "): " + what);
-  }
-  const int64_t* words_;
-  size_t count_;
-  size_t next_ = 0;
-};
 
 Ref read_ref(Reader& r) {
   Ref x;
@@ -210,13 +151,6 @@ Prep read_prep(Reader& r) {
   return x;
 }
 
-Array read_array(Reader& r) {
-  Array x;
-  x.dtype = r.dtype("Array.dtype");
-  x.elements = r.word("Array.elements");
-  return x;
-}
-
 Sink read_sink(Reader& r) {
   Sink x;
   x.how = static_cast<Reduction>(r.in_range("Sink.how", 0, 6));
@@ -244,22 +178,6 @@ Stage read_stage(Reader& r) {
   return x;
 }
 
-void check_header(const int64_t* words, size_t count) {
-  if (words == nullptr || count < kHeaderWords)
-    throw ProgramError("kitsune program: " + std::to_string(count) +
-                       " words are fewer than the header's 4: the attribute was truncated");
-  if (words[0] != kMagic)
-    throw ProgramError("kitsune program: word 0 is not the magic number: this is not a program, or it was altered");
-  if (words[1] != kFormatVersion)
-    throw ProgramError("kitsune program: format version " + std::to_string(words[1]) + ", but this extension reads version " +
-                       std::to_string(kFormatVersion) + ": kitsune_jax and its extension are of different builds");
-  if (words[2] != static_cast<int64_t>(count))
-    throw ProgramError("kitsune program: " + std::to_string(count) + " words where the header says " + std::to_string(words[2]) +
-                       ": the attribute was truncated or altered");
-  if (words[3] != static_cast<int64_t>(crc32(words + kHeaderWords, count - kHeaderWords)))
-    throw ProgramError("kitsune program: checksum mismatch: the attribute was truncated or altered");
-}
-
 }  // namespace
 
 uint32_t crc32(const int64_t* words, size_t count) {
@@ -271,9 +189,32 @@ uint32_t crc32(const int64_t* words, size_t count) {
   return c ^ 0xFFFFFFFFu;
 }
 
+Reader open_words(const int64_t* words, size_t count, int64_t magic) {
+  if (words == nullptr || count < kHeaderWords)
+    throw ProgramError("kitsune program: " + std::to_string(count) +
+                       " words are fewer than the header's 4: the attribute was truncated");
+  if (words[0] != magic)
+    throw ProgramError("kitsune program: word 0 is not the magic number: this is not a program, or it was altered");
+  if (words[1] != kFormatVersion)
+    throw ProgramError("kitsune program: format version " + std::to_string(words[1]) + ", but this extension reads version " +
+                       std::to_string(kFormatVersion) + ": kitsune_jax and its extension are of different builds");
+  if (words[2] != static_cast<int64_t>(count))
+    throw ProgramError("kitsune program: " + std::to_string(count) + " words where the header says " + std::to_string(words[2]) +
+                       ": the attribute was truncated or altered");
+  if (words[3] != static_cast<int64_t>(crc32(words + kHeaderWords, count - kHeaderWords)))
+    throw ProgramError("kitsune program: checksum mismatch: the attribute was truncated or altered");
+  return Reader(words + kHeaderWords, count - kHeaderWords);
+}
+
+Array read_array(Reader& r) {
+  Array x;
+  x.dtype = r.dtype("Array.dtype");
+  x.elements = r.word("Array.elements");
+  return x;
+}
+
 Program parse(const int64_t* words, size_t count) {
-  check_header(words, count);
-  Reader r(words + kHeaderWords, count - kHeaderWords);
+  Reader r = open_words(words, count, kMagic);
   Program p;
   p.name = r.text("Program.name");
   p.axes = r.list("Program.axes");

@@ -11,6 +11,9 @@ lane leaves its tile's operands in shared memory as *panels*.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+
+from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
 
 BLOCK_ROWS = 64  # of accumulators: the M of wgmma
 MOST_COLUMNS = 256  # its N
@@ -57,8 +60,8 @@ def gradient_shapes(first: int, second: int, half: bool, split: int, lanes: int)
         if split > 1 and columns % (32 * split):
             continue  # slabs are whole blocks of 32 columns
         slab = columns // split
-        width = _round_up(slab, 64) if half else (8 if slab <= 8 else 16 if slab <= 16 else _round_up(slab, 32))
-        shape = GradientShape(rows, slab, swapped, -(-_round_up(rows, BLOCK_ROWS) // BLOCK_ROWS // lanes), width)
+        width = round_up(slab, 64) if half else (8 if slab <= 8 else 16 if slab <= 16 else round_up(slab, 32))
+        shape = GradientShape(rows, slab, swapped, -(-round_up(rows, BLOCK_ROWS) // BLOCK_ROWS // lanes), width)
         if width <= MOST_COLUMNS and shape.registers <= MOST_REGISTERS:
             found.append(shape)
     return sorted(found, key=lambda g: g.registers)
@@ -73,6 +76,20 @@ def useful_gradient_split(first: int, second: int, split: int) -> int:
     return max(s for s in range(1, split + 1) if s == 1 or first % (32 * s) == 0 or second % (32 * s) == 0)
 
 
+def panel_sums(cost: RegionCost, ops: Iterable[int]) -> frozenset[int]:
+    """Sums over the rows of a 16-bit operand of a weight gradient among ``ops``: they are made where that operand lies already."""
+    ops = tuple(ops)
+    operands = {v for i in ops if i in cost.sinks and cost.work(i).dot is not None for v in cost.graph.ops[i].inputs}
+
+    def is_sum(i: int) -> bool:
+        op = cost.graph.ops[i]
+        if i not in cost.sinks or op.kind != "reduce_sum" or op.inputs[0] not in operands:
+            return False
+        return itemsize(cost.graph.values[op.inputs[0]].dtype) == 2 and cost.graph.values[op.outputs[0]].size > 1
+
+    return frozenset(i for i in ops if is_sum(i))
+
+
 def panel_bytes(width: int, half: bool) -> int:
     """Shared memory of 64 rows of an operand ``width`` columns wide.
 
@@ -80,9 +97,5 @@ def panel_bytes(width: int, half: bool) -> int:
     (8192, 32768, 4096)
     """
     if half:
-        return _round_up(width, _PANEL_COLUMNS) // _PANEL_COLUMNS * _TILE_ROWS * 128
-    return _round_up(_TILE_ROWS * (width + _PITCH_WORDS) * 4, 1024)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+        return round_up(width, _PANEL_COLUMNS) // _PANEL_COLUMNS * _TILE_ROWS * 128
+    return round_up(_TILE_ROWS * (width + _PITCH_WORDS) * 4, 1024)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import DotWork, RegionCost, itemsize, round_up
-from kitsune_jax.planning.gpu_gradient import gradient_shapes, panel_bytes, useful_gradient_split
+from kitsune_jax.planning.gpu_gradient import gradient_shapes, panel_bytes, panel_sums, useful_gradient_split
 from kitsune_jax.planning.machines import KIB
 
 TILE_ROWS = 64
@@ -165,11 +165,13 @@ def most_split(cost: RegionCost, ops: Sequence[int], split: int) -> int:
 
 def is_splittable(cost: RegionCost, ops: Sequence[int]) -> bool:
     """One matmul and elementwise ops: each CTA of a stage can make its own columns of the results, or of a weight gradient."""
-    anchors = [i for i in ops if cost.family(i) in _ANCHORS]
-    if len(anchors) != 1 or cost.work(anchors[0]).dot is None or any(i in cost.sinks for i in ops if i != anchors[0]):
+    sums = panel_sums(cost, ops)
+    anchors = [i for i in ops if cost.family(i) in _ANCHORS and i not in sums]
+    others = [i for i in ops if i not in sums and i not in anchors]
+    if len(anchors) != 1 or cost.work(anchors[0]).dot is None or any(i in cost.sinks for i in others):
         return False
     if anchors[0] in cost.sinks:
-        return _separate_operands(cost, ops, anchors[0])
+        return _separate_operands(cost, others, anchors[0])
     columns = cost.row_size(cost.graph.ops[anchors[0]].outputs[0])
     after = _after(cost, ops, anchors[0])
     elementwise = all(cost.family(i) in ("pointwise", "convert", "broadcast") for i in ops if i != anchors[0])
@@ -218,7 +220,8 @@ class Steps:
         for i in self.ops:
             self._place(i)
         self.kept = self._kept()
-        self.sums = sum(self._sum_registers(i) for i in ops if i in cost.sinks and cost.work(i).dot is None)
+        panels = panel_sums(cost, ops)
+        self.sums = sum(2 if i in panels else self._sum_registers(i) for i in ops if i in cost.sinks and cost.work(i).dot is None)
         self.storage = functools.lru_cache(maxsize=None)(self._storage)
 
     def _place(self, i: int) -> None:

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kitsune_jax.planning.cost import RegionCost
+from kitsune_jax.planning.gpu_gradient import panel_sums
 
 # Rows at which the weight of ops is compared while stages are formed; the ratios hardly depend on it.
 _TYPICAL_ROWS = 64
@@ -64,6 +65,8 @@ def finest(cost: RegionCost) -> tuple[Draft, ...]:
             stage = former.place(i, home)
             if stage is not None:
                 home[i] = stage
+    if cost.machine.platform == "cuda":
+        home.update({i: home[gradient] for i, gradient in _panel_sums(cost).items()})
     _pull_prologues(cost, former, home)
     _push_widening(cost, home)
     members: dict[float, set[int]] = {}
@@ -72,6 +75,16 @@ def finest(cost: RegionCost) -> tuple[Draft, ...]:
     order = sorted(members, key=lambda s: (former.phases[s], s))
     drafts = [Draft(tuple(sorted(members[s])), former.phases[s]) for s in order]
     return with_makers(cost, drafts)
+
+
+def _panel_sums(cost: RegionCost) -> dict[int, int]:
+    """Sums over the rows of an operand of a weight gradient -> the gradient, in whose stage the operand lies in shared memory."""
+    found: dict[int, int] = {}
+    for gradient in cost.region.ops:
+        if gradient in cost.sinks and cost.work(gradient).dot is not None:
+            for i in panel_sums(cost, (gradient, *(c for v in cost.graph.ops[gradient].inputs for c in cost.readers.get(v, ())))):
+                found.setdefault(i, gradient)
+    return found
 
 
 class _Former:

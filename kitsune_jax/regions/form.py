@@ -103,12 +103,40 @@ def _levels(index: GraphIndex, sp: Spread, members: list[int], order: list[tuple
                     lv = max(lv, level[p] + leaves)
         for i in node:
             level[i] = lv
-    # A maker streams into the level of whoever reads it; it has no business in a lower one.
-    for i in reversed(members):
-        if i in makers:
-            readers = [level[c] for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()) if c in inside]
-            level[i] = max(level[i], min(readers, default=level[i]))
+    _raise(index, members, makers, sinks, level)
     return {i: level[i] for i in members}
+
+
+def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[int], level: list[int]) -> None:
+    """Lift ops to the level of whoever reads them, where nothing that a lower level makes has to be stored for it.
+
+    That is so for makers, and for what is made of them and of values from outside: momentum times its decay belongs to the update,
+    which waits for the gradient.
+    """
+    inside = set(members)
+    lifted = {i for i in members if i not in sinks}
+
+    def latest(i: int) -> int:
+        readers = [c for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ())]
+        if i in makers:
+            readers = [c for c in readers if c in inside]
+        return max(level[i], min((new[c] - (c not in inside) for c in readers), default=level[i]))
+
+    while True:
+        new = list(level)
+        for i in reversed(members):
+            if i in lifted:
+                new[i] = latest(i)
+        stuck = {i for i in lifted - makers if new[i] > level[i] and _stored_for(index, inside - makers, i, new)}
+        if not stuck:
+            break
+        lifted -= stuck
+    level[:] = new
+
+
+def _stored_for(index: GraphIndex, inside: set[int], i: int, level: list[int]) -> bool:
+    """Would ``i`` read what a lower level makes?"""
+    return any(p in inside and level[p] < level[i] for v in index.graph.ops[i].inputs if (p := index.producers.get(v)) is not None)
 
 
 def _connected(index: GraphIndex, sp: Spread, level: dict[int, int]) -> list[tuple[int, ...]]:

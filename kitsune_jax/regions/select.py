@@ -2,7 +2,8 @@
 
 Comes in: a Graph, what the target supports, a planner. Goes out: disjoint, convex regions with their plans, and for every op that
 is in none of them the reason. ``force`` takes every legal region whatever the model says (for tests); otherwise a region must be
-modelled faster than what XLA would do with the same ops.
+modelled faster than what XLA would do with the same ops. What follows a region in its call (``regions.follow``) has no call of its
+own to pay for and finds its operands in the cache, so it is not asked.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.regions.form import GraphIndex, anchored, regions_of
+from kitsune_jax.regions.follow import Follower, Following, anchored_call
+from kitsune_jax.regions.form import GraphIndex, regions_of
 from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds, spread
 from kitsune_jax.streams.propagate import adjacent_ops, relations_of
 
@@ -28,9 +30,22 @@ _NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "tran
 
 
 @dataclasses.dataclass(frozen=True)
+class ChosenFollower(Follower):
+    """A region that runs in phase ``phase`` of another one's call, with its plan."""
+
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True)
 class Chosen:
     region: Region
     plan: Plan
+    followers: tuple[ChosenFollower, ...] = ()
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """The ops of the whole call."""
+        return (*self.region.ops, *(i for f in self.followers for i in f.region.ops))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +57,20 @@ class Selection:
 Planner = Callable[[Graph, Region], Plan | str]
 
 
-def select(graph: Graph, supports: Callable[[int], str | None], planner: Planner, *, force: bool) -> Selection:
+def select(
+    graph: Graph, supports: Callable[[int], str | None], planner: Planner, *, force: bool, several_phases: bool = False
+) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
 
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
+    ``several_phases``: the target runs calls of several phases, so regions may have followers.
     """
-    return _Selector(graph, supports, planner, force).run()
+    return _Selector(graph, supports, planner, force, several_phases).run()
 
 
 class _Selector:
-    def __init__(self, graph: Graph, supports: Callable[[int], str | None], planner: Planner, force: bool):
-        self.graph, self.planner, self.force = graph, planner, force
+    def __init__(self, graph: Graph, supports: Callable[[int], str | None], planner: Planner, force: bool, several_phases: bool):
+        self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
         self.index = GraphIndex.of(graph)
         self.supports = functools.cache(supports)
         self.relations = functools.cache(lambda i: relations_of(graph, graph.ops[i]))
@@ -63,8 +81,21 @@ class _Selector:
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
 
     def run(self) -> Selection:
+        seeds = self._seed_order()
+        products = [i for i in seeds if self.graph.ops[i].kind == "dot_general"]
+        self._choose(products)
+        # Before vector work is looked at for its own sake: an update belongs to the call that makes its gradient.
+        self._follow()
+        first = len(self.chosen)
+        self._choose(seeds[len(products) :])
+        self._follow(first)
+        taken = {i for c in self.chosen for i in c.ops}
+        rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
+        return Selection(tuple(sorted(self.chosen, key=lambda c: c.region.ops[0])), tuple(rejected))
+
+    def _choose(self, seeds: Sequence[int]) -> None:
         tried: set[int] = set()
-        for seed_op in self._seed_order():
+        for seed_op in seeds:
             if seed_op not in self.free or seed_op in tried:
                 continue
             best, looked_at = self._best_from(seed_op)
@@ -74,9 +105,26 @@ class _Selector:
                 self.free.difference_update(best.region.ops)
                 # The same seed may head another region: what a level or a component split off.
                 best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
-        taken = {i for c in self.chosen for i in c.region.ops}
-        rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
-        return Selection(tuple(sorted(self.chosen, key=lambda c: c.region.ops[0])), tuple(rejected))
+
+    def _follow(self, first: int = 0) -> None:
+        """Give the regions chosen from number ``first`` on their followers."""
+        for k in range(first, len(self.chosen)) if self.several_phases else ():
+            taken = [self._anchored(c) for j, c in enumerate(self.chosen) if j != k]
+            found = Following(self.index, self.free, taken, self._spread, self.supports).followers(self.chosen[k].region)
+            followers = []
+            for f in found:
+                plan = self.planner(self.graph, f.region)
+                if isinstance(plan, str):
+                    return  # those that wait for it could not run
+                followers.append(ChosenFollower(f.phase, f.region, plan))
+            self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
+            self.free.difference_update(self.chosen[k].ops)
+
+    def _anchored(self, c: Chosen) -> tuple[int, ...]:
+        return anchored_call(self.graph, c.region, c.followers)
+
+    def _spread(self, seed: Seed, free: Collection[int]) -> Spread:
+        return spread(self.graph, seed, free, self.supports, self.relations, self.adjacency)
 
     def _seed_order(self) -> list[int]:
         def work(i: int) -> tuple[int, float]:
@@ -99,20 +147,30 @@ class _Selector:
         best: Chosen | None = None
         looked_at = {seed_op}
         for seed in candidate_seeds(self.graph, seed_op):
-            sp = spread(self.graph, seed, self.free, self.supports, self.relations, self.adjacency)
+            sp = self._spread(seed, self.free)
             candidate, ops = self._evaluate(seed_op, seed, sp)
             looked_at |= ops
             if candidate and (best is None or self._gain(candidate) > self._gain(best)):
                 best = candidate
         return best, looked_at
 
-    def _gain(self, c: Chosen) -> tuple[float, int]:
-        return (c.plan.baseline_seconds - c.plan.seconds, len(c.region.ops))
+    def _gain(self, c: Chosen) -> tuple[bool, float, int]:
+        """What a candidate is compared by. Where the model has no say (``force``), a stream over the rows goes before one over the
+        columns of a layer, which ends in a sum of partial products."""
+        rows = not self.force or not any(self._splits_layer(i) for i in c.region.sinks)
+        return (rows, c.plan.baseline_seconds - c.plan.seconds, len(c.region.ops))
+
+    def _splits_layer(self, i: int) -> bool:
+        """A sink that is no weight gradient: a gradient contracts the leading dimensions of both operands."""
+        op = self.graph.ops[i]
+        if op.kind != "dot_general":
+            return False
+        return any(sorted(c) != list(range(len(c))) for c in (op["lhs_contract"], op["rhs_contract"]))
 
     def _evaluate(self, seed_op: int, seed: Seed, sp: Spread) -> tuple[Chosen | None, set[int]]:
         for i, why in sp.stops.items():
             self.why.setdefault(i, why)
-        taken = [anchored(self.graph, c.region) for c in self.chosen]
+        taken = [self._anchored(c) for c in self.chosen]
         region = next((r for r in regions_of(self.index, sp, taken) if seed_op in r.ops), None)
         if region is None or not region.outputs:
             return None, {seed_op}

@@ -297,8 +297,9 @@ class _Spreader:
 def candidate_seeds(graph: Graph, op_index: int) -> list[Seed]:
     """Ways in which the stream could run through an op, most promising first.
 
-    A dot streams over the free dimensions of either side (the other side is then stationary); anything else over all but the last
-    dimension of its largest operand, its first dimension, and each single dimension.
+    A dot streams over the free dimensions of either side (the other side is then stationary), or, where they are the longest, over
+    the contracted ones (it is a sink then); anything else over all but the last dimension of its largest operand, its first
+    dimension, and each single dimension.
     """
     op = graph.ops[op_index]
     seeds: list[Seed] = []
@@ -311,6 +312,10 @@ def candidate_seeds(graph: Graph, op_index: int) -> list[Seed]:
             shape = graph.values[v].shape
             free = [d for d in range(len(shape)) if d not in contract and d not in batch]
             sides.append((math.prod(shape[d] for d in free), v, free))
+        # A weight gradient: the rows are what it contracts, and the other seeds would stream over columns of the weight.
+        contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
+        if op["lhs_contract"] and contracted >= max(size for size, _, _ in sides):
+            seeds.append(Seed(op.inputs[0], tuple(op["lhs_contract"])))
         for _, v, free in sorted(sides, key=lambda s: -s[0]):
             for k in range(len(free), 0, -1):
                 seeds.append(Seed(v, tuple(free[:k])))

@@ -17,6 +17,7 @@ from kitsune_jax.targets.errors import CannotLower
 if TYPE_CHECKING:
     from kitsune_jax.planning.plan import Plan
     from kitsune_jax.program.ir import TileProgram
+    from kitsune_jax.program.phased import PhasedProgram
 
 __all__ = [
     "TARGETS",
@@ -26,8 +27,10 @@ __all__ = [
     "default_device",
     "emit",
     "generate",
+    "generate_phases",
     "has_target",
     "machine_platform",
+    "runs_phases",
     "supports",
     "why_not",
 ]
@@ -93,6 +96,18 @@ def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Any:
     """The code of ``program``. Raises ``ValueError`` for an unknown target, ``CannotLower`` where there is none."""
     _require(target)
     return cpu.generate(program, name) if target == "cpu" else cuda.generate(target, program, plan, name)
+
+
+def runs_phases(target: str) -> bool:
+    """Whether one call of ``target`` can have several phases, each with a stream space of its own."""
+    return target == "cpu"
+
+
+def generate_phases(target: str, program: PhasedProgram, name: str) -> Any:
+    """The code of a call of several phases. Raises ``ValueError`` where ``runs_phases`` is False, ``CannotLower`` as above."""
+    if not runs_phases(target):
+        raise ValueError(f"a call has one phase on {target!r}")
+    return cpu.generate_phases(program, name)
 
 
 def emit(planned: Planned, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:

@@ -28,14 +28,20 @@ inline size_t gemm_scratch_bytes(const GemmArgs& g) {
 // All rows of one block of X times one panel. The rows are shared out evenly (97 rows are 9 blocks of 10 or 11, not 8 of 12 and a
 // lone 1).
 template <class Step, int NV>
-void multiply_panel(Block b, int64_t rows) {
+void multiply_panel(Block b, int64_t rows, size_t panel_bytes) {
   int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, each = rows / blocks, extra = rows % blocks;
   size_t c_bytes = kItemSize[int(b.c_dtype)];
+  // Panels come from the last-level cache where the weights of all layers do not fit the second; the hardware follows a stream only
+  // within a page. Behind the last panel lies, as a rule, the next layer's first; past the end of memory a prefetch does nothing.
+  const int64_t steps = max_of(b.K / Step::kDepth, int64_t(1)), share = (int64_t(panel_bytes) + blocks - 1) / blocks;
+  b.next = static_cast<const char*>(b.w) + panel_bytes;
+  b.next_step = (share + steps - 1) / steps;
   for (int64_t i = 0; i < blocks; ++i) {
     int64_t r = each + (i < extra ? 1 : 0);
     multiply_rows<Step, NV>(r, b);
     b.x = static_cast<const typename Step::X*>(b.x) + r * b.lda;
     b.c = static_cast<char*>(b.c) + size_t(r * b.ldc) * c_bytes;
+    b.next += share;
   }
 }
 
@@ -50,11 +56,11 @@ void multiply_all_panels(const GemmArgs& g, int64_t m0, int64_t rows, const void
     if (g.bias) __builtin_memcpy(bias, static_cast<const S*>(g.bias) + n0, size_t(columns) * sizeof(S));
     const char* w = static_cast<const char*>(g.w) + size_t(p) * w_bytes;
     char* c = static_cast<char*>(g.c) + size_t(m0 * g.ldc + n0) * c_bytes;
-    Block b{x, lda, w, g.K, bias, c, g.ldc, columns, g.c_dtype, g.act == Activation::kRelu};
+    Block b{x, lda, w, g.K, bias, c, g.ldc, columns, g.c_dtype, g.act == Activation::kRelu, nullptr, 0};
     if (columns > kLanes) {
-      multiply_panel<Step, 2>(b, rows);
+      multiply_panel<Step, 2>(b, rows, w_bytes);
     } else {
-      multiply_panel<Step, 1>(b, rows);
+      multiply_panel<Step, 1>(b, rows, w_bytes);
     }
   }
 }

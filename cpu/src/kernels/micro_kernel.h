@@ -28,6 +28,8 @@ struct Block {
   int64_t columns;
   DType c_dtype;
   bool relu;
+  const char* next;   // of the panel that comes after this one: this block's share, asked for while it multiplies
+  int64_t next_step;  // bytes of it per step of k
 };
 
 // ---- How one step of k multiplies: the element types and the broadcast of X.
@@ -115,17 +117,18 @@ template <class C, int MR, int NV, class V>
 KITSUNE_INLINE void store_block(const Block& b, const V (&acc)[MR][NV]) {
   constexpr int64_t kLanes = sizeof(V) / sizeof(acc[0][0][0]);
   C* c = static_cast<C*>(b.c);
+  const int64_t last = b.columns - (NV - 1) * kLanes;  // > 0: NV covers the columns, and one vector fewer does not
   KITSUNE_UNROLL
   for (int i = 0; i < MR; ++i) {
     KITSUNE_UNROLL
     for (int j = 0; j < NV; ++j) {
-      C* to = c + i * b.ldc + j * kLanes;
       if constexpr (kStoresMasked<C, V>) {
-        store_lanes(to, acc[i][j], min_of(b.columns - j * kLanes, kLanes));  // > 0: NV covers the columns
+        store_lanes(c + j * kLanes, acc[i][j], j + 1 < NV ? kLanes : last);
       } else {
-        store_vector(to, acc[i][j]);
+        store_vector(c + j * kLanes, acc[i][j]);
       }
     }
+    c += b.ldc;
   }
 }
 
@@ -178,16 +181,27 @@ __attribute__((noinline)) void multiply_block(const Block& b) {
     for (int i = 0; i < MR; ++i) acc[i][j] = bias;
   }
   const int64_t steps = b.K / Step::kDepth;
+  const char* next = b.next;
+  // A pointer for every third row: x86 addresses `near` + 0, 1 or 2 times lda, and a pointer for each row would not leave enough
+  // registers (a spilt one came back through a vector register, whose move takes the place of a multiplication).
+  constexpr int kNear = 3;
+  const typename Step::X* row[(MR + kNear - 1) / kNear];
+  KITSUNE_UNROLL
+  for (int i = 0; i < MR; i += kNear) row[i / kNear] = x + i * lda;
   for (int64_t s = 0; s < steps; ++s) {
     decltype(Step::weights(w, s, 0)) wv[NV];
     KITSUNE_UNROLL
     for (int j = 0; j < NV; ++j) wv[j] = Step::weights(w, s, j);
+    __builtin_prefetch(next, 0, 2);
+    next += b.next_step;
     KITSUNE_UNROLL
     for (int i = 0; i < MR; ++i) {
-      auto xv = Step::rows(x + i * lda + s * Step::kDepth);
+      auto xv = Step::rows(row[i / kNear] + i % kNear * lda);
       KITSUNE_UNROLL
       for (int j = 0; j < NV; ++j) acc[i][j] = Step::multiply_add(acc[i][j], xv, wv[j]);
     }
+    KITSUNE_UNROLL
+    for (auto& p : row) p += Step::kDepth;
   }
   if constexpr (Step::kDepth == 2) {
     if (b.K % 2) {

@@ -36,6 +36,12 @@ void pack_rows(const typename Step::X* y, int64_t ldy, int64_t R, int64_t column
   if (columns < width || (Pairs && R % 2))
     __builtin_memset(static_cast<void*>(out), 0, size_t((R + Pairs) / (1 + Pairs) * (1 + Pairs) * width) * sizeof(X));
   if constexpr (!Pairs) {
+    constexpr int64_t kWidth = kPanelVectors * kVectorBytes / int64_t(sizeof(X));
+    if (columns == kWidth) {  // a copy of constant size is a few moves, any other a call
+      for (int64_t r = 0; r < R; ++r)
+        __builtin_memcpy(static_cast<void*>(out + r * kWidth), y + r * ldy, size_t(kWidth) * sizeof(X));
+      return;
+    }
     for (int64_t r = 0; r < R; ++r) __builtin_memcpy(static_cast<void*>(out + r * width), y + r * ldy, size_t(columns) * sizeof(X));
   } else {
     for (int64_t r = 0; r < R; ++r) {
@@ -62,7 +68,27 @@ inline void interleave_rows(const BFloat16* x, int64_t ldx, int64_t R, int64_t M
 }
 #endif
 
+// Lanes of a vector that are really columns, and `to` += v in those; without masks, in all.
+#if defined(__AVX512F__)
+KITSUNE_INLINE __mmask16 first_lanes(int64_t n) { return __mmask16(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+KITSUNE_INLINE void add_lanes(float* to, VF v, __mmask16 mask) {
+  _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), (__m512)v));
+}
+KITSUNE_INLINE void add_lanes(double* to, VD v, __mmask16 mask) {
+  _mm512_mask_storeu_pd(to, __mmask8(mask), _mm512_add_pd(_mm512_maskz_loadu_pd(__mmask8(mask), to), (__m512d)v));
+}
+#else
+KITSUNE_INLINE int first_lanes(int64_t) { return 0; }
+template <class S, class V>
+KITSUNE_INLINE void add_lanes(S* to, V v, int) {
+  store_vector(to, load_vector<V>(to) + v);
+}
+#endif
+
 // C[MR][NV vectors] += over `steps` of x[s * x_step + i * x_next] * panel row s.
+//
+// C is added to at the end: its lines, which a weight gradient of many layers keeps in the last-level cache, are asked for first
+// and arrive while the block is multiplied.
 template <class Step, int MR, int NV>
 __attribute__((noinline)) void outer_block(const typename Step::X* x, int64_t x_step, const char* panel, int64_t steps,
                                            typename Step::S* c, int64_t ldc, int64_t columns) {
@@ -70,17 +96,16 @@ __attribute__((noinline)) void outer_block(const typename Step::X* x, int64_t x_
   using S = typename Step::S;
   constexpr int64_t kLanes = sizeof(V) / sizeof(S), kWidth = NV * kLanes;
   V acc[MR][NV];
-  alignas(64) S edge[MR * kWidth];
-  const bool whole = columns == kWidth;
-  if (!whole) {
-    for (int i = 0; i < MR; ++i) __builtin_memcpy(edge + i * kWidth, c + i * ldc, size_t(columns) * sizeof(S));
-  }
-  const S* from = whole ? c : edge;
-  const int64_t pitch = whole ? ldc : kWidth;
   KITSUNE_UNROLL
   for (int i = 0; i < MR; ++i) {
     KITSUNE_UNROLL
-    for (int j = 0; j < NV; ++j) acc[i][j] = load_vector<V>(from + i * pitch + j * kLanes);
+    for (int j = 0; j < NV; ++j) acc[i][j] = V{};
+  }
+  const S* line = c;
+#pragma GCC unroll 1
+  for (int i = 0; i < MR; ++i, line += ldc) {
+    __builtin_prefetch(line, 1);
+    __builtin_prefetch(line + columns - 1, 1);
   }
   for (int64_t s = 0; s < steps; ++s) {
     decltype(Step::weights(panel, s, 0)) wv[NV];
@@ -94,14 +119,21 @@ __attribute__((noinline)) void outer_block(const typename Step::X* x, int64_t x_
       for (int j = 0; j < NV; ++j) acc[i][j] = Step::multiply_add(acc[i][j], xv, wv[j]);
     }
   }
-  S* to = whole ? c : edge;
-  KITSUNE_UNROLL
-  for (int i = 0; i < MR; ++i) {
+  if (kVectorBytes == 64 || columns == kWidth) {
+    decltype(first_lanes(0)) lanes[NV];
+    for (int j = 0; j < NV; ++j) lanes[j] = first_lanes(columns - j * kLanes);
     KITSUNE_UNROLL
-    for (int j = 0; j < NV; ++j) store_vector(to + i * pitch + j * kLanes, acc[i][j]);
+    for (int i = 0; i < MR; ++i) {
+      KITSUNE_UNROLL
+      for (int j = 0; j < NV; ++j) add_lanes(c + j * kLanes, acc[i][j], lanes[j]);
+      c += ldc;
+    }
+    return;
   }
-  if (!whole) {
-    for (int i = 0; i < MR; ++i) __builtin_memcpy(c + i * ldc, edge + i * kWidth, size_t(columns) * sizeof(S));
+  alignas(64) S sums[MR * kWidth];
+  __builtin_memcpy(sums, &acc[0][0], sizeof sums);
+  for (int i = 0; i < MR; ++i) {
+    for (int64_t j = 0; j < columns; ++j) c[i * ldc + j] += sums[i * kWidth + j];
   }
 }
 
@@ -111,6 +143,15 @@ KITSUNE_INLINE void outer_rows(int64_t m, const typename Step::X* x, int64_t x_s
   if constexpr (MR >= 1) {
     if (m == MR) return outer_block<Step, MR, NV>(x, x_step, panel, steps, c, ldc, columns);
     return outer_rows<Step, NV, MR - 1>(m, x, x_step, panel, steps, c, ldc, columns);
+  }
+}
+
+// Y was made long before, in the forward pass, and is far away by now: each block asks for its share of the next panel's rows.
+template <class X>
+void prefetch_rows(const X* y, int64_t ldy, int64_t begin, int64_t end, int64_t columns) {
+  constexpr int64_t kLine = 64 / int64_t(sizeof(X));
+  for (int64_t r = begin; r < end; ++r) {
+    for (int64_t j = 0; j < columns; j += kLine) __builtin_prefetch(y + r * ldy + j, 0, 2);
   }
 }
 
@@ -126,7 +167,9 @@ void outer_as(const OuterArgs& g, const typename Step::X* x, int64_t x_step, con
     int64_t columns = min_of(kWidth, g.N - n0);
     pack_rows<Step, kPairs>(y + n0, ldy, g.R, columns, kWidth, reinterpret_cast<typename Step::X*>(panel));
     int64_t blocks = (g.M + kBlockRows - 1) / kBlockRows, each = g.M / blocks, extra = g.M % blocks;
+    int64_t ahead = min_of(kWidth, g.N - n0 - kWidth);  // columns of the next panel
     for (int64_t i = 0, m0 = 0; i < blocks; ++i) {
+      if (ahead > 0) prefetch_rows(y + n0 + kWidth, ldy, g.R * i / blocks, g.R * (i + 1) / blocks, ahead);
       int64_t m = each + (i < extra ? 1 : 0);
       S* c = static_cast<S*>(g.c) + m0 * g.ldc + n0;
       outer_rows<Step, kPanelVectors>(m, x + m0 * Step::kDepth, x_step, panel, steps, c, g.ldc, columns);

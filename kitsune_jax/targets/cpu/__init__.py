@@ -1,4 +1,4 @@
-"""The CPU target: tile program -> CPU program (``lower``), its format (``bytecode``), its custom call (``emit``).
+"""The CPU target: tile program -> CPU program (``lower``), its format (``bytecode``, ``phased``), its custom call (``emit``).
 
 What runs it is C++ in ``cpu/``. ``supports`` says, op by op, what there is code for.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kitsune_jax.targets.cpu import bytecode
+from kitsune_jax.targets.cpu import bytecode, phased
 from kitsune_jax.targets.cpu.emit import call
 from kitsune_jax.targets.cpu.lower import lower
 from kitsune_jax.targets.cpu.runtime import available, why_not
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
     import numpy as np
 
     from kitsune_jax.program.ir import TileProgram
+    from kitsune_jax.program.phased import PhasedProgram
 
-__all__ = ["CannotLower", "available", "call", "generate", "lower", "supports", "why_not"]
+__all__ = ["CannotLower", "available", "call", "generate", "generate_phases", "lower", "supports", "why_not"]
 
 
 def generate(program: TileProgram, name: str) -> np.ndarray:
     """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``."""
     return bytecode.encode(lower(program, name))
+
+
+def generate_phases(program: PhasedProgram, name: str) -> np.ndarray:
+    """The code of a call of several phases, as int64 words. Raises ``CannotLower``."""
+    return phased.encode(program, name)

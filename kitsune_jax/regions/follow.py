@@ -1,0 +1,238 @@
+"""What can follow a region in the same call: updates of the parameters whose gradients are its sinks.
+
+Comes in: a region that was chosen, and the ops that no region has. Goes out: ``Follower`` regions, each with the number of its
+phase: pointwise work (and sums) over the elements of a gradient, and the scalar work between two of them, such as the factor of
+clipping by the global norm. Invariants: the call with all of its followers is convex; a follower reads what earlier phases made, or
+what does not depend on the call; followers of one phase do not read each other's results.
+
+A follower has a stream space of its own, because what was a sink is an array like any other behind the barrier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from kitsune_jax.capture.ops import OPS
+from kitsune_jax.graph import Graph
+from kitsune_jax.regions.form import GraphIndex, anchored, quotient_order, regions_of
+from kitsune_jax.streams import Region, Seed, Spread
+from kitsune_jax.streams.space import StreamSpace
+
+# What may work for its living in a follower; a region of other families only would move data that XLA need not move.
+_WORK = frozenset({"pointwise", "convert", "reduce"})
+_SCALAR = frozenset({"pointwise", "convert"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Follower:
+    """``phase``: 1 for what reads the sinks of the first phase, and so on."""
+
+    phase: int
+    region: Region
+
+
+@dataclasses.dataclass(frozen=True)
+class Following:
+    """What the search needs to know about a graph whose regions are being chosen.
+
+    ``free``: ops that no region has. ``taken``: the anchored ops of every other call that was chosen. ``spread(seed, free)``
+    spreads a stream over ops of ``free``; ``supports(op)`` is a reason or None.
+    """
+
+    index: GraphIndex
+    free: Collection[int]
+    taken: Sequence[tuple[int, ...]]
+    spread: Callable[[Seed, Collection[int]], Spread]
+    supports: Callable[[int], str | None]
+
+    def followers(self, region: Region) -> list[Follower]:
+        """The followers of ``region``, by phase."""
+        candidates = self._candidates(region)
+        return _Join(self, region, candidates).run() if candidates else []
+
+    def _candidates(self, region: Region) -> list[Region]:
+        """Regions over the elements of the sinks' results, and of what becomes of them."""
+        graph, free = self.index.graph, set(self.free)
+        taken = [*self.taken, anchored(graph, region)]
+        found: list[Region] = []
+        for v in self._gradients(region):
+            if free.isdisjoint(self.index.consumers.get(v, ())):
+                continue
+            size = graph.values[v].size
+            elementwise = {i for i in free if self._is_elementwise(i, size)}
+            spread = self.spread(Seed(v, tuple(range(len(graph.values[v].shape)))), elementwise)
+            for candidate in regions_of(self.index, spread, taken):
+                if candidate.outputs and any(OPS[graph.ops[k].kind].family in _WORK for k in candidate.ops):
+                    found.append(candidate)
+                    taken.append(anchored(graph, candidate))
+                    free.difference_update(candidate.ops)
+        return found
+
+    def _gradients(self, region: Region) -> list[int]:
+        """Results of the sinks that are arrays; what a scalar one is made, where its parameter is an array of one element."""
+        graph = self.index.graph
+        found: list[int] = []
+        for i in region.sinks:
+            v = graph.ops[i].outputs[0]
+            if graph.values[v].shape:
+                found.append(v)
+            else:
+                made = [w for c in self.index.consumers.get(v, ()) if c in self.free for w in graph.ops[c].outputs]
+                found += [w for w in made if graph.values[w].shape and graph.values[w].size == 1]
+        return found
+
+    def _is_elementwise(self, i: int, size: int) -> bool:
+        """Arrays of ``size`` elements and scalars only, or a reduction of such an array.
+
+        Whatever is larger than a gradient is no update, and has to pay for itself as a region.
+        """
+        op = self.index.graph.ops[i]
+        if op.kind == "opaque":
+            return False
+        of = op.inputs if OPS[op.kind].family == "reduce" else (*op.inputs, *op.outputs)
+        return all(not value.shape or value.size == size for value in (self.index.graph.values[v] for v in of))
+
+
+class _Join:
+    """One walk over the graph in which ``region`` and the candidates are nodes: who can stand behind the region's barrier?"""
+
+    def __init__(self, given: Following, region: Region, candidates: Sequence[Region]):
+        self.given, self.region = given, region
+        self.graph = given.index.graph
+        self.candidates = {anchored(self.graph, c): c for c in candidates}
+        self.inside = set(region.ops)
+        self.phase = dict.fromkeys(region.outputs, 0)  # value that the call makes -> the phase that makes it
+        self.behind: set[int] = set()  # values that some op outside makes of what the call makes
+        self.joined: list[Follower] = []
+        self.scalars: dict[int, int] = {}  # scalar op -> phase
+
+    def run(self) -> list[Follower]:
+        first = anchored(self.graph, self.region)
+        for node in quotient_order(self.graph, [first, *self.given.taken, *self.candidates]):
+            if node == first:
+                continue
+            candidate = self.candidates.get(node)
+            if candidate is not None:
+                self._region(candidate)
+            elif len(node) == 1 and self._is_scalar(node[0]):
+                self._scalar(node[0])
+            else:
+                self._outside(node)
+        return sorted([*self.joined, *self._scalar_regions()], key=lambda f: (f.phase, f.region.ops))
+
+    def _after(self, values: Iterable[int]) -> int | None:
+        """The last phase that makes one of ``values``; None where that is not a question the call can answer."""
+        values = tuple(values)
+        if any(v in self.behind or self._made_again(v) for v in values):
+            return None
+        return max((self.phase[v] for v in values if v in self.phase), default=None)
+
+    def _made_again(self, v: int) -> bool:
+        """What a maker of the call makes is no result of it: whoever else reads it has it made outside."""
+        return v not in self.phase and self.given.index.producers.get(v) in self.inside
+
+    def _region(self, candidate: Region) -> None:
+        after = self._after(candidate.inputs)
+        if after is None:
+            self._outside(candidate.ops)
+            return
+        self.joined.append(Follower(after + 1, candidate))
+        self.inside.update(candidate.ops)
+        self.phase.update(dict.fromkeys(candidate.outputs, after + 1))
+
+    def _is_scalar(self, i: int) -> bool:
+        op = self.graph.ops[i]
+        if i not in self.given.free or op.kind == "opaque" or OPS[op.kind].family not in _SCALAR or self.given.supports(i):
+            return False
+        return not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs))
+
+    def _scalar(self, i: int) -> None:
+        """Scalar ops of one phase are one region, so they may read each other; all else they read comes from phases before."""
+        op = self.graph.ops[i]
+        if self._after(op.inputs) is None:
+            self._outside((i,))
+            return
+        producers = self.given.index.producers
+        phase = max(self.phase[v] + (producers[v] not in self.scalars) for v in op.inputs if v in self.phase)
+        self.scalars[i] = phase
+        self.inside.add(i)
+        self.phase.update(dict.fromkeys(op.outputs, phase))
+
+    def _outside(self, node: Sequence[int]) -> None:
+        ops = [self.graph.ops[i] for i in node]
+        if any(v in self.phase or v in self.behind or self._made_again(v) for op in ops for v in op.inputs):
+            self.behind.update(v for op in ops for v in op.outputs)
+
+    def _scalar_regions(self) -> list[Follower]:
+        """One region a phase of the scalar ops that some follower waits for; XLA does the others."""
+        needed: set[int] = set()
+        work = [v for f in self.joined for v in f.region.inputs]
+        while work:
+            i = self.given.index.producers.get(work.pop())
+            if i in self.scalars and i not in needed:
+                needed.add(i)
+                work.extend(self.graph.ops[i].inputs)
+        by_phase: dict[int, list[int]] = {}
+        for i in sorted(needed):
+            by_phase.setdefault(self.scalars[i], []).append(i)
+        return [Follower(phase, self._scalar_region(ops)) for phase, ops in by_phase.items()]
+
+    def _scalar_region(self, ops: list[int]) -> Region:
+        """A stream of one row: a space without axes."""
+        graph, inside = self.graph, set(ops)
+        made = [v for i in ops for v in graph.ops[i].outputs]
+        read = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if graph.values[v].literal is None)
+        results = set(graph.outputs)
+        consumers = self.given.index.consumers
+        return Region(
+            space=StreamSpace(()),
+            ops=tuple(ops),
+            labels=tuple((v, ()) for v in sorted({*made, *read})),
+            inputs=tuple(v for v in read if v not in made),
+            outputs=tuple(v for v in made if v in results or not inside.issuperset(consumers.get(v, ()))),
+            phase_of=(0,) * len(ops),
+        )
+
+
+def anchored_call(graph: Graph, region: Region, followers: Sequence[Follower]) -> tuple[int, ...]:
+    """The anchored ops of a call: those of its regions, and makers of what an earlier phase made, which can run nowhere else."""
+    regions = [region, *(f.region for f in followers)]
+    fixed = dict.fromkeys(i for r in regions for i in anchored(graph, r))
+    if followers:
+        made = {v for r in regions for v in r.outputs}
+        fixed |= dict.fromkeys(i for r in regions for i in r.ops if not made.isdisjoint(graph.ops[i].inputs))
+    return tuple(fixed)
+
+
+def joined(graph: Graph, region: Region, followers: Sequence[Follower]) -> Region:
+    """``region`` and its followers as one: what the call reads and gives, and the phase of every op.
+
+    The stream space, the labels and the sinks are those of ``region``; each follower has its own.
+    """
+    parts = [Follower(0, region), *followers]
+    phase = {i: part.phase for part in parts for i in part.region.ops}
+    made = dict.fromkeys(v for part in parts for v in part.region.outputs)
+    needed = _needed_outside(graph, set(phase), made)
+    return dataclasses.replace(
+        region,
+        ops=tuple(sorted(phase)),
+        inputs=tuple(dict.fromkeys(v for part in parts for v in part.region.inputs if v not in made)),
+        outputs=tuple(v for v in made if v in needed),
+        phase_of=tuple(phase[i] for i in sorted(phase)),
+    )
+
+
+def _needed_outside(graph: Graph, inside: Collection[int], made: Collection[int]) -> set[int]:
+    """Values that are read outside of the ops ``inside``, also by makers among these that are made again outside."""
+    producers = graph.producers()
+    needed: set[int] = set()
+    work = [*graph.outputs, *(v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs)]
+    while work:
+        v = work.pop()
+        if v in needed:
+            continue
+        needed.add(v)
+        if v not in made and producers.get(v) in inside:
+            work.extend(graph.ops[producers[v]].inputs)
+    return needed
