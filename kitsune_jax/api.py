@@ -358,5 +358,10 @@ def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ..
     """The jaxpr that a call with ``args`` would bind the primitive on."""
     body = _body(pipelined.__wrapped__, policy, None)
     static, donated, kept = pipelined._statics.split(args, kwargs)
-    closed = jax.make_jaxpr(functools.partial(_call_split, body, static))(donated, kept)
+
+    def arrays(*args: Any) -> list[Any]:
+        """A program may hand back modules that hold functions (equinox's do): they are no results of the computation."""
+        return [x for x in jax.tree.leaves(_call_split(body, static, *args)) if _compat.valid_jaxtype(x)]
+
+    closed = jax.make_jaxpr(arrays)(donated, kept)
     return _compat.hoist_consts(closed)[0]

@@ -3,7 +3,8 @@
 # compute-sanitizer, does it last, how fast is it. Needs no network; ten minutes at most.
 #
 #   scripts/gpu_check.sh [options] [FOLDER]     default: out/gpu-check; and FOLDER.tar.gz, the same in one file
-#     --only a,b       these steps alone: build environment precompile micro correctness sanitizer soak benchmarks traffic portable
+#     --only a,b       these steps alone: build environment precompile correctness training benchmarks train-benchmarks micro
+#                      sanitizer soak traffic portable
 #     --limit SECONDS  for everything together (default 570); a step gets no more than what is left
 #     --dry-run        no device: the emulator, tiny sizes, nothing timed; tests the script itself
 #   PYTHON=/path/to/python3   use this interpreter
@@ -20,7 +21,7 @@ while [ $# -gt 0 ]; do
     --only) ONLY=",${2:?--only needs steps},"; shift ;;
     --limit) LIMIT=${2:?--limit needs seconds}; shift ;;
     --dry-run) DRY=--dry-run ;;
-    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
     -*) echo "unknown option $1: try --help" >&2; exit 2 ;;
     *) FOLDER=$1 ;;
   esac
@@ -112,14 +113,28 @@ sanitize() {
 }
 export -f sanitize
 
+# Training steps, each in a process of its own: what one has compiled and allocated stays on the device as long as its process.
+train_benchmarks() {
+  local case failed=0
+  for case in "nerf 262144" "mgn 200000" "swiglu 65536"; do
+    "$PYTHON" -m benchmarks run --mode train --platform cuda --app "${case% *}" --rows "${case#* }" --dtype bf16 \
+      --rounds 20 --seconds 4 --results "$FOLDER/results" || failed=1
+  done
+  return "$failed"
+}
+export -f train_benchmarks
+export FOLDER
+
 # What matters most comes first: the last steps get what time is left.
 [ -n "$DRY" ] || step build 120 bash -c build
 check environment 60 environment
 if [ -z "$DRY" ]; then
   JAX_PLATFORMS=cpu check precompile 150 precompile
-  check correctness 120 correctness
-  step micro 60 "$PYTHON" -m benchmarks.micro --output "$FOLDER/micro.json"
+  check correctness 140 correctness
+  check training 100 training
   step benchmarks 150 "$PYTHON" -m benchmarks run --all --platform cuda --rounds 20 --seconds 4 --results "$FOLDER/results"
+  step train-benchmarks 120 bash -c train_benchmarks
+  step micro 60 "$PYTHON" -m benchmarks.micro --output "$FOLDER/micro.json"
   for tool in memcheck racecheck synccheck; do
     wanted sanitizer || break
     [ -z "$ONLY" ] || ONLY="$ONLY$tool,"
@@ -128,6 +143,7 @@ if [ -z "$DRY" ]; then
 else
   check precompile 60 precompile --only planned
   check correctness 120 correctness
+  check training 120 training
   step micro 60 "$PYTHON" -m benchmarks.micro --backend emulator --output "$FOLDER/micro.json"
   step benchmarks 60 "$PYTHON" -m benchmarks run --app mgn --dtype f32 --rows 64 --rounds 3 --seconds 1 --no-child \
     --results "$FOLDER/results"

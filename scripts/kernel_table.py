@@ -82,7 +82,7 @@ def kind_of(plan: Any, portable: bool) -> str:
     if portable:
         return "portable"
     if plan.arrangement == "spatial":
-        return "spatial, cluster" if plan.queues[0].place == "cluster" else "spatial, L2"
+        return "spatial, cluster" if any(q.place == "cluster" for q in plan.queues) else "spatial, L2"
     if plan.stages[0].resident:
         return "vertical, resident"
     return "vertical, streamed"

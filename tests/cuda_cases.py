@@ -23,11 +23,19 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Arg:
-    """``shape`` with -1 for the rows; ``dtype``: None is the dtype of the case; normal numbers times ``scale``."""
+    """``shape`` with -1 for the rows; ``dtype``: None is the dtype of the case; normal numbers times ``scale``, or where there are
+    ``classes`` integers below them."""
 
     shape: tuple[int, ...]
     dtype: str | None = None
     scale: float = 1.0
+    classes: int = 0
+
+    def draw(self, rng: np.random.Generator, rows: int, dtype: str) -> Array:
+        shape = _shape(self, rows)
+        if self.classes:
+            return jnp.asarray(rng.integers(0, self.classes, shape), self.dtype or dtype)
+        return jnp.asarray(rng.standard_normal(shape).astype(np.float32) * self.scale, self.dtype or dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +50,7 @@ class Family:
 
     def arguments(self, rows: int, dtype: str, seed: int = 0) -> tuple[Array, ...]:
         rng = np.random.default_rng(seed)
-        return tuple(
-            jnp.asarray(rng.standard_normal(_shape(a, rows)).astype(np.float32) * a.scale, a.dtype or dtype) for a in self.args
-        )
+        return tuple(a.draw(rng, rows, dtype) for a in self.args)
 
     def shapes(self, rows: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What stands for the arguments where nothing runs."""

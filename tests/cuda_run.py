@@ -78,15 +78,16 @@ def subject(fn: Callable[..., Any], *args: Array) -> Subject:
         return cuda.supports(op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
 
     def look(_: Graph, region: Region) -> str:
-        with contextlib.suppress(Infeasible):  # another axis may stream as far, but end in a product over the rows
-            candidates(RegionCost(graph, region, H200), True)
-            regions.append(region)
+        regions.append(region)
         return "only looked at"
 
     select(graph, supports, look, force=True)
-    assert regions, "no region is legal"
     # Of equals the longer stream: a matmul may as well stream over the columns of its weights.
-    return Subject(captured, max(regions, key=lambda r: (len(r.ops), r.space.rows)), args)
+    for region in sorted(regions, key=lambda r: (len(r.ops), r.space.rows), reverse=True):
+        with contextlib.suppress(Infeasible):  # another axis may stream as far, but end in a product over the rows
+            candidates(RegionCost(graph, region, H200), True)
+            return Subject(captured, region, args)
+    raise AssertionError("no region is legal")
 
 
 def arrangements(of: Subject) -> dict[str, Plan]:
@@ -116,7 +117,8 @@ def _admit(of: Subject, found: dict[str, Plan], name: str, plan: Plan) -> None:
 def _name(machine: Machine, plan: Plan) -> str:
     sm = "sm90" if machine.max_cluster > 1 else "sm80"
     if plan.arrangement == "spatial":
-        return f"{sm}-spatial-{plan.queues[0].place}-lanes{plan.lanes}"
+        place = plan.queues[0].place if plan.queues else "apart"  # stages that only share what they load
+        return f"{sm}-spatial-{place}-lanes{plan.lanes}"
     kept = "resident" if plan.stages[0].resident else f"streamed-cluster{plan.cluster}"
     return f"{sm}-vertical-{kept}-lanes{plan.lanes}"
 

@@ -26,6 +26,7 @@ from kitsune_jax.targets.cuda.nvrtc import Resources
 from kitsune_jax.targets.cuda.sass import Sass
 from tests.cuda_cases import DTYPES, FAMILIES
 from tests.cuda_run import Subject, arrangements, kernel_cache, subject  # noqa: F401  (a fixture)
+from tests.cuda_training_cases import TRAINING
 from tests.test_cuda_lowering import kernels_in
 
 pytestmark = [
@@ -102,7 +103,8 @@ def check(one: Made) -> None:
 
 @functools.cache
 def of_family(name: str, dtype: str) -> Subject:
-    of = subject(FAMILIES[name].function, *FAMILIES[name].shapes(ROWS, dtype))
+    family = FAMILIES.get(name) or TRAINING[name]
+    of = subject(family.function, *family.shapes(ROWS, dtype))
     assert of.region.space.rows == ROWS
     return of
 
@@ -142,6 +144,54 @@ def test_every_arrangement_of_every_family(family: str, dtype: str, subtests: An
     for name, plan in plans(family, dtype).items():
         with subtests.test(arrangement=name):
             check_promises(made(of_family(family, dtype), plan))
+
+
+# --- training steps
+
+GRADIENT = re.compile(r"\bGradient<(?P<type>\w+), \d+, \d+, \d+, \d+, (?P<columns>\d+), \w+>")
+TRANSPOSED = re.compile(r"x(?P<columns>\d+)x16\b.*\.tnspA\.tnspB")
+
+
+def check_gradients(one: Made) -> None:
+    """Rows are what a weight gradient contracts: the tensor core, or ldmatrix, transposes 16-bit operands on their way."""
+    gradients = list(GRADIENT.finditer(one.kernel.source))
+    assert gradients, "the kernel has no weight gradient"
+    opcodes = {i.opcode for i in one.code.instructions}
+    if gradients[0]["type"] == "Tf32":  # wgmma transposes none of 32 bits
+        assert any(o.startswith("HMMA.") and o.endswith("TF32") for o in opcodes)
+    elif one.arrangement.sm < 900:
+        assert any(o.startswith("LDSM.") and ".MT88" in o for o in opcodes)
+    else:
+        products = [found for i in one.code.instructions if (found := TRANSPOSED.search(i.operands))]
+        assert {p["columns"] for p in products} == {g["columns"] for g in gradients}
+
+
+@pytest.mark.parametrize(
+    "family, dtype, arrangement",
+    [
+        ("tanh-step", "bfloat16", "sm90-vertical-resident-lanes2"),
+        ("tanh-step", "bfloat16", "sm80-vertical-resident-lanes1"),
+        ("labels-step", "bfloat16", "sm90-spatial-cluster-lanes1"),
+        ("silu-step", "float32", "sm90-spatial-l2-lanes1"),
+    ],
+)
+def test_a_training_step_becomes_transposed_products_without_local_memory(family: str, dtype: str, arrangement: str) -> None:
+    one = made(of_family(family, dtype), plans(family, dtype)[arrangement])
+    check(one)
+    check_gradients(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in TRAINING if name != "rms-norm-step"])  # it has no matrix product
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_arrangement_of_every_training_step(family: str, dtype: str, subtests: Any) -> None:
+    """Whether they spill is not asked here, but wgmma must run as it was issued."""
+    for name, plan in plans(family, dtype).items():
+        with subtests.test(arrangement=name):
+            one = made(of_family(family, dtype), plan)
+            check_promises(one)
+            check_gradients(one)
+            assert not COMPLAINT.search(one.log), one.log
 
 
 # --- what the planner picks

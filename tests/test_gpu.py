@@ -36,6 +36,11 @@ def test_kernels_are_right(tmp_path: Path, arch: str | None) -> None:
     assert json.loads(output.read_text())["findings"]
 
 
+def test_training_steps_at_full_size_are_right(tmp_path: Path) -> None:
+    done = run("scripts.gpu.training", "--output", str(tmp_path / "training.json"))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
 def test_queues_lose_nothing(tmp_path: Path) -> None:
     done = run("benchmarks.micro", "--output", str(tmp_path / "micro.json"))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -19,6 +19,7 @@ import pytest
 from kitsune_jax.targets.cuda import hostcc, runtime
 from scripts.gpu import correctness, programs, summary, traffic
 from tests.cuda_run import kernel_cache  # noqa: F401, a fixture
+from tests.cuda_training_cases import TRAINING
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
@@ -78,6 +79,19 @@ def test_a_dry_run_is_right_and_told_on_one_page(tmp_path: Path) -> None:
     assert "no CUDA device" in page
     with tarfile.open(f"{folder}.tar.gz") as archive:
         assert "check/summary.md" in archive.getnames()
+
+
+@pytest.mark.slow
+@needs_emulator
+@pytest.mark.usefixtures("kernel_cache")
+def test_a_dry_run_of_a_training_step_is_right(tmp_path: Path) -> None:
+    folder = tmp_path / "check"
+    output, _ = start(folder, "--dry-run", "--only", "training").communicate(timeout=200)
+    assert status(folder) == {"training": 0}, output
+    (found,) = json.loads((folder / "training.json").read_text())["findings"]
+    assert found["kernels"] > 0 and found["equal_bits"]
+    assert set(found["errors"]) == {"loss", "params", "mean", "square"}
+    assert all(0 < e < 0.01 for e in found["errors"].values())
 
 
 def test_a_step_that_fails_does_not_stop_the_next(fake: Path) -> None:
@@ -173,6 +187,14 @@ def test_a_value_that_is_not_finite_is_wrong(value: float) -> None:
     got[2, 1] = value
     assert correctness.difference(got, wanted) == (math.inf, math.inf)
     assert correctness.difference(wanted[:3], wanted) == (math.inf, math.inf)
+
+
+def test_a_choice_for_slow_tools_has_training_steps() -> None:
+    """One each: they are the largest kernels."""
+    plan = object()
+    made = [programs.Program(f, "bfloat16", 333, "cuda", "some", plan) for f in TRAINING.values()]  # type: ignore[arg-type]
+    chosen = programs.few(made)
+    assert [p.family.name for p in chosen] == [f.name for f in TRAINING.values() if f.small]
 
 
 def test_counters_are_added_over_kernels() -> None:

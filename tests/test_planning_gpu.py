@@ -127,8 +127,10 @@ def check_fits(case: Case, machine: Machine, p: Plan) -> None:
         else:
             assert stage.workers == p.cluster <= 2 and stage.split == 1 and not (stage.resident and p.cluster > 1)
     for q in p.queues:
-        assert len(q.consumers) == 1 and q.depth >= 2 and q.place == ("l2" if p.cluster == 1 else "cluster")
-        assert q.entry_bytes >= 64 * cost.row_bytes(q.value)
+        assert q.depth >= 2 and q.place == ("l2" if p.cluster == 1 else "cluster")
+        assert len(q.consumers) == 1 or q.place == "l2"  # a ring in shared memory lies with its one reader
+        bits = 1 if cost.graph.values[q.value].dtype == "bool" else 8 * itemsize(cost.graph.values[q.value].dtype)
+        assert q.entry_bytes >= 64 * cost.row_size(q.value) * bits // 8
     l2_rings = [q.depth * q.entry_bytes * p.lanes * p.replicas for q in p.queues if q.place == "l2"]
     assert sum(l2_rings) <= machine.shared_bytes
     assert check_deadlock_free(build(graph, region, p)) is None
@@ -273,11 +275,11 @@ def test_more_of_anything_never_makes_the_best_plan_slower():
 # What there is no code for, and the target's own check
 
 
-def test_weight_gradients_are_refused_in_words():
-    def fn(x: jax.Array, y: jax.Array, w: jax.Array) -> jax.Array:
-        return x.T @ jax.nn.relu(y @ w)
+def test_weight_gradients_of_several_matrices_are_refused_in_words():
+    def fn(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum("rbi,rbj->bij", jnp.tanh(x), jnp.tanh(y))
 
-    case = captured(fn, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 64), (4096, 32), (32, 32))))
+    case = captured(fn, *(jax.ShapeDtypeStruct((4096, 3, 8), jnp.bfloat16) for _ in range(2)))
     with pytest.raises(Infeasible, match="weight gradient"):
         plan(*case, H200)
 

@@ -26,7 +26,7 @@ struct Params {
   u32* checksums;
   U2* cycles;
   U4* slots;
-  L2Ring<kDepth>* rings;
+  u32* rings;
 };
 
 constexpr u32 kStep = 2654435761u;  // Knuth's multiplier: neighbouring entries differ in all bits, as data does
@@ -187,10 +187,11 @@ KITSUNE_KERNEL(kitsune_region, Params, p, kGroups * 128) {
 #endif
   cluster_sync();
 #else
-  using Queue = L2Queue<kVectors, kDepth>;
+  using Queue = L2Queue<kVectors>;
   u32 member = block_id() % kMembers, first = block_id() - member, right = first + (member + 1) % kMembers;
-  constexpr u32 slots = kDepth * kVectors * kGroupThreads;
-  Queue in{p.rings + block_id(), p.slots + block_id() * slots, 1, 1, 1}, out{p.rings + right, p.slots + right * slots, 1, 1, 1};
+  constexpr u32 slots = kDepth * Queue::kEntry, words = l2_ring_words(kDepth);
+  Queue in{p.rings + block_id() * words, p.slots + block_id() * slots, kDepth, 1, 1, 1};
+  Queue out{p.rings + right * words, p.slots + right * slots, kDepth, 1, 1, 1};
   (void)s, (void)group;
   circulate(p, in, out, member);
 #endif

@@ -1,7 +1,8 @@
 """Products of which only some columns are used: the weights are sliced instead of the result.
 
 Comes in: a ``Builder`` at the end of a walk. Goes out: the same, where ``slice(x @ w)`` stands as ``x @ slice(w)``. The gradient of
-a concatenation is such a slice of the product behind it, where nobody wants the gradient of the other parts. Invariant: every value keeps its shape and meaning; an element of the result is the same sum as before.
+a concatenation is such a slice of the product behind it, where nobody wants the gradient of the other parts. Invariant: every value
+keeps its shape and meaning; an element of the result is the same sum as before.
 """
 
 from __future__ import annotations

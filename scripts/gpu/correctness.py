@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from scripts.gpu.programs import Program, few, programs
@@ -30,7 +31,7 @@ WORSE = 2.0  # than jax.jit, at most, where both are beyond the tolerance
 def reference(program: Program, args: tuple[Any, ...]) -> list[np.ndarray]:
     """In float64 on the CPU; where the function itself asks for float32, in that."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = [np.asarray(a).astype(np.float64) for a in args]
+        wide = [np.asarray(a).astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else np.asarray(a) for a in args]
         return [np.asarray(x) for x in jax.tree.leaves(jax.jit(program.family.function)(*wide))]
 
 

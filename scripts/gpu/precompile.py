@@ -50,6 +50,20 @@ def compile_benchmark(app: str, dtype: str, rows: int) -> dict[str, Any]:
     }
 
 
+def compile_training(app: str, rows: int) -> dict[str, Any]:
+    from scripts.gpu.training import compile_step
+
+    start = time.monotonic()
+    regions = compile_step(app, rows)
+    return {
+        "name": f"training step {app} {rows}",
+        "ok": regions > 0,
+        "regions": regions,
+        "seconds": round(time.monotonic() - start, 1),
+        **({} if regions else {"error": "the step has no kernel"}),
+    }
+
+
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", default="", help="programs whose name holds this")
@@ -61,7 +75,9 @@ def main() -> int:
         jobs = []
         if not args.dry_run and not args.only:  # the largest kernels: first, so that none is left alone at the end
             from benchmarks.apps import APPS
+            from scripts.gpu.training import CASES
 
+            jobs += [pool.submit(compile_training, app, rows) for app, rows in CASES]
             jobs += [
                 pool.submit(compile_benchmark, app, dtype, rows)
                 for app in reversed(store.APP_NAMES)

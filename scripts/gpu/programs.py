@@ -21,11 +21,15 @@ from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import lower, nvrtc
 from tests import cuda_run
 from tests.cuda_cases import FAMILIES, Family
+from tests.cuda_training_cases import TRAINING
 
 PLANNED = "planned"
 _FORCED_ROWS = 333  # several tiles for the one pipeline instance of a forced plan, the last of them not full
 _PLANNED_ROWS = (1, 20_011)  # less than a tile; more tiles than a device has workers
 _DRY_FAMILIES = ("dense",)
+# Training steps under forced arrangements, the first and every n-th of some twenty: their plans take a second each to make in every
+# process, their kernels seconds to compile.
+_FORCED_STEPS = {"tanh-step": 4, "labels-step": 5, "layer-norm-step": 6, "skip-step": 4, "softmax-step": 7, "heads-step": 5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +81,15 @@ def programs(dry_run: bool, only: str = "") -> list[Program]:
 
 
 def few(among: list[Program]) -> list[Program]:
-    """Of each small family three programs in a few rows, in bfloat16, so that every arrangement occurs: for tools that slow a
-    device down a hundred times."""
+    """Of each small family three programs in a few rows, of a training step one, in bfloat16, so that every arrangement occurs: for
+    tools that slow a device down a hundred times."""
     chosen = []
-    for k, family in enumerate(FAMILIES.values()):
+    for k, family in enumerate((*FAMILIES.values(), *TRAINING.values())):
         here = [p for p in among if p.family is family and family.small and p.dtype == "bfloat16" and p.rows < 1000]
         forced = [p for p in here if p.plan is not None]
+        if family.name in TRAINING:
+            chosen += [forced[k % len(forced)]] if forced else []
+            continue
         chosen += [p for p in here if p.plan is None]
         chosen += [forced[i] for i in sorted({2 * k % len(forced), (2 * k + 1) % len(forced)})] if forced else []
     return chosen
@@ -90,22 +97,27 @@ def few(among: list[Program]) -> list[Program]:
 
 def _planned(target: str, dry_run: bool) -> Iterator[Program]:
     for family in _families(dry_run):
-        for dtype in family.dtypes[:1] if dry_run else family.dtypes:
-            for rows in (65,) if dry_run else _PLANNED_ROWS:
+        step = family.name in TRAINING  # large kernels: in the dtypes and rows that differ most
+        for dtype in family.dtypes[:1] if dry_run else ("bfloat16", "float32") if step else family.dtypes:
+            for rows in (65,) if dry_run else _PLANNED_ROWS[-1:] if step else _PLANNED_ROWS:
                 yield Program(family, dtype, rows, target)
 
 
 def _forced(target: str, dry_run: bool) -> Iterator[Program]:
-    """Large families in bfloat16 only: each kernel takes seconds to compile."""
+    """Large families and training steps in bfloat16 only: each kernel takes seconds to compile."""
     generation = "sm90" if dry_run or nvrtc.sm_of(lower.arch()) == 900 else "sm80"
-    for family in _families(dry_run)[:1] if dry_run else _families(dry_run):
+    families = [f for f in _families(dry_run) if f.name not in TRAINING or f.name in _FORCED_STEPS]
+    for family in families[:1] if dry_run else families:
         rows = 130 if dry_run else _FORCED_ROWS
-        dtypes = [d for d in family.dtypes if d == "bfloat16" or (family.small and d == "float32")]
+        narrow = family.name in TRAINING or not family.small
+        dtypes = [d for d in family.dtypes if d == "bfloat16" or (d == "float32" and not narrow)]
         for dtype in dtypes[:1] if dry_run else dtypes:
             plans = cuda_run.arrangements(cuda_run.subject(family.function, *family.arguments(rows, dtype)))
             names = [name for name in plans if name.startswith(generation)]
+            names = names[:: _FORCED_STEPS.get(family.name, 1)]
             yield from (Program(family, dtype, rows, target, name, plans[name]) for name in (names[:1] if dry_run else names))
 
 
 def _families(dry_run: bool) -> list[Family]:
-    return [family for name, family in FAMILIES.items() if not dry_run or name in _DRY_FAMILIES]
+    families = {**FAMILIES, **TRAINING}
+    return [family for name, family in families.items() if not dry_run or name in _DRY_FAMILIES]

@@ -39,6 +39,7 @@ def summary(folder: Path) -> str:
     results = folder / "results"
     if results.is_dir():
         parts += ["", "## Benchmarks", "", table.markdown(store.newest(results))]
+        parts += ["", "## Benchmarks of training steps", "", table.markdown(store.newest(results), "train")]
     traffic = _json(folder / "traffic.json")
     if traffic:
         parts += ["", "## Bytes of device memory, counted by the hardware", "", *_traffic(traffic["findings"])]

@@ -72,7 +72,8 @@ class Arrays:
         prologue = self.body.prologue
         prologue.append(f"{const}void* {name}[2];")
         prologue.append("KITSUNE_UNROLL")
-        prologue.append(f"for (int h = 0; h < 2; ++h) {name}[h] = static_cast<{byte}*>(p.{role}{k}) + (valid[h] ? {offset} : 0);")
+        base = self.body.constants.parameter(f"{role}{k}")
+        prologue.append(f"for (int h = 0; h < 2; ++h) {name}[h] = static_cast<{byte}*>({base}) + (valid[h] ? {offset} : 0);")
         return name
 
     def _name_axes(self) -> None:

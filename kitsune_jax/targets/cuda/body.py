@@ -17,12 +17,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr, StageProgram, TileProgram
-from kitsune_jax.targets.cuda import columns, instructions, layers, pointwise, repeats, slabs, tiles
+from kitsune_jax.targets.cuda import columns, effects, instructions, layers, pointwise, repeats, slabs, tiles
 from kitsune_jax.targets.cuda.arrays import Arrays
 from kitsune_jax.targets.cuda.budget import Budget
+from kitsune_jax.targets.cuda.gradients import sums_panel
 from kitsune_jax.targets.cuda.loop import Action, Keep, Loop
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.products import Products
+from kitsune_jax.targets.cuda.sharing import Constants
 from kitsune_jax.targets.cuda.values import GradientCode, InImage, InVector, Literal, Registers, SinkCode, Splat, Value
 from kitsune_jax.targets.errors import CannotLower
 
@@ -34,7 +36,8 @@ class StageConfig:
     ``resident``: weights stay in shared memory, at ``weight_offset`` of each recipe; else they pass through a ring of ``depth``
     chunks. ``overlap``: two chunks of a product may be in flight; ``columns``: those of a chunk at most. ``spill``: values kept as
     images, at these offsets of a lane's scratch. ``split``: slabs of columns its CTAs share out. ``lanes``: of each of them.
-    ``slab_queues``: those with a split stage at an end. ``loops``: layers that repeat become a loop.
+    ``copies``: matmuls of several chunks take entries of queues from registers. ``slab_queues``: those with a split stage at an
+    end. ``loops``: layers that repeat become a loop.
     """
 
     resident: bool = True
@@ -45,6 +48,7 @@ class StageConfig:
     spill: tuple[tuple[int, int], ...] = ()
     split: int = 1
     lanes: int = 1
+    copies: bool = True
     slab_queues: frozenset[int] = frozenset()
     loops: bool = True
 
@@ -58,11 +62,15 @@ class Body:
         self.lines: list[str] = []
         self.prologue: list[str] = []  # once per tile, in front of everything
         self.setup: list[str] = []  # once per kernel
+        self.constants = Constants()
         self.sinks: list[SinkCode] = []
         self.gradients: list[GradientCode] = []
         self.panel_bytes = 0  # of the largest gradient's operands, which take turns
+        self.early_panels: set[str] = set()  # written before their gradient's turn, in the loop of another effect
+        self.emitted: set[int] = set()  # effects that came with an earlier one: positions in ``instrs``
         self.scratch_words = 0  # of the widest row that changes places
         self.popped: list[int] = []
+        self.entries: set[int] = set()  # values that lie in a queue's entry
         self.next_recipe: int | None = None  # of the matmul that comes next, in a loop over layers
         self.layer_vectors: dict[int, tuple[int, int]] = {}
         self.carries: dict[int, tuple[object, ...]] = {}  # a loop's result -> what holds it
@@ -85,7 +93,9 @@ class Body:
         """Generates the whole body. Raises ``CannotLower``."""
         runs = {run.segments[0][0].outputs[0]: run for run in repeats.find(self.program, self.instrs)} if self.config.loops else {}
         in_loops: set[int] = set()
-        for instr in self.instrs:
+        for k, instr in enumerate(self.instrs):
+            if k in self.emitted:
+                continue
             if instr.outputs and instr.outputs[0] in runs:
                 run = runs[instr.outputs[0]]
                 layers.emit(self, run)
@@ -94,6 +104,17 @@ class Body:
                 instructions.emit(self, instr)
         for q in self.popped:
             self.text(f"queue{q}.rd_release(n);")
+
+    def effects_of(self, instr: Instr) -> list[Instr]:
+        """``instr`` and the effects further on of the same value, which are now taken care of."""
+        start, v = self.instrs.index(instr), self.root(instr.inputs[0])
+        found = [
+            k
+            for k, i in enumerate(self.instrs[start:], start)
+            if i.kind in effects.KINDS and self.root(i.inputs[0]) == v and k not in self.emitted and not sums_panel(self, i)
+        ]
+        self.emitted.update(found)
+        return [self.instrs[k] for k in found]
 
     def vector_of(self, instr: Instr) -> tuple[int, int]:
         """(words from the first vector, words to the next layer's) of a stationary value that is broadcast to every row."""
@@ -169,13 +190,22 @@ class Body:
             self.used(action.value)
         Loop(self, width, actions).emit()
 
+    def address(self, place: InVector) -> str:
+        """The C++ expression of where a vector starts."""
+        slab = f" + slab * {place.slab}" if place.slab else ""
+        layer = f" + layer * {place.layer}" if place.layer else ""
+        return f"{self.vector_at(place.offset)}{slab}{layer}"
+
+    def vector_at(self, offset: int) -> str:
+        return f"vectors + {self.constants.number('vector', offset, offset)}"
+
     def vector(self, v: int, name: str, width: int, shift: int) -> list[str]:
         """Declares and fills ``name[owned]``: the columns of a stationary vector in block b - shift."""
         place, type_ = self.value(v).place, pointwise.COMPUTE[self.value(v).dtype]
         assert isinstance(place, InVector)
         owned, raw = tiles.owned(width), f"{name}_bits"
         block = f"b - {shift}" if shift else "b"
-        fill = f"load_vector<{owned}>({{}}, {place.address}, first_column<{width}>(lane, {block}));"
+        fill = f"load_vector<{owned}>({{}}, {self.address(place)}, first_column<{width}>(lane, {block}));"
         if type_ == "float":
             return [f"float {name}[{owned}];", fill.format(name)]
         return [
@@ -192,9 +222,9 @@ class Body:
             assert isinstance(place, InVector)
             self.scalars[v] = f"s{v}"
             if place.layer:
-                self.text(f"const {type_} s{v} = from_word<{type_}>(bits(ld_global({place.address})));")
+                self.text(f"const {type_} s{v} = from_word<{type_}>(bits(ld_global({self.address(place)})));")
             else:
-                self.setup.append(f"const {type_} s{v} = from_word<{type_}>(bits(ld_global(p.{place.address})));")
+                self.setup.append(f"const {type_} s{v} = from_word<{type_}>(bits(ld_global(p.{self.address(place)})));")
         return self.scalars[v]
 
     def row_as_tile(self, v: int) -> str:

@@ -11,20 +11,17 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kitsune_jax.planning.gpu_gradient import GradientShape, gradient_shapes, panel_bytes
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import columns, pointwise, tiles
-from kitsune_jax.targets.cuda.loop import Fold, Keep, Store, ToPanel
+from kitsune_jax.targets.cuda import columns, effects, gradients, pointwise, tiles
+from kitsune_jax.targets.cuda.loop import Fold
 from kitsune_jax.targets.cuda.pack import WeightRecipe
 from kitsune_jax.targets.cuda.values import (
     Expression,
-    GradientCode,
     InArray,
     InImage,
     InVector,
     Multiply,
     Registers,
-    SinkCode,
     Splat,
     Value,
     queue_form,
@@ -34,8 +31,7 @@ from kitsune_jax.targets.errors import CannotLower
 if TYPE_CHECKING:
     from kitsune_jax.targets.cuda.body import Body
 
-HOW = {"sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "and": "And", "or": "Or"}
-REDUCTIONS = {f"reduce_{how}": name for how, name in HOW.items()}
+REDUCTIONS = {f"reduce_{how}": name for how, name in effects.HOW.items()}
 
 
 def emit(body: Body, instr: Instr) -> None:
@@ -79,33 +75,7 @@ def _pop(body: Body, instr: Instr) -> None:
         value.place = Registers(f"r{v}", "row")
     else:
         value.place = InImage(f"pop{q}", form)
-
-
-def _push(body: Body, instr: Instr) -> None:
-    (v,), q = instr.inputs, instr["queue"]
-    value = body.value(v)
-    body.text(f"queue{q}.wr_acquire(n);")
-    if value.row:
-        x = [f"to_word({body.row(v).replace('[h]', f'[{h}]')})" for h in range(2)]
-        body.text(f"queue{q}.push(n, 0, U4{{{x[0]}, {x[1]}, 0, 0}});")
-    else:
-        form = queue_form(value.dtype, q in body.config.slab_queues)
-        first = f"slab * {tiles.image_vectors(value.width, form)} + " if v in body.slabs else ""
-        body.text(f"const auto push{q} = [&](int i, U4 v) {{ queue{q}.push(n, {first}i, v); }};")
-        body.loop(value.width, [Keep(v, f"q{q}", form, put=f"push{q}", push=True, reads=1)])
-    body.text(f"queue{q}.wr_release(n);")
-
-
-def _store(body: Body, instr: Instr) -> None:
-    (v,) = instr.inputs
-    value, array = body.value(v), instr["array"]
-    if value.row:
-        row, x = body.arrays.row("out", array), body.row(v)
-        element = pointwise.ELEMENT[body.program.outputs[array].dtype]
-        body.text("KITSUNE_UNROLL")
-        body.text(f"for (int h = 0; h < 2; ++h) store_one<{element}>({row}[h], valid[h] && lane.q == 0, {x});")
-        return
-    body.loop(value.width, [Store(v, array)])
+        body.entries.add(v)
 
 
 def _pointwise(body: Body, instr: Instr) -> None:
@@ -152,10 +122,10 @@ def _row_index(body: Body, instr: Instr) -> None:
         return
     row = -1 - v
     body.values[row] = Value(1, value.dtype, True)
-    body.text(f"{pointwise.COMPUTE[value.dtype]} i{v}[2];")
+    body.text(f"{pointwise.COMPUTE[value.dtype]} index{v}[2];")
     body.text("KITSUNE_UNROLL")
-    body.text(f"for (int h = 0; h < 2; ++h) i{v}[h] = {text};")
-    body.values[row].place = Registers(f"i{v}", "row")
+    body.text(f"for (int h = 0; h < 2; ++h) index{v}[h] = {text};")
+    body.values[row].place = Registers(f"index{v}", "row")
     value.place = Splat(row)
 
 
@@ -229,94 +199,14 @@ def _single_column(body: Body, v: int) -> None:
     value.row = True
 
 
-def _sink(body: Body, instr: Instr) -> None:
-    (v,) = instr.inputs
-    sink = body.program.sinks[instr["sink"]]
-    value, rank = body.value(v), len(body.program.values[v].shape)
-    if sink.how not in HOW:
-        raise CannotLower(f"a sink by {sink.how} has no code on the GPU")
-    how, type_, name = HOW[sink.how], pointwise.COMPUTE[sink.dtype], f"sink{instr['sink']}"
-    scalar = value.row or len(instr["axes"]) == rank + 1
-    if not scalar and tuple(instr["axes"]) != (0,):
-        raise CannotLower("a sink over the rows and a part of a row's dimensions has no code on the GPU")
-    if v in body.slabs:
-        raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
-    width = 1 if scalar else value.width
-    body.sinks.append(SinkCode(instr["sink"], name, how, type_, scalar, width, not value.row))
-    identity = f"{how}::identity<{type_}>()"
-    if scalar:
-        body.setup.append(f"{type_} {name} = {identity};")
-    else:
-        body.setup.append(f"{type_} {name}[{width // 4}];")
-        body.setup.append(f"for (int i = 0; i < {width // 4}; ++i) {name}[i] = {identity};")
-    if value.row:
-        x = body.row(v)
-        body.text("KITSUNE_UNROLL")
-        body.text(f"for (int h = 0; h < 2; ++h) if (valid[h]) {name} = {how}::fold({name}, {type_}({x}));")
-        return
-    body.loop(value.width, [Fold(v, how, name, stream=True, scalar=scalar)])
-
-
-def _matmul_sink(body: Body, instr: Instr) -> None:
-    """A weight gradient: both operands to shared memory, where the lanes of the CTA multiply them together."""
-    if (instr["x_contract"], instr["y_contract"], instr["x_batch"], instr["y_batch"]) != ((0,), (0,), (), ()):
-        raise CannotLower("a product that contracts the stream and other dimensions has no code on the GPU")
-    sink = body.program.sinks[instr["sink"]]
-    values = [body.value(v) for v in instr.inputs]
-    dtype = values[0].dtype
-    if values[1].dtype != dtype or dtype not in pointwise.OPERAND or sink.dtype != "float32":
-        raise CannotLower(f"a weight gradient of {dtype} and {values[1].dtype} in {sink.dtype} has no code on the GPU")
-    shape = _gradient_shape(body, instr)
-    x, y = reversed(instr.inputs) if shape.swapped else instr.inputs
-    k, operand = instr["sink"], pointwise.OPERAND[dtype]
-    at = 0
-    for name, v in (("x", x), ("y", y)):
-        width = 8 if body.value(v).row else body.value(v).width
-        panel = f"panel{k}{name}"
-        body.prologue.append(f"const Panel<{operand}, {width}> {panel}{{panels.mine() + {at}}};")
-        if width % 64:
-            body.setup.append(f"Panel<{operand}, {width}>{{panels.mine() + {at}}}.clear(lane, 1 + group);")
-        if body.value(v).row:
-            body.text(f"{panel}.put(lane, 0, {body.row_as_tile(v)}, valid);")
-        else:
-            body.loop(width, [ToPanel(v, panel)])
-        at += panel_bytes(width, tiles.is_half(dtype))
-        if name == "x":
-            second = at
-    widths = [8 if body.value(v).row else body.value(v).width for v in (x, y)]
-    type_ = f"Gradient<{operand}, {widths[0]}, {widths[1]}, {shape.blocks}, {shape.all_blocks}, {shape.width}, kLanes>"
-    body.setup.append(f"const {type_} gradient{k}{{panels.base, panels.base + {second}, panels.stride, group * {shape.blocks}}};")
-    body.setup.append(f"float sum{k}[{shape.blocks}][{shape.width // 2}];")
-    body.setup.append(f"for (int m = 0; m < {shape.blocks}; ++m) for (int i = 0; i < {shape.width // 2}; ++i) sum{k}[m][i] = 0.0f;")
-    body.text(f"gradient{k}.add(sum{k});")
-    body.gradients.append(GradientCode(k, shape, pointwise.ELEMENT[body.program.outputs[sink.array].dtype]))
-    body.budget.hold(shape.registers)
-    body.panel_bytes = max(body.panel_bytes, at)
-
-
-def _gradient_shape(body: Body, instr: Instr) -> GradientShape:
-    """The accumulators of a weight gradient: of a split stage, those whose slabs the stage's other values agree with."""
-    n = [math.prod(body.program.values[v].shape) for v in instr.inputs]
-    half = tiles.is_half(body.value(instr.inputs[0]).dtype)
-    shapes = gradient_shapes(n[0], n[1], half, body.config.split, body.config.lanes)
-    if body.config.split > 1:
-        slabs = [v in body.slabs for v in instr.inputs]
-        shapes = [s for s in shapes if slabs == [s.swapped, not s.swapped]]
-    if not shapes:
-        raise CannotLower(f"a weight gradient of {n[0]} x {n[1]} does not fit the registers of {body.config.split} CTAs")
-    return shapes[0]
-
-
 _HANDLERS: dict[str, Callable[[Body, Instr], None]] = {
     "load": _load,
     "pop": _pop,
-    "push": _push,
-    "store": _store,
+    **dict.fromkeys(("push", "store", "sink"), effects.emit),
     "reshape": _reshape,
     "copy": _copy,
     "row_index": _row_index,
     "matmul": _matmul,
-    "matmul_sink": _matmul_sink,
-    "sink": _sink,
+    "matmul_sink": gradients.emit,
     **dict.fromkeys(REDUCTIONS, _reduce),
 }

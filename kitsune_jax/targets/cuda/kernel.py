@@ -10,6 +10,7 @@ scratch (register images, rows that change places), then the slots of the queues
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ _SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
 _NARROW_SHAPES = ((True, 64), (False, 64))
 # Registers for values: setmaxnreg's share less addresses and temporaries (``pipeline.h``).
 _VALUE_REGISTERS = {1: 208, 2: 200, 3: 112}
+# Accumulators that live through the tile loop leave ptxas less room to order its work: so much less is asked of it where it can be.
+_HELD_MARGIN = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,13 +81,13 @@ class Kernel:
         return self.launch[5]
 
 
-def generate(program: TileProgram, arrangement: Arrangement, name: str) -> Kernel:
-    """The kernel of ``program`` as ``arrangement`` asks. Raises ``CannotLower``."""
+def generate(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True) -> Kernel:
+    """The kernel of ``program`` as ``arrangement`` asks. ``share``: equal stages run the same code. Raises ``CannotLower``."""
     if len({s.phase for s in program.stages}) > 1:
         raise CannotLower("a region of several phases has no kernel yet")
     if program.tile_rows != tiles.TILE_ROWS:
         raise CannotLower(f"tiles of {program.tile_rows} rows; the GPU's have {tiles.TILE_ROWS}")
-    return _Generator(program, arrangement, name).run()
+    return _Generator(program, arrangement, name, share).run()
 
 
 def _aligned(n: int, to: int = _ALIGN) -> int:
@@ -117,8 +120,8 @@ class _Stage:
 
 
 class _Generator:
-    def __init__(self, program: TileProgram, arrangement: Arrangement, name: str):
-        self.program, self.a, self.name = program, arrangement, name
+    def __init__(self, program: TileProgram, arrangement: Arrangement, name: str, share: bool):
+        self.program, self.a, self.name, self.share = program, arrangement, name, share
         self.vectors = Vectors()
         self.weights: list[WeightRecipe] = []
         self.stages: list[_Stage] = []
@@ -208,13 +211,13 @@ class _Generator:
         )
         limit = _VALUE_REGISTERS[self.a.lanes]
         best: tuple[int, Body, StageConfig] | None = None
-        for overlap, columns in self._shapes(s):
-            config = dataclasses.replace(config, overlap=overlap, columns=columns)
+        for copies, (overlap, columns) in itertools.product((True, False), self._shapes(s)):
+            config = dataclasses.replace(config, overlap=overlap, columns=columns, copies=copies)
             body = self._emit(s, config, first)
             peak, _ = body.budget.peak()
             if best is None or peak < best[0]:
                 best = peak, body, config
-            if peak <= limit:
+            if peak <= limit - (_HELD_MARGIN if body.budget.held >= _HELD_MARGIN else 0):
                 break
         assert best is not None
         peak, body, config = best
@@ -382,6 +385,9 @@ class _Generator:
             for gradient in stage.body.gradients:
                 self.partial_at[gradient.sink] = at
                 at += self.a.split[s] * self.parts * self.gradient_words(gradient) * 4
+                for total in gradient.sums:
+                    self.partial_at[total.sink] = at
+                    at += _aligned(self.a.split[s] * self.parts * total.width * 4, 128)
         self.slots_at: dict[int, int] = {}
         for q in l2:
             self.slots_at[q] = at

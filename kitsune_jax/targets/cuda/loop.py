@@ -416,7 +416,9 @@ class _Segment:
     def _load_vector(self, offset: int, shift: int) -> str:
         name, owned, block = self.body.fresh("x"), self.loop.owned, f"b - {shift}" if shift else "b"
         self.before.append(f"float {name}[{owned}];")
-        self.before.append(f"load_vector<{owned}>({name}, vectors + {offset}, first_column<{self.loop.width}>(lane, {block}));")
+        self.before.append(
+            f"load_vector<{owned}>({name}, {self.body.vector_at(offset)}, first_column<{self.loop.width}>(lane, {block}));"
+        )
         return name
 
     def _bit(self, name: str, block: str) -> str:

@@ -33,6 +33,9 @@ class _State:
     sources: tuple[str, ...] = ()
     rolling: bool = False
     done: int = 0  # blocks of K that are complete once a product has been issued
+    copies: list[tuple[str, int]] = dataclasses.field(
+        default_factory=list
+    )  # operands copied to registers, as the budget knows them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ class Products:
         assert isinstance(place, Multiply)
         for piece in place.pieces:
             self.body.used(piece)
+        for copy in self.state[v].copies:
+            self.body.budget.use(copy)
 
     def chunk_at(self, v: int, block: int) -> tuple[str, int]:
         """(accumulators, first block) of the chunk that holds ``block``."""
@@ -115,7 +120,7 @@ class Products:
             return False
         place = self.body.value(v).place
         assert isinstance(place, Multiply)
-        if all(isinstance(self.body.value(p).place, InArray) for p in place.pieces):
+        if state.copies or all(isinstance(self.body.value(p).place, InArray) for p in place.pieces):
             return False  # ptxas (13.0, 13.5) then puts a wait between the two, and may serialise the whole kernel (C7517, C7518)
         return config.resident or 2 * shape.k_chunks <= config.depth
 
@@ -127,15 +132,21 @@ class Products:
             return
         place, shape = self.body.value(v).place, self._shape(v)
         assert isinstance(place, Multiply)
-        sources = [self._source(piece, shape.dtype) for piece in place.pieces]
+        copies: list[tuple[str, int]] = []
+        sources = [self._source(piece, shape, copies) for piece in place.pieces]
         fetched = any(not text.startswith("RegisterSource") for text in sources)
         small = not self.body.config.resident and shape.k_chunks > self.body.config.depth
-        self.state[v] = _State(sources=tuple(sources), rolling=fetched or small)
+        self.state[v] = _State(sources=tuple(sources), rolling=fetched or small, copies=copies)
 
-    def _source(self, v: int, dtype: str) -> str:
+    def _source(self, v: int, shape: tiles.WeightShape, copies: list[tuple[str, int]]) -> str:
         """The C++ expression of an A operand; brings the value into registers if it is nowhere yet."""
-        body, operand = self.body, pointwise.OPERAND[dtype]
+        body, operand = self.body, pointwise.OPERAND[shape.dtype]
         value = body.value(v)
+        if body.config.copies and isinstance(value.place, InImage) and v in body.entries and len(shape.chunks) > 1:
+            # An entry of a queue that several chunks of columns read: from registers, products need not wait as they go.
+            copies.append(("copy", v))
+            body.budget.define(("copy", v), value.registers)
+            return f"RegisterSource<{operand}, {value.width}>{{{body.copy_of(v)}}}"
         if isinstance(value.place, InArray) and not value.row:
             if tiles.blocks(value.width) <= _NARROW:
                 return f"RegisterSource<{operand}, {value.width}>{{{body.copy_of(v)}}}"
@@ -160,9 +171,10 @@ class Products:
         if body.config.resident:
             known = body.config.weight_offset  # empty on the pass that finds out what weights there are
             offset = (known[place.weight] if known else 0) + sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
+            at = body.constants.number("resident", offset, offset)
             layer = f" + layer * {self.layer_bytes}" if self.layers > 1 else ""
             weights = f"{name}_weights"
-            body.text(f"ResidentWeights<{columns}> {weights}{{shared + {offset}{layer}}};")
+            body.text(f"ResidentWeights<{columns}> {weights}{{shared + {at}{layer}}};")
         else:
             weights = "weights"
         rolling = "true" if state.rolling else "false"
@@ -194,7 +206,7 @@ class Products:
     def _start_from(self, bias: int, name: str, columns: int, first: int) -> None:
         place = self.body.value(bias).place
         assert isinstance(place, InVector)
-        self.body.text(f"start_from<{columns}, {self.body.value(bias).width}>({name}, {place.address}, lane, {first});")
+        self.body.text(f"start_from<{columns}, {self.body.value(bias).width}>({name}, {self.body.address(place)}, lane, {first});")
 
     # -- layers
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.arrays import columns_of
-from kitsune_jax.targets.cuda.values import SinkCode
+from kitsune_jax.targets.cuda.sharing import Kind, StageCode, kinds, places
+from kitsune_jax.targets.cuda.values import PanelSum, SinkCode
 
 if TYPE_CHECKING:
     from kitsune_jax.targets.cuda.kernel import _Generator, _Stage
@@ -19,11 +20,22 @@ if TYPE_CHECKING:
 
 def kernel(g: _Generator) -> str:
     """The source of the kernel ``kitsune_region``."""
+    codes = [_code(g, s) for s in range(len(g.stages))]
+    found = kinds(codes, g.share)
     parts = [_head(g), _params(g), _header(g)]
-    parts += [_consumer(g, s) for s in range(len(g.stages))]
-    parts += [_loader(g, s) for s in range(len(g.stages))]
-    parts += ["}  // namespace\n", _entry(g)]
+    parts += [places(kind) for kind in found if kind.fields]
+    parts += [_consumer(g, kind) for kind in found]
+    parts += [_loader(kind) for kind in found]
+    if len(found) < len(codes):
+        parts.append(_role_table(g, found))
+    parts += ["}  // namespace\n", _entry(g, found)]
     return "\n".join(parts)
+
+
+def _code(g: _Generator, s: int) -> StageCode:
+    consume, load = _consume(g, s), _load(g, g.stages[s])
+    constants = tuple(g.stages[s].body.constants.found.values())
+    return StageCode(tuple(consume), tuple(load), g.a.split[s], constants)
 
 
 def _head(g: _Generator) -> str:
@@ -67,21 +79,18 @@ def _header(g: _Generator) -> str:
 # -- consumers
 
 
-def _consumer(g: _Generator, s: int) -> str:
+def _consume(g: _Generator, s: int) -> list[str]:
+    """What a consumer warpgroup of stage ``s`` does. What may differ between equal stages stands as ``at.<name>``."""
     stage, body = g.stages[s], g.stages[s].body
-    out = [
-        f"// Stage {s}: {g.program.stages[s].name}",
-        f"KITSUNE_DEVICE void consume{s}(const Params& p, Header& header, u8* shared, u32 group, u32 instance, u32 slab) {{",
-    ]
     inner: list[str] = ["const Lane lane = Lane::mine();", "(void)slab, (void)shared, (void)instance;"]
     if stage.scratch:
-        inner.append(f"u8* const scratch = shared + {stage.scratch_at} + group * {stage.scratch};")
+        inner.append(f"u8* const scratch = shared + {_scratch_at(stage)} + group * {stage.scratch};")
     if body.scratch_words:
-        images = stage.scratch - _scratch_bytes(body.scratch_words)
+        images = stage.panels_at - _scratch_bytes(body.scratch_words)
         inner.append(f"const Scratch rows = Scratch::at(scratch + {images}, {body.scratch_words});")
     if body.gradients:
-        at = stage.scratch_at + stage.panels_at
-        inner.append(f"const Panels panels{{shared + {at}, {stage.scratch}, group}};")
+        behind = f" + {stage.panels_at}" if stage.panels_at else ""
+        inner.append(f"const Panels panels{{shared + {_scratch_at(stage)}{behind}, {stage.scratch}, group}};")
     inner += _queues(g, s)
     inner += body.setup
     if stage.config.resident:
@@ -106,11 +115,11 @@ def _consumer(g: _Generator, s: int) -> str:
     ]
     inner += ["  " + line for line in loop]
     inner.append("}")
-    inner += _finish(g, s)
-    inner += _finish_gradients(g, s)
-    out += ["  " + line for line in inner]
-    out.append("}\n")
-    return "\n".join(out)
+    return [*inner, *_finish(g, s), *_finish_gradients(g, s)]
+
+
+def _scratch_at(stage: _Stage) -> str:
+    return stage.body.constants.number("scratch", None, stage.scratch_at)
 
 
 def _prefetches(g: _Generator, s: int) -> list[str]:
@@ -123,7 +132,7 @@ def _prefetches(g: _Generator, s: int) -> list[str]:
         columns = columns_of(array)
         if len(g.program.axes) == 1 and columns.contiguous and array.row_strides == (columns.n,):
             size = columns.n * pointwise.ITEM_SIZE[array.dtype]
-            lines.append(f"prefetch_tile(p.in{k}, next_row, kRows, {size});")
+            lines.append(f"prefetch_tile({g.stages[s].body.constants.parameter(f'in{k}')}, next_row, kRows, {size});")
     if not lines:
         return []
     next_row = "(static_cast<i64>(n + 1) * kWorkers + worker) * kTileRows"
@@ -139,25 +148,29 @@ def _worker(g: _Generator) -> str:
 
 
 def _queues(g: _Generator, s: int) -> list[str]:
-    lines = []
+    lines, constants = [], g.stages[s].body.constants
     for q, queue in enumerate(g.program.queues):
         if s != queue.producer and s not in queue.consumers:
             continue
         vectors, depth = g.entry_vectors(q), queue.depth
-        entry = depth * vectors * tiles.GROUP_THREADS * 16
         if g.a.places[q] == "cluster":
+            ring, slots = constants.ring(f"queue{q}", depth), constants.number("slots", q, g.queue_at[q])
+            entry = depth * vectors * tiles.GROUP_THREADS * 16
+            writers = constants.number("writers", q, _mask(g, [queue.producer]))
+            readers = constants.number("readers", q, _mask(g, queue.consumers))
             lines.append(
-                f"const ClusterQueue<{vectors}, {depth}> queue{q}{{&header.queue{q}[group], "
-                f"reinterpret_cast<U4*>(shared + {g.queue_at[q]} + group * {entry}), {_mask(g, [queue.producer])}, "
-                f"{_mask(g, queue.consumers)}, 1 + group}};"
+                f"const ClusterQueue<{vectors}, {depth}> queue{q}{{&{ring}[group], "
+                f"reinterpret_cast<U4*>(shared + {slots} + group * {entry}), {writers}, {readers}, 1 + group}};"
             )
         else:
-            ring = 2 * depth * 128
+            counters = constants.number("counters", q, g.ring_at[q])
+            slots = constants.number("slots", q, g.slots_at[q], "i64")
+            length = constants.number("depth", q, depth)
+            writers = constants.number("writers", q, g.a.split[queue.producer])
+            readers = constants.number("readers", q, sum(g.a.split[c] for c in queue.consumers))
             lines.append(
-                f"const L2Queue<{vectors}, {depth}> queue{q}{{"
-                f"reinterpret_cast<L2Ring<{depth}>*>(p.workspace + {g.ring_at[q]} + (instance * kLanes + group) * {ring}), "
-                f"reinterpret_cast<U4*>(p.workspace + {g.slots_at[q]} + static_cast<i64>(instance * kLanes + group) * {entry}), "
-                f"{g.a.split[queue.producer]}, {sum(g.a.split[c] for c in queue.consumers)}, 1 + group}};"
+                f"const auto queue{q} = l2_queue<{vectors}>(p.workspace + {counters}, p.workspace + {slots}, {length}, "
+                f"{writers}, {readers}, instance * kLanes + group, 1 + group);"
             )
     return lines
 
@@ -171,17 +184,18 @@ def _finish(g: _Generator, s: int) -> list[str]:
     sinks = g.stages[s].body.sinks
     if not sinks:
         return []
-    arrived = f"reinterpret_cast<u32*>(p.workspace + {g.counter_at[s]})"
+    constants = g.stages[s].body.constants
+    arrived = f"reinterpret_cast<u32*>(p.workspace + {constants.number('arrived', 'sinks', g.counter_at[s])})"
     lines = [f"const Finish finish{{{arrived}, &header.flags[group], kWorkers, worker, 1 + group}};"]
     for sink in sinks:
-        partial = f"reinterpret_cast<u32*>(p.workspace + {g.partial_at[sink.sink]})"
+        partial = f"reinterpret_cast<u32*>({_partial(g, s, sink.sink)})"
         if sink.scalar:
             lines.append(f"store_partial<{sink.how}, {'true' if sink.quad else 'false'}>({partial}, finish, {sink.name});")
         else:
             lines.append(f"store_partial<{sink.how}, {sink.width}>({partial}, finish, lane, {sink.name});")
     lines.append("if (finish.last()) {")
     for sink in sinks:
-        lines.append("  " + _combine(g, sink))
+        lines.append("  " + _combine(g, s, sink))
     lines.append("}")
     return lines
 
@@ -191,62 +205,75 @@ def _finish_gradients(g: _Generator, s: int) -> list[str]:
     gradients = g.stages[s].body.gradients
     if not gradients:
         return []
-    part, counter = "instance" if g.a.spatial else "block_id()", f"{g.gradient_counter_at[s]} + (slab * kLanes + group) * 128"
-    arrived = f"reinterpret_cast<u32*>(p.workspace + {counter})"
+    part, constants = "instance" if g.a.spatial else "block_id()", g.stages[s].body.constants
+    counter = constants.number("arrived", "gradients", g.gradient_counter_at[s])
+    arrived = f"reinterpret_cast<u32*>(p.workspace + {counter} + (slab * kLanes + group) * 128)"
     lines = ["{", f"  const Finish finish{{{arrived}, &header.flags[group], {g.parts}, {part}, 1 + group}};"]
     for gradient in gradients:
         k, words = gradient.sink, g.gradient_words(gradient)
-        lines.append(
-            f"  u32* const partial{k} = reinterpret_cast<u32*>(p.workspace + {g.partial_at[k]}) + slab * {g.parts * words};"
-        )
+        lines.append(f"  u32* const partial{k} = reinterpret_cast<u32*>({_partial(g, s, k)}) + slab * {g.parts * words};")
         lines.append(f"  gradient{k}.store(partial{k} + static_cast<i64>(finish.worker) * {words}, lane, sum{k});")
+        for total in gradient.sums:
+            n, words = total.sink, g.parts * total.width
+            lines.append(f"  u32* const partial{n} = reinterpret_cast<u32*>({_partial(g, s, n)}) + slab * {words};")
+            lines.append(f"  columns{n}.store(partial{n} + finish.worker * {total.width}, sink{n});")
     lines.append("  if (finish.last()) {")
     for gradient in gradients:
         k, shape = gradient.sink, gradient.shape
-        array = g.program.sinks[k].array
+        out = constants.parameter(f"out{g.program.sinks[k].array}")
         pitch = shape.rows if shape.swapped else shape.columns * g.a.split[s]
         swapped = "true" if shape.swapped else "false"
         template = f"{gradient.element}, {swapped}, {shape.blocks}, {shape.all_blocks}, {shape.width}"
         where = f"{shape.rows}, {shape.columns}, static_cast<int>(slab) * {shape.columns}, {pitch}"
-        lines.append(f"    combine_gradient<{template}>(p.out{array}, partial{k}, finish.workers, gradient{k}.first, {where});")
+        lines.append(f"    combine_gradient<{template}>({out}, partial{k}, finish.workers, gradient{k}.first, {where});")
+        lines += [f"    {_combine_columns(g, s, total)}" for total in gradient.sums]
     return [*lines, "  }", "}"]
 
 
-def _combine(g: _Generator, sink: SinkCode) -> str:
+def _combine_columns(g: _Generator, s: int, total: PanelSum) -> str:
+    array = g.program.sinks[total.sink].array
+    out = g.stages[s].body.constants.parameter(f"out{array}")
+    if total.slabs and g.a.split[s] > 1:
+        size = pointwise.ITEM_SIZE[g.program.outputs[array].dtype]
+        out = f"static_cast<u8*>({out}) + slab * {total.columns * size}"
+    combine = f"columns{total.sink}.combine<{total.element}>({out}, partial{total.sink}, finish.workers, {total.columns});"
+    # Where the stage is split by the other operand, all of its CTAs have the same sums.
+    return combine if total.slabs or g.a.split[s] == 1 else f"if (slab == 0) {combine}"
+
+
+def _partial(g: _Generator, s: int, sink: int) -> str:
+    """Where the partial sums of a sink of stage ``s`` begin."""
+    return f"p.workspace + {g.stages[s].body.constants.number('partial', sink, g.partial_at[sink], 'i64')}"
+
+
+def _combine(g: _Generator, s: int, sink: SinkCode) -> str:
     array, columns = g.program.sinks[sink.sink].array, math.prod(g.program.sinks[sink.sink].shape)
     element = pointwise.ELEMENT[g.program.outputs[array].dtype]
-    partial = f"reinterpret_cast<const u32*>(p.workspace + {g.partial_at[sink.sink]})"
-    return f"combine<{sink.how}, {sink.type}, {element}>(p.out{array}, {partial}, finish, {columns}, {sink.width});"
+    partial, out = f"reinterpret_cast<const u32*>({_partial(g, s, sink.sink)})", g.stages[s].body.constants.parameter(f"out{array}")
+    return f"combine<{sink.how}, {sink.type}, {element}>({out}, {partial}, finish, {columns}, {sink.width});"
 
 
 # -- loader
 
 
-def _loader(g: _Generator, s: int) -> str:
-    stage = g.stages[s]
-    lines = [
-        f"KITSUNE_DEVICE void load{s}(const Params& p, Header& header, u8* shared, u32 slab) {{",
-        "  (void)slab, (void)p, (void)header, (void)shared;",
-    ]
-    if stage.config.resident:
-        lines += ["  " + line for line in _load_resident(g, stage)]
-    else:
-        lines += ["  " + line for line in _load_streamed(g, stage)]
-    lines.append("}\n")
-    return "\n".join(lines)
+def _load(g: _Generator, stage: _Stage) -> list[str]:
+    """What the loader of a stage does."""
+    lines = _load_resident(g, stage) if stage.config.resident else _load_streamed(g, stage)
+    return ["(void)slab, (void)p, (void)header, (void)shared;", *lines]
 
 
 def _load_resident(g: _Generator, stage: _Stage) -> list[str]:
     weights = stage.weights_used()
     if not weights:
         return []
-    total = sum(g.weights[w].shape.slab_bytes for w in weights)
+    constants, total = stage.body.constants, sum(g.weights[w].shape.slab_bytes for w in weights)
     lines = [f"expect_resident(header.resident, {total});"]
     for w in weights:
         group, at = g.weight_at[w]
-        size = g.weights[w].shape.slab_bytes
+        size, offset = g.weights[w].shape.slab_bytes, stage.config_offset(w)
         slab = f" + slab * {size}" if g.weights[w].shape.split > 1 else ""
-        lines.append(f"fetch_resident(shared + {stage.config_offset(w)}, p.weights{group} + {at}{slab}, {size}, header.resident);")
+        to, source = constants.number("resident", offset, offset), constants.number("weights", w, at)
+        lines.append(f"fetch_resident(shared + {to}, p.weights{group} + {source}{slab}, {size}, header.resident);")
     lines.append("finish_resident(header.resident);")
     return lines
 
@@ -254,7 +281,7 @@ def _load_resident(g: _Generator, stage: _Stage) -> list[str]:
 def _load_streamed(g: _Generator, stage: _Stage) -> list[str]:
     lines = [
         f"const Weights weights{{&header.weights, shared + {g.header_bytes}}};",
-        "Weights::At at;",
+        "Weights::At next;",
         "KITSUNE_NO_UNROLL",
         f"for (u32 round = 0; round < {-(-g.program.tiles // g.workers)}; ++round) {{",
     ]
@@ -267,15 +294,54 @@ def _load_streamed(g: _Generator, stage: _Stage) -> list[str]:
         else:
             runs.append((group, f.k_chunks, size))
     lines += [f"  const u8* from{k} = p.weights{k};" for k in sorted({group for group, _, _ in runs})]
-    lines += [f"  stream_weights(weights, at, from{group}, {chunks}, {size});" for group, chunks, size in runs]
+    lines += [f"  stream_weights(weights, next, from{group}, {chunks}, {size});" for group, chunks, size in runs]
     lines.append("}")
     return lines
+
+
+# -- functions
+
+
+def _consumer(g: _Generator, kind: Kind) -> str:
+    many = "Stages" if len(kind.stages) > 1 else "Stage"
+    title = ", ".join(g.program.stages[s].name for s in kind.stages)
+    arguments = "const Params& p, Header& header, u8* shared, u32 group, u32 instance, u32 slab"
+    comment = f"// {many} {', '.join(map(str, kind.stages))}: {title}\n"
+    return comment + _function(f"consume{kind.number}", arguments, kind, kind.consume)
+
+
+def _loader(kind: Kind) -> str:
+    return _function(f"load{kind.number}", "const Params& p, Header& header, u8* shared, u32 slab", kind, kind.load)
+
+
+def _function(name: str, arguments: str, kind: Kind, lines: tuple[str, ...]) -> str:
+    at = f", const Place{kind.number}& at" if kind.fields else ""
+    body = ["(void)at;", *lines] if at and not any("at." in line for line in lines) else lines
+    return "\n".join([f"KITSUNE_DEVICE void {name}({arguments}{at}) {{", *(f"  {line}" for line in body), "}\n"])
 
 
 # -- entry
 
 
-def _entry(g: _Generator) -> str:
+def _role_table(g: _Generator, found: list[Kind]) -> str:
+    """For kernels in which stages share code: what the CTA of each rank runs."""
+    lines = [
+        "// What each CTA of an instance runs: the functions of a kind of stages, named for the first of them, with a row of its",
+        "// places, on a slab.",
+        "struct Role {",
+        "  u32 kind, place, slab;",
+        "};",
+        "KITSUNE_CONSTANT Role kRoles[] = {",
+    ]
+    where = {s: (kind.number, place) for kind in found for place, s in enumerate(kind.stages)}
+    for s in range(len(g.stages)):
+        kind, place = where[s]
+        roles = ", ".join(f"{{{kind}, {place}, {slab}}}" for slab in range(g.a.split[s]))
+        lines.append(f"    {roles},  // stage {s}")
+    return "\n".join([*lines, "};\n"])
+
+
+def _entry(g: _Generator, found: list[Kind]) -> str:
     sync = "cluster_sync();" if g.a.cluster > 1 else "block_sync();"
     ctas = g.a.ctas
     lines = [
@@ -285,6 +351,7 @@ def _entry(g: _Generator) -> str:
         "  const u32 group = thread_id() / kGroupThreads;",
         f"  const u32 instance = block_id() / {ctas}, rank = block_id() % {ctas};",
         "  (void)instance, (void)rank;",
+        *(["  const Role role = kRoles[rank];"] if len(found) < len(g.stages) else []),
         "  if (thread_id() == 0) {",
         "    init_resident(header.resident);",
         '    name(&header.resident, "resident");',
@@ -303,9 +370,9 @@ def _entry(g: _Generator) -> str:
         "    become_loader<kLanes>();",
         "    if (fetches()) {",
     ]
-    lines += [f"      {line}" for line in _roles(g, "load{s}(p, header, base, {slab});")]
+    lines += [f"      {line}" for line in _roles(g, found, "load{s}(p, header, base, {slab}{at});")]
     lines += ["    }", "  } else {", "    become_consumer<kLanes>();"]
-    lines += [f"    {line}" for line in _roles(g, "consume{s}(p, header, base, group - 1, instance, {slab});")]
+    lines += [f"    {line}" for line in _roles(g, found, "consume{s}(p, header, base, group - 1, instance, {slab}{at});")]
     lines.append("  }")
     if g.a.cluster > 1:
         lines.append("  cluster_sync();  // no CTA leaves while another still writes to its shared memory")
@@ -313,14 +380,17 @@ def _entry(g: _Generator) -> str:
     return "\n".join(lines)
 
 
-def _roles(g: _Generator, call: str) -> list[str]:
+def _roles(g: _Generator, found: list[Kind], call: str) -> list[str]:
     """The call for each CTA's stage."""
-    lines = []
-    for s, stage in enumerate(g.stages):
-        text = call.format(s=s, slab=f"rank - {stage.first_rank}" if g.a.split[s] > 1 else "0")
-        if len(g.stages) == 1:
+    lines, shares = [], len(found) < len(g.stages)
+    for k, kind in enumerate(found):
+        stage, split = g.stages[kind.number], g.a.split[kind.number]
+        at = f", kPlaces{kind.number}[role.place]" if kind.fields else ""
+        slab = "0" if split == 1 else "role.slab" if shares else f"rank - {stage.first_rank}"
+        text = call.format(s=kind.number, slab=slab, at=at)
+        if len(found) == 1:
             return [text]
-        word = "if" if s == 0 else "else if"
-        last = stage.first_rank + g.a.split[s]
-        lines.append(f"{word} (rank < {last}) {text}" if s + 1 < len(g.stages) else f"else {text}")
+        word = "if" if k == 0 else "else if"
+        mine = f"role.kind == {kind.number}" if shares else f"rank < {stage.first_rank + split}"
+        lines.append(f"{word} ({mine}) {text}" if k + 1 < len(found) else f"else {text}")
     return lines

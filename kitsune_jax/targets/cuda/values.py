@@ -77,13 +77,6 @@ class InVector:
     slab: int = 0
     layer: int = 0
 
-    @property
-    def address(self) -> str:
-        """The C++ expression of where it starts."""
-        slab = f" + slab * {self.slab}" if self.slab else ""
-        layer = f" + layer * {self.layer}" if self.layer else ""
-        return f"vectors + {self.offset}{slab}{layer}"
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InScratch:
@@ -142,6 +135,20 @@ def queue_form(dtype: str, slabs: bool) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PanelSum:
+    """The sum over the rows of an operand of a weight gradient: object ``columns{sink}``, accumulators ``sink{sink}``.
+
+    ``width``: of the panel; ``columns``: of the operand, or of one slab of it if ``slabs``; ``element``: of the result in memory.
+    """
+
+    sink: int
+    width: int
+    columns: int
+    slabs: bool
+    element: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class GradientCode:
     """A weight gradient of a stage: accumulators ``sum{sink}``, the object ``gradient{sink}`` that adds to them; ``element``: of
     its result in memory."""
@@ -149,6 +156,7 @@ class GradientCode:
     sink: int
     shape: GradientShape
     element: str
+    sums: tuple[PanelSum, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@
 #define KITSUNE_DEVICE inline
 #define KITSUNE_UNROLL
 #define KITSUNE_NO_UNROLL
+#define KITSUNE_CONSTANT const
 // The limit of threads is exported beside the kernel, so that the driver shim refuses what __launch_bounds__ would.
 #define KITSUNE_KERNEL(name, Params, p, threads)                                                 \
   extern "C" __attribute__((visibility("default"))) const unsigned name##_max_threads;           \

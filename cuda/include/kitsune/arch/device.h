@@ -10,6 +10,7 @@
 #define KITSUNE_DEVICE __device__ __forceinline__
 #define KITSUNE_UNROLL _Pragma("unroll")
 #define KITSUNE_NO_UNROLL _Pragma("unroll 1")
+#define KITSUNE_CONSTANT __constant__ const  // a table that the whole grid reads
 
 // A kernel has ONE parameter, a struct by value: __grid_constant__ lets its address be taken (a tensor map in it is used in place)
 // without a copy in local memory. One CTA a SM: pipelines take all the shared memory, so ptxas may give a thread all the registers.

@@ -97,22 +97,26 @@ struct Gradient {
   KITSUNE_DEVICE u32 block(int m) const { return first + m < All ? first + m : All - 1; }
 
   // The panels of all lanes are complete when this begins, and may be written again when it returns.
-  KITSUNE_DEVICE void add(float (&sum)[Blocks][N / 2]) const {
+  // `meanwhile` reads panels, too: it runs beside the tensor core where that works on its own.
+  template <class F>
+  KITSUNE_DEVICE void add(float (&sum)[Blocks][N / 2], F meanwhile) const {
 #if KITSUNE_SM >= 900
     if constexpr (kIsHalf<T>) fence_proxy_async();
 #endif
     bar_sync(kAllLanes, Lanes * kGroupThreads);
     if constexpr (!kIsHalf<T>) {
       multiply_words(sum);
+      meanwhile();
     } else {
-      multiply_halves(sum);
+      multiply_halves(sum, meanwhile);
     }
     bar_sync(kAllLanes, Lanes * kGroupThreads);
   }
 
  private:
 #if KITSUNE_SM >= 900
-  KITSUNE_DEVICE void multiply_halves(float (&sum)[Blocks][N / 2]) const {
+  template <class F>
+  KITSUNE_DEVICE void multiply_halves(float (&sum)[Blocks][N / 2], F meanwhile) const {
     KITSUNE_UNROLL
     for (int m = 0; m < Blocks; ++m) pin(sum[m]);
     wgmma_fence();
@@ -127,13 +131,15 @@ struct Gradient {
       }
     }
     wgmma_commit();
+    meanwhile();
     wgmma_wait<0>();
     KITSUNE_UNROLL
     for (int m = 0; m < Blocks; ++m) pin(sum[m]);
   }
 #else
   // Fragments of 16 rows of the tile: ldmatrix transposes 8 x 8 of them on the way.
-  KITSUNE_DEVICE void multiply_halves(float (&sum)[Blocks][N / 2]) const {
+  template <class F>
+  KITSUNE_DEVICE void multiply_halves(float (&sum)[Blocks][N / 2], F meanwhile) const {
     const u32 lane = lane_id(), warp = thread_id() % kGroupThreads / 32;
     KITSUNE_NO_UNROLL
     for (int step = 0; step < Lanes * 4; ++step) {
@@ -156,6 +162,7 @@ struct Gradient {
         }
       }
     }
+    meanwhile();
   }
   static KITSUNE_DEVICE const u8* at(const u8* panel, u32 row, u32 column) {
     return panel + column / 64 * kPanelBlock + row * 128 + ((column % 64 / 8) ^ (row & 7)) * 16;
@@ -200,6 +207,57 @@ struct Gradient {
         const u32 row = (first + m) * 64 + lane.row + 8 * (i / 2 % 2), column = i / 4 * 8 + lane.q * 2;
         st_global(reinterpret_cast<U2*>(partial + row * N + column), U2{bits(sum[m][i]), bits(sum[m][i + 1])});
       }
+    }
+  }
+};
+
+// Sums over the rows of a 16-bit operand, such as the gradient of a bias, from its panels: each lane adds up its share of the
+// columns over the panels of all lanes. In a tile's own registers they would take one for every four columns.
+template <class T, int W, int Lanes>
+struct PanelSums {
+  static constexpr u32 kPairs = (W / 2 + Lanes - 1) / Lanes;  // of columns, that a lane has
+  static constexpr int kRounds = (kPairs + kGroupThreads - 1) / kGroupThreads;
+  const u8* panels;
+  u32 stride;
+  u32 group;
+
+  // This thread's pair of columns in a round; W / 2 for none.
+  KITSUNE_DEVICE u32 pair(int round) const {
+    const u32 mine = round * kGroupThreads + thread_id() % kGroupThreads, p = group * kPairs + mine;
+    return mine < kPairs && p < W / 2 ? p : W / 2;
+  }
+  KITSUNE_DEVICE void add(float (&sum)[2 * kRounds]) const {
+    KITSUNE_UNROLL
+    for (int i = 0; i < kRounds; ++i) {
+      const u32 p = pair(i);
+      if (p == W / 2) continue;
+      for (int l = 0; l < Lanes; ++l) {
+        const u8* const panel = panels + l * stride + p / 32 * kPanelBlock + p % 4 * 4;
+        KITSUNE_NO_UNROLL
+        for (u32 row = 0; row < 64; row += 8) {
+          KITSUNE_UNROLL
+          for (u32 r = 0; r < 8; ++r) {
+            const u32 v = ld_shared(reinterpret_cast<const u32*>(panel + (row + r) * 128 + (p % 32 / 4 ^ r) * 16));
+            sum[2 * i] += unpack<T>(v, 0), sum[2 * i + 1] += unpack<T>(v, 1);
+          }
+        }
+      }
+    }
+  }
+  KITSUNE_DEVICE void store(u32* partial, const float (&sum)[2 * kRounds]) const {
+    KITSUNE_UNROLL
+    for (int i = 0; i < kRounds; ++i)
+      if (pair(i) != W / 2) st_global(reinterpret_cast<U2*>(partial) + pair(i), U2{bits(sum[2 * i]), bits(sum[2 * i + 1])});
+  }
+  // The last lane's work on its columns: `parts` rows of W partial sums, to `columns` numbers.
+  template <class E>
+  KITSUNE_DEVICE void combine(void* out, const u32* partial, u32 parts, u32 columns) const {
+    for (int i = 0; i < 2 * kRounds; ++i) {
+      const u32 p = pair(i / 2), c = 2 * p + i % 2;
+      if (p == W / 2 || c >= columns) continue;
+      float sum = 0.0f;
+      for (u32 part = 0; part < parts; ++part) sum += from_bits(ld_l2(partial + part * W + c));
+      st_global(static_cast<typename Element<E>::Bits*>(out) + c, Element<E>::store(typename Element<E>::Value(sum)));
     }
   }
 };
