@@ -1,7 +1,8 @@
 """Write the table of docs/kernels.md: what NVRTC makes of each kind of kernel.
 
-Comes in: the networks of ``tests/cuda_cases.py`` and the planner. Goes out: docs/kernels.md, between markers. Needs NVRTC and a
-disassembler, and no GPU: nothing runs. ``--networks nerf,loss`` prints those rows and writes nothing.
+Comes in: networks of ``tests/cuda_cases.py``, training steps of ``tests/cuda_training_cases.py``, and the planner. Goes out:
+docs/kernels.md, between markers. Needs NVRTC and a disassembler, and no GPU: nothing runs. ``--networks nerf,loss`` prints those
+rows and writes nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ NETWORKS = {
     "edge-update": "MLP 384-128-128-128, LayerNorm, residual",
     "nerf": "NeRF 8 x 256",
     "swiglu": "SwiGLU 512-1408-512",
+    "labels-step": "MLP 24-32-10, cross-entropy, training step",
+    "edge-update-step": "MLP 384-128-128-128, LayerNorm, residual, training step",
 }
 ROWS = 262_144
 _HEAD = (
@@ -97,10 +100,12 @@ def rows(networks: Sequence[str]) -> Iterator[Row]:
     from kitsune_jax.targets.cuda import check
     from tests.cuda_cases import FAMILIES
     from tests.cuda_run import subject
+    from tests.cuda_training_cases import COMPILED, TRAINING
 
+    families = {**FAMILIES, **TRAINING, **COMPILED}
     for network in networks:
-        for dtype in FAMILIES[network].dtypes:
-            of = subject(FAMILIES[network].function, *FAMILIES[network].shapes(ROWS, dtype))
+        for dtype in families[network].dtypes:
+            of = subject(families[network].function, *families[network].shapes(ROWS, dtype))
             seen: set[str] = set()
             for machine in (H200, A100):
                 try:

@@ -1,6 +1,7 @@
 """Runs a function as CUDA kernels in the emulator, under an arrangement of one's choice instead of the planner's.
 
-``python -m tests.cuda_run SEEDS`` runs every small family of ``cuda_cases`` under every arrangement and that many schedules.
+``python -m tests.cuda_run SEEDS`` runs every small family, training steps among them, under every arrangement and that many
+schedules.
 
 Comes in: a function of arrays. Goes out: its ``Subject`` (the Graph, and the region that becomes one kernel), the ``arrangements``
 that the code generator accepts for it, and the function's results under one of them (``run``). What lies outside of the region
@@ -178,9 +179,10 @@ def _nothing_else(op: int, operands: Any) -> Any:
 def fuzz(seeds: int) -> int:
     """How many kernels of the small families fail or give other bits under one of ``seeds`` schedules."""
     from tests.cuda_cases import FAMILIES
+    from tests.cuda_training_cases import TRAINING
 
     wrong = 0
-    for family in FAMILIES.values():
+    for family in (*FAMILIES.values(), *TRAINING.values()):
         if not family.small:
             continue
         of = subject(family.function, *family.arguments(257, family.dtypes[0]))

@@ -2,7 +2,7 @@
 
 Comes in: a family's name, rows, a dtype (see ``cuda_cases``). Goes out: a function that gives the loss and gradients, and its
 arguments. Invariants: activations are smooth, because the mask of a ReLU flips where rounding differs and no tolerance covers that
-(``INTEGERS`` is exact, and has one); functions can be pickled, because ``scripts/gpu`` sends them to processes.
+(``relu_step`` of integers is exact, and has one); functions can be pickled, because ``scripts/gpu`` sends them to processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.cuda_cases import Arg, Array, Family, bias, rms_norm, swiglu, weight
+from tests.cuda_cases import FAMILIES, Arg, Array, Family, bias, edge_update, rms_norm, swiglu, weight
 from tests.graphs import layer_norm
 
 Network = Callable[..., Any]
@@ -169,6 +169,14 @@ TRAINING: dict[str, Family] = {
         ),
         # 256 x 128 sums: more than the registers of one warpgroup, so lanes or CTAs share them.
         _step("wide-step", squared_error, _CLASSIFIER, _layers(256, 128, 4), 256, Arg((-1, 4)), small=False),
+    )
+}
+
+# Compiled only: ReLUs, and too large to be emulated.
+COMPILED: dict[str, Family] = {
+    f.name: f
+    for f in (
+        _step("edge-update-step", squared_error, edge_update, FAMILIES["edge-update"].args[:-1], 384, Arg((-1, 128)), small=False),
     )
 }
 

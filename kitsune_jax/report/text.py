@@ -122,7 +122,8 @@ def residual_rows(residuals: ResidualReport) -> list[tuple[str, ...]]:
 
 def _planned(plan: PlannedPasses) -> tuple[str, str]:
     more = f" ({signed(time_text, plan.seconds_added)})" if plan.seconds_added else ""
-    return time_text(plan.seconds) + more, f"{count_text(plan.ops_pipelined)} of {count_text(plan.ops_total)}"
+    modelled = time_text(plan.seconds) + more if plan.ops_pipelined else "left to XLA"
+    return modelled, f"{count_text(plan.ops_pipelined)} of {count_text(plan.ops_total)}"
 
 
 def _residuals(residuals: ResidualReport) -> list[str]:

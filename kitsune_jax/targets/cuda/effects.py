@@ -52,12 +52,13 @@ def _push(body: Body, instr: Instr) -> _Effect:
     (v,), q = instr.inputs, instr["queue"]
     value = body.value(v)
     acquire, release = f"queue{q}.wr_acquire(n);", f"queue{q}.wr_release(n);"
+    once = _once(body, v)
     if value.row:
         x = [f"to_word({body.row(v).replace('[h]', f'[{h}]')})" for h in range(2)]
-        return _Effect((acquire, f"queue{q}.push(n, 0, U4{{{x[0]}, {x[1]}, 0, 0}});", release), None)
+        return _Effect((acquire, f"{once}queue{q}.push(n, 0, U4{{{x[0]}, {x[1]}, 0, 0}});", release), None)
     form = queue_form(value.dtype, q in body.config.slab_queues)
     first = f"slab * {tiles.image_vectors(value.width, form)} + " if v in body.slabs else ""
-    put = f"const auto push{q} = [&](int i, U4 v) {{ queue{q}.push(n, {first}i, v); }};"
+    put = f"const auto push{q} = [&](int i, U4 v) {{ {once}queue{q}.push(n, {first}i, v); }};"
     return _Effect((acquire, put), Keep(v, f"q{q}", form, put=f"push{q}", push=True, reads=1), (release,))
 
 
@@ -65,11 +66,18 @@ def _store(body: Body, instr: Instr) -> _Effect:
     (v,) = instr.inputs
     array = instr["array"]
     if not body.value(v).row:
+        if _once(body, v):
+            raise CannotLower("a stage that is split by columns stores a value that is not")
         return _Effect((), Store(v, array))
     row, x = body.arrays.row("out", array), body.row(v)
     element = pointwise.ELEMENT[body.program.outputs[array].dtype]
     store = f"store_one<{element}>({row}[h], valid[h] && lane.q == 0, {x});"
-    return _Effect(("KITSUNE_UNROLL", f"for (int h = 0; h < 2; ++h) {store}"), None)
+    return _Effect(("KITSUNE_UNROLL", f"for (int h = 0; h < 2; ++h) {_once(body, v)}{store}"), None)
+
+
+def _once(body: Body, v: int) -> str:
+    """What stands in front of an effect of ``v``: all CTAs of a split stage have what is no slab, and only one hands it on."""
+    return "if (slab == 0) " if body.config.split > 1 and v not in body.slabs else ""
 
 
 def _sink(body: Body, instr: Instr) -> _Effect:
@@ -82,7 +90,7 @@ def _sink(body: Body, instr: Instr) -> _Effect:
     scalar = value.row or len(instr["axes"]) == rank + 1
     if not scalar and tuple(instr["axes"]) != (0,):
         raise CannotLower("a sink over the rows and a part of a row's dimensions has no code on the GPU")
-    if v in body.slabs:
+    if body.config.split > 1:
         raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
     width = 1 if scalar else value.width
     body.sinks.append(SinkCode(instr["sink"], name, how, type_, scalar, width, not value.row))

@@ -211,7 +211,8 @@ class _Generator:
         )
         limit = _VALUE_REGISTERS[self.a.lanes]
         best: tuple[int, Body, StageConfig] | None = None
-        for copies, (overlap, columns) in itertools.product((True, False), self._shapes(s)):
+        copying = (True, False) if self.a.lanes < 3 else (False,)  # the registers of three lanes do not hold a copied operand
+        for copies, (overlap, columns) in itertools.product(copying, self._shapes(s)):
             config = dataclasses.replace(config, overlap=overlap, columns=columns, copies=copies)
             body = self._emit(s, config, first)
             peak, _ = body.budget.peak()
