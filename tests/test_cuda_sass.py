@@ -172,7 +172,7 @@ def check_gradients(one: Made) -> None:
         ("tanh-step", "bfloat16", "sm90-vertical-resident-lanes2"),
         ("tanh-step", "bfloat16", "sm80-vertical-resident-lanes1"),
         ("labels-step", "bfloat16", "sm90-spatial-cluster-lanes1"),
-        ("silu-step", "float32", "sm90-spatial-l2-lanes1"),
+        pytest.param("silu-step", "float32", "sm90-spatial-l2-lanes1", marks=pytest.mark.slow),
     ],
 )
 def test_a_training_step_becomes_transposed_products_without_local_memory(family: str, dtype: str, arrangement: str) -> None:

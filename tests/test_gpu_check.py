@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,8 +192,8 @@ def test_a_value_that_is_not_finite_is_wrong(value: float) -> None:
 
 def test_a_choice_for_slow_tools_has_training_steps() -> None:
     """One each: they are the largest kernels."""
-    plan = object()
-    made = [programs.Program(f, "bfloat16", 333, "cuda", "some", plan) for f in TRAINING.values()]  # type: ignore[arg-type]
+    plan: Any = object()
+    made = [programs.Program(f, "bfloat16", 333, "cuda", "some", plan) for f in TRAINING.values()]
     chosen = programs.few(made)
     assert [p.family.name for p in chosen] == [f.name for f in TRAINING.values() if f.small]
 

@@ -230,6 +230,7 @@ class _Segment:
         self.element: list[str] = []
         self.pair: list[str] = []  # after both elements of a pair
         self.after: list[str] = []  # once per block
+        self.temporaries: list[str] = []  # both elements of a pair
         self.names: dict[tuple[int, int], str] = {}
         self.loaded: dict[tuple[int, int], str] = {}
 
@@ -246,15 +247,8 @@ class _Segment:
             text("  " + line)
         text("  KITSUNE_UNROLL")
         text(f"  for (int ii = 0; ii < {pairs}; ++ii) {{")
-        text("    const int h = ii & 1;")
-        for name in self._pair_temporaries():
-            text(f"    float {name}[2];")
-        text("    KITSUNE_UNROLL")
-        text("    for (int e = 0; e < 2; ++e) {")
-        text("      const int c = 2 * (ii >> 1) + e;")
-        for line in self.element:
-            text("      " + line)
-        text("    }")
+        if self.element:
+            self._emit_elements()
         for line in self.pair:
             text("    " + line)
         text("  }")
@@ -262,16 +256,26 @@ class _Segment:
             text("  " + line)
         text("}")
 
-    def _pair_temporaries(self) -> list[str]:
-        kept = [f"t_{a.name}" for a in self.loop.actions if isinstance(a, Keep) and a.form == "pair"]
-        panels = [a for a in self.loop.actions if isinstance(a, ToPanel)]
-        return kept + [f"t_{a.panel}" for a in panels if tiles.is_half(self.body.value(a.value).dtype)]
+    def _emit_elements(self) -> None:
+        text = self.body.text
+        text("    const int h = ii & 1;")
+        for name in self.temporaries:
+            text(f"    float {name}[2];")
+        text("    KITSUNE_UNROLL")
+        text("    for (int e = 0; e < 2; ++e) {")
+        text("      const int c = 2 * (ii >> 1) + e;")
+        for line in self.element:
+            text("      " + line)
+        text("    }")
 
     # -- actions
 
     def _action(self, action: Action) -> None:
         value = self.body.value(action.value)
         type_ = pointwise.COMPUTE[value.dtype]
+        if isinstance(action, Keep | ToPanel) and (pair := self._ready_pair(action.value)):
+            self._move_pairs(action, pair)
+            return
         x = self.read(action.value, 0)
         inside = self._inside(value.n)
         pairs = self.loop.owned
@@ -280,6 +284,7 @@ class _Segment:
                 x = f"{inside} ? {x} : {type_}(0)" if inside else x
                 if form == "pair":
                     element = pointwise.ELEMENT[value.dtype]
+                    self.temporaries.append(f"t_{name}")
                     self.element.append(f"t_{name}[e] = {x};")
                     target = f"w_{name}[ii]" if put else f"{name}[b * {pairs} + ii]"
                     self.pair.append(f"{target} = pack<{element}>(t_{name}[0], t_{name}[1]);")
@@ -306,12 +311,36 @@ class _Segment:
             case ToScratch(_, scratch, column):
                 self.element.append(f"{scratch}.put(lane, h, {column} + {self._column()}, to_word({x}));")
 
+    def _ready_pair(self, v: int) -> str | None:
+        """The word of a pair of 16-bit values that lie in this form already, zeros beyond the columns included."""
+        match self.body.value(v).place:
+            case Registers(name, "pair"):
+                self.body.used(v)
+                return f"{name}[b * {self.loop.owned} + ii]"
+            case InImage(name, "pair"):
+                self.body.used(v)
+                return f"{self._image_words(v, name, 'pair', 0)}[ii]"
+        return None
+
+    def _move_pairs(self, action: Keep | ToPanel, pair: str) -> None:
+        pairs = self.loop.owned
+        if isinstance(action, ToPanel):
+            self.before.append(f"u32 w_{action.panel}[{pairs}];")
+            self.pair.append(f"w_{action.panel}[ii] = {pair};")
+            self.after.append(f"{action.panel}.put(lane, b, w_{action.panel}, valid);")
+        elif action.put:
+            self.pair.append(f"w_{action.name}[ii] = {pair};")
+            self._put(action.name, action.put, pairs)
+        else:
+            self.pair.append(f"{action.name}[b * {pairs} + ii] = {pair};")
+
     def _to_panel(self, v: int, panel: str, x: str) -> None:
         value, pairs = self.body.value(v), self.loop.owned
         inside = self._inside(value.n)
         x = f"{inside} ? {x} : 0.0f" if inside else x
         if tiles.is_half(value.dtype):
             self.before.append(f"u32 w_{panel}[{pairs}];")
+            self.temporaries.append(f"t_{panel}")
             self.element.append(f"t_{panel}[e] = {x};")
             self.pair.append(f"w_{panel}[ii] = pack<{pointwise.ELEMENT[value.dtype]}>(t_{panel}[0], t_{panel}[1]);")
         else:
@@ -437,7 +466,13 @@ class _Segment:
         return self.loop.masks[v]
 
     def _image(self, v: int, name: str, form: str, shift: int) -> str:
-        value = self.body.value(v)
+        value, x = self.body.value(v), self._image_words(v, name, form, shift)
+        if form == "pair":
+            return f"unpack<{pointwise.ELEMENT[value.dtype]}>({x}[ii], e)"
+        return f"from_word<{pointwise.COMPUTE[value.dtype]}>({x}[2 * ii + e])"
+
+    def _image_words(self, v: int, name: str, form: str, shift: int) -> str:
+        """The name of a block's words, brought in once."""
         half = form == "pair"
         words = self.loop.owned if half else 2 * self.loop.owned
         vectors = -(-words // 4)
@@ -448,7 +483,4 @@ class _Segment:
             self.before.append("KITSUNE_UNROLL")
             at = f"(b - {shift})" if shift else "b"
             self.before.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({x}, i, {name}({at} * {vectors} + i));")
-        x = self.loaded[key]
-        if half:
-            return f"unpack<{pointwise.ELEMENT[value.dtype]}>({x}[ii], e)"
-        return f"from_word<{pointwise.COMPUTE[value.dtype]}>({x}[2 * ii + e])"
+        return self.loaded[key]
