@@ -86,7 +86,7 @@ def test_the_step_error_sees_a_wrong_part() -> None:
         step_errors((state._replace(steps=state.steps + 1), loss), want)
 
 
-@pytest.mark.parametrize("rows", [1, 8192, 8198])
+@pytest.mark.parametrize("rows", [1, pytest.param(8192, marks=pytest.mark.slow), 8198])
 def test_microbatches_make_the_step_of_the_whole_batch_and_really_loop(rows: int) -> None:
     def network(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jnp.tanh(x @ params["w"]) * params["gain"]
@@ -128,6 +128,7 @@ def test_run_store_and_table_of_training(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{record['explain']['whole']['ops_pipelined']} of {record['explain']['whole']['ops_total']}" in trained
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
 def test_memory_of_a_step_is_measured_in_a_process_of_its_own() -> None:
     found = run_child("mgn", "f32", 4096, TINY, "--mode", "train", "--column", "jit")

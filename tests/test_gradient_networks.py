@@ -105,7 +105,7 @@ def precision(objective: Objective) -> str:
     return "bfloat16" if casts else objective.network.dtype
 
 
-quick = hypothesis.settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
+quick = hypothesis.settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
 thorough = hypothesis.settings(quick, max_examples=60)
 
 

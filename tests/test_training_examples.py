@@ -189,6 +189,7 @@ def test_interrupted_run_leaves_a_checkpoint(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_process_politely(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     arguments = ["--width", "16", "--batch", "50", "--steps", "1000000", "--save-every", "5", "--out", str(tmp_path)]

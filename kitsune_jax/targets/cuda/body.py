@@ -87,6 +87,7 @@ class Body:
         self.uses = self._count_uses(program.stages[stage])
         self.spill = dict(config.spill)
         self.concatenations = columns.concatenations_for_matmuls(self)
+        self._forget_panel_sums()
         self.slabs = slabs.of_stage(self.instrs, program, config.split, config.lanes)
 
     def emit(self) -> None:
@@ -269,6 +270,13 @@ class Body:
             uses[name] = uses[x]
         self.another_name = alias
         return uses
+
+    def _forget_panel_sums(self) -> None:
+        """A sum that is made from a panel does not read the value where it lies."""
+        for instr in self.instrs:
+            if instr.kind == "sink" and sums_panel(self, instr):
+                root = self.root(instr.inputs[0])
+                self.uses.subtract(v for v in list(self.uses) if self.root(v) == root)
 
     def used(self, v: int) -> None:
         """``v`` is read now: whatever registers it is in must still be there."""
