@@ -18,10 +18,11 @@ from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr, StageProgram, TileProgram
 from kitsune_jax.targets.cuda import columns, effects, instructions, layers, pointwise, repeats, slabs, tiles
+from kitsune_jax.targets.cuda.actions import Action, Keep
 from kitsune_jax.targets.cuda.arrays import Arrays
 from kitsune_jax.targets.cuda.budget import Budget
 from kitsune_jax.targets.cuda.gradients import sums_panel
-from kitsune_jax.targets.cuda.loop import Action, Keep, Loop
+from kitsune_jax.targets.cuda.loop import Loop
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.products import Products
 from kitsune_jax.targets.cuda.sharing import Constants

@@ -17,7 +17,7 @@ import numpy as np
 from kitsune_jax.capture.ops import OPS, resolve_rows
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.loop import ToScratch
+from kitsune_jax.targets.cuda.actions import ToScratch
 from kitsune_jax.targets.cuda.pack import VectorRecipe
 from kitsune_jax.targets.cuda.values import Expression, InScratch, InVector, Literal, Multiply, Parts, Splat
 from kitsune_jax.targets.errors import CannotLower

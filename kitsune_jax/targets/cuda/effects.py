@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import gradients, pointwise, tiles
-from kitsune_jax.targets.cuda.loop import Action, Fold, Keep, Store
+from kitsune_jax.targets.cuda.actions import Action, Fold, Keep, Store
 from kitsune_jax.targets.cuda.values import SinkCode, queue_form
 from kitsune_jax.targets.errors import CannotLower
 

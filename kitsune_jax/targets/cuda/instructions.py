@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import columns, effects, gradients, pointwise, tiles
-from kitsune_jax.targets.cuda.loop import Fold
+from kitsune_jax.targets.cuda.actions import Fold
 from kitsune_jax.targets.cuda.pack import WeightRecipe
 from kitsune_jax.targets.cuda.values import (
     Expression,

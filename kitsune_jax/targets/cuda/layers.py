@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cuda import columns, instructions
-from kitsune_jax.targets.cuda.loop import Keep
+from kitsune_jax.targets.cuda.actions import Keep
 from kitsune_jax.targets.cuda.repeats import Run
 from kitsune_jax.targets.cuda.values import InImage, Registers
 from kitsune_jax.targets.errors import CannotLower
