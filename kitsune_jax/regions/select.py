@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.regions.follow import Follower, Following, anchored_call
-from kitsune_jax.regions.form import GraphIndex, regions_of
+from kitsune_jax.regions.form import GraphIndex, anchored, regions_of
+from kitsune_jax.regions.halves import halves_of
 from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds, spread
 from kitsune_jax.streams.propagate import adjacent_ops, relations_of
 
@@ -154,6 +155,27 @@ class _Selector:
                 best = candidate
         return best, looked_at
 
+    def _halves(self, whole: Chosen) -> list[Chosen]:
+        """The passes of a training step that pay as calls of their own, where they gain more than the step does as one.
+
+        A spatial pipeline of both passes keeps its slowest stage's pace from the first layer to the last gradient. Cut at the loss,
+        each pass has an arrangement of its own, for the price of what the backward pass needs of the forward pass in memory.
+        """
+        if self.force or whole.plan.arrangement != "spatial":
+            return []
+        taken = [self._anchored(c) for c in self.chosen]
+        found: list[Chosen] = []
+        for seed, ops in halves_of(self.graph, whole.region) or ():
+            sp = self._spread(seed, ops & self.free)
+            region = max(regions_of(self.index, sp, taken), key=lambda r: len(r.ops), default=None)
+            plan = self.planner(self.graph, region) if region is not None and region.outputs else ""
+            if region is not None and not isinstance(plan, str) and _pays(plan):
+                found.append(Chosen(region, plan))
+                taken.append(anchored(self.graph, region))
+        gain = sum(c.plan.baseline_seconds - c.plan.seconds for c in found)
+        alone = whole.plan.baseline_seconds - whole.plan.seconds if _pays(whole.plan) else 0.0
+        return found if gain > PROFIT_MARGIN * alone else []
+
     def _gain(self, c: Chosen) -> tuple[bool, float, int]:
         """What a candidate is compared by. Where the model has no say (``force``), a stream over the rows goes before one over the
         columns of a layer, which ends in a sum of partial products."""
@@ -179,8 +201,10 @@ class _Selector:
             for i in region.ops:
                 self.why[i] = plan
             return None, {seed_op}
-        margin = PROFIT_MARGIN if any(stage.resource == "tensor" for stage in plan.stages) else VECTOR_MARGIN
-        if self.force or plan.baseline_seconds > margin * plan.seconds:
+        halves = self._halves(Chosen(region, plan))
+        if halves:  # the other one is found from its own ops
+            return next((c for c in halves if seed_op in c.region.ops), None), {seed_op}
+        if self.force or _pays(plan):
             return Chosen(region, plan), set()
         text = f"left to XLA: modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
         speedup = plan.baseline_seconds / plan.seconds
@@ -198,6 +222,11 @@ class _Selector:
         if not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs)):
             return "scalar work outside any stream"
         return "does not depend on a stream (stationary)"
+
+
+def _pays(plan: Plan) -> bool:
+    margin = PROFIT_MARGIN if any(stage.resource == "tensor" for stage in plan.stages) else VECTOR_MARGIN
+    return plan.baseline_seconds > margin * plan.seconds
 
 
 def _time(seconds: float) -> str:
