@@ -35,7 +35,7 @@ test: $(VENV)/.examples ## the C++ tests, then the fast Python tests
 	@$(MAKE) --no-print-directory test-python
 
 test-python: $(VENV)/.examples
-	$(PY) -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.examples ## the exhaustive matrices
 	$(PY) -m pytest -n $(JOBS) -m "slow and not gpu" $(PYTEST_ARGS)
