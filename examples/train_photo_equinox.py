@@ -5,7 +5,8 @@
     python examples/train_photo_equinox.py --compare             # runs the same steps without pipelines, too
 
 The model is an ``eqx.Module`` for one pixel, the loss maps it over a batch with ``jax.vmap``, and the step has
-``eqx.filter_value_and_grad(kj.pipeline(loss_fn))`` in it. Leaves of the model that are not arrays (its activation function) are
+``kj.pipeline(eqx.filter_value_and_grad(loss_fn))`` in it: forward and backward pass are one pipeline, and no activation is kept in
+memory. Leaves of the model that are not arrays (its activation function) are
 static for a pipelined function, as they are for ``eqx.filter_jit``. The photograph is NASA's portrait of Eileen Collins (public
 domain), which ships inside the scikit-image wheel.
 """
@@ -75,12 +76,15 @@ def loss_fn(model: CoordinateNetwork, coordinates: jax.Array, colours: jax.Array
 optimiser = optax.adam(2e-3)
 
 
-def make_train_step(loss_fn: Callable[..., Any], dtype: str) -> Callable[..., Any]:
-    """The training step on ``loss_fn``, pipelined or not."""
+gradient_fn = eqx.filter_value_and_grad(loss_fn)
+
+
+def make_train_step(gradient_fn: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    """The training step on ``gradient_fn``, pipelined or not."""
 
     @eqx.filter_jit
     def train_step(model: CoordinateNetwork, opt_state: optax.OptState, x: jax.Array, y: jax.Array) -> tuple[Any, ...]:
-        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, x, y, dtype)
+        loss, grads = gradient_fn(model, x, y, dtype)
         updates, opt_state = optimiser.update(grads, opt_state)
         return eqx.apply_updates(model, updates), opt_state, loss
 
@@ -130,7 +134,7 @@ def compare(losses: Sequence[Any], settings: dict[str, Any], batches: training.B
     """The same steps without pipelines, and once more with the initial weights rounded."""
     plain: list[Any] = []
     rounded: list[Any] = []
-    step = make_train_step(loss_fn, settings["dtype"])
+    step = make_train_step(gradient_fn, settings["dtype"])
     model, opt_state = create(settings)
     fit(step, (model, opt_state), plain, batches, len(losses))
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
@@ -149,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     coordinates, colours = photograph(args.size)
     batches = training.Batches((coordinates, colours), args.batch, args.seed)
 
-    pipelined = kj.pipeline(loss_fn, force=args.force or None)
+    pipelined = kj.pipeline(gradient_fn, force=args.force or None)
     train_step = make_train_step(pipelined, args.dtype)
     losses, state = restore(checkpoint, settings) if args.resume else ([], create(settings))
 
@@ -161,10 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     save(checkpoint, settings, losses, state)
     training.draw_curve(args.out / "loss.png", losses, "photograph, equinox")
 
-    error = eqx.filter_jit(pipelined)(state[0], coordinates, colours)
+    error = eqx.filter_jit(kj.pipeline(loss_fn, force=args.force or None))(state[0], coordinates, colours)
     print(training.ending(losses, args, f"PSNR {-10 * jnp.log10(error):.1f} dB over all pixels"))
-    gradient = eqx.filter_value_and_grad(pipelined)
-    print(training.outcome(kj.explain(gradient)(state[0], *batches[0], args.dtype)))
+    print(training.outcome(kj.explain(pipelined)(state[0], *batches[0], args.dtype)))
     if args.compare:
         print(compare(losses, settings, batches))
     return 0
