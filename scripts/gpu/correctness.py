@@ -111,9 +111,7 @@ def _result(job: concurrent.futures.Future[dict[str, Any]]) -> dict[str, Any]:
 
 def _tell(record: Record, found: Iterable[dict[str, Any]]) -> int:
     for finding in found:
-        record.add(finding)
-        if not finding["ok"]:
-            print(f"WRONG: {finding['name']}: {finding.get('error') or finding}", flush=True)
+        record.tell(finding)
     return record.finish()
 
 

@@ -55,6 +55,12 @@ class Record:
         self.content["findings"].append(finding)
         self._write()
 
+    def tell(self, finding: dict[str, Any]) -> None:
+        """``add``, and a line for one that is not ``ok``."""
+        self.add(finding)
+        if not finding["ok"]:
+            print(f"WRONG: {finding['name']}: {finding.get('error') or finding}", flush=True)
+
     @property
     def failures(self) -> list[dict[str, Any]]:
         return [f for f in self.content["findings"] if not f.get("ok", True)]

@@ -71,10 +71,7 @@ def main() -> int:
     cases, target = (_DRY_CASES, "emulator") if args.dry_run else (CASES, None)
     record.content["expected"] = len(cases)
     for app, rows in cases:
-        finding = finding_of(app, rows, target)
-        record.add(finding)
-        if not finding["ok"]:
-            print(f"WRONG: {finding['name']}: {finding.get('error') or finding}", flush=True)
+        record.tell(finding_of(app, rows, target))
     return record.finish()
 
 
