@@ -15,7 +15,6 @@ import dataclasses
 import heapq
 from collections.abc import Sequence
 
-
 # Nodes of the solver's tree, not seconds: equal arguments must give equal plans. Ten stages take a few.
 _MOST_NODES = 10_000
 _STOPPED = 1  # status of a search that reached a limit (scipy.optimize.milp)
