@@ -1,7 +1,7 @@
 """What this package failed to pipeline because of a bug of its own: counted, logged, and told once per function.
 
-Comes in: a ``Failure``, which a pass returns beside its result. Goes out: the list that ``kitsune_jax.fallbacks()`` gives. Invariant:
-passes stay pure: they return failures, and only the lowering of a user's function records them.
+Comes in: a ``Failure``, which a pass returns beside its result. Goes out: the list that ``kitsune_jax.fallbacks()`` gives.
+Invariant: passes stay pure: they return failures, and only the lowering of a user's function records them.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def record(function: str, failure: Failure) -> None:
     logger.warning("%s: %s lowers as plain HLO: %s\n%s", function, failure.part, failure.reason, failure.traceback)
     if not told:
         warnings.warn(
-            f"kitsune_jax could not pipeline {failure.part} of {function}, which lowers as plain HLO: {failure.reason}. This is a bug "
-            "of kitsune_jax: please report it. kitsune_jax.fallbacks() tells all of them, with tracebacks; KITSUNE_STRICT=1 raises.",
+            f"kitsune_jax could not pipeline {failure.part} of {function}, which lowers as plain HLO: {failure.reason}. This is a "
+            "bug of kitsune_jax: please report it. kitsune_jax.fallbacks() tells all, with tracebacks; KITSUNE_STRICT=1 raises.",
             RuntimeWarning,
             stacklevel=2,
         )
