@@ -94,22 +94,64 @@ def copy_jaxpr(closed: Any) -> Any:
     return closed.replace()
 
 
-def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False) -> Any:
+def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False, like: Any = None) -> Any:
     """The closed jaxpr of ``fn``, which takes arrays of ``avals`` and returns a flat list of arrays.
 
     No cache is read or filled, so a fresh closure costs nothing beyond its trace and ``jax.explain_cache_misses`` stays silent.
     ``lower`` resolves high-level types; it is needed where the result replaces the body of an equation that is being lowered.
+    ``like``: a jaxpr that the result takes the place of; the result keeps the name of its function.
     """
     info = api_util.debug_info("kitsune_jax.pipeline", fn, tuple(avals), {})
+    if like is not None and _source_of(like):
+        info = info._replace(func_src_info=_source_of(like))
+    return _trace_flat(fn, avals, info, lower)[0]
+
+
+def trace_call(fn: Callable[..., Any], leaves: Sequence[Any], call: tuple[Callable[..., Any], Any, Any, Sequence[int]]) -> Any:
+    """``(closed jaxpr, tree of the result)`` of ``fn``, which takes ``leaves`` (of their avals) and returns any tree of arrays.
+
+    ``call``: the user's function, the arguments and keyword arguments of its call, and which of their leaves ``leaves`` are. Errors
+    of tracing name that function and those arguments, in the words of ``jax.jit``. Raises what ``jax.jit`` raises.
+    """
+    user_fn, args, kwargs, places = call
+    info = api_util.debug_info("jit", user_fn, args, kwargs)
+    if info.arg_names is not None:
+        info = info._replace(arg_names=tuple(info.arg_names[i] for i in places))
+    return _trace_flat(fn, [core.typeof(x) for x in leaves], info, lower=False)
+
+
+def _trace_flat(fn: Callable[..., Any], avals: Sequence[Any], info: Any, lower: bool) -> tuple[Any, Any]:
     if VERSION < (0, 11):
-        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(
-            lu.wrap_init(lambda *a: list(fn(*a)), debug_info=info), list(avals), lower=lower
-        )
-        return core.ClosedJaxpr(jaxpr, consts)
+        trees: list[Any] = []
+        paths: list[str] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            with_paths, tree = tree_util.tree_flatten_with_path(fn(*leaves))
+            trees.append(tree)
+            paths.extend(f"result{tree_util.keystr(path)}" for path, _ in with_paths)
+            return [leaf for _, leaf in with_paths]
+
+        named = info._replace(result_paths=lambda: tuple(paths))
+        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(flat, debug_info=named), list(avals), lower=lower)
+        return core.ClosedJaxpr(jaxpr, consts), trees[-1]
     from jax._src import flattree
 
     trace = getattr(pe, "trace_to_jaxpr_nocache", pe.trace_to_jaxpr)
-    return trace(fn, flattree.flatten_args(*avals), info, requires_low=lower)[0]
+    closed, outs = trace(fn, flattree.flatten_args(*avals), info, requires_low=lower)
+    return closed, outs.tree
+
+
+def _source_of(closed: Any) -> str:
+    """ "mlp at /home/me/model.py:12": what JAX notes of the function that a jaxpr was traced from; "" where it notes nothing."""
+    info = open_parts(closed)[0].debug_info
+    source = getattr(info, "func_src_info", "")
+    return "" if source in ("", "<unknown>") else source
+
+
+def function_name(closed: Any) -> str:
+    """The user's function that a jaxpr was traced from, "mlp (model.py:12)"; differentiation and batching keep it."""
+    name, _, place = _source_of(closed).partition(" at ")
+    return f"{name} ({os.path.basename(place)})" if place else name or "a function"
 
 
 def is_staging() -> bool:

@@ -78,6 +78,7 @@ def pipeline(
       >>> jax.jit(jax.grad(lambda w, x: mlp(w, x).sum()))(w, jnp.ones((32, 8)))[0].shape
       (8, 16)
     """
+    config.check_environment()
     if fn is None:
         return functools.partial(
             pipeline,
@@ -207,8 +208,13 @@ class _Body:
             # Not under jit's trace: disable_jit, or debug_nans runs the function op by op to name the guilty operator. Let it see
             # them.
             return fn(*args, **kwargs)
-        dynamic, rebuild = arguments.flatten_traced(args, kwargs)
-        closed, out_tree = _trace(fn, dynamic, rebuild)
+        dynamic, rebuild, places = arguments.flatten_traced(args, kwargs)
+
+        def flat(*leaves: Any) -> Any:
+            a, k = rebuild(leaves)
+            return fn(*a, **k)
+
+        closed, out_tree = _compat.trace_call(flat, dynamic, (fn, args, kwargs, places))
         closed, consts = _compat.hoist_consts(closed)
         outs = pipeline_p.bind(*consts, *dynamic, call_jaxpr=closed, options=self._options)
         return jax.tree.unflatten(out_tree, outs)
@@ -217,28 +223,6 @@ class _Body:
 def _call_split(body: _Body, static: arguments.Static, donated: list[Any], kept: list[Any]) -> Any:
     args, kwargs = static.join(donated, kept)
     return body(*args, **kwargs)
-
-
-def _trace(fn: Callable[..., Any], dynamic: Sequence[Any], rebuild: arguments.Rebuild) -> tuple[Any, Any]:
-    """The closed jaxpr of ``fn`` over the flat ``dynamic`` arguments, and the tree of its result."""
-    trees: list[Any] = []
-
-    def flat(*leaves: Any) -> list[Any]:
-        args, kwargs = rebuild(leaves)
-        with_paths, tree = jax.tree.flatten_with_path(fn(*args, **kwargs))
-        trees.append(tree)
-        for path, leaf in with_paths:
-            if not _compat.valid_jaxtype(leaf):
-                at = f" at output component {jax.tree_util.keystr(path)}" if path else ""
-                name = getattr(fn, "__name__", type(fn).__name__)
-                raise TypeError(
-                    f"function {name} traced for kitsune_jax.pipeline returned a value of type {type(leaf)}{at}, "
-                    "which is not a valid JAX type"
-                )
-        return [leaf for _, leaf in with_paths]
-
-    closed = _compat.trace_jaxpr(flat, [jax.typeof(x) for x in dynamic])
-    return closed, trees[-1]
 
 
 _bodies: weakref.WeakKeyDictionary[Any, dict[Any, _Body]] = weakref.WeakKeyDictionary()

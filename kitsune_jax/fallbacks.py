@@ -31,6 +31,11 @@ class Failure:
         """The failure of ``part`` that ``error`` caused."""
         return Failure(part, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
+    @property
+    def told(self) -> str:
+        """Why an operator is left to XLA, for a report."""
+        return f"a bug of kitsune_jax, please report it: {self.reason}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fallback:
@@ -71,7 +76,8 @@ def record(function: str, failure: Failure) -> None:
     if not told:
         warnings.warn(
             f"kitsune_jax could not pipeline {failure.part} of {function}, which lowers as plain HLO: {failure.reason}. This is a "
-            "bug of kitsune_jax: please report it. kitsune_jax.fallbacks() tells all, with tracebacks; KITSUNE_STRICT=1 raises.",
+            "bug of kitsune_jax: please report it. kitsune_jax.fallbacks() tells all of them, with tracebacks; KITSUNE_STRICT=1 "
+            "raises.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -56,22 +56,43 @@ class Selection:
 
 
 Planner = Callable[[Graph, Region], Plan | str]
+Failed = Callable[[Exception, Sequence[int]], str]  # (a bug of ours, the ops around which it showed) -> the reason in words
+
+
+def _raised(error: Exception, _: Sequence[int]) -> str:
+    raise error
 
 
 def select(
-    graph: Graph, supports: Callable[[int], str | None], planner: Planner, *, force: bool, several_phases: bool = False
+    graph: Graph,
+    supports: Callable[[int], str | None],
+    planner: Planner,
+    *,
+    force: bool,
+    several_phases: bool = False,
+    failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
 
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
-    ``several_phases``: the target runs calls of several phases, so regions may have followers.
+    ``several_phases``: the target runs calls of several phases, so regions may have followers. ``failed``: called with an error of
+    forming one region, which costs that region only, unless it raises.
     """
-    return _Selector(graph, supports, planner, force, several_phases).run()
+    return _Selector(graph, supports, planner, force, several_phases, failed).run()
 
 
 class _Selector:
-    def __init__(self, graph: Graph, supports: Callable[[int], str | None], planner: Planner, force: bool, several_phases: bool):
+    def __init__(
+        self,
+        graph: Graph,
+        supports: Callable[[int], str | None],
+        planner: Planner,
+        force: bool,
+        several_phases: bool,
+        failed: Failed,
+    ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
+        self.failed = failed
         self.index = GraphIndex.of(graph)
         self.supports = functools.cache(supports)
         self.relations = functools.cache(lambda i: relations_of(graph, graph.ops[i]))
@@ -111,7 +132,11 @@ class _Selector:
         """Give the regions chosen from number ``first`` on their followers."""
         for k in range(first, len(self.chosen)) if self.several_phases else ():
             taken = [self._anchored(c) for j, c in enumerate(self.chosen) if j != k]
-            found = Following(self.index, self.free, taken, self._spread, self.supports).followers(self.chosen[k].region)
+            try:
+                found = Following(self.index, self.free, taken, self._spread, self.supports).followers(self.chosen[k].region)
+            except Exception as error:
+                self.failed(error, self.chosen[k].ops)
+                continue
             followers = []
             for f in found:
                 plan = self.planner(self.graph, f.region)
@@ -148,8 +173,12 @@ class _Selector:
         best: Chosen | None = None
         looked_at = {seed_op}
         for seed in candidate_seeds(self.graph, seed_op):
-            sp = self._spread(seed, self.free)
-            candidate, ops = self._evaluate(seed_op, seed, sp)
+            try:
+                sp = self._spread(seed, self.free)
+                candidate, ops = self._evaluate(seed_op, seed, sp)
+            except Exception as error:
+                self.why.setdefault(seed_op, self.failed(error, (seed_op,)))
+                continue
             looked_at |= ops
             if candidate and (best is None or self._gain(candidate) > self._gain(best)):
                 best = candidate
