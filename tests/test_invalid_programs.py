@@ -60,6 +60,7 @@ def test_nor_are_the_phases_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         targets.cpu.generate_phases(call, "small")
 
 
+@pytest.mark.expects_fallbacks
 def test_a_refused_program_costs_the_pipeline_and_not_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower")
     x, w = (RNG.standard_normal(s).astype(np.float32) for s in ((12, 3), (3, 5)))
