@@ -16,6 +16,7 @@ import numpy as np
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.ops_spec import DTYPES, is_float
+from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
 
 Run = Callable[..., Sequence[Any]]
@@ -74,11 +75,13 @@ class Captured:
     """A function as a Graph, with the means to evaluate it.
 
     ``steps[i]`` evaluates ``graph.ops[i]``; ``avals[v]`` is JAX's abstract value of ``graph.values[v]`` (``None`` for literals).
+    ``failures``: rewrites of the graph that a bug of this package kept from being made.
     """
 
     graph: Graph
     steps: tuple[Step, ...]
     avals: tuple[Any, ...]
+    failures: tuple[Failure, ...] = ()
 
 
 class Builder:

@@ -58,22 +58,43 @@ class Selection:
 
 
 Planner = Callable[[Graph, Region], Plan | str]
+Failed = Callable[[Exception, Sequence[int]], str]  # (a bug of ours, the ops around which it showed) -> the reason in words
+
+
+def _raised(error: Exception, _: Sequence[int]) -> str:
+    raise error
 
 
 def select(
-    graph: Graph, supports: Callable[[int], str | None], planner: Planner, *, force: bool, several_phases: bool = False
+    graph: Graph,
+    supports: Callable[[int], str | None],
+    planner: Planner,
+    *,
+    force: bool,
+    several_phases: bool = False,
+    failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
 
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
-    ``several_phases``: the target runs calls of several phases, so regions may have followers.
+    ``several_phases``: the target runs calls of several phases, so regions may have followers. ``failed``: called with an error of
+    forming one region, which costs that region only, unless it raises.
     """
-    return _Selector(graph, supports, planner, force, several_phases).run()
+    return _Selector(graph, supports, planner, force, several_phases, failed).run()
 
 
 class _Selector:
-    def __init__(self, graph: Graph, supports: Callable[[int], str | None], planner: Planner, force: bool, several_phases: bool):
+    def __init__(
+        self,
+        graph: Graph,
+        supports: Callable[[int], str | None],
+        planner: Planner,
+        force: bool,
+        several_phases: bool,
+        failed: Failed,
+    ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
+        self.failed = failed
         self.index = GraphIndex.of(graph)
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
@@ -105,8 +126,12 @@ class _Selector:
             best, looked_at = self._best_from(seed_op)
             tried |= looked_at
             while best is not None:
+                try:
+                    self.order.join(anchored(self.graph, best.region))
+                except Exception as error:
+                    self.why.setdefault(seed_op, self.failed(error, best.region.ops))
+                    break
                 self.chosen.append(best)
-                self.order.join(anchored(self.graph, best.region))
                 self.free.difference_update(best.region.ops)
                 # The same seed may head another region: what a level or a component split off.
                 best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
@@ -114,17 +139,26 @@ class _Selector:
     def _follow(self, first: int = 0) -> None:
         """Give the regions chosen from number ``first`` on their followers."""
         for k in range(first, len(self.chosen)) if self.several_phases else ():
-            found = Following(self.index, self.free, self.order, self._spread, self.supports).followers(self.chosen[k].region)
+            following = Following(self.index, self.free, self.order, self._spread, self.supports)
+            try:
+                found = following.followers(self.chosen[k].region)
+            except Exception as error:
+                self.failed(error, self.chosen[k].ops)
+                continue
             followers = []
             for f in found:
                 plan = self.planner(self.graph, f.region)
                 if isinstance(plan, str):
                     return  # those that wait for it could not run
                 followers.append(ChosenFollower(f.phase, f.region, plan))
-            self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
-            self.free.difference_update(self.chosen[k].ops)
             if followers:
-                self.order.join(anchored_call(self.graph, self.chosen[k].region, followers))
+                try:
+                    self.order.join(anchored_call(self.graph, self.chosen[k].region, followers))
+                except Exception as error:
+                    self.failed(error, self.chosen[k].ops)
+                    continue
+                self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
+                self.free.difference_update(self.chosen[k].ops)
 
     def _spread(self, seed: Seed, free: Container[int]) -> Spread:
         return spread(self.graph, seed, free, self.supports, self.relations, self.adjacency)
@@ -150,8 +184,12 @@ class _Selector:
         best: Chosen | None = None
         looked_at = {seed_op}
         for seed in candidate_seeds(self.graph, seed_op):
-            sp = self._spread(seed, self.free)
-            candidate, ops = self._evaluate(seed_op, seed, sp)
+            try:
+                sp = self._spread(seed, self.free)
+                candidate, ops = self._evaluate(seed_op, seed, sp)
+            except Exception as error:
+                self.why.setdefault(seed_op, self.failed(error, (seed_op,)))
+                continue
             looked_at |= ops
             if candidate and (best is None or self._gain(candidate) > self._gain(best)):
                 best = candidate
