@@ -120,7 +120,7 @@ def test_forming_a_region_that_fails_costs_one_region(monkeypatch: pytest.Monkey
         chosen.append(None)
         return len(chosen) == 1
 
-    monkeypatch.setattr(select, "regions_of", failing(select.regions_of, second))
+    monkeypatch.setattr(select, "region_with", failing(select.region_with, second))
     close(run(forced(two_parts), X, W1, W2), in_float64(two_parts, X, W1, W2))
     assert {f.reason for f in kj.fallbacks()} == {"Planted: planted"}
     assert lowering.pipelined_jaxpr(jax.make_jaxpr(two_parts)(X, W1, W2), lowering.Options(force=True), "cpu").report.ops_pipelined

@@ -1,8 +1,8 @@
 """Rewrites of a captured function, each checked before the next one sees its result.
 
 Comes in: a ``Captured``. Goes out: an equal function that streams better. Invariants: a rewrite is a pure function of a
-``Captured`` that gives its argument back where it changes nothing; one that fails, or makes a graph that is not valid, is as if it had not run,
-and is reported as a ``Failure``.
+``Captured`` that gives its argument back where it changes nothing; one that fails, or makes a graph that is not valid, is as if it
+had not run, and is reported as a ``Failure``.
 """
 
 from __future__ import annotations
