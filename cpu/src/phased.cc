@@ -9,7 +9,6 @@
 namespace kitsune::cpu {
 namespace {
 
-constexpr size_t kMostInnerBytes = size_t{1} << 40;
 constexpr int64_t kMostPhases = int64_t{1} << 20;
 constexpr int64_t kBefore = -1;  // the phase of operands
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
@@ -40,9 +39,9 @@ class Phased::Parser {
     p_.results_.assign(begin + operands, begin + operands + results);
     for (auto a = begin + operands + results; a != arrays_.end(); ++a) {
       p_.inner_offset_.push_back(p_.inner_bytes_);
-      p_.inner_bytes_ += align_up(static_cast<size_t>(a->elements) * item_size(a->dtype));
-      if (p_.inner_bytes_ > kMostInnerBytes) reject("its inner arrays take more than 2**40 bytes");
+      p_.inner_bytes_ = plus(p_.inner_bytes_, align_up(times(static_cast<size_t>(a->elements), item_size(a->dtype))));
     }
+    limit_memory(p_.inner_bytes_, p_.operands_, p_.results_, "arrays between phases");
   }
 
  private:
@@ -110,7 +109,7 @@ Phased::Phased(const int64_t* words, size_t count, const KernelTable& table) {
 Phased::~Phased() = default;
 
 struct Phased::Arrays::Inner {
-  explicit Inner(size_t bytes) : block(bytes) {}
+  explicit Inner(size_t bytes) : block(bytes, "arrays between phases") {}
   CachedBlock block;
 };
 

@@ -30,14 +30,18 @@ class Phased {
   // (Executable::estimated_ns). Returns an empty string, or what went wrong: the results are then undefined.
   template <class PoolFor>
   std::string run(const void* const* ins, void* const* outs, PoolFor pool_for) const {
-    Arrays arrays(*this, ins, outs);
-    for (const Part& part : parts_) {
-      arrays.bind(part);
-      auto&& pool = pool_for(part.executable->estimated_ns());
-      std::string error = part.executable->run(arrays.ins.data(), arrays.outs.data(), pool);
-      if (!error.empty()) return error;
+    try {
+      Arrays arrays(*this, ins, outs);
+      for (const Part& part : parts_) {
+        arrays.bind(part);
+        auto&& pool = pool_for(part.executable->estimated_ns());
+        std::string error = part.executable->run(arrays.ins.data(), arrays.outs.data(), pool);
+        if (!error.empty()) return error;
+      }
+      return "";
+    } catch (const std::exception& e) {
+      return error_text(e, name_.c_str());
     }
-    return "";
   }
 
  private:
