@@ -198,6 +198,10 @@ Executable::~Executable() = default;
 
 double Executable::estimated_ns() const { return plan_->estimated_ns; }
 
+size_t Executable::memory_bytes() const {
+  return plus(plus(plan_->prep_bytes, plan_->ring_bytes), plus(plan_->lanes_bytes, plan_->scratch_bytes));
+}
+
 const Program& Executable::program() const { return plan_->program; }
 
 }  // namespace kitsune::cpu

@@ -1,5 +1,6 @@
 #include "kitsune_cpu/phased.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "executor_internal.h"
@@ -107,6 +108,27 @@ Phased::Phased(const int64_t* words, size_t count, const KernelTable& table) {
 }
 
 Phased::~Phased() = default;
+
+size_t Phased::memory_bytes() const {
+  size_t most = 0;
+  for (const Part& part : parts_) most = std::max(most, part.executable->memory_bytes());
+  return plus(inner_bytes_, most);
+}
+
+double Phased::estimated_ns() const {
+  double ns = 0;
+  for (const Part& part : parts_) ns += part.executable->estimated_ns();
+  return ns;
+}
+
+int64_t Phased::tiles() const {
+  int64_t n = 0;
+  for (const Part& part : parts_) {
+    const Program& p = part.executable->program();
+    n = std::min(kMaxCount, n + p.tiles * static_cast<int64_t>(p.stages.size()));
+  }
+  return n;
+}
 
 struct Phased::Arrays::Inner {
   explicit Inner(size_t bytes) : block(bytes, "arrays between phases") {}

@@ -36,6 +36,10 @@ class Executable {
   // A rough lower bound of one call's time on one thread, in ns: below some 20 000 it is not worth waking other threads.
   double estimated_ns() const;
 
+  // Bytes that a call takes beside its arrays on one thread: packed weights, queues, partial sums, and the thread's temporary
+  // memory.
+  size_t memory_bytes() const;
+
   // Runs the program once: ins[i] and outs[i] are the arrays in the program's order, aligned to their element size. Any number of
   // calls may run at once. Returns an empty string, or what went wrong (out of memory), and how to go on: the outputs are then
   // undefined.

@@ -25,6 +25,10 @@ class Phased {
   const std::string& name() const { return name_; }
   const std::vector<Array>& operands() const { return operands_; }
   const std::vector<Array>& results() const { return results_; }
+  // What a call takes beside its operands and results, at most at one time: see Executable::memory_bytes.
+  size_t memory_bytes() const;
+  double estimated_ns() const;  // of all phases
+  int64_t tiles() const;        // of all phases and stages
 
   // Runs every phase: ins[i] and outs[i] are the operands and results. `pool_for(ns)` gives the pool for a program of `ns`
   // (Executable::estimated_ns). Returns an empty string, or what went wrong: the results are then undefined.
