@@ -214,7 +214,7 @@ class _Body:
             a, k = rebuild(leaves)
             return fn(*a, **k)
 
-        closed, out_tree = _compat.trace_call(flat, dynamic, (fn, args, kwargs, places))
+        closed, out_tree = _compat.trace_call(flat, dynamic, _compat.call_info(fn, args, kwargs, places))
         closed, consts = _compat.hoist_consts(closed)
         outs = pipeline_p.bind(*consts, *dynamic, call_jaxpr=closed, options=self._options)
         return jax.tree.unflatten(out_tree, outs)
