@@ -126,8 +126,9 @@ def trace_call(fn: Callable[..., Any], leaves: Sequence[Any], info: Any) -> Any:
     return closed, tree
 
 
-# Give a function the ``call_info`` that transformations of it shall use instead of its own name and signature.
-name_call: Callable[[Callable[..., Any], Any], None] = api_util.save_wrapped_fun_debug_info
+def name_call(fn: Callable[..., Any], info: Any) -> None:
+    """Give ``fn`` the ``call_info`` that transformations of it shall use instead of its own name and signature."""
+    api_util.save_wrapped_fun_debug_info(fn, info)
 
 
 def _trace_flat(fn: Callable[..., Any], avals: Sequence[Any], info: Any, lower: bool) -> tuple[Any, Any]:
