@@ -1,52 +1,91 @@
 """Everything that depends on the version of JAX, and the only file that imports private JAX.
 
 Comes in: JAX objects (jaxprs, equations, lowering contexts). Goes out: the few operations the rest of the package needs on them,
-with one meaning for every supported version (0.10.2 to 0.12). Invariant: nothing outside this file knows whether a jaxpr is
-"closed".
+with one meaning for every supported version (0.10.2 to 0.12). Invariants: nothing outside this file knows whether a jaxpr is
+"closed"; importing it works with every JAX, and what a JAX lacks fails where it is used (``jax_support`` tries that first).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import os
+import re
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.extend as jex
-from jax._src import ad_util, api_util, checkify, source_info_util, traceback_util, tree_util, util
-from jax._src import core as _core
-from jax._src import linear_util as lu
-from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import batching, mlir
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.interpreters import remat as _remat
-from jax._src.state import discharge as _discharge
-from jax._src.state import types as state_types
-from jax.experimental import jet as jet_lib
 
-# Signatures in these differ between versions: a type checker sees one of them only.
-core: Any = _core
-ad: Any = _ad
-pe: Any = _pe
-remat: Any = _remat
-discharge: Any = _discharge
 
-VERSION: tuple[int, ...] = tuple(int(x) for x in jax.__version__.split(".")[:3])
+def parse_version(text: str) -> tuple[int, ...]:
+    """The release in a version: (0, 13, 0) of "0.13.0rc1", "0.13.0.dev20260101" and "0.13"; () where it has no number."""
+    numbers = re.match(r"[0-9]+(\.[0-9]+)*", text)
+    parts = [int(x) for x in numbers[0].split(".")[:3]] if numbers else []
+    return (*parts, *[0] * (3 - len(parts))) if parts else ()
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-source_info_util.register_exclusion(_PACKAGE)  # "the user's line" is never one of ours, in our reports and in JAX's own messages
 
-Primitive = jex.core.Primitive
-valid_jaxtype: Callable[[Any], bool] = jex.core.valid_jaxtype
-jaxpr_as_fun: Callable[..., Callable[..., list[Any]]] = jex.core.jaxpr_as_fun
+def _module(name: str) -> Any:
+    """A module of JAX; an empty one of that name where this JAX has none, so that what needs it fails where it is used."""
+    try:
+        return importlib.import_module(name)
+    except Exception:  # a module that was replaced may fail in any way, and importing this package must not
+        return types.ModuleType(name)
+
+
+VERSION = parse_version(jax.__version__)
+
+ad_util = _module("jax._src.ad_util")
+api_util = _module("jax._src.api_util")
+checkify = _module("jax._src.checkify")
+core = _module("jax._src.core")
+lu = _module("jax._src.linear_util")
+source_info_util = _module("jax._src.source_info_util")
+traceback_util = _module("jax._src.traceback_util")
+tree_util = _module("jax._src.tree_util")
+util = _module("jax._src.util")
+ad = _module("jax._src.interpreters.ad")
+batching = _module("jax._src.interpreters.batching")
+mlir = _module("jax._src.interpreters.mlir")
+pe = _module("jax._src.interpreters.partial_eval")
+remat = _module("jax._src.interpreters.remat")
+discharge = _module("jax._src.state.discharge")
+state_types = _module("jax._src.state.types")
+jet_lib = _module("jax.experimental.jet")
+jex_core = _module("jax.extend.core")
+
+
+def new_primitive(name: str) -> Any:
+    """A primitive without rules."""
+    return jex_core.Primitive(name)
+
+
+def valid_jaxtype(x: Any) -> bool:
+    """Can ``x`` be an operand of a primitive: an array, a number, a ref?"""
+    try:
+        aval = jax.typeof(x)
+    except TypeError:
+        return False
+    return getattr(getattr(aval, "dtype", None), "kind", "") != "T"  # an array of strings has a type, but no operations
+
+
+def jaxpr_as_fun(closed: Any) -> Any:
+    """The function that a closed jaxpr stands for: of flat arrays, to a list of arrays."""
+    return jex_core.jaxpr_as_fun(closed)
 
 
 def hide_from_tracebacks(path: str) -> None:
     """Leave frames of the file ``path`` out of the tracebacks that JAX filters for its users."""
-    traceback_util.register_exclusion(path)
+    with contextlib.suppress(AttributeError, TypeError):  # a JAX that cannot shows them
+        traceback_util.register_exclusion(path)
+
+
+with contextlib.suppress(
+    AttributeError, TypeError
+):  # "the user's line" is never one of ours, in our reports and in JAX's own messages
+    source_info_util.register_exclusion(os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
 # --- jaxprs ---------------------------------------------------------------------------------------------------------------------
@@ -126,9 +165,10 @@ def trace_call(fn: Callable[..., Any], leaves: Sequence[Any], info: Any) -> Any:
     return closed, tree
 
 
-def name_call(fn: Callable[..., Any], info: Any) -> None:
-    """Give ``fn`` the ``call_info`` that transformations of it shall use instead of its own name and signature."""
-    api_util.save_wrapped_fun_debug_info(fn, info)
+def name_call(wrapper: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, places: Sequence[int]) -> None:
+    """Give ``wrapper`` the ``call_info`` of ``fn``, so that errors of transforming it name ``fn`` and its arguments."""
+    with contextlib.suppress(AttributeError, TypeError):  # a JAX that cannot names the wrapper's
+        api_util.save_wrapped_fun_debug_info(wrapper, call_info(fn, args, kwargs, places))
 
 
 def _trace_flat(fn: Callable[..., Any], avals: Sequence[Any], info: Any, lower: bool) -> tuple[Any, Any]:
@@ -146,8 +186,7 @@ def _trace_flat(fn: Callable[..., Any], avals: Sequence[Any], info: Any, lower: 
         wrapped.debug_info = info._replace(result_paths=lambda: tuple(paths))  # ``wrap_init`` drops them
         jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, list(avals), lower=lower)
         return core.ClosedJaxpr(jaxpr, consts), trees[-1]
-    from jax._src import flattree
-
+    flattree = _module("jax._src.flattree")
     trace = getattr(pe, "trace_to_jaxpr_nocache", pe.trace_to_jaxpr)
     closed, outs = trace(fn, flattree.flatten_args(*avals), info, requires_low=lower)
     return closed, outs.tree
@@ -255,7 +294,9 @@ def lower_jaxpr(ctx: Any, closed: Any, args: Sequence[Any]) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(closed), multiple_results=True)(ctx, *args)
 
 
-register_lowering = mlir.register_lowering
+def register_lowering(prim: Any, rule: Any, **how: Any) -> None:
+    """Lower ``prim`` by ``rule``, for ``platform=`` or for all of them."""
+    mlir.register_lowering(prim, rule, **how)
 
 
 # --- rules of a call-like primitive, whose parameter ``call_jaxpr`` every transformation rewrites ---------------------------------
@@ -267,8 +308,8 @@ def register_call_rules(prim: Any) -> None:
 
     Every rule rewrites ``call_jaxpr`` and binds ``prim`` again with the same static parameters. No lowering is registered.
     """
-    if hasattr(jex.core, "register_call_primitive_rules"):
-        jex.core.register_call_primitive_rules(prim, name=None)
+    if hasattr(jex_core, "register_call_primitive_rules"):
+        jex_core.register_call_primitive_rules(prim, name=None)
     else:
         _register_call_rules_0_10(prim)
     _register_checkify(prim)
@@ -317,7 +358,8 @@ def _register_call_rules_0_10(prim: Any) -> None:
     prim.to_lojax = functools.partial(_to_lojax_0_10, prim)
     ad.primitive_jvps[prim] = functools.partial(_jvp_0_10, prim)
     ad.primitive_linearizations[prim] = functools.partial(_linearize_0_10, prim)
-    ad.fancy_transposes[prim] = functools.partial(_transpose_0_10, prim)
+    transpose_jaxpr = util.weakref_lru_cache(_transpose_jaxpr_0_10)
+    ad.fancy_transposes[prim] = functools.partial(_transpose_0_10, prim, transpose_jaxpr)
     batching.fancy_primitive_batchers[prim] = functools.partial(_batch_0_10, prim)
     pe.custom_partial_eval_rules[prim] = functools.partial(_partial_eval_0_10, prim)
     pe.partial_eval_jaxpr_custom_rules[prim] = functools.partial(
@@ -369,7 +411,6 @@ def _linearize_0_10(prim: Any, is_vjp: bool, nzs: Any, *primals: Any, call_jaxpr
     return results, nz_out, residuals, tangent_fun
 
 
-@util.weakref_lru_cache
 def _transpose_jaxpr_0_10(jaxpr: Any, in_tree: Any, avals: Any, specs: Any) -> tuple[Any, Any]:
     trees: list[Any] = []
 
@@ -386,10 +427,10 @@ def _transpose_jaxpr_0_10(jaxpr: Any, in_tree: Any, avals: Any, specs: Any) -> t
     return core.ClosedJaxpr(out, consts), trees[-1]
 
 
-def _transpose_0_10(prim: Any, cotangents: Any, *args: Any, call_jaxpr: Any, **params: Any) -> None:
+def _transpose_0_10(prim: Any, transpose_jaxpr: Any, cotangents: Any, *args: Any, call_jaxpr: Any, **params: Any) -> None:
     accumulators, specs = ad.project_accums(args)
     flat, tree = tree_util.tree_flatten((accumulators, cotangents))
-    jaxpr, out_tree = _transpose_jaxpr_0_10(call_jaxpr, tree, tuple(core.typeof(x) for x in flat), specs)
+    jaxpr, out_tree = transpose_jaxpr(call_jaxpr, tree, tuple(core.typeof(x) for x in flat), specs)
     outs = tree_util.tree_unflatten(out_tree, prim.bind(*flat, call_jaxpr=jaxpr, **params))
     for x, ct in zip(args, outs, strict=True):
         if isinstance(x, ad.ValAccum):

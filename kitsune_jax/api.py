@@ -20,8 +20,10 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from kitsune_jax import _compat, arguments, config, lowering
+from kitsune_jax import _compat, arguments, config, jax_support, lowering
+from kitsune_jax.errors import NotPipelined
 from kitsune_jax.options import Options, resolve
+from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.primitive import pipeline_p
 from kitsune_jax.report.model import Report, ResidualReport
 from kitsune_jax.residuals import compare, gradient, is_derivative, override, policy_name
@@ -145,10 +147,16 @@ class Pipeline:
         return split.lower(*self._statics.split(args, kwargs))  # type: ignore[attr-defined]
 
     def options(self) -> Options | None:
-        """The options a call made now would have; ``None`` if the package is switched off (``KITSUNE_DISABLE``)."""
+        """The options a call made now would have; ``None`` if the package is switched off (``KITSUNE_DISABLE``) or cannot work with
+        this JAX."""
         if config.disabled():
             return None
-        return self.resolved()
+        options = self.resolved()
+        if jax_support.available():
+            return options
+        if options.strict:
+            raise NotPipelined(f"kitsune_jax: nothing was pipelined: {jax_support.why_not()}")
+        return None
 
     def resolved(self) -> Options:
         """The options a call made now would have, were the package not switched off."""
@@ -294,6 +302,8 @@ def explain(
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Report:
         resolved = pipelined.resolved()
+        if why_not := jax_support.why_not():
+            return _unsupported(pipelined, args, kwargs, chosen, device, why_not)
         closed = _explained_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
         live = _compat.without_dead_code(closed)
         calls = [] if isinstance(fn, Pipeline) or options else lowering.pipelined_calls(live)
@@ -340,6 +350,10 @@ def _residuals_of_gradient(
 
 def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The jaxpr that a call with ``args`` would bind the primitive on."""
+    return _compat.hoist_consts(_plain_jaxpr(pipelined, policy, args, kwargs))[0]
+
+
+def _plain_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     body = _body(pipelined.__wrapped__, policy, None)
     static, donated, kept = pipelined._statics.split(args, kwargs)
 
@@ -347,5 +361,13 @@ def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ..
         """A program may hand back modules that hold functions (equinox's do): they are no results of the computation."""
         return [x for x in jax.tree.leaves(_call_split(body, static, *args)) if _compat.valid_jaxtype(x)]
 
-    closed = jax.make_jaxpr(arrays)(donated, kept)
-    return _compat.hoist_consts(closed)[0]
+    return jax.make_jaxpr(arrays)(donated, kept)
+
+
+def _unsupported(
+    pipelined: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], platform: str, device: str | None, why_not: str
+) -> Report:
+    """The report where nothing can be pipelined because of JAX itself, whose equations are all that can be counted."""
+    equations = len(_plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs).jaxpr.eqns)
+    machine = machine_for(platform, device).name
+    return Report(equations, 0, (), (), 0, 0, platform, machine, (f"nothing is pipelined: {why_not}",))

@@ -171,7 +171,7 @@ def checkpoint(fn: Callable[..., Any], policy: Callable[..., Any] | None) -> Cal
             a, k = rebuild(leaves)
             return fn(*a, **k)
 
-        _compat.name_call(inner, _compat.call_info(fn, args, kwargs, places))
+        _compat.name_call(inner, fn, args, kwargs, places)
         return jax.checkpoint(inner, policy=policy)(*dynamic)
 
     return wrapped

@@ -160,12 +160,19 @@ def test_version_mismatch_is_said():
     assert "of different builds" in _cpu.validate(words)
 
 
-@pytest.mark.parametrize("broken", ["absent", "old"])
+@pytest.mark.parametrize("broken", ["absent", "old", "refused"])
 def test_missing_or_mismatched_extension_warns_once(broken):
     code = f"""
         import sys, types, warnings
         if {broken!r} == "absent":
             sys.modules["kitsune_jax._cpu"] = None
+        elif {broken!r} == "refused":  # by an XLA of a later major version of the FFI
+            import jax
+
+            def refuse(*_, **__):
+                raise RuntimeError("the version of the FFI is not supported")
+
+            jax.ffi.register_ffi_target = refuse
         else:
             fake = types.ModuleType("kitsune_jax._cpu")
             fake.format_version = lambda: -1
@@ -181,7 +188,8 @@ def test_missing_or_mismatched_extension_warns_once(broken):
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert ("cannot be imported" if broken == "absent" else "different builds") in result.stdout
+    said = {"absent": "cannot be imported", "old": "different builds", "refused": "the version of the FFI is not supported"}
+    assert said[broken] in result.stdout
 
 
 def test_registration_before_and_after_the_backend_starts():
