@@ -289,6 +289,11 @@ def runs_on_one_device(ctx: Any) -> bool:
     return getattr(axes, "num_devices", 2) == 1
 
 
+def is_exported(ctx: Any) -> bool:
+    """Is the module that ``ctx`` lowers one of ``jax.export``, to be run by another process?"""
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
 def lower_jaxpr(ctx: Any, closed: Any, args: Sequence[Any]) -> Any:
     """The MLIR values of ``closed`` on the MLIR values ``args``: what a lowering rule returns."""
     return mlir.lower_fun(jaxpr_as_fun(closed), multiple_results=True)(ctx, *args)
