@@ -242,6 +242,28 @@ def without_dead_code(closed: Any) -> Any:
 # --- equations ------------------------------------------------------------------------------------------------------------------
 
 
+def called(eqn: Any) -> str:
+    """What the user called: the primitive's name; of a high-level primitive (``jax.experimental.hijax``) the name of its class, or
+    of the function it wraps.
+    """
+    high = eqn.params.get("_prim")
+    if high is None:
+        return str(eqn.primitive.name)
+    traced = getattr(high, "params", {}).get("traced")
+    return str(getattr(traced, "fun_name", None) or type(high).__name__)
+
+
+def expansion(eqn: Any) -> Any | None:
+    """What a high-level primitive on arrays stands for, as a closed jaxpr of low-level ones; ``None`` for other equations."""
+    high = eqn.params.get("_prim")
+    atoms = (*eqn.invars, *eqn.outvars)
+    if eqn.primitive.name != "call_hi_primitive" or any(type(v.aval).__name__ != "ShapedArray" for v in atoms):
+        return None
+    expand = functools.partial(eqn.primitive.to_lojax, _prim=high)
+    with eqn.ctx.manager:
+        return trace_jaxpr(expand, [v.aval for v in eqn.invars], lower=True)
+
+
 def is_transposed(eqn: Any) -> bool:
     """Does the equation come from transposition, as the backward pass of every gradient does? JAX notes it in the name stack."""
     stack = eqn.source_info.name_stack.stack

@@ -11,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.regions.follow import Follower, Following, anchored_call
-from kitsune_jax.regions.form import GraphIndex, anchored, regions_of
+from kitsune_jax.regions.form import anchored, region_with, regions_of
 from kitsune_jax.regions.halves import halves_of
+from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds, spread
 from kitsune_jax.streams.propagate import adjacent_ops, relations_of
 
@@ -94,6 +96,7 @@ class _Selector:
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
         self.failed = failed
         self.index = GraphIndex.of(graph)
+        self.order = Order(self.index)
         self.supports = functools.cache(supports)
         self.relations = functools.cache(lambda i: relations_of(graph, graph.ops[i]))
         self.adjacency = adjacent_ops(graph)
@@ -123,6 +126,11 @@ class _Selector:
             best, looked_at = self._best_from(seed_op)
             tried |= looked_at
             while best is not None:
+                try:
+                    self.order.join(anchored(self.graph, best.region))
+                except Exception as error:
+                    self.why.setdefault(seed_op, self.failed(error, best.region.ops))
+                    break
                 self.chosen.append(best)
                 self.free.difference_update(best.region.ops)
                 # The same seed may head another region: what a level or a component split off.
@@ -131,9 +139,9 @@ class _Selector:
     def _follow(self, first: int = 0) -> None:
         """Give the regions chosen from number ``first`` on their followers."""
         for k in range(first, len(self.chosen)) if self.several_phases else ():
-            taken = [self._anchored(c) for j, c in enumerate(self.chosen) if j != k]
+            following = Following(self.index, self.free, self.order, self._spread, self.supports)
             try:
-                found = Following(self.index, self.free, taken, self._spread, self.supports).followers(self.chosen[k].region)
+                found = following.followers(self.chosen[k].region)
             except Exception as error:
                 self.failed(error, self.chosen[k].ops)
                 continue
@@ -143,13 +151,16 @@ class _Selector:
                 if isinstance(plan, str):
                     return  # those that wait for it could not run
                 followers.append(ChosenFollower(f.phase, f.region, plan))
-            self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
-            self.free.difference_update(self.chosen[k].ops)
+            if followers:
+                try:
+                    self.order.join(anchored_call(self.graph, self.chosen[k].region, followers))
+                except Exception as error:
+                    self.failed(error, self.chosen[k].ops)
+                    continue
+                self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
+                self.free.difference_update(self.chosen[k].ops)
 
-    def _anchored(self, c: Chosen) -> tuple[int, ...]:
-        return anchored_call(self.graph, c.region, c.followers)
-
-    def _spread(self, seed: Seed, free: Collection[int]) -> Spread:
+    def _spread(self, seed: Seed, free: Container[int]) -> Spread:
         return spread(self.graph, seed, free, self.supports, self.relations, self.adjacency)
 
     def _seed_order(self) -> list[int]:
@@ -192,15 +203,15 @@ class _Selector:
         """
         if self.force or whole.plan.arrangement != "spatial":
             return []
-        taken = [self._anchored(c) for c in self.chosen]
+        order = self.order.copy()
         found: list[Chosen] = []
         for seed, ops in halves_of(self.graph, whole.region) or ():
             sp = self._spread(seed, ops & self.free)
-            region = max(regions_of(self.index, sp, taken), key=lambda r: len(r.ops), default=None)
+            region = max(regions_of(self.index, sp, order), key=lambda r: len(r.ops), default=None)
             plan = self.planner(self.graph, region) if region is not None and region.outputs else ""
             if region is not None and not isinstance(plan, str) and _pays(plan):
                 found.append(Chosen(region, plan))
-                taken.append(anchored(self.graph, region))
+                order.join(anchored(self.graph, region))
         gain = sum(c.plan.baseline_seconds - c.plan.seconds for c in found)
         alone = whole.plan.baseline_seconds - whole.plan.seconds if _pays(whole.plan) else 0.0
         return found if gain > PROFIT_MARGIN * alone else []
@@ -221,8 +232,7 @@ class _Selector:
     def _evaluate(self, seed_op: int, seed: Seed, sp: Spread) -> tuple[Chosen | None, set[int]]:
         for i, why in sp.stops.items():
             self.why.setdefault(i, why)
-        taken = [self._anchored(c) for c in self.chosen]
-        region = next((r for r in regions_of(self.index, sp, taken) if seed_op in r.ops), None)
+        region = region_with(self.index, sp, self.order, seed_op)
         if region is None or not region.outputs:
             return None, {seed_op}
         plan = self.planner(self.graph, region)
