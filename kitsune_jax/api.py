@@ -20,8 +20,10 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from kitsune_jax import _compat, arguments, config, lowering
+from kitsune_jax import _compat, arguments, config, jax_support, lowering
+from kitsune_jax.errors import NotPipelined
 from kitsune_jax.options import Options, resolve
+from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.primitive import pipeline_p
 from kitsune_jax.report.model import Report, ResidualReport
 from kitsune_jax.residuals import compare, gradient, is_derivative, override, policy_name
@@ -78,6 +80,7 @@ def pipeline(
       >>> jax.jit(jax.grad(lambda w, x: mlp(w, x).sum()))(w, jnp.ones((32, 8)))[0].shape
       (8, 16)
     """
+    config.check_environment()
     if fn is None:
         return functools.partial(
             pipeline,
@@ -144,10 +147,16 @@ class Pipeline:
         return split.lower(*self._statics.split(args, kwargs))  # type: ignore[attr-defined]
 
     def options(self) -> Options | None:
-        """The options a call made now would have; ``None`` if the package is switched off (``KITSUNE_DISABLE``)."""
+        """The options a call made now would have; ``None`` if the package is switched off (``KITSUNE_DISABLE``) or cannot work with
+        this JAX."""
         if config.disabled():
             return None
-        return self.resolved()
+        options = self.resolved()
+        if jax_support.available():
+            return options
+        if options.strict:
+            raise NotPipelined(f"kitsune_jax: nothing was pipelined: {jax_support.why_not()}")
+        return None
 
     def resolved(self) -> Options:
         """The options a call made now would have, were the package not switched off."""
@@ -207,8 +216,13 @@ class _Body:
             # Not under jit's trace: disable_jit, or debug_nans runs the function op by op to name the guilty operator. Let it see
             # them.
             return fn(*args, **kwargs)
-        dynamic, rebuild = arguments.flatten_traced(args, kwargs)
-        closed, out_tree = _trace(fn, dynamic, rebuild)
+        dynamic, rebuild, places = arguments.flatten_traced(args, kwargs)
+
+        def flat(*leaves: Any) -> Any:
+            a, k = rebuild(leaves)
+            return fn(*a, **k)
+
+        closed, out_tree = _compat.trace_call(flat, dynamic, (fn, args, kwargs, places))
         closed, consts = _compat.hoist_consts(closed)
         outs = pipeline_p.bind(*consts, *dynamic, call_jaxpr=closed, options=self._options)
         return jax.tree.unflatten(out_tree, outs)
@@ -217,28 +231,6 @@ class _Body:
 def _call_split(body: _Body, static: arguments.Static, donated: list[Any], kept: list[Any]) -> Any:
     args, kwargs = static.join(donated, kept)
     return body(*args, **kwargs)
-
-
-def _trace(fn: Callable[..., Any], dynamic: Sequence[Any], rebuild: arguments.Rebuild) -> tuple[Any, Any]:
-    """The closed jaxpr of ``fn`` over the flat ``dynamic`` arguments, and the tree of its result."""
-    trees: list[Any] = []
-
-    def flat(*leaves: Any) -> list[Any]:
-        args, kwargs = rebuild(leaves)
-        with_paths, tree = jax.tree.flatten_with_path(fn(*args, **kwargs))
-        trees.append(tree)
-        for path, leaf in with_paths:
-            if not _compat.valid_jaxtype(leaf):
-                at = f" at output component {jax.tree_util.keystr(path)}" if path else ""
-                name = getattr(fn, "__name__", type(fn).__name__)
-                raise TypeError(
-                    f"function {name} traced for kitsune_jax.pipeline returned a value of type {type(leaf)}{at}, "
-                    "which is not a valid JAX type"
-                )
-        return [leaf for _, leaf in with_paths]
-
-    closed = _compat.trace_jaxpr(flat, [jax.typeof(x) for x in dynamic])
-    return closed, trees[-1]
 
 
 _bodies: weakref.WeakKeyDictionary[Any, dict[Any, _Body]] = weakref.WeakKeyDictionary()
@@ -310,6 +302,8 @@ def explain(
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Report:
         resolved = pipelined.resolved()
+        if why_not := jax_support.why_not():
+            return _unsupported(pipelined, args, kwargs, chosen, device, why_not)
         closed = _explained_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
         live = _compat.without_dead_code(closed)
         calls = [] if isinstance(fn, Pipeline) or options else lowering.pipelined_calls(live)
@@ -356,6 +350,10 @@ def _residuals_of_gradient(
 
 def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The jaxpr that a call with ``args`` would bind the primitive on."""
+    return _compat.hoist_consts(_plain_jaxpr(pipelined, policy, args, kwargs))[0]
+
+
+def _plain_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     body = _body(pipelined.__wrapped__, policy, None)
     static, donated, kept = pipelined._statics.split(args, kwargs)
 
@@ -363,5 +361,13 @@ def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ..
         """A program may hand back modules that hold functions (equinox's do): they are no results of the computation."""
         return [x for x in jax.tree.leaves(_call_split(body, static, *args)) if _compat.valid_jaxtype(x)]
 
-    closed = jax.make_jaxpr(arrays)(donated, kept)
-    return _compat.hoist_consts(closed)[0]
+    return jax.make_jaxpr(arrays)(donated, kept)
+
+
+def _unsupported(
+    pipelined: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], platform: str, device: str | None, why_not: str
+) -> Report:
+    """The report where nothing can be pipelined because of JAX itself, whose equations are all that can be counted."""
+    equations = len(_plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs).jaxpr.eqns)
+    machine = machine_for(platform, device).name
+    return Report(equations, 0, (), (), 0, 0, platform, machine, (f"nothing is pipelined: {why_not}",))

@@ -1,8 +1,8 @@
 """What happens when ``kitsune_pipeline`` is lowered: capture, route, and evaluation with a custom call where a region stands.
 
 Comes in: ``call_jaxpr``, ``Options``, JAX's lowering context. Goes out: MLIR values. Invariants: results are those of
-``call_jaxpr``; effects keep their order; and a failure of this package never becomes a failure of the user's program: it lowers as
-the HLO it would have been, with one warning (unless ``strict``).
+``call_jaxpr``; effects keep their order; and a failure of this package never becomes a failure of the user's program: the part that
+failed lowers as the HLO it would have been, and ``fallbacks`` records it (unless ``strict``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,13 @@ import numpy as np
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.jaxpr import Captured, capture
 from kitsune_jax.errors import NotPipelined
+from kitsune_jax.fallbacks import Failure, record
 from kitsune_jax.graph import Graph
 from kitsune_jax.options import Options
 from kitsune_jax.report.build import graph_flops
 from kitsune_jax.report.model import Report
-from kitsune_jax.route import PlannedRegion, Routed, route
-from kitsune_jax.schedule import schedule
+from kitsune_jax.route import PlannedRegion, Routed, route, without
+from kitsune_jax.schedule import DISSOLVED, schedule
 
 logger = config.logger
 
@@ -75,23 +76,23 @@ def _obstacle(ctx: Any, call_jaxpr: Any, target: str | None) -> str | None:
 
 
 def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
-    """``call_jaxpr`` with custom calls where its regions stand, or unchanged, with one warning, where this package fails.
+    """``call_jaxpr`` with custom calls where its regions stand, or unchanged where this package fails. Records what failed.
 
     Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined.
     """
+    name = _compat.function_name(call_jaxpr)
     try:
         pipelined = pipelined_jaxpr(call_jaxpr, options, target)
-    except Exception as e:
+    except Exception as error:
         if options.strict:
             raise
-        logger.debug("lowering failed", exc_info=True)
-        _warn_once(
-            f"kitsune_jax could not pipeline a function and lowers it as plain HLO: {type(e).__name__}: {e}. This is a bug of "
-            "kitsune_jax; set KITSUNE_STRICT=1 to see where it comes from.",
-            RuntimeWarning,
-        )
+        record(name, Failure.of(error, "the whole function"))
         return call_jaxpr
-    logger.debug("%s", pipelined.report)
+    for failure in pipelined.failures:
+        if options.strict:
+            raise RuntimeError(f"kitsune_jax could not pipeline {failure.part} of {name}: {failure.reason}\n{failure.traceback}")
+        record(name, failure)
+    logger.debug("%s: %s", name, pipelined.report)
     if options.strict and not pipelined.report.ops_pipelined:
         raise NotPipelined("kitsune_jax: nothing was pipelined", pipelined.report)
     return pipelined.jaxpr
@@ -99,18 +100,22 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """A jaxpr with custom calls in it, and the report over it and the bodies of its loops."""
+    """A jaxpr with custom calls in it, the report over it and the bodies of its loops, and what a bug of ours left out."""
 
     jaxpr: Any
     report: Report
+    failures: tuple[Failure, ...]
 
 
 def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined:
-    """Capture, route and rebuild ``call_jaxpr``. Whatever goes wrong in there raises."""
-    reports: list[Report] = []
+    """Capture, route and rebuild ``call_jaxpr``.
+
+    An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; every other one raises.
+    """
+    found = _Found()
     avals = _compat.in_avals(call_jaxpr)
-    rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(call_jaxpr, a, options, target, reports), avals, lower=True)
-    return Pipelined(rebuilt, merge_reports(reports))
+    rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(call_jaxpr, a, options, target, found), avals, lower=True, like=call_jaxpr)
+    return Pipelined(rebuilt, merge_reports(found.reports), tuple(dict.fromkeys(found.failures)))
 
 
 def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str | None) -> Report:
@@ -121,7 +126,7 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
 
     def visit(jaxpr: Any) -> Any:
         captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit)
-        reports.append(routed(captured.graph, target, options, device, code=False).report)
+        reports.append(_settled(captured, routed(captured.graph, target, options, device, code=False))[0].report)
         return jaxpr
 
     visit(call_jaxpr)
@@ -201,38 +206,95 @@ def _joined(reports: Sequence[Report], note: str) -> Report:
 def routed(graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
     surroundings = (config.num_threads(), config.cuda_arch())
-    return _routed(graph, target, options.force, options.deterministic, device, code, surroundings)
+    return _routed(graph, target, options.force, options.deterministic, options.strict, device, code, surroundings)
 
 
 @functools.lru_cache(maxsize=256)
 def _routed(
-    graph: Graph, target: str, force: bool, deterministic: bool, device: str | None, code: bool, _surroundings: tuple[Any, ...]
+    graph: Graph,
+    target: str,
+    force: bool,
+    deterministic: bool,
+    strict: bool,
+    device: str | None,
+    code: bool,
+    _surroundings: tuple[Any, ...],
 ) -> Routed:
-    return route(graph, target, force=force, deterministic=deterministic, device=device, code=code)
+    return route(graph, target, force=force, deterministic=deterministic, device=device, code=code, strict=strict)
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, reports: list[Report]) -> list[Any]:
-    """The results of ``jaxpr`` on ``args`` (tracers), with custom calls. Appends the report, then those of loop bodies."""
-    bodies: list[Report] = []
+@dataclasses.dataclass
+class _Found:
+    """What an evaluation collects: the report of the function, then those of its loop bodies, and the failures in all of them."""
+
+    reports: list[Report] = dataclasses.field(default_factory=list)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, found: _Found) -> list[Any]:
+    """The results of ``jaxpr`` on ``args`` (tracers), with custom calls."""
+    bodies = _Found()
 
     def rewrite(body: Any) -> Any:
+        inside = _Found()
         avals = _compat.in_avals(body)
-        new = _compat.trace_jaxpr(lambda *a: _evaluate(body, a, options, target, bodies), avals, lower=True)
-        return body if _compat.open_parts(new)[1] else _compat.as_kind_of(new, body)  # an equation's body holds no constants
+        try:
+            new = _compat.trace_jaxpr(lambda *a: _evaluate(body, a, options, target, inside), avals, lower=True, like=body)
+        except Exception as error:
+            if options.strict:
+                raise
+            bodies.failures.append(Failure.of(error, f"the body of a loop or branch ({_compat.function_name(body)})"))
+            return body
+        bodies.failures.extend(inside.failures)
+        if _compat.open_parts(new)[1]:  # an equation's body holds no constants
+            return body
+        bodies.reports.extend(inside.reports)
+        return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
     captured = capture(jaxpr, rewrite=rewrite)
-    plan = routed(captured.graph, target, options)
-    reports.append(plan.report)
-    reports.extend(bodies)
-    return run(captured, plan.regions, [*consts, *args])
+    planned, nodes = _settled(captured, routed(captured.graph, target, options))
+    lost: dict[str, Failure] = {}
+
+    def failed(region: PlannedRegion, error: Exception) -> None:
+        if options.strict:
+            raise error
+        lost[region.name] = Failure.of(error, f"the call of {region.name}")
+
+    outs = _run_nodes(captured, nodes, [*consts, *args], failed)
+    planned = without(captured.graph, planned, {name: failure.told for name, failure in lost.items()})
+    found.reports += [planned.report, *bodies.reports]
+    found.failures += [*captured.failures, *planned.failures, *lost.values(), *bodies.failures]
+    return outs
+
+
+def _settled(captured: Captured, planned: Routed) -> tuple[Routed, list[int | PlannedRegion]]:
+    """What will run: ``planned`` without the regions that cannot stand between side effects, and the nodes in order."""
+    effects = [step.has_effects for step in captured.steps]
+    nodes, dissolved = schedule(captured.graph, effects, planned.regions)
+    return without(captured.graph, planned, {region.name: DISSOLVED for region in dissolved}), nodes
 
 
 def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any]) -> list[Any]:
     """Evaluate a captured function: every op by its own step, every region by its custom call. Returns the graph's outputs."""
+    nodes, _ = schedule(captured.graph, [step.has_effects for step in captured.steps], regions)
+
+    def failed(_: PlannedRegion, error: Exception) -> None:
+        raise error
+
+    return _run_nodes(captured, nodes, args, failed)
+
+
+def _run_nodes(
+    captured: Captured,
+    nodes: Sequence[int | PlannedRegion],
+    args: Sequence[Any],
+    failed: Callable[[PlannedRegion, Exception], None],
+) -> list[Any]:
+    """Evaluate ``nodes`` in order. A region whose call cannot be bound is told to ``failed`` and evaluated op by op."""
     graph = captured.graph
     env: dict[int, Any] = dict(zip(graph.inputs, args, strict=True))
 
@@ -247,16 +309,25 @@ def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any
     def evaluate(i: int, operands: Sequence[Any]) -> Any:
         return captured.steps[i].run(*operands)[0]
 
-    for node in schedule(graph, [step.has_effects for step in captured.steps], regions):
+    def step(i: int) -> None:
+        op = graph.ops[i]
+        env.update(zip(op.outputs, captured.steps[i].run(*(read(v) for v in op.inputs)), strict=True))
+
+    for node in nodes:
         if isinstance(node, int):
-            op = graph.ops[node]
-            outs = captured.steps[node].run(*(read(v) for v in op.inputs))
-            env.update(zip(op.outputs, outs, strict=True))
-        else:
-            region = node.region
-            avals = [captured.avals[v] for v in region.outputs]
+            step(node)
+            continue
+        region = node.region
+        operands = [read(v) for v in region.inputs]
+        avals = [captured.avals[v] for v in region.outputs]
+        try:
             with captured.steps[region.ops[-1]].context(), jax.named_scope(node.name):
-                outs = targets.emit(node, [read(v) for v in region.inputs], avals, evaluate)
+                outs = targets.emit(node, operands, avals, evaluate)
+        except Exception as error:
+            failed(node, error)
+            for i in sorted(region.ops):
+                step(i)
+        else:
             env.update(zip(region.outputs, outs, strict=True))
     return [read(v) for v in graph.outputs]
 

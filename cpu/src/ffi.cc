@@ -74,10 +74,12 @@ std::string check_buffer(const char* role, size_t i, const Array& want, ffi::Any
 
 ffi::Error execute(ffi::ThreadPool pool, State* state, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   const Phased& p = state->program;
-  if (args.size() != p.operands().size() || rets.size() != p.results().size())
+  // The last result is a byte that nobody writes or reads: it keeps XLA from making the call the root of a loop's body.
+  const size_t results = p.results().size();
+  if (args.size() != p.operands().size() || rets.size() != results + 1)
     return ffi::Error::InvalidArgument("kitsune_cpu: the call has " + std::to_string(args.size()) + " operands and " +
                                        std::to_string(rets.size()) + " results, but the program '" + p.name() + "' wants " +
-                                       std::to_string(p.operands().size()) + " and " + std::to_string(p.results().size()));
+                                       std::to_string(p.operands().size()) + " and " + std::to_string(results + 1));
   std::vector<const void*> ins;
   std::vector<void*> outs;
   for (size_t i = 0; i < args.size(); ++i) {
@@ -86,7 +88,7 @@ ffi::Error execute(ffi::ThreadPool pool, State* state, ffi::RemainingArgs args, 
     if (std::string e = check_buffer("operand", i, p.operands()[i], *buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
     ins.push_back(buffer->untyped_data());
   }
-  for (size_t i = 0; i < rets.size(); ++i) {
+  for (size_t i = 0; i < results; ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (buffer.has_error()) return buffer.error();
     if (std::string e = check_buffer("result", i, p.results()[i], **buffer); !e.empty()) return ffi::Error::InvalidArgument(e);

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, Place, is_array, scalar_of
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.capture.ops_spec import is_float, np_dtype
@@ -46,7 +47,7 @@ def canonicalise(builder: Builder, eqn: Any, ins: list[int], place: Place) -> li
         return f"{name}: communicates between devices"
     t = Translator(builder, eqn, ins, place)
     if name not in RULES and RENAMED.get(name, name) not in OPS:
-        return f"{name}: not an op the pipeline knows"
+        return f"{_compat.called(eqn)}: not an op the pipeline knows"
     why = _why_opaque(t)
     if why:
         return why

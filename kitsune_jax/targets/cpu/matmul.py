@@ -63,6 +63,8 @@ def emit_matmul(stage: Stage, i: int, epilogue: Epilogue) -> None:
     dims = _Dims.of(stage, instr)
     x, w = instr.inputs
     weight = stage.view(w)
+    if weight.ref.space != IN:  # weights are packed before any stage runs
+        raise CannotLower("a matrix product with a constant or with a value that the pipeline computes")
     lies = stage.view(x)
     order = dims.ordered_by(lies)
     rows = _rows(lies, order.free, order.batch, order.contract)
