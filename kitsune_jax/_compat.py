@@ -146,17 +146,29 @@ def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower
     return _trace_flat(fn, avals, info, lower)[0]
 
 
-def trace_call(fn: Callable[..., Any], leaves: Sequence[Any], call: tuple[Callable[..., Any], Any, Any, Sequence[int]]) -> Any:
+def call_info(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int]) -> Any:
+    """What errors of tracing say: the function, and the names of the leaves number ``places`` of its arguments, as in ``jit``."""
+    info = api_util.debug_info("jit", fn, args, kwargs)
+    names = info.arg_names
+    return info if names is None else info._replace(arg_names=tuple(names[i] for i in places))
+
+
+def trace_call(fn: Callable[..., Any], leaves: Sequence[Any], info: Any) -> Any:
     """``(closed jaxpr, tree of the result)`` of ``fn``, which takes ``leaves`` (of their avals) and returns any tree of arrays.
 
-    ``call``: the user's function, the arguments and keyword arguments of its call, and which of their leaves ``leaves`` are. Errors
-    of tracing name that function and those arguments, in the words of ``jax.jit``. Raises what ``jax.jit`` raises.
+    ``info``: of ``call_info``. Raises what ``jax.jit`` raises, in its words.
     """
-    user_fn, args, kwargs, places = call
-    info = api_util.debug_info("jit", user_fn, args, kwargs)
-    if info.arg_names is not None:
-        info = info._replace(arg_names=tuple(info.arg_names[i] for i in places))
-    return _trace_flat(fn, [core.typeof(x) for x in leaves], info, lower=False)
+    closed, tree = _trace_flat(fn, [core.typeof(x) for x in leaves], info, lower=False)
+    freed = [eqn.invars[0] for eqn in open_parts(closed)[0].eqns if eqn.primitive.name == "free_ref"]
+    if len(set(freed)) < len(freed):  # JAX finds this where it lowers a body; of a call without results it drops the body before
+        raise ValueError(f"function {info.func_src_info} traced for {info.traced_for} frees a mutable array reference twice")
+    return closed, tree
+
+
+def name_call(wrapper: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, places: Sequence[int]) -> None:
+    """Give ``wrapper`` the ``call_info`` of ``fn``, so that errors of transforming it name ``fn`` and its arguments."""
+    with contextlib.suppress(AttributeError, TypeError):  # a JAX that cannot names the wrapper's
+        api_util.save_wrapped_fun_debug_info(wrapper, call_info(fn, args, kwargs, places))
 
 
 def _trace_flat(fn: Callable[..., Any], avals: Sequence[Any], info: Any, lower: bool) -> tuple[Any, Any]:
@@ -170,8 +182,9 @@ def _trace_flat(fn: Callable[..., Any], avals: Sequence[Any], info: Any, lower: 
             paths.extend(f"result{tree_util.keystr(path)}" for path, _ in with_paths)
             return [leaf for _, leaf in with_paths]
 
-        named = info._replace(result_paths=lambda: tuple(paths))
-        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(flat, debug_info=named), list(avals), lower=lower)
+        wrapped = lu.wrap_init(flat, debug_info=info)
+        wrapped.debug_info = info._replace(result_paths=lambda: tuple(paths))  # ``wrap_init`` drops them
+        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, list(avals), lower=lower)
         return core.ClosedJaxpr(jaxpr, consts), trees[-1]
     flattree = _module("jax._src.flattree")
     trace = getattr(pe, "trace_to_jaxpr_nocache", pe.trace_to_jaxpr)
@@ -296,6 +309,11 @@ def runs_on_one_device(ctx: Any) -> bool:
     if hasattr(axes, "manual_axes"):
         return axes.mesh.size == 1 or frozenset(axes.manual_axes) == frozenset(axes.mesh.axis_names)
     return getattr(axes, "num_devices", 2) == 1
+
+
+def is_exported(ctx: Any) -> bool:
+    """Is the module that ``ctx`` lowers one of ``jax.export``, to be run by another process?"""
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
 
 
 def lower_jaxpr(ctx: Any, closed: Any, args: Sequence[Any]) -> Any:

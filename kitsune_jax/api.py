@@ -41,6 +41,7 @@ def pipeline(
     strict: bool = False,
     force: bool | None = None,
     target: str | None = None,
+    export: str = "plain",
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -63,6 +64,8 @@ def pipeline(
       target: ``None``: pipelines for the platform that runs the function. ``"emulator"``: where that is a CPU, the CUDA
         kernels that a GPU would run, compiled by the host's C++ compiler and emulated, thread by thread: for tests and debugging,
         slow.
+      export: what ``jax.export`` is given. ``"plain"``: the HLO that the function is without this package. ``"calls"``: the
+        pipelines, as custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run.
       static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters to calls outside of ``jit`` only.
 
     Returns:
@@ -89,6 +92,7 @@ def pipeline(
             strict=strict,
             force=force,
             target=target,
+            export=export,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
@@ -105,8 +109,17 @@ def pipeline(
             raise ValueError(f"{name}={value!r} is not a switch: use True or False{' or None' if name == 'force' else ''}")
     if target not in (None, "emulator"):
         raise ValueError(f"target={target!r} is not known: use 'emulator', or None for the platform's own")
+    if export not in ("plain", "calls"):
+        raise ValueError(f"export={export!r} is not known: use 'plain' or 'calls'")
     statics = arguments.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
-    return Pipeline(fn, residuals, bool(deterministic), bool(strict), None if force is None else bool(force), target, statics)
+    switches = {
+        "deterministic": bool(deterministic),
+        "strict": bool(strict),
+        "force": None if force is None else bool(force),
+        "target": target,
+        "export": export,
+    }
+    return Pipeline(fn, residuals, switches, statics)
 
 
 class Pipeline:
@@ -118,17 +131,14 @@ class Pipeline:
         self,
         fn: Callable[..., Any],
         residuals: Residuals,
-        deterministic: bool,
-        strict: bool,
-        force: bool | None,
-        target: str | None,
+        switches: dict[str, Any],
         statics: arguments.Statics,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         if not hasattr(self, "__name__"):
             self.__name__ = type(fn).__name__
         self._residuals = residuals
-        self._switches = (deterministic, strict, force, target)
+        self._switches = switches  # arguments of ``options.resolve``
         self._statics = statics
         self._jits: dict[tuple[Residuals, Options | None], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -160,10 +170,7 @@ class Pipeline:
 
     def resolved(self) -> Options:
         """The options a call made now would have, were the package not switched off."""
-        deterministic, strict, force, target = self._switches
-        return resolve(
-            deterministic=deterministic, strict=strict, force=force, target=target, residuals=policy_name(self.residuals())
-        )
+        return resolve(**self._switches, residuals=policy_name(self.residuals()))
 
     def residuals(self) -> Residuals:
         """The residual policy of a call made now: the function's own, unless ``explain`` looks at another."""
@@ -222,7 +229,7 @@ class _Body:
             a, k = rebuild(leaves)
             return fn(*a, **k)
 
-        closed, out_tree = _compat.trace_call(flat, dynamic, (fn, args, kwargs, places))
+        closed, out_tree = _compat.trace_call(flat, dynamic, _compat.call_info(fn, args, kwargs, places))
         closed, consts = _compat.hoist_consts(closed)
         outs = pipeline_p.bind(*consts, *dynamic, call_jaxpr=closed, options=self._options)
         return jax.tree.unflatten(out_tree, outs)
@@ -315,6 +322,10 @@ def explain(
             kept = None
             if report.ops_pipelined and not is_derivative(closed):
                 kept = _residuals_of_gradient(pipelined, closed, resolved, args, kwargs, chosen, device)
+        if report.ops_pipelined:
+            kinds = {call.options.export for call in calls} or {resolved.export}
+            told = [note for kind, note in (("plain", lowering.EXPORTED), ("calls", lowering.EXPORTED_CALLS)) if kind in kinds]
+            report = dataclasses.replace(report, notes=(*report.notes, *told))
         return dataclasses.replace(report, residuals=kept)
 
     return explained

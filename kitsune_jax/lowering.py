@@ -43,15 +43,23 @@ SHARDED = (
 )
 
 
+EXPORTED = 'jax.export is given plain HLO, which runs where kitsune_jax is not; kj.pipeline(fn, export="calls") keeps the pipelines'
+EXPORTED_CALLS = (
+    "jax.export keeps the pipelines as custom calls: it needs disabled_checks, and this version of kitsune_jax where the program "
+    "runs"
+)
+
+
 def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
     """The lowering rule. ``platform`` is "cpu", "cuda", or ``None`` for every other."""
     target = target_of(options, platform)
-    obstacle = _obstacle(ctx, call_jaxpr, target)
+    obstacle = _obstacle(ctx, call_jaxpr, options, target)
     if obstacle is not None:
         if options.strict:
             raise NotPipelined(f"kitsune_jax: nothing was pipelined: {obstacle}")
         if obstacle is SHARDED:
             _warn_once(SHARDED, UserWarning)
+        logger.debug("%s: nothing was pipelined: %s", _compat.function_name(call_jaxpr), obstacle)
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     assert target is not None
     return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, target), args)
@@ -62,8 +70,10 @@ def target_of(options: Options, platform: str | None) -> str | None:
     return options.target if options.target is not None and platform == "cpu" else platform
 
 
-def _obstacle(ctx: Any, call_jaxpr: Any, target: str | None) -> str | None:
+def _obstacle(ctx: Any, call_jaxpr: Any, options: Options, target: str | None) -> str | None:
     """Why this module cannot hold pipelines at all, or ``None``."""
+    if options.export == "plain" and _compat.is_exported(ctx):
+        return EXPORTED
     if target is None:
         return "there is no target for platforms other than cpu and cuda"
     if not targets.has_target(target):

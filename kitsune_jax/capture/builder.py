@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.ops_spec import DTYPES, is_float
+from kitsune_jax.capture.ops_spec import DTYPES, is_float, name_of
 from kitsune_jax.capture.verify import verify_op
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
@@ -96,14 +96,17 @@ def pruned(captured: Captured) -> Captured:
             alive.update(graph.ops[i].inputs)
     kept.reverse()
     alive |= set(graph.inputs) | {v for i in kept for v in graph.ops[i].outputs}
+    if len(alive) == len(graph.values) and len(kept) == len(graph.ops):
+        return captured
     order = sorted(alive)
     number = {v: k for k, v in enumerate(order)}
 
     def renumber(ids: Sequence[int]) -> tuple[int, ...]:
-        return tuple(number[v] for v in ids)
+        return tuple([number[v] for v in ids])
 
     ops = tuple(
-        dataclasses.replace(op, inputs=renumber(op.inputs), outputs=renumber(op.outputs)) for op in (graph.ops[i] for i in kept)
+        Op(op.kind, renumber(op.inputs), renumber(op.outputs), op.params, op.source, op.reason, op.label)
+        for op in (graph.ops[i] for i in kept)
     )
     return Captured(
         Graph(tuple(graph.values[v] for v in order), renumber(graph.inputs), renumber(graph.outputs), ops),
@@ -157,26 +160,20 @@ class Builder:
         """The op that makes ``v``; None for an input or a literal."""
         return self._makers.get(v)
 
-    @contextlib.contextmanager
-    def attempt(self) -> Iterator[None]:
-        """What is appended in here is taken away again where it raises."""
-        mark = len(self.ops)
-        try:
-            yield
-        except Exception:
-            del self.ops[mark:], self.steps[mark:]  # their values stay, and are dropped in the end since nothing makes them
-            self._checked = min(self._checked, mark)
-            raise
+    def cut(self, mark: int) -> None:
+        """Take away the ops from number ``mark`` on. Their values stay, and are dropped in the end since nothing makes them."""
+        del self.ops[mark:], self.steps[mark:]
+        self._checked = min(self._checked, mark)
 
     def check(self, results: Sequence[int], avals: Sequence[Any]) -> None:
         """Raise ``ValueError`` unless the ops since the last check are valid and ``results`` are what ``avals`` say."""
         for op in self.ops[self._checked :]:
             verify_op(op, self.values)
         self._checked = len(self.ops)
-        found = [(self.values[v].shape, self.values[v].dtype) for v in results]
-        wanted = [(tuple(getattr(a, "shape", ())), dtype_name(a)) for a in avals]
-        if found != wanted:
-            raise ValueError(f"the results are {found}, not {wanted}")
+        wanted = [Value(tuple(getattr(a, "shape", ())), dtype_name(a)) for a in avals]
+        found = [self.values[v] for v in results]
+        if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in wanted]:
+            raise ValueError(f"the results are {', '.join(map(str, found))}, not {', '.join(map(str, wanted))}")
 
     def finish(self, inputs: Sequence[int], outputs: Sequence[int], failures: Sequence[Failure] = ()) -> Captured:
         """The Graph without what nothing reads: inlined bodies leave dead ops behind that XLA would drop too."""
@@ -189,12 +186,12 @@ def dtype_name(aval: Any) -> str:
     if type(aval).__name__ == "AbstractRef":
         return "ref"
     dtype = getattr(aval, "dtype", None)
-    return "token" if dtype is None else str(dtype)
+    return "token" if dtype is None else name_of(dtype)
 
 
 def is_array(aval: Any) -> bool:
     """Is this an ordinary array of a dtype that the op table knows?"""
-    return type(aval).__name__ == "ShapedArray" and str(aval.dtype) in DTYPES
+    return type(aval).__name__ == "ShapedArray" and name_of(aval.dtype) in DTYPES
 
 
 def scalar_of(x: Any) -> tuple[Scalar, str] | None:

@@ -17,7 +17,7 @@ import numpy as np
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, Place, is_array, scalar_of
 from kitsune_jax.capture.ops import OPS
-from kitsune_jax.capture.ops_spec import is_float, np_dtype
+from kitsune_jax.capture.ops_spec import is_float, name_of, np_dtype
 from kitsune_jax.capture.rules import RENAMED, RULES, pointwise
 from kitsune_jax.capture.translator import Translator
 
@@ -88,9 +88,9 @@ def _why_opaque(t: Translator) -> str:
         return f"{t.name}: asks for a result dtype of its own"
     kind = RENAMED.get(t.name, t.name)
     if kind in OPS and kind not in _SEVERAL_DTYPES and t.in_avals:
-        if len({str(a.dtype) for a in avals}) > 1:
+        if len({name_of(a.dtype) for a in avals}) > 1:
             return f"{t.name}: mixes dtypes"
-        if str(t.in_avals[0].dtype) not in OPS[kind].dtypes:
+        if name_of(t.in_avals[0].dtype) not in OPS[kind].dtypes:
             return f"{t.name}: is not defined on {t.in_avals[0].dtype}"
     return ""
 

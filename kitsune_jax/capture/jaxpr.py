@@ -111,12 +111,13 @@ class _Walk:
 
     def _equation(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
         """Value ids of the equation's results, which are those of one opaque op where a rule fails."""
+        mark = len(self.builder.ops)
         try:
-            with self.builder.attempt():
-                outs = self._translated(eqn, ins, place)
-                self.builder.check(outs, [v.aval for v in eqn.outvars])
-                return outs
+            outs = self._translated(eqn, ins, place)
+            self.builder.check(outs, [v.aval for v in eqn.outvars])
+            return outs
         except Exception as e:
+            self.builder.cut(mark)
             self._failed(e, eqn, place)
             reason = f"{_compat.called(eqn)}: kitsune_jax failed on it, which is a bug of kitsune_jax ({type(e).__name__}: {e})"
             return self._opaque(eqn, ins, place, reason)

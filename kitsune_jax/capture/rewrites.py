@@ -14,7 +14,7 @@ from kitsune_jax.capture.builder import Captured, pruned
 from kitsune_jax.capture.relu import masks_of_results
 from kitsune_jax.capture.slices import fold_slices
 from kitsune_jax.capture.transposes import fold_transposes
-from kitsune_jax.capture.verify import verify
+from kitsune_jax.capture.verify import verify_op
 from kitsune_jax.fallbacks import Failure
 
 Rewriting = Callable[[Captured], Captured]
@@ -33,9 +33,8 @@ def rewritten(captured: Captured, rewrites: Sequence[tuple[str, Rewriting]] = RE
             new = rewrite(captured)
             if new is captured:
                 continue
+            _check(captured, new)
             new = pruned(new)
-            verify(new.graph)
-            _same_border(captured, new)
         except Exception as e:
             captured = dataclasses.replace(captured, failures=(*captured.failures, Failure.of(e, f"a rewrite ({name})")))
         else:
@@ -43,8 +42,14 @@ def rewritten(captured: Captured, rewrites: Sequence[tuple[str, Rewriting]] = RE
     return captured
 
 
-def _same_border(before: Captured, after: Captured) -> None:
-    """Raise ``ValueError`` unless arguments, results and effects are those of the function before the rewrite."""
+def _check(before: Captured, after: Captured) -> None:
+    """Raise ``ValueError`` unless ``after`` is valid and has the arguments, results and effects of ``before``."""
+    after.graph.validate()
+    same_values = after.graph.values[: len(before.graph.values)] == before.graph.values
+    checked = set(map(id, before.graph.ops)) if same_values else set()
+    for op in after.graph.ops:
+        if id(op) not in checked:
+            verify_op(op, after.graph.values)
     for ids in ("inputs", "outputs"):
         was, now = ([c.graph.values[v] for v in getattr(c.graph, ids)] for c in (before, after))
         if was != now:
