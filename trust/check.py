@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kitsune_jax as kj
+from kitsune_jax.fallbacks import forget
 from trust.build import Built, build
 from trust.program import Invalid, Program
 from trust.reference import Arithmetic, Endless, Unknown, evaluate, roundest
@@ -45,7 +46,8 @@ class Outcome:
 
 def check(program: Program, wrap: Wrap | None = None) -> Outcome:
     """Run ``program``. ``wrap``: what stands for ``kitsune_jax.pipeline`` (for tests of this file)."""
-    with _precision(program.dtype):
+    with _precision(program.dtype), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what JAX says of numbers while it traces; a fallback is told by ``kj.fallbacks()``
         try:
             built = build(program)
             closed, tree = _traced(built)
@@ -64,8 +66,8 @@ def _pipeline(program: Program) -> Wrap:
 def _precision(dtype: str) -> Any:
     if dtype != "float64":
         return contextlib.nullcontext()
-    enable: Any = getattr(jax, "enable_x64", None) or jax.experimental.__dict__["enable_x64"]  # JAX 0.12 has the first
-    return enable(True)
+    module: Any = jax
+    return module.enable_x64(True)
 
 
 def _traced(built: Built) -> tuple[Any, Any]:
@@ -79,20 +81,18 @@ def _traced(built: Built) -> tuple[Any, Any]:
 
 
 def _compare(program: Program, built: Built, closed: Any, tree: Any, exact: list[Array], wrap: Wrap) -> Outcome:
-    kj.fallbacks_forget() if hasattr(kj, "fallbacks_forget") else _forget()
+    forget()  # each program is told of its own fallbacks only
     try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            compiled = jax.jit(built.function(wrap)).lower(*built.arguments).compile()
-            first, second = (jax.block_until_ready(compiled(*built.arguments)) for _ in range(2))
+        compiled = jax.jit(built.function(wrap)).lower(*built.arguments).compile()
+        first, second = (jax.block_until_ready(compiled(*built.arguments)) for _ in range(2))
     except Exception as e:
         with contextlib.suppress(Exception):
             jax.block_until_ready(jax.jit(built.function(lambda f: f))(*built.arguments))
             return Outcome("exception", f"{type(e).__name__}: {e}")
         return Outcome("discarded", f"plain JAX fails as well: {type(e).__name__}: {e}")
     pipelines = len(CALL.findall(compiled.as_text() or ""))
-    if said := _fell_back(told):
-        return Outcome("fallback", said, pipelines)
+    if told := kj.fallbacks():
+        return Outcome("fallback", "; ".join(f"{f.part}: {f.reason}" for f in told), pipelines)
     if jax.tree.structure(first) != tree:
         return Outcome("wrong", f"tree {jax.tree.structure(first)} instead of {tree}", pipelines)
     got = [np.asarray(x) for x in jax.tree.leaves(first)]
@@ -122,22 +122,6 @@ def _compare(program: Program, built: Built, closed: Any, tree: Any, exact: list
 
 def _avals(closed: Any) -> list[Any]:
     return list(closed.out_avals)
-
-
-def _forget() -> None:
-    """Each program is told of its own fallbacks."""
-    from kitsune_jax import fallbacks, lowering
-
-    fallbacks.forget()
-    getattr(lowering, "_warned", set()).clear()
-
-
-def _fell_back(told: Sequence[warnings.WarningMessage]) -> str:
-    for warning in told:
-        if "kitsune_jax could not" in str(warning.message):
-            return str(warning.message)
-    recorded = getattr(kj, "fallbacks", None)
-    return "; ".join(map(str, recorded())) if callable(recorded) else ""
 
 
 def _scale(x: Array) -> float:
@@ -246,11 +230,3 @@ def _chosen(program: Program, built: Built) -> tuple[int, ...]:
 def _slope(program: Program, built: Built, closed: Any, moves: Sequence[Array]) -> float:
     _, *slopes = evaluate(closed, built.arguments, Arithmetic(widen=True))
     return float(sum(np.sum(s * moves[k]) for k, s in zip(_chosen(program, built), slopes, strict=True)))
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """The numeric warnings that JAX gives while it traces a program are none of ours."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -63,7 +63,7 @@ def draw(seed: int, number: int) -> Program:
         lead=_lead(rng),
         features=rng.choice(FEATURES),
         ops=ops,
-        inputs=rng.randint(2, 5) if several else rng.choice((1, 1, 2)),
+        inputs=rng.randint(2, 5) if several else rng.choice((1, 1, 2, 2, 3)),
         outputs=outputs,
         constants=tuple(sorted(rng.sample(range(6), rng.choice((0, 0, 0, 1, 2))))),
         spare=rng.random() < 0.1,

@@ -233,7 +233,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "select_n": _select,
     "broadcast_in_dim": _broadcast,
     "iota": _iota,
-    "reshape": lambda p, x: x.reshape(p["new_sizes"]),
+    "reshape": lambda p, x: (x if p["dimensions"] is None else np.transpose(x, p["dimensions"])).reshape(p["new_sizes"]),
     "squeeze": lambda p, x: np.squeeze(x, tuple(p["dimensions"])),
     "expand_dims": lambda p, x: np.expand_dims(x, tuple(p["dimensions"])),
     "transpose": lambda p, x: np.transpose(x, p["permutation"]),

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """Operator ``name`` in the form that ``choice`` picks, of values ``first`` (0: the newest) and ``second`` (0: the oldest)."""
+    """Operator ``name`` in the form that ``choice`` picks, of value ``first`` (0: newest) and value ``second`` (0: oldest)."""
 
     name: str
     first: int = 0

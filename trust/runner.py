@@ -72,8 +72,7 @@ class Summary:
 def signature(program: Program, outcome: dict[str, Any]) -> str:
     """What tells failures apart before they are shrunk: the message without its numbers; of wrong results, what was done."""
     if outcome["kind"] in ("exception", "fallback"):
-        message = outcome["detail"].removeprefix("kitsune_jax could not pipeline ")
-        message = re.sub(r"of <.*?>|\(.*?\)", "", message.splitlines()[0])
+        message = re.sub(r"\(.*?\)", "", outcome["detail"].splitlines()[0])
         return f"{outcome['kind']}: {re.sub(r'[0-9]+', 'N', message)[:160]}"
     return (
         f"{outcome['kind']}: {program.dtype} {program.loop} {program.transform} {'+'.join(sorted({op.name for op in program.ops}))}"
@@ -104,19 +103,18 @@ def search(wanted: Search, *, show: bool = True) -> Summary:
     for thread in threads:
         thread.start()
     try:
-        while any(t.is_alive() for t in threads):
+        while any(t.is_alive() for t in threads) and time.monotonic() - start < wanted.budget:
             time.sleep(0.2)
-            if time.monotonic() - start > wanted.budget:
-                state.stopped.set()
             if show and (sys.stdout.isatty() or time.monotonic() - told > 20):
                 told = time.monotonic()
                 _progress(wanted, state, time.monotonic() - start)
     except KeyboardInterrupt:
-        state.stopped.set()
+        pass
+    state.stopped.set()
     for worker in state.workers:
-        worker.close()
+        worker.kill()
     for thread in threads:
-        thread.join(timeout=5)
+        thread.join(timeout=10)
     state.summary.seconds = time.monotonic() - start
     if show and sys.stdout.isatty():
         print(flush=True)

@@ -7,6 +7,7 @@ request starts another.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -61,11 +62,16 @@ class Worker:
             return {"kind": "crash", "detail": f"the process ended: {name}", "pipelines": 0}
         return dict(json.loads(line))
 
+    def kill(self) -> None:
+        """Ends the process, if there is one, and whatever it started: a ``run`` in another thread then returns."""
+        if (process := self._process) is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
     def close(self) -> None:
-        """Ends the process, if there is one, and whatever it started."""
+        """``kill``, and give back the pipes. For the thread that calls ``run``."""
         if self._process is not None:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
@@ -117,13 +123,12 @@ def main() -> int:
     os.dup2(2, 1)  # what a library prints is no answer
     import jax
 
-    from trust.check import Outcome, check, quiet
+    from trust.check import Outcome, check
 
     print(json.dumps({"ready": True}), file=out, flush=True)
     for served, line in enumerate(sys.stdin):
         try:
-            with quiet():
-                outcome = check(Program.from_json(line))
+            outcome = check(Program.from_json(line))
         except Exception:
             outcome = Outcome("error", traceback.format_exc())
         print(
