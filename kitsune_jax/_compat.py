@@ -1,52 +1,93 @@
 """Everything that depends on the version of JAX, and the only file that imports private JAX.
 
 Comes in: JAX objects (jaxprs, equations, lowering contexts). Goes out: the few operations the rest of the package needs on them,
-with one meaning for every supported version (0.10.2 to 0.12). Invariant: nothing outside this file knows whether a jaxpr is
-"closed".
+with one meaning for every supported version (0.10.2 to 0.12). Invariants: nothing outside this file knows whether a jaxpr is
+"closed"; importing it works with every JAX, and what a JAX lacks fails where it is used (``jax_support`` tries that first).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import os
+import re
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.extend as jex
-from jax._src import ad_util, api_util, checkify, source_info_util, traceback_util, tree_util, util
-from jax._src import core as _core
-from jax._src import linear_util as lu
-from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import batching, mlir
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.interpreters import remat as _remat
-from jax._src.state import discharge as _discharge
-from jax._src.state import types as state_types
-from jax.experimental import jet as jet_lib
 
-# Signatures in these differ between versions: a type checker sees one of them only.
-core: Any = _core
-ad: Any = _ad
-pe: Any = _pe
-remat: Any = _remat
-discharge: Any = _discharge
+from kitsune_jax.plain_text import printable
 
-VERSION: tuple[int, ...] = tuple(int(x) for x in jax.__version__.split(".")[:3])
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-source_info_util.register_exclusion(_PACKAGE)  # "the user's line" is never one of ours, in our reports and in JAX's own messages
+def parse_version(text: str) -> tuple[int, ...]:
+    """The release in a version: (0, 13, 0) of "0.13.0rc1", "0.13.0.dev20260101" and "0.13"; () where it has no number."""
+    numbers = re.match(r"[0-9]+(\.[0-9]+)*", text)
+    parts = [int(x) for x in numbers[0].split(".")[:3]] if numbers else []
+    return (*parts, *[0] * (3 - len(parts))) if parts else ()
 
-Primitive = jex.core.Primitive
-valid_jaxtype: Callable[[Any], bool] = jex.core.valid_jaxtype
-jaxpr_as_fun: Callable[..., Callable[..., list[Any]]] = jex.core.jaxpr_as_fun
+
+def _module(name: str) -> Any:
+    """A module of JAX; an empty one of that name where this JAX has none, so that what needs it fails where it is used."""
+    try:
+        return importlib.import_module(name)
+    except Exception:  # a module that was replaced may fail in any way, and importing this package must not
+        return types.ModuleType(name)
+
+
+VERSION = parse_version(jax.__version__)
+
+ad_util = _module("jax._src.ad_util")
+api_util = _module("jax._src.api_util")
+checkify = _module("jax._src.checkify")
+core = _module("jax._src.core")
+lu = _module("jax._src.linear_util")
+source_info_util = _module("jax._src.source_info_util")
+traceback_util = _module("jax._src.traceback_util")
+tree_util = _module("jax._src.tree_util")
+util = _module("jax._src.util")
+ad = _module("jax._src.interpreters.ad")
+batching = _module("jax._src.interpreters.batching")
+mlir = _module("jax._src.interpreters.mlir")
+pe = _module("jax._src.interpreters.partial_eval")
+remat = _module("jax._src.interpreters.remat")
+discharge = _module("jax._src.state.discharge")
+state_types = _module("jax._src.state.types")
+jet_lib = _module("jax.experimental.jet")
+jex_core = _module("jax.extend.core")
+
+
+def new_primitive(name: str) -> Any:
+    """A primitive without rules."""
+    return jex_core.Primitive(name)
+
+
+def valid_jaxtype(x: Any) -> bool:
+    """Can ``x`` be an operand of a primitive: an array, a number, a ref?"""
+    try:
+        aval = jax.typeof(x)
+    except TypeError:
+        return False
+    return getattr(getattr(aval, "dtype", None), "kind", "") != "T"  # an array of strings has a type, but no operations
+
+
+def jaxpr_as_fun(closed: Any) -> Any:
+    """The function that a closed jaxpr stands for: of flat arrays, to a list of arrays."""
+    return jex_core.jaxpr_as_fun(closed)
 
 
 def hide_from_tracebacks(path: str) -> None:
     """Leave frames of the file ``path`` out of the tracebacks that JAX filters for its users."""
-    traceback_util.register_exclusion(path)
+    with contextlib.suppress(AttributeError, TypeError):  # a JAX that cannot shows them
+        traceback_util.register_exclusion(path)
+
+
+with contextlib.suppress(
+    AttributeError, TypeError
+):  # "the user's line" is never one of ours, in our reports and in JAX's own messages
+    source_info_util.register_exclusion(os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
 # --- jaxprs ---------------------------------------------------------------------------------------------------------------------
@@ -94,22 +135,76 @@ def copy_jaxpr(closed: Any) -> Any:
     return closed.replace()
 
 
-def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False) -> Any:
+def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False, like: Any = None) -> Any:
     """The closed jaxpr of ``fn``, which takes arrays of ``avals`` and returns a flat list of arrays.
 
     No cache is read or filled, so a fresh closure costs nothing beyond its trace and ``jax.explain_cache_misses`` stays silent.
     ``lower`` resolves high-level types; it is needed where the result replaces the body of an equation that is being lowered.
+    ``like``: a jaxpr that the result takes the place of; the result keeps the name of its function.
     """
     info = api_util.debug_info("kitsune_jax.pipeline", fn, tuple(avals), {})
-    if VERSION < (0, 11):
-        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(
-            lu.wrap_init(lambda *a: list(fn(*a)), debug_info=info), list(avals), lower=lower
-        )
-        return core.ClosedJaxpr(jaxpr, consts)
-    from jax._src import flattree
+    if like is not None and _source_of(like):
+        info = info._replace(func_src_info=_source_of(like))
+    return _trace_flat(fn, avals, info, lower)[0]
 
+
+def call_info(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int]) -> Any:
+    """What errors of tracing say: the function, and the names of the leaves number ``places`` of its arguments, as in ``jit``."""
+    info = api_util.debug_info("jit", fn, args, kwargs)
+    names = info.arg_names
+    return info if names is None else info._replace(arg_names=tuple(names[i] for i in places))
+
+
+def trace_call(fn: Callable[..., Any], leaves: Sequence[Any], info: Any) -> Any:
+    """``(closed jaxpr, tree of the result)`` of ``fn``, which takes ``leaves`` (of their avals) and returns any tree of arrays.
+
+    ``info``: of ``call_info``. Raises what ``jax.jit`` raises, in its words.
+    """
+    closed, tree = _trace_flat(fn, [core.typeof(x) for x in leaves], info, lower=False)
+    freed = [eqn.invars[0] for eqn in open_parts(closed)[0].eqns if eqn.primitive.name == "free_ref"]
+    if len(set(freed)) < len(freed):  # JAX finds this where it lowers a body; of a call without results it drops the body before
+        raise ValueError(f"function {info.func_src_info} traced for {info.traced_for} frees a mutable array reference twice")
+    return closed, tree
+
+
+def name_call(wrapper: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, places: Sequence[int]) -> None:
+    """Give ``wrapper`` the ``call_info`` of ``fn``, so that errors of transforming it name ``fn`` and its arguments."""
+    with contextlib.suppress(AttributeError, TypeError):  # a JAX that cannot names the wrapper's
+        api_util.save_wrapped_fun_debug_info(wrapper, call_info(fn, args, kwargs, places))
+
+
+def _trace_flat(fn: Callable[..., Any], avals: Sequence[Any], info: Any, lower: bool) -> tuple[Any, Any]:
+    if VERSION < (0, 11):
+        trees: list[Any] = []
+        paths: list[str] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            with_paths, tree = tree_util.tree_flatten_with_path(fn(*leaves))
+            trees.append(tree)
+            paths.extend(f"result{tree_util.keystr(path)}" for path, _ in with_paths)
+            return [leaf for _, leaf in with_paths]
+
+        wrapped = lu.wrap_init(flat, debug_info=info)
+        wrapped.debug_info = info._replace(result_paths=lambda: tuple(paths))  # ``wrap_init`` drops them
+        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, list(avals), lower=lower)
+        return core.ClosedJaxpr(jaxpr, consts), trees[-1]
+    flattree = _module("jax._src.flattree")
     trace = getattr(pe, "trace_to_jaxpr_nocache", pe.trace_to_jaxpr)
-    return trace(fn, flattree.flatten_args(*avals), info, requires_low=lower)[0]
+    closed, outs = trace(fn, flattree.flatten_args(*avals), info, requires_low=lower)
+    return closed, outs.tree
+
+
+def _source_of(closed: Any) -> str:
+    """ "mlp at /home/me/model.py:12": what JAX notes of the function that a jaxpr was traced from; "" where it notes nothing."""
+    info = open_parts(closed)[0].debug_info
+    source = getattr(info, "func_src_info", "")
+    return "" if source in ("", "<unknown>") else source
+
+
+def function_name(closed: Any) -> str:
+    """The user's function that a jaxpr was traced from, "mlp (model.py:12)"; differentiation and batching keep it."""
+    name, _, place = _source_of(closed).partition(" at ")
+    return printable(f"{name} ({os.path.basename(place)})" if place else name or "a function")
 
 
 def is_staging() -> bool:
@@ -149,6 +244,41 @@ def without_dead_code(closed: Any) -> Any:
 # --- equations ------------------------------------------------------------------------------------------------------------------
 
 
+def called(eqn: Any) -> str:
+    """What the user called: the primitive's name; of a high-level primitive (``jax.experimental.hijax``) the name of its class, or
+    of the function it wraps.
+    """
+    high = eqn.params.get("_prim")
+    if high is None:
+        return str(eqn.primitive.name)
+    traced = getattr(high, "params", {}).get("traced")
+    return str(getattr(traced, "fun_name", None) or type(high).__name__)
+
+
+def expansion(eqn: Any) -> Any | None:
+    """What a high-level primitive on arrays stands for, as a closed jaxpr of low-level ones; ``None`` for other equations."""
+    high = eqn.params.get("_prim")
+    atoms = (*eqn.invars, *eqn.outvars)
+    if eqn.primitive.name != "call_hi_primitive" or any(type(v.aval).__name__ != "ShapedArray" for v in atoms):
+        return None
+    expand = functools.partial(eqn.primitive.to_lojax, _prim=high)
+    with eqn.ctx.manager:
+        return trace_jaxpr(expand, [v.aval for v in eqn.invars], lower=True)
+
+
+def is_ref(aval: Any) -> bool:
+    """Is it the type of a reference to a mutable array?"""
+    return type(aval).__name__ == "AbstractRef"
+
+
+def without_refs(closed: Any) -> Any:
+    """``closed`` as JAX lowers it: references are values, and those among the arguments are results as well."""
+    jaxpr, _ = open_parts(closed)
+    if any(is_ref(v.aval) for v in jaxpr.invars) or any("MutableArray" in type(e).__name__ for e in jaxpr.effects):
+        return discharge.discharge_state(closed)
+    return closed
+
+
 def is_transposed(eqn: Any) -> bool:
     """Does the equation come from transposition, as the backward pass of every gradient does? JAX notes it in the name stack."""
     stack = eqn.source_info.name_stack.stack
@@ -160,7 +290,7 @@ def source_line(eqn: Any) -> str:
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     if frame is None:
         return ""
-    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})"
+    return printable(f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})")
 
 
 @contextlib.contextmanager
@@ -196,12 +326,19 @@ def runs_on_one_device(ctx: Any) -> bool:
     return getattr(axes, "num_devices", 2) == 1
 
 
+def is_exported(ctx: Any) -> bool:
+    """Is the module that ``ctx`` lowers one of ``jax.export``, to be run by another process?"""
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
 def lower_jaxpr(ctx: Any, closed: Any, args: Sequence[Any]) -> Any:
     """The MLIR values of ``closed`` on the MLIR values ``args``: what a lowering rule returns."""
     return mlir.lower_fun(jaxpr_as_fun(closed), multiple_results=True)(ctx, *args)
 
 
-register_lowering = mlir.register_lowering
+def register_lowering(prim: Any, rule: Any, **how: Any) -> None:
+    """Lower ``prim`` by ``rule``, for ``platform=`` or for all of them."""
+    mlir.register_lowering(prim, rule, **how)
 
 
 # --- rules of a call-like primitive, whose parameter ``call_jaxpr`` every transformation rewrites ---------------------------------
@@ -213,8 +350,8 @@ def register_call_rules(prim: Any) -> None:
 
     Every rule rewrites ``call_jaxpr`` and binds ``prim`` again with the same static parameters. No lowering is registered.
     """
-    if hasattr(jex.core, "register_call_primitive_rules"):
-        jex.core.register_call_primitive_rules(prim, name=None)
+    if hasattr(jex_core, "register_call_primitive_rules"):
+        jex_core.register_call_primitive_rules(prim, name=None)
     else:
         _register_call_rules_0_10(prim)
     _register_checkify(prim)
@@ -263,7 +400,8 @@ def _register_call_rules_0_10(prim: Any) -> None:
     prim.to_lojax = functools.partial(_to_lojax_0_10, prim)
     ad.primitive_jvps[prim] = functools.partial(_jvp_0_10, prim)
     ad.primitive_linearizations[prim] = functools.partial(_linearize_0_10, prim)
-    ad.fancy_transposes[prim] = functools.partial(_transpose_0_10, prim)
+    transpose_jaxpr = util.weakref_lru_cache(_transpose_jaxpr_0_10)
+    ad.fancy_transposes[prim] = functools.partial(_transpose_0_10, prim, transpose_jaxpr)
     batching.fancy_primitive_batchers[prim] = functools.partial(_batch_0_10, prim)
     pe.custom_partial_eval_rules[prim] = functools.partial(_partial_eval_0_10, prim)
     pe.partial_eval_jaxpr_custom_rules[prim] = functools.partial(
@@ -315,7 +453,6 @@ def _linearize_0_10(prim: Any, is_vjp: bool, nzs: Any, *primals: Any, call_jaxpr
     return results, nz_out, residuals, tangent_fun
 
 
-@util.weakref_lru_cache
 def _transpose_jaxpr_0_10(jaxpr: Any, in_tree: Any, avals: Any, specs: Any) -> tuple[Any, Any]:
     trees: list[Any] = []
 
@@ -332,10 +469,10 @@ def _transpose_jaxpr_0_10(jaxpr: Any, in_tree: Any, avals: Any, specs: Any) -> t
     return core.ClosedJaxpr(out, consts), trees[-1]
 
 
-def _transpose_0_10(prim: Any, cotangents: Any, *args: Any, call_jaxpr: Any, **params: Any) -> None:
+def _transpose_0_10(prim: Any, transpose_jaxpr: Any, cotangents: Any, *args: Any, call_jaxpr: Any, **params: Any) -> None:
     accumulators, specs = ad.project_accums(args)
     flat, tree = tree_util.tree_flatten((accumulators, cotangents))
-    jaxpr, out_tree = _transpose_jaxpr_0_10(call_jaxpr, tree, tuple(core.typeof(x) for x in flat), specs)
+    jaxpr, out_tree = transpose_jaxpr(call_jaxpr, tree, tuple(core.typeof(x) for x in flat), specs)
     outs = tree_util.tree_unflatten(out_tree, prim.bind(*flat, call_jaxpr=jaxpr, **params))
     for x, ct in zip(args, outs, strict=True):
         if isinstance(x, ad.ValAccum):

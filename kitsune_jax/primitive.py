@@ -2,7 +2,8 @@
 
 Comes in: a closed jaxpr without constants, and ``Options``. Goes out: the primitive, with the rules of every transformation.
 Invariant: a transformation only ever rewrites ``call_jaxpr`` and binds the same primitive again; regions are sought when it is
-lowered, so forward, backward, batched and recomputed programs all reach the same matcher.
+lowered, so forward, backward, batched and recomputed programs all reach the same matcher. Where this JAX does not take the rules,
+``pipeline_p`` is None and ``failure`` says why; only ``jax_support`` asks.
 """
 
 from __future__ import annotations
@@ -18,19 +19,10 @@ import jax
 from kitsune_jax import _compat, lowering
 from kitsune_jax.options import Options
 
-pipeline_p = _compat.Primitive(lowering.PRIMITIVE_NAME)
-_compat.register_call_rules(pipeline_p)
-
-# Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
-_compat.register_lowering(pipeline_p, functools.partial(lowering.lower, platform=None), cacheable=True)
-for _platform in ("cpu", "cuda"):
-    _compat.register_lowering(pipeline_p, functools.partial(lowering.lower, platform=_platform), platform=_platform, cacheable=True)
-
 _jitted: weakref.WeakKeyDictionary[Any, dict[Options, Callable[..., list[jax.Array]]]] = weakref.WeakKeyDictionary()
 _jitted_lock = threading.Lock()
 
 
-@pipeline_p.def_impl
 def _impl(*args: Any, call_jaxpr: Any, options: Options) -> list[Any]:
     """Evaluate eagerly: compiled, so that an evaluated jaxpr reaches its pipelines too.
 
@@ -51,3 +43,21 @@ def _compiled(call_jaxpr: Any, options: Options) -> Callable[..., list[Any]]:
             copy = _compat.copy_jaxpr(call_jaxpr)
             per_options[options] = jax.jit(functools.partial(pipeline_p.bind, call_jaxpr=copy, options=options))
         return per_options[options]
+
+
+def _primitive() -> Any:
+    primitive = _compat.new_primitive(lowering.PRIMITIVE_NAME)
+    _compat.register_call_rules(primitive)
+    # Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
+    _compat.register_lowering(primitive, functools.partial(lowering.lower, platform=None), cacheable=True)
+    for platform in ("cpu", "cuda"):
+        rule = functools.partial(lowering.lower, platform=platform)
+        _compat.register_lowering(primitive, rule, platform=platform, cacheable=True)
+    primitive.def_impl(_impl)
+    return primitive
+
+
+try:
+    pipeline_p, failure = _primitive(), ""
+except Exception as error:  # a JAX that is not known: nothing is bound then, and functions run as plain ``jit``
+    pipeline_p, failure = None, f"{type(error).__name__}: {error}"

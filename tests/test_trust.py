@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 
 import kitsune_jax as kj
 from kitsune_jax import _cpu, targets
-from kitsune_jax.targets.cpu import runtime
+from kitsune_jax.targets.cpu import emit
 from kitsune_jax.targets.cpu.bytecode import DTYPES
 from tests.checks import count, enable_x64
 from tests.trust_cases import CASES, FLOATS, TOLERANCE, integers, normal
@@ -219,9 +219,8 @@ def test_many_threads_call_one_function() -> None:
 
 
 def _call(words: np.ndarray, *arrays: Any, out: tuple[int, ...] = (37, 7)) -> Any:
-    runtime.register()
-    call = jax.ffi.ffi_call(runtime.TARGET_NAME, jax.ShapeDtypeStruct(out, jnp.float32))
-    return np.asarray(jax.jit(lambda *a: call(*a, program=words))(*arrays))
+    (result,) = jax.jit(lambda *a: emit.call(words, a, [jax.ShapeDtypeStruct(out, jnp.float32)]))(*arrays)
+    return np.asarray(result)
 
 
 @pytest.fixture(scope="module")
@@ -295,5 +294,5 @@ def test_a_program_for_other_arrays_is_refused(program: Any) -> None:
         _call(words, x, w.astype(np.int32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="result 0 of the call has 252 elements"):
         _call(words, x, w, out=(36, 7))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="the call has 1 operands and 1 results, .* wants 2 and 1"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the call has 1 operands and 2 results, .* wants 2 and 2"):
         _call(words, x)

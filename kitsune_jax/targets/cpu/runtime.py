@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 import jax
+import numpy as np
 
 from kitsune_jax.targets.cpu import bytecode
 
@@ -19,11 +20,10 @@ TARGET_NAME = "kitsune_cpu"
 
 _lock = threading.Lock()
 _state: tuple[Any, str] | None = None  # (extension or None, why not)
-_registered = False
 
 
 def _load() -> tuple[Any, str]:
-    """The extension module and "", or None and the reason; looked for, and warned about, once."""
+    """The extension module, known to XLA, and ""; or None and the reason. Looked for, and warned about, once."""
     global _state
     if _state is not None:
         return _state
@@ -48,6 +48,10 @@ def _find() -> tuple[Any, str]:
         return None, f"the extension kitsune_jax._cpu cannot be imported ({error})"
     if version != bytecode.VERSION:
         return None, f"the extension reads program format {version}, but this package writes {bytecode.VERSION}: different builds"
+    try:
+        jax.ffi.register_ffi_target(TARGET_NAME, extension.handlers(), platform="cpu")
+    except Exception as error:  # an XLA that refuses the version of the FFI which the extension was built for
+        return None, f"this JAX {jax.__version__} does not take the extension kitsune_jax._cpu ({error})"
     return extension, ""
 
 
@@ -68,15 +72,14 @@ def register() -> bool:
     >>> runtime.register() == runtime.available()
     True
     """
-    global _registered
+    return available()
+
+
+def check(words: np.ndarray) -> str:
+    """What the extension finds wrong with a program (int64 words), by the code that checks it when XLA makes an executable; "" for
+    a valid program, and where the extension is missing."""
     extension = _load()[0]
-    if extension is None:
-        return False
-    with _lock:
-        if not _registered:
-            jax.ffi.register_ffi_target(TARGET_NAME, extension.handlers(), platform="cpu")
-            _registered = True
-    return True
+    return "" if extension is None else str(extension.validate(words))
 
 
 def calls() -> int:

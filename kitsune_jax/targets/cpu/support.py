@@ -59,6 +59,8 @@ def _pointwise(op: Op, in_values: Sequence[Value]) -> str | None:
 
 
 def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    if any(v.literal is not None for v in in_values):
+        return "matrix product with a constant (a multiplication by it can be pipelined)"
     lhs, rhs = (v.dtype for v in in_values)
     out, accumulate = out_values[0].dtype, op["accumulate"]
     if lhs != rhs:
