@@ -67,7 +67,9 @@ ffi::ErrorOr<std::unique_ptr<State<platform>>> instantiate(ffi::Span<const uint8
   std::unique_ptr<State<platform>> state;
   ffi::Error error = guarded([&] {
     std::string bytes(reinterpret_cast<const char*>(image.begin()), image.size());
-    state = std::make_unique<State<platform>>(std::move(bytes), parse_launch(words.begin(), words.size()), std::string(name));
+    Launch launch = parse_launch(words.begin(), words.size());
+    if (launch.bytes.empty()) throw std::invalid_argument("launch words: the bytes of the buffers are missing");
+    state = std::make_unique<State<platform>>(std::move(bytes), launch, std::string(name));
   });
   if (error.failure()) return ffi::Unexpected(std::move(error));
   return state;
