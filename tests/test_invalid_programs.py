@@ -94,6 +94,23 @@ def test_a_product_with_a_constant_is_refused_with_a_reason(side: int) -> None:
         lower(t.program(), "outer")
 
 
+def test_a_name_that_is_not_utf8_travels_as_utf8() -> None:
+    """The path of a source file may hold any byte; Python keeps it as lone surrogates."""
+    name = "region0 (caf\udce9/\u00e9.py:3 (f))"
+    words = targets.cpu.generate(small().program(), name)
+    travelled = bytes(words[5 : 5 + words[4]].astype(np.uint8)).decode()
+    assert travelled == "region0 (caf?/\u00e9.py:3 (f))"
+    assert len(bytecode.name_bytes("\u00e9" * 2**16)) == bytecode.MAX_NAME_BYTES
+
+
+def test_a_weight_whose_sides_are_too_long_for_its_tables_is_refused() -> None:
+    t = Tiles((12,), 4)
+    x = t.load((12, 2), "float32", ROW)
+    t.store(t.matmul(x, t.load((2, 2**24))), (12, 2**24), ROW)
+    with pytest.raises(targets.CannotLower, match="sides add up to 16777219"):
+        lower(t.program(), "wide")
+
+
 PENALTIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "vdot": lambda p: jnp.vdot(p["w1"], p["w1"]),
     "dot": lambda p: jnp.dot(p["b1"], p["b1"]),
