@@ -55,7 +55,12 @@ ffi::Error guarded(const Body& body) {
   } catch (const DriverError& e) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string("kitsune_cuda: ") + e.what());
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kitsune_cuda: out of host memory");
+    try {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                        "kitsune_cuda: out of host memory; set KITSUNE_DISABLE=1 to run without pipelines");
+    } catch (const std::bad_alloc&) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory");  // short enough to need none
+    }
   } catch (const std::exception& e) {
     return ffi::Error(ffi::ErrorCode::kInternal, e.what());
   }
