@@ -164,13 +164,14 @@ def checkpoint(fn: Callable[..., Any], policy: Callable[..., Any] | None) -> Cal
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        dynamic, rebuild, _ = flatten_traced(args, kwargs)
+        dynamic, rebuild, places = flatten_traced(args, kwargs)
 
         @functools.wraps(fn)
         def inner(*leaves: Any) -> Any:
             a, k = rebuild(leaves)
             return fn(*a, **k)
 
+        _compat.name_call(inner, fn, args, kwargs, places)
         return jax.checkpoint(inner, policy=policy)(*dynamic)
 
     return wrapped

@@ -78,13 +78,16 @@ def strict() -> bool:
     return _switch("strict")
 
 
-def cache_dir() -> pathlib.Path:
-    """``KITSUNE_CACHE_DIR``: the folder for compiled device code (it need not exist)."""
-    text = os.environ.get("KITSUNE_CACHE_DIR", "")
-    if text:
-        return pathlib.Path(text).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "kitsune_jax"
+def cache_dir() -> pathlib.Path | None:
+    """``KITSUNE_CACHE_DIR``: the folder for compiled device code (it need not exist); ``None`` for a user without a home folder."""
+    named, base = os.environ.get("KITSUNE_CACHE_DIR", ""), os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if named:
+            return pathlib.Path(named).expanduser()
+        # A relative XDG_CACHE_HOME is to be ignored (XDG Base Directory Specification).
+        return (pathlib.Path(base) if os.path.isabs(base) else pathlib.Path.home() / ".cache") / "kitsune_jax"
+    except RuntimeError:  # "Could not determine home directory."
+        return None
 
 
 def cuda_arch() -> str | None:

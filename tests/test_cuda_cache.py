@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kitsune_jax.targets.cuda import cache
+from kitsune_jax.targets.cuda import cache, folders
 from kitsune_jax.targets.cuda.cache import Cache
 
 
@@ -106,7 +107,8 @@ def test_an_empty_entry_is_an_entry(tmp_path: Path) -> None:
 )
 def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     store = Cache(tmp_path)
-    path = store.get_file("key", ".so", Maker(b"content"))
+    store.get("key", ".so", Maker(b"content"))
+    path = tmp_path / "key.so"
     path.write_bytes(damage(path.read_bytes()))
     make = Maker(b"content")
     assert store.get("key", ".so", make) == b"content"
@@ -114,10 +116,11 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: Callable[[bytes],
     assert store.get("key", ".so", never) == b"content"
 
 
-def test_a_file_begins_with_its_entry(tmp_path: Path) -> None:
+def test_a_file_to_be_loaded_is_the_entry_in_a_folder_of_this_process(tmp_path: Path) -> None:
     path = Cache(tmp_path).get_file("key", ".so", Maker(b"content"))
-    assert path.parent == tmp_path and path.suffix == ".so"
-    assert path.read_bytes().startswith(b"content")
+    assert path.read_bytes() == b"content" and path.suffix == ".so"
+    assert path.parent != tmp_path and path.parent.stat().st_mode & 0o077 == 0
+    assert Cache(tmp_path).get_file("key", ".so", never) == path  # what is loaded already is known by its path
 
 
 def test_what_fails_to_be_made_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -131,18 +134,19 @@ def test_what_fails_to_be_made_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_only_entries_remain_in_the_folder(tmp_path: Path) -> None:
-    path = Cache(tmp_path).get_file("key", ".so", Maker())
-    assert list(tmp_path.iterdir()) == [path]
+    Cache(tmp_path).get("key", ".so", Maker())
+    assert list(tmp_path.iterdir()) == [tmp_path / "key.so"]
 
 
 def test_nobody_else_may_write_where_code_lies(tmp_path: Path) -> None:
-    path = Cache(tmp_path / "cache").get_file("key", ".so", Maker())
-    assert (path.parent.stat().st_mode | path.stat().st_mode) & 0o022 == 0
+    Cache(tmp_path / "cache").get("key", ".so", Maker())
+    assert ((tmp_path / "cache").stat().st_mode | (tmp_path / "cache" / "key.so").stat().st_mode) & 0o022 == 0
 
 
 def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
-    assert cache.default().get_file("key", ".so", Maker()).parent == tmp_path / "cuda"
+    cache.default().get("key", ".so", Maker())
+    assert (tmp_path / "cuda" / "key.so").is_file()
 
 
 # --- threads and processes
@@ -198,14 +202,14 @@ def test_a_lock_holds_though_its_file_was_removed_by_the_one_before(tmp_path: Pa
         flock(descriptor, how)
 
     def work(name: str) -> None:
-        with cache._process_lock(tmp_path / "key.lock"):
+        with folders.opened(tmp_path) as folder, cache._process_lock(folder, "key.lock"):
             inside.append(name)
             held.set()
             release.wait(timeout=30)
             inside.append(f"{name} leaves")
 
     second, third = (threading.Thread(target=work, args=[name]) for name in ("second", "third"))
-    with cache._process_lock(tmp_path / "key.lock"):
+    with folders.opened(tmp_path) as folder, cache._process_lock(folder, "key.lock"):
         monkeypatch.setattr(cache.fcntl, "flock", announced)
         second.start()
         assert waits.wait(timeout=30)
@@ -270,7 +274,7 @@ def test_without_a_folder_everything_works_for_this_process_with_one_warning(unw
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert store.get("key", ".so", never) == b"made"
-        assert store.get_file("other", ".so", Maker(b"content")).read_bytes().startswith(b"content")
+        assert store.get_file("other", ".so", Maker(b"content")).read_bytes() == b"content"
 
 
 def test_the_spare_folder_goes_with_its_process(unwritable: Path) -> None:
@@ -279,26 +283,26 @@ def test_the_spare_folder_goes_with_its_process(unwritable: Path) -> None:
     )
     code += "print(Cache(pathlib.Path(sys.argv[1])).get_file('key', '.so', lambda: b'made'))"
     done = subprocess.run([sys.executable, "-c", code, unwritable], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip().endswith("key.so")
+    assert done.stdout.strip().endswith(".so")
     assert not Path(done.stdout.strip()).parent.exists()
 
 
 def test_a_full_disk_costs_only_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.warns(RuntimeWarning, match="No space left"):
         assert Cache(tmp_path).get("key", ".so", Maker()) == b"made"
-    with pytest.raises(OSError, match="can be written"):
-        Cache(tmp_path).get_file("key", ".so", Maker())
+    with pytest.raises(OSError, match="No space left"):
+        Cache(tmp_path).get_file("full", ".so", Maker())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_can_only_be_read_is_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Cache(tmp_path).get("key", ".so", Maker())
 
-    def read_only(*_: object) -> None:
+    def read_only(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "utime", read_only)
@@ -315,18 +319,165 @@ def test_a_folder_that_cannot_be_listed_is_a_cache(tmp_path: Path, monkeypatch: 
     def gone(*_: object) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(Path, "iterdir", gone)
+    monkeypatch.setattr(os, "listdir", gone)
     assert Cache(tmp_path).get("key", ".so", Maker()) == b"made"
 
 
+# --- folders that others can write
+
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+
+def planted(folder: Path, mode: int = 0o755, owner: int | None = None, file_mode: int = 0o644) -> Path:
+    """A folder with an entry "key.so" that is complete, so that nothing but its owner and mode can tell that it is another's."""
+    folder.mkdir()
+    (folder / "key.so").write_bytes(cache.seal(b"planted"))
+    (folder / "key.so").chmod(file_mode)
+    if owner is not None:
+        for path in (folder, folder / "key.so"):
+            os.chown(path, owner, -1)
+    folder.chmod(mode)
+    return folder
+
+
+def test_an_entry_of_this_user_is_used(tmp_path: Path) -> None:
+    assert Cache(planted(tmp_path / "cache")).get("key", ".so", never) == b"planted"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"mode": 0o777}, id="anybody's folder"),
+        pytest.param({"mode": 0o1777}, id="a folder like /tmp"),
+        pytest.param({"mode": 0o775}, id="a group's folder"),
+        pytest.param({"owner": NOBODY}, id="another user's folder", marks=as_root),
+    ],
+)
+def test_a_folder_that_others_can_write_is_not_used_and_told_once(tmp_path: Path, how: dict[str, int]) -> None:
+    folder = planted(tmp_path / "cache", **how)
+    before = sorted((path.name, path.read_bytes()) for path in folder.iterdir())
+    with pytest.warns(RuntimeWarning, match="KITSUNE_CACHE_DIR") as told:
+        assert Cache(folder).get("key", ".so", Maker()) == b"made"
+        assert Cache(folder).get("key", ".so", never) == b"made"  # from the folder of this process
+        assert Cache(folder).get_file("key", ".so", never).read_bytes() == b"made"
+    assert len(told) == 1
+    assert sorted((path.name, path.read_bytes()) for path in folder.iterdir()) == before, "something was written there"
+
+
+@pytest.mark.parametrize("how", ["group", "others", pytest.param("owner", marks=as_root), "link", "fifo", "folder"])
+def test_an_entry_that_others_can_write_is_made_again(tmp_path: Path, how: str) -> None:
+    folder = planted(tmp_path / "cache")
+    entry = folder / "key.so"
+    if how in ("group", "others"):
+        entry.chmod(0o664 if how == "group" else 0o646)
+    elif how == "owner":
+        os.chown(entry, NOBODY, -1)
+    else:
+        entry.unlink()
+        if how == "link":
+            (tmp_path / "elsewhere").write_bytes(cache.seal(b"planted"))
+            entry.symlink_to(tmp_path / "elsewhere")
+        elif how == "fifo":
+            os.mkfifo(entry)
+        else:
+            entry.mkdir()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert Cache(folder).get("key", ".so", Maker()) == b"made"
+    assert len(told) <= 1
+    assert Cache(folder).get("key", ".so", never) == b"made"
+
+
+def test_a_folder_that_is_swapped_after_it_was_opened_is_not_read(tmp_path: Path) -> None:
+    folder = planted(tmp_path / "cache")
+    with folders.opened(folder) as descriptor:
+        folder.rename(tmp_path / "moved")
+        (folder).mkdir()
+        (folder / "key.so").write_bytes(cache.seal(b"swapped"))
+        assert cache.unseal(folders.read(descriptor, "key.so")) == b"planted"
+        folders.replace(descriptor, "new.so", b"new")
+    assert (tmp_path / "moved" / "new.so").exists() and not (folder / "new.so").exists()
+
+
+def test_a_link_to_a_folder_of_this_user_is_followed(tmp_path: Path) -> None:
+    planted(tmp_path / "cache")
+    (tmp_path / "link").symlink_to(tmp_path / "cache")
+    assert Cache(tmp_path / "link").get("key", ".so", never) == b"planted"
+
+
+@as_root
+def test_another_user_does_not_take_what_root_has_made() -> None:
+    """In a process of that user: what it cannot trust it does not load, and what it cannot write it keeps for itself."""
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are for root's eyes only
+        os.chmod(place, 0o755)
+        folder = planted(Path(place) / "cache")
+        assert in_a_process_of_nobody(folder) == 0
+
+
+def in_a_process_of_nobody(folder: Path) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                taken = [Cache(folder).get("key", ".so", Maker()) for _ in range(2)]
+            status = 0 if taken == [b"made"] * 2 and len(told) == 1 else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+HOMELESS = """
+import os, pathlib, sys, warnings
+for name in ("HOME", "KITSUNE_CACHE_DIR", "XDG_CACHE_HOME"):
+    os.environ.pop(name, None)
+os.environ.update(eval(sys.argv[1]))
+import pwd
+def nobody(uid):
+    raise KeyError(uid)
+pwd.getpwuid = nobody  # as for a container's arbitrary user
+from kitsune_jax import config
+from kitsune_jax.targets.cuda import cache
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    made = []
+    for _ in range(2):
+        assert cache.default().get("key", ".so", lambda: made.append(1) or b"made") == b"made"
+    assert cache.default().get_file("key", ".so", lambda: b"made").read_bytes() == b"made"
+print(config.cache_dir(), len(made), [str(w.message) for w in told])
+"""
+
+
+@pytest.mark.parametrize("environment", [{}, {"XDG_CACHE_HOME": "relative"}, {"KITSUNE_CACHE_DIR": "~/kernels"}], ids=str)
+def test_a_process_without_a_home_folder_keeps_what_it_makes_with_one_warning(environment: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOMELESS, repr(environment)], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("None 1 ['kitsune_jax cannot keep compiled kernels (this user has no home folder)"), done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- size
+
+
+def made(store: Cache, name: str, size: int) -> Path:
+    assert store.folder is not None
+    store.get(name, ".so", Maker(bytes(size)))
+    return store.folder / f"{name}.so"
 
 
 def fill(store: Cache, names: str, size: int = 1000) -> dict[str, Path]:
     """Entries used an hour ago and later, in this order."""
     paths = {}
     for age, name in enumerate(names):
-        paths[name] = store.get_file(name, ".so", Maker(bytes(size)))
+        paths[name] = made(store, name, size)
         when = time.time() - 3000 + age
         os.utime(paths[name], (when, when))
     return paths
@@ -336,7 +487,7 @@ def test_the_entries_unused_for_longest_are_removed(tmp_path: Path) -> None:
     store = Cache(tmp_path, limit_bytes=3500)
     paths = fill(store, "abc")
     store.get("a", ".so", never)  # from now on "b" is the one unused for longest
-    paths["d"] = store.get_file("d", ".so", Maker(bytes(1000)))
+    paths["d"] = made(store, "d", 1000)
     assert {name for name, path in paths.items() if path.exists()} == {"a", "c", "d"}
 
 
@@ -348,7 +499,7 @@ def test_nothing_is_removed_below_the_limit(tmp_path: Path) -> None:
 def test_an_entry_above_the_limit_replaces_all_others(tmp_path: Path) -> None:
     store = Cache(tmp_path, limit_bytes=3500)
     fill(store, "abc")
-    big = store.get_file("big", ".so", Maker(bytes(10_000)))
+    big = made(store, "big", 10_000)
     assert list(tmp_path.iterdir()) == [big]
 
 

@@ -47,13 +47,22 @@ class XlaPool final : public Pool {
   int64_t threads_;
 };
 
+// The error of an exception. There may be no memory for its text: the last one is short enough to need none.
+ffi::Error error_of(const std::exception& e, ffi::ErrorCode code) noexcept {
+  try {
+    if (dynamic_cast<const std::bad_alloc*>(&e) == nullptr) return ffi::Error(code, e.what());
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      std::string("kitsune: out of memory: ") + e.what() + "; set KITSUNE_DISABLE=1 to run without pipelines");
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory");
+  }
+}
+
 ffi::ErrorOr<std::unique_ptr<State>> instantiate(ffi::Span<const int64_t> words) {
   try {
     return std::make_unique<State>(words.begin(), words.size());
-  } catch (const std::bad_alloc&) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kResourceExhausted, "kitsune program: out of memory while compiling it"));
   } catch (const std::exception& e) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(e.what()));
+    return ffi::Unexpected(error_of(e, ffi::ErrorCode::kInvalidArgument));
   }
 }
 
@@ -121,7 +130,7 @@ XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
                                      try {
                                        return execute(pool, state, args, rets);
                                      } catch (const std::exception& e) {
-                                       return ffi::Error(ffi::ErrorCode::kResourceExhausted, e.what());
+                                       return error_of(e, ffi::ErrorCode::kInternal);
                                      }
                                    })
                                    .release();

@@ -2,23 +2,18 @@
 
 Comes in: a key over everything that specialises an artefact (``key``), and a function that makes it. Goes out: its bytes, or a
 file that holds them. Invariants: an entry is complete and unchanged or it is made again, because it ends in a digest of itself;
-an entry is made by one thread of one process while the others wait for it; no failure of the disk is a failure of the caller,
-as long as the artefact can be made.
-
-The digest stands at the *end* of the file: the loaders of ELF files ignore what follows the last section, so an entry that is a
-shared library can be opened where it lies.
+an entry is made by one thread of one process while the others wait for it; nothing is read from or written to a folder that
+somebody else owns or can write (``folders``); no failure of the disk is a failure of the caller, as long as the artefact can be
+made.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import errno
 import fcntl
-import functools
 import hashlib
 import os
-import shutil
-import tempfile
 import threading
 import time
 import warnings
@@ -28,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kitsune_jax import config
+from kitsune_jax.targets.cuda import folders
+from kitsune_jax.targets.cuda.folders import Untrusted
 
 __all__ = ["Cache", "default", "key", "seal", "unseal"]
 
@@ -65,9 +62,12 @@ def unseal(sealed: bytes) -> bytes | None:
 
 @dataclass(frozen=True)
 class Cache:
-    """The entries in one folder, which need not exist. Past ``limit_bytes`` the entries unused for longest are removed."""
+    """The entries in one folder, which need not exist; ``None``: there is no place for one, entries live as long as this process.
 
-    folder: Path
+    Past ``limit_bytes`` the entries unused for longest are removed.
+    """
+
+    folder: Path | None
     limit_bytes: int = LIMIT_BYTES
 
     def get(self, key: str, suffix: str, make: Callable[[], bytes]) -> bytes:
@@ -75,20 +75,7 @@ class Cache:
 
         ``make`` may raise, and must not ask for the same entry.
         """
-        return self._get(key + suffix, make)[0]
-
-    def get_file(self, key: str, suffix: str, make: Callable[[], bytes]) -> Path:
-        """As ``get``, but a file that begins with the entry and ends with its digest. Raises ``OSError`` if none can be written."""
-        path = self._get(key + suffix, make)[1]
-        if path is None:
-            raise OSError(f"neither {self.folder} nor the folder for temporary files can be written; set KITSUNE_CACHE_DIR")
-        return path
-
-    def keep(self, name: str, text: str) -> Path | None:
-        """Write ``text`` for a person to read, where the limit applies to it as well; ``None`` if it cannot be written."""
-        return self._store(name, text.encode())
-
-    def _get(self, name: str, make: Callable[[], bytes]) -> tuple[bytes, Path | None]:
+        name = key + suffix
         found = self._read(name)
         if found is not None:
             return found
@@ -97,84 +84,83 @@ class Cache:
             if found is not None:
                 return found
             content = make()
-            return content, self._store(name, seal(content))
+            self._store(name, seal(content))
+            return content
 
-    def _read(self, name: str) -> tuple[bytes, Path] | None:
-        folders = [self.folder]
-        if self.folder in _unwritable:
-            with contextlib.suppress(OSError):
-                folders.append(_scratch(self.folder))
-        for path in (folder / name for folder in folders):
-            with contextlib.suppress(OSError):
-                content = unseal(path.read_bytes())
-                if content is None:
-                    continue
-                with contextlib.suppress(OSError):  # a folder that can only be read is a good cache all the same
-                    os.utime(path)  # the time of last use: access times are often switched off
-                return content, path
+    def get_file(self, key: str, suffix: str, make: Callable[[], bytes]) -> Path:
+        """As ``get``, but a file of this process with the entry. Raises ``OSError`` if none can be written."""
+        return folders.private_file(self.get(key, suffix, make), suffix)
+
+    def keep(self, name: str, text: str) -> Path | None:
+        """Write ``text`` for a person to read, where the limit applies to it as well; ``None`` if it cannot be written."""
+        return self._store(name, text.encode())
+
+    def _read(self, name: str) -> bytes | None:
+        if self.folder is not None:
+            try:
+                with folders.opened(self.folder) as folder:
+                    return unseal(folders.read(folder, name))
+            except Untrusted as error:
+                _warn_once(self.folder, error)
+            except OSError:
+                pass
+        if self.folder in _unusable:
+            with contextlib.suppress(OSError), folders.opened(folders.scratch(self.folder)) as folder:
+                return unseal(folders.read(folder, name))
         return None
 
     def _store(self, name: str, content: bytes) -> Path | None:
-        try:
-            path = _replace(self.folder / name, content)
-        except OSError as error:
-            _warn_once(self.folder, error)
+        if self.folder is not None:
             try:
-                return _replace(_scratch(self.folder) / name, content)
-            except OSError:
-                return None
-        with contextlib.suppress(OSError):  # somebody may be removing the whole folder
-            self._evict(spare=path)
-        return path
+                with folders.opened(self.folder, create=True) as folder:
+                    folders.replace(folder, name, content)
+                    with contextlib.suppress(OSError):  # somebody may be removing the whole folder
+                        self._evict(folder, spare=name)
+                return self.folder / name
+            except OSError as error:
+                _warn_once(self.folder, error)
+        else:
+            _warn_once(None, OSError(errno.ENOENT, "this user has no home folder"))
+        with contextlib.suppress(OSError), folders.opened(folders.scratch(self.folder)) as folder:
+            folders.replace(folder, name, content)
+            return folders.scratch(self.folder) / name
+        return None
 
-    def _evict(self, spare: Path) -> None:
+    def _evict(self, folder: int, spare: str) -> None:
         """Remove the entries unused for longest until the rest fits, never ``spare``; and what dead processes left."""
         files = []
-        for path in self.folder.iterdir():
+        for name in os.listdir(folder):
             with contextlib.suppress(OSError):  # another process may have removed it
-                status = path.stat()
-                if path.suffix == ".tmp" and status.st_mtime < time.time() - _ABANDONED_S:
-                    path.unlink()
-                elif path.suffix not in (".tmp", ".lock"):
-                    files.append((status.st_mtime_ns, status.st_size, path))
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if name.endswith(".tmp") and status.st_mtime < time.time() - _ABANDONED_S:
+                    os.unlink(name, dir_fd=folder)
+                elif not name.endswith((".tmp", ".lock")):
+                    files.append((status.st_mtime_ns, status.st_size, name))
         total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
+        for _, size, name in sorted(files):
             if total <= self.limit_bytes:
                 return
-            if path != spare:
+            if name != spare:
                 with contextlib.suppress(OSError):
-                    path.unlink()
+                    os.unlink(name, dir_fd=folder)
                     total -= size
 
     @contextlib.contextmanager
     def _only_one(self, name: str) -> Iterator[None]:
         """Hold the lock of ``name`` against threads and, where the file system can lock, against processes."""
-        path = self.folder / f"{name}.lock"
-        with _thread_lock(path), contextlib.ExitStack() as stack:
+        with _thread_lock((self.folder, name)), contextlib.ExitStack() as stack:
             # Without it several processes may make the same entry; the rename keeps each whole.
             with contextlib.suppress(OSError):
-                stack.enter_context(_process_lock(path))
+                if self.folder is not None:
+                    folder = stack.enter_context(folders.opened(self.folder, create=True))
+                    stack.enter_context(_process_lock(folder, f"{name}.lock"))
             yield
 
 
 def default() -> Cache:
     """The cache of compiled device code, in the folder that ``KITSUNE_CACHE_DIR`` chooses."""
-    return Cache(config.cache_dir().absolute() / "cuda")
-
-
-def _replace(path: Path, content: bytes) -> Path:
-    """Put ``content`` at ``path`` in one step: a reader sees the old file or all of the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # what lies here will be run: nobody else may write it
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-    return path
+    folder = config.cache_dir()
+    return Cache(None if folder is None else folder.absolute() / "cuda")
 
 
 class _ThreadLock:
@@ -184,28 +170,27 @@ class _ThreadLock:
         self.lock = threading.Lock()
 
 
-_thread_locks: weakref.WeakValueDictionary[Path, _ThreadLock] = weakref.WeakValueDictionary()
+_thread_locks: weakref.WeakValueDictionary[tuple[Path | None, str], _ThreadLock] = weakref.WeakValueDictionary()
 _thread_locks_guard = threading.Lock()
 
 
 @contextlib.contextmanager
-def _thread_lock(path: Path) -> Iterator[None]:
+def _thread_lock(key: tuple[Path | None, str]) -> Iterator[None]:
     with _thread_locks_guard:
-        entry = _thread_locks.setdefault(path, _ThreadLock())
+        entry = _thread_locks.setdefault(key, _ThreadLock())
     with entry.lock:
         yield
 
 
 @contextlib.contextmanager
-def _process_lock(path: Path) -> Iterator[None]:
-    """Hold ``flock`` on ``path``, which exists only meanwhile. Raises ``OSError`` where the file system cannot lock."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+def _process_lock(folder: int, name: str) -> Iterator[None]:
+    """Hold ``flock`` on a file of an open folder, which exists only meanwhile. Raises ``OSError`` where nothing can be locked."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # The one before removed the file before it let go: then this lock is on a file that nobody else will find.
-            current = _inode(path) == (os.fstat(descriptor).st_dev, os.fstat(descriptor).st_ino)
+            current = _inode(folder, name) == (os.fstat(descriptor).st_dev, os.fstat(descriptor).st_ino)
         except BaseException:
             os.close(descriptor)
             raise
@@ -216,37 +201,29 @@ def _process_lock(path: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.unlink()
+            os.unlink(name, dir_fd=folder)
         os.close(descriptor)
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
+def _inode(folder: int, name: str) -> tuple[int, int] | None:
     try:
-        status = path.stat()
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
 
 
-_unwritable: set[Path] = set()
+_unusable: set[Path | None] = set()
 
 
-def _warn_once(folder: Path, error: OSError) -> None:
-    if folder in _unwritable:
+def _warn_once(folder: Path | None, error: OSError) -> None:
+    if folder in _unusable:
         return
-    _unwritable.add(folder)
+    _unusable.add(folder)
+    where = "" if folder is None else f" in {folder}"
     warnings.warn(
-        f"kitsune_jax cannot keep compiled kernels in {folder} ({error.strerror}): they are compiled again in every process. "
-        "Set KITSUNE_CACHE_DIR to a folder that can be written.",
+        f"kitsune_jax cannot keep compiled kernels{where} ({error.strerror}): they are compiled again in every process. "
+        "Set KITSUNE_CACHE_DIR to a folder that this user can write, and nobody else.",
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-@functools.cache
-def _scratch(instead_of: Path) -> Path:
-    """A folder for what cannot be stored in ``instead_of``; it is removed when this process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="kitsune_jax-"))
-    owner = os.getpid()
-    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
-    return folder
