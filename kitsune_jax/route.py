@@ -71,7 +71,6 @@ def route(
     target: str,
     *,
     force: bool = False,
-    deterministic: bool = True,
     device: str | None = None,
     code: bool = True,
     strict: bool = False,
@@ -104,7 +103,7 @@ def route(
             return targets.check(target, build(graph, region, candidate), candidate, _REGION)
 
         try:
-            return plan(graph, region, machine, deterministic=deterministic, accept=accept)
+            return plan(graph, region, machine, accept=accept)
         except Infeasible as no:
             return str(no)
         except Exception as error:
