@@ -92,7 +92,8 @@ def route(
             regions.append(_planned(graph, chosen, f"{_REGION}{len(regions)}", target, machine, executable))
         except targets.CannotLower as no:  # one region without code must not cost the others theirs
             rejected += [(i, str(no)) for i in chosen.ops]
-    return Routed(tuple(regions), build_report(graph, regions, sorted(rejected), platform, machine.name))
+    notes = () if device else targets.notes(target)
+    return Routed(tuple(regions), build_report(graph, regions, sorted(rejected), platform, machine.name, notes))
 
 
 def _planned(graph: Graph, chosen: Chosen, name: str, target: str, machine: Machine, executable: bool) -> PlannedRegion:
