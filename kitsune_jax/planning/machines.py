@@ -364,7 +364,7 @@ _MOST_GPCS = 8  # of GA100 and GH100 (their whitepapers): a cluster lies in one,
 
 
 def fitted_gpu(base: str, sms: int, local_bytes: int) -> str:
-    """The name of the model ``base`` with ``sms`` multiprocessors, and ``local_bytes`` of shared memory for a CTA where that is less.
+    """The name of the model ``base`` with ``sms`` multiprocessors, and ``local_bytes`` of shared memory a CTA where that is less.
 
     >>> fitted_gpu("h200", 132, 232448), fitted_gpu("h200", 114, 232448), fitted_gpu("a100", 128, 101376)
     ('h200', 'h200-114-227', 'a100-128-99')

@@ -1,8 +1,8 @@
 """What the CUDA devices of this process have in common: a computation is lowered before it is known on which of them it will run.
 
-Comes in: what the driver says of its devices, ``KITSUNE_CUDA_ARCH``. Goes out: the architecture that kernels are compiled for and the
-name of the machine model that they are planned for. Invariant: a kernel made for ``arch()`` and ``model()`` runs on every device here
-(on those of the named architecture, where one is named); so on unequal devices it asks for no more than the smallest has.
+Comes in: what the driver says of its devices, ``KITSUNE_CUDA_ARCH``. Goes out: the architecture that kernels are compiled for and
+the name of the machine model that they are planned for. Invariant: a kernel made for ``arch()`` and ``model()`` runs on every
+device here (on those of the named architecture, where one is named); so it asks for no more than the smallest of them has.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def here() -> tuple[Device, ...]:
 def arch() -> str:
     """What kernels are compiled for: ``KITSUNE_CUDA_ARCH``, else what runs on every device here, else Hopper's.
 
-    A cubin runs on devices of its own major version only: where there are several, this is "compute_80" or later, PTX that the driver
-    compiles for each device.
+    A cubin runs on devices of its own major version only: where there are several, this is "compute_80" or later, PTX that the
+    driver compiles for each device.
     """
     named = config.cuda_arch()
     if named is not None:
@@ -52,7 +52,7 @@ def arch() -> str:
 
 
 def model() -> str:
-    """The machine model of ``arch()``, with the fewest multiprocessors and the least shared memory of the devices that it runs on."""
+    """The machine model of ``arch()``, with the fewest multiprocessors and the least shared memory of the devices it runs on."""
     base = "h200" if nvrtc.sm_of(arch()) == 900 else "a100"
     runs_on = [d for d in here() if _runs_on(arch(), d.capability)]
     if not runs_on:
@@ -80,8 +80,8 @@ def why_not() -> str:
         if info["version"] < 1000 * compiler[0] + 10 * compiler[1]:
             return (
                 f"the devices are of several architectures ({_list()}), and the driver (CUDA {info['version'] // 1000}."
-                f"{info['version'] % 1000 // 10}) compiles nothing that NVRTC {compiler[0]}.{compiler[1]} makes for all of them: update "
-                f"the driver ({_ADVICE})"
+                f"{info['version'] % 1000 // 10}) compiles nothing that NVRTC {compiler[0]}.{compiler[1]} makes for all of them: "
+                f"update the driver ({_ADVICE})"
             )
     return ""
 

@@ -1,8 +1,8 @@
 """NVRTC, the CUDA compiler as a library, through ctypes. It needs no GPU and no toolkit.
 
 Comes in: generated CUDA C++ and an architecture. Goes out: a cubin with ptxas's log, and what the log says of registers and
-memory; or PTX, for an architecture such as "compute_80". Invariants: importing this module loads nothing; where the library is missing, ``why_not()`` says what to install; the
-only headers a kernel can include are those whose fingerprint is in the cache key.
+memory; or PTX, for an architecture such as "compute_80". Invariants: importing this module loads nothing; where the library is
+missing, ``why_not()`` says what to install; the only headers a kernel can include are those whose fingerprint is in the cache key.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def options_for(arch: str) -> tuple[str, ...]:
 
 
 def compile(source: str, arch: str, options: Sequence[str] = ()) -> Compiled:
-    """Compile ``source`` for ``arch`` ("sm_90a", "sm_80", "compute_80", ...), without any cache. Thread-safe; other Python threads run meanwhile.
+    """Compile ``source`` for ``arch`` ("sm_90a", "sm_80", "compute_80", ...), without any cache.
 
+    Thread-safe; other Python threads run meanwhile.
     Raises ``CompileError`` with the log, ``OSError`` where there is no NVRTC, ``ValueError`` for an unknown architecture.
     """
     library = _load().handle
