@@ -12,6 +12,7 @@ PYTEST_ARGS ?=
 JOBS        ?= auto
 SEEDS       ?= 20
 GPU_CHECK_ARGS ?=
+TRUST_ARGS  ?=
 ifeq ($(origin CXX),default)
 CXX         := $(firstword $(foreach c,c++ g++ clang++,$(shell command -v $(c) 2>/dev/null)) c++)
 endif
@@ -21,7 +22,7 @@ SOURCES     := $(shell find $(wildcard cpu cuda) -name '*.h' -o -name '*.cc' -o 
 NATIVE      := $(shell find cpu/src cpu/include cuda/src -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-python fuzz-schedules lint format bench table kernel-table gpu-check clean
+.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format bench table kernel-table gpu-check clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -43,10 +44,13 @@ test-slow: $(VENV)/.examples ## the exhaustive matrices
 fuzz-schedules: $(VENV)/.examples ## CUDA kernels in the emulator under SEEDS schedules each
 	$(PY) -m tests.cuda_run $(SEEDS)
 
+trust: $(VENV)/.examples ## random programs against NumPy: TRUST_ARGS="--programs 10000 --seed 1 --budget 7200"; failures into out/trust
+	$(PY) -m trust --jobs $(CORES) $(TRUST_ARGS)
+
 lint: $(VENV)/.lint ## formatter, linter and type checker; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy kitsune_jax benchmarks examples scripts
+	$(PY) -m mypy kitsune_jax benchmarks examples scripts trust
 	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES)
 
 format: $(VENV)/.lint ## format Python and C++ in place

@@ -1,7 +1,8 @@
 """kitsune_jax: JAX functions as spatial pipelines.
 
-``pipeline(fn)`` runs a function as pipelines of tiles through on-chip queues; ``explain(fn)`` says what it would do. All else in
-the package is their inside. Importing it registers the custom calls, so programs exported or cached elsewhere run here.
+``pipeline(fn)`` runs a function as pipelines of tiles through on-chip queues; ``explain(fn)`` says what it would do;
+``fallbacks()`` says what a bug of this package kept from being pipelined. All else in the package is their inside. Importing it
+registers the custom calls, so programs exported or cached elsewhere run here.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from kitsune_jax.api import Pipeline as Pipeline
 from kitsune_jax.api import explain as explain
 from kitsune_jax.api import pipeline as pipeline
 from kitsune_jax.errors import NotPipelined as NotPipelined
+from kitsune_jax.fallbacks import Fallback as Fallback
+from kitsune_jax.fallbacks import fallbacks as fallbacks
 from kitsune_jax.report.model import Report as Report
 from kitsune_jax.targets.cpu import runtime as _cpu_runtime
 
 __version__ = "0.1.0"
-__all__ = ["NotPipelined", "Pipeline", "Report", "config", "explain", "pipeline"]
+__all__ = ["Fallback", "NotPipelined", "Pipeline", "Report", "config", "explain", "fallbacks", "pipeline"]
 
+config.check_environment()
 config.apply_log_level()
 _cpu_runtime.register()

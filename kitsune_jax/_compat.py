@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 
+from kitsune_jax.plain_text import printable
+
 
 def parse_version(text: str) -> tuple[int, ...]:
     """The release in a version: (0, 13, 0) of "0.13.0rc1", "0.13.0.dev20260101" and "0.13"; () where it has no number."""
@@ -133,21 +135,76 @@ def copy_jaxpr(closed: Any) -> Any:
     return closed.replace()
 
 
-def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False) -> Any:
+def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False, like: Any = None) -> Any:
     """The closed jaxpr of ``fn``, which takes arrays of ``avals`` and returns a flat list of arrays.
 
     No cache is read or filled, so a fresh closure costs nothing beyond its trace and ``jax.explain_cache_misses`` stays silent.
     ``lower`` resolves high-level types; it is needed where the result replaces the body of an equation that is being lowered.
+    ``like``: a jaxpr that the result takes the place of; the result keeps the name of its function.
     """
     info = api_util.debug_info("kitsune_jax.pipeline", fn, tuple(avals), {})
+    if like is not None and _source_of(like):
+        info = info._replace(func_src_info=_source_of(like))
+    return _trace_flat(fn, avals, info, lower)[0]
+
+
+def call_info(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int]) -> Any:
+    """What errors of tracing say: the function, and the names of the leaves number ``places`` of its arguments, as in ``jit``."""
+    info = api_util.debug_info("jit", fn, args, kwargs)
+    names = info.arg_names
+    return info if names is None else info._replace(arg_names=tuple(names[i] for i in places))
+
+
+def trace_call(fn: Callable[..., Any], leaves: Sequence[Any], info: Any) -> Any:
+    """``(closed jaxpr, tree of the result)`` of ``fn``, which takes ``leaves`` (of their avals) and returns any tree of arrays.
+
+    ``info``: of ``call_info``. Raises what ``jax.jit`` raises, in its words.
+    """
+    closed, tree = _trace_flat(fn, [core.typeof(x) for x in leaves], info, lower=False)
+    freed = [eqn.invars[0] for eqn in open_parts(closed)[0].eqns if eqn.primitive.name == "free_ref"]
+    if len(set(freed)) < len(freed):  # JAX finds this where it lowers a body; of a call without results it drops the body before
+        raise ValueError(f"function {info.func_src_info} traced for {info.traced_for} frees a mutable array reference twice")
+    return closed, tree
+
+
+def name_call(wrapper: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, places: Sequence[int]) -> None:
+    """Give ``wrapper`` the ``call_info`` of ``fn``, so that errors of transforming it name ``fn`` and its arguments."""
+    with contextlib.suppress(AttributeError, TypeError):  # a JAX that cannot names the wrapper's
+        api_util.save_wrapped_fun_debug_info(wrapper, call_info(fn, args, kwargs, places))
+
+
+def _trace_flat(fn: Callable[..., Any], avals: Sequence[Any], info: Any, lower: bool) -> tuple[Any, Any]:
     if VERSION < (0, 11):
-        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(
-            lu.wrap_init(lambda *a: list(fn(*a)), debug_info=info), list(avals), lower=lower
-        )
-        return core.ClosedJaxpr(jaxpr, consts)
+        trees: list[Any] = []
+        paths: list[str] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            with_paths, tree = tree_util.tree_flatten_with_path(fn(*leaves))
+            trees.append(tree)
+            paths.extend(f"result{tree_util.keystr(path)}" for path, _ in with_paths)
+            return [leaf for _, leaf in with_paths]
+
+        wrapped = lu.wrap_init(flat, debug_info=info)
+        wrapped.debug_info = info._replace(result_paths=lambda: tuple(paths))  # ``wrap_init`` drops them
+        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, list(avals), lower=lower)
+        return core.ClosedJaxpr(jaxpr, consts), trees[-1]
     flattree = _module("jax._src.flattree")
     trace = getattr(pe, "trace_to_jaxpr_nocache", pe.trace_to_jaxpr)
-    return trace(fn, flattree.flatten_args(*avals), info, requires_low=lower)[0]
+    closed, outs = trace(fn, flattree.flatten_args(*avals), info, requires_low=lower)
+    return closed, outs.tree
+
+
+def _source_of(closed: Any) -> str:
+    """ "mlp at /home/me/model.py:12": what JAX notes of the function that a jaxpr was traced from; "" where it notes nothing."""
+    info = open_parts(closed)[0].debug_info
+    source = getattr(info, "func_src_info", "")
+    return "" if source in ("", "<unknown>") else source
+
+
+def function_name(closed: Any) -> str:
+    """The user's function that a jaxpr was traced from, "mlp (model.py:12)"; differentiation and batching keep it."""
+    name, _, place = _source_of(closed).partition(" at ")
+    return printable(f"{name} ({os.path.basename(place)})" if place else name or "a function")
 
 
 def is_staging() -> bool:
@@ -187,6 +244,41 @@ def without_dead_code(closed: Any) -> Any:
 # --- equations ------------------------------------------------------------------------------------------------------------------
 
 
+def called(eqn: Any) -> str:
+    """What the user called: the primitive's name; of a high-level primitive (``jax.experimental.hijax``) the name of its class, or
+    of the function it wraps.
+    """
+    high = eqn.params.get("_prim")
+    if high is None:
+        return str(eqn.primitive.name)
+    traced = getattr(high, "params", {}).get("traced")
+    return str(getattr(traced, "fun_name", None) or type(high).__name__)
+
+
+def expansion(eqn: Any) -> Any | None:
+    """What a high-level primitive on arrays stands for, as a closed jaxpr of low-level ones; ``None`` for other equations."""
+    high = eqn.params.get("_prim")
+    atoms = (*eqn.invars, *eqn.outvars)
+    if eqn.primitive.name != "call_hi_primitive" or any(type(v.aval).__name__ != "ShapedArray" for v in atoms):
+        return None
+    expand = functools.partial(eqn.primitive.to_lojax, _prim=high)
+    with eqn.ctx.manager:
+        return trace_jaxpr(expand, [v.aval for v in eqn.invars], lower=True)
+
+
+def is_ref(aval: Any) -> bool:
+    """Is it the type of a reference to a mutable array?"""
+    return type(aval).__name__ == "AbstractRef"
+
+
+def without_refs(closed: Any) -> Any:
+    """``closed`` as JAX lowers it: references are values, and those among the arguments are results as well."""
+    jaxpr, _ = open_parts(closed)
+    if any(is_ref(v.aval) for v in jaxpr.invars) or any("MutableArray" in type(e).__name__ for e in jaxpr.effects):
+        return discharge.discharge_state(closed)
+    return closed
+
+
 def is_transposed(eqn: Any) -> bool:
     """Does the equation come from transposition, as the backward pass of every gradient does? JAX notes it in the name stack."""
     stack = eqn.source_info.name_stack.stack
@@ -198,7 +290,7 @@ def source_line(eqn: Any) -> str:
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     if frame is None:
         return ""
-    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})"
+    return printable(f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})")
 
 
 @contextlib.contextmanager
@@ -232,6 +324,11 @@ def runs_on_one_device(ctx: Any) -> bool:
     if hasattr(axes, "manual_axes"):
         return axes.mesh.size == 1 or frozenset(axes.manual_axes) == frozenset(axes.mesh.axis_names)
     return getattr(axes, "num_devices", 2) == 1
+
+
+def is_exported(ctx: Any) -> bool:
+    """Is the module that ``ctx`` lowers one of ``jax.export``, to be run by another process?"""
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
 
 
 def lower_jaxpr(ctx: Any, closed: Any, args: Sequence[Any]) -> Any:

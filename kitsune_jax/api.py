@@ -20,10 +20,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from kitsune_jax import _compat, arguments, config, jax_support, lowering
+from kitsune_jax import _compat, arguments, config, jax_support, lowering, preview
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.options import Options, resolve
-from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.primitive import pipeline_p
 from kitsune_jax.report.model import Report, ResidualReport
 from kitsune_jax.residuals import compare, gradient, is_derivative, override, policy_name
@@ -41,6 +40,7 @@ def pipeline(
     strict: bool = False,
     force: bool | None = None,
     target: str | None = None,
+    export: str = "plain",
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -63,6 +63,8 @@ def pipeline(
       target: ``None``: pipelines for the platform that runs the function. ``"emulator"``: where that is a CPU, the CUDA
         kernels that a GPU would run, compiled by the host's C++ compiler and emulated, thread by thread: for tests and debugging,
         slow.
+      export: what ``jax.export`` is given. ``"plain"``: the HLO that the function is without this package. ``"calls"``: the
+        pipelines, as custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run.
       static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters to calls outside of ``jit`` only.
 
     Returns:
@@ -80,6 +82,7 @@ def pipeline(
       >>> jax.jit(jax.grad(lambda w, x: mlp(w, x).sum()))(w, jnp.ones((32, 8)))[0].shape
       (8, 16)
     """
+    config.check_environment()
     if fn is None:
         return functools.partial(
             pipeline,
@@ -88,6 +91,7 @@ def pipeline(
             strict=strict,
             force=force,
             target=target,
+            export=export,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
@@ -104,8 +108,17 @@ def pipeline(
             raise ValueError(f"{name}={value!r} is not a switch: use True or False{' or None' if name == 'force' else ''}")
     if target not in (None, "emulator"):
         raise ValueError(f"target={target!r} is not known: use 'emulator', or None for the platform's own")
+    if export not in ("plain", "calls"):
+        raise ValueError(f"export={export!r} is not known: use 'plain' or 'calls'")
     statics = arguments.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
-    return Pipeline(fn, residuals, bool(deterministic), bool(strict), None if force is None else bool(force), target, statics)
+    switches = {
+        "deterministic": bool(deterministic),
+        "strict": bool(strict),
+        "force": None if force is None else bool(force),
+        "target": target,
+        "export": export,
+    }
+    return Pipeline(fn, residuals, switches, statics)
 
 
 class Pipeline:
@@ -117,17 +130,14 @@ class Pipeline:
         self,
         fn: Callable[..., Any],
         residuals: Residuals,
-        deterministic: bool,
-        strict: bool,
-        force: bool | None,
-        target: str | None,
+        switches: dict[str, Any],
         statics: arguments.Statics,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         if not hasattr(self, "__name__"):
             self.__name__ = type(fn).__name__
         self._residuals = residuals
-        self._switches = (deterministic, strict, force, target)
+        self._switches = switches  # arguments of ``options.resolve``
         self._statics = statics
         self._jits: dict[tuple[Residuals, Options | None], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -159,10 +169,7 @@ class Pipeline:
 
     def resolved(self) -> Options:
         """The options a call made now would have, were the package not switched off."""
-        deterministic, strict, force, target = self._switches
-        return resolve(
-            deterministic=deterministic, strict=strict, force=force, target=target, residuals=policy_name(self.residuals())
-        )
+        return resolve(**self._switches, residuals=policy_name(self.residuals()))
 
     def residuals(self) -> Residuals:
         """The residual policy of a call made now: the function's own, unless ``explain`` looks at another."""
@@ -215,8 +222,13 @@ class _Body:
             # Not under jit's trace: disable_jit, or debug_nans runs the function op by op to name the guilty operator. Let it see
             # them.
             return fn(*args, **kwargs)
-        dynamic, rebuild = arguments.flatten_traced(args, kwargs)
-        closed, out_tree = _trace(fn, dynamic, rebuild)
+        dynamic, rebuild, places = arguments.flatten_traced(args, kwargs)
+
+        def flat(*leaves: Any) -> Any:
+            a, k = rebuild(leaves)
+            return fn(*a, **k)
+
+        closed, out_tree = _compat.trace_call(flat, dynamic, _compat.call_info(fn, args, kwargs, places))
         closed, consts = _compat.hoist_consts(closed)
         outs = pipeline_p.bind(*consts, *dynamic, call_jaxpr=closed, options=self._options)
         return jax.tree.unflatten(out_tree, outs)
@@ -225,28 +237,6 @@ class _Body:
 def _call_split(body: _Body, static: arguments.Static, donated: list[Any], kept: list[Any]) -> Any:
     args, kwargs = static.join(donated, kept)
     return body(*args, **kwargs)
-
-
-def _trace(fn: Callable[..., Any], dynamic: Sequence[Any], rebuild: arguments.Rebuild) -> tuple[Any, Any]:
-    """The closed jaxpr of ``fn`` over the flat ``dynamic`` arguments, and the tree of its result."""
-    trees: list[Any] = []
-
-    def flat(*leaves: Any) -> list[Any]:
-        args, kwargs = rebuild(leaves)
-        with_paths, tree = jax.tree.flatten_with_path(fn(*args, **kwargs))
-        trees.append(tree)
-        for path, leaf in with_paths:
-            if not _compat.valid_jaxtype(leaf):
-                at = f" at output component {jax.tree_util.keystr(path)}" if path else ""
-                name = getattr(fn, "__name__", type(fn).__name__)
-                raise TypeError(
-                    f"function {name} traced for kitsune_jax.pipeline returned a value of type {type(leaf)}{at}, "
-                    "which is not a valid JAX type"
-                )
-        return [leaf for _, leaf in with_paths]
-
-    closed = _compat.trace_jaxpr(flat, [jax.typeof(x) for x in dynamic])
-    return closed, trees[-1]
 
 
 _bodies: weakref.WeakKeyDictionary[Any, dict[Any, _Body]] = weakref.WeakKeyDictionary()
@@ -319,25 +309,40 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Report:
         resolved = pipelined.resolved()
         if why_not := jax_support.why_not():
-            return _unsupported(pipelined, args, kwargs, chosen, device, why_not)
-        closed = _explained_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
-        live = _compat.without_dead_code(closed)
-        calls = [] if isinstance(fn, Pipeline) or options else lowering.pipelined_calls(live)
+            return preview.unplanned(_plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs), chosen, device, why_not)
+        traced = _plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
+        closed, consts = _compat.hoist_consts(traced)
+        flat = [*consts, *jax.tree.leaves(pipelined._statics.split(args, kwargs)[1:])]
+        live = _compat.without_dead_code(_compat.without_refs(closed))
+        calls = [] if isinstance(fn, Pipeline) or options else preview.pipelined_calls(live)
+        kept = None
         if calls:
-            report = lowering.explain_calls(calls, chosen, device)
-            kept = _residuals_of_calls(pipelined, closed, calls, args, kwargs, chosen, device)
+            obstacles = preview.obstacles_of(live, calls, flat, chosen, device)
+            report = preview.explain_calls(calls, obstacles, chosen, device)
+            if report.ops_pipelined:
+                kept = _residuals_of_calls(pipelined, closed, calls, args, kwargs, chosen, device)
         else:
-            report = lowering.explain_jaxpr(closed, resolved, chosen, device)
-            kept = None
+            disabled = preview.DISABLED if config.disabled() else None
+            obstacle = disabled or preview.obstacle_of(live, resolved, flat, chosen, device)
+            report = preview.explain_jaxpr(live, resolved, chosen, device, obstacle)
             if report.ops_pipelined and not is_derivative(closed):
                 kept = _residuals_of_gradient(pipelined, closed, resolved, args, kwargs, chosen, device)
-        return dataclasses.replace(report, residuals=kept)
+        notes = _notes({call.options for call in calls} or {resolved}, chosen, device) if report.ops_pipelined else ()
+        return dataclasses.replace(report, residuals=kept, notes=(*report.notes, *notes))
 
     return explained
 
 
+def _notes(options: Iterable[Options], platform: str, device: str | None) -> list[str]:
+    """What a report of pipelined calls says besides."""
+    kinds = {o.export for o in options}
+    told = [note for kind, note in (("plain", lowering.EXPORTED), ("calls", lowering.EXPORTED_CALLS)) if kind in kinds]
+    missing = {why for o in options if (why := lowering.missing_target(lowering.target_of(o, platform)))} if device else ()
+    return [*told, *(f"planned for another machine; on this one nothing would be pipelined: {why}" for why in sorted(missing))]
+
+
 def _residuals_of_calls(
-    pipelined: Pipeline, closed: Any, calls: Sequence[lowering.Call], args: Any, kwargs: Any, platform: str, device: str | None
+    pipelined: Pipeline, closed: Any, calls: Sequence[preview.Call], args: Any, kwargs: Any, platform: str, device: str | None
 ) -> ResidualReport | None:
     """Residuals of a program with pipelined calls, traced again under each policy."""
 
@@ -370,6 +375,7 @@ def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ..
 
 
 def _plain_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same with its constants."""
     body = _body(pipelined.__wrapped__, policy, None)
     static, donated, kept = pipelined._statics.split(args, kwargs)
 
@@ -378,12 +384,3 @@ def _plain_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], 
         return [x for x in jax.tree.leaves(_call_split(body, static, *args)) if _compat.valid_jaxtype(x)]
 
     return jax.make_jaxpr(arrays)(donated, kept)
-
-
-def _unsupported(
-    pipelined: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], platform: str, device: str | None, why_not: str
-) -> Report:
-    """The report where nothing can be pipelined because of JAX itself, whose equations are all that can be counted."""
-    equations = len(_plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs).jaxpr.eqns)
-    machine = machine_for(platform, device).name
-    return Report(equations, 0, (), (), 0, 0, platform, machine, (f"nothing is pipelined: {why_not}",))

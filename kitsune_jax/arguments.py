@@ -141,8 +141,11 @@ class Statics:
         return Static(tree, tuple(leaves)), donated, kept
 
 
-def flatten_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Rebuild]:
-    """The tracers and arrays among the leaves, and the way back. All else is static already and stays the Python value it is."""
+def flatten_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Rebuild, list[int]]:
+    """The tracers and arrays among the leaves, the way back, and which leaves they are.
+
+    All else is static already and stays the Python value it is.
+    """
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.core.Tracer | jax.Array | np.ndarray)]
 
@@ -153,7 +156,7 @@ def flatten_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
         rebuilt: Arguments = jax.tree.unflatten(tree, filled)
         return rebuilt
 
-    return [leaves[i] for i in places], rebuild
+    return [leaves[i] for i in places], rebuild, places
 
 
 def checkpoint(fn: Callable[..., Any], policy: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -161,13 +164,14 @@ def checkpoint(fn: Callable[..., Any], policy: Callable[..., Any] | None) -> Cal
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        dynamic, rebuild = flatten_traced(args, kwargs)
+        dynamic, rebuild, places = flatten_traced(args, kwargs)
 
         @functools.wraps(fn)
         def inner(*leaves: Any) -> Any:
             a, k = rebuild(leaves)
             return fn(*a, **k)
 
+        _compat.name_call(inner, fn, args, kwargs, places)
         return jax.checkpoint(inner, policy=policy)(*dynamic)
 
     return wrapped

@@ -1,7 +1,8 @@
 """Every environment variable of the package, and the switches that code can set for a while.
 
 Comes in: the process environment. Goes out: typed values. Variables are read when they are needed, never at import, so a test or a
-program can change them at any time. Invariant: no other module reads the environment.
+program can change them at any time. They are checked at import and whenever ``pipeline`` is applied: a name that is none of these,
+or a value that means nothing, is an error at once. Invariant: no other module reads the environment.
 
 ==========================  ==================================================================================================
 ``KITSUNE_DISABLE``         1: ``pipeline(fn)`` is ``fn``: no primitive, no planning. The kill switch.
@@ -22,13 +23,27 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import difflib
 import logging
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 
 logger = logging.getLogger("kitsune_jax")
+logger.addHandler(logging.NullHandler())  # records reach the logs that a program configures, and never its stderr unasked
 
+_PREFIX = "KITSUNE_"
+VARIABLES = (
+    "KITSUNE_DISABLE",
+    "KITSUNE_FORCE",
+    "KITSUNE_STRICT",
+    "KITSUNE_LOG_LEVEL",
+    "KITSUNE_CACHE_DIR",
+    "KITSUNE_CUDA_ARCH",
+    "KITSUNE_EMULATOR_SEED",
+    "KITSUNE_NUM_THREADS",
+)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 _SWITCHES = ("disable", "force", "strict")
@@ -40,10 +55,10 @@ def _switch(name: str) -> bool:
     if current and name in current:
         return current[name]
     variable = f"KITSUNE_{name.upper()}"
-    text = os.environ.get(variable, "").strip().lower()
-    if text in _TRUE:
+    text = os.environ.get(variable, "").strip()
+    if text.lower() in _TRUE:
         return True
-    if text in _FALSE:
+    if text.lower() in _FALSE:
         return False
     raise ValueError(f"{variable}={text!r} is not a switch: set it to 1 or 0")
 
@@ -76,8 +91,14 @@ def cache_dir() -> pathlib.Path | None:
 
 
 def cuda_arch() -> str | None:
-    """``KITSUNE_CUDA_ARCH``: the CUDA architecture to generate code for ("sm_90a"), or ``None`` for that of the device at hand."""
-    return os.environ.get("KITSUNE_CUDA_ARCH", "").strip() or None
+    """``KITSUNE_CUDA_ARCH``: the CUDA architecture to generate code for ("sm_90a"), or ``None`` for that of the device at hand.
+
+    Raises ``ValueError`` for what is no architecture.
+    """
+    text = os.environ.get("KITSUNE_CUDA_ARCH", "").strip()
+    if text and not re.fullmatch(r"sm_[0-9]{2,3}[a-z]?", text):
+        raise ValueError(f"KITSUNE_CUDA_ARCH={text!r} is not a CUDA architecture: use sm_90a, or another from sm_80 on")
+    return text or None
 
 
 def emulator_seed() -> int:
@@ -100,16 +121,37 @@ def num_threads() -> int:
     return os.cpu_count() or 1
 
 
+def log_level() -> int | None:
+    """``KITSUNE_LOG_LEVEL``: the level of the logger ``kitsune_jax``, or ``None`` where it is not set.
+
+    Raises ``ValueError`` for what is no level.
+    """
+    text = os.environ.get("KITSUNE_LOG_LEVEL", "").strip().upper()
+    level = logging.getLevelNamesMapping().get(text) if text else None
+    if text and level is None:
+        raise ValueError(f"KITSUNE_LOG_LEVEL={text!r} is not a logging level: use DEBUG, INFO, WARNING or ERROR")
+    return level
+
+
+def check_environment() -> None:
+    """Check every variable ``KITSUNE_...``. Raises ``ValueError`` for a name that does not exist or a value that means nothing."""
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIX) and name not in VARIABLES:
+            known = [v.removeprefix(_PREFIX) for v in VARIABLES]
+            near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
+            hint = f"did you mean {_PREFIX}{near[0]}?" if near else f"the variables are {', '.join(VARIABLES)}"
+            raise ValueError(f"the environment variable {name} is not one of kitsune_jax: {hint}")
+    for read in (disabled, forced, strict, log_level, cuda_arch, emulator_seed, num_threads):
+        read()
+
+
 def apply_log_level() -> None:
     """Set the level of the logger ``kitsune_jax`` from ``KITSUNE_LOG_LEVEL``, with a handler if the program has none."""
-    text = os.environ.get("KITSUNE_LOG_LEVEL", "").strip().upper()
-    if not text:
-        return
-    level = logging.getLevelNamesMapping().get(text)
+    level = log_level()
     if level is None:
-        raise ValueError(f"KITSUNE_LOG_LEVEL={text!r} is not a logging level: use DEBUG, INFO, WARNING or ERROR")
+        return
     logger.setLevel(level)
-    if not logger.hasHandlers():
+    if all(isinstance(handler, logging.NullHandler) for handler in (*logger.handlers, *logging.getLogger().handlers)):
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
         logger.addHandler(handler)

@@ -1,7 +1,7 @@
 """What this package failed to pipeline because of a bug of its own: counted, logged, and told once per function.
 
-Comes in: a ``Failure``, which a pass returns beside its result. Goes out: the list that ``kitsune_jax.fallbacks()`` gives. Invariant:
-passes stay pure: they return failures, and only the lowering of a user's function records them.
+Comes in: a ``Failure``, which a pass returns beside its result. Goes out: the list that ``kitsune_jax.fallbacks()`` gives.
+Invariant: passes stay pure: they return failures, and only the lowering of a user's function records them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import traceback
 import warnings
 
 from kitsune_jax.config import logger
+from kitsune_jax.plain_text import printable, printable_lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +30,13 @@ class Failure:
     @staticmethod
     def of(error: BaseException, part: str) -> Failure:
         """The failure of ``part`` that ``error`` caused."""
-        return Failure(part, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+        reason = printable_lines(f"{type(error).__name__}: {error}")
+        return Failure(printable(part), reason, printable_lines("".join(traceback.format_exception(error))))
+
+    @property
+    def told(self) -> str:
+        """Why an operator is left to XLA, for a report."""
+        return f"a bug of kitsune_jax, please report it: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,8 +77,9 @@ def record(function: str, failure: Failure) -> None:
     logger.warning("%s: %s lowers as plain HLO: %s\n%s", function, failure.part, failure.reason, failure.traceback)
     if not told:
         warnings.warn(
-            f"kitsune_jax could not pipeline {failure.part} of {function}, which lowers as plain HLO: {failure.reason}. This is a bug "
-            "of kitsune_jax: please report it. kitsune_jax.fallbacks() tells all of them, with tracebacks; KITSUNE_STRICT=1 raises.",
+            f"kitsune_jax could not pipeline {failure.part} of {function}, which lowers as plain HLO: {failure.reason}. This is a "
+            "bug of kitsune_jax: please report it. kitsune_jax.fallbacks() tells all of them, with tracebacks; KITSUNE_STRICT=1 "
+            "raises.",
             RuntimeWarning,
             stacklevel=2,
         )

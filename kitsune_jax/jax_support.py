@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitsune_jax import _compat, lowering, primitive
+from kitsune_jax import _compat, preview, primitive
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.options import Options
 
@@ -111,8 +111,11 @@ def _try() -> None:
 
         return jax.jit(step)
 
-    lowering.explain_jaxpr(
-        _compat.without_dead_code(_compat.hoist_consts(jax.make_jaxpr(plain)(w, x))[0]), Options(force=True), "cpu", None
+    preview.explain_jaxpr(
+        _compat.without_dead_code(_compat.hoist_consts(jax.make_jaxpr(plain)(w, x))[0]),
+        Options(force=True, strict=True),
+        "cpu",
+        None,
     )
     ws = np.stack([w, w / 2])
     want = transformed(plain, w, x).lower(ws).compile()(ws)

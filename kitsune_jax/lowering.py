@@ -1,17 +1,19 @@
 """What happens when ``kitsune_pipeline`` is lowered: capture, route, and evaluation with a custom call where a region stands.
 
 Comes in: ``call_jaxpr``, ``Options``, JAX's lowering context. Goes out: MLIR values. Invariants: results are those of
-``call_jaxpr``; effects keep their order; and a failure of this package never becomes a failure of the user's program: it lowers as
-the HLO it would have been, with one warning (unless ``strict``).
+``call_jaxpr``; effects keep their order; and a failure of this package never becomes a failure of the user's program: the part that
+failed lowers as the HLO it would have been, and ``fallbacks`` records it (unless ``strict``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +23,13 @@ import numpy as np
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.jaxpr import Captured, capture
 from kitsune_jax.errors import NotPipelined
+from kitsune_jax.fallbacks import Failure, record
 from kitsune_jax.graph import Graph
 from kitsune_jax.options import Options
-from kitsune_jax.report.build import graph_flops
+from kitsune_jax.report.join import with_bodies
 from kitsune_jax.report.model import Report
-from kitsune_jax.route import PlannedRegion, Routed, route
-from kitsune_jax.schedule import schedule
+from kitsune_jax.route import PlannedRegion, Routed, route, without
+from kitsune_jax.schedule import DISSOLVED, schedule
 
 logger = config.logger
 
@@ -40,17 +43,61 @@ SHARDED = (
     "a custom call's operands on every device. It lowers as plain HLO there. Use jax.shard_map over all mesh axes to keep the "
     "pipelines."
 )
+EXPORTED = 'jax.export is given plain HLO, which runs where kitsune_jax is not; kj.pipeline(fn, export="calls") keeps the pipelines'
+EXPORTED_CALLS = (
+    "jax.export keeps the pipelines as custom calls: it needs disabled_checks, and this version of kitsune_jax where the program "
+    "runs"
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Seen:
+    """A call that was lowered while somebody ``watched``, and why it holds no pipelines there, or ``None``."""
+
+    call_jaxpr: Any
+    obstacle: str | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Watch:
+    seen: list[Seen]
+    elsewhere: bool
+
+
+_watch: contextvars.ContextVar[_Watch | None] = contextvars.ContextVar("kitsune_jax_watch", default=None)
+
+
+@contextlib.contextmanager
+def watched(elsewhere: bool) -> Iterator[list[Seen]]:
+    """Lower every call as plain HLO in this block, and note what would keep pipelines away from it.
+
+    ``elsewhere``: the program is to run on another machine, whatever this one lacks.
+    """
+    seen: list[Seen] = []
+    token = _watch.set(_Watch(seen, elsewhere))
+    try:
+        yield seen
+    finally:
+        _watch.reset(token)
 
 
 def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
     """The lowering rule. ``platform`` is "cpu", "cuda", or ``None`` for every other."""
     target = target_of(options, platform)
-    obstacle = _obstacle(ctx, call_jaxpr, target)
+    watch = _watch.get()
+    if watch is not None:
+        why_not = missing_target(target)
+        obstacle = (why_not if not watch.elsewhere else None) or _obstacle(ctx, call_jaxpr, options)
+        watch.seen.append(Seen(call_jaxpr, obstacle))
+        return _compat.lower_jaxpr(ctx, call_jaxpr, args)
+    obstacle = None if target is not None and targets.has_target(target) else missing_target(target)
+    obstacle = obstacle or _obstacle(ctx, call_jaxpr, options)
     if obstacle is not None:
         if options.strict:
             raise NotPipelined(f"kitsune_jax: nothing was pipelined: {obstacle}")
         if obstacle is SHARDED:
             _warn_once(SHARDED, UserWarning)
+        logger.debug("%s: nothing was pipelined: %s", _compat.function_name(call_jaxpr), obstacle)
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     assert target is not None
     return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, target), args)
@@ -61,12 +108,18 @@ def target_of(options: Options, platform: str | None) -> str | None:
     return options.target if options.target is not None and platform == "cpu" else platform
 
 
-def _obstacle(ctx: Any, call_jaxpr: Any, target: str | None) -> str | None:
-    """Why this module cannot hold pipelines at all, or ``None``."""
+def missing_target(target: str | None) -> str | None:
+    """Why nothing executes pipelines of ``target`` here, or ``None``. Warns of nothing."""
     if target is None:
         return "there is no target for platforms other than cpu and cuda"
-    if not targets.has_target(target):
-        return f"there is no target for {target!r} here: {targets.why_not(target)}"
+    why_not = targets.why_not(target)
+    return f"there is no target for {target!r} here: {why_not}" if why_not else None
+
+
+def _obstacle(ctx: Any, call_jaxpr: Any, options: Options) -> str | None:
+    """Why this module cannot hold pipelines at all, or ``None``."""
+    if options.export == "plain" and _compat.is_exported(ctx):
+        return EXPORTED
     if not _compat.runs_on_one_device(ctx):
         return SHARDED
     if _compat.has_symbolic_shapes(call_jaxpr):
@@ -75,23 +128,23 @@ def _obstacle(ctx: Any, call_jaxpr: Any, target: str | None) -> str | None:
 
 
 def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
-    """``call_jaxpr`` with custom calls where its regions stand, or unchanged, with one warning, where this package fails.
+    """``call_jaxpr`` with custom calls where its regions stand, or unchanged where this package fails. Records what failed.
 
     Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined.
     """
+    name = _compat.function_name(call_jaxpr)
     try:
         pipelined = pipelined_jaxpr(call_jaxpr, options, target)
-    except Exception as e:
+    except Exception as error:
         if options.strict:
             raise
-        logger.debug("lowering failed", exc_info=True)
-        _warn_once(
-            f"kitsune_jax could not pipeline a function and lowers it as plain HLO: {type(e).__name__}: {e}. This is a bug of "
-            "kitsune_jax; set KITSUNE_STRICT=1 to see where it comes from.",
-            RuntimeWarning,
-        )
+        record(name, Failure.of(error, "the whole function"))
         return call_jaxpr
-    logger.debug("%s", pipelined.report)
+    for failure in pipelined.failures:
+        if options.strict:
+            raise RuntimeError(f"kitsune_jax could not pipeline {failure.part} of {name}: {failure.reason}\n{failure.traceback}")
+        record(name, failure)
+    logger.debug("%s: %s", name, pipelined.report)
     if options.strict and not pipelined.report.ops_pipelined:
         raise NotPipelined("kitsune_jax: nothing was pipelined", pipelined.report)
     return pipelined.jaxpr
@@ -99,140 +152,116 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """A jaxpr with custom calls in it, and the report over it and the bodies of its loops."""
+    """A jaxpr with custom calls in it, the report over it and the bodies of its loops, and what a bug of ours left out."""
 
     jaxpr: Any
     report: Report
+    failures: tuple[Failure, ...]
 
 
 def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined:
-    """Capture, route and rebuild ``call_jaxpr``. Whatever goes wrong in there raises."""
-    reports: list[Report] = []
+    """Capture, route and rebuild ``call_jaxpr``.
+
+    An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; every other one raises.
+    """
+    found = _Found()
     avals = _compat.in_avals(call_jaxpr)
-    rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(call_jaxpr, a, options, target, reports), avals, lower=True)
-    return Pipelined(rebuilt, merge_reports(reports))
-
-
-def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str | None) -> Report:
-    """The report of ``call_jaxpr`` and of the bodies of its loops on a machine that need not be there. Emits nothing."""
-    reports: list[Report] = []
-    target = target_of(options, platform)
-    assert target is not None
-
-    def visit(jaxpr: Any) -> Any:
-        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit)
-        reports.append(routed(captured.graph, target, options, device, code=False).report)
-        return jaxpr
-
-    visit(call_jaxpr)
-    return merge_reports([reports[-1], *reports[:-1]])
-
-
-def flops_of(call_jaxpr: Any) -> int:
-    """Useful operations of ``call_jaxpr`` and of the bodies of its loops, each counted once."""
-    flops = 0
-
-    def visit(jaxpr: Any) -> Any:
-        nonlocal flops
-        flops += graph_flops(capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit).graph)
-        return jaxpr
-
-    visit(call_jaxpr)
-    return flops
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A pipelined call in a program, and how often it runs: once, or as the ``scan`` around it says (a ``while`` says nothing)."""
-
-    jaxpr: Any
-    options: Options
-    times: int
-
-
-def pipelined_calls(jaxpr: Any, times: int = 1) -> list[Call]:
-    """Every outermost pipelined call in ``jaxpr`` and in what it calls, in program order."""
-    found: list[Call] = []
-    for eqn in _compat.open_parts(jaxpr)[0].eqns:
-        if eqn.primitive.name == PRIMITIVE_NAME:
-            found.append(Call(eqn.params["call_jaxpr"], eqn.params["options"], times))
-            continue
-        rounds = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if _compat.is_jaxpr(inner):
-                    found += pipelined_calls(inner, rounds)
-    return found
-
-
-def explain_calls(calls: Sequence[Call], platform: str, device: str | None) -> Report:
-    """One report over several pipelined calls, as each is lowered on its own."""
-    reports = [explain_jaxpr(call.jaxpr, call.options, platform, device) for call in calls]
-    if len(reports) == 1:
-        return reports[0]
-    return _joined(reports, f"{len(reports)} pipelined calls are reported as one; operators outside of them are not counted")
-
-
-def merge_reports(reports: Sequence[Report]) -> Report:
-    """One report of several: the function's own first, then those of the bodies of its loops."""
-    if len(reports) == 1:
-        return reports[0]
-    bodies = len(reports) - 1
-    are = "body is" if bodies == 1 else "bodies are"
-    return _joined(reports, f"{bodies} loop or branch {are} included, each counted once whatever its trip count")
-
-
-def _joined(reports: Sequence[Report], note: str) -> Report:
-    first = reports[0]
-    regions = [dataclasses.replace(r, name=f"region{k}") for k, r in enumerate(r for report in reports for r in report.regions)]
-    return dataclasses.replace(
-        first,
-        ops_total=sum(r.ops_total for r in reports),
-        ops_pipelined=sum(r.ops_pipelined for r in reports),
-        regions=tuple(regions),
-        rejected=tuple(x for r in reports for x in r.rejected),
-        traffic_bulk_sync=sum(r.traffic_bulk_sync for r in reports),
-        traffic_pipeline=sum(r.traffic_pipeline for r in reports),
-        notes=(*dict.fromkeys(n for r in reports for n in r.notes), note),
-        flops=sum(r.flops for r in reports),
-    )
+    rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(call_jaxpr, a, options, target, found), avals, lower=True, like=call_jaxpr)
+    return Pipelined(rebuilt, with_bodies(found.reports), tuple(dict.fromkeys(found.failures)))
 
 
 def routed(graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
     surroundings = (config.num_threads(), config.cuda_arch())
-    return _routed(graph, target, options.force, options.deterministic, device, code, surroundings)
+    return _routed(graph, target, options.force, options.deterministic, options.strict, device, code, surroundings)
 
 
 @functools.lru_cache(maxsize=256)
 def _routed(
-    graph: Graph, target: str, force: bool, deterministic: bool, device: str | None, code: bool, _surroundings: tuple[Any, ...]
+    graph: Graph,
+    target: str,
+    force: bool,
+    deterministic: bool,
+    strict: bool,
+    device: str | None,
+    code: bool,
+    _surroundings: tuple[Any, ...],
 ) -> Routed:
-    return route(graph, target, force=force, deterministic=deterministic, device=device, code=code)
+    return route(graph, target, force=force, deterministic=deterministic, device=device, code=code, strict=strict)
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, reports: list[Report]) -> list[Any]:
-    """The results of ``jaxpr`` on ``args`` (tracers), with custom calls. Appends the report, then those of loop bodies."""
-    bodies: list[Report] = []
+@dataclasses.dataclass
+class _Found:
+    """What an evaluation collects: the report of the function, then those of its loop bodies, and the failures in all of them."""
+
+    reports: list[Report] = dataclasses.field(default_factory=list)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, found: _Found) -> list[Any]:
+    """The results of ``jaxpr`` on ``args`` (tracers), with custom calls."""
+    bodies = _Found()
 
     def rewrite(body: Any) -> Any:
+        inside = _Found()
         avals = _compat.in_avals(body)
-        new = _compat.trace_jaxpr(lambda *a: _evaluate(body, a, options, target, bodies), avals, lower=True)
-        return body if _compat.open_parts(new)[1] else _compat.as_kind_of(new, body)  # an equation's body holds no constants
+        try:
+            new = _compat.trace_jaxpr(lambda *a: _evaluate(body, a, options, target, inside), avals, lower=True, like=body)
+        except Exception as error:
+            if options.strict:
+                raise
+            bodies.failures.append(Failure.of(error, f"the body of a loop or branch ({_compat.function_name(body)})"))
+            return body
+        bodies.failures.extend(inside.failures)
+        if _compat.open_parts(new)[1]:  # an equation's body holds no constants
+            return body
+        bodies.reports.extend(inside.reports)
+        return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
     captured = capture(jaxpr, rewrite=rewrite)
-    plan = routed(captured.graph, target, options)
-    reports.append(plan.report)
-    reports.extend(bodies)
-    return run(captured, plan.regions, [*consts, *args])
+    planned, nodes = settled(captured, routed(captured.graph, target, options))
+    lost: dict[str, Failure] = {}
+
+    def failed(region: PlannedRegion, error: Exception) -> None:
+        if options.strict:
+            raise error
+        lost[region.name] = Failure.of(error, f"the call of {region.name}")
+
+    outs = _run_nodes(captured, nodes, [*consts, *args], failed)
+    planned = without(captured.graph, planned, {name: failure.told for name, failure in lost.items()})
+    found.reports += [planned.report, *bodies.reports]
+    found.failures += [*captured.failures, *planned.failures, *lost.values(), *bodies.failures]
+    return outs
+
+
+def settled(captured: Captured, planned: Routed) -> tuple[Routed, list[int | PlannedRegion]]:
+    """What will run: ``planned`` without the regions that cannot stand between side effects, and the nodes in order."""
+    effects = [step.has_effects for step in captured.steps]
+    nodes, dissolved = schedule(captured.graph, effects, planned.regions)
+    return without(captured.graph, planned, {region.name: DISSOLVED for region in dissolved}), nodes
 
 
 def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any]) -> list[Any]:
     """Evaluate a captured function: every op by its own step, every region by its custom call. Returns the graph's outputs."""
+    nodes, _ = schedule(captured.graph, [step.has_effects for step in captured.steps], regions)
+
+    def failed(_: PlannedRegion, error: Exception) -> None:
+        raise error
+
+    return _run_nodes(captured, nodes, args, failed)
+
+
+def _run_nodes(
+    captured: Captured,
+    nodes: Sequence[int | PlannedRegion],
+    args: Sequence[Any],
+    failed: Callable[[PlannedRegion, Exception], None],
+) -> list[Any]:
+    """Evaluate ``nodes`` in order. A region whose call cannot be bound is told to ``failed`` and evaluated op by op."""
     graph = captured.graph
     env: dict[int, Any] = dict(zip(graph.inputs, args, strict=True))
 
@@ -247,16 +276,25 @@ def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any
     def evaluate(i: int, operands: Sequence[Any]) -> Any:
         return captured.steps[i].run(*operands)[0]
 
-    for node in schedule(graph, [step.has_effects for step in captured.steps], regions):
+    def step(i: int) -> None:
+        op = graph.ops[i]
+        env.update(zip(op.outputs, captured.steps[i].run(*(read(v) for v in op.inputs)), strict=True))
+
+    for node in nodes:
         if isinstance(node, int):
-            op = graph.ops[node]
-            outs = captured.steps[node].run(*(read(v) for v in op.inputs))
-            env.update(zip(op.outputs, outs, strict=True))
-        else:
-            region = node.region
-            avals = [captured.avals[v] for v in region.outputs]
+            step(node)
+            continue
+        region = node.region
+        operands = [read(v) for v in region.inputs]
+        avals = [captured.avals[v] for v in region.outputs]
+        try:
             with captured.steps[region.ops[-1]].context(), jax.named_scope(node.name):
-                outs = targets.emit(node, [read(v) for v in region.inputs], avals, evaluate)
+                outs = targets.emit(node, operands, avals, evaluate)
+        except Exception as error:
+            failed(node, error)
+            for i in sorted(region.ops):
+                step(i)
+        else:
             env.update(zip(region.outputs, outs, strict=True))
     return [read(v) for v in graph.outputs]
 

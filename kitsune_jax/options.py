@@ -16,7 +16,7 @@ class Options:
     """Resolved options. ``force``: ignore the cost model. ``deterministic``: equal inputs give equal bits, run after run.
 
     ``target``: None, the platform's own, or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
-    reports; what it does is in the jaxpr.
+    reports; what it does is in the jaxpr. ``export``: what ``jax.export`` is given, "plain" HLO or custom "calls".
     """
 
     deterministic: bool = True
@@ -24,10 +24,17 @@ class Options:
     force: bool = False
     target: str | None = None
     residuals: str = "save"
+    export: str = "plain"
 
 
 def resolve(
-    *, deterministic: bool, strict: bool, force: bool | None, target: str | None = None, residuals: str = "save"
+    *,
+    deterministic: bool,
+    strict: bool,
+    force: bool | None,
+    target: str | None = None,
+    residuals: str = "save",
+    export: str = "plain",
 ) -> Options:
     """Options of a call made now: ``force=None`` takes ``KITSUNE_FORCE``; ``strict`` is also set by ``KITSUNE_STRICT``."""
     return Options(
@@ -36,4 +43,5 @@ def resolve(
         force=config.forced() if force is None else force,
         target=target,
         residuals=residuals,
+        export=export,
     )

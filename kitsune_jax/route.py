@@ -2,15 +2,18 @@
 
 Comes in: a Graph and a target. Goes out: ``Routed``: disjoint convex regions, each with everything its custom call needs, and the
 report. Pure: the same arguments give the same result in every process (no timing, no randomness), so a plan made for a compilation
-cache or on another host is the same plan.
+cache or on another host is the same plan. An error while one region is formed, planned or generated costs that region its pipeline
+and is handed on as a ``Failure``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kitsune_jax import targets
+from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.machines import Machine, machine_for
 from kitsune_jax.planning.plan import Plan
@@ -55,24 +58,46 @@ class PlannedRegion:
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
+    """Planned regions, and for every other op of the graph why it is left to XLA: a decision, or one of the ``failures``."""
+
     regions: tuple[PlannedRegion, ...]
     report: Report
+    rejected: tuple[tuple[int, str], ...] = ()
+    failures: tuple[Failure, ...] = ()
 
 
 def route(
-    graph: Graph, target: str, *, force: bool = False, deterministic: bool = True, device: str | None = None, code: bool = True
+    graph: Graph,
+    target: str,
+    *,
+    force: bool = False,
+    deterministic: bool = True,
+    device: str | None = None,
+    code: bool = True,
+    strict: bool = False,
 ) -> Routed:
     """Decide which ops of ``graph`` become pipelines on ``target`` ("cpu", "cuda" or "emulator"), and make them.
 
     ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, where
-    the target can. Raises ``ValueError`` for an unknown target or device.
+    the target can. ``strict``: raise an error of ours instead of doing without the region. Raises ``ValueError`` for an unknown
+    target or device.
     """
     platform = targets.machine_platform(target)
     machine = machine_for(platform, device or targets.default_device(target))
+    failures: list[Failure] = []
+
+    def failed(error: Exception, ops: Sequence[int]) -> str:
+        if strict:
+            raise error
+        failures.append(Failure.of(error, f"the pipeline around {_heaviest(graph, ops)}"))
+        return failures[-1].told
 
     def supports(i: int) -> str | None:
         op = graph.ops[i]
-        return targets.supports(target, op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
+        try:
+            return targets.supports(target, op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
+        except Exception as error:
+            return failed(error, (i,))
 
     def planner(graph: Graph, region: Region) -> Plan | str:
         def accept(candidate: Plan) -> str | None:
@@ -82,8 +107,10 @@ def route(
             return plan(graph, region, machine, deterministic=deterministic, accept=accept)
         except Infeasible as no:
             return str(no)
+        except Exception as error:
+            return failed(error, region.ops)
 
-    selection = select(graph, supports, planner, force=force, several_phases=targets.runs_phases(target))
+    selection = select(graph, supports, planner, force=force, several_phases=targets.runs_phases(target), failed=failed)
     regions: list[PlannedRegion] = []
     rejected = list(selection.rejected)
     executable = code and targets.has_target(target)
@@ -92,8 +119,29 @@ def route(
             regions.append(_planned(graph, chosen, f"{_REGION}{len(regions)}", target, machine, executable))
         except targets.CannotLower as no:  # one region without code must not cost the others theirs
             rejected += [(i, str(no)) for i in chosen.ops]
+        except Exception as error:
+            rejected += [(i, failed(error, chosen.ops)) for i in chosen.ops]
     notes = () if device else targets.notes(target)
-    return Routed(tuple(regions), build_report(graph, regions, sorted(rejected), platform, machine.name, notes))
+    report = build_report(graph, regions, sorted(rejected), platform, machine.name, notes)
+    return Routed(tuple(regions), report, tuple(sorted(rejected)), tuple(dict.fromkeys(failures)))
+
+
+def without(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
+    """``routed`` without the regions named in ``reasons``, whose ops are left to XLA for the reason given."""
+    if not reasons:
+        return routed
+    kept = tuple(r for r in routed.regions if r.name not in reasons)
+    gone = [(i, reasons[r.name]) for r in routed.regions if r.name in reasons for i in r.region.ops]
+    rejected = tuple(sorted((*routed.rejected, *gone)))
+    told = routed.report
+    report = build_report(graph, kept, rejected, told.platform, told.machine, told.notes)
+    return dataclasses.replace(routed, regions=kept, report=report, rejected=rejected)
+
+
+def _heaviest(graph: Graph, ops: Sequence[int]) -> str:
+    """What the reader knows a region by: its first matrix product, or else its first op, and that one's source line."""
+    op = graph.ops[max(ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))]
+    return f"{op.label or op.kind} ({op.source or 'no source line'})"
 
 
 def _planned(graph: Graph, chosen: Chosen, name: str, target: str, machine: Machine, executable: bool) -> PlannedRegion:

@@ -1,7 +1,8 @@
 """The order in which a function's ops and regions are evaluated.
 
-Comes in: a Graph, which of its ops have effects, and regions. Goes out: nodes (an op's index, or a region). Invariants: every value
-is defined before it is read; ops with effects keep their order; a region stands as one node, or is dissolved into its ops.
+Comes in: a Graph, which of its ops have effects, and regions. Goes out: nodes (an op's index, or a region), and the regions that
+cannot stand as one. Invariants: every value is defined before it is read; ops with effects keep their order; a region stands as one
+node, or is dissolved into its ops.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from kitsune_jax.config import logger
 from kitsune_jax.graph import Graph, topological
 
 
@@ -33,19 +33,21 @@ class Placed(Protocol):
 
 R = TypeVar("R", bound=Placed)
 
+DISSOLVED = "the pipeline cannot stand as one call between the side effects around it: part of it runs before one, part of it after"
 
-def schedule(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> list[int | R]:
-    """Nodes in an order that can be evaluated. ``effects[i]``: op ``i`` has one.
+
+def schedule(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[R]]:
+    """Nodes in an order that can be evaluated, and the regions that were dissolved. ``effects[i]``: op ``i`` has one.
 
     An op of a region that others read, though the region does not give its result (a broadcast is cheaper made again than stored),
     is also a node of its own. A region that would have to run both before and after an op, or an effect, is dissolved.
     """
-    kept = list(regions)
+    kept, dissolved = list(regions), list[R]()
     while True:
         order, stuck = _ordered(graph, effects, kept)
         if not stuck:
-            return order
-        logger.warning("%s cannot stand as one call between the effects around it and is left to XLA", stuck[0].name)
+            return order, dissolved
+        dissolved.append(stuck[0])
         kept = [r for r in kept if r is not stuck[0]]
 
 

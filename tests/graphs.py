@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.verify import verify
 from kitsune_jax.graph import Graph
 
 
@@ -17,7 +18,10 @@ def graph_of(fn: Callable[..., Any], *args: Any) -> Graph:
     """The Graph of ``fn`` at the shapes of ``args`` (no closed-over arrays)."""
     closed = jax.make_jaxpr(fn)(*args)
     assert not closed.consts, "pass arrays as arguments"
-    return capture(closed).graph
+    captured = capture(closed)
+    verify(captured.graph)
+    assert not captured.failures, captured.failures
+    return captured.graph
 
 
 def mlp(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import kitsune_jax as kj
-from tests.checks import arrays
+from tests.checks import arrays, count
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 X, W1, W2 = arrays(0, (6, 8), (8, 16), (16, 8))
@@ -42,6 +44,20 @@ def test_explain_for_a_device_that_is_not_there() -> None:
     report = kj.explain(mlp, platform="cuda", device="h200", force=True)(X, W1, W2)
     assert report.platform == "cuda"
     assert report.machine == "h200"
+
+
+def test_a_region_between_effects_counts_as_left_to_xla() -> None:
+    def f(x: Any, w: Any) -> Any:
+        y = jnp.tanh(x @ w)
+        io_callback(lambda _: None, None, y, ordered=True)
+        z = io_callback(lambda: np.ones((6, 16), np.float32), jax.ShapeDtypeStruct((6, 16), jnp.float32), ordered=True)
+        return jnp.sin(z + y)  # of a pipeline with the product, the callbacks would stand in the middle
+
+    report = kj.explain(f, force=True)(X, W1)
+    compiled = jax.jit(kj.pipeline(f, force=True)).lower(X, W1).compile().as_text()
+    assert (report.ops_pipelined > 0) == (count(compiled) > 0)
+    assert len(report.regions) == count(compiled)
+    assert {r.op for r in report.rejected if "between the side effects" in r.reason} >= {"dot_general", "tanh", "sin"}
 
 
 def test_explain_counts_loop_bodies() -> None:

@@ -11,6 +11,7 @@ from jax import lax
 from kitsune_jax import _compat
 from kitsune_jax.capture.jaxpr import Captured, capture
 from kitsune_jax.capture.reference import evaluate_numpy
+from kitsune_jax.capture.verify import verify
 from kitsune_jax.graph import Graph
 from tests.graphs import layer_norm, mlp, mlp_params, nerf, nerf_params
 
@@ -25,6 +26,8 @@ def captured(fn, *args, rewrite=None) -> Captured:
     closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn)(*args))
     assert not consts, "pass arrays as arguments"
     result = capture(closed, rewrite=rewrite)
+    verify(result.graph)
+    assert not result.failures
     assert len(result.steps) == len(result.graph.ops)
     assert len(result.avals) == len(result.graph.values)
     for value, aval in zip(result.graph.values, result.avals, strict=True):

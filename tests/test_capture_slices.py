@@ -14,6 +14,8 @@ import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
 from tests.checks import arrays, close, in_float64
 
+pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")
+
 
 def products(f: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
     """The shapes of the products' results."""
@@ -51,6 +53,31 @@ def test_a_product_that_others_read_is_made_whole() -> None:
         return g[:, :5], g[:, 5:]
 
     assert products(twice, x, w) == [(7, 8)]
+
+
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_the_gradient_by_one_part_of_a_concatenation(argument: int) -> None:
+    """The slices of the other parts are dead, and must not take part in the rewriting."""
+    *parts, w = arrays(5, (7, 5), (7, 1), (7, 4), (10, 4))
+
+    def loss(a: Any, b: Any, c: Any, w: Any) -> Any:
+        return jnp.sum((jnp.concatenate([a, b, c], -1) @ w) ** 2)
+
+    gradient = jax.grad(loss, argument)
+    captured = capture(jax.make_jaxpr(gradient)(*parts, w))
+    assert not captured.failures
+    assert (7, 10) not in products(gradient, *parts, w)
+    close(jax.jit(kj.pipeline(gradient, force=True))(*parts, w), in_float64(gradient, *parts, w))
+
+
+def test_a_slice_of_a_slice_is_folded_twice() -> None:
+    x, w = arrays(6, (7, 6), (6, 8))
+
+    def f(x: Any, w: Any) -> Any:
+        return (x @ w)[:, 1:7][:, ::2]
+
+    assert products(f, x, w) == [(7, 3)]
+    close(jax.jit(kj.pipeline(f, force=True))(x, w), in_float64(f, x, w))
 
 
 def test_a_slice_of_rows_stays_behind_the_product() -> None:

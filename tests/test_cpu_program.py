@@ -14,7 +14,7 @@ import pytest
 
 from kitsune_jax import _cpu
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu import runtime
+from kitsune_jax.targets.cpu import emit, runtime
 
 F32 = bc.DTYPE_CODE["float32"]
 
@@ -65,11 +65,16 @@ def expected(x: np.ndarray, w: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, n
     return y, y.sum(0)
 
 
+def call_words(words: np.ndarray, *results: jax.ShapeDtypeStruct):
+    return lambda *args: emit.call(words, args, results)
+
+
+def results_of(rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return jax.ShapeDtypeStruct((rows, 40), np.float32), jax.ShapeDtypeStruct((40,), np.float32)
+
+
 def call(rows: int, **options: int):
-    words = bc.encode(two_layers(rows, **options))
-    results = (jax.ShapeDtypeStruct((rows, 40), np.float32), jax.ShapeDtypeStruct((40,), np.float32))
-    assert runtime.register()
-    return lambda *args: jax.ffi.ffi_call(runtime.TARGET_NAME, results)(*args, program=words)
+    return call_words(bc.encode(two_layers(rows, **options)), *results_of(rows))
 
 
 def test_opcodes_and_version_agree():
@@ -122,21 +127,16 @@ def test_sixteen_concurrent_calls():
 def test_damaged_attribute_is_an_error_that_names_it():
     words = bc.encode(two_layers(16))
     words[-1] ^= 1
-    result = jax.ShapeDtypeStruct((40,), np.float32)
-    assert runtime.register()
     with pytest.raises(Exception, match="checksum mismatch: the attribute was truncated or altered"):
-        jax.jit(lambda *a: jax.ffi.ffi_call(runtime.TARGET_NAME, result)(*a, program=words))(*arrays(16))
+        jax.jit(call_words(words, *results_of(16)))(*arrays(16))
 
 
 def test_wrong_buffers_are_an_error_that_names_them():
-    assert runtime.register()
-    words = bc.encode(two_layers(16))
-    results = (jax.ShapeDtypeStruct((16, 40), np.float32), jax.ShapeDtypeStruct((40,), np.float32))
     x, w, b = arrays(16)
     with pytest.raises(Exception, match="operand 2 of the call has 39 elements"):
-        jax.jit(lambda *a: jax.ffi.ffi_call(runtime.TARGET_NAME, results)(*a, program=words))(x, w, b[:39])
-    with pytest.raises(Exception, match="2 operands and 2 results"):
-        jax.jit(lambda *a: jax.ffi.ffi_call(runtime.TARGET_NAME, results)(*a, program=words))(x, w)
+        jax.jit(call(16))(x, w, b[:39])
+    with pytest.raises(Exception, match="2 operands and 3 results"):
+        jax.jit(call(16))(x, w)
 
 
 @pytest.mark.parametrize("length", [0, 3, 4, 50, -1])

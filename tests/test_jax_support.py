@@ -82,7 +82,7 @@ def check(module, name, how):
     assert len(ours) <= 1, ours
     if ours:
         assert "0.10.2 to 0.12.0" in ours[0] and "plain jax.jit" in ours[0], ours
-        assert report.ops_pipelined == 0 and any("0.10.2 to 0.12.0" in note for note in report.notes), report
+        assert report.ops_pipelined == 0 and any("0.10.2 to 0.12.0" in why for why in report.obstacles), report
     return ours
 
 

@@ -33,12 +33,16 @@ void plan_sinks(Plan& plan) {
            "kitsune program: sink " + std::to_string(i));  // checks that it exists
     PhasePlan& phase = plan.phases[p.stages[s.stage].phase];
     s.offset = phase.lane_bytes;
-    phase.lane_bytes += align_up(static_cast<size_t>(p.sinks[i].elements) * item_size(s.acc));
+    phase.lane_bytes = plus(phase.lane_bytes, align_up(times(static_cast<size_t>(p.sinks[i].elements), item_size(s.acc))));
     phase.sinks.push_back(static_cast<int64_t>(i));
     plan.stages[s.stage].sinks.push_back(static_cast<int64_t>(i));
   }
   for (PhasePlan& phase : plan.phases)
-    if (!phase.sinks.empty()) phase.lanes = lanes_for(p.tiles, phase.lane_bytes);
+    if (!phase.sinks.empty()) {
+      phase.lanes = lanes_for(p.tiles, phase.lane_bytes);
+      plan.lanes_bytes = std::max(plan.lanes_bytes, times(phase.lane_bytes, static_cast<size_t>(phase.lanes)));
+    }
+  limit_memory(plan.lanes_bytes, p.inputs, p.outputs, "partial sums");
 }
 
 void plan_queues(Plan& plan) {
@@ -47,11 +51,12 @@ void plan_queues(Plan& plan) {
     const Ring& q = p.queues[i];
     plan.entry_stride.push_back(align_up(static_cast<size_t>(q.entry_bytes)));
     plan.ring_offset.push_back(plan.ring_bytes);
-    plan.ring_bytes += plan.entry_stride.back() * static_cast<size_t>(q.depth);
+    plan.ring_bytes = plus(plan.ring_bytes, times(plan.entry_stride.back(), static_cast<size_t>(q.depth)));
     plan.stages[q.producer].outputs.push_back(static_cast<int64_t>(i));
     for (int64_t s : q.consumers) plan.stages[s].inputs.push_back(static_cast<int64_t>(i));
     plan.phases[p.stages[q.producer].phase].queues.push_back(static_cast<int64_t>(i));
   }
+  limit_memory(plan.ring_bytes, p.inputs, p.outputs, "queues");
 }
 
 // Stages of each phase, most downstream first: a stage is listed when everything that consumes from it is.
@@ -87,7 +92,8 @@ void compile_stages(Plan& plan) {
     }
   }
   plan.temp_offset = scratch;
-  plan.scratch_bytes = scratch + temp;
+  plan.scratch_bytes = plus(scratch, temp);
+  limit_memory(plan.scratch_bytes, p.inputs, p.outputs, "temporary memory of a thread");
 }
 
 int64_t busiest(const Plan& plan) {
@@ -130,6 +136,18 @@ double estimate(const Plan& plan) {
 }
 
 }  // namespace
+
+void limit_memory(size_t bytes, const std::vector<Array>& operands, const std::vector<Array>& results, const char* what) {
+  constexpr size_t kMost = size_t{1} << 40, kFree = size_t{1} << 30, kTimes = 256;
+  size_t arrays = 0;
+  for (const auto* list : {&operands, &results})
+    for (const Array& a : *list) arrays = plus(arrays, times(static_cast<size_t>(a.elements), item_size(a.dtype)));
+  size_t most = std::min(kMost, plus(kFree, times(arrays, kTimes)));
+  if (bytes <= most) return;
+  std::string need = bytes == kTooLarge ? "more than 2**64" : std::to_string(bytes);
+  throw ProgramError("kitsune program: the " + std::string(what) + " would take " + need + " bytes, more than " +
+                     std::to_string(most) + ", which is the most for a call with " + std::to_string(arrays) + " bytes of arrays");
+}
 
 Address::Address(const Ref& ref, int64_t row_stride) : space(ref.space), index(static_cast<int32_t>(ref.index)) {
   int64_t item = static_cast<int64_t>(item_size(ref.dtype));
@@ -179,6 +197,10 @@ Executable::Executable(Program program, const KernelTable& table) {
 Executable::~Executable() = default;
 
 double Executable::estimated_ns() const { return plan_->estimated_ns; }
+
+size_t Executable::memory_bytes() const {
+  return plus(plus(plan_->prep_bytes, plan_->ring_bytes), plus(plan_->lanes_bytes, plan_->scratch_bytes));
+}
 
 const Program& Executable::program() const { return plan_->program; }
 

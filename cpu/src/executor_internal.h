@@ -5,13 +5,14 @@
 #include <string>
 #include <vector>
 
+#include "checked.h"
 #include "kitsune_cpu/executor.h"
 #include "nest.h"
 
 namespace kitsune::cpu {
 
 constexpr size_t kAlign = 64;
-inline size_t align_up(size_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
+inline size_t align_up(size_t n) { return rounded_up(n, kAlign); }
 
 // What a step sees: one stage on one tile, in one worker.
 struct Context {
@@ -68,13 +69,12 @@ struct PrepPlan {
   Panel panel = Panel::kF32;
   int64_t K = 0, N = 0, batch = 1;
   size_t batch_bytes = 0;
-  int64_t panels = 0;
-  int64_t panels_per_task = 1;
+  int64_t panels = 0;                                 // of one batch
   std::vector<int64_t> k_offset, n_offset, b_offset;  // elements
 };
 
 struct PrepTask {
-  int64_t prep, batch, begin, end;  // panels [begin, end) of a weight; rows of the outermost loop of a dense operand
+  int64_t prep, begin, end;  // panels [begin, end) of a weight, batch after batch; rows of the outermost loop of a dense operand
 };
 
 struct StagePlan {
@@ -102,13 +102,17 @@ struct Executable::Plan {
   std::vector<SinkPlan> sinks;
   std::vector<size_t> ring_offset;  // in the call's ring memory
   std::vector<size_t> entry_stride;
-  size_t ring_bytes = 0, prep_bytes = 0;
+  size_t ring_bytes = 0, prep_bytes = 0, lanes_bytes = 0;
   size_t scratch_bytes = 0;  // of a worker: the stage's scratch, then the steps' temporary memory
   size_t temp_offset = 0;
   int64_t units = 1;  // most workers that could be busy at once
   double estimated_ns = 0;
 };
 using Plan = Executable::Plan;
+
+// Throws ProgramError if `bytes` of what a call allocates are out of proportion to its arrays: a program of a few words, whoever
+// wrote it, cannot ask for all of the machine's memory.
+void limit_memory(size_t bytes, const std::vector<Array>& operands, const std::vector<Array>& results, const char* what);
 
 // One factory per instruction; `where` opens the message of a ProgramError.
 struct Compile {
@@ -168,7 +172,8 @@ void combine(Reduction how, DType acc, int64_t n, void* into, const void* from);
 // Prepared operands (executor_prepare.cc).
 void plan_preps(Plan& plan);
 void run_prep_task(const Plan& plan, const PrepTask& task, char* const* ins, char* prepared, char* temp);
-constexpr int64_t kPrepChunk = 1024;  // elements a dense operand is converted by
+constexpr int64_t kMostPrepTasks = 4096;  // for one operand
+constexpr int64_t kPrepChunk = 1024;      // elements a dense operand is converted by
 constexpr size_t kPrepTempBytes = 2 * kPrepChunk * 8;
 
 }  // namespace kitsune::cpu

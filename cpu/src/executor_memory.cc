@@ -1,6 +1,6 @@
 #include "executor_memory.h"
 
-#include <cstdlib>
+#include <cstdio>
 #include <mutex>
 #include <new>
 #include <utility>
@@ -10,15 +10,22 @@
 #include <sys/mman.h>
 #endif
 
+#include "checked.h"
+
 namespace kitsune::cpu {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kLine = 64;
-constexpr size_t kKeptBlocks = 64;
+constexpr size_t kHugeFrom = kHugePage / 4;
+// Under a sanitizer every block is as long as was asked for and nothing is kept, so that it sees each access beyond the end.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kExact = true;
+#else
+constexpr bool kExact = false;
+#endif
+constexpr size_t kKeptBlocks = kExact ? 0 : 64;
 constexpr size_t kKeptScratch = size_t{64} << 20;
-
-size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 struct Cache {
   std::mutex mutex;
@@ -32,14 +39,33 @@ Cache& cache() {
   return *c;
 }
 
+std::align_val_t alignment(size_t bytes) { return std::align_val_t{bytes >= kHugeFrom ? kHugePage : kLine}; }
+
 }  // namespace
 
-Block::Block(size_t bytes) {
+void free_cached_blocks() {
+  std::vector<Block> freed;
+  Cache& c = cache();
+  std::lock_guard<std::mutex> lock(c.mutex);
+  freed.swap(c.blocks);
+  c.bytes = 0;
+}
+
+OutOfMemory::OutOfMemory(size_t bytes, const char* what) noexcept {
+  std::snprintf(text_, sizeof text_, "there is no memory for %zu bytes of %s", bytes, what);
+}
+
+Block::Block(size_t bytes, const char* what) {
   // A worker's scratch of 1 MB in 4 KiB pages lies in the second-level cache as the pages fall, and evicts itself.
-  bool huge = bytes >= kHugePage / 4;
-  bytes_ = round_up(bytes == 0 ? 1 : bytes, huge ? kHugePage : kLine);
-  data_ = static_cast<char*>(std::aligned_alloc(huge ? kHugePage : kLine, bytes_));
-  if (data_ == nullptr) throw std::bad_alloc();
+  bool huge = bytes >= kHugeFrom;
+  size_t rounded = bytes == 0 ? 1 : kExact ? bytes : rounded_up(bytes, huge ? kHugePage : kLine);
+  data_ = static_cast<char*>(::operator new(rounded, alignment(rounded), std::nothrow));
+  if (data_ == nullptr) {
+    free_cached_blocks();
+    data_ = static_cast<char*>(::operator new(rounded, alignment(rounded), std::nothrow));
+  }
+  if (data_ == nullptr) throw OutOfMemory(bytes, what);
+  bytes_ = rounded;
 #if defined(__linux__)
   if (huge) madvise(data_, bytes_, MADV_HUGEPAGE);
 #endif
@@ -51,9 +77,11 @@ Block& Block::operator=(Block&& other) noexcept {
   return *this;
 }
 
-Block::~Block() { std::free(data_); }
+Block::~Block() {
+  if (data_ != nullptr) ::operator delete(data_, alignment(bytes_));
+}
 
-CachedBlock::CachedBlock(size_t bytes) {
+CachedBlock::CachedBlock(size_t bytes, const char* what) {
   if (bytes == 0) return;
   {
     Cache& c = cache();
@@ -70,7 +98,7 @@ CachedBlock::CachedBlock(size_t bytes) {
       return;
     }
   }
-  block_ = Block(bytes);
+  block_ = Block(bytes, what);
 }
 
 CachedBlock& CachedBlock::operator=(CachedBlock&& other) noexcept {
@@ -94,9 +122,9 @@ CachedBlock::~CachedBlock() {
 char* thread_scratch(size_t bytes) {
   static thread_local Block block;
   bool oversized = block.bytes() > kKeptScratch && bytes < kKeptScratch / 4;
-  if (block.bytes() < bytes || oversized) {
+  if (block.bytes() < bytes || oversized || (kExact && block.bytes() != bytes)) {
     block = Block();  // first free, then allocate
-    block = Block(bytes);
+    block = Block(bytes, "a thread's temporary memory");
   }
   return block.data();
 }

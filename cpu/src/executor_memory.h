@@ -3,14 +3,26 @@
 #pragma once
 
 #include <cstddef>
+#include <new>
 
 namespace kitsune::cpu {
 
-// An aligned block: 64 bytes, or 2 MiB with huge pages advised when it is that large. Throws std::bad_alloc.
+// What a failed allocation was: how many bytes, and for what. The text is made without allocating.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  OutOfMemory(size_t bytes, const char* what) noexcept;
+  const char* what() const noexcept override { return text_; }
+
+ private:
+  char text_[160];
+};
+
+// An aligned block: 64 bytes, or 2 MiB with huge pages advised when it is that large. `what` it is for, in words, is told by the
+// OutOfMemory that it throws.
 class Block {
  public:
   Block() = default;
-  explicit Block(size_t bytes);
+  Block(size_t bytes, const char* what);
   Block(Block&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr, other.bytes_ = 0; }
   Block& operator=(Block&& other) noexcept;
   ~Block();
@@ -22,12 +34,13 @@ class Block {
   size_t bytes_ = 0;
 };
 
-// A block lent by the process-wide cache and returned to it on destruction. The cache keeps at most kCacheBytes and frees the rest.
+// A block lent by the process-wide cache and returned to it on destruction. The cache keeps at most kCacheBytes and frees the rest;
+// when memory runs out it frees all of them.
 class CachedBlock {
  public:
   static constexpr size_t kCacheBytes = size_t{256} << 20;
   CachedBlock() = default;
-  explicit CachedBlock(size_t bytes);
+  CachedBlock(size_t bytes, const char* what);
   CachedBlock(CachedBlock&&) = default;
   CachedBlock& operator=(CachedBlock&& other) noexcept;
   ~CachedBlock();
@@ -36,6 +49,9 @@ class CachedBlock {
  private:
   Block block_;
 };
+
+// Frees what the cache keeps.
+void free_cached_blocks();
 
 // At least `bytes` of the calling thread's own memory, 64-byte aligned; valid until the thread asks for more, kept between calls.
 char* thread_scratch(size_t bytes);

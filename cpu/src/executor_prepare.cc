@@ -32,6 +32,12 @@ bool only_bfloat16_rows(const Program& p, int64_t prep) {
   return true;
 }
 
+// Cuts an operand of `units` pieces into tasks that are worth a thread's while, and not too many.
+void add_tasks(Plan& plan, int64_t index, int64_t units, int64_t unit_bytes) {
+  int64_t step = std::max({int64_t{1}, kTaskBytes / std::max<int64_t>(1, unit_bytes), (units - 1) / kMostPrepTasks + 1});
+  for (int64_t begin = 0; begin < units; begin += step) plan.prep_tasks.push_back({index, begin, std::min(units, begin + step)});
+}
+
 void plan_weight(Plan& plan, int64_t index) {
   const Prep& x = plan.program.preps[index];
   PrepPlan& w = plan.preps[index];
@@ -44,13 +50,10 @@ void plan_weight(Plan& plan, int64_t index) {
   w.n_offset = offsets(x.n_extents, x.n_strides);
   w.b_offset = offsets(x.b_extents, x.b_strides);
   w.batch_bytes = align_up(plan.table->packed_bytes(w.panel, w.K, w.N));
-  w.bytes = w.batch_bytes * static_cast<size_t>(w.batch);
+  w.bytes = times(w.batch_bytes, static_cast<size_t>(w.batch));
   w.panels = plan.table->panel_count(w.panel, w.N);
   int64_t panel_bytes = std::max<int64_t>(1, static_cast<int64_t>(w.batch_bytes) / std::max<int64_t>(1, w.panels));
-  w.panels_per_task = std::max<int64_t>(1, kTaskBytes / panel_bytes);
-  for (int64_t b = 0; b < w.batch; ++b)
-    for (int64_t begin = 0; begin < w.panels; begin += w.panels_per_task)
-      plan.prep_tasks.push_back({index, b, begin, std::min(w.panels, begin + w.panels_per_task)});
+  add_tasks(plan, index, w.batch * w.panels, panel_bytes);
 }
 
 void plan_dense(Plan& plan, int64_t index) {
@@ -63,8 +66,7 @@ void plan_dense(Plan& plan, int64_t index) {
   Loader(*plan.table, compute_type(x.dtype), x.source.dtype, where);
   Storer(*plan.table, x.dtype, compute_type(x.dtype), where);
   int64_t outer = x.n_extents.empty() ? 1 : x.n_extents[0];
-  int64_t step = std::max<int64_t>(1, kTaskBytes / std::max<int64_t>(1, n / outer * item));
-  for (int64_t begin = 0; begin < outer; begin += step) plan.prep_tasks.push_back({index, 0, begin, std::min(outer, begin + step)});
+  add_tasks(plan, index, outer, n / outer * item);
 }
 
 void run_dense(const Plan& plan, const PrepTask& t, const char* source, char* out, char* temp) {
@@ -115,8 +117,9 @@ void plan_preps(Plan& plan) {
     else
       plan_dense(plan, static_cast<int64_t>(i));
     plan.preps[i].offset = plan.prep_bytes;
-    plan.prep_bytes += plan.preps[i].bytes;
+    plan.prep_bytes = plus(plan.prep_bytes, plan.preps[i].bytes);
   }
+  limit_memory(plan.prep_bytes, plan.program.inputs, plan.program.outputs, "packed weights");
 }
 
 void run_prep_task(const Plan& plan, const PrepTask& t, char* const* ins, char* prepared, char* temp) {
@@ -126,8 +129,12 @@ void run_prep_task(const Plan& plan, const PrepTask& t, char* const* ins, char* 
   const char* source = ins[x.source.index] + x.source.offset * item;
   char* out = prepared + w.offset;
   if (x.kind == PrepKind::kDense) return run_dense(plan, t, source, out, temp);
-  PackSource pack{source + w.b_offset[t.batch] * item, x.source.dtype, w.K, w.N, w.k_offset.data(), w.n_offset.data()};
-  plan.table->pack(w.panel, pack, t.begin, t.end, out + static_cast<size_t>(t.batch) * w.batch_bytes);
+  for (int64_t at = t.begin; at < t.end;) {
+    int64_t batch = at / w.panels, first = at % w.panels, last = std::min(w.panels, first + t.end - at);
+    PackSource pack{source + w.b_offset[batch] * item, x.source.dtype, w.K, w.N, w.k_offset.data(), w.n_offset.data()};
+    plan.table->pack(w.panel, pack, first, last, out + static_cast<size_t>(batch) * w.batch_bytes);
+    at += last - first;
+  }
 }
 
 }  // namespace kitsune::cpu

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdio>
+#include <cstring>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -23,6 +25,7 @@ namespace {
 
 constexpr int kSpins = 256;              // about 5 us before a worker sleeps
 constexpr int64_t kCombineChunk = 1024;  // elements of a sink combined by one job
+constexpr size_t kErrorBytes = 512;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -30,6 +33,25 @@ inline void pause() {
 #else
   std::this_thread::yield();
 #endif
+}
+
+// The bytes of `text` that are shown: the whole, or what ends with a character of UTF-8 before `most`.
+int shown(const char* text, int most) noexcept {
+  int n = static_cast<int>(strnlen(text, static_cast<size_t>(most) + 1));
+  if (n <= most) return n;
+  for (n = most; n > 0 && (static_cast<unsigned char>(text[n]) & 0xC0) == 0x80;) --n;
+  return n;
+}
+
+// Why a call of the program `name` failed and how to go on, into `out`; allocates nothing.
+void describe(const std::exception& why, const char* name, char* out, size_t bytes) noexcept {
+  constexpr int kMostName = 150;
+  const bool memory = dynamic_cast<const std::bad_alloc*>(&why) != nullptr,
+             sized = dynamic_cast<const OutOfMemory*>(&why) != nullptr;
+  const char* what = memory && !sized ? "there is no memory for its bookkeeping" : why.what();
+  std::snprintf(out, bytes, "kitsune: %s'%.*s': %.*s%s", memory ? "out of memory in " : "", shown(name, kMostName), name,
+                shown(what, 200), what,
+                memory ? "; set KITSUNE_DISABLE=1 to run without pipelines, which need memory beside their arrays" : "");
 }
 
 struct Round {
@@ -53,7 +75,7 @@ class Call {
  public:
   Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers);
   void work();
-  const std::string& error() const { return error_; }
+  const char* error() const { return error_; }
 
  private:
   // Under the mutex.
@@ -61,7 +83,7 @@ class Call {
   void finish_job(const Job& job);
   void begin_round();
   void wait(std::unique_lock<std::mutex>& lock);
-  void fail(const std::string& why);
+  void fail(const std::exception& why) noexcept;
   // Without it.
   void execute(const Job& job);
   void run_tile(Context& c, int64_t stage, int64_t tile, int64_t lane, bool first_of_lane) const;
@@ -87,7 +109,7 @@ class Call {
   int64_t next_ = 0, done_ = 0, running_ = 0, idle_ = 0;
   std::optional<Pipeline> pipeline_;
   bool finished_ = false, failed_ = false;
-  std::string error_;
+  char error_[kErrorBytes] = "";  // "" or what went wrong: there may be no memory for a string
 };
 
 Call::Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers)
@@ -155,8 +177,8 @@ void Call::finish_job(const Job& job) {
     ++round_;
     try {
       begin_round();
-    } catch (const std::bad_alloc&) {
-      fail("kitsune: out of memory in '" + plan_.program.name + "'");
+    } catch (const std::exception& e) {
+      fail(e);
     }
   }
   if (failed_ && running_ == 0) finished_ = true;
@@ -167,8 +189,8 @@ void Call::finish_job(const Job& job) {
     wake_.notify_one();
 }
 
-void Call::fail(const std::string& why) {
-  if (!failed_) error_ = why;
+void Call::fail(const std::exception& why) noexcept {
+  if (!failed_) describe(why, plan_.program.name.c_str(), error_, sizeof error_);
   failed_ = true;
 }
 
@@ -194,12 +216,9 @@ void Call::work() {
         execute(job);
         lock.lock();
       }
-    } catch (const std::bad_alloc&) {
-      if (!lock.owns_lock()) lock.lock();
-      fail("kitsune: out of memory in '" + plan_.program.name + "'");
     } catch (const std::exception& e) {
       if (!lock.owns_lock()) lock.lock();
-      fail(e.what());
+      fail(e);
     }
     if (taken)
       finish_job(job);
@@ -273,13 +292,21 @@ void Call::combine_lanes(const CombineJob& job, char* temp) const {
 
 }  // namespace
 
+std::string error_text(const std::exception& why, const char* name) noexcept {
+  char text[kErrorBytes];
+  describe(why, name, text, sizeof text);
+  try {
+    return text;
+  } catch (const std::bad_alloc&) {
+    return "out of memory";  // short enough to need none
+  }
+}
+
 std::string Executable::run(const void* const* ins, void* const* outs, Pool& pool) const {
   try {
     const Plan& plan = *plan_;
-    size_t lane_bytes = 0;
-    for (const PhasePlan& phase : plan.phases)
-      lane_bytes = std::max(lane_bytes, phase.lane_bytes * static_cast<size_t>(phase.lanes));
-    CachedBlock prepared(plan.prep_bytes), rings(plan.ring_bytes), lanes(lane_bytes);
+    CachedBlock prepared(plan.prep_bytes, "packed weights"), rings(plan.ring_bytes, "queues");
+    CachedBlock lanes(plan.lanes_bytes, "partial sums");
     std::vector<char*> in, out;
     for (size_t i = 0; i < plan.program.inputs.size(); ++i) in.push_back(const_cast<char*>(static_cast<const char*>(ins[i])));
     for (size_t i = 0; i < plan.program.outputs.size(); ++i) out.push_back(static_cast<char*>(outs[i]));
@@ -291,10 +318,8 @@ std::string Executable::run(const void* const* ins, void* const* outs, Pool& poo
     }
     call->work();
     return call->error();
-  } catch (const std::bad_alloc&) {
-    return "kitsune: out of memory in '" + plan_->program.name + "'";
   } catch (const std::exception& e) {
-    return std::string("kitsune: ") + e.what();
+    return error_text(e, plan_->program.name.c_str());
   }
 }
 

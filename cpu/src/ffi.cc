@@ -47,13 +47,22 @@ class XlaPool final : public Pool {
   int64_t threads_;
 };
 
+// The error of an exception. There may be no memory for its text: the last one is short enough to need none.
+ffi::Error error_of(const std::exception& e, ffi::ErrorCode code) noexcept {
+  try {
+    if (dynamic_cast<const std::bad_alloc*>(&e) == nullptr) return ffi::Error(code, e.what());
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      std::string("kitsune: out of memory: ") + e.what() + "; set KITSUNE_DISABLE=1 to run without pipelines");
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory");
+  }
+}
+
 ffi::ErrorOr<std::unique_ptr<State>> instantiate(ffi::Span<const int64_t> words) {
   try {
     return std::make_unique<State>(words.begin(), words.size());
-  } catch (const std::bad_alloc&) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kResourceExhausted, "kitsune program: out of memory while compiling it"));
   } catch (const std::exception& e) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(e.what()));
+    return ffi::Unexpected(error_of(e, ffi::ErrorCode::kInvalidArgument));
   }
 }
 
@@ -74,10 +83,12 @@ std::string check_buffer(const char* role, size_t i, const Array& want, ffi::Any
 
 ffi::Error execute(ffi::ThreadPool pool, State* state, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   const Phased& p = state->program;
-  if (args.size() != p.operands().size() || rets.size() != p.results().size())
+  // The last result is a byte that nobody writes or reads: it keeps XLA from making the call the root of a loop's body.
+  const size_t results = p.results().size();
+  if (args.size() != p.operands().size() || rets.size() != results + 1)
     return ffi::Error::InvalidArgument("kitsune_cpu: the call has " + std::to_string(args.size()) + " operands and " +
                                        std::to_string(rets.size()) + " results, but the program '" + p.name() + "' wants " +
-                                       std::to_string(p.operands().size()) + " and " + std::to_string(p.results().size()));
+                                       std::to_string(p.operands().size()) + " and " + std::to_string(results + 1));
   std::vector<const void*> ins;
   std::vector<void*> outs;
   for (size_t i = 0; i < args.size(); ++i) {
@@ -86,7 +97,7 @@ ffi::Error execute(ffi::ThreadPool pool, State* state, ffi::RemainingArgs args, 
     if (std::string e = check_buffer("operand", i, p.operands()[i], *buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
     ins.push_back(buffer->untyped_data());
   }
-  for (size_t i = 0; i < rets.size(); ++i) {
+  for (size_t i = 0; i < results; ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (buffer.has_error()) return buffer.error();
     if (std::string e = check_buffer("result", i, p.results()[i], **buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
@@ -119,7 +130,7 @@ XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
                                      try {
                                        return execute(pool, state, args, rets);
                                      } catch (const std::exception& e) {
-                                       return ffi::Error(ffi::ErrorCode::kResourceExhausted, e.what());
+                                       return error_of(e, ffi::ErrorCode::kInternal);
                                      }
                                    })
                                    .release();

@@ -1,5 +1,6 @@
 #include "kitsune_cpu/phased.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "executor_internal.h"
@@ -9,7 +10,6 @@
 namespace kitsune::cpu {
 namespace {
 
-constexpr size_t kMostInnerBytes = size_t{1} << 40;
 constexpr int64_t kMostPhases = int64_t{1} << 20;
 constexpr int64_t kBefore = -1;  // the phase of operands
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
@@ -40,9 +40,9 @@ class Phased::Parser {
     p_.results_.assign(begin + operands, begin + operands + results);
     for (auto a = begin + operands + results; a != arrays_.end(); ++a) {
       p_.inner_offset_.push_back(p_.inner_bytes_);
-      p_.inner_bytes_ += align_up(static_cast<size_t>(a->elements) * item_size(a->dtype));
-      if (p_.inner_bytes_ > kMostInnerBytes) reject("its inner arrays take more than 2**40 bytes");
+      p_.inner_bytes_ = plus(p_.inner_bytes_, align_up(times(static_cast<size_t>(a->elements), item_size(a->dtype))));
     }
+    limit_memory(p_.inner_bytes_, p_.operands_, p_.results_, "arrays between phases");
   }
 
  private:
@@ -109,8 +109,29 @@ Phased::Phased(const int64_t* words, size_t count, const KernelTable& table) {
 
 Phased::~Phased() = default;
 
+size_t Phased::memory_bytes() const {
+  size_t most = 0;
+  for (const Part& part : parts_) most = std::max(most, part.executable->memory_bytes());
+  return plus(inner_bytes_, most);
+}
+
+double Phased::estimated_ns() const {
+  double ns = 0;
+  for (const Part& part : parts_) ns += part.executable->estimated_ns();
+  return ns;
+}
+
+int64_t Phased::tiles() const {
+  int64_t n = 0;
+  for (const Part& part : parts_) {
+    const Program& p = part.executable->program();
+    n = std::min(kMaxCount, n + p.tiles * static_cast<int64_t>(p.stages.size()));
+  }
+  return n;
+}
+
 struct Phased::Arrays::Inner {
-  explicit Inner(size_t bytes) : block(bytes) {}
+  explicit Inner(size_t bytes) : block(bytes, "arrays between phases") {}
   CachedBlock block;
 };
 

@@ -189,6 +189,25 @@ uint32_t crc32(const int64_t* words, size_t count) {
   return c ^ 0xFFFFFFFFu;
 }
 
+// Well-formed as the Unicode Standard has it (table 3-7): no overlong forms, no surrogates, nothing above U+10FFFF.
+bool is_utf8(const std::string& text) {
+  for (size_t i = 0; i < text.size();) {
+    auto byte = [&](size_t k) { return i + k < text.size() ? static_cast<unsigned char>(text[i + k]) : 0u; };
+    unsigned lead = byte(0);
+    size_t more = lead < 0x80                   ? 0
+                  : lead >= 0xC2 && lead < 0xE0 ? 1
+                  : (lead & 0xF0) == 0xE0       ? 2
+                  : lead >= 0xF0 && lead < 0xF5 ? 3
+                                                : 4;
+    if (more == 4) return false;
+    unsigned low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80, high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
+    for (size_t k = 1; k <= more; ++k, low = 0x80, high = 0xBF)
+      if (byte(k) < low || byte(k) > high) return false;
+    i += more + 1;
+  }
+  return true;
+}
+
 Reader open_words(const int64_t* words, size_t count, int64_t magic) {
   if (words == nullptr || count < kHeaderWords)
     throw ProgramError("kitsune program: " + std::to_string(count) +
@@ -209,7 +228,7 @@ Reader open_words(const int64_t* words, size_t count, int64_t magic) {
 Array read_array(Reader& r) {
   Array x;
   x.dtype = r.dtype("Array.dtype");
-  x.elements = r.word("Array.elements");
+  x.elements = r.in_range("Array.elements", 0, kMaxCount);
   return x;
 }
 

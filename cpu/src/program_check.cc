@@ -13,7 +13,6 @@ namespace kitsune::cpu {
 namespace {
 
 __extension__ typedef __int128 Wide;
-constexpr int64_t kMaxCount = int64_t{1} << 48;  // elements, bytes, rows, |strides| and |offsets|
 
 std::string str(int64_t v) { return std::to_string(v); }
 
@@ -123,6 +122,11 @@ struct Checker {
     std::vector<int64_t> all_extents{(global ? p.rows : tile_rows) * row_multiple}, all_strides{x.row_stride};
     all_extents.insert(all_extents.end(), extents.begin(), extents.end());
     all_strides.insert(all_strides.end(), x.strides.begin(), x.strides.end());
+    Wide walked = 1;  // each factor is at most kMaxCount, and so is what precedes it
+    for (int64_t e : all_extents)
+      if ((walked *= e) > kMaxCount) reject(where, what + " is walked over more than 2**48 elements, rows included");
+    if (write && x.ref.space == Space::kOut && x.row_stride == 0 && all_extents[0] > 1)
+      reject(where, what + " writes every row to the same place");
     reach(what, x.ref, all_extents, all_strides, write ? "writes" : "reads");
   }
 
@@ -140,6 +144,8 @@ struct Checker {
     std::vector<int64_t> extents = p.axes, strides = x.axis_strides;
     extents.insert(extents.end(), x.extents.begin(), x.extents.end());
     strides.insert(strides.end(), x.array_strides.begin(), x.array_strides.end());
+    for (size_t j = 0; j < p.axes.size(); ++j)
+      if (!gather && x.axis_strides[j] == 0 && p.axes[j] > 1) reject(where, "array writes every row of an axis to the same place");
     reach("array", x.array, extents, strides, gather ? "reads" : "writes");
     operand("tile", x.tile, x.extents, gather);
   }
@@ -316,6 +322,7 @@ struct Checker {
   }
 
   void preps() {
+    Wide indices = 0;
     for (size_t i = 0; i < p.preps.size(); ++i) {
       const Prep& x = p.preps[i];
       where = "kitsune program: prepared operand " + str(i);
@@ -335,8 +342,8 @@ struct Checker {
       if (x.kind != PrepKind::kWeight) continue;
       DType s = x.source.dtype, t = x.dtype;
       bool widens = t == DType::kF64 || (t == DType::kF32 && s != DType::kF64);
-      if (std::max(product(x.k_extents), product(x.n_extents)) > (int64_t{1} << 26))
-        reject(where, "a side of the weight is longer than 2**26");
+      indices += Wide{product(x.b_extents)} + product(x.k_extents) + product(x.n_extents);
+      if (indices > kMaxWeightIndices) reject(where, "the sides of the weights so far have more than 2**24 indices together");
       if (!is_float(s) || !is_float(t) || !(s == t || widens))
         reject(where, std::string("a weight of ") + dtype_name(s) + " cannot be prepared as " + dtype_name(t));
     }
@@ -366,7 +373,10 @@ struct Checker {
 
   void queues() {
     int64_t stages = static_cast<int64_t>(p.stages.size());
+    if (Wide{p.tiles} * stages > kMaxCount)
+      reject("kitsune program", "there are more than 2**48 tiles, those of every stage counted");
     std::vector<std::vector<int64_t>> next(stages);
+    std::vector<int64_t> read_by(stages, -1);  // the last queue that lists a stage
     for (size_t i = 0; i < p.queues.size(); ++i) {
       const Ring& q = p.queues[i];
       where = "kitsune program: queue " + str(i);
@@ -375,11 +385,10 @@ struct Checker {
       bound("entry_bytes", q.entry_bytes, 1, int64_t{1} << 40);
       if (Wide{q.depth} * q.entry_bytes > (Wide{1} << 44)) reject(where, "takes more than 2**44 bytes");
       if (q.consumers.empty()) reject(where, "has no consumer");
-      for (size_t c = 0; c < q.consumers.size(); ++c) {
-        int64_t s = q.consumers[c];
+      for (int64_t s : q.consumers) {
         bound("consumer", s, 0, stages - 1);
-        if (std::find(q.consumers.begin(), q.consumers.begin() + c, s) != q.consumers.begin() + c)
-          reject(where, "lists consumer " + str(s) + " twice");
+        if (read_by[s] == static_cast<int64_t>(i)) reject(where, "lists consumer " + str(s) + " twice");
+        read_by[s] = static_cast<int64_t>(i);
         if (p.stages[s].phase != p.stages[q.producer].phase)
           reject(where, "joins stage " + str(q.producer) + " and stage " + str(s) + ", which are in different phases");
         next[q.producer].push_back(s);

@@ -4,6 +4,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "arithmetic.h"
 #include "executor_internal.h"
 
 namespace kitsune::cpu {
@@ -44,13 +45,6 @@ T wrap_mul(T a, T b) {
     return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
   else
     return a * b;
-}
-
-template <class T, class Better>
-T pick(T a, T b, Better better) {
-  if (a != a) return a;
-  if (b != b) return b;
-  return better(b, a) ? b : a;
 }
 
 template <class T>
@@ -280,8 +274,8 @@ void combine(Reduction how, DType acc, int64_t n, void* into, const void* from) 
     switch (how) {
       case Reduction::kSum: return each([](T x, T y) { return wrap_add(x, y); });
       case Reduction::kProd: return each([](T x, T y) { return wrap_mul(x, y); });
-      case Reduction::kMax: return each([](T x, T y) { return pick(x, y, [](T p, T q) { return p > q; }); });
-      case Reduction::kMin: return each([](T x, T y) { return pick(x, y, [](T p, T q) { return p < q; }); });
+      case Reduction::kMax: return each([](T x, T y) { return extremum<true>(x, y); });
+      case Reduction::kMin: return each([](T x, T y) { return extremum<false>(x, y); });
       default:
         if constexpr (std::is_integral_v<T>) {
           if (how == Reduction::kAnd) return each([](T x, T y) { return static_cast<T>(x & y); });

@@ -5,6 +5,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "arithmetic.h"
 #include "executor_internal.h"
 
 namespace kitsune::cpu {
@@ -21,8 +22,8 @@ double log_add_exp(double a, double b) {
 
 template <class T>
 T step(Cumulative how, T a, T v) {
-  if (how == Cumulative::kMax) return a != a || a > v ? a : v;
-  if (how == Cumulative::kMin) return a != a || a < v ? a : v;
+  if (how == Cumulative::kMax) return extremum<true>(a, v);
+  if (how == Cumulative::kMin) return extremum<false>(a, v);
   if constexpr (std::is_integral_v<T>) {
     uint64_t x = static_cast<uint64_t>(a), y = static_cast<uint64_t>(v);
     return static_cast<T>(how == Cumulative::kSum ? x + y : x * y);
@@ -81,7 +82,8 @@ class ScanStep final : public Step {
         int64_t m = std::min(kChunk, n_ - i);
         load_(m, v, at[0] + i * stride_[0], stride_[0] / item_, c.temp + kChunk * 8);
         for (int64_t k = 0; k < m; ++k) {
-          carry = i + k == 0 ? static_cast<Carry>(v[k]) : step<Carry>(how_, carry, static_cast<Carry>(v[k]));
+          const T x = flushed(v[k]);  // the first element too, which no operation touches
+          carry = i + k == 0 ? static_cast<Carry>(x) : step<Carry>(how_, carry, static_cast<Carry>(x));
           v[k] = static_cast<T>(carry);
         }
         store_(m, at[1] + i * stride_[1], stride_[1] / item_, v, c.temp + kChunk * 8);

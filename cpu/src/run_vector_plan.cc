@@ -63,7 +63,7 @@ VectorStep::VectorStep(const Vector& x, const Compile& c) {
   plan_loops(x, c);
   for (size_t i = 0; i < ops_.size(); ++i) {
     if (ops_[i].place != Place::kConstant) continue;
-    constants_.emplace_back(static_cast<size_t>(chunk_) * item_size(ops_[i].type));
+    constants_.emplace_back(static_cast<size_t>(chunk_) * item_size(ops_[i].type), "constants");
     fill_constant(ops_[i].type, constants_.back().data(), chunk_, x.code[static_cast<size_t>(ops_[i].operand)].imm);
     initial_[i] = constants_.back().data();
   }

@@ -11,11 +11,15 @@
 
 namespace kitsune::cpu {
 
-// `threads` counts the caller: threads - 1 are started. The destructor runs what is still queued, then joins.
+// `threads` counts the caller: threads - 1 are started, or as many as the system has room for. The destructor runs what is still
+// queued, then joins.
 class ThreadPool final : public Pool {
  public:
   explicit ThreadPool(int64_t threads) : count_(threads) {
-    for (int64_t i = 1; i < threads; ++i) threads_.emplace_back([this] { loop(); });
+    try {
+      for (int64_t i = 1; i < threads; ++i) threads_.emplace_back([this] { loop(); });
+    } catch (const std::exception&) {  // no memory or no thread left: a call depends on its caller alone
+    }
   }
   ~ThreadPool() override {
     {

@@ -10,6 +10,10 @@
 
 namespace kitsune::cpu {
 
+constexpr size_t kMostNameBytes = size_t{1} << 16;
+
+bool is_utf8(const std::string& text);
+
 class Reader {
  public:
   Reader(const int64_t* words, size_t count) : words_(words), count_(count) {}
@@ -38,11 +42,15 @@ class Reader {
       fail(field, "a list of " + std::to_string(n) + " does not fit in the " + std::to_string(count_ - next_) + " words left");
     return static_cast<size_t>(n);
   }
+  // UTF-8, because names go into messages that Python decodes.
   std::string text(const char* field) {
     size_t n = length(field);
+    if (n > kMostNameBytes)
+      fail(field, "a name of " + std::to_string(n) + " bytes is longer than " + std::to_string(kMostNameBytes));
     std::string s;
     s.reserve(n);
     for (size_t i = 0; i < n; ++i) s.push_back(static_cast<char>(in_range(field, 0, 255)));
+    if (!is_utf8(s)) fail(field, "the name is not UTF-8");
     return s;
   }
   std::vector<int64_t> list(const char* field) {

@@ -1,4 +1,5 @@
 # Tests of the CPU library without Python: cpu-test, and cpu-tsan, cpu-asan under the sanitizers. Included by the top Makefile.
+# The fuzzer is part of cpu-test under the sanitizers, without which it sees little.
 # Each build lives in build/cpu/<kind>/; only the units of an instruction set are compiled with that set's flags.
 
 CPU_DIR := $(patsubst %/tests/cpu.mk,%,$(lastword $(MAKEFILE_LIST)))
@@ -32,10 +33,12 @@ $(foreach kind,release tsan asan,$(eval $(call CPU_KIND_RULES,$(kind))))
 -include $(wildcard $(CPU_BUILD)/*/*.d)
 .PRECIOUS: $(CPU_BUILD)/%.o
 
+CPU_ASAN := ASAN_OPTIONS=allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
+
 .PHONY: cpu-test cpu-tsan cpu-asan
-cpu-test: $(CPU_TESTS:%=$(CPU_BUILD)/release/%)
-	@set -e; for t in $^; do echo "== $$t"; $$t; done
+cpu-test: $(patsubst %,$(CPU_BUILD)/release/%,$(filter-out test_fuzz,$(CPU_TESTS))) $(CPU_BUILD)/asan/test_fuzz
+	@set -e; for t in $^; do echo "== $$t"; $(CPU_ASAN) $$t; done
 cpu-tsan: $(CPU_TESTS:%=$(CPU_BUILD)/tsan/%)
 	@set -e; for t in $^; do echo "== $$t"; TSAN_OPTIONS=halt_on_error=1 $$t; done
 cpu-asan: $(CPU_TESTS:%=$(CPU_BUILD)/asan/%)
-	@set -e; for t in $^; do echo "== $$t"; ASAN_OPTIONS=allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 $$t; done
+	@set -e; for t in $^; do echo "== $$t"; $(CPU_ASAN) $$t; done

@@ -1,6 +1,7 @@
 // Helpers of test_executor: building programs, random arrays, and the comparison of the executor with the reference.
 #pragma once
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -115,6 +116,13 @@ inline void compare(const char* name, const Program& source, double tolerance, u
   } catch (const std::exception& e) {
     CHECK(false, "%s: %s", name, e.what());
   }
+}
+
+inline void section(const char* name, void (*test)()) {
+  auto start = std::chrono::steady_clock::now();
+  test();
+  std::printf("  %-18s %6.2f s\n", name, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  std::fflush(stdout);
 }
 
 }  // namespace kitsune::cpu::test

@@ -5,6 +5,7 @@
 
 #include "kernels_bench.h"
 #include "kernels_check.h"
+#include "kernels_edge_test.h"
 #include "kernels_gemm_test.h"
 #include "kernels_math_test.h"
 #include "kernels_pointwise_test.h"
@@ -42,6 +43,7 @@ int main(int argc, char** argv) {
     test::test_elementary();
     test::test_special_functions();
     test::test_pointwise();
+    test::test_edges();
   }
   std::printf("%lld passed, %lld failed\n", static_cast<long long>(test::counts().passed),
               static_cast<long long>(test::counts().failed));

@@ -15,8 +15,11 @@ import jax
 import numpy as np
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.ops_spec import DTYPES, is_float
+from kitsune_jax.capture.ops_spec import DTYPES, is_float, name_of
+from kitsune_jax.capture.verify import verify_op
+from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
+from kitsune_jax.plain_text import printable
 
 Run = Callable[..., Sequence[Any]]
 
@@ -74,11 +77,44 @@ class Captured:
     """A function as a Graph, with the means to evaluate it.
 
     ``steps[i]`` evaluates ``graph.ops[i]``; ``avals[v]`` is JAX's abstract value of ``graph.values[v]`` (``None`` for literals).
+    ``failures``: the parts that are opaque, or were not rewritten, because of a bug of this package.
     """
 
     graph: Graph
     steps: tuple[Step, ...]
     avals: tuple[Any, ...]
+    failures: tuple[Failure, ...] = ()
+
+
+def pruned(captured: Captured) -> Captured:
+    """``captured`` without the ops that have no effect and whose results nothing reads, and without the values of none."""
+    graph = captured.graph
+    alive = set(graph.outputs)
+    kept = []
+    for i in reversed(range(len(graph.ops))):
+        if captured.steps[i].has_effects or not alive.isdisjoint(graph.ops[i].outputs):
+            kept.append(i)
+            alive.update(graph.ops[i].inputs)
+    kept.reverse()
+    alive |= set(graph.inputs) | {v for i in kept for v in graph.ops[i].outputs}
+    if len(alive) == len(graph.values) and len(kept) == len(graph.ops):
+        return captured
+    order = sorted(alive)
+    number = {v: k for k, v in enumerate(order)}
+
+    def renumber(ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple([number[v] for v in ids])
+
+    ops = tuple(
+        Op(op.kind, renumber(op.inputs), renumber(op.outputs), op.params, op.source, op.reason, op.label)
+        for op in (graph.ops[i] for i in kept)
+    )
+    return Captured(
+        Graph(tuple(graph.values[v] for v in order), renumber(graph.inputs), renumber(graph.outputs), ops),
+        tuple(captured.steps[i] for i in kept),
+        tuple(captured.avals[v] for v in order),
+        captured.failures,
+    )
 
 
 class Builder:
@@ -91,6 +127,7 @@ class Builder:
         self.steps: list[Step] = []
         self._makers: dict[int, Op] = {}
         self._literals: dict[tuple[str, str], int] = {}
+        self._checked = 0
 
     def value(self, aval: Any) -> int:
         """A new value."""
@@ -113,8 +150,8 @@ class Builder:
         """Append an op with results of ``avals``. Returns their value ids."""
         eqn = step.place.eqns[-1] if step.place.eqns else None
         outputs = [self.value(aval) for aval in avals]
-        label = eqn.primitive.name if eqn is not None else kind
-        op = Op(kind, tuple(inputs), tuple(outputs), make_params(**params), step.place.source, reason, label)
+        label = printable(_compat.called(eqn)) if eqn is not None else kind
+        op = Op(kind, tuple(inputs), tuple(outputs), make_params(**params), step.place.source, printable(reason), label)
         self.ops.append(op)
         self._makers.update(dict.fromkeys(outputs, op))
         self.steps.append(step)
@@ -124,28 +161,25 @@ class Builder:
         """The op that makes ``v``; None for an input or a literal."""
         return self._makers.get(v)
 
-    def finish(self, inputs: Sequence[int], outputs: Sequence[int]) -> Captured:
+    def cut(self, mark: int) -> None:
+        """Take away the ops from number ``mark`` on. Their values stay, and are dropped in the end since nothing makes them."""
+        del self.ops[mark:], self.steps[mark:]
+        self._checked = min(self._checked, mark)
+
+    def check(self, results: Sequence[int], avals: Sequence[Any]) -> None:
+        """Raise ``ValueError`` unless the ops since the last check are valid and ``results`` are what ``avals`` say."""
+        for op in self.ops[self._checked :]:
+            verify_op(op, self.values)
+        self._checked = len(self.ops)
+        wanted = [Value(tuple(getattr(a, "shape", ())), dtype_name(a)) for a in avals]
+        found = [self.values[v] for v in results]
+        if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in wanted]:
+            raise ValueError(f"the results are {', '.join(map(str, found))}, not {', '.join(map(str, wanted))}")
+
+    def finish(self, inputs: Sequence[int], outputs: Sequence[int], failures: Sequence[Failure] = ()) -> Captured:
         """The Graph without what nothing reads: inlined bodies leave dead ops behind that XLA would drop too."""
-        alive = set(outputs)
-        kept = []
-        for i in reversed(range(len(self.ops))):
-            if self.steps[i].has_effects or alive & set(self.ops[i].outputs):
-                kept.append(i)
-                alive |= set(self.ops[i].inputs)
-        kept.reverse()
-        alive |= set(inputs) | {v for i in kept for v in self.ops[i].outputs}
-        order = sorted(alive)
-        number = {v: k for k, v in enumerate(order)}
-
-        def renumber(ids: Sequence[int]) -> tuple[int, ...]:
-            return tuple(number[v] for v in ids)
-
-        ops = tuple(
-            dataclasses.replace(op, inputs=renumber(op.inputs), outputs=renumber(op.outputs)) for op in (self.ops[i] for i in kept)
-        )
-        graph = Graph(tuple(self.values[v] for v in order), renumber(inputs), renumber(outputs), ops)
-        graph.validate()
-        return Captured(graph, tuple(self.steps[i] for i in kept), tuple(self.avals[v] for v in order))
+        graph = Graph(tuple(self.values), tuple(inputs), tuple(outputs), tuple(self.ops))
+        return pruned(Captured(graph, tuple(self.steps), tuple(self.avals), tuple(failures)))
 
 
 def dtype_name(aval: Any) -> str:
@@ -153,12 +187,12 @@ def dtype_name(aval: Any) -> str:
     if type(aval).__name__ == "AbstractRef":
         return "ref"
     dtype = getattr(aval, "dtype", None)
-    return "token" if dtype is None else str(dtype)
+    return "token" if dtype is None else name_of(dtype)
 
 
 def is_array(aval: Any) -> bool:
     """Is this an ordinary array of a dtype that the op table knows?"""
-    return type(aval).__name__ == "ShapedArray" and str(aval.dtype) in DTYPES
+    return type(aval).__name__ == "ShapedArray" and name_of(aval.dtype) in DTYPES
 
 
 def scalar_of(x: Any) -> tuple[Scalar, str] | None:

@@ -14,9 +14,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, Place, is_array, scalar_of
 from kitsune_jax.capture.ops import OPS
-from kitsune_jax.capture.ops_spec import is_float, np_dtype
+from kitsune_jax.capture.ops_spec import is_float, name_of, np_dtype
 from kitsune_jax.capture.rules import RENAMED, RULES, pointwise
 from kitsune_jax.capture.translator import Translator
 
@@ -46,7 +47,7 @@ def canonicalise(builder: Builder, eqn: Any, ins: list[int], place: Place) -> li
         return f"{name}: communicates between devices"
     t = Translator(builder, eqn, ins, place)
     if name not in RULES and RENAMED.get(name, name) not in OPS:
-        return f"{name}: not an op the pipeline knows"
+        return f"{_compat.called(eqn)}: not an op the pipeline knows"
     why = _why_opaque(t)
     if why:
         return why
@@ -87,9 +88,9 @@ def _why_opaque(t: Translator) -> str:
         return f"{t.name}: asks for a result dtype of its own"
     kind = RENAMED.get(t.name, t.name)
     if kind in OPS and kind not in _SEVERAL_DTYPES and t.in_avals:
-        if len({str(a.dtype) for a in avals}) > 1:
+        if len({name_of(a.dtype) for a in avals}) > 1:
             return f"{t.name}: mixes dtypes"
-        if str(t.in_avals[0].dtype) not in OPS[kind].dtypes:
+        if name_of(t.in_avals[0].dtype) not in OPS[kind].dtypes:
             return f"{t.name}: is not defined on {t.in_avals[0].dtype}"
     return ""
 

@@ -211,7 +211,7 @@ def _is_computed(builder: Builder, v: int) -> bool:
 def _taken(t: Translator, p: _Pick, fill: bool) -> int:
     """A value of shape ``p.row_shape``."""
     dtype, axes = str(t.out.dtype), (p.along,)
-    index = _convert(t, _flat(t, p), "int32") if fill else _clamped(t, p)  # JAX takes an index to fill by modulo 2**32, too
+    index = t.convert(_flat(t, p), "int32") if fill else _clamped(t, p)  # JAX takes an index to fill by modulo 2**32, too
     hit = _hits(t, p, index)
     let_through = t.derived("select_n", [hit, _full(t, _least(dtype), dtype, p.shape), t.ins[0]], t.like(p.shape), lax.select_n)
     row = t.like(p.row_shape)
@@ -227,7 +227,7 @@ def _taken(t: Translator, p: _Pick, fill: bool) -> int:
 def _hits(t: Translator, p: _Pick, index: int) -> int:
     """Where the column's number is the row's index: bool of shape ``p.shape``."""
     dtype = "int64" if t.builder.values[index].dtype == "int64" else "int32"
-    wide = t.broadcast(_convert(t, index, dtype), p.shape, p.index_dims)
+    wide = t.broadcast(t.convert(index, dtype), p.shape, p.index_dims)
     counts, shape, along = t.like(p.shape, dtype), p.shape, p.along
     column = t.derived("iota", [], counts, lambda: lax.broadcasted_iota(dtype, shape, along), shape=shape, dimension=along)
     return t.derived("eq", [column, wide], t.like(p.shape, "bool"), lax.eq)
@@ -257,13 +257,6 @@ def _clamped(t: Translator, p: _Pick) -> int:
 
 def _cast(x: Any, dtype: str) -> Any:
     return lax.convert_element_type(x, dtype)
-
-
-def _convert(t: Translator, v: int, dtype: str) -> int:
-    if t.builder.values[v].dtype == dtype:
-        return v
-    like = t.like(t.shape_of(v), dtype)
-    return t.derived("convert_element_type", [v], like, lambda x: _cast(x, dtype), new_dtype=dtype)
 
 
 def _full(t: Translator, scalar: Scalar, dtype: str, shape: Sequence[int]) -> int:

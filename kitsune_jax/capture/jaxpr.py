@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.builder import Builder, Captured, Place, Step, scalar_of
+from kitsune_jax.capture.builder import Builder, Captured, Place, Step, dtype_name, scalar_of
 from kitsune_jax.capture.canonical import canonicalise
-from kitsune_jax.capture.relu import masks_of_results
-from kitsune_jax.capture.slices import fold_slices
+from kitsune_jax.capture.rewrites import rewritten
 from kitsune_jax.capture.translator import bind_in_place
-from kitsune_jax.capture.transposes import fold_transposes
+from kitsune_jax.fallbacks import Failure
 
 __all__ = ["Captured", "Step", "capture"]
 
@@ -58,7 +57,8 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None) -> Captured:
 
     Returns:
       ``Captured``; its graph's inputs and outputs are those of the jaxpr, in order. An op that nothing reads and that has no effect
-      is dropped.
+      is dropped. An equation, a loop's body or a rewrite that fails because of a bug in here costs only itself: the equation is
+      opaque, the body stays as it is, the rewrite is undone, and ``failures`` says so.
 
     Raises:
       ValueError: ``closed_jaxpr`` has constants.
@@ -74,16 +74,18 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None) -> Captured:
         raise ValueError(f"capture takes a jaxpr without constants, this one has {len(consts)}: hoist them into arguments")
     builder = Builder()
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
-    outputs = _Walk(builder, rewrite).jaxpr(jaxpr, (), inputs, Place(()))
-    fold_transposes(builder, outputs)
-    fold_slices(builder, outputs)
-    return masks_of_results(builder.finish(inputs, outputs))
+    walk = _Walk(builder, rewrite, [])
+    outputs = walk.jaxpr(jaxpr, (), inputs, Place(()))
+    captured = builder.finish(inputs, outputs, walk.failures)
+    captured.graph.validate()
+    return rewritten(captured)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
     builder: Builder
     rewrite: Rewrite | None
+    failures: list[Failure]
 
     def jaxpr(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], around: Place) -> list[int]:
         """Append ``jaxpr`` applied to values ``inputs``. Returns the value ids of its results."""
@@ -108,16 +110,35 @@ class _Walk:
         return self.builder.add("opaque", (), [aval], step, reason="a constant array")[0]
 
     def _equation(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
-        """Value ids of the equation's results."""
+        """Value ids of the equation's results, which are those of one opaque op where a rule fails."""
+        mark = len(self.builder.ops)
+        try:
+            outs = self._translated(eqn, ins, place)
+            self.builder.check(outs, [v.aval for v in eqn.outvars])
+            return outs
+        except Exception as e:
+            self.builder.cut(mark)
+            self._failed(e, eqn, place)
+            reason = f"{_compat.called(eqn)}: kitsune_jax failed on it, which is a bug of kitsune_jax ({type(e).__name__}: {e})"
+            return self._opaque(eqn, ins, place, reason)
+
+    def _failed(self, error: Exception, eqn: Any, place: Place, part: str = "") -> None:
+        line = place.source
+        self.failures.append(Failure.of(error, part + _compat.called(eqn) + (f" ({line})" if line else "")))
+
+    def _translated(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
         name = eqn.primitive.name
         if name in _BODY:
             reason = _why_not_inlined(eqn)
             return self._call(eqn, ins, place) if reason is None else self._opaque(eqn, ins, place, reason)
         effects = _effects(eqn)
         if effects:
-            return self._opaque(eqn, ins, place, effects, has_effects=True)
+            return self._opaque(eqn, ins, place, effects)
         if name in _LOOPS:
             return self._opaque(eqn, ins, place, _LOOPS[name])
+        expansion = _compat.expansion(eqn)
+        if expansion is not None:
+            return self.jaxpr(*_compat.open_parts(expansion), ins, place)
         outs = canonicalise(self.builder, eqn, ins, place)
         return self._opaque(eqn, ins, place, outs) if isinstance(outs, str) else outs
 
@@ -144,24 +165,42 @@ class _Walk:
         outs = iter(self.builder.add("opaque", behind, avals, Step(place, evaluate), reason=reason))
         return [next(outs) if m else v for v, m in zip(ins, marked, strict=True)]
 
-    def _opaque(self, eqn: Any, ins: list[int], place: Place, reason: str, has_effects: bool = False) -> list[int]:
-        params = self._rewritten(eqn)
-        step = Step(place, functools.partial(bind_in_place, eqn, place, params), has_effects or bool(_effects(eqn)))
+    def _opaque(self, eqn: Any, ins: list[int], place: Place, reason: str) -> list[int]:
+        params = self._rewritten(eqn, place)
+        step = Step(place, functools.partial(bind_in_place, eqn, place, params), bool(_effects(eqn)))
         return self.builder.add("opaque", ins, [v.aval for v in eqn.outvars], step, reason=reason)
 
-    def _rewritten(self, eqn: Any) -> dict[str, Any] | None:
-        """Parameters with rewritten bodies, or ``None`` where nothing changes."""
-        if self.rewrite is None or eqn.primitive.name not in _LOOPS:
+    def _rewritten(self, eqn: Any, place: Place) -> dict[str, Any] | None:
+        """Parameters with rewritten bodies, or ``None`` where nothing changes. A body that cannot be rewritten stays as it is."""
+        rewrite = self.rewrite
+        if rewrite is None or eqn.primitive.name not in _LOOPS:
             return None
-        return {k: self._rewrite_param(v) for k, v in eqn.params.items()}
 
-    def _rewrite_param(self, x: Any) -> Any:
-        assert self.rewrite is not None
-        if _compat.is_jaxpr(x):
-            return x if _compat.open_parts(x)[1] else self.rewrite(x)
-        if isinstance(x, tuple) and x and all(map(_compat.is_jaxpr, x)):
-            return tuple(map(self._rewrite_param, x))
-        return x
+        def body(jaxpr: Any) -> Any:
+            if _compat.open_parts(jaxpr)[1]:
+                return jaxpr
+            try:
+                new = rewrite(jaxpr)
+                if _types(new) != _types(jaxpr):
+                    raise ValueError(f"a body of type {_types(jaxpr)} was rewritten to one of type {_types(new)}")
+                return new
+            except Exception as e:
+                self._failed(e, eqn, place, "the body of ")
+                return jaxpr
+
+        def param(x: Any) -> Any:
+            if isinstance(x, tuple) and x and all(map(_compat.is_jaxpr, x)):
+                return tuple(map(body, x))
+            return body(x) if _compat.is_jaxpr(x) else x
+
+        return {k: param(v) for k, v in eqn.params.items()}
+
+
+def _types(jaxpr: Any) -> list[list[tuple[tuple[int, ...], str]]]:
+    return [
+        [(tuple(getattr(a, "shape", ())), dtype_name(a)) for a in avals]
+        for avals in (_compat.in_avals(jaxpr), _compat.out_avals(jaxpr))
+    ]
 
 
 def _effects(eqn: Any) -> str:
@@ -170,8 +209,8 @@ def _effects(eqn: Any) -> str:
     if not kinds:
         return ""
     if any(type(v.aval).__name__ == "AbstractRef" for v in eqn.invars):
-        return f"reads or writes a mutable array ({eqn.primitive.name})"
-    return f"has side effects ({eqn.primitive.name})"
+        return f"reads or writes a mutable array ({_compat.called(eqn)})"
+    return f"has side effects ({_compat.called(eqn)})"
 
 
 def _why_not_inlined(eqn: Any) -> str | None:

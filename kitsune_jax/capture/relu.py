@@ -24,6 +24,8 @@ def masks_of_results(captured: Captured) -> Captured:
         elif op.kind in ("gt", "lt") and (z := _against_zero(graph, op, (0,) if op.kind == "gt" else (1,))) in rectified:
             op = dataclasses.replace(op, inputs=tuple(rectified[v] if v == z else v for v in op.inputs))
         ops.append(op)
+    if tuple(ops) == graph.ops:
+        return captured
     return dataclasses.replace(captured, graph=dataclasses.replace(graph, ops=tuple(ops)))
 
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from jax import lax
 
-from kitsune_jax.capture import indexing
-from kitsune_jax.capture.ops_spec import FORMATS, is_float
+from kitsune_jax.capture import dots, indexing
+from kitsune_jax.capture.ops_spec import FORMATS
 from kitsune_jax.capture.ops_special import LOG2_E
 from kitsune_jax.capture.translator import Translator
 
 RENAMED = {"add_any": "add"}
 _COPIES = ("pvary",)  # identities that JAX's type system sees
-_MOST_PRECISE = ("DEFAULT", "HIGH", "HIGHEST")
 _MOST_PIECES = 64  # an unstack into more stays one op
 _UNROLLED_TERMS = 8  # polynomials of more terms are loops in JAX's lowering
 
@@ -227,38 +225,6 @@ def _integer_pow(t: Translator) -> list[int] | str:
     return t.original("integer_pow", y=int(t.params["y"]))
 
 
-def _dot_general(t: Translator) -> list[int] | str:
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = t.params["dimension_numbers"]
-    dtypes = [str(a.dtype) for a in (*t.in_avals, t.out)]
-    if "bool" in dtypes or len({is_float(d) for d in dtypes}) > 1:
-        return f"dot_general: multiplies {dtypes[0]} by {dtypes[1]} into {dtypes[2]}"
-    precision = _precision(t.params["precision"], dtypes)
-    if precision == "":
-        return f"dot_general: asks for {t.params['precision']}"
-    accumulate = dtypes[2] if not is_float(dtypes[2]) else "float64" if "float64" in dtypes else "float32"
-    return t.original(
-        "dot_general",
-        lhs_contract=lhs_contract,
-        rhs_contract=rhs_contract,
-        lhs_batch=lhs_batch,
-        rhs_batch=rhs_batch,
-        accumulate=accumulate,
-        precision=precision,
-    )
-
-
-def _precision(precision: Any, dtypes: Sequence[str]) -> str | None:
-    """The stronger of the operands' precisions by name, ``None`` where nothing is asked for, "" for what cannot be promised."""
-    if precision is None:
-        return None
-    sides = precision if isinstance(precision, tuple) else (precision,)
-    names = [str(getattr(p, "name", p)) for p in sides]
-    if all(n in _MOST_PRECISE for n in names):
-        return max(names, key=_MOST_PRECISE.index)
-    exact = {"F32_F32_F32": "float32", "F64_F64_F64": "float64"}
-    return "HIGHEST" if len(names) == 1 and all(d == exact.get(names[0]) for d in dtypes) else ""
-
-
 RULES: dict[str, Callable[[Translator], list[int] | str]] = {
     "select_n": _select,
     "convert_element_type": _convert,
@@ -282,7 +248,7 @@ RULES: dict[str, Callable[[Translator], list[int] | str]] = {
     "pad": _pad,
     "concatenate": _concatenate,
     "iota": _iota,
-    "dot_general": _dot_general,
+    "dot_general": dots.dot_general,
     "gather": indexing.gather,
     "scatter-add": indexing.scatter_add,
     **dict.fromkeys(_COPIES, lambda t: t.original("copy")),

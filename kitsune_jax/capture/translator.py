@@ -69,19 +69,46 @@ class Translator:
         aval = self.like([b - a for a, b in zip(lo, hi, strict=True)])
         return self.derived("slice", [v], aval, lambda x: lax.slice(x, lo, hi), start=lo, limit=hi, strides=(1,) * len(lo))
 
-    def binary(self, kind: str, x: int, y: int, function: Callable[..., Any]) -> int:
-        """A pointwise op on two values of one dtype, either of which may have rank 0."""
-        shape = self.shape_of(x) or self.shape_of(y)
+    def transpose(self, v: int, permutation: Sequence[int]) -> int:
+        order = tuple(permutation)
+        if order == tuple(range(len(order))):
+            return v
+        aval = self.like([self.shape_of(v)[d] for d in order], self.builder.values[v].dtype)
+        return self.derived("transpose", [v], aval, lambda x: lax.transpose(x, order), permutation=order)
+
+    def convert(self, v: int, dtype: str) -> int:
+        """``v`` in another dtype; of a literal a literal."""
+        value = self.builder.values[v]
+        if value.dtype == dtype:
+            return v
+        if value.literal is not None:
+            return self.constant(value.literal, dtype)
+        return self.derived(
+            "convert_element_type",
+            [v],
+            self.like(value.shape, dtype),
+            lambda x: lax.convert_element_type(x, np_dtype(dtype)),
+            new_dtype=dtype,
+        )
+
+    def binary(
+        self, kind: str, x: int, y: int, function: Callable[..., Any], dtype: str = "", shape: Sequence[int] | None = None
+    ) -> int:
+        """A pointwise op on two values of one dtype (by default the result's), either of which may have rank 0.
+
+        ``shape``: that of the op's result, by default the operands'.
+        """
+        sizes = tuple(self.shape_of(x) or self.shape_of(y) if shape is None else shape)
+        kept = np_dtype(dtype or str(self.out.dtype))
 
         def run(*arrays: Any) -> Any:
-            dtype = np_dtype(str(self.out.dtype))
-            return function(*(lax.broadcast_in_dim(jax.numpy.asarray(a, dtype), shape, range(np.ndim(a))) for a in arrays))
+            return function(*(lax.broadcast_in_dim(jax.numpy.asarray(a, kept), sizes, range(np.ndim(a))) for a in arrays))
 
-        return self.derived(kind, [x, y], self.like(shape), run)
+        return self.derived(kind, [x, y], self.like(sizes, str(kept)), run)
 
-    def constant(self, scalar: Scalar) -> int:
-        """A literal of the result's dtype."""
-        dtype = str(self.out.dtype)
+    def constant(self, scalar: Scalar, dtype: str = "") -> int:
+        """A literal, by default of the result's dtype."""
+        dtype = dtype or str(self.out.dtype)
         rounded = np.asarray(scalar).astype(np_dtype(dtype))
         return self.builder.literal(float(rounded) if is_float(dtype) else int(rounded), dtype)
 

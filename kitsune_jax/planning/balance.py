@@ -12,7 +12,12 @@ with t_i = 1 / seconds, s_i = ``gain`` and r_i(a) = a up to ``most`` workers.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
+
+# Nodes of the solver's tree, not seconds: equal arguments must give equal plans. Ten stages take a few.
+_MOST_NODES = 10_000
+_STOPPED = 1  # status of a search that reached a limit (scipy.optimize.milp)
 
 
 class Infeasible(ValueError):
@@ -81,7 +86,11 @@ def check_feasible(loads: Sequence[Load], limits: Limits) -> None:
     for pool in limits.pools(loads):
         need = sum(loads[i].least for i in pool)
         if need > limits.workers:
-            raise Infeasible(f"{len(pool)} stages need {need} workers at least; the machine has {limits.workers}")
+            raise too_few_workers(len(pool), need, limits.workers)
+
+
+def too_few_workers(stages: int, need: int, workers: int) -> Infeasible:
+    return Infeasible(f"{stages} stages need {need} workers at least; the machine has {workers}")
 
 
 def balance(loads: Sequence[Load], limits: Limits) -> Balance:
@@ -121,8 +130,10 @@ def _solve(loads: Sequence[Load], limits: Limits) -> float:
         constraints=LinearConstraint(np.array(rows), -np.inf, np.array(upper)),
         integrality=np.array([0, *[1] * n]),
         bounds=Bounds([0.0, *[float(load.least) for load in loads]], [cap, *most]),
-        options={"mip_rel_gap": 0.0},
+        options={"mip_rel_gap": 0.0, "node_limit": _MOST_NODES},
     )
+    if result.status == _STOPPED:
+        return screen(loads, limits).throughput
     if result.x is None:
         raise Infeasible(f"the load balance has no solution: {result.message}")
     return float(result.x[0]) / unit
@@ -137,12 +148,15 @@ def screen(loads: Sequence[Load], limits: Limits) -> Balance:
     workers = [load.least for load in loads]
     free = {i: k for k, pool in enumerate(limits.pools(loads)) for i in pool}
     left = [limits.workers - sum(workers[i] for i in pool) for pool in limits.pools(loads)]
+    queue = [(load.throughput(load.least), i) for i, load in enumerate(loads)]
+    heapq.heapify(queue)
     while True:
-        slowest = min(range(len(loads)), key=lambda i: loads[i].throughput(workers[i]))
+        _, slowest = queue[0]
         if not left[free[slowest]] or workers[slowest] >= loads[slowest].most:
             break
         workers[slowest] += 1
         left[free[slowest]] -= 1
+        heapq.heapreplace(queue, (loads[slowest].throughput(workers[slowest]), slowest))
     return settle(loads, limits, min(load.throughput(a) for load, a in zip(loads, workers, strict=True)))
 
 

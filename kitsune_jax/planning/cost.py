@@ -9,6 +9,7 @@ some of the stream axes only is charged for every row, as the tile program runs 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -31,6 +32,7 @@ _SCANS = frozenset({"reduce", "argreduce", "cumulative"})
 _FULL_K, _K_OVERHEAD = 64, 16
 
 
+@functools.cache
 def itemsize(dtype: str) -> int:
     """Bytes of one element. bfloat16 and the 8-bit floats are not NumPy's own names.
 
@@ -83,7 +85,7 @@ class RegionCost:
 
     ``work(i)`` is the op's work per row; ``tile_seconds(i, rows, vertical)`` the time of one tile of ``rows`` rows on one worker.
     ``is_maker(i)``: the op reads nothing streamed, so whoever needs its result makes it again, and no queue carries it.
-    ``row_size(v)``: elements of a row, or of all of a stationary value.
+    ``row_size(v)``: elements of a row, or of all of a stationary value; ``row_bytes(v)``: bytes of one row of a streamed value.
     """
 
     def __init__(self, graph: Graph, region: Region, machine: Machine):
@@ -101,6 +103,8 @@ class RegionCost:
         self.work = functools.lru_cache(maxsize=None)(self._work)
         self.is_maker = functools.lru_cache(maxsize=None)(self._is_maker)
         self.row_size = functools.lru_cache(maxsize=None)(self._row_size)
+        self.row_bytes = functools.lru_cache(maxsize=None)(self._row_bytes)
+        self.work_seconds = functools.lru_cache(maxsize=None)(self._work_seconds)
 
     def streamed(self, v: int) -> bool:
         return v in self.labels
@@ -111,8 +115,7 @@ class RegionCost:
     def _row_size(self, v: int) -> int:
         return math.prod(row_shape(self.graph.values[v].shape, self.labels.get(v)))
 
-    def row_bytes(self, v: int) -> int:
-        """Bytes of one row of a streamed value."""
+    def _row_bytes(self, v: int) -> int:
         return self.row_size(v) * itemsize(self.graph.values[v].dtype)
 
     def bytes(self, v: int) -> int:
@@ -180,7 +183,10 @@ class RegionCost:
 
     def tile_seconds(self, i: int, rows: int, vertical: bool = True) -> float:
         """Seconds of op ``i`` on one tile of ``rows`` rows, on one worker."""
-        work, machine = self.work(i), self.machine
+        return self.work_seconds(self.work(i), i in self.sinks, rows, vertical)
+
+    def _work_seconds(self, work: OpWork, sink: bool, rows: int, vertical: bool) -> float:
+        machine = self.machine
         if work.absorbed:
             return 0.0
         if work.dot is None:
@@ -190,9 +196,13 @@ class RegionCost:
         efficiency = machine.vertical_efficiency if vertical else machine.spatial_efficiency
         rate = machine.rate(machine.tensor_rates, dot.dtype) * machine.rate(efficiency, dot.dtype)
         # A sink contracts the rows: they are its K, and the output's dimensions are what is padded to the micro-kernel.
-        m, k = (dot.m, rows * dot.k) if i in self.sinks else (rows * dot.m, dot.k)
+        m, k = (dot.m, rows * dot.k) if sink else (rows * dot.m, dot.k)
         padded_k = k + max(0.0, (_FULL_K - k) / _K_OVERHEAD)
         return 2.0 * dot.batch * round_up(m, machine.matmul_rows) * round_up(dot.n, machine.panel) * padded_k / rate
+
+    def kinds(self, ops: Iterable[int]) -> dict[tuple[OpWork, bool], int]:
+        """How often each (work, is a sink) occurs among ``ops``, for ``work_seconds``: a deep network has few that differ."""
+        return dict(collections.Counter((self.work(i), i in self.sinks) for i in ops))
 
     def strided_seconds(self) -> float:
         """Worker-seconds lost at the border of the region on arrays whose rows do not lie together in memory.
@@ -222,18 +232,33 @@ class RegionCost:
         order = list(ops)
         last = {v: k for k, i in enumerate(order) for v in self.graph.ops[i].inputs}
         alive: dict[int, int] = {}
-        most = 0
+        unread: list[int] = []  # made by the op before, for other stages only
+        total = most = 0
+
+        def born(values: Iterable[int]) -> None:
+            nonlocal total
+            for v in values:
+                if v not in alive and self._takes_memory(v):
+                    alive[v] = self.row_bytes(v)
+                    total += alive[v]
+
+        def die(values: Iterable[int]) -> None:
+            nonlocal total
+            for v in values:
+                total -= alive.pop(v, 0)
+
         for k, i in enumerate(order):
             op = self.graph.ops[i]
-            in_place = self.family(i) in ("pointwise", "convert")
-            alive.update((v, self.row_bytes(v)) for v in op.inputs if self._takes_memory(v))
-            most = max(most, sum(alive.values()))
-            dying = [v for v in alive if last.get(v, k) <= k]
-            if in_place:
-                alive = {v: n for v, n in alive.items() if v not in dying}
-            alive.update((v, self.row_bytes(v)) for v in op.outputs if self._takes_memory(v))
-            most = max(most, sum(alive.values()))
-            alive = {v: n for v, n in alive.items() if v not in dying and (v in last or v in self.readers)}
+            born(op.inputs)
+            most = max(most, total)
+            dying = [*unread, *(v for v in op.inputs if last[v] == k)]
+            if self.family(i) in ("pointwise", "convert"):
+                die(dying)
+            born(op.outputs)
+            most = max(most, total)
+            die(dying)
+            die(v for v in op.outputs if v not in last and v not in self.readers)
+            unread = [v for v in op.outputs if v not in last and v in self.readers]
         return most
 
     def _takes_memory(self, v: int) -> bool:

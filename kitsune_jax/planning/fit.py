@@ -45,48 +45,76 @@ def sink_bytes(cost: RegionCost, ops: Iterable[int]) -> int:
     return total
 
 
-def stage_seconds(cost: RegionCost, draft: Draft, rows: int, vertical: bool) -> float:
-    """One tile of a stage on one worker: its ops one after the other."""
-    tensor = simt = 0.0
-    for i in draft.ops:
-        seconds = cost.tile_seconds(i, rows, vertical)
-        if cost.work(i).dot is not None:
-            tensor += seconds
-        else:
-            simt += seconds
-    machine = cost.machine
-    weights = stationary_bytes(cost, draft.ops)
-    source = machine.place("l2" if weights <= machine.local_bytes // 2 else "l3")
-    spill = _spill_seconds(cost, draft, rows)
-    # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of accumulators
-    # a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
-    return max(tensor, weights / source.bandwidth + spill) + simt + machine.tile_seconds
+class StageModel:
+    """Times of one stage at any number of rows. What does not depend on the rows is computed once.
+
+    ``live``: bytes per row that are alive at once; ``weights`` and ``sinks``: bytes of its stationary operands and accumulators.
+    """
+
+    def __init__(self, cost: RegionCost, draft: Draft):
+        self.cost = cost
+        self.kinds = cost.kinds(draft.ops)
+        self.live = max(1, cost.live_row_bytes(draft.ops))
+        self.weights = stationary_bytes(cost, draft.ops)
+        self.sinks = sink_bytes(cost, draft.ops)
+        self.resource = resource_of(cost, draft)
+        self._made = sum(cost.row_bytes(v) for i in draft.ops for v in cost.graph.ops[i].outputs if cost.streamed(v))
+
+    def seconds(self, rows: int, vertical: bool) -> float:
+        """One tile of the stage on one worker: its ops one after the other."""
+        machine = self.cost.machine
+        source = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
+        return self._seconds(rows, vertical, source, self._spill_seconds(rows)) + machine.tile_seconds
+
+    def least_seconds(self, rows: int) -> float:
+        """What its ops take at least, in however many stages they run."""
+        return self._seconds(rows, False, "l2", 0.0)
+
+    def _seconds(self, rows: int, vertical: bool, weights_at: str, spill: float) -> float:
+        tensor = simt = 0.0
+        for (work, sink), count in self.kinds.items():
+            seconds = count * self.cost.work_seconds(work, sink, rows, vertical)
+            if work.dot is not None:
+                tensor += seconds
+            else:
+                simt += seconds
+        # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of
+        # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
+        return max(tensor, self.weights / self.cost.machine.place(weights_at).bandwidth + spill) + simt
+
+    def _spill_seconds(self, rows: int) -> float:
+        """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""
+        machine = self.cost.machine
+        working = rows * self.live + self.sinks
+        if working <= machine.local_bytes:
+            return 0.0
+        moved = rows * self._made + self.sinks
+        near = working <= machine.shared_bytes // machine.workers
+        return 2 * moved / (machine.place("l3").bandwidth if near else machine.dram_bandwidth / machine.workers)
 
 
-def _spill_seconds(cost: RegionCost, draft: Draft, rows: int) -> float:
-    """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""
-    machine = cost.machine
-    working = rows * _live(cost, draft) + sink_bytes(cost, draft.ops)
-    if working <= machine.local_bytes:
-        return 0.0
-    moved = rows * sum(cost.row_bytes(v) for i in draft.ops for v in cost.graph.ops[i].outputs if cost.streamed(v))
-    moved += sink_bytes(cost, draft.ops)
-    near = working <= machine.shared_bytes // machine.workers
-    return 2 * moved / (machine.place("l3").bandwidth if near else machine.dram_bandwidth / machine.workers)
+class Stages:
+    """The models of the stages of one region, each made once."""
+
+    def __init__(self, cost: RegionCost):
+        self.cost = cost
+        self._models: dict[Draft, StageModel] = {}
+
+    def __getitem__(self, draft: Draft) -> StageModel:
+        if draft not in self._models:
+            self._models[draft] = StageModel(self.cost, draft)
+        return self._models[draft]
 
 
-def _live(cost: RegionCost, draft: Draft) -> int:
-    return max(1, cost.live_row_bytes(draft.ops))
-
-
-def tile_rows(cost: RegionCost, drafts: Sequence[Draft], vertical: bool = True) -> int:
+def tile_rows(stages: Stages, drafts: Sequence[Draft], vertical: bool = True) -> int:
     """Rows per tile: the size the model likes best among those whose intermediates stay in a core's L2, multiples of 8 unless the
     stream or the memory is shorter.
     """
-    machine, total = cost.machine, cost.region.space.rows
-    live = max(_live(cost, d) for d in drafts)
+    machine, total = stages.cost.machine, stages.cost.region.space.rows
+    models = [stages[d] for d in drafts]
+    live = max(m.live for m in models)
     limit = max(machine.local_bytes // live, 1)
-    if max(sink_bytes(cost, d.ops) for d in drafts) > machine.local_bytes:
+    if max(m.sinks for m in models) > machine.local_bytes:
         # Accumulators and weights come from the shared cache for every tile anyway: fewer tiles are worth some intermediates there.
         # A SwiGLU step (8.7 MB of weights) took 1128 ms with the 48 rows that fit, 1052 ms with 96, 5 to 10 % more again with 192.
         limit *= 2
@@ -99,26 +127,30 @@ def tile_rows(cost: RegionCost, drafts: Sequence[Draft], vertical: bool = True) 
     @functools.cache
     def seconds(rows: int) -> float:
         tiles = -(-total // rows)
-        return -(-tiles // machine.workers) * sum(stage_seconds(cost, d, rows, vertical) for d in drafts)
+        return -(-tiles // machine.workers) * sum(m.seconds(rows, vertical) for m in models)
 
     best = min(seconds(n) for n in candidates)
     return next(n for n in candidates if seconds(n) <= _INDIFFERENT * best)
 
 
-def vertical_fit(cost: RegionCost, draft: Draft, rows: int) -> Fit:
+def vertical_fit(stages: Stages, draft: Draft, rows: int) -> Fit:
     """A stage that runs a whole phase on each worker. Raises ``Infeasible``."""
-    scratch = rows * _live(cost, draft) + sink_bytes(cost, draft.ops)
+    model = stages[draft]
+    scratch = rows * model.live + model.sinks
     if scratch > _MAX_SCRATCH:
         raise Infeasible(f"a tile of {rows} rows needs {size_text(scratch)} of scratch per worker")
-    return Fit(stage_seconds(cost, draft, rows, True), resource_of(cost, draft))
+    return Fit(model.seconds(rows, True), model.resource)
 
 
-def spatial_fit(cost: RegionCost, drafts: Sequence[Draft], queues: Sequence[Link], rows: int) -> tuple[Fit, ...]:
+def spatial_fit(stages: Stages, drafts: Sequence[Draft], queues: Sequence[Link], rows: int) -> tuple[Fit, ...]:
     """Stages on workers of their own."""
-    hop = cost.machine.places[-1]
-    passed = [sum(cost.row_bytes(q.value) for q in queues if s == q.producer or s in q.consumers) for s in range(len(drafts))]
+    hop = stages.cost.machine.places[-1]
+    passed = [0] * len(drafts)
+    for q in queues:
+        for s in {q.producer, *q.consumers}:
+            passed[s] += stages.cost.row_bytes(q.value)
     return tuple(
-        Fit(stage_seconds(cost, d, rows, False) + hop.latency + rows * p / hop.bandwidth, resource_of(cost, d))
+        Fit(stages[d].seconds(rows, False) + hop.latency + rows * p / hop.bandwidth, stages[d].resource)
         for d, p in zip(drafts, passed, strict=True)
     )
 

@@ -8,24 +8,27 @@ machine, or ``Infeasible`` says why there is none; every queue is deep enough fo
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.balance import Balance, Infeasible, Limits, Load, balance, screen
+from kitsune_jax.planning.balance import Balance, Infeasible, Limits, Load, balance, screen, too_few_workers
 from kitsune_jax.planning.bulk import baseline, output_fault_seconds
 from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
-from kitsune_jax.planning.fit import Fit, sink_bytes, spatial_fit, stationary_bytes, tile_rows, vertical_fit
+from kitsune_jax.planning.fit import Fit, Stages, sink_bytes, spatial_fit, stationary_bytes, tile_rows, vertical_fit
 from kitsune_jax.planning.gpu import candidates
 from kitsune_jax.planning.machines import Machine
 from kitsune_jax.planning.plan import Plan, Queue, Stage
-from kitsune_jax.planning.stages import Draft, Link, finest, links, merge, per_phase, stage_name
+from kitsune_jax.planning.stages import Draft, Link, Merging, finest, links, per_phase, stage_name
 from kitsune_jax.streams.space import Region
 
 __all__ = ["Infeasible", "plan"]
 
 # Where entries lie when one worker hands them to one other; everything else goes through the cache all workers share.
 _NEAR = "l2"
+# Ops that are looked at in search of a spatial pipeline, up to a small factor.
+_MOST_STEPS = 20_000
 # What a target says to a plan: None, or why it has no code for it.
 Accept = Callable[[Plan], str | None]
 
@@ -71,6 +74,8 @@ class _Planner:
         self.deterministic = deterministic
         self.traffic = pipeline_traffic(cost)
         self.drafts = finest(cost)
+        self.fused = per_phase(self.drafts)
+        self.stages = Stages(cost)
 
     def run(self) -> Plan:
         best: _Candidate | None = None
@@ -92,9 +97,9 @@ class _Planner:
     # -- vertical
 
     def _vertical(self) -> _Candidate:
-        drafts = per_phase(self.drafts)
-        rows = tile_rows(self.cost, drafts)
-        fits = tuple(vertical_fit(self.cost, d, rows) for d in drafts)
+        drafts = self.fused
+        rows = tile_rows(self.stages, drafts)
+        fits = tuple(vertical_fit(self.stages, d, rows) for d in drafts)
         replicas = max(1, min(self.machine.workers, self._tiles(rows)))
         rounds = -(-self._tiles(rows) // replicas)
         busy = [rounds * f.seconds for f in fits]
@@ -117,43 +122,60 @@ class _Planner:
 
     def _spatial(self, to_beat: float | None) -> _Candidate | None:
         """The best spatial pipeline, or None where none can be faster than ``to_beat`` or the region has one stage per phase."""
-        drafts = self.drafts
-        fused = len(per_phase(drafts))
-        if len(drafts) == fused:
+        if len(self.drafts) == len(self.fused):
             return None
-        rows = tile_rows(self.cost, drafts, vertical=False)
-        if to_beat is not None and self._cannot_beat(to_beat, drafts, rows):
+        rows = tile_rows(self.stages, self.drafts, vertical=False)
+        if to_beat is not None and self._cannot_beat(to_beat, rows):
             return None
         best: _Candidate | None = None
-        reason: Infeasible | None = None
-        while len(drafts) > fused:
-            try:
-                candidate = self._pipeline(drafts, rows, screen)
-                if best is None or candidate.seconds < best.seconds:
-                    best = candidate
-            except Infeasible as no:
-                reason = reason or no  # the finest grouping asks for the least: its reason tells most
-            drafts = merge(drafts, self._cheapest_pair(drafts, rows))
+        for drafts in self._groupings(rows):
+            candidate = self._pipeline(drafts, rows, screen)
+            if best is None or candidate.seconds < best.seconds:
+                best = candidate
         if best is None:
-            assert reason is not None
-            raise reason
+            finest_phase = max(collections.Counter(d.phase for d in self.drafts).values())
+            raise too_few_workers(finest_phase, finest_phase, self.machine.workers)
         if to_beat is not None and best.seconds >= to_beat:
             return None
         return self._pipeline(best.drafts, rows, balance)
 
-    def _cannot_beat(self, to_beat: float, drafts: Sequence[Draft], rows: int) -> bool:
-        """Not even with all workers busy all the time and queues for nothing. Saves importing the solver where it can't matter."""
-        work = sum(self.cost.tile_seconds(i, rows, vertical=False) for d in drafts for i in d.ops)
-        return self._tiles(rows) * work / self.machine.workers >= to_beat
+    def _cannot_beat(self, to_beat: float, rows: int) -> bool:
+        """Would every spatial pipeline be slower even with all workers busy all the time, and with free queues?
+
+        Nearly always, where the workers are alike, and the answer takes one look at the region: whatever the stages, their ops take
+        as long, and each stage has a tile to pick and a hop to wait for.
+        """
+        machine, tiles = self.machine, self._tiles(rows)
+        stages = 2 if len(self.fused) == 1 else 1  # of a phase, at least
+        overhead = stages * (machine.places[-1].latency + machine.tile_seconds)
+        busy = []
+        for phase in self.fused:
+            tile = self.stages[phase].least_seconds(rows) + overhead
+            busy.append(tile + overhead + tiles * tile / machine.workers)
+        return self._spatial_seconds(busy) >= to_beat
+
+    def _groupings(self, rows: int) -> Iterator[tuple[Draft, ...]]:
+        """Neighbours merged, the cheapest first, from as many stages as there are workers for to one more than there are phases.
+
+        Each grouping costs a walk over the whole region. Where these are too many, numbers of stages are left out, more of the
+        large ones.
+        """
+        merging = Merging(self.drafts, lambda i: self.cost.tile_seconds(i, rows, vertical=False))
+        share = max(2, _MOST_STEPS // len(self.region.ops))
+        following = len(merging)
+        while len(merging) > len(self.fused):
+            if len(merging) <= following and merging.most_of_a_phase() <= self.machine.workers:
+                yield merging.drafts()
+                following = len(merging) - max(1, len(merging) // share)
+            merging.merge()
 
     def _pipeline(self, drafts: Sequence[Draft], rows: int, solve: Callable[[Sequence[Load], Limits], Balance]) -> _Candidate:
         queues = links(self.cost, drafts)
-        fits = spatial_fit(self.cost, drafts, queues, rows)
+        fits = spatial_fit(self.stages, drafts, queues, rows)
         phases = sorted({d.phase for d in drafts})
         workers = [0] * len(drafts)
         busy: list[float] = []
         bounds: list[int | str] = []
-        moved = self.traffic + self._partial_bytes(self.machine.workers)
         crossing = sum(rows * self.cost.row_bytes(q.value) * (1 + len(q.consumers)) for q in queues)
         for phase in phases:
             here = [s for s, d in enumerate(drafts) if d.phase == phase]
@@ -164,21 +186,15 @@ class _Planner:
             fill = sum(fits[s].seconds + self._hop() for s in here)
             busy.append(fill + self._tiles(rows) / result.throughput)
             bounds.append(result.bound if result.bound in ("dram", "l2") else int(result.bound))
-        seconds = self._total(busy, 0.0)[0] + moved / self.machine.dram_bandwidth
         bound = bounds[max(range(len(busy)), key=lambda k: busy[k])]
-        return _Candidate("spatial", rows, tuple(drafts), fits, queues, tuple(workers), 1, seconds, bound)
+        return _Candidate("spatial", rows, tuple(drafts), fits, queues, tuple(workers), 1, self._spatial_seconds(busy), bound)
+
+    def _spatial_seconds(self, busy: Sequence[float]) -> float:
+        moved = self.traffic + self._partial_bytes(self.machine.workers)
+        return self._total(busy, 0.0)[0] + moved / self.machine.dram_bandwidth
 
     def _limits(self, crossing: float) -> Limits:
         return Limits(self.machine.workers, False, l2_bytes=crossing, l2_bandwidth=self.machine.shared_bandwidth)
-
-    def _cheapest_pair(self, drafts: Sequence[Draft], rows: int) -> int:
-        """The neighbours of one phase whose sum is least."""
-        pairs = [s for s in range(len(drafts) - 1) if drafts[s].phase == drafts[s + 1].phase]
-
-        def seconds(d: Draft) -> float:
-            return sum(self.cost.tile_seconds(i, rows, vertical=False) for i in d.ops)
-
-        return min(pairs, key=lambda s: seconds(drafts[s]) + seconds(drafts[s + 1]))
 
     # -- shared
 

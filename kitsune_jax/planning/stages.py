@@ -11,8 +11,10 @@ Makers (broadcasts and iotas of nothing streamed) appear in every stage that rea
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.gpu_gradient import panel_sums
@@ -21,6 +23,7 @@ from kitsune_jax.planning.gpu_gradient import panel_sums
 _TYPICAL_ROWS = 64
 # Two entries let a producer fill one while the consumer reads the other.
 DOUBLE_BUFFER = 2
+_UNITS = 2**80  # of a second, in which times are added up exactly
 # Families that can make a row larger than what they read.
 _WIDENING = frozenset({"broadcast", "convert", "pad", "concatenate", "reshape"})
 
@@ -165,23 +168,30 @@ def _push_widening(cost: RegionCost, home: dict[int, float]) -> None:
 
 def with_makers(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Draft, ...]:
     """Makers added to every stage that needs them, also by way of other makers; one that nobody reads goes to its phase's first."""
-    makers = [i for i in cost.region.ops if cost.is_maker(i)]
-    result = []
-    placed: set[int] = set()
-    for draft in drafts:
-        ops = set(draft.ops)
-        for i in reversed(makers):
-            if any(c in ops for v in cost.graph.ops[i].outputs for c in cost.readers.get(v, ())):
-                ops.add(i)
-        placed |= ops
-        result.append(Draft(tuple(sorted(ops)), draft.phase))
-    for i in makers:
-        if i not in placed:
-            k = next((k for k, d in enumerate(result) if d.phase == cost.phase[i]), None)
-            if k is None:
-                result.append(Draft((i,), cost.phase[i]))
+    members = [set(draft.ops) for draft in drafts]
+    stages: dict[int, set[int]] = {}
+    for k, draft in enumerate(drafts):
+        for i in draft.ops:
+            stages.setdefault(i, set()).add(k)
+    first: dict[int, int] = {}
+    for k, draft in enumerate(drafts):
+        first.setdefault(draft.phase, k)
+    extra: dict[int, list[int]] = {}
+    for i in reversed(cost.region.ops):
+        if not cost.is_maker(i):
+            continue
+        readers = {c for v in cost.graph.ops[i].outputs for c in cost.readers.get(v, ())}
+        wanted = stages.setdefault(i, set()).union(*(stages.get(c, set()) for c in readers))
+        stages[i] = wanted
+        for k in wanted:
+            members[k].add(i)
+        if not wanted:
+            if cost.phase[i] in first:
+                members[first[cost.phase[i]]].add(i)
             else:
-                result[k] = Draft(tuple(sorted({*result[k].ops, i})), result[k].phase)
+                extra.setdefault(cost.phase[i], []).append(i)
+    result = [Draft(tuple(sorted(ops)), draft.phase) for ops, draft in zip(members, drafts, strict=True)]
+    result += [Draft(tuple(sorted(ops)), phase) for phase, ops in extra.items()]
     return tuple(sorted(result, key=lambda d: d.phase))
 
 
@@ -191,6 +201,59 @@ def merge(drafts: Sequence[Draft], first: int) -> tuple[Draft, ...]:
     if a.phase != b.phase:
         raise ValueError(f"stages {first} and {first + 1} are in phases {a.phase} and {b.phase}")
     return (*drafts[:first], Draft(tuple(sorted({*a.ops, *b.ops})), a.phase), *drafts[first + 2 :])
+
+
+class Merging:
+    """Stages that become fewer: ``merge`` makes the two neighbours of one phase one whose ``seconds`` together are least."""
+
+    def __init__(self, drafts: Sequence[Draft], seconds: Callable[[int], float]):
+        self._finest = tuple(drafts)
+        self._end = {s: s + 1 for s in range(len(drafts))}  # stage, by its first draft -> the first draft behind it
+        self._before = {s: s - 1 for s in range(len(drafts))}
+        # Sums of integers do not depend on the order in which stages were merged, so equal layers stay equal.
+        self._seconds = [sum(round(seconds(i) * _UNITS) for i in d.ops) for d in drafts]
+        self._stages_of = collections.Counter(d.phase for d in drafts)
+        self._pairs: list[tuple[int, int, int]] = []  # (seconds, first stage, end of the second)
+        for s in range(len(drafts) - 1):
+            self._offer(s)
+
+    def __len__(self) -> int:
+        return len(self._end)
+
+    def most_of_a_phase(self) -> int:
+        return max(self._stages_of.values())
+
+    def drafts(self) -> tuple[Draft, ...]:
+        """The stages as they are now."""
+        return tuple(
+            self._finest[s]
+            if end == s + 1
+            else Draft(tuple(sorted({i for d in self._finest[s:end] for i in d.ops})), self._finest[s].phase)
+            for s, end in sorted(self._end.items())
+        )
+
+    def merge(self) -> None:
+        """Raises ``IndexError`` where every phase has one stage."""
+        while True:
+            seconds, first, end = heapq.heappop(self._pairs)
+            second = self._end.get(first)
+            if second is not None and self._end.get(second) == end:
+                break  # both are as they were when the pair was offered
+        self._end[first] = end
+        del self._end[second]
+        self._seconds[first] = seconds
+        self._stages_of[self._finest[first].phase] -= 1
+        if end in self._end:
+            self._before[end] = first
+            self._offer(first)
+        if self._before[first] in self._end:
+            self._offer(self._before[first])
+
+    def _offer(self, first: int) -> None:
+        second = self._end[first]
+        if self._finest[first].phase == self._finest[second].phase:
+            pair = (self._seconds[first] + self._seconds[second], first, self._end[second])
+            heapq.heappush(self._pairs, pair)
 
 
 def per_phase(drafts: Sequence[Draft]) -> tuple[Draft, ...]:
@@ -212,9 +275,9 @@ def stage_name(cost: RegionCost, s: int, draft: Draft) -> str:
 def links(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Link, ...]:
     """The queues between ``drafts``: one per value that crosses, multicast where several stages read it, in order of producer."""
     crossing = _crossing(cost, drafts)
-    edges = {(source, s) for (source, _), readers in crossing.items() for s in readers}
+    longest = _Longest(crossing)
     return tuple(
-        Link(v, source, tuple(sorted(readers)), max(_longest(edges, source, s) for s in readers))
+        Link(v, source, tuple(sorted(readers)), max(longest(source, s) for s in readers))
         for (source, v), readers in sorted(crossing.items())
     )
 
@@ -222,11 +285,9 @@ def links(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Link, ...]:
 def links_to_each(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Link, ...]:
     """``links`` with a queue of its own for each stage that reads a value."""
     crossing = _crossing(cost, drafts)
-    edges = {(source, s) for (source, _), readers in crossing.items() for s in readers}
+    longest = _Longest(crossing)
     return tuple(
-        Link(v, source, (s,), _longest(edges, source, s))
-        for (source, v), readers in sorted(crossing.items())
-        for s in sorted(readers)
+        Link(v, source, (s,), longest(source, s)) for (source, v), readers in sorted(crossing.items()) for s in sorted(readers)
     )
 
 
@@ -245,10 +306,17 @@ def _crossing(cost: RegionCost, drafts: Sequence[Draft]) -> dict[tuple[int, int]
     return crossing
 
 
-def _longest(edges: set[tuple[int, int]], source: int, target: int) -> int:
-    """Edges of the longest path; stages are numbered in topological order."""
-    far = {source: 0}
-    for a, b in sorted(edges):
-        if a in far and b <= target:
-            far[b] = max(far.get(b, 0), far[a] + 1)
-    return far[target]
+class _Longest:
+    """Edges of the longest path from one stage to a later one; stages are numbered in topological order."""
+
+    def __init__(self, crossing: Mapping[tuple[int, int], Iterable[int]]):
+        self.following: dict[int, set[int]] = {}
+        for (source, _), readers in crossing.items():
+            self.following.setdefault(source, set()).update(readers)
+
+    def __call__(self, source: int, target: int) -> int:
+        far = {source: 0}
+        for a in range(source, target):  # what lies behind the target is on no path to it
+            for b in self.following.get(a, ()) if a in far else ():
+                far[b] = max(far.get(b, 0), far[a] + 1)
+        return far[target]

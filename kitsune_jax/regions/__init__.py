@@ -1,7 +1,8 @@
 """Legal and profitable subgraphs, and the reasons for every "no"."""
 
 from kitsune_jax.regions.follow import joined
-from kitsune_jax.regions.form import anchored, quotient_order
+from kitsune_jax.regions.form import anchored
+from kitsune_jax.regions.order import quotient_order
 from kitsune_jax.regions.select import Chosen, ChosenFollower, Selection, select
 
 __all__ = ["Chosen", "ChosenFollower", "Selection", "anchored", "joined", "quotient_order", "select"]

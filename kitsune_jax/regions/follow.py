@@ -11,11 +11,13 @@ A follower has a stream space of its own, because what was a sink is an array li
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Graph
-from kitsune_jax.regions.form import GraphIndex, anchored, quotient_order, regions_of
+from kitsune_jax.regions.form import anchored, regions_of
+from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Seed, Spread
 from kitsune_jax.streams.space import StreamSpace
 
@@ -36,36 +38,35 @@ class Follower:
 class Following:
     """What the search needs to know about a graph whose regions are being chosen.
 
-    ``free``: ops that no region has. ``taken``: the anchored ops of every other call that was chosen. ``spread(seed, free)``
-    spreads a stream over ops of ``free``; ``supports(op)`` is a reason or None.
+    ``free``: ops that no region has. ``order``: that of all calls that were chosen. ``spread(seed, free)`` spreads a stream over
+    ops of ``free``; ``supports(op)`` is a reason or None.
     """
 
     index: GraphIndex
     free: Collection[int]
-    taken: Sequence[tuple[int, ...]]
-    spread: Callable[[Seed, Collection[int]], Spread]
+    order: Order
+    spread: Callable[[Seed, Container[int]], Spread]
     supports: Callable[[int], str | None]
 
     def followers(self, region: Region) -> list[Follower]:
         """The followers of ``region``, by phase."""
-        candidates = self._candidates(region)
-        return _Join(self, region, candidates).run() if candidates else []
+        order = self.order.copy()
+        candidates = self._candidates(region, order)
+        return _Join(self, region, candidates, order).run() if candidates else []
 
-    def _candidates(self, region: Region) -> list[Region]:
-        """Regions over the elements of the sinks' results, and of what becomes of them."""
+    def _candidates(self, region: Region, order: Order) -> list[Region]:
+        """Regions over the elements of the sinks' results, and of what becomes of them. Each becomes a node of ``order``."""
         graph, free = self.index.graph, set(self.free)
-        taken = [*self.taken, anchored(graph, region)]
         found: list[Region] = []
         for v in self._gradients(region):
             if free.isdisjoint(self.index.consumers.get(v, ())):
                 continue
-            size = graph.values[v].size
-            elementwise = {i for i in free if self._is_elementwise(i, size)}
+            elementwise = _Elementwise(graph, free, graph.values[v].size)
             spread = self.spread(Seed(v, tuple(range(len(graph.values[v].shape)))), elementwise)
-            for candidate in regions_of(self.index, spread, taken):
+            for candidate in regions_of(self.index, spread, order):
                 if candidate.outputs and any(OPS[graph.ops[k].kind].family in _WORK for k in candidate.ops):
                     found.append(candidate)
-                    taken.append(anchored(graph, candidate))
+                    order.join(anchored(graph, candidate))
                     free.difference_update(candidate.ops)
         return found
 
@@ -82,23 +83,32 @@ class Following:
                 found += [w for w in made if graph.values[w].shape and graph.values[w].size == 1]
         return found
 
-    def _is_elementwise(self, i: int, size: int) -> bool:
-        """Arrays of ``size`` elements and scalars only, or a reduction of such an array.
 
-        Whatever is larger than a gradient is no update, and has to pay for itself as a region.
-        """
-        op = self.index.graph.ops[i]
+class _Elementwise:
+    """The ops of ``free`` on arrays of ``size`` elements and scalars only, and reductions of such an array.
+
+    Whatever is larger than a gradient is no update, and has to pay for itself as a region.
+    """
+
+    def __init__(self, graph: Graph, free: Container[int], size: int):
+        self.graph, self.free, self.size = graph, free, size
+
+    def __contains__(self, i: object) -> bool:
+        if not isinstance(i, int) or i not in self.free:
+            return False
+        op = self.graph.ops[i]
         if op.kind == "opaque":
             return False
         of = op.inputs if OPS[op.kind].family == "reduce" else (*op.inputs, *op.outputs)
-        return all(not value.shape or value.size == size for value in (self.index.graph.values[v] for v in of))
+        return all(not value.shape or value.size == self.size for value in (self.graph.values[v] for v in of))
 
 
 class _Join:
-    """One walk over the graph in which ``region`` and the candidates are nodes: who can stand behind the region's barrier?"""
+    """One walk over what depends on ``region``, in ``order``, where it and the candidates are nodes: who can stand behind the
+    region's barrier?"""
 
-    def __init__(self, given: Following, region: Region, candidates: Sequence[Region]):
-        self.given, self.region = given, region
+    def __init__(self, given: Following, region: Region, candidates: Sequence[Region], order: Order):
+        self.given, self.region, self.order = given, region, order
         self.graph = given.index.graph
         self.candidates = {anchored(self.graph, c): c for c in candidates}
         self.inside = set(region.ops)
@@ -108,10 +118,12 @@ class _Join:
         self.scalars: dict[int, int] = {}  # scalar op -> phase
 
     def run(self) -> list[Follower]:
-        first = anchored(self.graph, self.region)
-        for node in quotient_order(self.graph, [first, *self.given.taken, *self.candidates]):
-            if node == first:
+        order = self.order
+        first = order.node(anchored(self.graph, self.region)[0])
+        for number in sorted(order.behind([first], len(self.graph.ops)), key=order.position):
+            if number == first:
                 continue
+            node = order.members(number)
             candidate = self.candidates.get(node)
             if candidate is not None:
                 self._region(candidate)

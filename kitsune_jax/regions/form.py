@@ -9,56 +9,11 @@ region: whoever needs it outside makes it again there, which is cheaper than sto
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-
-from kitsune_jax.graph import Graph, topological
+from kitsune_jax.graph import Graph
+from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Spread
 from kitsune_jax.streams.space import streamed_axes
-
-
-@dataclasses.dataclass(frozen=True)
-class GraphIndex:
-    """A graph with what is derived from it once."""
-
-    graph: Graph
-    producers: dict[int, int]
-    consumers: dict[int, tuple[int, ...]]
-    live: frozenset[int]  # ops whose results are used, or that have effects (opaque ones are kept)
-
-    @staticmethod
-    def of(graph: Graph) -> GraphIndex:
-        producers, consumers = graph.producers(), graph.consumers()
-        live: set[int] = set()
-        needed = set(graph.outputs)
-        for i in range(len(graph.ops) - 1, -1, -1):
-            op = graph.ops[i]
-            if op.kind == "opaque" or any(v in needed for v in op.outputs):
-                live.add(i)
-                needed.update(op.inputs)
-        return GraphIndex(graph, producers, consumers, frozenset(live))
-
-
-def quotient_order(graph: Graph, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The ops in a topological order in which every group stands as one node (other ops alone), earliest ops first.
-
-    Raises ``ValueError`` where no such order exists (the groups wait for each other).
-    """
-    node_of = {i: k for k, group in enumerate(groups) for i in group}
-    nodes: list[tuple[int, ...]] = [tuple(group) for group in groups]
-    for i in range(len(graph.ops)):
-        if i not in node_of:
-            node_of[i] = len(nodes)
-            nodes.append((i,))
-    producers = graph.producers()
-    needs: list[set[int]] = [set() for _ in nodes]
-    for i, op in enumerate(graph.ops):
-        made_by = {node_of[producers[v]] for v in op.inputs if v in producers}
-        needs[node_of[i]] |= made_by - {node_of[i]}
-    order = topological(needs, [node[0] for node in nodes])
-    if len(order) != len(nodes):
-        raise ValueError("the groups wait for each other")
-    return [nodes[n] for n in order]
 
 
 def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
@@ -67,47 +22,70 @@ def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
     return tuple(i for i in region.ops if any(v in labels for v in graph.ops[i].inputs))
 
 
-def regions_of(index: GraphIndex, sp: Spread, taken: Sequence[tuple[int, ...]] = ()) -> list[Region]:
+def regions_of(index: GraphIndex, sp: Spread, order: Order | None = None) -> list[Region]:
     """The regions that ``sp`` allows, in topological order of their first ops.
 
-    ``taken``: the anchored ops of regions already chosen; each counts as one node, so that no two regions wait for each other.
+    ``order``: that of the calls already chosen; each counts as one node, so that no two regions wait for each other.
     """
+    return [_region(index, sp, group) for group in _groups(index, sp, order)]
+
+
+def region_with(index: GraphIndex, sp: Spread, order: Order, op: int) -> Region | None:
+    """The one of ``regions_of`` that ``op`` is in."""
+    return next((_region(index, sp, group) for group in _groups(index, sp, order) if op in group), None)
+
+
+def _groups(index: GraphIndex, sp: Spread, order: Order | None) -> list[tuple[int, ...]]:
     members = [i for i in sp.ops if i in index.live]
     all_axes = frozenset(range(len(sp.space.sizes)))
-    order = quotient_order(index.graph, taken)
+    order = order or Order(index)
     dropped: set[int] = set()
     while True:
         kept = [i for i in members if i not in dropped]
         groups = _connected(index, sp, _levels(index, sp, kept, order))
         bad = {i for group in groups for i in _partial_outputs(index, sp, group, all_axes)}
         if not bad:
-            return [_region(index, sp, group) for group in groups]
+            return groups
         dropped |= bad
 
 
-def _levels(index: GraphIndex, sp: Spread, members: list[int], order: list[tuple[int, ...]]) -> dict[int, int]:
+def _levels(index: GraphIndex, sp: Spread, members: list[int], order: Order) -> dict[int, int]:
     """op -> level, so that no path between two members of one level leaves the members or passes a sink.
 
     Every step from a member (makers apart) to an op outside, or from a sink to any op, goes up one level.
     """
+    if not members:
+        return {}
     inside, sinks = set(members), set(sp.sinks)
     makers = {i for i in members if _is_maker(index, sp, i)}
-    level = [0] * len(index.graph.ops)
-    for node in order:
-        lv = 0
-        for i in node:
-            for v in index.graph.ops[i].inputs:
-                p = index.producers.get(v)
-                if p is not None and p not in node:
-                    leaves = p in inside and p not in makers and (i not in inside or p in sinks)
-                    lv = max(lv, level[p] + leaves)
-        for i in node:
-            level[i] = lv
-    _raise(index, members, makers, sinks, level)
+    # Behind the last member no path leads back to one.
+    last = max(order.position(order.node(i)) for i in members)
+    level = _up_to(order, last, inside, makers, sinks)
+    if any(level[i] for i in members):
+        readers = (c for i in members for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()))
+        last = max((order.position(order.node(c)) for c in readers), default=last)
+        level = _up_to(order, last, inside, makers, sinks)
+        _raise(index, members, makers, sinks, level)
     return {i: level[i] for i in members}
 
 
-def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[int], level: list[int]) -> None:
+def _up_to(order: Order, last: int, inside: set[int], makers: set[int], sinks: set[int]) -> dict[int, int]:
+    """The levels of all ops that depend on members (``inside``) and stand no further back than ``last``."""
+    graph, producers = order.index.graph, order.index.producers
+    level: dict[int, int] = {}
+    for node in sorted(order.behind((order.node(i) for i in inside), last), key=order.position):
+        lv = 0
+        for i in order.members(node):
+            for v in graph.ops[i].inputs:
+                p = producers.get(v)
+                if p in level and order.node(p) != node:
+                    leaves = p in inside and p not in makers and (i not in inside or p in sinks)
+                    lv = max(lv, level[p] + leaves)
+        level.update(dict.fromkeys(order.members(node), lv))
+    return level
+
+
+def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[int], level: dict[int, int]) -> None:
     """Lift ops to the level of whoever reads them, where nothing that a lower level makes has to be stored for it.
 
     That is so for makers, and for what is made of them and of values from outside: momentum times its decay belongs to the update,
@@ -123,7 +101,7 @@ def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[i
         return max(level[i], min((new[c] - (c not in inside) for c in readers), default=level[i]))
 
     while True:
-        new = list(level)
+        new = dict(level)
         for i in reversed(members):
             if i in lifted:
                 new[i] = latest(i)
@@ -131,10 +109,10 @@ def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[i
         if not stuck:
             break
         lifted -= stuck
-    level[:] = new
+    level.update(new)
 
 
-def _stored_for(index: GraphIndex, inside: set[int], i: int, level: list[int]) -> bool:
+def _stored_for(index: GraphIndex, inside: set[int], i: int, level: dict[int, int]) -> bool:
     """Would ``i`` read what a lower level makes?"""
     return any(p in inside and level[p] < level[i] for v in index.graph.ops[i].inputs if (p := index.producers.get(v)) is not None)
 
@@ -165,7 +143,6 @@ def _connected(index: GraphIndex, sp: Spread, level: dict[int, int]) -> list[tup
 def _border(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(values read from outside, values used outside), each in order of first appearance."""
     inside = set(group)
-    results = set(index.graph.outputs)
     ins: dict[int, None] = {}
     outs: dict[int, None] = {}
     for i in group:
@@ -176,7 +153,7 @@ def _border(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[tupl
         for v in op.outputs:
             if _is_maker(index, sp, i):
                 continue
-            if v in results or any(c not in inside and c in index.live for c in index.consumers.get(v, ())):
+            if v in index.results or any(c not in inside and c in index.live for c in index.consumers.get(v, ())):
                 outs[v] = None
     return tuple(ins), tuple(outs)
 
@@ -194,13 +171,14 @@ def _partial_outputs(index: GraphIndex, sp: Spread, group: tuple[int, ...], all_
 
 def _region(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
     ins, outs = _border(index, sp, group)
+    inside = set(group)
     touched = {v for i in group for v in (*index.graph.ops[i].inputs, *index.graph.ops[i].outputs)}
     return Region(
         space=sp.space,
         ops=group,
-        labels=tuple(sorted((v, labels) for v, labels in sp.labels.items() if v in touched)),
+        labels=tuple((v, sp.labels[v]) for v in sorted(touched) if v in sp.labels),
         inputs=ins,
         outputs=outs,
-        sinks=tuple(i for i in sp.sinks if i in set(group)),
+        sinks=tuple(i for i in sp.sinks if i in inside),
         phase_of=(0,) * len(group),
     )

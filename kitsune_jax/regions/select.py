@@ -11,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.regions.follow import Follower, Following, anchored_call
-from kitsune_jax.regions.form import GraphIndex, anchored, regions_of
+from kitsune_jax.regions.form import anchored, region_with, regions_of
 from kitsune_jax.regions.halves import halves_of
+from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds, spread
 from kitsune_jax.streams.propagate import adjacent_ops, relations_of
 
@@ -56,23 +58,45 @@ class Selection:
 
 
 Planner = Callable[[Graph, Region], Plan | str]
+Failed = Callable[[Exception, Sequence[int]], str]  # (a bug of ours, the ops around which it showed) -> the reason in words
+
+
+def _raised(error: Exception, _: Sequence[int]) -> str:
+    raise error
 
 
 def select(
-    graph: Graph, supports: Callable[[int], str | None], planner: Planner, *, force: bool, several_phases: bool = False
+    graph: Graph,
+    supports: Callable[[int], str | None],
+    planner: Planner,
+    *,
+    force: bool,
+    several_phases: bool = False,
+    failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
 
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
-    ``several_phases``: the target runs calls of several phases, so regions may have followers.
+    ``several_phases``: the target runs calls of several phases, so regions may have followers. ``failed``: called with an error of
+    forming one region, which costs that region only, unless it raises.
     """
-    return _Selector(graph, supports, planner, force, several_phases).run()
+    return _Selector(graph, supports, planner, force, several_phases, failed).run()
 
 
 class _Selector:
-    def __init__(self, graph: Graph, supports: Callable[[int], str | None], planner: Planner, force: bool, several_phases: bool):
+    def __init__(
+        self,
+        graph: Graph,
+        supports: Callable[[int], str | None],
+        planner: Planner,
+        force: bool,
+        several_phases: bool,
+        failed: Failed,
+    ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
+        self.failed = failed
         self.index = GraphIndex.of(graph)
+        self.order = Order(self.index)
         self.supports = functools.cache(supports)
         self.relations = functools.cache(lambda i: relations_of(graph, graph.ops[i]))
         self.adjacency = adjacent_ops(graph)
@@ -102,6 +126,11 @@ class _Selector:
             best, looked_at = self._best_from(seed_op)
             tried |= looked_at
             while best is not None:
+                try:
+                    self.order.join(anchored(self.graph, best.region))
+                except Exception as error:
+                    self.why.setdefault(seed_op, self.failed(error, best.region.ops))
+                    break
                 self.chosen.append(best)
                 self.free.difference_update(best.region.ops)
                 # The same seed may head another region: what a level or a component split off.
@@ -110,21 +139,28 @@ class _Selector:
     def _follow(self, first: int = 0) -> None:
         """Give the regions chosen from number ``first`` on their followers."""
         for k in range(first, len(self.chosen)) if self.several_phases else ():
-            taken = [self._anchored(c) for j, c in enumerate(self.chosen) if j != k]
-            found = Following(self.index, self.free, taken, self._spread, self.supports).followers(self.chosen[k].region)
+            following = Following(self.index, self.free, self.order, self._spread, self.supports)
+            try:
+                found = following.followers(self.chosen[k].region)
+            except Exception as error:
+                self.failed(error, self.chosen[k].ops)
+                continue
             followers = []
             for f in found:
                 plan = self.planner(self.graph, f.region)
                 if isinstance(plan, str):
                     return  # those that wait for it could not run
                 followers.append(ChosenFollower(f.phase, f.region, plan))
-            self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
-            self.free.difference_update(self.chosen[k].ops)
+            if followers:
+                try:
+                    self.order.join(anchored_call(self.graph, self.chosen[k].region, followers))
+                except Exception as error:
+                    self.failed(error, self.chosen[k].ops)
+                    continue
+                self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
+                self.free.difference_update(self.chosen[k].ops)
 
-    def _anchored(self, c: Chosen) -> tuple[int, ...]:
-        return anchored_call(self.graph, c.region, c.followers)
-
-    def _spread(self, seed: Seed, free: Collection[int]) -> Spread:
+    def _spread(self, seed: Seed, free: Container[int]) -> Spread:
         return spread(self.graph, seed, free, self.supports, self.relations, self.adjacency)
 
     def _seed_order(self) -> list[int]:
@@ -148,8 +184,12 @@ class _Selector:
         best: Chosen | None = None
         looked_at = {seed_op}
         for seed in candidate_seeds(self.graph, seed_op):
-            sp = self._spread(seed, self.free)
-            candidate, ops = self._evaluate(seed_op, seed, sp)
+            try:
+                sp = self._spread(seed, self.free)
+                candidate, ops = self._evaluate(seed_op, seed, sp)
+            except Exception as error:
+                self.why.setdefault(seed_op, self.failed(error, (seed_op,)))
+                continue
             looked_at |= ops
             if candidate and (best is None or self._gain(candidate) > self._gain(best)):
                 best = candidate
@@ -163,15 +203,15 @@ class _Selector:
         """
         if self.force or whole.plan.arrangement != "spatial":
             return []
-        taken = [self._anchored(c) for c in self.chosen]
+        order = self.order.copy()
         found: list[Chosen] = []
         for seed, ops in halves_of(self.graph, whole.region) or ():
             sp = self._spread(seed, ops & self.free)
-            region = max(regions_of(self.index, sp, taken), key=lambda r: len(r.ops), default=None)
+            region = max(regions_of(self.index, sp, order), key=lambda r: len(r.ops), default=None)
             plan = self.planner(self.graph, region) if region is not None and region.outputs else ""
             if region is not None and not isinstance(plan, str) and _pays(plan):
                 found.append(Chosen(region, plan))
-                taken.append(anchored(self.graph, region))
+                order.join(anchored(self.graph, region))
         gain = sum(c.plan.baseline_seconds - c.plan.seconds for c in found)
         alone = whole.plan.baseline_seconds - whole.plan.seconds if _pays(whole.plan) else 0.0
         return found if gain > PROFIT_MARGIN * alone else []
@@ -192,8 +232,7 @@ class _Selector:
     def _evaluate(self, seed_op: int, seed: Seed, sp: Spread) -> tuple[Chosen | None, set[int]]:
         for i, why in sp.stops.items():
             self.why.setdefault(i, why)
-        taken = [self._anchored(c) for c in self.chosen]
-        region = next((r for r in regions_of(self.index, sp, taken) if seed_op in r.ops), None)
+        region = region_with(self.index, sp, self.order, seed_op)
         if region is None or not region.outputs:
             return None, {seed_op}
         plan = self.planner(self.graph, region)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.capture.relations import DimRelation
@@ -55,7 +55,7 @@ class _Refine(Exception):  # noqa: N818 - control flow, not an error
 def spread(
     graph: Graph,
     seed: Seed,
-    allowed: Collection[int],
+    allowed: Container[int],
     supports: Callable[[int], str | None],
     relations: Callable[[int], tuple[DimRelation, ...]] | None = None,
     adjacency: dict[int, tuple[int, ...]] | None = None,
@@ -108,7 +108,7 @@ class _Spreader:
     def __init__(self, graph, sizes, allowed, supports, relations, adjacency):  # type: ignore[no-untyped-def]
         self.graph: Graph = graph
         self.sizes: list[int] = sizes
-        self.allowed: Collection[int] = allowed
+        self.allowed: Container[int] = allowed
         self.supports: Callable[[int], str | None] = supports
         self.relations: Callable[[int], tuple[DimRelation, ...]] = relations
         self.adjacency: dict[int, tuple[int, ...]] = adjacency

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kitsune_jax.graph import Op, Value
 from kitsune_jax.targets import cpu, cuda
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
 if TYPE_CHECKING:
     from kitsune_jax.planning.plan import Plan
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TARGETS",
     "CannotLower",
+    "InvalidProgram",
     "Planned",
     "check",
     "default_device",
@@ -99,7 +100,8 @@ def check(target: str, program: TileProgram, plan: Plan, name: str) -> str | Non
 
 
 def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Any:
-    """The code of ``program``. Raises ``ValueError`` for an unknown target, ``CannotLower`` where there is none."""
+    """The code of ``program``. Raises ``ValueError`` for an unknown target, ``CannotLower`` where there is none,
+    ``InvalidProgram`` for code that the target's extension refuses."""
     _require(target)
     return cpu.generate(program, name) if target == "cpu" else cuda.generate(target, program, plan, name)
 
@@ -110,7 +112,7 @@ def runs_phases(target: str) -> bool:
 
 
 def generate_phases(target: str, program: PhasedProgram, name: str) -> Any:
-    """The code of a call of several phases. Raises ``ValueError`` where ``runs_phases`` is False, ``CannotLower`` as above."""
+    """The code of a call of several phases. Raises ``ValueError`` where ``runs_phases`` is False, and as ``generate`` does."""
     if not runs_phases(target):
         raise ValueError(f"a call has one phase on {target!r}")
     return cpu.generate_phases(program, name)

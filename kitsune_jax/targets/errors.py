@@ -1,4 +1,4 @@
-"""The one error of the code generators."""
+"""The errors of the code generators."""
 
 from __future__ import annotations
 
@@ -12,3 +12,10 @@ class CannotLower(ValueError):
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
+
+
+class InvalidProgram(Exception):
+    """Generated code that the extension refuses: a defect of this package, found before the code becomes part of a compilation.
+
+    The message is the extension's, and names the instruction. The region it was generated for can still lower as plain HLO.
+    """

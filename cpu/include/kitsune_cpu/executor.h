@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -35,8 +36,13 @@ class Executable {
   // A rough lower bound of one call's time on one thread, in ns: below some 20 000 it is not worth waking other threads.
   double estimated_ns() const;
 
+  // Bytes that a call takes beside its arrays on one thread: packed weights, queues, partial sums, and the thread's temporary
+  // memory.
+  size_t memory_bytes() const;
+
   // Runs the program once: ins[i] and outs[i] are the arrays in the program's order, aligned to their element size. Any number of
-  // calls may run at once. Returns an empty string, or what went wrong (out of memory): the outputs are then undefined.
+  // calls may run at once. Returns an empty string, or what went wrong (out of memory), and how to go on: the outputs are then
+  // undefined.
   std::string run(const void* const* ins, void* const* outs, Pool& pool) const;
 
   struct Plan;  // executor_internal.h
@@ -44,5 +50,8 @@ class Executable {
  private:
   std::unique_ptr<const Plan> plan_;
 };
+
+// What `run` returns for an exception in a call of the program `name`. Needs no memory.
+std::string error_text(const std::exception& why, const char* name) noexcept;
 
 }  // namespace kitsune::cpu

@@ -25,19 +25,27 @@ class Phased {
   const std::string& name() const { return name_; }
   const std::vector<Array>& operands() const { return operands_; }
   const std::vector<Array>& results() const { return results_; }
+  // What a call takes beside its operands and results, at most at one time: see Executable::memory_bytes.
+  size_t memory_bytes() const;
+  double estimated_ns() const;  // of all phases
+  int64_t tiles() const;        // of all phases and stages
 
   // Runs every phase: ins[i] and outs[i] are the operands and results. `pool_for(ns)` gives the pool for a program of `ns`
   // (Executable::estimated_ns). Returns an empty string, or what went wrong: the results are then undefined.
   template <class PoolFor>
   std::string run(const void* const* ins, void* const* outs, PoolFor pool_for) const {
-    Arrays arrays(*this, ins, outs);
-    for (const Part& part : parts_) {
-      arrays.bind(part);
-      auto&& pool = pool_for(part.executable->estimated_ns());
-      std::string error = part.executable->run(arrays.ins.data(), arrays.outs.data(), pool);
-      if (!error.empty()) return error;
+    try {
+      Arrays arrays(*this, ins, outs);
+      for (const Part& part : parts_) {
+        arrays.bind(part);
+        auto&& pool = pool_for(part.executable->estimated_ns());
+        std::string error = part.executable->run(arrays.ins.data(), arrays.outs.data(), pool);
+        if (!error.empty()) return error;
+      }
+      return "";
+    } catch (const std::exception& e) {
+      return error_text(e, name_.c_str());
     }
-    return "";
   }
 
  private:

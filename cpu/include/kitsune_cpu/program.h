@@ -17,10 +17,12 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 1;
+constexpr int64_t kFormatVersion = 2;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
+constexpr int64_t kMaxCount = int64_t{1} << 48;          // elements, bytes, rows, |strides| and |offsets|
+constexpr int64_t kMaxWeightIndices = int64_t{1} << 24;  // sums of the sides of all weights: each has a table of offsets
 
 enum class Space : int8_t { kIn, kOut, kScratch, kQueue, kPrep };
 enum class Reduction : int8_t { kSum, kMax, kMin, kProd, kAnd, kOr, kXor, kArgMax, kArgMin };

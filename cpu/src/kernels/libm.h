@@ -1,4 +1,4 @@
-// libm's double functions as plain functions of this ISA's namespace, to be named as template arguments and pointers.
+// libm's functions as plain functions of this ISA's namespace, to be named as template arguments and pointers.
 #pragma once
 
 #include "simd.h"
@@ -30,6 +30,8 @@ KITSUNE_LIBM(erfc)
 #undef KITSUNE_LIBM
 inline double libm_pow(double x, double y) { return __builtin_pow(x, y); }
 inline double libm_atan2(double y, double x) { return __builtin_atan2(y, x); }
+inline float libm_powf(float x, float y) { return __builtin_powf(x, y); }
+inline float libm_atan2f(float y, float x) { return __builtin_atan2f(y, x); }
 inline double libm_logistic(double x) {
   double e = __builtin_exp(-__builtin_fabs(x));
   return (x < 0 ? e : 1) / (1 + e);

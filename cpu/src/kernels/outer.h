@@ -5,6 +5,7 @@
 // bf16).
 #pragma once
 
+#include "../checked.h"
 #include "gemm.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
@@ -16,14 +17,13 @@ struct OuterScratch {
 };
 
 inline OuterScratch outer_layout(const OuterArgs& g) {
-  auto up = [](size_t n) { return (n + 63) / 64 * 64; };
   Panel p = outer_panel(g.dtype);
   size_t element = kItemSize[int(multiplied_type(p))], rows = size_t(padded_depth(p, g.R));
   bool converts = g.dtype != multiplied_type(p), pairs = p == Panel::kBF16;
   OuterScratch s{};
-  s.x = up(panel_bytes(p, g.R));
-  s.y = s.x + (converts || pairs ? up(rows * size_t(g.M) * element) : 0);
-  s.bytes = s.y + (converts ? up(rows * size_t(g.N) * element) : 0);
+  s.x = rounded_up(times(rows, size_t(panel_width(p)) * element), 64);
+  s.y = plus(s.x, converts || pairs ? rounded_up(times(times(rows, size_t(g.M)), element), 64) : 0);
+  s.bytes = plus(s.y, converts ? rounded_up(times(times(rows, size_t(g.N)), element), 64) : 0);
   return s;
 }
 

@@ -19,6 +19,15 @@ struct Bits<double> {
   static constexpr int kMantissa = 52, kExponent = 11;
 };
 
+// x, or the zero of its sign where x is denormal and this thread takes denormals for zeros (only there does one equal 0). What
+// merely selects or recognises its operand, and would hand a denormal on, so gives what arithmetic on it gives.
+template <class T>
+KITSUNE_INLINE T flushed(T x) {
+  using U = typename Bits<T>::type;
+  U u = bit_cast<U>(x);
+  return bit_cast<T>(U(x == T(0) ? u & ~(U(-1) >> 1) : u));
+}
+
 // The unsigned type at least as wide as int, so that small types are not promoted to (overflowing) int.
 template <class T>
 struct Wrap {
@@ -167,7 +176,8 @@ struct Rem {  // the sign of the dividend
   }
 };
 
-// IEEE 754-2019 maximum and minimum: NaN wins, and +0 > -0 (equal numbers differ only in that sign bit).
+// IEEE 754-2019 maximum and minimum: NaN wins, and +0 > -0 (equal numbers differ only in that sign bit, or are denormals that this
+// thread takes for zeros, as `flushed` makes them).
 template <bool Maximum>
 struct Extremum {
   template <class T>
@@ -179,7 +189,7 @@ struct Extremum {
       U ux = bit_cast<U>(x), uy = bit_cast<U>(y);
       T r = (Maximum ? x > y : x < y) ? x : y;
       r = x == y ? bit_cast<T>(U(Maximum ? ux & uy : ux | uy)) : r;
-      return x != x ? x : r;
+      return x != x ? x : flushed(r);
     } else {
       return (Maximum ? x > y : x < y) ? x : y;
     }

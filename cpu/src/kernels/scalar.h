@@ -90,7 +90,10 @@ KITSUNE_INLINE To bit_cast(From x) {
   return y;
 }
 
-// ---- 16-bit floats. All branch-free, so that loops over them vectorise; denormals are kept, NaN stays NaN (quiet).
+// ---- 16-bit floats. All branch-free, so that loops over them vectorise; NaN stays NaN (quiet).
+//
+// XLA's threads run with denormals flushed (FTZ and DAZ of MXCSR set), and a denormal f16 is a normal number of f32. So no
+// conversion may take one through a denormal float on its way: what is not yet normal is only ever touched as an integer.
 
 KITSUNE_INLINE float to_float(BFloat16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
 
@@ -101,12 +104,12 @@ KITSUNE_INLINE BFloat16 to_bfloat16(float x) {
 }
 
 KITSUNE_INLINE float to_float(Half x) {
-  // The exponent is re-biased by an exact multiplication, which also normalises denormals; 65536 = 2^16 is the first value beyond
-  // f16.
-  uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
-  float scaled = bit_cast<float>(magnitude) * 0x1p112f;
-  uint32_t bits = bit_cast<uint32_t>(scaled);
-  bits = scaled >= 65536.0f ? magnitude | 0x7f800000 : bits;
+  uint32_t magnitude = x.bits & 0x7fff, moved = magnitude << 13;
+  uint32_t bits = moved + (uint32_t(112) << 23);                                 // 112 = 127 - 15
+  uint32_t denormal = bit_cast<uint32_t>(float(int32_t(magnitude)) * 0x1p-24f);  // an integer number of the least denormals
+  bits = magnitude < 0x400 ? denormal : bits;
+  bits = magnitude >= 0x7c00 ? moved | 0x7f800000 : bits;
+  bits = magnitude > 0x7c00 ? bits | 0x400000 : bits;
   return bit_cast<float>(bits | uint32_t(x.bits & 0x8000) << 16);
 }
 
@@ -122,6 +125,7 @@ KITSUNE_INLINE Half to_half(float x) {
 }
 
 // double -> float rounded to odd: rounding the result again to 16 bits is then as good as one rounding (Boldo & Melquiond 2008).
+// Where denormals are flushed, so is a result below f32's normal numbers (up to its last bit, which no 16-bit type can hold).
 KITSUNE_INLINE float to_float_odd(double x) {
   float f = float(x);
   uint32_t bits = bit_cast<uint32_t>(f);

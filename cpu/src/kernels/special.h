@@ -26,7 +26,7 @@ inline double digamma(double x) {
   if (x == 0) return __builtin_copysign(kInfinity, -x);
   if (!(x > -kInfinity)) return kNaN;
   if (x < 0) {
-    double fraction = x - __builtin_floor(x);
+    double fraction = x - __builtin_rint(x);  // from the nearest integer: exact, also just below 0
     if (fraction == 0) return kNaN;
     return digamma(1 - x) - kPi / __builtin_tan(kPi * fraction);
   }
@@ -87,7 +87,7 @@ inline double bessel_ie(double x) {
       term *= -(4.0 * Nu * Nu - odd * odd) / (8 * k * a);
       sum += term;
     }
-    r = a == kInfinity ? 0 : sum / __builtin_sqrt(2 * kPi * a);
+    r = a == kInfinity ? 0 : sum / (__builtin_sqrt(2 * kPi) * __builtin_sqrt(a));  // 2 pi a may overflow
   }
   return Nu ? __builtin_copysign(r, x) : r;
 }

@@ -1,7 +1,11 @@
 // Elementary functions of float vectors on the hot path of networks: exp, exp2, log, tanh, logistic, erf, sin, cos, rsqrt.
 //
 // Branch-free except sin, cos and tan beyond |x| = 1e6 (rare: libm's full reduction, lane by lane). At most 4 ulp over all floats,
-// denormals included; infinities and NaN as in C. Polynomials without a note are Cephes' (S. L. Moshier, single precision library).
+// denormals included where the thread does not flush them; infinities and NaN as in C. Polynomials without a note are Cephes'
+// (S. L. Moshier, single precision library).
+//
+// XLA's threads flush denormals. There a function takes a denormal for the zero of its sign, and only those that near 0 are their
+// operand (tanh, sin, tan, expm1) hand it on, as XLA's do.
 #pragma once
 
 #include "libm.h"
@@ -101,16 +105,16 @@ KITSUNE_INLINE VF erf(VF x) {
   VF t = choose(a > 4.0f, splat<VF>(4.0f), a);  // erf(4) rounds to 1; NaN stays
   VF large = copy_sign(1.0f - exp(-t * polynomial(t, large_c)), x);
   VF small = x * polynomial(s, small_c) + x;
-  return choose(a < 0.93f, choose(x == 0.0f, x, small), large);
+  return choose(a < 0.93f, small, large);
 }
 
 KITSUNE_INLINE VF rsqrt(VF x) { return 1.0f / square_root(x); }
 
 // ---- sine and cosine
 
-// Replaces the lanes of *y under the mask by libm's value, computed in double.
+// Replaces the lanes of *y under the mask by libm's value: computed in double for one operand, in float for two.
 using DoubleFunction = double (*)(double);
-using DoubleFunction2 = double (*)(double, double);
+using FloatFunction2 = float (*)(float, float);
 
 inline __attribute__((noinline)) void mend_scalars(const int32_t* mask, const float* x, float* y, DoubleFunction f) {
   for (int i = 0; i < kFloats; ++i) {
@@ -119,9 +123,9 @@ inline __attribute__((noinline)) void mend_scalars(const int32_t* mask, const fl
 }
 
 inline __attribute__((noinline)) void mend_scalars(const int32_t* mask, const float* x, const float* y, float* r,
-                                                   DoubleFunction2 f) {
+                                                   FloatFunction2 f) {
   for (int i = 0; i < kFloats; ++i) {
-    if (mask[i]) r[i] = float(f(double(x[i]), double(y[i])));
+    if (mask[i]) r[i] = f(x[i], y[i]);
   }
 }
 
@@ -135,7 +139,7 @@ KITSUNE_INLINE void mend_lanes(VI mask, VF x, VF* y, DoubleFunction f) {
   *y = load_vector<VF>(out);
 }
 
-KITSUNE_INLINE void mend_lanes(VI mask, VF x, VF y, VF* r, DoubleFunction2 f) {
+KITSUNE_INLINE void mend_lanes(VI mask, VF x, VF y, VF* r, FloatFunction2 f) {
   int32_t m[kFloats];
   float in[kFloats], in2[kFloats], out[kFloats];
   store_vector(m, mask);
@@ -188,11 +192,29 @@ KITSUNE_INLINE VF tan(VF x) {
   return y;
 }
 
-// Negative bases (-0 among them), NaN and infinities go to libm; the rest is exp(y log x).
+KITSUNE_INLINE VF expm1(VF x) { return choose(x == 0.0f, x, through_double<wide::expm1>(x)); }
+
+// Lanes that hold a denormal (of either sign), whether or not this thread takes it for a zero.
+KITSUNE_INLINE VI denormal_lanes(VF x) {
+  VU magnitude = (VU)abs_vector(x);
+  return (VI)(magnitude - 1u < 0x007fffffu);
+}
+
+// Of a denormal operand, pow and atan2 have no value that follows from the operand alone: it depends on which steps of the
+// computation flush it. XLA calls libm's float functions, so that those lanes do too.
+
+// Negative bases (-0 among them), denormals, NaN and infinities go to libm; the rest is exp(y log x).
 KITSUNE_INLINE VF pow(VF x, VF y) {
   VF r = through_double<wide::pow_positive>(x, y);
-  VI special = ((VI)x < 0) | ~(x < kFloatInfinity) | ~(abs_vector(y) < kFloatInfinity);
-  if (__builtin_expect(any(special), 0)) mend_lanes(special, x, y, &r, libm_pow);
+  VI special = ((VI)x < 0) | ~(x < kFloatInfinity) | ~(abs_vector(y) < kFloatInfinity) | denormal_lanes(x) | denormal_lanes(y);
+  if (__builtin_expect(any(special), 0)) mend_lanes(special, x, y, &r, libm_powf);
+  return r;
+}
+
+KITSUNE_INLINE VF atan2(VF y, VF x) {
+  VF r = through_double<wide::atan2>(y, x);
+  VI special = denormal_lanes(y) | denormal_lanes(x);
+  if (__builtin_expect(any(special), 0)) mend_lanes(special, y, x, &r, libm_atan2f);
   return r;
 }
 

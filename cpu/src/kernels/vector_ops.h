@@ -80,10 +80,29 @@ void map_reduce_precision(int64_t n, void* dst, const void* a, const void*, cons
   for (int64_t i = 0; i < n; ++i) d[i] = reduce_precision(x[i], exponent, mantissa);
 }
 
-// libm and the special functions, in double.
+inline void map_to_float16(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+  Half chunk[kChunk];
+  for (int64_t i = 0; i < n; i += kChunk) {
+    int64_t count = min_of(kChunk, n - i);
+    convert_dense(count, chunk, static_cast<const float*>(a) + i);
+    convert_dense(count, static_cast<float*>(dst) + i, static_cast<const Half*>(chunk));
+  }
+}
+
+// libm and the special functions, in double. They look at the bits of their operand, so they would see a denormal where this thread
+// takes it for a zero (log of a negative one: NaN rather than -inf).
 template <double (*F)(double), class T>
 void map_double(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
-  for (int64_t i = 0; i < n; ++i) static_cast<T*>(dst)[i] = T(F(double(static_cast<const T*>(a)[i])));
+  for (int64_t i = 0; i < n; ++i) static_cast<T*>(dst)[i] = T(F(flushed(double(static_cast<const T*>(a)[i]))));
+}
+
+// Functions that near 0 are their operand and hand it on, denormal or not.
+template <double (*F)(double)>
+void map_identity_at_zero(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+  for (int64_t i = 0; i < n; ++i) {
+    double x = static_cast<const double*>(a)[i];
+    static_cast<double*>(dst)[i] = x == 0 ? x : F(x);
+  }
 }
 
 template <double (*F)(double, double), class T>
@@ -160,15 +179,15 @@ inline VectorFn elementary_function<double>(Opcode op) {
   switch (op) {
     case Opcode::op_exp: return &map_double<libm_exp, double>;
     case Opcode::op_exp2: return &map_double<libm_exp2, double>;
-    case Opcode::op_expm1: return &map_double<libm_expm1, double>;
+    case Opcode::op_expm1: return &map_identity_at_zero<libm_expm1>;
     case Opcode::op_log: return &map_double<libm_log, double>;
     case Opcode::op_log1p: return &map_double<libm_log1p, double>;
     case Opcode::op_cbrt: return &map_double<libm_cbrt, double>;
     case Opcode::op_logistic: return &map_double<libm_logistic, double>;
     case Opcode::op_tanh: return &map_double<libm_tanh, double>;
-    case Opcode::op_sin: return &map_double<libm_sin, double>;
+    case Opcode::op_sin: return &map_identity_at_zero<libm_sin>;
     case Opcode::op_cos: return &map_double<libm_cos, double>;
-    case Opcode::op_tan: return &map_double<libm_tan, double>;
+    case Opcode::op_tan: return &map_identity_at_zero<libm_tan>;
     case Opcode::op_asin: return &map_double<libm_asin, double>;
     case Opcode::op_acos: return &map_double<libm_acos, double>;
     case Opcode::op_atan: return &map_double<libm_atan, double>;
@@ -190,7 +209,7 @@ inline VectorFn elementary_function<float>(Opcode op) {
   switch (op) {
     case Opcode::op_exp: return &map_vector<exp>;
     case Opcode::op_exp2: return &map_vector<exp2>;
-    case Opcode::op_expm1: return &map_vector<through_double<wide::expm1>>;
+    case Opcode::op_expm1: return &map_vector<expm1>;
     case Opcode::op_log: return &map_vector<log>;
     case Opcode::op_log1p: return &map_vector<through_double<wide::log1p>>;
     case Opcode::op_cbrt: return &map_vector<through_double<wide::cbrt>>;
@@ -209,8 +228,9 @@ inline VectorFn elementary_function<float>(Opcode op) {
     case Opcode::op_atanh: return &map_vector<through_double<wide::atanh>>;
     case Opcode::op_erf: return &map_vector<erf>;
     case Opcode::op_erfc: return &map_vector<through_double<wide::erfc>>;
+    case Opcode::op_to_float16: return &map_to_float16;
     case Opcode::op_pow: return &map_vector2<pow>;
-    case Opcode::op_atan2: return &map_vector2<through_double<wide::atan2>>;
+    case Opcode::op_atan2: return &map_vector2<atan2>;
     default: return special_function<float>(op);
   }
 }

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from kitsune_jax.targets.cpu import bytecode, phased
 from kitsune_jax.targets.cpu.emit import call
 from kitsune_jax.targets.cpu.lower import lower
-from kitsune_jax.targets.cpu.runtime import available, why_not
+from kitsune_jax.targets.cpu.runtime import available, check, why_not
 from kitsune_jax.targets.cpu.support import supports
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,14 +20,21 @@ if TYPE_CHECKING:
     from kitsune_jax.program.ir import TileProgram
     from kitsune_jax.program.phased import PhasedProgram
 
-__all__ = ["CannotLower", "available", "call", "generate", "generate_phases", "lower", "supports", "why_not"]
+__all__ = ["CannotLower", "InvalidProgram", "available", "call", "generate", "generate_phases", "lower", "supports", "why_not"]
 
 
 def generate(program: TileProgram, name: str) -> np.ndarray:
-    """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``."""
-    return bytecode.encode(lower(program, name))
+    """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``, ``InvalidProgram``."""
+    return _valid(bytecode.encode(lower(program, name)))
 
 
 def generate_phases(program: PhasedProgram, name: str) -> np.ndarray:
-    """The code of a call of several phases, as int64 words. Raises ``CannotLower``."""
-    return phased.encode(program, name)
+    """The code of a call of several phases, as int64 words. Raises ``CannotLower``, ``InvalidProgram``."""
+    return _valid(phased.encode(program, name))
+
+
+def _valid(words: np.ndarray) -> np.ndarray:
+    """``words``, which the custom call will accept: it checks them in the same way when XLA makes the executable."""
+    if wrong := check(words):
+        raise InvalidProgram(wrong)
+    return words

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kitsune_jax import _compat
 from kitsune_jax.targets.cpu import runtime
 
 
@@ -17,7 +18,13 @@ def call(program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any]) -> 
     ``out_avals`` give shape and dtype of each result (``jax.ShapeDtypeStruct`` or the abstract values of the equations replaced,
     which also carry what ``shard_map`` tracks). Returns the results, one per aval. Arrays are dense and row-major. Raises
     ``RuntimeError`` where the extension is missing.
+
+    The call has one more result, a byte that nobody reads. Without it, a loop whose body is nothing but this call would be compiled
+    wrongly: XLA simplifies the tuple of all results of a call to the call itself, which makes the call the root of the body, and
+    its loop-invariant code motion then takes "operand i of the root is carry i" for "carry i never changes".
     """
     if not runtime.register():
         raise RuntimeError(f"CPU pipelines cannot run here: {runtime.why_not()}")
-    return list(jax.ffi.ffi_call(runtime.TARGET_NAME, list(out_avals))(*args, program=program))
+    unread = _compat.aval_like(out_avals[0], (1,), np.uint8)
+    outs = jax.ffi.ffi_call(runtime.TARGET_NAME, [*out_avals, unread])(*args, program=program)
+    return list(outs)[: len(out_avals)]

@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 import jax
+import numpy as np
 
 from kitsune_jax.targets.cpu import bytecode
 
@@ -72,6 +73,13 @@ def register() -> bool:
     True
     """
     return available()
+
+
+def check(words: np.ndarray) -> str:
+    """What the extension finds wrong with a program (int64 words), by the code that checks it when XLA makes an executable; "" for
+    a valid program, and where the extension is missing."""
+    extension = _load()[0]
+    return "" if extension is None else str(extension.validate(words))
 
 
 def calls() -> int:

@@ -42,10 +42,10 @@ def call(
     if kernel.vectors:
         values = [None if r.value is None else stationary.value(r.value) for r in kernel.vectors]
         operands.append(pack.vectors(kernel.vectors, values))
-    results = list(out_avals)
-    if kernel.workspace_bytes:
-        results.append(_compat.aval_like(out_avals[0], (kernel.workspace_bytes,), np.uint8))
-    outs = jax.ffi.ffi_call(runtime.TARGET_NAME, results)(
+    # The workspace is never empty, so that the call has a result that nobody reads: see `targets.cpu.emit.call` for what XLA makes
+    # of a loop's body that is nothing but a call all of whose results are carries.
+    workspace = _compat.aval_like(out_avals[0], (kernel.workspace_bytes,), np.uint8)
+    outs = jax.ffi.ffi_call(runtime.TARGET_NAME, [*out_avals, workspace])(
         *operands,
         image=np.frombuffer(code.image, np.uint8),
         launch=np.asarray(kernel.launch, np.int64),

@@ -79,7 +79,10 @@ def replace(folder: int, name: str, content: bytes) -> None:
 
 @functools.cache
 def scratch(instead_of: Path | None = None) -> Path:
-    """A folder of this process alone, removed when it ends; one for each that it stands for. ``OSError`` if none can be made."""
+    """A folder of this process alone, removed when it ends; one for each folder that it stands for.
+
+    Raises ``OSError`` where none can be made.
+    """
     folder = Path(tempfile.mkdtemp(prefix="kitsune_jax-"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)

@@ -393,7 +393,7 @@ class _Generator:
         for q in l2:
             self.slots_at[q] = at
             at += pipelines * self.program.queues[q].depth * self.entry_vectors(q) * tiles.GROUP_THREADS * 16
-        self.workspace_bytes = at
+        self.workspace_bytes = max(at, _COUNTER_BYTES)  # never empty: emit.py says why
 
     def gradient_words(self, gradient: GradientCode) -> int:
         """Of one part of a slab."""
@@ -401,4 +401,4 @@ class _Generator:
 
     def _counts(self) -> tuple[int, int, int]:
         operands = len(self.inputs) + len(self.groups) + bool(self.vectors.recipes)
-        return operands, len(self.program.outputs) + bool(self.workspace_bytes), self.zero_bytes
+        return operands, len(self.program.outputs) + 1, self.zero_bytes

@@ -15,7 +15,7 @@ from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import compile, devices, hostcc, kernel, nvrtc, runtime
 from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
 _NAME = "region"
 
@@ -86,8 +86,10 @@ def check(program: TileProgram, plan: Plan, name: str) -> str | None:
 
 
 def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Code:
-    """The compiled kernel of ``program``. Raises ``CannotLower``, or ``CompileError`` with the compiler's log."""
+    """The compiled kernel of ``program``. Raises ``CannotLower``; ``InvalidProgram``; ``CompileError`` with the compiler's log."""
     made = _kernel(program, plan, _NAME)  # not the user's line: it would be in the cache key, and a moved line a new compilation
+    if wrong := runtime.check(made.launch):
+        raise InvalidProgram(wrong)
     if target == "emulator":
         sm = made.launch[1]
         return Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", name)

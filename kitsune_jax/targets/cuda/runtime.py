@@ -11,9 +11,11 @@ import ctypes
 import importlib
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from kitsune_jax import config
 
@@ -111,6 +113,13 @@ def driver_info() -> dict[str, Any] | str:
     ``multiprocessors`` and ``shared_bytes`` (the most a block may have); or one sentence that says what is missing."""
     extension, why = _load()
     return why if extension is None else extension.driver_info()
+
+
+def check(launch: Sequence[int]) -> str:
+    """What the extension finds wrong with launch words, by the code that checks them when XLA makes an executable; "" for valid
+    words, and where the extension is missing."""
+    extension = _load()[0]
+    return "" if extension is None else str(extension.check_launch(np.asarray(launch, np.int64)))
 
 
 def calls() -> int:

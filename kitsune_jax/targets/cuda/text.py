@@ -60,7 +60,7 @@ def _params(g: _Generator) -> str:
     fields += [f"const u8* weights{k};" for k in range(len(g.groups))]
     fields += ["const float* vectors;"] if g.vectors.recipes else []
     fields += [f"void* out{k};" for k in range(len(g.program.outputs))]
-    fields += ["u8* workspace;"] if g.workspace_bytes else []
+    fields += ["u8* workspace;"]
     return "struct Params {\n" + "".join(f"  {f}\n" for f in fields) + "};\n"
 
 

@@ -1,0 +1,215 @@
+// Valid programs with a few words altered: the validator refuses them with a sentence, or they run within their arrays. Meant for
+// the sanitizers, which see every access outside of memory and every overflow; runs without them as well.
+//
+// test_fuzz [first] [count]: mutations are numbered, and each is drawn from its number alone.
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+
+#include "kitsune_cpu/phased.h"
+#include "programs.h"
+#include "words.h"
+
+namespace kitsune::cpu::test {
+namespace {
+
+constexpr int kMutations = 150000;
+constexpr double kMostSeconds = 20;
+constexpr unsigned kMostSecondsOfOne = 20;
+
+volatile unsigned at = 0;  // the mutation at hand
+
+void on_alarm(int) {
+  std::fprintf(stderr, "mutation %u runs for ever\n", at);
+  std::_Exit(3);
+}
+
+#if defined(__SANITIZE_ADDRESS__)
+extern "C" void __sanitizer_set_death_callback(void (*)());
+void on_death() { std::fprintf(stderr, "this was mutation %u: test_fuzz %u 1\n", at, at); }
+#endif
+
+// Two programs one after the other, through an array of the call.
+std::vector<int64_t> two_phases() {
+  Program first = random_scan(8), second = first;
+  std::vector<int64_t> w{kPhasedMagic, kFormatVersion, 0, 0, 1, 'p'};
+  Array in = first.inputs[0], out = first.outputs[0];
+  second.inputs = {out};
+  second.stages[0].body = {Reduce{Reduction::kMax,
+                                  {},
+                                  {out.elements},
+                                  operand(Space::kIn, 0, out.dtype, 0, 0, {1}),
+                                  operand(Space::kOut, 0, out.dtype, 0, 0, {})}};
+  second.axes = {1};
+  second.outputs = {{out.dtype, 1}};
+  auto add = [&](std::initializer_list<int64_t> list) { w.insert(w.end(), list); };
+  auto code = [&](Array a) { return static_cast<int64_t>(a.dtype); };
+  add({3, code(in), in.elements, code(out), 1, code(out), out.elements, 1, 1, 2});  // operand, result, inner
+  for (const Program* p : {&first, &second}) {
+    bool later = p == &second;
+    std::vector<int64_t> words = encode(*p);
+    add({later, 1, later ? 2 : 0, 1, later ? 1 : 2, static_cast<int64_t>(words.size())});
+    w.insert(w.end(), words.begin(), words.end());
+  }
+  reseal(w);
+  return w;
+}
+
+std::vector<std::vector<int64_t>> corpus() {
+  std::vector<std::vector<int64_t>> all;
+  auto add = [&](const Program& p) { all.push_back(encode(p)); };
+  for (int64_t depth : {1, 3}) add(residual_pipeline(37, 8, depth));
+  for (DType t : {F32, BF16, F64}) {
+    add(matmul(t, 45, 3));
+    add(matmul(t, 7, 1));
+    add(weight_gradient(t, 7, 3));
+    add(weight_gradient(t, 45, 1));
+  }
+  for (unsigned seed = 1; seed <= 12; ++seed) {
+    add(random_vector(seed));
+    add(random_copy(seed));
+    add(random_reduction(seed, false));
+    add(random_scan(seed));
+    if (seed % 9 != 3 && seed % 9 < 7) add(random_reduction(seed, true));
+  }
+  add(in_place());
+  all.push_back(two_phases());
+  return all;
+}
+
+std::vector<int64_t> mutate(std::vector<int64_t> w, std::mt19937& rng) {
+  constexpr int64_t kValues[] = {0,
+                                 1,
+                                 -1,
+                                 2,
+                                 3,
+                                 7,
+                                 8,
+                                 15,
+                                 63,
+                                 64,
+                                 255,
+                                 256,
+                                 1 << 10,
+                                 1 << 16,
+                                 1 << 20,
+                                 1 << 24,
+                                 INT32_MAX,
+                                 int64_t{1} << 32,
+                                 int64_t{1} << 40,
+                                 int64_t{1} << 44,
+                                 int64_t{1} << 47,
+                                 int64_t{1} << 48,
+                                 int64_t{1} << 62,
+                                 INT64_MAX,
+                                 INT64_MIN};
+  auto place = [&] { return kHeaderWords + rng() % (w.size() - kHeaderWords); };
+  for (int edits = rng() % 3 == 0 ? 2 + static_cast<int>(rng() % 2) : 1; edits > 0 && w.size() > kHeaderWords + 8; --edits) {
+    size_t k = place();
+    switch (rng() % 8) {
+      case 0: w[k] = static_cast<int64_t>(static_cast<uint64_t>(w[k]) ^ (uint64_t{1} << rng() % 64)); break;
+      case 1: w[k] = kValues[rng() % (sizeof kValues / sizeof *kValues)]; break;
+      case 2: w[k] = w[place()]; break;
+      case 3: w[k] = static_cast<int64_t>(static_cast<uint64_t>(w[k]) * (rng() % 2 ? 2 : 0x7FFFFFFFu)); break;
+      case 4: std::swap(w[k], w[place()]); break;
+      case 5: {  // a list that is longer or shorter than it says
+        size_t n = 1 + rng() % 4;
+        if (rng() % 2)
+          w.insert(w.begin() + static_cast<std::ptrdiff_t>(k), n, w[k]);
+        else
+          w.erase(w.begin() + static_cast<std::ptrdiff_t>(k), w.begin() + static_cast<std::ptrdiff_t>(std::min(w.size(), k + n)));
+        break;
+      }
+      default: w[k] = static_cast<int64_t>(static_cast<uint64_t>(w[k]) + rng() % 7 - 3);
+    }
+  }
+  return w;
+}
+
+// The checksums of the whole, and of the programs inside.
+void reseal_all(std::vector<int64_t>& w) {
+  for (size_t k = kHeaderWords; k + kHeaderWords < w.size(); ++k) {
+    if (w[k] != kMagic || w[k - 1] < kHeaderWords || static_cast<uint64_t>(w[k - 1]) > w.size() - k) continue;
+    auto begin = w.begin() + static_cast<std::ptrdiff_t>(k), end = begin + static_cast<std::ptrdiff_t>(w[k - 1]);
+    std::vector<int64_t> inner(begin, end);
+    reseal(inner);
+    std::copy(inner.begin(), inner.end(), begin);
+  }
+  reseal(w);
+}
+
+// Arrays of exactly their size: a sanitizer sees the first byte beyond.
+struct Exact {
+  std::vector<std::unique_ptr<char[]>> memory;
+  std::vector<const void*> ins;
+  std::vector<void*> outs;
+  Exact(const Phased& p, std::mt19937& rng) {
+    for (const Array& a : p.operands()) ins.push_back(fresh(a, &rng));
+    for (const Array& a : p.results()) outs.push_back(fresh(a, nullptr));
+  }
+  char* fresh(const Array& a, std::mt19937* rng) {
+    size_t bytes = static_cast<size_t>(a.elements) * item_size(a.dtype);
+    memory.push_back(std::unique_ptr<char[]>(new char[bytes]()));
+    for (size_t i = 0; rng != nullptr && i < bytes; ++i)
+      memory.back()[i] = static_cast<char>(a.dtype == BOOL ? (*rng)() % 2 : (*rng)() % 256);
+    return memory.back().get();
+  }
+};
+
+bool small(const Phased& p) {
+  double bytes = static_cast<double>(p.memory_bytes());
+  for (const auto* list : {&p.operands(), &p.results()})
+    for (const Array& a : *list) bytes += static_cast<double>(a.elements) * static_cast<double>(item_size(a.dtype));
+  return bytes < 16e6 && p.estimated_ns() < 2e5 && p.tiles() < 2000;
+}
+
+void test_mutations(unsigned first, unsigned count) {
+  std::vector<std::vector<int64_t>> programs = corpus();
+  for (const std::vector<int64_t>& words : programs) Phased(words.data(), words.size());  // throws if it is not valid
+  auto start = std::chrono::steady_clock::now();
+  ThreadPool one(1), three(3);
+  int refused = 0, large = 0, ran = 0;
+  unsigned done = 0;
+  for (; done < count; ++done) {
+    if (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() > kMostSeconds) break;
+    at = first + done;
+    alarm(kMostSecondsOfOne);
+    std::mt19937 rng(at);
+    std::vector<int64_t> words = mutate(programs[rng() % programs.size()], rng);
+    reseal_all(words);
+    try {
+      Phased phased(words.data(), words.size());
+      if (!small(phased)) {
+        ++large;
+        continue;
+      }
+      Exact a(phased, rng);
+      ThreadPool& pool = rng() % 4 == 0 ? three : one;
+      phased.run(a.ins.data(), a.outs.data(), [&](double) -> ThreadPool& { return pool; });
+      ++ran;
+    } catch (const ProgramError& e) {
+      CHECK(is_utf8(e.what()) && std::strlen(e.what()) > 20, "mutation %u: \"%s\" is no message", at, e.what());
+      ++refused;
+    }
+  }
+  alarm(0);
+  std::printf("  %u mutations: %d refused, %d too large to run, %d ran\n", done, refused, large, ran);
+  CHECK(count < 1000 || ran > static_cast<int>(done) / 10, "only %d of %u altered programs ran: the test does not test", ran, done);
+}
+
+}  // namespace
+}  // namespace kitsune::cpu::test
+
+int main(int argc, char** argv) {
+  using namespace kitsune::cpu::test;
+  std::signal(SIGALRM, on_alarm);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_set_death_callback(on_death);
+#endif
+  unsigned first = argc > 1 ? static_cast<unsigned>(std::strtoul(argv[1], nullptr, 10)) : 0;
+  unsigned count = argc > 2 ? static_cast<unsigned>(std::strtoul(argv[2], nullptr, 10)) : kMutations;
+  test_mutations(first, count);
+  std::printf("fuzz (%s): %d checks failed\n", kitsune::cpu::kernels().isa, failures);
+  return failures == 0 ? 0 : 1;
+}

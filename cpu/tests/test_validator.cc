@@ -1,0 +1,213 @@
+// The parser and the validator: damaged words, what their messages say, and sizes that must neither wrap nor be allocated.
+#include <sys/resource.h>
+
+#include "kitsune_cpu/phased.h"
+#include "programs.h"
+
+namespace kitsune::cpu::test {
+namespace {
+
+bool rejected(const std::vector<int64_t>& words, std::string* why = nullptr) {
+  try {
+    Phased phased(words.data(), words.size());
+    return false;
+  } catch (const ProgramError& e) {
+    if (why != nullptr) *why = e.what();
+    return true;
+  }
+}
+
+void expect(const std::vector<int64_t>& words, const char* what) {
+  std::string why;
+  CHECK(rejected(words, &why), "accepted, though %s", what);
+  CHECK(why.find(what) != std::string::npos, "\"%s\" does not say \"%s\"", why.c_str(), what);
+}
+void expect(const Program& p, const char* what) { expect(encode(p), what); }
+
+double work(const Program& p) {
+  double w = static_cast<double>(p.rows + p.tile_rows);
+  for (const Ring& q : p.queues) w += static_cast<double>(q.depth) * static_cast<double>(q.entry_bytes);
+  for (const auto* list : {&p.inputs, &p.outputs})
+    for (const Array& a : *list) w += static_cast<double>(a.elements);
+  for (const Stage& s : p.stages) w += static_cast<double>(s.scratch_bytes);
+  return w;
+}
+
+// Every bit of every word, one at a time: as it is (the checksum finds it), and resealed (the validator rejects it, or it runs in
+// bounds).
+void test_damage() {
+  Program small = residual_pipeline(13, 4, 2);
+  std::vector<int64_t> words = encode(small);
+  CHECK(!rejected(words), "the undamaged program is rejected");
+  for (size_t n = 0; n < words.size(); ++n)
+    CHECK(rejected({words.begin(), words.begin() + static_cast<std::ptrdiff_t>(n)}), "truncated to %zu words", n);
+  int ran = 0;
+  for (size_t w = 0; w < words.size(); ++w)
+    for (int bit = 0; bit < 64; ++bit) {
+      std::vector<int64_t> damaged = words;
+      damaged[w] = static_cast<int64_t>(static_cast<uint64_t>(damaged[w]) ^ (uint64_t{1} << bit));
+      CHECK(rejected(damaged), "bit %d of word %zu", bit, w);
+      if (w < kHeaderWords) continue;
+      reseal(damaged);
+      try {
+        Program p = parse(damaged.data(), damaged.size());
+        if (work(p) > 1e5 || ran > 2000) continue;
+        Executable exe(p);
+        if (exe.estimated_ns() > 1e6) continue;
+        Arrays a(p, 1);
+        ThreadPool pool(1);
+        exe.run(a.in_pointers.data(), a.out_pointers.data(), pool);
+        ++ran;
+      } catch (const ProgramError&) {
+      }
+    }
+  CHECK(ran > 50, "only %d altered programs ran: the test does not test", ran);
+}
+
+void test_messages() {
+  std::vector<int64_t> words = encode(residual_pipeline(13, 4, 2));
+  words[9] ^= 1;
+  std::string why;
+  CHECK(rejected(words, &why) && why == "kitsune program: checksum mismatch: the attribute was truncated or altered", "%s",
+        why.c_str());
+  Program p = residual_pipeline(13, 4, 2);
+  p.inputs[0].elements -= 1;
+  expect(p, "stage 0 'first' instruction 0 (Matmul): x reads element 155 of input 0, which has 155");
+  p = residual_pipeline(13, 4, 2);
+  p.queues[0].consumers = {2};
+  expect(p, "x reads queue 0, of which this stage is not the producer or a consumer");
+  p = residual_pipeline(13, 4, 2);
+  p.queues.push_back({2, {0}, 4, 64});
+  expect(p, "the queues form a cycle");
+  p = residual_pipeline(13, 4, 2);
+  p.queues[0].depth = 0;
+  expect(p, "depth is 0");
+  p = residual_pipeline(13, 4, 2);
+  std::get<Vector>(p.stages[2].body[0]).code[2].b = 9;
+  expect(p, "operation 2 (add): register 9 has no value yet");
+  p = residual_pipeline(13, 4, 2);
+  p.stages[2].scratch_bytes = 16;
+  expect(p, "of scratch, which has 4");
+  p = residual_pipeline(13, 4, 2);
+  std::get<Vector>(p.stages[2].body[0]).loads[0].row_stride = int64_t{1} << 62;
+  expect(p, "stride");
+  p = residual_pipeline(13, 4, 2);
+  std::get<Vector>(p.stages[2].body[0]).extents = {int64_t{1} << 40, int64_t{1} << 40};
+  expect(p, "more than 2**48");
+  p = residual_pipeline(13, 4, 2);
+  p.stages[1].phase = 1;
+  expect(p, "different phases");
+  p = residual_pipeline(13, 4, 2);
+  p.outputs.push_back({F32, 4});
+  expect(p, "output 4 is never written");
+}
+
+// Sizes whose sums and products do not fit in 64 bits, or that nothing the program reads or writes is in proportion to.
+void test_sizes() {
+  Program p = residual_pipeline(13, 4, 2);
+  for (int i = 0; i < 1 << 20; ++i) p.queues.push_back({0, {2}, int64_t{1} << 4, int64_t{1} << 40});
+  expect(p, "the queues would take more than 2**64 bytes");
+  p = residual_pipeline(13, 4, 2);
+  p.queues.push_back({0, {2}, 1, int64_t{1} << 36});
+  expect(p, "the queues would take 687194");
+  p = residual_pipeline(13, 4, 2);
+  p.stages[0].scratch_bytes = int64_t{1} << 39;
+  expect(p, "the temporary memory of a thread would take 549755");
+
+  // A batch of many weights, all of them the same ones: a table of their offsets, and panels for each.
+  p = matmul(F32, 7, 1);
+  p.preps[0].b_extents = {int64_t{1} << 25};
+  p.preps[0].b_strides = {0};
+  expect(p, "more than 2**24 indices");
+  p = matmul(F32, 7, 1);
+  p.preps[0].b_extents = {int64_t{1} << 23};
+  p.preps[0].b_strides = {0};
+  p.stages[0].body.clear();
+  p.outputs.clear();
+  expect(p, "the packed weights would take");
+  p = matmul(F32, 7, 1);
+  p.preps[1] = dense(2, F32, F32, {int64_t{1} << 34}, {0});
+  p.stages[0].body.clear();
+  p.outputs.clear();
+  expect(p, "the packed weights would take");
+
+  // Rows that take no memory: any number of them fits an array, but not 64 bits together with what is done for each.
+  p = weight_gradient(F32, 7, 1);
+  p.axes = {int64_t{1} << 47};
+  p.tile_rows = int64_t{1} << 47;
+  auto& product = std::get<AccumulateMatmul>(p.stages[0].body[0]);
+  product.x.row_stride = product.y.row_stride = 0;
+  product.row_multiple = 1;
+  expect(p, "is walked over more than 2**48 elements");
+  p = random_vector(3);
+  p.axes = {int64_t{1} << 45};
+  auto& vector = std::get<Vector>(p.stages[0].body[0]);
+  for (auto* list : {&vector.loads, &vector.stores})
+    for (Operand& o : *list) o.row_stride = 0;
+  vector.extents.assign(vector.extents.size(), 1 << 6);
+  expect(p, vector.extents.empty() ? "writes every row to the same place" : "is walked over more than 2**48 elements");
+  p = random_reduction(2, true);
+  p.axes = {int64_t{1} << 40};
+  p.tile_rows = 1;
+  std::get<Accumulate>(p.stages[0].body[0]).x.row_stride = 0;
+  for (int i = 0; i < 300; ++i) p.stages.push_back({"idle", 0, 0, {}});
+  expect(p, "more than 2**48 tiles");
+
+  p = program({5}, 5, {{F32, 5}}, {{F32, 1}}, {});
+  p.stages[0].body = {Vector{{},
+                             false,
+                             {operand(Space::kIn, 0, F32, 0, 1, {})},
+                             {operand(Space::kOut, 0, F32, 0, 0, {})},
+                             {micro(Opcode::op_load, F32, 0, 0), micro(Opcode::op_store, F32, 0, 0, 0)}}};
+  expect(p, "store 0 writes every row to the same place");
+}
+
+// The address space that a rejected or an idle program leaves alone.
+void test_small_words_make_small_programs() {
+  Program p = matmul(F32, 7, 1);
+  p.preps[0].b_extents = {int64_t{1} << 26};
+  p.preps[0].b_strides = {0};
+  p.stages[0].body.clear();
+  p.outputs.clear();
+  std::vector<int64_t> words = encode(p);
+  struct rusage before, after;
+  getrusage(RUSAGE_SELF, &before);
+  rejected(words);
+  getrusage(RUSAGE_SELF, &after);
+  long kilobytes = after.ru_maxrss - before.ru_maxrss;
+  CHECK(kilobytes < 200 << 10, "%zu words cost %ld kB", words.size(), kilobytes);
+}
+
+void test_names() {
+  Program p = residual_pipeline(13, 4, 2);
+  for (const char* good : {"", "mlp (caf\xC3\xA9.py:3)", "\xE2\x82\xAC", "\xF0\x9F\xA6\x8A", "\xEF\xBF\xBF", "\xF4\x8F\xBF\xBF"}) {
+    p.name = p.stages[1].name = good;
+    CHECK(!rejected(encode(p)), "the name '%s' is rejected", good);
+  }
+  // A lone continuation, overlong forms, surrogates, beyond U+10FFFF, what is no lead, and an end in the middle.
+  for (const char* bad : {"\x80", "\xC0\xAF", "\xC1\xBF", "\xE0\x9F\xBF", "\xED\xA0\x80", "\xF0\x8F\xBF\xBF", "\xF4\x90\x80\x80",
+                          "\xF5\x80\x80\x80", "\xFF", "a\xC3", "\xE2\x82", "\xF0\x9F\xA6"}) {
+    p = residual_pipeline(13, 4, 2);
+    p.name = bad;
+    expect(p, "the name is not UTF-8");
+    p.name = "fine";
+    p.stages[1].name = bad;
+    expect(p, "the name is not UTF-8");
+  }
+  p.name.assign(1 << 17, 'x');
+  expect(p, "a name of 131072 bytes is longer than 65536");
+}
+
+}  // namespace
+}  // namespace kitsune::cpu::test
+
+int main() {
+  using namespace kitsune::cpu::test;
+  section("small programs", test_small_words_make_small_programs);  // first: it looks at the most memory that was ever in use
+  section("damage", test_damage);
+  section("messages", test_messages);
+  section("sizes", test_sizes);
+  section("names", test_names);
+  std::printf("validator: %d checks failed\n", failures);
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,59 @@
+"""Rewrites of a captured function, each checked before the next one sees its result.
+
+Comes in: a ``Captured``. Goes out: an equal function that streams better. Invariants: a rewrite is a pure function of a
+``Captured`` that gives its argument back where it changes nothing; one that fails, or makes a graph that is not valid, is as if it
+had not run, and is reported as a ``Failure``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from kitsune_jax.capture.builder import Captured, pruned
+from kitsune_jax.capture.relu import masks_of_results
+from kitsune_jax.capture.slices import fold_slices
+from kitsune_jax.capture.transposes import fold_transposes
+from kitsune_jax.capture.verify import verify_op
+from kitsune_jax.fallbacks import Failure
+
+Rewriting = Callable[[Captured], Captured]
+
+REWRITES: Sequence[tuple[str, Rewriting]] = (
+    ("folding transpositions into weight gradients", fold_transposes),
+    ("folding slices into the weights of a product", fold_slices),
+    ("reading the masks of rectified values off the results", masks_of_results),
+)
+
+
+def rewritten(captured: Captured, rewrites: Sequence[tuple[str, Rewriting]] = REWRITES) -> Captured:
+    """``captured`` after each rewrite in turn."""
+    for name, rewrite in rewrites:
+        try:
+            new = rewrite(captured)
+            if new is captured:
+                continue
+            _check(captured, new)
+            new = pruned(new)
+        except Exception as e:
+            captured = dataclasses.replace(captured, failures=(*captured.failures, Failure.of(e, f"a rewrite ({name})")))
+        else:
+            captured = new
+    return captured
+
+
+def _check(before: Captured, after: Captured) -> None:
+    """Raise ``ValueError`` unless ``after`` is valid and has the arguments, results and effects of ``before``."""
+    after.graph.validate()
+    same_values = after.graph.values[: len(before.graph.values)] == before.graph.values
+    checked = set(map(id, before.graph.ops)) if same_values else set()
+    for op in after.graph.ops:
+        if id(op) not in checked:
+            verify_op(op, after.graph.values)
+    for ids in ("inputs", "outputs"):
+        was, now = ([c.graph.values[v] for v in getattr(c.graph, ids)] for c in (before, after))
+        if was != now:
+            raise ValueError(f"the {ids} of the graph were {', '.join(map(str, was))} and are {', '.join(map(str, now))}")
+    was, now = ([s for s in c.steps if s.has_effects] for c in (before, after))
+    if was != now:
+        raise ValueError("ops with effects were dropped or have changed their order")

@@ -1,0 +1,32 @@
+"""A graph with what the search for regions derives from it once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kitsune_jax.graph import Graph
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphIndex:
+    """``producers`` and ``consumers`` as ``Graph`` has them; ``results``: the graph's outputs; ``live``: ops whose results are
+    used, or that have effects (opaque ones are kept).
+    """
+
+    graph: Graph
+    producers: dict[int, int]
+    consumers: dict[int, tuple[int, ...]]
+    live: frozenset[int]
+    results: frozenset[int]
+
+    @staticmethod
+    def of(graph: Graph) -> GraphIndex:
+        producers, consumers = graph.producers(), graph.consumers()
+        live: set[int] = set()
+        needed = set(graph.outputs)
+        for i in range(len(graph.ops) - 1, -1, -1):
+            op = graph.ops[i]
+            if op.kind == "opaque" or any(v in needed for v in op.outputs):
+                live.add(i)
+                needed.update(op.inputs)
+        return GraphIndex(graph, producers, consumers, frozenset(live), frozenset(graph.outputs))

@@ -1,0 +1,89 @@
+"""The environment: a variable that does not exist, or a value that means nothing, is an error at once and by name."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import kitsune_jax as kj
+from kitsune_jax import config
+
+ROOT = pathlib.Path(kj.__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("KITSUNE_FORCED", "KITSUNE_FORCE"),
+        ("KITSUNE_NUM_THREAD", "KITSUNE_NUM_THREADS"),
+        ("KITSUNE_DISABLED", "KITSUNE_DISABLE"),
+        ("KITSUNE_LOGLEVEL", "KITSUNE_LOG_LEVEL"),
+        ("KITSUNE_XYZZY", ""),
+    ],
+)
+def test_a_variable_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, typo: str, meant: str) -> None:
+    monkeypatch.setenv(typo, "1")
+    with pytest.raises(ValueError, match=rf"environment variable {typo} is not one of kitsune_jax") as caught:
+        kj.pipeline(jnp.sin)
+    assert f"did you mean {meant}?" in str(caught.value) if meant else all(v in str(caught.value) for v in config.VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KITSUNE_FORCE", "ja"),
+        ("KITSUNE_STRICT", "2"),
+        ("KITSUNE_DISABLE", "TRUE?"),
+        ("KITSUNE_LOG_LEVEL", "LOUD"),
+        ("KITSUNE_NUM_THREADS", "0"),
+        ("KITSUNE_NUM_THREADS", "four"),
+        ("KITSUNE_EMULATOR_SEED", "-1"),
+        ("KITSUNE_CUDA_ARCH", "hopper"),
+    ],
+)
+def test_a_value_that_means_nothing_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"{name}='{re.escape(value.upper() if name == 'KITSUNE_LOG_LEVEL' else value)}'"):
+        kj.pipeline(lambda x: x)
+
+
+def test_the_variables_that_exist_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    good: dict[str, Any] = {
+        "KITSUNE_DISABLE": "0",
+        "KITSUNE_FORCE": "yes",
+        "KITSUNE_STRICT": "off",
+        "KITSUNE_LOG_LEVEL": "debug",
+        "KITSUNE_CACHE_DIR": tmp_path,
+        "KITSUNE_CUDA_ARCH": "sm_103a",
+        "KITSUNE_EMULATOR_SEED": "7",
+        "KITSUNE_NUM_THREADS": "2",
+    }
+    assert good.keys() == set(config.VARIABLES)
+    for name, value in good.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("KITSUNES", "another program's")
+    kj.pipeline(lambda x: x)
+    for name in good:
+        monkeypatch.setenv(name, "")
+    kj.pipeline(lambda x: x)  # an empty variable is one that is not set
+
+
+@pytest.mark.parametrize("setting", ["KITSUNE_FORCED=1", "KITSUNE_NUM_THREADS=many"])
+def test_the_import_fails_at_once(setting: str) -> None:
+    name, value = setting.split("=")
+    program = f"import os; os.environ[{name!r}] = {value!r}; import kitsune_jax"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert f"ValueError: {'the environment variable ' if value == '1' else ''}{name}" in done.stderr
+
+
+def test_every_variable_is_documented() -> None:
+    table = (ROOT / "docs" / "options.md").read_text()
+    assert all(f"`{name}=" in table and f"``{name}``" in str(config.__doc__) for name in config.VARIABLES)
+    assert set(re.findall(r"`(KITSUNE_[A-Z_]+)=", table)) <= set(config.VARIABLES)

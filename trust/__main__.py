@@ -1,0 +1,83 @@
+"""Command line of the search for wrong answers.
+
+python -m trust --programs 10000 --seed 1 --jobs 2 --budget 3600
+python -m trust --replay tests/trust_regressions/*.json             # what was found before
+python -m trust --show 1:42                                         # program 42 of seed 1, and its jaxpr
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trust.generate import draw
+from trust.program import Program
+from trust.runner import Search, search
+from trust.worker import Worker
+
+FOUND = Path("out/trust")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: every program agrees with NumPy. 1: something failed. 2: the search itself did."""
+    args = _parser().parse_args(argv)
+    if args.show:
+        return _show(args.show)
+    if args.replay:
+        return _replay(args.replay, args.limit)
+    wanted = Search(args.programs, args.seed, args.jobs, args.budget, args.limit, args.attempts, args.out, args.first)
+    summary = search(wanted, show=not args.quiet)
+    print(summary.text())
+    return 2 if summary.errors or not summary.ran else 1 if summary.failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trust", description="Random programs against NumPy.")
+    parser.add_argument("--programs", type=int, default=1000, metavar="N", help="how many (default: 1000)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="programs are a function of it and their number")
+    parser.add_argument("--first", type=int, default=0, metavar="K", help="number of the first program")
+    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="worker processes")
+    parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="for all programs")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="for one program; beyond, it hangs")
+    parser.add_argument("--attempts", type=int, default=150, metavar="N", help="of the shrinker, for each failure")
+    parser.add_argument("--out", type=Path, default=FOUND, metavar="FOLDER", help=f"for failures (default: {FOUND})")
+    parser.add_argument("--quiet", action="store_true", help="no progress line")
+    parser.add_argument("--replay", type=Path, nargs="+", metavar="FILE", help="run the programs of these files only")
+    parser.add_argument("--show", metavar="S:K", help="print program K of seed S (or a file's) and its jaxpr")
+    return parser
+
+
+def _read(path: Path) -> Program:
+    record = json.loads(path.read_text())
+    return Program.from_json(record.get("program", record))
+
+
+def _replay(paths: Sequence[Path], limit: float) -> int:
+    worker, failed = Worker(limit), 0
+    try:
+        for path in paths:
+            outcome = worker.run(_read(path))
+            failed += outcome["kind"] != "ok"
+            print(f"{outcome['kind']:<10} {path} {outcome['detail']}", flush=True)
+    finally:
+        worker.close()
+    return 1 if failed else 0
+
+
+def _show(which: str) -> int:
+    import jax
+
+    from trust.build import build
+
+    program = _read(Path(which)) if Path(which).exists() else draw(*map(int, which.split(":")))
+    built = build(program)
+    print(program.to_json())
+    print(jax.make_jaxpr(built.function(lambda f: f))(*built.arguments))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
