@@ -120,7 +120,8 @@ def route(
             rejected += [(i, str(no)) for i in chosen.ops]
         except Exception as error:
             rejected += [(i, failed(error, chosen.ops)) for i in chosen.ops]
-    report = build_report(graph, regions, sorted(rejected), platform, machine.name)
+    notes = () if device else targets.notes(target)
+    report = build_report(graph, regions, sorted(rejected), platform, machine.name, notes)
     return Routed(tuple(regions), report, tuple(sorted(rejected)), tuple(dict.fromkeys(failures)))
 
 

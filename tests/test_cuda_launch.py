@@ -309,6 +309,7 @@ def test_a_launch_in_a_context_without_the_kernel_is_an_error(fake_driver: pathl
         ("blocks=0", {"cluster": 1}, "no block of this kernel fits"),
         ("multiprocessors=131", {"cluster": 1, "cooperative": 1}, "must all be resident, but only 131 fit"),
         ("load=209", {}, "CUDA_ERROR_NO_BINARY_FOR_GPU (what went wrong); the kernel was compiled for another device"),
+        ("load=222", {}, "; NVRTC is newer than the driver: update the driver, or set KITSUNE_CUDA_ARCH"),
         ("load=218", {}, "CUDA_ERROR_INVALID_PTX (what went wrong)\nptxas fatal: unexpected token"),
         ("kernel=500", {}, "cuLibraryGetKernel(kitsune_region) failed: CUDA_ERROR_NOT_FOUND"),
         ("set=1", {}, "cuFuncSetAttribute(MAX_DYNAMIC_SHARED_SIZE_BYTES) failed: CUDA_ERROR_INVALID_VALUE"),
