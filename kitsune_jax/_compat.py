@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 
+from kitsune_jax.plain_text import printable
+
 
 def parse_version(text: str) -> tuple[int, ...]:
     """The release in a version: (0, 13, 0) of "0.13.0rc1", "0.13.0.dev20260101" and "0.13"; () where it has no number."""
@@ -202,7 +204,7 @@ def _source_of(closed: Any) -> str:
 def function_name(closed: Any) -> str:
     """The user's function that a jaxpr was traced from, "mlp (model.py:12)"; differentiation and batching keep it."""
     name, _, place = _source_of(closed).partition(" at ")
-    return f"{name} ({os.path.basename(place)})" if place else name or "a function"
+    return printable(f"{name} ({os.path.basename(place)})" if place else name or "a function")
 
 
 def is_staging() -> bool:
@@ -264,6 +266,19 @@ def expansion(eqn: Any) -> Any | None:
         return trace_jaxpr(expand, [v.aval for v in eqn.invars], lower=True)
 
 
+def is_ref(aval: Any) -> bool:
+    """Is it the type of a reference to a mutable array?"""
+    return type(aval).__name__ == "AbstractRef"
+
+
+def without_refs(closed: Any) -> Any:
+    """``closed`` as JAX lowers it: references are values, and those among the arguments are results as well."""
+    jaxpr, _ = open_parts(closed)
+    if any(is_ref(v.aval) for v in jaxpr.invars) or any("MutableArray" in type(e).__name__ for e in jaxpr.effects):
+        return discharge.discharge_state(closed)
+    return closed
+
+
 def is_transposed(eqn: Any) -> bool:
     """Does the equation come from transposition, as the backward pass of every gradient does? JAX notes it in the name stack."""
     stack = eqn.source_info.name_stack.stack
@@ -275,7 +290,7 @@ def source_line(eqn: Any) -> str:
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     if frame is None:
         return ""
-    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})"
+    return printable(f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})")
 
 
 @contextlib.contextmanager

@@ -20,10 +20,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from kitsune_jax import _compat, arguments, config, jax_support, lowering
+from kitsune_jax import _compat, arguments, config, jax_support, lowering, preview
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.options import Options, resolve
-from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.primitive import pipeline_p
 from kitsune_jax.report.model import Report, ResidualReport
 from kitsune_jax.residuals import compare, gradient, is_derivative, override, policy_name
@@ -310,29 +309,40 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Report:
         resolved = pipelined.resolved()
         if why_not := jax_support.why_not():
-            return _unsupported(pipelined, args, kwargs, chosen, device, why_not)
-        closed = _explained_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
-        live = _compat.without_dead_code(closed)
-        calls = [] if isinstance(fn, Pipeline) or options else lowering.pipelined_calls(live)
+            return preview.unplanned(_plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs), chosen, device, why_not)
+        traced = _plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
+        closed, consts = _compat.hoist_consts(traced)
+        flat = [*consts, *jax.tree.leaves(pipelined._statics.split(args, kwargs)[1:])]
+        live = _compat.without_dead_code(_compat.without_refs(closed))
+        calls = [] if isinstance(fn, Pipeline) or options else preview.pipelined_calls(live)
+        kept = None
         if calls:
-            report = lowering.explain_calls(calls, chosen, device)
-            kept = _residuals_of_calls(pipelined, closed, calls, args, kwargs, chosen, device)
+            obstacles = preview.obstacles_of(live, calls, flat, chosen, device)
+            report = preview.explain_calls(calls, obstacles, chosen, device)
+            if report.ops_pipelined:
+                kept = _residuals_of_calls(pipelined, closed, calls, args, kwargs, chosen, device)
         else:
-            report = lowering.explain_jaxpr(closed, resolved, chosen, device)
-            kept = None
+            disabled = preview.DISABLED if config.disabled() else None
+            obstacle = disabled or preview.obstacle_of(live, resolved, flat, chosen, device)
+            report = preview.explain_jaxpr(live, resolved, chosen, device, obstacle)
             if report.ops_pipelined and not is_derivative(closed):
                 kept = _residuals_of_gradient(pipelined, closed, resolved, args, kwargs, chosen, device)
-        if report.ops_pipelined:
-            kinds = {call.options.export for call in calls} or {resolved.export}
-            told = [note for kind, note in (("plain", lowering.EXPORTED), ("calls", lowering.EXPORTED_CALLS)) if kind in kinds]
-            report = dataclasses.replace(report, notes=(*report.notes, *told))
-        return dataclasses.replace(report, residuals=kept)
+        notes = _notes({call.options for call in calls} or {resolved}, chosen, device) if report.ops_pipelined else ()
+        return dataclasses.replace(report, residuals=kept, notes=(*report.notes, *notes))
 
     return explained
 
 
+def _notes(options: Iterable[Options], platform: str, device: str | None) -> list[str]:
+    """What a report of pipelined calls says besides."""
+    kinds = {o.export for o in options}
+    told = [note for kind, note in (("plain", lowering.EXPORTED), ("calls", lowering.EXPORTED_CALLS)) if kind in kinds]
+    missing = {why for o in options if (why := lowering.missing_target(lowering.target_of(o, platform)))} if device else ()
+    return [*told, *(f"planned for another machine; on this one nothing would be pipelined: {why}" for why in sorted(missing))]
+
+
 def _residuals_of_calls(
-    pipelined: Pipeline, closed: Any, calls: Sequence[lowering.Call], args: Any, kwargs: Any, platform: str, device: str | None
+    pipelined: Pipeline, closed: Any, calls: Sequence[preview.Call], args: Any, kwargs: Any, platform: str, device: str | None
 ) -> ResidualReport | None:
     """Residuals of a program with pipelined calls, traced again under each policy."""
 
@@ -365,6 +375,7 @@ def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ..
 
 
 def _plain_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same with its constants."""
     body = _body(pipelined.__wrapped__, policy, None)
     static, donated, kept = pipelined._statics.split(args, kwargs)
 
@@ -373,12 +384,3 @@ def _plain_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], 
         return [x for x in jax.tree.leaves(_call_split(body, static, *args)) if _compat.valid_jaxtype(x)]
 
     return jax.make_jaxpr(arrays)(donated, kept)
-
-
-def _unsupported(
-    pipelined: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], platform: str, device: str | None, why_not: str
-) -> Report:
-    """The report where nothing can be pipelined because of JAX itself, whose equations are all that can be counted."""
-    equations = len(_plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs).jaxpr.eqns)
-    machine = machine_for(platform, device).name
-    return Report(equations, 0, (), (), 0, 0, platform, machine, (f"nothing is pipelined: {why_not}",))

@@ -12,6 +12,7 @@ import traceback
 import warnings
 
 from kitsune_jax.config import logger
+from kitsune_jax.plain_text import printable, printable_lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Failure:
     @staticmethod
     def of(error: BaseException, part: str) -> Failure:
         """The failure of ``part`` that ``error`` caused."""
-        return Failure(part, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+        reason = printable_lines(f"{type(error).__name__}: {error}")
+        return Failure(printable(part), reason, printable_lines("".join(traceback.format_exception(error))))
 
     @property
     def told(self) -> str:

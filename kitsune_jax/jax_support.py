@@ -8,6 +8,7 @@ where that fails, functions run as plain ``jax.jit``, with one warning.
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import warnings
 from typing import Any
@@ -16,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitsune_jax import _compat, lowering, primitive
+from kitsune_jax import _compat, preview, primitive
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.options import Options
 
-OLDEST, NEWEST = (0, 10, 2), (0, 12, 0)
-SUPPORTED = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+TESTED = ((0, 10, 2), (0, 12, 0))
+SUPPORTED = "0.10.2 to 0.12.0"
 
 _lock = threading.Lock()
 _known: str | None = None  # what ``why_not`` found
@@ -40,10 +41,16 @@ def why_not() -> str:
     if _known is None:
         with _lock:
             if _known is None:
-                reason = primitive.failure or ("" if OLDEST <= _compat.VERSION <= NEWEST else _in_a_thread_of_its_own())
+                reason = primitive.failure or ("" if _is_tested() else _in_a_thread_of_its_own())
                 works = f"kitsune_jax works with JAX {SUPPORTED}, and not with this JAX {jax.__version__} ({reason})"
                 _known = works if reason else ""
     return _known
+
+
+def _is_tested() -> bool:
+    return _compat.VERSION in TESTED and not re.search(
+        "[^0-9.]", jax.__version__
+    )  # a pre-release is neither this nor the one before
 
 
 @functools.cache
@@ -104,8 +111,11 @@ def _try() -> None:
 
         return jax.jit(step)
 
-    lowering.explain_jaxpr(
-        _compat.without_dead_code(_compat.hoist_consts(jax.make_jaxpr(plain)(w, x))[0]), Options(force=True), "cpu", None
+    preview.explain_jaxpr(
+        _compat.without_dead_code(_compat.hoist_consts(jax.make_jaxpr(plain)(w, x))[0]),
+        Options(force=True, strict=True),
+        "cpu",
+        None,
     )
     ws = np.stack([w, w / 2])
     want = transformed(plain, w, x).lower(ws).compile()(ws)

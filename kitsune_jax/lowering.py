@@ -7,11 +7,13 @@ failed lowers as the HLO it would have been, and ``fallbacks`` records it (unles
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ from kitsune_jax.errors import NotPipelined
 from kitsune_jax.fallbacks import Failure, record
 from kitsune_jax.graph import Graph
 from kitsune_jax.options import Options
-from kitsune_jax.report.build import graph_flops
+from kitsune_jax.report.join import with_bodies
 from kitsune_jax.report.model import Report
 from kitsune_jax.route import PlannedRegion, Routed, route, without
 from kitsune_jax.schedule import DISSOLVED, schedule
@@ -41,8 +43,6 @@ SHARDED = (
     "a custom call's operands on every device. It lowers as plain HLO there. Use jax.shard_map over all mesh axes to keep the "
     "pipelines."
 )
-
-
 EXPORTED = 'jax.export is given plain HLO, which runs where kitsune_jax is not; kj.pipeline(fn, export="calls") keeps the pipelines'
 EXPORTED_CALLS = (
     "jax.export keeps the pipelines as custom calls: it needs disabled_checks, and this version of kitsune_jax where the program "
@@ -50,10 +50,48 @@ EXPORTED_CALLS = (
 )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Seen:
+    """A call that was lowered while somebody ``watched``, and why it holds no pipelines there, or ``None``."""
+
+    call_jaxpr: Any
+    obstacle: str | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Watch:
+    seen: list[Seen]
+    elsewhere: bool
+
+
+_watch: contextvars.ContextVar[_Watch | None] = contextvars.ContextVar("kitsune_jax_watch", default=None)
+
+
+@contextlib.contextmanager
+def watched(elsewhere: bool) -> Iterator[list[Seen]]:
+    """Lower every call as plain HLO in this block, and note what would keep pipelines away from it.
+
+    ``elsewhere``: the program is to run on another machine, whatever this one lacks.
+    """
+    seen: list[Seen] = []
+    token = _watch.set(_Watch(seen, elsewhere))
+    try:
+        yield seen
+    finally:
+        _watch.reset(token)
+
+
 def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
     """The lowering rule. ``platform`` is "cpu", "cuda", or ``None`` for every other."""
     target = target_of(options, platform)
-    obstacle = _obstacle(ctx, call_jaxpr, options, target)
+    watch = _watch.get()
+    if watch is not None:
+        why_not = missing_target(target)
+        obstacle = (why_not if not watch.elsewhere else None) or _obstacle(ctx, call_jaxpr, options)
+        watch.seen.append(Seen(call_jaxpr, obstacle))
+        return _compat.lower_jaxpr(ctx, call_jaxpr, args)
+    obstacle = None if target is not None and targets.has_target(target) else missing_target(target)
+    obstacle = obstacle or _obstacle(ctx, call_jaxpr, options)
     if obstacle is not None:
         if options.strict:
             raise NotPipelined(f"kitsune_jax: nothing was pipelined: {obstacle}")
@@ -70,14 +108,18 @@ def target_of(options: Options, platform: str | None) -> str | None:
     return options.target if options.target is not None and platform == "cpu" else platform
 
 
-def _obstacle(ctx: Any, call_jaxpr: Any, options: Options, target: str | None) -> str | None:
+def missing_target(target: str | None) -> str | None:
+    """Why nothing executes pipelines of ``target`` here, or ``None``. Warns of nothing."""
+    if target is None:
+        return "there is no target for platforms other than cpu and cuda"
+    why_not = targets.why_not(target)
+    return f"there is no target for {target!r} here: {why_not}" if why_not else None
+
+
+def _obstacle(ctx: Any, call_jaxpr: Any, options: Options) -> str | None:
     """Why this module cannot hold pipelines at all, or ``None``."""
     if options.export == "plain" and _compat.is_exported(ctx):
         return EXPORTED
-    if target is None:
-        return "there is no target for platforms other than cpu and cuda"
-    if not targets.has_target(target):
-        return f"there is no target for {target!r} here: {targets.why_not(target)}"
     if not _compat.runs_on_one_device(ctx):
         return SHARDED
     if _compat.has_symbolic_shapes(call_jaxpr):
@@ -125,92 +167,7 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
     found = _Found()
     avals = _compat.in_avals(call_jaxpr)
     rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(call_jaxpr, a, options, target, found), avals, lower=True, like=call_jaxpr)
-    return Pipelined(rebuilt, merge_reports(found.reports), tuple(dict.fromkeys(found.failures)))
-
-
-def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str | None) -> Report:
-    """The report of ``call_jaxpr`` and of the bodies of its loops on a machine that need not be there. Emits nothing."""
-    reports: list[Report] = []
-    target = target_of(options, platform)
-    assert target is not None
-
-    def visit(jaxpr: Any) -> Any:
-        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit)
-        reports.append(_settled(captured, routed(captured.graph, target, options, device, code=False))[0].report)
-        return jaxpr
-
-    visit(call_jaxpr)
-    return merge_reports([reports[-1], *reports[:-1]])
-
-
-def flops_of(call_jaxpr: Any) -> int:
-    """Useful operations of ``call_jaxpr`` and of the bodies of its loops, each counted once."""
-    flops = 0
-
-    def visit(jaxpr: Any) -> Any:
-        nonlocal flops
-        flops += graph_flops(capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit).graph)
-        return jaxpr
-
-    visit(call_jaxpr)
-    return flops
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A pipelined call in a program, and how often it runs: once, or as the ``scan`` around it says (a ``while`` says nothing)."""
-
-    jaxpr: Any
-    options: Options
-    times: int
-
-
-def pipelined_calls(jaxpr: Any, times: int = 1) -> list[Call]:
-    """Every outermost pipelined call in ``jaxpr`` and in what it calls, in program order."""
-    found: list[Call] = []
-    for eqn in _compat.open_parts(jaxpr)[0].eqns:
-        if eqn.primitive.name == PRIMITIVE_NAME:
-            found.append(Call(eqn.params["call_jaxpr"], eqn.params["options"], times))
-            continue
-        rounds = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if _compat.is_jaxpr(inner):
-                    found += pipelined_calls(inner, rounds)
-    return found
-
-
-def explain_calls(calls: Sequence[Call], platform: str, device: str | None) -> Report:
-    """One report over several pipelined calls, as each is lowered on its own."""
-    reports = [explain_jaxpr(call.jaxpr, call.options, platform, device) for call in calls]
-    if len(reports) == 1:
-        return reports[0]
-    return _joined(reports, f"{len(reports)} pipelined calls are reported as one; operators outside of them are not counted")
-
-
-def merge_reports(reports: Sequence[Report]) -> Report:
-    """One report of several: the function's own first, then those of the bodies of its loops."""
-    if len(reports) == 1:
-        return reports[0]
-    bodies = len(reports) - 1
-    are = "body is" if bodies == 1 else "bodies are"
-    return _joined(reports, f"{bodies} loop or branch {are} included, each counted once whatever its trip count")
-
-
-def _joined(reports: Sequence[Report], note: str) -> Report:
-    first = reports[0]
-    regions = [dataclasses.replace(r, name=f"region{k}") for k, r in enumerate(r for report in reports for r in report.regions)]
-    return dataclasses.replace(
-        first,
-        ops_total=sum(r.ops_total for r in reports),
-        ops_pipelined=sum(r.ops_pipelined for r in reports),
-        regions=tuple(regions),
-        rejected=tuple(x for r in reports for x in r.rejected),
-        traffic_bulk_sync=sum(r.traffic_bulk_sync for r in reports),
-        traffic_pipeline=sum(r.traffic_pipeline for r in reports),
-        notes=(*dict.fromkeys(n for r in reports for n in r.notes), note),
-        flops=sum(r.flops for r in reports),
-    )
+    return Pipelined(rebuilt, with_bodies(found.reports), tuple(dict.fromkeys(found.failures)))
 
 
 def routed(graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True) -> Routed:
@@ -266,7 +223,7 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, fo
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
     captured = capture(jaxpr, rewrite=rewrite)
-    planned, nodes = _settled(captured, routed(captured.graph, target, options))
+    planned, nodes = settled(captured, routed(captured.graph, target, options))
     lost: dict[str, Failure] = {}
 
     def failed(region: PlannedRegion, error: Exception) -> None:
@@ -281,7 +238,7 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, fo
     return outs
 
 
-def _settled(captured: Captured, planned: Routed) -> tuple[Routed, list[int | PlannedRegion]]:
+def settled(captured: Captured, planned: Routed) -> tuple[Routed, list[int | PlannedRegion]]:
     """What will run: ``planned`` without the regions that cannot stand between side effects, and the nodes in order."""
     effects = [step.has_effects for step in captured.steps]
     nodes, dissolved = schedule(captured.graph, effects, planned.regions)

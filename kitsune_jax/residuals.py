@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kitsune_jax import _compat, lowering
+from kitsune_jax import _compat, lowering, preview
 from kitsune_jax.config import logger
 from kitsune_jax.options import Options
 from kitsune_jax.primitive import pipeline_p
@@ -197,9 +197,9 @@ def costed(program: Any, platform: str, device: str | None) -> Costed | None:
     flow = kept(live)
     if flow is None:
         return None
-    calls = lowering.pipelined_calls(live)
-    flops = sum(call.times * lowering.flops_of(call.jaxpr) for call in calls)
-    return Costed(flow, flops, tuple((c.times, lowering.explain_jaxpr(c.jaxpr, c.options, platform, device)) for c in calls))
+    calls = preview.pipelined_calls(live)
+    flops = sum(call.times * preview.flops_of(call.jaxpr) for call in calls)
+    return Costed(flow, flops, tuple((c.times, preview.explain_jaxpr(c.jaxpr, c.options, platform, device)) for c in calls))
 
 
 def build_residuals(programs: Mapping[str, Costed], in_use: str, of_gradient: bool) -> ResidualReport:

@@ -291,8 +291,10 @@ def _semantics(name: str, kind: np.dtype, args: list[np.ndarray], imm: tuple[flo
     if name == "integer_pow":
         return a ** int(imm[0]) if imm[0] >= 0 else 1 / a ** -int(imm[0])
     if name == "reduce_precision":
-        narrow = {(8.0, 7.0): ml_dtypes.bfloat16, (5.0, 10.0): np.float16}[(imm[0], imm[1])]
-        return a.astype(narrow).astype(kind)
+        assert imm == (8.0, 7.0)
+        return a.astype(ml_dtypes.bfloat16).astype(kind)
+    if name == "to_float16":
+        return a.astype(np.float16).astype(kind)
     if name == "div" and kind.kind in "iu":
         return np.where(b == 0, -1, np.trunc(a / np.where(b == 0, 1, b)).astype(kind))
     if name in _SPECIAL:

@@ -15,8 +15,9 @@ from kitsune_jax import _compat
 from kitsune_jax.capture import rules
 from kitsune_jax.capture.builder import Captured
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.ops import FAMILIES
 from kitsune_jax.capture.rewrites import REWRITES, rewritten
-from kitsune_jax.capture.verify import verify
+from kitsune_jax.capture.verify import SHAPE_RULES, verify
 from kitsune_jax.graph import Graph, Op, Value, make_params
 from tests.checks import arrays
 from tests.test_capture import run_steps
@@ -136,7 +137,7 @@ def test_a_rewrite_that_fails_is_undone_and_the_next_one_runs(rewrite: Any) -> N
     def f(x: Any, w: Any) -> Any:
         return jnp.sin(x @ w)[:, :2], (x @ w)[:, :3]
 
-    c = dataclasses.replace(captured(f, X, W))
+    c = captured(f, X, W)
     tried = rewritten(c, [("the broken one", rewrite), *REWRITES])
     assert tried.graph == c.graph
     (failure,) = tried.failures
@@ -166,6 +167,10 @@ WRONG = {
     "convert": (("convert_element_type", (A,), A, make_params(new_dtype="bfloat16")), "does not make"),
     "unknown": (("frobnicate", (A,), A, ()), "not an op of the table"),
 }  # fmt: skip
+
+
+def test_every_family_of_the_table_has_a_shape_rule() -> None:
+    assert set(SHAPE_RULES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -116,11 +116,11 @@ def test_a_call_that_cannot_be_bound_is_evaluated_op_by_op(monkeypatch: pytest.M
 def test_forming_a_region_that_fails_costs_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
 
-    def second(*_: Any) -> bool:
+    def first(*_: Any) -> bool:
         chosen.append(None)
         return len(chosen) == 1
 
-    monkeypatch.setattr(select, "region_with", failing(select.region_with, second))
+    monkeypatch.setattr(select, "spread", failing(select.spread, first))
     close(run(forced(two_parts), X, W1, W2), in_float64(two_parts, X, W1, W2))
     assert {f.reason for f in kj.fallbacks()} == {"Planted: planted"}
     assert lowering.pipelined_jaxpr(jax.make_jaxpr(two_parts)(X, W1, W2), lowering.Options(force=True), "cpu").report.ops_pipelined
@@ -141,7 +141,7 @@ def test_a_loop_body_that_fails_stays_as_it_was(monkeypatch: pytest.MonkeyPatch)
     def in_the_body(captured: Any, *_: Any) -> bool:
         return all(op.label != "scan" for op in captured.graph.ops)
 
-    monkeypatch.setattr(lowering, "_settled", failing(lowering._settled, in_the_body))
+    monkeypatch.setattr(lowering, "settled", failing(lowering.settled, in_the_body))
     close(run(forced(with_a_loop), X, W1, W2), in_float64(with_a_loop, X, W1, W2))
     (fallback,) = kj.fallbacks()
     assert "loop" in fallback.part and fallback.function.startswith("with_a_loop (")

@@ -111,7 +111,7 @@ for op in ("exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "reciprocal", "
     add(f"special_{op}", named(jnp, op), SPECIAL[:9], tol=1e-6)
 for op in ("relu", "silu", "gelu", "sigmoid", "softplus", "elu", "leaky_relu", "log_sigmoid"):
     add(f"special_{op}", named(jax.nn, op), SPECIAL[:7], tol=1e-6)
-add("special_where", lambda x, y: jnp.where(x > y, x, y), GRID[:, 0], GRID[:, 1], tol=0.0)
+add("special_where", lambda x, y: jnp.where(x > y, x, -y), GRID[:, 0], GRID[:, 1], tol=0.0)
 add("special_clip", lambda x: jnp.clip(x, -2.0, 1.0), SPECIAL, tol=0.0)
 MATRIX = np.concatenate([normal(6, 5), np.tile(SPECIAL[:, None], (1, 5))])
 MATRIX[6:, 1:] = normal(13, 4)

@@ -19,6 +19,7 @@ from kitsune_jax.capture.ops_spec import DTYPES, is_float, name_of
 from kitsune_jax.capture.verify import verify_op
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
+from kitsune_jax.plain_text import printable
 
 Run = Callable[..., Sequence[Any]]
 
@@ -149,8 +150,8 @@ class Builder:
         """Append an op with results of ``avals``. Returns their value ids."""
         eqn = step.place.eqns[-1] if step.place.eqns else None
         outputs = [self.value(aval) for aval in avals]
-        label = _compat.called(eqn) if eqn is not None else kind
-        op = Op(kind, tuple(inputs), tuple(outputs), make_params(**params), step.place.source, reason, label)
+        label = printable(_compat.called(eqn)) if eqn is not None else kind
+        op = Op(kind, tuple(inputs), tuple(outputs), make_params(**params), step.place.source, printable(reason), label)
         self.ops.append(op)
         self._makers.update(dict.fromkeys(outputs, op))
         self.steps.append(step)

@@ -50,7 +50,7 @@ def verify_op(op: Op, values: Sequence[Value]) -> None:
 
 def result_shape(op: Op, shapes: Sequence[Shape]) -> Shape:
     """The shape that ``op`` gives for operands of ``shapes``. Raises ``ValueError`` where it is not defined for them."""
-    shape = _SHAPES[OPS[op.kind].family](op, shapes)
+    shape = SHAPE_RULES[OPS[op.kind].family](op, shapes)
     if shape is None:
         raise ValueError(f"{op.kind} is not defined for {', '.join(map(str, shapes))} with {dict(op.params)}")
     return shape
@@ -153,7 +153,7 @@ def _iota(op: Op, shapes: Sequence[Shape]) -> Shape | None:
     return op["shape"] if 0 <= op["dimension"] < len(op["shape"]) else None
 
 
-_SHAPES: Mapping[str, Callable[[Op, Sequence[Shape]], Shape | None]] = {
+SHAPE_RULES: Mapping[str, Callable[[Op, Sequence[Shape]], Shape | None]] = {
     "pointwise": _pointwise,
     "convert": _pointwise,
     "reduce": lambda op, shapes: _reduced(op["axes"], shapes[0]),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
-from html import escape
 
+from kitsune_jax.plain_text import printable
 from kitsune_jax.report.model import RegionReport, Report
-from kitsune_jax.report.text import RESIDUALS_HEAD, residual_rows, residual_title
+from kitsune_jax.report.text import RESIDUALS_HEAD, obstacle_texts, residual_rows, residual_title
 from kitsune_jax.report.units import byte_text, count_text, percent_text, plural, time_text
 
 
@@ -19,7 +20,8 @@ def render_html(report: Report) -> str:
         f"off-chip traffic (modelled): {byte_text(report.traffic_bulk_sync)} bulk-synchronous, "
         f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved</p>"
     )
-    parts = ["<div>", head, *(_region(region) for region in report.regions)]
+    top = [f"<p><b>{escape(text)}</b></p>" for text in obstacle_texts(report)]
+    parts = ["<div>", *top, head, *(_region(region) for region in report.regions)]
     if report.residuals:
         parts += [f"<p>{escape(residual_title(report.residuals))}</p>", _table(RESIDUALS_HEAD, residual_rows(report.residuals))]
     if report.rejected:
@@ -29,6 +31,11 @@ def render_html(report: Report) -> str:
         )
     parts += [f"<p>note: {escape(note)}</p>" for note in report.notes]
     return "\n".join([*parts, "</div>"])
+
+
+def escape(text: str) -> str:
+    """``text`` as it can stand anywhere in HTML."""
+    return html.escape(printable(text))
 
 
 def _region(region: RegionReport) -> str:

@@ -143,6 +143,8 @@ class Report:
     ``traffic_bulk_sync`` and ``traffic_pipeline`` are the modelled off-chip bytes of the whole function without and with its
     regions. ``flops`` are its useful operations: those of a matrix product, and those of the pointwise operators as the cost model
     counts them. ``residuals`` says what is kept for a backward pass, where there is one or the function could have one.
+    ``obstacles`` say what keeps all pipelines away from the function, or from some of its pipelined calls: nothing of those counts
+    as pipelined.
 
     Example::
 
@@ -163,6 +165,7 @@ class Report:
     notes: tuple[str, ...] = ()
     flops: int = 0
     residuals: ResidualReport | None = None
+    obstacles: tuple[str, ...] = ()
 
     @property
     def coverage(self) -> float:

@@ -10,6 +10,7 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
+from kitsune_jax.plain_text import printable
 from kitsune_jax.report.model import PlannedPasses, RegionReport, Rejected, Report, ResidualReport
 from kitsune_jax.report.units import byte_text, count_text, flop_text, percent_text, plural, signed, time_text
 
@@ -19,7 +20,7 @@ _LONGEST_REPEAT = 16  # operators in a stretch that is looked for again
 
 def render_text(report: Report) -> str:
     """The text behind ``str(report)``."""
-    blocks = ["\n".join(_summary(report)), *("\n".join(_region(r)) for r in report.regions)]
+    blocks = ["\n".join([*_obstacles(report), *_summary(report)]), *("\n".join(_region(r)) for r in report.regions)]
     if report.residuals:
         blocks.append("\n".join(_residuals(report.residuals)))
     if report.rejected:
@@ -27,6 +28,16 @@ def render_text(report: Report) -> str:
     if report.notes:
         blocks.append("\n".join(line for note in report.notes for line in _wrap(note, "note: ", " " * 6)))
     return "\n\n".join(blocks)
+
+
+def obstacle_texts(report: Report) -> list[str]:
+    """What stands at the top: why nothing, or not all, of the function is pipelined."""
+    share = "not all" if report.ops_pipelined else "nothing"
+    return [f"{share} is pipelined: {obstacle}" for obstacle in report.obstacles]
+
+
+def _obstacles(report: Report) -> list[str]:
+    return [line for text in obstacle_texts(report) for line in _wrap(text)]
 
 
 def _summary(report: Report) -> list[str]:
@@ -42,7 +53,7 @@ def _summary(report: Report) -> list[str]:
             f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved "
             f"({percent_text(report.bytes_saved, report.traffic_bulk_sync)})"
         )
-    else:
+    elif not report.obstacles:
         lines.append("nothing is pipelined: the function runs as plain JAX")
     return lines
 
@@ -162,7 +173,7 @@ def _times(ops: Sequence[str], at: int, period: int) -> int:
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
     """Aligned columns, indented by two; the last one takes what is left of ``WIDTH``; a cell wider than its column wraps."""
-    natural = [max(len(row[i]) for row in (head, *rows)) + 2 * (i == 0) for i in range(len(head))]
+    natural = [max(len(printable(row[i])) for row in (head, *rows)) + 2 * (i == 0) for i in range(len(head))]
     room = WIDTH - 2 * (len(head) - 1)
     last = min(natural[-1], max(24, room // 3))  # what the last column is left with at least
     widths = natural[:-1]
@@ -173,7 +184,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[
     for row in (head, *rows):
         indents = itertools.chain(["  "], itertools.repeat(""))
         cells = [
-            textwrap.wrap(cell.strip(), width, initial_indent=indent, subsequent_indent=2 * indent) or [""]
+            textwrap.wrap(printable(cell).strip(), width, initial_indent=indent, subsequent_indent=2 * indent) or [""]
             for cell, width, indent in zip(row, widths, indents, strict=False)
         ]
         for parts in itertools.zip_longest(*cells, fillvalue=""):
@@ -183,4 +194,4 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[
 
 
 def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=first + "  " if rest is None else rest)
+    return textwrap.wrap(printable(text), WIDTH, initial_indent=first, subsequent_indent=first + "  " if rest is None else rest)

@@ -13,8 +13,8 @@
   X(cbrt) X(logistic) X(tanh) X(sin) X(cos) X(tan) \
   X(asin) X(acos) X(atan) X(sinh) X(cosh) X(asinh) \
   X(acosh) X(atanh) X(erf) X(erfc) X(erf_inv) X(lgamma) \
-  X(digamma) X(bessel_i0e) X(bessel_i1e) X(integer_pow) X(reduce_precision) X(add) \
-  X(sub) X(mul) X(div) X(rem) X(max) X(min) \
+  X(digamma) X(bessel_i0e) X(bessel_i1e) X(integer_pow) X(reduce_precision) X(to_float16) \
+  X(add) X(sub) X(mul) X(div) X(rem) X(max) X(min) \
   X(pow) X(atan2) X(nextafter) X(and) X(or) X(xor) \
   X(shift_left) X(shift_right_logical) X(shift_right_arithmetic) X(eq) X(ne) X(lt) \
   X(le) X(gt) X(ge) X(igamma) X(igammac) X(zeta) \

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 1
+VERSION = 2
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -48,11 +48,12 @@ ACTIVATIONS = ("none", "relu")
 # lists the same names in the same order (a test compares them). Comparisons and is_finite give bool; select takes (pred, on_false,
 # on_true); clamp takes (lo, x, hi); integer shifts follow lax (out-of-range amounts give 0, or the sign for
 # shift_right_arithmetic); integer division truncates, and by zero gives -1 (0 remainder: the dividend), as XLA does. max/min
-# propagate NaN.
+# propagate NaN. to_float16 rounds a float32 as a store to float16 and a load would; reduce_precision to its bits also flushes what
+# is denormal in float16.
 UNARY_OPS = (
     "neg sign abs floor ceil round_away round_even is_finite not popcnt clz square "
     "exp exp2 expm1 log log1p sqrt rsqrt cbrt logistic tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh "
-    "erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e integer_pow reduce_precision"
+    "erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e integer_pow reduce_precision to_float16"
 ).split()
 BINARY_OPS = (
     "add sub mul div rem max min pow atan2 nextafter and or xor shift_left shift_right_logical shift_right_arithmetic "

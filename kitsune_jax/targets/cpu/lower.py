@@ -32,6 +32,8 @@ from kitsune_jax.targets.errors import CannotLower
 REDUCE_HOW = {f"reduce_{how}": how for how in REDUCTIONS if not how.startswith("arg")} | {"argmax": "argmax", "argmin": "argmin"}
 SCAN_HOW = {f"cum{how}": how for how in CUMULATIVE}
 
+_MOST_ELEMENTS = 1 << 48  # kMaxCount in cpu/src/program_check.cc
+
 
 def lower(program: TileProgram, name: str) -> bytecode.Program:
     """The CPU program of ``program``, called ``name``. Raises ``CannotLower`` where an instruction has no code.
@@ -40,6 +42,9 @@ def lower(program: TileProgram, name: str) -> bytecode.Program:
 
         words = bytecode.encode(lower(program, "mlp"))
     """
+    largest = max((math.prod(a.shape) for a in (*program.inputs, *program.outputs)), default=0)
+    if largest > _MOST_ELEMENTS:
+        raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
     preps: list[Prep] = []
     stages = tuple(_stage(program, stage, preps) for stage in program.stages)
     return bytecode.Program(

@@ -19,6 +19,8 @@ from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
 from kitsune_jax.targets.errors import CannotLower
 
 MATMUL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+# What cpu/src/program_check.cc accepts of a packed weight.
+_LONGEST_SIDE, _MOST_PREPARED = 1 << 26, 1 << 36
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +245,11 @@ def _weight(w: View, batch: Sequence[int], contract: Sequence[int], columns: Seq
 
     one = ((1,), (0,))
     (b, bs), (k, ks), (n, ns) = part(batch), part(contract) if contract else one, part(columns) if columns else one
+    longest = max(math.prod(k), math.prod(n))
+    if longest > _LONGEST_SIDE:
+        raise CannotLower(f"a weight with a side of {longest} elements: the CPU target packs sides of {_LONGEST_SIDE} at most")
+    if math.prod((*b, *k, *n)) > _MOST_PREPARED:
+        raise CannotLower(f"a weight of {math.prod((*b, *k, *n))} elements: the CPU target packs {_MOST_PREPARED} at most")
     return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns)
 
 

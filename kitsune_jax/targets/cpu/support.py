@@ -53,6 +53,8 @@ def _pointwise(op: Op, in_values: Sequence[Value]) -> str | None:
         return f"{op.kind} of {wrong[0]}"
     if op.kind == "nextafter" and in_values[0].dtype in NARROW:
         return f"nextafter of {in_values[0].dtype} (16-bit floats are computed in float32)"
+    if op.kind == "reduce_precision" and in_values[0].dtype == "float16" and op["exponent_bits"] >= NARROW["float16"][0]:
+        return "reduce_precision of float16 that keeps its exponent (16-bit floats are computed in float32)"
     return None
 
 

@@ -91,6 +91,8 @@ class VectorBuilder:
 
     def rounded(self, x: int, dtype: str) -> int:
         """``x`` rounded to ``dtype`` where that is a 16-bit float, which has no register type of its own."""
+        if dtype == "float16":  # whose denormals are normal numbers of float32: reduce_precision would flush them
+            return self.micro("to_float16", "float32", x)
         if dtype not in NARROW:
             return x
         return self.micro("reduce_precision", "float32", x, imm=tuple(float(b) for b in NARROW[dtype]))

@@ -3,7 +3,8 @@
 Comes in: a key over everything that specialises an artefact (``key``), and a function that makes it. Goes out: its bytes, or a
 file that holds them. Invariants: an entry is complete and unchanged or it is made again, because it ends in a digest of itself;
 an entry is made by one thread of one process while the others wait for it; nothing is read from or written to a folder that
-somebody else owns or can write (``folders``); no failure of the disk is a failure of the caller, as long as the artefact can be made.
+somebody else owns or can write (``folders``); no failure of the disk is a failure of the caller, as long as the artefact can be
+made.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kitsune_jax.capture.ops import OPS, resolve_rows
+from kitsune_jax.planning.gpu_storage import MOST_COLUMNS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.actions import ToScratch
@@ -67,6 +68,7 @@ def _stationary(body: Body, v: int) -> bool:
 def _iota(body: Body, instr: Instr) -> None:
     value = body.new(instr)
     shape = tuple(instr["shape"])[1:]
+    _check_width(instr, shape)
     index = np.broadcast_to(
         np.arange(shape[instr["dimension"] - 1]).reshape([-1 if d == instr["dimension"] - 1 else 1 for d in range(len(shape))]),
         shape,
@@ -75,6 +77,12 @@ def _iota(body: Body, instr: Instr) -> None:
     value.place = InVector(body.vectors.add(_table(words)), False)
     if value.row:
         value.place = Literal(0)
+
+
+def _check_width(instr: Instr, shape: tuple[int, ...]) -> None:
+    """Indices are computed for every column, here, and those of a stationary array may be many."""
+    if math.prod(shape) > MOST_COLUMNS:
+        raise CannotLower(f"{instr.kind} of {math.prod(shape)} columns: the GPU has code for {MOST_COLUMNS} at most")
 
 
 def _table(words: Any) -> VectorRecipe:
@@ -145,8 +153,10 @@ def _waits_for_product(body: Body, v: int) -> bool:
 def _index(body: Body, instr: Instr, sources: list[int]) -> np.ndarray:
     """[columns, 2]: which source each column of the result comes from (-1: none), and its column there."""
     operands, stride = [], 1 << 40
+    _check_width(instr, body.program.values[instr.outputs[0]].shape)
     for k, x in enumerate(sources):
         shape = body.program.values[x].shape
+        _check_width(instr, shape)
         operands.append((k * stride + np.arange(math.prod(shape), dtype=np.int64)).reshape(1, *shape))
     if instr.kind == "pad":
         operands.append(np.asarray(_FILL, np.int64))

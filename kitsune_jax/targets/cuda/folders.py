@@ -1,8 +1,8 @@
 """Folders and files that only this user can write, so that native code may be loaded from them.
 
 Comes in: a path. Goes out: a descriptor of its folder, and bytes of its files. Invariants: what is read belongs to this user, and
-nobody else can write it or the folder it lies in; the check is made on the open folder and the open file that are read, not on their
-names, so it holds whoever can rename the folders above; and symbolic links are followed to the folder, never to a file.
+nobody else can write it or the folder it lies in; the check is made on the open folder and the open file that are read, not on
+their names, so it holds whoever can rename the folders above; and symbolic links are followed to the folder, never to a file.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def replace(folder: int, name: str, content: bytes) -> None:
 
 @functools.cache
 def scratch(instead_of: Path | None = None) -> Path:
-    """A folder of this process alone, removed when it ends; one for each folder that it stands for. ``OSError`` if none can be made."""
+    """A folder of this process alone, removed when it ends; one for each folder that it stands for.
+
+    Raises ``OSError`` where none can be made.
+    """
     folder = Path(tempfile.mkdtemp(prefix="kitsune_jax-"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
