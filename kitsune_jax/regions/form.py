@@ -63,7 +63,7 @@ def _levels(index: GraphIndex, sp: Spread, members: list[int], order: Order) -> 
     level = _up_to(order, last, inside, makers, sinks)
     if any(level[i] for i in members):
         readers = (c for i in members for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()))
-        last = max((order.position(order.node(c)) for c in readers), default=last)
+        last = max([last, *(order.position(order.node(c)) for c in readers)])
         level = _up_to(order, last, inside, makers, sinks)
         _raise(index, members, makers, sinks, level)
     return {i: level[i] for i in members}
