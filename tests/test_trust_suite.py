@@ -1,4 +1,4 @@
-"""The search for wrong answers can be trusted: its reference, verdicts, shrinker and watchdog. What it found stays fixed."""
+"""The search for wrong answers can be trusted: its reference, verdicts, shrinker and watchdog; and what it found stays fixed."""
 
 from __future__ import annotations
 
