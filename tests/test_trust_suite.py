@@ -20,8 +20,9 @@ from trust.check import check, finite_differences
 from trust.context import MAX_FEATURES
 from trust.generate import draw
 from trust.loops import LOOPS
+from trust.primitives import Unknown
 from trust.program import Digits, Invalid, Op, Program
-from trust.reference import Arithmetic, Unknown, evaluate, roundest
+from trust.reference import Arithmetic, evaluate, roundest
 from trust.runner import Search, save, search, signature
 from trust.shrink import candidates, shrink_within
 from trust.transforms import TRANSFORMS
@@ -189,8 +190,8 @@ def test_the_draw_reaches_every_operator_loop_and_transformation() -> None:
     assert {op.name for p in programs for op in p.ops} == set(OPERATORS)
     assert {p.loop for p in programs} == set(LOOPS)
     assert {p.transform for p in programs} == set(TRANSFORMS)
-    assert {p.pipelined for p in programs} == {"body", "loop", "whole"}
-    assert {0, 1} <= {p.lead[0] for p in programs} and max(p.lead[0] for p in programs) == 200
+    assert {p.pipelined for p in programs} == {"body", "loop", "whole", "all"}
+    assert {0, 1, 200, 2051} <= {p.lead[0] for p in programs}
 
 
 def test_nearly_every_program_drawn_is_valid() -> None:

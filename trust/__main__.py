@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.replay:
         return _replay(args.replay, args.limit)
     wanted = Search(args.programs, args.seed, args.jobs, args.budget, args.limit, args.attempts, args.out, args.first)
+    for asked in (signal.SIGINT, signal.SIGTERM):  # a shell's background job is born with SIGINT ignored
+        signal.signal(asked, signal.default_int_handler)
     summary = search(wanted, show=not args.quiet)
     print(summary.text())
     return 2 if summary.errors or not summary.ran else 1 if summary.failures else 0

@@ -76,7 +76,7 @@ def _evaluate(program: Program, source: Recorder | Reader) -> tuple[Array, ...]:
 
 def _function(program: Program, specs: Sequence[Argument], wrap: Callable[[Function], Function]) -> Function:
     def at(place: str) -> Callable[[Function], Function]:
-        return wrap if program.pipelined == place else lambda f: f
+        return wrap if program.pipelined in (place, "all") else lambda f: f
 
     def body(*args: Array) -> tuple[Array, ...]:
         return _evaluate(program, Reader(args))

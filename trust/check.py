@@ -22,8 +22,9 @@ import numpy as np
 import kitsune_jax as kj
 from kitsune_jax.fallbacks import forget
 from trust.build import Built, build
+from trust.primitives import Unknown
 from trust.program import Invalid, Program
-from trust.reference import Arithmetic, Endless, Unknown, evaluate, roundest
+from trust.reference import Arithmetic, Endless, evaluate, roundest
 
 Array = Any
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -17,7 +17,7 @@ from trust.program import Digits, Program
 
 Array = Any
 MAX_FEATURES = 80
-MAX_SIZE = 1 << 16
+MAX_SIZE = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Context(Digits):
 
     def add(self, value: Array) -> None:
         """Keep ``value`` for later operators, unless it is too large to go on with."""
-        if value.size > MAX_SIZE or max(value.shape, default=0) > 256:
+        if value.size > MAX_SIZE or max(value.shape, default=0) > 4096:
             return
         self.all.append(value)
         streams = value.shape[: len(self.lead)] == self.lead

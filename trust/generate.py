@@ -10,6 +10,7 @@ from trust.transforms import REVERSE, TRANSFORMS
 
 DTYPES = {"float32": 9, "bfloat16": 4, "float16": 4, "float64": 2}
 ROWS = (0, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 37, 64, 97, 128, 200)
+MANY_ROWS = (257, 600, 1025, 2051)  # several tiles, of which the last is not full
 FEATURES = (*range(1, 18), 24, 31, 32, 33)
 WEIGHTS = {
     "unary": 5,
@@ -33,6 +34,8 @@ def _weighted(rng: random.Random, weights: dict[str, int]) -> str:
 
 def _lead(rng: random.Random) -> tuple[int, ...]:
     kind = rng.random()
+    if kind < 0.06:
+        return (rng.choice(MANY_ROWS),)
     if kind < 0.72:
         return (rng.choice(ROWS),)
     if kind < 0.95:
@@ -45,6 +48,7 @@ def draw(seed: int, number: int) -> Program:
     rng = random.Random(f"{seed}:{number}")
     dtype = _weighted(rng, DTYPES)
     loop = _weighted(rng, LOOPS)
+    lead = _lead(rng)
     weights = {name: LIKELY.get(name, 1) for name in TRANSFORMS if loop not in FORWARD_ONLY or name not in REVERSE}
     transform = _weighted(rng, weights)
     # A loop's body alone is what XLA simplifies most, so no operator or one is as likely as many.
@@ -60,8 +64,8 @@ def draw(seed: int, number: int) -> Program:
         outputs = tuple(range(rng.randint(1, 5)))
     return Program(
         dtype=dtype,
-        lead=_lead(rng),
-        features=rng.choice(FEATURES),
+        lead=lead,
+        features=rng.choice(FEATURES if lead[0] <= 200 else FEATURES[:9]),
         ops=ops,
         inputs=rng.randint(2, 5) if several else rng.choice((1, 1, 2, 2, 3)),
         outputs=outputs,
@@ -72,7 +76,7 @@ def draw(seed: int, number: int) -> Program:
         loop_choice=rng.randrange(1 << 20),
         transform=transform,
         transform_choice=rng.randrange(1 << 24),
-        pipelined=rng.choice(("body", "loop", "whole")),
+        pipelined=rng.choice(("body", "loop", "whole", "whole", "all")),
         force=rng.random() < 0.8,
         residuals="recompute" if rng.random() < 0.15 else "save",
         seed=rng.randrange(1 << 16),

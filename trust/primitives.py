@@ -20,6 +20,10 @@ Array = Any
 Params = dict[str, Any]
 
 
+class Unknown(Exception):
+    """A primitive that has no entry here: the program proves nothing."""
+
+
 def _pointwise(f: Callable[..., Array]) -> Callable[..., Array]:
     return lambda params, *xs: f(*xs)
 
@@ -56,6 +60,15 @@ def _convert(params: Params, x: Array) -> Array:
     if np.issubdtype(to, np.integer) and not np.issubdtype(x.dtype, np.integer) and x.dtype != np.bool_:
         return np.clip(np.nan_to_num(np.trunc(x)), np.iinfo(to).min, np.iinfo(to).max)
     return x
+
+
+def _bitcast(params: Params, x: Array) -> Array:
+    """Between floats and integers of 4 or 8 bytes, whatever the float is held as. JAX takes a float's low bits off this way."""
+    to: Any = np.dtype(params["new_dtype"])
+    floats = {4: np.float32, 8: np.float64}
+    if to.itemsize not in floats:
+        raise Unknown("bitcast_convert_type of 16 bits")
+    return x.astype(floats[to.itemsize]).view(to) if np.issubdtype(x.dtype, np.floating) else x.view(to)
 
 
 def _select(params: Params, which: Array, *cases: Array) -> Array:
@@ -229,6 +242,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "integer_pow": _integer_power,
     "round": _round,
     "convert_element_type": _convert,
+    "bitcast_convert_type": _bitcast,
     "reduce_precision": _same,
     "select_n": _select,
     "broadcast_in_dim": _broadcast,
@@ -286,7 +300,22 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
 EXACT = frozenset(
     (
         *("abs", "sign", "neg", "floor", "ceil", "round", "max", "min", "maximum", "minimum", "clamp", "select_n"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "is_finite", "convert_element_type", "iota"),
+        *(
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "and",
+            "or",
+            "xor",
+            "not",
+            "is_finite",
+            "convert_element_type",
+            "iota",
+            "bitcast_convert_type",
+        ),
         *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "concatenate", "stack", "unstack", "tile"),
         *("split", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter", "scatter-max", "scatter-min"),
         *("reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin", "cummax", "cummin", "sort", "top_k"),

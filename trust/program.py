@@ -35,7 +35,7 @@ class Program:
       magnitude: what inputs are multiplied by.
       loop: "none", or which loop or branch has the function for its body; transform: what is then done with all of it.
       loop_choice, transform_choice: their forms.
-      pipelined: "body", "loop" or "whole": what ``kitsune_jax.pipeline`` is applied to.
+      pipelined: "body", "loop" or "whole": what ``kitsune_jax.pipeline`` is applied to; "all": to each of them, nested.
       force, residuals: its options.
       seed: of the arguments' values.
     """

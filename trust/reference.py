@@ -16,14 +16,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from trust.primitives import EXACT, PRIMITIVES
+from trust.primitives import EXACT, PRIMITIVES, Unknown
 
 Array = Any
 STEPS = 1000  # rounds of a while loop: every loop drawn ends after a few
-
-
-class Unknown(Exception):
-    """A primitive that this evaluator does not know: the program proves nothing."""
 
 
 class Endless(Exception):
