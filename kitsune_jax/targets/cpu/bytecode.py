@@ -305,8 +305,23 @@ def encode(program: Program) -> np.ndarray:
     return np.concatenate([header, words])
 
 
+_layouts: dict[type, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+
+
+def _layout(x: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """What stands in front of the fields of an instruction or record, and the fields' names."""
+    if type(x) not in _layouts:
+        code = (x.CODE,) if hasattr(x, "CODE") else ()
+        _layouts[type(x)] = code, tuple(field.name for field in dataclasses.fields(x))
+    return _layouts[type(x)]
+
+
 def _emit(x: Any, out: list[int]) -> None:
-    if isinstance(x, (bool, int, np.integer)):
+    if isinstance(x, tuple):
+        out.append(len(x))
+        for v in x:
+            _emit(v, out)
+    elif isinstance(x, (bool, int, np.integer)):
         out.append(int(x))
     elif isinstance(x, float):
         out.append(struct.unpack("<q", struct.pack("<d", x))[0])
@@ -314,15 +329,12 @@ def _emit(x: Any, out: list[int]) -> None:
         data = x.encode()
         out.append(len(data))
         out.extend(data)
-    elif isinstance(x, tuple):
-        out.append(len(x))
-        for v in x:
-            _emit(v, out)
     else:
-        if hasattr(x, "CODE"):
-            out.append(x.CODE)
-        for field in dataclasses.fields(x):
-            v = getattr(x, field.name)
-            if field.name == "imm":
-                v = tuple(float(e) for e in v)
-            _emit(v, out)
+        code, names = _layout(x)
+        out.extend(code)
+        for name in names:
+            v = getattr(x, name)
+            if type(v) is int:
+                out.append(v)
+            else:
+                _emit(tuple(float(e) for e in v) if name == "imm" else v, out)
