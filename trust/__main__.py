@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(asked, signal.default_int_handler)
     summary = search(wanted, show=not args.quiet)
     print(summary.text())
-    return 2 if summary.errors or not summary.ran else 1 if summary.failures else 0
+    if not summary.pipelined and not summary.failures:
+        print("no program held a pipeline: is the extension built for this Python?")
+        return 2
+    return 2 if summary.errors else 1 if summary.failures else 0
 
 
 def _parser() -> argparse.ArgumentParser:
