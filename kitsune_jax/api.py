@@ -36,7 +36,6 @@ def pipeline(
     fn: Callable[..., Any] | None = None,
     *,
     residuals: Residuals = "save",
-    deterministic: bool = True,
     strict: bool = False,
     force: bool | None = None,
     target: str | None = None,
@@ -57,7 +56,6 @@ def pipeline(
       fn: the function. Without it, ``pipeline(**options)`` is a decorator.
       residuals: what the forward pass keeps for the backward pass: ``"save"`` (what JAX would save), ``"recompute"`` (the arguments
         only), or a policy of ``jax.checkpoint_policies``.
-      deterministic: equal inputs give equal bits, run after run. ``False`` lets sinks add in arrival order.
       strict: raise ``NotPipelined`` where the function is lowered and nothing of it could be pipelined.
       force: pipeline every legal region, whatever the cost model says. ``None`` reads ``KITSUNE_FORCE``.
       target: ``None``: pipelines for the platform that runs the function. ``"emulator"``: where that is a CPU, the CUDA
@@ -87,7 +85,6 @@ def pipeline(
         return functools.partial(
             pipeline,
             residuals=residuals,
-            deterministic=deterministic,
             strict=strict,
             force=force,
             target=target,
@@ -103,7 +100,7 @@ def pipeline(
             f"residuals={residuals!r} is not known: use 'save', 'recompute', or a policy such as "
             "jax.checkpoint_policies.dots_saveable"
         )
-    for name, value in (("deterministic", deterministic), ("strict", strict), ("force", force)):
+    for name, value in (("strict", strict), ("force", force)):
         if not isinstance(value, (bool, np.bool_)) and not (name == "force" and value is None):
             raise ValueError(f"{name}={value!r} is not a switch: use True or False{' or None' if name == 'force' else ''}")
     if target not in (None, "emulator"):
@@ -112,7 +109,6 @@ def pipeline(
         raise ValueError(f"export={export!r} is not known: use 'plain' or 'calls'")
     statics = arguments.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
     switches = {
-        "deterministic": bool(deterministic),
         "strict": bool(strict),
         "force": None if force is None else bool(force),
         "target": target,

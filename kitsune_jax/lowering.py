@@ -173,7 +173,7 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
 def routed(graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
     surroundings = (config.num_threads(), config.cuda_arch())
-    return _routed(graph, target, options.force, options.deterministic, options.strict, device, code, surroundings)
+    return _routed(graph, target, options.force, options.strict, device, code, surroundings)
 
 
 @functools.lru_cache(maxsize=256)
@@ -181,13 +181,12 @@ def _routed(
     graph: Graph,
     target: str,
     force: bool,
-    deterministic: bool,
     strict: bool,
     device: str | None,
     code: bool,
     _surroundings: tuple[Any, ...],
 ) -> Routed:
-    return route(graph, target, force=force, deterministic=deterministic, device=device, code=code, strict=strict)
+    return route(graph, target, force=force, device=device, code=code, strict=strict)
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------

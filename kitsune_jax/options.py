@@ -13,13 +13,12 @@ from kitsune_jax import config
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Resolved options. ``force``: ignore the cost model. ``deterministic``: equal inputs give equal bits, run after run.
+    """Resolved options. ``force``: ignore the cost model.
 
     ``target``: None, the platform's own, or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
     reports; what it does is in the jaxpr. ``export``: what ``jax.export`` is given, "plain" HLO or custom "calls".
     """
 
-    deterministic: bool = True
     strict: bool = False
     force: bool = False
     target: str | None = None
@@ -29,7 +28,6 @@ class Options:
 
 def resolve(
     *,
-    deterministic: bool,
     strict: bool,
     force: bool | None,
     target: str | None = None,
@@ -38,7 +36,6 @@ def resolve(
 ) -> Options:
     """Options of a call made now: ``force=None`` takes ``KITSUNE_FORCE``; ``strict`` is also set by ``KITSUNE_STRICT``."""
     return Options(
-        deterministic=deterministic,
         strict=strict or config.strict(),
         force=config.forced() if force is None else force,
         target=target,

@@ -71,7 +71,6 @@ def route(
     target: str,
     *,
     force: bool = False,
-    deterministic: bool = True,
     device: str | None = None,
     code: bool = True,
     strict: bool = False,
@@ -104,7 +103,7 @@ def route(
             return targets.check(target, build(graph, region, candidate), candidate, _REGION)
 
         try:
-            return plan(graph, region, machine, deterministic=deterministic, accept=accept)
+            return plan(graph, region, machine, accept=accept)
         except Infeasible as no:
             return str(no)
         except Exception as error:
@@ -121,7 +120,8 @@ def route(
             rejected += [(i, str(no)) for i in chosen.ops]
         except Exception as error:
             rejected += [(i, failed(error, chosen.ops)) for i in chosen.ops]
-    report = build_report(graph, regions, sorted(rejected), platform, machine.name)
+    notes = () if device else targets.notes(target)
+    report = build_report(graph, regions, sorted(rejected), platform, machine.name, notes)
     return Routed(tuple(regions), report, tuple(sorted(rejected)), tuple(dict.fromkeys(failures)))
 
 

@@ -109,7 +109,7 @@ def rows(networks: Sequence[str]) -> Iterator[Row]:
             seen: set[str] = set()
             for machine in (H200, A100):
                 try:
-                    plans = candidates(RegionCost(of.graph, of.region, machine), True)
+                    plans = candidates(RegionCost(of.graph, of.region, machine))
                 except Infeasible:
                     continue
                 for plan in plans:

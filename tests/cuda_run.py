@@ -86,7 +86,7 @@ def subject(fn: Callable[..., Any], *args: Array) -> Subject:
     # Of equals the longer stream: a matmul may as well stream over the columns of its weights.
     for region in sorted(regions, key=lambda r: (len(r.ops), r.space.rows), reverse=True):
         with contextlib.suppress(Infeasible):  # another axis may stream as far, but end in a product over the rows
-            candidates(RegionCost(graph, region, H200), True)
+            candidates(RegionCost(graph, region, H200))
             return Subject(captured, region, args)
     raise AssertionError("no region is legal")
 
@@ -97,7 +97,7 @@ def arrangements(of: Subject) -> dict[str, Plan]:
     for machine in (H200, A100):
         cost = RegionCost(of.graph, of.region, machine)
         with contextlib.suppress(Infeasible):
-            plans = candidates(cost, True)
+            plans = candidates(cost)
             for plan in sorted(plans, key=lambda p: -len(p.stages)):  # of spatial ones the longest chain
                 _admit(of, found, _name(machine, plan), plan)
             for plan in plans:

@@ -60,6 +60,11 @@ def test_a_region_between_effects_counts_as_left_to_xla() -> None:
     assert {r.op for r in report.rejected if "between the side effects" in r.reason} >= {"dot_general", "tanh", "sin"}
 
 
+def test_there_is_no_option_without_an_effect() -> None:
+    with pytest.raises(TypeError, match="deterministic"):
+        kj.pipeline(mlp, deterministic=False)
+
+
 def test_explain_counts_loop_bodies() -> None:
     ws = arrays(3, (4, 8, 8))[0]
 

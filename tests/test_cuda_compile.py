@@ -175,12 +175,14 @@ def test_nvrtc_makes_a_cubin_of_one_architecture(standin: Path, arch: str) -> No
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch, sm", [("sm_90a", 900), ("sm_90", 800), ("sm_80", 800), ("sm_86", 800), ("sm_120a", 800)])
+@pytest.mark.parametrize(
+    "arch, sm", [("sm_90a", 900), ("sm_90", 800), ("sm_80", 800), ("sm_86", 800), ("sm_120a", 800), ("compute_80", 800)]
+)
 def test_the_architecture_chooses_the_path(standin: Path, arch: str, sm: int) -> None:
     nvrtc.compile(f'#if KITSUNE_SM != {sm}\n#error "KITSUNE_SM"\n#endif\n{PLAIN}', arch)
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "90a", "", "compute_90", "sm_90x"])
+@pytest.mark.parametrize("arch", ["sm_75", "90a", "", "compute_75", "compute_90a", "sm_90x"])
 def test_what_is_no_usable_architecture_is_refused(arch: str) -> None:
     with pytest.raises(ValueError, match="from sm_80 on"):
         nvrtc.sm_of(arch)
@@ -468,6 +470,14 @@ def test_the_emulators_library_is_built_once(standin: Path, monkeypatch: pytest.
     path = compilers.emulator_library()
     monkeypatch.setattr(hostcc, "build_emulator", lambda: pytest.fail("built again"))
     assert compilers.emulator_library() == path
+
+
+@needs_nvrtc
+def test_a_virtual_architecture_gives_ptx_that_ends_with_a_zero(standin: Path) -> None:
+    made = compilers.cubin(PLAIN, "compute_80")
+    assert b".target sm_80" in made.cubin and b".version" in made.cubin
+    assert made.cubin.endswith(b"\0"), "the driver reads PTX to its end"
+    assert compilers.cubin(PLAIN, "compute_80") == made
 
 
 @needs_nvrtc

@@ -27,7 +27,7 @@ CXX = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
 needs_compiler = pytest.mark.skipif(CXX is None or sys.platform != "linux", reason="needs Linux and a C++ compiler")
 
 FIELDS = ("version", "sm", "grid", "block", "cluster", "shared_bytes", "cooperative", "operands", "results", "workspace_zero_bytes")
-GOOD = dict(zip(FIELDS, (1, 900, 132, 384, 2, 1024, 0, 2, 3, 64), strict=True))
+GOOD = dict(zip(FIELDS, (2, 900, 132, 384, 2, 1024, 0, 2, 3, 64), strict=True))
 
 
 def words(**changes: int) -> np.ndarray:
@@ -67,8 +67,8 @@ GOOD = {GOOD!r}
 def words(**changes):
     return np.array(list({{**GOOD, **changes}}.values()), np.int64)
 
-def kernel(image=b"image", **changes):
-    return _cuda.Kernel(image, words(**changes), "mlp (train.py:12)")
+def kernel(image=b"image", sizes=(), **changes):
+    return _cuda.Kernel(image, np.append(words(**changes), np.array(sizes, np.int64)), "mlp (train.py:12)")
 
 def buffers(n=5, size=4096):
     return [(0x10000 * (i + 1), size) for i in range(n)]
@@ -102,15 +102,17 @@ def run(program: str, library_path: pathlib.Path | None = None, fake: str = "", 
 
 
 def test_launch_words_are_named() -> None:
-    want = {name: value for name, value in GOOD.items() if name != "version"} | {"cooperative": False}
+    want = {name: value for name, value in GOOD.items() if name != "version"} | {"cooperative": False, "bytes": []}
     assert _cuda.check_launch(words()) == ""
     assert _cuda.launch_info(words()) == want
+    sizes = [4096, 128, 64, 32, 64]
+    assert _cuda.launch_info(np.append(words(), sizes)) == want | {"bytes": sizes}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3"),
         ({"sm": 850}, "architecture"),
         ({"grid": 0}, "grid"),
         ({"grid": 2**31}, "grid"),
@@ -134,9 +136,16 @@ def test_launch_words_out_of_range_are_refused(changes: dict[str, int], message:
     assert message in _cuda.check_launch(words(**changes))
 
 
-@pytest.mark.parametrize("count", [0, 1, 9, 11])
+@pytest.mark.parametrize("count", [0, 1, 9, 11, 14, 16])
 def test_a_wrong_number_of_launch_words_is_refused(count: int) -> None:
     assert f"there are {count}, not 10" in _cuda.check_launch(np.resize(words(), count))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [(-1, "size of a buffer"), (2**51, "size of a buffer"), (32, "larger than the workspace")]
+)
+def test_sizes_of_buffers_out_of_range_are_refused(size: int, message: str) -> None:
+    assert message in _cuda.check_launch(np.append(words(), [4096, 128, 64, 32, size]))
 
 
 def cuda_header() -> pathlib.Path | None:
@@ -300,6 +309,7 @@ def test_a_launch_in_a_context_without_the_kernel_is_an_error(fake_driver: pathl
         ("blocks=0", {"cluster": 1}, "no block of this kernel fits"),
         ("multiprocessors=131", {"cluster": 1, "cooperative": 1}, "must all be resident, but only 131 fit"),
         ("load=209", {}, "CUDA_ERROR_NO_BINARY_FOR_GPU (what went wrong); the kernel was compiled for another device"),
+        ("load=222", {}, "; NVRTC is newer than the driver: update the driver, or set KITSUNE_CUDA_ARCH"),
         ("load=218", {}, "CUDA_ERROR_INVALID_PTX (what went wrong)\nptxas fatal: unexpected token"),
         ("kernel=500", {}, "cuLibraryGetKernel(kitsune_region) failed: CUDA_ERROR_NOT_FOUND"),
         ("set=1", {}, "cuFuncSetAttribute(MAX_DYNAMIC_SHARED_SIZE_BYTES) failed: CUDA_ERROR_INVALID_VALUE"),
@@ -356,12 +366,14 @@ def test_a_failed_launch_names_the_region_the_error_and_the_geometry(fake_driver
     ("buffers", "message"),
     [
         ("buffers(4)", "the call has 4 buffers, but the kernel has 2 operands and 3 results"),
+        ("buffers()[:3] + buffers(size=96)[3:]", "buffer 3 has 96 bytes, but the kernel was made for 4096"),
         ("buffers(size=63)", "the workspace has 63 bytes, fewer than the 64 to be zeroed"),
         ("[(a + 8, n) for a, n in buffers()]", "buffer 0 is not aligned to 16 bytes"),
     ],
 )
 def test_buffers_that_do_not_fit_are_refused(fake_driver: pathlib.Path, buffers: str, message: str) -> None:
-    text = run(f"k = kernel(); k.load(100); print(json.dumps(error(lambda: k.launch({buffers}, 100))))", fake_driver)
+    sized = ", sizes=(4096,) * 5" if "made for" in message else ""
+    text = run(f"k = kernel(b'image'{sized}); k.load(100); print(json.dumps(error(lambda: k.launch({buffers}, 100))))", fake_driver)
     assert text == f"ValueError: kitsune_cuda: mlp (train.py:12): {message}"
 
 
@@ -384,9 +396,10 @@ def error(call):
 def read(name):
     return np.frombuffer(open(os.path.join(FOLDER, name), "rb").read(), np.uint8)
 
-def words(operands=2, results=3, **changes):
-    launch = dict(version=1, sm=900, grid=4, block=128, cluster=2, shared_bytes=1024, cooperative=0)
-    return np.array(list({**launch, **changes}.values()) + [operands, results, 64], np.int64)
+def words(operands=2, results=3, workspace=16, sizes=True, **changes):
+    launch = dict(version=2, sm=900, grid=4, block=128, cluster=2, shared_bytes=1024, cooperative=0)
+    buffers = ([4 * N] * (operands + 2) + [4 * workspace])[: operands + results] if sizes else []
+    return np.array(list({**launch, **changes}.values()) + [operands, results, 64] + buffers, np.int64)
 
 def region(*operands, image=None, launch=None, workspace=16):
     shape = jax.ShapeDtypeStruct((N,), jnp.float32)
@@ -433,7 +446,9 @@ out["fails"] = run(a, b, image=read("fails.so"))
 out["after a failure"] = right(f(a, b))
 out["operands"] = run(a, b, b)
 out["results"] = run(a, b, launch=words(results=2))
-out["workspace"] = run(a, b, workspace=8)
+out["workspace"] = run(a, b, workspace=8, launch=words(workspace=8))
+out["sizes"] = run(a[:-1], b)
+out["no sizes"] = run(a, b, launch=words(sizes=False))
 out["words"] = run(a, b, launch=words(version=7))
 out["no image"] = run(a, b, image=np.zeros(0, np.uint8))
 out["bad image"] = run(a, b, image=np.zeros(100, np.uint8))
@@ -497,11 +512,13 @@ def test_the_image_is_unloaded_with_its_executables(outcome: dict[str, Any]) -> 
             ("mlp (train.py:12)", "CUDA_ERROR_LAUNCH_FAILED", "deadlock: warp 3 waits for barrier 'full'", "grid 4, block 128"),
         ),
         ("operands", ("3 operands and 3 results, but its kernel wants 2 and 3",)),
+        ("sizes", ("buffer 0 has 3996 bytes, but the kernel was made for 4000",)),
+        ("no sizes", ("the bytes of the buffers are missing",)),
         ("results", ("2 operands and 3 results, but its kernel wants 2 and 2",)),
-        ("workspace", ("the workspace has 32 bytes, fewer than the 64",)),
+        ("workspace", ("the zeroed part of the workspace is larger than the workspace",)),
         ("words", ("launch words: version 7",)),
         ("no image", ("the image is empty",)),
-        ("bad image", ("the image is no shared library",)),
+        ("bad image", ("the image is not a shared library",)),
         ("too large", ("must all be resident, but only 132 fit",)),
     ],
 )

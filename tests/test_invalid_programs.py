@@ -71,10 +71,10 @@ def test_a_refused_program_costs_the_pipeline_and_not_the_call(monkeypatch: pyte
 
 def test_launch_words_are_checked_where_a_kernel_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kitsune_jax._cuda", reason="the extension is not built: pip install -e .")
-    assert "grid" in cuda_runtime.check((1, 900, 0, 384, 1, 1024, 0, 2, 3, 64))
+    assert "grid" in cuda_runtime.check((2, 900, 0, 384, 1, 1024, 0, 2, 3, 64))
 
     class Broken:
-        launch = (1, 900, 0, 384, 1, 1024, 0, 2, 3, 64)
+        launch = (2, 900, 0, 384, 1, 1024, 0, 2, 3, 64)
         source = "never compiled"
 
     monkeypatch.setattr("kitsune_jax.targets.cuda.lower._kernel", lambda *_: Broken())
@@ -93,6 +93,23 @@ def test_a_product_with_a_constant_is_refused_with_a_reason(side: int) -> None:
     t.store(t.matmul(t.load((12,), "float32", ((0,),)), t.literal(2.0), dims=(((), ()), ((), ()))), (12,), ((0,),))
     with pytest.raises(targets.CannotLower, match="constant"):
         lower(t.program(), "outer")
+
+
+def test_a_name_that_is_not_utf8_travels_as_utf8() -> None:
+    """The path of a source file may hold any byte; Python keeps it as lone surrogates."""
+    name = "region0 (caf\udce9/\u00e9.py:3 (f))"
+    words = targets.cpu.generate(small().program(), name)
+    travelled = bytes(words[5 : 5 + words[4]].astype(np.uint8)).decode()
+    assert travelled == "region0 (caf?/\u00e9.py:3 (f))"
+    assert len(bytecode.name_bytes("\u00e9" * 2**16)) == bytecode.MAX_NAME_BYTES
+
+
+def test_a_weight_whose_sides_are_too_long_for_its_tables_is_refused() -> None:
+    t = Tiles((12,), 4)
+    x = t.load((12, 2), "float32", ROW)
+    t.store(t.matmul(x, t.load((2, 2**24))), (12, 2**24), ROW)
+    with pytest.raises(targets.CannotLower, match="sides add up to 16777219"):
+        lower(t.program(), "wide")
 
 
 PENALTIES: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -93,7 +93,7 @@ CASES: dict[str, Callable[[str], Case]] = {
 
 
 def all_candidates(case: Case, machine: Machine = H200) -> list[Plan]:
-    return candidates(RegionCost(*case, machine), True)
+    return candidates(RegionCost(*case, machine))
 
 
 def least_shared_bytes(cost: RegionCost, p: Plan, s: int) -> int:

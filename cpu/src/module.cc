@@ -51,6 +51,14 @@ std::string check(const Words& words) {
   }
 }
 
+size_t memory_bytes(const Words& words) {
+  try {
+    return Phased(words.data(), words.size()).memory_bytes();
+  } catch (const ProgramError& e) {
+    throw nb::value_error(e.what());
+  }
+}
+
 // NumPy has no bfloat16 of its own, so arrays are checked by size, not by type.
 void check_bytes(const char* role, size_t i, size_t bytes, const Array& want) {
   size_t wanted = static_cast<size_t>(want.elements) * item_size(want.dtype);
@@ -115,6 +123,8 @@ NB_MODULE(_cpu, m) {
   m.def("format_version", [] { return cpu::kFormatVersion; }, "The program format this extension reads.");
   m.def("build_info", &cpu::build_info, "How this extension was built.");
   m.def("calls", &cpu::executed_calls, "Custom calls executed so far in this process.");
+  m.def("memory_bytes", &cpu::memory_bytes, nb::arg("words"),
+        "Bytes that a call of a program takes beside its operands and results on one thread. ValueError if it is invalid.");
   m.def("validate", &cpu::check, nb::arg("words"), "'' for a valid program, else what is wrong with it.");
   m.def("run", &cpu::run, nb::arg("words"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("threads") = 1,
         "Runs a program on NumPy arrays, C-contiguous and of the program's sizes in bytes, writing `outputs`. ValueError if it is "

@@ -136,6 +136,24 @@ void check_sixteen_stores(DType storage, const std::vector<From>& x) {
   }
 }
 
+// Rounding to float16 in a register: as a store and a load would.
+inline void check_to_float16(const std::vector<float>& x) {
+  std::vector<float> expected(x.size()), got(x.size());
+  for (size_t i = 0; i < x.size(); ++i) expected[i] = float(half_value(reference_half(x[i])));
+  for (int64_t width = 1; width <= kWidths; ++width) {
+    {
+      FlushDenormals flush;
+      each_piece(width, int64_t(x.size()), [&](int64_t i, int64_t n) {
+        kernels().vector(Opcode::op_to_float16, DType::kF32)(n, got.data() + i, x.data() + i, nullptr, nullptr, nullptr);
+      });
+    }
+    size_t where = 0, wrong = count_different(got, expected, &where);
+    if (!check(wrong == 0, "to_float16 [%s], width %ld: %zu wrong, %a gives %a, expected %a", kernels().isa, long(width), wrong,
+               double(x[where]), double(got[where]), double(expected[where])))
+      return;
+  }
+}
+
 inline void test_sixteen_stores() {
   Random random;
   std::vector<float> x;
@@ -159,24 +177,6 @@ inline void test_sixteen_stores() {
   check_sixteen_stores(DType::kBF16, x);
   check_sixteen_stores(DType::kF16, d);
   check_sixteen_stores(DType::kBF16, d);
-}
-
-// Rounding to float16 in a register: as a store and a load would.
-inline void check_to_float16(const std::vector<float>& x) {
-  std::vector<float> expected(x.size()), got(x.size());
-  for (size_t i = 0; i < x.size(); ++i) expected[i] = float(half_value(reference_half(x[i])));
-  for (int64_t width = 1; width <= kWidths; ++width) {
-    {
-      FlushDenormals flush;
-      each_piece(width, int64_t(x.size()), [&](int64_t i, int64_t n) {
-        kernels().vector(Opcode::op_to_float16, DType::kF32)(n, got.data() + i, x.data() + i, nullptr, nullptr, nullptr);
-      });
-    }
-    size_t where = 0, wrong = count_different(got, expected, &where);
-    if (!check(wrong == 0, "to_float16 [%s], width %ld: %zu wrong, %a gives %a, expected %a", kernels().isa, long(width), wrong,
-               double(x[where]), double(got[where]), double(expected[where])))
-      return;
-  }
 }
 
 // Numbers at the edges of a float type, of both signs: denormals, the smallest normal ones, neighbours of 1, the largest.

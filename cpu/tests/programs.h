@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "executor_check.h"
+#include "kitsune_cpu/phased.h"
 
 namespace kitsune::cpu::test {
 
@@ -241,6 +242,32 @@ inline Program random_scan(unsigned seed) {
   Operand x = random_layout(rng, Space::kIn, 0, t, rows, extents, false, &n),
           out = random_layout(rng, Space::kOut, 0, t, rows, extents, true, &m);
   return program({rows}, 5, {{t, n}}, {{t, m}}, {Scan{how, rng() % 2 == 0, extents, x, out}});
+}
+
+// The words of two programs one after the other, through an array of the call.
+inline std::vector<int64_t> two_phases() {
+  Program first = random_scan(8), second = first;
+  std::vector<int64_t> w{kPhasedMagic, kFormatVersion, 0, 0, 1, 'p'};
+  Array in = first.inputs[0], out = first.outputs[0];
+  second.inputs = {out};
+  second.stages[0].body = {Reduce{Reduction::kMax,
+                                  {},
+                                  {out.elements},
+                                  operand(Space::kIn, 0, out.dtype, 0, 0, {1}),
+                                  operand(Space::kOut, 0, out.dtype, 0, 0, {})}};
+  second.axes = {1};
+  second.outputs = {{out.dtype, 1}};
+  auto add = [&](std::initializer_list<int64_t> list) { w.insert(w.end(), list); };
+  auto code = [&](Array a) { return static_cast<int64_t>(a.dtype); };
+  add({3, code(in), in.elements, code(out), 1, code(out), out.elements, 1, 1, 2});  // operand, result, inner
+  for (const Program* p : {&first, &second}) {
+    bool later = p == &second;
+    std::vector<int64_t> words = encode(*p);
+    add({later, 1, later ? 2 : 0, 1, later ? 1 : 2, static_cast<int64_t>(words.size())});
+    w.insert(w.end(), words.begin(), words.end());
+  }
+  reseal(w);
+  return w;
 }
 
 }  // namespace kitsune::cpu::test

@@ -53,7 +53,8 @@ namespace kitsune::cpu::test {
 namespace {
 
 // Runs `phased` when `n` more allocations may succeed; on a thread and a pool that have no memory left over from earlier calls.
-std::string starve(const Phased& phased, Arrays& a, int64_t threads, int64_t n, bool forever) {
+template <class A>
+std::string starve(const Phased& phased, A& a, int64_t threads, int64_t n, bool forever) {
   std::string error;
   std::thread fresh([&] {
     ThreadPool pool(threads);
@@ -68,29 +69,43 @@ std::string starve(const Phased& phased, Arrays& a, int64_t threads, int64_t n, 
   return error;
 }
 
+// Arrays for the call of a program of several phases.
+struct CallArrays {
+  std::vector<Bytes> ins, outs;
+  std::vector<const void*> in_pointers;
+  std::vector<void*> out_pointers;
+  explicit CallArrays(const Phased& p) {
+    for (const Array& a : p.operands()) ins.push_back(random_array(a, 7, false));
+    for (const Array& a : p.results()) outs.emplace_back(static_cast<size_t>(a.elements) * item_size(a.dtype) + 1, 0);
+    for (Bytes& b : ins) in_pointers.push_back(b.data());
+    for (Bytes& b : outs) out_pointers.push_back(b.data());
+  }
+};
+
+void starve_all(const std::vector<int64_t>& words, int64_t threads, bool forever) {
+  Phased phased(words.data(), words.size());
+  CallArrays want(phased);
+  CHECK(starve(phased, want, threads, INT64_MAX, false).empty(), "%s does not run", phased.name().c_str());
+  int errors = 0;
+  for (int64_t n = 0, done = 0; n < 400 && !done; ++n) {
+    CallArrays got(phased), after(phased);
+    std::string error = starve(phased, got, threads, n, forever);
+    done = failed == 0;
+    errors += !error.empty();
+    CHECK(failed > 0 || error.empty(), "an error without a reason: %s", error.c_str());
+    CHECK(error.empty() || error.find("out of memory") != std::string::npos, "\"%s\" is no message", error.c_str());
+    CHECK(!error.empty() || got.outs == want.outs, "allocation %d failed in silence", static_cast<int>(n));
+    error = starve(phased, after, threads, INT64_MAX, false);
+    CHECK(error.empty() && after.outs == want.outs, "after the failure of allocation %d: %s", static_cast<int>(n), error.c_str());
+  }
+  CHECK(errors > 5, "only %d allocations failed", errors);
+}
+
 void test_starved_calls() {
-  for (const Program& p : {residual_pipeline(67, 8, 2), weight_gradient(BF16, 45, 3), matmul(F32, 45, 3)})
+  for (const std::vector<int64_t>& words :
+       {encode(residual_pipeline(67, 8, 2)), encode(weight_gradient(BF16, 45, 3)), encode(matmul(F32, 45, 3)), two_phases()})
     for (int64_t threads : {1, 3})
-      for (bool forever : {false, true}) {
-        std::vector<int64_t> words = encode(p);
-        Phased phased(words.data(), words.size());
-        Arrays want(p, 4);
-        CHECK(starve(phased, want, threads, INT64_MAX, false).empty(), "%s does not run", p.name.c_str());
-        int errors = 0;
-        for (int64_t n = 0, done = 0; n < 400 && !done; ++n) {
-          Arrays got(p, 4), after(p, 4);
-          std::string error = starve(phased, got, threads, n, forever);
-          done = failed == 0;
-          errors += !error.empty();
-          CHECK(failed > 0 || error.empty(), "an error without a reason: %s", error.c_str());
-          CHECK(error.empty() || error.find("out of memory") != std::string::npos, "\"%s\" is no message", error.c_str());
-          CHECK(!error.empty() || got.outs == want.outs, "allocation %d failed in silence", static_cast<int>(n));
-          error = starve(phased, after, threads, INT64_MAX, false);
-          CHECK(error.empty() && after.outs == want.outs, "after the failure of allocation %d: %s", static_cast<int>(n),
-                error.c_str());
-        }
-        CHECK(errors > 5, "only %d allocations failed", errors);
-      }
+      for (bool forever : {false, true}) starve_all(words, threads, forever);
 }
 
 // How many bytes, what for, and how to go on.

@@ -55,7 +55,12 @@ ffi::Error guarded(const Body& body) {
   } catch (const DriverError& e) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string("kitsune_cuda: ") + e.what());
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kitsune_cuda: out of host memory");
+    try {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                        "kitsune_cuda: out of host memory; set KITSUNE_DISABLE=1 to run without pipelines");
+    } catch (const std::bad_alloc&) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory");  // short enough to need none
+    }
   } catch (const std::exception& e) {
     return ffi::Error(ffi::ErrorCode::kInternal, e.what());
   }
@@ -67,7 +72,9 @@ ffi::ErrorOr<std::unique_ptr<State<platform>>> instantiate(ffi::Span<const uint8
   std::unique_ptr<State<platform>> state;
   ffi::Error error = guarded([&] {
     std::string bytes(reinterpret_cast<const char*>(image.begin()), image.size());
-    state = std::make_unique<State<platform>>(std::move(bytes), parse_launch(words.begin(), words.size()), std::string(name));
+    Launch launch = parse_launch(words.begin(), words.size());
+    if (launch.bytes.empty()) throw std::invalid_argument("launch words: the bytes of the buffers are missing");
+    state = std::make_unique<State<platform>>(std::move(bytes), launch, std::string(name));
   });
   if (error.failure()) return ffi::Unexpected(std::move(error));
   return state;

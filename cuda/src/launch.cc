@@ -85,7 +85,9 @@ void announce_buffers(const Driver& driver, const Launch& launch, const std::vec
 
 Kernel::Kernel(std::string image, const Launch& launch, std::string name, bool emulated)
     : image_(std::move(image)), launch_(launch), name_(std::move(name)), emulated_(emulated) {
-  if (image_.empty()) throw std::invalid_argument("kitsune_cuda: " + name_ + ": the image is empty");
+  if (!is_utf8(name_)) throw std::invalid_argument("kitsune_cuda: the name of a region is not UTF-8");
+  if (std::string wrong = check_image(image_, emulated_); !wrong.empty())
+    throw std::invalid_argument("kitsune_cuda: " + name_ + ": " + wrong);
 }
 
 Kernel::~Kernel() {
@@ -213,6 +215,10 @@ void Kernel::check_buffers(const std::vector<Buffer>& buffers) const {
   for (size_t i = 0; i < buffers.size(); ++i)
     if (reinterpret_cast<uintptr_t>(buffers[i].data) % kAlignment != 0)
       refuse("buffer " + std::to_string(i) + " is not aligned to " + std::to_string(kAlignment) + " bytes");
+  for (size_t i = 0; i < launch_.bytes.size(); ++i)
+    if (buffers[i].bytes != static_cast<size_t>(launch_.bytes[i]))
+      refuse("buffer " + std::to_string(i) + " has " + std::to_string(buffers[i].bytes) + " bytes, but the kernel was made for " +
+             std::to_string(launch_.bytes[i]));
   if (static_cast<uint64_t>(launch_.workspace_zero_bytes) > buffers.back().bytes)
     refuse("the workspace has " + std::to_string(buffers.back().bytes) + " bytes, fewer than the " +
            std::to_string(launch_.workspace_zero_bytes) + " to be zeroed");

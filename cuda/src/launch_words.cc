@@ -1,5 +1,6 @@
 #include "launch_words.h"
 
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 
@@ -12,6 +13,22 @@ constexpr int64_t kMaxBlock = 1024;
 constexpr int64_t kMaxCluster = 16;              // non-portable size on Hopper (Hopper tuning guide, "Thread Block Clusters")
 constexpr int64_t kMaxSharedBytes = 227 * 1024;  // compute capability 9.0, the most of any
 constexpr int64_t kMaxParameters = 4096 / 8;     // pointers in the 4 KB of parameters that every driver of CUDA 12 takes
+
+constexpr int64_t kMaxBufferBytes = int64_t{1} << 50;
+
+// A field of an image whose place was checked.
+template <class T>
+T field(const std::string& image, size_t at) {
+  T value;
+  std::memcpy(&value, image.data() + at, sizeof value);
+  return value;
+}
+
+// [at, at + count * each) lies in an image of `size` bytes, without overflow.
+bool inside(uint64_t at, uint64_t count, uint64_t each, size_t size) {
+  uint64_t bytes = 0, end = 0;
+  return !__builtin_mul_overflow(count, each, &bytes) && !__builtin_add_overflow(at, bytes, &end) && end <= size;
+}
 
 int64_t checked(const char* what, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high)
@@ -26,9 +43,59 @@ void require(bool holds, const char* what) {
 
 }  // namespace
 
+bool is_utf8(const std::string& text) {
+  for (size_t i = 0; i < text.size();) {
+    auto byte = [&](size_t k) { return i + k < text.size() ? static_cast<unsigned char>(text[i + k]) : 0u; };
+    unsigned lead = byte(0);
+    size_t more = lead < 0x80                   ? 0
+                  : lead >= 0xC2 && lead < 0xE0 ? 1
+                  : (lead & 0xF0) == 0xE0       ? 2
+                  : lead >= 0xF0 && lead < 0xF5 ? 3
+                                                : 4;
+    if (more == 4) return false;
+    unsigned low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80, high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
+    for (size_t k = 1; k <= more; ++k, low = 0x80, high = 0xBF)
+      if (byte(k) < low || byte(k) > high) return false;
+    i += more + 1;
+  }
+  return true;
+}
+
+// The layout of ELF64 (System V ABI, chapters 4 and 5): cubins and shared libraries are little-endian files of that class.
+std::string check_image(const std::string& image, bool emulated) {
+  constexpr size_t kHeader = 64, kSection = 64, kSegment = 56;
+  constexpr uint32_t kNoBits = 8;  // a section that has a size, but no bytes in the file
+  if (image.empty()) return "the image is empty";
+  if (image.compare(0, 4, "\177ELF") != 0) {
+    if (emulated) return "the image is not a shared library";
+    return image.find('\0') == std::string::npos ? "" : "the image is neither an ELF file nor text";
+  }
+  const size_t size = image.size();
+  if (size < kHeader || field<uint8_t>(image, 4) != 2) return "the image is cut off, or not a 64-bit ELF file";
+  auto segments = field<uint64_t>(image, 32), sections = field<uint64_t>(image, 40);
+  auto segment_bytes = field<uint16_t>(image, 54), segment_count = field<uint16_t>(image, 56);
+  auto section_bytes = field<uint16_t>(image, 58), section_count = field<uint16_t>(image, 60);
+  bool tables = (segment_count == 0 || segment_bytes == kSegment) && (section_count == 0 || section_bytes == kSection) &&
+                inside(segments, segment_count, segment_bytes, size) && inside(sections, section_count, section_bytes, size);
+  if (!tables) return "the image is cut off: its tables end beyond its " + std::to_string(size) + " bytes";
+  for (size_t i = 0; i < segment_count; ++i) {
+    size_t at = segments + i * kSegment;
+    if (!inside(field<uint64_t>(image, at + 8), 1, field<uint64_t>(image, at + 32), size))
+      return "the image is cut off: segment " + std::to_string(i) + " ends beyond its " + std::to_string(size) + " bytes";
+  }
+  for (size_t i = 0; i < section_count; ++i) {
+    size_t at = sections + i * kSection;
+    if (field<uint32_t>(image, at + 4) != kNoBits &&
+        !inside(field<uint64_t>(image, at + 24), 1, field<uint64_t>(image, at + 32), size))
+      return "the image is cut off: section " + std::to_string(i) + " ends beyond its " + std::to_string(size) + " bytes";
+  }
+  return "";
+}
+
 Launch parse_launch(const int64_t* words, size_t count) {
-  if (count != kLaunchWords)
-    throw std::invalid_argument("launch words: there are " + std::to_string(count) + ", not " + std::to_string(kLaunchWords));
+  if (count < kLaunchWords)
+    throw std::invalid_argument("launch words: there are " + std::to_string(count) + ", not " + std::to_string(kLaunchWords) +
+                                " or more");
   if (words[0] != kLaunchVersion)
     throw std::invalid_argument("launch words: version " + std::to_string(words[0]) + ", but this extension reads version " +
                                 std::to_string(kLaunchVersion) + ": the program was made by another version of kitsune_jax");
@@ -47,6 +114,14 @@ Launch parse_launch(const int64_t* words, size_t count) {
   require(launch.grid % launch.cluster == 0, "the grid is not a multiple of the cluster");
   require(launch.sm == kSm90a || launch.cluster == 1, "clusters need architecture 900");
   require(launch.operands + launch.results <= kMaxParameters, "more operands and results than a kernel has parameters");
+  size_t buffers = static_cast<size_t>(launch.operands + launch.results);
+  if (count != kLaunchWords && count != kLaunchWords + buffers)
+    throw std::invalid_argument("launch words: there are " + std::to_string(count) + ", not " + std::to_string(kLaunchWords) +
+                                ", or " + std::to_string(kLaunchWords + buffers) + " with the bytes of every buffer");
+  for (size_t i = kLaunchWords; i < count; ++i)
+    launch.bytes.push_back(checked("the size of a buffer", words[i], 0, kMaxBufferBytes));
+  if (!launch.bytes.empty())
+    require(launch.workspace_zero_bytes <= launch.bytes.back(), "the zeroed part of the workspace is larger than the workspace");
   return launch;
 }
 

@@ -1,18 +1,20 @@
-// The attribute `launch` of a custom call: ten int64 words that say how its kernel is launched.
+// The attribute `launch` of a custom call: int64 words that say how its kernel is launched, and on how many bytes.
 //
 // Comes in: words from a compiled program, which may come from a file. Goes out: a Launch within the limits of every device that
 // its architecture names, or std::invalid_argument. What depends on the device at hand is checked when the kernel is loaded.
 //
-// Words: version, sm, grid, block, cluster, shared bytes, cooperative, operands, results, zeroed bytes of the workspace.
+// Words: version, sm, grid, block, cluster, shared bytes, cooperative, operands, results, zeroed bytes of the workspace; then the
+// bytes of each operand and of each result, which a custom call must name and a kernel outside of XLA may leave out.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace kitsune::cuda {
 
-inline constexpr int64_t kLaunchVersion = 1;
+inline constexpr int64_t kLaunchVersion = 2;
 inline constexpr size_t kLaunchWords = 10;
 inline constexpr int64_t kSm90a = 900;     // exactly compute capability 9.0
 inline constexpr int64_t kPortable = 800;  // 8.0 and later
@@ -24,7 +26,15 @@ struct Launch {
   bool cooperative;
   int64_t operands, results;
   int64_t workspace_zero_bytes;  // of the last result, zeroed on the stream before the kernel starts
+  std::vector<int64_t> bytes;    // of operands, then of results; empty where they are not said
 };
+
+// Well-formed UTF-8, as names in messages must be.
+bool is_utf8(const std::string& text);
+
+// What an image is refused for before a driver, which is not told its size, reads it; "" if nothing. An ELF image must hold all
+// that its header and its tables name; any other must be text (PTX), whose end the driver finds.
+std::string check_image(const std::string& image, bool emulated);
 
 Launch parse_launch(const int64_t* words, size_t count);
 

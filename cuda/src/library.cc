@@ -18,6 +18,8 @@ std::string message(const Driver& driver, CUresult error, const char* what, cons
   std::string text = failure_text(driver, what, error);
   if (error == CUDA_ERROR_NO_BINARY_FOR_GPU)
     text += "; the kernel was compiled for another device: set KITSUNE_CUDA_ARCH to this one's architecture, or unset it";
+  if (error == CUDA_ERROR_UNSUPPORTED_PTX_VERSION)
+    text += "; NVRTC is newer than the driver: update the driver, or set KITSUNE_CUDA_ARCH to this device's architecture";
   return log.empty() ? text : text + "\n" + log;
 }
 

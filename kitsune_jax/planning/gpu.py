@@ -36,12 +36,12 @@ _INDIFFERENT = 1.03  # the model is not better than this
 _PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
 
 
-def candidates(cost: RegionCost, deterministic: bool) -> list[Plan]:
+def candidates(cost: RegionCost) -> list[Plan]:
     """Every plan that fits the machine, by modelled time; among those as good as the fastest, by what they move through the L2,
     which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
     """
     check_ops(cost)
-    region = GpuRegion(cost, deterministic)
+    region = GpuRegion(cost)
     drafts = finest(cost)
     arranged: list[Arranged] = []
     reasons: list[str] = []

@@ -34,8 +34,8 @@ class Arranged:
 class GpuRegion:
     """A region on a GPU: ``tiles`` of 64 rows, and ``steps(ops, split)``, computed once."""
 
-    def __init__(self, cost: RegionCost, deterministic: bool):
-        self.cost, self.machine, self.deterministic = cost, cost.machine, deterministic
+    def __init__(self, cost: RegionCost):
+        self.cost, self.machine = cost, cost.machine
         self.tiles = -(-cost.region.space.rows // TILE_ROWS)
         self.traffic = pipeline_traffic(cost)
         self.baseline_seconds, self.baseline_bytes = baseline(cost)
@@ -80,9 +80,9 @@ class GpuRegion:
         return self.machine.kernel_seconds + 2 * weights / self.machine.pack_bandwidth if weights else 0.0
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
-        """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; in a fixed order they are read
-        again, otherwise added where they are."""
+        """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; they are read again in a fixed
+        order."""
         gradients = [i for i in self.cost.region.sinks if self.cost.work(i).dot is not None]
         others = [i for i in self.cost.region.sinks if self.cost.work(i).dot is None]
         parts = ctas * (sink_bytes(self.cost, gradients) + lanes * sink_bytes(self.cost, others))
-        return parts * (2 if self.deterministic else 1)
+        return parts * 2

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from pathlib import Path
 
@@ -359,10 +360,56 @@ A100 = _gpu(
 )  # fmt: skip
 
 GPUS = {m.name: m for m in (H200, H100, A100)}
+_MOST_GPCS = 8  # of GA100 and GH100 (their whitepapers): a cluster lies in one, and how SMs are shared out among them differs
+
+
+def fitted_gpu(base: str, sms: int, local_bytes: int) -> str:
+    """The name of the model ``base`` with ``sms`` multiprocessors, and ``local_bytes`` of shared memory a CTA where that is less.
+
+    >>> fitted_gpu("h200", 132, 232448), fitted_gpu("h200", 114, 232448), fitted_gpu("a100", 128, 101376)
+    ('h200', 'h200-114-227', 'a100-128-99')
+    """
+    kib = min(local_bytes, GPUS[base].local_bytes) // KIB
+    return base if (sms, kib * KIB) == (GPUS[base].workers, GPUS[base].local_bytes) else f"{base}-{sms}-{kib}"
+
+
+@functools.cache
+def _fitted(name: str, base: str, sms: int, local_bytes: int) -> Machine:
+    machine = GPUS[base]
+    share = min(1.0, sms / machine.workers)
+    places = tuple(
+        dataclasses.replace(p, bandwidth=p.bandwidth if p.name == "smem" else p.bandwidth * share) for p in machine.places
+    )
+    # Two SMs of a TPC are always in one GPC. Of larger clusters, as many as fit however the SMs are shared out.
+    counts = [(2, sms // 2), *((n, (sms - _MOST_GPCS * (n - 1)) // n) for n in range(3, machine.max_cluster + 1))]
+    counts = list(itertools.takewhile(lambda entry: entry[1] > 0, counts)) if machine.max_cluster > 1 else []
+    return dataclasses.replace(
+        machine,
+        name=name,
+        workers=sms,
+        local_bytes=local_bytes,
+        shared_bytes=int(machine.shared_bytes * share),
+        shared_bandwidth=machine.shared_bandwidth * share,
+        dram_bandwidth=machine.dram_bandwidth * share,
+        pack_bandwidth=machine.pack_bandwidth * share,
+        places=places,
+        max_cluster=counts[-1][0] if counts else machine.max_cluster,
+        cluster_counts=tuple(counts),
+        cluster_bandwidth=tuple((size, rate * share) for size, rate in machine.cluster_bandwidth),
+        sources=(
+            (
+                "workers",
+                "the driver's answer; rates of an SM as the model that the name begins with, bandwidths by the number of SMs",
+            ),
+            *machine.sources,
+        ),
+    )
 
 
 def machine_for(platform: str, device: str | None = None) -> Machine:
     """The model of ``device`` on ``platform`` ("cpu" or "cuda"); None is the CPU at hand, or on "cuda" the H200.
+
+    "h200-114-227" is the H200's with 114 multiprocessors and 227 KiB of shared memory for a CTA.
 
     Raises ``ValueError`` for an unknown platform or device.
 
@@ -373,6 +420,9 @@ def machine_for(platform: str, device: str | None = None) -> Machine:
         return cpu_at_hand() if device is None else cpu_model(device)
     if platform == "cuda":
         name = (device or "h200").lower()
+        fitted = re.fullmatch(r"(\w+)-([1-9]\d{0,3})-([1-9]\d{0,3})", name)
+        if fitted and fitted[1] in GPUS:
+            return _fitted(name, fitted[1], int(fitted[2]), min(int(fitted[3]) * KIB, GPUS[fitted[1]].local_bytes))
         if name not in GPUS:
             raise ValueError(f"no CUDA device model {device!r}: expected one of {', '.join(sorted(GPUS))}")
         return GPUS[name]

@@ -46,17 +46,16 @@ class _Candidate:
     bound: int | str  # stage index, or "dram" / "l2"
 
 
-def plan(graph: Graph, region: Region, machine: Machine, *, deterministic: bool = True, accept: Accept | None = None) -> Plan:
+def plan(graph: Graph, region: Region, machine: Machine, *, accept: Accept | None = None) -> Plan:
     """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
 
-    ``deterministic``: sinks are folded in a fixed order, so every worker keeps a partial result that is written and read once more;
-    otherwise workers may add to one result in the order they finish. ``accept``: the target's exact check; candidates are shown to
-    it from the fastest on, and where it refuses all of them its reasons are the message.
+    ``accept``: the target's exact check; candidates are shown to it from the fastest on, and where it refuses all of them its
+    reasons are the message.
     """
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
     cost = RegionCost(graph, region, machine)
-    found = candidates(cost, deterministic) if machine.platform == "cuda" else [_Planner(cost, deterministic).run()]
+    found = candidates(cost) if machine.platform == "cuda" else [_Planner(cost).run()]
     if accept is None:
         return found[0]
     reasons: dict[str, None] = {}
@@ -69,9 +68,8 @@ def plan(graph: Graph, region: Region, machine: Machine, *, deterministic: bool 
 
 
 class _Planner:
-    def __init__(self, cost: RegionCost, deterministic: bool):
+    def __init__(self, cost: RegionCost):
         self.cost, self.machine, self.region = cost, cost.machine, cost.region
-        self.deterministic = deterministic
         self.traffic = pipeline_traffic(cost)
         self.drafts = finest(cost)
         self.fused = per_phase(self.drafts)
@@ -209,7 +207,8 @@ class _Planner:
         return 2 * stationary_bytes(self.cost, self.region.ops) / self.machine.pack_bandwidth
 
     def _partial_bytes(self, replicas: int) -> int:
-        return replicas * sink_bytes(self.cost, self.region.ops) * (2 if self.deterministic else 1)
+        """Sinks are folded in a fixed order, so every worker keeps a partial result, which is written and read once more."""
+        return replicas * sink_bytes(self.cost, self.region.ops) * 2
 
     def _plan(self, c: _Candidate) -> Plan:
         base_seconds, base_bytes = baseline(self.cost)

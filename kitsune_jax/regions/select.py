@@ -21,7 +21,7 @@ from kitsune_jax.regions.halves import halves_of
 from kitsune_jax.regions.index import GraphIndex
 from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds, spread
-from kitsune_jax.streams.propagate import adjacent_ops, relations_of
+from kitsune_jax.streams.propagate import Wiring
 
 # A pipeline has to be modelled at least this much faster than XLA: the model is not better than that.
 PROFIT_MARGIN = 1.07
@@ -98,8 +98,7 @@ class _Selector:
         self.index = GraphIndex.of(graph)
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
-        self.relations = functools.cache(lambda i: relations_of(graph, graph.ops[i]))
-        self.adjacency = adjacent_ops(graph)
+        self.wiring = Wiring(graph)
         self.free = {i for i in self.index.live if graph.ops[i].kind != "opaque"}
         self.why: dict[int, str] = {}
         self.chosen: list[Chosen] = []
@@ -161,7 +160,7 @@ class _Selector:
                 self.free.difference_update(self.chosen[k].ops)
 
     def _spread(self, seed: Seed, free: Container[int]) -> Spread:
-        return spread(self.graph, seed, free, self.supports, self.relations, self.adjacency)
+        return spread(self.graph, seed, free, self.supports, self.wiring)
 
     def _seed_order(self) -> list[int]:
         def work(i: int) -> tuple[int, float]:

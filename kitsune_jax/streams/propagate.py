@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.capture.relations import DimRelation
@@ -57,22 +57,20 @@ def spread(
     seed: Seed,
     allowed: Container[int],
     supports: Callable[[int], str | None],
-    relations: Callable[[int], tuple[DimRelation, ...]] | None = None,
-    adjacency: dict[int, tuple[int, ...]] | None = None,
+    wiring: Wiring | None = None,
 ) -> Spread:
     """Spread a stream from ``seed`` over the ops of ``allowed``.
 
-    ``supports(op index)`` says in words why a target can't run the op, or None. ``relations`` and ``adjacency`` (value -> ops that
-    touch it) may be passed in to be shared between calls.
+    ``supports(op index)`` says in words why a target can't run the op, or None. ``wiring`` may be passed in to be shared between
+    calls.
     """
-    relations = relations or (lambda i: relations_of(graph, graph.ops[i]))
-    adjacency = adjacency or adjacent_ops(graph)
+    wiring = wiring or Wiring(graph)
     shape = graph.values[seed.value].shape
     sizes = [shape[d] for d in seed.dims]
     labels: list[tuple[int, ...]] = [(seed.dims.index(d),) if d in seed.dims else () for d in range(len(shape))]
     for _ in range(64):
         try:
-            return _Spreader(graph, sizes, allowed, supports, relations, adjacency).run(seed.value, labels)
+            return _Spreader(graph, sizes, allowed, supports, wiring).run(seed.value, labels)
         except _Refine as split:
             sizes, labels = _split_axis(sizes, labels, split.axis, split.outer)
     raise AssertionError("a stream axis was split more often than it has prime factors")
@@ -88,13 +86,39 @@ def _split_axis(sizes: list[int], labels: list[tuple[int, ...]], axis: int, oute
     return new_sizes, [tuple(b for a in axes for b in move(a)) for axes in labels]
 
 
-def adjacent_ops(graph: Graph) -> dict[int, tuple[int, ...]]:
-    """value id -> ops that define or read it."""
-    out: dict[int, dict[int, None]] = {}
-    for i, op in enumerate(graph.ops):
-        for v in (*op.outputs, *op.inputs):
-            out.setdefault(v, {})[i] = None
-    return {v: tuple(ops) for v, ops in out.items()}
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wired:
+    """An op and the dimensions it joins: for each relation its role, its members as (value, dimension), and itself."""
+
+    operands: tuple[int, ...]
+    relations: tuple[tuple[str, tuple[tuple[int, int], ...], DimRelation], ...]
+    has_elements: bool
+    stops: bool  # a dot_general: it may not have two streamed operands, unless it is a sink
+
+
+class Wiring:
+    """What connects the ops of a graph, worked out when it is first asked for: ``wiring[i]``, and ``touching(v)``, the ops that
+    define or read a value."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._wired: dict[int, _Wired] = {}
+        self._touching: dict[int, dict[int, None]] = {}
+        for i, op in enumerate(graph.ops):
+            for v in (*op.outputs, *op.inputs):
+                self._touching.setdefault(v, {})[i] = None
+
+    def touching(self, v: int) -> Iterable[int]:
+        return self._touching.get(v, ())
+
+    def __getitem__(self, i: int) -> _Wired:
+        if i not in self._wired:
+            op = self.graph.ops[i]
+            operands = (*op.inputs, *op.outputs)
+            relations = tuple((r.role, tuple((operands[k], d) for k, d in r.members), r) for r in relations_of(self.graph, op))
+            has_elements = not any(0 in self.graph.values[v].shape for v in operands)
+            self._wired[i] = _Wired(operands, relations, has_elements, op.kind == "dot_general")
+        return self._wired[i]
 
 
 def relations_of(graph: Graph, op: Op) -> tuple[DimRelation, ...]:
@@ -104,61 +128,79 @@ def relations_of(graph: Graph, op: Op) -> tuple[DimRelation, ...]:
     return OPS[op.kind].relate(op, shapes, outs)
 
 
+# What an op implies for its operands: axes, and the (value, dimension) pairs that run over them.
+Implied = list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
+
+
 class _Spreader:
-    def __init__(self, graph, sizes, allowed, supports, relations, adjacency):  # type: ignore[no-untyped-def]
-        self.graph: Graph = graph
-        self.sizes: list[int] = sizes
-        self.allowed: Container[int] = allowed
-        self.supports: Callable[[int], str | None] = supports
-        self.relations: Callable[[int], tuple[DimRelation, ...]] = relations
-        self.adjacency: dict[int, tuple[int, ...]] = adjacency
+    def __init__(
+        self, graph: Graph, sizes: list[int], allowed: Container[int], supports: Callable[[int], str | None], wiring: Wiring
+    ):
+        self.graph, self.sizes, self.allowed, self.supports, self.wiring = graph, sizes, allowed, supports, wiring
 
     def run(self, seed: int, seed_labels: list[tuple[int, ...]]) -> Spread:
         barred: dict[int, str] = {}
         while True:
-            labels, spreading = self._flood(seed, seed_labels, barred)
+            labels, spreading, found = self._flood(seed, seed_labels, barred)
             stops, members, sinks = dict(barred), [], []
             tainted = {}
-            for i in sorted({i for v in labels for i in self.adjacency.get(v, ())}):
-                if i in barred or not self._touches(i, labels):
+            for i in sorted({i for v, axes in labels.items() if any(axes) for i in self.wiring.touching(v)}):
+                if i in barred:
                     continue
-                why = self._why_not(i) or self._check(i, labels) or self._lost(i, labels)
+                why, sink = found[i]
+                if why is None and not sink:
+                    why = self._lost(i, labels)
                 if why is None:
                     members.append(i)
-                    if self._is_sink(i, labels):
+                    if sink:
                         sinks.append(i)
                 else:
                     stops[i] = why
                     if i in spreading:
                         tainted[i] = why
             if not tainted:
-                touched = {v for i in members for v in (*self.graph.ops[i].inputs, *self.graph.ops[i].outputs)}
+                touched = {v for i in members for v in self.wiring[i].operands}
                 final = {v: tuple(axes) for v, axes in labels.items() if v in touched and any(axes)}
                 return Spread(StreamSpace(tuple(self.sizes)), final, tuple(members), tuple(sinks), stops)
             barred.update(tainted)
 
-    def _flood(self, seed: int, seed_labels: list[tuple[int, ...]], barred: dict[int, str]) -> tuple[Labels, set[int]]:
-        """Labels to the fixed point, and the ops that handed some on. An op that is not legal (yet) hands nothing on."""
+    def _flood(
+        self, seed: int, seed_labels: list[tuple[int, ...]], barred: dict[int, str]
+    ) -> tuple[Labels, set[int], dict[int, tuple[str | None, bool]]]:
+        """Labels to the fixed point, the ops that handed some on, and for each op that was reached why it is not legal (None: it
+        is) and whether it is a sink. An op that is not legal (yet) hands nothing on."""
         labels: Labels = {seed: list(seed_labels)}
         spreading: set[int] = set()
-        work = collections.deque(self.adjacency.get(seed, ()))
+        found: dict[int, tuple[str | None, bool]] = {}
+        work = collections.deque(self.wiring.touching(seed))
         queued = set(work)
         while work:
             i = work.popleft()
             queued.discard(i)
-            if i in barred or self._why_not(i) or self._check(i, labels) is not None:
+            if i in barred:
                 continue
-            for v, dim, axes in list(self._implied(i, labels)):
-                mine = labels.setdefault(v, [()] * len(self.graph.values[v].shape))
-                if mine[dim] == axes:
-                    continue
-                mine[dim] = axes
-                spreading.add(i)
-                for j in self.adjacency.get(v, ()):
-                    if j not in queued:
-                        queued.add(j)
-                        work.append(j)
-        return labels, spreading
+            why = self._why_not(i)
+            if why is not None:
+                found[i] = (why, False)
+                continue
+            why, sink, implied = self._look(i, labels)
+            found[i] = (why, sink)
+            if why is not None:
+                continue
+            for axes, members in implied:
+                for v, dim in members:
+                    mine = labels.get(v)
+                    if mine is None:
+                        mine = labels[v] = [()] * len(self.graph.values[v].shape)
+                    if mine[dim] == axes:
+                        continue
+                    mine[dim] = axes
+                    spreading.add(i)
+                    for j in self.wiring.touching(v):
+                        if j not in queued:
+                            queued.add(j)
+                            work.append(j)
+        return labels, spreading, found
 
     def _why_not(self, i: int) -> str | None:
         op = self.graph.ops[i]
@@ -168,88 +210,72 @@ class _Spreader:
             return "belongs to another region"
         return self.supports(i)
 
-    def _operands(self, i: int) -> tuple[int, ...]:
-        op = self.graph.ops[i]
-        return (*op.inputs, *op.outputs)
-
-    def _touches(self, i: int, labels: Labels) -> bool:
-        return any(v in labels and any(labels[v]) for v in self._operands(i))
-
-    def _label(self, i: int, member: tuple[int, int], labels: Labels) -> tuple[int, ...]:
-        v = self._operands(i)[member[0]]
-        return labels[v][member[1]] if v in labels else ()
-
     def _lost(self, i: int, labels: Labels) -> str | None:
         """Under final labels: what streams in must stream out, or end in a sink."""
         op = self.graph.ops[i]
         into, out_of = ({a for v in side for axes in labels.get(v, ()) for a in axes} for side in (op.inputs, op.outputs))
-        return None if into <= out_of or self._is_sink(i, labels) else "a streamed dimension does not reach its result"
+        return None if into <= out_of else "a streamed dimension does not reach its result"
 
-    def _is_sink(self, i: int, labels: Labels) -> bool:
-        return any(r.role == "contracted" and any(self._label(i, m, labels) for m in r.members) for r in self.relations(i))
-
-    def _check(self, i: int, labels: Labels) -> str | None:
-        """None if op ``i`` is legal under ``labels`` (as far as they are known), else why not."""
-        op = self.graph.ops[i]
+    def _look(self, i: int, labels: Labels) -> tuple[str | None, bool, Implied]:
+        """(None if op ``i`` is legal under ``labels``, as far as they are known, else why not; is it a sink; what it implies)."""
+        op, wired = self.graph.ops[i], self.wiring[i]
         contracted: set[int] = set()
-        for r in self.relations(i):
-            found = {self._label(i, m, labels) for m in r.members} - {()}
+        implied: Implied = []
+        for role, members, r in wired.relations:
+            found: tuple[int, ...] = ()
+            agree = True
+            for v, dim in members:
+                mine = labels.get(v)
+                if mine is not None and (axes := mine[dim]):
+                    agree = agree and (not found or found == axes)
+                    found = axes
             if not found:
                 continue
-            if r.role == "mixed":
-                return f"{op.label or op.kind} needs every index of the streamed dimension" + (f": {r.why}" if r.why else "")
-            if r.role == "reshaped":
-                if self._through_reshape(i, r, labels) is None:
-                    return "the reshape mixes streamed and per-row dimensions"
+            if role == "mixed":
+                why = f"{op.label or op.kind} needs every index of the streamed dimension" + (f": {r.why}" if r.why else "")
+                return why, False, []
+            if role == "reshaped":
+                through = self._through_reshape(i, r, labels)
+                if through is None:
+                    return "the reshape mixes streamed and per-row dimensions", False, []
+                implied += [(axes, ((wired.operands[k], dim),)) for (k, dim), axes in through.items() if axes]
                 continue
-            if len(found) > 1:
-                return "its operands would stream over different axes"
-            if r.role == "contracted":
+            if not agree:
+                return "its operands would stream over different axes", False, []
+            if role == "contracted":
                 if op.kind not in SINK_KINDS:
-                    return f"{op.label or op.kind} contracts the streamed dimension"
-                contracted.update(next(iter(found)))
+                    return f"{op.label or op.kind} contracts the streamed dimension", False, []
+                contracted.update(found)
+            # A dot that contracts the stream is a sink, and both of its operands stream (in a backward pass one is a residual).
+            if role == "parallel" or (role == "contracted" and len(members) > 1):
+                implied.append((found, members))
         if contracted and len(contracted) != len(self.sizes):
-            return "reduces over a part of the stream axes"
-        return self._check_operands(i, labels, bool(contracted))
+            return "reduces over a part of the stream axes", False, []
+        return self._check_operands(wired, op, labels, bool(contracted)), bool(contracted), implied
 
-    def _check_operands(self, i: int, labels: Labels, sink: bool) -> str | None:
-        op = self.graph.ops[i]
-        for v in self._operands(i):
+    def _check_operands(self, wired: _Wired, op: Op, labels: Labels, sink: bool) -> str | None:
+        for v in wired.operands:
             if v in labels:
                 axes = [a for dim in labels[v] for a in dim]
-                if len(set(axes)) != len(axes):
+                if len(axes) > 1 and len(set(axes)) != len(axes):
                     return "two of its dimensions would run over one stream axis"
-                if 0 in self.graph.values[v].shape:
+                if not wired.has_elements and 0 in self.graph.values[v].shape:
                     return "it has no elements"
-        streamed = [v in labels and any(labels[v]) for v in op.inputs]
-        if op.kind == "dot_general" and all(streamed) and not sink:
+        if wired.stops and not sink and all(v in labels and any(labels[v]) for v in op.inputs):
             return "both operands stream (a product per row)"
         if sink and any(v in labels and any(labels[v]) for v in op.outputs):
             return "a reduction over the stream has a streamed result"
         return None
 
-    def _implied(self, i: int, labels: Labels) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """(value, dimension, axes) that op ``i`` implies for its operands."""
-        operands = self._operands(i)
-        for r in self.relations(i):
-            # A dot that contracts the stream is a sink, and both of its operands stream (in a backward pass one is a residual).
-            if r.role == "parallel" or (r.role == "contracted" and len(r.members) > 1):
-                found = next((a for m in r.members if (a := self._label(i, m, labels))), ())
-                if found:
-                    yield from ((operands[m[0]], m[1], found) for m in r.members)
-            elif r.role == "reshaped":
-                for (operand, dim), axes in (self._through_reshape(i, r, labels) or {}).items():
-                    if axes:
-                        yield operands[operand], dim, axes
-
     def _through_reshape(self, i: int, r: DimRelation, labels: Labels) -> dict[tuple[int, int], tuple[int, ...]] | None:
         """Labels of all members of a reshaped class, or None where streamed and unstreamed dimensions are mixed."""
-        shapes = [self.graph.values[v].shape for v in self._operands(i)]
+        operands = self.wiring[i].operands
+        shapes = [self.graph.values[v].shape for v in operands]
         inside = [m for m in r.members if m[0] == 0]
         outside = [m for m in r.members if m[0] != 0]
         result: dict[tuple[int, int], tuple[int, ...]] = {}
         for side, other in ((inside, outside), (outside, inside)):
-            found = [self._label(i, m, labels) for m in side]
+            found = [labels[operands[k]][dim] if operands[k] in labels else () for k, dim in side]
             if not any(found):
                 continue
             if any(not axes and shapes[m[0]][m[1]] != 1 for m, axes in zip(side, found, strict=True)):

@@ -31,6 +31,7 @@ __all__ = [
     "generate_phases",
     "has_target",
     "machine_platform",
+    "notes",
     "runs_phases",
     "supports",
     "why_not",
@@ -79,6 +80,11 @@ def machine_platform(target: str) -> str:
 def default_device(target: str) -> str | None:
     """The machine model to plan for where the user names none: None is that platform's default."""
     return cuda.default_device(target) if target != "cpu" else None
+
+
+def notes(target: str) -> tuple[str, ...]:
+    """What a report has to say about the devices here, for each that is not what a reader would expect."""
+    return () if target == "cpu" else cuda.notes(target)
 
 
 def supports(target: str, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:

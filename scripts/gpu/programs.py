@@ -18,7 +18,7 @@ from kitsune_jax import lowering
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.route import PlannedRegion
 from kitsune_jax.targets import cuda
-from kitsune_jax.targets.cuda import lower, nvrtc
+from kitsune_jax.targets.cuda import devices, nvrtc
 from tests import cuda_run
 from tests.cuda_cases import FAMILIES, Family
 from tests.cuda_training_cases import TRAINING
@@ -105,7 +105,7 @@ def _planned(target: str, dry_run: bool) -> Iterator[Program]:
 
 def _forced(target: str, dry_run: bool) -> Iterator[Program]:
     """Large families and training steps in bfloat16 only: each kernel takes seconds to compile."""
-    generation = "sm90" if dry_run or nvrtc.sm_of(lower.arch()) == 900 else "sm80"
+    generation = "sm90" if dry_run or nvrtc.sm_of(devices.arch()) == 900 else "sm80"
     families = [f for f in _families(dry_run) if f.name not in TRAINING or f.name in _FORCED_STEPS]
     for family in families[:1] if dry_run else families:
         rows = 130 if dry_run else _FORCED_ROWS

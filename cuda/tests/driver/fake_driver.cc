@@ -2,7 +2,8 @@
 // told.
 //
 // FAKE_CUDA, an environment variable "key=value,key=value" that is read at every call, sets what this machine pretends to be:
-//   version, devices, capability, multiprocessors, shared, cooperative, clusters, blocks   what the queries answer
+//   version, devices, capability, multiprocessors, shared, cooperative, clusters, blocks   what the queries answer; with a number
+//                                                                                          behind it (shared1) for that device only
 //   init, load, kernel, launch, set                                                        error numbers to return
 //   current=0                                                                              no context is current
 // A symbol is left out by renaming it: -DcuLaunchKernelEx=renamed. With -DFAKE_EMULATOR it runs images as the emulator would: each
@@ -42,6 +43,10 @@ long setting(const std::string& key, long otherwise) {
     if (item.compare(0, key.size() + 1, key + "=") == 0) return std::strtol(item.c_str() + key.size() + 1, nullptr, 0);
   }
   return otherwise;
+}
+
+long of_device(const std::string& key, long device, long otherwise) {
+  return setting(key + std::to_string(device), setting(key, otherwise));
 }
 
 void note(const std::string& line) {
@@ -125,14 +130,14 @@ EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
   return 0;
 }
-EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
-  long capability = setting("capability", 90);
+EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  long capability = of_device("capability", device, 90);
   switch (static_cast<int>(attribute)) {
-    case 16: *value = static_cast<int>(setting("multiprocessors", 132)); return 0;
+    case 16: *value = static_cast<int>(of_device("multiprocessors", device, 132)); return 0;
     case 75: *value = static_cast<int>(capability / 10); return 0;
     case 76: *value = static_cast<int>(capability % 10); return 0;
     case 95: *value = static_cast<int>(setting("cooperative", 1)); return 0;
-    case 97: *value = static_cast<int>(setting("shared", 232448)); return 0;
+    case 97: *value = static_cast<int>(of_device("shared", device, 232448)); return 0;
     default: return 1;
   }
 }

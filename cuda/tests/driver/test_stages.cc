@@ -76,7 +76,7 @@ const XLA_FFI_Api& api() {
 // One call site: its attributes and its buffers, 16 floats each.
 struct Call {
   std::string image = "image", name = "mlp (train.py:12)";
-  std::vector<int64_t> words{1, 900, 132, 384, 2, 1024, 1, 2, 1, 32};
+  std::vector<int64_t> words{2, 900, 132, 384, 2, 1024, 1, 2, 1, 32, 64, 64, 64};
   Context context;
 
   XLA_FFI_CallFrame frame(XLA_FFI_ExecutionStage stage) {
@@ -93,6 +93,8 @@ struct Call {
     text_ = {name.data(), name.size()};
     return f;
   }
+
+  void shorten(int64_t elements = 15) { dims_[0] = elements; }
 
   // "" or the error's message.
   std::string run(void* handler, XLA_FFI_ExecutionStage stage, int operands = 0) {
@@ -188,6 +190,10 @@ int main() {
   check(count(journal(), " 32 stream=200") == 1, "execute zeroes the workspace", journal());
   error = call.run(handlers.execute, XLA_FFI_ExecutionStage_EXECUTE, 3);
   check(count(error, "3 operands and 1 results, but its kernel wants 2 and 1") == 1, "execute counts the operands", error);
+  call.shorten();
+  error = call.run(handlers.execute, XLA_FFI_ExecutionStage_EXECUTE, 2);
+  check(count(error, "buffer 0 has 60 bytes, but the kernel was made for 64") == 1, "execute checks the sizes of buffers", error);
+  call.shorten(16);
   setenv("FAKE_CUDA", "launch=720", 1);
   error = call.run(handlers.execute, XLA_FFI_ExecutionStage_EXECUTE, 2);
   check(count(error, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE") == 1, "a failed launch is an error", error);
@@ -199,5 +205,17 @@ int main() {
   bad.words[0] = 9;
   error = bad.run(handlers.instantiate, XLA_FFI_ExecutionStage_INSTANTIATE);
   check(count(error, "launch words: version 9") == 1, "instantiate checks the words", error);
+  Call unsized;
+  unsized.words.resize(10);
+  error = unsized.run(handlers.instantiate, XLA_FFI_ExecutionStage_INSTANTIATE);
+  check(count(error, "the bytes of the buffers are missing") == 1, "instantiate wants the sizes of buffers", error);
+  Call cut;
+  cut.image.assign("\177ELF", 4);
+  error = cut.run(handlers.instantiate, XLA_FFI_ExecutionStage_INSTANTIATE);
+  Call named;
+  named.name = "caf\xE9";
+  check(count(named.run(handlers.instantiate, XLA_FFI_ExecutionStage_INSTANTIATE), "not UTF-8") == 1, "instantiate checks the name",
+        "");
+  check(count(error, "the image is cut off") == 1, "instantiate checks the image", error);
   return failures == 0 ? 0 : 1;
 }

@@ -69,6 +69,8 @@ OPCODES = (*SPECIAL_OPS, *UNARY_OPS, *BINARY_OPS, *TERNARY_OPS)
 OPCODE = {name: code for code, name in enumerate(OPCODES)}
 MAX_REGISTERS = 32
 MAX_LOOP_DIMS = 8
+MAX_NAME_BYTES = 1 << 16
+MAX_WEIGHT_INDICES = 1 << 24  # b, k and n of all weights together: the executor has a table of offsets for each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,13 +307,18 @@ def encode(program: Program) -> np.ndarray:
     return np.concatenate([header, words])
 
 
+def name_bytes(name: str) -> bytes:
+    """``name`` as it travels: UTF-8. The path of a source file may hold bytes that are not; each becomes a question mark."""
+    return name.encode("utf-8", "replace")[:MAX_NAME_BYTES].decode("utf-8", "ignore").encode()
+
+
 def _emit(x: Any, out: list[int]) -> None:
     if isinstance(x, (bool, int, np.integer)):
         out.append(int(x))
     elif isinstance(x, float):
         out.append(struct.unpack("<q", struct.pack("<d", x))[0])
     elif isinstance(x, str):
-        data = x.encode()
+        data = name_bytes(x)
         out.append(len(data))
         out.extend(data)
     elif isinstance(x, tuple):

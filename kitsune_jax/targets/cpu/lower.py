@@ -16,7 +16,9 @@ from kitsune_jax.targets.cpu.bytecode import (
     CUMULATIVE,
     DTYPE_CODE,
     DTYPES,
+    MAX_WEIGHT_INDICES,
     REDUCTIONS,
+    WEIGHT,
     Accumulate,
     Operand,
     Prep,
@@ -47,6 +49,9 @@ def lower(program: TileProgram, name: str) -> bytecode.Program:
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
     preps: list[Prep] = []
     stages = tuple(_stage(program, stage, preps) for stage in program.stages)
+    sides = sum(math.prod(e) for p in preps if p.kind == WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
+    if sides > MAX_WEIGHT_INDICES:
+        raise CannotLower(f"matrix products with weights whose sides add up to {sides}; the CPU target takes {MAX_WEIGHT_INDICES}")
     return bytecode.Program(
         name=name,
         axes=program.axes,

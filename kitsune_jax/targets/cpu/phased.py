@@ -26,7 +26,7 @@ MAGIC = 0x4B495453_50484153  # "KITSPHAS"
 
 def encode(program: PhasedProgram, name: str) -> np.ndarray:
     """The words of ``program``. Raises ``CannotLower`` where a part has no code."""
-    body = [*_list(name.encode())]
+    body = [*_list(bytecode.name_bytes(name))]
     body += [len(program.arrays), *(w for shape, dtype in program.arrays for w in (bytecode.DTYPE_CODE[dtype], math.prod(shape)))]
     body += [program.operands, program.results, len(program.parts)]
     for part in program.parts:

@@ -19,7 +19,7 @@ __all__ = ["CompileError", "Compiled", "cubin", "emulated", "emulator_library"]
 
 
 def cubin(source: str, arch: str) -> Compiled:
-    """The cubin of ``source`` for ``arch`` ("sm_90a", "sm_80", ...) and ptxas's log.
+    """The cubin of ``source`` for ``arch`` ("sm_90a", "sm_80", ...) and ptxas's log; or PTX, for "compute_80".
 
     Raises ``CompileError``, ``OSError`` where there is no NVRTC (``nvrtc.why_not()``), ``ValueError`` for an unknown ``arch``.
     """

@@ -49,7 +49,7 @@ def call(
         *operands,
         image=np.frombuffer(code.image, np.uint8),
         launch=np.asarray(kernel.launch, np.int64),
-        name=code.name,
+        name=code.name.encode("utf-8", "replace").decode(),  # the path of a source file may hold other bytes
     )
     return list(outs)[: len(out_avals)]
 

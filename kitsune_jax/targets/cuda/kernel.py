@@ -15,15 +15,15 @@ import math
 from collections.abc import Sequence
 
 from kitsune_jax.planning.gpu_gradient import BLOCK_ROWS
-from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import text, tiles
+from kitsune_jax.program.ir import ArrayType, TileProgram
+from kitsune_jax.targets.cuda import pointwise, text, tiles
 from kitsune_jax.targets.cuda.body import Body, StageConfig
 from kitsune_jax.targets.cuda.columns import Vectors
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
 from kitsune_jax.targets.cuda.values import GradientCode, queue_form
 from kitsune_jax.targets.errors import CannotLower
 
-LAUNCH_VERSION = 1
 _ALIGN = 1024  # of everything in shared memory: the swizzle's atom
 _COUNTER_BYTES = 128
 _MAX_DEPTH = 12  # chunks of 16 KiB: what hides an L2 round trip twice over
@@ -148,7 +148,7 @@ class _Generator:
         self._layout_workspace()
         return Kernel(
             text.kernel(self),
-            (LAUNCH_VERSION, self.a.sm, self.grid, self.threads, self.a.cluster, shared, int(self.cooperative), *self._counts()),
+            self._launch(shared),
             self.inputs,
             tuple(tuple(r for r in self.weights if r.shape.dtype == d) for d in self.groups),
             tuple(tuple(order) for order in self.order),
@@ -398,6 +398,25 @@ class _Generator:
     def gradient_words(self, gradient: GradientCode) -> int:
         """Of one part of a slab."""
         return gradient.shape.all_blocks * BLOCK_ROWS * gradient.shape.width
+
+    def _launch(self, shared: int) -> tuple[int, ...]:
+        geometry = (self.a.sm, self.grid, self.threads, self.a.cluster, shared, int(self.cooperative))
+        return LAUNCH_VERSION, *geometry, *self._counts(), *self._buffer_bytes()
+
+    def _buffer_bytes(self) -> tuple[int, ...]:
+        """Of operands and results, as the launch finds them."""
+
+        def array(a: ArrayType) -> int:
+            return math.prod(a.shape) * pointwise.ITEM_SIZE[a.dtype]
+
+        sizes = [array(self.program.inputs[k]) for k in self.inputs]
+        for g, dtype in enumerate(self.groups):
+            shapes = [r.shape for r in self.weights if r.shape.dtype == dtype]
+            sizes.append(sum(shapes[k].part_bytes(chunk) for k, chunk in self.order[g]))
+        if self.vectors.recipes:
+            sizes.append(4 * sum(r.words for r in self.vectors.recipes))
+        sizes += [array(a) for a in self.program.outputs]
+        return (*sizes, self.workspace_bytes) if self.workspace_bytes else tuple(sizes)
 
     def _counts(self) -> tuple[int, int, int]:
         operands = len(self.inputs) + len(self.groups) + bool(self.vectors.recipes)

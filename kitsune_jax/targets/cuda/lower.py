@@ -10,21 +10,19 @@ import dataclasses
 import functools
 import warnings
 
-from kitsune_jax import config
 from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import compile, hostcc, kernel, nvrtc, runtime
+from kitsune_jax.targets.cuda import compile, devices, hostcc, kernel, nvrtc, runtime
 from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
-DEFAULT_ARCH = "sm_90a"
 _NAME = "region"
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """A region's kernel. ``image``: a cubin for ``arch``, or a shared library for the emulator."""
+    """A region's kernel. ``image``: a cubin or PTX for ``arch``, or a shared library for the emulator."""
 
     kernel: Kernel
     image: bytes
@@ -49,24 +47,17 @@ def why_not(target: str) -> str:
     """What ``available(target)`` misses, as a clause; "" for nothing."""
     if not runtime.available():
         return runtime.why_not()
-    return (nvrtc.why_not() if target == "cuda" else hostcc.why_not()) or ""
+    return (nvrtc.why_not() or devices.why_not() if target == "cuda" else hostcc.why_not()) or ""
 
 
-def arch() -> str:
-    """What kernels are compiled for: ``KITSUNE_CUDA_ARCH``, else the first device's architecture, else Hopper's."""
-    named = config.cuda_arch()
-    if named is not None:
-        return named
-    info = runtime.driver_info()
-    if isinstance(info, str) or not info["devices"]:
-        return DEFAULT_ARCH
-    capability = info["devices"][0]["compute_capability"]
-    return DEFAULT_ARCH if capability == 90 else f"sm_{capability}"
+def default_device(target: str) -> str:
+    """The machine model to plan for where the user names none."""
+    return "h200" if target == "emulator" else devices.model()
 
 
-def default_device(target: str) -> str | None:
-    """The machine model of the architecture that kernels are made for."""
-    return "h200" if target == "emulator" or nvrtc.sm_of(arch()) == 900 else "a100"
+def notes(target: str) -> tuple[str, ...]:
+    """What a report has to say about the devices here."""
+    return tuple(filter(None, [devices.note()])) if target == "cuda" else ()
 
 
 def arrangement(plan: Plan, program: TileProgram) -> Arrangement:
@@ -102,7 +93,8 @@ def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Code:
     if target == "emulator":
         sm = made.launch[1]
         return Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", name)
-    return Code(made, compile.cubin(made.source, arch()).cubin, arch(), name)
+    arch = devices.arch()
+    return Code(made, compile.cubin(made.source, arch).cubin, arch, name)
 
 
 @functools.lru_cache(maxsize=64)

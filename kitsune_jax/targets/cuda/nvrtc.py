@@ -1,8 +1,8 @@
 """NVRTC, the CUDA compiler as a library, through ctypes. It needs no GPU and no toolkit.
 
 Comes in: generated CUDA C++ and an architecture. Goes out: a cubin with ptxas's log, and what the log says of registers and
-memory. Invariants: importing this module loads nothing; where the library is missing, ``why_not()`` says what to install; the
-only headers a kernel can include are those whose fingerprint is in the cache key.
+memory; or PTX, for an architecture such as "compute_80". Invariants: importing this module loads nothing; where the library is
+missing, ``why_not()`` says what to install; the only headers a kernel can include are those whose fingerprint is in the cache key.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _ADVICE = "to compile kernels for NVIDIA GPUs: pip install kitsune_jax[cuda13]"
 # 177, "variable was declared but never referenced": generated code names what a stage may need. Every other warning is kept.
 _QUIET = ("--diag-suppress=177",)
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_ARCH = re.compile(r"sm_(\d+)([af]?)")
+_ARCH = re.compile(r"sm_(\d+)[af]?|compute_(\d+)")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin, and what the compiler and ptxas said on the way (warnings, registers, spills).
+    """A cubin (or PTX, which ends with a zero), and what the compiler and ptxas said on the way (warnings, registers, spills).
 
     Packed, the cubin stands first: its tools read a packed file as they read a cubin.
     """
@@ -115,19 +115,21 @@ def sm_of(arch: str) -> int:
     Raises ``ValueError`` for what is no architecture, or one older than sm_80.
     """
     match = _ARCH.fullmatch(arch)
-    if match is None or int(match[1]) < 80:
-        raise ValueError(f"{arch!r} is not an architecture to compile for: use sm_90a, or one from sm_80 on")
+    if match is None or int(match[1] or match[2]) < 80:
+        raise ValueError(f"{arch!r} is not an architecture to compile for: use sm_90a, or one from sm_80 on, or compute_80 for PTX")
     return 900 if arch == "sm_90a" else 800
 
 
 def options_for(arch: str) -> tuple[str, ...]:
     """The options that decide what code ``arch`` gets. NVRTC optimises fully by default."""
-    return ("--std=c++17", f"--gpu-architecture={arch}", f"-DKITSUNE_SM={sm_of(arch)}", "--ptxas-options=-v", *_QUIET)
+    ptxas = () if arch.startswith("compute_") else ("--ptxas-options=-v",)
+    return ("--std=c++17", f"--gpu-architecture={arch}", f"-DKITSUNE_SM={sm_of(arch)}", *ptxas, *_QUIET)
 
 
 def compile(source: str, arch: str, options: Sequence[str] = ()) -> Compiled:
-    """Compile ``source`` for ``arch`` ("sm_90a", "sm_80", ...), without any cache. Thread-safe; other Python threads run meanwhile.
+    """Compile ``source`` for ``arch`` ("sm_90a", "sm_80", "compute_80", ...), without any cache.
 
+    Thread-safe; other Python threads run meanwhile.
     Raises ``CompileError`` with the log, ``OSError`` where there is no NVRTC, ``ValueError`` for an unknown architecture.
     """
     library = _load().handle
@@ -142,7 +144,7 @@ def compile(source: str, arch: str, options: Sequence[str] = ()) -> Compiled:
         if status != 0:
             name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.failed.cu"
             raise CompileError(f"NVRTC ({_error(library, status)})", log, source, cache.default().keep(name, source))
-        return Compiled(_fetch(library, "CUBIN", program), log)
+        return Compiled(_fetch(library, "PTX" if arch.startswith("compute_") else "CUBIN", program), log)
 
 
 def resources(log: str, cubin: bytes) -> Resources:
@@ -235,7 +237,7 @@ def _declare(handle: ctypes.CDLL) -> ctypes.CDLL:
     handle.nvrtcCreateProgram.argtypes = [programs, text, text, ctypes.c_int, texts, texts]
     handle.nvrtcCompileProgram.argtypes = [program, ctypes.c_int, texts]
     handle.nvrtcDestroyProgram.argtypes = [programs]
-    for what in ("ProgramLog", "CUBIN"):
+    for what in ("ProgramLog", "CUBIN", "PTX"):
         getattr(handle, f"nvrtcGet{what}Size").argtypes = [program, size]
         getattr(handle, f"nvrtcGet{what}").argtypes = [program, ctypes.c_char_p]
     handle.nvrtcGetErrorString.argtypes = [ctypes.c_int]

@@ -121,6 +121,10 @@ class WeightShape:
     def bytes(self) -> int:
         return self.split * self.slab_bytes
 
+    def part_bytes(self, chunk: int) -> int:
+        """Of a part of the packed matrix: column chunk ``chunk``, counted through the slabs, or -1 for the whole."""
+        return self.bytes if chunk < 0 else self.k_chunks * self.chunk_bytes(self.chunks[chunk % len(self.chunks)])
+
     @property
     def elements(self) -> int:
         return self.bytes // (2 if is_half(self.dtype) else 4)
