@@ -11,6 +11,7 @@ import argparse
 import json
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,11 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.replay:
         return _replay(args.replay, args.limit)
     wanted = Search(args.programs, args.seed, args.jobs, args.budget, args.limit, args.attempts, args.out, args.first)
-    for asked in (signal.SIGINT, signal.SIGTERM):  # a shell's background job is born with SIGINT ignored
-        signal.signal(asked, signal.default_int_handler)
-    summary = search(wanted, show=not args.quiet)
+    stopped = threading.Event()
+    for asked in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(asked, lambda *_: stopped.set())
+    summary = search(wanted, stopped, show=not args.quiet)
     print(summary.text())
-    return 2 if summary.errors or not summary.ran else 1 if summary.failures else 0
+    if not summary.pipelined and not summary.failures:
+        print("no program held a pipeline: is the extension built for this Python?")
+        return 2
+    return 2 if summary.errors else 1 if summary.failures else 0
 
 
 def _parser() -> argparse.ArgumentParser:

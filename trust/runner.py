@@ -95,21 +95,17 @@ def save(folder: Path, small: Program, drawn: Program, outcome: dict[str, Any]) 
     return path
 
 
-def search(wanted: Search, *, show: bool = True) -> Summary:
-    """Runs until done, out of time, or interrupted (Ctrl-C), which ends the workers and returns what is known."""
-    state = _State(wanted, Summary())
+def search(wanted: Search, stopped: threading.Event | None = None, *, show: bool = True) -> Summary:
+    """Runs until done, out of time, or ``stopped``, which ends the workers; returns what is known by then."""
+    state = _State(wanted, Summary(), stopped or threading.Event())
     threads = [threading.Thread(target=state.work, daemon=True) for _ in range(wanted.jobs)]
     start = told = time.monotonic()
     for thread in threads:
         thread.start()
-    try:
-        while any(t.is_alive() for t in threads) and time.monotonic() - start < wanted.budget:
-            time.sleep(0.2)
-            if show and (sys.stdout.isatty() or time.monotonic() - told > 20):
-                told = time.monotonic()
-                _progress(wanted, state, time.monotonic() - start)
-    except KeyboardInterrupt:
-        pass
+    while any(t.is_alive() for t in threads) and time.monotonic() - start < wanted.budget and not state.stopped.wait(0.2):
+        if show and (sys.stdout.isatty() or time.monotonic() - told > 20):
+            told = time.monotonic()
+            _progress(wanted, state, time.monotonic() - start)
     state.stopped.set()
     for worker in state.workers:
         worker.kill()
@@ -132,9 +128,8 @@ def _progress(wanted: Search, state: _State, seconds: float) -> None:
 
 
 class _State:
-    def __init__(self, wanted: Search, summary: Summary) -> None:
-        self.wanted, self.summary = wanted, summary
-        self.stopped = threading.Event()
+    def __init__(self, wanted: Search, summary: Summary, stopped: threading.Event) -> None:
+        self.wanted, self.summary, self.stopped = wanted, summary, stopped
         self.workers: list[Worker] = []
         self.shrinking = 0
         self._lock = threading.Lock()

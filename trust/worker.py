@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from typing import Any
 from trust.program import Program
 
 RECYCLED = 400  # programs of one worker: JAX keeps what it has compiled
+MEMORY = 4 << 30  # bytes of a worker: a program that takes more fails, not the machine
 START = 120.0  # seconds until a worker is ready, on a loaded machine
 
 
@@ -119,6 +121,7 @@ class Worker:
 
 def main() -> int:
     """Answer requests until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     import jax
