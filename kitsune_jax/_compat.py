@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from kitsune_jax.plain_text import printable
 
@@ -117,6 +118,45 @@ def hoist_consts(closed: Any) -> tuple[Any, list[Any]]:
         return closed, []
     hoisted = pe.convert_constvars_jaxpr(jaxpr)
     return (core.ClosedJaxpr(hoisted, ()) if type(closed).__name__ == "ClosedJaxpr" else hoisted), consts
+
+
+def constants_inside(closed: Any) -> Any:
+    """A closed jaxpr without constants: an equation ``kitsune_constant`` makes each of them. It can only be lowered.
+
+    For the body of a loop or branch, which may hold no constants. Raises where a constant is not a concrete array.
+    """
+    hoisted, consts = hoist_consts(closed)
+    if not consts:
+        return closed
+    values = [Constant(np.asarray(c)) for c in consts]
+    made, avals = constant_primitive(), in_avals(closed)
+    return trace_jaxpr(lambda *a: jaxpr_as_fun(hoisted)(*(made.bind(value=v) for v in values), *a), avals, lower=True, like=closed)
+
+
+class Constant:
+    """An array as the parameter of an equation: hashable, equal to one of equal bytes."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self._key = (array.shape, str(array.dtype), array.tobytes())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"{self.array.dtype}{list(self.array.shape)}"
+
+
+@functools.cache
+def constant_primitive() -> Any:
+    """``kitsune_constant[value]``, an array without operands."""
+    prim = new_primitive("kitsune_constant")
+    prim.def_abstract_eval(lambda *, value: core.ShapedArray(value.array.shape, value.array.dtype))
+    register_lowering(prim, lambda _, *, value: [mlir.ir_constant(value.array)])
+    return prim
 
 
 def as_kind_of(new: Any, old: Any) -> Any:

@@ -209,14 +209,13 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, fo
         avals = _compat.in_avals(body)
         try:
             new = _compat.trace_jaxpr(lambda *a: _evaluate(body, a, options, target, inside), avals, lower=True, like=body)
+            new = _compat.constants_inside(new)  # an equation's body holds none
         except Exception as error:
             if options.strict:
                 raise
             bodies.failures.append(Failure.of(error, f"the body of a loop or branch ({_compat.function_name(body)})"))
             return body
         bodies.failures.extend(inside.failures)
-        if _compat.open_parts(new)[1]:  # an equation's body holds no constants
-            return body
         bodies.reports.extend(inside.reports)
         return _compat.as_kind_of(new, body)
 

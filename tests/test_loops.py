@@ -19,6 +19,8 @@ import pytest
 from jax import lax
 
 import kitsune_jax as kj
+from kitsune_jax import _compat
+from kitsune_jax.targets.cuda import runtime
 from tests.checks import TARGET
 
 ROWS, WIDTH = 5, 7
@@ -221,3 +223,27 @@ def test_every_call_has_a_result_that_nobody_reads(target: str, results: int, mo
     (made,) = re.findall(r"%(\d+):(\d+) = stablehlo\.custom_call @kitsune_\w+", text)
     assert int(made[1]) == results + 1
     assert f"%{made[0]}#{results}" not in text
+
+
+def test_the_body_of_a_loop_may_need_a_constant_array() -> None:
+    """The kernel of a row's reversal reads a table of columns, which an equation's body cannot hold as its constant."""
+    x = np.random.default_rng(4).standard_normal((ROWS, WIDTH)).astype(np.float32)
+
+    def loop(x: Any) -> Any:
+        return lax.fori_loop(0, STEPS, lambda _, x: jnp.flip(x, 1) * 0.5 + 0.25 * x, x)
+
+    before = runtime.calls()
+    got = np.asarray(jax.jit(forced(loop, "emulator"))(x))
+    assert runtime.calls() == before + STEPS
+    want = x.astype(np.float64)
+    for _ in range(STEPS):
+        want = want[:, ::-1] * 0.5 + 0.25 * want
+    close(got, want)
+
+
+def test_constants_inside_a_jaxpr_are_made_by_equations() -> None:
+    table = np.random.default_rng(5).standard_normal((3, WIDTH)).astype(np.float32)
+    closed = jax.make_jaxpr(lambda x: x + jnp.asarray(table))(table)
+    inside = _compat.constants_inside(closed)
+    assert len(_compat.open_parts(closed)[1]) == 1 and _compat.open_parts(inside)[1] == []
+    np.testing.assert_array_equal(jax.jit(_compat.jaxpr_as_fun(inside))(table)[0], 2 * table)

@@ -114,7 +114,7 @@ def _swizzle(x: jax.Array) -> jax.Array:
     for bit in (1, 2, 4):
         units = x.reshape(*x.shape[:3], 8 // (2 * bit), 2, bit, x.shape[-1])
         exchanged = jnp.flip(units, 4).reshape(x.shape)
-        rows = (np.arange(8) & bit).astype(bool).reshape(8, 1, 1)
+        rows = (jnp.arange(8) & bit).astype(bool).reshape(8, 1, 1)
         x = jnp.where(rows, exchanged, x)
     return x
 
