@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -165,8 +165,13 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
     An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; every other one raises.
     """
     found = _Found()
-    avals = _compat.in_avals(call_jaxpr)
-    rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(call_jaxpr, a, options, target, found), avals, lower=True, like=call_jaxpr)
+    plan = _plan(call_jaxpr, options, target)
+    if plan.changes:
+        avals = _compat.in_avals(call_jaxpr)
+        rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, found), avals, lower=True, like=call_jaxpr)
+    else:
+        _told(plan, {}, found)
+        rebuilt = call_jaxpr  # with its inner calls, which XLA compiles once each
     return Pipelined(rebuilt, with_bodies(found.reports), tuple(dict.fromkeys(found.failures)))
 
 
@@ -200,15 +205,42 @@ class _Found:
     failures: list[Failure] = dataclasses.field(default_factory=list)
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, found: _Found) -> list[Any]:
-    """The results of ``jaxpr`` on ``args`` (tracers), with custom calls."""
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """A captured function, what was decided about it, and what its loop bodies had to tell."""
+
+    jaxpr: Any
+    captured: Captured
+    consts: Sequence[Any]
+    routed: Routed
+    nodes: Sequence[int | PlannedRegion]
+    bodies: _Found
+
+    @property
+    def changes(self) -> bool:
+        """Is there anything that would lower differently: a call in it or in a loop body, or a pipelined function seen through?"""
+        calls = bool(self.routed.regions) or any(report.regions for report in self.bodies.reports)
+        return calls or _holds_pipelines(self.jaxpr)
+
+
+def _holds_pipelines(jaxpr: Any) -> bool:
+    eqns = _compat.open_parts(jaxpr)[0].eqns
+    inner = (x for e in eqns for v in e.params.values() for x in (v if isinstance(v, (tuple, list)) else (v,)))
+    return any(e.primitive.name == PRIMITIVE_NAME for e in eqns) or any(_holds_pipelines(x) for x in inner if _compat.is_jaxpr(x))
+
+
+def _plan(jaxpr: Any, options: Options, target: str) -> _Planned:
     bodies = _Found()
 
     def rewrite(body: Any) -> Any:
         inside = _Found()
-        avals = _compat.in_avals(body)
         try:
-            new = _compat.trace_jaxpr(lambda *a: _evaluate(body, a, options, target, inside), avals, lower=True, like=body)
+            plan = _plan(body, options, target)
+            if not plan.changes:
+                _told(plan, {}, bodies)
+                return body
+            avals = _compat.in_avals(body)
+            new = _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, inside), avals, lower=True, like=body)
             new = _compat.constants_inside(new)  # an equation's body holds none
         except Exception as error:
             if options.strict:
@@ -222,6 +254,11 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, fo
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
     captured = capture(jaxpr, rewrite=rewrite)
     planned, nodes = settled(captured, routed(captured.graph, target, options))
+    return _Planned(jaxpr, captured, consts, planned, nodes, bodies)
+
+
+def _evaluate(plan: _Planned, args: Sequence[Any], options: Options, found: _Found) -> list[Any]:
+    """The results of a planned function on ``args`` (tracers), with custom calls."""
     lost: dict[str, Failure] = {}
 
     def failed(region: PlannedRegion, error: Exception) -> None:
@@ -229,11 +266,16 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], options: Options, target: str, fo
             raise error
         lost[region.name] = Failure.of(error, f"the call of {region.name}")
 
-    outs = _run_nodes(captured, nodes, [*consts, *args], failed)
-    planned = without(captured.graph, planned, {name: failure.told for name, failure in lost.items()})
-    found.reports += [planned.report, *bodies.reports]
-    found.failures += [*captured.failures, *planned.failures, *lost.values(), *bodies.failures]
+    outs = _run_nodes(plan.captured, plan.nodes, [*plan.consts, *args], failed)
+    _told(plan, lost, found)
     return outs
+
+
+def _told(plan: _Planned, lost: Mapping[str, Failure], found: _Found) -> None:
+    """Add the report and the failures of ``plan``, whose calls ``lost`` could not be bound, and those of its loop bodies."""
+    planned = without(plan.captured.graph, plan.routed, {name: failure.told for name, failure in lost.items()})
+    found.reports += [planned.report, *plan.bodies.reports]
+    found.failures += [*plan.captured.failures, *planned.failures, *lost.values(), *plan.bodies.failures]
 
 
 def settled(captured: Captured, planned: Routed) -> tuple[Routed, list[int | PlannedRegion]]:

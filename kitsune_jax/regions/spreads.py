@@ -42,7 +42,7 @@ class Spreads:
         self.index, self.order, self.free, self._spread = index, order, free, spread
         self._budget = max(_LEAST_VISITS, _VISITS * len(index.graph.ops))
         self._chosen = 0
-        self._kept: dict[tuple[int, DimLabels], list[Kept]] = {}
+        self._kept: list[Kept] = []
 
     def choose(self) -> None:
         """A call was chosen: ``order`` and ``free`` are others now."""
@@ -53,15 +53,14 @@ class Spreads:
     def at(self, seed: Seed) -> tuple[Kept, bool]:
         """The spread from ``seed``, and whether it was made just now."""
         sizes, labels = _seed_labels(self.index.graph, seed)
-        for kept in reversed(self._kept.get((seed.value, labels), ())):
-            if kept.spread.space.sizes == sizes:
+        for kept in reversed(self._kept):
+            if kept.spread.labels.get(seed.value) == labels and kept.spread.space.sizes == sizes:
                 return kept, False
         made = self._spread(seed)
         groups = groups_of(self.index, made, self.order)
         kept = Kept(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen)
         self._budget -= len(made.ops) + len(made.stops)
-        for v, axes in made.labels.items():
-            self._kept.setdefault((v, axes), []).append(kept)
+        self._kept.append(kept)
         return kept, True
 
     def region_with(self, kept: Kept, op: int) -> Region | None:
