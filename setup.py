@@ -88,14 +88,15 @@ class BuildExt(build_ext):
         super().build_extensions()
 
     def copy_extensions_to_source(self) -> None:
-        """Beside the sources no older build may stay that this interpreter would rather load: names of one version come first."""
+        """An older build that this interpreter would rather load goes: a name with one version in it comes before ``.abi3.so``."""
         super().copy_extensions_to_source()
         for ext in self.extensions:
-            built = Path(self.get_ext_fullpath(ext.name) if self.inplace else self.get_ext_filename(ext.name))
             module = ROOT / Path(*ext.name.split("."))
+            built = Path(self.get_ext_filename(ext.name)).name
             for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-                if (stale := module.with_name(module.name + suffix)).name != built.name:
-                    stale.unlink(missing_ok=True)
+                if module.name + suffix == built:
+                    break
+                module.with_name(module.name + suffix).unlink(missing_ok=True)
 
     def build_extension(self, ext: Extension) -> None:
         plain_compile = self.compiler.compile
