@@ -115,6 +115,10 @@ def _integers(c: Context, v: Array, u: Array) -> Any:
         lambda: jnp.abs(j - i).astype(jnp.int16),
         lambda: i > j,
         lambda: (i == j) | (i < 2),
+        lambda: lax.population_count(i) + lax.clz(j) % 7,
+        lambda: lax.shift_right_logical(i * 5, jnp.full_like(i, 1)),
+        lambda: ~((i > 1) ^ (j > 2)),
+        lambda: lax.max(i, j) - lax.sign(i - j),
     )()
     return c.pick(
         lambda: (k, v),
