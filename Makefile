@@ -22,7 +22,7 @@ SOURCES     := $(shell find $(wildcard cpu cuda) -name '*.h' -o -name '*.cc' -o 
 NATIVE      := $(shell find cpu/src cpu/include cuda/src -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format bench table kernel-table gpu-check clean
+.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format bench table kernel-table gpu-check wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -72,6 +72,11 @@ kernel-table: $(VENV)/.examples ## compile every kind of CUDA kernel (ten minute
 gpu-check: $(VENV)/.gpu ## on a machine with a GPU: correctness, sanitizer, benchmarks, into out/gpu-check (ten minutes)
 	PYTHON=$(PY) scripts/gpu_check.sh $(GPU_CHECK_ARGS)
 
+wheels: $(PY) ## the source distribution, and wheels of it for CPython 3.11 to 3.14, into dist (needs Docker)
+	@scripts/pip_install.sh $(VENV) 'setuptools>=77' cibuildwheel==4.3.5
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PY) setup.py -q sdist --dist-dir dist
+	$(PY) -m cibuildwheel --output-dir dist dist/kitsune_jax-*.tar.gz
+
 clean: ## remove what these targets made
 	rm -rf .venv .venv-* build dist out *.egg-info .make
 	find kitsune_jax -name '*.so' -delete
@@ -93,7 +98,8 @@ $(VENV)/.lint: pyproject.toml $(VENV)/.examples
 
 # JAX's CUDA plugin, and what the check builds the extension in place with.
 $(VENV)/.gpu: $(VENV)/.examples
-	@scripts/pip_install.sh $(VENV) 'jax[cuda13]' setuptools nanobind
+	@scripts/pip_install.sh $(VENV) 'jax[cuda13]' $$($(PY) -c 'import tomllib; \
+	  print(*(r for r in tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"] if "jaxlib" not in r))')
 	@touch $@
 
 include cpu/tests/cpu.mk

@@ -3,29 +3,47 @@
 Comes in: ``cpu/``, ``cuda/``, the headers of the installed nanobind and jaxlib. Goes out: two extension modules and, in wheels, the
 sources that kernels are compiled from when they are needed. Invariants: the kernels of each instruction set are compiled with that
 set's flags and nothing else is, never ``-march=native``, so that a wheel runs on every CPU of its architecture; jaxlib is found
-without importing JAX; no CUDA toolkit is needed.
+without importing JAX; no CUDA toolkit is needed; from CPython 3.12 on one build runs on every later version (abi3); equal sources
+give equal source distributions.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import gzip
+import importlib.machinery
 import importlib.util
+import io
+import os
 import platform
 import shutil
+import stat
+import sys
+import sysconfig
+import tarfile
 from pathlib import Path
 from typing import Any
 
-import nanobind
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
 JOBS = 2
 DEVICE_SOURCES = Path("kitsune_jax") / "cuda_sources"
 DEVICE_SUFFIXES = {".h", ".cuh", ".cu", ".cc", ".S"}
 
+# nanobind's stable ABI needs CPython 3.12; an interpreter without the GIL has none.
+STABLE_ABI = (
+    sys.implementation.name == "cpython" and sys.version_info >= (3, 12) and not sysconfig.get_config_var("Py_GIL_DISABLED")
+)
+LINUX = platform.system() == "Linux"
+
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"]
+# The program format is read from files that others may have written. -U: some compilers define it by themselves, to another value.
+HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
+LINKED = ["-Wl,-s", "-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"] if LINUX else []
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 WIDE = ["-mfma", "-mf16c", "-mprefer-vector-width=512"]
 # The flags each ISA's translation unit says it wants in its first lines; on other machines than x86-64 those units are empty.
@@ -53,8 +71,31 @@ def headers(*rooms: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).rglob("*.h"))
 
 
+def include_dirs() -> list[str]:
+    """The headers of what the build requires; looked for by a build only, so that all else in this file needs setuptools only."""
+    import nanobind
+
+    robin_map = Path(nanobind.include_dir()).parent / "ext" / "robin_map" / "include"
+    return [nanobind.include_dir(), nanobind.source_dir(), str(robin_map), jaxlib_include()]
+
+
 class BuildExt(build_ext):
     """Compiles two files at a time, and the ISA units with their own flags."""
+
+    def build_extensions(self) -> None:
+        for folder in include_dirs():
+            self.compiler.add_include_dir(folder)
+        super().build_extensions()
+
+    def copy_extensions_to_source(self) -> None:
+        """Beside the sources no older build may stay that this interpreter would rather load: names of one version come first."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            built = Path(self.get_ext_fullpath(ext.name) if self.inplace else self.get_ext_filename(ext.name))
+            module = ROOT / Path(*ext.name.split("."))
+            for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+                if (stale := module.with_name(module.name + suffix)).name != built.name:
+                    stale.unlink(missing_ok=True)
 
     def build_extension(self, ext: Extension) -> None:
         plain_compile = self.compiler.compile
@@ -97,30 +138,49 @@ class BuildPy(build_py):
         return [*super().get_outputs(include_bytecode), *copied]
 
 
-nanobind_dir = Path(nanobind.include_dir()).parent
+class Sdist(sdist):
+    """Packs equal files to equal bytes: by name, owned by nobody, with one date (``SOURCE_DATE_EPOCH``, or else 1980)."""
+
+    def make_archive(self, base_name: str, format: str, root_dir: Any = None, base_dir: Any = None, **_: Any) -> str:
+        if format != "gztar":
+            raise SystemExit(f"a source distribution is a .tar.gz, not {format}")
+        date = int(os.environ.get("SOURCE_DATE_EPOCH") or 315532800)
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for path in sorted(Path(base_dir).rglob("*")):
+                if path.is_file():
+                    entry = tarfile.TarInfo(path.as_posix())
+                    entry.size, entry.mtime = path.stat().st_size, date
+                    entry.mode = 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644
+                    with path.open("rb") as file:
+                        tar.addfile(entry, file)
+        archive = f"{base_name}.tar.gz"
+        Path(archive).parent.mkdir(parents=True, exist_ok=True)
+        Path(archive).write_bytes(gzip.compress(packed.getvalue(), mtime=date))
+        return archive
 
 
-def extension(target: str, *include_dirs: str) -> Extension:
+def extension(target: str, *own_headers: str) -> Extension:
     return Extension(
         f"kitsune_jax._{target}",
         sources=sources(target),
-        depends=["setup.py", *headers(*include_dirs)],
-        include_dirs=[
-            *include_dirs,
-            nanobind.include_dir(),
-            nanobind.source_dir(),
-            str(nanobind_dir / "ext" / "robin_map" / "include"),
-            jaxlib_include(),
+        depends=["setup.py", *headers(*own_headers)],
+        include_dirs=list(own_headers),
+        define_macros=[
+            ("NDEBUG", "1"),
+            ("NB_COMPACT_ASSERTIONS", "1"),
+            *([("Py_LIMITED_API", "0x030C0000")] if STABLE_ABI else []),
         ],
-        define_macros=[("NDEBUG", "1"), ("NB_COMPACT_ASSERTIONS", "1")],
-        extra_compile_args=COMMON,
-        extra_link_args=["-Wl,-s"] if platform.system() == "Linux" else [],
-        libraries=["dl"] if platform.system() == "Linux" and target == "cuda" else [],  # glibc before 2.34 has dlopen apart
+        py_limited_api=STABLE_ABI,
+        extra_compile_args=COMMON + HARDENED,
+        extra_link_args=LINKED,
+        libraries=["dl"] if LINUX and target == "cuda" else [],  # glibc before 2.34 has dlopen apart
         language="c++",
     )
 
 
 setup(
     ext_modules=[extension("cpu", "cpu/include", "cpu/src"), extension("cuda", "cuda/src")],
-    cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
+    cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "sdist": Sdist},
+    options={"bdist_wheel": {"py_limited_api": "cp312"}} if STABLE_ABI else {},
 )

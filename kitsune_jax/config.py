@@ -96,7 +96,7 @@ def cuda_arch() -> str | None:
     Raises ``ValueError`` for what is no architecture.
     """
     text = os.environ.get("KITSUNE_CUDA_ARCH", "").strip()
-    if text and not re.fullmatch(r"sm_[0-9]{2,3}[a-z]?", text):
+    if text and not re.fullmatch(r"sm_[0-9]{2,3}[a-z]?|compute_[0-9]{2,3}", text):
         raise ValueError(f"KITSUNE_CUDA_ARCH={text!r} is not a CUDA architecture: use sm_90a, or another from sm_80 on")
     return text or None
 

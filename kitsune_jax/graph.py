@@ -68,7 +68,7 @@ def make_params(**params: Param) -> tuple[tuple[str, Param], ...]:
 
 def _freeze(x: Any) -> Param:
     if isinstance(x, (list, tuple)):
-        return tuple(_freeze(v) for v in x)
+        return tuple([v if type(v) is int else _freeze(v) for v in x])
     if x is None or isinstance(x, (bool, str)):
         return x
     if hasattr(x, "__index__"):

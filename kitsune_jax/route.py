@@ -21,6 +21,7 @@ from kitsune_jax.planning.planner import Infeasible, plan
 from kitsune_jax.program import TileProgram, build
 from kitsune_jax.program.phased import PhasedProgram, phased
 from kitsune_jax.regions import Chosen, ChosenFollower, joined, select
+from kitsune_jax.regions.alone import alone
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams import Region
@@ -98,14 +99,27 @@ def route(
         except Exception as error:
             return failed(error, (i,))
 
-    def planner(graph: Graph, region: Region) -> Plan | str:
+    def search(graph: Graph, region: Region) -> Plan | str:
         def accept(candidate: Plan) -> str | None:
             return targets.check(target, build(graph, region, candidate), candidate, _REGION)
 
         try:
-            return plan(graph, region, machine, accept=accept)
+            checked = accept if targets.checks_plans(target) else None
+            return plan(graph, region, machine, accept=checked)
         except Infeasible as no:
             return str(no)
+
+    known: dict[tuple[Graph, Region], Plan | str] = {}
+
+    def planner(graph: Graph, region: Region) -> Plan | str:
+        try:
+            if 2 * len(region.ops) > len(graph.ops):
+                return search(graph, region)  # there is no other like it
+            found = alone(graph, region)
+            if found.key not in known:
+                known[found.key] = search(*found.key)
+            planned = known[found.key]
+            return planned if isinstance(planned, str) else found.in_the_whole(planned)
         except Exception as error:
             return failed(error, region.ops)
 
@@ -150,7 +164,8 @@ def _planned(graph: Graph, chosen: Chosen, name: str, target: str, machine: Mach
     if not chosen.followers:
         made = targets.generate(target, program, chosen.plan, title) if executable else None
         return PlannedRegion(name, chosen.region, chosen.plan, program, target, made)
-    followers = tuple(_follower(graph, f, machine) for f in chosen.followers)
+    built: dict[tuple[Graph, Region], TileProgram] = {}
+    followers = tuple(_follower(graph, f, machine, built) for f in chosen.followers)
     whole = joined(graph, chosen.region, chosen.followers)
     first = (0, program, chosen.region.inputs, chosen.region.outputs)
     later = [(f.phase, f.program, f.region.inputs, f.region.outputs) for f in followers]
@@ -159,7 +174,14 @@ def _planned(graph: Graph, chosen: Chosen, name: str, target: str, machine: Mach
     return PlannedRegion(name, whole, chosen.plan, program, target, made, followers, phases)
 
 
-def _follower(graph: Graph, chosen: ChosenFollower, machine: Machine) -> PlannedFollower:
-    alone = chosen.plan
-    plan = dataclasses.replace(alone, seconds=max(0.0, alone.seconds - machine.call_seconds))  # it has no call of its own
-    return PlannedFollower(chosen.phase, chosen.region, plan, build(graph, chosen.region, plan))
+def _follower(
+    graph: Graph, chosen: ChosenFollower, machine: Machine, built: dict[tuple[Graph, Region], TileProgram]
+) -> PlannedFollower:
+    """Equal followers (the updates of parameters of one shape) have one program, in which ops are numbered by the follower."""
+    plan = dataclasses.replace(
+        chosen.plan, seconds=max(0.0, chosen.plan.seconds - machine.call_seconds)
+    )  # it has no call of its own
+    found = alone(graph, chosen.region)
+    if found.key not in built:
+        built[found.key] = build(*found.key, found.in_itself(plan))
+    return PlannedFollower(chosen.phase, chosen.region, plan, built[found.key])

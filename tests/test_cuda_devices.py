@@ -176,4 +176,4 @@ def test_explain_says_that_the_devices_differ(monkeypatch: pytest.MonkeyPatch) -
     assert report.machine == "a100"
     assert any("sm_80 with 108 SMs, sm_90 with 132 SMs" in note for note in report.notes), report.notes
     report = kj.explain(f, platform="cuda", device="h200", force=True)(*shapes)
-    assert report.machine == "h200" and report.notes == (), "a named device need not be here"
+    assert report.machine == "h200" and not any("differ" in note for note in report.notes), "a named device need not be here"

@@ -76,7 +76,7 @@ class CopyStep final : public Step {
       char* to = at[gather_ ? 1 : 0];
       const char* from = at[gather_ ? 0 : 1];
       if (dense_) {
-        std::memcpy(to, from, static_cast<size_t>(n * item_));
+        std::memmove(to, from, static_cast<size_t>(n * item_));  // an altered program may copy an array onto itself
         return;
       }
       int64_t ts = inner.stride[gather_ ? 1 : 0], fs = inner.stride[gather_ ? 0 : 1];

@@ -173,6 +173,19 @@ void test_mutations(unsigned first, unsigned count) {
   CHECK(count < 1000 || ran > static_cast<int>(done) / 10, "only %d of %u altered programs ran: the test does not test", ran, done);
 }
 
+// What the fuzzer has found: a copy of an output onto itself, one element further.
+void test_copy_onto_itself() {
+  Program p = program({1}, 1, {}, {{F32, 6}}, {});
+  p.stages[0].body = {Gather{{{Space::kOut, 0, 0, F32}, {0}, {5}, {1}, operand(Space::kOut, 0, F32, 1, 5, {1})}}};
+  std::vector<int64_t> words = encode(p);
+  Executable exe(parse(words.data(), words.size()));
+  Arrays a(p, 1);
+  for (int i = 0; i < 6; ++i) set(F32, &a.outs[0][static_cast<size_t>(i) * 4], i);
+  ThreadPool pool(1);
+  CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "the copy fails");
+  CHECK(get(F32, &a.outs[0][20]) == 4 && get(F32, &a.outs[0][4]) == 0, "the copy is wrong");
+}
+
 }  // namespace
 }  // namespace kitsune::cpu::test
 
@@ -184,6 +197,7 @@ int main(int argc, char** argv) {
 #endif
   unsigned first = argc > 1 ? static_cast<unsigned>(std::strtoul(argv[1], nullptr, 10)) : 0;
   unsigned count = argc > 2 ? static_cast<unsigned>(std::strtoul(argv[2], nullptr, 10)) : kMutations;
+  test_copy_onto_itself();
   test_mutations(first, count);
   std::printf("fuzz (%s): %d checks failed\n", kitsune::cpu::kernels().isa, failures);
   return failures == 0 ? 0 : 1;

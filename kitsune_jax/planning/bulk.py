@@ -161,15 +161,16 @@ def _fault_seconds(cost: RegionCost, kernels: list[Kernel]) -> float:
     """
     last = {v: k for k, kernel in enumerate(kernels) for v in kernel.reads}
     alive: dict[int, int] = {}
-    most = 0
+    unread: list[int] = []  # written by the kernel before, for nobody in the region
+    total = most = 0
     for k, kernel in enumerate(kernels):
         in_place = not any(cost.family(i) in _ROOTS or cost.family(i) == "dot" for i in kernel.ops)
-        dying = [v for v in alive if last.get(v, k) <= k and v not in cost.outputs]
-        replaced = next((v for v in dying if in_place and cost.bytes(v) == cost.bytes(kernel.root)), None)
-        alive[kernel.root] = 0 if replaced is not None else cost.bytes(kernel.root)
-        most = max(most, sum(alive.values()))
-        alive[kernel.root] = cost.bytes(kernel.root)
-        for v in dying:
-            del alive[v]
+        dying = [v for v in (*unread, *kernel.reads) if v in alive and last.get(v, k) <= k and v not in cost.outputs]
+        size = cost.bytes(kernel.root)
+        replaces = in_place and any(cost.bytes(v) == size for v in dying)
+        most = max(most, total if replaces else total + size)
+        alive[kernel.root] = size
+        total += size - sum(alive.pop(v) for v in dying)
+        unread = [kernel.root] if kernel.root not in last else []
     most -= sum(cost.bytes(v) for v in cost.outputs)
     return most / cost.machine.fault_bandwidth if most > cost.machine.fault_threshold else 0.0

@@ -61,7 +61,7 @@ class Following:
         for v in self._gradients(region):
             if free.isdisjoint(self.index.consumers.get(v, ())):
                 continue
-            elementwise = _Elementwise(graph, free, graph.values[v].size)
+            elementwise = _Elementwise(graph, free, graph.values[v].size, order, anchored(graph, region)[0])
             spread = self.spread(Seed(v, tuple(range(len(graph.values[v].shape)))), elementwise)
             for candidate in regions_of(self.index, spread, order):
                 if candidate.outputs and any(OPS[graph.ops[k].kind].family in _WORK for k in candidate.ops):
@@ -85,13 +85,15 @@ class Following:
 
 
 class _Elementwise:
-    """The ops of ``free`` on arrays of ``size`` elements and scalars only, and reductions of such an array.
+    """The ops of ``free`` on arrays of ``size`` elements and scalars only, and reductions of such an array, unless the call that
+    they would follow waits for them.
 
     Whatever is larger than a gradient is no update, and has to pay for itself as a region.
     """
 
-    def __init__(self, graph: Graph, free: Container[int], size: int):
+    def __init__(self, graph: Graph, free: Container[int], size: int, order: Order, call: int):
         self.graph, self.free, self.size = graph, free, size
+        self.order, self.call = order, order.node(call)
 
     def __contains__(self, i: object) -> bool:
         if not isinstance(i, int) or i not in self.free:
@@ -100,7 +102,9 @@ class _Elementwise:
         if op.kind == "opaque":
             return False
         of = op.inputs if OPS[op.kind].family == "reduce" else (*op.inputs, *op.outputs)
-        return all(not value.shape or value.size == self.size for value in (self.graph.values[v] for v in of))
+        if any(value.shape and value.size != self.size for value in (self.graph.values[v] for v in of)):
+            return False
+        return not self.order.leads_to(self.order.node(i), self.call)
 
 
 class _Join:

@@ -27,15 +27,11 @@ def regions_of(index: GraphIndex, sp: Spread, order: Order | None = None) -> lis
 
     ``order``: that of the calls already chosen; each counts as one node, so that no two regions wait for each other.
     """
-    return [_region(index, sp, group) for group in _groups(index, sp, order)]
+    return [region_of(index, sp, group) for group in groups_of(index, sp, order)]
 
 
-def region_with(index: GraphIndex, sp: Spread, order: Order, op: int) -> Region | None:
-    """The one of ``regions_of`` that ``op`` is in."""
-    return next((_region(index, sp, group) for group in _groups(index, sp, order) if op in group), None)
-
-
-def _groups(index: GraphIndex, sp: Spread, order: Order | None) -> list[tuple[int, ...]]:
+def groups_of(index: GraphIndex, sp: Spread, order: Order | None) -> list[tuple[int, ...]]:
+    """The ops of each of ``regions_of``."""
     members = [i for i in sp.ops if i in index.live]
     all_axes = frozenset(range(len(sp.space.sizes)))
     order = order or Order(index)
@@ -169,7 +165,8 @@ def _partial_outputs(index: GraphIndex, sp: Spread, group: tuple[int, ...], all_
     return {index.producers[v] for v in outs if v in sp.labels and streamed_axes(sp.labels[v]) != all_axes}
 
 
-def _region(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
+def region_of(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
+    """The region of a group of ``groups_of``."""
     ins, outs = _border(index, sp, group)
     inside = set(group)
     touched = {v for i in group for v in (*index.graph.ops[i].inputs, *index.graph.ops[i].outputs)}

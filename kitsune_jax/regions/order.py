@@ -65,6 +65,20 @@ class Order:
                     work.append(n)
         return found
 
+    def leads_to(self, node: int, other: int) -> bool:
+        """Does ``other`` depend on ``node``?"""
+        last = self._position[other]
+        seen = {node}
+        work = [node]
+        while work:
+            for n in self.readers(work.pop()):
+                if n == other:
+                    return True
+                if n not in seen and self._position[n] < last:
+                    seen.add(n)
+                    work.append(n)
+        return False
+
     def _before(self, nodes: Iterable[int], first: int) -> set[int]:
         """``nodes`` and all that they depend on, from position ``first`` on."""
         found = set(nodes)

@@ -16,10 +16,11 @@ from collections.abc import Callable, Container, Sequence
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.regions.follow import Follower, Following, anchored_call
-from kitsune_jax.regions.form import anchored, region_with, regions_of
+from kitsune_jax.regions.form import anchored, regions_of
 from kitsune_jax.regions.halves import halves_of
 from kitsune_jax.regions.index import GraphIndex
 from kitsune_jax.regions.order import Order
+from kitsune_jax.regions.spreads import Spreads
 from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds, spread
 from kitsune_jax.streams.propagate import Wiring
 
@@ -100,6 +101,8 @@ class _Selector:
         self.supports = functools.cache(supports)
         self.wiring = Wiring(graph)
         self.free = {i for i in self.index.live if graph.ops[i].kind != "opaque"}
+        self.spreads = Spreads(self.index, self.order, self.free, lambda seed: self._spread(seed, self.free))
+        self.plans: dict[Region, Plan | str] = {}
         self.why: dict[int, str] = {}
         self.chosen: list[Chosen] = []
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
@@ -132,6 +135,7 @@ class _Selector:
                     break
                 self.chosen.append(best)
                 self.free.difference_update(best.region.ops)
+                self.spreads.choose()
                 # The same seed may head another region: what a level or a component split off.
                 best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
 
@@ -158,6 +162,7 @@ class _Selector:
                     continue
                 self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
                 self.free.difference_update(self.chosen[k].ops)
+                self.spreads.choose()
 
     def _spread(self, seed: Seed, free: Container[int]) -> Spread:
         return spread(self.graph, seed, free, self.supports, self.wiring)
@@ -184,8 +189,7 @@ class _Selector:
         looked_at = {seed_op}
         for seed in candidate_seeds(self.graph, seed_op):
             try:
-                sp = self._spread(seed, self.free)
-                candidate, ops = self._evaluate(seed_op, seed, sp)
+                candidate, ops = self._evaluate(seed_op, seed)
             except Exception as error:
                 self.why.setdefault(seed_op, self.failed(error, (seed_op,)))
                 continue
@@ -228,13 +232,16 @@ class _Selector:
             return False
         return any(sorted(c) != list(range(len(c))) for c in (op["lhs_contract"], op["rhs_contract"]))
 
-    def _evaluate(self, seed_op: int, seed: Seed, sp: Spread) -> tuple[Chosen | None, set[int]]:
-        for i, why in sp.stops.items():
+    def _evaluate(self, seed_op: int, seed: Seed) -> tuple[Chosen | None, set[int]]:
+        kept, new = self.spreads.at(seed)
+        for i, why in kept.spread.stops.items() if new else ():
             self.why.setdefault(i, why)
-        region = region_with(self.index, sp, self.order, seed_op)
+        region = self.spreads.region_with(kept, seed_op)
         if region is None or not region.outputs:
             return None, {seed_op}
-        plan = self.planner(self.graph, region)
+        if region not in self.plans:
+            self.plans[region] = self.planner(self.graph, region)
+        plan = self.plans[region]
         if isinstance(plan, str):
             for i in region.ops:
                 self.why[i] = plan

@@ -94,6 +94,11 @@ def supports(target: str, op: Op, in_values: Sequence[Value], out_values: Sequen
     return cuda.supports(op, in_values, out_values)
 
 
+def checks_plans(target: str) -> bool:
+    """Whether ``check`` may refuse a plan for ``target``: if not, no program need be built to ask it."""
+    return target != "cpu"
+
+
 def check(target: str, program: TileProgram, plan: Plan, name: str) -> str | None:
     """None if there is code for ``program`` arranged as ``plan`` says, else the reason. Compiles nothing."""
     return None if target == "cpu" else cuda.check(program, plan, name)

@@ -8,6 +8,7 @@ no instruction uses the one between the first and the last use of the other.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Any
 
 from kitsune_jax.targets.cpu.bytecode import DTYPES, SCRATCH, Instruction, Operand, Ref, Vector
@@ -16,11 +17,16 @@ from kitsune_jax.targets.cpu.views import ITEM_SIZE
 ALIGNMENT = 64
 
 
+_OPERAND_FIELDS = {
+    cls: tuple(field.name for field in dataclasses.fields(cls) if field.type == "Operand") for cls in typing.get_args(Instruction)
+}
+
+
 def operands(instruction: Instruction) -> list[Operand]:
     """All operands of an instruction that address tiles."""
     if isinstance(instruction, Vector):
         return [*instruction.loads, *instruction.stores]
-    return [v for f in dataclasses.fields(instruction) if isinstance(v := getattr(instruction, f.name), Operand)]
+    return [getattr(instruction, name) for name in _OPERAND_FIELDS[type(instruction)]]
 
 
 def place(body: list[Instruction], sizes: list[int]) -> tuple[tuple[Instruction, ...], int]:
@@ -43,18 +49,71 @@ def place(body: list[Instruction], sizes: list[int]) -> tuple[tuple[Instruction,
 def _fit(order: list[int], first: dict[int, int], last: dict[int, int], sizes: list[int]) -> tuple[dict[int, int], int]:
     """Every buffer of ``order`` at the lowest offset that is free for its whole life. Returns the offsets and their end."""
     offsets: dict[int, int] = {}
+    placed = _Lives(max(last.values(), default=0) + 1)
     total = 0
     for b in order:
         size = _round_up(sizes[b])
-        others = sorted((offsets[o], _round_up(sizes[o])) for o in offsets if first[o] <= last[b] and first[b] <= last[o])
+        others = sorted(placed.during(first[b], last[b]))
         at = 0
-        for start, length in others:
+        for start, length, _ in others:
             if at + size <= start:
                 break
             at = max(at, start + length)
         offsets[b] = at
+        placed.add(first[b], last[b], (at, size, b))
         total = max(total, at + size)
     return offsets, total
+
+
+class _Lives:
+    """Buffers by the time for which they live: which of them live at some time of a span?
+
+    A segment tree: each buffer is kept at the few nodes that together are its life, and known to the nodes above these. So a
+    question costs as much as its answer is long, however long the program.
+    """
+
+    def __init__(self, times: int):
+        self._leaves = 1 << max(0, times - 1).bit_length()
+        self._here: dict[int, list[tuple[int, int, int]]] = {}  # lives for all of the node's span
+        self._below: dict[int, list[tuple[int, int, int]]] = {}  # for a part of it
+
+    def _nodes(self, first: int, last: int) -> list[int]:
+        nodes = []
+        a, b = first + self._leaves, last + self._leaves + 1
+        while a < b:
+            if a & 1:
+                nodes.append(a)
+                a += 1
+            if b & 1:
+                b -= 1
+                nodes.append(b)
+            a, b = a >> 1, b >> 1
+        return nodes
+
+    def _above(self, nodes: list[int]) -> set[int]:
+        above: set[int] = set()
+        for node in nodes:
+            node >>= 1
+            while node and node not in above:
+                above.add(node)
+                node >>= 1
+        return above
+
+    def add(self, first: int, last: int, buffer: tuple[int, int, int]) -> None:
+        nodes = self._nodes(first, last)
+        for node in nodes:
+            self._here.setdefault(node, []).append(buffer)
+        for node in self._above(nodes):
+            self._below.setdefault(node, []).append(buffer)
+
+    def during(self, first: int, last: int) -> set[tuple[int, int, int]]:
+        nodes = self._nodes(first, last)
+        found: set[tuple[int, int, int]] = set()
+        for node in nodes:
+            found.update(self._here.get(node, ()), self._below.get(node, ()))
+        for node in self._above(nodes):
+            found.update(self._here.get(node, ()))
+        return found
 
 
 def _round_up(size: int) -> int:
@@ -67,13 +126,10 @@ def _rewrite(instruction: Instruction, offsets: dict[int, int]) -> Instruction:
         if ref.space != SCRATCH:
             return operand
         base = offsets[ref.index] // ITEM_SIZE[DTYPES[ref.dtype]]
-        return dataclasses.replace(operand, ref=Ref(SCRATCH, 0, base + ref.offset, ref.dtype))
+        return Operand(Ref(SCRATCH, 0, base + ref.offset, ref.dtype), operand.row_stride, operand.strides)
 
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(instruction):
-        value = getattr(instruction, field.name)
-        if isinstance(value, Operand):
-            changes[field.name] = moved(value)
-        elif field.name in ("loads", "stores"):
-            changes[field.name] = tuple(moved(o) for o in value)
+    if isinstance(instruction, Vector):
+        changes: dict[str, Any] = {name: tuple(map(moved, getattr(instruction, name))) for name in ("loads", "stores")}
+    else:
+        changes = {name: moved(getattr(instruction, name)) for name in _OPERAND_FIELDS[type(instruction)]}
     return dataclasses.replace(instruction, **changes)

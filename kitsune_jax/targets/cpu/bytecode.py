@@ -312,8 +312,23 @@ def name_bytes(name: str) -> bytes:
     return name.encode("utf-8", "replace")[:MAX_NAME_BYTES].decode("utf-8", "ignore").encode()
 
 
+_layouts: dict[type, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+
+
+def _layout(x: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """What stands in front of the fields of an instruction or record, and the fields' names."""
+    if type(x) not in _layouts:
+        code = (x.CODE,) if hasattr(x, "CODE") else ()
+        _layouts[type(x)] = code, tuple(field.name for field in dataclasses.fields(x))
+    return _layouts[type(x)]
+
+
 def _emit(x: Any, out: list[int]) -> None:
-    if isinstance(x, (bool, int, np.integer)):
+    if isinstance(x, tuple):
+        out.append(len(x))
+        for v in x:
+            _emit(v, out)
+    elif isinstance(x, (bool, int, np.integer)):
         out.append(int(x))
     elif isinstance(x, float):
         out.append(struct.unpack("<q", struct.pack("<d", x))[0])
@@ -321,15 +336,12 @@ def _emit(x: Any, out: list[int]) -> None:
         data = name_bytes(x)
         out.append(len(data))
         out.extend(data)
-    elif isinstance(x, tuple):
-        out.append(len(x))
-        for v in x:
-            _emit(v, out)
     else:
-        if hasattr(x, "CODE"):
-            out.append(x.CODE)
-        for field in dataclasses.fields(x):
-            v = getattr(x, field.name)
-            if field.name == "imm":
-                v = tuple(float(e) for e in v)
-            _emit(v, out)
+        code, names = _layout(x)
+        out.extend(code)
+        for name in names:
+            v = getattr(x, name)
+            if type(v) is int:
+                out.append(v)
+            else:
+                _emit(tuple(float(e) for e in v) if name == "imm" else v, out)

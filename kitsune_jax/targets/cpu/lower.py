@@ -47,7 +47,7 @@ def lower(program: TileProgram, name: str) -> bytecode.Program:
     largest = max((math.prod(a.shape) for a in (*program.inputs, *program.outputs)), default=0)
     if largest > _MOST_ELEMENTS:
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
-    preps: list[Prep] = []
+    preps: dict[Prep, int] = {}
     stages = tuple(_stage(program, stage, preps) for stage in program.stages)
     sides = sum(math.prod(e) for p in preps if p.kind == WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
     if sides > MAX_WEIGHT_INDICES:
@@ -79,7 +79,7 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
     return -(-size // buffers.ALIGNMENT) * buffers.ALIGNMENT
 
 
-def _stage(program: TileProgram, body: StageProgram, preps: list[Prep]) -> bytecode.Stage:
+def _stage(program: TileProgram, body: StageProgram, preps: dict[Prep, int]) -> bytecode.Stage:
     stage = Stage(program, body, preps)
     products = [
         i for i, instr in enumerate(body.body) if instr.kind == "matmul" and stage.root(instr.outputs[0]) == instr.outputs[0]

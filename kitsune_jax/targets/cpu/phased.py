@@ -17,6 +17,7 @@ import zlib
 
 import numpy as np
 
+from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.program.phased import PhasedProgram
 from kitsune_jax.targets.cpu import bytecode
 from kitsune_jax.targets.cpu.lower import lower
@@ -29,9 +30,12 @@ def encode(program: PhasedProgram, name: str) -> np.ndarray:
     body = [*_list(bytecode.name_bytes(name))]
     body += [len(program.arrays), *(w for shape, dtype in program.arrays for w in (bytecode.DTYPE_CODE[dtype], math.prod(shape)))]
     body += [program.operands, program.results, len(program.parts)]
+    coded: dict[tuple[TileProgram, int], list[int]] = {}  # parameters of one shape are updated by equal programs
     for part in program.parts:
-        words = bytecode.encode(lower(part.program, f"{name}, phase {part.phase}"))
-        body += [part.phase, *_list(part.reads), *_list(part.writes), *_list(words.tolist())]
+        key = part.program, part.phase
+        if key not in coded:
+            coded[key] = bytecode.encode(lower(part.program, f"{name}, phase {part.phase}")).tolist()
+        body += [part.phase, *_list(part.reads), *_list(part.writes), *_list(coded[key])]
     words = np.asarray(body, np.int64)
     header = np.asarray([MAGIC, bytecode.VERSION, 4 + len(body), zlib.crc32(words.astype("<i8").tobytes())], np.int64)
     return np.concatenate([header, words])

@@ -55,7 +55,7 @@ def border(array: ArrayType, space: int, number: int, axes: tuple[int, ...]) -> 
 
 
 class Stage:
-    def __init__(self, program: TileProgram, stage: StageProgram, preps: list[Prep]):
+    def __init__(self, program: TileProgram, stage: StageProgram, preps: dict[Prep, int]):
         self.program, self.body, self.preps = program, stage.body, preps
         self.code: list[Instruction] = []
         self.buffer_bytes: list[int] = []
@@ -165,9 +165,7 @@ class Stage:
 
     def prep(self, prep: Prep) -> int:
         """Number of ``prep`` in the program; equal ones are shared by all stages."""
-        if prep not in self.preps:
-            self.preps.append(prep)
-        return self.preps.index(prep)
+        return self.preps.setdefault(prep, len(self.preps))
 
     # Reading.
 

@@ -35,17 +35,20 @@ class Vectors:
     """The stationary vectors of a kernel, each once, one after the other."""
 
     recipes: list[VectorRecipe] = dataclasses.field(default_factory=list)
+    words: int = 0
+    _starts: dict[VectorRecipe, int] = dataclasses.field(default_factory=dict)
 
     def add(self, recipe: VectorRecipe) -> int:
         """The word at which the vector starts."""
-        if recipe not in self.recipes:
-            self.recipes.append(recipe)
-        return sum(r.words for r in self.recipes[: self.recipes.index(recipe)])
+        return self._starts[recipe] if recipe in self._starts else self.append([recipe])
 
     def append(self, recipes: Sequence[VectorRecipe]) -> int:
         """The same for several that must follow each other."""
-        start = sum(r.words for r in self.recipes)
-        self.recipes += recipes
+        start = self.words
+        for recipe in recipes:
+            self._starts.setdefault(recipe, self.words)
+            self.recipes.append(recipe)
+            self.words += recipe.words
         return start
 
 

@@ -1,0 +1,92 @@
+"""Streams through a graph that were looked at, kept for the seeds that lie in them.
+
+Comes in: seeds, one after the other, while regions are chosen. Goes out: for each the ``Spread`` and, of its groups of ops, the
+one that a given op is in. Invariants: a region that is handed out is legal beside all calls chosen so far; and the work is bounded
+by a budget of op visits, so a network of many layers that are regions each does not cost in proportion to its length squared.
+
+A seed that lies in a spread, with the dimensions that stream there, would have led to that spread: it is used again until a region
+is chosen. When the budget is spent, it is used even then, and only its groups are looked at anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+
+from kitsune_jax.graph import Graph
+from kitsune_jax.regions.form import groups_of, region_of
+from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.order import Order
+from kitsune_jax.streams import Region, Seed, Spread
+from kitsune_jax.streams.space import DimLabels
+
+# Ops that may be visited while spreads are made, at least and for each op of the graph.
+_LEAST_VISITS, _VISITS = 200_000, 50
+
+
+@dataclasses.dataclass(eq=False)
+class Kept:
+    """A spread and the groups of its ops. ``group_of``: op -> which of ``groups``; ``chosen``: calls at the time."""
+
+    spread: Spread
+    groups: list[tuple[int, ...]]
+    group_of: dict[int, int]
+    chosen: int
+    regions: dict[int, Region] = dataclasses.field(default_factory=dict)
+
+
+class Spreads:
+    """``spread(seed)`` makes one, of ops that no region has (``free``)."""
+
+    def __init__(self, index: GraphIndex, order: Order, free: Collection[int], spread: Callable[[Seed], Spread]):
+        self.index, self.order, self.free, self._spread = index, order, free, spread
+        self._budget = max(_LEAST_VISITS, _VISITS * len(index.graph.ops))
+        self._chosen = 0
+        self._kept: dict[tuple[int, DimLabels], list[Kept]] = {}
+
+    def choose(self) -> None:
+        """A call was chosen: ``order`` and ``free`` are others now."""
+        self._chosen += 1
+        if self._budget > 0:
+            self._kept.clear()
+
+    def at(self, seed: Seed) -> tuple[Kept, bool]:
+        """The spread from ``seed``, and whether it was made just now."""
+        sizes, labels = _seed_labels(self.index.graph, seed)
+        for kept in reversed(self._kept.get((seed.value, labels), ())):
+            if kept.spread.space.sizes == sizes:
+                return kept, False
+        made = self._spread(seed)
+        groups = groups_of(self.index, made, self.order)
+        kept = Kept(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen)
+        self._budget -= len(made.ops) + len(made.stops)
+        for v, axes in made.labels.items():
+            self._kept.setdefault((v, axes), []).append(kept)
+        return kept, True
+
+    def region_with(self, kept: Kept, op: int) -> Region | None:
+        """The region of a spread that ``op`` is in, if any."""
+        k = kept.group_of.get(op)
+        if k is None:
+            return None
+        if kept.chosen != self._chosen:
+            return self._anew(kept, k, op)
+        if k not in kept.regions:
+            kept.regions[k] = region_of(self.index, kept.spread, kept.groups[k])
+        return kept.regions[k]
+
+    def _anew(self, kept: Kept, k: int, op: int) -> Region | None:
+        """What calls chosen since then have left of a group."""
+        ops = tuple(i for i in kept.groups[k] if i in self.free)
+        inside = set(ops)
+        touched = {v for i in ops for v in (*self.index.graph.ops[i].inputs, *self.index.graph.ops[i].outputs)}
+        labels = {v: kept.spread.labels[v] for v in touched if v in kept.spread.labels}
+        part = Spread(kept.spread.space, labels, ops, tuple(i for i in kept.spread.sinks if i in inside), {})
+        found = next((group for group in groups_of(self.index, part, self.order) if op in group), None)
+        return None if found is None else region_of(self.index, part, found)
+
+
+def _seed_labels(graph: Graph, seed: Seed) -> tuple[tuple[int, ...], DimLabels]:
+    shape = graph.values[seed.value].shape
+    labels = tuple((seed.dims.index(d),) if d in seed.dims else () for d in range(len(shape)))
+    return tuple(shape[d] for d in seed.dims), labels
