@@ -41,10 +41,10 @@ def _columns(c: Context, v: Array, u: Array) -> Any:
         lambda: jnp.tile(v, (*(1,) * (v.ndim - 1), 2)),
         lambda: jnp.repeat(v, 2, axis=-1),
         lambda: jnp.stack(matched(v, u), axis=-1).reshape(*v.shape[:-1], -1),
-        lambda: jnp.stack([v, -v], axis=-2).reshape(*v.shape[:-1], -1),
+        lambda: jnp.stack([v, -v], axis=-2).reshape(*v.shape[:-1], 2 * n),
         lambda: v.at[..., 0].set(0.25),
         lambda: v.at[..., k % n].add(1.0),
-        lambda: jnp.swapaxes(jnp.stack([v, v * 2], -1), -1, -2).reshape(*v.shape[:-1], -1),
+        lambda: jnp.swapaxes(jnp.stack([v, v * 2], -1), -1, -2).reshape(*v.shape[:-1], 2 * n),
     )()
 
 

@@ -189,7 +189,7 @@ def _heads(c: Context, v: Array, u: Array) -> Any:
         lambda: jnp.einsum("...hd,hdm->...mh", y, c.param(h, d, m)).reshape(*v.shape[:-1], -1),
         lambda: jnp.einsum("...hd,hdm->...m", y, c.param(h, d, m)),
         lambda: jnp.einsum("...hd,dm->...mh", y, c.param(d, m)).reshape(*v.shape[:-1], -1),
-        lambda: jnp.einsum("...hd,...kd->...hk", y, y).reshape(*v.shape[:-1], -1) / d,
+        lambda: jnp.einsum("...hd,...kd->...hk", y, y).reshape(*v.shape[:-1], h * h) / d,
         lambda: jnp.einsum("...hd,h->...d", y, c.param(h)),
     )()
 
