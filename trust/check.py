@@ -60,6 +60,14 @@ def check(program: Program, wrap: Wrap | None = None) -> Outcome:
         return _compare(program, built, closed, tree, exact, wrap or _pipeline(program))
 
 
+def check_plain(program: Program) -> Outcome:
+    """Run ``program`` by ``jax.jit`` alone."""
+    with _precision(program.dtype):
+        built = build(program)
+        jax.block_until_ready(jax.jit(built.function(lambda f: f))(*built.arguments))
+    return Outcome("ok")
+
+
 def _pipeline(program: Program) -> Wrap:
     return lambda f: kj.pipeline(f, force=True if program.force else None, residuals=program.residuals)
 

@@ -101,7 +101,8 @@ class Context(Digits):
         """A weight: an argument, or a constant of the program."""
         at, self._parameters = self._parameters, self._parameters + 1
         if at in self.program.constants:
-            return constant(self.program, at, shape)
+            value = constant(self.program, at, shape)
+            return jnp.asarray(value) if shape else value
         return self._source(Argument("param", shape, self.dtype))
 
     def row(self, width: int) -> Array:

@@ -41,10 +41,10 @@ def _columns(c: Context, v: Array, u: Array) -> Any:
         lambda: jnp.tile(v, (*(1,) * (v.ndim - 1), 2)),
         lambda: jnp.repeat(v, 2, axis=-1),
         lambda: jnp.stack(matched(v, u), axis=-1).reshape(*v.shape[:-1], -1),
-        lambda: jnp.stack([v, -v], axis=-2).reshape(*v.shape[:-1], -1),
+        lambda: jnp.stack([v, -v], axis=-2).reshape(*v.shape[:-1], 2 * n),
         lambda: v.at[..., 0].set(0.25),
         lambda: v.at[..., k % n].add(1.0),
-        lambda: jnp.swapaxes(jnp.stack([v, v * 2], -1), -1, -2).reshape(*v.shape[:-1], -1),
+        lambda: jnp.swapaxes(jnp.stack([v, v * 2], -1), -1, -2).reshape(*v.shape[:-1], 2 * n),
     )()
 
 
@@ -115,6 +115,10 @@ def _integers(c: Context, v: Array, u: Array) -> Any:
         lambda: jnp.abs(j - i).astype(jnp.int16),
         lambda: i > j,
         lambda: (i == j) | (i < 2),
+        lambda: lax.population_count(i) + lax.clz(j) % 7,
+        lambda: lax.shift_right_logical(i * 5, jnp.full_like(i, 1)),
+        lambda: ~((i > 1) ^ (j > 2)),
+        lambda: lax.max(i, j) - lax.sign(i - j),
     )()
     return c.pick(
         lambda: (k, v),

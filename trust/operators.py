@@ -189,7 +189,7 @@ def _heads(c: Context, v: Array, u: Array) -> Any:
         lambda: jnp.einsum("...hd,hdm->...mh", y, c.param(h, d, m)).reshape(*v.shape[:-1], -1),
         lambda: jnp.einsum("...hd,hdm->...m", y, c.param(h, d, m)),
         lambda: jnp.einsum("...hd,dm->...mh", y, c.param(d, m)).reshape(*v.shape[:-1], -1),
-        lambda: jnp.einsum("...hd,...kd->...hk", y, y).reshape(*v.shape[:-1], -1) / d,
+        lambda: jnp.einsum("...hd,...kd->...hk", y, y).reshape(*v.shape[:-1], h * h) / d,
         lambda: jnp.einsum("...hd,h->...d", y, c.param(h)),
     )()
 
@@ -318,6 +318,42 @@ def _dtype(c: Context, v: Array, u: Array) -> Any:
     )()
 
 
+def _rare(c: Context, v: Array, u: Array) -> Any:
+    """Functions and reductions that few programs use, where they are smooth; and what rounds, of an input, which is exact."""
+    x, positive, small = c.rows[0], jnp.abs(v) + 0.5, 0.9 * jnp.tanh(v)
+    axis = (v.ndim - 1,)
+    return c.pick(
+        lambda: lax.acos(small),
+        lambda: lax.asin(small),
+        lambda: lax.acosh(positive + 1),
+        lambda: lax.asinh(v),
+        lambda: lax.atan(v),
+        lambda: lax.atanh(small),
+        lambda: lax.cosh(small) - lax.sinh(small),
+        lambda: lax.cbrt(positive),
+        lambda: lax.erf(v) * 0.5 + lax.erfc(v),
+        lambda: lax.erf_inv(small),
+        lambda: lax.lgamma(positive),
+        lambda: lax.digamma(positive),
+        lambda: lax.bessel_i0e(v) - lax.bessel_i1e(v),
+        lambda: lax.exp2(small) * lax.expm1(small),
+        lambda: lax.log(positive) + lax.log1p(positive),
+        lambda: lax.tan(small) * lax.logistic(v),
+        lambda: lax.floor(x) * 0.25,
+        lambda: lax.ceil(x) * 0.25 + v[..., :1],
+        lambda: jnp.round(x * 4) * 0.25,
+        lambda: jnp.trunc(x) - lax.sign(x),
+        lambda: lax.rem(v, jnp.full_like(v, 64.0)),
+        lambda: lax.reduce_prod(1 + 0.1 * small, axis)[..., None] * u,
+        lambda: lax.reduce_min(v, axis)[..., None] + u,
+        lambda: lax.reduce_max(v, axis)[..., None] - v,
+        lambda: lax.cumprod(1 + 0.1 * small, axis[0]),
+        lambda: lax.cummin(v, axis[0]),
+        lambda: lax.cumlogsumexp(v, axis[0]),
+        lambda: jnp.where(jnp.isfinite(v), v, 0.0),
+    )()
+
+
 COMPUTE: dict[str, Operator] = {
     "unary": _unary,
     "activation": _activation,
@@ -334,4 +370,5 @@ COMPUTE: dict[str, Operator] = {
     "cumulative": _cumulative,
     "scale": _scale,
     "dtype": _dtype,
+    "rare": _rare,
 }
