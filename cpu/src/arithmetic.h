@@ -23,6 +23,15 @@ T flushed(T x) {
   return x;
 }
 
+// x rounded to float32, also to a denormal one on a thread that would flush it: constants keep their value wherever they are read.
+inline float float_constant(double x) {
+  if (!(std::fabs(x) < 0x1p-126)) return static_cast<float>(x);
+  uint32_t bits = static_cast<uint32_t>(std::lrint(std::fabs(x) * 0x1p149)) | (std::signbit(x) ? 0x80000000u : 0u);
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
 template <bool Maximum, class T>
 T extremum(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "arithmetic.h"
 #include "run_vector.h"
 
 namespace kitsune::cpu {
@@ -43,7 +44,7 @@ void fill_constant(DType type, void* out, int64_t n, const std::vector<double>& 
     case DType::kU16: return fill_integer<uint16_t>(out, n, imm);
     case DType::kU32: return fill_integer<uint32_t>(out, n, imm);
     case DType::kU64: return fill_integer<uint64_t>(out, n, imm);
-    case DType::kF32: return fill<float>(out, n, static_cast<float>(imm[0]));
+    case DType::kF32: return fill<float>(out, n, float_constant(imm[0]));
     default: return fill<double>(out, n, imm[0]);
   }
 }

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "arithmetic.h"
 #include "kernels_check.h"
 #include "kernels_pointwise_test.h"
 
@@ -291,7 +292,25 @@ void test_flushed() {
   check_flushed<T>("expm1", Opcode::op_expm1, -high, T(0), -double(high));  // its operand near 0
 }
 
+// What the executor's own loops and constants compute.
+inline void test_arithmetic() {
+  // Read at run time: the compiler computes with denormals.
+  volatile uint32_t least = 1, most = 0x7fffff;
+  const float low = bits_as<float>(uint32_t(least)), high = bits_as<float>(uint32_t(most));
+  FlushDenormals flush;
+  check(same_bits(float_constant(0x1p-149), low) && same_bits(float_constant(-0x1.fffffcp-127), -high), "constants: %a %a",
+        double(float_constant(0x1p-149)), double(float_constant(-0x1.fffffcp-127)));
+  check(same_bits(float_constant(-0.0), -0.0f) && same_bits(float_constant(0x1p-126), 0x1p-126f),
+        "constants that are no denormals");
+  check(same_bits(float_constant(1e39), INFINITY) && same_bits(float_constant(NAN), NAN), "constants that are not finite");
+  check(same_bits(flushed(-high), -0.0f) && same_bits(flushed(low), 0.0f) && flushed(1.5f) == 1.5f && flushed(7) == 7, "flushed");
+  check(same_bits(extremum<true>(-low, high), 0.0f) && same_bits(extremum<true>(-high, -1.0f), -0.0f), "maximum of denormals");
+  check(same_bits(extremum<false>(0.0f, -0.0f), -0.0f) && same_bits(extremum<false>(low, 1.0f), 0.0f), "minimum of denormals");
+  check(same_bits(extremum<true>(NAN, 1.0f), NAN) && same_bits(extremum<false>(1.0, double(NAN)), double(NAN)), "extrema of NaN");
+}
+
 inline void test_edges() {
+  test_arithmetic();
   test_sixteen_loads();
   test_sixteen_stores();
   test_widths<float>();

@@ -14,29 +14,34 @@ __attribute__((noinline)) void convert_dense(int64_t n, To* dst, const From* src
 }
 
 #if defined(__F16C__)
-// The hardware conversions (VCVTPH2PS, VCVTPS2PH) round to nearest even and keep denormals and NaN, as the software ones do.
+// The hardware conversions (VCVTPH2PS, VCVTPS2PH) round to nearest even and keep f16's denormals and NaN, as the software ones do.
 template <>
 __attribute__((noinline)) inline void convert_dense(int64_t n, float* dst, const Half* src) {
   int64_t i = 0;
 #if defined(__AVX512F__)
   for (; i + 16 <= n; i += 16) _mm512_storeu_ps(dst + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(src + i))));
-#endif
+  const __mmask16 rest = __mmask16((1u << (n - i)) - 1);
+  if (rest) _mm512_mask_storeu_ps(dst + i, rest, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, src + i)));
+#else
   for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(src + i))));
   for (; i < n; ++i) dst[i] = to_float(src[i]);
+#endif
 }
 
 template <>
 __attribute__((noinline)) inline void convert_dense(int64_t n, Half* dst, const float* src) {
   int64_t i = 0;
 #if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16) {
-    _mm256_storeu_si256((__m256i*)(dst + i), _mm512_cvtps_ph(_mm512_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
-  }
-#endif
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT;
+  for (; i + 16 <= n; i += 16) _mm256_storeu_si256((__m256i*)(dst + i), _mm512_cvtps_ph(_mm512_loadu_ps(src + i), kNearest));
+  const __mmask16 rest = __mmask16((1u << (n - i)) - 1);
+  if (rest) _mm256_mask_storeu_epi16(dst + i, rest, _mm512_cvtps_ph(_mm512_maskz_loadu_ps(rest, src + i), kNearest));
+#else
   for (; i + 8 <= n; i += 8) {
     _mm_storeu_si128((__m128i*)(dst + i), _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
   }
   for (; i < n; ++i) dst[i] = to_half(src[i]);
+#endif
 }
 #endif
 

@@ -176,8 +176,8 @@ struct Rem {  // the sign of the dividend
   }
 };
 
-// IEEE 754-2019 maximum and minimum: NaN wins, and +0 > -0 (equal numbers differ only in that sign bit, or are denormals that this
-// thread takes for zeros, as `flushed` makes them).
+// IEEE 754-2019 maximum and minimum: NaN wins, and +0 > -0. Of a result that equals 0 only the sign counts, for it may be a
+// denormal that this thread takes for a zero; the other operand is then a zero too, or of the sign that does not count in it.
 template <bool Maximum>
 struct Extremum {
   template <class T>
@@ -186,10 +186,11 @@ struct Extremum {
       return {uint8_t(Maximum ? x.byte | y.byte : x.byte & y.byte)};
     } else if constexpr (TypeTraits<T>::kFloating) {
       using U = typename Bits<T>::type;
+      constexpr U kSign = ~(U(-1) >> 1);
       U ux = bit_cast<U>(x), uy = bit_cast<U>(y);
       T r = (Maximum ? x > y : x < y) ? x : y;
-      r = x == y ? bit_cast<T>(U(Maximum ? ux & uy : ux | uy)) : r;
-      return x != x ? x : flushed(r);
+      r = r == T(0) ? bit_cast<T>(U((Maximum ? ux & uy : ux | uy) & kSign)) : r;
+      return x != x ? x : r;
     } else {
       return (Maximum ? x > y : x < y) ? x : y;
     }

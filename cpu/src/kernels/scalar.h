@@ -104,12 +104,13 @@ KITSUNE_INLINE BFloat16 to_bfloat16(float x) {
 }
 
 KITSUNE_INLINE float to_float(Half x) {
-  uint32_t magnitude = x.bits & 0x7fff, moved = magnitude << 13;
-  uint32_t bits = moved + (uint32_t(112) << 23);                                 // 112 = 127 - 15
-  uint32_t denormal = bit_cast<uint32_t>(float(int32_t(magnitude)) * 0x1p-24f);  // an integer number of the least denormals
+  uint32_t magnitude = x.bits & 0x7fff;
+  uint32_t bits = (magnitude << 13) + (uint32_t(112) << 23);  // 112 = 127 - 15
+  // Below 2^-14: with f16's least exponent and a leading one, less that one; both are normal numbers.
+  uint32_t denormal = bit_cast<uint32_t>(bit_cast<float>(bits + (uint32_t(1) << 23)) - 0x1p-14f);
   bits = magnitude < 0x400 ? denormal : bits;
-  bits = magnitude >= 0x7c00 ? moved | 0x7f800000 : bits;
-  bits = magnitude > 0x7c00 ? bits | 0x400000 : bits;
+  bits += magnitude >= 0x7c00 ? uint32_t(112) << 23 : 0;  // infinity and NaN: f32's largest exponent
+  bits |= magnitude > 0x7c00 ? 0x400000 : 0;
   return bit_cast<float>(bits | uint32_t(x.bits & 0x8000) << 16);
 }
 
