@@ -21,9 +21,9 @@ from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds
 from kitsune_jax.streams.space import DimLabels
 
-# How often ops may be looked at while spreads are made, at least and for each op of the graph: 15 message-passing steps on a GPU
-# take 37 an op, an MLP 4 to 30.
-_LEAST_LOOKS, _LOOKS = 50_000, 40
+# How often ops may be looked at while spreads are made, at least and for each op of the graph. An MLP takes 4 to 8 an op; 15
+# message-passing steps, a region or two each, would take 37, and give the same regions with 10.
+_LEAST_LOOKS, _LOOKS = 10_000, 10
 
 
 @dataclasses.dataclass(eq=False)
