@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kitsune_jax import targets
+from kitsune_jax import config, targets
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.machines import Machine, machine_for
@@ -127,13 +128,26 @@ def route(
     regions: list[PlannedRegion] = []
     rejected = list(selection.rejected)
     executable = code and targets.has_target(target)
-    for chosen in selection.regions:
+
+    def attempt(k: int) -> PlannedRegion | Exception:
         try:
-            regions.append(_planned(graph, chosen, f"{_REGION}{len(regions)}", target, machine, executable))
-        except targets.CannotLower as no:  # one region without code must not cost the others theirs
-            rejected += [(i, str(no)) for i in chosen.ops]
+            return _planned(graph, selection.regions[k], f"{_REGION}{k}", target, machine, executable)
         except Exception as error:
-            rejected += [(i, failed(error, chosen.ops)) for i in chosen.ops]
+            return error
+
+    numbers = range(len(selection.regions))
+    if executable and targets.compiles(target) and len(numbers) > 1:
+        with ThreadPoolExecutor(min(config.num_threads(), len(numbers))) as pool:  # compilers run beside each other
+            made = list(pool.map(attempt, numbers))
+    else:
+        made = [attempt(k) for k in numbers]
+    for chosen, result in zip(selection.regions, made, strict=True):
+        if isinstance(result, PlannedRegion):
+            regions.append(result)
+        elif isinstance(result, targets.CannotLower):  # one region without code must not cost the others theirs
+            rejected += [(i, str(result)) for i in chosen.ops]
+        else:
+            rejected += [(i, failed(result, chosen.ops)) for i in chosen.ops]
     notes = () if device else targets.notes(target)
     report = build_report(graph, regions, sorted(rejected), platform, machine.name, notes)
     return Routed(tuple(regions), report, tuple(sorted(rejected)), tuple(dict.fromkeys(failures)))

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,7 @@ def test_a_failed_compile_raises_with_its_log_where_the_user_is_strict() -> None
 
 
 @needs_nvrtc
+@pytest.mark.expects_fallbacks
 @pytest.mark.usefixtures("broken_headers")
 def test_a_failed_compile_is_one_warning_with_its_log_else() -> None:
     with warnings.catch_warnings(record=True) as told:
@@ -212,3 +214,25 @@ def test_the_images_of_a_module_are_read_back_whole() -> None:
     image = np.arange(256, dtype=np.uint8).tobytes()
     call = 'stablehlo.custom_call @kitsune_cuda(%0) {x = {image = dense<"0xHEX"> : t, launch = dense<[1, -2]> : t, name = "n"}}'
     assert kernels_of_text(call.replace("HEX", image.hex().upper())) == [Held(image, (1, -2), "n")]
+
+
+@needs_nvrtc
+def test_kernels_of_several_regions_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kitsune_jax.capture.jaxpr import capture
+    from kitsune_jax.route import route
+    from kitsune_jax.targets.cuda import compile
+
+    both = threading.Barrier(2, timeout=60)
+
+    def cubin(source: str, arch: str) -> compile.Compiled:
+        both.wait()  # raises where the other kernel is compiled afterwards
+        return compile.Compiled(b"", "")
+
+    def two(x: Any, w1: Any, w2: Any) -> Any:
+        return jnp.sort(jax.nn.relu(x @ w1), axis=0) @ w2
+
+    monkeypatch.setenv("KITSUNE_NUM_THREADS", "2")
+    monkeypatch.setattr(compile, "cubin", cubin)
+    graph = capture(jax.make_jaxpr(two)(jnp.zeros((4096, 16)), W1, W2)).graph
+    routed = route(graph, "cuda", force=True)
+    assert [r.name for r in routed.regions] == ["region0", "region1"] and not routed.failures

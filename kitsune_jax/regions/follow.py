@@ -56,12 +56,12 @@ class Following:
 
     def _candidates(self, region: Region, order: Order) -> list[Region]:
         """Regions over the elements of the sinks' results, and of what becomes of them. Each becomes a node of ``order``."""
-        graph, free = self.index.graph, set(self.free)
+        graph, free, call = self.index.graph, set(self.free), anchored(self.index.graph, region)[0]
         found: list[Region] = []
         for v in self._gradients(region):
             if free.isdisjoint(self.index.consumers.get(v, ())):
                 continue
-            elementwise = _Elementwise(graph, free, graph.values[v].size, order, anchored(graph, region)[0])
+            elementwise = _Elementwise(graph, free, graph.values[v].size, order, call)
             spread = self.spread(Seed(v, tuple(range(len(graph.values[v].shape)))), elementwise)
             for candidate in regions_of(self.index, spread, order):
                 if candidate.outputs and any(OPS[graph.ops[k].kind].family in _WORK for k in candidate.ops):

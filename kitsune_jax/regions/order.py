@@ -23,12 +23,13 @@ class Order:
         self._node = list(range(len(index.graph.ops)))
         self._position = list(range(len(index.graph.ops)))
         self._members: dict[int, tuple[int, ...]] = {}
+        self.looks = 0  # how many nodes were looked at, for budgets
         for group in groups:
             self.join(group)
 
     def copy(self) -> Order:
         other = Order.__new__(Order)
-        other.index = self.index
+        other.index, other.looks = self.index, 0
         other._node, other._position = self._node.copy(), self._position.copy()
         other._members = self._members.copy()
         return other
@@ -63,6 +64,7 @@ class Order:
                 if n not in found and self._position[n] <= last:
                     found.add(n)
                     work.append(n)
+        self.looks += len(found)
         return found
 
     def leads_to(self, node: int, other: int) -> bool:

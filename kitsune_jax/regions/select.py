@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan
@@ -21,7 +21,7 @@ from kitsune_jax.regions.halves import halves_of
 from kitsune_jax.regions.index import GraphIndex
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.spreads import Spreads
-from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds, spread
+from kitsune_jax.streams import Region, Seed, Spread, spread
 from kitsune_jax.streams.propagate import Wiring
 
 # A pipeline has to be modelled at least this much faster than XLA: the model is not better than that.
@@ -101,7 +101,7 @@ class _Selector:
         self.supports = functools.cache(supports)
         self.wiring = Wiring(graph)
         self.free = {i for i in self.index.live if graph.ops[i].kind != "opaque"}
-        self.spreads = Spreads(self.index, self.order, self.free, lambda seed: self._spread(seed, self.free))
+        self.spreads = Spreads(self.index, self.order, self.free, lambda seed, barred: self._spread(seed, self.free, barred))
         self.plans: dict[Region, Plan | str] = {}
         self.why: dict[int, str] = {}
         self.chosen: list[Chosen] = []
@@ -164,8 +164,8 @@ class _Selector:
                 self.free.difference_update(self.chosen[k].ops)
                 self.spreads.choose()
 
-    def _spread(self, seed: Seed, free: Container[int]) -> Spread:
-        return spread(self.graph, seed, free, self.supports, self.wiring)
+    def _spread(self, seed: Seed, free: Container[int], barred: Mapping[int, str] | None = None) -> Spread:
+        return spread(self.graph, seed, free, self.supports, self.wiring, barred)
 
     def _seed_order(self) -> list[int]:
         def work(i: int) -> tuple[int, float]:
@@ -187,7 +187,7 @@ class _Selector:
             return None, {seed_op}
         best: Chosen | None = None
         looked_at = {seed_op}
-        for seed in candidate_seeds(self.graph, seed_op):
+        for seed in self.spreads.seeds(seed_op):
             try:
                 candidate, ops = self._evaluate(seed_op, seed)
             except Exception as error:

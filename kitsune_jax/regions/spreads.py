@@ -5,23 +5,25 @@ one that a given op is in. Invariants: a region that is handed out is legal besi
 by a budget of op visits, so a network of many layers that are regions each does not cost in proportion to its length squared.
 
 A seed that lies in a spread, with the dimensions that stream there, would have led to that spread: it is used again until a region
-is chosen. When the budget is spent, it is used even then, and only its groups are looked at anew.
+is chosen. When the budget is spent, it is used even then, and only its groups are looked at anew; and of the ways in which a stream
+could run through an op only the most promising one is tried.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.regions.form import groups_of, region_of
 from kitsune_jax.regions.index import GraphIndex
 from kitsune_jax.regions.order import Order
-from kitsune_jax.streams import Region, Seed, Spread
+from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds
 from kitsune_jax.streams.space import DimLabels
 
-# Ops that may be visited while spreads are made, at least and for each op of the graph.
-_LEAST_VISITS, _VISITS = 200_000, 50
+# How often ops may be looked at while spreads are made, at least and for each op of the graph. An MLP takes 4 to 8 an op; 15
+# message-passing steps, a region or two each, would take 37, and give the same regions with 10.
+_LEAST_LOOKS, _LOOKS = 10_000, 10
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,13 +38,18 @@ class Kept:
 
 
 class Spreads:
-    """``spread(seed)`` makes one, of ops that no region has (``free``)."""
+    """``spread(seed, barred)`` makes one, of ops that no region has (``free``)."""
 
-    def __init__(self, index: GraphIndex, order: Order, free: Collection[int], spread: Callable[[Seed], Spread]):
+    def __init__(self, index: GraphIndex, order: Order, free: Collection[int], spread: Callable[[Seed, Mapping[int, str]], Spread]):
         self.index, self.order, self.free, self._spread = index, order, free, spread
-        self._budget = max(_LEAST_VISITS, _VISITS * len(index.graph.ops))
+        self._budget = max(_LEAST_LOOKS, _LOOKS * len(index.graph.ops))
         self._chosen = 0
         self._kept: list[Kept] = []
+
+    def seeds(self, op: int) -> list[Seed]:
+        """``candidate_seeds`` of ``op``, as many as the budget allows."""
+        seeds = candidate_seeds(self.index.graph, op)
+        return seeds if self._budget > 0 else seeds[:1]
 
     def choose(self) -> None:
         """A call was chosen: ``order`` and ``free`` are others now."""
@@ -56,10 +63,15 @@ class Spreads:
         for kept in reversed(self._kept):
             if kept.spread.labels.get(seed.value) == labels and kept.spread.space.sizes == sizes:
                 return kept, False
-        made = self._spread(seed)
+        reached = (
+            k.spread for k in reversed(self._kept) if k.chosen == self._chosen and k.spread.flooded.get(seed.value) == labels
+        )
+        before = next((s for s in reached if s.space.sizes == sizes), None)
+        looks = self.order.looks
+        made = self._spread(seed, before.barred if before else {})
         groups = groups_of(self.index, made, self.order)
         kept = Kept(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen)
-        self._budget -= len(made.ops) + len(made.stops)
+        self._budget -= made.looks + self.order.looks - looks
         self._kept.append(kept)
         return kept, True
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.capture.relations import DimRelation
@@ -30,13 +30,20 @@ SINK_KINDS = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spread:
-    """``labels`` cover members' values only. ``stops``: op index -> why the stream does not go through it."""
+    """``labels`` cover members' values only. ``stops``: op index -> why the stream does not go through it.
+
+    ``flooded``: the labels of all values that the stream would have reached, but for the ops ``barred``. ``looks``: how often an op
+    was looked at to find this out.
+    """
 
     space: StreamSpace
     labels: dict[int, DimLabels]
     ops: tuple[int, ...]
     sinks: tuple[int, ...]
     stops: dict[int, str]
+    barred: dict[int, str] = dataclasses.field(default_factory=dict)
+    flooded: dict[int, DimLabels] = dataclasses.field(default_factory=dict)
+    looks: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,11 +65,12 @@ def spread(
     allowed: Container[int],
     supports: Callable[[int], str | None],
     wiring: Wiring | None = None,
+    barred: Mapping[int, str] | None = None,
 ) -> Spread:
     """Spread a stream from ``seed`` over the ops of ``allowed``.
 
     ``supports(op index)`` says in words why a target can't run the op, or None. ``wiring`` may be passed in to be shared between
-    calls.
+    calls. ``barred``: those of a spread whose ``flooded`` has ``seed`` in it; they would be found again.
     """
     wiring = wiring or Wiring(graph)
     shape = graph.values[seed.value].shape
@@ -70,7 +78,7 @@ def spread(
     labels: list[tuple[int, ...]] = [(seed.dims.index(d),) if d in seed.dims else () for d in range(len(shape))]
     for _ in range(64):
         try:
-            return _Spreader(graph, sizes, allowed, supports, wiring).run(seed.value, labels)
+            return _Spreader(graph, sizes, allowed, supports, wiring).run(seed.value, labels, barred or {})
         except _Refine as split:
             sizes, labels = _split_axis(sizes, labels, split.axis, split.outer)
     raise AssertionError("a stream axis was split more often than it has prime factors")
@@ -137,11 +145,15 @@ class _Spreader:
         self, graph: Graph, sizes: list[int], allowed: Container[int], supports: Callable[[int], str | None], wiring: Wiring
     ):
         self.graph, self.sizes, self.allowed, self.supports, self.wiring = graph, sizes, allowed, supports, wiring
+        self.looks = 0
 
-    def run(self, seed: int, seed_labels: list[tuple[int, ...]]) -> Spread:
-        barred: dict[int, str] = {}
+    def run(self, seed: int, seed_labels: list[tuple[int, ...]], known: Mapping[int, str]) -> Spread:
+        barred = dict(known)
+        flooded: dict[int, DimLabels] | None = None
         while True:
             labels, spreading, found = self._flood(seed, seed_labels, barred)
+            if flooded is None:
+                flooded = {v: tuple(axes) for v, axes in labels.items()} if not known else {}
             stops, members, sinks = dict(barred), [], []
             tainted = {}
             for i in sorted({i for v, axes in labels.items() if any(axes) for i in self.wiring.touching(v)}):
@@ -161,7 +173,9 @@ class _Spreader:
             if not tainted:
                 touched = {v for i in members for v in self.wiring[i].operands}
                 final = {v: tuple(axes) for v, axes in labels.items() if v in touched and any(axes)}
-                return Spread(StreamSpace(tuple(self.sizes)), final, tuple(members), tuple(sinks), stops)
+                return Spread(
+                    StreamSpace(tuple(self.sizes)), final, tuple(members), tuple(sinks), stops, barred, flooded, self.looks
+                )
             barred.update(tainted)
 
     def _flood(
@@ -177,6 +191,7 @@ class _Spreader:
         while work:
             i = work.popleft()
             queued.discard(i)
+            self.looks += 1
             if i in barred:
                 continue
             why = self._why_not(i)
@@ -353,4 +368,12 @@ def candidate_seeds(graph: Graph, op_index: int) -> list[Seed]:
         rank = len(graph.values[v].shape)
         choices = [tuple(range(rank - 1)), (0,), *((d,) for d in range(1, rank)), tuple(range(rank))]
         seeds = [Seed(v, dims) for dims in choices if dims]
-    return [s for s in dict.fromkeys(seeds) if all(graph.values[s.value].shape[d] > 0 for d in s.dims)]
+    return [
+        s for s in dict.fromkeys(_without_ones(graph, s) for s in seeds) if all(graph.values[s.value].shape[d] > 0 for d in s.dims)
+    ]
+
+
+def _without_ones(graph: Graph, seed: Seed) -> Seed:
+    """The same stream without axes of extent 1, unless it has no others."""
+    shape = graph.values[seed.value].shape
+    return Seed(seed.value, tuple(d for d in seed.dims if shape[d] != 1) or seed.dims)

@@ -111,6 +111,11 @@ def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Any:
     return cpu.generate(program, name) if target == "cpu" else cuda.generate(target, program, plan, name)
 
 
+def compiles(target: str) -> bool:
+    """Whether ``generate`` runs a compiler, which takes seconds and can run in several threads."""
+    return target != "cpu"
+
+
 def runs_phases(target: str) -> bool:
     """Whether one call of ``target`` can have several phases, each with a stream space of its own."""
     return target == "cpu"

@@ -58,7 +58,8 @@ def _fit(order: list[int], first: dict[int, int], last: dict[int, int], sizes: l
         for start, length, _ in others:
             if at + size <= start:
                 break
-            at = max(at, start + length)
+            if at < start + length:
+                at = start + length
         offsets[b] = at
         placed.add(first[b], last[b], (at, size, b))
         total = max(total, at + size)

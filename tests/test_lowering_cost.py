@@ -1,0 +1,103 @@
+"""Capture, planning and code generation cost in proportion to the length of a network. Counted are calls, not seconds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kitsune_jax as kj
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.route import route
+
+PACKAGE = str(Path(kj.__file__).parent)
+MOST = 5.0  # times the work for 4 times the layers
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def blocks(params, x):
+    for w, b, gain in params:
+        h = jax.nn.gelu(x @ w + b)
+        h = h - h.mean(-1, keepdims=True)
+        x = x + h * jax.lax.rsqrt((h**2).mean(-1, keepdims=True) + 1e-5) * gain
+    return x
+
+
+def layers(n):
+    return [(f32(96, 96), f32(96), f32(96))] * n, f32(4096, 96)
+
+
+def gradient(params, x):
+    return jax.grad(lambda p: (blocks(p, x) ** 2).mean())(params)
+
+
+def training_step(params, moments, x):
+    grads = gradient(params, x)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments, grads)
+    return jax.tree.map(lambda p, m: p - 1e-3 * m, params, moments), moments
+
+
+def passing(params, nodes, edges, senders, receivers):
+    for w1, w2, w3, w4 in params:
+        edges = edges + jax.nn.gelu(jnp.concatenate([edges, nodes[senders], nodes[receivers]], -1) @ w1) @ w2
+        sums = jax.ops.segment_sum(edges, receivers, nodes.shape[0])
+        nodes = nodes + jax.nn.gelu(jnp.concatenate([nodes, sums], -1) @ w3) @ w4
+    return nodes
+
+
+def steps(n):
+    index = jax.ShapeDtypeStruct((8192,), jnp.int32)
+    params = [(f32(96, 32), f32(32, 32), f32(64, 32), f32(32, 32))] * n
+    return params, f32(2048, 32), f32(8192, 32), index, index
+
+
+CASES = {
+    "forward": (blocks, layers),
+    "gradient": (gradient, layers),
+    "training step": (training_step, lambda n: (layers(n)[0], layers(n)[0], layers(n)[1])),
+    "message passing": (passing, steps),
+    "message passing's gradient": (lambda p, *a: jax.grad(lambda p: (passing(p, *a) ** 2).mean())(p), steps),
+}
+
+
+def calls(run):
+    """Calls of Python and built-in functions out of this package's code while ``run`` runs."""
+    count = 0
+
+    def note(frame, event, _):
+        nonlocal count
+        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(PACKAGE):
+            count += 1
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def work(name, n, target, device):
+    f, arguments = CASES[name]
+    closed = jax.make_jaxpr(f)(*arguments(n))
+    return calls(lambda: route(capture(closed).graph, target, device=device, code=target == "cpu"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_times_the_layers_are_at_most_five_times_the_work(name):
+    work(name, 1, "cpu", "avx512-2")  # whatever is worked out once
+    few, many = (work(name, n, "cpu", "avx512-2") for n in (10, 40))
+    assert few < many <= MOST * few
+
+
+@pytest.mark.parametrize("name", ["forward", "gradient"])
+def test_so_they_are_on_a_gpu(name):
+    work(name, 1, "cuda", "h200")
+    few, many = (work(name, n, "cuda", "h200") for n in (10, 40))
+    assert few < many <= MOST * few
