@@ -118,7 +118,7 @@ def test_the_log_says_where_the_source_of_a_kernel_is(caplog: pytest.LogCaptureF
 
 
 def exported(platforms: tuple[str, ...]) -> Any:
-    fn = jax.jit(kj.pipeline(mlp, force=True, strict=True))
+    fn = jax.jit(kj.pipeline(mlp, force=True, strict=True, export="calls"))
     return export.export(fn, platforms=platforms, disabled_checks=ALLOWED)(rows(200), W1, W2)
 
 

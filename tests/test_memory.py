@@ -65,7 +65,7 @@ print(json.dumps({"errors": errors, "worst": worst}))
     [
         ("weights", 8 << 20, f"{2 * 1536 * 1536 * 4} bytes of packed weights"),
         ("sums", 40 << 20, "bytes of partial sums"),
-        ("phases", 40 << 20, r"\d+ bytes of (arrays between phases|packed weights|partial sums)"),
+        ("phases", 64 << 20, r"\d+ bytes of (arrays between phases|packed weights|partial sums)"),
     ],
 )
 def test_a_call_without_memory_says_what_it_wanted(case: str, margin: int, what: str) -> None:
