@@ -3,6 +3,7 @@
 python -m benchmarks run --app nerf --dtype bf16            # its default sizes, on the CPU; --rows N for another
 python -m benchmarks run --all                              # --platform cuda: on the first CUDA device
 python -m benchmarks run --all --mode train                 # whole training steps
+python -m benchmarks.lower                                  # time to trace, lower and compile, against jax.jit
 python -m benchmarks table                                  # writes the README's tables; --print shows them instead
 """
 
