@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax import lowering
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.route import route
 
@@ -101,3 +104,28 @@ def test_so_they_are_on_a_gpu(name):
     work(name, 1, "cuda", "h200")
     few, many = (work(name, n, "cuda", "h200") for n in (10, 40))
     assert few < many <= MOST * few
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_garbage_collector_is_as_it_was_behind_a_lowering(was_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is off while a plan is made, which costs a fifth less; behind it, and behind an error, it is on if it was on."""
+    seen: list[bool] = []
+    made = lowering.pipelined_jaxpr
+
+    def watched(*args: Any) -> Any:
+        seen.append(gc.isenabled())
+        if len(seen) == 2:
+            raise RuntimeError("planted")
+        return made(*args)
+
+    monkeypatch.setattr(lowering, "pipelined_jaxpr", watched)
+    before = gc.isenabled()
+    try:
+        gc.enable() if was_on else gc.disable()
+        jax.jit(kj.pipeline(lambda x: jnp.tanh(x) * 2)).lower(jnp.ones((8, 4)))
+        assert gc.isenabled() == was_on
+        with pytest.raises(RuntimeError, match="planted"):
+            jax.jit(kj.pipeline(lambda x: jnp.tanh(x) * 3, strict=True)).lower(jnp.ones((8, 4)))
+        assert gc.isenabled() == was_on and seen == [False, False]
+    finally:
+        gc.enable() if before else gc.disable()
