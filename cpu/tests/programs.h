@@ -246,7 +246,12 @@ inline Program random_scan(unsigned seed) {
 
 // The words of two programs one after the other, through an array of the call.
 inline std::vector<int64_t> two_phases() {
-  Program first = random_scan(8), second = first;
+  Program first = random_scan(8);
+  Scan& scan = std::get<Scan>(first.stages[0].body[0]);  // of one dimension; without gaps in its result, which is read whole
+  DType type = first.outputs[0].dtype;
+  scan.out = operand(Space::kOut, 0, type, 0, scan.extents[0], {1});
+  first.outputs = {{type, first.axes[0] * scan.extents[0]}};
+  Program second = first;
   std::vector<int64_t> w{kPhasedMagic, kFormatVersion, 0, 0, 1, 'p'};
   Array in = first.inputs[0], out = first.outputs[0];
   second.inputs = {out};
