@@ -85,9 +85,17 @@ def hide_from_tracebacks(path: str) -> None:
         traceback_util.register_exclusion(path)
 
 
-with contextlib.suppress(
-    AttributeError, TypeError
-):  # "the user's line" is never one of ours, in our reports and in JAX's own messages
+def api_boundary(fn: Any) -> Any:
+    """``fn``, out of which errors come with the traceback that JAX filters for its users, as out of ``jax.jit`` functions."""
+    try:
+        return traceback_util.api_boundary(fn)
+    except (AttributeError, TypeError):  # a JAX that cannot shows every frame
+        return fn
+
+
+hide_from_tracebacks(__file__)  # the user's function is traced from here
+# "The user's line" is never one of ours, in our reports and in JAX's own messages.
+with contextlib.suppress(AttributeError, TypeError):
     source_info_util.register_exclusion(os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 

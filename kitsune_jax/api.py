@@ -137,6 +137,7 @@ class Pipeline:
         self._statics = statics
         self._jits: dict[tuple[Residuals, Options | None], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
+    @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         whole, split = self._jitted(self.options())
         if self._statics.all_arrays(args, kwargs):

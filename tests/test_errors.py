@@ -237,3 +237,27 @@ def test_a_reference_freed_twice(wrapper: str) -> None:
         jax.jit(twice)()
     with pytest.raises(ValueError, match=r"function twice at .* frees a mutable array reference twice"):
         WRAPPERS[wrapper](twice)()
+
+
+def test_a_traceback_of_the_user_s_error_names_the_user_s_files_only() -> None:
+    """As JAX filters it, under nested functions and under transformations."""
+
+    def inner(x: Any) -> Any:
+        raise AssertionError("the user's own")
+
+    def outer(x: Any) -> Any:
+        return kj.pipeline(inner)(x) + 1
+
+    calls = {
+        "jit": lambda: jax.jit(kj.pipeline(outer))(1.0),
+        "eager": lambda: kj.pipeline(outer)(1.0),
+        "grad": lambda: jax.jit(kj.pipeline(jax.grad(outer)))(1.0),
+        "vmap": lambda: jax.vmap(kj.pipeline(outer))(jnp.ones(3)),
+        "recompute": lambda: jax.jit(kj.pipeline(outer, residuals="recompute"))(1.0),
+    }
+    for name, call in calls.items():
+        with pytest.raises(AssertionError, match="the user's own") as raised:
+            call()
+        files = [frame.path for frame in raised.traceback]
+        assert sum(str(path) == __file__ for path in files) >= 3, name
+        assert not [path for path in files if "kitsune_jax" in path.parts and "tests" not in path.parts], (name, files)
