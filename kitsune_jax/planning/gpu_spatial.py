@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 
 from kitsune_jax.planning.balance import Infeasible, Limits, Load, screen
@@ -99,12 +98,25 @@ class _Builder:
 
     def _few(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
         """Neighbours made one stage, the least work first and while they fit a CTA, until no more are left than are looked at."""
+        if len(drafts) <= _MOST_DRAFTS:
+            return drafts
+        drafts = list(drafts)
+
+        def seconds(k: int) -> float | None:
+            """Of draft ``k`` and the next as one stage; None where they do not fit."""
+            ops = tuple(sorted({*drafts[k].ops, *drafts[k + 1].ops}))
+            return self._seconds(ops) if self._least_split(ops) == 1 else None
+
+        pairs = [seconds(k) for k in range(len(drafts) - 1)]
         while len(drafts) > _MOST_DRAFTS:
-            pairs = [tuple(sorted({*a.ops, *b.ops})) for a, b in itertools.pairwise(drafts)]
-            fitting = [k for k, ops in enumerate(pairs) if self._least_split(ops) == 1]
+            fitting = [(t, k) for k, t in enumerate(pairs) if t is not None]
             if not fitting:
                 break
-            drafts = merge(drafts, min(fitting, key=lambda k: self._seconds(pairs[k])))
+            _, k = min(fitting)
+            drafts = list(merge(drafts, k))
+            del pairs[k]
+            for neighbour in range(max(k - 1, 0), min(k + 1, len(pairs))):
+                pairs[neighbour] = seconds(neighbour)
         return drafts
 
     def _seconds(self, ops: tuple[int, ...]) -> float:

@@ -103,6 +103,7 @@ class _Selector:
         self.free = {i for i in self.index.live if graph.ops[i].kind != "opaque"}
         self.spreads = Spreads(self.index, self.order, self.free, lambda seed, barred: self._spread(seed, self.free, barred))
         self.plans: dict[Region, Plan | str] = {}
+        self.asked: dict[int, tuple[Region, Plan | str]] = {}
         self.why: dict[int, str] = {}
         self.chosen: list[Chosen] = []
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
@@ -239,11 +240,9 @@ class _Selector:
         region = self.spreads.region_with(kept, seed_op)
         if region is None or not region.outputs:
             return None, {seed_op}
-        if region not in self.plans:
-            self.plans[region] = self.planner(self.graph, region)
-        plan = self.plans[region]
+        plan, asked = self._plan_of(region)
         if isinstance(plan, str):
-            for i in region.ops:
+            for i in region.ops if asked else ():
                 self.why[i] = plan
             return None, {seed_op}
         halves = self._halves(Chosen(region, plan))
@@ -257,6 +256,19 @@ class _Selector:
             if speedup > self.closest.get(i, 0.0):
                 self.closest[i], self.why[i] = speedup, text
         return None, set(region.ops)
+
+    def _plan_of(self, region: Region) -> tuple[Plan | str, bool]:
+        """The plan of ``region``, or why it has none; and whether this is the first time that it is asked for.
+
+        By its identity first: every op of a region may come as a seed, and comparing regions costs in proportion to their ops.
+        """
+        known = self.asked.get(id(region))
+        if known is None:
+            if region not in self.plans:
+                self.plans[region] = self.planner(self.graph, region)
+            self.asked[id(region)] = region, self.plans[region]  # with the region, so that no other one gets its identity
+            return self.plans[region], True
+        return known[1], False
 
     def _reason(self, i: int) -> str:
         op = self.graph.ops[i]
