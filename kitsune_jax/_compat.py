@@ -243,7 +243,7 @@ def _trace_flat(fn: Callable[..., Any], avals: Sequence[Any], info: Any, lower: 
 
 
 def _source_of(closed: Any) -> str:
-    """ "mlp at /home/me/model.py:12": what JAX notes of the function that a jaxpr was traced from; "" where it notes nothing."""
+    """ "mlp at model.py:12": what JAX notes of the function that a jaxpr was traced from; "" where it notes nothing."""
     info = open_parts(closed)[0].debug_info
     source = getattr(info, "func_src_info", "")
     return "" if source in ("", "<unknown>") else source
