@@ -86,10 +86,10 @@ def arguments(case: Case, dtype: str, rows: int, seed: int = 0) -> tuple[Any, ..
     return mine, others, weights
 
 
-def check(case: Case, mode: str, dtype: str, rows: int) -> None:
+def check(case: Case, mode: str, dtype: str, rows: int, pipelined: bool = True) -> None:
     args = arguments(case, dtype, rows)
     compiled = jax.jit(MODES[mode](case, force)).lower(*args).compile()
-    assert count(compiled.as_text()) > 0, "nothing was pipelined"
+    assert (count(compiled.as_text()) > 0) == pipelined
     check_close(compiled(*args), MODES[mode](case, lambda f: f), args, case.precision(dtype), ROUNDINGS)
 
 
@@ -192,7 +192,9 @@ def test_gradient_in_the_interpreter(kind: str) -> None:
 @pytest.mark.parametrize("kind,k", EVERY)
 def test_every_gradient(kind: str, k: int, dtype: str, mode: str) -> None:
     rows = ROWS[(len(kind) + 2 * k + len(dtype) + len(mode)) % len(ROWS)]
-    check(CASES[kind][k], mode, dtype, rows)
+    # 16-bit floats are computed in float32, where their neighbours are others: a function of nothing else has no pipeline.
+    left_to_xla = kind == "nextafter" and dtype != "float32" and mode != "whole"
+    check(CASES[kind][k], mode, dtype, rows, pipelined=not left_to_xla)
 
 
 @pytest.mark.slow
