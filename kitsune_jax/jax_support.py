@@ -48,9 +48,8 @@ def why_not() -> str:
 
 
 def _is_tested() -> bool:
-    return _compat.VERSION in TESTED and not re.search(
-        "[^0-9.]", jax.__version__
-    )  # a pre-release is neither this nor the one before
+    released = not re.search("[^0-9.]", jax.__version__)  # a pre-release is neither this version nor the one before
+    return released and _compat.VERSION in TESTED
 
 
 @functools.cache
