@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import re
@@ -14,15 +15,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.xdist_group("sdist")  # setuptools packs in the current folder
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def sdist(folder: Path, **environment: str) -> Path:
     """A source distribution of this tree, whose metadata is written elsewhere: tests leave no trace in the tree."""
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder), "sdist", "--dist-dir", str(folder)]
-    env = {k: v for k, v in os.environ.items() if k != "SOURCE_DATE_EPOCH"}
-    done = subprocess.run(command, cwd=ROOT, env={**env, **environment}, capture_output=True, text=True, timeout=120, check=False)
+    env = {k: v for k, v in os.environ.items() if k != "SOURCE_DATE_EPOCH"} | environment
+    with (ROOT / "setup.py").open() as tree:
+        # setuptools packs in the tree itself, so one at a time. A lock, because test groups do not hold: pytest 9.2 took away what
+        # pytest-xdist 3.8 writes the group into, and says nothing.
+        fcntl.flock(tree, fcntl.LOCK_EX)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     (archive,) = folder.glob("*.tar.gz")
     return archive
