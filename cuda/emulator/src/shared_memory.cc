@@ -109,6 +109,7 @@ static void cta_exit(Cta& cta) {
 void thread_exit() {
   Machine& m = *machine;
   Thread& t = self();
+  thread_exit_registers(t);
   thread_exit_wgmma(t);
   thread_exit_copies(t);
   Cta& cta = *t.cta;
