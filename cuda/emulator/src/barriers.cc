@@ -3,6 +3,7 @@
 // Comes in: threads, one by one. Goes out: all of them together, knowing what each knew. Invariant: barriers count threads, and
 // whole warps take part.
 
+#include "counters.h"
 #include "state.h"
 
 namespace kitsune::emulator {
@@ -40,6 +41,10 @@ void complete(Cluster& c) {
 
 void arrive(NamedBarrier& b, u32 id, u32 threads, bool wait) {
   Thread& t = self();
+  if (counters::on) {
+    counters::warp_event(wait ? "bar.sync" : "bar.arrive");
+    counters::together();
+  }
   if (b.arrived && b.threads != threads) fail("barrier %u: used with %u and with %u threads", id, b.threads, threads);
   b.threads = threads;
   release(b.clock, t, Reach::cta);
@@ -77,6 +82,7 @@ void barriers_after_exit(Cta& cta) {
 void cluster_barrier_arrive() {
   Thread& t = self();
   Cluster& c = *t.cta->cluster;
+  if (counters::on) counters::together();
   if (t.at_cluster_barrier) fail("cluster_arrive twice without cluster_wait");
   t.at_cluster_barrier = true;
   release(c.clock, t, Reach::wide);

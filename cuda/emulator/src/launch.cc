@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "counters.h"
 #include "state.h"
 
 namespace kitsune::emulator {
@@ -212,8 +213,10 @@ Result run(const Launch& launch, const std::function<void()>& body, const Option
   m.shared = shared_windows(m.slots * launch.cluster);
   number_agents();
   register_pages();
+  if (counters::on) counters::begin(launch, options.seed, counting_options());
   start_clusters();
   result.ok = schedule();
+  if (counters::on) counters::end(result.ok);
   result.message = m.error;
   for (const Thread& t : m.threads)
     if (t.cta && fiber_overflowed(t.stack)) {

@@ -251,6 +251,8 @@ Cta* agent_cta(u32 agent);
 Cta& own_cta(const void* p, u32 bytes, const char* what);  // fails unless p lies in the caller's shared memory
 Cta& remote_cta(u32 rank, const char* what);               // fails unless rank is a live CTA of the cluster
 inline u32 offset_in(const Cta& cta, const void* p) { return static_cast<u32>(static_cast<const char*>(p) - cta.memory); }
+void check_load(const void* p, u32 bytes);
+void check_store(void* p, u32 bytes);
 void touch_remote(Cta& cta, u32 agent, u32 clock);
 Region& global_region(const void* p, size_t bytes, const char* what);
 void register_pages();  // the registered buffers become the launch's regions
