@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -44,6 +45,7 @@ enum Status : int {
 constexpr int kSms = 132, kMaxSharedOptIn = 232448, kDefaultShared = 49152, kPortableCluster = 8, kMaxCluster = 16;
 // A cluster lies in one GPC, and a GPC of an H100 SXM has 16 or 18 SMs: from size 8 on fewer clusters fit than 132 / size.
 constexpr int kClustersOf8 = 16, kClustersOf16 = 8;
+constexpr size_t kMemoryAlignment = 256;
 
 struct Function {
   void (*entry)(const void*) = nullptr;
@@ -290,6 +292,30 @@ EXPORT int cuStreamGetCtx(void*, void** context) {
   return kSuccess;
 }
 EXPORT int cuStreamSynchronize(void*) { return kSuccess; }
+EXPORT int cuStreamIsCapturing(void*, int* status) {
+  *status = 0;
+  return kSuccess;
+}
+EXPORT int cuThreadExchangeStreamCaptureMode(int*) { return kSuccess; }
+
+// --- memory, aligned as the driver's
+
+EXPORT int cuMemAlloc_v2(unsigned long long* address, size_t bytes) {
+  void* p = bytes ? aligned_alloc(kMemoryAlignment, (bytes + kMemoryAlignment - 1) / kMemoryAlignment * kMemoryAlignment) : nullptr;
+  if (!p) return bytes ? kOutOfMemory : kInvalidValue;
+  *address = reinterpret_cast<unsigned long long>(p);
+  return kSuccess;
+}
+EXPORT int cuMemFree_v2(unsigned long long address) {
+  free(reinterpret_cast<void*>(address));
+  return kSuccess;
+}
+EXPORT int cuMemAllocAsync(unsigned long long* address, size_t bytes, void*) { return cuMemAlloc_v2(address, bytes); }
+EXPORT int cuMemFreeAsync(unsigned long long address, void*) { return cuMemFree_v2(address); }
+EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void*) {
+  memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  return kSuccess;
+}
 
 // --- images
 
@@ -405,7 +431,8 @@ EXPORT int cuGetErrorName(int error, const char** text) {
 
 // Names map to the versions above, whatever version is asked for.
 EXPORT int cuGetProcAddress_v2(const char* name, void** address, int, u64, int* status) {
-  static const char* const versioned[] = {"cuCtxPushCurrent", "cuCtxPopCurrent", "cuGetProcAddress"};
+  static const char* const versioned[] = {"cuCtxPushCurrent", "cuCtxPopCurrent", "cuGetProcAddress",
+                                          "cuMemAlloc",       "cuMemFree",       "cuMemcpyDtoDAsync"};
   std::string symbol = name;
   for (const char* v : versioned)
     if (symbol == v) symbol += "_v2";
