@@ -127,6 +127,7 @@ void thread_exit() {
   Machine& m = *machine;
   Thread& t = self();
   if (counters::on) counters::exits(t);
+  thread_exit_registers(t);
   thread_exit_wgmma(t);
   thread_exit_copies(t);
   Cta& cta = *t.cta;

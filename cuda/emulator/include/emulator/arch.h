@@ -15,10 +15,13 @@
 #define KITSUNE_UNROLL
 #define KITSUNE_NO_UNROLL
 #define KITSUNE_CONSTANT const
-// The limit of threads is exported beside the kernel, so that the driver shim refuses what __launch_bounds__ would.
-#define KITSUNE_KERNEL(name, Params, p, threads)                                                 \
-  extern "C" __attribute__((visibility("default"))) const unsigned name##_max_threads;           \
-  extern "C" __attribute__((visibility("default"))) const unsigned name##_max_threads = threads; \
+// The limit of threads and the registers of a thread are exported beside the kernel, as a cubin has them: so the driver shim
+// refuses what __launch_bounds__ would, and setmaxnreg hands around what a device would.
+#define KITSUNE_KERNEL(name, Params, p, threads)                                                                                \
+  extern "C" __attribute__((visibility("default"))) const unsigned name##_max_threads;                                          \
+  extern "C" __attribute__((visibility("default"))) const unsigned name##_max_threads = threads;                                \
+  extern "C" __attribute__((visibility("default"))) const unsigned name##_registers;                                            \
+  extern "C" __attribute__((visibility("default"))) const unsigned name##_registers = kitsune::arch::kLaunchRegisters<threads>; \
   extern "C" __attribute__((visibility("default"))) void name(const Params& p)
 
 namespace kitsune::arch {

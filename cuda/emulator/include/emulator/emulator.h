@@ -16,6 +16,7 @@ using namespace arch;
 struct Launch {
   u32 grid = 1, block = 128, cluster = 1, shared_bytes = 0;
   bool cooperative = false;  // all CTAs are resident together; otherwise the seed decides how many clusters run at a time
+  u32 registers = 0;         // of a thread, as the kernel was compiled; 0: kLaunchRegisters of the block
 };
 
 struct Options {
