@@ -1,10 +1,10 @@
 // The CUDA driver API, as far as launching needs it, on top of the emulator.
 //
 // Comes in: what launch code calls on libcuda.so; an image is the bytes of an ELF shared library that exports the kernel, and
-// beside it <kernel>_max_threads. Goes out: driver results; a launch runs to its end before it returns, on one emulated device of
-// compute capability 9.0 with 132 SMs (an H100 SXM or H200), or as many as a test asks for. Invariant: layouts and values are those
-// of cuda.h (CUDA 12.0 and later). The limits of a real launch are checked: shared memory must be asked for, clusters beyond 8 be
-// allowed, cooperative launches fit.
+// beside it <kernel>_max_threads and <kernel>_registers. Goes out: driver results; a launch runs to its end before it returns, on
+// one emulated device of compute capability 9.0 with 132 SMs (an H100 SXM or H200), or as many as a test asks for. Invariant:
+// layouts and values are those of cuda.h (CUDA 12.0 and later). The limits of a real launch are checked: shared memory must be asked
+// for, clusters beyond 8 be allowed, cooperative launches fit.
 //
 // A kernel's parameters are pointers, without sizes: kitsune_emulator_set_buffers names the memory that the next launch of this OS
 // thread may touch. Launches of several threads run one after the other.
@@ -50,7 +50,7 @@ constexpr size_t kMemoryAlignment = 256;
 
 struct Function {
   void (*entry)(const void*) = nullptr;
-  unsigned max_threads = 1024;
+  unsigned max_threads = 1024, registers = 0;
   int shared_limit = kDefaultShared;
   bool any_cluster = false;
 };
@@ -143,6 +143,8 @@ int find(Function*& out, Library* library, const char* name) {
     slot->entry = reinterpret_cast<void (*)(const void*)>(entry);
     if (void* limit = dlsym(library->handle, (std::string(name) + "_max_threads").c_str()))
       slot->max_threads = *static_cast<const unsigned*>(limit);
+    if (void* registers = dlsym(library->handle, (std::string(name) + "_registers").c_str()))
+      slot->registers = *static_cast<const unsigned*>(registers);
   }
   out = slot.get();
   return kSuccess;
@@ -407,6 +409,7 @@ EXPORT int cuLaunchKernelEx(const Config* config, void* function, void** paramet
   for (const NamedBuffer& b : buffers) register_global(b.address, b.bytes, b.name.c_str());
   Options options;
   options.seed = seed;
+  launch.registers = f->registers;
   const void* parameter = parameters[0];
   Result result = run(launch, [f, parameter] { f->entry(parameter); }, options);
   clear_globals();
