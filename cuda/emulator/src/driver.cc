@@ -3,8 +3,8 @@
 // Comes in: what launch code calls on libcuda.so; an image is the bytes of an ELF shared library that exports the kernel, and
 // beside it <kernel>_max_threads and <kernel>_registers. Goes out: driver results; a launch runs to its end before it returns, on
 // one emulated device of compute capability 9.0 with 132 SMs (an H100 SXM or H200), or as many as a test asks for. Invariant:
-// layouts and values are those of cuda.h (CUDA 12.0 and later). The limits of a real launch are checked: shared memory must be asked
-// for, clusters beyond 8 be allowed, cooperative launches fit.
+// layouts and values are those of cuda.h (CUDA 12.0 and later). The limits of a real launch are checked: shared memory must be
+// asked for, clusters beyond 8 be allowed, cooperative launches fit.
 //
 // A kernel's parameters are pointers, without sizes: kitsune_emulator_set_buffers names the memory that the next launch of this OS
 // thread may touch. Launches of several threads run one after the other.
