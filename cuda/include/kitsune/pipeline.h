@@ -103,4 +103,7 @@ KITSUNE_DEVICE u32 tiles_of(u32 worker, u32 workers, u32 tiles) {
   return worker < tiles ? (tiles - worker + workers - 1) / workers : 0;
 }
 
+// Tiles of the worker that has most: where all take part in every round.
+KITSUNE_DEVICE u32 rounds_of(u32 workers, u32 tiles) { return tiles / workers + (tiles % workers != 0); }
+
 }  // namespace kitsune
