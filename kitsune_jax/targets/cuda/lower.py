@@ -15,7 +15,7 @@ from kitsune_jax import config
 from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import compile, devices, hostcc, kernel, nvrtc, runtime
+from kitsune_jax.targets.cuda import compile, devices, hostcc, kernel, nvrtc, runtime, tiles
 from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
@@ -114,7 +114,18 @@ def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Code:
         sm = made.launch[1]
         return Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", name)
     arch = devices.arch()
-    return Code(made, compile.cubin(made.source, arch).cubin, arch, name)
+    compiled = compile.cubin(made.source, arch)
+    _check_registers(made, compiled)
+    return Code(made, compiled.cubin, arch, name)
+
+
+def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
+    """Raises ``InvalidProgram`` where ``setmaxnreg`` would wait for ever for registers that the launch does not have."""
+    _, sm, _, threads, *_ = made.launch
+    if sm == 900 and threads > 2 * tiles.GROUP_THREADS:  # several lanes
+        has, needs = nvrtc.resources(compiled.log, compiled.cubin).registers, 65536 // threads // 8 * 8
+        if has < needs:
+            raise InvalidProgram(f"the compiler launches the kernel with {has} registers a thread; its roles need {needs}")
 
 
 @functools.lru_cache(maxsize=64)
