@@ -83,7 +83,7 @@ def jobs(dry_run: bool, only: str) -> list[Job]:
     chosen = programs(dry_run, "planned" if dry_run else only)
     if not dry_run:
         sm = "sm90" if nvrtc.sm_of(devices.arch()) == 900 else "sm80"  # a process compiles for one architecture
-        chosen += [p for p in smoke_programs(dry_run) if p.kind.startswith(sm)]
+        chosen += [p for p in smoke_programs(dry_run) if p.kind.startswith(sm) and only in p.name]
     named = {program.name: program for program in chosen}
     return found + [(name, functools.partial(kernels_of, program)) for name, program in named.items()]
 

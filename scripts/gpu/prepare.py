@@ -22,6 +22,7 @@ from typing import Any
 
 from scripts.gpu import prepared, results
 from scripts.gpu.prepared import FOLDER, KERNELS
+from scripts.gpu.steps import PORTABLE
 
 ROOT = results.ROOT
 VENV = ROOT / ".venv-gpu-check"
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not isinstance(driver, dict):
             print(f"{options.driver} does not tell of a device")
             return 2
+    made_of = {"sources": results.fingerprint(), "native": results.fingerprint(prepared.NATIVE)}  # now: it takes a while
     try:
         python = environment(options.python, options.jax, options.nvrtc)
         tree = copy_of_sources()
@@ -69,11 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with log.open("w") as file:
             command = [str(python), "setup.py", "build_ext", "--inplace"]
             subprocess.run(command, cwd=tree, stdout=file, stderr=subprocess.STDOUT, check=True)
-        made = kernels(python, tree, driver, options.only, options.workers)
+        made = kernels(python, tree, VENV / "kernels" / made_of["sources"], driver, options)
     except subprocess.CalledProcessError as error:
         print(f"WRONG: {' '.join(map(str, error.cmd))} failed; see the logs in {VENV}")
         return 1
-    pack(tree, made, options)
+    pack(tree, made, made_of, options)
     return tell(made, time.monotonic() - start)
 
 
@@ -123,22 +125,21 @@ def copy_of_sources() -> Path:
     return tree
 
 
-def kernels(python: Path, tree: Path, driver: dict[str, Any], only: str | None, workers: int) -> list[dict[str, Any]]:
-    """Compiles for the device, then for the portable path; the records of both."""
-    cache = VENV / "kernels" / results.fingerprint()
+def kernels(python: Path, tree: Path, cache: Path, driver: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compiles for the device, then for the portable path, into ``cache``; the records of both."""
     for old in [p for p in (VENV / "kernels").glob("*") if p != cache]:
         shutil.rmtree(old)
     told = VENV / "driver.json"
     told.write_text(json.dumps(driver))
     found = []
-    for name, words, arch in (("native", only or "", ""), ("portable", only or "bfloat16 333 sm80", "sm_90")):
+    for name, words, arch in (("native", options.only or "", ""), ("portable", options.only or PORTABLE, "sm_90")):
         say(f"compiling kernels: {name}")
         output = VENV / f"precompile.{name}.json"
         output.unlink(missing_ok=True)
         environment = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", "KITSUNE_CACHE_DIR": str(cache)}
         environment |= {"KITSUNE_CUDA_ARCH": arch} if arch else {}
         command = [str(python), "-m", "scripts.gpu.precompile", "--output", str(output), "--driver", str(told)]
-        command += ["--workers", str(workers), *(["--only", words] if words else [])]
+        command += ["--workers", str(options.workers), *(["--only", words] if words else [])]
         status = subprocess.run(command, cwd=tree, env=environment, check=False).returncode
         content = results.read_json(output)
         if content is None or not content.get("finished"):
@@ -147,7 +148,7 @@ def kernels(python: Path, tree: Path, driver: dict[str, Any], only: str | None, 
     return found
 
 
-def pack(tree: Path, made: list[dict[str, Any]], options: argparse.Namespace) -> None:
+def pack(tree: Path, made: list[dict[str, Any]], made_of: dict[str, str], options: argparse.Namespace) -> None:
     """The folder that travels, replaced when it is whole."""
     new = FOLDER.with_name(f"{FOLDER.name}.new")
     shutil.rmtree(new, ignore_errors=True)
@@ -166,9 +167,9 @@ def pack(tree: Path, made: list[dict[str, Any]], options: argparse.Namespace) ->
         "extension": {
             "Python": options.python,
             "jaxlib": options.jax,
-            "the C++ sources": results.fingerprint(prepared.NATIVE),
+            "the C++ sources": made_of["native"],
         },
-        "sources": results.fingerprint(),
+        "sources": made_of["sources"],
         "commit": commit,
         "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
     }

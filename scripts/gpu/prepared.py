@@ -55,7 +55,9 @@ def install(cache: Path) -> tuple[bool, list[str]]:
         kernels = unpack(cache / "cuda")
         if used:
             for built in (FOLDER / "extension").glob("*.so"):
-                shutil.copy(built, results.ROOT / "kitsune_jax" / built.name)
+                new = results.ROOT / "kitsune_jax" / f"{built.name}.new"
+                shutil.copy(built, new)
+                new.replace(new.with_suffix(""))  # a process may have the old one open
     except (OSError, tarfile.TarError) as error:
         return False, [*notes, f"WRONG: what was prepared could not be copied ({error})"]
     commit = f", commit {told['commit']}{' with changes' if told['modified'] else ''}" if told["commit"] else ""

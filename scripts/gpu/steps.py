@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 SHARDS = 4  # processes that share the device in `correctness`: XLA's compiler is what takes the time
+PORTABLE = "bfloat16 333 sm80"  # what `portable` runs of the programs
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
@@ -71,7 +72,7 @@ def steps(python: str, folder: Path, dry_run: bool) -> list[Step]:
         return [*first, *last]
     build = Step("build", 150, (Program((python, "-m", "scripts.gpu.build")),))
     # The path for every device from compute capability 8.0 on also runs on later ones; a process has one architecture.
-    portable = shards("portable", 100, "--only", "bfloat16 333 sm80", KITSUNE_CUDA_ARCH="sm_90")
+    portable = shards("portable", 100, "--only", PORTABLE, KITSUNE_CUDA_ARCH="sm_90")
     missing = "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not on PATH"
     watched = []
     for tool in SANITIZERS:
