@@ -35,10 +35,10 @@ test: $(VENV)/.examples ## the C++ tests, then the fast Python tests
 	@$(MAKE) --no-print-directory -j$(CORES) cpu-test
 	@$(MAKE) --no-print-directory test-python
 
-test-python: $(VENV)/.examples
+test-python: $(VENV)/.examples $(VENV)/.nvrtc-13.0
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.examples ## the exhaustive matrices
+test-slow: $(VENV)/.examples $(VENV)/.nvrtc-13.0 ## the exhaustive matrices
 	$(PY) -m pytest -n $(JOBS) -m "slow and not gpu" $(PYTEST_ARGS)
 
 fuzz-schedules: $(VENV)/.examples ## CUDA kernels in the emulator under SEEDS schedules each
@@ -88,6 +88,11 @@ $(PY):
 $(VENV)/.examples: pyproject.toml setup.py $(NATIVE) | $(PY)
 	@cxx=$$(scripts/check_compiler.sh) && echo "building the extension with $$cxx and installing into $(VENV)" && \
 	  CC="$${CC:-$$cxx}" CXX="$$cxx" scripts/pip_install.sh $(VENV) --editable '.[test,examples]'
+	@touch $@
+
+# A second CUDA compiler, beside the newest, which the environment has: machine code is tested as both make it (tests/cuda_compilers.py).
+$(VENV)/.nvrtc-13.0: | $(VENV)/.examples
+	@[ "$$(uname -s)" != Linux ] || scripts/pip_install.sh $(VENV) --upgrade --no-deps --target $(VENV)/nvrtc-13.0 nvidia-cuda-nvrtc==13.0.88
 	@touch $@
 
 # The tools alone: naming the package's extra here would build the extension once more.

@@ -5,8 +5,6 @@
 namespace kitsune::cuda {
 namespace {
 
-constexpr uintptr_t kAlignment = 16;  // of vector loads and of bulk copies, PTX ISA, "cp.async.bulk"
-
 // Loading takes locks inside the driver that a second thread, loading on another device, would take in another order.
 std::mutex& load_mutex() {
   static auto* mutex = new std::mutex;
@@ -212,9 +210,6 @@ void Kernel::check_buffers(const std::vector<Buffer>& buffers) const {
   if (static_cast<int64_t>(buffers.size()) != launch_.operands + launch_.results)
     refuse("the call has " + std::to_string(buffers.size()) + " buffers, but the kernel has " + std::to_string(launch_.operands) +
            " operands and " + std::to_string(launch_.results) + " results");
-  for (size_t i = 0; i < buffers.size(); ++i)
-    if (reinterpret_cast<uintptr_t>(buffers[i].data) % kAlignment != 0)
-      refuse("buffer " + std::to_string(i) + " is not aligned to " + std::to_string(kAlignment) + " bytes");
   for (size_t i = 0; i < launch_.bytes.size(); ++i)
     if (buffers[i].bytes != static_cast<size_t>(launch_.bytes[i]))
       refuse("buffer " + std::to_string(i) + " has " + std::to_string(buffers[i].bytes) + " bytes, but the kernel was made for " +
@@ -224,13 +219,16 @@ void Kernel::check_buffers(const std::vector<Buffer>& buffers) const {
            std::to_string(launch_.workspace_zero_bytes) + " to be zeroed");
 }
 
-void Kernel::launch(CUstream stream, const std::vector<Buffer>& buffers) {
+void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
   check_buffers(buffers);
   const Driver& table = driver();
   CUcontext context = context_of(table, stream);
   CUfunction function = find(context);
   if (function == nullptr) fail("the kernel was not loaded into this context before the launch");
   CurrentContext current(table, context);
+  AlignedBuffers aligned(table, kept_, context, stream);
+  auto done = [&](const AlignedBuffers::Status& status) { check(table, status.error, status.function); };
+  done(aligned.before(buffers, static_cast<size_t>(launch_.operands)));
   if (launch_.workspace_zero_bytes > 0)
     check(table,
           table.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(buffers.back().data), 0,
@@ -243,6 +241,7 @@ void Kernel::launch(CUstream stream, const std::vector<Buffer>& buffers) {
   if (launch_.cooperative) config.make_cooperative();
   void* parameters[] = {pointers.data()};
   check(table, table.cuLaunchKernelEx(&config.config, function, parameters, nullptr), "cuLaunchKernelEx");
+  done(aligned.after());
 }
 
 }  // namespace kitsune::cuda

@@ -1,9 +1,9 @@
 // A compiled kernel: how it is loaded into a context and launched on a stream, on a device or in the emulator.
 //
 // Comes in: an image (a cubin; for the emulator the bytes of a shared library), its launch words and buffers. Goes out: a launch on
-// the stream, or an exception whose message names the region. Invariants: making a Kernel calls no driver; `launch` neither loads
-// nor allocates on the device, so a stream that is being captured may be given; a kernel whose blocks wait for each other starts
-// with all of them resident, or not at all.
+// the stream, or an exception whose message names the region. Invariants: making a Kernel calls no driver; `launch` does not load,
+// and allocates only for buffers that are not aligned (aligned.h), so a stream that is being captured may be given; a kernel whose
+// blocks wait for each other starts with all of them resident, or not at all.
 #pragma once
 
 #include <memory>
@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "aligned.h"
 #include "driver.h"
 #include "launch_words.h"
 
@@ -20,11 +21,6 @@ namespace kitsune::cuda {
 
 struct LaunchError : std::runtime_error {
   using std::runtime_error::runtime_error;
-};
-
-struct Buffer {
-  void* data;
-  size_t bytes;
 };
 
 class Library;
@@ -42,8 +38,9 @@ class Kernel {
   void load(CUstream stream);
   bool load_current();
 
-  // Operands, then results. Throws std::invalid_argument for buffers that do not fit the launch words.
-  void launch(CUstream stream, const std::vector<Buffer>& buffers);
+  // Operands, then results, the last of which is the workspace. Throws std::invalid_argument for buffers that do not fit the launch
+  // words.
+  void launch(CUstream stream, std::vector<Buffer> buffers);
 
   const Launch& config() const { return launch_; }
 
@@ -63,6 +60,7 @@ class Kernel {
   const std::string name_;
   const bool emulated_;
   std::shared_ptr<Library> library_;
+  KeptMemory kept_;
   mutable std::mutex mutex_;
   std::vector<std::pair<CUcontext, CUfunction>> functions_;  // one per device: a search beats a map
 };

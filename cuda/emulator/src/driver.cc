@@ -1,10 +1,10 @@
 // The CUDA driver API, as far as launching needs it, on top of the emulator.
 //
 // Comes in: what launch code calls on libcuda.so; an image is the bytes of an ELF shared library that exports the kernel, and
-// beside it <kernel>_max_threads. Goes out: driver results; a launch runs to its end before it returns, on one emulated device of
-// compute capability 9.0 with 132 SMs (an H100 SXM or H200). Invariant: layouts and values are those of cuda.h (CUDA 12.0 and
-// later). The limits of a real launch are checked: shared memory must be asked for, clusters beyond 8 be allowed, cooperative
-// launches fit.
+// beside it <kernel>_max_threads and <kernel>_registers. Goes out: driver results; a launch runs to its end before it returns, on
+// one emulated device of compute capability 9.0 with 132 SMs (an H100 SXM or H200). Invariant: layouts and values are those of
+// cuda.h (CUDA 12.0 and later). The limits of a real launch are checked: shared memory must be asked for, clusters beyond 8 be
+// allowed, cooperative launches fit.
 //
 // A kernel's parameters are pointers, without sizes: kitsune_emulator_set_buffers names the memory that the next launch of this OS
 // thread may touch. Launches of several threads run one after the other.
@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -44,10 +45,11 @@ enum Status : int {
 constexpr int kSms = 132, kMaxSharedOptIn = 232448, kDefaultShared = 49152, kPortableCluster = 8, kMaxCluster = 16;
 // A cluster lies in one GPC, and a GPC of an H100 SXM has 16 or 18 SMs: from size 8 on fewer clusters fit than 132 / size.
 constexpr int kClustersOf8 = 16, kClustersOf16 = 8;
+constexpr size_t kMemoryAlignment = 256;
 
 struct Function {
   void (*entry)(const void*) = nullptr;
-  unsigned max_threads = 1024;
+  unsigned max_threads = 1024, registers = 0;
   int shared_limit = kDefaultShared;
   bool any_cluster = false;
 };
@@ -139,6 +141,8 @@ int find(Function*& out, Library* library, const char* name) {
     slot->entry = reinterpret_cast<void (*)(const void*)>(entry);
     if (void* limit = dlsym(library->handle, (std::string(name) + "_max_threads").c_str()))
       slot->max_threads = *static_cast<const unsigned*>(limit);
+    if (void* registers = dlsym(library->handle, (std::string(name) + "_registers").c_str()))
+      slot->registers = *static_cast<const unsigned*>(registers);
   }
   out = slot.get();
   return kSuccess;
@@ -288,6 +292,30 @@ EXPORT int cuStreamGetCtx(void*, void** context) {
   return kSuccess;
 }
 EXPORT int cuStreamSynchronize(void*) { return kSuccess; }
+EXPORT int cuStreamIsCapturing(void*, int* status) {
+  *status = 0;
+  return kSuccess;
+}
+EXPORT int cuThreadExchangeStreamCaptureMode(int*) { return kSuccess; }
+
+// --- memory, aligned as the driver's
+
+EXPORT int cuMemAlloc_v2(unsigned long long* address, size_t bytes) {
+  void* p = bytes ? aligned_alloc(kMemoryAlignment, (bytes + kMemoryAlignment - 1) / kMemoryAlignment * kMemoryAlignment) : nullptr;
+  if (!p) return bytes ? kOutOfMemory : kInvalidValue;
+  *address = reinterpret_cast<unsigned long long>(p);
+  return kSuccess;
+}
+EXPORT int cuMemFree_v2(unsigned long long address) {
+  free(reinterpret_cast<void*>(address));
+  return kSuccess;
+}
+EXPORT int cuMemAllocAsync(unsigned long long* address, size_t bytes, void*) { return cuMemAlloc_v2(address, bytes); }
+EXPORT int cuMemFreeAsync(unsigned long long address, void*) { return cuMemFree_v2(address); }
+EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void*) {
+  memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  return kSuccess;
+}
 
 // --- images
 
@@ -376,6 +404,7 @@ EXPORT int cuLaunchKernelEx(const Config* config, void* function, void** paramet
   for (const NamedBuffer& b : buffers) register_global(b.address, b.bytes, b.name.c_str());
   Options options;
   options.seed = seed;
+  launch.registers = f->registers;
   const void* parameter = parameters[0];
   Result result = run(launch, [f, parameter] { f->entry(parameter); }, options);
   clear_globals();
@@ -402,7 +431,8 @@ EXPORT int cuGetErrorName(int error, const char** text) {
 
 // Names map to the versions above, whatever version is asked for.
 EXPORT int cuGetProcAddress_v2(const char* name, void** address, int, u64, int* status) {
-  static const char* const versioned[] = {"cuCtxPushCurrent", "cuCtxPopCurrent", "cuGetProcAddress"};
+  static const char* const versioned[] = {"cuCtxPushCurrent", "cuCtxPopCurrent", "cuGetProcAddress",
+                                          "cuMemAlloc",       "cuMemFree",       "cuMemcpyDtoDAsync"};
   std::string symbol = name;
   for (const char* v : versioned)
     if (symbol == v) symbol += "_v2";

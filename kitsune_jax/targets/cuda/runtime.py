@@ -108,6 +108,16 @@ def set_emulator_seed(seed: int) -> None:
         _emulator.kitsune_emulator_set_seed(ctypes.c_uint64(seed))
 
 
+def emulator() -> ctypes.CDLL:
+    """The emulator's library, with the types of the functions by which it counts. Raises ``RuntimeError`` before one is in use."""
+    if _emulator is None:
+        raise RuntimeError("no emulator is in use: nothing was compiled for it yet")
+    _emulator.kitsune_emulator_start_counting.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    _emulator.kitsune_emulator_start_counting.restype = None
+    _emulator.kitsune_emulator_stop_counting.restype = ctypes.c_char_p
+    return _emulator
+
+
 def driver_info() -> dict[str, Any] | str:
     """The CUDA driver: ``version`` (12040 is CUDA 12.4) and ``devices``, each with ``compute_capability`` (90 is 9.0),
     ``multiprocessors`` and ``shared_bytes`` (the most a block may have); or one sentence that says what is missing."""

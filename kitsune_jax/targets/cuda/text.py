@@ -396,6 +396,7 @@ def _entry(g: _Generator, found: list[Kind]) -> str:
         "    fence_mbar_init();",
         "  }",
         f"  {sync}",
+        "  section(rank, group);",
         "  if (group == 0) {",
         "    become_loader<kLanes>();",
         "    if (fetches()) {",
