@@ -60,6 +60,12 @@ class Kernel:
     lanes: int
     counts: Counts
     plan: Any
+    program: Any
+
+    def loads(self, buffer: str) -> int:
+        """How many stages load an input: each on its own."""
+        of = [{f"in{i['array']}" for i in stage.body if i.kind == "load"} for stage in self.program.stages]
+        return sum(not names.isdisjoint(buffer.split("/")) for names in of)
 
     @property
     def loop(self) -> list[Access]:
@@ -177,7 +183,8 @@ def run(network: str, dtype: str, kind: str, of: Any, plan: Any) -> Kernel:
     with counters.counting(kernel.code.kernel.launch[1]) as found:
         kernel()
     (counts,) = found
-    return Kernel(network, dtype, kind, tiles, plan.lanes, counts.named(counters.buffer_names(kernel.code.kernel)), plan)
+    named = counts.named(counters.buffer_names(kernel.code.kernel))
+    return Kernel(network, dtype, kind, tiles, plan.lanes, named, plan, of.program(plan))
 
 
 def details(kernel: Kernel) -> str:
@@ -230,7 +237,13 @@ def main() -> int:
         if chosen.details:
             print(details(kernel), flush=True)
     if chosen.json:
-        chosen.json.write_text(json.dumps([dataclasses.asdict(k) for k in counted], indent=1, default=str))
+        chosen.json.write_text(
+            json.dumps(
+                [{**dataclasses.asdict(dataclasses.replace(k, program=None)), "program": None} for k in counted],
+                indent=1,
+                default=str,
+            )
+        )
     if chosen.networks or chosen.kinds:
         print(markdown(counted))
     else:
