@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.arrays import columns_of
+from kitsune_jax.targets.cuda.arrays import columns_of, lies_together, staged_bytes
 from kitsune_jax.targets.cuda.sharing import Kind, StageCode, kinds, places
 from kitsune_jax.targets.cuda.values import PanelSum, SinkCode
 
@@ -64,6 +64,8 @@ def _params(g: _Generator) -> str:
 
 def _header(g: _Generator) -> str:
     lines = ["struct Header {", "  Mbar resident;", "  u32 flags[4];"]
+    if most := _most_staged(g):
+        lines.append(f"  Mbar staged[{most}][kLanes][2];")
     if g.streamed:
         lines.append(f"  Ring<{g.depth}> weights;")
     for q in g.queue_at:
@@ -90,6 +92,7 @@ def _consume(g: _Generator, s: int) -> list[str]:
         behind = f" + {stage.panels_at}" if stage.panels_at else ""
         inner.append(f"const Panels panels{{shared + {_scratch_at(stage)}{behind}, {stage.scratch}, group}};")
     inner += _queues(g, s)
+    inner += _staged(g, s)
     inner += body.setup
     if stage.config.resident:
         if len(body.products.order):
@@ -100,13 +103,19 @@ def _consume(g: _Generator, s: int) -> list[str]:
     inner.append(_workers(g))
     rounds = "rounds_of(workers, kTiles)" if g.uniform else "tiles_of(worker, workers, kTiles)"
     inner.append(f"const u32 rounds = {rounds};")
+    staged = sorted(stage.config.staged)
+    inner += [f"staged{k}.fetch(lane, 0, worker, kRows);" for k in staged]
     inner.append("KITSUNE_NO_UNROLL")
     inner.append("for (u32 n = 0; n < rounds; ++n) {")
     loop = [
-        "const i64 first_row = (static_cast<i64>(n) * workers + worker) * kTileRows + lane.row;",
+        "const i64 tile = static_cast<i64>(n) * workers + worker;",
+        "const i64 first_row = tile * kTileRows + lane.row;",
         "const i64 row[2] = {first_row, first_row + 8};",
         "const bool valid[2] = {row[0] < kRows, row[1] < kRows};",
         "(void)valid;",
+        *([f"{_staged_type(g, staged[0])}::turn(1 + group);"] if staged else []),
+        *(f"staged{k}.fetch(lane, n + 1, tile + workers, kRows);" for k in staged),
+        *(f"staged{k}.wait(n, tile, kRows);" for k in staged),
         *_prefetches(g, s),
         *(["const float* const vectors = opaque(p.vectors);"] if g.vectors.recipes else []),
         *body.prologue,
@@ -121,20 +130,38 @@ def _scratch_at(stage: _Stage) -> str:
     return stage.body.constants.number("scratch", None, stage.scratch_at)
 
 
+def _most_staged(g: _Generator) -> int:
+    """Staged arrays of the stage that has most."""
+    return max(len(stage.config.staged) for stage in g.stages)
+
+
+def _staged_type(g: _Generator, k: int) -> str:
+    array = g.program.inputs[k]
+    return f"StagedRows<Element<{pointwise.ELEMENT[array.dtype]}>::Bits, {columns_of(array).n}>"
+
+
+def _staged(g: _Generator, s: int) -> list[str]:
+    """The staged arrays of a stage: the lane's buffers one after the other, behind what else the lane has."""
+    lines, stage, at = [], g.stages[s], g.stages[s].staged_at
+    for index, k in enumerate(sorted(stage.config.staged)):
+        source = f"static_cast<const u8*>({stage.body.constants.parameter(f'in{k}')})"
+        buffers = f"shared + {_scratch_at(stage)} + group * {stage.scratch} + {at}"
+        lines.append(f"const {_staged_type(g, k)} staged{k}{{{source}, {buffers}, header.staged[{index}][group]}};")
+        at += staged_bytes(g.program.inputs[k])
+    return lines
+
+
 def _prefetches(g: _Generator, s: int) -> list[str]:
-    """The next tile of every input whose rows lie together. Tile boundaries are multiples of 64 rows, so of 16 bytes."""
+    """The next tile of every input whose rows lie together, but for those that come in bulk anyway."""
     lines = []
-    for k in sorted({i["array"] for i in g.program.stages[s].body if i.kind == "load"}):
+    for k in sorted({i["array"] for i in g.program.stages[s].body if i.kind == "load"} - g.stages[s].config.staged):
         array = g.program.inputs[k]
-        if not array.streamed:
-            continue
-        columns = columns_of(array)
-        if len(g.program.axes) == 1 and columns.contiguous and array.row_strides == (columns.n,):
-            size = columns.n * pointwise.ITEM_SIZE[array.dtype]
+        if lies_together(g.program, array):
+            size = columns_of(array).n * pointwise.ITEM_SIZE[array.dtype]
             lines.append(f"prefetch_tile({g.stages[s].body.constants.parameter(f'in{k}')}, next_row, kRows, {size});")
     if not lines:
         return []
-    next_row = "(static_cast<i64>(n + 1) * workers + worker) * kTileRows"
+    next_row = "(tile + workers) * kTileRows"
     return ["if (lane.thread == 0) {", f"  const i64 next_row = {next_row};", *(f"  {line}" for line in lines), "}"]
 
 
@@ -363,6 +390,9 @@ def _entry(g: _Generator, found: list[Kind]) -> str:
         "    init_resident(header.resident);",
         '    name(&header.resident, "resident");',
     ]
+    for k in range(_most_staged(g)):
+        init = f"StagedRows<u8, 1>::init(header.staged[{k}][l])"
+        lines += [f"    for (int l = 0; l < kLanes; ++l) {init};", f'    name(header.staged[{k}], "staged");']
     if g.streamed:
         lines += ["    Weights::init(header.weights);", '    name(&header.weights, "weights");']
     for q in g.queue_at:
