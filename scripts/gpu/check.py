@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--archive", type=Path, metavar="PATH", help="the results in one file, renewed after every step; default: FOLDER.tar.gz")
     add("--resume-from", type=Path, metavar="PATH", help="the archive of an earlier call, where FOLDER is gone")
     add("--only", default="", metavar="A,B", help="these steps alone")
-    add("--limit", type=float, default=570.0, metavar="SECONDS", help="for everything together (default 570)")
+    add("--limit", type=float, default=560.0, metavar="SECONDS", help="for everything together (default 560)")
     add("--again", action="store_true", help="also what an earlier call has done")
     add("--dry-run", action="store_true", help="no device: the emulator, tiny sizes, nothing timed; tests the check itself")
     add("--plant", default="", metavar="FAULT@STEP:N", help="in a dry run: one of " + ", ".join(plant.FAULTS))
