@@ -11,6 +11,7 @@
 #include "kitsune/stage/image.h"
 #include "kitsune/stage/matmul.h"
 #include "kitsune/stage/reduce.h"
+#include "kitsune/stage/rows.h"
 #include "kitsune/stage/scratch.h"
 #include "kitsune/stage/sink.h"
 
@@ -102,5 +103,8 @@ KITSUNE_DEVICE void prefetch_tile(const void* array, i64 row, i64 rows, u32 row_
 KITSUNE_DEVICE u32 tiles_of(u32 worker, u32 workers, u32 tiles) {
   return worker < tiles ? (tiles - worker + workers - 1) / workers : 0;
 }
+
+// Tiles of the worker that has most: where all take part in every round.
+KITSUNE_DEVICE u32 rounds_of(u32 workers, u32 tiles) { return tiles / workers + (tiles % workers != 0); }
 
 }  // namespace kitsune
