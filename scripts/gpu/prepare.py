@@ -27,8 +27,8 @@ from scripts.gpu.steps import PORTABLE
 ROOT = results.ROOT
 VENV = ROOT / ".venv-gpu-check"
 PACKAGES = ("nanobind==3.1.0", "setuptools==84.2.1", "scipy", "pytest")  # the first two as in pyproject.toml
-# What the driver says of an H200 (data sheets: 132 multiprocessors, 227 KiB of shared memory for a block, 1980 MHz, 6144 bits of memory
-# at 3.2 GHz; PyTorch reports 60 MiB of L2). `environment.json` of a check has what it really said, and --driver takes that file.
+# What the driver says of an H200 (data sheets: 132 multiprocessors, 227 KiB of shared memory for a block, 1980 MHz, 6144 bits of
+# memory at 3.2 GHz; PyTorch reports 60 MiB of L2). `environment.json` of a check has what it really said; --driver takes that file.
 H200: dict[str, Any] = {
     "version": 13000,
     "devices": [
