@@ -19,7 +19,7 @@ from scripts.gpu.record import Record, arguments
 
 LIVE_SECONDS = 10.0
 _START_SECONDS = 75.0
-_SIDE_BY_SIDE = 6
+_SIDE_BY_SIDE = 10
 _READY = "ready"
 _MOST_DEAD_STARTS = 3  # one after the other: then the device is taken for lost
 
