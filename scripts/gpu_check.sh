@@ -19,7 +19,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 2
 exec </dev/null
-[[ " $* " != *" --help "* && " $* " != *" -h "* ]] || sed -n '2,21s/^# \{0,1\}//p' scripts/gpu_check.sh
+case "$*" in -h | --help) sed -n '2,18s/^# \{0,1\}//p' scripts/gpu_check.sh; exit 0 ;; esac
 for tools in /usr/local/cuda/bin /opt/nvidia/nsight-compute/*; do # where installers put what they leave off PATH
   [ ! -d "$tools" ] || PATH=$PATH:$tools
 done
