@@ -152,7 +152,7 @@ class Check:
         while running:
             time.sleep(0.05)
             if time.monotonic() > self.archived + _ARCHIVE_S:
-                self.keep()
+                self.keep(tables=False)
             for program, process in list(running.items()):
                 content = files[program].read() or {}
                 case = content.get("running")
@@ -230,10 +230,10 @@ class Check:
             self.status["compiled"][step.name] = self.status["compiled"].get(step.name, 0) + new
         self.kernels = now
 
-    def keep(self) -> None:
+    def keep(self, tables: bool = True) -> None:
         """Status, tables, summary, archive. What cannot be written is told, and tried again after the next step."""
         told = [results.write_json(self.folder / "status.json", self.status)]
-        told.append(self.tables())
+        told.append(self.tables() if tables else "")
         told.append(results.write(self.folder / "summary.md", summary.summary(self.folder, self.status) + "\n"))
         told.append(archive.pack(self.folder, self.archive))
         trouble = "; ".join(filter(None, told))
