@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import dataclasses
 import itertools
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +21,14 @@ from kitsune_jax import lowering
 from kitsune_jax.planning.machines import GPUS, machine_for
 from kitsune_jax.program import build
 from kitsune_jax.route import route
-from kitsune_jax.targets.cuda import devices, lower, nvrtc, runtime
+from kitsune_jax.targets.cuda import compile, devices, hostcc, lower, nvrtc, runtime
+from tests.cuda_cases import FAMILIES
+from tests.cuda_run import Kernel, arrangements, kernel_cache, subject
+from tests.cuda_training_cases import TRAINING
 from tests.graphs import graph_of, nerf, nerf_params
 from tests.test_cuda_launch import fake_driver, needs_compiler, run
 
-__all__ = ["fake_driver"]
+__all__ = ["fake_driver", "kernel_cache"]
 
 # compute capability, multiprocessors, shared memory of a block
 H200, H100_PCIE, H200_SLICE = (90, 132, 232448), (90, 114, 232448), (90, 16, 232448)
@@ -177,3 +184,67 @@ def test_explain_says_that_the_devices_differ(monkeypatch: pytest.MonkeyPatch) -
     assert any("sm_80 with 108 SMs, sm_90 with 132 SMs" in note for note in report.notes), report.notes
     report = kj.explain(f, platform="cuda", device="h200", force=True)(*shapes)
     assert report.machine == "h200" and not any("differ" in note for note in report.notes), "a named device need not be here"
+
+
+@contextlib.contextmanager
+def multiprocessors(count: int) -> Iterator[None]:
+    """The emulated device has ``count`` of them."""
+    library = ctypes.CDLL(os.fspath(compile.emulator_library()))
+    library.kitsune_emulator_set_multiprocessors(count)
+    try:
+        yield
+    finally:
+        library.kitsune_emulator_set_multiprocessors(132)
+
+
+# A family, its arrangement, SMs of devices that are smaller than what it was planned for.
+SMALLER = [
+    ("mlp", "sm90-vertical-resident-lanes2", (7, 1)),
+    ("mlp", "sm90-vertical-streamed-cluster2-lanes1", (11, 2)),
+    ("mlp", "sm90-spatial-cluster-lanes1", (11, 4)),
+    ("mlp", "sm80-spatial-l2-lanes2", (11, 4)),
+    ("mlp", "sm80-vertical-streamed-cluster1-lanes1", (5,)),
+    ("loss", "sm90-vertical-resident-lanes1", (7, 1)),
+    ("tanh-step", "sm90-spatial-l2-lanes1", (25, 10)),
+    ("tanh-step", "sm90-vertical-resident-lanes2", (5, 1)),
+]
+
+
+@pytest.mark.skipif(not hostcc.available(), reason=hostcc.why_not() or "")
+@pytest.mark.usefixtures("kernel_cache")
+@pytest.mark.parametrize(("name", "arrangement", "sizes"), SMALLER, ids=lambda v: str(v))
+def test_a_kernel_that_was_planned_for_a_larger_device_computes_the_same(
+    name: str, arrangement: str, sizes: tuple[int, ...]
+) -> None:
+    """What is computed row by row has the same bits; sums over the rows are of fewer parts."""
+    family = (FAMILIES | TRAINING)[name]
+    of = subject(family.function, *family.arguments(64 * 25 - 3, "bfloat16"))
+    plan = dataclasses.replace(arrangements(of)[arrangement], replicas=12)
+    program = of.program(plan)
+    kernel = Kernel(of, plan)
+    wide = kernel()
+    sinks = {s.array for s in program.sinks}
+    assert kernel.code.kernel.launch[2] > max(sizes), "the grid fits the smaller device as it is"
+    for size in sizes:
+        with multiprocessors(size):
+            narrow = Kernel(of, plan)()  # another executable: it is loaded again
+        for k, (a, b) in enumerate(zip(wide, narrow, strict=True)):
+            if sinks:
+                scale = np.abs(a.astype(np.float64)).max()
+                assert np.abs(a.astype(np.float64) - b.astype(np.float64)).max() <= 2.0**-7 * scale, f"result {k} on {size} SMs"
+            else:
+                assert a.tobytes() == b.tobytes(), f"result {k} on {size} SMs"
+
+
+@pytest.mark.skipif(not hostcc.available(), reason=hostcc.why_not() or "")
+@pytest.mark.usefixtures("kernel_cache")
+def test_a_pipeline_with_more_blocks_than_the_device_holds_is_refused_with_what_to_do() -> None:
+    family = TRAINING["tanh-step"]
+    of = subject(family.function, *family.arguments(257, "bfloat16"))
+    kernel = Kernel(of, arrangements(of)["sm90-spatial-l2-lanes1"])
+    with (
+        multiprocessors(7),
+        pytest.raises(Exception, match="10 blocks of a pipeline must all be resident, but only 7 fit") as caught,
+    ):
+        kernel()
+    assert "trace and compile the function on this machine" in str(caught.value)

@@ -30,6 +30,7 @@ inline constexpr CUresult CUDA_ERROR_INVALID_IMAGE = 200;
 inline constexpr CUresult CUDA_ERROR_NO_BINARY_FOR_GPU = 209;
 inline constexpr CUresult CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222;
 inline constexpr CUresult CUDA_ERROR_LAUNCH_FAILED = 719;
+inline constexpr CUresult CUDA_ERROR_NOT_SUPPORTED = 801;
 
 enum CUdevice_attribute : int {
   CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
@@ -48,6 +49,9 @@ enum CUjit_option : int {
   CU_JIT_ERROR_LOG_BUFFER = 5,
   CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES = 6,
 };
+
+enum CUstreamCaptureMode : int { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
+enum CUstreamCaptureStatus : int { CU_STREAM_CAPTURE_STATUS_NONE = 0 };
 
 enum CUlaunchAttributeID : int {
   CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2,
@@ -99,6 +103,13 @@ struct CUlaunchConfig {
   X(cuFuncSetAttribute, (CUfunction function, CUfunction_attribute attribute, int value))                                        \
   X(cuOccupancyMaxActiveBlocksPerMultiprocessor, (int* blocks, CUfunction function, int block, size_t shared_bytes))             \
   X(cuOccupancyMaxActiveClusters, (int* clusters, CUfunction function, const CUlaunchConfig* config))                            \
+  X(cuStreamIsCapturing, (CUstream stream, CUstreamCaptureStatus * status))                                                      \
+  X(cuThreadExchangeStreamCaptureMode, (CUstreamCaptureMode * mode))                                                             \
+  X(cuMemAlloc_v2, (CUdeviceptr * address, size_t bytes))                                                                        \
+  X(cuMemFree_v2, (CUdeviceptr address))                                                                                         \
+  X(cuMemAllocAsync, (CUdeviceptr * address, size_t bytes, CUstream stream))                                                     \
+  X(cuMemFreeAsync, (CUdeviceptr address, CUstream stream))                                                                      \
+  X(cuMemcpyDtoDAsync_v2, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream))                                     \
   X(cuMemsetD8Async, (CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream))                                  \
   X(cuLaunchKernelEx, (const CUlaunchConfig* config, CUfunction function, void** params, void** extra))
 

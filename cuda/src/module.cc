@@ -79,6 +79,7 @@ nb::dict launch_info(const Words& words) {
   d["cluster"] = launch.cluster;
   d["shared_bytes"] = launch.shared_bytes;
   d["cooperative"] = launch.cooperative;
+  d["instance"] = launch.instance;
   d["operands"] = launch.operands;
   d["results"] = launch.results;
   d["workspace_zero_bytes"] = launch.workspace_zero_bytes;

@@ -313,7 +313,8 @@ _HOPPER_SOURCES = (
     ("cluster_counts", "a cluster lies in one GPC; 132 SMs as 6 of 16 and 2 of 18: 16 clusters of 8. The driver has the last word"),
     (
         "lane_registers",
-        "64 K registers a CTA, in multiples of 8 (setmaxnreg, PTX ISA); the loader's 128 threads keep 40, the others share",
+        "a launch of 2, 3 or 4 warpgroups has 255, 168 or 128 registers a thread (64 K a CTA, in steps of 8); setmaxnreg (PTX ISA) "
+        "hands them to the lanes: 24 + 2 x 240 with two of them, 32 + 3 x 160 with three, where the first is the loader's share",
     ),
     ("local_bytes", "227 KiB per CTA (CUDA programming guide, compute capability 9.0)"),
     ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
@@ -326,7 +327,8 @@ _HOPPER_SOURCES = (
     ("max_cluster", "8 is portable, 16 is what Hopper has (CUDA programming guide); the launch asks for it where a plan does"),
 )
 
-# An SM has 512 registers for the threads of all warpgroups that share a place: 32 + 2 x 240, 32 + 3 x 160 (setmaxnreg).
+# Of a consumer's thread, by lanes: what `pipeline.h` asks setmaxnreg for. With one lane nothing is handed over, and a thread has
+# the 255 of its launch; 240 leaves it the same room for addresses.
 _HOPPER_REGISTERS = (240, 240, 160)
 _HOPPER_CLUSTERS = tuple((n, 6 * (16 // n) + 2 * (18 // n)) for n in range(2, 17))
 _HOPPER_VERTICAL = (("resident", 0.85), ("other", 0.88))

@@ -100,17 +100,23 @@ def main() -> int:
     each = (6 if args.dry_run else args.launches) // THREADS
     small = [p for p in programs(args.dry_run) if p.family.small and p.dtype != "float16" and p.plan is None]
     chosen = list(itertools.islice(small, 1 if args.dry_run else 24))
-    for program in chosen:  # compiled before the clock starts
-        jax.block_until_ready(program.function(*program.arguments(0)))
     make: Callable[[], Backend] = Emulator if args.dry_run else functools.partial(Device, own_stream=True)
     parts: dict[str, Part] = {
         "jitted programs": functools.partial(call_programs, chosen, each),
         "queues on two streams": functools.partial(launch_rings, make, each),
     }
+    record.content["expected"] = THREADS * len(parts)
+    with record.case("compiling", 90):  # before the clock starts
+        for program in chosen:
+            jax.block_until_ready(program.function(*program.arguments(0)))
     for name, part in parts.items():
-        deadline = time.monotonic() + args.seconds / len(parts)
-        for thread, finding in enumerate(in_threads(part, deadline)):
-            record.add({"name": f"{name}, thread {thread}", **finding})
+        if not (record.wants(name) and record.wants(f"{name}, thread 0")):
+            continue
+        seconds = args.seconds / len(parts)
+        with record.case(name, seconds + 20):
+            found = in_threads(part, time.monotonic() + seconds)
+        for thread, finding in enumerate(found):
+            record.tell({"name": f"{name}, thread {thread}", **finding})
     return record.finish()
 
 

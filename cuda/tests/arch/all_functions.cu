@@ -133,6 +133,7 @@ KITSUNE_DEVICE float use_wgmma(Storage& s) {
 KITSUNE_KERNEL(kitsune_region, Params, p, 256) {
   Storage& s = shared<Storage>();
   name(&s.bar, "bar");
+  section(0, 1);
   if (thread_id() == 0) {
     mbar_init(s.bar, 256);
     fence_mbar_init();

@@ -4,8 +4,10 @@
 // FAKE_CUDA, an environment variable "key=value,key=value" that is read at every call, sets what this machine pretends to be:
 //   version, devices, capability, multiprocessors, shared, cooperative, clusters, blocks   what the queries answer; with a number
 //                                                                                          behind it (shared1) for that device only
-//   init, load, kernel, launch, set                                                        error numbers to return
+//   init, load, kernel, launch, set, allocate                                              error numbers to return
 //   current=0                                                                              no context is current
+//   capturing=1                                                                            every stream is being captured
+//   pools=0                                                                                no allocation in the order of a stream
 // A symbol is left out by renaming it: -DcuLaunchKernelEx=renamed. With -DFAKE_EMULATOR it runs images as the emulator would: each
 // is a shared library that exports kitsune_region.
 #include <dlfcn.h>
@@ -29,6 +31,7 @@ namespace {
 std::mutex mutex;
 std::string journal;
 std::map<void*, int> loaded;  // images that were not unloaded, each with its file
+int memory = 0;               // allocations that were not freed
 thread_local CUcontext pushed = nullptr;
 #ifdef FAKE_EMULATOR
 thread_local std::string last_error;
@@ -85,6 +88,7 @@ EXPORT const char* fake_journal() {
   copy = journal;
   return copy.c_str();
 }
+EXPORT int fake_memory() { return memory; }
 EXPORT int fake_loaded() { return static_cast<int>(loaded.size()); }
 
 // --- the driver
@@ -236,6 +240,49 @@ EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunct
 }
 EXPORT CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*) {
   *clusters = static_cast<int>(setting("clusters", 66));
+  return 0;
+}
+EXPORT CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  *status = static_cast<CUstreamCaptureStatus>(setting("capturing", 0));
+  return 0;
+}
+thread_local int capture_mode = 1;  // a thread that captures may not allocate
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  int was = capture_mode;
+  capture_mode = *mode;
+  *mode = static_cast<CUstreamCaptureMode>(was);
+  return 0;
+}
+CUresult allocate(CUdeviceptr* address, size_t bytes, const std::string& how) {
+  void* p = aligned_alloc(256, (bytes + 255) / 256 * 256);
+  *address = reinterpret_cast<CUdeviceptr>(p);
+  std::lock_guard<std::mutex> lock(mutex);
+  journal += how + " " + std::to_string(bytes) + " context=" + std::to_string(device_of(current())) + "\n";
+  return ++memory, 0;
+}
+CUresult release(CUdeviceptr address, const std::string& how) {
+  std::free(reinterpret_cast<void*>(address));
+  std::lock_guard<std::mutex> lock(mutex);
+  journal += how + "\n";
+  return --memory, 0;
+}
+EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
+  if (setting("capturing", 0) && capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED) return 900;  // STREAM_CAPTURE_UNSUPPORTED
+  return allocate(address, bytes, "allocate");
+}
+EXPORT CUresult cuMemFree_v2(CUdeviceptr address) { return release(address, "free"); }
+EXPORT CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, CUstream) {
+  if (setting("pools", 1) == 0) return CUDA_ERROR_NOT_SUPPORTED;
+  if (long error = setting("allocate", 0)) return static_cast<CUresult>(error);
+  return allocate(address, bytes, "allocate in order");
+}
+EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream) { return release(address, "free in order"); }
+EXPORT CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream) {
+  auto name = [](CUdeviceptr p) { return p % 16 ? std::to_string(p) : "aligned"; };
+  note("copy " + name(from) + " to " + name(to) + " " + std::to_string(bytes));
+#ifdef FAKE_EMULATOR
+  std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+#endif
   return 0;
 }
 EXPORT CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream) {

@@ -97,9 +97,9 @@ KITSUNE_DEVICE ImageSource<T, W, Get> image_source(Get get) {
   return {get};
 }
 
-// Rows of an array of the operand's own type in global memory: `row0`, `row1` are this thread's two rows.
-template <class T, class E, int W, bool Vector>
-struct GlobalSource {
+// Rows of an array of the operand's own type in global memory, or of its staged tile: `row` are this thread's two rows.
+template <class T, class E, int W, int Bytes>
+struct RowSource {
   using Type = T;
   static constexpr int kBlocks = W / kBlock<W>, kStepsPerBlock = kSteps<T, W>, kColumns = kOwned<W>;
   static constexpr bool kFetched = true;
@@ -114,12 +114,12 @@ struct GlobalSource {
       int column = first_column<W>(lane, b);
       if constexpr (Operand<T>::kStep == 8) {
         float x[kColumns];
-        load_row<E, kColumns, Vector>(x, row[h], column, columns, valid[h]);
+        load_row<E, kColumns, Bytes>(x, row[h], column, columns, valid[h]);
         KITSUNE_UNROLL
         for (int s = 0; s < kStepsPerBlock; ++s) a[s][h] = to_tf32(x[2 * s]), a[s][2 + h] = to_tf32(x[2 * s + 1]);
       } else {
         u32 x[kColumns / 2];
-        load_halves<kColumns, Vector>(x, static_cast<const u16*>(row[h]), column, columns, valid[h]);
+        load_halves<kColumns, Bytes>(x, row[h], column, columns, valid[h]);
         KITSUNE_UNROLL
         for (int s = 0; s < kStepsPerBlock; ++s)
           a[s][h] = x[2 * s], a[s][2 + h] = W == 8 ? opaque_zero() : x[W == 8 ? 0 : 2 * s + 1];
