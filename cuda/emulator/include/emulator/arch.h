@@ -34,6 +34,7 @@ inline u32 block_threads() { return emu::dimensions.block; }
 inline u32 block_id() { return emu::current->block; }
 inline u32 grid_size() { return emu::dimensions.grid; }
 inline u32 lane_id() { return emu::current->lane; }
+inline u32 opaque_zero() { return 0; }
 inline u32 cluster_rank() { return emu::current->rank; }
 inline u32 cluster_size() { return emu::dimensions.cluster; }
 inline u64 cycles() { return emu::ticks(); }

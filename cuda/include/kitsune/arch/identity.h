@@ -16,6 +16,13 @@ KITSUNE_DEVICE u32 block_id() { return blockIdx.x; }
 KITSUNE_DEVICE u32 grid_size() { return gridDim.x; }
 KITSUNE_DEVICE u32 lane_id() { return threadIdx.x % 32; }
 
+// Zero, and no compiler can know it: bit 31 of the mask of the lanes below this one.
+KITSUNE_DEVICE u32 opaque_zero() {
+  u32 below;
+  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(below));
+  return below >> 31;
+}
+
 #if KITSUNE_SM == 900
 // Not volatile: the value never changes, so the compiler may keep it or read it again.
 KITSUNE_DEVICE u32 cluster_rank() {
