@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kitsune_jax.targets.cuda.counters import Counts
+    from kitsune_jax.targets.cuda.counters import Access, Counts, Event, Traffic
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -51,7 +51,7 @@ _HEAD = (
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel that ran, and what it counted. ``tiles`` went through it; ``weights`` and the rest are names of buffers."""
+    """A kernel that ran, and what it counted. ``tiles`` of 64 rows went through it."""
 
     network: str
     dtype: str
@@ -60,43 +60,59 @@ class Kernel:
     lanes: int
     counts: Counts
     plan: Any
+    program: Any
 
-    def traffic(self, prefix: str, field: str) -> int:
-        """Bytes of all buffers whose name begins so."""
-        return sum(getattr(b, field) for b in self.counts.buffers if b.name.startswith(prefix))
+    def loads(self, buffer: str) -> int:
+        """How many stages load an input: each on its own."""
+        of = [{f"in{i['array']}" for i in stage.body if i.kind == "load"} for stage in self.program.stages]
+        return sum(not names.isdisjoint(buffer.split("/")) for names in of)
 
-    def share(self, prefix: str, field: str) -> float:
-        """The same in relation to the bytes of the arrays."""
-        return self.traffic(prefix, field) / max(1, self.traffic(prefix, "bytes"))
+    @property
+    def loop(self) -> list[Access]:
+        """The accesses of the loop over tiles."""
+        return [a for a in self.counts.accesses if a.role >= 0 and not a.finish]
 
     @property
     def narrow(self) -> int:
         """Warps' loads and stores of global memory by one or two bytes a thread."""
-        return sum(a.requests for a in self.counts.accesses if a.buffer and a.width <= 2)
+        return sum(a.requests for a in self.loop if a.buffer and a.width <= 2)
 
     @property
     def conflicts(self) -> tuple[int, int]:
         """Wavefronts of shared memory, and what they were without conflicts."""
-        shared = [a for a in self.counts.accesses if not a.buffer]
+        shared = [a for a in self.loop if not a.buffer]
         return sum(a.wavefronts for a in shared), sum(a.ideal for a in shared)
 
+    def streamed(self, prefix: str) -> list[Traffic]:
+        """The buffers whose name begins so and that have a row for each of the stream; a buffer of two names counts for both."""
+        rows = self.tiles * 64
+        names = ((b, b.name.split("/")) for b in self.counts.buffers)
+        return [b for b, all_ in names if any(n.startswith(prefix) for n in all_) and b.bytes % rows == 0 and b.bytes >= rows]
+
+    def share(self, prefix: str, field: str) -> float | None:
+        """Bytes of streamed arrays in relation to their size."""
+        found = self.streamed(prefix)
+        return sum(getattr(b, field) for b in found) / sum(b.bytes for b in found) if found else None
+
     def events(self, *prefixes: str) -> int:
-        return sum(self.counts.count(p) for p in prefixes)
+        """How often events happened in the loop over tiles."""
+        return sum(e.count for e in self.counts.events if e.role >= 0 and not e.finish and e.name.startswith(prefixes))
 
     def cells(self) -> tuple[str, ...]:
         wavefronts, ideal = self.conflicts
         between = sum(a.bytes for a in self.counts.accesses if a.op in ("st_async", "st_cluster", "ld_cluster"))
         between += self.counts.amount("bulk_push")
+        weights = sum(b.l2_read for b in self.counts.buffers if b.name.startswith("weights"))
         return (
             NETWORKS.get(self.network, self.network),
             self.dtype,
             self.kind,
-            f"{self.share('in', 'memory_read'):.2f}",
-            f"{self.share('in', 'l2_read'):.2f}",
-            f"{self.share('in', 'wanted'):.2f}",
-            f"{self.share('out', 'l2_written'):.2f}",
-            _kib((self.traffic("weights", "l2_read")) / self.tiles),
-            _kib((self.traffic("workspace", "l2_read") + self.traffic("workspace", "l2_written")) / self.tiles),
+            _times(self.share("in", "memory_read")),
+            _times(self.share("in", "l2_read")),
+            _times(self.share("in", "wanted")),
+            _times(self.share("out", "l2_written")),
+            "once" if all(s.resident for s in self.plan.stages) else _kib(weights / self.tiles),
+            _kib(sum(a.bytes for a in self.loop if a.buffer == "workspace") / self.tiles),
             _kib(between / self.tiles),
             f"{self.narrow / self.tiles:.0f}",
             f"{wavefronts / ideal:.2f}" if ideal else "none",
@@ -104,6 +120,10 @@ class Kernel:
             f"{self.events('mbar_wait', 'wait_ge') / self.tiles:.1f}",
             f"{self.events('wgmma', 'mma.sync') / self.tiles:.0f}",
         )
+
+
+def _times(n: float | None) -> str:
+    return "none" if n is None else f"{n:.2f}"
 
 
 def _kib(n: float) -> str:
@@ -118,7 +138,7 @@ def kernels(
     from kitsune_jax.planning.balance import Infeasible
     from kitsune_jax.planning.cost import RegionCost
     from kitsune_jax.planning.gpu import candidates
-    from kitsune_jax.planning.machines import A100, H200
+    from kitsune_jax.planning.gpu_machines import A100, H200
     from kitsune_jax.targets.cuda import check
     from tests.cuda_cases import FAMILIES
     from tests.cuda_run import subject
@@ -163,7 +183,8 @@ def run(network: str, dtype: str, kind: str, of: Any, plan: Any) -> Kernel:
     with counters.counting(kernel.code.kernel.launch[1]) as found:
         kernel()
     (counts,) = found
-    return Kernel(network, dtype, kind, tiles, plan.lanes, counts.named(counters.buffer_names(kernel.code.kernel)), plan)
+    named = counts.named(counters.buffer_names(kernel.code.kernel))
+    return Kernel(network, dtype, kind, tiles, plan.lanes, named, plan, of.program(plan))
 
 
 def details(kernel: Kernel) -> str:
@@ -171,12 +192,12 @@ def details(kernel: Kernel) -> str:
     fields = ("requests", "threads", "bytes", "sectors", "wavefronts", "ideal")
     rows: dict[tuple[Any, ...], collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for a in kernel.counts.accesses:
-        rows[(_role(a.role), a.op, a.width, a.buffer, a.place)].update({f: getattr(a, f) for f in fields})
+        rows[(_role(a), a.op, a.width, a.buffer, a.place)].update({f: getattr(a, f) for f in fields})
     lines = [f"{kernel.network} {kernel.dtype} {kernel.kind}: {kernel.tiles} tiles, {kernel.lanes} lanes"]
     lines += [" ".join(map(str, (*key, *(f"{f} {n[f]}" for f in fields if n[f])))) for key, n in sorted(rows.items())]
     events: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for e in kernel.counts.events:
-        events[(_role(e.role), e.name)].update({f: getattr(e, f) for f in ("count", "threads", "amount")})
+        events[(_role(e), e.name)].update({f: getattr(e, f) for f in ("count", "threads", "amount")})
     lines += [
         f"{role} {name}: {n['count']} ({n['threads']} threads, amount {n['amount']})" for (role, name), n in sorted(events.items())
     ]
@@ -184,8 +205,8 @@ def details(kernel: Kernel) -> str:
     return "\n  ".join(lines)
 
 
-def _role(role: int) -> str:
-    return "before" if role < 0 else "lanes" if role else "loader"
+def _role(of: Access | Event) -> str:
+    return "before" if of.role < 0 else "finish" if of.finish else "lanes" if of.role else "loader"
 
 
 def markdown(counted: Sequence[Kernel]) -> str:
@@ -216,7 +237,13 @@ def main() -> int:
         if chosen.details:
             print(details(kernel), flush=True)
     if chosen.json:
-        chosen.json.write_text(json.dumps([dataclasses.asdict(k) for k in counted], indent=1, default=str))
+        chosen.json.write_text(
+            json.dumps(
+                [{**dataclasses.asdict(dataclasses.replace(k, program=None)), "program": None} for k in counted],
+                indent=1,
+                default=str,
+            )
+        )
     if chosen.networks or chosen.kinds:
         print(markdown(counted))
     else:

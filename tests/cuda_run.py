@@ -29,8 +29,8 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.gpu import candidates
+from kitsune_jax.planning.gpu_machines import A100, H200
 from kitsune_jax.planning.gpu_storage import is_splittable
-from kitsune_jax.planning.machines import A100, H200
 from kitsune_jax.planning.plan import Plan, Stage
 from kitsune_jax.program import TileProgram, build
 from kitsune_jax.regions.select import select

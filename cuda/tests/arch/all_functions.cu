@@ -134,6 +134,7 @@ KITSUNE_KERNEL(kitsune_region, Params, p, 256) {
   Storage& s = shared<Storage>();
   name(&s.bar, "bar");
   section(0, 1);
+  finishing();
   if (thread_id() == 0) {
     mbar_init(s.bar, 256);
     fence_mbar_init();

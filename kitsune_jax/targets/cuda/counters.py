@@ -26,7 +26,7 @@ SHARED = ("ld_shared", "st_shared", "ldmatrix", "stmatrix", "ld_cluster", "st_cl
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
     """Accesses of ``width`` bytes a thread at one place of the source. ``stage`` is the rank of the CTA in its instance, ``role`` 0
-    for the loader and from 1 on for the lanes; both are -1 before the kernel has said so.
+    for the loader and from 1 on for the lanes; both are -1 before the kernel has said so. ``finish``: after the thread's last tile.
 
     ``requests`` are instructions of warps. Global accesses have ``sectors`` of 32 bytes and the name of a ``buffer``; accesses to
     shared memory have ``wavefronts``, and as ``ideal`` what they were without a bank conflict.
@@ -34,6 +34,7 @@ class Access:
 
     stage: int
     role: int
+    finish: bool
     op: str
     width: int
     buffer: str
@@ -60,6 +61,7 @@ class Event:
 
     stage: int
     role: int
+    finish: bool
     name: str
     count: int
     threads: int

@@ -45,6 +45,7 @@ S& shared() {
 }
 inline void name(const void* p, const char* text) { emu::name_object(p, text); }
 inline void section(u32 stage, u32 role) { emu::enter_section(stage, role); }
+inline void finishing() { emu::finish_section(); }
 
 // --- memory
 namespace detail {

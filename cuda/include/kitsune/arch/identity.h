@@ -61,5 +61,7 @@ KITSUNE_DEVICE void name(const void*, const char*) {}
 // From here on this thread works for a stage (the rank of its CTA in the instance) in a role (0: loader, 1 and more: a lane). The
 // emulator's counts are told apart by it; a device has none.
 KITSUNE_DEVICE void section(u32, u32) {}
+// From here on it finishes: its last tile is done.
+KITSUNE_DEVICE void finishing() {}
 
 }  // namespace kitsune::arch
