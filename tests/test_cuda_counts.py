@@ -162,7 +162,7 @@ def test_rows_are_read_and_written_by_as_many_bytes_as_their_pitch_allows(case: 
 
 # Times that the bytes of the inputs come from L2: 384 columns of 16 bits, of which three lanes have 147 KiB beside an L1 of 92 KiB,
 # are read for each half of the first product's columns and, a third of them, for the residual.
-FROM_L2 = {("edge-update", HALF, RESIDENT): 2.3}
+FROM_L2 = {("edge-update", HALF, RESIDENT): 2.334}
 
 
 @all_cases
