@@ -22,7 +22,7 @@ SOURCES     := $(shell find $(wildcard cpu cuda) -name '*.h' -o -name '*.cc' -o 
 NATIVE      := $(shell find cpu/src cpu/include cuda/src -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format bench table kernel-table gpu-check wheels clean
+.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format bench table kernel-table gpu-check gpu-prepare wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -35,10 +35,10 @@ test: $(VENV)/.examples ## the C++ tests, then the fast Python tests
 	@$(MAKE) --no-print-directory -j$(CORES) cpu-test
 	@$(MAKE) --no-print-directory test-python
 
-test-python: $(VENV)/.examples
+test-python: $(VENV)/.examples $(VENV)/.nvrtc-13.0
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.examples ## the exhaustive matrices
+test-slow: $(VENV)/.examples $(VENV)/.nvrtc-13.0 ## the exhaustive matrices
 	$(PY) -m pytest -n $(JOBS) -m "slow and not gpu" $(PYTEST_ARGS)
 
 fuzz-schedules: $(VENV)/.examples ## CUDA kernels in the emulator under SEEDS schedules each
@@ -69,8 +69,11 @@ table: $(VENV)/.examples ## write the README's generated parts from what is stor
 kernel-table: $(VENV)/.examples ## compile every kind of CUDA kernel (ten minutes, no GPU) and write the table of docs/kernels.md
 	$(PY) scripts/kernel_table.py
 
-gpu-check: $(VENV)/.gpu ## on a machine with a GPU: correctness, sanitizer, benchmarks, into out/gpu-check (ten minutes)
+gpu-check: $(VENV)/.gpu ## on a machine with a GPU: correctness, sanitizer, benchmarks, into out/gpu-check (ten minutes; goes on)
 	PYTHON=$(PY) scripts/gpu_check.sh $(GPU_CHECK_ARGS)
+
+gpu-prepare: ## without a GPU: compile all that gpu-check runs, for a machine that cannot, into .gpu-check
+	PYTHON=$$(scripts/find_python.sh) && PYTHON="$$PYTHON" scripts/gpu_check.sh --prepare
 
 wheels: $(PY) ## the source distribution, and wheels of it for CPython 3.11 to 3.14, into dist (needs Docker)
 	@scripts/pip_install.sh $(VENV) 'setuptools>=77' cibuildwheel==4.3.5
@@ -78,7 +81,7 @@ wheels: $(PY) ## the source distribution, and wheels of it for CPython 3.11 to 3
 	$(PY) -m cibuildwheel --output-dir dist dist/kitsune_jax-*.tar.gz
 
 clean: ## remove what these targets made
-	rm -rf .venv .venv-* build dist out *.egg-info .make
+	rm -rf .venv .venv-* .gpu-check* build dist out *.egg-info .make
 	find kitsune_jax -name '*.so' -delete
 
 # Set-up. The environment is editable, so only a change of the C++ sources or of the packaging runs pip again.
@@ -88,6 +91,11 @@ $(PY):
 $(VENV)/.examples: pyproject.toml setup.py $(NATIVE) | $(PY)
 	@cxx=$$(scripts/check_compiler.sh) && echo "building the extension with $$cxx and installing into $(VENV)" && \
 	  CC="$${CC:-$$cxx}" CXX="$$cxx" scripts/pip_install.sh $(VENV) --editable '.[test,examples]'
+	@touch $@
+
+# A second CUDA compiler, beside the newest, which the environment has: machine code is tested as both make it (tests/cuda_compilers.py).
+$(VENV)/.nvrtc-13.0: | $(VENV)/.examples
+	@[ "$$(uname -s)" != Linux ] || scripts/pip_install.sh $(VENV) --upgrade --no-deps --target $(VENV)/nvrtc-13.0 nvidia-cuda-nvrtc==13.0.88
 	@touch $@
 
 # The tools alone: naming the package's extra here would build the extension once more.

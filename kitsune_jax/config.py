@@ -11,6 +11,8 @@ or a value that means nothing, is an error at once. Invariant: no other module r
 ``KITSUNE_LOG_LEVEL``       Level of the logger ``kitsune_jax``: a name of the ``logging`` module, such as INFO or DEBUG.
 ``KITSUNE_CACHE_DIR``       Folder for compiled device code. Default: ``kitsune_jax`` in the user's cache folder.
 ``KITSUNE_CUDA_ARCH``       CUDA architecture to generate code for, such as ``sm_90a``. Default: that of the device at hand.
+``KITSUNE_NVRTC_DIR``       Folder with the CUDA compiler (libnvrtc) to use. Default: the best that the machine has.
+``KITSUNE_CUDA_AVOID``      Kinds of CUDA kernel that are never chosen: ``sm90-spatial-l2-lanes2``, ...; * stands for any text.
 ``KITSUNE_EMULATOR_SEED``   Seed of the emulator's schedules, read when a function is lowered. Default: 1.
 ``KITSUNE_NUM_THREADS``     CPU threads a plan may count on. Default: the CPUs this process may run on.
 ==========================  ==================================================================================================
@@ -41,6 +43,8 @@ VARIABLES = (
     "KITSUNE_LOG_LEVEL",
     "KITSUNE_CACHE_DIR",
     "KITSUNE_CUDA_ARCH",
+    "KITSUNE_NVRTC_DIR",
+    "KITSUNE_CUDA_AVOID",
     "KITSUNE_EMULATOR_SEED",
     "KITSUNE_NUM_THREADS",
 )
@@ -101,6 +105,29 @@ def cuda_arch() -> str | None:
     return text or None
 
 
+def nvrtc_dir() -> pathlib.Path | None:
+    """``KITSUNE_NVRTC_DIR``: the folder of the NVRTC to compile kernels with, or ``None`` for the best that the machine has.
+
+    Raises ``ValueError`` for what is no folder.
+    """
+    text = os.environ.get("KITSUNE_NVRTC_DIR", "").strip()
+    if text and not pathlib.Path(text).is_dir():
+        raise ValueError(f"KITSUNE_NVRTC_DIR={text!r} is not a folder: name the one that libnvrtc is in")
+    return pathlib.Path(text) if text else None
+
+
+def cuda_avoid() -> tuple[str, ...]:
+    """``KITSUNE_CUDA_AVOID``: patterns of the kinds of CUDA kernel that no plan may have (``targets.cuda.lower.kind``).
+
+    Raises ``ValueError`` for what can be the name of no kind.
+    """
+    patterns = tuple(part.strip() for part in os.environ.get("KITSUNE_CUDA_AVOID", "").split(",") if part.strip())
+    for pattern in patterns:
+        if not re.fullmatch(r"[a-z0-9*-]+", pattern):
+            raise ValueError(f"KITSUNE_CUDA_AVOID={pattern!r} is no kind of kernel: use names like sm90-vertical-resident-lanes2")
+    return patterns
+
+
 def emulator_seed() -> int:
     """``KITSUNE_EMULATOR_SEED``: the seed of the emulator's schedules. Raises ``ValueError`` for anything but a natural number."""
     text = os.environ.get("KITSUNE_EMULATOR_SEED", "").strip() or "1"
@@ -141,7 +168,7 @@ def check_environment() -> None:
             near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
             hint = f"did you mean {_PREFIX}{near[0]}?" if near else f"the variables are {', '.join(VARIABLES)}"
             raise ValueError(f"the environment variable {name} is not one of kitsune_jax: {hint}")
-    for read in (disabled, forced, strict, log_level, cuda_arch, emulator_seed, num_threads):
+    for read in (disabled, forced, strict, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads):
         read()
 
 

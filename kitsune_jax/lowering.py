@@ -195,7 +195,7 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
 
 def routed(graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    surroundings = (config.num_threads(), config.cuda_arch())
+    surroundings = (config.num_threads(), config.cuda_arch(), config.cuda_avoid())
     return _routed(graph, target, options.force, options.strict, device, code, surroundings)
 
 

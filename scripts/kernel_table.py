@@ -96,7 +96,7 @@ def rows(networks: Sequence[str]) -> Iterator[Row]:
     from kitsune_jax.planning.balance import Infeasible
     from kitsune_jax.planning.cost import RegionCost
     from kitsune_jax.planning.gpu import candidates
-    from kitsune_jax.planning.machines import A100, H200
+    from kitsune_jax.planning.gpu_machines import A100, H200
     from kitsune_jax.targets.cuda import check
     from tests.cuda_cases import FAMILIES
     from tests.cuda_run import subject

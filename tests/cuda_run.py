@@ -29,8 +29,8 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.gpu import candidates
+from kitsune_jax.planning.gpu_machines import A100, H200
 from kitsune_jax.planning.gpu_storage import is_splittable
-from kitsune_jax.planning.machines import A100, H200, Machine
 from kitsune_jax.planning.plan import Plan, Stage
 from kitsune_jax.program import TileProgram, build
 from kitsune_jax.regions.select import select
@@ -99,13 +99,13 @@ def arrangements(of: Subject) -> dict[str, Plan]:
         with contextlib.suppress(Infeasible):
             plans = candidates(cost)
             for plan in sorted(plans, key=lambda p: -len(p.stages)):  # of spatial ones the longest chain
-                _admit(of, found, _name(machine, plan), plan)
+                _admit(of, found, _name(plan), plan)
             for plan in plans:
                 if plan.queues and plan.queues[0].place == "l2" and plan.lanes == 1:
                     for ways in (2, 4):
                         split = dataclasses.replace(plan, stages=tuple(_split(cost, s, ways) for s in plan.stages))
                         if any(s.split > 1 for s in split.stages):
-                            _admit(of, found, f"{_name(machine, plan)}-split{ways}", split)
+                            _admit(of, found, f"{_name(plan)}-split{ways}", split)
     return found
 
 
@@ -115,13 +115,9 @@ def _admit(of: Subject, found: dict[str, Plan], name: str, plan: Plan) -> None:
         found[name] = plan
 
 
-def _name(machine: Machine, plan: Plan) -> str:
-    sm = "sm90" if machine.max_cluster > 1 else "sm80"
-    if plan.arrangement == "spatial":
-        place = plan.queues[0].place if plan.queues else "apart"  # stages that only share what they load
-        return f"{sm}-spatial-{place}-lanes{plan.lanes}"
-    kept = "resident" if plan.stages[0].resident else f"streamed-cluster{plan.cluster}"
-    return f"{sm}-vertical-{kept}-lanes{plan.lanes}"
+def _name(plan: Plan) -> str:
+    """The kind of its kernels; a plan that the planner has split is not told apart."""
+    return cuda.kind(plan, gradients=False).removesuffix("-split")
 
 
 def _split(cost: RegionCost, stage: Stage, ways: int) -> Stage:

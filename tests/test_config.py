@@ -45,6 +45,8 @@ def test_a_variable_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch
         ("KITSUNE_NUM_THREADS", "four"),
         ("KITSUNE_EMULATOR_SEED", "-1"),
         ("KITSUNE_CUDA_ARCH", "hopper"),
+        ("KITSUNE_NVRTC_DIR", "/no/such/folder"),
+        ("KITSUNE_CUDA_AVOID", "two lanes"),
     ],
 )
 def test_a_value_that_means_nothing_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
@@ -61,6 +63,8 @@ def test_the_variables_that_exist_are_taken(monkeypatch: pytest.MonkeyPatch, tmp
         "KITSUNE_LOG_LEVEL": "debug",
         "KITSUNE_CACHE_DIR": tmp_path,
         "KITSUNE_CUDA_ARCH": "sm_103a",
+        "KITSUNE_NVRTC_DIR": tmp_path,
+        "KITSUNE_CUDA_AVOID": "sm90-spatial-*, sm80-vertical-resident-lanes3",
         "KITSUNE_EMULATOR_SEED": "7",
         "KITSUNE_NUM_THREADS": "2",
     }

@@ -46,6 +46,22 @@ def test_jit_and_eager_call_the_same_kernel() -> None:
     close(np.asarray(jitted), in_float64(mlp, X, W1, B1, W2), TF32)
 
 
+def test_a_kind_of_kernel_that_is_ruled_out_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next best plan is taken; where every kind is ruled out, nothing is pipelined and the report says why."""
+
+    def explained() -> Any:
+        return kj.explain(mlp, **emulated)(X, W1, B1, W2)
+
+    assert explained().regions[0].arrangement == "vertical"
+    monkeypatch.setenv("KITSUNE_CUDA_AVOID", "sm90-vertical-resident-*, sm90-vertical-streamed-*")
+    assert explained().regions[0].arrangement == "spatial"
+    got = kj.pipeline(mlp, strict=True, **emulated)(X, W1, B1, W2)
+    close(np.asarray(got), in_float64(mlp, X, W1, B1, W2), TF32)
+    monkeypatch.setenv("KITSUNE_CUDA_AVOID", "*")
+    report = explained()
+    assert not report.regions and str(report).count("KITSUNE_CUDA_AVOID") == len(report.rejected)
+
+
 def test_grad_of_a_pipelined_function() -> None:
     """The forward pass is a kernel; what the backward pass has no code for (weight gradients) is plain HLO; both are right."""
 

@@ -15,6 +15,7 @@ from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import hostcc, nvrtc, sass, sources
 from kitsune_jax.targets.cuda.nvrtc import Compiled
 from kitsune_jax.targets.cuda.sources import CompileError
+from tests.cuda_compilers import OLDER, folder_of
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason=str(nvrtc.why_not()))
 needs_host = pytest.mark.skipif(not hostcc.available(), reason=str(hostcc.why_not()))
@@ -284,7 +285,7 @@ def test_a_compiled_kernel_can_be_stored() -> None:
 @pytest.fixture
 def no_library_yet(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
     """NVRTC not yet loaded, and the places to look for it in the test's hand."""
-    monkeypatch.setattr(nvrtc, "_library", None)
+    monkeypatch.setattr(nvrtc, "_libraries", {})
     return lambda places: monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(places))
 
 
@@ -321,6 +322,36 @@ def test_a_library_too_old_is_named(no_library_yet: Callable[[list[str]], None],
     no_library_yet(list(nvrtc._candidates()))
     monkeypatch.setattr(nvrtc, "_version_of", lambda handle: (12, 4))
     assert "is version 12.4, older than 12.8" in str(nvrtc.why_not())
+
+
+@needs_nvrtc
+def test_two_versions_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path / "cache"))
+    older = folder_of(OLDER)
+    assert older is not None and nvrtc.version(older) == (13, 0)
+    # What the compilers call themselves, in the order in which they are asked.
+    source = 'extern "C" __global__ void kitsune_region(int* p) { *p = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__; }'
+    for folder in (None, older, None):
+        major, minor = nvrtc.version(folder)
+        ptx = nvrtc.compile(source, "compute_80", folder=folder).cubin
+        assert f", {major * 100 + minor};".encode() in ptx
+        # A cache that took one for the other would hand out the first.
+        assert f", {major * 100 + minor};".encode() in compilers.cubin(source, "compute_80", folder).cubin
+
+
+@needs_nvrtc
+def test_the_environment_chooses_a_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("KITSUNE_NVRTC_DIR", str(folder_of(OLDER)))
+    assert nvrtc.version() == (13, 0)
+    made = compilers.cubin(SHARED, "sm_80")
+    assert made.cubin == nvrtc.compile(SHARED, "sm_80", folder=folder_of(OLDER)).cubin
+
+
+def test_a_folder_without_nvrtc_is_named(tmp_path: Path) -> None:
+    assert f"it is not in {tmp_path}" in str(nvrtc.why_not(tmp_path))
+    with pytest.raises(OSError, match="NVRTC"):
+        nvrtc.compile(PLAIN, "sm_80", folder=tmp_path)
 
 
 # --- the host's compiler
@@ -389,7 +420,7 @@ class Counting:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, *_: object) -> Compiled:
+    def __call__(self, *_: object, **__: object) -> Compiled:
         self.calls += 1
         return Compiled(str(self.calls).encode(), "log")
 
@@ -398,7 +429,7 @@ class Counting:
 def counting(standin: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     """In the place of every compiler; the identities of the real ones are replaced too, so that no test needs them."""
     count = Counting()
-    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "version", lambda *_: (13, 0))
     monkeypatch.setattr(hostcc, "find", lambda: hostcc.Compiler("/bin/cxx", "cxx 1"))
     monkeypatch.setattr(nvrtc, "compile", count)
     monkeypatch.setattr(hostcc, "compile", lambda *_: count().cubin)
@@ -421,7 +452,7 @@ def test_another_source_or_architecture_is_another_kernel(counting: Counting) ->
     "change",
     [
         lambda patch, base: patch.setattr("kitsune_jax.__version__", "other"),
-        lambda patch, base: patch.setattr(nvrtc, "version", lambda: (13, 1)),
+        lambda patch, base: patch.setattr(nvrtc, "version", lambda *_: (13, 1)),
         lambda patch, base: patch.setattr(nvrtc, "options_for", lambda arch: (arch,)),
         lambda patch, base: patch.setattr(sources, "root", lambda: base),
     ],

@@ -40,7 +40,15 @@ CORRECT = {
         "stmatrix and ldmatrix",
         "two groups in flight",
     ],
-    "signals": ["ring, loads", "ring, bulk copies", "skip connection", "last block", "shuffles"],
+    "signals": [
+        "ring, loads",
+        "ring, bulk copies",
+        "skip connection",
+        "last block",
+        "shuffles",
+        "registers, 24 and twice 240",
+        "registers, 40 and twice 232",
+    ],
     "portable": ["mma bf16", "mma f16, copies arrive", "mma tf32", "zero fill"],
 }
 
@@ -86,6 +94,10 @@ BUGS = {
         "skip queue too shallow": "deadlock",
         "waiting for blocks that are not resident": "the launch is not cooperative",
         "no syncwarp": "ld_shared reads",
+        "registers of the SM that the launch does not have": r"deadlock: .*\n(.*\n)*.*setmaxnreg.inc from 168 to 240: \d+ "
+        "registers of the CTA's 64512 are free",
+        "setmaxnreg by half a warpgroup": "without the setmaxnreg to 40 of other warps",
+        "two setmaxnreg in one warpgroup": "all set the same",
     },
     "portable": {
         "cp.async not waited for": "ld_shared reads",

@@ -30,9 +30,14 @@ inline constexpr CUresult CUDA_ERROR_INVALID_IMAGE = 200;
 inline constexpr CUresult CUDA_ERROR_NO_BINARY_FOR_GPU = 209;
 inline constexpr CUresult CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222;
 inline constexpr CUresult CUDA_ERROR_LAUNCH_FAILED = 719;
+inline constexpr CUresult CUDA_ERROR_NOT_SUPPORTED = 801;
 
 enum CUdevice_attribute : int {
+  CU_DEVICE_ATTRIBUTE_CLOCK_RATE = 13,
   CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
+  CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE = 36,
+  CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH = 37,
+  CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE = 38,
   CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
   CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
   CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH = 95,
@@ -48,6 +53,9 @@ enum CUjit_option : int {
   CU_JIT_ERROR_LOG_BUFFER = 5,
   CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES = 6,
 };
+
+enum CUstreamCaptureMode : int { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
+enum CUstreamCaptureStatus : int { CU_STREAM_CAPTURE_STATUS_NONE = 0 };
 
 enum CUlaunchAttributeID : int {
   CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2,
@@ -85,6 +93,7 @@ struct CUlaunchConfig {
   X(cuGetErrorString, (CUresult error, const char** text))                                                                       \
   X(cuDeviceGetCount, (int* count))                                                                                              \
   X(cuDeviceGet, (CUdevice * device, int ordinal))                                                                               \
+  X(cuDeviceGetName, (char* name, int bytes, CUdevice device))                                                                   \
   X(cuDeviceGetAttribute, (int* value, CUdevice_attribute attribute, CUdevice device))                                           \
   X(cuCtxGetCurrent, (CUcontext * context))                                                                                      \
   X(cuCtxGetDevice, (CUdevice * device))                                                                                         \
@@ -99,6 +108,13 @@ struct CUlaunchConfig {
   X(cuFuncSetAttribute, (CUfunction function, CUfunction_attribute attribute, int value))                                        \
   X(cuOccupancyMaxActiveBlocksPerMultiprocessor, (int* blocks, CUfunction function, int block, size_t shared_bytes))             \
   X(cuOccupancyMaxActiveClusters, (int* clusters, CUfunction function, const CUlaunchConfig* config))                            \
+  X(cuStreamIsCapturing, (CUstream stream, CUstreamCaptureStatus * status))                                                      \
+  X(cuThreadExchangeStreamCaptureMode, (CUstreamCaptureMode * mode))                                                             \
+  X(cuMemAlloc_v2, (CUdeviceptr * address, size_t bytes))                                                                        \
+  X(cuMemFree_v2, (CUdeviceptr address))                                                                                         \
+  X(cuMemAllocAsync, (CUdeviceptr * address, size_t bytes, CUstream stream))                                                     \
+  X(cuMemFreeAsync, (CUdeviceptr address, CUstream stream))                                                                      \
+  X(cuMemcpyDtoDAsync_v2, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream))                                     \
   X(cuMemsetD8Async, (CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream))                                  \
   X(cuLaunchKernelEx, (const CUlaunchConfig* config, CUfunction function, void** params, void** extra))
 
@@ -140,6 +156,12 @@ struct DeviceInfo {
   int capability;  // 90 is compute capability 9.0
   int multiprocessors;
   int shared_bytes;  // the most a block may ask for
+  std::string name;  // "NVIDIA H200"; of a MIG slice with "MIG 1g.18gb"
+  // What the driver does not say is 0.
+  int clock_khz;         // the fastest
+  int memory_clock_khz;  // two transfers a cycle
+  int memory_bus_bits;
+  int l2_bytes;
 };
 int device_attribute(const Driver& driver, CUdevice device, CUdevice_attribute attribute);
 int compute_capability(const Driver& driver, CUdevice device);

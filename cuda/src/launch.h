@@ -1,18 +1,20 @@
 // A compiled kernel: how it is loaded into a context and launched on a stream, on a device or in the emulator.
 //
 // Comes in: an image (a cubin; for the emulator the bytes of a shared library), its launch words and buffers. Goes out: a launch on
-// the stream, or an exception whose message names the region. Invariants: making a Kernel calls no driver; `launch` neither loads
-// nor allocates on the device, so a stream that is being captured may be given; a kernel whose blocks wait for each other starts
-// with all of them resident, or not at all.
+// the stream, or an exception whose message names the region. Invariants: making a Kernel calls no driver; `launch` does not load,
+// and allocates only for buffers that are not aligned (aligned.h), so a stream that is being captured may be given; a kernel whose
+// blocks wait for each other starts with all of them resident, or not at all. A grid that was planned for a larger device shrinks
+// to what the one at hand holds, where the kernel allows it (launch_words.h).
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "aligned.h"
 #include "driver.h"
 #include "launch_words.h"
 
@@ -20,11 +22,6 @@ namespace kitsune::cuda {
 
 struct LaunchError : std::runtime_error {
   using std::runtime_error::runtime_error;
-};
-
-struct Buffer {
-  void* data;
-  size_t bytes;
 };
 
 class Library;
@@ -42,18 +39,25 @@ class Kernel {
   void load(CUstream stream);
   bool load_current();
 
-  // Operands, then results. Throws std::invalid_argument for buffers that do not fit the launch words.
-  void launch(CUstream stream, const std::vector<Buffer>& buffers);
+  // Operands, then results, the last of which is the workspace. Throws std::invalid_argument for buffers that do not fit the launch
+  // words.
+  void launch(CUstream stream, std::vector<Buffer> buffers);
 
   const Launch& config() const { return launch_; }
 
  private:
   const Driver& driver() const;
   CUcontext context_of(const Driver& driver, CUstream stream) const;
-  CUfunction find(CUcontext context) const;
+  struct Loaded {
+    CUcontext context;
+    CUfunction function;
+    int64_t grid;  // what of the grid fits the device
+  };
+  const Loaded* find(CUcontext context) const;
   void load_into(const Driver& driver, CUcontext context);
   void check_device(const Driver& driver) const;
-  void check_resident(const Driver& driver, CUfunction function) const;
+  int64_t resident_blocks(const Driver& driver, CUfunction function) const;
+  int64_t fitted_grid(const Driver& driver, CUfunction function) const;
   void check_buffers(const std::vector<Buffer>& buffers) const;
   void check(const Driver& driver, CUresult error, const char* what) const;
   [[noreturn]] void fail(const std::string& what) const;
@@ -63,8 +67,9 @@ class Kernel {
   const std::string name_;
   const bool emulated_;
   std::shared_ptr<Library> library_;
+  KeptMemory kept_;
   mutable std::mutex mutex_;
-  std::vector<std::pair<CUcontext, CUfunction>> functions_;  // one per device: a search beats a map
+  std::deque<Loaded> loaded_;  // one per device: a search beats a map
 };
 
 }  // namespace kitsune::cuda

@@ -3,6 +3,7 @@
 // Comes in: threads, one by one. Goes out: all of them together, knowing what each knew. Invariant: barriers count threads, and
 // whole warps take part.
 
+#include "counters.h"
 #include "state.h"
 
 namespace kitsune::emulator {
@@ -40,6 +41,10 @@ void complete(Cluster& c) {
 
 void arrive(NamedBarrier& b, u32 id, u32 threads, bool wait) {
   Thread& t = self();
+  if (counters::on) {
+    counters::warp_event(wait ? "bar.sync" : "bar.arrive");
+    counters::together();
+  }
   if (b.arrived && b.threads != threads) fail("barrier %u: used with %u and with %u threads", id, b.threads, threads);
   b.threads = threads;
   release(b.clock, t, Reach::cta);
@@ -77,6 +82,7 @@ void barriers_after_exit(Cta& cta) {
 void cluster_barrier_arrive() {
   Thread& t = self();
   Cluster& c = *t.cta->cluster;
+  if (counters::on) counters::together();
   if (t.at_cluster_barrier) fail("cluster_arrive twice without cluster_wait");
   t.at_cluster_barrier = true;
   release(c.clock, t, Reach::wide);
@@ -95,29 +101,45 @@ void cluster_barrier_wait() {
   acquire(t, c.clock, true);
 }
 
-// setmaxnreg: a thread that gives registers back never waits, one that asks waits until others have given enough.
+// setmaxnreg moves registers within what the launch gave the CTA, registers of a thread times threads (PTX ISA, setmaxnreg: the
+// "per-CTA-register-pool"): what the SM has beyond that stays unused, and the pool starts empty. A warp that gives registers back
+// never waits; one that asks waits until others have given enough for all its lanes.
 void set_registers(u32 count, bool increase) {
+  if (!warp_meet(increase ? "setmaxnreg.inc" : "setmaxnreg.dec", &count)) return;
   Thread& t = self();
   Cta& cta = *t.cta;
+  for (void* lane : t.warp->slots)
+    if (*static_cast<u32*>(lane) != count) fail("setmaxnreg: the lanes of a warp name different counts");
+  std::vector<u32>& counts = t.warpgroup->register_counts;
+  if (t.register_changes == counts.size()) counts.push_back(count);
+  if (const u32 other = counts[t.register_changes]; other != count)
+    fail("setmaxnreg to %u: another warp of the warpgroup sets %u; all set the same", count, other);
   if (increase ? count < t.registers : count > t.registers)
     fail("setmaxnreg.%s to %u: the thread has %u registers", increase ? "inc" : "dec", count, t.registers);
-  if (!increase) {
-    cta.free_registers += t.registers - count;
-    wake_all(cta.waiting_registers);
-  } else {
-    while (cta.free_registers < static_cast<i64>(count - t.registers)) {
-      cta.waiting_registers.push_back(&t);
-      block(
-          [](const Thread& w) {
-            return format("setmaxnreg.inc to %u: %lld registers of the SM are free", static_cast<u32>(w.argument),
-                          w.cta->free_registers);
-          },
-          &cta, count);
-    }
-    cta.free_registers -= count - t.registers;
+  const i64 more = 32 * (static_cast<i64>(count) - t.registers);
+  while (more > 0 && cta.free_registers < more) {
+    cta.waiting_registers.push_back(&t);
+    block(
+        [](const Thread& w) {
+          return format("setmaxnreg.inc from %u to %u: %lld registers of the CTA's %u are free", w.registers,
+                        static_cast<u32>(w.argument), w.cta->free_registers, machine->launch.block * machine->launch.registers);
+        },
+        &cta, count);
   }
-  t.registers = count;
+  cta.free_registers -= more;
+  if (more < 0) wake_all(cta.waiting_registers);
+  for (Thread* lane : t.warp->lanes) {
+    lane->registers = count;
+    ++lane->register_changes;
+  }
+  warp_release();
   preempt();
+}
+
+void thread_exit_registers(Thread& t) {
+  const std::vector<u32>& counts = t.warpgroup->register_counts;
+  if (t.register_changes != counts.size())
+    fail("the thread exits without the setmaxnreg to %u of other warps of its warpgroup", counts[t.register_changes]);
 }
 
 }  // namespace kitsune::emulator

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "counters.h"
 #include "state.h"
 
 namespace kitsune::emulator {
@@ -75,6 +76,7 @@ bool proxy_fenced(const Access& write, const Actor& actor, bool global) {
 }
 
 void proxy_fence(bool global) {
+  if (counters::on) counters::warp_event(global ? "fence.proxy.async.global" : "fence.proxy.async.shared::cta");
   Thread& t = self();
   machine->fences[global][t.agent].push_back(t.clock[t.agent]);
   u32*& mine = t.proxy_clock[global];
@@ -84,7 +86,11 @@ void proxy_fence(bool global) {
   preempt();
 }
 
-void fence_wide() {
+void fence_wide(const char* name) {
+  if (counters::on) {
+    counters::warp_event(name);
+    counters::acquire();
+  }
   self().fenced_all = ++machine->time;
   preempt();
 }

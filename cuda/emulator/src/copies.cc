@@ -8,6 +8,8 @@
 
 #include <cstring>
 
+#include "counters.h"
+
 namespace kitsune::emulator {
 
 namespace {
@@ -58,6 +60,7 @@ void copy_load(void* dst, const void* src, u32 bytes, Mbar& bar, u32 mask) {
   Region& source = global_region(src, bytes, what);
   std::vector<Destination> all;
   destinations(all, bar, mask, what);
+  if (counters::on) counters::copy_in(what, src, bytes, static_cast<u32>(all.size()));
   for (const Destination& to : all) {
     Actor a = copy_actor(t, *to.barrier, what);
     check_read(source, offset_of(source, src), bytes, a);
@@ -88,6 +91,7 @@ void copy_push(void* dst, u32 rank, const void* src, u32 bytes, Mbar& bar) {
   std::vector<Destination> all;
   remote_cta(rank, "bulk_push");
   destinations(all, bar, 1u << rank, "bulk_push");
+  if (counters::on) counters::event("bulk_push", bytes);
   Destination to = all[0];
   Actor a = copy_actor(t, *to.barrier, "bulk_push");
   check_read(own->region, from, bytes, a);
@@ -112,9 +116,10 @@ void copy_push(void* dst, u32 rank, const void* src, u32 bytes, Mbar& bar) {
 
 // An ordinary store that completes on a barrier. Whether the async proxy sees it without a fence the PTX manual does not say, so a
 // bulk copy or wgmma of its bytes needs fence_proxy_async after the wait.
-void store_async(void* p, u32 rank, const U4& v, Mbar& bar) {
+void store_async(void* p, u32 rank, const U4& v, Mbar& bar, const Site& at) {
   check_bulk(p, p, 16, "st_async");
   Thread& t = self();
+  if (counters::on) counters::access(counters::Op::st_async, p, 16, at);
   preempt();
   u32 offset = offset_in(own_cta(p, 16, "st_async"), p);
   std::vector<Destination> all;
@@ -136,6 +141,7 @@ void store_async(void* p, u32 rank, const U4& v, Mbar& bar) {
 void copy_prefetch(const void* src, u32 bytes) {
   check_bulk(src, src, bytes, "bulk_prefetch_l2");
   global_region(src, bytes, "bulk_prefetch_l2");
+  if (counters::on) counters::prefetch("bulk_prefetch_l2", src, bytes);
 }
 
 // --- groups
@@ -192,6 +198,7 @@ void copy_store(void* dst, const void* src, u32 bytes, bool add) {
   Cta& cta = own_cta(src, bytes, what);
   u32 offset = offset_in(cta, src);
   Region& region = global_region(dst, bytes, what);
+  if (counters::on) counters::copy_out(what, dst, bytes);
   open_group(t.bulk_open);
   auto group = t.bulk_open;
   Actor a = async_actor(t, t.agent, t.clock[t.agent], what);
@@ -250,7 +257,7 @@ void bulk_group_wait(u32 pending, bool read_only) {
 
 // --- cp.async
 
-void thread_copy(void* dst, const void* src, u32 src_bytes) {
+void thread_copy(void* dst, const void* src, u32 src_bytes, const Site& at) {
   check_bulk(dst, src, 16, "cp_async_16");
   if (src_bytes > 16) fail("cp_async_16: %u source bytes", src_bytes);
   Thread& t = self();
@@ -262,6 +269,7 @@ void thread_copy(void* dst, const void* src, u32 src_bytes) {
   if (src_bytes) {
     Region& region = global_region(src, src_bytes, "cp_async_16");
     begin_source(*group, region, offset_of(region, src), src_bytes, a);
+    if (counters::on) counters::access(counters::Op::cp_async, src, src_bytes, at);
   }
   begin_target(*group, cta.region, offset, 16, a, false);
   ++group->writing;

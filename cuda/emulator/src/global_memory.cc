@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 
+#include "counters.h"
 #include "state.h"
 
 namespace kitsune::emulator {
@@ -81,19 +82,22 @@ static Region& aligned_region(const void* p, u32 bytes, const char* what) {
   return global_region(p, bytes, what);
 }
 
-void load_constant(const void* p, u32 bytes) {
+void load_constant(const void* p, u32 bytes, const Site& at) {
   Region& r = aligned_region(p, bytes, "ld_global");
   check_constant_read(r, static_cast<size_t>(static_cast<const char*>(p) - r.begin), bytes);
+  if (counters::on) counters::access(counters::Op::ld_global, p, bytes, at);
 }
 
-void load_global(const void* p, u32 bytes) {
+void load_global(const void* p, u32 bytes, const Site& at) {
   Region& r = aligned_region(p, bytes, "ld_l2");
   check_read(r, static_cast<size_t>(static_cast<const char*>(p) - r.begin), bytes, actor(self(), "ld_l2"));
+  if (counters::on) counters::access(counters::Op::ld_l2, p, bytes, at);
 }
 
-void store_global(void* p, u32 bytes) {
+void store_global(void* p, u32 bytes, const Site& at) {
   Region& r = aligned_region(p, bytes, "st_global");
   check_write(r, static_cast<size_t>(static_cast<char*>(p) - r.begin), bytes, actor(self(), "st_global"));
+  if (counters::on) counters::access(counters::Op::st_global, p, bytes, at);
 }
 
 // --- counters. Atomic accesses do not race with each other, so the shadow does not hold them.
@@ -119,6 +123,7 @@ static void wake_waiters(u32* p, Flag& flag) {
 void flag_add(u32* p, u32 v) {
   preempt();
   Flag& flag = flag_at(p, "red_add_release");
+  if (counters::on) counters::flag("red.release.gpu", p, true, false);
   release(flag.clock, self(), Reach::wide);
   *p += v;
   wake_waiters(p, flag);
@@ -127,6 +132,7 @@ void flag_add(u32* p, u32 v) {
 u32 flag_fetch_add(u32* p, u32 v) {
   preempt();
   Flag& flag = flag_at(p, "atomic_add_acq_rel");
+  if (counters::on) counters::flag("atom.acq_rel.gpu", p, true, true);
   Thread& t = self();
   acquire(t, flag.clock, true);
   release(flag.clock, t, Reach::wide);
@@ -139,12 +145,14 @@ u32 flag_fetch_add(u32* p, u32 v) {
 u32 flag_load(const u32* p) {
   preempt();
   acquire(self(), flag_at(p, "ld_acquire").clock, true);
+  if (counters::on) counters::flag("ld.acquire.gpu", p, false, true);
   return *p;
 }
 
 void flag_wait(const u32* p, u32 v) {
   preempt();
   Flag& flag = flag_at(p, "wait_ge");
+  bool there = static_cast<i32>(*p - v) >= 0;
   while (static_cast<i32>(*p - v) < 0) {
     ++machine->polling;
     flag.waiting.push_back(&self());
@@ -159,6 +167,10 @@ void flag_wait(const u32* p, u32 v) {
         p, v);
   }
   acquire(self(), flag.clock, true);
+  if (counters::on) {
+    counters::flag("fence.acquire.gpu", p, false, true);
+    counters::warp_event("wait_ge", !there);
+  }
 }
 
 }  // namespace kitsune::emulator

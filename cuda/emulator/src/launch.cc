@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "counters.h"
 #include "state.h"
 
 namespace kitsune::emulator {
@@ -55,6 +56,10 @@ std::string invalid(const Launch& l) {
   return "";
 }
 
+// kLaunchRegisters of a block that is known at run time only.
+constexpr u32 launch_registers(u32 block) { return 65536 / block < 255 ? 65536 / block / 8 * 8 : 255; }
+static_assert(launch_registers(384) == kLaunchRegisters<384> && launch_registers(128) == kLaunchRegisters<128>);
+
 void start_thread(Cta& cta, u32 index) {
   Machine& m = *machine;
   u32 slot = cta.slot * m.launch.block + index;
@@ -75,8 +80,7 @@ void start_thread(Cta& cta, u32 index) {
   t.warp->lanes[t.lane] = &t;
   t.warpgroup = &cta.warpgroups[index / 128];
   t.wgmma_issued = t.wgmma_waited = t.warpgroup->issued;
-  t.registers = kRegisters / m.launch.block / 8 * 8;
-  if (t.registers > 255) t.registers = 255;
+  t.registers = m.launch.registers;
   // Stack tops on different cache lines: aligned stacks would share a few sets of the cache.
   size_t skew = index % 61 * 128;
   fiber_prepare(t.fiber, stack, m.options.stack_bytes - skew, thread_entry);
@@ -125,7 +129,6 @@ void start_cta(Cluster& cluster, u32 rank) {
   cluster.ctas.push_back(&cta);
   reset_clocks(cta);
   for (u32 i = 0; i < m.launch.block; ++i) start_thread(cta, i);
-  cta.free_registers = static_cast<i64>(kRegisters) - static_cast<i64>(m.launch.block) * m.threads[slot * m.launch.block].registers;
   cluster.live += m.launch.block;
   m.live += m.launch.block;
 }
@@ -196,6 +199,7 @@ Result run(const Launch& launch, const std::function<void()>& body, const Option
   Machine m;
   machine = &m;
   m.launch = launch;
+  if (!m.launch.registers) m.launch.registers = launch_registers(launch.block);
   m.options = options;
   m.body = &body;
   m.random.state = options.seed * 7919 + 13;
@@ -209,8 +213,10 @@ Result run(const Launch& launch, const std::function<void()>& body, const Option
   m.shared = shared_windows(m.slots * launch.cluster);
   number_agents();
   register_pages();
+  if (counters::on) counters::begin(launch, options.seed, counting_options());
   start_clusters();
   result.ok = schedule();
+  if (counters::on) counters::end(result.ok);
   result.message = m.error;
   for (const Thread& t : m.threads)
     if (t.cta && fiber_overflowed(t.stack)) {

@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "counters.h"
 #include "state.h"
 
 namespace kitsune::emulator {
@@ -44,7 +45,7 @@ void barrier_init(Mbar& bar, u32 arrivals) {
   Machine& m = *machine;
   Thread& t = self();
   if (arrivals == 0 || arrivals > kMaxArrivals) fail("mbar_init: %u arrivals, at least 1 and at most %u", arrivals, kMaxArrivals);
-  store_shared(&bar, sizeof bar);
+  check_store(&bar, sizeof bar);
   Cta& cta = *t.cta;
   m.barriers.push_back(std::make_unique<Barrier>());
   Barrier& b = *m.barriers.back();
@@ -134,6 +135,7 @@ void barrier_arrive_remote(Mbar& bar, u32 rank) {
   Thread& t = self();
   u32 offset = offset_in(own_cta(&bar, sizeof bar, "mbar_arrive_remote"), &bar);
   preempt();
+  if (counters::on) counters::warp_event("fence.release.sync_restrict");
   Cta& cta = remote_cta(rank, "mbar_arrive_remote");
   Barrier& b = barrier_at(cta, offset, &cta != t.cta);
   if (&cta != t.cta) touch_remote(cta, t.agent, t.clock[t.agent]);
@@ -146,6 +148,10 @@ void barrier_wait(Mbar& bar, u32 parity, bool cluster) {
   if (parity > 1) fail("mbar_wait: parity %u", parity);
   preempt();
   Barrier& b = own_barrier(bar, "mbar_wait");
+  if (counters::on) {
+    counters::warp_event("mbar_wait", (b.phase & 1) == parity);
+    if (cluster) counters::warp_event("fence.acquire.sync_restrict");
+  }
   while ((b.phase & 1) == parity) {
     b.waiting.push_back(&self());
     block(waits_for, &b, parity);

@@ -3,6 +3,7 @@
 // Comes in: host pointers into the window of a CTA. Goes out: checks in the CTA's shadow. Invariant: only remote functions reach
 // beyond the own CTA, and every such access is remembered until the CTA's exit has been ordered after it.
 
+#include "counters.h"
 #include "state.h"
 
 namespace kitsune::emulator {
@@ -49,13 +50,30 @@ static void check_aligned(const void* p, u32 bytes, const char* what) {
   if (reinterpret_cast<size_t>(p) % bytes) fail("%s of %u bytes at %p is not aligned", what, bytes, p);
 }
 
-void load_shared(const void* p, u32 bytes) {
+void enter_section(u32 stage, u32 role) {
+  if (counters::on) counters::section(stage, role);
+}
+void finish_section() {
+  if (counters::on) counters::finishing();
+}
+
+void load_shared(const void* p, u32 bytes, const Site& at) {
+  check_load(p, bytes);
+  if (counters::on) counters::access(counters::Op::ld_shared, p, bytes, at);
+}
+
+void store_shared(void* p, u32 bytes, const Site& at) {
+  check_store(p, bytes);
+  if (counters::on) counters::access(counters::Op::st_shared, p, bytes, at);
+}
+
+void check_load(const void* p, u32 bytes) {
   Cta& cta = own_cta(p, bytes, "ld_shared");
   check_aligned(p, bytes, "ld_shared");
   check_read(cta.region, offset_in(cta, p), bytes, actor(self(), "ld_shared"));
 }
 
-void store_shared(void* p, u32 bytes) {
+void check_store(void* p, u32 bytes) {
   Cta& cta = own_cta(p, bytes, "st_shared");
   check_aligned(p, bytes, "st_shared");
   Actor a = actor(self(), "st_shared");
@@ -68,10 +86,11 @@ void touch_remote(Cta& cta, u32 agent, u32 clock) {
   if (latest < clock) latest = clock;
 }
 
-void* remote_load(const void* p, u32 rank, u32 bytes) {
+void* remote_load(const void* p, u32 rank, u32 bytes, const Site& at) {
   Thread& t = self();
   u32 offset = offset_in(own_cta(p, bytes, "ld_cluster"), p);
   check_aligned(p, bytes, "ld_cluster");
+  if (counters::on) counters::access(counters::Op::ld_cluster, p, bytes, at);
   preempt();
   Cta& cta = remote_cta(rank, "ld_cluster");
   check_read(cta.region, offset, bytes, actor(t, "ld_cluster"));
@@ -79,10 +98,11 @@ void* remote_load(const void* p, u32 rank, u32 bytes) {
   return cta.memory + offset;
 }
 
-void* remote_store(void* p, u32 rank, u32 bytes) {
+void* remote_store(void* p, u32 rank, u32 bytes, const Site& at) {
   Thread& t = self();
   u32 offset = offset_in(own_cta(p, bytes, "st_cluster"), p);
   check_aligned(p, bytes, "st_cluster");
+  if (counters::on) counters::access(counters::Op::st_cluster, p, bytes, at);
   preempt();
   Cta& cta = remote_cta(rank, "st_cluster");
   Actor a = actor(t, "st_cluster");
@@ -109,6 +129,8 @@ static void cta_exit(Cta& cta) {
 void thread_exit() {
   Machine& m = *machine;
   Thread& t = self();
+  if (counters::on) counters::exits(t);
+  thread_exit_registers(t);
   thread_exit_wgmma(t);
   thread_exit_copies(t);
   Cta& cta = *t.cta;

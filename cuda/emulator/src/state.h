@@ -26,7 +26,6 @@ namespace kitsune::emulator {
 constexpr u32 kWindow = 1u << 18;
 constexpr u32 kReserved = 1024;     // of each CTA, for the system (CUDA C++ Programming Guide, compute capability 9.0)
 constexpr u32 kMaxShared = 232448;  // 227 KB, the opt-in limit of compute capability 9.0
-constexpr u32 kRegisters = 65536;   // of one SM
 
 struct Cta;
 struct Cluster;
@@ -74,6 +73,7 @@ struct Warpgroup {
   std::deque<std::unique_ptr<Wgmma, WgmmaDeleter>> queue;
   u64 last_due = 0;
   std::vector<Thread*> waiting;
+  std::vector<u32> register_counts;  // of each setmaxnreg so far, in order: all threads execute the same ones
 };
 
 struct ActiveAccumulators {
@@ -120,7 +120,7 @@ struct Thread : Identity {
   // copies
   std::shared_ptr<CopyGroup> bulk_open, copy_open;
   std::deque<std::shared_ptr<CopyGroup>> bulk_groups, copy_groups;
-  u32 registers = 0;
+  u32 registers = 0, register_changes = 0;
   bool at_cluster_barrier = false;
 };
 
@@ -157,7 +157,7 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<std::pair<u32, std::string>> names;  // by offset
   std::vector<Barrier*> mbarriers, copy_barriers;  // copy_barriers: those with an agent
-  i64 free_registers = 0;
+  i64 free_registers = 0;                          // of those that the launch gave the CTA: what its threads have given back
   std::vector<Thread*> waiting_registers;
   u32 in_flight = 0;                    // asynchronous operations on its memory
   std::unordered_map<u32, u32> remote;  // agents of other CTAs that accessed its memory: their latest clock
@@ -251,6 +251,8 @@ Cta* agent_cta(u32 agent);
 Cta& own_cta(const void* p, u32 bytes, const char* what);  // fails unless p lies in the caller's shared memory
 Cta& remote_cta(u32 rank, const char* what);               // fails unless rank is a live CTA of the cluster
 inline u32 offset_in(const Cta& cta, const void* p) { return static_cast<u32>(static_cast<const char*>(p) - cta.memory); }
+void check_load(const void* p, u32 bytes);
+void check_store(void* p, u32 bytes);
 void touch_remote(Cta& cta, u32 agent, u32 clock);
 Region& global_region(const void* p, size_t bytes, const char* what);
 void register_pages();  // the registered buffers become the launch's regions
@@ -267,6 +269,7 @@ bool warp_meet(const char* operation, void* slot);
 void warp_release();
 void barriers_after_exit(Cta& cta);  // barriers.cc
 
+void thread_exit_registers(Thread& thread);
 void thread_exit_wgmma(Thread& thread);
 void thread_exit_copies(Thread& thread);
 

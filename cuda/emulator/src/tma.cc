@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "copies.h"
+#include "counters.h"
 
 namespace kitsune::emulator {
 
@@ -106,6 +107,9 @@ void tile_load(const TensorMap& map, Mbar& bar, void* dst, i32 x, i32 y, u32 mas
   u32 row_bytes = m.box_width * m.element, bytes = row_bytes * m.box_height, offset = offset_in(own_cta(dst, bytes, what), dst);
   std::vector<Destination> all;
   destinations(all, bar, mask, what);
+  if (counters::on)
+    for (u32 row = 0; row < m.box_height; ++row)
+      if (Row r = row_of(m, x, y, row); r.bytes) counters::copy_in(what, r.global, r.bytes, static_cast<u32>(all.size()));
   for (const Destination& to : all) {
     Actor a = copy_actor(t, *to.barrier, what);
     for (u32 row = 0; row < m.box_height; ++row)
@@ -146,6 +150,7 @@ void tile_store(const TensorMap& map, const void* src, i32 x, i32 y, bool add) {
   for (u32 row = 0; row < m.box_height; ++row)
     if (Row r = row_of(m, x, y, row); r.bytes) {
       Region& region = global_region(r.global, r.bytes, what);
+      if (counters::on) counters::copy_out(what, r.global, r.bytes);
       begin_target(*group, region, static_cast<size_t>(r.global - region.begin), r.bytes, a, add);
     }
   ++group->reading;

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "counters.h"
 #include "emulator/convert.h"
 #include "state.h"
 
@@ -13,6 +14,7 @@ namespace kitsune::emulator {
 bool warp_meet(const char* operation, void* slot) {
   Thread& t = self();
   Warp& w = *t.warp;
+  if (counters::on) counters::together();
   if (w.arrived == 0) w.operation = operation;
   if (w.operation != operation) fail("the warp has diverged: this lane is in %s, others in %s", operation, w.operation);
   w.slots[t.lane] = slot;
@@ -138,6 +140,10 @@ void warp_mma(Operand type, float* c, const u32* a, const u32* b) {
   Mma mine{type, c, a, b};
   if (warp_meet("mma", &mine)) {
     multiply(self().warp->slots);
+    if (counters::on)
+      counters::event(std::string("mma.sync m16n8") + (type == Operand::tf32   ? "k8 tf32"
+                                                       : type == Operand::bf16 ? "k16 bf16"
+                                                                               : "k16 f16"));
     warp_release();
   }
 }
@@ -153,10 +159,17 @@ struct Rows {
 char* checked_row(const void* row, const char* what, bool write) {
   if (reinterpret_cast<size_t>(row) % 16) fail("%s: the row %p is not aligned to 16 bytes", what, row);
   if (write)
-    store_shared(const_cast<void*>(row), 16);
+    check_store(const_cast<void*>(row), 16);
   else
-    load_shared(row, 16);
+    check_load(row, 16);
   return static_cast<char*>(const_cast<void*>(row));
+}
+
+void count_rows(counters::Op op, const Site& at) {
+  if (!counters::on) return;
+  const char* rows[32];
+  for (u32 i = 0; i < 32; ++i) rows[i] = static_cast<Rows*>(self().warp->slots[i])->row;
+  counters::rows(op, rows, at);
 }
 
 // Element pair `lane` of matrix i: row lane/4, elements 2(lane%4), +1; transposed: column lane/4, rows 2(lane%4), +1.
@@ -171,9 +184,10 @@ void each_pair(void** slots, bool transpose, void (*move)(u32& register_, u32 up
 }
 }  // namespace
 
-void matrix_load(u32* r, const void* row, bool transpose) {
+void matrix_load(u32* r, const void* row, bool transpose, const Site& at) {
   Rows mine{r, checked_row(row, "ldmatrix", false)};
   if (warp_meet(transpose ? "ldmatrix.trans" : "ldmatrix", &mine)) {
+    count_rows(counters::Op::ldmatrix, at);
     each_pair(self().warp->slots, transpose, [](u32& pair, u32 upper, char* element) {
       u16 v;
       memcpy(&v, element, 2);
@@ -183,9 +197,10 @@ void matrix_load(u32* r, const void* row, bool transpose) {
   }
 }
 
-void matrix_store(void* row, const u32* r) {
+void matrix_store(void* row, const u32* r, const Site& at) {
   Rows mine{const_cast<u32*>(r), checked_row(row, "stmatrix", true)};
   if (warp_meet("stmatrix", &mine)) {
+    count_rows(counters::Op::stmatrix, at);
     each_pair(self().warp->slots, false, [](u32& pair, u32 upper, char* element) {
       u16 v = static_cast<u16>(upper ? pair >> 16 : pair);
       memcpy(element, &v, 2);

@@ -8,6 +8,7 @@
 
 #include <cstring>
 
+#include "counters.h"
 #include "emulator/convert.h"
 #include "state.h"
 
@@ -184,12 +185,20 @@ ActiveAccumulators& attach(Thread& t, Wgmma& op, float* d) {
   return t.active.back();
 }
 
+// With the bytes of shared memory that it reads.
+void count(const WgmmaCall& call) {
+  const char* type = call.type == Operand::tf32 ? "tf32" : call.type == Operand::bf16 ? "bf16" : "f16";
+  std::string name = format("wgmma m64n%uk%u %s, A in %s", call.n, depth(call), type, call.a ? "registers" : "shared memory");
+  counters::event(name, (call.n + (call.a ? 0 : 64)) * 32);
+}
+
 void issue(Thread& t, Warpgroup& group, Wgmma& op) {
   Cta& cta = *t.cta;
   u32 number = ++group.issued;
   Actor a{op.known.data(), group.agent, number, kAsync, &t, "wgmma"};
   if (!op.call.a) check_operand(cta, op.call.desc_a, 64, op.call.trans_a, op.call.type, a);
   check_operand(cta, op.call.desc_b, op.call.n, op.call.trans_b, op.call.type, a);
+  if (counters::on) count(op.call);
   u64 due = machine->step + random_delay();
   if (due < group.last_due) due = group.last_due;  // in order within a warpgroup
   group.last_due = due;
@@ -228,13 +237,20 @@ void wgmma(float* d, const WgmmaCall& call) {
   if (++op.calls == 128) issue(t, group, op);
 }
 
-void wgmma_register_fence() { self().wgmma_fenced = true; }
+void wgmma_register_fence() {
+  if (counters::on) counters::together();
+  self().wgmma_fenced = true;
+}
 
-void wgmma_group_commit() { self().wgmma_groups.push_back(self().wgmma_issued); }
+void wgmma_group_commit() {
+  if (counters::on) counters::together();
+  self().wgmma_groups.push_back(self().wgmma_issued);
+}
 
 void wgmma_group_wait(u32 pending) {
   Thread& t = self();
   Warpgroup& group = *t.warpgroup;
+  if (counters::on) counters::together();
   preempt();
   u32 groups = static_cast<u32>(t.wgmma_groups.size()), done = groups > pending ? groups - pending : 0;
   u32 need = done ? t.wgmma_groups[done - 1] : t.wgmma_waited;

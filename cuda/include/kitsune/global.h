@@ -2,7 +2,7 @@
 //
 // Comes in: the address of a row, the thread's first column. Goes out: the thread's C = kOwned columns of it. Invariants: nothing
 // outside the array is touched (rows beyond the stream and columns beyond the array read as zero and are not written), and accesses
-// are 16 bytes wide where the array allows (`Vector`: its rows are 16-byte aligned and as wide as the tile).
+// are as wide as the pitch and the width of the array allow, 16 bytes at most.
 #pragma once
 
 #include "kitsune/layout.h"
@@ -77,79 +77,149 @@ KITSUNE_DEVICE float unpack<F16>(u32 pair, int e) {
   return e ? f16_hi(pair) : f16_lo(pair);
 }
 
-// C columns of a row whose elements are 4 bytes, as bits.
-template <int C, bool Vector>
-KITSUNE_DEVICE void load_words(u32 (&out)[C], const u32* row, int column, int columns, bool valid) {
-  if constexpr (Vector && C % 4 == 0) {
-    KITSUNE_UNROLL
-    for (int i = 0; i < C / 4; ++i) {
-      U4 v = {0, 0, 0, 0};
-      if (valid) v = ld_global(reinterpret_cast<const U4*>(row + column) + i);
-      out[4 * i] = v.x, out[4 * i + 1] = v.y, out[4 * i + 2] = v.z, out[4 * i + 3] = v.w;
-    }
-  } else {
-    KITSUNE_UNROLL
-    for (int c = 0; c < C; ++c) out[c] = valid && column + c < columns ? ld_global(row + column + c) : 0;
+// How many bytes an access to a row has (`Bytes`): 16, or as many as the pitch and the width of the array allow. Rows that a lane
+// has brought to shared memory first (stage/rows.h) start on any byte of theirs, and are read word by word.
+constexpr int kStaged = 0;
+
+template <int Bytes>
+struct Access;
+template <>
+struct Access<4> {
+  using Type = u32;
+  static KITSUNE_DEVICE void split(u32* out, u32 v) { out[0] = v; }
+  static KITSUNE_DEVICE u32 join(const u32* in) { return in[0]; }
+};
+template <>
+struct Access<8> {
+  using Type = U2;
+  static KITSUNE_DEVICE void split(u32* out, U2 v) { out[0] = v.x, out[1] = v.y; }
+  static KITSUNE_DEVICE U2 join(const u32* in) { return {in[0], in[1]}; }
+};
+template <>
+struct Access<16> {
+  using Type = U4;
+  static KITSUNE_DEVICE void split(u32* out, U4 v) { out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w; }
+  static KITSUNE_DEVICE U4 join(const u32* in) { return {in[0], in[1], in[2], in[3]}; }
+};
+
+// Words that lie together: `left` bytes of them are in the array, a multiple of Bytes where it ends among them.
+template <int Words, int Bytes>
+KITSUNE_DEVICE void load_words(u32 (&out)[Words], const void* from, int left) {
+  using To = Access<Bytes>;
+  KITSUNE_UNROLL
+  for (int i = 0; i < Words; i += Bytes / 4) {
+    typename To::Type v = {};
+    if (4 * i < left) v = ld_global(reinterpret_cast<const typename To::Type*>(static_cast<const u32*>(from) + i));
+    To::split(out + i, v);
+  }
+}
+template <int Words, int Bytes>
+KITSUNE_DEVICE void store_words(void* to, int left, const u32 (&in)[Words]) {
+  using From = Access<Bytes>;
+  KITSUNE_UNROLL
+  for (int i = 0; i < Words; i += Bytes / 4)
+    if (4 * i < left) st_global(reinterpret_cast<typename From::Type*>(static_cast<u32*>(to) + i), From::join(in + i));
+}
+
+// C columns of a staged row, `left` of them in the row, which starts at `row`. Rows beyond the stream are zeros there. Every load
+// is made, of a word of the row where it would leave the row: ptxas takes a load under a condition for a divergent path, on which
+// registers of wgmma may not be made (C7519).
+template <class Bits, int C>
+KITSUNE_DEVICE void load_staged(Bits (&out)[C], const Bits* row, int column, int columns) {
+  KITSUNE_UNROLL
+  for (int c = 0; c < C; ++c) {
+    const Bits v = ld_shared(column + c < columns ? row + column + c : row);
+    out[c] = column + c < columns ? v : Bits(0);
+  }
+}
+// 16-bit elements as pairs: the words that they lie in, shifted by a half where the first one is the second half of its word.
+template <int C>
+KITSUNE_DEVICE void load_staged_halves(u32 (&out)[C / 2], const u16* row, int column, int columns) {
+  const u32 half = static_cast<u32>(reinterpret_cast<u64>(row + column)) / 2 & 1;
+  const int left = columns - column;
+  const u32* const words = reinterpret_cast<const u32*>(row + column - half);
+  const u32* const first = reinterpret_cast<const u32*>(row - (static_cast<u32>(reinterpret_cast<u64>(row)) / 2 & 1));
+  u32 w[C / 2 + 1];
+  KITSUNE_UNROLL
+  for (int i = 0; i <= C / 2; ++i) w[i] = ld_shared(2 * i < left + static_cast<int>(half) ? words + i : first);
+  KITSUNE_UNROLL
+  for (int i = 0; i < C / 2; ++i) {
+    const u32 pair = static_cast<u32>((static_cast<u64>(w[i + 1]) << 32 | w[i]) >> 16 * half);
+    out[i] = 2 * i + 1 < left ? pair : 2 * i < left ? pair & 0xffffu : 0;  // what follows is the next row
   }
 }
 
 // C columns of a row of 16-bit elements, as C / 2 pairs.
-template <int C, bool Vector>
-KITSUNE_DEVICE void load_halves(u32 (&out)[C / 2], const u16* row, int column, int columns, bool valid) {
-  if constexpr (Vector && C == 8) {
-    U4 v = {0, 0, 0, 0};
-    if (valid) v = ld_global(reinterpret_cast<const U4*>(row + column));
-    out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
-  } else {
+template <int C, int Bytes>
+KITSUNE_DEVICE void load_halves(u32 (&out)[C / 2], const void* row, int column, int columns, bool valid) {
+  const u16* const from = static_cast<const u16*>(row) + column;
+  const int left = valid ? columns - column : 0;
+  if constexpr (Bytes == kStaged) {
+    load_staged_halves<C>(out, static_cast<const u16*>(row), column, columns);
+  } else if constexpr (Bytes == 2) {
     KITSUNE_UNROLL
     for (int i = 0; i < C / 2; ++i) {
-      u32 lo = valid && column + 2 * i < columns ? ld_global(row + column + 2 * i) : 0;
-      u32 hi = valid && column + 2 * i + 1 < columns ? ld_global(row + column + 2 * i + 1) : 0;
+      u32 lo = 2 * i < left ? ld_global(from + 2 * i) : 0;
+      u32 hi = 2 * i + 1 < left ? ld_global(from + 2 * i + 1) : 0;
       out[i] = lo | hi << 16;
     }
+  } else {
+    load_words<C / 2, Bytes>(out, from, 2 * left);
   }
 }
 
 // C columns of a row as values.
-template <class E, int C, bool Vector>
+template <class E, int C, int Bytes>
 KITSUNE_DEVICE void load_row(typename Element<E>::Value (&out)[C], const void* row, int column, int columns, bool valid) {
   using Bits = typename Element<E>::Bits;
-  if constexpr (sizeof(Bits) == 4) {
-    u32 words[C];
-    load_words<C, Vector>(words, static_cast<const u32*>(row), column, columns, valid);
-    KITSUNE_UNROLL
-    for (int c = 0; c < C; ++c) out[c] = Element<E>::load(words[c]);
-  } else if constexpr (sizeof(Bits) == 2) {
+  const Bits* const from = static_cast<const Bits*>(row) + column;
+  const int left = valid ? columns - column : 0;
+  if constexpr (sizeof(Bits) == 2) {
     u32 pairs[C / 2];
-    load_halves<C, Vector>(pairs, static_cast<const u16*>(row), column, columns, valid);
+    load_halves<C, Bytes>(pairs, row, column, columns, valid);
     KITSUNE_UNROLL
     for (int c = 0; c < C; ++c) out[c] = unpack<E>(pairs[c / 2], c & 1);
-  } else {
+  } else if constexpr (Bytes == kStaged) {
+    Bits raw[C];
+    load_staged<Bits, C>(raw, static_cast<const Bits*>(row), column, columns);
     KITSUNE_UNROLL
-    for (int c = 0; c < C; ++c)
-      out[c] = valid && column + c < columns ? Element<E>::load(ld_global(static_cast<const Bits*>(row) + column + c))
-                                             : Element<E>::load(0);
+    for (int c = 0; c < C; ++c) out[c] = Element<E>::load(raw[c]);
+  } else if constexpr (Bytes < 4) {
+    KITSUNE_UNROLL
+    for (int c = 0; c < C; ++c) out[c] = Element<E>::load(c < left ? ld_global(from + c) : Bits(0));
+  } else {
+    constexpr int kPerWord = 4 / sizeof(Bits);
+    u32 words[C / kPerWord];
+    load_words<C / kPerWord, Bytes>(words, from, left * static_cast<int>(sizeof(Bits)));
+    KITSUNE_UNROLL
+    for (int c = 0; c < C; ++c) out[c] = Element<E>::load(static_cast<Bits>(words[c / kPerWord] >> c % kPerWord * 8));
   }
 }
 
 // The other way: C columns to a row of an array.
-template <class E, int C, bool Vector>
+template <class E, int C, int Bytes>
 KITSUNE_DEVICE void store_row(void* row, int column, int columns, bool valid, const typename Element<E>::Value (&in)[C]) {
   using Bits = typename Element<E>::Bits;
-  if (!valid) return;
-  if constexpr (Vector && sizeof(Bits) == 4 && C % 4 == 0) {
-    U4* to = reinterpret_cast<U4*>(static_cast<u32*>(row) + column);
-    KITSUNE_UNROLL
-    for (int i = 0; i < C / 4; ++i)
-      st_global(to + i, U4{Element<E>::store(in[4 * i]), Element<E>::store(in[4 * i + 1]), Element<E>::store(in[4 * i + 2]),
-                           Element<E>::store(in[4 * i + 3])});
-  } else if constexpr (Vector && sizeof(Bits) == 2 && C == 8) {
-    st_global(reinterpret_cast<U4*>(static_cast<u16*>(row) + column),
-              U4{pack<E>(in[0], in[1]), pack<E>(in[2], in[3]), pack<E>(in[4], in[5]), pack<E>(in[6], in[7])});
-  } else {
+  Bits* const to = static_cast<Bits*>(row) + column;
+  const int left = valid ? columns - column : 0;
+  if constexpr (Bytes < 4) {
     KITSUNE_UNROLL
     for (int c = 0; c < C; ++c)
-      if (column + c < columns) st_global(static_cast<Bits*>(row) + column + c, Element<E>::store(in[c]));
+      if (c < left) st_global(to + c, Element<E>::store(in[c]));
+  } else {
+    constexpr int kPerWord = 4 / sizeof(Bits);
+    u32 words[C / kPerWord];
+    KITSUNE_UNROLL
+    for (int i = 0; i < C / kPerWord; ++i) {
+      if constexpr (kPerWord == 2) {
+        words[i] = pack<E>(in[2 * i], in[2 * i + 1]);
+      } else {
+        words[i] = 0;
+        KITSUNE_UNROLL
+        for (int c = 0; c < kPerWord; ++c) words[i] |= static_cast<u32>(Element<E>::store(in[kPerWord * i + c])) << 8 * c;
+      }
+    }
+    store_words<C / kPerWord, Bytes>(to, left * static_cast<int>(sizeof(Bits)), words);
   }
 }
 

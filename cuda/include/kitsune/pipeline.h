@@ -11,20 +11,28 @@
 #include "kitsune/stage/image.h"
 #include "kitsune/stage/matmul.h"
 #include "kitsune/stage/reduce.h"
+#include "kitsune/stage/rows.h"
 #include "kitsune/stage/scratch.h"
 #include "kitsune/stage/sink.h"
 
 namespace kitsune {
 
-// 65 536 registers a CTA are 512 for a thread of each warpgroup together, in steps of 8 (CUDA programming guide, compute
-// capability 9.0; PTX ISA, setmaxnreg): 32 + 2 * 240 or 32 + 3 * 160. The loader compiles to less than 32.
-constexpr int kLoaderRegisters = 32;
+// Registers of a thread in each role, from two lanes on. Together the roles may have what the launch gives, or setmaxnreg.inc waits
+// for ever: one thread of each warpgroup has 504 with two lanes (24 + 2 * 240) and 512 with three (32 + 3 * 160). The loader's code
+// fits 24, the least that setmaxnreg takes. More for it and less for two consumers (40 + 2 * 232) makes ptxas serialise wgmma
+// (C7512).
+template <int Lanes>
+constexpr int kLoaderRegisters = Lanes == 3 ? 32 : 24;
 template <int Lanes>
 constexpr int kConsumerRegisters = Lanes == 3 ? 160 : 240;
+template <int Lanes>
+constexpr bool kRolesFitLaunch =
+    kLoaderRegisters<Lanes> + Lanes * kConsumerRegisters<Lanes> <= (1 + Lanes) * kLaunchRegisters<(1 + Lanes) * kGroupThreads>;
+static_assert(kRolesFitLaunch<2> && kRolesFitLaunch<3>, "setmaxnreg.inc would wait for registers that no launch has");
 
 template <int Lanes>
 KITSUNE_DEVICE void become_loader() {
-  if constexpr (Lanes > 1) reg_dec<kLoaderRegisters>();
+  if constexpr (Lanes > 1) reg_dec<kLoaderRegisters<Lanes>>();
 }
 template <int Lanes>
 KITSUNE_DEVICE void become_consumer() {
@@ -95,5 +103,8 @@ KITSUNE_DEVICE void prefetch_tile(const void* array, i64 row, i64 rows, u32 row_
 KITSUNE_DEVICE u32 tiles_of(u32 worker, u32 workers, u32 tiles) {
   return worker < tiles ? (tiles - worker + workers - 1) / workers : 0;
 }
+
+// Tiles of the worker that has most: where all take part in every round.
+KITSUNE_DEVICE u32 rounds_of(u32 workers, u32 tiles) { return tiles / workers + (tiles % workers != 0); }
 
 }  // namespace kitsune

@@ -1,4 +1,4 @@
-// CTAs that signal through counters in global memory, and the rules of global memory.
+// CTAs that signal through counters in global memory, and the rules of global memory; warps and the registers that they share.
 
 #include "check.h"
 
@@ -204,7 +204,38 @@ Result warp_trial(u64 seed, bool& right) {
   return r;
 }
 
+// --- registers: a loader gives up some of its share of the launch (384 threads of 168), two consumers wait for theirs.
+template <int Loader, int Consumer>
+Result registers_trial(u64 seed, bool& right) {
+  std::vector<u32> y(384);
+  use(y, "y");
+  Result r = launch({1, 384, 1, 0}, seed, [&] {
+    if (thread_id() < 128)
+      reg_dec<Loader>();
+    else
+      reg_inc<Consumer>();
+    st_global(&y[thread_id()], thread_id());
+  });
+  right = true;
+  for (u32 t = 0; t < 384; ++t) right &= y[t] == t;
+  return r;
+}
+// Warps of one warpgroup that do not agree.
+template <int Other>
+Result half_trial(u64 seed, bool& right) {
+  right = false;
+  return launch({1, 128, 1, 0}, seed, [&] {
+    if (thread_id() < 64) reg_dec<40>();
+    if (thread_id() >= 64 && Other) reg_dec<Other ? Other : 24>();
+  });
+}
+
 Case all[] = {
+    {"correct registers, 24 and twice 240", registers_trial<24, 240>},
+    {"correct registers, 40 and twice 232", registers_trial<40, 232>},
+    {"registers of the SM that the launch does not have", registers_trial<32, 240>},
+    {"setmaxnreg by half a warpgroup", half_trial<0>},
+    {"two setmaxnreg in one warpgroup", half_trial<32>},
     {"correct ring, loads", ring_trial<false, kNone>},
     {"correct ring, bulk copies", ring_trial<true, kNone>},
     {"slot released before it is read", ring_trial<false, kReleaseBeforeRead>},

@@ -9,7 +9,7 @@ executes. ``supports`` says, op by op, what there is code for.
 from __future__ import annotations
 
 from kitsune_jax.targets.cuda.emit import call
-from kitsune_jax.targets.cuda.lower import Code, available, check, default_device, generate, notes, why_not
+from kitsune_jax.targets.cuda.lower import Code, available, check, default_device, generate, kind, notes, why_not
 from kitsune_jax.targets.cuda.support import supports
 
-__all__ = ["Code", "available", "call", "check", "default_device", "generate", "notes", "supports", "why_not"]
+__all__ = ["Code", "available", "call", "check", "default_device", "generate", "kind", "notes", "supports", "why_not"]

@@ -1,7 +1,7 @@
 """Streamed arrays at the border of a kernel: the addresses of a tile's rows, and the text that loads and stores their columns.
 
-Comes in: ``ArrayType``s of the tile program. Goes out: C++ text. Invariant: an access is a vector only where every row of the array
-starts on 16 bytes and is as wide as its tile.
+Comes in: ``ArrayType``s of the tile program. Goes out: C++ text. Invariant: an access is as wide as the pitch and the width of the
+array allow; a *staged* array comes through shared memory, a tile at a time, because its rows would take many narrow accesses.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from kitsune_jax.program.ir import ArrayType
+from kitsune_jax.program.ir import ArrayType, TileProgram
 from kitsune_jax.streams.space import dim_strides
 from kitsune_jax.targets.cuda import pointwise, tiles
 
 if TYPE_CHECKING:
     from kitsune_jax.targets.cuda.body import Body
+
+
+_FEW_ACCESSES = 8  # of a thread to a tile: a barrier and a wait cost no less
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,11 +42,32 @@ def columns_of(array: ArrayType) -> Columns:
     return Columns(tuple(array.shape[d] for d in array.dims), tuple(strides[d] for d in array.dims))
 
 
-def is_vector(array: ArrayType) -> bool:
-    """May a row's columns be loaded 16 bytes at a time?"""
+def access_bytes(array: ArrayType) -> int:
+    """The width of an access to a row: all pieces of a thread's columns start on a multiple of it, and so does the end of a row."""
     columns, size = columns_of(array), pointwise.ITEM_SIZE[array.dtype]
-    aligned = all(s * size % 16 == 0 for s in array.row_strides)
-    return columns.contiguous and columns.n == tiles.padded(columns.n) and columns.n >= 16 and aligned
+    if not columns.contiguous:
+        return size
+    owned = tiles.owned(tiles.padded(columns.n)) * size
+    return math.gcd(16, owned, columns.n * size, *(s * size for s in array.row_strides))
+
+
+def lies_together(program: TileProgram, array: ArrayType) -> bool:
+    """Is a tile of the array one piece of memory? It then starts on a multiple of 64 bytes, because a tile has 64 rows."""
+    columns = columns_of(array)
+    return array.streamed and len(program.axes) == 1 and columns.contiguous and array.row_strides == (columns.n,)
+
+
+def is_staged(program: TileProgram, array: ArrayType) -> bool:
+    """Should the array's tiles come through shared memory, where there is room?"""
+    columns, size = columns_of(array), pointwise.ITEM_SIZE[array.dtype]
+    width = tiles.padded(columns.n)
+    accesses = 2 * tiles.blocks(width) * tiles.owned(width) * size // access_bytes(array)  # of a thread, for a tile
+    return lies_together(program, array) and columns.n > 1 and accesses > _FEW_ACCESSES
+
+
+def staged_bytes(array: ArrayType) -> int:
+    """Shared memory of a lane for a staged array: this tile and the next."""
+    return -(-2 * tiles.TILE_ROWS * columns_of(array).n * pointwise.ITEM_SIZE[array.dtype] // 128) * 128
 
 
 class Arrays:
@@ -70,6 +94,9 @@ class Arrays:
         terms = [f"axis{a}[h] * {s * size}ll" for a, s in enumerate(array.row_strides) if s]
         offset = " + ".join(terms) or "0"
         prologue = self.body.prologue
+        if role == "in" and k in self.body.config.staged:
+            prologue.append(f"const u8* const {name}[2] = {{staged{k}.row(n, lane.row), staged{k}.row(n, lane.row + 8)}};")
+            return name
         prologue.append(f"{const}void* {name}[2];")
         prologue.append("KITSUNE_UNROLL")
         base = self.body.constants.parameter(f"{role}{k}")
@@ -107,15 +134,31 @@ class Arrays:
             inner *= n
         return f"[](int column) {{ return {' + '.join(terms)}; }}"
 
+    def _access(self, k: int) -> str:
+        """How the rows of input ``k`` are read."""
+        return "kStaged" if k in self.body.config.staged else str(access_bytes(self._array("in", k)))
+
+    def in_pairs(self, k: int) -> bool:
+        """Does ``load`` bring input ``k`` as pairs of 16-bit values?"""
+        array = self._array("in", k)
+        return tiles.is_half(array.dtype) and columns_of(array).contiguous
+
     def load(self, k: int, name: str, width: int, shift: int, column0: str = "") -> list[str]:
-        """Declares and fills ``name[2][owned]`` with the thread's columns of block b - shift, from ``column0`` on."""
+        """Declares and fills ``name[2][owned]`` with the thread's columns of block b - shift, from ``column0`` on; of 16-bit values
+        that lie together ``name[2][owned / 2]`` with pairs of them, zeros beyond the row."""
         array = self._array("in", k)
         columns, owned, row = columns_of(array), tiles.owned(width), self.row("in", k)
         element = pointwise.ELEMENT[array.dtype]
         column = f"{column0}first_column<{width}>(lane, {f'b - {shift}' if shift else 'b'})"
+        where = f"{name}[h], {row}[h], {column}, {columns.n}, valid[h]"
+        if self.in_pairs(k):
+            return [
+                f"u32 {name}[2][{owned // 2}];",
+                "KITSUNE_UNROLL",
+                f"for (int h = 0; h < 2; ++h) load_halves<{owned}, {self._access(k)}>({where});",
+            ]
         if columns.contiguous:
-            flag = "true" if is_vector(array) else "false"
-            call = f"load_row<{element}, {owned}, {flag}>({name}[h], {row}[h], {column}, {columns.n}, valid[h])"
+            call = f"load_row<{element}, {owned}, {self._access(k)}>({where})"
         else:
             call = (
                 f"load_strided<{element}, {owned}>({name}[h], {row}[h], {column}, {columns.n}, valid[h], {self._offset(columns)})"
@@ -133,8 +176,7 @@ class Arrays:
         element = pointwise.ELEMENT[array.dtype]
         column = f"{column0}first_column<{width}>(lane, b)"
         if columns.contiguous:
-            flag = "true" if is_vector(array) else "false"
-            call = f"store_row<{element}, {owned}, {flag}>({row}[h], {column}, {columns.n}, valid[h], {name}[h])"
+            call = f"store_row<{element}, {owned}, {access_bytes(array)}>({row}[h], {column}, {columns.n}, valid[h], {name}[h])"
         else:
             call = (
                 f"store_strided<{element}, {owned}>({row}[h], {column}, {columns.n}, valid[h], {name}[h], {self._offset(columns)})"
@@ -142,14 +184,13 @@ class Arrays:
         return ["KITSUNE_UNROLL", f"for (int h = 0; h < 2; ++h) {call};"]
 
     def source(self, k: int, operand: str, width: int) -> str | None:
-        """A GlobalSource over the array, or None where its rows need more than a load."""
+        """A RowSource over the array, or None where its rows need more than a load."""
         array = self._array("in", k)
         columns = columns_of(array)
         if not columns.contiguous:
             return None
-        flag = "true" if is_vector(array) else "false"
         element, row = pointwise.ELEMENT[array.dtype], self.row("in", k)
         return (
-            f"GlobalSource<{operand}, {element}, {width}, {flag}>"
+            f"RowSource<{operand}, {element}, {width}, {self._access(k)}>"
             f"{{{{{row}[0], {row}[1]}}, {{valid[0], valid[1]}}, {columns.n}, lane}}"
         )

@@ -38,7 +38,7 @@ class StageConfig:
     chunks. ``overlap``: two chunks of a product may be in flight; ``columns``: those of a chunk at most. ``spill``: values kept as
     images, at these offsets of a lane's scratch. ``split``: slabs of columns its CTAs share out. ``lanes``: of each of them.
     ``copies``: matmuls of several chunks take entries of queues from registers. ``slab_queues``: those with a split stage at an
-    end. ``loops``: layers that repeat become a loop.
+    end. ``loops``: layers that repeat become a loop. ``staged``: input arrays whose tiles come through shared memory.
     """
 
     resident: bool = True
@@ -52,6 +52,7 @@ class StageConfig:
     copies: bool = True
     slab_queues: frozenset[int] = frozenset()
     loops: bool = True
+    staged: frozenset[int] = frozenset()
 
 
 class Body:

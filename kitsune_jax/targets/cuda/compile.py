@@ -18,8 +18,10 @@ from kitsune_jax.targets.cuda.sources import CompileError
 __all__ = ["CompileError", "Compiled", "cubin", "emulated", "emulator_library"]
 
 
-def cubin(source: str, arch: str) -> Compiled:
+def cubin(source: str, arch: str, folder: Path | None = None) -> Compiled:
     """The cubin of ``source`` for ``arch`` ("sm_90a", "sm_80", ...) and ptxas's log; or PTX, for "compute_80".
+
+    ``folder`` has the NVRTC to compile with (see ``nvrtc``).
 
     Raises ``CompileError``, ``OSError`` where there is no NVRTC (``nvrtc.why_not()``), ``ValueError`` for an unknown ``arch``.
     """
@@ -28,11 +30,11 @@ def cubin(source: str, arch: str) -> Compiled:
         package=kitsune_jax.__version__,
         source=source,
         headers=sources.fingerprint("include"),
-        compiler="nvrtc {}.{}".format(*nvrtc.version()),
+        compiler="nvrtc {}.{}".format(*nvrtc.version(folder)),
         options="\n".join(nvrtc.options_for(arch)),
     )
     _show(key, ".cu", source, arch)
-    return Compiled.unpack(cache.default().get(key, ".cubin", lambda: nvrtc.compile(source, arch).pack()))
+    return Compiled.unpack(cache.default().get(key, ".cubin", lambda: nvrtc.compile(source, arch, folder=folder).pack()))
 
 
 def emulated(source: str, sm: int) -> bytes:

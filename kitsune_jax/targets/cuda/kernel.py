@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.planning.gpu_gradient import BLOCK_ROWS
 from kitsune_jax.program.ir import ArrayType, TileProgram
+from kitsune_jax.targets.cuda import arrays as border
 from kitsune_jax.targets.cuda import pointwise, text, tiles
 from kitsune_jax.targets.cuda.body import Body, StageConfig
 from kitsune_jax.targets.cuda.columns import Vectors
@@ -28,6 +29,7 @@ _ALIGN = 1024  # of everything in shared memory: the swizzle's atom
 _COUNTER_BYTES = 128
 _MAX_DEPTH = 12  # chunks of 16 KiB: what hides an L2 round trip twice over
 _MIN_DEPTH = 2
+_STAGED_DEPTH = 6  # staged arrays leave a ring of weights as many chunks: what hides an L2 round trip
 # (two chunks of a product in flight, columns of a chunk), best first. In flight together, one chunk's epilogue hides behind the
 # other's product; narrow chunks need more barrier rounds, but from 64 columns on the tensor core's rate is that of wide ones.
 _SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
@@ -108,6 +110,7 @@ class _Stage:
     first_weight: int
     scratch: int = 0  # bytes of one lane
     panels_at: int = 0  # of a lane's scratch: the operands of weight gradients
+    staged_at: int = 0  # of a lane's scratch: tiles of staged arrays
     scratch_at: int = 0
     end: int = 0  # of the CTA's shared memory, queues apart
 
@@ -120,8 +123,8 @@ class _Stage:
 
 
 class _Generator:
-    def __init__(self, program: TileProgram, arrangement: Arrangement, name: str, share: bool):
-        self.program, self.a, self.name, self.share = program, arrangement, name, share
+    def __init__(self, program: TileProgram, arrangement: Arrangement, name: str, share: bool, staging: bool = True):
+        self.program, self.a, self.name, self.share, self.staging = program, arrangement, name, share, staging
         self.vectors = Vectors()
         self.weights: list[WeightRecipe] = []
         self.stages: list[_Stage] = []
@@ -142,6 +145,8 @@ class _Generator:
             self.stages.append(self._stage(s, rank))
             rank += self.a.split[s] if self.a.spatial else 0
         shared = self._place_queues()
+        if shared > self.a.shared_bytes and any(stage.config.staged for stage in self.stages):
+            return _Generator(self.program, self.a, self.name, self.share, staging=False).run()
         if shared > self.a.shared_bytes:
             raise CannotLower(f"the kernel needs {shared} bytes of shared memory; a CTA has {self.a.shared_bytes}")
         self._layout_operands()
@@ -208,6 +213,7 @@ class _Generator:
             lanes=self.a.lanes,
             depth=_MAX_DEPTH,
             slab_queues=self.slab_queues,
+            staged=self._staged(s),
         )
         limit = _VALUE_REGISTERS[self.a.lanes]
         best: tuple[int, Body, StageConfig] | None = None
@@ -239,6 +245,11 @@ class _Generator:
         stage = _Stage(body, config, rank, first)
         self._fit_memory(s, stage)
         return stage
+
+    def _staged(self, s: int) -> frozenset[int]:
+        """The arrays whose tiles stage ``s`` would read from shared memory."""
+        loads = {i["array"] for i in self.program.stages[s].body if i.kind == "load"}
+        return frozenset(k for k in loads if self.staging and border.is_staged(self.program, self.program.inputs[k]))
 
     def _shapes(self, s: int) -> tuple[tuple[bool, int], ...]:
         """Chunks to try. Beside two other lanes, or one and f32 operands, ptxas spills or serialises with chunks of 128 columns."""
@@ -286,15 +297,21 @@ class _Generator:
         body, config = stage.body, stage.config
         images = max((at + image_bytes(body, v) for v, at in config.spill), default=0)
         stage.panels_at = images + _aligned(tiles.TILE_ROWS * body.scratch_words * 4) if body.scratch_words else images
-        stage.scratch = stage.panels_at + _aligned(body.panel_bytes)
-        lanes = self.a.lanes * stage.scratch
+        stage.staged_at = stage.panels_at + _aligned(body.panel_bytes)
+        staged = _aligned(sum(border.staged_bytes(self.program.inputs[k]) for k in config.staged))
         recipes = self.weights[stage.first_weight :]
+        resident = sum(r.shape.slab_bytes for r in recipes)
+        slot = max((r.shape.chunk_bytes(c) for r in recipes for c in r.shape.chunks), default=0)
+        free = self.a.shared_bytes - self.header_bytes - self.a.lanes * stage.staged_at
+        if staged and free - self.a.lanes * staged < (resident if config.resident else _STAGED_DEPTH * slot):
+            config, staged = dataclasses.replace(config, staged=frozenset()), 0  # rows are read where they lie
+            stage.config, stage.body = config, self._emit(s, config, stage.first_weight)
+        stage.scratch = stage.staged_at + staged
+        lanes = self.a.lanes * stage.scratch
         if config.resident:
-            weights = sum(r.shape.slab_bytes for r in recipes)
+            weights = resident
         else:
-            slot = max((r.shape.chunk_bytes(c) for r in recipes for c in r.shape.chunks), default=0)
-            free = self.a.shared_bytes - self.header_bytes - lanes
-            depth = min(_MAX_DEPTH, free // slot if slot else 0)
+            depth = min(_MAX_DEPTH, (free - self.a.lanes * staged) // slot if slot else 0)
             if depth < _MIN_DEPTH:
                 raise CannotLower(f"{lanes} bytes of tiles leave no room for a ring of weights in shared memory")
             if depth < config.depth:
@@ -310,7 +327,8 @@ class _Generator:
             )
 
     def _header_bytes(self) -> int:
-        rings = 16 * _MAX_DEPTH + sum(16 * q.depth * self.a.lanes for q in self.program.queues)
+        staged = max((len(self._staged(s)) for s in range(len(self.program.stages))), default=0) * 16 * self.a.lanes
+        rings = staged + 16 * _MAX_DEPTH + sum(16 * q.depth * self.a.lanes for q in self.program.queues)
         return _aligned(rings + 128)
 
     # -- queues
@@ -400,7 +418,7 @@ class _Generator:
         return gradient.shape.all_blocks * BLOCK_ROWS * gradient.shape.width
 
     def _launch(self, shared: int) -> tuple[int, ...]:
-        geometry = (self.a.sm, self.grid, self.threads, self.a.cluster, shared, int(self.cooperative))
+        geometry = (self.a.sm, self.grid, self.threads, self.a.cluster, shared, int(self.cooperative), self.a.ctas)
         return LAUNCH_VERSION, *geometry, *self._counts(), *self._buffer_bytes()
 
     def _buffer_bytes(self) -> tuple[int, ...]:

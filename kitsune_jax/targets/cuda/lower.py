@@ -7,13 +7,15 @@ Comes in: a tile program and the plan that arranged it. Goes out: ``Code``, or t
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import warnings
 
+from kitsune_jax import config
 from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import compile, devices, hostcc, kernel, nvrtc, runtime
+from kitsune_jax.targets.cuda import compile, devices, hostcc, kernel, nvrtc, runtime, tiles
 from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
@@ -76,8 +78,26 @@ def arrangement(plan: Plan, program: TileProgram) -> Arrangement:
     )
 
 
+def kind(plan: Plan, gradients: bool) -> str:
+    """What kernels with the same roles, rings and barriers have in common, as a name: ``KITSUNE_CUDA_AVOID`` takes it.
+
+    ``gradients``: it has weight gradients. The names are ``sm90-vertical-resident-lanes2``, ``sm80-spatial-l2-lanes1-split``,
+    ``sm90-spatial-cluster-lanes1-gradients`` and the like.
+    """
+    sm = "sm90" if machine_for("cuda", plan.machine).max_cluster > 1 else "sm80"
+    if plan.arrangement == "spatial":
+        how = plan.queues[0].place if plan.queues else "apart"  # stages that only share what they load
+    else:
+        how = "resident" if plan.stages[0].resident else f"streamed-cluster{plan.cluster}"
+    split = "-split" if any(stage.split > 1 for stage in plan.stages) else ""
+    return f"{sm}-{plan.arrangement}-{how}-lanes{plan.lanes}{split}{'-gradients' if gradients else ''}"
+
+
 def check(program: TileProgram, plan: Plan, name: str) -> str | None:
     """None if there is a kernel for ``program`` arranged as ``plan`` says, else the reason. Compiles nothing."""
+    this = kind(plan, any(i.kind == "matmul_sink" for stage in program.stages for i in stage.body))
+    if any(fnmatch.fnmatchcase(this, pattern) for pattern in config.cuda_avoid()):
+        return "KITSUNE_CUDA_AVOID rules its kind of kernel out"
     try:
         _kernel(program, plan, name)
     except CannotLower as no:
@@ -94,7 +114,18 @@ def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Code:
         sm = made.launch[1]
         return Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", name)
     arch = devices.arch()
-    return Code(made, compile.cubin(made.source, arch).cubin, arch, name)
+    compiled = compile.cubin(made.source, arch)
+    _check_registers(made, compiled)
+    return Code(made, compiled.cubin, arch, name)
+
+
+def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
+    """Raises ``InvalidProgram`` where ``setmaxnreg`` would wait for ever for registers that the launch does not have."""
+    _, sm, _, threads, *_ = made.launch
+    if sm == 900 and threads > 2 * tiles.GROUP_THREADS:  # several lanes
+        has, needs = nvrtc.resources(compiled.log, compiled.cubin).registers, 65536 // threads // 8 * 8
+        if has < needs:
+            raise InvalidProgram(f"the compiler launches the kernel with {has} registers a thread; its roles need {needs}")
 
 
 @functools.lru_cache(maxsize=64)

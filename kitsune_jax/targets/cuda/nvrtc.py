@@ -3,6 +3,9 @@
 Comes in: generated CUDA C++ and an architecture. Goes out: a cubin with ptxas's log, and what the log says of registers and
 memory; or PTX, for an architecture such as "compute_80". Invariants: importing this module loads nothing; where the library is
 missing, ``why_not()`` says what to install; the only headers a kernel can include are those whose fingerprint is in the cache key.
+
+Without a ``folder`` the functions take the NVRTC of ``KITSUNE_NVRTC_DIR``, or the best one that this machine has. With one they
+take the NVRTC in it: where libnvrtc lies, or where pip unpacked its wheel (``pip install --target``). A process may use several.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kitsune_jax import config
 from kitsune_jax.targets.cuda import cache, sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
@@ -87,26 +91,26 @@ class _Library:
 
 
 _lock = threading.Lock()
-_library: _Library | None = None
+_libraries: dict[Path | None, _Library] = {}  # by folder; None: the best that was found
 
 
-def available() -> bool:
+def available(folder: Path | None = None) -> bool:
     """Whether kernels can be compiled here."""
-    return why_not() is None
+    return why_not(folder) is None
 
 
-def why_not() -> str | None:
+def why_not(folder: Path | None = None) -> str | None:
     """``None`` if kernels can be compiled here, else the reason and what to install, in a sentence."""
     try:
-        _load()
+        _load(folder)
     except OSError as error:
         return str(error)
     return None
 
 
-def version() -> tuple[int, int]:
+def version(folder: Path | None = None) -> tuple[int, int]:
     """NVRTC's version, such as (13, 0). Raises ``OSError`` with the words of ``why_not`` if there is none."""
-    return _load().version
+    return _load(folder).version
 
 
 def sm_of(arch: str) -> int:
@@ -126,13 +130,13 @@ def options_for(arch: str) -> tuple[str, ...]:
     return ("--std=c++17", f"--gpu-architecture={arch}", f"-DKITSUNE_SM={sm_of(arch)}", *ptxas, *_QUIET)
 
 
-def compile(source: str, arch: str, options: Sequence[str] = ()) -> Compiled:
+def compile(source: str, arch: str, options: Sequence[str] = (), folder: Path | None = None) -> Compiled:
     """Compile ``source`` for ``arch`` ("sm_90a", "sm_80", "compute_80", ...), without any cache.
 
     Thread-safe; other Python threads run meanwhile.
     Raises ``CompileError`` with the log, ``OSError`` where there is no NVRTC, ``ValueError`` for an unknown architecture.
     """
-    library = _load().handle
+    library = _load(folder).handle
     # By default NVRTC searches the current folder as well, which no cache key could know of.
     search = ["--no-source-include", *(f"--include-path={folder}" for folder in sources.include_dirs("include"))]
     arguments = [option.encode() for option in (*options_for(arch), *search, *options)]
@@ -175,22 +179,22 @@ def _number(pattern: str, text: str) -> int:
 # --- the library
 
 
-def _load() -> _Library:
-    global _library
-    if _library is None:
+def _load(folder: Path | None = None) -> _Library:
+    folder = folder or config.nvrtc_dir()
+    if folder not in _libraries:
         with _lock:
-            if _library is None:
-                _library = _open()
-    return _library
+            if folder not in _libraries:
+                _libraries[folder] = _open(folder)
+    return _libraries[folder]
 
 
-def _open() -> _Library:
+def _open(folder: Path | None) -> _Library:
     """The first NVRTC that loads and is new enough. Raises ``OSError`` with advice."""
     refused = []
-    for path in _candidates():
+    for path in _candidates() if folder is None else _inside(_lib_folders(folder)):
         try:
             _preload_builtins(Path(path).parent)
-            handle = ctypes.CDLL(path)  # releases the GIL during calls
+            handle = ctypes.CDLL(path)  # releases the GIL during calls; loaded by its path, it is apart from others of its name
         except OSError as error:
             if Path(path).is_absolute():
                 refused.append(str(error))
@@ -199,8 +203,8 @@ def _open() -> _Library:
         if found >= _OLDEST:
             return _Library(_declare(handle), found)
         refused.append(f"{path} is version {found[0]}.{found[1]}, older than {_OLDEST[0]}.{_OLDEST[1]}")
-    reason = "; ".join(refused) or "it is in no nvidia wheel, no CUDA toolkit and not on the loader's path"
-    raise OSError(f"NVRTC (libnvrtc) was not found ({reason}); {_ADVICE}")
+    nowhere = f"it is not in {folder}" if folder else "it is in no nvidia wheel, no CUDA toolkit and not on the loader's path"
+    raise OSError(f"NVRTC (libnvrtc) was not found ({'; '.join(refused) or nowhere}); {_ADVICE}")
 
 
 def _candidates() -> Iterator[str]:
@@ -208,14 +212,23 @@ def _candidates() -> Iterator[str]:
     folders: list[Path] = []
     wheels = importlib.util.find_spec("nvidia")
     for place in (wheels.submodule_search_locations or ()) if wheels else ():
-        folders += sorted(Path(place).glob("*/lib"))  # nvidia/cu13/lib, nvidia/cuda_nvrtc/lib: one layout per major version
+        folders += _lib_folders(Path(place).parent)
     nvcc = shutil.which("nvcc")
     toolkits = [Path(nvcc).resolve().parents[1]] if nvcc else []
     toolkits += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
     folders += [toolkit / lib for toolkit in toolkits for lib in ("lib64", "lib")]
+    yield from _inside(folders)
+    yield from (f"libnvrtc.so.{major}" for major in _MAJORS)
+
+
+def _lib_folders(folder: Path) -> list[Path]:
+    """Where a library can be in ``folder``: there, or where wheels put it: one layout for each major version (cu13, cuda_nvrtc)."""
+    return [folder.absolute(), *sorted(folder.absolute().glob("nvidia/*/lib"))]
+
+
+def _inside(folders: Sequence[Path]) -> Iterator[str]:
     for major in _MAJORS:
         yield from (str(path) for folder in folders if (path := folder / f"libnvrtc.so.{major}").is_file())
-    yield from (f"libnvrtc.so.{major}" for major in _MAJORS)
 
 
 def _preload_builtins(folder: Path) -> None:

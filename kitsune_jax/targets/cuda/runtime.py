@@ -21,7 +21,7 @@ from kitsune_jax import config
 
 TARGET_NAME = "kitsune_cuda"
 ENTRY_POINT = "kitsune_region"
-LAUNCH_VERSION = 2
+LAUNCH_VERSION = 3
 
 _lock = threading.Lock()
 _state: tuple[Any, str] | None = None  # (extension or None, why not)
@@ -106,6 +106,16 @@ def set_emulator_seed(seed: int) -> None:
     """The schedule of every launch from now on. Does nothing before an emulator is in use, or where it has no schedules."""
     if _emulator is not None and hasattr(_emulator, "kitsune_emulator_set_seed"):
         _emulator.kitsune_emulator_set_seed(ctypes.c_uint64(seed))
+
+
+def emulator() -> ctypes.CDLL:
+    """The emulator's library, with the types of the functions by which it counts. Raises ``RuntimeError`` before one is in use."""
+    if _emulator is None:
+        raise RuntimeError("no emulator is in use: nothing was compiled for it yet")
+    _emulator.kitsune_emulator_start_counting.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    _emulator.kitsune_emulator_start_counting.restype = None
+    _emulator.kitsune_emulator_stop_counting.restype = ctypes.c_char_p
+    return _emulator
 
 
 def driver_info() -> dict[str, Any] | str:

@@ -129,6 +129,8 @@ class Segment:
             case InImage(name, "pair"):
                 self.body.used(v)
                 return f"{self._image_words(v, name, 'pair', 0)}[ii]"
+            case InArray(array) if self.body.arrays.in_pairs(array):
+                return f"{self._array(v, array, 0)}[ii & 1][ii >> 1]"
         return None
 
     def _move_pairs(self, action: Keep | ToPanel, pair: str) -> None:
@@ -207,7 +209,10 @@ class Segment:
                 self.body.budget.use((v, self.body.products.chunk_of(v, self.first)))
                 return f"{name}[2 * ((b - {first}) * {pairs} + ii) + e]"
             case InArray(array):
-                return f"{self._array(v, array, shift)}[h][c]"
+                x = self._array(v, array, shift)
+                if self.body.arrays.in_pairs(array):
+                    return f"unpack<{pointwise.ELEMENT[value.dtype]}>({x}[h][ii >> 1], e)"
+                return f"{x}[h][c]"
             case InVector(_, scalar):
                 return self.body.scalar(v) if scalar else f"{self._vector(v, shift)}[c]"
             case InImage(name, "bit"):
@@ -238,6 +243,7 @@ class Segment:
         raise CannotLower(f"a value in {type(value.place).__name__} has no elements")
 
     def _array(self, v: int, array: int, shift: int) -> str:
+        """The name of a block's columns of both rows, brought in once."""
         key = (v, shift)
         if key not in self.loaded:
             name = self.loaded[key] = self.body.fresh("x")

@@ -20,7 +20,7 @@ _FAMILIES = (
     ("v", "d", "c", "r", "e", "k", "s", "h", "index", "image"),
     ("q", "queue", "pop", "push"),
     ("sink", "sum", "gradient", "partial", "panel", "columns"),
-    ("in",),
+    ("in", "staged"),
     ("o", "out"),
 )
 _SPACE = {family: space for space, families in enumerate(_FAMILIES) for family in families}

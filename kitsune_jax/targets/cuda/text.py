@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.arrays import columns_of
+from kitsune_jax.targets.cuda.arrays import columns_of, lies_together, staged_bytes
 from kitsune_jax.targets.cuda.sharing import Kind, StageCode, kinds, places
 from kitsune_jax.targets.cuda.values import PanelSum, SinkCode
 
@@ -50,8 +50,6 @@ def _head(g: _Generator) -> str:
         f"constexpr int kLanes = {a.lanes};\n"
         f"constexpr i64 kRows = {p.rows};\n"
         f"constexpr u32 kTiles = {p.tiles};\n"
-        f"constexpr u32 kInstances = {g.instances};\n"
-        f"constexpr u32 kWorkers = {g.workers};  // warpgroups that share out the tiles\n"
     )
 
 
@@ -66,6 +64,8 @@ def _params(g: _Generator) -> str:
 
 def _header(g: _Generator) -> str:
     lines = ["struct Header {", "  Mbar resident;", "  u32 flags[4];"]
+    if most := _most_staged(g):
+        lines.append(f"  Mbar staged[{most}][kLanes][2];")
     if g.streamed:
         lines.append(f"  Ring<{g.depth}> weights;")
     for q in g.queue_at:
@@ -92,6 +92,7 @@ def _consume(g: _Generator, s: int) -> list[str]:
         behind = f" + {stage.panels_at}" if stage.panels_at else ""
         inner.append(f"const Panels panels{{shared + {_scratch_at(stage)}{behind}, {stage.scratch}, group}};")
     inner += _queues(g, s)
+    inner += _staged(g, s)
     inner += body.setup
     if stage.config.resident:
         if len(body.products.order):
@@ -99,15 +100,22 @@ def _consume(g: _Generator, s: int) -> list[str]:
     else:
         inner.append(f"StreamedWeights<Weights> weights{{Weights{{&header.weights, shared + {g.header_bytes}}}}};")
     inner.append(f"const u32 worker = {_worker(g)};")
-    rounds = f"{-(-g.program.tiles // g.workers)}" if g.uniform else "tiles_of(worker, kWorkers, kTiles)"
+    inner.append(_workers(g))
+    rounds = "rounds_of(workers, kTiles)" if g.uniform else "tiles_of(worker, workers, kTiles)"
     inner.append(f"const u32 rounds = {rounds};")
+    staged = sorted(stage.config.staged)
+    inner += [f"staged{k}.fetch(lane, 0, worker, kRows);" for k in staged]
     inner.append("KITSUNE_NO_UNROLL")
     inner.append("for (u32 n = 0; n < rounds; ++n) {")
     loop = [
-        "const i64 first_row = (static_cast<i64>(n) * kWorkers + worker) * kTileRows + lane.row;",
+        "const i64 tile = static_cast<i64>(n) * workers + worker;",
+        "const i64 first_row = tile * kTileRows + lane.row;",
         "const i64 row[2] = {first_row, first_row + 8};",
         "const bool valid[2] = {row[0] < kRows, row[1] < kRows};",
         "(void)valid;",
+        *([f"{_staged_type(g, staged[0])}::turn(1 + group);"] if staged else []),
+        *(f"staged{k}.fetch(lane, n + 1, tile + workers, kRows);" for k in staged),
+        *(f"staged{k}.wait(n, tile, kRows);" for k in staged),
         *_prefetches(g, s),
         *(["const float* const vectors = opaque(p.vectors);"] if g.vectors.recipes else []),
         *body.prologue,
@@ -115,32 +123,57 @@ def _consume(g: _Generator, s: int) -> list[str]:
     ]
     inner += ["  " + line for line in loop]
     inner.append("}")
-    return [*inner, *_finish(g, s), *_finish_gradients(g, s)]
+    finish = [*_finish(g, s), *_finish_gradients(g, s)]
+    return [*inner, *(["finishing();", *finish] if finish else [])]
 
 
 def _scratch_at(stage: _Stage) -> str:
     return stage.body.constants.number("scratch", None, stage.scratch_at)
 
 
+def _most_staged(g: _Generator) -> int:
+    """Staged arrays of the stage that has most."""
+    return max(len(stage.config.staged) for stage in g.stages)
+
+
+def _staged_type(g: _Generator, k: int) -> str:
+    array = g.program.inputs[k]
+    return f"StagedRows<Element<{pointwise.ELEMENT[array.dtype]}>::Bits, {columns_of(array).n}>"
+
+
+def _staged(g: _Generator, s: int) -> list[str]:
+    """The staged arrays of a stage: the lane's buffers one after the other, behind what else the lane has."""
+    lines, stage, at = [], g.stages[s], g.stages[s].staged_at
+    for index, k in enumerate(sorted(stage.config.staged)):
+        source = f"static_cast<const u8*>({stage.body.constants.parameter(f'in{k}')})"
+        buffers = f"shared + {_scratch_at(stage)} + group * {stage.scratch} + {at}"
+        lines.append(f"const {_staged_type(g, k)} staged{k}{{{source}, {buffers}, header.staged[{index}][group]}};")
+        at += staged_bytes(g.program.inputs[k])
+    return lines
+
+
 def _prefetches(g: _Generator, s: int) -> list[str]:
-    """The next tile of every input whose rows lie together. Tile boundaries are multiples of 64 rows, so of 16 bytes."""
+    """The next tile of every input whose rows lie together, but for those that come in bulk anyway."""
     lines = []
-    for k in sorted({i["array"] for i in g.program.stages[s].body if i.kind == "load"}):
+    for k in sorted({i["array"] for i in g.program.stages[s].body if i.kind == "load"} - g.stages[s].config.staged):
         array = g.program.inputs[k]
-        if not array.streamed:
-            continue
-        columns = columns_of(array)
-        if len(g.program.axes) == 1 and columns.contiguous and array.row_strides == (columns.n,):
-            size = columns.n * pointwise.ITEM_SIZE[array.dtype]
+        if lies_together(g.program, array):
+            size = columns_of(array).n * pointwise.ITEM_SIZE[array.dtype]
             lines.append(f"prefetch_tile({g.stages[s].body.constants.parameter(f'in{k}')}, next_row, kRows, {size});")
     if not lines:
         return []
-    next_row = "(static_cast<i64>(n + 1) * kWorkers + worker) * kTileRows"
+    next_row = "(tile + workers) * kTileRows"
     return ["if (lane.thread == 0) {", f"  const i64 next_row = {next_row};", *(f"  {line}" for line in lines), "}"]
 
 
 def _scratch_bytes(words: int) -> int:
     return -(-tiles.TILE_ROWS * words * 4 // 1024) * 1024
+
+
+def _workers(g: _Generator) -> str:
+    """The warpgroups that share out the tiles: fewer than were planned where the device at hand holds fewer instances."""
+    instances = f"grid_size() / {g.a.ctas}" if g.a.spatial else "grid_size()"
+    return f"const u32 workers = {instances} * kLanes;"
 
 
 def _worker(g: _Generator) -> str:
@@ -186,7 +219,7 @@ def _finish(g: _Generator, s: int) -> list[str]:
         return []
     constants = g.stages[s].body.constants
     arrived = f"reinterpret_cast<u32*>(p.workspace + {constants.number('arrived', 'sinks', g.counter_at[s])})"
-    lines = [f"const Finish finish{{{arrived}, &header.flags[group], kWorkers, worker, 1 + group}};"]
+    lines = [f"const Finish finish{{{arrived}, &header.flags[group], workers, worker, 1 + group}};"]
     for sink in sinks:
         partial = f"reinterpret_cast<u32*>({_partial(g, s, sink.sink)})"
         if sink.scalar:
@@ -208,7 +241,7 @@ def _finish_gradients(g: _Generator, s: int) -> list[str]:
     part, constants = "instance" if g.a.spatial else "block_id()", g.stages[s].body.constants
     counter = constants.number("arrived", "gradients", g.gradient_counter_at[s])
     arrived = f"reinterpret_cast<u32*>(p.workspace + {counter} + (slab * kLanes + group) * 128)"
-    lines = ["{", f"  const Finish finish{{{arrived}, &header.flags[group], {g.parts}, {part}, 1 + group}};"]
+    lines = ["{", f"  const Finish finish{{{arrived}, &header.flags[group], workers / kLanes, {part}, 1 + group}};"]
     for gradient in gradients:
         k, words = gradient.sink, g.gradient_words(gradient)
         lines.append(f"  u32* const partial{k} = reinterpret_cast<u32*>({_partial(g, s, k)}) + slab * {g.parts * words};")
@@ -282,8 +315,10 @@ def _load_streamed(g: _Generator, stage: _Stage) -> list[str]:
     lines = [
         f"const Weights weights{{&header.weights, shared + {g.header_bytes}}};",
         "Weights::At next;",
+        _workers(g),
+        "const u32 rounds = rounds_of(workers, kTiles);",
         "KITSUNE_NO_UNROLL",
-        f"for (u32 round = 0; round < {-(-g.program.tiles // g.workers)}; ++round) {{",
+        "for (u32 round = 0; round < rounds; ++round) {",
     ]
     runs: list[tuple[int, int, int]] = []  # (operand, chunks, bytes of each)
     for f in stage.body.products.order:
@@ -356,6 +391,9 @@ def _entry(g: _Generator, found: list[Kind]) -> str:
         "    init_resident(header.resident);",
         '    name(&header.resident, "resident");',
     ]
+    for k in range(_most_staged(g)):
+        init = f"StagedRows<u8, 1>::init(header.staged[{k}][l])"
+        lines += [f"    for (int l = 0; l < kLanes; ++l) {init};", f'    name(header.staged[{k}], "staged");']
     if g.streamed:
         lines += ["    Weights::init(header.weights);", '    name(&header.weights, "weights");']
     for q in g.queue_at:
@@ -366,6 +404,7 @@ def _entry(g: _Generator, found: list[Kind]) -> str:
         "    fence_mbar_init();",
         "  }",
         f"  {sync}",
+        "  section(rank, group);",
         "  if (group == 0) {",
         "    become_loader<kLanes>();",
         "    if (fetches()) {",

@@ -15,10 +15,13 @@
 #define KITSUNE_UNROLL
 #define KITSUNE_NO_UNROLL
 #define KITSUNE_CONSTANT const
-// The limit of threads is exported beside the kernel, so that the driver shim refuses what __launch_bounds__ would.
-#define KITSUNE_KERNEL(name, Params, p, threads)                                                 \
-  extern "C" __attribute__((visibility("default"))) const unsigned name##_max_threads;           \
-  extern "C" __attribute__((visibility("default"))) const unsigned name##_max_threads = threads; \
+// The limit of threads and the registers of a thread are exported beside the kernel, as a cubin has them: so the driver shim
+// refuses what __launch_bounds__ would, and setmaxnreg hands around what a device would.
+#define KITSUNE_KERNEL(name, Params, p, threads)                                                                                \
+  extern "C" __attribute__((visibility("default"))) const unsigned name##_max_threads;                                          \
+  extern "C" __attribute__((visibility("default"))) const unsigned name##_max_threads = threads;                                \
+  extern "C" __attribute__((visibility("default"))) const unsigned name##_registers;                                            \
+  extern "C" __attribute__((visibility("default"))) const unsigned name##_registers = kitsune::arch::kLaunchRegisters<threads>; \
   extern "C" __attribute__((visibility("default"))) void name(const Params& p)
 
 namespace kitsune::arch {
@@ -31,6 +34,7 @@ inline u32 block_threads() { return emu::dimensions.block; }
 inline u32 block_id() { return emu::current->block; }
 inline u32 grid_size() { return emu::dimensions.grid; }
 inline u32 lane_id() { return emu::current->lane; }
+inline u32 opaque_zero() { return 0; }
 inline u32 cluster_rank() { return emu::current->rank; }
 inline u32 cluster_size() { return emu::dimensions.cluster; }
 inline u64 cycles() { return emu::ticks(); }
@@ -40,6 +44,8 @@ S& shared() {
   return *static_cast<S*>(emu::shared_base(sizeof(S)));
 }
 inline void name(const void* p, const char* text) { emu::name_object(p, text); }
+inline void section(u32 stage, u32 role) { emu::enter_section(stage, role); }
+inline void finishing() { emu::finish_section(); }
 
 // --- memory
 namespace detail {
@@ -74,28 +80,28 @@ inline void put(void* p, const T& v) {
 }  // namespace detail
 
 template <class T>
-inline T ld_shared(const T* p) {
-  emu::load_shared(p, sizeof(T));
+inline T ld_shared(const T* p, const emu::Site& at = emu::site()) {
+  emu::load_shared(p, sizeof(T), at);
   return detail::get<T>(p);
 }
 template <class T>
-inline void st_shared(T* p, T v) {
-  emu::store_shared(p, sizeof(T));
+inline void st_shared(T* p, T v, const emu::Site& at = emu::site()) {
+  emu::store_shared(p, sizeof(T), at);
   detail::put(p, v);
 }
 template <class T>
-inline T ld_global(const T* p) {
-  emu::load_constant(p, sizeof(T));
+inline T ld_global(const T* p, const emu::Site& at = emu::site()) {
+  emu::load_constant(p, sizeof(T), at);
   return detail::get<T>(p);
 }
 template <class T>
-inline T ld_l2(const T* p) {
-  emu::load_global(p, sizeof(T));
+inline T ld_l2(const T* p, const emu::Site& at = emu::site()) {
+  emu::load_global(p, sizeof(T), at);
   return detail::get<T>(p);
 }
 template <class T>
-inline void st_global(T* p, T v) {
-  emu::store_global(p, sizeof(T));
+inline void st_global(T* p, T v, const emu::Site& at = emu::site()) {
+  emu::store_global(p, sizeof(T), at);
   detail::put(p, v);
 }
 
@@ -110,7 +116,7 @@ inline void red_add_release(u32* p, u32 v) { emu::flag_add(p, v); }
 inline u32 atomic_add_acq_rel(u32* p, u32 v) { return emu::flag_fetch_add(p, v); }
 inline u32 ld_acquire(const u32* p) { return emu::flag_load(p); }
 inline void wait_ge(const u32* p, u32 v) { emu::flag_wait(p, v); }
-inline void fence_gpu() { emu::fence_wide(); }
+inline void fence_gpu() { emu::fence_wide("fence.acq_rel.gpu"); }
 
 // --- mbarriers
 inline void mbar_init(Mbar& bar, u32 arrivals) { emu::barrier_init(bar, arrivals); }
@@ -119,7 +125,9 @@ inline void mbar_arrive(Mbar& bar) { emu::barrier_arrive(bar, 0); }
 inline void mbar_wait(Mbar& bar, u32 parity) { emu::barrier_wait(bar, parity, false); }
 
 // --- asynchronous copies of single threads
-inline void cp_async_16(void* dst, const void* src, u32 src_bytes) { emu::thread_copy(dst, src, src_bytes); }
+inline void cp_async_16(void* dst, const void* src, u32 src_bytes, const emu::Site& at = emu::site()) {
+  emu::thread_copy(dst, src, src_bytes, at);
+}
 inline void cp_async_commit() { emu::thread_copy_commit(); }
 template <int N>
 inline void cp_async_wait() {
@@ -129,15 +137,15 @@ inline void cp_async_arrive(Mbar& bar) { emu::thread_copy_arrive(bar); }
 
 #if KITSUNE_SM == 900
 template <class T>
-inline void st_cluster(T* p, u32 rank, T v) {
-  detail::put(emu::remote_store(p, rank, sizeof(T)), v);
+inline void st_cluster(T* p, u32 rank, T v, const emu::Site& at = emu::site()) {
+  detail::put(emu::remote_store(p, rank, sizeof(T), at), v);
 }
 template <class T>
-inline T ld_cluster(const T* p, u32 rank) {
-  return detail::get<T>(emu::remote_load(p, rank, sizeof(T)));
+inline T ld_cluster(const T* p, u32 rank, const emu::Site& at = emu::site()) {
+  return detail::get<T>(emu::remote_load(p, rank, sizeof(T), at));
 }
-inline void st_async(U4* p, u32 rank, U4 v, Mbar& bar) { emu::store_async(p, rank, v, bar); }
-inline void fence_cluster() { emu::fence_wide(); }
+inline void st_async(U4* p, u32 rank, U4 v, Mbar& bar, const emu::Site& at = emu::site()) { emu::store_async(p, rank, v, bar, at); }
+inline void fence_cluster() { emu::fence_wide("fence.acq_rel.cluster"); }
 inline void mbar_expect_tx(Mbar& bar, u32 bytes) { emu::barrier_arrive(bar, bytes); }
 inline void mbar_arrive_remote(Mbar& bar, u32 rank) { emu::barrier_arrive_remote(bar, rank); }
 inline void mbar_wait_cluster(Mbar& bar, u32 parity) { emu::barrier_wait(bar, parity, true); }
@@ -197,11 +205,13 @@ template <class T>
 inline void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   emu::warp_mma(detail::operand<T>::value, c, a, b);
 }
-inline void ldmatrix_x4(u32 (&r)[4], const void* row) { emu::matrix_load(r, row, false); }
-inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row) { emu::matrix_load(r, row, true); }
+inline void ldmatrix_x4(u32 (&r)[4], const void* row, const emu::Site& at = emu::site()) { emu::matrix_load(r, row, false, at); }
+inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, const emu::Site& at = emu::site()) {
+  emu::matrix_load(r, row, true, at);
+}
 
 #if KITSUNE_SM == 900
-inline void stmatrix_x4(void* row, const u32 (&r)[4]) { emu::matrix_store(row, r); }
+inline void stmatrix_x4(void* row, const u32 (&r)[4], const emu::Site& at = emu::site()) { emu::matrix_store(row, r, at); }
 
 template <class T, int N>
 inline void wgmma_rs(float (&d)[N / 2], const u32 (&a)[4], u64 desc_b, bool accumulate) {

@@ -16,6 +16,7 @@ using namespace arch;
 struct Launch {
   u32 grid = 1, block = 128, cluster = 1, shared_bytes = 0;
   bool cooperative = false;  // all CTAs are resident together; otherwise the seed decides how many clusters run at a time
+  u32 registers = 0;         // of a thread, as the kernel was compiled; 0: kLaunchRegisters of the block
 };
 
 struct Options {
@@ -40,6 +41,14 @@ Result run(const Launch& launch, const std::function<void()>& body, const Option
 // Global memory that kernels may touch, until clear_globals. Names are for messages.
 void register_global(const void* p, size_t bytes, const char* name);
 void clear_globals();
+
+// Counts of the next launches. `l1`: bytes that L1 and shared memory have together; what remains of them beside the CTA's shared
+// memory, rounded up to what the hardware can set aside, is the L1.
+struct CountOptions {
+  size_t l1 = size_t{256} << 10, l2 = size_t{50} << 20;
+};
+void start_counting(const CountOptions& options = {});
+std::string stop_counting();  // a JSON list of what each launch has done since, failed ones too
 
 enum class TileType : u32 { b16, f32 };  // reductions need to know how to add: f32 only
 // A 2-D tensor for tma_*: `width` elements of the inner dimension, `height` rows `pitch` bytes apart, boxes of box_width x

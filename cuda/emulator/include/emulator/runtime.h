@@ -23,27 +23,36 @@ struct Dimensions {
 extern Identity* current;
 extern Dimensions dimensions;
 
+// Where in the kernel's source an access stands. Counters tell accesses apart by it; a default argument names the caller.
+struct Site {
+  const char* file;
+  u32 line;
+};
+inline constexpr Site site(const char* file = __builtin_FILE(), u32 line = __builtin_LINE()) { return {file, line}; }
+
 u64 ticks();  // scheduling decisions so far: it grows as a clock does, and says nothing about time
 void* shared_base(size_t bytes);
 u32 shared_offset(const void* p);
 void name_object(const void* p, const char* text);
+void enter_section(u32 stage, u32 role);
+void finish_section();
 
 // --- memory. Checks and records the access; arch.h then moves the bytes.
-void load_shared(const void* p, u32 bytes);
-void store_shared(void* p, u32 bytes);
-void* remote_load(const void* p, u32 rank, u32 bytes);
-void* remote_store(void* p, u32 rank, u32 bytes);
-void load_constant(const void* p, u32 bytes);
-void load_global(const void* p, u32 bytes);
-void store_global(void* p, u32 bytes);
-void store_async(void* p, u32 rank, const U4& v, Mbar& bar);
+void load_shared(const void* p, u32 bytes, const Site& at);
+void store_shared(void* p, u32 bytes, const Site& at);
+void* remote_load(const void* p, u32 rank, u32 bytes, const Site& at);
+void* remote_store(void* p, u32 rank, u32 bytes, const Site& at);
+void load_constant(const void* p, u32 bytes, const Site& at);
+void load_global(const void* p, u32 bytes, const Site& at);
+void store_global(void* p, u32 bytes, const Site& at);
+void store_async(void* p, u32 rank, const U4& v, Mbar& bar, const Site& at);
 
 // --- synchronisation through global memory
 void flag_add(u32* p, u32 v);
 u32 flag_fetch_add(u32* p, u32 v);
 u32 flag_load(const u32* p);
 void flag_wait(const u32* p, u32 v);
-void fence_wide();  // fence.acq_rel at cluster or gpu scope
+void fence_wide(const char* name);  // fence.acq_rel at cluster or gpu scope
 
 // --- mbarriers
 void barrier_init(Mbar& bar, u32 arrivals);
@@ -62,7 +71,7 @@ void tile_store(const TensorMap& map, const void* src, i32 x, i32 y, bool add);
 void bulk_group_commit();
 void bulk_group_wait(u32 pending, bool read_only);
 void proxy_fence(bool global);
-void thread_copy(void* dst, const void* src, u32 bytes);
+void thread_copy(void* dst, const void* src, u32 bytes, const Site& at);
 void thread_copy_commit();
 void thread_copy_wait(u32 pending);
 void thread_copy_arrive(Mbar& bar);
@@ -81,8 +90,8 @@ void wgmma_register_fence();
 void wgmma_group_commit();
 void wgmma_group_wait(u32 pending);
 void warp_mma(Operand type, float* c, const u32* a, const u32* b);
-void matrix_load(u32* r, const void* row, bool transpose);
-void matrix_store(void* row, const u32* r);
+void matrix_load(u32* r, const void* row, bool transpose, const Site& at);
+void matrix_store(void* row, const u32* r, const Site& at);
 
 // --- warps and barriers
 u32 shuffle(u32 value, u32 source_lane);

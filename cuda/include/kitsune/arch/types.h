@@ -1,6 +1,7 @@
 // The types of the arch contract, shared by the device implementation (arch.h beside this file) and the emulator.
 //
-// Comes in: nothing. Goes out: integers of a fixed width, the objects that live in shared memory, the tags of matmul operands.
+// Comes in: nothing. Goes out: integers of a fixed width, the objects that live in shared memory, the tags of matmul operands, the
+// registers of a launch.
 // Invariant: layouts are equal on the host and the device, and no header is included (NVRTC has none).
 #pragma once
 
@@ -34,6 +35,12 @@ struct alignas(64) TensorMap {
 struct Bf16 {};
 struct F16 {};
 struct Tf32 {};
+
+// Registers of a thread at the launch of a kernel that is declared for `Threads` threads, one CTA an SM, and uses setmaxnreg: ptxas
+// takes the even share of the SM's 65 536, in steps of 8, whatever the code needs (read from cubins of NVRTC 13.0 and 13.5;
+// tests/test_cuda_registers.py checks it). Times `Threads`, this is what setmaxnreg can hand around: 384 threads get 64 512.
+template <u32 Threads>
+constexpr u32 kLaunchRegisters = 65536 / Threads < 255 ? 65536 / Threads / 8 * 8 : 255;
 
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(U4) == 16 && sizeof(U2) == 8);
 static_assert(sizeof(Mbar) == 8 && sizeof(TensorMap) == 128);

@@ -43,9 +43,14 @@ struct RegisterSource {
   const u32 (&v)[W / 4];
 
   KITSUNE_DEVICE void block(u32 (&a)[kStepsPerBlock][4], int b) const {
-    KITSUNE_UNROLL
-    for (int s = 0; s < kStepsPerBlock; ++s) KITSUNE_UNROLL
-    for (int i = 0; i < 4; ++i) a[s][i] = W == 8 && i >= 2 ? 0 : v[(b * kStepsPerBlock + s) * 4 + (W == 8 ? i % 2 : i)];
+    if constexpr (W == 8) {
+      const u32 zero = opaque_zero();
+      a[0][0] = v[2 * b], a[0][1] = v[2 * b + 1], a[0][2] = zero, a[0][3] = zero;
+    } else {
+      KITSUNE_UNROLL
+      for (int s = 0; s < kStepsPerBlock; ++s) KITSUNE_UNROLL
+      for (int i = 0; i < 4; ++i) a[s][i] = v[(b * kStepsPerBlock + s) * 4 + i];
+    }
   }
 };
 
@@ -92,9 +97,9 @@ KITSUNE_DEVICE ImageSource<T, W, Get> image_source(Get get) {
   return {get};
 }
 
-// Rows of an array of the operand's own type in global memory: `row0`, `row1` are this thread's two rows.
-template <class T, class E, int W, bool Vector>
-struct GlobalSource {
+// Rows of an array of the operand's own type in global memory, or of its staged tile: `row` are this thread's two rows.
+template <class T, class E, int W, int Bytes>
+struct RowSource {
   using Type = T;
   static constexpr int kBlocks = W / kBlock<W>, kStepsPerBlock = kSteps<T, W>, kColumns = kOwned<W>;
   static constexpr bool kFetched = true;
@@ -109,14 +114,15 @@ struct GlobalSource {
       int column = first_column<W>(lane, b);
       if constexpr (Operand<T>::kStep == 8) {
         float x[kColumns];
-        load_row<E, kColumns, Vector>(x, row[h], column, columns, valid[h]);
+        load_row<E, kColumns, Bytes>(x, row[h], column, columns, valid[h]);
         KITSUNE_UNROLL
         for (int s = 0; s < kStepsPerBlock; ++s) a[s][h] = to_tf32(x[2 * s]), a[s][2 + h] = to_tf32(x[2 * s + 1]);
       } else {
         u32 x[kColumns / 2];
-        load_halves<kColumns, Vector>(x, static_cast<const u16*>(row[h]), column, columns, valid[h]);
+        load_halves<kColumns, Bytes>(x, row[h], column, columns, valid[h]);
         KITSUNE_UNROLL
-        for (int s = 0; s < kStepsPerBlock; ++s) a[s][h] = x[2 * s], a[s][2 + h] = W == 8 ? 0 : x[W == 8 ? 0 : 2 * s + 1];
+        for (int s = 0; s < kStepsPerBlock; ++s)
+          a[s][h] = x[2 * s], a[s][2 + h] = W == 8 ? opaque_zero() : x[W == 8 ? 0 : 2 * s + 1];
       }
     }
   }
