@@ -235,10 +235,10 @@ struct Product {
     }
   }
 
-  // After the last piece.
+  // After the last piece. A rolling product closes its groups as it goes, and an empty one would be a wgmma of its own.
   KITSUNE_DEVICE void commit() {
 #if KITSUNE_SM >= 900
-    wgmma_commit();
+    if constexpr (!Rolling) wgmma_commit();
 #endif
   }
 
