@@ -7,7 +7,7 @@
 #     --resume-from PATH  such a file of an earlier call, where FOLDER is gone: what was done is not done again
 #     --only a,b          these steps alone (--list shows all)
 #     --again             what was done is done again
-#     --limit SECONDS     for everything together (default 570); a step gets no more than what is left
+#     --limit SECONDS     for everything together (default 560); a step gets no more than what is left
 #     --dry-run           no device: the emulator, tiny sizes, nothing timed; tests the check itself
 #     --plant FAULT@STEP  in a dry run: hang, segv, abort, kill, full-disk
 #   scripts/gpu_check.sh --prepare [options]     on a machine without a GPU: builds the extension and compiles every kernel for a
@@ -19,7 +19,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 2
 exec </dev/null
-[[ " $* " != *" --help "* && " $* " != *" -h "* ]] || sed -n '2,21s/^# \{0,1\}//p' scripts/gpu_check.sh
+case "$*" in -h | --help) sed -n '2,18s/^# \{0,1\}//p' scripts/gpu_check.sh; exit 0 ;; esac
 for tools in /usr/local/cuda/bin /opt/nvidia/nsight-compute/*; do # where installers put what they leave off PATH
   [ ! -d "$tools" ] || PATH=$PATH:$tools
 done

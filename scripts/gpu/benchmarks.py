@@ -5,7 +5,6 @@ Comes in: applications, sizes. Goes out: what ``python -m benchmarks run`` store
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def main() -> int:
     parser.add_argument("--case-seconds", type=float, default=70.0)
     args = parser.parse_args()
     name = "train-benchmarks" if args.train else "benchmarks"
-    record = Record(name, args.output, jax_devices=False)
+    record = Record(name, args.output, jax_devices=False, patience=args.patience)
     chosen = runs(args.train, args.dry_run)
     record.content["expected"] = len(chosen)
     for app, dtype, rows in chosen:
@@ -49,7 +48,7 @@ def main() -> int:
         command += ["--dtype", dtype, "--rows", str(rows), "--results", str(args.results)]
         with record.case(case, args.case_seconds + 30):
             log = args.output.with_name("logs") / f"{name}.{app}.{dtype}.{rows}.log"
-            done = supervise.run([*command, *(_DRY_EFFORT if args.dry_run else _EFFORT)], log, args.case_seconds, dict(os.environ))
+            done = supervise.run([*command, *(_DRY_EFFORT if args.dry_run else _EFFORT)], log, args.case_seconds * args.patience)
         for line in done.lines:
             print(f"  {line}")
         why = f"did not end within {args.case_seconds:g} s" if done.status == supervise.TIMED_OUT else f"exit status {done.status}"

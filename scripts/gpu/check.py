@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ from scripts.gpu.steps import Program, Step, steps
 from scripts.gpu.supervise import INTERRUPTED, TIMED_OUT, Process, run
 
 ROOT = results.ROOT
+OF_A_MACHINE = ("build", "environment", "precompile")  # steps that are done again on another one
 LEAST_S = 5.0  # less is not worth a start
 _GRACE_S = 3.0  # for a process that ends itself, before its driver does
 _ARCHIVE_S = 30.0  # between two archives while a step runs
@@ -40,24 +41,28 @@ class Check:
     # -- what an earlier call left
 
     def resume(self) -> None:
+        """Takes over what an earlier call has done with the same sources, and removes the rest."""
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         earlier = results.read_json(self.folder / "status.json")
-        if earlier is None and self.options.resume_from and self.options.resume_from.is_file():
-            archive.unpack(self.options.resume_from, self.folder)
+        if earlier is None and self.options.resume_from:
+            try:
+                archive.unpack(self.options.resume_from, self.folder)
+            except (OSError, tarfile.TarError) as error:
+                say(f"nothing to go on from: {error}")
             earlier = results.read_json(self.folder / "status.json")
-        if earlier is not None and earlier.get("sources") == self.status["sources"] and not self.options.again:
+            for name in OF_A_MACHINE:
+                (earlier or {"steps": {}})["steps"].pop(name, None)
+        if earlier is not None and earlier.get("sources") == self.status["sources"]:
             self.status = earlier
-            return
-        if earlier is not None:
-            say("starting anew" if self.options.again else "the sources differ from those of the call before: starting anew")
-        for step in [s for s in self.all_steps() if self.options.again is False or self.wanted(s)]:
-            for path in [*results.files_of(self.folder, step.name), self.folder / "logs" / f"{step.name}.log"]:
+            anew = [step for step in self.all_steps() if self.options.again and self.wanted(step)]
+        else:
+            anew = self.all_steps()
+            if earlier is not None:
+                say("the sources differ from those of the call before: starting anew")
+        for step in anew:
+            self.status["steps"].pop(step.name, None)
+            for path in [*results.files_of(self.folder, step.name), *(self.folder / "logs").glob(f"{step.name}.*")]:
                 path.unlink(missing_ok=True)
-        if earlier is not None and self.options.again and earlier.get("sources") == self.status["sources"]:
-            self.status = earlier
-            for step in self.all_steps():
-                if self.wanted(step):
-                    self.status["steps"].pop(step.name, None)
 
     def all_steps(self) -> list[Step]:
         return steps(sys.executable, self.folder, self.options.dry_run)
@@ -147,7 +152,7 @@ class Check:
         while running:
             time.sleep(0.05)
             if time.monotonic() > self.archived + _ARCHIVE_S:
-                self.keep()
+                self.keep(tables=False)
             for program, process in list(running.items()):
                 content = files[program].read() or {}
                 case = content.get("running")
@@ -225,10 +230,10 @@ class Check:
             self.status["compiled"][step.name] = self.status["compiled"].get(step.name, 0) + new
         self.kernels = now
 
-    def keep(self) -> None:
+    def keep(self, tables: bool = True) -> None:
         """Status, tables, summary, archive. What cannot be written is told, and tried again after the next step."""
         told = [results.write_json(self.folder / "status.json", self.status)]
-        told.append(self.tables())
+        told.append(self.tables() if tables else "")
         told.append(results.write(self.folder / "summary.md", summary.summary(self.folder, self.status) + "\n"))
         told.append(archive.pack(self.folder, self.archive))
         trouble = "; ".join(filter(None, told))
@@ -267,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--archive", type=Path, metavar="PATH", help="the results in one file, renewed after every step; default: FOLDER.tar.gz")
     add("--resume-from", type=Path, metavar="PATH", help="the archive of an earlier call, where FOLDER is gone")
     add("--only", default="", metavar="A,B", help="these steps alone")
-    add("--limit", type=float, default=570.0, metavar="SECONDS", help="for everything together (default 570)")
+    add("--limit", type=float, default=560.0, metavar="SECONDS", help="for everything together (default 560)")
     add("--again", action="store_true", help="also what an earlier call has done")
     add("--dry-run", action="store_true", help="no device: the emulator, tiny sizes, nothing timed; tests the check itself")
     add("--plant", default="", metavar="FAULT@STEP:N", help="in a dry run: one of " + ", ".join(plant.FAULTS))
@@ -289,8 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(str(error))
     try:
         return Check(options).main()
-    except subprocess.SubprocessError as error:
-        say(f"a program could not be started: {error}")
+    except OSError as error:
+        say(f"the check cannot run: {error}")
         return 2
 
 

@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--case-seconds", type=float, default=30.0, help="for one program: XLA compiles it twice")
     args = parser.parse_args()
     shard, shards = map(int, args.shard.split("/"))
-    record = Record(args.step, args.output, jax_devices=shards == 1)
+    record = Record(args.step, args.output, jax_devices=shards == 1, patience=args.patience)
     chosen = programs(args.dry_run, args.only)
     chosen = few(chosen) if args.few else chosen
     mine = [p for p in chosen if zlib.crc32(p.name.encode()) % shards == shard]  # whichever kinds are ruled out meanwhile

@@ -18,7 +18,7 @@ PREPARED = "what was prepared"
 
 def main() -> int:
     args = arguments(__doc__ or "").parse_args()
-    record = Record("environment", args.output)
+    record = Record("environment", args.output, patience=args.patience)
     with record.case("looking", 60):
         found = findings(args.dry_run)
         found += prepared_findings()

@@ -18,7 +18,7 @@ def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--case-seconds", type=float, default=15.0)
     args = parser.parse_args()
-    record = Record("micro", args.output, jax_devices=False)
+    record = Record("micro", args.output, jax_devices=False, patience=args.patience)
     with record.case("compiling", 120):
         backend: Backend = Emulator() if args.dry_run else Device()
         with concurrent.futures.ThreadPoolExecutor(2 if args.dry_run else 8) as pool:

@@ -33,16 +33,17 @@ def kernels_of(program: Program) -> dict[str, Any]:
 
 def micro_kernels() -> dict[str, Any]:
     from benchmarks.micro import suite
+    from scripts.gpu.soak import rings_of
 
-    device = _Device(nvrtc.sm_of(devices.arch()))
-    for source in suite.sources(device, quick=False):  # type: ignore[arg-type]
+    device: Any = _Device(nvrtc.sm_of(devices.arch()))
+    for source in (*suite.sources(device, quick=False), *(ring.source for ring in rings_of(device))):
         compile.cubin(source, devices.arch())
     return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """What ``suite.sources`` asks of a backend."""
+    """What the sources of microbenchmarks ask of a backend."""
 
     sm: int
     emulated: bool = False
@@ -123,7 +124,7 @@ def main() -> int:
     parser.add_argument("--driver", type=Path, help="JSON: plan for these devices (runtime.driver_info()) instead of those here")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 2)))
     args = parser.parse_args()
-    record = Record("precompile", args.output, jax_devices=False)
+    record = Record("precompile", args.output, jax_devices=False, patience=args.patience)
     driver = json.loads(args.driver.read_text()) if args.driver else None
     with record.case("all of them", _SECONDS):
         as_on(driver)

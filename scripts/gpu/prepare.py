@@ -27,9 +27,22 @@ from scripts.gpu.steps import PORTABLE
 ROOT = results.ROOT
 VENV = ROOT / ".venv-gpu-check"
 PACKAGES = ("nanobind==3.1.0", "setuptools==84.2.1", "scipy", "pytest")  # the first two as in pyproject.toml
-# What the driver says of an H200 (published: 132 multiprocessors, 227 KiB of shared memory for a block). `environment.json` of a
-# check has what it really said, and --driver takes that file.
-H200 = {"version": 13000, "devices": [{"compute_capability": 90, "multiprocessors": 132, "shared_bytes": 227 << 10}]}
+# What the driver says of an H200 (data sheets: 132 multiprocessors, 227 KiB of shared memory for a block, 1980 MHz, 6144 bits of
+# memory at 3.2 GHz; PyTorch reports 60 MiB of L2). `environment.json` of a check has what it really said; --driver takes that file.
+H200: dict[str, Any] = {
+    "version": 13000,
+    "devices": [
+        {
+            "name": "NVIDIA H200",
+            "compute_capability": 90,
+            "multiprocessors": 132,
+            "shared_bytes": 227 << 10,
+            "clock": 1.98e9,
+            "memory_bandwidth": 2 * 3.201e9 * 6144 / 8,
+            "l2_bytes": 60 << 20,
+        }
+    ],
+}
 LIMIT = 64 << 20  # of what travels to a borrowed machine, all together
 _SOURCES = (
     "kitsune_jax",

@@ -99,7 +99,7 @@ def smoke_programs(dry_run: bool, only_family: str = "") -> list[Program]:
         for name, plan in plans.items():
             program = Program(family, "bfloat16", rows, target, name, plan)
             found.setdefault(name if only_family else program.kind, program)
-    chosen = list(found.values())
+    chosen = sorted(found.values(), key=lambda p: not p.kind.startswith("sm90"))
     return [p for p in chosen if p.kind in _DRY_KINDS] if dry_run else chosen
 
 

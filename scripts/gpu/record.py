@@ -43,15 +43,15 @@ class Record:
     needs no lock of Python's, so that a call that never returns cannot stop it.
     """
 
-    def __init__(self, step: str, output: Path, jax_devices: bool = True, start_seconds: float = START_SECONDS):
-        self.output, self.start = output, time.monotonic()
+    def __init__(self, step: str, output: Path, jax_devices: bool = True, patience: float = 1.0):
+        self.output, self.patience, self.start = output, patience, time.monotonic()
         sources = results.fingerprint()
         self.content: dict[str, Any] = {"step": step, "about": {"sources": sources}, "findings": []}
         earlier = results.read_json(output) or {}
         if earlier.get("step") == step and not earlier.get("finished") and earlier.get("about", {}).get("sources") == sources:
             self.content["findings"] = earlier["findings"]
         self._trouble = ""
-        with self.case(START, start_seconds):
+        with self.case(START, START_SECONDS):
             self.content["about"] = about(jax_devices)
 
     def wants(self, name: str) -> bool:
@@ -59,7 +59,8 @@ class Record:
 
     @contextlib.contextmanager
     def case(self, name: str, seconds: float, kind: str = "") -> Iterator[None]:
-        """``kind``: of the kernels that run in it, where there is one."""
+        """``seconds``: that it may take, times ``patience``. ``kind``: of the kernels that run in it, where there is one."""
+        seconds *= self.patience
         self.content["running"] = {"name": name, "kind": kind, "seconds": seconds, "since": time.time()}
         self._write()
         print(f"... {name}", flush=True)  # beside the stacks of a hang in the log
@@ -108,4 +109,5 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--dry-run", action="store_true", help="the emulator instead of a device, and tiny sizes")
+    parser.add_argument("--patience", type=float, default=1.0, help="cases may take that many times as long")
     return parser

@@ -19,7 +19,7 @@ from scripts.gpu.record import Record, arguments
 
 LIVE_SECONDS = 10.0
 _START_SECONDS = 75.0
-_SIDE_BY_SIDE = 6
+_SIDE_BY_SIDE = 10
 _READY = "ready"
 _MOST_DEAD_STARTS = 3  # one after the other: then the device is taken for lost
 
@@ -60,7 +60,7 @@ def child(program: Program, number: int, output: Path) -> int:
 class Case:
     """A program whose process prepares, then waits for its turn, then runs."""
 
-    def __init__(self, program: Program, number: int, folder: Path, dry_run: bool):
+    def __init__(self, program: Program, number: int, folder: Path, dry_run: bool, patience: float):
         self.program, self.output = program, folder / "logs" / f"smoke.{number}.json"
         self.name = f"{program.kind} ({program.family.name})"
         self.live = False
@@ -69,7 +69,7 @@ class Case:
         command += ["--case", program.family.name, program.arrangement, *(["--dry-run"] if dry_run else [])]
         environment = {} if dry_run or program.kind.startswith("sm90") else {"KITSUNE_CUDA_ARCH": "sm_90"}
         log = folder / "logs" / f"smoke.{number}.log"
-        self.process = supervise.Process(command, log, _START_SECONDS, environment, ask=True)
+        self.process = supervise.Process(command, log, _START_SECONDS * patience, environment, ask=True)
 
     @property
     def ready(self) -> bool:
@@ -87,7 +87,7 @@ class Case:
         if not self.live:
             last = self.process.lines[-1] if self.process.lines else "no words"
             slow = status == supervise.TIMED_OUT
-            why = f"was not ready within {_START_SECONDS:g} s" if slow else f"exit status {status} before the launch ({last})"
+            why = "was not ready in time" if slow else f"exit status {status} before the launch ({last})"
             return {**about, "ok": False, "error": why, "dead_start": True}
         hung = status == supervise.TIMED_OUT or any("Timeout (" in line for line in list(self.process.told))
         why = f"did not end within {LIVE_SECONDS:g} s" if hung else f"crashed (exit status {status})"
@@ -95,14 +95,14 @@ class Case:
         return {**about, "ok": False, "error": why, "avoid": True}
 
 
-def run(programs: list[tuple[int, Program]], folder: Path, dry_run: bool) -> Iterator[dict[str, Any]]:
+def run(programs: list[tuple[int, Program]], folder: Path, dry_run: bool, patience: float = 1.0) -> Iterator[dict[str, Any]]:
     waiting, open_cases = list(programs), list[Case]()
     dead_starts = 0
     try:
         while waiting or open_cases:
             while waiting and len(open_cases) < (1 if dry_run else _SIDE_BY_SIDE):
                 number, program = waiting.pop(0)
-                open_cases.append(Case(program, number, folder, dry_run))
+                open_cases.append(Case(program, number, folder, dry_run, patience))
             for case in list(open_cases):
                 if not case.live and case.ready and not any(other.live for other in open_cases):
                     case.launch()
@@ -131,11 +131,11 @@ def main() -> int:
         family, arrangement = args.case
         chosen = [p for p in smoke_programs(args.dry_run, family) if p.arrangement == arrangement]
         return child(chosen[0], args.number, args.output)
-    record = Record("smoke", args.output, jax_devices=False)
+    record = Record("smoke", args.output, jax_devices=False, patience=args.patience)
     programs = list(enumerate(smoke_programs(args.dry_run)))
     record.content["expected"] = len(programs)
     todo = [(number, p) for number, p in programs if record.wants(f"{p.kind} ({p.family.name})")]
-    for found in run(todo, args.output.parent, args.dry_run):
+    for found in run(todo, args.output.parent, args.dry_run, args.patience):
         record.tell(found)
     return record.finish()
 

@@ -84,7 +84,7 @@ def main() -> int:
     if args.profiled:
         app, dtype, rows, column = args.profiled
         return measured(app, dtype, int(rows), column)
-    record = Record("traffic", args.output, jax_devices=False)
+    record = Record("traffic", args.output, jax_devices=False, patience=args.patience)
     if args.dry_run or shutil.which("ncu") is None:
         record.add({"name": "ncu", "ok": True, "skipped": "no device" if args.dry_run else "there is no ncu on PATH"})
         return record.finish()

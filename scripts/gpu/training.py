@@ -73,7 +73,7 @@ def finding_of(app: str, rows: int, target: str | None) -> dict[str, Any]:
 
 def main() -> int:
     args = arguments(__doc__ or "").parse_args()
-    record = Record("training", args.output)
+    record = Record("training", args.output, patience=args.patience)
     cases, target = (_DRY_CASES, "emulator") if args.dry_run else (CASES, None)
     record.content["expected"] = len(cases)
     for app, rows in cases:
