@@ -66,8 +66,8 @@ bench: $(VENV)/.examples ## measure every case of the README's tables (half an h
 table: $(VENV)/.examples ## write the README's generated parts from what is stored
 	$(PY) scripts/update_readme.py
 
-kernel-table: $(VENV)/.examples ## compile every kind of CUDA kernel (ten minutes, no GPU) and write the table of docs/kernels.md
-	$(PY) scripts/kernel_table.py
+kernel-table: $(VENV)/.examples $(VENV)/.nvrtc-13.0 ## compile every kind of CUDA kernel (ten minutes, no GPU) and write the table of docs/kernels.md
+	$(PY) scripts/kernel_table.py --other $(VENV)/nvrtc-13.0
 
 gpu-check: $(VENV)/.gpu ## on a machine with a GPU: correctness, sanitizer, benchmarks, into out/gpu-check (ten minutes; goes on)
 	PYTHON=$(PY) scripts/gpu_check.sh $(GPU_CHECK_ARGS)

@@ -1,9 +1,9 @@
-"""Count what the CUDA kernels do, in the emulator, as a profiler would on a device; writes the table of counts of docs/kernels.md.
+"""Count what the CUDA kernels do, in the emulator, as a profiler would on a device; writes the tables of counts of the docs.
 
 Comes in: networks of ``tests/cuda_cases.py``, training steps of ``tests/cuda_training_cases.py``, and the planner. Goes out:
-docs/kernels.md, between markers. Needs a C++ compiler, and no GPU. ``--networks nerf,loss`` prints those rows and writes nothing;
-``--kinds``, ``--dtypes`` choose further; ``--details`` prints every access by place of the source, and ``--json FILE`` writes
-everything that was counted.
+docs/kernels.md and docs/offchip.md, between markers. Needs a C++ compiler, and no GPU. ``--networks nerf,loss`` prints those rows
+and writes nothing; ``--kinds``, ``--dtypes`` choose further; ``--details`` prints every access by place of the source, and
+``--json FILE`` writes everything that was counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kitsune_jax.targets.cuda.counters import Counts
+    from kitsune_jax.targets.cuda.counters import Access, Counts, Event, Traffic
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -51,7 +51,7 @@ _HEAD = (
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel that ran, and what it counted. ``tiles`` went through it; ``weights`` and the rest are names of buffers."""
+    """A kernel that ran, and what it counted. ``tiles`` of 64 rows went through it."""
 
     network: str
     dtype: str
@@ -59,44 +59,81 @@ class Kernel:
     tiles: int
     lanes: int
     counts: Counts
-    plan: Any
+    plan: Any  # as the planner made it, for ``ROWS`` rows and all SMs
+    program: Any
 
-    def traffic(self, prefix: str, field: str) -> int:
-        """Bytes of all buffers whose name begins so."""
-        return sum(getattr(b, field) for b in self.counts.buffers if b.name.startswith(prefix))
+    def loads(self, buffer: str) -> int:
+        """How many stages load an input: each on its own."""
+        of = [{f"in{i['array']}" for i in stage.body if i.kind == "load"} for stage in self.program.stages]
+        return sum(not names.isdisjoint(buffer.split("/")) for names in of)
 
-    def share(self, prefix: str, field: str) -> float:
-        """The same in relation to the bytes of the arrays."""
-        return self.traffic(prefix, field) / max(1, self.traffic(prefix, "bytes"))
+    @property
+    def loop(self) -> list[Access]:
+        """The accesses of the loop over tiles."""
+        return [a for a in self.counts.accesses if a.role >= 0 and not a.finish]
 
     @property
     def narrow(self) -> int:
         """Warps' loads and stores of global memory by one or two bytes a thread."""
-        return sum(a.requests for a in self.counts.accesses if a.buffer and a.width <= 2)
+        return sum(a.requests for a in self.loop if a.buffer and a.width <= 2)
 
     @property
     def conflicts(self) -> tuple[int, int]:
         """Wavefronts of shared memory, and what they were without conflicts."""
-        shared = [a for a in self.counts.accesses if not a.buffer]
+        shared = [a for a in self.loop if not a.buffer]
         return sum(a.wavefronts for a in shared), sum(a.ideal for a in shared)
 
+    def streamed(self, prefix: str) -> list[Traffic]:
+        """The buffers whose name begins so and that have a row for each of the stream; a buffer of two names counts for both."""
+        rows = self.tiles * 64
+        names = ((b, b.name.split("/")) for b in self.counts.buffers)
+        return [b for b, all_ in names if any(n.startswith(prefix) for n in all_) and b.bytes % rows == 0 and b.bytes >= rows]
+
+    def share(self, prefix: str, field: str) -> float | None:
+        """Bytes of streamed arrays in relation to their size."""
+        found = self.streamed(prefix)
+        return sum(getattr(b, field) for b in found) / sum(b.bytes for b in found) if found else None
+
     def events(self, *prefixes: str) -> int:
-        return sum(self.counts.count(p) for p in prefixes)
+        """How often events happened in the loop over tiles."""
+        return sum(e.count for e in self.counts.events if e.role >= 0 and not e.finish and e.name.startswith(prefixes))
+
+    def extrapolated(self) -> tuple[float, float]:
+        """Bytes from and to memory, and through the L2, that the plan would move: the counts of its tiles as often as it has tiles,
+        and of weights that stay as often as there are instances. Sums over the rows, at the end, are not in it."""
+        memory = l2 = 0.0
+        for b in self.streamed("in") + self.streamed("out"):
+            memory += (b.memory_read + b.memory_written) / self.tiles * self.plan.tiles
+            l2 += (b.l2_read + b.l2_written) / self.tiles * self.plan.tiles
+        resident = all(s.resident for s in self.plan.stages)
+        for b in self.counts.buffers:
+            if b.name.startswith("weights"):
+                memory += b.memory_read
+                l2 += b.l2_read * (self.plan.replicas if resident else self.plan.tiles / self.tiles)
+        rings = sum(a.bytes for a in self.loop if a.buffer == "workspace")
+        return memory, l2 + rings / self.tiles * self.plan.tiles
+
+    def modelled(self) -> tuple[str, ...]:
+        memory, l2 = self.extrapolated()
+        name = NETWORKS.get(self.network, self.network)
+        figures = (self.plan.bytes_moved, memory, self.plan.l2_bytes, l2)
+        return (name, self.dtype, self.kind, *(f"{n / 1e6:.0f} MB" for n in figures))
 
     def cells(self) -> tuple[str, ...]:
         wavefronts, ideal = self.conflicts
         between = sum(a.bytes for a in self.counts.accesses if a.op in ("st_async", "st_cluster", "ld_cluster"))
         between += self.counts.amount("bulk_push")
+        weights = sum(b.l2_read for b in self.counts.buffers if b.name.startswith("weights"))
         return (
             NETWORKS.get(self.network, self.network),
             self.dtype,
             self.kind,
-            f"{self.share('in', 'memory_read'):.2f}",
-            f"{self.share('in', 'l2_read'):.2f}",
-            f"{self.share('in', 'wanted'):.2f}",
-            f"{self.share('out', 'l2_written'):.2f}",
-            _kib((self.traffic("weights", "l2_read")) / self.tiles),
-            _kib((self.traffic("workspace", "l2_read") + self.traffic("workspace", "l2_written")) / self.tiles),
+            _times(self.share("in", "memory_read")),
+            _times(self.share("in", "l2_read")),
+            _times(self.share("in", "wanted")),
+            _times(self.share("out", "l2_written")),
+            "once" if all(s.resident for s in self.plan.stages) else _kib(weights / self.tiles),
+            _kib(sum(a.bytes for a in self.loop if a.buffer == "workspace") / self.tiles),
             _kib(between / self.tiles),
             f"{self.narrow / self.tiles:.0f}",
             f"{wavefronts / ideal:.2f}" if ideal else "none",
@@ -104,6 +141,10 @@ class Kernel:
             f"{self.events('mbar_wait', 'wait_ge') / self.tiles:.1f}",
             f"{self.events('wgmma', 'mma.sync') / self.tiles:.0f}",
         )
+
+
+def _times(n: float | None) -> str:
+    return "none" if n is None else f"{n:.2f}"
 
 
 def _kib(n: float) -> str:
@@ -118,7 +159,7 @@ def kernels(
     from kitsune_jax.planning.balance import Infeasible
     from kitsune_jax.planning.cost import RegionCost
     from kitsune_jax.planning.gpu import candidates
-    from kitsune_jax.planning.machines import A100, H200
+    from kitsune_jax.planning.gpu_machines import A100, H200
     from kitsune_jax.targets.cuda import check
     from tests.cuda_cases import FAMILIES
     from tests.cuda_run import subject
@@ -158,12 +199,13 @@ def run(network: str, dtype: str, kind: str, of: Any, plan: Any) -> Kernel:
     from tests import cuda_run
 
     tiles = of.region.space.rows // plan.tile_rows
-    plan = dataclasses.replace(plan, replicas=1, tiles=tiles)
-    kernel = cuda_run.Kernel(of, plan)
+    one = dataclasses.replace(plan, replicas=1, tiles=tiles)
+    kernel, program = cuda_run.Kernel(of, one), of.program(one)
     with counters.counting(kernel.code.kernel.launch[1]) as found:
         kernel()
     (counts,) = found
-    return Kernel(network, dtype, kind, tiles, plan.lanes, counts.named(counters.buffer_names(kernel.code.kernel)), plan)
+    named = counts.named(counters.buffer_names(kernel.code.kernel, len(program.outputs)))
+    return Kernel(network, dtype, kind, tiles, plan.lanes, named, plan, program)
 
 
 def details(kernel: Kernel) -> str:
@@ -171,12 +213,12 @@ def details(kernel: Kernel) -> str:
     fields = ("requests", "threads", "bytes", "sectors", "wavefronts", "ideal")
     rows: dict[tuple[Any, ...], collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for a in kernel.counts.accesses:
-        rows[(_role(a.role), a.op, a.width, a.buffer, a.place)].update({f: getattr(a, f) for f in fields})
+        rows[(_role(a), a.op, a.width, a.buffer, a.place)].update({f: getattr(a, f) for f in fields})
     lines = [f"{kernel.network} {kernel.dtype} {kernel.kind}: {kernel.tiles} tiles, {kernel.lanes} lanes"]
     lines += [" ".join(map(str, (*key, *(f"{f} {n[f]}" for f in fields if n[f])))) for key, n in sorted(rows.items())]
     events: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for e in kernel.counts.events:
-        events[(_role(e.role), e.name)].update({f: getattr(e, f) for f in ("count", "threads", "amount")})
+        events[(_role(e), e.name)].update({f: getattr(e, f) for f in ("count", "threads", "amount")})
     lines += [
         f"{role} {name}: {n['count']} ({n['threads']} threads, amount {n['amount']})" for (role, name), n in sorted(events.items())
     ]
@@ -184,13 +226,19 @@ def details(kernel: Kernel) -> str:
     return "\n  ".join(lines)
 
 
-def _role(role: int) -> str:
-    return "before" if role < 0 else "lanes" if role else "loader"
+def _role(of: Access | Event) -> str:
+    return "before" if of.role < 0 else "finish" if of.finish else "lanes" if of.role else "loader"
 
 
 def markdown(counted: Sequence[Kernel]) -> str:
     lines = ["| " + " | ".join(_HEAD) + " |", "|---|---|---|" + "---:|" * (len(_HEAD) - 3)]
     return "\n".join([*lines, *("| " + " | ".join(k.cells()) + " |" for k in counted)])
+
+
+def traffic_markdown(counted: Sequence[Kernel]) -> str:
+    head = ("network", "dtype", "kind", "memory, modelled", "memory, counted", "L2, modelled", "L2, counted")
+    lines = ["| " + " | ".join(head) + " |", "|---|---|---|---:|---:|---:|---:|"]
+    return "\n".join([*lines, *("| " + " | ".join(k.modelled()) + " |" for k in counted)])
 
 
 def main() -> int:
@@ -216,12 +264,19 @@ def main() -> int:
         if chosen.details:
             print(details(kernel), flush=True)
     if chosen.json:
-        chosen.json.write_text(json.dumps([dataclasses.asdict(k) for k in counted], indent=1, default=str))
+        chosen.json.write_text(
+            json.dumps(
+                [{**dataclasses.asdict(dataclasses.replace(k, program=None)), "program": None} for k in counted],
+                indent=1,
+                default=str,
+            )
+        )
     if chosen.networks or chosen.kinds:
-        print(markdown(counted))
+        print(markdown(counted), traffic_markdown(counted), sep="\n\n")
     else:
-        changed = table.update(ROOT / "docs" / "kernels.md", markdown(counted), "counts")
-        print(f"docs/kernels.md {'updated' if changed else 'is up to date'}")
+        for page, text, name in (("kernels.md", markdown(counted), "counts"), ("offchip.md", traffic_markdown(counted), "gpu")):
+            changed = table.update(ROOT / "docs" / page, text, name)
+            print(f"docs/{page} {'updated' if changed else 'is up to date'}")
     return 0
 
 

@@ -331,3 +331,10 @@ def test_nothing_is_counted_that_was_not_asked_for() -> None:
     assert shim.launch(cast(np.ndarray, _Blocks(x, 1)), x.copy(), block=32, shared=65536 + 1024) == 0
     counters.start()
     assert counters.stop() == []
+
+
+def test_lanes_that_skip_an_access_do_not_shift_those_of_another_buffer() -> None:
+    body = "const u8* of[] = {p.x, p.y, p.x}; for (int i = 0; i < 3; ++i) if (i || t % 2) ld_global(of[i] + t);"
+    found = counted(body).counts
+    assert {(a.buffer, a.threads) for a in found.accesses} == {("x", 48), ("y", 32)}
+    assert [b.memory_read for b in found.buffers] == [32, 32]

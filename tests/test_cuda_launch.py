@@ -220,9 +220,22 @@ def test_a_driver_without_versioned_lookup_is_read_by_exported_names(tmp_path: p
 
 @needs_compiler
 def test_driver_info_lists_the_devices(fake_driver: pathlib.Path) -> None:
-    device = {"compute_capability": 80, "multiprocessors": 108, "shared_bytes": 166912}
-    fake = "version=12080,devices=2,capability=80,multiprocessors=108,shared=166912"
+    device = {
+        "compute_capability": 80,
+        "multiprocessors": 108,
+        "shared_bytes": 166912,
+        "name": "NVIDIA A100-SXM4-40GB",
+        "clock": 1.41e9,
+        "memory_bandwidth": 1.5552e12,
+        "l2_bytes": 41943040,
+    }
+    fake = (
+        "version=12080,devices=2,capability=80,multiprocessors=108,shared=166912,name=NVIDIA A100-SXM4-40GB,clock=1410000,"
+        "memory_clock=1215000,bus=5120,l2=41943040"
+    )
     assert run("print(json.dumps(_cuda.driver_info()))", fake_driver, fake) == {"version": 12080, "devices": [device, device]}
+    silent = run("print(json.dumps(_cuda.driver_info()))", fake_driver)["devices"][0]
+    assert [silent[key] for key in ("name", "clock", "memory_bandwidth", "l2_bytes")] == ["", 0, 0, 0]
 
 
 @needs_compiler

@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -253,6 +254,10 @@ EXPORT int cuDeviceGetCount(int* count) {
 EXPORT int cuDeviceGet(int* device, int ordinal) {
   *device = 0;
   return ordinal == 0 ? kSuccess : 101;  // CUDA_ERROR_INVALID_DEVICE
+}
+EXPORT int cuDeviceGetName(char* name, int bytes, int) {
+  snprintf(name, static_cast<size_t>(bytes), "emulated device");
+  return kSuccess;
 }
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {

@@ -123,7 +123,8 @@ def _consume(g: _Generator, s: int) -> list[str]:
     ]
     inner += ["  " + line for line in loop]
     inner.append("}")
-    return [*inner, *_finish(g, s), *_finish_gradients(g, s)]
+    finish = [*_finish(g, s), *_finish_gradients(g, s)]
+    return [*inner, *(["finishing();", *finish] if finish else [])]
 
 
 def _scratch_at(stage: _Stage) -> str:
