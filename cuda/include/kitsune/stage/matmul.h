@@ -250,6 +250,11 @@ struct Product {
   }
 
  private:
+  KITSUNE_DEVICE void close_group() {
+#if KITSUNE_SM >= 900
+    wgmma_commit();
+#endif
+  }
   template <int Steps>
   KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4], int block) {
     const int half = block % kPerChunk;
@@ -276,7 +281,7 @@ struct Product {
         source.block(a, b);
         issue(a, First + b);
       }
-    commit();
+    close_group();
 #if KITSUNE_SM >= 900
     wgmma_wait<1>();  // the accumulators themselves are still in flight: no pin
 #endif
@@ -297,7 +302,7 @@ struct Product {
     constexpr int kNext = From + kGroup < Source::kBlocks ? From + kGroup : Source::kBlocks;
     KITSUNE_UNROLL
     for (int b = From; b < kNext; ++b) issue(a[b - From], First + b);
-    commit();
+    close_group();
     u32 next[kGroup][Steps][4];
     if constexpr (kNext < Source::kBlocks) fetch(next, source, kNext);
     wait<0>();
