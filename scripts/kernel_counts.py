@@ -30,6 +30,7 @@ from scripts.kernel_table import NETWORKS, ROWS, kind_of  # noqa: E402
 
 KINDS = ("vertical, resident", "vertical, streamed", "spatial, cluster", "spatial, L2", "portable")
 ROUNDS = 3  # of tiles, for every lane
+MOST_CTAS = 32  # of a pipeline: larger ones take the emulator minutes
 _HEAD = (
     "network",
     "dtype",
@@ -182,6 +183,8 @@ def kernels(
                     if kind in seen or kind not in kinds or check(of.program(plan), plan, "region") is not None:
                         continue
                     seen.add(kind)
+                    if sum(s.split for s in plan.stages) > MOST_CTAS:
+                        continue
                     rows = 64 * plan.lanes * (1 if plan.arrangement == "spatial" else plan.cluster) * rounds
                     rows *= -(-(_widest(families[network]) + 1) // rows)
                     arguments = families[network].arguments(rows, dtype)

@@ -12,6 +12,7 @@ from typing import Any
 
 from scripts.gpu import prepared
 from scripts.gpu.record import Record, arguments
+from scripts.gpu.results import DEVICE
 
 PREPARED = "what was prepared"
 
@@ -62,7 +63,7 @@ def findings(dry_run: bool) -> list[dict[str, Any]]:
     found = [
         {"name": "the extension", "ok": runtime.available(), "found": runtime.why_not() or "built"},
         {
-            "name": "a CUDA device",
+            "name": DEVICE,
             "ok": device or dry_run,
             "found": driver if isinstance(driver, str) or not device else driver["devices"],
         },
