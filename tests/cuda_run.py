@@ -70,7 +70,7 @@ class Subject:
 
 
 def subject(fn: Callable[..., Any], *args: Array) -> Subject:
-    captured = capture(jax.make_jaxpr(fn)(*args))
+    captured = capture(jax.make_jaxpr(fn)(*args), parts=True)  # as for the CUDA target
     graph = captured.graph
     regions: list[Region] = []
 
