@@ -48,9 +48,9 @@ _HEAD = (
 )
 # Of the columns that the lint fills.
 _LEGEND = """\
-*Left in flight*: the most `HGMMA` that a wait leaves running, of those that run when it is reached. *Pointwise beside*: the share of
-the floating-point instructions that are between the issue of a product and the wait that retires it (other lanes' run beside it as
-well). *Hazards*: instructions that touch registers of a product in flight."""
+*Left in flight*: the most `HGMMA` that a wait leaves running, of those that run when it is reached. *Pointwise beside*: the share
+of the floating-point instructions that are between the issue of a product and the wait that retires it (other lanes' run beside it
+as well). *Hazards*: instructions that touch registers of a product in flight."""
 
 
 @dataclass(frozen=True)
