@@ -303,6 +303,11 @@ def test_what_only_some_threads_write_differs() -> None:
     assert skips(*branch, f"@P1 {PRODUCT}") == [(6, 6)]
 
 
+def test_no_code_is_no_finding() -> None:
+    assert in_flight(flow(())) == InFlight((), (), False, 0, 0, 0)
+    assert skipped(flow(())) == ()
+
+
 def test_a_loop_that_threads_leave_at_different_times() -> None:
     lines = (TID, "loop: {}", "VIADD R0, R0, 0xffffffff", "ISETP.NE.AND P0, PT, R0, RZ, PT", "@P0 BRA <loop>", PRODUCT)
     assert skips(*(line.format("WARPGROUP.ARRIVE") for line in lines)) == [(1, 4)]

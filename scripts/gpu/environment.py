@@ -22,7 +22,7 @@ def main() -> int:
     record = Record("environment", args.output, patience=args.patience)
     with record.case("looking", 60):
         found = findings(args.dry_run)
-        found += prepared_findings()
+        found += [] if args.dry_run else prepared_findings()
     record.content["prepared_fits"] = any(f["name"] == PREPARED and f["ok"] for f in found)
     for finding in found:
         record.add(finding)

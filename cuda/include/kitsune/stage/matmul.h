@@ -237,9 +237,7 @@ struct Product {
 
   // After the last piece. A rolling product closes its groups as it goes, and an empty one would be a wgmma of its own.
   KITSUNE_DEVICE void commit() {
-#if KITSUNE_SM >= 900
-    if constexpr (!Rolling) wgmma_commit();
-#endif
+    if constexpr (!Rolling) close_group();
   }
 
   // The results of all `Blocks` are there once this returns: the newest `Pending` products may still be in flight.
@@ -268,6 +266,12 @@ struct Product {
     for (int s = 0; s < Steps; ++s) wgmma_rs<T, N>(d, a[s], b + 2 * s, Started || block != 0 || s != 0);
 #else
     multiply_block<T, N, Steps>(d, a, chunk, half);
+#endif
+  }
+
+  KITSUNE_DEVICE void close_group() {
+#if KITSUNE_SM >= 900
+    wgmma_commit();
 #endif
   }
 

@@ -11,6 +11,7 @@ from an address that is equal; and whatever is computed of these alone where all
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import re
 from collections.abc import Sequence
 
@@ -63,7 +64,7 @@ def skipped(flow: Flow) -> tuple[Skipped, ...]:
     while True:  # a branch that differs makes what is computed behind it differ, and so perhaps another branch
         inside = _controlled(divergent, following, after)
         differing = _differing(code, accesses, following, inside)
-        more = {i for i, names in enumerate(differing) if len(following[i]) > 1 and _condition(code[i], accesses[i]) & names}
+        more = {i for i, names in enumerate(differing) if len(following[i]) > 1 and names}
         if more <= divergent:
             break
         divergent |= more
@@ -71,7 +72,7 @@ def skipped(flow: Flow) -> tuple[Skipped, ...]:
     for i, one in enumerate(code):
         if not one.opcode.startswith(_ALIGNED) or not following[i]:
             continue
-        if _condition(one, accesses[i]) & differing[i] and one.predicate:
+        if differing[i]:
             found.add(Skipped(one.address, str(one), one.address))
         found |= {Skipped(one.address, str(one), code[b].address) for b in inside.get(i, ())}
     return tuple(sorted(found))
@@ -171,38 +172,42 @@ def _controlled(branches: set[int], following: Sequence[tuple[int, ...]], after:
     return found
 
 
-# In front of an instruction: what may differ between the threads of a warp; and which registers hold threadIdx.x, or that and a
-# multiple of 32.
-_State = tuple[frozenset[str], frozenset[str]]
-
-
 def _differing(
     code: Sequence[Instruction], accesses: Sequence[Access], following: Sequence[tuple[int, ...]], inside: dict[int, set[int]]
 ) -> list[frozenset[str]]:
-    """For each instruction the registers and predicates in front of it that may differ between the threads of a warp."""
-    before: list[_State | None] = [None] * len(code)
-    before[0] = (frozenset(), frozenset())
-    todo = [0]
+    """For each instruction which of the predicates that decide about it may differ between the threads of a warp."""
+    # A state: what may differ, and what holds threadIdx.x, or that and a multiple of 32. As bits, because there are many.
+    bit = {name: 1 << k for k, name in enumerate(sorted({n for does in accesses for n in does.reads | does.writes}))}
+    reads, writes = (
+        [sum(bit[n] for n in side) for side in sides] for sides in ([d.reads for d in accesses], [d.writes for d in accesses])
+    )
+    before: list[tuple[int, int] | None] = [None] * len(code)
+    if code:
+        before[0] = (0, 0)
+    todo, waiting = list(range(min(1, len(code)))), {0}  # in the order of the code, so that most is looked at once
     while todo:
-        i = todo.pop()
-        state = before[i]
-        assert state is not None
-        names, threads = state
-        one, does = code[i], accesses[i]
-        if _differs(one, does, names, threads) or i in inside:
-            out = names | does.writes
+        i = heapq.heappop(todo)
+        waiting.remove(i)
+        names, threads = before[i] or (0, 0)
+        one = code[i]
+        held = frozenset(n for n in accesses[i].reads if bit[n] & threads) if reads[i] & threads else frozenset()
+        if i in inside or _differs(one, accesses[i], bool(reads[i] & names), bool(reads[i] & names & ~threads), held):
+            out = names | writes[i]
         else:
-            out = names if one.predicate else names - does.writes  # a thread that skips it keeps what it had
-        numbers = threads - does.writes
-        if not one.predicate and _is_thread(one, threads):
-            numbers |= does.writes
+            out = names if one.predicate else names & ~writes[i]  # a thread that skips it keeps what it had
+        numbers = threads & ~writes[i]
+        if not one.predicate and _is_thread(one, held):
+            numbers |= writes[i]
         for t in following[i]:
             old = before[t]
             new = (out, numbers) if old is None else (old[0] | out, old[1] & numbers)
             if new != old:
                 before[t] = new
-                todo.append(t)
-    return [state[0] if state else frozenset() for state in before]
+                if t not in waiting:
+                    waiting.add(t)
+                    heapq.heappush(todo, t)
+    wanted = [_condition(one, does) for one, does in zip(code, accesses, strict=True)]
+    return [frozenset(n for n in w if state and bit.get(n, 0) & state[0]) for w, state in zip(wanted, before, strict=True)]
 
 
 def _is_thread(one: Instruction, threads: frozenset[str]) -> bool:
@@ -243,8 +248,9 @@ def _number(part: str) -> int | None:
         return None
 
 
-def _differs(one: Instruction, does: Access, names: frozenset[str], threads: frozenset[str]) -> bool:
-    """Whether what ``one`` writes may differ between threads of a warp, given what does in front of it."""
+def _differs(one: Instruction, does: Access, source: bool, other: bool, threads: frozenset[str]) -> bool:
+    """Whether what ``one`` writes may differ between threads of a warp. ``source``: something that it reads does; ``other``:
+    something other than ``threads``, its sources that hold the thread's number."""
     if one.opcode.startswith(("R2UR", "VOTE", "REDUX", "ELECT", "U", "S2UR")):
         return one.opcode.startswith(("ELECT", "R2UR"))  # a predicate of theirs: which thread is meant
     if one.opcode.startswith(("S2R", "CS2R")):
@@ -254,5 +260,5 @@ def _differs(one: Instruction, does: Access, names: frozenset[str], threads: fro
     if one.opcode.startswith(_VOLATILE) or "L*" in does.writes:
         return True
     if _is_warp(one, threads):
-        return bool(does.reads & names - threads)
-    return bool(does.reads & names)
+        return other
+    return source
