@@ -248,11 +248,6 @@ struct Product {
   }
 
  private:
-  KITSUNE_DEVICE void close_group() {
-#if KITSUNE_SM >= 900
-    wgmma_commit();
-#endif
-  }
   template <int Steps>
   KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4], int block) {
     const int half = block % kPerChunk;
