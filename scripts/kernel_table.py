@@ -46,6 +46,11 @@ _HEAD = (
     "ptxas complains",
     "NVRTC",
 )
+# Of the columns that the lint fills.
+_LEGEND = """\
+*Left in flight*: the most `HGMMA` that a wait leaves running, of those that run when it is reached. *Pointwise beside*: the share
+of the floating-point instructions that are between the issue of a product and the wait that retires it (other lanes' run beside it
+as well). *Hazards*: instructions that touch registers of a product in flight."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +180,8 @@ def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any, fold
 def markdown(measured: Sequence[Row], version: tuple[int, int]) -> str:
     lines = ["| " + " | ".join(_HEAD) + " |", "|---|---|---|" + "---:|" * (len(_HEAD) - 3)]
     lines += ["| " + " | ".join(row.cells()) + " |" for row in measured]
-    return (
-        f"NVRTC {version[0]}.{version[1]}, {ROWS} rows. Emulated and disassembled only; nothing here has run on a GPU.\n\n"
-        + "\n".join(lines)
-    )
+    where = f"NVRTC {version[0]}.{version[1]}, {ROWS} rows. Emulated and disassembled only; nothing here has run on a GPU."
+    return "\n".join([where, _LEGEND, "", *lines])
 
 
 def comparison(measured: Sequence[Row], others: Sequence[Row], version: tuple[int, int]) -> str:
