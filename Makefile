@@ -22,7 +22,7 @@ SOURCES     := $(shell find $(wildcard cpu cuda) -name '*.h' -o -name '*.cc' -o 
 NATIVE      := $(shell find cpu/src cpu/include cuda/src -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format bench table kernel-table gpu-check gpu-prepare wheels clean
+.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format bench table kernel-table kernel-counts gpu-check gpu-prepare wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -66,8 +66,11 @@ bench: $(VENV)/.examples ## measure every case of the README's tables (half an h
 table: $(VENV)/.examples ## write the README's generated parts from what is stored
 	$(PY) scripts/update_readme.py
 
-kernel-table: $(VENV)/.examples ## compile every kind of CUDA kernel (ten minutes, no GPU) and write the table of docs/kernels.md
-	$(PY) scripts/kernel_table.py
+kernel-table: $(VENV)/.examples $(VENV)/.nvrtc-13.0 ## compile every kind of CUDA kernel (ten minutes, no GPU) and write the table of docs/kernels.md
+	$(PY) scripts/kernel_table.py --other $(VENV)/nvrtc-13.0
+
+kernel-counts: $(VENV)/.examples ## count what every kind of CUDA kernel does in the emulator (five minutes, no GPU), for docs/kernels.md and docs/offchip.md
+	$(PY) scripts/kernel_counts.py
 
 gpu-check: $(VENV)/.gpu ## on a machine with a GPU: correctness, sanitizer, benchmarks, into out/gpu-check (ten minutes; goes on)
 	PYTHON=$(PY) scripts/gpu_check.sh $(GPU_CHECK_ARGS)

@@ -1,9 +1,9 @@
-"""Count what the CUDA kernels do, in the emulator, as a profiler would on a device; writes the table of counts of docs/kernels.md.
+"""Count what the CUDA kernels do, in the emulator, as a profiler would on a device; writes the tables of counts of the docs.
 
 Comes in: networks of ``tests/cuda_cases.py``, training steps of ``tests/cuda_training_cases.py``, and the planner. Goes out:
-docs/kernels.md, between markers. Needs a C++ compiler, and no GPU. ``--networks nerf,loss`` prints those rows and writes nothing;
-``--kinds``, ``--dtypes`` choose further; ``--details`` prints every access by place of the source, and ``--json FILE`` writes
-everything that was counted.
+docs/kernels.md and docs/offchip.md, between markers. Needs a C++ compiler, and no GPU. ``--networks nerf,loss`` prints those rows
+and writes nothing; ``--kinds``, ``--dtypes`` choose further; ``--details`` prints every access by place of the source, and
+``--json FILE`` writes everything that was counted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from scripts.kernel_table import NETWORKS, ROWS, kind_of  # noqa: E402
 
 KINDS = ("vertical, resident", "vertical, streamed", "spatial, cluster", "spatial, L2", "portable")
 ROUNDS = 3  # of tiles, for every lane
+MOST_CTAS = 32  # of a pipeline: larger ones take the emulator minutes
 _HEAD = (
     "network",
     "dtype",
@@ -59,7 +60,7 @@ class Kernel:
     tiles: int
     lanes: int
     counts: Counts
-    plan: Any
+    plan: Any  # as the planner made it, for ``ROWS`` rows and all SMs
     program: Any
 
     def loads(self, buffer: str) -> int:
@@ -97,6 +98,27 @@ class Kernel:
     def events(self, *prefixes: str) -> int:
         """How often events happened in the loop over tiles."""
         return sum(e.count for e in self.counts.events if e.role >= 0 and not e.finish and e.name.startswith(prefixes))
+
+    def extrapolated(self) -> tuple[float, float]:
+        """Bytes from and to memory, and through the L2, that the plan would move: the counts of its tiles as often as it has tiles,
+        and of weights that stay as often as there are instances. Sums over the rows, at the end, are not in it."""
+        memory = l2 = 0.0
+        for b in self.streamed("in") + self.streamed("out"):
+            memory += (b.memory_read + b.memory_written) / self.tiles * self.plan.tiles
+            l2 += (b.l2_read + b.l2_written) / self.tiles * self.plan.tiles
+        resident = all(s.resident for s in self.plan.stages)
+        for b in self.counts.buffers:
+            if b.name.startswith("weights"):
+                memory += b.memory_read
+                l2 += b.l2_read * (self.plan.replicas if resident else self.plan.tiles / self.tiles)
+        rings = sum(a.bytes for a in self.loop if a.buffer == "workspace")
+        return memory, l2 + rings / self.tiles * self.plan.tiles
+
+    def modelled(self) -> tuple[str, ...]:
+        memory, l2 = self.extrapolated()
+        name = NETWORKS.get(self.network, self.network)
+        figures = (self.plan.bytes_moved, memory, self.plan.l2_bytes, l2)
+        return (name, self.dtype, self.kind, *(f"{n / 1e6:.0f} MB" for n in figures))
 
     def cells(self) -> tuple[str, ...]:
         wavefronts, ideal = self.conflicts
@@ -161,6 +183,8 @@ def kernels(
                     if kind in seen or kind not in kinds or check(of.program(plan), plan, "region") is not None:
                         continue
                     seen.add(kind)
+                    if sum(s.split for s in plan.stages) > MOST_CTAS:
+                        continue
                     rows = 64 * plan.lanes * (1 if plan.arrangement == "spatial" else plan.cluster) * rounds
                     rows *= -(-(_widest(families[network]) + 1) // rows)
                     arguments = families[network].arguments(rows, dtype)
@@ -178,13 +202,13 @@ def run(network: str, dtype: str, kind: str, of: Any, plan: Any) -> Kernel:
     from tests import cuda_run
 
     tiles = of.region.space.rows // plan.tile_rows
-    plan = dataclasses.replace(plan, replicas=1, tiles=tiles)
-    kernel = cuda_run.Kernel(of, plan)
+    one = dataclasses.replace(plan, replicas=1, tiles=tiles)
+    kernel, program = cuda_run.Kernel(of, one), of.program(one)
     with counters.counting(kernel.code.kernel.launch[1]) as found:
         kernel()
     (counts,) = found
-    named = counts.named(counters.buffer_names(kernel.code.kernel))
-    return Kernel(network, dtype, kind, tiles, plan.lanes, named, plan, of.program(plan))
+    named = counts.named(counters.buffer_names(kernel.code.kernel, len(program.outputs)))
+    return Kernel(network, dtype, kind, tiles, plan.lanes, named, plan, program)
 
 
 def details(kernel: Kernel) -> str:
@@ -212,6 +236,12 @@ def _role(of: Access | Event) -> str:
 def markdown(counted: Sequence[Kernel]) -> str:
     lines = ["| " + " | ".join(_HEAD) + " |", "|---|---|---|" + "---:|" * (len(_HEAD) - 3)]
     return "\n".join([*lines, *("| " + " | ".join(k.cells()) + " |" for k in counted)])
+
+
+def traffic_markdown(counted: Sequence[Kernel]) -> str:
+    head = ("network", "dtype", "kind", "memory, modelled", "memory, counted", "L2, modelled", "L2, counted")
+    lines = ["| " + " | ".join(head) + " |", "|---|---|---|---:|---:|---:|---:|"]
+    return "\n".join([*lines, *("| " + " | ".join(k.modelled()) + " |" for k in counted)])
 
 
 def main() -> int:
@@ -245,10 +275,11 @@ def main() -> int:
             )
         )
     if chosen.networks or chosen.kinds:
-        print(markdown(counted))
+        print(markdown(counted), traffic_markdown(counted), sep="\n\n")
     else:
-        changed = table.update(ROOT / "docs" / "kernels.md", markdown(counted), "counts")
-        print(f"docs/kernels.md {'updated' if changed else 'is up to date'}")
+        for page, text, name in (("kernels.md", markdown(counted), "counts"), ("offchip.md", traffic_markdown(counted), "gpu")):
+            changed = table.update(ROOT / "docs" / page, text, name)
+            print(f"docs/{page} {'updated' if changed else 'is up to date'}")
     return 0
 
 

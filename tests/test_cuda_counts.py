@@ -162,7 +162,7 @@ def test_rows_are_read_and_written_by_as_many_bytes_as_their_pitch_allows(case: 
 
 # Times that the bytes of the inputs come from L2: 384 columns of 16 bits, of which three lanes have 147 KiB beside an L1 of 92 KiB,
 # are read for each half of the first product's columns and, a third of them, for the residual.
-FROM_L2 = {("edge-update", HALF, RESIDENT): 2.3}
+FROM_L2 = {("edge-update", HALF, RESIDENT): 2.334}
 
 
 @all_cases
@@ -198,3 +198,20 @@ def test_fences_of_a_warp(case: tuple[str, str, str]) -> None:
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.xdist_group(" ".join(c))) for c in FAST], ids=" ".join)
 def test_there_is_such_a_kernel(case: tuple[str, str, str]) -> None:
     assert kernels(case)
+
+
+def test_the_tables_have_a_cell_for_each_title() -> None:
+    (kernel,) = kernels(("loss", HALF, RESIDENT))
+    for table in (kernel_counts.markdown([kernel]), kernel_counts.traffic_markdown([kernel])):
+        head, rule, row = table.splitlines()
+        assert head.count("|") == rule.count("|") == row.count("|")
+    for what in ("lanes ld_global 16 in0", "lanes wgmma m64n64k16 bf16, A in registers", "loader bulk_load"):
+        assert what in kernel_counts.details(kernel)
+
+
+def test_counts_of_a_few_tiles_stand_for_those_of_the_whole_plan() -> None:
+    """A vertical plan with resident weights moves its arrays once and has the weights once for each CTA."""
+    (kernel,) = kernels(("loss", HALF, RESIDENT))
+    memory, _ = kernel.extrapolated()
+    rows, weights = 64 * TILES * (32 + 16) * 2, kernel.counts.buffer("weights0").bytes
+    assert memory == rows + weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kitsune_jax.targets.cuda import sass
-from kitsune_jax.targets.cuda.lint import Hazard, InFlight, UnknownOpcode, flow, in_flight
+from kitsune_jax.targets.cuda.lint import Hazard, InFlight, UnknownOpcode, flow, in_flight, skipped
 from kitsune_jax.targets.cuda.lint.operands import access, product
 
 # The product of most of these: D is R24 to R55, A is R4 to R7.
@@ -111,6 +111,11 @@ def test_a_wait_leaves_the_newest_groups_in_flight() -> None:
     assert (first.leaves, first.arriving, first.arriving_products, first.left_products) == (1, (2,), (3,), (2,))
     assert (last.leaves, last.arriving, last.arriving_products, last.left_products) == (0, (1,), (2,), (0,))
     assert run(*lines).most_left == 2
+
+
+def test_groups_without_a_product_are_counted() -> None:
+    assert run(PRODUCT, WAIT).empty == 0
+    assert run(PRODUCT, "HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0", WAIT).empty == 1
 
 
 def test_a_group_that_is_not_closed_is_not_waited_for() -> None:
@@ -235,3 +240,75 @@ def test_predicates_are_read_and_written() -> None:
     assert one("PLOP3.LUT P0, PT, P1, P2, PT, 0x80, 0x0").reads == {"P1", "P2"}
     assert one("R2UR.OR P1, UR23, R5").writes == {"P1"}
     assert product(listing("FADD R0, R1, R2")[0]) is None
+
+
+# --- instructions for whole warps
+
+TID = "S2R R0, SR_TID.X"
+
+
+def skips(*lines: str) -> list[tuple[int, int]]:
+    """(line of the instruction, line of what makes threads skip it)."""
+    return [(s.address // 16, s.branch // 16) for s in skipped(flow(listing(*lines, "EXIT")))]
+
+
+@pytest.mark.parametrize(
+    "aligned", [PRODUCT, "WARPGROUP.ARRIVE", "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80", "USETMAXREG.DEALLOC.CTAPOOL 0x18"]
+)
+@pytest.mark.parametrize(
+    "condition, differs",
+    [
+        (("ISETP.NE.AND P0, PT, R0, RZ, PT",), True),
+        (("ISETP.GT.U32.AND P0, PT, R0, 0x7f, PT",), False),  # the first four warps and the others
+        (("ISETP.GE.U32.AND P0, PT, R0, 0x80, PT",), False),
+        (("ISETP.GT.U32.AND P0, PT, R0, 0x80, PT",), True),
+        (("ISETP.NE.AND P0, PT, R0, 0x80, PT",), True),
+        (("SHF.R.U32.HI R1, RZ, 0x7, R0", "ISETP.NE.AND P0, PT, R1, RZ, PT"), False),
+        (("SHF.R.U32.HI R1, RZ, 0x4, R0", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),
+        (("LOP3.LUT R1, R0, 0xffffff80, RZ, 0xc0, !PT", "ISETP.NE.AND P0, PT, R1, RZ, PT"), False),
+        (("LOP3.LUT R1, R0, 0x1f, RZ, 0xc0, !PT", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),
+        (("VIADD R1, R0, 0xffffff80", "SHF.R.U32.HI R1, RZ, 0x7, R1", "ISETP.NE.AND P0, PT, R1, RZ, PT"), False),
+        (("VIADD R1, R0, 0x1", "SHF.R.U32.HI R1, RZ, 0x7, R1", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),
+        (("SHFL.IDX PT, R1, R0, RZ, 0x1f", "ISETP.NE.AND P0, PT, R1, RZ, PT"), False),
+        (("SHFL.IDX PT, R1, R0, R0, 0x1f", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),
+        (("S2R R1, SR_CTAID.X", "ISETP.NE.AND P0, PT, R1, RZ, PT"), False),
+        (("LDC R1, c[0x0][0x210]", "ISETP.NE.AND P0, PT, R1, RZ, PT"), False),
+        (("LDC R1, c[0x0][R0+0x210]", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),
+        (("LDG.E.STRONG.GPU R1, desc[UR4][R2.64]", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),  # threads read at different times
+        (("MOV R4, RZ", "STL [R1+0x8], R4", "LDL R5, [R1+0x8]", "ISETP.NE.AND P0, PT, R5, RZ, PT"), False),
+        (("STL [R1+0x8], R0", "LDL R5, [R1+0x8]", "ISETP.NE.AND P0, PT, R5, RZ, PT"), True),
+        (("ELECT P0, URZ, PT",), True),
+    ],
+)
+def test_a_branch_that_some_threads_of_a_warp_take(aligned: str, condition: tuple[str, ...], differs: bool) -> None:
+    lines = (TID, *condition, "@P0 BRA <on>", aligned, "on: MOV R90, RZ")
+    assert skips(*lines) == ([(len(lines) - 2, len(lines) - 3)] if differs else [])
+    # Where the branches meet again all threads come by.
+    assert skips(TID, *condition, "@P0 BRA <on>", "MOV R90, RZ", f"on: {aligned}") == []
+    assert skips(TID, *condition, f"@P0 {aligned}") == ([(len(condition) + 1, len(condition) + 1)] if differs else [])
+
+
+def test_what_only_some_threads_write_differs() -> None:
+    lines = (TID, "MOV R4, RZ", "ISETP.NE.AND P0, PT, R0, RZ, PT", "{}", "ISETP.NE.AND P1, PT, R4, RZ, PT", f"@P1 {PRODUCT}")
+    assert skips(*(line.format("@P0 MOV R4, 0x1") for line in lines)) == [(5, 5)]
+    assert skips(*(line.format("@!PT MOV R4, 0x1") for line in lines)) == []
+    branch = (
+        TID,
+        "MOV R4, RZ",
+        "ISETP.NE.AND P0, PT, R0, RZ, PT",
+        "@P0 BRA <on>",
+        "MOV R4, 0x1",
+        "on: ISETP.NE.AND P1, PT, R4, RZ, PT",
+    )
+    assert skips(*branch, f"@P1 {PRODUCT}") == [(6, 6)]
+
+
+def test_no_code_is_no_finding() -> None:
+    assert in_flight(flow(())) == InFlight((), (), False, 0, 0, 0)
+    assert skipped(flow(())) == ()
+
+
+def test_a_loop_that_threads_leave_at_different_times() -> None:
+    lines = (TID, "loop: {}", "VIADD R0, R0, 0xffffffff", "ISETP.NE.AND P0, PT, R0, RZ, PT", "@P0 BRA <loop>", PRODUCT)
+    assert skips(*(line.format("WARPGROUP.ARRIVE") for line in lines)) == [(1, 4)]
+    assert skips(*(line.format("MOV R90, RZ") for line in lines)) == []

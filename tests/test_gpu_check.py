@@ -130,6 +130,13 @@ def test_the_build_names_what_is_missing() -> None:
     assert "pip install nanobind setuptools jaxlib" in done.stdout
 
 
+@pytest.mark.skipif(not isinstance(runtime.driver_info(), str), reason="there is a CUDA driver here")
+def test_without_a_device_the_check_ends_at_once(tmp_path: Path) -> None:
+    output, _ = start(tmp_path / "check", "--only", "environment,correctness").communicate(timeout=200)
+    assert status(tmp_path / "check") == {"environment": 1}, output
+    assert "there is no CUDA device: nothing else can run" in output
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize("words", [("--onyl", "soak"), ("--only", "soka")])
 def test_an_unknown_option_or_step_is_refused(tmp_path: Path, words: tuple[str, str]) -> None:

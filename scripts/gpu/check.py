@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu import archive, plant, prepared, results, summary
-from scripts.gpu.results import LOST, START, say
+from scripts.gpu.results import DEVICE, LOST, START, say
 from scripts.gpu.steps import Program, Step, steps
 from scripts.gpu.supervise import INTERRUPTED, TIMED_OUT, Process, run
 
@@ -101,6 +101,9 @@ class Check:
             else:
                 self.step(step)
             self.keep()
+            if step.name == "environment" and self.has_no_device():
+                say("=== there is no CUDA device: nothing else can run")
+                break
         self.keep()
         say(summary.summary(self.folder))
         say(f"everything: {self.archive}" if not self.trouble else f"WRONG: {self.trouble}")
@@ -118,6 +121,9 @@ class Check:
     def fits(self) -> bool:
         environment = results.read_json(self.folder / "environment.json") or {}
         return bool(environment.get("prepared_fits"))
+
+    def has_no_device(self) -> bool:
+        return any(f["name"] == DEVICE and not f["ok"] for f in results.findings_of(self.folder, "environment"))
 
     def step(self, step: Step) -> None:
         start, limit = time.monotonic(), min(step.seconds, self.left())

@@ -12,6 +12,7 @@ from typing import Any
 
 from scripts.gpu import prepared
 from scripts.gpu.record import Record, arguments
+from scripts.gpu.results import DEVICE
 
 PREPARED = "what was prepared"
 
@@ -21,7 +22,7 @@ def main() -> int:
     record = Record("environment", args.output, patience=args.patience)
     with record.case("looking", 60):
         found = findings(args.dry_run)
-        found += prepared_findings()
+        found += [] if args.dry_run else prepared_findings()
     record.content["prepared_fits"] = any(f["name"] == PREPARED and f["ok"] for f in found)
     for finding in found:
         record.add(finding)
@@ -62,7 +63,7 @@ def findings(dry_run: bool) -> list[dict[str, Any]]:
     found = [
         {"name": "the extension", "ok": runtime.available(), "found": runtime.why_not() or "built"},
         {
-            "name": "a CUDA device",
+            "name": DEVICE,
             "ok": device or dry_run,
             "found": driver if isinstance(driver, str) or not device else driver["devices"],
         },

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 START = "the start"  # the first case of every program: imports, JAX's and the CUDA driver's start
+DEVICE = "a CUDA device"  # the finding of `environment` without which no later step can succeed
 LOST = 75  # the exit status of a program whose context on the device is gone: a new process continues it
 ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = ("kitsune_jax", "cuda", "benchmarks", "scripts")

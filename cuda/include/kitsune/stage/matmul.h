@@ -235,11 +235,9 @@ struct Product {
     }
   }
 
-  // After the last piece.
+  // After the last piece. A rolling product closes its groups as it goes, and an empty one would be a wgmma of its own.
   KITSUNE_DEVICE void commit() {
-#if KITSUNE_SM >= 900
-    wgmma_commit();
-#endif
+    if constexpr (!Rolling) close_group();
   }
 
   // The results of all `Blocks` are there once this returns: the newest `Pending` products may still be in flight.
@@ -250,6 +248,11 @@ struct Product {
   }
 
  private:
+  KITSUNE_DEVICE void close_group() {
+#if KITSUNE_SM >= 900
+    wgmma_commit();
+#endif
+  }
   template <int Steps>
   KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4], int block) {
     const int half = block % kPerChunk;
@@ -266,6 +269,12 @@ struct Product {
 #endif
   }
 
+  KITSUNE_DEVICE void close_group() {
+#if KITSUNE_SM >= 900
+    wgmma_commit();
+#endif
+  }
+
   // Operands that stay in registers: one group may be in flight while the next is issued.
   template <int First, int Done, int From, class Source>
   KITSUNE_DEVICE void feed_rolling(const Source& source) {
@@ -276,7 +285,7 @@ struct Product {
         source.block(a, b);
         issue(a, First + b);
       }
-    commit();
+    close_group();
 #if KITSUNE_SM >= 900
     wgmma_wait<1>();  // the accumulators themselves are still in flight: no pin
 #endif
@@ -297,7 +306,7 @@ struct Product {
     constexpr int kNext = From + kGroup < Source::kBlocks ? From + kGroup : Source::kBlocks;
     KITSUNE_UNROLL
     for (int b = From; b < kNext; ++b) issue(a[b - From], First + b);
-    commit();
+    close_group();
     u32 next[kGroup][Steps][4];
     if constexpr (kNext < Source::kBlocks) fetch(next, source, kNext);
     wait<0>();

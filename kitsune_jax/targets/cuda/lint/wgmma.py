@@ -54,11 +54,15 @@ class Wait:
 @dataclasses.dataclass(frozen=True)
 class InFlight:
     """``serialised``: no two products of a sum are ever in flight together, as ptxas does where it cannot prove what it must.
-    ``pointwise``: instructions of floating point; ``hidden``: those of them with a product in flight whenever they run."""
+
+    ``empty``: products into nothing, which ptxas makes of groups without one. ``pointwise``: instructions of floating point;
+    ``hidden``: those of them with a product in flight whenever they run.
+    """
 
     hazards: tuple[Hazard, ...]
     waits: tuple[Wait, ...]
     serialised: bool
+    empty: int
     pointwise: int
     hidden: int
 
@@ -94,6 +98,7 @@ def in_flight(flow: Flow) -> InFlight:
         tuple(sorted(hazards)),
         seen_waits,
         any(map(operator.eq, sums, sums[1:])) and all(max(w.arriving_products) <= 1 for w in seen_waits),
+        sum(not p.d for p in products.values()),
         len(pointwise),
         sum(bool(states[i]) and all(any(groups) for groups, _ in states[i]) for i in pointwise),
     )
