@@ -85,10 +85,12 @@ class Kernel:
         return sum(a.wavefronts for a in shared), sum(a.ideal for a in shared)
 
     def streamed(self, prefix: str) -> list[Traffic]:
-        """The buffers whose name begins so and that have a row for each of the stream; a buffer of two names counts for both."""
-        rows = self.tiles * 64
-        names = ((b, b.name.split("/")) for b in self.counts.buffers)
-        return [b for b, all_ in names if any(n.startswith(prefix) for n in all_) and b.bytes % rows == 0 and b.bytes >= rows]
+        """The inputs ("in") or results ("out") that have a row for each of the stream."""
+        sinks = {sink.array for sink in self.program.sinks}
+        names = {f"in{k}" for k, array in enumerate(self.program.inputs) if array.streamed}
+        names |= {f"out{k}" for k in range(len(self.program.outputs)) if k not in sinks}
+        wanted = {name for name in names if name.startswith(prefix)}
+        return [b for b in self.counts.buffers if not wanted.isdisjoint(b.name.split("/"))]
 
     def share(self, prefix: str, field: str) -> float | None:
         """Bytes of streamed arrays in relation to their size."""
