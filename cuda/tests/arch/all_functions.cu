@@ -33,7 +33,7 @@ KITSUNE_DEVICE u32 use_memory(Storage& s, const Params& p) {
   sum += ld_global(reinterpret_cast<const U2*>(p.words) + at).y + ld_global(reinterpret_cast<const U4*>(p.words) + at).w;
   sum += ld_l2(reinterpret_cast<const u16*>(p.words) + at) + ld_l2(p.words + at) + bits(ld_l2(p.floats + at));
   sum += ld_l2(reinterpret_cast<const U2*>(p.words) + at).y + ld_l2(reinterpret_cast<const U4*>(p.words) + at).w;
-  st_global(reinterpret_cast<u16*>(p.words) + at, static_cast<u16>(sum));
+  st_global(reinterpret_cast<u16*>(p.words) + opaque(at), static_cast<u16>(sum));
   st_global(p.floats + at, from_bits(sum));
   st_global(reinterpret_cast<U2*>(p.words) + at, U2{sum, sum});
   st_global(reinterpret_cast<U4*>(p.words) + at, U4{sum, sum, sum, sum});

@@ -102,12 +102,15 @@ def _consume(g: _Generator, s: int) -> list[str]:
     else:
         inner.append(f"StreamedWeights<Weights> weights{{Weights{{&header.weights, shared + {g.header_bytes}}}}};")
     inner.append(f"const u32 worker = {_worker(g)};")
-    rounds = f"{-(-g.program.tiles // g.workers)}" if g.uniform else "tiles_of(worker, kWorkers, kTiles)"
-    inner.append(f"const u32 rounds = {rounds};")
+    # A lane's own tiles are counted without a register for their number.
+    more = f"n < {-(-g.program.tiles // g.workers)}" if g.uniform else "n * kWorkers + worker < kTiles"
     staged = sorted(stage.config.staged)
+    if g.uniform and staged:  # NVRTC 13.0 unrolls such a loop 16 times if it knows how often it runs, whatever the pragma says
+        inner.append(f"const u32 rounds = opaque(u32{{{-(-g.program.tiles // g.workers)}}});")
+        more = "n < rounds"
     inner += [f"staged{k}.fetch(lane, 0, worker, kRows);" for k in staged]
     inner.append("KITSUNE_NO_UNROLL")
-    inner.append("for (u32 n = 0; n < rounds; ++n) {")
+    inner.append(f"for (u32 n = 0; {more}; ++n) {{")
     loop = [
         "const i64 tile = static_cast<i64>(n) * kWorkers + worker;",
         "const i64 first_row = tile * kTileRows + lane.row;",

@@ -108,6 +108,7 @@ template <class T>
 inline T* opaque(T* p) {
   return p;
 }
+inline u32 opaque(u32 v) { return v; }
 
 // --- global synchronisation
 inline void red_add_release(u32* p, u32 v) { emu::flag_add(p, v); }
