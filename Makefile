@@ -22,7 +22,7 @@ SOURCES     := $(shell find $(wildcard cpu cuda) -name '*.h' -o -name '*.cc' -o 
 NATIVE      := $(shell find cpu/src cpu/include cuda/src -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format bench table kernel-table gpu-check wheels clean
+.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format bench table kernel-table kernel-counts gpu-check gpu-prepare wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -66,11 +66,17 @@ bench: $(VENV)/.examples ## measure every case of the README's tables (half an h
 table: $(VENV)/.examples ## write the README's generated parts from what is stored
 	$(PY) scripts/update_readme.py
 
-kernel-table: $(VENV)/.examples ## compile every kind of CUDA kernel (ten minutes, no GPU) and write the table of docs/kernels.md
-	$(PY) scripts/kernel_table.py
+kernel-table: $(VENV)/.examples $(VENV)/.nvrtc-13.0 ## compile every kind of CUDA kernel (ten minutes, no GPU) and write the table of docs/kernels.md
+	$(PY) scripts/kernel_table.py --other $(VENV)/nvrtc-13.0
 
-gpu-check: $(VENV)/.gpu ## on a machine with a GPU: correctness, sanitizer, benchmarks, into out/gpu-check (ten minutes)
+kernel-counts: $(VENV)/.examples ## count what every kind of CUDA kernel does in the emulator (five minutes, no GPU), for docs/kernels.md and docs/offchip.md
+	$(PY) scripts/kernel_counts.py
+
+gpu-check: $(VENV)/.gpu ## on a machine with a GPU: correctness, sanitizer, benchmarks, into out/gpu-check (ten minutes; goes on)
 	PYTHON=$(PY) scripts/gpu_check.sh $(GPU_CHECK_ARGS)
+
+gpu-prepare: ## without a GPU: compile all that gpu-check runs, for a machine that cannot, into .gpu-check
+	PYTHON=$$(scripts/find_python.sh) && PYTHON="$$PYTHON" scripts/gpu_check.sh --prepare
 
 wheels: $(PY) ## the source distribution, and wheels of it for CPython 3.11 to 3.14, into dist (needs Docker)
 	@scripts/pip_install.sh $(VENV) 'setuptools>=77' cibuildwheel==4.3.5
@@ -78,7 +84,7 @@ wheels: $(PY) ## the source distribution, and wheels of it for CPython 3.11 to 3
 	$(PY) -m cibuildwheel --output-dir dist dist/kitsune_jax-*.tar.gz
 
 clean: ## remove what these targets made
-	rm -rf .venv .venv-* build dist out *.egg-info .make
+	rm -rf .venv .venv-* .gpu-check* build dist out *.egg-info .make
 	find kitsune_jax -name '*.so' -delete
 
 # Set-up. The environment is editable, so only a change of the C++ sources or of the packaging runs pip again.

@@ -183,6 +183,13 @@ def copy_jaxpr(closed: Any) -> Any:
     return closed.replace()
 
 
+def replace_jaxpr(closed: Any, **parts: Any) -> Any:
+    """A closed jaxpr with other ``invars``, ``outvars`` or ``eqns``."""
+    if type(closed).__name__ == "ClosedJaxpr":
+        return closed.replace(jaxpr=closed.jaxpr.replace(**parts))
+    return closed.replace(**parts)
+
+
 def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False, like: Any = None) -> Any:
     """The closed jaxpr of ``fn``, which takes arrays of ``avals`` and returns a flat list of arrays.
 
@@ -392,18 +399,62 @@ def register_lowering(prim: Any, rule: Any, **how: Any) -> None:
 # --- rules of a call-like primitive, whose parameter ``call_jaxpr`` every transformation rewrites ---------------------------------
 
 
-def register_call_rules(prim: Any) -> None:
+def register_call_rules(prim: Any, leaner: Callable[..., Any]) -> None:
     """Give ``prim[call_jaxpr, **static]`` its rules: jvp, linearize, transpose, vmap, partial evaluation, DCE, remat, refs,
     checkify, jet.
 
     Every rule rewrites ``call_jaxpr`` and binds ``prim`` again with the same static parameters. No lowering is registered.
+    ``leaner(primal jaxpr, tangent jaxpr, forwarded, number of results, number of constants)`` gives another division of a
+    linearized call, as (primal jaxpr, tangent jaxpr, forwarded), or None.
     """
     if hasattr(jex_core, "register_call_primitive_rules"):
         jex_core.register_call_primitive_rules(prim, name=None)
     else:
         _register_call_rules_0_10(prim)
+    ad.primitive_linearizations[prim] = _linearize_rule(prim, ad.primitive_linearizations[prim], leaner)
     _register_checkify(prim)
     jet_lib.jet_rules[prim] = functools.partial(_jet_rule, prim)
+
+
+def _linearize_rule(prim: Any, usual: Callable[..., Any], leaner: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule ``usual``, but with the residuals of ``leaner`` where that has something to say."""
+
+    def divided(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool) -> Any:
+        primal, made, nz_out, forwarded, tangent = ad.linearize_jaxpr(call_jaxpr, list(nzs), is_vjp=is_vjp)
+        structured = None
+        if not isinstance(made, int):  # since 0.11: a tree of (results, residuals, structured residuals)
+            structured = made.unpack()[2]
+            if len(structured):
+                return None
+        n, consts = len(out_avals(call_jaxpr)), len(getattr(call_jaxpr, "consts", ()))
+        found = leaner(primal, tangent, tuple(forwarded), n, consts)
+        return None if found is None else (*found, nz_out, structured)
+
+    remembered = util.weakref_lru_cache(divided)
+
+    def linearize(is_vjp: bool, nzs: Any, *primals: Any, call_jaxpr: Any, **params: Any) -> Any:
+        found = remembered(call_jaxpr, tuple(nzs), is_vjp)
+        if found is None:
+            return usual(is_vjp, nzs, *primals, call_jaxpr=call_jaxpr, **params)
+        primal, tangent, forwarded, nz_out, structured = found
+        n = len(out_avals(call_jaxpr))
+        outs = prim.bind(*primals, call_jaxpr=primal, **params)
+        known, made = [*getattr(call_jaxpr, "consts", ()), *primals], iter(outs[n:])
+        residuals = [next(made) if f is None else known[f] for f in forwarded]
+
+        def tangents_of(residuals: Any, tangents: Sequence[Any]) -> list[Any]:
+            live = [ad.instantiate_zeros(t) for nz, t in zip(nzs, tangents, strict=True) if nz]
+            tangent_prim = ad.vjp_node(prim) if is_vjp and hasattr(ad, "vjp_node") else prim
+            rest = iter(tangent_prim.bind(*residuals, *live, call_jaxpr=tangent, **params))
+            zero = (ad_util.Zero(v.to_tangent_aval()) for v in out_avals(call_jaxpr))
+            return [next(rest) if nz else z for nz, z in zip(nz_out, zero, strict=True)]
+
+        if structured is None:
+            return outs[:n], nz_out, residuals, lambda residuals, *tangents: tangents_of(residuals, tangents)
+        nothing = structured.update([]).unflatten()
+        return outs[:n], nz_out, residuals, nothing, lambda residuals, _, *tangents: tangents_of(residuals, tangents)
+
+    return linearize
 
 
 def _register_checkify(prim: Any) -> None:

@@ -270,7 +270,7 @@ def _plan(jaxpr: Any, options: Options, target: str) -> _Planned:
         return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
-    captured = capture(jaxpr, rewrite=rewrite)
+    captured = capture(jaxpr, rewrite=rewrite, parts=not targets.runs_phases(target))
     planned, nodes = settled(captured, routed(captured.graph, target, options))
     return _Planned(jaxpr, captured, consts, planned, nodes, bodies)
 

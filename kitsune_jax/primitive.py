@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from kitsune_jax import _compat, lowering
+from kitsune_jax import _compat, handover, lowering
 from kitsune_jax.options import Options
 
 _jitted: weakref.WeakKeyDictionary[Any, dict[Options, Callable[..., list[jax.Array]]]] = weakref.WeakKeyDictionary()
@@ -47,7 +47,7 @@ def _compiled(call_jaxpr: Any, options: Options) -> Callable[..., list[Any]]:
 
 def _primitive() -> Any:
     primitive = _compat.new_primitive(lowering.PRIMITIVE_NAME)
-    _compat.register_call_rules(primitive)
+    _compat.register_call_rules(primitive, handover.lean)
     # Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
     _compat.register_lowering(primitive, functools.partial(lowering.lower, platform=None), cacheable=True)
     for platform in ("cpu", "cuda"):

@@ -16,7 +16,8 @@ from typing import Any
 from kitsune_jax import config, targets
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.machines import Machine, machine_for
+from kitsune_jax.planning.machine import Machine
+from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.planner import Infeasible, plan
 from kitsune_jax.program import TileProgram, build

@@ -2,7 +2,8 @@
 
 Comes in: networks of ``tests/cuda_cases.py``, training steps of ``tests/cuda_training_cases.py``, and the planner. Goes out:
 docs/kernels.md, between markers. Needs NVRTC and a disassembler, and no GPU: nothing runs. ``--networks nerf,loss`` prints those
-rows and writes nothing.
+rows and writes nothing. ``--other FOLDER`` has a second NVRTC, which compiles the same kernels: a sentence says what it makes of
+them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _HEAD = (
     "shared memory",
     "instructions",
     "HGMMA or HMMA",
+    "left in flight",
+    "pointwise beside",
+    "hazards",
     "stack",
     "spilled",
     "ptxas complains",
@@ -46,7 +50,11 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel. Registers are per thread as launched; stack and spills are per thread, and 0 in a good kernel."""
+    """One kernel. Registers are per thread as launched; stack and spills are per thread, and 0 in a good kernel.
+
+    ``left``, ``arriving``: the most ``HGMMA`` that a wait leaves in flight, and how many are when it is reached. ``hidden`` of
+    ``pointwise`` instructions run beside an ``HGMMA``.
+    """
 
     network: str
     dtype: str
@@ -57,6 +65,11 @@ class Row:
     shared_bytes: int
     instructions: int
     tensor: int
+    left: int
+    arriving: int
+    pointwise: int
+    hidden: int
+    hazards: int
     stack_bytes: int
     spill_bytes: int
     complaints: tuple[str, ...]
@@ -73,6 +86,9 @@ class Row:
             f"{self.shared_bytes / 1024:.0f} KiB",
             str(self.instructions),
             str(self.tensor),
+            f"{self.left} of {self.arriving}" if self.arriving else "",
+            f"{100 * self.hidden / self.pointwise:.0f} %" if self.arriving and self.pointwise else "",
+            str(self.hazards),
             f"{self.stack_bytes} B" if self.stack_bytes else "0",
             f"{self.spill_bytes} B" if self.spill_bytes else "0",
             ", ".join(self.complaints) or "none",
@@ -91,12 +107,13 @@ def kind_of(plan: Any, portable: bool) -> str:
     return "vertical, streamed"
 
 
-def rows(networks: Sequence[str]) -> Iterator[Row]:
-    """A row for each network, dtype and kind that has a kernel, of the plan that the model takes for the fastest of its kind."""
+def rows(networks: Sequence[str], folders: Sequence[Path | None]) -> Iterator[list[Row]]:
+    """For each network, dtype and kind that has a kernel: of the plan that the model takes for the fastest of its kind, a row for
+    the NVRTC of each folder."""
     from kitsune_jax.planning.balance import Infeasible
     from kitsune_jax.planning.cost import RegionCost
     from kitsune_jax.planning.gpu import candidates
-    from kitsune_jax.planning.machines import A100, H200
+    from kitsune_jax.planning.gpu_machines import A100, H200
     from kitsune_jax.targets.cuda import check
     from tests.cuda_cases import FAMILIES
     from tests.cuda_run import subject
@@ -117,18 +134,22 @@ def rows(networks: Sequence[str]) -> Iterator[Row]:
                     if kind in seen or check(program, plan, "region") is not None:
                         continue
                     seen.add(kind)
-                    yield _measured(network, dtype, kind, program, plan)
+                    yield [_measured(network, dtype, kind, program, plan, folder) for folder in folders]
 
 
-def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any) -> Row:
+def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any, folder: Path | None) -> Row:
     from kitsune_jax.targets.cuda import kernel, lower, nvrtc, sass
+    from kitsune_jax.targets.cuda.lint import flow, in_flight
 
     arrangement = lower.arrangement(plan, program)
     made = kernel.generate(program, arrangement, "region")
     start = time.process_time()  # of this process: others may load the machine
-    compiled = nvrtc.compile(made.source, "sm_90a" if arrangement.sm == 900 else "sm_80")
+    compiled = nvrtc.compile(made.source, "sm_90a" if arrangement.sm == 900 else "sm_80", folder=folder)
     seconds = time.process_time() - start
     code, used = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
+    products = in_flight(flow(code.instructions))
+    waits = [(max(w.left_products), max(w.arriving_products)) for w in products.waits]
+    left, arriving = max(waits, default=(0, 0))
     return Row(
         network,
         dtype,
@@ -139,6 +160,11 @@ def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any) -> R
         made.shared_bytes,
         len(code.instructions),
         code.count("HGMMA.") + code.count("HMMA."),
+        left,
+        arriving,
+        products.pointwise,
+        products.hidden,
+        len(products.hazards),
         code.stack,
         used.spill_bytes,
         tuple(sorted(set(re.findall(r"\((C7\d+)\)", compiled.log)))),
@@ -155,6 +181,18 @@ def markdown(measured: Sequence[Row], version: tuple[int, int]) -> str:
     )
 
 
+def comparison(measured: Sequence[Row], others: Sequence[Row], version: tuple[int, int]) -> str:
+    """A sentence on what another NVRTC makes of the same kernels."""
+    total, all_instructions = sum(row.instructions for row in measured), sum(row.instructions for row in others)
+    spilling = [sum(row.stack_bytes > 0 for row in some) for some in (others, measured)]
+    complaints = sum(bool(row.complaints) for row in others)
+    return (
+        f"NVRTC {version[0]}.{version[1]} makes of the same {len(others)} kernels: {sum(row.hazards for row in others)} hazards, "
+        f"{complaints} of which ptxas complains, {spilling[0]} with a stack (above: {spilling[1]}), and "
+        f"{100 * (all_instructions / total - 1):+.1f} % instructions."
+    )
+
+
 def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path.insert(0, str(ROOT))
@@ -163,17 +201,24 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", help="only these, printed and not written")
-    only = parser.parse_args().networks
-    if why := nvrtc.why_not():
+    parser.add_argument("--other", type=Path, help="the folder of a second NVRTC")
+    arguments = parser.parse_args()
+    only, folders = arguments.networks, [None, *([arguments.other] if arguments.other else [])]
+    if why := next(filter(None, map(nvrtc.why_not, folders)), None):
         raise SystemExit(why)
     if not sass.available():
         raise SystemExit("no cuobjdump: pip install triton")
-    nvrtc.compile('extern "C" __global__ void kitsune_region() {}', "sm_90a")  # the first call in a process loads the compiler
-    measured = []
-    for row in rows(only.split(",") if only else tuple(NETWORKS)):
-        measured.append(row)
-        print(" | ".join(row.cells()), file=sys.stderr, flush=True)
-    text = markdown(measured, nvrtc.version())
+    for folder in folders:  # the first call in a process loads the compiler
+        nvrtc.compile('extern "C" __global__ void kitsune_region() {}', "sm_90a", folder=folder)
+    measured: list[list[Row]] = []
+    for both in rows(only.split(",") if only else tuple(NETWORKS), folders):
+        measured.append(both)
+        for row in both:
+            print(" | ".join(row.cells()), file=sys.stderr, flush=True)
+    first, *others = zip(*measured, strict=True)
+    text = markdown(first, nvrtc.version())
+    for other in others:
+        text += "\n\n" + comparison(first, other, nvrtc.version(arguments.other))
     if only:
         print(text)
     else:

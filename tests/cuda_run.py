@@ -29,8 +29,8 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.gpu import candidates
+from kitsune_jax.planning.gpu_machines import A100, H200
 from kitsune_jax.planning.gpu_storage import is_splittable
-from kitsune_jax.planning.machines import A100, H200
 from kitsune_jax.planning.plan import Plan, Stage
 from kitsune_jax.program import TileProgram, build
 from kitsune_jax.regions.select import select
@@ -70,7 +70,7 @@ class Subject:
 
 
 def subject(fn: Callable[..., Any], *args: Array) -> Subject:
-    captured = capture(jax.make_jaxpr(fn)(*args))
+    captured = capture(jax.make_jaxpr(fn)(*args), parts=True)  # as for the CUDA target
     graph = captured.graph
     regions: list[Region] = []
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from kitsune_jax.targets.cuda import lower
 from tests.checks import enable_x64
 from tests.cuda_cases import DTYPES, FAMILIES, Arg, Family, dense_relu
 from tests.cuda_run import Kernel, Subject, arrangements, kernel_cache, run, subject
+from trust import reference
+from trust.primitives import PRIMITIVES
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -37,16 +40,28 @@ SEEDS = (1, 2, 3, 4)
 
 @functools.lru_cache(maxsize=8)
 def case(name: str, dtype: str, rows: int) -> tuple[Subject, dict[str, Any], list[np.ndarray]]:
-    """The subject, its arrangements, and its results in float64."""
+    """The subject, its arrangements, and its results in float64: of float32 arguments with the operands of products as tf32."""
     family = FAMILIES[name]
     of = subject(family.function, *family.arguments(rows, dtype))
-    return of, arrangements(of), in_float64(family.function, of.args)
+    return of, arrangements(of), (in_tf32 if dtype == "float32" else in_float64)(family.function, of.args)
 
 
 def in_float64(function: Callable[..., Any], args: tuple[Any, ...]) -> list[np.ndarray]:
     with enable_x64():
         wide = [np.asarray(a).astype(np.float64) for a in args]
         return [np.asarray(x) for x in jax.tree.leaves(jax.jit(function)(*wide))]
+
+
+def in_tf32(function: Callable[..., Any], args: tuple[Any, ...]) -> list[np.ndarray]:
+    """Where sums cancel, as in front of a ReLU that is mostly 0, the rounding of the operands is large beside the result."""
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        bits = x.astype(np.float32).view(np.uint32) + np.uint32(1 << 12)
+        return (bits & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+
+    plain = PRIMITIVES["dot_general"]
+    with mock.patch.dict(PRIMITIVES, dot_general=lambda params, a, b: plain(params, rounded(a), rounded(b))):
+        return reference.evaluate(jax.make_jaxpr(function)(*args), args, reference.Arithmetic(widen=True))
 
 
 def check_close(got: list[np.ndarray], want: list[np.ndarray], limit: float) -> None:
@@ -120,6 +135,15 @@ def test_every_family_in_every_dtype(name: str, dtype: str, rows: int) -> None:
         except Exception as e:  # all of them are told, not the first alone
             failures.append(f"{arrangement}: {e}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("arrangement", ["sm90-vertical-resident-lanes1", "sm80-vertical-resident-lanes1"])
+def test_float32_weights_are_rounded_to_the_nearest_tf32(arrangement: str) -> None:
+    """Cut off, as the tensor core does it, a layer's products would all be too small, and so would the next layer's."""
+    x, w = np.eye(64, dtype=np.float32), np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    of = subject(lambda x, w: jax.nn.relu(x @ w) + 0 * x, x, w)
+    (got,) = run(of, arrangements(of)[arrangement])
+    assert got.tobytes() == np.maximum(np.asarray(jax.lax.reduce_precision(w, 8, 10)), 0).tobytes()
 
 
 @pytest.mark.slow

@@ -26,8 +26,20 @@ _cuda = pytest.importorskip("kitsune_jax._cuda", reason="the extension is not bu
 CXX = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
 needs_compiler = pytest.mark.skipif(CXX is None or sys.platform != "linux", reason="needs Linux and a C++ compiler")
 
-FIELDS = ("version", "sm", "grid", "block", "cluster", "shared_bytes", "cooperative", "operands", "results", "workspace_zero_bytes")
-GOOD = dict(zip(FIELDS, (2, 900, 132, 384, 2, 1024, 0, 2, 3, 64), strict=True))
+FIELDS = (
+    "version",
+    "sm",
+    "grid",
+    "block",
+    "cluster",
+    "shared_bytes",
+    "cooperative",
+    "instance",
+    "operands",
+    "results",
+    "workspace_zero_bytes",
+)
+GOOD = dict(zip(FIELDS, (3, 900, 132, 384, 2, 1024, 0, 0, 2, 3, 64), strict=True))
 
 
 def words(**changes: int) -> np.ndarray:
@@ -112,7 +124,7 @@ def test_launch_words_are_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 3}, "version 3"),
+        ({"version": 2}, "version 2"),
         ({"sm": 850}, "architecture"),
         ({"grid": 0}, "grid"),
         ({"grid": 2**31}, "grid"),
@@ -126,6 +138,10 @@ def test_launch_words_are_named() -> None:
         ({"shared_bytes": -1}, "shared memory"),
         ({"shared_bytes": 232449}, "shared memory"),
         ({"cooperative": 2}, "cooperative"),
+        ({"instance": -2}, "an instance"),
+        ({"instance": 134}, "an instance"),
+        ({"instance": 8}, "the grid is not a multiple of an instance"),
+        ({"instance": 3}, "an instance is not a multiple of the cluster"),
         ({"operands": -1}, "operands"),
         ({"operands": 510}, "parameters"),
         ({"results": 0}, "results"),
@@ -136,9 +152,9 @@ def test_launch_words_out_of_range_are_refused(changes: dict[str, int], message:
     assert message in _cuda.check_launch(words(**changes))
 
 
-@pytest.mark.parametrize("count", [0, 1, 9, 11, 14, 16])
+@pytest.mark.parametrize("count", [0, 1, 10, 12, 15, 17])
 def test_a_wrong_number_of_launch_words_is_refused(count: int) -> None:
-    assert f"there are {count}, not 10" in _cuda.check_launch(np.resize(words(), count))
+    assert f"there are {count}, not 11" in _cuda.check_launch(np.resize(words(), count))
 
 
 @pytest.mark.parametrize(
@@ -204,9 +220,22 @@ def test_a_driver_without_versioned_lookup_is_read_by_exported_names(tmp_path: p
 
 @needs_compiler
 def test_driver_info_lists_the_devices(fake_driver: pathlib.Path) -> None:
-    device = {"compute_capability": 80, "multiprocessors": 108, "shared_bytes": 166912}
-    fake = "version=12080,devices=2,capability=80,multiprocessors=108,shared=166912"
+    device = {
+        "compute_capability": 80,
+        "multiprocessors": 108,
+        "shared_bytes": 166912,
+        "name": "NVIDIA A100-SXM4-40GB",
+        "clock": 1.41e9,
+        "memory_bandwidth": 1.5552e12,
+        "l2_bytes": 41943040,
+    }
+    fake = (
+        "version=12080,devices=2,capability=80,multiprocessors=108,shared=166912,name=NVIDIA A100-SXM4-40GB,clock=1410000,"
+        "memory_clock=1215000,bus=5120,l2=41943040"
+    )
     assert run("print(json.dumps(_cuda.driver_info()))", fake_driver, fake) == {"version": 12080, "devices": [device, device]}
+    silent = run("print(json.dumps(_cuda.driver_info()))", fake_driver)["devices"][0]
+    assert [silent[key] for key in ("name", "clock", "memory_bandwidth", "l2_bytes")] == ["", 0, 0, 0]
 
 
 @needs_compiler
@@ -306,6 +335,8 @@ def test_a_launch_in_a_context_without_the_kernel_is_an_error(fake_driver: pathl
         ("cooperative=0", {"cooperative": 1}, "no cooperative launch"),
         ("clusters=0", {}, "no cluster of this kernel fits"),
         ("clusters=65", {"cooperative": 1}, "must all be resident, but only 130 fit"),
+        ("clusters=5", {"cooperative": 1, "instance": 12}, "the 12 blocks of a pipeline must all be resident, but only 10 fit"),
+        ("multiprocessors=131", {"cluster": 1, "cooperative": 1, "instance": 132}, "compile the function on this machine"),
         ("blocks=0", {"cluster": 1}, "no block of this kernel fits"),
         ("multiprocessors=131", {"cluster": 1, "cooperative": 1}, "must all be resident, but only 131 fit"),
         ("load=209", {}, "CUDA_ERROR_NO_BINARY_FOR_GPU (what went wrong); the kernel was compiled for another device"),
@@ -321,6 +352,46 @@ def test_a_kernel_that_cannot_run_here_is_refused_when_loaded(
     text = run(f"print(json.dumps(error(lambda: kernel(**{changes!r}).load(100))))", fake_driver, fake)
     assert text.startswith("RuntimeError: kitsune_cuda: mlp (train.py:12): ") and message in text
     assert "[grid 132, block 384" in text
+
+
+# What the driver says of the device, changes to the launch words, the grid that is launched.
+GRIDS = [
+    ("multiprocessors=132", {"cluster": 1, "instance": 1}, 132),
+    ("multiprocessors=114", {"cluster": 1, "instance": 1}, 114),
+    ("multiprocessors=16", {"cluster": 1, "instance": 1}, 16),
+    ("multiprocessors=114,blocks=2", {"cluster": 1, "instance": 1}, 114),  # and no multiprocessor with two blocks
+    ("multiprocessors=200", {"cluster": 1, "instance": 1}, 132),
+    ("multiprocessors=114", {"cluster": 1, "instance": 12, "cooperative": 1}, 108),
+    ("multiprocessors=114", {"cluster": 1, "instance": 132}, 132),  # no block waits for another: it takes turns
+    ("multiprocessors=114", {"cluster": 1, "instance": 0}, 132),
+    ("clusters=66", {"instance": 2}, 132),
+    ("clusters=57", {"instance": 2}, 114),
+    ("clusters=15", {"cluster": 4, "instance": 12, "cooperative": 1}, 60),
+    ("clusters=7", {"cluster": 4, "instance": 12, "cooperative": 1}, 24),
+    ("clusters=16", {"grid": 160, "cluster": 8, "instance": 8}, 128),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("fake", "changes", "grid"), GRIDS)
+def test_a_grid_for_a_larger_device_shrinks_to_the_one_at_hand(
+    fake_driver: pathlib.Path, fake: str, changes: dict[str, int], grid: int
+) -> None:
+    program = f"k = kernel(**{changes!r}); k.load(100); k.launch(buffers(), 100); print(json.dumps(journal()[-1]))"
+    assert run(program, fake_driver, fake).startswith(f"launch grid={grid} ")
+
+
+@needs_compiler
+def test_each_device_of_a_process_has_its_own_grid(fake_driver: pathlib.Path) -> None:
+    program = """
+    k = kernel(cluster=1, instance=2, cooperative=1)
+    for stream in (100, 200, 300, 200):
+        k.load(stream)
+        k.launch(buffers(), stream)
+    print(json.dumps([line.split()[1] for line in journal() if line.startswith("launch")]))
+    """
+    fake = "devices=3,multiprocessors1=114,multiprocessors2=17"
+    assert run(program, fake_driver, fake) == ["grid=132", "grid=114", "grid=16", "grid=114"]
 
 
 @needs_compiler
@@ -396,7 +467,7 @@ def read(name):
     return np.frombuffer(open(os.path.join(FOLDER, name), "rb").read(), np.uint8)
 
 def words(operands=2, results=3, workspace=16, sizes=True, **changes):
-    launch = dict(version=2, sm=900, grid=4, block=128, cluster=2, shared_bytes=1024, cooperative=0)
+    launch = dict(version=3, sm=900, grid=4, block=128, cluster=2, shared_bytes=1024, cooperative=0, instance=0)
     buffers = ([4 * N] * (operands + 2) + [4 * workspace])[: operands + results] if sizes else []
     return np.array(list({**launch, **changes}.values()) + [operands, results, 64] + buffers, np.int64)
 

@@ -1,4 +1,5 @@
-"""The machine code of generated kernels: what a plan promises is in it, and nothing lives in local memory.
+"""The machine code of generated kernels, as both compilers of ``cuda_compilers`` make it: what a plan promises is in it, nobody
+touches the registers of a matrix product in flight, and nothing lives in local memory.
 
 Nothing runs here. NVRTC compiles the kernels of ``cuda_cases`` and the benchmarks' applications, cuobjdump disassembles them.
 """
@@ -17,14 +18,17 @@ import pytest
 
 import kitsune_jax as kj
 from benchmarks.apps import APPS
+from benchmarks.training import TRAIN_STEPS, State
 from kitsune_jax import lowering
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import kernel, lower, nvrtc, sass
 from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
+from kitsune_jax.targets.cuda.lint import InFlight, Skipped, flow, in_flight, skipped
 from kitsune_jax.targets.cuda.nvrtc import Resources
 from kitsune_jax.targets.cuda.sass import Sass
 from tests.cuda_cases import DTYPES, FAMILIES
+from tests.cuda_compilers import COMPILERS, NEWEST, folder_of
 from tests.cuda_run import Subject, arrangements, kernel_cache, subject  # noqa: F401  (a fixture)
 from tests.cuda_training_cases import TRAINING
 from tests.test_cuda_lowering import kernels_in
@@ -52,15 +56,19 @@ class Made:
     log: str
     code: Sass
     resources: Resources
+    products: InFlight
+    skipped: tuple[Skipped, ...]
 
 
-def made(of: Subject, plan: Plan, arch: str | None = None) -> Made:
+def made(of: Subject, plan: Plan, compiler: str = NEWEST, arch: str | None = None) -> Made:
     program = of.program(plan)
     asked = lower.arrangement(plan, program)
     generated = kernel.generate(program, asked, "region")
-    result = compilers.cubin(generated.source, arch or ("sm_90a" if asked.sm == 900 else "sm_80"))
+    result = compilers.cubin(generated.source, arch or ("sm_90a" if asked.sm == 900 else "sm_80"), folder_of(compiler))
     resources = nvrtc.resources(result.log, result.cubin)
-    return Made(asked, generated, result.cubin, result.log, sass.disassemble(result.cubin, "kitsune_region"), resources)
+    code = sass.disassemble(result.cubin, "kitsune_region")
+    paths = flow(code.instructions)
+    return Made(asked, generated, result.cubin, result.log, code, resources, in_flight(paths), skipped(paths))
 
 
 def promised(a: Arrangement, source: str) -> set[str]:
@@ -87,9 +95,18 @@ def check_promises(one: Made) -> None:
     assert not missing, f"no {missing} in {sorted({i.opcode for i in one.code.instructions})}"
 
 
+def check_products(code: InFlight, skips: tuple[Skipped, ...]) -> None:
+    """What would make results wrong, or every product wait for the one before, although the source is right."""
+    assert not skips, "\n".join(map(str, skips))
+    assert not code.hazards, "\n".join(map(str, code.hazards))
+    assert not code.serialised
+    assert code.empty == 0
+
+
 def check(one: Made) -> None:
     """Everything that is asked of a kernel that a planner picks."""
     check_promises(one)
+    check_products(one.products, one.skipped)
     complaints = [line for line in one.log.splitlines() if COMPLAINT.search(line)]
     assert not complaints, complaints
     assert not one.code.has_local_memory, (
@@ -131,19 +148,28 @@ def plans(name: str, dtype: str) -> dict[str, Plan]:
         ("nerf-small", "bfloat16", "sm90-vertical-resident-lanes3"),
         ("swiglu-small", "bfloat16", "sm80-vertical-streamed-cluster1-lanes1"),
         ("mlp", "bfloat16", "sm80-spatial-l2-lanes1"),
+        # Half of A is zero: a compiler that knows the zeros uses their registers while the product is in flight.
+        ("narrow", "bfloat16", "sm90-vertical-resident-lanes2"),
+        ("narrow", "float16", "sm90-spatial-cluster-lanes2"),
     ],
 )
-def test_an_arrangement_becomes_the_instructions_it_was_planned_for(family: str, dtype: str, arrangement: str) -> None:
-    check(made(of_family(family, dtype), plans(family, dtype)[arrangement]))
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_an_arrangement_becomes_the_instructions_it_was_planned_for(
+    family: str, dtype: str, arrangement: str, compiler: str
+) -> None:
+    check(made(of_family(family, dtype), plans(family, dtype)[arrangement], compiler))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family, dtype", [(name, dtype) for name in NETWORKS for dtype in FAMILIES[name].dtypes])
-def test_every_arrangement_of_every_family(family: str, dtype: str, subtests: Any) -> None:
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_every_arrangement_of_every_family(family: str, dtype: str, compiler: str, subtests: Any) -> None:
     """Whether they spill is not asked here: some do, and docs/kernels.md has the numbers."""
     for name, plan in plans(family, dtype).items():
         with subtests.test(arrangement=name):
-            check_promises(made(of_family(family, dtype), plan))
+            one = made(of_family(family, dtype), plan, compiler)
+            check_promises(one)
+            check_products(one.products, one.skipped)
 
 
 # --- training steps
@@ -175,8 +201,11 @@ def check_gradients(one: Made) -> None:
         pytest.param("silu-step", "float32", "sm90-spatial-l2-lanes1", marks=pytest.mark.slow),
     ],
 )
-def test_a_training_step_becomes_transposed_products_without_local_memory(family: str, dtype: str, arrangement: str) -> None:
-    one = made(of_family(family, dtype), plans(family, dtype)[arrangement])
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_training_step_becomes_transposed_products_without_local_memory(
+    family: str, dtype: str, arrangement: str, compiler: str
+) -> None:
+    one = made(of_family(family, dtype), plans(family, dtype)[arrangement], compiler)
     check(one)
     check_gradients(one)
 
@@ -184,12 +213,14 @@ def test_a_training_step_becomes_transposed_products_without_local_memory(family
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in TRAINING if name != "rms-norm-step"])  # it has no matrix product
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_arrangement_of_every_training_step(family: str, dtype: str, subtests: Any) -> None:
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_every_arrangement_of_every_training_step(family: str, dtype: str, compiler: str, subtests: Any) -> None:
     """Whether they spill is not asked here, but wgmma must run as it was issued."""
     for name, plan in plans(family, dtype).items():
         with subtests.test(arrangement=name):
-            one = made(of_family(family, dtype), plan)
+            one = made(of_family(family, dtype), plan, compiler)
             check_promises(one)
+            check_products(one.products, one.skipped)
             check_gradients(one)
             assert not COMPLAINT.search(one.log), one.log
 
@@ -197,23 +228,30 @@ def test_every_arrangement_of_every_training_step(family: str, dtype: str, subte
 # --- what the planner picks
 
 
-def picked(name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> list[compilers.Compiled]:
-    """The kernels of an application, as lowering for a GPU that is not there makes them."""
-    results: list[compilers.Compiled] = []
+def picked(name: str, mode: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, compilers.Compiled]:
+    """The kernels of an application by their source, as lowering for a GPU that is not there makes them. ``mode``: "infer", or how
+    a training step is pipelined (see ``benchmarks.training``)."""
+    results: dict[str, compilers.Compiled] = {}
     real = compilers.cubin
 
     def cubin(source: str, arch: str) -> compilers.Compiled:
         assert arch == "sm_90a"
-        results.append(real(source, arch))
-        return results[-1]
+        return results.setdefault(source, real(source, arch))
 
     monkeypatch.setattr(compilers, "cubin", cubin)
     lowering._routed.cache_clear()  # another test of this process may have lowered the same application
     app = APPS[name]
     params = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in app.shapes.items()}
-    traced = jax.jit(kj.pipeline(app.function, strict=True)).trace(params, jax.ShapeDtypeStruct((max(app.rows), app.width), dtype))
+    x = jax.ShapeDtypeStruct((max(app.rows), app.width), dtype)
+    if mode == "infer":
+        traced = jax.jit(kj.pipeline(app.function, strict=True)).trace(params, x)
+    else:
+        moments = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in app.shapes.items()}
+        state = State(params, moments, moments, jax.ShapeDtypeStruct((), jnp.int32))
+        traced = TRAIN_STEPS[mode](app.function).trace(state, x, jax.eval_shape(app.function, params, x))
     images = [one.image for one in kernels_in(traced.lower(lowering_platforms=("cuda",)))]
-    assert images == [one.cubin for one in results]
+    monkeypatch.setattr(compilers, "cubin", real)
+    assert set(images) == {one.cubin for one in results.values()}
     return results
 
 
@@ -230,13 +268,36 @@ def picked(name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> list[compi
     ],
 )
 def test_what_the_planner_picks_is_tensor_code_without_local_memory(app: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = picked(app, jnp.dtype(dtype), monkeypatch)
+    kernels = picked(app, "infer", jnp.dtype(dtype), monkeypatch)
     assert kernels
-    for one in kernels:
-        code = sass.disassemble(one.cubin, "kitsune_region")
-        assert code.count("HGMMA.") > 0 and code.count("UBLKCP.S.G") > 0
-        assert not COMPLAINT.search(one.log), one.log
-        assert not code.has_local_memory, f"{code.stack} bytes of stack"
+    for source, newest in kernels.items():
+        for compiler in COMPILERS:
+            one = newest if compiler == NEWEST else compilers.cubin(source, "sm_90a", folder_of(compiler))
+            code = sass.disassemble(one.cubin, "kitsune_region")
+            assert code.count("HGMMA.") > 0 and code.count("UBLKCP.S.G") > 0
+            assert not COMPLAINT.search(one.log), one.log
+            assert not code.has_local_memory, f"{code.stack} bytes of stack"
+            paths = flow(code.instructions)
+            check_products(in_flight(paths), skipped(paths))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("app", ["nerf", "mgn"])
+@pytest.mark.parametrize("mode", ["network", "whole"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_training_steps_that_the_planner_picks_run_as_they_were_issued(
+    app: str, mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch, subtests: Any
+) -> None:
+    """Some spill, and docs/kernels.md says which; none may touch a product in flight, or wait for each."""
+    kernels = picked(app, mode, jnp.dtype(dtype), monkeypatch)
+    assert kernels
+    for source, newest in kernels.items():
+        for compiler in COMPILERS:
+            with subtests.test(kernel=source.partition("\n")[0], compiler=compiler):
+                one = newest if compiler == NEWEST else compilers.cubin(source, "sm_90a", folder_of(compiler))
+                assert not COMPLAINT.search(one.log), one.log
+                paths = flow(sass.disassemble(one.cubin, "kitsune_region").instructions)
+                check_products(in_flight(paths), skipped(paths))
 
 
 # --- the portable path
@@ -244,7 +305,7 @@ def test_what_the_planner_picks_is_tensor_code_without_local_memory(app: str, dt
 
 @pytest.mark.parametrize("arch", PORTABLE)
 def test_the_portable_path_compiles_for_every_architecture(arch: str) -> None:
-    one = made(of_family("loss", "bfloat16"), plans("loss", "bfloat16")["sm80-vertical-resident-lanes1"], arch)
+    one = made(of_family("loss", "bfloat16"), plans("loss", "bfloat16")["sm80-vertical-resident-lanes1"], arch=arch)
     check(one)
     assert f"'{arch}'" in one.log
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Graph, make_params
-from kitsune_jax.planning.machines import H200
+from kitsune_jax.planning.gpu_machines import H200
 from kitsune_jax.planning.planner import plan
 from kitsune_jax.program.build import build
 from kitsune_jax.program.interpret import Deadlock, check_deadlock_free, dot_general, interpret

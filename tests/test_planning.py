@@ -15,7 +15,9 @@ from kitsune_jax.planning import machines, planner
 from kitsune_jax.planning.balance import Infeasible, Limits, Load, balance, screen
 from kitsune_jax.planning.bulk import baseline, kernels_of
 from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
-from kitsune_jax.planning.machines import A100, H100, H200, Machine, cpu_at_hand, cpu_model, machine_for
+from kitsune_jax.planning.gpu_machines import A100, H100, H200
+from kitsune_jax.planning.machine import Machine
+from kitsune_jax.planning.machines import cpu_at_hand, cpu_model, machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.planner import plan
 from kitsune_jax.planning.stages import finest, links, per_phase

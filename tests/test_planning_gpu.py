@@ -19,8 +19,9 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
 from kitsune_jax.planning.gpu import candidates
+from kitsune_jax.planning.gpu_machines import A100, H100, H200
 from kitsune_jax.planning.gpu_storage import Steps, is_splittable, padded
-from kitsune_jax.planning.machines import A100, H100, H200, Machine
+from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.planner import plan
 from kitsune_jax.program.build import build

@@ -34,8 +34,8 @@ class Geometry:
     zeroed: int = 0
 
     def words(self, sm: int, operands: int, results: int) -> np.ndarray:
-        numbers = (_VERSION, sm, self.grid, self.block, self.cluster, self.shared_bytes, int(self.cooperative), operands, results)
-        return np.array([*numbers, self.zeroed], np.int64)
+        numbers = (_VERSION, sm, self.grid, self.block, self.cluster, self.shared_bytes, int(self.cooperative))
+        return np.array([*numbers, 0, operands, results, self.zeroed], np.int64)  # 0: the kernels rely on the grid
 
 
 class Backend(Protocol):

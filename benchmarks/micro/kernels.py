@@ -157,14 +157,16 @@ class Multicast:
         return Measured(cycles, cycles[:0], [s for s in seconds if s is not None])
 
 
+def atomics_source() -> str:
+    return _source("atomics")
+
+
 def run_atomics(backend: Backend, *, additions: int, fetch: bool, repeats: int = 1) -> Measured:
     """One thread of each CTA, one CTA a multiprocessor. ``fetch``: each addition waits for the old value."""
     ctas = backend.multiprocessors
     cycles, counters = np.zeros(ctas, np.uint64), np.zeros((ctas, _COUNTER // 4), np.uint32)
     geometry = Geometry(ctas, 32, shared_bytes=_ALONE, zeroed=counters.nbytes)
-    seconds = backend.run(
-        _source("atomics"), geometry, [np.array([additions, fetch, 0, 0], np.uint32)], [cycles, counters], repeats
-    )
+    seconds = backend.run(atomics_source(), geometry, [np.array([additions, fetch, 0, 0], np.uint32)], [cycles, counters], repeats)
     _require(counters[:, 0], np.full(ctas, additions, np.uint32), "atomics")
     return Measured(cycles, cycles[:0], [s for s in seconds if s is not None])
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from benchmarks.micro.backends import Backend
-from benchmarks.micro.kernels import BATCH_FLOPS, GROUP, Measured, Multicast, QueueRing, run_atomics
+from benchmarks.micro.kernels import BATCH_FLOPS, GROUP, Measured, Multicast, QueueRing, atomics_source, run_atomics
 
 # arXiv 2502.18403, measured on an A100: 54 queues in the L2 with payloads of 128-256 KB move 2 TB/s together; a CTA does 100 M
 # uncontended atomics a second; with payloads of 1 KB synchronisation costs 12 times.
@@ -60,24 +61,46 @@ def multicasts(backend: Backend, *, quick: bool) -> list[Multicast]:
     return [Multicast(_CHUNK, 4 if quick else 8, c) for c in ((1, 2, 4, 8) if backend.sm >= 900 else (1,)) if c <= 2 or not quick]
 
 
-def run(backend: Backend, *, quick: bool) -> Iterator[Record]:
-    """Records in the order of measurement; one that failed has ``error`` and no numbers, and the others go on."""
+Case = tuple[str, Callable[[], Record]]
+
+
+def sources(backend: Backend, *, quick: bool) -> list[str]:
+    """The kernels of ``cases``. Of the backend only ``sm`` and ``emulated`` are asked."""
+    queues = [*rings(backend, quick=quick), *(_cluster_of(n) for n in _cluster_sizes(backend))]
+    streamed = multicasts(backend, quick=quick)
+    return list(dict.fromkeys([*(q.source for q in queues), *(m.source for m in streamed), atomics_source()]))
+
+
+def cases(backend: Backend, *, quick: bool) -> Iterator[Case]:
+    """Names, and what measures each, in the order of measurement; a record of what failed has ``error`` and no numbers."""
     effort = QUICK if quick else FULL
-    cases, weights = rings(backend, quick=quick), multicasts(backend, quick=quick)
+    chosen: list[tuple[Any, Any]] = []
+    for ring in rings(backend, quick=quick):
+        chosen.append((_stream, ring))
+        if not ring.multipliers and ring.vectors <= 32:
+            chosen.append((_token, ring))
+    chosen += [(_multicast, streamed) for streamed in multicasts(backend, quick=quick)]
+    chosen += [(_atomics, fetch) for fetch in (False, True)]
+    chosen += [(_active_clusters, size) for size in _cluster_sizes(backend)]
+    for measure, case in chosen:
+        yield f"{measure.__name__.strip('_')} {case}", functools.partial(_guarded, measure, backend, case, effort)
+
+
+def run(backend: Backend, *, quick: bool) -> Iterator[Record]:
+    """The records of ``cases``."""
     # Compiling is host work of a second a kernel; whoever needs one then finds it in the cache.
     with concurrent.futures.ThreadPoolExecutor(2 if quick else 8) as pool:
-        list(pool.map(lambda case: backend.compile(case.source), (*cases, *weights)))
-    for case in cases:
-        yield _guarded(_stream, backend, case, effort)
-        if not case.multipliers and case.vectors <= 32:
-            yield _guarded(_token, backend, case, effort)
-    for streamed in weights:
-        yield _guarded(_multicast, backend, streamed, effort)
-    for fetch in (False, True):
-        yield _guarded(_atomics, backend, fetch, effort)
-    if backend.sm >= 900 and not backend.emulated:
-        for size in (1, 2, 4, 8, 16):
-            yield _guarded(_active_clusters, backend, size, effort)
+        list(pool.map(backend.compile, sources(backend, quick=quick)))
+    for _, measure in cases(backend, quick=quick):
+        yield measure()
+
+
+def _cluster_sizes(backend: Backend) -> tuple[int, ...]:
+    return (1, 2, 4, 8, 16) if backend.sm >= 900 and not backend.emulated else ()
+
+
+def _cluster_of(size: int) -> QueueRing:
+    return QueueRing("cluster", 8, 3, max(size, 2))
 
 
 def _guarded(measure: Any, backend: Backend, case: Any, effort: Effort) -> Record:
@@ -171,7 +194,7 @@ def _atomics(backend: Backend, fetch: bool, effort: Effort) -> Record:
 
 
 def _active_clusters(backend: Backend, size: int, effort: Effort) -> Record:
-    case = QueueRing("cluster", 8, 3, max(size, 2))
+    case = _cluster_of(size)
     found = backend.max_active_clusters(case.source, cluster=size, block=GROUP, shared_bytes=_SHARED)
     return {"benchmark": "active clusters", "cluster": size, "shared_bytes": _SHARED, "found": found}
 
@@ -202,4 +225,4 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-__all__ = ["FULL", "QUICK", "Measured", "markdown", "run"]
+__all__ = ["FULL", "QUICK", "Measured", "cases", "markdown", "run", "sources"]

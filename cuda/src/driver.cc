@@ -170,8 +170,16 @@ std::vector<DeviceInfo> devices(const Driver& driver) {
     CUdevice device = 0;
     if (CUresult error = driver.cuDeviceGet(&device, i); error != CUDA_SUCCESS)
       throw DriverError("cuDeviceGet(" + std::to_string(i) + "): " + error_text(driver, error));
+    auto optional = [&](CUdevice_attribute attribute) {
+      int value = 0;
+      return driver.cuDeviceGetAttribute(&value, attribute, device) == CUDA_SUCCESS ? value : 0;
+    };
+    char name[256] = "";
+    if (driver.cuDeviceGetName(name, sizeof name - 1, device) != CUDA_SUCCESS) name[0] = 0;
     found.push_back({compute_capability(driver, device), device_attribute(driver, device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
-                     device_attribute(driver, device, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)});
+                     device_attribute(driver, device, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN), name,
+                     optional(CU_DEVICE_ATTRIBUTE_CLOCK_RATE), optional(CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE),
+                     optional(CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH), optional(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)});
   }
   return found;
 }

@@ -33,7 +33,11 @@ inline constexpr CUresult CUDA_ERROR_LAUNCH_FAILED = 719;
 inline constexpr CUresult CUDA_ERROR_NOT_SUPPORTED = 801;
 
 enum CUdevice_attribute : int {
+  CU_DEVICE_ATTRIBUTE_CLOCK_RATE = 13,
   CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
+  CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE = 36,
+  CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH = 37,
+  CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE = 38,
   CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
   CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
   CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH = 95,
@@ -89,6 +93,7 @@ struct CUlaunchConfig {
   X(cuGetErrorString, (CUresult error, const char** text))                                                                       \
   X(cuDeviceGetCount, (int* count))                                                                                              \
   X(cuDeviceGet, (CUdevice * device, int ordinal))                                                                               \
+  X(cuDeviceGetName, (char* name, int bytes, CUdevice device))                                                                   \
   X(cuDeviceGetAttribute, (int* value, CUdevice_attribute attribute, CUdevice device))                                           \
   X(cuCtxGetCurrent, (CUcontext * context))                                                                                      \
   X(cuCtxGetDevice, (CUdevice * device))                                                                                         \
@@ -151,6 +156,12 @@ struct DeviceInfo {
   int capability;  // 90 is compute capability 9.0
   int multiprocessors;
   int shared_bytes;  // the most a block may ask for
+  std::string name;  // "NVIDIA H200"; of a MIG slice with "MIG 1g.18gb"
+  // What the driver does not say is 0.
+  int clock_khz;         // the fastest
+  int memory_clock_khz;  // two transfers a cycle
+  int memory_bus_bits;
+  int l2_bytes;
 };
 int device_attribute(const Driver& driver, CUdevice device, CUdevice_attribute attribute);
 int compute_capability(const Driver& driver, CUdevice device);

@@ -36,8 +36,8 @@ struct Config {
   CUlaunchConfig config{};
   CUlaunchAttribute attributes[2]{};
 
-  Config(const Launch& launch, CUstream stream) {
-    config.gridDimX = static_cast<unsigned>(launch.grid);
+  Config(const Launch& launch, int64_t grid, CUstream stream) {
+    config.gridDimX = static_cast<unsigned>(grid);
     config.blockDimX = static_cast<unsigned>(launch.block);
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
     config.sharedMemBytes = static_cast<unsigned>(launch.shared_bytes);
@@ -110,10 +110,10 @@ CUcontext Kernel::context_of(const Driver& driver, CUstream stream) const {
   return context;
 }
 
-CUfunction Kernel::find(CUcontext context) const {
+const Kernel::Loaded* Kernel::find(CUcontext context) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& [known, function] : functions_)
-    if (known == context) return function;
+  for (const Loaded& loaded : loaded_)
+    if (loaded.context == context) return &loaded;
   return nullptr;
 }
 
@@ -153,9 +153,9 @@ void Kernel::load_into(const Driver& driver, CUcontext context) {
           "cuFuncSetAttribute(NON_PORTABLE_CLUSTER_SIZE_ALLOWED)");
   // The driver loads code when it is first used (CUDA C++ guide, "Lazy Loading"), which would be inside execute.
   if (driver.cuFuncLoad) check(driver, driver.cuFuncLoad(function), "cuFuncLoad");
-  check_resident(driver, function);
+  Loaded loaded{context, function, fitted_grid(driver, function)};
   std::lock_guard<std::mutex> lock(mutex_);
-  functions_.emplace_back(context, function);
+  loaded_.push_back(loaded);  // a deque: what `find` has given stays where it is
 }
 
 void Kernel::check_device(const Driver& driver) const {
@@ -181,28 +181,40 @@ void Kernel::check_device(const Driver& driver) const {
   if (launch_.cooperative && !cooperative) fail("the device has no cooperative launch");
 }
 
-// Blocks that wait for each other must all be resident. The launch enforces it too, but only with an error number.
-void Kernel::check_resident(const Driver& driver, CUfunction function) const {
-  int64_t blocks = 0;
+// How many blocks the device holds at once. Clusters lie in one GPC each, so only the driver knows how many of them fit: GPCs
+// differ in how many of their multiprocessors work, and a MIG slice has a part of them.
+int64_t Kernel::resident_blocks(const Driver& driver, CUfunction function) const {
   if (launch_.cluster > 1) {
     int clusters = 0;
-    Config config(launch_, nullptr);
+    Config config(launch_, launch_.grid, nullptr);
     check(driver, driver.cuOccupancyMaxActiveClusters(&clusters, function, &config.config), "cuOccupancyMaxActiveClusters");
-    if (clusters < 1) fail("no cluster of this kernel fits on the device");
-    blocks = clusters * launch_.cluster;
-  } else {
-    CUdevice device = 0;
-    int per_multiprocessor = 0;
-    check(driver,
-          driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, function, static_cast<int>(launch_.block),
-                                                             static_cast<size_t>(launch_.shared_bytes)),
-          "cuOccupancyMaxActiveBlocksPerMultiprocessor");
-    if (per_multiprocessor < 1) fail("no block of this kernel fits on a multiprocessor");
-    check(driver, driver.cuCtxGetDevice(&device), "cuCtxGetDevice");
-    blocks = int64_t{per_multiprocessor} * device_attribute(driver, device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    if (clusters < 1)
+      fail("no cluster of this kernel fits on the device: set KITSUNE_CUDA_ARCH=compute_80, which makes kernels without clusters");
+    return clusters * launch_.cluster;
   }
-  if (launch_.cooperative && launch_.grid > blocks)
-    fail("its blocks must all be resident, but only " + std::to_string(blocks) + " fit on the device");
+  CUdevice device = 0;
+  int per_multiprocessor = 0;
+  check(driver,
+        driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, function, static_cast<int>(launch_.block),
+                                                           static_cast<size_t>(launch_.shared_bytes)),
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  if (per_multiprocessor < 1) fail("no block of this kernel fits on a multiprocessor");
+  check(driver, driver.cuCtxGetDevice(&device), "cuCtxGetDevice");
+  int64_t multiprocessors = device_attribute(driver, device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+  // The tiles are shared out evenly over blocks that have a multiprocessor each.
+  return launch_.instance > 0 ? multiprocessors : per_multiprocessor * multiprocessors;
+}
+
+// The grid for this device. Blocks that wait for each other must all be resident: the launch enforces it too, but only with an
+// error number.
+int64_t Kernel::fitted_grid(const Driver& driver, CUfunction function) const {
+  int64_t blocks = resident_blocks(driver, function);
+  if (launch_.grid <= blocks) return launch_.grid;
+  if (launch_.instance > 0 && launch_.instance <= blocks) return blocks / launch_.instance * launch_.instance;
+  if (!launch_.cooperative) return launch_.grid;
+  std::string what = launch_.instance > 0 ? "the " + std::to_string(launch_.instance) + " blocks of a pipeline" : "its blocks";
+  fail(what + " must all be resident, but only " + std::to_string(blocks) +
+       " fit on the device: the kernel was planned for a larger one; trace and compile the function on this machine");
 }
 
 void Kernel::check_buffers(const std::vector<Buffer>& buffers) const {
@@ -223,8 +235,8 @@ void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
   check_buffers(buffers);
   const Driver& table = driver();
   CUcontext context = context_of(table, stream);
-  CUfunction function = find(context);
-  if (function == nullptr) fail("the kernel was not loaded into this context before the launch");
+  const Loaded* loaded = find(context);
+  if (loaded == nullptr) fail("the kernel was not loaded into this context before the launch");
   CurrentContext current(table, context);
   AlignedBuffers aligned(table, kept_, context, stream);
   auto done = [&](const AlignedBuffers::Status& status) { check(table, status.error, status.function); };
@@ -237,10 +249,10 @@ void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
   std::vector<void*> pointers;  // the kernel's one parameter, a struct of pointers
   for (const Buffer& buffer : buffers) pointers.push_back(buffer.data);
   if (table.kitsune_emulator_set_buffers) announce_buffers(table, launch_, buffers);
-  Config config(launch_, stream);
+  Config config(launch_, loaded->grid, stream);
   if (launch_.cooperative) config.make_cooperative();
   void* parameters[] = {pointers.data()};
-  check(table, table.cuLaunchKernelEx(&config.config, function, parameters, nullptr), "cuLaunchKernelEx");
+  check(table, table.cuLaunchKernelEx(&config.config, loaded->function, parameters, nullptr), "cuLaunchKernelEx");
   done(aligned.after());
 }
 

@@ -3,14 +3,15 @@
 // Comes in: an image (a cubin; for the emulator the bytes of a shared library), its launch words and buffers. Goes out: a launch on
 // the stream, or an exception whose message names the region. Invariants: making a Kernel calls no driver; `launch` does not load,
 // and allocates only for buffers that are not aligned (aligned.h), so a stream that is being captured may be given; a kernel whose
-// blocks wait for each other starts with all of them resident, or not at all.
+// blocks wait for each other starts with all of them resident, or not at all. A grid that was planned for a larger device shrinks
+// to what the one at hand holds, where the kernel allows it (launch_words.h).
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "aligned.h"
@@ -47,10 +48,16 @@ class Kernel {
  private:
   const Driver& driver() const;
   CUcontext context_of(const Driver& driver, CUstream stream) const;
-  CUfunction find(CUcontext context) const;
+  struct Loaded {
+    CUcontext context;
+    CUfunction function;
+    int64_t grid;  // what of the grid fits the device
+  };
+  const Loaded* find(CUcontext context) const;
   void load_into(const Driver& driver, CUcontext context);
   void check_device(const Driver& driver) const;
-  void check_resident(const Driver& driver, CUfunction function) const;
+  int64_t resident_blocks(const Driver& driver, CUfunction function) const;
+  int64_t fitted_grid(const Driver& driver, CUfunction function) const;
   void check_buffers(const std::vector<Buffer>& buffers) const;
   void check(const Driver& driver, CUresult error, const char* what) const;
   [[noreturn]] void fail(const std::string& what) const;
@@ -62,7 +69,7 @@ class Kernel {
   std::shared_ptr<Library> library_;
   KeptMemory kept_;
   mutable std::mutex mutex_;
-  std::vector<std::pair<CUcontext, CUfunction>> functions_;  // one per device: a search beats a map
+  std::deque<Loaded> loaded_;  // one per device: a search beats a map
 };
 
 }  // namespace kitsune::cuda

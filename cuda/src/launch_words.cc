@@ -107,11 +107,14 @@ Launch parse_launch(const int64_t* words, size_t count) {
   launch.cluster = checked("the cluster", words[4], 1, kMaxCluster);
   launch.shared_bytes = checked("the shared memory", words[5], 0, kMaxSharedBytes);
   launch.cooperative = checked("cooperative", words[6], 0, 1) != 0;
-  launch.operands = checked("the number of operands", words[7], 0, kMaxParameters);
-  launch.results = checked("the number of results", words[8], 1, kMaxParameters);
-  launch.workspace_zero_bytes = checked("the zeroed part of the workspace", words[9], 0, std::numeric_limits<int64_t>::max());
+  launch.instance = checked("the blocks of an instance", words[7], 0, launch.grid);
+  launch.operands = checked("the number of operands", words[8], 0, kMaxParameters);
+  launch.results = checked("the number of results", words[9], 1, kMaxParameters);
+  launch.workspace_zero_bytes = checked("the zeroed part of the workspace", words[10], 0, std::numeric_limits<int64_t>::max());
   require(launch.block % kWarp == 0, "the block is not a multiple of a warp");
   require(launch.grid % launch.cluster == 0, "the grid is not a multiple of the cluster");
+  require(launch.instance == 0 || launch.grid % launch.instance == 0, "the grid is not a multiple of an instance");
+  require(launch.instance % launch.cluster == 0, "an instance is not a multiple of the cluster");
   require(launch.sm == kSm90a || launch.cluster == 1, "clusters need architecture 900");
   require(launch.operands + launch.results <= kMaxParameters, "more operands and results than a kernel has parameters");
   size_t buffers = static_cast<size_t>(launch.operands + launch.results);

@@ -50,6 +50,10 @@ nb::object driver_info() {
       d["compute_capability"] = device.capability;
       d["multiprocessors"] = device.multiprocessors;
       d["shared_bytes"] = device.shared_bytes;
+      d["name"] = nb::str(device.name.c_str());
+      d["clock"] = 1e3 * device.clock_khz;
+      d["memory_bandwidth"] = 1e3 * device.memory_clock_khz * 2 * (device.memory_bus_bits / 8);
+      d["l2_bytes"] = device.l2_bytes;
       found.append(d);
     }
     nb::dict d;
@@ -79,6 +83,7 @@ nb::dict launch_info(const Words& words) {
   d["cluster"] = launch.cluster;
   d["shared_bytes"] = launch.shared_bytes;
   d["cooperative"] = launch.cooperative;
+  d["instance"] = launch.instance;
   d["operands"] = launch.operands;
   d["results"] = launch.results;
   d["workspace_zero_bytes"] = launch.workspace_zero_bytes;

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, Captured, Place, Step, dtype_name, scalar_of
 from kitsune_jax.capture.canonical import canonicalise
-from kitsune_jax.capture.rewrites import rewritten
+from kitsune_jax.capture.rewrites import PARTS, REWRITES, rewritten
 from kitsune_jax.capture.translator import bind_in_place
 from kitsune_jax.fallbacks import Failure
 
@@ -47,13 +47,15 @@ _LOOPS = {
 }
 
 
-def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None) -> Captured:
+def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = False) -> Captured:
     """The Graph of ``closed_jaxpr``, and a step per op that evaluates it with JAX.
 
     Args:
       closed_jaxpr: a closed jaxpr whose constants have been hoisted into arguments.
       rewrite: applied to the (closed) bodies of ``scan``, ``while`` and ``cond`` equations; it returns a jaxpr of the same type,
         which takes the body's place when the step runs. Bodies that hold constants are left alone.
+      parts: make weight gradients of concatenations part by part. (What is computed of such a gradient is then not computed of the
+        result of a single op, so a target whose calls update parameters is better off without.)
 
     Returns:
       ``Captured``; its graph's inputs and outputs are those of the jaxpr, in order. An op that nothing reads and that has no effect
@@ -78,7 +80,7 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None) -> Captured:
     outputs = walk.jaxpr(jaxpr, (), inputs, Place(()))
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
-    return rewritten(captured)
+    return rewritten(captured, (*REWRITES, PARTS) if parts else REWRITES)
 
 
 @dataclasses.dataclass(frozen=True)

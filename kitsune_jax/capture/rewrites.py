@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.capture.builder import Captured, pruned
+from kitsune_jax.capture.parts import split_gradients
 from kitsune_jax.capture.relu import masks_of_results
 from kitsune_jax.capture.slices import fold_slices
 from kitsune_jax.capture.transposes import fold_transposes
@@ -24,6 +25,7 @@ REWRITES: Sequence[tuple[str, Rewriting]] = (
     ("folding slices into the weights of a product", fold_slices),
     ("reading the masks of rectified values off the results", masks_of_results),
 )
+PARTS: tuple[str, Rewriting] = ("dividing the weight gradients of concatenations", split_gradients)
 
 
 def rewritten(captured: Captured, rewrites: Sequence[tuple[str, Rewriting]] = REWRITES) -> Captured:

@@ -19,7 +19,7 @@ import numpy as np
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.machines import Machine
+from kitsune_jax.planning.machine import Machine
 from kitsune_jax.streams.space import Region, row_shape
 
 # Families whose result is a view of their operand, or is made on the fly by whoever reads it.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import RegionCost, round_up
-from kitsune_jax.planning.machines import KIB, MIB
+from kitsune_jax.planning.machine import KIB, MIB
 from kitsune_jax.planning.stages import Draft, Link, resource_of
 
 # Tile sizes in order of preference, where the model can't tell them apart (micro-kernels reach their rate at 32 to 128 rows).

@@ -72,6 +72,7 @@ class GpuRegion:
             bound=bound,
             cluster=a.cluster,
             lanes=a.lanes,
+            l2_bytes=int(moved + a.l2_bytes),
         )
 
     def _pack_seconds(self) -> float:

@@ -65,3 +65,4 @@ class Plan:
     bound: str  # what limits it: a stage's name, "dram" or "l2"
     cluster: int = 1
     lanes: int = 1
+    l2_bytes: int = 0  # on a GPU: modelled, through the L2, of which the off-chip bytes are a part

@@ -18,7 +18,7 @@ from kitsune_jax.planning.bulk import baseline, output_fault_seconds
 from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
 from kitsune_jax.planning.fit import Fit, Stages, sink_bytes, spatial_fit, stationary_bytes, tile_rows, vertical_fit
 from kitsune_jax.planning.gpu import candidates
-from kitsune_jax.planning.machines import Machine
+from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Plan, Queue, Stage
 from kitsune_jax.planning.stages import Draft, Link, Merging, finest, links, per_phase, stage_name
 from kitsune_jax.streams.space import Region

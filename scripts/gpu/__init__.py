@@ -1,5 +1,8 @@
-"""The steps of ``scripts/gpu_check.sh``: each is a program, ``python -m scripts.gpu.<step>``, that writes one JSON file.
+"""``scripts/gpu_check.sh``: a driver, and the steps that it runs, each a program that writes a JSON file.
 
-``programs`` makes what is run, ``precompile`` compiles all of it beforehand, ``correctness``, ``training``, ``soak`` and
-``traffic`` run it, ``record`` says what every JSON file begins with, ``summary`` makes one page of them.
+The driver needs Python and nothing else: ``check`` runs the ``steps`` under ``supervise`` (with ``tied``), keeps ``results`` and
+their ``archive``, and writes the ``summary``; ``prepare`` makes elsewhere what ``prepared`` puts into place; ``plant`` plants
+faults in a dry run. Of the steps, ``programs`` makes what is run, ``precompile`` compiles all of it beforehand, ``environment``,
+``smoke``, ``correctness``, ``training``, ``benchmarks``, ``micro``, ``soak`` and ``traffic`` run it, each with a ``record``;
+``build`` builds the extension and ``tables`` tells of times.
 """

@@ -6,11 +6,9 @@ each program on data of its own, so that no freed buffer can hold the answer alr
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
-import multiprocessing
 import traceback
-from collections.abc import Iterable
+import zlib
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ import numpy as np
 
 from scripts.gpu.programs import Program, few, programs
 from scripts.gpu.record import Record, arguments
+from scripts.gpu.results import LOST
 
 # Of the norm of the difference to that of the reference, over all and for the worst row. A result in 16 bits is rounded once more
 # than its sums: 2^-8 for bfloat16, 2^-11 for float16; tf32 operands have 11 bits. Deeper chains add up, and are held against
@@ -69,49 +68,42 @@ def check(program: Program, seed: int) -> dict[str, Any]:
     return {"ok": near and equal, "errors": errors, "jit_errors": jit_errors, "equal_bits": equal}
 
 
-_lost = ""  # what ended this process's context: nothing can run after it
-
-
 def finding_of(program: Program, seed: int) -> dict[str, Any]:
     """``check``, whose exception is a finding too: one that fails must not hide the others."""
-    global _lost
-    if _lost:
-        return {"name": program.name, "ok": False, "error": f"not run: the device's context was lost in {_lost}"}
     try:
         return {"name": program.name, **check(program, seed)}
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        _lost = program.name if "CUDA_ERROR" in text else ""
         return {"name": program.name, "ok": False, "error": text, "traceback": traceback.format_exc(limit=-3)}
+
+
+def context_is_lost(finding: dict[str, Any]) -> bool:
+    """After such an error nothing can run in this process."""
+    return "CUDA_ERROR" in finding.get("error", "")
 
 
 def main() -> int:
     parser = arguments(__doc__ or "")
+    parser.add_argument("--step", default="correctness", help="what the record is called")
     parser.add_argument("--only", default="", help="programs whose name holds this")
-    parser.add_argument("--few", action="store_true", help="a small choice, in this process: for tools that slow a device down")
-    parser.add_argument("--processes", type=int, default=4, help="that share the device: XLA's compiler is what takes the time")
+    parser.add_argument("--few", action="store_true", help="a small choice: for tools that slow a device down")
+    parser.add_argument("--shard", default="0/1", help="K/N: the K-th of N processes that share the programs and the device")
+    parser.add_argument("--case-seconds", type=float, default=30.0, help="for one program: XLA compiles it twice")
     args = parser.parse_args()
-    alone = args.few or args.dry_run
-    record = Record("correctness", args.output, jax_devices=alone)
+    shard, shards = map(int, args.shard.split("/"))
+    record = Record(args.step, args.output, jax_devices=shards == 1, patience=args.patience)
     chosen = programs(args.dry_run, args.only)
     chosen = few(chosen) if args.few else chosen
-    record.content["expected"] = len(chosen)
-    if alone:
-        found = (finding_of(program, seed) for seed, program in enumerate(chosen))
-        return _tell(record, found)
-    with concurrent.futures.ProcessPoolExecutor(args.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = [pool.submit(finding_of, program, seed) for seed, program in enumerate(chosen)]
-        return _tell(record, (_result(job) for job in concurrent.futures.as_completed(jobs)))
-
-
-def _result(job: concurrent.futures.Future[dict[str, Any]]) -> dict[str, Any]:
-    error = job.exception()
-    return job.result() if error is None else {"name": "a worker", "ok": False, "error": f"{type(error).__name__}: {error}"}
-
-
-def _tell(record: Record, found: Iterable[dict[str, Any]]) -> int:
-    for finding in found:
-        record.tell(finding)
+    mine = [p for p in chosen if zlib.crc32(p.name.encode()) % shards == shard]  # whichever kinds are ruled out meanwhile
+    record.content["expected"] = len(mine)
+    for seed, program in enumerate(mine):
+        if not record.wants(program.name):
+            continue
+        with record.case(program.name, args.case_seconds, program.kind):
+            found = finding_of(program, seed)
+        record.tell({**found, "kind": program.kind})
+        if context_is_lost(found):
+            return LOST
     return record.finish()
 
 

@@ -10,16 +10,49 @@ import importlib.util
 import shutil
 from typing import Any
 
+from scripts.gpu import prepared
 from scripts.gpu.record import Record, arguments
+from scripts.gpu.results import DEVICE
+
+PREPARED = "what was prepared"
 
 
 def main() -> int:
     args = arguments(__doc__ or "").parse_args()
-    record = Record("environment", args.output)
-    for finding in findings(args.dry_run):
+    record = Record("environment", args.output, patience=args.patience)
+    with record.case("looking", 60):
+        found = findings(args.dry_run)
+        found += prepared_findings()
+    record.content["prepared_fits"] = any(f["name"] == PREPARED and f["ok"] for f in found)
+    for finding in found:
         record.add(finding)
         print(f"{finding['name']}: {finding['found']}")
     return record.finish()
+
+
+def prepared_findings() -> list[dict[str, Any]]:
+    """Whether the kernels that came along are those that will be asked for; nothing where none did."""
+    told = prepared.about()
+    if told is None:
+        return []
+    here = surroundings()
+    differ = [f"{name} {told[name]!r} was prepared, and is {value!r} here" for name, value in here.items() if told[name] != value]
+    why = "; ".join(differ)
+    return [{"name": PREPARED, "ok": not differ, "found": why or told["model"], **({"error": why} if differ else {})}]
+
+
+def surroundings() -> dict[str, Any]:
+    """What decides, beside the sources, which kernels are made, and under which keys the cache holds them."""
+    import kitsune_jax
+    from kitsune_jax.targets.cuda import devices, nvrtc, sources
+
+    return {
+        "model": devices.model(),
+        "arch": devices.arch(),
+        "nvrtc": "{}.{}".format(*nvrtc.version()) if nvrtc.available() else "missing",
+        "headers": sources.fingerprint("include"),
+        "package": kitsune_jax.__version__,
+    }
 
 
 def findings(dry_run: bool) -> list[dict[str, Any]]:
@@ -30,7 +63,7 @@ def findings(dry_run: bool) -> list[dict[str, Any]]:
     found = [
         {"name": "the extension", "ok": runtime.available(), "found": runtime.why_not() or "built"},
         {
-            "name": "a CUDA device",
+            "name": DEVICE,
             "ok": device or dry_run,
             "found": driver if isinstance(driver, str) or not device else driver["devices"],
         },

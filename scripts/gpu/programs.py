@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ PLANNED = "planned"
 _FORCED_ROWS = 333  # several tiles for the one pipeline instance of a forced plan, the last of them not full
 _PLANNED_ROWS = (1, 20_011)  # less than a tile; more tiles than a device has workers
 _DRY_FAMILIES = ("dense",)
+_DRY_KINDS = ("sm90-vertical-resident-lanes1", "sm90-spatial-l2-lanes1")
 # Training steps under forced arrangements, the first and every n-th of some twenty: their plans take a second each to make in every
 # process, their kernels seconds to compile.
 _FORCED_STEPS = {"tanh-step": 4, "labels-step": 5, "layer-norm-step": 6, "skip-step": 4, "softmax-step": 7, "heads-step": 5}
@@ -47,12 +48,18 @@ class Program:
     def name(self) -> str:
         return f"{self.family.name} {self.dtype} {self.rows} {self.arrangement}"
 
+    @property
+    def kind(self) -> str:
+        """As ``targets.cuda.kind`` names it; "" for the planner's choice."""
+        gradients = self.family.name in TRAINING
+        return cuda.kind(self.plan, gradients) if self.plan is not None else ""
+
     def arguments(self, seed: int) -> tuple[Any, ...]:
         return self.family.arguments(self.rows, self.dtype, seed)
 
     @functools.cached_property
-    def function(self) -> Callable[..., Any]:
-        """Jitted; compiles the kernel when it is first called. Gives a tuple or a single array, as the family's function does."""
+    def function(self) -> Any:
+        """Jitted; compiles the kernel when it is first called. Gives what the family's function gives."""
         if self.plan is None:
             emulator = "emulator" if self.target == "emulator" else None
             return jax.jit(kj.pipeline(self.family.function, force=True, strict=True, target=emulator))
@@ -74,10 +81,26 @@ class Program:
 
 
 def programs(dry_run: bool, only: str = "") -> list[Program]:
-    """Planned ones first, then forced ones for the architecture at hand; ``only``: those whose name holds it."""
+    """Planned ones first, then forced ones for the architecture at hand, without the kinds that ``KITSUNE_CUDA_AVOID`` rules out;
+    ``only``: those whose name holds it."""
     target = "emulator" if dry_run else "cuda"
     made = (*_planned(target, dry_run), *_forced(target, dry_run))
     return [p for p in made if only in p.name]
+
+
+def smoke_programs(dry_run: bool, only_family: str = "") -> list[Program]:
+    """One for each kind of kernel, of the first family that admits it; of ``only_family`` all kinds. Not without the kinds that are
+    ruled out: this is where they are found."""
+    target, rows = ("emulator", 130) if dry_run else ("cuda", _FORCED_ROWS)
+    families = [f for f in (*FAMILIES.values(), *TRAINING.values()) if f.small and (not only_family or f.name == only_family)]
+    found: dict[str, Program] = {}
+    for family in [f for f in families if f.name in _DRY_FAMILIES] if dry_run else families:
+        plans = cuda_run.arrangements(cuda_run.subject(family.function, *family.arguments(rows, "bfloat16")))
+        for name, plan in plans.items():
+            program = Program(family, "bfloat16", rows, target, name, plan)
+            found.setdefault(name if only_family else program.kind, program)
+    chosen = sorted(found.values(), key=lambda p: not p.kind.startswith("sm90"))
+    return [p for p in chosen if p.kind in _DRY_KINDS] if dry_run else chosen
 
 
 def few(among: list[Program]) -> list[Program]:
@@ -115,7 +138,9 @@ def _forced(target: str, dry_run: bool) -> Iterator[Program]:
             plans = cuda_run.arrangements(cuda_run.subject(family.function, *family.arguments(rows, dtype)))
             names = [name for name in plans if name.startswith(generation)]
             names = names[:: _FORCED_STEPS.get(family.name, 1)]
-            yield from (Program(family, dtype, rows, target, name, plans[name]) for name in (names[:1] if dry_run else names))
+            if dry_run:
+                names = [name for name in names if name in _DRY_KINDS][:1]
+            yield from (Program(family, dtype, rows, target, name, plans[name]) for name in names)
 
 
 def _families(dry_run: bool) -> list[Family]:

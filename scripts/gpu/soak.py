@@ -57,12 +57,16 @@ def call_programs(chosen: list[Program], launches: int, seed: int, deadline: flo
     return {"launches": done, "wanted": launches, "wrong": wrong, "ok": wrong == 0 and done > 0}
 
 
+def rings_of(backend: Backend) -> list[QueueRing]:
+    """Of the backend only ``sm`` and ``emulated`` are asked."""
+    sizes = (2,) if backend.emulated else (2, 4)
+    return [QueueRing("l2", 2, 2, 2)] + [QueueRing("cluster", 2, 2, n) for n in sizes if backend.sm >= 900]
+
+
 def launch_rings(make: Callable[[], Backend], launches: int, seed: int, deadline: float) -> dict[str, Any]:
     """Rings through the L2 (cooperative: all CTAs or none) and through clusters; ``run`` checks every checksum."""
     backend = make()
-    rings = [QueueRing("l2", 2, 2, 2)] + [
-        QueueRing("cluster", 2, 2, n) for n in ((2,) if backend.emulated else (2, 4)) if backend.sm >= 900
-    ]
+    rings = rings_of(backend)
     rng, done = random.Random(seed), 0
     while done < launches and time.monotonic() < deadline:
         ring = rng.choice(rings)
@@ -96,21 +100,27 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=10_000, help="of each part, all threads together")
     parser.add_argument("--seconds", type=float, default=40.0, help="end earlier than that, with what was done")
     args = parser.parse_args()
-    record = Record("soak", args.output)
+    record = Record("soak", args.output, patience=args.patience)
     each = (6 if args.dry_run else args.launches) // THREADS
     small = [p for p in programs(args.dry_run) if p.family.small and p.dtype != "float16" and p.plan is None]
     chosen = list(itertools.islice(small, 1 if args.dry_run else 24))
-    for program in chosen:  # compiled before the clock starts
-        jax.block_until_ready(program.function(*program.arguments(0)))
     make: Callable[[], Backend] = Emulator if args.dry_run else functools.partial(Device, own_stream=True)
     parts: dict[str, Part] = {
         "jitted programs": functools.partial(call_programs, chosen, each),
         "queues on two streams": functools.partial(launch_rings, make, each),
     }
+    record.content["expected"] = THREADS * len(parts)
+    with record.case("compiling", 90):  # before the clock starts
+        for program in chosen:
+            jax.block_until_ready(program.function(*program.arguments(0)))
     for name, part in parts.items():
-        deadline = time.monotonic() + args.seconds / len(parts)
-        for thread, finding in enumerate(in_threads(part, deadline)):
-            record.add({"name": f"{name}, thread {thread}", **finding})
+        if not (record.wants(name) and record.wants(f"{name}, thread 0")):
+            continue
+        seconds = args.seconds / len(parts)
+        with record.case(name, seconds + 20):
+            found = in_threads(part, time.monotonic() + seconds)
+        for thread, finding in enumerate(found):
+            record.tell({"name": f"{name}, thread {thread}", **finding})
     return record.finish()
 
 

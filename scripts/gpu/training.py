@@ -16,10 +16,12 @@ import numpy as np
 
 import kitsune_jax as kj
 from benchmarks.training import TRAIN_STEPS, TrainCase, make_train_case, reference, step_errors, train_step
-from scripts.gpu.correctness import TOLERANCE, WORSE
+from scripts.gpu.correctness import TOLERANCE, WORSE, context_is_lost
 from scripts.gpu.record import Record, arguments
+from scripts.gpu.results import LOST
 
 DTYPE = "bf16"
+CASE_SECONDS = 60.0  # XLA compiles two steps of Adam, and the host computes one in float64
 CASES = (("nerf", 262_144), ("mgn", 200_000), ("swiglu", 65_536))
 _DRY_CASES = (("mgn", 65),)  # a full tile, and one with one row
 
@@ -55,9 +57,13 @@ def check(app: str, rows: int, target: str | None) -> dict[str, Any]:
     return {"ok": near and equal and kernels > 0, "kernels": kernels, "errors": errors, "jit_errors": of_jit, "equal_bits": equal}
 
 
+def case_name(app: str, rows: int) -> str:
+    return f"{app} {DTYPE} {rows}"
+
+
 def finding_of(app: str, rows: int, target: str | None) -> dict[str, Any]:
     """``check``, whose exception is a finding too: one that fails must not hide the others."""
-    name = f"{app} {DTYPE} {rows}"
+    name = case_name(app, rows)
     try:
         return {"name": name, **check(app, rows, target)}
     except Exception as error:
@@ -67,11 +73,16 @@ def finding_of(app: str, rows: int, target: str | None) -> dict[str, Any]:
 
 def main() -> int:
     args = arguments(__doc__ or "").parse_args()
-    record = Record("training", args.output)
+    record = Record("training", args.output, patience=args.patience)
     cases, target = (_DRY_CASES, "emulator") if args.dry_run else (CASES, None)
     record.content["expected"] = len(cases)
     for app, rows in cases:
-        record.tell(finding_of(app, rows, target))
+        if record.wants(case_name(app, rows)):
+            with record.case(case_name(app, rows), CASE_SECONDS):
+                found = finding_of(app, rows, target)
+            record.tell(found)
+            if context_is_lost(found):
+                return LOST
     return record.finish()
 
 

@@ -16,6 +16,7 @@ std::unique_ptr<Counting> counting;
 namespace {
 
 constexpr u32 kBanks = 32, kWord = 4;
+constexpr u32 kShared = ~0u;  // as a buffer
 constexpr u64 kEnded = ~u64{0};
 
 bool is_shared(Op op) { return op >= Op::ld_shared; }
@@ -130,16 +131,17 @@ GroupKey next_key(const Thread& t, GroupKey like) {
 
 // What this lane does as part of its warp: `fill` completes the group.
 template <class F>
-void join(Op op, const char* name, u32 width, const Site& site, F fill) {
+void join(Op op, const char* name, u32 width, u32 buffer, const Site& site, F fill) {
   Thread& t = self();
   WarpState& w = warp_of(t);
-  GroupKey key = next_key(t, {0, name ? name : site.file, name ? 0 : site.line << 8 | width, op, 0});
+  GroupKey key = next_key(t, {0, name ? name : site.file, name ? 0 : site.line << 8 | width, op, buffer, 0});
   auto [at, is_new] = w.open.try_emplace(key);
   Group& g = at->second;
   if (is_new) {
     g.op = op;
     g.name = name;
     g.width = width;
+    g.buffer = buffer;
     g.cta = t.cta->id;
     g.site = site;
     g.section = section_of(t);
@@ -173,12 +175,9 @@ void begin(const Launch& launch, u64 seed, const CountOptions& options) {
 }
 
 void access(Op op, const void* p, u32 bytes, const Site& site) {
-  join(op, nullptr, bytes, site, [&](Thread& t, Group& g) {
-    if (is_shared(op))
-      g.addresses[t.lane] = offset_in(*t.cta, p);
-    else
-      g.buffer = buffer_of(p, g.addresses[t.lane]);
-  });
+  u64 at = is_shared(op) ? offset_in(*self().cta, p) : 0;
+  u32 buffer = is_shared(op) ? kShared : buffer_of(p, at);
+  join(op, nullptr, bytes, buffer, site, [&](Thread& t, Group& g) { g.addresses[t.lane] = at; });
 }
 
 void rows(Op op, const char* const* rows, const Site& site) {
@@ -186,7 +185,7 @@ void rows(Op op, const char* const* rows, const Site& site) {
   Group g{};
   g.op = op;
   g.width = 16;
-  g.buffer = ~0u;
+  g.buffer = kShared;
   g.lanes = ~0u;
   g.site = site;
   g.section = section_of(t);
@@ -210,10 +209,11 @@ void exits(Thread& t) {
   if (w.closed == kEnded) w = WarpState();  // for the next CTA that takes the slot
 }
 
-void section(u32 stage, u32 role) { counting->sections[index_of(self())] = {stage, role}; }
+void section(u32 stage, u32 role) { counting->sections[index_of(self())] = {stage, role, false}; }
+void finishing() { counting->sections[index_of(self())].finish = true; }
 
 void warp_event(const char* name, u64 amount) {
-  join(Op::ld_global, name, 0, {name, 0}, [&](Thread&, Group& g) { g.amount = std::max(g.amount, amount); });
+  join(Op::ld_global, name, 0, kShared, {name, 0}, [&](Thread&, Group& g) { g.amount = std::max(g.amount, amount); });
 }
 
 void event(const std::string& name, u64 amount) {

@@ -5,10 +5,10 @@
 // the schedule can see.
 //
 // A device executes an access for a warp at a time, the emulator for a thread. So accesses are grouped: the k-th access of a lane
-// at a place of the source (file, line, width) belongs with the k-th of the other lanes there. k counts from the latest
+// at a place of the source (file, line, width) to a buffer belongs with the k-th of the other lanes there. k counts from the latest
 // instruction that all lanes of a warp execute together: shuffles, syncwarp, mma, ldmatrix, wgmma's fence, commit and wait, and
-// barriers over warps. Where lanes skip an access that others make, they are one ahead until the next such instruction: sums of
-// bytes are exact, and requests may be cut differently from the device's.
+// barriers over warps. Where lanes skip an access that others make, they are one ahead until the next such instruction: bytes of
+// buffers are exact, and requests may be cut differently from the device's.
 #pragma once
 
 #include <string>
@@ -47,6 +47,7 @@ void rows(Op op, const char* const* rows, const Site& site);  // of ldmatrix and
 void together();                                              // the warp executes an instruction as one
 void exits(Thread& thread);
 void section(u32 stage, u32 role);
+void finishing();
 
 // Something that the lanes of a warp do, each on its own: it counts once. `amount`: of a warp it is the largest of any lane.
 void warp_event(const char* name, u64 amount = 0);

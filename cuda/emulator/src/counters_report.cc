@@ -28,7 +28,8 @@ std::string quoted(const std::string& text) {
 }
 
 std::string section_fields(const Section& s) {
-  return format("\"stage\": %d, \"role\": %d", static_cast<i32>(s.stage), static_cast<i32>(s.role));
+  return format("\"stage\": %d, \"role\": %d, \"finish\": %s", static_cast<i32>(s.stage), static_cast<i32>(s.role),
+                s.finish ? "true" : "false");
 }
 
 // "stage/gradient.h": the path behind the last "kitsune/", or the file's name.

@@ -14,7 +14,8 @@ namespace kitsune::emulator::counters {
 
 struct Section {
   u32 stage = ~0u, role = ~0u;  // ~0: the kernel has not said so yet
-  bool operator<(const Section& o) const { return std::tie(stage, role) < std::tie(o.stage, o.role); }
+  bool finish = false;          // after the last tile
+  bool operator<(const Section& o) const { return std::tie(stage, role, finish) < std::tie(o.stage, o.role, o.finish); }
 };
 
 struct AccessKey {
@@ -50,14 +51,15 @@ struct GroupKey {
   const void* place;  // file, or name of an event
   u32 what;           // line and width
   Op op;
-  u32 occurrence;
-  bool like(const GroupKey& o) const { return place == o.place && what == o.what && op == o.op; }
+  u32 buffer, occurrence;
+  bool like(const GroupKey& o) const { return place == o.place && what == o.what && op == o.op && buffer == o.buffer; }
   bool operator==(const GroupKey& o) const { return like(o) && epoch == o.epoch && occurrence == o.occurrence; }
 };
 struct GroupHash {
   size_t operator()(const GroupKey& k) const {
     u64 h = reinterpret_cast<u64>(k.place) * 0x9e3779b97f4a7c15 ^ k.epoch;
-    h = (h ^ h >> 29) * 0xbf58476d1ce4e5b9 ^ static_cast<u64>(k.occurrence) << 40 ^ static_cast<u64>(k.op) << 32 ^ k.what;
+    h = (h ^ h >> 29) * 0xbf58476d1ce4e5b9 ^ static_cast<u64>(k.occurrence) << 40 ^ static_cast<u64>(k.op) << 32 ^ k.what ^
+        static_cast<u64>(k.buffer) << 24;
     return (h ^ h >> 31) * 0x94d049bb133111eb;
   }
 };

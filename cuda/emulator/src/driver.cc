@@ -2,9 +2,9 @@
 //
 // Comes in: what launch code calls on libcuda.so; an image is the bytes of an ELF shared library that exports the kernel, and
 // beside it <kernel>_max_threads and <kernel>_registers. Goes out: driver results; a launch runs to its end before it returns, on
-// one emulated device of compute capability 9.0 with 132 SMs (an H100 SXM or H200). Invariant: layouts and values are those of
-// cuda.h (CUDA 12.0 and later). The limits of a real launch are checked: shared memory must be asked for, clusters beyond 8 be
-// allowed, cooperative launches fit.
+// one emulated device of compute capability 9.0 with 132 SMs (an H100 SXM or H200), or as many as a test asks for. Invariant:
+// layouts and values are those of cuda.h (CUDA 12.0 and later). The limits of a real launch are checked: shared memory must be
+// asked for, clusters beyond 8 be allowed, cooperative launches fit.
 //
 // A kernel's parameters are pointers, without sizes: kitsune_emulator_set_buffers names the memory that the next launch of this OS
 // thread may touch. Launches of several threads run one after the other.
@@ -14,6 +14,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -42,7 +44,7 @@ enum Status : int {
   kCooperativeTooLarge = 720,
 };
 
-constexpr int kSms = 132, kMaxSharedOptIn = 232448, kDefaultShared = 49152, kPortableCluster = 8, kMaxCluster = 16;
+constexpr int kMaxSharedOptIn = 232448, kDefaultShared = 49152, kPortableCluster = 8, kMaxCluster = 16;
 // A cluster lies in one GPC, and a GPC of an H100 SXM has 16 or 18 SMs: from size 8 on fewer clusters fit than 132 / size.
 constexpr int kClustersOf8 = 16, kClustersOf16 = 8;
 constexpr size_t kMemoryAlignment = 256;
@@ -85,6 +87,7 @@ static_assert(sizeof(Attribute) == 72 && sizeof(Config) == 56);
 
 std::mutex launching;
 u64 seed = 1;
+std::atomic<int> multiprocessors{132};
 std::string last_error;
 struct Stats {
   u64 launches = 0, steps = 0, copies = 0;
@@ -169,9 +172,9 @@ int max_clusters(const kitsune::emulator::Launch& launch, const Function& f) {
   int size = static_cast<int>(launch.cluster);
   if (size > kMaxCluster || (size > kPortableCluster && !f.any_cluster)) return 0;
   if (static_cast<int>(launch.shared_bytes) > f.shared_limit || launch.block > f.max_threads) return 0;
-  int most = kSms / size;
+  int most = multiprocessors / size;
   if (size > 8) return most < kClustersOf16 ? most : kClustersOf16;
-  if (size == 8) return kClustersOf8;
+  if (size == 8) return most < kClustersOf8 ? most : kClustersOf8;
   return most;
 }
 
@@ -216,6 +219,9 @@ EXPORT void kitsune_emulator_set_seed(u64 value) {
   seed = value;
 }
 
+// A device with fewer SMs, or a part of one.
+EXPORT void kitsune_emulator_set_multiprocessors(int count) { multiprocessors = count; }
+
 // The message stays valid until this OS thread asks again.
 EXPORT const char* kitsune_emulator_last_error() {
   static thread_local std::string copy;
@@ -249,13 +255,17 @@ EXPORT int cuDeviceGet(int* device, int ordinal) {
   *device = 0;
   return ordinal == 0 ? kSuccess : 101;  // CUDA_ERROR_INVALID_DEVICE
 }
+EXPORT int cuDeviceGetName(char* name, int bytes, int) {
+  snprintf(name, static_cast<size_t>(bytes), "emulated device");
+  return kSuccess;
+}
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {
     case 1: *value = 1024; return kSuccess;              // MAX_THREADS_PER_BLOCK
     case 8: *value = kDefaultShared; return kSuccess;    // MAX_SHARED_MEMORY_PER_BLOCK
     case 10: *value = 32; return kSuccess;               // WARP_SIZE
     case 12: *value = 65536; return kSuccess;            // MAX_REGISTERS_PER_BLOCK
-    case 16: *value = kSms; return kSuccess;             // MULTIPROCESSOR_COUNT
+    case 16: *value = multiprocessors; return kSuccess;  // MULTIPROCESSOR_COUNT
     case 75: *value = 9; return kSuccess;                // COMPUTE_CAPABILITY_MAJOR
     case 76: *value = 0; return kSuccess;                // COMPUTE_CAPABILITY_MINOR
     case 95: *value = 1; return kSuccess;                // COOPERATIVE_LAUNCH

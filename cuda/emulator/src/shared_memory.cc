@@ -53,6 +53,9 @@ static void check_aligned(const void* p, u32 bytes, const char* what) {
 void enter_section(u32 stage, u32 role) {
   if (counters::on) counters::section(stage, role);
 }
+void finish_section() {
+  if (counters::on) counters::finishing();
+}
 
 void load_shared(const void* p, u32 bytes, const Site& at) {
   check_load(p, bytes);

@@ -33,7 +33,7 @@ KITSUNE_DEVICE u32 use_memory(Storage& s, const Params& p) {
   sum += ld_global(reinterpret_cast<const U2*>(p.words) + at).y + ld_global(reinterpret_cast<const U4*>(p.words) + at).w;
   sum += ld_l2(reinterpret_cast<const u16*>(p.words) + at) + ld_l2(p.words + at) + bits(ld_l2(p.floats + at));
   sum += ld_l2(reinterpret_cast<const U2*>(p.words) + at).y + ld_l2(reinterpret_cast<const U4*>(p.words) + at).w;
-  st_global(reinterpret_cast<u16*>(p.words) + opaque(at), static_cast<u16>(sum));
+  st_global(reinterpret_cast<u16*>(p.words) + at, static_cast<u16>(sum));
   st_global(p.floats + at, from_bits(sum));
   st_global(reinterpret_cast<U2*>(p.words) + at, U2{sum, sum});
   st_global(reinterpret_cast<U4*>(p.words) + at, U4{sum, sum, sum, sum});
@@ -56,7 +56,7 @@ KITSUNE_DEVICE float use_convert(float v, u32 w) {
 
 KITSUNE_DEVICE float use_warp(Storage& s, const Params& p) {
   u32 a[4], b[4];
-  ldmatrix_x4(a, s.tile + 16 * lane_id());
+  ldmatrix_x4(a, s.tile + 16 * lane_id() + opaque_zero());
   ldmatrix_x4_trans(b, s.tile + 16 * lane_id());
   float c[4] = {};
   const u32 half[2] = {b[0] + b[1], b[2] + b[3]};
@@ -134,6 +134,7 @@ KITSUNE_KERNEL(kitsune_region, Params, p, 256) {
   Storage& s = shared<Storage>();
   name(&s.bar, "bar");
   section(0, 1);
+  finishing();
   if (thread_id() == 0) {
     mbar_init(s.bar, 256);
     fence_mbar_init();

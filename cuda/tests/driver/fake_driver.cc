@@ -2,8 +2,11 @@
 // told.
 //
 // FAKE_CUDA, an environment variable "key=value,key=value" that is read at every call, sets what this machine pretends to be:
-//   version, devices, capability, multiprocessors, shared, cooperative, clusters, blocks   what the queries answer; with a number
-//                                                                                          behind it (shared1) for that device only
+//   version, devices, capability, multiprocessors, shared, cooperative, clusters, blocks,  what the queries answer; with a number
+//   name, clock, memory_clock, bus, l2                                                     behind it (shared1) for that device only
+//   gpcs=18+16+16                                                                          multiprocessors of each GPC, which say
+//   how
+//                                                                                          many clusters fit
 //   init, load, kernel, launch, set, allocate                                              error numbers to return
 //   current=0                                                                              no context is current
 //   capturing=1                                                                            every stream is being captured
@@ -38,14 +41,18 @@ thread_local std::string last_error;
 thread_local size_t sizes[64];
 #endif
 
-long setting(const std::string& key, long otherwise) {
+std::string text_setting(const std::string& key) {
   const char* text = std::getenv("FAKE_CUDA");
   for (std::string rest = text ? text : ""; !rest.empty();) {
     std::string item = rest.substr(0, rest.find(','));
     rest.erase(0, item.size() + 1);
-    if (item.compare(0, key.size() + 1, key + "=") == 0) return std::strtol(item.c_str() + key.size() + 1, nullptr, 0);
+    if (item.compare(0, key.size() + 1, key + "=") == 0) return item.substr(key.size() + 1);
   }
-  return otherwise;
+  return "";
+}
+long setting(const std::string& key, long otherwise) {
+  std::string text = text_setting(key);
+  return text.empty() ? otherwise : std::strtol(text.c_str(), nullptr, 0);
 }
 
 long of_device(const std::string& key, long device, long otherwise) {
@@ -65,6 +72,28 @@ CUcontext current() {
   if (pushed) return pushed;
   long device = setting("current", 1);
   return device == 0 ? nullptr : context_of(device - 1);
+}
+
+unsigned cluster_of(const CUlaunchConfig& config) {
+  for (unsigned i = 0; i < config.numAttrs; ++i)
+    if (config.attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) return config.attrs[i].value.clusterDim.x;
+  return 1;
+}
+
+// Blocks that the current device holds at once.
+long resident(const CUlaunchConfig& config) {
+  long device = device_of(current()), size = cluster_of(config);
+  if (size == 1) return setting("blocks", 1) * of_device("multiprocessors", device, 132);
+  std::string gpcs = text_setting("gpcs" + std::to_string(device));
+  if (gpcs.empty()) gpcs = text_setting("gpcs");
+  if (gpcs.empty()) return size * setting("clusters", 66);
+  long count = 0;
+  for (const char* at = gpcs.c_str(); *at;) {
+    char* end = nullptr;
+    count += std::strtol(at, &end, 10) / size;
+    at = *end == '+' ? end + 1 : end;
+  }
+  return size * count;
 }
 
 std::string shape(const CUlaunchConfig& config) {
@@ -134,10 +163,20 @@ EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
   return 0;
 }
+EXPORT CUresult cuDeviceGetName(char* name, int bytes, CUdevice device) {
+  std::string text = text_setting("name" + std::to_string(device));
+  if (text.empty()) text = text_setting("name");
+  std::strncpy(name, text.c_str(), bytes);
+  return 0;
+}
 EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   long capability = of_device("capability", device, 90);
   switch (static_cast<int>(attribute)) {
     case 16: *value = static_cast<int>(of_device("multiprocessors", device, 132)); return 0;
+    case 13: *value = static_cast<int>(of_device("clock", device, 0)); return 0;
+    case 36: *value = static_cast<int>(of_device("memory_clock", device, 0)); return 0;
+    case 37: *value = static_cast<int>(of_device("bus", device, 0)); return 0;
+    case 38: *value = static_cast<int>(of_device("l2", device, 0)); return 0;
     case 75: *value = static_cast<int>(capability / 10); return 0;
     case 76: *value = static_cast<int>(capability % 10); return 0;
     case 95: *value = static_cast<int>(setting("cooperative", 1)); return 0;
@@ -238,8 +277,8 @@ EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunct
   *blocks = static_cast<int>(setting("blocks", 1));
   return 0;
 }
-EXPORT CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*) {
-  *clusters = static_cast<int>(setting("clusters", 66));
+EXPORT CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig* config) {
+  *clusters = static_cast<int>(resident(*config) / cluster_of(*config));
   return 0;
 }
 EXPORT CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
@@ -297,6 +336,9 @@ EXPORT CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t
 }
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** params, void**) {
   if (long error = setting("launch", 0)) return static_cast<CUresult>(error);
+  if (config->sharedMemBytes > of_device("shared", device_of(current()), 232448)) return 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE && config->gridDimX > resident(*config)) return 720;
   note("launch " + shape(*config) + " stream=" + std::to_string(reinterpret_cast<long>(config->hStream)) +
        " context=" + std::to_string(device_of(current())) + " first=" + std::to_string(*static_cast<uint64_t*>(params[0])));
 #ifdef FAKE_EMULATOR

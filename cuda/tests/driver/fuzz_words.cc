@@ -34,7 +34,7 @@ int main(int argc, char** argv) {
   std::ifstream file(argc > 1 ? argv[1] : "", std::ios::binary);
   const std::string image{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (!check_image(image, true).empty()) return fail(-1, check_image(image, true));
-  const std::vector<int64_t> words{2, 900, 132, 384, 2, 1024, 0, 2, 3, 64, 4096, 128, 64, 32, 64};
+  const std::vector<int64_t> words{3, 900, 132, 384, 2, 1024, 0, 2, 2, 3, 64, 4096, 128, 64, 32, 64};
   int launches = 0, images = 0;
   for (int m = 0; m < kMutations; ++m) {
     std::mt19937_64 rng(static_cast<uint64_t>(m));

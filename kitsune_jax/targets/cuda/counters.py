@@ -26,7 +26,7 @@ SHARED = ("ld_shared", "st_shared", "ldmatrix", "stmatrix", "ld_cluster", "st_cl
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
     """Accesses of ``width`` bytes a thread at one place of the source. ``stage`` is the rank of the CTA in its instance, ``role`` 0
-    for the loader and from 1 on for the lanes; both are -1 before the kernel has said so.
+    for the loader and from 1 on for the lanes; both are -1 before the kernel has said so. ``finish``: after the thread's last tile.
 
     ``requests`` are instructions of warps. Global accesses have ``sectors`` of 32 bytes and the name of a ``buffer``; accesses to
     shared memory have ``wavefronts``, and as ``ideal`` what they were without a bank conflict.
@@ -34,6 +34,7 @@ class Access:
 
     stage: int
     role: int
+    finish: bool
     op: str
     width: int
     buffer: str
@@ -60,6 +61,7 @@ class Event:
 
     stage: int
     role: int
+    finish: bool
     name: str
     count: int
     threads: int
@@ -150,15 +152,13 @@ def counting(sm: int = 900, *, l1: int | None = None, l2: int | None = None) -> 
         counts += stop()
 
 
-def buffer_names(kernel: Kernel) -> Callable[[str], str]:
+def buffer_names(kernel: Kernel, outputs: int) -> Callable[[str], str]:
     """From the emulator's names ("operand 0", "result 1") to those in the kernel's source (in0, weights0, vectors, out1).
 
-    The last result is the workspace. Buffers that share memory have a name of both.
+    The result behind the ``outputs`` is the workspace. Buffers that share memory have a name of both.
     """
     operands = [f"in{k}" for k in kernel.inputs] + [f"weights{k}" for k in range(len(kernel.weights))]
     operands += ["vectors"] if kernel.vectors else []
-
-    outputs = kernel.launch[8] - 1  # of the results; the last is the workspace
 
     def one(name: str) -> str:
         kind, _, number = name.partition(" ")

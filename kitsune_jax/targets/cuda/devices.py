@@ -8,23 +8,28 @@ device here (on those of the named architecture, where one is named); so it asks
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 from kitsune_jax import config
-from kitsune_jax.planning.machines import fitted_gpu
+from kitsune_jax.planning.gpu_machines import Sizes, fitted_gpu
 from kitsune_jax.targets.cuda import nvrtc, runtime
 
 DEFAULT_ARCH = "sm_90a"
 _OLDEST = 80
+# Compute capabilities whose SMs have half the tensor cores of an A100's and twice the lanes (CUDA programming guide, "Compute
+# Capabilities").
+_SMALL_SMS = {86, 87, 89, 120, 121}
 _ADVICE = "CUDA_VISIBLE_DEVICES hides devices, KITSUNE_CUDA_ARCH names the architecture to compile for"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Device:
-    """``capability``: 90 is compute capability 9.0. ``shared_bytes``: the most shared memory that a block may have."""
+    """``capability``: 90 is compute capability 9.0. ``sizes.shared_bytes``: the most shared memory that a block may have."""
 
     capability: int
-    multiprocessors: int
-    shared_bytes: int
+    name: str
+    sizes: Sizes
 
 
 def here() -> tuple[Device, ...]:
@@ -32,7 +37,14 @@ def here() -> tuple[Device, ...]:
     info = runtime.driver_info()
     if isinstance(info, str):
         return ()
-    return tuple(Device(d["compute_capability"], d["multiprocessors"], d["shared_bytes"]) for d in info["devices"])
+    return tuple(_device(d) for d in info["devices"])
+
+
+def _device(said: dict[str, Any]) -> Device:
+    sizes = Sizes(said["multiprocessors"], said["shared_bytes"], said["l2_bytes"], said["clock"], said["memory_bandwidth"])
+    if "MIG " in said["name"]:  # the driver may tell bus and L2 of the whole GPU, of which a slice has about its share of the SMs
+        sizes = dataclasses.replace(sizes, l2_bytes=0, bandwidth=0.0)
+    return Device(said["compute_capability"], said["name"], sizes)
 
 
 def arch() -> str:
@@ -52,12 +64,22 @@ def arch() -> str:
 
 
 def model() -> str:
-    """The machine model of ``arch()``, with the fewest multiprocessors and the least shared memory of the devices it runs on."""
-    base = "h200" if nvrtc.sm_of(arch()) == 900 else "a100"
+    """The machine model of ``arch()``, with the least that the devices which it runs on have of anything."""
     runs_on = [d for d in here() if _runs_on(arch(), d.capability)]
     if not runs_on:
-        return base
-    return fitted_gpu(base, min(d.multiprocessors for d in runs_on), min(d.shared_bytes for d in runs_on))
+        return "h200" if nvrtc.sm_of(arch()) == 900 else "a100"
+    fields = [field.name for field in dataclasses.fields(Sizes)]
+    least = Sizes(*(min(getattr(d.sizes, field) for d in runs_on) for field in fields))
+    return fitted_gpu(_base(runs_on), least)
+
+
+def _base(runs_on: list[Device]) -> str:
+    """The model whose SMs are like those of the slowest of these devices."""
+    if nvrtc.sm_of(arch()) != 900:
+        return "l4" if any(d.capability in _SMALL_SMS for d in runs_on) else "a100"
+    if any(re.search(r"\bH20\b", d.name) for d in runs_on):
+        return "h20"
+    return "h100" if any("H100" in d.name for d in runs_on) else "h200"
 
 
 def _runs_on(arch: str, capability: int) -> bool:
@@ -94,4 +116,4 @@ def note() -> str:
 
 
 def _list() -> str:
-    return ", ".join(f"sm_{d.capability} with {d.multiprocessors} SMs" for d in sorted(set(here())))
+    return ", ".join(f"{d.name} (sm_{d.capability} with {d.sizes.multiprocessors} SMs)".lstrip() for d in sorted(set(here())))

@@ -418,7 +418,7 @@ class _Generator:
         return gradient.shape.all_blocks * BLOCK_ROWS * gradient.shape.width
 
     def _launch(self, shared: int) -> tuple[int, ...]:
-        geometry = (self.a.sm, self.grid, self.threads, self.a.cluster, shared, int(self.cooperative))
+        geometry = (self.a.sm, self.grid, self.threads, self.a.cluster, shared, int(self.cooperative), self.a.ctas)
         return LAUNCH_VERSION, *geometry, *self._counts(), *self._buffer_bytes()
 
     def _buffer_bytes(self) -> tuple[int, ...]:

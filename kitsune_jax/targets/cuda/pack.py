@@ -2,8 +2,9 @@
 
 Comes in: arrays in the user's layout and the recipes that code generation left. Goes out: one-dimensional arrays: images of weights
 (chunks of 128 bytes of K by N columns, both permuted to the fragment layout, 128-byte swizzle: ``cuda/include/kitsune/layout.h``),
-and vectors of 32-bit words padded to their tile's width. Only reshapes, transposes, pads and selects are used, which XLA fuses into
-one pass over the weights.
+and vectors of 32-bit words padded to their tile's width. float32 weights are rounded to tf32, to nearest: the tensor core cuts off
+what does not fit, so that all products of a layer would be too small by up to a unit in the tenth place of the mantissa. Only
+this, reshapes, transposes, pads and selects are used, which XLA fuses into one pass over the weights.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
     w = jnp.transpose(jnp.asarray(value), recipe.permutation)
     w = w.reshape(math.prod(w.shape[: recipe.contracted]), math.prod(w.shape[recipe.contracted :]))
     half = is_half(shape.dtype)
+    if not half:
+        w = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
     rows = []
     start = 0
     for piece in shape.pieces:

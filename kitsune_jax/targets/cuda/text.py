@@ -50,8 +50,6 @@ def _head(g: _Generator) -> str:
         f"constexpr int kLanes = {a.lanes};\n"
         f"constexpr i64 kRows = {p.rows};\n"
         f"constexpr u32 kTiles = {p.tiles};\n"
-        f"constexpr u32 kInstances = {g.instances};\n"
-        f"constexpr u32 kWorkers = {g.workers};  // warpgroups that share out the tiles\n"
     )
 
 
@@ -102,23 +100,23 @@ def _consume(g: _Generator, s: int) -> list[str]:
     else:
         inner.append(f"StreamedWeights<Weights> weights{{Weights{{&header.weights, shared + {g.header_bytes}}}}};")
     inner.append(f"const u32 worker = {_worker(g)};")
+    inner.append(_workers(g))
     # A lane's own tiles are counted without a register for their number.
-    more = f"n < {-(-g.program.tiles // g.workers)}" if g.uniform else "n * kWorkers + worker < kTiles"
+    more = "n < rounds" if g.uniform else "n * workers + worker < kTiles"
+    if g.uniform:
+        inner.append("const u32 rounds = rounds_of(workers, kTiles);")
     staged = sorted(stage.config.staged)
-    if g.uniform and staged:  # NVRTC 13.0 unrolls such a loop 16 times if it knows how often it runs, whatever the pragma says
-        inner.append(f"const u32 rounds = opaque(u32{{{-(-g.program.tiles // g.workers)}}});")
-        more = "n < rounds"
     inner += [f"staged{k}.fetch(lane, 0, worker, kRows);" for k in staged]
     inner.append("KITSUNE_NO_UNROLL")
     inner.append(f"for (u32 n = 0; {more}; ++n) {{")
     loop = [
-        "const i64 tile = static_cast<i64>(n) * kWorkers + worker;",
+        "const i64 tile = static_cast<i64>(n) * workers + worker;",
         "const i64 first_row = tile * kTileRows + lane.row;",
         "const i64 row[2] = {first_row, first_row + 8};",
         "const bool valid[2] = {row[0] < kRows, row[1] < kRows};",
         "(void)valid;",
         *([f"{_staged_type(g, staged[0])}::turn(1 + group);"] if staged else []),
-        *(f"staged{k}.fetch(lane, n + 1, tile + kWorkers, kRows);" for k in staged),
+        *(f"staged{k}.fetch(lane, n + 1, tile + workers, kRows);" for k in staged),
         *(f"staged{k}.wait(n, tile, kRows);" for k in staged),
         *_prefetches(g, s),
         *(["const float* const vectors = opaque(p.vectors);"] if g.vectors.recipes else []),
@@ -127,7 +125,8 @@ def _consume(g: _Generator, s: int) -> list[str]:
     ]
     inner += ["  " + line for line in loop]
     inner.append("}")
-    return [*inner, *_finish(g, s), *_finish_gradients(g, s)]
+    finish = [*_finish(g, s), *_finish_gradients(g, s)]
+    return [*inner, *(["finishing();", *finish] if finish else [])]
 
 
 def _scratch_at(stage: _Stage) -> str:
@@ -165,12 +164,18 @@ def _prefetches(g: _Generator, s: int) -> list[str]:
             lines.append(f"prefetch_tile({g.stages[s].body.constants.parameter(f'in{k}')}, next_row, kRows, {size});")
     if not lines:
         return []
-    next_row = "(tile + kWorkers) * kTileRows"
+    next_row = "(tile + workers) * kTileRows"
     return ["if (lane.thread == 0) {", f"  const i64 next_row = {next_row};", *(f"  {line}" for line in lines), "}"]
 
 
 def _scratch_bytes(words: int) -> int:
     return -(-tiles.TILE_ROWS * words * 4 // 1024) * 1024
+
+
+def _workers(g: _Generator) -> str:
+    """The warpgroups that share out the tiles: fewer than were planned where the device at hand holds fewer instances."""
+    instances = f"grid_size() / {g.a.ctas}" if g.a.spatial else "grid_size()"
+    return f"const u32 workers = {instances} * kLanes;"
 
 
 def _worker(g: _Generator) -> str:
@@ -216,7 +221,7 @@ def _finish(g: _Generator, s: int) -> list[str]:
         return []
     constants = g.stages[s].body.constants
     arrived = f"reinterpret_cast<u32*>(p.workspace + {constants.number('arrived', 'sinks', g.counter_at[s])})"
-    lines = [f"const Finish finish{{{arrived}, &header.flags[group], kWorkers, worker, 1 + group}};"]
+    lines = [f"const Finish finish{{{arrived}, &header.flags[group], workers, worker, 1 + group}};"]
     for sink in sinks:
         partial = f"reinterpret_cast<u32*>({_partial(g, s, sink.sink)})"
         if sink.scalar:
@@ -238,7 +243,7 @@ def _finish_gradients(g: _Generator, s: int) -> list[str]:
     part, constants = "instance" if g.a.spatial else "block_id()", g.stages[s].body.constants
     counter = constants.number("arrived", "gradients", g.gradient_counter_at[s])
     arrived = f"reinterpret_cast<u32*>(p.workspace + {counter} + (slab * kLanes + group) * 128)"
-    lines = ["{", f"  const Finish finish{{{arrived}, &header.flags[group], {g.parts}, {part}, 1 + group}};"]
+    lines = ["{", f"  const Finish finish{{{arrived}, &header.flags[group], workers / kLanes, {part}, 1 + group}};"]
     for gradient in gradients:
         k, words = gradient.sink, g.gradient_words(gradient)
         lines.append(f"  u32* const partial{k} = reinterpret_cast<u32*>({_partial(g, s, k)}) + slab * {g.parts * words};")
@@ -312,8 +317,10 @@ def _load_streamed(g: _Generator, stage: _Stage) -> list[str]:
     lines = [
         f"const Weights weights{{&header.weights, shared + {g.header_bytes}}};",
         "Weights::At next;",
+        _workers(g),
+        "const u32 rounds = rounds_of(workers, kTiles);",
         "KITSUNE_NO_UNROLL",
-        f"for (u32 round = 0; round < {-(-g.program.tiles // g.workers)}; ++round) {{",
+        "for (u32 round = 0; round < rounds; ++round) {",
     ]
     runs: list[tuple[int, int, int]] = []  # (operand, chunks, bytes of each)
     for f in stage.body.products.order:

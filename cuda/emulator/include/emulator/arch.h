@@ -34,6 +34,7 @@ inline u32 block_threads() { return emu::dimensions.block; }
 inline u32 block_id() { return emu::current->block; }
 inline u32 grid_size() { return emu::dimensions.grid; }
 inline u32 lane_id() { return emu::current->lane; }
+inline u32 opaque_zero() { return 0; }
 inline u32 cluster_rank() { return emu::current->rank; }
 inline u32 cluster_size() { return emu::dimensions.cluster; }
 inline u64 cycles() { return emu::ticks(); }
@@ -44,6 +45,7 @@ S& shared() {
 }
 inline void name(const void* p, const char* text) { emu::name_object(p, text); }
 inline void section(u32 stage, u32 role) { emu::enter_section(stage, role); }
+inline void finishing() { emu::finish_section(); }
 
 // --- memory
 namespace detail {
@@ -108,7 +110,6 @@ template <class T>
 inline T* opaque(T* p) {
   return p;
 }
-inline u32 opaque(u32 v) { return v; }
 
 // --- global synchronisation
 inline void red_add_release(u32* p, u32 v) { emu::flag_add(p, v); }

@@ -35,6 +35,7 @@ void* shared_base(size_t bytes);
 u32 shared_offset(const void* p);
 void name_object(const void* p, const char* text);
 void enter_section(u32 stage, u32 role);
+void finish_section();
 
 // --- memory. Checks and records the access; arch.h then moves the bytes.
 void load_shared(const void* p, u32 bytes, const Site& at);

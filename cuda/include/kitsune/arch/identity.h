@@ -16,6 +16,13 @@ KITSUNE_DEVICE u32 block_id() { return blockIdx.x; }
 KITSUNE_DEVICE u32 grid_size() { return gridDim.x; }
 KITSUNE_DEVICE u32 lane_id() { return threadIdx.x % 32; }
 
+// Zero, and no compiler can know it: bit 31 of the mask of the lanes below this one.
+KITSUNE_DEVICE u32 opaque_zero() {
+  u32 below;
+  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(below));
+  return below >> 31;
+}
+
 #if KITSUNE_SM == 900
 // Not volatile: the value never changes, so the compiler may keep it or read it again.
 KITSUNE_DEVICE u32 cluster_rank() {
@@ -54,5 +61,7 @@ KITSUNE_DEVICE void name(const void*, const char*) {}
 // From here on this thread works for a stage (the rank of its CTA in the instance) in a role (0: loader, 1 and more: a lane). The
 // emulator's counts are told apart by it; a device has none.
 KITSUNE_DEVICE void section(u32, u32) {}
+// From here on it finishes: its last tile is done.
+KITSUNE_DEVICE void finishing() {}
 
 }  // namespace kitsune::arch

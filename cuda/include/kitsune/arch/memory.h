@@ -101,10 +101,5 @@ KITSUNE_DEVICE T* opaque(T* p) {
   asm volatile("" : "+l"(p));
   return p;
 }
-// The same for a number, such as that of a loop's rounds.
-KITSUNE_DEVICE u32 opaque(u32 v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
 
 }  // namespace kitsune::arch

@@ -10,7 +10,8 @@
 // without the pins it moves plain uses of d across the fence or the wait, and ptxas then serialises every wgmma of the kernel
 // (warnings C7508 to C7520 in its log). Where A comes from registers, wait for 0 groups before they are loaded again: some releases
 // of ptxas remove copies of A made after a wgmma_wait<1> (CUDA 13 release notes, "Data Race in WGMMA A/B Register Copy
-// Propagation").
+// Propagation"). No register of A may be a constant that ptxas knows: 13.5 uses such registers for something else between the wgmma
+// and the wait that retires it, so a zero is opaque_zero(). The package's lint of machine code finds both.
 #pragma once
 
 #include "kitsune/arch/device.h"

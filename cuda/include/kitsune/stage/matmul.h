@@ -43,9 +43,14 @@ struct RegisterSource {
   const u32 (&v)[W / 4];
 
   KITSUNE_DEVICE void block(u32 (&a)[kStepsPerBlock][4], int b) const {
-    KITSUNE_UNROLL
-    for (int s = 0; s < kStepsPerBlock; ++s) KITSUNE_UNROLL
-    for (int i = 0; i < 4; ++i) a[s][i] = W == 8 && i >= 2 ? 0 : v[(b * kStepsPerBlock + s) * 4 + (W == 8 ? i % 2 : i)];
+    if constexpr (W == 8) {
+      const u32 zero = opaque_zero();
+      a[0][0] = v[2 * b], a[0][1] = v[2 * b + 1], a[0][2] = zero, a[0][3] = zero;
+    } else {
+      KITSUNE_UNROLL
+      for (int s = 0; s < kStepsPerBlock; ++s) KITSUNE_UNROLL
+      for (int i = 0; i < 4; ++i) a[s][i] = v[(b * kStepsPerBlock + s) * 4 + i];
+    }
   }
 };
 
@@ -116,7 +121,8 @@ struct RowSource {
         u32 x[kColumns / 2];
         load_halves<kColumns, Bytes>(x, row[h], column, columns, valid[h]);
         KITSUNE_UNROLL
-        for (int s = 0; s < kStepsPerBlock; ++s) a[s][h] = x[2 * s], a[s][2 + h] = W == 8 ? 0 : x[W == 8 ? 0 : 2 * s + 1];
+        for (int s = 0; s < kStepsPerBlock; ++s)
+          a[s][h] = x[2 * s], a[s][2 + h] = W == 8 ? opaque_zero() : x[W == 8 ? 0 : 2 * s + 1];
       }
     }
   }
@@ -229,10 +235,10 @@ struct Product {
     }
   }
 
-  // After the last piece.
+  // After the last piece. A rolling product closes its groups as it goes, and an empty one would be a wgmma of its own.
   KITSUNE_DEVICE void commit() {
 #if KITSUNE_SM >= 900
-    wgmma_commit();
+    if constexpr (!Rolling) wgmma_commit();
 #endif
   }
 
@@ -244,6 +250,11 @@ struct Product {
   }
 
  private:
+  KITSUNE_DEVICE void close_group() {
+#if KITSUNE_SM >= 900
+    wgmma_commit();
+#endif
+  }
   template <int Steps>
   KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4], int block) {
     const int half = block % kPerChunk;
@@ -270,7 +281,7 @@ struct Product {
         source.block(a, b);
         issue(a, First + b);
       }
-    commit();
+    close_group();
 #if KITSUNE_SM >= 900
     wgmma_wait<1>();  // the accumulators themselves are still in flight: no pin
 #endif
@@ -291,7 +302,7 @@ struct Product {
     constexpr int kNext = From + kGroup < Source::kBlocks ? From + kGroup : Source::kBlocks;
     KITSUNE_UNROLL
     for (int b = From; b < kNext; ++b) issue(a[b - From], First + b);
-    commit();
+    close_group();
     u32 next[kGroup][Steps][4];
     if constexpr (kNext < Source::kBlocks) fetch(next, source, kNext);
     wait<0>();
