@@ -264,6 +264,12 @@ struct Product {
 #endif
   }
 
+  KITSUNE_DEVICE void close_group() {
+#if KITSUNE_SM >= 900
+    wgmma_commit();
+#endif
+  }
+
   // Operands that stay in registers: one group may be in flight while the next is issued.
   template <int First, int Done, int From, class Source>
   KITSUNE_DEVICE void feed_rolling(const Source& source) {
