@@ -109,11 +109,11 @@ def codes(k: int, n: int, dtype: str) -> Any:
     assert bits.max() < 0x7C00, "numbers of every type"
     if is_half(dtype):
         return jnp.asarray(bits.astype(np.uint16).view(jnp.dtype(dtype)))
-    return jnp.asarray(bits.astype(np.float32))
+    return jnp.asarray((bits << 13).astype(np.uint32).view(np.float32))  # the bits of tf32, to which weights are rounded
 
 
 def code_of(elements: np.ndarray, dtype: str) -> np.ndarray:
-    return elements if is_half(dtype) else elements.astype(np.uint32).view(np.float32).astype(np.int64)
+    return elements if is_half(dtype) else elements >> 13
 
 
 def logical(position: int | np.ndarray, width: int) -> Any:

@@ -101,9 +101,25 @@ def test_arrays_are_staged_where_their_accesses_would_be_narrow() -> None:
         assert f"{bytes_}>" in next(line for line in source.splitlines() if f", {n}, valid[h])" in line and "load" in line), n
 
 
-def generated(program: TileProgram) -> str:
-    arrangement = kernel.Arrangement(False, 900, 1, 1, 1, (True,), (1,), (), 232448)
+def generated(program: TileProgram, lanes: int = 1) -> str:
+    arrangement = kernel.Arrangement(False, 900, lanes, 1, 1, (True,), (1,), (), 232448)
     return kernel.generate(program, arrangement, "program").source
+
+
+@pytest.mark.parametrize("dtype, lanes", [("bfloat16", 3), ("float16", 3), ("float32", 2)])
+def test_a_wide_input_is_fetched_once_for_all_columns_of_a_product(dtype: str, lanes: int) -> None:
+    """Whose registers leave room for chunks of 64 columns only where operands are at hand."""
+    t = Tiles((300,), 64)
+    x, w = t.load((300, 160), dtype, ROW), t.load((160, 128), dtype)
+    v = t.load((128, 96), dtype)
+    t.store(t.matmul(t.matmul(x, w), v), (300, 96), ROW)
+    program = t.program()
+    source = generated(program, lanes)
+    assert source.count("(RowSource<") == 1 and source.count(", 128, true, false, ") == 1
+    assert source.count(", 64, false, false, ") == 1, "the second product has narrow chunks"
+    arrays = [integers(300, 160, dtype=dtype), integers(160, 128, dtype=dtype), integers(128, 96, dtype=dtype)]
+    arrays = [a * (RNG.random(a.shape) < 0.1) for a in arrays]  # 16-bit results count in ones
+    check(program, [a.astype(np_dtype(dtype)) for a in arrays], lanes=lanes)
 
 
 def test_no_room_means_rows_are_read_where_they_lie() -> None:

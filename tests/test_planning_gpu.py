@@ -137,6 +137,24 @@ def check_fits(case: Case, machine: Machine, p: Plan) -> None:
     assert check_deadlock_free(build(graph, region, p)) is None
 
 
+@pytest.mark.parametrize("machine", [H200, A100], ids=lambda m: m.name)
+@pytest.mark.parametrize("name", ["nerf", "edge update", "squared error"])
+def test_rings_are_four_deep_where_a_quarter_of_the_l2_holds_them(name: str, machine: Machine) -> None:
+    """With two entries each end of a ring waits for the slower of two tiles."""
+    step = squared_error("bfloat16") if name == "squared error" else CASES[name]("bfloat16")
+    plans = [p for p in all_candidates(step, machine) if any(q.place == "l2" for q in p.queues)]
+    assert plans
+    for p in plans:
+        deeper = p.replicas * p.lanes * sum(max(q.depth, 4) * q.entry_bytes for q in p.queues)
+        assert (min(q.depth for q in p.queues) >= 4) == (deeper <= machine.shared_bytes // 4)
+
+
+def test_rings_in_shared_memory_are_four_deep_where_they_fit() -> None:
+    plans = [p for p in all_candidates(CASES["edge update"]("bfloat16")) if p.cluster > 1 and p.arrangement == "spatial"]
+    assert {q.depth for q in plans[0].queues} == {4}
+    assert any(q.depth == 2 for p in plans for q in p.queues)  # for a target whose need is larger than the planner's count
+
+
 @pytest.mark.parametrize("machine", [H200, H100, A100], ids=lambda m: m.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)

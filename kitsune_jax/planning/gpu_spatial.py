@@ -24,6 +24,11 @@ from kitsune_jax.planning.stages import DOUBLE_BUFFER, Draft, Link, links, links
 # the data, the flag behind a fence, and the reader's loads.
 _TRIPS = {"cluster": 1, "l2": 3}
 _NEVER = float("inf")
+# Entries that a ring has where there is room. Two let a stage write one tile while the next one reads the other, and then both wait
+# for whichever tile takes longest; four take up the differences between tiles and the trips of the flags in both directions.
+_DEEP = 4
+# The part of the L2 in which rings are made deeper: what streams through the region passes through the L2 too.
+_DEEP_SHARE = 4
 # Every contiguous group of drafts is costed: more than these are first made fewer, so that planning stays a part of compilation.
 _MOST_DRAFTS = 24
 
@@ -71,7 +76,11 @@ class _Builder:
     def run(self, drafts: Sequence[Draft]) -> list[Arranged]:
         if self.place == "cluster":
             groupings = self._groupings(drafts, self.machine.max_cluster)
-            made = [self._arranged(g, [1] * len(g), self.machine.clusters(len(g))) for g in groupings]
+            made = []
+            for g in groupings:
+                # What a stage needs is not overstated here, so deep rings may turn out not to fit: shallow ones come next.
+                found = [self._arranged(g, [1] * len(g), self.machine.clusters(len(g)), deep) for deep in (True, False)]
+                made += found if found[0] != found[1] else found[:1]
         else:
             drafts = [part for d in drafts for part in (separated(self.cost, d) if self._least_split(d.ops) is None else (d,))]
             groupings = self._groupings(drafts, self.machine.workers)
@@ -211,8 +220,8 @@ class _Builder:
         splits = [most_split(self.cost, d.ops, split) for d, split in zip(drafts, best[2], strict=True)]
         return self._arranged(drafts, splits, self.machine.workers // sum(splits))
 
-    def _arranged(self, drafts: Sequence[Draft], splits: Sequence[int], instances: int) -> Arranged | None:
-        """The pipeline with its rings as deep as skips need; None where that does not fit."""
+    def _arranged(self, drafts: Sequence[Draft], splits: Sequence[int], instances: int, deep: bool = True) -> Arranged | None:
+        """The pipeline with its rings at least as deep as skips need; None where that does not fit."""
         region, cost, machine = self.region, self.cost, self.machine
         # An entry in the L2 is written once, whoever reads it; one in shared memory lies with its reader.
         queued = (links if self.place == "l2" else links_to_each)(cost, drafts)
@@ -227,10 +236,11 @@ class _Builder:
             entering = sum(entry_bytes(cost, link.value) for link in inward)
             leaving = sum(entry_bytes(cost, link.value) for link in queued if link.producer == s)
             stages.append(_Stage(draft, split, work, entering, leaving // split))
-        queues = tuple(self._queue(link) for link in queued)
-        if self.place == "l2" and instances * self.lanes * sum(q.depth * q.entry_bytes for q in queues) > machine.shared_bytes // 2:
+        depths = self._depths(queued, drafts, splits, instances, _DEEP if deep else 0)
+        if depths is None:
             self.reason = "the rings of all instances do not fit half of the L2"
             return None
+        queues = tuple(map(self._queue, queued, depths))
         ctas = sum(splits)
         busy, slowest = self._busy(stages, ctas, instances)
         names = [stage_name(cost, s, d) for s, d in enumerate(drafts)]
@@ -248,6 +258,30 @@ class _Builder:
             bound=names[slowest],
         )
 
+    def _depths(
+        self, queued: Sequence[Link], drafts: Sequence[Draft], splits: Sequence[int], instances: int, wanted: int
+    ) -> list[int] | None:
+        """The depth of each ring: ``wanted`` where there is room beside everything else, what its skips need where there is not.
+
+        None where not even that fits the L2. Rings in shared memory have fitted their readers before.
+        """
+        least, deep = [link.min_depth for link in queued], [max(link.min_depth, wanted) for link in queued]
+        entries = [entry_bytes(self.cost, link.value) for link in queued]
+        if self.place == "cluster":
+            for s, (draft, split) in enumerate(zip(drafts, splits, strict=True)):
+                mine = [k for k, link in enumerate(queued) if s in link.consumers]
+                if not self._fits(draft.ops, split, sum(deep[k] * entries[k] for k in mine)):
+                    for k in mine:
+                        deep[k] = least[k]
+            return deep
+
+        def needed(depths: Sequence[int]) -> int:
+            return instances * self.lanes * sum(d * entry for d, entry in zip(depths, entries, strict=True))
+
+        if needed(deep) <= self.machine.shared_bytes // _DEEP_SHARE:
+            return deep
+        return least if needed(least) <= self.machine.shared_bytes // 2 else None
+
     def _busy(self, stages: Sequence[_Stage], ctas: int, instances: int) -> tuple[float, int]:
         """(seconds from the first tile's entry to the last one's exit, the slowest stage)."""
         tiles = -(-self.region.tiles // instances)
@@ -261,9 +295,8 @@ class _Builder:
         resource = resource_of(self.cost, s.draft)
         return Stage(name, s.draft.ops, s.draft.phase, resource, s.split, self._period(s, ctas), weights, split=s.split)
 
-    def _queue(self, link: Link) -> Queue:
-        entry = entry_bytes(self.cost, link.value)
-        return Queue(link.value, link.producer, link.consumers, link.min_depth, entry, self.place)
+    def _queue(self, link: Link, depth: int) -> Queue:
+        return Queue(link.value, link.producer, link.consumers, depth, entry_bytes(self.cost, link.value), self.place)
 
 
 def _powers_of_two(most: int) -> Iterator[int]:

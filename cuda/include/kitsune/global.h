@@ -102,23 +102,27 @@ struct Access<16> {
   static KITSUNE_DEVICE U4 join(const u32* in) { return {in[0], in[1], in[2], in[3]}; }
 };
 
-// Words that lie together: `left` bytes of them are in the array, a multiple of Bytes where it ends among them.
-template <int Words, int Bytes>
-KITSUNE_DEVICE void load_words(u32 (&out)[Words], const void* from, int left) {
+// C columns of a row as the words that they fill; the array's columns end between two accesses. The compiler knows what a thread's
+// first column may be: where the row is as wide as the tile, `valid` is all that is looked at.
+template <class Bits, int C, int Bytes>
+KITSUNE_DEVICE void load_words(u32* out, const Bits* row, int column, int columns, bool valid) {
   using To = Access<Bytes>;
+  constexpr int kEach = Bytes / sizeof(Bits);
   KITSUNE_UNROLL
-  for (int i = 0; i < Words; i += Bytes / 4) {
+  for (int i = 0; i < C / kEach; ++i) {
     typename To::Type v = {};
-    if (4 * i < left) v = ld_global(reinterpret_cast<const typename To::Type*>(static_cast<const u32*>(from) + i));
-    To::split(out + i, v);
+    if (valid && column + i * kEach < columns) v = ld_global(reinterpret_cast<const typename To::Type*>(row + column) + i);
+    To::split(out + i * Bytes / 4, v);
   }
 }
-template <int Words, int Bytes>
-KITSUNE_DEVICE void store_words(void* to, int left, const u32 (&in)[Words]) {
+template <class Bits, int C, int Bytes>
+KITSUNE_DEVICE void store_words(Bits* row, int column, int columns, bool valid, const u32* in) {
   using From = Access<Bytes>;
+  constexpr int kEach = Bytes / sizeof(Bits);
   KITSUNE_UNROLL
-  for (int i = 0; i < Words; i += Bytes / 4)
-    if (4 * i < left) st_global(reinterpret_cast<typename From::Type*>(static_cast<u32*>(to) + i), From::join(in + i));
+  for (int i = 0; i < C / kEach; ++i)
+    if (valid && column + i * kEach < columns)
+      st_global(reinterpret_cast<typename From::Type*>(row + column) + i, From::join(in + i * Bytes / 4));
 }
 
 // C columns of a staged row, `left` of them in the row, which starts at `row`. Rows beyond the stream are zeros there. Every load
@@ -152,19 +156,18 @@ KITSUNE_DEVICE void load_staged_halves(u32 (&out)[C / 2], const u16* row, int co
 // C columns of a row of 16-bit elements, as C / 2 pairs.
 template <int C, int Bytes>
 KITSUNE_DEVICE void load_halves(u32 (&out)[C / 2], const void* row, int column, int columns, bool valid) {
-  const u16* const from = static_cast<const u16*>(row) + column;
-  const int left = valid ? columns - column : 0;
   if constexpr (Bytes == kStaged) {
     load_staged_halves<C>(out, static_cast<const u16*>(row), column, columns);
   } else if constexpr (Bytes == 2) {
+    const u16* const from = static_cast<const u16*>(row) + column;
     KITSUNE_UNROLL
     for (int i = 0; i < C / 2; ++i) {
-      u32 lo = 2 * i < left ? ld_global(from + 2 * i) : 0;
-      u32 hi = 2 * i + 1 < left ? ld_global(from + 2 * i + 1) : 0;
+      u32 lo = valid && column + 2 * i < columns ? ld_global(from + 2 * i) : 0;
+      u32 hi = valid && column + 2 * i + 1 < columns ? ld_global(from + 2 * i + 1) : 0;
       out[i] = lo | hi << 16;
     }
   } else {
-    load_words<C / 2, Bytes>(out, from, 2 * left);
+    load_words<u16, C, Bytes>(out, static_cast<const u16*>(row), column, columns, valid);
   }
 }
 
@@ -172,9 +175,8 @@ KITSUNE_DEVICE void load_halves(u32 (&out)[C / 2], const void* row, int column, 
 template <class E, int C, int Bytes>
 KITSUNE_DEVICE void load_row(typename Element<E>::Value (&out)[C], const void* row, int column, int columns, bool valid) {
   using Bits = typename Element<E>::Bits;
-  const Bits* const from = static_cast<const Bits*>(row) + column;
-  const int left = valid ? columns - column : 0;
-  if constexpr (sizeof(Bits) == 2) {
+  constexpr int kSize = sizeof(Bits);
+  if constexpr (kSize == 2) {
     u32 pairs[C / 2];
     load_halves<C, Bytes>(pairs, row, column, columns, valid);
     KITSUNE_UNROLL
@@ -185,14 +187,14 @@ KITSUNE_DEVICE void load_row(typename Element<E>::Value (&out)[C], const void* r
     KITSUNE_UNROLL
     for (int c = 0; c < C; ++c) out[c] = Element<E>::load(raw[c]);
   } else if constexpr (Bytes < 4) {
+    const Bits* const from = static_cast<const Bits*>(row) + column;
     KITSUNE_UNROLL
-    for (int c = 0; c < C; ++c) out[c] = Element<E>::load(c < left ? ld_global(from + c) : Bits(0));
+    for (int c = 0; c < C; ++c) out[c] = Element<E>::load(valid && column + c < columns ? ld_global(from + c) : Bits(0));
   } else {
-    constexpr int kPerWord = 4 / sizeof(Bits);
-    u32 words[C / kPerWord];
-    load_words<C / kPerWord, Bytes>(words, from, left * static_cast<int>(sizeof(Bits)));
+    u32 words[C * kSize / 4];
+    load_words<Bits, C, Bytes>(words, static_cast<const Bits*>(row), column, columns, valid);
     KITSUNE_UNROLL
-    for (int c = 0; c < C; ++c) out[c] = Element<E>::load(static_cast<Bits>(words[c / kPerWord] >> c % kPerWord * 8));
+    for (int c = 0; c < C; ++c) out[c] = Element<E>::load(static_cast<Bits>(words[c * kSize / 4] >> c * kSize % 4 * 8));
   }
 }
 
@@ -200,18 +202,17 @@ KITSUNE_DEVICE void load_row(typename Element<E>::Value (&out)[C], const void* r
 template <class E, int C, int Bytes>
 KITSUNE_DEVICE void store_row(void* row, int column, int columns, bool valid, const typename Element<E>::Value (&in)[C]) {
   using Bits = typename Element<E>::Bits;
-  Bits* const to = static_cast<Bits*>(row) + column;
-  const int left = valid ? columns - column : 0;
+  constexpr int kSize = sizeof(Bits);
   if constexpr (Bytes < 4) {
     KITSUNE_UNROLL
     for (int c = 0; c < C; ++c)
-      if (c < left) st_global(to + c, Element<E>::store(in[c]));
+      if (valid && column + c < columns) st_global(static_cast<Bits*>(row) + column + c, Element<E>::store(in[c]));
   } else {
-    constexpr int kPerWord = 4 / sizeof(Bits);
+    constexpr int kPerWord = 4 / kSize;
     u32 words[C / kPerWord];
     KITSUNE_UNROLL
     for (int i = 0; i < C / kPerWord; ++i) {
-      if constexpr (kPerWord == 2) {
+      if constexpr (kSize == 2) {
         words[i] = pack<E>(in[2 * i], in[2 * i + 1]);
       } else {
         words[i] = 0;
@@ -219,7 +220,7 @@ KITSUNE_DEVICE void store_row(void* row, int column, int columns, bool valid, co
         for (int c = 0; c < kPerWord; ++c) words[i] |= static_cast<u32>(Element<E>::store(in[kPerWord * i + c])) << 8 * c;
       }
     }
-    store_words<C / kPerWord, Bytes>(to, left * static_cast<int>(sizeof(Bits)), words);
+    store_words<Bits, C, Bytes>(static_cast<Bits*>(row), column, columns, valid, words);
   }
 }
 

@@ -99,11 +99,6 @@ KITSUNE_DEVICE void prefetch_tile(const void* array, i64 row, i64 rows, u32 row_
 #endif
 }
 
-// Tiles of a worker: worker, worker + workers, ...
-KITSUNE_DEVICE u32 tiles_of(u32 worker, u32 workers, u32 tiles) {
-  return worker < tiles ? (tiles - worker + workers - 1) / workers : 0;
-}
-
 // Tiles of the worker that has most: where all take part in every round.
 KITSUNE_DEVICE u32 rounds_of(u32 workers, u32 tiles) { return tiles / workers + (tiles % workers != 0); }
 

@@ -39,6 +39,7 @@ class StageConfig:
     images, at these offsets of a lane's scratch. ``split``: slabs of columns its CTAs share out. ``lanes``: of each of them.
     ``copies``: matmuls of several chunks take entries of queues from registers. ``slab_queues``: those with a split stage at an
     end. ``loops``: layers that repeat become a loop. ``staged``: input arrays whose tiles come through shared memory.
+    ``fetched``: columns of a chunk at most where the operand is fetched from memory on the way, again for each chunk.
     """
 
     resident: bool = True
@@ -53,6 +54,7 @@ class StageConfig:
     slab_queues: frozenset[int] = frozenset()
     loops: bool = True
     staged: frozenset[int] = frozenset()
+    fetched: int = 128
 
 
 class Body:
@@ -138,9 +140,6 @@ class Body:
     def fresh(self, prefix: str) -> str:
         self.counter += 1
         return f"{prefix}{self.counter}"
-
-    def column_chunks(self, width: int) -> tuple[int, ...]:
-        return tiles.column_chunks(width, self.config.columns)
 
     def root(self, v: int) -> int:
         """The value that ``v`` is another name of; itself if it is none."""

@@ -177,9 +177,10 @@ def weight_recipe(body: Body, instr: Instr) -> WeightRecipe:
     dtype = body.program.values[x].dtype
     if body.program.values[w].dtype != dtype or dtype not in pointwise.OPERAND:
         raise CannotLower(f"matrix product of {dtype} and {body.program.values[w].dtype}")
-    pieces = tuple(math.prod(body.program.values[p].shape) for p in pieces_of(body, x))
+    operands = pieces_of(body, x)
+    pieces = tuple(math.prod(body.program.values[p].shape) for p in operands)
     n = math.prod(shape_w[d] for d in order)
-    shape = tiles.WeightShape(pieces, n, dtype, body.config.split, body.config.columns)
+    shape = tiles.WeightShape(pieces, n, dtype, body.config.split, body.products.most_columns(operands))
     return WeightRecipe(w, (*(b for _, b in pairs), *order), len(pairs), shape)
 
 

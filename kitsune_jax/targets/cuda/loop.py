@@ -7,6 +7,7 @@ logical ones are zero in whatever is kept or handed on, because a later matmul m
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -130,11 +131,8 @@ class Loop:
                     for _, _, blocks in parts:
                         at += blocks
                         cuts.add(at)
-        if products:
-            at = 0
-            for columns in self.body.column_chunks(self.width):
-                at += columns // tiles.block(self.width)
-                cuts.add(at)
+        for v in products:
+            cuts.update(itertools.accumulate(self.body.products.blocks(v)))
         ordered = sorted(cuts)
         return list(zip(ordered, ordered[1:], strict=False))
 

@@ -88,7 +88,7 @@ class Products:
     def chunk_at(self, v: int, block: int) -> tuple[str, int]:
         """(accumulators, first block) of the chunk that holds ``block``."""
         chunk = self.chunk_of(v, block)
-        return self._name(v, chunk), sum(self._blocks(v)[:chunk])
+        return self._name(v, chunk), sum(self.blocks(v)[:chunk])
 
     # -- chunks
 
@@ -97,13 +97,14 @@ class Products:
         assert isinstance(place, Multiply)
         return self.body.weights[place.weight].shape
 
-    def _blocks(self, v: int) -> list[int]:
+    def blocks(self, v: int) -> list[int]:
+        """How many blocks each chunk of columns has."""
         shape = self._shape(v)
         return [columns // tiles.block(shape.slab) for columns in shape.chunks]
 
     def chunk_of(self, v: int, block: int) -> int:
         at = 0
-        for k, count in enumerate(self._blocks(v)):
+        for k, count in enumerate(self.blocks(v)):
             at += count
             if block < at:
                 return k
@@ -123,6 +124,13 @@ class Products:
         if state.copies or all(isinstance(self.body.value(p).place, InArray) for p in place.pieces):
             return False  # ptxas (13.0, 13.5) then puts a wait between the two, and may serialise the whole kernel (C7517, C7518)
         return config.resident or 2 * shape.k_chunks <= config.depth
+
+    def most_columns(self, pieces: Sequence[int]) -> int:
+        """Columns of a chunk at most, of a product of ``pieces``."""
+        body = self.body
+        operands = [body.values[p] for p in pieces if p in body.values]  # those of later layers in a loop are made in it
+        fetched = any(isinstance(x.place, InArray) and tiles.blocks(x.width) > _NARROW for x in operands)
+        return body.config.fetched if fetched else body.config.columns
 
     # -- text
 
@@ -180,7 +188,7 @@ class Products:
         rolling = "true" if state.rolling else "false"
         body.text(f"float {name}[{columns // 2}];")
         if place.bias is not None:
-            self._start_from(place.bias, name, columns, sum(self._blocks(v)[:chunk]))
+            self._start_from(place.bias, name, columns, sum(self.blocks(v)[:chunk]))
         started = "true" if place.bias is not None else "false"
         template = f"{operand}, {columns}, {rolling}, {started}, decltype({weights})"
         body.text(f"Product<{template}> {name}_product({name}, {weights});")

@@ -101,12 +101,14 @@ def _consume(g: _Generator, s: int) -> list[str]:
         inner.append(f"StreamedWeights<Weights> weights{{Weights{{&header.weights, shared + {g.header_bytes}}}}};")
     inner.append(f"const u32 worker = {_worker(g)};")
     inner.append(_workers(g))
-    rounds = "rounds_of(workers, kTiles)" if g.uniform else "tiles_of(worker, workers, kTiles)"
-    inner.append(f"const u32 rounds = {rounds};")
+    # A lane's own tiles are counted without a register for their number.
+    more = "n < rounds" if g.uniform else "n * workers + worker < kTiles"
+    if g.uniform:
+        inner.append("const u32 rounds = rounds_of(workers, kTiles);")
     staged = sorted(stage.config.staged)
     inner += [f"staged{k}.fetch(lane, 0, worker, kRows);" for k in staged]
     inner.append("KITSUNE_NO_UNROLL")
-    inner.append("for (u32 n = 0; n < rounds; ++n) {")
+    inner.append(f"for (u32 n = 0; {more}; ++n) {{")
     loop = [
         "const i64 tile = static_cast<i64>(n) * workers + worker;",
         "const i64 first_row = tile * kTileRows + lane.row;",

@@ -248,12 +248,6 @@ struct Product {
   }
 
  private:
-  KITSUNE_DEVICE void close_group() {
-#if KITSUNE_SM >= 900
-    wgmma_commit();
-#endif
-  }
-
   template <int Steps>
   KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4], int block) {
     const int half = block % kPerChunk;
@@ -267,6 +261,12 @@ struct Product {
     for (int s = 0; s < Steps; ++s) wgmma_rs<T, N>(d, a[s], b + 2 * s, Started || block != 0 || s != 0);
 #else
     multiply_block<T, N, Steps>(d, a, chunk, half);
+#endif
+  }
+
+  KITSUNE_DEVICE void close_group() {
+#if KITSUNE_SM >= 900
+    wgmma_commit();
 #endif
   }
 
