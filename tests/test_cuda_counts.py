@@ -85,8 +85,8 @@ def all_cases(test: Any) -> Any:
 
 # -- bank conflicts
 
-# Wavefronts for one without conflicts, by dtype or family, file, instruction and width: a tile's panels of weight gradients, rearranged
-# columns, staged rows.
+# Wavefronts for one without conflicts, by dtype or family, file, instruction and width: a tile's panels of weight gradients,
+# rearranged columns, staged rows.
 CONFLICTS = {
     (HALF, "stage/gradient.h", "st_shared", 16): 2.0,
     (HALF, "stage/gradient.h", "st_shared", 8): 2.0,
