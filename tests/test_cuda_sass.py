@@ -301,6 +301,13 @@ def test_training_steps_that_the_planner_picks_run_as_they_were_issued(
                 check_products(in_flight(paths), skipped(paths))
 
 
+def test_the_loop_over_tiles_stands_once() -> None:
+    """13.0 unrolls a loop whose number of rounds has a bound that it knows, whatever the pragma says: 33 times for 32 tiles."""
+    plan = plans("nerf", "bfloat16")["sm90-vertical-streamed-cluster2-lanes2"]
+    products = [made(of_family("nerf", "bfloat16"), plan, compiler).code.count("HGMMA.") for compiler in COMPILERS]
+    assert 0 < products[0] == products[1]
+
+
 # --- the portable path
 
 

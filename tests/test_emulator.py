@@ -75,6 +75,7 @@ BUGS = {
     },
     "copies": {
         "multicast slot released without syncwarp": "race: (bulk_load_multicast writes|ld_shared reads)",
+        "multicast slot released without its fence": "race: bulk_load_multicast writes",
         "multicast mask beyond the cluster": "multicast mask 0x7",
         "st_cluster without fence_cluster": "not released and acquired",
         "st_cluster and a wait of cta scope": "not released and acquired",

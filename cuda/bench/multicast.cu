@@ -55,6 +55,7 @@ KITSUNE_KERNEL(kitsune_region, Params, p, (1 + kLanes) * 128) {
       U4 v = ld_shared(reinterpret_cast<const U4*>(queue.entry(at)) + (n / chunks + n) % parts * kGroupThreads + t);
       sum = sum * 31 + v.x + v.y + v.z + v.w;
       syncwarp();  // one lane releases for the warp
+      queue.rd_finish();
       queue.rd_release(at);
     }
     u64 spent = cycles() - start;

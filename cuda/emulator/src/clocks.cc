@@ -34,6 +34,14 @@ void release(Clock& clock, Thread& thread, Reach reach) {
   tick(thread);
 }
 
+void publish(Clock& to, const Clock& fenced) {
+  if (!to.at) to.at = static_cast<u32*>(arena_allocate(machine->agents * sizeof(u32)));
+  join(to.at, fenced.at);
+  to.scope.raise(fenced.scope);
+  to.released.raise(fenced.released);
+  to.version = ++machine->time;
+}
+
 void acquire(Thread& thread, const Clock& clock, bool wide) {
   if (!clock.at) return;
   u64& latest = machine->acquired[thread.agent];
@@ -92,6 +100,15 @@ void fence_wide(const char* name) {
     counters::acquire();
   }
   self().fenced_all = ++machine->time;
+  preempt();
+}
+
+// The fence replaces what an earlier one held: a thread knows ever more.
+void fence_release_own_shared() {
+  if (counters::on) counters::warp_event("fence.release.sync_restrict");
+  Thread& t = self();
+  if (!t.remote_fence) t.remote_fence = new (arena_allocate(sizeof(Clock))) Clock();
+  release(*t.remote_fence, t, Reach::remote);
   preempt();
 }
 

@@ -135,11 +135,10 @@ void barrier_arrive_remote(Mbar& bar, u32 rank) {
   Thread& t = self();
   u32 offset = offset_in(own_cta(&bar, sizeof bar, "mbar_arrive_remote"), &bar);
   preempt();
-  if (counters::on) counters::warp_event("fence.release.sync_restrict");
   Cta& cta = remote_cta(rank, "mbar_arrive_remote");
   Barrier& b = barrier_at(cta, offset, &cta != t.cta);
   if (&cta != t.cta) touch_remote(cta, t.agent, t.clock[t.agent]);
-  release(b.arriving, t, Reach::remote);
+  if (t.remote_fence) publish(b.arriving, *t.remote_fence);
   barrier_arrived(b);
 }
 

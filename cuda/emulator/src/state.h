@@ -111,7 +111,8 @@ struct Thread : Identity {
   u32* proxy_clock[2] = {nullptr, nullptr};  // what it knew at its last proxy fence: shared, global
   bool learned = true;                       // since the warp's last syncwarp
   Scope scope;
-  u64 fenced_all = 0;  // time up to which its stores to anything but its own shared memory are released beyond the CTA
+  Clock* remote_fence = nullptr;  // what it knew at its last fence_release_own_shared
+  u64 fenced_all = 0;             // time up to which its stores to anything but its own shared memory are released beyond the CTA
   // wgmma
   bool wgmma_fenced = false;
   u32 wgmma_issued = 0, wgmma_waited = 0;
@@ -233,8 +234,9 @@ std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
 void start_clusters();
 
 // --- clocks.cc
-enum class Reach { cta, remote, wide };  // remote: cluster scope, but only the own shared memory (mbar_arrive_remote)
+enum class Reach { cta, remote, wide };  // remote: cluster scope, but only the own shared memory (fence_release_own_shared)
 void release(Clock& clock, Thread& thread, Reach reach);
+void publish(Clock& to, const Clock& fenced);  // a relaxed arrival behind a fence
 void acquire(Thread& thread, const Clock& clock, bool wide);
 // The same for a thread that has waited since its own release of the clock: the clock holds all that it knew.
 void acquire_after_release(Thread& thread, const Clock& clock, bool wide);

@@ -100,6 +100,6 @@ KITSUNE_DEVICE void prefetch_tile(const void* array, i64 row, i64 rows, u32 row_
 }
 
 // Tiles of the worker that has most: where all take part in every round.
-KITSUNE_DEVICE u32 rounds_of(u32 workers, u32 tiles) { return tiles / workers + (tiles % workers != 0); }
+KITSUNE_DEVICE u32 rounds_of(u32 workers, u32 tiles) { return opaque(tiles / workers + (tiles % workers != 0)); }
 
 }  // namespace kitsune

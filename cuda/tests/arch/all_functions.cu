@@ -29,6 +29,7 @@ KITSUNE_DEVICE u32 use_memory(Storage& s, const Params& p) {
   sum += ld_shared(reinterpret_cast<const U2*>(s.words) + at).y + ld_shared(reinterpret_cast<const U4*>(s.words) + at).w;
   st_shared(reinterpret_cast<u8*>(s.words) + at, static_cast<u8>(at));
   st_global(reinterpret_cast<u8*>(p.words) + at, ld_global(opaque(reinterpret_cast<const u8*>(p.words)) + at));
+  st_global(p.words + opaque(p.words[0]), 1u);
   sum += ld_global(reinterpret_cast<const u16*>(p.words) + at) + ld_global(p.words + at) + bits(ld_global(p.floats + at));
   sum += ld_global(reinterpret_cast<const U2*>(p.words) + at).y + ld_global(reinterpret_cast<const U4*>(p.words) + at).w;
   sum += ld_l2(reinterpret_cast<const u16*>(p.words) + at) + ld_l2(p.words + at) + bits(ld_l2(p.floats + at));
@@ -103,6 +104,8 @@ KITSUNE_DEVICE u32 use_cluster(Storage& s) {
   st_async(reinterpret_cast<U4*>(s.words), 1, U4{2, 2, 2, 2}, s.bar);
   fence_cluster();
   mbar_arrive_remote(s.bar, 1);
+  fence_release_own_shared();
+  mbar_arrive_remote_relaxed(s.bar, 1);
   mbar_wait_cluster(s.bar, 0);
   cluster_arrive();
   cluster_wait();

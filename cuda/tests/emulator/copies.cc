@@ -13,6 +13,7 @@ enum Bug {
   kNoReadWait,
   kSourceReusedEarly,
   kNoClusterFence,
+  kNoReleaseFence,
   kNarrowWait,
   kMaskBeyond,
   kNoCommit,
@@ -57,7 +58,8 @@ void multicast(const u32* x, u32* y, u32 rounds) {
       for (u32 i = thread_id() - 32; i < kWords; i += 96)
         st_global(y + (n * 2 + rank) * kWords + i, ld_shared(s.block[slot] + i) + rank);
       if (Bug != kSourceReusedEarly) syncwarp();
-      if (lane_id() < 2) mbar_arrive_remote(s.empty[slot], lane_id());
+      if (Bug != kNoReleaseFence) fence_release_own_shared();
+      if (lane_id() < 2) mbar_arrive_remote_relaxed(s.empty[slot], lane_id());
     }
   }
   cluster_sync();
@@ -236,6 +238,7 @@ Result tile_trial(u64 seed, bool& right) {
 
 Case all[] = {
     {"correct multicast", multicast_trial<kNone>},
+    {"multicast slot released without its fence", multicast_trial<kNoReleaseFence>},
     {"multicast slot released without syncwarp", multicast_trial<kSourceReusedEarly>},
     {"multicast mask beyond the cluster", multicast_trial<kMaskBeyond>},
     {"correct st_async", neighbour_trial<true, kNone>},

@@ -58,11 +58,14 @@ def lies_together(program: TileProgram, array: ArrayType) -> bool:
 
 
 def is_staged(program: TileProgram, array: ArrayType) -> bool:
-    """Should the array's tiles come through shared memory, where there is room?"""
-    columns, size = columns_of(array), pointwise.ITEM_SIZE[array.dtype]
+    """Should the array's tiles come through shared memory, where there is room?
+
+    Not where 16 bytes can be read at once: that is as good, and rows of such pitches conflict in the banks of shared memory.
+    """
+    columns, size, wide = columns_of(array), pointwise.ITEM_SIZE[array.dtype], access_bytes(array)
     width = tiles.padded(columns.n)
-    accesses = 2 * tiles.blocks(width) * tiles.owned(width) * size // access_bytes(array)  # of a thread, for a tile
-    return lies_together(program, array) and columns.n > 1 and accesses > _FEW_ACCESSES
+    accesses = 2 * tiles.blocks(width) * tiles.owned(width) * size // wide  # of a thread, for a tile
+    return lies_together(program, array) and columns.n > 1 and wide < 16 and accesses > _FEW_ACCESSES
 
 
 def staged_bytes(array: ArrayType) -> int:

@@ -110,6 +110,7 @@ template <class T>
 inline T* opaque(T* p) {
   return p;
 }
+inline u32 opaque(u32 v) { return v; }
 
 // --- global synchronisation
 inline void red_add_release(u32* p, u32 v) { emu::flag_add(p, v); }
@@ -147,7 +148,12 @@ inline T ld_cluster(const T* p, u32 rank, const emu::Site& at = emu::site()) {
 inline void st_async(U4* p, u32 rank, U4 v, Mbar& bar, const emu::Site& at = emu::site()) { emu::store_async(p, rank, v, bar, at); }
 inline void fence_cluster() { emu::fence_wide("fence.acq_rel.cluster"); }
 inline void mbar_expect_tx(Mbar& bar, u32 bytes) { emu::barrier_arrive(bar, bytes); }
-inline void mbar_arrive_remote(Mbar& bar, u32 rank) { emu::barrier_arrive_remote(bar, rank); }
+inline void fence_release_own_shared() { emu::fence_release_own_shared(); }
+inline void mbar_arrive_remote_relaxed(Mbar& bar, u32 rank) { emu::barrier_arrive_remote(bar, rank); }
+inline void mbar_arrive_remote(Mbar& bar, u32 rank) {
+  fence_release_own_shared();
+  mbar_arrive_remote_relaxed(bar, rank);
+}
 inline void mbar_wait_cluster(Mbar& bar, u32 parity) { emu::barrier_wait(bar, parity, true); }
 
 inline void bulk_load(void* dst, const void* src, u32 bytes, Mbar& bar) { emu::copy_load(dst, src, bytes, bar, 0); }

@@ -58,7 +58,8 @@ void fence_wide(const char* name);  // fence.acq_rel at cluster or gpu scope
 void barrier_init(Mbar& bar, u32 arrivals);
 void barrier_init_fence();
 void barrier_arrive(Mbar& bar, u32 expect_bytes);
-void barrier_arrive_remote(Mbar& bar, u32 rank);
+void fence_release_own_shared();
+void barrier_arrive_remote(Mbar& bar, u32 rank);  // relaxed: publishes what the latest fence_release_own_shared held
 void barrier_wait(Mbar& bar, u32 parity, bool cluster);
 
 // --- asynchronous copies

@@ -53,11 +53,15 @@ KITSUNE_DEVICE void mbar_expect_tx(Mbar& bar, u32 bytes) {
 // memory too (MEMBAR.ALL.GPU), and the default arrive.release.cta has no effect beyond the CTA.
 // It does NOT release stores to global memory or to other CTAs' shared memory (st_cluster): put fence_cluster before it, use
 // st_async, or meet at cluster_sync.
+//
+// In two parts, because one fence serves several arrivals: what comes before the fence is what they order.
+KITSUNE_DEVICE void fence_release_own_shared() { asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory"); }
+KITSUNE_DEVICE void mbar_arrive_remote_relaxed(Mbar& bar, u32 rank) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(&bar, rank)) : "memory");
+}
 KITSUNE_DEVICE void mbar_arrive_remote(Mbar& bar, u32 rank) {
-  asm volatile(
-      "fence.release.sync_restrict::shared::cta.cluster;\n"
-      "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(&bar, rank))
-      : "memory");
+  fence_release_own_shared();
+  mbar_arrive_remote_relaxed(bar, rank);
 }
 
 // The wait for remote arrivals. Objects in shared memory that were released to it are visible afterwards, and may be written

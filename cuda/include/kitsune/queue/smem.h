@@ -87,13 +87,17 @@ struct WeightQueue {
   KITSUNE_DEVICE void rd_acquire(const At& at) const { mbar_wait(ring->full[at.slot], at.phase); }
   KITSUNE_DEVICE const u8* entry(const At& at) const { return slots + at.slot * SlotBytes; }
 
-  // By every thread of a warp: what a warp has seen of wgmma says nothing about the other three.
+  // By every thread of a warp: what a warp has seen of wgmma says nothing about the other three. One rd_finish, which is dear, goes
+  // before the rd_release of all entries that have been read by then.
+  KITSUNE_DEVICE void rd_finish() const {
+    if constexpr (Cluster > 1) fence_release_own_shared();
+  }
   KITSUNE_DEVICE void rd_release(const At& at) const {
     const u32 lane = lane_id();
     if constexpr (Cluster == 1) {
       if (lane == 0) mbar_arrive(ring->empty[at.slot]);
     } else {
-      if (lane < Cluster) mbar_arrive_remote(ring->empty[at.slot], lane);
+      if (lane < Cluster) mbar_arrive_remote_relaxed(ring->empty[at.slot], lane);
     }
   }
 };
@@ -118,8 +122,8 @@ struct WeightQueue {
   }
   KITSUNE_DEVICE void rd_acquire(const At& at) const { mbar_wait(ring->full[at.slot], at.phase); }
   KITSUNE_DEVICE const u8* entry(const At& at) const { return slots + at.slot * SlotBytes; }
+  KITSUNE_DEVICE void rd_finish() const { syncwarp(); }
   KITSUNE_DEVICE void rd_release(const At& at) const {
-    syncwarp();
     if (lane_id() == 0) mbar_arrive(ring->empty[at.slot]);
   }
 };

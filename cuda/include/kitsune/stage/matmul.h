@@ -134,6 +134,7 @@ template <int N>
 struct ResidentWeights {
   const u8* image;
   KITSUNE_DEVICE const u8* next(int c) { return image + c * N * 128; }
+  KITSUNE_DEVICE void finish() {}
   KITSUNE_DEVICE void release() {}
 };
 
@@ -150,6 +151,7 @@ struct StreamedWeights {
     taken.advance();
     return chunk;
   }
+  KITSUNE_DEVICE void finish() { queue.rd_finish(); }
   KITSUNE_DEVICE void release() {
     queue.rd_release(returned);
     returned.advance();
@@ -325,6 +327,7 @@ struct Product {
 
   template <int From, int To>
   KITSUNE_DEVICE void release() {
+    if constexpr (To > From) weights.finish();
     KITSUNE_UNROLL
     for (int c = From; c < To; ++c) weights.release();
   }
