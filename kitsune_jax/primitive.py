@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from kitsune_jax import _compat, handover, lowering
+from kitsune_jax import _compat, config, handover, lowering
 from kitsune_jax.options import Options
 
 _jitted: weakref.WeakKeyDictionary[Any, dict[Options, Callable[..., list[jax.Array]]]] = weakref.WeakKeyDictionary()
@@ -45,9 +46,26 @@ def _compiled(call_jaxpr: Any, options: Options) -> Callable[..., list[Any]]:
         return per_options[options]
 
 
+def _lean(*parts: Any) -> Any:
+    """``handover.lean``; what it fails on is divided as JAX divides it, and costs bytes, not the user's gradient."""
+    try:
+        return handover.lean(*parts)
+    except Exception as error:
+        if config.strict():
+            raise
+        config.logger.exception("a gradient keeps the residuals of JAX's own linearization")
+        warnings.warn(
+            f"kitsune_jax could not choose what a gradient keeps from the forward pass ({type(error).__name__}: {error}): it keeps "
+            "what jax.grad would. This is a bug of kitsune_jax: please report it. KITSUNE_STRICT=1 raises.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
 def _primitive() -> Any:
     primitive = _compat.new_primitive(lowering.PRIMITIVE_NAME)
-    _compat.register_call_rules(primitive, handover.lean)
+    _compat.register_call_rules(primitive, _lean)
     # Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
     _compat.register_lowering(primitive, functools.partial(lowering.lower, platform=None), cacheable=True)
     for platform in ("cpu", "cuda"):

@@ -12,7 +12,7 @@ import pytest
 
 import kitsune_jax as kj
 from benchmarks.apps import APPS
-from kitsune_jax import _compat, preview
+from kitsune_jax import _compat, handover, preview
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.lowering import run
 from kitsune_jax.route import route
@@ -252,3 +252,22 @@ def test_kernels_of_both_passes_agree_with_float64(dtype: Any) -> None:
     for got, exact in zip(gradient(p, x), in_float64(jax.grad(total(f)), p, x), strict=True):
         s = np.abs(exact).max()
         close(np.asarray(got, np.float64) / s, exact / s, 3e-2 if dtype == jnp.bfloat16 else 5e-3)
+
+
+def test_a_defect_of_the_choice_costs_bytes_and_not_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(jnp.concatenate([x, jnp.tanh(x)], -1) @ w))
+
+    x, w = jnp.ones((5, 3)), jnp.ones((6, 4)) / 7
+    want = jax.grad(loss, (0, 1))(x, w)
+    monkeypatch.setattr(handover, "lean", broken)
+    with pytest.warns(RuntimeWarning, match="kitsune_jax could not choose what a gradient keeps.*on purpose"):
+        got = jax.grad(kj.pipeline(loss), (0, 1))(x, w)
+    for g, t in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, t, rtol=1e-5)
+    monkeypatch.setenv("KITSUNE_STRICT", "1")
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        jax.grad(kj.pipeline(lambda x, w: 2 * loss(x, w)), (0, 1))(x, w)
