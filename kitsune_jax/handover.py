@@ -53,7 +53,8 @@ class _Lean:
         computed = iter(primal.outvars[results:])
         self.slots = list(tangent.invars[: len(forwarded)])
         self.sources = [next(computed) if f is None else self._argument(f) for f in forwarded]
-        self.read = {v for v in self.sources if v is not None and not self._can_move(v)}
+        whole = (v for v in self.sources if v is not None and not _compat.is_literal(v))
+        self.read = {v for v in whole if not self._can_move(v)}
 
     def _argument(self, number: int) -> Any:
         return self.primal.invars[number - self.consts] if number >= self.consts else None

@@ -85,13 +85,8 @@ def all_cases(test: Any) -> Any:
 
 # -- bank conflicts
 
-# Wavefronts for one without conflicts, by dtype or family, file, instruction and width: a tile's panels of weight gradients,
-# rearranged columns, staged rows.
+# Wavefronts for one without conflicts, by dtype, file, instruction and width: rearranged columns, staged rows.
 CONFLICTS = {
-    (HALF, "stage/gradient.h", "st_shared", 16): 2.0,
-    (HALF, "stage/gradient.h", "st_shared", 8): 2.0,
-    (FLOAT, "stage/gradient.h", "st_shared", 8): 4.0,
-    (FLOAT, "stage/gradient.h", "ld_shared", 4): 2.0,
     (HALF, "stage/scratch.h", "ld_shared", 4): 2.0,
     (HALF, "stage/scratch.h", "st_shared", 4): 1.1,
     (FLOAT, "stage/scratch.h", "ld_shared", 4): 1.2,

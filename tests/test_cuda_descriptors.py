@@ -202,6 +202,10 @@ def test_weights_that_are_packed_without_the_swizzle_are_found(monkeypatch: pyte
 # -- panels
 
 
+# The row of the tile that a row of a panel holds: bits 0 and 2 change places, so that stores have no bank conflicts.
+TILE_ROWS = np.array([row & ~5 | (row & 1) << 2 | (row & 4) >> 2 for row in range(64)])
+
+
 def wrong_panels(x: int, y: int, n: int, lanes: int, dtype: str, plant: str = "") -> list[str]:
     """What is wrong in X^T Y of panels of ``x`` and ``y`` columns."""
     blocks = [-(-w // 64) for w in (x, y)]
@@ -215,7 +219,7 @@ def wrong_panels(x: int, y: int, n: int, lanes: int, dtype: str, plant: str = ""
         if len(given) != 2 * len(order):
             wrong.append(f"{len(given)} descriptors, not {2 * len(order)}")
         for (lane, m, step), a, b in zip(order, given[::2], given[1::2]):
-            row = lane * 64 + step * 16 + np.arange(16)[None]
+            row = lane * 64 + TILE_ROWS[step * 16 : step * 16 + 16][None]
             first = min(group * each + m, blocks[0] - 1) * 64
             for name, d, rows, column, width in (
                 ("X", a, 64, first + np.arange(64)[:, None], x),

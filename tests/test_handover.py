@@ -271,3 +271,15 @@ def test_a_defect_of_the_choice_costs_bytes_and_not_the_gradient(monkeypatch: py
     monkeypatch.setenv("KITSUNE_STRICT", "1")
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         jax.grad(kj.pipeline(lambda x, w: 2 * loss(x, w)), (0, 1))(x, w)
+
+
+def test_a_residual_may_be_a_number_that_stands_in_the_program() -> None:
+    x = jnp.ones((5, 3))
+    primal = jax.make_jaxpr(lambda x: (x.sum(), jnp.concatenate([x, x], -1), 0.0))(x)
+    assert _compat.is_literal(_compat.open_parts(primal)[0].outvars[2])
+    tangent = jax.make_jaxpr(lambda joined, zero, t: joined.sum() + zero + t)(jnp.ones((5, 6)), 0.0, 1.0)
+    found = handover.lean(primal, tangent, (None, None), 1, 0)
+    assert found is not None
+    _, again, forwarded = found
+    assert set(forwarded) == {None, 0}  # the number, and x
+    assert [e.primitive.name for e in _compat.open_parts(again)[0].eqns][0] == "concatenate"

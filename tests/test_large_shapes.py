@@ -100,9 +100,11 @@ def test_generated_cuda_computes_rows_in_64_bits(name):
     (region,) = planned(f, arguments(1 << 34)).regions
     source = _kernel(region.program, region.plan, "region").source
     assert f"constexpr i64 kRows = {1 << 34};" in source and f"constexpr u32 kTiles = {1 << 28};" in source
-    assert len(re.findall(r"const i64 first_row = \(static_cast<i64>\(n\) \* workers \+ worker\) \* kTileRows", source)) == len(
-        re.findall(r"first_row = ", source)
-    )
+    assert len(
+        re.findall(
+            r"const i64 tile = static_cast<i64>\(n\) \* workers \+ worker;\n *const i64 first_row = tile \* kTileRows", source
+        )
+    ) == len(re.findall(r"first_row = ", source))
     rows = re.findall(r"\b(\w+) (?:first_row|next_row|axis\d|row)(?:\[2\])? = ", source)
     assert rows and set(rows) == {"i64"}
     products = re.findall(r"axis\d\[h\] \* (\w+)", source)

@@ -21,7 +21,7 @@ MOST_COLUMNS = 256  # its N
 MOST_REGISTERS = 160
 _PANEL_COLUMNS = 64  # of a block of 16-bit columns: 128 bytes, the swizzle's width
 _TILE_ROWS = 64
-_PITCH_WORDS = 8  # that a row of a float32 panel is longer, so that neighbours in a column lie in different banks
+_PITCH_WORDS = 4  # that a row of a float32 panel is longer, so that neighbours in a column lie in different banks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def panel_bytes(width: int, half: bool) -> int:
     """Shared memory of 64 rows of an operand ``width`` columns wide.
 
     >>> panel_bytes(32, True), panel_bytes(256, True), panel_bytes(8, False)
-    (8192, 32768, 4096)
+    (8192, 32768, 3072)
     """
     if half:
         return round_up(width, _PANEL_COLUMNS) // _PANEL_COLUMNS * _TILE_ROWS * 128

@@ -62,10 +62,12 @@ def is_staged(program: TileProgram, array: ArrayType) -> bool:
 
     Not where 16 bytes can be read at once: that is as good, and rows of such pitches conflict in the banks of shared memory.
     """
-    columns, size, wide = columns_of(array), pointwise.ITEM_SIZE[array.dtype], access_bytes(array)
-    width = tiles.padded(columns.n)
-    accesses = 2 * tiles.blocks(width) * tiles.owned(width) * size // wide  # of a thread, for a tile
-    return lies_together(program, array) and columns.n > 1 and wide < 16 and accesses > _FEW_ACCESSES
+    columns = columns_of(array)
+    if array.dtype not in pointwise.ITEM_SIZE or columns.n == 1 or not lies_together(program, array):
+        return False
+    width, wide = tiles.padded(columns.n), access_bytes(array)
+    accesses = 2 * tiles.blocks(width) * tiles.owned(width) * pointwise.ITEM_SIZE[array.dtype] // wide  # of a thread, for a tile
+    return wide < 16 and accesses > _FEW_ACCESSES
 
 
 def staged_bytes(array: ArrayType) -> int:

@@ -29,6 +29,12 @@ struct Panels {
   KITSUNE_DEVICE u8* mine() const { return base + group * stride; }
 };
 
+// The panel's row of a tile's row: bits 0 and 2 of its number change places. Products sum over the rows, so any order will do that
+// both operands share. In this one no store has a bank conflict: shared memory serves two neighbouring rows of a warp at a time
+// (16-byte stores) or four (8-byte stores), and the swizzle keeps a block's columns of two rows in different banks only if bit 2 of
+// the panel's rows differs, those of four rows if bits 1 and 2 do.
+KITSUNE_DEVICE u32 panel_row(u32 row) { return (row & ~5u) | (row & 1) << 2 | (row >> 2 & 1); }
+
 // 64 rows of W columns in shared memory. `put` takes a block of a tile as its owner has it.
 template <class T, int W>
 struct Panel {
@@ -40,7 +46,7 @@ struct Panel {
     const int column = first_column<W>(lane, b);
     KITSUNE_UNROLL
     for (int h = 0; h < 2; ++h) {
-      const u32 row = lane.row + 8 * h;
+      const u32 row = panel_row(lane.row) + 8 * h;
       u8* const at = base + column / 64 * kPanelBlock + row * 128 + ((column % 64 / 8) ^ (row & 7)) * 16 + column % 8 * 2;
       u32 v[kPairs];
       KITSUNE_UNROLL
@@ -60,10 +66,17 @@ struct Panel {
   }
 };
 
+// No access has a bank conflict. Loads: the four threads that read 8 columns each of rows 2 t, t = 0 .. 3, are an odd multiple of 8
+// banks apart. Stores: half of a warp writes 8 bytes of every thread's columns in four rows of the panel, an even number apart and
+// so a multiple of 8 banks; the pairs of columns change places by the row, each row's to other banks. Stores of 16 bytes would want
+// their registers four in a row, which spills more.
 template <int W>
 struct Panel<Tf32, W> {
-  static constexpr int kPitch = W + 8;  // words: the rows of a fragment lie in different banks
+  static constexpr int kPitch = W + 4;  // words
   u8* base;
+
+  // The word of a row's column c of eight.
+  static KITSUNE_DEVICE u32 swapped(u32 row, u32 c) { return c ^ (row & 6); }
 
   // Block b of float values: 2 (2 j + h) + e is row h's column 2 j + e of those that the thread owns.
   KITSUNE_DEVICE void put(const Lane& lane, int b, const float (&values)[2 * kOwned<W>], const bool (&valid)[2]) const {
@@ -71,12 +84,14 @@ struct Panel<Tf32, W> {
     const int column = first_column<W>(lane, b);
     KITSUNE_UNROLL
     for (int h = 0; h < 2; ++h) {
-      u32* const at = reinterpret_cast<u32*>(base) + (lane.row + 8 * h) * kPitch + column;
+      const u32 row = panel_row(lane.row) + 8 * h;
+      u32 v[2 * kPairs];
       KITSUNE_UNROLL
-      for (int j = 0; j < kPairs; ++j) {
-        const float* pair = values + 2 * (2 * j + h);
-        st_shared(reinterpret_cast<U2*>(at) + j, U2{valid[h] ? to_tf32(pair[0]) : 0, valid[h] ? to_tf32(pair[1]) : 0});
-      }
+      for (int c = 0; c < 2 * kPairs; ++c) v[c] = valid[h] ? to_tf32(values[2 * (c / 2 * 2 + h) + c % 2]) : 0;
+      u32* const at = reinterpret_cast<u32*>(base) + row * kPitch + column / 8 * 8;
+      KITSUNE_UNROLL
+      for (int c = 0; c < 2 * kPairs; c += 2)
+        st_shared(reinterpret_cast<U2*>(at + swapped(row, column % 8 + c)), U2{v[c], v[c + 1]});
     }
   }
   KITSUNE_DEVICE void clear(const Lane& lane, u32 barrier) const {
@@ -169,21 +184,23 @@ struct Gradient {
   }
 #endif
   KITSUNE_DEVICE void multiply_words(float (&sum)[Blocks][N / 2]) const {
-    const u32 lane = lane_id(), g = lane / 4, t = lane % 4, warp = thread_id() % kGroupThreads / 32;
+    const u32 lane = lane_id(), t = lane % 4, warp = thread_id() % kGroupThreads / 32;
+    const u32 g = Panel<T, XW>::swapped(2 * t, lane / 4);
     KITSUNE_NO_UNROLL
     for (int step = 0; step < Lanes * 8; ++step) {
-      const u32* const tile_x = reinterpret_cast<const u32*>(x + step / 8 * stride) + (step % 8 * 8 + t) * Panel<T, XW>::kPitch;
-      const u32* const tile_y = reinterpret_cast<const u32*>(y + step / 8 * stride) + (step % 8 * 8 + t) * Panel<T, YW>::kPitch;
+      const u32 row = step % 8 * 8 + 2 * t;  // the fragment's row t of eight, whose t + 4 is row + 1: the sum's order is free
+      const u32* const tile_x = reinterpret_cast<const u32*>(x + step / 8 * stride) + row * Panel<T, XW>::kPitch;
+      const u32* const tile_y = reinterpret_cast<const u32*>(y + step / 8 * stride) + row * Panel<T, YW>::kPitch;
       u32 a[Blocks][4];
       KITSUNE_UNROLL
       for (int m = 0; m < Blocks; ++m) KITSUNE_UNROLL
       for (int i = 0; i < 4; ++i) {
         const u32 column = block(m) * 64 + warp * 16 + g + 8 * (i & 1);
-        a[m][i] = column < XW ? ld_shared(tile_x + (i >> 1) * 4 * Panel<T, XW>::kPitch + column) : 0;
+        a[m][i] = column < XW ? ld_shared(tile_x + (i >> 1) * Panel<T, XW>::kPitch + column) : 0;
       }
       KITSUNE_UNROLL
       for (int n = 0; n < N / 8; ++n) {
-        const u32 b[2] = {ld_shared(tile_y + n * 8 + g), ld_shared(tile_y + 4 * Panel<T, YW>::kPitch + n * 8 + g)};
+        const u32 b[2] = {ld_shared(tile_y + n * 8 + g), ld_shared(tile_y + Panel<T, YW>::kPitch + n * 8 + g)};
         KITSUNE_UNROLL
         for (int m = 0; m < Blocks; ++m) multiply_8(sum[m], n, a[m], b);
       }
