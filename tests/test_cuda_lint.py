@@ -312,3 +312,28 @@ def test_a_loop_that_threads_leave_at_different_times() -> None:
     lines = (TID, "loop: {}", "VIADD R0, R0, 0xffffffff", "ISETP.NE.AND P0, PT, R0, RZ, PT", "@P0 BRA <loop>", PRODUCT)
     assert skips(*(line.format("WARPGROUP.ARRIVE") for line in lines)) == [(1, 4)]
     assert skips(*(line.format("MOV R90, RZ") for line in lines)) == []
+
+
+@pytest.mark.parametrize("bit, differs", [(0x1, True), (0x8, False)])
+def test_predicates_that_are_kept_as_bits_of_a_register_are_told_apart(bit: int, differs: bool) -> None:
+    kept = (
+        TID,
+        "MOV R60, RZ",
+        "ISETP.NE.AND P6, PT, R0, RZ, PT",  # differs between threads
+        "LOP3.LUT R60, R60, 0xfffffffe, RZ, 0xc0, !PT",
+        "@P6 LOP3.LUT R60, R60, 0x1, RZ, 0xfc, !PT",
+        "ISETP.GT.U32.AND P6, PT, R0, 0x7f, PT",  # the first four warps and the others
+        "LOP3.LUT R60, R60, 0xfffffff7, RZ, 0xc0, !PT",
+        "@P6 LOP3.LUT R60, R60, 0x8, RZ, 0xfc, !PT",
+    )
+    tested = (f"LOP3.LUT P5, RZ, R60, {bit:#x}, RZ, 0xc0, !PT", f"@P5 {PRODUCT}")
+    assert skips(*kept, *tested) == ([(9, 9)] if differs else [])
+    # The register as a whole is as different as any of its bits; and what writes it as a whole writes all of them.
+    assert skips(*kept, "ISETP.NE.AND P5, PT, R60, RZ, PT", f"@P5 {PRODUCT}") == [(9, 9)]
+    assert skips(*kept, "MOV R60, R0", *tested) == [(10, 10)]
+    assert skips(*kept, "MOV R60, RZ", *tested) == []
+
+
+def test_calls_without_end_are_an_error_and_no_endless_walk() -> None:
+    with pytest.raises(ValueError, match="calls that do not return"):
+        run(PRODUCT, "on: CALL.REL.NOINC <on>", "EXIT")

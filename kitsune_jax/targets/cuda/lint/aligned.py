@@ -57,7 +57,7 @@ class Skipped:
 def skipped(flow: Flow) -> tuple[Skipped, ...]:
     """Raises ``UnknownOpcode``."""
     code = flow.code
-    accesses = [_access(one) for one in code]
+    accesses = _with_bits(code, [_access(one) for one in code])
     following = _with_calls(flow)
     after = _post_dominators(following)
     divergent: set[int] = set()
@@ -93,6 +93,46 @@ def _access(one: Instruction) -> Access:
     if one.opcode.startswith("STL"):
         return Access(does.reads, slots)
     return Access(does.reads | slots | {"L*"}, does.writes)
+
+
+def _with_bits(code: Sequence[Instruction], accesses: Sequence[Access]) -> list[Access]:
+    """With bits of their own, "R60.3", for registers in which ptxas keeps more predicates than there are: it clears a bit, sets it
+    under the predicate, and tests it later."""
+    bits = [_bit(one) for one in code]
+    kept = {register for register, _, how in filter(None, bits) if how != "test"}
+
+    def parts(names: frozenset[str]) -> frozenset[str]:
+        return names - kept | {f"{r}.{k}" for r in names & kept for k in range(32)}
+
+    found = []
+    for does, bit in zip(accesses, bits, strict=True):
+        if bit is None or bit[0] not in kept:
+            found.append(Access(parts(does.reads), parts(does.writes)))
+            continue
+        register, number, how = bit
+        own = frozenset({f"{register}.{number}"})
+        reads = does.reads - {register}
+        found.append(Access(reads | own, does.writes) if how == "test" else Access(reads, own))
+    return found
+
+
+def _bit(one: Instruction) -> tuple[str, int, str] | None:
+    """(register, bit, "clear", "set" or "test") where that is all that the instruction does."""
+    parts = [part.removesuffix(".reuse") for part in split(one.operands)]
+    if one.opcode != "LOP3.LUT" or parts[-3:] not in (["RZ", "0xc0", "!PT"], ["RZ", "0xfc", "!PT"]):
+        return None
+    number, does_or = _number(parts[-4]) if len(parts) in (6, 7) else None, parts[-2] == "0xfc"
+    if number is None:
+        return None
+    register = parts[-5]
+    cleared = ~number & 0xFFFFFFFF
+    if len(parts) == 6 and parts[0] == register and not does_or and cleared.bit_count() == 1:
+        return register, cleared.bit_length() - 1, "clear"
+    if len(parts) == 6 and parts[0] == register and does_or and number.bit_count() == 1:
+        return register, number.bit_length() - 1, "set"
+    if len(parts) == 7 and parts[0].startswith("P") and parts[1] == "RZ" and not does_or and number.bit_count() == 1:
+        return register, number.bit_length() - 1, "test"
+    return None
 
 
 def _condition(one: Instruction, does: Access) -> frozenset[str]:

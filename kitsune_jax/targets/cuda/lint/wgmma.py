@@ -76,6 +76,7 @@ class InFlight:
 _Groups = tuple[tuple[int, ...], ...]
 _State = tuple[_Groups, tuple[int, ...]]
 _NONE: _State = (((),), ())
+_DEEPEST = 16
 
 
 def in_flight(flow: Flow) -> InFlight:
@@ -83,7 +84,7 @@ def in_flight(flow: Flow) -> InFlight:
     products = {i: p for i, one in enumerate(flow.code) if (p := product(one)) is not None}
     waits = {i: int(split(one.operands)[1], 16) for i, one in enumerate(flow.code) if one.opcode.startswith("WARPGROUP.DEPBAR")}
     states: list[set[_State]] = [set() for _ in flow.code]
-    todo = [(0, _NONE)] if flow.code else []
+    todo = [(0, _NONE)] if products else []  # mma.sync has nothing in flight
     while todo:
         i, state = todo.pop()
         if state in states[i]:
@@ -133,6 +134,8 @@ def _step(flow: Flow, i: int, state: _State, products: dict[int, Product], waits
     if (i in products or i in waits) and one.predicate:
         after.append(groups)
     if i in flow.calls:
+        if len(stack) == _DEEPEST:
+            raise ValueError(f"{one} at {one.address:#x} is reached through {_DEEPEST} calls that do not return")
         yield from ((flow.calls[i], (g, (*stack, i + 1))) for g in after)
         if not one.predicate:
             return
