@@ -6,7 +6,7 @@ import pytest
 
 from kitsune_jax.targets.cuda import sass
 from kitsune_jax.targets.cuda.lint import Hazard, InFlight, UnknownOpcode, flow, in_flight, skipped
-from kitsune_jax.targets.cuda.lint.operands import access, product
+from kitsune_jax.targets.cuda.lint.operands import Access, access, product
 
 # The product of most of these: D is R24 to R55, A is R4 to R7.
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0"
@@ -234,6 +234,8 @@ def test_predicates_are_read_and_written() -> None:
     assert one("FSETP.GT.AND P5, P6, R70, RZ, PT").writes == {"P5", "P6"}
     assert one("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4+0x8], R3").writes == {"P0"}
     assert one("R2P PR, R0.B1, 0x7f").writes == {f"P{i}" for i in range(7)}
+    assert one("R2P PR, R0, 0x6").writes == {"P1", "P2"}
+    assert one("P2R R74, PR, RZ, 0x2") == Access(frozenset({"P1"}), frozenset({"R74"}))
     assert one("P2R R0, PR, RZ, 0x7f") == access(listing("P2R R0, PR, RZ, 0x7f")[0])
     assert one("IADD3.X R5, P1, P2, R6, R7, RZ, P3, !PT").writes == {"R5", "P1", "P2"}
     assert one("IADD3.X R5, P1, P2, R6, R7, RZ, P3, !PT").reads == {"R6", "R7", "P3"}
@@ -332,6 +334,9 @@ def test_predicates_that_are_kept_as_bits_of_a_register_are_told_apart(bit: int,
     assert skips(*kept, "ISETP.NE.AND P5, PT, R60, RZ, PT", f"@P5 {PRODUCT}") == [(9, 9)]
     assert skips(*kept, "MOV R60, R0", *tested) == [(10, 10)]
     assert skips(*kept, "MOV R60, RZ", *tested) == []
+    assert (
+        skips(*kept, "MOV R60, R0", "ISETP.GT.U32.AND P5, PT, R60, 0x7f, PT", f"@P5 {PRODUCT}") == []
+    )  # four warps and the others
 
 
 def test_calls_without_end_are_an_error_and_no_endless_walk() -> None:

@@ -10,10 +10,11 @@ from an address that is equal; and whatever is computed of these alone where all
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kitsune_jax.targets.cuda.lint.flow import Flow
 from kitsune_jax.targets.cuda.lint.operands import Access, access, product, split
@@ -230,7 +231,7 @@ def _differing(
         waiting.remove(i)
         names, threads = before[i] or (0, 0)
         one = code[i]
-        held = frozenset(n for n in accesses[i].reads if bit[n] & threads) if reads[i] & threads else frozenset()
+        held = _whole(n for n in accesses[i].reads if bit[n] & threads) if reads[i] & threads else frozenset()
         if i in inside or _differs(one, accesses[i], bool(reads[i] & names), bool(reads[i] & names & ~threads), held):
             out = names | writes[i]
         else:
@@ -248,6 +249,13 @@ def _differing(
                     heapq.heappush(todo, t)
     wanted = [_condition(one, does) for one, does in zip(code, accesses, strict=True)]
     return [frozenset(n for n in w if state and bit.get(n, 0) & state[0]) for w, state in zip(wanted, before, strict=True)]
+
+
+def _whole(names: Iterable[str]) -> frozenset[str]:
+    """``names``, and a register all of whose bits are among them."""
+    found = frozenset(names)
+    bits = collections.Counter(name.partition(".")[0] for name in found if "." in name)
+    return found | {register for register, n in bits.items() if n == 32}
 
 
 def _is_thread(one: Instruction, threads: frozenset[str]) -> bool:

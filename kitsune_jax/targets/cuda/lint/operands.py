@@ -115,10 +115,8 @@ def _access(opcode: str, operands: str) -> tuple[frozenset[str], frozenset[str]]
         raise UnknownOpcode(f"{opcode} {operands}")
     written = [_registers(parts[i], _result_width(base, modifiers)) for i in results]
     read = [_registers(part, _source_width(base, modifiers, i)) for i, part in enumerate(parts) if i not in results]
-    if base == "R2P":
-        written.append(frozenset(f"P{i}" for i in range(7)))
-    if base == "P2R":
-        read.append(frozenset(f"P{i}" for i in range(7)))
+    if base in ("R2P", "P2R"):  # the last operand has a bit for each predicate that is meant
+        (written if base == "R2P" else read).append(frozenset(f"P{i}" for i in range(7) if int(parts[-1], 16) >> i & 1))
     return frozenset().union(*written), frozenset().union(*read)
 
 
