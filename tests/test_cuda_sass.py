@@ -177,7 +177,8 @@ def test_every_arrangement_of_every_family(family: str, dtype: str, compiler: st
             check_promises(one)
             known = (family, dtype, name) in SERIALISED
             assert one.products.serialised == known
-            check_products(dataclasses.replace(one.products, serialised=False), one.skipped)
+            skips = one.skipped if one.code.count("CALL") == 0 else ()  # as of training steps, below
+            check_products(dataclasses.replace(one.products, serialised=False), skips)
 
 
 # --- training steps
@@ -228,9 +229,9 @@ def test_every_arrangement_of_every_training_step(family: str, dtype: str, compi
         with subtests.test(arrangement=name):
             one = made(of_family(family, dtype), plan, compiler)
             check_promises(one)
-            # In spatial kernels the lint does not see that the number of a ring's entry is equal in a warp. The emulator does: it
-            # asks for whole warps at every shuffle and barrier.
-            check_products(one.products, one.skipped if "vertical" in name else ())
+            # Behind a call (a division's slow path) the lint does not know which caller threads return to, so that every branch
+            # in front of any of the calls seems to divide them. The emulator asks for whole warps at every shuffle and barrier.
+            check_products(one.products, one.skipped if one.code.count("CALL") == 0 else ())
             check_gradients(one)
             assert not COMPLAINT.search(one.log), one.log
 
