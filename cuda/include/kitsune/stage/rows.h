@@ -1,4 +1,5 @@
-// Staged rows: tiles of an array whose rows are no multiple of 4 bytes, or few bytes wide, brought to shared memory as they lie.
+// Staged rows: tiles of an array whose rows would take many narrow accesses, brought to shared memory as they lie. Rows whose pitch
+// allows 16 bytes at once are not staged (`is_staged` in targets/cuda/arrays.py).
 //
 // Comes in: an array of C columns without gaps, so that a tile is one piece of memory and starts on a multiple of 64 bytes. Goes
 // out: addresses of the lane's rows, for `load_row` with `kStaged`. A lane has two buffers: while it works on a tile, the next one
@@ -6,8 +7,8 @@
 // needs it, and without narrow accesses.
 //
 // A tile that goes beyond the array, and arrays that do not start on 16 bytes, are copied element by element, with zeros for rows
-// that are not there. Only the last tile of
-// a lane can be such a tile of an array that is copied in bulk, so the phases of the barriers go on without a gap.
+// that are not there. Only the last tile of a lane can be such a tile of an array that is copied in bulk, so the phases of the
+// barriers go on without a gap.
 #pragma once
 
 #include "kitsune/global.h"
