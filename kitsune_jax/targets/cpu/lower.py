@@ -85,10 +85,10 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
 
 def _stage(program: TileProgram, body: StageProgram, preps: dict[Prep, int], products: Products) -> bytecode.Stage:
     stage = Stage(program, body, preps, products)
-    products = [
+    matmuls = [
         i for i, instr in enumerate(body.body) if instr.kind == "matmul" and stage.root(instr.outputs[0]) == instr.outputs[0]
     ]
-    epilogues = {i: matmul.match_epilogue(stage, i) for i in products}
+    epilogues = {i: matmul.match_epilogue(stage, i) for i in matmuls}
     absorbed = {j for e in epilogues.values() for j in e.absorbed}
     for item in pointwise.schedule(stage, absorbed, {i: e.result for i, e in epilogues.items()}):
         if item.loop is not None:
