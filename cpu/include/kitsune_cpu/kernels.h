@@ -55,7 +55,8 @@ struct GemmArgs {
   void* c;
   DType c_dtype;  // kF32, kBF16, kF16, kF64
   int64_t ldc;
-  void* scratch;  // 64-byte aligned, gemm_scratch_bytes(args) bytes
+  void* scratch;               // 64-byte aligned, gemm_scratch_bytes(args) bytes
+  float act_a = 0, act_b = 0;  // parameters of `act`
 };
 
 // C[m][n] += sum_r X[r][m] * Y[r][n], r < R: the product of a weight gradient. C is float (double for kF64 X and Y), dense rows of

@@ -1,6 +1,8 @@
-// The matmul micro-kernel: a block of MR rows by one panel, accumulated in registers, with bias, relu and conversion at the store.
+// The matmul micro-kernel: a block of MR rows by one panel, accumulated in registers, with bias, activation and conversion at the
+// store.
 #pragma once
 
+#include "epilogue.h"
 #include "panel.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
@@ -27,7 +29,8 @@ struct Block {
   int64_t ldc;
   int64_t columns;
   DType c_dtype;
-  bool relu;
+  Activation act;
+  float act_a, act_b;
   const char* next;   // of the panel that comes after this one: this block's share, asked for while it multiplies
   int64_t next_step;  // bytes of it per step of k
 };
@@ -213,13 +216,13 @@ __attribute__((noinline)) void multiply_block(const Block& b) {
       }
     }
   }
-  if (b.relu) {
+  with_activation(b.act, b.act_a, b.act_b, [&](auto activation) {
     KITSUNE_UNROLL
     for (int i = 0; i < MR; ++i) {
       KITSUNE_UNROLL
-      for (int j = 0; j < NV; ++j) acc[i][j] = acc[i][j] <= V{} ? V{} : acc[i][j];  // NaN stays, -0 becomes 0
+      for (int j = 0; j < NV; ++j) acc[i][j] = activation(acc[i][j]);
     }
-  }
+  });
   store_any_block(b, acc);
 }
 
