@@ -55,8 +55,9 @@ Matmul read_matmul(Reader& r) {
   x.batch = r.word("Matmul.batch");
   x.weight = r.word("Matmul.weight");
   x.bias = r.word("Matmul.bias");
-  x.activation = static_cast<Activation>(r.in_range("Matmul.activation", 0, 1));
+  x.activation = static_cast<Activation>(r.in_range("Matmul.activation", 0, kNumActivations - 1));
   x.out = read_operand(r);
+  x.parameters = r.many("Matmul.parameters", [&] { return r.real("Matmul.parameters"); });
   return x;
 }
 

@@ -17,7 +17,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 3;
+constexpr int64_t kFormatVersion = 4;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -60,6 +60,7 @@ struct Matmul {
   int64_t bias;
   Activation activation;
   Operand out;
+  std::vector<double> parameters = {};  // of the activation
 };
 
 struct Micro {
