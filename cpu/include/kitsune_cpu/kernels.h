@@ -40,6 +40,7 @@ struct PackSource {  // element (k, n) is src[k_offset[k] + n_offset[n]]
 };
 
 enum class Activation : int8_t { kNone, kRelu };
+constexpr int kNumActivations = 2;
 
 // C[m][n] = act(sum_k X[m][k] * W[k][n] + bias[n]), accumulated in f32 (f64 for kF64 panels), for any M >= 1, N >= 1, K >= 1.
 // X and C rows have no alignment requirement; nothing outside C[0..M)[0..N) is written and nothing outside X[0..M)[0..K) is read.
