@@ -6,6 +6,7 @@ CPU_DIR := $(patsubst %/tests/cpu.mk,%,$(lastword $(MAKEFILE_LIST)))
 CPU_BUILD := build/cpu
 CPU_LIB := $(filter-out ffi module,$(basename $(notdir $(wildcard $(CPU_DIR)/src/*.cc))))
 CPU_TESTS := $(basename $(notdir $(wildcard $(CPU_DIR)/tests/test_*.cc)))
+CPU_MODELS := amx_model amx_model_avx512
 CPU_FLAGS := -std=c++17 -Wall -Wextra -fno-math-errno -fno-trapping-math -ffp-contract=fast -I$(CPU_DIR)/include -I$(CPU_DIR)/src -pthread -MMD -MP
 CPU_MACHINE := $(shell uname -m)
 CPU_AVX512 := -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512
@@ -17,6 +18,8 @@ ifneq ($(filter x86_64 amd64,$(CPU_MACHINE)),)
 CPU_ISA_FLAGS_isa_avx2 := -mavx2 -mfma -mf16c
 CPU_ISA_FLAGS_isa_avx512 := $(CPU_AVX512)
 CPU_ISA_FLAGS_isa_avx512bf16 := $(CPU_AVX512) -mavx512bf16
+CPU_ISA_FLAGS_isa_amx := $(CPU_AVX512) -mavx512bf16 -mamx-tile -mamx-bf16
+CPU_ISA_FLAGS_amx_model_avx512 := $(CPU_AVX512) -mavx512bf16
 endif
 
 define CPU_KIND_RULES
@@ -25,8 +28,8 @@ $(CPU_BUILD)/$(1)/%.o: $(CPU_DIR)/src/%.cc
 	$$(CXX) $$(CPU_FLAGS) $$(CPU_KIND_FLAGS_$(1)) $$(CPU_ISA_FLAGS_$$*) -c $$< -o $$@
 $(CPU_BUILD)/$(1)/%.o: $(CPU_DIR)/tests/%.cc
 	@mkdir -p $$(@D)
-	$$(CXX) $$(CPU_FLAGS) $$(CPU_KIND_FLAGS_$(1)) -c $$< -o $$@
-$(CPU_TESTS:%=$(CPU_BUILD)/$(1)/%): %: %.o $(CPU_LIB:%=$(CPU_BUILD)/$(1)/%.o)
+	$$(CXX) $$(CPU_FLAGS) $$(CPU_KIND_FLAGS_$(1)) $$(CPU_ISA_FLAGS_$$*) -c $$< -o $$@
+$(CPU_TESTS:%=$(CPU_BUILD)/$(1)/%): %: %.o $(CPU_LIB:%=$(CPU_BUILD)/$(1)/%.o) $(CPU_MODELS:%=$(CPU_BUILD)/$(1)/%.o)
 	$$(CXX) $$(CPU_KIND_FLAGS_$(1)) -pthread $$^ -o $$@
 endef
 $(foreach kind,release tsan asan,$(eval $(call CPU_KIND_RULES,$(kind))))

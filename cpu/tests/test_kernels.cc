@@ -8,7 +8,9 @@
 #include "kernels_edge_test.h"
 #include "kernels_gemm_test.h"
 #include "kernels_math_test.h"
+#include "kernels_outer_test.h"
 #include "kernels_pointwise_test.h"
+#include "kernels_tiles_test.h"
 
 using namespace kitsune::cpu;
 
@@ -40,11 +42,18 @@ int main(int argc, char** argv) {
     }
     test_dispatch();
     test::test_gemm();
+    test::test_outer();
     test::test_elementary();
     test::test_special_functions();
     test::test_pointwise();
     test::test_edges();
   }
+  for (int i = 0; i < test::models().count && !bench; ++i) {
+    set_kernels(&test::models().all[i]->table);
+    test::test_gemm();
+    test::test_outer();
+  }
+  if (!bench) test::test_tiles();
   std::printf("%lld passed, %lld failed\n", static_cast<long long>(test::counts().passed),
               static_cast<long long>(test::counts().failed));
   return test::counts().failed == 0 && test::counts().passed > 0 ? 0 : 1;

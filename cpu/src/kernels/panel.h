@@ -93,6 +93,7 @@ inline void pack(Panel panel, const PackSource& s, int64_t begin, int64_t end, v
     case Panel::kF32: return pack_panels<false, float>(panel, s, begin, end, out);
     case Panel::kBF16: return pack_panels<true, BFloat16>(panel, s, begin, end, out);
     case Panel::kF64: return pack_panels<false, double>(panel, s, begin, end, out);
+    case Panel::kTiles: return;  // amx.h
   }
 }
 
