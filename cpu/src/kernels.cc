@@ -7,6 +7,15 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+// The units of NEON kernels are empty on big-endian machines.
+#if defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define KITSUNE_HAS_NEON
 #endif
 
 namespace kitsune::cpu {
@@ -22,6 +31,13 @@ namespace avx512 {
 extern const KernelTable table;
 }
 namespace avx512bf16 {
+extern const KernelTable table;
+}
+#elif defined(KITSUNE_HAS_NEON)
+namespace neon {
+extern const KernelTable table;
+}
+namespace neonbf16 {
 extern const KernelTable table;
 }
 #endif
@@ -45,6 +61,20 @@ bool has_avx512bf16() {  // leaf 7, subleaf 1, EAX bit 5
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && ((eax >> 5) & 1) != 0;
 }
+#elif defined(KITSUNE_HAS_NEON)
+// FEAT_BF16, as the operating system reports it. Where there is none to ask, the answer is no.
+bool has_neon_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16 of Linux's <asm/hwcap.h>
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__APPLE__)
+  int32_t has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 // Best first.
@@ -58,6 +88,9 @@ Candidates find_candidates() {
   if (has_avx512 && has_avx512bf16()) c.tables[c.count++] = &avx512bf16::table;
   if (has_avx512) c.tables[c.count++] = &avx512::table;
   if (has_avx2) c.tables[c.count++] = &avx2::table;
+#elif defined(KITSUNE_HAS_NEON)
+  if (has_neon_bf16()) c.tables[c.count++] = &neonbf16::table;
+  c.tables[c.count++] = &neon::table;
 #endif
   c.tables[c.count++] = &generic::table;
   return c;
