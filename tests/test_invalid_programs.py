@@ -37,8 +37,8 @@ def small() -> Tiles:
 def break_lowering(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The code generator as it would be with a defect: weights are taken from an array that they do not fit into."""
 
-    def wrong(program: Any, title: str) -> bytecode.Program:
-        code = lower(program, title)
+    def wrong(*program: Any) -> bytecode.Program:
+        code = lower(*program)
         preps = tuple(dataclasses.replace(p, source=dataclasses.replace(p.source, offset=1)) for p in code.preps)
         return dataclasses.replace(code, preps=preps)
 

@@ -24,12 +24,20 @@ std::vector<int64_t> offsets(const std::vector<int64_t>& extents, const std::vec
 }
 
 // bfloat16 panels hold a weight exactly, but the kernels round x to bfloat16 to use them: only when every x already is.
-bool only_bfloat16_rows(const Program& p, int64_t prep) {
+struct Uses {
+  bool only_bfloat16_rows = true;
+  int64_t rows = 1;  // the most that one product with this weight has
+};
+
+Uses uses_of(const Program& p, int64_t prep) {
+  Uses uses;
   for (const Stage& s : p.stages)
     for (const Instruction& i : s.body)
-      if (const auto* m = std::get_if<Matmul>(&i))
-        if (m->weight == prep && m->x.ref.dtype != DType::kBF16) return false;
-  return true;
+      if (const auto* m = std::get_if<Matmul>(&i); m != nullptr && m->weight == prep) {
+        uses.only_bfloat16_rows &= m->x.ref.dtype == DType::kBF16;
+        uses.rows = std::max(uses.rows, std::min(p.tile_rows, p.rows) * m->row_multiple);
+      }
+  return uses;
 }
 
 // Cuts an operand of `units` pieces into tasks that are worth a thread's while, and not too many.
@@ -44,8 +52,10 @@ void plan_weight(Plan& plan, int64_t index) {
   w.K = product(x.k_extents);
   w.N = product(x.n_extents);
   w.batch = product(x.b_extents);
-  bool narrow = x.dtype == DType::kBF16 && only_bfloat16_rows(plan.program, index);
-  w.panel = plan.table->panel_for(narrow ? DType::kBF16 : x.dtype == DType::kF64 ? DType::kF64 : DType::kF32);
+  const Uses uses = uses_of(plan.program, index);
+  bool narrow = x.dtype == DType::kBF16 && uses.only_bfloat16_rows;
+  DType type = narrow ? DType::kBF16 : x.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  w.panel = plan.table->panel_for(type, x.product, {uses.rows, w.N, w.K});
   w.k_offset = offsets(x.k_extents, x.k_strides);
   w.n_offset = offsets(x.n_extents, x.n_strides);
   w.b_offset = offsets(x.b_extents, x.b_strides);

@@ -121,6 +121,7 @@ AccumulateMatmul read_accumulate_matmul(Reader& r) {
   x.n = r.word("AccumulateMatmul.n");
   x.x = read_operand(r);
   x.y = read_operand(r);
+  x.product = static_cast<Product>(r.in_range("AccumulateMatmul.product", 0, kNumProducts - 1));
   return x;
 }
 
@@ -148,6 +149,7 @@ Prep read_prep(Reader& r) {
   x.k_strides = r.list("Prep.k_strides");
   x.n_extents = r.list("Prep.n_extents");
   x.n_strides = r.list("Prep.n_strides");
+  x.product = static_cast<Product>(r.in_range("Prep.product", 0, kNumProducts - 1));
   return x;
 }
 

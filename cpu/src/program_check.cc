@@ -178,6 +178,13 @@ struct Checker {
              "bias " + str(x.bias) + " is not a dense operand of " + str(n) + (wide ? " float64" : " float32") + " elements");
   }
 
+  // Only products of bfloat16 can be multiplied in more than one way.
+  void multiplied(Product product, DType t) const {
+    if (product != Product::kBest && t != DType::kBF16)
+      reject(where,
+             "product is " + str(static_cast<int64_t>(product)) + ", which only bfloat16 can have, and this is " + dtype_name(t));
+  }
+
   void check(const Vector& x) {
     count("extents", x.extents);
     for (size_t i = 0; i < x.loads.size(); ++i) operand("load " + str(i), x.loads[i], x.extents, false);
@@ -305,6 +312,7 @@ struct Checker {
       reject(where, std::string("multiplies ") + dtype_name(t) + " and " + dtype_name(x.y.ref.dtype));
     if (s.how != Reduction::kSum || s.dtype != (t == DType::kF64 ? DType::kF64 : DType::kF32))
       reject(where, std::string("a product of ") + dtype_name(t) + " cannot be added to a sink of " + dtype_name(s.dtype));
+    multiplied(x.product, t);
     if (x.x.strides.size() != 1 || x.y.strides.size() != 1) reject(where, "x and y each have one batch stride");
     auto with = [](Operand o) { return o.strides.push_back(1), o; };
     operand("x", with(x.x), {x.batch, x.m}, false, x.row_multiple);
@@ -330,6 +338,7 @@ struct Checker {
       count("b", x.b_extents), count("k", x.k_extents), count("n", x.n_extents);
       if (x.kind == PrepKind::kDense && (!x.b_extents.empty() || !x.k_extents.empty()))
         reject(where, "a dense operand has only n extents");
+      if (x.kind == PrepKind::kDense && x.product != Product::kBest) reject(where, "a dense operand is no product");
       std::vector<int64_t> extents, strides;
       for (auto* list : {&x.b_extents, &x.k_extents, &x.n_extents}) extents.insert(extents.end(), list->begin(), list->end());
       for (auto* list : {&x.b_strides, &x.k_strides, &x.n_strides}) strides.insert(strides.end(), list->begin(), list->end());
@@ -346,6 +355,7 @@ struct Checker {
       if (indices > kMaxWeightIndices) reject(where, "the sides of the weights so far have more than 2**24 indices together");
       if (!is_float(s) || !is_float(t) || !(s == t || widens))
         reject(where, std::string("a weight of ") + dtype_name(s) + " cannot be prepared as " + dtype_name(t));
+      multiplied(x.product, t);
     }
   }
 

@@ -82,6 +82,7 @@ class AccumulateMatmulStep final : public Step {
     args_.ldy = m.y.row_stride;
     args_.ldc = m.n;
     args_.R = std::min(c.program.tile_rows, c.program.rows) * row_multiple_;
+    args_.panel = c.table.panel_for(args_.dtype, m.product, {args_.M, args_.N, args_.R});
     temp_bytes_ = c.table.outer_scratch_bytes(args_);
   }
 

@@ -30,7 +30,7 @@ inline void bench_gemm() {
   for (DType type : {DType::kF32, DType::kBF16}) {
     for (const auto& s : shapes) {
       const int64_t K = s[0], N = s[1];
-      const Panel panel = kt.panel_for(type);
+      const Panel panel = kt.panel_for(type, Product::kBest, {96, N, K});
       for (int64_t M : {int64_t(96), int64_t(128)}) {
         AlignedBuffer x(size_t(M * K) * 4), w(size_t(K * N) * 4), c(size_t(M * N) * 4), packed(kt.packed_bytes(panel, K, N)),
             bias(size_t(N) * 4);

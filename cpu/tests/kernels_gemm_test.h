@@ -41,13 +41,14 @@ struct GemmCase {
   int64_t M, N, K;
   DType x, w, c;
   bool bias, relu, transposed, strided;
+  Product product = Product::kBest;
 };
 
 // X lies at the very end of its allocation (AddressSanitizer sees a read beyond it) with NaN between its rows; C has guard values
 // around.
 inline void test_gemm_case(const GemmCase& t, Random& random) {
   const KernelTable& kt = kernels();
-  const Panel panel = kt.panel_for(t.w);
+  const Panel panel = kt.panel_for(t.w, t.product, {t.M, t.N, t.K});
   const int64_t lda = t.K + (t.strided ? 3 : 0), ldc = t.N + (t.strided ? 5 : 0);
   const int64_t x_elements = (t.M - 1) * lda + t.K;
   std::unique_ptr<char[]> x(new char[size_t(x_elements) * item_size(t.x)]), w(new char[size_t(t.K * t.N) * item_size(t.w)]);
@@ -111,16 +112,17 @@ inline void test_gemm_case(const GemmCase& t, Random& random) {
     if (!(std::fabs(got - sum) <= tolerance)) ++wrong, worst = std::fabs(got - sum) > worst ? std::fabs(got - sum) : worst;
   }
   check(wrong == 0 && touched == 0,
-        "gemm [%s] M %ld N %ld K %ld x %d w %d c %d bias %d relu %d transposed %d strided %d: %ld wrong (by %g), %ld bytes outside "
+        "gemm [%s] M %ld N %ld K %ld x %d w %d c %d bias %d relu %d transposed %d strided %d product %d: %ld wrong (by %g), %ld "
+        "bytes outside "
         "touched",
-        kt.isa, long(t.M), long(t.N), long(t.K), int(t.x), int(t.w), int(t.c), t.bias, t.relu, t.transposed, t.strided, long(wrong),
-        worst, long(touched));
+        kt.isa, long(t.M), long(t.N), long(t.K), int(t.x), int(t.w), int(t.c), t.bias, t.relu, t.transposed, t.strided,
+        int(t.product), long(wrong), worst, long(touched));
 }
 
 inline void test_gemm_nan() {
   const KernelTable& kt = kernels();
   for (DType type : {DType::kF32, DType::kBF16}) {
-    const Panel panel = kt.panel_for(type);
+    const Panel panel = kt.panel_for(type, Product::kBest, {3, 1, 1});
     alignas(64) char x[256] = {}, w[256] = {}, c[256] = {}, scratch[256] = {};
     set_element(x, type, 0, NAN), set_element(x, type, 1, -1), set_element(x, type, 2, 1);
     set_element(w, type, 0, 1);
@@ -146,7 +148,8 @@ inline void test_gemm() {
       for (int64_t K : sizes) {
         const DType* in = inputs[turn % 4];
         const DType outputs[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
-        test_gemm_case({M, N, K, in[0], in[1], outputs[turn / 4 % 4], turn % 3 != 0, turn % 5 < 2, turn % 7 < 3, turn % 2 == 0},
+        test_gemm_case({M, N, K, in[0], in[1], outputs[turn / 4 % 4], turn % 3 != 0, turn % 5 < 2, turn % 7 < 3, turn % 2 == 0,
+                        Product(turn / 4 % kNumProducts)},
                        random);
         ++turn;
       }
@@ -157,6 +160,12 @@ inline void test_gemm() {
   }
   for (const auto& in : inputs)
     test_gemm_case({300, 40, 1409, in[0], in[1], in[0], true, true, true, false}, random);  // several row blocks
+  for (int i = 0; i < kNumProducts; ++i) {
+    const Product product = Product(i);
+    for (DType x : {DType::kBF16, DType::kF32, DType::kF16})  // rows that are not bfloat16 meet widened weights
+      test_gemm_case({50, 47, 61, x, x == DType::kBF16 ? x : DType::kF32, DType::kF32, true, false, true, true, product}, random);
+    test_gemm_case({300, 40, 1409, DType::kBF16, DType::kBF16, DType::kBF16, true, true, true, false, product}, random);
+  }
   test_gemm_nan();
 }
 

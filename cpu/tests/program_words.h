@@ -16,6 +16,7 @@ class Words {
     each(p.preps, [&](const Prep& x) {
       add(x.kind), ref(x.source), add(x.dtype);
       list(x.b_extents), list(x.b_strides), list(x.k_extents), list(x.k_strides), list(x.n_extents), list(x.n_strides);
+      add(x.product);
     });
     each(p.sinks, [&](const Sink& x) { add(x.how), add(x.dtype), add(x.elements), add(x.out); });
     each(p.queues, [&](const Ring& x) { add(x.producer), list(x.consumers), add(x.depth), add(x.entry_bytes); });
@@ -74,6 +75,7 @@ class Words {
   void instruction(const Scan& x) { add(x.how), add(x.reverse), list(x.extents), operand(x.x), operand(x.out); }
   void instruction(const AccumulateMatmul& x) {
     add(x.sink), add(x.row_multiple), add(x.batch), add(x.m), add(x.n), operand(x.x), operand(x.y);
+    add(x.product);
   }
   void instruction(const Accumulate& x) { add(x.sink), list(x.kept), list(x.reduced), operand(x.x); }
 

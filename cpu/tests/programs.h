@@ -183,26 +183,27 @@ inline Program random_copy(unsigned seed) {
   return program(axes, tile_rows, {a}, {a, a}, {g, back, flat}, (tile_rows * row + 1) * 4);
 }
 
-inline Program matmul(DType t, int64_t n, int64_t batch) {
+inline Program matmul(DType t, int64_t n, int64_t batch, Product product = Product::kBest) {
   constexpr int64_t R = 19, K = 13, M = 2;
   DType bias = t == F64 ? F64 : F32;
   Program p = program({R}, 8, {{t, R * M * batch * K}, {t, batch * K * n}, {t, n}}, {{t, R * M * batch * n}}, {});
   // The weight is stored as [k][batch][n]; its columns are two extents, the last one reversed.
   int64_t outer = n % 5 == 0 ? 5 : 1, last = n / outer;
-  p.preps = {{PrepKind::kWeight, {Space::kIn, 1, last - 1, t}, t, {batch}, {n}, {K}, {batch * n}, {outer, last}, {last, -1}},
-             dense(2, t, bias, {n}, {1})};
+  p.preps = {
+      {PrepKind::kWeight, {Space::kIn, 1, last - 1, t}, t, {batch}, {n}, {K}, {batch * n}, {outer, last}, {last, -1}, product},
+      dense(2, t, bias, {n}, {1})};
   p.stages[0].body = {Matmul{operand(Space::kIn, 0, t, 0, batch * K, {K}), M, batch, 0, 1,
                              n % 2 ? Activation::kRelu : Activation::kNone, operand(Space::kOut, 0, t, 0, batch * n, {n})}};
   return p;
 }
 
-inline Program weight_gradient(DType t, int64_t n, int64_t batch) {
+inline Program weight_gradient(DType t, int64_t n, int64_t batch, Product product = Product::kBest) {
   constexpr int64_t R = 23, K = 13, M = 2;
   DType sum = t == F64 ? F64 : F32;
   Program p = program({R}, 4, {{t, R * M * batch * K}, {t, R * M * batch * n}}, {{sum, batch * K * n}}, {});
   p.sinks = {{Reduction::kSum, sum, batch * K * n, 0}};
   p.stages[0].body = {AccumulateMatmul{0, M, batch, K, n, operand(Space::kIn, 0, t, 0, batch * K, {K}),
-                                       operand(Space::kIn, 1, t, 0, batch * n, {n})}};
+                                       operand(Space::kIn, 1, t, 0, batch * n, {n}), product}};
   return p;
 }
 

@@ -9,6 +9,8 @@
 namespace kitsune::cpu::test {
 namespace {
 
+constexpr Product kProducts[] = {Product::kWidened, Product::kDots, Product::kTiles};
+
 void test_pipelines() {
   for (int64_t rows : {1, 5, 8, 67, 1021})
     for (int64_t depth : {1, 2, 5}) compare("residual pipeline", residual_pipeline(rows, 8, depth), 1e-4, 3, false, {1, 2, 64});
@@ -70,6 +72,7 @@ void test_matmuls() {
   for (DType t : {F32, BF16, F64})
     for (int64_t n : {1, 7, 32, 45})
       for (int64_t batch : {1, 3}) compare("matmul", matmul(t, n, batch), t == BF16 ? 0.01 : t == F32 ? 1e-5 : 1e-12);
+  for (Product product : kProducts) compare("matmul by choice", matmul(BF16, 45, 3, product), 0.01);
 }
 
 void test_weight_gradients() {
@@ -77,6 +80,8 @@ void test_weight_gradients() {
     for (int64_t n : {1, 7, 45})
       for (int64_t batch : {1, 3})
         compare("weight gradient", weight_gradient(t, n, batch), t == F64 ? 1e-12 : 1e-5, 1, false, {1, 2, 64});
+  for (Product product : kProducts)
+    compare("weight gradient by choice", weight_gradient(BF16, 45, 3, product), 1e-5, 1, false, {1, 2, 64});
 }
 
 void test_reductions() {

@@ -40,6 +40,10 @@ std::vector<std::vector<int64_t>> corpus() {
     add(weight_gradient(t, 7, 3));
     add(weight_gradient(t, 45, 1));
   }
+  for (Product product : {Product::kWidened, Product::kDots, Product::kTiles}) {
+    add(matmul(BF16, 45, 1, product));
+    add(weight_gradient(BF16, 45, 1, product));
+  }
   for (unsigned seed = 1; seed <= 12; ++seed) {
     add(random_vector(seed));
     add(random_copy(seed));

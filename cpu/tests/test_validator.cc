@@ -102,6 +102,31 @@ void test_messages() {
   expect(p, "output 4 is never written");
 }
 
+// Forged choices of how a product is multiplied.
+void test_products() {
+  for (Product product : {Product::kWidened, Product::kDots, Product::kTiles}) {
+    Program p = matmul(BF16, 7, 1);
+    p.preps[0].product = product;
+    std::string why;
+    CHECK(!rejected(encode(p), &why), "%s", why.c_str());
+    p = matmul(F32, 7, 1);
+    p.preps[0].product = product;
+    expect(p, "which only bfloat16 can have, and this is float32");
+    p = matmul(BF16, 7, 1);
+    p.preps[1].product = product;
+    expect(p, "a dense operand is no product");
+    p = weight_gradient(F64, 7, 1);
+    std::get<AccumulateMatmul>(p.stages[0].body[0]).product = product;
+    expect(p, "which only bfloat16 can have, and this is float64");
+  }
+  Program p = matmul(BF16, 7, 1);
+  p.preps[0].product = Product(kNumProducts);
+  expect(p, "(Prep.product): 4 is not in 0..3");
+  p = weight_gradient(BF16, 7, 1);
+  std::get<AccumulateMatmul>(p.stages[0].body[0]).product = Product(-1);
+  expect(p, "(AccumulateMatmul.product): -1 is not in 0..3");
+}
+
 // Sizes whose sums and products do not fit in 64 bits, or that nothing the program reads or writes is in proportion to.
 void test_sizes() {
   Program p = residual_pipeline(13, 4, 2);
@@ -206,6 +231,7 @@ int main() {
   section("small programs", test_small_words_make_small_programs);  // first: it looks at the most memory that was ever in use
   section("damage", test_damage);
   section("messages", test_messages);
+  section("products", test_products);
   section("sizes", test_sizes);
   section("names", test_names);
   std::printf("validator: %d checks failed\n", failures);

@@ -20,6 +20,17 @@ enum class Opcode : int16_t;  // opcodes.h
 // How W[k][n] is stored for a matmul: panels of `panel_width` columns, each K (padded to the ISA's k-step) deep, padded with zeros.
 enum class Panel : int8_t { kF32, kBF16, kF64 };
 
+// How a product of bfloat16 operands is multiplied: as widened f32 (FMA), by the instructions that add pairs of bfloat16 products
+// to f32 (VDPBF16PS), or by tiles of a matrix unit (AMX). kBest leaves it to the table. What a table does not have falls back to
+// the next of tiles, dots, widened that it has. Same order as PRODUCTS in kitsune_jax/targets/cpu/bytecode.py.
+enum class Product : int8_t { kBest, kWidened, kDots, kTiles };
+constexpr int kNumProducts = 4;
+
+// C[M][N] = X[M][K] W[K][N]; of a weight gradient, C[M][N] += X[K][M]^T Y[K][N].
+struct ProductShape {
+  int64_t M, N, K;
+};
+
 struct PackSource {  // element (k, n) is src[k_offset[k] + n_offset[n]]
   const void* src;
   DType dtype;
@@ -28,7 +39,9 @@ struct PackSource {  // element (k, n) is src[k_offset[k] + n_offset[n]]
   const int64_t* n_offset;  // N element offsets
 };
 
-enum class Activation : int8_t { kNone, kRelu };
+// What a matmul makes of its sums; bytecode.py says what each one computes. float64 sums take kNone and kRelu only.
+enum class Activation : int8_t { kNone, kRelu, kLeakyRelu, kElu, kLogistic, kTanh, kSilu, kGeluTanh, kGeluErf };
+constexpr int kNumActivations = 9;
 
 // C[m][n] = act(sum_k X[m][k] * W[k][n] + bias[n]), accumulated in f32 (f64 for kF64 panels), for any M >= 1, N >= 1, K >= 1.
 // X and C rows have no alignment requirement; nothing outside C[0..M)[0..N) is written and nothing outside X[0..M)[0..K) is read.
@@ -44,7 +57,8 @@ struct GemmArgs {
   void* c;
   DType c_dtype;  // kF32, kBF16, kF16, kF64
   int64_t ldc;
-  void* scratch;  // 64-byte aligned, gemm_scratch_bytes(args) bytes
+  void* scratch;               // 64-byte aligned, gemm_scratch_bytes(args) bytes
+  float act_a = 0, act_b = 0;  // parameters of `act`
 };
 
 // C[m][n] += sum_r X[r][m] * Y[r][n], r < R: the product of a weight gradient. C is float (double for kF64 X and Y), dense rows of
@@ -54,6 +68,7 @@ struct OuterArgs {
   const void* x;
   const void* y;
   DType dtype;       // of X and Y: kF32, kBF16, kF16 or kF64
+  Panel panel;       // panel_for(dtype, ...)
   int64_t ldx, ldy;  // elements between rows
   void* c;
   int64_t ldc;
@@ -73,8 +88,9 @@ using FoldRowFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc
 
 struct KernelTable {
   const char* isa;  // "avx512bf16", "avx512", "avx2", "generic"
-  // Panels used for a weight of this dtype (bf16 -> kBF16 only where the ISA multiplies bf16 natively, else kF32).
-  Panel (*panel_for)(DType weight);
+  // Panels used for a product with a weight of this dtype, of this shape (for a tile of rows; shorter ones use the same panels).
+  // `product` matters for bf16 only: other weights have one kind of panel.
+  Panel (*panel_for)(DType weight, Product product, const ProductShape& shape);
   size_t (*packed_bytes)(Panel, int64_t K, int64_t N);
   // Packs the panels [panel_begin, panel_end) (so that several threads can share one weight).
   int64_t (*panel_count)(Panel, int64_t N);

@@ -17,7 +17,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 2;
+constexpr int64_t kFormatVersion = 3;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -102,6 +102,7 @@ struct AccumulateMatmul {
   int64_t row_multiple;
   int64_t batch, m, n;
   Operand x, y;
+  Product product = Product::kBest;
 };
 
 // The position in the variant plus one is the instruction's CODE.
@@ -114,6 +115,7 @@ struct Prep {
   Ref source;
   DType dtype;
   std::vector<int64_t> b_extents, b_strides, k_extents, k_strides, n_extents, n_strides;
+  Product product = Product::kBest;
 };
 
 struct Array {

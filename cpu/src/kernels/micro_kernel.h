@@ -1,6 +1,8 @@
-// The matmul micro-kernel: a block of MR rows by one panel, accumulated in registers, with bias, relu and conversion at the store.
+// The matmul micro-kernel: a block of MR rows by one panel, accumulated in registers, with bias, activation and conversion at the
+// store.
 #pragma once
 
+#include "epilogue.h"
 #include "panel.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
@@ -27,7 +29,8 @@ struct Block {
   int64_t ldc;
   int64_t columns;
   DType c_dtype;
-  bool relu;
+  Activation act;
+  float act_a, act_b;
   const char* next;   // of the panel that comes after this one: this block's share, asked for while it multiplies
   int64_t next_step;  // bytes of it per step of k
 };
@@ -182,6 +185,36 @@ KITSUNE_INLINE void store_any_block(const Block& b, const V (&acc)[MR][NV]) {
   store_rows<S>(b, MR, kWidth, buffer);
 }
 
+// The activation of sums in memory, `width` apart (whole vectors), and their store: a loop of its own, so that every activation is
+// compiled once and not for each height of a block. The sums come from the first-level cache, which costs less than a cycle each.
+template <class C, class F>
+KITSUNE_INLINE void activate_rows(const Block& b, int rows, int64_t width, float* sums, F activation) {
+  C* c = static_cast<C*>(b.c);
+  for (int i = 0; i < rows; ++i, c += b.ldc, sums += width) {
+    for (int64_t j = 0; j < b.columns; j += kFloats) {
+      VF v = activation(load_vector<VF>(sums + j));
+      if constexpr (kStoresMasked<C, VF>) {
+        store_lanes(c + j, v, min_of(int64_t(kFloats), b.columns - j));
+      } else {
+        store_vector(sums + j, v);
+      }
+    }
+  }
+}
+
+__attribute__((noinline)) inline void finish_rows(const Block& b, int rows, int64_t width, float* sums) {
+  with_activation(b.act, b.act_a, b.act_b, [&](auto activation) {
+    if constexpr (kMaskedStores) {
+      if (b.c_dtype == DType::kF32) return activate_rows<float>(b, rows, width, sums, activation);
+      if (b.c_dtype == DType::kBF16) return activate_rows<BFloat16>(b, rows, width, sums, activation);
+      activate_rows<Half>(b, rows, width, sums, activation);
+    } else {
+      activate_rows<double>(b, rows, width, sums, activation);
+      store_rows<float>(b, rows, width, sums);
+    }
+  });
+}
+
 #if !defined(KITSUNE_NEON)
 // acc[i][j] += the sum over k of X's row i times W's vector j.
 template <class Step, int MR, int NV>
@@ -237,11 +270,18 @@ __attribute__((noinline)) void multiply_block(const Block& b) {
     for (int i = 0; i < MR; ++i) acc[i][j] = bias;
   }
   accumulate<Step>(b, acc);
-  if (b.relu) {
+  if (b.act == Activation::kRelu) {
     KITSUNE_UNROLL
     for (int i = 0; i < MR; ++i) {
       KITSUNE_UNROLL
-      for (int j = 0; j < NV; ++j) acc[i][j] = acc[i][j] <= V{} ? V{} : acc[i][j];  // NaN stays, -0 becomes 0
+      for (int j = 0; j < NV; ++j) acc[i][j] = Relu{}(acc[i][j]);
+    }
+  } else if constexpr (kSame<V, VF>) {
+    if (b.act != Activation::kNone) {
+      constexpr int64_t kWidth = NV * kLanes;
+      alignas(64) float sums[MR * kWidth];
+      __builtin_memcpy(sums, &acc[0][0], sizeof sums);
+      return finish_rows(b, MR, kWidth, sums);
     }
   }
   store_any_block(b, acc);

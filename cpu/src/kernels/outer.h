@@ -10,8 +10,6 @@
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
-inline Panel outer_panel(DType x) { return panel_for(x); }
-
 // Columns of X interleaved: whole units of those that are multiplied together.
 inline int64_t interleaved_columns(int64_t M) {
 #if defined(KITSUNE_NATIVE_BF16)
@@ -26,7 +24,7 @@ struct OuterScratch {
 };
 
 inline OuterScratch outer_layout(const OuterArgs& g) {
-  Panel p = outer_panel(g.dtype);
+  Panel p = g.panel;
   size_t element = kItemSize[int(multiplied_type(p))], rows = size_t(padded_depth(p, g.R));
   bool converts = g.dtype != multiplied_type(p), interleaved = p == Panel::kBF16;
   OuterScratch s{};
@@ -221,7 +219,7 @@ const To* converted_rows(const void* from, DType dtype, int64_t ld, int64_t R, i
 inline void outer(const OuterArgs& g) {
   OuterScratch at = outer_layout(g);
   char* scratch = static_cast<char*>(g.scratch);
-  switch (outer_panel(g.dtype)) {
+  switch (g.panel) {
     case Panel::kF64: return outer_as<F64Step>(g, static_cast<const double*>(g.x), g.ldx, static_cast<const double*>(g.y), g.ldy);
     case Panel::kBF16: {
 #if defined(KITSUNE_NATIVE_BF16)

@@ -37,9 +37,9 @@ inline size_t panel_bytes(Panel p, int64_t K) {
   return size_t(padded_depth(p, K)) * size_t(panel_width(p)) * element;  // a multiple of the vector size
 }
 
-inline Panel panel_for(DType weight) {
+inline Panel panel_for(DType weight, Product product, const ProductShape&) {
   if (weight == DType::kF64) return Panel::kF64;
-  return weight == DType::kBF16 && kNativeBFloat16 ? Panel::kBF16 : Panel::kF32;
+  return weight == DType::kBF16 && kNativeBFloat16 && product != Product::kWidened ? Panel::kBF16 : Panel::kF32;
 }
 
 inline int64_t panel_count(Panel p, int64_t N) { return (N + panel_width(p) - 1) / panel_width(p); }

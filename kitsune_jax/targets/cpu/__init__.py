@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cpu import bytecode, phased
+from kitsune_jax.targets.cpu.bytecode import Products
 from kitsune_jax.targets.cpu.emit import call
 from kitsune_jax.targets.cpu.lower import lower
 from kitsune_jax.targets.cpu.runtime import available, check, why_not
@@ -20,17 +21,34 @@ if TYPE_CHECKING:
     from kitsune_jax.program.ir import TileProgram
     from kitsune_jax.program.phased import PhasedProgram
 
-__all__ = ["CannotLower", "InvalidProgram", "available", "call", "generate", "generate_phases", "lower", "supports", "why_not"]
+__all__ = [
+    "CannotLower",
+    "InvalidProgram",
+    "Products",
+    "available",
+    "call",
+    "generate",
+    "generate_phases",
+    "lower",
+    "supports",
+    "why_not",
+]
 
 
-def generate(program: TileProgram, name: str) -> np.ndarray:
-    """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``, ``InvalidProgram``."""
-    return _valid(bytecode.encode(lower(program, name)))
+_BEST = Products()
 
 
-def generate_phases(program: PhasedProgram, name: str) -> np.ndarray:
+def generate(program: TileProgram, name: str, products: Products = _BEST) -> np.ndarray:
+    """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``, ``InvalidProgram``.
+
+    ``products`` says how bfloat16 operands are multiplied; by default, as the kernels of the CPU that runs the code like best.
+    """
+    return _valid(bytecode.encode(lower(program, name, products)))
+
+
+def generate_phases(program: PhasedProgram, name: str, products: Products = _BEST) -> np.ndarray:
     """The code of a call of several phases, as int64 words. Raises ``CannotLower``, ``InvalidProgram``."""
-    return _valid(phased.encode(program, name))
+    return _valid(phased.encode(program, name, products))
 
 
 def _valid(words: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 2
+VERSION = 3
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -43,6 +43,10 @@ IN, OUT, SCRATCH, QUEUE, PREP = range(5)
 REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor", "argmax", "argmin")
 CUMULATIVE = ("sum", "prod", "max", "min", "logsumexp")
 ACTIVATIONS = ("none", "relu")
+# How a product of bfloat16 operands is multiplied: as the kernels at hand like best; widened to float32 (FMA); by instructions
+# that add pairs of bfloat16 products to float32 (VDPBF16PS, BFDOT, BFMMLA); by AMX tiles. Where the CPU lacks one, the next before
+# it that it has is taken. Products of other types are "best".
+PRODUCTS = ("best", "widened", "dots", "tiles")
 
 # Micro-operations of a Vector program, by name; the code is the position. The C++ X-macro ``cpu/include/kitsune_cpu/opcodes.h``
 # lists the same names in the same order (a test compares them). Comparisons and is_finite give bool; select takes (pred, on_false,
@@ -223,6 +227,20 @@ class AccumulateMatmul:
     n: int
     x: Operand
     y: Operand
+    product: int = 0  # index into PRODUCTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """How a program multiplies bfloat16 operands, by names in ``PRODUCTS``: tiles times weights, and weight gradients."""
+
+    weights: str = "best"
+    gradients: str = "best"
+
+    def __post_init__(self) -> None:
+        for name in (self.weights, self.gradients):
+            if name not in PRODUCTS:
+                raise ValueError(f"products are multiplied as one of {', '.join(PRODUCTS)}, not {name!r}")
 
 
 Instruction = Gather | Scatter | Matmul | Vector | Reduce | Scan | Accumulate | AccumulateMatmul
@@ -248,6 +266,7 @@ class Prep:
     k_strides: tuple[int, ...]
     n_extents: tuple[int, ...]
     n_strides: tuple[int, ...]
+    product: int = 0  # of a WEIGHT: index into PRODUCTS
 
 
 @dataclasses.dataclass(frozen=True)

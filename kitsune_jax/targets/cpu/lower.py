@@ -22,6 +22,7 @@ from kitsune_jax.targets.cpu.bytecode import (
     Accumulate,
     Operand,
     Prep,
+    Products,
     Reduce,
     Scan,
     Scatter,
@@ -34,11 +35,14 @@ from kitsune_jax.targets.errors import CannotLower
 REDUCE_HOW = {f"reduce_{how}": how for how in REDUCTIONS if not how.startswith("arg")} | {"argmax": "argmax", "argmin": "argmin"}
 SCAN_HOW = {f"cum{how}": how for how in CUMULATIVE}
 
+_BEST = Products()
 _MOST_ELEMENTS = 1 << 48  # kMaxCount in cpu/src/program_check.cc
 
 
-def lower(program: TileProgram, name: str) -> bytecode.Program:
-    """The CPU program of ``program``, called ``name``. Raises ``CannotLower`` where an instruction has no code.
+def lower(program: TileProgram, name: str, products: Products = _BEST) -> bytecode.Program:
+    """The CPU program of ``program``, called ``name``, whose bfloat16 operands are multiplied as ``products`` says.
+
+    Raises ``CannotLower`` where an instruction has no code.
 
     Example::
 
@@ -48,7 +52,7 @@ def lower(program: TileProgram, name: str) -> bytecode.Program:
     if largest > _MOST_ELEMENTS:
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
     preps: dict[Prep, int] = {}
-    stages = tuple(_stage(program, stage, preps) for stage in program.stages)
+    stages = tuple(_stage(program, stage, preps, products) for stage in program.stages)
     sides = sum(math.prod(e) for p in preps if p.kind == WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
     if sides > MAX_WEIGHT_INDICES:
         raise CannotLower(f"matrix products with weights whose sides add up to {sides}; the CPU target takes {MAX_WEIGHT_INDICES}")
@@ -79,12 +83,12 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
     return -(-size // buffers.ALIGNMENT) * buffers.ALIGNMENT
 
 
-def _stage(program: TileProgram, body: StageProgram, preps: dict[Prep, int]) -> bytecode.Stage:
-    stage = Stage(program, body, preps)
-    products = [
+def _stage(program: TileProgram, body: StageProgram, preps: dict[Prep, int], products: Products) -> bytecode.Stage:
+    stage = Stage(program, body, preps, products)
+    matmuls = [
         i for i, instr in enumerate(body.body) if instr.kind == "matmul" and stage.root(instr.outputs[0]) == instr.outputs[0]
     ]
-    epilogues = {i: matmul.match_epilogue(stage, i) for i in products}
+    epilogues = {i: matmul.match_epilogue(stage, i) for i in matmuls}
     absorbed = {j for e in epilogues.values() for j in e.absorbed}
     for item in pointwise.schedule(stage, absorbed, {i: e.result for i, e in epilogues.items()}):
         if item.loop is not None:

@@ -13,7 +13,19 @@ from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu import views
-from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DENSE, DTYPE_CODE, IN, WEIGHT, AccumulateMatmul, Matmul, Operand, Prep
+from kitsune_jax.targets.cpu.bytecode import (
+    ACTIVATIONS,
+    DENSE,
+    DTYPE_CODE,
+    IN,
+    PRODUCTS,
+    WEIGHT,
+    AccumulateMatmul,
+    Matmul,
+    Operand,
+    Prep,
+    Ref,
+)
 from kitsune_jax.targets.cpu.stage import VIEW_KINDS, Stage
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
 from kitsune_jax.targets.errors import CannotLower
@@ -95,7 +107,7 @@ def emit_matmul(stage: Stage, i: int, epilogue: Epilogue) -> None:
     out, columns, lines = panel(_like(stage, target, epilogue.result))
     assert lines is not None
     w_of_out = {d: k for k, d in dims.out_of_w.items()}
-    prep = _weight(weight, [dims.w_batch[b] for b in order.batch], [dims.w_contract[k] for k in order.contract],
+    prep = _weight(stage, weight, [dims.w_batch[b] for b in order.batch], [dims.w_contract[k] for k in order.contract],
                    [w_of_out[d] for d in columns])  # fmt: skip
     stage.code.append(
         Matmul(
@@ -235,11 +247,17 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
             n=n,
             x=Operand(vx.ref, rx[0], (rx[1],)),
             y=Operand(vy.ref, ry[0], (ry[1],)),
+            product=_product(vx.ref, stage.products.gradients),
         )
     )
 
 
-def _weight(w: View, batch: Sequence[int], contract: Sequence[int], columns: Sequence[int]) -> Prep:
+def _product(ref: Ref, name: str) -> int:
+    """``name`` as the format has it for operands like ``ref``: only bfloat16 can be multiplied in more than one way."""
+    return PRODUCTS.index(name if ref.dtype == DTYPE_CODE["bfloat16"] else "best")
+
+
+def _weight(stage: Stage, w: View, batch: Sequence[int], contract: Sequence[int], columns: Sequence[int]) -> Prep:
     def part(dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(w.shape[d] for d in dims), tuple(w.strides[d] for d in dims)
 
@@ -250,7 +268,7 @@ def _weight(w: View, batch: Sequence[int], contract: Sequence[int], columns: Seq
         raise CannotLower(f"a weight with a side of {longest} elements: the CPU target packs sides of {_LONGEST_SIDE} at most")
     if math.prod((*b, *k, *n)) > _MOST_PREPARED:
         raise CannotLower(f"a weight of {math.prod((*b, *k, *n))} elements: the CPU target packs {_MOST_PREPARED} at most")
-    return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns)
+    return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns, _product(w.ref, stage.products.weights))
 
 
 def _is_zero(stage: Stage, v: int) -> bool:

@@ -25,8 +25,8 @@ from kitsune_jax.targets.cpu.lower import lower
 MAGIC = 0x4B495453_50484153  # "KITSPHAS"
 
 
-def encode(program: PhasedProgram, name: str) -> np.ndarray:
-    """The words of ``program``. Raises ``CannotLower`` where a part has no code."""
+def encode(program: PhasedProgram, name: str, products: bytecode.Products) -> np.ndarray:
+    """The words of ``program``, multiplied as ``products`` says. Raises ``CannotLower`` where a part has no code."""
     body = [*_list(bytecode.name_bytes(name))]
     body += [len(program.arrays), *(w for shape, dtype in program.arrays for w in (bytecode.DTYPE_CODE[dtype], math.prod(shape)))]
     body += [program.operands, program.results, len(program.parts)]
@@ -34,7 +34,7 @@ def encode(program: PhasedProgram, name: str) -> np.ndarray:
     for part in program.parts:
         key = part.program, part.phase
         if key not in coded:
-            coded[key] = bytecode.encode(lower(part.program, f"{name}, phase {part.phase}")).tolist()
+            coded[key] = bytecode.encode(lower(part.program, f"{name}, phase {part.phase}", products)).tolist()
         body += [part.phase, *_list(part.reads), *_list(part.writes), *_list(coded[key])]
     words = np.asarray(body, np.int64)
     header = np.asarray([MAGIC, bytecode.VERSION, 4 + len(body), zlib.crc32(words.astype("<i8").tobytes())], np.int64)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import ArrayType, Instr, StageProgram, TileProgram, TileType
 from kitsune_jax.targets.cpu import views
-from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, IN, OUT, QUEUE, Gather, Instruction, Prep, Ref
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, IN, OUT, QUEUE, Gather, Instruction, Prep, Products, Ref
 from kitsune_jax.targets.cpu.micro import is_pointwise
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
@@ -55,8 +55,8 @@ def border(array: ArrayType, space: int, number: int, axes: tuple[int, ...]) -> 
 
 
 class Stage:
-    def __init__(self, program: TileProgram, stage: StageProgram, preps: dict[Prep, int]):
-        self.program, self.body, self.preps = program, stage.body, preps
+    def __init__(self, program: TileProgram, stage: StageProgram, preps: dict[Prep, int], products: Products):
+        self.program, self.body, self.preps, self.products = program, stage.body, preps, products
         self.code: list[Instruction] = []
         self.buffer_bytes: list[int] = []
         self.views: dict[int, View] = {}
