@@ -101,7 +101,7 @@ KITSUNE_INLINE void accumulate_neighbours(const typename Step::X* x, const typen
 
 template <class Step, int MR, int NV>
 KITSUNE_INLINE void accumulate_outer_lanes(const typename Step::X* x, int64_t x_step, const char* panel, int64_t steps,
-                                     typename Step::A (&acc)[MR][NV]) {
+                                           typename Step::A (&acc)[MR][NV]) {
   for (int64_t s = 0; s < steps; ++s) {
     typename Step::A w[NV];
     KITSUNE_UNROLL
@@ -117,9 +117,9 @@ KITSUNE_INLINE void accumulate_outer_lanes(const typename Step::X* x, int64_t x_
 // A panel keeps four k of each column together, so that 16 bytes are the 4 x 2 operand of two columns. X's operand is four k of two
 // rows; in a weight gradient four rows of two columns, which are brought together first.
 //
-// BFMMLA adds two products at a time to the sum. Whatever FPCR says, each of its two additions is rounded to odd (off by less than a
-// unit in the last place of f32, not by half of one, and as often up as down) and denormal operands and results are zeros. So a sum
-// of K products is within K 2^-23 of the sum of their magnitudes; sums of widened operands are within K 2^-24.
+// BFMMLA adds two products at a time to the sum. Whatever FPCR says, each of its two additions is rounded to odd (off by less than
+// a unit in the last place of f32, not by half of one, and as often up as down) and denormal operands and results are zeros. So a
+// sum of K products is within K 2^-23 of the sum of their magnitudes; sums of widened operands are within K 2^-24.
 struct BF16Step {
   using X = BFloat16;
   using A = VF;
@@ -229,7 +229,8 @@ KITSUNE_INLINE void interleave_four(const BFloat16* const (&row)[4], int64_t col
   store_vector(out + 24, vzip2q_u32((uint32x4_t)high, (uint32x4_t)high2));
 }
 
-// Rows four by four: (r, m) at ((r / 4) * width + m) * 4 + r % 4. Beyond R and M are zeros, up to a multiple of four and to `width`.
+// Rows four by four: (r, m) at ((r / 4) * width + m) * 4 + r % 4. Beyond R and M are zeros, up to a multiple of four and to
+// `width`.
 inline void interleave_rows(const BFloat16* x, int64_t ldx, int64_t R, int64_t M, int64_t width, BFloat16* out) {
   if (M < width || R % 4) __builtin_memset(static_cast<void*>(out), 0, size_t((R + 3) / 4 * 4 * width) * sizeof(BFloat16));
   int64_t r = 0;

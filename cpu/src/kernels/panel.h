@@ -28,7 +28,7 @@ constexpr int kPanelDoubles = kPanelVectors * kDoubles;  // columns of a kF64 pa
 
 inline int panel_width(Panel p) { return p == Panel::kF64 ? kPanelDoubles : kPanelFloats; }
 
-inline int64_t padded_depth(Panel p, int64_t K) { 
+inline int64_t padded_depth(Panel p, int64_t K) {
   return p == Panel::kBF16 ? (K + kBFloat16Depth - 1) / kBFloat16Depth * kBFloat16Depth : K;
 }
 
