@@ -61,6 +61,7 @@ format: $(VENV)/.lint ## format Python and C++ in place
 bench: $(VENV)/.examples ## measure every case of the README's tables (half an hour) and write them
 	$(PY) -m benchmarks run --all
 	$(PY) -m benchmarks run --all --mode train
+	$(PY) -m benchmarks grid
 	$(PY) scripts/update_readme.py
 
 table: $(VENV)/.examples ## write the README's generated parts from what is stored

@@ -3,6 +3,7 @@
 python -m benchmarks run --app nerf --dtype bf16            # its default sizes, on the CPU; --rows N for another
 python -m benchmarks run --all                              # --platform cuda: on the first CUDA device
 python -m benchmarks run --all --mode train                 # whole training steps
+python -m benchmarks grid                                   # ordinary functions: never slower than jax.jit? (--help)
 python -m benchmarks.lower                                  # time to trace, lower and compile, against jax.jit
 python -m benchmarks table                                  # writes the README's tables; --print shows them instead
 """
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import store, table
+from benchmarks import grid, grid_report, store, table
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "table":
         return _table(args)
+    if args.command == "grid":
+        return grid.run(args)
     # Measuring imports JAX; making the table does not need it.
     from benchmarks.measure import Effort, child, train_child
 
@@ -67,6 +70,7 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
 def _table(args: argparse.Namespace) -> int:
     results = store.newest(args.results)
     parts = {name: table.markdown(results, mode) for name, mode in table.PARTS.items()}
+    parts["grid"] = grid_report.markdown(grid.newest(args.results))
     if args.print:
         print("\n\n".join(parts.values()))
         return 0
@@ -101,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (run, child):
         command.add_argument("--rounds", type=_positive, default=15, help="interleaved calls of each column (default 15)")
         command.add_argument("--seconds", type=float, default=30.0, help="stop a case's rounds after this long (default 30)")
+
+    grid.add_arguments(commands.add_parser("grid", help="the planner's choice against jax.jit, over many ordinary functions"))
 
     show = commands.add_parser("table", help="write the README's tables from what is stored")
     show.add_argument("--print", action="store_true", help="print it, change nothing")

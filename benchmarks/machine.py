@@ -56,11 +56,13 @@ def describe_driver() -> dict[str, str]:
 
 
 def machine_slug(machine: dict[str, Any]) -> str:
-    """A file name for ``machine``: ``amd-epyc-9575f-2c``, ``h200``."""
+    """A file name for ``machine``: ``amd-epyc-9575f-2c``, ``h200``. Cloud machines tell little of their CPU: whether it has tile
+    products (AMX) is told, because it makes another kind of machine of it."""
     if "gpu" in machine:
         return re.sub(r"[^a-z0-9]+", "-", re.sub(r"^NVIDIA ", "", machine["gpu"]["name"]).lower()).strip("-")
     words = re.sub(r"\([^)]*\)|@.*|\b(\d+-core )?processor\b|\bcpu\b", " ", machine["cpu"], flags=re.IGNORECASE)
-    return re.sub(r"[^a-z0-9]+", "-", f"{words} {machine['cores']}c".lower()).strip("-")
+    tiles = " amx" if "amx_tile" in machine.get("isa", ()) else ""
+    return re.sub(r"[^a-z0-9]+", "-", f"{words} {machine['cores']}c{tiles}".lower()).strip("-")
 
 
 def describe_software() -> dict[str, str | None]:

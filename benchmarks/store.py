@@ -62,8 +62,10 @@ def load(path: Path) -> dict[str, Any]:
 def newest(folder: Path = RESULTS) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """(machine, records) for every machine that has files; of records of one case the newest, ordered by case."""
     machines: dict[str, tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]]]] = {}
-    # ``benchmarks.offchip`` and ``benchmarks.lower`` keep their records in the same folder.
-    files = [p for p in (*folder.glob("*.json"), *folder.glob("*/*.json")) if not p.name.startswith(("offchip-", "lower-"))]
+    # ``benchmarks.grid``, ``benchmarks.offchip`` and ``benchmarks.lower`` keep their records in the same folder.
+    files = [
+        p for p in (*folder.glob("*.json"), *folder.glob("*/*.json")) if not p.name.startswith(("grid-", "offchip-", "lower-"))
+    ]
     for content in sorted((load(path) for path in files), key=lambda c: c["date"]):
         slug = machine_slug(content["machine"])
         records = machines[slug][1] if slug in machines else {}

@@ -19,7 +19,7 @@ DEVICE = "avx512bf16-2"  # the report is for this machine model wherever the scr
 def main() -> int:
     sys.path.insert(0, str(ROOT))
     import kitsune_jax as kj
-    from benchmarks import store, table
+    from benchmarks import grid, grid_report, store, table
 
     quickstart = ROOT / "examples" / "quickstart.py"
     code = quickstart.read_text().split('"""', 2)[2].strip()
@@ -32,6 +32,7 @@ def main() -> int:
         "quickstart": f"```python\n{code}\n```",
         "explain": f"```text\n{report}\n```",
         **{name: table.markdown(results, mode) for name, mode in table.PARTS.items()},
+        "grid": grid_report.markdown(grid.newest()),
     }
     changed = [name for name, text in parts.items() if table.update(readme, text, name)]
     print(f"README.md: {', '.join(changed)} updated" if changed else "README.md is up to date")

@@ -21,7 +21,7 @@ from benchmarks.roofline import Ceilings, floor_seconds
 from benchmarks.timing import interleaved, paired_speedup, summary
 
 TINY = Effort(rounds=3, seconds=5.0)
-EMPTY_TRAINING = "\n".join(table.markers("training")) + "\n"
+EMPTY_TABLES = "".join("\n".join(table.markers(name)) + "\n" for name in ("training", "grid"))
 
 
 @pytest.mark.parametrize("app", list(APPS))
@@ -144,7 +144,7 @@ def test_run_store_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert record["first_call"]["cold"]["pipeline"] > 0
 
     begin, end = table.markers("benchmarks")
-    readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n{EMPTY_TRAINING}")
+    readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n{EMPTY_TABLES}")
     command = ["table", "--results", str(results), "--readme", str(readme)]
     assert main(command) == 0
     text = readme.read_text()
@@ -159,6 +159,7 @@ def test_run_store_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_newest_record_of_a_case_wins(tmp_path: Path) -> None:
     machine = {"cpu": "Some(R) CPU @ 2 GHz", "cores": 2}
     assert machine_slug(machine) == "some-2c"
+    assert machine_slug({**machine, "isa": ["avx2", "amx_tile"]}) == "some-2c-amx"
     record = {"platform": "cpu", "app": "nerf", "mode": "infer", "rows": 8, "dtype": "f32"}
     for date, tag in (("2025-01-02", "new"), ("2025-01-01", "old")):
         other = {**record, "dtype": "bf16", "tag": tag} if tag == "old" else None

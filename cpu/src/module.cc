@@ -10,6 +10,7 @@
 
 #include "kitsune_cpu/ffi.h"
 #include "kitsune_cpu/phased.h"
+#include "measure.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -107,6 +108,111 @@ nb::dict build_info() {
   return d;
 }
 
+template <class F>
+nb::tuple unlocked(F f) {
+  Slices found;
+  {
+    nb::gil_scoped_release release;
+    found = f();
+  }
+  return nb::make_tuple(found.seconds, found.share);
+}
+
+DType dtype_of(int code) {
+  if (code < 0 || code >= kNumDTypes) throw nb::value_error("no such dtype");
+  return static_cast<DType>(code);
+}
+
+Product product_of(int code) {
+  if (code < 0 || code >= kNumProducts) throw nb::value_error("no such product");
+  return static_cast<Product>(code);
+}
+
+// Sizes of what is measured come from this package; the bounds only keep a slip from becoming a crash.
+void check_sizes(std::initializer_list<int64_t> sizes) {
+  for (int64_t n : sizes)
+    if (n < 1 || n > (int64_t{1} << 30)) throw nb::value_error("sizes and threads must lie between 1 and 2**30");
+}
+
+void def_measurements(nb::module_& m) {
+  m.def(
+      "measure_gemm",
+      [](int dtype, int product, int64_t rows, int64_t K, int64_t N, int activation, int64_t threads) {
+        check_sizes({rows, K, N, threads});
+        if (activation < 0 || activation >= kNumActivations) throw nb::value_error("no such activation");
+        const DType type = dtype_of(dtype);
+        const Product how = product_of(product);
+        return unlocked([&] { return measure_gemm(type, how, {rows, N, K}, static_cast<Activation>(activation), threads); });
+      },
+      nb::arg("dtype"), nb::arg("product"), nb::arg("rows"), nb::arg("K"), nb::arg("N"), nb::arg("activation"), nb::arg("threads"),
+      "(seconds of act(X W + bias) on one of `threads` busy threads, in slices of time; the share of it that the threads ran). "
+      "dtype, product, activation: indices into the lists of bytecode.py.");
+  m.def(
+      "measure_outer",
+      [](int dtype, int product, int64_t rows, int64_t K, int64_t N, int64_t threads) {
+        check_sizes({rows, K, N, threads});
+        const DType type = dtype_of(dtype);
+        const Product how = product_of(product);
+        return unlocked([&] { return measure_outer(type, how, {K, N, rows}, threads); });
+      },
+      nb::arg("dtype"), nb::arg("product"), nb::arg("rows"), nb::arg("K"), nb::arg("N"), nb::arg("threads"),
+      "Seconds of adding X^T Y of rows x K and rows x N, as measure_gemm.");
+  m.def(
+      "measure_pack",
+      [](int dtype, int product, int64_t K, int64_t N, int64_t threads) {
+        check_sizes({K, N, threads});
+        const DType type = dtype_of(dtype);
+        const Product how = product_of(product);
+        return unlocked([&] { return measure_pack(type, how, K, N, threads); });
+      },
+      nb::arg("dtype"), nb::arg("product"), nb::arg("K"), nb::arg("N"), nb::arg("threads"),
+      "Seconds of packing a weight, as measure_gemm.");
+  m.def(
+      "measure_vector",
+      [](int opcode, int dtype, int64_t n, int64_t threads) {
+        check_sizes({n, threads});
+        if (opcode < 0 || opcode >= static_cast<int>(Opcode::kCount)) throw nb::value_error("no such micro-operation");
+        const DType type = dtype_of(dtype);
+        return unlocked([&] { return measure_vector(static_cast<Opcode>(opcode), type, n, threads); });
+      },
+      nb::arg("opcode"), nb::arg("dtype"), nb::arg("n"), nb::arg("threads"),
+      "Seconds of a micro-operation on n elements, as measure_gemm; no slices where there is none for the dtype.");
+  m.def(
+      "measure_move",
+      [](const std::string& what, int dtype, int64_t n, int64_t threads) {
+        check_sizes({n, threads});
+        const DType type = dtype_of(dtype);
+        if (what != "load" && what != "store") throw nb::value_error("what is moved is a load or a store");
+        return unlocked([&] { return what == "load" ? measure_load(type, n, threads) : measure_store(type, n, threads); });
+      },
+      nb::arg("what"), nb::arg("dtype"), nb::arg("n"), nb::arg("threads"),
+      "Seconds to load n elements of a storage dtype as its compute dtype, or to store them, as measure_gemm.");
+  m.def(
+      "measure_fold",
+      [](int how, int dtype, int64_t rows, int64_t n, bool into_row, int64_t threads) {
+        check_sizes({rows, n, threads});
+        const DType type = dtype_of(dtype);
+        if (how < 0 || how > 3) throw nb::value_error("no such reduction");
+        return unlocked([&] { return measure_fold(how, type, rows, n, into_row, threads); });
+      },
+      nb::arg("how"), nb::arg("dtype"), nb::arg("rows"), nb::arg("n"), nb::arg("into_row"), nb::arg("threads"),
+      "Seconds to reduce rows x n elements along the rows, or into one row, as measure_gemm.");
+  m.def(
+      "measure_copy",
+      [](int64_t bytes, int64_t threads) {
+        check_sizes({bytes, threads});
+        return unlocked([&] { return measure_copy(bytes, threads); });
+      },
+      nb::arg("bytes"), nb::arg("threads"), "Seconds to copy so many bytes, as measure_gemm.");
+  m.def(
+      "measure_touch",
+      [](int64_t bytes, int64_t threads) {
+        check_sizes({bytes, threads});
+        return unlocked([&] { return measure_touch(bytes, threads); });
+      },
+      nb::arg("bytes"), nb::arg("threads"), "Seconds to write to so many bytes of fresh pages, as measure_gemm.");
+}
+
 }  // namespace
 }  // namespace kitsune::cpu
 
@@ -129,4 +235,5 @@ NB_MODULE(_cpu, m) {
   m.def("run", &cpu::run, nb::arg("words"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("threads") = 1,
         "Runs a program on NumPy arrays, C-contiguous and of the program's sizes in bytes, writing `outputs`. ValueError if it is "
         "invalid.");
+  cpu::def_measurements(m);
 }

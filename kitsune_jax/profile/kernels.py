@@ -1,0 +1,83 @@
+"""Our own side of a profile: the micro-kernels, moved bytes and the hand-over of a call.
+
+Comes in: the CPU extension. Goes out: numbers by name, as ``profile.model`` lists them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kitsune_jax.profile.timing import Log
+from kitsune_jax.targets.cpu.bytecode import DTYPES, OPCODES, PRODUCTS
+
+# Kernel tables that multiply pairs of bfloat16, and those with tiles.
+DOTS = frozenset({"avx512bf16", "amx", "neonbf16"})
+TILES = frozenset({"amx"})
+TILE = 96
+DEPTHS, WIDTHS = (8, 64, 512), (16, 64, 512)
+_GRADIENTS = ((16, 16), (64, 64), (512, 512))
+_ELEMENTS = 1024
+_SQUARE = 256
+# More threads than these tell nothing new about a core, and take long to start.
+_MOST_THREADS = 16
+# What functions of float32 take a C library call for, or series: nobody plans by their exact time, and they take long.
+_RARE = frozenset({"igamma", "igammac", "zeta", "polygamma", "regularized_incomplete_beta", "erf_inv", "lgamma", "digamma",
+                   "bessel_i0e", "bessel_i1e"})  # fmt: skip
+_NO_WORK = frozenset({"load", "store", "const", "convert", "index", "reduce_precision"})
+_DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
+_COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
+_SHARED_COPIES = {"l3": 4 << 20, "dram": 96 << 20}  # of all threads together
+_FRESH = 32 << 20
+
+
+def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
+    """Numbers of the kernel table in use, with ``workers`` threads busy."""
+    threads = min(workers, _MOST_THREADS)
+    found: dict[str, float] = {}
+
+    def note(key: str, elements: float, function: Any, *args: Any) -> None:
+        seconds = log.quiet(key, lambda: function(*args, threads))
+        if seconds is not None:
+            found[key] = seconds / elements
+
+    code = {name: k for k, name in enumerate(DTYPES)}
+    for dtype, product in products(extension):
+        here = (code[dtype], product_code(product))
+        for k in DEPTHS:
+            for n in WIDTHS:
+                note(f"gemm/{dtype}/{product}/{k}x{n}", 1, extension.measure_gemm, *here, TILE, k, n, 0)
+        for k, n in _GRADIENTS:
+            note(f"outer/{dtype}/{product}/{k}x{n}", 1, extension.measure_outer, *here, TILE, k, n)
+        note(f"short/{dtype}/{product}", 1, extension.measure_gemm, *here, 1, _SQUARE, _SQUARE, 0)
+        note(f"pack/{dtype}/{product}", _SQUARE * _SQUARE, extension.measure_pack, *here, _SQUARE, _SQUARE)
+    for k, name in enumerate(OPCODES):
+        if name not in _RARE and name not in _NO_WORK:
+            note(f"vector/{name}", _ELEMENTS, extension.measure_vector, k, code["float32"], _ELEMENTS)
+        if name in _DOUBLE:
+            note(f"vector64/{name}", _ELEMENTS, extension.measure_vector, k, code["float64"], _ELEMENTS)
+    for dtype in ("float32", "bfloat16", "float16"):
+        for what in ("load", "store"):
+            note(f"{what}/{dtype}", _ELEMENTS, extension.measure_move, what, code[dtype], _ELEMENTS)
+        for which in ("row", "column"):
+            note(f"fold/{which}/{dtype}", 16 * 256, extension.measure_fold, 0, code[dtype], 16, 256, which == "column")
+    shared = {level: size // threads for level, size in _SHARED_COPIES.items()}
+    for level, size in (_COPIES | shared).items():
+        note(f"copy/{level}", size, extension.measure_copy, size)
+    note("touch", _FRESH // threads, extension.measure_touch, _FRESH // threads)
+    return found
+
+
+def share(extension: Any, workers: int) -> float:
+    """Of a moment, the least that one of so many busy threads ran: near 1 where nothing else does."""
+    return float(extension.measure_vector(OPCODES.index("add"), DTYPES.index("float32"), _ELEMENTS, min(workers, _MOST_THREADS))[1])
+
+
+def products(extension: Any) -> list[tuple[str, str]]:
+    """(dtype, product) of every kind of matmul that the kernel table in use has."""
+    isa = extension.isa()
+    narrow = ["widened", *(["dots"] if isa in DOTS else []), *(["tiles"] if isa in TILES else [])]
+    return [("float32", "widened"), ("float16", "widened"), ("float64", "widened"), *(("bfloat16", p) for p in narrow)]
+
+
+def product_code(product: str) -> int:
+    return PRODUCTS.index(product)

@@ -1,0 +1,105 @@
+"""What a profile of a machine is: measured times of the smallest pieces that CPU plans are made of.
+
+Comes in: nothing. Goes out: ``Profile``. Invariants: it is plain data that can be written as JSON and read back without a loss, and
+equal profiles give equal plans; nobody but ``profile.kernels`` and ``profile.xla`` makes numbers by looking at a clock.
+
+All numbers are seconds. Those of our own kernels are of **one worker while all workers are busy**; those under ``xla/`` are of XLA
+with the whole machine.
+
+=====================================  ============================================================================================
+``gemm/<dtype>/<product>/<K>x<N>``     a tile of 96 rows times K x N, packed; product: widened, dots, tiles
+``outer/<dtype>/<product>/<K>x<N>``    the weight gradient of a tile of 96 rows, K x N accumulators
+``short/<dtype>/<product>``            a tile of 1 row times 256 x 256
+``pack/<dtype>/<product>``             an element of a weight into panels
+``activation/<name>``                  an element of a float32 product's epilogue, beyond that of a ReLU
+``vector/<opcode>``                    an element of a float32 micro-operation; ``vector64/`` of float64
+``load/<dtype>``, ``store/<dtype>``    an element between memory and registers, with its conversion
+``fold/<row or column>/<dtype>``       an element of a sum along a row, or over the rows
+``copy/<l1, l2, l3, dram>``            a byte read and a byte written
+``touch``                              a byte of fresh pages
+``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
+``xla/call``, ``xla/kernel``           a jitted function that has nothing to do; one more kernel in it
+``xla/dot/<dtype>/<rows>x<K>x<N>``     ``x @ w``; ``xla/dot_t/``: times w transposed; ``xla/outer/``: ``x.T @ y``
+``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
+``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache
+``xla/reduce/<row or column>/<dtype>`` an element of a sum along the rows, or over them
+=====================================  ============================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Profile:
+    """A machine: what it is, and how long things take there.
+
+    ``name``: how ``explain`` and ``KITSUNE_PROFILE`` call it. ``cpu``: the processor, for people. ``isa``: the kernel table. ``workers``:
+    threads a plan may count on. ``l1``, ``l2``, ``l3``: bytes of a core's data cache and second level, and of the last level.
+    ``numbers``: seconds by name, in ascending order of the names.
+    """
+
+    name: str
+    cpu: str
+    isa: str
+    workers: int
+    l1: int
+    l2: int
+    l3: int
+    numbers: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        for key, seconds in self.numbers:
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ValueError(f"profile {self.name!r}: {key} is {seconds}, not a positive number of seconds")
+
+    def seconds(self, key: str) -> float:
+        """The number called ``key``. Raises ``KeyError``."""
+        return table(self)[key]
+
+    def get(self, key: str) -> float | None:
+        return table(self).get(key)
+
+    def to_json(self) -> str:
+        """As text, one number on a line, so that two profiles can be compared by eye.
+
+        >>> from kitsune_jax.profile.model import Profile
+        >>> p = Profile("mine", "a CPU", "avx2", 2, 1 << 15, 1 << 20, 1 << 24, (("touch", 1e-10),))
+        >>> Profile.from_json(p.to_json()) == p
+        True
+        """
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return json.dumps({"format": FORMAT, **fields, "numbers": dict(self.numbers)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Raises ``ValueError`` for what ``to_json`` did not write."""
+        try:
+            data = json.loads(text)
+            if data.pop("format") != FORMAT:
+                raise ValueError("it is of another format")
+            numbers = numbers_of(data.pop("numbers"))
+            profile = Profile(numbers=numbers, **data)
+            sizes = (profile.workers, profile.l1, profile.l2, profile.l3)
+            if not all(type(n) is int and n > 0 for n in sizes):
+                raise ValueError("cores and caches are positive integers")
+            return profile
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not a profile: {error!r}") from error
+
+
+def numbers_of(numbers: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """As ``Profile.numbers`` has them, to six digits: more would only look like knowledge."""
+    return tuple(sorted((str(k), float(f"{float(v):.6g}")) for k, v in numbers.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def table(profile: Profile) -> Mapping[str, float]:
+    return dict(profile.numbers)
