@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 3
+VERSION = 4
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -306,9 +306,13 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
+    """``workers``: threads that the plan counts on. A call runs on however many there are; how many partial sums are kept beside each
+    other depends on this number, so that a program's results are the same bits on every machine of one instruction set."""
+
     name: str
     axes: tuple[int, ...]
     tile_rows: int
+    workers: int
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
     preps: tuple[Prep, ...]
