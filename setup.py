@@ -51,6 +51,7 @@ ISA_FLAGS = {
     "isa_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
     "isa_avx512.cc": [*AVX512, *WIDE],
     "isa_avx512bf16.cc": [*AVX512, "-mavx512bf16", *WIDE],
+    "isa_amx.cc": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", *WIDE],
 }
 
 

@@ -79,8 +79,8 @@ class Call : public std::enable_shared_from_this<Call> {
  public:
   Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers,
        Pool& pool);
-  // The caller's part: returns when the call is over and nobody uses its pool.
-  void run();
+  // A thread's part: returns when the call is over, and to the caller when nobody uses its pool.
+  void join(bool caller = false);
   const char* error() const { return error_; }
 
  private:
@@ -100,6 +100,7 @@ class Call : public std::enable_shared_from_this<Call> {
   void combine_lanes(const CombineJob& job, char* temp) const;
 
   const Plan& plan_;
+  void (*end_of_call_)();
   char* const* ins_;
   char* const* outs_;
   char* prepared_;
@@ -125,6 +126,7 @@ class Call : public std::enable_shared_from_this<Call> {
 Call::Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers,
            Pool& pool)
     : plan_(plan),
+      end_of_call_(plan.table->end_of_call),
       ins_(ins),
       outs_(outs),
       prepared_(prepared),
@@ -223,6 +225,16 @@ void Call::wait(std::unique_lock<std::mutex>& lock) {
   --idle_;
 }
 
+// What a thread keeps for a call goes with its part of the call, however that ends: the tiles of AMX, and scratch memory beyond
+// what it may keep.
+struct EndOfCall {
+  void (*release)();
+  ~EndOfCall() {
+    if (release != nullptr) release();
+    trim_thread_scratch();
+  }
+};
+
 // A pool may run a task inside of schedule, on the thread that gives it. That thread is in the call already: the task does nothing.
 void Call::start_helpers(std::unique_lock<std::mutex>& lock) {
   for (int i = 0; i < kFanOut && wanted_ > 0 && !finished_ && !failed_; ++i) {
@@ -231,10 +243,7 @@ void Call::start_helpers(std::unique_lock<std::mutex>& lock) {
     lock.unlock();
     try {
       std::function<void()> helper = [call = shared_from_this()] {
-        if (scheduling) return;
-        std::unique_lock<std::mutex> lock(call->mutex_);
-        call->start_helpers(lock);
-        call->work(lock);
+        if (!scheduling) call->join();
       };
       scheduling = true;
       pool_.schedule(std::move(helper));
@@ -246,11 +255,12 @@ void Call::start_helpers(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-void Call::run() {
+void Call::join(bool caller) {
+  EndOfCall end{end_of_call_};  // not the plan's: a helper that starts late comes here when the plan is gone
   std::unique_lock<std::mutex> lock(mutex_);
   start_helpers(lock);
   work(lock);
-  wake_.wait(lock, [&] { return starting_ == 0; });
+  if (caller) wake_.wait(lock, [&] { return starting_ == 0; });
 }
 
 void Call::work(std::unique_lock<std::mutex>& lock) {
@@ -273,7 +283,6 @@ void Call::work(std::unique_lock<std::mutex>& lock) {
     else if (!finished_)
       wait(lock);
   }
-  trim_thread_scratch();
 }
 
 void Call::execute(const Job& job) {
@@ -361,7 +370,7 @@ std::string Executable::run(const void* const* ins, void* const* outs, Pool& poo
     for (size_t i = 0; i < plan.program.outputs.size(); ++i) out.push_back(static_cast<char*>(outs[i]));
     int64_t workers = std::clamp<int64_t>(pool.num_threads(), 1, plan.most_workers);
     auto call = std::make_shared<Call>(plan, in.data(), out.data(), prepared.data(), rings.data(), lanes.data(), workers, pool);
-    call->run();
+    call->join(true);
     return call->error();
   } catch (const std::exception& e) {
     return error_text(e, plan_->program.name.c_str());

@@ -1,5 +1,6 @@
-// Tests of the micro-kernels, for every ISA this CPU runs: `test_kernels`, or `test_kernels --bench [isa]` for throughput.
-// Prints "N passed, N failed"; the exit status is 0 only if nothing failed and something was tested.
+// Tests of the micro-kernels, for every ISA this CPU runs: `test_kernels [isa]`, or `test_kernels --bench [isa]` for throughput, or
+// `test_kernels --tables` for the names of the ISAs, best first. Prints "N passed, N failed"; the exit status is 0 only if nothing
+// failed and something was tested.
 #include <cstdio>
 #include <cstring>
 
@@ -8,7 +9,9 @@
 #include "kernels_edge_test.h"
 #include "kernels_gemm_test.h"
 #include "kernels_math_test.h"
+#include "kernels_outer_test.h"
 #include "kernels_pointwise_test.h"
+#include "kernels_tiles_test.h"
 
 using namespace kitsune::cpu;
 
@@ -30,21 +33,33 @@ int main(int argc, char** argv) {
   const bool bench = argc > 1 && std::strcmp(argv[1], "--bench") == 0;
   const char* names[8];
   const int count = available_isas(names, 8);
+  if (argc > 1 && std::strcmp(argv[1], "--tables") == 0) {
+    for (int i = 0; i < count; ++i) std::printf("%s%s", names[i], i + 1 < count ? " " : "\n");
+    return 0;
+  }
+  const char* only = argc > 1 + bench ? argv[1 + bench] : nullptr;
   for (int i = 0; i < count; ++i) {
+    if (only && std::strcmp(only, names[i]) != 0) continue;
     if (!test::check(set_isa(names[i]) && std::strcmp(kernels().isa, names[i]) == 0, "set_isa(%s)", names[i])) continue;
     if (bench) {
-      if (argc > 2 && std::strcmp(argv[2], names[i]) != 0) continue;
       test::bench_gemm();
       test::bench_vector();
       continue;
     }
     test_dispatch();
     test::test_gemm();
+    test::test_outer();
     test::test_elementary();
     test::test_special_functions();
     test::test_pointwise();
     test::test_edges();
   }
+  for (int i = 0; i < test::models().count && !bench; ++i) {
+    set_kernels(&test::models().all[i]->table);
+    test::test_gemm();
+    test::test_outer();
+  }
+  if (!bench) test::test_tiles();
   std::printf("%lld passed, %lld failed\n", static_cast<long long>(test::counts().passed),
               static_cast<long long>(test::counts().failed));
   return test::counts().failed == 0 && test::counts().passed > 0 ? 0 : 1;
