@@ -212,16 +212,8 @@ void Call::wait(std::unique_lock<std::mutex>& lock) {
   --idle_;
 }
 
-// What the kernels keep for a thread during a call (the tiles of AMX) goes with the thread's part of it, however that ends.
-struct EndOfCall {
-  void (*release)();
-  ~EndOfCall() {
-    if (release != nullptr) release();
-  }
-};
-
 void Call::work() {
-  EndOfCall end{end_of_call_};  // not the plan's: a helper that starts late comes here when the plan is gone
+  ThreadsPart part(end_of_call_);  // not the plan's: a helper that starts late comes here when the plan is gone
   std::unique_lock<std::mutex> lock(mutex_);
   while (!finished_) {
     Job job;
