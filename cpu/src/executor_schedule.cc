@@ -225,14 +225,9 @@ void Call::wait(std::unique_lock<std::mutex>& lock) {
   --idle_;
 }
 
-// What a thread keeps for a call goes with its part of the call, however that ends: the tiles of AMX, and scratch memory beyond
-// what it may keep.
-struct EndOfCall {
-  void (*release)();
-  ~EndOfCall() {
-    if (release != nullptr) release();
-    trim_thread_scratch();
-  }
+// What a thread keeps beyond what it may goes with its part of a call, however that ends.
+struct TrimScratch {
+  ~TrimScratch() { trim_thread_scratch(); }
 };
 
 // A pool may run a task inside of schedule, on the thread that gives it. That thread is in the call already: the task does nothing.
@@ -256,7 +251,8 @@ void Call::start_helpers(std::unique_lock<std::mutex>& lock) {
 }
 
 void Call::join(bool caller) {
-  EndOfCall end{end_of_call_};  // not the plan's: a helper that starts late comes here when the plan is gone
+  TrimScratch trim;
+  ThreadsPart part(end_of_call_);  // not the plan's: a helper that starts late comes here when the plan is gone
   std::unique_lock<std::mutex> lock(mutex_);
   start_helpers(lock);
   work(lock);

@@ -63,6 +63,7 @@ Slices run(int64_t threads, const std::function<Work()>& make) {
     while (arrived.load() < round * count) std::this_thread::yield();
   };
   auto body = [&](int64_t thread) {
+    ThreadsPart part(kernels());
     Work work;
     try {
       work = make();
