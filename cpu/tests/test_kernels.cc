@@ -1,5 +1,6 @@
-// Tests of the micro-kernels, for every ISA this CPU runs: `test_kernels`, or `test_kernels --bench [isa]` for throughput.
-// Prints "N passed, N failed"; the exit status is 0 only if nothing failed and something was tested.
+// Tests of the micro-kernels, for every ISA this CPU runs: `test_kernels [isa]`, or `test_kernels --bench [isa]` for throughput, or
+// `test_kernels --tables` for the names of the ISAs, best first. Prints "N passed, N failed"; the exit status is 0 only if nothing
+// failed and something was tested.
 #include <cstdio>
 #include <cstring>
 
@@ -32,10 +33,15 @@ int main(int argc, char** argv) {
   const bool bench = argc > 1 && std::strcmp(argv[1], "--bench") == 0;
   const char* names[8];
   const int count = available_isas(names, 8);
+  if (argc > 1 && std::strcmp(argv[1], "--tables") == 0) {
+    for (int i = 0; i < count; ++i) std::printf("%s%s", names[i], i + 1 < count ? " " : "\n");
+    return 0;
+  }
+  const char* only = argc > 1 + bench ? argv[1 + bench] : nullptr;
   for (int i = 0; i < count; ++i) {
+    if (only && std::strcmp(only, names[i]) != 0) continue;
     if (!test::check(set_isa(names[i]) && std::strcmp(kernels().isa, names[i]) == 0, "set_isa(%s)", names[i])) continue;
     if (bench) {
-      if (argc > 2 && std::strcmp(argv[2], names[i]) != 0) continue;
       test::bench_gemm();
       test::bench_vector();
       continue;

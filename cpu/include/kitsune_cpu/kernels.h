@@ -43,6 +43,7 @@ struct PackSource {  // element (k, n) is src[k_offset[k] + n_offset[n]]
 // What a matmul makes of its sums; bytecode.py says what each one computes. float64 sums take kNone and kRelu only.
 enum class Activation : int8_t { kNone, kRelu, kLeakyRelu, kElu, kLogistic, kTanh, kSilu, kGeluTanh, kGeluErf };
 constexpr int kNumActivations = 9;
+constexpr size_t kActivationParameters[kNumActivations] = {0, 0, 1, 1, 0, 0, 1, 2, 1};
 
 // C[m][n] = act(sum_k X[m][k] * W[k][n] + bias[n]), accumulated in f32 (f64 for kF64 panels), for any M >= 1, N >= 1, K >= 1.
 // X and C rows have no alignment requirement; nothing outside C[0..M)[0..N) is written and nothing outside X[0..M)[0..K) is read.

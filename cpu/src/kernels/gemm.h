@@ -29,7 +29,9 @@ inline size_t gemm_scratch_bytes(const GemmArgs& g) {
 // lone 1).
 template <class Step, int NV>
 void multiply_panel(Block b, int64_t rows, size_t panel_bytes) {
-  int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, each = rows / blocks, extra = rows % blocks;
+  constexpr int64_t kUnit = kRowUnit<Step>;
+  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, units = (rows + kUnit - 1) / kUnit;
+  const int64_t each = units / blocks, extra = units % blocks;
   size_t c_bytes = kItemSize[int(b.c_dtype)];
   // Panels come from the last-level cache where the weights of all layers do not fit the second; the hardware follows a stream only
   // within a page. Behind the last panel lies, as a rule, the next layer's first; past the end of memory a prefetch does nothing.
@@ -37,7 +39,8 @@ void multiply_panel(Block b, int64_t rows, size_t panel_bytes) {
   b.next = static_cast<const char*>(b.w) + panel_bytes;
   b.next_step = (share + steps - 1) / steps;
   for (int64_t i = 0; i < blocks; ++i) {
-    int64_t r = each + (i < extra ? 1 : 0);
+    int64_t r = min_of(rows, kUnit * (each + (i < extra ? 1 : 0)));
+    rows -= r;
     multiply_rows<Step, NV>(r, b);
     b.x = static_cast<const typename Step::X*>(b.x) + r * b.lda;
     b.c = static_cast<char*>(b.c) + size_t(r * b.ldc) * c_bytes;
@@ -90,7 +93,7 @@ inline void gemm(const GemmArgs& g) {
     case Panel::kF32: return gemm_as<F32Step>(g);
     case Panel::kF64: return gemm_as<F64Step>(g);
     case Panel::kBF16:
-#if defined(__AVX512BF16__)
+#if defined(KITSUNE_NATIVE_BF16)
       return gemm_as<BF16Step>(g);
 #else
       return;  // panel_for never names it on this ISA

@@ -43,6 +43,21 @@ __attribute__((noinline)) inline void convert_dense(int64_t n, Half* dst, const 
   for (; i < n; ++i) dst[i] = to_half(src[i]);
 #endif
 }
+#elif defined(KITSUNE_NEON)
+// FCVTL and FCVTN, likewise; FPCR.FZ does not concern the f16 side of a conversion (FPCR.FZ16 does not either).
+template <>
+__attribute__((noinline)) inline void convert_dense(int64_t n, float* dst, const Half* src) {
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) store_vector(dst + i, vcvt_f32_f16((float16x4_t)load_vector<uint16x4_t>(src + i)));
+  for (; i < n; ++i) dst[i] = to_float(src[i]);
+}
+
+template <>
+__attribute__((noinline)) inline void convert_dense(int64_t n, Half* dst, const float* src) {
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) store_vector(dst + i, vcvt_f16_f32(load_vector<float32x4_t>(src + i)));
+  for (; i < n; ++i) dst[i] = to_half(src[i]);
+}
 #endif
 
 // Elements of a strided array are moved to and from a dense chunk by size alone, so that only the dense loops know the types.

@@ -61,6 +61,10 @@ struct F64Step {
   static KITSUNE_INLINE VD multiply_add(VD acc, VD x, VD w) { return acc + x * w; }
 };
 
+// Rows that one instruction multiplies together: blocks have whole units of them, but for the last.
+template <class Step>
+constexpr int kRowUnit = 1;
+
 #if defined(__AVX512BF16__)
 // VDPBF16PS adds two products per lane in f32. It treats denormal inputs as zero and flushes denormal results, whatever MXCSR says:
 // the price of the native multiplication, below anything a bf16 network can resolve.
@@ -84,6 +88,12 @@ struct BF16Step {
 #endif
 
 // ---- Storing a vector of the accumulator type as another type.
+
+#if defined(__AVX512F__) || defined(KITSUNE_NEON)
+constexpr bool kMaskedStores = true;  // or as good as masked
+#else
+constexpr bool kMaskedStores = false;
+#endif
 
 #if defined(__AVX512F__)
 KITSUNE_INLINE void store_lanes(float* to, VF v, int64_t lanes) {
@@ -112,9 +122,15 @@ KITSUNE_INLINE void store_lanes(double* to, VD v, int64_t lanes) {
 }
 #endif
 
+#if defined(KITSUNE_NEON)
+}  // namespace kitsune::cpu::KITSUNE_ISA
+#include "neon.h"
+namespace kitsune::cpu::KITSUNE_ISA {
+#endif
+
 // Vectors with a masked, converting store above.
 template <class C, class V>
-constexpr bool kStoresMasked = kVectorBytes == 64 && (kSame<V, VF> ? !kSame<C, double> : kSame<C, double>);
+constexpr bool kStoresMasked = kMaskedStores && (kSame<V, VF> ? !kSame<C, double> : kSame<C, double>);
 
 template <class C, int MR, int NV, class V>
 KITSUNE_INLINE void store_block(const Block& b, const V (&acc)[MR][NV]) {
@@ -158,9 +174,9 @@ template <int MR, int NV, class V>
 KITSUNE_INLINE void store_any_block(const Block& b, const V (&acc)[MR][NV]) {
   using S = decltype(V{}[0] + 0);
   constexpr int64_t kWidth = NV * int64_t(sizeof(V) / sizeof(S));
-  const bool whole = b.columns == kWidth || kVectorBytes == 64;  // or masked
+  const bool whole = b.columns == kWidth || kMaskedStores;
   if (b.c_dtype == (kSame<S, float> ? DType::kF32 : DType::kF64) && whole) return store_block<S>(b, acc);
-  if constexpr (kSame<S, float> && kVectorBytes == 64) {
+  if constexpr (kSame<S, float> && kMaskedStores) {
     if (b.c_dtype == DType::kBF16) return store_block<BFloat16>(b, acc);
     if (b.c_dtype == DType::kF16) return store_block<Half>(b, acc);
   }
@@ -188,7 +204,7 @@ KITSUNE_INLINE void activate_rows(const Block& b, int rows, int64_t width, float
 
 __attribute__((noinline)) inline void finish_rows(const Block& b, int rows, int64_t width, float* sums) {
   with_activation(b.act, b.act_a, b.act_b, [&](auto activation) {
-    if constexpr (kVectorBytes == 64) {
+    if constexpr (kMaskedStores) {
       if (b.c_dtype == DType::kF32) return activate_rows<float>(b, rows, width, sums, activation);
       if (b.c_dtype == DType::kBF16) return activate_rows<BFloat16>(b, rows, width, sums, activation);
       activate_rows<Half>(b, rows, width, sums, activation);
@@ -199,20 +215,13 @@ __attribute__((noinline)) inline void finish_rows(const Block& b, int rows, int6
   });
 }
 
+#if !defined(KITSUNE_NEON)
+// acc[i][j] += the sum over k of X's row i times W's vector j.
 template <class Step, int MR, int NV>
-__attribute__((noinline)) void multiply_block(const Block& b) {
-  using V = typename Step::A;
-  constexpr int kLanes = sizeof(V) / sizeof(typename Step::S);
+KITSUNE_INLINE void accumulate(const Block& b, typename Step::A (&acc)[MR][NV]) {
   const typename Step::X* x = static_cast<const typename Step::X*>(b.x);
   const char* w = static_cast<const char*>(b.w);
   const int64_t lda = b.lda;
-  V acc[MR][NV];
-  KITSUNE_UNROLL
-  for (int j = 0; j < NV; ++j) {
-    V bias = load_vector<V>(static_cast<const typename Step::S*>(b.bias) + j * kLanes);
-    KITSUNE_UNROLL
-    for (int i = 0; i < MR; ++i) acc[i][j] = bias;
-  }
   const int64_t steps = b.K / Step::kDepth;
   const char* next = b.next;
   // A pointer for every third row: x86 addresses `near` + 0, 1 or 2 times lda, and a pointer for each row would not leave enough
@@ -246,6 +255,21 @@ __attribute__((noinline)) void multiply_block(const Block& b) {
       }
     }
   }
+}
+#endif
+
+template <class Step, int MR, int NV>
+__attribute__((noinline)) void multiply_block(const Block& b) {
+  using V = typename Step::A;
+  constexpr int kLanes = sizeof(V) / sizeof(typename Step::S);
+  V acc[MR][NV];
+  KITSUNE_UNROLL
+  for (int j = 0; j < NV; ++j) {
+    V bias = load_vector<V>(static_cast<const typename Step::S*>(b.bias) + j * kLanes);
+    KITSUNE_UNROLL
+    for (int i = 0; i < MR; ++i) acc[i][j] = bias;
+  }
+  accumulate<Step>(b, acc);
   if (b.act == Activation::kRelu) {
     KITSUNE_UNROLL
     for (int i = 0; i < MR; ++i) {

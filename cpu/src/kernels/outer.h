@@ -10,6 +10,15 @@
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
+// Columns of X interleaved: whole units of those that are multiplied together.
+inline int64_t interleaved_columns(int64_t M) {
+#if defined(KITSUNE_NATIVE_BF16)
+  return (M + kRowUnit<BF16Step> - 1) / kRowUnit<BF16Step> * kRowUnit<BF16Step>;
+#else
+  return M;
+#endif
+}
+
 struct OuterScratch {
   size_t panel, x, y, bytes;  // byte offsets: one panel of Y; X and Y converted or interleaved, where they need it
 };
@@ -17,10 +26,10 @@ struct OuterScratch {
 inline OuterScratch outer_layout(const OuterArgs& g) {
   Panel p = g.panel;
   size_t element = kItemSize[int(multiplied_type(p))], rows = size_t(padded_depth(p, g.R));
-  bool converts = g.dtype != multiplied_type(p), pairs = p == Panel::kBF16;
+  bool converts = g.dtype != multiplied_type(p), interleaved = p == Panel::kBF16;
   OuterScratch s{};
   s.x = rounded_up(times(rows, size_t(panel_width(p)) * element), 64);
-  s.y = plus(s.x, converts || pairs ? rounded_up(times(times(rows, size_t(g.M)), element), 64) : 0);
+  s.y = plus(s.x, converts || interleaved ? rounded_up(times(times(rows, size_t(interleaved_columns(g.M))), element), 64) : 0);
   s.bytes = plus(s.y, converts ? rounded_up(times(times(rows, size_t(g.N)), element), 64) : 0);
   return s;
 }
@@ -28,12 +37,14 @@ inline OuterScratch outer_layout(const OuterArgs& g) {
 inline size_t outer_scratch_bytes(const OuterArgs& g) { return outer_layout(g).bytes; }
 
 // Rows of Y, columns [n0, n0 + columns), as a panel; the columns beyond are zeros.
-template <class Step, bool Pairs>
+template <class Step>
 void pack_rows(const typename Step::X* y, int64_t ldy, int64_t R, int64_t columns, int64_t width, typename Step::X* out) {
   using X = typename Step::X;
-  if (columns < width || (Pairs && R % 2))
-    __builtin_memset(static_cast<void*>(out), 0, size_t((R + Pairs) / (1 + Pairs) * (1 + Pairs) * width) * sizeof(X));
-  if constexpr (!Pairs) {
+  constexpr int64_t kDepth = Step::kDepth;
+  if constexpr (kDepth == 4) return interleave_rows(y, ldy, R, columns, width, out);
+  if (columns < width || R % kDepth)
+    __builtin_memset(static_cast<void*>(out), 0, size_t((R + kDepth - 1) / kDepth * kDepth * width) * sizeof(X));
+  if constexpr (kDepth == 1) {
     constexpr int64_t kWidth = kPanelVectors * kVectorBytes / int64_t(sizeof(X));
     if (columns == kWidth) {  // a copy of constant size is a few moves, any other a call
       for (int64_t r = 0; r < R; ++r)
@@ -42,27 +53,22 @@ void pack_rows(const typename Step::X* y, int64_t ldy, int64_t R, int64_t column
     }
     for (int64_t r = 0; r < R; ++r) __builtin_memcpy(static_cast<void*>(out + r * width), y + r * ldy, size_t(columns) * sizeof(X));
   } else {
-    for (int64_t r = 0; r < R; ++r) {
-      X* to = out + panel_offset<true>(r, 0, width);
+    for (int64_t r = 0; r < R; r += kDepth) {
       const X* from = y + r * ldy;
-      for (int64_t j = 0; j < columns; ++j) to[2 * j] = from[j];
+      const X* below = r + 1 < R ? from + ldy : nullptr;
+      if (columns == kPanelFloats) {
+        join_pairs(kPanelFloats, from, below, out + r * width);
+      } else {
+        join_pairs(columns, from, below, out + r * width);
+      }
     }
   }
 }
 
 #if defined(__AVX512BF16__)
 // Pairs of rows of X side by side: (r, m) at ((r / 2) * M + m) * 2 + r % 2, so that one broadcast brings both.
-inline void interleave_rows(const BFloat16* x, int64_t ldx, int64_t R, int64_t M, BFloat16* out) {
-  for (int64_t r = 0; r < R; r += 2) {
-    const BFloat16* a = x + r * ldx;
-    const BFloat16* b = a + ldx;
-    uint32_t* to = reinterpret_cast<uint32_t*>(out + r * M);
-    if (r + 1 < R) {
-      for (int64_t m = 0; m < M; ++m) to[m] = uint32_t(a[m].bits) | uint32_t(b[m].bits) << 16;
-    } else {
-      for (int64_t m = 0; m < M; ++m) to[m] = a[m].bits;
-    }
-  }
+inline void interleave_rows(const BFloat16* x, int64_t ldx, int64_t R, int64_t M, int64_t, BFloat16* out) {
+  for (int64_t r = 0; r < R; r += 2) join_pairs(M, x + r * ldx, r + 1 < R ? x + (r + 1) * ldx : nullptr, out + r * M);
 }
 #endif
 
@@ -75,11 +81,41 @@ KITSUNE_INLINE void add_lanes(float* to, VF v, __mmask16 mask) {
 KITSUNE_INLINE void add_lanes(double* to, VD v, __mmask16 mask) {
   _mm512_mask_storeu_pd(to, __mmask8(mask), _mm512_add_pd(_mm512_maskz_loadu_pd(__mmask8(mask), to), (__m512d)v));
 }
+#elif defined(KITSUNE_NEON)
+KITSUNE_INLINE int64_t first_lanes(int64_t n) { return n; }
+template <class S, class V>
+KITSUNE_INLINE void add_lanes(S* to, V v, int64_t lanes) {
+  constexpr int kLanes = sizeof(V) / sizeof(S);
+  if (lanes >= kLanes) return store_vector(to, load_vector<V>(to) + v);
+  for (int i = 0; i < kLanes - 1; ++i) {
+    if (i < lanes) to[i] += v[i];
+  }
+}
 #else
 KITSUNE_INLINE int first_lanes(int64_t) { return 0; }
 template <class S, class V>
 KITSUNE_INLINE void add_lanes(S* to, V v, int) {
   store_vector(to, load_vector<V>(to) + v);
+}
+#endif
+
+#if !defined(KITSUNE_NEON)
+// acc[i][j] += the sum over s of x[s * x_step + i] times the panel's vector j of row s.
+template <class Step, int MR, int NV>
+KITSUNE_INLINE void accumulate_outer(const typename Step::X* x, int64_t x_step, const char* panel, int64_t steps,
+                                     typename Step::A (&acc)[MR][NV]) {
+  for (int64_t s = 0; s < steps; ++s) {
+    decltype(Step::weights(panel, s, 0)) wv[NV];
+    KITSUNE_UNROLL
+    for (int j = 0; j < NV; ++j) wv[j] = Step::weights(panel, s, j);
+    const typename Step::X* row = x + s * x_step;
+    KITSUNE_UNROLL
+    for (int i = 0; i < MR; ++i) {
+      auto xv = Step::rows(row + i * Step::kDepth);
+      KITSUNE_UNROLL
+      for (int j = 0; j < NV; ++j) acc[i][j] = Step::multiply_add(acc[i][j], xv, wv[j]);
+    }
+  }
 }
 #endif
 
@@ -105,19 +141,8 @@ __attribute__((noinline)) void outer_block(const typename Step::X* x, int64_t x_
     __builtin_prefetch(line, 1);
     __builtin_prefetch(line + columns - 1, 1);
   }
-  for (int64_t s = 0; s < steps; ++s) {
-    decltype(Step::weights(panel, s, 0)) wv[NV];
-    KITSUNE_UNROLL
-    for (int j = 0; j < NV; ++j) wv[j] = Step::weights(panel, s, j);
-    const typename Step::X* row = x + s * x_step;
-    KITSUNE_UNROLL
-    for (int i = 0; i < MR; ++i) {
-      auto xv = Step::rows(row + i * Step::kDepth);
-      KITSUNE_UNROLL
-      for (int j = 0; j < NV; ++j) acc[i][j] = Step::multiply_add(acc[i][j], xv, wv[j]);
-    }
-  }
-  if (kVectorBytes == 64 || columns == kWidth) {
+  accumulate_outer<Step>(x, x_step, panel, steps, acc);
+  if (kMaskedStores || columns == kWidth) {
     decltype(first_lanes(0)) lanes[NV];
     for (int j = 0; j < NV; ++j) lanes[j] = first_lanes(columns - j * kLanes);
     KITSUNE_UNROLL
@@ -157,18 +182,19 @@ void prefetch_rows(const X* y, int64_t ldy, int64_t begin, int64_t end, int64_t 
 template <class Step>
 void outer_as(const OuterArgs& g, const typename Step::X* x, int64_t x_step, const typename Step::X* y, int64_t ldy) {
   using S = typename Step::S;
-  constexpr bool kPairs = Step::kDepth == 2;
   constexpr int64_t kLanes = sizeof(typename Step::A) / sizeof(S), kWidth = kPanelVectors * kLanes;
   const int64_t steps = (g.R + Step::kDepth - 1) / Step::kDepth;
   char* panel = static_cast<char*>(g.scratch);
   for (int64_t n0 = 0; n0 < g.N; n0 += kWidth) {
     int64_t columns = min_of(kWidth, g.N - n0);
-    pack_rows<Step, kPairs>(y + n0, ldy, g.R, columns, kWidth, reinterpret_cast<typename Step::X*>(panel));
-    int64_t blocks = (g.M + kBlockRows - 1) / kBlockRows, each = g.M / blocks, extra = g.M % blocks;
+    pack_rows<Step>(y + n0, ldy, g.R, columns, kWidth, reinterpret_cast<typename Step::X*>(panel));
+    constexpr int64_t kUnit = kRowUnit<Step>;
+    const int64_t blocks = (g.M + kBlockRows - 1) / kBlockRows, units = (g.M + kUnit - 1) / kUnit;
+    const int64_t each = units / blocks, extra = units % blocks;
     int64_t ahead = min_of(kWidth, g.N - n0 - kWidth);  // columns of the next panel
     for (int64_t i = 0, m0 = 0; i < blocks; ++i) {
       if (ahead > 0) prefetch_rows(y + n0 + kWidth, ldy, g.R * i / blocks, g.R * (i + 1) / blocks, ahead);
-      int64_t m = each + (i < extra ? 1 : 0);
+      int64_t m = min_of(g.M - m0, kUnit * (each + (i < extra ? 1 : 0)));
       S* c = static_cast<S*>(g.c) + m0 * g.ldc + n0;
       outer_rows<Step, kPanelVectors>(m, x + m0 * Step::kDepth, x_step, panel, steps, c, g.ldc, columns);
       m0 += m;
@@ -191,10 +217,11 @@ inline void outer(const OuterArgs& g) {
   switch (g.panel) {
     case Panel::kF64: return outer_as<F64Step>(g, static_cast<const double*>(g.x), g.ldx, static_cast<const double*>(g.y), g.ldy);
     case Panel::kBF16: {
-#if defined(__AVX512BF16__)
+#if defined(KITSUNE_NATIVE_BF16)
       BFloat16* x = reinterpret_cast<BFloat16*>(scratch + at.x);
-      interleave_rows(static_cast<const BFloat16*>(g.x), g.ldx, g.R, g.M, x);
-      return outer_as<BF16Step>(g, x, 2 * g.M, static_cast<const BFloat16*>(g.y), g.ldy);
+      const int64_t width = interleaved_columns(g.M);
+      interleave_rows(static_cast<const BFloat16*>(g.x), g.ldx, g.R, g.M, width, x);
+      return outer_as<BF16Step>(g, x, BF16Step::kDepth * width, static_cast<const BFloat16*>(g.y), g.ldy);
 #else
       return;  // panel_for never names it on this ISA
 #endif

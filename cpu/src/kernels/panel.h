@@ -1,18 +1,25 @@
 // Panels: how a weight W[K][N] is laid out for the matmul micro-kernels, and the packing of weights into them.
 //
-// A panel holds `width` columns of W, row after row: element (k, n) of panel p is W[k][p * width + n]. bf16 panels interleave pairs
-// of rows, as VDPBF16PS wants them: (k, n) is at ((k / 2) * width + n) * 2 + k % 2. K is padded to the k-step, N to the width, with
-// zeros.
+// A panel holds `width` columns of W, row after row: element (k, n) of panel p is W[k][p * width + n]. bf16 panels interleave D
+// rows, two as VDPBF16PS wants them or four as BFMMLA does: (k, n) is at ((k / D) * width + n) * D + k % D. K is padded to the
+// k-step, N to the width, with zeros.
 #pragma once
 
 #include "load_store.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
-#if defined(__AVX512BF16__)
+#if defined(KITSUNE_NATIVE_BF16)
 constexpr bool kNativeBFloat16 = true;
 #else
 constexpr bool kNativeBFloat16 = false;
+#endif
+
+// The k of a kBF16 panel that lie together, column by column: what one step of the ISA's instruction adds up.
+#if defined(KITSUNE_NEON)
+constexpr int kBFloat16Depth = 4;
+#else
+constexpr int kBFloat16Depth = 2;
 #endif
 
 constexpr int kPanelVectors = 2;
@@ -21,7 +28,9 @@ constexpr int kPanelDoubles = kPanelVectors * kDoubles;  // columns of a kF64 pa
 
 inline int panel_width(Panel p) { return p == Panel::kF64 ? kPanelDoubles : kPanelFloats; }
 
-inline int64_t padded_depth(Panel p, int64_t K) { return p == Panel::kBF16 ? (K + 1) / 2 * 2 : K; }
+inline int64_t padded_depth(Panel p, int64_t K) {
+  return p == Panel::kBF16 ? (K + kBFloat16Depth - 1) / kBFloat16Depth * kBFloat16Depth : K;
+}
 
 inline size_t panel_bytes(Panel p, int64_t K) {
   size_t element = p == Panel::kF64 ? 8 : p == Panel::kF32 ? 4 : 2;
@@ -38,12 +47,22 @@ inline int64_t panel_count(Panel p, int64_t N) { return (N + panel_width(p) - 1)
 inline size_t packed_bytes(Panel p, int64_t K, int64_t N) { return size_t(panel_count(p, N)) * panel_bytes(p, K); }
 
 // Offset of element (k, n) within a panel of `width` columns.
-template <bool Pairs>
+template <int Depth>
 KITSUNE_INLINE int64_t panel_offset(int64_t k, int64_t n, int64_t width) {
-  return Pairs ? ((k / 2) * width + n) * 2 + k % 2 : k * width + n;
+  return ((k / Depth) * width + n) * Depth + k % Depth;
 }
 
-template <bool Pairs, class To, class From>
+// Two rows of 16 bits side by side, as VDPBF16PS wants pairs of k: to[j] is a[j] below b[j]. No b: zeros.
+KITSUNE_INLINE void join_pairs(int64_t n, const BFloat16* a, const BFloat16* b, BFloat16* to) {
+  uint32_t* pair = reinterpret_cast<uint32_t*>(to);
+  if (b) {
+    for (int64_t j = 0; j < n; ++j) pair[j] = uint32_t(a[j].bits) | uint32_t(b[j].bits) << 16;
+  } else {
+    for (int64_t j = 0; j < n; ++j) pair[j] = a[j].bits;
+  }
+}
+
+template <int Depth, class To, class From>
 void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, To* out) {
   const From* src = static_cast<const From*>(s.src);
   int64_t columns = min_of(width, s.N - n0);
@@ -51,12 +70,27 @@ void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, T
   bool dense = true;
   for (int64_t j = 1; j < columns; ++j) dense &= n_offset[j] == n_offset[0] + j;
   if (columns < width || depth > s.K) __builtin_memset(static_cast<void*>(out), 0, size_t(depth * width) * sizeof(To));
+  if constexpr (Depth == 2 && kSame<To, BFloat16> && kSame<From, BFloat16>) {
+    if (dense) {
+      for (int64_t k = 0; k < s.K; k += 2) {
+        const From* row = src + n_offset[0];
+        const From* below = k + 1 < s.K ? row + s.k_offset[k + 1] : nullptr;
+        To* to = out + k * width;
+        if (columns == kPanelFloats) {  // a loop of constant length is a few vectors
+          join_pairs(kPanelFloats, row + s.k_offset[k], below, to);
+        } else {
+          join_pairs(columns, row + s.k_offset[k], below, to);
+        }
+      }
+      return;
+    }
+  }
   if (dense) {
     for (int64_t k = 0; k < s.K; ++k) {
       const From* row = src + s.k_offset[k] + n_offset[0];
-      To* to = out + panel_offset<Pairs>(k, 0, width);
-      if constexpr (Pairs) {
-        for (int64_t j = 0; j < columns; ++j) to[2 * j] = convert<To>(row[j]);
+      To* to = out + panel_offset<Depth>(k, 0, width);
+      if constexpr (Depth > 1) {
+        for (int64_t j = 0; j < columns; ++j) to[Depth * j] = convert<To>(row[j]);
       } else {
         convert_dense(columns, to, row);
       }
@@ -69,20 +103,20 @@ void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, T
     int64_t k1 = min_of(k0 + kRun, s.K);
     for (int64_t j = 0; j < columns; ++j) {
       for (int64_t k = k0; k < k1; ++k) {
-        out[panel_offset<Pairs>(k, j, width)] = convert<To>(src[s.k_offset[k] + n_offset[j]]);
+        out[panel_offset<Depth>(k, j, width)] = convert<To>(src[s.k_offset[k] + n_offset[j]]);
       }
     }
   }
 }
 
-template <bool Pairs, class To>
+template <int Depth, class To>
 void pack_panels(Panel panel, const PackSource& s, int64_t begin, int64_t end, void* out) {
   int64_t width = panel_width(panel), depth = padded_depth(panel, s.K);
   size_t bytes = panel_bytes(panel, s.K);
   with_type<int>(s.dtype, [&](auto tag) {
     for (int64_t p = begin; p < end; ++p) {
       To* to = reinterpret_cast<To*>(static_cast<char*>(out) + size_t(p) * bytes);
-      pack_panel<Pairs, To, typename decltype(tag)::type>(s, p * width, width, depth, to);
+      pack_panel<Depth, To, typename decltype(tag)::type>(s, p * width, width, depth, to);
     }
     return 0;
   });
@@ -90,9 +124,9 @@ void pack_panels(Panel panel, const PackSource& s, int64_t begin, int64_t end, v
 
 inline void pack(Panel panel, const PackSource& s, int64_t begin, int64_t end, void* out) {
   switch (panel) {
-    case Panel::kF32: return pack_panels<false, float>(panel, s, begin, end, out);
-    case Panel::kBF16: return pack_panels<true, BFloat16>(panel, s, begin, end, out);
-    case Panel::kF64: return pack_panels<false, double>(panel, s, begin, end, out);
+    case Panel::kF32: return pack_panels<1, float>(panel, s, begin, end, out);
+    case Panel::kBF16: return pack_panels<kBFloat16Depth, BFloat16>(panel, s, begin, end, out);
+    case Panel::kF64: return pack_panels<1, double>(panel, s, begin, end, out);
     case Panel::kTiles: return;  // amx.h
   }
 }

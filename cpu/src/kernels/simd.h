@@ -30,6 +30,11 @@
 #include <arm_neon.h>
 #endif
 
+// The ISAs whose bf16 products are instructions of their own (BF16Step in micro_kernel.h or neon.h).
+#if defined(__AVX512BF16__) || (defined(KITSUNE_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#define KITSUNE_NATIVE_BF16
+#endif
+
 #define KITSUNE_INLINE inline __attribute__((always_inline))
 #if defined(__clang__)
 #pragma clang diagnostic ignored "-Wpass-failed"  // KITSUNE_INDEPENDENT is a permission: loops around fmod and the like stay scalar
