@@ -620,3 +620,19 @@ def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if hasattr(aval, "update"):
         return aval.update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False)
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def distributed_client() -> tuple[int, Any] | None:
+    """(number of this process, the key-value store of all processes) of a program of several; None for one alone."""
+    state = _module("jax._src.distributed").global_state
+    if state.client is None or (state.num_processes or 1) < 2:
+        return None
+    return int(state.process_id), state.client
+
+
+def has_cpu_backend() -> bool:
+    """Whether JAX can run something on the CPU here (``JAX_PLATFORMS`` may leave it out)."""
+    try:
+        return bool(jax.local_devices(backend="cpu"))
+    except RuntimeError:
+        return False

@@ -9,11 +9,12 @@ or a value that means nothing, is an error at once. Invariant: no other module r
 ``KITSUNE_FORCE``           1: pipeline every legal region, whatever the cost model says (for tests and experiments).
 ``KITSUNE_STRICT``          1: raise ``NotPipelined`` where nothing could be pipelined, and do not hide our own errors.
 ``KITSUNE_LOG_LEVEL``       Level of the logger ``kitsune_jax``: a name of the ``logging`` module, such as INFO or DEBUG.
-``KITSUNE_CACHE_DIR``       Folder for compiled device code. Default: ``kitsune_jax`` in the user's cache folder.
+``KITSUNE_CACHE_DIR``       Folder for compiled device code and machine profiles. Default: ``kitsune_jax`` in the user's cache folder.
 ``KITSUNE_CUDA_ARCH``       CUDA architecture to generate code for, such as ``sm_90a``. Default: that of the device at hand.
 ``KITSUNE_NVRTC_DIR``       Folder with the CUDA compiler (libnvrtc) to use. Default: the best that the machine has.
 ``KITSUNE_CUDA_AVOID``      Kinds of CUDA kernel that are never chosen: ``sm90-spatial-l2-lanes2``, ...; * stands for any text.
 ``KITSUNE_EMULATOR_SEED``   Seed of the emulator's schedules, read when a function is lowered. Default: 1.
+``KITSUNE_PROFILE``         Machine profile that CPU plans are made with, such as ``zen5-2``. Default: measured, once.
 ``KITSUNE_NUM_THREADS``     CPU threads a plan may count on. Default: the CPUs this process may run on.
 ==========================  ==================================================================================================
 
@@ -47,6 +48,7 @@ VARIABLES = (
     "KITSUNE_CUDA_AVOID",
     "KITSUNE_EMULATOR_SEED",
     "KITSUNE_NUM_THREADS",
+    "KITSUNE_PROFILE",
 )
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
@@ -148,6 +150,22 @@ def num_threads() -> int:
     return os.cpu_count() or 1
 
 
+def profile() -> str | None:
+    """``KITSUNE_PROFILE``: the name of the machine profile that CPU plans are made with; ``None`` for the machine at hand.
+
+    A family without a number of cores stands for as many as ``num_threads`` says. Raises ``ValueError`` for what can be the name of none; ``profile.shipped`` knows which there are.
+    """
+    text = os.environ.get("KITSUNE_PROFILE", "").strip()
+    if text and not re.fullmatch(r"[a-z0-9]+(-[1-9]\d{0,3})?", text):
+        raise ValueError(f"KITSUNE_PROFILE={text!r} is no profile: use <family> or <family>-<cores>, such as zen5 or avx2-8")
+    return text or None
+
+
+def xla_flags() -> str:
+    """``XLA_FLAGS``, which XLA reads itself: they change how fast its code is."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
 def log_level() -> int | None:
     """``KITSUNE_LOG_LEVEL``: the level of the logger ``kitsune_jax``, or ``None`` where it is not set.
 
@@ -168,7 +186,7 @@ def check_environment() -> None:
             near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
             hint = f"did you mean {_PREFIX}{near[0]}?" if near else f"the variables are {', '.join(VARIABLES)}"
             raise ValueError(f"the environment variable {name} is not one of kitsune_jax: {hint}")
-    for read in (disabled, forced, strict, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads):
+    for read in (disabled, forced, strict, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads, profile):
         read()
 
 

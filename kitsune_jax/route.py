@@ -20,6 +20,7 @@ from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.planner import Infeasible, plan
+from kitsune_jax.profile import store as profiles
 from kitsune_jax.program import TileProgram, build
 from kitsune_jax.program.phased import PhasedProgram, phased
 from kitsune_jax.regions import Chosen, ChosenFollower, joined, select
@@ -149,7 +150,9 @@ def route(
             rejected += [(i, str(result)) for i in chosen.ops]
         else:
             rejected += [(i, failed(result, chosen.ops)) for i in chosen.ops]
-    notes = () if device else targets.notes(target)
+    notes: tuple[str, ...] = ()
+    if not device:
+        notes = profiles.notes() if target == "cpu" else targets.notes(target)
     report = build_report(graph, regions, sorted(rejected), platform, machine.name, notes)
     return Routed(tuple(regions), report, tuple(sorted(rejected)), tuple(dict.fromkeys(failures)))
 
@@ -185,7 +188,7 @@ def _planned(graph: Graph, chosen: Chosen, name: str, target: str, machine: Mach
     first = (0, program, chosen.region.inputs, chosen.region.outputs)
     later = [(f.phase, f.program, f.region.inputs, f.region.outputs) for f in followers]
     phases = phased([first, *later], whole.inputs, whole.outputs)
-    made = targets.generate_phases(target, phases, title) if executable else None
+    made = targets.generate_phases(target, phases, chosen.plan, title) if executable else None
     return PlannedRegion(name, whole, chosen.plan, program, target, made, followers, phases)
 
 

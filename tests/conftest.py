@@ -9,6 +9,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+# Plans are the same on every machine that runs the tests.
+os.environ["KITSUNE_PROFILE"] = "zen5-2"
+
 from collections.abc import Iterator
 
 import pytest

@@ -43,6 +43,8 @@ def test_a_variable_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch
         ("KITSUNE_LOG_LEVEL", "LOUD"),
         ("KITSUNE_NUM_THREADS", "0"),
         ("KITSUNE_NUM_THREADS", "four"),
+        ("KITSUNE_PROFILE", "Zen 5"),
+        ("KITSUNE_PROFILE", "zen5-0"),
         ("KITSUNE_EMULATOR_SEED", "-1"),
         ("KITSUNE_CUDA_ARCH", "hopper"),
         ("KITSUNE_NVRTC_DIR", "/no/such/folder"),
@@ -67,6 +69,7 @@ def test_the_variables_that_exist_are_taken(monkeypatch: pytest.MonkeyPatch, tmp
         "KITSUNE_CUDA_AVOID": "sm90-spatial-*, sm80-vertical-resident-lanes3",
         "KITSUNE_EMULATOR_SEED": "7",
         "KITSUNE_NUM_THREADS": "2",
+        "KITSUNE_PROFILE": "zen5",
     }
     assert good.keys() == set(config.VARIABLES)
     for name, value in good.items():

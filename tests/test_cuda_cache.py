@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kitsune_jax.targets.cuda import cache, folders
-from kitsune_jax.targets.cuda.cache import Cache
+from kitsune_jax import cache, folders
+from kitsune_jax.cache import Cache
 
 
 class Maker:
@@ -226,7 +226,7 @@ def test_a_lock_holds_though_its_file_was_removed_by_the_one_before(tmp_path: Pa
 # One interpreter that forks: importing the package four times would take longer than the test.
 PROCESSES = """
 import os, pathlib, signal, sys, time
-from kitsune_jax.targets.cuda.cache import Cache
+from kitsune_jax.cache import Cache
 
 folder, log = (pathlib.Path(name) for name in sys.argv[1:])
 
@@ -279,7 +279,7 @@ def test_without_a_folder_everything_works_for_this_process_with_one_warning(unw
 
 def test_the_spare_folder_goes_with_its_process(unwritable: Path) -> None:
     code = (
-        "import sys, pathlib; from kitsune_jax.targets.cuda.cache import Cache; import warnings; warnings.simplefilter('ignore')\n"
+        "import sys, pathlib; from kitsune_jax.cache import Cache; import warnings; warnings.simplefilter('ignore')\n"
     )
     code += "print(Cache(pathlib.Path(sys.argv[1])).get_file('key', '.so', lambda: b'made'))"
     done = subprocess.run([sys.executable, "-c", code, unwritable], capture_output=True, text=True, timeout=120, check=True)
@@ -443,7 +443,7 @@ def nobody(uid):
     raise KeyError(uid)
 pwd.getpwuid = nobody  # as for a container's arbitrary user
 from kitsune_jax import config
-from kitsune_jax.targets.cuda import cache
+from kitsune_jax import cache
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     made = []

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kitsune_jax.targets.cuda import cache, compile, devices, nvrtc, runtime
+from kitsune_jax import cache
+from kitsune_jax.targets.cuda import compile, devices, nvrtc, runtime
 from scripts.gpu import environment, prepare, prepared, results
 
 ROOT = Path(__file__).parents[1]

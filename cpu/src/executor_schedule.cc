@@ -92,6 +92,7 @@ class Call {
   void combine_lanes(const CombineJob& job, char* temp) const;
 
   const Plan& plan_;
+  void (*end_of_call_)();
   char* const* ins_;
   char* const* outs_;
   char* prepared_;
@@ -113,7 +114,14 @@ class Call {
 };
 
 Call::Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers)
-    : plan_(plan), ins_(ins), outs_(outs), prepared_(prepared), rings_(rings), lanes_(lanes), workers_(workers) {
+    : plan_(plan),
+      end_of_call_(plan.table->end_of_call),
+      ins_(ins),
+      outs_(outs),
+      prepared_(prepared),
+      rings_(rings),
+      lanes_(lanes),
+      workers_(workers) {
   for (const PrepPlan& p : plan.preps) preps_.push_back(prepared + p.offset);
   if (!plan.prep_tasks.empty()) rounds_.push_back({Round::kPrepare, 0, static_cast<int64_t>(plan.prep_tasks.size())});
   combines_.resize(plan.phases.size());
@@ -204,7 +212,16 @@ void Call::wait(std::unique_lock<std::mutex>& lock) {
   --idle_;
 }
 
+// What the kernels keep for a thread during a call (the tiles of AMX) goes with the thread's part of it, however that ends.
+struct EndOfCall {
+  void (*release)();
+  ~EndOfCall() {
+    if (release != nullptr) release();
+  }
+};
+
 void Call::work() {
+  EndOfCall end{end_of_call_};  // not the plan's: a helper that starts late comes here when the plan is gone
   std::unique_lock<std::mutex> lock(mutex_);
   while (!finished_) {
     Job job;

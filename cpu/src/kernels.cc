@@ -1,22 +1,12 @@
-// Which kernel table runs: the best one this CPU (and its operating system, which __builtin_cpu_supports asks about too) supports.
+// Which kernel table runs: the best one that this CPU and its operating system support (cpu_features.h).
 // Flags: none beyond the common ones; this code runs before anything is known about the CPU.
 #include "kitsune_cpu/kernels.h"
 
 #include <atomic>
 #include <cstring>
+#include <initializer_list>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#elif defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
-
-// The units of NEON kernels are empty on big-endian machines.
-#if defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-#define KITSUNE_HAS_NEON
-#endif
+#include "cpu_features.h"
 
 namespace kitsune::cpu {
 
@@ -33,6 +23,9 @@ extern const KernelTable table;
 namespace avx512bf16 {
 extern const KernelTable table;
 }
+namespace amx {
+KernelTable make_table();
+}
 #elif defined(KITSUNE_HAS_NEON)
 namespace neon {
 extern const KernelTable table;
@@ -44,55 +37,33 @@ extern const KernelTable table;
 
 namespace {
 
+// The table of a name that isas_for has given.
+const KernelTable* table_of(const char* isa) {
+#if defined(__x86_64__)
+  if (std::strcmp(isa, "amx") == 0) {
+    static const KernelTable table = amx::make_table();
+    return &table;
+  }
+  for (const KernelTable* t : {&avx512bf16::table, &avx512::table, &avx2::table})
+    if (std::strcmp(t->isa, isa) == 0) return t;
+#elif defined(KITSUNE_HAS_NEON)
+  for (const KernelTable* t : {&neonbf16::table, &neon::table})
+    if (std::strcmp(t->isa, isa) == 0) return t;
+#endif
+  static_cast<void>(isa);
+  return &generic::table;
+}
+
 struct Candidates {
-  const KernelTable* tables[4];
+  const KernelTable* tables[kMostIsas];
   int count = 0;
 };
 
-#if defined(__x86_64__)
-// Asked of CPUID directly, because Clang 14 has no names for them in __builtin_cpu_supports. That the operating system saves the
-// registers follows from the builtin's answers for avx2 and avx512f.
-bool has_f16c() {  // leaf 1, ECX bit 29
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && ((ecx >> 29) & 1) != 0;
-}
-
-bool has_avx512bf16() {  // leaf 7, subleaf 1, EAX bit 5
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && ((eax >> 5) & 1) != 0;
-}
-#elif defined(KITSUNE_HAS_NEON)
-// FEAT_BF16, as the operating system reports it. Where there is none to ask, the answer is no.
-bool has_neon_bf16() {
-#if defined(__linux__)
-  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16 of Linux's <asm/hwcap.h>
-  return (getauxval(AT_HWCAP2) & kBf16) != 0;
-#elif defined(__APPLE__)
-  int32_t has = 0;
-  size_t size = sizeof has;
-  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
-#else
-  return false;
-#endif
-}
-#endif
-
-// Best first.
+// Best first. Asks the operating system for tiles, where the CPU has them: once, because `candidates` keeps the answer.
 Candidates find_candidates() {
+  const Isas isas = isas_for(features_of_this_cpu());
   Candidates c;
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-  bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx512 && has_avx512bf16()) c.tables[c.count++] = &avx512bf16::table;
-  if (has_avx512) c.tables[c.count++] = &avx512::table;
-  if (has_avx2) c.tables[c.count++] = &avx2::table;
-#elif defined(KITSUNE_HAS_NEON)
-  if (has_neon_bf16()) c.tables[c.count++] = &neonbf16::table;
-  c.tables[c.count++] = &neon::table;
-#endif
-  c.tables[c.count++] = &generic::table;
+  for (; c.count < isas.count; ++c.count) c.tables[c.count] = table_of(isas.names[c.count]);
   return c;
 }
 
@@ -119,6 +90,8 @@ bool set_isa(const char* name) {
   }
   return false;
 }
+
+void set_kernels(const KernelTable* table) { chosen.store(table, std::memory_order_release); }
 
 int available_isas(const char** names, int capacity) {
   int count = candidates().count;

@@ -2,6 +2,9 @@
 // touched.
 #pragma once
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <memory>
 #include <vector>
@@ -37,6 +40,30 @@ inline void set_element(void* p, DType t, int64_t i, double v) {
   }
 }
 
+inline void end_of_call(const KernelTable& kt) {
+  if (kt.end_of_call != nullptr) kt.end_of_call();
+}
+
+// Elements of one type that end where memory ends: what reads on beyond them is a fault.
+struct Guarded {
+  explicit Guarded(size_t bytes) {
+    const size_t page = size_t(sysconf(_SC_PAGESIZE));
+    size_ = (bytes + page - 1) / page * page + page;
+    base_ = static_cast<char*>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (base_ == MAP_FAILED || mprotect(base_ + size_ - page, page, PROT_NONE) != 0) std::abort();
+    data = base_ + size_ - page - bytes;
+  }
+  ~Guarded() { munmap(base_, size_); }
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+  char* get() { return data; }
+  char* data;
+
+ private:
+  char* base_;
+  size_t size_;
+};
+
 struct GemmCase {
   int64_t M, N, K;
   DType x, w, c;
@@ -44,14 +71,13 @@ struct GemmCase {
   Product product = Product::kBest;
 };
 
-// X lies at the very end of its allocation (AddressSanitizer sees a read beyond it) with NaN between its rows; C has guard values
-// around.
+// X and W lie at the very end of what may be read, X with NaN between its rows; C has guard values around.
 inline void test_gemm_case(const GemmCase& t, Random& random) {
   const KernelTable& kt = kernels();
   const Panel panel = kt.panel_for(t.w, t.product, {t.M, t.N, t.K});
   const int64_t lda = t.K + (t.strided ? 3 : 0), ldc = t.N + (t.strided ? 5 : 0);
   const int64_t x_elements = (t.M - 1) * lda + t.K;
-  std::unique_ptr<char[]> x(new char[size_t(x_elements) * item_size(t.x)]), w(new char[size_t(t.K * t.N) * item_size(t.w)]);
+  Guarded x(size_t(x_elements) * item_size(t.x)), w(size_t(t.K * t.N) * item_size(t.w));
   for (int64_t i = 0; i < x_elements; ++i) set_element(x.get(), t.x, i, i % lda < t.K ? random.symmetric() : NAN);
   for (int64_t i = 0; i < t.K * t.N; ++i) set_element(w.get(), t.w, i, random.symmetric());
   const bool wide = panel == Panel::kF64;
@@ -88,6 +114,7 @@ inline void test_gemm_case(const GemmCase& t, Random& random) {
   AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
   args.scratch = scratch.data;
   kt.gemm(args);
+  end_of_call(kt);
 
   int64_t wrong = 0, touched = 0;
   double worst = 0;

@@ -207,6 +207,31 @@ inline Program weight_gradient(DType t, int64_t n, int64_t batch, Product produc
   return p;
 }
 
+// Two phases of two stages each, whose products of bfloat16 are large enough for tiles: two layers and the gradient of the second's
+// weight, then the same layers on what the first made.
+inline Program tile_network(int64_t rows, int64_t tile_rows) {
+  constexpr int64_t K = 45, N = 70;
+  Program p{};
+  p.name = "tiles";
+  p.axes = {rows};
+  p.tile_rows = tile_rows;
+  p.inputs = {{BF16, rows * K}, {BF16, K * N}, {F32, N}, {BF16, N * K}};
+  p.outputs = {{BF16, rows * K}, {F32, N * K}, {F32, rows * K}};
+  p.preps = {weight(1, BF16, K, N), dense(2, F32, F32, {N}, {1}), weight(3, BF16, N, K)};
+  p.sinks = {{Reduction::kSum, F32, N * K, 1}};
+  for (int64_t phase = 0; phase < 2; ++phase) {
+    p.queues.push_back({2 * phase, {2 * phase + 1}, 3, tile_rows * N * 2});
+    Operand x = operand(phase == 0 ? Space::kIn : Space::kOut, 0, BF16, 0, K, {0});
+    Operand hidden = operand(Space::kQueue, phase, BF16, 0, N, {0});
+    Operand y = operand(Space::kOut, phase == 0 ? 0 : 2, phase == 0 ? BF16 : F32, 0, K, {0});
+    p.stages.push_back({"first", phase, 0, {Matmul{x, 1, 1, 0, 1, Activation::kRelu, hidden}}});
+    p.stages.push_back({"second", phase, 0, {Matmul{hidden, 1, 1, 2, -1, Activation::kNone, y}}});
+  }
+  Operand hidden = operand(Space::kQueue, 0, BF16, 0, N, {0}), y = operand(Space::kOut, 0, BF16, 0, K, {0});
+  p.stages[1].body.push_back(AccumulateMatmul{0, 1, 1, N, K, hidden, y});
+  return p;
+}
+
 // A reduction, or the same operand into a sink.
 inline Program random_reduction(unsigned seed, bool into_sink) {
   std::mt19937 rng(seed);

@@ -11,6 +11,7 @@
 #include "kernels_math_test.h"
 #include "kernels_outer_test.h"
 #include "kernels_pointwise_test.h"
+#include "kernels_tiles_test.h"
 
 using namespace kitsune::cpu;
 
@@ -53,6 +54,12 @@ int main(int argc, char** argv) {
     test::test_pointwise();
     test::test_edges();
   }
+  for (int i = 0; i < test::models().count && !bench && !only; ++i) {
+    set_kernels(&test::models().all[i]->table);
+    test::test_gemm();
+    test::test_outer();
+  }
+  if (!bench) test::test_tiles();
   std::printf("%lld passed, %lld failed\n", static_cast<long long>(test::counts().passed),
               static_cast<long long>(test::counts().failed));
   return test::counts().failed == 0 && test::counts().passed > 0 ? 0 : 1;

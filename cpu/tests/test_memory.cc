@@ -5,6 +5,7 @@
 #include <new>
 #include <thread>
 
+#include "amx_models.h"
 #include "executor_memory.h"
 #include "kitsune_cpu/phased.h"
 #include "programs.h"
@@ -108,6 +109,21 @@ void test_starved_calls() {
       for (bool forever : {false, true}) starve_all(words, threads, forever);
 }
 
+// Threads that hold tiles give them back however the call ends.
+void test_starved_tiles() {
+  for (int i = 0; i < models().count; ++i) {
+    const Model& model = *models().all[i];
+    set_kernels(&model.table);
+    for (int64_t threads : {1, 3}) {
+      const int64_t before = *model.configured;
+      starve_all(encode(tile_network(67, 16)), threads, true);
+      CHECK(*model.configured > before && *model.released == *model.configured, "%s: %lld configurations, %lld releases",
+            model.table.isa, static_cast<long long>(*model.configured), static_cast<long long>(*model.released));
+    }
+  }
+  set_kernels(nullptr);
+}
+
 // How many bytes, what for, and how to go on.
 void test_messages() {
   Program p = matmul(F32, 45, 3);
@@ -153,6 +169,7 @@ void test_thread_start() {
 int main() {
   using namespace kitsune::cpu::test;
   section("starved calls", test_starved_calls);
+  section("starved tiles", test_starved_tiles);
   section("messages", test_messages);
   section("thread start", test_thread_start);
   std::printf("memory: %d checks failed\n", failures);

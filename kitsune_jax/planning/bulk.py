@@ -9,22 +9,17 @@ matmuls.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from kitsune_jax.capture.ops import OPS
+from kitsune_jax.planning import bulk_cpu
 from kitsune_jax.planning.cost import RegionCost
 
-# XLA:CPU widens and rounds 16-bit floats around every pointwise op: a GELU of 65 536 x 256 bf16 took 3x its f32 time on Zen 4.
-_NARROW_SIMT = 3.0
 _ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative"})
 _VIEWS = frozenset({"reshape", "transpose"})
 # XLA does not compute an op of this many operations twice to save a round trip (its list: divide, exp, log, tanh, power, ...).
 _EXPENSIVE = 4
 # Operations per element that XLA:GPU still hands to the GEMM library as an epilogue: a bias and a ReLU.
 _EPILOGUE = 2
-# Batched products too small to block (the interactions of DLRM): 13 GF/s on two cores, whatever the ISA.
-_SMALL_BATCHED = 64 * 64
-_SMALL_BATCHED_RATE = 6.5e9
 
 
 @dataclasses.dataclass
@@ -41,17 +36,23 @@ def baseline(cost: RegionCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
     machine = cost.machine
     kernels = kernels_of(cost)
+    if machine.profile is not None:
+        seconds = sum(bulk_cpu.kernel_seconds(cost, k.ops, k.root, _moved(cost, k)) for k in kernels)
+        return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost), sum(_moved(cost, k) for k in kernels)
     seconds = 0.0
     total = 0
     for kernel in kernels:
-        moved = sum(cost.bytes(v) for v in kernel.reads) + (cost.bytes(kernel.root) if kernel.writes else 0)
+        moved = _moved(cost, kernel)
         total += moved
         near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the shared cache
         traffic = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
         compute = sum(_library_seconds(cost, i) for i in kernel.ops) / machine.workers
-        # On a CPU one core computes and moves; a GPU overlaps the two.
-        seconds += machine.kernel_seconds + (compute + traffic if machine.platform == "cpu" else max(compute, traffic))
+        seconds += machine.kernel_seconds + max(compute, traffic)  # a GPU overlaps the two
     return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost), total
+
+
+def _moved(cost: RegionCost, kernel: Kernel) -> int:
+    return sum(cost.bytes(v) for v in kernel.reads) + (cost.bytes(kernel.root) if kernel.writes else 0)
 
 
 def output_fault_seconds(cost: RegionCost) -> float:
@@ -142,14 +143,8 @@ def _library_seconds(cost: RegionCost, i: int) -> float:
         whole = work.simt * cost.region.space.rows * min(1.0, cost.graph.values[op.outputs[0]].size / share or 1.0)
         if i in cost.sinks:
             whole = work.simt * cost.region.space.rows
-        if machine.platform == "cpu" and work.dtype in ("bfloat16", "float16"):
-            whole *= _NARROW_SIMT
         return whole / (machine.rate(machine.simt_rates, work.dtype) * machine.library_simt)
     flops = float(work.flops) * cost.region.space.rows
-    lhs = cost.graph.values[op.inputs[0]].shape
-    batch = math.prod(lhs[d] for d in op["lhs_batch"])
-    if machine.platform == "cpu" and batch > 1 and cost.graph.values[op.outputs[0]].size < batch * _SMALL_BATCHED:
-        return flops / _SMALL_BATCHED_RATE
     return flops / machine.rate(machine.library_rates, work.dot.dtype)
 
 

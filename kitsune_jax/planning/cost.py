@@ -19,6 +19,7 @@ import numpy as np
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Graph
+from kitsune_jax.planning import cpu_time
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.streams.space import Region, row_shape
 
@@ -26,6 +27,8 @@ from kitsune_jax.streams.space import Region, row_shape
 _FREE = frozenset({"broadcast", "reshape", "iota"})
 # Families that copy: half an element operation for each element moved.
 _COPIES = frozenset({"concatenate", "slice", "pad", "rev", "transpose"})
+# Families whose ops a CPU runs in groups, through registers.
+_GROUPED = frozenset({"pointwise", "convert"})
 _SCANS = frozenset({"reduce", "argreduce", "cumulative"})
 # A matmul micro-kernel spends about four steps of K on loading and storing its accumulators; from K = 64 on that is in the
 # efficiency.
@@ -64,8 +67,9 @@ class DotWork:
 class OpWork:
     """One op on one row. ``flops``: useful operations. ``simt``: vector operations. ``dot``: set for matmuls only.
 
-    ``elements``: what a stage's pointwise code loads and stores besides: one pass over them per op.
-    ``absorbed``: a bias or a ReLU that the matmul before it applies to its accumulators; a pipeline does not pay for it.
+    ``elements``: what a stage's pointwise code loads and stores besides: one pass over them per op. ``edges``: those of them that
+    come from or go to something that is no pointwise op. ``absorbed``: a bias or a ReLU that the matmul before it applies to its
+    accumulators; a pipeline does not pay for it.
     """
 
     flops: int
@@ -74,6 +78,8 @@ class OpWork:
     dot: DotWork | None = None
     absorbed: bool = False
     elements: int = 0
+    edges: int = 0
+    kind: str = ""
 
     @property
     def resource(self) -> str:
@@ -145,8 +151,25 @@ class RegionCost:
         if family in _FREE:
             return OpWork(0, 0.0, dtype)
         if family in _COPIES:
-            return OpWork(0, 0.5 * elements, dtype, elements=elements)
-        return OpWork(int(elements * per_element), float(elements * per_element), dtype, None, self._absorbed(i), elements)
+            return OpWork(0, 0.5 * elements, dtype, elements=elements, kind=op.kind)
+        edges = elements * self._edges(i) if family in _GROUPED else 0
+        simt = float(elements * per_element)
+        return OpWork(int(simt), simt, dtype, None, self._absorbed(i), elements, edges, op.kind)
+
+    def _edges(self, i: int) -> int:
+        """Full-sized operands and results of a pointwise op that are loaded or stored by its group."""
+        op = self.graph.ops[i]
+        full = self.graph.values[op.outputs[0]].size
+
+        def grouped(j: int) -> bool:
+            return self.family(j) in _GROUPED
+
+        loads = sum(
+            v in self.labels and self.graph.values[v].size == full and not (v in self.producer and grouped(self.producer[v]))
+            for v in dict.fromkeys(op.inputs)
+        )
+        stored = any(v in self.outputs or not all(grouped(j) for j in self.readers.get(v, ())) for v in op.outputs)
+        return loads + stored
 
     def _absorbed(self, i: int) -> bool:
         """``i`` adds a stationary value to a matmul's result or takes its maximum with a constant, and it is the only reader."""
@@ -189,6 +212,8 @@ class RegionCost:
         machine = self.machine
         if work.absorbed:
             return 0.0
+        if machine.profile is not None:
+            return self._cpu_seconds(work, sink, rows)
         if work.dot is None:
             operations = work.simt + work.elements * machine.pass_operations
             return rows * operations / (machine.rate(machine.simt_rates, work.dtype) * machine.pipeline_simt)
@@ -199,6 +224,50 @@ class RegionCost:
         m, k = (dot.m, rows * dot.k) if sink else (rows * dot.m, dot.k)
         padded_k = k + max(0.0, (_FULL_K - k) / _K_OVERHEAD)
         return 2.0 * dot.batch * round_up(m, machine.matmul_rows) * round_up(dot.n, machine.panel) * padded_k / rate
+
+    def _cpu_seconds(self, work: OpWork, sink: bool, rows: int) -> float:
+        """On one core, by what was measured."""
+        times = self.times
+        if work.dot is not None:
+            dot = work.dot
+            weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
+            if sink:
+                return dot.batch * times.gradient(dot.dtype, gradients, rows * dot.k, dot.m, dot.n)
+            return dot.batch * times.product(dot.dtype, weights, rows * dot.m, dot.k, dot.n)
+        family = OPS[work.kind].family if work.kind in OPS else ""
+        if family in _SCANS:
+            passes = {"reduce": 1.0, "argreduce": 2.0, "cumulative": 3.0}[family]
+            return rows * work.elements * passes * times.fold(work.dtype, over_rows=sink)
+        if family in _COPIES:
+            return rows * work.elements * 2 * times.edge(work.dtype)
+        if not work.kind:
+            return 0.0
+        return rows * (work.elements * times.vector(work.kind, work.dtype) + work.edges * times.edge(work.dtype))
+
+    @functools.cached_property
+    def times(self) -> cpu_time.CpuTimes:
+        """Raises ``ValueError`` for a machine without a profile."""
+        if self.machine.profile is None:
+            raise ValueError(f"the machine {self.machine.name} has no profile: it is not a CPU")
+        return cpu_time.times(self.machine.profile)
+
+    @functools.cached_property
+    def products(self) -> tuple[str, str]:
+        """How bfloat16 operands are multiplied fastest: in products with weights, and in weight gradients (``PRODUCTS``)."""
+        times, typical = self.times, cpu_time.TILE
+        ways = times.ways("bfloat16")
+        weights, gradients = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+        for (work, sink), count in self.kinds(self.region.ops).items():
+            if work.dot is None or work.dot.dtype != "bfloat16":
+                continue
+            dot = work.dot
+            for way in ways:
+                if sink:
+                    gradients[way] += count * dot.batch * times.gradient(dot.dtype, way, typical * dot.k, dot.m, dot.n)
+                else:
+                    weights[way] += count * dot.batch * times.product(dot.dtype, way, typical * dot.m, dot.k, dot.n)
+        best = sorted(weights, key=lambda w: (weights[w], -ways.index(w)))[0], sorted(gradients, key=lambda w: (gradients[w], -ways.index(w)))[0]
+        return best
 
     def kinds(self, ops: Iterable[int]) -> dict[tuple[OpWork, bool], int]:
         """How often each (work, is a sink) occurs among ``ops``, for ``work_seconds``: a deep network has few that differ."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.profile.kernels import DEPTHS, TILE, WIDTHS
@@ -30,15 +30,20 @@ _PER_FLOP = ("tanh", 14.0)  # everything else, by its operations
 _SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
 _ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
 _MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
+# In a loop with several elementary functions each costs more: a chain of n takes n (1 + (n - 1) / 2) times as long as one (tanh, silu
+# and gelu, one to seven of them, float32 and bfloat16; JAX 0.12, Zen 5).
+_CROWDED = 0.5
 # XLA gives a loop one thread where it writes less than this.
 _PARALLEL_BYTES = 128 << 10
 # A dimension below 8 keeps XLA's product from the library (YNNPACK).
 _LEAST_SIDE = 8
+_ROWS = 1024  # of most of the products that were measured
 
 
+@functools.lru_cache(maxsize=16)
 def times(profile: Profile) -> CpuTimes:
-    """The times of ``profile``, whose curves are made once."""
-    return _times(profile)
+    """The times of ``profile``, made once."""
+    return CpuTimes(profile)
 
 
 class CpuTimes:
@@ -118,7 +123,7 @@ class CpuTimes:
         if min(rows, k, n) < _LEAST_SIDE:
             return self._narrow_dot(dtype, rows, k, n)
         points = self._points(f"xla/dot/{dtype}/")
-        large = [p for p in points if p[0] >= 1024 and min(p[1:3]) >= _LEAST_SIDE]
+        large = [p for p in points if p[0] == _ROWS and min(p[1:3]) >= _LEAST_SIDE]
         sides = [_mean(a, b) for _, a, b, _ in large]
         rates = [math.log(s / (r * a * b)) for r, a, b, s in large]
 
@@ -129,10 +134,22 @@ class CpuTimes:
         if form == "dot_t" and (other := self._points(f"xla/dot_t/{dtype}/")):
             r, a, b, s = other[0]
             factor = s / (rate(_mean(a, b)) * r * a * b)
+        far = self._far(dtype, rows, k, n, rate)
         few = [p for p in points if p[0] < 64] or [p for p in self._points("xla/dot/float32/") if p[0] < 64]
         r, a, b, s = max(few, key=lambda p: p[1] * p[2])
         weights = max(0.0, s / (a * b) - r * rate(_mean(a, b)))  # an element of the weights, whatever the rows
-        return k * n * (rows * rate(_mean(k, n)) * factor + weights)
+        return k * n * (rows * rate(_mean(k, n)) * factor * far + weights)
+
+    def _far(self, dtype: str, rows: int, k: int, n: int, rate: Callable[[float], float]) -> float:
+        """How many times as long a product takes because its rows do not fit the caches."""
+        found = [p for p in self._points(f"xla/dot/{dtype}/") if p[0] > 2 * _ROWS and min(p[1:3]) >= _LEAST_SIDE]
+        if not found:
+            return 1.0
+        r, a, b, s = found[0]
+        most = max(1.0, s / (r * a * b * rate(_mean(a, b))))
+        moved, few, many = rows * (k + n), _ROWS * (a + b), r * (a + b)
+        # What is moved beside the arithmetic weighs less the wider the product is.
+        return 1.0 + (most - 1.0) * min(1.0, max(0.0, math.log(moved / few) / math.log(many / few)))
 
     def _narrow_dot(self, dtype: str, rows: int, k: int, n: int) -> float:
         """A side too short for the library: a loop over the larger operand, once for each column of the smaller."""
@@ -157,9 +174,9 @@ class CpuTimes:
         simple = max(0.0, self[f"xla/loop/arithmetic/{home}"] - self[f"xla/loop/move/{home}"]) / _ARITHMETIC
         if kind == "max" and home != "float32":
             simple *= 0.5  # compared as it is, without the conversions
-        name, times = _LIKE.get(kind, (kind, 1.0))
+        name, as_long = _LIKE.get(kind, (kind, 1.0))
         if f"xla/loop/{name}/float32" in self._numbers and name not in ("move", "arithmetic"):
-            found = self._extra(name) * times
+            found = self._extra(name) * as_long
         elif flops <= _SIMPLE:
             found = 0.0
         else:
@@ -167,8 +184,12 @@ class CpuTimes:
         return (found + simple) * (2.0 if dtype == "float64" else 1.0)
 
     def _extra(self, name: str) -> float:
-        move = self["xla/loop/move/float32"]
-        return max(self[f"xla/loop/{name}/float32"] - move, 0.05 * move)
+        move = self["xla/loop/move/float32"]  # the loop has the operation twice
+        return max((self[f"xla/loop/{name}/float32"] - move) / (2 * self.crowded(2)), 0.05 * move)
+
+    def crowded(self, functions: int) -> float:
+        """How many times as long ops take in a loop with so many elementary functions."""
+        return 1.0 + _CROWDED * max(0, functions - 1)
 
     def xla_loop(self, elements: float, per_element: float, written: float) -> float:
         """A fused loop without what it reads and writes: on one thread where it is short."""
@@ -180,14 +201,13 @@ class CpuTimes:
             return self["xla/loop/move/float32"] / _MOVED
         return self["copy/dram"] / 2 / self.profile.workers
 
+    def xla_batched(self, dtype: str) -> float:
+        """A multiplication and addition of many small products."""
+        return self._numbers.get(f"xla/batched/{dtype}", self["xla/batched/float32"])
+
     def xla_reduce(self, dtype: str, over_rows: bool) -> float:
         dtype = dtype if f"xla/reduce/row/{dtype}" in self._numbers else "float32"
         return self[f"xla/reduce/{'column' if over_rows else 'row'}/{dtype}"]
-
-
-@functools.lru_cache(maxsize=16)
-def _times(profile: Profile) -> CpuTimes:
-    return CpuTimes(profile)
 
 
 def _float(dtype: str) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from kitsune_jax.profile.model import Profile
+
 KIB, MIB = 1024, 1024 * 1024
 Rates = tuple[tuple[str, float], ...]
 
@@ -70,6 +72,7 @@ class Machine:
     panel: int  # columns a matmul is padded to
     matmul_rows: int  # rows a matmul is padded to
     sources: tuple[tuple[str, str], ...]
+    profile: Profile | None = None  # of a CPU: what its times are made of
 
     def rate(self, rates: Rates, dtype: str) -> float:
         """The entry of ``rates`` for ``dtype``, or for "other"."""

@@ -65,4 +65,5 @@ class Plan:
     bound: str  # what limits it: a stage's name, "dram" or "l2"
     cluster: int = 1
     lanes: int = 1
+    products: tuple[str, str] = ("best", "best")  # on a CPU: how bfloat16 operands are multiplied, times weights and in gradients
     l2_bytes: int = 0  # on a GPU: modelled, through the L2, of which the off-chip bytes are a part

@@ -203,8 +203,17 @@ class _Planner:
         return self.machine.places[-1].latency + self.machine.tile_seconds
 
     def _pack_seconds(self) -> float:
-        """Weights are read and written once per call on their way into the micro-kernels' layout."""
-        return 2 * stationary_bytes(self.cost, self.region.ops) / self.machine.pack_bandwidth
+        """Weights are read and written once per call on their way into the micro-kernels' layout, by all workers together."""
+        cost, machine = self.cost, self.machine
+        seconds = 0.0
+        for i in self.region.ops:
+            work = cost.work(i)
+            if work.dot is None or i in cost.sinks:
+                continue
+            way = cost.products[0] if work.dot.dtype == "bfloat16" else "widened"
+            elements = work.dot.batch * work.dot.k * work.dot.n
+            seconds += elements * cost.times.pack(work.dot.dtype, way)
+        return seconds / machine.workers
 
     def _partial_bytes(self, replicas: int) -> int:
         """Sinks are folded in a fixed order, so every worker keeps a partial result, which is written and read once more."""
@@ -232,6 +241,7 @@ class _Planner:
             baseline_bytes=base_bytes,
             flops=self.cost.flops(),
             bound=names[c.bound] if isinstance(c.bound, int) else c.bound,
+            products=self.cost.products,
         )
 
     def _queues(self, c: _Candidate) -> tuple[Queue, ...]:

@@ -25,8 +25,9 @@ _RARE = frozenset({"igamma", "igammac", "zeta", "polygamma", "regularized_incomp
                    "bessel_i0e", "bessel_i1e"})  # fmt: skip
 _NO_WORK = frozenset({"load", "store", "const", "convert", "index", "reduce_precision"})
 _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
-_COPIES = {"l1": 4 << 10, "l2": 128 << 10, "l3": 2 << 20, "dram": 48 << 20}
-_FRESH = 8 << 20
+_COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
+_SHARED_COPIES = {"l3": 4 << 20, "dram": 96 << 20}  # of all threads together
+_FRESH = 32 << 20
 
 
 def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
@@ -59,10 +60,16 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
             note(f"{what}/{dtype}", _ELEMENTS, extension.measure_move, what, code[dtype], _ELEMENTS)
         for which in ("row", "column"):
             note(f"fold/{which}/{dtype}", 16 * 256, extension.measure_fold, 0, code[dtype], 16, 256, which == "column")
-    for level, size in _COPIES.items():
+    shared = {level: size // threads for level, size in _SHARED_COPIES.items()}
+    for level, size in (_COPIES | shared).items():
         note(f"copy/{level}", size, extension.measure_copy, size)
-    note("touch", _FRESH, extension.measure_touch, _FRESH)
+    note("touch", _FRESH // threads, extension.measure_touch, _FRESH // threads)
     return found
+
+
+def share(extension: Any, workers: int) -> float:
+    """Of a moment, the least that one of so many busy threads ran: near 1 where nothing else does."""
+    return float(extension.measure_vector(OPCODES.index("add"), DTYPES.index("float32"), _ELEMENTS, min(workers, _MOST_THREADS))[1])
 
 
 def products(extension: Any) -> list[tuple[str, str]]:

@@ -17,9 +17,10 @@ with the whole machine.
 ``fold/<row or column>/<dtype>``       an element of a sum along a row, or over the rows
 ``copy/<l1, l2, l3, dram>``            a byte read and a byte written
 ``touch``                              a byte of fresh pages
-``call``                               a call of a pipeline that has nothing to do
+``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
 ``xla/call``, ``xla/kernel``           a jitted function that has nothing to do; one more kernel in it
 ``xla/dot/<dtype>/<rows>x<K>x<N>``     ``x @ w``; ``xla/dot_t/``: times w transposed; ``xla/outer/``: ``x.T @ y``
+``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
 ``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache
 ``xla/reduce/<row or column>/<dtype>`` an element of a sum along the rows, or over them
 =====================================  ============================================================================================

@@ -8,6 +8,7 @@ default device, ``disable_jit``) changes what is measured.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,32 +19,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kitsune_jax.profile.timing import Log
+from kitsune_jax.profile import calls
+from kitsune_jax.profile.kernels import TILE
+from kitsune_jax.profile.timing import Log, Repeated
 
-# (rows, K, N). The squares tell how the rate grows with the width; 16 rows what the weights cost; N of 1 and 4 take other code.
-_DOTS = ((16, 64, 64), (16, 512, 512), (1024, 16, 16), (1024, 64, 64), (1024, 256, 256), (1024, 1024, 1024), (2048, 256, 4), (2048, 256, 1))
+# (rows, K, N). The squares tell how the rate grows with the width; 16 rows what the weights cost; 8192 what
+# it costs that rows come from memory; N of 1 and 4 take other code.
+_DOTS = (
+    (16, 64, 64), (16, 512, 512), (1024, 16, 16), (1024, 64, 64), (1024, 256, 256), (1024, 512, 512), (1024, 1024, 1024), (8192, 512, 512), (2048, 256, 4), (2048, 256, 1),
+)
 _HALF_DOTS = ((1024, 64, 64), (1024, 256, 256))
 _TRANSPOSED = ((1024, 256, 256),)
 _GRADIENTS = ((2048, 16, 16), (2048, 64, 64), (2048, 256, 256))
-_LOOP = (512, 512)
-_REDUCED = (1024, 256)
+_BATCHED = (512, 16, 64, 16)  # products of m x k and k x n: what interactions of features are like
+# Arrays of no power of two, which would lie at the same place of every page.
+_LOOP = (2003, 128)
+_REDUCED = (1009, 256)
 _CHAIN = 9
-_LEAST_CALLS, _REPEATS = 3, 3
+_LEAST_CALLS, _REPEATS = 2, 3
 _SLICE = 1.2e-3  # seconds of a repetition, unless three calls take longer
 
 Function = Callable[..., Any]
-# What one fused loop computes for each element. "move" is the loop itself: two elements read and one written.
+# What one fused loop computes for each element. "move" is the loop itself: two elements read and one written. An operation is there
+# twice: a single one hides behind the memory, and in a loop of several each costs more than it would alone.
 LOOPS: dict[str, Function] = {
     "move": lambda x, y: x + y,
-    "exp": lambda x, y: lax.exp(x) + y,
-    "log": lambda x, y: lax.log(x) + y,
-    "tanh": lambda x, y: lax.tanh(x) + y,
-    "logistic": lambda x, y: lax.logistic(x) + y,
-    "erf": lambda x, y: lax.erf(x) + y,
-    "div": lambda x, y: lax.div(y, x),
-    "rsqrt": lambda x, y: lax.rsqrt(x) + y,
-    "sin": lambda x, y: lax.sin(x) + y,
-    "pow": lambda x, y: lax.pow(x, y),
+    "exp": lambda x, y: lax.exp(lax.exp(x)) + y,
+    "log": lambda x, y: lax.log(lax.log(x) + 2) + y,
+    "tanh": lambda x, y: lax.tanh(lax.tanh(x)) + y,
+    "logistic": lambda x, y: lax.logistic(lax.logistic(x)) + y,
+    "erf": lambda x, y: lax.erf(lax.erf(x)) + y,
+    "div": lambda x, y: lax.div(y, lax.div(y, x)) + y,
+    "rsqrt": lambda x, y: lax.rsqrt(lax.rsqrt(x)) + y,
+    "sin": lambda x, y: lax.sin(lax.sin(x)) + y,
+    "pow": lambda x, y: lax.pow(lax.pow(x, y), y) + y,
     "arithmetic": lambda x, y: ((x * y + x) * x + y) * x + y,
 }
 _NARROW_LOOPS = ("move", "tanh", "arithmetic")
@@ -57,10 +66,10 @@ class _Program:
     elements: float = 1.0
 
 
-def measure(log: Log) -> dict[str, float]:
-    """Numbers of XLA on the first CPU device. Raises what JAX raises where there is no CPU backend."""
+def measure(log: Log, workers: int, share: Callable[[], float]) -> dict[str, float]:
+    """Numbers of XLA on the first CPU device; ``share()`` says how much of a core a busy thread has just now. Raises what JAX raises where there is no CPU backend."""
     device = jax.local_devices(backend="cpu")[0]
-    programs = list(_programs())
+    programs = list(_programs(workers))
     lowered = [_lowered(p, device) for p in programs]
     with ThreadPoolExecutor(2) as pool:  # compilation releases the interpreter's lock
         compiled = list(pool.map(lambda low: low.compile(), lowered))
@@ -69,7 +78,7 @@ def measure(log: Log) -> dict[str, float]:
     empty = 0.0
     for program, run in zip(programs, compiled, strict=True):
         operands = [arrays.setdefault(s, _array(s, device)) if s not in arrays else arrays[s] for s in program.shapes]
-        seconds = log.quiet(program.key, lambda run=run, operands=operands: (_times(run, operands), 1.0))
+        seconds = log.quiet(program.key, functools.partial(_repeated, run, operands, share))
         assert seconds is not None
         if program.key == "xla/call":
             empty = seconds
@@ -78,6 +87,10 @@ def measure(log: Log) -> dict[str, float]:
             # What is left when the call itself is taken away; a kernel that is hidden behind it counts for something.
             found[program.key] = max(seconds - empty, 0.1 * seconds) / program.elements
     return found
+
+
+def _repeated(run: Any, operands: Sequence[Any], share: Callable[[], float]) -> Repeated:
+    return _times(run, operands), share()
 
 
 def _lowered(program: _Program, device: Any) -> Any:
@@ -105,11 +118,18 @@ def _times(run: Any, operands: Sequence[Any]) -> list[float]:
     return found
 
 
-def _programs() -> Iterator[_Program]:
+def _programs(workers: int) -> Iterator[_Program]:
     f32 = "float32"
     yield _Program("xla/call", lambda x: x + 1, (((8,), f32),))
     yield _Program("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), _CHAIN - 1)
-    for dtype, dots in shapes.items():
+    weight = ((calls.WIDTH, calls.WIDTH), f32)
+    for key, rows in (("call/short", 1), ("call", workers * TILE)):
+        yield _Program(key, calls.caller(rows), (((rows, calls.WIDTH), f32), weight))
+    count, m, k, n = _BATCHED
+    for dtype in (f32, "bfloat16"):
+        batched = (((count, m, k), dtype), ((count, k, n), dtype))
+        yield _Program(f"xla/batched/{dtype}", _batched, batched, float(np.prod(_BATCHED)))
+    for dtype, dots in {f32: _DOTS, "bfloat16": _DOTS, "float16": _HALF_DOTS}.items():
         for rows, k, n in dots:
             yield _Program(f"xla/dot/{dtype}/{rows}x{k}x{n}", _dot, (((rows, k), dtype), ((k, n), dtype)))
     for dtype in (f32, "bfloat16"):
@@ -127,6 +147,10 @@ def _programs() -> Iterator[_Program]:
 
 def _dot(x: Any, w: Any) -> Any:
     return lax.dot_general(x, w, (((1,), (0,)), ((), ())))
+
+
+def _batched(x: Any, y: Any) -> Any:
+    return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))))
 
 
 def _dot_transposed(x: Any, w: Any) -> Any:

@@ -108,7 +108,7 @@ def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Any:
     """The code of ``program``. Raises ``ValueError`` for an unknown target, ``CannotLower`` where there is none,
     ``InvalidProgram`` for code that the target's extension refuses."""
     _require(target)
-    return cpu.generate(program, name) if target == "cpu" else cuda.generate(target, program, plan, name)
+    return cpu.generate(program, name, cpu.Products(*plan.products)) if target == "cpu" else cuda.generate(target, program, plan, name)
 
 
 def compiles(target: str) -> bool:
@@ -121,11 +121,11 @@ def runs_phases(target: str) -> bool:
     return target == "cpu"
 
 
-def generate_phases(target: str, program: PhasedProgram, name: str) -> Any:
-    """The code of a call of several phases. Raises ``ValueError`` where ``runs_phases`` is False, and as ``generate`` does."""
+def generate_phases(target: str, program: PhasedProgram, plan: Plan, name: str) -> Any:
+    """The code of a call of several phases, of which the first was planned as ``plan``. Raises ``ValueError`` where ``runs_phases`` is False, and as ``generate`` does."""
     if not runs_phases(target):
         raise ValueError(f"a call has one phase on {target!r}")
-    return cpu.generate_phases(program, name)
+    return cpu.generate_phases(program, name, cpu.Products(*plan.products))
 
 
 def emit(planned: Planned, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kitsune_jax.targets.cuda import cache, compile, devices, nvrtc, runtime
+from kitsune_jax import cache
+from kitsune_jax.targets.cuda import compile, devices, nvrtc, runtime
 from scripts.gpu.programs import Program, programs, smoke_programs
 from scripts.gpu.record import Record, arguments
 

@@ -18,7 +18,8 @@ inline size_t item_size(DType t) { return kItemSize[static_cast<int>(t)]; }
 enum class Opcode : int16_t;  // opcodes.h
 
 // How W[k][n] is stored for a matmul: panels of `panel_width` columns, each K (padded to the ISA's k-step) deep, padded with zeros.
-enum class Panel : int8_t { kF32, kBF16, kF64 };
+// kTiles is of bfloat16, for X of bfloat16.
+enum class Panel : int8_t { kF32, kBF16, kF64, kTiles };
 
 // How a product of bfloat16 operands is multiplied: as widened f32 (FMA), by the instructions that add pairs of bfloat16 products
 // to f32 (VDPBF16PS), or by tiles of a matrix unit (AMX). kBest leaves it to the table. What a table does not have falls back to
@@ -87,7 +88,7 @@ using FoldFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc);
 using FoldRowFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc);
 
 struct KernelTable {
-  const char* isa;  // "avx512bf16", "avx512", "avx2", "generic"
+  const char* isa;  // "amx", "avx512bf16", "avx512", "avx2", "generic"
   // Panels used for a product with a weight of this dtype, of this shape (for a tile of rows; shorter ones use the same panels).
   // `product` matters for bf16 only: other weights have one kind of panel.
   Panel (*panel_for)(DType weight, Product product, const ProductShape& shape);
@@ -105,10 +106,13 @@ struct KernelTable {
   FoldRowFn (*fold_row)(int how, DType storage, bool wide);
   size_t (*outer_scratch_bytes)(const OuterArgs&);
   void (*outer)(const OuterArgs&);
+  // Called by a thread that has used gemm or outer, when it is done with its part of a call; nullptr where there is nothing to do.
+  void (*end_of_call)();
 };
 
-const KernelTable& kernels();    // the best for this CPU, or the one named by set_isa
-bool set_isa(const char* name);  // for tests; false if this CPU cannot run it (or it was not built)
+const KernelTable& kernels();                // the best for this CPU, or the one named by set_isa
+bool set_isa(const char* name);              // for tests; false if this CPU cannot run it (or it was not built)
+void set_kernels(const KernelTable* table);  // for tests: a table of their own, which lives on; nullptr: the best
 int available_isas(const char** names, int capacity);
 
 }  // namespace kitsune::cpu

@@ -98,6 +98,7 @@ inline void gemm(const GemmArgs& g) {
 #else
       return;  // panel_for never names it on this ISA
 #endif
+    case Panel::kTiles: return;  // amx.h
   }
 }
 

@@ -231,6 +231,7 @@ inline void outer(const OuterArgs& g) {
       return;  // panel_for never names it on this ISA
 #endif
     }
+    case Panel::kTiles: return;  // amx_outer.h
     case Panel::kF32:
       if (g.dtype == DType::kF32)
         return outer_as<F32Step>(g, static_cast<const float*>(g.x), g.ldx, static_cast<const float*>(g.y), g.ldy);

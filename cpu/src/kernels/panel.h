@@ -102,6 +102,7 @@ inline void pack(Panel panel, const PackSource& s, int64_t begin, int64_t end, v
     case Panel::kF32: return pack_panels<1, float>(panel, s, begin, end, out);
     case Panel::kBF16: return pack_panels<kBFloat16Depth, BFloat16>(panel, s, begin, end, out);
     case Panel::kF64: return pack_panels<1, double>(panel, s, begin, end, out);
+    case Panel::kTiles: return;  // amx.h
   }
 }
 

@@ -10,9 +10,9 @@ namespace kitsune::cpu::KITSUNE_ISA {
 
 extern const KernelTable table;
 const KernelTable table = {
-    KITSUNE_ISA_NAME,    &panel_for,     &packed_bytes,      &panel_count,         &pack,
-    &gemm_scratch_bytes, &gemm,          &vector_function,   &convert_function,    &load_function,
-    &store_function,     &fold_function, &fold_row_function, &outer_scratch_bytes, &outer,
+    KITSUNE_ISA_NAME, &panel_for,        &packed_bytes,  &panel_count,    &pack,          &gemm_scratch_bytes, &gemm,
+    &vector_function, &convert_function, &load_function, &store_function, &fold_function, &fold_row_function,  &outer_scratch_bytes,
+    &outer,           nullptr,
 };
 
 }  // namespace kitsune::cpu::KITSUNE_ISA

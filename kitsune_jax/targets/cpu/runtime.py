@@ -6,7 +6,10 @@ calling its functions never fails because of a missing or mismatched extension; 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
+import pathlib
 import threading
 import warnings
 from typing import Any
@@ -73,6 +76,35 @@ def register() -> bool:
     True
     """
     return available()
+
+
+def extension() -> Any | None:
+    """The extension module, or None where it is missing."""
+    return _load()[0]
+
+
+def isa() -> str:
+    """The kernel table that programs use from now on: "avx2", ...; "generic" without the extension."""
+    found = _load()[0]
+    return "generic" if found is None else str(found.isa())
+
+
+def isas() -> tuple[str, ...]:
+    """Every kernel table that this CPU can run, best first."""
+    found = _load()[0]
+    return () if found is None else tuple(found.available_isas())
+
+
+@functools.cache
+def digest() -> str:
+    """A hash of the extension's file: another build may have other kernels."""
+    found = _load()[0]
+    if found is None:
+        return ""
+    try:
+        return hashlib.sha256(pathlib.Path(found.__file__).read_bytes()).hexdigest()
+    except OSError:  # loaded from somewhere that is no file: the package's version has to do
+        return ""
 
 
 def check(words: np.ndarray) -> str:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kitsune_jax.targets.cuda import cache, sources
+from kitsune_jax import cache
+from kitsune_jax.targets.cuda import sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
 __all__ = ["Compiler", "available", "build_emulator", "compile", "find", "kernel_options", "why_not"]

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kitsune_jax import config
-from kitsune_jax.targets.cuda import cache, sources
+from kitsune_jax import cache
+from kitsune_jax.targets.cuda import sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, so that each is compiled once per machine and not once per process.
+"""Compiled kernels and machine profiles on disk, so that each is made once per machine and not once per process.
 
 Comes in: a key over everything that specialises an artefact (``key``), and a function that makes it. Goes out: its bytes, or a
 file that holds them. Invariants: an entry is complete and unchanged or it is made again, because it ends in a digest of itself;
@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kitsune_jax import config
-from kitsune_jax.targets.cuda import folders
-from kitsune_jax.targets.cuda.folders import Untrusted
+from kitsune_jax import config, folders
+from kitsune_jax.folders import Untrusted
 
 __all__ = ["Cache", "default", "key", "seal", "unseal"]
 
@@ -64,11 +63,14 @@ def unseal(sealed: bytes) -> bytes | None:
 class Cache:
     """The entries in one folder, which need not exist; ``None``: there is no place for one, entries live as long as this process.
 
-    Past ``limit_bytes`` the entries unused for longest are removed.
+    Past ``limit_bytes`` the entries unused for longest are removed. ``what`` the entries are and how they are ``made``, for the
+    warning where none can be kept.
     """
 
     folder: Path | None
     limit_bytes: int = LIMIT_BYTES
+    what: str = "compiled kernels"
+    made: str = "compiled"
 
     def get(self, key: str, suffix: str, make: Callable[[], bytes]) -> bytes:
         """The entry of ``key``; ``make()`` is called, once among all threads and processes, where there is none.
@@ -87,6 +89,12 @@ class Cache:
             self._store(name, seal(content))
             return content
 
+    def put(self, key: str, suffix: str, content: bytes) -> bytes:
+        """Make ``content`` the entry of ``key``, whatever it was; returns it."""
+        with self._only_one(key + suffix):
+            self._store(key + suffix, seal(content))
+        return content
+
     def get_file(self, key: str, suffix: str, make: Callable[[], bytes]) -> Path:
         """As ``get``, but a file of this process with the entry. Raises ``OSError`` if none can be written."""
         return folders.private_file(self.get(key, suffix, make), suffix)
@@ -101,7 +109,7 @@ class Cache:
                 with folders.opened(self.folder) as folder:
                     return unseal(folders.read(folder, name))
             except Untrusted as error:
-                _warn_once(self.folder, error)
+                self._warn_once(error)
             except OSError:
                 pass
         if self.folder in _unusable:
@@ -118,13 +126,25 @@ class Cache:
                         self._evict(folder, spare=name)
                 return self.folder / name
             except OSError as error:
-                _warn_once(self.folder, error)
+                self._warn_once(error)
         else:
-            _warn_once(None, OSError(errno.ENOENT, "this user has no home folder"))
+            self._warn_once(OSError(errno.ENOENT, "this user has no home folder"))
         with contextlib.suppress(OSError), folders.opened(folders.scratch(self.folder)) as folder:
             folders.replace(folder, name, content)
             return folders.scratch(self.folder) / name
         return None
+
+    def _warn_once(self, error: OSError) -> None:
+        if self.folder in _unusable:
+            return
+        _unusable.add(self.folder)
+        where = "" if self.folder is None else f" in {self.folder}"
+        warnings.warn(
+            f"kitsune_jax cannot keep {self.what}{where} ({error.strerror}): they are {self.made} again in every process. "
+            "Set KITSUNE_CACHE_DIR to a folder that this user can write, and nobody else.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def _evict(self, folder: int, spare: str) -> None:
         """Remove the entries unused for longest until the rest fits, never ``spare``; and what dead processes left."""
@@ -214,16 +234,3 @@ def _inode(folder: int, name: str) -> tuple[int, int] | None:
 
 
 _unusable: set[Path | None] = set()
-
-
-def _warn_once(folder: Path | None, error: OSError) -> None:
-    if folder in _unusable:
-        return
-    _unusable.add(folder)
-    where = "" if folder is None else f" in {folder}"
-    warnings.warn(
-        f"kitsune_jax cannot keep compiled kernels{where} ({error.strerror}): they are compiled again in every process. "
-        "Set KITSUNE_CACHE_DIR to a folder that this user can write, and nobody else.",
-        RuntimeWarning,
-        stacklevel=2,
-    )

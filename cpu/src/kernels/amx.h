@@ -1,0 +1,286 @@
+// Products of bfloat16 on tiles: C = act(X W + bias), and the panels of W that they want.
+//
+// The including unit has named KITSUNE_TILE_BASE, the kernels that do everything else, and included the tile instructions (or the
+// model of them). A thread's tiles belong to whoever configured them last, so nothing is assumed about them at the start of a call:
+// the first product of a thread configures them, and end_of_call releases them. Within a call nobody else uses the thread.
+#pragma once
+
+#include "gemm.h"
+
+namespace kitsune::cpu {
+
+namespace KITSUNE_TILE_BASE {
+extern const KernelTable table;
+}
+
+namespace KITSUNE_ISA {
+
+constexpr int64_t kTileRows = 16;               // of every tile; also the columns of a tile of C
+constexpr int64_t kTileDepth = 32;              // bfloat16 numbers in a row of a tile of X: k runs over them
+constexpr int64_t kTileBytes = 1024;            // 16 rows of 64 bytes
+constexpr int64_t kTileWords = kTileBytes / 4;  // floats, or pairs of bfloat16
+constexpr int64_t kTilePanel = 2 * kTileRows;   // columns of a panel: two tiles
+
+inline const KernelTable& base() { return KITSUNE_TILE_BASE::table; }
+
+inline int64_t tile_steps(int64_t K) { return (K + kTileDepth - 1) / kTileDepth; }
+
+// ---- The tiles of this thread: two of C, one of X, one of W. As few as that, because the processor renames tiles, and while the
+// core's other hyperthread is busy eight live ones run at half the speed of four (measured on Emerald Rapids). All tiles are whole:
+// what is shorter is padded, so one configuration serves a whole call.
+
+static thread_local bool tiles_configured = false;
+
+KITSUNE_INLINE void need_tiles() {
+  if (tiles_configured) return;
+  static constexpr TileConfig kConfig{1, 0, {}, {64, 64, 64, 64}, {16, 16, 16, 16}};
+  tile_configure(kConfig);
+  tiles_configured = true;
+}
+
+inline void end_of_call() {
+  if (!tiles_configured) return;
+  tile_release();
+  tiles_configured = false;
+}
+
+// ---- Panels: for each 32 rows of W two tiles, of 16 columns each, with pairs of rows interleaved: element (k, n) of a panel is at
+// bfloat16 (k / 32 * 2 + n / 16) * 512 + k % 32 / 2 * 32 + n % 16 * 2 + k % 2. K is padded to 32 and N to 32, with zeros.
+
+// A product smaller than a tile in one direction would multiply mostly padding: pairs or f32 are faster there.
+inline Panel tile_panel_for(DType weight, Product product, const ProductShape& s) {
+  const bool wanted = weight == DType::kBF16 && (product == Product::kBest || product == Product::kTiles);
+  if (wanted && s.M >= kTileRows && s.N >= kTileRows && s.K >= kTileDepth) return Panel::kTiles;
+  return base().panel_for(weight, product, s);
+}
+
+inline int64_t tile_panel_count(Panel p, int64_t N) {
+  return p == Panel::kTiles ? (N + kTilePanel - 1) / kTilePanel : base().panel_count(p, N);
+}
+
+inline int64_t tile_panel_bytes(int64_t K) { return tile_steps(K) * 2 * kTileBytes; }
+
+inline size_t tile_packed_bytes(Panel p, int64_t K, int64_t N) {
+  if (p != Panel::kTiles) return base().packed_bytes(p, K, N);
+  return size_t(tile_panel_count(p, N)) * size_t(tile_panel_bytes(K));
+}
+
+constexpr BFloat16 kZeroRow[kTileRows] = {};
+
+// One row of a tile of W: 16 columns of two rows as pairs; columns from n on are zeros.
+KITSUNE_INLINE void pair_rows(uint32_t* to, const BFloat16* a, const BFloat16* b, int64_t n) {
+  if (n >= kTileRows) {
+    for (int j = 0; j < int(kTileRows); ++j) to[j] = uint32_t(a[j].bits) | uint32_t(b[j].bits) << 16;
+    return;
+  }
+  for (int64_t j = 0; j < kTileRows; ++j) to[j] = j < n ? uint32_t(a[j].bits) | uint32_t(b[j].bits) << 16 : 0;
+}
+
+// The tile of rows [k0, k0 + 32) and columns [n0, n0 + 16), where the columns are not neighbours in memory (a transposed weight).
+inline void pack_scattered(const PackSource& s, int64_t k0, int64_t n0, uint32_t* tile) {
+  const BFloat16* src = static_cast<const BFloat16*>(s.src);
+  const int64_t depth = min_of(kTileDepth, s.K - k0), columns = min_of(kTileRows, s.N - n0);
+  __builtin_memset(tile, 0, kTileBytes);
+  for (int64_t j = 0; j < columns; ++j) {
+    const BFloat16* column = src + s.n_offset[n0 + j];
+    for (int64_t k = 0; k < depth; k += 2) {
+      uint32_t low = column[s.k_offset[k0 + k]].bits, high = k + 1 < depth ? column[s.k_offset[k0 + k + 1]].bits : 0;
+      tile[k / 2 * kTileRows + j] = low | high << 16;
+    }
+  }
+}
+
+inline void pack_tile(const PackSource& s, int64_t k0, int64_t n0, uint32_t* tile) {
+  const int64_t columns = min_of(kTileRows, s.N - n0);
+  if (columns <= 0) {
+    __builtin_memset(tile, 0, kTileBytes);
+    return;
+  }
+  for (int64_t j = 1; j < columns; ++j)
+    if (s.n_offset[n0 + j] != s.n_offset[n0] + j) return pack_scattered(s, k0, n0, tile);
+  const BFloat16* src = static_cast<const BFloat16*>(s.src) + s.n_offset[n0];
+  for (int64_t k = k0; k < k0 + kTileDepth; k += 2, tile += kTileRows) {
+    const BFloat16* a = k < s.K ? src + s.k_offset[k] : kZeroRow;
+    const BFloat16* b = k + 1 < s.K ? src + s.k_offset[k + 1] : kZeroRow;
+    pair_rows(tile, a, b, columns);
+  }
+}
+
+inline void tile_pack(Panel p, const PackSource& s, int64_t begin, int64_t end, void* out) {
+  if (p != Panel::kTiles) return base().pack(p, s, begin, end, out);
+  uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<char*>(out) + begin * tile_panel_bytes(s.K));
+  for (int64_t n0 = begin * kTilePanel; n0 < end * kTilePanel; n0 += kTilePanel) {
+    for (int64_t k0 = 0; k0 < s.K; k0 += kTileDepth, to += 2 * kTileWords) {
+      pack_tile(s, k0, n0, to);
+      pack_tile(s, k0, n0 + kTileRows, to + kTileWords);
+    }
+  }
+}
+
+// ---- The rows of X. A tile of X is loaded where it lies, but for what a load would read beyond its rows and columns: the columns
+// after the last whole 32, and all of an X of fewer than 16 rows, are copied beside zeros.
+struct TileSource {
+  const BFloat16* rows;
+  int64_t lda;
+  int64_t steps;         // whole ones
+  const BFloat16* tail;  // rows of 32, or nullptr
+};
+
+inline int64_t tile_copied_rows(const GemmArgs& g) { return g.M < kTileRows ? kTileRows : g.K % kTileDepth ? g.M : 0; }
+inline int64_t tile_copied_width(const GemmArgs& g) { return g.M < kTileRows ? tile_steps(g.K) * kTileDepth : kTileDepth; }
+
+inline size_t tile_gemm_scratch_bytes(const GemmArgs& g) {
+  if (g.panel != Panel::kTiles) return base().gemm_scratch_bytes(g);
+  return size_t(tile_copied_rows(g)) * size_t(tile_copied_width(g)) * sizeof(BFloat16);
+}
+
+inline TileSource tile_source(const GemmArgs& g) {
+  const BFloat16* x = static_cast<const BFloat16*>(g.x);
+  const int64_t copied = tile_copied_rows(g), width = tile_copied_width(g);
+  if (copied == 0) return {x, g.lda, g.K / kTileDepth, nullptr};
+  BFloat16* out = static_cast<BFloat16*>(g.scratch);
+  const int64_t first = g.M < kTileRows ? 0 : g.K / kTileDepth * kTileDepth, columns = g.K - first;
+  for (int64_t r = 0; r < copied; ++r) {
+    const int64_t n = r < g.M ? columns : 0;
+    __builtin_memcpy(static_cast<void*>(out + r * width), x + (r < g.M ? r * g.lda + first : 0), size_t(n) * sizeof(BFloat16));
+    __builtin_memset(static_cast<void*>(out + r * width + n), 0, size_t(width - n) * sizeof(BFloat16));
+  }
+  if (g.M < kTileRows) return {out, width, width / kTileDepth, nullptr};
+  return {x, g.lda, g.K / kTileDepth, out};
+}
+
+// ---- Sums of a finished block on their way to C.
+
+struct TileSums {
+  const float* from = nullptr;  // rows of kTilePanel
+  char* c = nullptr;
+  int64_t columns = 0, rows = 0;
+};
+
+template <class C, class F>
+KITSUNE_INLINE void store_sums_row(C* to, const float* from, int64_t columns, const F& activation) {
+#if defined(__AVX512F__)
+  if constexpr (!kSame<C, double>) {
+    VF low = activation(load_vector<VF>(from));
+    if (columns <= kFloats) return store_lanes(to, low, columns);
+    VF high = activation(load_vector<VF>(from + kFloats));
+#if defined(__AVX512BF16__)
+    if constexpr (kSame<C, BFloat16>) {
+      const __mmask32 mask = ~__mmask32{0} >> (kTilePanel - columns);
+      _mm512_mask_storeu_epi16(to, mask, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+      return;
+    }
+#endif
+    store_lanes(to, low, kFloats);
+    return store_lanes(to + kFloats, high, columns - kFloats);
+  }
+#endif
+  alignas(64) float row[kTilePanel];
+  for (int64_t j = 0; j < columns; j += kFloats) store_vector(row + j, activation(load_vector<VF>(from + j)));
+  if constexpr (kSame<C, float>) {
+    __builtin_memcpy(to, row, size_t(columns) * sizeof(float));
+  } else {
+    convert_dense(columns, to, static_cast<const float*>(row));
+  }
+}
+
+template <class C>
+__attribute__((noinline)) void store_sums(const GemmArgs& g, TileSums& s, int64_t count) {
+  with_activation(g.act, g.act_a, g.act_b, [&](auto activation) {
+    for (int64_t r = 0; r < count; ++r) {
+      store_sums_row(reinterpret_cast<C*>(s.c), s.from, s.columns, activation);
+      s.from += kTilePanel;
+      s.c += size_t(g.ldc) * sizeof(C);
+    }
+  });
+  s.rows -= count;
+}
+
+using StoreSums = void (*)(const GemmArgs&, TileSums&, int64_t count);
+
+inline StoreSums store_sums_as(DType c) {
+  switch (c) {
+    case DType::kBF16: return &store_sums<BFloat16>;
+    case DType::kF16: return &store_sums<Half>;
+    case DType::kF64: return &store_sums<double>;
+    default: return &store_sums<float>;
+  }
+}
+
+// ---- The product.
+
+// What a block of 16 rows multiplies by: one panel, and the share of the next one that it asks for meanwhile.
+struct TilePanel {
+  const char* w;
+  const float* bias;  // kTilePanel floats
+  const char* next;
+  int64_t next_lines;  // for each step of k
+};
+
+// Rows [m, m + 16) of X times NT tiles of a panel into `sums`, while the epilogue of an earlier block runs between the steps: the
+// tile unit works beside the vector units. Two blocks earlier, because sums that were stored a moment ago are not in the cache yet.
+template <int NT>
+__attribute__((noinline)) void tile_block(const GemmArgs& g, const TileSource& x, int64_t m, TilePanel p, float* sums,
+                                          StoreSums store, TileSums& earlier) {
+  tile_load<0>(p.bias, 0);
+  if constexpr (NT > 1) tile_load<1>(p.bias + kTileRows, 0);
+  const int64_t all = x.steps + (x.tail != nullptr), share = (earlier.rows + all - 1) / all;
+  auto step = [&](const BFloat16* a, int64_t lda) {
+    tile_load<3>(p.w, 64);
+    tile_load<2>(a, lda * int64_t(sizeof(BFloat16)));
+    tile_multiply<0, 2, 3>();
+    if constexpr (NT > 1) {
+      tile_load<3>(p.w + kTileBytes, 64);
+      tile_multiply<1, 2, 3>();
+    }
+    p.w += 2 * kTileBytes;
+    for (int64_t i = 0; i < p.next_lines; ++i, p.next += 64) __builtin_prefetch(p.next, 0, 2);
+    if (earlier.rows > 0) store(g, earlier, min_of(share, earlier.rows));
+  };
+  const BFloat16* a = x.rows + m * x.lda;
+  for (int64_t s = 0; s < x.steps; ++s, a += kTileDepth) step(a, x.lda);
+  if (x.tail != nullptr) step(x.tail + m * kTileDepth, kTileDepth);
+  tile_store<0>(sums, kTilePanel * 4);
+  if constexpr (NT > 1) tile_store<1>(sums + kTileRows, kTilePanel * 4);
+}
+
+__attribute__((noinline)) inline void gemm_on_tiles(const GemmArgs& g) {
+  need_tiles();
+  const TileSource x = tile_source(g);
+  const StoreSums store = store_sums_as(g.c_dtype);
+  const int64_t c_bytes = int64_t(kItemSize[int(g.c_dtype)]), panel_bytes = tile_panel_bytes(g.K);
+  const int64_t blocks = (g.M + kTileRows - 1) / kTileRows;
+  // Panels come from the last-level cache where the weights of all layers do not fit the second. Past the end of memory a prefetch
+  // does nothing.
+  const int64_t block_bytes = (panel_bytes + blocks - 1) / blocks, steps = tile_steps(g.K);
+  alignas(64) float ring[3][kTileRows * kTilePanel];
+  TileSums earlier, last;
+  int turn = 0;
+  for (int64_t n0 = 0; n0 < g.N; n0 += kTilePanel) {
+    const int64_t columns = min_of(kTilePanel, g.N - n0);
+    alignas(64) float bias[kTilePanel] = {};
+    if (g.bias) __builtin_memcpy(bias, static_cast<const float*>(g.bias) + n0, size_t(columns) * sizeof(float));
+    const char* w = static_cast<const char*>(g.w) + n0 / kTilePanel * panel_bytes;
+    TilePanel p{w, bias, w + panel_bytes, (block_bytes / 64 + steps - 1) / steps};
+    for (int64_t m0 = 0; m0 < g.M; m0 += kTileRows, p.next += block_bytes) {
+      // The last rows that are not whole tiles are multiplied together with some before them, which are not stored again.
+      const int64_t m = max_of(min_of(m0, g.M - kTileRows), int64_t(0));
+      float* sums = ring[turn];
+      if (columns > kTileRows)
+        tile_block<2>(g, x, m, p, sums, store, earlier);
+      else
+        tile_block<1>(g, x, m, p, sums, store, earlier);
+      earlier = last;
+      last = {sums + (m0 - m) * kTilePanel, static_cast<char*>(g.c) + (m0 * g.ldc + n0) * c_bytes, columns,
+              min_of(kTileRows, g.M - m0)};
+      turn = turn == 2 ? 0 : turn + 1;
+    }
+  }
+  if (earlier.rows > 0) store(g, earlier, earlier.rows);
+  if (last.rows > 0) store(g, last, last.rows);
+}
+
+inline void tile_gemm(const GemmArgs& g) { g.panel == Panel::kTiles ? gemm_on_tiles(g) : base().gemm(g); }
+
+}  // namespace KITSUNE_ISA
+}  // namespace kitsune::cpu

@@ -1,0 +1,68 @@
+"""What XLA:CPU takes for one of its kernels, from a machine's profile.
+
+Comes in: the ops of a kernel (``bulk.kernels_of``) and the bytes it moves. Goes out: seconds of the whole machine. A product is a
+kernel of the library, at the rate that was measured for its dtype and shape; anything else is a loop: what its ops cost for each
+element, and what it reads and writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from kitsune_jax.capture.ops import OPS
+from kitsune_jax.planning.cost import RegionCost
+
+# Batched products smaller than this are loops and not the library's.
+_SMALL = 64 * 64
+_FUNCTION = 9  # operations from which on an op is an elementary function
+_PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
+
+
+def kernel_seconds(cost: RegionCost, ops: Iterable[int], root: int, moved: int) -> float:
+    """``moved``: bytes that the kernel reads and writes."""
+    times, machine = cost.times, cost.machine
+    near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the shared cache
+    seconds = machine.kernel_seconds
+    per_byte = times.xla_moved(near)
+    products = [i for i in ops if cost.family(i) == "dot"]
+    loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) != "dot")
+    functions = sum(cost.family(i) == "pointwise" and OPS[cost.graph.ops[i].kind].flops >= _FUNCTION for i in ops)
+    loop *= times.crowded(functions)
+    if products:
+        # A product's own rate has its traffic in it, as far as that was in the caches.
+        seconds += sum(product_seconds(cost, i) for i in products) + moved * max(0.0, per_byte - times.xla_moved(True))
+        return seconds + loop
+    return seconds + times.xla_loop(1.0, loop + moved * per_byte, cost.bytes(root))
+
+
+def _op_seconds(cost: RegionCost, i: int) -> float:
+    op, family, times = cost.graph.ops[i], cost.family(i), cost.times
+    dtype = cost.graph.values[op.inputs[0] if op.inputs else op.outputs[0]].dtype
+    if family in _PASSES:
+        value = cost.graph.values[op.inputs[0]]
+        dims = dict(op.params).get("axes", ())
+        over_rows = 0 in dims and len(value.shape) > 1
+        return _PASSES[family] * value.size * times.xla_reduce(dtype, over_rows)
+    if family not in ("pointwise", "convert"):
+        return 0.0
+    return cost.graph.values[op.outputs[0]].size * times.xla_op(op.kind, dtype)
+
+
+def product_seconds(cost: RegionCost, i: int) -> float:
+    op, times = cost.graph.ops[i], cost.times
+    lhs, rhs = (cost.graph.values[v] for v in op.inputs)
+    batch = math.prod(lhs.shape[d] for d in op["lhs_batch"])
+    k = math.prod(lhs.shape[d] for d in op["lhs_contract"])
+    m = lhs.size // max(1, batch * k)
+    n = rhs.size // max(1, batch * k)
+    if batch > 1 and m * n < _SMALL:
+        return times.xla_batched(lhs.dtype) * batch * m * n * k
+    form = "dot"
+    if 0 in op["lhs_contract"] and 0 in op["rhs_contract"] and not op["lhs_batch"] and k > 2 * max(m, n):
+        form = "outer"
+    elif len(rhs.shape) - 1 in op["rhs_contract"]:
+        form = "dot_t"
+    return batch * times.xla_dot(lhs.dtype, m, k, n, form)
+
+

@@ -1,0 +1,61 @@
+"""Measuring a machine: our kernels and XLA's, in under two seconds.
+
+Comes in: the threads that a plan may count on. Goes out: a ``Profile``, or ``Disturbed``. The measurement runs in a thread of its
+own: the one that asks is in the middle of tracing a function, and JAX keeps what it is tracing for each thread.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from kitsune_jax.profile import kernels, machine_info, xla
+from kitsune_jax.profile.model import Profile, numbers_of
+from kitsune_jax.profile.timing import Log
+from kitsune_jax.targets.cpu import runtime
+
+_TRIES = 2
+
+
+class Disturbed(RuntimeError):
+    """The machine could not be measured. The message says why, as a clause."""
+
+
+def measure(workers: int) -> Profile:
+    """Measure this machine with ``workers`` threads busy; again where other programs were in the way. Raises ``Disturbed``."""
+    result: list[Profile | BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(_quiet(workers))
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, name="kitsune_jax profile", daemon=True)
+    thread.start()
+    thread.join()  # Ctrl-C ends the wait; the thread then ends with the process
+    found = result[0]
+    if isinstance(found, Profile):
+        return found
+    if isinstance(found, Disturbed):
+        raise found
+    raise Disturbed(f"measuring this machine failed ({type(found).__name__}: {found})") from found
+
+
+def _quiet(workers: int) -> Profile:
+    extension = runtime.extension()
+    if extension is None:
+        raise Disturbed("the CPU extension is missing")
+    for _ in range(_TRIES):
+        log = Log()
+        numbers = kernels.measure(extension, workers, log)
+        numbers |= xla.measure(log, workers, lambda: kernels.share(extension, workers))
+        # The call was timed with the tile that its workers multiply meanwhile.
+        numbers["call"] = max(numbers["call"] - numbers["gemm/float32/widened/64x64"], numbers["call/short"])
+        if not log.is_disturbed:
+            l1, l2, l3 = machine_info.cache_sizes()
+            name = f"measured-{machine_info.slug()}-{workers}"
+            return Profile(name, machine_info.model_name(), extension.isa(), workers, l1, l2, l3, numbers_of(numbers))
+    raise Disturbed(
+        f"other programs were running while this machine was measured ({len(log.disturbed)} of {log.made} numbers were disturbed); "
+        "python -m kitsune_jax.profile measures again"
+    )

@@ -1,0 +1,106 @@
+"""Profiles that come with the package: for tests, for planning elsewhere, and for machines that cannot be measured.
+
+Comes in: a name. Goes out: a ``Profile`` that is the same everywhere. One was measured (``reference.json``, two cores of a Zen 5);
+the others are that one with what is known to differ: the peaks of the instruction sets, and what was measured on a few machines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import re
+from collections.abc import Iterator
+
+from kitsune_jax.profile.model import Profile, numbers_of
+
+KIB, MIB = 1024, 1024 * 1024
+_PEAK = 235e9  # f32 operations a second of a core of the reference, in its matmuls
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of CPU: f32 matmul operations a second of a core; those in bfloat16 by dots and by tiles (0: it has none), and in XLA's
+    products; how many times as long its vectors take; and where these are from."""
+
+    isa: str
+    f32: float
+    dots: float
+    tiles: float
+    xla_bfloat16: float
+    vectors: float
+    source: str
+
+
+_NO_BFLOAT16 = 0.45  # of the f32 rate: XLA widens, multiplies and rounds
+FAMILIES = {
+    "zen5": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "measured: reference.json"),
+    "zen4": Family("avx512bf16", 112e9, 220e9, 0, 140e9, 2.0, "measured 117 GF/s f32, XLA bf16 at 277 of 474 on two cores"),
+    "emeraldrapids": Family("amx", 160e9, 81e9, 700e9, 550e9, 1.3, "measured a vCPU of two that share a core: FMA 165, VDPBF16PS 81, AMX 700 with loads"),
+    "skylakex": Family("avx512", 90e9, 0, 0, 0.45 * 90e9, 2.3, "measured 94 GF/s f32"),
+    "generic": Family("generic", 50e9, 0, 0, _NO_BFLOAT16 * 50e9, 4.0, "4 lanes x 2 pipes x 3.5 GHz = 56 GF/s"),
+    "avx2": Family("avx2", 105e9, 0, 0, _NO_BFLOAT16 * 105e9, 2.0, "8 lanes x 2 pipes x 3.5 GHz = 112 GF/s"),
+    "avx512": Family("avx512", 210e9, 0, 0, _NO_BFLOAT16 * 210e9, 1.0, "16 lanes x 2 pipes x 3.5 GHz = 224 GF/s"),
+    "avx512bf16": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "as zen5"),
+    "amx": Family("amx", 160e9, 81e9, 700e9, 550e9, 1.3, "as emeraldrapids"),
+    "neon": Family("neon", 44e9, 0, 0, _NO_BFLOAT16 * 44e9, 5.0, "Neoverse N1 guide: 4 lanes x 2 pipes x 3 GHz = 48 GF/s"),
+    "neonbf16": Family("neonbf16", 88e9, 300e9, 0, 150e9, 2.5, "Neoverse V1 guide: 4 lanes x 4 pipes x 2.8 GHz = 90 GF/s; BFMMLA four times that"),
+}  # fmt: skip
+
+
+def names() -> Iterator[str]:
+    """The families, each of which stands for any number of cores: ``zen5-2``."""
+    return iter(FAMILIES)
+
+
+@functools.lru_cache(maxsize=64)
+def shipped(name: str) -> Profile:
+    """The profile ``"<family>-<cores>"``. Raises ``ValueError`` for a name that is not of this form.
+
+    >>> shipped("avx2-8").workers
+    8
+    """
+    match = re.fullmatch(r"([a-z0-9]+)-([1-9]\d{0,3})", name)
+    if match is None or match[1] not in FAMILIES:
+        raise ValueError(f"no CPU profile {name!r}: expected <family>-<cores>, family one of {', '.join(names())}")
+    return _derived(name, FAMILIES[match[1]], int(match[2]))
+
+
+@functools.cache
+def reference() -> Profile:
+    text = importlib.resources.files(__package__).joinpath("reference.json").read_text()
+    return Profile.from_json(text)
+
+
+def _derived(name: str, family: Family, workers: int) -> Profile:
+    known = reference()
+    slower = _PEAK / family.f32
+    numbers: dict[str, float] = {}
+    for key, seconds in known.numbers:
+        ours = key.split("/")
+        if ours[0] in ("gemm", "outer", "short", "pack"):
+            way = ours[2]
+            factor = slower if way == "widened" else 465e9 / family.dots if family.dots else 0.0
+            if ours[0] == "pack":
+                factor = max(1.0, family.vectors / 2) if factor else 0.0
+            if factor:
+                numbers[key] = seconds * factor
+            if way == "dots" and family.tiles:
+                numbers[key.replace("/dots", "/tiles")] = seconds * (465e9 / family.tiles if ours[0] != "pack" else 1.0)
+        elif ours[0] in ("vector", "vector64", "activation", "load", "store", "fold") or key in ("copy/l1", "copy/l2"):
+            numbers[key] = seconds * family.vectors
+        elif key in ("call", "xla/call", "xla/kernel", "touch") or ours[0] == "copy":
+            # Memory has fewer channels than a large machine has cores: 200 GB/s for all, 18 GB/s for one.
+            crowded = workers * 18e9 / min(workers * 18e9, 200e9) if key in ("copy/dram", "touch") else 1.0
+            numbers[key] = seconds * crowded
+        else:
+            numbers[key] = seconds * _xla_factor(ours, family, slower) * known.workers / workers
+    return Profile(name, name, family.isa, workers, 32 * KIB if family.f32 < _PEAK else known.l1, MIB, 16 * MIB * workers, numbers_of(numbers))
+
+
+def _xla_factor(key: list[str], family: Family, slower: float) -> float:
+    if key[1] in ("dot", "dot_t", "outer", "batched"):
+        if key[2] == "bfloat16" and key[1] != "outer":
+            return 440e9 / family.xla_bfloat16
+        return slower
+    return family.vectors
