@@ -167,8 +167,8 @@ class _Machine:
             bias = self.preps[x.bias]
             assert bias.shape == (w.shape[2],) and bias.dtype == wide
             y = y + bias
-        if bc.ACTIVATIONS[x.activation] == "relu":
-            y = np.maximum(y, 0)
+        assert len(x.parameters) == bc.ACTIVATION_PARAMETERS[x.activation]
+        y = activated(bc.ACTIVATIONS[x.activation], x.parameters, y)
         self._write(bc.Operand(x.out.ref, x.out.row_stride, (*x.out.strides, 1)), (x.batch, w.shape[2]), y, x.row_multiple)
 
     def _vector(self, x: bc.Vector) -> None:
@@ -319,3 +319,26 @@ _NUMPY = {
     "asin": "arcsin", "acos": "arccos", "atan": "arctan", "atan2": "arctan2",
     "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh",
 }  # fmt: skip
+
+
+def activated(name: str, parameters: tuple[float, ...], y: np.ndarray) -> np.ndarray:
+    """An activation of a matrix product's sums by its definition, evaluated in float64."""
+    x = y.astype(np.float64)
+    a, b = (*parameters, 0.0, 0.0)[:2]
+    with np.errstate(over="ignore", invalid="ignore"):
+        if name == "none":
+            out = x
+        elif name == "relu":
+            out = np.maximum(x, 0)
+        elif name == "leaky_relu":
+            out = np.where(x >= 0, x, a * x)
+        elif name == "elu":
+            out = np.where(x > 0, x, a * np.expm1(np.where(x > 0, 0, x)))
+        elif name == "tanh":
+            out = np.tanh(x)
+        elif name == "gelu_erf":
+            out = x * np.vectorize(math.erfc, otypes=[np.float64])(-a * x) / 2
+        else:
+            sigmoid = 1 / (1 + np.exp(-(x if name == "logistic" else a * x + b * x**3)))
+            out = sigmoid if name == "logistic" else x * sigmoid
+    return out.astype(y.dtype)

@@ -21,8 +21,8 @@ def array(*shape: int, dtype: object = np.float32) -> np.ndarray:
     return RNG.standard_normal(shape).astype(dtype)
 
 
-def run(program: TileProgram, *inputs: np.ndarray) -> list[np.ndarray]:
-    """The simulator's outputs, after the executor has agreed with them on 1 and on 2 threads."""
+def run(program: TileProgram, *inputs: np.ndarray, tolerance: float | None = None) -> list[np.ndarray]:
+    """The simulator's outputs, after the executor has agreed with them (to ``tolerance``) on 1 and on 2 threads."""
     code = lower(program, "test")
     words = bc.encode(code)
     assert _cpu.validate(words) == ""
@@ -31,7 +31,7 @@ def run(program: TileProgram, *inputs: np.ndarray) -> list[np.ndarray]:
         got = [np.empty_like(w) for w in want]
         _cpu.run(words, [plain(a) for a in inputs], [plain(a) for a in got], threads)
         for g, w in zip(got, want, strict=True):
-            close(g, w, 1e-2 if w.dtype == BF16 else 2e-5)
+            close(g, w, tolerance or (1e-2 if w.dtype == BF16 else 2e-5))
     return want
 
 

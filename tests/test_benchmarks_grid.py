@@ -8,6 +8,7 @@ import dataclasses
 import json
 import random
 import statistics
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kitsune_jax as kj
 from benchmarks import grid, grid_measure, grid_report, grid_verdict, store, table
 from benchmarks.__main__ import README, main
 from benchmarks.grid_cases import (
@@ -383,13 +385,31 @@ def test_one_program_is_timed_once() -> None:
 
 
 def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_row_off(case: GridCase) -> Any:
-        problem = make_problem(case)
-        return dataclasses.replace(problem, error=lambda got, want: problem.error(got.at[5].add(10.0), want))
+    def one_row_off(fn: Any, **options: Any) -> Any:
+        return kj.pipeline(lambda params, x: fn(params, x).at[5].add(10.0), **options)
 
-    monkeypatch.setattr(grid_measure, "make_problem", one_row_off)
-    with pytest.raises(grid_measure.WrongResult, match="forced"):
+    monkeypatch.setattr(grid_measure, "kj", types.SimpleNamespace(pipeline=one_row_off))
+    with pytest.raises(grid_measure.WrongResult, match=r"forced is .* away from float32 arithmetic, jax.jit is 0"):
         grid_measure.measure(dataclasses.replace(SMALL, rows=64), 0.01)
+
+
+def test_where_jax_jit_is_wrong_the_pipeline_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off_in_16_bits(case: GridCase) -> Any:
+        problem = make_problem(case)
+
+        def function(params: Any, x: jax.Array) -> jax.Array:
+            return problem.function(params, x) + (10 if x.dtype == jnp.bfloat16 else 0)
+
+        return dataclasses.replace(problem, function=function)
+
+    def right(fn: Any, **options: Any) -> Any:
+        return kj.pipeline(lambda params, x: fn(params, x) - 10, **options)
+
+    monkeypatch.setattr(grid_measure, "make_problem", off_in_16_bits)
+    monkeypatch.setattr(grid_measure, "kj", types.SimpleNamespace(pipeline=right))
+    record = grid_measure.measure(dataclasses.replace(SMALL, rows=64, dtype="bf16"), 0.01)
+    assert record["errors"]["jit"] > 1
+    assert record["errors"]["forced"] < 0.2
 
 
 def test_the_command_line_measures_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,7 @@ Slices run(int64_t threads, const std::function<Work()>& make) {
     while (arrived.load() < round * count) std::this_thread::yield();
   };
   auto body = [&](int64_t thread) {
+    ThreadsPart part(kernels());
     Work work;
     try {
       work = make();
@@ -219,9 +220,10 @@ Slices measure_copy(int64_t bytes, int64_t threads) {
   return run(threads, [&]() -> Work {
     auto from = std::make_shared<Block>(static_cast<size_t>(bytes)), to = std::make_shared<Block>(static_cast<size_t>(bytes));
     return [=] {  // no memcpy, which writes large blocks past the caches as no loop does
-      const auto* in = reinterpret_cast<const uint64_t*>(from->get());
-      auto* out = reinterpret_cast<uint64_t*>(to->get());
-      for (size_t i = 0; i < static_cast<size_t>(bytes) / sizeof(uint64_t); ++i) out[i] = in[i] + 1;
+      using Line = uint64_t __attribute__((vector_size(64)));
+      const auto* in = reinterpret_cast<const Line*>(from->get());
+      auto* out = reinterpret_cast<Line*>(to->get());
+      for (size_t i = 0; i < static_cast<size_t>(bytes) / sizeof(Line); ++i) out[i] = in[i] ^ in[0];
     };
   });
 }

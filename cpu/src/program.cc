@@ -55,8 +55,9 @@ Matmul read_matmul(Reader& r) {
   x.batch = r.word("Matmul.batch");
   x.weight = r.word("Matmul.weight");
   x.bias = r.word("Matmul.bias");
-  x.activation = static_cast<Activation>(r.in_range("Matmul.activation", 0, 1));
+  x.activation = static_cast<Activation>(r.in_range("Matmul.activation", 0, kNumActivations - 1));
   x.out = read_operand(r);
+  x.parameters = r.many("Matmul.parameters", [&] { return r.real("Matmul.parameters"); });
   return x;
 }
 
@@ -240,6 +241,7 @@ Program parse(const int64_t* words, size_t count) {
   p.name = r.text("Program.name");
   p.axes = r.list("Program.axes");
   p.tile_rows = r.word("Program.tile_rows");
+  p.workers = r.word("Program.workers");
   p.inputs = r.many("Program.inputs", [&] { return read_array(r); });
   p.outputs = r.many("Program.outputs", [&] { return read_array(r); });
   p.preps = r.many("Program.preps", [&] { return read_prep(r); });

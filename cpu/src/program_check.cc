@@ -170,12 +170,22 @@ struct Checker {
     auto with = [](Operand o) { return o.strides.push_back(1), o; };
     operand("x", with(x.x), {x.batch, k}, false, x.row_multiple);
     operand("out", with(x.out), {x.batch, n}, true, x.row_multiple);
+    activation(x, wide);
     bound("bias", x.bias, -1, static_cast<int64_t>(p.preps.size()) - 1);
     if (x.bias < 0) return;
     const Prep& b = p.preps[x.bias];
     if (b.kind != PrepKind::kDense || product(b.n_extents) != n || b.dtype != (wide ? DType::kF64 : DType::kF32))
       reject(where,
              "bias " + str(x.bias) + " is not a dense operand of " + str(n) + (wide ? " float64" : " float32") + " elements");
+  }
+
+  void activation(const Matmul& x, bool wide) const {
+    const size_t want = kActivationParameters[static_cast<int>(x.activation)];
+    if (x.parameters.size() != want)
+      reject(where, "its activation takes " + str(want) + " parameters, not " + str(x.parameters.size()));
+    for (double v : x.parameters)
+      if (!(v >= 0x1p-100 && v <= 0x1p100)) reject(where, "a parameter of its activation is not in 2**-100..2**100");
+    if (wide && x.activation > Activation::kRelu) reject(where, "float64 sums have no such activation");
   }
 
   // Only products of bfloat16 can be multiplied in more than one way.
@@ -364,6 +374,7 @@ struct Checker {
     count("axes", p.axes);
     p.rows = product(p.axes);
     bound("tile_rows", p.tile_rows, 1, kMaxCount);
+    bound("workers", p.workers, 1, kMaxWorkers);
     p.tiles = (p.rows + p.tile_rows - 1) / p.tile_rows;
     tile_rows = std::min(p.tile_rows, p.rows);
     for (const Array& a : p.inputs) bound("elements of an input", a.elements, 0, kMaxCount);

@@ -27,6 +27,8 @@ class MatmulStep final : public Step {
     args_.lda = m.x.row_stride;
     args_.panel = w.panel;
     args_.act = m.activation;
+    if (m.parameters.size() > 0) args_.act_a = static_cast<float>(m.parameters[0]);
+    if (m.parameters.size() > 1) args_.act_b = static_cast<float>(m.parameters[1]);
     args_.c_dtype = m.out.ref.dtype;
     args_.ldc = m.out.row_stride;
     // The last tile is shorter; ask for both, and say where a bias would be so that its space is counted.

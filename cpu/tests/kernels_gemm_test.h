@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "activated.h"
 #include "kernels_check.h"
 #include "kitsune_cpu/kernels.h"
 
@@ -67,7 +68,9 @@ struct Guarded {
 struct GemmCase {
   int64_t M, N, K;
   DType x, w, c;
-  bool bias, relu, transposed, strided;
+  bool bias;
+  Activation act;
+  bool transposed, strided;
   Product product = Product::kBest;
 };
 
@@ -106,11 +109,13 @@ inline void test_gemm_case(const GemmCase& t, Random& random) {
                 packed.data,
                 panel,
                 t.bias ? bias.get() : nullptr,
-                t.relu ? Activation::kRelu : Activation::kNone,
+                t.act,
                 c0,
                 t.c,
                 ldc,
-                nullptr};
+                nullptr,
+                usual_parameters(t.act)[0],
+                usual_parameters(t.act)[1]};
   AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
   args.scratch = scratch.data;
   kt.gemm(args);
@@ -133,16 +138,19 @@ inline void test_gemm_case(const GemmCase& t, Random& random) {
       sum += product;
       size += std::fabs(product);
     }
-    if (t.relu && sum < 0) sum = 0;
+    // The slope of every activation is below 1.3; its own error is a few units in the last place, and that of its exponent.
+    const double x_squared = sum * sum;
+    sum = activated(t.act, usual_parameters(t.act), sum);
+    const double own = t.act <= Activation::kRelu ? 0 : (4 + 2 * x_squared) * 0x1p-24 * std::fabs(sum);
     double got = element(c0, t.c, i),
-           tolerance = (t.K + 2) * sum_step * size + 1.01 * step * std::fabs(sum) + 1e-7 * (t.c == DType::kF16);
+           tolerance = 1.3 * (t.K + 2) * sum_step * size + own + 1.01 * step * std::fabs(sum) + 1e-7 * (t.c == DType::kF16);
     if (!(std::fabs(got - sum) <= tolerance)) ++wrong, worst = std::fabs(got - sum) > worst ? std::fabs(got - sum) : worst;
   }
   check(wrong == 0 && touched == 0,
-        "gemm [%s] M %ld N %ld K %ld x %d w %d c %d bias %d relu %d transposed %d strided %d product %d: %ld wrong (by %g), %ld "
+        "gemm [%s] M %ld N %ld K %ld x %d w %d c %d bias %d act %d transposed %d strided %d product %d: %ld wrong (by %g), %ld "
         "bytes outside "
         "touched",
-        kt.isa, long(t.M), long(t.N), long(t.K), int(t.x), int(t.w), int(t.c), t.bias, t.relu, t.transposed, t.strided,
+        kt.isa, long(t.M), long(t.N), long(t.K), int(t.x), int(t.w), int(t.c), t.bias, int(t.act), t.transposed, t.strided,
         int(t.product), long(wrong), worst, long(touched));
 }
 
@@ -164,6 +172,38 @@ inline void test_gemm_nan() {
   }
 }
 
+// Infinities, NaN, zeros and numbers whose squares, cubes and exponentials overflow or vanish: the sums are the numbers themselves.
+inline void test_gemm_activation_of_special_numbers() {
+  const KernelTable& kt = kernels();
+  const double numbers[] = {INFINITY, -INFINITY, NAN,  0.0,   -0.0, 1e30,  -1e30, 3e38, -3e38, 1e-30, -1e-30, 88,
+                            -88,      -104,      -105, -1000, 1000, -1e10, 1e10,  12.5, -12.5, 0.5,   -0.5,   -3.25};
+  constexpr int64_t M = sizeof numbers / sizeof numbers[0];
+  for (DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const Panel panel = kt.panel_for(type, Product::kBest, {M, 1, 1});
+    char x[M * 4] = {}, w[4] = {}, c[M * 4];
+    for (int64_t i = 0; i < M; ++i) set_element(x, type, i, numbers[i]);
+    set_element(w, type, 0, 1);
+    int64_t zero = 0;
+    AlignedBuffer packed(kt.packed_bytes(panel, 1, 1));
+    kt.pack(panel, PackSource{w, type, 1, 1, &zero, &zero}, 0, 1, packed.data);
+    for (int kind = 2; kind < kNumActivations; ++kind) {
+      const float* p = usual_parameters(Activation(kind));
+      GemmArgs args{M, 1, 1, x, type, 1, packed.data, panel, nullptr, Activation(kind), c, DType::kF32, 1, nullptr, p[0], p[1]};
+      AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
+      args.scratch = scratch.data;
+      kt.gemm(args);
+      for (int64_t i = 0; i < M; ++i) {
+        const double v = element(x, type, i), want = activated(Activation(kind), p, v), got = element(c, DType::kF32, i);
+        const double error = (4 + 2 * std::min(v * v, 1e4)) * 0x1p-23 * std::fabs(want) + 1e-35;
+        const bool same = std::isnan(want) ? std::isnan(got) : std::isinf(want) ? got == want : std::fabs(got - want) <= error;
+        check(same, "activation %d [%s] of %g: %g, not %g", kind, kt.isa, v, got, want);
+        if (v == 0 && kind != int(Activation::kLogistic) && panel != Panel::kBF16)
+          check(got == 0, "activation %d [%s] of %g: %g", kind, kt.isa, v, got);
+      }
+    }
+  }
+}
+
 inline void test_gemm() {
   Random random;
   const int64_t sizes[] = {1, 2, 3, 7, 31, 33, 97};
@@ -175,25 +215,42 @@ inline void test_gemm() {
       for (int64_t K : sizes) {
         const DType* in = inputs[turn % 4];
         const DType outputs[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
-        test_gemm_case({M, N, K, in[0], in[1], outputs[turn / 4 % 4], turn % 3 != 0, turn % 5 < 2, turn % 7 < 3, turn % 2 == 0,
-                        Product(turn / 4 % kNumProducts)},
-                       random);
+        test_gemm_case(
+            {M, N, K, in[0], in[1], outputs[turn / 4 % 4], turn % 3 != 0, turn % 5 < 2 ? Activation::kRelu : Activation::kNone,
+             turn % 7 < 3, turn % 2 == 0, Product(turn / 4 % kNumProducts)},
+            random);
         ++turn;
       }
     }
   }
   for (int64_t M = 1; M <= 30; ++M) {  // every remainder of the row blocks
-    for (const auto& in : inputs) test_gemm_case({M, 34, 5, in[0], in[1], in[0], true, false, false, true}, random);
+    for (const auto& in : inputs) test_gemm_case({M, 34, 5, in[0], in[1], in[0], true, Activation::kNone, false, true}, random);
   }
   for (const auto& in : inputs)
-    test_gemm_case({300, 40, 1409, in[0], in[1], in[0], true, true, true, false}, random);  // several row blocks
+    test_gemm_case({300, 40, 1409, in[0], in[1], in[0], true, Activation::kRelu, true, false}, random);  // several row blocks
   for (int i = 0; i < kNumProducts; ++i) {
     const Product product = Product(i);
     for (DType x : {DType::kBF16, DType::kF32, DType::kF16})  // rows that are not bfloat16 meet widened weights
-      test_gemm_case({50, 47, 61, x, x == DType::kBF16 ? x : DType::kF32, DType::kF32, true, false, true, true, product}, random);
-    test_gemm_case({300, 40, 1409, DType::kBF16, DType::kBF16, DType::kBF16, true, true, true, false, product}, random);
+      test_gemm_case(
+          {50, 47, 61, x, x == DType::kBF16 ? x : DType::kF32, DType::kF32, true, Activation::kNone, true, true, product}, random);
+    test_gemm_case({300, 40, 1409, DType::kBF16, DType::kBF16, DType::kBF16, true, Activation::kRelu, true, false, product},
+                   random);
   }
   test_gemm_nan();
+  // Widths around those of a vector and a panel, for every activation and every type that its result is stored as.
+  int64_t width = 1;
+  for (int kind = 2; kind < kNumActivations; ++kind) {
+    for (const auto& in : inputs) {
+      if (in[0] == DType::kF64) continue;
+      for (DType out : {DType::kF32, DType::kBF16, DType::kF16}) {
+        for (int64_t M : {1, 5, 13, 29}) {
+          test_gemm_case({M, width, 19, in[0], in[1], out, true, Activation(kind), false, width % 2 == 0}, random);
+          width = width % 70 + 1;
+        }
+      }
+    }
+  }
+  test_gemm_activation_of_special_numbers();
 }
 
 }  // namespace kitsune::cpu::test

@@ -11,7 +11,7 @@ namespace kitsune::cpu::test {
 class Words {
  public:
   std::vector<int64_t> of(const Program& p) {
-    text(p.name), list(p.axes), add(p.tile_rows);
+    text(p.name), list(p.axes), add(p.tile_rows), add(p.workers);
     arrays(p.inputs), arrays(p.outputs);
     each(p.preps, [&](const Prep& x) {
       add(x.kind), ref(x.source), add(x.dtype);
@@ -52,11 +52,18 @@ class Words {
   void arrays(const std::vector<Array>& v) {
     each(v, [&](const Array& a) { add(a.dtype), add(a.elements); });
   }
+  void real(double v) {
+    int64_t bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    add(bits);
+  }
   void ref(const Ref& r) { add(r.space), add(r.index), add(r.offset), add(r.dtype); }
   void operand(const Operand& o) { ref(o.ref), add(o.row_stride), list(o.strides); }
   void instruction(const Copy& x) { ref(x.array), list(x.axis_strides), list(x.extents), list(x.array_strides), operand(x.tile); }
   void instruction(const Matmul& x) {
-    operand(x.x), add(x.row_multiple), add(x.batch), add(x.weight), add(x.bias), add(x.activation), operand(x.out);
+    operand(x.x), add(x.row_multiple), add(x.batch), add(x.weight), add(x.bias), add(x.activation);
+    operand(x.out);
+    each(x.parameters, [&](double v) { real(v); });
   }
   void instruction(const Vector& x) {
     list(x.extents), add(x.collapse_rows);
@@ -64,11 +71,7 @@ class Words {
     each(x.stores, [&](const Operand& o) { operand(o); });
     each(x.code, [&](const Micro& m) {
       add(m.op), add(m.type), add(m.dst), add(m.a), add(m.b), add(m.c), add(m.from_type);
-      each(m.imm, [&](double v) {
-        int64_t bits;
-        std::memcpy(&bits, &v, sizeof bits);
-        add(bits);
-      });
+      each(m.imm, [&](double v) { real(v); });
     });
   }
   void instruction(const Reduce& x) { add(x.how), list(x.kept), list(x.reduced), operand(x.x), operand(x.out); }

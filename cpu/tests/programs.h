@@ -183,7 +183,7 @@ inline Program random_copy(unsigned seed) {
   return program(axes, tile_rows, {a}, {a, a}, {g, back, flat}, (tile_rows * row + 1) * 4);
 }
 
-inline Program matmul(DType t, int64_t n, int64_t batch, Product product = Product::kBest) {
+inline Program matmul(DType t, int64_t n, int64_t batch, Product product = Product::kBest, Activation act = Activation::kRelu) {
   constexpr int64_t R = 19, K = 13, M = 2;
   DType bias = t == F64 ? F64 : F32;
   Program p = program({R}, 8, {{t, R * M * batch * K}, {t, batch * K * n}, {t, n}}, {{t, R * M * batch * n}}, {});
@@ -192,8 +192,12 @@ inline Program matmul(DType t, int64_t n, int64_t batch, Product product = Produ
   p.preps = {
       {PrepKind::kWeight, {Space::kIn, 1, last - 1, t}, t, {batch}, {n}, {K}, {batch * n}, {outer, last}, {last, -1}, product},
       dense(2, t, bias, {n}, {1})};
-  p.stages[0].body = {Matmul{operand(Space::kIn, 0, t, 0, batch * K, {K}), M, batch, 0, 1,
-                             n % 2 ? Activation::kRelu : Activation::kNone, operand(Space::kOut, 0, t, 0, batch * n, {n})}};
+  p.stages[0].body = {Matmul{operand(Space::kIn, 0, t, 0, batch * K, {K}), M, batch, 0, 1, n % 2 ? act : Activation::kNone,
+                             operand(Space::kOut, 0, t, 0, batch * n, {n})}};
+  if (n % 2) {
+    const float* parameters = usual_parameters(act);
+    std::get<Matmul>(p.stages[0].body[0]).parameters.assign(parameters, parameters + kActivationParameters[static_cast<int>(act)]);
+  }
   return p;
 }
 

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "activated.h"
 #include "kitsune_cpu/program.h"
 
 namespace kitsune::cpu::test {
@@ -182,7 +183,7 @@ class Reference {
           const char* x = at(m.x, r, {b}, m.row_multiple);
           for (int64_t k = 0; k < K; ++k)
             sum += get(m.x.ref.dtype, x + k * xs) * get(w.dtype, weights + ((b * K + k) * N + n) * size);
-          if (m.activation == Activation::kRelu) sum = std::max(sum, 0.0);
+          sum = activated(m.activation, m.parameters.data(), sum);
           set(m.out.ref.dtype, at(m.out, r, {b}, m.row_multiple) + n * os, sum);
         }
   }

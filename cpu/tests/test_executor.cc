@@ -72,6 +72,9 @@ void test_matmuls() {
   for (DType t : {F32, BF16, F64})
     for (int64_t n : {1, 7, 32, 45})
       for (int64_t batch : {1, 3}) compare("matmul", matmul(t, n, batch), t == BF16 ? 0.01 : t == F32 ? 1e-5 : 1e-12);
+  for (int act = 0; act < kNumActivations; ++act)
+    for (DType t : {F32, BF16})
+      compare("matmul with an activation", matmul(t, 45, 3, Product::kBest, Activation(act)), t == BF16 ? 0.01 : 1e-5);
   for (Product product : kProducts) compare("matmul by choice", matmul(BF16, 45, 3, product), 0.01);
 }
 

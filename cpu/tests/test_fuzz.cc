@@ -37,6 +37,7 @@ std::vector<std::vector<int64_t>> corpus() {
   for (DType t : {F32, BF16, F64}) {
     add(matmul(t, 45, 3));
     add(matmul(t, 7, 1));
+    if (t != F64) add(matmul(t, 7, 1, Product::kBest, Activation::kGeluTanh));
     add(weight_gradient(t, 7, 3));
     add(weight_gradient(t, 45, 1));
   }

@@ -103,6 +103,35 @@ void test_messages() {
 }
 
 // Forged choices of how a product is multiplied.
+void test_activations() {
+  for (int kind = 0; kind < kNumActivations; ++kind) {
+    const Activation act = Activation(kind);
+    Program good = matmul(F32, 7, 1, Product::kBest, act);
+    std::string why;
+    CHECK(!rejected(encode(good), &why), "%s", why.c_str());
+    auto parameters = [&](Program& p) -> std::vector<double>& { return std::get<Matmul>(p.stages[0].body[0]).parameters; };
+    Program p = good;
+    parameters(p).push_back(1);
+    const std::string count = std::to_string(kActivationParameters[kind]);
+    expect(p, ("its activation takes " + count + " parameters, not " + std::to_string(kActivationParameters[kind] + 1)).c_str());
+    if (kActivationParameters[kind] > 0) {
+      for (double bad : {0.0, -1.0, 1e-40, 1e40, static_cast<double>(INFINITY), static_cast<double>(NAN)}) {
+        p = good;
+        parameters(p).back() = bad;
+        expect(p, "a parameter of its activation is not in 2**-100..2**100");
+      }
+      p = good;
+      parameters(p).clear();
+      expect(p, ("its activation takes " + count + " parameters, not 0").c_str());
+    }
+    p = matmul(F64, 7, 1, Product::kBest, act);
+    if (act > Activation::kRelu) expect(p, "float64 sums have no such activation");
+  }
+  Program p = matmul(F32, 7, 1);
+  std::get<Matmul>(p.stages[0].body[0]).activation = Activation(kNumActivations);
+  expect(p, "(Matmul.activation): 9 is not in 0..8");
+}
+
 void test_products() {
   for (Product product : {Product::kWidened, Product::kDots, Product::kTiles}) {
     Program p = matmul(BF16, 7, 1);
@@ -229,6 +258,7 @@ void test_names() {
 int main() {
   using namespace kitsune::cpu::test;
   section("small programs", test_small_words_make_small_programs);  // first: it looks at the most memory that was ever in use
+  section("activations", test_activations);
   section("damage", test_damage);
   section("messages", test_messages);
   section("products", test_products);

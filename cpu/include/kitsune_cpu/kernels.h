@@ -43,6 +43,7 @@ struct PackSource {  // element (k, n) is src[k_offset[k] + n_offset[n]]
 // What a matmul makes of its sums; bytecode.py says what each one computes. float64 sums take kNone and kRelu only.
 enum class Activation : int8_t { kNone, kRelu, kLeakyRelu, kElu, kLogistic, kTanh, kSilu, kGeluTanh, kGeluErf };
 constexpr int kNumActivations = 9;
+constexpr size_t kActivationParameters[kNumActivations] = {0, 0, 1, 1, 0, 0, 1, 2, 1};
 
 // C[m][n] = act(sum_k X[m][k] * W[k][n] + bias[n]), accumulated in f32 (f64 for kF64 panels), for any M >= 1, N >= 1, K >= 1.
 // X and C rows have no alignment requirement; nothing outside C[0..M)[0..N) is written and nothing outside X[0..M)[0..K) is read.
@@ -106,8 +107,24 @@ struct KernelTable {
   FoldRowFn (*fold_row)(int how, DType storage, bool wide);
   size_t (*outer_scratch_bytes)(const OuterArgs&);
   void (*outer)(const OuterArgs&);
-  // Called by a thread that has used gemm or outer, when it is done with its part of a call; nullptr where there is nothing to do.
+  // Called by a thread that has used gemm or outer, when it is done with its part of a call (ThreadsPart does); nullptr where there
+  // is nothing to do.
   void (*end_of_call)();
+};
+
+// In whose life a thread uses gemm or outer: what the table keeps for the thread meanwhile goes with it, however that ends.
+class ThreadsPart {
+ public:
+  explicit ThreadsPart(const KernelTable& table) : end_(table.end_of_call) {}
+  explicit ThreadsPart(void (*end_of_call)()) : end_(end_of_call) {}
+  ThreadsPart(const ThreadsPart&) = delete;
+  ThreadsPart& operator=(const ThreadsPart&) = delete;
+  ~ThreadsPart() {
+    if (end_ != nullptr) end_();
+  }
+
+ private:
+  void (*end_)();
 };
 
 const KernelTable& kernels();                // the best for this CPU, or the one named by set_isa

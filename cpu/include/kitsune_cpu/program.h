@@ -17,10 +17,11 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 3;
+constexpr int64_t kFormatVersion = 4;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
+constexpr int64_t kMaxWorkers = int64_t{1} << 16;
 constexpr int64_t kMaxCount = int64_t{1} << 48;          // elements, bytes, rows, |strides| and |offsets|
 constexpr int64_t kMaxWeightIndices = int64_t{1} << 24;  // sums of the sides of all weights: each has a table of offsets
 
@@ -60,6 +61,7 @@ struct Matmul {
   int64_t bias;
   Activation activation;
   Operand out;
+  std::vector<double> parameters = {};  // of the activation
 };
 
 struct Micro {
@@ -149,6 +151,7 @@ struct Program {
   std::string name;
   std::vector<int64_t> axes;
   int64_t tile_rows;
+  int64_t workers = 1;  // threads that the plan counts on: what partial sums are kept for
   std::vector<Array> inputs, outputs;
   std::vector<Prep> preps;
   std::vector<Sink> sinks;

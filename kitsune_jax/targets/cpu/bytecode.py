@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 3
+VERSION = 4
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -42,7 +42,12 @@ IN, OUT, SCRATCH, QUEUE, PREP = range(5)
 
 REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor", "argmax", "argmin")
 CUMULATIVE = ("sum", "prod", "max", "min", "logsumexp")
-ACTIVATIONS = ("none", "relu")
+# Activations of a matrix product's sums, with their parameters a and b. Of float64 sums, only none and relu.
+#   leaky_relu: x if x >= 0 else a x          elu: x if x > 0 else a (e^x - 1)       logistic: 1 / (1 + e^-x)
+#   silu: x logistic(a x)                     gelu_tanh: x logistic(a x + b x^3)     gelu_erf: x erfc(-a x) / 2
+# Parameters are positive. silu and gelu of minus infinity are NaN, as their definitions are.
+ACTIVATIONS = ("none", "relu", "leaky_relu", "elu", "logistic", "tanh", "silu", "gelu_tanh", "gelu_erf")
+ACTIVATION_PARAMETERS = (0, 0, 1, 1, 0, 0, 1, 2, 1)
 # How a product of bfloat16 operands is multiplied: as the kernels at hand like best; widened to float32 (FMA); by instructions
 # that add pairs of bfloat16 products to float32 (VDPBF16PS, BFDOT, BFMMLA); by AMX tiles. Where the CPU lacks one, the next before
 # it that it has is taken. Products of other types are "best".
@@ -139,8 +144,9 @@ class Matmul:
     batch: int
     weight: int
     bias: int
-    activation: int
+    activation: int  # index into ACTIVATIONS
     out: Operand
+    parameters: tuple[float, ...] = ()  # of the activation: ACTIVATION_PARAMETERS of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,9 +312,13 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
+    """``workers``: threads that the plan counts on. A call runs on however many there are; how many partial sums are kept beside each
+    other depends on this number, so that a program's results are the same bits on every machine of one instruction set."""
+
     name: str
     axes: tuple[int, ...]
     tile_rows: int
+    workers: int
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
     preps: tuple[Prep, ...]

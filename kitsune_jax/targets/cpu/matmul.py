@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cpu import views
+from kitsune_jax.targets.cpu import activations, views
 from kitsune_jax.targets.cpu.bytecode import (
     ACTIVATIONS,
     DENSE,
@@ -42,15 +42,23 @@ class Epilogue:
     result: int
     bias: int | None
     activation: str
+    parameters: tuple[float, ...]
     absorbed: tuple[int, ...]
 
 
 def match_epilogue(stage: Stage, i: int) -> Epilogue:
-    """The longest chain ``[convert] add(bias) [convert] max(0) [convert]`` after matmul ``i`` whose links nothing else reads."""
+    """The longest chain ``[convert] add(bias) [convert] activation [convert]`` after matmul ``i``, no link read by others."""
     (out,) = stage.body[i].outputs
     dims = _Dims.of(stage, stage.body[i])
-    current, bias, activation, absorbed, rounded = out, None, "none", [], False
-    while len(uses := stage.uses.get(stage.root(current), [])) == 1:
+    current, bias, activation, rounded = out, None, "none", False
+    parameters: tuple[float, ...] = ()
+    absorbed: list[int] = []
+    while True:
+        if activation == "none" and not rounded and (found := activations.recognise(stage, current)) is not None:
+            current, activation, parameters = found.result, found.name, found.parameters
+            absorbed.extend(found.absorbed)
+        if len(uses := stage.uses.get(stage.root(current), [])) != 1:
+            break
         j, p = uses[0]
         instr = stage.body[j]
         if not instr.outputs or views.squeezed(stage.type(instr.outputs[0]).shape) != views.squeezed(stage.type(out).shape):
@@ -69,7 +77,7 @@ def match_epilogue(stage: Stage, i: int) -> Epilogue:
             break
         absorbed.append(j)
         (current,) = instr.outputs
-    return Epilogue(current, bias, activation, tuple(absorbed))
+    return Epilogue(current, bias, activation, parameters, tuple(absorbed))
 
 
 def emit_matmul(stage: Stage, i: int, epilogue: Epilogue) -> None:
@@ -117,6 +125,7 @@ def emit_matmul(stage: Stage, i: int, epilogue: Epilogue) -> None:
             weight=stage.prep(prep),
             bias=-1 if epilogue.bias is None else stage.prep(_dense(stage, epilogue.bias, dims, columns)),
             activation=ACTIVATIONS.index(epilogue.activation),
+            parameters=epilogue.parameters,
             out=Operand(out.ref, lines[0], (lines[1],)),
         )
     )
