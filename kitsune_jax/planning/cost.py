@@ -68,7 +68,8 @@ class OpWork:
     """One op on one row. ``flops``: useful operations. ``simt``: vector operations. ``dot``: set for matmuls only.
 
     ``elements``: what a stage's pointwise code loads and stores besides: one pass over them per op. ``edges``: those of them that
-    come from or go to something that is no pointwise op. ``absorbed``: a bias or a ReLU that the matmul before it applies to its
+    come from or go to something that is no pointwise op. ``sums``: results of a reduction. ``spreads``: operands that have one
+    element for each row. ``absorbed``: a bias or a ReLU that the matmul before it applies to its
     accumulators; a pipeline does not pay for it.
     """
 
@@ -80,6 +81,8 @@ class OpWork:
     elements: int = 0
     edges: int = 0
     kind: str = ""
+    sums: int = 1
+    spreads: int = 0
 
     @property
     def resource(self) -> str:
@@ -154,7 +157,19 @@ class RegionCost:
             return OpWork(0, 0.5 * elements, dtype, elements=elements, kind=op.kind)
         edges = elements * self._edges(i) if family in _GROUPED else 0
         simt = float(elements * per_element)
-        return OpWork(int(simt), simt, dtype, None, self._absorbed(i), elements, edges, op.kind)
+        sums = max(1, self.row_size(out)) if family in _SCANS and i not in self.sinks else 1
+        return OpWork(int(simt), simt, dtype, None, self._absorbed(i), elements, edges, op.kind, sums, self._spreads(i))
+
+    def _spreads(self, i: int) -> int:
+        """Operands of a pointwise op that were broadcast along the row from one streamed element."""
+        if self.family(i) not in _GROUPED:
+            return 0
+        count = 0
+        for v in dict.fromkeys(self.graph.ops[i].inputs):
+            while v in self.producer and self.family(self.producer[v]) in _FREE and self.graph.ops[self.producer[v]].inputs:
+                v = self.graph.ops[self.producer[v]].inputs[0]
+            count += v in self.labels and self.row_size(v) == 1 < self.row_size(self.graph.ops[i].outputs[0])
+        return count
 
     def _edges(self, i: int) -> int:
         """Full-sized operands and results of a pointwise op that are loaded or stored by its group."""
@@ -237,12 +252,14 @@ class RegionCost:
         family = OPS[work.kind].family if work.kind in OPS else ""
         if family in _SCANS:
             passes = {"reduce": 1.0, "argreduce": 2.0, "cumulative": 3.0}[family]
-            return rows * work.elements * passes * times.fold(work.dtype, over_rows=sink)
+            each = work.elements / max(1, work.sums)
+            return rows * work.sums * passes * times.fold(work.dtype, each, over_rows=sink)
         if family in _COPIES:
             return rows * work.elements * 2 * times.edge(work.dtype)
         if not work.kind:
             return 0.0
-        return rows * (work.elements * times.vector(work.kind, work.dtype) + work.edges * times.edge(work.dtype))
+        passes = work.elements * times.vector(work.kind, work.dtype) + work.edges * times.edge(work.dtype)
+        return rows * (passes + work.spreads * times.spread(work.dtype, work.elements))
 
     @functools.cached_property
     def times(self) -> cpu_time.CpuTimes:

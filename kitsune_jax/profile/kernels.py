@@ -13,10 +13,10 @@ from kitsune_jax.targets.cpu.bytecode import DTYPES, OPCODES, PRODUCTS
 # Kernel tables that multiply pairs of bfloat16, and those with tiles.
 DOTS = frozenset({"avx512bf16", "amx", "neonbf16"})
 TILES = frozenset({"amx"})
-TILE = 96
+TILE, SHORT = 96, 8
 DEPTHS, WIDTHS = (8, 64, 512), (16, 64, 512)
 _GRADIENTS = ((16, 16), (64, 64), (512, 512))
-_ELEMENTS = 1024
+_ELEMENTS, _FEW = 1024, 16
 _SQUARE = 256
 # More threads than these tell nothing new about a core, and take long to start.
 _MOST_THREADS = 16
@@ -48,6 +48,7 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
                 note(f"gemm/{dtype}/{product}/{k}x{n}", 1, extension.measure_gemm, *here, TILE, k, n, 0)
         for k, n in _GRADIENTS:
             note(f"outer/{dtype}/{product}/{k}x{n}", 1, extension.measure_outer, *here, TILE, k, n)
+        note(f"outer_short/{dtype}/{product}", 1, extension.measure_outer, *here, SHORT, _SQUARE, _SQUARE)
         note(f"short/{dtype}/{product}", 1, extension.measure_gemm, *here, 1, _SQUARE, _SQUARE, 0)
         note(f"pack/{dtype}/{product}", _SQUARE * _SQUARE, extension.measure_pack, *here, _SQUARE, _SQUARE)
     for k, name in enumerate(OPCODES):
@@ -58,6 +59,8 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
     for dtype in ("float32", "bfloat16", "float16"):
         for what in ("load", "store"):
             note(f"{what}/{dtype}", _ELEMENTS, extension.measure_move, what, code[dtype], _ELEMENTS)
+        note(f"fold/short/{dtype}", 64, extension.measure_fold, 0, code[dtype], 64, _FEW, False)
+        note(f"load/short/{dtype}", 1, extension.measure_move, "load", code[dtype], _FEW)
         for which in ("row", "column"):
             note(f"fold/{which}/{dtype}", 16 * 256, extension.measure_fold, 0, code[dtype], 16, 256, which == "column")
     shared = {level: size // threads for level, size in _SHARED_COPIES.items()}

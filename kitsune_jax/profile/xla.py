@@ -30,7 +30,7 @@ _DOTS = (
 )
 _HALF_DOTS = ((1024, 64, 64), (1024, 256, 256))
 _TRANSPOSED = ((1024, 256, 256),)
-_GRADIENTS = ((2048, 16, 16), (2048, 64, 64), (2048, 256, 256))
+_GRADIENTS = ((2048, 16, 16), (2048, 64, 64), (2048, 256, 256), (1024, 1024, 1024))
 _BATCHED = (512, 16, 64, 16)  # products of m x k and k x n: what interactions of features are like
 # Arrays of no power of two, which would lie at the same place of every page.
 _LOOP = (2003, 128)
