@@ -14,10 +14,12 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import _cpu
+from kitsune_jax.activations import absorbed
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import lower
 from tests.bytecode_sim import activated
 from tests.lowered import BF16, ROW, array, close, kinds, run
+from tests.test_capture import captured
 from tests.tiles import Tiles
 
 Function = Callable[[jax.Array], jax.Array]
@@ -91,6 +93,21 @@ def test_spelling_is_recognised(programs, spelling, dtype):
     # Constants are of the network's dtype, so 16-bit gelu has coefficients that are up to 2**-9 off.
     tolerance = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spelling_is_recognised_in_a_graph(spelling):
+    """The cost model asks the graph, before there is a stage: it finds what the lowering will find."""
+    name, f = SPELLINGS[spelling]
+    graph = captured(lambda x, w, b: f(x @ w + b), *operands(37, 19, 45, "float32")).graph
+    bias = next(i for i, op in enumerate(graph.ops) if op.kind == "add")
+    everything = range(len(graph.ops))
+    found = absorbed(graph, everything, graph.outputs, graph.ops[bias].outputs[0])
+    assert found is not None and found.name == name
+    views = {"broadcast_in_dim", "copy", "reshape"}
+    assert {i for i in everything[bias + 1 :] if graph.ops[i].kind not in views} <= set(found.absorbed)
+    also_kept = [*graph.outputs, graph.ops[bias].outputs[0]]
+    assert absorbed(graph, everything, also_kept, graph.ops[bias].outputs[0]) is None
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -242,7 +242,7 @@ inline void test_gemm() {
   for (int kind = 2; kind < kNumActivations; ++kind) {
     for (const auto& in : inputs) {
       if (in[0] == DType::kF64) continue;
-      for (DType out : {DType::kF32, DType::kBF16, DType::kF16}) {
+      for (DType out : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
         for (int64_t M : {1, 5, 13, 29}) {
           test_gemm_case({M, width, 19, in[0], in[1], out, true, Activation(kind), false, width % 2 == 0}, random);
           width = width % 70 + 1;

@@ -202,17 +202,21 @@ KITSUNE_INLINE void activate_rows(const Block& b, int rows, int64_t width, float
   }
 }
 
+// C: what activate_rows stores, or another type than float32 and the 16-bit ones for sums that stay where they are.
+template <class C>
+KITSUNE_INLINE void activate_as(const Block& b, int rows, int64_t width, float* sums) {
+  with_activation<kSame<C, BFloat16>>(b.act, b.act_a, b.act_b,
+                                      [&](auto activation) { activate_rows<C>(b, rows, width, sums, activation); });
+  if constexpr (!kStoresMasked<C, VF>) store_rows<float>(b, rows, width, sums);
+}
+
 __attribute__((noinline)) inline void finish_rows(const Block& b, int rows, int64_t width, float* sums) {
-  with_activation(b.act, b.act_a, b.act_b, [&](auto activation) {
-    if constexpr (kMaskedStores) {
-      if (b.c_dtype == DType::kF32) return activate_rows<float>(b, rows, width, sums, activation);
-      if (b.c_dtype == DType::kBF16) return activate_rows<BFloat16>(b, rows, width, sums, activation);
-      activate_rows<Half>(b, rows, width, sums, activation);
-    } else {
-      activate_rows<double>(b, rows, width, sums, activation);
-      store_rows<float>(b, rows, width, sums);
-    }
-  });
+  switch (b.c_dtype) {
+    case DType::kBF16: return activate_as<BFloat16>(b, rows, width, sums);
+    case DType::kF16: return activate_as<Half>(b, rows, width, sums);
+    case DType::kF32: return activate_as<float>(b, rows, width, sums);
+    default: return activate_as<double>(b, rows, width, sums);
+  }
 }
 
 #if !defined(KITSUNE_NEON)

@@ -11,8 +11,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from kitsune_jax import activations
+from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cpu import activations, views
+from kitsune_jax.targets.cpu import views
 from kitsune_jax.targets.cpu.bytecode import (
     ACTIVATIONS,
     DENSE,
@@ -46,6 +48,32 @@ class Epilogue:
     absorbed: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class _StageCode:
+    """A stage as the code in which activations are looked for."""
+
+    stage: Stage
+
+    def instruction(self, i: int) -> Instr:
+        return self.stage.body[i]
+
+    def root(self, v: int) -> int:
+        return self.stage.root(v)
+
+    def readers(self, root: int) -> list[int]:
+        return [i for i, _ in self.stage.uses.get(root, ())]
+
+    def literal(self, v: int) -> Scalar | None:
+        leaf = self.stage.leaf(v)
+        return None if leaf is None else leaf.const
+
+    def shape(self, v: int) -> tuple[int, ...]:
+        return views.squeezed(self.stage.type(v).shape)
+
+    def dtype(self, v: int) -> str:
+        return self.stage.type(v).dtype
+
+
 def match_epilogue(stage: Stage, i: int) -> Epilogue:
     """The longest chain ``[convert] add(bias) [convert] activation [convert]`` after matmul ``i``, no link read by others."""
     (out,) = stage.body[i].outputs
@@ -54,7 +82,7 @@ def match_epilogue(stage: Stage, i: int) -> Epilogue:
     parameters: tuple[float, ...] = ()
     absorbed: list[int] = []
     while True:
-        if activation == "none" and not rounded and (found := activations.recognise(stage, current)) is not None:
+        if activation == "none" and not rounded and (found := activations.recognise(_StageCode(stage), current)) is not None:
             current, activation, parameters = found.result, found.name, found.parameters
             absorbed.extend(found.absorbed)
         if len(uses := stage.uses.get(stage.root(current), [])) != 1:

@@ -1,24 +1,55 @@
 """Activations that a matrix product applies to its sums: recognised by what they compute, however they are spelled.
 
-Comes in: a value of a stage, the result of a product with its bias. Goes out: the activation that everything between it and one
-later value computes. The instructions in between are evaluated symbolically, as sums of terms ``coefficient * x**power * atoms``
-where an atom is a function of such a sum; equal activations have equal sums. Examples: ``0.5 * x * (1 + tanh(c * (x + d * x**3)))``
-and ``x * logistic(2 * c * (x + d * x * x * x))`` are both the tanh form of gelu.
+Comes in: a value, the result of a product with its bias. Goes out: the activation that everything between it and one later value
+computes. The CPU target asks this of the stages that it lowers, the cost model of the graph that it plans (``absorbed``).
+
+The instructions in between are evaluated symbolically, as sums of terms ``coefficient * x**power * atoms`` where an atom is a
+function of such a sum; equal activations have equal sums. Examples: ``0.5 * x * (1 + tanh(c * (x + d * x**3)))`` and
+``x * logistic(2 * c * (x + d * x * x * x))`` are both the tanh form of gelu.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
-from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cpu import views
-from kitsune_jax.targets.cpu.stage import Stage
+from kitsune_jax.graph import Graph, Param, Scalar
 
 _MOST_INSTRUCTIONS = 24  # of an activation's definition
 _MOST_TERMS = 12  # of a sum
 _TOLERANCE = 1e-6  # of a coefficient: products of constants that were rounded to float32
+
+
+class Instruction(Protocol):
+    @property
+    def kind(self) -> str: ...
+    @property
+    def inputs(self) -> tuple[int, ...]: ...
+    @property
+    def outputs(self) -> tuple[int, ...]: ...
+    def __getitem__(self, name: str) -> Param: ...
+
+
+class Code(Protocol):
+    """Straight-line code: values, and the instructions that make them."""
+
+    def instruction(self, i: int) -> Instruction: ...
+
+    def root(self, v: int) -> int:
+        """The value that ``v`` is a copy of, or ``v``."""
+
+    def readers(self, root: int) -> Sequence[int]:
+        """Instructions that read the value or a copy of it; what keeps the value (a result, a queue) counts as one."""
+
+    def literal(self, v: int) -> Scalar | None: ...
+
+    def shape(self, v: int) -> tuple[int, ...]:
+        """The shape without dimensions of extent 1."""
+
+    def dtype(self, v: int) -> str: ...
+
 
 Frozen = tuple[object, ...]
 Term = tuple[int, tuple[tuple[str, Frozen], ...]]  # power of x, and atoms (function, arguments)
@@ -38,35 +69,35 @@ class Recognised:
     absorbed: tuple[int, ...]
 
 
-def recognise(stage: Stage, x: int) -> Recognised | None:
+def recognise(code: Code, x: int) -> Recognised | None:
     """The longest activation of ``x`` (not of a float64 one) whose inner values, ``x`` among them, nothing else reads."""
-    dtype = stage.type(x).dtype
+    dtype = code.dtype(x)
     if dtype == "float64":
         return None
-    shape = views.squeezed(stage.type(x).shape)
-    root = stage.root(x)
+    shape = code.shape(x)
+    root = code.root(x)
     known: dict[int, Sum | _Positive] = {root: X}
     makers: dict[int, int] = {}
-    queue = sorted({i for i, _ in stage.uses.get(root, ())})
+    queue = sorted(set(code.readers(root)))
     found = None
     while queue and len(makers) < _MOST_INSTRUCTIONS:
         i = queue.pop(0)
-        instr = stage.body[i]
+        instr = code.instruction(i)
         value = None
-        if len(instr.outputs) == 1 and views.squeezed(stage.type(instr.outputs[0]).shape) == shape:
-            value = _evaluate(stage, instr, known, dtype)
+        if len(instr.outputs) == 1 and code.shape(instr.outputs[0]) == shape:
+            value = _evaluate(code, instr, known, dtype)
         if value is None or (isinstance(value, dict) and len(value) > _MOST_TERMS):
             continue
         out = instr.outputs[0]
         known[out], makers[out] = value, i
-        queue = sorted({*queue, *(j for j, _ in stage.uses.get(out, ()))})
+        queue = sorted({*queue, *code.readers(out)})
         match = _name(value) if isinstance(value, dict) else None
-        if match is not None and (cone := _closed(stage, root, out, makers)) is not None:
+        if match is not None and (cone := _closed(code, root, out, makers)) is not None:
             found = Recognised(*match, out, cone)
     return found
 
 
-def _closed(stage: Stage, root: int, result: int, makers: dict[int, int]) -> tuple[int, ...] | None:
+def _closed(code: Code, root: int, result: int, makers: dict[int, int]) -> tuple[int, ...] | None:
     """The instructions that ``result`` takes; None where another one reads a value between ``root`` and ``result``."""
     cone: set[int] = set()
     values = {result}
@@ -74,13 +105,13 @@ def _closed(stage: Stage, root: int, result: int, makers: dict[int, int]) -> tup
     while todo:
         i = makers[todo.pop()]
         cone.add(i)
-        for v in stage.body[i].inputs:
-            r = stage.root(v)
+        for v in code.instruction(i).inputs:
+            r = code.root(v)
             if r in makers and r not in values:
                 values.add(r)
                 todo.append(r)
     inner = (values | {root}) - {result}
-    return tuple(sorted(cone)) if all(i in cone for r in inner for i, _ in stage.uses.get(r, ())) else None
+    return tuple(sorted(cone)) if all(i in cone for r in inner for i in code.readers(r)) else None
 
 
 # ---- evaluation
@@ -93,15 +124,15 @@ class _Positive:
     opposite: bool
 
 
-def _evaluate(stage: Stage, instr: Instr, known: dict[int, Sum | _Positive], dtype: str) -> Sum | _Positive | None:
+def _evaluate(code: Code, instr: Instruction, known: dict[int, Sum | _Positive], dtype: str) -> Sum | _Positive | None:
     """The result of a pointwise instruction on values of ``known`` and constants; None where it is not of this algebra."""
     args: list[Sum | _Positive] = []
     for v in instr.inputs:
-        leaf = stage.leaf(v)
-        if (value := known.get(stage.root(v))) is not None:
+        literal = code.literal(v)
+        if (value := known.get(code.root(v))) is not None:
             args.append(value)
-        elif leaf is not None and leaf.const is not None and stage.type(v).dtype == dtype:
-            args.append(_constant(float(leaf.const)))
+        elif literal is not None and code.dtype(v) == dtype:
+            args.append(_constant(float(literal)))
         else:
             return None
     kind = instr.kind
@@ -114,10 +145,10 @@ def _evaluate(stage: Stage, instr: Instr, known: dict[int, Sum | _Positive], dty
     if kind == "select_n":
         return _select(args)
     sums = [a for a in args if isinstance(a, dict)]
-    if len(sums) != len(args) or stage.type(instr.outputs[0]).dtype != dtype:
+    if len(sums) != len(args) or code.dtype(instr.outputs[0]) != dtype:
         return None
     if kind == "integer_pow":
-        return _power(sums[0], int(instr["y"]))
+        return _power(sums[0], instr["y"])
     if kind in _FUNCTIONS:
         return _atom(kind, _freeze(sums[0]))
     rule = _RULES.get(kind)
@@ -160,8 +191,8 @@ def _divide(a: Sum, b: Sum) -> Sum | None:
     return _multiply(a, _atom("inverse", _freeze(b)))
 
 
-def _power(a: Sum, y: int) -> Sum | None:
-    if not 1 <= y <= 4:
+def _power(a: Sum, y: Param) -> Sum | None:
+    if not isinstance(y, int) or not 1 <= y <= 4:
         return None
     out = a
     for _ in range(y - 1):
@@ -284,3 +315,72 @@ def _where(on_true: object, on_false: object) -> tuple[str, tuple[float, ...]] |
     if power == 0 and len(atoms) == 1 and atoms[0][0] == "expm1" and atoms[0][1][0] in (_freeze(X), held):
         return "elu", (a,)
     return None
+
+
+# ---- graphs
+
+_VIEWS = frozenset({"broadcast_in_dim", "reshape", "transpose", "copy"})
+
+
+class GraphCode:
+    """The ops ``ops`` of a graph as ``Code``; ``kept``: values that something else reads, too."""
+
+    def __init__(self, graph: Graph, ops: Collection[int], kept: Collection[int]):
+        self.graph = graph
+        self._maker = {v: i for i in ops for v in graph.ops[i].outputs}
+        self._readers: dict[int, list[int]] = {}
+        for i in sorted(ops):
+            if graph.ops[i].kind != "copy":
+                for r in dict.fromkeys(self.root(v) for v in graph.ops[i].inputs):
+                    self._readers.setdefault(r, []).append(i)
+        for v in kept:
+            self._readers.setdefault(self.root(v), []).append(len(graph.ops))  # an op that there is not
+
+    def instruction(self, i: int) -> Instruction:
+        return self.graph.ops[i] if i < len(self.graph.ops) else _NOTHING
+
+    def root(self, v: int) -> int:
+        while (i := self._maker.get(v)) is not None and self.graph.ops[i].kind == "copy":
+            (v,) = self.graph.ops[i].inputs
+        return v
+
+    def readers(self, root: int) -> Sequence[int]:
+        return self._readers.get(root, ())
+
+    def literal(self, v: int) -> Scalar | None:
+        while (i := self._maker.get(v)) is not None and self.graph.ops[i].kind in _VIEWS:
+            v = self.graph.ops[i].inputs[0]
+        return self.graph.values[v].literal
+
+    def shape(self, v: int) -> tuple[int, ...]:
+        return tuple(n for n in self.graph.values[v].shape if n != 1)
+
+    def dtype(self, v: int) -> str:
+        return self.graph.values[v].dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nothing:
+    kind: str = "kept"
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+    def __getitem__(self, name: str) -> Param:
+        raise KeyError(name)
+
+
+_NOTHING = _Nothing()
+
+
+def absorbed(graph: Graph, ops: Collection[int], kept: Collection[int], x: int) -> Recognised | None:
+    """The activation that a matrix product applies to its result ``x`` (with the bias, where there is one) on the CPU, if any.
+
+    ``ops`` are the indices of the ops that are in one stage with the product, ``kept`` the values of theirs that are read outside.
+    The ops ``Recognised.absorbed`` cost what the activation costs in the epilogue, and no pass over memory.
+
+    Example::
+
+        found = absorbed(graph, region.ops, region.outputs, graph.ops[bias_add].outputs[0])
+        free = set(found.absorbed) if found else set()
+    """
+    return recognise(GraphCode(graph, ops, kept), x)
