@@ -222,6 +222,23 @@ Slices measure_fold(int how, DType type, int64_t rows, int64_t n, bool into_row,
   });
 }
 
+double measure_share(double seconds, int64_t threads) {
+  std::vector<double> shares(static_cast<size_t>(std::max<int64_t>(threads, 1)), 1);
+  auto body = [&](size_t thread) {
+    const double before = own_seconds();
+    const auto start = Clock::now();
+    double passed = 0;
+    while (passed < seconds) passed = seconds_since(start);
+    const double after = own_seconds();
+    if (before >= 0 && after >= 0) shares[thread] = (after - before) / passed;
+  };
+  std::vector<std::thread> others;
+  for (size_t t = 1; t < shares.size(); ++t) others.emplace_back(body, t);
+  body(0);
+  for (std::thread& t : others) t.join();
+  return *std::min_element(shares.begin(), shares.end());
+}
+
 Slices measure_copy(int64_t bytes, int64_t threads) {
   return run(threads, [&]() -> Work {
     auto from = std::make_shared<Block>(static_cast<size_t>(bytes)), to = std::make_shared<Block>(static_cast<size_t>(bytes));

@@ -30,6 +30,7 @@ _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
 _COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
 _SHARED_COPIES = {"l3": 4 << 20, "dram": 96 << 20}  # of all threads together
 _FRESH = 32 << 20
+_MOMENT = 0.012  # seconds: some turns of the scheduler
 
 
 def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
@@ -83,7 +84,7 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
 
 def share(extension: Any, workers: int) -> float:
     """Of a moment, the least that one of so many busy threads ran: near 1 where nothing else does."""
-    return float(extension.measure_vector(OPCODES.index("add"), DTYPES.index("float32"), _ELEMENTS, min(workers, _MOST_THREADS))[1])
+    return float(extension.measure_share(_MOMENT, min(workers, _MOST_THREADS)))
 
 
 def products(extension: Any) -> list[tuple[str, str]]:

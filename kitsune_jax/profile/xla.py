@@ -70,8 +70,8 @@ class _Program:
     elements: float = 1.0
 
 
-def measure(log: Log, workers: int, share: Callable[[], float]) -> dict[str, float]:
-    """Numbers of XLA on the first CPU device; ``share()`` says how much of a core a busy thread has just now.
+def measure(log: Log, workers: int) -> dict[str, float]:
+    """Numbers of XLA on the first CPU device.
 
     Raises what JAX raises where there is no CPU backend.
     """
@@ -85,7 +85,7 @@ def measure(log: Log, workers: int, share: Callable[[], float]) -> dict[str, flo
     empty = 0.0
     for program, run in zip(programs, compiled, strict=True):
         operands = [arrays.setdefault(s, _array(s, device)) if s not in arrays else arrays[s] for s in program.shapes]
-        seconds = log.quiet(program.key, functools.partial(_repeated, run, operands, share))
+        seconds = log.quiet(program.key, functools.partial(_repeated, run, operands))
         assert seconds is not None
         if program.key == "xla/call":
             empty = seconds
@@ -96,8 +96,8 @@ def measure(log: Log, workers: int, share: Callable[[], float]) -> dict[str, flo
     return found
 
 
-def _repeated(run: Any, operands: Sequence[Any], share: Callable[[], float]) -> Repeated:
-    return _times(run, operands), share()
+def _repeated(run: Any, operands: Sequence[Any]) -> Repeated:
+    return _times(run, operands), 1.0
 
 
 def _lowered(program: _Program, device: Any) -> Any:
