@@ -132,6 +132,7 @@ Slices measure_gemm(DType type, Product product, const ProductShape& s, Activati
     auto w = std::make_shared<Block>(table.packed_bytes(panel, s.K, s.N)),
          bias = std::make_shared<Block>(bytes_of(s.N, DType::kF64));
     GemmArgs a{s.M, s.N, s.K, x->get(), type, s.K, w->get(), panel, bias->get(), act, c->get(), type, s.N, nullptr};
+    a.act_a = a.act_b = 1;
     auto scratch = std::make_shared<Block>(table.gemm_scratch_bytes(a));
     a.scratch = scratch->get();
     return [=, &table] {
