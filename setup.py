@@ -41,18 +41,34 @@ STABLE_ABI = (
 LINUX = platform.system() == "Linux"
 
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"]
+COMMON += ["-pthread"]  # without it, macOS hides lgamma_r
 # The program format is read from files that others may have written. -U: some compilers define it by themselves, to another value.
 HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
 LINKED = ["-Wl,-s", "-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"] if LINUX else []
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 WIDE = ["-mfma", "-mf16c", "-mprefer-vector-width=512"]
-# The flags each ISA's translation unit says it wants in its first lines; on other machines than x86-64 those units are empty.
+# The flags each ISA's translation unit says it wants in its first lines; for other architectures than its own it is empty.
 ISA_FLAGS = {
-    "isa_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
-    "isa_avx512.cc": [*AVX512, *WIDE],
-    "isa_avx512bf16.cc": [*AVX512, "-mavx512bf16", *WIDE],
-    "isa_amx.cc": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", *WIDE],
+    "x86_64": {
+        "isa_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
+        "isa_avx512.cc": [*AVX512, *WIDE],
+        "isa_avx512bf16.cc": [*AVX512, "-mavx512bf16", *WIDE],
+        "isa_amx.cc": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", *WIDE],
+    },
+    "arm64": {"isa_neonbf16.cc": ["-march=armv8.2-a+bf16"]},
 }
+
+
+def isa_flags(unit: str, platform: str) -> list[str]:
+    """The flags that a unit of this file name gets where `platform` (as in ``sysconfig.get_platform()``) is built for.
+
+    That is not always the machine that builds: on macOS, one compiler makes code for both architectures, at once if asked to.
+    """
+    machine = platform.rpartition("-")[2]
+    if machine == "universal2":
+        return [word for name, units in ISA_FLAGS.items() for flag in units.get(unit, []) for word in (f"-Xarch_{name}", flag)]
+    machine = {"amd64": "x86_64", "aarch64": "arm64"}.get(machine, machine)
+    return ISA_FLAGS.get(machine, {}).get(unit, [])
 
 
 def jaxlib_include() -> str:
@@ -104,9 +120,7 @@ class BuildExt(build_ext):
 
         def compile_all(sources: list[str], **options: Any) -> list[str]:
             def compile_one(source: str) -> list[str]:
-                extra = list(options.get("extra_postargs") or [])
-                if platform.machine().lower() in ("x86_64", "amd64"):
-                    extra += ISA_FLAGS.get(Path(source).name, [])
+                extra = [*(options.get("extra_postargs") or []), *isa_flags(Path(source).name, sysconfig.get_platform())]
                 return plain_compile([source], **{**options, "extra_postargs": extra})
 
             with concurrent.futures.ThreadPoolExecutor(JOBS) as executor:

@@ -6,13 +6,16 @@ import fcntl
 import importlib.metadata
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -110,3 +113,51 @@ def test_wheels_are_made_for_every_python_that_is_supported() -> None:
     )
     built = PYPROJECT["tool"]["cibuildwheel"]["build"]
     assert sorted(built) == sorted(f"cp{version.replace('.', '')}-*" for version in supported)
+
+
+@pytest.fixture
+def isa_flags(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[str]]:
+    """``setup.py``'s function of a unit's file name and the platform that is built for."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    return runpy.run_path(str(ROOT / "setup.py"))["isa_flags"]
+
+
+ARCHITECTURES = {
+    "x86-64": ["linux-x86_64", "macosx-10.13-x86_64"],
+    "AArch64": ["linux-aarch64", "macosx-11.0-arm64"],
+    "none": ["linux-riscv64", "linux-i686"],
+}
+
+
+@pytest.mark.parametrize("unit", sorted((ROOT / "cpu" / "src").glob("isa_*.cc")), ids=lambda path: path.stem)
+def test_a_unit_of_an_isa_gets_the_flags_that_it_asks_for(isa_flags: Callable[[str, str], list[str]], unit: Path) -> None:
+    asked = re.search(r"^// Flags(?:, on (\S+) only)?: (.*(?:\n// -.*)*)$", unit.read_text(), re.MULTILINE)
+    assert asked is not None
+    wanted = [] if asked[1] is None else asked[2].replace("//", "").split()
+    assert asked[1] is not None or asked[2] == "none beyond the common ones."
+    for architecture, platforms in ARCHITECTURES.items():
+        for platform in platforms:
+            assert isa_flags(unit.name, platform) == (wanted if architecture == asked[1] else []), platform
+    option = {"x86-64": "-Xarch_x86_64", "AArch64": "-Xarch_arm64"}.get(asked[1], "")
+    assert isa_flags(unit.name, "macosx-10.13-universal2") == [word for flag in wanted for word in (option, flag)]
+
+
+def test_other_units_get_no_flags_of_an_isa(isa_flags: Callable[[str, str], list[str]]) -> None:
+    for platform in ("linux-x86_64", "linux-aarch64", "macosx-11.0-arm64", "macosx-10.13-universal2"):
+        assert isa_flags("kernels.cc", platform) == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "arch", "tag"),
+    [("linux", "x86_64", "manylinux_x86_64"), ("linux", "aarch64", "manylinux_aarch64"), ("macos", "arm64", "macosx_arm64")],
+)
+def test_cibuildwheel_reads_its_configuration(platform: str, arch: str, tag: str) -> None:
+    pytest.importorskip("cibuildwheel", reason="`make wheels` installs it")
+    command = [sys.executable, "-m", "cibuildwheel", "--print-build-identifiers", "--platform", platform, "--archs", arch]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [f"cp{version}-{tag}" for version in (311, 312, 313, 314)]
+
+
+def test_wheels_for_a_mac_are_for_its_arm_cpus() -> None:
+    assert PYPROJECT["tool"]["cibuildwheel"]["macos"]["archs"] == ["arm64"]

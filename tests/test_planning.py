@@ -9,10 +9,11 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
 from kitsune_jax.planning import machines, planner
-from kitsune_jax.planning.balance import Infeasible, Limits, Load, balance, screen
+from kitsune_jax.planning.balance import Infeasible, Load, balance
 from kitsune_jax.planning.bulk import baseline, kernels_of
 from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
 from kitsune_jax.planning.gpu_machines import A100, H100, H200
@@ -112,7 +113,7 @@ def block(rows: int, dims: tuple[int, ...], dtype: str = "float32", loss: bool =
 
 
 def spatial(machine: Machine = H200) -> Machine:
-    """``machine`` if fused kernels were slow on it, so that spatial pipelines win."""
+    """A GPU if fused kernels were slow on it, so that spatial pipelines win."""
     return dataclasses.replace(machine, vertical_efficiency=(("other", 0.05),))
 
 
@@ -133,64 +134,59 @@ def depends_on(graph: Graph, p: Plan) -> None:
 # The load balance
 
 LOADS = st.lists(
-    st.builds(
-        Load,
-        name=st.sampled_from(["a", "b", "c"]),
-        resource=st.sampled_from(["tensor", "simt"]),
-        seconds=st.floats(1e-7, 1e-4),
-        least=st.integers(1, 3),
-        most=st.integers(3, 40),
-        gain=st.floats(0.5, 2.0),
-    ),
-    min_size=1,
-    max_size=6,
-)
-LIMITS = st.builds(
-    Limits,
-    workers=st.integers(1, 132),
-    shares_workers=st.booleans(),
-    dram_bytes=st.sampled_from([0.0, 1e4, 1e6]),
-    dram_bandwidth=st.just(4.3e12),
-    l2_bytes=st.sampled_from([0.0, 1e5]),
-    l2_bandwidth=st.just(5.5e12),
+    st.builds(Load, seconds=st.floats(1e-7, 1e-4), least=st.integers(1, 3), most=st.integers(3, 40)), min_size=1, max_size=8
 )
 
 
-@settings(max_examples=80, deadline=None)
-@given(LOADS, LIMITS)
-def test_balance_meets_every_constraint_and_is_optimal(loads, limits):
-    pools = limits.pools(loads)
-    if any(sum(loads[i].least for i in pool) > limits.workers for pool in pools):
-        with pytest.raises(Infeasible, match="workers at least"):
-            balance(loads, limits)
+def integer_program(loads: list[Load], workers: int) -> float:
+    """The largest T, in tiles per second, of the program that ``planning.balance`` states, by a solver."""
+    n = len(loads)
+    unit = max(load.seconds for load in loads)  # T is solved in tiles per ``unit``: numbers near 1
+    keeps_up = [[load.seconds / unit, *(-1.0 if j == i else 0.0 for j in range(n))] for i, load in enumerate(loads)]
+    solved = milp(
+        c=[-1.0, *[0.0] * n],
+        constraints=LinearConstraint([*keeps_up, [0.0, *[1.0] * n]], -math.inf, [*[0.0] * n, workers]),
+        integrality=[0, *[1] * n],
+        bounds=Bounds([0, *(load.least for load in loads)], [math.inf, *(load.most for load in loads)]),
+        options={"mip_rel_gap": 0.0},
+    )
+    assert solved.status == 0, solved.message
+    return float(solved.x[0]) / unit
+
+
+@settings(max_examples=150, deadline=None)
+@given(LOADS, st.integers(1, 132))
+def test_balance_is_the_optimum_of_the_integer_program(loads, workers):
+    least = sum(load.least for load in loads)
+    if least > workers:
+        with pytest.raises(Infeasible, match=f"need {least} workers at least; the machine has {workers}"):
+            balance(loads, workers)
         return
-    b = balance(loads, limits)
-    slack = b.throughput * (1 - 1e-5)
+    b = balance(loads, workers)
+    assert all(load.least <= a <= load.most for load, a in zip(loads, b.workers, strict=True)) and sum(b.workers) <= workers
+    assert b.throughput == min(load.throughput(a) for load, a in zip(loads, b.workers, strict=True))
+    assert b.throughput == pytest.approx(integer_program(loads, workers), rel=1e-5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LOADS, st.integers(24, 132))
+def test_no_worker_is_given_that_does_not_raise_the_throughput(loads, workers):
+    b = balance(loads, workers)
     for load, a in zip(loads, b.workers, strict=True):
-        assert load.least <= a <= load.most and slack <= load.throughput(a)
-    assert all(sum(b.workers[i] for i in pool) <= limits.workers for pool in pools)
-    assert slack * limits.dram_bytes <= limits.dram_bandwidth and slack * limits.l2_bytes <= limits.l2_bandwidth
-    # An independent algorithm, and the split a person would try first
-    assert b.throughput == pytest.approx(screen(loads, limits).throughput, rel=1e-5)
-    equal = [max(load.least, min(load.most, limits.workers // len(loads))) for load in loads]
-    if all(sum(equal[i] for i in pool) <= limits.workers for pool in pools):
-        by_hand = min(limits.bandwidth_cap()[0], *[load.throughput(a) for load, a in zip(loads, equal, strict=True)])
-        assert b.throughput >= by_hand * (1 - 1e-5)
+        assert a == load.least or load.throughput(a - 1) < b.throughput
 
 
 @settings(max_examples=40, deadline=None)
-@given(LOADS, st.integers(18, 100), st.integers(0, 30))
+@given(LOADS, st.integers(24, 100), st.integers(0, 30))
 def test_more_workers_never_slow_a_pipeline(loads, workers, more):
-    few, many = (balance(loads, Limits(n, False)).throughput for n in (workers, workers + more))
-    assert many >= few * (1 - 1e-5)
+    assert balance(loads, workers + more).throughput >= balance(loads, workers).throughput * (1 - 1e-5)
 
 
-def test_balance_gives_workers_in_proportion_to_work_and_names_the_bound():
-    loads = [Load("small", "tensor", 1e-6), Load("large", "tensor", 3e-6), Load("vector", "simt", 2e-6)]
-    b = balance(loads, Limits(132, True))
-    assert b.workers[:2] == (33, 99) and b.bound in ("small", "large")
-    assert balance(loads, Limits(132, True, dram_bytes=1e6, dram_bandwidth=1e10)).bound == "dram"
-    assert balance(loads, Limits(132, True, l2_bytes=1e6, l2_bandwidth=1e10)).bound == "l2"
+def test_balance_gives_workers_in_proportion_to_work():
+    assert balance([Load(1e-6), Load(3e-6), Load(2e-6)], 132).workers == (22, 66, 44)
+    assert balance([Load(1e-6), Load(1e-6)], 3).workers == (1, 1), "the third worker would raise nothing"
+    with pytest.raises(ValueError, match="stage 1 has no sensible load"):
+        balance([Load(1e-6), Load(0.0)], 2)
 
 
 # Machines
@@ -280,7 +276,7 @@ def test_bulk_synchronous_kernels_end_at_matmuls_and_reductions():
 @pytest.mark.parametrize("encoded", [True, False])
 def test_nerf_plans_cover_every_op_once_and_only_use_what_they_have(machine, encoded):
     graph, region = nerf(65536, encoded=encoded)
-    for m in (machine, spatial(machine)):
+    for m in (machine, spatial(machine)) if machine.platform == "cuda" else (machine,):
         p = plan(graph, region, m)
         depends_on(graph, p)
         once = [i for stage in p.stages for i in stage.ops if not RegionCost(graph, region, m).is_maker(i)]
@@ -296,21 +292,20 @@ def test_nerf_on_the_cpu_is_one_fused_stage_per_core_on_96_rows():
 
 
 @pytest.mark.parametrize(
-    ("case", "machine", "arrangement", "tile_rows", "replicas", "workers", "depths", "seconds"),
+    ("case", "machine", "tile_rows", "replicas", "seconds"),
     [
-        (("nerf", 65536, "float32", True), CPU, "vertical", 96, 2, [1], [], 0.19191604201823712),
-        (("nerf", 65536, "bfloat16", False), cpu_model("avx512-64"), "vertical", 64, 64, [1], [], 0.006557725521031746),
-        (("wide", 65536, "float32"), cpu_model("avx2-8"), "vertical", 96, 8, [1], [], 0.6862431616864081),
-        (("nerf", 65536, "float32", False), spatial(CPU), "spatial", 96, 1, [1, 1], [2], 0.23260725523404255),
+        (("nerf", 65536, "float32", True), CPU, 96, 2, 0.19191604201823712),
+        (("nerf", 65536, "bfloat16", False), cpu_model("avx512-64"), 64, 64, 0.006557725521031746),
+        (("wide", 65536, "float32"), cpu_model("avx2-8"), 96, 8, 0.6862431616864081),
     ],
-    ids=["nerf", "nerf on 64 cores", "wide", "spatial"],
+    ids=["nerf", "nerf on 64 cores", "wide"],
 )
-def test_plans_for_cpus_stay_as_they_are(case, machine, arrangement, tile_rows, replicas, workers, depths, seconds):
+def test_plans_for_cpus_stay_as_they_are(case, machine, tile_rows, replicas, seconds):
     """Recorded when the plans were measured (docs and benchmarks speak of them): a change here asks for new measurements."""
     graph, region = nerf(*case[1:]) if case[0] == "nerf" else block(case[1], (1024,) * 5, case[2])
     p = plan(graph, region, machine)
-    assert (p.arrangement, p.tile_rows, p.replicas) == (arrangement, tile_rows, replicas)
-    assert ([s.workers for s in p.stages], [q.depth for q in p.queues]) == (workers, depths)
+    assert (p.arrangement, p.tile_rows, p.replicas) == ("vertical", tile_rows, replicas)
+    assert [s.workers for s in p.stages] == [1] and p.queues == () and p.workers == replicas
     assert p.seconds == pytest.approx(seconds, rel=1e-9)
     assert (p.cluster, p.lanes) == (1, 1) and all(s.split == 1 and s.resident for s in p.stages)
 
@@ -338,12 +333,10 @@ def test_phases_are_never_mixed():
     mean = net.op("broadcast_in_dim", (total,), (4096, 32), shape=(4096, 32), dims=(1,))
     out = net.layer(net.op("sub", (h, mean), (4096, 32)), 32)
     graph, region = net.done(out)
-    for machine in (CPU, spatial(CPU)):
-        p = plan(graph, region, machine)
-        for stage in p.stages:
-            assert {region.phase_of[i] for i in stage.ops} == {stage.phase}
-        assert [s.phase for s in p.stages] == sorted(s.phase for s in p.stages) and {s.phase for s in p.stages} == {0, 1}
-        assert all(q.value != h or p.stages[q.producer].phase == p.stages[q.consumers[0]].phase for q in p.queues)
+    p = plan(graph, region, CPU)
+    for stage in p.stages:
+        assert {region.phase_of[i] for i in stage.ops} == {stage.phase}
+    assert [s.phase for s in p.stages] == [0, 1]
 
 
 def test_heavy_vector_work_gets_stages_of_its_own_and_light_work_does_not():

@@ -55,8 +55,8 @@ def two_layer_graph() -> Graph:
 
 def two_stage_plan() -> Plan:
     return Plan(
-        platform="cpu",
-        machine="two cores",
+        platform="cuda",
+        machine="two CTAs",
         arrangement="spatial",
         tile_rows=96,
         tiles=43,
@@ -88,7 +88,7 @@ def report() -> Report:
     graph = two_layer_graph()
     graph.validate()
     rejected = ((3, graph.ops[3].reason), (4, graph.ops[4].reason))
-    return build_report(graph, (Planned("region0", region, two_stage_plan()),), rejected, "cpu", "two cores")
+    return build_report(graph, (Planned("region0", region, two_stage_plan()),), rejected, "cuda", "two CTAs")
 
 
 def test_counts_and_bytes(report: Report) -> None:
@@ -117,7 +117,7 @@ def test_text_says_what_runs_where_and_why_not(report: Report) -> None:
     for fact in (
         "3 of 5 operators pipelined (60 %)",
         "region0: 3 operators over 4 096 rows, 43 tiles of 96 rows",
-        "spatial: stages on 2 workers",
+        "spatial, 1 lane, weights resident, on 2 CTAs in 1 instance",
         "bound by dot0",
         "saves 2.40 MB",
         "dot0 -> dot1",

@@ -7,6 +7,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(KITSUNE_HAS_NEON) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(KITSUNE_HAS_NEON) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace kitsune::cpu {
@@ -53,6 +57,8 @@ Isas isas_for(const Features& f) {
   add(f.avx512bf16, "avx512bf16");
   add(f.avx512, "avx512");
   add(f.avx2, "avx2");
+  add(f.neonbf16, "neonbf16");
+  add(f.neon, "neon");
   add(true, "generic");
   return isas;
 }
@@ -86,7 +92,36 @@ bool allow_tiles() {
 
 }  // namespace
 
-const Probe kThisCpu{&cpuid, &xcr0, &allow_tiles};
+Features features_of_this_cpu() { return features({&cpuid, &xcr0, &allow_tiles}); }
+
+#elif defined(KITSUNE_HAS_NEON)
+namespace {
+
+// FEAT_BF16, as the operating system reports it: the register that tells is not for programs. Where there is none to ask, no.
+bool has_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16 of Linux's <asm/hwcap.h>
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__APPLE__)
+  int32_t has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+Features features_of_this_cpu() {
+  Features f;
+  f.neon = true;
+  f.neonbf16 = has_bf16();
+  return f;
+}
+
+#else
+Features features_of_this_cpu() { return {}; }
 #endif
 
 }  // namespace kitsune::cpu

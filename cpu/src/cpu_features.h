@@ -1,4 +1,4 @@
-// Which instruction sets of x86-64 the CPU has and the operating system lets us use.
+// Which instruction sets the CPU has and the operating system lets us use.
 //
 // Comes in: what CPUID, XGETBV and the operating system answer, as functions, so that tests can answer for machines they do not
 // have. Goes out: `Features`. Asked of CPUID directly, because compilers' builtins lack names for some (Clang 14), and hide the
@@ -6,6 +6,11 @@
 #pragma once
 
 #include <cstdint>
+
+// The units of NEON kernels are empty on big-endian machines.
+#if defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define KITSUNE_HAS_NEON
+#endif
 
 namespace kitsune::cpu {
 
@@ -24,6 +29,8 @@ struct Features {
   bool avx512 = false;      // F, BW, DQ and VL
   bool avx512bf16 = false;  // and BF16
   bool amx = false;         // and AMX-TILE and AMX-BF16, tiles of 16 rows of 64 bytes, and permission to use them
+  bool neon = false;        // AArch64, little-endian
+  bool neonbf16 = false;    // and FEAT_BF16
 };
 
 Features features(const Probe& probe);
@@ -36,8 +43,7 @@ struct Isas {
 };
 Isas isas_for(const Features& f);
 
-#if defined(__x86_64__)
-extern const Probe kThisCpu;
-#endif
+// Asks the operating system for tiles, where the CPU has them, and on Arm for what it knows of the CPU.
+Features features_of_this_cpu();
 
 }  // namespace kitsune::cpu

@@ -2,24 +2,37 @@
 #include "kitsune_cpu/executor.h"
 
 #include <algorithm>
-#include <thread>
+#include <cmath>
 
 #include "executor_internal.h"
 
 namespace kitsune::cpu {
 namespace {
 
-// Lanes trade parallelism for accumulator memory: a function of the program and, on many cores, of how many there are. Never of
-// the schedule or of the pool, so that equal inputs give equal bits.
-int64_t lanes_for(int64_t tiles, size_t bytes) {
-  constexpr size_t kMostBytes = size_t{256} << 20;
-  int64_t lanes = bytes <= (32 << 10) ? 64 : bytes <= (4 << 20) ? 16 : 8;
-  int64_t cores = 2 * static_cast<int64_t>(std::thread::hardware_concurrency());
-  lanes = std::max(lanes, std::min(cores, static_cast<int64_t>(kMostBytes / std::max<size_t>(bytes, 1))));
-  return std::min(tiles, lanes);
+// How many partial sums of `bytes` a phase keeps beside each other, of a program whose work takes one thread `ns`. A function of
+// the program, never of the schedule, the pool or the machine, so that equal inputs give equal bits.
+//
+// L lanes keep L threads busy, but each is written once and read once more when all are added up: ns / L + L * bytes / rate is
+// least at L = sqrt(ns * rate / bytes), and a worker beyond that costs more than it does. Where every worker has a lane, more of
+// them only even out workers of different speed, which is worth some kUneven of the work.
+int64_t lanes_for(const Program& p, size_t bytes, double ns) {
+  constexpr size_t kMost = size_t{256} << 20, kMostSpare = size_t{64} << 20;  // beside the arrays; of lanes for evenness
+  constexpr double kWorkerRate = 8, kMostRate = 200, kChunkBytes = 8192;      // bytes per ns; of a piece that one thread adds up
+  constexpr double kUneven = 0.15, kLaneBytes = 1024;                         // what starting a lane costs, in bytes
+  double size = static_cast<double>(bytes) + kLaneBytes, adders = std::min(static_cast<double>(p.workers), size / kChunkBytes);
+  double rate = std::min(kMostRate, kWorkerRate * std::max(1.0, adders));
+  double useful = std::sqrt(ns * rate / size), even = std::sqrt(kUneven) * useful;
+  int64_t lanes = std::min(p.workers, static_cast<int64_t>(std::min(useful, double{kMaxWorkers})));
+  if (lanes == p.workers) {
+    double spare = std::min({even, static_cast<double>(std::max<int64_t>(64, 8 * lanes)), static_cast<double>(kMostSpare) / size});
+    lanes *= std::max<int64_t>(1, static_cast<int64_t>(spare) / lanes);  // as many for every worker
+  }
+  size_t most = plus(kMost, array_bytes(p.inputs, p.outputs));
+  lanes = std::min(lanes, static_cast<int64_t>(std::min<size_t>(most / std::max<size_t>(bytes, 1), kMaxWorkers)));
+  return std::clamp<int64_t>(lanes, 1, p.tiles);
 }
 
-void plan_sinks(Plan& plan) {
+void plan_sinks(Plan& plan, double ns) {
   const Program& p = plan.program;
   for (const Sink& s : p.sinks) plan.sinks.push_back({accumulator_type(s.how, s.dtype, !s.products), 0, -1});
   for (size_t s = 0; s < p.stages.size(); ++s)
@@ -39,7 +52,7 @@ void plan_sinks(Plan& plan) {
   }
   for (PhasePlan& phase : plan.phases)
     if (!phase.sinks.empty()) {
-      phase.lanes = lanes_for(p.tiles, phase.lane_bytes);
+      phase.lanes = lanes_for(p, phase.lane_bytes, ns);
       plan.lanes_bytes = std::max(plan.lanes_bytes, times(phase.lane_bytes, static_cast<size_t>(phase.lanes)));
     }
   limit_memory(plan.lanes_bytes, p.inputs, p.outputs, "partial sums");
@@ -94,6 +107,9 @@ void compile_stages(Plan& plan) {
   plan.temp_offset = scratch;
   plan.scratch_bytes = plus(scratch, temp);
   limit_memory(plan.scratch_bytes, p.inputs, p.outputs, "temporary memory of a thread");
+  size_t most = plus(kMostScratch, array_bytes(p.inputs, p.outputs));
+  plan.most_workers =
+      std::max<int64_t>(1, static_cast<int64_t>(std::min<size_t>(most / std::max<size_t>(plan.scratch_bytes, 1), kMaxWorkers)));
 }
 
 int64_t busiest(const Plan& plan) {
@@ -127,21 +143,26 @@ struct Cost {
   double operator()(const Scan& s) const { return rows * static_cast<double>(product(s.extents)); }
 };
 
-double estimate(const Plan& plan) {
-  Cost cost{plan.program};
-  double ns = static_cast<double>(plan.prep_bytes) / 4;
-  for (const Stage& s : plan.program.stages)
+double estimate(const Program& p) {
+  Cost cost{p};
+  double ns = 0;
+  for (const Stage& s : p.stages)
     for (const Instruction& i : s.body) ns += std::visit(cost, i);
   return ns;
 }
 
 }  // namespace
 
+size_t array_bytes(const std::vector<Array>& operands, const std::vector<Array>& results) {
+  size_t bytes = 0;
+  for (const auto* list : {&operands, &results})
+    for (const Array& a : *list) bytes = plus(bytes, times(static_cast<size_t>(a.elements), item_size(a.dtype)));
+  return bytes;
+}
+
 void limit_memory(size_t bytes, const std::vector<Array>& operands, const std::vector<Array>& results, const char* what) {
   constexpr size_t kMost = size_t{1} << 40, kFree = size_t{1} << 30, kTimes = 256;
-  size_t arrays = 0;
-  for (const auto* list : {&operands, &results})
-    for (const Array& a : *list) arrays = plus(arrays, times(static_cast<size_t>(a.elements), item_size(a.dtype)));
+  size_t arrays = array_bytes(operands, results);
   size_t most = std::min(kMost, plus(kFree, times(arrays, kTimes)));
   if (bytes <= most) return;
   std::string need = bytes == kTooLarge ? "more than 2**64" : std::to_string(bytes);
@@ -185,12 +206,13 @@ Executable::Executable(Program program, const KernelTable& table) {
   for (const Stage& s : p.stages) phases = std::max(phases, s.phase + 1);
   plan->phases.resize(static_cast<size_t>(phases));
   plan_queues(*plan);
-  plan_sinks(*plan);
+  const double ns = estimate(p);
+  plan_sinks(*plan, ns);
   order_stages(*plan);
   plan_preps(*plan);
   compile_stages(*plan);
-  plan->units = busiest(*plan);
-  plan->estimated_ns = estimate(*plan);
+  plan->most_workers = std::min(plan->most_workers, busiest(*plan));
+  plan->estimated_ns = ns + static_cast<double>(plan->prep_bytes) / 4;
   plan_ = std::move(plan);
 }
 

@@ -12,6 +12,7 @@
 namespace kitsune::cpu {
 
 constexpr size_t kAlign = 64;
+constexpr size_t kMostScratch = size_t{1} << 30;  // of all threads of a call together, beside the bytes of its arrays
 inline size_t align_up(size_t n) { return rounded_up(n, kAlign); }
 
 // What a step sees: one stage on one tile, in one worker.
@@ -105,10 +106,13 @@ struct Executable::Plan {
   size_t ring_bytes = 0, prep_bytes = 0, lanes_bytes = 0;
   size_t scratch_bytes = 0;  // of a worker: the stage's scratch, then the steps' temporary memory
   size_t temp_offset = 0;
-  int64_t units = 1;  // most workers that could be busy at once
+  int64_t most_workers = 1;  // as many as can be busy at once, and whose temporary memory together is in proportion to the arrays
   double estimated_ns = 0;
 };
 using Plan = Executable::Plan;
+
+// Bytes of a call's arrays.
+size_t array_bytes(const std::vector<Array>& operands, const std::vector<Array>& results);
 
 // Throws ProgramError if `bytes` of what a call allocates are out of proportion to its arrays: a program of a few words, whoever
 // wrote it, cannot ask for all of the machine's memory.

@@ -1,8 +1,10 @@
 #include "executor_memory.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <mutex>
 #include <new>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -26,6 +28,8 @@ constexpr bool kExact = false;
 #endif
 constexpr size_t kKeptBlocks = kExact ? 0 : 64;
 constexpr size_t kKeptScratch = size_t{64} << 20;
+constexpr size_t kAllKeptScratch = size_t{4} << 30, kLeastKeptScratch = size_t{8} << 20;
+thread_local Block scratch;
 
 struct Cache {
   std::mutex mutex;
@@ -120,13 +124,20 @@ CachedBlock::~CachedBlock() {
 }
 
 char* thread_scratch(size_t bytes) {
-  static thread_local Block block;
+  Block& block = scratch;
   bool oversized = block.bytes() > kKeptScratch && bytes < kKeptScratch / 4;
   if (block.bytes() < bytes || oversized || (kExact && block.bytes() != bytes)) {
     block = Block();  // first free, then allocate
     block = Block(bytes, "a thread's temporary memory");
   }
   return block.data();
+}
+
+size_t kept_scratch(size_t threads) { return std::max(kLeastKeptScratch, kAllKeptScratch / std::max<size_t>(1, threads)); }
+
+void trim_thread_scratch() {
+  static const size_t most = kept_scratch(std::thread::hardware_concurrency());
+  if (scratch.bytes() > most) scratch = Block();
 }
 
 }  // namespace kitsune::cpu

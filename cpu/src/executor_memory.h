@@ -56,4 +56,10 @@ void free_cached_blocks();
 // At least `bytes` of the calling thread's own memory, 64-byte aligned; valid until the thread asks for more, kept between calls.
 char* thread_scratch(size_t bytes);
 
+// Bytes of it that a thread keeps for the next call, where the machine has `threads`: a share of what all of them may keep
+// together.
+size_t kept_scratch(size_t threads);
+// Frees the calling thread's own memory where it is more than that.
+void trim_thread_scratch();
+
 }  // namespace kitsune::cpu

@@ -2,7 +2,9 @@
 // two.
 //
 // The caller is a worker, and the only one the call depends on: helpers are pool tasks that join when they start and find the call
-// over if they start late. A worker waits only for jobs that are running, so no wait depends on the pool.
+// over if they start late. A worker waits only for jobs that are running, so no wait depends on the pool. Whoever joins asks the
+// pool for a few more helpers first: handing the pool a task takes about a microsecond, and on 192 cores the caller would do
+// nothing else for longer than a small call takes.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -26,6 +28,8 @@ namespace {
 constexpr int kSpins = 256;              // about 5 us before a worker sleeps
 constexpr int64_t kCombineChunk = 1024;  // elements of a sink combined by one job
 constexpr size_t kErrorBytes = 512;
+constexpr int kFanOut = 4;             // helpers that a worker asks for: 192 are there after four steps
+thread_local bool scheduling = false;  // is this thread inside of Pool::schedule?
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -71,14 +75,18 @@ struct CombineJob {
   int64_t sink, begin, end;
 };
 
-class Call {
+class Call : public std::enable_shared_from_this<Call> {
  public:
-  Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers);
-  void work();
+  Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers,
+       Pool& pool);
+  // A thread's part: returns when the call is over, and to the caller when nobody uses its pool.
+  void join(bool caller = false);
   const char* error() const { return error_; }
 
  private:
+  void work(std::unique_lock<std::mutex>& lock);
   // Under the mutex.
+  void start_helpers(std::unique_lock<std::mutex>& lock);
   bool take(Job* job);
   void finish_job(const Job& job);
   void begin_round();
@@ -99,6 +107,7 @@ class Call {
   char* rings_;
   char* lanes_;
   int64_t workers_;
+  Pool& pool_;  // lives as long as the call: used only while `starting_` keeps the caller
   std::vector<char*> preps_;
   std::vector<Round> rounds_;
   std::vector<std::vector<CombineJob>> combines_;  // by phase
@@ -108,12 +117,14 @@ class Call {
   std::atomic<uint64_t> epoch_{0};  // grows whenever a job may have become available, or the call ends
   size_t round_ = 0;
   int64_t next_ = 0, done_ = 0, running_ = 0, idle_ = 0;
+  int64_t wanted_, starting_ = 0;  // helpers not asked for yet; workers that are asking for some
   std::optional<Pipeline> pipeline_;
   bool finished_ = false, failed_ = false;
   char error_[kErrorBytes] = "";  // "" or what went wrong: there may be no memory for a string
 };
 
-Call::Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers)
+Call::Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers,
+           Pool& pool)
     : plan_(plan),
       end_of_call_(plan.table->end_of_call),
       ins_(ins),
@@ -121,7 +132,9 @@ Call::Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared
       prepared_(prepared),
       rings_(rings),
       lanes_(lanes),
-      workers_(workers) {
+      workers_(workers),
+      pool_(pool),
+      wanted_(workers - 1) {
   for (const PrepPlan& p : plan.preps) preps_.push_back(prepared + p.offset);
   if (!plan.prep_tasks.empty()) rounds_.push_back({Round::kPrepare, 0, static_cast<int64_t>(plan.prep_tasks.size())});
   combines_.resize(plan.phases.size());
@@ -212,17 +225,41 @@ void Call::wait(std::unique_lock<std::mutex>& lock) {
   --idle_;
 }
 
-// What the kernels keep for a thread during a call (the tiles of AMX) goes with the thread's part of it, however that ends.
-struct EndOfCall {
-  void (*release)();
-  ~EndOfCall() {
-    if (release != nullptr) release();
-  }
+// What a thread keeps beyond what it may goes with its part of a call, however that ends.
+struct TrimScratch {
+  ~TrimScratch() { trim_thread_scratch(); }
 };
 
-void Call::work() {
-  EndOfCall end{end_of_call_};  // not the plan's: a helper that starts late comes here when the plan is gone
+// A pool may run a task inside of schedule, on the thread that gives it. That thread is in the call already: the task does nothing.
+void Call::start_helpers(std::unique_lock<std::mutex>& lock) {
+  for (int i = 0; i < kFanOut && wanted_ > 0 && !finished_ && !failed_; ++i) {
+    --wanted_;
+    ++starting_;
+    lock.unlock();
+    try {
+      std::function<void()> helper = [call = shared_from_this()] {
+        if (!scheduling) call->join();
+      };
+      scheduling = true;
+      pool_.schedule(std::move(helper));
+    } catch (const std::exception&) {  // fewer helpers: the call does not depend on them
+    }
+    scheduling = false;
+    lock.lock();
+    if (--starting_ == 0 && finished_) wake_.notify_all();
+  }
+}
+
+void Call::join(bool caller) {
+  TrimScratch trim;
+  ThreadsPart part(end_of_call_);  // not the plan's: a helper that starts late comes here when the plan is gone
   std::unique_lock<std::mutex> lock(mutex_);
+  start_helpers(lock);
+  work(lock);
+  if (caller) wake_.wait(lock, [&] { return starting_ == 0; });
+}
+
+void Call::work(std::unique_lock<std::mutex>& lock) {
   while (!finished_) {
     Job job;
     bool taken = false;
@@ -327,13 +364,9 @@ std::string Executable::run(const void* const* ins, void* const* outs, Pool& poo
     std::vector<char*> in, out;
     for (size_t i = 0; i < plan.program.inputs.size(); ++i) in.push_back(const_cast<char*>(static_cast<const char*>(ins[i])));
     for (size_t i = 0; i < plan.program.outputs.size(); ++i) out.push_back(static_cast<char*>(outs[i]));
-    int64_t workers = std::clamp<int64_t>(pool.num_threads(), 1, plan.units);
-    auto call = std::make_shared<Call>(plan, in.data(), out.data(), prepared.data(), rings.data(), lanes.data(), workers);
-    try {
-      for (int64_t w = 1; w < workers; ++w) pool.schedule([call] { call->work(); });
-    } catch (const std::exception&) {  // fewer helpers: the call does not depend on them
-    }
-    call->work();
+    int64_t workers = std::clamp<int64_t>(pool.num_threads(), 1, plan.most_workers);
+    auto call = std::make_shared<Call>(plan, in.data(), out.data(), prepared.data(), rings.data(), lanes.data(), workers, pool);
+    call->join(true);
     return call->error();
   } catch (const std::exception& e) {
     return error_text(e, plan_->program.name.c_str());

@@ -8,17 +8,6 @@
 
 #include "cpu_features.h"
 
-#if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
-
-// The units of NEON kernels are empty on big-endian machines.
-#if defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-#define KITSUNE_HAS_NEON
-#endif
-
 namespace kitsune::cpu {
 
 namespace generic {
@@ -57,6 +46,9 @@ const KernelTable* table_of(const char* isa) {
   }
   for (const KernelTable* t : {&avx512bf16::table, &avx512::table, &avx2::table})
     if (std::strcmp(t->isa, isa) == 0) return t;
+#elif defined(KITSUNE_HAS_NEON)
+  for (const KernelTable* t : {&neonbf16::table, &neon::table})
+    if (std::strcmp(t->isa, isa) == 0) return t;
 #endif
   static_cast<void>(isa);
   return &generic::table;
@@ -67,35 +59,11 @@ struct Candidates {
   int count = 0;
 };
 
-#if defined(KITSUNE_HAS_NEON)
-// FEAT_BF16, as the operating system reports it. Where there is none to ask, the answer is no.
-bool has_neon_bf16() {
-#if defined(__linux__)
-  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16 of Linux's <asm/hwcap.h>
-  return (getauxval(AT_HWCAP2) & kBf16) != 0;
-#elif defined(__APPLE__)
-  int32_t has = 0;
-  size_t size = sizeof has;
-  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
-#else
-  return false;
-#endif
-}
-#endif
-
 // Best first. Asks the operating system for tiles, where the CPU has them: once, because `candidates` keeps the answer.
 Candidates find_candidates() {
-#if defined(__x86_64__)
-  const Isas isas = isas_for(features(kThisCpu));
-#else
-  const Isas isas = isas_for(Features{});
-#endif
+  const Isas isas = isas_for(features_of_this_cpu());
   Candidates c;
-#if defined(KITSUNE_HAS_NEON)
-  if (has_neon_bf16()) c.tables[c.count++] = &neonbf16::table;
-  c.tables[c.count++] = &neon::table;
-#endif
-  for (int i = 0; i < isas.count; ++i) c.tables[c.count++] = table_of(isas.names[i]);
+  for (; c.count < isas.count; ++c.count) c.tables[c.count] = table_of(isas.names[c.count]);
   return c;
 }
 

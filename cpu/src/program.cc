@@ -241,6 +241,7 @@ Program parse(const int64_t* words, size_t count) {
   p.name = r.text("Program.name");
   p.axes = r.list("Program.axes");
   p.tile_rows = r.word("Program.tile_rows");
+  p.workers = r.word("Program.workers");
   p.inputs = r.many("Program.inputs", [&] { return read_array(r); });
   p.outputs = r.many("Program.outputs", [&] { return read_array(r); });
   p.preps = r.many("Program.preps", [&] { return read_prep(r); });

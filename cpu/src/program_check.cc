@@ -374,6 +374,7 @@ struct Checker {
     count("axes", p.axes);
     p.rows = product(p.axes);
     bound("tile_rows", p.tile_rows, 1, kMaxCount);
+    bound("workers", p.workers, 1, kMaxWorkers);
     p.tiles = (p.rows + p.tile_rows - 1) / p.tile_rows;
     tile_rows = std::min(p.tile_rows, p.rows);
     for (const Array& a : p.inputs) bound("elements of an input", a.elements, 0, kMaxCount);

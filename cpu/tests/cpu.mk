@@ -27,17 +27,19 @@ CPU_ISA_FLAGS_x86_64_isa_amx := $(CPU_AVX512) -mavx512bf16 -mamx-tile -mamx-bf16
 CPU_ISA_FLAGS_x86_64_amx_model_avx512 := $(CPU_AVX512) -mavx512bf16
 CPU_ISA_FLAGS_aarch64_isa_neonbf16 := -march=armv8.2-a+bf16
 
+# Of a kind of build: its compiler, and how it compiles a unit.
+CPU_CXX = $(or $(CPU_KIND_CXX_$(1)),$(CXX))
+CPU_COMPILE = $(CPU_CXX) $(CPU_FLAGS) $(CPU_KIND_FLAGS_$(1)) $(CPU_ISA_FLAGS_$(or $(CPU_KIND_MACHINE_$(1)),$(CPU_MACHINE))_$(2))
+
 define CPU_KIND_RULES
 $(CPU_BUILD)/$(1)/%.o: $(CPU_DIR)/src/%.cc
 	@mkdir -p $$(@D)
-	$$(or $$(CPU_KIND_CXX_$(1)),$$(CXX)) $$(CPU_FLAGS) $$(CPU_KIND_FLAGS_$(1)) \
-	  $$(CPU_ISA_FLAGS_$$(or $$(CPU_KIND_MACHINE_$(1)),$$(CPU_MACHINE))_$$*) -c $$< -o $$@
+	$$(call CPU_COMPILE,$(1),$$*) -c $$< -o $$@
 $(CPU_BUILD)/$(1)/%.o: $(CPU_DIR)/tests/%.cc
 	@mkdir -p $$(@D)
-	$$(or $$(CPU_KIND_CXX_$(1)),$$(CXX)) $$(CPU_FLAGS) $$(CPU_KIND_FLAGS_$(1)) \
-	  $$(CPU_ISA_FLAGS_$$(or $$(CPU_KIND_MACHINE_$(1)),$$(CPU_MACHINE))_$$*) -c $$< -o $$@
+	$$(call CPU_COMPILE,$(1),$$*) -c $$< -o $$@
 $(CPU_TESTS:%=$(CPU_BUILD)/$(1)/%): %: %.o $(CPU_LIB:%=$(CPU_BUILD)/$(1)/%.o) $(CPU_MODELS:%=$(CPU_BUILD)/$(1)/%.o)
-	$$(or $$(CPU_KIND_CXX_$(1)),$$(CXX)) $$(CPU_KIND_FLAGS_$(1)) -pthread $$^ -o $$@
+	$$(call CPU_CXX,$(1)) $$(CPU_KIND_FLAGS_$(1)) -pthread $$^ -o $$@
 endef
 $(foreach kind,release tsan asan aarch64,$(eval $(call CPU_KIND_RULES,$(kind))))
 -include $(wildcard $(CPU_BUILD)/*/*.d)

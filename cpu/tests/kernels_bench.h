@@ -26,6 +26,7 @@ double best_seconds(F f) {
 
 inline void bench_gemm() {
   const KernelTable& kt = kernels();
+  ThreadsPart part(kt);
   const int64_t shapes[][2] = {{256, 256}, {63, 256}, {319, 256}, {384, 128}, {128, 128}, {512, 1408}, {1408, 512}};
   for (DType type : {DType::kF32, DType::kBF16}) {
     for (const auto& s : shapes) {

@@ -233,6 +233,28 @@ inline void test_gemm_activation_in_bfloat16() {
   }
 }
 
+// Instructions that multiply bfloat16 take subnormal operands for zeros on any thread; widened operands are f32's, which keep
+// theirs where the thread does.
+inline void test_gemm_subnormal() {
+  const KernelTable& kt = kernels();
+  const int64_t zero = 0;
+  for (Product product : {Product::kWidened, Product::kDots}) {
+    const Panel panel = kt.panel_for(DType::kBF16, product, {1, 1, 1});
+    uint16_t x = 0x0040, w = 0x3f80;  // 2^-127, 1
+    float c = 7;
+    AlignedBuffer packed(kt.packed_bytes(panel, 1, 1));
+    kt.pack(panel, PackSource{&w, DType::kBF16, 1, 1, &zero, &zero}, 0, 1, packed.data);
+    GemmArgs args{};
+    args.M = args.N = args.K = args.lda = args.ldc = 1;
+    args.x = &x, args.x_dtype = DType::kBF16, args.w = packed.data, args.panel = panel, args.c = &c, args.c_dtype = DType::kF32;
+    AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
+    args.scratch = scratch.data;
+    kt.gemm(args);
+    check(c == (panel == Panel::kF32 ? 0x1p-127f : 0.0f), "subnormal bfloat16 [%s] product %d: %a", kt.isa, int(product),
+          double(c));
+  }
+}
+
 inline void test_gemm() {
   Random random;
   const int64_t sizes[] = {1, 2, 3, 7, 31, 33, 97};

@@ -30,6 +30,7 @@ inline void test_outer_case(const OuterCase& t, Random& random) {
   OuterArgs args{t.R, t.M, t.N, x.get(), y.get(), t.type, kt.panel_for(t.type, t.product, {t.M, t.N, t.R}),
                  ldx, ldy, c0,  ldc,     nullptr};
   AlignedBuffer scratch(kt.outer_scratch_bytes(args));
+  std::memset(scratch.data, 0xff, kt.outer_scratch_bytes(args));  // NaN, as every type
   args.scratch = scratch.data;
   kt.outer(args);
   end_of_call(kt);
@@ -60,14 +61,14 @@ inline void test_outer() {
   const int64_t sizes[] = {1, 2, 15, 16, 17, 33, 50};
   const DType types[] = {DType::kBF16, DType::kF32, DType::kBF16, DType::kF16, DType::kBF16, DType::kF64};
   int64_t turn = 0;
-  for (int64_t R : {1, 31, 32, 45, 97})
+  for (int64_t R : {1, 2, 3, 31, 32, 45, 97})
     for (int64_t M : sizes)
       for (int64_t N : sizes) {
         test_outer_case({R, M, N, types[turn % 6], turn % 2 == 0, Product(turn / 2 % kNumProducts)}, random);
         ++turn;
       }
   for (DType type : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64})
-    for (int64_t M = 1; M <= 26; ++M) test_outer_case({6, M, 34, type, false}, random);  // every remainder of the blocks
+    for (int64_t M = 1; M <= 26; ++M) test_outer_case({6, M, 34, type, true}, random);  // every remainder of the blocks
   for (int i = 0; i < kNumProducts; ++i) test_outer_case({128, 80, 96, DType::kBF16, false, Product(i)}, random);
 }
 

@@ -115,6 +115,54 @@ inline void test_tiles_denormals() {
   }
 }
 
+// Every activation and type of result: as the table's own float32 product, of the same sums and an identity, has it.
+inline void test_tiles_activations() {
+  Random random;
+  constexpr int64_t M = 37, N = 45, K = 70;
+  for (const KernelTable* kt : tables_with_tiles()) {
+    std::vector<uint16_t> x(M * K), w(K * N);
+    std::vector<float> identity(N * N, 0.0f), bias(N), sums(M * N);
+    for (auto* v : {&x, &w})
+      for (uint16_t& e : *v) e = reference_bfloat16(random.symmetric());
+    for (int64_t n = 0; n < N; ++n) identity[size_t(n * N + n)] = 1, bias[size_t(n)] = float(random.symmetric());
+    std::vector<int64_t> by_row(K), by_column(N);
+    for (int64_t k = 0; k < K; ++k) by_row[size_t(k)] = k * N;
+    for (int64_t n = 0; n < N; ++n) by_column[size_t(n)] = n;
+    AlignedBuffer tiles(kt->packed_bytes(Panel::kTiles, K, N)), floats(kt->packed_bytes(Panel::kF32, N, N));
+    kt->pack(Panel::kTiles, {w.data(), DType::kBF16, K, N, by_row.data(), by_column.data()}, 0, 2, tiles.data);
+    kt->pack(Panel::kF32, {identity.data(), DType::kF32, N, N, by_row.data(), by_column.data()}, 0, kt->panel_count(Panel::kF32, N),
+             floats.data);
+    GemmArgs on_tiles{
+        M,           N,           K, x.data(), DType::kBF16, K, tiles.data, Panel::kTiles, bias.data(), Activation::kNone,
+        sums.data(), DType::kF32, N, nullptr};
+    AlignedBuffer scratch(kt->gemm_scratch_bytes(on_tiles));
+    on_tiles.scratch = scratch.data;
+    on_tiles.act_a = 0.75f, on_tiles.act_b = 0.05f;
+    kt->gemm(on_tiles);
+    GemmArgs on_floats{M,       N,           N, sums.data(), DType::kF32, N, floats.data, Panel::kF32, nullptr, Activation::kNone,
+                       nullptr, DType::kF32, N, nullptr};
+    on_floats.act_a = on_tiles.act_a, on_floats.act_b = on_tiles.act_b;
+    for (int act = 0; act < kNumActivations; ++act) {
+      for (DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
+        std::vector<char> got(M * N * item_size(type)), want(got.size());
+        on_tiles.act = on_floats.act = Activation(act);
+        on_tiles.c_dtype = on_floats.c_dtype = type;
+        on_tiles.c = got.data(), on_floats.c = want.data();
+        kt->gemm(on_tiles);
+        kt->gemm(on_floats);
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < M * N; ++i) {
+          const double a = element(got.data(), type, i), b = element(want.data(), type, i);
+          wrong += !(std::fabs(a - b) <= (type == DType::kF32 ? 1e-6 : 0x1p-8) * std::fabs(b));
+        }
+        check(wrong == 0, "activation %d to type %d on tiles [%s]: %ld of %ld wrong", act, int(type), kt->isa, long(wrong),
+              long(M * N));
+      }
+    }
+    kt->end_of_call();
+  }
+}
+
 inline void test_tiles_choice() {
   for (const KernelTable* kt : tables_with_tiles()) {
     auto panel = [&](DType t, Product p, int64_t M, int64_t N, int64_t K) { return kt->panel_for(t, p, {M, N, K}); };
@@ -163,6 +211,7 @@ inline void test_tiles_are_configured_once() {
 inline void test_tiles() {
   test_tiles_agree();
   test_tiles_denormals();
+  test_tiles_activations();
   test_tiles_choice();
   test_tiles_are_configured_once();
 }

@@ -11,7 +11,7 @@ namespace kitsune::cpu::test {
 class Words {
  public:
   std::vector<int64_t> of(const Program& p) {
-    text(p.name), list(p.axes), add(p.tile_rows);
+    text(p.name), list(p.axes), add(p.tile_rows), add(p.workers);
     arrays(p.inputs), arrays(p.outputs);
     each(p.preps, [&](const Prep& x) {
       add(x.kind), ref(x.source), add(x.dtype);

@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
     test::test_pointwise();
     test::test_edges();
   }
-  for (int i = 0; i < test::models().count && !bench; ++i) {
+  for (int i = 0; i < test::models().count && !bench && !only; ++i) {
     set_kernels(&test::models().all[i]->table);
     test::test_gemm();
     test::test_outer();

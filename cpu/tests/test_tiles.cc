@@ -108,6 +108,11 @@ void test_dispatch() {
   const char* names[] = {"amx", "avx512bf16", "avx512", "avx2", "generic"};
   CHECK(all.count == 5, "%d tables", all.count);
   for (int i = 0; i < all.count && i < 5; ++i) CHECK(std::string(all.names[i]) == names[i], "table %d is %s", i, all.names[i]);
+  Features arm;
+  arm.neon = true;
+  CHECK(std::string(isas_for(arm).names[0]) == "neon" && isas_for(arm).count == 2, "tables of Arm without bf16");
+  arm.neonbf16 = true;
+  CHECK(std::string(isas_for(arm).names[0]) == "neonbf16" && isas_for(arm).count == 3, "tables of Arm with bf16");
   auto with = [](auto change) {
     Machine other;
     change(other);
@@ -135,20 +140,20 @@ void test_dispatch() {
 
 // The machine at hand answers as the compiler's runtime says, and twice the same.
 void test_this_cpu() {
+  const Features f = features_of_this_cpu(), again = features_of_this_cpu();
 #if defined(__x86_64__)
-  const Features f = features(kThisCpu), again = features(kThisCpu);
   __builtin_cpu_init();
   CHECK(f.avx2 == (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")), "AVX2");
   CHECK(f.avx512 == (f.avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")),
         "AVX-512");
+#endif
   CHECK(f.amx == again.amx, "permission is given or refused once and for all");
   const char* names[8];
   const Isas isas = isas_for(f);
   const int count = available_isas(names, 8);
   CHECK(count == isas.count, "%d tables, expected %d", count, isas.count);
   for (int i = 0; i < count && i < isas.count; ++i) CHECK(std::string(names[i]) == isas.names[i], "table %d is %s", i, names[i]);
-#endif
 }
 
 }  // namespace

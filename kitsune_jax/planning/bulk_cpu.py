@@ -29,10 +29,12 @@ def kernel_seconds(cost: RegionCost, ops: Iterable[int], root: int, moved: int) 
     loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) != "dot")
     functions = sum(cost.family(i) == "pointwise" and OPS[cost.graph.ops[i].kind].flops >= _FUNCTION for i in ops)
     loop *= times.crowded(functions)
+    far = moved * max(0.0, per_byte - times.xla_moved(True))
     if products:
         # A product's own rate has its traffic in it, as far as that was in the caches.
-        seconds += sum(product_seconds(cost, i) for i in products) + moved * max(0.0, per_byte - times.xla_moved(True))
-        return seconds + loop
+        return seconds + sum(product_seconds(cost, i) for i in products) + far + loop
+    if any(cost.family(i) in _PASSES for i in ops):
+        return seconds + far + loop  # so has a reduction's
     return seconds + times.xla_loop(1.0, loop + moved * per_byte, cost.bytes(root))
 
 
@@ -64,5 +66,3 @@ def product_seconds(cost: RegionCost, i: int) -> float:
     elif len(rhs.shape) - 1 in op["rhs_contract"]:
         form = "dot_t"
     return batch * times.xla_dot(lhs.dtype, m, k, n, form)
-
-

@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.capture.ops import OPS
-from kitsune_jax.profile.kernels import DEPTHS, TILE, WIDTHS
+from kitsune_jax.profile.kernels import DEPTHS, SHORT, TILE, WIDTHS
 from kitsune_jax.profile.model import Profile, table
 
 # Columns that a micro-kernel computes at least: one vector of floats, on the widest machines.
 _VECTOR = 16
+_FEW = 16  # elements of the rows measured as ``fold/short/`` and ``load/short/``
 _SHORT = 256  # width of the product measured as ``short/``
 _NARROW = ("bfloat16", "float16")
 # What XLA's code for an operation is like, where it was not measured itself, and how many times as long it takes.
@@ -30,8 +31,8 @@ _PER_FLOP = ("tanh", 14.0)  # everything else, by its operations
 _SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
 _ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
 _MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
-# In a loop with several elementary functions each costs more: a chain of n takes n (1 + (n - 1) / 2) times as long as one (tanh, silu
-# and gelu, one to seven of them, float32 and bfloat16; JAX 0.12, Zen 5).
+# In a loop with several elementary functions each costs more: n of them take n (1 + (n - 1) / 2) times as long as one (tanh,
+# silu and gelu, one to seven of them, float32 and bfloat16; JAX 0.12, Zen 5).
 _CROWDED = 0.5
 # XLA gives a loop one thread where it writes less than this.
 _PARALLEL_BYTES = 128 << 10
@@ -80,7 +81,15 @@ class CpuTimes:
         dtype = _float(dtype)
         points = [k for k in (16, 64, 512) if f"outer/{dtype}/{way}/{k}x{k}" in self._numbers]
         per_product = [math.log(self[f"outer/{dtype}/{way}/{k}x{k}"] / (TILE * k * k)) for k in points]
-        return math.exp(_between(points, per_product, _mean(m, n))) * rows * max(m, 2) * max(n, _VECTOR // 2)
+        # The accumulators are read and written once for each tile, however few its rows are.
+        a, b = self[f"outer_short/{dtype}/{way}"] / (_SHORT * _SHORT), self._at(points, per_product, _SHORT)
+        sums = max(0.0, (a - SHORT * b) / (1 - SHORT / TILE))
+        per_row = max(self._at(points, per_product, _mean(m, n)) - sums / TILE, 0.2 * b)
+        return (per_row * rows + sums) * max(m, 2) * max(n, _VECTOR // 2)
+
+    @staticmethod
+    def _at(points: Sequence[float], logarithms: Sequence[float], side: float) -> float:
+        return math.exp(_between(points, logarithms, side))
 
     def pack(self, dtype: str, way: str) -> float:
         """An element of a weight."""
@@ -99,14 +108,28 @@ class CpuTimes:
             found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
         return found
 
+    def activation(self, name: str, dtype: str) -> float:
+        """An element of an activation that a product applies to its sums."""
+        return self[f"activation/{name}/{'bfloat16' if dtype == 'bfloat16' else 'float32'}"]
+
     def edge(self, dtype: str) -> float:
         """An element loaded by a group of pointwise ops, or stored by it, beyond the passes of the ops."""
         dtype = dtype if f"load/{dtype}" in self._numbers else "float32"
         return 0.5 * (self[f"load/{dtype}"] + self[f"store/{dtype}"])
 
-    def fold(self, dtype: str, over_rows: bool = False) -> float:
+    def fold(self, dtype: str, elements: float, over_rows: bool = False) -> float:
+        """A row of so many elements summed, or added to sums over the rows."""
         dtype = dtype if f"fold/row/{dtype}" in self._numbers else "float32"
-        return self[f"fold/{'column' if over_rows else 'row'}/{dtype}"]
+        if over_rows:
+            return elements * self[f"fold/column/{dtype}"]
+        each = self[f"fold/row/{dtype}"]
+        return max(self[f"fold/short/{dtype}"] - _FEW * each, 0.0) + elements * each
+
+    def spread(self, dtype: str, elements: float) -> float:
+        """One value of a row repeated along it, for an op that wants full rows."""
+        dtype = dtype if f"load/{dtype}" in self._numbers else "float32"
+        each = self[f"load/{dtype}"]
+        return max(self[f"load/short/{dtype}"] - _FEW * each, 0.0) + elements * each
 
     # -- XLA, the whole machine
 
@@ -125,7 +148,8 @@ class CpuTimes:
         points = self._points(f"xla/dot/{dtype}/")
         large = [p for p in points if p[0] == _ROWS and min(p[1:3]) >= _LEAST_SIDE]
         sides = [_mean(a, b) for _, a, b, _ in large]
-        rates = [math.log(s / (r * a * b)) for r, a, b, s in large]
+        least = min(self._points("xla/dot/float32/"), key=lambda p: p[0] * p[1] * p[2])[3]
+        rates = [math.log(max(s - least, 0.3 * s) / (r * a * b)) for r, a, b, s in large]
 
         def rate(side: float) -> float:
             return math.exp(_between(sides, rates, side))
@@ -136,9 +160,12 @@ class CpuTimes:
             factor = s / (rate(_mean(a, b)) * r * a * b)
         far = self._far(dtype, rows, k, n, rate)
         few = [p for p in points if p[0] < 64] or [p for p in self._points("xla/dot/float32/") if p[0] < 64]
+        r, a, b, s = min(few, key=lambda p: p[1] * p[2])
+        start = max(0.0, s - r * a * b * rate(_mean(a, b)))  # handing the product to the threads
         r, a, b, s = max(few, key=lambda p: p[1] * p[2])
-        weights = max(0.0, s / (a * b) - r * rate(_mean(a, b)))  # an element of the weights, whatever the rows
-        return k * n * (rows * rate(_mean(k, n)) * factor * far + weights)
+        weights = max(0.0, (s - start) / (a * b) - r * rate(_mean(a, b)))  # an element of the weights, whatever the rows
+        seconds = k * n * (rows * rate(_mean(k, n)) * factor * far + weights)
+        return seconds + min(start, 4 * seconds)  # a tiny one runs where it is
 
     def _far(self, dtype: str, rows: int, k: int, n: int, rate: Callable[[float], float]) -> float:
         """How many times as long a product takes because its rows do not fit the caches."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import RegionCost, round_up
 from kitsune_jax.planning.machine import KIB, MIB
-from kitsune_jax.planning.stages import Draft, Link, resource_of
+from kitsune_jax.planning.stages import Draft, resource_of
 
 # Tile sizes in order of preference, where the model can't tell them apart (micro-kernels reach their rate at 32 to 128 rows).
 _ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 1024, 2048, 4096, 8192)
@@ -65,10 +65,6 @@ class StageModel:
         machine = self.cost.machine
         source = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
         return self._seconds(rows, vertical, source, self._spill_seconds(rows)) + machine.tile_seconds
-
-    def least_seconds(self, rows: int) -> float:
-        """What its ops take at least, in however many stages they run."""
-        return self._seconds(rows, False, "l2", 0.0)
 
     def _seconds(self, rows: int, vertical: bool, weights_at: str, spill: float) -> float:
         tensor = simt = 0.0
@@ -140,19 +136,6 @@ def vertical_fit(stages: Stages, draft: Draft, rows: int) -> Fit:
     if scratch > _MAX_SCRATCH:
         raise Infeasible(f"a tile of {rows} rows needs {size_text(scratch)} of scratch per worker")
     return Fit(model.seconds(rows, True), model.resource)
-
-
-def spatial_fit(stages: Stages, drafts: Sequence[Draft], queues: Sequence[Link], rows: int) -> tuple[Fit, ...]:
-    """Stages on workers of their own."""
-    hop = stages.cost.machine.places[-1]
-    passed = [0] * len(drafts)
-    for q in queues:
-        for s in {q.producer, *q.consumers}:
-            passed[s] += stages.cost.row_bytes(q.value)
-    return tuple(
-        Fit(stages[d].seconds(rows, False) + hop.latency + rows * p / hop.bandwidth, stages[d].resource)
-        for d, p in zip(drafts, passed, strict=True)
-    )
 
 
 def size_text(n: float) -> str:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from kitsune_jax.planning.balance import Infeasible, Limits, Load, screen
+from kitsune_jax.planning.balance import Infeasible, Load, balance
 from kitsune_jax.planning.fit import size_text, stationary_bytes
 from kitsune_jax.planning.gpu_cut import grouped, separated
 from kitsune_jax.planning.gpu_region import Arranged, GpuRegion
@@ -196,14 +196,14 @@ class _Builder:
         if any(s is None for s in least):
             return None
         loads = []
-        for k, (draft, split) in enumerate(zip(drafts, least, strict=True)):
+        for draft, split in zip(drafts, least, strict=True):
             assert split is not None
             work = self._work(draft.ops, split)
             assert work is not None
             entering, leaving = self._crossing(draft.ops)
             seconds = self._period(_Stage(draft, split, work, entering, leaving // split), 1)
             most = max(split, self._most_split(draft.ops))
-            loads.append(Load(str(k), resource_of(self.cost, draft), seconds * split, split, most))
+            loads.append(Load(seconds * split, split, most))
         ctas = sum(load.least for load in loads)
         if ctas > self.machine.workers:
             self.reason = (
@@ -212,7 +212,7 @@ class _Builder:
             return None
         best: tuple[float, int, tuple[int, ...]] | None = None
         for instances in sorted({self.machine.workers // ctas, *_powers_of_two(self.machine.workers // ctas)}):
-            result = screen(loads, Limits(self.machine.workers // instances, False))
+            result = balance(loads, self.machine.workers // instances)
             rate = min(instances, self.region.tiles) * result.throughput
             if best is None or rate > best[0]:
                 best = rate, instances, result.workers

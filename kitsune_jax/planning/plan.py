@@ -67,3 +67,11 @@ class Plan:
     lanes: int = 1
     products: tuple[str, str] = ("best", "best")  # on a CPU: how bfloat16 operands are multiplied, times weights and in gradients
     l2_bytes: int = 0  # on a GPU: modelled, through the L2, of which the off-chip bytes are a part
+
+    @property
+    def workers(self) -> int:
+        """Workers of all replicas: one phase runs after the other, so those of the phase that has the most."""
+        phases: dict[int, int] = {}
+        for stage in self.stages:
+            phases[stage.phase] = phases.get(stage.phase, 0) + stage.workers
+        return self.replicas * max(phases.values())

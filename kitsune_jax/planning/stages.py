@@ -11,10 +11,8 @@ Makers (broadcasts and iotas of nothing streamed) appear in every stage that rea
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.gpu_gradient import panel_sums
@@ -201,59 +199,6 @@ def merge(drafts: Sequence[Draft], first: int) -> tuple[Draft, ...]:
     if a.phase != b.phase:
         raise ValueError(f"stages {first} and {first + 1} are in phases {a.phase} and {b.phase}")
     return (*drafts[:first], Draft(tuple(sorted({*a.ops, *b.ops})), a.phase), *drafts[first + 2 :])
-
-
-class Merging:
-    """Stages that become fewer: ``merge`` makes the two neighbours of one phase one whose ``seconds`` together are least."""
-
-    def __init__(self, drafts: Sequence[Draft], seconds: Callable[[int], float]):
-        self._finest = tuple(drafts)
-        self._end = {s: s + 1 for s in range(len(drafts))}  # stage, by its first draft -> the first draft behind it
-        self._before = {s: s - 1 for s in range(len(drafts))}
-        # Sums of integers do not depend on the order in which stages were merged, so equal layers stay equal.
-        self._seconds = [sum(round(seconds(i) * _UNITS) for i in d.ops) for d in drafts]
-        self._stages_of = collections.Counter(d.phase for d in drafts)
-        self._pairs: list[tuple[int, int, int]] = []  # (seconds, first stage, end of the second)
-        for s in range(len(drafts) - 1):
-            self._offer(s)
-
-    def __len__(self) -> int:
-        return len(self._end)
-
-    def most_of_a_phase(self) -> int:
-        return max(self._stages_of.values())
-
-    def drafts(self) -> tuple[Draft, ...]:
-        """The stages as they are now."""
-        return tuple(
-            self._finest[s]
-            if end == s + 1
-            else Draft(tuple(sorted({i for d in self._finest[s:end] for i in d.ops})), self._finest[s].phase)
-            for s, end in sorted(self._end.items())
-        )
-
-    def merge(self) -> None:
-        """Raises ``IndexError`` where every phase has one stage."""
-        while True:
-            seconds, first, end = heapq.heappop(self._pairs)
-            second = self._end.get(first)
-            if second is not None and self._end.get(second) == end:
-                break  # both are as they were when the pair was offered
-        self._end[first] = end
-        del self._end[second]
-        self._seconds[first] = seconds
-        self._stages_of[self._finest[first].phase] -= 1
-        if end in self._end:
-            self._before[end] = first
-            self._offer(first)
-        if self._before[first] in self._end:
-            self._offer(self._before[first])
-
-    def _offer(self, first: int) -> None:
-        second = self._end[first]
-        if self._finest[first].phase == self._finest[second].phase:
-            pair = (self._seconds[first] + self._seconds[second], first, self._end[second])
-            heapq.heappush(self._pairs, pair)
 
 
 def per_phase(drafts: Sequence[Draft]) -> tuple[Draft, ...]:

@@ -30,6 +30,7 @@ def one_layer(rows: int) -> np.ndarray:
             name="profile",
             axes=(rows,),
             tile_rows=min(TILE, rows),
+            workers=-(-rows // TILE),
             inputs=(bc.Array(_F32, rows * WIDTH), bc.Array(_F32, WIDTH * WIDTH)),
             outputs=(bc.Array(_F32, rows * WIDTH),),
             preps=(weight,),

@@ -5,19 +5,21 @@ Comes in: the CPU extension. Goes out: numbers by name, as ``profile.model`` lis
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from kitsune_jax.profile.timing import Log
-from kitsune_jax.targets.cpu.bytecode import DTYPES, OPCODES, PRODUCTS
+from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPES, OPCODES, PRODUCTS
 
 # Kernel tables that multiply pairs of bfloat16, and those with tiles.
 DOTS = frozenset({"avx512bf16", "amx", "neonbf16"})
 TILES = frozenset({"amx"})
-TILE = 96
+TILE, SHORT = 96, 8
 DEPTHS, WIDTHS = (8, 64, 512), (16, 64, 512)
 _GRADIENTS = ((16, 16), (64, 64), (512, 512))
-_ELEMENTS = 1024
+_ELEMENTS, _FEW = 1024, 16
 _SQUARE = 256
+_SHALLOW = 16  # of a product that is nothing beside its activation
 # More threads than these tell nothing new about a core, and take long to start.
 _MOST_THREADS = 16
 # What functions of float32 take a C library call for, or series: nobody plans by their exact time, and they take long.
@@ -48,8 +50,18 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
                 note(f"gemm/{dtype}/{product}/{k}x{n}", 1, extension.measure_gemm, *here, TILE, k, n, 0)
         for k, n in _GRADIENTS:
             note(f"outer/{dtype}/{product}/{k}x{n}", 1, extension.measure_outer, *here, TILE, k, n)
+        note(f"outer_short/{dtype}/{product}", 1, extension.measure_outer, *here, SHORT, _SQUARE, _SQUARE)
         note(f"short/{dtype}/{product}", 1, extension.measure_gemm, *here, 1, _SQUARE, _SQUARE, 0)
         note(f"pack/{dtype}/{product}", _SQUARE * _SQUARE, extension.measure_pack, *here, _SQUARE, _SQUARE)
+    for dtype in ("float32", "bfloat16"):
+        shape = (code[dtype], product_code("best"), TILE, _SHALLOW, _SQUARE)
+        relu = log.quiet("activation", functools.partial(extension.measure_gemm, *shape, ACTIVATIONS.index("relu"), threads)) or 0.0
+        for k, name in enumerate(ACTIVATIONS):
+            if name in ("none", "relu"):
+                continue
+            seconds = log.quiet(name, functools.partial(extension.measure_gemm, *shape, k, threads))
+            if seconds is not None:
+                found[f"activation/{name}/{dtype}"] = max(seconds - relu, 0.02 * seconds) / (TILE * _SQUARE)
     for k, name in enumerate(OPCODES):
         if name not in _RARE and name not in _NO_WORK:
             note(f"vector/{name}", _ELEMENTS, extension.measure_vector, k, code["float32"], _ELEMENTS)
@@ -58,6 +70,8 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
     for dtype in ("float32", "bfloat16", "float16"):
         for what in ("load", "store"):
             note(f"{what}/{dtype}", _ELEMENTS, extension.measure_move, what, code[dtype], _ELEMENTS)
+        note(f"fold/short/{dtype}", 64, extension.measure_fold, 0, code[dtype], 64, _FEW, False)
+        note(f"load/short/{dtype}", 1, extension.measure_move, "load", code[dtype], _FEW)
         for which in ("row", "column"):
             note(f"fold/{which}/{dtype}", 16 * 256, extension.measure_fold, 0, code[dtype], 16, 256, which == "column")
     shared = {level: size // threads for level, size in _SHARED_COPIES.items()}

@@ -28,7 +28,9 @@ class Log:
     disturbed: list[str] = dataclasses.field(default_factory=list)
 
     def quiet(self, name: str, measure: Callable[[], Repeated]) -> float | None:
-        """The least of the seconds that ``measure`` returns; again, up to three times, while they disagree. None if there are none."""
+        """The least of the seconds that ``measure`` returns, which is asked up to three times, while they disagree.
+
+        None if there are none."""
         best = float("inf")
         for _ in range(_TRIES):
             seconds, share = measure()

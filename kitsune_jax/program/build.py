@@ -60,7 +60,7 @@ class _Builder:
             stages=stages,
             queues=tuple(QueueType(q.producer, q.consumers, self._type_of(q.value), q.depth) for q in self.plan.queues),
             sinks=tuple(self.sinks),
-            workers=tuple(stage.workers for stage in self.plan.stages),
+            workers=self.plan.workers,
         )
 
     def _array(self, v: int) -> ArrayType:

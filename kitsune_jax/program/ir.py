@@ -124,7 +124,7 @@ class TileProgram:
     stages: tuple[StageProgram, ...]
     queues: tuple[QueueType, ...]
     sinks: tuple[SinkType, ...]
-    workers: tuple[int, ...] = ()  # per stage: workers the plan gives it (a hint on the CPU, a placement on the GPU)
+    workers: int = 1  # that the plan counts on, all stages and replicas together
 
     @property
     def rows(self) -> int:

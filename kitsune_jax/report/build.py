@@ -97,7 +97,7 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
             for s in plan.stages
         ),
         queues=tuple(_queue(graph, region, plan, names, q) for q in plan.queues),
-        workers=sum(s.workers for s in plan.stages),
+        workers=plan.workers // plan.replicas,
         replicas=plan.replicas,
         bytes_in=sum(_bytes(graph.values[v]) for v in region.inputs),
         bytes_out=sum(_bytes(graph.values[v]) for v in region.outputs),

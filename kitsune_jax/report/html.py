@@ -51,9 +51,13 @@ def _region(region: RegionReport) -> str:
         f"{time_text(p.seconds)}</p>"
         for p in region.later
     )
+    workers = [(str(s.workers),) if region.lanes else () for s in region.stages]  # on a CPU every worker runs all stages
     stages = _table(
-        ("stage", "unit", "workers", "us/tile", "operators"),
-        [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", ", ".join(s.ops)) for s in region.stages],
+        ("stage", "unit", *(("workers",) if region.lanes else ()), "us/tile", "operators"),
+        [
+            (s.name, s.resource, *own, f"{s.microseconds:.1f}", ", ".join(s.ops))
+            for s, own in zip(region.stages, workers, strict=True)
+        ],
     )
     queues = [
         (f"{q.producer} → {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues

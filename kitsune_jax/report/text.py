@@ -73,8 +73,12 @@ def _region(region: RegionReport) -> list[str]:
     for phase in region.later:
         text = f"phase {phase.number}: {plural(phase.ops, 'operator')} over {plural(phase.rows, 'row')} in "
         lines += _wrap(f"{text}{plural(phase.streams, 'stream')}, {time_text(phase.seconds)}", "  ")
-    stages = [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
-    lines += _table(("stage", "unit", "workers", "us/tile", "operators"), stages, right=(2, 3))
+    if region.lanes:
+        stages = [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
+        lines += _table(("stage", "unit", "workers", "us/tile", "operators"), stages, right=(2, 3))
+    else:  # on a CPU every worker runs all stages
+        alike = [(s.name, s.resource, f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
+        lines += _table(("stage", "unit", "us/tile", "operators"), alike, right=(2,))
     if region.queues:
         queues = [
             (f"{q.producer} -> {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues
@@ -84,12 +88,9 @@ def _region(region: RegionReport) -> list[str]:
 
 
 def _arrangement(region: RegionReport) -> str:
-    total = plural(region.workers * region.replicas, "worker")
     if region.lanes:
         return _gpu_arrangement(region)
-    if region.arrangement == "vertical":
-        return f"vertical: every tile passes all stages on one of {total}"
-    return f"spatial: stages on {total}" + (f" in {plural(region.replicas, 'replica')}" if region.replicas > 1 else "")
+    return f"{region.arrangement}: every tile passes all stages on one of {plural(region.replicas, 'worker')}"
 
 
 def _gpu_arrangement(region: RegionReport) -> str:

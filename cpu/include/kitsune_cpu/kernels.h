@@ -107,8 +107,24 @@ struct KernelTable {
   FoldRowFn (*fold_row)(int how, DType storage, bool wide);
   size_t (*outer_scratch_bytes)(const OuterArgs&);
   void (*outer)(const OuterArgs&);
-  // Called by a thread that has used gemm or outer, when it is done with its part of a call; nullptr where there is nothing to do.
+  // Called by a thread that has used gemm or outer, when it is done with its part of a call (ThreadsPart does); nullptr where there
+  // is nothing to do.
   void (*end_of_call)();
+};
+
+// In whose life a thread uses gemm or outer: what the table keeps for the thread meanwhile goes with it, however that ends.
+class ThreadsPart {
+ public:
+  explicit ThreadsPart(const KernelTable& table) : end_(table.end_of_call) {}
+  explicit ThreadsPart(void (*end_of_call)()) : end_(end_of_call) {}
+  ThreadsPart(const ThreadsPart&) = delete;
+  ThreadsPart& operator=(const ThreadsPart&) = delete;
+  ~ThreadsPart() {
+    if (end_ != nullptr) end_();
+  }
+
+ private:
+  void (*end_)();
 };
 
 const KernelTable& kernels();                // the best for this CPU, or the one named by set_isa

@@ -21,6 +21,7 @@ constexpr int64_t kFormatVersion = 4;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
+constexpr int64_t kMaxWorkers = int64_t{1} << 16;
 constexpr int64_t kMaxCount = int64_t{1} << 48;          // elements, bytes, rows, |strides| and |offsets|
 constexpr int64_t kMaxWeightIndices = int64_t{1} << 24;  // sums of the sides of all weights: each has a table of offsets
 
@@ -150,6 +151,7 @@ struct Program {
   std::string name;
   std::vector<int64_t> axes;
   int64_t tile_rows;
+  int64_t workers = 1;  // threads that the plan counts on: what partial sums are kept for
   std::vector<Array> inputs, outputs;
   std::vector<Prep> preps;
   std::vector<Sink> sinks;

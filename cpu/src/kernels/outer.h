@@ -53,10 +53,14 @@ void pack_rows(const typename Step::X* y, int64_t ldy, int64_t R, int64_t column
     }
     for (int64_t r = 0; r < R; ++r) __builtin_memcpy(static_cast<void*>(out + r * width), y + r * ldy, size_t(columns) * sizeof(X));
   } else {
-    for (int64_t r = 0; r < R; ++r) {
-      X* to = out + panel_offset<kDepth>(r, 0, width);
+    for (int64_t r = 0; r < R; r += kDepth) {
       const X* from = y + r * ldy;
-      for (int64_t j = 0; j < columns; ++j) to[kDepth * j] = from[j];
+      const X* below = r + 1 < R ? from + ldy : nullptr;
+      if (columns == kPanelFloats) {
+        join_pairs(kPanelFloats, from, below, out + r * width);
+      } else {
+        join_pairs(columns, from, below, out + r * width);
+      }
     }
   }
 }
@@ -64,16 +68,7 @@ void pack_rows(const typename Step::X* y, int64_t ldy, int64_t R, int64_t column
 #if defined(__AVX512BF16__)
 // Pairs of rows of X side by side: (r, m) at ((r / 2) * M + m) * 2 + r % 2, so that one broadcast brings both.
 inline void interleave_rows(const BFloat16* x, int64_t ldx, int64_t R, int64_t M, int64_t, BFloat16* out) {
-  for (int64_t r = 0; r < R; r += 2) {
-    const BFloat16* a = x + r * ldx;
-    const BFloat16* b = a + ldx;
-    uint32_t* to = reinterpret_cast<uint32_t*>(out + r * M);
-    if (r + 1 < R) {
-      for (int64_t m = 0; m < M; ++m) to[m] = uint32_t(a[m].bits) | uint32_t(b[m].bits) << 16;
-    } else {
-      for (int64_t m = 0; m < M; ++m) to[m] = a[m].bits;
-    }
-  }
+  for (int64_t r = 0; r < R; r += 2) join_pairs(M, x + r * ldx, r + 1 < R ? x + (r + 1) * ldx : nullptr, out + r * M);
 }
 #endif
 

@@ -6,6 +6,9 @@
 #pragma once
 
 #include "load_store.h"
+#if defined(KITSUNE_NEON)
+#include "neon_interleave.h"
+#endif
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
@@ -52,6 +55,16 @@ KITSUNE_INLINE int64_t panel_offset(int64_t k, int64_t n, int64_t width) {
   return ((k / Depth) * width + n) * Depth + k % Depth;
 }
 
+// Two rows of 16 bits side by side, as VDPBF16PS wants pairs of k: to[j] is a[j] below b[j]. No b: zeros.
+KITSUNE_INLINE void join_pairs(int64_t n, const BFloat16* a, const BFloat16* b, BFloat16* to) {
+  uint32_t* pair = reinterpret_cast<uint32_t*>(to);
+  if (b) {
+    for (int64_t j = 0; j < n; ++j) pair[j] = uint32_t(a[j].bits) | uint32_t(b[j].bits) << 16;
+  } else {
+    for (int64_t j = 0; j < n; ++j) pair[j] = a[j].bits;
+  }
+}
+
 template <int Depth, class To, class From>
 void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, To* out) {
   const From* src = static_cast<const From*>(s.src);
@@ -60,8 +73,33 @@ void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, T
   bool dense = true;
   for (int64_t j = 1; j < columns; ++j) dense &= n_offset[j] == n_offset[0] + j;
   if (columns < width || depth > s.K) __builtin_memset(static_cast<void*>(out), 0, size_t(depth * width) * sizeof(To));
+  int64_t done = 0;  // rows that are packed
+  if constexpr (Depth == 2 && kSame<To, BFloat16> && kSame<From, BFloat16>) {
+    if (dense) {
+      for (int64_t k = 0; k < s.K; k += 2) {
+        const From* row = src + n_offset[0];
+        const From* below = k + 1 < s.K ? row + s.k_offset[k + 1] : nullptr;
+        To* to = out + k * width;
+        if (columns == kPanelFloats) {  // a loop of constant length is a few vectors
+          join_pairs(kPanelFloats, row + s.k_offset[k], below, to);
+        } else {
+          join_pairs(columns, row + s.k_offset[k], below, to);
+        }
+      }
+      return;
+    }
+  }
+#if defined(KITSUNE_NEON)
+  if constexpr (Depth == 4 && kSame<To, BFloat16> && kSame<From, BFloat16>) {
+    for (; dense && done + 4 <= s.K; done += 4) {
+      const int64_t* at = s.k_offset + done;
+      const From *from = src + n_offset[0], *const row[4] = {from + at[0], from + at[1], from + at[2], from + at[3]};
+      interleave_four(row, columns, out + done * width);
+    }
+  }
+#endif
   if (dense) {
-    for (int64_t k = 0; k < s.K; ++k) {
+    for (int64_t k = done; k < s.K; ++k) {
       const From* row = src + s.k_offset[k] + n_offset[0];
       To* to = out + panel_offset<Depth>(k, 0, width);
       if constexpr (Depth > 1) {

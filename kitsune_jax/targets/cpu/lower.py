@@ -60,6 +60,7 @@ def lower(program: TileProgram, name: str, products: Products = _BEST) -> byteco
         name=name,
         axes=program.axes,
         tile_rows=program.tile_rows,
+        workers=program.workers,
         inputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
         outputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
         preps=tuple(preps),
