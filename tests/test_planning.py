@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
-from kitsune_jax.planning import machines, planner
+from kitsune_jax.planning import planner
 from kitsune_jax.planning.balance import Infeasible, Load, balance
 from kitsune_jax.planning.bulk import baseline, kernels_of
 from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
@@ -22,6 +22,7 @@ from kitsune_jax.planning.machines import cpu_at_hand, cpu_model, machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.planner import plan
 from kitsune_jax.planning.stages import finest, links, per_phase
+from kitsune_jax.profile import machine_info
 from kitsune_jax.streams.space import Region, StreamSpace
 
 CPU = cpu_model("avx512bf16-2")
@@ -192,15 +193,8 @@ def test_balance_gives_workers_in_proportion_to_work():
 # Machines
 
 
-def test_zen_4_does_half_of_what_its_vectors_promise():
-    zen4 = "vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n"
-    assert machines._known_flops_per_cycle(zen4) == 32
-    assert machines._known_flops_per_cycle(zen4.replace("25", "26")) is None
-    assert machines._known_flops_per_cycle(zen4.replace("AuthenticAMD", "GenuineIntel")) is None
-
-
 def test_machine_models_are_complete_and_say_where_numbers_are_from():
-    may_be_zero = ("fault_threshold", "pass_operations", "strided_seconds")
+    may_be_zero = ("fault_threshold", "pass_operations", "strided_seconds")  # a CPU's profile has passes in its numbers
     for m in (H200, H100, A100, CPU, cpu_at_hand(), cpu_model("generic-1"), cpu_model("avx2-8")):
         for field in dataclasses.fields(m):
             number = getattr(m, field.name)
@@ -209,23 +203,36 @@ def test_machine_models_are_complete_and_say_where_numbers_are_from():
         assert m.sources and all(source for _, source in m.sources)
         assert m.place(m.places[-1].name).latency > 0
     assert machine_for("cuda", "h200") is H200 and machine_for("cpu") is cpu_at_hand() and machine_for("cpu", CPU.name) == CPU
-    assert CPU.rate(CPU.tensor_rates, "bfloat16") == 2 * CPU.rate(CPU.tensor_rates, "float32")
+    assert CPU.rate(CPU.tensor_rates, "bfloat16") > 1.5 * CPU.rate(CPU.tensor_rates, "float32")
     for platform, device in (("tpu", None), ("cuda", "v100"), ("cpu", "avx512"), ("cpu", "sse-2"), ("cpu", "avx2-0")):
         with pytest.raises(ValueError, match="no"):
             machine_for(platform, device)
 
 
-def test_cpu_description_is_read_from_the_kernels_text(tmp_path):
-    assert machines._isa("flags\t\t: fpu avx2 fma") == "avx2"
-    assert machines._isa("flags : avx512f avx512bw avx512dq avx512vl fma avx2") == "avx512"
-    assert machines._isa("flags : avx512f avx512bw avx512dq avx512vl avx512_bf16") == "avx512bf16"
-    assert machines._isa("Features : asimd") == machines._isa("") == "generic"
-    assert machines._cache_sizes(tmp_path) == (32 << 10, 1 << 20, 8 << 20)
+def test_cache_sizes_are_read_from_the_kernels_files(tmp_path):
+    assert machine_info.read_cache_sizes(tmp_path) == (32 << 10, 1 << 20, 8 << 20)
     for k, (level, kind, size) in enumerate([("1", "Data", "48K"), ("1", "Instruction", "64K"), ("2", "Unified", "2M")]):
         (tmp_path / f"index{k}").mkdir()
         for name, text in (("level", level), ("type", kind), ("size", size)):
             (tmp_path / f"index{k}" / name).write_text(text + "\n")
-    assert machines._cache_sizes(tmp_path) == (48 << 10, 2 << 20, 8 << 20)
+    assert machine_info.read_cache_sizes(tmp_path) == (48 << 10, 2 << 20, 8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "isa", "family"),
+    [
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n", "avx512bf16", "zen4"),
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n", "avx512bf16", "zen5"),
+        ("vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 85\n", "avx512", "skylakex"),
+        ("vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 207\n", "amx", "emeraldrapids"),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd40\n", "neonbf16", "neonbf16"),
+        ("", "avx2", "avx2"),
+    ],
+)
+def test_a_machine_has_the_shipped_profile_that_is_most_like_it(monkeypatch, text, isa, family):
+    monkeypatch.setattr(machine_info, "_cpuinfo", lambda: text)
+    assert machine_info.family(isa) == family
+    assert cpu_model(f"{family}-4").profile.isa == isa
 
 
 # Costs against what was measured
@@ -365,12 +372,11 @@ def test_tile_rows_are_sensible_at_awkward_row_counts(rows, machine):
             assert p.tile_rows == 64
             continue
         assert 1 <= p.tile_rows <= min(rows, 128)
-        assert p.tile_rows % 8 == 0 or p.tile_rows < 8 or p.tile_rows == rows
         assert p.tile_rows * RegionCost(graph, region, machine).live_row_bytes(region.ops) <= machine.local_bytes
         if rows >= 64 * machine.workers:
             busiest = math.ceil(p.tiles / machine.workers) * p.tile_rows
             assert p.tile_rows >= 32 and busiest <= 1.25 * rows / machine.workers
-        if rows <= 8:
+        if rows == 1:
             assert p.tiles == 1
 
 

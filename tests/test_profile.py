@@ -60,7 +60,14 @@ def test_a_profile_is_json_and_back() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"format": 0}, {"numbers": {"touch": -1.0}}, {"numbers": {"touch": float("nan")}}, {"workers": 0}, {"l2": "much"}, {"more": 1}],
+    [
+        {"format": 0},
+        {"numbers": {"touch": -1.0}},
+        {"numbers": {"touch": float("nan")}},
+        {"workers": 0},
+        {"l2": "much"},
+        {"more": 1},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_what_is_no_profile_is_refused(change: dict[str, Any]) -> None:
@@ -150,7 +157,12 @@ def test_measuring_minds_no_setting_of_the_program_that_asks(monkeypatch: pytest
     monkeypatch.setattr(timing, "MOST_DISTURBED", 1.0)
     monkeypatch.setattr(measure, "LEAST_SHARE", 0.0)
     params, x = small()
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.transfer_guard("disallow"), jax.numpy_dtype_promotion("strict"):
+    with (
+        jax.enable_x64(True),
+        jax.default_matmul_precision("highest"),
+        jax.transfer_guard("disallow"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
         y = jax.jit(kj.pipeline(network))(params, x)
     np.testing.assert_array_equal(y, jax.jit(network)(params, x))
     assert len(store._known) == 1 and not kj.fallbacks()
@@ -191,7 +203,9 @@ def test_many_threads_measure_once(measured: list[int]) -> None:
     assert len(measured) == 1
 
 
-def test_other_workers_other_flags_and_other_versions_are_measured_again(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_workers_other_flags_and_other_versions_are_measured_again(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = store.identity(2)
     assert store.identity(3) != before
     for change in (
@@ -234,7 +248,9 @@ def test_a_damaged_profile_is_measured_again(measured: list[int], monkeypatch: p
     assert cpu_at_hand().name == "measured-here-2" and len(measured) == 2
 
 
-def test_a_cache_that_cannot_be_written_costs_a_warning(measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_costs_a_warning(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     blocked = tmp_path / "a file"
     blocked.touch()
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(blocked))

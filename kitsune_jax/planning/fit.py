@@ -123,7 +123,8 @@ def tile_rows(stages: Stages, drafts: Sequence[Draft], vertical: bool = True) ->
     @functools.cache
     def seconds(rows: int) -> float:
         tiles = -(-total // rows)
-        return -(-tiles // machine.workers) * sum(m.seconds(rows, vertical) for m in models)
+        hand_over = machine.call_seconds - stages.cost.times["call/short"] if tiles > 1 else 0.0
+        return hand_over + -(-tiles // machine.workers) * sum(m.seconds(rows, vertical) for m in models)
 
     best = min(seconds(n) for n in candidates)
     return next(n for n in candidates if seconds(n) <= _INDIFFERENT * best)

@@ -67,7 +67,7 @@ class _Planner:
         replicas = max(1, min(self.machine.workers, tiles))
         rounds = -(-tiles // replicas)
         moved = self.traffic + self._partial_bytes(replicas)
-        seconds, bound = self._total([rounds * f.seconds for f in fits], moved)
+        seconds, bound = self._total([rounds * f.seconds for f in fits], moved, replicas)
         base_seconds, base_bytes = baseline(self.cost)
         names = [stage_name(self.cost, s, d) for s, d in enumerate(drafts)]
         return Plan(
@@ -91,7 +91,7 @@ class _Planner:
             products=self.cost.products,
         )
 
-    def _total(self, busy: Sequence[float], moved: float) -> tuple[float, int | str]:
+    def _total(self, busy: Sequence[float], moved: float, replicas: int) -> tuple[float, int | str]:
         """(seconds, bound) of a region whose phases keep the workers ``busy`` for so long, one after the other."""
         machine = self.machine
         near = moved <= machine.shared_bytes // 2
@@ -100,7 +100,8 @@ class _Planner:
         bound: int | str = "dram" if dram > compute else max(range(len(busy)), key=lambda k: busy[k])
         body = compute + dram  # the core that computes also moves
         strided = self.cost.strided_seconds() / machine.workers
-        return machine.call_seconds + self._pack_seconds() + output_fault_seconds(self.cost) + strided + body, bound
+        call = machine.call_seconds if replicas > 1 else self.cost.times["call/short"]
+        return call + self._pack_seconds() + output_fault_seconds(self.cost) + strided + body, bound
 
     def _tiles(self, rows: int) -> int:
         return -(-self.region.space.rows // rows)
@@ -109,10 +110,16 @@ class _Planner:
         """Weights are read and written once per call on their way into the micro-kernels' layout, by all workers together."""
         cost, machine = self.cost, self.machine
         seconds = 0.0
+        packed = set()
         for i in self.region.ops:
-            work = cost.work(i)
+            work, op = cost.work(i), cost.graph.ops[i]
             if work.dot is None or i in cost.sinks:
                 continue
+            weight = next((v for v in op.inputs if v not in cost.labels), -1)
+            once = (weight, op["lhs_contract"], op["rhs_contract"])
+            if once in packed:
+                continue
+            packed.add(once)
             way = cost.products[0] if work.dot.dtype == "bfloat16" else "widened"
             elements = work.dot.batch * work.dot.k * work.dot.n
             seconds += elements * cost.times.pack(work.dot.dtype, way)
