@@ -41,6 +41,7 @@ STABLE_ABI = (
 LINUX = platform.system() == "Linux"
 
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"]
+COMMON += ["-pthread"]  # without it, macOS hides lgamma_r
 # The program format is read from files that others may have written. -U: some compilers define it by themselves, to another value.
 HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
 LINKED = ["-Wl,-s", "-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"] if LINUX else []

@@ -67,7 +67,7 @@ inline void test_outer() {
         test_outer_case({R, M, N, types[turn % 6], turn % 2 == 0, Product(turn / 2 % kNumProducts)}, random);
         ++turn;
       }
-  for (DType type : types)
+  for (DType type : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64})
     for (int64_t M = 1; M <= 26; ++M) test_outer_case({6, M, 34, type, true}, random);  // every remainder of the blocks
   for (int i = 0; i < kNumProducts; ++i) test_outer_case({128, 80, 96, DType::kBF16, false, Product(i)}, random);
 }

@@ -216,37 +216,6 @@ KITSUNE_INLINE void accumulate_pairs(const Block& b, VF (&acc)[MR][NV]) {
   sums.to_rows(acc);
 }
 
-// Four rows of eight columns, to four neighbours for each column.
-KITSUNE_INLINE void interleave_four(const BFloat16* const (&row)[4], int64_t column, BFloat16* out) {
-  uint16x8_t v[4];
-  KITSUNE_UNROLL
-  for (int i = 0; i < 4; ++i) v[i] = load_vector<uint16x8_t>(row[i] + column);
-  uint16x8_t low = vzip1q_u16(v[0], v[1]), low2 = vzip1q_u16(v[2], v[3]);
-  uint16x8_t high = vzip2q_u16(v[0], v[1]), high2 = vzip2q_u16(v[2], v[3]);
-  store_vector(out, vzip1q_u32((uint32x4_t)low, (uint32x4_t)low2));
-  store_vector(out + 8, vzip2q_u32((uint32x4_t)low, (uint32x4_t)low2));
-  store_vector(out + 16, vzip1q_u32((uint32x4_t)high, (uint32x4_t)high2));
-  store_vector(out + 24, vzip2q_u32((uint32x4_t)high, (uint32x4_t)high2));
-}
-
-// Rows four by four: (r, m) at ((r / 4) * width + m) * 4 + r % 4. Beyond R and M are zeros, up to a multiple of four and to
-// `width`.
-inline void interleave_rows(const BFloat16* x, int64_t ldx, int64_t R, int64_t M, int64_t width, BFloat16* out) {
-  if (M < width || R % 4) __builtin_memset(static_cast<void*>(out), 0, size_t((R + 3) / 4 * 4 * width) * sizeof(BFloat16));
-  int64_t r = 0;
-  for (; r + 4 <= R; r += 4, out += 4 * width) {
-    const BFloat16* const row[4] = {x + r * ldx, x + (r + 1) * ldx, x + (r + 2) * ldx, x + (r + 3) * ldx};
-    int64_t m = 0;
-    for (; m + 8 <= M; m += 8) interleave_four(row, m, out + 4 * m);
-    for (; m < M; ++m) {
-      for (int i = 0; i < 4; ++i) out[4 * m + i] = row[i][m];
-    }
-  }
-  for (int64_t i = 0; r + i < R; ++i) {
-    for (int64_t m = 0; m < M; ++m) out[4 * m + i] = x[(r + i) * ldx + m];
-  }
-}
-
 template <int MR, int NV>
 KITSUNE_INLINE void accumulate_outer_pairs(const BFloat16* x, int64_t x_step, const char* panel, int64_t steps, VF (&acc)[MR][NV]) {
   using Sums = PairSums<MR, NV>;

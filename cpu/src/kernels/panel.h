@@ -6,6 +6,9 @@
 #pragma once
 
 #include "load_store.h"
+#if defined(KITSUNE_NEON)
+#include "neon_interleave.h"
+#endif
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
@@ -70,6 +73,7 @@ void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, T
   bool dense = true;
   for (int64_t j = 1; j < columns; ++j) dense &= n_offset[j] == n_offset[0] + j;
   if (columns < width || depth > s.K) __builtin_memset(static_cast<void*>(out), 0, size_t(depth * width) * sizeof(To));
+  int64_t done = 0;  // rows that are packed
   if constexpr (Depth == 2 && kSame<To, BFloat16> && kSame<From, BFloat16>) {
     if (dense) {
       for (int64_t k = 0; k < s.K; k += 2) {
@@ -85,8 +89,17 @@ void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, T
       return;
     }
   }
+#if defined(KITSUNE_NEON)
+  if constexpr (Depth == 4 && kSame<To, BFloat16> && kSame<From, BFloat16>) {
+    for (; dense && done + 4 <= s.K; done += 4) {
+      const int64_t* at = s.k_offset + done;
+      const From *from = src + n_offset[0], *const row[4] = {from + at[0], from + at[1], from + at[2], from + at[3]};
+      interleave_four(row, columns, out + done * width);
+    }
+  }
+#endif
   if (dense) {
-    for (int64_t k = 0; k < s.K; ++k) {
+    for (int64_t k = done; k < s.K; ++k) {
       const From* row = src + s.k_offset[k] + n_offset[0];
       To* to = out + panel_offset<Depth>(k, 0, width);
       if constexpr (Depth > 1) {
