@@ -9,7 +9,7 @@ or a value that means nothing, is an error at once. Invariant: no other module r
 ``KITSUNE_FORCE``           1: pipeline every legal region, whatever the cost model says (for tests and experiments).
 ``KITSUNE_STRICT``          1: raise ``NotPipelined`` where nothing could be pipelined, and do not hide our own errors.
 ``KITSUNE_LOG_LEVEL``       Level of the logger ``kitsune_jax``: a name of the ``logging`` module, such as INFO or DEBUG.
-``KITSUNE_CACHE_DIR``       Folder for compiled device code and machine profiles. Default: ``kitsune_jax`` in the user's cache folder.
+``KITSUNE_CACHE_DIR``       Folder for device code and machine profiles. Default: ``kitsune_jax`` in the user's cache folder.
 ``KITSUNE_CUDA_ARCH``       CUDA architecture to generate code for, such as ``sm_90a``. Default: that of the device at hand.
 ``KITSUNE_NVRTC_DIR``       Folder with the CUDA compiler (libnvrtc) to use. Default: the best that the machine has.
 ``KITSUNE_CUDA_AVOID``      Kinds of CUDA kernel that are never chosen: ``sm90-spatial-l2-lanes2``, ...; * stands for any text.
@@ -153,7 +153,8 @@ def num_threads() -> int:
 def profile() -> str | None:
     """``KITSUNE_PROFILE``: the name of the machine profile that CPU plans are made with; ``None`` for the machine at hand.
 
-    A family without a number of cores stands for as many as ``num_threads`` says. Raises ``ValueError`` for what can be the name of none; ``profile.shipped`` knows which there are.
+    A family without a number of cores stands for as many as ``num_threads`` says. Raises ``ValueError`` for what can be the name of
+    none; ``profile.shipped`` knows which there are.
     """
     text = os.environ.get("KITSUNE_PROFILE", "").strip()
     if text and not re.fullmatch(r"[a-z0-9]+(-[1-9]\d{0,3})?", text):

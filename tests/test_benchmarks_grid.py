@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import importlib
 import json
 import random
 import statistics
@@ -36,6 +37,7 @@ from benchmarks.grid_cases import (
 )
 from benchmarks.grid_functions import make_problem, row_error, update_error
 
+SELECT = importlib.import_module("kitsune_jax.regions.select")  # of the package, ``select`` is the function
 SMALL = GridCase("mlp", "infer", "f32", 509, 32, 2, "relu")
 
 
@@ -367,8 +369,9 @@ def test_readme_holds_the_grid_that_is_stored() -> None:
 # --- really measured
 
 
-def test_what_is_left_to_xla_is_not_timed_against_itself() -> None:
-    record = grid_measure.measure(dataclasses.replace(SMALL, rows=8), 0.01)
+def test_what_is_left_to_xla_is_not_timed_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SELECT, "_pays", lambda plan: False)
+    record = grid_measure.measure(dataclasses.replace(SMALL, rows=53), 0.01)
     assert record["plan"] == "none"
     assert record["speedup"]["choice"] == grid_verdict.by_definition()
     assert set(record["columns"]) == {"jit", "forced"}
@@ -376,8 +379,9 @@ def test_what_is_left_to_xla_is_not_timed_against_itself() -> None:
     assert record["modelled"]["forced"]["seconds"] > 0
 
 
-def test_one_program_is_timed_once() -> None:
-    record = grid_measure.measure(dataclasses.replace(SMALL, rows=65_537, activation="relu", dtype="bf16"), 0.01)
+def test_one_program_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SELECT, "_pays", lambda plan: True)
+    record = grid_measure.measure(dataclasses.replace(SMALL, rows=59), 0.01)
     assert record["plan"] == "all"
     assert set(record["columns"]) == {"jit", "choice"}
     assert record["speedup"]["choice"] == record["speedup"]["forced"]
@@ -389,7 +393,7 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         return kj.pipeline(lambda params, x: fn(params, x).at[5].add(10.0), **options)
 
     monkeypatch.setattr(grid_measure, "kj", types.SimpleNamespace(pipeline=one_row_off))
-    with pytest.raises(grid_measure.WrongResult, match=r"forced is .* away from float32 arithmetic, jax.jit is 0"):
+    with pytest.raises(grid_measure.WrongResult, match=r"(choice|forced) is .* away from float32 arithmetic, jax.jit is 0"):
         grid_measure.measure(dataclasses.replace(SMALL, rows=64), 0.01)
 
 
@@ -409,7 +413,7 @@ def test_where_jax_jit_is_wrong_the_pipeline_is_not_blamed(monkeypatch: pytest.M
     monkeypatch.setattr(grid_measure, "kj", types.SimpleNamespace(pipeline=right))
     record = grid_measure.measure(dataclasses.replace(SMALL, rows=64, dtype="bf16"), 0.01)
     assert record["errors"]["jit"] > 1
-    assert record["errors"]["forced"] < 0.2
+    assert max(error for column, error in record["errors"].items() if column != "jit") < 0.2
 
 
 def test_the_command_line_measures_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

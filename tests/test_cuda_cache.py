@@ -278,9 +278,7 @@ def test_without_a_folder_everything_works_for_this_process_with_one_warning(unw
 
 
 def test_the_spare_folder_goes_with_its_process(unwritable: Path) -> None:
-    code = (
-        "import sys, pathlib; from kitsune_jax.cache import Cache; import warnings; warnings.simplefilter('ignore')\n"
-    )
+    code = "import sys, pathlib; from kitsune_jax.cache import Cache; import warnings; warnings.simplefilter('ignore')\n"
     code += "print(Cache(pathlib.Path(sys.argv[1])).get_file('key', '.so', lambda: b'made'))"
     done = subprocess.run([sys.executable, "-c", code, unwritable], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip().endswith(".so")

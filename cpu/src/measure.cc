@@ -132,6 +132,7 @@ Slices measure_gemm(DType type, Product product, const ProductShape& s, Activati
     auto w = std::make_shared<Block>(table.packed_bytes(panel, s.K, s.N)),
          bias = std::make_shared<Block>(bytes_of(s.N, DType::kF64));
     GemmArgs a{s.M, s.N, s.K, x->get(), type, s.K, w->get(), panel, bias->get(), act, c->get(), type, s.N, nullptr};
+    a.act_a = a.act_b = 1;
     auto scratch = std::make_shared<Block>(table.gemm_scratch_bytes(a));
     a.scratch = scratch->get();
     return [=, &table] {
@@ -219,6 +220,23 @@ Slices measure_fold(int how, DType type, int64_t rows, int64_t n, bool into_row,
       }
     };
   });
+}
+
+double measure_share(double seconds, int64_t threads) {
+  std::vector<double> shares(static_cast<size_t>(std::max<int64_t>(threads, 1)), 1);
+  auto body = [&](size_t thread) {
+    const double before = own_seconds();
+    const auto start = Clock::now();
+    double passed = 0;
+    while (passed < seconds) passed = seconds_since(start);
+    const double after = own_seconds();
+    if (before >= 0 && after >= 0) shares[thread] = (after - before) / passed;
+  };
+  std::vector<std::thread> others;
+  for (size_t t = 1; t < shares.size(); ++t) others.emplace_back(body, t);
+  body(0);
+  for (std::thread& t : others) t.join();
+  return *std::min_element(shares.begin(), shares.end());
 }
 
 Slices measure_copy(int64_t bytes, int64_t threads) {

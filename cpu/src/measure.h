@@ -32,6 +32,9 @@ Slices measure_load(DType type, int64_t n, int64_t threads);
 Slices measure_store(DType type, int64_t n, int64_t threads);
 // `rows` rows of `n` elements folded along the row (how: index into REDUCTIONS of bytecode.py), or into one row.
 Slices measure_fold(int how, DType type, int64_t rows, int64_t n, bool into_row, int64_t threads);
+// Of `seconds`, the least share that one of so many busy threads ran: near 1 where nothing else does. Longer than the system lets
+// one of two threads run that want the same core, or it would see nothing.
+double measure_share(double seconds, int64_t threads);
 // Copies of `bytes` bytes between two blocks, and writes to as many bytes of fresh pages.
 Slices measure_copy(int64_t bytes, int64_t threads);
 Slices measure_touch(int64_t bytes, int64_t threads);

@@ -198,6 +198,15 @@ void def_measurements(nb::module_& m) {
       nb::arg("how"), nb::arg("dtype"), nb::arg("rows"), nb::arg("n"), nb::arg("into_row"), nb::arg("threads"),
       "Seconds to reduce rows x n elements along the rows, or into one row, as measure_gemm.");
   m.def(
+      "measure_share",
+      [](double seconds, int64_t threads) {
+        check_sizes({threads});
+        if (!(seconds > 0 && seconds < 1)) throw nb::value_error("seconds must lie between 0 and 1");
+        nb::gil_scoped_release release;
+        return measure_share(seconds, threads);
+      },
+      nb::arg("seconds"), nb::arg("threads"), "Of so many seconds, the least share that one of `threads` busy threads ran.");
+  m.def(
       "measure_copy",
       [](int64_t bytes, int64_t threads) {
         check_sizes({bytes, threads});

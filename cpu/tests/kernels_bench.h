@@ -56,6 +56,34 @@ inline void bench_gemm() {
   }
 }
 
+// What an activation adds to a product, in ns for each element of its result.
+inline void bench_activations() {
+  const KernelTable& kt = kernels();
+  const int64_t M = 96, N = 256, K = 256;
+  for (DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const Panel panel = kt.panel_for(type, Product::kBest, {M, N, K});
+    AlignedBuffer x(size_t(M * K) * 4), w(size_t(K * N) * 4), c(size_t(M * N) * 4), packed(kt.packed_bytes(panel, K, N));
+    Random random;
+    for (int64_t i = 0; i < M * K; ++i) set_element(x.data, type, i, random.symmetric());
+    for (int64_t i = 0; i < K * N; ++i) set_element(w.data, type, i, random.symmetric() * 0.2);
+    std::vector<int64_t> ko(static_cast<size_t>(K)), no(static_cast<size_t>(N));
+    for (int64_t k = 0; k < K; ++k) ko[size_t(k)] = k * N;
+    for (int64_t n = 0; n < N; ++n) no[size_t(n)] = n;
+    kt.pack(panel, PackSource{w.data, type, K, N, ko.data(), no.data()}, 0, kt.panel_count(panel, N), packed.data);
+    double seconds[kNumActivations];
+    for (int kind = 0; kind < kNumActivations; ++kind) {
+      const float* p = usual_parameters(Activation(kind));
+      GemmArgs args{M, N, K, x.data, type, K, packed.data, panel, nullptr, Activation(kind), c.data, type, N, nullptr, p[0], p[1]};
+      AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
+      args.scratch = scratch.data;
+      seconds[kind] = best_seconds([&] { kt.gemm(args); });
+    }
+    for (int kind = 0; kind < kNumActivations; ++kind)
+      std::printf("%-10s dtype %2d activation %d: %.3f times relu, %6.3f ns/element more\n", kt.isa, int(type), kind,
+                  seconds[kind] / seconds[1], (seconds[kind] - seconds[1]) * 1e9 / double(M * N));
+  }
+}
+
 inline void bench_vector() {
   struct Case {
     const char* name;

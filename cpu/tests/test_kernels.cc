@@ -43,6 +43,7 @@ int main(int argc, char** argv) {
     if (!test::check(set_isa(names[i]) && std::strcmp(kernels().isa, names[i]) == 0, "set_isa(%s)", names[i])) continue;
     if (bench) {
       test::bench_gemm();
+      test::bench_activations();
       test::bench_vector();
       continue;
     }

@@ -66,5 +66,3 @@ def product_seconds(cost: RegionCost, i: int) -> float:
     elif len(rhs.shape) - 1 in op["rhs_contract"]:
         form = "dot_t"
     return batch * times.xla_dot(lhs.dtype, m, k, n, form)
-
-

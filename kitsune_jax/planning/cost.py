@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kitsune_jax import activations
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning import cpu_time
@@ -69,8 +70,8 @@ class OpWork:
 
     ``elements``: what a stage's pointwise code loads and stores besides: one pass over them per op. ``edges``: those of them that
     come from or go to something that is no pointwise op. ``sums``: results of a reduction. ``spreads``: operands that have one
-    element for each row. ``absorbed``: a bias or a ReLU that the matmul before it applies to its
-    accumulators; a pipeline does not pay for it.
+    element for each row. ``absorbed``: a bias, a ReLU or a part of another activation that the matmul before it applies to its
+    accumulators: a pipeline does not pay for it, but for ``activation``, which is on the last op of one.
     """
 
     flops: int
@@ -83,6 +84,7 @@ class OpWork:
     kind: str = ""
     sums: int = 1
     spreads: int = 0
+    activation: str = ""
 
     @property
     def resource(self) -> str:
@@ -158,7 +160,30 @@ class RegionCost:
         edges = elements * self._edges(i) if family in _GROUPED else 0
         simt = float(elements * per_element)
         sums = max(1, self.row_size(out)) if family in _SCANS and i not in self.sinks else 1
-        return OpWork(int(simt), simt, dtype, None, self._absorbed(i), elements, edges, op.kind, sums, self._spreads(i))
+        activation = self.activations.get(i)
+        absorbed = activation is not None or self._absorbed(i)
+        return OpWork(int(simt), simt, dtype, None, absorbed, elements, edges, op.kind, sums, self._spreads(i), activation or "")
+
+    @functools.cached_property
+    def activations(self) -> dict[int, str]:
+        """On a CPU: the ops that matmuls apply to their accumulators, and of each activation's last one its name."""
+        found: dict[int, str] = {}
+        if self.machine.profile is None:
+            return found
+        for i in self.region.ops:
+            if self.family(i) != "dot" or i in self.sinks:
+                continue
+            x = self.graph.ops[i].outputs[0]
+            readers = self.readers.get(x, [])
+            if len(readers) == 1 and self.graph.ops[readers[0]].kind == "add" and self._absorbed(readers[0]):
+                x = self.graph.ops[readers[0]].outputs[0]
+            match = activations.absorbed(self.graph, self.members, self.outputs, x)
+            if match is None:
+                continue
+            found.update(dict.fromkeys(match.absorbed, ""))
+            last = self.producer[match.result]
+            found[last] = "" if match.name == "relu" else match.name
+        return found
 
     def _spreads(self, i: int) -> int:
         """Operands of a pointwise op that were broadcast along the row from one streamed element."""
@@ -225,7 +250,7 @@ class RegionCost:
 
     def _work_seconds(self, work: OpWork, sink: bool, rows: int, vertical: bool) -> float:
         machine = self.machine
-        if work.absorbed:
+        if work.absorbed and not work.activation:
             return 0.0
         if machine.profile is not None:
             return self._cpu_seconds(work, sink, rows)
@@ -243,6 +268,8 @@ class RegionCost:
     def _cpu_seconds(self, work: OpWork, sink: bool, rows: int) -> float:
         """On one core, by what was measured."""
         times = self.times
+        if work.activation:
+            return rows * work.elements * times.activation(work.activation, work.dtype)
         if work.dot is not None:
             dot = work.dot
             weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
@@ -283,8 +310,11 @@ class RegionCost:
                     gradients[way] += count * dot.batch * times.gradient(dot.dtype, way, typical * dot.k, dot.m, dot.n)
                 else:
                     weights[way] += count * dot.batch * times.product(dot.dtype, way, typical * dot.m, dot.k, dot.n)
-        best = sorted(weights, key=lambda w: (weights[w], -ways.index(w)))[0], sorted(gradients, key=lambda w: (gradients[w], -ways.index(w)))[0]
-        return best
+
+        def fastest(seconds: dict[str, float]) -> str:  # of two alike, the later: dots before widened
+            return min(reversed(ways), key=lambda way: seconds[way])
+
+        return fastest(weights), fastest(gradients)
 
     def kinds(self, ops: Iterable[int]) -> dict[tuple[OpWork, bool], int]:
         """How often each (work, is a sink) occurs among ``ops``, for ``work_seconds``: a deep network has few that differ."""

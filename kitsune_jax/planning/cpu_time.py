@@ -31,8 +31,8 @@ _PER_FLOP = ("tanh", 14.0)  # everything else, by its operations
 _SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
 _ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
 _MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
-# In a loop with several elementary functions each costs more: a chain of n takes n (1 + (n - 1) / 2) times as long as one (tanh, silu
-# and gelu, one to seven of them, float32 and bfloat16; JAX 0.12, Zen 5).
+# In a loop with several elementary functions each costs more: n of them take n (1 + (n - 1) / 2) times as long as one (tanh,
+# silu and gelu, one to seven of them, float32 and bfloat16; JAX 0.12, Zen 5).
 _CROWDED = 0.5
 # XLA gives a loop one thread where it writes less than this.
 _PARALLEL_BYTES = 128 << 10
@@ -107,6 +107,10 @@ class CpuTimes:
         if found is None:  # a rare function, or a conversion
             found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
         return found
+
+    def activation(self, name: str, dtype: str) -> float:
+        """An element of an activation that a product applies to its sums."""
+        return self[f"activation/{name}/{'bfloat16' if dtype == 'bfloat16' else 'float32'}"]
 
     def edge(self, dtype: str) -> float:
         """An element loaded by a group of pointwise ops, or stored by it, beyond the passes of the ops."""

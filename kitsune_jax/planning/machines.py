@@ -79,7 +79,7 @@ def _cpu_of(profile: Profile) -> Machine:
         fault_threshold=32 * MIB,
         panel=32,
         matmul_rows=8,
-        sources=(*_CPU_SOURCES, ("caches", f"L1 {profile.l1 // KIB} KiB, L2 {profile.l2 // KIB} KiB a core, L3 {profile.l3 // KIB} KiB")),
+        sources=(*_CPU_SOURCES, ("caches", f"{profile.l1 // KIB} and {profile.l2 // KIB} KiB a core, {profile.l3 // KIB} KiB")),
         profile=profile,
     )
 

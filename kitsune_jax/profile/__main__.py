@@ -17,12 +17,14 @@ from kitsune_jax.profile import shipped, store
 from kitsune_jax.profile.measure import Disturbed
 from kitsune_jax.profile.model import Profile
 
+_NAMES = f"<family> or <family>-<cores>, family one of {', '.join(shipped.names())}"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kitsune_jax.profile", description="Measure this machine for CPU plans.")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--kept", action="store_true", help="print the profile in use; measure only where there is none")
-    which.add_argument("--shipped", metavar="NAME", help=f"print one that comes with the package: {', '.join(shipped.names())}, and -<cores>")
+    which.add_argument("--shipped", metavar="NAME", help=f"print one that comes with the package: {_NAMES}")
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
     args = parser.parse_args(argv)
     try:
@@ -49,7 +51,8 @@ def text(profile: Profile) -> str:
     """What a person wants to see of a profile: rates of matmuls, functions and memory, ours beside XLA's."""
     lines = [
         f"{profile.name}: {profile.cpu}",
-        f"kernels for {profile.isa}, {profile.workers} workers; caches {profile.l1 >> 10} KiB, {profile.l2 >> 10} KiB a core, {profile.l3 >> 10} KiB",
+        f"kernels for {profile.isa}, {profile.workers} workers; caches of a core "
+        f"{profile.l1 >> 10} and {profile.l2 >> 10} KiB, shared {profile.l3 >> 10} KiB",
         "",
         f"{'products, GF/s of all workers':36} {'ours':>14} {'XLA':>8}",
     ]
@@ -70,7 +73,8 @@ def text(profile: Profile) -> str:
     for level in ("l1", "l2", "l3", "dram"):
         lines.append(f"  {level:34} {2e-9 * profile.workers / profile.seconds(f'copy/{level}'):14.0f}")
     lines.append(f"  {'fresh pages':34} {1e-9 * profile.workers / profile.seconds('touch'):14.1f}")
-    lines += ["", f"a call: {profile.seconds('call') * 1e6:.1f} us with all workers, {profile.seconds('call/short') * 1e6:.1f} us alone"]
+    alone, together = profile.seconds("call/short"), profile.seconds("call")
+    lines += ["", f"a call: {together * 1e6:.1f} us with all workers, {alone * 1e6:.1f} us alone"]
     return "\n".join(lines) + "\n"
 
 

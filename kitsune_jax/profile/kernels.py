@@ -5,10 +5,11 @@ Comes in: the CPU extension. Goes out: numbers by name, as ``profile.model`` lis
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from kitsune_jax.profile.timing import Log
-from kitsune_jax.targets.cpu.bytecode import DTYPES, OPCODES, PRODUCTS
+from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPES, OPCODES, PRODUCTS
 
 # Kernel tables that multiply pairs of bfloat16, and those with tiles.
 DOTS = frozenset({"avx512bf16", "amx", "neonbf16"})
@@ -18,6 +19,7 @@ DEPTHS, WIDTHS = (8, 64, 512), (16, 64, 512)
 _GRADIENTS = ((16, 16), (64, 64), (512, 512))
 _ELEMENTS, _FEW = 1024, 16
 _SQUARE = 256
+_SHALLOW = 16  # of a product that is nothing beside its activation
 # More threads than these tell nothing new about a core, and take long to start.
 _MOST_THREADS = 16
 # What functions of float32 take a C library call for, or series: nobody plans by their exact time, and they take long.
@@ -28,6 +30,7 @@ _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
 _COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
 _SHARED_COPIES = {"l3": 4 << 20, "dram": 96 << 20}  # of all threads together
 _FRESH = 32 << 20
+_MOMENT = 0.012  # seconds: some turns of the scheduler
 
 
 def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
@@ -51,6 +54,15 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
         note(f"outer_short/{dtype}/{product}", 1, extension.measure_outer, *here, SHORT, _SQUARE, _SQUARE)
         note(f"short/{dtype}/{product}", 1, extension.measure_gemm, *here, 1, _SQUARE, _SQUARE, 0)
         note(f"pack/{dtype}/{product}", _SQUARE * _SQUARE, extension.measure_pack, *here, _SQUARE, _SQUARE)
+    for dtype in ("float32", "bfloat16"):
+        shape = (code[dtype], product_code("best"), TILE, _SHALLOW, _SQUARE)
+        relu = log.quiet("activation", functools.partial(extension.measure_gemm, *shape, ACTIVATIONS.index("relu"), threads)) or 0.0
+        for k, name in enumerate(ACTIVATIONS):
+            if name in ("none", "relu"):
+                continue
+            seconds = log.quiet(name, functools.partial(extension.measure_gemm, *shape, k, threads))
+            if seconds is not None:
+                found[f"activation/{name}/{dtype}"] = max(seconds - relu, 0.02 * seconds) / (TILE * _SQUARE)
     for k, name in enumerate(OPCODES):
         if name not in _RARE and name not in _NO_WORK:
             note(f"vector/{name}", _ELEMENTS, extension.measure_vector, k, code["float32"], _ELEMENTS)
@@ -72,7 +84,7 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
 
 def share(extension: Any, workers: int) -> float:
     """Of a moment, the least that one of so many busy threads ran: near 1 where nothing else does."""
-    return float(extension.measure_vector(OPCODES.index("add"), DTYPES.index("float32"), _ELEMENTS, min(workers, _MOST_THREADS))[1])
+    return float(extension.measure_share(_MOMENT, min(workers, _MOST_THREADS)))
 
 
 def products(extension: Any) -> list[tuple[str, str]]:

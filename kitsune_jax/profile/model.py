@@ -12,7 +12,7 @@ with the whole machine.
 ``short/<dtype>/<product>``            a tile of 1 row times 256 x 256
 ``outer_short/<dtype>/<product>``       the gradient of a tile of 8 rows, 256 x 256 accumulators
 ``pack/<dtype>/<product>``             an element of a weight into panels
-``activation/<name>``                  an element of a float32 product's epilogue, beyond that of a ReLU
+``activation/<name>/<dtype>``          an element in a product's epilogue, beyond a ReLU
 ``vector/<opcode>``                    an element of a float32 micro-operation; ``vector64/`` of float64
 ``load/<dtype>``, ``store/<dtype>``    an element between memory and registers, with its conversion
 ``fold/<row or column>/<dtype>``       an element of a sum along a row, or over the rows
@@ -43,9 +43,9 @@ FORMAT = 1
 class Profile:
     """A machine: what it is, and how long things take there.
 
-    ``name``: how ``explain`` and ``KITSUNE_PROFILE`` call it. ``cpu``: the processor, for people. ``isa``: the kernel table. ``workers``:
-    threads a plan may count on. ``l1``, ``l2``, ``l3``: bytes of a core's data cache and second level, and of the last level.
-    ``numbers``: seconds by name, in ascending order of the names.
+    ``name``: how ``explain`` and ``KITSUNE_PROFILE`` call it. ``cpu``: the processor, for people. ``isa``: the kernel table.
+    ``workers``: threads a plan may count on. ``l1``, ``l2``, ``l3``: bytes of a core's data cache and second level, and of the last
+    level. ``numbers``: seconds by name, in ascending order of the names.
     """
 
     name: str

@@ -20,8 +20,8 @@ _PEAK = 235e9  # f32 operations a second of a core of the reference, in its matm
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of CPU: f32 matmul operations a second of a core; those in bfloat16 by dots and by tiles (0: it has none), and in XLA's
-    products; how many times as long its vectors take; and where these are from."""
+    """A kind of CPU: f32 matmul operations a second of a core; those in bfloat16 by dots and by tiles (0: it has none), and in
+    XLA's products; how many times as long its vectors take; and where these are from."""
 
     isa: str
     f32: float
@@ -36,7 +36,7 @@ _NO_BFLOAT16 = 0.45  # of the f32 rate: XLA widens, multiplies and rounds
 FAMILIES = {
     "zen5": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "measured: reference.json"),
     "zen4": Family("avx512bf16", 112e9, 220e9, 0, 140e9, 2.0, "measured 117 GF/s f32, XLA bf16 at 277 of 474 on two cores"),
-    "emeraldrapids": Family("amx", 160e9, 81e9, 700e9, 550e9, 1.3, "measured a vCPU of two that share a core: FMA 165, VDPBF16PS 81, AMX 700 with loads"),
+    "emeraldrapids": Family("amx", 160e9, 81e9, 700e9, 550e9, 1.3, "measured: FMA 165 GF/s, VDPBF16PS 81, AMX 700"),
     "skylakex": Family("avx512", 90e9, 0, 0, 0.45 * 90e9, 2.3, "measured 94 GF/s f32"),
     "generic": Family("generic", 50e9, 0, 0, _NO_BFLOAT16 * 50e9, 4.0, "4 lanes x 2 pipes x 3.5 GHz = 56 GF/s"),
     "avx2": Family("avx2", 105e9, 0, 0, _NO_BFLOAT16 * 105e9, 2.0, "8 lanes x 2 pipes x 3.5 GHz = 112 GF/s"),
@@ -44,7 +44,7 @@ FAMILIES = {
     "avx512bf16": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "as zen5"),
     "amx": Family("amx", 160e9, 81e9, 700e9, 550e9, 1.3, "as emeraldrapids"),
     "neon": Family("neon", 44e9, 0, 0, _NO_BFLOAT16 * 44e9, 5.0, "Neoverse N1 guide: 4 lanes x 2 pipes x 3 GHz = 48 GF/s"),
-    "neonbf16": Family("neonbf16", 88e9, 300e9, 0, 150e9, 2.5, "Neoverse V1 guide: 4 lanes x 4 pipes x 2.8 GHz = 90 GF/s; BFMMLA four times that"),
+    "neonbf16": Family("neonbf16", 88e9, 300e9, 0, 150e9, 2.5, "Neoverse V1 guide: 4 lanes x 4 pipes x 2.8 GHz; BFMMLA x 4"),
 }  # fmt: skip
 
 
@@ -95,7 +95,8 @@ def _derived(name: str, family: Family, workers: int) -> Profile:
             numbers[key] = seconds * crowded
         else:
             numbers[key] = seconds * _xla_factor(ours, family, slower) * known.workers / workers
-    return Profile(name, name, family.isa, workers, 32 * KIB if family.f32 < _PEAK else known.l1, MIB, 16 * MIB * workers, numbers_of(numbers))
+    l1 = 32 * KIB if family.f32 < _PEAK else known.l1
+    return Profile(name, name, family.isa, workers, l1, MIB, 16 * MIB * workers, numbers_of(numbers))
 
 
 def _xla_factor(key: list[str], family: Family, slower: float) -> float:

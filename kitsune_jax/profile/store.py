@@ -93,7 +93,8 @@ def _agreed(workers: int) -> _Found:
         return _Found(profile, (*told, "planned with the profile of process 0, so that all processes have the same plan"))
     except Exception as error:  # the coordinator's own errors; and a process 0 that never plans
         family = shipped_name(workers)
-        return _Found(shipped.shipped(family), (f"planned for the shipped profile {family}: the processes could not agree on one ({error})",))
+        why = f"the processes could not agree on one ({error})"
+        return _Found(shipped.shipped(family), (f"planned for the shipped profile {family}: {why}",))
 
 
 _WAIT_MS = 120_000

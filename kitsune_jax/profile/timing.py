@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 # Repetitions of the same work on an idle machine lie within a few percent of the fastest.
 _SPREAD = 1.3
 # Of its slice of time, a thread that shares its core with nobody runs nearly all.
-_SHARE = 0.9
+SHARE = 0.9
 _TRIES = 3
 # Of all numbers of a profile; a single one may be hit by an interrupt at every try.
 MOST_DISTURBED = 0.08
@@ -28,7 +28,9 @@ class Log:
     disturbed: list[str] = dataclasses.field(default_factory=list)
 
     def quiet(self, name: str, measure: Callable[[], Repeated]) -> float | None:
-        """The least of the seconds that ``measure`` returns; again, up to three times, while they disagree. None if there are none."""
+        """The least of the seconds that ``measure`` returns, which is asked up to three times, while they disagree.
+
+        None if there are none."""
         best = float("inf")
         for _ in range(_TRIES):
             seconds, share = measure()
@@ -36,7 +38,7 @@ class Log:
                 return None
             least = min(seconds)
             best = min(best, least)
-            if middle(seconds) <= _SPREAD * least and least <= _SPREAD * best and share >= _SHARE:
+            if middle(seconds) <= _SPREAD * least and least <= _SPREAD * best and share >= SHARE:
                 self.made += 1
                 return best
         self.made += 1

@@ -1,8 +1,8 @@
 """XLA's side of a profile: what its products, fused loops and reductions take on this machine with this jaxlib.
 
-Comes in: JAX with a CPU backend. Goes out: numbers by name, as ``profile.model`` lists them. Everything is compiled ahead and called
-as an executable on arrays of the CPU, so no setting of the program that asks for a profile (x64, matmul precision, a mesh, another
-default device, ``disable_jit``) changes what is measured.
+Comes in: JAX with a CPU backend. Goes out: numbers by name, as ``profile.model`` lists them. Everything is compiled ahead and
+called as an executable on arrays of the CPU, so no setting of the program that asks for a profile (x64, matmul precision, a mesh,
+another default device, ``disable_jit``) changes what is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from kitsune_jax.profile.timing import Log, Repeated
 # (rows, K, N). The squares tell how the rate grows with the width; 16 rows what the weights cost; 8192 what
 # it costs that rows come from memory; N of 1 and 4 take other code.
 _DOTS = (
-    (16, 64, 64), (16, 512, 512), (1024, 16, 16), (1024, 64, 64), (1024, 256, 256), (1024, 512, 512), (1024, 1024, 1024), (8192, 512, 512), (2048, 256, 4), (2048, 256, 1),
+    *(
+        (rows, n, n)
+        for rows, n in ((16, 64), (16, 512), (1024, 16), (1024, 64), (1024, 256), (1024, 512), (1024, 1024), (8192, 512))
+    ),
+    *((2048, 256, n) for n in (4, 1)),
 )
 _HALF_DOTS = ((1024, 64, 64), (1024, 256, 256))
 _TRANSPOSED = ((1024, 256, 256),)
@@ -66,8 +70,11 @@ class _Program:
     elements: float = 1.0
 
 
-def measure(log: Log, workers: int, share: Callable[[], float]) -> dict[str, float]:
-    """Numbers of XLA on the first CPU device; ``share()`` says how much of a core a busy thread has just now. Raises what JAX raises where there is no CPU backend."""
+def measure(log: Log, workers: int) -> dict[str, float]:
+    """Numbers of XLA on the first CPU device.
+
+    Raises what JAX raises where there is no CPU backend.
+    """
     device = jax.local_devices(backend="cpu")[0]
     programs = list(_programs(workers))
     lowered = [_lowered(p, device) for p in programs]
@@ -78,7 +85,7 @@ def measure(log: Log, workers: int, share: Callable[[], float]) -> dict[str, flo
     empty = 0.0
     for program, run in zip(programs, compiled, strict=True):
         operands = [arrays.setdefault(s, _array(s, device)) if s not in arrays else arrays[s] for s in program.shapes]
-        seconds = log.quiet(program.key, functools.partial(_repeated, run, operands, share))
+        seconds = log.quiet(program.key, functools.partial(_repeated, run, operands))
         assert seconds is not None
         if program.key == "xla/call":
             empty = seconds
@@ -89,12 +96,13 @@ def measure(log: Log, workers: int, share: Callable[[], float]) -> dict[str, flo
     return found
 
 
-def _repeated(run: Any, operands: Sequence[Any], share: Callable[[], float]) -> Repeated:
-    return _times(run, operands), share()
+def _repeated(run: Any, operands: Sequence[Any]) -> Repeated:
+    return _times(run, operands), 1.0
 
 
 def _lowered(program: _Program, device: Any) -> Any:
-    specs = [jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device)) for shape, dtype in program.shapes]
+    here = jax.sharding.SingleDeviceSharding(device)
+    specs = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in program.shapes]
     return jax.jit(program.function).lower(*specs)
 
 

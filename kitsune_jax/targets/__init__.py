@@ -108,7 +108,9 @@ def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Any:
     """The code of ``program``. Raises ``ValueError`` for an unknown target, ``CannotLower`` where there is none,
     ``InvalidProgram`` for code that the target's extension refuses."""
     _require(target)
-    return cpu.generate(program, name, cpu.Products(*plan.products)) if target == "cpu" else cuda.generate(target, program, plan, name)
+    return (
+        cpu.generate(program, name, cpu.Products(*plan.products)) if target == "cpu" else cuda.generate(target, program, plan, name)
+    )
 
 
 def compiles(target: str) -> bool:
@@ -122,7 +124,8 @@ def runs_phases(target: str) -> bool:
 
 
 def generate_phases(target: str, program: PhasedProgram, plan: Plan, name: str) -> Any:
-    """The code of a call of several phases, of which the first was planned as ``plan``. Raises ``ValueError`` where ``runs_phases`` is False, and as ``generate`` does."""
+    """The code of a call of several phases, of which the first was planned as ``plan``. Raises ``ValueError`` where
+    ``runs_phases`` is False, and as ``generate`` does."""
     if not runs_phases(target):
         raise ValueError(f"a call has one phase on {target!r}")
     return cpu.generate_phases(program, name, cpu.Products(*plan.products))

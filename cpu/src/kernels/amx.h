@@ -69,25 +69,72 @@ constexpr BFloat16 kZeroRow[kTileRows] = {};
 
 // One row of a tile of W: 16 columns of two rows as pairs; columns from n on are zeros.
 KITSUNE_INLINE void pair_rows(uint32_t* to, const BFloat16* a, const BFloat16* b, int64_t n) {
-  if (n >= kTileRows) {
-    for (int j = 0; j < int(kTileRows); ++j) to[j] = uint32_t(a[j].bits) | uint32_t(b[j].bits) << 16;
-    return;
-  }
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __mmask16 mask = n >= kTileRows ? __mmask16(0xffff) : __mmask16((1u << n) - 1);
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, a));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, b));
+  _mm512_store_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+#else
   for (int64_t j = 0; j < kTileRows; ++j) to[j] = j < n ? uint32_t(a[j].bits) | uint32_t(b[j].bits) << 16 : 0;
+#endif
 }
 
-// The tile of rows [k0, k0 + 32) and columns [n0, n0 + 16), where the columns are not neighbours in memory (a transposed weight).
+// A matrix of 16 x 16 words.
+#if defined(__AVX512F__)
+KITSUNE_INLINE void transpose_words(const uint32_t* from, uint32_t* to) {
+  __m512i a[16], b[16];
+  KITSUNE_UNROLL
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_load_si512(from + i * 16);
+  KITSUNE_UNROLL
+  for (int i = 0; i < 16; i += 2) {  // within each 128 bits: words of neighbours, then pairs of words
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  KITSUNE_UNROLL
+  for (int i = 0; i < 16; i += 4) {  // a[i + c]: column c of each 128 bits, of rows i .. i + 3
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  KITSUNE_UNROLL
+  for (int c = 0; c < 4; ++c) {  // the 128 bits themselves, a 4 x 4 matrix for each c
+    __m512i even = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
+    __m512i even2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88), odd2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+    _mm512_store_si512(to + c * 16, _mm512_shuffle_i32x4(even, even2, 0x88));
+    _mm512_store_si512(to + (4 + c) * 16, _mm512_shuffle_i32x4(odd, odd2, 0x88));
+    _mm512_store_si512(to + (8 + c) * 16, _mm512_shuffle_i32x4(even, even2, 0xdd));
+    _mm512_store_si512(to + (12 + c) * 16, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+  }
+}
+#else
+inline void transpose_words(const uint32_t* from, uint32_t* to) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) to[j * 16 + i] = from[i * 16 + j];
+}
+#endif
+
+// The tile of rows [k0, k0 + 32) and columns [n0, n0 + 16), where the columns are not neighbours in memory: in a transposed weight
+// the rows are, so that a column's pairs are words.
 inline void pack_scattered(const PackSource& s, int64_t k0, int64_t n0, uint32_t* tile) {
   const BFloat16* src = static_cast<const BFloat16*>(s.src);
   const int64_t depth = min_of(kTileDepth, s.K - k0), columns = min_of(kTileRows, s.N - n0);
-  __builtin_memset(tile, 0, kTileBytes);
+  alignas(64) uint32_t words[kTileWords];  // by column
+  if (depth < kTileDepth || columns < kTileRows) __builtin_memset(words, 0, sizeof words);
+  const int64_t* k_offset = s.k_offset + k0;
+  bool dense = true;
+  for (int64_t k = 1; k < depth; ++k) dense &= k_offset[k] == k_offset[0] + k;
   for (int64_t j = 0; j < columns; ++j) {
     const BFloat16* column = src + s.n_offset[n0 + j];
-    for (int64_t k = 0; k < depth; k += 2) {
-      uint32_t low = column[s.k_offset[k0 + k]].bits, high = k + 1 < depth ? column[s.k_offset[k0 + k + 1]].bits : 0;
-      tile[k / 2 * kTileRows + j] = low | high << 16;
+    char* to = reinterpret_cast<char*>(words + j * kTileRows);
+    if (dense && depth == kTileDepth) {
+      __builtin_memcpy(to, column + k_offset[0], kTileDepth * sizeof(BFloat16));
+    } else {
+      for (int64_t k = 0; k < depth; ++k)
+        __builtin_memcpy(to + k * int64_t(sizeof(BFloat16)), column + k_offset[k], sizeof(BFloat16));
     }
   }
+  transpose_words(words, tile);
 }
 
 inline void pack_tile(const PackSource& s, int64_t k0, int64_t n0, uint32_t* tile) {
@@ -186,7 +233,7 @@ KITSUNE_INLINE void store_sums_row(C* to, const float* from, int64_t columns, co
 
 template <class C>
 __attribute__((noinline)) void store_sums(const GemmArgs& g, TileSums& s, int64_t count) {
-  with_activation(g.act, g.act_a, g.act_b, [&](auto activation) {
+  with_activation<kSame<C, BFloat16>>(g.act, g.act_a, g.act_b, [&](auto activation) {
     for (int64_t r = 0; r < count; ++r) {
       store_sums_row(reinterpret_cast<C*>(s.c), s.from, s.columns, activation);
       s.from += kTilePanel;

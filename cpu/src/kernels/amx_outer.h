@@ -30,42 +30,7 @@ KITSUNE_INLINE void pair_tile(const BFloat16* y, int64_t ldy, int64_t r, int64_t
   }
 }
 
-// A tile of X^T is the transpose of the pairs.
-#if defined(__AVX512F__)
-KITSUNE_INLINE void transpose_words(const uint32_t* from, uint32_t* to) {
-  __m512i a[16], b[16];
-  KITSUNE_UNROLL
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_load_si512(from + i * 16);
-  KITSUNE_UNROLL
-  for (int i = 0; i < 16; i += 2) {  // within each 128 bits: words of neighbours, then pairs of words
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-  KITSUNE_UNROLL
-  for (int i = 0; i < 16; i += 4) {  // a[i + c]: column c of each 128 bits, of rows i .. i + 3
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-  KITSUNE_UNROLL
-  for (int c = 0; c < 4; ++c) {  // the 128 bits themselves, a 4 x 4 matrix for each c
-    __m512i even = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
-    __m512i even2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88), odd2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
-    _mm512_store_si512(to + c * 16, _mm512_shuffle_i32x4(even, even2, 0x88));
-    _mm512_store_si512(to + (4 + c) * 16, _mm512_shuffle_i32x4(odd, odd2, 0x88));
-    _mm512_store_si512(to + (8 + c) * 16, _mm512_shuffle_i32x4(even, even2, 0xdd));
-    _mm512_store_si512(to + (12 + c) * 16, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
-  }
-}
-#else
-inline void transpose_words(const uint32_t* from, uint32_t* to) {
-  for (int i = 0; i < 16; ++i)
-    for (int j = 0; j < 16; ++j) to[j * 16 + i] = from[i * 16 + j];
-}
-#endif
-
-// All of X or Y, a tile of 16 columns after the other; for each, its steps of 32 rows.
+// All of X or Y, a tile of 16 columns after the other; for each, its steps of 32 rows. A tile of X^T is the transpose of the pairs.
 template <bool Transposed>
 __attribute__((noinline)) void pack_all_tiles(const BFloat16* x, int64_t ldx, int64_t R, int64_t columns, uint32_t* out) {
   alignas(64) uint32_t pairs[kTileWords];

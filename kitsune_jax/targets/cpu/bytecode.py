@@ -312,8 +312,8 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """``workers``: threads that the plan counts on. A call runs on however many there are; how many partial sums are kept beside each
-    other depends on this number, so that a program's results are the same bits on every machine of one instruction set."""
+    """``workers``: threads that the plan counts on. A call runs on however many there are; how many partial sums are kept beside
+    each other depends on this number, so that a program's results are the same bits on every machine of one instruction set."""
 
     name: str
     axes: tuple[int, ...]

@@ -10,8 +10,7 @@ import logging
 from pathlib import Path
 
 import kitsune_jax
-from kitsune_jax import config
-from kitsune_jax import cache
+from kitsune_jax import cache, config
 from kitsune_jax.targets.cuda import hostcc, nvrtc, sources
 from kitsune_jax.targets.cuda.nvrtc import Compiled
 from kitsune_jax.targets.cuda.sources import CompileError

@@ -22,8 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kitsune_jax import config
-from kitsune_jax import cache
+from kitsune_jax import cache, config
 from kitsune_jax.targets.cuda import sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
