@@ -288,6 +288,7 @@ inline void test_gemm() {
                    random);
   }
   test_gemm_nan();
+  test_gemm_subnormal();
   // Widths around those of a vector and a panel, for every activation and every type that its result is stored as.
   int64_t width = 1;
   for (int kind = 2; kind < kNumActivations; ++kind) {
