@@ -158,10 +158,10 @@ Slices measure_outer(DType type, Product product, const ProductShape& s, int64_t
   });
 }
 
-Slices measure_pack(DType type, Product product, int64_t K, int64_t N, int64_t threads) {
+Slices measure_pack(DType type, Product product, int64_t K, int64_t N, bool transposed, int64_t threads) {
   const KernelTable& table = kernels();
   const Panel panel = table.panel_for(type, product, {K, N, K});
-  const std::vector<int64_t> k = steps(K, N), n = steps(N, 1);
+  const std::vector<int64_t> k = steps(K, transposed ? 1 : N), n = steps(N, transposed ? K : 1);
   return run(threads, [&]() -> Work {
     auto w = std::make_shared<Block>(bytes_of(K * N, type)), out = std::make_shared<Block>(table.packed_bytes(panel, K, N));
     return [=, &table, &k, &n] {

@@ -23,8 +23,8 @@ struct Slices {
 Slices measure_gemm(DType type, Product product, const ProductShape& s, Activation act, int64_t threads);
 // X^T Y of X[K][M] and Y[K][N], all of `type`, added to a matrix of the accumulator type.
 Slices measure_outer(DType type, Product product, const ProductShape& s, int64_t threads);
-// Packing of W[K][N].
-Slices measure_pack(DType type, Product product, int64_t K, int64_t N, int64_t threads);
+// Packing of W[K][N], which lies in memory as that or as its transpose.
+Slices measure_pack(DType type, Product product, int64_t K, int64_t N, bool transposed, int64_t threads);
 // `n` elements of a micro-operation on the compute type; empty where the table has none.
 Slices measure_vector(Opcode op, DType type, int64_t n, int64_t threads);
 // `n` elements of the storage type into its compute type, or back.

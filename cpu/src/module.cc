@@ -159,14 +159,14 @@ void def_measurements(nb::module_& m) {
       "Seconds of adding X^T Y of rows x K and rows x N, as measure_gemm.");
   m.def(
       "measure_pack",
-      [](int dtype, int product, int64_t K, int64_t N, int64_t threads) {
+      [](int dtype, int product, int64_t K, int64_t N, bool transposed, int64_t threads) {
         check_sizes({K, N, threads});
         const DType type = dtype_of(dtype);
         const Product how = product_of(product);
-        return unlocked([&] { return measure_pack(type, how, K, N, threads); });
+        return unlocked([&] { return measure_pack(type, how, K, N, transposed, threads); });
       },
-      nb::arg("dtype"), nb::arg("product"), nb::arg("K"), nb::arg("N"), nb::arg("threads"),
-      "Seconds of packing a weight, as measure_gemm.");
+      nb::arg("dtype"), nb::arg("product"), nb::arg("K"), nb::arg("N"), nb::arg("transposed"), nb::arg("threads"),
+      "Seconds of packing a weight, or one that lies transposed in memory, as measure_gemm.");
   m.def(
       "measure_vector",
       [](int opcode, int dtype, int64_t n, int64_t threads) {

@@ -8,7 +8,9 @@ matmuls.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from collections.abc import Sequence
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.planning import bulk_cpu
@@ -64,12 +66,23 @@ def output_fault_seconds(cost: RegionCost) -> float:
 def kernels_of(cost: RegionCost) -> list[Kernel]:
     """The kernels, in order, each rooted at a value that is written to memory."""
     written = _written(cost)
-    kernels = []
-    for i in cost.region.ops:
-        for v in cost.graph.ops[i].outputs:
-            if v in written:
-                kernels.append(_kernel(cost, v, written))
+    while True:
+        kernels = [_kernel(cost, v, written) for i in cost.region.ops for v in cost.graph.ops[i].outputs if v in written]
+        again = _expensive_twice(cost, kernels)
+        if not again:
+            break
+        written |= again
     return _with_epilogues(cost, kernels) if cost.machine.platform == "cuda" else kernels
+
+
+def _expensive_twice(cost: RegionCost, kernels: Sequence[Kernel]) -> set[int]:
+    """Values of expensive ops that several kernels would compute for themselves, by way of cheap ones that read them."""
+    seen = collections.Counter(i for kernel in kernels for i in kernel.ops if kernel.root not in cost.graph.ops[i].outputs)
+    return {
+        cost.graph.ops[i].outputs[0]
+        for i, count in seen.items()
+        if count > 1 and cost.family(i) == "pointwise" and OPS[cost.graph.ops[i].kind].flops >= _EXPENSIVE
+    }
 
 
 def _written(cost: RegionCost) -> set[int]:

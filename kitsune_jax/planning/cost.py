@@ -170,6 +170,7 @@ class RegionCost:
         found: dict[int, str] = {}
         if self.machine.profile is None:
             return found
+        code = activations.GraphCode(self.graph, self.members, self.outputs)
         for i in self.region.ops:
             if self.family(i) != "dot" or i in self.sinks:
                 continue
@@ -177,7 +178,7 @@ class RegionCost:
             readers = self.readers.get(x, [])
             if len(readers) == 1 and self.graph.ops[readers[0]].kind == "add" and self._absorbed(readers[0]):
                 x = self.graph.ops[readers[0]].outputs[0]
-            match = activations.absorbed(self.graph, self.members, self.outputs, x)
+            match = activations.recognise(code, x)
             if match is None:
                 continue
             found.update(dict.fromkeys(match.absorbed, ""))

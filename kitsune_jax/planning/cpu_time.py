@@ -36,6 +36,8 @@ _MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
 _CROWDED = 0.5
 # XLA gives a loop one thread where it writes less than this.
 _PARALLEL_BYTES = 128 << 10
+# A call wakes another thread for every 20 us of work that can be shared (kNsPerThread in cpu/src/ffi.cc).
+SHARED_SECONDS = 2 * 20e-6
 # A dimension below 8 keeps XLA's product from the library (YNNPACK).
 _LEAST_SIDE = 8
 _ROWS = 1024  # of most of the products that were measured
@@ -91,9 +93,11 @@ class CpuTimes:
     def _at(points: Sequence[float], logarithms: Sequence[float], side: float) -> float:
         return math.exp(_between(points, logarithms, side))
 
-    def pack(self, dtype: str, way: str) -> float:
-        """An element of a weight."""
-        return self[f"pack/{_float(dtype)}/{way}"]
+    def pack(self, dtype: str, way: str, transposed: bool, level: str) -> float:
+        """An element of a weight that lies in ``level`` (l2, l3 or dram), and its panel with it."""
+        size = 2 if dtype in _NARROW else 8 if dtype == "float64" else 4
+        moved = self[f"copy/{level}"] - self["copy/l2"] if level != "l2" else 0.0
+        return self[f"{'pack_t' if transposed else 'pack'}/{_float(dtype)}/{way}"] + 2 * size * max(0.0, moved)
 
     def _vector(self, kind: str, dtype: str) -> float:
         """An element of a pointwise op, with the pass over the tile that it takes."""
@@ -160,10 +164,11 @@ class CpuTimes:
             factor = s / (rate(_mean(a, b)) * r * a * b)
         far = self._far(dtype, rows, k, n, rate)
         few = [p for p in points if p[0] < 64] or [p for p in self._points("xla/dot/float32/") if p[0] < 64]
-        r, a, b, s = min(few, key=lambda p: p[1] * p[2])
-        start = max(0.0, s - r * a * b * rate(_mean(a, b)))  # handing the product to the threads
+        single = min(few, key=lambda p: p[1] * p[2])[3]
+        # Handing a product to the threads: less where they are awake from the one before.
+        start = max(0.0, self["xla/start"] - 16 * 64 * 64 * rate(64))
         r, a, b, s = max(few, key=lambda p: p[1] * p[2])
-        weights = max(0.0, (s - start) / (a * b) - r * rate(_mean(a, b)))  # an element of the weights, whatever the rows
+        weights = max(0.0, (s - single) / (a * b) - r * rate(_mean(a, b)))  # an element of the weights, whatever the rows
         seconds = k * n * (rows * rate(_mean(k, n)) * factor * far + weights)
         return seconds + min(start, 4 * seconds)  # a tiny one runs where it is
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import RegionCost, round_up
+from kitsune_jax.planning.cpu_time import SHARED_SECONDS
 from kitsune_jax.planning.machine import KIB, MIB
 from kitsune_jax.planning.stages import Draft, resource_of
 
@@ -123,8 +124,11 @@ def tile_rows(stages: Stages, drafts: Sequence[Draft], vertical: bool = True) ->
     @functools.cache
     def seconds(rows: int) -> float:
         tiles = -(-total // rows)
+        tile = sum(m.seconds(rows, vertical) for m in models)
+        if tiles * tile < SHARED_SECONDS:
+            return tiles * tile
         hand_over = machine.call_seconds - stages.cost.times["call/short"] if tiles > 1 else 0.0
-        return hand_over + -(-tiles // machine.workers) * sum(m.seconds(rows, vertical) for m in models)
+        return hand_over + -(-tiles // machine.workers) * tile
 
     best = min(seconds(n) for n in candidates)
     return next(n for n in candidates if seconds(n) <= _INDIFFERENT * best)

@@ -15,6 +15,7 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.bulk import baseline, output_fault_seconds
 from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
+from kitsune_jax.planning.cpu_time import SHARED_SECONDS
 from kitsune_jax.planning.fit import Stages, sink_bytes, stationary_bytes, tile_rows, vertical_fit
 from kitsune_jax.planning.gpu import candidates
 from kitsune_jax.planning.machine import Machine
@@ -100,19 +101,25 @@ class _Planner:
         bound: int | str = "dram" if dram > compute else max(range(len(busy)), key=lambda k: busy[k])
         body = compute + dram  # the core that computes also moves
         strided = self.cost.strided_seconds() / machine.workers
-        call = machine.call_seconds if replicas > 1 else self.cost.times["call/short"]
-        return call + self._pack_seconds() + output_fault_seconds(self.cost) + strided + body, bound
+        packing, alone = self._pack_seconds(), self.cost.times["call/short"]
+        if packing + (compute * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:
+            return alone + packing + output_fault_seconds(self.cost) + strided + compute * replicas + dram, bound
+        call = machine.call_seconds if replicas > 1 else alone
+        return call + packing / machine.workers + output_fault_seconds(self.cost) + strided + body, bound
 
     def _tiles(self, rows: int) -> int:
         return -(-self.region.space.rows // rows)
 
     def _pack_seconds(self) -> float:
-        """Weights are read and written once per call on their way into the micro-kernels' layout, by all workers together."""
-        cost, machine = self.cost, self.machine
-        seconds = 0.0
+        """Worker-seconds in which weights are read and written once per call on their way into the micro-kernels' layout."""
+        cost, seconds = self.cost, 0.0
+        size = 2 * stationary_bytes(cost, self.region.ops)
+        level = "l2" if size <= self.machine.local_bytes else "l3" if size <= self.machine.shared_bytes else "dram"
         packed = set()
         for i in self.region.ops:
             work, op = cost.work(i), cost.graph.ops[i]
+            if i in cost.sinks:
+                seconds += cost.times["call/layer"]  # its accumulators are set to zero, added up and stored
             if work.dot is None or i in cost.sinks:
                 continue
             weight = next((v for v in op.inputs if v not in cost.labels), -1)
@@ -120,10 +127,13 @@ class _Planner:
             if once in packed:
                 continue
             packed.add(once)
+            seconds += cost.times["call/layer"]
             way = cost.products[0] if work.dot.dtype == "bfloat16" else "widened"
             elements = work.dot.batch * work.dot.k * work.dot.n
-            seconds += elements * cost.times.pack(work.dot.dtype, way)
-        return seconds / machine.workers
+            contract = op["rhs_contract" if weight == op.inputs[1] else "lhs_contract"]
+            transposed = len(cost.graph.values[weight].shape) - 1 in contract
+            seconds += elements * cost.times.pack(work.dot.dtype, way, transposed, level)
+        return seconds
 
     def _partial_bytes(self, replicas: int) -> int:
         """Sinks are folded in a fixed order, so every worker keeps a partial result, which is written and read once more."""

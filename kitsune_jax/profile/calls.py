@@ -1,6 +1,7 @@
-"""What a call of a pipeline costs beside its work: XLA's custom call, the hand-over to the workers, and waiting for them.
+"""What a call of a pipeline costs beside its work: XLA's custom call, the hand-over to the workers and waiting for them, and the
+steps of the program.
 
-Comes in: a kernel's time. Goes out: ``programs``, small CPU programs to be timed inside a jitted function as XLA's own are.
+Comes in: sizes. Goes out: ``caller``, a small CPU program to be timed inside a jitted function as XLA's own are.
 """
 
 from __future__ import annotations
@@ -14,35 +15,40 @@ from kitsune_jax.profile.kernels import TILE
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import emit
 
-WIDTH = 64
 _F32 = bc.DTYPE_CODE["float32"]
 
 
-def one_layer(rows: int) -> np.ndarray:
-    """The words of ``x @ w``, ``rows`` x 64 times 64 x 64 in tiles of 96 rows."""
-    weight = bc.Prep(bc.WEIGHT, bc.Ref(bc.IN, 1, 0, _F32), _F32, (), (), (WIDTH,), (WIDTH,), (WIDTH,), (1,))
+def layers(rows: int, width: int, depth: int) -> np.ndarray:
+    """The words of ``x @ w0 @ w1 ...``, ``rows`` x ``width``, in tiles of 96 rows."""
+    tile = min(TILE, rows)
+    weights = tuple(
+        bc.Prep(bc.WEIGHT, bc.Ref(bc.IN, 1 + k, 0, _F32), _F32, (), (), (width,), (width,), (width,), (1,)) for k in range(depth)
+    )
 
-    def rows_of(space: int) -> bc.Operand:
-        return bc.Operand(bc.Ref(space, 0, 0, _F32), WIDTH, (0,))
+    def operand(k: int) -> bc.Operand:  # of layer k's input: the results in between take turns in two tiles of scratch
+        if k in (0, depth):
+            return bc.Operand(bc.Ref(bc.IN if k == 0 else bc.OUT, 0, 0, _F32), width, (0,))
+        return bc.Operand(bc.Ref(bc.SCRATCH, 0, k % 2 * tile * width, _F32), width, (0,))
 
+    products = tuple(bc.Matmul(operand(k), 1, 1, k, -1, 0, operand(k + 1)) for k in range(depth))
     return bc.encode(
         bc.Program(
             name="profile",
             axes=(rows,),
-            tile_rows=min(TILE, rows),
+            tile_rows=tile,
             workers=-(-rows // TILE),
-            inputs=(bc.Array(_F32, rows * WIDTH), bc.Array(_F32, WIDTH * WIDTH)),
-            outputs=(bc.Array(_F32, rows * WIDTH),),
-            preps=(weight,),
+            inputs=(bc.Array(_F32, rows * width), *[bc.Array(_F32, width * width)] * depth),
+            outputs=(bc.Array(_F32, rows * width),),
+            preps=weights,
             sinks=(),
             queues=(),
-            stages=(bc.Stage("layer", 0, 0, (bc.Matmul(rows_of(bc.IN), 1, 1, 0, -1, 0, rows_of(bc.OUT)),)),),
+            stages=(bc.Stage("layers", 0, 2 * tile * width * 4, products),),
         )
     )
 
 
-def caller(rows: int) -> Any:
-    """A function of x (``rows`` x 64) and w (64 x 64), float32, that is nothing but the call."""
-    words = one_layer(rows)
-    result = jax.ShapeDtypeStruct((rows, WIDTH), np.float32)
-    return lambda x, w: emit.call(words, (x, w), (result,))[0]
+def caller(rows: int, width: int, depth: int) -> Any:
+    """A function of x (``rows`` x ``width``) and ``depth`` weights, float32, that is nothing but the call."""
+    words = layers(rows, width, depth)
+    result = jax.ShapeDtypeStruct((rows, width), np.float32)
+    return lambda *args: emit.call(words, args, (result,))[0]

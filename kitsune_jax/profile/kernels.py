@@ -53,7 +53,8 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
             note(f"outer/{dtype}/{product}/{k}x{n}", 1, extension.measure_outer, *here, TILE, k, n)
         note(f"outer_short/{dtype}/{product}", 1, extension.measure_outer, *here, SHORT, _SQUARE, _SQUARE)
         note(f"short/{dtype}/{product}", 1, extension.measure_gemm, *here, 1, _SQUARE, _SQUARE, 0)
-        note(f"pack/{dtype}/{product}", _SQUARE * _SQUARE, extension.measure_pack, *here, _SQUARE, _SQUARE)
+        for name, transposed in (("pack", False), ("pack_t", True)):
+            note(f"{name}/{dtype}/{product}", _SQUARE * _SQUARE, extension.measure_pack, *here, _SQUARE, _SQUARE, transposed)
     for dtype in ("float32", "bfloat16"):
         shape = (code[dtype], product_code("best"), TILE, _SHALLOW, _SQUARE)
         relu = log.quiet("activation", functools.partial(extension.measure_gemm, *shape, ACTIVATIONS.index("relu"), threads)) or 0.0

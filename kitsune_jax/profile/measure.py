@@ -56,12 +56,13 @@ def _quiet(workers: int) -> Profile:
         shares.append(kernels.share(extension, workers))
         # The call was timed with the tile that its workers multiply meanwhile.
         numbers["call"] = max(numbers["call"] - numbers["gemm/float32/widened/64x64"], numbers["call/short"])
+        numbers["call/layer"] = max((numbers["call/layer"] - numbers["call/short"]) / (xla.CHAIN - 1), 1e-8)
         share = min(shares)
         if share >= LEAST_SHARE and not log.is_disturbed:
             l1, l2, l3 = machine_info.cache_sizes()
             name = f"measured-{machine_info.slug()}-{workers}"
             return Profile(name, machine_info.model_name(), extension.isa(), workers, l1, l2, l3, numbers_of(numbers))
     raise Disturbed(
-        f"other programs were running while this machine was measured (a thread had {share:.0%} of a core, and {len(log.disturbed)} of "
-        f"{log.made} numbers would not settle); python -m kitsune_jax.profile measures again"
+        f"other programs were running while this machine was measured (a thread had {share:.0%} of a core, and "
+        f"{len(log.disturbed)} of {log.made} numbers would not settle); python -m kitsune_jax.profile measures again"
     )

@@ -11,7 +11,7 @@ with the whole machine.
 ``outer/<dtype>/<product>/<K>x<N>``    the weight gradient of a tile of 96 rows, K x N accumulators
 ``short/<dtype>/<product>``            a tile of 1 row times 256 x 256
 ``outer_short/<dtype>/<product>``       the gradient of a tile of 8 rows, 256 x 256 accumulators
-``pack/<dtype>/<product>``             an element of a weight into panels
+``pack/<dtype>/<product>``             an element of a weight into panels; ``pack_t/``: of a transposed one
 ``activation/<name>/<dtype>``          an element in a product's epilogue, beyond a ReLU
 ``vector/<opcode>``                    an element of a float32 micro-operation; ``vector64/`` of float64
 ``load/<dtype>``, ``store/<dtype>``    an element between memory and registers, with its conversion
@@ -20,7 +20,9 @@ with the whole machine.
 ``copy/<l1, l2, l3, dram>``            a byte read and a byte written
 ``touch``                              a byte of fresh pages
 ``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
+``call/layer``                         one more product, with its weight, in a call
 ``xla/call``, ``xla/kernel``           a jitted function that has nothing to do; one more kernel in it
+``xla/start``                          one of several products of 16 x 64 times 64 x 64, one after the other
 ``xla/dot/<dtype>/<rows>x<K>x<N>``     ``x @ w``; ``xla/dot_t/``: times w transposed; ``xla/outer/``: ``x.T @ y``
 ``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
 ``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache

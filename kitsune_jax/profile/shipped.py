@@ -78,18 +78,20 @@ def _derived(name: str, family: Family, workers: int) -> Profile:
     numbers: dict[str, float] = {}
     for key, seconds in known.numbers:
         ours = key.split("/")
-        if ours[0] in ("gemm", "outer", "short", "pack"):
+        if ours[0] in ("gemm", "outer", "short", "pack", "pack_t", "outer_short"):
             way = ours[2]
             factor = slower if way == "widened" else 465e9 / family.dots if family.dots else 0.0
-            if ours[0] == "pack":
+            if ours[0].startswith("pack"):
                 factor = max(1.0, family.vectors / 2) if factor else 0.0
             if factor:
                 numbers[key] = seconds * factor
             if way == "dots" and family.tiles:
-                numbers[key.replace("/dots", "/tiles")] = seconds * (465e9 / family.tiles if ours[0] != "pack" else 1.0)
+                numbers[key.replace("/dots", "/tiles")] = seconds * (
+                    465e9 / family.tiles if not ours[0].startswith("pack") else 1.0
+                )
         elif ours[0] in ("vector", "vector64", "activation", "load", "store", "fold") or key in ("copy/l1", "copy/l2"):
             numbers[key] = seconds * family.vectors
-        elif key in ("call", "xla/call", "xla/kernel", "touch") or ours[0] == "copy":
+        elif ours[0] in ("call", "touch") or key in ("xla/call", "xla/kernel", "xla/start") or ours[0] == "copy":
             # Memory has fewer channels than a large machine has cores: 200 GB/s for all, 18 GB/s for one.
             crowded = workers * 18e9 / min(workers * 18e9, 200e9) if key in ("copy/dram", "touch") else 1.0
             numbers[key] = seconds * crowded

@@ -39,7 +39,7 @@ _BATCHED = (512, 16, 64, 16)  # products of m x k and k x n: what interactions o
 # Arrays of no power of two, which would lie at the same place of every page.
 _LOOP = (2003, 128)
 _REDUCED = (1009, 256)
-_CHAIN = 9
+CHAIN = 9
 _LEAST_CALLS, _REPEATS = 2, 3
 _SLICE = 1.2e-3  # seconds of a repetition, unless three calls take longer
 
@@ -129,10 +129,11 @@ def _times(run: Any, operands: Sequence[Any]) -> list[float]:
 def _programs(workers: int) -> Iterator[_Program]:
     f32 = "float32"
     yield _Program("xla/call", lambda x: x + 1, (((8,), f32),))
-    yield _Program("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), _CHAIN - 1)
-    weight = ((calls.WIDTH, calls.WIDTH), f32)
-    for key, rows in (("call/short", 1), ("call", workers * TILE)):
-        yield _Program(key, calls.caller(rows), (((rows, calls.WIDTH), f32), weight))
+    yield _Program("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
+    yield _Program("xla/start", _chain, (((16, 64), f32), ((64, 64), f32)), CHAIN)
+    for key, rows, width, depth in (("call/short", 1, 16, 1), ("call/layer", 1, 16, CHAIN), ("call", workers * TILE, 64, 1)):
+        weights = (((width, width), f32),) * depth
+        yield _Program(key, calls.caller(rows, width, depth), (((rows, width), f32), *weights))
     count, m, k, n = _BATCHED
     for dtype in (f32, "bfloat16"):
         batched = (((count, m, k), dtype), ((count, k, n), dtype))
@@ -170,7 +171,7 @@ def _outer(x: Any, y: Any) -> Any:
 
 
 def _chain(x: Any, w: Any) -> Any:
-    for _ in range(_CHAIN):
+    for _ in range(CHAIN):
         x = _dot(x, w)
     return x
 

@@ -79,41 +79,6 @@ KITSUNE_INLINE void pair_rows(uint32_t* to, const BFloat16* a, const BFloat16* b
 #endif
 }
 
-// A matrix of 16 x 16 words.
-#if defined(__AVX512F__)
-KITSUNE_INLINE void transpose_words(const uint32_t* from, uint32_t* to) {
-  __m512i a[16], b[16];
-  KITSUNE_UNROLL
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_load_si512(from + i * 16);
-  KITSUNE_UNROLL
-  for (int i = 0; i < 16; i += 2) {  // within each 128 bits: words of neighbours, then pairs of words
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-  KITSUNE_UNROLL
-  for (int i = 0; i < 16; i += 4) {  // a[i + c]: column c of each 128 bits, of rows i .. i + 3
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-  KITSUNE_UNROLL
-  for (int c = 0; c < 4; ++c) {  // the 128 bits themselves, a 4 x 4 matrix for each c
-    __m512i even = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
-    __m512i even2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88), odd2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
-    _mm512_store_si512(to + c * 16, _mm512_shuffle_i32x4(even, even2, 0x88));
-    _mm512_store_si512(to + (4 + c) * 16, _mm512_shuffle_i32x4(odd, odd2, 0x88));
-    _mm512_store_si512(to + (8 + c) * 16, _mm512_shuffle_i32x4(even, even2, 0xdd));
-    _mm512_store_si512(to + (12 + c) * 16, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
-  }
-}
-#else
-inline void transpose_words(const uint32_t* from, uint32_t* to) {
-  for (int i = 0; i < 16; ++i)
-    for (int j = 0; j < 16; ++j) to[j * 16 + i] = from[i * 16 + j];
-}
-#endif
-
 // The tile of rows [k0, k0 + 32) and columns [n0, n0 + 16), where the columns are not neighbours in memory: in a transposed weight
 // the rows are, so that a column's pairs are words.
 inline void pack_scattered(const PackSource& s, int64_t k0, int64_t n0, uint32_t* tile) {

@@ -53,9 +53,32 @@ struct Identity<Min, T> {
   static constexpr T kValue = ExtremumIdentity<false>::of<T>();
 };
 
+#if defined(__AVX512F__)
+// The sum of n floats, in the order of fold_dense. Rows are often shorter than its lanes, which compilers then keep in memory.
+KITSUNE_INLINE float sum_dense(int64_t n, const float* x) {
+  __m512 lanes[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (; n >= 64; n -= 64, x += 64) {
+    KITSUNE_UNROLL
+    for (int v = 0; v < 4; ++v) lanes[v] = _mm512_add_ps(lanes[v], _mm512_loadu_ps(x + 16 * v));
+  }
+  if (n > 0) {
+    KITSUNE_UNROLL
+    for (int v = 0; v < 4; ++v) {
+      const int64_t left = n - 16 * v;
+      const __mmask16 mask = __mmask16(left >= 16 ? 0xffff : left <= 0 ? 0 : (1 << left) - 1);
+      lanes[v] = _mm512_mask_add_ps(lanes[v], mask, lanes[v], _mm512_maskz_loadu_ps(mask, x + 16 * v));
+    }
+  }
+  return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(lanes[0], lanes[2]), _mm512_add_ps(lanes[1], lanes[3])));
+}
+#endif
+
 // Folds n dense elements: 4 vectors' worth of lanes, then a tree over the lanes.
 template <class Op, class T>
 T fold_dense(int64_t n, const T* x) {
+#if defined(__AVX512F__)
+  if constexpr (kSame<Op, Add> && kSame<T, float>) return sum_dense(n, x);
+#endif
   constexpr int kLanes = 4 * kVectorBytes / int(sizeof(T));
   T lanes[kLanes];
   for (int j = 0; j < kLanes; ++j) lanes[j] = Identity<Op, T>::kValue;

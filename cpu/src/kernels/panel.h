@@ -65,6 +65,80 @@ KITSUNE_INLINE void join_pairs(int64_t n, const BFloat16* a, const BFloat16* b, 
   }
 }
 
+// A matrix of 16 x 16 words, transposed. Both lie at multiples of 64 bytes.
+#if defined(__AVX512F__)
+KITSUNE_INLINE void transpose_words(const uint32_t* from, uint32_t* to) {
+  __m512i a[16], b[16];
+  KITSUNE_UNROLL
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_load_si512(from + i * 16);
+  KITSUNE_UNROLL
+  for (int i = 0; i < 16; i += 2) {  // within each 128 bits: words of neighbours, then pairs of words
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  KITSUNE_UNROLL
+  for (int i = 0; i < 16; i += 4) {  // a[i + c]: column c of each 128 bits, of rows i .. i + 3
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  KITSUNE_UNROLL
+  for (int c = 0; c < 4; ++c) {  // the 128 bits themselves, a 4 x 4 matrix for each c
+    __m512i even = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
+    __m512i even2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88), odd2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+    _mm512_store_si512(to + c * 16, _mm512_shuffle_i32x4(even, even2, 0x88));
+    _mm512_store_si512(to + (4 + c) * 16, _mm512_shuffle_i32x4(odd, odd2, 0x88));
+    _mm512_store_si512(to + (8 + c) * 16, _mm512_shuffle_i32x4(even, even2, 0xdd));
+    _mm512_store_si512(to + (12 + c) * 16, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+  }
+}
+#else
+inline void transpose_words(const uint32_t* from, uint32_t* to) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) to[j * 16 + i] = from[i * 16 + j];
+}
+#endif
+
+// A weight that is contiguous along k (a transposed one): blocks of 16 columns by 16 words of k are transposed in registers. False
+// where it is not that.
+template <int Depth, class To, class From>
+bool pack_transposed(const PackSource& s, int64_t n0, int64_t width, int64_t columns, To* out) {
+  constexpr int64_t kWords = 16, kRun = kWords * Depth;
+  if (sizeof(To) * Depth != sizeof(uint32_t) || width % kWords || s.K < kRun) return false;
+  for (int64_t k = 1; k < s.K; ++k)
+    if (s.k_offset[k] != s.k_offset[0] + k) return false;
+  const From* src = static_cast<const From*>(s.src) + s.k_offset[0];
+  const int64_t* n_offset = s.n_offset + n0;
+  uint32_t* panel = reinterpret_cast<uint32_t*>(out);
+  alignas(64) uint32_t by_column[kWords * kWords], by_row[kWords * kWords];
+  for (int64_t j0 = 0; j0 < columns; j0 += kWords) {
+    const int64_t here = min_of(kWords, columns - j0);
+    for (int64_t k0 = 0; k0 < s.K; k0 += kRun) {
+      const int64_t run = min_of(kRun, s.K - k0);
+      if (here < kWords || run < kRun) __builtin_memset(by_column, 0, sizeof by_column);
+      for (int64_t j = 0; j < here; ++j) {
+        const From* column = src + n_offset[j0 + j] + k0;
+        To* to = reinterpret_cast<To*>(by_column + j * kWords);
+        if constexpr (kSame<To, From>) {
+          if (run == kRun) {  // a copy of constant size is one vector
+            __builtin_memcpy(static_cast<void*>(to), column, size_t(kRun) * sizeof(To));
+          } else {
+            __builtin_memcpy(static_cast<void*>(to), column, size_t(run) * sizeof(To));
+          }
+        } else {
+          convert_dense(run, to, column);
+        }
+      }
+      transpose_words(by_column, by_row);
+      const int64_t rows = (run + Depth - 1) / Depth;
+      for (int64_t r = 0; r < rows; ++r)
+        __builtin_memcpy(panel + (k0 / Depth + r) * width + j0, by_row + r * kWords, kWords * sizeof(uint32_t));
+    }
+  }
+  return true;
+}
+
 template <int Depth, class To, class From>
 void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, To* out) {
   const From* src = static_cast<const From*>(s.src);
@@ -110,7 +184,10 @@ void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, T
     }
     return;
   }
-  // A transposed weight is contiguous along k: short runs of k per column keep both sides in the cache.
+  if constexpr (TypeTraits<From>::kFloating && (kSame<To, From> || Depth == 1)) {
+    if (pack_transposed<Depth, To, From>(s, n0, width, columns, out)) return;
+  }
+  // Anything else: short runs of k per column keep both sides in the cache.
   constexpr int64_t kRun = 16;
   for (int64_t k0 = 0; k0 < s.K; k0 += kRun) {
     int64_t k1 = min_of(k0 + kRun, s.K);
