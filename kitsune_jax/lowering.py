@@ -27,6 +27,7 @@ from kitsune_jax.errors import NotPipelined
 from kitsune_jax.fallbacks import Failure, record
 from kitsune_jax.graph import Graph
 from kitsune_jax.options import Options
+from kitsune_jax.profile import store as profiles
 from kitsune_jax.report.join import with_bodies
 from kitsune_jax.report.model import Report
 from kitsune_jax.route import PlannedRegion, Routed, route, without
@@ -195,7 +196,7 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
 
 def routed(graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    surroundings = (config.num_threads(), config.cuda_arch(), config.cuda_avoid())
+    surroundings = (profiles.at_hand(), profiles.notes()) if target == "cpu" else (config.cuda_arch(), config.cuda_avoid())
     return _routed(graph, target, options.force, options.strict, device, code, surroundings)
 
 

@@ -64,8 +64,8 @@ print(json.dumps({"errors": errors, "worst": worst}))
     "case,margin,what",
     [
         ("weights", 8 << 20, f"{2 * 1536 * 1536 * 4} bytes of packed weights"),
-        ("sums", 40 << 20, "bytes of partial sums"),
-        ("phases", 64 << 20, r"\d+ bytes of (arrays between phases|packed weights|partial sums)"),
+        ("sums", 14 << 20, "bytes of partial sums"),
+        ("phases", 32 << 20, r"\d+ bytes of (arrays between phases|packed weights|partial sums)"),
     ],
 )
 def test_a_call_without_memory_says_what_it_wanted(case: str, margin: int, what: str) -> None:

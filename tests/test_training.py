@@ -294,7 +294,7 @@ def test_gradients_summed_by_the_transposition_of_shard_map() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_runs_are_bit_equal(way: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, weight and bias gradients are sums over the rows, split over the workers: whoever is first must not matter."""
-    monkeypatch.setenv("KITSUNE_NUM_THREADS", str(workers))
+    monkeypatch.setenv("KITSUNE_PROFILE", f"zen5-{workers}")
     args = make(4099, seed=workers)
     vag = WAYS[way]()
     regions = kj.explain(vag)(*args).regions

@@ -22,20 +22,17 @@ _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 def kernel_seconds(cost: RegionCost, ops: Iterable[int], root: int, moved: int) -> float:
     """``moved``: bytes that the kernel reads and writes."""
     times, machine = cost.times, cost.machine
-    near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the shared cache
-    seconds = machine.kernel_seconds
-    per_byte = times.xla_moved(near)
     products = [i for i in ops if cost.family(i) == "dot"]
     loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) != "dot")
     functions = sum(cost.family(i) == "pointwise" and OPS[cost.graph.ops[i].kind].flops >= _FUNCTION for i in ops)
     loop *= times.crowded(functions)
-    far = moved * max(0.0, per_byte - times.xla_moved(True))
-    if products:
-        # A product's own rate has its traffic in it, as far as that was in the caches.
-        return seconds + sum(product_seconds(cost, i) for i in products) + far + loop
-    if any(cost.family(i) in _PASSES for i in ops):
-        return seconds + far + loop  # so has a reduction's
-    return seconds + times.xla_loop(1.0, loop + moved * per_byte, cost.bytes(root))
+    loop += sum(product_seconds(cost, i) for i in products)
+    if not products and not any(cost.family(i) in _PASSES for i in ops):
+        # The rates of products and of reductions have their traffic in them, as far as that was in the caches.
+        loop = times.xla_loop(1.0, loop + moved * times.xla_moved(near=True), cost.bytes(root))
+    # What the last level does not hold comes from memory, while the core computes.
+    beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
+    return machine.kernel_seconds + max(loop, beyond * times.xla_moved(near=False))
 
 
 def _op_seconds(cost: RegionCost, i: int) -> float:

@@ -281,13 +281,13 @@ class RegionCost:
         if family in _SCANS:
             passes = {"reduce": 1.0, "argreduce": 2.0, "cumulative": 3.0}[family]
             each = work.elements / max(1, work.sums)
-            return rows * work.sums * passes * times.fold(work.dtype, each, over_rows=sink)
+            return cpu_time.STEP_SECONDS + rows * work.sums * passes * times.fold(work.dtype, each, over_rows=sink)
         if family in _COPIES:
             return rows * work.elements * 2 * times.edge(work.dtype)
         if not work.kind:
             return 0.0
         passes = work.elements * times.vector(work.kind, work.dtype) + work.edges * times.edge(work.dtype)
-        return rows * (passes + work.spreads * times.spread(work.dtype, work.elements))
+        return cpu_time.STEP_SECONDS + rows * (passes + work.spreads * times.spread(work.dtype, work.elements))
 
     @functools.cached_property
     def times(self) -> cpu_time.CpuTimes:

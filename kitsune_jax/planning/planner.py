@@ -95,8 +95,8 @@ class _Planner:
     def _total(self, busy: Sequence[float], moved: float, replicas: int) -> tuple[float, int | str]:
         """(seconds, bound) of a region whose phases keep the workers ``busy`` for so long, one after the other."""
         machine = self.machine
-        near = moved <= machine.shared_bytes // 2
-        dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
+        beyond = max(0.0, moved - machine.shared_bytes)  # what the last level does not hold
+        dram = (moved - beyond) / max(machine.shared_bandwidth, machine.dram_bandwidth) + beyond / machine.dram_bandwidth
         compute = sum(busy)
         bound: int | str = "dram" if dram > compute else max(range(len(busy)), key=lambda k: busy[k])
         body = compute + dram  # the core that computes also moves
