@@ -58,7 +58,7 @@ def product_seconds(cost: RegionCost, i: int) -> float:
     if batch > 1 and m * n < _SMALL:
         return times.xla_batched(lhs.dtype) * batch * m * n * k
     form = "dot"
-    if 0 in op["lhs_contract"] and 0 in op["rhs_contract"] and not op["lhs_batch"] and k > 2 * max(m, n):
+    if 0 in op["lhs_contract"] and 0 in op["rhs_contract"] and min(len(lhs.shape), len(rhs.shape)) > 1:
         form = "outer"
     elif len(rhs.shape) - 1 in op["rhs_contract"]:
         form = "dot_t"

@@ -128,6 +128,8 @@ class CpuTimes:
         dtype = dtype if f"fold/row/{dtype}" in self._numbers else "float32"
         if over_rows:
             return elements * self[f"fold/column/{dtype}"]
+        if elements < _FEW:  # folded over the rows instead, of all rows together
+            return elements * self[f"fold/column/{dtype}"]
         each = self[f"fold/row/{dtype}"]
         return max(self[f"fold/short/{dtype}"] - _FEW * each, 0.0) + elements * each
 

@@ -116,6 +116,8 @@ class _Planner:
         size = 2 * stationary_bytes(cost, self.region.ops)
         level = "l2" if size <= self.machine.local_bytes else "l3" if size <= self.machine.shared_bytes else "dram"
         packed = set()
+        # A bias or a gain is laid out before the first tile as well: about half of what a small weight takes.
+        seconds += 0.5 * cost.times["call/layer"] * len(cost.stationary_inputs(self.region.ops))
         for i in self.region.ops:
             work, op = cost.work(i), cost.graph.ops[i]
             if i in cost.sinks:
