@@ -94,7 +94,7 @@ class OpWork:
 class RegionCost:
     """Costs of the ops of one region, each computed once.
 
-    ``work(i)`` is the op's work per row; ``tile_seconds(i, rows, vertical)`` the time of one tile of ``rows`` rows on one worker.
+    ``work(i)`` is the op's work per row; ``tile_seconds(i, rows)`` the time of one tile of ``rows`` rows on one worker.
     ``is_maker(i)``: the op reads nothing streamed, so whoever needs its result makes it again, and no queue carries it.
     ``row_size(v)``: elements of a row, or of all of a stationary value; ``row_bytes(v)``: bytes of one row of a streamed value.
     """
@@ -245,11 +245,11 @@ class RegionCost:
             dtype=self.graph.values[x].dtype,
         )
 
-    def tile_seconds(self, i: int, rows: int, vertical: bool = True) -> float:
+    def tile_seconds(self, i: int, rows: int) -> float:
         """Seconds of op ``i`` on one tile of ``rows`` rows, on one worker."""
-        return self.work_seconds(self.work(i), i in self.sinks, rows, vertical)
+        return self.work_seconds(self.work(i), i in self.sinks, rows)
 
-    def _work_seconds(self, work: OpWork, sink: bool, rows: int, vertical: bool) -> float:
+    def _work_seconds(self, work: OpWork, sink: bool, rows: int) -> float:
         machine = self.machine
         if work.absorbed and not work.activation:
             return 0.0
@@ -259,8 +259,7 @@ class RegionCost:
             operations = work.simt + work.elements * machine.pass_operations
             return rows * operations / (machine.rate(machine.simt_rates, work.dtype) * machine.pipeline_simt)
         dot = work.dot
-        efficiency = machine.vertical_efficiency if vertical else machine.spatial_efficiency
-        rate = machine.rate(machine.tensor_rates, dot.dtype) * machine.rate(efficiency, dot.dtype)
+        rate = machine.rate(machine.tensor_rates, dot.dtype) * machine.rate(machine.spatial_efficiency, dot.dtype)
         # A sink contracts the rows: they are its K, and the output's dimensions are what is padded to the micro-kernel.
         m, k = (dot.m, rows * dot.k) if sink else (rows * dot.m, dot.k)
         padded_k = k + max(0.0, (_FULL_K - k) / _K_OVERHEAD)

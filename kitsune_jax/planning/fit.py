@@ -61,23 +61,21 @@ class StageModel:
         self.resource = resource_of(cost, draft)
         self._made = sum(cost.row_bytes(v) for i in draft.ops for v in cost.graph.ops[i].outputs if cost.streamed(v))
 
-    def seconds(self, rows: int, vertical: bool) -> float:
+    def seconds(self, rows: int) -> float:
         """One tile of the stage on one worker: its ops one after the other."""
         machine = self.cost.machine
-        source = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
-        return self._seconds(rows, vertical, source, self._spill_seconds(rows)) + machine.tile_seconds
-
-    def _seconds(self, rows: int, vertical: bool, weights_at: str, spill: float) -> float:
+        weights_at = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
         tensor = simt = 0.0
         for (work, sink), count in self.kinds.items():
-            seconds = count * self.cost.work_seconds(work, sink, rows, vertical)
+            seconds = count * self.cost.work_seconds(work, sink, rows)
             if work.dot is not None:
                 tensor += seconds
             else:
                 simt += seconds
         # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of
         # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
-        return max(tensor, self.weights / self.cost.machine.place(weights_at).bandwidth + spill) + simt
+        fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)
+        return max(tensor, fetched) + simt + machine.tile_seconds
 
     def _spill_seconds(self, rows: int) -> float:
         """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""
@@ -103,7 +101,7 @@ class Stages:
         return self._models[draft]
 
 
-def tile_rows(stages: Stages, drafts: Sequence[Draft], vertical: bool = True) -> int:
+def tile_rows(stages: Stages, drafts: Sequence[Draft]) -> int:
     """Rows per tile: the size the model likes best among those whose intermediates stay in a core's L2, multiples of 8 unless the
     stream or the memory is shorter.
     """
@@ -124,7 +122,7 @@ def tile_rows(stages: Stages, drafts: Sequence[Draft], vertical: bool = True) ->
     @functools.cache
     def seconds(rows: int) -> float:
         tiles = -(-total // rows)
-        tile = sum(m.seconds(rows, vertical) for m in models)
+        tile = sum(m.seconds(rows) for m in models)
         if tiles * tile < SHARED_SECONDS:
             return tiles * tile
         hand_over = machine.call_seconds - stages.cost.times["call/short"] if tiles > 1 else 0.0
@@ -140,7 +138,7 @@ def vertical_fit(stages: Stages, draft: Draft, rows: int) -> Fit:
     scratch = rows * model.live + model.sinks
     if scratch > _MAX_SCRATCH:
         raise Infeasible(f"a tile of {rows} rows needs {size_text(scratch)} of scratch per worker")
-    return Fit(model.seconds(rows, True), model.resource)
+    return Fit(model.seconds(rows), model.resource)
 
 
 def size_text(n: float) -> str:

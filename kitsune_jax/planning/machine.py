@@ -31,8 +31,9 @@ class Machine:
     """A device as the cost model sees it.
 
     ``tensor_rates`` / ``simt_rates``: peak operations per second of one worker, by dtype; ``"other"`` stands for dtypes that are
-    not named. ``library_rates`` (what XLA reaches in a matmul, per worker) and, on a CPU, ``vertical_efficiency`` (one worker runs
-    the chain) and ``spatial_efficiency`` are by dtype as well; on a GPU the vertical one is by "resident" and "streamed" (weights).
+    not named. ``library_rates`` (what XLA reaches in a matmul, per worker) and ``spatial_efficiency`` (stages on different workers)
+    are by dtype as well, ``vertical_efficiency`` (one worker runs the chain) by "resident" and "streamed" (weights). On a CPU the
+    ``profile`` says all of this instead, and these are its largest rates.
     ``sources`` says where each group of numbers is from.
 
     ``local_bytes`` is what one worker keeps on chip for itself (L2 of a core; shared memory of a CTA), ``shared_bytes`` the cache

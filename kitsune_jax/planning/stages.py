@@ -112,7 +112,7 @@ class _Former:
         phase = cost.phase[i]
         sources = [cost.producer[v] for v in cost.graph.ops[i].inputs if v in cost.producer]
         before = [home[p] for p in sources if p in home and cost.phase[p] == phase]
-        seconds = cost.tile_seconds(i, _TYPICAL_ROWS, vertical=False)
+        seconds = cost.tile_seconds(i, _TYPICAL_ROWS)
         if cost.work(i).resource == "tensor":
             stage = self.open(phase)
             self.tensor[stage] += seconds
@@ -143,7 +143,7 @@ def _pull_prologues(cost: RegionCost, former: _Former, home: dict[int, float]) -
         home[i] = min(here, default=own.get(cost.phase[i], 0.0))
         pulled.setdefault(home[i], []).append(i)
     for stage, ops in pulled.items():
-        seconds = sum(cost.tile_seconds(i, _TYPICAL_ROWS, vertical=False) for i in ops)
+        seconds = sum(cost.tile_seconds(i, _TYPICAL_ROWS) for i in ops)
         if former.tensor[stage] and seconds > former.tensor[stage]:
             front = former.open(former.phases[stage], stage - 0.5)
             home.update(dict.fromkeys(ops, front))
