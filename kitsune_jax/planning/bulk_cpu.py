@@ -8,24 +8,27 @@ element, and what it reads and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from kitsune_jax.capture.ops import OPS
 from kitsune_jax.planning.cost import RegionCost
 
 # Batched products smaller than this are loops and not the library's.
 _SMALL = 64 * 64
+_SHORT_ROW = 16
 _FUNCTION = 9  # operations from which on an op is an elementary function
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
 
-def kernel_seconds(cost: RegionCost, ops: Iterable[int], root: int, moved: int) -> float:
+def kernel_seconds(cost: RegionCost, ops: Collection[int], root: int, moved: int) -> float:
     """``moved``: bytes that the kernel reads and writes."""
     times, machine = cost.times, cost.machine
     products = [i for i in ops if cost.family(i) == "dot"]
     loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) != "dot")
     functions = sum(cost.family(i) == "pointwise" and OPS[cost.graph.ops[i].kind].flops >= _FUNCTION for i in ops)
     loop *= times.crowded(functions)
+    if _is_uneven(cost, ops, root):
+        loop *= times.uneven(cost.graph.values[root].dtype)
     loop += sum(product_seconds(cost, i) for i in products)
     if not products and not any(cost.family(i) in _PASSES for i in ops):
         # The rates of products and of reductions have their traffic in them, as far as that was in the caches.
@@ -33,6 +36,15 @@ def kernel_seconds(cost: RegionCost, ops: Iterable[int], root: int, moved: int) 
     # What the last level does not hold comes from memory, while the core computes.
     beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
     return machine.kernel_seconds + max(loop, beyond * times.xla_moved(near=False))
+
+
+def _is_uneven(cost: RegionCost, ops: Collection[int], root: int) -> bool:
+    """A loop over rows shorter than a vector, which XLA's threads cannot share out evenly, with something broadcast along them."""
+    shape = cost.graph.values[root].shape
+    if len(shape) < 2 or not 1 < shape[-1] <= _SHORT_ROW or math.prod(shape[:-1]) % cost.machine.workers == 0:
+        return False
+    spread = [cost.graph.ops[i].inputs[0] for i in ops if cost.graph.ops[i].kind == "broadcast_in_dim"]
+    return any(cost.graph.values[v].size > 1 for v in spread)
 
 
 def _op_seconds(cost: RegionCost, i: int) -> float:

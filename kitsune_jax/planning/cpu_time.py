@@ -227,6 +227,12 @@ class CpuTimes:
         """How many times as long ops take in a loop with so many elementary functions."""
         return 1.0 + _CROWDED * max(0, functions - 1)
 
+    def uneven(self, dtype: str) -> float:
+        """How many times as long a loop's ops take on short rows that XLA's threads cannot share out evenly."""
+        home = dtype if dtype in _NARROW else "float32"
+        found, usual = self[f"xla/uneven/tanh/{home}"], self[f"xla/loop/tanh/{home}"]
+        return max(1.0, found / usual)
+
     def xla_loop(self, elements: float, per_element: float, written: float) -> float:
         """A fused loop without what it reads and writes: on one thread where it is short."""
         return elements * per_element * (self.profile.workers if written < _PARALLEL_BYTES else 1)

@@ -26,6 +26,7 @@ with the whole machine.
 ``xla/dot/<dtype>/<rows>x<K>x<N>``     ``x @ w``; ``xla/dot_t/``: times w transposed; ``xla/outer/``: ``x.T @ y``
 ``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
 ``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache
+``xla/uneven/tanh/<dtype>``            the same of rows of 16 that the threads cannot share out evenly, with a broadcast operand
 ``xla/reduce/<row or column>/<dtype>`` an element of a sum along the rows, or over them
 =====================================  ============================================================================================
 """

@@ -60,6 +60,8 @@ LOOPS: dict[str, Function] = {
     "arithmetic": lambda x, y: ((x * y + x) * x + y) * x + y,
 }
 _NARROW_LOOPS = ("move", "tanh", "arithmetic")
+# Rows shorter than a vector that XLA's threads cannot share out evenly, with an operand broadcast along them: code without vectors.
+_UNEVEN = (16001, 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +152,8 @@ def _programs(workers: int) -> Iterator[_Program]:
             size = float(np.prod(_REDUCED))
             yield _Program(f"xla/reduce/{which}/{dtype}", _sum(axis), ((_REDUCED, dtype),), size)
     for dtype, names in ((f32, tuple(LOOPS)), ("bfloat16", _NARROW_LOOPS), ("float16", _NARROW_LOOPS)):
+        uneven = ((_UNEVEN, dtype), (_UNEVEN[1:], dtype))
+        yield _Program(f"xla/uneven/tanh/{dtype}", LOOPS["tanh"], uneven, float(np.prod(_UNEVEN)))
         for name in names:
             yield _Program(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
 

@@ -223,10 +223,11 @@ class _Selector:
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
         """What a candidate is compared by. Where the model has no say (``force``), a stream over the rows goes before one over the
         columns of a layer, which ends in a sum of partial products, and a larger region before a smaller one."""
-        gain, ops = c.plan.baseline_seconds - c.plan.seconds, float(len(c.region.ops))
+        gain = c.plan.baseline_seconds - c.plan.seconds
         if self.force:
-            return (not any(self._splits_layer(i) for i in c.region.sinks), ops, gain)
-        return (True, gain, ops)
+            ops = sum(self.graph.ops[i].kind not in _NEVER_SEEDS for i in c.region.ops)  # those that compute something
+            return (not any(self._splits_layer(i) for i in c.region.sinks), float(ops), gain)
+        return (True, gain, float(len(c.region.ops)))
 
     def _splits_layer(self, i: int) -> bool:
         """A sink that is no weight gradient: a gradient contracts the leading dimensions of both operands."""
