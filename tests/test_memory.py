@@ -64,12 +64,13 @@ print(json.dumps({"errors": errors, "worst": worst}))
     "case,margin,what",
     [
         ("weights", 8 << 20, f"{2 * 1536 * 1536 * 4} bytes of packed weights"),
-        ("sums", 20 << 20, "bytes of partial sums"),
-        ("phases", 32 << 20, r"\d+ bytes of (arrays between phases|packed weights|partial sums)"),
+        ("sums", 40 << 20, "bytes of partial sums"),
+        ("phases", 64 << 20, r"\d+ bytes of (arrays between phases|packed weights|partial sums)"),
     ],
 )
 def test_a_call_without_memory_says_what_it_wanted(case: str, margin: int, what: str) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    # A plan for many cores keeps many partial sums, so that what is wanted stands out from what the process happens to have.
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "KITSUNE_PROFILE": "zen5-16"}
     env.pop("XLA_FLAGS", None)
     done = subprocess.run([sys.executable, "-c", PROGRAM, case, str(margin)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
