@@ -98,6 +98,7 @@ class Worker:
             environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
             for name in [n for n in environment if n.startswith("KITSUNE_")]:
                 del environment[name]
+            environment["KITSUNE_PROFILE"] = "zen5-2"  # the same plans on every machine
             flags = environment.get("XLA_FLAGS", "")
             environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=1".strip()
             # A session of its own: Ctrl-C reaches the parent alone, which ends its workers.
