@@ -137,6 +137,28 @@ def test_a_disturbance_is_seen(told: timing.Repeated) -> None:
     assert log.disturbed == ["a"] and log.is_disturbed
 
 
+class EverythingTakesAMicrosecond:
+    """An extension on whose machine every piece of work takes as long, however many threads do it."""
+
+    def isa(self) -> str:
+        return "generic"
+
+    def __getattr__(self, name: str) -> Callable[..., timing.Repeated]:
+        return lambda *args: ([1e-6] * 3, 1.0)
+
+
+def test_more_workers_than_were_measured_share_the_memory() -> None:
+    """Sixteen threads are measured: a larger machine has their bandwidth of memory, and a cache for each of its own cores."""
+    few, many = (cpu_bandwidths(workers) for workers in (16, 64))
+    assert many["dram"] == pytest.approx(few["dram"]) and many["touch"] == pytest.approx(few["touch"])
+    assert many["l2"] == pytest.approx(4 * few["l2"])
+
+
+def cpu_bandwidths(workers: int) -> dict[str, float]:
+    found = kernels.measure(EverythingTakesAMicrosecond(), workers, timing.Log())
+    return {name: workers / found[key] for name, key in (("dram", "copy/dram"), ("touch", "touch"), ("l2", "copy/l2"))}
+
+
 def test_nothing_to_measure_is_no_number() -> None:
     assert timing.Log().quiet("a", lambda: ([], 1.0)) is None
 

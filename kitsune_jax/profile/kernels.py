@@ -76,10 +76,12 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
         note(f"load/short/{dtype}", 1, extension.measure_move, "load", code[dtype], _FEW)
         for which in ("row", "column"):
             note(f"fold/{which}/{dtype}", 16 * 256, extension.measure_fold, 0, code[dtype], 16, 256, which == "column")
+    # More workers than were measured share what these had of the memory: it has fewer channels than a large machine has cores.
+    crowd = workers / threads
     shared = {level: size // threads for level, size in _SHARED_COPIES.items()}
     for level, size in (_COPIES | shared).items():
-        note(f"copy/{level}", size, extension.measure_copy, size)
-    note("touch", _FRESH // threads, extension.measure_touch, _FRESH // threads)
+        note(f"copy/{level}", size / crowd if level == "dram" else size, extension.measure_copy, size)
+    note("touch", _FRESH // threads / crowd, extension.measure_touch, _FRESH // threads)
     return found
 
 
