@@ -42,7 +42,7 @@ test-slow: $(VENV)/.examples $(VENV)/.nvrtc-13.0 ## the exhaustive matrices
 	$(PY) -m pytest -n $(JOBS) -m "slow and not gpu" $(PYTEST_ARGS)
 
 fuzz-schedules: $(VENV)/.examples ## CUDA kernels in the emulator under SEEDS schedules each
-	$(PY) -m tests.cuda_run $(SEEDS)
+	$(PY) -m tests.support.cuda_run $(SEEDS)
 
 trust: $(VENV)/.examples ## random programs against NumPy: TRUST_ARGS="--programs 10000 --seed 1 --budget 7200"; failures into out/trust
 	$(PY) -m trust --jobs $(CORES) $(TRUST_ARGS)
@@ -50,7 +50,7 @@ trust: $(VENV)/.examples ## random programs against NumPy: TRUST_ARGS="--program
 lint: $(VENV)/.lint ## formatter, linter and type checker; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy kitsune_jax benchmarks examples scripts trust
+	$(PY) -m mypy kitsune_jax benchmarks examples scripts trust kernel_checks
 	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES)
 
 format: $(VENV)/.lint ## format Python and C++ in place
@@ -97,7 +97,7 @@ $(VENV)/.examples: pyproject.toml setup.py $(NATIVE) | $(PY)
 	  CC="$${CC:-$$cxx}" CXX="$$cxx" scripts/pip_install.sh $(VENV) --editable '.[test,examples]'
 	@touch $@
 
-# A second CUDA compiler, beside the newest, which the environment has: machine code is tested as both make it (tests/cuda_compilers.py).
+# A second CUDA compiler, beside the newest, which the environment has: machine code is tested as both make it (tests/support/cuda_compilers.py).
 $(VENV)/.nvrtc-13.0: | $(VENV)/.examples
 	@[ "$$(uname -s)" != Linux ] || scripts/pip_install.sh $(VENV) --upgrade --no-deps --target $(VENV)/nvrtc-13.0 nvidia-cuda-nvrtc==13.0.88
 	@touch $@

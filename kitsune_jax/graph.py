@@ -40,7 +40,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """One operation. ``kind`` is a key of ``kitsune_jax.capture.ops.OPS``, or ``"opaque"`` for what the table does not know.
+    """One operation. ``kind`` is a key of ``kitsune_jax.ops.table.OPS``, or ``"opaque"`` for what the table does not know.
 
     ``params`` is a name-sorted tuple of pairs. ``source`` is the user's line ("model.py:12 (mlp)"). ``reason`` says why an opaque
     op is opaque. ``label`` is the name the user would recognise (the JAX primitive's).

@@ -1,6 +1,7 @@
 """Count what the CUDA kernels do, in the emulator, as a profiler would on a device; writes the tables of counts of the docs.
 
-Comes in: networks of ``tests/cuda_cases.py``, training steps of ``tests/cuda_training_cases.py``, and the planner. Goes out:
+Comes in: networks of ``tests/support/cuda_cases.py``, training steps of ``tests/support/cuda_training_cases.py``, and the
+planner. Goes out:
 docs/kernels.md and docs/offchip.md, between markers. Needs a C++ compiler, and no GPU. ``--networks nerf,loss`` prints those rows
 and writes nothing; ``--kinds``, ``--dtypes`` choose further; ``--details`` prints every access by place of the source, and
 ``--json FILE`` writes everything that was counted.
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kitsune_jax.targets.cuda.counters import Access, Counts, Event, Traffic
+    from kernel_checks.counters import Access, Counts, Event, Traffic
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -164,9 +165,9 @@ def kernels(
     from kitsune_jax.planning.gpu import candidates
     from kitsune_jax.planning.gpu_machines import A100, H200
     from kitsune_jax.targets.cuda import check
-    from tests.cuda_cases import FAMILIES
-    from tests.cuda_run import subject
-    from tests.cuda_training_cases import COMPILED, TRAINING
+    from tests.support.cuda_cases import FAMILIES
+    from tests.support.cuda_run import subject
+    from tests.support.cuda_training_cases import COMPILED, TRAINING
 
     families = {**FAMILIES, **TRAINING, **COMPILED}
     for network in networks:
@@ -200,8 +201,8 @@ def _widest(family: Any) -> int:
 
 def run(network: str, dtype: str, kind: str, of: Any, plan: Any) -> Kernel:
     """One launch of ``of`` under ``plan`` with one instance of the pipeline, counted."""
-    from kitsune_jax.targets.cuda import counters
-    from tests import cuda_run
+    from kernel_checks import counters
+    from tests.support import cuda_run
 
     tiles = of.region.space.rows // plan.tile_rows
     one = dataclasses.replace(plan, replicas=1, tiles=tiles)

@@ -1,6 +1,7 @@
 """Write the table of docs/kernels.md: what NVRTC makes of each kind of kernel.
 
-Comes in: networks of ``tests/cuda_cases.py``, training steps of ``tests/cuda_training_cases.py``, and the planner. Goes out:
+Comes in: networks of ``tests/support/cuda_cases.py``, training steps of ``tests/support/cuda_training_cases.py``, and the
+planner. Goes out:
 docs/kernels.md, between markers. Needs NVRTC and a disassembler, and no GPU: nothing runs. ``--networks nerf,loss`` prints those
 rows and writes nothing. ``--other FOLDER`` has a second NVRTC, which compiles the same kernels: a sentence says what it makes of
 them.
@@ -120,9 +121,9 @@ def rows(networks: Sequence[str], folders: Sequence[Path | None]) -> Iterator[li
     from kitsune_jax.planning.gpu import candidates
     from kitsune_jax.planning.gpu_machines import A100, H200
     from kitsune_jax.targets.cuda import check
-    from tests.cuda_cases import FAMILIES
-    from tests.cuda_run import subject
-    from tests.cuda_training_cases import COMPILED, TRAINING
+    from tests.support.cuda_cases import FAMILIES
+    from tests.support.cuda_run import subject
+    from tests.support.cuda_training_cases import COMPILED, TRAINING
 
     families = {**FAMILIES, **TRAINING, **COMPILED}
     for network in networks:
@@ -143,8 +144,9 @@ def rows(networks: Sequence[str], folders: Sequence[Path | None]) -> Iterator[li
 
 
 def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any, folder: Path | None) -> Row:
-    from kitsune_jax.targets.cuda import kernel, lower, nvrtc, sass
-    from kitsune_jax.targets.cuda.lint import flow, in_flight
+    from kernel_checks import sass
+    from kernel_checks.lint import flow, in_flight
+    from kitsune_jax.targets.cuda import kernel, lower, nvrtc
 
     arrangement = lower.arrangement(plan, program)
     made = kernel.generate(program, arrangement, "region")
@@ -200,7 +202,8 @@ def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path.insert(0, str(ROOT))
     from benchmarks import table
-    from kitsune_jax.targets.cuda import nvrtc, sass
+    from kernel_checks import sass
+    from kitsune_jax.targets.cuda import nvrtc
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", help="only these, printed and not written")

@@ -1,7 +1,7 @@
 """Command line of the search for wrong answers.
 
 python -m trust --programs 10000 --seed 1 --jobs 2 --budget 3600
-python -m trust --replay tests/trust_regressions/*.json             # what was found before
+python -m trust --replay tests/trust/regressions/*.json             # what was found before
 python -m trust --show 1:42                                         # program 42 of seed 1, and its jaxpr
 """
 

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.ops_spec import DTYPES, is_float, name_of
 from kitsune_jax.capture.verify import verify_op
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
+from kitsune_jax.ops.spec import DTYPES, is_float, name_of
 from kitsune_jax.plain_text import printable
 
 Run = Callable[..., Sequence[Any]]

@@ -16,10 +16,10 @@ import numpy as np
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, Place, is_array, scalar_of
-from kitsune_jax.capture.ops import OPS
-from kitsune_jax.capture.ops_spec import is_float, name_of, np_dtype
 from kitsune_jax.capture.rules import RENAMED, RULES, pointwise
 from kitsune_jax.capture.translator import Translator
+from kitsune_jax.ops.spec import is_float, name_of, np_dtype
+from kitsune_jax.ops.table import OPS
 
 _IDENTITIES = ("copy", "copy_p", "stop_gradient", "name")  # "name": checkpoint_name, whose policies are applied by now
 _COLLECTIVES = (

@@ -12,8 +12,8 @@ from typing import Any
 
 from jax import lax
 
-from kitsune_jax.capture.ops_spec import is_float
 from kitsune_jax.capture.translator import Translator
+from kitsune_jax.ops.spec import is_float
 
 _MOST_PRECISE = ("DEFAULT", "HIGH", "HIGHEST")
 

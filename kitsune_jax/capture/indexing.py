@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 
 from kitsune_jax.capture.builder import Builder
-from kitsune_jax.capture.ops_spec import INTEGERS, is_float, np_dtype
 from kitsune_jax.capture.translator import Translator
 from kitsune_jax.graph import Scalar
+from kitsune_jax.ops.spec import INTEGERS, is_float, np_dtype
 
 _INDEX_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "int64")
 _MODES = ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS")

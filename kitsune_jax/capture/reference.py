@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kitsune_jax.capture.ops import OPS
-from kitsune_jax.capture.ops_spec import Array, is_float, np_dtype
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.spec import Array, is_float, np_dtype
+from kitsune_jax.ops.table import OPS
 
 
 def evaluate_numpy(graph: Graph, arrays: Sequence[Array], *, widen: bool = False) -> list[Array]:

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 from kitsune_jax.capture import dots, indexing
-from kitsune_jax.capture.ops_spec import FORMATS
-from kitsune_jax.capture.ops_special import LOG2_E
 from kitsune_jax.capture.translator import Translator
+from kitsune_jax.ops.spec import FORMATS
+from kitsune_jax.ops.special import LOG2_E
 
 RENAMED = {"add_any": "add"}
 _COPIES = ("pvary",)  # identities that JAX's type system sees

@@ -16,8 +16,8 @@ from jax import lax
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, Place, Step
-from kitsune_jax.capture.ops_spec import is_float, np_dtype
 from kitsune_jax.graph import Param, Scalar
+from kitsune_jax.ops.spec import is_float, np_dtype
 
 
 class Translator:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from kitsune_jax.capture.ops import OPS
-from kitsune_jax.capture.ops_spec import DTYPES
 from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.ops.spec import DTYPES
+from kitsune_jax.ops.table import OPS
 
 Shape = tuple[int, ...]
 

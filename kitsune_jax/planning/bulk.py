@@ -12,7 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from kitsune_jax.capture.ops import OPS
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning import bulk_cpu
 from kitsune_jax.planning.cost import RegionCost
 

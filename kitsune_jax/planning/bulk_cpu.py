@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from kitsune_jax.capture.ops import OPS
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import RegionCost
 
 # Batched products smaller than this are loops and not the library's.

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from kitsune_jax import activations
-from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning import cpu_time
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.streams.space import Region, row_shape

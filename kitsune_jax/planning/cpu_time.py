@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from kitsune_jax.capture.ops import OPS
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.profile.kernels import DEPTHS, SHORT, TILE, WIDTHS
 from kitsune_jax.profile.model import Profile, table
 

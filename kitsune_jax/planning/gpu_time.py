@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kitsune_jax.capture.ops import OPS
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
 from kitsune_jax.planning.gpu_storage import TILE_ROWS, Storage, dots_of, gradients_of, padded, slab
 from kitsune_jax.planning.machine import Machine

@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
-from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.regions.form import anchored, regions_of
 from kitsune_jax.regions.index import GraphIndex
 from kitsune_jax.regions.order import Order

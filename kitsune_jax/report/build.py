@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Graph, Value
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan, Queue
 from kitsune_jax.report.model import PhaseReport, QueueReport, RegionReport, Rejected, Report, StageReport
 from kitsune_jax.streams.space import Region, row_shape

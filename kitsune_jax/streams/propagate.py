@@ -15,9 +15,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from kitsune_jax.capture.ops import OPS
-from kitsune_jax.capture.relations import DimRelation
 from kitsune_jax.graph import Graph, Op
+from kitsune_jax.ops.relations import DimRelation
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.streams.space import DimLabels, StreamSpace
 
 Labels = dict[int, list[tuple[int, ...]]]

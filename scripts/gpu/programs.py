@@ -19,9 +19,9 @@ from kitsune_jax.planning.plan import Plan
 from kitsune_jax.route import PlannedRegion
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import devices, nvrtc
-from tests import cuda_run
-from tests.cuda_cases import FAMILIES, Family
-from tests.cuda_training_cases import TRAINING
+from tests.support import cuda_run
+from tests.support.cuda_cases import FAMILIES, Family
+from tests.support.cuda_training_cases import TRAINING
 
 PLANNED = "planned"
 _FORCED_ROWS = 333  # several tiles for the one pipeline instance of a forced plan, the last of them not full

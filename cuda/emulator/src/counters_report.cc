@@ -1,7 +1,7 @@
 // Counts as text: JSON for each launch, and the functions by which Python asks for it.
 //
 // Comes in: a finished launch that counted. Goes out: one JSON object, in a list of all launches since counting started. Invariant:
-// names and order of the fields are those of kitsune_jax/targets/cuda/counters.py.
+// names and order of the fields are those of kernel_checks/counters.py.
 
 #include <cstring>
 #include <mutex>

@@ -6,8 +6,8 @@ Comes in: one pointwise instruction of a tile program and the registers of its o
 
 from __future__ import annotations
 
-from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Param
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu.bytecode import OPCODE
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Op, Value
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS
 from kitsune_jax.targets.cpu.lower import REDUCE_HOW, SCAN_HOW
 from kitsune_jax.targets.cpu.matmul import MATMUL_DTYPES

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Scalar
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 
 # The type an element of a dtype is computed in; dtypes that are missing have no code.

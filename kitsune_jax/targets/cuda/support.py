@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kitsune_jax.capture.ops import OPS
 from kitsune_jax.graph import Op, Value
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise
 from kitsune_jax.targets.cuda.columns import REARRANGING

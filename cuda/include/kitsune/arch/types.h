@@ -38,7 +38,7 @@ struct Tf32 {};
 
 // Registers of a thread at the launch of a kernel that is declared for `Threads` threads, one CTA an SM, and uses setmaxnreg: ptxas
 // takes the even share of the SM's 65 536, in steps of 8, whatever the code needs (read from cubins of NVRTC 13.0 and 13.5;
-// tests/test_cuda_registers.py checks it). Times `Threads`, this is what setmaxnreg can hand around: 384 threads get 64 512.
+// tests/cuda/test_registers.py checks it). Times `Threads`, this is what setmaxnreg can hand around: 384 threads get 64 512.
 template <u32 Threads>
 constexpr u32 kLaunchRegisters = 65536 / Threads < 255 ? 65536 / Threads / 8 * 8 : 255;
 

@@ -1,0 +1,312 @@
+"""Instructions that all threads of a warp must execute together, and whether they do.
+
+Comes in: a function's machine code. Goes out: each such instruction that some threads of a warp may skip: under a predicate that
+can differ between them, or behind a branch on one. Invariant: a value is taken to differ between threads unless it is known not to.
+
+Known to be equal in a warp: constants and parameters; uniform registers; what a shuffle reads from one lane; a vote; a plain load
+from an address that is equal; and whatever is computed of these alone where all threads come by. Numbers of warps and warpgroups
+(``threadIdx.x / 32`` and coarser) count as equal.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import re
+from collections.abc import Iterable, Sequence
+
+from kernel_checks.lint.flow import Flow
+from kernel_checks.lint.operands import Access, access, product, split
+from kernel_checks.sass import Instruction
+
+__all__ = ["Skipped", "skipped"]
+
+# SHFL.IDX is not among them: where ptxas gathers the atomics of some threads it shuffles among these.
+_ALIGNED = (
+    *("HGMMA", "WARPGROUP.", "WARPSYNC.ALL", "USETMAXREG", "BAR.SYNC", "UCGABAR", "LDSM", "STSM", "HMMA", "MOVM"),
+    *("SHFL.BFLY", "SHFL.UP", "SHFL.DOWN"),
+)
+_EQUAL_SOURCES = (
+    "SR_CTAID",
+    "SR_NCTAID",
+    "SR_CgaCtaId",
+    "SR_CgaSize",
+    "SR_NTID",
+    "SR_WARPID",
+    "SR_VIRTUALSMID",
+    "SR_SWINHI",
+    "SRZ",
+)
+_VOLATILE = ("LD.", "LDG.E.STRONG", "LDG.E.64.STRONG", "LDG.E.128.STRONG", "ATOM", "SYNCS")
+_SLOT = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Skipped:
+    """``instruction`` is skipped by some threads of a warp, because they differ in the condition of ``branch`` (an address)."""
+
+    address: int
+    instruction: str
+    branch: int
+
+    def __str__(self) -> str:
+        why = "under its own predicate" if self.branch == self.address else f"behind the branch at {self.branch:#x}"
+        return f"{self.address:#x}: {self.instruction} is for whole warps, and threads of one may differ {why}"
+
+
+def skipped(flow: Flow) -> tuple[Skipped, ...]:
+    """Raises ``UnknownOpcode``."""
+    code = flow.code
+    accesses = _with_bits(code, [_access(one) for one in code])
+    following = _with_calls(flow)
+    after = _post_dominators(following)
+    divergent: set[int] = set()
+    while True:  # a branch that differs makes what is computed behind it differ, and so perhaps another branch
+        inside = _controlled(divergent, following, after)
+        differing = _differing(code, accesses, following, inside)
+        more = {i for i, names in enumerate(differing) if len(following[i]) > 1 and names}
+        if more <= divergent:
+            break
+        divergent |= more
+    found = set()
+    for i, one in enumerate(code):
+        if not one.opcode.startswith(_ALIGNED) or not following[i]:
+            continue
+        if differing[i]:
+            found.add(Skipped(one.address, str(one), one.address))
+        found |= {Skipped(one.address, str(one), code[b].address) for b in inside.get(i, ())}
+    return tuple(sorted(found))
+
+
+def _access(one: Instruction) -> Access:
+    """With words of local memory, where spilled registers are, as registers of their own: "L8" is 8 bytes above R1."""
+    fast = product(one)
+    if fast is not None:
+        return Access(frozenset(), fast.d)
+    does = access(one)
+    if not one.opcode.startswith(("LDL", "STL")):
+        return does
+    found = _SLOT.search(one.operands)
+    first = int(found[1] or "0", 16) if found else 0
+    size = 16 if ".128" in one.opcode else 8 if ".64" in one.opcode else 4
+    slots = frozenset(f"L{first + k}" for k in range(0, size, 4)) if found else frozenset({"L*"})
+    if one.opcode.startswith("STL"):
+        return Access(does.reads, slots)
+    return Access(does.reads | slots | {"L*"}, does.writes)
+
+
+def _with_bits(code: Sequence[Instruction], accesses: Sequence[Access]) -> list[Access]:
+    """With bits of their own, "R60.3", for registers in which ptxas keeps more predicates than there are: it clears a bit, sets it
+    under the predicate, and tests it later."""
+    bits = [_bit(one) for one in code]
+    kept = {register for register, _, how in filter(None, bits) if how != "test"}
+
+    def parts(names: frozenset[str]) -> frozenset[str]:
+        return names - kept | {f"{r}.{k}" for r in names & kept for k in range(32)}
+
+    found = []
+    for does, bit in zip(accesses, bits, strict=True):
+        if bit is None or bit[0] not in kept:
+            found.append(Access(parts(does.reads), parts(does.writes)))
+            continue
+        register, number, how = bit
+        own = frozenset({f"{register}.{number}"})
+        reads = does.reads - {register}
+        found.append(Access(reads | own, does.writes) if how == "test" else Access(reads, own))
+    return found
+
+
+def _bit(one: Instruction) -> tuple[str, int, str] | None:
+    """(register, bit, "clear", "set" or "test") where that is all that the instruction does."""
+    parts = [part.removesuffix(".reuse") for part in split(one.operands)]
+    if one.opcode != "LOP3.LUT" or parts[-3:] not in (["RZ", "0xc0", "!PT"], ["RZ", "0xfc", "!PT"]):
+        return None
+    number, does_or = _number(parts[-4]) if len(parts) in (6, 7) else None, parts[-2] == "0xfc"
+    if number is None:
+        return None
+    register = parts[-5]
+    cleared = ~number & 0xFFFFFFFF
+    if len(parts) == 6 and parts[0] == register and not does_or and cleared.bit_count() == 1:
+        return register, cleared.bit_length() - 1, "clear"
+    if len(parts) == 6 and parts[0] == register and does_or and number.bit_count() == 1:
+        return register, number.bit_length() - 1, "set"
+    if len(parts) == 7 and parts[0].startswith("P") and parts[1] == "RZ" and not does_or and number.bit_count() == 1:
+        return register, number.bit_length() - 1, "test"
+    return None
+
+
+def _condition(one: Instruction, does: Access) -> frozenset[str]:
+    """The predicates that decide whether it runs, or where it leads."""
+    return (
+        frozenset(name for name in does.reads if name.startswith("P"))
+        if one.opcode.startswith("BRA")
+        else (frozenset({one.predicate.lstrip("!")}) if one.predicate.lstrip("!").startswith("P") else frozenset())
+    )
+
+
+def _with_calls(flow: Flow) -> list[tuple[int, ...]]:
+    """Where each instruction leads: a call into what it calls, and a return to behind every call."""
+    following = list(flow.next)
+    for i in flow.returns:
+        following[i] = (*following[i], *(call + 1 for call in flow.calls))
+    for i, called in flow.calls.items():
+        following[i] = (called, *(flow.next[i] if flow.code[i].predicate else ()))
+    return following
+
+
+def _post_dominators(following: Sequence[tuple[int, ...]]) -> list[int]:
+    """For each instruction the nearest one that every path from it to the end comes by; -1 is the end."""
+    count = len(following)
+    order, seen = [], [False] * count
+    preceding: list[list[int]] = [[] for _ in range(count + 1)]
+    for i, targets in enumerate(following):
+        for t in targets or (count,):
+            preceding[t].append(i)
+    stack = [(count, iter(preceding[count]))]
+    while stack:
+        node, rest = stack[-1]
+        for p in rest:
+            if not seen[p]:
+                seen[p] = True
+                stack.append((p, iter(preceding[p])))
+                break
+        else:
+            order.append(node)
+            stack.pop()
+    rank = {node: k for k, node in enumerate(order)}  # the end is last
+    nearest = [-1] * (count + 1)
+    nearest[count] = count
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(order[:-1]):
+            new = -1
+            for t in following[node] or (count,):
+                if t in rank and nearest[t] != -1:
+                    new = t if new == -1 else _meet(t, new, nearest, rank)
+            if nearest[node] != new:
+                nearest[node], changed = new, True
+    return [-1 if n == count else n for n in nearest[:count]]
+
+
+def _meet(a: int, b: int, nearest: list[int], rank: dict[int, int]) -> int:
+    while a != b:
+        while rank[a] < rank[b]:
+            a = nearest[a]
+        while rank[b] < rank[a]:
+            b = nearest[b]
+    return a
+
+
+def _controlled(branches: set[int], following: Sequence[tuple[int, ...]], after: Sequence[int]) -> dict[int, set[int]]:
+    """For each instruction the branches of ``branches`` that decide whether it runs."""
+    found: dict[int, set[int]] = {}
+    for branch in branches:
+        for t in following[branch]:
+            node = t
+            while node not in (-1, after[branch]):
+                if branch in found.setdefault(node, set()):
+                    break
+                found[node].add(branch)
+                node = after[node]
+    return found
+
+
+def _differing(
+    code: Sequence[Instruction], accesses: Sequence[Access], following: Sequence[tuple[int, ...]], inside: dict[int, set[int]]
+) -> list[frozenset[str]]:
+    """For each instruction which of the predicates that decide about it may differ between the threads of a warp."""
+    # A state: what may differ, and what holds threadIdx.x, or that and a multiple of 32. As bits, because there are many.
+    bit = {name: 1 << k for k, name in enumerate(sorted({n for does in accesses for n in does.reads | does.writes}))}
+    reads, writes = (
+        [sum(bit[n] for n in side) for side in sides] for sides in ([d.reads for d in accesses], [d.writes for d in accesses])
+    )
+    before: list[tuple[int, int] | None] = [None] * len(code)
+    if code:
+        before[0] = (0, 0)
+    todo, waiting = list(range(min(1, len(code)))), {0}  # in the order of the code, so that most is looked at once
+    while todo:
+        i = heapq.heappop(todo)
+        waiting.remove(i)
+        names, threads = before[i] or (0, 0)
+        one = code[i]
+        held = _whole(n for n in accesses[i].reads if bit[n] & threads) if reads[i] & threads else frozenset()
+        if i in inside or _differs(one, accesses[i], bool(reads[i] & names), bool(reads[i] & names & ~threads), held):
+            out = names | writes[i]
+        else:
+            out = names if one.predicate else names & ~writes[i]  # a thread that skips it keeps what it had
+        numbers = threads & ~writes[i]
+        if not one.predicate and _is_thread(one, held):
+            numbers |= writes[i]
+        for t in following[i]:
+            old = before[t]
+            new = (out, numbers) if old is None else (old[0] | out, old[1] & numbers)
+            if new != old:
+                before[t] = new
+                if t not in waiting:
+                    waiting.add(t)
+                    heapq.heappush(todo, t)
+    wanted = [_condition(one, does) for one, does in zip(code, accesses, strict=True)]
+    return [frozenset(n for n in w if state and bit.get(n, 0) & state[0]) for w, state in zip(wanted, before, strict=True)]
+
+
+def _whole(names: Iterable[str]) -> frozenset[str]:
+    """``names``, and a register all of whose bits are among them."""
+    found = frozenset(names)
+    bits = collections.Counter(name.partition(".")[0] for name in found if "." in name)
+    return found | {register for register, n in bits.items() if n == 32}
+
+
+def _is_thread(one: Instruction, threads: frozenset[str]) -> bool:
+    """Whether it makes the thread's number, or adds a multiple of 32 to it."""
+    parts = [part.removesuffix(".reuse") for part in split(one.operands)]
+    if one.opcode == "S2R":
+        return parts[1] == "SR_TID.X"
+    if one.opcode in ("MOV", "IMAD.MOV.U32"):
+        return parts[-1] in threads
+    if one.opcode in ("VIADD", "IADD3"):
+        numbers = [_number(part) for part in parts[1:] if part not in threads and part not in ("RZ", "!PT")]
+        return sum(part in threads for part in parts[1:]) == 1 and all(n is not None and n % 32 == 0 for n in numbers)
+    return False
+
+
+def _is_warp(one: Instruction, threads: frozenset[str]) -> bool:
+    """Whether its result is a function of the warp's number: of all but the last five bits of the thread's."""
+    parts = [part.removesuffix(".reuse") for part in split(one.operands)]
+    numbers = [n for part in parts if (n := _number(part)) is not None]
+    if not any(part in threads for part in parts) or not numbers:
+        return False
+    if one.opcode == "SHF.R.U32.HI" and parts[1] == "RZ":
+        return parts[3] in threads and numbers[0] >= 5
+    if one.opcode == "LOP3.LUT" and "0xc0" in parts:
+        return numbers[0] % 32 == 0
+    if one.opcode.startswith("ISETP.") and parts[2] in threads:
+        # "Below a multiple of 32", or "not above the number in front of one".
+        return (numbers[0] + (".GT" in one.opcode or ".LE" in one.opcode)) % 32 == 0 and not one.opcode.startswith(
+            ("ISETP.NE", "ISETP.EQ")
+        )
+    return False
+
+
+def _number(part: str) -> int | None:
+    try:
+        return int(part, 16)
+    except ValueError:
+        return None
+
+
+def _differs(one: Instruction, does: Access, source: bool, other: bool, threads: frozenset[str]) -> bool:
+    """Whether what ``one`` writes may differ between threads of a warp. ``source``: something that it reads does; ``other``:
+    something other than ``threads``, its sources that hold the thread's number."""
+    if one.opcode.startswith(("R2UR", "VOTE", "REDUX", "ELECT", "U", "S2UR")):
+        return one.opcode.startswith(("ELECT", "R2UR"))  # a predicate of theirs: which thread is meant
+    if one.opcode.startswith(("S2R", "CS2R")):
+        return not any(source in one.operands for source in _EQUAL_SOURCES)
+    if one.opcode.startswith("SHFL.IDX"):
+        return split(one.operands)[3] != "RZ" and _number(split(one.operands)[3]) is None
+    if one.opcode.startswith(_VOLATILE) or "L*" in does.writes:
+        return True
+    if _is_warp(one, threads):
+        return other
+    return source

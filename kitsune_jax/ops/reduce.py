@@ -1,0 +1,179 @@
+"""Entries of the op table that combine elements: reductions, arg-reductions, cumulative ops, dot_general.
+
+Comes in: nothing. Goes out: ``REDUCTIONS``, the entries by kind. Invariant: floating sums and products accumulate in float32 or
+wider and round once, to the result's dtype; integers wrap in their own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kitsune_jax.graph import Op
+from kitsune_jax.ops.relations import DimRelation
+from kitsune_jax.ops.spec import (
+    DTYPES,
+    FLOATS,
+    INTEGERS,
+    Array,
+    NumpyRule,
+    OpSpec,
+    Params,
+    Shapes,
+    is_float,
+    np_dtype,
+    round_to,
+    to_double,
+    widen,
+)
+
+NUMBERS = (*INTEGERS, *FLOATS)
+BITS = ("bool", *INTEGERS)
+
+
+def _lowest(x: Array) -> Any:
+    return -np.inf if is_float(x.dtype) else False if x.dtype == bool else np.iinfo(x.dtype).min
+
+
+def _highest(x: Array) -> Any:
+    return np.inf if is_float(x.dtype) else True if x.dtype == bool else np.iinfo(x.dtype).max
+
+
+def _ones(x: Array) -> Any:
+    return np.bitwise_not(np.zeros((), x.dtype))
+
+
+def _reduction(ufunc: np.ufunc, identity: Callable[[Array], Any], wide: bool) -> NumpyRule:
+    def rule(params: Params, /, x: Array, *, out_dtype: str) -> Array:
+        x = to_double(np.asarray(x)) if wide else widen(np.asarray(x))
+        with np.errstate(all="ignore"):
+            return round_to(ufunc.reduce(x, axis=tuple(params["axes"]), dtype=x.dtype, initial=identity(x)), out_dtype)
+
+    return rule
+
+
+def _arg_reduction(function: Callable[..., Any]) -> NumpyRule:
+    """The first NaN if there is one, else the first extreme element."""
+
+    def rule(params: Params, /, x: Array, *, out_dtype: str) -> Array:
+        return round_to(function(widen(np.asarray(x)), axis=params["axis"]), out_dtype)
+
+    return rule
+
+
+def _cumulative(ufunc: np.ufunc, wide: bool) -> NumpyRule:
+    def rule(params: Params, /, x: Array, *, out_dtype: str) -> Array:
+        x = to_double(np.asarray(x)) if wide else widen(np.asarray(x))
+        axis, reverse = params["axis"], params["reverse"]
+        with np.errstate(all="ignore"):
+            forward = np.flip(x, axis) if reverse else x
+            result = ufunc.accumulate(forward, axis=axis, dtype=x.dtype)
+        return round_to(np.flip(result, axis) if reverse else result, out_dtype)
+
+    return rule
+
+
+def _dot_general(params: Params, /, lhs: Array, rhs: Array, *, out_dtype: str) -> Array:
+    """Result dimensions: batch, free of the left, free of the right. Multiplied and added in ``accumulate``."""
+    dtype = np_dtype(params["accumulate"])
+    x, batch, free_x, depth = _matrix(np.asarray(lhs).astype(dtype), params["lhs_batch"], params["lhs_contract"])
+    y, _, free_y, _ = _matrix(np.asarray(rhs).astype(dtype), params["rhs_batch"], params["rhs_contract"])
+    with np.errstate(all="ignore"):
+        out = np.matmul(x, y.swapaxes(1, 2)) if depth else np.zeros((x.shape[0], x.shape[1], y.shape[1]), dtype)
+    return round_to(out.reshape((*batch, *free_x, *free_y)), out_dtype)
+
+
+def _matrix(x: Array, batch: tuple[int, ...], contract: tuple[int, ...]) -> tuple[Array, tuple[int, ...], tuple[int, ...], int]:
+    """``x`` as (batch, free, contracted), the sizes of the batch and of the free dimensions, and the contracted extent."""
+    free = tuple(d for d in range(x.ndim) if d not in batch and d not in contract)
+    sizes = [tuple(x.shape[d] for d in dims) for dims in (batch, free, contract)]
+    b, f, c = (int(np.prod(s, dtype=np.int64)) for s in sizes)
+    return x.transpose((*batch, *free, *contract)).reshape(b, f, c), sizes[0], sizes[1], c
+
+
+# --- dimension relations --------------------------------------------------------------------------------------------------------
+
+
+def _relate_reduction(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    return _reduced(len(in_shapes[0]), op["axes"], "contracted", "")
+
+
+def _relate_arg(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    return _reduced(len(in_shapes[0]), (op["axis"],), "mixed", "the index of an extreme element depends on the whole dimension")
+
+
+def _reduced(rank: int, axes: tuple[int, ...], role: str, why: str) -> tuple[DimRelation, ...]:
+    kept = [d for d in range(rank) if d not in axes]
+    return (
+        *(DimRelation("parallel", ((0, d), (1, k))) for k, d in enumerate(kept)),
+        *(DimRelation(role, ((0, d),), why) for d in sorted(axes)),
+    )
+
+
+def _relate_cumulative(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    why = "each element depends on those before it along the dimension"
+    return tuple(
+        DimRelation("mixed", ((0, d), (1, d)), why) if d == op["axis"] else DimRelation("parallel", ((0, d), (1, d)))
+        for d in range(len(in_shapes[0]))
+    )
+
+
+def _relate_dot(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    relations = [DimRelation("contracted", ((0, a), (1, b))) for a, b in zip(op["lhs_contract"], op["rhs_contract"], strict=True)]
+    relations += [
+        DimRelation("parallel", ((0, a), (1, b), (2, k)))
+        for k, (a, b) in enumerate(zip(op["lhs_batch"], op["rhs_batch"], strict=True))
+    ]
+    out = len(op["lhs_batch"])
+    for side, shape in enumerate(in_shapes):
+        taken = (*op[("lhs_batch", "rhs_batch")[side]], *op[("lhs_contract", "rhs_contract")[side]])
+        for d in range(len(shape)):
+            if d not in taken:
+                relations.append(DimRelation("parallel", ((side, d), (2, out))))
+                out += 1
+    return tuple(relations)
+
+
+def _entries() -> Iterator[OpSpec]:
+    def reduction(
+        name: str, ufunc: np.ufunc, identity: Callable[[Array], Any], dtypes: tuple[str, ...], wide: bool = False
+    ) -> OpSpec:
+        rule = _reduction(ufunc, identity, wide)
+        return OpSpec(f"reduce_{name}", "reduce", 1, rule, _relate_reduction, 1, doc=f"{name} over axes", dtypes=dtypes)
+
+    def cumulative(name: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...], wide: bool = False) -> OpSpec:
+        rule = _cumulative(ufunc, wide)
+        return OpSpec(
+            f"cum{name}", "cumulative", 1, rule, _relate_cumulative, flops, doc=f"running {name} along axis", dtypes=dtypes
+        )
+
+    yield reduction("sum", np.add, lambda x: 0, NUMBERS, wide=True)
+    yield reduction("prod", np.multiply, lambda x: 1, NUMBERS, wide=True)
+    yield reduction("max", np.maximum, _lowest, DTYPES)
+    yield reduction("min", np.minimum, _highest, DTYPES)
+    yield reduction("and", np.bitwise_and, _ones, BITS)
+    yield reduction("or", np.bitwise_or, lambda x: 0, BITS)
+    yield reduction("xor", np.bitwise_xor, lambda x: 0, BITS)
+    for name, function in (("argmax", np.argmax), ("argmin", np.argmin)):
+        yield OpSpec(
+            name,
+            "argreduce",
+            1,
+            _arg_reduction(function),
+            _relate_arg,
+            2,
+            doc="along axis; NaN wins, ties take the first",
+            dtypes=DTYPES,
+        )
+    yield cumulative("sum", np.add, 1, NUMBERS, wide=True)
+    yield cumulative("prod", np.multiply, 1, NUMBERS, wide=True)
+    yield cumulative("max", np.maximum, 1, DTYPES)
+    yield cumulative("min", np.minimum, 1, DTYPES)
+    yield cumulative("logsumexp", np.logaddexp, 24, FLOATS, wide=True)
+    doc = "contracted over lhs_contract, rhs_contract, one by one over lhs_batch, rhs_batch; accumulated in accumulate"
+    yield OpSpec("dot_general", "dot", 2, _dot_general, _relate_dot, 2, doc=doc, dtypes=NUMBERS)
+
+
+REDUCTIONS: dict[str, OpSpec] = {spec.kind: spec for spec in _entries()}

@@ -1,0 +1,205 @@
+"""Entries of the op table that move or make elements: broadcast, reshape, transpose, rev, slice, pad, concatenate, iota.
+
+Comes in: nothing. Goes out: ``SHAPES``, the entries by kind. Invariant: no arithmetic, so every rule is exact in every dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kitsune_jax.graph import Op
+from kitsune_jax.ops.relations import DimRelation, OperandDim
+from kitsune_jax.ops.spec import Array, OpSpec, Params, Shapes, np_dtype
+
+
+def created(operand: int, dims: Sequence[int]) -> Iterator[DimRelation]:
+    """Dimensions that no input has, each a relation of its own."""
+    return (DimRelation("created", ((operand, d),)) for d in dims)
+
+
+# --- NumPy semantics ------------------------------------------------------------------------------------------------------------
+
+
+def _broadcast_in_dim(params: Params, /, x: Array, *, out_dtype: str) -> Array:
+    x = np.asarray(x)
+    shape, dims = params["shape"], params["dims"]
+    expanded = [1] * len(shape)
+    for n, d in zip(x.shape, dims, strict=True):
+        expanded[d] = n
+    return np.ascontiguousarray(np.broadcast_to(x.reshape(expanded), shape)).reshape(shape)
+
+
+def _reshape(params: Params, /, x: Array, *, out_dtype: str) -> Array:
+    return np.asarray(x).reshape(params["new_sizes"])
+
+
+def _transpose(params: Params, /, x: Array, *, out_dtype: str) -> Array:
+    return np.asarray(x).transpose(params["permutation"])
+
+
+def _rev(params: Params, /, x: Array, *, out_dtype: str) -> Array:
+    return np.flip(x, params["dimensions"])
+
+
+def _slice(params: Params, /, x: Array, *, out_dtype: str) -> Array:
+    strides = params["strides"] or (1,) * np.ndim(x)
+    return x[tuple(slice(*bounds) for bounds in zip(params["start"], params["limit"], strides, strict=True))]
+
+
+def _pad(params: Params, /, x: Array, fill: Array, *, out_dtype: str) -> Array:
+    """Interior padding first, then outside; negative outside padding takes elements away."""
+    x = np.asarray(x)
+    low, high, interior = params["low"], params["high"], params["interior"]
+    dilated = [n + max(n - 1, 0) * i for n, i in zip(x.shape, interior, strict=True)]
+    padded = [n + max(lo, 0) + max(hi, 0) for n, lo, hi in zip(dilated, low, high, strict=True)]
+    out = np.full(padded, fill, np_dtype(out_dtype))
+    at = [slice(max(lo, 0), max(lo, 0) + n, i + 1) for n, lo, i in zip(dilated, low, interior, strict=True)]
+    out[tuple(at)] = x
+    return out[tuple(slice(max(-lo, 0), n - max(-hi, 0)) for n, lo, hi in zip(padded, low, high, strict=True))]
+
+
+def _concatenate(params: Params, /, *arrays: Array, out_dtype: str) -> Array:
+    return np.concatenate(arrays, params["dimension"])
+
+
+def _iota(params: Params, /, *, out_dtype: str) -> Array:
+    shape, d = params["shape"], params["dimension"]
+    index = np.arange(shape[d]).reshape([-1 if k == d else 1 for k in range(len(shape))])
+    return np.broadcast_to(index, shape).astype(np_dtype(out_dtype))
+
+
+# --- dimension relations --------------------------------------------------------------------------------------------------------
+
+
+def _relate_broadcast(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    (x,), (out,) = in_shapes, out_shapes
+    made, relations = set(range(len(out))), []
+    for d, to in enumerate(op["dims"]):
+        if x[d] == out[to]:
+            made.discard(to)
+            relations.append(DimRelation("parallel", ((0, d), (1, to))))
+        else:
+            relations.append(DimRelation("mixed", ((0, d),), "a dimension of extent 1 is stretched"))
+    return (*relations, *created(1, sorted(made)))
+
+
+def _relate_transpose(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    return tuple(DimRelation("parallel", ((0, d), (1, k))) for k, d in enumerate(op["permutation"]))
+
+
+def _relate_rev(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    reversed_dims = op["dimensions"]
+    return _same_dims(len(in_shapes[0]), lambda d: "the dimension is reversed" if d in reversed_dims else "")
+
+
+def _relate_slice(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    (x,) = in_shapes
+    strides = op["strides"] or (1,) * len(x)
+
+    def why(d: int) -> str:
+        whole = op["start"][d] == 0 and op["limit"][d] == x[d] and strides[d] == 1
+        return "" if whole else "the dimension is sliced"
+
+    return _same_dims(len(x), why)
+
+
+def _relate_pad(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    def why(d: int) -> str:
+        return "the dimension is padded" if op["low"][d] or op["high"][d] or op["interior"][d] else ""
+
+    return _same_dims(len(in_shapes[0]), why, out=2)
+
+
+def _same_dims(rank: int, why, out: int = 1) -> tuple[DimRelation, ...]:  # type: ignore[no-untyped-def]
+    """Dimension d of operand 0 and of the result: parallel, or mixed for the reason ``why(d)``."""
+    return tuple(DimRelation("mixed" if why(d) else "parallel", ((0, d), (out, d)), why(d)) for d in range(rank))
+
+
+def _relate_concatenate(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    operands, along = range(len(in_shapes) + 1), op["dimension"]
+    return tuple(
+        DimRelation("mixed", tuple((k, d) for k in operands), "the dimension is concatenated")
+        if d == along
+        else DimRelation("parallel", tuple((k, d) for k in operands))
+        for d in range(len(out_shapes[0]))
+    )
+
+
+def _relate_iota(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    return tuple(created(0, range(len(out_shapes[0]))))
+
+
+def relate_reshape(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+    """Both shapes cut into the shortest runs of equal product; runs of one dimension each are parallel, others reshaped.
+
+    Dimensions of extent 1 take no part in that: between the same two cuts they are paired in order, and what is left over is mixed
+    (an input's) or created (the result's).
+    """
+    (x,), (out,) = in_shapes, out_shapes
+    if x == out:
+        return tuple(DimRelation("parallel", ((0, d), (1, d))) for d in range(len(x)))
+    if 0 in x:
+        return (DimRelation("reshaped", (*((0, d) for d in range(len(x))), *((1, d) for d in range(len(out))))),)
+    relations: list[DimRelation] = []
+    i = j = 0
+    while i < len(x) or j < len(out):
+        ones_in, i = _ones(x, i)
+        ones_out, j = _ones(out, j)
+        relations.extend(_match_ones(ones_in, ones_out))
+        if i == len(x):  # products are equal, so the result has nothing left either
+            break
+        members_in, members_out = [i], [j]
+        left, right = x[i], out[j]
+        while left != right:
+            if left < right:
+                left *= x[members_in[-1] + 1]
+                members_in.append(members_in[-1] + 1)
+            else:
+                right *= out[members_out[-1] + 1]
+                members_out.append(members_out[-1] + 1)
+        i, j = members_in[-1] + 1, members_out[-1] + 1
+        relations.extend(_match_run(x, out, members_in, members_out))
+    return tuple(relations)
+
+
+def _ones(shape: Sequence[int], start: int) -> tuple[list[int], int]:
+    stop = start
+    while stop < len(shape) and shape[stop] == 1:
+        stop += 1
+    return list(range(start, stop)), stop
+
+
+def _match_ones(ins: Sequence[int], outs: Sequence[int]) -> Iterator[DimRelation]:
+    paired = min(len(ins), len(outs))
+    for a, b in zip(ins, outs, strict=False):
+        yield DimRelation("parallel", ((0, a), (1, b)))
+    for a in ins[paired:]:
+        yield DimRelation("mixed", ((0, a),), "a dimension of extent 1 is removed")
+    yield from created(1, outs[paired:])
+
+
+def _match_run(x: Sequence[int], out: Sequence[int], ins: Sequence[int], outs: Sequence[int]) -> Iterator[DimRelation]:
+    """One run: dimensions of extent 1 inside it are set aside, the others are parallel or reshaped together."""
+    yield from _match_ones([d for d in ins if x[d] == 1], [d for d in outs if out[d] == 1])
+    wide_in = [d for d in ins if x[d] != 1]
+    wide_out = [d for d in outs if out[d] != 1]
+    members: tuple[OperandDim, ...] = (*((0, d) for d in wide_in), *((1, d) for d in wide_out))
+    yield DimRelation("parallel" if len(wide_in) == len(wide_out) == 1 else "reshaped", members)
+
+
+def _entries() -> Iterator[OpSpec]:
+    yield OpSpec(
+        "broadcast_in_dim", "broadcast", 1, _broadcast_in_dim, _relate_broadcast, doc="input dimension i becomes dims[i] of shape"
+    )
+    yield OpSpec("reshape", "reshape", 1, _reshape, relate_reshape, doc="the same elements in row-major order as new_sizes")
+    yield OpSpec("transpose", "transpose", 1, _transpose, _relate_transpose, doc="result dimension i is permutation[i]")
+    yield OpSpec("rev", "rev", 1, _rev, _relate_rev, doc="reversed along dimensions")
+    yield OpSpec("slice", "slice", 1, _slice, _relate_slice, doc="start, limit, strides (None: all 1)")
+    yield OpSpec("pad", "pad", 2, _pad, _relate_pad, doc="(x, fill): low, high (either may be negative) and interior padding")
+    yield OpSpec("concatenate", "concatenate", None, _concatenate, _relate_concatenate, doc="one after the other along dimension")
+    yield OpSpec("iota", "iota", 0, _iota, _relate_iota, flops=1, doc="the index along dimension of shape")
+
+
+SHAPES: dict[str, OpSpec] = {spec.kind: spec for spec in _entries()}

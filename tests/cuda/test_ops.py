@@ -1,0 +1,384 @@
+"""The operators of the CUDA target one by one, in the emulator, against the op table's NumPy rules (which are tested against JAX).
+
+Pointwise operators meet the special values of their dtype, in every pair; all operators of a dtype that the target admits stand in
+one kernel. The rest are hand-written tile programs: what moves columns, what reduces them, what reduces the stream, and arrays
+whose rows do not lie together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kitsune_jax.graph import Op, Value, make_params
+from kitsune_jax.ops.spec import FORMATS, is_float, np_dtype
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.interpret import interpret
+from kitsune_jax.targets import CannotLower, cuda
+from tests.support.cuda_run import kernel_cache, run_program
+from tests.support.tiles import Tiles
+
+__all__ = ["kernel_cache"]  # a fixture
+pytestmark = pytest.mark.usefixtures("kernel_cache")
+
+ROW = ((0,), ())
+DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "bool")
+RNG = np.random.default_rng(11)
+PARAMS: dict[str, list[dict[str, Any]]] = {
+    "integer_pow": [{"y": y} for y in (-2, 0, 1, 2, 3, 7)],
+    "round": [{"method": "even"}, {"method": "away"}],
+    "reduce_precision": [{"exponent_bits": 5, "mantissa_bits": 4}],
+    "convert_element_type": [{"new_dtype": d} for d in DTYPES],
+}
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "eq_to", "lt_to", "le_to")
+# Units in the last place of float32: the emulator calls glibc's functions (error bounds in its manual, "Known Maximum Errors in
+# Math Functions"), and logistic and integer_pow are made of several operations.
+ULPS = {"logistic": 4, "integer_pow": 8, "lgamma": 8, "acosh": 4, "atanh": 4, "erfc": 6, "erf_inv": 8, "sinh": 4, "cosh": 4}
+# ... logistic of 16-bit results by tanh.approx, whose error of 2**-11 is absolute (PTX ISA, tanh).
+COARSE_LOGISTIC = 2.0**-11
+
+
+def specials(dtype: str) -> np.ndarray:
+    """Values at which operators change their ways."""
+    if dtype == "bool":
+        return np.array([False, True])
+    if not is_float(dtype):
+        info = np.iinfo(dtype)
+        small = [v for v in (-33, -32, -31, -7, -2, -1, 0, 1, 2, 3, 7, 31, 32, 33) if v >= info.min]
+        return np.array([info.min, info.min + 1, *small, info.max - 1, info.max], dtype)
+    exponent, mantissa = FORMATS[dtype]
+    bias = 2 ** (exponent - 1) - 1
+    least, most = 2.0 ** (1 - bias), 2.0**bias * (2 - 2.0**-mantissa)
+    positive = [
+        0.0,
+        least * 2.0**-mantissa,
+        least / 2,
+        least,
+        1e-3,
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        1.5,
+        2.0,
+        2.5,
+        3.0,
+        3.14,
+        10.5,
+        90.0,
+        most,
+    ]
+    values = [*positive, *(-v for v in positive), float("inf"), float("-inf"), float("nan")]
+    return np.array(values, np.float64).astype(np_dtype(dtype))
+
+
+def admitted(kind: str, types: list[str], out: str, params: dict[str, Any]) -> bool:
+    values = [Value((64, 8), t) for t in (*types, out)]
+    n = len(types)
+    return cuda.supports(Op(kind, tuple(range(n)), (n,), make_params(**params)), values[:n], values[n:]) is None
+
+
+def entries(dtype: str) -> list[tuple[str, dict[str, Any], list[str], str]]:
+    """(kind, parameters, dtypes of the operands, dtype of the result) of every pointwise operator on ``dtype`` with code."""
+    found = []
+    for kind, spec in OPS.items():
+        if spec.family not in ("pointwise", "convert") or dtype not in spec.dtypes:
+            continue
+        for params in PARAMS.get(kind, [{}]):
+            types = [dtype] * (spec.arity or 0)
+            if kind == "select_n":
+                types[0] = "bool"
+            out = "bool" if kind in COMPARISONS else params.get("new_dtype", dtype)
+            if admitted(kind, types, out, params):
+                found.append((kind, params, types, out))
+    return found
+
+
+def operands(dtype: str) -> list[np.ndarray]:
+    """Three operands in which every pair of special values meets, rows of 8: the width of which least is unrolled."""
+    values = specials(dtype)
+    pairs = np.array(list(itertools.product(values, values)), values.dtype)
+    n = -(-len(pairs) // 8) * 8
+    pairs = pairs[np.arange(n) % len(pairs)]
+    third = values[np.arange(n) * 7 % len(values)]
+    return [np.ascontiguousarray(a).reshape(-1, 8) for a in (pairs[:, 0], pairs[:, 1], third)]
+
+
+def all_pointwise(dtype: str) -> tuple[Tiles, list[np.ndarray], list[str]]:
+    arrays = operands(dtype)
+    rows = len(arrays[0])
+    t = Tiles((rows,), 64)
+    loads = [t.load(a.shape, dtype, ROW) for a in arrays]
+    which = (np.arange(arrays[0].size) % 3 == 0).reshape(arrays[0].shape)
+    loads.append(t.load(which.shape, "bool", ROW))
+    names = []
+    for kind, params, types, out in entries(dtype):
+        inputs = [loads[3] if ty == "bool" and dtype != "bool" else loads[k] for k, ty in enumerate(types)]
+        y = t.op(kind, *inputs, dtype=out, **params)
+        t.store(y, arrays[0].shape, ROW)
+        names.append(f"{kind} {params}" if params else kind)
+    return t, [*arrays, which], names
+
+
+def check_pointwise(name: str, got: np.ndarray, want: np.ndarray) -> None:
+    kind, dtype = name.split()[0], str(want.dtype)
+    assert got.dtype == want.dtype, name
+    if not is_float(dtype):
+        np.testing.assert_array_equal(got, want, err_msg=name)
+        return
+    g, w = got.astype(np.float64), want.astype(np.float64)
+    np.testing.assert_array_equal(np.isnan(g), np.isnan(w), err_msg=name)
+    exact = OPS[kind].flops <= 4 and kind not in ULPS or kind in ("rem", "convert_element_type")
+    zero = (w == 0) & (g == 0)
+    if exact and kind not in ("max", "min", "clamp"):  # where zeros tie, NumPy takes either
+        np.testing.assert_array_equal(np.signbit(g[zero]), np.signbit(w[zero]), err_msg=f"{name}: the sign of zero")
+    mantissa, least = FORMATS[dtype][1], 2 - 2 ** (FORMATS[dtype][0] - 1)
+    with np.errstate(all="ignore"):
+        unit = np.ldexp(1.0, np.maximum(np.frexp(w)[1] - 1, least) - mantissa)
+        allowed = 0 if exact else unit * (ULPS.get(kind, 3) if dtype == "float32" else 1)
+        if kind == "logistic" and dtype == "bfloat16":
+            allowed = allowed + COARSE_LOGISTIC
+        wrong = (np.abs(g - w) > allowed) & np.isfinite(w) | (np.isinf(w) & (g != w))
+    assert not wrong.any(), f"{name} of {wrong.sum()} values: {got[wrong][:4]} where {want[wrong][:4]} is right"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pointwise(dtype: str) -> None:
+    t, arrays, names = all_pointwise(dtype)
+    program = t.program()
+    got, want = run_program(program, *arrays), interpret(program, arrays)
+    failures = []
+    for name, g, w in zip(names, got, want, strict=True):
+        try:
+            check_pointwise(name, g, w)
+        except AssertionError as e:
+            failures.append(str(e))
+    assert not failures, "\n".join(failures)
+
+
+def test_most_of_the_table_has_code() -> None:
+    """What has none is known: special functions that CUDA's library lacks, and what needs the bits of a dtype."""
+    of_floats = {kind for kind, *_ in entries("float32")}
+    missing = {k for k, s in OPS.items() if s.family == "pointwise" and "float32" in s.dtypes} - of_floats
+    assert missing == {
+        *("digamma", "bessel_i0e", "bessel_i1e", "igamma", "igammac", "zeta", "polygamma", "regularized_incomplete_beta"),
+        *("reduce_precision", "eq_to", "lt_to", "le_to"),
+    }
+    of_integers = {kind for kind, *_ in entries("int32")}
+    missing = {k for k, s in OPS.items() if s.family == "pointwise" and "int32" in s.dtypes} - of_integers
+    assert missing == {"mulhi", "eq_to", "lt_to", "le_to"}
+
+
+# -- columns that change places
+
+
+def check_program(t: Tiles, *arrays: np.ndarray, tolerance: float = 0.0, sm: int = 900, lanes: int = 1) -> None:
+    """As the interpreter says; bit for bit if ``tolerance`` is 0."""
+    program = t.program()
+    for k, (g, w) in enumerate(zip(run_program(program, *arrays, sm=sm, lanes=lanes), interpret(program, arrays), strict=True)):
+        assert g.dtype == w.dtype and g.shape == w.shape
+        message = f"result {k}\n{program}"
+        if tolerance == 0:
+            np.testing.assert_array_equal(g, w, err_msg=message)
+        else:
+            np.testing.assert_allclose(g.astype(np.float64), w.astype(np.float64), rtol=tolerance, atol=tolerance, err_msg=message)
+
+
+def array(*shape: int, dtype: str = "float32") -> np.ndarray:
+    if dtype == "bool":
+        return RNG.integers(0, 2, shape).astype(bool)
+    if not is_float(dtype):
+        return RNG.integers(0, 1000, shape).astype(dtype)
+    return RNG.standard_normal(shape).astype(np_dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_concatenations_slices_and_reversals(dtype: str) -> None:
+    """Whole blocks, and columns that start within one."""
+    t = Tiles((70,), 64)
+    x, y = t.load((70, 40), dtype, ROW), t.load((70, 96), dtype, ROW)
+
+    def store(v: int) -> None:
+        t.store(v, (70, *t.values[v].shape), ROW)
+
+    def cut(v: int, start: int, limit: int, stride: int = 1) -> int:
+        return t.op("slice", v, shape=(-(-(limit - start) // stride),), start=(0, start), limit=(-1, limit), strides=(1, stride))
+
+    store(t.concat(x, y, dimension=1))
+    store(t.concat(y, x, y, dimension=1))
+    for start, limit, stride in ((0, 32, 1), (32, 96, 1), (5, 38, 1), (64, 65, 1), (1, 96, 7)):
+        store(cut(y, start, limit, stride))
+    store(t.op("rev", x, dimensions=(1,)))
+    store(t.concat(cut(y, 64, 96), cut(y, 0, 32), dimension=1))
+    store(t.concat(cut(x, 3, 4), cut(y, 90, 96), x, dimension=1))
+    check_program(t, array(70, 40, dtype=dtype), array(70, 96, dtype=dtype))
+
+
+def test_pads() -> None:
+    t = Tiles((9,), 64)
+    x = t.load((9, 12, 4), "float32", ((0,), (), ()))
+    a = array(9, 12, 4)
+    for low, high, interior in (((1, 0), (2, 3), (0, 0)), ((-1, 2), (0, -2), (0, 0)), ((0, -3), (-2, 1), (1, 2))):
+        sizes = [n + lo + hi + (n - 1) * gap for n, lo, hi, gap in zip((12, 4), low, high, interior, strict=True)]
+        params = {"low": (0, *low), "high": (0, *high), "interior": (0, *interior)}
+        y = t.op("pad", x, t.literal(0.5), shape=sizes, **params)
+        t.store(y, (9, *sizes), ((0,), (), ()))
+    check_program(t, a)
+
+
+def test_transposes_reshapes_and_broadcasts_of_rows_with_dimensions() -> None:
+    t = Tiles((67,), 64)
+    x, w, v = t.load((67, 3, 4, 5), "float32", ((0,), (), (), ())), t.load((4,)), t.load((67,), "float32", ((0,),))
+    y = t.op("sin", x)
+    for perm in ((0, 2, 1, 3), (0, 3, 2, 1), (0, 1, 3, 2)):
+        z = t.transpose(y, perm)
+        t.store(z, (67, *t.values[z].shape), ((0,), (), (), ()))
+    t.store(t.reshape(t.transpose(x, (0, 3, 1, 2)), (15, 4)), (67, 15, 4), ((0,), (), ()))
+    t.store(t.op("mul", y, t.broadcast(w, (3, 4, 5), (2,))), (67, 3, 4, 5), ((0,), (), (), ()))
+    t.store(t.op("add", y, t.broadcast(v, (3, 4, 5), (0,))), (67, 3, 4, 5), ((0,), (), (), ()))
+    means = t.reduce("sum", t.reshape(x, (60,)), (1,))
+    t.store(t.broadcast(means, (4, 2), (0,)), (67, 4, 2), ((0,), (), ()))
+    check_program(t, array(67, 3, 4, 5), array(4), array(67), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32", "bfloat16", "uint32"])
+def test_indices_of_columns_and_rows(dtype: str) -> None:
+    t = Tiles((5, 27), 64)
+    streams = ((0,), (1,), (), ())
+    x = t.load((5, 27, 3, 40), dtype, streams)
+    for d in (1, 2):
+        t.store(t.op("max", x, t.iota((3, 40), d, dtype)), (5, 27, 3, 40), streams)
+    for axes in ((0,), (1,), (0, 1)):
+        t.store(t.op("max", x, t.index(axes, (3, 40), dtype)), (5, 27, 3, 40), streams)
+        t.store(t.index(axes, (), dtype), (5, 27), ((0,), (1,)))
+    check_program(t, array(5, 27, 3, 40, dtype=dtype))
+
+
+# -- reductions of columns and of the stream
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint32", "bool"])
+def test_reductions_of_columns(dtype: str) -> None:
+    t = Tiles((70,), 64)
+    wide, narrow, one = (t.load((70, n), dtype, ROW) for n in (90, 5, 1))
+    arrays = [array(70, n, dtype=dtype) for n in (90, 5, 1)]
+    hows = {"bool": ("and", "or", "max", "min"), "int32": ("sum", "max", "min", "prod", "and", "or")}
+    for how in hows.get(dtype, ("sum", "max", "min", *(("and", "or") if dtype == "uint32" else ("prod",)))):
+        for x in (wide, narrow, one):
+            t.store(t.reduce(how, x, (1,)), (70,), ((0,),))
+    check_program(t, *arrays, tolerance={"float32": 3e-5, "bfloat16": 2e-2}.get(dtype, 0.0))
+
+
+@pytest.mark.parametrize(("dtype", "lanes"), [("float32", 1), ("float32", 3), ("int32", 2), ("uint32", 1), ("bool", 3)])
+def test_sinks(dtype: str, lanes: int) -> None:
+    """Of whole rows, of columns, of one number a row, in every way; the last tile is not full."""
+    t = Tiles((5, 33), 64)
+    streams = ((0,), (1,), ())
+    x, v = t.load((5, 33, 40), dtype, streams), t.load((5, 33), dtype, ((0,), (1,)))
+    ways = {"bool": ("and", "or", "max", "min"), "float32": ("sum", "max", "min", "prod")}
+    for how in ways.get(dtype, ("sum", "max", "min", "prod", "and", "or")):
+        t.sink(x, how, (0,))
+        t.sink(x, how, (0, 1))
+        t.sink(v, how, (0,))
+    x_array, v_array = array(5, 33, 40, dtype=dtype), array(5, 33, dtype=dtype)
+    check_program(t, x_array, v_array, tolerance=2e-5 if dtype == "float32" else 0.0, lanes=lanes)
+
+
+def test_nan_goes_through_reductions_and_sinks() -> None:
+    t = Tiles((70,), 64)
+    x = t.load((70, 33), "float32", ROW)
+    for how in ("sum", "max", "min"):
+        t.store(t.reduce(how, x, (1,)), (70,), ((0,),))
+        t.sink(x, how, (0,))
+        t.sink(x, how, (0, 1))
+    a = array(70, 33)
+    a[7, 3], a[69, 32], a[3, 5] = np.nan, np.inf, -np.inf
+    check_program(t, a, tolerance=2e-5)
+
+
+# -- arrays whose rows do not lie together, several stream axes, products
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_strided_rows(dtype: str) -> None:
+    """The stream runs over the last, a middle or two separate dimensions."""
+    t = Tiles((7, 11), 64)
+    last = t.load((40, 7, 11), dtype, ((), (0,), (1,)))
+    middle = t.load((3, 7, 11, 4), dtype, ((), (0,), (1,), ()))
+    apart = t.load((11, 5, 7), dtype, ((1,), (), (0,)))
+    of_one_axis = t.load((7, 40), dtype, ((0,), ()))
+    both = t.op("max", last, of_one_axis)
+    t.store(both, (40, 11, 7), ((), (1,), (0,)))
+    t.store(t.transpose(middle, (0, 2, 1)), (4, 7, 3, 11), ((), (0,), (), (1,)))
+    t.store(apart, (7, 5, 11), ((0,), (), (1,)))
+    arrays = [array(*s, dtype=dtype) for s in ((40, 7, 11), (3, 7, 11, 4), (11, 5, 7), (7, 40))]
+    check_program(t, *arrays)
+
+
+@pytest.mark.parametrize("sm", [900, 800])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_products_of_odd_shapes(dtype: str, sm: int) -> None:
+    """K and N of 1, 3, 8, 17 and more than a chunk; two contracted dimensions; operands from strided arrays. Integers: exact."""
+    t = Tiles((70,), 64)
+    arrays, tolerance = [], 0.0
+
+    def load(*shape: int, streams: Any = None) -> int:
+        arrays.append(RNG.integers(-2, 3, shape).astype(np_dtype(dtype)))
+        return t.load(shape, dtype, streams)
+
+    for k, n in ((1, 8), (3, 17), (8, 1), (17, 3), (33, 160), (16, 16)):
+        y = t.matmul(load(70, k, streams=ROW), load(k, n))
+        t.store(y, (70, n), ROW)
+    x, w = load(70, 3, 4, streams=((0,), (), ())), load(3, 4, 5)
+    t.store(t.matmul(x, w, (((1, 2), (0, 1)), ((), ()))), (70, 5), ROW)
+    x, w = load(24, 70, streams=((), (0,))), load(9, 24)
+    t.store(t.matmul(x, w, (((1,), (1,)), ((), ()))), (9, 70), ((), (0,)))
+    check_program(t, *arrays, tolerance=tolerance, sm=sm)
+
+
+@pytest.mark.parametrize("sm", [900, 800])
+def test_tiles_of_every_type_pass_through_queues(sm: int) -> None:
+    t = Tiles((200,), 64)
+    values = [(dtype, n) for dtype in DTYPES for n in (40, 8)]
+    loads = [t.load((200, n), dtype, ROW) for dtype, n in values]
+    row = t.load((200,), "float32", ((0,),))
+    queues = [t.queue(x, (1,)) for x in (*loads, row)]
+    t.stage()
+    for (_, n), q in zip(values, queues, strict=False):
+        t.store(t.pop(q), (200, n), ROW)
+    t.store(t.pop(queues[-1]), (200,), ((0,),))
+    check_program(t, *(array(200, n, dtype=dtype) for dtype, n in values), array(200), sm=sm)
+
+
+# -- what there is no code for
+
+
+def why_not(build: Any) -> str:
+    t = Tiles((70,), 64)
+    arrays = build(t)
+    with pytest.raises(CannotLower) as no:
+        run_program(t.program(), *arrays)
+    return no.value.reason
+
+
+def test_reasons() -> None:
+    def partial_reduction(t: Tiles) -> list[np.ndarray]:
+        x = t.load((70, 3, 4), "float32", ((0,), (), ()))
+        t.store(t.reduce("sum", x, (1,)), (70, 4), ROW)
+        return [array(70, 3, 4)]
+
+    def wide_type(t: Tiles) -> list[np.ndarray]:
+        t.store(t.op("sin", t.load((70, 3), "float64", ROW)), (70, 3), ROW)
+        return [array(70, 3)]
+
+    assert why_not(partial_reduction) == "a reduction over a part of a row's dimensions has no code on the GPU"
+    assert "float64" in why_not(wide_type)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "int8", "uint8", "int16", "complex64"])
+def test_dtypes_without_code_are_named(dtype: str) -> None:
+    values = [Value((64, 8), dtype), Value((64, 8), dtype)]
+    assert cuda.supports(Op("neg", (0,), (1,)), values[:1], values[1:]) == f"{dtype} has no code on the GPU"

@@ -1,0 +1,187 @@
+"""``scripts/gpu_check.sh`` without a device: what it runs is right, what fails is told, and nothing stops the rest."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kitsune_jax.targets.cuda import hostcc, runtime
+from scripts.gpu import correctness, programs, smoke, steps, traffic, training
+from tests.support.cuda_run import kernel_cache  # noqa: F401, a fixture
+from tests.support.cuda_training_cases import TRAINING
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "gpu_check.sh"
+needs_emulator = pytest.mark.skipif(
+    not (hostcc.available() and runtime.available()), reason=hostcc.why_not() or runtime.why_not() or "no emulator"
+)
+
+
+def start(folder: Path, *options: str, python: Path | str = sys.executable, **environment: str) -> subprocess.Popen[str]:
+    variables = {**os.environ, "PYTHON": str(python), **environment}
+    command = ["bash", str(SCRIPT), *options, str(folder)]
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def status(folder: Path) -> dict[str, int]:
+    return {name: of["status"] for name, of in json.loads((folder / "status.json").read_text())["steps"].items()}
+
+
+@needs_emulator
+@pytest.mark.usefixtures("kernel_cache")
+def test_a_dry_run_is_right_and_told_on_one_page(tmp_path: Path) -> None:
+    folder = tmp_path / "check"
+    run = start(folder, "--dry-run", "--only", "environment,smoke,correctness,soak,traffic")
+    output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert status(folder) == {"environment": 0, "smoke": 0, "correctness": 0, "soak": 0, "traffic": 0}
+    found = json.loads((folder / "correctness.0.json").read_text())
+    assert found["about"]["versions"]["jax"]
+    assert len(found["about"]["sources"]) == 16
+    assert {f["name"].split()[-1] != programs.PLANNED for f in found["findings"]} == {
+        True,
+        False,
+    }  # the planner's, and a forced one
+    assert all(0 < e < 0.01 for f in found["findings"] for whole in f["errors"] for e in whole)
+    soak = json.loads((folder / "soak.json").read_text())["findings"]
+    assert [f["launches"] for f in soak] == [f["wanted"] for f in soak] == [3] * 4
+    page = (folder / "summary.md").read_text()
+    assert "| correctness | right |" in page
+    assert "no CUDA device" in page
+    with tarfile.open(f"{folder}.tar.gz") as archive:
+        assert "check/summary.md" in archive.getnames()
+
+
+@pytest.mark.slow
+@needs_emulator
+@pytest.mark.usefixtures("kernel_cache")
+def test_a_dry_run_of_a_training_step_is_right(tmp_path: Path) -> None:
+    folder = tmp_path / "check"
+    output, _ = start(folder, "--dry-run", "--only", "training").communicate(timeout=200)
+    assert status(folder) == {"training": 0}, output
+    (found,) = json.loads((folder / "training.json").read_text())["findings"]
+    assert found["kernels"] > 0 and found["equal_bits"]
+    assert set(found["errors"]) == {"loss", "params", "mean", "square"}
+    assert all(0 < e < 0.01 for e in found["errors"].values())
+
+
+@pytest.mark.slow
+@needs_emulator
+@pytest.mark.usefixtures("kernel_cache")
+def test_a_kind_of_kernel_that_hangs_costs_ten_seconds_and_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "check"
+    output, _ = start(folder, "--dry-run", "--only", "smoke,correctness", "--plant", "hang@smoke:0").communicate(timeout=300)
+    assert status(folder) == {"smoke": 1, "correctness": 0}, output
+    hung, other = json.loads((folder / "smoke.json").read_text())["findings"]
+    assert hung["error"] == f"did not end within {smoke.LIVE_SECONDS:g} s" and other["ok"]
+    found = json.loads((folder / "correctness.0.json").read_text())["findings"]
+    assert [f["kind"] for f in found] == ["", other["kind"]]  # the planner's choice, and the one that is left
+    assert f"left out of later steps, because they hung or crashed: {hung['kind']}" in (folder / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [("--kernel-name", "--kernel-name kernel_substring=kitsune_region"), ("--kernel-regex", "--kernel-regex kns=kitsune_region")],
+)
+def test_the_sanitizer_is_told_which_kernels_are_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, wanted: str
+) -> None:
+    """Without the filter every kernel of XLA is instrumented; the option's name depends on the version."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f'#!/usr/bin/env bash\necho "  {words} arg"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    made = [step for step in steps.steps("python", tmp_path, dry_run=False) if step.group == "sanitizer"]
+    assert [step.name for step in made] == ["memcheck", "racecheck", "synccheck"]
+    for step in made:
+        line = " ".join(step.programs[0].command)
+        assert line.startswith(f"compute-sanitizer --tool {step.name} --error-exitcode") and wanted in line and "--few" in line
+
+
+def test_a_machine_without_the_sanitizer_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    made = [step for step in steps.steps("python", tmp_path, dry_run=False) if step.group == "sanitizer"]
+    assert all("not on PATH" in step.missing for step in made) and len(made) == 3
+
+
+def test_no_case_may_take_longer_than_its_step(tmp_path: Path) -> None:
+    """Else the step would end before the case is named, and the next call would hang in it again."""
+    for step in steps.steps("python", tmp_path, dry_run=False):
+        for program in step.programs:
+            if "--case-seconds" in program.command:
+                assert float(program.command[program.command.index("--case-seconds") + 1]) < step.seconds
+    assert next(s.seconds for s in steps.steps("python", tmp_path, dry_run=False) if s.name == "training") > training.CASE_SECONDS
+
+
+def test_the_build_names_what_is_missing() -> None:
+    command = [sys.executable, "-S", "-E", "-m", "scripts.gpu.build"]  # no packages of the environment
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pip install nanobind setuptools jaxlib" in done.stdout
+
+
+@pytest.mark.skipif(not isinstance(runtime.driver_info(), str), reason="there is a CUDA driver here")
+def test_without_a_device_the_check_ends_at_once(tmp_path: Path) -> None:
+    output, _ = start(tmp_path / "check", "--only", "environment,correctness").communicate(timeout=200)
+    assert status(tmp_path / "check") == {"environment": 1}, output
+    assert "there is no CUDA device: nothing else can run" in output
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("words", [("--onyl", "soak"), ("--only", "soka")])
+def test_an_unknown_option_or_step_is_refused(tmp_path: Path, words: tuple[str, str]) -> None:
+    run = start(tmp_path / "check", *words)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 2
+    assert words[0] in output or words[1] in output
+    assert not (tmp_path / "check").exists()
+
+
+def test_one_wrong_row_of_many_is_seen() -> None:
+    wanted = np.random.default_rng(0).standard_normal((20_000, 16))
+    right = wanted * (1 + 1e-3)
+    wrong = right.copy()
+    wrong[12_345] = wrong[1]
+    tolerance = correctness.TOLERANCE["bfloat16"]
+    of_jit = correctness.difference(right, wanted)
+    assert correctness.is_near(of_jit, of_jit, tolerance)
+    assert not correctness.is_near(correctness.difference(wrong, wanted), of_jit, tolerance)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_is_wrong(value: float) -> None:
+    wanted = np.ones((4, 4))
+    got = wanted.copy()
+    got[2, 1] = value
+    assert correctness.difference(got, wanted) == (math.inf, math.inf)
+    assert correctness.difference(wanted[:3], wanted) == (math.inf, math.inf)
+
+
+def test_a_choice_for_slow_tools_has_training_steps() -> None:
+    """One each: they are the largest kernels."""
+    plan: Any = object()
+    made = [programs.Program(f, "bfloat16", 333, "cuda", "some", plan) for f in TRAINING.values()]
+    chosen = programs.few(made)
+    assert [p.family.name for p in chosen] == [f.name for f in TRAINING.values() if f.small]
+
+
+def test_counters_are_added_over_kernels() -> None:
+    head = '==PROF== Connected\n"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+    table = head + "\n".join(
+        ('0,gemm,dram__bytes_read.sum,byte,"1,000"', "0,gemm,dram__bytes_write.sum,byte,50", "1,relu,dram__bytes_read.sum,byte,7")
+    )
+    assert traffic.read_table(table) == {"kernels": 2, "read": 1007.0, "written": 50.0}
+    with pytest.raises(ValueError, match="not in bytes"):
+        traffic.read_table(head + "0,gemm,dram__bytes_read.sum,Mbyte,3\n")
+    with pytest.raises(ValueError, match="no kernels"):
+        traffic.read_table("==PROF== no kernels were profiled")

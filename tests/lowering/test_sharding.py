@@ -1,0 +1,159 @@
+"""Eight forced devices: pipelines under ``shard_map``; plain HLO and one warning under a sharded ``jit``; never an all-gather."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kitsune_jax as kj
+from kitsune_jax import lowering
+from tests.support.checks import arrays, close, count, in_float64
+
+pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
+X, W1, W2 = arrays(0, (16, 8), (8, 16), (16, 8))
+
+
+def mlp(x: Any, w1: Any, w2: Any) -> Any:
+    return jnp.tanh(jax.nn.relu(x @ w1) @ w2)
+
+
+def loss(f: Any) -> Any:
+    return lambda *args: jnp.sum(f(*args) ** 2)
+
+
+def _mesh(shape: tuple[int, ...] = (8,), names: tuple[str, ...] = ("data",), kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    assert len(jax.devices()) >= 8, "set XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX starts"
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+def _sharded(f: Any, **options: Any) -> Any:
+    return jax.shard_map(f, mesh=_mesh(), in_specs=(P("data"), P(), P()), out_specs=P("data"), **options)
+
+
+def _gathers(text: str) -> int:
+    return len(re.findall(r"= \S+ all-gather", text))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_keeps_its_pipelines(check_vma: bool, force: bool) -> None:
+    p = _sharded(kj.pipeline(mlp, force=force), check_vma=check_vma)
+    for f, want in ((p, mlp), (jax.grad(loss(p), (0, 1, 2)), jax.grad(loss(mlp), (0, 1, 2)))):
+        compiled = jax.jit(f).lower(X, W1, W2).compile()
+        if force:
+            assert count(compiled.as_text()) > 0
+        assert _gathers(compiled.as_text()) == 0
+        close(jax.jit(f)(X, W1, W2), in_float64(want, X, W1, W2))
+
+
+def test_grad_inside_shard_map() -> None:
+    f = _sharded(jax.grad(loss(kj.pipeline(mlp, force=True))))
+    assert count(jax.jit(f).lower(X, W1, W2).compile().as_text()) > 0
+    close(jax.jit(f)(X, W1, W2), in_float64(jax.grad(loss(mlp)), X, W1, W2))
+
+
+def test_scan_inside_shard_map() -> None:
+    def scanned(x: Any, w: Any, _: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w @ w.T), None), x, None, length=3)[0]
+
+    f = jax.jit(_sharded(kj.pipeline(scanned, force=True)))
+    assert count(f.lower(X, W1, W2).compile().as_text()) > 0
+    close(f(X, W1, W2), in_float64(scanned, X, W1, W2))
+
+
+def test_collective_inside_the_pipeline() -> None:
+    p = kj.pipeline(lambda x, w: jax.lax.psum(jnp.tanh(x) @ w, "data"), force=True)
+    f = jax.shard_map(p, mesh=_mesh(), in_specs=(P(None, "data"), P("data")), out_specs=P())
+    want = lambda x, w: jnp.tanh(x) @ w  # noqa: E731
+    assert count(jax.jit(f).lower(X, W1).compile().as_text()) > 0
+    close(jax.jit(f)(X, W1), in_float64(want, X, W1))
+    close(jax.jit(jax.grad(loss(f), (0, 1)))(X, W1), in_float64(jax.grad(loss(want), (0, 1)), X, W1))
+
+
+def test_vmap_inside_shard_map() -> None:
+    batch = jnp.stack([X, X * 2, X * 3, X * 4, X, X, X, X])
+    f = jax.jit(_sharded(jax.vmap(kj.pipeline(mlp, force=True), (0, None, None))))
+    assert count(f.lower(batch, W1, W2).compile().as_text()) > 0
+    close(f(batch, W1, W2), in_float64(jax.vmap(mlp, (0, None, None)), batch, W1, W2))
+
+
+def test_sharded_jit_is_plain_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering, "_warned", set())
+    mesh = _mesh()
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    weights = [jax.device_put(w, NamedSharding(mesh, P())) for w in (W1, W2)]
+    p = kj.pipeline(mlp, force=True)
+    with pytest.warns(UserWarning, match="shard_map") as told:
+        compiled = jax.jit(p).lower(x, *weights).compile()
+        gradient = jax.jit(jax.grad(loss(p), (0, 1, 2))).lower(x, *weights).compile()
+    assert len([w for w in told if "kitsune_jax" in str(w.message)]) == 1
+    for c in (compiled, gradient):
+        assert count(c.as_text()) == 0
+        assert _gathers(c.as_text()) == 0
+    out = compiled(x, *weights)
+    assert out.sharding.is_equivalent_to(x.sharding, 2)
+    close(out, in_float64(mlp, X, W1, W2))
+    close(gradient(x, *weights), in_float64(jax.grad(loss(mlp), (0, 1, 2)), X, W1, W2))
+
+
+@pytest.mark.filterwarnings("ignore:kitsune_jax")
+def test_explicit_mesh() -> None:
+    with jax.set_mesh(_mesh(kind=AxisType.Explicit)):
+        x, w1, w2 = jax.device_put(X, P("data")), jax.device_put(W1, P()), jax.device_put(W2, P())
+        f = jax.jit(kj.pipeline(mlp, force=True))
+        assert _gathers(f.lower(x, w1, w2).compile().as_text()) == 0
+        close(f(x, w1, w2), mlp(X, W1, W2))
+
+
+@pytest.mark.filterwarnings("ignore:kitsune_jax")
+def test_partly_manual_shard_map_is_plain() -> None:
+    f = jax.jit(
+        jax.shard_map(
+            kj.pipeline(mlp, force=True),
+            mesh=_mesh((4, 2), ("data", "model")),
+            in_specs=(P("data"), P(), P()),
+            out_specs=P("data"),
+            axis_names={"data"},
+        )
+    )
+    text = f.lower(X, W1, W2).compile().as_text()
+    assert (count(text), _gathers(text)) == (0, 0)
+    close(f(X, W1, W2), in_float64(mlp, X, W1, W2))
+
+
+@pytest.mark.filterwarnings("ignore:kitsune_jax")
+def test_manual_and_automatic_parts_of_one_program() -> None:
+    p = kj.pipeline(mlp, force=True)
+
+    def f(a: Any, b: Any, w1: Any, w2: Any) -> Any:
+        return jnp.sum(p(a, w1, w2)) + jnp.sum(_sharded(p)(b, w1, w2))
+
+    text = jax.jit(f).lower(X[:2], X, W1, W2).compile().as_text()
+    assert count(text) > 0
+    close(
+        jax.jit(f)(X[:2], X, W1, W2),
+        in_float64(lambda a, b, w1, w2: jnp.sum(mlp(a, w1, w2)) + jnp.sum(mlp(b, w1, w2)), X[:2], X, W1, W2),
+    )
+
+
+def test_strict_says_why_under_automatic_partitioning() -> None:
+    x = jax.device_put(X, NamedSharding(_mesh(), P("data")))
+    with pytest.raises(kj.NotPipelined, match="shard_map"):
+        jax.jit(kj.pipeline(mlp, force=True, strict=True))(x, W1, W2)
+
+
+def test_a_mesh_of_one_and_another_device() -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    f = jax.jit(kj.pipeline(mlp, force=True))
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    assert count(f.lower(x, W1, W2).compile().as_text()) > 0
+    elsewhere = [jax.device_put(a, jax.devices()[3]) for a in (X, W1, W2)]
+    assert count(f.lower(*elsewhere).compile().as_text()) > 0
+    out = f(*elsewhere)
+    assert out.devices() == {jax.devices()[3]}
+    close(out, in_float64(mlp, X, W1, W2))

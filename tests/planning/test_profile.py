@@ -1,0 +1,410 @@
+"""Machine profiles: what they are, who measures them when, and what a plan does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kitsune_jax as kj
+from kitsune_jax import _compat, _cpu, config
+from kitsune_jax.planning.machines import cpu_at_hand, cpu_of
+from kitsune_jax.profile import __main__ as command
+from kitsune_jax.profile import kernels, measure, shipped, store, timing, xla
+from kitsune_jax.profile.model import Profile, numbers_of
+from kitsune_jax.route import route
+
+REFERENCE = shipped.shipped("zen5-2")
+
+
+@pytest.fixture(autouse=True)
+def _own_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No profile is known, none is on disk, and none is named."""
+    monkeypatch.delenv("KITSUNE_PROFILE")
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_known", {})
+
+
+def named(name: str, **changes: Any) -> Profile:
+    return dataclasses.replace(REFERENCE, name=name, **changes)
+
+
+def network(params: list[Any], x: Any) -> Any:
+    for w in params:
+        x = jax.nn.relu(x @ w)
+    return x
+
+
+def small() -> tuple[list[Any], Any]:
+    return [jnp.ones((64, 64))] * 3, jnp.ones((4001, 64))
+
+
+# -- the data
+
+
+def test_a_profile_is_json_and_back() -> None:
+    assert Profile.from_json(REFERENCE.to_json()) == REFERENCE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 0},
+        {"numbers": {"touch": -1.0}},
+        {"numbers": {"touch": float("nan")}},
+        {"workers": 0},
+        {"l2": "much"},
+        {"more": 1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_is_no_profile_is_refused(change: dict[str, Any]) -> None:
+    data = json.loads(REFERENCE.to_json()) | change
+    with pytest.raises(ValueError):
+        Profile.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("family", list(shipped.names()))
+@pytest.mark.parametrize("cores", [1, 2, 16, 192])
+def test_every_shipped_profile_plans(family: str, cores: int) -> None:
+    profile = shipped.shipped(f"{family}-{cores}")
+    assert profile.workers == cores and Profile.from_json(profile.to_json()) == profile
+    machine = cpu_of(profile)
+    assert machine.workers == cores and machine.dram_bandwidth > 0
+    graph = graph_of(network, *small())
+    assert route(graph, "cpu", force=True, device=profile.name, code=False).regions
+
+
+def test_shipped_profiles_have_the_products_of_their_instruction_set() -> None:
+    for name in shipped.names():
+        profile = shipped.shipped(f"{name}-4")
+        ways = {key.split("/")[2] for key, _ in profile.numbers if key.startswith("gemm/bfloat16/")}
+        assert ways == {"widened"} | ({"dots"} & kernels_of(profile.isa)) | ({"tiles"} & kernels_of(profile.isa)), name
+
+
+def kernels_of(isa: str) -> set[str]:
+    return {way for way, isas in (("dots", kernels.DOTS), ("tiles", kernels.TILES)) if isa in isas}
+
+
+def test_an_unknown_profile_names_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_PROFILE", "zen6-2")
+    with pytest.raises(ValueError, match=r"no CPU profile 'zen6-2'.*zen5"):
+        cpu_at_hand()
+
+
+def test_a_family_stands_for_the_cores_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_PROFILE", "avx2")
+    monkeypatch.setenv("KITSUNE_NUM_THREADS", "6")
+    assert cpu_at_hand().name == "avx2-6"
+
+
+# -- measuring
+
+
+def test_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number that a plan may ask for is there, whatever else the machine does meanwhile."""
+    monkeypatch.setattr(timing, "MOST_DISTURBED", 1.0)
+    monkeypatch.setattr(measure, "LEAST_SHARE", 0.0)
+    profile = measure.measure(2)
+    assert (profile.isa, profile.workers) == (_cpu.isa(), 2)
+    reference = {key for key, _ in shipped.shipped(f"{'zen5' if profile.isa == 'avx512bf16' else profile.isa}-2").numbers}
+    assert {key for key, _ in profile.numbers} == reference
+
+
+def test_the_quietest_repetition_counts() -> None:
+    log = timing.Log()
+    tries = iter([([3.0, 9.0, 4.0], 1.0), ([2.0, 2.1, 2.2], 1.0)])
+    assert log.quiet("a", lambda: next(tries)) == 2.0
+    assert log.made == 1 and not log.disturbed
+
+
+@pytest.mark.parametrize("told", [([1.0, 5.0, 5.0], 1.0), ([1.0, 1.0, 1.0], 0.5)], ids=["repetitions differ", "threads waited"])
+def test_a_disturbance_is_seen(told: timing.Repeated) -> None:
+    log = timing.Log()
+    assert log.quiet("a", lambda: told) == 1.0
+    assert log.disturbed == ["a"] and log.is_disturbed
+
+
+class EverythingTakesAMicrosecond:
+    """An extension on whose machine every piece of work takes as long, however many threads do it."""
+
+    def isa(self) -> str:
+        return "generic"
+
+    def __getattr__(self, name: str) -> Callable[..., timing.Repeated]:
+        return lambda *args: ([1e-6] * 3, 1.0)
+
+
+def test_more_workers_than_were_measured_share_the_memory() -> None:
+    """Sixteen threads are measured: a larger machine has their bandwidth of memory, and a cache for each of its own cores."""
+    few, many = (cpu_bandwidths(workers) for workers in (16, 64))
+    assert many["dram"] == pytest.approx(few["dram"]) and many["touch"] == pytest.approx(few["touch"])
+    assert many["l2"] == pytest.approx(4 * few["l2"])
+
+
+def cpu_bandwidths(workers: int) -> dict[str, float]:
+    found = kernels.measure(EverythingTakesAMicrosecond(), workers, timing.Log())
+    return {name: workers / found[key] for name, key in (("dram", "copy/dram"), ("touch", "touch"), ("l2", "copy/l2"))}
+
+
+def test_nothing_to_measure_is_no_number() -> None:
+    assert timing.Log().quiet("a", lambda: ([], 1.0)) is None
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) > 16, reason="would start a busy process for each of many cores")
+def test_other_programs_are_noticed() -> None:
+    """As many busy processes as there are cores leave each measuring thread half of one."""
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        with pytest.raises(measure.Disturbed, match="other programs were running"):
+            measure.measure(config.num_threads())
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+
+
+def test_measuring_minds_no_setting_of_the_program_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MOST_DISTURBED", 1.0)
+    monkeypatch.setattr(measure, "LEAST_SHARE", 0.0)
+    params, x = small()
+    with (
+        jax.enable_x64(True),
+        jax.default_matmul_precision("highest"),
+        jax.transfer_guard("disallow"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
+        y = jax.jit(kj.pipeline(network))(params, x)
+    np.testing.assert_array_equal(y, jax.jit(network)(params, x))
+    assert len(store._known) == 1 and not kj.fallbacks()
+
+
+# -- who measures when
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the machine was measured, by a stand-in that returns the reference."""
+    calls: list[int] = []
+
+    def stand_in(workers: int) -> Profile:
+        calls.append(workers)
+        return named("measured-here-2", workers=workers)
+
+    monkeypatch.setattr(store, "measure", stand_in)
+    return calls
+
+
+def test_a_machine_is_measured_once_and_kept(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cpu_at_hand()
+    monkeypatch.setattr(store, "_known", {})  # another process
+    assert cpu_at_hand() == first and first.name == "measured-here-2" and len(measured) == 1
+
+
+def test_explain_names_the_profile(measured: list[int]) -> None:
+    assert "planned for cpu, measured-here-2" in str(kj.explain(kj.pipeline(network))(*small()))
+
+
+def test_many_threads_measure_once(measured: list[int]) -> None:
+    threads = [threading.Thread(target=store.at_hand) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(measured) == 1
+
+
+def test_other_workers_other_flags_and_other_versions_are_measured_again(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = store.identity(2)
+    assert store.identity(3) != before
+    for change in (
+        lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false"),
+        lambda patch: patch.setattr(jax, "__version__", "0.99"),
+        lambda patch: patch.setattr(store.jaxlib, "__version__", "0.99"),
+        lambda patch: patch.setattr(kj, "__version__", "9"),
+        lambda patch: patch.setattr(store.machine_info, "model_name", lambda: "another"),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert store.identity(2) != before
+    assert store.identity(2) == before
+
+
+def test_two_processes_measure_once(tmp_path: Path) -> None:
+    program = """
+import pathlib, sys, time
+from kitsune_jax.profile import shipped, store
+def stand_in(workers):
+    with open(sys.argv[1], "a") as log:
+        log.write("measured\\n")
+    time.sleep(1)
+    return shipped.shipped("zen5-2")
+store.measure = stand_in
+print(store.at_hand().name)
+"""
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", program, str(log)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) for _ in range(3)]
+    assert {process.communicate(timeout=120)[0].strip() for process in running} == {"zen5-2"}
+    assert log.read_text().count("measured") == 1
+
+
+def test_a_damaged_profile_is_measured_again(measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpu_at_hand()
+    (kept,) = (tmp_path / "cache" / "profiles").glob("*.json")
+    kept.write_bytes(kept.read_bytes().replace(b"touch", b"t0uch"))
+    monkeypatch.setattr(store, "_known", {})
+    assert cpu_at_hand().name == "measured-here-2" and len(measured) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "a file"
+    blocked.touch()
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(blocked))
+    with pytest.warns(RuntimeWarning, match="cannot keep measured machine profiles.*measured again in every process"):
+        assert cpu_at_hand().name == "measured-here-2"
+
+
+def test_a_busy_machine_gets_the_shipped_profile_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(workers: int) -> Profile:
+        raise measure.Disturbed("other programs were running")
+
+    monkeypatch.setattr(store, "measure", busy)
+    report = str(kj.explain(kj.pipeline(network))(*small()))
+    family = store.shipped_name(config.num_threads())
+    assert f"planned for cpu, {family}" in report
+    assert "other programs were running" in report
+
+
+def test_a_measurement_that_fails_costs_no_program_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> dict[str, float]:
+        raise RuntimeError("the clock stands still")
+
+    monkeypatch.setattr(xla, "measure", broken)
+    params, x = small()
+    np.testing.assert_array_equal(jax.jit(kj.pipeline(network))(params, x), jax.jit(network)(params, x))
+    assert "the clock stands still" in store.notes()[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_has_its_parents_profile_and_no_lock(measured: list[int]) -> None:
+    store.at_hand()
+    with store._lock, warnings.catch_warnings():  # as if another thread were measuring for other cores
+        warnings.simplefilter("ignore")
+        child = os.fork()
+        if child == 0:
+            store._known.clear()
+            os._exit(0 if store.at_hand().name == "measured-here-2" else 1)
+    assert os.waitpid(child, 0)[1] == 0 and len(measured) == 1
+
+
+class KeyValues:
+    """The key-value store of a distributed program."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        if key not in self.values:
+            raise RuntimeError("DEADLINE_EXCEEDED")
+        return self.values[key]
+
+
+def test_all_processes_of_a_program_plan_with_the_profile_of_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shared = KeyValues()
+    profiles = []
+    for index, speed in enumerate((1.0, 2.0)):
+        own = named(f"measured-host{index}-2", numbers=numbers_of({k: v * speed for k, v in REFERENCE.numbers}))
+        monkeypatch.setattr(_compat, "distributed_client", lambda index=index: (index, shared))
+        monkeypatch.setattr(store, "measure", lambda workers, own=own: own)
+        monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path / str(index)))
+        monkeypatch.setattr(store, "_known", {})
+        profiles.append(store.at_hand())
+    assert profiles[0] == profiles[1] and profiles[0].name == "measured-host0-2"
+    assert "process 0" in store.notes()[0]
+
+
+def test_processes_that_cannot_agree_take_a_shipped_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "distributed_client", lambda: (1, KeyValues()))
+    assert store.at_hand().name == store.shipped_name(config.num_threads())
+    assert "DEADLINE_EXCEEDED" in store.notes()[0]
+
+
+# -- what a plan does with it
+
+
+def graph_of(function: Callable[..., Any], *args: Any) -> Any:
+    from kitsune_jax.capture.jaxpr import capture
+
+    return capture(jax.make_jaxpr(function)(*args)).graph
+
+
+def test_plans_are_a_pure_function_of_the_graph_and_the_profile() -> None:
+    graph = graph_of(network, *small())
+    plans = [route(graph, "cpu", device="zen5-2", code=False).regions for _ in range(2)]
+    assert [r.plan for r in plans[0]] == [r.plan for r in plans[1]]
+
+
+def test_slow_dots_are_left_for_widened_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VDPBF16PS is half as fast as float32 on Intel, twice as fast on Zen 5."""
+    params, x = [jnp.ones((64, 64), jnp.bfloat16)] * 3, jnp.ones((4001, 64), jnp.bfloat16)
+    graph = graph_of(network, params, x)
+    chosen = {}
+    for speed in (0.5, 4.0):
+        numbers = {k: v * speed if "/dots" in k else v for k, v in REFERENCE.numbers}
+        profile = named("measured-here-2", numbers=numbers_of(numbers))
+        monkeypatch.setattr(store, "_known", {(config.num_threads(), _cpu.isa()): store._Found(profile, ())})
+        (region,) = route(graph, "cpu", force=True, code=False).regions
+        chosen[speed] = region.plan.products[0]
+    assert chosen == {0.5: "dots", 4.0: "widened"}
+
+
+# -- the command
+
+
+def test_the_command_prints_what_people_want_to_see(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--shipped", "zen4-8"]) == 0
+    told = capsys.readouterr().out
+    assert "zen4-8" in told and "GF/s" in told and "GB/s" in told and "tanh" in told
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--shipped", "avx2-4", "--json"]) == 0
+    assert Profile.from_json(capsys.readouterr().out) == shipped.shipped("avx2-4")
+
+
+def test_the_command_measures_again(measured: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    cpu_at_hand()
+    assert command.main(["--kept"]) == 0 and len(measured) == 1
+    assert command.main([]) == 0 and len(measured) == 2
+    assert capsys.readouterr().out.count("measured-here-2") == 2
+
+
+def test_the_command_says_why_there_is_no_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def busy(workers: int) -> Profile:
+        raise measure.Disturbed("other programs were running")
+
+    monkeypatch.setattr(store, "measure", busy)
+    assert command.main([]) == 1
+    assert "other programs were running" in capsys.readouterr().err
+    assert command.main(["--shipped", "fast"]) == 2
+    assert "expected <family>-<cores>" in capsys.readouterr().err

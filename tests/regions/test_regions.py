@@ -1,0 +1,239 @@
+"""Regions: convex, connected, disjoint; and every op outside has a reason."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.plan import Plan, Stage
+from kitsune_jax.regions import joined, select
+from kitsune_jax.streams import Region
+from tests.support.graphs import graph_of, mlp, mlp_params, nerf, nerf_params
+
+RNG = np.random.default_rng(1)
+
+
+def one_stage_plan(graph: Graph, region: Region, *, seconds: float = 1.0, baseline: float = 2.0) -> Plan:
+    stage = Stage("all", region.ops, 0, "tensor", 1, 1.0, 0)
+    return Plan("cpu", "test", "vertical", 8, 1, (stage,), (), 1, seconds, baseline, 1, 2, 1, "all")
+
+
+def choose(graph: Graph, *, force: bool = True, planner=one_stage_plan):
+    return select(graph, lambda i: None, planner, force=force)
+
+
+def assert_convex(graph: Graph, region: Region) -> None:
+    inside = set(region.ops)
+    after: set[int] = set()  # values that depend on a region output through an op outside
+    made = {v for i in region.ops for v in graph.ops[i].outputs}
+    for i, op in enumerate(graph.ops):
+        if i in inside:
+            assert not any(v in after for v in op.inputs), f"a path leaves the region and comes back at op {i}"
+        elif any(v in after or v in region.outputs for v in op.inputs):
+            after.update(op.outputs)
+    assert set(region.outputs) <= made
+
+
+def test_nerf_is_one_region():
+    graph = graph_of(lambda x, p: nerf(p, x), jnp.zeros((32, 63)), nerf_params(RNG))
+    selection = choose(graph)
+    assert len(selection.regions) == 1
+    assert {graph.ops[i].kind for i, _ in selection.rejected} <= {"reshape", "broadcast_in_dim"}  # of the biases
+
+
+def test_a_sort_in_the_middle_gives_two_convex_regions_and_a_reason():
+    def fn(x, w1, w2):
+        h = jnp.tanh(x @ w1)
+        s = jnp.sort(h, axis=0)
+        return jnp.tanh((h + s) @ w2)
+
+    graph = graph_of(fn, jnp.zeros((8, 4)), jnp.zeros((4, 5)), jnp.zeros((5, 3)))
+    selection = choose(graph)
+    assert len(selection.regions) == 2
+    for c in selection.regions:
+        assert_convex(graph, c.region)
+    assert any("sort" in why for _, why in selection.rejected)
+
+
+def test_a_sink_ends_a_level_and_what_follows_is_another_region():
+    def fn(x, w):
+        h = jnp.cumsum(x @ w, axis=1)  # so that columns can't stream
+        h = h - h.mean(0)  # a batch statistic: a barrier
+        return jnp.tanh(h) @ w.T
+
+    graph = graph_of(fn, jnp.zeros((16, 4)), jnp.zeros((4, 4)))
+    selection = choose(graph)
+    assert len(selection.regions) >= 2
+    for c in selection.regions:
+        assert_convex(graph, c.region)
+    assert sum(len(c.region.sinks) for c in selection.regions) == 1
+
+
+def test_unprofitable_regions_are_left_to_xla_with_both_times_named():
+    graph = graph_of(lambda x, p: mlp(p, x), jnp.zeros((8, 4)), mlp_params(RNG, (4, 4, 4)))
+    selection = choose(graph, force=False, planner=lambda g, r: one_stage_plan(g, r, seconds=2.0, baseline=1.0))
+    assert selection.regions == ()
+    assert all(any(w in why for w in ("left to XLA", "stationary", "scalar")) for _, why in selection.rejected)
+    assert any("2000.00 ms" in why and "1000.00 ms" in why for _, why in selection.rejected)
+
+
+def test_a_planner_that_says_no_is_quoted():
+    graph = graph_of(lambda x, w: x @ w, jnp.zeros((8, 4)), jnp.zeros((4, 4)))
+    selection = choose(graph, planner=lambda g, r: "needs 300 KB of shared memory")
+    assert (0, "needs 300 KB of shared memory") in selection.rejected
+
+
+def test_a_broadcast_used_inside_and_outside_is_not_stored():
+    def fn(x, w, key):
+        zeros = jnp.zeros((64, 4)) + w[0, 0]
+        return jnp.maximum(x @ w, zeros), jnp.sort(zeros, 0)
+
+    graph = graph_of(fn, jnp.zeros((64, 4)), jnp.zeros((4, 4)), 0)
+    for c in choose(graph).regions:
+        for v in c.region.outputs:
+            producer = graph.ops[graph.producers()[v]]
+            assert producer.kind != "broadcast_in_dim"
+
+
+def test_momentum_times_its_decay_belongs_to_the_update_that_reads_it():
+    def fn(w, m, x):
+        m = 0.9 * m + jax.grad(lambda w: jnp.tanh(jnp.cumsum(x @ w, axis=1)).sum())(w)  # cumsum: columns can't stream
+        return w - m, m
+
+    graph = graph_of(fn, jnp.zeros((4, 3)), jnp.zeros((4, 3)), jnp.zeros((64, 4)))
+    (chosen,) = select(graph, lambda i: None, one_stage_plan, force=True, several_phases=True).regions
+    (follower,) = chosen.followers
+    assert [graph.ops[i].kind for i in follower.region.ops] == ["mul", "add", "sub"]
+    assert len(chosen.ops) == len(graph.ops)
+
+
+def test_a_weight_gradient_is_made_as_the_update_reads_it():
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+
+    graph = graph_of(step, jnp.zeros((4, 3)), jnp.zeros((64, 4)))
+    assert not any(op.kind == "transpose" for op in graph.ops)
+    twice = graph_of(lambda x, y: (x.T @ y, (x.T @ y).T), jnp.zeros((9, 4)), jnp.zeros((9, 3)))
+    layer = graph_of(lambda x, w: (x @ w).T, jnp.zeros((9, 4)), jnp.zeros((4, 3)))
+    assert any(op.kind == "transpose" for op in twice.ops)
+    assert any(op.kind == "transpose" for op in layer.ops)  # its rows stream: nothing is made in another order
+
+
+def test_what_reads_a_sink_in_a_larger_array_is_no_follower():
+    def fn(x, w):
+        h = jnp.cumsum(x @ w, axis=1)  # so that columns can't stream
+        return jnp.tanh(h - h.mean(0))  # a batch statistic
+
+    graph = graph_of(fn, jnp.zeros((16, 4)), jnp.zeros((4, 4)))
+    selection = select(graph, lambda i: None, one_stage_plan, force=True, several_phases=True)
+    assert all(f.region.space.rows <= 4 for c in selection.regions for f in c.followers)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=10))
+def test_random_updates_give_convex_calls_whose_phases_wait_for_earlier_ones_only(steps):
+    def fn(x, u, v, w, b):
+        def loss(w, b):
+            return jnp.sum(jnp.tanh(jnp.cumsum(x @ w + b, axis=1)))
+
+        dw, db = jax.grad(loss, (0, 1))(w, b)
+        pool = [dw, db, u, v, jnp.float32(2.0) * dw.sum()]
+        for kind, i, j in steps:
+            a, c = pool[i % len(pool)], pool[j % len(pool)]
+            pool.append(
+                [
+                    lambda a, c: jnp.tanh(a),
+                    lambda a, c: a + c if c.shape in (a.shape, ()) else a * 2,
+                    lambda a, c: a * c.sum(),
+                    lambda a, c: jnp.sort(a, axis=0) if a.shape else a,
+                    lambda a, c: jnp.sqrt(jnp.abs(a.sum())),
+                    lambda a, c: jnp.flip(a) if a.shape else -a,
+                    lambda a, c: jnp.where(c.sum() > 0, a, -a),
+                ][kind](a, c)
+            )
+        return pool[-1], pool[len(pool) // 2], pool[-2]
+
+    shapes = [(12, 4), (4, 3), (3,), (4, 3), (3,)]
+    graph = graph_of(fn, *(jnp.zeros(s) for s in shapes))
+    selection = select(graph, lambda i: None, one_stage_plan, force=True, several_phases=True)
+    seen: set[int] = set()
+    for c in selection.regions:
+        assert not seen & set(c.ops)
+        seen |= set(c.ops)
+        whole = joined(graph, c.region, c.followers)
+        assert_convex(graph, whole)
+        made = {v: 0 for v in c.region.outputs}
+        for f in c.followers:
+            assert_convex(graph, f.region)
+            assert all(made.get(v, -1) < f.phase for v in f.region.inputs)
+            assert any(v in made for v in f.region.inputs)
+            made |= dict.fromkeys(f.region.outputs, f.phase)
+        assert set(whole.outputs) <= set(made) and not set(whole.inputs) & set(made)
+    assert not seen & {i for i, _ in selection.rejected}
+
+
+@st.composite
+def programs(draw):
+    """Random programs over [12, 4] values: streams, sinks, sorts, transposed uses, skips."""
+    steps = draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=12))
+
+    def fn(x, w):
+        pool = [x]
+        for kind, a, b in steps:
+            u, v = pool[a % len(pool)], pool[b % len(pool)]
+            pool.append(
+                [
+                    lambda u, v: jnp.tanh(u),
+                    lambda u, v: u + v,
+                    lambda u, v: u @ w,
+                    lambda u, v: u - v.mean(0),
+                    lambda u, v: jnp.sort(u, axis=0) * v,
+                    lambda u, v: jax.nn.softmax(u) * v,
+                    lambda u, v: jnp.cumsum(u, axis=1) + v,
+                    lambda u, v: u * v.sum(),
+                ][kind](u, v)
+            )
+        return pool[-1], pool[len(pool) // 2]
+
+    return fn
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs())
+def test_random_programs_give_disjoint_convex_regions_and_a_reason_for_the_rest(fn):
+    graph = graph_of(fn, jnp.zeros((12, 4)), jnp.zeros((4, 4)))
+    selection = choose(graph)
+    seen: set[int] = set()
+    for c in selection.regions:
+        assert_convex(graph, c.region)
+        assert not seen & set(c.region.ops)
+        seen |= set(c.region.ops)
+    assert all(why for _, why in selection.rejected)
+    assert not seen & {i for i, _ in selection.rejected}
+    # The regions, each taken as one node, and the other ops can be put in an order: no cycle between regions.
+    owner = {i: ("region", k) for k, c in enumerate(selection.regions) for i in c.region.ops}
+    producers = graph.producers()
+    edges: dict[object, set[object]] = {}
+    for i, op in enumerate(graph.ops):
+        me = owner.get(i, i)
+        for v in op.inputs:
+            if v in producers:
+                other = owner.get(producers[v], producers[v])
+                if other != me:
+                    edges.setdefault(me, set()).add(other)
+    state: dict[object, int] = {}
+
+    def visit(n: object) -> None:
+        assert state.get(n) != 1, "a cycle through regions"
+        if n not in state:
+            state[n] = 1
+            for m in edges.get(n, ()):
+                visit(m)
+            state[n] = 2
+
+    for n in list(edges):
+        visit(n)

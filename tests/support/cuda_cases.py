@@ -1,0 +1,203 @@
+"""Kernel families of the CUDA target as data: what its kernels are tested with: in the emulator, disassembled, and on a device.
+
+Comes in: a family's name, rows, a dtype. Goes out: a function and its arguments. Invariants: values stay near 1, so that tolerances
+may be those of the dtype; every row differs, so that a row in a wrong place is seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tests.support.graphs import layer_norm
+
+Array = Any
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arg:
+    """``shape`` with -1 for the rows; ``dtype``: None is the dtype of the case; normal numbers times ``scale``, or where there are
+    ``classes`` integers below them."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    scale: float = 1.0
+    classes: int = 0
+
+    def draw(self, rng: np.random.Generator, rows: int, dtype: str) -> Array:
+        shape = _shape(self, rows)
+        if self.classes:
+            return jnp.asarray(rng.integers(0, self.classes, shape), self.dtype or dtype)
+        return jnp.asarray(rng.standard_normal(shape).astype(np.float32) * self.scale, self.dtype or dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """``function(*arguments)``; weights first, then what has rows. ``small``: a fraction of a second in the emulator."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Arg, ...]
+    small: bool = True
+    dtypes: tuple[str, ...] = DTYPES
+
+    def arguments(self, rows: int, dtype: str, seed: int = 0) -> tuple[Array, ...]:
+        rng = np.random.default_rng(seed)
+        return tuple(a.draw(rng, rows, dtype) for a in self.args)
+
+    def shapes(self, rows: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What stands for the arguments where nothing runs."""
+        return tuple(jax.ShapeDtypeStruct(_shape(a, rows), a.dtype or dtype) for a in self.args)
+
+
+def _shape(arg: Arg, rows: int) -> tuple[int, ...]:
+    return tuple(rows if n == -1 else n for n in arg.shape)
+
+
+def weight(*shape: int, dtype: str | None = None) -> Arg:
+    """Keeps the size of what it multiplies; the root of 2 makes up for a ReLU."""
+    return Arg(shape, dtype, float((2.0 / shape[0]) ** 0.5))
+
+
+def bias(n: int, dtype: str | None = None) -> Arg:
+    return Arg((n,), dtype, 0.1)
+
+
+# -- the functions
+
+
+def dense_relu(w: Array, b: Array, x: Array) -> Array:
+    return jax.nn.relu(x @ w + b)
+
+
+def mlp(*args: Array) -> Array:
+    """Layers (w, b) with ReLU between, then x."""
+    *params, x = args
+    for k in range(0, len(params), 2):
+        x = x @ params[k] + params[k + 1]
+        x = jax.nn.relu(x) if k + 2 < len(params) else x
+    return x
+
+
+def nerf(*args: Array) -> tuple[Array, Array]:
+    """A chain that takes its input in again half way, a density head, and a colour head that sees the view direction as well."""
+    *params, x, view = args
+    layers, (w_sigma, b_sigma, w_view, b_view, w_rgb, b_rgb) = params[:-6], params[-6:]
+    h = x
+    for k in range(0, len(layers), 2):
+        if k == len(layers) // 4 * 2:
+            h = jnp.concatenate([h, x], -1)
+        h = jax.nn.relu(h @ layers[k] + layers[k + 1])
+    sigma = jax.nn.relu(h @ w_sigma + b_sigma)
+    h = jax.nn.relu(jnp.concatenate([h, view], -1) @ w_view + b_view)
+    return jax.nn.sigmoid(h @ w_rgb + b_rgb), sigma
+
+
+def _nerf_args(width: int, depth: int, x: int, view: int) -> tuple[Arg, ...]:
+    skip = depth // 2
+    inputs = [x, *[width + x if k == skip else width for k in range(1, depth)]]
+    layers = [a for n in inputs for a in (weight(n, width), bias(width))]
+    half = width // 2
+    heads = [weight(width, 1), bias(1), weight(width + view, half), bias(half), weight(half, 3), bias(3)]
+    return (*layers, *heads, Arg((-1, x)), Arg((-1, view)))
+
+
+def edge_update(*args: Array) -> Array:
+    """MeshGraphNets' edge update: an MLP, layer normalisation in float32, and a residual."""
+    *layers, gain, shift, x = args
+    h = mlp(*layers, x).astype(jnp.float32)
+    return x[:, : gain.shape[0]] + layer_norm(h, gain, shift).astype(x.dtype)
+
+
+def swiglu(w_gate: Array, w_up: Array, w_down: Array, x: Array) -> Array:
+    return (jax.nn.silu(x @ w_gate) * (x @ w_up)) @ w_down
+
+
+def loss(w0: Array, b0: Array, w1: Array, x: Array, y: Array) -> tuple[Array, Array, Array]:
+    """Three sinks: the mean of squared errors, and sums of the hidden layer and of the errors by column."""
+    h = jax.nn.relu(x @ w0 + b0)
+    error = (h @ w1 - y).astype(jnp.float32)
+    return jnp.mean(error * error), h.astype(jnp.float32).sum(0), error.max(0)
+
+
+def softmax_rows(x: Array) -> Array:
+    return jax.nn.softmax(x, axis=-1)
+
+
+def rms_norm(gain: Array, x: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)).astype(x.dtype) * gain
+
+
+def activations(w0: Array, w1: Array, w2: Array, x: Array) -> Array:
+    return jnp.tanh(jax.nn.silu(jax.nn.gelu(x @ w0) @ w1) @ w2)
+
+
+def narrow(w: Array, x: Array, mask: Array) -> Array:
+    """As a gradient goes back through a head of four columns: half of what a product's instruction takes is zero."""
+    return jnp.where(mask > 0, jnp.tanh(x) @ w, 0)
+
+
+def mixed(w0: Array, b0: Array, w1: Array, x: Array) -> tuple[Array, Array]:
+    """A float32 input into 16-bit weights, a float32 bias, and a float32 result beside a narrow one."""
+    h = jnp.dot(x.astype(w0.dtype), w0, preferred_element_type=jnp.float32) + b0
+    narrow = jnp.tanh(h).astype(w1.dtype)
+    return jnp.dot(narrow, w1, preferred_element_type=jnp.float32) + x[:, :16], narrow
+
+
+def two_sums(w0: Array, w1: Array, x: Array) -> Array:
+    """One value, normalised, read by two products that meet again: a diamond."""
+    h = jax.nn.relu(x @ w0)
+    return (h @ w1) * jax.nn.sigmoid(h @ w1[:, ::-1]) + h
+
+
+FAMILIES: dict[str, Family] = {
+    f.name: f
+    for f in (
+        Family("dense", dense_relu, (weight(32, 64), bias(64), Arg((-1, 32)))),
+        Family(
+            "mlp",
+            mlp,
+            (weight(27, 64), bias(64), weight(64, 32), bias(32), weight(32, 64), bias(64), weight(64, 3), bias(3), Arg((-1, 27))),
+        ),
+        Family("nerf-small", nerf, _nerf_args(32, 4, 27, 9)),
+        Family("nerf", nerf, _nerf_args(256, 8, 63, 27), small=False),
+        Family(
+            "edge-update-small",
+            edge_update,
+            (weight(96, 32), bias(32), weight(32, 32), bias(32), Arg((32,), "float32"), Arg((32,), "float32"), Arg((-1, 96))),
+        ),
+        Family(
+            "edge-update",
+            edge_update,
+            (
+                *(weight(384, 128), bias(128), weight(128, 128), bias(128), weight(128, 128), bias(128)),
+                *(Arg((128,), "float32"), Arg((128,), "float32"), Arg((-1, 384))),
+            ),
+            small=False,
+        ),
+        Family("swiglu-small", swiglu, (weight(64, 96), weight(64, 96), weight(96, 64), Arg((-1, 64)))),
+        Family("swiglu", swiglu, (weight(512, 1408), weight(512, 1408), weight(1408, 512), Arg((-1, 512))), small=False),
+        Family("loss", loss, (weight(32, 64), bias(64), weight(64, 16), Arg((-1, 32)), Arg((-1, 16)))),
+        Family("softmax", softmax_rows, (Arg((-1, 40)),)),
+        Family("rms-norm", rms_norm, (Arg((72,)), Arg((-1, 72)))),
+        Family("activations", activations, (weight(32, 48), weight(48, 64), weight(64, 24), Arg((-1, 32)))),
+        Family("narrow", narrow, (weight(4, 256), Arg((-1, 4)), Arg((-1, 256)))),
+        Family(
+            "mixed",
+            mixed,
+            (weight(32, 64), bias(64, "float32"), weight(64, 16), Arg((-1, 32), "float32")),
+            dtypes=("bfloat16", "float16"),
+        ),
+        Family("diamond", two_sums, (weight(64, 64), weight(64, 64), Arg((-1, 64)))),
+        # A stand-in for layers of 1024, whose weights no CTA holds: wide enough to be split by columns.
+        Family("wide", mlp, (weight(256, 256), bias(256), weight(256, 256), bias(256), Arg((-1, 256))), small=False),
+    )
+}

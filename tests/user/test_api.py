@@ -1,0 +1,116 @@
+"""``explain``, and what wrong arguments and switches are told."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+import kitsune_jax as kj
+from tests.support.checks import arrays, count
+
+pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
+X, W1, W2 = arrays(0, (6, 8), (8, 16), (16, 8))
+
+
+def mlp(x: Any, w1: Any, w2: Any) -> Any:
+    return jnp.tanh(jnp.sin(x @ w1) @ w2)
+
+
+def test_explain_runs_nothing() -> None:
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, W1, W2)]
+    calls = 0
+
+    def f(x: Any, w1: Any, w2: Any) -> Any:
+        nonlocal calls
+        jax.debug.callback(lambda: pytest.fail("explain ran the function"))
+        calls += 1
+        return mlp(x, w1, w2)
+
+    report = kj.explain(f, force=True)(*shapes)
+    assert calls == 1
+    assert report.ops_pipelined >= 4
+    assert report.platform == "cpu"
+    assert any("test_api.py" in r.source for r in report.rejected)
+    assert kj.explain(kj.pipeline(mlp, force=True))(X, W1, W2).ops_pipelined == kj.explain(mlp, force=True)(X, W1, W2).ops_pipelined
+
+
+def test_explain_for_a_device_that_is_not_there() -> None:
+    report = kj.explain(mlp, platform="cuda", device="h200", force=True)(X, W1, W2)
+    assert report.platform == "cuda"
+    assert report.machine == "h200"
+
+
+def test_a_region_between_effects_counts_as_left_to_xla() -> None:
+    def f(x: Any, w: Any) -> Any:
+        y = jnp.tanh(x @ w)
+        io_callback(lambda _: None, None, y, ordered=True)
+        z = io_callback(lambda: np.ones((6, 16), np.float32), jax.ShapeDtypeStruct((6, 16), jnp.float32), ordered=True)
+        return jnp.sin(z + y)  # of a pipeline with the product, the callbacks would stand in the middle
+
+    report = kj.explain(f, force=True)(X, W1)
+    compiled = jax.jit(kj.pipeline(f, force=True)).lower(X, W1).compile().as_text()
+    assert (report.ops_pipelined > 0) == (count(compiled) > 0)
+    assert len(report.regions) == count(compiled)
+    assert {r.op for r in report.rejected if "between the side effects" in r.reason} >= {"dot_general", "tanh", "sin"}
+
+
+def test_there_is_no_option_without_an_effect() -> None:
+    with pytest.raises(TypeError, match="deterministic"):
+        kj.pipeline(mlp, deterministic=False)
+
+
+def test_explain_counts_loop_bodies() -> None:
+    ws = arrays(3, (4, 8, 8))[0]
+
+    def f(x: Any, ws: Any) -> Any:
+        return jax.lax.scan(lambda c, w: (jnp.sin(c @ w), None), x, ws)[0]
+
+    report = kj.explain(f, force=True)(X, ws)
+    assert report.ops_pipelined >= 2
+    assert any("bod" in note for note in report.notes)
+
+
+def test_explain_of_a_step_reports_its_pipelined_calls_as_they_run() -> None:
+    def loss(w1: Any, x: Any) -> Any:
+        return (mlp(x, w1, W2) ** 2).sum()
+
+    step = jax.value_and_grad(kj.pipeline(loss, force=True))
+    report = kj.explain(step)(W1, X)
+    compiled = jax.jit(step).lower(W1, X).compile().as_text()
+    assert len(report.regions) == compiled.count('custom_call_target="kitsune_cpu"') >= 2
+    assert any("2 pipelined calls" in note for note in report.notes)
+    whole = kj.explain(jax.value_and_grad(loss), force=True)(W1, X)
+    assert not any("pipelined calls" in note for note in whole.notes)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: kj.pipeline(3), TypeError, "takes a function"),
+        (lambda: kj.pipeline(mlp, residuals="foo"), ValueError, "'save', 'recompute', or a policy"),
+        (lambda: kj.pipeline(mlp, strict="yes"), ValueError, "True or False"),
+        (lambda: kj.pipeline(mlp, force="yes"), ValueError, "True or False or None"),
+        (lambda: kj.pipeline(mlp, static_argnums="x"), ValueError, "index"),
+        (lambda: kj.pipeline(mlp, static_argnames="zz"), ValueError, "no argument 'zz'"),
+        (lambda: kj.pipeline(mlp, static_argnums=0, donate_argnums=0), ValueError, "both static and donated"),
+        (lambda: kj.pipeline(mlp)(X, {1, 2}, W2), TypeError, "neither an array nor hashable"),
+        (lambda: kj.explain(mlp, platform="tpu"), ValueError, "'cpu' or 'cuda'"),
+        (lambda: kj.explain(mlp, device="nosuch")(X, W1, W2), ValueError, "nosuch"),
+    ],
+)
+def test_wrong_arguments_say_what_to_do(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        call()
+
+
+@pytest.mark.parametrize("name", ["KITSUNE_FORCE", "KITSUNE_STRICT", "KITSUNE_DISABLE"])
+def test_wrong_switches_say_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "maybe")
+    with pytest.raises(ValueError, match=f"{name}='maybe' is not a switch"):
+        kj.pipeline(mlp)(X, W1, W2)

@@ -1,0 +1,175 @@
+"""What is packed: a source distribution is the same bytes each time, with what its tests need; licences of what is compiled in."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def sdist(folder: Path, **environment: str) -> Path:
+    """A source distribution of this tree, whose metadata is written elsewhere: tests leave no trace in the tree."""
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder), "sdist", "--dist-dir", str(folder)]
+    env = {k: v for k, v in os.environ.items() if k != "SOURCE_DATE_EPOCH"} | environment
+    with (ROOT / "setup.py").open() as tree:
+        # setuptools packs in the tree itself, so one at a time. A lock, because test groups do not hold: pytest 9.2 took away what
+        # pytest-xdist 3.8 writes the group into, and says nothing.
+        fcntl.flock(tree, fcntl.LOCK_EX)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sdist(tmp_path_factory.mktemp("sdist"))
+
+
+def names(archive: Path) -> set[str]:
+    with tarfile.open(archive) as tar:
+        return {name.partition("/")[2] for name in tar.getnames()}
+
+
+def test_a_source_distribution_is_the_same_bytes_each_time(packed: Path, tmp_path: Path) -> None:
+    assert sdist(tmp_path).read_bytes() == packed.read_bytes()
+
+
+def test_the_date_of_a_source_distribution_is_that_of_the_environment(tmp_path: Path) -> None:
+    with tarfile.open(sdist(tmp_path, SOURCE_DATE_EPOCH="1700000000")) as tar:
+        assert {entry.mtime for entry in tar} == {1700000000}
+
+
+def test_a_source_distribution_tells_nothing_of_who_made_it(packed: Path) -> None:
+    with tarfile.open(packed) as tar:
+        entries = tar.getmembers()
+    assert {(e.uid, e.gid, e.uname, e.gname) for e in entries} == {(0, 0, "", "")}
+    assert {e.mode for e in entries} == {0o644, 0o755}
+
+
+def test_a_source_distribution_has_what_its_tests_need_and_nothing_that_is_built(packed: Path) -> None:
+    found = names(packed)
+    rooms = [
+        "kitsune_jax",
+        "tests",
+        "cpu",
+        "cuda",
+        "benchmarks",
+        "examples",
+        "scripts",
+        "docs",
+        "trust",
+        "kernel_checks",
+        "licenses",
+    ]
+    sources = {".py", ".h", ".cc", ".cpp", ".cu", ".cuh", ".S", ".sh", ".mk", ".md", ".txt", ".json", ".typed"}
+    want = {
+        path.relative_to(ROOT).as_posix()
+        for room in rooms
+        for path in (ROOT / room).rglob("*")
+        if path.is_file() and path.suffix in sources and "__pycache__" not in path.parts
+    }
+    want |= {"setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md", "Makefile", ".ci/run"}
+    assert want <= found, sorted(want - found)[:20]
+    assert not [name for name in found if re.search(r"\.(so|o|pyc)$|__pycache__|^build/", name)]
+
+
+def test_every_requirement_of_a_build_is_pinned() -> None:
+    for requirement in PYPROJECT["build-system"]["requires"]:
+        assert re.match(r"[A-Za-z0-9_-]+==[0-9.]+(;|$)", requirement), requirement
+
+
+def test_the_licences_of_what_is_compiled_in_are_packed(packed: Path) -> None:
+    with tarfile.open(packed) as tar:
+        (metadata,) = (e for e in tar if e.name.count("/") == 1 and e.name.endswith("/PKG-INFO"))
+        file = tar.extractfile(metadata)
+        assert file is not None
+        text = file.read().decode()
+    for name in ("LICENSE", "licenses/nanobind.txt", "licenses/robin-map.txt"):
+        assert f"\nLicense-File: {name}\n" in text
+    assert "\nLicense-Expression: Apache-2.0 AND BSD-3-Clause AND MIT\n" in text
+
+
+def test_the_licences_are_those_of_the_version_that_is_compiled_in() -> None:
+    """They are looked at again, and this line is changed, when nanobind is."""
+    (pinned,) = (r for r in PYPROJECT["build-system"]["requires"] if r.startswith("nanobind"))
+    assert pinned == "nanobind==3.1.0"
+    assert "Wenzel Jakob" in (ROOT / "licenses" / "nanobind.txt").read_text()
+    assert "Thibaut Goetghebuer-Planchon" in (ROOT / "licenses" / "robin-map.txt").read_text()
+    try:
+        installed = importlib.metadata.distribution("nanobind")
+    except importlib.metadata.PackageNotFoundError:
+        return  # it is there while the extension is built only
+    for file in installed.files or ():
+        if installed.version == "3.1.0" and file.name == "LICENSE":
+            assert file.read_text() == (ROOT / "licenses" / "nanobind.txt").read_text()
+
+
+def test_wheels_are_made_for_every_python_that_is_supported() -> None:
+    supported = re.findall(
+        r"3\.\d+", (ROOT / "scripts" / "find_python.sh").read_text().partition('SUPPORTED="')[2].partition('"')[0]
+    )
+    built = PYPROJECT["tool"]["cibuildwheel"]["build"]
+    assert sorted(built) == sorted(f"cp{version.replace('.', '')}-*" for version in supported)
+
+
+@pytest.fixture
+def isa_flags(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[str]]:
+    """``setup.py``'s function of a unit's file name and the platform that is built for."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    return runpy.run_path(str(ROOT / "setup.py"))["isa_flags"]
+
+
+ARCHITECTURES = {
+    "x86-64": ["linux-x86_64", "macosx-10.13-x86_64"],
+    "AArch64": ["linux-aarch64", "macosx-11.0-arm64"],
+    "none": ["linux-riscv64", "linux-i686"],
+}
+
+
+@pytest.mark.parametrize("unit", sorted((ROOT / "cpu" / "src").glob("isa_*.cc")), ids=lambda path: path.stem)
+def test_a_unit_of_an_isa_gets_the_flags_that_it_asks_for(isa_flags: Callable[[str, str], list[str]], unit: Path) -> None:
+    asked = re.search(r"^// Flags(?:, on (\S+) only)?: (.*(?:\n// -.*)*)$", unit.read_text(), re.MULTILINE)
+    assert asked is not None
+    wanted = [] if asked[1] is None else asked[2].replace("//", "").split()
+    assert asked[1] is not None or asked[2] == "none beyond the common ones."
+    for architecture, platforms in ARCHITECTURES.items():
+        for platform in platforms:
+            assert isa_flags(unit.name, platform) == (wanted if architecture == asked[1] else []), platform
+    option = {"x86-64": "-Xarch_x86_64", "AArch64": "-Xarch_arm64"}.get(asked[1], "")
+    assert isa_flags(unit.name, "macosx-10.13-universal2") == [word for flag in wanted for word in (option, flag)]
+
+
+def test_other_units_get_no_flags_of_an_isa(isa_flags: Callable[[str, str], list[str]]) -> None:
+    for platform in ("linux-x86_64", "linux-aarch64", "macosx-11.0-arm64", "macosx-10.13-universal2"):
+        assert isa_flags("kernels.cc", platform) == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "arch", "tag"),
+    [("linux", "x86_64", "manylinux_x86_64"), ("linux", "aarch64", "manylinux_aarch64"), ("macos", "arm64", "macosx_arm64")],
+)
+def test_cibuildwheel_reads_its_configuration(platform: str, arch: str, tag: str) -> None:
+    pytest.importorskip("cibuildwheel", reason="`make wheels` installs it")
+    command = [sys.executable, "-m", "cibuildwheel", "--print-build-identifiers", "--platform", platform, "--archs", arch]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [f"cp{version}-{tag}" for version in (311, 312, 313, 314)]
+
+
+def test_wheels_for_a_mac_are_for_its_arm_cpus() -> None:
+    assert PYPROJECT["tool"]["cibuildwheel"]["macos"]["archs"] == ["arm64"]
