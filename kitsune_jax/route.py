@@ -24,7 +24,7 @@ from kitsune_jax.profile import store as profiles
 from kitsune_jax.program import TileProgram, build
 from kitsune_jax.program.phased import PhasedProgram, phased
 from kitsune_jax.regions import Chosen, ChosenFollower, joined, select
-from kitsune_jax.regions.alone import alone
+from kitsune_jax.regions.isolated import isolated
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams import Region
@@ -118,7 +118,7 @@ def route(
         try:
             if 2 * len(region.ops) > len(graph.ops):
                 return search(graph, region)  # there is no other like it
-            found = alone(graph, region)
+            found = isolated(graph, region)
             if found.key not in known:
                 known[found.key] = search(*found.key)
             planned = known[found.key]
@@ -199,7 +199,7 @@ def _follower(
     plan = dataclasses.replace(
         chosen.plan, seconds=max(0.0, chosen.plan.seconds - machine.call_seconds)
     )  # it has no call of its own
-    found = alone(graph, chosen.region)
+    found = isolated(graph, chosen.region)
     if found.key not in built:
         built[found.key] = build(*found.key, found.in_itself(plan))
     return PlannedFollower(chosen.phase, chosen.region, plan, built[found.key])
