@@ -23,7 +23,7 @@ from kitsune_jax.planning.planner import Infeasible, plan
 from kitsune_jax.profile import store as profiles
 from kitsune_jax.program import Program, TileProgram, assemble, build
 from kitsune_jax.regions import Chosen, ChosenFollower, joined, select
-from kitsune_jax.regions.alone import alone
+from kitsune_jax.regions.isolated import isolated
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams import Region
@@ -115,7 +115,7 @@ def route(
         try:
             if 2 * len(region.ops) > len(graph.ops):
                 return search(graph, region)  # there is no other like it
-            found = alone(graph, region)
+            found = isolated(graph, region)
             if found.key not in known:
                 known[found.key] = search(*found.key)
             planned = known[found.key]
@@ -195,7 +195,7 @@ def _follower_plan(chosen: ChosenFollower, machine: Machine) -> Plan:
 
 def _follower(graph: Graph, chosen: ChosenFollower, plan: Plan, built: dict[tuple[Graph, Region], TileProgram]) -> TileProgram:
     """Equal followers (the updates of parameters of one shape) have one program, in which ops are numbered by the follower."""
-    found = alone(graph, chosen.region)
+    found = isolated(graph, chosen.region)
     if found.key not in built:
         built[found.key] = build(*found.key, found.in_itself(plan))
     return built[found.key]

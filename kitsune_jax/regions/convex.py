@@ -10,7 +10,7 @@ region: whoever needs it outside makes it again there, which is cheaper than sto
 from __future__ import annotations
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Spread
 from kitsune_jax.streams.space import streamed_axes
@@ -177,5 +177,4 @@ def region_of(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
         inputs=ins,
         outputs=outs,
         sinks=tuple(i for i in sp.sinks if i in inside),
-        phase_of=(0,) * len(group),
     )
