@@ -12,7 +12,8 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.planning.machines import cpu_model
 from kitsune_jax.planning.planner import Infeasible, plan
 from kitsune_jax.program import build
-from kitsune_jax.program.interpret import check_deadlock_free, interpret
+from kitsune_jax.program.interpret import interpret
+from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.regions import anchored, quotient_order, select
 from kitsune_jax.route import route
 from tests.support.checks import enable_x64
