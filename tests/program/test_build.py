@@ -9,12 +9,13 @@ import pytest
 
 from kitsune_jax import targets
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.planning.machines import cpu_model
-from kitsune_jax.planning.planner import Infeasible, plan
+from kitsune_jax.planning.plan import Infeasible
 from kitsune_jax.program import build
 from kitsune_jax.program.interpret import check_deadlock_free, interpret
 from kitsune_jax.regions import anchored, quotient_order, select
 from kitsune_jax.route import route
+from kitsune_jax.targets.cpu.planning.machines import cpu_model
+from kitsune_jax.targets.cpu.planning.planner import plan
 from tests.support.checks import enable_x64
 from tests.support.graphs import graph_of, layer_norm, nerf, nerf_params
 

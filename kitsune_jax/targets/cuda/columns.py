@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kitsune_jax.ops.table import OPS, resolve_rows
-from kitsune_jax.planning.gpu_storage import MOST_COLUMNS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.actions import ToScratch
 from kitsune_jax.targets.cuda.pack import VectorRecipe
+from kitsune_jax.targets.cuda.planning.storage import MOST_COLUMNS
 from kitsune_jax.targets.cuda.values import Expression, InScratch, InVector, Literal, Multiply, Parts, Splat
 from kitsune_jax.targets.errors import CannotLower
 

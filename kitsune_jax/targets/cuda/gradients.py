@@ -11,10 +11,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from kitsune_jax.planning.gpu_gradient import GradientShape, gradient_shapes, panel_bytes
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.actions import ToPanel
+from kitsune_jax.targets.cuda.planning.gradients import GradientShape, gradient_shapes, panel_bytes
 from kitsune_jax.targets.cuda.values import GradientCode, PanelSum
 from kitsune_jax.targets.errors import CannotLower
 

@@ -14,13 +14,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from kitsune_jax.planning.gpu_gradient import BLOCK_ROWS
 from kitsune_jax.program.ir import ArrayType, TileProgram
 from kitsune_jax.targets.cuda import arrays as border
 from kitsune_jax.targets.cuda import pointwise, text, tiles
 from kitsune_jax.targets.cuda.body import Body, StageConfig
 from kitsune_jax.targets.cuda.columns import Vectors
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.planning.gradients import BLOCK_ROWS
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
 from kitsune_jax.targets.cuda.values import GradientCode, queue_form
 from kitsune_jax.targets.errors import CannotLower

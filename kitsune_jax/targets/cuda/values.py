@@ -10,9 +10,9 @@ import dataclasses
 from typing import TypeAlias
 
 from kitsune_jax.graph import Scalar
-from kitsune_jax.planning.gpu_gradient import GradientShape
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import tiles
+from kitsune_jax.targets.cuda.planning.gradients import GradientShape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
