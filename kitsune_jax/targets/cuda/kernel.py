@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 from kitsune_jax.planning.gpu_gradient import BLOCK_ROWS
-from kitsune_jax.program.ir import ArrayType, TileProgram
+from kitsune_jax.program.ir import ArrayType, TileProgram, walk
 from kitsune_jax.targets.cuda import arrays as border
 from kitsune_jax.targets.cuda import pointwise, text, tiles
 from kitsune_jax.targets.cuda.body import Body, StageConfig
@@ -85,8 +85,11 @@ class Kernel:
 
 def generate(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True) -> Kernel:
     """The kernel of ``program`` as ``arrangement`` asks. ``share``: equal stages run the same code. Raises ``CannotLower``."""
-    if len({s.phase for s in program.stages}) > 1:
-        raise CannotLower("a region of several phases has no kernel yet")
+    used = {i.kind for stage in program.stages for i in walk(stage.body)}
+    if without := sorted(used & {"dot", "gather", "loop", "load_slice", "store_slice", "sink_at"}):
+        raise CannotLower(f"{' and '.join(without)} inside a kernel: no code for it yet")
+    if program.batch_axes:
+        raise CannotLower("tiles that keep within a batch have no kernel yet")
     if program.tile_rows != tiles.TILE_ROWS:
         raise CannotLower(f"tiles of {program.tile_rows} rows; the GPU's have {tiles.TILE_ROWS}")
     return _Generator(program, arrangement, name, share).run()
