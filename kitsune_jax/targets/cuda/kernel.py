@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from kitsune_jax.planning.gpu_gradient import BLOCK_ROWS
 from kitsune_jax.program.ir import ArrayType, TileProgram, walk
 from kitsune_jax.targets.cuda import arrays as border
 from kitsune_jax.targets.cuda import pointwise, text, tiles
@@ -418,7 +417,7 @@ class _Generator:
 
     def gradient_words(self, gradient: GradientCode) -> int:
         """Of one part of a slab."""
-        return gradient.shape.all_blocks * BLOCK_ROWS * gradient.shape.width
+        return gradient.shape.words
 
     def _launch(self, shared: int) -> tuple[int, ...]:
         geometry = (self.a.sm, self.grid, self.threads, self.a.cluster, shared, int(self.cooperative), self.a.ctas)
