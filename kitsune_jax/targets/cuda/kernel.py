@@ -261,7 +261,7 @@ class _Generator:
         return v not in spilled and not body.value(v).row and body.value(v).width >= 32
 
     def _emit(self, s: int, config: StageConfig, first: int) -> Body:
-        """A fresh body; its weights and vectors replace those of an earlier attempt. Resident ones need their place before the text is made."""
+        """A fresh body instead of that of an earlier attempt. Resident weights need their place before the text is made."""
         offsets: tuple[int, ...] = ()
         for _ in range(2):  # the first pass finds the weights, the second has their offsets
             del self.weights[first:]
