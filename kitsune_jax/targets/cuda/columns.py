@@ -51,6 +51,10 @@ class Vectors:
         return start
 
 
+    def copy(self) -> Vectors:
+        return Vectors(list(self.recipes), self.words, dict(self._starts))
+
+
 def rearrange(body: Body, instr: Instr) -> None:
     """Places the result of ``instr``. Raises ``CannotLower``."""
     if instr.kind == "iota":

@@ -209,6 +209,7 @@ class _Generator:
     def _stage(self, s: int, rank: int) -> _Stage:
         """Generates the body, with as many values in shared memory as the registers ask for."""
         first = len(self.weights)
+        self.vectors_before = self.vectors
         config = StageConfig(
             resident=self.a.resident[s],
             split=self.a.split[s],
@@ -263,10 +264,11 @@ class _Generator:
         return v not in spilled and not body.value(v).row and body.value(v).width >= 32
 
     def _emit(self, s: int, config: StageConfig, first: int) -> Body:
-        """A fresh body; its weights replace those of an earlier attempt. Resident ones need their place before the text is made."""
+        """A fresh body instead of that of an earlier attempt. Resident weights need their place before the text is made."""
         offsets: tuple[int, ...] = ()
         for _ in range(2):  # the first pass finds the weights, the second has their offsets
             del self.weights[first:]
+            self.vectors = self.vectors_before.copy()
             body = Body(self.program, s, dataclasses.replace(config, weight_offset=offsets), self.weights, self.vectors)
             body.emit()
             if not config.resident:
