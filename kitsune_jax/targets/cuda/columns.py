@@ -50,7 +50,6 @@ class Vectors:
             self.words += recipe.words
         return start
 
-
     def copy(self) -> Vectors:
         return Vectors(list(self.recipes), self.words, dict(self._starts))
 
