@@ -19,7 +19,6 @@ from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.actions import ToScratch
 from kitsune_jax.targets.cuda.pack import VectorRecipe
-from kitsune_jax.targets.cuda.planning.storage import MOST_COLUMNS
 from kitsune_jax.targets.cuda.values import Expression, InScratch, InVector, Literal, Multiply, Parts, Splat
 from kitsune_jax.targets.errors import CannotLower
 
@@ -50,6 +49,9 @@ class Vectors:
             self.recipes.append(recipe)
             self.words += recipe.words
         return start
+
+    def copy(self) -> Vectors:
+        return Vectors(list(self.recipes), self.words, dict(self._starts))
 
 
 def rearrange(body: Body, instr: Instr) -> None:
@@ -84,8 +86,8 @@ def _iota(body: Body, instr: Instr) -> None:
 
 def _check_width(instr: Instr, shape: tuple[int, ...]) -> None:
     """Indices are computed for every column, here, and those of a stationary array may be many."""
-    if math.prod(shape) > MOST_COLUMNS:
-        raise CannotLower(f"{instr.kind} of {math.prod(shape)} columns: the GPU has code for {MOST_COLUMNS} at most")
+    if math.prod(shape) > tiles.MOST_COLUMNS:
+        raise CannotLower(f"{instr.kind} of {math.prod(shape)} columns: the GPU has code for {tiles.MOST_COLUMNS} at most")
 
 
 def _table(words: Any) -> VectorRecipe:

@@ -12,7 +12,6 @@ from typing import TypeAlias
 from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import tiles
-from kitsune_jax.targets.cuda.planning.gradients import GradientShape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ class GradientCode:
     its result in memory."""
 
     sink: int
-    shape: GradientShape
+    shape: tiles.GradientShape
     element: str
     sums: tuple[PanelSum, ...] = ()
 
