@@ -21,7 +21,7 @@ from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.program import Program
 from kitsune_jax.program.build import build
-from kitsune_jax.program.interpret import check_deadlock_free
+from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.regions.select import select
 from kitsune_jax.report import build_report
 from kitsune_jax.route import PlannedRegion

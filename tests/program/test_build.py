@@ -11,7 +11,8 @@ from kitsune_jax import targets
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.planning.plan import Infeasible
 from kitsune_jax.program import build
-from kitsune_jax.program.interpret import check_deadlock_free, interpret
+from kitsune_jax.program.interpret import interpret
+from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.regions import anchored, quotient_order, select
 from kitsune_jax.route import route
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
