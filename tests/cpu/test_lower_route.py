@@ -59,7 +59,7 @@ def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[
         chosen = by_first.get(node)
         if chosen is None:
             op = graph.ops[node[0]]
-            values.update(zip(op.outputs, captured.steps[node[0]].run(*(values[v] for v in op.inputs)), strict=True))
+            values.update(zip(op.outputs, captured.run(node[0], [values[v] for v in op.inputs]), strict=True))
             continue
         tiles = build(graph, chosen.region, chosen.plan)
         code = lower(tiles, "region")

@@ -47,7 +47,7 @@ def run_through_interpreter(fn, *args, seed: int = 0):
         chosen = by_first.get(node)
         if chosen is None:
             op = graph.ops[node[0]]
-            values.update(zip(op.outputs, captured.steps[node[0]].run(*(values[v] for v in op.inputs)), strict=True))
+            values.update(zip(op.outputs, captured.run(node[0], [values[v] for v in op.inputs]), strict=True))
             continue
         program = build(graph, chosen.region, chosen.plan)
         assert check_deadlock_free(program) is None

@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 
 from kitsune_jax import lowering
-from kitsune_jax.capture.jaxpr import Captured, capture
+from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.program import Program, TileProgram, build
