@@ -88,7 +88,7 @@ class _Elementwise:
     """The ops of ``free`` on arrays of ``size`` elements and scalars only, and reductions of such an array, unless the call that
     they would follow waits for them.
 
-    Whatever is larger than a gradient is no update, and has to pay for itself as a region.
+    An op on larger arrays than the gradient is no part of its update: it may become a region, but no follower.
     """
 
     def __init__(self, graph: Graph, free: Container[int], size: int, order: Order, call: int):
@@ -145,7 +145,7 @@ class _Join:
         return max((self.phase[v] for v in values if v in self.phase), default=None)
 
     def _made_again(self, v: int) -> bool:
-        """What a maker of the call makes is no result of it: whoever else reads it has it made outside."""
+        """Is ``v`` made by a maker of the call? Such a value is no result of the call: readers outside compute it again."""
         return v not in self.phase and self.given.index.producers.get(v) in self.inside
 
     def _region(self, candidate: Region) -> None:

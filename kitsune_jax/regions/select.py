@@ -112,7 +112,7 @@ class _Selector:
         seeds = self._seed_order()
         products = [i for i in seeds if self.graph.ops[i].kind == "dot_general"]
         self._choose(products)
-        # Before vector work is looked at for its own sake: an update belongs to the call that makes its gradient.
+        # Followers come before regions of vector work only, because an update belongs to the call that makes its gradient.
         self._follow()
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
@@ -202,8 +202,8 @@ class _Selector:
     def _passes(self, whole: Chosen) -> list[Chosen]:
         """The passes of a training step that pay as calls of their own, where they gain more than the step does as one.
 
-        A spatial pipeline of both passes keeps its slowest stage's pace from the first layer to the last gradient. Cut at the loss,
-        each pass has an arrangement of its own, for the price of what the backward pass needs of the forward pass in memory.
+        In a spatial pipeline of both passes every stage waits for the slowest one of both. Cut at the loss, each pass has an
+        arrangement of its own, and what the backward pass reads of the forward pass goes through memory.
         """
         if self.force or whole.plan.arrangement != "spatial":
             return []
@@ -221,8 +221,9 @@ class _Selector:
         return found if gain > PROFIT_MARGIN * gain_as_one else []
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
-        """What a candidate is compared by. Where the model has no say (``force``), a stream over the rows goes before one over the
-        columns of a layer, which ends in a sum of partial products, and a larger region before a smaller one."""
+        """The key by which candidates are compared, larger is better. With ``force`` the model does not decide: a stream over the
+        rows goes before one over the columns of a layer, which ends in a sum of partial products; then a larger region before a
+        smaller."""
         gain = c.plan.baseline_seconds - c.plan.seconds
         if self.force:
             ops = sum(self.graph.ops[i].kind not in _NEVER_SEEDS for i in c.region.ops)  # those that compute something
@@ -263,7 +264,8 @@ class _Selector:
     def _plan_of(self, region: Region) -> tuple[Plan | str, bool]:
         """The plan of ``region``, or why it has none; and whether this is the first time that it is asked for.
 
-        By its identity first: every op of a region may come as a seed, and comparing regions costs in proportion to their ops.
+        Regions are looked up by identity first: every op of a region may be a seed, and comparing regions takes time in proportion
+        to their ops.
         """
         known = self.asked.get(id(region))
         if known is None:
