@@ -29,8 +29,7 @@ from __future__ import annotations
 import dataclasses
 
 from kitsune_jax.graph import Param, Scalar
-
-ROWS = -1
+from kitsune_jax.ops.local import ROWS as ROWS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
