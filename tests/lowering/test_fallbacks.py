@@ -79,7 +79,7 @@ def test_nothing_is_recorded_where_all_goes_well() -> None:
 
 
 def test_planning_that_fails_costs_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "plan", failing(route.plan, reads_columns(16)))
+    monkeypatch.setattr(route.cpu_planner, "plan", failing(route.cpu_planner.plan, reads_columns(16)))
     close(run(forced(two_parts), X, W1, W2), in_float64(two_parts, X, W1, W2))
     (told,) = {(f.function.split(" ")[0], f.reason) for f in kj.fallbacks()}
     assert told == ("two_parts", "Planted: planted")
@@ -169,7 +169,7 @@ def test_what_capture_returns_is_recorded(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("place", ["plan", "generate", "emit", "capture"])
 def test_strict_raises_the_error_itself(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    module: Any = {"plan": route, "capture": lowering}.get(place, targets)
+    module: Any = {"plan": route.cpu_planner, "capture": lowering}.get(place, targets)
     monkeypatch.setattr(module, place, failing(getattr(module, place), lambda *_, **__: True))
     with pytest.raises(Planted):
         jax.jit(forced(two_parts, strict=True))(X, W1, W2)

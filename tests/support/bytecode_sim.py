@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import scipy.special
 
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu import bytecode as bc
 
 POISON = 0xFF
@@ -204,13 +205,13 @@ class _Machine:
             assert registers[m.a].dtype == dtype_of(m.from_type)
             with np.errstate(all="ignore"):
                 return registers[m.a].astype(kind)
-        args = [registers[r] for r in (m.a, m.b, m.c)[: _arity(name)]]
+        args = [registers[r] for r in (m.a, m.b, m.c)[: _ENTRIES[name].arity]]
         expected = [np.dtype(bool), kind, kind] if name == "select" else [kind] * 3
         for arg, want in zip(args, expected, strict=False):
             assert arg.dtype == want, f"{name}: a register of {arg.dtype} taken as {want}"
         with np.errstate(all="ignore"):
             value = np.asarray(_semantics(name, kind, args, m.imm))
-        want = np.dtype(bool) if name in _COMPARISONS else kind
+        want = np.dtype(bool) if _ENTRIES[name].gives == "bool" else kind
         return value.astype(want)
 
     def _reduce(self, x: bc.Reduce) -> None:
@@ -248,11 +249,7 @@ class _Machine:
         self.sinks[x.sink] = part if before is None else before + part
 
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
-
-
-def _arity(name: str) -> int:
-    return 1 if name in bc.UNARY_OPS else 2 if name in bc.BINARY_OPS else 3
+_ENTRIES = {name: spec for spec in OPS.values() for name in spec.opcodes}
 
 
 def _grid(extents: Sequence[int], strides: Sequence[int]) -> np.ndarray:

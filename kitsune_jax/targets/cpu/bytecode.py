@@ -31,6 +31,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kitsune_jax.ops.table import OPS
+
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
 VERSION = 4
 
@@ -40,8 +42,8 @@ DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
 
 IN, OUT, SCRATCH, QUEUE, PREP = range(5)
 
-REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor", "argmax", "argmin")
-CUMULATIVE = ("sum", "prod", "max", "min", "logsumexp")
+REDUCTIONS = tuple(spec.fold for spec in OPS.values() if spec.family in ("reduce", "argreduce"))
+CUMULATIVE = tuple(spec.fold for spec in OPS.values() if spec.family == "cumulative")
 # Activations of a matrix product's sums, with their parameters a and b. Of float64 sums, only none and relu.
 #   leaky_relu: x if x >= 0 else a x          elu: x if x > 0 else a (e^x - 1)       logistic: 1 / (1 + e^-x)
 #   silu: x logistic(a x)                     gelu_tanh: x logistic(a x + b x^3)     gelu_erf: x erfc(-a x) / 2
@@ -53,28 +55,17 @@ ACTIVATION_PARAMETERS = (0, 0, 1, 1, 0, 0, 1, 2, 1)
 # it that it has is taken. Products of other types are "best".
 PRODUCTS = ("best", "widened", "dots", "tiles")
 
-# Micro-operations of a Vector program, by name; the code is the position. The C++ X-macro ``cpu/include/kitsune_cpu/opcodes.h``
-# lists the same names in the same order (a test compares them). Comparisons and is_finite give bool; select takes (pred, on_false,
-# on_true); clamp takes (lo, x, hi); integer shifts follow lax (out-of-range amounts give 0, or the sign for
-# shift_right_arithmetic); integer division truncates, and by zero gives -1 (0 remainder: the dividend), as XLA does. max/min
-# propagate NaN. to_float16 rounds a float32 as a store to float16 and a load would; reduce_precision to its bits also flushes what
-# is denormal in float16.
-UNARY_OPS = (
-    "neg sign abs floor ceil round_away round_even is_finite not popcnt clz square "
-    "exp exp2 expm1 log log1p sqrt rsqrt cbrt logistic tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh "
-    "erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e integer_pow reduce_precision to_float16"
-).split()
-BINARY_OPS = (
-    "add sub mul div rem max min pow atan2 nextafter and or xor shift_left shift_right_logical shift_right_arithmetic "
-    "eq ne lt le gt ge igamma igammac zeta polygamma"
-).split()
-TERNARY_OPS = "select clamp regularized_incomplete_beta".split()
+# Micro-operations of a Vector program, by name; the code is the position. They are those below and what the op table's entries
+# name, whose meaning they have (scripts/opcodes.py writes the same list as a C++ header; a test compares them). Comparisons and
+# is_finite give bool; select takes (pred, on_false, on_true). to_float16 rounds a float32 as a store to float16 and a load would;
+# reduce_precision to its bits also flushes what is denormal in float16.
+#
 # load: dst <- operand ``a`` (an index into Vector.loads), converted from its storage dtype to the register type; store: operand
 # ``a`` (index into Vector.stores) <- register ``b``, converted to its storage dtype; const: dst <- imm[0]; convert: dst <- register
 # ``a`` of type ``from_type``; index: dst <- (position in loop dimension ``a`` (0 = row, global) // b) % c, an int64 unless ``type``
 # says otherwise
-SPECIAL_OPS = "load store const convert index".split()
-OPCODES = (*SPECIAL_OPS, *UNARY_OPS, *BINARY_OPS, *TERNARY_OPS)
+SPECIAL_OPS = ("load", "store", "const", "convert", "index")
+OPCODES = (*SPECIAL_OPS, *(name for spec in OPS.values() for name in spec.opcodes))
 OPCODE = {name: code for code, name in enumerate(OPCODES)}
 MAX_REGISTERS = 32
 MAX_LOOP_DIMS = 8
