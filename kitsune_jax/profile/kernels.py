@@ -22,7 +22,8 @@ _SQUARE = 256
 _SHALLOW = 16  # of a product that is nothing beside its activation
 # More threads than these tell nothing new about a core, and take long to start.
 _MOST_THREADS = 16
-# What functions of float32 take a C library call for, or series: nobody plans by their exact time, and they take long.
+# What functions of float32 take a C library call for, or series: plans do not depend on their exact time, and they take long to
+# measure.
 _RARE = frozenset({"igamma", "igammac", "zeta", "polygamma", "regularized_incomplete_beta", "erf_inv", "lgamma", "digamma",
                    "bessel_i0e", "bessel_i1e"})  # fmt: skip
 _NO_WORK = frozenset({"load", "store", "const", "convert", "index", "reduce_precision"})
