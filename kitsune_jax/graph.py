@@ -62,12 +62,12 @@ class Op:
 
 
 def make_params(**params: Param) -> tuple[tuple[str, Param], ...]:
-    """Canonical form of op parameters: sorted by name, lists made tuples, NumPy integers made Python ones."""
+    """Canonical form of op parameters: sorted by name, lists and ranges made tuples, NumPy integers made Python ones."""
     return tuple(sorted((k, _freeze(v)) for k, v in params.items()))
 
 
 def _freeze(x: Any) -> Param:
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, (list, tuple, range)):
         return tuple([v if type(v) is int else _freeze(v) for v in x])
     if x is None or isinstance(x, (bool, str)):
         return x

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax import _compat, config, targets
-from kitsune_jax.capture.jaxpr import Captured, capture
+from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.fallbacks import Failure, record
 from kitsune_jax.graph import Graph
@@ -305,7 +306,7 @@ def settled(captured: Captured, planned: Routed) -> tuple[Routed, list[int | Pla
 
 
 def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a captured function: every op by its own step, every region by its custom call. Returns the graph's outputs."""
+    """Evaluate a captured function: every op by JAX, every region by its custom call. Returns the graph's outputs."""
     nodes, _ = schedule(captured.graph, [step.has_effects for step in captured.steps], regions)
 
     def failed(_: PlannedRegion, error: Exception) -> None:
@@ -333,11 +334,11 @@ def _run_nodes(
         return env[v]
 
     def evaluate(i: int, operands: Sequence[Any]) -> Any:
-        return captured.steps[i].run(*operands)[0]
+        return captured.run(i, operands)[0]
 
     def step(i: int) -> None:
         op = graph.ops[i]
-        env.update(zip(op.outputs, captured.steps[i].run(*(read(v) for v in op.inputs)), strict=True))
+        env.update(zip(op.outputs, captured.run(i, [read(v) for v in op.inputs]), strict=True))
 
     for node in nodes:
         if isinstance(node, int):
@@ -347,7 +348,7 @@ def _run_nodes(
         operands = [read(v) for v in region.inputs]
         avals = [captured.avals[v] for v in region.outputs]
         try:
-            with captured.steps[region.ops[-1]].context(), jax.named_scope(node.name):
+            with captured.steps[region.ops[-1]].place.context(), jax.named_scope(node.name):
                 outs = targets.emit(node, operands, avals, evaluate)
         except Exception as error:
             failed(node, error)

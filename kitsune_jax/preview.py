@@ -18,7 +18,6 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.config import logger
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.options import Options
-from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.primitive import pipeline_p
 from kitsune_jax.report.build import build_report, graph_flops
 from kitsune_jax.report.data import Rejected
@@ -98,8 +97,7 @@ def unplanned(program: Any, target: str, device: str | None, obstacle: str) -> R
 
 
 def _machine(target: str, device: str | None) -> tuple[str, str]:
-    platform = targets.machine_platform(target)
-    return platform, machine_for(platform, device or targets.default_device(target)).name
+    return targets.machine_platform(target), targets.machine(target, device).name
 
 
 def flops_of(call_jaxpr: Any) -> int:

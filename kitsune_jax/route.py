@@ -17,9 +17,7 @@ from kitsune_jax import config, targets
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.machines import machine_for
-from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.planner import Infeasible, plan
+from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.profile import store as profiles
 from kitsune_jax.program import Program, TileProgram, assemble, build
 from kitsune_jax.regions import Chosen, ChosenFollower, joined, select
@@ -27,6 +25,8 @@ from kitsune_jax.regions.isolated import isolated
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams import Region
+from kitsune_jax.targets.cpu.planning import planner as cpu_planner
+from kitsune_jax.targets.cuda.planning import planner as gpu_planner
 
 _REGION = "region"
 
@@ -83,7 +83,7 @@ def route(
     target or device.
     """
     platform = targets.machine_platform(target)
-    machine = machine_for(platform, device or targets.default_device(target))
+    machine = targets.machine(target, device)
     failures: list[Failure] = []
 
     def failed(error: Exception, ops: Sequence[int]) -> str:
@@ -104,8 +104,9 @@ def route(
             return targets.check(target, build(graph, region, candidate), candidate, _REGION)
 
         try:
-            checked = accept if targets.checks_plans(target) else None
-            return plan(graph, region, machine, accept=checked)
+            if not targets.checks_plans(target):
+                return cpu_planner.plan(graph, region, machine)
+            return gpu_planner.plan(graph, region, machine, accept)
         except Infeasible as no:
             return str(no)
 

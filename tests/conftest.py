@@ -22,7 +22,7 @@ from kitsune_jax.fallbacks import fallbacks, forget
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program import TileProgram
-from kitsune_jax.program.interpret import check_deadlock_free
+from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.streams import Region
 
 

@@ -17,7 +17,7 @@ from kitsune_jax.ops.table import OPS
 Shape = tuple[int, ...]
 
 _TESTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite"})
-_OTHER_DTYPE = frozenset({"argmax", "argmin", "dot_general", "iota", "convert_element_type"})  # than that of their operands
+_OTHER_DTYPE = frozenset({"argmax", "argmin", "dot_general", "iota"})  # than that of their operands
 
 
 def verify(graph: Graph) -> None:
@@ -56,21 +56,24 @@ def result_shape(op: Op, shapes: Sequence[Shape]) -> Shape:
     return shape
 
 
+def result_dtype(op: Op, operands: Sequence[Value]) -> str:
+    """The dtype that ``op`` gives for ``operands``, or "" where neither they nor its parameters say."""
+    if op.kind in _OTHER_DTYPE:
+        return ""
+    if op.kind == "convert_element_type":
+        return str(op["new_dtype"])
+    return "bool" if op.kind in _TESTS else operands[-1 if op.kind == "select_n" else 0].dtype
+
+
 def _dtypes_agree(op: Op, ins: Sequence[Value], out: Value) -> bool:
     dtypes = [x.dtype for x in ins]
-    if not {*dtypes, out.dtype} <= set(DTYPES):
+    if not {*dtypes, out.dtype} <= set(DTYPES) or result_dtype(op, ins) not in ("", out.dtype):
         return False
-    if op.kind == "convert_element_type":
-        return bool(out.dtype == op["new_dtype"])
-    if op.kind in _OTHER_DTYPE:
+    if op.kind in (*_OTHER_DTYPE, "convert_element_type", "pow"):  # the exponent of a power may be an integer
         return True
-    if op.kind in _TESTS:
-        return out.dtype == "bool" and len(set(dtypes)) == 1
     if op.kind == "select_n":
         return dtypes == ["bool", out.dtype, out.dtype]
-    if op.kind == "pow":
-        return dtypes[0] == out.dtype  # the exponent may be an integer
-    return {*dtypes, out.dtype} == {out.dtype}
+    return len(set(dtypes)) == 1
 
 
 # --- shapes, by family; None where the op is not defined -------------------------------------------------------------------------

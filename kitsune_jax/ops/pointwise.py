@@ -5,13 +5,15 @@ Comes in: nothing. Goes out: ``POINTWISE``, the entries by kind. Invariant: an o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from jax import lax
 from scipy import special
 
-from kitsune_jax.graph import Op
+from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops import numeric as numeric
 from kitsune_jax.ops import special as ops_special
 from kitsune_jax.ops.relations import DimRelation
@@ -20,11 +22,13 @@ from kitsune_jax.ops.spec import (
     FLOATS,
     INTEGERS,
     Array,
+    JaxRule,
     NumpyRule,
     OpSpec,
     Params,
     Shapes,
     arrays_of,
+    np_dtype,
     round_to,
     to_double,
     widen,
@@ -220,4 +224,36 @@ def _convert() -> OpSpec:
     return OpSpec("convert_element_type", "convert", 1, numeric.convert, relate_pointwise, 1, "convert", None, doc, DTYPES)
 
 
-POINTWISE: dict[str, OpSpec] = {spec.kind: spec for spec in (*_unary(), *_binary(), *_ternary(), _convert())}
+def _lax(function: Function, **options: Callable[[Params, Value], Any]) -> JaxRule:
+    """Evaluation by a function of ``jax.lax`` that has another name, or options as well: ``option=lambda params, out: value``."""
+
+    def rule(params: Params, /, *arrays: Any, out: Value) -> Any:
+        return function(*arrays, **{name: of(params, out) for name, of in options.items()})
+
+    return rule
+
+
+def _copy_by_jax(params: Params, /, x: Any, *, out: Value) -> Any:
+    """Where XLA is told to keep the precision that ``x`` has, it may not compute ``x`` in more (``reduce_precision``)."""
+    return lax.reduce_precision(x, **params) if params else x
+
+
+_METHODS = {"even": lax.RoundingMethod.TO_NEAREST_EVEN, "away": lax.RoundingMethod.AWAY_FROM_ZERO}
+_JAX: dict[str, JaxRule] = {
+    "not": _lax(lax.bitwise_not),
+    "and": _lax(lax.bitwise_and),
+    "or": _lax(lax.bitwise_or),
+    "xor": _lax(lax.bitwise_xor),
+    "eq_to": _lax(lax.eq_to_p.bind),
+    "lt_to": _lax(lax.lt_to_p.bind),
+    "le_to": _lax(lax.le_to_p.bind),
+    "regularized_incomplete_beta": _lax(lax.betainc),
+    "round": _lax(lax.round, rounding_method=lambda params, _: _METHODS[params["method"]]),
+    "integer_pow": _lax(lax.integer_pow, y=lambda params, _: params["y"]),
+    "reduce_precision": lambda params, x, out: lax.reduce_precision(x, **params),
+    "copy": _copy_by_jax,
+    "convert_element_type": _lax(lax.convert_element_type, new_dtype=lambda params, _: np_dtype(params["new_dtype"])),
+}
+POINTWISE: dict[str, OpSpec] = {
+    spec.kind: dataclasses.replace(spec, jax=_JAX.get(spec.kind)) for spec in (*_unary(), *_binary(), *_ternary(), _convert())
+}

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from jax import lax
 
-from kitsune_jax.graph import Op
+from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops.relations import DimRelation
 from kitsune_jax.ops.spec import (
     DTYPES,
@@ -85,6 +86,19 @@ def _dot_general(params: Params, /, lhs: Array, rhs: Array, *, out_dtype: str) -
     return round_to(out.reshape((*batch, *free_x, *free_y)), out_dtype)
 
 
+def _dot_by_jax(params: Params, /, lhs: Any, rhs: Any, *, out: Value) -> Any:
+    """``dot_general`` as it is bound: ``lax.dot_general`` would put the precision that is the default now for one not asked for."""
+    precision = None if params["precision"] is None else (lax.Precision[params["precision"]],) * 2
+    return lax.dot_general_p.bind(
+        lhs,
+        rhs,
+        dimension_numbers=((params["lhs_contract"], params["rhs_contract"]), (params["lhs_batch"], params["rhs_batch"])),
+        precision=precision,
+        preferred_element_type=np_dtype(out.dtype),
+        out_sharding=None,
+    )
+
+
 def _matrix(x: Array, batch: tuple[int, ...], contract: tuple[int, ...]) -> tuple[Array, tuple[int, ...], tuple[int, ...], int]:
     """``x`` as (batch, free, contracted), the sizes of the batch and of the free dimensions, and the contracted extent."""
     free = tuple(d for d in range(x.ndim) if d not in batch and d not in contract)
@@ -141,12 +155,32 @@ def _entries() -> Iterator[OpSpec]:
         name: str, ufunc: np.ufunc, identity: Callable[[Array], Any], dtypes: tuple[str, ...], wide: bool = False
     ) -> OpSpec:
         rule = _reduction(ufunc, identity, wide)
-        return OpSpec(f"reduce_{name}", "reduce", 1, rule, _relate_reduction, 1, doc=f"{name} over axes", dtypes=dtypes)
+        by_jax = getattr(lax, f"reduce_{name}")
+        return OpSpec(
+            f"reduce_{name}",
+            "reduce",
+            1,
+            rule,
+            _relate_reduction,
+            1,
+            doc=f"{name} over axes",
+            dtypes=dtypes,
+            jax=lambda p, x, out: by_jax(x, p["axes"]),
+        )
 
     def cumulative(name: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...], wide: bool = False) -> OpSpec:
         rule = _cumulative(ufunc, wide)
+        by_jax = getattr(lax, f"cum{name}")
         return OpSpec(
-            f"cum{name}", "cumulative", 1, rule, _relate_cumulative, flops, doc=f"running {name} along axis", dtypes=dtypes
+            f"cum{name}",
+            "cumulative",
+            1,
+            rule,
+            _relate_cumulative,
+            flops,
+            doc=f"running {name} along axis",
+            dtypes=dtypes,
+            jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]),
         )
 
     yield reduction("sum", np.add, lambda x: 0, NUMBERS, wide=True)
@@ -156,7 +190,7 @@ def _entries() -> Iterator[OpSpec]:
     yield reduction("and", np.bitwise_and, _ones, BITS)
     yield reduction("or", np.bitwise_or, lambda x: 0, BITS)
     yield reduction("xor", np.bitwise_xor, lambda x: 0, BITS)
-    for name, function in (("argmax", np.argmax), ("argmin", np.argmin)):
+    for name, function, by_jax in (("argmax", np.argmax, lax.argmax), ("argmin", np.argmin, lax.argmin)):
         yield OpSpec(
             name,
             "argreduce",
@@ -166,6 +200,7 @@ def _entries() -> Iterator[OpSpec]:
             2,
             doc="along axis; NaN wins, ties take the first",
             dtypes=DTYPES,
+            jax=lambda p, x, out, by_jax=by_jax: by_jax(x, p["axis"], np_dtype(out.dtype)),
         )
     yield cumulative("sum", np.add, 1, NUMBERS, wide=True)
     yield cumulative("prod", np.multiply, 1, NUMBERS, wide=True)
@@ -173,7 +208,7 @@ def _entries() -> Iterator[OpSpec]:
     yield cumulative("min", np.minimum, 1, DTYPES)
     yield cumulative("logsumexp", np.logaddexp, 24, FLOATS, wide=True)
     doc = "contracted over lhs_contract, rhs_contract, one by one over lhs_batch, rhs_batch; accumulated in accumulate"
-    yield OpSpec("dot_general", "dot", 2, _dot_general, _relate_dot, 2, doc=doc, dtypes=NUMBERS)
+    yield OpSpec("dot_general", "dot", 2, _dot_general, _relate_dot, 2, doc=doc, dtypes=NUMBERS, jax=_dot_by_jax)
 
 
 REDUCTIONS: dict[str, OpSpec] = {spec.kind: spec for spec in _entries()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jax import lax
 
 from kitsune_jax.graph import Op
 from kitsune_jax.ops.relations import DimRelation, OperandDim
@@ -191,15 +192,78 @@ def _match_run(x: Sequence[int], out: Sequence[int], ins: Sequence[int], outs: S
 
 def _entries() -> Iterator[OpSpec]:
     yield OpSpec(
-        "broadcast_in_dim", "broadcast", 1, _broadcast_in_dim, _relate_broadcast, doc="input dimension i becomes dims[i] of shape"
+        "broadcast_in_dim",
+        "broadcast",
+        1,
+        _broadcast_in_dim,
+        _relate_broadcast,
+        doc="input dimension i becomes dims[i] of shape",
+        jax=lambda p, x, out: lax.broadcast_in_dim(x, p["shape"], p["dims"]),
     )
-    yield OpSpec("reshape", "reshape", 1, _reshape, relate_reshape, doc="the same elements in row-major order as new_sizes")
-    yield OpSpec("transpose", "transpose", 1, _transpose, _relate_transpose, doc="result dimension i is permutation[i]")
-    yield OpSpec("rev", "rev", 1, _rev, _relate_rev, doc="reversed along dimensions")
-    yield OpSpec("slice", "slice", 1, _slice, _relate_slice, doc="start, limit, strides (None: all 1)")
-    yield OpSpec("pad", "pad", 2, _pad, _relate_pad, doc="(x, fill): low, high (either may be negative) and interior padding")
-    yield OpSpec("concatenate", "concatenate", None, _concatenate, _relate_concatenate, doc="one after the other along dimension")
-    yield OpSpec("iota", "iota", 0, _iota, _relate_iota, flops=1, doc="the index along dimension of shape")
+    yield OpSpec(
+        "reshape",
+        "reshape",
+        1,
+        _reshape,
+        relate_reshape,
+        doc="the same elements in row-major order as new_sizes",
+        jax=lambda p, x, out: lax.reshape(x, p["new_sizes"]),
+    )
+    yield OpSpec(
+        "transpose",
+        "transpose",
+        1,
+        _transpose,
+        _relate_transpose,
+        doc="result dimension i is permutation[i]",
+        jax=lambda p, x, out: lax.transpose(x, p["permutation"]),
+    )
+    yield OpSpec(
+        "rev",
+        "rev",
+        1,
+        _rev,
+        _relate_rev,
+        doc="reversed along dimensions",
+        jax=lambda p, x, out: lax.rev(x, p["dimensions"]),
+    )
+    yield OpSpec(
+        "slice",
+        "slice",
+        1,
+        _slice,
+        _relate_slice,
+        doc="start, limit, strides (None: all 1)",
+        jax=lambda p, x, out: lax.slice(x, p["start"], p["limit"], p["strides"]),
+    )
+    yield OpSpec(
+        "pad",
+        "pad",
+        2,
+        _pad,
+        _relate_pad,
+        doc="(x, fill): low, high (either may be negative) and interior padding",
+        jax=lambda p, x, fill, out: lax.pad(x, fill, list(zip(p["low"], p["high"], p["interior"], strict=True))),
+    )
+    yield OpSpec(
+        "concatenate",
+        "concatenate",
+        None,
+        _concatenate,
+        _relate_concatenate,
+        doc="one after the other along dimension",
+        jax=lambda p, *xs, out: lax.concatenate(xs, p["dimension"]),
+    )
+    yield OpSpec(
+        "iota",
+        "iota",
+        0,
+        _iota,
+        _relate_iota,
+        flops=1,
+        doc="the index along dimension of shape",
+        jax=lambda p, out: lax.broadcasted_iota(np_dtype(out.dtype), p["shape"], p["dimension"]),
+    )
 
 
 SHAPES: dict[str, OpSpec] = {spec.kind: spec for spec in _entries()}

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
+from jax import lax
 
-from kitsune_jax.graph import Op
+from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops.relations import DimRelation
 
 Array = np.ndarray[Any, Any]
@@ -31,6 +32,8 @@ DTYPES = ("bool", *INTEGERS, *FLOATS)
 
 # The op's semantics: ``rule(params, *arrays, out_dtype=...)``, where ``params`` maps names to values; returns the result.
 NumpyRule = Callable[..., Array]
+# Its evaluation by JAX: ``rule(params, *arrays, out=...)``, where ``out`` is the ``graph.Value`` to make; returns the result.
+JaxRule = Callable[..., Any]
 
 
 class RelateRule(Protocol):
@@ -46,7 +49,8 @@ class OpSpec:
     ``arity``: number of operands, ``None`` if it varies. ``flops``: per output element, in float32 vector lane operations of a CPU
     (an addition is 1). ``cpu``: the micro-operation of ``targets.cpu.bytecode.OPCODES``; ``cuda``: a C++ expression over ``{0} {1}
     {2}`` (float32 scalars if the op is defined on floats, else integers); ``None`` where no single one exists. ``dtypes``: those of
-    the operands it is defined for.
+    the operands it is defined for. ``jax``: how JAX evaluates it; ``None`` if ``jax.lax`` has a function of its name that takes the
+    operands and nothing else.
     """
 
     kind: str
@@ -59,6 +63,14 @@ class OpSpec:
     cuda: str | None = None
     doc: str = ""
     dtypes: tuple[str, ...] = DTYPES
+    jax: JaxRule | None = None
+
+    def evaluate(self, params: Params, /, *arrays: Any, out: Value) -> Any:
+        """The result by JAX, on arrays or tracers; a literal operand may be a NumPy array of rank 0.
+
+        The operands' shapes and dtypes are those that the op is defined for; ``out`` is the result's.
+        """
+        return getattr(lax, self.kind)(*arrays) if self.jax is None else self.jax(params, *arrays, out=out)
 
 
 def np_dtype(name: str) -> np.dtype[Any]:

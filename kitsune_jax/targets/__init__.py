@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kitsune_jax.graph import Op, Value
 from kitsune_jax.targets import cpu, cuda
+from kitsune_jax.targets.cpu.planning import machines as cpu_machines
+from kitsune_jax.targets.cuda.planning import machines as gpu_machines
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
 if TYPE_CHECKING:
+    from kitsune_jax.planning.machine import Machine
     from kitsune_jax.planning.plan import Plan
     from kitsune_jax.program.ir import Program, TileProgram
 
@@ -24,10 +27,10 @@ __all__ = [
     "InvalidProgram",
     "Planned",
     "check",
-    "default_device",
     "emit",
     "generate",
     "has_target",
+    "machine",
     "machine_platform",
     "notes",
     "runs_phases",
@@ -75,9 +78,13 @@ def machine_platform(target: str) -> str:
     return "cuda" if target == "emulator" else target
 
 
-def default_device(target: str) -> str | None:
-    """The machine model to plan for where the user names none: None is that platform's default."""
-    return cuda.default_device(target) if target != "cpu" else None
+def machine(target: str, device: str | None = None) -> Machine:
+    """The model of ``device``, or of the one at hand. Raises ``ValueError`` for one that is unknown."""
+    if target == "cpu":
+        return cpu_machines.cpu_at_hand() if device is None else cpu_machines.cpu_model(device)
+    if target not in TARGETS:
+        raise ValueError(why_not(target))
+    return gpu_machines.gpu(device or cuda.default_device(target))
 
 
 def notes(target: str) -> tuple[str, ...]:

@@ -15,14 +15,14 @@ import pytest
 from kitsune_jax import _cpu, targets
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.machines import cpu_model
-from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.planner import Infeasible, plan
+from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.program import build
 from kitsune_jax.regions import anchored, quotient_order, select
 from kitsune_jax.streams import Region
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import lower
+from kitsune_jax.targets.cpu.planning.machines import cpu_model
+from kitsune_jax.targets.cpu.planning.planner import plan
 from kitsune_jax.targets.cpu.words import encode
 from tests.support.bytecode_sim import simulate
 from tests.support.graphs import layer_norm, mlp, mlp_params, nerf, nerf_params
@@ -60,7 +60,7 @@ def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[
         chosen = by_first.get(node)
         if chosen is None:
             op = graph.ops[node[0]]
-            values.update(zip(op.outputs, captured.steps[node[0]].run(*(values[v] for v in op.inputs)), strict=True))
+            values.update(zip(op.outputs, captured.run(node[0], [values[v] for v in op.inputs]), strict=True))
             continue
         tiles = build(graph, chosen.region, chosen.plan)
         code = lower(tiles, "region")

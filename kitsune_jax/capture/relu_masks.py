@@ -7,26 +7,20 @@ of the next layer anyway: so ``z`` need not be kept, and the matmul that makes i
 
 from __future__ import annotations
 
-import dataclasses
-
-from kitsune_jax.capture.builder import Captured
+from kitsune_jax.capture.captured import Captured, Draft, with_params
 from kitsune_jax.graph import Graph, Op
 
 
 def masks_of_results(captured: Captured) -> Captured:
     """``captured`` with comparisons of a rectified value's argument with 0 made to read the rectified value."""
-    graph = captured.graph
+    graph, draft = captured.graph, Draft(captured)
     rectified: dict[int, int] = {}  # argument -> result, of the ReLUs so far
-    ops = []
-    for op in graph.ops:
+    for i, op in enumerate(graph.ops):
         if op.kind == "max" and (z := _against_zero(graph, op, (0, 1))) is not None:
             rectified.setdefault(z, op.outputs[0])
         elif op.kind in ("gt", "lt") and (z := _against_zero(graph, op, (0,) if op.kind == "gt" else (1,))) in rectified:
-            op = dataclasses.replace(op, inputs=tuple(rectified[v] if v == z else v for v in op.inputs))
-        ops.append(op)
-    if tuple(ops) == graph.ops:
-        return captured
-    return dataclasses.replace(captured, graph=dataclasses.replace(graph, ops=tuple(ops)))
+            draft.ops[i] = with_params(op, [rectified[v] if v == z else v for v in op.inputs], op.outputs)
+    return draft.finish()
 
 
 def _against_zero(graph: Graph, op: Op, places: tuple[int, ...]) -> int | None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
-from kitsune_jax.planning.gpu_storage import TILE_ROWS, Storage, dots_of, gradients_of, padded, slab
 from kitsune_jax.planning.machine import Machine
+from kitsune_jax.targets.cuda.planning.storage import TILE_ROWS, Storage, dots_of, gradients_of, padded, slab
 
 # Instructions per element where 16-bit results allow the approximate functions (tanh.approx, ex2.approx), and how many of them go
 # to the special function unit. From compiled epilogues: ReLU + pack 0.5, SiLU by tanh 3.5, by ex2 + rcp 5.5, GELU by tanh 6.5.
