@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +48,7 @@ def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[
 
     def supports(i: int) -> str | None:
         op = graph.ops[i]
-        return targets.supports("cpu", op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
+        return targets.get("cpu").supports(op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
 
     selection = select(graph, supports, planner, force=True)
     values: dict[int, Any] = dict(zip(graph.inputs, jax.tree.leaves(args), strict=True))
@@ -161,13 +160,13 @@ def test_custom_call_through_jit() -> None:
     captured = capture(jax.make_jaxpr(fn)(*args)).graph
     assert len(captured.inputs) == len(program.inputs) == len(args)
 
-    planned = types.SimpleNamespace(target="cpu", program=program, code=encode(program))
     aval = jax.ShapeDtypeStruct(want.shape, want.dtype)
-    (got,) = jax.jit(lambda *xs: targets.emit(planned, xs, [aval], lambda *_: pytest.fail("nothing is left to XLA")))(*args)
+    (got,) = jax.jit(
+        lambda *xs: targets.get("cpu").emit(encode(program), None, xs, [aval], lambda *_: pytest.fail("nothing is left to XLA"))
+    )(*args)
     _close(np.asarray(got), np.asarray(want))
 
 
 def test_targets_refuse_unknown_platforms() -> None:
-    assert not targets.has_target("tpu")
-    with pytest.raises(ValueError, match="tpu"):
-        targets.generate("tpu", None, None, "x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'tpu'; there is one for: cpu, cuda, emulator"):
+        targets.get("tpu")
