@@ -70,7 +70,7 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     assert target is not None
 
     def visit(jaxpr: Any) -> Any:
-        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=not targets.runs_phases(target))
+        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=not targets.get(target).runs_phases)
         if obstacle is None:
             planned, _ = lowering.settled(captured, lowering.routed(captured.graph, target, options, device, code=False))
             reports.append(planned.report)
@@ -97,7 +97,8 @@ def unplanned(program: Any, target: str, device: str | None, obstacle: str) -> R
 
 
 def _machine(target: str, device: str | None) -> tuple[str, str]:
-    return targets.machine_platform(target), targets.machine(target, device).name
+    executor = targets.get(target)
+    return executor.platform, executor.machine(device).name
 
 
 def flops_of(call_jaxpr: Any) -> int:

@@ -24,6 +24,7 @@ from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program import TileProgram
 from kitsune_jax.program.verify import verify
 from kitsune_jax.streams import Region
+from kitsune_jax.targets.cuda import target as cuda_target
 
 
 @pytest.fixture(autouse=True)
@@ -68,5 +69,6 @@ def every_program_is_verified() -> Iterator[None]:
         return program
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(route_module, "build", checked)
+        for module in (route_module, cuda_target):
+            patch.setattr(module, "build", checked)
         yield

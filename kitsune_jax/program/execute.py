@@ -15,7 +15,8 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" and the 8-bit floats NumPy dty
 import numpy as np
 
 from kitsune_jax.graph import Scalar
-from kitsune_jax.ops.table import OPS, resolve_rows
+from kitsune_jax.ops.local import resolve_rows
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import ArrayType, Block, Instr, TileProgram, TileType
 from kitsune_jax.streams.space import dim_strides
 

@@ -206,12 +206,12 @@ def test_machine_models_are_complete_and_say_where_numbers_are_from():
                 assert number > 0, (m.name, field.name)
         assert m.sources and all(source for _, source in m.sources)
         assert m.place(m.places[-1].name).latency > 0
-    assert targets.machine("cuda", "h200") is H200 and targets.machine("cpu", CPU.name) == CPU
-    assert targets.machine("cpu") is cpu_at_hand()
+    assert targets.get("cuda").machine("h200") is H200 and targets.get("cpu").machine(CPU.name) == CPU
+    assert targets.get("cpu").machine() is cpu_at_hand()
     assert CPU.rate(CPU.tensor_rates, "bfloat16") > 1.5 * CPU.rate(CPU.tensor_rates, "float32")
     for platform, device in (("tpu", None), ("cuda", "v100"), ("cpu", "avx512"), ("cpu", "sse-2"), ("cpu", "avx2-0")):
         with pytest.raises(ValueError, match="no"):
-            targets.machine(platform, device)
+            targets.get(platform).machine(device)
 
 
 def test_cache_sizes_are_read_from_the_kernels_files(tmp_path):

@@ -145,16 +145,17 @@ def test_a_region_without_code_costs_only_itself(monkeypatch):
 
     graph = graph_of(fn, jnp.zeros((64, 8)), jnp.zeros((8, 8)))
     both = route(graph, "cpu", force=True)
-    generate = targets.generate
+    cpu = targets.get("cpu")
+    generate = cpu.generate
 
-    def fails_first(target, program, plan, name):
+    def fails_first(program, plan, name):
         if not seen:
             seen.append(name)
             raise targets.CannotLower("no code today")
-        return generate(target, program, plan, name)
+        return generate(program, plan, name)
 
     seen = []
-    monkeypatch.setattr(targets, "generate", fails_first)
+    monkeypatch.setattr(cpu, "generate", fails_first)
     one = route(graph, "cpu", force=True)
     assert len(both.regions) == 2 and len(one.regions) == 1
     assert any("no code today" in r.reason for r in one.report.rejected)
