@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from kitsune_jax.capture.verify import verify_op
 from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops.local import resolve_rows
 from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.ops.verify import verify_op
 from kitsune_jax.program import instructions
 from kitsune_jax.program.instructions import Wrong, need
 from kitsune_jax.program.ir import ArrayType, Block, Instr, Program, TileProgram, TileType, walk

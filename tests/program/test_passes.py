@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -35,7 +37,7 @@ def test_passes_keep_what_a_random_program_computes(seed: int) -> None:
     want = interpret(program, arrays, widen=True)
     simple = simplified(program)
     for made in (simple, with_epilogues(simple), with_epilogues(program), with_epilogues(simple, activated=False)):
-        verify(made)
+        verify(made, lookahead=0)
         for g, w in zip(interpret(made, arrays, widen=True), want, strict=True):
             np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-12)
 
@@ -164,9 +166,8 @@ def test_activations_mean_what_jax_says() -> None:
     for name, (parameters, function) in names.items():
         t = Tiles((9,), 4)
         v = t.matmul(t.load((9, 5), streams=ROW), t.load((5, 5)))
-        t.body[-1] = type(t.body[-1])(
-            "matmul", t.body[-1].inputs, (v,), (*t.body[-1].params, ("activation", name), ("parameters", parameters))
-        )
+        params = (*t.body[-1].params, ("activation", name), ("parameters", parameters))
+        t.body[-1] = dataclasses.replace(t.body[-1], params=params)
         t.store(v, (9, 5), ROW)
         verify(t.program())
         got = interpret(t.program(), [a, np.eye(5, dtype=np.float32)])[0]
