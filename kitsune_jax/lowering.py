@@ -28,7 +28,6 @@ from kitsune_jax.errors import NotPipelined
 from kitsune_jax.fallbacks import Failure, record
 from kitsune_jax.graph import Graph
 from kitsune_jax.options import Options
-from kitsune_jax.profile import store as profiles
 from kitsune_jax.report.join import with_bodies
 from kitsune_jax.report.model import Report
 from kitsune_jax.route import PlannedRegion, Routed, route, without
@@ -93,7 +92,7 @@ def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str
         obstacle = (why_not if not watch.elsewhere else None) or _obstacle(ctx, call_jaxpr, options)
         watch.seen.append(Seen(call_jaxpr, obstacle))
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
-    obstacle = None if target is not None and targets.has_target(target) else missing_target(target)
+    obstacle = None if target is not None and targets.get(target).available() else missing_target(target)
     obstacle = obstacle or _obstacle(ctx, call_jaxpr, options)
     if obstacle is not None:
         if options.strict:
@@ -108,14 +107,14 @@ def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str
 
 def target_of(options: Options, platform: str | None) -> str | None:
     """What executes a pipeline on ``platform``: the platform's own target, or the one that was asked for instead."""
-    return options.target if options.target is not None and platform == "cpu" else platform
+    return options.target if options.target is not None and platform == targets.INSTEAD[options.target] else platform
 
 
 def missing_target(target: str | None) -> str | None:
     """Why nothing executes pipelines of ``target`` here, or ``None``. Warns of nothing."""
     if target is None:
-        return "there is no target for platforms other than cpu and cuda"
-    why_not = targets.why_not(target)
+        return f"there is no target for platforms other than {' and '.join(targets.PLATFORMS)}"
+    why_not = targets.get(target).why_not()
     return f"there is no target for {target!r} here: {why_not}" if why_not else None
 
 
@@ -197,8 +196,7 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
 
 def routed(graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    surroundings = (profiles.at_hand(), profiles.notes()) if target == "cpu" else (config.cuda_arch(), config.cuda_avoid())
-    return _routed(graph, target, options.force, options.strict, device, code, surroundings)
+    return _routed(graph, target, options.force, options.strict, device, code, targets.get(target).surroundings())
 
 
 @functools.lru_cache(maxsize=256)
@@ -273,7 +271,7 @@ def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFuncti
         return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
-    captured = capture(jaxpr, rewrite=rewrite, parts=not targets.runs_phases(target))
+    captured = capture(jaxpr, rewrite=rewrite, parts=not targets.get(target).runs_phases)
     planned, nodes = settled(captured, routed(captured.graph, target, options))
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 
@@ -350,7 +348,7 @@ def _run_nodes(
         avals = [captured.avals[v] for v in region.outputs]
         try:
             with captured.steps[region.ops[-1]].place.context(), jax.named_scope(node.name):
-                outs = targets.emit(node, operands, avals, evaluate)
+                outs = node.call(operands, avals, evaluate)
         except Exception as error:
             failed(node, error)
             for i in sorted(region.ops):

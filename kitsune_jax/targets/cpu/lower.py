@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.targets.cpu import buffers, bytecode, matmul, pointwise, views
 from kitsune_jax.targets.cpu.bytecode import (
@@ -31,9 +32,6 @@ from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
 from kitsune_jax.targets.errors import CannotLower
-
-REDUCE_HOW = {f"reduce_{how}": how for how in REDUCTIONS if not how.startswith("arg")} | {"argmax": "argmax", "argmin": "argmin"}
-SCAN_HOW = {f"cum{how}": how for how in CUMULATIVE}
 
 _BEST = Products()
 _MOST_ELEMENTS = 1 << 48  # kMaxCount in cpu/src/program_check.cc
@@ -101,20 +99,18 @@ def _stage(program: TileProgram, body: StageProgram, preps: dict[Prep, int], pro
         else:
             _handler(stage.body[i].kind)(stage, i, stage.body[i])
     code, scratch_bytes = buffers.place(stage.code, stage.buffer_bytes)
-    return bytecode.Stage(body.name, 0, scratch_bytes, code)
+    return bytecode.Stage(body.name, scratch_bytes, code)
 
 
 Handler = Callable[[Stage, int, Instr], None]
 
 
 def _handler(kind: str) -> Handler:
-    if kind in REDUCE_HOW:
-        return _reduce
-    if kind in SCAN_HOW:
-        return _scan
-    if kind not in _HANDLERS:
+    family = OPS[kind].family if kind in OPS else ""
+    handler = _HANDLERS.get(kind) or _FAMILIES.get(family)
+    if handler is None:
         raise CannotLower(f"{kind} has no code on the CPU")
-    return _HANDLERS[kind]
+    return handler
 
 
 def _store(stage: Stage, i: int, instr: Instr) -> None:
@@ -179,7 +175,7 @@ def _shaped(view: View, shape: tuple[int, ...]) -> View:
 
 
 def _reduce(stage: Stage, i: int, instr: Instr) -> None:
-    how = REDUCE_HOW[instr.kind]
+    how = OPS[instr.kind].fold
     axes = {a - 1 for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}
     x = _reduced(stage, instr.inputs[0])
     out = _shaped(stage.place(stage.root(instr.outputs[0])), stage.type(instr.outputs[0]).shape)
@@ -228,7 +224,7 @@ def _scan(stage: Stage, i: int, instr: Instr) -> None:
     k.append((x.shape[axis], x.strides[axis], out.strides[axis]))
     stage.code.append(
         Scan(
-            CUMULATIVE.index(SCAN_HOW[instr.kind]),
+            CUMULATIVE.index(OPS[instr.kind].fold),
             int(instr["reverse"]),
             tuple(n for n, _, _ in k),
             Operand(x.ref, x.row_stride, tuple(s for _, s, _ in k)),
@@ -259,6 +255,7 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
     )
 
 
+_FAMILIES: dict[str, Handler] = {"reduce": _reduce, "argreduce": _reduce, "cumulative": _scan}
 _HANDLERS: dict[str, Handler] = {
     "store": _store,
     "push": _push,

@@ -1,14 +1,13 @@
-"""Machine models by name: CPUs, and the GPUs of ``gpu_machines.py``.
+"""Machine models of CPUs: the numbers of a profile, by the names that planning knows.
 
-Comes in: the name of a device, or a CPU's profile (``kitsune_jax.profile``). Goes out: a frozen ``Machine``. Invariant: equal names
-and equal profiles give equal models, so a plan is a pure function of the graph and the profile.
+Comes in: the name of a device, or a profile (``kitsune_jax.profile``). Goes out: a frozen ``Machine``. Invariant: equal names and
+equal profiles give equal models, so a plan is a pure function of the graph and the profile.
 """
 
 from __future__ import annotations
 
 import functools
 
-from kitsune_jax.planning.gpu_machines import GPUS, fitted
 from kitsune_jax.planning.machine import KIB, MIB, Machine, Place
 from kitsune_jax.profile import shipped, store
 from kitsune_jax.profile.kernels import TILE
@@ -25,13 +24,9 @@ _CPU_SOURCES = (
 )
 
 
+@functools.lru_cache(maxsize=64)
 def cpu_of(profile: Profile) -> Machine:
     """The machine model of a CPU: the numbers of ``profile`` by the names that GPUs have as well."""
-    return _cpu_of(profile)
-
-
-@functools.lru_cache(maxsize=64)
-def _cpu_of(profile: Profile) -> Machine:
     workers, seconds = profile.workers, profile.seconds
 
     def rate(dtype: str, way: str = "widened") -> float:
@@ -54,7 +49,6 @@ def _cpu_of(profile: Profile) -> Machine:
         library_rates=(("other", f32),),
         library_simt=1.0,
         pipeline_simt=1.0,
-        pass_operations=0.0,
         strided_seconds=6e-9,
         vertical_efficiency=(("other", 1.0),),
         spatial_efficiency=(("other", 1.0),),
@@ -101,26 +95,3 @@ def cpu_at_hand() -> Machine:
     Raises ``ValueError`` where ``KITSUNE_NUM_THREADS`` or ``KITSUNE_PROFILE`` mean nothing.
     """
     return cpu_of(store.at_hand())
-
-
-def machine_for(platform: str, device: str | None = None) -> Machine:
-    """The model of ``device`` on ``platform`` ("cpu" or "cuda"); None is the CPU at hand, or on "cuda" the H200.
-
-    "h200-114-227" is the H200's with 114 multiprocessors and 227 KiB of shared memory for a CTA, "h200-114-227-50-1755-2039" that
-    with 50 MiB of L2, 1755 MHz and 2039 GB/s of memory besides.
-
-    Raises ``ValueError`` for an unknown platform or device.
-
-    >>> machine_for("cuda", "h200").workers
-    132
-    """
-    if platform == "cpu":
-        return cpu_at_hand() if device is None else cpu_model(device)
-    if platform == "cuda":
-        name = (device or "h200").lower()
-        if machine := fitted(name):
-            return machine
-        if name not in GPUS:
-            raise ValueError(f"no CUDA device model {device!r}: expected one of {', '.join(sorted(GPUS))}")
-        return GPUS[name]
-    raise ValueError(f"no machine model for platform {platform!r}: expected cpu or cuda")

@@ -17,10 +17,10 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
-from kitsune_jax.planning.balance import Infeasible
 from kitsune_jax.planning.cost import DotWork, RegionCost, itemsize, round_up
-from kitsune_jax.planning.gpu_gradient import gradient_shapes, panel_bytes, panel_sums, useful_gradient_split
 from kitsune_jax.planning.machine import KIB
+from kitsune_jax.planning.plan import Infeasible
+from kitsune_jax.targets.cuda.planning.gradients import gradient_shapes, panel_bytes, panel_sums, useful_gradient_split
 
 TILE_ROWS = 64
 CHUNK_ROW = 128  # bytes of K that one column of packed weights has in a chunk: the swizzle's width

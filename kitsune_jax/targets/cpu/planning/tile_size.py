@@ -1,6 +1,6 @@
 """What fits where on a CPU: tile size, memory and the time of one tile, for a stage on a core.
 
-Comes in: a ``RegionCost`` and ``Draft`` stages. Goes out: rows per tile and a ``Fit`` per stage. Invariant: what does not fit the
+Comes in: a ``CpuCost`` and ``Draft`` stages. Goes out: rows per tile and a ``Fit`` per stage. Invariant: what does not fit the
 memory raises ``Infeasible`` with the sizes in the message; nothing is silently made slower.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from kitsune_jax.planning.balance import Infeasible
-from kitsune_jax.planning.cost import RegionCost, round_up
-from kitsune_jax.planning.cpu_time import SHARED_SECONDS
-from kitsune_jax.planning.machine import KIB, MIB
+from kitsune_jax.planning.cost import round_up
+from kitsune_jax.planning.machine import MIB, size_text
+from kitsune_jax.planning.plan import Infeasible
 from kitsune_jax.planning.stages import Draft, resource_of
+from kitsune_jax.targets.cpu.planning.cost import CpuCost
+from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
 
 # Tile sizes in order of preference, where the model can't tell them apart (micro-kernels reach their rate at 32 to 128 rows).
 _ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 1024, 2048, 4096, 8192)
@@ -31,33 +32,18 @@ class Fit:
     resource: str
 
 
-def stationary_bytes(cost: RegionCost, ops: Iterable[int]) -> int:
-    """Bytes of the stationary arrays that ``ops`` read."""
-    return sum(cost.bytes(v) for v in cost.stationary_inputs(ops))
-
-
-def sink_bytes(cost: RegionCost, ops: Iterable[int]) -> int:
-    """Bytes of the accumulators of the sinks among ``ops``: double precision for sums of values on a CPU, else single."""
-    total = 0
-    for i in ops:
-        if i in cost.sinks:
-            element = 8 if cost.machine.platform == "cpu" and cost.work(i).dot is None else 4
-            total += element * sum(cost.graph.values[v].size for v in cost.graph.ops[i].outputs)
-    return total
-
-
 class StageModel:
     """Times of one stage at any number of rows. What does not depend on the rows is computed once.
 
     ``live``: bytes per row that are alive at once; ``weights`` and ``sinks``: bytes of its stationary operands and accumulators.
     """
 
-    def __init__(self, cost: RegionCost, draft: Draft):
+    def __init__(self, cost: CpuCost, draft: Draft):
         self.cost = cost
         self.kinds = cost.kinds(draft.ops)
         self.live = max(1, cost.live_row_bytes(draft.ops))
-        self.weights = stationary_bytes(cost, draft.ops)
-        self.sinks = sink_bytes(cost, draft.ops)
+        self.weights = cost.stationary_bytes(draft.ops)
+        self.sinks = cost.sink_bytes(draft.ops)
         self.resource = resource_of(cost, draft)
         self._made = sum(cost.row_bytes(v) for i in draft.ops for v in cost.graph.ops[i].outputs if cost.streamed(v))
 
@@ -66,8 +52,8 @@ class StageModel:
         machine = self.cost.machine
         weights_at = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
         tensor = simt = 0.0
-        for (work, sink), count in self.kinds.items():
-            seconds = count * self.cost.work_seconds(work, sink, rows)
+        for work, count in self.kinds.items():
+            seconds = count * self.cost.seconds(work, rows)
             if work.dot is not None:
                 tensor += seconds
             else:
@@ -91,7 +77,7 @@ class StageModel:
 class Stages:
     """The models of the stages of one region, each made once."""
 
-    def __init__(self, cost: RegionCost):
+    def __init__(self, cost: CpuCost):
         self.cost = cost
         self._models: dict[Draft, StageModel] = {}
 
@@ -139,7 +125,3 @@ def vertical_fit(stages: Stages, draft: Draft, rows: int) -> Fit:
     if scratch > _MAX_SCRATCH:
         raise Infeasible(f"a tile of {rows} rows needs {size_text(scratch)} of scratch per worker")
     return Fit(model.seconds(rows), model.resource)
-
-
-def size_text(n: float) -> str:
-    return f"{n / MIB:.1f} MiB" if n >= MIB else f"{n / KIB:.0f} KiB"

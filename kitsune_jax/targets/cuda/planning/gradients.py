@@ -90,6 +90,16 @@ def panel_sums(cost: RegionCost, ops: Iterable[int]) -> frozenset[int]:
     return frozenset(i for i in ops if is_sum(i))
 
 
+def panel_sums_of(cost: RegionCost) -> dict[int, int]:
+    """Sums over the rows of an operand of a weight gradient -> the gradient, in whose stage the operand lies in shared memory."""
+    found: dict[int, int] = {}
+    for gradient in cost.region.ops:
+        if gradient in cost.sinks and cost.work(gradient).dot is not None:
+            for i in panel_sums(cost, (gradient, *(c for v in cost.graph.ops[gradient].inputs for c in cost.readers.get(v, ())))):
+                found.setdefault(i, gradient)
+    return found
+
+
 def panel_bytes(width: int, half: bool) -> int:
     """Shared memory of 64 rows of an operand ``width`` columns wide.
 

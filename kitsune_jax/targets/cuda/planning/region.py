@@ -1,6 +1,6 @@
 """What all GPU plans of a region share: tiles, traffic, and the time beside the kernel's own work.
 
-Comes in: a ``RegionCost`` whose machine is a GPU. Goes out: ``GpuRegion``, which turns an arrangement's numbers into a ``Plan``.
+Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``GpuRegion``, which turns an arrangement's numbers into a ``Plan``.
 Invariant: a plan's time is launch, packing and start-up, and then the slowest of compute, memory and L2.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from kitsune_jax.planning.bulk import baseline
-from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
-from kitsune_jax.planning.fit import sink_bytes
-from kitsune_jax.planning.gpu_storage import TILE_ROWS, Steps, packed_bytes
+from kitsune_jax.planning.cost import pipeline_traffic
 from kitsune_jax.planning.plan import Plan, Queue, Stage
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.storage import TILE_ROWS, Steps, packed_bytes
+from kitsune_jax.targets.cuda.planning.xla_times import baseline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Arranged:
 class GpuRegion:
     """A region on a GPU: ``tiles`` of 64 rows, and ``steps(ops, split)``, computed once."""
 
-    def __init__(self, cost: RegionCost):
+    def __init__(self, cost: GpuCost):
         self.cost, self.machine = cost, cost.machine
         self.tiles = -(-cost.region.space.rows // TILE_ROWS)
         self.traffic = pipeline_traffic(cost)
@@ -85,5 +85,5 @@ class GpuRegion:
         order."""
         gradients = [i for i in self.cost.region.sinks if self.cost.work(i).dot is not None]
         others = [i for i in self.cost.region.sinks if self.cost.work(i).dot is None]
-        parts = ctas * (sink_bytes(self.cost, gradients) + lanes * sink_bytes(self.cost, others))
+        parts = ctas * (self.cost.sink_bytes(gradients) + lanes * self.cost.sink_bytes(others))
         return parts * 2

@@ -1,62 +1,41 @@
-"""The planner: a Region and a Machine in, the Plan the model likes best out.
+"""The plan of a region on a CPU: every worker takes a tile through all ops, so no worker hands anything to another.
 
-A GPU's candidates are made in ``gpu``. A CPU's plan is vertical: every worker takes a tile through all ops of a phase, so no worker
-hands anything to another. (Cores are alike, so a spatial pipeline would do the same work and pay for its queues besides: of 5000
-plans for 2 to 192 cores the model liked 24 spatial ones better, all of them for regions that neither arrangement made faster than
-XLA.) Invariants: a plan fits the machine, or ``Infeasible`` says why there is none; and the same arguments give the same plan in
-every process.
+Comes in: a Graph, a Region and the machine model of a CPU. Goes out: its ``Plan``. Cores are alike, so a spatial pipeline would do
+the same work and pay for its queues besides: of 5000 plans for 2 to 192 cores the model liked 24 spatial ones better, all of them
+for regions that neither arrangement made faster than XLA. Invariants: a plan fits the machine, or ``Infeasible`` says why there is
+none; and the same arguments give the same plan in every process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.balance import Infeasible
-from kitsune_jax.planning.bulk import baseline, output_fault_seconds
-from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
-from kitsune_jax.planning.cpu_time import SHARED_SECONDS
-from kitsune_jax.planning.fit import Stages, sink_bytes, stationary_bytes, tile_rows, vertical_fit
-from kitsune_jax.planning.gpu import candidates
+from kitsune_jax.planning.cost import pipeline_traffic
 from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.plan import Plan, Stage
+from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import finest, per_phase, stage_name
 from kitsune_jax.streams.space import Region
+from kitsune_jax.targets.cpu.planning.cost import CpuCost
+from kitsune_jax.targets.cpu.planning.tile_size import Stages, tile_rows, vertical_fit
+from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
+from kitsune_jax.targets.cpu.planning.xla_times import baseline, output_fault_seconds
 
-__all__ = ["Infeasible", "plan"]
 
-# What a target says to a plan: None, or why it has no code for it.
-Accept = Callable[[Plan], str | None]
-
-
-def plan(graph: Graph, region: Region, machine: Machine, *, accept: Accept | None = None) -> Plan:
-    """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
-
-    ``accept``: the target's exact check; candidates are shown to it from the fastest on, and where it refuses all of them its
-    reasons are the message.
-    """
+def plan(graph: Graph, region: Region, machine: Machine) -> Plan:
+    """The plan for ``region`` on ``machine``. Raises ``Infeasible`` (a ``ValueError``) with the reason."""
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
-    cost = RegionCost(graph, region, machine)
-    found = candidates(cost) if machine.platform == "cuda" else [_Planner(cost).run()]
-    if accept is None:
-        return found[0]
-    reasons: dict[str, None] = {}
-    for candidate in found:
-        why = accept(candidate)
-        if why is None:
-            return candidate
-        reasons[why] = None
-    raise Infeasible("; ".join(reasons))
+    return _Planner(CpuCost(graph, region, machine)).run()
 
 
 class _Planner:
     """The vertical plan of a CPU: a stage for each phase, and a replica on every worker that has a tile."""
 
-    def __init__(self, cost: RegionCost):
+    def __init__(self, cost: CpuCost):
         self.cost, self.machine, self.region = cost, cost.machine, cost.region
         self.traffic = pipeline_traffic(cost)
-        self.drafts = per_phase(finest(cost))
+        self.drafts = per_phase(finest(cost, {}))
         self.stages = Stages(cost)
 
     def run(self) -> Plan:
@@ -67,7 +46,7 @@ class _Planner:
         tiles = self._tiles(rows)
         replicas = max(1, min(self.machine.workers, tiles))
         rounds = -(-tiles // replicas)
-        moved = self.traffic + self._partial_bytes(replicas)
+        moved = self.traffic + partial_bytes(self.cost, replicas)
         seconds, bound = self._total([rounds * f.seconds for f in fits], moved, replicas)
         base_seconds, base_bytes = baseline(self.cost)
         names = [stage_name(self.cost, s, d) for s, d in enumerate(drafts)]
@@ -78,7 +57,7 @@ class _Planner:
             tile_rows=rows,
             tiles=tiles,
             stages=tuple(
-                Stage(name, d.ops, d.phase, f.resource, 1, f.seconds, stationary_bytes(self.cost, d.ops))
+                Stage(name, d.ops, d.phase, f.resource, 1, f.seconds, self.cost.stationary_bytes(d.ops))
                 for name, d, f in zip(names, drafts, fits, strict=True)
             ),
             queues=(),
@@ -113,7 +92,7 @@ class _Planner:
     def _pack_seconds(self) -> float:
         """Worker-seconds in which weights are read and written once per call on their way into the micro-kernels' layout."""
         cost, seconds = self.cost, 0.0
-        size = 2 * stationary_bytes(cost, self.region.ops)
+        size = 2 * cost.stationary_bytes(self.region.ops)
         level = "l2" if size <= self.machine.local_bytes else "l3" if size <= self.machine.shared_bytes else "dram"
         packed = set()
         # A bias or a gain is laid out before the first tile as well: about half of what a small weight takes.
@@ -137,6 +116,7 @@ class _Planner:
             seconds += elements * cost.times.pack(work.dot.dtype, way, transposed, level)
         return seconds
 
-    def _partial_bytes(self, replicas: int) -> int:
-        """Sinks are folded in a fixed order, so every worker keeps a partial result, which is written and read once more."""
-        return replicas * sink_bytes(self.cost, self.region.ops) * 2
+
+def partial_bytes(cost: CpuCost, replicas: int) -> int:
+    """Sinks are folded in a fixed order, so every worker keeps a partial result, which is written and read once more."""
+    return replicas * cost.sink_bytes(cost.region.ops) * 2

@@ -11,14 +11,14 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from kitsune_jax.planning.balance import Infeasible, Load, balance
-from kitsune_jax.planning.fit import size_text, stationary_bytes
-from kitsune_jax.planning.gpu_cut import grouped, separated
-from kitsune_jax.planning.gpu_region import Arranged, GpuRegion
-from kitsune_jax.planning.gpu_storage import entry_bytes, most_split, packed_bytes, shared_bytes
-from kitsune_jax.planning.gpu_time import TileWork, matmul_efficiency, tile_work
-from kitsune_jax.planning.plan import Queue, Stage
+from kitsune_jax.planning.balance import Load, balance
+from kitsune_jax.planning.machine import size_text
+from kitsune_jax.planning.plan import Infeasible, Queue, Stage
 from kitsune_jax.planning.stages import DOUBLE_BUFFER, Draft, Link, links, links_to_each, merge, resource_of, stage_name
+from kitsune_jax.targets.cuda.planning.grouping import grouped, separated
+from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
+from kitsune_jax.targets.cuda.planning.storage import entry_bytes, most_split, packed_bytes, shared_bytes
+from kitsune_jax.targets.cuda.planning.times import TileWork, matmul_efficiency, tile_work
 
 # One-way trips of a hand-off that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the barrier. L2:
 # the data, the flag behind a fence, and the reader's loads.
@@ -291,7 +291,7 @@ class _Builder:
         return self.machine.tile_seconds + fill + times[slowest], slowest
 
     def _stage(self, s: _Stage, name: str, ctas: int) -> Stage:
-        weights = stationary_bytes(self.cost, s.draft.ops)
+        weights = self.cost.stationary_bytes(s.draft.ops)
         resource = resource_of(self.cost, s.draft)
         return Stage(name, s.draft.ops, s.draft.phase, resource, s.split, self._period(s, ctas), weights, split=s.split)
 

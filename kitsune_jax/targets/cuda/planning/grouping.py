@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.planning.cost import RegionCost
-from kitsune_jax.planning.gpu_storage import is_splittable
 from kitsune_jax.planning.stages import Draft, merge, with_makers
+from kitsune_jax.targets.cuda.planning.storage import is_splittable
 
 _ELEMENTWISE = frozenset({"pointwise", "convert", "broadcast"})
 

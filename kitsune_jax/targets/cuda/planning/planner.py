@@ -1,24 +1,30 @@
 """Plans for a GPU: every arrangement that fits, fastest first.
 
-Comes in: a ``RegionCost`` whose machine is a GPU. Goes out: ``candidates``, Plans sorted by modelled time. Invariants: no plan
+Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``candidates``, Plans sorted by modelled time. Invariants: no plan
 needs more shared memory, registers, SMs or CTAs in a cluster than the machine has; the same arguments give the same list in every
 process.
 
 *Vertical*: every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a
-cluster of two fetches each streamed weight once. *Spatial* (``gpu_spatial``): a CTA per stage.
+cluster of two fetches each streamed weight once. *Spatial* (``spatial``): a CTA per stage.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
-from kitsune_jax.planning.balance import Infeasible
-from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
-from kitsune_jax.planning.fit import size_text, stationary_bytes
-from kitsune_jax.planning.gpu_region import Arranged, GpuRegion
-from kitsune_jax.planning.gpu_spatial import spatial
-from kitsune_jax.planning.gpu_storage import (
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.cost import itemsize, round_up
+from kitsune_jax.planning.machine import Machine, size_text
+from kitsune_jax.planning.plan import Infeasible, Plan, Stage
+from kitsune_jax.planning.stages import Draft, finest, per_phase, resource_of, stage_name
+from kitsune_jax.streams.space import Region
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.gradients import panel_sums_of
+from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
+from kitsune_jax.targets.cuda.planning.spatial import spatial
+from kitsune_jax.targets.cuda.planning.storage import (
     CHUNK_BYTES,
     CHUNK_ROW,
     RING_CHUNKS,
@@ -28,21 +34,40 @@ from kitsune_jax.planning.gpu_storage import (
     packed_bytes,
     shared_bytes,
 )
-from kitsune_jax.planning.gpu_time import matmul_efficiency, tile_work
-from kitsune_jax.planning.plan import Plan, Stage
-from kitsune_jax.planning.stages import Draft, finest, per_phase, resource_of, stage_name
+from kitsune_jax.targets.cuda.planning.times import matmul_efficiency, tile_work
 
 _INDIFFERENT = 1.03  # the model is not better than this
 _PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
 
 
-def candidates(cost: RegionCost) -> list[Plan]:
+# What the code generator says to a plan: None, or why it has no code for it.
+Accept = Callable[[Plan], str | None]
+
+
+def plan(graph: Graph, region: Region, machine: Machine, accept: Accept | None = None) -> Plan:
+    """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
+
+    ``accept``: the code generator's exact check; candidates are shown to it from the fastest on, and where it refuses all of them
+    its reasons are the message.
+    """
+    if region.space.rows < 1:
+        raise Infeasible("the stream has no rows")
+    reasons: dict[str, None] = {}
+    for candidate in candidates(GpuCost(graph, region, machine)):
+        why = accept(candidate) if accept else None
+        if why is None:
+            return candidate
+        reasons[why] = None
+    raise Infeasible("; ".join(reasons))
+
+
+def candidates(cost: GpuCost) -> list[Plan]:
     """Every plan that fits the machine, by modelled time; among those as good as the fastest, by what they move through the L2,
     which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
     """
     check_ops(cost)
     region = GpuRegion(cost)
-    drafts = finest(cost)
+    drafts = finest(cost, panel_sums_of(cost))
     arranged: list[Arranged] = []
     reasons: list[str] = []
     for name, make in (("fused", functools.partial(_vertical, region)), ("spatial", functools.partial(spatial, region))):
@@ -118,7 +143,7 @@ def _arranged(region: GpuRegion, draft: Draft, choice: _Choice, storage: Storage
         resource_of(cost, draft),
         choice.cluster,
         work.period(independent, machine.tile_seconds),
-        stationary_bytes(cost, draft.ops),
+        cost.stationary_bytes(draft.ops),
         resident=choice.resident,
     )
     return Arranged(
@@ -134,7 +159,7 @@ def _arranged(region: GpuRegion, draft: Draft, choice: _Choice, storage: Storage
     )
 
 
-def _can_drift(cost: RegionCost, draft: Draft, choice: _Choice) -> bool:
+def _can_drift(cost: GpuCost, draft: Draft, choice: _Choice) -> bool:
     """Whether one lane can be in an epilogue while another multiplies, although both take their weights from one ring.
 
     A chunk is free when every lane has used it. The lanes are a block of columns apart, so the ring holds the chunks of two.

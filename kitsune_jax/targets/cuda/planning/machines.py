@@ -47,7 +47,6 @@ def _gpu(
         library_rates=(("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes)),
         library_simt=0.5,
         pipeline_simt=0.5,
-        pass_operations=0.0,
         strided_seconds=0.0,
         vertical_efficiency=vertical,
         spatial_efficiency=(("other", spatial),),
@@ -255,6 +254,22 @@ def fitted_gpu(base: str, sizes: Sizes) -> str:
     if not (sizes.l2_bytes or sizes.clock or sizes.bandwidth):
         return name
     return f"{name}-{round(sizes.l2_bytes / MIB)}-{round(sizes.clock / 1e6)}-{round(sizes.bandwidth / 1e9)}"
+
+
+def gpu(device: str | None = None) -> Machine:
+    """The model of a GPU by its name; None is the H200.
+
+    "h200-114-227" is the H200's with 114 multiprocessors and 227 KiB of shared memory for a CTA, "h200-114-227-50-1755-2039" that
+    with 50 MiB of L2, 1755 MHz and 2039 GB/s of memory besides. Raises ``ValueError`` for an unknown device.
+
+    >>> gpu("h200").workers
+    132
+    """
+    name = (device or "h200").lower()
+    machine = fitted(name) or GPUS.get(name)
+    if machine is None:
+        raise ValueError(f"no CUDA device model {device!r}: expected one of {', '.join(sorted(GPUS))}")
+    return machine
 
 
 @functools.cache
