@@ -20,11 +20,11 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import _compat, _cpu, config
-from kitsune_jax.planning.machines import cpu_at_hand, cpu_of
 from kitsune_jax.profile import __main__ as command
 from kitsune_jax.profile import kernels, measure, shipped, store, timing, xla
 from kitsune_jax.profile.model import Profile, numbers_of
 from kitsune_jax.route import route
+from kitsune_jax.targets.cpu.planning.machines import cpu_at_hand, cpu_of
 
 REFERENCE = shipped.shipped("zen5-2")
 
@@ -235,7 +235,7 @@ def test_other_workers_other_flags_and_other_versions_are_measured_again(
         lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false"),
         lambda patch: patch.setattr(jax, "__version__", "0.99"),
         lambda patch: patch.setattr(store.jaxlib, "__version__", "0.99"),
-        lambda patch: patch.setattr(kj, "__version__", "9"),
+        lambda patch: patch.setattr("kitsune_jax.version.__version__", "9"),
         lambda patch: patch.setattr(store.machine_info, "model_name", lambda: "another"),
     ):
         with monkeypatch.context() as patch:

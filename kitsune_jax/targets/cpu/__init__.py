@@ -1,25 +1,25 @@
-"""The CPU target: tile program -> CPU program (``lower``), its format (``bytecode``, ``phased``), its custom call (``emit``).
+"""The CPU target: tile program -> CPU program (``lower``), its format (``bytecode``, ``words``), its custom call (``emit``).
 
 What runs it is C++ in ``cpu/``. ``supports`` says, op by op, what there is code for.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from kitsune_jax.targets.cpu import bytecode, phased
-from kitsune_jax.targets.cpu.bytecode import Products
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, Array, Call, Part, Products
 from kitsune_jax.targets.cpu.emit import call
 from kitsune_jax.targets.cpu.lower import lower
 from kitsune_jax.targets.cpu.runtime import available, check, why_not
 from kitsune_jax.targets.cpu.support import supports
+from kitsune_jax.targets.cpu.words import encode
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from kitsune_jax.program.ir import TileProgram
-    from kitsune_jax.program.phased import PhasedProgram
+    from kitsune_jax.program.ir import Program
 
 __all__ = [
     "CannotLower",
@@ -28,7 +28,6 @@ __all__ = [
     "available",
     "call",
     "generate",
-    "generate_phases",
     "lower",
     "supports",
     "why_not",
@@ -38,17 +37,16 @@ __all__ = [
 _BEST = Products()
 
 
-def generate(program: TileProgram, name: str, products: Products = _BEST) -> np.ndarray:
+def generate(program: Program, name: str, products: Products = _BEST) -> np.ndarray:
     """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``, ``InvalidProgram``.
 
     ``products`` says how bfloat16 operands are multiplied; by default, as the kernels of the CPU that runs the code like best.
     """
-    return _valid(bytecode.encode(lower(program, name, products)))
-
-
-def generate_phases(program: PhasedProgram, name: str, products: Products = _BEST) -> np.ndarray:
-    """The code of a call of several phases, as int64 words. Raises ``CannotLower``, ``InvalidProgram``."""
-    return _valid(phased.encode(program, name, products))
+    several = len(program.parts) > 1
+    lowered = {p.program: lower(p.program, f"{name}, phase {p.phase}" if several else name, products) for p in program.parts}
+    arrays = tuple(Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
+    parts = tuple(Part(p.phase, p.reads, p.writes, lowered[p.program]) for p in program.parts)
+    return _valid(encode(Call(name, arrays, program.operands, program.results, parts)))
 
 
 def _valid(words: np.ndarray) -> np.ndarray:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kitsune_jax.ops.table import OPS, resolve_rows
+from kitsune_jax.ops.local import resolve_rows
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import pointwise, tiles

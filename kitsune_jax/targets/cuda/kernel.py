@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.program.ir import TileProgram, walk
 from kitsune_jax.targets.cuda import frames, layout, print_kernel, sharing, tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
@@ -40,8 +40,11 @@ class Kernel:
 
 def generate(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True) -> Kernel:
     """The kernel of ``program`` as ``arrangement`` asks. ``share``: equal stages run the same code. Raises ``CannotLower``."""
-    if len({s.phase for s in program.stages}) > 1:
-        raise CannotLower("a region of several phases has no kernel yet")
+    used = {i.kind for stage in program.stages for i in walk(stage.body)}
+    if without := sorted(used & {"dot", "gather", "loop", "load_slice", "store_slice", "sink_at"}):
+        raise CannotLower(f"{' and '.join(without)} inside a kernel: no code for it yet")
+    if program.batch_axes:
+        raise CannotLower("tiles that keep within a batch have no kernel yet")
     if program.tile_rows != tiles.TILE_ROWS:
         raise CannotLower(f"tiles of {program.tile_rows} rows; the GPU's have {tiles.TILE_ROWS}")
     found = layout.of_kernel(program, arrangement, name)

@@ -1,0 +1,103 @@
+"""Streams through a graph that were looked at, kept for the seeds that lie in them.
+
+Comes in: seeds, one after the other, while regions are chosen. Goes out: for each the ``Spread`` and, of its groups of ops, the
+one that a given op is in. Invariants: a region that is handed out is legal beside all calls chosen so far; and the work is bounded
+by a budget of op visits, so a network of many layers that are regions each does not cost in proportion to its length squared.
+
+A seed that lies in a spread, with the dimensions that stream there, would have led to that spread: it is used again until a region
+is chosen. When the budget is spent, it is used even then, and only its groups are looked at anew; and of the ways in which a stream
+could run through an op only the most promising one is tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+
+from kitsune_jax.graph import Graph
+from kitsune_jax.regions.convex import groups_of, region_of
+from kitsune_jax.regions.graph_index import GraphIndex
+from kitsune_jax.regions.order import Order
+from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds
+from kitsune_jax.streams.space import DimLabels
+
+# How often ops may be looked at while spreads are made, at least and for each op of the graph. An MLP takes 4 to 8 an op; 15
+# message-passing steps, a region or two each, would take 37, and give the same regions with 10.
+_LEAST_LOOKS, _LOOKS = 10_000, 10
+
+
+@dataclasses.dataclass(eq=False)
+class Kept:
+    """A spread and the groups of its ops. ``group_of``: op -> which of ``groups``; ``chosen``: calls at the time."""
+
+    spread: Spread
+    groups: list[tuple[int, ...]]
+    group_of: dict[int, int]
+    chosen: int
+    regions: dict[int, Region] = dataclasses.field(default_factory=dict)
+
+
+class Spreads:
+    """``spread(seed, barred)`` makes one, of ops that no region has (``free``)."""
+
+    def __init__(self, index: GraphIndex, order: Order, free: Collection[int], spread: Callable[[Seed, Mapping[int, str]], Spread]):
+        self.index, self.order, self.free, self._spread = index, order, free, spread
+        self._budget = max(_LEAST_LOOKS, _LOOKS * len(index.graph.ops))
+        self._chosen = 0
+        self._kept: list[Kept] = []
+
+    def seeds(self, op: int) -> list[Seed]:
+        """``candidate_seeds`` of ``op``, as many as the budget allows."""
+        seeds = candidate_seeds(self.index.graph, op)
+        return seeds if self._budget > 0 else seeds[:1]
+
+    def choose(self) -> None:
+        """A call was chosen: ``order`` and ``free`` are others now."""
+        self._chosen += 1
+        if self._budget > 0:
+            self._kept.clear()
+
+    def at(self, seed: Seed) -> tuple[Kept, bool]:
+        """The spread from ``seed``, and whether it was made just now."""
+        sizes, labels = _seed_labels(self.index.graph, seed)
+        for kept in reversed(self._kept):
+            if kept.spread.labels.get(seed.value) == labels and kept.spread.space.sizes == sizes:
+                return kept, False
+        reached = (
+            k.spread for k in reversed(self._kept) if k.chosen == self._chosen and k.spread.flooded.get(seed.value) == labels
+        )
+        before = next((s for s in reached if s.space.sizes == sizes), None)
+        looks = self.order.looks
+        made = self._spread(seed, before.barred if before else {})
+        groups = groups_of(self.index, made, self.order)
+        kept = Kept(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen)
+        self._budget -= made.looks + self.order.looks - looks
+        self._kept.append(kept)
+        return kept, True
+
+    def region_with(self, kept: Kept, op: int) -> Region | None:
+        """The region of a spread that ``op`` is in, if any."""
+        k = kept.group_of.get(op)
+        if k is None:
+            return None
+        if kept.chosen != self._chosen:
+            return self._anew(kept, k, op)
+        if k not in kept.regions:
+            kept.regions[k] = region_of(self.index, kept.spread, kept.groups[k])
+        return kept.regions[k]
+
+    def _anew(self, kept: Kept, k: int, op: int) -> Region | None:
+        """What calls chosen since then have left of a group."""
+        ops = tuple(i for i in kept.groups[k] if i in self.free)
+        inside = set(ops)
+        touched = {v for i in ops for v in (*self.index.graph.ops[i].inputs, *self.index.graph.ops[i].outputs)}
+        labels = {v: kept.spread.labels[v] for v in touched if v in kept.spread.labels}
+        part = Spread(kept.spread.space, labels, ops, tuple(i for i in kept.spread.sinks if i in inside), {})
+        found = next((group for group in groups_of(self.index, part, self.order) if op in group), None)
+        return None if found is None else region_of(self.index, part, found)
+
+
+def _seed_labels(graph: Graph, seed: Seed) -> tuple[tuple[int, ...], DimLabels]:
+    shape = graph.values[seed.value].shape
+    labels = tuple((seed.dims.index(d),) if d in seed.dims else () for d in range(len(shape)))
+    return tuple(shape[d] for d in seed.dims), labels

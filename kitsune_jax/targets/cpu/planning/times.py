@@ -1,0 +1,266 @@
+"""Seconds on a CPU, from a machine's profile: of our kernels on one worker, and of XLA's on the whole machine.
+
+Comes in: a ``Profile``. Goes out: ``CpuTimes``, which answers for products, gradients, loops and reductions of any size. Invariant:
+every number comes from the profile; what is added here is how a time grows with a shape. Rates are interpolated between the shapes
+that were measured, on logarithmic scales, and do not change beyond them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.profile.kernels import DEPTHS, SHORT, TILE, WIDTHS
+from kitsune_jax.profile.model import Profile, table
+
+# Columns that a micro-kernel computes at least: one vector of floats, on the widest machines.
+_VECTOR = 16
+_FEW = 16  # elements of the rows measured as ``fold/short/`` and ``load/short/``
+_SHORT = 256  # width of the product measured as ``short/``
+_NARROW = ("bfloat16", "float16")
+_PER_FLOP = ("tanh", 14.0)  # XLA's code for what was not measured, by its operations
+_SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
+_ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
+_MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
+# In a loop with several elementary functions each costs more: n of them take n (1 + (n - 1) / 2) times as long as one (tanh,
+# silu and gelu, one to seven of them, float32 and bfloat16; JAX 0.12, Zen 5).
+_CROWDED = 0.5
+# XLA gives a loop one thread where it writes less than this.
+_PARALLEL_BYTES = 128 << 10
+# A call wakes another thread for every 20 us of work that can be shared (kNsPerThread in cpu/src/ffi.cc).
+SHARED_SECONDS = 2 * 20e-6
+# Finding the operands of one more op on a tile, before its first element: 50 to 100 ns on Zen 5.
+STEP_SECONDS = 70e-9
+# A dimension below 8 keeps XLA's product from the library (YNNPACK).
+_LEAST_SIDE = 8
+_ROWS = 1024  # of most of the products that were measured
+
+
+@functools.lru_cache(maxsize=16)
+def times(profile: Profile) -> CpuTimes:
+    """The times of ``profile``, made once."""
+    return CpuTimes(profile)
+
+
+class CpuTimes:
+    def __init__(self, profile: Profile):
+        self.profile = profile
+        self._numbers = table(profile)
+        self.product = functools.lru_cache(maxsize=4096)(self._product)
+        self.gradient = functools.lru_cache(maxsize=4096)(self._gradient)
+        self.xla_dot = functools.lru_cache(maxsize=4096)(self._xla_dot)
+        self.vector = functools.lru_cache(maxsize=1024)(self._vector)
+        self.xla_op = functools.lru_cache(maxsize=1024)(self._xla_op)
+
+    def __getitem__(self, key: str) -> float:
+        return self._numbers[key]
+
+    # -- ours, one worker
+
+    def ways(self, dtype: str) -> tuple[str, ...]:
+        """How products of ``dtype`` can be multiplied here."""
+        return tuple(p for p in ("widened", "dots", "tiles") if f"pack/{_float(dtype)}/{p}" in self._numbers)
+
+    def _product(self, dtype: str, way: str, rows: float, k: int, n: int) -> float:
+        """A tile of ``rows`` rows times k x n."""
+        dtype = _float(dtype)
+        padded = -(-n // _VECTOR) * _VECTOR
+        grid = [[math.log(self[f"gemm/{dtype}/{way}/{a}x{b}"] / (a * b)) for b in WIDTHS] for a in DEPTHS]
+        across = [_between(WIDTHS, line, padded) for line in grid]
+        per_row = math.exp(_between(DEPTHS, across, k)) * max(k, DEPTHS[0]) * padded / TILE
+        short = self[f"short/{dtype}/{way}"] / (math.exp(grid[-1][-1]) * _SHORT * _SHORT / TILE)
+        return per_row * max(rows, short)
+
+    def _gradient(self, dtype: str, way: str, rows: float, m: int, n: int) -> float:
+        """The weight gradient of a tile: ``rows`` contracted, m x n accumulators."""
+        dtype = _float(dtype)
+        points = [k for k in (16, 64, 512) if f"outer/{dtype}/{way}/{k}x{k}" in self._numbers]
+        per_product = [math.log(self[f"outer/{dtype}/{way}/{k}x{k}"] / (TILE * k * k)) for k in points]
+        # The accumulators are read and written once for each tile, however few its rows are.
+        a, b = self[f"outer_short/{dtype}/{way}"] / (_SHORT * _SHORT), self._at(points, per_product, _SHORT)
+        sums = max(0.0, (a - SHORT * b) / (1 - SHORT / TILE))
+        per_row = max(self._at(points, per_product, _mean(m, n)) - sums / TILE, 0.2 * b)
+        return (per_row * rows + sums) * max(m, 2) * max(n, _VECTOR // 2)
+
+    @staticmethod
+    def _at(points: Sequence[float], logarithms: Sequence[float], side: float) -> float:
+        return math.exp(_between(points, logarithms, side))
+
+    def pack(self, dtype: str, way: str, transposed: bool, level: str) -> float:
+        """An element of a weight that lies in ``level`` (l2, l3 or dram), and its panel with it."""
+        size = 2 if dtype in _NARROW else 8 if dtype == "float64" else 4
+        moved = self[f"copy/{level}"] - self["copy/l2"] if level != "l2" else 0.0
+        return self[f"{'pack_t' if transposed else 'pack'}/{_float(dtype)}/{way}"] + 2 * size * max(0.0, moved)
+
+    def _vector(self, kind: str, dtype: str) -> float:
+        """An element of a pointwise op, with the pass over the tile that it takes."""
+        code = OPS[kind].opcodes[0] if OPS[kind].opcodes else "add"
+        if dtype == "float64":
+            near = {"exp": "exp", "log": "log", "tanh": "tanh", "div": "div", "sqrt": "sqrt"}.get(code)
+            if near is None:
+                near = "tanh" if OPS[kind].flops > 6 else "add"
+            return self[f"vector64/{near}"]
+        found = self._numbers.get(f"vector/{code}")
+        if found is None:  # a rare function, or a conversion
+            found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
+        return found
+
+    def activation(self, name: str, dtype: str) -> float:
+        """An element of an activation that a product applies to its sums."""
+        return self[f"activation/{name}/{'bfloat16' if dtype == 'bfloat16' else 'float32'}"]
+
+    def edge(self, dtype: str) -> float:
+        """An element loaded by a group of pointwise ops, or stored by it, beyond the passes of the ops."""
+        dtype = dtype if f"load/{dtype}" in self._numbers else "float32"
+        return 0.5 * (self[f"load/{dtype}"] + self[f"store/{dtype}"])
+
+    def fold(self, dtype: str, elements: float, over_rows: bool = False) -> float:
+        """A row of so many elements summed, or added to sums over the rows."""
+        dtype = dtype if f"fold/row/{dtype}" in self._numbers else "float32"
+        if over_rows:
+            return elements * self[f"fold/column/{dtype}"]
+        if elements < _FEW:  # folded over the rows instead, of all rows together
+            return elements * self[f"fold/column/{dtype}"]
+        each = self[f"fold/row/{dtype}"]
+        return max(self[f"fold/short/{dtype}"] - _FEW * each, 0.0) + elements * each
+
+    def spread(self, dtype: str, elements: float) -> float:
+        """One value of a row repeated along it, for an op that wants full rows."""
+        dtype = dtype if f"load/{dtype}" in self._numbers else "float32"
+        each = self[f"load/{dtype}"]
+        return max(self[f"load/short/{dtype}"] - _FEW * each, 0.0) + elements * each
+
+    # -- XLA, the whole machine
+
+    def _xla_dot(self, dtype: str, rows: int, k: int, n: int, form: str = "dot") -> float:
+        """``form``: dot, dot_t (the weight transposed) or outer (k rows contracted, rows x n results)."""
+        if dtype in ("float64", "complex64"):
+            return 2 * self.xla_dot("float32", rows, k, n, form)
+        dtype = _float(dtype)
+        if form == "outer":
+            points = self._points(f"xla/outer/{dtype}/") or self._points("xla/outer/float32/")
+            sides = [_mean(a, b) for _, a, b, _ in points]
+            rates = [math.log(s / (r * a * b)) for r, a, b, s in points]
+            return math.exp(_between(sides, rates, _mean(rows, n))) * rows * k * n
+        if min(rows, k, n) < _LEAST_SIDE:
+            return self._narrow_dot(dtype, rows, k, n)
+        points = self._points(f"xla/dot/{dtype}/")
+        large = [p for p in points if p[0] == _ROWS and min(p[1:3]) >= _LEAST_SIDE]
+        sides = [_mean(a, b) for _, a, b, _ in large]
+        least = min(self._points("xla/dot/float32/"), key=lambda p: p[0] * p[1] * p[2])[3]
+        rates = [math.log(max(s - least, 0.3 * s) / (r * a * b)) for r, a, b, s in large]
+
+        def rate(side: float) -> float:
+            return math.exp(_between(sides, rates, side))
+
+        factor = 1.0
+        if form == "dot_t" and (other := self._points(f"xla/dot_t/{dtype}/")):
+            r, a, b, s = other[0]
+            factor = s / (rate(_mean(a, b)) * r * a * b)
+        far = self._far(dtype, rows, k, n, rate)
+        few = [p for p in points if p[0] < 64] or [p for p in self._points("xla/dot/float32/") if p[0] < 64]
+        single = min(few, key=lambda p: p[1] * p[2])[3]
+        # Handing a product to the threads: less where they are awake from the one before.
+        start = max(0.0, self["xla/start"] - 16 * 64 * 64 * rate(64))
+        r, a, b, s = max(few, key=lambda p: p[1] * p[2])
+        weights = max(0.0, (s - single) / (a * b) - r * rate(_mean(a, b)))  # an element of the weights, whatever the rows
+        seconds = k * n * (rows * rate(_mean(k, n)) * factor * far + weights)
+        return seconds + min(start, 4 * seconds)  # a tiny one runs where it is
+
+    def _far(self, dtype: str, rows: int, k: int, n: int, rate: Callable[[float], float]) -> float:
+        """How many times as long a product takes because its rows do not fit the caches."""
+        found = [p for p in self._points(f"xla/dot/{dtype}/") if p[0] > 2 * _ROWS and min(p[1:3]) >= _LEAST_SIDE]
+        if not found:
+            return 1.0
+        r, a, b, s = found[0]
+        most = max(1.0, s / (r * a * b * rate(_mean(a, b))))
+        moved, few, many = rows * (k + n), _ROWS * (a + b), r * (a + b)
+        # What is moved beside the arithmetic weighs less the wider the product is.
+        return 1.0 + (most - 1.0) * min(1.0, max(0.0, math.log(moved / few) / math.log(many / few)))
+
+    def _narrow_dot(self, dtype: str, rows: int, k: int, n: int) -> float:
+        """A side too short for the library: a loop over the larger operand, once for each column of the smaller."""
+        dtype = dtype if self._numbers.get(f"xla/dot/{dtype}/2048x256x1") else "float32"
+        one, four = (self[f"xla/dot/{dtype}/2048x256x{c}"] / (2048 * 256) for c in (1, 4))
+        sides = sorted((rows, k, n))
+        per_element = one + max(0.0, four - one) * (sides[0] - 1) / 3
+        return per_element * sides[1] * sides[2]
+
+    def _points(self, prefix: str) -> list[tuple[int, int, int, float]]:
+        found = []
+        for key, seconds in self.profile.numbers:
+            if key.startswith(prefix):
+                rows, k, n = map(int, key.removeprefix(prefix).split("x"))
+                found.append((rows, k, n, seconds))
+        return sorted(found)
+
+    def _xla_op(self, kind: str, dtype: str) -> float:
+        """An element of an op in a fused loop, beyond the loop itself."""
+        flops, like = (OPS[kind].flops, OPS[kind].like) if kind in OPS else (1.0, None)
+        home = dtype if dtype in _NARROW else "float32"
+        simple = max(0.0, self[f"xla/loop/arithmetic/{home}"] - self[f"xla/loop/move/{home}"]) / _ARITHMETIC
+        if kind == "max" and home != "float32":
+            simple *= 0.5  # compared as it is, without the conversions
+        name, as_long = like or (kind, 1.0)
+        if f"xla/loop/{name}/float32" in self._numbers and name not in ("move", "arithmetic"):
+            found = self._extra(name) * as_long
+        elif flops <= _SIMPLE:
+            found = 0.0
+        else:
+            found = self._extra(_PER_FLOP[0]) * flops / _PER_FLOP[1]
+        return (found + simple) * (2.0 if dtype == "float64" else 1.0)
+
+    def _extra(self, name: str) -> float:
+        move = self["xla/loop/move/float32"]  # the loop has the operation twice
+        return max((self[f"xla/loop/{name}/float32"] - move) / (2 * self.crowded(2)), 0.05 * move)
+
+    def crowded(self, functions: int) -> float:
+        """How many times as long ops take in a loop with so many elementary functions."""
+        return 1.0 + _CROWDED * max(0, functions - 1)
+
+    def uneven(self, dtype: str) -> float:
+        """How many times as long a loop's ops take on short rows that XLA's threads cannot share out evenly."""
+        home = dtype if dtype in _NARROW else "float32"
+        found, usual = self[f"xla/uneven/tanh/{home}"], self[f"xla/loop/tanh/{home}"]
+        return max(1.0, found / usual)
+
+    def xla_loop(self, elements: float, per_element: float, written: float) -> float:
+        """A fused loop without what it reads and writes: on one thread where it is short."""
+        return elements * per_element * (self.profile.workers if written < _PARALLEL_BYTES else 1)
+
+    def xla_moved(self, near: bool) -> float:
+        """A byte that a kernel reads or writes: from the caches, or from memory."""
+        if near:
+            return self["xla/loop/move/float32"] / _MOVED
+        return self["copy/dram"] / 2 / self.profile.workers
+
+    def xla_batched(self, dtype: str) -> float:
+        """A multiplication and addition of many small products."""
+        return self._numbers.get(f"xla/batched/{dtype}", self["xla/batched/float32"])
+
+    def xla_reduce(self, dtype: str, over_rows: bool) -> float:
+        dtype = dtype if f"xla/reduce/row/{dtype}" in self._numbers else "float32"
+        return self[f"xla/reduce/{'column' if over_rows else 'row'}/{dtype}"]
+
+
+def _float(dtype: str) -> str:
+    return dtype if dtype in ("float32", "float64", "bfloat16", "float16") else "float32"
+
+
+def _mean(a: float, b: float) -> float:
+    """The harmonic mean: a product's time beyond its arithmetic is for loading and storing, in proportion to 1 / a + 1 / b."""
+    return 2.0 * a * b / (a + b) if a and b else 1.0
+
+
+def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:
+    """``values`` (logarithms) at ``x``, linear in log x between the points and constant beyond them."""
+    if x <= at[0] or len(at) == 1:
+        return values[0]
+    if x >= at[-1]:
+        return values[-1]
+    k = bisect.bisect_right(at, x)
+    share = math.log(x / at[k - 1]) / math.log(at[k] / at[k - 1])
+    return values[k - 1] + share * (values[k] - values[k - 1])

@@ -1,0 +1,77 @@
+"""A training step is one region, or two that are cut at the loss, whichever the model likes better."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kitsune_jax as kj
+from benchmarks.apps import APPS
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.regions.passes import passes_of
+from kitsune_jax.report import Report
+from kitsune_jax.streams import Region
+
+
+def step_of(name: str) -> Any:
+    app = APPS[name]
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.mean((app.function(params, x) - y).astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss)(params)
+
+    return step
+
+
+def arguments(name: str, rows: int) -> tuple[Any, ...]:
+    app = APPS[name]
+    params = {k: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for k, shape in app.shapes.items()}
+    x = jax.ShapeDtypeStruct((rows, app.width), jnp.bfloat16)
+    return params, x, jax.eval_shape(app.function, params, x)
+
+
+def planned(name: str, rows: int, **options: Any) -> Report:
+    return kj.explain(kj.pipeline(step_of(name), **options), platform="cuda", device="h200")(*arguments(name, rows))
+
+
+def test_a_deep_step_is_a_forward_and_a_backward_call_on_a_gpu() -> None:
+    """Eight layers of 256 keep a pipeline of both passes at the pace of its slowest stage."""
+    report = planned("nerf", 262_144)
+    assert len(report.regions) == 2
+    assert report.coverage > 0.9
+    forward, backward = report.regions
+    assert forward.seconds + backward.seconds < planned("nerf", 262_144, force=True).seconds
+
+
+def test_a_shallow_step_is_one_call_on_a_gpu() -> None:
+    assert len(planned("mgn", 200_000).regions) == 1
+
+
+def test_the_forward_pass_depends_on_nothing_of_the_backward_pass() -> None:
+    params, x, y = arguments("mgn", 64)
+    leaves, tree = jax.tree.flatten(params)
+    flat = jax.make_jaxpr(lambda *a: step_of("mgn")(jax.tree.unflatten(tree, a[:-2]), *a[-2:]))(*leaves, x, y)
+    graph = capture(flat).graph
+    whole = region_of(graph)
+    halves = passes_of(graph, whole)
+    assert halves is not None
+    (_, forward), (_, backward) = halves
+    assert forward | backward == set(whole.ops) and not forward & backward
+    made = {v for i in backward for v in graph.ops[i].outputs}
+    assert not any(v in made for i in forward for v in graph.ops[i].inputs)
+    assert {graph.ops[i].kind for i in whole.sinks if i in backward} >= {"dot_general"}
+
+
+def region_of(graph: Any) -> Region:
+    """The largest region that a stream over the rows allows."""
+    from kitsune_jax.regions.convex import GraphIndex, regions_of
+    from kitsune_jax.streams import Seed, spread
+
+    index = GraphIndex.of(graph)
+    x = next(v for v in graph.inputs if graph.values[v].shape == (64, APPS["mgn"].width))
+    sp = spread(graph, Seed(x, (0,)), set(index.live), lambda i: None)
+    return max(regions_of(index, sp), key=lambda r: len(r.ops))
