@@ -14,10 +14,10 @@ import numpy as np
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.captured import Captured, Step, pruned
-from kitsune_jax.capture.verify import result_dtype, result_shape, verify_op
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
 from kitsune_jax.ops.spec import DTYPES, is_float, name_of
+from kitsune_jax.ops.verify import result_dtype, result_shape, verify_op
 from kitsune_jax.plain_text import printable
 
 

@@ -6,18 +6,20 @@ wider and round once, to the result's dtype; integers wrap in their own dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jax import lax
 
-from kitsune_jax.graph import Op, Value
+from kitsune_jax.graph import Op, Value, make_params
+from kitsune_jax.ops.local import Dims, LocalOp, one_axis
 from kitsune_jax.ops.relations import DimRelation
 from kitsune_jax.ops.spec import (
+    BITS,
     DTYPES,
     FLOATS,
-    INTEGERS,
+    NUMBERS,
     Array,
     NumpyRule,
     OpSpec,
@@ -29,9 +31,6 @@ from kitsune_jax.ops.spec import (
     to_double,
     widen,
 )
-
-NUMBERS = (*INTEGERS, *FLOATS)
-BITS = ("bool", *INTEGERS)
 
 
 def _lowest(x: Array) -> Any:
@@ -150,65 +149,121 @@ def _relate_dot(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelat
     return tuple(relations)
 
 
-def _entries() -> Iterator[OpSpec]:
-    def reduction(
-        name: str, ufunc: np.ufunc, identity: Callable[[Array], Any], dtypes: tuple[str, ...], wide: bool = False
-    ) -> OpSpec:
-        rule = _reduction(ufunc, identity, wide)
-        by_jax = getattr(lax, f"reduce_{name}")
-        return OpSpec(
-            f"reduce_{name}",
-            "reduce",
-            1,
-            rule,
-            _relate_reduction,
-            1,
-            doc=f"{name} over axes",
-            dtypes=dtypes,
-            jax=lambda p, x, out: by_jax(x, p["axes"]),
-        )
+# --- row-local forms ------------------------------------------------------------------------------------------------------------
 
-    def cumulative(name: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...], wide: bool = False) -> OpSpec:
-        rule = _cumulative(ufunc, wide)
-        by_jax = getattr(lax, f"cum{name}")
-        return OpSpec(
-            f"cum{name}",
-            "cumulative",
-            1,
-            rule,
-            _relate_cumulative,
-            flops,
-            doc=f"running {name} along axis",
-            dtypes=dtypes,
-            jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]),
-        )
 
-    yield reduction("sum", np.add, lambda x: 0, NUMBERS, wide=True)
-    yield reduction("prod", np.multiply, lambda x: 1, NUMBERS, wide=True)
-    yield reduction("max", np.maximum, _lowest, DTYPES)
-    yield reduction("min", np.minimum, _highest, DTYPES)
-    yield reduction("and", np.bitwise_and, _ones, BITS)
-    yield reduction("or", np.bitwise_or, lambda x: 0, BITS)
-    yield reduction("xor", np.bitwise_xor, lambda x: 0, BITS)
-    for name, function, by_jax in (("argmax", np.argmax, lax.argmax), ("argmin", np.argmin, lax.argmin)):
-        yield OpSpec(
-            name,
-            "argreduce",
-            1,
-            _arg_reduction(function),
-            _relate_arg,
+def _local_reduce(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    (x,) = ins
+    axes = tuple(sorted({x.local(d) for d in op["axes"]}))
+    if any(x.streamed(d) for d in op["axes"]):
+        return LocalOp("sink", make_params(how=op.kind.removeprefix("reduce_"), axes=axes))
+    return LocalOp(op.kind, make_params(axes=axes))
+
+
+def _local_dot(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    if ins[0].tile and ins[1].tile:
+        return _local_dot_sink(op, ins[0], ins[1])
+    swap = not ins[0].tile
+    x, w = (ins[1], ins[0]) if swap else (ins[0], ins[1])
+    sides = [(op["lhs_contract"], op["lhs_batch"]), (op["rhs_contract"], op["rhs_batch"])]
+    (x_contract, x_batch), (w_contract, w_batch) = reversed(sides) if swap else sides
+    # Names of the result's dimensions: of dot_general(x, w) as it falls out, and of the op's own result.
+    batch = [("batch", b) for b in range(len(x_batch))]
+    x_free = [("x", d) for d in range(len(x.shape)) if d not in x_contract and d not in x_batch]
+    w_free = [("w", d) for d in range(len(w.shape)) if d not in w_contract and d not in w_batch]
+    wanted = [*batch, *(w_free if swap else x_free), *(x_free if swap else w_free)]
+    row = ("row", 0)
+    local = [row, *(n for n in wanted if not (n[0] == "x" and x.streamed(n[1])))]
+    falls_out = [*batch, row, *(n for n in x_free if not x.streamed(n[1])), *w_free]
+    return LocalOp(
+        "matmul",
+        make_params(
+            x_contract=tuple(x.local(d) for d in x_contract),
+            x_batch=tuple(x.local(d) for d in x_batch),
+            w_contract=w_contract,
+            w_batch=w_batch,
+            out_perm=tuple(falls_out.index(n) for n in local),
+            accumulate=op["accumulate"],
+        ),
+        swap=swap,
+    )
+
+
+def _local_dot_sink(op: Op, x: Dims, y: Dims) -> LocalOp:
+    pairs = [(x.local(a), y.local(b)) for a, b in zip(op["lhs_contract"], op["rhs_contract"], strict=True)]
+    pairs = list(dict.fromkeys(pairs))  # several streamed dimensions are one row dimension
+    return LocalOp(
+        "matmul_sink",
+        make_params(
+            x_contract=tuple(a for a, _ in pairs),
+            y_contract=tuple(b for _, b in pairs),
+            x_batch=tuple(x.local(d) for d in op["lhs_batch"]),
+            y_batch=tuple(y.local(d) for d in op["rhs_batch"]),
+            accumulate=op["accumulate"],
+        ),
+    )
+
+
+# --- the entries -----------------------------------------------------------------------------------------------------------------
+
+
+def _reduce(
+    fold: str, ufunc: np.ufunc, identity: Callable[[Array], Any], dtypes: tuple[str, ...] = DTYPES, wide: bool = False
+) -> OpSpec:
+    rule = _reduction(ufunc, identity, wide)
+    doc = f"{fold} over axes"
+    by_jax = getattr(lax, f"reduce_{fold}")
+    return OpSpec(f"reduce_{fold}", "reduce", 1, rule, _relate_reduction, 1, doc, dtypes, fold=fold, local=_local_reduce,
+                  jax=lambda p, x, out: by_jax(x, p["axes"]))  # fmt: skip
+
+
+def _arg(fold: str, function: Callable[..., Any]) -> OpSpec:
+    doc = "along axis; NaN wins, ties take the first"
+    by_jax = getattr(lax, fold)
+    return OpSpec(fold, "argreduce", 1, _arg_reduction(function), _relate_arg, 2, doc, gives="any", fold=fold, local=one_axis,
+                  jax=lambda p, x, out: by_jax(x, p["axis"], np_dtype(out.dtype)))  # fmt: skip
+
+
+def _running(fold: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...] = DTYPES, wide: bool = False) -> OpSpec:
+    rule = _cumulative(ufunc, wide)
+    doc = f"running {fold} along axis"
+    by_jax = getattr(lax, f"cum{fold}")
+    return OpSpec(f"cum{fold}", "cumulative", 1, rule, _relate_cumulative, flops, doc, dtypes, fold=fold, local=one_axis,
+                  jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
+
+
+# Micro-kernels know a way to fold by its place among these (``Reduction`` and ``Cumulative`` in cpu/include/kitsune_cpu).
+REDUCTIONS: dict[str, OpSpec] = {
+    spec.kind: spec
+    for spec in (
+        _reduce("sum", np.add, lambda x: 0, NUMBERS, wide=True),
+        _reduce("max", np.maximum, _lowest),
+        _reduce("min", np.minimum, _highest),
+        _reduce("prod", np.multiply, lambda x: 1, NUMBERS, wide=True),
+        _reduce("and", np.bitwise_and, _ones, BITS),
+        _reduce("or", np.bitwise_or, lambda x: 0, BITS),
+        _reduce("xor", np.bitwise_xor, lambda x: 0, BITS),
+        _arg("argmax", np.argmax),
+        _arg("argmin", np.argmin),
+        _running("sum", np.add, 1, NUMBERS, wide=True),
+        _running("prod", np.multiply, 1, NUMBERS, wide=True),
+        _running("max", np.maximum, 1),
+        _running("min", np.minimum, 1),
+        _running("logsumexp", np.logaddexp, 24, FLOATS, wide=True),
+        OpSpec(
+            "dot_general",
+            "dot",
             2,
-            doc="along axis; NaN wins, ties take the first",
-            dtypes=DTYPES,
-            jax=lambda p, x, out, by_jax=by_jax: by_jax(x, p["axis"], np_dtype(out.dtype)),
-        )
-    yield cumulative("sum", np.add, 1, NUMBERS, wide=True)
-    yield cumulative("prod", np.multiply, 1, NUMBERS, wide=True)
-    yield cumulative("max", np.maximum, 1, DTYPES)
-    yield cumulative("min", np.minimum, 1, DTYPES)
-    yield cumulative("logsumexp", np.logaddexp, 24, FLOATS, wide=True)
-    doc = "contracted over lhs_contract, rhs_contract, one by one over lhs_batch, rhs_batch; accumulated in accumulate"
-    yield OpSpec("dot_general", "dot", 2, _dot_general, _relate_dot, 2, doc=doc, dtypes=NUMBERS, jax=_dot_by_jax)
-
-
-REDUCTIONS: dict[str, OpSpec] = {spec.kind: spec for spec in _entries()}
+            _dot_general,
+            _relate_dot,
+            2,
+            "contracted over lhs_contract, rhs_contract, one by one over lhs_batch, rhs_batch; accumulated in accumulate",
+            NUMBERS,
+            gives="any",
+            mixes=True,
+            fold="sum",
+            local=_local_dot,
+            jax=_dot_by_jax,
+        ),
+    )
+}

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jax import lax
 
-from kitsune_jax.graph import Op
+from kitsune_jax.graph import Op, Param, make_params
+from kitsune_jax.ops.local import ROWS, Dims, LocalOp
 from kitsune_jax.ops.relations import DimRelation, OperandDim
 from kitsune_jax.ops.spec import Array, OpSpec, Params, Shapes, np_dtype
 
@@ -190,80 +191,96 @@ def _match_run(x: Sequence[int], out: Sequence[int], ins: Sequence[int], outs: S
     yield DimRelation("parallel" if len(wide_in) == len(wide_out) == 1 else "reshaped", members)
 
 
-def _entries() -> Iterator[OpSpec]:
-    yield OpSpec(
-        "broadcast_in_dim",
-        "broadcast",
-        1,
-        _broadcast_in_dim,
-        _relate_broadcast,
-        doc="input dimension i becomes dims[i] of shape",
-        jax=lambda p, x, out: lax.broadcast_in_dim(x, p["shape"], p["dims"]),
-    )
-    yield OpSpec(
-        "reshape",
-        "reshape",
-        1,
-        _reshape,
-        relate_reshape,
-        doc="the same elements in row-major order as new_sizes",
-        jax=lambda p, x, out: lax.reshape(x, p["new_sizes"]),
-    )
-    yield OpSpec(
-        "transpose",
-        "transpose",
-        1,
-        _transpose,
-        _relate_transpose,
-        doc="result dimension i is permutation[i]",
-        jax=lambda p, x, out: lax.transpose(x, p["permutation"]),
-    )
-    yield OpSpec(
-        "rev",
-        "rev",
-        1,
-        _rev,
-        _relate_rev,
-        doc="reversed along dimensions",
-        jax=lambda p, x, out: lax.rev(x, p["dimensions"]),
-    )
-    yield OpSpec(
+# --- row-local forms ------------------------------------------------------------------------------------------------------------
+
+
+def _local_broadcast(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    (x,) = ins
+    dims: Param = op["dims"]
+    # Dimensions of extent 1 that become streamed ones: a stationary operand may spend one of them on the row dimension.
+    gone = [d for d in x.kept() if out.streamed(dims[d])]
+    spare = gone if not x.tile and len(gone) == 1 and gone[0] == 0 else []  # the row dimension comes first
+    kept = [d for d in x.kept() if d not in gone or d in spare]
+    mapped = tuple(out.local(dims[d]) for d in kept)
+    if x.tile:
+        mapped = (0, *mapped)
+    squeeze = None
+    if len(kept) != len(x.kept()):
+        sizes = tuple(x.shape[d] for d in kept)
+        squeeze = (ROWS, *sizes) if x.tile else sizes
+    return LocalOp("broadcast_in_dim", make_params(shape=out.rows_first(), dims=mapped), squeeze=squeeze)
+
+
+def _local_reshape(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    if out.tile and not ins[0].tile:  # the streamed dimensions are of extent 1 and new: every row gets the whole array
+        row = out.row_shape()
+        return LocalOp("broadcast_in_dim", make_params(shape=(ROWS, *row), dims=tuple(range(1, 1 + len(row)))), squeeze=row)
+    return LocalOp("reshape", make_params(new_sizes=out.rows_first()))
+
+
+def _local_transpose(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    perm = tuple(ins[0].local(op["permutation"][j]) for j in out.kept())
+    return LocalOp("transpose", make_params(permutation=(0, *perm)))
+
+
+def _local_rev(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    return LocalOp("rev", make_params(dimensions=tuple(ins[0].local(d) for d in op["dimensions"])))
+
+
+def _local_slice(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    kept = ins[0].kept()
+    strides = op["strides"] or (1,) * len(ins[0].shape)
+    return LocalOp(
         "slice",
-        "slice",
-        1,
-        _slice,
-        _relate_slice,
-        doc="start, limit, strides (None: all 1)",
-        jax=lambda p, x, out: lax.slice(x, p["start"], p["limit"], p["strides"]),
-    )
-    yield OpSpec(
-        "pad",
-        "pad",
-        2,
-        _pad,
-        _relate_pad,
-        doc="(x, fill): low, high (either may be negative) and interior padding",
-        jax=lambda p, x, fill, out: lax.pad(x, fill, list(zip(p["low"], p["high"], p["interior"], strict=True))),
-    )
-    yield OpSpec(
-        "concatenate",
-        "concatenate",
-        None,
-        _concatenate,
-        _relate_concatenate,
-        doc="one after the other along dimension",
-        jax=lambda p, *xs, out: lax.concatenate(xs, p["dimension"]),
-    )
-    yield OpSpec(
-        "iota",
-        "iota",
-        0,
-        _iota,
-        _relate_iota,
-        flops=1,
-        doc="the index along dimension of shape",
-        jax=lambda p, out: lax.broadcasted_iota(np_dtype(out.dtype), p["shape"], p["dimension"]),
+        make_params(
+            start=(0, *(op["start"][d] for d in kept)),
+            limit=(ROWS, *(op["limit"][d] for d in kept)),
+            strides=(1, *(strides[d] for d in kept)),
+        ),
     )
 
 
-SHAPES: dict[str, OpSpec] = {spec.kind: spec for spec in _entries()}
+def _local_pad(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    kept = ins[0].kept()
+    return LocalOp("pad", make_params(**{k: (0, *(op[k][d] for d in kept)) for k in ("low", "high", "interior")}))
+
+
+def _local_concatenate(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    return LocalOp("concatenate", make_params(dimension=out.local(op["dimension"])))
+
+
+def _local_iota(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    d = op["dimension"]
+    if out.streamed(d):
+        assert out.labels is not None
+        return LocalOp("row_index", make_params(axes=out.labels[d]))
+    return LocalOp("iota", make_params(shape=out.rows_first(), dimension=out.local(d)))
+
+
+SHAPES: dict[str, OpSpec] = {
+    spec.kind: spec
+    for spec in (
+        OpSpec("broadcast_in_dim", "broadcast", 1, _broadcast_in_dim, _relate_broadcast, local=_local_broadcast,
+               doc="input dimension i becomes dims[i] of shape",
+               jax=lambda p, x, out: lax.broadcast_in_dim(x, p["shape"], p["dims"])),
+        OpSpec("reshape", "reshape", 1, _reshape, relate_reshape, local=_local_reshape,
+               doc="the same elements in row-major order as new_sizes",
+               jax=lambda p, x, out: lax.reshape(x, p["new_sizes"])),
+        OpSpec("transpose", "transpose", 1, _transpose, _relate_transpose, local=_local_transpose,
+               doc="result dimension i is permutation[i]",
+               jax=lambda p, x, out: lax.transpose(x, p["permutation"])),
+        OpSpec("rev", "rev", 1, _rev, _relate_rev, local=_local_rev, doc="reversed along dimensions",
+               jax=lambda p, x, out: lax.rev(x, p["dimensions"])),
+        OpSpec("slice", "slice", 1, _slice, _relate_slice, local=_local_slice, doc="start, limit, strides (None: all 1)",
+               jax=lambda p, x, out: lax.slice(x, p["start"], p["limit"], p["strides"])),
+        OpSpec("pad", "pad", 2, _pad, _relate_pad, local=_local_pad,
+               doc="(x, fill): low, high (either may be negative) and interior padding",
+               jax=lambda p, x, fill, out: lax.pad(x, fill, list(zip(p["low"], p["high"], p["interior"], strict=True)))),
+        OpSpec("concatenate", "concatenate", None, _concatenate, _relate_concatenate, local=_local_concatenate,
+               doc="one after the other along dimension",
+               jax=lambda p, *xs, out: lax.concatenate(xs, p["dimension"])),
+        OpSpec("iota", "iota", 0, _iota, _relate_iota, flops=1, local=_local_iota, gives="any",
+               doc="the index along dimension of shape",
+               jax=lambda p, out: lax.broadcasted_iota(np_dtype(out.dtype), p["shape"], p["dimension"])),
+    )
+}  # fmt: skip

@@ -16,15 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-from kitsune_jax.graph import Param
 from kitsune_jax.ops.pointwise import POINTWISE
 from kitsune_jax.ops.reduce import REDUCTIONS
 from kitsune_jax.ops.shape import SHAPES
 from kitsune_jax.ops.spec import OpSpec
 
-__all__ = ["FAMILIES", "OPS", "OpSpec", "resolve_rows"]
+__all__ = ["FAMILIES", "OPS", "RENAMED", "OpSpec"]
 
 FAMILIES = (
     "pointwise",
@@ -45,18 +43,5 @@ FAMILIES = (
 
 OPS: Mapping[str, OpSpec] = MappingProxyType({**POINTWISE, **SHAPES, **REDUCTIONS})
 
-_ROWS = -1  # program.ir.ROWS
-_SIZES = ("shape", "new_sizes", "limit")
-
-
-def resolve_rows(params: Mapping[str, Param] | tuple[tuple[str, Param], ...], rows: int) -> dict[str, Param]:
-    """Parameters of a rows-first op on a tile of ``rows`` rows: every ``ROWS`` in ``shape``, ``new_sizes`` or ``limit`` replaced.
-
-    >>> resolve_rows({"shape": (-1, 4), "dims": (0,)}, rows=7)
-    {'shape': (7, 4), 'dims': (0,)}
-    """
-    return {k: _resolve(v, rows) if k in _SIZES else v for k, v in dict(params).items()}
-
-
-def _resolve(sizes: Any, rows: int) -> tuple[int, ...]:
-    return tuple(rows if n == _ROWS else n for n in sizes)
+# Kinds by the names of JAX's primitives, where these are others.
+RENAMED: Mapping[str, str] = MappingProxyType({name: spec.kind for spec in OPS.values() for name in spec.names})

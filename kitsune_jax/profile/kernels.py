@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.profile.timing import Log
-from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPES, OPCODES, PRODUCTS
+from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPES, OPCODES, PRODUCTS, SPECIAL_OPS
 
 # Kernel tables that multiply pairs of bfloat16, and those with tiles.
 DOTS = frozenset({"avx512bf16", "amx", "neonbf16"})
@@ -22,11 +23,9 @@ _SQUARE = 256
 _SHALLOW = 16  # of a product that is nothing beside its activation
 # More threads than these tell nothing new about a core, and take long to start.
 _MOST_THREADS = 16
-# What functions of float32 take a C library call for, or series: plans do not depend on their exact time, and they take long to
-# measure.
-_RARE = frozenset({"igamma", "igammac", "zeta", "polygamma", "regularized_incomplete_beta", "erf_inv", "lgamma", "digamma",
-                   "bessel_i0e", "bessel_i1e"})  # fmt: skip
-_NO_WORK = frozenset({"load", "store", "const", "convert", "index", "reduce_precision"})
+# Plans do not depend on the exact time of these, and they take long to measure.
+_RARE = frozenset(name for spec in OPS.values() if spec.rare for name in spec.opcodes)
+_NO_WORK = frozenset({*SPECIAL_OPS, "reduce_precision"})
 _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
 _COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
 _SHARED_COPIES = {"l3": 4 << 20, "dram": 96 << 20}  # of all threads together

@@ -47,8 +47,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from kitsune_jax.graph import Param, Scalar
-
-ROWS = -1
+from kitsune_jax.ops.local import ROWS as ROWS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

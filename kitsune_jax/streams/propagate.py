@@ -22,11 +22,6 @@ from kitsune_jax.streams.space import DimLabels, StreamSpace
 
 Labels = dict[int, list[tuple[int, ...]]]
 
-# dot_general: a weight gradient, both sides streamed and the stream contracted.
-SINK_KINDS = frozenset(
-    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "dot_general"}
-)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spread:
@@ -258,7 +253,7 @@ class _Spreader:
             if not agree:
                 return "its operands would stream over different axes", False, []
             if role == "contracted":
-                if op.kind not in SINK_KINDS:
+                if not OPS[op.kind].sink:
                     return f"{op.label or op.kind} contracts the streamed dimension", False, []
                 contracted.update(found)
             # A dot that contracts the stream is a sink, and both of its operands stream (in a backward pass one is a residual).

@@ -20,6 +20,7 @@ from kitsune_jax.graph import Op, Value, make_params
 from kitsune_jax.program import Program, assemble
 from kitsune_jax.targets import cpu, cuda
 from kitsune_jax.targets.cpu import bytecode, lower
+from kitsune_jax.targets.cpu.words import name_bytes
 from kitsune_jax.targets.cuda import runtime as cuda_runtime
 from tests.support.lowered import ROW
 from tests.support.tiles import Tiles
@@ -56,7 +57,7 @@ def test_nor_are_the_phases_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     program = small().program()
     call = assemble([(0, program, (0, 1), (2,)), (0, program, (0, 1), (3,))], (0, 1), (2, 3))
     assert cpu.generate(call, "fine").dtype == np.int64
-    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.phased.lower")
+    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower")
     with pytest.raises(targets.InvalidProgram, match="prepared operand 0: source reads element 15"):
         cpu.generate(call, "small")
 
@@ -102,7 +103,7 @@ def test_a_name_that_is_not_utf8_travels_as_utf8() -> None:
     words = cpu.generate(Program.of(small().program()), name)
     travelled = bytes(words[5 : 5 + words[4]].astype(np.uint8)).decode()
     assert travelled == "region0 (caf?/\u00e9.py:3 (f))"
-    assert len(bytecode.name_bytes("\u00e9" * 2**16)) == bytecode.MAX_NAME_BYTES
+    assert len(name_bytes("\u00e9" * 2**16)) == bytecode.MAX_NAME_BYTES
 
 
 def test_a_weight_whose_sides_are_too_long_for_its_tables_is_refused() -> None:

@@ -22,6 +22,7 @@ from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import lower
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.planner import plan
+from kitsune_jax.targets.cpu.words import encode
 from tests.support.bytecode_sim import simulate
 from tests.support.graphs import layer_norm, mlp, mlp_params, nerf, nerf_params
 from tests.support.lowered import plain
@@ -66,7 +67,7 @@ def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[
         inputs = [np.ascontiguousarray(values[v]) for v in chosen.region.inputs]
         outs = simulate(code, inputs, [a.shape for a in tiles.outputs])
         ran = [np.empty_like(o) for o in outs]
-        _cpu.run(bc.encode(code), [plain(a) for a in inputs], [plain(a) for a in ran], 2)
+        _cpu.run(encode(code), [plain(a) for a in inputs], [plain(a) for a in ran], 2)
         for a, b in zip(ran, outs, strict=True):
             _close(a, b)
         values.update(zip(chosen.region.outputs, ran, strict=True))
@@ -161,7 +162,7 @@ def test_custom_call_through_jit() -> None:
 
     aval = jax.ShapeDtypeStruct(want.shape, want.dtype)
     (got,) = jax.jit(
-        lambda *xs: targets.get("cpu").emit(bc.encode(program), None, xs, [aval], lambda *_: pytest.fail("nothing is left to XLA"))
+        lambda *xs: targets.get("cpu").emit(encode(program), None, xs, [aval], lambda *_: pytest.fail("nothing is left to XLA"))
     )(*args)
     _close(np.asarray(got), np.asarray(want))
 

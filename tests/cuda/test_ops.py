@@ -27,17 +27,9 @@ pytestmark = pytest.mark.usefixtures("kernel_cache")
 ROW = ((0,), ())
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "bool")
 RNG = np.random.default_rng(11)
-PARAMS: dict[str, list[dict[str, Any]]] = {
-    "integer_pow": [{"y": y} for y in (-2, 0, 1, 2, 3, 7)],
-    "round": [{"method": "even"}, {"method": "away"}],
-    "reduce_precision": [{"exponent_bits": 5, "mantissa_bits": 4}],
-    "convert_element_type": [{"new_dtype": d} for d in DTYPES],
-}
-COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "eq_to", "lt_to", "le_to")
-# Units in the last place of float32: the emulator calls glibc's functions (error bounds in its manual, "Known Maximum Errors in
-# Math Functions"), and logistic and integer_pow are made of several operations.
-ULPS = {"logistic": 4, "integer_pow": 8, "lgamma": 8, "acosh": 4, "atanh": 4, "erfc": 6, "erf_inv": 8, "sinh": 4, "cosh": 4}
-# ... logistic of 16-bit results by tanh.approx, whose error of 2**-11 is absolute (PTX ISA, tanh).
+# Units in the last place of float32 are those of the emulator, which calls glibc's functions (error bounds in its manual, "Known
+# Maximum Errors in Math Functions"), and of functions that are made of several operations.
+# Logistic of 16-bit results by tanh.approx, whose error of 2**-11 is absolute (PTX ISA, tanh).
 COARSE_LOGISTIC = 2.0**-11
 
 
@@ -87,11 +79,11 @@ def entries(dtype: str) -> list[tuple[str, dict[str, Any], list[str], str]]:
     for kind, spec in OPS.items():
         if spec.family not in ("pointwise", "convert") or dtype not in spec.dtypes:
             continue
-        for params in PARAMS.get(kind, [{}]):
+        for params in spec.samples(dtype):
             types = [dtype] * (spec.arity or 0)
             if kind == "select_n":
                 types[0] = "bool"
-            out = "bool" if kind in COMPARISONS else params.get("new_dtype", dtype)
+            out = "bool" if spec.gives == "bool" else params.get("new_dtype", dtype)
             if admitted(kind, types, out, params):
                 found.append((kind, params, types, out))
     return found
@@ -131,14 +123,14 @@ def check_pointwise(name: str, got: np.ndarray, want: np.ndarray) -> None:
         return
     g, w = got.astype(np.float64), want.astype(np.float64)
     np.testing.assert_array_equal(np.isnan(g), np.isnan(w), err_msg=name)
-    exact = OPS[kind].flops <= 4 and kind not in ULPS or kind in ("rem", "convert_element_type")
+    exact = OPS[kind].exact
     zero = (w == 0) & (g == 0)
     if exact and kind not in ("max", "min", "clamp"):  # where zeros tie, NumPy takes either
         np.testing.assert_array_equal(np.signbit(g[zero]), np.signbit(w[zero]), err_msg=f"{name}: the sign of zero")
     mantissa, least = FORMATS[dtype][1], 2 - 2 ** (FORMATS[dtype][0] - 1)
     with np.errstate(all="ignore"):
         unit = np.ldexp(1.0, np.maximum(np.frexp(w)[1] - 1, least) - mantissa)
-        allowed = 0 if exact else unit * (ULPS.get(kind, 3) if dtype == "float32" else 1)
+        allowed = 0 if exact else unit * (OPS[kind].ulps.get("cuda", 3) if dtype == "float32" else 1)
         if kind == "logistic" and dtype == "bfloat16":
             allowed = allowed + COARSE_LOGISTIC
         wrong = (np.abs(g - w) > allowed) & np.isfinite(w) | (np.isinf(w) & (g != w))

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import scipy.special
 
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu import bytecode as bc
 
 POISON = 0xFF
@@ -53,11 +54,9 @@ class _Machine:
         return np.full(n * dtype.itemsize, POISON, np.uint8).view(dtype)
 
     def run(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        for phase in sorted({s.phase for s in self.p.stages}):
-            for tile in range(-(-self.rows // self.p.tile_rows)):
-                for s in self._topological():
-                    if self.p.stages[s].phase == phase:
-                        self._stage(s, tile)
+        for tile in range(-(-self.rows // self.p.tile_rows)):
+            for s in self._topological():
+                self._stage(s, tile)
         for k, sink in enumerate(self.p.sinks):
             value = self.sinks[k]
             assert value is not None, "a sink that nothing was folded into"
@@ -204,13 +203,13 @@ class _Machine:
             assert registers[m.a].dtype == dtype_of(m.from_type)
             with np.errstate(all="ignore"):
                 return registers[m.a].astype(kind)
-        args = [registers[r] for r in (m.a, m.b, m.c)[: _arity(name)]]
+        args = [registers[r] for r in (m.a, m.b, m.c)[: _ENTRIES[name].arity]]
         expected = [np.dtype(bool), kind, kind] if name == "select" else [kind] * 3
         for arg, want in zip(args, expected, strict=False):
             assert arg.dtype == want, f"{name}: a register of {arg.dtype} taken as {want}"
         with np.errstate(all="ignore"):
             value = np.asarray(_semantics(name, kind, args, m.imm))
-        want = np.dtype(bool) if name in _COMPARISONS else kind
+        want = np.dtype(bool) if _ENTRIES[name].gives == "bool" else kind
         return value.astype(want)
 
     def _reduce(self, x: bc.Reduce) -> None:
@@ -248,11 +247,7 @@ class _Machine:
         self.sinks[x.sink] = part if before is None else before + part
 
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
-
-
-def _arity(name: str) -> int:
-    return 1 if name in bc.UNARY_OPS else 2 if name in bc.BINARY_OPS else 3
+_ENTRIES = {name: spec for spec in OPS.values() for name in spec.opcodes}
 
 
 def _grid(extents: Sequence[int], strides: Sequence[int]) -> np.ndarray:

@@ -126,7 +126,10 @@ KITSUNE_DEVICE float logistic(float x) {
 // The same for results of 8 significant bits: tanh.approx is good to 2**-11 (PTX ISA, tanh).
 KITSUNE_DEVICE float logistic_coarse(float x) { return fmaf(0.5f, fast_tanh(0.5f * x), 0.5f); }
 
-KITSUNE_DEVICE float power(float x, float y) { return powf(x, y); }
+template <class V>
+KITSUNE_DEVICE float power(float x, V y) {
+  return powf(x, static_cast<float>(y));
+}
 template <int Y>
 KITSUNE_DEVICE float integer_power(float x) {
   if constexpr (Y < 0) {

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.passes import simplified, with_epilogues
 from kitsune_jax.targets.cpu import buffers, bytecode, matmul, pointwise, views
 from kitsune_jax.targets.cpu.bytecode import (
     CUMULATIVE,
@@ -32,9 +34,6 @@ from kitsune_jax.targets.cpu.vectors import VectorBuilder
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
 from kitsune_jax.targets.errors import CannotLower
 
-REDUCE_HOW = {f"reduce_{how}": how for how in REDUCTIONS if not how.startswith("arg")} | {"argmax": "argmax", "argmin": "argmin"}
-SCAN_HOW = {f"cum{how}": how for how in CUMULATIVE}
-
 _BEST = Products()
 _MOST_ELEMENTS = 1 << 48  # kMaxCount in cpu/src/program_check.cc
 
@@ -51,6 +50,7 @@ def lower(program: TileProgram, name: str, products: Products = _BEST) -> byteco
     largest = max((math.prod(a.shape) for a in (*program.inputs, *program.outputs)), default=0)
     if largest > _MOST_ELEMENTS:
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
+    program = with_epilogues(simplified(program))
     preps: dict[Prep, int] = {}
     stages = tuple(_stage(program, stage, preps, products) for stage in program.stages)
     sides = sum(math.prod(e) for p in preps if p.kind == WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
@@ -86,35 +86,25 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
 
 def _stage(program: TileProgram, body: StageProgram, preps: dict[Prep, int], products: Products) -> bytecode.Stage:
     stage = Stage(program, body, preps, products)
-    matmuls = [
-        i for i, instr in enumerate(body.body) if instr.kind == "matmul" and stage.root(instr.outputs[0]) == instr.outputs[0]
-    ]
-    epilogues = {i: matmul.match_epilogue(stage, i) for i in matmuls}
-    absorbed = {j for e in epilogues.values() for j in e.absorbed}
-    for item in pointwise.schedule(stage, absorbed, {i: e.result for i, e in epilogues.items()}):
+    for item in pointwise.schedule(stage):
         if item.loop is not None:
             pointwise.emit_group(stage, item.ops, item.loop)
-            continue
-        (i,) = item.ops
-        if i in epilogues:
-            matmul.emit_matmul(stage, i, epilogues[i])
         else:
+            (i,) = item.ops
             _handler(stage.body[i].kind)(stage, i, stage.body[i])
     code, scratch_bytes = buffers.place(stage.code, stage.buffer_bytes)
-    return bytecode.Stage(body.name, 0, scratch_bytes, code)
+    return bytecode.Stage(body.name, scratch_bytes, code)
 
 
 Handler = Callable[[Stage, int, Instr], None]
 
 
 def _handler(kind: str) -> Handler:
-    if kind in REDUCE_HOW:
-        return _reduce
-    if kind in SCAN_HOW:
-        return _scan
-    if kind not in _HANDLERS:
+    family = OPS[kind].family if kind in OPS else ""
+    handler = _HANDLERS.get(kind) or _FAMILIES.get(family)
+    if handler is None:
         raise CannotLower(f"{kind} has no code on the CPU")
-    return _HANDLERS[kind]
+    return handler
 
 
 def _store(stage: Stage, i: int, instr: Instr) -> None:
@@ -179,7 +169,7 @@ def _shaped(view: View, shape: tuple[int, ...]) -> View:
 
 
 def _reduce(stage: Stage, i: int, instr: Instr) -> None:
-    how = REDUCE_HOW[instr.kind]
+    how = OPS[instr.kind].fold
     axes = {a - 1 for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}
     x = _reduced(stage, instr.inputs[0])
     out = _shaped(stage.place(stage.root(instr.outputs[0])), stage.type(instr.outputs[0]).shape)
@@ -228,7 +218,7 @@ def _scan(stage: Stage, i: int, instr: Instr) -> None:
     k.append((x.shape[axis], x.strides[axis], out.strides[axis]))
     stage.code.append(
         Scan(
-            CUMULATIVE.index(SCAN_HOW[instr.kind]),
+            CUMULATIVE.index(OPS[instr.kind].fold),
             int(instr["reverse"]),
             tuple(n for n, _, _ in k),
             Operand(x.ref, x.row_stride, tuple(s for _, s, _ in k)),
@@ -259,11 +249,13 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
     )
 
 
+_FAMILIES: dict[str, Handler] = {"reduce": _reduce, "argreduce": _reduce, "cumulative": _scan}
 _HANDLERS: dict[str, Handler] = {
     "store": _store,
     "push": _push,
     "concatenate": _concatenate,
     "pad": _pad,
     "sink": _accumulate,
+    "matmul": matmul.emit_matmul,
     "matmul_sink": matmul.emit_matmul_sink,
 }

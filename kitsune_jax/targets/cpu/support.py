@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kitsune_jax.graph import Op, Value
+from kitsune_jax.ops.spec import is_narrow
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS
-from kitsune_jax.targets.cpu.lower import REDUCE_HOW, SCAN_HOW
 from kitsune_jax.targets.cpu.matmul import MATMUL_DTYPES
-from kitsune_jax.targets.cpu.micro import has_micro_op, is_pointwise
-from kitsune_jax.targets.cpu.vectors import NARROW
-
-STRUCTURAL = frozenset({"reshape", "transpose", "rev", "slice", "pad", "concatenate", "broadcast_in_dim", "iota", "copy"})
 
 
 def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
@@ -33,28 +29,16 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
             return f"more than {MAX_LOOP_DIMS} dimensions"
     if op.kind == "dot_general":
         return _dot_general(op, in_values, out_values)
-    if op.kind in SCAN_HOW:
-        bad = in_values[0].dtype == "bool" or (op.kind == "cumlogsumexp" and "float" not in in_values[0].dtype)
-        return f"{op.kind} of {in_values[0].dtype}" if bad else None
-    if op.kind in REDUCE_HOW or op.kind in STRUCTURAL:
-        return None
-    if not is_pointwise(op.kind):
-        return f"{op.kind} has no code on the CPU"
-    return _pointwise(op, in_values)
-
-
-def _pointwise(op: Op, in_values: Sequence[Value]) -> str | None:
-    if not has_micro_op(op.kind):
+    spec = OPS.get(op.kind)
+    if spec is None or spec.family == "pointwise" and spec.cpu is None and op.kind != "copy":
         return f"{op.kind} has no code on the CPU"
     if op.kind == "select_n" and len(in_values) != 3:
         return "select_n with more than two cases"
-    wrong = [v.dtype for v in in_values if v.dtype not in OPS[op.kind].dtypes]
-    if wrong and op.kind not in ("select_n", "convert_element_type"):
-        return f"{op.kind} of {wrong[0]}"
-    if op.kind == "nextafter" and in_values[0].dtype in NARROW:
-        return f"nextafter of {in_values[0].dtype} (16-bit floats are computed in float32)"
-    if op.kind == "reduce_precision" and in_values[0].dtype == "float16" and op["exponent_bits"] >= NARROW["float16"][0]:
-        return "reduce_precision of float16 that keeps its exponent (16-bit floats are computed in float32)"
+    for dtype in (v.dtype for v in in_values):
+        if dtype not in spec.dtypes or spec.family == "cumulative" and dtype == "bool":
+            return f"{op.kind} of {dtype}"
+        if is_narrow(dtype) and not spec.widens(dict(op.params), dtype):
+            return f"{op.kind} of {dtype} (16-bit floats are computed in float32)"
     return None
 
 

@@ -6,11 +6,13 @@ and a value is rounded to its dtype where it leaves a loop (``loop.py``).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from kitsune_jax.graph import Scalar
+from kitsune_jax.ops.spec import is_narrow
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 
@@ -20,91 +22,7 @@ COMPUTE = {"float32": "float", "bfloat16": "float", "float16": "float", "int32":
 ELEMENT = {"float32": "float", "bfloat16": "Bf16", "float16": "F16", "int32": "i32", "uint32": "u32", "bool": "bool"}
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "bool": 1}
 OPERAND = {"float32": "Tf32", "bfloat16": "Bf16", "float16": "F16"}
-
-# Of all types; and of one class of types only. The op table's own expressions serve what is not here (functions of floats).
-_ANY = {
-    "max": "maximum({0}, {1})",
-    "min": "minimum({0}, {1})",
-    "clamp": "clamp({0}, {1}, {2})",
-    "select_n": "({0} ? {2} : {1})",
-    "sign": "sign({0})",
-    "copy": "({0})",
-    **{
-        kind: f"({{0}} {sign} {{1}})"
-        for kind, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
-    },
-}
-_FLOAT = {
-    "is_finite": "finite({0})",
-    "div": "divide({0}, {1})",
-    "rem": "remainder_of({0}, {1})",
-    "logistic": "logistic({0})",
-    "abs": "magnitude({0})",
-    "pow": "power({0}, {1})",
-}
-_INTEGER = {
-    "neg": "minus(0, {0})",
-    "abs": "magnitude({0})",
-    "add": "plus({0}, {1})",
-    "sub": "minus({0}, {1})",
-    "mul": "times({0}, {1})",
-    "square": "times({0}, {0})",
-    "div": "divide({0}, {1})",
-    "rem": "remainder_of({0}, {1})",
-    "not": "(~{0})",
-    "and": "({0} & {1})",
-    "or": "({0} | {1})",
-    "xor": "({0} ^ {1})",
-    "shift_left": "static_cast<{T}>(shift_left(static_cast<u32>({0}), static_cast<u32>({1})))",
-    "shift_right_logical": "static_cast<{T}>(shift_right(static_cast<u32>({0}), static_cast<u32>({1})))",
-    "shift_right_arithmetic": "static_cast<{T}>(shift_right_sign(static_cast<i32>({0}), static_cast<u32>({1})))",
-    "population_count": "static_cast<{T}>(popc(static_cast<u32>({0})))",
-    "clz": "static_cast<{T}>(clz(static_cast<u32>({0})))",
-}
-_UNSIGNED = {
-    "neg": "(0u - {0})",
-    "add": "({0} + {1})",
-    "sub": "({0} - {1})",
-    "mul": "({0} * {1})",
-    "square": "({0} * {0})",
-    "abs": "({0})",
-}
-_BOOL = {
-    "not": "(!{0})",
-    "and": "({0} && {1})",
-    "or": "({0} || {1})",
-    "xor": "({0} != {1})",
-    "eq": "({0} == {1})",
-    "ne": "({0} != {1})",
-}
-_BOOL_ANY = frozenset({"select_n", "copy", "max", "min"})
-
-
-def expression(kind: str, operands: Sequence[str], out: str, *, coarse: bool = False) -> str | None:
-    """The C++ template of ``kind`` on operands of C++ types ``operands``, with a result of type ``out``; None where there is none.
-
-    ``coarse``: the result is rounded to 8 significant bits. Placeholders: ``{0} {1} {2}``, ``{T}`` the operands' type.
-
-    >>> expression("add", ("float", "float"), "float")
-    '({0} + {1})'
-    """
-    of = operands[-1] if kind in ("select_n", "clamp") else operands[0]
-    if of == "bool":
-        found = _BOOL.get(kind) or (_ANY.get(kind) if kind in _BOOL_ANY else None)
-        return found and found.replace("{T}", of)
-    if coarse and kind == "logistic":
-        return "logistic_coarse({0})"
-    if kind in _ANY:
-        return _ANY[kind]
-    if of == "float":
-        if kind == "pow" and operands[1] != "float":
-            return "power({0}, static_cast<float>({1}))"
-        spec = OPS.get(kind)
-        return _FLOAT.get(kind) or (spec.cuda if spec is not None and spec.family == "pointwise" else None)
-    if of == "u32" and kind in _UNSIGNED:
-        return _UNSIGNED[kind]
-    found = _INTEGER.get(kind)
-    return found and found.replace("{T}", of)
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def convert(value: str, old: str, new: str) -> str:
@@ -123,24 +41,23 @@ def convert(value: str, old: str, new: str) -> str:
 
 
 def instruction(instr: Instr, operands: Sequence[str], types: Sequence[str], out: str, dtype: str) -> str | None:
-    """The C++ expression of a pointwise instruction of the tile program; None where there is no code for it."""
+    """The C++ expression of a pointwise instruction of the tile program; None where there is no code for it.
+
+    ``types``: C++ types of the operands; ``out``, ``dtype``: C++ type and dtype of the result.
+    """
     if instr.kind == "convert_element_type":
         return convert(operands[0], types[0], out)
-    if instr.kind == "integer_pow":
-        y = instr["y"]
-        if types[0] == "float" and abs(y) <= 64 or types[0] == "i32" and 0 <= y <= 64:
-            return f"integer_power<{y}>({operands[0]})"
+    spec, params = OPS.get(instr.kind), dict(instr.params)
+    of = types[0] if spec is None or spec.gives else out
+    if spec is None or of not in map(COMPUTE.get, spec.dtypes) or is_narrow(dtype) and not spec.widens(params, dtype):
         return None
-    if instr.kind == "round":
-        return f"round_{'even' if instr['method'] == 'even' else 'away'}({operands[0]})" if types[0] == "float" else None
-    if instr.kind == "reduce_precision" or instr.kind == "nextafter" and dtype != "float32":
-        return None  # they speak of a dtype's bits, which 16-bit values do not have while they are computed with
-    template = expression(instr.kind, types, out, coarse=dtype == "bfloat16")
+    coarse = spec.cuda.get("coarse") if dtype == "bfloat16" else None
+    code = coarse or spec.cuda.get(of) or spec.cuda.get("any")
+    template = code(params) if callable(code) else code
     if template is None:
         return None
-    for k, operand in enumerate(operands):
-        template = template.replace(f"{{{k}}}", operand)
-    return template
+    names = {**params, "T": types[0], "R": out, **{str(k): x for k, x in enumerate(operands)}}
+    return _PLACEHOLDER.sub(lambda found: str(names[found[1]]), template)
 
 
 def literal(value: Scalar, type_: str) -> str:

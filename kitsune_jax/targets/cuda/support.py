@@ -12,7 +12,6 @@ from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise
-from kitsune_jax.targets.cuda.columns import REARRANGING
 from kitsune_jax.targets.cuda.instructions import REDUCTIONS
 
 # tf32 is what JAX means by the default precision of a float32 product on a GPU.
@@ -31,12 +30,10 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
     if op.kind in REDUCTIONS:
         whole = in_values[0].dtype not in ("bool",) or op.kind in ("reduce_and", "reduce_or", "reduce_max", "reduce_min")
         return None if whole else f"{op.kind} of {in_values[0].dtype} has no code on the GPU"
-    if op.kind in REARRANGING or op.kind in ("reshape", "copy"):
-        return None
     spec = OPS.get(op.kind)
-    if spec is None or spec.family not in ("pointwise", "convert"):
+    if spec is None or not spec.moves and spec.family not in ("pointwise", "convert"):
         return f"{op.kind} has no code on the GPU"
-    return _pointwise(op, in_values, out_values)
+    return None if spec.moves else _pointwise(op, in_values, out_values)
 
 
 def _pointwise(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:

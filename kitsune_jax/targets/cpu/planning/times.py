@@ -21,13 +21,7 @@ _VECTOR = 16
 _FEW = 16  # elements of the rows measured as ``fold/short/`` and ``load/short/``
 _SHORT = 256  # width of the product measured as ``short/``
 _NARROW = ("bfloat16", "float16")
-# What XLA's code for an operation is like, where it was not measured itself, and how many times as long it takes.
-_LIKE = {
-    "exp2": ("exp", 1.0), "expm1": ("exp", 1.5), "log1p": ("log", 1.5), "sqrt": ("rsqrt", 1.0), "cos": ("sin", 1.0),
-    "tan": ("sin", 2.0), "erfc": ("erf", 2.0), "sinh": ("exp", 2.0), "cosh": ("exp", 2.0), "cbrt": ("pow", 1.0),
-    "asinh": ("log", 2.0), "acosh": ("log", 2.0), "atanh": ("log", 2.0),
-}  # fmt: skip
-_PER_FLOP = ("tanh", 14.0)  # everything else, by its operations
+_PER_FLOP = ("tanh", 14.0)  # XLA's code for what was not measured, by its operations
 _SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
 _ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
 _MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
@@ -103,7 +97,7 @@ class CpuTimes:
 
     def _vector(self, kind: str, dtype: str) -> float:
         """An element of a pointwise op, with the pass over the tile that it takes."""
-        code = OPS[kind].cpu or "add"
+        code = OPS[kind].opcodes[0] if OPS[kind].opcodes else "add"
         if dtype == "float64":
             near = {"exp": "exp", "log": "log", "tanh": "tanh", "div": "div", "sqrt": "sqrt"}.get(code)
             if near is None:
@@ -205,12 +199,12 @@ class CpuTimes:
 
     def _xla_op(self, kind: str, dtype: str) -> float:
         """An element of an op in a fused loop, beyond the loop itself."""
-        flops = OPS[kind].flops if kind in OPS else 1.0
+        flops, like = (OPS[kind].flops, OPS[kind].like) if kind in OPS else (1.0, None)
         home = dtype if dtype in _NARROW else "float32"
         simple = max(0.0, self[f"xla/loop/arithmetic/{home}"] - self[f"xla/loop/move/{home}"]) / _ARITHMETIC
         if kind == "max" and home != "float32":
             simple *= 0.5  # compared as it is, without the conversions
-        name, as_long = _LIKE.get(kind, (kind, 1.0))
+        name, as_long = like or (kind, 1.0)
         if f"xla/loop/{name}/float32" in self._numbers and name not in ("move", "arithmetic"):
             found = self._extra(name) * as_long
         elif flops <= _SIMPLE:

@@ -15,21 +15,6 @@ from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.targets.cuda.planning.storage import TILE_ROWS, Storage, dots_of, gradients_of, padded, slab
 
-# Instructions per element where 16-bit results allow the approximate functions (tanh.approx, ex2.approx), and how many of them go
-# to the special function unit. From compiled epilogues: ReLU + pack 0.5, SiLU by tanh 3.5, by ex2 + rcp 5.5, GELU by tanh 6.5.
-_FAST = {
-    "max": (0.5, 0),
-    "min": (0.5, 0),
-    "tanh": (1.0, 1),
-    "logistic": (2.0, 1),
-    "exp": (2.0, 1),
-    "exp2": (1.0, 1),
-    "log": (2.0, 1),
-    "rsqrt": (1.0, 1),
-    "sqrt": (2.0, 1),
-    "div": (2.0, 1),
-}
-_SPECIAL = frozenset({*_FAST, "expm1", "log1p", "sin", "cos", "tan", "sinh", "cosh", "erf", "erfc", "pow"}) - {"max", "min"}
 # 16 special function results a cycle and SM against 128 instructions (CUDA C++ programming guide, throughput of instructions, 9.0).
 _SPECIAL_SLOTS = 8
 # Two values are converted and packed by one instruction (cvt.rn.bf16x2.f32).
@@ -114,10 +99,8 @@ def _slots(cost: RegionCost, ops: Sequence[int], split: int) -> tuple[float, flo
 
 def _pointwise(cost: RegionCost, i: int) -> tuple[float, int]:
     op = cost.graph.ops[i]
-    narrow = itemsize(cost.graph.values[op.outputs[0]].dtype) == 2
-    if narrow and op.kind in _FAST:
-        return _FAST[op.kind]
-    return OPS[op.kind].flops, int(op.kind in _SPECIAL)
+    spec, narrow = OPS[op.kind], itemsize(cost.graph.values[op.outputs[0]].dtype) == 2
+    return spec.fast if narrow and spec.fast else spec.flops, int(spec.special)
 
 
 def matmul_efficiency(machine: Machine, arrangement: str, resident: bool) -> float:
