@@ -184,7 +184,7 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
     An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; every other one raises.
     """
     found = _Found()
-    plan = _plan(call_jaxpr, options, target)
+    plan = planned_function(call_jaxpr, options, target)
     if plan.changes:
         avals = _compat.in_avals(call_jaxpr)
         rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, found), avals, lower=True, like=call_jaxpr)
@@ -224,7 +224,7 @@ class _Found:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Planned:
+class PlannedFunction:
     """A captured function, what was decided about it, and what its loop bodies had to tell."""
 
     jaxpr: Any
@@ -247,13 +247,14 @@ def _holds_pipelines(jaxpr: Any) -> bool:
     return any(e.primitive.name == PRIMITIVE_NAME for e in eqns) or any(_holds_pipelines(x) for x in inner if _compat.is_jaxpr(x))
 
 
-def _plan(jaxpr: Any, options: Options, target: str) -> _Planned:
+def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFunction:
+    """``jaxpr`` captured and routed, its loops' bodies rewritten. Raises errors of theirs only if ``options.strict``."""
     bodies = _Found()
 
     def rewrite(body: Any) -> Any:
         inside = _Found()
         try:
-            plan = _plan(body, options, target)
+            plan = planned_function(body, options, target)
             if not plan.changes:
                 _told(plan, {}, bodies)
                 return body
@@ -272,10 +273,10 @@ def _plan(jaxpr: Any, options: Options, target: str) -> _Planned:
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
     captured = capture(jaxpr, rewrite=rewrite, parts=not targets.get(target).runs_phases)
     planned, nodes = settled(captured, routed(captured.graph, target, options))
-    return _Planned(jaxpr, captured, consts, planned, nodes, bodies)
+    return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 
 
-def _evaluate(plan: _Planned, args: Sequence[Any], options: Options, found: _Found) -> list[Any]:
+def _evaluate(plan: PlannedFunction, args: Sequence[Any], options: Options, found: _Found) -> list[Any]:
     """The results of a planned function on ``args`` (tracers), with custom calls."""
     lost: dict[str, Failure] = {}
 
@@ -289,7 +290,7 @@ def _evaluate(plan: _Planned, args: Sequence[Any], options: Options, found: _Fou
     return outs
 
 
-def _told(plan: _Planned, lost: Mapping[str, Failure], found: _Found) -> None:
+def _told(plan: PlannedFunction, lost: Mapping[str, Failure], found: _Found) -> None:
     """Add the report and the failures of ``plan``, whose calls ``lost`` could not be bound, and those of its loop bodies."""
     planned = without(plan.captured.graph, plan.routed, {name: failure.told for name, failure in lost.items()})
     found.reports += [planned.report, *plan.bodies.reports]

@@ -51,7 +51,7 @@ def varying_like(x: Any, aval: Any) -> Any:
 
 
 def _varying_axes(aval: Any) -> Any:
-    return aval.mat.varying if hasattr(aval, "mat") else getattr(aval, "vma", ())
+    return aval.mat.varying if hasattr(aval, "mat") else getattr(aval, "vma", None) or ()
 
 
 def distributed_client() -> tuple[int, Any] | None:
