@@ -16,8 +16,8 @@ from kitsune_jax import _compat
 from kitsune_jax.capture.captured import Captured, Step, pruned
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
-from kitsune_jax.ops.results import result
 from kitsune_jax.ops.spec import DTYPES, is_float, name_of
+from kitsune_jax.ops.verify import result
 from kitsune_jax.plain_text import printable
 
 

@@ -15,8 +15,8 @@ from kitsune_jax.capture.divided_gradients import split_gradients
 from kitsune_jax.capture.relu_masks import masks_of_results
 from kitsune_jax.capture.sliced_products import fold_slices
 from kitsune_jax.capture.transposed_gradients import fold_transposes
-from kitsune_jax.capture.verify import verify_op
 from kitsune_jax.fallbacks import Failure
+from kitsune_jax.ops.verify import verify_op
 
 Rewriting = Callable[[Captured], Captured]
 

@@ -140,9 +140,15 @@ def _row_index(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> A
 
 
 def _matmul(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
-    x, w = (a.astype(state.dtype(instr["accumulate"])) for a in inputs)
-    result = dot_general(x, w, instr["x_contract"], instr["w_contract"], instr["x_batch"], instr["w_batch"])
-    return result.transpose(instr["out_perm"]).astype(state.made(instr))
+    x, w, *bias = (a.astype(state.dtype(instr["accumulate"])) for a in inputs)
+    perm = instr["out_perm"]
+    result = dot_general(x, w, instr["x_contract"], instr["w_contract"], instr["x_batch"], instr["w_batch"]).transpose(perm)
+    if bias:
+        columns = bias[0].ndim
+        result = result + bias[0].reshape([n if p >= len(perm) - columns else 1 for n, p in zip(result.shape, perm, strict=True)])
+    name, parameters = instr.get("activation", "none"), instr.get("parameters", ())
+    with np.errstate(all="ignore"):
+        return np.asarray(_ACTIVATIONS[name](result, *parameters)).astype(state.made(instr))
 
 
 def _dot(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
@@ -269,6 +275,23 @@ def identity(how: str, dtype: np.dtype[Any]) -> Scalar:
     if dtype.kind == "b":
         return how == "min"
     return int(np.iinfo(dtype).min if how == "max" else np.iinfo(dtype).max)
+
+
+def _logistic(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+_ACTIVATIONS: dict[str, Callable[..., Array]] = {
+    "none": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "leaky_relu": lambda x, a: np.where(x > 0, x, a * x),
+    "elu": lambda x, a: np.where(x > 0, x, a * np.expm1(x)),
+    "logistic": _logistic,
+    "tanh": np.tanh,
+    "silu": lambda x, a: x * _logistic(a * x),
+    "gelu_tanh": lambda x, a, b: x * _logistic(a * x + b * x**3),
+    "gelu_erf": lambda x, a: 0.5 * x * (1 + OPS["erf"].numpy({}, a * x, out_dtype=x.dtype.name)),
+}
 
 
 def _widened(a: Array) -> Array:

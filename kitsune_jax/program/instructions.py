@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from kitsune_jax import activations
 from kitsune_jax.program.ir import Instr, TileProgram, TileType
 
-ACTIVATIONS = ("none", "relu", "tanh", "logistic", "silu", "gelu_tanh", "gelu_erf", "leaky_relu", "elu")
 _INTEGERS = ("int", "uint")
 Types = Sequence[TileType]
 
@@ -85,11 +85,11 @@ def _matmul(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list
     need(sorted(perm) == list(range(len(falls_out))), f"{perm} is not an order of {len(falls_out)} dimensions")
     need(perm[0] == len(batch), "the rows are not the first dimension of its result")
     if len(ins) > 2:
-        bias = ins[2]
-        shape = tuple(n for n in free_w if n != 1)
-        fits = not bias.tile and tuple(n for n in bias.shape if n != 1) in ((), shape)
-        need(len(ins) == 3 and fits, f"the bias is {bias}, and must be a number for each of the columns {list(free_w)}")
-    need(instr.get("activation", "none") in ACTIVATIONS, f"there is no activation {instr.get('activation')!r}")
+        columns = tuple(falls_out[p] for p in perm if p >= len(falls_out) - len(free_w))
+        fits = len(ins) == 3 and not ins[2].tile and ins[2].shape == columns
+        need(fits, f"the bias is {ins[2]}, and must be a number for each of the columns {list(columns)}")
+    name, parameters = instr.get("activation", "none"), instr.get("parameters", ())
+    need(len(parameters) == activations.PARAMETERS.get(name, -1), f"there is no activation {name} with parameters {parameters}")
     return [TileType(True, tuple(falls_out[p] for p in perm[1:]), outs[0].dtype)]
 
 

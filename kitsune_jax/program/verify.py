@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from kitsune_jax.capture.verify import verify_op
 from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops.local import resolve_rows
 from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.ops.verify import verify_op
 from kitsune_jax.program import instructions
 from kitsune_jax.program.instructions import Wrong, need
 from kitsune_jax.program.ir import ArrayType, Block, Instr, Program, TileProgram, TileType, walk
@@ -27,15 +27,15 @@ _HOWS = frozenset({"sum", "prod", "max", "min", "and", "or", "xor"})
 _NOT_IN_LOOPS = frozenset({"push", "pop", "sink", "matmul_sink", "sink_at"})
 
 
-def verify(program: Program | TileProgram) -> None:
-    """Raise ``ValueError`` where ``program`` breaks a rule of ``program.ir``.
+def verify(program: Program | TileProgram, *, lookahead: int = 1) -> None:
+    """Raise ``ValueError`` where ``program`` breaks a rule of ``program.ir``. ``lookahead``: as in ``check_deadlock_free``.
 
     >>> verify(TileProgram((4,), 0, (), (), (), (), (), (), ()))
     Traceback (most recent call last):
     ValueError: tiles of 0 rows
     """
     if isinstance(program, TileProgram):
-        _tile_program(program)
+        _tile_program(program, lookahead)
         return
     checked: set[int] = set()
     written: dict[int, int] = dict.fromkeys(range(program.operands), -1)  # array -> phase that writes it
@@ -59,14 +59,14 @@ def verify(program: Program | TileProgram) -> None:
         if id(part.program) not in checked:  # equal parts share their program
             checked.add(id(part.program))
             try:
-                _tile_program(part.program)
+                _tile_program(part.program, lookahead)
             except Wrong as error:
                 raise Wrong(f"{where}: {error}") from None
     missing = [n for n in range(len(program.arrays)) if n not in written]
     need(not missing, f"arrays {missing} of the call are never written")
 
 
-def _tile_program(program: TileProgram) -> None:
+def _tile_program(program: TileProgram, lookahead: int) -> None:
     need(program.tile_rows > 0, f"tiles of {program.tile_rows} rows")
     need(0 <= program.batch_axes <= len(program.axes), f"{program.batch_axes} batch axes of {len(program.axes)} stream axes")
     for what, arrays in (("input", program.inputs), ("output", program.outputs)):
@@ -92,7 +92,7 @@ def _tile_program(program: TileProgram) -> None:
     _written(program)
     try:
         need(all(q.depth > 0 for q in program.queues), "a queue of depth 0")
-        stuck = check_deadlock_free(program)
+        stuck = check_deadlock_free(program, lookahead=lookahead)
     except TypeError as error:
         raise Wrong(str(error)) from None
     need(stuck is None, f"the stages wait for each other: {stuck}")

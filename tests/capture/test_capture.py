@@ -12,8 +12,8 @@ from kitsune_jax import _compat
 from kitsune_jax.capture.captured import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.reference import evaluate_numpy
-from kitsune_jax.capture.verify import verify
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.verify import verify
 from tests.support.graphs import layer_norm, mlp, mlp_params, nerf, nerf_params
 
 RNG = np.random.default_rng(11)

@@ -16,10 +16,9 @@ from kitsune_jax.capture import primitives
 from kitsune_jax.capture.captured import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import REWRITES, rewritten
-from kitsune_jax.capture.verify import verify
 from kitsune_jax.graph import Graph, Op, Value, make_params
-from kitsune_jax.ops.results import SHAPE_RULES
 from kitsune_jax.ops.table import FAMILIES
+from kitsune_jax.ops.verify import SHAPE_RULES, verify
 from tests.capture.test_capture import run_steps
 from tests.support.checks import arrays
 

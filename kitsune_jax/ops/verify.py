@@ -1,7 +1,9 @@
-"""Shape and dtype of an op's result, and whether it is defined on its operands at all.
+"""What an op makes of its operands, and what every Graph that capture makes must satisfy, checked op by op.
 
-Comes in: an op, and the shapes or values of its operands. Goes out: a shape, a dtype, or ``ValueError``. Invariant: one rule for
-each family of the table, linear in the number of dimensions, whatever the sizes of the arrays.
+Comes in: a Graph, or an op and the values of its operands. Goes out: the value of its result, or ``ValueError``. Invariants
+checked: values are defined once, and before they are read (``Graph.validate``); every op of the table has the operands, the result
+shape and the result dtype that its kind and its parameters ask for. The cost is linear in the number of ops, whatever the sizes of
+the arrays.
 """
 
 from __future__ import annotations
@@ -9,11 +11,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from kitsune_jax.graph import Op, Value
+from kitsune_jax.graph import Graph, Op, Value
 from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
 
 Shape = tuple[int, ...]
+
+
+def verify(graph: Graph) -> None:
+    """Raise ``ValueError`` where ``graph`` breaks an invariant of this module."""
+    graph.validate()
+    for i, op in enumerate(graph.ops):
+        try:
+            verify_op(op, graph.values)
+        except ValueError as e:
+            raise ValueError(f"op {i}: {e}") from None
+
+
+def verify_op(op: Op, values: Sequence[Value]) -> None:
+    """Raise ``ValueError`` where ``op`` is not in the table (or opaque), or does not fit its operands and results."""
+    if op.kind == "opaque":
+        return
+    if op.kind not in OPS:
+        raise ValueError(f"{op.kind} is not an op of the table")
+    ins, outs = ([values[v] for v in ids] for ids in (op.inputs, op.outputs))
+    if len(outs) != 1:
+        raise ValueError(f"{op.kind} has {len(outs)} results")
+    made = result(op, ins, outs[0].dtype)
+    if made.shape != outs[0].shape:
+        raise ValueError(f"{op.kind} of {', '.join(map(str, ins))} has shape {made.shape}, not that of {outs[0]}")
+    if made.dtype != outs[0].dtype:
+        raise ValueError(f"{op.kind} does not make {outs[0]} of {', '.join(map(str, ins))}")
 
 
 def result(op: Op, operands: Sequence[Value], dtype: str = "") -> Value:
