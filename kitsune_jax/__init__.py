@@ -16,8 +16,8 @@ from kitsune_jax.fallbacks import Fallback as Fallback
 from kitsune_jax.fallbacks import fallbacks as fallbacks
 from kitsune_jax.report.model import Report as Report
 from kitsune_jax.targets.cpu import runtime as _cpu_runtime
+from kitsune_jax.version import __version__ as __version__
 
-__version__ = "0.1.0"
 __all__ = ["Fallback", "NotPipelined", "Pipeline", "Report", "config", "explain", "fallbacks", "pipeline"]
 
 config.check_environment()

@@ -24,7 +24,8 @@ from kitsune_jax import _compat, arguments, config, jax_support, lowering, previ
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.options import Options, resolve
 from kitsune_jax.primitive import pipeline_p
-from kitsune_jax.report.model import Report, ResidualReport
+from kitsune_jax.report.data import ResidualReport
+from kitsune_jax.report.model import Report
 from kitsune_jax.residuals import compare, gradient, is_derivative, override, policy_name
 
 _compat.hide_from_tracebacks(__file__)

@@ -21,8 +21,9 @@ from kitsune_jax.options import Options
 from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.primitive import pipeline_p
 from kitsune_jax.report.build import build_report, graph_flops
+from kitsune_jax.report.data import Rejected
 from kitsune_jax.report.join import joined, with_bodies
-from kitsune_jax.report.model import Rejected, Report
+from kitsune_jax.report.model import Report
 
 DISABLED = "KITSUNE_DISABLE is set (or config.override(disable=True)), so pipeline(fn) behaves as fn"
 _AT_THE_TOP = "nothing of this call is pipelined, for the reason at the top"

@@ -20,7 +20,8 @@ from kitsune_jax import _compat, lowering, preview
 from kitsune_jax.config import logger
 from kitsune_jax.options import Options
 from kitsune_jax.primitive import pipeline_p
-from kitsune_jax.report.model import PlannedPasses, PolicyReport, Report, ResidualReport
+from kitsune_jax.report.data import PlannedPasses, PolicyReport, ResidualReport
+from kitsune_jax.report.model import Report
 
 Policy = Callable[..., Any]
 ALTERNATIVES = ("save", "recompute")

@@ -21,10 +21,9 @@ from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.planner import Infeasible, plan
 from kitsune_jax.profile import store as profiles
-from kitsune_jax.program import TileProgram, build
-from kitsune_jax.program.phased import PhasedProgram, phased
+from kitsune_jax.program import Program, TileProgram, assemble, build
 from kitsune_jax.regions import Chosen, ChosenFollower, joined, select
-from kitsune_jax.regions.alone import alone
+from kitsune_jax.regions.isolated import isolated
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams import Region
@@ -39,25 +38,23 @@ class PlannedFollower:
     phase: int
     region: Region
     plan: Plan
-    program: TileProgram
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRegion:
-    """A region with its plan, its tile program and, where the target can execute it here, its code.
+    """A region with its plan, the program of its call and, where the target can execute it here, its code.
 
-    ``region`` is all of the call: where there are ``followers``, its operands, results and ops are theirs too. Its stream space,
-    ``plan`` and ``program`` are those of the first phase.
+    ``region`` is all of the call: where there are ``followers``, its operands, results and ops are theirs too. Its stream space and
+    ``plan`` are those of the first phase.
     """
 
     name: str
     region: Region
     plan: Plan
-    program: TileProgram
+    program: Program
     target: str
     code: Any
     followers: tuple[PlannedFollower, ...] = ()
-    phases: PhasedProgram | None = None  # the tile programs of all phases, where there are followers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +115,7 @@ def route(
         try:
             if 2 * len(region.ops) > len(graph.ops):
                 return search(graph, region)  # there is no other like it
-            found = alone(graph, region)
+            found = isolated(graph, region)
             if found.key not in known:
                 known[found.key] = search(*found.key)
             planned = known[found.key]
@@ -179,27 +176,26 @@ def _planned(graph: Graph, chosen: Chosen, name: str, target: str, machine: Mach
     program = build(graph, chosen.region, chosen.plan)
     heaviest = max(chosen.region.ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))
     title = f"{name} ({graph.ops[heaviest].source})"
-    if not chosen.followers:
-        made = targets.generate(target, program, chosen.plan, title) if executable else None
-        return PlannedRegion(name, chosen.region, chosen.plan, program, target, made)
     built: dict[tuple[Graph, Region], TileProgram] = {}
-    followers = tuple(_follower(graph, f, machine, built) for f in chosen.followers)
-    whole = joined(graph, chosen.region, chosen.followers)
+    followers, later = [], []
+    for follower in chosen.followers:
+        plan = _follower_plan(follower, machine)
+        followers.append(PlannedFollower(follower.phase, follower.region, plan))
+        later.append((follower.phase, _follower(graph, follower, plan, built), follower.region.inputs, follower.region.outputs))
+    whole = joined(graph, chosen.region, chosen.followers) if followers else chosen.region
     first = (0, program, chosen.region.inputs, chosen.region.outputs)
-    later = [(f.phase, f.program, f.region.inputs, f.region.outputs) for f in followers]
-    phases = phased([first, *later], whole.inputs, whole.outputs)
-    made = targets.generate_phases(target, phases, chosen.plan, title) if executable else None
-    return PlannedRegion(name, whole, chosen.plan, program, target, made, followers, phases)
+    call = assemble([first, *later], whole.inputs, whole.outputs)
+    made = targets.generate(target, call, chosen.plan, title) if executable else None
+    return PlannedRegion(name, whole, chosen.plan, call, target, made, tuple(followers))
 
 
-def _follower(
-    graph: Graph, chosen: ChosenFollower, machine: Machine, built: dict[tuple[Graph, Region], TileProgram]
-) -> PlannedFollower:
+def _follower_plan(chosen: ChosenFollower, machine: Machine) -> Plan:
+    return dataclasses.replace(chosen.plan, seconds=max(0.0, chosen.plan.seconds - machine.call_seconds))  # no call of its own
+
+
+def _follower(graph: Graph, chosen: ChosenFollower, plan: Plan, built: dict[tuple[Graph, Region], TileProgram]) -> TileProgram:
     """Equal followers (the updates of parameters of one shape) have one program, in which ops are numbered by the follower."""
-    plan = dataclasses.replace(
-        chosen.plan, seconds=max(0.0, chosen.plan.seconds - machine.call_seconds)
-    )  # it has no call of its own
-    found = alone(graph, chosen.region)
+    found = isolated(graph, chosen.region)
     if found.key not in built:
         built[found.key] = build(*found.key, found.in_itself(plan))
-    return PlannedFollower(chosen.phase, chosen.region, plan, built[found.key])
+    return built[found.key]

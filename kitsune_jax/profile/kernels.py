@@ -23,7 +23,7 @@ _SQUARE = 256
 _SHALLOW = 16  # of a product that is nothing beside its activation
 # More threads than these tell nothing new about a core, and take long to start.
 _MOST_THREADS = 16
-# Nobody plans by the exact time of these, and they take long.
+# Plans do not depend on the exact time of these, and they take long to measure.
 _RARE = frozenset(name for spec in OPS.values() if spec.rare for name in spec.opcodes)
 _NO_WORK = frozenset({*SPECIAL_OPS, "reduce_precision"})
 _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")

@@ -19,8 +19,7 @@ import time
 import jax
 import jaxlib
 
-import kitsune_jax
-from kitsune_jax import _compat, config
+from kitsune_jax import _compat, config, version
 from kitsune_jax.cache import Cache, key
 from kitsune_jax.profile import machine_info, shipped
 from kitsune_jax.profile.measure import Disturbed, measure
@@ -84,7 +83,7 @@ def _agreed(workers: int) -> _Found:
     if client is None:
         return _of_this_machine(workers)
     index, store = client
-    where = f"kitsune_jax/profile/{kitsune_jax.__version__}"
+    where = f"kitsune_jax/profile/{version.__version__}"
     try:
         if index == 0:
             found = _of_this_machine(workers)
@@ -147,7 +146,7 @@ def identity(workers: int) -> str:
         caches=str(machine_info.cache_sizes()),
         workers=str(workers),
         program=str(bytecode.VERSION),
-        package=kitsune_jax.__version__,
+        package=version.__version__,
         kernels=runtime.digest(),
         jax=jax.__version__,
         jaxlib=jaxlib.__version__,

@@ -1,4 +1,4 @@
-"""Graph + Region + Plan -> TileProgram.
+"""Graph + Region + Plan -> TileProgram, and several of those -> the Program of a call.
 
 Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
 (``program.localize``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
@@ -8,10 +8,22 @@ place.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from kitsune_jax.graph import Graph, Scalar, make_params
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.program.ir import ArrayType, Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.ir import (
+    Array,
+    ArrayType,
+    Instr,
+    Part,
+    Program,
+    QueueType,
+    SinkType,
+    StageProgram,
+    TileProgram,
+    TileType,
+)
 from kitsune_jax.program.localize import LocalOp, localize
 from kitsune_jax.streams.space import Region, row_shape, row_strides
 
@@ -22,6 +34,29 @@ def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
     if covered != set(region.ops):
         raise ValueError(f"the plan's stages cover ops {sorted(covered)}, the region has {sorted(region.ops)}")
     return _Builder(graph, region, plan).run()
+
+
+def assemble(
+    parts: Sequence[tuple[int, TileProgram, Sequence[int], Sequence[int]]], operands: Sequence[int], results: Sequence[int]
+) -> Program:
+    """The call that reads the graph values ``operands`` and gives ``results``; each of ``parts`` is (phase, program, the values it
+    reads, those it gives)."""
+    given = [v for _, _, _, gives in parts for v in gives]
+    order = [*operands, *results, *(v for v in given if v not in set(results))]
+    number = {v: k for k, v in enumerate(order)}
+    types: dict[int, Array] = {}
+    for _, program, reads, gives in parts:
+        arrays = zip((*reads, *gives), (*program.inputs, *program.outputs), strict=True)
+        types.update((v, Array(array.shape, array.dtype)) for v, array in arrays)
+    return Program(
+        arrays=tuple(types[v] for v in order),
+        operands=len(operands),
+        results=len(results),
+        parts=tuple(
+            Part(phase, program, tuple(number[v] for v in reads), tuple(number[v] for v in gives))
+            for phase, program, reads, gives in parts
+        ),
+    )
 
 
 @dataclasses.dataclass
@@ -49,7 +84,7 @@ class _Builder:
                 self.incoming[stage, queue.value] = q
 
     def run(self) -> TileProgram:
-        stages = tuple(StageProgram(stage.name, stage.phase, tuple(self._stage(s))) for s, stage in enumerate(self.plan.stages))
+        stages = tuple(StageProgram(stage.name, tuple(self._stage(s))) for s, stage in enumerate(self.plan.stages))
         return TileProgram(
             axes=self.region.space.sizes,
             tile_rows=self.plan.tile_rows,

@@ -18,9 +18,8 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" and the 8-bit floats NumPy dty
 import numpy as np
 
 from kitsune_jax.graph import Scalar
-from kitsune_jax.ops.local import resolve_rows
-from kitsune_jax.ops.table import OPS
-from kitsune_jax.program.ir import ArrayType, Instr, TileProgram, TileType
+from kitsune_jax.ops.table import OPS, resolve_rows
+from kitsune_jax.program.ir import ArrayType, Instr, Program, TileProgram, TileType
 from kitsune_jax.streams.space import dim_strides
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -41,21 +40,33 @@ class Deadlock(RuntimeError):
 
 
 def interpret(
-    program: TileProgram, arrays: Sequence[Any], *, schedule_seed: int | None = None, widen: bool = False, lookahead: int = 0
+    program: Program | TileProgram,
+    arrays: Sequence[Any],
+    *,
+    schedule_seed: int | None = None,
+    widen: bool = False,
+    lookahead: int = 0,
 ) -> list[Array]:
-    """Run ``program`` on ``arrays`` (one per ``program.inputs``, of exactly its shape and dtype) and return its outputs.
+    """Run ``program`` on ``arrays`` (one per operand, of exactly its shape and dtype) and return its results.
 
     ``schedule_seed``: the order in which ready stages fire; None fires the last ready one, the order of least memory. ``widen``:
     compute and return floats as float64, for comparison with JAX in float64. ``lookahead``: tiles beyond its own that a stage waits
-    for before it fires, as one that prefetches does. Sinks of floats accumulate in float64, and are written at the end of their
-    phase.
+    for before it fires, as one that prefetches does. Sinks of floats accumulate in float64.
 
     Raises ``Deadlock``, ``ValueError`` for arrays that do not fit the program, ``TypeError`` for a program that breaks its own
     types.
 
     Example (``program`` doubles its one input): ``interpret(program, [x])[0]`` equals ``2 * x``.
     """
-    return _Run(program, arrays, widen).run(Schedule(program, lookahead=lookahead), schedule_seed)
+    call = Program.of(program) if isinstance(program, TileProgram) else program
+    if len(arrays) != call.operands:
+        raise ValueError(f"the program takes {call.operands} arrays, not {len(arrays)}")
+    known = dict(enumerate(arrays))
+    for part in call.parts:
+        run = _Run(part.program, [known[k] for k in part.reads], widen)
+        outs = run.run(Schedule(part.program, lookahead=lookahead), schedule_seed)
+        known.update(zip(part.writes, outs, strict=True))
+    return [known[call.operands + k] for k in range(call.results)]
 
 
 def check_deadlock_free(program: TileProgram, *, lookahead: int = 1) -> str | None:
@@ -68,10 +79,9 @@ def check_deadlock_free(program: TileProgram, *, lookahead: int = 1) -> str | No
     tiles = min(program.tiles, sum(q.depth for q in program.queues) + (lookahead + 1) * len(program.stages) + 2)
     schedule = Schedule(program, tiles, lookahead)
     try:
-        for phase in schedule.phases():
-            while ready := schedule.ready(phase):
-                schedule.fire(ready[-1])
-            schedule.check_done(phase)
+        while ready := schedule.ready():
+            schedule.fire(ready[-1])
+        schedule.check_done()
     except Deadlock as stuck:
         return str(stuck)
     return None
@@ -89,12 +99,8 @@ class Schedule:
         self.done = [0] * len(program.stages)
         self.pops, self.pushes = _queues_of(program)
 
-    def phases(self) -> list[int]:
-        return sorted({s.phase for s in self.program.stages})
-
-    def ready(self, phase: int) -> list[int]:
-        stages = self.program.stages
-        return [s for s in range(len(stages)) if stages[s].phase == phase and self.done[s] < self.tiles and not self.waits(s)]
+    def ready(self) -> list[int]:
+        return [s for s, done in enumerate(self.done) if done < self.tiles and not self.waits(s)]
 
     def waits(self, s: int) -> list[str]:
         """Why stage ``s`` can't fire, in words; empty when it can."""
@@ -114,9 +120,9 @@ class Schedule:
     def fire(self, s: int) -> None:
         self.done[s] += 1
 
-    def check_done(self, phase: int) -> None:
-        """Raise ``Deadlock`` where a stage of ``phase`` has tiles left."""
-        stuck = [s for s, stage in enumerate(self.program.stages) if stage.phase == phase and self.done[s] < self.tiles]
+    def check_done(self) -> None:
+        """Raise ``Deadlock`` where a stage has tiles left."""
+        stuck = [s for s, done in enumerate(self.done) if done < self.tiles]
         if stuck:
             lines = [f"{self.name(s)}, at tile {self.done[s]}, waits for {' and for '.join(self.waits(s))}" for s in stuck]
             raise Deadlock("; ".join(lines))
@@ -159,9 +165,7 @@ class _Run:
 
     def __init__(self, program: TileProgram, arrays: Sequence[Any], widen: bool):
         self.program, self.widen = program, widen
-        self.arrays = [self._input(k, t, a) for k, (t, a) in enumerate(zip(program.inputs, arrays, strict=False))]
-        if len(arrays) != len(program.inputs):
-            raise ValueError(f"the program takes {len(program.inputs)} arrays, not {len(arrays)}")
+        self.arrays = [self._input(k, t, a) for k, (t, a) in enumerate(zip(program.inputs, arrays, strict=True))]
         self.outputs = [np.zeros(t.shape, self._dtype(t.dtype)) for t in program.outputs]
         self.rings: list[dict[int, Array]] = [{} for _ in program.queues]
         self.sums: list[Array | None] = [None] * len(program.sinks)
@@ -169,14 +173,13 @@ class _Run:
 
     def run(self, schedule: Schedule, seed: int | None) -> list[Array]:
         rng = None if seed is None else random.Random(seed)
-        for phase in schedule.phases():
-            while ready := schedule.ready(phase):
-                stage = ready[-1] if rng is None else rng.choice(ready)
-                self._run_tile(stage, schedule.done[stage])
-                schedule.fire(stage)
-                self._drop_read(schedule)
-            schedule.check_done(phase)
-            self._write_sinks(phase)
+        while ready := schedule.ready():
+            stage = ready[-1] if rng is None else rng.choice(ready)
+            self._run_tile(stage, schedule.done[stage])
+            schedule.fire(stage)
+            self._drop_read(schedule)
+        schedule.check_done()
+        self._write_sinks()
         return self.outputs
 
     def _dtype(self, name: str) -> np.dtype[Any]:
@@ -193,8 +196,7 @@ class _Run:
 
     def _run_tile(self, s: int, number: int) -> None:
         program = self.program
-        first = number * program.tile_rows
-        tile = _Tile(number, np.arange(first, min(first + program.tile_rows, program.rows)), {})
+        tile = _Tile(number, np.asarray(program.rows_of(number)), {})
         for instr in program.stages[s].body:
             inputs = [self._value(tile, v) for v in instr.inputs]
             results = _EXECUTE.get(instr.kind, _Run._op)(self, instr, tile, inputs)
@@ -311,12 +313,10 @@ class _Run:
             if len(ring) > queue.depth:
                 raise TypeError(f"a ring of depth {queue.depth} holds {len(ring)} tiles")
 
-    def _write_sinks(self, phase: int) -> None:
-        mine = {i["sink"] for s in self.program.stages if s.phase == phase for i in s.body if i.kind in ("sink", "matmul_sink")}
-        for k in mine:
-            total = self.sums[k]
+    def _write_sinks(self) -> None:
+        for sink, total in zip(self.program.sinks, self.sums, strict=True):
             if total is not None:
-                out = self.outputs[self.program.sinks[k].array]
+                out = self.outputs[sink.array]
                 out[...] = total.astype(out.dtype)
 
 

@@ -1,32 +1,50 @@
-"""The tile program: typed SSA over tiles, one body per stage.
+"""The tile program: typed SSA over tiles, one body per stage, and the calls that are made of tile programs.
 
 Comes in: a Graph, a Region of it and a Plan (``program.build``). Goes out: what every target and the NumPy interpreter execute. A
 **tile** value has shape ``(rows, *row_shape)``, rows first, and a **stationary** value is a whole array in its original layout; the
-number of rows is the program's ``tile_rows``, less on the last tile, and stands as ``ROWS`` (-1) in the parameters of rows-first
-ops.
+number of rows is the program's ``tile_rows``, less on the last tile of a batch, and stands as ``ROWS`` (-1) in the parameters of
+rows-first ops. ``program.verify`` checks everything that is said here.
 
 Instruction kinds:
 
 * every pointwise / structural kind of the op table, with its parameters rewritten to the rows-first shapes (an ``axes=(1,)`` of a
   ``[batch, n]`` value streamed over dimension 0 stays ``(1,)``; of an ``[n, batch]`` value streamed over dimension 1, axis 0
-  becomes 1);
+  becomes 1); on stationary operands only, the result is stationary and the parameters are those of whole arrays;
 * ``load``: value <- input array ``array`` (a tile, or the whole array when the array is stationary);
-* ``literal``: value <- rank-0 constant ``value``;
 * ``row_index``: value <- integer index along one streamed dimension, for ``iota`` over it, parameters ``axes`` (the stream axes,
   outermost first, whose mixed-radix index it is), dtype from the value's type; the value's tile shape may have trailing dimensions
   over which it is constant;
 * ``matmul``: (tile x, stationary w) -> tile; ``x_contract, x_batch`` are dimensions of the rows-first x, ``w_contract, w_batch`` of
-  w, and the result is ``transpose(dot_general(x, w), out_perm)``, rows first again. ``accumulate`` is the accumulation dtype.
-* ``sink``: tile -> sink accumulator ``sink``, reducing by ``how`` over rows and ``axes`` (rows-first, 0 included). No output value.
+  w, and the result is ``transpose(dot_general(x, w), out_perm)``, rows first again. ``accumulate`` is the accumulation dtype. w is
+  any stationary value: loaded, sliced in a loop, or computed in the stage;
+* ``dot``: (tile x, tile y) -> tile, a product for each row: ``x_contract, y_contract, x_batch, y_batch`` are rows-first dimensions
+  (never 0); the result's dimensions are rows, batch, those left of x, those left of y. ``accumulate`` as above;
+* ``gather``: (table, index) -> tile. The table is stationary, ``[n, *row]``; the index is an integer tile of row shape s, and the
+  result has row shape ``(*s, *row)``. ``mode`` says what an index below 0 or beyond n - 1 gives: the nearest row ("clip"), the
+  number ``fill`` ("fill"), or anything ("promise_in_bounds": there is none);
+* ``loop``: initial carries -> final carries, by running ``block`` ``count`` times; ``reverse``: the iterations' numbers count down.
+  There is no push, pop or sink inside;
+* ``load_slice``: numbers of loops -> value: of input array ``array``, elements ``[i * step, i * step + size)`` of dimension
+  ``dims[k]`` for the k-th number i, with ``steps[k]`` and ``sizes[k]``, and all others whole. These dimensions do not stream, and
+  stay with extent ``size``. ``store_slice``: (value, numbers of loops) -> the same elements of output array ``array``. Where a size
+  does not divide the dimension, the remainder is a copy of the body behind the loop: there are no masks. A number may also be a
+  constant;
+* ``sink``: tile -> sink accumulator ``sink``, reducing by its ``how`` over rows and ``axes`` (rows-first, 0 included). No output;
 * ``matmul_sink``: (tile x, tile y) -> sink accumulator ``sink``: adds ``dot_general(x, y)`` over ``x_contract``/``y_contract``
-  (rows-first dimensions, 0 included) and ``x_batch``/``y_batch``, accumulated in the sink's dtype: a weight gradient. No output
-  value.
-* ``push`` / ``pop``: value <-> queue ``queue``; ``store``: tile value -> output array ``array``.
+  (rows-first dimensions, 0 included) and ``x_batch``/``y_batch``, accumulated in the sink's dtype. No output: a weight gradient;
+* ``sink_at``: (value, index) -> sink accumulator ``sink`` of shape ``[n, *row]``; an integer index tile of row shape s says for
+  every ``row`` of the value, a tile of row shape ``(*s, *row)``, where it is folded in by the sink's ``how``. Indices below 0 or
+  beyond n - 1 are dropped. No output: a segment sum;
+* ``push`` / ``pop``: value <-> queue ``queue``; ``store``: value -> output array ``array``.
+
+A constant is no instruction: it is a value of ``TileProgram.literals``, and may be read everywhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator, Sequence
 
 from kitsune_jax.graph import Param, Scalar
 from kitsune_jax.ops.local import ROWS as ROWS
@@ -50,12 +68,27 @@ class TileType:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """The body of a loop. It may read values of the code around it, and defines its own, which nothing outside can read.
+
+    ``index``: the iteration's number, a stationary int32 of rank 0; ``carries``: the carries as an iteration finds them;
+    ``results``: as it leaves them.
+    """
+
+    index: int
+    carries: tuple[int, ...]
+    body: tuple[Instr, ...]
+    results: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Instr:
     kind: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     params: tuple[tuple[str, Param], ...] = ()
     op: int = -1  # index of the graph op it came from, for messages
+    block: Block | None = None
 
     def __getitem__(self, name: str) -> Param:
         for key, value in self.params:
@@ -67,12 +100,21 @@ class Instr:
         return next((v for k, v in self.params if k == name), default)
 
 
+def walk(body: Sequence[Instr]) -> Iterator[Instr]:
+    """The instructions of ``body`` and, behind each loop, those inside it."""
+    for instr in body:
+        yield instr
+        if instr.block is not None:
+            yield from walk(instr.block.body)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayType:
     """An array at the border of the program: dense, row-major.
 
-    ``row_strides``: element stride of each stream axis, 0 for an axis it does not depend on (all of them empty for a stationary
-    array); ``dims``: the array's dimensions, in order, that are *not* streamed (they are the tile's row shape).
+    ``row_strides``: element stride of each stream axis, 0 for an axis it does not depend on; ``dims``: the array's dimensions, in
+    order, that are *not* streamed (they are the tile's row shape). Both are empty for an array that depends on no stream axis. One
+    that depends on batch axes only is not ``streamed``: it has row strides, and its part for a tile is a stationary value.
     """
 
     shape: tuple[int, ...]
@@ -81,12 +123,19 @@ class ArrayType:
     row_strides: tuple[int, ...] = ()
     dims: tuple[int, ...] = ()
 
+    @property
+    def loaded(self) -> TileType:
+        """The type of its part for one tile."""
+        part = self.streamed or bool(self.row_strides)
+        return TileType(self.streamed, tuple(self.shape[d] for d in self.dims) if part else self.shape, self.dtype)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SinkType:
     """A reduction over the stream. The accumulator of ``shape`` is folded over all tiles by ``how``: sum, max, min, prod, and, or.
 
-    ``array``: the output array it is written to, converted to that array's dtype.
+    ``array``: the output array it is written to, converted to that array's dtype. What nothing is folded into holds the identity of
+    ``how``: 0, 1, or for max and min the lowest and the highest number of the dtype (the infinities of a float).
     """
 
     how: str
@@ -108,12 +157,17 @@ class QueueType:
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageProgram:
     name: str
-    phase: int
     body: tuple[Instr, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileProgram:
+    """Stages and queues over one stream space.
+
+    The first ``batch_axes`` of ``axes`` are batch axes: a tile never crosses from one index of them to the next, so what depends on
+    nothing else is stationary while a tile is at work (the keys of an attention head).
+    """
+
     axes: tuple[int, ...]  # extents of the stream axes; rows = their product
     tile_rows: int
     inputs: tuple[ArrayType, ...]
@@ -124,26 +178,116 @@ class TileProgram:
     queues: tuple[QueueType, ...]
     sinks: tuple[SinkType, ...]
     workers: int = 1  # that the plan counts on, all stages and replicas together
+    batch_axes: int = 0
 
     @property
     def rows(self) -> int:
-        rows = 1
-        for n in self.axes:
-            rows *= n
-        return rows
+        return math.prod(self.axes)
+
+    @property
+    def batches(self) -> int:
+        return math.prod(self.axes[: self.batch_axes])
 
     @property
     def tiles(self) -> int:
-        return -(-self.rows // self.tile_rows)
+        return self.batches * -(-math.prod(self.axes[self.batch_axes :]) // self.tile_rows)
+
+    def rows_of(self, tile: int) -> range:
+        """The rows of tile number ``tile``.
+
+        >>> program = TileProgram((2, 5), 4, (), (), (), (), (), (), (), batch_axes=1)
+        >>> [program.rows_of(n) for n in range(program.tiles)]
+        [range(0, 4), range(4, 5), range(5, 9), range(9, 10)]
+        """
+        rows = math.prod(self.axes[self.batch_axes :])  # of a batch
+        batch, number = divmod(tile, -(-rows // self.tile_rows))
+        return range(batch * rows + number * self.tile_rows, batch * rows + min(rows, (number + 1) * self.tile_rows))
 
     def __str__(self) -> str:
-        lines = [f"program rows={self.rows} axes={self.axes} tile_rows={self.tile_rows}"]
+        batch = f" batch_axes={self.batch_axes}" if self.batch_axes else ""
+        lines = [f"program rows={self.rows} axes={self.axes}{batch} tile_rows={self.tile_rows}"]
+        lines += [f"  input {k}: {_array_text(array)}" for k, array in enumerate(self.inputs)]
+        lines += [f"  output {k}: {_array_text(array)}" for k, array in enumerate(self.outputs)]
+        lines += [f"  sink {k}: {s.how} {s.dtype}{list(s.shape)} -> output {s.array}" for k, s in enumerate(self.sinks)]
         for q, queue in enumerate(self.queues):
             lines.append(f"  queue {q}: {queue.tile} {queue.producer} -> {queue.consumers} depth {queue.depth}")
         for s, stage in enumerate(self.stages):
-            lines.append(f"  stage {s} {stage.name} phase {stage.phase}")
-            for i in stage.body:
-                outs = ", ".join(f"%{v}:{self.values[v]}" for v in i.outputs)
-                params = ", ".join(f"{k}={v}" for k, v in i.params)
-                lines.append(f"    {outs} = {i.kind}({', '.join(f'%{v}' for v in i.inputs)}) {{{params}}}")
+            lines += [f"  stage {s} {stage.name}", *self._text(stage.body, dict(self.literals), "    ")]
         return "\n".join(lines)
+
+    def _text(self, body: Sequence[Instr], literals: dict[int, Scalar], indent: str) -> list[str]:
+        def names(values: Sequence[int], typed: bool = False) -> str:
+            return ", ".join(str(literals[v]) if v in literals else f"%{v}:{self.values[v]}" if typed else f"%{v}" for v in values)
+
+        lines = []
+        for i in body:
+            made = f"{names(i.outputs, typed=True)} = " if i.outputs else ""
+            if i.block is None:
+                params = " ".join(f"{k}={v}" for k, v in i.params)
+                lines.append(f"{indent}{made}{i.kind}({names(i.inputs)}){' ' * bool(params)}{params}")
+                continue
+            numbers = f"reversed(range({i['count']}))" if i.get("reverse") else f"range({i['count']})"
+            carried = f" with {names(i.block.carries)} = {names(i.inputs)}" if i.inputs else ""
+            lines.append(f"{indent}{made}{i.kind} %{i.block.index} in {numbers}{carried}:")
+            lines += self._text(i.block.body, literals, f"{indent}  ")
+            lines.append(f"{indent}  next {names(i.block.results)}".rstrip())
+        return lines
+
+
+def _array_text(array: ArrayType) -> str:
+    strides = f" row_strides={array.row_strides}" if array.row_strides else ""
+    return f"{array.dtype}{list(array.shape)}{strides} loaded as {array.loaded}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Array:
+    """An array of a call: dense, row-major."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A tile program on arrays of the call: ``reads`` are its inputs, ``writes`` its outputs. It runs in phase ``phase``."""
+
+    phase: int
+    program: TileProgram
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A whole call: tile programs, and the arrays that they hand on.
+
+    Of ``arrays`` the first ``operands`` are the call's operands, the next ``results`` its results; the others live during the call
+    only. Parts stand in the order of their phases, which a barrier separates; those of one phase may run in any order, or at once.
+    A part reads operands and what parts of earlier phases wrote; every other array is written by one part.
+    """
+
+    arrays: tuple[Array, ...]
+    operands: int
+    results: int
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(program: TileProgram) -> Program:
+        """The call that is nothing but ``program``: its inputs are the operands, its outputs the results."""
+        arrays = tuple(Array(a.shape, a.dtype) for a in (*program.inputs, *program.outputs))
+        n = len(program.inputs)
+        return Program(arrays, n, len(program.outputs), (Part(0, program, tuple(range(n)), tuple(range(n, len(arrays)))),))
+
+    @property
+    def only(self) -> TileProgram | None:
+        """The tile program of a call that is nothing but that one; None for any other call."""
+        return self.parts[0].program if len(self.parts) == 1 and self == Program.of(self.parts[0].program) else None
+
+    def __str__(self) -> str:
+        n, m = self.operands, self.operands + self.results
+        roles = ["operand"] * n + ["result"] * self.results + ["inner"] * (len(self.arrays) - m)
+        arrays = [
+            f"  array {k} ({role}): {a.dtype}{list(a.shape)}" for k, (role, a) in enumerate(zip(roles, self.arrays, strict=True))
+        ]
+        parts = [f"phase {p.phase}: reads {p.reads} writes {p.writes}\n{p.program}" for p in self.parts]
+        return "\n".join(["call", *arrays, *parts])

@@ -1,7 +1,7 @@
 """Legal and profitable subgraphs, and the reasons for every "no"."""
 
-from kitsune_jax.regions.follow import joined
-from kitsune_jax.regions.form import anchored
+from kitsune_jax.regions.convex import anchored
+from kitsune_jax.regions.followers import joined
 from kitsune_jax.regions.order import quotient_order
 from kitsune_jax.regions.select import Chosen, ChosenFollower, Selection, select
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kitsune_jax.graph import Graph, topological
-from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.graph_index import GraphIndex
 
 
 class Order:

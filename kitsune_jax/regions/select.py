@@ -2,8 +2,8 @@
 
 Comes in: a Graph, what the target supports, a planner. Goes out: disjoint, convex regions with their plans, and for every op that
 is in none of them the reason. ``force`` takes every legal region whatever the model says (for tests); otherwise a region must be
-modelled faster than what XLA would do with the same ops. What follows a region in its call (``regions.follow``) has no call of its
-own to pay for and finds its operands in the cache, so it is not asked.
+modelled faster than what XLA would do with the same ops. Followers of a region (``regions.followers``) are always taken: they share
+the call of their region, and their operands are in the cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.regions.follow import Follower, Following, anchored_call
-from kitsune_jax.regions.form import anchored, regions_of
-from kitsune_jax.regions.halves import halves_of
-from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.convex import anchored, regions_of
+from kitsune_jax.regions.followers import Follower, Following, anchored_call
+from kitsune_jax.regions.graph_index import GraphIndex
+from kitsune_jax.regions.known_spreads import Spreads
 from kitsune_jax.regions.order import Order
-from kitsune_jax.regions.spreads import Spreads
+from kitsune_jax.regions.passes import passes_of
 from kitsune_jax.streams import Region, Seed, Spread, spread
 from kitsune_jax.streams.propagate import Wiring
 
@@ -112,7 +112,7 @@ class _Selector:
         seeds = self._seed_order()
         products = [i for i in seeds if self.graph.ops[i].kind == "dot_general"]
         self._choose(products)
-        # Before vector work is looked at for its own sake: an update belongs to the call that makes its gradient.
+        # Followers come before regions of vector work only, because an update belongs to the call that makes its gradient.
         self._follow()
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
@@ -199,17 +199,17 @@ class _Selector:
                 best = candidate
         return best, looked_at
 
-    def _halves(self, whole: Chosen) -> list[Chosen]:
+    def _passes(self, whole: Chosen) -> list[Chosen]:
         """The passes of a training step that pay as calls of their own, where they gain more than the step does as one.
 
-        A spatial pipeline of both passes keeps its slowest stage's pace from the first layer to the last gradient. Cut at the loss,
-        each pass has an arrangement of its own, for the price of what the backward pass needs of the forward pass in memory.
+        In a spatial pipeline of both passes every stage waits for the slowest one of both. Cut at the loss, each pass has an
+        arrangement of its own, and what the backward pass reads of the forward pass goes through memory.
         """
         if self.force or whole.plan.arrangement != "spatial":
             return []
         order = self.order.copy()
         found: list[Chosen] = []
-        for seed, ops in halves_of(self.graph, whole.region) or ():
+        for seed, ops in passes_of(self.graph, whole.region) or ():
             sp = self._spread(seed, ops & self.free)
             region = max(regions_of(self.index, sp, order), key=lambda r: len(r.ops), default=None)
             plan = self.planner(self.graph, region) if region is not None and region.outputs else ""
@@ -217,12 +217,13 @@ class _Selector:
                 found.append(Chosen(region, plan))
                 order.join(anchored(self.graph, region))
         gain = sum(c.plan.baseline_seconds - c.plan.seconds for c in found)
-        alone = whole.plan.baseline_seconds - whole.plan.seconds if _pays(whole.plan) else 0.0
-        return found if gain > PROFIT_MARGIN * alone else []
+        gain_as_one = whole.plan.baseline_seconds - whole.plan.seconds if _pays(whole.plan) else 0.0
+        return found if gain > PROFIT_MARGIN * gain_as_one else []
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
-        """What a candidate is compared by. Where the model has no say (``force``), a stream over the rows goes before one over the
-        columns of a layer, which ends in a sum of partial products, and a larger region before a smaller one."""
+        """The key by which candidates are compared, larger is better. With ``force`` the model does not decide: a stream over the
+        rows goes before one over the columns of a layer, which ends in a sum of partial products; then a larger region before a
+        smaller."""
         gain = c.plan.baseline_seconds - c.plan.seconds
         if self.force:
             ops = sum(self.graph.ops[i].kind not in _NEVER_SEEDS for i in c.region.ops)  # those that compute something
@@ -248,9 +249,9 @@ class _Selector:
             for i in region.ops if asked else ():
                 self.why[i] = plan
             return None, {seed_op}
-        halves = self._halves(Chosen(region, plan))
-        if halves:  # the other one is found from its own ops
-            return next((c for c in halves if seed_op in c.region.ops), None), {seed_op}
+        passes = self._passes(Chosen(region, plan))
+        if passes:  # the other pass is found when its own ops are looked at
+            return next((c for c in passes if seed_op in c.region.ops), None), {seed_op}
         if self.force or _pays(plan):
             return Chosen(region, plan), set()
         text = f"left to XLA: modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
@@ -263,7 +264,8 @@ class _Selector:
     def _plan_of(self, region: Region) -> tuple[Plan | str, bool]:
         """The plan of ``region``, or why it has none; and whether this is the first time that it is asked for.
 
-        By its identity first: every op of a region may come as a seed, and comparing regions costs in proportion to their ops.
+        Regions are looked up by identity first: every op of a region may be a seed, and comparing regions takes time in proportion
+        to their ops.
         """
         known = self.asked.get(id(region))
         if known is None:

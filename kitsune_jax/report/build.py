@@ -16,7 +16,8 @@ import numpy as np
 from kitsune_jax.graph import Graph, Value
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan, Queue
-from kitsune_jax.report.model import PhaseReport, QueueReport, RegionReport, Rejected, Report, StageReport
+from kitsune_jax.report.data import PhaseReport, QueueReport, RegionReport, Rejected, StageReport
+from kitsune_jax.report.model import Report
 from kitsune_jax.streams.space import Region, row_shape
 
 # Views: they are read through and move nothing of their own, so they are not counted as operators, in or outside of a region.

@@ -6,12 +6,12 @@ import html
 from collections.abc import Sequence
 
 from kitsune_jax.plain_text import printable
-from kitsune_jax.report.model import RegionReport, Report
+from kitsune_jax.report.data import RegionReport, ReportData
 from kitsune_jax.report.text import RESIDUALS_HEAD, obstacle_texts, residual_rows, residual_title
 from kitsune_jax.report.units import byte_text, count_text, percent_text, plural, time_text
 
 
-def render_html(report: Report) -> str:
+def render_html(report: ReportData) -> str:
     """The HTML behind ``Report._repr_html_``."""
     covered = percent_text(report.ops_pipelined, report.ops_total)
     head = (

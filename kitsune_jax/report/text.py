@@ -11,14 +11,14 @@ import textwrap
 from collections.abc import Sequence
 
 from kitsune_jax.plain_text import printable
-from kitsune_jax.report.model import PlannedPasses, RegionReport, Rejected, Report, ResidualReport
+from kitsune_jax.report.data import PlannedPasses, RegionReport, Rejected, ReportData, ResidualReport
 from kitsune_jax.report.units import byte_text, count_text, flop_text, percent_text, plural, signed, time_text
 
 WIDTH = 120
 _LONGEST_REPEAT = 16  # operators in a stretch that is looked for again
 
 
-def render_text(report: Report) -> str:
+def render_text(report: ReportData) -> str:
     """The text behind ``str(report)``."""
     blocks = ["\n".join([*_obstacles(report), *_summary(report)]), *("\n".join(_region(r)) for r in report.regions)]
     if report.residuals:
@@ -30,17 +30,17 @@ def render_text(report: Report) -> str:
     return "\n\n".join(blocks)
 
 
-def obstacle_texts(report: Report) -> list[str]:
+def obstacle_texts(report: ReportData) -> list[str]:
     """What stands at the top: why nothing, or not all, of the function is pipelined."""
     share = "not all" if report.ops_pipelined else "nothing"
     return [f"{share} is pipelined: {obstacle}" for obstacle in report.obstacles]
 
 
-def _obstacles(report: Report) -> list[str]:
+def _obstacles(report: ReportData) -> list[str]:
     return [line for text in obstacle_texts(report) for line in _wrap(text)]
 
 
-def _summary(report: Report) -> list[str]:
+def _summary(report: ReportData) -> list[str]:
     planned = f"planned for {report.platform}, {report.machine}" if report.machine else f"planned for {report.platform}"
     if not report.ops_total:
         return _wrap(f"nothing to pipeline: the function has no operators ({planned})")

@@ -28,9 +28,9 @@ class Region:
     """A convex subgraph that becomes one custom call.
 
     ``ops``: graph op indices, topological. ``labels``: for every *streamed* value the region reads or makes, its ``DimLabels``
-    (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs). What
-    a maker of the region makes (a broadcast, an iota: an op without streamed inputs) is never among the outputs: whoever needs it
-    outside makes it again there.
+    (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs). The
+    result of a maker (a broadcast, an iota: an op without streamed inputs) is never among the outputs: ops outside that read it
+    compute it again.
     ``sinks``: the ops of the region that reduce over the whole stream space; their outputs are stationary. ``phase_of``: phase
     index of each op of ``ops``.
     """

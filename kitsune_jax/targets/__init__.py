@@ -16,8 +16,7 @@ from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
 if TYPE_CHECKING:
     from kitsune_jax.planning.plan import Plan
-    from kitsune_jax.program.ir import TileProgram
-    from kitsune_jax.program.phased import PhasedProgram
+    from kitsune_jax.program.ir import Program, TileProgram
 
 __all__ = [
     "TARGETS",
@@ -28,7 +27,6 @@ __all__ = [
     "default_device",
     "emit",
     "generate",
-    "generate_phases",
     "has_target",
     "machine_platform",
     "notes",
@@ -49,7 +47,7 @@ class Planned(Protocol):
     def target(self) -> str: ...
 
     @property
-    def program(self) -> TileProgram: ...
+    def program(self) -> Program: ...
 
     @property
     def code(self) -> Any: ...
@@ -104,13 +102,13 @@ def check(target: str, program: TileProgram, plan: Plan, name: str) -> str | Non
     return None if target == "cpu" else cuda.check(program, plan, name)
 
 
-def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Any:
-    """The code of ``program``. Raises ``ValueError`` for an unknown target, ``CannotLower`` where there is none,
-    ``InvalidProgram`` for code that the target's extension refuses."""
+def generate(target: str, program: Program, plan: Plan, name: str) -> Any:
+    """The code of ``program``, whose first part was planned as ``plan``. Raises ``ValueError`` for an unknown target,
+    ``CannotLower`` where there is none, ``InvalidProgram`` for code that the target's extension refuses."""
     _require(target)
-    return (
-        cpu.generate(program, name, cpu.Products(*plan.products)) if target == "cpu" else cuda.generate(target, program, plan, name)
-    )
+    if target == "cpu":
+        return cpu.generate(program, name, cpu.Products(*plan.products))
+    return cuda.generate(target, program, plan, name)
 
 
 def compiles(target: str) -> bool:
@@ -121,14 +119,6 @@ def compiles(target: str) -> bool:
 def runs_phases(target: str) -> bool:
     """Whether one call of ``target`` can have several phases, each with a stream space of its own."""
     return target == "cpu"
-
-
-def generate_phases(target: str, program: PhasedProgram, plan: Plan, name: str) -> Any:
-    """The code of a call of several phases, of which the first was planned as ``plan``. Raises ``ValueError`` where
-    ``runs_phases`` is False, and as ``generate`` does."""
-    if not runs_phases(target):
-        raise ValueError(f"a call has one phase on {target!r}")
-    return cpu.generate_phases(program, name, cpu.Products(*plan.products))
 
 
 def emit(planned: Planned, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:

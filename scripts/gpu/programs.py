@@ -16,6 +16,7 @@ import jax
 import kitsune_jax as kj
 from kitsune_jax import lowering
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.program import ir
 from kitsune_jax.route import PlannedRegion
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import devices, nvrtc
@@ -64,8 +65,9 @@ class Program:
             emulator = "emulator" if self.target == "emulator" else None
             return jax.jit(kj.pipeline(self.family.function, force=True, strict=True, target=emulator))
         of = self._subject()
-        code = cuda.generate(self.target, of.program(self.plan), self.plan, "region")
-        planned = PlannedRegion("region", of.region, self.plan, of.program(self.plan), self.target, code)
+        program = ir.Program.of(of.program(self.plan))
+        code = cuda.generate(self.target, program, self.plan, "region")
+        planned = PlannedRegion("region", of.region, self.plan, program, self.target, code)
         return jax.jit(lambda *args: lowering.run(of.captured, [planned], args))
 
     def compile_kernel(self) -> None:
@@ -74,7 +76,7 @@ class Program:
             traced = jax.jit(kj.pipeline(self.family.function, force=True, strict=True)).trace(*self.arguments(0))
             traced.lower(lowering_platforms=("cuda",))
         else:
-            cuda.generate(self.target, self._subject().program(self.plan), self.plan, "region")
+            cuda.generate(self.target, ir.Program.of(self._subject().program(self.plan)), self.plan, "region")
 
     def _subject(self) -> cuda_run.Subject:
         return cuda_run.subject(self.family.function, *self.arguments(0))

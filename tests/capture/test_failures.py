@@ -70,7 +70,7 @@ def test_an_equation_whose_rule_fails_is_opaque_and_reported(monkeypatch: Any, r
     c = captured(g, X, W)
     assert [op.kind for op in c.graph.ops] == ["dot_general", "opaque", "tanh", "mul"]
     (failure,) = c.failures
-    assert failure.part.startswith("cumsum (test_capture_failures.py:")
+    assert failure.part.startswith("cumsum (test_failures.py:")
     assert failure.reason.split(":")[0] in ("RuntimeError", "ValueError") and "Traceback" in failure.traceback
     assert "bug of kitsune_jax" in c.graph.ops[1].reason and "cumsum" in c.graph.ops[1].reason
     check_values(c, f, X, W)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from kitsune_jax import lowering
+from kitsune_jax.program import Program
 from kitsune_jax.route import PlannedRegion
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import hostcc, runtime
@@ -43,7 +44,7 @@ def recorded(name: str, dtype: str, arrangement: str) -> tuple[Any, list[np.ndar
     family = (FAMILIES | TRAINING)[name]
     of = subject(family.function, *family.arguments(130, dtype))
     plan = arrangements(of)[arrangement]
-    program = of.program(plan)
+    program = Program.of(of.program(plan))
     code = cuda.generate("emulator", program, plan, "region")
     calls: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
     plain = jax.ffi.ffi_call

@@ -23,7 +23,7 @@ from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.gpu import candidates
 from kitsune_jax.planning.gpu_machines import GPUS
 from kitsune_jax.planning.machines import machine_for
-from kitsune_jax.program import build
+from kitsune_jax.program import Program, build
 from kitsune_jax.route import route
 from kitsune_jax.targets.cuda import compile, devices, hostcc, lower, nvrtc, runtime
 from tests.cuda.test_launch import fake_driver, needs_compiler, run
@@ -298,7 +298,7 @@ def test_a_kernel_for_devices_of_several_architectures_is_ptx(monkeypatch: pytes
     machine_with(monkeypatch, H200, A100)
     graph = graph_of(lambda x, w: jnp.tanh(x @ w), *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((20_000, 64), (64, 64))))
     (region,) = route(graph, "cuda", force=True, code=False).regions
-    code = lower.generate("cuda", build(graph, region.region, region.plan), region.plan, "region")
+    code = lower.generate("cuda", Program.of(build(graph, region.region, region.plan)), region.plan, "region")
     assert code.arch == "compute_80" and code.kernel.launch[1] == 800
     assert b".entry kitsune_region" in code.image and code.image.endswith(b"\0")
 

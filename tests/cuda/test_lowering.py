@@ -78,7 +78,7 @@ def test_a_module_carries_its_kernel() -> None:
     (one,) = kernels_in(lowered_for_cuda(kj.pipeline(mlp, force=True, strict=True), rows(200), W1, W2))
     assert one.image.startswith(b"\x7fELF") and b".text.kitsune_region\0" in one.image
     assert one.launch[:2] == (runtime.LAUNCH_VERSION, 900)
-    assert re.fullmatch(r"region0 \(test_cuda_lowering\.py:\d+ \(mlp\)\)", one.name)
+    assert re.fullmatch(r"region0 \(test_lowering\.py:\d+ \(mlp\)\)", one.name)
 
 
 @needs_nvrtc

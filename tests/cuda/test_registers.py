@@ -14,6 +14,7 @@ from kernel_checks import sass
 from kernel_checks.register_pool import RegisterPool, register_pool
 from kernel_checks.sass import Instruction, Sass
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.program import Program
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import devices, kernel, lower, nvrtc
 from kitsune_jax.targets.errors import InvalidProgram
@@ -98,7 +99,7 @@ def test_a_kernel_whose_launch_has_too_few_registers_is_refused(monkeypatch: pyt
     plan = found("loss", "bfloat16")["sm90-vertical-resident-lanes2"]
     program = of_family("loss", "bfloat16").program(plan)
     monkeypatch.setattr(devices, "arch", lambda: "sm_90a")
-    lower.generate("cuda", program, plan, "region")
+    lower.generate("cuda", Program.of(program), plan, "region")
     real = compilers.cubin
 
     def fewer(source: str, arch: str) -> compilers.Compiled:
@@ -107,7 +108,7 @@ def test_a_kernel_whose_launch_has_too_few_registers_is_refused(monkeypatch: pyt
 
     monkeypatch.setattr(compilers, "cubin", fewer)
     with pytest.raises(InvalidProgram, match="160 registers a thread.*168"):
-        lower.generate("cuda", program, plan, "region")
+        lower.generate("cuda", Program.of(program), plan, "region")
 
 
 # --- the reader itself, on code written by hand

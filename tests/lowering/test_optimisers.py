@@ -21,8 +21,8 @@ import kitsune_jax as kj
 from benchmarks.apps import APPS
 from kitsune_jax import _cpu, lowering
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.program import Array, Program
 from kitsune_jax.program.interpret import interpret
-from kitsune_jax.program.phased import PhasedProgram, interpret_phases
 from kitsune_jax.route import PlannedRegion, route
 from kitsune_jax.targets import cpu
 from tests.support.checks import custom_calls, in_float64
@@ -393,9 +393,7 @@ def test_the_interpreter_runs_all_phases(seed: int | None, monkeypatch: pytest.M
 
     def emit(region: PlannedRegion, operands: Any, avals: Any, evaluate: Any) -> Any:
         def run(*arrays: Any) -> Any:
-            if region.phases is None:
-                return tuple(interpret(region.program, arrays, schedule_seed=seed))
-            return tuple(interpret_phases(region.phases, arrays, schedule_seed=seed))
+            return tuple(interpret(region.program, arrays, schedule_seed=seed))
 
         return jax.pure_callback(run, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals), *operands)
 
@@ -408,24 +406,24 @@ def test_the_interpreter_runs_all_phases(seed: int | None, monkeypatch: pytest.M
 # --- the format -------------------------------------------------------------------------------------------------------------------
 
 
-def small_program() -> PhasedProgram:
+def small_program() -> Program:
     p, x, y = network()
     (region,) = planned(plain_adamw, p, zeros_like(p), x, y)
-    assert region.phases is not None
-    return region.phases
+    assert len(region.program.parts) > 1
+    return region.program
 
 
 def test_a_call_of_several_phases_is_valid() -> None:
-    assert _cpu.validate(cpu.generate_phases(small_program(), "step")) == ""
+    assert _cpu.validate(cpu.generate(small_program(), "step")) == ""
 
 
-def _edited(program: PhasedProgram, part: int, **changes: Any) -> PhasedProgram:
+def _edited(program: Program, part: int, **changes: Any) -> Program:
     parts = list(program.parts)
     parts[part] = dataclasses.replace(parts[part], **changes)
     return dataclasses.replace(program, parts=tuple(parts))
 
 
-BROKEN: dict[str, tuple[Callable[[PhasedProgram], PhasedProgram], str]] = {
+BROKEN: dict[str, tuple[Callable[[Program], Program], str]] = {
     "reads_what_its_own_phase_writes": (lambda p: _edited(p, 1, phase=0), "which no earlier phase writes"),
     "phases_out_of_order": (lambda p: _edited(p, 0, phase=7), "is not in 7"),
     "writes_twice": (lambda p: _edited(p, 1, writes=p.parts[0].writes[:1]), "which is there already"),
@@ -434,23 +432,23 @@ BROKEN: dict[str, tuple[Callable[[PhasedProgram], PhasedProgram], str]] = {
     "fewer_arrays": (lambda p: _edited(p, 1, reads=()), "but the program wants 1"),
     "a_part_is_missing": (lambda p: dataclasses.replace(p, parts=p.parts[:-1]), "is never written"),
     "no_part": (lambda p: dataclasses.replace(p, parts=()), "is never written"),
-    "an_array_too_many": (lambda p: dataclasses.replace(p, arrays=(*p.arrays, ((3,), "float32"))), "is never written"),
+    "an_array_too_many": (lambda p: dataclasses.replace(p, arrays=(*p.arrays, Array((3,), "float32"))), "is never written"),
 }
 
 
-def _scalar_operand(p: PhasedProgram) -> int:
-    return next(k for k in range(p.operands) if p.arrays[k] == ((), "float32"))
+def _scalar_operand(p: Program) -> int:
+    return next(k for k in range(p.operands) if p.arrays[k] == Array((), "float32"))
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_parser_rejects_parts_that_do_not_fit_together(name: str) -> None:
     change, message = BROKEN[name]
     with pytest.raises(cpu.InvalidProgram, match=re.escape(message)):
-        cpu.generate_phases(change(small_program()), "step")
+        cpu.generate(change(small_program()), "step")
 
 
 def test_the_parser_survives_any_damage() -> None:
-    words = cpu.generate_phases(small_program(), "step")
+    words = cpu.generate(small_program(), "step")
     rng = np.random.default_rng(0)
     for n in range(0, len(words), 97):
         assert _cpu.validate(words[:n]) != ""

@@ -24,6 +24,7 @@ from kitsune_jax.planning.gpu_storage import Steps, is_splittable, padded
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.planner import plan
+from kitsune_jax.program import Program
 from kitsune_jax.program.build import build
 from kitsune_jax.program.interpret import check_deadlock_free
 from kitsune_jax.regions.select import select
@@ -364,7 +365,7 @@ def test_the_report_says_how_the_gpu_is_used():
 def test_the_report_names_split_stages():
     graph, region = block(65536, (1024,) * 5, "bfloat16")
     p = plan(graph, region, H200)
-    planned = PlannedRegion("wide", region, p, build(graph, region, p), "cuda", None)
+    planned = PlannedRegion("wide", region, p, Program.of(build(graph, region, p)), "cuda", None)
     text = str(build_report(graph, [planned], [], "cuda", "h200"))
     assert p.stages[0].split > 1
     assert f"(split: 0:dot_general over {p.stages[0].split}" in " ".join(text.split())

@@ -235,7 +235,7 @@ def test_other_workers_other_flags_and_other_versions_are_measured_again(
         lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false"),
         lambda patch: patch.setattr(jax, "__version__", "0.99"),
         lambda patch: patch.setattr(store.jaxlib, "__version__", "0.99"),
-        lambda patch: patch.setattr(kj, "__version__", "9"),
+        lambda patch: patch.setattr("kitsune_jax.version.__version__", "9"),
         lambda patch: patch.setattr(store.machine_info, "model_name", lambda: "another"),
     ):
         with monkeypatch.context() as patch:

@@ -57,7 +57,7 @@ def chain(length: int, *, skip_depth: int, depth: int = 2, rows: int = 64, tile_
         outputs=(array,),
         values=tuple(values),
         literals=((one, 1.0),),
-        stages=tuple(StageProgram(f"stage{s}", 0, tuple(body)) for s, body in enumerate(bodies)),
+        stages=tuple(StageProgram(f"stage{s}", tuple(body)) for s, body in enumerate(bodies)),
         queues=(
             *(QueueType(s, (s + 1,), tile, depth) for s in range(length - 1)),
             QueueType(0, (length - 1,), tile, skip_depth),
@@ -121,14 +121,6 @@ def test_stages_that_wait_for_each_other_and_queues_of_no_depth_deadlock():
     assert "depth 0" in (check_deadlock_free(chain(3, skip_depth=0)) or "")
 
 
-def test_a_queue_across_phases_holds_all_tiles_or_deadlocks():
-    program = chain(3, skip_depth=4)
-    late = dataclasses.replace(program, stages=(*program.stages[:2], dataclasses.replace(program.stages[2], phase=1)))
-    assert "depth" in (check_deadlock_free(late) or "")
-    deep = dataclasses.replace(late, queues=tuple(dataclasses.replace(q, depth=late.tiles) for q in late.queues))
-    assert check_deadlock_free(deep, lookahead=0) is None
-
-
 def test_types_are_checked_at_every_step():
     program = chain(3, skip_depth=4)
     x = np.zeros((64, 2), np.float32)
@@ -152,14 +144,14 @@ def test_types_are_checked_at_every_step():
         interpret(dataclasses.replace(program, stages=(ghost, *program.stages[1:])), [x])
 
 
-def test_sinks_accumulate_in_double_and_arrive_at_the_end_of_their_phase():
+def test_sinks_accumulate_in_double_and_arrive_at_the_end():
     rows = 1000
     tile, whole = TileType(True, (4,), "float32"), ArrayType((rows, 4), "float32", True, (4,), (1,))
     kinds = ("sum", "max", "min", "prod")
     body = (instr("load", (), (0,), array=0), *[instr("sink", (0,), (), sink=k, how=h, axes=(0,)) for k, h in enumerate(kinds)])
     program = TileProgram(
         (rows,), 7, (whole,), tuple(ArrayType((4,), "float32", False) for _ in kinds), (tile,), (),
-        (StageProgram("fold", 0, body),), (), tuple(SinkType(h, (4,), "float32", k) for k, h in enumerate(kinds)),
+        (StageProgram("fold", body),), (), tuple(SinkType(h, (4,), "float32", k) for k, h in enumerate(kinds)),
     )  # fmt: skip
     x = (1 + 0.01 * RNG.standard_normal((rows, 4))).astype(np.float32)
     outs = interpret(program, [x])
@@ -193,7 +185,7 @@ def test_two_stream_axes_transposed_layouts_and_row_indices():
         outputs=(ArrayType((b, c, a), "float32", True, (1, c * a), (1,)),),
         values=values,
         literals=(),
-        stages=(StageProgram("all", 0, body),),
+        stages=(StageProgram("all", body),),
         queues=(),
         sinks=(),
     )
@@ -225,7 +217,7 @@ def test_matmul_with_batch_and_permuted_result(dtype):
         (ArrayType((r, g, k), dtype, True, (g * k,), (1, 2)), ArrayType((n, g, k), dtype, False)),
         (ArrayType((r, n, g), dtype, True, (n * g,), (1, 2)),),
         (TileType(True, (g, k), dtype), TileType(False, (n, g, k), dtype), TileType(True, (n, g), dtype)),
-        (), (StageProgram("all", 0, body),), (), (),
+        (), (StageProgram("all", body),), (), (),
     )  # fmt: skip
     x, w = (RNG.integers(-3, 4, shape).astype(np_type) for shape in ((r, g, k), (n, g, k)))
     (out,) = interpret(program, [x, w])

@@ -32,7 +32,7 @@ from kitsune_jax.planning.gpu import candidates
 from kitsune_jax.planning.gpu_machines import A100, H200
 from kitsune_jax.planning.gpu_storage import is_splittable
 from kitsune_jax.planning.plan import Plan, Stage
-from kitsune_jax.program import TileProgram, build
+from kitsune_jax.program import Program, TileProgram, build
 from kitsune_jax.regions.select import select
 from kitsune_jax.route import PlannedRegion
 from kitsune_jax.streams.space import Region
@@ -129,7 +129,7 @@ class Kernel:
     """A subject compiled for one plan; ``code.kernel.source`` is what was generated."""
 
     def __init__(self, of: Subject, plan: Plan):
-        program = of.program(plan)
+        program = Program.of(of.program(plan))
         self.args = of.args
         self.code = cuda.generate("emulator", program, plan, "region")
         planned = PlannedRegion("region", of.region, plan, program, "emulator", self.code)
@@ -161,7 +161,7 @@ def run_program(program: TileProgram, *arrays: Array, sm: int = 900, lanes: int 
 
     def call(*args: Array) -> list[Array]:
         avals = [jax.core.ShapedArray(t.shape, jnp.dtype(t.dtype)) for t in program.outputs]
-        return emit.call("emulator", code, program, args, avals, _nothing_else)
+        return emit.call("emulator", code, Program.of(program), args, avals, _nothing_else)
 
     executable = jax.jit(call).lower(*arrays).compile()
     runtime.set_emulator_seed(seed)

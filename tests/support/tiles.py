@@ -166,7 +166,7 @@ class Tiles:
             tuple(self.outputs),
             tuple(self.values),
             tuple(self.literals),
-            tuple(StageProgram(f"stage{s}", 0, tuple(body)) for s, body in enumerate(self.stages)),
+            tuple(StageProgram(f"stage{s}", tuple(body)) for s, body in enumerate(self.stages)),
             tuple(self.queues),
             tuple(self.sinks),
         )

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import strategies as st
 from jax import lax
 
-from kitsune_jax.ops.local import ROWS, resolve_rows
+from kitsune_jax.ops.local import ROWS
 from kitsune_jax.ops.spec import DTYPES, FORMATS, is_float, np_dtype
-from kitsune_jax.ops.table import FAMILIES, OPS
+from kitsune_jax.ops.table import FAMILIES, OPS, resolve_rows
 from kitsune_jax.targets.cpu.bytecode import OPCODES
 
 POINTWISE = [kind for kind, spec in OPS.items() if spec.family == "pointwise" and kind != "copy"]

@@ -117,18 +117,19 @@ def run(losses: list[tuple[str, str | None, str]], version: str = "") -> dict[tu
 
 def private_names() -> list[tuple[str, str | None, str]]:
     """Every module that ``_compat`` loads and every attribute that it reads of one, for the version of JAX at hand."""
-    tree = ast.parse(Path(_compat.__file__).read_text())
+    body = [node for file in Path(_compat.__file__).parent.glob("*.py") for node in ast.parse(file.read_text()).body]
+    nodes = [node for statement in body for node in ast.walk(statement)]
     modules = {
         node.targets[0].id: node.value.args[0].value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "_module"
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "jax_module"
     }
-    assert len(modules) > 15, "_compat.py no longer loads its modules by _module(name)"
-    other_versions = () if _compat.VERSION < (0, 11) else [n for n in tree.body if getattr(n, "name", "").endswith("_0_10")]
+    assert len(modules) > 15, "_compat no longer loads its modules by jax_module(name)"
+    other_versions = () if _compat.VERSION < (0, 11) else [n for n in body if getattr(n, "name", "").endswith("_0_10")]
     skipped = {id(node) for body in other_versions for node in ast.walk(body)}
     names = {
         (modules[node.value.id], node.attr, "missing")
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in modules and id(node) not in skipped
     }
     return [*((module, None, "missing") for module in sorted(set(modules.values()))), *sorted(names)]

@@ -9,61 +9,28 @@
 // A kernel's parameters are pointers, without sizes: kitsune_emulator_set_buffers names the memory that the next launch of this OS
 // thread may touch. Launches of several threads run one after the other.
 
+#include "driver.h"
+
 #include <dlfcn.h>
-#include <elf.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <memory>
-#include <mutex>
 #include <vector>
 
 #include "emulator/emulator.h"
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 namespace {
 
 using namespace kitsune::emulator;
+using namespace kitsune::emulator::driver;
 
-enum Status : int {
-  kSuccess = 0,
-  kInvalidValue = 1,
-  kOutOfMemory = 2,
-  kInvalidImage = 200,
-  kInvalidContext = 201,
-  kInvalidHandle = 400,
-  kNotFound = 500,
-  kLaunchOutOfResources = 701,
-  kLaunchFailed = 719,
-  kCooperativeTooLarge = 720,
-};
-
-constexpr int kMaxSharedOptIn = 232448, kDefaultShared = 49152, kPortableCluster = 8, kMaxCluster = 16;
 // A cluster lies in one GPC, and a GPC of an H100 SXM has 16 or 18 SMs: from size 8 on fewer clusters fit than 132 / size.
 constexpr int kClustersOf8 = 16, kClustersOf16 = 8;
+constexpr int kMaxSharedOptIn = 232448, kPortableCluster = 8, kMaxCluster = 16;
 constexpr size_t kMemoryAlignment = 256;
-
-struct Function {
-  void (*entry)(const void*) = nullptr;
-  unsigned max_threads = 1024, registers = 0;
-  int shared_limit = kDefaultShared;
-  bool any_cluster = false;
-};
-struct Library {
-  int file = -1;  // stays open: dlopen knows libraries by their path, and the path is /proc/self/fd/<file>
-  void* handle = nullptr;
-  std::map<std::string, std::unique_ptr<Function>> functions;
-  ~Library() {
-    if (handle) dlclose(handle);
-    if (file >= 0) close(file);
-  }
-};
 
 struct Attribute {
   int id;
@@ -85,10 +52,8 @@ struct Config {
 };
 static_assert(sizeof(Attribute) == 72 && sizeof(Config) == 56);
 
-std::mutex launching;
 u64 seed = 1;
 std::atomic<int> multiprocessors{132};
-std::string last_error;
 struct Stats {
   u64 launches = 0, steps = 0, copies = 0;
   double flops = 0, seconds = 0;
@@ -101,55 +66,6 @@ struct NamedBuffer {
 };
 thread_local std::vector<NamedBuffer> buffers;
 thread_local std::vector<void*> contexts{reinterpret_cast<void*>(1)};  // one device, one context
-
-// An image comes without its size; the section headers are the last thing in the files that linkers write.
-size_t elf_bytes(const void* image) {
-  Elf64_Ehdr header;
-  memcpy(&header, image, sizeof header);
-  if (memcmp(header.e_ident, ELFMAG, SELFMAG) || header.e_ident[EI_CLASS] != ELFCLASS64 || header.e_type != ET_DYN) return 0;
-  return header.e_shoff + static_cast<size_t>(header.e_shnum) * header.e_shentsize;
-}
-
-int load(Library*& out, const void* image) {
-  size_t bytes = image ? elf_bytes(image) : 0;
-  if (!bytes) return kInvalidImage;
-  auto library = std::make_unique<Library>();
-  library->file = memfd_create("kitsune_kernel", MFD_CLOEXEC);
-  if (library->file < 0) return kOutOfMemory;
-  for (size_t done = 0; done < bytes;) {
-    ssize_t n = write(library->file, static_cast<const char*>(image) + done, bytes - done);
-    if (n <= 0) return kOutOfMemory;
-    done += static_cast<size_t>(n);
-  }
-  library->handle = dlopen(("/proc/self/fd/" + std::to_string(library->file)).c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library->handle) {
-    std::lock_guard<std::mutex> lock(launching);
-    last_error = dlerror();
-    return kInvalidImage;
-  }
-  out = library.release();
-  return kSuccess;
-}
-
-int find(Function*& out, Library* library, const char* name) {
-  if (!library || !name) return kInvalidHandle;
-  auto& slot = library->functions[name];
-  if (!slot) {
-    void* entry = dlsym(library->handle, name);
-    if (!entry) {
-      library->functions.erase(name);
-      return kNotFound;
-    }
-    slot = std::make_unique<Function>();
-    slot->entry = reinterpret_cast<void (*)(const void*)>(entry);
-    if (void* limit = dlsym(library->handle, (std::string(name) + "_max_threads").c_str()))
-      slot->max_threads = *static_cast<const unsigned*>(limit);
-    if (void* registers = dlsym(library->handle, (std::string(name) + "_registers").c_str()))
-      slot->registers = *static_cast<const unsigned*>(registers);
-  }
-  out = slot.get();
-  return kSuccess;
-}
 
 int read_config(kitsune::emulator::Launch& launch, const Config& c) {
   if (c.grid_y != 1 || c.grid_z != 1 || c.block_y != 1 || c.block_z != 1 || !c.grid_x || !c.block_x) return kInvalidValue;
@@ -325,28 +241,6 @@ EXPORT int cuMemFreeAsync(unsigned long long address, void*) { return cuMemFree_
 EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void*) {
   memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
   return kSuccess;
-}
-
-// --- images
-
-EXPORT int cuLibraryLoadData(void** library, const void* code, int*, void**, unsigned, int*, void**, unsigned) {
-  return load(*reinterpret_cast<Library**>(library), code);
-}
-EXPORT int cuLibraryUnload(void* library) {
-  delete static_cast<Library*>(library);
-  return kSuccess;
-}
-EXPORT int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
-  return find(*reinterpret_cast<Function**>(kernel), static_cast<Library*>(library), name);
-}
-EXPORT int cuKernelGetFunction(void** function, void* kernel) {
-  *function = kernel;
-  return kernel ? kSuccess : kInvalidHandle;
-}
-EXPORT int cuModuleLoadData(void** module, const void* image) { return load(*reinterpret_cast<Library**>(module), image); }
-EXPORT int cuModuleUnload(void* module) { return cuLibraryUnload(module); }
-EXPORT int cuModuleGetFunction(void** function, void* module, const char* name) {
-  return cuLibraryGetKernel(function, module, name);
 }
 
 EXPORT int cuFuncSetAttribute(void* function, int attribute, int value) {

@@ -18,8 +18,7 @@ from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 if TYPE_CHECKING:
     import numpy as np
 
-    from kitsune_jax.program.ir import TileProgram
-    from kitsune_jax.program.phased import PhasedProgram
+    from kitsune_jax.program.ir import Program
 
 __all__ = [
     "CannotLower",
@@ -28,7 +27,6 @@ __all__ = [
     "available",
     "call",
     "generate",
-    "generate_phases",
     "lower",
     "supports",
     "why_not",
@@ -38,17 +36,13 @@ __all__ = [
 _BEST = Products()
 
 
-def generate(program: TileProgram, name: str, products: Products = _BEST) -> np.ndarray:
+def generate(program: Program, name: str, products: Products = _BEST) -> np.ndarray:
     """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``, ``InvalidProgram``.
 
     ``products`` says how bfloat16 operands are multiplied; by default, as the kernels of the CPU that runs the code like best.
     """
-    return _valid(bytecode.encode(lower(program, name, products)))
-
-
-def generate_phases(program: PhasedProgram, name: str, products: Products = _BEST) -> np.ndarray:
-    """The code of a call of several phases, as int64 words. Raises ``CannotLower``, ``InvalidProgram``."""
-    return _valid(phased.encode(program, name, products))
+    only = program.only
+    return _valid(phased.encode(program, name, products) if only is None else bytecode.encode(lower(only, name, products)))
 
 
 def _valid(words: np.ndarray) -> np.ndarray:

@@ -99,7 +99,7 @@ def _stage(program: TileProgram, body: StageProgram, preps: dict[Prep, int], pro
         else:
             _handler(stage.body[i].kind)(stage, i, stage.body[i])
     code, scratch_bytes = buffers.place(stage.code, stage.buffer_bytes)
-    return bytecode.Stage(body.name, body.phase, scratch_bytes, code)
+    return bytecode.Stage(body.name, 0, scratch_bytes, code)
 
 
 Handler = Callable[[Stage, int, Instr], None]

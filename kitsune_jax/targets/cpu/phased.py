@@ -1,6 +1,6 @@
 """The CPU program of a call of several phases: CPU programs, and which array of the call each of theirs is.
 
-Comes in: a ``PhasedProgram``. Goes out: ``encode``, int64 words that travel as the attribute of the custom call, as those of a
+Comes in: a ``Program``. Goes out: ``encode``, int64 words that travel as the attribute of the custom call, as those of a
 single program do (``bytecode``). ``cpu/src/phased.cc`` reads them and checks that arrays match in type and size, that a program
 reads nothing but operands and what earlier phases wrote, and that everything is written once.
 
@@ -17,18 +17,17 @@ import zlib
 
 import numpy as np
 
-from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.program.phased import PhasedProgram
+from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.targets.cpu import bytecode
 from kitsune_jax.targets.cpu.lower import lower
 
 MAGIC = 0x4B495453_50484153  # "KITSPHAS"
 
 
-def encode(program: PhasedProgram, name: str, products: bytecode.Products) -> np.ndarray:
+def encode(program: Program, name: str, products: bytecode.Products) -> np.ndarray:
     """The words of ``program``, multiplied as ``products`` says. Raises ``CannotLower`` where a part has no code."""
     body = [*_list(bytecode.name_bytes(name))]
-    body += [len(program.arrays), *(w for shape, dtype in program.arrays for w in (bytecode.DTYPE_CODE[dtype], math.prod(shape)))]
+    body += [len(program.arrays), *(w for a in program.arrays for w in (bytecode.DTYPE_CODE[a.dtype], math.prod(a.shape)))]
     body += [program.operands, program.results, len(program.parts)]
     coded: dict[tuple[TileProgram, int], list[int]] = {}  # parameters of one shape are updated by equal programs
     for part in program.parts:

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kitsune_jax.ops.local import resolve_rows
-from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.gpu_storage import MOST_COLUMNS
+from kitsune_jax.ops.table import OPS, resolve_rows
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.actions import ToScratch
@@ -52,6 +50,9 @@ class Vectors:
             self.words += recipe.words
         return start
 
+    def copy(self) -> Vectors:
+        return Vectors(list(self.recipes), self.words, dict(self._starts))
+
 
 def rearrange(body: Body, instr: Instr) -> None:
     """Places the result of ``instr``. Raises ``CannotLower``."""
@@ -85,8 +86,8 @@ def _iota(body: Body, instr: Instr) -> None:
 
 def _check_width(instr: Instr, shape: tuple[int, ...]) -> None:
     """Indices are computed for every column, here, and those of a stationary array may be many."""
-    if math.prod(shape) > MOST_COLUMNS:
-        raise CannotLower(f"{instr.kind} of {math.prod(shape)} columns: the GPU has code for {MOST_COLUMNS} at most")
+    if math.prod(shape) > tiles.MOST_COLUMNS:
+        raise CannotLower(f"{instr.kind} of {math.prod(shape)} columns: the GPU has code for {tiles.MOST_COLUMNS} at most")
 
 
 def _table(words: Any) -> VectorRecipe:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import kitsune_jax
-from kitsune_jax import cache, config
+from kitsune_jax import cache, config, version
 from kitsune_jax.targets.cuda import hostcc, nvrtc, sources
 from kitsune_jax.targets.cuda.nvrtc import Compiled
 from kitsune_jax.targets.cuda.sources import CompileError
@@ -27,7 +26,7 @@ def cubin(source: str, arch: str, folder: Path | None = None) -> Compiled:
     """
     key = cache.key(
         kind="cubin",
-        package=kitsune_jax.__version__,
+        package=version.__version__,
         source=source,
         headers=sources.fingerprint("include"),
         compiler="nvrtc {}.{}".format(*nvrtc.version(folder)),
@@ -66,7 +65,7 @@ def _show(key: str, suffix: str, source: str, what_for: str) -> None:
 def _host_key(kind: str, options: tuple[str, ...], source: str) -> str:
     return cache.key(
         kind=kind,
-        package=kitsune_jax.__version__,
+        package=version.__version__,
         source=source,
         headers=sources.fingerprint("emulator"),
         compiler=hostcc.find().version,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax import _compat
-from kitsune_jax.program.ir import Instr, TileProgram
+from kitsune_jax.program.ir import Instr, Program, TileProgram
 from kitsune_jax.targets.cuda import compile, pack, runtime
 from kitsune_jax.targets.cuda.lower import Code
 
@@ -21,7 +21,7 @@ from kitsune_jax.targets.cuda.lower import Code
 def call(
     target: str,
     code: Code,
-    program: TileProgram,
+    program: Program,
     args: Sequence[Any],
     out_avals: Sequence[Any],
     evaluate: Callable[[int, Sequence[Any]], Any],
@@ -34,7 +34,7 @@ def call(
         runtime.register("cpu", compile.emulator_library())
     else:
         runtime.register("CUDA")
-    stationary = _Stationary(program, args, evaluate)
+    stationary = _Stationary(program.parts[0].program, args, evaluate)
     kernel = code.kernel
     operands = [args[k] for k in kernel.inputs]
     for group, order in zip(kernel.weights, kernel.order, strict=True):

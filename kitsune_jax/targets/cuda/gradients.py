@@ -11,7 +11,6 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from kitsune_jax.planning.gpu_gradient import GradientShape, gradient_shapes, panel_bytes
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.actions import ToPanel
@@ -118,7 +117,7 @@ def _panels(body: Body, instr: Instr) -> tuple[_Panel, _Panel]:
     """The operand whose columns are the rows of the accumulators, and the other."""
     x, y = reversed(instr.inputs) if _shape(body, instr).swapped else instr.inputs
     widths = [_width(body, v) for v in (x, y)]
-    first = panel_bytes(widths[0], tiles.is_half(body.program.values[x].dtype))
+    first = tiles.panel_bytes(widths[0], tiles.is_half(body.program.values[x].dtype))
     return _Panel(x, f"panel{instr['sink']}x", 0, widths[0]), _Panel(y, f"panel{instr['sink']}y", first, widths[1])
 
 
@@ -134,14 +133,14 @@ def _declare(body: Body, panel: _Panel) -> None:
     body.prologue.append(f"const {type_} {panel.name}{{panels.mine() + {panel.at}}};")
     if panel.width % 64:
         body.setup.append(f"{type_}{{panels.mine() + {panel.at}}}.clear(lane, 1 + group);")
-    body.panel_bytes = max(body.panel_bytes, panel.at + panel_bytes(panel.width, tiles.is_half(dtype)))
+    body.panel_bytes = max(body.panel_bytes, panel.at + tiles.panel_bytes(panel.width, tiles.is_half(dtype)))
 
 
-def _shape(body: Body, instr: Instr) -> GradientShape:
+def _shape(body: Body, instr: Instr) -> tiles.GradientShape:
     """The accumulators of a weight gradient: of a split stage, those whose slabs the stage's other values agree with."""
     n = [math.prod(body.program.values[v].shape) for v in instr.inputs]
     half = tiles.is_half(body.program.values[instr.inputs[0]].dtype)
-    shapes = gradient_shapes(n[0], n[1], half, body.config.split, body.config.lanes)
+    shapes = tiles.gradient_shapes(n[0], n[1], half, body.config.split, body.config.lanes)
     if body.config.split > 1:
         slabs = [v in body.slabs for v in instr.inputs]
         shapes = [s for s in shapes if slabs == [s.swapped, not s.swapped]]

@@ -14,8 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from kitsune_jax.planning.gpu_gradient import BLOCK_ROWS
-from kitsune_jax.program.ir import ArrayType, TileProgram
+from kitsune_jax.program.ir import ArrayType, TileProgram, walk
 from kitsune_jax.targets.cuda import arrays as border
 from kitsune_jax.targets.cuda import pointwise, text, tiles
 from kitsune_jax.targets.cuda.body import Body, StageConfig
@@ -85,8 +84,11 @@ class Kernel:
 
 def generate(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True) -> Kernel:
     """The kernel of ``program`` as ``arrangement`` asks. ``share``: equal stages run the same code. Raises ``CannotLower``."""
-    if len({s.phase for s in program.stages}) > 1:
-        raise CannotLower("a region of several phases has no kernel yet")
+    used = {i.kind for stage in program.stages for i in walk(stage.body)}
+    if without := sorted(used & {"dot", "gather", "loop", "load_slice", "store_slice", "sink_at"}):
+        raise CannotLower(f"{' and '.join(without)} inside a kernel: no code for it yet")
+    if program.batch_axes:
+        raise CannotLower("tiles that keep within a batch have no kernel yet")
     if program.tile_rows != tiles.TILE_ROWS:
         raise CannotLower(f"tiles of {program.tile_rows} rows; the GPU's have {tiles.TILE_ROWS}")
     return _Generator(program, arrangement, name, share).run()
@@ -207,6 +209,7 @@ class _Generator:
     def _stage(self, s: int, rank: int) -> _Stage:
         """Generates the body, with as many values in shared memory as the registers ask for."""
         first = len(self.weights)
+        self.vectors_before = self.vectors
         config = StageConfig(
             resident=self.a.resident[s],
             split=self.a.split[s],
@@ -261,10 +264,11 @@ class _Generator:
         return v not in spilled and not body.value(v).row and body.value(v).width >= 32
 
     def _emit(self, s: int, config: StageConfig, first: int) -> Body:
-        """A fresh body; its weights replace those of an earlier attempt. Resident ones need their place before the text is made."""
+        """A fresh body instead of that of an earlier attempt. Resident weights need their place before the text is made."""
         offsets: tuple[int, ...] = ()
         for _ in range(2):  # the first pass finds the weights, the second has their offsets
             del self.weights[first:]
+            self.vectors = self.vectors_before.copy()
             body = Body(self.program, s, dataclasses.replace(config, weight_offset=offsets), self.weights, self.vectors)
             body.emit()
             if not config.resident:
@@ -415,7 +419,7 @@ class _Generator:
 
     def gradient_words(self, gradient: GradientCode) -> int:
         """Of one part of a slab."""
-        return gradient.shape.all_blocks * BLOCK_ROWS * gradient.shape.width
+        return gradient.shape.words
 
     def _launch(self, shared: int) -> tuple[int, ...]:
         geometry = (self.a.sm, self.grid, self.threads, self.a.cluster, shared, int(self.cooperative), self.a.ctas)

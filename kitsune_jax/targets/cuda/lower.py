@@ -14,7 +14,7 @@ import warnings
 from kitsune_jax import config
 from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.targets.cuda import compile, devices, hostcc, kernel, nvrtc, runtime, tiles
 from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
@@ -105,9 +105,13 @@ def check(program: TileProgram, plan: Plan, name: str) -> str | None:
     return None
 
 
-def generate(target: str, program: TileProgram, plan: Plan, name: str) -> Code:
+def generate(target: str, program: Program, plan: Plan, name: str) -> Code:
     """The compiled kernel of ``program``. Raises ``CannotLower``; ``InvalidProgram``; ``CompileError`` with the compiler's log."""
-    made = _kernel(program, plan, _NAME)  # not the user's line: it would be in the cache key, and a moved line a new compilation
+    if program.only is None:
+        raise CannotLower("a call of several phases has no kernel yet")
+    made = _kernel(
+        program.only, plan, _NAME
+    )  # not the user's line: it would be in the cache key, and a moved line a new compilation
     if wrong := runtime.check(made.launch):
         raise InvalidProgram(wrong)
     if target == "emulator":

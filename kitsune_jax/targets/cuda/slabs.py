@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kitsune_jax.planning.gpu_gradient import gradient_shapes
 from kitsune_jax.program.ir import Instr, TileProgram
-from kitsune_jax.targets.cuda.tiles import is_half
+from kitsune_jax.targets.cuda.tiles import gradient_shapes, is_half
 from kitsune_jax.targets.errors import CannotLower
 
 _ALIGNMENT = 32  # columns of a block: slabs are whole blocks

@@ -10,7 +10,6 @@ import dataclasses
 from typing import TypeAlias
 
 from kitsune_jax.graph import Scalar
-from kitsune_jax.planning.gpu_gradient import GradientShape
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import tiles
 
@@ -154,7 +153,7 @@ class GradientCode:
     its result in memory."""
 
     sink: int
-    shape: GradientShape
+    shape: tiles.GradientShape
     element: str
     sums: tuple[PanelSum, ...] = ()
 

@@ -3,14 +3,14 @@
 Comes in: a Graph and a ``Spread``. Goes out: ``Region`` candidates. Invariants of every region: convex (no path leaves it and comes
 back), connected through streamed values, every streamed output depends on the whole stream space, nothing in it is dead.
 
-A **maker** is an op that makes a streamed value from none (a broadcast, an iota). What a maker makes is never an output of a
-region: whoever needs it outside makes it again there, which is cheaper than storing it.
+A **maker** is an op that makes a streamed value from none (a broadcast, an iota). The result of a maker is never an output of a
+region: ops outside that read it compute it again, which is cheaper than storing it.
 """
 
 from __future__ import annotations
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Spread
 from kitsune_jax.streams.space import streamed_axes
@@ -82,7 +82,7 @@ def _up_to(order: Order, last: int, inside: set[int], makers: set[int], sinks: s
 
 
 def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[int], level: dict[int, int]) -> None:
-    """Lift ops to the level of whoever reads them, where nothing that a lower level makes has to be stored for it.
+    """Lift ops to the level of their readers, unless a value of a lower level would have to be stored for them.
 
     That is so for makers, and for what is made of them and of values from outside: momentum times its decay belongs to the update,
     which waits for the gradient.
@@ -177,5 +177,4 @@ def region_of(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
         inputs=ins,
         outputs=outs,
         sinks=tuple(i for i in sp.sinks if i in inside),
-        phase_of=(0,) * len(group),
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import kitsune_jax as kj
 from benchmarks.apps import APPS
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.regions.halves import halves_of
+from kitsune_jax.regions.passes import passes_of
 from kitsune_jax.report import Report
 from kitsune_jax.streams import Region
 
@@ -57,7 +57,7 @@ def test_the_forward_pass_depends_on_nothing_of_the_backward_pass() -> None:
     flat = jax.make_jaxpr(lambda *a: step_of("mgn")(jax.tree.unflatten(tree, a[:-2]), *a[-2:]))(*leaves, x, y)
     graph = capture(flat).graph
     whole = region_of(graph)
-    halves = halves_of(graph, whole)
+    halves = passes_of(graph, whole)
     assert halves is not None
     (_, forward), (_, backward) = halves
     assert forward | backward == set(whole.ops) and not forward & backward
@@ -68,7 +68,7 @@ def test_the_forward_pass_depends_on_nothing_of_the_backward_pass() -> None:
 
 def region_of(graph: Any) -> Region:
     """The largest region that a stream over the rows allows."""
-    from kitsune_jax.regions.form import GraphIndex, regions_of
+    from kitsune_jax.regions.convex import GraphIndex, regions_of
     from kitsune_jax.streams import Seed, spread
 
     index = GraphIndex.of(graph)

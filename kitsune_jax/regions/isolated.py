@@ -1,8 +1,8 @@
 """A region as a graph of its own, so that equal regions are planned and generated once.
 
-Comes in: a Graph and a Region of it. Goes out: ``Alone``: the region's ops and values numbered from 0 in their old order, without
-source lines; and a plan for it told in the numbers of the whole graph. Invariant: two regions with equal ``Alone.key`` have equal
-plans, but for these numbers.
+Comes in: a Graph and a Region of it. Goes out: ``Isolated``: the ops and values of the region, numbered from 0 in their old order
+and without source lines, and a plan for it in the numbers of the whole graph. Invariant: two regions with equal ``Isolated.key``
+have equal plans, but for these numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kitsune_jax.streams import Region
 
 
 @dataclasses.dataclass(frozen=True)
-class Alone:
+class Isolated:
     """``ops`` and ``values``: the numbers that those of ``graph`` have in the whole graph."""
 
     graph: Graph
@@ -44,7 +44,7 @@ def _renamed(plan: Plan, ops: dict[int, int], values: dict[int, int]) -> Plan:
     )
 
 
-def alone(graph: Graph, region: Region) -> Alone:
+def isolated(graph: Graph, region: Region) -> Isolated:
     """``region`` as a graph of its own."""
     ops = tuple(sorted(region.ops))
     touched = {v for i in ops for v in (*graph.ops[i].inputs, *graph.ops[i].outputs)}
@@ -58,7 +58,7 @@ def alone(graph: Graph, region: Region) -> Alone:
     own = tuple(
         Op(op.kind, renumbered(op.inputs), renumbered(op.outputs), op.params, label=op.label) for op in (graph.ops[i] for i in ops)
     )
-    return Alone(
+    return Isolated(
         Graph(tuple(graph.values[v] for v in values), renumbered(region.inputs), renumbered(region.outputs), own),
         dataclasses.replace(
             region,

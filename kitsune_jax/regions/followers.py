@@ -1,4 +1,4 @@
-"""What can follow a region in the same call: updates of the parameters whose gradients are its sinks.
+"""Followers of a region: what runs in later phases of its call, such as the updates of the parameters whose gradients it makes.
 
 Comes in: a region that was chosen, and the ops that no region has. Goes out: ``Follower`` regions, each with the number of its
 phase: pointwise work (and sums) over the elements of a gradient, and the scalar work between two of them, such as the factor of
@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.regions.form import anchored, regions_of
-from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.convex import anchored, regions_of
+from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Seed, Spread
 from kitsune_jax.streams.space import StreamSpace
 
-# What may work for its living in a follower; a region of other families only would move data that XLA need not move.
-_WORK = frozenset({"pointwise", "convert", "reduce"})
+# A follower has an op of one of these families; one that only moved data would save nothing.
+_COMPUTES = frozenset({"pointwise", "convert", "reduce"})
 _SCALAR = frozenset({"pointwise", "convert"})
 
 
@@ -49,7 +49,7 @@ class Following:
     supports: Callable[[int], str | None]
 
     def followers(self, region: Region) -> list[Follower]:
-        """The followers of ``region``, by phase."""
+        """The followers of ``region``, in the order of their phases."""
         order = self.order.copy()
         candidates = self._candidates(region, order)
         return _Join(self, region, candidates, order).run() if candidates else []
@@ -64,7 +64,7 @@ class Following:
             elementwise = _Elementwise(graph, free, graph.values[v].size, order, call)
             spread = self.spread(Seed(v, tuple(range(len(graph.values[v].shape)))), elementwise)
             for candidate in regions_of(self.index, spread, order):
-                if candidate.outputs and any(OPS[graph.ops[k].kind].family in _WORK for k in candidate.ops):
+                if candidate.outputs and any(OPS[graph.ops[k].kind].family in _COMPUTES for k in candidate.ops):
                     found.append(candidate)
                     order.join(anchored(graph, candidate))
                     free.difference_update(candidate.ops)
@@ -88,7 +88,7 @@ class _Elementwise:
     """The ops of ``free`` on arrays of ``size`` elements and scalars only, and reductions of such an array, unless the call that
     they would follow waits for them.
 
-    Whatever is larger than a gradient is no update, and has to pay for itself as a region.
+    An op on larger arrays than the gradient is no part of its update: it may become a region, but no follower.
     """
 
     def __init__(self, graph: Graph, free: Container[int], size: int, order: Order, call: int):
@@ -138,14 +138,14 @@ class _Join:
         return sorted([*self.joined, *self._scalar_regions()], key=lambda f: (f.phase, f.region.ops))
 
     def _after(self, values: Iterable[int]) -> int | None:
-        """The last phase that makes one of ``values``; None where that is not a question the call can answer."""
+        """The last phase that makes one of ``values``; None where one of them is made outside the call, after the call began."""
         values = tuple(values)
         if any(v in self.behind or self._made_again(v) for v in values):
             return None
         return max((self.phase[v] for v in values if v in self.phase), default=None)
 
     def _made_again(self, v: int) -> bool:
-        """What a maker of the call makes is no result of it: whoever else reads it has it made outside."""
+        """Is ``v`` made by a maker of the call? Such a value is no result of the call: readers outside compute it again."""
         return v not in self.phase and self.given.index.producers.get(v) in self.inside
 
     def _region(self, candidate: Region) -> None:
@@ -207,7 +207,6 @@ class _Join:
             labels=tuple((v, ()) for v in sorted({*made, *read})),
             inputs=tuple(v for v in read if v not in made),
             outputs=tuple(v for v in made if v in results or not inside.issuperset(consumers.get(v, ()))),
-            phase_of=(0,) * len(ops),
         )
 
 
@@ -222,20 +221,19 @@ def anchored_call(graph: Graph, region: Region, followers: Sequence[Follower]) -
 
 
 def joined(graph: Graph, region: Region, followers: Sequence[Follower]) -> Region:
-    """``region`` and its followers as one: what the call reads and gives, and the phase of every op.
+    """``region`` and its followers as one: the ops of the call, what it reads and what it gives.
 
     The stream space, the labels and the sinks are those of ``region``; each follower has its own.
     """
-    parts = [Follower(0, region), *followers]
-    phase = {i: part.phase for part in parts for i in part.region.ops}
-    made = dict.fromkeys(v for part in parts for v in part.region.outputs)
-    needed = _needed_outside(graph, set(phase), made)
+    parts = [region, *(f.region for f in followers)]
+    ops = sorted(i for part in parts for i in part.ops)
+    made = dict.fromkeys(v for part in parts for v in part.outputs)
+    needed = _needed_outside(graph, set(ops), made)
     return dataclasses.replace(
         region,
-        ops=tuple(sorted(phase)),
-        inputs=tuple(dict.fromkeys(v for part in parts for v in part.region.inputs if v not in made)),
+        ops=tuple(ops),
+        inputs=tuple(dict.fromkeys(v for part in parts for v in part.inputs if v not in made)),
         outputs=tuple(v for v in made if v in needed),
-        phase_of=tuple(phase[i] for i in sorted(phase)),
     )
 
 

@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.regions.form import groups_of, region_of
-from kitsune_jax.regions.index import GraphIndex
+from kitsune_jax.regions.convex import groups_of, region_of
+from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds
 from kitsune_jax.streams.space import DimLabels

@@ -1,4 +1,4 @@
-"""A training step cut at its loss.
+"""A training step cut at its loss into its forward and its backward pass.
 
 Comes in: a region that holds a forward and a backward pass. Goes out: the ops of each pass, with a seed of its stream. Invariant:
 no op of the forward pass depends on one of the backward pass.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from kitsune_jax.graph import Graph
 from kitsune_jax.streams import Region, Seed
 
-Half = tuple[Seed, frozenset[int]]
+Pass = tuple[Seed, frozenset[int]]
 
 
-def halves_of(graph: Graph, region: Region) -> tuple[Half, Half] | None:
+def passes_of(graph: Graph, region: Region) -> tuple[Pass, Pass] | None:
     """(forward pass with the loss, backward pass), or None for a region that is no training step.
 
     The loss is a sink that makes one number; whatever it depends on is the forward pass. A backward pass has weight gradients.

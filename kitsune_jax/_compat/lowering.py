@@ -1,0 +1,59 @@
+"""Lowering rules and what surrounds them: devices, meshes, exports, processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from kitsune_jax._compat.versions import jax_module, jaxpr_as_fun, mlir
+
+
+def runs_on_one_device(ctx: Any) -> bool:
+    """May a custom call stand in the module that ``ctx`` lowers: one device, or every mesh axis manual?
+
+    Elsewhere XLA would gather the call's operands on every device without a word (jax issue 32098).
+    """
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return axes.mesh.size == 1 or frozenset(axes.manual_axes) == frozenset(axes.mesh.axis_names)
+    return getattr(axes, "num_devices", 2) == 1
+
+
+def is_exported(ctx: Any) -> bool:
+    """Is the module that ``ctx`` lowers one of ``jax.export``, to be run by another process?"""
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
+def lower_jaxpr(ctx: Any, closed: Any, args: Sequence[Any]) -> Any:
+    """The MLIR values of ``closed`` on the MLIR values ``args``: what a lowering rule returns."""
+    return mlir.lower_fun(jaxpr_as_fun(closed), multiple_results=True)(ctx, *args)
+
+
+def register_lowering(prim: Any, rule: Any, **how: Any) -> None:
+    """Lower ``prim`` by ``rule``, for ``platform=`` or for all of them."""
+    mlir.register_lowering(prim, rule, **how)
+
+
+def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A result of another shape and dtype that varies over the same mesh axes as ``aval`` (``shard_map`` checks that)."""
+    if hasattr(aval, "update"):
+        return aval.update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False)
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def distributed_client() -> tuple[int, Any] | None:
+    """(number of this process, the key-value store of all processes) of a program of several; None for one alone."""
+    state = jax_module("jax._src.distributed").global_state
+    if state.client is None or (state.num_processes or 1) < 2:
+        return None
+    return int(state.process_id), state.client
+
+
+def has_cpu_backend() -> bool:
+    """Whether JAX can run something on the CPU here (``JAX_PLATFORMS`` may leave it out)."""
+    try:
+        return bool(jax.local_devices(backend="cpu"))
+    except RuntimeError:
+        return False

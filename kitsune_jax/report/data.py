@@ -1,0 +1,178 @@
+"""The Report as data.
+
+Comes in: nothing (this is data; ``report.build`` makes it). Goes out: frozen dataclasses of strings, numbers and tuples, so that a
+report can be compared, pickled, printed and written as JSON. All byte counts and times are the planner's model, not measurements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageReport:
+    """Operators that one group of workers runs on a tile; ``microseconds`` is the modelled time of one tile on one worker.
+
+    On a GPU ``split`` CTAs share a tile by columns, and weights are ``resident`` in shared memory or streamed through it.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    resource: str  # "tensor" (matrix products) or "simt" (everything else)
+    workers: int
+    microseconds: float
+    split: int = 1
+    resident: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueReport:
+    """One value on its way between stages: an entry, such as ``bfloat16[96,256]``, times ``depth`` makes ``bytes``."""
+
+    value: str
+    producer: str
+    consumers: tuple[str, ...]
+    depth: int
+    bytes: int
+    place: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """What runs behind a barrier in a region's call: ``streams`` stream spaces of ``rows`` rows in all (elements, of an update)."""
+
+    number: int
+    ops: int
+    streams: int
+    rows: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RegionReport:
+    """One pipelined subgraph.
+
+    ``rows`` is the extent of its stream space, cut into ``tiles`` of ``tile_rows``. ``bytes_in`` and ``bytes_out`` are its operands
+    and results, ``bytes_saved`` what it moves less than the same operators would bulk-synchronously. ``seconds`` and
+    ``baseline_seconds`` are modelled; ``bound`` is what limits the pipeline (a stage's name, ``dram`` or ``l2``). On a GPU
+    ``replicas`` are pipeline instances, ``cluster`` is the size of a thread-block cluster and ``lanes`` the consumer warpgroups of
+    a CTA; on a CPU there are none. ``rows``, tiles, stages and queues are those of the first phase, ``later`` are the others; all
+    else counts all of them.
+    """
+
+    name: str
+    ops: int
+    rows: int
+    tile_rows: int
+    tiles: int
+    arrangement: str  # "vertical": one group of workers runs the whole chain; "spatial": stages on different workers
+    stages: tuple[StageReport, ...]
+    queues: tuple[QueueReport, ...]
+    workers: int
+    replicas: int
+    bytes_in: int
+    bytes_out: int
+    bytes_saved: int
+    seconds: float
+    baseline_seconds: float
+    bound: str
+    cluster: int = 1
+    lanes: int = 0
+    later: tuple[PhaseReport, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rejected:
+    """``count`` operators named ``op`` at the user's line ``source`` that were left to XLA, and why."""
+
+    op: str
+    source: str
+    reason: str
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedPasses:
+    """Pipelines of a forward and a backward pass: their modelled time, and how much that is more than under the policy "save".
+
+    The other ``ops_total - ops_pipelined`` operators are left to XLA, and not in the times.
+    """
+
+    seconds: float
+    seconds_added: float
+    ops_pipelined: int
+    ops_total: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolicyReport:
+    """What one residual policy keeps between the forward and the backward pass of pipelined functions, and what it costs.
+
+    ``kept_bytes``: values that the forward pass makes and the backward pass reads. ``argument_bytes``: arguments of the forward
+    pass that the backward pass reads again; they are kept whatever the policy is, most of them by the caller anyway.
+    ``flops_added``: useful operations of both passes beyond those under the policy "save". ``plan``: what the planner makes of
+    them, where it was asked.
+    """
+
+    policy: str
+    in_use: bool
+    kept_bytes: int
+    argument_bytes: int
+    flops_added: int
+    plan: PlannedPasses | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResidualReport:
+    """The residual policy in use, "save" and "recompute", side by side.
+
+    ``of_gradient``: the function has no backward pass itself; this is what a gradient by all of its arguments would do.
+    """
+
+    policies: tuple[PolicyReport, ...]
+    of_gradient: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportData:
+    """What a ``Report`` says, without the ways in which it prints: ``report.model.Report`` documents the fields."""
+
+    ops_total: int
+    ops_pipelined: int
+    regions: tuple[RegionReport, ...]
+    rejected: tuple[Rejected, ...]
+    traffic_bulk_sync: int
+    traffic_pipeline: int
+    platform: str
+    machine: str
+    notes: tuple[str, ...] = ()
+    flops: int = 0
+    residuals: ResidualReport | None = None
+    obstacles: tuple[str, ...] = ()
+
+    @property
+    def coverage(self) -> float:
+        """Pipelined operators over all operators, 0 to 1 (0 for a function without operators)."""
+        return self.ops_pipelined / self.ops_total if self.ops_total else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of the regions; operators left to XLA are not in it."""
+        return sum(region.seconds for region in self.regions)
+
+    @property
+    def bytes_saved(self) -> int:
+        """Modelled off-chip bytes that the pipelines do not move."""
+        return self.traffic_bulk_sync - self.traffic_pipeline
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-serialisable dictionaries and lists, ``coverage`` and ``bytes_saved`` included."""
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return {**plain, "coverage": self.coverage, "bytes_saved": self.bytes_saved}
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
+    return [_plain(v) for v in x] if isinstance(x, (list, tuple)) else x
