@@ -16,25 +16,15 @@ import numpy as np
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, Place, is_array, scalar_of
-from kitsune_jax.capture.rules import RENAMED, RULES, pointwise
+from kitsune_jax.capture.rules import RULES, pointwise
 from kitsune_jax.capture.translator import Translator
 from kitsune_jax.ops.spec import is_float, name_of, np_dtype
-from kitsune_jax.ops.table import OPS
+from kitsune_jax.ops.table import OPS, RENAMED
 
 _IDENTITIES = ("copy", "copy_p", "stop_gradient", "name")  # "name": checkpoint_name, whose policies are applied by now
 _COLLECTIVES = (
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
     *("ragged_all_to_all", "reduce_scatter", "axis_index", "pbroadcast", "pgather"),
-)
-_SEVERAL_DTYPES = (
-    *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite", "select_n", "pow"),
-    *("convert_element_type", "argmax", "argmin", "dot_general", "iota"),
-)
-
-
-# Arithmetic that is rounded once, so that what NumPy computes here is what XLA would have computed.
-_FOLDED = frozenset(
-    {"add", "sub", "mul", "div", "neg", "max", "min", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type"}
 )
 
 
@@ -59,7 +49,7 @@ def _folded(t: Translator) -> int | None:
     """The literal that an op on literals is: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed index."""
     values = [t.builder.values[v] for v in t.ins]
     kind = RENAMED.get(t.name, t.name)
-    if kind not in _FOLDED or any(v.literal is None for v in values):
+    if kind not in OPS or not OPS[kind].folded or any(v.literal is None for v in values):
         return None
     dtype = str(t.out.dtype)
     arrays = [np.asarray(v.literal, np_dtype(v.dtype)) for v in values]
@@ -87,7 +77,7 @@ def _why_opaque(t: Translator) -> str:
     if t.params.get("out_dtype") is not None:
         return f"{t.name}: asks for a result dtype of its own"
     kind = RENAMED.get(t.name, t.name)
-    if kind in OPS and kind not in _SEVERAL_DTYPES and t.in_avals:
+    if kind in OPS and not OPS[kind].gives and not OPS[kind].mixes and t.in_avals:
         if len({name_of(a.dtype) for a in avals}) > 1:
             return f"{t.name}: mixes dtypes"
         if name_of(t.in_avals[0].dtype) not in OPS[kind].dtypes:

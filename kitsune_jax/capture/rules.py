@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jax import lax
@@ -16,9 +17,8 @@ from kitsune_jax.capture import dots, indexing
 from kitsune_jax.capture.translator import Translator
 from kitsune_jax.ops.spec import FORMATS
 from kitsune_jax.ops.special import LOG2_E
+from kitsune_jax.ops.table import OPS, RENAMED
 
-RENAMED = {"add_any": "add"}
-_COPIES = ("pvary",)  # identities that JAX's type system sees
 _MOST_PIECES = 64  # an unstack into more stays one op
 _UNROLLED_TERMS = 8  # polynomials of more terms are loops in JAX's lowering
 
@@ -32,7 +32,12 @@ def pointwise(t: Translator) -> list[int] | str:
     if any(s and len(s) != len(shape) for s in map(t.shape_of, t.ins)):
         return f"{t.name}: operands of different ranks"
     ins = [v if t.shape_of(v) in ((), shape) else t.broadcast(v, shape, range(len(shape))) for v in t.ins]
-    return t.original(kind, ins)
+    return t.original(kind, ins, **{name: _plain(t.params[name]) for name in OPS[kind].takes})
+
+
+def _plain(x: Any) -> Any:
+    """A parameter of a primitive as one of an op: dtypes by name."""
+    return str(x) if isinstance(x, np.dtype) else x
 
 
 def _select(t: Translator) -> list[int] | str:
@@ -221,16 +226,11 @@ def _cumulative(t: Translator) -> list[int] | str:
     return t.original(t.name, axis=t.params["axis"], reverse=bool(t.params["reverse"]))
 
 
-def _integer_pow(t: Translator) -> list[int] | str:
-    return t.original("integer_pow", y=int(t.params["y"]))
-
-
 RULES: dict[str, Callable[[Translator], list[int] | str]] = {
     "select_n": _select,
     "convert_element_type": _convert,
     "round": _round,
     "reduce_precision": _reduce_precision,
-    "integer_pow": _integer_pow,
     "device_put": _device_put,
     "one_minus_square": _one_minus_square,
     "log2": _log2,
@@ -251,7 +251,6 @@ RULES: dict[str, Callable[[Translator], list[int] | str]] = {
     "dot_general": dots.dot_general,
     "gather": indexing.gather,
     "scatter-add": indexing.scatter_add,
-    **dict.fromkeys(_COPIES, lambda t: t.original("copy")),
     **dict.fromkeys(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"], _reduce),
     **dict.fromkeys(("argmax", "argmin"), _arg_reduce),
     **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _cumulative),

@@ -16,9 +16,6 @@ from kitsune_jax.ops.table import OPS
 
 Shape = tuple[int, ...]
 
-_TESTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite"})
-_OTHER_DTYPE = frozenset({"argmax", "argmin", "dot_general", "iota", "convert_element_type"})  # than that of their operands
-
 
 def verify(graph: Graph) -> None:
     """Raise ``ValueError`` where ``graph`` breaks an invariant of this module."""
@@ -60,11 +57,10 @@ def _dtypes_agree(op: Op, ins: Sequence[Value], out: Value) -> bool:
     dtypes = [x.dtype for x in ins]
     if not {*dtypes, out.dtype} <= set(DTYPES):
         return False
-    if op.kind == "convert_element_type":
-        return bool(out.dtype == op["new_dtype"])
-    if op.kind in _OTHER_DTYPE:
-        return True
-    if op.kind in _TESTS:
+    gives = OPS[op.kind].gives
+    if gives == "any":
+        return bool(out.dtype == dict(op.params).get("new_dtype", out.dtype))
+    if gives == "bool":
         return out.dtype == "bool" and len(set(dtypes)) == 1
     if op.kind == "select_n":
         return dtypes == ["bool", out.dtype, out.dtype]

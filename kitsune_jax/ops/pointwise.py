@@ -33,6 +33,7 @@ from kitsune_jax.ops.spec import (
     Shapes,
     arrays_of,
     is_float,
+    np_dtype,
     round_to,
     to_double,
     widen,
@@ -137,6 +138,10 @@ def _keeps_exponent(params: Params, dtype: str) -> bool:
     return dtype != "float16" or params["exponent_bits"] < 5
 
 
+def _same_width(dtype: str) -> list[Params]:
+    return [{"new_dtype": to} for to in NUMBERS if to != dtype and np_dtype(to).itemsize == np_dtype(dtype).itemsize]
+
+
 _ABOVE_POLE = (0.1, INFINITY)
 _SERIES: dict[str, Any] = {"rare": True, "domain": (_ABOVE_POLE,)}
 
@@ -203,6 +208,8 @@ _UNARY = (
            "rounded to exponent_bits and mantissa_bits",
            opcodes=("reduce_precision", "to_float16"), immediates=("exponent_bits", "mantissa_bits"), widens=_keeps_exponent,
            samples=lambda dtype: [{"exponent_bits": e, "mantissa_bits": m} for e, m in ((5, 4), (8, 7), (8, 3), (3, 2), (11, 30))]),
+    _unary("bitcast_convert_type", numeric.bitcast, 1, "the same bits as new_dtype, of the same width", NUMBERS,
+           "from_word<{R}>(to_word({0}))", cpu="bitcast", gives="any", takes=("new_dtype",), widens=_never, samples=_same_width),
     _unary("copy", _in_own_dtype(lambda x: x), 0, "x itself", DTYPES, "({0})", cpu=None, names=("pvary",)),
 )  # fmt: skip
 
@@ -228,16 +235,17 @@ _BINARY = (
     _binary("shift_right_logical", _exact(numeric.shift_right_logical), 2, "zeros from the left", INTEGERS, _shift("shift_right")),
     _binary("shift_right_arithmetic", _exact(numeric.shift_right_arithmetic), 2, "the sign from the left", INTEGERS,
             _shift("shift_right_sign", "i32")),
-    _binary("mulhi", _exact(numeric.multiply_high), 4, "high half of the product", INTEGERS, cpu=None),
+    _binary("mulhi", _exact(numeric.multiply_high), 4, "high half of the product", INTEGERS, "high_half({0}, {1})"),
     _compare("eq", _exact(np.equal), 1, "x == y", DTYPES, "({0} == {1})", folded=True),
     _compare("ne", _exact(np.not_equal), 1, "x != y", DTYPES, "({0} != {1})", folded=True),
     _compare("lt", _exact(np.less), 1, "x < y", DTYPES, "({0} < {1})", folded=True),
     _compare("le", _exact(np.less_equal), 1, "x <= y", DTYPES, "({0} <= {1})", folded=True),
     _compare("gt", _exact(np.greater), 1, "x > y", DTYPES, "({0} > {1})", folded=True),
     _compare("ge", _exact(np.greater_equal), 1, "x >= y", DTYPES, "({0} >= {1})", folded=True),
-    _compare("eq_to", _total(np.equal), 2, "equal in IEEE 754's total order", DTYPES, cpu=None),
-    _compare("lt_to", _total(np.less), 2, "before in IEEE 754's total order", DTYPES, cpu=None),
-    _compare("le_to", _total(np.less_equal), 2, "not after in IEEE 754's total order", DTYPES, cpu=None),
+    _compare("eq_to", _total(np.equal), 2, "equal in IEEE 754's total order", DTYPES, "(total_order({0}) == total_order({1}))"),
+    _compare("lt_to", _total(np.less), 2, "before in IEEE 754's total order", DTYPES, "(total_order({0}) < total_order({1}))"),
+    _compare("le_to", _total(np.less_equal), 2, "not after in IEEE 754's total order", DTYPES,
+             "(total_order({0}) <= total_order({1}))"),
     _binary("igamma", _double(ops_special.igamma), 200, "regularised lower incomplete gamma P(x, y)", **_SERIES, absolute=3e-6),
     _binary("igammac", _double(ops_special.igammac), 200, "regularised upper incomplete gamma Q(x, y)", **_SERIES, absolute=3e-6),
     _binary("zeta", _double(ops_special.zeta), 200, "Hurwitz zeta function", rare=True, domain=((0.2, 6),), relative=1e-4),
