@@ -39,7 +39,7 @@ from benchmarks.training import (
     step_errors,
     train_column_names,
 )
-from kitsune_jax.planning.gpu_machines import GPUS
+from kitsune_jax.targets.cuda.planning.machines import GPUS
 
 SAMPLED_ROWS = 512
 ROTATED_BYTES = 200 << 20  # of inputs on a GPU: several times its L2, so that no call finds its rows there

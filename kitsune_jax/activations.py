@@ -51,6 +51,18 @@ class Code(Protocol):
     def dtype(self, v: int) -> str: ...
 
 
+PARAMETERS = {  # activation -> how many it has; x is the sum that it is applied to
+    "none": 0,  # x
+    "relu": 0,  # max(x, 0)
+    "leaky_relu": 1,  # x where it is positive, else a x
+    "elu": 1,  # x where it is positive, else a (e**x - 1)
+    "logistic": 0,
+    "tanh": 0,
+    "silu": 1,  # x logistic(a x)
+    "gelu_tanh": 2,  # x logistic(a x + b x**3)
+    "gelu_erf": 1,  # x (1 + erf(a x)) / 2
+}
+
 Frozen = tuple[object, ...]
 Term = tuple[int, tuple[tuple[str, Frozen], ...]]  # power of x, and atoms (function, arguments)
 Sum = dict[Term, float]

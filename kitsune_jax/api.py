@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from kitsune_jax import _compat, arguments, config, jax_support, lowering, preview
+from kitsune_jax import _compat, arguments, config, jax_support, lowering, preview, targets
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.options import Options, resolve
 from kitsune_jax.primitive import pipeline_p
@@ -104,8 +104,9 @@ def pipeline(
     for name, value in (("strict", strict), ("force", force)):
         if not isinstance(value, (bool, np.bool_)) and not (name == "force" and value is None):
             raise ValueError(f"{name}={value!r} is not a switch: use True or False{' or None' if name == 'force' else ''}")
-    if target not in (None, "emulator"):
-        raise ValueError(f"target={target!r} is not known: use 'emulator', or None for the platform's own")
+    if target is not None and target not in targets.INSTEAD:
+        names = ", ".join(map(repr, targets.INSTEAD))
+        raise ValueError(f"target={target!r} is not known: use {names}, or None for the platform's own")
     if export not in ("plain", "calls"):
         raise ValueError(f"export={export!r} is not known: use 'plain' or 'calls'")
     statics = arguments.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
@@ -300,8 +301,8 @@ def explain(
         pipelined = pipeline(fn.__wrapped__ if isinstance(fn, Pipeline) else fn, **options)
     chosen = platform or jax.default_backend()
     chosen = {"gpu": "cuda"}.get(chosen, chosen)
-    if chosen not in ("cpu", "cuda"):
-        raise ValueError(f"platform={chosen!r} has no machine model: use 'cpu' or 'cuda'")
+    if chosen not in targets.PLATFORMS:
+        raise ValueError(f"platform={chosen!r} has no machine model: use {' or '.join(map(repr, targets.PLATFORMS))}")
 
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Report:

@@ -7,6 +7,7 @@ op); ops stand in topological order. Nothing in here knows JAX's equations or a 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import heapq
 import json
@@ -17,7 +18,7 @@ from typing import Any, TypeAlias
 Scalar: TypeAlias = bool | int | float
 Param: TypeAlias = Any  # None, bool, int, float, str, or a (nested) tuple of those: whatever survives the JSON round trip
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,11 +40,28 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Code:
+    """What an opaque op computes: a StableHLO module as ``jax.export`` writes it (``standalone``).
+
+    ``operands``: which of the op's inputs the module takes. ``convention``: the version of JAX's calling convention.
+    """
+
+    module: bytes
+    platforms: tuple[str, ...]
+    operands: tuple[int, ...]
+    convention: int
+
+    def __str__(self) -> str:
+        return f"{len(self.module)} bytes for {', '.join(self.platforms)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Op:
     """One operation. ``kind`` is a key of ``kitsune_jax.ops.table.OPS``, or ``"opaque"`` for what the table does not know.
 
     ``params`` is a name-sorted tuple of pairs. ``source`` is the user's line ("model.py:12 (mlp)"). ``reason`` says why an opaque
-    op is opaque. ``label`` is the name the user would recognise (the JAX primitive's).
+    op is opaque. ``label`` is the name the user would recognise (the JAX primitive's). ``code``: what an opaque op computes, in a
+    graph that stands alone.
     """
 
     kind: str
@@ -53,6 +71,7 @@ class Op:
     source: str = ""
     reason: str = ""
     label: str = ""
+    code: Code | None = None
 
     def __getitem__(self, name: str) -> Param:
         for key, value in self.params:
@@ -62,12 +81,12 @@ class Op:
 
 
 def make_params(**params: Param) -> tuple[tuple[str, Param], ...]:
-    """Canonical form of op parameters: sorted by name, lists made tuples, NumPy integers made Python ones."""
+    """Canonical form of op parameters: sorted by name, lists and ranges made tuples, NumPy integers made Python ones."""
     return tuple(sorted((k, _freeze(v)) for k, v in params.items()))
 
 
 def _freeze(x: Any) -> Param:
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, (list, tuple, range)):
         return tuple([v if type(v) is int else _freeze(v) for v in x])
     if x is None or isinstance(x, (bool, str)):
         return x
@@ -122,7 +141,7 @@ class Graph:
                 "values": [[list(v.shape), v.dtype, v.literal] for v in self.values],
                 "inputs": self.inputs,
                 "outputs": self.outputs,
-                "ops": [[o.kind, o.inputs, o.outputs, o.params, o.source, o.reason, o.label] for o in self.ops],
+                "ops": [[o.kind, o.inputs, o.outputs, o.params, o.source, o.reason, o.label, _written(o.code)] for o in self.ops],
             },
             separators=(",", ":"),
         )
@@ -138,8 +157,8 @@ class Graph:
             inputs=tuple(d["inputs"]),
             outputs=tuple(d["outputs"]),
             ops=tuple(
-                Op(k, tuple(i), tuple(o), tuple((n, _thaw(p)) for n, p in ps), src, why, label)
-                for k, i, o, ps, src, why, label in d["ops"]
+                Op(k, tuple(i), tuple(o), tuple((n, _thaw(p)) for n, p in ps), src, why, label, _read(code))
+                for k, i, o, ps, src, why, label, code in d["ops"]
             ),
         )
         graph.validate()
@@ -157,6 +176,14 @@ class Graph:
             lines.append(f"  {outs} = {op.kind}({', '.join(map(name, op.inputs))}) {{{params}}}  # {op.source}")
         lines.append(f"  return {', '.join(map(name, self.outputs))}")
         return "\n".join(lines)
+
+
+def _written(code: Code | None) -> Any:
+    return code and [base64.b64encode(code.module).decode(), code.platforms, code.operands, code.convention]
+
+
+def _read(code: Any) -> Code | None:
+    return code and Code(base64.b64decode(code[0]), tuple(code[1]), tuple(code[2]), code[3])
 
 
 def _thaw(x: Any) -> Param:

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax import _compat, config, targets
-from kitsune_jax.capture.jaxpr import Captured, capture
+from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.fallbacks import Failure, record
 from kitsune_jax.graph import Graph
 from kitsune_jax.options import Options
-from kitsune_jax.profile import store as profiles
 from kitsune_jax.report.join import with_bodies
 from kitsune_jax.report.model import Report
 from kitsune_jax.route import PlannedRegion, Routed, route, without
@@ -92,7 +92,7 @@ def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str
         obstacle = (why_not if not watch.elsewhere else None) or _obstacle(ctx, call_jaxpr, options)
         watch.seen.append(Seen(call_jaxpr, obstacle))
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
-    obstacle = None if target is not None and targets.has_target(target) else missing_target(target)
+    obstacle = None if target is not None and targets.get(target).available() else missing_target(target)
     obstacle = obstacle or _obstacle(ctx, call_jaxpr, options)
     if obstacle is not None:
         if options.strict:
@@ -107,14 +107,14 @@ def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str
 
 def target_of(options: Options, platform: str | None) -> str | None:
     """What executes a pipeline on ``platform``: the platform's own target, or the one that was asked for instead."""
-    return options.target if options.target is not None and platform == "cpu" else platform
+    return options.target if options.target is not None and platform == targets.INSTEAD[options.target] else platform
 
 
 def missing_target(target: str | None) -> str | None:
     """Why nothing executes pipelines of ``target`` here, or ``None``. Warns of nothing."""
     if target is None:
-        return "there is no target for platforms other than cpu and cuda"
-    why_not = targets.why_not(target)
+        return f"there is no target for platforms other than {' and '.join(targets.PLATFORMS)}"
+    why_not = targets.get(target).why_not()
     return f"there is no target for {target!r} here: {why_not}" if why_not else None
 
 
@@ -184,7 +184,7 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
     An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; every other one raises.
     """
     found = _Found()
-    plan = _plan(call_jaxpr, options, target)
+    plan = planned_function(call_jaxpr, options, target)
     if plan.changes:
         avals = _compat.in_avals(call_jaxpr)
         rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, found), avals, lower=True, like=call_jaxpr)
@@ -196,8 +196,7 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
 
 def routed(graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    surroundings = (profiles.at_hand(), profiles.notes()) if target == "cpu" else (config.cuda_arch(), config.cuda_avoid())
-    return _routed(graph, target, options.force, options.strict, device, code, surroundings)
+    return _routed(graph, target, options.force, options.strict, device, code, targets.get(target).surroundings())
 
 
 @functools.lru_cache(maxsize=256)
@@ -225,7 +224,7 @@ class _Found:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Planned:
+class PlannedFunction:
     """A captured function, what was decided about it, and what its loop bodies had to tell."""
 
     jaxpr: Any
@@ -248,13 +247,14 @@ def _holds_pipelines(jaxpr: Any) -> bool:
     return any(e.primitive.name == PRIMITIVE_NAME for e in eqns) or any(_holds_pipelines(x) for x in inner if _compat.is_jaxpr(x))
 
 
-def _plan(jaxpr: Any, options: Options, target: str) -> _Planned:
+def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFunction:
+    """``jaxpr`` captured and routed, its loops' bodies rewritten. Raises errors of theirs only if ``options.strict``."""
     bodies = _Found()
 
     def rewrite(body: Any) -> Any:
         inside = _Found()
         try:
-            plan = _plan(body, options, target)
+            plan = planned_function(body, options, target)
             if not plan.changes:
                 _told(plan, {}, bodies)
                 return body
@@ -271,12 +271,12 @@ def _plan(jaxpr: Any, options: Options, target: str) -> _Planned:
         return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
-    captured = capture(jaxpr, rewrite=rewrite, parts=not targets.runs_phases(target))
+    captured = capture(jaxpr, rewrite=rewrite, parts=not targets.get(target).runs_phases)
     planned, nodes = settled(captured, routed(captured.graph, target, options))
-    return _Planned(jaxpr, captured, consts, planned, nodes, bodies)
+    return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 
 
-def _evaluate(plan: _Planned, args: Sequence[Any], options: Options, found: _Found) -> list[Any]:
+def _evaluate(plan: PlannedFunction, args: Sequence[Any], options: Options, found: _Found) -> list[Any]:
     """The results of a planned function on ``args`` (tracers), with custom calls."""
     lost: dict[str, Failure] = {}
 
@@ -290,7 +290,7 @@ def _evaluate(plan: _Planned, args: Sequence[Any], options: Options, found: _Fou
     return outs
 
 
-def _told(plan: _Planned, lost: Mapping[str, Failure], found: _Found) -> None:
+def _told(plan: PlannedFunction, lost: Mapping[str, Failure], found: _Found) -> None:
     """Add the report and the failures of ``plan``, whose calls ``lost`` could not be bound, and those of its loop bodies."""
     planned = without(plan.captured.graph, plan.routed, {name: failure.told for name, failure in lost.items()})
     found.reports += [planned.report, *plan.bodies.reports]
@@ -305,7 +305,7 @@ def settled(captured: Captured, planned: Routed) -> tuple[Routed, list[int | Pla
 
 
 def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a captured function: every op by its own step, every region by its custom call. Returns the graph's outputs."""
+    """Evaluate a captured function: every op by JAX, every region by its custom call. Returns the graph's outputs."""
     nodes, _ = schedule(captured.graph, [step.has_effects for step in captured.steps], regions)
 
     def failed(_: PlannedRegion, error: Exception) -> None:
@@ -333,11 +333,11 @@ def _run_nodes(
         return env[v]
 
     def evaluate(i: int, operands: Sequence[Any]) -> Any:
-        return captured.steps[i].run(*operands)[0]
+        return captured.run(i, operands)[0]
 
     def step(i: int) -> None:
         op = graph.ops[i]
-        env.update(zip(op.outputs, captured.steps[i].run(*(read(v) for v in op.inputs)), strict=True))
+        env.update(zip(op.outputs, captured.run(i, [read(v) for v in op.inputs]), strict=True))
 
     for node in nodes:
         if isinstance(node, int):
@@ -347,8 +347,8 @@ def _run_nodes(
         operands = [read(v) for v in region.inputs]
         avals = [captured.avals[v] for v in region.outputs]
         try:
-            with captured.steps[region.ops[-1]].context(), jax.named_scope(node.name):
-                outs = targets.emit(node, operands, avals, evaluate)
+            with captured.steps[region.ops[-1]].place.context(), jax.named_scope(node.name):
+                outs = node.call(operands, avals, evaluate)
         except Exception as error:
             failed(node, error)
             for i in sorted(region.ops):

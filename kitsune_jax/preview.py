@@ -18,7 +18,6 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.config import logger
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.options import Options
-from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.primitive import pipeline_p
 from kitsune_jax.report.build import build_report, graph_flops
 from kitsune_jax.report.data import Rejected
@@ -71,7 +70,7 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     assert target is not None
 
     def visit(jaxpr: Any) -> Any:
-        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=not targets.runs_phases(target))
+        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=not targets.get(target).runs_phases)
         if obstacle is None:
             planned, _ = lowering.settled(captured, lowering.routed(captured.graph, target, options, device, code=False))
             reports.append(planned.report)
@@ -98,8 +97,8 @@ def unplanned(program: Any, target: str, device: str | None, obstacle: str) -> R
 
 
 def _machine(target: str, device: str | None) -> tuple[str, str]:
-    platform = targets.machine_platform(target)
-    return platform, machine_for(platform, device or targets.default_device(target)).name
+    executor = targets.get(target)
+    return executor.platform, executor.machine(device).name
 
 
 def flops_of(call_jaxpr: Any) -> int:

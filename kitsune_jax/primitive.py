@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from kitsune_jax import _compat, config, handover, lowering
+from kitsune_jax import _compat, config, handover, lowering, targets
 from kitsune_jax.options import Options
 
 _jitted: weakref.WeakKeyDictionary[Any, dict[Options, Callable[..., list[jax.Array]]]] = weakref.WeakKeyDictionary()
@@ -68,7 +68,7 @@ def _primitive() -> Any:
     _compat.register_call_rules(primitive, _lean)
     # Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
     _compat.register_lowering(primitive, functools.partial(lowering.lower, platform=None), cacheable=True)
-    for platform in ("cpu", "cuda"):
+    for platform in targets.PLATFORMS:
         rule = functools.partial(lowering.lower, platform=platform)
         _compat.register_lowering(primitive, rule, platform=platform, cacheable=True)
     primitive.def_impl(_impl)

@@ -17,18 +17,14 @@ from kitsune_jax import config, targets
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.machines import machine_for
-from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.planner import Infeasible, plan
-from kitsune_jax.profile import store as profiles
+from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.program import Program, TileProgram, assemble, build
 from kitsune_jax.regions import Chosen, ChosenFollower, joined, select
 from kitsune_jax.regions.isolated import isolated
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams import Region
-
-_REGION = "region"
+from kitsune_jax.targets.base import Evaluate, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +52,12 @@ class PlannedRegion:
     code: Any
     followers: tuple[PlannedFollower, ...] = ()
 
+    def call(self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
+        """Bind the custom call on ``args``; one result per aval. Raises ``ValueError`` for a region that was made without code."""
+        if self.code is None:
+            raise ValueError("the region was planned without code: it cannot be called")
+        return targets.get(self.target).emit(self.code, self.program, args, out_avals, evaluate)
+
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
@@ -82,76 +84,79 @@ def route(
     the target can. ``strict``: raise an error of ours instead of doing without the region. Raises ``ValueError`` for an unknown
     target or device.
     """
-    platform = targets.machine_platform(target)
-    machine = machine_for(platform, device or targets.default_device(target))
-    failures: list[Failure] = []
+    executor = targets.get(target)
+    machine = executor.machine(device)
+    failed = _Failures(graph, strict)
+    search = _Search(graph, executor, machine, failed)
+    chosen = select(graph, search.supports, search.plan, force=force, several_phases=executor.runs_phases, failed=failed)
+    made = _make(graph, chosen.regions, executor, machine, generate=code and executor.available())
+    rejected = list(chosen.rejected)
+    for region, result in zip(chosen.regions, made, strict=True):
+        if isinstance(result, targets.CannotLower):  # a decision of the target's
+            rejected += [(i, str(result)) for i in region.ops]
+        elif isinstance(result, Exception):
+            rejected += [(i, failed(result, region.ops)) for i in region.ops]
+    regions = tuple(result for result in made if isinstance(result, PlannedRegion))
+    notes = executor.notes() if device is None else ()
+    report = build_report(graph, regions, sorted(rejected), executor.platform, machine.name, notes)
+    return Routed(regions, report, tuple(sorted(rejected)), tuple(dict.fromkeys(failed.seen)))
 
-    def failed(error: Exception, ops: Sequence[int]) -> str:
-        if strict:
+
+@dataclasses.dataclass
+class _Failures:
+    """What becomes of an error of ours: the ops around which it showed are left to XLA, and it is remembered in ``seen``.
+
+    ``strict``: it is raised instead.
+    """
+
+    graph: Graph
+    strict: bool
+    seen: list[Failure] = dataclasses.field(default_factory=list)
+
+    def __call__(self, error: Exception, ops: Sequence[int]) -> str:
+        """The reason, in words, for leaving ``ops`` to XLA."""
+        if self.strict:
             raise error
-        failures.append(Failure.of(error, f"the pipeline around {_heaviest(graph, ops)}"))
-        return failures[-1].told
+        op = self.graph.ops[_heaviest(self.graph, ops)]
+        self.seen.append(Failure.of(error, f"the pipeline around {op.label or op.kind} ({op.source or 'no source line'})"))
+        return self.seen[-1].told
 
-    def supports(i: int) -> str | None:
-        op = graph.ops[i]
+
+@dataclasses.dataclass
+class _Search:
+    """What the choice of regions asks of the target. ``known``: the plans of isolated regions: equal layers are planned once."""
+
+    graph: Graph
+    target: Target
+    machine: Machine
+    failed: _Failures
+    known: dict[tuple[Graph, Region], Plan | str] = dataclasses.field(default_factory=dict)
+
+    def supports(self, i: int) -> str | None:
+        op, values = self.graph.ops[i], self.graph.values
         try:
-            return targets.supports(target, op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
+            return self.target.supports(op, [values[v] for v in op.inputs], [values[v] for v in op.outputs])
         except Exception as error:
-            return failed(error, (i,))
+            return self.failed(error, (i,))
 
-    def search(graph: Graph, region: Region) -> Plan | str:
-        def accept(candidate: Plan) -> str | None:
-            return targets.check(target, build(graph, region, candidate), candidate, _REGION)
-
-        try:
-            checked = accept if targets.checks_plans(target) else None
-            return plan(graph, region, machine, accept=checked)
-        except Infeasible as no:
-            return str(no)
-
-    known: dict[tuple[Graph, Region], Plan | str] = {}
-
-    def planner(graph: Graph, region: Region) -> Plan | str:
+    def plan(self, graph: Graph, region: Region) -> Plan | str:
+        """The plan of ``region``, or why it has none."""
         try:
             if 2 * len(region.ops) > len(graph.ops):
-                return search(graph, region)  # there is no other like it
-            found = isolated(graph, region)
-            if found.key not in known:
-                known[found.key] = search(*found.key)
-            planned = known[found.key]
-            return planned if isinstance(planned, str) else found.in_the_whole(planned)
+                return self._plan(graph, region)  # there is no other like it
+            own = isolated(graph, region)
+            if own.key not in self.known:
+                self.known[own.key] = self._plan(*own.key)
+            plan = self.known[own.key]
+            return plan if isinstance(plan, str) else own.in_the_whole(plan)
         except Exception as error:
-            return failed(error, region.ops)
+            return self.failed(error, region.ops)
 
-    selection = select(graph, supports, planner, force=force, several_phases=targets.runs_phases(target), failed=failed)
-    regions: list[PlannedRegion] = []
-    rejected = list(selection.rejected)
-    executable = code and targets.has_target(target)
-
-    def attempt(k: int) -> PlannedRegion | Exception:
+    def _plan(self, graph: Graph, region: Region) -> Plan | str:
         try:
-            return _planned(graph, selection.regions[k], f"{_REGION}{k}", target, machine, executable)
-        except Exception as error:
-            return error
-
-    numbers = range(len(selection.regions))
-    if executable and targets.compiles(target) and len(numbers) > 1:
-        with ThreadPoolExecutor(min(config.num_threads(), len(numbers))) as pool:  # compilers run beside each other
-            made = list(pool.map(attempt, numbers))
-    else:
-        made = [attempt(k) for k in numbers]
-    for chosen, result in zip(selection.regions, made, strict=True):
-        if isinstance(result, PlannedRegion):
-            regions.append(result)
-        elif isinstance(result, targets.CannotLower):  # one region without code must not cost the others theirs
-            rejected += [(i, str(result)) for i in chosen.ops]
-        else:
-            rejected += [(i, failed(result, chosen.ops)) for i in chosen.ops]
-    notes: tuple[str, ...] = ()
-    if not device:
-        notes = profiles.notes() if target == "cpu" else targets.notes(target)
-    report = build_report(graph, regions, sorted(rejected), platform, machine.name, notes)
-    return Routed(tuple(regions), report, tuple(sorted(rejected)), tuple(dict.fromkeys(failures)))
+            return self.target.plan(graph, region, self.machine)
+        except Infeasible as no:
+            return str(no)
 
 
 def without(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
@@ -166,16 +171,35 @@ def without(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
     return dataclasses.replace(routed, regions=kept, report=report, rejected=rejected)
 
 
-def _heaviest(graph: Graph, ops: Sequence[int]) -> str:
-    """What the reader knows a region by: its first matrix product, or else its first op, and that one's source line."""
-    op = graph.ops[max(ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))]
-    return f"{op.label or op.kind} ({op.source or 'no source line'})"
+def _make(
+    graph: Graph, chosen: Sequence[Chosen], target: Target, machine: Machine, *, generate: bool
+) -> list[PlannedRegion | Exception]:
+    """The calls of the ``chosen`` regions, or what went wrong with one: it must not cost the others theirs."""
+
+    def attempt(k: int) -> PlannedRegion | Exception:
+        try:
+            made = _call_of(graph, chosen[k], f"region{k}", target.name, machine)
+            if not generate:
+                return made
+            source = graph.ops[_heaviest(graph, chosen[k].region.ops)].source
+            return dataclasses.replace(made, code=target.generate(made.program, made.plan, f"{made.name} ({source})"))
+        except Exception as error:
+            return error
+
+    if not (generate and target.compiles and len(chosen) > 1):
+        return [attempt(k) for k in range(len(chosen))]
+    with ThreadPoolExecutor(min(config.num_threads(), len(chosen))) as pool:  # compilers run beside each other
+        return list(pool.map(attempt, range(len(chosen))))
 
 
-def _planned(graph: Graph, chosen: Chosen, name: str, target: str, machine: Machine, executable: bool) -> PlannedRegion:
+def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
+    """What the reader knows a region by: its first matrix product, or else its first op."""
+    return max(ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))
+
+
+def _call_of(graph: Graph, chosen: Chosen, name: str, target: str, machine: Machine) -> PlannedRegion:
+    """The call of a region and its followers, without code."""
     program = build(graph, chosen.region, chosen.plan)
-    heaviest = max(chosen.region.ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))
-    title = f"{name} ({graph.ops[heaviest].source})"
     built: dict[tuple[Graph, Region], TileProgram] = {}
     followers, later = [], []
     for follower in chosen.followers:
@@ -185,8 +209,7 @@ def _planned(graph: Graph, chosen: Chosen, name: str, target: str, machine: Mach
     whole = joined(graph, chosen.region, chosen.followers) if followers else chosen.region
     first = (0, program, chosen.region.inputs, chosen.region.outputs)
     call = assemble([first, *later], whole.inputs, whole.outputs)
-    made = targets.generate(target, call, chosen.plan, title) if executable else None
-    return PlannedRegion(name, whole, chosen.plan, call, target, made, tuple(followers))
+    return PlannedRegion(name, whole, chosen.plan, call, target, None, tuple(followers))
 
 
 def _follower_plan(chosen: ChosenFollower, machine: Machine) -> Plan:

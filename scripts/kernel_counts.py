@@ -160,11 +160,11 @@ def kernels(
 ) -> Iterator[Kernel]:
     """Runs a kernel for each network, dtype and kind: of the plan that the planner takes for the fastest of its kind at ``ROWS``
     rows, with one instance of the pipeline and so many rows that every lane has ``rounds`` tiles or a multiple of them."""
-    from kitsune_jax.planning.balance import Infeasible
-    from kitsune_jax.planning.cost import RegionCost
-    from kitsune_jax.planning.gpu import candidates
-    from kitsune_jax.planning.gpu_machines import A100, H200
+    from kitsune_jax.planning.plan import Infeasible
     from kitsune_jax.targets.cuda import check
+    from kitsune_jax.targets.cuda.planning.cost import GpuCost
+    from kitsune_jax.targets.cuda.planning.machines import A100, H200
+    from kitsune_jax.targets.cuda.planning.planner import candidates
     from tests.support.cuda_cases import FAMILIES
     from tests.support.cuda_run import subject
     from tests.support.cuda_training_cases import COMPILED, TRAINING
@@ -178,7 +178,7 @@ def kernels(
             seen: set[str] = set()
             for machine in (H200, A100):
                 try:
-                    plans = candidates(RegionCost(of.graph, of.region, machine))
+                    plans = candidates(GpuCost(of.graph, of.region, machine))
                 except Infeasible:
                     continue
                 for plan in plans:

@@ -116,11 +116,11 @@ def kind_of(plan: Any, portable: bool) -> str:
 def rows(networks: Sequence[str], folders: Sequence[Path | None]) -> Iterator[list[Row]]:
     """For each network, dtype and kind that has a kernel: of the plan that the model takes for the fastest of its kind, a row for
     the NVRTC of each folder."""
-    from kitsune_jax.planning.balance import Infeasible
-    from kitsune_jax.planning.cost import RegionCost
-    from kitsune_jax.planning.gpu import candidates
-    from kitsune_jax.planning.gpu_machines import A100, H200
+    from kitsune_jax.planning.plan import Infeasible
     from kitsune_jax.targets.cuda import check
+    from kitsune_jax.targets.cuda.planning.cost import GpuCost
+    from kitsune_jax.targets.cuda.planning.machines import A100, H200
+    from kitsune_jax.targets.cuda.planning.planner import candidates
     from tests.support.cuda_cases import FAMILIES
     from tests.support.cuda_run import subject
     from tests.support.cuda_training_cases import COMPILED, TRAINING
@@ -132,7 +132,7 @@ def rows(networks: Sequence[str], folders: Sequence[Path | None]) -> Iterator[li
             seen: set[str] = set()
             for machine in (H200, A100):
                 try:
-                    plans = candidates(RegionCost(of.graph, of.region, machine))
+                    plans = candidates(GpuCost(of.graph, of.region, machine))
                 except Infeasible:
                     continue
                 for plan in plans:

@@ -22,8 +22,9 @@ from kitsune_jax.fallbacks import fallbacks, forget
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program import TileProgram
-from kitsune_jax.program.interpret import check_deadlock_free
+from kitsune_jax.program.verify import verify
 from kitsune_jax.streams import Region
+from kitsune_jax.targets.cuda import target as cuda_target
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +56,19 @@ def force(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def every_plan_is_deadlock_free() -> Iterator[None]:
-    """Whatever test makes a plan on the way: its tile program must let every tile through its bounded queues."""
+def every_program_is_verified() -> Iterator[None]:
+    """Whatever test makes a plan on the way: its tile program must be well-formed, and let every tile through its queues."""
     made = route_module.build
 
     def checked(graph: Graph, region: Region, plan: Plan) -> TileProgram:
         program = made(graph, region, plan)
-        if stuck := check_deadlock_free(program):
-            pytest.fail(stuck)  # no Exception: the lowering would fall back to plain HLO
+        try:
+            verify(program)
+        except ValueError as wrong:
+            pytest.fail(f"{wrong}\n{program}")  # no Exception: the lowering would fall back to plain HLO
         return program
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(route_module, "build", checked)
+        for module in (route_module, cuda_target):
+            patch.setattr(module, "build", checked)
         yield

@@ -1,6 +1,4 @@
-// Program -> Executable: every instruction resolved against a kernel table, phases and sinks laid out.
-#include "kitsune_cpu/executor.h"
-
+// Program -> Plan: every instruction resolved against a kernel table, queues and sinks laid out.
 #include <algorithm>
 #include <cmath>
 
@@ -9,7 +7,7 @@
 namespace kitsune::cpu {
 namespace {
 
-// How many partial sums of `bytes` a phase keeps beside each other, of a program whose work takes one thread `ns`. A function of
+// How many partial sums of `bytes` a program keeps beside each other, where its work takes one thread `ns`. A function of
 // the program, never of the schedule, the pool or the machine, so that equal inputs give equal bits.
 //
 // L lanes keep L threads busy, but each is written once and read once more when all are added up: ns / L + L * bytes / rate is
@@ -42,19 +40,14 @@ void plan_sinks(Plan& plan, double ns) {
     }
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     SinkPlan& s = plan.sinks[i];
-    Storer(*plan.table, p.outputs[p.sinks[i].out].dtype, s.acc,
+    Storer(plan.table, p.outputs[p.sinks[i].out].dtype, s.acc,
            "kitsune program: sink " + std::to_string(i));  // checks that it exists
-    PhasePlan& phase = plan.phases[p.stages[s.stage].phase];
-    s.offset = phase.lane_bytes;
-    phase.lane_bytes = plus(phase.lane_bytes, align_up(times(static_cast<size_t>(p.sinks[i].elements), item_size(s.acc))));
-    phase.sinks.push_back(static_cast<int64_t>(i));
+    s.offset = plan.lane_bytes;
+    plan.lane_bytes = plus(plan.lane_bytes, align_up(times(static_cast<size_t>(p.sinks[i].elements), item_size(s.acc))));
     plan.stages[s.stage].sinks.push_back(static_cast<int64_t>(i));
   }
-  for (PhasePlan& phase : plan.phases)
-    if (!phase.sinks.empty()) {
-      phase.lanes = lanes_for(p, phase.lane_bytes, ns);
-      plan.lanes_bytes = std::max(plan.lanes_bytes, times(phase.lane_bytes, static_cast<size_t>(phase.lanes)));
-    }
+  if (!p.sinks.empty()) plan.lanes = lanes_for(p, plan.lane_bytes, ns);
+  plan.lanes_bytes = times(plan.lane_bytes, static_cast<size_t>(plan.lanes));
   limit_memory(plan.lanes_bytes, p.inputs, p.outputs, "partial sums");
 }
 
@@ -67,27 +60,24 @@ void plan_queues(Plan& plan) {
     plan.ring_bytes = plus(plan.ring_bytes, times(plan.entry_stride.back(), static_cast<size_t>(q.depth)));
     plan.stages[q.producer].outputs.push_back(static_cast<int64_t>(i));
     for (int64_t s : q.consumers) plan.stages[s].inputs.push_back(static_cast<int64_t>(i));
-    plan.phases[p.stages[q.producer].phase].queues.push_back(static_cast<int64_t>(i));
   }
   limit_memory(plan.ring_bytes, p.inputs, p.outputs, "queues");
 }
 
-// Stages of each phase, most downstream first: a stage is listed when everything that consumes from it is.
+// Stages, most downstream first: a stage is listed when everything that consumes from it is.
 void order_stages(Plan& plan) {
   const Program& p = plan.program;
-  std::vector<int64_t> waiting(p.stages.size(), 0), order;
+  std::vector<int64_t> waiting(p.stages.size(), 0);
+  std::vector<int64_t>& order = plan.order;
   for (const Ring& q : p.queues) waiting[q.producer] += static_cast<int64_t>(q.consumers.size());
   for (size_t s = p.stages.size(); s-- > 0;)
     if (waiting[s] == 0) order.push_back(static_cast<int64_t>(s));
   for (size_t i = 0; i < order.size(); ++i)
     for (int64_t q : plan.stages[order[i]].inputs)
       if (--waiting[p.queues[q].producer] == 0) order.push_back(p.queues[q].producer);
-  for (int64_t s : order) plan.phases[p.stages[s].phase].stages.push_back(s);
-  for (PhasePlan& phase : plan.phases) {
-    int64_t deepest = 1;
-    for (int64_t q : phase.queues) deepest = std::max(deepest, p.queues[q].depth);
-    phase.window = std::min<int64_t>(p.tiles, 2 * std::max({deepest, phase.lanes, int64_t{64}}));
-  }
+  int64_t deepest = 1;
+  for (const Ring& q : p.queues) deepest = std::max(deepest, q.depth);
+  plan.window = std::min<int64_t>(p.tiles, 2 * std::max({deepest, plan.lanes, int64_t{64}}));
 }
 
 void compile_stages(Plan& plan) {
@@ -97,7 +87,7 @@ void compile_stages(Plan& plan) {
     scratch = std::max(scratch, align_up(static_cast<size_t>(p.stages[s].scratch_bytes)));
     for (size_t i = 0; i < p.stages[s].body.size(); ++i) {
       const Instruction& x = p.stages[s].body[i];
-      Compile c{p, *plan.table, plan.preps, plan.sinks,
+      Compile c{p, plan.table, plan.preps, plan.sinks,
                 "kitsune program: stage " + std::to_string(s) + " '" + p.stages[s].name + "' instruction " + std::to_string(i) +
                     " (" + kInstructionNames[x.index()] + ")"};
       plan.stages[s].steps.push_back(std::visit([&](const auto& v) { return compile(v, c); }, x));
@@ -113,13 +103,9 @@ void compile_stages(Plan& plan) {
 }
 
 int64_t busiest(const Plan& plan) {
-  int64_t units = static_cast<int64_t>(plan.prep_tasks.size());
-  for (const PhasePlan& phase : plan.phases) {
-    int64_t stages = static_cast<int64_t>(phase.stages.size());
-    int64_t tiles = phase.lanes > 0 && stages == 1 ? phase.lanes : plan.program.tiles;
-    units = std::max(units, std::min<int64_t>(tiles, 4096) * std::max<int64_t>(1, stages));
-  }
-  return units;
+  int64_t stages = static_cast<int64_t>(plan.stages.size());
+  int64_t tiles = plan.lanes > 0 && stages == 1 ? plan.lanes : plan.program.tiles;
+  return std::max(static_cast<int64_t>(plan.prep_tasks.size()), std::min<int64_t>(tiles, 4096) * stages);
 }
 
 // At 200 GFLOP/s, 8 register elements and 4 moved elements a ns: about the best a core of today does.
@@ -196,36 +182,18 @@ Storer::Storer(const KernelTable& table, DType storage, DType compute, const std
     throw ProgramError(where + ": a " + dtype_name(compute) + " cannot be stored as " + dtype_name(storage));
 }
 
-Executable::Executable(Program program, const KernelTable& table) {
-  auto plan = std::make_unique<Plan>();
-  plan->program = std::move(program);
-  plan->table = &table;
-  const Program& p = plan->program;
-  plan->stages.resize(p.stages.size());
-  int64_t phases = 0;
-  for (const Stage& s : p.stages) phases = std::max(phases, s.phase + 1);
-  plan->phases.resize(static_cast<size_t>(phases));
-  plan_queues(*plan);
+Plan::Plan(const Program& p, const KernelTable& kernel_table) : program(p), table(kernel_table) {
+  stages.resize(p.stages.size());
+  plan_queues(*this);
   const double ns = estimate(p);
-  plan_sinks(*plan, ns);
-  order_stages(*plan);
-  plan_preps(*plan);
-  compile_stages(*plan);
-  plan->most_workers = std::min(plan->most_workers, busiest(*plan));
+  plan_sinks(*this, ns);
+  order_stages(*this);
+  plan_preps(*this);
+  compile_stages(*this);
+  most_workers = std::min(most_workers, busiest(*this));
   // Packed bytes are made at some 24 a ns. A single tile has one thread, however long it takes: helpers only pack.
   const bool one_tile = p.tiles == 1 && p.queues.empty();
-  plan->estimated_ns = (one_tile ? 0 : ns) + static_cast<double>(plan->prep_bytes) / 24;
-  plan_ = std::move(plan);
+  estimated_ns = (one_tile ? 0 : ns) + static_cast<double>(prep_bytes) / 24;
 }
-
-Executable::~Executable() = default;
-
-double Executable::estimated_ns() const { return plan_->estimated_ns; }
-
-size_t Executable::memory_bytes() const {
-  return plus(plus(plan_->prep_bytes, plan_->ring_bytes), plus(plan_->lanes_bytes, plan_->scratch_bytes));
-}
-
-const Program& Executable::program() const { return plan_->program; }
 
 }  // namespace kitsune::cpu

@@ -1,6 +1,7 @@
 // What an Executable is made of: one Step per instruction, with kernels and loop nests resolved, and the memory layout of a call.
 #pragma once
 
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -84,20 +85,16 @@ struct StagePlan {
   std::vector<int64_t> sinks;
 };
 
-struct PhasePlan {
-  std::vector<int64_t> stages;  // most downstream first
-  std::vector<int64_t> sinks;
-  std::vector<int64_t> queues;
-  int64_t lanes = 0;  // 0 without sinks
+// How the program of a part runs.
+struct Plan {
+  Plan(const Program& program, const KernelTable& table);
+  const Program& program;
+  const KernelTable& table;
+  std::vector<StagePlan> stages;
+  std::vector<int64_t> order;  // stages, most downstream first
+  int64_t lanes = 0;           // partial sums beside each other; 0 without sinks
   size_t lane_bytes = 0;
   int64_t window = 0;  // tiles a stage may be ahead of its first unfinished one
-};
-
-struct Executable::Plan {
-  Program program;
-  const KernelTable* table;
-  std::vector<StagePlan> stages;
-  std::vector<PhasePlan> phases;
   std::vector<PrepPlan> preps;
   std::vector<PrepTask> prep_tasks;
   std::vector<SinkPlan> sinks;
@@ -108,8 +105,14 @@ struct Executable::Plan {
   size_t temp_offset = 0;
   int64_t most_workers = 1;  // as many as can be busy at once, and whose temporary memory together is in proportion to the arrays
   double estimated_ns = 0;
+  size_t memory_bytes() const { return plus(plus(prep_bytes, ring_bytes), plus(lanes_bytes, scratch_bytes)); }
 };
-using Plan = Executable::Plan;
+
+// Runs a program once. ins[i] and outs[i] are its inputs and outputs; the result is as that of Executable::run.
+std::string run_program(const Plan& plan, char* const* ins, char* const* outs, Pool& pool);
+
+// The message of an exception in a call of the program `name`. Needs no memory.
+std::string error_text(const std::exception& why, const char* name) noexcept;
 
 // Bytes of a call's arrays.
 size_t array_bytes(const std::vector<Array>& operands, const std::vector<Array>& results);

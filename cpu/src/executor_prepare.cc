@@ -55,13 +55,13 @@ void plan_weight(Plan& plan, int64_t index) {
   const Uses uses = uses_of(plan.program, index);
   bool narrow = x.dtype == DType::kBF16 && uses.only_bfloat16_rows;
   DType type = narrow ? DType::kBF16 : x.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  w.panel = plan.table->panel_for(type, x.product, {uses.rows, w.N, w.K});
+  w.panel = plan.table.panel_for(type, x.product, {uses.rows, w.N, w.K});
   w.k_offset = offsets(x.k_extents, x.k_strides);
   w.n_offset = offsets(x.n_extents, x.n_strides);
   w.b_offset = offsets(x.b_extents, x.b_strides);
-  w.batch_bytes = align_up(plan.table->packed_bytes(w.panel, w.K, w.N));
+  w.batch_bytes = align_up(plan.table.packed_bytes(w.panel, w.K, w.N));
   w.bytes = times(w.batch_bytes, static_cast<size_t>(w.batch));
-  w.panels = plan.table->panel_count(w.panel, w.N);
+  w.panels = plan.table.panel_count(w.panel, w.N);
   int64_t panel_bytes = std::max<int64_t>(1, static_cast<int64_t>(w.batch_bytes) / std::max<int64_t>(1, w.panels));
   add_tasks(plan, index, w.batch * w.panels, panel_bytes);
 }
@@ -73,8 +73,8 @@ void plan_dense(Plan& plan, int64_t index) {
   d.bytes = align_up(static_cast<size_t>(n * item));
   // Checks now that the conversion exists.
   std::string where = "kitsune program: prepared operand " + std::to_string(index);
-  Loader(*plan.table, compute_type(x.dtype), x.source.dtype, where);
-  Storer(*plan.table, x.dtype, compute_type(x.dtype), where);
+  Loader(plan.table, compute_type(x.dtype), x.source.dtype, where);
+  Storer(plan.table, x.dtype, compute_type(x.dtype), where);
   int64_t outer = x.n_extents.empty() ? 1 : x.n_extents[0];
   add_tasks(plan, index, outer, n / outer * item);
 }
@@ -83,8 +83,8 @@ void run_dense(const Plan& plan, const PrepTask& t, const char* source, char* ou
   const Prep& x = plan.program.preps[t.prep];
   const int64_t item = static_cast<int64_t>(item_size(x.dtype)), from = static_cast<int64_t>(item_size(x.source.dtype));
   const DType compute = compute_type(x.dtype);
-  Loader load(*plan.table, compute, x.source.dtype, "");
-  Storer store(*plan.table, x.dtype, compute, "");
+  Loader load(plan.table, compute, x.source.dtype, "");
+  Storer store(plan.table, x.dtype, compute, "");
   char* values = temp;
   char* spare = temp + kPrepChunk * 8;
   // Operands: source, destination; the first extent covers [begin, end).
@@ -142,7 +142,7 @@ void run_prep_task(const Plan& plan, const PrepTask& t, char* const* ins, char* 
   for (int64_t at = t.begin; at < t.end;) {
     int64_t batch = at / w.panels, first = at % w.panels, last = std::min(w.panels, first + t.end - at);
     PackSource pack{source + w.b_offset[batch] * item, x.source.dtype, w.K, w.N, w.k_offset.data(), w.n_offset.data()};
-    plan.table->pack(w.panel, pack, first, last, out + static_cast<size_t>(batch) * w.batch_bytes);
+    plan.table.pack(w.panel, pack, first, last, out + static_cast<size_t>(batch) * w.batch_bytes);
     at += last - first;
   }
 }

@@ -1,4 +1,4 @@
-// One call: rounds (prepare, then each phase and the combination of its sinks) that workers drain together, with a barrier between
+// One run of a program: rounds (prepare, the tiles, the combination of sinks) that workers drain together, with a barrier between
 // two.
 //
 // The caller is a worker, and the only one the call depends on: helpers are pool tasks that join when they start and find the call
@@ -60,13 +60,11 @@ void describe(const std::exception& why, const char* name, char* out, size_t byt
 
 struct Round {
   enum Kind { kPrepare, kTiles, kLanes, kPipeline, kCombine } kind;
-  int64_t phase;
   int64_t count;  // units: tasks, tiles, lanes or chunks; 0 for a pipeline
 };
 
 struct Job {
   Round::Kind kind;
-  int64_t phase;
   int64_t begin, end;  // units; a pipeline's job is position `begin` of `stage`
   int64_t stage;
 };
@@ -75,10 +73,9 @@ struct CombineJob {
   int64_t sink, begin, end;
 };
 
-class Call : public std::enable_shared_from_this<Call> {
+class Run : public std::enable_shared_from_this<Run> {
  public:
-  Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers,
-       Pool& pool);
+  Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers, Pool& pool);
   // A thread's part: returns when the call is over, and to the caller when nobody uses its pool.
   void join(bool caller = false);
   const char* error() const { return error_; }
@@ -96,7 +93,7 @@ class Call : public std::enable_shared_from_this<Call> {
   void execute(const Job& job);
   void run_tile(Context& c, int64_t stage, int64_t tile, int64_t lane, bool first_of_lane) const;
   void run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) const;
-  void run_lane(Context& c, const Job& job, int64_t lane) const;
+  void run_lane(Context& c, int64_t lane) const;
   void combine_lanes(const CombineJob& job, char* temp) const;
 
   const Plan& plan_;
@@ -110,7 +107,7 @@ class Call : public std::enable_shared_from_this<Call> {
   Pool& pool_;  // lives as long as the call: used only while `starting_` keeps the caller
   std::vector<char*> preps_;
   std::vector<Round> rounds_;
-  std::vector<std::vector<CombineJob>> combines_;  // by phase
+  std::vector<CombineJob> combines_;
 
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -123,10 +120,10 @@ class Call : public std::enable_shared_from_this<Call> {
   char error_[kErrorBytes] = "";  // "" or what went wrong: there may be no memory for a string
 };
 
-Call::Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers,
-           Pool& pool)
+Run::Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers,
+         Pool& pool)
     : plan_(plan),
-      end_of_call_(plan.table->end_of_call),
+      end_of_call_(plan.table.end_of_call),
       ins_(ins),
       outs_(outs),
       prepared_(prepared),
@@ -136,40 +133,34 @@ Call::Call(const Plan& plan, char* const* ins, char* const* outs, char* prepared
       pool_(pool),
       wanted_(workers - 1) {
   for (const PrepPlan& p : plan.preps) preps_.push_back(prepared + p.offset);
-  if (!plan.prep_tasks.empty()) rounds_.push_back({Round::kPrepare, 0, static_cast<int64_t>(plan.prep_tasks.size())});
-  combines_.resize(plan.phases.size());
-  for (size_t i = 0; i < plan.phases.size(); ++i) {
-    const PhasePlan& phase = plan.phases[i];
-    int64_t p = static_cast<int64_t>(i);
-    if (phase.stages.empty()) continue;
-    if (phase.stages.size() > 1)
-      rounds_.push_back({Round::kPipeline, p, 0});
-    else if (phase.lanes > 0)
-      rounds_.push_back({Round::kLanes, p, phase.lanes});
-    else
-      rounds_.push_back({Round::kTiles, p, plan.program.tiles});
-    for (int64_t s : phase.sinks)
-      for (int64_t e = 0; e < plan.program.sinks[s].elements; e += kCombineChunk)
-        combines_[i].push_back({s, e, std::min(plan.program.sinks[s].elements, e + kCombineChunk)});
-    if (!combines_[i].empty()) rounds_.push_back({Round::kCombine, p, static_cast<int64_t>(combines_[i].size())});
-  }
+  if (!plan.prep_tasks.empty()) rounds_.push_back({Round::kPrepare, static_cast<int64_t>(plan.prep_tasks.size())});
+  if (plan.stages.size() > 1)
+    rounds_.push_back({Round::kPipeline, 0});
+  else if (plan.lanes > 0)
+    rounds_.push_back({Round::kLanes, plan.lanes});
+  else
+    rounds_.push_back({Round::kTiles, plan.program.tiles});
+  for (size_t k = 0; k < plan.sinks.size(); ++k)
+    for (int64_t e = 0, n = plan.program.sinks[k].elements; e < n; e += kCombineChunk)
+      combines_.push_back({static_cast<int64_t>(k), e, std::min(n, e + kCombineChunk)});
+  if (!combines_.empty()) rounds_.push_back({Round::kCombine, static_cast<int64_t>(combines_.size())});
   begin_round();
 }
 
-void Call::begin_round() {
+void Run::begin_round() {
   next_ = done_ = 0;
   pipeline_.reset();
   if (round_ == rounds_.size()) {
     finished_ = true;
   } else if (rounds_[round_].kind == Round::kPipeline) {
-    pipeline_.emplace(plan_, plan_.phases[rounds_[round_].phase]);
+    pipeline_.emplace(plan_);
   }
 }
 
-bool Call::take(Job* job) {
+bool Run::take(Job* job) {
   if (finished_ || failed_) return false;
   const Round& r = rounds_[round_];
-  *job = {r.kind, r.phase, 0, 0, 0};
+  *job = {r.kind, 0, 0, 0};
   if (pipeline_) {
     if (!pipeline_->take(&job->stage, &job->begin)) return false;
     if (idle_ > 0) wake_.notify_one();  // there may be more than one
@@ -184,7 +175,7 @@ bool Call::take(Job* job) {
   return true;
 }
 
-void Call::finish_job(const Job& job) {
+void Run::finish_job(const Job& job) {
   --running_;
   bool over = false;
   if (pipeline_) {
@@ -210,12 +201,12 @@ void Call::finish_job(const Job& job) {
     wake_.notify_one();
 }
 
-void Call::fail(const std::exception& why) noexcept {
+void Run::fail(const std::exception& why) noexcept {
   if (!failed_) describe(why, plan_.program.name.c_str(), error_, sizeof error_);
   failed_ = true;
 }
 
-void Call::wait(std::unique_lock<std::mutex>& lock) {
+void Run::wait(std::unique_lock<std::mutex>& lock) {
   uint64_t seen = epoch_.load(std::memory_order_relaxed);
   lock.unlock();
   for (int i = 0; i < kSpins && epoch_.load(std::memory_order_acquire) == seen; ++i) pause();
@@ -231,7 +222,7 @@ struct TrimScratch {
 };
 
 // A pool may run a task inside of schedule, on the thread that gives it. That thread is in the call already: the task does nothing.
-void Call::start_helpers(std::unique_lock<std::mutex>& lock) {
+void Run::start_helpers(std::unique_lock<std::mutex>& lock) {
   for (int i = 0; i < kFanOut && wanted_ > 0 && !finished_ && !failed_; ++i) {
     --wanted_;
     ++starting_;
@@ -250,7 +241,7 @@ void Call::start_helpers(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-void Call::join(bool caller) {
+void Run::join(bool caller) {
   TrimScratch trim;
   ThreadsPart part(end_of_call_);  // not the plan's: a helper that starts late comes here when the plan is gone
   std::unique_lock<std::mutex> lock(mutex_);
@@ -259,7 +250,7 @@ void Call::join(bool caller) {
   if (caller) wake_.wait(lock, [&] { return starting_ == 0; });
 }
 
-void Call::work(std::unique_lock<std::mutex>& lock) {
+void Run::work(std::unique_lock<std::mutex>& lock) {
   while (!finished_) {
     Job job;
     bool taken = false;
@@ -281,35 +272,32 @@ void Call::work(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-void Call::execute(const Job& job) {
+void Run::execute(const Job& job) {
   char* scratch = thread_scratch(plan_.scratch_bytes);
   Context c{0, 0, ins_, outs_, scratch, nullptr, preps_.data(), lanes_, scratch + plan_.temp_offset};
   if (job.kind == Round::kPipeline) {
     thread_local std::vector<char*> slots;
     return run_pipeline(c, slots, job);
   }
-  const PhasePlan& phase = plan_.phases[job.phase];
   for (int64_t i = job.begin; i < job.end; ++i) {
     switch (job.kind) {
       case Round::kPrepare: run_prep_task(plan_, plan_.prep_tasks[i], ins_, prepared_, c.temp); break;
-      case Round::kTiles: run_tile(c, phase.stages[0], i, 0, false); break;
-      case Round::kLanes: run_lane(c, job, i); break;
-      default: combine_lanes(combines_[job.phase][i], c.temp); break;
+      case Round::kTiles: run_tile(c, 0, i, 0, false); break;
+      case Round::kLanes: run_lane(c, i); break;
+      default: combine_lanes(combines_[i], c.temp); break;
     }
   }
 }
 
-void Call::run_lane(Context& c, const Job& job, int64_t lane) const {
-  const PhasePlan& phase = plan_.phases[job.phase];
-  LaneOrder order(plan_.program.tiles, phase.lanes);
+void Run::run_lane(Context& c, int64_t lane) const {
+  LaneOrder order(plan_.program.tiles, plan_.lanes);
   int64_t first = order.first_tile(lane), end = order.first_tile(lane + 1);
-  for (int64_t t = first; t < end; ++t) run_tile(c, phase.stages[0], t, lane, t == first);
+  for (int64_t t = first; t < end; ++t) run_tile(c, 0, t, lane, t == first);
 }
 
-void Call::run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) const {
-  const PhasePlan& phase = plan_.phases[job.phase];
+void Run::run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) const {
   const StagePlan& stage = plan_.stages[job.stage];
-  LaneOrder order(plan_.program.tiles, phase.lanes);
+  LaneOrder order(plan_.program.tiles, plan_.lanes);
   slots.resize(plan_.program.queues.size());
   for (const auto* list : {&stage.inputs, &stage.outputs})
     for (int64_t q : *list) {
@@ -317,30 +305,29 @@ void Call::run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) c
       slots[q] = rings_ + plan_.ring_offset[q] + slot * plan_.entry_stride[q];
     }
   c.slots = slots.data();
-  run_tile(c, job.stage, order.tile(job.begin), order.lane(job.begin), job.begin < phase.lanes);
+  run_tile(c, job.stage, order.tile(job.begin), order.lane(job.begin), job.begin < plan_.lanes);
 }
 
-void Call::run_tile(Context& c, int64_t s, int64_t tile, int64_t lane, bool first_of_lane) const {
+void Run::run_tile(Context& c, int64_t s, int64_t tile, int64_t lane, bool first_of_lane) const {
   const Program& p = plan_.program;
   const StagePlan& stage = plan_.stages[s];
   c.row0 = tile * p.tile_rows;
   c.rows = std::min(p.tile_rows, p.rows - c.row0);
-  c.lane = lanes_ + static_cast<size_t>(lane) * plan_.phases[p.stages[s].phase].lane_bytes;
+  c.lane = lanes_ + static_cast<size_t>(lane) * plan_.lane_bytes;
   if (first_of_lane)
     for (int64_t k : stage.sinks)
       fill_identity(p.sinks[k].how, plan_.sinks[k].acc, p.sinks[k].elements, c.lane + plan_.sinks[k].offset);
   for (const auto& step : stage.steps) step->run(c);
 }
 
-void Call::combine_lanes(const CombineJob& job, char* temp) const {
+void Run::combine_lanes(const CombineJob& job, char* temp) const {
   const Sink& sink = plan_.program.sinks[job.sink];
   const SinkPlan& s = plan_.sinks[job.sink];
-  const PhasePlan& phase = plan_.phases[plan_.program.stages[s.stage].phase];
   int64_t n = job.end - job.begin;
   char* first = lanes_ + s.offset + static_cast<size_t>(job.begin) * item_size(s.acc);
-  for (int64_t l = 1; l < phase.lanes; ++l) combine(sink.how, s.acc, n, first, first + static_cast<size_t>(l) * phase.lane_bytes);
+  for (int64_t l = 1; l < plan_.lanes; ++l) combine(sink.how, s.acc, n, first, first + static_cast<size_t>(l) * plan_.lane_bytes);
   DType type = plan_.program.outputs[sink.out].dtype;
-  Storer store(*plan_.table, type, s.acc, "");
+  Storer store(plan_.table, type, s.acc, "");
   store(n, outs_[sink.out] + static_cast<size_t>(job.begin) * item_size(type), 1, first, temp);
 }
 
@@ -356,20 +343,16 @@ std::string error_text(const std::exception& why, const char* name) noexcept {
   }
 }
 
-std::string Executable::run(const void* const* ins, void* const* outs, Pool& pool) const {
+std::string run_program(const Plan& plan, char* const* ins, char* const* outs, Pool& pool) {
   try {
-    const Plan& plan = *plan_;
     CachedBlock prepared(plan.prep_bytes, "packed weights"), rings(plan.ring_bytes, "queues");
     CachedBlock lanes(plan.lanes_bytes, "partial sums");
-    std::vector<char*> in, out;
-    for (size_t i = 0; i < plan.program.inputs.size(); ++i) in.push_back(const_cast<char*>(static_cast<const char*>(ins[i])));
-    for (size_t i = 0; i < plan.program.outputs.size(); ++i) out.push_back(static_cast<char*>(outs[i]));
-    int64_t workers = std::clamp<int64_t>(pool.num_threads(), 1, plan.most_workers);
-    auto call = std::make_shared<Call>(plan, in.data(), out.data(), prepared.data(), rings.data(), lanes.data(), workers, pool);
-    call->join(true);
-    return call->error();
+    int64_t workers = std::clamp<int64_t>(pool.num_threads(plan.estimated_ns), 1, plan.most_workers);
+    auto run = std::make_shared<Run>(plan, ins, outs, prepared.data(), rings.data(), lanes.data(), workers, pool);
+    run->join(true);
+    return run->error();
   } catch (const std::exception& e) {
-    return error_text(e, plan_->program.name.c_str());
+    return error_text(e, plan.program.name.c_str());
   }
 }
 

@@ -1,5 +1,5 @@
-// The boundary to XLA: parses the programs once per compiled executable, checks the buffers of every call against them, runs them
-// on XLA's thread pool.
+// The boundary to XLA: parses the program once per compiled executable, checks the buffers of every call against it, runs it on
+// XLA's thread pool.
 //
 // The state's type is registered from inside the instantiate handler, when XLA asks for its metadata. JAX may flush targets
 // registered before the backend exists ahead of types, so registering the type separately would depend on the order of imports.
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "kitsune_cpu/phased.h"
+#include "kitsune_cpu/executor.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace kitsune::cpu {
@@ -27,24 +27,22 @@ std::atomic<int64_t> calls{0};
 struct State {
   static ffi::TypeId id;
   static const XLA_FFI_TypeInfo info;
-  State(const int64_t* words, size_t count) : program(words, count) {}
-  Phased program;
+  State(const int64_t* words, size_t count) : executable(parse(words, count)) {}
+  Executable executable;
 };
 ffi::TypeId State::id = XLA_FFI_UNKNOWN_TYPE_ID;
 const XLA_FFI_TypeInfo State::info = ffi::MakeTypeInfo<State>();
 
 class XlaPool final : public Pool {
  public:
-  XlaPool(ffi::ThreadPool& pool, double ns) : pool_(pool) {
-    threads_ =
-        std::clamp<int64_t>(static_cast<int64_t>(std::min(ns / kNsPerThread, 4096.0)), 1, std::max<int64_t>(1, pool.num_threads()));
+  explicit XlaPool(ffi::ThreadPool& pool) : pool_(pool) {}
+  int64_t num_threads(double ns) const override {
+    return std::min(static_cast<int64_t>(std::min(ns / kNsPerThread, 4096.0)), pool_.num_threads());
   }
-  int64_t num_threads() const override { return threads_; }
   void schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
 
  private:
   ffi::ThreadPool& pool_;
-  int64_t threads_;
 };
 
 // The error of an exception. There may be no memory for its text: the last one is short enough to need none.
@@ -82,29 +80,31 @@ std::string check_buffer(const char* role, size_t i, const Array& want, ffi::Any
 }
 
 ffi::Error execute(ffi::ThreadPool pool, State* state, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  const Phased& p = state->program;
+  const Call& call = state->executable.call();
   // The last result is a byte that nobody writes or reads: it keeps XLA from making the call the root of a loop's body.
-  const size_t results = p.results().size();
-  if (args.size() != p.operands().size() || rets.size() != results + 1)
+  const size_t operands = static_cast<size_t>(call.operands), results = static_cast<size_t>(call.results);
+  if (args.size() != operands || rets.size() != results + 1)
     return ffi::Error::InvalidArgument("kitsune_cpu: the call has " + std::to_string(args.size()) + " operands and " +
-                                       std::to_string(rets.size()) + " results, but the program '" + p.name() + "' wants " +
-                                       std::to_string(p.operands().size()) + " and " + std::to_string(results + 1));
+                                       std::to_string(rets.size()) + " results, but the program '" + call.name + "' wants " +
+                                       std::to_string(operands) + " and " + std::to_string(results + 1));
   std::vector<const void*> ins;
   std::vector<void*> outs;
   for (size_t i = 0; i < args.size(); ++i) {
     auto buffer = args.get<ffi::AnyBuffer>(i);
     if (buffer.has_error()) return buffer.error();
-    if (std::string e = check_buffer("operand", i, p.operands()[i], *buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
+    if (std::string e = check_buffer("operand", i, call.arrays[i], *buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
     ins.push_back(buffer->untyped_data());
   }
   for (size_t i = 0; i < results; ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (buffer.has_error()) return buffer.error();
-    if (std::string e = check_buffer("result", i, p.results()[i], **buffer); !e.empty()) return ffi::Error::InvalidArgument(e);
+    if (std::string e = check_buffer("result", i, call.arrays[operands + i], **buffer); !e.empty())
+      return ffi::Error::InvalidArgument(e);
     outs.push_back((*buffer)->untyped_data());
   }
   calls.fetch_add(1, std::memory_order_relaxed);
-  std::string error = p.run(ins.data(), outs.data(), [&](double ns) { return XlaPool(pool, ns); });
+  XlaPool threads(pool);
+  std::string error = state->executable.run(ins.data(), outs.data(), threads);
   return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kResourceExhausted, error);
 }
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "kitsune_cpu/executor.h"
 #include "kitsune_cpu/ffi.h"
-#include "kitsune_cpu/phased.h"
 #include "measure.h"
 #include "thread_pool.h"
 
@@ -45,7 +45,7 @@ std::vector<std::string> isas() {
 
 std::string check(const Words& words) {
   try {
-    Phased phased(words.data(), words.size());
+    Executable executable(parse(words.data(), words.size()));
     return "";
   } catch (const ProgramError& e) {
     return e.what();
@@ -54,7 +54,7 @@ std::string check(const Words& words) {
 
 size_t memory_bytes(const Words& words) {
   try {
-    return Phased(words.data(), words.size()).memory_bytes();
+    return Executable(parse(words.data(), words.size())).memory_bytes();
   } catch (const ProgramError& e) {
     throw nb::value_error(e.what());
   }
@@ -71,31 +71,32 @@ void check_bytes(const char* role, size_t i, size_t bytes, const Array& want) {
 
 void run(const Words& words, const std::vector<Input>& inputs, const std::vector<Output>& outputs, int64_t threads) {
   if (threads < 1) throw nb::value_error("threads must be at least 1");
-  std::unique_ptr<Phased> phased;
+  std::unique_ptr<Executable> executable;
   try {
-    phased = std::make_unique<Phased>(words.data(), words.size());
+    executable = std::make_unique<Executable>(parse(words.data(), words.size()));
   } catch (const ProgramError& e) {
     throw nb::value_error(e.what());
   }
-  if (inputs.size() != phased->operands().size() || outputs.size() != phased->results().size())
-    throw nb::value_error(("the program has " + std::to_string(phased->operands().size()) + " inputs and " +
-                           std::to_string(phased->results().size()) + " outputs")
-                              .c_str());
+  const Call& call = executable->call();
+  const size_t operands = static_cast<size_t>(call.operands), results = static_cast<size_t>(call.results);
+  if (inputs.size() != operands || outputs.size() != results)
+    throw nb::value_error(
+        ("the program has " + std::to_string(operands) + " inputs and " + std::to_string(results) + " outputs").c_str());
   std::vector<const void*> ins;
   std::vector<void*> outs;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_bytes("input", i, inputs[i].nbytes(), phased->operands()[i]);
+    check_bytes("input", i, inputs[i].nbytes(), call.arrays[i]);
     ins.push_back(inputs[i].data());
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
-    check_bytes("output", i, outputs[i].nbytes(), phased->results()[i]);
+    check_bytes("output", i, outputs[i].nbytes(), call.arrays[operands + i]);
     outs.push_back(outputs[i].data());
   }
   std::string error;
   {
     nb::gil_scoped_release release;
     ThreadPool pool(threads);
-    error = phased->run(ins.data(), outs.data(), [&](double) -> ThreadPool& { return pool; });
+    error = executable->run(ins.data(), outs.data(), pool);
   }
   if (!error.empty()) throw std::runtime_error(error);
 }

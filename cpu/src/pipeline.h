@@ -1,7 +1,7 @@
-// The firing rule: which (stage, tile) of a phase may run now. Bookkeeping only; the caller holds a lock.
+// The firing rule: which (stage, tile) of a program may run now. Bookkeeping only; the caller holds a lock.
 //
 // A stage may take a tile when all its input slots are full, its output slots are free and, if it folds into a sink, the tile
-// before it in the same lane is done. Tiles go by *position* in the order of the phase: position p is slot p % depth of every
+// before it in the same lane is done. Tiles go by *position* in the order of the program: position p is slot p % depth of every
 // queue.
 #pragma once
 
@@ -27,7 +27,7 @@ class LaneOrder {
 
 class Pipeline {
  public:
-  Pipeline(const Plan& plan, const PhasePlan& phase);
+  explicit Pipeline(const Plan& plan);
   // Finds a stage and a position that may run, and marks them as running.
   bool take(int64_t* stage, int64_t* position);
   void complete(int64_t stage, int64_t position);
@@ -46,12 +46,11 @@ class Pipeline {
     int64_t pending = 0;
   };
   bool ready(int64_t stage, int64_t position) const;
-  State& state(int64_t s, int64_t position) { return stages_[s].states[position % phase_.window]; }
+  State& state(int64_t s, int64_t position) { return stages_[s].states[position % plan_.window]; }
 
   const Plan& plan_;
-  const PhasePlan& phase_;
   int64_t tiles_, left_, reach_;
-  std::vector<StageState> stages_;        // by stage of the program; unused for those of other phases
+  std::vector<StageState> stages_;        // by stage
   std::vector<std::vector<Slot>> slots_;  // by queue
 };
 

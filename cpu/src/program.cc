@@ -1,4 +1,4 @@
-// Words -> Program: header, checksum, and the fields in the order bytecode.py declares them. Meaning is checked in
+// Words -> Call: header, checksum, and the fields in the order bytecode.py declares them. Meaning is checked in
 // program_check.cc.
 #include "kitsune_cpu/program.h"
 
@@ -175,9 +175,39 @@ Ring read_ring(Reader& r) {
 Stage read_stage(Reader& r) {
   Stage x;
   x.name = r.text("Stage.name");
-  x.phase = r.word("Stage.phase");
   x.scratch_bytes = r.word("Stage.scratch_bytes");
   x.body = r.many("Stage.body", [&] { return read_instruction(r); });
+  return x;
+}
+
+Array read_array(Reader& r) {
+  Array x;
+  x.dtype = r.dtype("Array.dtype");
+  x.elements = r.in_range("Array.elements", 0, kMaxCount);
+  return x;
+}
+
+Program read_program(Reader& r) {
+  Program p;
+  p.name = r.text("Program.name");
+  p.axes = r.list("Program.axes");
+  p.tile_rows = r.word("Program.tile_rows");
+  p.workers = r.word("Program.workers");
+  p.inputs = r.many("Program.inputs", [&] { return read_array(r); });
+  p.outputs = r.many("Program.outputs", [&] { return read_array(r); });
+  p.preps = r.many("Program.preps", [&] { return read_prep(r); });
+  p.sinks = r.many("Program.sinks", [&] { return read_sink(r); });
+  p.queues = r.many("Program.queues", [&] { return read_ring(r); });
+  p.stages = r.many("Program.stages", [&] { return read_stage(r); });
+  return p;
+}
+
+Part read_part(Reader& r) {
+  Part x;
+  x.phase = r.word("Part.phase");
+  x.reads = r.list("Part.reads");
+  x.writes = r.list("Part.writes");
+  x.program = read_program(r);
   return x;
 }
 
@@ -211,11 +241,11 @@ bool is_utf8(const std::string& text) {
   return true;
 }
 
-Reader open_words(const int64_t* words, size_t count, int64_t magic) {
+Reader open_words(const int64_t* words, size_t count) {
   if (words == nullptr || count < kHeaderWords)
     throw ProgramError("kitsune program: " + std::to_string(count) +
                        " words are fewer than the header's 4: the attribute was truncated");
-  if (words[0] != magic)
+  if (words[0] != kMagic)
     throw ProgramError("kitsune program: word 0 is not the magic number: this is not a program, or it was altered");
   if (words[1] != kFormatVersion)
     throw ProgramError("kitsune program: format version " + std::to_string(words[1]) + ", but this extension reads version " +
@@ -228,29 +258,18 @@ Reader open_words(const int64_t* words, size_t count, int64_t magic) {
   return Reader(words + kHeaderWords, count - kHeaderWords);
 }
 
-Array read_array(Reader& r) {
-  Array x;
-  x.dtype = r.dtype("Array.dtype");
-  x.elements = r.in_range("Array.elements", 0, kMaxCount);
-  return x;
-}
-
-Program parse(const int64_t* words, size_t count) {
-  Reader r = open_words(words, count, kMagic);
-  Program p;
-  p.name = r.text("Program.name");
-  p.axes = r.list("Program.axes");
-  p.tile_rows = r.word("Program.tile_rows");
-  p.workers = r.word("Program.workers");
-  p.inputs = r.many("Program.inputs", [&] { return read_array(r); });
-  p.outputs = r.many("Program.outputs", [&] { return read_array(r); });
-  p.preps = r.many("Program.preps", [&] { return read_prep(r); });
-  p.sinks = r.many("Program.sinks", [&] { return read_sink(r); });
-  p.queues = r.many("Program.queues", [&] { return read_ring(r); });
-  p.stages = r.many("Program.stages", [&] { return read_stage(r); });
-  if (!r.at_end()) throw ProgramError("kitsune program: " + std::to_string(r.left()) + " words are left over after the last stage");
-  validate(p);
-  return p;
+Call parse(const int64_t* words, size_t count) {
+  Reader r = open_words(words, count);
+  Call c;
+  c.name = r.text("Call.name");
+  c.arrays = r.many("Call.arrays", [&] { return read_array(r); });
+  c.operands = r.word("Call.operands");
+  c.results = r.word("Call.results");
+  c.parts = r.many("Call.parts", [&] { return read_part(r); });
+  if (!r.at_end()) throw ProgramError("kitsune program: " + std::to_string(r.left()) + " words are left over after the last part");
+  for (Part& part : c.parts) validate(part.program);
+  validate(c);
+  return c;
 }
 
 const char* dtype_name(DType t) {

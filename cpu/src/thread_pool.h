@@ -29,7 +29,7 @@ class ThreadPool final : public Pool {
     wake_.notify_all();
     for (std::thread& t : threads_) t.join();
   }
-  int64_t num_threads() const override { return count_; }
+  int64_t num_threads(double) const override { return count_; }
   void schedule(std::function<void()> task) override {
     {
       std::lock_guard<std::mutex> lock(mutex_);

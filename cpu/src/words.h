@@ -42,14 +42,14 @@ class Reader {
       fail(field, "a list of " + std::to_string(n) + " does not fit in the " + std::to_string(count_ - next_) + " words left");
     return static_cast<size_t>(n);
   }
-  // UTF-8, because names go into messages that Python decodes.
+  // UTF-8 without a zero, because names go into messages, which are C strings that Python decodes.
   std::string text(const char* field) {
     size_t n = length(field);
     if (n > kMostNameBytes)
       fail(field, "a name of " + std::to_string(n) + " bytes is longer than " + std::to_string(kMostNameBytes));
     std::string s;
     s.reserve(n);
-    for (size_t i = 0; i < n; ++i) s.push_back(static_cast<char>(in_range(field, 0, 255)));
+    for (size_t i = 0; i < n; ++i) s.push_back(static_cast<char>(in_range(field, 1, 255)));
     if (!is_utf8(s)) fail(field, "the name is not UTF-8");
     return s;
   }
@@ -80,8 +80,6 @@ class Reader {
 
 // A reader behind the header of `count` words, after checking the header: magic number, version, length, checksum. Throws
 // ProgramError.
-Reader open_words(const int64_t* words, size_t count, int64_t magic);
-
-Array read_array(Reader& r);
+Reader open_words(const int64_t* words, size_t count);
 
 }  // namespace kitsune::cpu

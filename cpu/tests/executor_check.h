@@ -53,7 +53,7 @@ inline Program program(std::vector<int64_t> axes, int64_t tile_rows, std::vector
   p.tile_rows = tile_rows;
   p.inputs = std::move(inputs);
   p.outputs = std::move(outputs);
-  p.stages.push_back({"only", 0, scratch_bytes, std::move(body)});
+  p.stages.push_back({"only", scratch_bytes, std::move(body)});
   return p;
 }
 
@@ -70,37 +70,54 @@ inline Bytes random_array(const Array& a, unsigned seed, bool small) {
   return out;
 }
 
+inline Bytes zeros(const Array& a) { return Bytes(static_cast<size_t>(a.elements) * item_size(a.dtype) + 1, 0); }
+
+// Runs each part by the reference.
+inline void refer(const Call& c, const std::vector<Bytes>& ins, std::vector<Bytes>& outs) {
+  std::vector<Bytes> arrays = ins;
+  for (size_t k = ins.size(); k < c.arrays.size(); ++k) arrays.push_back(zeros(c.arrays[k]));
+  for (const Part& part : c.parts) {
+    std::vector<Bytes> in, out;
+    for (int64_t k : part.reads) in.push_back(arrays[k]);
+    for (int64_t k : part.writes) out.push_back(arrays[k]);
+    Reference(part.program, in, out).run();
+    for (size_t i = 0; i < out.size(); ++i) arrays[part.writes[i]] = out[i];
+  }
+  for (size_t i = 0; i < outs.size(); ++i) outs[i] = arrays[ins.size() + i];
+}
+
 struct Arrays {
   std::vector<Bytes> ins, outs;
   std::vector<const void*> in_pointers;
   std::vector<void*> out_pointers;
-  Arrays(const Program& p, unsigned seed, bool small = false) {
-    for (const Array& a : p.inputs) ins.push_back(random_array(a, ++seed * 7919, small));
-    for (const Array& a : p.outputs) outs.emplace_back(static_cast<size_t>(a.elements) * item_size(a.dtype) + 1, 0);
+  Arrays(const Call& c, unsigned seed, bool small = false) {
+    for (int64_t i = 0; i < c.operands; ++i) ins.push_back(random_array(c.arrays[i], ++seed * 7919, small));
+    for (int64_t i = 0; i < c.results; ++i) outs.push_back(zeros(c.arrays[c.operands + i]));
     for (Bytes& b : ins) in_pointers.push_back(b.data());
     for (Bytes& b : outs) out_pointers.push_back(b.data());
   }
 };
 
-// Runs the program as parsed from its words on each number of threads; every output must be within `tolerance` of the reference,
+// Runs the call as parsed from its words on each number of threads; every output must be within `tolerance` of the reference,
 // and the same bits for any number of threads.
-inline void compare(const char* name, const Program& source, double tolerance, unsigned seed = 1, bool small = false,
+inline void compare(const char* name, const Call& source, double tolerance, unsigned seed = 1, bool small = false,
                     std::vector<int64_t> threads = {1, 3}) {
   std::vector<int64_t> words = encode(source);
   try {
-    Program p = parse(words.data(), words.size());
-    Executable exe(p);
-    Arrays want(p, seed, small);
-    Reference(exe.program(), want.ins, want.outs).run();
+    Executable exe(parse(words.data(), words.size()));
+    const Call& c = exe.call();
+    Arrays want(c, seed, small);
+    refer(c, want.ins, want.outs);
     std::vector<Bytes> first;
     for (int64_t t : threads) {
-      Arrays got(p, seed, small);
+      Arrays got(c, seed, small);
       ThreadPool pool(t);
       std::string error = exe.run(got.in_pointers.data(), got.out_pointers.data(), pool);
       CHECK(error.empty(), "%s: %s", name, error.c_str());
-      for (size_t o = 0; o < p.outputs.size(); ++o) {
-        DType type = p.outputs[o].dtype;
-        for (int64_t i = 0; i < p.outputs[o].elements; ++i) {
+      for (size_t o = 0; o < got.outs.size(); ++o) {
+        const Array& array = c.arrays[got.ins.size() + o];
+        DType type = array.dtype;
+        for (int64_t i = 0; i < array.elements; ++i) {
           size_t byte = static_cast<size_t>(i) * item_size(type);
           double a = get(type, &want.outs[o][byte]), b = get(type, &got.outs[o][byte]);
           bool close = std::isnan(a) ? std::isnan(b) : a == b || std::abs(a - b) <= tolerance * (1 + std::abs(a));
@@ -116,6 +133,11 @@ inline void compare(const char* name, const Program& source, double tolerance, u
   } catch (const std::exception& e) {
     CHECK(false, "%s: %s", name, e.what());
   }
+}
+
+inline void compare(const char* name, const Program& source, double tolerance, unsigned seed = 1, bool small = false,
+                    std::vector<int64_t> threads = {1, 3}) {
+  compare(name, one_part(source), tolerance, seed, small, std::move(threads));
 }
 
 inline void section(const char* name, void (*test)()) {

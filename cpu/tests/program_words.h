@@ -1,4 +1,4 @@
-// Program -> words, for tests: the C++ twin of kitsune_jax/targets/cpu/bytecode.py's encode.
+// Call -> words, for tests: the C++ twin of kitsune_jax/targets/cpu/bytecode.py's encode.
 #pragma once
 
 #include <cstring>
@@ -10,7 +10,16 @@ namespace kitsune::cpu::test {
 
 class Words {
  public:
-  std::vector<int64_t> of(const Program& p) {
+  std::vector<int64_t> of(const Call& c) {
+    text(c.name), arrays(c.arrays), add(c.operands), add(c.results);
+    each(c.parts, [&](const Part& part) { add(part.phase), list(part.reads), list(part.writes), program(part.program); });
+    std::vector<int64_t> out{kMagic, kFormatVersion, static_cast<int64_t>(w_.size()) + kHeaderWords, crc32(w_.data(), w_.size())};
+    out.insert(out.end(), w_.begin(), w_.end());
+    return out;
+  }
+
+ private:
+  void program(const Program& p) {
     text(p.name), list(p.axes), add(p.tile_rows), add(p.workers);
     arrays(p.inputs), arrays(p.outputs);
     each(p.preps, [&](const Prep& x) {
@@ -21,18 +30,14 @@ class Words {
     each(p.sinks, [&](const Sink& x) { add(x.how), add(x.dtype), add(x.elements), add(x.out); });
     each(p.queues, [&](const Ring& x) { add(x.producer), list(x.consumers), add(x.depth), add(x.entry_bytes); });
     each(p.stages, [&](const Stage& x) {
-      text(x.name), add(x.phase), add(x.scratch_bytes);
+      text(x.name), add(x.scratch_bytes);
       each(x.body, [&](const Instruction& i) {
         add(i.index() + 1);
         std::visit([&](const auto& v) { instruction(v); }, i);
       });
     });
-    std::vector<int64_t> out{kMagic, kFormatVersion, static_cast<int64_t>(w_.size()) + kHeaderWords, crc32(w_.data(), w_.size())};
-    out.insert(out.end(), w_.begin(), w_.end());
-    return out;
   }
 
- private:
   template <class T>
   void add(T v) {
     w_.push_back(static_cast<int64_t>(v));
@@ -85,7 +90,17 @@ class Words {
   std::vector<int64_t> w_;
 };
 
-inline std::vector<int64_t> encode(const Program& p) { return Words().of(p); }
+// The call of a program alone: its inputs are the operands, its outputs the results.
+inline Call one_part(const Program& p) {
+  Call c{p.name, p.inputs, static_cast<int64_t>(p.inputs.size()), static_cast<int64_t>(p.outputs.size()), {{0, {}, {}, p}}};
+  c.arrays.insert(c.arrays.end(), p.outputs.begin(), p.outputs.end());
+  for (int64_t k = 0; k < c.operands; ++k) c.parts[0].reads.push_back(k);
+  for (int64_t k = 0; k < c.results; ++k) c.parts[0].writes.push_back(c.operands + k);
+  return c;
+}
+
+inline std::vector<int64_t> encode(const Call& c) { return Words().of(c); }
+inline std::vector<int64_t> encode(const Program& p) { return encode(one_part(p)); }
 
 // After a change to the words: makes the header agree again, so that the parser and the validator see the change.
 inline void reseal(std::vector<int64_t>& w) {

@@ -6,14 +6,12 @@
 #include <vector>
 
 #include "executor_check.h"
-#include "kitsune_cpu/phased.h"
 
 namespace kitsune::cpu::test {
 
 constexpr DType F32 = DType::kF32, F64 = DType::kF64, BF16 = DType::kBF16, I32 = DType::kI32, BOOL = DType::kBool;
 
-// dense -> relu -> (multicast: the next stage, and a skip) -> dense -> add + row sum + column-sum sink, then a phase that reads the
-// sink.
+// dense -> relu -> (multicast: the next stage, and a skip) -> dense -> add + row sum + column-sum sink.
 inline Program residual_pipeline(int64_t rows, int64_t tile_rows, int64_t depth) {
   constexpr int64_t K = 12, N = 20;
   Program p{};
@@ -21,7 +19,7 @@ inline Program residual_pipeline(int64_t rows, int64_t tile_rows, int64_t depth)
   p.axes = {rows};
   p.tile_rows = tile_rows;
   p.inputs = {{F32, rows * K}, {F32, K * N}, {F32, N}, {F32, N * N}};
-  p.outputs = {{F32, rows * N}, {F32, rows}, {F32, N}, {F32, rows}};
+  p.outputs = {{F32, rows * N}, {F32, rows}, {F32, N}};
   p.preps = {weight(1, F32, K, N), dense(2, F32, F32, {N}, {1}), weight(3, F32, N, N)};
   p.sinks = {{Reduction::kSum, F32, N, 2}};
   p.queues = {{0, {1, 2}, depth, tile_rows * N * 4}, {1, {2}, depth + 1, tile_rows * N * 4}};
@@ -30,10 +28,8 @@ inline Program residual_pipeline(int64_t rows, int64_t tile_rows, int64_t depth)
   p.stages.push_back(
       {"first",
        0,
-       0,
        {Matmul{operand(Space::kIn, 0, F32, 0, K, {0}), 1, 1, 0, 1, Activation::kRelu, operand(Space::kQueue, 0, F32, 0, N, {0})}}});
   p.stages.push_back({"second",
-                      0,
                       0,
                       {Matmul{operand(Space::kQueue, 0, F32, 0, N, {0}), 1, 1, 2, -1, Activation::kNone,
                               operand(Space::kQueue, 1, F32, 0, N, {0})}}});
@@ -42,18 +38,25 @@ inline Program residual_pipeline(int64_t rows, int64_t tile_rows, int64_t depth)
               micro(Opcode::op_store, F32, 0, 0, 2), micro(Opcode::op_store, F32, 0, 1, 2)};
   p.stages.push_back(
       {"third",
-       0,
        tile_rows * N * 4,
        {add, Reduce{Reduction::kSum, {}, {N}, scratch, operand(Space::kOut, 1, F32, 0, 1, {})}, Accumulate{0, {N}, {}, scratch}}});
+  return p;
+}
+
+// The same, then a phase that reads the row sums and the sink.
+inline Call residual_call(int64_t rows, int64_t tile_rows, int64_t depth) {
+  Call c = one_part(residual_pipeline(rows, tile_rows, depth));
   Vector after{{},
                false,
-               {operand(Space::kOut, 1, F32, 0, 1, {}), operand(Space::kOut, 2, F32, 3, 0, {})},
-               {operand(Space::kOut, 3, F32, 0, 1, {})},
+               {operand(Space::kIn, 0, F32, 0, 1, {}), operand(Space::kIn, 1, F32, 3, 0, {})},
+               {operand(Space::kOut, 0, F32, 0, 1, {})},
                {}};
   after.code = {micro(Opcode::op_load, F32, 0, 0), micro(Opcode::op_load, F32, 1, 1), micro(Opcode::op_sub, F32, 0, 0, 1),
                 micro(Opcode::op_store, F32, 0, 0, 0)};
-  p.stages.push_back({"after the sink", 1, 0, {after}});
-  return p;
+  c.arrays.push_back({F32, rows});
+  ++c.results;
+  c.parts.push_back({1, {5, 6}, {7}, program({rows}, tile_rows, {c.arrays[5], c.arrays[6]}, {c.arrays[7]}, {after})});
+  return c;
 }
 
 // A random layout of a value over (rows, *extents): dense, padded, transposed, reversed or broadcast.
@@ -213,27 +216,29 @@ inline Program weight_gradient(DType t, int64_t n, int64_t batch, Product produc
 
 // Two phases of two stages each, whose products of bfloat16 are large enough for tiles: two layers and the gradient of the second's
 // weight, then the same layers on what the first made.
-inline Program tile_network(int64_t rows, int64_t tile_rows) {
+inline Call tile_network(int64_t rows, int64_t tile_rows) {
   constexpr int64_t K = 45, N = 70;
   Program p{};
   p.name = "tiles";
   p.axes = {rows};
   p.tile_rows = tile_rows;
   p.inputs = {{BF16, rows * K}, {BF16, K * N}, {F32, N}, {BF16, N * K}};
-  p.outputs = {{BF16, rows * K}, {F32, N * K}, {F32, rows * K}};
   p.preps = {weight(1, BF16, K, N), dense(2, F32, F32, {N}, {1}), weight(3, BF16, N, K)};
+  p.queues = {{0, {1}, 3, tile_rows * N * 2}};
+  auto matrix = [](Space space, DType t, int64_t width) { return operand(space, 0, t, 0, width, {0}); };
+  Operand x = matrix(Space::kIn, BF16, K), hidden = matrix(Space::kQueue, BF16, N), y = matrix(Space::kOut, BF16, K);
+  p.stages = {{"first", 0, {Matmul{x, 1, 1, 0, 1, Activation::kRelu, hidden}}}, {"second", 0, {}}};
+  Program again = p;
+  p.outputs = {{BF16, rows * K}, {F32, N * K}};
   p.sinks = {{Reduction::kSum, F32, N * K, 1}};
-  for (int64_t phase = 0; phase < 2; ++phase) {
-    p.queues.push_back({2 * phase, {2 * phase + 1}, 3, tile_rows * N * 2});
-    Operand x = operand(phase == 0 ? Space::kIn : Space::kOut, 0, BF16, 0, K, {0});
-    Operand hidden = operand(Space::kQueue, phase, BF16, 0, N, {0});
-    Operand y = operand(Space::kOut, phase == 0 ? 0 : 2, phase == 0 ? BF16 : F32, 0, K, {0});
-    p.stages.push_back({"first", phase, 0, {Matmul{x, 1, 1, 0, 1, Activation::kRelu, hidden}}});
-    p.stages.push_back({"second", phase, 0, {Matmul{hidden, 1, 1, 2, -1, Activation::kNone, y}}});
-  }
-  Operand hidden = operand(Space::kQueue, 0, BF16, 0, N, {0}), y = operand(Space::kOut, 0, BF16, 0, K, {0});
-  p.stages[1].body.push_back(AccumulateMatmul{0, 1, 1, N, K, hidden, y});
-  return p;
+  p.stages[1].body = {Matmul{hidden, 1, 1, 2, -1, Activation::kNone, y}, AccumulateMatmul{0, 1, 1, N, K, hidden, y}};
+  again.outputs = {{F32, rows * K}};
+  again.stages[1].body = {Matmul{hidden, 1, 1, 2, -1, Activation::kNone, matrix(Space::kOut, F32, K)}};
+  Call c = one_part(p);
+  c.arrays.push_back(again.outputs[0]);
+  ++c.results;
+  c.parts.push_back({1, {4, 1, 2, 3}, {6}, again});
+  return c;
 }
 
 // A reduction, or the same operand into a sink.
@@ -274,35 +279,17 @@ inline Program random_scan(unsigned seed) {
   return program({rows}, 5, {{t, n}}, {{t, m}}, {Scan{how, rng() % 2 == 0, extents, x, out}});
 }
 
-// The words of two programs one after the other, through an array of the call.
-inline std::vector<int64_t> two_phases() {
+// Two programs one after the other, through an array that lives during the call only.
+inline Call two_phases() {
   Program first = random_scan(8);
   Scan& scan = std::get<Scan>(first.stages[0].body[0]);  // of one dimension; without gaps in its result, which is read whole
   DType type = first.outputs[0].dtype;
   scan.out = operand(Space::kOut, 0, type, 0, scan.extents[0], {1});
   first.outputs = {{type, first.axes[0] * scan.extents[0]}};
-  Program second = first;
-  std::vector<int64_t> w{kPhasedMagic, kFormatVersion, 0, 0, 1, 'p'};
-  Array in = first.inputs[0], out = first.outputs[0];
-  second.inputs = {out};
-  second.stages[0].body = {Reduce{Reduction::kMax,
-                                  {},
-                                  {out.elements},
-                                  operand(Space::kIn, 0, out.dtype, 0, 0, {1}),
-                                  operand(Space::kOut, 0, out.dtype, 0, 0, {})}};
-  second.axes = {1};
-  second.outputs = {{out.dtype, 1}};
-  auto add = [&](std::initializer_list<int64_t> list) { w.insert(w.end(), list); };
-  auto code = [&](Array a) { return static_cast<int64_t>(a.dtype); };
-  add({3, code(in), in.elements, code(out), 1, code(out), out.elements, 1, 1, 2});  // operand, result, inner
-  for (const Program* p : {&first, &second}) {
-    bool later = p == &second;
-    std::vector<int64_t> words = encode(*p);
-    add({later, 1, later ? 2 : 0, 1, later ? 1 : 2, static_cast<int64_t>(words.size())});
-    w.insert(w.end(), words.begin(), words.end());
-  }
-  reseal(w);
-  return w;
+  const Array between = first.outputs[0];
+  Operand whole = operand(Space::kIn, 0, type, 0, 0, {1}), out = operand(Space::kOut, 0, type, 0, 0, {});
+  Program second = program({1}, 1, {between}, {{type, 1}}, {Reduce{Reduction::kMax, {}, {between.elements}, whole, out}});
+  return {"two phases", {first.inputs[0], second.outputs[0], between}, 1, 1, {{0, {0}, {2}, first}, {1, {2}, {1}, second}}};
 }
 
 }  // namespace kitsune::cpu::test

@@ -81,27 +81,25 @@ class Reference {
     sinks_.resize(p_.sinks.size());
     // Any order of stages that respects the queues will do: repeat until each has run.
     std::vector<char> done(p_.stages.size(), 0);
-    for (size_t left = p_.stages.size(), phase = 0; left > 0; ++phase) {
-      for (size_t pass = 0; pass < p_.stages.size(); ++pass)
-        for (size_t s = 0; s < p_.stages.size(); ++s) {
-          if (done[s] || p_.stages[s].phase != static_cast<int64_t>(phase)) continue;
-          bool ready = true;
-          for (const Ring& q : p_.queues)
-            if (std::count(q.consumers.begin(), q.consumers.end(), static_cast<int64_t>(s))) ready = ready && done[q.producer];
-          if (!ready) continue;
-          done[s] = 1, --left;
-          scratch_.assign(static_cast<size_t>(p_.stages[s].scratch_bytes), 0);
-          for (tile_ = 0; tile_ < p_.tiles; ++tile_) {
-            row0_ = tile_ * p_.tile_rows;
-            rows_ = std::min(p_.tile_rows, p_.rows - row0_);
-            for (const Instruction& i : p_.stages[s].body) std::visit([this](const auto& x) { step(x); }, i);
-          }
+    for (size_t pass = 0; pass < p_.stages.size(); ++pass)
+      for (size_t s = 0; s < p_.stages.size(); ++s) {
+        if (done[s]) continue;
+        bool ready = true;
+        for (const Ring& q : p_.queues)
+          if (std::count(q.consumers.begin(), q.consumers.end(), static_cast<int64_t>(s))) ready = ready && done[q.producer];
+        if (!ready) continue;
+        done[s] = 1;
+        scratch_.assign(static_cast<size_t>(p_.stages[s].scratch_bytes), 0);
+        for (tile_ = 0; tile_ < p_.tiles; ++tile_) {
+          row0_ = tile_ * p_.tile_rows;
+          rows_ = std::min(p_.tile_rows, p_.rows - row0_);
+          for (const Instruction& i : p_.stages[s].body) std::visit([this](const auto& x) { step(x); }, i);
         }
-      for (size_t i = 0; i < p_.sinks.size(); ++i) {
-        const Sink& s = p_.sinks[i];
-        DType t = p_.outputs[s.out].dtype;
-        for (size_t e = 0; e < sinks_[i].size(); ++e) set(t, &outs_[s.out][e * item_size(t)], sinks_[i][e]);
       }
+    for (size_t i = 0; i < p_.sinks.size(); ++i) {
+      const Sink& s = p_.sinks[i];
+      DType t = p_.outputs[s.out].dtype;
+      for (size_t e = 0; e < sinks_[i].size(); ++e) set(t, &outs_[s.out][e * item_size(t)], sinks_[i][e]);
     }
   }
 

@@ -62,7 +62,7 @@ void test_partial_sums() {
 class CountingPool final : public Pool {
  public:
   explicit CountingPool(int64_t threads) : pool_(threads) {}
-  int64_t num_threads() const override { return pool_.num_threads(); }
+  int64_t num_threads(double ns) const override { return pool_.num_threads(ns); }
   void schedule(std::function<void()> task) override {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -91,7 +91,7 @@ class CountingPool final : public Pool {
 std::pair<int64_t, int64_t> asked(const Program& p, int64_t threads) {
   std::vector<int64_t> words = encode(p);
   Executable exe(parse(words.data(), words.size()));
-  Arrays want(exe.program(), 3), got(exe.program(), 3);
+  Arrays want(exe.call(), 3), got(exe.call(), 3);
   ThreadPool alone(1);
   CountingPool pool(threads);
   CHECK(exe.run(want.in_pointers.data(), want.out_pointers.data(), alone).empty(), "one thread fails");
@@ -133,7 +133,7 @@ void test_scratch() {
 class InlinePool final : public Pool {
  public:
   int64_t deepest = 0;
-  int64_t num_threads() const override { return 192; }
+  int64_t num_threads(double) const override { return 192; }
   void schedule(std::function<void()> task) override {
     deepest = std::max(deepest, ++depth_);
     task();
@@ -148,7 +148,7 @@ void test_inline_pool() {
   Program p = relu_layers(3001, 8);
   std::vector<int64_t> words = encode(p);
   Executable exe(parse(words.data(), words.size()));
-  Arrays a(exe.program(), 3);
+  Arrays a(exe.call(), 3);
   InlinePool pool;
   CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "a call fails");
   CHECK(pool.deepest == 1, "tasks nest %d deep", static_cast<int>(pool.deepest));

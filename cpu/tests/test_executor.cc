@@ -13,14 +13,14 @@ constexpr Product kProducts[] = {Product::kWidened, Product::kDots, Product::kTi
 
 void test_pipelines() {
   for (int64_t rows : {1, 5, 8, 67, 1021})
-    for (int64_t depth : {1, 2, 5}) compare("residual pipeline", residual_pipeline(rows, 8, depth), 1e-4, 3, false, {1, 2, 64});
+    for (int64_t depth : {1, 2, 5}) compare("residual pipeline", residual_call(rows, 8, depth), 1e-4, 3, false, {1, 2, 64});
 }
 
 void test_concurrent_calls() {
-  std::vector<int64_t> words = encode(residual_pipeline(301, 4, 2));
+  std::vector<int64_t> words = encode(residual_call(301, 4, 2));
   Executable exe(parse(words.data(), words.size()));
   ThreadPool pool(2);
-  Arrays want(exe.program(), 9);
+  Arrays want(exe.call(), 9);
   ThreadPool alone(1);
   CHECK(exe.run(want.in_pointers.data(), want.out_pointers.data(), alone).empty(), "the call alone fails");
   std::atomic<int> wrong{0};
@@ -28,7 +28,7 @@ void test_concurrent_calls() {
   for (int c = 0; c < 16; ++c)
     callers.emplace_back([&] {
       for (int i = 0; i < 3; ++i) {
-        Arrays got(exe.program(), 9);
+        Arrays got(exe.call(), 9);
         bool ok = exe.run(got.in_pointers.data(), got.out_pointers.data(), pool).empty() && got.outs == want.outs;
         if (!ok) ++wrong;
       }
@@ -41,16 +41,16 @@ void test_concurrent_calls() {
 class StalledPool final : public Pool {
  public:
   std::vector<std::function<void()>> tasks;
-  int64_t num_threads() const override { return 8; }
+  int64_t num_threads(double) const override { return 8; }
   void schedule(std::function<void()> task) override { tasks.push_back(std::move(task)); }
 };
 
 void test_stalled_pool() {
   StalledPool pool;
-  std::vector<int64_t> words = encode(residual_pipeline(67, 8, 2));
+  std::vector<int64_t> words = encode(residual_call(67, 8, 2));
   {
     Executable exe(parse(words.data(), words.size()));
-    Arrays a(exe.program(), 5);
+    Arrays a(exe.call(), 5);
     CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "a call without helpers fails");
   }
   CHECK(!pool.tasks.empty(), "no helper was asked for");
@@ -61,6 +61,8 @@ void test_vectors() {
   for (unsigned seed = 1; seed <= 300; ++seed)
     compare(("vector " + std::to_string(seed)).c_str(), random_vector(seed), 1e-5, seed, true);
 }
+
+void test_phases() { compare("phases", two_phases(), 0.02, 1, true); }
 
 void test_in_place() { compare("in place", in_place(), 1e-6); }
 
@@ -105,7 +107,7 @@ void test_nan() {
         program({R}, 16, {{F32, R * N}}, {{arg ? I32 : F32, R}},
                 {Reduce{how, {}, {N}, operand(Space::kIn, 0, F32, 0, N, {1}), operand(Space::kOut, 0, arg ? I32 : F32, 0, 1, {})}});
     Executable exe(parse(encode(p).data(), encode(p).size()));
-    Arrays a(p, 4);
+    Arrays a(exe.call(), 4);
     for (int64_t r = 0; r < R; r += 2) set(F32, &a.ins[0][static_cast<size_t>((r * N + r % N) * 4)], NAN);
     ThreadPool pool(1);
     CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "a reduction of NaN fails");
@@ -134,7 +136,7 @@ void test_sink_bits() {
     single.sinks = {{Reduction::kSum, F32, N, 0}};
     compare("sink bits", single, 1e-5, 2, false, {1, 2, 5, 64});
   }
-  compare("sink of a pipeline", residual_pipeline(2003, 4, 3), 1e-3, 2, false, {1, 2, 5, 64});
+  compare("sink of a pipeline", residual_call(2003, 4, 3), 1e-3, 2, false, {1, 2, 5, 64});
 }
 
 }  // namespace
@@ -147,6 +149,7 @@ int main(int argc, char** argv) {
   section("concurrent calls", test_concurrent_calls);
   section("stalled pool", test_stalled_pool);
   section("vectors", test_vectors);
+  section("phases", test_phases);
   section("in place", test_in_place);
   section("copies", test_copies);
   section("matmuls", test_matmuls);

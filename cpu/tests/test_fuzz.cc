@@ -7,7 +7,6 @@
 #include <csignal>
 #include <cstdlib>
 
-#include "kitsune_cpu/phased.h"
 #include "programs.h"
 #include "words.h"
 
@@ -32,8 +31,8 @@ void on_death() { std::fprintf(stderr, "this was mutation %u: test_fuzz %u 1\n",
 
 std::vector<std::vector<int64_t>> corpus() {
   std::vector<std::vector<int64_t>> all;
-  auto add = [&](const Program& p) { all.push_back(encode(p)); };
-  for (int64_t depth : {1, 3}) add(residual_pipeline(37, 8, depth));
+  auto add = [&](const auto& x) { all.push_back(encode(x)); };
+  for (int64_t depth : {1, 3}) add(residual_call(37, 8, depth));
   for (DType t : {F32, BF16, F64}) {
     add(matmul(t, 45, 3));
     add(matmul(t, 7, 1));
@@ -53,7 +52,7 @@ std::vector<std::vector<int64_t>> corpus() {
     if (seed % 9 != 3 && seed % 9 < 7) add(random_reduction(seed, true));
   }
   add(in_place());
-  all.push_back(two_phases());
+  add(two_phases());
   return all;
 }
 
@@ -106,26 +105,14 @@ std::vector<int64_t> mutate(std::vector<int64_t> w, std::mt19937& rng) {
   return w;
 }
 
-// The checksums of the whole, and of the programs inside.
-void reseal_all(std::vector<int64_t>& w) {
-  for (size_t k = kHeaderWords; k + kHeaderWords < w.size(); ++k) {
-    if (w[k] != kMagic || w[k - 1] < kHeaderWords || static_cast<uint64_t>(w[k - 1]) > w.size() - k) continue;
-    auto begin = w.begin() + static_cast<std::ptrdiff_t>(k), end = begin + static_cast<std::ptrdiff_t>(w[k - 1]);
-    std::vector<int64_t> inner(begin, end);
-    reseal(inner);
-    std::copy(inner.begin(), inner.end(), begin);
-  }
-  reseal(w);
-}
-
 // Arrays of exactly their size: a sanitizer sees the first byte beyond.
 struct Exact {
   std::vector<std::unique_ptr<char[]>> memory;
   std::vector<const void*> ins;
   std::vector<void*> outs;
-  Exact(const Phased& p, std::mt19937& rng) {
-    for (const Array& a : p.operands()) ins.push_back(fresh(a, &rng));
-    for (const Array& a : p.results()) outs.push_back(fresh(a, nullptr));
+  Exact(const Call& c, std::mt19937& rng) {
+    for (int64_t i = 0; i < c.operands; ++i) ins.push_back(fresh(c.arrays[i], &rng));
+    for (int64_t i = 0; i < c.results; ++i) outs.push_back(fresh(c.arrays[c.operands + i], nullptr));
   }
   char* fresh(const Array& a, std::mt19937* rng) {
     size_t bytes = static_cast<size_t>(a.elements) * item_size(a.dtype);
@@ -136,16 +123,17 @@ struct Exact {
   }
 };
 
-bool small(const Phased& p) {
-  double bytes = static_cast<double>(p.memory_bytes());
-  for (const auto* list : {&p.operands(), &p.results()})
-    for (const Array& a : *list) bytes += static_cast<double>(a.elements) * static_cast<double>(item_size(a.dtype));
-  return bytes < 16e6 && p.estimated_ns() < 2e5 && p.tiles() < 2000;
+bool small(const Executable& exe) {
+  double bytes = static_cast<double>(exe.memory_bytes()), tiles = 0;
+  for (const Array& a : exe.call().arrays) bytes += static_cast<double>(a.elements) * static_cast<double>(item_size(a.dtype));
+  for (const Part& x : exe.call().parts)
+    tiles += static_cast<double>(x.program.tiles) * static_cast<double>(x.program.stages.size());
+  return bytes < 16e6 && exe.estimated_ns() < 2e5 && tiles < 2000;
 }
 
 void test_mutations(unsigned first, unsigned count) {
   std::vector<std::vector<int64_t>> programs = corpus();
-  for (const std::vector<int64_t>& words : programs) Phased(words.data(), words.size());  // throws if it is not valid
+  for (const std::vector<int64_t>& words : programs) Executable(parse(words.data(), words.size()));  // throws if it is not valid
   auto start = std::chrono::steady_clock::now();
   ThreadPool one(1), three(3);
   int refused = 0, large = 0, ran = 0;
@@ -157,16 +145,16 @@ void test_mutations(unsigned first, unsigned count) {
     alarm(kMostSecondsOfOne);
     std::mt19937 rng(at);
     std::vector<int64_t> words = mutate(programs[rng() % programs.size()], rng);
-    reseal_all(words);
+    reseal(words);
     try {
-      Phased phased(words.data(), words.size());
-      if (!small(phased)) {
+      Executable exe(parse(words.data(), words.size()));
+      if (!small(exe)) {
         ++large;
         continue;
       }
-      Exact a(phased, rng);
+      Exact a(exe.call(), rng);
       ThreadPool& pool = rng() % 4 == 0 ? three : one;
-      phased.run(a.ins.data(), a.outs.data(), [&](double) -> ThreadPool& { return pool; });
+      exe.run(a.ins.data(), a.outs.data(), pool);
       ++ran;
     } catch (const ProgramError& e) {
       CHECK(is_utf8(e.what()) && std::strlen(e.what()) > 20, "mutation %u: \"%s\" is no message", at, e.what());
@@ -184,7 +172,7 @@ void test_copy_onto_itself() {
   p.stages[0].body = {Gather{{{Space::kOut, 0, 0, F32}, {0}, {5}, {1}, operand(Space::kOut, 0, F32, 1, 5, {1})}}};
   std::vector<int64_t> words = encode(p);
   Executable exe(parse(words.data(), words.size()));
-  Arrays a(p, 1);
+  Arrays a(exe.call(), 1);
   for (int i = 0; i < 6; ++i) set(F32, &a.outs[0][static_cast<size_t>(i) * 4], i);
   ThreadPool pool(1);
   CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "the copy fails");

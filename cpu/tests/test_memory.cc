@@ -7,7 +7,6 @@
 
 #include "amx_models.h"
 #include "executor_memory.h"
-#include "kitsune_cpu/phased.h"
 #include "programs.h"
 
 namespace {
@@ -53,9 +52,8 @@ void operator delete(void* p, size_t, std::align_val_t) noexcept { std::free(p);
 namespace kitsune::cpu::test {
 namespace {
 
-// Runs `phased` when `n` more allocations may succeed; on a thread and a pool that have no memory left over from earlier calls.
-template <class A>
-std::string starve(const Phased& phased, A& a, int64_t threads, int64_t n, bool forever) {
+// Runs `exe` when `n` more allocations may succeed; on a thread and a pool that have no memory left over from earlier calls.
+std::string starve(const Executable& exe, Arrays& a, int64_t threads, int64_t n, bool forever) {
   std::string error;
   std::thread fresh([&] {
     ThreadPool pool(threads);
@@ -63,40 +61,27 @@ std::string starve(const Phased& phased, A& a, int64_t threads, int64_t n, bool 
     all_that_follow = forever;
     failed = 0;
     left = n;
-    error = phased.run(a.in_pointers.data(), a.out_pointers.data(), [&](double) -> ThreadPool& { return pool; });
+    error = exe.run(a.in_pointers.data(), a.out_pointers.data(), pool);
     left = INT64_MAX;
   });
   fresh.join();
   return error;
 }
 
-// Arrays for the call of a program of several phases.
-struct CallArrays {
-  std::vector<Bytes> ins, outs;
-  std::vector<const void*> in_pointers;
-  std::vector<void*> out_pointers;
-  explicit CallArrays(const Phased& p) {
-    for (const Array& a : p.operands()) ins.push_back(random_array(a, 7, false));
-    for (const Array& a : p.results()) outs.emplace_back(static_cast<size_t>(a.elements) * item_size(a.dtype) + 1, 0);
-    for (Bytes& b : ins) in_pointers.push_back(b.data());
-    for (Bytes& b : outs) out_pointers.push_back(b.data());
-  }
-};
-
 void starve_all(const std::vector<int64_t>& words, int64_t threads, bool forever) {
-  Phased phased(words.data(), words.size());
-  CallArrays want(phased);
-  CHECK(starve(phased, want, threads, INT64_MAX, false).empty(), "%s does not run", phased.name().c_str());
+  Executable exe(parse(words.data(), words.size()));
+  Arrays want(exe.call(), 7);
+  CHECK(starve(exe, want, threads, INT64_MAX, false).empty(), "%s does not run", exe.call().name.c_str());
   int errors = 0;
   for (int64_t n = 0, done = 0; n < 400 && !done; ++n) {
-    CallArrays got(phased), after(phased);
-    std::string error = starve(phased, got, threads, n, forever);
+    Arrays got(exe.call(), 7), after(exe.call(), 7);
+    std::string error = starve(exe, got, threads, n, forever);
     done = failed == 0;
     errors += !error.empty();
     CHECK(failed > 0 || error.empty(), "an error without a reason: %s", error.c_str());
     CHECK(error.empty() || error.find("out of memory") != std::string::npos, "\"%s\" is no message", error.c_str());
     CHECK(!error.empty() || got.outs == want.outs, "allocation %d failed in silence", static_cast<int>(n));
-    error = starve(phased, after, threads, INT64_MAX, false);
+    error = starve(exe, after, threads, INT64_MAX, false);
     CHECK(error.empty() && after.outs == want.outs, "after the failure of allocation %d: %s", static_cast<int>(n), error.c_str());
   }
   CHECK(errors > 5, "only %d allocations failed", errors);
@@ -104,7 +89,7 @@ void starve_all(const std::vector<int64_t>& words, int64_t threads, bool forever
 
 void test_starved_calls() {
   for (const std::vector<int64_t>& words :
-       {encode(residual_pipeline(67, 8, 2)), encode(weight_gradient(BF16, 45, 3)), encode(matmul(F32, 45, 3)), two_phases()})
+       {encode(residual_call(67, 8, 2)), encode(weight_gradient(BF16, 45, 3)), encode(matmul(F32, 45, 3)), encode(two_phases())})
     for (int64_t threads : {1, 3})
       for (bool forever : {false, true}) starve_all(words, threads, forever);
 }
@@ -129,12 +114,12 @@ void test_messages() {
   Program p = matmul(F32, 45, 3);
   p.name = "mlp (train.py:12)";
   std::vector<int64_t> words = encode(p);
-  Phased phased(words.data(), words.size());
-  Arrays a(p, 4);
+  Executable exe(parse(words.data(), words.size()));
+  Arrays a(exe.call(), 4);
   std::string seen;
   for (size_t bytes : {2048, 0}) {
     large = bytes;
-    for (int64_t n = 0; n < 40; ++n) seen += starve(phased, a, 1, n, bytes > 0) + "\n";
+    for (int64_t n = 0; n < 40; ++n) seen += starve(exe, a, 1, n, bytes > 0) + "\n";
   }
   for (const char* what :
        {"kitsune: out of memory in 'mlp (train.py:12)': there is no memory for ", " bytes of packed weights; ",
@@ -153,7 +138,7 @@ void test_thread_start() {
       left = INT64_MAX;
       std::vector<int64_t> words = encode(residual_pipeline(67, 8, 2));
       Executable exe(parse(words.data(), words.size()));
-      Arrays a(exe.program(), 1);
+      Arrays a(exe.call(), 1);
       CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "a pool with too few threads fails");
       ++made;
     } catch (const std::bad_alloc&) {

@@ -24,10 +24,11 @@ void test_programs() {
     for (int64_t rows : {1, 16, 67, 301})
       for (int64_t tile_rows : {16, 48}) compare("tiles", tile_network(rows, tile_rows), 1e-3, 3, true, {1, 2, 5});
     for (Product product : {Product::kBest, Product::kWidened, Product::kDots, Product::kTiles}) {
-      Program p = tile_network(67, 32);
+      Call c = tile_network(67, 32);
+      Program& p = c.parts[0].program;
       p.preps[0].product = product;
       std::get<AccumulateMatmul>(p.stages[1].body[1]).product = product;
-      compare("tiles beside other products", p, 1e-3, 4, true, {1, 3});
+      compare("tiles beside other products", c, 1e-3, 4, true, {1, 3});
     }
     for (int64_t n : {1, 45}) compare("small products", matmul(BF16, n, 3), 0.01);
     for (int64_t n : {1, 45}) compare("small gradients", weight_gradient(BF16, n, 3), 1e-5);
@@ -37,13 +38,13 @@ void test_programs() {
 // Each thread that multiplies on tiles configures them once in a call, and nobody holds them afterwards.
 void test_once_per_thread_and_call() {
   on_each_model([](const Model& model) {
-    std::vector<int64_t> words = encode(tile_network(301, 16));
+    std::vector<int64_t> words = encode(tile_network(301, 16).parts[0].program);
     Executable exe(parse(words.data(), words.size()));
     for (int64_t threads : {1, 2, 5}) {
       for (int call = 0; call < 3; ++call) {
         const int64_t before = *model.configured;
         {
-          Arrays a(exe.program(), 5);
+          Arrays a(exe.call(), 5);
           ThreadPool pool(threads);
           CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "%s: a call fails", model.table.isa);
           CHECK(!model.holds_tiles(), "%s: the caller still holds tiles", model.table.isa);
@@ -57,7 +58,7 @@ void test_once_per_thread_and_call() {
     words = encode(residual_pipeline(67, 8, 2));  // of float32
     Executable plain(parse(words.data(), words.size()));
     const int64_t before = *model.configured;
-    Arrays a(plain.program(), 5);
+    Arrays a(plain.call(), 5);
     ThreadPool pool(2);
     CHECK(plain.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "%s: a call fails", model.table.isa);
     CHECK(*model.configured == before, "%s: a program without tiles configures them", model.table.isa);

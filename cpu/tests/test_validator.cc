@@ -1,7 +1,6 @@
 // The parser and the validator: damaged words, what their messages say, and sizes that must neither wrap nor be allocated.
 #include <sys/resource.h>
 
-#include "kitsune_cpu/phased.h"
 #include "programs.h"
 
 namespace kitsune::cpu::test {
@@ -9,7 +8,7 @@ namespace {
 
 bool rejected(const std::vector<int64_t>& words, std::string* why = nullptr) {
   try {
-    Phased phased(words.data(), words.size());
+    Executable exe(parse(words.data(), words.size()));
     return false;
   } catch (const ProgramError& e) {
     if (why != nullptr) *why = e.what();
@@ -23,6 +22,7 @@ void expect(const std::vector<int64_t>& words, const char* what) {
   CHECK(why.find(what) != std::string::npos, "\"%s\" does not say \"%s\"", why.c_str(), what);
 }
 void expect(const Program& p, const char* what) { expect(encode(p), what); }
+void expect(const Call& c, const char* what) { expect(encode(c), what); }
 
 double work(const Program& p) {
   double w = static_cast<double>(p.rows + p.tile_rows);
@@ -50,11 +50,10 @@ void test_damage() {
       if (w < kHeaderWords) continue;
       reseal(damaged);
       try {
-        Program p = parse(damaged.data(), damaged.size());
-        if (work(p) > 1e5 || ran > 2000) continue;
-        Executable exe(p);
+        Executable exe(parse(damaged.data(), damaged.size()));
+        if (exe.call().parts.empty() || work(exe.call().parts[0].program) > 1e5 || ran > 2000) continue;
         if (exe.estimated_ns() > 1e6) continue;
-        Arrays a(p, 1);
+        Arrays a(exe.call(), 1);
         ThreadPool pool(1);
         exe.run(a.in_pointers.data(), a.out_pointers.data(), pool);
         ++ran;
@@ -95,11 +94,40 @@ void test_messages() {
   std::get<Vector>(p.stages[2].body[0]).extents = {int64_t{1} << 40, int64_t{1} << 40};
   expect(p, "more than 2**48");
   p = residual_pipeline(13, 4, 2);
-  p.stages[1].phase = 1;
-  expect(p, "different phases");
-  p = residual_pipeline(13, 4, 2);
   p.outputs.push_back({F32, 4});
-  expect(p, "output 4 is never written");
+  expect(p, "output 3 is never written");
+}
+
+// Parts that do not fit together.
+void test_parts() {
+  auto with = [](auto change) {
+    Call c = residual_call(13, 4, 2);
+    change(c);
+    return c;
+  };
+  std::string why;
+  CHECK(!rejected(encode(with([](Call&) {})), &why), "%s", why.c_str());
+  expect(with([](Call& c) { c.operands = 9; }), "9 operands and 4 results of 8 arrays");
+  expect(with([](Call& c) { c.results = -1; }), "4 operands and -1 results of 8 arrays");
+  expect(with([](Call& c) { c.parts[0].phase = 2; }), "'test' runs in phase 1, which is not in 2..");
+  expect(with([](Call& c) { c.parts[1].phase = 0; }), "'test' reads array 5, which no earlier phase writes");
+  expect(with([](Call& c) { c.parts[1].phase = kMaxPhases + 1; }), "runs in phase 1048577");
+  expect(with([](Call& c) { c.parts[1].reads.pop_back(); }), "'test' reads 1 arrays, but the program wants 2");
+  expect(with([](Call& c) { c.parts[1].reads[0] = 8; }), "'test' reads array 8, but there are 8");
+  expect(with([](Call& c) { c.parts[1].reads[0] = -1; }), "'test' reads array -1");
+  expect(with([](Call& c) { c.parts[1].reads[0] = 4; }), "'test' reads array 4, which has 260 of float32, as 13 of float32");
+  expect(with([](Call& c) { c.parts[1].writes[0] = 5; }), "'test' writes array 5, which is there already");
+  expect(with([](Call& c) { c.parts[1].writes[0] = 0; }), "'test' writes array 0, which has 156");
+  expect(with([](Call& c) { c.parts.pop_back(); }), "array 7 is never written");
+  expect(with([](Call& c) { c.arrays.push_back({F32, 3}); }), "array 8 is never written");
+  expect(with([](Call& c) { c.arrays[7].dtype = I32; }), "'test' writes array 7, which has 13 of int32, as 13 of float32");
+  Call large = two_phases();  // an array between the phases that nothing the call reads or gives is in proportion to
+  large.arrays[2].elements = int64_t{1} << 40;
+  for (Part& part : large.parts) {
+    Program& p = part.program;
+    (part.phase == 0 ? p.outputs[0] : p.inputs[0]).elements = int64_t{1} << 40;
+  }
+  expect(large, "the arrays between phases would take");
 }
 
 // Forged choices of how a product is multiplied.
@@ -204,7 +232,7 @@ void test_sizes() {
   p.axes = {int64_t{1} << 40};
   p.tile_rows = 1;
   std::get<Accumulate>(p.stages[0].body[0]).x.row_stride = 0;
-  for (int i = 0; i < 300; ++i) p.stages.push_back({"idle", 0, 0, {}});
+  for (int i = 0; i < 300; ++i) p.stages.push_back({"idle", 0, {}});
   expect(p, "more than 2**48 tiles");
 
   p = program({5}, 5, {{F32, 5}}, {{F32, 1}}, {});
@@ -258,6 +286,7 @@ void test_names() {
 int main() {
   using namespace kitsune::cpu::test;
   section("small programs", test_small_words_make_small_programs);  // first: it looks at the most memory that was ever in use
+  section("parts", test_parts);
   section("activations", test_activations);
   section("damage", test_damage);
   section("messages", test_messages);

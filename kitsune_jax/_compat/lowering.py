@@ -43,6 +43,17 @@ def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def varying_like(x: Any, aval: Any) -> Any:
+    """``x``, which varies over the manual mesh axes that ``aval`` varies over as well, if not yet (``shard_map`` checks that)."""
+    axes = _varying_axes(aval)
+    missing = tuple(a for a in axes if a not in _varying_axes(jax.typeof(x))) if axes else ()
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying_axes(aval: Any) -> Any:
+    return aval.mat.varying if hasattr(aval, "mat") else getattr(aval, "vma", None) or ()
+
+
 def distributed_client() -> tuple[int, Any] | None:
     """(number of this process, the key-value store of all processes) of a program of several; None for one alone."""
     state = jax_module("jax._src.distributed").global_state

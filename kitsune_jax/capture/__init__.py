@@ -1,8 +1,10 @@
 """From a jaxpr to a Graph.
 
-Comes in: a closed jaxpr. Goes out: ``graph.Graph``, whose ops are the kinds of one table (``ops.OPS``) or ``"opaque"``, and for
-every op a step that evaluates it with JAX as it stood. Invariant: nothing downstream of this folder knows JAX's equations.
+Comes in: a closed jaxpr. Goes out: ``graph.Graph``, whose ops are the kinds of one table (``ops.table.OPS``) or ``"opaque"``, and
+beside it what JAX needs to evaluate them as they stood (``captured``). Invariant: nothing downstream of this folder knows JAX's
+equations.
 
-``jaxpr`` walks and inlines; ``canonical`` names one equation in the table's terms by ``rules``; ``ops`` is the table, ``ops_*`` its
-entries; ``relations`` says how dimensions travel through an op; ``reference`` evaluates a Graph with NumPy.
+``jaxpr`` walks and inlines; ``translate`` says one ``equation`` in the table's terms, by the rules of ``primitives`` (``dots``,
+``indexing``); ``builder`` collects the ops; ``rewrites`` of the whole follow; ``verify`` checks every op; ``reference`` evaluates a
+Graph with NumPy.
 """

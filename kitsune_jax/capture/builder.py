@@ -1,120 +1,24 @@
-"""A Graph under construction, and the steps that evaluate its ops with JAX.
+"""A Graph under construction.
 
-Comes in: values (abstract arrays, literals) and ops, one by one, in topological order. Goes out: ``Captured``. Invariant: ``steps``
-and ``graph.ops`` have one index, as ``avals`` and ``graph.values`` have.
+Comes in: values (abstract arrays, literals) and ops, one by one, in topological order. Goes out: ``Captured``. Invariant: every op
+of the table is valid when it is appended: its entry gives the shape and the dtype of its result.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.verify import verify_op
+from kitsune_jax.capture.captured import Captured, Step, pruned
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
 from kitsune_jax.ops.spec import DTYPES, is_float, name_of
+from kitsune_jax.ops.verify import result_dtype, result_shape, verify_op
 from kitsune_jax.plain_text import printable
-
-Run = Callable[..., Sequence[Any]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Place:
-    """Where an equation stands: the equations whose bodies enclose it, outermost first, and itself, last."""
-
-    eqns: tuple[Any, ...]
-
-    @property
-    def source(self) -> str:
-        """The user's line: the innermost one on record."""
-        return next(filter(None, map(_compat.source_line, reversed(self.eqns))), "")
-
-    @contextlib.contextmanager
-    def enclosing(self) -> Iterator[None]:
-        """The name stack and context of the bodies around the equation, as JAX's own lowering of them would set it."""
-        with contextlib.ExitStack() as stack:
-            for eqn in self.eqns[:-1]:
-                stack.enter_context(_compat.user_context(eqn))
-                if eqn.primitive.name in ("pjit", "jit"):
-                    stack.enter_context(jax.named_scope(f"jit({eqn.params['name']})"))
-            yield
-
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """What is bound in here stands where the equation stands."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.enclosing())
-            if self.eqns:  # a constant of the whole function stands in no equation
-                stack.enter_context(_compat.user_context(self.eqns[-1]))
-            yield
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Step:
-    """Evaluates one op of the Graph with JAX, as it was: the original equation, in its context."""
-
-    place: Place
-    evaluate: Run
-    has_effects: bool = False
-
-    def run(self, *arrays: Any) -> list[Any]:
-        """Results on ``arrays`` (or tracers), one for each of the op's inputs, in order. Literals may be any array."""
-        return list(self.evaluate(*arrays))
-
-    def context(self) -> contextlib.AbstractContextManager[None]:
-        """What is bound in this context stands where the op stood: its name stack, source line and mesh."""
-        return self.place.context()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Captured:
-    """A function as a Graph, with the means to evaluate it.
-
-    ``steps[i]`` evaluates ``graph.ops[i]``; ``avals[v]`` is JAX's abstract value of ``graph.values[v]`` (``None`` for literals).
-    ``failures``: the parts that are opaque, or were not rewritten, because of a bug of this package.
-    """
-
-    graph: Graph
-    steps: tuple[Step, ...]
-    avals: tuple[Any, ...]
-    failures: tuple[Failure, ...] = ()
-
-
-def pruned(captured: Captured) -> Captured:
-    """``captured`` without the ops that have no effect and whose results nothing reads, and without the values of none."""
-    graph = captured.graph
-    alive = set(graph.outputs)
-    kept = []
-    for i in reversed(range(len(graph.ops))):
-        if captured.steps[i].has_effects or not alive.isdisjoint(graph.ops[i].outputs):
-            kept.append(i)
-            alive.update(graph.ops[i].inputs)
-    kept.reverse()
-    alive |= set(graph.inputs) | {v for i in kept for v in graph.ops[i].outputs}
-    if len(alive) == len(graph.values) and len(kept) == len(graph.ops):
-        return captured
-    order = sorted(alive)
-    number = {v: k for k, v in enumerate(order)}
-
-    def renumber(ids: Sequence[int]) -> tuple[int, ...]:
-        return tuple([number[v] for v in ids])
-
-    ops = tuple(
-        Op(op.kind, renumber(op.inputs), renumber(op.outputs), op.params, op.source, op.reason, op.label)
-        for op in (graph.ops[i] for i in kept)
-    )
-    return Captured(
-        Graph(tuple(graph.values[v] for v in order), renumber(graph.inputs), renumber(graph.outputs), ops),
-        tuple(captured.steps[i] for i in kept),
-        tuple(captured.avals[v] for v in order),
-        captured.failures,
-    )
 
 
 class Builder:
@@ -127,7 +31,6 @@ class Builder:
         self.steps: list[Step] = []
         self._makers: dict[int, Op] = {}
         self._literals: dict[tuple[str, str], int] = {}
-        self._checked = 0
 
     def value(self, aval: Any) -> int:
         """A new value."""
@@ -144,14 +47,29 @@ class Builder:
             self._literals[key] = len(self.values) - 1
         return self._literals[key]
 
-    def add(
-        self, kind: str, inputs: Sequence[int], avals: Sequence[Any], step: Step, *, reason: str = "", **params: Param
-    ) -> list[int]:
-        """Append an op with results of ``avals``. Returns their value ids."""
-        eqn = step.place.eqns[-1] if step.place.eqns else None
-        outputs = [self.value(aval) for aval in avals]
-        label = printable(_compat.called(eqn)) if eqn is not None else kind
-        op = Op(kind, tuple(inputs), tuple(outputs), make_params(**params), step.place.source, printable(reason), label)
+    def add(self, kind: str, inputs: Sequence[int], step: Step, like: Any, dtype: str = "", **params: Param) -> int:
+        """Append an op of the table. Returns its result, which varies over the mesh axes of the abstract value ``like``.
+
+        ``dtype``: the result's, where the kind and the operands leave it open. Raises ``ValueError`` where the op is not defined.
+        """
+        op = self._op(kind, inputs, step, "", params)
+        operands = [self.values[v] for v in inputs]
+        dtype = result_dtype(op, operands) or dtype
+        out = self.value(_compat.aval_like(like, result_shape(op, [x.shape for x in operands]), dtype))
+        return self._append(op, [out], step)[0]
+
+    def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str) -> list[int]:
+        """Append an op that the table does not know. Returns its results, which are of ``avals``."""
+        return self._append(self._op("opaque", inputs, step, reason, {}), [self.value(aval) for aval in avals], step)
+
+    def _op(self, kind: str, inputs: Sequence[int], step: Step, reason: str, params: dict[str, Param]) -> Op:
+        eqns = step.place.eqns
+        label = printable(_compat.called(eqns[-1])) if eqns else kind
+        return Op(kind, tuple(inputs), (), make_params(**params), step.place.source, printable(reason), label)
+
+    def _append(self, op: Op, outputs: list[int], step: Step) -> list[int]:
+        op = Op(op.kind, op.inputs, tuple(outputs), op.params, op.source, op.reason, op.label)
+        verify_op(op, self.values)
         self.ops.append(op)
         self._makers.update(dict.fromkeys(outputs, op))
         self.steps.append(step)
@@ -164,13 +82,9 @@ class Builder:
     def cut(self, mark: int) -> None:
         """Take away the ops from number ``mark`` on. Their values stay, and are dropped in the end since nothing makes them."""
         del self.ops[mark:], self.steps[mark:]
-        self._checked = min(self._checked, mark)
 
     def check(self, results: Sequence[int], avals: Sequence[Any]) -> None:
-        """Raise ``ValueError`` unless the ops since the last check are valid and ``results`` are what ``avals`` say."""
-        for op in self.ops[self._checked :]:
-            verify_op(op, self.values)
-        self._checked = len(self.ops)
+        """Raise ``ValueError`` unless ``results`` are what ``avals`` say."""
         wanted = [Value(tuple(getattr(a, "shape", ())), dtype_name(a)) for a in avals]
         found = [self.values[v] for v in results]
         if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in wanted]:

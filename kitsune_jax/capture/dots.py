@@ -1,6 +1,6 @@
 """``dot_general`` in the op table's terms: a product that adds up, or an outer product, which is a multiplication.
 
-Comes in: a ``Translator`` at a ``dot_general``. Goes out: value ids of its result, or the reason why it stays opaque. Invariant:
+Comes in: an ``Equation``, a ``dot_general``. Goes out: value ids of its result, or the reason why it stays opaque. Invariant:
 the op ``dot_general`` contracts at least one pair of dimensions. Transposition writes the gradient of ``vdot(w, w)`` as a
 ``dot_general`` of a number and an array that contracts nothing: such a product has one term for each element of its result.
 """
@@ -10,28 +10,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax import lax
-
-from kitsune_jax.capture.translator import Translator
+from kitsune_jax.capture.equation import Equation
 from kitsune_jax.ops.spec import is_float
 
 _MOST_PRECISE = ("DEFAULT", "HIGH", "HIGHEST")
 
 
-def dot_general(t: Translator) -> list[int] | str:
+def dot_general(e: Equation) -> int | str:
     """One op that adds products up in ``accumulate``, or a multiplication where nothing is contracted."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = t.params["dimension_numbers"]
-    dtypes = [str(a.dtype) for a in (*t.in_avals, t.out)]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = e.params["dimension_numbers"]
+    dtypes = [str(a.dtype) for a in (*e.in_avals, e.out)]
     if "bool" in dtypes or len({is_float(d) for d in dtypes}) > 1:
         return f"dot_general: multiplies {dtypes[0]} by {dtypes[1]} into {dtypes[2]}"
-    precision = _precision(t.params["precision"], dtypes)
+    precision = _precision(e.params["precision"], dtypes)
     if precision == "":
-        return f"dot_general: asks for {t.params['precision']}"
+        return f"dot_general: asks for {e.params['precision']}"
     accumulate = dtypes[2] if not is_float(dtypes[2]) else "float64" if "float64" in dtypes else "float32"
     if not lhs_contract:
-        return [_outer(t, lhs_batch, rhs_batch, accumulate)]
-    return t.original(
+        return _outer(e, lhs_batch, rhs_batch, accumulate)
+    return e.op(
         "dot_general",
+        *e.ins,
         lhs_contract=lhs_contract,
         rhs_contract=rhs_contract,
         lhs_batch=lhs_batch,
@@ -41,25 +40,23 @@ def dot_general(t: Translator) -> list[int] | str:
     )
 
 
-def _outer(t: Translator, lhs_batch: Sequence[int], rhs_batch: Sequence[int], accumulate: str) -> int:
+def _outer(e: Equation, lhs_batch: Sequence[int], rhs_batch: Sequence[int], accumulate: str) -> int:
     """Each side spread over the dimensions of the result (batch, free of the left, free of the right), then multiplied.
 
     The product is rounded once: where the dtypes differ it is made in ``accumulate``, which holds it exactly or is what a product
     that adds up would round it to first.
     """
-    dtype, shape = str(t.out.dtype), tuple(t.out.shape)
-    same = all(t.builder.values[v].dtype == dtype for v in t.ins)
-    wide = dtype if same else accumulate
-    ranks = [len(t.shape_of(v)) for v in t.ins]
-    free_of_left = ranks[0] - len(lhs_batch)
+    dtype, shape = e.out_dtype, e.out_shape
+    wide = dtype if all(e.dtype_of(v) == dtype for v in e.ins) else accumulate
+    free_of_left = len(e.shape_of(e.ins[0])) - len(lhs_batch)
     sides = []
-    for v, batch, first_free in ((t.ins[0], lhs_batch, len(lhs_batch)), (t.ins[1], rhs_batch, len(lhs_batch) + free_of_left)):
-        rank = len(t.shape_of(v))
+    for v, batch, first_free in ((e.ins[0], lhs_batch, len(lhs_batch)), (e.ins[1], rhs_batch, len(lhs_batch) + free_of_left)):
+        rank = len(e.shape_of(v))
         order = (*batch, *(d for d in range(rank) if d not in batch))  # batch dimensions first, as in the result
         to = (*range(len(batch)), *range(first_free, first_free + rank - len(batch)))
-        x = t.transpose(t.convert(v, wide), order)
-        sides.append(x if t.shape_of(x) in ((), shape) else t.broadcast(x, shape, to))
-    return t.convert(t.binary("mul", sides[0], sides[1], lax.mul, wide, shape), dtype)
+        x = e.transpose(e.convert(v, wide), order)
+        sides.append(x if e.shape_of(x) in ((), shape) else e.broadcast(x, shape, to))
+    return e.convert(e.op("mul", *sides), dtype)
 
 
 def _precision(precision: Any, dtypes: Sequence[str]) -> str | None:

@@ -1,6 +1,6 @@
 """Gathers of one element per row, and their gradients, as ops that stream: a compare with the column's number, then a select.
 
-Comes in: a ``Translator`` at a ``gather`` or ``scatter-add``. Goes out: value ids of its result, or the reason why it stays
+Comes in: an ``Equation``, a ``gather`` or ``scatter-add``. Goes out: value ids of its result, or the reason why it stays
 opaque. Invariant: the values that JAX gives, for indices out of range as well. Each row has one index, so nothing is added up:
 a gather is the largest of what the index lets through, which is exact.
 
@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax import lax
 
 from kitsune_jax.capture.builder import Builder
-from kitsune_jax.capture.translator import Translator
+from kitsune_jax.capture.equation import Equation
 from kitsune_jax.graph import Scalar
-from kitsune_jax.ops.spec import INTEGERS, is_float, np_dtype
+from kitsune_jax.ops.spec import INTEGERS, is_float
 
 _INDEX_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "int64")
 _MODES = ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS")
@@ -64,28 +63,26 @@ class _Pick:
         return tuple(self.shape[d] for d in self.others)
 
 
-def gather(t: Translator) -> list[int] | str:
+def gather(e: Equation) -> int | str:
     """One element of each row."""
-    n = t.params["dimension_numbers"]
+    n = e.params["dimension_numbers"]
     numbers = _Numbers(
         n.offset_dims, n.collapsed_slice_dims, n.start_index_map, n.operand_batching_dims, n.start_indices_batching_dims
     )
-    p = _pick(t, numbers, tuple(t.out.shape))
+    p = _pick(e, numbers, e.out_shape)
     if isinstance(p, str):
         return p
-    x, known = t.ins[0], _known(t.builder, p.index)
+    x, known = e.ins[0], _known(e.builder, p.index)
     if isinstance(known, int) and 0 <= known < p.extent:
-        start = [known if d == p.along else 0 for d in range(len(p.shape))]
-        limit = [known + 1 if d == p.along else m for d, m in enumerate(p.shape)]
-        return [t.reshape(x if p.extent == 1 else t.slice(x, start, limit), t.out.shape)]
-    if not _is_computed(t.builder, x):
+        return e.reshape(e.part(x, p.along, known, 1), e.out_shape)
+    if not _is_computed(e.builder, x):
         return "gather: from an array in memory, of which it reads little"
-    return [t.reshape(_taken(t, p, _mode(t) == "FILL_OR_DROP"), t.out.shape)]
+    return e.reshape(_taken(e, p, _mode(e) == "FILL_OR_DROP"), e.out_shape)
 
 
-def scatter_add(t: Translator) -> list[int] | str:
+def scatter_add(e: Equation) -> int | str:
     """One element of each row added to: the gradient of ``gather``."""
-    n = t.params["dimension_numbers"]
+    n = e.params["dimension_numbers"]
     numbers = _Numbers(
         n.update_window_dims,
         n.inserted_window_dims,
@@ -93,39 +90,39 @@ def scatter_add(t: Translator) -> list[int] | str:
         n.operand_batching_dims,
         n.scatter_indices_batching_dims,
     )
-    x, _, updates = t.ins
-    p = "scatter-add: of booleans" if str(t.out.dtype) == "bool" else _pick(t, numbers, t.shape_of(updates))
+    x, _, updates = e.ins
+    p = "scatter-add: of booleans" if e.out_dtype == "bool" else _pick(e, numbers, e.shape_of(updates))
     if isinstance(p, str):
         return p
-    each = t.broadcast(t.reshape(updates, p.row_shape), p.shape, p.others)
-    total = t.derived("add", [x, each], t.out, lax.add)
-    if p.extent == 1 and _known(t.builder, p.index) == 0:
-        return [total]
-    hit = _hits(t, p, _clamped(t, p) if _mode(t) == "CLIP" else _flat(t, p))
-    return [t.derived("select_n", [hit, x, total], t.out, lax.select_n)]
+    each = e.broadcast(e.reshape(updates, p.row_shape), p.shape, p.others)
+    total = e.op("add", x, each)
+    if p.extent == 1 and _known(e.builder, p.index) == 0:
+        return total
+    hit = _hits(e, p, _clamped(e, p) if _mode(e) == "CLIP" else _flat(e, p))
+    return e.op("select_n", hit, x, total)
 
 
 # --- which index belongs to which row ---------------------------------------------------------------------------------------------
 
 
-def _pick(t: Translator, numbers: _Numbers, rows: tuple[int, ...]) -> _Pick | str:
+def _pick(e: Equation, numbers: _Numbers, rows: tuple[int, ...]) -> _Pick | str:
     """What is picked, or why it is not one element per row. ``rows``: the shape of the elements."""
-    x, index = t.shape_of(t.ins[0]), t.builder.values[t.ins[1]]
-    if _mode(t) not in _MODES:
-        return f"{t.name}: treats indices out of range by {_mode(t)}"
+    x, index = e.shape_of(e.ins[0]), e.builder.values[e.ins[1]]
+    if _mode(e) not in _MODES:
+        return f"{e.name}: treats indices out of range by {_mode(e)}"
     if index.dtype not in _INDEX_DTYPES:
-        return f"{t.name}: has indices of {index.dtype}"
+        return f"{e.name}: has indices of {index.dtype}"
     if 0 in (*x, *index.shape):
-        return f"{t.name}: of an array without elements"
+        return f"{e.name}: of an array without elements"
     in_window = [d for d in range(len(x)) if d not in (*numbers.dropped, *numbers.batching)]
     window = dict(zip(in_window, numbers.window, strict=True))
     batch = [k for k in range(len(rows)) if k not in numbers.window]
     paired = dict(zip(numbers.batching, numbers.index_batching, strict=True))
     chosen: list[tuple[int, int]] = []
-    for d, piece in zip(numbers.index_map, _components(t, len(numbers.index_map)), strict=False):
+    for d, piece in zip(numbers.index_map, _components(e, len(numbers.index_map)), strict=False):
         if window.get(d) is not None and rows[window[d]] != 1:
             continue  # a slice of several
-        counted = _counted(t.builder, piece) if len(numbers.index_map) > 1 else None
+        counted = _counted(e.builder, piece) if len(numbers.index_map) > 1 else None
         if counted is not None and counted < len(batch) and index.shape[counted] == x[d]:
             paired[d] = counted
         else:
@@ -135,24 +132,24 @@ def _pick(t: Translator, numbers: _Numbers, rows: tuple[int, ...]) -> _Pick | st
     along = chosen[0][0] if len(chosen) == 1 else -1
     covered = sorted((*paired, *whole, along)) == list(range(len(x)))
     if not covered or len({*paired.values()}) < len(paired) or any(m != 1 for m in left):
-        return f"{t.name}: not one index per row"
+        return f"{e.name}: not one index per row"
     if any(m != 1 for m in x[along + 1 :]):
-        return f"{t.name}: not along the last dimension"
+        return f"{e.name}: not along the last dimension"
     at = {**whole, **{d: batch[j] for d, j in paired.items()}}
     order = [at[d] for d in sorted(at) if x[d] != 1]
     if order != sorted(order):
-        return f"{t.name}: changes the order of dimensions"
+        return f"{e.name}: changes the order of dimensions"
     dims = tuple(d for d in sorted(paired) if x[d] != 1)
     return _Pick(x, along, chosen[0][1], dims)
 
 
-def _components(t: Translator, count: int) -> tuple[int, ...]:
+def _components(e: Equation, count: int) -> tuple[int, ...]:
     """The values that the last dimension of the index holds, one per indexed dimension; () where they cannot be told apart."""
-    index = t.ins[1]
+    index = e.ins[1]
     if count == 1:
         return (index,)
-    op = t.builder.maker(index)
-    last = len(t.shape_of(index)) - 1
+    op = e.builder.maker(index)
+    last = len(e.shape_of(index)) - 1
     if op is None or op.kind != "concatenate" or op["dimension"] != last or len(op.inputs) != count:
         return ()
     return op.inputs
@@ -208,71 +205,49 @@ def _is_computed(builder: Builder, v: int) -> bool:
 # --- the ops that stand for it ----------------------------------------------------------------------------------------------------
 
 
-def _taken(t: Translator, p: _Pick, fill: bool) -> int:
+def _taken(e: Equation, p: _Pick, fill: bool) -> int:
     """A value of shape ``p.row_shape``."""
-    dtype, axes = str(t.out.dtype), (p.along,)
-    index = t.convert(_flat(t, p), "int32") if fill else _clamped(t, p)  # JAX takes an index to fill by modulo 2**32, too
-    hit = _hits(t, p, index)
-    let_through = t.derived("select_n", [hit, _full(t, _least(dtype), dtype, p.shape), t.ins[0]], t.like(p.shape), lax.select_n)
-    row = t.like(p.row_shape)
-    found = t.derived("reduce_max", [let_through], row, lambda a: lax.reduce_max(a, axes), axes=axes)
+    dtype = e.out_dtype
+    index = e.convert(_flat(e, p), "int32") if fill else _clamped(e, p)  # JAX takes an index to fill by modulo 2**32, too
+    least = -np.inf if is_float(dtype) else int(np.iinfo(dtype).min) if dtype in INTEGERS else False
+    let_through = e.op("select_n", _hits(e, p, index), _full(e, least, p.shape), e.ins[0])
+    found = e.op("reduce_max", let_through, axes=(p.along,))
     if not fill:
         return found
-    inside = _inside(t, p, index)
+    inside = _inside(e, p, index)
     rows = [d - (d > p.along) for d in p.index_dims]
-    which = inside if t.shape_of(inside) == p.row_shape else t.broadcast(inside, p.row_shape, rows)
-    return t.derived("select_n", [which, _full(t, _filling(t), dtype, p.row_shape), found], row, lax.select_n)
+    which = inside if e.shape_of(inside) == p.row_shape else e.broadcast(inside, p.row_shape, rows)
+    return e.op("select_n", which, _full(e, e.params["fill_value"], p.row_shape), found)
 
 
-def _hits(t: Translator, p: _Pick, index: int) -> int:
+def _hits(e: Equation, p: _Pick, index: int) -> int:
     """Where the column's number is the row's index: bool of shape ``p.shape``."""
-    dtype = "int64" if t.builder.values[index].dtype == "int64" else "int32"
-    wide = t.broadcast(t.convert(index, dtype), p.shape, p.index_dims)
-    counts, shape, along = t.like(p.shape, dtype), p.shape, p.along
-    column = t.derived("iota", [], counts, lambda: lax.broadcasted_iota(dtype, shape, along), shape=shape, dimension=along)
-    return t.derived("eq", [column, wide], t.like(p.shape, "bool"), lax.eq)
+    dtype = "int64" if e.dtype_of(index) == "int64" else "int32"
+    wide = e.broadcast(e.convert(index, dtype), p.shape, p.index_dims)
+    return e.op("eq", e.op("iota", dtype=dtype, shape=p.shape, dimension=p.along), wide)
 
 
-def _flat(t: Translator, p: _Pick) -> int:
+def _flat(e: Equation, p: _Pick) -> int:
     """The index without dimensions of extent 1."""
-    return t.reshape(p.index, [p.shape[d] for d in p.index_dims])
+    return e.reshape(p.index, [p.shape[d] for d in p.index_dims])
 
 
-def _inside(t: Translator, p: _Pick, index: int) -> int:
-    dtype, truth = t.builder.values[index].dtype, t.like(t.shape_of(index), "bool")
-    first, last = t.builder.literal(0, dtype), t.builder.literal(p.extent - 1, dtype)
-    low = t.derived("ge", [index, first], truth, lambda i, n: lax.ge(i, lax.full_like(i, n)))
-    high = t.derived("le", [index, last], truth, lambda i, n: lax.le(i, lax.full_like(i, n)))
-    return t.derived("and", [low, high], truth, lax.bitwise_and)
+def _inside(e: Equation, p: _Pick, index: int) -> int:
+    first, last = (e.builder.literal(n, e.dtype_of(index)) for n in (0, p.extent - 1))
+    return e.op("and", e.op("ge", index, first), e.op("le", index, last))
 
 
-def _clamped(t: Translator, p: _Pick) -> int:
-    index = _flat(t, p)
-    dtype = t.builder.values[index].dtype
+def _clamped(e: Equation, p: _Pick) -> int:
+    index = _flat(e, p)
+    dtype = e.dtype_of(index)
     most = min(p.extent - 1, int(np.iinfo(dtype).max))
-    bounds = [t.builder.literal(n, dtype) for n in (0, most)]
-    like = t.like(t.shape_of(index), dtype)
-    return t.derived("clamp", [bounds[0], index, bounds[1]], like, lambda *a: lax.clamp(*(_cast(x, dtype) for x in a)))
+    return e.op("clamp", e.builder.literal(0, dtype), index, e.builder.literal(most, dtype))
 
 
-def _cast(x: Any, dtype: str) -> Any:
-    return lax.convert_element_type(x, dtype)
+def _full(e: Equation, scalar: Any, shape: Sequence[int]) -> int:
+    """``scalar``, rounded to the result's dtype, everywhere."""
+    return e.broadcast(e.constant(scalar), shape, ())
 
 
-def _full(t: Translator, scalar: Scalar, dtype: str, shape: Sequence[int]) -> int:
-    return t.broadcast(t.builder.literal(scalar, dtype), shape, ())
-
-
-def _least(dtype: str) -> Scalar:
-    return -np.inf if is_float(dtype) else int(np.iinfo(dtype).min) if dtype in INTEGERS else False
-
-
-def _filling(t: Translator) -> Scalar:
-    """What ``mode="fill"`` gives for an index out of range, rounded to the result's dtype."""
-    dtype = str(t.out.dtype)
-    rounded = np.asarray(t.params["fill_value"]).astype(np_dtype(dtype))
-    return float(rounded) if is_float(dtype) else bool(rounded) if dtype == "bool" else int(rounded)
-
-
-def _mode(t: Translator) -> str:
-    return str(getattr(t.params["mode"], "name", t.params["mode"]))
+def _mode(e: Equation) -> str:
+    return str(getattr(e.params["mode"], "name", e.params["mode"]))

@@ -1,6 +1,6 @@
 """Walking a jaxpr: calls are inlined, every other equation becomes ops of the table or one opaque op.
 
-Comes in: a closed jaxpr without constants. Goes out: ``Captured``. Invariants: running the steps in order gives what the jaxpr
+Comes in: a closed jaxpr without constants. Goes out: ``Captured``. Invariants: running the ops in order gives what the jaxpr
 gives; ops with effects keep their order; recomputation that ``jax.checkpoint`` asks for stays behind an ``optimization_barrier``.
 """
 
@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.builder import Builder, Captured, Place, Step, dtype_name, scalar_of
-from kitsune_jax.capture.canonical import canonicalise
+from kitsune_jax.capture.builder import Builder, dtype_name, scalar_of
+from kitsune_jax.capture.captured import Captured, Place, Step
+from kitsune_jax.capture.equation import bind_in_place
 from kitsune_jax.capture.rewrites import PARTS, REWRITES, rewritten
-from kitsune_jax.capture.translator import bind_in_place
+from kitsune_jax.capture.translate import translate
 from kitsune_jax.fallbacks import Failure
 
-__all__ = ["Captured", "Step", "capture"]
+__all__ = ["Captured", "capture"]
 
 Rewrite = Callable[[Any], Any]
 
@@ -48,12 +49,12 @@ _LOOPS = {
 
 
 def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = False) -> Captured:
-    """The Graph of ``closed_jaxpr``, and a step per op that evaluates it with JAX.
+    """The Graph of ``closed_jaxpr``, and what JAX needs to evaluate its ops as they stood (``Captured.run``).
 
     Args:
       closed_jaxpr: a closed jaxpr whose constants have been hoisted into arguments.
       rewrite: applied to the (closed) bodies of ``scan``, ``while`` and ``cond`` equations; it returns a jaxpr of the same type,
-        which takes the body's place when the step runs. Bodies that hold constants are left alone.
+        which takes the body's place when the op runs. Bodies that hold constants are left alone.
       parts: make weight gradients of concatenations part by part. (What is computed of such a gradient is then not computed of the
         result of a single op, so a target whose calls update parameters is better off without.)
 
@@ -109,7 +110,7 @@ class _Walk:
         if scalar is not None and scalar[1] == str(getattr(aval, "dtype", "")):
             return self.builder.literal(*scalar)
         step = Step(place, lambda: [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)])
-        return self.builder.add("opaque", (), [aval], step, reason="a constant array")[0]
+        return self.builder.opaque((), [aval], step, "a constant array")[0]
 
     def _equation(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
         """Value ids of the equation's results, which are those of one opaque op where a rule fails."""
@@ -141,7 +142,7 @@ class _Walk:
         expansion = _compat.expansion(eqn)
         if expansion is not None:
             return self.jaxpr(*_compat.open_parts(expansion), ins, place)
-        outs = canonicalise(self.builder, eqn, ins, place)
+        outs = translate(self.builder, eqn, ins, place)
         return self._opaque(eqn, ins, place, outs) if isinstance(outs, str) else outs
 
     def _call(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
@@ -164,13 +165,13 @@ class _Walk:
                 return jax.lax.optimization_barrier(arrays)
 
         reason = "a barrier that keeps a recomputation from being merged with what it recomputes"
-        outs = iter(self.builder.add("opaque", behind, avals, Step(place, evaluate), reason=reason))
+        outs = iter(self.builder.opaque(behind, avals, Step(place, evaluate), reason))
         return [next(outs) if m else v for v, m in zip(ins, marked, strict=True)]
 
     def _opaque(self, eqn: Any, ins: list[int], place: Place, reason: str) -> list[int]:
         params = self._rewritten(eqn, place)
         step = Step(place, functools.partial(bind_in_place, eqn, place, params), bool(_effects(eqn)))
-        return self.builder.add("opaque", ins, [v.aval for v in eqn.outvars], step, reason=reason)
+        return self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason)
 
     def _rewritten(self, eqn: Any, place: Place) -> dict[str, Any] | None:
         """Parameters with rewritten bodies, or ``None`` where nothing changes. A body that cannot be rewritten stays as it is."""

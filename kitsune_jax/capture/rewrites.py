@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kitsune_jax.capture.builder import Captured, pruned
-from kitsune_jax.capture.parts import split_gradients
-from kitsune_jax.capture.relu import masks_of_results
-from kitsune_jax.capture.slices import fold_slices
-from kitsune_jax.capture.transposes import fold_transposes
-from kitsune_jax.capture.verify import verify_op
+from kitsune_jax.capture.captured import Captured, pruned
+from kitsune_jax.capture.divided_gradients import split_gradients
+from kitsune_jax.capture.relu_masks import masks_of_results
+from kitsune_jax.capture.sliced_products import fold_slices
+from kitsune_jax.capture.transposed_gradients import fold_transposes
 from kitsune_jax.fallbacks import Failure
+from kitsune_jax.ops.verify import verify_op
 
 Rewriting = Callable[[Captured], Captured]
 

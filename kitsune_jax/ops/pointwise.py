@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jax import lax
 from scipy import special
 
-from kitsune_jax.graph import Op
+from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops import numeric
 from kitsune_jax.ops import special as ops_special
 from kitsune_jax.ops.relations import DimRelation
@@ -27,6 +28,7 @@ from kitsune_jax.ops.spec import (
     UNIT,
     Array,
     CudaCode,
+    JaxRule,
     NumpyRule,
     OpSpec,
     Params,
@@ -143,6 +145,21 @@ def _same_width(dtype: str) -> list[Params]:
     return [{"new_dtype": to} for to in NUMBERS if to != dtype and np_dtype(to).itemsize == np_dtype(dtype).itemsize]
 
 
+def _lax(function: Function, **options: Callable[[Params, Value], Any]) -> JaxRule:
+    """Evaluation by a function of ``jax.lax`` that has another name, or options as well: ``option=lambda params, out: value``."""
+
+    def rule(params: Params, /, *arrays: Any, out: Value) -> Any:
+        return function(*arrays, **{name: of(params, out) for name, of in options.items()})
+
+    return rule
+
+
+def _copy_by_jax(params: Params, /, x: Any, *, out: Value) -> Any:
+    """Where XLA is told to keep the precision that ``x`` has, it may not compute ``x`` in more (``reduce_precision``)."""
+    return lax.reduce_precision(x, **params) if params else x
+
+
+_METHODS = {"even": lax.RoundingMethod.TO_NEAREST_EVEN, "away": lax.RoundingMethod.AWAY_FROM_ZERO}
 _ABOVE_POLE = (0.1, INFINITY)
 _SERIES: dict[str, Any] = {"measured": False, "domain": (_ABOVE_POLE,)}
 
@@ -155,9 +172,11 @@ _UNARY = (
     _unary("ceil", _exact(np.ceil), 1, "least integer >= x", cuda="ceilf({0})"),
     _unary("round", _with_params(_round, "method"), 2, "nearest integer; method: away or even", cuda="round_{method}({0})",
            cpu="round_{method}", opcodes=("round_away", "round_even"),
-           samples=lambda dtype: [{"method": "even"}, {"method": "away"}]),
+           samples=lambda dtype: [{"method": "even"}, {"method": "away"}],
+           jax=_lax(lax.round, rounding_method=lambda params, _: _METHODS[params["method"]])),
     _unary("is_finite", _exact(np.isfinite), 1, "neither infinite nor NaN", cuda="finite({0})", gives="bool"),
-    _unary("not", _exact(np.invert), 1, "complement; of bool negation", BITS, {"any": "(~{0})", "bool": "(!{0})"}),
+    _unary("not", _exact(np.invert), 1, "complement; of bool negation", BITS, {"any": "(~{0})", "bool": "(!{0})"},
+           jax=_lax(lax.bitwise_not)),
     _unary("population_count", _exact(numeric.population_count), 4, "number of ones", INTEGERS,
            "static_cast<{T}>(popc(static_cast<u32>({0})))", cpu="popcnt"),
     _unary("clz", _exact(numeric.count_leading_zeros), 4, "leading zeros", INTEGERS,
@@ -194,8 +213,8 @@ _UNARY = (
     _unary("erf", _double(special.erf), 16, "error function", cuda="erff({0})", special=True),
     _unary("erfc", _double(special.erfc), 24, "1 - erf(x)", cuda="erfcf({0})", special=True, like=("erf", 2.0), domain=((-3, 3),),
            ulps={"cuda": 6}, absolute=3e-6),
-    _unary("erf_inv", _double(ops_special.erf_inv), 30, "inverse error function", cuda="erfinvf({0})", measured=False, domain=(UNIT,),
-           ulps={"xla": 60, "cuda": 8}),
+    _unary("erf_inv", _double(ops_special.erf_inv), 30, "inverse error function", cuda="erfinvf({0})", measured=False,
+           domain=(UNIT,), ulps={"xla": 60, "cuda": 8}),
     _unary("lgamma", _double(ops_special.lgamma), 40, "log |Gamma(x)|", cuda="lgammaf({0})", **_SERIES, ulps={"cuda": 8},
            absolute=3e-5, relative=1e-5),
     _unary("digamma", _double(ops_special.digamma), 60, "derivative of lgamma", **_SERIES, absolute=3e-6, relative=1e-5),
@@ -204,15 +223,18 @@ _UNARY = (
     _unary("integer_pow", _with_params(lambda x, y: numeric.integer_pow(widen(x), y), "y"), 3, "x**y for a fixed integer y",
            NUMBERS, {"float": _integer_power(lambda y: abs(y) <= 64), "i32": _integer_power(lambda y: 0 <= y <= 64)},
            takes=("y",), immediates=("y",), exact=False, ulps={"xla": 8, "cuda": 8},
-           samples=lambda dtype: [{"y": y} for y in ((-2, 0, 1, 2, 3, 7) if is_float(dtype) else (0, 1, 2, 3, 7))]),
+           samples=lambda dtype: [{"y": y} for y in ((-2, 0, 1, 2, 3, 7) if is_float(dtype) else (0, 1, 2, 3, 7))],
+           jax=_lax(lax.integer_pow, y=lambda params, _: params["y"])),
     _unary("reduce_precision", _with_params(numeric.reduce_precision, "exponent_bits", "mantissa_bits"), 4,
            "rounded to exponent_bits and mantissa_bits",
            opcodes=("reduce_precision", "to_float16"), immediates=("exponent_bits", "mantissa_bits"), widens=_keeps_exponent,
-           samples=lambda dtype: [{"exponent_bits": e, "mantissa_bits": m} for e, m in ((5, 4), (8, 7), (8, 3), (3, 2), (11, 30))]),
+           samples=lambda dtype: [{"exponent_bits": e, "mantissa_bits": m} for e, m in ((5, 4), (8, 7), (8, 3), (3, 2), (11, 30))],
+           jax=lambda params, x, out: lax.reduce_precision(x, **params)),
     _unary("bitcast_convert_type", numeric.bitcast, 1, "the same bits as new_dtype, of the same width", NUMBERS,
-           "from_word<{R}>(to_word({0}))", cpu="bitcast", gives="any", takes=("new_dtype",), widens=_never,
-           measured=False, samples=_same_width),
-    _unary("copy", _in_own_dtype(lambda x: x), 0, "x itself", DTYPES, "({0})", cpu=None, names=("pvary",)),
+           "from_word<{R}>(to_word({0}))", cpu="bitcast", gives="any", takes=("new_dtype",), widens=_never, measured=False,
+           samples=_same_width, jax=_lax(lax.bitcast_convert_type, new_dtype=lambda params, _: np_dtype(params["new_dtype"]))),
+    _unary("copy", _in_own_dtype(lambda x: x), 0, "x itself", DTYPES, "({0})", cpu=None, names=("pvary",),
+           jax=_copy_by_jax),
 )  # fmt: skip
 
 _BINARY = (
@@ -230,9 +252,12 @@ _BINARY = (
     _binary("atan2", _double(np.arctan2), 20, "angle of (y, x)", cuda="atan2f({0}, {1})"),
     _binary("nextafter", _in_own_dtype(numeric.next_after), 6, "neighbour of x towards y", cuda="nextafterf({0}, {1})", exact=True,
             widens=_never),
-    _binary("and", _exact(np.bitwise_and), 1, "bitwise and", BITS, {"any": "({0} & {1})", "bool": "({0} && {1})"}),
-    _binary("or", _exact(np.bitwise_or), 1, "bitwise or", BITS, {"any": "({0} | {1})", "bool": "({0} || {1})"}),
-    _binary("xor", _exact(np.bitwise_xor), 1, "bitwise exclusive or", BITS, {"any": "({0} ^ {1})", "bool": "({0} != {1})"}),
+    _binary("and", _exact(np.bitwise_and), 1, "bitwise and", BITS, {"any": "({0} & {1})", "bool": "({0} && {1})"},
+           jax=_lax(lax.bitwise_and)),
+    _binary("or", _exact(np.bitwise_or), 1, "bitwise or", BITS, {"any": "({0} | {1})", "bool": "({0} || {1})"},
+           jax=_lax(lax.bitwise_or)),
+    _binary("xor", _exact(np.bitwise_xor), 1, "bitwise exclusive or", BITS, {"any": "({0} ^ {1})", "bool": "({0} != {1})"},
+           jax=_lax(lax.bitwise_xor)),
     _binary("shift_left", _exact(numeric.shift_left), 2, "0 for amounts beyond the bits", INTEGERS, _shift("shift_left")),
     _binary("shift_right_logical", _exact(numeric.shift_right_logical), 2, "zeros from the left", INTEGERS, _shift("shift_right")),
     _binary("shift_right_arithmetic", _exact(numeric.shift_right_arithmetic), 2, "the sign from the left", INTEGERS,
@@ -244,10 +269,12 @@ _BINARY = (
     _compare("le", _exact(np.less_equal), 1, "x <= y", DTYPES, "({0} <= {1})", folded=True),
     _compare("gt", _exact(np.greater), 1, "x > y", DTYPES, "({0} > {1})", folded=True),
     _compare("ge", _exact(np.greater_equal), 1, "x >= y", DTYPES, "({0} >= {1})", folded=True),
-    _compare_in_order("eq_to", _total(np.equal), 2, "equal in IEEE 754's total order", DTYPES, "(total_order({0}) == total_order({1}))"),
-    _compare_in_order("lt_to", _total(np.less), 2, "before in IEEE 754's total order", DTYPES, "(total_order({0}) < total_order({1}))"),
+    _compare_in_order("eq_to", _total(np.equal), 2, "equal in IEEE 754's total order", DTYPES,
+                      "(total_order({0}) == total_order({1}))", jax=_lax(lax.eq_to_p.bind)),
+    _compare_in_order("lt_to", _total(np.less), 2, "before in IEEE 754's total order", DTYPES,
+                      "(total_order({0}) < total_order({1}))", jax=_lax(lax.lt_to_p.bind)),
     _compare_in_order("le_to", _total(np.less_equal), 2, "not after in IEEE 754's total order", DTYPES,
-             "(total_order({0}) <= total_order({1}))"),
+                      "(total_order({0}) <= total_order({1}))", jax=_lax(lax.le_to_p.bind)),
     _binary("igamma", _double(ops_special.igamma), 200, "regularised lower incomplete gamma P(x, y)", **_SERIES, absolute=3e-6),
     _binary("igammac", _double(ops_special.igammac), 200, "regularised upper incomplete gamma Q(x, y)", **_SERIES, absolute=3e-6),
     _binary("zeta", _double(ops_special.zeta), 200, "Hurwitz zeta function", measured=False, domain=((0.2, 6),), relative=1e-4),
@@ -261,7 +288,7 @@ _TERNARY = (
     _ternary("clamp", _exact(lambda low, x, high: np.minimum(np.maximum(low, x), high)), 2,
              "(low, x, high): min(max(low, x), high)", DTYPES, "clamp({0}, {1}, {2})"),
     _ternary("regularized_incomplete_beta", _double(ops_special.regularized_incomplete_beta), 200, "I_x(a, b) of (a, b, x)",
-             measured=False, domain=(POSITIVE, POSITIVE, (0, 0.99)), absolute=1e-5, relative=2e-3),
+             measured=False, domain=(POSITIVE, POSITIVE, (0, 0.99)), absolute=1e-5, relative=2e-3, jax=_lax(lax.betainc)),
 )  # fmt: skip
 
 _CONVERT = OpSpec(
@@ -276,6 +303,7 @@ _CONVERT = OpSpec(
     exact=True,
     folded=True,
     samples=lambda dtype: [{"new_dtype": to} for to in DTYPES],
+    jax=_lax(lax.convert_element_type, new_dtype=lambda params, _: np_dtype(params["new_dtype"])),
 )
 
 POINTWISE: dict[str, OpSpec] = {spec.kind: spec for spec in (*_UNARY, *_BINARY, *_TERNARY, _CONVERT)}

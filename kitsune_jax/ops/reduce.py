@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jax import lax
 
-from kitsune_jax.graph import Op, make_params
+from kitsune_jax.graph import Op, Value, make_params
 from kitsune_jax.ops.local import Dims, LocalOp, one_axis
 from kitsune_jax.ops.relations import DimRelation
 from kitsune_jax.ops.spec import (
@@ -82,6 +83,19 @@ def _dot_general(params: Params, /, lhs: Array, rhs: Array, *, out_dtype: str) -
     with np.errstate(all="ignore"):
         out = np.matmul(x, y.swapaxes(1, 2)) if depth else np.zeros((x.shape[0], x.shape[1], y.shape[1]), dtype)
     return round_to(out.reshape((*batch, *free_x, *free_y)), out_dtype)
+
+
+def _dot_by_jax(params: Params, /, lhs: Any, rhs: Any, *, out: Value) -> Any:
+    """``dot_general`` as it is bound: ``lax.dot_general`` would put the precision that is the default now for one not asked for."""
+    precision = None if params["precision"] is None else (lax.Precision[params["precision"]],) * 2
+    return lax.dot_general_p.bind(
+        lhs,
+        rhs,
+        dimension_numbers=((params["lhs_contract"], params["rhs_contract"]), (params["lhs_batch"], params["rhs_batch"])),
+        precision=precision,
+        preferred_element_type=np_dtype(out.dtype),
+        out_sharding=None,
+    )
 
 
 def _matrix(x: Array, batch: tuple[int, ...], contract: tuple[int, ...]) -> tuple[Array, tuple[int, ...], tuple[int, ...], int]:
@@ -198,18 +212,24 @@ def _reduce(
 ) -> OpSpec:
     rule = _reduction(ufunc, identity, wide)
     doc = f"{fold} over axes"
-    return OpSpec(f"reduce_{fold}", "reduce", 1, rule, _relate_reduction, 1, doc, dtypes, fold=fold, local=_local_reduce)
+    by_jax = getattr(lax, f"reduce_{fold}")
+    return OpSpec(f"reduce_{fold}", "reduce", 1, rule, _relate_reduction, 1, doc, dtypes, fold=fold, local=_local_reduce,
+                  jax=lambda p, x, out: by_jax(x, p["axes"]))  # fmt: skip
 
 
 def _arg(fold: str, function: Callable[..., Any]) -> OpSpec:
     doc = "along axis; NaN wins, ties take the first"
-    return OpSpec(fold, "argreduce", 1, _arg_reduction(function), _relate_arg, 2, doc, gives="any", fold=fold, local=one_axis)
+    by_jax = getattr(lax, fold)
+    return OpSpec(fold, "argreduce", 1, _arg_reduction(function), _relate_arg, 2, doc, gives="any", fold=fold, local=one_axis,
+                  jax=lambda p, x, out: by_jax(x, p["axis"], np_dtype(out.dtype)))  # fmt: skip
 
 
 def _running(fold: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...] = DTYPES, wide: bool = False) -> OpSpec:
     rule = _cumulative(ufunc, wide)
     doc = f"running {fold} along axis"
-    return OpSpec(f"cum{fold}", "cumulative", 1, rule, _relate_cumulative, flops, doc, dtypes, fold=fold, local=one_axis)
+    by_jax = getattr(lax, f"cum{fold}")
+    return OpSpec(f"cum{fold}", "cumulative", 1, rule, _relate_cumulative, flops, doc, dtypes, fold=fold, local=one_axis,
+                  takes=("axis", "reverse"), jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
 
 
 # Micro-kernels know a way to fold by its place among these (``Reduction`` and ``Cumulative`` in cpu/include/kitsune_cpu).
@@ -243,6 +263,7 @@ REDUCTIONS: dict[str, OpSpec] = {
             mixes=True,
             fold="sum",
             local=_local_dot,
+            jax=_dot_by_jax,
         ),
     )
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jax import lax
 
 from kitsune_jax.graph import Op, Param, make_params
 from kitsune_jax.ops.local import ROWS, Dims, LocalOp
@@ -260,18 +261,26 @@ SHAPES: dict[str, OpSpec] = {
     spec.kind: spec
     for spec in (
         OpSpec("broadcast_in_dim", "broadcast", 1, _broadcast_in_dim, _relate_broadcast, local=_local_broadcast,
-               doc="input dimension i becomes dims[i] of shape"),
+               doc="input dimension i becomes dims[i] of shape",
+               jax=lambda p, x, out: lax.broadcast_in_dim(x, p["shape"], p["dims"])),
         OpSpec("reshape", "reshape", 1, _reshape, relate_reshape, local=_local_reshape,
-               doc="the same elements in row-major order as new_sizes"),
+               doc="the same elements in row-major order as new_sizes",
+               jax=lambda p, x, out: lax.reshape(x, p["new_sizes"])),
         OpSpec("transpose", "transpose", 1, _transpose, _relate_transpose, local=_local_transpose,
-               doc="result dimension i is permutation[i]"),
-        OpSpec("rev", "rev", 1, _rev, _relate_rev, local=_local_rev, doc="reversed along dimensions"),
-        OpSpec("slice", "slice", 1, _slice, _relate_slice, local=_local_slice, doc="start, limit, strides (None: all 1)"),
+               doc="result dimension i is permutation[i]",
+               jax=lambda p, x, out: lax.transpose(x, p["permutation"])),
+        OpSpec("rev", "rev", 1, _rev, _relate_rev, local=_local_rev, doc="reversed along dimensions",
+               jax=lambda p, x, out: lax.rev(x, p["dimensions"])),
+        OpSpec("slice", "slice", 1, _slice, _relate_slice, local=_local_slice, doc="start, limit, strides (None: all 1)",
+               jax=lambda p, x, out: lax.slice(x, p["start"], p["limit"], p["strides"])),
         OpSpec("pad", "pad", 2, _pad, _relate_pad, local=_local_pad,
-               doc="(x, fill): low, high (either may be negative) and interior padding"),
+               doc="(x, fill): low, high (either may be negative) and interior padding",
+               jax=lambda p, x, fill, out: lax.pad(x, fill, list(zip(p["low"], p["high"], p["interior"], strict=True)))),
         OpSpec("concatenate", "concatenate", None, _concatenate, _relate_concatenate, local=_local_concatenate,
-               doc="one after the other along dimension"),
+               doc="one after the other along dimension",
+               jax=lambda p, *xs, out: lax.concatenate(xs, p["dimension"])),
         OpSpec("iota", "iota", 0, _iota, _relate_iota, flops=1, local=_local_iota, gives="any",
-               doc="the index along dimension of shape"),
+               doc="the index along dimension of shape",
+               jax=lambda p, out: lax.broadcasted_iota(np_dtype(out.dtype), p["shape"], p["dimension"])),
     )
 }  # fmt: skip

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
+from jax import lax
 
-from kitsune_jax.graph import Op
+from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops.local import Dims, LocalOp, unchanged
 from kitsune_jax.ops.relations import DimRelation
 
@@ -36,6 +37,8 @@ POSITIVE, UNIT = (0.0, INFINITY), (-0.99, 0.99)  # domains
 
 # The op's semantics: ``rule(params, *arrays, out_dtype=...)``, where ``params`` maps names to values; returns the result.
 NumpyRule = Callable[..., Array]
+# Its evaluation by JAX: ``rule(params, *arrays, out=...)``, where ``out`` is the ``graph.Value`` to make; returns the result.
+JaxRule = Callable[..., Any]
 # C++ over ``{0} {1} {2}`` (the operands), ``{T}`` (the C++ type of the first operand), ``{R}`` (that of the result) and the op's
 # parameters by name; or a function of the parameters that gives it, or None where there is no code for them.
 CudaCode = str | Callable[[Params], "str | None"]
@@ -67,6 +70,7 @@ class OpSpec:
       * ``fold``: how a reduction, a cumulative op or a product combines elements (``"sum"``, ``"max"`` ...). Over the stream a
         reduction or a product becomes a sink that folds in the same way (``sink``).
       * ``local``: its row-local form.
+      * ``jax``: how JAX evaluates it; None if ``jax.lax`` has a function of its name that takes the operands and nothing else.
 
     Where it comes from:
       * ``names``: JAX primitives it stands for, beside the one of its own name. ``takes``: the primitive's parameters that it takes
@@ -110,6 +114,7 @@ class OpSpec:
     mixes: bool = False
     fold: str = ""
     local: Callable[[Op, list[Dims], Dims], LocalOp] = unchanged
+    jax: JaxRule | None = None
     names: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     folded: bool = False
@@ -128,6 +133,13 @@ class OpSpec:
     ulps: Mapping[str, float] = dataclasses.field(default_factory=dict)
     absolute: float = 0.0
     relative: float = 0.0
+
+    def evaluate(self, params: Params, /, *arrays: Any, out: Value) -> Any:
+        """The result by JAX, on arrays or tracers; a literal operand may be a NumPy array of rank 0.
+
+        The operands' shapes and dtypes are those that the op is defined for; ``out`` is the result's.
+        """
+        return getattr(lax, self.kind)(*arrays) if self.jax is None else self.jax(params, *arrays, out=out)
 
     @property
     def sink(self) -> str:

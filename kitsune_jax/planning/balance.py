@@ -16,9 +16,7 @@ import dataclasses
 import heapq
 from collections.abc import Sequence
 
-
-class Infeasible(ValueError):
-    """No plan for this region on this machine. The message is the reason, for the report."""
+from kitsune_jax.planning.plan import Infeasible
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

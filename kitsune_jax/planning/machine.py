@@ -1,6 +1,6 @@
 """What a machine model is: the numbers that the planner knows about a device.
 
-Comes in: nothing. Goes out: ``Machine``, of which ``machines.py`` makes those of CPUs and ``gpu_machines.py`` those of GPUs.
+Comes in: nothing. Goes out: ``Machine``, of which each target makes its own.
 
 Units: bytes, seconds, bytes per second, and operations per second (a fused multiply-add counts two; on a GPU ``simt_rates`` are
 instructions of one lane). Rates are per worker: a worker is a core on a CPU and a streaming multiprocessor (one resident CTA) on a
@@ -15,6 +15,15 @@ from kitsune_jax.profile.model import Profile
 
 KIB, MIB = 1024, 1024 * 1024
 Rates = tuple[tuple[str, float], ...]
+
+
+def size_text(n: float) -> str:
+    """``n`` bytes, for a reader.
+
+    >>> size_text(227 * KIB), size_text(1.5 * MIB)
+    ('227 KiB', '1.5 MiB')
+    """
+    return f"{n / MIB:.1f} MiB" if n >= MIB else f"{n / KIB:.0f} KiB"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +60,6 @@ class Machine:
     library_rates: Rates
     library_simt: float  # fraction of ``simt_rates`` that XLA's fused loops reach
     pipeline_simt: float  # fraction of ``simt_rates`` that a stage's pointwise code reaches
-    pass_operations: float  # what one more pointwise op costs a stage for each element, beside its arithmetic
     strided_seconds: float  # one element of a border array whose rows do not lie together, on one worker
     vertical_efficiency: Rates
     spatial_efficiency: Rates

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 
+class Infeasible(ValueError):
+    """No plan for this region on this machine. The message is the reason, for the report."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
     """Ops (graph op indices, topological) that one group of workers runs on a tile. ``resource``: "tensor" or "simt".

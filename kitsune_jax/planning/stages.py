@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from kitsune_jax.planning.cost import RegionCost
-from kitsune_jax.planning.gpu_gradient import panel_sums
 
 # Rows at which the weight of ops is compared while stages are formed; the ratios hardly depend on it.
 _TYPICAL_ROWS = 64
@@ -57,8 +56,11 @@ class Link:
         return DOUBLE_BUFFER if self.bypassed == 1 else self.bypassed + DOUBLE_BUFFER
 
 
-def finest(cost: RegionCost) -> tuple[Draft, ...]:
-    """One stage per matmul and per piece of vector work too heavy for a matmul's epilogue; neighbours take in the rest."""
+def finest(cost: RegionCost, together: Mapping[int, int]) -> tuple[Draft, ...]:
+    """One stage per matmul and per piece of vector work too heavy for a matmul's epilogue; neighbours take in the rest.
+
+    ``together``: op -> the op in whose stage it has to be.
+    """
     former = _Former(cost)
     home: dict[int, float] = {}
     for i in cost.region.ops:
@@ -66,8 +68,7 @@ def finest(cost: RegionCost) -> tuple[Draft, ...]:
             stage = former.place(i, home)
             if stage is not None:
                 home[i] = stage
-    if cost.machine.platform == "cuda":
-        home.update({i: home[gradient] for i, gradient in _panel_sums(cost).items()})
+    home.update({i: home[other] for i, other in together.items()})
     _pull_prologues(cost, former, home)
     _push_widening(cost, home)
     members: dict[float, set[int]] = {}
@@ -76,16 +77,6 @@ def finest(cost: RegionCost) -> tuple[Draft, ...]:
     order = sorted(members, key=lambda s: (former.phases[s], s))
     drafts = [Draft(tuple(sorted(members[s])), former.phases[s]) for s in order]
     return with_makers(cost, drafts)
-
-
-def _panel_sums(cost: RegionCost) -> dict[int, int]:
-    """Sums over the rows of an operand of a weight gradient -> the gradient, in whose stage the operand lies in shared memory."""
-    found: dict[int, int] = {}
-    for gradient in cost.region.ops:
-        if gradient in cost.sinks and cost.work(gradient).dot is not None:
-            for i in panel_sums(cost, (gradient, *(c for v in cost.graph.ops[gradient].inputs for c in cost.readers.get(v, ())))):
-                found.setdefault(i, gradient)
-    return found
 
 
 class _Former:

@@ -14,6 +14,7 @@ import numpy as np
 from kitsune_jax.profile.kernels import TILE
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import emit
+from kitsune_jax.targets.cpu.words import encode
 
 _F32 = bc.DTYPE_CODE["float32"]
 
@@ -31,7 +32,7 @@ def layers(rows: int, width: int, depth: int) -> np.ndarray:
         return bc.Operand(bc.Ref(bc.SCRATCH, 0, k % 2 * tile * width, _F32), width, (0,))
 
     products = tuple(bc.Matmul(operand(k), 1, 1, k, -1, 0, operand(k + 1)) for k in range(depth))
-    return bc.encode(
+    return encode(
         bc.Program(
             name="profile",
             axes=(rows,),
@@ -42,7 +43,7 @@ def layers(rows: int, width: int, depth: int) -> np.ndarray:
             preps=weights,
             sinks=(),
             queues=(),
-            stages=(bc.Stage("layers", 0, 2 * tile * width * 4, products),),
+            stages=(bc.Stage("layers", 2 * tile * width * 4, products),),
         )
     )
 

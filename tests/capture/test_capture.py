@@ -9,10 +9,11 @@ import pytest
 from jax import lax
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.jaxpr import Captured, capture
+from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.reference import evaluate_numpy
-from kitsune_jax.capture.verify import verify
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.verify import verify
 from tests.support.graphs import layer_norm, mlp, mlp_params, nerf, nerf_params
 
 RNG = np.random.default_rng(11)
@@ -36,11 +37,11 @@ def captured(fn, *args, rewrite=None) -> Captured:
 
 
 def run_steps(c: Captured, args):
-    """The outputs, every op evaluated by its own step."""
+    """The outputs, every op evaluated by JAX."""
     env = dict(zip(c.graph.inputs, jax.tree.leaves(args), strict=True))
     env |= {v: jnp.asarray(x.literal, x.dtype) for v, x in enumerate(c.graph.values) if x.literal is not None}
-    for op, step in zip(c.graph.ops, c.steps, strict=True):
-        outs = step.run(*(env[v] for v in op.inputs))
+    for i, op in enumerate(c.graph.ops):
+        outs = c.run(i, [env[v] for v in op.inputs])
         for v, out in zip(op.outputs, outs, strict=True):
             assert (out.shape, str(out.dtype)) == (c.graph.values[v].shape, c.graph.values[v].dtype), op
             env[v] = out

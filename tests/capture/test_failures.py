@@ -12,13 +12,13 @@ import pytest
 from jax import lax
 
 from kitsune_jax import _compat
-from kitsune_jax.capture import rules
-from kitsune_jax.capture.builder import Captured
+from kitsune_jax.capture import primitives
+from kitsune_jax.capture.captured import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import REWRITES, rewritten
-from kitsune_jax.capture.verify import SHAPE_RULES, verify
 from kitsune_jax.graph import Graph, Op, Value, make_params
 from kitsune_jax.ops.table import FAMILIES
+from kitsune_jax.ops.verify import SHAPE_RULES, verify
 from tests.capture.test_capture import run_steps
 from tests.support.checks import arrays
 
@@ -52,7 +52,7 @@ def of_another_dtype(t: Any) -> list[int]:
 
 
 def invalid_op(t: Any) -> list[int]:
-    return t.original("slice", start=(0, 0), limit=(99, 99), strides=(1, 1))
+    return [t.op("slice", *t.ins, start=(0, 0), limit=(99, 99), strides=(1, 1))]
 
 
 def too_many(t: Any) -> list[int]:
@@ -66,7 +66,7 @@ def test_an_equation_whose_rule_fails_is_opaque_and_reported(monkeypatch: Any, r
         return jnp.tanh(lax.cumsum(x @ w, axis=1)) * 2
 
     g = jax.jit(f) if inlined else f
-    monkeypatch.setitem(rules.RULES, "cumsum", rule)
+    monkeypatch.setitem(primitives.RULES, "cumsum", rule)
     c = captured(g, X, W)
     assert [op.kind for op in c.graph.ops] == ["dot_general", "opaque", "tanh", "mul"]
     (failure,) = c.failures

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.jaxpr import Captured, capture
+from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.reference import evaluate_numpy
 from kitsune_jax.targets.cpu import bytecode
 from kitsune_jax.targets.cpu.lower import lower

@@ -18,7 +18,9 @@ import kitsune_jax as kj
 from kitsune_jax import targets
 from kitsune_jax.graph import Op, Value, make_params
 from kitsune_jax.program import Program, assemble
+from kitsune_jax.targets import cpu, cuda
 from kitsune_jax.targets.cpu import bytecode, lower
+from kitsune_jax.targets.cpu.words import name_bytes
 from kitsune_jax.targets.cuda import runtime as cuda_runtime
 from tests.support.lowered import ROW
 from tests.support.tiles import Tiles
@@ -48,16 +50,16 @@ def break_lowering(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_a_program_that_the_extension_refuses_is_not_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower")
     with pytest.raises(targets.InvalidProgram, match="prepared operand 0: source reads element 15 of input 1, which has 15"):
-        targets.cpu.generate(Program.of(small().program()), "small")
+        cpu.generate(Program.of(small().program()), "small")
 
 
 def test_nor_are_the_phases_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     program = small().program()
     call = assemble([(0, program, (0, 1), (2,)), (0, program, (0, 1), (3,))], (0, 1), (2, 3))
-    assert targets.cpu.generate(call, "fine").dtype == np.int64
-    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.phased.lower")
+    assert cpu.generate(call, "fine").dtype == np.int64
+    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower")
     with pytest.raises(targets.InvalidProgram, match="prepared operand 0: source reads element 15"):
-        targets.cpu.generate(call, "small")
+        cpu.generate(call, "small")
 
 
 @pytest.mark.expects_fallbacks
@@ -80,14 +82,14 @@ def test_launch_words_are_checked_where_a_kernel_is_generated(monkeypatch: pytes
     monkeypatch.setattr("kitsune_jax.targets.cuda.lower._kernel", lambda *_: Broken())
     for target in ("cuda", "emulator"):
         with pytest.raises(targets.InvalidProgram, match="the grid is 0"):
-            targets.cuda.generate(target, Program.of(small().program()), None, "small")  # type: ignore[arg-type]
+            cuda.generate(target, Program.of(small().program()), None, "small")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_product_with_a_constant_is_refused_with_a_reason(side: int) -> None:
     values = [Value((4,), "float32"), Value((), "float32", 1.0)]
     op = Op("dot_general", (0, 1), (2,), make_params(accumulate="float32"))
-    reason = targets.supports("cpu", op, values if side else values[::-1], [Value((4,), "float32")])
+    reason = targets.get("cpu").supports(op, values if side else values[::-1], [Value((4,), "float32")])
     assert reason is not None and "constant" in reason
     t = Tiles((12,), 4)
     t.store(t.matmul(t.load((12,), "float32", ((0,),)), t.literal(2.0), dims=(((), ()), ((), ()))), (12,), ((0,),))
@@ -98,10 +100,10 @@ def test_a_product_with_a_constant_is_refused_with_a_reason(side: int) -> None:
 def test_a_name_that_is_not_utf8_travels_as_utf8() -> None:
     """The path of a source file may hold any byte; Python keeps it as lone surrogates."""
     name = "region0 (caf\udce9/\u00e9.py:3 (f))"
-    words = targets.cpu.generate(Program.of(small().program()), name)
+    words = cpu.generate(Program.of(small().program()), name)
     travelled = bytes(words[5 : 5 + words[4]].astype(np.uint8)).decode()
     assert travelled == "region0 (caf?/\u00e9.py:3 (f))"
-    assert len(bytecode.name_bytes("\u00e9" * 2**16)) == bytecode.MAX_NAME_BYTES
+    assert len(name_bytes("\u00e9" * 2**16)) == bytecode.MAX_NAME_BYTES
 
 
 def test_a_weight_whose_sides_are_too_long_for_its_tables_is_refused() -> None:

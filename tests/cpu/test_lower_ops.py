@@ -141,5 +141,6 @@ def test_what_cannot_be_lowered_says_so() -> None:
     x, y = t.load((5, 4), streams=ROW), t.load((5, 4, 3), streams=((0,), (), ()))
     t._add("matmul", (x, y), (t._new(True, (3,), "float32"),), x_contract=(1,), x_batch=(), w_contract=(1,), w_batch=(),
            out_perm=(0, 1), accumulate="float32")  # fmt: skip
+    t.store(len(t.values) - 1, (5, 3), ROW)
     with pytest.raises(CannotLower, match="two streamed values"):
         lower(t.program(), "t")

@@ -10,8 +10,8 @@ import pytest
 
 from kitsune_jax import _cpu
 from kitsune_jax.program.interpret import interpret
-from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import lower
+from kitsune_jax.targets.cpu.words import encode
 from tests.support.bytecode_sim import simulate
 from tests.support.lowered import plain
 from tests.support.tiles import Tiles
@@ -197,7 +197,7 @@ def test_random_program(seed: int) -> None:
     arrays = [a.astype(kind) for a in drawn.arrays]
     want = interpret(program, arrays)
     code = lower(program, "random")
-    words = bc.encode(code)
+    words = encode(code)
     assert _cpu.validate(words) == ""
     ran = [np.empty_like(w) for w in want]
     _cpu.run(words, [plain(a) for a in arrays], [plain(a) for a in ran], 2)

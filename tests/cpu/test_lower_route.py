@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +14,15 @@ import pytest
 from kitsune_jax import _cpu, targets
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.machines import cpu_model
-from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.planner import Infeasible, plan
+from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.program import build
 from kitsune_jax.regions import anchored, quotient_order, select
 from kitsune_jax.streams import Region
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import lower
+from kitsune_jax.targets.cpu.planning.machines import cpu_model
+from kitsune_jax.targets.cpu.planning.planner import plan
+from kitsune_jax.targets.cpu.words import encode
 from tests.support.bytecode_sim import simulate
 from tests.support.graphs import layer_norm, mlp, mlp_params, nerf, nerf_params
 from tests.support.lowered import plain
@@ -48,7 +48,7 @@ def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[
 
     def supports(i: int) -> str | None:
         op = graph.ops[i]
-        return targets.supports("cpu", op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
+        return targets.get("cpu").supports(op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
 
     selection = select(graph, supports, planner, force=True)
     values: dict[int, Any] = dict(zip(graph.inputs, jax.tree.leaves(args), strict=True))
@@ -59,7 +59,7 @@ def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[
         chosen = by_first.get(node)
         if chosen is None:
             op = graph.ops[node[0]]
-            values.update(zip(op.outputs, captured.steps[node[0]].run(*(values[v] for v in op.inputs)), strict=True))
+            values.update(zip(op.outputs, captured.run(node[0], [values[v] for v in op.inputs]), strict=True))
             continue
         tiles = build(graph, chosen.region, chosen.plan)
         code = lower(tiles, "region")
@@ -67,7 +67,7 @@ def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[
         inputs = [np.ascontiguousarray(values[v]) for v in chosen.region.inputs]
         outs = simulate(code, inputs, [a.shape for a in tiles.outputs])
         ran = [np.empty_like(o) for o in outs]
-        _cpu.run(bc.encode(code), [plain(a) for a in inputs], [plain(a) for a in ran], 2)
+        _cpu.run(encode(code), [plain(a) for a in inputs], [plain(a) for a in ran], 2)
         for a, b in zip(ran, outs, strict=True):
             _close(a, b)
         values.update(zip(chosen.region.outputs, ran, strict=True))
@@ -160,13 +160,13 @@ def test_custom_call_through_jit() -> None:
     captured = capture(jax.make_jaxpr(fn)(*args)).graph
     assert len(captured.inputs) == len(program.inputs) == len(args)
 
-    planned = types.SimpleNamespace(target="cpu", program=program, code=bc.encode(program))
     aval = jax.ShapeDtypeStruct(want.shape, want.dtype)
-    (got,) = jax.jit(lambda *xs: targets.emit(planned, xs, [aval], lambda *_: pytest.fail("nothing is left to XLA")))(*args)
+    (got,) = jax.jit(
+        lambda *xs: targets.get("cpu").emit(encode(program), None, xs, [aval], lambda *_: pytest.fail("nothing is left to XLA"))
+    )(*args)
     _close(np.asarray(got), np.asarray(want))
 
 
 def test_targets_refuse_unknown_platforms() -> None:
-    assert not targets.has_target("tpu")
-    with pytest.raises(ValueError, match="tpu"):
-        targets.generate("tpu", None, None, "x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'tpu'; there is one for: cpu, cuda, emulator"):
+        targets.get("tpu")

@@ -9,8 +9,8 @@ from kitsune_jax import _cpu
 from kitsune_jax.ops.spec import DTYPES, FLOATS, FORMATS
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.interpret import interpret
-from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import lower, supports
+from kitsune_jax.targets.cpu.words import encode
 from scripts import opcodes
 from tests.support.lowered import plain
 from tests.support.table_cases import ROW, SERIES, all_pointwise, disagreement, sample
@@ -22,7 +22,7 @@ def run(t: Tiles, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.n
     program = t.program()
     want = interpret(program, arrays)
     got = [np.empty_like(w) for w in want]
-    _cpu.run(bc.encode(lower(program, "test")), [plain(a) for a in arrays], [plain(a) for a in got], 1)
+    _cpu.run(encode(lower(program, "test")), [plain(a) for a in arrays], [plain(a) for a in got], 1)
     return got, want
 
 

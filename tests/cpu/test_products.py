@@ -13,6 +13,7 @@ from kitsune_jax.graph import make_params
 from kitsune_jax.program.ir import ArrayType, Instr, Program, SinkType, TileProgram
 from kitsune_jax.targets import cpu
 from kitsune_jax.targets.cpu import bytecode as bc
+from kitsune_jax.targets.cpu.words import encode
 from tests.support.lowered import ROW, array, plain, relu_layer
 from tests.support.tiles import Tiles
 
@@ -91,7 +92,7 @@ def test_one_program_may_mix_choices():
     )
     x = operands()
     y, g, again = np.zeros((ROWS, N), BF16), np.zeros((K, N), np.float32), np.zeros((ROWS, N), BF16)
-    _cpu.run(bc.encode(mixed), [plain(a) for a in x], [plain(y), g, plain(again)], 1)
+    _cpu.run(encode(mixed), [plain(a) for a in x], [plain(y), g, plain(again)], 1)
     assert y.tobytes() == run(cpu.generate(Program.of(training()), "t"), x)[0].tobytes()
     assert again.tobytes() == run(cpu.generate(Program.of(training()), "t", cpu.Products("widened", "best")), x)[0].tobytes()
 
@@ -99,7 +100,7 @@ def test_one_program_may_mix_choices():
 def test_only_bfloat16_has_a_choice():
     choice = cpu.Products("widened", "widened")
     for dtype in ("float32", "float16"):
-        assert bc.encode(cpu.lower(training(dtype), "t", choice)).tolist() == bc.encode(cpu.lower(training(dtype), "t")).tolist()
+        assert encode(cpu.lower(training(dtype), "t", choice)).tolist() == encode(cpu.lower(training(dtype), "t")).tolist()
     fields = [p.product for p in cpu.lower(training(), "t", choice).preps]
     assert sorted(fields) == [0, 1]  # the bias is no product
     with pytest.raises(ValueError, match="one of best, widened, dots, tiles, not 'amx'"):
@@ -115,14 +116,14 @@ def test_only_bfloat16_has_a_choice():
 def test_forged_fields_are_refused(dtype, value, message):
     code = cpu.lower(training(dtype), "t")
     weights = tuple(dataclasses.replace(p, product=value) if p.kind == bc.WEIGHT else p for p in code.preps)
-    assert message in _cpu.validate(bc.encode(dataclasses.replace(code, preps=weights)))
+    assert message in _cpu.validate(encode(dataclasses.replace(code, preps=weights)))
     (stage,) = code.stages
     body = tuple(dataclasses.replace(i, product=value) if isinstance(i, bc.AccumulateMatmul) else i for i in stage.body)
-    assert message in _cpu.validate(bc.encode(dataclasses.replace(code, stages=(dataclasses.replace(stage, body=body),))))
+    assert message in _cpu.validate(encode(dataclasses.replace(code, stages=(dataclasses.replace(stage, body=body),))))
 
 
 def test_a_dense_operand_is_no_product():
     code = cpu.lower(training(), "t")
     preps = tuple(dataclasses.replace(p, product=1) for p in code.preps if p.kind == bc.DENSE)
-    words = bc.encode(dataclasses.replace(code, preps=(*(p for p in code.preps if p.kind == bc.WEIGHT), *preps)))
+    words = encode(dataclasses.replace(code, preps=(*(p for p in code.preps if p.kind == bc.WEIGHT), *preps)))
     assert "a dense operand is no product" in _cpu.validate(words)

@@ -15,6 +15,7 @@ import pytest
 from kitsune_jax import _cpu
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import emit, runtime
+from kitsune_jax.targets.cpu.words import encode
 
 F32 = bc.DTYPE_CODE["float32"]
 
@@ -49,8 +50,8 @@ def two_layers(rows: int, tile_rows: int = 16, k: int = 24, n: int = 40, depth: 
         sinks=(bc.Sink(bc.REDUCTIONS.index("sum"), F32, n, 1),),
         queues=(bc.Ring(0, (1,), depth, tile_rows * n * 4),),
         stages=(
-            bc.Stage("dense", 0, 0, (matmul,)),
-            bc.Stage("shift", 0, tile_rows * n * 4, (vector, bc.Accumulate(0, (n,), (), tile))),
+            bc.Stage("dense", 0, (matmul,)),
+            bc.Stage("shift", tile_rows * n * 4, (vector, bc.Accumulate(0, (n,), (), tile))),
         ),
     )
 
@@ -75,7 +76,7 @@ def results_of(rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def call(rows: int, **options: int):
-    return call_words(bc.encode(two_layers(rows, **options)), *results_of(rows))
+    return call_words(encode(two_layers(rows, **options)), *results_of(rows))
 
 
 def test_opcodes_and_version_agree():
@@ -88,7 +89,7 @@ def test_opcodes_and_version_agree():
 def test_run_equals_numpy(rows, threads):
     x = arrays(rows)
     y, s = np.zeros((rows, 40), np.float32), np.zeros(40, np.float32)
-    _cpu.run(bc.encode(two_layers(rows)), x, [y, s], threads)
+    _cpu.run(encode(two_layers(rows)), x, [y, s], threads)
     for got, want in zip((y, s), expected(*x), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
 
@@ -100,7 +101,7 @@ def test_every_isa_agrees():
         for isa in _cpu.available_isas():
             assert _cpu.set_isa(isa) and _cpu.isa() == isa
             y, s = np.zeros((97, 40), np.float32), np.zeros(40, np.float32)
-            _cpu.run(bc.encode(two_layers(97)), x, [y, s], 2)
+            _cpu.run(encode(two_layers(97)), x, [y, s], 2)
             np.testing.assert_allclose(y, expected(*x)[0], rtol=2e-5, atol=2e-5)
     finally:
         assert _cpu.set_isa(before)
@@ -126,7 +127,7 @@ def test_sixteen_concurrent_calls():
 
 
 def test_damaged_attribute_is_an_error_that_names_it():
-    words = bc.encode(two_layers(16))
+    words = encode(two_layers(16))
     words[-1] ^= 1
     with pytest.raises(Exception, match="checksum mismatch: the attribute was truncated or altered"):
         jax.jit(call_words(words, *results_of(16)))(*arrays(16))
@@ -142,21 +143,21 @@ def test_wrong_buffers_are_an_error_that_names_them():
 
 @pytest.mark.parametrize("length", [0, 3, 4, 50, -1])
 def test_truncated_words(length):
-    assert "truncated" in _cpu.validate(bc.encode(two_layers(16))[:length])
+    assert "truncated" in _cpu.validate(encode(two_layers(16))[:length])
 
 
 def test_validate_names_the_stage_and_the_element():
     good = two_layers(16)
-    assert _cpu.validate(bc.encode(good)) == ""
+    assert _cpu.validate(encode(good)) == ""
     bad = dataclasses.replace(good, inputs=(bc.Array(F32, 16 * 24 - 1), *good.inputs[1:]))
     message = "stage 0 'dense' instruction 0 (Matmul): x reads element 383 of input 0, which has 383"
-    assert message in _cpu.validate(bc.encode(bad))
+    assert message in _cpu.validate(encode(bad))
     with pytest.raises(ValueError, match="reads element 383"):
-        _cpu.run(bc.encode(bad), [], [], 1)
+        _cpu.run(encode(bad), [], [], 1)
 
 
 def test_version_mismatch_is_said():
-    words = bc.encode(two_layers(16))
+    words = encode(two_layers(16))
     words[1] += 1
     assert "of different builds" in _cpu.validate(words)
 

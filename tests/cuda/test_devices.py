@@ -19,13 +19,13 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import lowering
-from kitsune_jax.planning.cost import RegionCost
-from kitsune_jax.planning.gpu import candidates
-from kitsune_jax.planning.gpu_machines import GPUS
-from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.program import Program, build
 from kitsune_jax.route import route
 from kitsune_jax.targets.cuda import compile, devices, hostcc, lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.machines import GPUS
+from kitsune_jax.targets.cuda.planning.machines import gpu as gpu_model
+from kitsune_jax.targets.cuda.planning.planner import candidates
 from tests.cuda.test_launch import fake_driver, needs_compiler, run
 from tests.support.cuda_cases import FAMILIES
 from tests.support.cuda_run import Kernel, arrangements, kernel_cache, subject
@@ -140,7 +140,7 @@ def test_the_architecture_and_the_model_are_those_of_all_devices(monkeypatch: py
     found, arch, model = MACHINES[name]
     machine_with(monkeypatch, *found)
     assert (devices.arch(), devices.model()) == (arch, model)
-    assert machine_for("cuda", model).name == model
+    assert gpu_model(model).name == model
     assert devices.why_not() == ""
     assert ("differ" in devices.note()) == (len(set(found)) > 1)
 
@@ -169,28 +169,28 @@ def test_a_driver_that_cannot_read_the_ptx_is_told_before_anything_runs(monkeypa
 
 
 def test_a_fitted_model_has_the_drivers_numbers_and_keeps_the_rates_of_an_sm_at_the_same_clock() -> None:
-    whole, slice_ = machine_for("cuda", "h200"), machine_for("cuda", "h200-16-227-0-1980-0")
+    whole, slice_ = gpu_model("h200"), gpu_model("h200-16-227-0-1980-0")
     assert (slice_.workers, slice_.tensor_rates, slice_.clock) == (16, whole.tensor_rates, whole.clock)
     assert slice_.place("l2").bandwidth == pytest.approx(whole.place("l2").bandwidth), "of one SM"
     for name in ("shared_bytes", "shared_bandwidth", "dram_bandwidth"):
         assert getattr(slice_, name) == pytest.approx(getattr(whole, name) * 16 / 132, rel=1e-6), name
-    pcie, sxm = machine_for("cuda", "h100-114-227-50-1755-2039"), machine_for("cuda", "h100")
+    pcie, sxm = gpu_model("h100-114-227-50-1755-2039"), gpu_model("h100")
     assert pcie.dram_bandwidth / sxm.dram_bandwidth == pytest.approx(2039 / 3352, rel=1e-3)
     assert pcie.rate(pcie.tensor_rates, "bfloat16") / sxm.rate(sxm.tensor_rates, "bfloat16") == pytest.approx(1755 / 1980)
     assert pcie.shared_bytes == 50 * MIB
-    h20, b200, l4 = (machine_for("cuda", name) for name in ("h20", "a100-148-227-126-1965-8184", "l4"))
+    h20, b200, l4 = (gpu_model(name) for name in ("h20", "a100-148-227-126-1965-8184", "l4"))
     assert h20.workers * h20.rate(h20.tensor_rates, "bfloat16") == pytest.approx(133e12), "held back beyond its clock and SMs"
     assert 3.2e12 < h20.dram_bandwidth < 4.0e12 and 7.0e12 < b200.dram_bandwidth < 8.2e12
     assert (b200.local_bytes, b200.max_cluster, l4.local_bytes) == (227 * 1024, 1, 99 * 1024)
     for name in ("h200-132", "h200-0-227", "h200-132-227-50", "x-132-227", "h200-132-227-50-1-2-3"):
         with pytest.raises(ValueError, match="no CUDA device model"):
-            machine_for("cuda", name)
+            gpu_model(name)
 
 
 @pytest.mark.parametrize("base", sorted(GPUS))
 @pytest.mark.parametrize("sms", [7, 16, 60, 114, 132, 200])
 def test_a_model_with_other_numbers_promises_no_more_clusters_than_any_division_of_its_sms_holds(base: str, sms: int) -> None:
-    machine = machine_for("cuda", f"{base}-{sms}-99")
+    machine = gpu_model(f"{base}-{sms}-99")
     assert machine.workers == sms and machine.local_bytes == 99 * 1024
     for size in range(2, machine.max_cluster + 1):
         # SMs come in pairs; the worst division for clusters of this size leaves as many as possible over in each of eight GPCs
@@ -285,7 +285,7 @@ def every_arrangement() -> list[tuple[str, Any, tuple[int, ...]]]:
     )
     (region,) = route(graph, "cuda", force=True, device="h200", code=False).regions
     found: dict[str, tuple[Any, tuple[int, ...]]] = {}
-    for plan in candidates(RegionCost(graph, region.region, GPUS["h200"])):
+    for plan in candidates(GpuCost(graph, region.region, GPUS["h200"])):
         program = build(graph, region.region, plan)
         kind = f"{plan.arrangement} lanes {plan.lanes} cluster {plan.cluster} {[q.place for q in plan.queues][:1]}"
         if kind not in found and lower.check(program, plan, "region") is None:

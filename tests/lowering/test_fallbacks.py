@@ -79,7 +79,8 @@ def test_nothing_is_recorded_where_all_goes_well() -> None:
 
 
 def test_planning_that_fails_costs_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "plan", failing(route.plan, reads_columns(16)))
+    cpu = targets.get("cpu")
+    monkeypatch.setattr(cpu, "plan", failing(cpu.plan, reads_columns(16)))
     close(run(forced(two_parts), X, W1, W2), in_float64(two_parts, X, W1, W2))
     (told,) = {(f.function.split(" ")[0], f.reason) for f in kj.fallbacks()}
     assert told == ("two_parts", "Planted: planted")
@@ -95,14 +96,16 @@ def test_planning_that_fails_costs_one_region(monkeypatch: pytest.MonkeyPatch) -
 
 def test_code_generation_that_fails_costs_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
     made = iter([True, False])
-    monkeypatch.setattr(targets, "generate", failing(targets.generate, lambda *_: next(made)))
+    cpu = targets.get("cpu")
+    monkeypatch.setattr(cpu, "generate", failing(cpu.generate, lambda *_: next(made)))
     close(run(forced(two_parts), X, W1, W2), in_float64(two_parts, X, W1, W2))
     (fallback,) = kj.fallbacks()
     assert fallback.reason == "Planted: planted" and fallback.count == 1
 
 
 def test_a_call_that_cannot_be_bound_is_evaluated_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "emit", failing(targets.emit, lambda planned, *_: planned.name == "region0"))
+    called = route.PlannedRegion.call
+    monkeypatch.setattr(route.PlannedRegion, "call", failing(called, lambda planned, *_: planned.name == "region0"))
     close(run(forced(two_parts), X, W1, W2), in_float64(two_parts, X, W1, W2))
     (fallback,) = kj.fallbacks()
     assert fallback.part == "the call of region0"
@@ -169,7 +172,7 @@ def test_what_capture_returns_is_recorded(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("place", ["plan", "generate", "emit", "capture"])
 def test_strict_raises_the_error_itself(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    module: Any = {"plan": route, "capture": lowering}.get(place, targets)
+    module: Any = lowering if place == "capture" else targets.get("cpu")
     monkeypatch.setattr(module, place, failing(getattr(module, place), lambda *_, **__: True))
     with pytest.raises(Planted):
         jax.jit(forced(two_parts, strict=True))(X, W1, W2)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import kitsune_jax as kj
 from benchmarks.apps import APPS
-from kitsune_jax import _cpu, lowering
+from kitsune_jax import _cpu
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.program import Array, Program
 from kitsune_jax.program.interpret import interpret
@@ -397,7 +397,7 @@ def test_the_interpreter_runs_all_phases(seed: int | None, monkeypatch: pytest.M
 
         return jax.pure_callback(run, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals), *operands)
 
-    monkeypatch.setattr(lowering.targets, "emit", emit)
+    monkeypatch.setattr(PlannedRegion, "call", emit)
     step = functools.partial(plain_adamw)  # a function of its own, so that no cache knows it
     got = jax.jit(kj.pipeline(step, force=True))(*args)
     assert errors(got, in_float64(plain_adamw, *args)) < 2e-5

@@ -16,21 +16,20 @@ from hypothesis import strategies as st
 import kitsune_jax as kj
 from benchmarks.apps import APPS
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.balance import Infeasible
-from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
-from kitsune_jax.planning.gpu import candidates
-from kitsune_jax.planning.gpu_machines import A100, H100, H200
-from kitsune_jax.planning.gpu_storage import Steps, is_splittable, padded
+from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.planner import plan
+from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.program import Program
 from kitsune_jax.program.build import build
-from kitsune_jax.program.interpret import check_deadlock_free
+from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.regions.select import select
 from kitsune_jax.report import build_report
 from kitsune_jax.route import PlannedRegion
 from kitsune_jax.streams.space import Region
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
+from kitsune_jax.targets.cuda.planning.planner import candidates, plan
+from kitsune_jax.targets.cuda.planning.storage import Steps, is_splittable, padded
 from tests.planning.test_planning import Net, block, depends_on
 from tests.planning.test_planning import nerf as paper_nerf
 from tests.support.graphs import graph_of, layer_norm
@@ -95,10 +94,10 @@ CASES: dict[str, Callable[[str], Case]] = {
 
 
 def all_candidates(case: Case, machine: Machine = H200) -> list[Plan]:
-    return candidates(RegionCost(*case, machine))
+    return candidates(GpuCost(*case, machine))
 
 
-def least_shared_bytes(cost: RegionCost, p: Plan, s: int) -> int:
+def least_shared_bytes(cost: GpuCost, p: Plan, s: int) -> int:
     """Counted apart from the planner: weights of a CTA of stage ``s`` and the rings that lie in its shared memory."""
     stage, total = p.stages[s], 0
     for i in stage.ops:
@@ -111,7 +110,7 @@ def least_shared_bytes(cost: RegionCost, p: Plan, s: int) -> int:
 
 def check_fits(case: Case, machine: Machine, p: Plan) -> None:
     graph, region = case
-    cost = RegionCost(graph, region, machine)
+    cost = GpuCost(graph, region, machine)
     depends_on(graph, p)
     assert {i for stage in p.stages for i in stage.ops} == set(region.ops)
     assert p.tile_rows == 64 and p.tiles == -(-region.space.rows // 64)

@@ -11,19 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from kitsune_jax import targets
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
-from kitsune_jax.planning import planner
 from kitsune_jax.planning.balance import Infeasible, Load, balance
-from kitsune_jax.planning.bulk import baseline, kernels_of
-from kitsune_jax.planning.cost import RegionCost, pipeline_traffic
-from kitsune_jax.planning.gpu_machines import A100, H100, H200
+from kitsune_jax.planning.cost import pipeline_traffic
 from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.machines import cpu_at_hand, cpu_model, machine_for
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.planner import plan
 from kitsune_jax.planning.stages import finest, links, per_phase
+from kitsune_jax.planning.xla_kernels import kernels_of
 from kitsune_jax.profile import machine_info
 from kitsune_jax.streams.space import Region, StreamSpace
+from kitsune_jax.targets.cpu.planning.cost import CpuCost
+from kitsune_jax.targets.cpu.planning.machines import cpu_at_hand, cpu_model
+from kitsune_jax.targets.cpu.planning.planner import partial_bytes
+from kitsune_jax.targets.cpu.planning.xla_times import baseline
+from kitsune_jax.targets.cuda.planning import xla_times
+from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
+from tests.support.plans import cost_of, plan
 
 CPU = cpu_model("avx512bf16-2")
 AWKWARD_ROWS = (1, 2, 3, 7, 8, 9, 31, 97, 100, 127, 1000, 4099, 65536)
@@ -202,11 +206,12 @@ def test_machine_models_are_complete_and_say_where_numbers_are_from():
                 assert number > 0, (m.name, field.name)
         assert m.sources and all(source for _, source in m.sources)
         assert m.place(m.places[-1].name).latency > 0
-    assert machine_for("cuda", "h200") is H200 and machine_for("cpu") is cpu_at_hand() and machine_for("cpu", CPU.name) == CPU
+    assert targets.get("cuda").machine("h200") is H200 and targets.get("cpu").machine(CPU.name) == CPU
+    assert targets.get("cpu").machine() is cpu_at_hand()
     assert CPU.rate(CPU.tensor_rates, "bfloat16") > 1.5 * CPU.rate(CPU.tensor_rates, "float32")
     for platform, device in (("tpu", None), ("cuda", "v100"), ("cpu", "avx512"), ("cpu", "sse-2"), ("cpu", "avx2-0")):
         with pytest.raises(ValueError, match="no"):
-            machine_for(platform, device)
+            targets.get(platform).machine(device)
 
 
 def test_cache_sizes_are_read_from_the_kernels_files(tmp_path):
@@ -259,20 +264,20 @@ def test_traffic_counts_every_border_once_and_later_phases_again():
     x = net.input(1000, 16)
     h = net.op("exp", (x,), (1000, 16))
     total = net.op("reduce_sum", (h,), (16,), axes=(0,))
-    one_phase = pipeline_traffic(RegionCost(*net.done(total, h), CPU))
+    one_phase = pipeline_traffic(cost_of(*net.done(total, h), CPU))
     assert one_phase == 2 * 64000 + 64
     net.phase = 1
     out = net.op("mul", (h, h), (1000, 16))
     # x read, h written and read again, total and out written
-    assert pipeline_traffic(RegionCost(*net.done(total, out), CPU)) == 4 * 64000 + 64
+    assert pipeline_traffic(cost_of(*net.done(total, out), CPU)) == 4 * 64000 + 64
 
 
 def test_bulk_synchronous_kernels_end_at_matmuls_and_reductions():
     graph, region = block(512, (64, 64, 64))
-    assert [len(k.ops) for k in kernels_of(RegionCost(graph, region, CPU))] == [1, 3, 1, 3]
-    fused = kernels_of(RegionCost(graph, region, H200))
+    assert [len(k.ops) for k in kernels_of(CpuCost(graph, region, CPU))] == [1, 3, 1, 3]
+    fused = xla_times.kernels_of(cost_of(graph, region, H200))
     assert [len(k.ops) for k in fused] == [4, 4], "bias and ReLU are the library's epilogue on a GPU"
-    seconds, moved = baseline(RegionCost(graph, region, CPU))
+    seconds, moved = baseline(CpuCost(graph, region, CPU))
     assert moved == 4 * (8 * 512 * 64 + 2 * (64 * 64 + 64)) and seconds > 0
 
 
@@ -286,7 +291,7 @@ def test_nerf_plans_cover_every_op_once_and_only_use_what_they_have(machine, enc
     for m in (machine, spatial(machine)) if machine.platform == "cuda" else (machine,):
         p = plan(graph, region, m)
         depends_on(graph, p)
-        once = [i for stage in p.stages for i in stage.ops if not RegionCost(graph, region, m).is_maker(i)]
+        once = [i for stage in p.stages for i in stage.ops if not cost_of(graph, region, m).is_maker(i)]
         assert len(once) == len(set(once))
         assert {i for stage in p.stages for i in stage.ops} == set(region.ops)
         assert p.tiles == math.ceil(65536 / p.tile_rows) and p == plan(graph, region, m)
@@ -328,7 +333,7 @@ def test_sinks_need_no_final_stage_and_their_partials_are_paid_for():
     p = plan(graph, region, CPU)
     assert region.sinks and p.bytes_moved < p.baseline_bytes
     # every worker's partial sum, a double, is written and read once more
-    assert planner._Planner(RegionCost(graph, region, CPU))._partial_bytes(3) == 3 * 2 * 8
+    assert partial_bytes(CpuCost(graph, region, CPU), 3) == 3 * 2 * 8
 
 
 def test_phases_are_never_mixed():
@@ -354,8 +359,8 @@ def test_heavy_vector_work_gets_stages_of_its_own_and_light_work_does_not():
     for _ in range(12):
         heavy = net.op("tanh", (heavy,), (65536, 128))
     graph, region = net.done(net.layer(heavy, 128))
-    cost = RegionCost(graph, region, H200)
-    drafts = finest(cost)
+    cost = cost_of(graph, region, H200)
+    drafts = finest(cost, {})
     kinds = [{graph.ops[i].kind for i in d.ops} for d in drafts]
     assert any(k == {"tanh"} for k in kinds)
     assert all(k - {"tanh"} == {"dot_general", "broadcast_in_dim", "add", "max"} for k in kinds if "dot_general" in k)
@@ -372,7 +377,7 @@ def test_tile_rows_are_sensible_at_awkward_row_counts(rows, machine):
             assert p.tile_rows == 64
             continue
         assert 1 <= p.tile_rows <= min(rows, 128)
-        assert p.tile_rows * RegionCost(graph, region, machine).live_row_bytes(region.ops) <= machine.local_bytes
+        assert p.tile_rows * CpuCost(graph, region, machine).live_row_bytes(region.ops) <= machine.local_bytes
         if rows >= 64 * machine.workers:
             busiest = math.ceil(p.tiles / machine.workers) * p.tile_rows
             assert p.tile_rows >= 32 and busiest <= 1.25 * rows / machine.workers

@@ -20,11 +20,11 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import _compat, _cpu, config
-from kitsune_jax.planning.machines import cpu_at_hand, cpu_of
 from kitsune_jax.profile import __main__ as command
 from kitsune_jax.profile import kernels, measure, shipped, store, timing, xla
 from kitsune_jax.profile.model import Profile, numbers_of
 from kitsune_jax.route import route
+from kitsune_jax.targets.cpu.planning.machines import cpu_at_hand, cpu_of
 
 REFERENCE = shipped.shipped("zen5-2")
 

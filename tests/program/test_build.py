@@ -9,12 +9,14 @@ import pytest
 
 from kitsune_jax import targets
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.planning.machines import cpu_model
-from kitsune_jax.planning.planner import Infeasible, plan
+from kitsune_jax.planning.plan import Infeasible
 from kitsune_jax.program import build
-from kitsune_jax.program.interpret import check_deadlock_free, interpret
+from kitsune_jax.program.interpret import interpret
+from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.regions import anchored, quotient_order, select
 from kitsune_jax.route import route
+from kitsune_jax.targets.cpu.planning.machines import cpu_model
+from kitsune_jax.targets.cpu.planning.planner import plan
 from tests.support.checks import enable_x64
 from tests.support.graphs import graph_of, layer_norm, nerf, nerf_params
 
@@ -45,7 +47,7 @@ def run_through_interpreter(fn, *args, seed: int = 0):
         chosen = by_first.get(node)
         if chosen is None:
             op = graph.ops[node[0]]
-            values.update(zip(op.outputs, captured.steps[node[0]].run(*(values[v] for v in op.inputs)), strict=True))
+            values.update(zip(op.outputs, captured.run(node[0], [values[v] for v in op.inputs]), strict=True))
             continue
         program = build(graph, chosen.region, chosen.plan)
         assert check_deadlock_free(program) is None
@@ -143,16 +145,17 @@ def test_a_region_without_code_costs_only_itself(monkeypatch):
 
     graph = graph_of(fn, jnp.zeros((64, 8)), jnp.zeros((8, 8)))
     both = route(graph, "cpu", force=True)
-    generate = targets.generate
+    cpu = targets.get("cpu")
+    generate = cpu.generate
 
-    def fails_first(target, program, plan, name):
+    def fails_first(program, plan, name):
         if not seen:
             seen.append(name)
             raise targets.CannotLower("no code today")
-        return generate(target, program, plan, name)
+        return generate(program, plan, name)
 
     seen = []
-    monkeypatch.setattr(targets, "generate", fails_first)
+    monkeypatch.setattr(cpu, "generate", fails_first)
     one = route(graph, "cpu", force=True)
     assert len(both.regions) == 2 and len(one.regions) == 1
     assert any("no code today" in r.reason for r in one.report.rejected)

@@ -54,11 +54,9 @@ class _Machine:
         return np.full(n * dtype.itemsize, POISON, np.uint8).view(dtype)
 
     def run(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        for phase in sorted({s.phase for s in self.p.stages}):
-            for tile in range(-(-self.rows // self.p.tile_rows)):
-                for s in self._topological():
-                    if self.p.stages[s].phase == phase:
-                        self._stage(s, tile)
+        for tile in range(-(-self.rows // self.p.tile_rows)):
+            for s in self._topological():
+                self._stage(s, tile)
         for k, sink in enumerate(self.p.sinks):
             value = self.sinks[k]
             assert value is not None, "a sink that nothing was folded into"

@@ -24,14 +24,10 @@ import numpy as np
 import pytest
 
 from kitsune_jax import lowering
-from kitsune_jax.capture.jaxpr import Captured, capture
+from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.balance import Infeasible
-from kitsune_jax.planning.cost import RegionCost
-from kitsune_jax.planning.gpu import candidates
-from kitsune_jax.planning.gpu_machines import A100, H200
-from kitsune_jax.planning.gpu_storage import is_splittable
-from kitsune_jax.planning.plan import Plan, Stage
+from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.program import Program, TileProgram, build
 from kitsune_jax.regions.select import select
 from kitsune_jax.route import PlannedRegion
@@ -39,6 +35,10 @@ from kitsune_jax.streams.space import Region
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import compile, emit, lower, runtime
 from kitsune_jax.targets.cuda.kernel import Arrangement, generate
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.machines import A100, H200
+from kitsune_jax.targets.cuda.planning.planner import candidates
+from kitsune_jax.targets.cuda.planning.storage import is_splittable
 
 Array = Any
 
@@ -86,7 +86,7 @@ def subject(fn: Callable[..., Any], *args: Array) -> Subject:
     # Of equals the longer stream: a matmul may as well stream over the columns of its weights.
     for region in sorted(regions, key=lambda r: (len(r.ops), r.space.rows), reverse=True):
         with contextlib.suppress(Infeasible):  # another axis may stream as far, but end in a product over the rows
-            candidates(RegionCost(graph, region, H200))
+            candidates(GpuCost(graph, region, H200))
             return Subject(captured, region, args)
     raise AssertionError("no region is legal")
 
@@ -95,7 +95,7 @@ def arrangements(of: Subject) -> dict[str, Plan]:
     """Every kind of plan, by name, that has a kernel; one pipeline instance each, so that a worker gets several tiles."""
     found: dict[str, Plan] = {}
     for machine in (H200, A100):
-        cost = RegionCost(of.graph, of.region, machine)
+        cost = GpuCost(of.graph, of.region, machine)
         with contextlib.suppress(Infeasible):
             plans = candidates(cost)
             for plan in sorted(plans, key=lambda p: -len(p.stages)):  # of spatial ones the longest chain
@@ -120,7 +120,7 @@ def _name(plan: Plan) -> str:
     return cuda.kind(plan, gradients=False).removesuffix("-split")
 
 
-def _split(cost: RegionCost, stage: Stage, ways: int) -> Stage:
+def _split(cost: GpuCost, stage: Stage, ways: int) -> Stage:
     """``stage`` over ``ways`` CTAs by columns of its result, where that can be."""
     return dataclasses.replace(stage, split=ways, workers=ways) if is_splittable(cost, stage.ops) else stage
 

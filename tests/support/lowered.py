@@ -7,8 +7,8 @@ import numpy as np
 
 from kitsune_jax import _cpu
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import lower
+from kitsune_jax.targets.cpu.words import encode
 from tests.support.bytecode_sim import simulate
 from tests.support.tiles import Tiles
 
@@ -24,7 +24,7 @@ def array(*shape: int, dtype: object = np.float32) -> np.ndarray:
 def run(program: TileProgram, *inputs: np.ndarray, tolerance: float | None = None) -> list[np.ndarray]:
     """The simulator's outputs, after the executor has agreed with them (to ``tolerance``) on 1 and on 2 threads."""
     code = lower(program, "test")
-    words = bc.encode(code)
+    words = encode(code)
     assert _cpu.validate(words) == ""
     want = simulate(code, inputs, [a.shape for a in program.outputs])
     for threads in (1, 2):

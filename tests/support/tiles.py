@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kitsune_jax.graph import Param, Scalar, make_params
-from kitsune_jax.program.ir import ROWS, ArrayType, Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.ir import ROWS, ArrayType, Block, Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+
+
+@dataclasses.dataclass
+class Loop:
+    """A loop under construction: ``next`` says what the carries become; ``results`` are there when it is over."""
+
+    index: int
+    carries: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+    def next(self, *values: int) -> None:
+        self.after = values
 
 
 class Tiles:
@@ -21,13 +36,14 @@ class Tiles:
     3
     """
 
-    def __init__(self, axes: tuple[int, ...], tile_rows: int):
-        self.axes, self.tile_rows = axes, tile_rows
+    def __init__(self, axes: tuple[int, ...], tile_rows: int, batch_axes: int = 0):
+        self.axes, self.tile_rows, self.batch_axes = axes, tile_rows, batch_axes
         self.inputs: list[ArrayType] = []
         self.outputs: list[ArrayType] = []
         self.values: list[TileType] = []
         self.literals: list[tuple[int, Scalar]] = []
         self.stages: list[list[Instr]] = [[]]
+        self.body = self.stages[-1]  # where the next instruction goes
         self.queues: list[QueueType] = []
         self.sinks: list[SinkType] = []
 
@@ -36,7 +52,7 @@ class Tiles:
         return len(self.values) - 1
 
     def _add(self, kind: str, inputs: Sequence[int], outputs: Sequence[int], **params: Any) -> None:
-        self.stages[-1].append(Instr(kind, tuple(inputs), tuple(outputs), make_params(**params)))
+        self.body.append(Instr(kind, tuple(inputs), tuple(outputs), make_params(**params)))
 
     def _array(self, shape: tuple[int, ...], dtype: str, streams: Sequence[Sequence[int]] | None) -> ArrayType:
         if streams is None:
@@ -50,7 +66,8 @@ class Tiles:
                 inner *= self.axes[a]
             step *= n
         dims = tuple(d for d, axes in enumerate(streams) if not axes)
-        return ArrayType(shape, dtype, True, tuple(strides), dims)
+        streamed = any(a >= self.batch_axes for axes in streams for a in axes)
+        return ArrayType(shape, dtype, streamed, tuple(strides), dims)
 
     def load(self, shape: tuple[int, ...], dtype: str = "float32", streams: Sequence[Sequence[int]] | None = None) -> int:
         array = self._array(shape, dtype, streams)
@@ -60,21 +77,65 @@ class Tiles:
     def again(self, number: int) -> int:
         """Another load of input ``number``."""
         array = self.inputs[number]
-        shape = tuple(array.shape[d] for d in array.dims) if array.streamed else array.shape
-        v = self._new(array.streamed, shape, array.dtype)
+        v = self._new(array.loaded.tile, array.loaded.shape, array.dtype)
         self._add("load", (), (v,), array=number)
         return v
+
+    def input(self, shape: tuple[int, ...], dtype: str = "float32", streams: Sequence[Sequence[int]] | None = None) -> int:
+        """The number of a new input, which nothing loads yet."""
+        self.inputs.append(self._array(shape, dtype, streams))
+        return len(self.inputs) - 1
+
+    def output(self, shape: tuple[int, ...], dtype: str = "float32", streams: Sequence[Sequence[int]] | None = None) -> int:
+        """The number of a new output, which nothing stores yet."""
+        self.outputs.append(self._array(shape, dtype, streams))
+        return len(self.outputs) - 1
+
+    def load_slice(self, array: int, *cuts: tuple[int, int, int, int]) -> int:
+        """Of input ``array``; each of ``cuts`` is (number of a loop, dimension, step, size)."""
+        t = self.inputs[array]
+        size = {d: n for _, d, _, n in cuts}
+        kept = t.dims if t.row_strides else range(len(t.shape))
+        v = self._new(t.streamed, [size.get(d, t.shape[d]) for d in kept], t.dtype)
+        self._slice("load_slice", (), (v,), array, cuts)
+        return v
+
+    def store_slice(self, x: int, array: int, *cuts: tuple[int, int, int, int]) -> None:
+        self._slice("store_slice", (x,), (), array, cuts)
+
+    def _slice(self, kind: str, first: tuple[int, ...], outputs: tuple[int, ...], array: int, cuts: Any) -> None:
+        numbers, dims, steps, sizes = zip(*cuts, strict=True)
+        self._add(kind, (*first, *numbers), outputs, array=array, dims=dims, steps=steps, sizes=sizes)
+
+    @contextlib.contextmanager
+    def loop(self, count: int, *initial: int, reverse: bool = False) -> Iterator[Loop]:
+        """What is added inside belongs to the loop's body."""
+        types = [self.values[v] for v in initial]
+        made = Loop(self._new(False, (), "int32"), tuple(self._new(t.tile, t.shape, t.dtype) for t in types))
+        around, self.body = self.body, []
+        yield made
+        block, self.body = Block(made.index, made.carries, tuple(self.body), made.after), around
+        made.results = tuple(self._new(t.tile, t.shape, t.dtype) for t in types)
+        self.body.append(Instr("loop", initial, made.results, make_params(count=count, reverse=reverse), block=block))
 
     def literal(self, value: Scalar, dtype: str = "float32") -> int:
         v = self._new(False, (), dtype)
         self.literals.append((v, value))
         return v
 
-    def op(self, kind: str, *inputs: int, shape: Sequence[int] | None = None, dtype: str | None = None, **params: Param) -> int:
-        """``shape``: the row shape of the result (of the first tile operand, if not given)."""
+    def op(
+        self,
+        kind: str,
+        *inputs: int,
+        shape: Sequence[int] | None = None,
+        dtype: str | None = None,
+        tile: bool = True,
+        **params: Param,
+    ) -> int:
+        """``shape``: the row shape of the result (of the first tile operand, if not given); not ``tile``: its whole shape."""
         first = next((self.values[v] for v in inputs if self.values[v].tile), None)
         row = tuple(shape) if shape is not None else first.shape if first is not None else ()
-        v = self._new(True, row, dtype or (self.values[inputs[0]].dtype))
+        v = self._new(tile, row, dtype or (self.values[inputs[0]].dtype))
         self._add(kind, inputs, (v,), **params)
         return v
 
@@ -117,6 +178,22 @@ class Tiles:
                   out_perm=order, accumulate=wide)  # fmt: skip
         return v
 
+    def dot(self, x: int, y: int, contract: Any, batch: Any = ((), ()), out: str | None = None) -> int:
+        """``contract``, ``batch``: rows-first dimensions of x and of y."""
+        shape = [self.values[x].shape[d - 1] for d in batch[0]]
+        for v, c, b in zip((x, y), contract, batch, strict=True):
+            shape += [n for d, n in enumerate(self.values[v].shape, 1) if d not in (*c, *b)]
+        v = self._new(True, shape, out or self.values[x].dtype)
+        dims = {"x_contract": contract[0], "y_contract": contract[1], "x_batch": batch[0], "y_batch": batch[1]}
+        self._add("dot", (x, y), (v,), **dims, accumulate="float32")
+        return v
+
+    def gather(self, table: int, index: int, mode: str = "clip", fill: Scalar = 0) -> int:
+        t = self.values[table]
+        v = self._new(True, (*self.values[index].shape, *t.shape[1:]), t.dtype)
+        self._add("gather", (table, index), (v,), mode=mode, fill=fill)
+        return v
+
     def index(self, axes: Sequence[int], shape: tuple[int, ...] = (), dtype: str = "int32") -> int:
         v = self._new(True, shape, dtype)
         self._add("row_index", (), (v,), axes=tuple(axes))
@@ -138,9 +215,18 @@ class Tiles:
         self.sinks.append(SinkType(how, shape, t.dtype, len(self.outputs) - 1))
         self._add("sink", (x,), (), sink=len(self.sinks) - 1, how=how, axes=tuple(axes))
 
+    def sink_at(self, x: int, index: int, how: str, n: int, accumulate: str | None = None) -> None:
+        """Fold ``x`` into the rows ``index`` of a new output of ``n`` rows."""
+        t = self.values[x]
+        shape = (n, *t.shape[len(self.values[index].shape) :])
+        self.outputs.append(ArrayType(shape, t.dtype, False))
+        self.sinks.append(SinkType(how, shape, accumulate or t.dtype, len(self.outputs) - 1))
+        self._add("sink_at", (x, index), (), sink=len(self.sinks) - 1)
+
     def stage(self) -> None:
         """What follows belongs to a new stage."""
         self.stages.append([])
+        self.body = self.stages[-1]
 
     def queue(self, x: int, consumers: tuple[int, ...], depth: int = 2) -> int:
         """Push ``x`` into a new queue; returns its number."""
@@ -169,4 +255,5 @@ class Tiles:
             tuple(StageProgram(f"stage{s}", tuple(body)) for s, body in enumerate(self.stages)),
             tuple(self.queues),
             tuple(self.sinks),
+            batch_axes=self.batch_axes,
         )

@@ -1,8 +1,9 @@
-// The CPU program as data, and the parser that makes it from the int64 words of the custom call's attribute.
+// The CPU program of a call as data, and the parser that makes it from the int64 words of the custom call's attribute.
 //
 // Comes in: the words that kitsune_jax/targets/cpu/bytecode.py encodes (that file is the format and says what every field means).
-// Goes out: a Program. Invariant: a Program that `parse` returned reaches nothing outside its arrays, scratch, queues and prepared
-// operands, for every row and every index, and its stages can always make progress. No words, however damaged, crash the parser.
+// Goes out: a Call. Invariant: a Call that `parse` returned reaches nothing outside its arrays, scratch, queues and prepared
+// operands, for every row and every index; its stages can always make progress; a program reads operands and what programs of
+// earlier phases wrote, and every other array is written by one program. No words, however damaged, crash the parser.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +18,12 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 4;
+constexpr int64_t kFormatVersion = 5;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
 constexpr int64_t kMaxWorkers = int64_t{1} << 16;
+constexpr int64_t kMaxPhases = int64_t{1} << 20;
 constexpr int64_t kMaxCount = int64_t{1} << 48;          // elements, bytes, rows, |strides| and |offsets|
 constexpr int64_t kMaxWeightIndices = int64_t{1} << 24;  // sums of the sides of all weights: each has a table of offsets
 
@@ -142,7 +144,6 @@ struct Ring {
 
 struct Stage {
   std::string name;
-  int64_t phase;
   int64_t scratch_bytes;
   std::vector<Instruction> body;
 };
@@ -162,15 +163,31 @@ struct Program {
   int64_t tiles = 0;
 };
 
+// A program on arrays of the call, given by number: `reads` are its inputs, `writes` its outputs.
+struct Part {
+  int64_t phase;
+  std::vector<int64_t> reads, writes;
+  Program program;
+};
+
+// Arrays: operands, then results, then those that live during the call only. A barrier stands between two phases.
+struct Call {
+  std::string name;
+  std::vector<Array> arrays;
+  int64_t operands = 0, results = 0;
+  std::vector<Part> parts;
+};
+
 class ProgramError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 // Parses and validates; throws ProgramError with a sentence that names what is wrong (or std::bad_alloc).
-Program parse(const int64_t* words, size_t count);
+Call parse(const int64_t* words, size_t count);
 
-// The validator alone (parse calls it): fills the derived fields.
+// The validator of a program and that of a whole call (parse calls both): fill the derived fields.
 void validate(Program& program);
+void validate(const Call& call);
 
 const char* dtype_name(DType t);
 const char* opcode_name(Opcode op);

@@ -1,18 +1,19 @@
-"""The CPU target: tile program -> CPU program (``lower``), its format (``bytecode``, ``phased``), its custom call (``emit``).
+"""The CPU target: tile program -> CPU program (``lower``), its format (``bytecode``, ``words``), its custom call (``emit``).
 
 What runs it is C++ in ``cpu/``. ``supports`` says, op by op, what there is code for.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from kitsune_jax.targets.cpu import bytecode, phased
-from kitsune_jax.targets.cpu.bytecode import Products
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, Array, Call, Part, Products
 from kitsune_jax.targets.cpu.emit import call
 from kitsune_jax.targets.cpu.lower import lower
 from kitsune_jax.targets.cpu.runtime import available, check, why_not
 from kitsune_jax.targets.cpu.support import supports
+from kitsune_jax.targets.cpu.words import encode
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
 if TYPE_CHECKING:
@@ -41,8 +42,11 @@ def generate(program: Program, name: str, products: Products = _BEST) -> np.ndar
 
     ``products`` says how bfloat16 operands are multiplied; by default, as the kernels of the CPU that runs the code like best.
     """
-    only = program.only
-    return _valid(phased.encode(program, name, products) if only is None else bytecode.encode(lower(only, name, products)))
+    several = len(program.parts) > 1
+    lowered = {p.program: lower(p.program, f"{name}, phase {p.phase}" if several else name, products) for p in program.parts}
+    arrays = tuple(Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
+    parts = tuple(Part(p.phase, p.reads, p.writes, lowered[p.program]) for p in program.parts)
+    return _valid(encode(Call(name, arrays, program.operands, program.results, parts)))
 
 
 def _valid(words: np.ndarray) -> np.ndarray:

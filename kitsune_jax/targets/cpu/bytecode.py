@@ -1,11 +1,7 @@
-"""The CPU program: what ``targets.cpu.lower`` makes of a tile program and ``cpu/src/program.cc`` parses. This file *is* the format.
+"""The CPU program: what ``targets.cpu.lower`` makes of tile programs and ``cpu/src/program.cc`` parses. This file *is* the format.
 
-Comes in: the dataclasses below. Goes out: ``encode(program)``, an int64 array that travels as an attribute of the custom call.
-
-Layout, in int64 words: ``MAGIC, VERSION, number of words in all, CRC-32 of the words after the header (as little-endian bytes)``,
-then the dataclasses depth first in the order their fields are declared: an ``int`` is one word; a ``float`` is its IEEE-754 double
-bits; a ``tuple`` is its length, then its elements; an instruction is its ``CODE``, then its fields. Strings do not travel, except
-``Stage.name``/``Program.name`` (length, then one word per UTF-8 byte).
+A ``Call`` is what travels as an attribute of the custom call, as the int64 words of ``words.encode``; it holds a ``Program`` for
+each of its parts.
 
 Semantics shared by all instructions. A worker runs one stage on one tile: rows ``row0 .. row0 + rows`` of the row space, ``rows ==
 tile_rows`` except on the last tile. ``Ref`` names memory; its ``offset`` counts elements of ``dtype``; spaces:
@@ -25,16 +21,12 @@ least 1.
 from __future__ import annotations
 
 import dataclasses
-import struct
-import zlib
-from typing import Any, ClassVar
-
-import numpy as np
+from typing import ClassVar
 
 from kitsune_jax.ops.table import OPS
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 4
+VERSION = 5
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -296,7 +288,6 @@ class Ring:
 @dataclasses.dataclass(frozen=True)
 class Stage:
     name: str
-    phase: int
     scratch_bytes: int
     body: tuple[Instruction, ...]
 
@@ -318,50 +309,33 @@ class Program:
     stages: tuple[Stage, ...]
 
 
-def encode(program: Program) -> np.ndarray:
-    """The program as int64 words, shape (words,)."""
-    body: list[int] = []
-    _emit(program, body)
-    words = np.asarray(body, np.int64)
-    header = np.asarray([MAGIC, VERSION, 4 + len(body), zlib.crc32(words.astype("<i8").tobytes())], np.int64)
-    return np.concatenate([header, words])
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A program on arrays of the call, given by number: ``reads`` are its inputs, ``writes`` its outputs."""
+
+    phase: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    program: Program
 
 
-def name_bytes(name: str) -> bytes:
-    """``name`` as it travels: UTF-8. The path of a source file may hold bytes that are not; each becomes a question mark."""
-    return name.encode("utf-8", "replace")[:MAX_NAME_BYTES].decode("utf-8", "ignore").encode()
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A whole call. Of ``arrays`` the first are its ``operands``, the next its ``results``; the others live during the call only.
 
+    Parts stand in the order of their phases, between which a barrier stands. A part reads operands and what earlier phases wrote.
+    """
 
-_layouts: dict[type, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    name: str
+    arrays: tuple[Array, ...]
+    operands: int
+    results: int
+    parts: tuple[Part, ...]
 
-
-def _layout(x: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """What stands in front of the fields of an instruction or record, and the fields' names."""
-    if type(x) not in _layouts:
-        code = (x.CODE,) if hasattr(x, "CODE") else ()
-        _layouts[type(x)] = code, tuple(field.name for field in dataclasses.fields(x))
-    return _layouts[type(x)]
-
-
-def _emit(x: Any, out: list[int]) -> None:
-    if isinstance(x, tuple):
-        out.append(len(x))
-        for v in x:
-            _emit(v, out)
-    elif isinstance(x, (bool, int, np.integer)):
-        out.append(int(x))
-    elif isinstance(x, float):
-        out.append(struct.unpack("<q", struct.pack("<d", x))[0])
-    elif isinstance(x, str):
-        data = name_bytes(x)
-        out.append(len(data))
-        out.extend(data)
-    else:
-        code, names = _layout(x)
-        out.extend(code)
-        for name in names:
-            v = getattr(x, name)
-            if type(v) is int:
-                out.append(v)
-            else:
-                _emit(tuple(float(e) for e in v) if name == "imm" else v, out)
+    @staticmethod
+    def of(program: Program) -> Call:
+        """The call that is nothing but ``program``: its inputs are the operands, its outputs the results."""
+        arrays = (*program.inputs, *program.outputs)
+        n = len(program.inputs)
+        part = Part(0, tuple(range(n)), tuple(range(n, len(arrays))), program)
+        return Call(program.name, arrays, n, len(program.outputs), (part,))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.passes import simplified, with_epilogues
 from kitsune_jax.targets.cpu import buffers, bytecode, matmul, pointwise, views
 from kitsune_jax.targets.cpu.bytecode import (
     CUMULATIVE,
@@ -49,6 +50,7 @@ def lower(program: TileProgram, name: str, products: Products = _BEST) -> byteco
     largest = max((math.prod(a.shape) for a in (*program.inputs, *program.outputs)), default=0)
     if largest > _MOST_ELEMENTS:
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
+    program = with_epilogues(simplified(program))
     preps: dict[Prep, int] = {}
     stages = tuple(_stage(program, stage, preps, products) for stage in program.stages)
     sides = sum(math.prod(e) for p in preps if p.kind == WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
@@ -84,22 +86,14 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
 
 def _stage(program: TileProgram, body: StageProgram, preps: dict[Prep, int], products: Products) -> bytecode.Stage:
     stage = Stage(program, body, preps, products)
-    matmuls = [
-        i for i, instr in enumerate(body.body) if instr.kind == "matmul" and stage.root(instr.outputs[0]) == instr.outputs[0]
-    ]
-    epilogues = {i: matmul.match_epilogue(stage, i) for i in matmuls}
-    absorbed = {j for e in epilogues.values() for j in e.absorbed}
-    for item in pointwise.schedule(stage, absorbed, {i: e.result for i, e in epilogues.items()}):
+    for item in pointwise.schedule(stage):
         if item.loop is not None:
             pointwise.emit_group(stage, item.ops, item.loop)
-            continue
-        (i,) = item.ops
-        if i in epilogues:
-            matmul.emit_matmul(stage, i, epilogues[i])
         else:
+            (i,) = item.ops
             _handler(stage.body[i].kind)(stage, i, stage.body[i])
     code, scratch_bytes = buffers.place(stage.code, stage.buffer_bytes)
-    return bytecode.Stage(body.name, 0, scratch_bytes, code)
+    return bytecode.Stage(body.name, scratch_bytes, code)
 
 
 Handler = Callable[[Stage, int, Instr], None]
@@ -262,5 +256,6 @@ _HANDLERS: dict[str, Handler] = {
     "concatenate": _concatenate,
     "pad": _pad,
     "sink": _accumulate,
+    "matmul": matmul.emit_matmul,
     "matmul_sink": matmul.emit_matmul_sink,
 }

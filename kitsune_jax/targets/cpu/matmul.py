@@ -11,8 +11,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from kitsune_jax import activations
-from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu import views
 from kitsune_jax.targets.cpu.bytecode import (
@@ -28,8 +26,8 @@ from kitsune_jax.targets.cpu.bytecode import (
     Prep,
     Ref,
 )
-from kitsune_jax.targets.cpu.stage import VIEW_KINDS, Stage
-from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
+from kitsune_jax.targets.cpu.stage import Stage
+from kitsune_jax.targets.cpu.views import View
 from kitsune_jax.targets.errors import CannotLower
 
 MATMUL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -37,81 +35,9 @@ MATMUL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 _LONGEST_SIDE, _MOST_PREPARED = 1 << 26, 1 << 36
 
 
-@dataclasses.dataclass(frozen=True)
-class Epilogue:
-    """What a matmul does to its result: ``result`` is the value it ends up making, ``absorbed`` the instructions this replaces."""
-
-    result: int
-    bias: int | None
-    activation: str
-    parameters: tuple[float, ...]
-    absorbed: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _StageCode:
-    """A stage as the code in which activations are looked for."""
-
-    stage: Stage
-
-    def instruction(self, i: int) -> Instr:
-        return self.stage.body[i]
-
-    def root(self, v: int) -> int:
-        return self.stage.root(v)
-
-    def readers(self, root: int) -> list[int]:
-        return [i for i, _ in self.stage.uses.get(root, ())]
-
-    def literal(self, v: int) -> Scalar | None:
-        leaf = self.stage.leaf(v)
-        return None if leaf is None else leaf.const
-
-    def shape(self, v: int) -> tuple[int, ...]:
-        return views.squeezed(self.stage.type(v).shape)
-
-    def dtype(self, v: int) -> str:
-        return self.stage.type(v).dtype
-
-
-def match_epilogue(stage: Stage, i: int) -> Epilogue:
-    """The longest chain ``[convert] add(bias) [convert] activation [convert]`` after matmul ``i``, no link read by others."""
-    (out,) = stage.body[i].outputs
-    dims = _Dims.of(stage, stage.body[i])
-    current, bias, activation, rounded = out, None, "none", False
-    parameters: tuple[float, ...] = ()
-    absorbed: list[int] = []
-    while True:
-        if activation == "none" and not rounded and (found := activations.recognise(_StageCode(stage), current)) is not None:
-            current, activation, parameters = found.result, found.name, found.parameters
-            absorbed.extend(found.absorbed)
-        if len(uses := stage.uses.get(stage.root(current), [])) != 1:
-            break
-        j, p = uses[0]
-        instr = stage.body[j]
-        if not instr.outputs or views.squeezed(stage.type(instr.outputs[0]).shape) != views.squeezed(stage.type(out).shape):
-            break
-        other = instr.inputs[1 - p] if instr.kind in ("add", "max") else -1
-        if instr.kind == "convert_element_type":
-            x, y = stage.type(instr.inputs[0]).dtype, stage.type(instr.outputs[0]).dtype
-            if "float64" in (x, y) or y not in MATMUL_DTYPES or (rounded and ITEM_SIZE[y] > ITEM_SIZE[x]):
-                break
-            rounded = rounded or ITEM_SIZE[y] < ITEM_SIZE[x]
-        elif instr.kind == "add" and bias is None and activation == "none" and _bias(stage, other, dims) is not None:
-            bias = other
-        elif instr.kind == "max" and activation == "none" and _is_zero(stage, other):
-            activation = "relu"
-        else:
-            break
-        absorbed.append(j)
-        (current,) = instr.outputs
-    return Epilogue(current, bias, activation, parameters, tuple(absorbed))
-
-
-def emit_matmul(stage: Stage, i: int, epilogue: Epilogue) -> None:
-    instr = stage.body[i]
+def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
     dims = _Dims.of(stage, instr)
-    x, w = instr.inputs
+    x, w, *bias = instr.inputs
     weight = stage.view(w)
     if weight.ref.space != IN:  # weights are packed before any stage runs
         raise CannotLower("a matrix product with a constant or with a value that the pipeline computes")
@@ -123,46 +49,37 @@ def emit_matmul(stage: Stage, i: int, epilogue: Epilogue) -> None:
         rows = _rows(lies, order.free, order.batch, order.contract)
         assert rows is not None
     free, batch = [dims.out_of_x[d] for d in order.free], [dims.out_of_x[d] for d in order.batch]
-    shape = dims.out_shape
+    (result,) = instr.outputs
+    shape = stage.type(result).shape
 
-    def panel(view: View) -> tuple[View, list[int], tuple[int, int] | None]:
-        same = views.reshape(view, shape)
-        assert same is not None
-        columns = sorted(dims.out_of_w.values(), key=lambda d: -same.strides[d])
-        return same, columns, _rows(same, free, batch, columns)
+    def panel(view: View) -> tuple[list[int], tuple[int, int] | None]:
+        columns = sorted(dims.out_of_w.values(), key=lambda d: -view.strides[d])
+        return columns, _rows(view, free, batch, columns)
 
     def layout() -> View:
         sequence = [*free, *batch, *dims.out_of_w.values()]
-        own = _matrix(stage, [shape[d] for d in sequence], stage.type(epilogue.result).dtype, len(free))
-        back = views.transpose(own, [sequence.index(d) for d in range(len(shape))])
-        found = views.reshape(back, stage.type(epilogue.result).shape)
-        assert found is not None
-        return found
+        own = _matrix(stage, [shape[d] for d in sequence], stage.type(result).dtype, len(free))
+        return views.transpose(own, [sequence.index(d) for d in range(len(shape))])
 
-    target = stage.place(stage.root(epilogue.result), lambda v: panel(_like(stage, v, epilogue.result))[2] is not None, layout)
-    out, columns, lines = panel(_like(stage, target, epilogue.result))
+    out = stage.place(result, lambda v: panel(v)[1] is not None, layout)
+    columns, lines = panel(out)
     assert lines is not None
     w_of_out = {d: k for k, d in dims.out_of_w.items()}
     prep = _weight(stage, weight, [dims.w_batch[b] for b in order.batch], [dims.w_contract[k] for k in order.contract],
                    [w_of_out[d] for d in columns])  # fmt: skip
+    numbers = sorted(columns)  # the dimensions of a bias, in its order
     stage.code.append(
         Matmul(
             x=Operand(lies.ref, rows[0], (rows[1],)),
             row_multiple=math.prod(shape[d] for d in free),
             batch=math.prod(shape[d] for d in batch),
             weight=stage.prep(prep),
-            bias=-1 if epilogue.bias is None else stage.prep(_dense(stage, epilogue.bias, dims, columns)),
-            activation=ACTIVATIONS.index(epilogue.activation),
-            parameters=epilogue.parameters,
+            bias=stage.prep(_dense(stage.view(bias[0]), [numbers.index(d) for d in columns])) if bias else -1,
+            activation=ACTIVATIONS.index(instr.get("activation", "none")),
+            parameters=instr.get("parameters", ()),
             out=Operand(out.ref, lines[0], (lines[1],)),
         )
     )
-
-
-def _like(stage: Stage, view: View, v: int) -> View:
-    same = views.reshape(view, stage.type(v).shape)
-    assert same is not None
-    return same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +104,7 @@ class _Dims:
 
     @staticmethod
     def of(stage: Stage, instr: Instr) -> _Dims:
-        x, w = (stage.type(v) for v in instr.inputs)
+        x, w = (stage.type(v) for v in instr.inputs[:2])
         if not x.tile or w.tile:
             raise CannotLower("a matrix product of two streamed values")
         if 0 in (*instr["x_contract"], *instr["x_batch"]):
@@ -308,41 +225,8 @@ def _weight(stage: Stage, w: View, batch: Sequence[int], contract: Sequence[int]
     return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns, _product(w.ref, stage.products.weights))
 
 
-def _is_zero(stage: Stage, v: int) -> bool:
-    leaf = stage.leaf(v)
-    return leaf is not None and leaf.const is not None and leaf.const == 0
-
-
-def _bias(stage: Stage, v: int, dims: _Dims) -> View | None:
-    """``v`` as an addend of the result's shape, if it is a stationary array that varies along the columns only."""
-    narrow = stage.widened(v)
-    v = v if narrow is None else narrow
-    base = stage.root(v)
-    while (instr := stage.define.get(base)) is not None and instr.kind in VIEW_KINDS:
-        if instr.kind == "reshape" and stage.type(base).tile:
-            return None
-        base = stage.root(instr.inputs[0])
-    if instr is None or instr.kind != "load" or stage.type(base).tile or stage.type(v).dtype not in MATMUL_DTYPES:
-        return None
-    t = stage.type(v)
-    squeezed = views.squeezed(t.shape)
-    source = stage.view(v)
-    if t.tile and squeezed == views.squeezed(dims.out_shape):
-        view = views.reshape(source, dims.out_shape)
-    elif len(t.shape) in (0, len(dims.out_shape) + (not t.tile)) and (t.tile or not t.shape or t.shape[0] == 1):
-        view = views.aligned(source, t.tile, dims.out_shape)
-    else:
-        return None
-    if view is None or view.ref.space != IN:
-        return None
-    columns = set(dims.out_of_w.values())
-    fixed = all(s == 0 or n == 1 for d, (n, s) in enumerate(zip(view.shape, view.strides, strict=True)) if d not in columns)
-    return view if fixed and view.row_stride == 0 else None
-
-
-def _dense(stage: Stage, v: int, dims: _Dims, columns: Sequence[int]) -> Prep:
-    view = _bias(stage, v, dims)
-    assert view is not None
-    wide = "float64" if view.dtype == "float64" else "float32"
-    extents, strides = tuple(view.shape[d] for d in columns), tuple(view.strides[d] for d in columns)
-    return Prep(DENSE, view.ref, DTYPE_CODE[wide], (), (), (), (), extents or (1,), strides or (0,))
+def _dense(bias: View, columns: Sequence[int]) -> Prep:
+    """``bias``, a view of an input, with its dimensions in the order of ``columns``, wide enough for the sums it is added to."""
+    wide = "float64" if bias.dtype == "float64" else "float32"
+    extents, strides = tuple(bias.shape[d] for d in columns), tuple(bias.strides[d] for d in columns)
+    return Prep(DENSE, bias.ref, DTYPE_CODE[wide], (), (), (), (), extents or (1,), strides or (0,))

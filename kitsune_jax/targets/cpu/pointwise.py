@@ -8,14 +8,14 @@ so that a value used only inside its group never leaves a register.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 
+from kitsune_jax.program.passes.flow import VIEWS
 from kitsune_jax.targets.cpu import micro, views
 from kitsune_jax.targets.cpu.micro import is_pointwise
-from kitsune_jax.targets.cpu.stage import VIEW_KINDS, Stage
+from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import TooManyRegisters, VectorBuilder, compute_type
 
-_NO_ITEM = frozenset({"load", "literal", "pop", "row_index", "iota"})
+_NO_ITEM = frozenset({"load", "pop", "row_index", "iota"})
 
 
 @dataclasses.dataclass
@@ -27,27 +27,27 @@ class Item:
     touches: set[int] = dataclasses.field(default_factory=set)  # values (roots) that a group reads or makes
 
 
-def schedule(stage: Stage, absorbed: Collection[int], results: dict[int, int]) -> list[Item]:
-    """Items of ``stage`` in order. ``absorbed`` instructions belong to a matmul; ``results[i]`` is what matmul ``i`` then makes."""
+def schedule(stage: Stage) -> list[Item]:
+    """Items of ``stage`` in order."""
     items: list[Item] = []
     at: dict[int, int] = {}  # root -> item that makes it (absent: there from the beginning)
     direct: set[int] = set()  # roots that their group still holds in a register
     for i, instr in enumerate(stage.body):
-        if instr.kind in _NO_ITEM or i in absorbed:
+        if instr.kind in _NO_ITEM:
             continue
         inputs = {stage.root(v) for v in instr.inputs}
         ready = max((at[r] for r in inputs if r in at), default=-1)
         out = stage.root(instr.outputs[0]) if instr.outputs else -1
         if out in stage.leaves or (instr.outputs and out != instr.outputs[0]):
             continue
-        if instr.kind in VIEW_KINDS or (is_pointwise(instr.kind) and stage.widened(out) is not None):
+        if instr.kind in VIEWS or (is_pointwise(instr.kind) and stage.widened(out) is not None):
             at[out] = ready
         elif is_pointwise(instr.kind):
             at[out] = _join(stage, items, i, inputs, at, direct)
             direct.add(out)
         else:
             items.append(Item(None, [i]))
-            at[stage.root(results[i]) if i in results else out] = len(items) - 1
+            at[out] = len(items) - 1
     _sink(stage, items)
     return [item for item in items if item.ops]
 

@@ -13,15 +13,13 @@ from collections.abc import Callable
 
 from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import ArrayType, Instr, StageProgram, TileProgram, TileType
+from kitsune_jax.program.passes.flow import VIEWS, Flow, Use
 from kitsune_jax.targets.cpu import views
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, IN, OUT, QUEUE, Gather, Instruction, Prep, Products, Ref
 from kitsune_jax.targets.cpu.micro import is_pointwise
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
 from kitsune_jax.targets.errors import CannotLower
-
-VIEW_KINDS = frozenset({"broadcast_in_dim", "reshape", "transpose", "rev", "slice"})
-Use = tuple[int, int]  # (instruction of the body, operand number)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,71 +55,27 @@ def border(array: ArrayType, space: int, number: int, axes: tuple[int, ...]) -> 
 class Stage:
     def __init__(self, program: TileProgram, stage: StageProgram, preps: dict[Prep, int], products: Products):
         self.program, self.body, self.preps, self.products = program, stage.body, preps, products
+        self.flow = Flow(program, stage.body)
+        self.root, self.uses = self.flow.root, self.flow.uses
         self.code: list[Instruction] = []
         self.buffer_bytes: list[int] = []
         self.views: dict[int, View] = {}
-        self.define: dict[int, Instr] = {}
         self.leaves: dict[int, Leaf] = {v: Leaf(const=c) for v, c in program.literals}
         self.satisfied: set[Use] = set()
-        self._alias: dict[int, int] = {}
-        self._computed: dict[object, int] = {}
-        self.uses: dict[int, list[Use]] = {}
-        for i, instr in enumerate(self.body):
-            self._register(i, instr)
-
-    def _register(self, i: int, instr: Instr) -> None:
-        for v in instr.outputs:
-            self.define[v] = instr
-        if instr.kind == "literal":
-            self.leaves[instr.outputs[0]] = Leaf(const=instr["value"])
-        elif instr.kind == "row_index":
-            self.leaves[instr.outputs[0]] = Leaf(axes=tuple(instr["axes"]))
-        elif instr.kind == "iota":
-            d = instr["dimension"] - 1
-            only_zero = self.type(instr.outputs[0]).shape[d] == 1
-            self.leaves[instr.outputs[0]] = Leaf(const=0) if only_zero else Leaf(iota=d)
-        elif self._is_alias(instr):
-            self._alias[instr.outputs[0]] = self.root(instr.inputs[0])
-        elif (same := self._computed_before(instr)) is not None:
-            self._alias[instr.outputs[0]] = same
-        else:
-            leaf = self.leaves.get(self.root(instr.inputs[0])) if instr.kind in VIEW_KINDS else None
-            if leaf is not None and leaf.iota is None:  # constants and row indices look the same under every view
-                self.leaves[instr.outputs[0]] = leaf
-                return
-            for p, v in enumerate(instr.inputs):
-                self.uses.setdefault(self.root(v), []).append((i, p))
-
-    def _computed_before(self, instr: Instr) -> int | None:
-        """The value of an earlier instruction that computes the same (users write ``x - x.mean()`` twice, as layer norms do)."""
-        if len(instr.outputs) != 1:
-            return None
-        operands = tuple((self.root(v), self.type(v)) for v in instr.inputs)
-        key = (instr.kind, operands, instr.params, self.type(instr.outputs[0]))
-        first = self._computed.setdefault(key, instr.outputs[0])
-        return None if first == instr.outputs[0] else first
-
-    def _is_alias(self, instr: Instr) -> bool:
-        """Copies, and views that only insert, drop or move dimensions of extent 1."""
-        if instr.kind not in ("copy", "broadcast_in_dim", "reshape", "transpose", "convert_element_type"):
-            return False
-        x, y = self.type(instr.inputs[0]), self.type(instr.outputs[0])
-        if x.dtype != y.dtype or x.tile != y.tile:
-            return False
-        if instr.kind == "transpose":
-            moved = [p for p in instr["permutation"][1:] if x.shape[p - 1] != 1]
-            return moved == sorted(moved)
-        if instr.kind == "broadcast_in_dim":  # real dimensions go, in order, to real dimensions, and no other is real
-            return views.squeezed(x.shape) == views.squeezed(y.shape)
-        return instr.kind != "reshape" or views.squeezed(x.shape) == views.squeezed(y.shape)
+        for instr in self.body:
+            if instr.kind == "row_index":
+                self.leaves[instr.outputs[0]] = Leaf(axes=tuple(instr["axes"]))
+            elif instr.kind == "iota":
+                d = instr["dimension"] - 1
+                only_zero = self.type(instr.outputs[0]).shape[d] == 1
+                self.leaves[instr.outputs[0]] = Leaf(const=0) if only_zero else Leaf(iota=d)
+            elif instr.kind in VIEWS and (leaf := self.leaf(instr.inputs[0])) is not None and leaf.iota is None:
+                self.leaves[instr.outputs[0]] = leaf  # constants and row indices look the same under every view
 
     # Values.
 
     def type(self, v: int) -> TileType:
         return self.program.values[v]
-
-    def root(self, v: int) -> int:
-        return self._alias.get(v, v)
 
     def leaf(self, v: int) -> Leaf | None:
         return self.leaves.get(self.root(v))
@@ -131,10 +85,10 @@ class Stage:
 
         None also where ``v`` itself is in memory already (a matmul may have made it so).
         """
-        instr = self.define.get(self.root(v))
+        instr = self.flow.makers.get(self.root(v))
         if self.root(v) in self.views or instr is None or instr.kind != "convert_element_type":
             return None
-        source = self.define.get(self.root(instr.inputs[0]))
+        source = self.flow.makers.get(self.root(instr.inputs[0]))
         if source is not None and is_pointwise(source.kind):
             return None  # it may still be in a register: the conversion belongs to its group
         x, y = self.type(instr.inputs[0]).dtype, self.type(instr.outputs[0]).dtype
@@ -183,13 +137,13 @@ class Stage:
             target = self.new(r)
             self.write(r, target)
             return target
-        instr = self.define[r]
+        instr = self.flow.makers[r]
         if instr.kind == "load":
             source = self.input(instr["array"])
             return source.view if source.view is not None else self._gather(source, r)
         if instr.kind == "pop":
             return self.queue(instr["queue"])
-        if instr.kind in VIEW_KINDS:
+        if instr.kind in VIEWS:
             return self._look(instr)
         raise AssertionError(f"{instr.kind} has not been computed yet")
 
@@ -206,7 +160,7 @@ class Stage:
             raise CannotLower(f"{instr.kind} from a stationary value to a tile")
         lead = 1 if x.tile else 0
         if instr.kind == "broadcast_in_dim":
-            return views.broadcast(base, x.tile, y.shape, instr["dims"])
+            return views.broadcast(base, y.shape, [d - int(y.tile) for d in instr["dims"][lead:]])
         if instr.kind == "transpose":
             return views.transpose(base, [p - lead for p in instr["permutation"][lead:]])
         if instr.kind == "rev":

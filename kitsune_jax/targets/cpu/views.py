@@ -113,15 +113,12 @@ def reshape_strides(old: Sequence[int], strides: Sequence[int], new: Sequence[in
     return tuple(out)
 
 
-def broadcast(view: View, tile: bool, shape: tuple[int, ...], dims: Sequence[int]) -> View:
-    """``broadcast_in_dim`` to a tile of row shape ``shape``; ``dims`` are rows-first dimensions of the result.
-
-    ``tile`` says whether the source has a row dimension (its ``dims[0]`` is then 0).
-    """
+def broadcast(view: View, shape: tuple[int, ...], dims: Sequence[int]) -> View:
+    """``broadcast_in_dim`` to ``shape``: dimension ``d`` of the view becomes ``dims[d]`` (-1: the rows, which take one element)."""
     strides = [0] * len(shape)
-    for d, n, s in zip(dims[1:] if tile else dims, view.shape, view.strides, strict=True):
-        if d > 0 and n == shape[d - 1]:
-            strides[d - 1] = s
+    for d, n, s in zip(dims, view.shape, view.strides, strict=True):
+        if d >= 0 and n == shape[d]:
+            strides[d] = s
     return View(view.ref, view.row_stride, shape, tuple(strides))
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kitsune_jax.ops.table import OPS, resolve_rows
+from kitsune_jax.ops.local import resolve_rows
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.actions import ToScratch

@@ -12,8 +12,8 @@ import re
 from typing import Any
 
 from kitsune_jax import config
-from kitsune_jax.planning.gpu_machines import Sizes, fitted_gpu
 from kitsune_jax.targets.cuda import nvrtc, runtime
+from kitsune_jax.targets.cuda.planning.machines import Sizes, fitted_gpu
 
 DEFAULT_ARCH = "sm_90a"
 _OLDEST = 80

@@ -12,11 +12,11 @@ import functools
 import warnings
 
 from kitsune_jax import config
-from kitsune_jax.planning.machines import machine_for
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.targets.cuda import compile, devices, hostcc, kernel, nvrtc, runtime, tiles
 from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
+from kitsune_jax.targets.cuda.planning.machines import gpu
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
 _NAME = "region"
@@ -64,7 +64,7 @@ def notes(target: str) -> tuple[str, ...]:
 
 def arrangement(plan: Plan, program: TileProgram) -> Arrangement:
     """What ``plan`` asks of the kernel."""
-    machine = machine_for("cuda", plan.machine)
+    machine = gpu(plan.machine)
     return Arrangement(
         spatial=plan.arrangement == "spatial",
         sm=900 if machine.max_cluster > 1 else 800,
@@ -84,7 +84,7 @@ def kind(plan: Plan, gradients: bool) -> str:
     ``gradients``: it has weight gradients. The names are ``sm90-vertical-resident-lanes2``, ``sm80-spatial-l2-lanes1-split``,
     ``sm90-spatial-cluster-lanes1-gradients`` and the like.
     """
-    sm = "sm90" if machine_for("cuda", plan.machine).max_cluster > 1 else "sm80"
+    sm = "sm90" if gpu(plan.machine).max_cluster > 1 else "sm80"
     if plan.arrangement == "spatial":
         how = plan.queues[0].place if plan.queues else "apart"  # stages that only share what they load
     else:

@@ -1,0 +1,140 @@
+// Whether an instruction's types, sizes and operands fit together. Vector programs are checked in check_vector.cc.
+#include <algorithm>
+
+#include "checker.h"
+
+namespace kitsune::cpu {
+
+void Checker::copy(const Copy& x, bool load) {
+  count("extents", x.extents);
+  if (x.array.space != (load ? Space::kIn : Space::kOut) && !(load && x.array.space == Space::kOut))
+    reject(where, std::string("the array is a ") + space_name(x.array.space) + ", not an " + (load ? "input or output" : "output"));
+  if (x.array.dtype != x.tile.ref.dtype)
+    reject(where, std::string("the array is ") + dtype_name(x.array.dtype) + " and the tile " + dtype_name(x.tile.ref.dtype) +
+                      ": there is no conversion here");
+  access("array", x.array, !load);
+  if (x.axis_strides.size() != p.axes.size())
+    reject(where, "there are " + str(x.axis_strides.size()) + " axis strides for " + str(p.axes.size()) + " axes");
+  std::vector<int64_t> extents = p.axes, strides = x.axis_strides;
+  extents.insert(extents.end(), x.extents.begin(), x.extents.end());
+  strides.insert(strides.end(), x.array_strides.begin(), x.array_strides.end());
+  for (size_t j = 0; j < p.axes.size(); ++j)
+    if (!load && x.axis_strides[j] == 0 && p.axes[j] > 1) reject(where, "array writes every row of an axis to the same place");
+  reach("array", x.array, extents, strides, load ? "reads" : "writes");
+  operand("tile", x.tile, x.extents, load);
+}
+void Checker::check(const Matmul& x) {
+  bound("row_multiple", x.row_multiple, 1, kMaxCount);
+  if (Wide{p.rows} * x.row_multiple > kMaxCount) reject(where, "rows times row_multiple is more than 2**48");
+  bound("batch", x.batch, 1, kMaxCount);
+  bound("weight", x.weight, 0, static_cast<int64_t>(p.preps.size()) - 1);
+  const Prep& w = p.preps[x.weight];
+  if (w.kind != PrepKind::kWeight) reject(where, "prepared operand " + str(x.weight) + " is not a weight");
+  if (product(w.b_extents) != x.batch)
+    reject(where, "batch " + str(x.batch) + ", but weight " + str(x.weight) + " has " + str(product(w.b_extents)));
+  int64_t k = product(w.k_extents), n = product(w.n_extents);
+  if (x.x.strides.size() != 1 || x.out.strides.size() != 1) reject(where, "x and out each have one batch stride");
+  bool wide = w.dtype == DType::kF64;
+  for (DType t : {x.x.ref.dtype, x.out.ref.dtype})
+    if (!is_float(t) || (t == DType::kF64) != wide)
+      reject(where, std::string("a ") + dtype_name(t) + " operand with a " + dtype_name(w.dtype) + " weight");
+  auto with = [](Operand o) { return o.strides.push_back(1), o; };
+  operand("x", with(x.x), {x.batch, k}, false, x.row_multiple);
+  operand("out", with(x.out), {x.batch, n}, true, x.row_multiple);
+  activation(x, wide);
+  bound("bias", x.bias, -1, static_cast<int64_t>(p.preps.size()) - 1);
+  if (x.bias < 0) return;
+  const Prep& b = p.preps[x.bias];
+  if (b.kind != PrepKind::kDense || product(b.n_extents) != n || b.dtype != (wide ? DType::kF64 : DType::kF32))
+    reject(where, "bias " + str(x.bias) + " is not a dense operand of " + str(n) + (wide ? " float64" : " float32") + " elements");
+}
+
+void Checker::activation(const Matmul& x, bool wide) const {
+  const size_t want = kActivationParameters[static_cast<int>(x.activation)];
+  if (x.parameters.size() != want)
+    reject(where, "its activation takes " + str(want) + " parameters, not " + str(x.parameters.size()));
+  for (double v : x.parameters)
+    if (!(v >= 0x1p-100 && v <= 0x1p100)) reject(where, "a parameter of its activation is not in 2**-100..2**100");
+  if (wide && x.activation > Activation::kRelu) reject(where, "float64 sums have no such activation");
+}
+
+// Only products of bfloat16 can be multiplied in more than one way.
+void Checker::multiplied(Product product, DType t) const {
+  if (product != Product::kBest && t != DType::kBF16)
+    reject(where,
+           "product is " + str(static_cast<int64_t>(product)) + ", which only bfloat16 can have, and this is " + dtype_name(t));
+}
+
+std::vector<int64_t> Checker::loops(const std::vector<int64_t>& kept, const std::vector<int64_t>& reduced) const {
+  std::vector<int64_t> all = kept;
+  all.insert(all.end(), reduced.begin(), reduced.end());
+  count("kept and reduced", all);
+  return all;
+}
+
+void Checker::foldable(Reduction how, DType t) const {
+  bool logical = how == Reduction::kAnd || how == Reduction::kOr || how == Reduction::kXor;
+  if (logical ? is_float(t) : t == DType::kBool && how != Reduction::kMax && how != Reduction::kMin)
+    reject(where, std::string(dtype_name(t)) + " values have no such reduction");
+}
+
+void Checker::check(const Reduce& x) {
+  operand("x", x.x, loops(x.kept, x.reduced), false);
+  operand("out", x.out, x.kept, true);
+  if (x.how < Reduction::kArgMax) return foldable(x.how, x.x.ref.dtype);
+  DType t = x.out.ref.dtype;
+  if (x.reduced.size() != 1 || is_float(t) || t == DType::kBool)
+    reject(where, "argmax and argmin reduce one dimension to an integer");
+}
+
+void Checker::check(const Scan& x) {
+  count("extents", x.extents);
+  if (x.extents.empty()) reject(where, "there is no dimension to scan");
+  operand("x", x.x, x.extents, false);
+  operand("out", x.out, x.extents, true);
+  if (x.x.ref.dtype != x.out.ref.dtype) reject(where, "x and out differ in type");
+  if (x.x.ref.dtype == DType::kBool || (x.how == Cumulative::kLogSumExp && !is_float(x.x.ref.dtype)))
+    reject(where, std::string(dtype_name(x.x.ref.dtype)) + " values have no such cumulative operation");
+}
+
+void Checker::check(const Accumulate& x) {
+  bound("sink", x.sink, 0, static_cast<int64_t>(p.sinks.size()) - 1);
+  const Sink& s = p.sinks[x.sink];
+  operand("x", x.x, loops(x.kept, x.reduced), false);
+  if (product(x.kept) != s.elements) reject(where, "folds " + str(product(x.kept)) + " elements into a sink of " + str(s.elements));
+  if (x.x.ref.dtype != s.dtype)
+    reject(where, std::string("folds ") + dtype_name(x.x.ref.dtype) + " into a sink of " + dtype_name(s.dtype));
+  fold_into(x.sink, false);
+}
+
+void Checker::check(const AccumulateMatmul& x) {
+  bound("sink", x.sink, 0, static_cast<int64_t>(p.sinks.size()) - 1);
+  bound("row_multiple", x.row_multiple, 1, kMaxCount);
+  if (Wide{p.rows} * x.row_multiple > kMaxCount) reject(where, "rows times row_multiple is more than 2**48");
+  count("product", {x.batch, x.m, x.n});
+  const Sink& s = p.sinks[x.sink];
+  if (x.batch * x.m * x.n != s.elements)
+    reject(where, "adds " + str(x.batch * x.m * x.n) + " elements to a sink of " + str(s.elements));
+  DType t = x.x.ref.dtype;
+  if (!is_float(t) || x.y.ref.dtype != t)
+    reject(where, std::string("multiplies ") + dtype_name(t) + " and " + dtype_name(x.y.ref.dtype));
+  if (s.how != Reduction::kSum || s.dtype != (t == DType::kF64 ? DType::kF64 : DType::kF32))
+    reject(where, std::string("a product of ") + dtype_name(t) + " cannot be added to a sink of " + dtype_name(s.dtype));
+  multiplied(x.product, t);
+  if (x.x.strides.size() != 1 || x.y.strides.size() != 1) reject(where, "x and y each have one batch stride");
+  auto with = [](Operand o) { return o.strides.push_back(1), o; };
+  operand("x", with(x.x), {x.batch, x.m}, false, x.row_multiple);
+  operand("y", with(x.y), {x.batch, x.n}, false, x.row_multiple);
+  fold_into(x.sink, true);
+}
+
+// One stage owns a sink, and folds into it in one way: products accumulate in the sink's type, sums of values in a wider one.
+void Checker::fold_into(int64_t sink, bool products) {
+  int64_t& owner = sink_stage[sink];
+  if (owner >= 0 && owner != stage) reject(where, "sink " + str(sink) + " is already folded by stage " + str(owner));
+  if (owner >= 0 && p.sinks[sink].products != products) reject(where, "sink " + str(sink) + " takes both values and products");
+  owner = stage;
+  p.sinks[sink].products = products;
+}
+
+}  // namespace kitsune::cpu

@@ -1,0 +1,88 @@
+"""The equation at hand, and the ops of the table that it becomes.
+
+Comes in: an equation, its operands' value ids, its place. Goes out: ops appended to the builder. Invariant: every op stands in the
+equation's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kitsune_jax import _compat
+from kitsune_jax.capture.builder import Builder
+from kitsune_jax.capture.captured import Place, Step
+from kitsune_jax.graph import Param, Scalar
+from kitsune_jax.ops.spec import is_float, np_dtype
+
+
+class Equation:
+    """What the rules of one equation read and write."""
+
+    def __init__(self, builder: Builder, eqn: Any, ins: list[int], place: Place):
+        self.builder, self.eqn, self.ins, self.step = builder, eqn, ins, Step(place)
+        self.params: dict[str, Any] = eqn.params
+        self.name: str = eqn.primitive.name
+        self.in_avals = [v.aval for v in eqn.invars]
+        self.out = eqn.outvars[0].aval
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return tuple(self.out.shape)
+
+    @property
+    def out_dtype(self) -> str:
+        return str(self.out.dtype)
+
+    def shape_of(self, v: int) -> tuple[int, ...]:
+        return self.builder.values[v].shape
+
+    def dtype_of(self, v: int) -> str:
+        return self.builder.values[v].dtype
+
+    def op(self, kind: str, *ins: int, dtype: str = "", **params: Param) -> int:
+        """Append an op, whose entry gives the shape of its result. ``dtype``: the result's, where the kind leaves it open."""
+        return self.builder.add(kind, ins, self.step, self.out, dtype or self.out_dtype, **params)
+
+    def reshape(self, v: int, shape: Sequence[int]) -> int:
+        return v if self.shape_of(v) == tuple(shape) else self.op("reshape", v, new_sizes=shape)
+
+    def broadcast(self, v: int, shape: Sequence[int], dims: Sequence[int]) -> int:
+        return self.op("broadcast_in_dim", v, shape=shape, dims=dims)
+
+    def slice(self, v: int, start: Sequence[int], limit: Sequence[int], strides: Sequence[int] = ()) -> int:
+        strides = tuple(strides) or (1,) * len(start)
+        whole = not any(start) and self.shape_of(v) == tuple(limit) and all(s == 1 for s in strides)
+        return v if whole else self.op("slice", v, start=start, limit=limit, strides=strides)
+
+    def part(self, v: int, axis: int, start: int, size: int) -> int:
+        """``size`` elements of ``v`` along ``axis`` from ``start`` on."""
+        shape = self.shape_of(v)
+        at = [start if d == axis else 0 for d in range(len(shape))]
+        return self.slice(v, at, [start + size if d == axis else n for d, n in enumerate(shape)])
+
+    def transpose(self, v: int, permutation: Sequence[int]) -> int:
+        return v if tuple(permutation) == tuple(range(len(permutation))) else self.op("transpose", v, permutation=permutation)
+
+    def convert(self, v: int, dtype: str) -> int:
+        """``v`` in another dtype; of a literal a literal."""
+        literal = self.builder.values[v].literal
+        if self.dtype_of(v) == dtype:
+            return v
+        return self.op("convert_element_type", v, new_dtype=dtype) if literal is None else self.constant(literal, dtype)
+
+    def constant(self, scalar: Scalar, dtype: str = "") -> int:
+        """A literal, by default of the result's dtype."""
+        dtype = dtype or self.out_dtype
+        rounded = np.asarray(scalar).astype(np_dtype(dtype))
+        python = float if is_float(dtype) else bool if dtype == "bool" else int
+        return self.builder.literal(python(rounded), dtype)
+
+
+def bind_in_place(eqn: Any, place: Place, params: dict[str, Any] | None, *arrays: Any) -> list[Any]:
+    """The equation on ``arrays``, in its context (with other ``params`` if given). Literals keep their own, perhaps weak, type."""
+    vals = [v.val if _compat.is_literal(v) and np.ndim(x) == 0 else x for v, x in zip(eqn.invars, arrays, strict=True)]
+    with place.enclosing():
+        return _compat.bind_eqn(eqn, vals, params)

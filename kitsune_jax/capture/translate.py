@@ -1,0 +1,92 @@
+"""One equation in the op table's terms.
+
+Comes in: an equation and the value ids of its operands. Goes out: the value ids of its results, with the ops that make them
+appended to the builder, or the reason why the table has no ops for it. Invariant: nothing is appended where a reason is returned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from kitsune_jax import _compat
+from kitsune_jax.capture.builder import Builder, is_array, scalar_of
+from kitsune_jax.capture.captured import Place
+from kitsune_jax.capture.equation import Equation
+from kitsune_jax.capture.primitives import RULES, pointwise
+from kitsune_jax.ops.spec import is_float, name_of, np_dtype
+from kitsune_jax.ops.table import OPS, RENAMED
+
+_IDENTITIES = ("copy", "copy_p", "stop_gradient", "name")  # "name": checkpoint_name, whose policies are applied by now
+_COLLECTIVES = (
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
+    *("ragged_all_to_all", "reduce_scatter", "axis_index", "pbroadcast", "pgather"),
+)
+
+
+def translate(builder: Builder, eqn: Any, ins: list[int], place: Place) -> list[int] | str:
+    """Value ids of the results of ``eqn`` on ``ins``, or why it has to stay opaque."""
+    name = eqn.primitive.name
+    if name in _IDENTITIES and len(ins) == 1:
+        return ins
+    if name in _COLLECTIVES:
+        return f"{name}: communicates between devices"
+    if name not in RULES and RENAMED.get(name, name) not in OPS:
+        return f"{_compat.called(eqn)}: not an op the pipeline knows"
+    e = Equation(builder, eqn, ins, place)
+    why = _why_opaque(e)
+    if why:
+        return why
+    constant = _folded(e)
+    made = RULES.get(name, pointwise)(e) if constant is None else constant
+    return [made] if isinstance(made, int) else made
+
+
+def _folded(e: Equation) -> int | None:
+    """The literal that an op on literals is: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed index."""
+    values = [e.builder.values[v] for v in e.ins]
+    kind = RENAMED.get(e.name, e.name)
+    if kind not in OPS or not OPS[kind].folded or any(v.literal is None for v in values):
+        return None
+    dtype = e.out_dtype
+    arrays = [np.asarray(v.literal, np_dtype(v.dtype)) for v in values]
+    scalar = scalar_of(OPS[kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
+    if scalar is None or (is_float(dtype) and not abs(scalar[0]) >= float(ml_dtypes.finfo(np_dtype(dtype)).tiny)):
+        return None  # zeros have a sign and subnormal numbers may be flushed: XLA's own arithmetic decides
+    return e.builder.literal(*scalar)
+
+
+# --- reasons to stay opaque -------------------------------------------------------------------------------------------------------
+
+
+def _why_opaque(e: Equation) -> str:
+    """What rules out any op: dtypes, placement, requests about rounding. "" if nothing does."""
+    avals = [*e.in_avals, *(v.aval for v in e.eqn.outvars)]
+    for aval in avals:
+        if not is_array(aval):
+            return f"{e.name}: works on {getattr(aval, 'dtype', 'a token')}, which the pipeline does not know"
+    if any(_placed(getattr(a, "sharding", None)) for a in avals) or any(
+        _placed(e.params.get(k)) for k in ("sharding", "out_sharding")
+    ):
+        return f"{e.name}: is explicitly sharded"
+    if getattr(e.params.get("accuracy"), "name", "DEFAULT" if e.params.get("accuracy") is None else "") != "DEFAULT":
+        return f"{e.name}: asks for an accuracy of its own"
+    if e.params.get("out_dtype") is not None:
+        return f"{e.name}: asks for a result dtype of its own"
+    kind = RENAMED.get(e.name, e.name)
+    if kind in OPS and not OPS[kind].gives and not OPS[kind].mixes and e.in_avals:
+        if len({name_of(a.dtype) for a in avals}) > 1:
+            return f"{e.name}: mixes dtypes"
+        if name_of(e.in_avals[0].dtype) not in OPS[kind].dtypes:
+            return f"{e.name}: is not defined on {e.in_avals[0].dtype}"
+    return ""
+
+
+def _placed(sharding: Any) -> bool:
+    """Does it name a mesh axis, or a device?"""
+    if sharding is None:
+        return False
+    spec = getattr(sharding, "spec", None)
+    return spec is None or any(part is not None for part in spec)

@@ -1,0 +1,170 @@
+"""What every Graph that capture makes must satisfy, checked op by op.
+
+Comes in: a Graph, or one of its ops. Goes out: nothing, or ``ValueError``. Invariants checked: values are defined once, and before
+they are read (``Graph.validate``); every op of the table has the operands, the result shape and the result dtype that its kind and
+its parameters ask for. The cost is linear in the number of ops, whatever the sizes of the arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.ops.spec import DTYPES
+from kitsune_jax.ops.table import OPS
+
+Shape = tuple[int, ...]
+
+
+def verify(graph: Graph) -> None:
+    """Raise ``ValueError`` where ``graph`` breaks an invariant of this module."""
+    graph.validate()
+    for i, op in enumerate(graph.ops):
+        try:
+            verify_op(op, graph.values)
+        except ValueError as e:
+            raise ValueError(f"op {i}: {e}") from None
+
+
+def verify_op(op: Op, values: Sequence[Value]) -> None:
+    """Raise ``ValueError`` where ``op`` is not in the table (or opaque), or does not fit its operands and results."""
+    if op.kind == "opaque":
+        return
+    spec = OPS.get(op.kind)
+    if spec is None:
+        raise ValueError(f"{op.kind} is not an op of the table")
+    ins = [values[v] for v in op.inputs]
+    if len(op.outputs) != 1 or (spec.arity is not None and len(ins) != spec.arity):
+        raise ValueError(f"{op.kind} has {len(ins)} operands and {len(op.outputs)} results")
+    out = values[op.outputs[0]]
+    shape = result_shape(op, [x.shape for x in ins])
+    if shape != out.shape:
+        raise ValueError(f"{op.kind} of {', '.join(map(str, ins))} has shape {shape}, not that of {out}")
+    if not _dtypes_agree(op, ins, out):
+        raise ValueError(f"{op.kind} does not make {out} of {', '.join(map(str, ins))}")
+
+
+def result_shape(op: Op, shapes: Sequence[Shape]) -> Shape:
+    """The shape that ``op`` gives for operands of ``shapes``. Raises ``ValueError`` where it is not defined for them."""
+    shape = SHAPE_RULES[OPS[op.kind].family](op, shapes)
+    if shape is None:
+        raise ValueError(f"{op.kind} is not defined for {', '.join(map(str, shapes))} with {dict(op.params)}")
+    return shape
+
+
+def result_dtype(op: Op, operands: Sequence[Value]) -> str:
+    """The dtype that ``op`` gives for ``operands``, or "" where neither they nor its parameters say."""
+    gives = OPS[op.kind].gives
+    if gives == "any":
+        return str(dict(op.params).get("new_dtype", ""))
+    return gives or operands[-1 if op.kind == "select_n" else 0].dtype
+
+
+def _dtypes_agree(op: Op, ins: Sequence[Value], out: Value) -> bool:
+    dtypes = [x.dtype for x in ins]
+    if not {*dtypes, out.dtype} <= set(DTYPES) or result_dtype(op, ins) not in ("", out.dtype):
+        return False
+    if OPS[op.kind].gives == "any" or op.kind == "pow":  # the exponent of a power may be an integer
+        return True
+    if op.kind == "select_n":
+        return dtypes == ["bool", out.dtype, out.dtype]
+    return len(set(dtypes)) == 1
+
+
+# --- shapes, by family; None where the op is not defined -------------------------------------------------------------------------
+
+
+def _pointwise(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    """Operands of one shape or of rank 0."""
+    shape = next(filter(None, shapes), ())
+    return shape if all(s in ((), shape) for s in shapes) else None
+
+
+def _reduced(axes: Sequence[int], shape: Shape) -> Shape | None:
+    if len(set(axes)) != len(axes) or not all(0 <= a < len(shape) for a in axes):
+        return None
+    return tuple(n for d, n in enumerate(shape) if d not in axes)
+
+
+def _cumulative(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    return shapes[0] if 0 <= op["axis"] < len(shapes[0]) else None
+
+
+def _dot(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    sides = []
+    for shape, contract, batch in zip(
+        shapes, (op["lhs_contract"], op["rhs_contract"]), (op["lhs_batch"], op["rhs_batch"]), strict=True
+    ):
+        free = _reduced((*batch, *contract), shape)
+        if free is None:
+            return None
+        sides.append((tuple(shape[d] for d in batch), tuple(shape[d] for d in contract), free))
+    (batch, contracted, left), (other, too, right) = sides
+    return (*batch, *left, *right) if (batch, contracted) == (other, too) else None
+
+
+def _broadcast(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    (x,), to, dims = shapes, op["shape"], op["dims"]
+    ascending = len(dims) == len(x) and all(a < b for a, b in zip(dims, dims[1:], strict=False))
+    return to if ascending and all(0 <= d < len(to) and n in (1, to[d]) for n, d in zip(x, dims, strict=True)) else None
+
+
+def _reshape(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    return op["new_sizes"] if math.prod(op["new_sizes"]) == math.prod(shapes[0]) else None
+
+
+def _transpose(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    x, permutation = shapes[0], op["permutation"]
+    return tuple(x[d] for d in permutation) if sorted(permutation) == list(range(len(x))) else None
+
+
+def _concatenate(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    d = op["dimension"]
+    if not shapes or not 0 <= d < len(shapes[0]) or len({(s[:d], s[d + 1 :]) for s in shapes}) != 1:
+        return None
+    return (*shapes[0][:d], sum(s[d] for s in shapes), *shapes[0][d + 1 :])
+
+
+def _slice(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    x, start, limit = shapes[0], op["start"], op["limit"]
+    strides = op["strides"] or (1,) * len(x)
+    if not len(x) == len(start) == len(limit) == len(strides):
+        return None
+    if not all(0 <= a <= b <= n and s > 0 for a, b, s, n in zip(start, limit, strides, x, strict=True)):
+        return None
+    return tuple(-(-(b - a) // s) for a, b, s in zip(start, limit, strides, strict=True))
+
+
+def _pad(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    x, low, high, interior = shapes[0], op["low"], op["high"], op["interior"]
+    if shapes[1] or not len(x) == len(low) == len(high) == len(interior):
+        return None
+    sizes = tuple(n + max(n - 1, 0) * i + lo + hi for n, i, lo, hi in zip(x, interior, low, high, strict=True))
+    return sizes if all(n >= 0 for n in sizes) else None
+
+
+def _rev(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    return shapes[0] if all(0 <= d < len(shapes[0]) for d in op["dimensions"]) else None
+
+
+def _iota(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    return op["shape"] if 0 <= op["dimension"] < len(op["shape"]) else None
+
+
+SHAPE_RULES: Mapping[str, Callable[[Op, Sequence[Shape]], Shape | None]] = {
+    "pointwise": _pointwise,
+    "convert": _pointwise,
+    "reduce": lambda op, shapes: _reduced(op["axes"], shapes[0]),
+    "argreduce": lambda op, shapes: _reduced((op["axis"],), shapes[0]),
+    "cumulative": _cumulative,
+    "dot": _dot,
+    "broadcast": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "concatenate": _concatenate,
+    "slice": _slice,
+    "pad": _pad,
+    "rev": _rev,
+    "iota": _iota,
+}

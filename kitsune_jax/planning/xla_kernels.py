@@ -1,0 +1,95 @@
+"""What XLA would do with the ops of a region: the kernels that it would run one after the other.
+
+Comes in: a ``RegionCost``. Goes out: ``kernels_of``, of which each target makes its baseline, modelled seconds and off-chip bytes.
+The model of XLA's fusion: a value is written to memory where its op is a matmul, a reduction or a scan, where it leaves the region,
+where a matmul or scan reads it, and where it is expensive and read twice; everything else is computed again inside the kernels that
+need it. Nothing fuses across matmuls.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import RegionCost
+
+ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative"})
+_VIEWS = frozenset({"reshape", "transpose"})
+# XLA does not compute an op of this many operations twice to save a round trip (its list: divide, exp, log, tanh, power, ...).
+_EXPENSIVE = 4
+
+
+@dataclasses.dataclass
+class Kernel:
+    """One kernel of the bulk-synchronous program: ``ops`` run in it, ``reads`` come from memory, ``root`` is written."""
+
+    root: int
+    ops: frozenset[int]
+    reads: tuple[int, ...]
+
+    def moved(self, cost: RegionCost) -> int:
+        """Bytes that the kernel reads and writes."""
+        return sum(cost.bytes(v) for v in self.reads) + cost.bytes(self.root)
+
+
+def kernels_of(cost: RegionCost) -> list[Kernel]:
+    """The kernels, in order, each rooted at a value that is written to memory."""
+    written = _written(cost)
+    while True:
+        kernels = [_kernel(cost, v, written) for i in cost.region.ops for v in cost.graph.ops[i].outputs if v in written]
+        again = _expensive_twice(cost, kernels)
+        if not again:
+            break
+        written |= again
+    return kernels
+
+
+def _expensive_twice(cost: RegionCost, kernels: Sequence[Kernel]) -> set[int]:
+    """Values of expensive ops that several kernels would compute for themselves, by way of cheap ones that read them."""
+    seen = collections.Counter(i for kernel in kernels for i in kernel.ops if kernel.root not in cost.graph.ops[i].outputs)
+    return {
+        cost.graph.ops[i].outputs[0]
+        for i, count in seen.items()
+        if count > 1 and cost.family(i) == "pointwise" and OPS[cost.graph.ops[i].kind].flops >= _EXPENSIVE
+    }
+
+
+def _written(cost: RegionCost) -> set[int]:
+    written = set(cost.outputs)
+    for i in cost.region.ops:
+        op, family = cost.graph.ops[i], cost.family(i)
+        if family in ROOTS:
+            written.update(op.outputs)
+        if family in ("dot", "cumulative"):
+            written.update(w for v in op.inputs if (w := _behind_views(cost, v)) in cost.producer)
+        if family == "pointwise" and OPS[op.kind].flops >= _EXPENSIVE and len(cost.readers.get(op.outputs[0], ())) > 1:
+            written.update(op.outputs)
+    return written
+
+
+def _behind_views(cost: RegionCost, v: int) -> int:
+    """The value that is really in memory when ``v`` is read by a matmul: reshapes are free, transposes are its layout."""
+    while v in cost.producer and v not in cost.outputs and cost.family(cost.producer[v]) in _VIEWS:
+        v = cost.graph.ops[cost.producer[v]].inputs[0]
+    return v
+
+
+def _kernel(cost: RegionCost, root: int, written: set[int]) -> Kernel:
+    ops: set[int] = set()
+    reads: dict[int, None] = {}
+    work = [cost.producer[root]]
+    while work:
+        i = work.pop()
+        if i in ops:
+            continue
+        ops.add(i)
+        matmul = cost.family(i) in ("dot", "cumulative")
+        for v in cost.graph.ops[i].inputs:
+            v = _behind_views(cost, v) if matmul else v
+            if v in cost.producer and v not in written:
+                work.append(cost.producer[v])
+            elif cost.graph.values[v].literal is None:
+                reads[v] = None
+    return Kernel(root, frozenset(ops), tuple(reads))

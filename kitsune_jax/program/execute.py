@@ -1,0 +1,307 @@
+"""Instructions of the tile program in NumPy: what each of them does to the tile at hand.
+
+Comes in: an instruction, its operands, and the ``State`` of the call: its arrays, the rings of its queues, its sinks. Goes out:
+the values it makes. ``interpret`` decides which stage runs which tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (makes "bfloat16" and the 8-bit floats NumPy dtypes)
+import numpy as np
+
+from kitsune_jax.graph import Scalar
+from kitsune_jax.ops.local import resolve_rows
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.ir import ArrayType, Block, Instr, TileProgram, TileType
+from kitsune_jax.streams.space import dim_strides
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+FOLD: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+@dataclasses.dataclass
+class Tile:
+    """One tile in flight in one stage: its number, the numbers of its rows, and the values computed so far."""
+
+    number: int
+    rows: Array
+    env: dict[int, Array] = dataclasses.field(default_factory=dict)
+
+
+class State:
+    """Everything that outlives a tile: arrays, rings, accumulators. ``widen``: floats are computed as float64."""
+
+    def __init__(self, program: TileProgram, arrays: Sequence[Any], widen: bool):
+        self.program, self.widen = program, widen
+        self.inputs = [self._input(k, t, a) for k, (t, a) in enumerate(zip(program.inputs, arrays, strict=True))]
+        self.outputs = [np.zeros(t.shape, self.dtype(t.dtype)) for t in program.outputs]
+        self.rings: list[dict[int, Array]] = [{} for _ in program.queues]
+        self.sums = [np.full(s.shape, identity(s.how, wide := _wide(np.dtype(s.dtype))), wide) for s in program.sinks]
+        self.literals: dict[int, Scalar] = dict(program.literals)
+
+    def _input(self, k: int, t: ArrayType, array: Any) -> Array:
+        a = np.asarray(array)
+        wrong = a.dtype != np.dtype(t.dtype) and not (self.widen and _is_float(a.dtype) and _is_float(np.dtype(t.dtype)))
+        if a.shape != t.shape or wrong:
+            raise ValueError(f"input {k} is {a.dtype}{list(a.shape)}; the program takes {t.dtype}{list(t.shape)}")
+        return np.ascontiguousarray(a, self.dtype(t.dtype)).reshape(t.shape)
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """The dtype to compute ``name`` in."""
+        return _wide(np.dtype(name)) if self.widen else np.dtype(name)
+
+    def run(self, body: Sequence[Instr], tile: Tile, where: str) -> None:
+        """Every instruction of ``body`` on ``tile``. Raises ``TypeError`` where a value is not what its type says."""
+        for instr in body:
+            inputs = [self.value(tile, v) for v in instr.inputs]
+            results = _EXECUTE.get(instr.kind, _table_op)(self, instr, tile, inputs)
+            results = () if results is None else results if isinstance(results, tuple) else (results,)
+            if len(results) != len(instr.outputs):
+                raise TypeError(f"{instr.kind} in {where} gives {len(results)} values for {len(instr.outputs)} names")
+            for v, result in zip(instr.outputs, results, strict=True):
+                self.check(result, self.program.values[v], tile, f"{instr.kind} in {where}")
+                tile.env[v] = result
+
+    def value(self, tile: Tile, v: int) -> Array:
+        if v in tile.env:
+            return tile.env[v]
+        if v in self.literals:
+            return np.asarray(self.literals[v], self.dtype(self.program.values[v].dtype))
+        raise TypeError(f"value %{v} is read before it is defined")
+
+    def check(self, array: Array, t: TileType, tile: Tile, who: str) -> None:
+        shape, dtype = (len(tile.rows), *t.shape) if t.tile else t.shape, self.dtype(t.dtype)
+        if array.shape != shape or array.dtype != dtype:
+            raise TypeError(f"{who} gives {array.dtype}{list(array.shape)} where the program says {dtype}{list(shape)}")
+
+    def made(self, instr: Instr) -> np.dtype[Any]:
+        """The dtype of the instruction's result."""
+        return self.dtype(self.program.values[instr.outputs[0]].dtype)
+
+    def offsets(self, t: ArrayType, tile: Tile, cuts: Mapping[int, range]) -> Array:
+        """Where the tile's elements, of dimension d those of ``cuts[d]`` only, lie in the flat array; in the value's shape."""
+        offsets = np.zeros((), np.int64)
+        if t.row_strides:
+            rows = tile.rows if t.streamed else tile.rows[0]
+            offsets = sum((d * s for d, s in zip(np.unravel_index(rows, self.program.axes), t.row_strides, strict=True)), 0 * rows)
+        elif t.streamed:  # a stream of one row
+            offsets = 0 * tile.rows
+        strides = dim_strides(t.shape)
+        for d in t.dims if t.row_strides or t.streamed else range(len(t.shape)):
+            cut = cuts.get(d, range(t.shape[d]))
+            if cut and not (cut[0] >= 0 and cut[-1] < t.shape[d]):
+                raise TypeError(f"elements {cut[0]} to {cut[-1]} of dimension {d} of {t.dtype}{list(t.shape)} do not exist")
+            offsets = np.asarray(offsets)[..., None] + np.asarray(cut, np.int64) * strides[d]
+        return np.asarray(offsets)
+
+
+def _cuts(instr: Instr, numbers: Sequence[Array]) -> dict[int, range]:
+    starts = [int(i) * step for i, step in zip(numbers, instr["steps"], strict=True)]
+    return {d: range(start, start + size) for d, start, size in zip(instr["dims"], starts, instr["sizes"], strict=True)}
+
+
+def _load(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    t = state.program.inputs[instr["array"]]
+    cuts = _cuts(instr, inputs) if instr.kind == "load_slice" else {}
+    return state.inputs[instr["array"]].reshape(-1)[state.offsets(t, tile, cuts)]
+
+
+def _store(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
+    k = instr["array"]
+    t = state.program.outputs[k]
+    offsets = state.offsets(t, tile, _cuts(instr, inputs[1:]) if instr.kind == "store_slice" else {})
+    if inputs[0].shape != offsets.shape or inputs[0].dtype != state.outputs[k].dtype:
+        kind, got = state.outputs[k].dtype, inputs[0]
+        raise TypeError(f"output {k} takes a tile {kind}{list(offsets.shape)}, not {got.dtype}{list(got.shape)}")
+    state.outputs[k].reshape(-1)[offsets] = inputs[0]
+
+
+def _row_index(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    shape = state.program.values[instr.outputs[0]].shape
+    digits = np.unravel_index(tile.rows, state.program.axes)
+    index = np.zeros_like(tile.rows)
+    for axis in instr["axes"]:
+        index = index * state.program.axes[axis] + digits[axis]
+    return np.broadcast_to(index.reshape(-1, *(1,) * len(shape)), (len(tile.rows), *shape)).astype(state.made(instr))
+
+
+def _matmul(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    x, w, *bias = (a.astype(state.dtype(instr["accumulate"])) for a in inputs)
+    perm = instr["out_perm"]
+    result = dot_general(x, w, instr["x_contract"], instr["w_contract"], instr["x_batch"], instr["w_batch"]).transpose(perm)
+    if bias:
+        columns = bias[0].ndim
+        result = result + bias[0].reshape([n if p >= len(perm) - columns else 1 for n, p in zip(result.shape, perm, strict=True)])
+    name, parameters = instr.get("activation", "none"), instr.get("parameters", ())
+    with np.errstate(all="ignore"):
+        return np.asarray(_ACTIVATIONS[name](result, *parameters)).astype(state.made(instr))
+
+
+def _dot(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    x, y = (a.astype(state.dtype(instr["accumulate"])) for a in inputs)
+    batch = (0, *instr["x_batch"]), (0, *instr["y_batch"])
+    return dot_general(x, y, instr["x_contract"], instr["y_contract"], *batch).astype(state.made(instr))
+
+
+def _gather(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    table, index = inputs[0], inputs[1].astype(np.int64)
+    inside = (index >= 0) & (index < len(table))
+    if instr["mode"] == "promise_in_bounds" and not inside.all():
+        raise ValueError(f"gather was promised indices below {len(table)}, not {index[~inside][0]}")
+    rows = table[np.clip(index, 0, len(table) - 1)]
+    if instr["mode"] == "fill":
+        rows[~inside] = np.asarray(instr["fill"]).astype(table.dtype)
+    return rows
+
+
+def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[Array, ...]:
+    block, carries = instr.block, tuple(inputs)
+    assert isinstance(block, Block)
+    numbers = range(instr["count"])
+    for i in reversed(numbers) if instr.get("reverse") else numbers:
+        tile.env |= {block.index: np.asarray(i, np.int32), **dict(zip(block.carries, carries, strict=True))}
+        state.run(block.body, tile, "a loop")
+        carries = tuple(state.value(tile, v) for v in block.results)
+    return carries
+
+
+def _sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
+    fold, x = FOLD[state.program.sinks[instr["sink"]].how], _widened(inputs[0])
+    _fold(state, instr["sink"], np.asarray(fold.reduce(x, axis=tuple(instr["axes"]), dtype=x.dtype)))
+
+
+def _matmul_sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
+    x, y = (a.astype(state.sums[instr["sink"]].dtype) for a in inputs)
+    dims = instr["x_contract"], instr["y_contract"], instr["x_batch"], instr["y_batch"]
+    _fold(state, instr["sink"], dot_general(x, y, *dims))
+
+
+def _fold(state: State, k: int, part: Array) -> None:
+    total = state.sums[k]
+    if part.shape != total.shape:
+        raise TypeError(f"sink {k} takes {list(total.shape)}, not {list(part.shape)}")
+    FOLD[state.program.sinks[k].how](total, part.astype(total.dtype), out=total)
+
+
+def _sink_at(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
+    total = state.sums[instr["sink"]]
+    index = inputs[1].astype(np.int64).reshape(-1)
+    rows = _widened(inputs[0]).reshape(len(index), *total.shape[1:]).astype(total.dtype)
+    inside = (index >= 0) & (index < len(total))
+    FOLD[state.program.sinks[instr["sink"]].how].at(total, index[inside], rows[inside])
+
+
+def _push(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
+    q = instr["queue"]
+    state.check(inputs[0], state.program.queues[q].tile, tile, f"push to queue {q}")
+    state.rings[q][tile.number] = inputs[0]
+
+
+def _pop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    q = instr["queue"]
+    state.check(state.rings[q][tile.number], state.program.queues[q].tile, tile, f"pop from queue {q}")
+    return state.rings[q][tile.number]
+
+
+def _table_op(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array | tuple[Array, ...]:
+    params: Mapping[str, Any] = resolve_rows(dict(instr.params), len(tile.rows))
+    with np.errstate(all="ignore"):
+        result = OPS[instr.kind].numpy(params, *inputs, out_dtype=state.made(instr).name)
+    return result if isinstance(result, tuple) else np.asarray(result)
+
+
+_EXECUTE: dict[str, Callable[[State, Instr, Tile, list[Array]], Any]] = {
+    "load": _load,
+    "load_slice": _load,
+    "store": _store,
+    "store_slice": _store,
+    "row_index": _row_index,
+    "matmul": _matmul,
+    "dot": _dot,
+    "gather": _gather,
+    "loop": _loop,
+    "sink": _sink,
+    "matmul_sink": _matmul_sink,
+    "sink_at": _sink_at,
+    "push": _push,
+    "pop": _pop,
+}
+
+
+def dot_general(
+    x: Array, w: Array, x_contract: Sequence[int], w_contract: Sequence[int], x_batch: Sequence[int], w_batch: Sequence[int]
+) -> Array:
+    """``lax.dot_general`` on NumPy arrays: dimensions of the result are batch, x's free, w's free. The dtype is the operands'.
+
+    >>> dot_general(np.ones((2, 3)), np.ones((4, 3)), (1,), (1,), (), ()).shape
+    (2, 4)
+    """
+    x_free = [d for d in range(x.ndim) if d not in x_contract and d not in x_batch]
+    w_free = [d for d in range(w.ndim) if d not in w_contract and d not in w_batch]
+    batch, contracted = [x.shape[d] for d in x_batch], math.prod(x.shape[d] for d in x_contract)
+    m, n = [x.shape[d] for d in x_free], [w.shape[d] for d in w_free]
+    left = x.transpose(*x_batch, *x_free, *x_contract).reshape(math.prod(batch), math.prod(m), contracted)
+    right = w.transpose(*w_batch, *w_contract, *w_free).reshape(math.prod(batch), contracted, math.prod(n))
+    product: Array = np.matmul(left, right)
+    return product.reshape(*batch, *m, *n)
+
+
+def identity(how: str, dtype: np.dtype[Any]) -> Scalar:
+    """What changes nothing that it is folded with: of max and min the infinities, for integers their lowest and highest number.
+
+    >>> identity("max", np.dtype("float32")), identity("min", np.dtype("int8")), identity("and", np.dtype("bool"))
+    (-inf, 127, True)
+    """
+    if how == "and":
+        return np.invert(np.zeros((), dtype)).item()
+    if how not in ("max", "min"):
+        return 1 if how == "prod" else 0
+    if _is_float(dtype):
+        return -math.inf if how == "max" else math.inf
+    if dtype.kind == "b":
+        return how == "min"
+    return int(np.iinfo(dtype).min if how == "max" else np.iinfo(dtype).max)
+
+
+def _logistic(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+_ACTIVATIONS: dict[str, Callable[..., Array]] = {
+    "none": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "leaky_relu": lambda x, a: np.where(x > 0, x, a * x),
+    "elu": lambda x, a: np.where(x > 0, x, a * np.expm1(x)),
+    "logistic": _logistic,
+    "tanh": np.tanh,
+    "silu": lambda x, a: x * _logistic(a * x),
+    "gelu_tanh": lambda x, a, b: x * _logistic(a * x + b * x**3),
+    "gelu_erf": lambda x, a: 0.5 * x * (1 + OPS["erf"].numpy({}, a * x, out_dtype=x.dtype.name)),
+}
+
+
+def _widened(a: Array) -> Array:
+    return a.astype(_wide(a.dtype))
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float64) if _is_float(dtype) else dtype
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    """bfloat16 and its like have NumPy kind "V"; the only other dtypes here are numbers and booleans."""
+    return dtype.kind in "fV"

@@ -1,0 +1,294 @@
+"""What every program must satisfy: one checker, for what the builder makes and for what is written by hand.
+
+Comes in: a ``Program`` or a ``TileProgram``. Goes out: nothing, or ``ValueError`` with the stage, the instruction and what is wrong
+there. Checked: types and shapes of every instruction; values are defined once, before they are read, and not read outside of the
+loop that defines them; carries keep their types; slices stay inside their arrays; every output is written; queues are popped and
+pushed as their types say, are bounded and let every tile through; parts of a call fit its arrays and its phases. The cost is linear
+in the number of instructions, whatever the sizes of the arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from kitsune_jax.graph import Op, Value
+from kitsune_jax.ops.local import resolve_rows
+from kitsune_jax.ops.spec import DTYPES
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.ops.verify import verify_op
+from kitsune_jax.program import instructions
+from kitsune_jax.program.instructions import Wrong, need
+from kitsune_jax.program.ir import ArrayType, Block, Instr, Program, TileProgram, TileType, walk
+from kitsune_jax.program.schedule import check_deadlock_free
+from kitsune_jax.streams.space import dim_strides
+
+_HOWS = frozenset({"sum", "prod", "max", "min", "and", "or", "xor"})
+_NOT_IN_LOOPS = frozenset({"push", "pop", "sink", "matmul_sink", "sink_at"})
+
+
+def verify(program: Program | TileProgram, *, lookahead: int = 1) -> None:
+    """Raise ``ValueError`` where ``program`` breaks a rule of ``program.ir``. ``lookahead``: as in ``check_deadlock_free``.
+
+    >>> verify(TileProgram((4,), 0, (), (), (), (), (), (), ()))
+    Traceback (most recent call last):
+    ValueError: tiles of 0 rows
+    """
+    if isinstance(program, TileProgram):
+        _tile_program(program, lookahead)
+        return
+    checked: set[int] = set()
+    written: dict[int, int] = dict.fromkeys(range(program.operands), -1)  # array -> phase that writes it
+    phase = 0
+    for k, part in enumerate(program.parts):
+        where = f"part {k}"
+        need(part.phase >= phase, f"{where}: phase {part.phase} stands behind phase {phase}")
+        phase = part.phase
+        for what, numbers, types in (("reads", part.reads, part.program.inputs), ("writes", part.writes, part.program.outputs)):
+            need(len(numbers) == len(types), f"{where}: {what} {len(numbers)} arrays, its program has {len(types)}")
+            for n, t in zip(numbers, types, strict=True):
+                need(0 <= n < len(program.arrays), f"{where}: {what} array {n}; the call has {len(program.arrays)}")
+                a = program.arrays[n]
+                agree = (a.shape, a.dtype) == (t.shape, t.dtype)
+                need(agree, f"{where}: {what} array {n} as {t.dtype}{list(t.shape)}; it is {a.dtype}{list(a.shape)}")
+        for n in part.reads:
+            need(written.get(n, phase) < phase, f"{where}: reads array {n}, which no earlier phase writes")
+        for n in part.writes:
+            need(n not in written, f"{where}: writes array {n}, which is an operand or written by another part")
+            written[n] = phase
+        if id(part.program) not in checked:  # equal parts share their program
+            checked.add(id(part.program))
+            try:
+                _tile_program(part.program, lookahead)
+            except Wrong as error:
+                raise Wrong(f"{where}: {error}") from None
+    missing = [n for n in range(len(program.arrays)) if n not in written]
+    need(not missing, f"arrays {missing} of the call are never written")
+
+
+def _tile_program(program: TileProgram, lookahead: int) -> None:
+    need(program.tile_rows > 0, f"tiles of {program.tile_rows} rows")
+    need(0 <= program.batch_axes <= len(program.axes), f"{program.batch_axes} batch axes of {len(program.axes)} stream axes")
+    for what, arrays in (("input", program.inputs), ("output", program.outputs)):
+        for k, array in enumerate(arrays):
+            _array(program, array, f"{what} {k}")
+    for k, array in enumerate(program.outputs):
+        kept = [n for n, stride in zip(program.axes, array.row_strides, strict=False) if not stride]
+        need(not array.streamed or math.prod(kept) <= 1, f"output {k}: several rows lie in one place")
+    for k, sink in enumerate(program.sinks):
+        need(sink.how in _HOWS, f"sink {k}: how is {sink.how!r}")
+        need(0 <= sink.array < len(program.outputs), f"sink {k}: there is no output {sink.array}")
+        out = program.outputs[sink.array]
+        whole = not out.streamed and not out.row_strides and out.shape == sink.shape
+        need(whole, f"sink {k} of {list(sink.shape)}: output {sink.array} is {out.dtype}{list(out.shape)} and may depend on no row")
+    defined: set[int] = set()
+    for v, _ in program.literals:
+        need(
+            v < len(program.values) and program.values[v] == TileType(False, (), program.values[v].dtype), f"constant %{v} has rows"
+        )
+        _define(program, defined, v)
+    for s, stage in enumerate(program.stages):
+        _Body(program, defined).run(stage.body, set(dict(program.literals)), {}, f"stage {s} ({stage.name})")
+    _written(program)
+    try:
+        need(all(q.depth > 0 for q in program.queues), "a queue of depth 0")
+        stuck = check_deadlock_free(program, lookahead=lookahead)
+    except TypeError as error:
+        raise Wrong(str(error)) from None
+    need(stuck is None, f"the stages wait for each other: {stuck}")
+
+
+def _array(program: TileProgram, array: ArrayType, name: str) -> None:
+    need(array.dtype in DTYPES, f"{name}: there is no dtype {array.dtype}")
+    strides = array.row_strides
+    if not strides:
+        need(not array.streamed or not program.axes, f"{name} streams without row strides")
+        return
+    need(len(strides) == len(program.axes), f"{name}: {len(strides)} row strides for {len(program.axes)} stream axes")
+    need(array.streamed or not any(strides[program.batch_axes :]), f"{name} depends on rows, and is not streamed")
+    ascending = all(a < b for a, b in zip((-1, *array.dims), (*array.dims, len(array.shape)), strict=True))
+    need(ascending, f"{name}: {array.dims} are not ascending dimensions of {list(array.shape)}")
+    if 0 in (*array.shape, *program.axes):
+        return
+    dense = dim_strides(array.shape)
+    reach = [((n - 1) * s) for n, s in zip(program.axes, strides, strict=True)]
+    last = sum(reach) + sum((array.shape[d] - 1) * dense[d] for d in array.dims)
+    inside = min(reach) >= 0 and last < math.prod(array.shape)
+    need(inside, f"{name}: rows with strides {strides} reach element {last} of {math.prod(array.shape)}")
+
+
+def _define(program: TileProgram, defined: set[int], v: int) -> None:
+    need(0 <= v < len(program.values), f"there is no value %{v}")
+    need(v not in defined, f"%{v} is defined twice")
+    need(program.values[v].dtype in DTYPES, f"%{v}: there is no dtype {program.values[v].dtype}")
+    defined.add(v)
+
+
+class _Body:
+    """The instructions of a stage, loops and all."""
+
+    def __init__(self, program: TileProgram, defined: set[int]):
+        self.program, self.defined, self.numbers = program, defined, dict(program.literals)
+
+    def run(self, body: Sequence[Instr], visible: set[int], loops: Mapping[int, int], where: str) -> None:
+        """``visible``: values that may be read, to which those of ``body`` are added. ``loops``: number -> count of each."""
+        for n, instr in enumerate(body):
+            here = f"{where}, instruction {n}, {instr.kind}"
+            try:
+                for v in instr.inputs:
+                    need(v in visible, f"%{v} is not defined here")
+                if instr.kind == "loop":
+                    self._loop(instr, visible, loops, here)
+                else:
+                    need(instr.block is None, "only a loop has a block")
+                    need(not loops or instr.kind not in _NOT_IN_LOOPS, "it may not stand in a loop")
+                    self._one(instr, loops)
+                for v in instr.outputs:
+                    _define(self.program, self.defined, v)
+            except Wrong as error:
+                raise error if str(error).startswith(where) else Wrong(f"{here}: {error}") from None
+            except KeyError as error:
+                raise Wrong(f"{here}: {error.args[0]}") from None
+            visible.update(instr.outputs)
+
+    def _types(self, values: Sequence[int]) -> list[TileType]:
+        return [self.program.values[v] for v in values]
+
+    def _loop(self, instr: Instr, visible: set[int], loops: Mapping[int, int], here: str) -> None:
+        block, count = instr.block, instr["count"]
+        need(isinstance(block, Block), "it has no block")
+        assert block is not None
+        need(isinstance(count, int) and count >= 0, f"it runs {count} times")
+        inside = visible | {block.index, *block.carries}
+        for v in (block.index, *block.carries):
+            _define(self.program, self.defined, v)
+        index = self.program.values[block.index]
+        need(index == TileType(False, (), "int32"), f"its number is {index}, and must be int32[]")
+        self.run(block.body, inside, {**loops, block.index: count}, here)
+        for v in block.results:
+            need(v in inside, f"its result %{v} is not defined in it")
+        wanted = self._types(block.carries)
+        for what, values in (("initial", instr.inputs), ("next", block.results), ("final", instr.outputs)):
+            got = self._types(values)
+            told = f"its {what} carries are {', '.join(map(str, got))}; its block takes {', '.join(map(str, wanted))}"
+            need(got == wanted, told)
+
+    def _one(self, instr: Instr, loops: Mapping[int, int]) -> None:
+        if instr.kind in ("load_slice", "store_slice"):
+            self._slice(instr, loops)
+            return
+        ins, outs = self._types(instr.inputs), [self.program.values[v] for v in instr.outputs if v < len(self.program.values)]
+        rule = instructions.RULES.get(instr.kind)
+        if rule is None:
+            _table_op(instr, ins, outs)
+            return
+        wanted = rule(self.program, instr, ins, outs)
+        need(outs == wanted, f"it makes {_told(wanted)}, and says {_told(outs)}")
+
+    def _slice(self, instr: Instr, loops: Mapping[int, int]) -> None:
+        loading = instr.kind == "load_slice"
+        arrays = self.program.inputs if loading else self.program.outputs
+        need(0 <= instr["array"] < len(arrays), f"there is no array {instr['array']}")
+        array, numbers = arrays[instr["array"]], instr.inputs if loading else instr.inputs[1:]
+        dims, steps, sizes = instr["dims"], instr["steps"], instr["sizes"]
+        need(len(numbers) == len(dims) == len(steps) == len(sizes), "it needs a dimension, a step and a size for each number")
+        kept = array.dims if array.row_strides else tuple(range(len(array.shape)))
+        need(len(set(dims)) == len(dims) and set(dims) <= set(kept), f"dimensions {dims}: those that do not stream are {kept}")
+        for (first, last), d in zip(_reach(instr, numbers, loops, self.numbers), dims, strict=True):
+            inside = first >= 0 and last <= array.shape[d]
+            need(inside, f"elements {first} to {last} of dimension {d}, which has {array.shape[d]}")
+        extent = dict(zip(dims, sizes, strict=True))
+        made = TileType(array.streamed, tuple(extent.get(d, array.shape[d]) for d in kept), array.dtype)
+        got = self._types(instr.outputs if loading else instr.inputs[:1])
+        need(got == [made], f"the slice is {made}, not {_told(got)}")
+
+
+def _reach(
+    instr: Instr, numbers: Sequence[int], loops: Mapping[int, int], literals: Mapping[int, object]
+) -> Iterator[tuple[int, int]]:
+    """For each dimension that a slice cuts, the first element and the one behind the last, over all iterations."""
+    for v, step, size in zip(numbers, instr["steps"], instr["sizes"], strict=True):
+        need(size >= 0 and step >= 0, f"a step of {step} and a size of {size}")
+        constant = literals.get(v)
+        need(v in loops or isinstance(constant, int), f"%{v} is neither the number of a loop around it nor a constant")
+        if v in loops:
+            yield 0, (loops[v] - 1) * step + size if loops[v] else 0
+        else:
+            assert isinstance(constant, int)
+            yield constant * step, constant * step + size
+
+
+def _written(program: TileProgram) -> None:
+    """Every output is stored by one instruction, or filled by slices, or has a sink that something is folded into."""
+    stores: dict[int, int] = {}
+    slices: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    folded = set()
+    for stage in program.stages:
+        for instr in walk(stage.body):
+            if instr.kind == "store":
+                stores[instr["array"]] = stores.get(instr["array"], 0) + 1
+            elif instr.kind in ("sink", "matmul_sink", "sink_at"):
+                folded.add(instr["sink"])
+        for cuts in _store_slices(stage.body, {}, dict(program.literals)):
+            for k, d, reach in cuts:
+                slices.setdefault(k, {}).setdefault(d, []).append(reach)
+    for k, sink in enumerate(program.sinks):
+        need(k in folded, f"nothing is folded into sink {k}")
+        stores[sink.array] = stores.get(sink.array, 0) + 1
+    for k, array in enumerate(program.outputs):
+        need(stores.get(k, 0) + (k in slices) == 1, f"output {k} is written by {stores.get(k, 0) + (k in slices)} stores and sinks")
+        for d, reaches in slices.get(k, {}).items():
+            end = 0
+            for first, last in sorted(reaches):
+                end = max(end, last) if first <= end else end
+            need(end == array.shape[d], f"output {k}: slices write {end} of {array.shape[d]} elements of dimension {d}")
+
+
+def _store_slices(
+    body: Sequence[Instr], loops: Mapping[int, int], literals: Mapping[int, object]
+) -> Iterator[list[tuple[int, int, tuple[int, int]]]]:
+    """(array, dimension, elements) that each ``store_slice`` writes; with gaps where its step is longer than its size."""
+    for instr in body:
+        if instr.block is not None:
+            yield from _store_slices(instr.block.body, {**loops, instr.block.index: instr["count"]}, literals)
+        elif instr.kind == "store_slice":
+            gaps = [v in loops and loops[v] > 1 and step > size for v, step, size in
+                    zip(instr.inputs[1:], instr["steps"], instr["sizes"], strict=True)]  # fmt: skip
+            reaches = zip(instr["dims"], _reach(instr, instr.inputs[1:], loops, literals), gaps, strict=True)
+            yield [(instr["array"], d, (first, first) if gap else (first, last)) for d, (first, last), gap in reaches]
+
+
+# Which parameters of an op name dimensions that it works along: never the rows of a tile.
+_ALONG = {
+    "reduce": "axes",
+    "argreduce": "axis",
+    "cumulative": "axis",
+    "rev": "dimensions",
+    "iota": "dimension",
+    "concatenate": "dimension",
+}
+_ROWS = 1_000_003  # stands for the rows of a tile, and for no other extent
+
+
+def _table_op(instr: Instr, ins: Sequence[TileType], outs: Sequence[TileType]) -> None:
+    spec = OPS.get(instr.kind)
+    need(spec is not None and spec.family != "dot", "there is no such instruction")
+    assert spec is not None
+    tile = any(t.tile for t in (*ins, *outs))
+    need(all(t.tile for t in outs) or not tile, "a result of tiles is a tile")
+    params = resolve_rows(dict(instr.params), _ROWS)
+    if tile and spec.family in _ALONG:
+        along = params[_ALONG[spec.family]]
+        need(0 not in (along if isinstance(along, Collection) else (along,)), "it works across the rows of a tile")
+    if tile and spec.family == "pad":
+        need(not any(params[k][0] for k in ("low", "high", "interior")), "it pads the rows of a tile")
+    values = [Value((_ROWS, *t.shape) if t.tile else t.shape, t.dtype) for t in (*ins, *outs)]
+    inputs, outputs = tuple(range(len(ins))), tuple(range(len(ins), len(values)))
+    try:
+        verify_op(Op(instr.kind, inputs, outputs, tuple(params.items())), values)
+    except ValueError as error:
+        raise Wrong(str(error).replace(str(_ROWS), "R")) from None
+
+
+def _told(types: Sequence[TileType]) -> str:
+    return ", ".join(map(str, types)) or "nothing"

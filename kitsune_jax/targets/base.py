@@ -1,0 +1,77 @@
+"""What a target is: everything the rest of the package asks of whoever executes plans.
+
+A target owns the machine models that it is planned for, its planner, its layout and its code. The package gets it as one object, by
+its name (``targets.get``); nothing outside of its folder tells targets apart.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.planning.machine import Machine
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.program.ir import Program
+from kitsune_jax.streams.space import Region
+
+Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands) -> its result, as JAX computes it
+
+
+class Target(abc.ABC):
+    """``name``: what users and options call it. ``platform``: that of the devices whose machine models it is planned for ("cpu",
+    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``compiles``: ``generate`` runs
+    a compiler, which takes seconds and can run in several threads.
+    """
+
+    name: str
+    platform: str
+    runs_phases: bool = False
+    compiles: bool = False
+
+    @abc.abstractmethod
+    def why_not(self) -> str:
+        """Why regions cannot be executed here, as a clause; "" where they can. They can be planned all the same."""
+
+    @abc.abstractmethod
+    def available(self) -> bool:
+        """Whether regions can be executed here. Warns, once, of something missing that an installation of this package should
+        have."""
+
+    @abc.abstractmethod
+    def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+        """None if there is code for ``op``, else the reason in words."""
+
+    @abc.abstractmethod
+    def machine(self, device: str | None = None) -> Machine:
+        """The model of ``device``, or of the one at hand. Raises ``ValueError`` for a device that it does not know."""
+
+    @abc.abstractmethod
+    def plan(self, graph: Graph, region: Region, machine: Machine) -> Plan:
+        """The fastest plan of ``region`` that there is code for, by the cost model. A pure function: no clock, no randomness.
+
+        Raises ``Infeasible`` with the reason where there is none.
+        """
+
+    @abc.abstractmethod
+    def generate(self, program: Program, plan: Plan, title: str) -> Any:
+        """The code of a call, of whose parts ``plan`` is the first's. ``title`` is what profilers show.
+
+        Raises ``CannotLower`` where there is no code, ``InvalidProgram`` for code that the target's own check refuses.
+        """
+
+    @abc.abstractmethod
+    def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
+        """Bind the custom call of ``code``, which ``generate`` made of ``program``, on ``args``; one result per aval.
+
+        ``evaluate`` computes what the target leaves to XLA: values that do not depend on the stream.
+        """
+
+    def notes(self) -> tuple[str, ...]:
+        """What a report has to say about the device at hand, where it is not what a reader would expect."""
+        return ()
+
+    def surroundings(self) -> tuple[Any, ...]:
+        """All that ``plan`` and ``generate`` depend on beside their arguments: plans are remembered by it."""
+        return ()

@@ -1,0 +1,238 @@
+"""What ops cost on a CPU: seconds on one core, from what was measured.
+
+Comes in: a Graph, a Region and the machine model of a CPU. Goes out: ``CpuCost``. Invariant: every rate comes from the machine's
+profile.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+from kitsune_jax import activations
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.cost import COPIES, FREE, SCANS, DotWork, RegionCost
+from kitsune_jax.planning.machine import Machine
+from kitsune_jax.streams.space import Region
+from kitsune_jax.targets.cpu.planning import times
+
+# Families whose ops run in groups, through registers.
+_GROUPED = frozenset({"pointwise", "convert"})
+_PASSES = {"reduce": 1.0, "argreduce": 2.0, "cumulative": 3.0}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CpuWork:
+    """All that the time of an op on a tile depends on, but for the rows: a deep network has few that differ.
+
+    ``sink``: it folds the rows. ``kind``: "" for an op that costs nothing. ``elements``: of a row, which its pointwise code loads
+    and stores: one pass over them per op. ``edges``: those of them that come from or go to something that is no pointwise op.
+    ``sums``: results of a reduction. ``spreads``: operands that have one element for each row. ``activation``: of the last op of an
+    activation that the matmul before it applies to its accumulators.
+    """
+
+    dtype: str
+    sink: bool
+    dot: DotWork | None = None
+    kind: str = ""
+    family: str = ""
+    elements: int = 0
+    edges: int = 0
+    sums: int = 1
+    spreads: int = 0
+    activation: str = ""
+
+
+class CpuCost(RegionCost):
+    """``cpu_work(i)``: what its time depends on; ``seconds(work, rows)``: that time, for a tile on one core.
+
+    Raises ``ValueError`` for a machine without a profile."""
+
+    def __init__(self, graph: Graph, region: Region, machine: Machine):
+        if machine.profile is None:
+            raise ValueError(f"the machine {machine.name} has no profile: it is not a CPU")
+        super().__init__(graph, region, machine)
+        self.times = times.times(machine.profile)
+        self.cpu_work = functools.lru_cache(maxsize=None)(self._cpu_work)
+        self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
+
+    def tile_seconds(self, i: int, rows: int) -> float:
+        return self.seconds(self.cpu_work(i), rows)
+
+    def kinds(self, ops: Iterable[int]) -> dict[CpuWork, int]:
+        """How often each work occurs among ``ops``."""
+        return dict(collections.Counter(map(self.cpu_work, ops)))
+
+    def sink_bytes(self, ops: Iterable[int]) -> int:
+        """Bytes of the accumulators of the sinks among ``ops``: double precision for sums of values, single for products."""
+        sinks = [i for i in ops if i in self.sinks]
+        sizes = [sum(self.graph.values[v].size for v in self.graph.ops[i].outputs) for i in sinks]
+        return sum((8 if self.work(i).dot is None else 4) * n for i, n in zip(sinks, sizes, strict=True))
+
+    def _cpu_work(self, i: int) -> CpuWork:
+        op, family, work = self.graph.ops[i], self.family(i), self.work(i)
+        sink, activation = i in self.sinks, self.activations.get(i, "")
+        if work.dot is not None:
+            return CpuWork(work.dtype, sink, work.dot)
+        stationary = op.outputs[0] not in self.labels and not sink
+        if stationary or family in FREE or (self.absorbed(i) and not activation):
+            return CpuWork(work.dtype, sink)
+        elements = self.elements(i)
+        if family in COPIES:
+            return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements)
+        edges = elements * self._edges(i) if family in _GROUPED else 0
+        sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
+        return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, self._spreads(i), activation)
+
+    def _absorbed(self, i: int) -> bool:
+        return i in self.activations or super()._absorbed(i)
+
+    @functools.cached_property
+    def activations(self) -> dict[int, str]:
+        """The ops that matmuls apply to their accumulators, and of each activation's last one its name."""
+        found: dict[int, str] = {}
+        code = activations.GraphCode(self.graph, self.members, self.outputs)
+        for i in self.region.ops:
+            if self.family(i) != "dot" or i in self.sinks:
+                continue
+            x = self.graph.ops[i].outputs[0]
+            readers = self.readers.get(x, [])
+            if len(readers) == 1 and self.graph.ops[readers[0]].kind == "add" and super()._absorbed(readers[0]):
+                x = self.graph.ops[readers[0]].outputs[0]
+            match = activations.recognise(code, x)
+            if match is None:
+                continue
+            found.update(dict.fromkeys(match.absorbed, ""))
+            last = self.producer[match.result]
+            found[last] = "" if match.name == "relu" else match.name
+        return found
+
+    def _spreads(self, i: int) -> int:
+        """Operands of a pointwise op that were broadcast along the row from one streamed element."""
+        if self.family(i) not in _GROUPED:
+            return 0
+        count = 0
+        for v in dict.fromkeys(self.graph.ops[i].inputs):
+            while v in self.producer and self.family(self.producer[v]) in FREE and self.graph.ops[self.producer[v]].inputs:
+                v = self.graph.ops[self.producer[v]].inputs[0]
+            count += v in self.labels and self.row_size(v) == 1 < self.row_size(self.graph.ops[i].outputs[0])
+        return count
+
+    def _edges(self, i: int) -> int:
+        """Full-sized operands and results of a pointwise op that are loaded or stored by its group."""
+        op = self.graph.ops[i]
+        full = self.graph.values[op.outputs[0]].size
+
+        def grouped(j: int) -> bool:
+            return self.family(j) in _GROUPED
+
+        loads = sum(
+            v in self.labels and self.graph.values[v].size == full and not (v in self.producer and grouped(self.producer[v]))
+            for v in dict.fromkeys(op.inputs)
+        )
+        stored = any(v in self.outputs or not all(grouped(j) for j in self.readers.get(v, ())) for v in op.outputs)
+        return loads + stored
+
+    def _seconds(self, work: CpuWork, rows: int) -> float:
+        known = self.times
+        if work.activation:
+            return rows * work.elements * known.activation(work.activation, work.dtype)
+        if work.dot is not None:
+            dot = work.dot
+            weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
+            if work.sink:
+                return dot.batch * known.gradient(dot.dtype, gradients, rows * dot.k, dot.m, dot.n)
+            return dot.batch * known.product(dot.dtype, weights, rows * dot.m, dot.k, dot.n)
+        if work.family in SCANS:
+            each = work.elements / max(1, work.sums)
+            fold = known.fold(work.dtype, each, over_rows=work.sink)
+            return times.STEP_SECONDS + rows * work.sums * _PASSES[work.family] * fold
+        if work.family in COPIES:
+            return rows * work.elements * 2 * known.edge(work.dtype)
+        if not work.kind:
+            return 0.0
+        passes = work.elements * known.vector(work.kind, work.dtype) + work.edges * known.edge(work.dtype)
+        return times.STEP_SECONDS + rows * (passes + work.spreads * known.spread(work.dtype, work.elements))
+
+    @functools.cached_property
+    def products(self) -> tuple[str, str]:
+        """How bfloat16 operands are multiplied fastest: in products with weights, and in weight gradients (``PRODUCTS``)."""
+        known, typical = self.times, times.TILE
+        ways = known.ways("bfloat16")
+        weights, gradients = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+        for work, count in self.kinds(self.region.ops).items():
+            if work.dot is None or work.dot.dtype != "bfloat16":
+                continue
+            dot = work.dot
+            for way in ways:
+                if work.sink:
+                    gradients[way] += count * dot.batch * known.gradient(dot.dtype, way, typical * dot.k, dot.m, dot.n)
+                else:
+                    weights[way] += count * dot.batch * known.product(dot.dtype, way, typical * dot.m, dot.k, dot.n)
+
+        def fastest(seconds: dict[str, float]) -> str:  # of two alike, the later: dots before widened
+            return min(reversed(ways), key=lambda way: seconds[way])
+
+        return fastest(weights), fastest(gradients)
+
+    def strided_seconds(self) -> float:
+        """Worker-seconds lost at the border of the region on arrays whose rows do not lie together in memory.
+
+        Such an array streams over its fastest dimension: neighbours of a row are a whole stride apart, and each element costs a
+        line.
+        """
+        elements = 0
+        for v in (*self.region.inputs, *self.outputs):
+            shape, labels = self.graph.values[v].shape, self.labels.get(v)
+            if labels is None:
+                continue
+            real = [d for d, n in enumerate(shape) if n > 1]
+            if real and labels[real[-1]] and self.row_size(v) > 1:
+                elements += self.graph.values[v].size
+        return elements * self.machine.strided_seconds
+
+    def live_row_bytes(self, ops: Iterable[int]) -> int:
+        """Most bytes per row that are alive at once while ``ops`` run in order on a tile.
+
+        Pointwise ops work in place on an input that nobody reads after them.
+        """
+        order = list(ops)
+        last = {v: k for k, i in enumerate(order) for v in self.graph.ops[i].inputs}
+        alive: dict[int, int] = {}
+        unread: list[int] = []  # made by the op before, for other stages only
+        total = most = 0
+
+        def born(values: Iterable[int]) -> None:
+            nonlocal total
+            for v in values:
+                if v not in alive and self._takes_memory(v):
+                    alive[v] = self.row_bytes(v)
+                    total += alive[v]
+
+        def die(values: Iterable[int]) -> None:
+            nonlocal total
+            for v in values:
+                total -= alive.pop(v, 0)
+
+        for k, i in enumerate(order):
+            op = self.graph.ops[i]
+            born(op.inputs)
+            most = max(most, total)
+            dying = [*unread, *(v for v in op.inputs if last[v] == k)]
+            if self.family(i) in ("pointwise", "convert"):
+                die(dying)
+            born(op.outputs)
+            most = max(most, total)
+            die(dying)
+            die(v for v in op.outputs if v not in last and v not in self.readers)
+            unread = [v for v in op.outputs if v not in last and v in self.readers]
+        return most
+
+    def _takes_memory(self, v: int) -> bool:
+        return v in self.labels and not (v in self.producer and self._made_on_the_fly(v))
+
+    def _made_on_the_fly(self, v: int) -> bool:
+        i = self.producer[v]
+        return self.family(i) in FREE and self.is_maker(i)

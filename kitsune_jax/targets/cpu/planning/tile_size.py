@@ -1,0 +1,127 @@
+"""What fits where on a CPU: tile size, memory and the time of one tile, for a stage on a core.
+
+Comes in: a ``CpuCost`` and ``Draft`` stages. Goes out: rows per tile and a ``Fit`` per stage. Invariant: what does not fit the
+memory raises ``Infeasible`` with the sizes in the message; nothing is silently made slower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from kitsune_jax.planning.cost import round_up
+from kitsune_jax.planning.machine import MIB, size_text
+from kitsune_jax.planning.plan import Infeasible
+from kitsune_jax.planning.stages import Draft, resource_of
+from kitsune_jax.targets.cpu.planning.cost import CpuCost
+from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
+
+# Tile sizes in order of preference, where the model can't tell them apart (micro-kernels reach their rate at 32 to 128 rows).
+_ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 1024, 2048, 4096, 8192)
+_INDIFFERENT = 1.03  # the model is not better than this
+_ONE_TILE = 128  # streams no longer than this are one tile, if cutting them gains nothing
+_MAX_SCRATCH = 1024 * MIB
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fit:
+    """``seconds``: one tile on one worker."""
+
+    seconds: float
+    resource: str
+
+
+class StageModel:
+    """Times of one stage at any number of rows. What does not depend on the rows is computed once.
+
+    ``live``: bytes per row that are alive at once; ``weights`` and ``sinks``: bytes of its stationary operands and accumulators.
+    """
+
+    def __init__(self, cost: CpuCost, draft: Draft):
+        self.cost = cost
+        self.kinds = cost.kinds(draft.ops)
+        self.live = max(1, cost.live_row_bytes(draft.ops))
+        self.weights = cost.stationary_bytes(draft.ops)
+        self.sinks = cost.sink_bytes(draft.ops)
+        self.resource = resource_of(cost, draft)
+        self._made = sum(cost.row_bytes(v) for i in draft.ops for v in cost.graph.ops[i].outputs if cost.streamed(v))
+
+    def seconds(self, rows: int) -> float:
+        """One tile of the stage on one worker: its ops one after the other."""
+        machine = self.cost.machine
+        weights_at = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
+        tensor = simt = 0.0
+        for work, count in self.kinds.items():
+            seconds = count * self.cost.seconds(work, rows)
+            if work.dot is not None:
+                tensor += seconds
+            else:
+                simt += seconds
+        # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of
+        # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
+        fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)
+        return max(tensor, fetched) + simt + machine.tile_seconds
+
+    def _spill_seconds(self, rows: int) -> float:
+        """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""
+        machine = self.cost.machine
+        working = rows * self.live + self.sinks
+        if working <= machine.local_bytes:
+            return 0.0
+        moved = rows * self._made + self.sinks
+        near = working <= machine.shared_bytes // machine.workers
+        return 2 * moved / (machine.place("l3").bandwidth if near else machine.dram_bandwidth / machine.workers)
+
+
+class Stages:
+    """The models of the stages of one region, each made once."""
+
+    def __init__(self, cost: CpuCost):
+        self.cost = cost
+        self._models: dict[Draft, StageModel] = {}
+
+    def __getitem__(self, draft: Draft) -> StageModel:
+        if draft not in self._models:
+            self._models[draft] = StageModel(self.cost, draft)
+        return self._models[draft]
+
+
+def tile_rows(stages: Stages, drafts: Sequence[Draft]) -> int:
+    """Rows per tile: the size the model likes best among those whose intermediates stay in a core's L2, multiples of 8 unless the
+    stream or the memory is shorter.
+    """
+    machine, total = stages.cost.machine, stages.cost.region.space.rows
+    models = [stages[d] for d in drafts]
+    live = max(m.live for m in models)
+    limit = max(machine.local_bytes // live, 1)
+    if max(m.sinks for m in models) > machine.local_bytes:
+        # Accumulators and weights come from the shared cache for every tile anyway: fewer tiles are worth some intermediates there.
+        # A SwiGLU step (8.7 MB of weights) took 1128 ms with the 48 rows that fit, 1052 ms with 96, 5 to 10 % more again with 192.
+        limit *= 2
+    # A share of the rows for every worker, in as few rounds as the limit allows: awkward row counts divide evenly.
+    rounds = max(1, -(-total // (machine.workers * min(limit, _ROWS[0]))))
+    share = -(-total // (machine.workers * rounds))
+    whole = total if total <= _ONE_TILE else 0
+    candidates = [n for n in (whole, _ROWS[0], round_up(share, 8), *_ROWS[1:], share) if 0 < n <= min(limit, total)]
+
+    @functools.cache
+    def seconds(rows: int) -> float:
+        tiles = -(-total // rows)
+        tile = sum(m.seconds(rows) for m in models)
+        if tiles * tile < SHARED_SECONDS:
+            return tiles * tile
+        hand_over = machine.call_seconds - stages.cost.times["call/short"] if tiles > 1 else 0.0
+        return hand_over + -(-tiles // machine.workers) * tile
+
+    best = min(seconds(n) for n in candidates)
+    return next(n for n in candidates if seconds(n) <= _INDIFFERENT * best)
+
+
+def vertical_fit(stages: Stages, draft: Draft, rows: int) -> Fit:
+    """A stage that runs a whole phase on each worker. Raises ``Infeasible``."""
+    model = stages[draft]
+    scratch = rows * model.live + model.sinks
+    if scratch > _MAX_SCRATCH:
+        raise Infeasible(f"a tile of {rows} rows needs {size_text(scratch)} of scratch per worker")
+    return Fit(model.seconds(rows), model.resource)

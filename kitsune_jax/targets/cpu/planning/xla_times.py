@@ -1,0 +1,115 @@
+"""What XLA:CPU takes for the ops of a region, from a machine's profile: the bulk-synchronous baseline.
+
+Comes in: a ``CpuCost``. Goes out: ``baseline``, modelled seconds of the whole machine and off-chip bytes. A product is a kernel of
+the library, at the rate that was measured for its dtype and shape; anything else is a loop: what its ops cost for each element, and
+what it reads and writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, kernels_of
+from kitsune_jax.targets.cpu.planning.cost import CpuCost
+
+# Batched products smaller than this are loops and not the library's.
+_SMALL = 64 * 64
+_SHORT_ROW = 16
+_FUNCTION = 9  # operations from which on an op is an elementary function
+_PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
+
+
+def baseline(cost: CpuCost) -> tuple[float, int]:
+    """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
+    kernels = kernels_of(cost)
+    moved = [k.moved(cost) for k in kernels]
+    seconds = sum(kernel_seconds(cost, k.ops, k.root, n) for k, n in zip(kernels, moved, strict=True))
+    return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost), sum(moved)
+
+
+def output_fault_seconds(cost: CpuCost) -> float:
+    """First touch of the result buffers: XLA allocates them at every call, for a pipeline as well."""
+    fresh = sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > cost.machine.fault_threshold)
+    return fresh / cost.machine.fault_bandwidth
+
+
+def kernel_seconds(cost: CpuCost, ops: Collection[int], root: int, moved: int) -> float:
+    """``moved``: bytes that the kernel reads and writes."""
+    times, machine = cost.times, cost.machine
+    products = [i for i in ops if cost.family(i) == "dot"]
+    loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) != "dot")
+    functions = sum(cost.family(i) == "pointwise" and OPS[cost.graph.ops[i].kind].flops >= _FUNCTION for i in ops)
+    loop *= times.crowded(functions)
+    if _is_uneven(cost, ops, root):
+        loop *= times.uneven(cost.graph.values[root].dtype)
+    loop += sum(product_seconds(cost, i) for i in products)
+    if not products and not any(cost.family(i) in _PASSES for i in ops):
+        # The rates of products and of reductions have their traffic in them, as far as that was in the caches.
+        loop = times.xla_loop(1.0, loop + moved * times.xla_moved(near=True), cost.bytes(root))
+    # What the last level does not hold comes from memory, while the core computes.
+    beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
+    return machine.kernel_seconds + max(loop, beyond * times.xla_moved(near=False))
+
+
+def _is_uneven(cost: CpuCost, ops: Collection[int], root: int) -> bool:
+    """A loop over rows shorter than a vector, which XLA's threads cannot share out evenly, with something broadcast along them."""
+    shape = cost.graph.values[root].shape
+    if len(shape) < 2 or not 1 < shape[-1] <= _SHORT_ROW or math.prod(shape[:-1]) % cost.machine.workers == 0:
+        return False
+    spread = [cost.graph.ops[i].inputs[0] for i in ops if cost.graph.ops[i].kind == "broadcast_in_dim"]
+    return any(cost.graph.values[v].size > 1 for v in spread)
+
+
+def _op_seconds(cost: CpuCost, i: int) -> float:
+    op, family, times = cost.graph.ops[i], cost.family(i), cost.times
+    dtype = cost.graph.values[op.inputs[0] if op.inputs else op.outputs[0]].dtype
+    if family in _PASSES:
+        value = cost.graph.values[op.inputs[0]]
+        dims = dict(op.params).get("axes", ())
+        over_rows = 0 in dims and len(value.shape) > 1
+        return _PASSES[family] * value.size * times.xla_reduce(dtype, over_rows)
+    if family not in ("pointwise", "convert"):
+        return 0.0
+    return cost.graph.values[op.outputs[0]].size * times.xla_op(op.kind, dtype)
+
+
+def product_seconds(cost: CpuCost, i: int) -> float:
+    op, times = cost.graph.ops[i], cost.times
+    lhs, rhs = (cost.graph.values[v] for v in op.inputs)
+    batch = math.prod(lhs.shape[d] for d in op["lhs_batch"])
+    k = math.prod(lhs.shape[d] for d in op["lhs_contract"])
+    m = lhs.size // max(1, batch * k)
+    n = rhs.size // max(1, batch * k)
+    if batch > 1 and m * n < _SMALL:
+        return times.xla_batched(lhs.dtype) * batch * m * n * k
+    form = "dot"
+    if 0 in op["lhs_contract"] and 0 in op["rhs_contract"] and min(len(lhs.shape), len(rhs.shape)) > 1:
+        form = "outer"
+    elif len(rhs.shape) - 1 in op["rhs_contract"]:
+        form = "dot_t"
+    return batch * times.xla_dot(lhs.dtype, m, k, n, form)
+
+
+def _fault_seconds(cost: CpuCost, kernels: list[Kernel]) -> float:
+    """First touch of the temporaries: XLA puts all of a program's into one block, so its size is the most that is alive at once.
+
+    What fits into the result buffers before the results are written lies there, and a loop without a matmul or a reduction in it
+    writes over an operand that nobody reads after it.
+    """
+    last = {v: k for k, kernel in enumerate(kernels) for v in kernel.reads}
+    alive: dict[int, int] = {}
+    unread: list[int] = []  # written by the kernel before, for nobody in the region
+    total = most = 0
+    for k, kernel in enumerate(kernels):
+        in_place = not any(cost.family(i) in ROOTS or cost.family(i) == "dot" for i in kernel.ops)
+        dying = [v for v in (*unread, *kernel.reads) if v in alive and last.get(v, k) <= k and v not in cost.outputs]
+        size = cost.bytes(kernel.root)
+        replaces = in_place and any(cost.bytes(v) == size for v in dying)
+        most = max(most, total if replaces else total + size)
+        alive[kernel.root] = size
+        total += size - sum(alive.pop(v) for v in dying)
+        unread = [kernel.root] if kernel.root not in last else []
+    most -= sum(cost.bytes(v) for v in cost.outputs)
+    return most / cost.machine.fault_bandwidth if most > cost.machine.fault_threshold else 0.0

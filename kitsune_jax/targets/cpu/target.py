@@ -1,0 +1,51 @@
+"""The CPU target as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.planning.machine import Machine
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.profile import store as profiles
+from kitsune_jax.program.ir import Program
+from kitsune_jax.streams.space import Region
+from kitsune_jax.targets import cpu
+from kitsune_jax.targets.base import Evaluate, Target
+from kitsune_jax.targets.cpu.planning import machines, planner
+
+
+class _Cpu(Target):
+    name = platform = "cpu"
+    runs_phases = True
+
+    def why_not(self) -> str:
+        return cpu.why_not()
+
+    def available(self) -> bool:
+        return cpu.available()
+
+    def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+        return cpu.supports(op, in_values, out_values)
+
+    def machine(self, device: str | None = None) -> Machine:
+        return machines.cpu_at_hand() if device is None else machines.cpu_model(device)
+
+    def plan(self, graph: Graph, region: Region, machine: Machine) -> Plan:
+        return planner.plan(graph, region, machine)
+
+    def generate(self, program: Program, plan: Plan, title: str) -> Any:
+        return cpu.generate(program, title, cpu.Products(*plan.products))
+
+    def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
+        return cpu.call(code, args, out_avals)
+
+    def notes(self) -> tuple[str, ...]:
+        return profiles.notes()
+
+    def surroundings(self) -> tuple[Any, ...]:
+        return profiles.at_hand(), profiles.notes()
+
+
+CPU = _Cpu()

@@ -1,0 +1,287 @@
+"""Machine models of GPUs: some devices as data, each number with its source; others are fitted to what the driver says.
+
+Comes in: a model and ``Sizes``, the driver's answers. Goes out: the name of the fitted model, from which ``fitted`` makes it again
+in any process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+
+from kitsune_jax.planning.machine import KIB, MIB, Machine, Place, Rates
+
+
+def _gpu(
+    name: str,
+    sms: int,
+    clock: float,
+    bf16_dense: float,
+    tf32_dense: float,
+    dram: float,
+    l2: int,
+    l2_bandwidth: float,
+    smem: int,
+    registers: tuple[int, ...],
+    cluster: int,
+    vertical: Rates,
+    spatial: float,
+    sources: tuple[tuple[str, str], ...],
+) -> Machine:
+    half, single = bf16_dense / sms, tf32_dense / sms
+    lanes = 128 * clock  # FP32 lanes per SM: Ampere (GA100: 64) and Hopper whitepapers
+    if cluster == 1:
+        lanes = 64 * clock
+    places = [Place("smem", 29 / clock, 128 * clock), Place("l2", 263 / clock, l2_bandwidth / sms)]
+    if cluster > 1:
+        places.insert(1, Place("cluster", 180 / clock, 3.3e12 / sms))
+    return Machine(
+        name=name,
+        platform="cuda",
+        workers=sms,
+        clock=clock,
+        tensor_rates=(("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes)),
+        simt_rates=(("float64", lanes / 2), ("int64", lanes / 4), ("other", lanes)),
+        library_rates=(("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes)),
+        library_simt=0.5,
+        pipeline_simt=0.5,
+        strided_seconds=0.0,
+        vertical_efficiency=vertical,
+        spatial_efficiency=(("other", spatial),),
+        local_bytes=smem,
+        shared_bytes=l2,
+        shared_bandwidth=l2_bandwidth,
+        dram_bandwidth=dram,
+        places=tuple(places),
+        lane_registers=registers,
+        max_cluster=cluster,
+        cluster_counts=_HOPPER_CLUSTERS if cluster > 1 else (),
+        cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)) if cluster > 1 else (),
+        call_seconds=5e-6,
+        kernel_seconds=1.3e-6,
+        tile_seconds=0.3e-6,
+        pack_bandwidth=dram,
+        fault_bandwidth=float("inf"),
+        fault_threshold=0,
+        panel=8,
+        matmul_rows=64,
+        sources=sources,
+    )
+
+
+_HOPPER_SOURCES = (
+    ("places", "shared memory 29, DSMEM 180, L2 263 cycles (published H100/H800 measurements); 128 bytes a cycle: 32 banks of 4"),
+    (
+        "cluster_bandwidth",
+        "published H100/H800 measurements: 3.3 TB/s at cluster 2, 2.65 at cluster 4; larger ones: none, taken as 4",
+    ),
+    ("cluster_counts", "a cluster lies in one GPC; 132 SMs as 6 of 16 and 2 of 18: 16 clusters of 8. The driver has the last word"),
+    (
+        "lane_registers",
+        "a launch of 2, 3 or 4 warpgroups has 255, 168 or 128 registers a thread (64 K a CTA, in steps of 8); setmaxnreg (PTX ISA) "
+        "hands them to the lanes: 24 + 2 x 240 with two of them, 32 + 3 x 160 with three, where the first is the loader's share",
+    ),
+    ("local_bytes", "227 KiB per CTA (CUDA programming guide, compute capability 9.0)"),
+    ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
+    (
+        "vertical_efficiency",
+        "compiled kernels, issue-simulated: 88-93 % of tensor issue with weights streamed to a cluster of 2, 80-85 % resident",
+    ),
+    ("spatial_efficiency", "the same: 75-90 % weight-stationary, if DSMEM delivers"),
+    ("pack_bandwidth", "one pass over the weights through memory"),
+    ("max_cluster", "8 is portable, 16 is what Hopper has (CUDA programming guide); the launch asks for it where a plan does"),
+)
+
+# Of a consumer's thread, by lanes: what `pipeline.h` asks setmaxnreg for. With one lane nothing is handed over, and a thread has
+# the 255 of its launch; 240 leaves it the same room for addresses.
+_HOPPER_REGISTERS = (240, 240, 160)
+_HOPPER_CLUSTERS = tuple((n, 6 * (16 // n) + 2 * (18 // n)) for n in range(2, 17))
+_HOPPER_VERTICAL = (("resident", 0.85), ("other", 0.88))
+
+H200 = _gpu(
+    "h200", 132, 1.7e9, 788e12, 394e12, 4.3e12, 50 * MIB, 5.5e12, 227 * KIB, _HOPPER_REGISTERS, 16, _HOPPER_VERTICAL, 0.80,
+    (
+        ("tensor_rates", "measured: bf16 788 TFLOP/s at 8192^3 on random data; tf32 half of it"),
+        ("dram_bandwidth", "measured copy 4.3 TB/s (H200 data sheet: 4.8)"),
+        *_HOPPER_SOURCES,
+    ),
+)  # fmt: skip
+H100 = _gpu(
+    "h100", 132, 1.7e9, 788e12, 394e12, 3.0e12, 50 * MIB, 5.5e12, 227 * KIB, _HOPPER_REGISTERS, 16, _HOPPER_VERTICAL, 0.80,
+    (
+        ("tensor_rates", "as the H200: same die and clocks (H100 SXM5 data sheet: 989 TFLOP/s peak)"),
+        ("dram_bandwidth", "H100 SXM5 data sheet 3.35 TB/s, at the H200's measured 90 %"),
+        *_HOPPER_SOURCES,
+    ),
+)  # fmt: skip
+A100 = _gpu(
+    "a100", 108, 1.41e9, 280e12, 140e12, 1.5e12, 40 * MIB, 4.0e12, 163 * KIB, (240, 168, 128), 1, (("other", 0.80),), 0.75,
+    (
+        ("tensor_rates", "A100 data sheet 312 TFLOP/s bf16 and 156 TFLOP/s tf32, at 90 %"),
+        ("dram_bandwidth", "arXiv 2502.18403: 1.5 TB/s; 54 L2 queues moved 2 TB/s"),
+        ("local_bytes", "163 KiB per CTA (CUDA programming guide, compute capability 8.0)"),
+        ("max_cluster", "no thread-block clusters before compute capability 9.0"),
+        ("lane_registers", "64 K registers shared evenly by 2, 3 or 4 warpgroups, at most 255 a thread: no setmaxnreg before 9.0"),
+        ("vertical_efficiency", "design value for mma.sync kernels"),
+    ),
+)  # fmt: skip
+
+_MOST_GPCS = 8  # of GA100 and GH100 (their whitepapers): a cluster lies in one, and how SMs are shared out among them differs
+_MOST_SHARED = 227 * KIB  # of a CTA, on any device (CUDA programming guide, compute capability 9.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Sizes:
+    """What the driver says of a GPU. ``clock``: the highest, in Hz. ``bandwidth``: of its memory, memory clock times bus width, in
+    bytes per second. The last three are 0 where the driver does not say them, or not of the part of a GPU that is at hand."""
+
+    multiprocessors: int
+    shared_bytes: int
+    l2_bytes: int = 0
+    clock: float = 0.0
+    bandwidth: float = 0.0
+
+
+def _scaled(rates: Rates, by: float) -> Rates:
+    return tuple((key, rate * by) for key, rate in rates)
+
+
+def _clusters(sms: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Two SMs of a TPC are always in one GPC. Of larger clusters, as many as fit however the SMs are shared out."""
+    counts = [(2, sms // 2), *((n, (sms - _MOST_GPCS * (n - 1)) // n) for n in range(3, most + 1))]
+    return tuple(itertools.takewhile(lambda entry: entry[1] > 0, counts)) if most > 1 else ()
+
+
+def _fit(machine: Machine, driver: Sizes, sizes: Sizes, name: str) -> Machine:
+    """``machine``, of which the driver says ``driver``, with other ``sizes``.
+
+    Rates of an SM go with the clock. What all SMs share goes with their number, where the driver does not say it.
+    """
+    sms = sizes.multiprocessors
+    speed = sizes.clock / driver.clock if sizes.clock else 1.0
+    share = sms / machine.workers * speed if sizes.clock else min(1.0, sms / machine.workers)
+    memory = sizes.bandwidth / driver.bandwidth if sizes.bandwidth else min(1.0, sms / machine.workers)
+    places = {p.name: dataclasses.replace(p, latency=p.latency / speed, bandwidth=p.bandwidth * speed) for p in machine.places}
+    places["l2"] = dataclasses.replace(places["l2"], bandwidth=machine.shared_bandwidth * share / sms)
+    counts = _clusters(sms, machine.max_cluster)
+    return dataclasses.replace(
+        machine,
+        name=name,
+        workers=sms,
+        clock=machine.clock * speed,
+        tensor_rates=_scaled(machine.tensor_rates, speed),
+        simt_rates=_scaled(machine.simt_rates, speed),
+        library_rates=_scaled(machine.library_rates, speed),
+        local_bytes=min(sizes.shared_bytes // KIB * KIB, _MOST_SHARED),
+        shared_bytes=sizes.l2_bytes or int(machine.shared_bytes * min(1.0, sms / machine.workers)),
+        shared_bandwidth=machine.shared_bandwidth * share,
+        dram_bandwidth=machine.dram_bandwidth * memory,
+        pack_bandwidth=machine.pack_bandwidth * memory,
+        places=tuple(places.values()),
+        max_cluster=counts[-1][0] if counts else machine.max_cluster,
+        cluster_counts=counts,
+        cluster_bandwidth=_scaled(machine.cluster_bandwidth, share),
+        sources=(
+            ("workers", "the driver's answer, as are shared memory, L2, clock and memory bandwidth where the name has them"),
+            ("rates", "of an SM as the model that the name begins with, by the clock; what is not said by the number of SMs"),
+            *machine.sources,
+        ),
+    )
+
+
+# What the driver says of the device that a model is of: multiprocessors, shared memory, L2, clock in Hz, memory clock x 2 x bus.
+_DRIVER = {
+    "h200": Sizes(132, 227 * KIB, 60 * MIB, 1.980e9, 2 * 3.201e9 * 6144 / 8),
+    "h100": Sizes(132, 227 * KIB, 50 * MIB, 1.980e9, 2 * 2.619e9 * 5120 / 8),
+    "h20": Sizes(78, 227 * KIB, 60 * MIB, 1.980e9, 2 * 2.619e9 * 6144 / 8),
+    "a100": Sizes(108, 163 * KIB, 40 * MIB, 1.410e9, 2 * 1.215e9 * 5120 / 8),
+    "l4": Sizes(58, 99 * KIB, 48 * MIB, 2.040e9, 2 * 6.251e9 * 192 / 8),
+}
+
+
+def _h20() -> Machine:
+    """An H200 with 78 SMs, whose tensor cores are held back: the driver does not say that."""
+    fitted = _fit(H200, _DRIVER["h200"], _DRIVER["h20"], "h20")
+    rates = {"bfloat16": 133e12 / 78, "float16": 133e12 / 78, "float32": 66e12 / 78}
+    return dataclasses.replace(
+        fitted,
+        tensor_rates=tuple((key, rates.get(key, rate)) for key, rate in fitted.tensor_rates),
+        library_rates=tuple((key, rates.get(key, rate)) for key, rate in fitted.library_rates),
+        sources=(("tensor_rates", "H20 data sheet: 148 TFLOP/s bf16 and 74 TFLOP/s tf32, at 90 %"), *fitted.sources),
+    )
+
+
+def _l4() -> Machine:
+    """An SM of compute capability 8.6, 8.9 or 12.0: half the tensor rate of an A100's, twice the lanes."""
+    fitted = _fit(A100, _DRIVER["a100"], _DRIVER["l4"], "l4")
+    lanes = 128 * fitted.clock
+    rates = {"bfloat16": 109e12 / 58, "float16": 109e12 / 58, "float32": 54e12 / 58, "other": lanes}
+    return dataclasses.replace(
+        fitted,
+        tensor_rates=tuple((key, rates[key]) for key, _ in fitted.tensor_rates),
+        library_rates=tuple((key, rates[key]) for key, _ in fitted.library_rates),
+        simt_rates=(("float64", lanes / 64), ("int64", lanes / 4), ("other", lanes)),
+        sources=(
+            ("tensor_rates", "L4 data sheet: 121 TFLOP/s bf16 and 60 TFLOP/s tf32 without sparsity, at 90 %"),
+            ("simt_rates", "128 FP32 lanes an SM, 2 of FP64 (Ada whitepaper)"),
+            *fitted.sources,
+        ),
+    )
+
+
+GPUS = {m.name: m for m in (H200, H100, A100, _h20(), _l4())}
+
+
+def fitted_gpu(base: str, sizes: Sizes) -> str:
+    """The name of the model ``base`` with the driver's ``sizes``: SMs, KiB of shared memory; MiB of L2, MHz, GB/s of memory.
+
+    >>> h100_pcie = Sizes(114, 232448, 50 * MIB, 1.755e9, 2.039e12)
+    >>> fitted_gpu("h200", Sizes(132, 232448)), fitted_gpu("h200", Sizes(16, 232448)), fitted_gpu("h100", h100_pcie)
+    ('h200', 'h200-16-227', 'h100-114-227-50-1755-2039')
+    """
+    own = _DRIVER[base]
+
+    def near(a: float, b: float, by: float) -> bool:
+        return not a or abs(a - b) <= by * b
+
+    same = (sizes.multiprocessors, sizes.shared_bytes // KIB) == (own.multiprocessors, own.shared_bytes // KIB)
+    rates = near(sizes.clock, own.clock, 0.05) and near(sizes.bandwidth, own.bandwidth, 0.05)
+    if same and rates and near(sizes.l2_bytes, own.l2_bytes, 0.2):  # drivers and data sheets differ on the H200's
+        return base
+    name = f"{base}-{sizes.multiprocessors}-{min(sizes.shared_bytes, _MOST_SHARED) // KIB}"
+    if not (sizes.l2_bytes or sizes.clock or sizes.bandwidth):
+        return name
+    return f"{name}-{round(sizes.l2_bytes / MIB)}-{round(sizes.clock / 1e6)}-{round(sizes.bandwidth / 1e9)}"
+
+
+def gpu(device: str | None = None) -> Machine:
+    """The model of a GPU by its name; None is the H200.
+
+    "h200-114-227" is the H200's with 114 multiprocessors and 227 KiB of shared memory for a CTA, "h200-114-227-50-1755-2039" that
+    with 50 MiB of L2, 1755 MHz and 2039 GB/s of memory besides. Raises ``ValueError`` for an unknown device.
+
+    >>> gpu("h200").workers
+    132
+    """
+    name = (device or "h200").lower()
+    machine = fitted(name) or GPUS.get(name)
+    if machine is None:
+        raise ValueError(f"no CUDA device model {device!r}: expected one of {', '.join(sorted(GPUS))}")
+    return machine
+
+
+@functools.cache
+def fitted(name: str) -> Machine | None:
+    """The model that ``fitted_gpu`` has named; None for another name.
+
+    >>> machine = fitted("h100-114-227-50-1755-2039")
+    >>> machine.workers, round(machine.dram_bandwidth / 1e9)
+    (114, 1825)
+    """
+    match = re.fullmatch(r"([a-z]\w*)-([1-9]\d{0,3})-([1-9]\d{0,2})(?:-(\d{1,4})-(\d{1,5})-(\d{1,6}))?", name)
+    if match is None or match[1] not in GPUS:
+        return None
+    sms, kib, l2, clock, bandwidth = (int(group or 0) for group in match.groups()[1:])
+    return _fit(GPUS[match[1]], _DRIVER[match[1]], Sizes(sms, kib * KIB, l2 * MIB, clock * 1e6, bandwidth * 1e9), name)

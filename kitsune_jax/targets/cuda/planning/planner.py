@@ -1,0 +1,168 @@
+"""Plans for a GPU: every arrangement that fits, fastest first.
+
+Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``candidates``, Plans sorted by modelled time. Invariants: no plan
+needs more shared memory, registers, SMs or CTAs in a cluster than the machine has; the same arguments give the same list in every
+process.
+
+*Vertical*: every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a
+cluster of two fetches each streamed weight once. *Spatial* (``spatial``): a CTA per stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.cost import itemsize, round_up
+from kitsune_jax.planning.machine import Machine, size_text
+from kitsune_jax.planning.plan import Infeasible, Plan, Stage
+from kitsune_jax.planning.stages import Draft, finest, per_phase, resource_of, stage_name
+from kitsune_jax.streams.space import Region
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.gradients import panel_sums_of
+from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
+from kitsune_jax.targets.cuda.planning.spatial import spatial
+from kitsune_jax.targets.cuda.planning.storage import (
+    CHUNK_BYTES,
+    CHUNK_ROW,
+    RING_CHUNKS,
+    Storage,
+    check_ops,
+    dots_of,
+    packed_bytes,
+    shared_bytes,
+)
+from kitsune_jax.targets.cuda.planning.times import matmul_efficiency, tile_work
+
+_INDIFFERENT = 1.03  # the model is not better than this
+_PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
+
+
+# What the code generator says to a plan: None, or why it has no code for it.
+Accept = Callable[[Plan], str | None]
+
+
+def plan(graph: Graph, region: Region, machine: Machine, accept: Accept | None = None) -> Plan:
+    """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
+
+    ``accept``: the code generator's exact check; candidates are shown to it from the fastest on, and where it refuses all of them
+    its reasons are the message.
+    """
+    if region.space.rows < 1:
+        raise Infeasible("the stream has no rows")
+    reasons: dict[str, None] = {}
+    for candidate in candidates(GpuCost(graph, region, machine)):
+        why = accept(candidate) if accept else None
+        if why is None:
+            return candidate
+        reasons[why] = None
+    raise Infeasible("; ".join(reasons))
+
+
+def candidates(cost: GpuCost) -> list[Plan]:
+    """Every plan that fits the machine, by modelled time; among those as good as the fastest, by what they move through the L2,
+    which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
+    """
+    check_ops(cost)
+    region = GpuRegion(cost)
+    drafts = finest(cost, panel_sums_of(cost))
+    arranged: list[Arranged] = []
+    reasons: list[str] = []
+    for name, make in (("fused", functools.partial(_vertical, region)), ("spatial", functools.partial(spatial, region))):
+        try:
+            arranged += make(drafts)
+        except Infeasible as no:
+            reasons.append(f"{name}: {no}")
+    if not arranged:
+        raise Infeasible("; ".join(reasons))
+    plans = [(region.plan(a), a) for a in arranged]
+    best = min(p.seconds for p, _ in plans)
+    plans.sort(key=lambda pair: (max(pair[0].seconds, _INDIFFERENT * best), pair[1].l2_bytes, pair[0].seconds, -pair[1].lanes))
+    return [p for p, _ in plans]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Choice:
+    """``weights``: bytes of shared memory that they take at least; ``free``: what is left of a CTA's beside."""
+
+    lanes: int
+    cluster: int
+    resident: bool
+    weights: int
+    free: int = 0
+
+
+def _vertical(region: GpuRegion, drafts: tuple[Draft, ...]) -> list[Arranged]:
+    cost, machine = region.cost, region.machine
+    (draft,) = per_phase(drafts)
+    packed = packed_bytes(cost, draft.ops)
+    choices = [_Choice(0, 1, True, packed)]
+    if packed:
+        ring = RING_CHUNKS * CHUNK_BYTES
+        choices += [_Choice(0, cluster, False, ring) for cluster in (1, _PAIR) if cluster <= machine.max_cluster]
+    found: list[Arranged] = []
+    least: int | None = None
+    for lanes, registers in enumerate(machine.lane_registers, 1):
+        storage = region.steps(draft.ops).storage(registers, lanes)
+        if storage is None:
+            continue
+        for choice in choices:
+            need = shared_bytes(cost, draft.ops, storage, lanes, choice.weights, 0)
+            least = need if least is None else min(least, need)
+            if need <= machine.local_bytes:
+                found.append(
+                    _arranged(region, draft, dataclasses.replace(choice, lanes=lanes, free=machine.local_bytes - need), storage)
+                )
+    if found:
+        return found
+    if least is None:
+        raise Infeasible(f"the sums over the stream do not fit the {max(machine.lane_registers)} registers of a thread")
+    raise Infeasible(
+        f"a tile of 64 rows with its weights needs {size_text(least)} of shared memory; a CTA has {size_text(machine.local_bytes)}"
+    )
+
+
+def _arranged(region: GpuRegion, draft: Draft, choice: _Choice, storage: Storage) -> Arranged:
+    cost, machine = region.cost, region.machine
+    work = tile_work(cost, draft.ops, storage, matmul_efficiency(machine, "vertical", choice.resident))
+    replicas = max(1, min(machine.clusters(choice.cluster), -(-region.tiles // choice.cluster)))
+    ctas = replicas * choice.cluster
+    tiles = -(-region.tiles // ctas)
+    rounds = -(-tiles // choice.lanes)
+    independent = choice.lanes if choice.resident or _can_drift(cost, draft, choice) else 1
+    packed = packed_bytes(cost, draft.ops)
+    # Resident weights are there before the first tile; streamed ones pass once per round of lanes, and a pair shares each fetch.
+    fetched = ctas * packed * (1.0 if choice.resident else rounds / choice.cluster)
+    name = stage_name(cost, 0, draft)
+    stage = Stage(
+        name,
+        draft.ops,
+        draft.phase,
+        resource_of(cost, draft),
+        choice.cluster,
+        work.period(independent, machine.tile_seconds),
+        cost.stationary_bytes(draft.ops),
+        resident=choice.resident,
+    )
+    return Arranged(
+        "vertical",
+        (stage,),
+        (),
+        replicas,
+        choice.cluster,
+        choice.lanes,
+        busy=work.busy(tiles, independent, machine.tile_seconds) + (fetched / machine.shared_bandwidth if choice.resident else 0.0),
+        l2_bytes=fetched,
+        bound=name,
+    )
+
+
+def _can_drift(cost: GpuCost, draft: Draft, choice: _Choice) -> bool:
+    """Whether one lane can be in an epilogue while another multiplies, although both take their weights from one ring.
+
+    A chunk is free when every lane has used it. The lanes are a block of columns apart, so the ring holds the chunks of two.
+    """
+    depth = max(round_up(dot.k * itemsize(dot.dtype), CHUNK_ROW) // CHUNK_ROW for dot in dots_of(cost, draft.ops))
+    return (choice.weights + choice.free) // CHUNK_BYTES >= 2 * depth

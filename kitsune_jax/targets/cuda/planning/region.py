@@ -1,0 +1,89 @@
+"""What all GPU plans of a region share: tiles, traffic, and the time beside the kernel's own work.
+
+Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``GpuRegion``, which turns an arrangement's numbers into a ``Plan``.
+Invariant: a plan's time is launch, packing and start-up, and then the slowest of compute, memory and L2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kitsune_jax.planning.cost import pipeline_traffic
+from kitsune_jax.planning.plan import Plan, Queue, Stage
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.storage import TILE_ROWS, Steps, packed_bytes
+from kitsune_jax.targets.cuda.planning.xla_times import baseline
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arranged:
+    """An arrangement with its numbers. ``busy``: seconds of the slowest stage, the filling of the pipeline and of shared memory
+    with resident weights; ``l2_bytes``: what passes through the L2 beside the off-chip traffic."""
+
+    arrangement: str
+    stages: tuple[Stage, ...]
+    queues: tuple[Queue, ...]
+    replicas: int
+    cluster: int
+    lanes: int
+    busy: float
+    l2_bytes: float
+    bound: str
+
+
+class GpuRegion:
+    """A region on a GPU: ``tiles`` of 64 rows, and ``steps(ops, split)``, computed once."""
+
+    def __init__(self, cost: GpuCost):
+        self.cost, self.machine = cost, cost.machine
+        self.tiles = -(-cost.region.space.rows // TILE_ROWS)
+        self.traffic = pipeline_traffic(cost)
+        self.baseline_seconds, self.baseline_bytes = baseline(cost)
+        self._steps: dict[tuple[tuple[int, ...], int], Steps] = {}
+
+    def steps(self, ops: tuple[int, ...], split: int = 1) -> Steps:
+        if (ops, split) not in self._steps:
+            self._steps[ops, split] = Steps(self.cost, ops, split)
+        return self._steps[ops, split]
+
+    def plan(self, a: Arranged) -> Plan:
+        machine = self.machine
+        moved = self.traffic + self._partial_bytes(a.replicas * (a.cluster if a.arrangement == "vertical" else 1), a.lanes)
+        near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
+        dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
+        l2 = (moved + a.l2_bytes) / machine.shared_bandwidth  # whatever comes from memory comes through the L2
+        bound = a.bound
+        if max(dram, l2) > a.busy:
+            bound = "dram" if dram >= l2 else "l2"
+        return Plan(
+            platform=machine.platform,
+            machine=machine.name,
+            arrangement=a.arrangement,
+            tile_rows=TILE_ROWS,
+            tiles=self.tiles,
+            stages=a.stages,
+            queues=a.queues,
+            replicas=a.replicas,
+            seconds=machine.call_seconds + self._pack_seconds() + max(a.busy, dram, l2),
+            baseline_seconds=self.baseline_seconds,
+            bytes_moved=self.traffic,
+            baseline_bytes=self.baseline_bytes,
+            flops=self.cost.flops(),
+            bound=bound,
+            cluster=a.cluster,
+            lanes=a.lanes,
+            l2_bytes=int(moved + a.l2_bytes),
+        )
+
+    def _pack_seconds(self) -> float:
+        """One more kernel reads the weights and writes them packed."""
+        weights = packed_bytes(self.cost, self.cost.region.ops)
+        return self.machine.kernel_seconds + 2 * weights / self.machine.pack_bandwidth if weights else 0.0
+
+    def _partial_bytes(self, ctas: int, lanes: int) -> int:
+        """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; they are read again in a fixed
+        order."""
+        gradients = [i for i in self.cost.region.sinks if self.cost.work(i).dot is not None]
+        others = [i for i in self.cost.region.sinks if self.cost.work(i).dot is None]
+        parts = ctas * (self.cost.sink_bytes(gradients) + lanes * self.cost.sink_bytes(others))
+        return parts * 2

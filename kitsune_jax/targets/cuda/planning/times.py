@@ -1,0 +1,110 @@
+"""How long a tile takes on a GPU: tensor cores, issue slots, shared memory, and what passes between SMs.
+
+Comes in: a ``RegionCost``, the ops of a stage and their ``Storage``. Goes out: ``TileWork``, seconds of one tile of 64 rows on the
+separate engines of an SM, and ``period``, how often an SM with some lanes finishes one. Invariant: engines overlap only across
+lanes; one lane does its matmuls and its epilogues one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
+from kitsune_jax.planning.machine import Machine
+from kitsune_jax.targets.cuda.planning.storage import TILE_ROWS, Storage, dots_of, gradients_of, padded, slab
+
+# 16 special function results a cycle and SM against 128 instructions (CUDA C++ programming guide, throughput of instructions, 9.0).
+_SPECIAL_SLOTS = 8
+# Two values are converted and packed by one instruction (cvt.rn.bf16x2.f32).
+_CONVERT_SLOTS = 0.5
+# A row lies in four threads: two shuffles and two adds, of each of the 128 threads, for 64 rows.
+_ROW_SLOTS = 8
+# Float32 gradients go through mma.sync. An assumption until a device has measured it: this part of wgmma's rate.
+_WARP_MATMUL = 0.62
+# K of one wgmma (PTX ISA): 32 bytes of it.
+_K_BYTES = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileWork:
+    """Seconds of one tile, were the engine alone: tensor cores, instruction issue, shared memory."""
+
+    tensor: float
+    issue: float
+    shared: float
+
+    def period(self, lanes: int, wait: float = 0.0) -> float:
+        """Seconds between two tiles of an SM with ``lanes`` busy lanes, each of which also waits ``wait`` per tile.
+
+        No engine is faster than its own work, and no lane than the sum of its own.
+        """
+        return max(self.tensor, self.issue, self.shared, self.latency(wait) / lanes)
+
+    def latency(self, wait: float = 0.0) -> float:
+        """Seconds from a tile's first instruction to its last."""
+        return max(self.tensor + self.issue, self.shared) + wait
+
+    def busy(self, tiles: int, lanes: int, wait: float = 0.0) -> float:
+        """Seconds of an SM for ``tiles`` tiles: full rounds, and one with the lanes that are left."""
+        rounds, rest = divmod(tiles, lanes)
+        return rounds * lanes * self.period(lanes, wait) + (rest * self.period(rest, wait) if rest else 0.0)
+
+
+def tile_work(cost: RegionCost, ops: Sequence[int], storage: Storage, efficiency: float, split: int = 1) -> TileWork:
+    """The work of ``ops`` on a tile whose matmuls reach ``efficiency`` of the tensor rate."""
+    machine = cost.machine
+    tensor, weights = 0.0, 0
+    for dot in dots_of(cost, ops):
+        columns = padded(slab(dot.n, split))
+        depth = round_up(dot.k * itemsize(dot.dtype), _K_BYTES)
+        tensor += 2.0 * TILE_ROWS * columns * (depth / itemsize(dot.dtype)) / machine.rate(machine.tensor_rates, dot.dtype)
+        weights += columns * depth  # every warpgroup reads all of B from shared memory
+    for dot in gradients_of(cost, ops):
+        rate = machine.rate(machine.tensor_rates, dot.dtype) * (1.0 if itemsize(dot.dtype) == 2 else _WARP_MATMUL)
+        tensor += 2.0 * TILE_ROWS * round_up(dot.m, TILE_ROWS) * padded(dot.n) / split / rate
+    slots, special = _slots(cost, ops, split)
+    per_second = machine.rate(machine.simt_rates, "other")
+    shared = (weights + storage.image_traffic) / machine.place("smem").bandwidth
+    return TileWork(tensor / efficiency, max(slots, special * _SPECIAL_SLOTS) / per_second, shared)
+
+
+def _slots(cost: RegionCost, ops: Sequence[int], split: int) -> tuple[float, float]:
+    """(instructions, special function results) of a tile."""
+    slots = special = 0.0
+    for i in ops:
+        if cost.is_maker(i):
+            continue
+        family, out = cost.family(i), cost.graph.ops[i].outputs[0]
+        reduces = family in ("reduce", "argreduce", "cumulative")
+        size = cost.row_size(cost.graph.ops[i].inputs[0] if reduces else out)
+        elements = TILE_ROWS * slab(size, split)
+        if family == "dot" and i in cost.sinks:
+            dot = cost.work(i).dot
+            assert dot is not None
+            slots += TILE_ROWS * (dot.m + dot.n / split) * _CONVERT_SLOTS  # on their way to shared memory
+        elif family == "dot":
+            slots += elements * _CONVERT_SLOTS * (itemsize(cost.graph.values[out].dtype) < 4)
+        elif reduces:
+            slots += elements + 128 * _ROW_SLOTS
+        elif family == "convert":
+            slots += elements * _CONVERT_SLOTS
+        elif family == "pointwise":
+            each, functions = _pointwise(cost, i)
+            slots += elements * each
+            special += elements * functions
+    return slots, special
+
+
+def _pointwise(cost: RegionCost, i: int) -> tuple[float, int]:
+    op = cost.graph.ops[i]
+    spec, narrow = OPS[op.kind], itemsize(cost.graph.values[op.outputs[0]].dtype) == 2
+    return spec.fast if narrow and spec.fast else spec.flops, int(spec.special)
+
+
+def matmul_efficiency(machine: Machine, arrangement: str, resident: bool) -> float:
+    """Part of the tensor rate that the matmuls of a stage reach while their epilogues are hidden."""
+    if arrangement == "spatial":
+        return machine.rate(machine.spatial_efficiency, "other")
+    return machine.rate(machine.vertical_efficiency, "resident" if resident else "streamed")

@@ -1,0 +1,70 @@
+"""What XLA:GPU takes for the ops of a region: the bulk-synchronous baseline.
+
+Comes in: a ``RegionCost`` whose machine is a GPU. Goes out: ``baseline``, modelled seconds and off-chip bytes.
+"""
+
+from __future__ import annotations
+
+from kitsune_jax.planning import xla_kernels
+from kitsune_jax.planning.cost import RegionCost
+from kitsune_jax.planning.xla_kernels import ROOTS, Kernel
+
+# Operations per element that XLA:GPU still hands to the GEMM library as an epilogue: a bias and a ReLU.
+_EPILOGUE = 2
+
+
+def baseline(cost: RegionCost) -> tuple[float, int]:
+    """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
+    machine = cost.machine
+    seconds = 0.0
+    total = 0
+    for kernel in kernels_of(cost):
+        moved = kernel.moved(cost)
+        total += moved
+        near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
+        traffic = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
+        compute = sum(_library_seconds(cost, i) for i in kernel.ops) / machine.workers
+        seconds += machine.kernel_seconds + max(compute, traffic)  # a GPU overlaps the two
+    return seconds, total
+
+
+def kernels_of(cost: RegionCost) -> list[Kernel]:
+    """XLA's kernels, those of light pointwise work folded into the matmul whose result only they read."""
+    return _with_epilogues(cost, xla_kernels.kernels_of(cost))
+
+
+def _with_epilogues(cost: RegionCost, kernels: list[Kernel]) -> list[Kernel]:
+    """Light pointwise kernels folded into the matmul whose result only they read."""
+    of_root = {k.root: k for k in kernels}
+    dropped: set[int] = set()
+    for kernel in kernels:
+        if any(cost.family(i) in ROOTS for i in kernel.ops):
+            continue
+        size = cost.graph.values[kernel.root].size
+        if sum(cost.work(i).simt for i in kernel.ops) * cost.region.space.rows > _EPILOGUE * size:
+            continue
+        for v in kernel.reads:
+            dot = of_root.get(v)
+            if dot is None or v in cost.outputs or v in dropped or cost.graph.values[v].size != size:
+                continue
+            only_here = set(cost.readers.get(v, ())) <= kernel.ops
+            if only_here and any(cost.family(i) == "dot" for i in dot.ops):
+                kernel.ops |= dot.ops
+                kernel.reads = tuple(dict.fromkeys((*dot.reads, *(r for r in kernel.reads if r != v))))
+                dropped.add(v)
+                break
+    return [k for k in kernels if k.root not in dropped]
+
+
+def _library_seconds(cost: RegionCost, i: int) -> float:
+    """Worker-seconds of op ``i`` over its whole output in XLA's code."""
+    work, machine, op = cost.work(i), cost.machine, cost.graph.ops[i]
+    if work.dot is None:
+        # The whole value, not rows x row size: bulk-synchronously an op that misses some stream axes is not repeated along them.
+        share = max(1, cost.row_size(op.outputs[0])) * cost.region.space.rows
+        whole = work.simt * cost.region.space.rows * min(1.0, cost.graph.values[op.outputs[0]].size / share or 1.0)
+        if i in cost.sinks:
+            whole = work.simt * cost.region.space.rows
+        return whole / (machine.rate(machine.simt_rates, work.dtype) * machine.library_simt)
+    flops = float(work.flops) * cost.region.space.rows
+    return flops / machine.rate(machine.library_rates, work.dot.dtype)

@@ -1,0 +1,128 @@
+"""An op that is left to XLA becomes what its equation would have become: the same StableHLO, name stack and source line.
+
+Where a Graph says the same in other words, XLA gets these words: a dimension of extent 1 is added by a reshape, and a weight
+gradient is made in the orientation in which it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.ops.spec import np_dtype
+from kitsune_jax.ops.table import FAMILIES, OPS
+from tests.capture.test_capture import run_steps
+from tests.support.checks import enable_x64
+from tests.table.test_ops import METHODS, WITH_ACCURACY
+
+QUICK_DTYPES = ("bool", "int8", "uint32", "int64", "bfloat16", "float32", "float64")
+PARAMETERS: dict[str, list[dict[str, Any]]] = {
+    "integer_pow": [{"y": 3}, {"y": 7}],
+    "reduce_precision": [{"exponent_bits": 5, "mantissa_bits": 4}, {"exponent_bits": 11, "mantissa_bits": 52}],
+    "round": [{"rounding_method": method} for method in METHODS.values()],
+    **{kind: [{"accuracy": None}] for kind in WITH_ACCURACY},
+}
+PRIMITIVES = [kind for kind, spec in OPS.items() if spec.family == "pointwise" and kind != "copy"]
+
+
+def f32(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def text(f: Callable[..., Any], args: Any, debug_info: bool = False) -> str:
+    def same_name(*a: Any) -> Any:
+        return f(*a)
+
+    return jax.jit(same_name).lower(*args).as_text(debug_info=debug_info)
+
+
+def check(f: Callable[..., Any], *args: Any) -> list[str]:
+    """``f`` and its Graph, evaluated op by op, lower to the same program. Returns the kinds of its ops."""
+    c = capture(jax.make_jaxpr(f)(*args))
+    assert not c.failures
+    assert text(lambda *a: run_steps(c, a), args) == text(lambda *a: jax.tree.leaves(f(*a)), args)
+    return [op.kind for op in c.graph.ops]
+
+
+@pytest.mark.parametrize("kind", PRIMITIVES)
+def test_pointwise(kind: str) -> None:
+    arity = OPS[kind].arity or 0
+    with enable_x64():
+        for dtype in [d for d in QUICK_DTYPES if d in OPS[kind].dtypes]:
+            for params in PARAMETERS.get(kind, [{}]):
+                primitive = getattr(lax, f"{kind}_p")
+                args = [f32(3, 5, dtype=np_dtype(dtype))] * arity
+                if kind == "select_n":
+                    args[0] = f32(3, 5, dtype=bool)
+                (made,) = check(lambda *a, p=primitive, o=params: p.bind(*a, **o), *args)
+                assert made == (kind if params.get("mantissa_bits") != 52 else "copy")
+
+
+X, W = f32(6, 4), f32(4, 3)
+FORMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "literals": (lambda x: (x * 2 + 1.5 - x / 3, 1 - x, lax.pow(x, 2), jnp.maximum(x, 0)), (X,)),
+    "weak types": (lambda x: (2 * jnp.sin(1.5 * x), x.astype(jnp.bfloat16) * 2, lax.select(x > 0, x, x * 2.5) ** 2), (X,)),
+    "convert": (lambda x: (x.astype(jnp.int8), x.astype(jnp.bfloat16), x > 0), (X,)),
+    "reduce": (lambda x: (x.sum(0), x.max((0, 1)), x.min(1), lax.reduce_prod(x, (0,)), (x > 0).any(1), (x > 0).all()), (X,)),
+    "argreduce": (lambda x: (lax.argmax(x, 0, jnp.int32), lax.argmin(x, 1, jnp.int8)), (X,)),
+    "cumulative": (lambda x: (lax.cumsum(x, 0), lax.cummax(x, 1, True), lax.cumlogsumexp(x, 0)), (X,)),
+    "dot": (lambda x, w: (x @ w, lax.dot(x, w, precision="highest"), jnp.dot(x, w, preferred_element_type=jnp.float32)), (X, W)),
+    "dot of half precision": (lambda x, w: x @ w, (f32(6, 4, dtype=jnp.bfloat16), f32(4, 3, dtype=jnp.bfloat16))),
+    "dot accumulated": (
+        lambda x: lax.dot_general(x, x, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32),
+        (f32(6, 4, dtype=jnp.float16),),
+    ),
+    "dot of integers": (
+        lambda x: lax.dot_general(x, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32),
+        (f32(6, 4, dtype=jnp.int8),),
+    ),
+    "broadcast": (lambda x: (lax.broadcast_in_dim(x, (2, 6, 4), (1, 2)), jnp.zeros((3, 2)) + x[0, 0]), (X,)),
+    "reshape": (lambda x: (x.reshape(8, 3), lax.squeeze(x[:1], (0,))), (X,)),
+    "transpose": (lambda x: x.T, (X,)),
+    "concatenate": (lambda x: jnp.concatenate([x, x * 2], 1), (X,)),
+    "slice": (lambda x: (x[1:3], x[::2, 1:], lax.slice(x, (0, 1), (5, 4), (2, 3))), (X,)),
+    "pad": (lambda x: lax.pad(x, np.float32(0), ((1, -1, 0), (0, 2, 1))), (X,)),
+    "rev": (lambda x: lax.rev(x, (0,)), (X,)),
+    "iota": (lambda x: x * lax.broadcasted_iota(jnp.float32, (6, 4), 1), (X,)),
+    "gradient": (lambda x, w: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w) ** 2))(x), (X, W)),
+    "batch": (jax.vmap(lambda x, w: jnp.tanh(jnp.sin(x) @ w).sum(-1)), (f32(2, 6, 4), f32(2, 4, 3))),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("x64", [False, True])
+def test_forms(name: str, x64: bool) -> None:
+    f, args = FORMS[name]
+    with enable_x64() if x64 else contextlib.nullcontext():
+        kinds = check(f, *args)
+    assert "opaque" not in kinds
+    if name in FAMILIES:
+        assert any(OPS[kind].family == name for kind in kinds)
+
+
+def test_a_matmul_precision_that_is_the_default_at_lowering_does_not_change_a_product() -> None:
+    x = jnp.ones((3, 3))
+    c = capture(jax.make_jaxpr(lambda x: lax.dot(x, x))(x))
+    with jax.default_matmul_precision("highest"):
+        lowered = text(lambda *a: run_steps(c, a), (x,))
+    assert "HIGHEST" not in lowered and "dot_general" in lowered
+
+
+def test_ops_stand_where_their_equations_stood() -> None:
+    def f(x: Any, w: Any) -> Any:
+        with jax.named_scope("encoder"):
+            return jax.jit(lambda x: jnp.sin(x @ w) * 2)(x)
+
+    c = capture(jax.make_jaxpr(f)(X, W))
+    for op in ("dot_general", "sin", "mul"):
+        name = [line for line in text(lambda *a: run_steps(c, a), (X, W), True).splitlines() if f"/{op}" in line]
+        assert any("encoder/jit(<lambda>)" in line for line in name), name
+    assert "test_evaluation.py" in text(lambda *a: run_steps(c, a), (X, W), True)

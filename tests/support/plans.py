@@ -1,0 +1,21 @@
+"""Plans and costs on any machine, of the target whose machine it is."""
+
+from __future__ import annotations
+
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.cost import RegionCost
+from kitsune_jax.planning.machine import Machine
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.streams.space import Region
+from kitsune_jax.targets.cpu.planning import planner as cpu
+from kitsune_jax.targets.cpu.planning.cost import CpuCost
+from kitsune_jax.targets.cuda.planning import planner as cuda
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+
+
+def plan(graph: Graph, region: Region, machine: Machine) -> Plan:
+    return (cpu if machine.platform == "cpu" else cuda).plan(graph, region, machine)
+
+
+def cost_of(graph: Graph, region: Region, machine: Machine) -> RegionCost:
+    return (CpuCost if machine.platform == "cpu" else GpuCost)(graph, region, machine)
