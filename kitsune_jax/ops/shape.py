@@ -199,7 +199,7 @@ def _local_broadcast(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     dims: Param = op["dims"]
     # Dimensions of extent 1 that become streamed ones: a stationary operand may spend one of them on the row dimension.
     gone = [d for d in x.kept() if out.streamed(dims[d])]
-    spare = gone[:1] if not x.tile and len(gone) == 1 else []
+    spare = gone if not x.tile and len(gone) == 1 and gone[0] == 0 else []  # the row dimension comes first
     kept = [d for d in x.kept() if d not in gone or d in spare]
     mapped = tuple(out.local(dims[d]) for d in kept)
     if x.tile:

@@ -102,3 +102,16 @@ def test_a_room_knows_only_the_rooms_before_it(room: str):
         if other.split(".")[1:2] and other.split(".")[1] in WALLS[room]
     }
     assert not over
+
+
+def test_slow_tests_are_known_by_name():
+    """The README of the tests names every test function that is marked slow, or takes a mark that a case may carry."""
+    told = (ROOT / "tests" / "README.md").read_text()
+    unknown = []
+    for path in sources("tests", ".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                marks = [ast.unparse(d) for d in node.decorator_list]
+                if any(mark == "pytest.mark.slow" for mark in marks) and f"`{node.name}`" not in told:
+                    unknown.append(f"{path.name}::{node.name}")
+    assert not unknown
