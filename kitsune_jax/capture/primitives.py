@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from itertools import accumulate
 
+import numpy as np
 from jax import lax
 
 from kitsune_jax.capture import dots, indexing
@@ -32,7 +33,8 @@ def pointwise(e: Equation) -> int | str:
     if any(s and len(s) != len(shape) for s in map(e.shape_of, e.ins)):
         return f"{e.name}: operands of different ranks"
     ins = [v if e.shape_of(v) in ((), shape) else e.broadcast(v, shape, range(len(shape))) for v in e.ins]
-    return e.op(e.kind, *ins, **{name: e.params[name] for name in OPS[e.kind].takes})
+    taken = {name: e.params[name] for name in OPS[e.kind].takes}
+    return e.op(e.kind, *ins, **{name: str(x) if isinstance(x, np.dtype) else x for name, x in taken.items()})
 
 
 def _select(e: Equation) -> int | str:
@@ -190,8 +192,4 @@ RULES: dict[str, Rule] = {
     "scatter-add": indexing.scatter_add,
     **dict.fromkeys(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"], _reduce),
     **dict.fromkeys(("argmax", "argmin"), lambda e: e.op(e.name, *e.ins, axis=e.params["axes"][0])),
-    **dict.fromkeys(
-        ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"],
-        lambda e: e.op(e.name, *e.ins, axis=e.params["axis"], reverse=bool(e.params["reverse"])),
-    ),
 }
