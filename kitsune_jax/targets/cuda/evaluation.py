@@ -103,9 +103,8 @@ class Evaluation:
     def alias(self, instr: Instr, x: int) -> None:
         """The result of ``instr`` is another name of ``x``."""
         (v,) = instr.outputs
-        if v not in self.names:
-            self.uses[self.root(x)] += self.uses[v] - 1
-            self.names[v] = x
+        self.uses[self.root(x)] += self.uses[v] - 1
+        self.names[v] = x
 
     def is_slab(self, v: int) -> bool:
         return v in self.facts.slabs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import arrays, chunks, equal_layers, instructions, layer_loops, liveness, stage_facts, tiles
@@ -81,11 +81,26 @@ class Fitted:
         return list(_issues(self.lowered.nodes))
 
 
-def fit(program: TileProgram, s: int, a: Arrangement, header_bytes: int, staging: bool) -> Fitted:
-    """``staging``: arrays may come through shared memory."""
-    fitter = _Fitter(program, s, a)
-    shape, lowered = fitter.registers(staged_arrays(program, s) if staging else frozenset())
-    return fitter.memory(shape, lowered, a.shared_bytes - header_bytes)
+def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: int, staging: bool) -> Fitted:
+    """Stage ``s`` of the first of ``programs``, which compute the same, or of a later one that needs less memory for images: what
+    is computed twice need not be kept. ``staging``: arrays may come through shared memory."""
+    best, why = None, None
+    for program in programs:
+        fitter = _Fitter(program, s, a)
+        try:
+            shape, lowered = fitter.registers(staged_arrays(program, s) if staging else frozenset())
+            found = fitter.memory(shape, lowered, a.shared_bytes - header_bytes)
+        except CannotLower as no:
+            why = why or no
+            continue
+        if best is None or found.memory.bytes < best.memory.bytes:
+            best = found
+        if not best.shape.images or program.stages[s] == programs[-1].stages[s]:
+            break
+    if best is None:
+        assert why is not None
+        raise why
+    return best
 
 
 def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:

@@ -33,8 +33,8 @@ REDUCTIONS = {f"reduce_{how}": name for how, name in effects.HOW.items()}
 
 
 def lower(at: Evaluation, instr: Instr) -> None:
-    """Lowers ``instr``. One whose result does not stream is made by XLA, in front of the call."""
-    if instr.outputs and not at.program.values[instr.outputs[0]].tile:
+    """Lowers ``instr``. One whose result does not stream is made by XLA, in front of the call; another name needs no code."""
+    if instr.outputs and (instr.outputs[0] in at.names or not at.program.values[instr.outputs[0]].tile):
         return
     if instr.kind in columns.REARRANGING:
         columns.rearrange(at, instr)
@@ -95,10 +95,6 @@ def _with_bias(at: Evaluation, instr: Instr) -> Multiply | None:
         if isinstance(vector.home, InVector) and not vector.row and pointwise.COMPUTE[vector.dtype] == "float":
             return dataclasses.replace(product, product=instr.outputs[0], bias=(vector.home.address, vector.width))
     return None
-
-
-def _alias(at: Evaluation, instr: Instr) -> None:
-    at.alias(instr, instr.inputs[0])
 
 
 def _row_index(at: Evaluation, instr: Instr) -> None:
@@ -176,7 +172,6 @@ _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {
     "load": _load,
     "pop": _pop,
     **dict.fromkeys(("push", "store", "sink"), effects.lower),
-    **dict.fromkeys(("reshape", "copy"), _alias),
     "row_index": _row_index,
     "matmul": _matmul,
     "matmul_sink": gradients.lower,

@@ -11,6 +11,7 @@ import dataclasses
 import math
 
 from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.program.passes import simplified
 from kitsune_jax.targets.cuda import arrays, fitting, tiles
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda.arrangement import Arrangement
@@ -126,9 +127,10 @@ def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
 
 def of_kernel(program: TileProgram, a: Arrangement, name: str) -> Layout:
     """Raises ``CannotLower`` where the kernel does not fit."""
+    simpler = simplified(program)
     for staging in (True, False):
         header = _header_bytes(program, a, staging)
-        stages = tuple(fitting.fit(program, s, a, header, staging) for s in range(len(program.stages)))
+        stages = tuple(fitting.fit((simpler, program), s, a, header, staging) for s in range(len(program.stages)))
         queue_at, shared = _place_queues(program, a, [header + s.weight_bytes + a.lanes * s.memory.bytes for s in stages])
         if shared <= a.shared_bytes or not any(stage.shape.staged for stage in stages):
             break
