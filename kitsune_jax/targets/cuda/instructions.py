@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import columns, effects, gradients, pointwise, tiles
 from kitsune_jax.targets.cuda import device_ir as ir
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Expr, Ref
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.pack import WeightRecipe
@@ -47,7 +48,7 @@ def _load(at: Evaluation, instr: Instr) -> None:
     value, rows = at.new(instr), at.rows("in", instr["array"])
     if value.row:
         ref = Ref("r", v)
-        at.add(ir.LoadRow(ref, rows))
+        at.add(st.LoadRow(ref, rows))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InArray(rows, instr["array"]))
@@ -59,10 +60,10 @@ def _pop(at: Evaluation, instr: Instr) -> None:
     form = queue_form(value.dtype, q in at.slab_queues)
     queue, pop = Ref("queue", q), Ref("pop", q)
     slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
-    at.add(ir.Acquire(queue, False), ir.Entry(pop, queue, slab))
+    at.add(st.QueueCall(queue, "rd_acquire"), st.Entry(pop, queue, slab))
     if value.row:
         ref = Ref("r", v)
-        at.add(ir.PopRow(ref, Ref("e", v), pop, value.dtype))
+        at.add(st.PopRow(ref, Ref("e", v), pop, value.dtype))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InImage(pop, form, Ref("v", v)))
@@ -106,7 +107,7 @@ def _row_index(at: Evaluation, instr: Instr) -> None:
         at.set_row(v, index)
         return
     row, ref = -1 - v, Ref("index", v)
-    at.add(ir.SetRow(ref, value.dtype, index))
+    at.add(st.SetRow(ref, value.dtype, index))
     at.values[row] = Value(1, value.dtype, True, InRegisters(ref, "row", ref))
     at.settle(v, Splat(row))
 
@@ -121,9 +122,9 @@ def _reduce(at: Evaluation, instr: Instr) -> None:
     if tuple(instr["axes"]) != tuple(range(1, len(at.program.values[x].shape) + 1)):
         raise CannotLower("a reduction over a part of a row's dimensions has no code on the GPU")
     value, how, ref = at.new(instr), REDUCTIONS[instr.kind], Ref("r", v)
-    at.add(ir.StartFold(ref, how, value.dtype))
+    at.add(st.StartFold(ref, how, value.dtype))
     at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
-    at.add(ir.FoldQuad(ref, how))
+    at.add(st.FoldQuad(ref, how))
     at.settle(v, InRegisters(ref, "row", ref))
 
 

@@ -13,7 +13,7 @@ import math
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.program.passes import simplified
 from kitsune_jax.targets.cuda import arrays, fitting, tiles
-from kitsune_jax.targets.cuda import device_ir as ir
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.fitting import Fitted
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
@@ -106,16 +106,16 @@ class Layout:
         return LAUNCH_VERSION, *geometry, *counts, *sizes
 
 
-def gradients_of(stage: Fitted) -> list[ir.GradientStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, ir.GradientStart)]
+def gradients_of(stage: Fitted) -> list[st.GradientStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, st.GradientStart)]
 
 
-def sinks_of(stage: Fitted) -> list[ir.SinkStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, ir.SinkStart)]
+def sinks_of(stage: Fitted) -> list[st.SinkStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, st.SinkStart)]
 
 
-def sums_of(stage: Fitted, gradient: ir.GradientStart) -> list[ir.PanelSumStart]:
-    return [n for n in stage.lowered.setup if isinstance(n, ir.PanelSumStart) and n.gradient == gradient.gradient]
+def sums_of(stage: Fitted, gradient: st.GradientStart) -> list[st.PanelSumStart]:
+    return [n for n in stage.lowered.setup if isinstance(n, st.PanelSumStart) and n.gradient == gradient.gradient]
 
 
 def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
