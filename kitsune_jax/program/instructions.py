@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kitsune_jax import activations
 from kitsune_jax.program.ir import Instr, TileProgram, TileType
+from kitsune_jax.program.passes import activations
 
 _INTEGERS = ("int", "uint")
 Types = Sequence[TileType]
