@@ -229,7 +229,7 @@ def _running(fold: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...] =
     doc = f"running {fold} along axis"
     by_jax = getattr(lax, f"cum{fold}")
     return OpSpec(f"cum{fold}", "cumulative", 1, rule, _relate_cumulative, flops, doc, dtypes, fold=fold, local=one_axis,
-                  jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
+                  takes=("axis", "reverse"), jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
 
 
 # Micro-kernels know a way to fold by its place among these (``Reduction`` and ``Cumulative`` in cpu/include/kitsune_cpu).
