@@ -17,7 +17,7 @@ from kitsune_jax.capture import dots, indexing
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.ops.spec import FORMATS
 from kitsune_jax.ops.special import LOG2_E
-from kitsune_jax.ops.table import OPS, RENAMED
+from kitsune_jax.ops.table import OPS
 
 Rule = Callable[[Equation], "int | list[int] | str"]
 
@@ -33,9 +33,8 @@ def pointwise(e: Equation) -> int | str:
     if any(s and len(s) != len(shape) for s in map(e.shape_of, e.ins)):
         return f"{e.name}: operands of different ranks"
     ins = [v if e.shape_of(v) in ((), shape) else e.broadcast(v, shape, range(len(shape))) for v in e.ins]
-    kind = RENAMED.get(e.name, e.name)
-    taken = {name: e.params[name] for name in OPS[kind].takes}
-    return e.op(kind, *ins, **{name: str(x) if isinstance(x, np.dtype) else x for name, x in taken.items()})
+    taken = {name: e.params[name] for name in OPS[e.kind].takes}
+    return e.op(e.kind, *ins, **{name: str(x) if isinstance(x, np.dtype) else x for name, x in taken.items()})
 
 
 def _select(e: Equation) -> int | str:

@@ -17,7 +17,7 @@ from kitsune_jax.capture.captured import Place
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.ops.spec import is_float, name_of, np_dtype
-from kitsune_jax.ops.table import OPS, RENAMED
+from kitsune_jax.ops.table import OPS
 
 _IDENTITIES = ("copy", "copy_p", "stop_gradient", "name")  # "name": checkpoint_name, whose policies are applied by now
 _COLLECTIVES = (
@@ -33,9 +33,9 @@ def translate(builder: Builder, eqn: Any, ins: list[int], place: Place) -> list[
         return ins
     if name in _COLLECTIVES:
         return f"{name}: communicates between devices"
-    if name not in RULES and RENAMED.get(name, name) not in OPS:
-        return f"{_compat.called(eqn)}: not an op the pipeline knows"
     e = Equation(builder, eqn, ins, place)
+    if name not in RULES and e.kind not in OPS:
+        return f"{_compat.called(eqn)}: not an op the pipeline knows"
     why = _why_opaque(e)
     if why:
         return why
@@ -47,12 +47,11 @@ def translate(builder: Builder, eqn: Any, ins: list[int], place: Place) -> list[
 def _folded(e: Equation) -> int | None:
     """The literal that an op on literals is: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed index."""
     values = [e.builder.values[v] for v in e.ins]
-    kind = RENAMED.get(e.name, e.name)
-    if kind not in OPS or not OPS[kind].folded or any(v.literal is None for v in values):
+    if e.kind not in OPS or not OPS[e.kind].folded or any(v.literal is None for v in values):
         return None
     dtype = e.out_dtype
     arrays = [np.asarray(v.literal, np_dtype(v.dtype)) for v in values]
-    scalar = scalar_of(OPS[kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
+    scalar = scalar_of(OPS[e.kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
     if scalar is None or (is_float(dtype) and not abs(scalar[0]) >= float(ml_dtypes.finfo(np_dtype(dtype)).tiny)):
         return None  # zeros have a sign and subnormal numbers may be flushed: XLA's own arithmetic decides
     return e.builder.literal(*scalar)
@@ -75,11 +74,11 @@ def _why_opaque(e: Equation) -> str:
         return f"{e.name}: asks for an accuracy of its own"
     if e.params.get("out_dtype") is not None:
         return f"{e.name}: asks for a result dtype of its own"
-    kind = RENAMED.get(e.name, e.name)
-    if kind in OPS and not OPS[kind].gives and not OPS[kind].mixes and e.in_avals:
+    spec = OPS.get(e.kind)
+    if spec is not None and not spec.gives and not spec.mixes and e.in_avals:
         if len({name_of(a.dtype) for a in avals}) > 1:
             return f"{e.name}: mixes dtypes"
-        if name_of(e.in_avals[0].dtype) not in OPS[kind].dtypes:
+        if name_of(e.in_avals[0].dtype) not in spec.dtypes:
             return f"{e.name}: is not defined on {e.in_avals[0].dtype}"
     return ""
 

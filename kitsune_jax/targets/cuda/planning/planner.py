@@ -18,7 +18,7 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.machine import Machine, size_text
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
-from kitsune_jax.planning.stages import Draft, finest, per_phase, resource_of, stage_name
+from kitsune_jax.planning.stages import Ops, finest, resource_of, stage_name
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.gradients import panel_sums_of
@@ -94,10 +94,10 @@ class _Choice:
     free: int = 0
 
 
-def _vertical(region: GpuRegion, drafts: tuple[Draft, ...]) -> list[Arranged]:
+def _vertical(region: GpuRegion, _: tuple[Ops, ...]) -> list[Arranged]:
     cost, machine = region.cost, region.machine
-    (draft,) = per_phase(drafts)
-    packed = packed_bytes(cost, draft.ops)
+    ops = tuple(sorted(cost.region.ops))
+    packed = packed_bytes(cost, ops)
     choices = [_Choice(0, 1, True, packed)]
     if packed:
         ring = RING_CHUNKS * CHUNK_BYTES
@@ -105,15 +105,15 @@ def _vertical(region: GpuRegion, drafts: tuple[Draft, ...]) -> list[Arranged]:
     found: list[Arranged] = []
     least: int | None = None
     for lanes, registers in enumerate(machine.lane_registers, 1):
-        storage = region.steps(draft.ops).storage(registers, lanes)
+        storage = region.steps(ops).storage(registers, lanes)
         if storage is None:
             continue
         for choice in choices:
-            need = shared_bytes(cost, draft.ops, storage, lanes, choice.weights, 0)
+            need = shared_bytes(cost, ops, storage, lanes, choice.weights, 0)
             least = need if least is None else min(least, need)
             if need <= machine.local_bytes:
                 found.append(
-                    _arranged(region, draft, dataclasses.replace(choice, lanes=lanes, free=machine.local_bytes - need), storage)
+                    _arranged(region, ops, dataclasses.replace(choice, lanes=lanes, free=machine.local_bytes - need), storage)
                 )
     if found:
         return found
@@ -124,26 +124,25 @@ def _vertical(region: GpuRegion, drafts: tuple[Draft, ...]) -> list[Arranged]:
     )
 
 
-def _arranged(region: GpuRegion, draft: Draft, choice: _Choice, storage: Storage) -> Arranged:
+def _arranged(region: GpuRegion, ops: Ops, choice: _Choice, storage: Storage) -> Arranged:
     cost, machine = region.cost, region.machine
-    work = tile_work(cost, draft.ops, storage, matmul_efficiency(machine, "vertical", choice.resident))
+    work = tile_work(cost, ops, storage, matmul_efficiency(machine, "vertical", choice.resident))
     replicas = max(1, min(machine.clusters(choice.cluster), -(-region.tiles // choice.cluster)))
     ctas = replicas * choice.cluster
     tiles = -(-region.tiles // ctas)
     rounds = -(-tiles // choice.lanes)
-    independent = choice.lanes if choice.resident or _can_drift(cost, draft, choice) else 1
-    packed = packed_bytes(cost, draft.ops)
+    independent = choice.lanes if choice.resident or _can_drift(cost, ops, choice) else 1
+    packed = packed_bytes(cost, ops)
     # Resident weights are there before the first tile; streamed ones pass once per round of lanes, and a pair shares each fetch.
     fetched = ctas * packed * (1.0 if choice.resident else rounds / choice.cluster)
-    name = stage_name(cost, 0, draft)
+    name = stage_name(cost, 0, ops)
     stage = Stage(
         name,
-        draft.ops,
-        draft.phase,
-        resource_of(cost, draft),
+        ops,
+        resource_of(cost, ops),
         choice.cluster,
         work.period(independent, machine.tile_seconds),
-        cost.stationary_bytes(draft.ops),
+        cost.stationary_bytes(ops),
         resident=choice.resident,
     )
     return Arranged(
@@ -159,10 +158,10 @@ def _arranged(region: GpuRegion, draft: Draft, choice: _Choice, storage: Storage
     )
 
 
-def _can_drift(cost: GpuCost, draft: Draft, choice: _Choice) -> bool:
+def _can_drift(cost: GpuCost, ops: Ops, choice: _Choice) -> bool:
     """Whether one lane can be in an epilogue while another multiplies, although both take their weights from one ring.
 
     A chunk is free when every lane has used it. The lanes are a block of columns apart, so the ring holds the chunks of two.
     """
-    depth = max(round_up(dot.k * itemsize(dot.dtype), CHUNK_ROW) // CHUNK_ROW for dot in dots_of(cost, draft.ops))
+    depth = max(round_up(dot.k * itemsize(dot.dtype), CHUNK_ROW) // CHUNK_ROW for dot in dots_of(cost, ops))
     return (choice.weights + choice.free) // CHUNK_BYTES >= 2 * depth

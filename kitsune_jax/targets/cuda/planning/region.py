@@ -56,7 +56,6 @@ class GpuRegion:
         if max(dram, l2) > a.busy:
             bound = "dram" if dram >= l2 else "l2"
         return Plan(
-            platform=machine.platform,
             machine=machine.name,
             arrangement=a.arrangement,
             tile_rows=TILE_ROWS,

@@ -141,8 +141,6 @@ def shared_bytes(cost: RegionCost, ops: Sequence[int], storage: Storage, lanes: 
 
 def check_ops(cost: RegionCost) -> None:
     """Raise ``Infeasible`` for what no GPU kernel is generated for."""
-    if len(set(cost.phase.values())) > 1:
-        raise Infeasible("the CUDA target runs regions of one phase; this one needs a barrier over the whole stream")
     if cost.region.space.rows > TILE_ROWS * MOST_TILES:
         raise Infeasible(f"the stream has {cost.region.space.rows} rows; the CUDA target counts {TILE_ROWS * MOST_TILES} at most")
     touched = {v for i in cost.region.ops for v in (*cost.graph.ops[i].inputs, *cost.graph.ops[i].outputs)}
