@@ -23,7 +23,7 @@ from kitsune_jax.targets.cuda.pack import VectorRecipe
 from kitsune_jax.targets.cuda.values import Constant, Expression, InScratch, InVector, Multiply, Parts, Splat
 from kitsune_jax.targets.errors import CannotLower
 
-REARRANGING = frozenset({"broadcast_in_dim", "concatenate", "slice", "transpose", "pad", "rev", "iota"})
+REARRANGING = frozenset(kind for kind, spec in OPS.items() if spec.moves and kind != "reshape")
 _FILL = -1
 
 
