@@ -190,6 +190,6 @@ RULES: dict[str, Rule] = {
     "dot_general": dots.dot_general,
     "gather": indexing.gather,
     "scatter-add": indexing.scatter_add,
-    **dict.fromkeys(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"], _reduce),
+    **dict.fromkeys((kind for kind, spec in OPS.items() if spec.family == "reduce"), _reduce),
     **dict.fromkeys(("argmax", "argmin"), lambda e: e.op(e.name, *e.ins, axis=e.params["axes"][0])),
 }

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops.local import resolve_rows
+from kitsune_jax.ops.reduce import FOLDS
 from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.ops.verify import verify_op
@@ -24,7 +25,6 @@ from kitsune_jax.program.ir import ArrayType, Block, Instr, Program, TileProgram
 from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.streams.space import dim_strides
 
-_HOWS = frozenset({"sum", "prod", "max", "min", "and", "or", "xor"})
 _NOT_IN_LOOPS = frozenset({"push", "pop", "sink", "matmul_sink", "sink_at"})
 
 
@@ -77,7 +77,7 @@ def _tile_program(program: TileProgram, lookahead: int) -> None:
         kept = [n for n, stride in zip(program.axes, array.row_strides, strict=False) if not stride]
         need(not array.streamed or math.prod(kept) <= 1, f"output {k}: several rows lie in one place")
     for k, sink in enumerate(program.sinks):
-        need(sink.how in _HOWS, f"sink {k}: how is {sink.how!r}")
+        need(sink.how in FOLDS, f"sink {k}: how is {sink.how!r}")
         need(0 <= sink.array < len(program.outputs), f"sink {k}: there is no output {sink.array}")
         out = program.outputs[sink.array]
         whole = not out.streamed and not out.row_strides and out.shape == sink.shape

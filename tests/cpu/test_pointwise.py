@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kitsune_jax as kj
 from kitsune_jax import _cpu
 from kitsune_jax.ops.spec import DTYPES, FLOATS, FORMATS
 from kitsune_jax.ops.table import OPS
@@ -48,3 +51,17 @@ def test_series(kind: str, dtype: str) -> None:
 
 def test_the_header_of_opcodes_is_what_the_table_says() -> None:
     assert opcodes.HEADER.read_text() == opcodes.header(), "run python -m scripts.opcodes and build the extension"
+
+
+def dropout(key: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+    h = jnp.tanh(x @ w)
+    return jnp.where(jax.random.bernoulli(key, 0.75, h.shape), h / 0.75, 0) + jax.random.uniform(key, h.shape)
+
+
+def test_only_the_random_bits_of_a_dropout_stay_outside() -> None:
+    """The bits become a float in [0, 1) by a shift, an ``or`` and ``bitcast_convert_type``."""
+    args = (jax.random.key(3), jnp.linspace(-1, 1, 96 * 24).reshape(96, 24), jnp.eye(24) + 0.1)
+    report = kj.explain(dropout, force=True)(*args)
+    assert {r.op for r in report.rejected if "not an op" in r.reason} == {"random_bits"}
+    assert {"bitcast_convert_type", "tanh", "select_n"} <= set(report.regions[0].stages[0].ops)
+    np.testing.assert_allclose(jax.jit(kj.pipeline(dropout, force=True))(*args), dropout(*args), rtol=2e-6, atol=2e-6)

@@ -24,7 +24,7 @@ from kitsune_jax.targets.cuda.pack import VectorRecipe
 from kitsune_jax.targets.cuda.values import Expression, InScratch, InVector, Multiply, Number, Parts, Splat
 from kitsune_jax.targets.errors import CannotLower
 
-REARRANGING = frozenset({"broadcast_in_dim", "concatenate", "slice", "transpose", "pad", "rev", "iota"})
+REARRANGING = frozenset(kind for kind, spec in OPS.items() if spec.moves and kind != "reshape")
 _FILL = -1
 
 

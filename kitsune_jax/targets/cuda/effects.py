@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import gradients, tiles
 from kitsune_jax.targets.cuda import statements as st
@@ -16,7 +17,7 @@ from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.values import queue_form
 from kitsune_jax.targets.errors import CannotLower
 
-HOW = {"sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "and": "And", "or": "Or"}
+HOW = {spec.fold: str(spec.cuda["any"]) for spec in OPS.values() if spec.family == "reduce" and spec.cuda}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
