@@ -20,7 +20,7 @@ from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.ops.verify import verify_op
 from kitsune_jax.program import instructions
-from kitsune_jax.program.instructions import Wrong, need
+from kitsune_jax.program.instructions import Wrong, need, told
 from kitsune_jax.program.ir import ArrayType, Block, Instr, Program, TileProgram, TileType, walk
 from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.streams.space import dim_strides
@@ -186,7 +186,7 @@ class _Bodies:
             _table_op(instr, ins, outs)
             return
         wanted = rule(self.program, instr, ins, outs)
-        need(outs == wanted, f"it makes {_told(wanted)}, and says {_told(outs)}")
+        need(outs == wanted, f"it makes {told(wanted)}, and says {told(outs)}")
 
     def _slice(self, instr: Instr, loops: Mapping[int, int]) -> None:
         loading = instr.kind == "load_slice"
@@ -206,7 +206,7 @@ class _Bodies:
         extent = dict(zip(dims, sizes, strict=True))
         made = TileType(array.streamed, tuple(extent.get(d, array.shape[d]) for d in kept), array.dtype)
         got = self._types(instr.outputs if loading else instr.inputs[:1])
-        need(got == [made], f"the slice is {made}, not {_told(got)}")
+        need(got == [made], f"the slice is {made}, not {told(got)}")
 
     def _reach(self, number: int, step: int, size: int, loops: Mapping[int, int]) -> tuple[int, int, bool]:
         """The first element that a slice cuts, the one behind the last, over all iterations, and whether it leaves gaps."""
@@ -267,7 +267,3 @@ def _table_op(instr: Instr, ins: Sequence[TileType], outs: Sequence[TileType]) -
         verify_op(Op(instr.kind, inputs, outputs, tuple(params.items())), values)
     except ValueError as error:
         raise Wrong(str(error).replace(str(_ROWS), "R")) from None
-
-
-def _told(types: Sequence[TileType]) -> str:
-    return ", ".join(map(str, types)) or "nothing"

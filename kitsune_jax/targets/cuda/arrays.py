@@ -13,7 +13,8 @@ import math
 from kitsune_jax.program.ir import ArrayType, TileProgram
 from kitsune_jax.streams.space import dim_strides
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.device_ir import Ref, RowAddresses, Rows, parameter
+from kitsune_jax.targets.cuda.device_ir import Ref, Rows, parameter
+from kitsune_jax.targets.cuda.statements import RowAddresses
 
 _FEW_ACCESSES = 8  # of a thread to a tile: a barrier and a wait cost no less
 

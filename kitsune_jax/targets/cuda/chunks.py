@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Action, Expr, Keep, Node, Read, Ref, ToPanel
 from kitsune_jax.targets.cuda.pack import WeightRecipe
 from kitsune_jax.targets.cuda.values import (
-    Constant,
     Expression,
     InArray,
     InImage,
@@ -25,6 +25,7 @@ from kitsune_jax.targets.cuda.values import (
     InScratch,
     InVector,
     Multiply,
+    Number,
     Parts,
     Splat,
     Value,
@@ -67,7 +68,7 @@ class _Chunks:
                     self._evaluate(node)
                 case ir.SingleColumn(v, homes):
                     self._advance([_product(dict(homes), v)], 0)
-                case ir.LayerLoop(_, first, count, body):
+                case st.LayerLoop(_, first, count, body):
                     self.layer_bytes = sum(r.shape.slab_bytes for r in self.weights[first : first + count])
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.layer_bytes = 0
@@ -91,10 +92,10 @@ class _Chunks:
             for a in loop.actions:
                 if isinstance(a, Keep) and not a.push:
                     share = homes[a.value].registers * (last - first) // tiles.blocks(loop.width)
-                    self.nodes.append(ir.Define(Ref("v", a.value), 0 if a.to else share))
+                    self.nodes.append(st.Alive(Ref("v", a.value), 0 if a.to else share))
         for a in loop.actions:
             if isinstance(a, Keep) and a.form == "bit" and a.to:
-                self.nodes.append(ir.PutMask(a.ref, a.to, loop.width))
+                self.nodes.append(st.PutMask(a.ref, a.to, loop.width))
 
     # -- products
 
@@ -113,7 +114,7 @@ class _Chunks:
                 pending = 1 if ahead else 0 if rolling else len(products) - 1 - k
                 owners = tuple(o.owner for o in p.operands)
                 ref = _accumulators(p, state.completed)
-                self.nodes.append(ir.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
+                self.nodes.append(st.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
                 state.completed += 1
 
     def _state(self, p: Multiply) -> _State:
@@ -138,10 +139,10 @@ class _Chunks:
         columns, weights = shape.chunks[chunk], None
         if self.resident:
             offset = sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
-            weights = ir.Resident(p.weight, offset, self.layer_bytes)
+            weights = st.Resident(p.weight, offset, self.layer_bytes)
         feeds, first, done = [], 0, 0
         for o in p.operands:
-            feeds.append(ir.Feed(o, first, done))
+            feeds.append((o, first, done))
             last = first + tiles.blocks(o.width)
             if rolling:  # what ``Product`` waits for, in numbers
                 done = last if o.fetched else first + (-(-(last - first) // _GROUP) - 1) * _GROUP
@@ -151,7 +152,7 @@ class _Chunks:
         fragments = sum(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
         ref = _accumulators(p, chunk)
         self.nodes.append(
-            ir.Issue(
+            st.Issue(
                 ref,
                 columns,
                 shape.dtype,
@@ -193,7 +194,7 @@ def _declarations(loop: ir.Evaluate, homes: Homes) -> list[Node]:
     for a in loop.actions:
         if isinstance(a, Keep) and (a.form == "bit" or not a.to):
             count = tiles.registers(loop.width, a.form)
-            found.append(ir.Registers(a.ref, a.form, homes[a.value].dtype, count, bool(a.to)))
+            found.append(st.Registers(a.ref, a.form, homes[a.value].dtype, count, bool(a.to)))
     return found
 
 
@@ -258,7 +259,7 @@ class _Blocks:
         value = self.homes[v]
         dtype = value.dtype
         match value.home:
-            case Constant(number):
+            case Number(number):
                 return ir.Literal(pointwise.literal(number, pointwise.COMPUTE[dtype]))
             case Splat(of):
                 return self._read(of, 0)

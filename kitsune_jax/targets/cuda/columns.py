@@ -17,10 +17,11 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Address, Expr, ToScratch
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.pack import VectorRecipe
-from kitsune_jax.targets.cuda.values import Constant, Expression, InScratch, InVector, Multiply, Parts, Splat
+from kitsune_jax.targets.cuda.values import Expression, InScratch, InVector, Multiply, Number, Parts, Splat
 from kitsune_jax.targets.errors import CannotLower
 
 REARRANGING = frozenset(kind for kind, spec in OPS.items() if spec.moves and kind != "reshape")
@@ -52,7 +53,7 @@ def _iota(at: Evaluation, instr: Instr) -> None:
         shape,
     )
     words = index.reshape(-1).astype(np.float32).view(np.int32) if pointwise.COMPUTE[value.dtype] == "float" else index.reshape(-1)
-    at.settle(v, Constant(0) if value.row else InVector(at.vector(_table(words))))
+    at.settle(v, Number(0) if value.row else InVector(at.vector(_table(words))))
 
 
 def _check_width(instr: Instr, shape: tuple[int, ...]) -> None:
@@ -69,7 +70,7 @@ def _table(words: Any) -> VectorRecipe:
 def _broadcast_stationary(at: Evaluation, instr: Instr) -> None:
     value, (x,), (v,) = at.new(instr), instr.inputs, instr.outputs
     if x in at.literals:
-        at.settle(v, Constant(at.literals[x]) if value.row else Splat(x))
+        at.settle(v, Number(at.literals[x]) if value.row else Splat(x))
         return
     address = at.layer_vectors.get(v) or at.vector(broadcast_recipe(at, instr))
     at.settle(v, InVector(Address(address.at, value.width if at.is_slab(v) else 0, address.layer)))
@@ -164,13 +165,13 @@ def _through_scratch(at: Evaluation, instr: Instr, v: int, index: np.ndarray, so
         starts.append(words)
         words += at.value(x).width
     at.scratch_words = max(at.scratch_words, words | 1)
-    at.add(ir.SyncWarp())  # whoever read the rows before is done
+    at.add(st.SyncWarp())  # whoever read the rows before is done
     for x, start in zip(sources, starts, strict=True):
         if at.value(x).row:
-            at.add(ir.RowToScratch(start, at.row(x)))
+            at.add(st.RowToScratch(start, at.row(x)))
         else:
             at.evaluate(at.value(x).width, [ToScratch(x, start)])
-    at.add(ir.SyncWarp())
+    at.add(st.SyncWarp())
     where = [_FILL if s < 0 else starts[s] + c for s, c in index]
     fill: Expr = ir.Literal(f"{pointwise.COMPUTE[value.dtype]}(0)")
     if _FILL in where:

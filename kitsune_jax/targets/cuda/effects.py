@@ -10,8 +10,8 @@ import dataclasses
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import gradients, tiles
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Action, Fold, Keep, Node, Ref, Store
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.values import queue_form
@@ -53,12 +53,12 @@ def _with_same_value(at: Evaluation, instr: Instr) -> list[Instr]:
 def _push(at: Evaluation, instr: Instr) -> _Effect:
     (v,), q = instr.inputs, instr["queue"]
     value, queue, push = at.value(v), Ref("queue", q), Ref("push", q)
-    acquire, release = ir.Acquire(queue, True), ir.Release(queue, True)
+    acquire, release = st.QueueCall(queue, "wr_acquire"), st.QueueCall(queue, "wr_release")
     if value.row:
-        return _Effect((acquire, ir.PushRow(queue, at.row(v), _once(at, v)), release))
+        return _Effect((acquire, st.PushRow(queue, at.row(v), _once(at, v)), release))
     form = queue_form(value.dtype, q in at.slab_queues)
     slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
-    entry = ir.Entry(push, queue, slab, write=True, once=_once(at, v))
+    entry = st.Entry(push, queue, slab, write=True, once=_once(at, v))
     return _Effect((acquire, entry), Keep(v, Ref("q", q), form, to=push, push=True, reads=1), (release,))
 
 
@@ -66,7 +66,7 @@ def _store(at: Evaluation, instr: Instr) -> _Effect:
     (v,), value = instr.inputs, at.value(instr.inputs[0])
     if value.row:
         row = at.row(v)
-        return _Effect((ir.StoreRow(at.rows("out", instr["array"]), row, _once(at, v)),))
+        return _Effect((st.StoreRow(at.rows("out", instr["array"]), row, _once(at, v)),))
     if _once(at, v):
         raise CannotLower("a stage that is split by columns stores a value that is not")
     return _Effect((), Store(v, at.rows("out", instr["array"]), value.n if at.is_slab(v) else 0))
@@ -88,9 +88,9 @@ def _sink(at: Evaluation, instr: Instr) -> _Effect:
         raise CannotLower("a sink over the rows and a part of a row's dimensions has no code on the GPU")
     if at.split > 1:
         raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
-    at.setup.append(ir.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, not value.row))
+    at.setup.append(st.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, not value.row))
     if value.row:
-        return _Effect((ir.FoldRow(ref, how, sink.dtype, at.row(v)),))
+        return _Effect((st.FoldRow(ref, how, sink.dtype, at.row(v)),))
     return _Effect((), Fold(v, how, ref, stream=True, scalar=scalar))
 
 

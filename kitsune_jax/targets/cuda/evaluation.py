@@ -17,11 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import arrays, pointwise, tiles
 from kitsune_jax.targets.cuda import device_ir as ir
-from kitsune_jax.targets.cuda.device_ir import Action, Expr, Keep, Node, Operand, Ref
+from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.device_ir import Action, Expr, Keep, Node, Ref
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage_facts import Facts
+from kitsune_jax.targets.cuda.statements import Operand
 from kitsune_jax.targets.cuda.values import (
-    Constant,
     Expression,
     Home,
     InArray,
@@ -29,6 +30,7 @@ from kitsune_jax.targets.cuda.values import (
     InRegisters,
     InVector,
     Multiply,
+    Number,
     Parts,
     Splat,
     Value,
@@ -103,16 +105,15 @@ class Evaluation:
     def alias(self, instr: Instr, x: int) -> None:
         """The result of ``instr`` is another name of ``x``."""
         (v,) = instr.outputs
-        if v not in self.names:
-            self.uses[self.root(x)] += self.uses[v] - 1
-            self.names[v] = x
+        self.uses[self.root(x)] += self.uses[v] - 1
+        self.names[v] = x
 
     def is_slab(self, v: int) -> bool:
         return v in self.facts.slabs
 
     # -- values
 
-    def new(self, instr: Instr, home: Home = None) -> Value:
+    def new(self, instr: Instr, home: Home | None = None) -> Value:
         """The value that ``instr`` makes."""
         (v,) = instr.outputs
         t = self.program.values[v]
@@ -135,7 +136,7 @@ class Evaluation:
     def _from_outside(self, v: int) -> Value:
         t = self.program.values[v]
         if v in self.literals:
-            return Value(1, t.dtype, True, Constant(self.literals[v]))
+            return Value(1, t.dtype, True, Number(self.literals[v]))
         if t.tile or math.prod(t.shape) != 1:
             raise CannotLower("a stationary value is used without a broadcast")
         return Value(1, t.dtype, True, InVector(self.vector(VectorRecipe(v, (1,), (0,), (1,), 1))))
@@ -150,13 +151,13 @@ class Evaluation:
     def set_row(self, v: int, expr: Expr) -> None:
         """Gives a row value its two registers."""
         ref = Ref("r", v)
-        self.add(ir.SetRow(ref, self.values[v].dtype, expr))
+        self.add(st.SetRow(ref, self.values[v].dtype, expr))
         self.settle(v, InRegisters(ref, "row", ref))
 
     def row(self, v: int) -> Expr:
         value = self.value(v)
         match value.home:
-            case Constant(number):
+            case Number(number):
                 return ir.Literal(pointwise.literal(number, pointwise.COMPUTE[value.dtype]))
             case InVector():
                 return ir.Read("scalar", self.scalar(v), value.dtype)
@@ -172,7 +173,7 @@ class Evaluation:
         assert isinstance(home, InVector)
         if v not in self.scalars:
             self.scalars[v] = Ref("s", v)
-            load = ir.LoadScalar(self.scalars[v], self.value(v).dtype, home.address, not home.address.layer)
+            load = st.LoadScalar(self.scalars[v], self.value(v).dtype, home.address, not home.address.layer)
             (self.setup if load.once else self.nodes).append(load)
         self.settle(v, dataclasses.replace(home, scalar=self.scalars[v]))
         return self.scalars[v]
@@ -182,7 +183,7 @@ class Evaluation:
         v = self.root(v)
         if v not in self.row_tiles:
             self.row_tiles[v] = Ref("k", v)
-            self.add(ir.RowTile(self.row_tiles[v], self.row(v), self.value(v).dtype))
+            self.add(st.RowTile(self.row_tiles[v], self.row(v), self.value(v).dtype))
         return self.row_tiles[v]
 
     # -- arrays
@@ -195,7 +196,7 @@ class Evaluation:
         return arrays.rows_of(array, role, k, staged)
 
     def name_axes(self) -> None:
-        self.once_per_tile(ir.AxisIndices(self.program.axes))
+        self.once_per_tile(st.AxisIndices(self.program.axes))
 
     # -- loops
 
@@ -205,7 +206,7 @@ class Evaluation:
         form = self.value(v).form
         if v not in self.shape.images:
             return Keep(v, Ref("v", v), form)
-        self.once_per_tile(ir.Image(Ref("image", v)))
+        self.once_per_tile(st.Image(Ref("image", v)))
         return Keep(v, Ref("image", v), form, to=Ref("image", v))
 
     def materialize(self, v: int) -> None:
@@ -312,7 +313,7 @@ class Evaluation:
         if self.shape.copies and isinstance(home, InImage) and home.ref.kind == "pop" and len(shape.chunks) > 1:
             # An entry of a queue that several chunks of columns read: from registers, products need not wait as they go.
             ref = self._name_of_copy(v)
-            self.add(ir.Define(ref, value.registers))
+            self.add(st.Alive(ref, value.registers))
             self.evaluate(width, [Keep(v, ref, value.form, push=True)])
             return Operand("copy", ref, width, dtype, ref)
         if isinstance(home, InArray) and not value.row:

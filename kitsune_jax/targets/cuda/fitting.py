@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import arrays, chunks, equal_layers, instructions, layer_loops, liveness, stage_facts, tiles
-from kitsune_jax.targets.cuda import device_ir as ir
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.device_ir import Node, Ref
 from kitsune_jax.targets.cuda.evaluation import Evaluation, Shape
 from kitsune_jax.targets.cuda.liveness import Liveness
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.values import Value
 from kitsune_jax.targets.errors import CannotLower
 
 MAX_DEPTH = 12  # chunks of 16 KiB: what hides an L2 round trip twice over
@@ -46,9 +47,15 @@ class Lowered:
     vectors: tuple[tuple[VectorRecipe, ...], ...]
     scratch_words: int
     together: frozenset[int]
-    widths: dict[int, int]  # of values that may become images
-    image_bytes: dict[int, int]
+    values: dict[int, Value]
     liveness: Liveness
+
+    def image_bytes(self, v: int) -> int:
+        value = self.values[v]
+        return tiles.aligned(tiles.image_bytes(value.width, value.form))
+
+    def may_be_image(self, v: int) -> bool:
+        return not self.values[v].row and self.values[v].width >= _SMALLEST_IMAGE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,16 +83,31 @@ class Fitted:
     weight_bytes: int
 
     @property
-    def fetches(self) -> list[ir.Issue]:
+    def fetches(self) -> list[st.Issue]:
         """Chunks of weights in the order of their use, which is the order in which the loader brings them."""
         return list(_issues(self.lowered.nodes))
 
 
-def fit(program: TileProgram, s: int, a: Arrangement, header_bytes: int, staging: bool) -> Fitted:
-    """``staging``: arrays may come through shared memory."""
-    fitter = _Fitter(program, s, a)
-    shape, lowered = fitter.registers(staged_arrays(program, s) if staging else frozenset())
-    return fitter.memory(shape, lowered, a.shared_bytes - header_bytes)
+def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: int, staging: bool) -> Fitted:
+    """Stage ``s`` of the first of ``programs``, which compute the same, or of a later one that needs less memory for images: what
+    is computed twice need not be kept. ``staging``: arrays may come through shared memory."""
+    best, why = None, None
+    for program in programs:
+        fitter = _Fitter(program, s, a)
+        try:
+            shape, lowered = fitter.registers(staged_arrays(program, s) if staging else frozenset())
+            found = fitter.memory(shape, lowered, a.shared_bytes - header_bytes)
+        except CannotLower as no:
+            why = why or no
+            continue
+        if best is None or found.memory.bytes < best.memory.bytes:
+            best = found
+        if not best.shape.images or program.stages[s] == programs[-1].stages[s]:
+            break
+    if best is None:
+        assert why is not None
+        raise why
+    return best
 
 
 def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
@@ -110,7 +132,7 @@ class _Fitter:
                 layer_loops.lower(at, runs[i])
             elif i not in in_loops and i not in at.done:
                 instructions.lower(at, i)
-        at.add(*(ir.Release(Ref("queue", i["queue"]), False) for i in self.instrs if i.kind == "pop"))
+        at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
         nodes = chunks.spell_out(at.nodes, at.weights, self.resident, depth, shape.overlap)
         return Lowered(
             tuple(at.setup),
@@ -120,8 +142,7 @@ class _Fitter:
             tuple(at.vectors),
             at.scratch_words,
             frozenset(at.together),
-            {v: 0 if value.row else value.width for v, value in at.values.items()},
-            {v: tiles.aligned(tiles.image_bytes(value.width, value.form)) for v, value in at.values.items()},
+            at.values,
             liveness.of_stage(at.setup, nodes),
         )
 
@@ -144,7 +165,7 @@ class _Fitter:
     def _with_images(self, shape: Shape, lowered: Lowered, limit: int) -> tuple[Shape, Lowered]:
         """Values become images until the others fit ``limit`` registers; then those go back without which they fit as well."""
         while lowered.liveness.peak > limit or lowered.together - shape.images:
-            wide = [v for v in lowered.liveness.alive if v not in shape.images and lowered.widths.get(v, 0) >= _SMALLEST_IMAGE]
+            wide = [v for v in lowered.liveness.alive if v not in shape.images and lowered.may_be_image(v)]
             more = lowered.together - shape.images or frozenset(wide[:1])
             if not more:
                 peak = lowered.liveness.peak
@@ -190,9 +211,9 @@ class _Fitter:
 
 def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMemory:
     images = place_images(shape.images, lowered)
-    rows = max((at + lowered.image_bytes[v] for v, at in images.items()), default=0)
+    rows = max((at + lowered.image_bytes(v) for v, at in images.items()), default=0)
     panels = rows + tiles.aligned(tiles.TILE_ROWS * lowered.scratch_words * 4)
-    found = [p for p in lowered.prologue if isinstance(p, ir.Panel)]
+    found = [p for p in lowered.prologue if isinstance(p, st.Panel)]
     staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
     end = staged + tiles.aligned(sum(arrays.staged_bytes(program.inputs[k]) for k in shape.staged))
     return LaneMemory(images, rows, panels, staged, end)
@@ -202,23 +223,23 @@ def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:
     """Offsets of images in a lane's scratch; those that are never alive together share memory."""
     placed: dict[int, int] = {}
     for v in sorted(values, key=lambda v: (lowered.liveness.life(v), v)):  # first come, first placed
-        size, (first, last) = lowered.image_bytes[v], lowered.liveness.life(v)
+        size, (first, last) = lowered.image_bytes(v), lowered.liveness.life(v)
         at = 0
         for start, other in sorted((start, u) for u, start in placed.items()):
             since, until = lowered.liveness.life(other)
             if since <= last and first <= until:
                 if at + size <= start:
                     break
-                at = max(at, start + lowered.image_bytes[other])
+                at = max(at, start + lowered.image_bytes(other))
         placed[v] = at
     return placed
 
 
-def _issues(nodes: Iterable[Node]) -> Iterable[ir.Issue]:
+def _issues(nodes: Iterable[Node]) -> Iterable[st.Issue]:
     for node in nodes:
-        if isinstance(node, ir.Issue):
+        if isinstance(node, st.Issue):
             yield node
-        elif isinstance(node, ir.LayerLoop):
+        elif isinstance(node, st.LayerLoop):
             one = list(_issues(node.body))
             for layer in range(node.layers):
                 yield from (dataclasses.replace(i, weight=i.weight + layer * node.weights) for i in one)

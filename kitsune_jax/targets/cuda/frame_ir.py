@@ -5,33 +5,28 @@ Like ``device_ir.py``: data that ``frames.py`` makes and ``print_kernel.py`` spe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from kitsune_jax.targets.cuda.device_ir import Constant, Node, Ref
+from kitsune_jax.targets.cuda.statements import GradientStart, PanelSumStart, SinkStart
 
-from kitsune_jax.targets.cuda.device_ir import Constant, GradientStart, Node, PanelSumStart, Ref, SinkStart
 
-
-@dataclass(frozen=True, slots=True)
-class LaneMemory:
+class LaneScratch(Node):
     """A lane's part of shared memory: of ``bytes``, the lanes' one after the other from ``at`` on."""
 
     at: Constant
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScratchRows:
+class ScratchRows(Node):
     at: int
     words: int
 
 
-@dataclass(frozen=True, slots=True)
-class PanelMemory:
-    lanes: LaneMemory
+class PanelMemory(Node):
+    lanes: LaneScratch
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterRing:
+class ClusterRing(Node):
     """``writers``, ``readers``: masks of ranks."""
 
     ref: Ref
@@ -43,8 +38,7 @@ class ClusterRing:
     readers: Constant
 
 
-@dataclass(frozen=True, slots=True)
-class L2Ring:
+class L2Ring(Node):
     """``writers``, ``readers``: their numbers."""
 
     ref: Ref
@@ -56,33 +50,29 @@ class L2Ring:
     readers: Constant
 
 
-@dataclass(frozen=True, slots=True)
-class StagedArray:
+class StagedArray(Node):
     """Tiles of an array come through the lane's memory; ``number``: of its barriers in the header."""
 
     ref: Ref
     dtype: str
     columns: int
     source: Constant
-    lanes: LaneMemory
+    lanes: LaneScratch
     at: int
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class WeightRing:
+class WeightRing(Node):
     """The ring of streamed weights, behind a header of so many bytes."""
 
     header_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitWeights:
+class AwaitWeights(Node):
     """Until the resident weights have arrived."""
 
 
-@dataclass(frozen=True, slots=True)
-class TileLoop:
+class TileLoop(Node):
     """``uniform``: every lane takes part in every round. ``prefetched``: (input, bytes of a row) whose next tile is asked for."""
 
     uniform: bool
@@ -92,8 +82,7 @@ class TileLoop:
     body: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(Node):
     """Where a sink's partial sums lie, where it goes, and its dtype there."""
 
     partial: Constant
@@ -101,16 +90,14 @@ class Result:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class FinishSinks:
+class FinishSinks(Node):
     """``columns``: of each result."""
 
     arrived: Constant
     sinks: tuple[tuple[SinkStart, Result, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FinishGradients:
+class FinishGradients(Node):
     """``parts``: CTAs with a partial sum; ``split``: of the stage. Each gradient with the sums that are made of its panels."""
 
     arrived: Constant
@@ -119,8 +106,7 @@ class FinishGradients:
     gradients: tuple[tuple[GradientStart, Result, tuple[tuple[PanelSumStart, Result], ...]], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Consumer:
+class Consumer(Node):
     """``setup``: in front of the tiles; ``ctas``: of an instance, 0 where CTAs take tiles on their own."""
 
     setup: tuple[Node, ...]
@@ -129,8 +115,7 @@ class Consumer:
     finish: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FetchResident:
+class FetchResident(Node):
     """``bytes`` of operand ``group`` from ``source`` on, of which every slab has its own, to shared memory."""
 
     to: Constant
@@ -140,13 +125,11 @@ class FetchResident:
     slabs: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LoadResident:
+class LoadResident(Node):
     fetches: tuple[FetchResident, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadStreamed:
+class LoadStreamed(Node):
     """``runs``: (operand, chunks, bytes of each), in the order of their use, for every round of tiles."""
 
     ring: WeightRing
@@ -154,8 +137,7 @@ class LoadStreamed:
     runs: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StageCode:
+class StageCode(Node):
     """``split``: the CTAs that run it."""
 
     consumer: Consumer

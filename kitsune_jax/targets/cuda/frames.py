@@ -13,6 +13,7 @@ from typing import Any
 from kitsune_jax.targets.cuda import arrays
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import frame_ir as frame
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Constant, Node, Ref, number, parameter
 from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.layout import Layout, entry_vectors, gradients_of, sinks_of, sums_of
@@ -43,11 +44,11 @@ def _placed(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
             case ir.Vector(group, offset):
                 word = vectors[group] + offset
                 return number("vector", word, word)
-            case ir.Resident(weight, offset, _, _):
+            case st.Resident(weight, offset, _, _):
                 byte = _resident_offset(at, s, weight) + offset
                 return dataclasses.replace(x, at=number("resident", byte, byte))
-            case ir.Image(ref):
-                return ir.Image(ref, stage.memory.images[ref.of])
+            case st.Image(ref):
+                return st.Image(ref, stage.memory.images[ref.of])
         return x
 
     found: tuple[Node, ...] = ir.rebuild(nodes, change)
@@ -59,9 +60,9 @@ def _resident_offset(at: Layout, s: int, weight: int) -> int:
     return at.header_bytes + sum(r.shape.slab_bytes for r in at.stages[s].lowered.weights[:weight])
 
 
-def _lanes(at: Layout, s: int) -> frame.LaneMemory:
+def _lanes(at: Layout, s: int) -> frame.LaneScratch:
     stage = at.stages[s]
-    return frame.LaneMemory(number("scratch", None, at.header_bytes + stage.weight_bytes), stage.memory.bytes)
+    return frame.LaneScratch(number("scratch", None, at.header_bytes + stage.weight_bytes), stage.memory.bytes)
 
 
 def _memory(at: Layout, s: int) -> list[Node]:

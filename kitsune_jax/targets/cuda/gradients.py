@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.device_ir import Panel, Ref, ToPanel
+from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.device_ir import Ref, ToPanel
 from kitsune_jax.targets.cuda.evaluation import Evaluation
+from kitsune_jax.targets.cuda.statements import Panel
 from kitsune_jax.targets.errors import CannotLower
 
 
@@ -30,18 +31,18 @@ def lower(at: Evaluation, instr: Instr) -> None:
             continue  # written already, in the loop of another effect
         _declare(at, panel)
         if at.value(v).row:
-            at.add(ir.RowToPanel(panel.ref, at.row_tile(v)))
+            at.add(st.RowToPanel(panel.ref, at.row_tile(v)))
         else:
             at.evaluate(panel.width, [ToPanel(v, panel.ref)])
     gradient, shape = Ref("gradient", instr["sink"]), _shape(at, instr)
-    at.setup.append(ir.GradientStart(gradient, dtype, x, y, shape))
+    at.setup.append(st.GradientStart(gradient, dtype, x, y, shape))
     sums = []
     for v, panel in ((x_value, x), (y_value, y)):
         for i in (i for g, of, i in at.facts.panel_sums if g == instr and of == v):
             sums.append(Ref("columns", i["sink"]))
             n = math.prod(at.program.sinks[i["sink"]].shape)
-            at.setup.append(ir.PanelSumStart(sums[-1], panel, n // at.split if at.is_slab(v) else n, at.is_slab(v), gradient))
-    at.add(ir.AddGradient(gradient, tuple(sums)))
+            at.setup.append(st.PanelSumStart(sums[-1], panel, n // at.split if at.is_slab(v) else n, at.is_slab(v), gradient))
+    at.add(st.AddGradient(gradient, tuple(sums)))
     at.done.add(instr)
 
 
@@ -78,7 +79,7 @@ def _width(at: Evaluation, v: int) -> int:
 def _declare(at: Evaluation, panel: Panel) -> None:
     at.once_per_tile(panel)
     if panel.width % 64:
-        at.setup.append(ir.ClearPanel(panel))
+        at.setup.append(st.ClearPanel(panel))
 
 
 def _shape(at: Evaluation, instr: Instr) -> tiles.GradientShape:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import columns, effects, gradients, pointwise, tiles
 from kitsune_jax.targets.cuda import device_ir as ir
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Expr, Ref
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.pack import WeightRecipe
@@ -33,8 +34,8 @@ REDUCTIONS = {f"reduce_{how}": name for how, name in effects.HOW.items()}
 
 
 def lower(at: Evaluation, instr: Instr) -> None:
-    """Lowers ``instr``. One whose result does not stream is made by XLA, in front of the call."""
-    if instr.outputs and not at.program.values[instr.outputs[0]].tile:
+    """Lowers ``instr``. One whose result does not stream is made by XLA, in front of the call; another name needs no code."""
+    if instr.outputs and (instr.outputs[0] in at.names or not at.program.values[instr.outputs[0]].tile):
         return
     if instr.kind in columns.REARRANGING:
         columns.rearrange(at, instr)
@@ -47,7 +48,7 @@ def _load(at: Evaluation, instr: Instr) -> None:
     value, rows = at.new(instr), at.rows("in", instr["array"])
     if value.row:
         ref = Ref("r", v)
-        at.add(ir.LoadRow(ref, rows))
+        at.add(st.LoadRow(ref, rows))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InArray(rows, instr["array"]))
@@ -59,10 +60,10 @@ def _pop(at: Evaluation, instr: Instr) -> None:
     form = queue_form(value.dtype, q in at.slab_queues)
     queue, pop = Ref("queue", q), Ref("pop", q)
     slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
-    at.add(ir.Acquire(queue, False), ir.Entry(pop, queue, slab))
+    at.add(st.QueueCall(queue, "rd_acquire"), st.Entry(pop, queue, slab))
     if value.row:
         ref = Ref("r", v)
-        at.add(ir.PopRow(ref, Ref("e", v), pop, value.dtype))
+        at.add(st.PopRow(ref, Ref("e", v), pop, value.dtype))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InImage(pop, form, Ref("v", v)))
@@ -97,10 +98,6 @@ def _with_bias(at: Evaluation, instr: Instr) -> Multiply | None:
     return None
 
 
-def _alias(at: Evaluation, instr: Instr) -> None:
-    at.alias(instr, instr.inputs[0])
-
-
 def _row_index(at: Evaluation, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     at.name_axes()
@@ -110,7 +107,7 @@ def _row_index(at: Evaluation, instr: Instr) -> None:
         at.set_row(v, index)
         return
     row, ref = -1 - v, Ref("index", v)
-    at.add(ir.SetRow(ref, value.dtype, index))
+    at.add(st.SetRow(ref, value.dtype, index))
     at.values[row] = Value(1, value.dtype, True, InRegisters(ref, "row", ref))
     at.settle(v, Splat(row))
 
@@ -125,9 +122,9 @@ def _reduce(at: Evaluation, instr: Instr) -> None:
     if tuple(instr["axes"]) != tuple(range(1, len(at.program.values[x].shape) + 1)):
         raise CannotLower("a reduction over a part of a row's dimensions has no code on the GPU")
     value, how, ref = at.new(instr), REDUCTIONS[instr.kind], Ref("r", v)
-    at.add(ir.StartFold(ref, how, value.dtype))
+    at.add(st.StartFold(ref, how, value.dtype))
     at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
-    at.add(ir.FoldQuad(ref, how))
+    at.add(st.FoldQuad(ref, how))
     at.settle(v, InRegisters(ref, "row", ref))
 
 
@@ -176,7 +173,6 @@ _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {
     "load": _load,
     "pop": _pop,
     **dict.fromkeys(("push", "store", "sink"), effects.lower),
-    **dict.fromkeys(("reshape", "copy"), _alias),
     "row_index": _row_index,
     "matmul": _matmul,
     "matmul_sink": gradients.lower,

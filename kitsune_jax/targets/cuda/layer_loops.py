@@ -11,6 +11,7 @@ import dataclasses
 
 from kitsune_jax.targets.cuda import columns, instructions
 from kitsune_jax.targets.cuda import device_ir as ir
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Keep, Ref
 from kitsune_jax.targets.cuda.equal_layers import Run
 from kitsune_jax.targets.cuda.evaluation import Evaluation
@@ -39,7 +40,7 @@ def lower(at: Evaluation, run: Run) -> None:
         for instr in run.segments[0]:
             instructions.lower(at, instr)
         handover.hand_on(out)
-    at.add(ir.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
+    at.add(st.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
     at.next_weight = None
     at.layer_vectors = {}
     at.values[entry] = value
@@ -76,7 +77,7 @@ class _Copy:
 
     def enter(self) -> None:
         self.at.evaluate(self.value.width, [Keep(self.entry, self.ref, self.value.form, push=True, reads=self.reads)])
-        self.at.add(ir.Define(self.ref, self.value.registers))
+        self.at.add(st.Alive(self.ref, self.value.registers))
 
     def inside(self) -> InRegisters | InImage:
         return InRegisters(self.ref, self.value.form, self.ref)
@@ -85,7 +86,8 @@ class _Copy:
         self.at.materialize(out)
         made = self.at.value(out).home
         assert isinstance(made, InRegisters)
-        self.at.add(ir.CopyRegisters(self.ref, made.ref, self.value.registers), ir.Use((made.owner, self.ref)))
+        copy = st.CopyRegisters(self.ref, made.ref, self.value.registers)
+        self.at.add(copy, st.Alive(made.owner), st.Alive(self.ref))
 
     def after(self) -> InRegisters | InImage:
         return self.inside()
@@ -103,20 +105,20 @@ class _Images:
 
     def enter(self) -> None:
         for ref in self.refs:
-            self.at.once_per_tile(ir.Image(ref))
-        self.at.add(ir.Define(self.owners[0], 0))
+            self.at.once_per_tile(st.Image(ref))
+        self.at.add(st.Alive(self.owners[0], 0))
         first = self.refs[0]
         self.at.evaluate(self.value.width, [Keep(self.values[0], first, self.value.form, to=first, push=True, reads=self.reads)])
-        self.at.add(ir.Define(self.owners[1], 0))
+        self.at.add(st.Alive(self.owners[1], 0))
 
     def inside(self) -> InRegisters | InImage:
-        self.at.add(ir.TurnImages(*self.refs))
+        self.at.add(st.TurnImages(*self.refs))
         return InImage(Ref("image", self.values[0], "_in"), self.value.form, self.owners[0])
 
     def hand_on(self, out: int) -> None:
         to = Ref("image", self.values[0], "_out")
         self.at.evaluate(self.value.width, [Keep(out, to, self.value.form, to=to, push=True, reads=_ALL)])
-        self.at.add(ir.Use(self.owners))
+        self.at.add(*map(st.Alive, self.owners))
 
     def after(self) -> InRegisters | InImage:
         last = self.layers % 2

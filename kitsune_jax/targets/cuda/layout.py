@@ -11,8 +11,9 @@ import dataclasses
 import math
 
 from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.program.passes import simplified
 from kitsune_jax.targets.cuda import arrays, fitting, tiles
-from kitsune_jax.targets.cuda import device_ir as ir
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.fitting import Fitted
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
@@ -105,16 +106,16 @@ class Layout:
         return LAUNCH_VERSION, *geometry, *counts, *sizes
 
 
-def gradients_of(stage: Fitted) -> list[ir.GradientStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, ir.GradientStart)]
+def gradients_of(stage: Fitted) -> list[st.GradientStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, st.GradientStart)]
 
 
-def sinks_of(stage: Fitted) -> list[ir.SinkStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, ir.SinkStart)]
+def sinks_of(stage: Fitted) -> list[st.SinkStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, st.SinkStart)]
 
 
-def sums_of(stage: Fitted, gradient: ir.GradientStart) -> list[ir.PanelSumStart]:
-    return [n for n in stage.lowered.setup if isinstance(n, ir.PanelSumStart) and n.gradient == gradient.gradient]
+def sums_of(stage: Fitted, gradient: st.GradientStart) -> list[st.PanelSumStart]:
+    return [n for n in stage.lowered.setup if isinstance(n, st.PanelSumStart) and n.gradient == gradient.gradient]
 
 
 def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
@@ -126,9 +127,10 @@ def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
 
 def of_kernel(program: TileProgram, a: Arrangement, name: str) -> Layout:
     """Raises ``CannotLower`` where the kernel does not fit."""
+    simpler = simplified(program)
     for staging in (True, False):
         header = _header_bytes(program, a, staging)
-        stages = tuple(fitting.fit(program, s, a, header, staging) for s in range(len(program.stages)))
+        stages = tuple(fitting.fit((simpler, program), s, a, header, staging) for s in range(len(program.stages)))
         queue_at, shared = _place_queues(program, a, [header + s.weight_bytes + a.lanes * s.memory.bytes for s in stages])
         if shared <= a.shared_bytes or not any(stage.shape.staged for stage in stages):
             break

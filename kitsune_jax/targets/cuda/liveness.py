@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from kitsune_jax.targets.cuda import device_ir as ir
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Node, Ref
 
 
@@ -62,11 +63,11 @@ def of_stage(setup: Iterable[Node], nodes: Iterable[Node]) -> Liveness:
 
 def _held(node: Node) -> int:
     match node:
-        case ir.SinkStart(width=width):
+        case st.SinkStart(width=width):
             return width // 4 or 1
-        case ir.GradientStart(shape=shape):
+        case st.GradientStart(shape=shape):
             return shape.registers
-        case ir.PanelSumStart():
+        case st.PanelSumStart():
             return 2
     return 0
 
@@ -75,13 +76,13 @@ def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
     """(owner, registers that it gets) or (owner, None) where it is read, in the order of the device's work."""
     for node in nodes:
         match node:
-            case ir.Define(owner, registers):
+            case st.Alive(owner, registers):
                 yield owner, registers
-            case ir.Issue(ref=ref, registers=registers):
+            case st.Issue(ref=ref, registers=registers):
                 yield ref, registers
-            case ir.BlockLoop(reads=owners) | ir.Complete(owners=owners) | ir.Use(owners):
+            case ir.BlockLoop(reads=owners) | st.Complete(owners=owners):
                 yield from ((owner, None) for owner in owners)
-            case ir.SetRow(ref) | ir.LoadRow(ref) | ir.FoldQuad(ref) if ref.kind == "r":
+            case st.SetRow(ref) | st.LoadRow(ref) | st.FoldQuad(ref) if ref.kind == "r":
                 yield ref, 2
-            case ir.LayerLoop(body=body):
+            case st.LayerLoop(body=body):
                 yield from _events(body)

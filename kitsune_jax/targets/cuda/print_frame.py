@@ -55,7 +55,7 @@ def _workers(ctas: int) -> str:
 
 def _setup(at: Spelling, node: Node) -> list[str]:
     match node:
-        case frame.LaneMemory():
+        case frame.LaneScratch():
             return [f"u8* const scratch = {_lane(at, node)};"]
         case frame.ScratchRows(offset, words):
             return [f"const Scratch rows = Scratch::at(scratch + {offset}, {words});"]
@@ -81,7 +81,7 @@ def _setup(at: Spelling, node: Node) -> list[str]:
     return []
 
 
-def _lane(at: Spelling, lanes: frame.LaneMemory) -> str:
+def _lane(at: Spelling, lanes: frame.LaneScratch) -> str:
     return f"shared + {at.constant(lanes.at)} + group * {lanes.bytes}"
 
 

@@ -86,6 +86,7 @@ class Spelling:
                 for k, operand in enumerate(operands):
                     template = template.replace(f"{{{k}}}", self.expression(operand, pairs))
                 return template
+        raise AssertionError(f"{x} is no expression")
 
     def of_row(self, x: Expr, h: int) -> str:
         """The expression of a row value, for one of the thread's two rows."""

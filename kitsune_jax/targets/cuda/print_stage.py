@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Node
 from kitsune_jax.targets.cuda.print_loops import Spelling, each_row, getter, name, putter
 
@@ -24,54 +25,54 @@ def _loops(at: Spelling, node: Node) -> list[str]:
     match node:
         case ir.BlockLoop():
             return at.block_loop(node)
-        case ir.Registers(ref, form, dtype, count, words):
+        case st.Registers(ref, form, dtype, count, words):
             type_ = pointwise.COMPUTE[dtype] if form == "word" else "u32"
             return [f"{type_} {'w_' if words else ''}{name(ref)}[{count}]{' = {}' if form == 'bit' else ''};"]
-        case ir.PutMask(ref, to, width):
+        case st.PutMask(ref, to, width):
             put = f"{putter(to)}(i, image_vector(w_{name(ref)}, i));"
             return ["KITSUNE_UNROLL", f"for (int i = 0; i < {tiles.image_vectors(width, 'bit')}; ++i) {put}"]
-        case ir.LayerLoop(layers, _, _, body):
+        case st.LayerLoop(layers, _, _, body):
             return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {layers}; ++layer) {{", *lines(at, body), "}"]
-        case ir.TurnImages(first, second):
+        case st.TurnImages(first, second):
             a, b = name(first), name(second)
             return [f"const Image {a}_in = layer & 1 ? {b} : {a}, {a}_out = layer & 1 ? {a} : {b};"]
-        case ir.CopyRegisters(to, source, count):
+        case st.CopyRegisters(to, source, count):
             return ["KITSUNE_UNROLL", f"for (int i = 0; i < {count}; ++i) {name(to)}[i] = {name(source)}[i];"]
     return []
 
 
 def _rows(at: Spelling, node: Node) -> list[str]:
     match node:
-        case ir.SetRow(ref, dtype, expr):
+        case st.SetRow(ref, dtype, expr):
             return [f"{pointwise.COMPUTE[dtype]} {name(ref)}[2];", *each_row(f"{name(ref)}[h] = {at.expression(expr)};")]
-        case ir.LoadRow(ref, rows):
+        case st.LoadRow(ref, rows):
             loads = [f"load_one<{pointwise.ELEMENT[rows.dtype]}>({name(rows.ref)}_row[{h}], valid[{h}])" for h in range(2)]
             return [f"const {pointwise.COMPUTE[rows.dtype]} {name(ref)}[2] = {{{', '.join(loads)}}};"]
-        case ir.PopRow(ref, entry, pop, dtype):
+        case st.PopRow(ref, entry, pop, dtype):
             type_, e = pointwise.COMPUTE[dtype], name(entry)
             words = f"from_word<{type_}>({e}.x), from_word<{type_}>({e}.y)"
             return [f"const U4 {e} = {name(pop)}(0);", f"const {type_} {name(ref)}[2] = {{{words}}};"]
-        case ir.StartFold(ref, how, dtype):
+        case st.StartFold(ref, how, dtype):
             identity = at.expression(ir.Identity(how, dtype))
             return [f"{pointwise.COMPUTE[dtype]} {name(ref)}[2] = {{{identity}, {identity}}};"]
-        case ir.FoldQuad(ref, how):
+        case st.FoldQuad(ref, how):
             return [f"fold_quad<{how}>({name(ref)});"]
-        case ir.FoldRow(sink, how, dtype, row):
+        case st.FoldRow(sink, how, dtype, row):
             fold = f"{how}::fold({name(sink)}, {pointwise.COMPUTE[dtype]}({at.expression(row)}))"
             return each_row(f"if (valid[h]) {name(sink)} = {fold};")
-        case ir.StoreRow(rows, row, once):
+        case st.StoreRow(rows, row, once):
             where = f"{name(rows.ref)}_row[h], valid[h] && lane.q == 0, {at.expression(row)}"
             return each_row(f"{_once(once)}store_one<{pointwise.ELEMENT[rows.dtype]}>({where});")
-        case ir.RowToScratch(column, row):
+        case st.RowToScratch(column, row):
             return each_row(f"if (lane.q == 0) rows.put(lane, h, {column}, to_word({at.expression(row)}));")
-        case ir.RowTile(ref, row, dtype):
+        case st.RowTile(ref, row, dtype):
             element = pointwise.ELEMENT[dtype]
             if tiles.is_half(dtype):
                 items = [f"lane.q == 0 ? pack<{element}>({at.of_row(row, h)}, 0.0f) : 0" for h in range(2)]
                 return [f"u32 {name(ref)}[2] = {{{', '.join(items)}}};"]
             items = [f"lane.q == 0 ? {at.of_row(row, h)} : 0.0f, 0.0f" for h in range(2)]
             return [f"float {name(ref)}[4] = {{{', '.join(items)}}};"]
-        case ir.SyncWarp():
+        case st.SyncWarp():
             return ["syncwarp();"]
     return []
 
@@ -82,16 +83,14 @@ def _once(once: bool) -> str:
 
 def _queues(at: Spelling, node: Node) -> list[str]:
     match node:
-        case ir.Acquire(queue, write):
-            return [f"{name(queue)}.{'wr' if write else 'rd'}_acquire(n);"]
-        case ir.Release(queue, write):
-            return [f"{name(queue)}.{'wr' if write else 'rd'}_release(n);"]
-        case ir.Entry(ref, queue, slab, write, once):
+        case st.QueueCall(queue, call):
+            return [f"{name(queue)}.{call}(n);"]
+        case st.Entry(ref, queue, slab, write, once):
             first = f"slab * {slab} + " if slab else ""
             if write:
                 return [f"const auto {name(ref)} = [&](int i, U4 v) {{ {_once(once)}{name(queue)}.push(n, {first}i, v); }};"]
             return [f"const auto {name(ref)} = [&](int i) {{ return {name(queue)}.pop(n, {first}i); }};"]
-        case ir.PushRow(queue, row, once):
+        case st.PushRow(queue, row, once):
             words = ", ".join(f"to_word({at.of_row(row, h)})" for h in range(2))
             return [f"{_once(once)}{name(queue)}.push(n, 0, U4{{{words}, 0, 0}});"]
     return []
@@ -99,19 +98,19 @@ def _queues(at: Spelling, node: Node) -> list[str]:
 
 def _products(at: Spelling, node: Node) -> list[str]:
     match node:
-        case ir.Issue():
+        case st.Issue():
             return _issue(at, node)
-        case ir.Complete(ref, pending, done, blocks):
+        case st.Complete(ref, pending, done, blocks):
             return [f"{name(ref)}_product.complete<{pending}, {done}, {blocks}>();"]
-        case ir.RowToPanel(panel, tile):
+        case st.RowToPanel(panel, tile):
             return [f"{name(panel)}.put(lane, 0, {name(tile)}, valid);"]
-        case ir.AddGradient(gradient, sums):
+        case st.AddGradient(gradient, sums):
             meanwhile = " ".join(f"{name(s)}.add(sink{s.of});" for s in sums)
             return [f"{name(gradient)}.add(sum{gradient.of}, [{'&' if sums else ''}] {{{f' {meanwhile} ' if sums else ''}}});"]
     return []
 
 
-def _issue(at: Spelling, node: ir.Issue) -> list[str]:
+def _issue(at: Spelling, node: st.Issue) -> list[str]:
     d, found = name(node.ref), list[str]()
     weights = "weights"
     if node.weights is not None:
@@ -126,11 +125,11 @@ def _issue(at: Spelling, node: ir.Issue) -> list[str]:
     flags = f"{'true' if node.rolling else 'false'}, {'true' if node.bias is not None else 'false'}"
     template = f"{pointwise.OPERAND[node.dtype]}, {node.columns}, {flags}, decltype({weights})"
     found.append(f"Product<{template}> {d}_product({d}, {weights});")
-    found += [f"{d}_product.feed<{f.first}, {f.done}>({_operand(f.operand)});" for f in node.feeds]
+    found += [f"{d}_product.feed<{first}, {done}>({_operand(operand)});" for operand, first, done in node.feeds]
     return [*found, f"{d}_product.commit();"]
 
 
-def _operand(o: ir.Operand) -> str:
+def _operand(o: st.Operand) -> str:
     type_ = pointwise.OPERAND[o.dtype]
     if o.kind == "image":
         return f"image_source<{type_}, {o.width}>([&](int i) {{ return {getter(o.ref)}(i); }})"
@@ -144,16 +143,16 @@ def _operand(o: ir.Operand) -> str:
 def _setup(at: Spelling, node: Node) -> list[str]:
     """Once per kernel, or once per tile in front of everything."""
     match node:
-        case ir.LoadScalar(ref, dtype, address, once):
+        case st.LoadScalar(ref, dtype, address, once):
             type_, where = pointwise.COMPUTE[dtype], f"{'p.' if once else ''}{at.address(address)}"
             return [f"const {type_} {name(ref)} = from_word<{type_}>(bits(ld_global({where})));"]
-        case ir.SinkStart(ref, how, dtype, width):
+        case st.SinkStart(ref, how, dtype, width):
             type_, identity = pointwise.COMPUTE[dtype], at.expression(ir.Identity(how, dtype))
             if not width:
                 return [f"{type_} {name(ref)} = {identity};"]
             count = width // 4
             return [f"{type_} {name(ref)}[{count}];", f"for (int i = 0; i < {count}; ++i) {name(ref)}[i] = {identity};"]
-        case ir.GradientStart(ref, dtype, x, y, shape):
+        case st.GradientStart(ref, dtype, x, y, shape):
             sizes = f"{x.width}, {y.width}, {shape.blocks}, {shape.all_blocks}, {shape.width}"
             type_ = f"Gradient<{pointwise.OPERAND[dtype]}, {sizes}, kLanes>"
             total, count = f"sum{ref.of}", shape.width // 2
@@ -162,26 +161,26 @@ def _setup(at: Spelling, node: Node) -> list[str]:
                 f"float {total}[{shape.blocks}][{count}];",
                 f"for (int m = 0; m < {shape.blocks}; ++m) for (int i = 0; i < {count}; ++i) {total}[m][i] = 0.0f;",
             ]
-        case ir.PanelSumStart(sums, panel):
+        case st.PanelSumStart(sums, panel):
             type_ = f"PanelSums<{pointwise.OPERAND[panel.dtype]}, {panel.width}, kLanes>"
             return [
                 f"const {type_} {name(sums)}{{panels.base + {panel.at}, panels.stride, group}};",
                 f"float sink{sums.of}[2 * {name(sums)}.kRounds] = {{}};",
             ]
-        case ir.Panel(ref):
+        case st.Panel(ref):
             return [f"const {_panel_type(node)} {name(ref)}{{panels.mine() + {node.at}}};"]
-        case ir.ClearPanel(panel):
+        case st.ClearPanel(panel):
             return [f"{_panel_type(panel)}{{panels.mine() + {panel.at}}}.clear(lane, 1 + group);"]
-        case ir.Image(ref, offset):
+        case st.Image(ref, offset):
             return [f"const Image {name(ref)} = Image::at(scratch + {offset});"]
-        case ir.AxisIndices(extents):
+        case st.AxisIndices(extents):
             return _axes(extents)
-        case ir.RowAddresses():
+        case st.RowAddresses():
             return _addresses(at, node)
     return []
 
 
-def _panel_type(panel: ir.Panel) -> str:
+def _panel_type(panel: st.Panel) -> str:
     return f"Panel<{pointwise.OPERAND[panel.dtype]}, {panel.width}>"
 
 
@@ -197,7 +196,7 @@ def _axes(extents: tuple[int, ...]) -> list[str]:
     return found
 
 
-def _addresses(at: Spelling, node: ir.RowAddresses) -> list[str]:
+def _addresses(at: Spelling, node: st.RowAddresses) -> list[str]:
     row, k = f"{name(node.ref)}_row", node.ref.of
     if node.staged:
         return [f"const u8* const {row}[2] = {{staged{k}.row(n, lane.row), staged{k}.row(n, lane.row + 8)}};"]

@@ -6,29 +6,28 @@ asked for) until a loop evaluates it; what is read more than once then gets regi
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TypeAlias
-
 from kitsune_jax.graph import Scalar
 from kitsune_jax.targets.cuda import tiles
-from kitsune_jax.targets.cuda.device_ir import Address, Expr, Operand, Ref, Rows
+from kitsune_jax.targets.cuda.device_ir import Address, Expr, Node, Ref, Rows
+from kitsune_jax.targets.cuda.statements import Operand
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Constant:
+class Home(Node):
+    """Where a value is."""
+
+
+class Number(Home):
     value: Scalar
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Expression:
+class Expression(Home):
     """A pointwise operator (C++ with {0}, {1}, ... for its operands), evaluated where it is needed."""
 
     template: str
     operands: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Multiply:
+class Multiply(Home):
     """A matmul whose products are issued by the loop that reads it first.
 
     ``product``: the value by which its accumulators are named. ``weight``: index of its recipe. ``pieces``: the values that make up
@@ -43,8 +42,7 @@ class Multiply:
     operands: tuple[Operand, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InRegisters:
+class InRegisters(Home):
     """``form``: "pair" (u32, two 16-bit values each), "bit" (u32, 32 booleans each), "word" (one element each) or "row" (one per
     row). ``owner``: whose registers they are (``liveness.py``)."""
 
@@ -53,8 +51,7 @@ class InRegisters:
     owner: Ref
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InImage:
+class InImage(Home):
     """A register image, or the entry of a queue (whose ref is a "pop")."""
 
     ref: Ref
@@ -62,55 +59,46 @@ class InImage:
     owner: Ref
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InArray:
+class InArray(Home):
     """Rows of a streamed input array."""
 
     rows: Rows
     array: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InVector:
+class InVector(Home):
     """A stationary vector, or the scalar ``scalar`` that was loaded of one."""
 
     address: Address
     scalar: Ref | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InScratch:
+class InScratch(Home):
     """Columns of the warp's scratch rows; the vector at ``table`` says which, -1 stands for ``fill``."""
 
     table: Address
     fill: Expr
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Splat:
+class Splat(Home):
     """One number per row (or a constant), seen as a tile."""
 
     of: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(Home):
     """Whole blocks of other values: (value, first block there, blocks)."""
 
     parts: tuple[tuple[int, int, int], ...]
 
 
-Home: TypeAlias = "Constant | Expression | Multiply | InRegisters | InImage | InArray | InVector | InScratch | Splat | Parts | None"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class Value(Node):
     """``n``: logical columns of a row; ``row``: it is one number per row; ``slab``: it is one slab of a wider value."""
 
     n: int
     dtype: str
     row: bool
-    home: Home = None
+    home: Home | None = None
     slab: bool = False
 
     @property
