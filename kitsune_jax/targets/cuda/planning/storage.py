@@ -5,8 +5,8 @@ Invariant: the need is never overstated, because the code generator checks exact
 has no ``Storage`` here fits no kernel.
 
 This is an estimate of what code generation lays out, with its sizes (``targets.cuda.tiles``). The layout itself cannot be asked:
-planning a deep network looks at hundreds of groups of ops, and each would be generated. Without the estimate every other plan
-changed, and a network of six layers took 126 seconds to plan instead of 4.
+planning a deep network looks at hundreds of groups of ops, and each would be generated. Without the estimate 55 of 889 plans
+changed, and a gradient of six layers took 126 seconds to plan instead of 4.
 
 One warpgroup (a lane) works on a tile of 64 rows, the M of wgmma, in **steps**: one per matmul and per reduction of a row.
 Elementwise ops run in the step that makes their last operand, column block by column block, so only values that a later step reads
