@@ -58,7 +58,6 @@ def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
 
 
-@pytest.mark.xfail(reason="the code generator of the CUDA target", strict=True)
 def test_modules_import_in_one_direction():
     known = modules()
     assert len(known) > 100

@@ -54,7 +54,7 @@ class _Names:
         """The value that ``made`` equals: an earlier one, or itself."""
         t = self.program.values[made]
         key: object = (instr.kind, instr.inputs, instr.params, t)
-        if is_other_name(self.program, instr):
+        if is_other_name(self.program.values, instr):
             root = self.roots[made] = self.roots.get(instr.inputs[0], instr.inputs[0])
             if self.program.values[root] == t:
                 return root

@@ -11,10 +11,10 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
-from kitsune_jax import activations
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.cost import COPIES, FREE, SCANS, DotWork, RegionCost
 from kitsune_jax.planning.machine import Machine
+from kitsune_jax.program.passes import Flow, activations
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning import times
 
@@ -93,7 +93,8 @@ class CpuCost(RegionCost):
     def activations(self) -> dict[int, str]:
         """The ops that matmuls apply to their accumulators, and of each activation's last one its name."""
         found: dict[int, str] = {}
-        code = activations.GraphCode(self.graph, self.members, self.outputs)
+        ops = sorted(self.members)
+        flow = Flow.of_graph(self.graph, ops, tuple(self.outputs))
         for i in self.region.ops:
             if self.family(i) != "dot" or i in self.sinks:
                 continue
@@ -101,10 +102,10 @@ class CpuCost(RegionCost):
             readers = self.readers.get(x, [])
             if len(readers) == 1 and self.graph.ops[readers[0]].kind == "add" and super()._absorbed(readers[0]):
                 x = self.graph.ops[readers[0]].outputs[0]
-            match = activations.recognise(code, x)
+            match = activations.recognise(flow, x)
             if match is None:
                 continue
-            found.update(dict.fromkeys(match.absorbed, ""))
+            found.update(dict.fromkeys((ops[k] for k in match.absorbed), ""))
             last = self.producer[match.result]
             found[last] = "" if match.name == "relu" else match.name
         return found
