@@ -11,8 +11,10 @@ import dataclasses
 from kitsune_jax.planning.cost import pipeline_traffic
 from kitsune_jax.planning.plan import Plan, Queue, Stage
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
-from kitsune_jax.targets.cuda.planning.storage import TILE_ROWS, Steps, packed_bytes
+from kitsune_jax.targets.cuda.planning.sizes import packed_bytes
+from kitsune_jax.targets.cuda.planning.storage import Steps
 from kitsune_jax.targets.cuda.planning.xla_times import baseline
+from kitsune_jax.targets.cuda.tiles import TILE_ROWS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
 from kitsune_jax.planning.machine import Machine
-from kitsune_jax.targets.cuda.planning.storage import TILE_ROWS, Storage, dots_of, gradients_of, padded, slab
+from kitsune_jax.targets.cuda.planning.sizes import dots_of, gradients_of, slab
+from kitsune_jax.targets.cuda.planning.storage import Storage
+from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded
 
 # 16 special function results a cycle and SM against 128 instructions (CUDA C++ programming guide, throughput of instructions, 9.0).
 _SPECIAL_SLOTS = 8
