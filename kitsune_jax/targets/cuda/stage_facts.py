@@ -36,7 +36,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
     names: dict[int, int] = {}
     uses: Counter[int] = Counter()
     for i in instrs:
-        if (i.kind == "reshape" or is_other_name(program, i)) and program.values[i.outputs[0]].tile:
+        if (i.kind == "reshape" or is_other_name(program.values, i)) and program.values[i.outputs[0]].tile:
             names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
         else:
             uses.update(names.get(x, x) for x in i.inputs)
