@@ -261,6 +261,8 @@ def _table_op(instr: Instr, ins: Sequence[TileType], outs: Sequence[TileType]) -
         need(0 not in (along if isinstance(along, Collection) else (along,)), "it works across the rows of a tile")
     if tile and spec.family == "pad":
         need(not any(params[k][0] for k in ("low", "high", "interior")), "it pads the rows of a tile")
+    missing = {*spec.takes, *(("new_dtype",) if spec.family == "convert" else ())} - params.keys()
+    need(not missing, f"it has no parameter {', '.join(sorted(missing))}")
     values = [Value((_ROWS, *t.shape) if t.tile else t.shape, t.dtype) for t in (*ins, *outs)]
     inputs, outputs = tuple(range(len(ins))), tuple(range(len(ins), len(values)))
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.verify import verify
-from tests.support.programs import CASES
+from tests.support.programs import CASES, Case, attention, lstm, segments
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -21,3 +23,33 @@ def test_a_structured_program_equals_float64(name: str) -> None:
     assert max(case.errors(exact, operands)) < 1e-12
     for a, wide in zip(got, exact, strict=True):
         assert wide.dtype == (np.float64 if a.dtype.kind in "fV" else a.dtype)
+
+
+def agrees(case: Case, seed: int) -> None:
+    verify(case.program)
+    operands = case.operands(np.random.default_rng(seed))
+    assert max(case.errors(interpret(case.program, operands, widen=True, schedule_seed=seed), operands)) < 1e-11
+
+
+small, hows = st.integers(1, 9), st.sampled_from(["sum", "max", "min"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.tuples(small, small), small, st.integers(1, 20), small, st.integers(1, 7), st.integers(1, 8), st.booleans(), small)
+def test_attention_at_any_shape(heads, queries, keys, dim, block, tile_rows, causal, seed):
+    case = attention(*heads, queries, max(keys, queries), dim, dim, block=block, tile_rows=tile_rows, causal=causal)
+    agrees(case, seed)
+
+
+@settings(max_examples=30, deadline=None)
+@given(small, st.integers(0, 6), small, small, st.booleans(), small, small)
+def test_a_recurrence_at_any_shape(rows, steps, features, hidden, reverse, tile_rows, seed):
+    agrees(lstm(rows, steps, features, hidden, reverse=reverse, tile_rows=tile_rows), seed)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 40), small, st.integers(4, 20), st.sampled_from(["sum", "max", "min"]), st.integers(1, 3), small, st.booleans()
+)
+def test_segments_at_any_shape(rows, width, n, how, each, tile_rows, ids_sorted):
+    agrees(segments(rows, width, n, how, each=each, tile_rows=tile_rows, ids_sorted=ids_sorted), rows)
