@@ -15,12 +15,13 @@ import functools
 from collections.abc import Callable
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.machine import Machine, size_text
+from kitsune_jax.planning.machine import size_text
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import Ops, finest, resource_of, stage_name
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
 from kitsune_jax.targets.cuda.planning.sizes import dots_of, packed_bytes
 from kitsune_jax.targets.cuda.planning.spatial import spatial
@@ -43,7 +44,7 @@ _PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
 Accept = Callable[[Plan], str | None]
 
 
-def plan(graph: Graph, region: Region, machine: Machine, accept: Accept | None = None) -> Plan:
+def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | None = None) -> Plan:
     """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
 
     ``accept``: the code generator's exact check; candidates are shown to it from the fastest on, and where it refuses all of them
