@@ -13,6 +13,8 @@ def printable(text: str) -> str:
     >>> printable("a\tb \x1b[31mred")
     'a b \\x1b[31mred'
     """
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)
 
 

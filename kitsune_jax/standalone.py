@@ -26,11 +26,12 @@ from jax import export
 from kitsune_jax import lowering
 from kitsune_jax.capture.captured import Captured, Step
 from kitsune_jax.graph import Code, Graph, Op, Value
+from kitsune_jax.ops.verify import verify
 from kitsune_jax.options import Options
+from kitsune_jax.targets import INSTEAD
 
 PLATFORMS = ("cpu", "cuda")
 _CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("kitsune_cpu", "kitsune_cuda")]  # of loop bodies
-_PLATFORM = {"emulator": "cpu"}  # where a target runs, if not on the platform of its name
 _NO_ARRAYS = ("ref", "token")
 _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
@@ -61,10 +62,11 @@ def write(captured: Captured, platforms: Sequence[str] = PLATFORMS) -> str:
         ``jax.export`` refuses it (collectives, callbacks). The error names the op and its source line.
     """
     graph = captured.graph
-    ops = [
-        dataclasses.replace(op, code=_exported(captured, i, tuple(platforms))) if op.kind == "opaque" else op
-        for i, op in enumerate(graph.ops)
-    ]
+    ops = []
+    for i, op in enumerate(graph.ops):
+        if any(not isinstance(n, int) for v in (*op.inputs, *op.outputs) for n in graph.values[v].shape):
+            raise ValueError(f"{_told(op)} cannot be written: its shapes are symbolic, and a Graph needs numbers")
+        ops.append(dataclasses.replace(op, code=_exported(captured, i, tuple(platforms))) if op.kind == "opaque" else op)
     return dataclasses.replace(graph, ops=tuple(ops)).to_json()
 
 
@@ -81,13 +83,13 @@ def as_function(graph: Graph, target: str, *, force: bool = False, strict: bool 
       A function of one array for each of the graph's inputs, in order, which returns its outputs. It may be jitted.
 
     Raises:
-      ValueError: there is no such target here, an opaque op carries no code for its platform, or the graph computes in 64 bits
-        while JAX does not (``jax_enable_x64``).
+      ValueError: there is no such target here, the graph is not valid, an opaque op carries no code for the target's platform, or
+        the graph computes in 64 bits while JAX does not (``jax_enable_x64``).
     """
     why_not = lowering.missing_target(target)
     if why_not:
         raise ValueError(why_not)
-    captured = _opened(graph, _PLATFORM.get(target, target))
+    captured = _opened(graph, INSTEAD.get(target, target))
     planned, _ = lowering.settled(captured, lowering.routed(graph, target, Options(strict=strict, force=force)))
 
     def function(*arrays: Any) -> list[jax.Array]:
@@ -110,8 +112,6 @@ def _exported(captured: Captured, i: int, platforms: tuple[str, ...]) -> Code:
     try:
         if step.has_effects or any(v.dtype in _NO_ARRAYS for v in (*ins, *outs)):
             raise ValueError(op.reason)
-        if any(not isinstance(n, int) for v in (*ins, *outs) for n in v.shape):
-            raise ValueError("its shapes are symbolic, and a Graph needs numbers")
         made = export.export(jax.jit(opaque), platforms=platforms, disabled_checks=_CALLS)(*map(_type_of, ins))
     except Exception as error:
         raise ValueError(f"{_told(op)} cannot be written: {error}") from error
@@ -124,14 +124,13 @@ def _told(op: Op) -> str:
 
 def _opened(graph: Graph, platform: str) -> Captured:
     """``graph`` with the means to evaluate it on ``platform``: what its opaque ops carry, and nothing else."""
+    verify(graph)
     wide = next((v.dtype for v in graph.values if v.dtype in ("int64", "uint64", "float64")), None)
     if wide and not jax.config.jax_enable_x64:
         raise ValueError(f"the graph computes in {wide}: set jax_enable_x64")
     for op in graph.ops:
         if op.kind == "opaque" and (op.code is None or platform not in op.code.platforms):
-            raise ValueError(
-                f"{op.label} ({op.source or 'no source line'}) is opaque and carries no code for the platform {platform}"
-            )
+            raise ValueError(f"{_told(op)} is opaque and carries no code for the platform {platform}")
     steps = [Step() if op.code is None else Step(evaluate=_called(op, op.code, graph)) for op in graph.ops]
     return Captured(graph, tuple(steps), tuple(None if v.literal is not None else _type_of(v) for v in graph.values))
 

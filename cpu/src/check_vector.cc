@@ -55,11 +55,14 @@ void Checker::micro(const Vector& x, const Micro& m, std::vector<int>& types) co
     bound("modulus", m.c, 1, kMaxCount);
     if (m.type == DType::kBool) reject(where, "an index cannot be bool");
   } else {
-    bool comparison = m.op >= Opcode::op_eq && m.op <= Opcode::op_ge;
-    source(m.a, m.op == Opcode::op_select ? DType::kBool : m.type, types);
-    if (m.op >= Opcode::op_add) source(m.b, m.type, types);
-    if (m.op >= Opcode::op_select) source(m.c, m.type, types);
-    if (comparison || m.op == Opcode::op_is_finite) result = DType::kBool;
+    const bool bits = m.op == Opcode::op_bitcast;
+    auto number = [&](DType t) { return static_cast<int>(t) > static_cast<int>(DType::kBool) && !half(t); };
+    if (bits && (!number(m.from_type) || !number(m.type) || item_size(m.from_type) != item_size(m.type)))
+      reject(where, "the bits of its operand are not those of a " + std::string(dtype_name(m.type)));
+    source(m.a, bits ? m.from_type : m.op == Opcode::op_select ? DType::kBool : m.type, types);
+    if (operands_of(m.op) > 1) source(m.b, m.type, types);
+    if (operands_of(m.op) > 2) source(m.c, m.type, types);
+    if (gives_bool(m.op)) result = DType::kBool;
     immediates(m);
   }
   types[m.dst] = static_cast<int>(result);

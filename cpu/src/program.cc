@@ -340,7 +340,7 @@ const char* dtype_name(DType t) {
 }
 
 const char* opcode_name(Opcode op) {
-#define KITSUNE_NAME(name) #name,
+#define KITSUNE_NAME(name, operands, gives_bool) #name,
   static constexpr const char* kNames[] = {KITSUNE_OPCODES(KITSUNE_NAME)};
 #undef KITSUNE_NAME
   return kNames[static_cast<int>(op)];

@@ -92,7 +92,7 @@ void VectorStep::plan_values(const Vector& x, const Compile& c) {
     }
     if (op.kind != VectorOp::kStore) {
       defined[m.dst] = static_cast<int32_t>(ops_.size());
-      item_ = std::max(item_, m.op >= Opcode::op_eq && m.op <= Opcode::op_ge ? size_t{1} : item_size(op.type));
+      item_ = std::max(item_, gives_bool(m.op) ? size_t{1} : item_size(op.type));
     }
     ops_.push_back(op);
   }
@@ -140,9 +140,9 @@ VectorOp VectorStep::make_op(const Vector& x, const Micro& m, std::vector<int32_
   op.fn = c.table.vector(m.op, m.type);
   if (op.fn == nullptr) missing();
   op.a = defined[m.a];
-  if (m.op >= Opcode::op_add) op.b = defined[m.b];
-  if (m.op >= Opcode::op_select) op.c = defined[m.c];
-  if ((m.op >= Opcode::op_eq && m.op <= Opcode::op_ge) || m.op == Opcode::op_is_finite) op.type = DType::kBool;
+  if (operands_of(m.op) > 1) op.b = defined[m.b];
+  if (operands_of(m.op) > 2) op.c = defined[m.c];
+  if (gives_bool(m.op)) op.type = DType::kBool;
   return op;
 }
 

@@ -89,7 +89,7 @@ inline void bench_vector() {
     const char* name;
     Opcode op;
   };
-#define KITSUNE_CASE(name) {#name, Opcode::op_##name},
+#define KITSUNE_CASE(name, operands, gives_bool) {#name, Opcode::op_##name},
   const Case cases[] = {KITSUNE_OPCODES(KITSUNE_CASE)};
 #undef KITSUNE_CASE
   const int64_t n = 2048;

@@ -117,6 +117,9 @@ void test_common() {
   check(wrong == 0, "select on type %d: %zu wrong", int(dtype_of<T>()), wrong);
 }
 
+template <class T>  // twice as wide as any T
+using Wide128 = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
+
 template <class T>
 void test_integer() {
   using Wide = __int128;
@@ -128,6 +131,7 @@ void test_integer() {
   check_op<T, T>("sub", Opcode::op_sub, t.a, t.b, t.c, [](T a, T b, T) { return T(Wide(a) - Wide(b)); });
   check_op<T, T>("mul", Opcode::op_mul, t.a, t.b, t.c,
                  [](T a, T b, T) { return T((unsigned __int128)(a) * (unsigned __int128)(b)); });
+  check_op<T, T>("mulhi", Opcode::op_mulhi, t.a, t.b, t.c, [](T a, T b, T) { return T((Wide128<T>(a) * b) >> kBits); });
   check_op<T, T>("div", Opcode::op_div, t.a, t.b, t.c, [](T a, T b, T) { return b == 0 ? T(-1) : T(Wide(a) / Wide(b)); });
   check_op<T, T>("rem", Opcode::op_rem, t.a, t.b, t.c, [](T a, T b, T) { return b == 0 ? a : T(Wide(a) % Wide(b)); });
   check_op<T, T>("neg", Opcode::op_neg, t.a, t.b, t.c, [](T a, T, T) { return T(-Wide(a)); });
@@ -163,6 +167,13 @@ void test_integer() {
       &five);
 }
 
+// IEEE 754's total order: NaN of either sign stands at its end, -0 before 0.
+template <class T>
+bool before(T a, T b) {
+  auto place = [](T x) { return (std::signbit(x) ? -1 : 1) * (std::isnan(x) ? 4 : std::isinf(x) ? 3 : x != 0 ? 2 : 1); };
+  return place(a) != place(b) ? place(a) < place(b) : a < b;
+}
+
 template <class T>
 void test_floating() {
   Triples<T> t = triples<T>();
@@ -170,6 +181,9 @@ void test_floating() {
   check_op<T, T>("sign", Opcode::op_sign, t.a, t.b, t.c, [](T a, T, T) { return a > 0 ? T(1) : a < 0 ? T(-1) : a; });
   check_op<T, T>("abs", Opcode::op_abs, t.a, t.b, t.c, [](T a, T, T) { return std::fabs(a); });
   check_op<T, T>("neg", Opcode::op_neg, t.a, t.b, t.c, [](T a, T, T) { return -a; });
+  check_op<uint8_t, T>("lt_to", Opcode::op_lt_to, t.a, t.b, t.c, [](T a, T b, T) { return uint8_t(before(a, b)); });
+  check_op<uint8_t, T>("le_to", Opcode::op_le_to, t.a, t.b, t.c, [](T a, T b, T) { return uint8_t(!before(b, a)); });
+  check_op<T, T>("bitcast", Opcode::op_bitcast, t.a, t.b, t.c, [](T a, T, T) { return a; });
   check_op<T, T>("floor", Opcode::op_floor, t.a, t.b, t.c, [](T a, T, T) { return std::floor(a); });
   check_op<T, T>("ceil", Opcode::op_ceil, t.a, t.b, t.c, [](T a, T, T) { return std::ceil(a); });
   check_op<T, T>("round_away", Opcode::op_round_away, t.a, t.b, t.c, [](T a, T, T) { return std::round(a); });

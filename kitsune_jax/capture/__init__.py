@@ -5,6 +5,5 @@ beside it what JAX needs to evaluate them as they stood (``captured``). Invarian
 equations.
 
 ``jaxpr`` walks and inlines; ``translate`` says one ``equation`` in the table's terms, by the rules of ``primitives`` (``dots``,
-``indexing``); ``builder`` collects the ops; ``rewrites`` of the whole follow; ``verify`` checks every op; ``reference`` evaluates a
-Graph with NumPy.
+``indexing``); ``builder`` collects the ops; ``rewrites`` of the whole follow; ``reference`` evaluates a Graph with NumPy.
 """

@@ -17,7 +17,7 @@ from kitsune_jax.capture.captured import Captured, Step, pruned
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
 from kitsune_jax.ops.spec import DTYPES, is_float, name_of
-from kitsune_jax.ops.verify import result_dtype, result_shape, verify_op
+from kitsune_jax.ops.verify import result
 from kitsune_jax.plain_text import printable
 
 
@@ -34,7 +34,7 @@ class Builder:
 
     def value(self, aval: Any) -> int:
         """A new value."""
-        self.values.append(Value(tuple(getattr(aval, "shape", ())), dtype_name(aval)))
+        self.values.append(value_of(aval))
         self.avals.append(aval)
         return len(self.values) - 1
 
@@ -53,23 +53,21 @@ class Builder:
         ``dtype``: the result's, where the kind and the operands leave it open. Raises ``ValueError`` where the op is not defined.
         """
         op = self._op(kind, inputs, step, "", params)
-        operands = [self.values[v] for v in inputs]
-        dtype = result_dtype(op, operands) or dtype
-        out = self.value(_compat.aval_like(like, result_shape(op, [x.shape for x in operands]), dtype))
-        return self._append(op, [out], step)[0]
+        made = result(op, [self.values[v] for v in inputs], dtype)
+        same = (made.shape, made.dtype) == (like.shape, name_of(like.dtype))
+        return self._append(op, [like if same else _compat.aval_like(like, made.shape, made.dtype)], step)[0]
 
     def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str) -> list[int]:
         """Append an op that the table does not know. Returns its results, which are of ``avals``."""
-        return self._append(self._op("opaque", inputs, step, reason, {}), [self.value(aval) for aval in avals], step)
+        return self._append(self._op("opaque", inputs, step, reason, {}), avals, step)
 
     def _op(self, kind: str, inputs: Sequence[int], step: Step, reason: str, params: dict[str, Param]) -> Op:
-        eqns = step.place.eqns
-        label = printable(_compat.called(eqns[-1])) if eqns else kind
+        label = printable(_compat.called(step.place.eqns[-1])) if step.place.eqns else kind
         return Op(kind, tuple(inputs), (), make_params(**params), step.place.source, printable(reason), label)
 
-    def _append(self, op: Op, outputs: list[int], step: Step) -> list[int]:
+    def _append(self, op: Op, avals: Sequence[Any], step: Step) -> list[int]:
+        outputs = [self.value(aval) for aval in avals]
         op = Op(op.kind, op.inputs, tuple(outputs), op.params, op.source, op.reason, op.label)
-        verify_op(op, self.values)
         self.ops.append(op)
         self._makers.update(dict.fromkeys(outputs, op))
         self.steps.append(step)
@@ -85,7 +83,7 @@ class Builder:
 
     def check(self, results: Sequence[int], avals: Sequence[Any]) -> None:
         """Raise ``ValueError`` unless ``results`` are what ``avals`` say."""
-        wanted = [Value(tuple(getattr(a, "shape", ())), dtype_name(a)) for a in avals]
+        wanted = list(map(value_of, avals))
         found = [self.values[v] for v in results]
         if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in wanted]:
             raise ValueError(f"the results are {', '.join(map(str, found))}, not {', '.join(map(str, wanted))}")
@@ -96,12 +94,11 @@ class Builder:
         return pruned(Captured(graph, tuple(self.steps), tuple(self.avals), tuple(failures)))
 
 
-def dtype_name(aval: Any) -> str:
-    """The dtype's name; of what is no array (tokens, references) the kind of thing it is."""
-    if type(aval).__name__ == "AbstractRef":
-        return "ref"
+def value_of(aval: Any) -> Value:
+    """The value of that abstract value; what is no array has the dtype "ref" or "token"."""
     dtype = getattr(aval, "dtype", None)
-    return "token" if dtype is None else name_of(dtype)
+    name = "ref" if _compat.is_ref(aval) else "token" if dtype is None else name_of(dtype)
+    return Value(tuple(getattr(aval, "shape", ())), name)
 
 
 def is_array(aval: Any) -> bool:

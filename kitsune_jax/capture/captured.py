@@ -113,15 +113,15 @@ def pruned(captured: Captured) -> Captured:
     def renumber(ids: Sequence[int]) -> tuple[int, ...]:
         return tuple([number[v] for v in ids])
 
-    ops = tuple(
-        Op(op.kind, renumber(op.inputs), renumber(op.outputs), op.params, op.source, op.reason, op.label)
+    ops = [
+        Op(op.kind, renumber(op.inputs), renumber(op.outputs), op.params, op.source, op.reason, op.label, op.code)
         for op in (graph.ops[i] for i in kept)
-    )
-    return Captured(
-        Graph(tuple(graph.values[v] for v in order), renumber(graph.inputs), renumber(graph.outputs), ops),
-        tuple(captured.steps[i] for i in kept),
-        tuple(captured.avals[v] for v in order),
-        captured.failures,
+    ]
+    return dataclasses.replace(
+        captured,
+        graph=Graph(tuple(graph.values[v] for v in order), renumber(graph.inputs), renumber(graph.outputs), tuple(ops)),
+        steps=tuple(captured.steps[i] for i in kept),
+        avals=tuple(captured.avals[v] for v in order),
     )
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.builder import Builder
+from kitsune_jax.capture.builder import Builder, value_of
 from kitsune_jax.capture.captured import Place, Step
 from kitsune_jax.graph import Param, Scalar
 from kitsune_jax.ops.spec import is_float, np_dtype
+from kitsune_jax.ops.table import RENAMED
 
 
 class Equation:
@@ -25,16 +26,10 @@ class Equation:
         self.builder, self.eqn, self.ins, self.step = builder, eqn, ins, Step(place)
         self.params: dict[str, Any] = eqn.params
         self.name: str = eqn.primitive.name
+        self.kind = RENAMED.get(self.name, self.name)  # of the op that it is, if it is one
         self.in_avals = [v.aval for v in eqn.invars]
         self.out = eqn.outvars[0].aval
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        return tuple(self.out.shape)
-
-    @property
-    def out_dtype(self) -> str:
-        return str(self.out.dtype)
+        self.out_shape, self.out_dtype = value_of(self.out).shape, value_of(self.out).dtype
 
     def shape_of(self, v: int) -> tuple[int, ...]:
         return self.builder.values[v].shape

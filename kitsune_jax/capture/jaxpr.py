@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.builder import Builder, dtype_name, scalar_of
+from kitsune_jax.capture.builder import Builder, scalar_of, value_of
 from kitsune_jax.capture.captured import Captured, Place, Step
 from kitsune_jax.capture.equation import bind_in_place
 from kitsune_jax.capture.rewrites import PARTS, REWRITES, rewritten
@@ -199,11 +199,8 @@ class _Walk:
         return {k: param(v) for k, v in eqn.params.items()}
 
 
-def _types(jaxpr: Any) -> list[list[tuple[tuple[int, ...], str]]]:
-    return [
-        [(tuple(getattr(a, "shape", ())), dtype_name(a)) for a in avals]
-        for avals in (_compat.in_avals(jaxpr), _compat.out_avals(jaxpr))
-    ]
+def _types(jaxpr: Any) -> list[list[str]]:
+    return [[str(value_of(a)) for a in avals] for avals in (_compat.in_avals(jaxpr), _compat.out_avals(jaxpr))]
 
 
 def _effects(eqn: Any) -> str:
@@ -211,7 +208,7 @@ def _effects(eqn: Any) -> str:
     kinds = {type(e).__name__ for e in eqn.effects} - {"NamedAxisEffect"}
     if not kinds:
         return ""
-    if any(type(v.aval).__name__ == "AbstractRef" for v in eqn.invars):
+    if any(_compat.is_ref(v.aval) for v in eqn.invars):
         return f"reads or writes a mutable array ({_compat.called(eqn)})"
     return f"has side effects ({_compat.called(eqn)})"
 

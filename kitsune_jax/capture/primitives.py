@@ -10,17 +10,17 @@ import math
 from collections.abc import Callable
 from itertools import accumulate
 
+import numpy as np
 from jax import lax
 
 from kitsune_jax.capture import dots, indexing
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.ops.spec import FORMATS
 from kitsune_jax.ops.special import LOG2_E
+from kitsune_jax.ops.table import OPS
 
 Rule = Callable[[Equation], "int | list[int] | str"]
 
-RENAMED = {"add_any": "add"}
-_COPIES = ("pvary",)  # identities that JAX's type system sees
 _MOST_PIECES = 64  # an unstack into more stays one op
 _UNROLLED_TERMS = 8  # polynomials of more terms are loops in JAX's lowering
 
@@ -33,7 +33,8 @@ def pointwise(e: Equation) -> int | str:
     if any(s and len(s) != len(shape) for s in map(e.shape_of, e.ins)):
         return f"{e.name}: operands of different ranks"
     ins = [v if e.shape_of(v) in ((), shape) else e.broadcast(v, shape, range(len(shape))) for v in e.ins]
-    return e.op(RENAMED.get(e.name, e.name), *ins)
+    taken = {name: e.params[name] for name in OPS[e.kind].takes}
+    return e.op(e.kind, *ins, **{name: str(x) if isinstance(x, np.dtype) else x for name, x in taken.items()})
 
 
 def _select(e: Equation) -> int | str:
@@ -169,7 +170,6 @@ RULES: dict[str, Rule] = {
     "convert_element_type": _convert,
     "round": _round,
     "reduce_precision": _reduce_precision,
-    "integer_pow": lambda e: e.op("integer_pow", *e.ins, y=int(e.params["y"])),
     "device_put": _device_put,
     "one_minus_square": _one_minus_square,
     "log2": _log2,
@@ -190,11 +190,6 @@ RULES: dict[str, Rule] = {
     "dot_general": dots.dot_general,
     "gather": indexing.gather,
     "scatter-add": indexing.scatter_add,
-    **dict.fromkeys(_COPIES, lambda e: e.op("copy", *e.ins)),
-    **dict.fromkeys(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"], _reduce),
+    **dict.fromkeys((kind for kind, spec in OPS.items() if spec.family == "reduce"), _reduce),
     **dict.fromkeys(("argmax", "argmin"), lambda e: e.op(e.name, *e.ins, axis=e.params["axes"][0])),
-    **dict.fromkeys(
-        ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"],
-        lambda e: e.op(e.name, *e.ins, axis=e.params["axis"], reverse=bool(e.params["reverse"])),
-    ),
 }

@@ -15,7 +15,7 @@ from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, is_array, scalar_of
 from kitsune_jax.capture.captured import Place
 from kitsune_jax.capture.equation import Equation
-from kitsune_jax.capture.primitives import RENAMED, RULES, pointwise
+from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.ops.spec import is_float, name_of, np_dtype
 from kitsune_jax.ops.table import OPS
 
@@ -23,16 +23,6 @@ _IDENTITIES = ("copy", "copy_p", "stop_gradient", "name")  # "name": checkpoint_
 _COLLECTIVES = (
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
     *("ragged_all_to_all", "reduce_scatter", "axis_index", "pbroadcast", "pgather"),
-)
-_SEVERAL_DTYPES = (
-    *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite", "select_n", "pow"),
-    *("convert_element_type", "argmax", "argmin", "dot_general", "iota"),
-)
-
-
-# Arithmetic that is rounded once, so that what NumPy computes here is what XLA would have computed.
-_FOLDED = frozenset(
-    {"add", "sub", "mul", "div", "neg", "max", "min", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type"}
 )
 
 
@@ -43,9 +33,9 @@ def translate(builder: Builder, eqn: Any, ins: list[int], place: Place) -> list[
         return ins
     if name in _COLLECTIVES:
         return f"{name}: communicates between devices"
-    if name not in RULES and RENAMED.get(name, name) not in OPS:
-        return f"{_compat.called(eqn)}: not an op the pipeline knows"
     e = Equation(builder, eqn, ins, place)
+    if name not in RULES and e.kind not in OPS:
+        return f"{_compat.called(eqn)}: not an op the pipeline knows"
     why = _why_opaque(e)
     if why:
         return why
@@ -57,12 +47,11 @@ def translate(builder: Builder, eqn: Any, ins: list[int], place: Place) -> list[
 def _folded(e: Equation) -> int | None:
     """The literal that an op on literals is: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed index."""
     values = [e.builder.values[v] for v in e.ins]
-    kind = RENAMED.get(e.name, e.name)
-    if kind not in _FOLDED or any(v.literal is None for v in values):
+    if e.kind not in OPS or not OPS[e.kind].folded or any(v.literal is None for v in values):
         return None
     dtype = e.out_dtype
     arrays = [np.asarray(v.literal, np_dtype(v.dtype)) for v in values]
-    scalar = scalar_of(OPS[kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
+    scalar = scalar_of(OPS[e.kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
     if scalar is None or (is_float(dtype) and not abs(scalar[0]) >= float(ml_dtypes.finfo(np_dtype(dtype)).tiny)):
         return None  # zeros have a sign and subnormal numbers may be flushed: XLA's own arithmetic decides
     return e.builder.literal(*scalar)
@@ -85,11 +74,11 @@ def _why_opaque(e: Equation) -> str:
         return f"{e.name}: asks for an accuracy of its own"
     if e.params.get("out_dtype") is not None:
         return f"{e.name}: asks for a result dtype of its own"
-    kind = RENAMED.get(e.name, e.name)
-    if kind in OPS and kind not in _SEVERAL_DTYPES and e.in_avals:
+    spec = OPS.get(e.kind)
+    if spec is not None and not spec.gives and not spec.mixes and e.in_avals:
         if len({name_of(a.dtype) for a in avals}) > 1:
             return f"{e.name}: mixes dtypes"
-        if name_of(e.in_avals[0].dtype) not in OPS[kind].dtypes:
+        if name_of(e.in_avals[0].dtype) not in spec.dtypes:
             return f"{e.name}: is not defined on {e.in_avals[0].dtype}"
     return ""
 

@@ -156,6 +156,11 @@ def next_after(x: Array, y: Array) -> Array:
     return np.asarray(np.nextafter(x, y))
 
 
+def bitcast(_params: Params, /, x: Array, *, out_dtype: str) -> Array:
+    """The same bits as a number of another dtype of the same width."""
+    return np.asarray(x).view(np_dtype(out_dtype))
+
+
 def convert(_params: Params, /, x: Array, *, out_dtype: str) -> Array:
     """Conversion as XLA defines it: floats to integers truncate and saturate, NaN becomes 0; to bool, whatever is not 0 is true."""
     target = np_dtype(out_dtype)

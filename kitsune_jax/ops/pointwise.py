@@ -120,6 +120,7 @@ def _entry(
 
 _unary, _binary, _ternary = (functools.partial(_entry, arity) for arity in (1, 2, 3))
 _compare = functools.partial(_binary, gives="bool")
+_compare_in_order = functools.partial(_compare, measured=False)
 
 
 def _shift(function: str, of: str = "u32") -> str:
@@ -140,6 +141,10 @@ def _keeps_exponent(params: Params, dtype: str) -> bool:
     return dtype != "float16" or params["exponent_bits"] < 5
 
 
+def _same_width(dtype: str) -> list[Params]:
+    return [{"new_dtype": to} for to in NUMBERS if to != dtype and np_dtype(to).itemsize == np_dtype(dtype).itemsize]
+
+
 def _lax(function: Function, **options: Callable[[Params, Value], Any]) -> JaxRule:
     """Evaluation by a function of ``jax.lax`` that has another name, or options as well: ``option=lambda params, out: value``."""
 
@@ -156,7 +161,7 @@ def _copy_by_jax(params: Params, /, x: Any, *, out: Value) -> Any:
 
 _METHODS = {"even": lax.RoundingMethod.TO_NEAREST_EVEN, "away": lax.RoundingMethod.AWAY_FROM_ZERO}
 _ABOVE_POLE = (0.1, INFINITY)
-_SERIES: dict[str, Any] = {"rare": True, "domain": (_ABOVE_POLE,)}
+_SERIES: dict[str, Any] = {"measured": False, "domain": (_ABOVE_POLE,)}
 
 _UNARY = (
     _unary("neg", _exact(np.negative), 1, "-x", NUMBERS, {"any": "(-{0})", "i32": "minus(0, {0})", "u32": "(0u - {0})"},
@@ -208,13 +213,13 @@ _UNARY = (
     _unary("erf", _double(special.erf), 16, "error function", cuda="erff({0})", special=True),
     _unary("erfc", _double(special.erfc), 24, "1 - erf(x)", cuda="erfcf({0})", special=True, like=("erf", 2.0), domain=((-3, 3),),
            ulps={"cuda": 6}, absolute=3e-6),
-    _unary("erf_inv", _double(ops_special.erf_inv), 30, "inverse error function", cuda="erfinvf({0})", rare=True, domain=(UNIT,),
-           ulps={"xla": 60, "cuda": 8}),
+    _unary("erf_inv", _double(ops_special.erf_inv), 30, "inverse error function", cuda="erfinvf({0})", measured=False,
+           domain=(UNIT,), ulps={"xla": 60, "cuda": 8}),
     _unary("lgamma", _double(ops_special.lgamma), 40, "log |Gamma(x)|", cuda="lgammaf({0})", **_SERIES, ulps={"cuda": 8},
            absolute=3e-5, relative=1e-5),
     _unary("digamma", _double(ops_special.digamma), 60, "derivative of lgamma", **_SERIES, absolute=3e-6, relative=1e-5),
-    _unary("bessel_i0e", _double(special.i0e), 30, "e**-|x| I0(x)", rare=True, ulps={"xla": 16}),
-    _unary("bessel_i1e", _double(special.i1e), 30, "e**-|x| I1(x)", rare=True, ulps={"xla": 16}),
+    _unary("bessel_i0e", _double(special.i0e), 30, "e**-|x| I0(x)", measured=False, ulps={"xla": 16}),
+    _unary("bessel_i1e", _double(special.i1e), 30, "e**-|x| I1(x)", measured=False, ulps={"xla": 16}),
     _unary("integer_pow", _with_params(lambda x, y: numeric.integer_pow(widen(x), y), "y"), 3, "x**y for a fixed integer y",
            NUMBERS, {"float": _integer_power(lambda y: abs(y) <= 64), "i32": _integer_power(lambda y: 0 <= y <= 64)},
            takes=("y",), immediates=("y",), exact=False, ulps={"xla": 8, "cuda": 8},
@@ -225,6 +230,9 @@ _UNARY = (
            opcodes=("reduce_precision", "to_float16"), immediates=("exponent_bits", "mantissa_bits"), widens=_keeps_exponent,
            samples=lambda dtype: [{"exponent_bits": e, "mantissa_bits": m} for e, m in ((5, 4), (8, 7), (8, 3), (3, 2), (11, 30))],
            jax=lambda params, x, out: lax.reduce_precision(x, **params)),
+    _unary("bitcast_convert_type", numeric.bitcast, 1, "the same bits as new_dtype, of the same width", NUMBERS,
+           "from_word<{R}>(to_word({0}))", cpu="bitcast", gives="any", takes=("new_dtype",), widens=_never, measured=False,
+           samples=_same_width, jax=_lax(lax.bitcast_convert_type, new_dtype=lambda params, _: np_dtype(params["new_dtype"]))),
     _unary("copy", _in_own_dtype(lambda x: x), 0, "x itself", DTYPES, "({0})", cpu=None, names=("pvary",),
            jax=_copy_by_jax),
 )  # fmt: skip
@@ -254,23 +262,23 @@ _BINARY = (
     _binary("shift_right_logical", _exact(numeric.shift_right_logical), 2, "zeros from the left", INTEGERS, _shift("shift_right")),
     _binary("shift_right_arithmetic", _exact(numeric.shift_right_arithmetic), 2, "the sign from the left", INTEGERS,
             _shift("shift_right_sign", "i32")),
-    _binary("mulhi", _exact(numeric.multiply_high), 4, "high half of the product", INTEGERS, cpu=None),
+    _binary("mulhi", _exact(numeric.multiply_high), 4, "high half of the product", INTEGERS, "high_half({0}, {1})"),
     _compare("eq", _exact(np.equal), 1, "x == y", DTYPES, "({0} == {1})", folded=True),
     _compare("ne", _exact(np.not_equal), 1, "x != y", DTYPES, "({0} != {1})", folded=True),
     _compare("lt", _exact(np.less), 1, "x < y", DTYPES, "({0} < {1})", folded=True),
     _compare("le", _exact(np.less_equal), 1, "x <= y", DTYPES, "({0} <= {1})", folded=True),
     _compare("gt", _exact(np.greater), 1, "x > y", DTYPES, "({0} > {1})", folded=True),
     _compare("ge", _exact(np.greater_equal), 1, "x >= y", DTYPES, "({0} >= {1})", folded=True),
-    _compare("eq_to", _total(np.equal), 2, "equal in IEEE 754's total order", DTYPES, cpu=None,
-           jax=_lax(lax.eq_to_p.bind)),
-    _compare("lt_to", _total(np.less), 2, "before in IEEE 754's total order", DTYPES, cpu=None,
-           jax=_lax(lax.lt_to_p.bind)),
-    _compare("le_to", _total(np.less_equal), 2, "not after in IEEE 754's total order", DTYPES, cpu=None,
-           jax=_lax(lax.le_to_p.bind)),
+    _compare_in_order("eq_to", _total(np.equal), 2, "equal in IEEE 754's total order", DTYPES,
+                      "(total_order({0}) == total_order({1}))", jax=_lax(lax.eq_to_p.bind)),
+    _compare_in_order("lt_to", _total(np.less), 2, "before in IEEE 754's total order", DTYPES,
+                      "(total_order({0}) < total_order({1}))", jax=_lax(lax.lt_to_p.bind)),
+    _compare_in_order("le_to", _total(np.less_equal), 2, "not after in IEEE 754's total order", DTYPES,
+                      "(total_order({0}) <= total_order({1}))", jax=_lax(lax.le_to_p.bind)),
     _binary("igamma", _double(ops_special.igamma), 200, "regularised lower incomplete gamma P(x, y)", **_SERIES, absolute=3e-6),
     _binary("igammac", _double(ops_special.igammac), 200, "regularised upper incomplete gamma Q(x, y)", **_SERIES, absolute=3e-6),
-    _binary("zeta", _double(ops_special.zeta), 200, "Hurwitz zeta function", rare=True, domain=((0.2, 6),), relative=1e-4),
-    _binary("polygamma", _double(ops_special.polygamma), 250, "x-th derivative of digamma", rare=True,
+    _binary("zeta", _double(ops_special.zeta), 200, "Hurwitz zeta function", measured=False, domain=((0.2, 6),), relative=1e-4),
+    _binary("polygamma", _double(ops_special.polygamma), 250, "x-th derivative of digamma", measured=False,
             domain=(range(4), _ABOVE_POLE), relative=1e-4),
 )  # fmt: skip
 
@@ -280,8 +288,7 @@ _TERNARY = (
     _ternary("clamp", _exact(lambda low, x, high: np.minimum(np.maximum(low, x), high)), 2,
              "(low, x, high): min(max(low, x), high)", DTYPES, "clamp({0}, {1}, {2})"),
     _ternary("regularized_incomplete_beta", _double(ops_special.regularized_incomplete_beta), 200, "I_x(a, b) of (a, b, x)",
-             rare=True, domain=(POSITIVE, POSITIVE, (0, 0.99)), absolute=1e-5, relative=2e-3,
-           jax=_lax(lax.betainc)),
+             measured=False, domain=(POSITIVE, POSITIVE, (0, 0.99)), absolute=1e-5, relative=2e-3, jax=_lax(lax.betainc)),
 )  # fmt: skip
 
 _CONVERT = OpSpec(

@@ -6,13 +6,15 @@ wider and round once, to the result's dtype; integers wrap in their own dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from jax import lax
 
-from kitsune_jax.graph import Op, Value, make_params
+from kitsune_jax.graph import Op, Scalar, Value, make_params
 from kitsune_jax.ops.local import Dims, LocalOp, one_axis
 from kitsune_jax.ops.relations import DimRelation
 from kitsune_jax.ops.spec import (
@@ -32,24 +34,42 @@ from kitsune_jax.ops.spec import (
     widen,
 )
 
+FOLDS: Mapping[str, np.ufunc] = MappingProxyType(
+    {
+        "sum": np.add,
+        "max": np.maximum,
+        "min": np.minimum,
+        "prod": np.multiply,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }
+)
 
-def _lowest(x: Array) -> Any:
-    return -np.inf if is_float(x.dtype) else False if x.dtype == bool else np.iinfo(x.dtype).min
+
+def identity(fold: str, dtype: np.dtype[Any]) -> Scalar:
+    """What changes nothing that it is folded with: of max and min the infinities, for integers their lowest and highest number.
+
+    >>> identity("max", np.dtype("float32")), identity("min", np.dtype("int8")), identity("and", np.dtype("bool"))
+    (-inf, 127, True)
+    """
+    if fold == "and":
+        return np.invert(np.zeros((), dtype)).item()
+    if fold not in ("max", "min"):
+        return 1 if fold == "prod" else 0
+    if is_float(dtype):
+        return -math.inf if fold == "max" else math.inf
+    if dtype.kind == "b":
+        return fold == "min"
+    return int(np.iinfo(dtype).min if fold == "max" else np.iinfo(dtype).max)
 
 
-def _highest(x: Array) -> Any:
-    return np.inf if is_float(x.dtype) else True if x.dtype == bool else np.iinfo(x.dtype).max
-
-
-def _ones(x: Array) -> Any:
-    return np.bitwise_not(np.zeros((), x.dtype))
-
-
-def _reduction(ufunc: np.ufunc, identity: Callable[[Array], Any], wide: bool) -> NumpyRule:
+def _reduction(fold: str, wide: bool) -> NumpyRule:
     def rule(params: Params, /, x: Array, *, out_dtype: str) -> Array:
         x = to_double(np.asarray(x)) if wide else widen(np.asarray(x))
         with np.errstate(all="ignore"):
-            return round_to(ufunc.reduce(x, axis=tuple(params["axes"]), dtype=x.dtype, initial=identity(x)), out_dtype)
+            folded = FOLDS[fold].reduce(x, axis=tuple(params["axes"]), dtype=x.dtype, initial=identity(fold, x.dtype))
+            return round_to(folded, out_dtype)
 
     return rule
 
@@ -207,14 +227,12 @@ def _local_dot_sink(op: Op, x: Dims, y: Dims) -> LocalOp:
 # --- the entries -----------------------------------------------------------------------------------------------------------------
 
 
-def _reduce(
-    fold: str, ufunc: np.ufunc, identity: Callable[[Array], Any], dtypes: tuple[str, ...] = DTYPES, wide: bool = False
-) -> OpSpec:
-    rule = _reduction(ufunc, identity, wide)
-    doc = f"{fold} over axes"
+def _reduce(fold: str, cuda: str, dtypes: tuple[str, ...] = DTYPES, wide: bool = False) -> OpSpec:
+    """``cuda``: the type in the device library that folds so; "" if there is none."""
+    rule, doc = _reduction(fold, wide), f"{fold} over axes"
     by_jax = getattr(lax, f"reduce_{fold}")
     return OpSpec(f"reduce_{fold}", "reduce", 1, rule, _relate_reduction, 1, doc, dtypes, fold=fold, local=_local_reduce,
-                  jax=lambda p, x, out: by_jax(x, p["axes"]))  # fmt: skip
+                  cuda={"any": cuda} if cuda else {}, jax=lambda p, x, out: by_jax(x, p["axes"]))  # fmt: skip
 
 
 def _arg(fold: str, function: Callable[..., Any]) -> OpSpec:
@@ -229,20 +247,20 @@ def _running(fold: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...] =
     doc = f"running {fold} along axis"
     by_jax = getattr(lax, f"cum{fold}")
     return OpSpec(f"cum{fold}", "cumulative", 1, rule, _relate_cumulative, flops, doc, dtypes, fold=fold, local=one_axis,
-                  jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
+                  takes=("axis", "reverse"), jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
 
 
 # Micro-kernels know a way to fold by its place among these (``Reduction`` and ``Cumulative`` in cpu/include/kitsune_cpu).
 REDUCTIONS: dict[str, OpSpec] = {
     spec.kind: spec
     for spec in (
-        _reduce("sum", np.add, lambda x: 0, NUMBERS, wide=True),
-        _reduce("max", np.maximum, _lowest),
-        _reduce("min", np.minimum, _highest),
-        _reduce("prod", np.multiply, lambda x: 1, NUMBERS, wide=True),
-        _reduce("and", np.bitwise_and, _ones, BITS),
-        _reduce("or", np.bitwise_or, lambda x: 0, BITS),
-        _reduce("xor", np.bitwise_xor, lambda x: 0, BITS),
+        _reduce("sum", "Sum", NUMBERS, wide=True),
+        _reduce("max", "Max"),
+        _reduce("min", "Min"),
+        _reduce("prod", "Prod", NUMBERS, wide=True),
+        _reduce("and", "And", BITS),
+        _reduce("or", "Or", BITS),
+        _reduce("xor", "", BITS),
         _arg("argmax", np.argmax),
         _arg("argmin", np.argmin),
         _running("sum", np.add, 1, NUMBERS, wide=True),

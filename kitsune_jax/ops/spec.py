@@ -83,7 +83,7 @@ class OpSpec:
         (0: there is none). From compiled epilogues: ReLU and packing 0.5, SiLU by tanh 3.5, by ex2 and rcp 5.5, GELU by tanh 6.5.
         ``special``: it takes a result of the special function unit.
       * ``like``: the op whose loop XLA's loop on a CPU resembles, and how many times as long it takes.
-      * ``rare``: on a CPU a series or a C library call in float64; profiles do not measure it.
+      * ``measured``: profiles of CPUs have its time. Without one, plans go by its ``flops``.
 
     Its code:
       * ``cpu``: its micro-operation, with the op's parameters in braces; None if it is not computed by one. ``opcodes``: all
@@ -121,7 +121,7 @@ class OpSpec:
     fast: float = 0.0
     special: bool = False
     like: tuple[str, float] | None = None
-    rare: bool = False
+    measured: bool = True
     cpu: str | None = None
     opcodes: tuple[str, ...] = ()
     immediates: tuple[str, ...] = ()

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from kitsune_jax.ops.local import resolve_rows
 from kitsune_jax.ops.pointwise import POINTWISE
 from kitsune_jax.ops.reduce import REDUCTIONS
 from kitsune_jax.ops.shape import SHAPES
 from kitsune_jax.ops.spec import OpSpec
 
-__all__ = ["FAMILIES", "OPS", "RENAMED", "OpSpec"]
+__all__ = ["FAMILIES", "OPS", "RENAMED", "OpSpec", "resolve_rows"]
 
 FAMILIES = (
     "pointwise",

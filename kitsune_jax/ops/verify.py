@@ -1,8 +1,9 @@
-"""What every Graph that capture makes must satisfy, checked op by op.
+"""What an op makes of its operands, and what every Graph that capture makes must satisfy, checked op by op.
 
-Comes in: a Graph, or one of its ops. Goes out: nothing, or ``ValueError``. Invariants checked: values are defined once, and before
-they are read (``Graph.validate``); every op of the table has the operands, the result shape and the result dtype that its kind and
-its parameters ask for. The cost is linear in the number of ops, whatever the sizes of the arrays.
+Comes in: a Graph, or an op and the values of its operands. Goes out: the value of its result, or ``ValueError``. Invariants
+checked: values are defined once, and before they are read (``Graph.validate``); every op of the table has the operands, the result
+shape and the result dtype that its kind and its parameters ask for. The cost is linear in the number of ops, whatever the sizes of
+the arrays.
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
 
 Shape = tuple[int, ...]
-
-_TESTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite"})
-_OTHER_DTYPE = frozenset({"argmax", "argmin", "dot_general", "iota"})  # than that of their operands
 
 
 def verify(graph: Graph) -> None:
@@ -34,18 +32,34 @@ def verify_op(op: Op, values: Sequence[Value]) -> None:
     """Raise ``ValueError`` where ``op`` is not in the table (or opaque), or does not fit its operands and results."""
     if op.kind == "opaque":
         return
-    spec = OPS.get(op.kind)
-    if spec is None:
+    if op.kind not in OPS:
         raise ValueError(f"{op.kind} is not an op of the table")
-    ins = [values[v] for v in op.inputs]
-    if len(op.outputs) != 1 or (spec.arity is not None and len(ins) != spec.arity):
-        raise ValueError(f"{op.kind} has {len(ins)} operands and {len(op.outputs)} results")
-    out = values[op.outputs[0]]
-    shape = result_shape(op, [x.shape for x in ins])
-    if shape != out.shape:
-        raise ValueError(f"{op.kind} of {', '.join(map(str, ins))} has shape {shape}, not that of {out}")
-    if not _dtypes_agree(op, ins, out):
-        raise ValueError(f"{op.kind} does not make {out} of {', '.join(map(str, ins))}")
+    ins, outs = ([values[v] for v in ids] for ids in (op.inputs, op.outputs))
+    if len(outs) != 1:
+        raise ValueError(f"{op.kind} has {len(outs)} results")
+    made = result(op, ins, outs[0].dtype)
+    if made.shape != outs[0].shape:
+        raise ValueError(f"{op.kind} of {', '.join(map(str, ins))} has shape {made.shape}, not that of {outs[0]}")
+    if made.dtype != outs[0].dtype:
+        raise ValueError(f"{op.kind} does not make {outs[0]} of {', '.join(map(str, ins))}")
+
+
+def result(op: Op, operands: Sequence[Value], dtype: str = "") -> Value:
+    """What ``op`` makes of ``operands``. ``dtype``: the result's, where neither they nor the kind say (a product, an index).
+
+    Raises ``ValueError`` where it is not defined for them.
+    """
+    spec = OPS[op.kind]
+    if spec.arity is not None and len(operands) != spec.arity:
+        raise ValueError(f"{op.kind} has {len(operands)} operands and not {spec.arity}")
+    dtypes = [x.dtype for x in operands]
+    if spec.gives == "any":
+        dtype = dict(op.params).get("new_dtype", dtype)
+    else:
+        dtype = spec.gives or dtypes[-1 if op.kind == "select_n" else 0]
+    if not _agree(op.kind, dtypes, dtype):
+        raise ValueError(f"{op.kind} does not make {dtype} of {', '.join(map(str, operands))}")
+    return Value(result_shape(op, [x.shape for x in operands]), dtype)
 
 
 def result_shape(op: Op, shapes: Sequence[Shape]) -> Shape:
@@ -56,27 +70,15 @@ def result_shape(op: Op, shapes: Sequence[Shape]) -> Shape:
     return shape
 
 
-def result_dtype(op: Op, operands: Sequence[Value]) -> str:
-    """The dtype that ``op`` gives for ``operands``, or "" where neither they nor its parameters say."""
-    if op.kind in _OTHER_DTYPE:
-        return ""
-    if op.kind == "convert_element_type":
-        return str(op["new_dtype"])
-    return "bool" if op.kind in _TESTS else operands[-1 if op.kind == "select_n" else 0].dtype
-
-
-def _dtypes_agree(op: Op, ins: Sequence[Value], out: Value) -> bool:
-    dtypes = [x.dtype for x in ins]
-    if not {*dtypes, out.dtype} <= set(DTYPES) or result_dtype(op, ins) not in ("", out.dtype):
+def _agree(kind: str, dtypes: Sequence[str], out: str) -> bool:
+    if out not in DTYPES or any(d not in DTYPES for d in dtypes):
         return False
-    if op.kind in (*_OTHER_DTYPE, "convert_element_type", "pow"):  # the exponent of a power may be an integer
-        return True
-    if op.kind == "select_n":
-        return dtypes == ["bool", out.dtype, out.dtype]
-    return len(set(dtypes)) == 1
+    if kind == "select_n":
+        return dtypes == ["bool", out, out]
+    return OPS[kind].mixes or OPS[kind].gives == "any" or len(set(dtypes)) == 1
 
 
-# --- shapes, by family; None where the op is not defined -------------------------------------------------------------------------
+# --- shapes, by family; None where the op is not defined --------------------------------------------------------------------------
 
 
 def _pointwise(op: Op, shapes: Sequence[Shape]) -> Shape | None:

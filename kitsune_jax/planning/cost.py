@@ -93,7 +93,6 @@ class RegionCost(abc.ABC):
             for v in dict.fromkeys(graph.ops[i].inputs):
                 self.readers.setdefault(v, []).append(i)
         self.sinks = frozenset(region.sinks)
-        self.phase = dict(zip(region.ops, region.phase_of or (0,) * len(region.ops), strict=True))
         self.work = functools.lru_cache(maxsize=None)(self._work)
         self.is_maker = functools.lru_cache(maxsize=None)(self._is_maker)
         self.row_size = functools.lru_cache(maxsize=None)(self._row_size)
@@ -194,19 +193,5 @@ class RegionCost(abc.ABC):
 
 
 def pipeline_traffic(cost: RegionCost) -> int:
-    """Compulsory off-chip bytes of the region as a pipeline.
-
-    Inputs are read once and outputs written once; a streamed value that a later phase needs again is read again (and, if it was
-    made in an earlier phase, first written), because a barrier stands between.
-    """
-    total = sum(cost.bytes(v) for v in cost.outputs)
-    values = dict.fromkeys((*cost.region.inputs, *cost.producer))
-    for v in values:
-        phases = {cost.phase[i] for i in cost.readers.get(v, ())}
-        maker = cost.producer.get(v)
-        if maker is None:
-            total += cost.bytes(v) * (len(phases) if cost.streamed(v) else 1)
-        elif cost.streamed(v):
-            again = len(phases - {cost.phase[maker]})
-            total += cost.bytes(v) * (again + (1 if again and v not in cost.outputs else 0))
-    return total
+    """Compulsory off-chip bytes of the region as a pipeline: inputs are read once and outputs written once."""
+    return sum(cost.bytes(v) for v in (*cost.region.inputs, *cost.outputs))

@@ -1,4 +1,4 @@
-"""The Plan as data: phases, stages, queues, workers, tile size, and what the model says it will cost."""
+"""The Plan as data: stages, queues, workers, tile size, and what the model says it will cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class Stage:
 
     name: str
     ops: tuple[int, ...]
-    phase: int
     resource: str
     workers: int
     tile_seconds: float  # modelled time of one tile on one worker
@@ -50,10 +49,9 @@ class Plan:
     """``arrangement``: "vertical" (one worker group runs the whole chain) or "spatial" (stages on different workers).
 
     On a GPU ``replicas`` counts pipeline instances, ``cluster`` the CTAs of a thread-block cluster, and ``lanes`` the consumer
-    warpgroups of a CTA, each of which works on a tile of its own.
+    warpgroups of a CTA, each of which works on a tile of its own (0 on a CPU).
     """
 
-    platform: str
     machine: str
     arrangement: str
     tile_rows: int
@@ -68,14 +66,11 @@ class Plan:
     flops: int
     bound: str  # what limits it: a stage's name, "dram" or "l2"
     cluster: int = 1
-    lanes: int = 1
+    lanes: int = 0
     products: tuple[str, str] = ("best", "best")  # on a CPU: how bfloat16 operands are multiplied, times weights and in gradients
     l2_bytes: int = 0  # on a GPU: modelled, through the L2, of which the off-chip bytes are a part
 
     @property
     def workers(self) -> int:
-        """Workers of all replicas: one phase runs after the other, so those of the phase that has the most."""
-        phases: dict[int, int] = {}
-        for stage in self.stages:
-            phases[stage.phase] = phases.get(stage.phase, 0) + stage.workers
-        return self.replicas * max(phases.values())
+        """Workers of all replicas."""
+        return self.replicas * sum(stage.workers for stage in self.stages)

@@ -1,10 +1,10 @@
 """Pipeline design: which ops form a stage, and which values travel between stages through queues.
 
-Comes in: a ``RegionCost``. Goes out: an ordered tuple of ``Draft`` stages and, for any contiguous grouping of them, the ``Link``s
-between its groups. Invariants: stages never mix phases; every streamed value a stage needs is made in it, in an earlier stage of
-its phase, or outside; so the stages in order are a topological order of the pipeline. A reduction over the stream needs no stage
-for its final half: every worker folds its tiles into a partial accumulator (the sink op, in a stage), and the phase's end folds the
-partials.
+Comes in: a ``RegionCost``. Goes out: an ordered tuple of stages, each the ops of one (graph op indices, ascending and so
+topological), and for any contiguous grouping of them the ``Link``s between its groups. Invariants: every streamed value that a
+stage needs is made in it, in an earlier stage, or outside; so the stages in order are a topological order of the pipeline. A
+reduction over the stream needs no stage for its final half: every worker folds its tiles into a partial accumulator (the sink op,
+in a stage), and the end of the call folds the partials.
 
 Makers (broadcasts and iotas of nothing streamed) appear in every stage that reads them; every other op is in exactly one stage.
 """
@@ -16,21 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kitsune_jax.planning.cost import RegionCost
 
+Ops = tuple[int, ...]
+
 # Rows at which the weight of ops is compared while stages are formed; the ratios hardly depend on it.
 _TYPICAL_ROWS = 64
 # Two entries let a producer fill one while the consumer reads the other.
 DOUBLE_BUFFER = 2
-_UNITS = 2**80  # of a second, in which times are added up exactly
 # Families that can make a row larger than what they read.
 _WIDENING = frozenset({"broadcast", "convert", "pad", "concatenate", "reshape"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Draft:
-    """A stage before it has workers: ``ops`` are graph op indices, ascending (and so topological)."""
-
-    ops: tuple[int, ...]
-    phase: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +49,7 @@ class Link:
         return DOUBLE_BUFFER if self.bypassed == 1 else self.bypassed + DOUBLE_BUFFER
 
 
-def finest(cost: RegionCost, together: Mapping[int, int]) -> tuple[Draft, ...]:
+def finest(cost: RegionCost, together: Mapping[int, int]) -> tuple[Ops, ...]:
     """One stage per matmul and per piece of vector work too heavy for a matmul's epilogue; neighbours take in the rest.
 
     ``together``: op -> the op in whose stage it has to be.
@@ -74,9 +67,7 @@ def finest(cost: RegionCost, together: Mapping[int, int]) -> tuple[Draft, ...]:
     members: dict[float, set[int]] = {}
     for i, stage in home.items():
         members.setdefault(stage, set()).add(i)
-    order = sorted(members, key=lambda s: (former.phases[s], s))
-    drafts = [Draft(tuple(sorted(members[s])), former.phases[s]) for s in order]
-    return with_makers(cost, drafts)
+    return with_makers(cost, [tuple(sorted(members[s])) for s in sorted(members)])
 
 
 class _Former:
@@ -88,31 +79,29 @@ class _Former:
 
     def __init__(self, cost: RegionCost):
         self.cost = cost
-        self.phases: dict[float, int] = {}
         self.tensor: dict[float, float] = {}
         self.simt: dict[float, float] = {}
 
-    def open(self, phase: int, key: float | None = None) -> float:
-        stage = float(len(self.phases)) if key is None else key
-        self.phases[stage], self.tensor[stage], self.simt[stage] = phase, 0.0, 0.0
+    def open(self, key: float | None = None) -> float:
+        stage = float(len(self.tensor)) if key is None else key
+        self.tensor[stage], self.simt[stage] = 0.0, 0.0
         return stage
 
     def place(self, i: int, home: dict[int, float]) -> float | None:
         """The stage of op ``i``; None for a prologue: vector work on nothing but what comes from outside waits for its reader."""
         cost = self.cost
-        phase = cost.phase[i]
         sources = [cost.producer[v] for v in cost.graph.ops[i].inputs if v in cost.producer]
-        before = [home[p] for p in sources if p in home and cost.phase[p] == phase]
+        before = [home[p] for p in sources if p in home]
         seconds = cost.tile_seconds(i, _TYPICAL_ROWS)
         if cost.work(i).resource == "tensor":
-            stage = self.open(phase)
+            stage = self.open()
             self.tensor[stage] += seconds
             return stage
         if not before:
             return None
         stage = max(before)
         if self.tensor[stage] and self.simt[stage] + seconds > self.tensor[stage]:
-            stage = self.open(phase)  # the epilogue would take longer than the matmul it hides behind
+            stage = self.open()  # the epilogue would take longer than the matmul it hides behind
         self.simt[stage] += seconds
         return stage
 
@@ -120,23 +109,22 @@ class _Former:
 def _pull_prologues(cost: RegionCost, former: _Former, home: dict[int, float]) -> None:
     """Ops without a stage join their earliest reader's, or go in front of it if they take longer than its matmul.
 
-    Those that nobody in their phase reads share a stage of their own.
+    Those that nobody reads share a stage of their own.
     """
-    own: dict[int, float] = {}
+    own: float | None = None
     pulled: dict[float, list[int]] = {}
     for i in reversed(cost.region.ops):
         if i in home or cost.is_maker(i):
             continue
         readers = [home[c] for v in cost.graph.ops[i].outputs for c in cost.readers.get(v, ()) if c in home]
-        here = [s for s in readers if former.phases[s] == cost.phase[i]]
-        if not here and cost.phase[i] not in own:
-            own[cost.phase[i]] = former.open(cost.phase[i])
-        home[i] = min(here, default=own.get(cost.phase[i], 0.0))
+        if not readers and own is None:
+            own = former.open()
+        home[i] = min(readers, default=own or 0.0)
         pulled.setdefault(home[i], []).append(i)
     for stage, ops in pulled.items():
         seconds = sum(cost.tile_seconds(i, _TYPICAL_ROWS) for i in ops)
         if former.tensor[stage] and seconds > former.tensor[stage]:
-            front = former.open(former.phases[stage], stage - 0.5)
+            front = former.open(stage - 0.5)
             home.update(dict.fromkeys(ops, front))
 
 
@@ -146,71 +134,48 @@ def _push_widening(cost: RegionCost, home: dict[int, float]) -> None:
         if i not in home or cost.family(i) not in _WIDENING:
             continue
         op = cost.graph.ops[i]
-        readers = {c for v in op.outputs for c in cost.readers.get(v, ())}
-        stages = {home[c] for c in readers}
-        if len(stages) != 1 or any(v in cost.outputs for v in op.outputs) or any(cost.phase[c] != cost.phase[i] for c in readers):
+        stages = {home[c] for v in op.outputs for c in cost.readers.get(v, ())}
+        if len(stages) != 1 or any(v in cost.outputs for v in op.outputs):
             continue
         made = sum(cost.row_bytes(v) for v in dict.fromkeys(op.inputs) if v in cost.producer and cost.streamed(v))
         if sum(cost.row_bytes(v) for v in op.outputs) > made:
             home[i] = stages.pop()
 
 
-def with_makers(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Draft, ...]:
-    """Makers added to every stage that needs them, also by way of other makers; one that nobody reads goes to its phase's first."""
-    members = [set(draft.ops) for draft in drafts]
-    stages: dict[int, set[int]] = {}
-    for k, draft in enumerate(drafts):
-        for i in draft.ops:
-            stages.setdefault(i, set()).add(k)
-    first: dict[int, int] = {}
-    for k, draft in enumerate(drafts):
-        first.setdefault(draft.phase, k)
-    extra: dict[int, list[int]] = {}
+def with_makers(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Ops, ...]:
+    """Makers added to every stage that needs them, also by way of other makers; one that nobody reads goes to the first."""
+    members = [set(ops) for ops in stages] or [set[int]()]
+    places: dict[int, set[int]] = {}
+    for k, ops in enumerate(stages):
+        for i in ops:
+            places.setdefault(i, set()).add(k)
     for i in reversed(cost.region.ops):
-        if not cost.is_maker(i):
-            continue
-        readers = {c for v in cost.graph.ops[i].outputs for c in cost.readers.get(v, ())}
-        wanted = stages.setdefault(i, set()).union(*(stages.get(c, set()) for c in readers))
-        stages[i] = wanted
-        for k in wanted:
-            members[k].add(i)
-        if not wanted:
-            if cost.phase[i] in first:
-                members[first[cost.phase[i]]].add(i)
-            else:
-                extra.setdefault(cost.phase[i], []).append(i)
-    result = [Draft(tuple(sorted(ops)), draft.phase) for ops, draft in zip(members, drafts, strict=True)]
-    result += [Draft(tuple(sorted(ops)), phase) for phase, ops in extra.items()]
-    return tuple(sorted(result, key=lambda d: d.phase))
+        if cost.is_maker(i):
+            readers = {c for v in cost.graph.ops[i].outputs for c in cost.readers.get(v, ())}
+            places.setdefault(i, set()).update(*(places.get(c, set()) for c in readers))
+            for k in places[i] or (0,):
+                members[k].add(i)
+    return tuple(tuple(sorted(ops)) for ops in members)
 
 
-def merge(drafts: Sequence[Draft], first: int) -> tuple[Draft, ...]:
-    """``drafts`` with ``first`` and its successor, of the same phase, made one stage."""
-    a, b = drafts[first], drafts[first + 1]
-    if a.phase != b.phase:
-        raise ValueError(f"stages {first} and {first + 1} are in phases {a.phase} and {b.phase}")
-    return (*drafts[:first], Draft(tuple(sorted({*a.ops, *b.ops})), a.phase), *drafts[first + 2 :])
+def merge(stages: Sequence[Ops], first: int) -> tuple[Ops, ...]:
+    """``stages`` with ``first`` and its successor made one."""
+    return (*stages[:first], tuple(sorted({*stages[first], *stages[first + 1]})), *stages[first + 2 :])
 
 
-def per_phase(drafts: Sequence[Draft]) -> tuple[Draft, ...]:
-    """Vertical fusion: everything of a phase in one stage."""
-    phases = sorted({d.phase for d in drafts})
-    return tuple(Draft(tuple(sorted({i for d in drafts if d.phase == p for i in d.ops})), p) for p in phases)
+def resource_of(cost: RegionCost, ops: Ops) -> str:
+    return "tensor" if any(cost.work(i).resource == "tensor" for i in ops) else "simt"
 
 
-def resource_of(cost: RegionCost, draft: Draft) -> str:
-    return "tensor" if any(cost.work(i).resource == "tensor" for i in draft.ops) else "simt"
-
-
-def stage_name(cost: RegionCost, s: int, draft: Draft) -> str:
+def stage_name(cost: RegionCost, s: int, ops: Ops) -> str:
     """The position of a stage and the op that takes longest in it."""
-    heaviest = max(draft.ops, key=lambda i: (cost.tile_seconds(i, _TYPICAL_ROWS), -i))
+    heaviest = max(ops, key=lambda i: (cost.tile_seconds(i, _TYPICAL_ROWS), -i))
     return f"{s}:{cost.graph.ops[heaviest].label or cost.graph.ops[heaviest].kind}"
 
 
-def links(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Link, ...]:
-    """The queues between ``drafts``: one per value that crosses, multicast where several stages read it, in order of producer."""
-    crossing = _crossing(cost, drafts)
+def links(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Link, ...]:
+    """The queues between ``stages``: one per value that crosses, multicast where several stages read it, in order of producer."""
+    crossing = _crossing(cost, stages)
     longest = _Longest(crossing)
     return tuple(
         Link(v, source, tuple(sorted(readers)), max(longest(source, s) for s in readers))
@@ -218,27 +183,26 @@ def links(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Link, ...]:
     )
 
 
-def links_to_each(cost: RegionCost, drafts: Sequence[Draft]) -> tuple[Link, ...]:
+def links_to_each(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Link, ...]:
     """``links`` with a queue of its own for each stage that reads a value."""
-    crossing = _crossing(cost, drafts)
+    crossing = _crossing(cost, stages)
     longest = _Longest(crossing)
     return tuple(
         Link(v, source, (s,), longest(source, s)) for (source, v), readers in sorted(crossing.items()) for s in sorted(readers)
     )
 
 
-def _crossing(cost: RegionCost, drafts: Sequence[Draft]) -> dict[tuple[int, int], set[int]]:
+def _crossing(cost: RegionCost, stages: Sequence[Ops]) -> dict[tuple[int, int], set[int]]:
     """(producer, value) -> the stages that read it."""
-    home = {i: s for s, d in enumerate(drafts) for i in d.ops if not cost.is_maker(i)}
+    home = {i: s for s, ops in enumerate(stages) for i in ops if not cost.is_maker(i)}
     crossing: dict[tuple[int, int], set[int]] = {}
-    for s, draft in enumerate(drafts):
-        for v in dict.fromkeys(v for i in draft.ops for v in cost.graph.ops[i].inputs):
+    for s, ops in enumerate(stages):
+        for v in dict.fromkeys(v for i in ops for v in cost.graph.ops[i].inputs):
             maker = cost.producer.get(v)
             if maker is None or maker not in home or not cost.streamed(v):
                 continue
-            source = home[maker]
-            if source != s and drafts[source].phase == draft.phase:
-                crossing.setdefault((source, v), set()).add(s)
+            if home[maker] != s:
+                crossing.setdefault((home[maker], v), set()).add(s)
     return crossing
 
 

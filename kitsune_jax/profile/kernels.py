@@ -23,8 +23,8 @@ _SQUARE = 256
 _SHALLOW = 16  # of a product that is nothing beside its activation
 # More threads than these tell nothing new about a core, and take long to start.
 _MOST_THREADS = 16
-# Plans do not depend on the exact time of these, and they take long to measure.
-_RARE = frozenset(name for spec in OPS.values() if spec.rare for name in spec.opcodes)
+# Plans do not depend on the exact time of these.
+_UNMEASURED = frozenset(name for spec in OPS.values() if not spec.measured for name in spec.opcodes)
 _NO_WORK = frozenset({*SPECIAL_OPS, "reduce_precision"})
 _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
 _COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
@@ -65,7 +65,7 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
             if seconds is not None:
                 found[f"activation/{name}/{dtype}"] = max(seconds - relu, 0.02 * seconds) / (TILE * _SQUARE)
     for k, name in enumerate(OPCODES):
-        if name not in _RARE and name not in _NO_WORK:
+        if name not in _UNMEASURED and name not in _NO_WORK:
             note(f"vector/{name}", _ELEMENTS, extension.measure_vector, k, code["float32"], _ELEMENTS)
         if name in _DOUBLE:
             note(f"vector64/{name}", _ELEMENTS, extension.measure_vector, k, code["float64"], _ELEMENTS)

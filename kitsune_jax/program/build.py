@@ -1,7 +1,7 @@
 """Graph + Region + Plan -> TileProgram, and several of those -> the Program of a call.
 
 Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
-(``program.localize``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
+(``OpSpec.local``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
 place.
 """
 
@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from kitsune_jax.graph import Graph, Scalar, make_params
+from kitsune_jax.ops.local import Dims, LocalOp
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import (
     Array,
@@ -24,7 +26,6 @@ from kitsune_jax.program.ir import (
     TileProgram,
     TileType,
 )
-from kitsune_jax.program.localize import LocalOp, localize
 from kitsune_jax.streams.space import Region, row_shape, row_strides
 
 
@@ -105,6 +106,9 @@ class _Builder:
         dims = tuple(d for d, axes in enumerate(labels) if not axes)
         return ArrayType(value.shape, value.dtype, True, row_strides(value.shape, labels, self.region.space), dims)
 
+    def _dims(self, v: int) -> Dims:
+        return Dims(self.graph.values[v].shape, self.labels.get(v))
+
     def _type_of(self, v: int) -> TileType:
         value, labels = self.graph.values[v], self.labels.get(v)
         return TileType(labels is not None, row_shape(value.shape, labels), value.dtype)
@@ -117,7 +121,10 @@ class _Builder:
         stage = _Stage([], {})
         for i in self.plan.stages[s].ops:
             op = self.graph.ops[i]
-            local = localize(self.graph, op, self.labels)
+            ins, outs = (
+                [Dims(self.graph.values[v].shape, self.labels.get(v)) for v in values] for values in (op.inputs, op.outputs)
+            )
+            local = OPS[op.kind].local(op, ins, outs[0])
             inputs = [self._read(stage, s, v) for v in op.inputs]
             if local.squeeze is not None:
                 inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
@@ -160,7 +167,7 @@ class _Builder:
         if out in self.output_number:
             number = len(self.sinks)
             dtype = params.get("accumulate", self.graph.values[x].dtype)
-            self.sinks.append(SinkType(params.get("how", "sum"), result.shape, dtype, self.output_number[out]))
+            self.sinks.append(SinkType(params.pop("how", "sum"), result.shape, dtype, self.output_number[out]))
             stage.body.append(Instr(local.kind, tuple(inputs), (), make_params(sink=number, **params), op))
 
     def _hand_on(self, stage: _Stage, s: int, v: int, op: int) -> None:

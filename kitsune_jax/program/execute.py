@@ -16,21 +16,12 @@ import numpy as np
 
 from kitsune_jax.graph import Scalar
 from kitsune_jax.ops.local import resolve_rows
+from kitsune_jax.ops.reduce import FOLDS, identity
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import ArrayType, Block, Instr, TileProgram, TileType
 from kitsune_jax.streams.space import dim_strides
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-FOLD: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "max": np.maximum,
-    "min": np.minimum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
 
 
 @dataclasses.dataclass
@@ -180,7 +171,7 @@ def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[
 
 
 def _sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
-    fold, x = FOLD[state.program.sinks[instr["sink"]].how], _widened(inputs[0])
+    fold, x = FOLDS[state.program.sinks[instr["sink"]].how], _widened(inputs[0])
     _fold(state, instr["sink"], np.asarray(fold.reduce(x, axis=tuple(instr["axes"]), dtype=x.dtype)))
 
 
@@ -194,7 +185,7 @@ def _fold(state: State, k: int, part: Array) -> None:
     total = state.sums[k]
     if part.shape != total.shape:
         raise TypeError(f"sink {k} takes {list(total.shape)}, not {list(part.shape)}")
-    FOLD[state.program.sinks[k].how](total, part.astype(total.dtype), out=total)
+    FOLDS[state.program.sinks[k].how](total, part.astype(total.dtype), out=total)
 
 
 def _sink_at(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
@@ -202,7 +193,7 @@ def _sink_at(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Non
     index = inputs[1].astype(np.int64).reshape(-1)
     rows = _widened(inputs[0]).reshape(len(index), *total.shape[1:]).astype(total.dtype)
     inside = (index >= 0) & (index < len(total))
-    FOLD[state.program.sinks[instr["sink"]].how].at(total, index[inside], rows[inside])
+    FOLDS[state.program.sinks[instr["sink"]].how].at(total, index[inside], rows[inside])
 
 
 def _push(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
@@ -258,23 +249,6 @@ def dot_general(
     right = w.transpose(*w_batch, *w_contract, *w_free).reshape(math.prod(batch), contracted, math.prod(n))
     product: Array = np.matmul(left, right)
     return product.reshape(*batch, *m, *n)
-
-
-def identity(how: str, dtype: np.dtype[Any]) -> Scalar:
-    """What changes nothing that it is folded with: of max and min the infinities, for integers their lowest and highest number.
-
-    >>> identity("max", np.dtype("float32")), identity("min", np.dtype("int8")), identity("and", np.dtype("bool"))
-    (-inf, 127, True)
-    """
-    if how == "and":
-        return np.invert(np.zeros((), dtype)).item()
-    if how not in ("max", "min"):
-        return 1 if how == "prod" else 0
-    if _is_float(dtype):
-        return -math.inf if how == "max" else math.inf
-    if dtype.kind == "b":
-        return how == "min"
-    return int(np.iinfo(dtype).min if how == "max" else np.iinfo(dtype).max)
 
 
 def _logistic(x: Array) -> Array:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kitsune_jax import activations
-from kitsune_jax.program.ir import Instr, TileProgram, TileType
+from kitsune_jax.program.ir import Instr, SinkType, TileProgram, TileType
+from kitsune_jax.program.passes import activations
 
 _INTEGERS = ("int", "uint")
 Types = Sequence[TileType]
@@ -18,33 +18,27 @@ class Wrong(ValueError):
     """A program breaks a rule; says which."""
 
 
+def told(types: Types) -> str:
+    return ", ".join(map(str, types)) or "nothing"
+
+
 def need(holds: bool, otherwise: str) -> None:
     if not holds:
         raise Wrong(otherwise)
 
 
-def _load(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
-    need(0 <= instr["array"] < len(program.inputs), f"there is no input {instr['array']}")
-    return [program.inputs[instr["array"]].loaded]
-
-
-def _store(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
-    need(0 <= instr["array"] < len(program.outputs), f"there is no output {instr['array']}")
-    want = program.outputs[instr["array"]].loaded
-    need(list(ins) == [want], f"output {instr['array']} takes {want}, not {_told(ins)}")
+def _border(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    """A load or store of an array, a pop from or push to a queue."""
+    what = "queue" if instr.kind in ("push", "pop") else "array"
+    types = [q.tile for q in program.queues]
+    if what == "array":
+        types = [a.loaded for a in (program.inputs if instr.kind == "load" else program.outputs)]
+    need(0 <= instr[what] < len(types), f"there is no {what} {instr[what]}")
+    t = types[instr[what]]
+    if instr.kind in ("load", "pop"):
+        return [t]
+    need(list(ins) == [t], f"{what} {instr[what]} takes {t}, not {told(ins)}")
     return []
-
-
-def _push(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
-    need(0 <= instr["queue"] < len(program.queues), f"there is no queue {instr['queue']}")
-    want = program.queues[instr["queue"]].tile
-    need(list(ins) == [want], f"queue {instr['queue']} takes {want}, not {_told(ins)}")
-    return []
-
-
-def _pop(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
-    need(0 <= instr["queue"] < len(program.queues), f"there is no queue {instr['queue']}")
-    return [program.queues[instr["queue"]].tile]
 
 
 def _row_index(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
@@ -55,7 +49,7 @@ def _row_index(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> l
 
 def _operands(ins: Types, *tiles: bool) -> None:
     wanted = " and ".join("a tile" if tile else "a stationary value" for tile in tiles)
-    need([t.tile for t in ins] == list(tiles), f"it takes {wanted}, not {_told(ins)}")
+    need([t.tile for t in ins] == list(tiles), f"it takes {wanted}, not {told(ins)}")
 
 
 def _product(x: TileType, y: TileType, instr: Instr, other: str) -> tuple[list[int], list[int], list[int]]:
@@ -114,66 +108,56 @@ def _gather(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list
     return [TileType(True, (*index.shape, *table.shape[1:]), table.dtype)]
 
 
-def _into(program: TileProgram, instr: Instr, shape: tuple[int, ...], dtypes: set[str]) -> list[TileType]:
+def _sink(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    """An instruction that folds into a sink: what it folds has the sink's shape and kind of dtype."""
     k = instr["sink"]
+    need(0 <= k < len(program.sinks), f"there is no sink {k}")
     sink = program.sinks[k]
+    _operands(ins, *(True,) * (1 if instr.kind == "sink" else 2))
+    shape = _FOLDED[instr.kind](sink, instr, ins)
     need(sink.shape == shape, f"sink {k} has shape {list(sink.shape)}, not {list(shape)}")
-    alike = all(d == sink.dtype or ("float" in d and "float" in sink.dtype) for d in dtypes)
+    dtypes = {t.dtype for t in (ins if instr.kind == "matmul_sink" else ins[:1])}
+    widened = instr.kind == "matmul_sink" and all(d.startswith(_INTEGERS) for d in dtypes)
+    alike = widened or all(d == sink.dtype or ("float" in d and "float" in sink.dtype) for d in dtypes)
     need(alike, f"sink {k} accumulates {sink.dtype}, not {', '.join(sorted(dtypes))}")
     return []
 
 
-def _sink(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
-    _known_sink(program, instr)
-    _operands(ins, True)
+def _reduced(sink: SinkType, instr: Instr, ins: Types) -> tuple[int, ...]:
     axes, (x,) = instr["axes"], ins
     need(
         0 in axes and all(0 <= a <= len(x.shape) for a in axes), f"it reduces dimensions {axes} of {x}: the rows must be among them"
     )
-    return _into(program, instr, tuple(n for d, n in enumerate(x.shape, 1) if d not in axes), {x.dtype})
+    return tuple(n for d, n in enumerate(x.shape, 1) if d not in axes)
 
 
-def _matmul_sink(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
-    _known_sink(program, instr)
-    _operands(ins, True, True)
+def _multiplied(sink: SinkType, instr: Instr, ins: Types) -> tuple[int, ...]:
     rows = (0, 0) in zip(instr["x_contract"], instr["y_contract"], strict=True)
     need(rows, "it does not contract the rows of both tiles")
-    need(program.sinks[instr["sink"]].how == "sum", "products are added up, and its sink folds otherwise")
+    need(sink.how == "sum", "products are added up, and its sink folds otherwise")
     batch, free_x, free_y = _product(ins[0], ins[1], instr, "y")
-    integer = {t.dtype for t in ins if t.dtype.startswith(_INTEGERS)}
-    return _into(program, instr, (*batch, *free_x, *free_y), set() if integer else {t.dtype for t in ins})
+    return (*batch, *free_x, *free_y)
 
 
-def _sink_at(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
-    _known_sink(program, instr)
-    _operands(ins, True, True)
+def _indexed(sink: SinkType, instr: Instr, ins: Types) -> tuple[int, ...]:
     x, index = ins
-    need(index.dtype.startswith(_INTEGERS), f"the index is {index}, and must be of integers")
     rank = len(index.shape)
+    need(index.dtype.startswith(_INTEGERS), f"the index is {index}, and must be of integers")
     need(x.shape[:rank] == index.shape, f"the value is {x}; it must begin with the dimensions of the index, {index}")
-    shape = program.sinks[instr["sink"]].shape
-    need(len(shape) > 0, "its sink has no rows")
-    return _into(program, instr, (shape[0], *x.shape[rank:]), {x.dtype})
+    need(len(sink.shape) > 0, "its sink has no rows")
+    return (sink.shape[0], *x.shape[rank:])
 
 
-def _known_sink(program: TileProgram, instr: Instr) -> None:
-    need(0 <= instr["sink"] < len(program.sinks), f"there is no sink {instr['sink']}")
-
-
-def _told(types: Types) -> str:
-    return ", ".join(map(str, types)) or "nothing"
-
-
+_FOLDED: Mapping[str, Callable[[SinkType, Instr, Types], tuple[int, ...]]] = {
+    "sink": _reduced,
+    "matmul_sink": _multiplied,
+    "sink_at": _indexed,
+}
 RULES: Mapping[str, Callable[[TileProgram, Instr, Types, Types], list[TileType]]] = {
-    "load": _load,
-    "store": _store,
-    "push": _push,
-    "pop": _pop,
+    **dict.fromkeys(("load", "store", "push", "pop"), _border),
     "row_index": _row_index,
     "matmul": _matmul,
     "dot": _dot,
     "gather": _gather,
-    "sink": _sink,
-    "matmul_sink": _matmul_sink,
-    "sink_at": _sink_at,
+    **dict.fromkeys(_FOLDED, _sink),
 }

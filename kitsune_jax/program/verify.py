@@ -10,21 +10,22 @@ in the number of instructions, whatever the sizes of the arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops.local import resolve_rows
+from kitsune_jax.ops.reduce import FOLDS
 from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.ops.verify import verify_op
 from kitsune_jax.program import instructions
-from kitsune_jax.program.instructions import Wrong, need
-from kitsune_jax.program.ir import ArrayType, Block, Instr, Program, TileProgram, TileType, walk
+from kitsune_jax.program.instructions import Wrong, need, told
+from kitsune_jax.program.ir import SINKS, ArrayType, Block, Instr, Program, TileProgram, TileType, walk
 from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.streams.space import dim_strides
 
-_HOWS = frozenset({"sum", "prod", "max", "min", "and", "or", "xor"})
-_NOT_IN_LOOPS = frozenset({"push", "pop", "sink", "matmul_sink", "sink_at"})
+_NOT_IN_LOOPS = SINKS | {"push", "pop"}
 
 
 def verify(program: Program | TileProgram, *, lookahead: int = 1) -> None:
@@ -76,7 +77,7 @@ def _tile_program(program: TileProgram, lookahead: int) -> None:
         kept = [n for n, stride in zip(program.axes, array.row_strides, strict=False) if not stride]
         need(not array.streamed or math.prod(kept) <= 1, f"output {k}: several rows lie in one place")
     for k, sink in enumerate(program.sinks):
-        need(sink.how in _HOWS, f"sink {k}: how is {sink.how!r}")
+        need(sink.how in FOLDS, f"sink {k}: how is {sink.how!r}")
         need(0 <= sink.array < len(program.outputs), f"sink {k}: there is no output {sink.array}")
         out = program.outputs[sink.array]
         whole = not out.streamed and not out.row_strides and out.shape == sink.shape
@@ -87,9 +88,10 @@ def _tile_program(program: TileProgram, lookahead: int) -> None:
             v < len(program.values) and program.values[v] == TileType(False, (), program.values[v].dtype), f"constant %{v} has rows"
         )
         _define(program, defined, v)
+    bodies = _Bodies(program, defined)
     for s, stage in enumerate(program.stages):
-        _Body(program, defined).run(stage.body, set(dict(program.literals)), {}, f"stage {s} ({stage.name})")
-    _written(program)
+        bodies.run(stage.body, set(dict(program.literals)), {}, f"stage {s} ({stage.name})")
+    _written(program, bodies.slices)
     try:
         need(all(q.depth > 0 for q in program.queues), "a queue of depth 0")
         stuck = check_deadlock_free(program, lookahead=lookahead)
@@ -124,11 +126,12 @@ def _define(program: TileProgram, defined: set[int], v: int) -> None:
     defined.add(v)
 
 
-class _Body:
-    """The instructions of a stage, loops and all."""
+class _Bodies:
+    """The instructions of stages, loops and all."""
 
     def __init__(self, program: TileProgram, defined: set[int]):
         self.program, self.defined, self.numbers = program, defined, dict(program.literals)
+        self.slices: dict[int, dict[int, list[tuple[int, int]]]] = {}  # output -> dimension -> elements stored, by each instruction
 
     def run(self, body: Sequence[Instr], visible: set[int], loops: Mapping[int, int], where: str) -> None:
         """``visible``: values that may be read, to which those of ``body`` are added. ``loops``: number -> count of each."""
@@ -183,7 +186,7 @@ class _Body:
             _table_op(instr, ins, outs)
             return
         wanted = rule(self.program, instr, ins, outs)
-        need(outs == wanted, f"it makes {_told(wanted)}, and says {_told(outs)}")
+        need(outs == wanted, f"it makes {told(wanted)}, and says {told(outs)}")
 
     def _slice(self, instr: Instr, loops: Mapping[int, int]) -> None:
         loading = instr.kind == "load_slice"
@@ -194,68 +197,44 @@ class _Body:
         need(len(numbers) == len(dims) == len(steps) == len(sizes), "it needs a dimension, a step and a size for each number")
         kept = array.dims if array.row_strides else tuple(range(len(array.shape)))
         need(len(set(dims)) == len(dims) and set(dims) <= set(kept), f"dimensions {dims}: those that do not stream are {kept}")
-        for (first, last), d in zip(_reach(instr, numbers, loops, self.numbers), dims, strict=True):
+        for v, d, step, size in zip(numbers, dims, steps, sizes, strict=True):
+            first, last, gaps = self._reach(v, step, size, loops)
             inside = first >= 0 and last <= array.shape[d]
             need(inside, f"elements {first} to {last} of dimension {d}, which has {array.shape[d]}")
+            if not loading:
+                self.slices.setdefault(instr["array"], {}).setdefault(d, []).append((first, first if gaps else last))
         extent = dict(zip(dims, sizes, strict=True))
         made = TileType(array.streamed, tuple(extent.get(d, array.shape[d]) for d in kept), array.dtype)
         got = self._types(instr.outputs if loading else instr.inputs[:1])
-        need(got == [made], f"the slice is {made}, not {_told(got)}")
+        need(got == [made], f"the slice is {made}, not {told(got)}")
 
-
-def _reach(
-    instr: Instr, numbers: Sequence[int], loops: Mapping[int, int], literals: Mapping[int, object]
-) -> Iterator[tuple[int, int]]:
-    """For each dimension that a slice cuts, the first element and the one behind the last, over all iterations."""
-    for v, step, size in zip(numbers, instr["steps"], instr["sizes"], strict=True):
+    def _reach(self, number: int, step: int, size: int, loops: Mapping[int, int]) -> tuple[int, int, bool]:
+        """The first element that a slice cuts, the one behind the last, over all iterations, and whether it leaves gaps."""
         need(size >= 0 and step >= 0, f"a step of {step} and a size of {size}")
-        constant = literals.get(v)
-        need(v in loops or isinstance(constant, int), f"%{v} is neither the number of a loop around it nor a constant")
-        if v in loops:
-            yield 0, (loops[v] - 1) * step + size if loops[v] else 0
-        else:
-            assert isinstance(constant, int)
-            yield constant * step, constant * step + size
+        if (count := loops.get(number)) is not None:
+            return 0, (count - 1) * step + size if count else 0, count > 1 and step > size
+        constant = self.numbers.get(number)
+        need(isinstance(constant, int), f"%{number} is neither the number of a loop around it nor a constant")
+        assert isinstance(constant, int)
+        return constant * step, constant * step + size, False
 
 
-def _written(program: TileProgram) -> None:
-    """Every output is stored by one instruction, or filled by slices, or has a sink that something is folded into."""
-    stores: dict[int, int] = {}
-    slices: dict[int, dict[int, list[tuple[int, int]]]] = {}
-    folded = set()
-    for stage in program.stages:
-        for instr in walk(stage.body):
-            if instr.kind == "store":
-                stores[instr["array"]] = stores.get(instr["array"], 0) + 1
-            elif instr.kind in ("sink", "matmul_sink", "sink_at"):
-                folded.add(instr["sink"])
-        for cuts in _store_slices(stage.body, {}, dict(program.literals)):
-            for k, d, reach in cuts:
-                slices.setdefault(k, {}).setdefault(d, []).append(reach)
+def _written(program: TileProgram, slices: Mapping[int, Mapping[int, Sequence[tuple[int, int]]]]) -> None:
+    """Every output is stored by one instruction, or filled by ``slices``, or has a sink that something is folded into."""
+    instrs = [i for stage in program.stages for i in walk(stage.body)]
+    folded = {i["sink"] for i in instrs if i.kind in SINKS}
+    writers = Counter(i["array"] for i in instrs if i.kind == "store")
+    writers.update(slices.keys())
     for k, sink in enumerate(program.sinks):
         need(k in folded, f"nothing is folded into sink {k}")
-        stores[sink.array] = stores.get(sink.array, 0) + 1
+        writers[sink.array] += 1
     for k, array in enumerate(program.outputs):
-        need(stores.get(k, 0) + (k in slices) == 1, f"output {k} is written by {stores.get(k, 0) + (k in slices)} stores and sinks")
+        need(writers[k] == 1, f"output {k} is written by {writers[k]} stores and sinks")
         for d, reaches in slices.get(k, {}).items():
             end = 0
             for first, last in sorted(reaches):
                 end = max(end, last) if first <= end else end
             need(end == array.shape[d], f"output {k}: slices write {end} of {array.shape[d]} elements of dimension {d}")
-
-
-def _store_slices(
-    body: Sequence[Instr], loops: Mapping[int, int], literals: Mapping[int, object]
-) -> Iterator[list[tuple[int, int, tuple[int, int]]]]:
-    """(array, dimension, elements) that each ``store_slice`` writes; with gaps where its step is longer than its size."""
-    for instr in body:
-        if instr.block is not None:
-            yield from _store_slices(instr.block.body, {**loops, instr.block.index: instr["count"]}, literals)
-        elif instr.kind == "store_slice":
-            gaps = [v in loops and loops[v] > 1 and step > size for v, step, size in
-                    zip(instr.inputs[1:], instr["steps"], instr["sizes"], strict=True)]  # fmt: skip
-            reaches = zip(instr["dims"], _reach(instr, instr.inputs[1:], loops, literals), gaps, strict=True)
-            yield [(instr["array"], d, (first, first) if gap else (first, last)) for d, (first, last), gap in reaches]
 
 
 # Which parameters of an op name dimensions that it works along: never the rows of a tile.
@@ -282,13 +261,11 @@ def _table_op(instr: Instr, ins: Sequence[TileType], outs: Sequence[TileType]) -
         need(0 not in (along if isinstance(along, Collection) else (along,)), "it works across the rows of a tile")
     if tile and spec.family == "pad":
         need(not any(params[k][0] for k in ("low", "high", "interior")), "it pads the rows of a tile")
+    missing = {*spec.takes, *(("new_dtype",) if spec.family == "convert" else ())} - params.keys()
+    need(not missing, f"it has no parameter {', '.join(sorted(missing))}")
     values = [Value((_ROWS, *t.shape) if t.tile else t.shape, t.dtype) for t in (*ins, *outs)]
     inputs, outputs = tuple(range(len(ins))), tuple(range(len(ins), len(values)))
     try:
         verify_op(Op(instr.kind, inputs, outputs, tuple(params.items())), values)
     except ValueError as error:
         raise Wrong(str(error).replace(str(_ROWS), "R")) from None
-
-
-def _told(types: Sequence[TileType]) -> str:
-    return ", ".join(map(str, types)) or "nothing"

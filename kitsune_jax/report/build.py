@@ -107,7 +107,7 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         baseline_seconds=sum(p.baseline_seconds for p in _plans(planned)),
         bound=plan.bound,
         cluster=plan.cluster,
-        lanes=plan.lanes if plan.platform == "cuda" else 0,
+        lanes=plan.lanes,
         later=tuple(_phase(graph, planned, number) for number in sorted({f.phase for f in planned.followers})),
     )
 

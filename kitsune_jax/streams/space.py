@@ -31,8 +31,7 @@ class Region:
     (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs). The
     result of a maker (a broadcast, an iota: an op without streamed inputs) is never among the outputs: ops outside that read it
     compute it again.
-    ``sinks``: the ops of the region that reduce over the whole stream space; their outputs are stationary. ``phase_of``: phase
-    index of each op of ``ops``.
+    ``sinks``: the ops of the region that reduce over the whole stream space; their outputs are stationary.
     """
 
     space: StreamSpace
@@ -41,7 +40,6 @@ class Region:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     sinks: tuple[int, ...] = ()
-    phase_of: tuple[int, ...] = ()
 
     def label_of(self) -> dict[int, DimLabels]:
         return dict(self.labels)

@@ -261,7 +261,7 @@ def test_literals_are_rank_0_values_and_shared():
 OPAQUE = {
     "sort": (lambda x: jnp.sort(x), "sort: not an op"),
     "complex": (lambda x: jnp.fft.fft(x).real, "complex64"),
-    "bitcast": (lambda x: lax.bitcast_convert_type(x, jnp.int32), "bitcast_convert_type"),
+    "bitcast": (lambda x: lax.bitcast_convert_type(x, jnp.int16), "bitcast_convert_type"),
     "key": (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "random"),
     "select of three": (lambda x: lax.select_n(jnp.int32(1), x, x, x + 1), "more than two cases"),
     "permuting reshape": (lambda x: lax.reshape(x[None], (x.size,), (1, 0)), "permutes"),

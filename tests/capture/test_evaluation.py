@@ -57,7 +57,8 @@ def test_pointwise(kind: str) -> None:
     arity = OPS[kind].arity or 0
     with enable_x64():
         for dtype in [d for d in QUICK_DTYPES if d in OPS[kind].dtypes]:
-            for params in PARAMETERS.get(kind, [{}]):
+            bits = {"new_dtype": np.dtype(f"int{8 * np_dtype(dtype).itemsize}")}
+            for params in [bits] if kind == "bitcast_convert_type" else PARAMETERS.get(kind, [{}]):
                 primitive = getattr(lax, f"{kind}_p")
                 args = [f32(3, 5, dtype=np_dtype(dtype))] * arity
                 if kind == "select_n":
@@ -126,3 +127,26 @@ def test_ops_stand_where_their_equations_stood() -> None:
         name = [line for line in text(lambda *a: run_steps(c, a), (X, W), True).splitlines() if f"/{op}" in line]
         assert any("encoder/jit(<lambda>)" in line for line in name), name
     assert "test_evaluation.py" in text(lambda *a: run_steps(c, a), (X, W), True)
+
+
+def test_results_vary_over_a_mesh_as_the_equations_do() -> None:
+    """``shard_map(check_vma=True)``, the default, refuses an op whose operands vary over different axes."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_rows, whole = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+    seen = []
+
+    def local(x: Any, w: Any) -> Any:
+        h = jnp.sort(jnp.where(x > 0, x * 2.5, 0.0) @ w) + lax.iota(jnp.float32, 3)
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.clip(x, -1.0, 1.0) @ w)))(w)
+        return lax.psum(h @ jnp.ones((3, 2)), "d"), gradient, h[:, 0]
+
+    def evaluated(x: Any, w: Any) -> Any:
+        seen.append(capture(jax.make_jaxpr(local)(x, w)))
+        return tuple(run_steps(seen[-1], (x, w)))
+
+    x, w = np.linspace(-1, 1, 40, dtype=np.float32).reshape(8, 5), np.ones((5, 3), np.float32)
+    options = {"mesh": mesh, "in_specs": (by_rows, whole), "out_specs": (whole, whole, by_rows)}
+    for got, want in zip(*(jax.jit(jax.shard_map(f, **options))(x, w) for f in (evaluated, local)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    kinds = [op.kind for op in seen[0].graph.ops]
+    assert not seen[0].failures and {"copy", "iota", "select_n", "opaque"} <= set(kinds)

@@ -216,10 +216,11 @@ def test_a_collective_cannot_be_written() -> None:
         write(seen[0])
 
 
-def test_symbolic_shapes_cannot_be_written() -> None:
+@pytest.mark.parametrize("f", [jnp.sort, jnp.sin])
+def test_symbolic_shapes_cannot_be_written(f: Any) -> None:
     (n,) = jax.export.symbolic_shape("n")
-    traced = jax.jit(lambda x: jnp.sort(x)).trace(jax.ShapeDtypeStruct((n,), jnp.float32))
-    with pytest.raises(ValueError, match=r"sort \(test_standalone.py:\d+ .*symbolic"):
+    traced = jax.jit(lambda x: f(x)).trace(jax.ShapeDtypeStruct((n,), jnp.float32))
+    with pytest.raises(ValueError, match=rf"{f.__name__} \(test_standalone.py:\d+ .*symbolic"):
         write(capture(traced.jaxpr))
 
 
@@ -248,3 +249,9 @@ def test_64_bits_have_to_be_switched_on() -> None:
 def test_a_target_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="'tpu'"):
         as_function(again(mlp, X, W)[0], "tpu")
+
+
+def test_a_text_that_makes_no_sense_is_refused() -> None:
+    text = again(mlp, X, W)[0].to_json().replace('[[70,16],"float32",null]', '[[71,16],"float32",null]', 1)
+    with pytest.raises(ValueError, match="dot_general"):
+        as_function(Graph.from_json(text), "cpu")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import kitsune_jax as kj
 from kitsune_jax import config, lowering
-from kitsune_jax.targets.cuda import hostcc, lower, runtime, text
+from kitsune_jax.targets.cuda import hostcc, lower, print_kernel, runtime
 from tests.support.checks import arrays, close, in_float64
 from tests.support.cuda_run import kernel_cache
 
@@ -212,15 +212,15 @@ def test_strict_raises_with_the_reasons() -> None:
 
 def test_an_error_of_the_emulator_names_region_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that writes outside of its results, because we made it so, is an error of JAX."""
-    made = text.kernel
+    made = print_kernel.source
 
-    def planted(g: Any) -> str:
-        right = made(g)
+    def planted(*laid_out: Any) -> str:
+        right = made(*laid_out)
         wrong = right.replace("static_cast<u8*>(p.out0)", "static_cast<u8*>(p.out0) + 1000000")
         assert wrong != right
         return wrong
 
-    monkeypatch.setattr(text, "kernel", planted)
+    monkeypatch.setattr(print_kernel, "source", planted)
     monkeypatch.setenv("KITSUNE_EMULATOR_SEED", "77")
     f = kj.pipeline(lambda x: jnp.tanh(x) * 7, strict=True, **emulated)
     with pytest.raises(Exception, match=r"(?s)region0.*emulator seed 77"):

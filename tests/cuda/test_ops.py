@@ -7,18 +7,18 @@ whose rows do not lie together.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kitsune_jax.graph import Op, Value, make_params
-from kitsune_jax.ops.spec import FORMATS, is_float, np_dtype
+from kitsune_jax.graph import Op, Value
+from kitsune_jax.ops.spec import is_float, np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.interpret import interpret
 from kitsune_jax.targets import CannotLower, cuda
 from tests.support.cuda_run import kernel_cache, run_program
+from tests.support.table_cases import all_pointwise, disagreement, entries
 from tests.support.tiles import Tiles
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -27,141 +27,28 @@ pytestmark = pytest.mark.usefixtures("kernel_cache")
 ROW = ((0,), ())
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "bool")
 RNG = np.random.default_rng(11)
-# Units in the last place of float32 are those of the emulator, which calls glibc's functions (error bounds in its manual, "Known
-# Maximum Errors in Math Functions"), and of functions that are made of several operations.
-# Logistic of 16-bit results by tanh.approx, whose error of 2**-11 is absolute (PTX ISA, tanh).
-COARSE_LOGISTIC = 2.0**-11
-
-
-def specials(dtype: str) -> np.ndarray:
-    """Values at which operators change their ways."""
-    if dtype == "bool":
-        return np.array([False, True])
-    if not is_float(dtype):
-        info = np.iinfo(dtype)
-        small = [v for v in (-33, -32, -31, -7, -2, -1, 0, 1, 2, 3, 7, 31, 32, 33) if v >= info.min]
-        return np.array([info.min, info.min + 1, *small, info.max - 1, info.max], dtype)
-    exponent, mantissa = FORMATS[dtype]
-    bias = 2 ** (exponent - 1) - 1
-    least, most = 2.0 ** (1 - bias), 2.0**bias * (2 - 2.0**-mantissa)
-    positive = [
-        0.0,
-        least * 2.0**-mantissa,
-        least / 2,
-        least,
-        1e-3,
-        0.25,
-        0.5,
-        0.75,
-        1.0,
-        1.5,
-        2.0,
-        2.5,
-        3.0,
-        3.14,
-        10.5,
-        90.0,
-        most,
-    ]
-    values = [*positive, *(-v for v in positive), float("inf"), float("-inf"), float("nan")]
-    return np.array(values, np.float64).astype(np_dtype(dtype))
-
-
-def admitted(kind: str, types: list[str], out: str, params: dict[str, Any]) -> bool:
-    values = [Value((64, 8), t) for t in (*types, out)]
-    n = len(types)
-    return cuda.supports(Op(kind, tuple(range(n)), (n,), make_params(**params)), values[:n], values[n:]) is None
-
-
-def entries(dtype: str) -> list[tuple[str, dict[str, Any], list[str], str]]:
-    """(kind, parameters, dtypes of the operands, dtype of the result) of every pointwise operator on ``dtype`` with code."""
-    found = []
-    for kind, spec in OPS.items():
-        if spec.family not in ("pointwise", "convert") or dtype not in spec.dtypes:
-            continue
-        for params in spec.samples(dtype):
-            types = [dtype] * (spec.arity or 0)
-            if kind == "select_n":
-                types[0] = "bool"
-            out = "bool" if spec.gives == "bool" else params.get("new_dtype", dtype)
-            if admitted(kind, types, out, params):
-                found.append((kind, params, types, out))
-    return found
-
-
-def operands(dtype: str) -> list[np.ndarray]:
-    """Three operands in which every pair of special values meets, rows of 8: the width of which least is unrolled."""
-    values = specials(dtype)
-    pairs = np.array(list(itertools.product(values, values)), values.dtype)
-    n = -(-len(pairs) // 8) * 8
-    pairs = pairs[np.arange(n) % len(pairs)]
-    third = values[np.arange(n) * 7 % len(values)]
-    return [np.ascontiguousarray(a).reshape(-1, 8) for a in (pairs[:, 0], pairs[:, 1], third)]
-
-
-def all_pointwise(dtype: str) -> tuple[Tiles, list[np.ndarray], list[str]]:
-    arrays = operands(dtype)
-    rows = len(arrays[0])
-    t = Tiles((rows,), 64)
-    loads = [t.load(a.shape, dtype, ROW) for a in arrays]
-    which = (np.arange(arrays[0].size) % 3 == 0).reshape(arrays[0].shape)
-    loads.append(t.load(which.shape, "bool", ROW))
-    names = []
-    for kind, params, types, out in entries(dtype):
-        inputs = [loads[3] if ty == "bool" and dtype != "bool" else loads[k] for k, ty in enumerate(types)]
-        y = t.op(kind, *inputs, dtype=out, **params)
-        t.store(y, arrays[0].shape, ROW)
-        names.append(f"{kind} {params}" if params else kind)
-    return t, [*arrays, which], names
-
-
-def check_pointwise(name: str, got: np.ndarray, want: np.ndarray) -> None:
-    kind, dtype = name.split()[0], str(want.dtype)
-    assert got.dtype == want.dtype, name
-    if not is_float(dtype):
-        np.testing.assert_array_equal(got, want, err_msg=name)
-        return
-    g, w = got.astype(np.float64), want.astype(np.float64)
-    np.testing.assert_array_equal(np.isnan(g), np.isnan(w), err_msg=name)
-    exact = OPS[kind].exact
-    zero = (w == 0) & (g == 0)
-    if exact and kind not in ("max", "min", "clamp"):  # where zeros tie, NumPy takes either
-        np.testing.assert_array_equal(np.signbit(g[zero]), np.signbit(w[zero]), err_msg=f"{name}: the sign of zero")
-    mantissa, least = FORMATS[dtype][1], 2 - 2 ** (FORMATS[dtype][0] - 1)
-    with np.errstate(all="ignore"):
-        unit = np.ldexp(1.0, np.maximum(np.frexp(w)[1] - 1, least) - mantissa)
-        allowed = 0 if exact else unit * (OPS[kind].ulps.get("cuda", 3) if dtype == "float32" else 1)
-        if kind == "logistic" and dtype == "bfloat16":
-            allowed = allowed + COARSE_LOGISTIC
-        wrong = (np.abs(g - w) > allowed) & np.isfinite(w) | (np.isinf(w) & (g != w))
-    assert not wrong.any(), f"{name} of {wrong.sum()} values: {got[wrong][:4]} where {want[wrong][:4]} is right"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pointwise(dtype: str) -> None:
-    t, arrays, names = all_pointwise(dtype)
+    t, arrays, names = all_pointwise(dtype, cuda.supports)
     program = t.program()
     got, want = run_program(program, *arrays), interpret(program, arrays)
-    failures = []
-    for name, g, w in zip(names, got, want, strict=True):
-        try:
-            check_pointwise(name, g, w)
-        except AssertionError as e:
-            failures.append(str(e))
-    assert not failures, "\n".join(failures)
+    found = [disagreement(name, g, w, "cuda") for name, g, w in zip(names, got, want, strict=True)]
+    assert not any(found), "\n".join(filter(None, found))
 
 
 def test_most_of_the_table_has_code() -> None:
     """What has none is known: special functions that CUDA's library lacks, and what needs the bits of a dtype."""
-    of_floats = {kind for kind, *_ in entries("float32")}
+    of_floats = {kind for kind, *_ in entries("float32", cuda.supports)}
     missing = {k for k, s in OPS.items() if s.family == "pointwise" and "float32" in s.dtypes} - of_floats
     assert missing == {
         *("digamma", "bessel_i0e", "bessel_i1e", "igamma", "igammac", "zeta", "polygamma", "regularized_incomplete_beta"),
-        *("reduce_precision", "eq_to", "lt_to", "le_to"),
+        "reduce_precision",
     }
-    of_integers = {kind for kind, *_ in entries("int32")}
+    of_integers = {kind for kind, *_ in entries("int32", cuda.supports)}
     missing = {k for k, s in OPS.items() if s.family == "pointwise" and "int32" in s.dtypes} - of_integers
-    assert missing == {"mulhi", "eq_to", "lt_to", "le_to"}
+    assert missing == set()
 
 
 # -- columns that change places

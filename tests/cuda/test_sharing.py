@@ -16,8 +16,12 @@ import pytest
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets import cuda
+from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import kernel, lower
-from kitsune_jax.targets.cuda.sharing import Constants, Kind, StageCode, kinds
+from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.device_ir import Ref
+from kitsune_jax.targets.cuda.print_loops import Spelling
+from kitsune_jax.targets.cuda.sharing import kinds
 from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -130,65 +134,77 @@ def test_a_kernel_of_one_stage_has_no_tables() -> None:
 # -- which stages are equal
 
 
-def code(text: str, *numbers: int, split: int = 1) -> StageCode:
-    """A stage whose text has {0}, {1}, ... where the constants stand."""
-    constants = Constants()
-    line = text.format(*(constants.number("x", k, n) for k, n in enumerate(numbers)))
-    return StageCode((line,), (), split, tuple(constants.found.values()))
+def constants(*numbers: int) -> tuple[ir.Constant, ...]:
+    return tuple(ir.number("x", k, n) for k, n in enumerate(numbers))
+
+
+def word(v: int) -> ir.Read:
+    return ir.Read("word", Ref("v", v), "float32")
+
+
+def let(v: int, template: str, *operands: int, dtype: str = "float32") -> ir.Let:
+    return ir.Let(Ref("v", v), dtype, ir.Apply(template, tuple(map(word, operands))))
+
+
+def rows(k: int, dtype: str) -> ir.Rows:
+    return ir.Rows(Ref("in", k), dtype, 8, "16", (), False)
 
 
 def test_constants_that_agree_are_literals_and_others_are_fields() -> None:
-    (kind,) = kinds([code("f({0}, {1});", 64, 3), code("f({0}, {1});", 64, 5)])
-    assert kind == Kind((0, 1), ("f(64, at.x1);",), (), kind.fields, (("3",), ("5",)))
-    assert [field.name for field in kind.fields] == ["x1"]
+    (kind,) = kinds([constants(64, 3), constants(64, 5)])
+    assert kind.stages == (0, 1) and kind.places == (("3",), ("5",))
+    spelling = Spelling(frozenset((c.name, c.key) for c in kind.fields))
+    assert [spelling.constant(c) for c in kind.code] == ["64", "at.x1"]
 
 
 def test_members_of_structs_are_literals_or_pointers_to_members() -> None:
-    codes = []
-    for k in range(2):
-        constants = Constants()
-        line = f"f({constants.parameter('in0')}, {constants.parameter(f'out{k}')}, {constants.ring(f'queue{k}', 4)}[group]);"
-        codes.append(StageCode((line,), (), 1, tuple(constants.found.values())))
+    codes = [(ir.parameter("in", 0), ir.parameter("out", k), ir.ring(k, 4)) for k in range(2)]
     (kind,) = kinds(codes)
-    assert kind.consume == ("f(p.in0, p.*at.out0, (header.*at.ring0)[group]);",)
+    spelling = Spelling(frozenset((c.name, c.key) for c in kind.fields))
+    assert [spelling.constant(c) for c in kind.code] == ["p.in0", "p.*at.out0", "(header.*at.ring0)"]
     assert kind.places == (("&Params::out0", "&Header::queue0"), ("&Params::out1", "&Header::queue1"))
-    assert kinds(codes, share=False)[1].consume == ("f(p.in0, p.out1, (header.queue1)[group]);",)
+    assert [Spelling().constant(c) for c in kinds(codes, share=False)[1].code] == ["p.in0", "p.out1", "(header.queue1)"]
+
+
+def test_a_constant_with_two_values_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="x of 0 is 1 and 2"):
+        kinds([(ir.number("x", 0, 1), ir.number("x", 0, 2)), ()])
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("float v1 = exp2(v7);", "float v4 = exp2(v3);"),
-        ("u32 w_q3[4]; queue3.push(n, 0, w_q3);", "u32 w_q8[4]; queue8.push(n, 0, w_q8);"),
-        ("d12_0_product.feed(v12); d12_1_weights", "d2_0_product.feed(v2); d2_1_weights"),
-        ("panel2x.put(panel2y); sum2", "panel14x.put(panel14y); sum14"),
-        ("in3_row[h]; o3; out3_row", "in0_row[h]; o5; out5_row"),
+        (let(1, "exp2({0})", 7), let(4, "exp2({0})", 3)),
+        (st.QueueCall(Ref("queue", 3), "wr_release"), st.QueueCall(Ref("queue", 8), "wr_release")),
+        ((let(12, "f({0})", 2), let(13, "f({0})", 12)), (let(2, "f({0})", 5), let(3, "f({0})", 2))),
+        (ir.ToPanel(-1, Ref("panel", 2, "x")), ir.ToPanel(-1, Ref("panel", 14, "x"))),
+        (st.LoadRow(Ref("r", 1), rows(3, "float32")), st.LoadRow(Ref("r", 2), rows(0, "float32"))),
     ],
 )
-def test_stages_that_differ_in_the_numbers_of_their_names_are_equal(one: str, other: str) -> None:
-    assert len(kinds([code(one), code(other)])) == 1
+def test_stages_that_differ_in_the_numbers_of_their_names_are_equal(one: Any, other: Any) -> None:
+    assert len(kinds([one, other])) == 1
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("exp2(v1)", "exp1(v1)"),
-        ("log1p(v1)", "log2(v1)"),
-        ("load_row<Bf16>(v1)", "load_row<F16>(v1)"),
-        ("const i32 v1 = 0;", "const i64 v1 = 0;"),
-        ("v1 = v2; v3 = v1;", "v1 = v2; v3 = v2;"),
-        ("v1 = d1_0;", "v1 = d2_0;"),
-        ("queue1.pop(n, 8);", "queue1.pop(n, 4);"),
-        ("p.weights0", "p.weights1"),
-        ("f(0x35800000u)", "f(0x35000000u)"),
+        (let(1, "exp2({0})", 2), let(1, "exp1({0})", 2)),
+        (st.LoadRow(Ref("r", 1), rows(1, "bfloat16")), st.LoadRow(Ref("r", 1), rows(1, "float16"))),
+        (let(1, "{0}", 2, dtype="int32"), let(1, "{0}", 2, dtype="uint32")),
+        ((let(1, "{0}", 2), let(3, "{0}", 1)), (let(1, "{0}", 2), let(3, "{0}", 2))),
+        (let(1, "{0} + {1}", 1, 2), let(1, "{0} + {1}", 2, 2)),
+        (st.Entry(Ref("pop", 1), Ref("queue", 1), 8), st.Entry(Ref("pop", 1), Ref("queue", 1), 4)),
+        (ir.ToPanel(-1, Ref("panel", 2, "x")), ir.ToPanel(-1, Ref("panel", 2, "y"))),
+        (ir.Literal("from_bits(0x35800000u)"), ir.Literal("from_bits(0x35000000u)")),
+        (st.QueueCall(Ref("queue", 1), "wr_acquire"), st.QueueCall(Ref("queue", 1), "rd_acquire")),
     ],
 )
-def test_stages_that_do_something_else_are_not_equal(one: str, other: str) -> None:
-    assert len(kinds([code(one), code(other)])) == 2
+def test_stages_that_do_something_else_are_not_equal(one: Any, other: Any) -> None:
+    assert len(kinds([one, other])) == 2
 
 
-def test_stages_split_over_other_numbers_of_ctas_are_not_equal() -> None:
-    assert len(kinds([code("f(slab);", split=2), code("f(slab);", split=4), code("f(slab);", split=2)])) == 2
+def test_a_table_of_types_of_constants_is_part_of_the_code() -> None:
+    assert len(kinds([(ir.number("x", 0, 1),), (ir.number("x", 0, 1, "i64"),)])) == 2
 
 
 # -- what it computes

@@ -29,8 +29,10 @@ from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
 from kitsune_jax.targets.cuda.planning.planner import candidates, plan
-from kitsune_jax.targets.cuda.planning.storage import Steps, is_splittable, padded
-from tests.planning.test_planning import Net, block, depends_on
+from kitsune_jax.targets.cuda.planning.splits import is_splittable
+from kitsune_jax.targets.cuda.planning.storage import Steps
+from kitsune_jax.targets.cuda.tiles import padded
+from tests.planning.test_planning import block, depends_on
 from tests.planning.test_planning import nerf as paper_nerf
 from tests.support.graphs import graph_of, layer_norm
 
@@ -300,17 +302,6 @@ def test_weight_gradients_of_several_matrices_are_refused_in_words():
 
     case = captured(fn, *(jax.ShapeDtypeStruct((4096, 3, 8), jnp.bfloat16) for _ in range(2)))
     with pytest.raises(Infeasible, match="weight gradient"):
-        plan(*case, H200)
-
-
-def test_several_phases_are_refused_in_words():
-    net = Net(4096)
-    h = net.layer(net.input(4096, 32), 32)
-    total = net.op("reduce_sum", (h,), (32,), axes=(0,))
-    net.phase = 1
-    mean = net.op("broadcast_in_dim", (total,), (4096, 32), shape=(4096, 32), dims=(1,))
-    case = net.done(net.layer(net.op("sub", (h, mean), (4096, 32)), 32))
-    with pytest.raises(Infeasible, match="one phase"):
         plan(*case, H200)
 
 

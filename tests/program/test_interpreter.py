@@ -150,7 +150,7 @@ def test_sinks_accumulate_in_double_and_arrive_at_the_end():
     rows = 1000
     tile, whole = TileType(True, (4,), "float32"), ArrayType((rows, 4), "float32", True, (4,), (1,))
     kinds = ("sum", "max", "min", "prod")
-    body = (instr("load", (), (0,), array=0), *[instr("sink", (0,), (), sink=k, how=h, axes=(0,)) for k, h in enumerate(kinds)])
+    body = (instr("load", (), (0,), array=0), *[instr("sink", (0,), (), sink=k, axes=(0,)) for k, _ in enumerate(kinds)])
     program = TileProgram(
         (rows,), 7, (whole,), tuple(ArrayType((4,), "float32", False) for _ in kinds), (tile,), (),
         (StageProgram("fold", body),), (), tuple(SinkType(h, (4,), "float32", k) for k, h in enumerate(kinds)),

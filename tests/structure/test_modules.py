@@ -58,14 +58,12 @@ def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
 
 
-@pytest.mark.xfail(reason="the code generator of the CUDA target", strict=True)
 def test_modules_import_in_one_direction():
     known = modules()
     assert len(known) > 100
     assert not circles({name: imports(path, known) - {name} for name, path in known.items()})
 
 
-@pytest.mark.xfail(reason="four files on their way", strict=True)
 def test_no_file_is_long():
     files = [
         *sources("kitsune_jax", ".py"),

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 
+from kitsune_jax.ops.reduce import FOLDS, identity
 from kitsune_jax.program.build import assemble
-from kitsune_jax.program.execute import FOLD, identity
 from kitsune_jax.program.ir import ROWS, Program
 from tests.support.tiles import Tiles
 
@@ -84,7 +84,7 @@ def segments(
         flat, out = x.reshape(-1, width), gathered.reshape(-1, width)
         for i, row in zip(ids.reshape(-1), flat, strict=True):
             if 0 <= i < n:
-                total[i] = FOLD[how](total[i], row)
+                total[i] = FOLDS[how](total[i], row)
         for k, i in enumerate(ids.reshape(-1)):
             if 0 <= i < n or mode == "clip":
                 out[k] = total[min(max(i, 0), n - 1)]

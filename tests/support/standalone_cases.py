@@ -156,5 +156,5 @@ CASES: dict[str, Callable[[], Case]] = {
     "digits_optax": digits_optax,
     "digits_nnx": digits_nnx,
     "photo_equinox": photograph_equinox,
-    **{f"drawn-{number}": functools.partial(drawn, number) for number in range(12)},
+    **{f"drawn-{number}": functools.partial(drawn, number) for number in range(8)},
 }

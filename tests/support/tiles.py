@@ -213,7 +213,7 @@ class Tiles:
         shape = tuple(n for d, n in enumerate(t.shape, 1) if d not in axes)
         self.outputs.append(ArrayType(shape, t.dtype, False))
         self.sinks.append(SinkType(how, shape, t.dtype, len(self.outputs) - 1))
-        self._add("sink", (x,), (), sink=len(self.sinks) - 1, how=how, axes=tuple(axes))
+        self._add("sink", (x,), (), sink=len(self.sinks) - 1, axes=tuple(axes))
 
     def sink_at(self, x: int, index: int, how: str, n: int, accumulate: str | None = None) -> None:
         """Fold ``x`` into the rows ``index`` of a new output of ``n`` rows."""

@@ -203,15 +203,20 @@ SERIES = {kind for kind, spec in OPS.items() if spec.flops >= 200}  # test_ops c
 
 def operators(arity: int, dtype: str) -> dict[str, Function]:
     """The CPU target's pointwise operators on ``dtype`` by name, as functions of ``arity`` operands."""
-    left_out = {*SERIES, "copy", "round", "integer_pow", "reduce_precision", "select_n"}
-    if dtype in ("bfloat16", "float16"):
+    left_out = {*SERIES, "copy", "round", "integer_pow", "reduce_precision", "select_n", "bitcast_convert_type"}
+    narrow = dtype in ("bfloat16", "float16")
+    if narrow:
         left_out.add("nextafter")  # stays with XLA
     table = [k for k, s in OPS.items() if s.family == "pointwise" and s.arity == arity and dtype in s.dtypes and s.cpu]
-    named: dict[str, Function] = {k: getattr(lax, k) for k in table if k not in left_out}
+    named: dict[str, Function] = {
+        k: getattr(lax, f"{k}_p").bind if k.endswith("_to") else getattr(lax, k) for k in table if k not in left_out
+    }
     if arity == 1:
         named |= {f"round_{m.name}": lambda x, m=m: lax.round(x, m) for m in lax.RoundingMethod}
         named |= {f"integer_pow_{y}": lambda x, y=y: lax.integer_pow(x, y) for y in (-1, 2, 3, 7)}
         named["relu"] = jax.nn.relu
+        if not narrow:
+            named["bitcast"] = lambda x: lax.bitcast_convert_type(x, bits_of(x.dtype))
     return named
 
 

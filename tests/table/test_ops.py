@@ -12,10 +12,11 @@ import pytest
 from hypothesis import strategies as st
 from jax import lax
 
-from kitsune_jax.ops.local import ROWS, resolve_rows
+from kitsune_jax.ops.local import ROWS
 from kitsune_jax.ops.spec import DTYPES, FORMATS, is_float, np_dtype
-from kitsune_jax.ops.table import FAMILIES, OPS
+from kitsune_jax.ops.table import FAMILIES, OPS, resolve_rows
 from kitsune_jax.targets.cpu.bytecode import OPCODES
+from tests.support.table_cases import sample
 
 POINTWISE = [kind for kind, spec in OPS.items() if spec.family == "pointwise" and kind != "copy"]
 QUICK_DTYPES = ("bool", "int8", "uint32", "bfloat16", "float32")  # the slow tests take all of them
@@ -40,6 +41,8 @@ def test_the_table_is_complete():
         assert spec.doc and spec.flops >= 0
         assert set(spec.opcodes) <= set(OPCODES)
         assert set(spec.dtypes) <= set(DTYPES)
+        assert spec.like is None or spec.like[0] in OPS
+        assert not set(spec.names) & set(OPS)
         assert spec.cuda.keys() <= {"any", "float", "i32", "u32", "bool", "coarse"}
         assert all(text.count("(") == text.count(")") for text in spec.cuda.values() if isinstance(text, str))
 
@@ -92,32 +95,12 @@ def jitted(kind: str, params: tuple):
     options = dict(params)
     if kind == "round":
         options = {"rounding_method": METHODS[options["method"]]}
+    if "new_dtype" in options:
+        options["new_dtype"] = np_dtype(options["new_dtype"])
     if kind in WITH_ACCURACY:
         options = {"accuracy": None}
     primitive = getattr(lax, f"{kind}_p")
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **options))
-
-
-def sample(rng: np.random.Generator, kind: str, operand: int, dtype: str, n: int) -> np.ndarray:
-    """Operands over the whole domain of ``kind``: integers of all magnitudes, floats around 1."""
-    if dtype == "bool" or (kind == "select_n" and operand == 0):
-        return rng.integers(0, 2, n).astype(bool)
-    if not is_float(dtype):
-        info = np.iinfo(dtype)
-        near = rng.integers(max(info.min, -9), 10, n).astype(dtype)
-        far = rng.integers(info.min, info.max, n, dtype=np.dtype(dtype), endpoint=True)
-        return np.where(rng.random(n) < 0.5, near, far)
-    domain = OPS[kind].domain if kind else ()
-    within = domain[min(operand, len(domain) - 1)] if domain else (-np.inf, np.inf)
-    low, high = (within.start, within.stop) if isinstance(within, range) else within
-    x = rng.standard_normal(n) * np.exp(rng.uniform(-3, 2, n))
-    if isinstance(within, range):
-        x = rng.integers(low, high, n)
-    elif np.isfinite(high):
-        x = rng.uniform(low, high, n)
-    elif np.isfinite(low):
-        x = low + np.abs(x)
-    return np.asarray(x, np.float32).astype(np_dtype(dtype))
 
 
 def assert_close(kind: str, got: np.ndarray, want: np.ndarray, what: object) -> None:

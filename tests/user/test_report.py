@@ -55,14 +55,13 @@ def two_layer_graph() -> Graph:
 
 def two_stage_plan() -> Plan:
     return Plan(
-        platform="cuda",
         machine="two CTAs",
         arrangement="spatial",
         tile_rows=96,
         tiles=43,
         stages=(
-            Stage("dot0", (0, 1), 0, "tensor", 1, 12.5e-6, 64 * 96 * 2),
-            Stage("dot1", (2,), 0, "tensor", 1, 6.25e-6, 96 * 32 * 2),
+            Stage("dot0", (0, 1), "tensor", 1, 12.5e-6, 64 * 96 * 2),
+            Stage("dot1", (2,), "tensor", 1, 6.25e-6, 96 * 32 * 2),
         ),
         queues=(Queue(5, 0, (1,), 2, 96 * 96 * 2, "l2"),),
         replicas=1,
@@ -72,6 +71,7 @@ def two_stage_plan() -> Plan:
         baseline_bytes=3_200_000,
         flops=75_000_000,
         bound="dot0",
+        lanes=1,
     )
 
 
@@ -83,7 +83,6 @@ def report() -> Report:
         labels=((0, ROW), (4, ROW), (5, ROW), (6, ROW)),
         inputs=(0, 1, 2),
         outputs=(6,),
-        phase_of=(0, 0, 0),
     )
     graph = two_layer_graph()
     graph.validate()

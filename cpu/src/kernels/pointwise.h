@@ -204,6 +204,23 @@ struct NextAfter {
   static KITSUNE_INLINE double apply(double x, double y) { return __builtin_nextafter(x, y); }
 };
 
+__extension__ typedef __int128 Signed128;
+__extension__ typedef unsigned __int128 Unsigned128;
+
+struct MultiplyHigh {  // the high half of the product in twice the width
+  template <class Wide, class T>
+  static KITSUNE_INLINE T in(T x, T y) {
+    return T((Wide(x) * Wide(y)) >> (sizeof(T) * 8));
+  }
+  template <class T>
+  static KITSUNE_INLINE T apply(T x, T y) {
+    if constexpr (sizeof(T) < 8)
+      return kSigned<T> ? in<int64_t>(x, y) : in<uint64_t>(x, y);
+    else
+      return kSigned<T> ? in<Signed128>(x, y) : in<Unsigned128>(x, y);
+  }
+};
+
 #define KITSUNE_LOGIC(name, op)               \
   struct name {                               \
     template <class T>                        \
@@ -280,6 +297,25 @@ KITSUNE_COMPARISON(Le, <=)
 KITSUNE_COMPARISON(Gt, >)
 KITSUNE_COMPARISON(Ge, >=)
 #undef KITSUNE_COMPARISON
+
+// The place of x in IEEE 754's total order, as an integer of its width: -NaN < -inf < ... < -0 < 0 < ... < inf < NaN.
+template <class T>
+KITSUNE_INLINE auto total_order(T x) {
+  if constexpr (TypeTraits<T>::kFloating) {
+    using U = typename Bits<T>::type;
+    U u = bit_cast<U>(x);
+    return typename SignedOf<U>::type(u ^ ((U(0) - (u >> (sizeof(T) * 8 - 1))) >> 1));
+  } else {
+    return x;
+  }
+}
+template <class Compare>
+struct TotalOrder {
+  template <class T>
+  static KITSUNE_INLINE Bool apply(T x, T y) {
+    return Compare::apply(total_order(x), total_order(y));
+  }
+};
 
 struct Clamp {
   template <class T>

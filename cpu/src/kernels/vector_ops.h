@@ -48,6 +48,14 @@ void map_select(int64_t n, void* dst, const void* a, const void* b, const void* 
   }
 }
 
+template <class T>  // as above
+void map_bits(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+  T* d = static_cast<T*>(dst);
+  const T* x = static_cast<const T*>(a);
+  KITSUNE_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) d[i] = x[i];
+}
+
 template <class T>
 void map_integer_pow(int64_t n, void* dst, const void* a, const void*, const void*, const double* imm) {
   T* d = static_cast<T*>(dst);
@@ -265,6 +273,7 @@ VectorFn bitwise_function(Opcode op) {
     switch (op) {
       case Opcode::op_popcnt: return &map_unary<PopCount, T>;
       case Opcode::op_clz: return &map_unary<CountLeadingZeros, T>;
+      case Opcode::op_mulhi: return &map_binary<MultiplyHigh, T>;
       case Opcode::op_shift_left: return &map_binary<ShiftLeft, T>;
       case Opcode::op_shift_right_logical: return &map_binary<ShiftRightLogical, T>;
       case Opcode::op_shift_right_arithmetic: return &map_binary<ShiftRightArithmetic, T>;
@@ -302,6 +311,10 @@ VectorFn function_of(Opcode op) {
     case Opcode::op_le: return &map_binary<Le, T>;
     case Opcode::op_gt: return &map_binary<Gt, T>;
     case Opcode::op_ge: return &map_binary<Ge, T>;
+    case Opcode::op_eq_to: return &map_binary<TotalOrder<Eq>, T>;
+    case Opcode::op_lt_to: return &map_binary<TotalOrder<Lt>, T>;
+    case Opcode::op_le_to: return &map_binary<TotalOrder<Le>, T>;
+    case Opcode::op_bitcast: return &map_bits<typename BitsOfSize<sizeof(T)>::type>;
     case Opcode::op_clamp: return &map_clamp<T>;
     case Opcode::op_select: return &map_select<typename BitsOfSize<sizeof(T)>::type>;
     default: break;

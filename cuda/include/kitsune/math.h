@@ -101,6 +101,19 @@ KITSUNE_DEVICE i32 plus(i32 x, i32 y) { return static_cast<i32>(static_cast<u32>
 KITSUNE_DEVICE i32 minus(i32 x, i32 y) { return static_cast<i32>(static_cast<u32>(x) - static_cast<u32>(y)); }
 KITSUNE_DEVICE i32 times(i32 x, i32 y) { return static_cast<i32>(static_cast<u32>(x) * static_cast<u32>(y)); }
 
+KITSUNE_DEVICE i32 high_half(i32 x, i32 y) { return static_cast<i32>((static_cast<long long>(x) * y) >> 32); }
+KITSUNE_DEVICE u32 high_half(u32 x, u32 y) { return static_cast<u32>((static_cast<unsigned long long>(x) * y) >> 32); }
+
+// The place in IEEE 754's total order: -NaN < -inf < ... < -0 < 0 < ... < inf < NaN.
+KITSUNE_DEVICE i32 total_order(float x) {
+  const i32 b = static_cast<i32>(bits(x));
+  return b < 0 ? b ^ 0x7fffffff : b;
+}
+template <class V>
+KITSUNE_DEVICE V total_order(V x) {
+  return x;
+}
+
 KITSUNE_DEVICE u32 shift_left(u32 x, u32 n) { return n < 32 ? x << n : 0; }
 KITSUNE_DEVICE u32 shift_right(u32 x, u32 n) { return n < 32 ? x >> n : 0; }
 KITSUNE_DEVICE i32 shift_right_sign(i32 x, u32 n) { return x >> (n < 32 ? n : 31); }

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 
-from kitsune_jax import activations
 from kitsune_jax.graph import make_params
 from kitsune_jax.program.ir import ROWS, Instr, TileProgram, TileType
+from kitsune_jax.program.passes import activations
 from kitsune_jax.program.passes.flow import VIEWS, Flow, is_other_name, squeezed
 from kitsune_jax.program.passes.simplify import live
 
@@ -59,7 +59,7 @@ class _Folding:
 
     def body(self, body: Sequence[Instr], results: Sequence[int]) -> tuple[Instr, ...]:
         flow = Flow(self.program, body, results)
-        found = {i: _match(flow, i, self.activated) for i, instr in enumerate(body) if instr.kind == "matmul"}
+        found = {i: _match(flow, self.program, i, self.activated) for i, instr in enumerate(body) if instr.kind == "matmul"}
         found = {i: e for i, e in found.items() if e.absorbed}
         gone = {v for i, e in found.items() for j in (i, *e.absorbed) for v in body[j].outputs}
         absorbed = {j for e in found.values() for j in e.absorbed}
@@ -117,7 +117,7 @@ def column_dims(product: Instr, w_rank: int) -> list[int]:
     return [d for d, source in enumerate(perm) if source >= len(perm) - columns]
 
 
-def _match(flow: Flow, i: int, activated: bool) -> _Epilogue:
+def _match(flow: Flow, program: TileProgram, i: int, activated: bool) -> _Epilogue:
     """The longest chain ``[convert] add(bias) [convert] activation [convert]`` after product ``i``, no link read by others."""
     product = flow.body[i]
     (out,) = product.outputs
@@ -141,7 +141,7 @@ def _match(flow: Flow, i: int, activated: bool) -> _Epilogue:
             if "float64" in (x, y) or y not in _FLOATS or (rounded and np.dtype(y).itemsize > np.dtype(x).itemsize):
                 break
             rounded = rounded or narrower
-        elif instr.kind == "add" and bias is None and activation == "none" and (found_bias := _bias(flow, other, product)):
+        elif instr.kind == "add" and bias is None and activation == "none" and (found_bias := _bias(flow, program, other, product)):
             bias = found_bias
         elif instr.kind == "max" and activated and activation == "none" and flow.literal(other) == 0:
             activation = "relu"
@@ -152,7 +152,7 @@ def _match(flow: Flow, i: int, activated: bool) -> _Epilogue:
     return _Epilogue(current, bias, activation, parameters, tuple(absorbed))
 
 
-def _bias(flow: Flow, v: int, product: Instr) -> _Bias | None:
+def _bias(flow: Flow, program: TileProgram, v: int, product: Instr) -> _Bias | None:
     """``v`` as an addend of the product's result, if it is a loaded stationary array that varies along the columns only."""
     out = flow.type(product.outputs[0])
     if flow.shape(v) != squeezed(out.shape) and (flow.type(v).tile or flow.shape(v)):
@@ -166,7 +166,7 @@ def _bias(flow: Flow, v: int, product: Instr) -> _Bias | None:
         x = instr.inputs[0] if instr.inputs else -1
         if instr.kind == "convert_element_type" and flow.dtype(x) in ("float16", "bfloat16") and flow.dtype(v) == "float32":
             pass
-        elif is_other_name(flow.program, instr):
+        elif is_other_name(flow.values, instr):
             along = dict(zip(_real(flow, x), (along[d] for d in sorted(along)), strict=True))
         elif instr.kind == "transpose":
             along = {instr["permutation"][d]: to for d, to in along.items()}
@@ -179,7 +179,7 @@ def _bias(flow: Flow, v: int, product: Instr) -> _Bias | None:
     columns = column_dims(product, len(flow.type(product.inputs[1]).shape))
     places = [columns.index(along[d]) if along[d] in columns else -1 for d in sorted(along)]
     whole = squeezed(flow.type(v).shape) == tuple(out.shape[along[d] - 1] for d in sorted(along))
-    if not whole or -1 in places or places != sorted(places) or flow.dtype(v) not in _FLOATS or not _loaded(flow, v):
+    if not whole or -1 in places or places != sorted(places) or flow.dtype(v) not in _FLOATS or not _loaded(flow, program, v):
         return None
     return _Bias(v, tuple(places))
 
@@ -190,14 +190,14 @@ def _real(flow: Flow, v: int) -> list[int]:
     return [d for d, n in enumerate(t.shape, int(t.tile)) if n != 1]
 
 
-def _loaded(flow: Flow, v: int) -> bool:
+def _loaded(flow: Flow, program: TileProgram, v: int) -> bool:
     """Whether ``v`` is an array that depends on no row, seen with other strides or in another shape, but not copied."""
     chain = _chain(flow, v)
-    if not chain or chain[0].kind != "load" or flow.program.inputs[chain[0]["array"]].row_strides:
+    if not chain or chain[0].kind != "load" or program.inputs[chain[0]["array"]].row_strides:
         return False
     strided = False
     for instr in chain[1:]:
-        if instr.kind == "reshape" and strided and not is_other_name(flow.program, instr):
+        if instr.kind == "reshape" and strided and not is_other_name(flow.values, instr):
             return False
         strided |= instr.kind != "reshape"
     return True

@@ -1,18 +1,21 @@
 """Who makes and who reads each value of a body, whatever name it is called by.
 
-Comes in: a stage's body, or that of a loop. Goes out: ``Flow``. The **root** of a value is the one that it is another name of: the
-operand of a copy, or of a view that only inserts, drops or moves dimensions of extent 1.
+Comes in: a stage's body, that of a loop, or ops of a graph. Goes out: ``Flow``. The **root** of a value is the one that it is
+another name of: the operand of a copy, or of a view that only inserts, drops or moves dimensions of extent 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from kitsune_jax.graph import Scalar
-from kitsune_jax.program.ir import Instr, TileProgram, TileType, walk
+from kitsune_jax.graph import Graph, Scalar, Value
+from kitsune_jax.program.ir import Instr, TileType, walk
 
 VIEWS = frozenset({"broadcast_in_dim", "reshape", "transpose", "rev", "slice"})
 Use = tuple[int, int]  # (instruction of the body, operand number)
+Types = Sequence[TileType] | Mapping[int, TileType]
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
@@ -20,11 +23,11 @@ def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(n for n in shape if n != 1)
 
 
-def is_other_name(program: TileProgram, instr: Instr) -> bool:
+def is_other_name(values: Types, instr: Instr) -> bool:
     """Whether the result of ``instr`` is its operand, up to dimensions of extent 1."""
     if instr.kind not in ("copy", "broadcast_in_dim", "reshape", "transpose", "convert_element_type"):
         return False
-    x, y = program.values[instr.inputs[0]], program.values[instr.outputs[0]]
+    x, y = values[instr.inputs[0]], values[instr.outputs[0]]
     if x.dtype != y.dtype or x.tile != y.tile:
         return False
     if instr.kind == "transpose":
@@ -35,17 +38,26 @@ def is_other_name(program: TileProgram, instr: Instr) -> bool:
     return squeezed(x.shape) == squeezed(y.shape)
 
 
-class Flow:
-    """``results``: what a loop's body hands to its next iteration. It is ``activations.Code``: activations are looked for in it."""
+class Typed(Protocol):
+    """What a ``Flow`` asks of a program: the types of values, and the constants among them."""
 
-    def __init__(self, program: TileProgram, body: Sequence[Instr], results: Sequence[int] = ()):
-        self.program, self.body, self.results = program, body, tuple(results)
+    @property
+    def values(self) -> Types: ...
+    @property
+    def literals(self) -> Sequence[tuple[int, Scalar]]: ...
+
+
+class Flow:
+    """``results`` is what is read behind the body: what a loop hands to its next iteration."""
+
+    def __init__(self, program: Typed, body: Sequence[Instr], results: Sequence[int] = ()):
+        self.values, self.body, self.results = program.values, body, tuple(results)
         self.makers: dict[int, Instr] = {v: instr for instr in body for v in instr.outputs}
         self.uses: dict[int, list[Use]] = {}  # of a root, by instructions that are not names or views of constants themselves
         self.constants: dict[int, Scalar] = dict(program.literals)
         self._roots: dict[int, int] = {}
         for i, instr in enumerate(body):
-            if is_other_name(program, instr):
+            if is_other_name(self.values, instr):
                 self._roots[instr.outputs[0]] = self.root(instr.inputs[0])
             elif instr.kind in VIEWS and (constant := self.literal(instr.inputs[0])) is not None:
                 self.constants[instr.outputs[0]] = constant  # constants look the same under every view
@@ -56,12 +68,19 @@ class Flow:
                     self._read(i, (*inside, *instr.block.results), named=False)
         self._read(len(body), self.results)
 
+    @staticmethod
+    def of_graph(graph: Graph, ops: Sequence[int], results: Sequence[int]) -> Flow:
+        """Of the ops number ``ops`` of ``graph``; ``results``: the values that something else reads, too."""
+        body = [Instr(op.kind, op.inputs, op.outputs, op.params) for op in (graph.ops[i] for i in ops)]
+        read = {v: graph.values[v].literal for i in body for v in i.inputs}
+        return Flow(_Ops(_Whole(graph.values), tuple((v, c) for v, c in read.items() if c is not None)), body, results)
+
     def _read(self, i: int, values: Sequence[int], named: bool = True) -> None:
         for p, v in enumerate(values):
             self.uses.setdefault(self.root(v), []).append((i, p if named else -1))
 
     def type(self, v: int) -> TileType:
-        return self.program.values[v]
+        return self.values[v]
 
     def root(self, v: int) -> int:
         return self._roots.get(v, v)
@@ -80,3 +99,20 @@ class Flow:
 
     def dtype(self, v: int) -> str:
         return self.type(v).dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ops:
+    values: _Whole
+    literals: tuple[tuple[int, Scalar], ...]
+
+
+class _Whole(dict[int, TileType]):
+    """The types of a graph's values, made when they are asked for."""
+
+    def __init__(self, values: Sequence[Value]):
+        self.graph_values = values
+
+    def __missing__(self, v: int) -> TileType:
+        self[v] = TileType(False, self.graph_values[v].shape, self.graph_values[v].dtype)
+        return self[v]

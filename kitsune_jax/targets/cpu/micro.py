@@ -27,6 +27,8 @@ def emit(builder: VectorBuilder, instr: Instr, args: list[int], dtypes: list[str
         return _convert(builder, args[0], dtypes[0], out, rounds)
     if spec.cpu is None:
         raise CannotLower(f"{instr.kind} has no micro-operation on the CPU")
+    if spec.gives == "any":  # the operand as it is
+        return builder.micro(spec.cpu, result, *args, from_type=compute_type(dtypes[0]))
     types = [compute_type(dtypes[0]) if spec.gives else result] * len(args)
     if instr.kind == "select_n":
         types[0] = "bool"

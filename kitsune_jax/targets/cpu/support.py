@@ -34,7 +34,7 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
         return f"{op.kind} has no code on the CPU"
     if op.kind == "select_n" and len(in_values) != 3:
         return "select_n with more than two cases"
-    for dtype in (v.dtype for v in in_values):
+    for dtype in (v.dtype for v in (*in_values, *(out_values if spec.gives == "any" else ()))):
         if dtype not in spec.dtypes or spec.family == "cumulative" and dtype == "bool":
             return f"{op.kind} of {dtype}"
         if is_narrow(dtype) and not spec.widens(dict(op.params), dtype):

@@ -98,8 +98,8 @@ class VectorBuilder:
             return x
         return self.micro("reduce_precision", "float32", x, imm=tuple(float(b) for b in NARROW[dtype]))
 
-    def micro(self, op: str, kind: str, *args: int, imm: tuple[float, ...] = ()) -> int:
-        return self._define((op, kind, args, imm), _Node(op, kind, -1, args, imm=imm))
+    def micro(self, op: str, kind: str, *args: int, from_type: str = "bool", imm: tuple[float, ...] = ()) -> int:
+        return self._define((op, kind, args, imm), _Node(op, kind, -1, args, from_type=from_type, imm=imm))
 
     def store(self, view: View, x: int) -> None:
         self._stores.append((view, self._strides(view)))

@@ -1,149 +1,95 @@
-"""Weight gradients in the text of a stage: both operands to panels in shared memory, which the lanes of the CTA multiply together.
+"""Weight gradients: both operands go to panels in shared memory, which the lanes of the CTA multiply together.
 
-Comes in: a ``matmul_sink`` and the ``Body`` it belongs to. Goes out: text, and what the kernel around the stage must know: the
-accumulators (``body.gradients``) and the panels' bytes. The gradients of a stage use the panels in turn. Sums over the rows of an
-operand (the gradient of a bias) are made from its panel.
+Comes in: a ``matmul_sink`` and the ``Evaluation`` of its stage. Goes out: nodes. The gradients of a stage use the panels in turn.
+Sums over the rows of an operand (the gradient of a bias) are made from its panel.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.actions import ToPanel
-from kitsune_jax.targets.cuda.values import GradientCode, PanelSum
+from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.device_ir import Ref, ToPanel
+from kitsune_jax.targets.cuda.evaluation import Evaluation
+from kitsune_jax.targets.cuda.statements import Panel
 from kitsune_jax.targets.errors import CannotLower
 
-if TYPE_CHECKING:
-    from kitsune_jax.targets.cuda.body import Body
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Panel:
-    """``value`` in shared memory. ``at``: bytes from the lane's panels on; ``width``: its columns."""
-
-    value: int
-    name: str
-    at: int
-    width: int
-
-
-def emit(body: Body, instr: Instr) -> None:
-    """Generates ``instr``. Raises ``CannotLower``."""
+def lower(at: Evaluation, instr: Instr) -> None:
+    """Lowers ``instr``. Raises ``CannotLower``."""
     if (instr["x_contract"], instr["y_contract"], instr["x_batch"], instr["y_batch"]) != ((0,), (0,), (), ()):
         raise CannotLower("a product that contracts the stream and other dimensions has no code on the GPU")
-    sink = body.program.sinks[instr["sink"]]
-    dtype, other = (body.value(v).dtype for v in instr.inputs)
+    sink = at.program.sinks[instr["sink"]]
+    dtype, other = (at.value(v).dtype for v in instr.inputs)
     if other != dtype or dtype not in pointwise.OPERAND or sink.dtype != "float32":
         raise CannotLower(f"a weight gradient of {dtype} and {other} in {sink.dtype} has no code on the GPU")
-    shape, k, operand = _shape(body, instr), instr["sink"], pointwise.OPERAND[dtype]
-    x, y = _panels(body, instr)
-    for panel in (x, y):
-        if panel.name in body.early_panels:
-            continue
-        _declare(body, panel)
-        if body.value(panel.value).row:
-            body.text(f"{panel.name}.put(lane, 0, {body.row_as_tile(panel.value)}, valid);")
+    (x_value, x), (y_value, y) = _panels(at, instr)
+    for v, panel in ((x_value, x), (y_value, y)):
+        if panel in at.prologue:
+            continue  # written already, in the loop of another effect
+        _declare(at, panel)
+        if at.value(v).row:
+            at.add(st.RowToPanel(panel.ref, at.row_tile(v)))
         else:
-            body.loop(panel.width, [ToPanel(panel.value, panel.name)])
-    type_ = f"Gradient<{operand}, {x.width}, {y.width}, {shape.blocks}, {shape.all_blocks}, {shape.width}, kLanes>"
-    where = f"panels.base, panels.base + {y.at}, panels.stride, group * {shape.blocks}"
-    body.setup.append(f"const {type_} gradient{k}{{{where}}};")
-    body.setup.append(f"float sum{k}[{shape.blocks}][{shape.width // 2}];")
-    body.setup.append(f"for (int m = 0; m < {shape.blocks}; ++m) for (int i = 0; i < {shape.width // 2}; ++i) sum{k}[m][i] = 0.0f;")
-    sums = tuple(_sum(body, i, panel) for panel in (x, y) for i in _sums_of(body, instr, panel.value))
-    meanwhile = " ".join(f"columns{s.sink}.add(sink{s.sink});" for s in sums)
-    body.text(f"gradient{k}.add(sum{k}, [&] {{ {meanwhile} }});" if sums else f"gradient{k}.add(sum{k}, [] {{}});")
-    body.gradients.append(GradientCode(k, shape, pointwise.ELEMENT[body.program.outputs[sink.array].dtype], sums))
-    body.budget.hold(shape.registers)
+            at.evaluate(panel.width, [ToPanel(v, panel.ref)])
+    gradient, shape = Ref("gradient", instr["sink"]), _shape(at, instr)
+    at.setup.append(st.GradientStart(gradient, dtype, x, y, shape))
+    sums = []
+    for v, panel in ((x_value, x), (y_value, y)):
+        for i in (i for g, of, i in at.facts.panel_sums if g == instr and of == v):
+            sums.append(Ref("columns", i["sink"]))
+            n = math.prod(at.program.sinks[i["sink"]].shape)
+            at.setup.append(st.PanelSumStart(sums[-1], panel, n // at.split if at.is_slab(v) else n, at.is_slab(v), gradient))
+    at.add(st.AddGradient(gradient, tuple(sums)))
+    at.done.add(instr)
 
 
-def early(body: Body, effect: Instr) -> list[ToPanel]:
+def early_panel(at: Evaluation, effect: Instr) -> list[ToPanel]:
     """The panel of the stage's next gradient that holds the value of ``effect``: it is written in the same loop."""
-    (v,) = effect.inputs
-    instr = next((i for i in body.instrs if i.kind == "matmul_sink" and i["sink"] not in {g.sink for g in body.gradients}), None)
-    if instr is None or body.instrs.index(instr) < body.instrs.index(effect):
+    instrs, root = at.facts.instrs, at.root(effect.inputs[0])
+    instr = next((i for i in instrs if i.kind == "matmul_sink" and i not in at.done), None)
+    if instr is None or instrs.index(instr) < instrs.index(effect):
         return []
-    mine = [x for x in instr.inputs if body.root(x) == body.root(v)]
+    mine = [x for x in instr.inputs if at.root(x) == root]
     if len(mine) != 1:
         return []
-    (panel,) = (p for p in _panels(body, instr) if p.value == mine[0])
-    if panel.name in body.early_panels:
+    (panel,) = (p for v, p in _panels(at, instr) if v == mine[0])
+    if panel in at.prologue:
         return []
-    body.early_panels.add(panel.name)
-    _declare(body, panel)
-    return [ToPanel(panel.value, panel.name)]
+    _declare(at, panel)
+    return [ToPanel(root, panel.ref)]
 
 
-def sums_panel(body: Body, effect: Instr) -> bool:
-    """Is ``effect`` the sum over the rows of a 16-bit value that is an operand of a gradient of the stage?"""
-    return any(effect in _sums_of(body, i, v) for i in body.instrs if i.kind == "matmul_sink" for v in i.inputs)
+def _panels(at: Evaluation, instr: Instr) -> tuple[tuple[int, Panel], tuple[int, Panel]]:
+    """The operand whose columns are the rows of the accumulators, and the other; each with its panel."""
+    x, y = reversed(instr.inputs) if _shape(at, instr).swapped else instr.inputs
+    k, dtype, (x_width, y_width) = instr["sink"], at.program.values[x].dtype, (_width(at, v) for v in (x, y))
+    behind = tiles.panel_bytes(x_width, tiles.is_half(dtype))
+    return (x, Panel(Ref("panel", k, "x"), dtype, x_width, 0)), (y, Panel(Ref("panel", k, "y"), dtype, y_width, behind))
 
 
-def _sums_of(body: Body, gradient: Instr, v: int) -> list[Instr]:
-    """The sums that are made of the panel of ``v``: of the first gradient that has one."""
-    operands = [i.inputs for i in body.instrs[: body.instrs.index(gradient)] if i.kind == "matmul_sink"]
-    t = body.program.values[v]
-    if not tiles.is_half(t.dtype) or math.prod(t.shape) == 1 or any(body.root(x) == body.root(v) for xs in operands for x in xs):
-        return []
-    if v == gradient.inputs[1] and body.root(gradient.inputs[0]) == body.root(v):
-        return []
-
-    def is_sum(i: Instr) -> bool:
-        if i.kind != "sink" or body.root(i.inputs[0]) != body.root(v):
-            return False
-        sink = body.program.sinks[i["sink"]]
-        return sink.how == "sum" and sink.dtype in ("float32", t.dtype) and tuple(i["axes"]) == (0,)
-
-    return [i for i in body.instrs if is_sum(i)]
-
-
-def _sum(body: Body, instr: Instr, panel: _Panel) -> PanelSum:
-    k = instr["sink"]
-    operand = pointwise.OPERAND[body.program.values[panel.value].dtype]
-    columns = math.prod(body.program.sinks[k].shape) // (body.config.split if panel.value in body.slabs else 1)
-    type_ = f"PanelSums<{operand}, {panel.width}, kLanes>"
-    body.setup.append(f"const {type_} columns{k}{{panels.base + {panel.at}, panels.stride, group}};")
-    body.setup.append(f"float sink{k}[2 * columns{k}.kRounds] = {{}};")
-    body.budget.hold(2)
-    element = pointwise.ELEMENT[body.program.outputs[body.program.sinks[k].array].dtype]
-    return PanelSum(k, panel.width, columns, panel.value in body.slabs, element)
-
-
-def _panels(body: Body, instr: Instr) -> tuple[_Panel, _Panel]:
-    """The operand whose columns are the rows of the accumulators, and the other."""
-    x, y = reversed(instr.inputs) if _shape(body, instr).swapped else instr.inputs
-    widths = [_width(body, v) for v in (x, y)]
-    first = tiles.panel_bytes(widths[0], tiles.is_half(body.program.values[x].dtype))
-    return _Panel(x, f"panel{instr['sink']}x", 0, widths[0]), _Panel(y, f"panel{instr['sink']}y", first, widths[1])
-
-
-def _width(body: Body, v: int) -> int:
+def _width(at: Evaluation, v: int) -> int:
     """Of the panel of ``v``, which the stage may not have made yet."""
-    columns = math.prod(body.program.values[v].shape)
-    return tiles.padded(columns // body.config.split if v in body.slabs else columns)
+    columns = math.prod(at.program.values[v].shape)
+    return tiles.padded(columns // at.split if at.is_slab(v) else columns)
 
 
-def _declare(body: Body, panel: _Panel) -> None:
-    dtype = body.value(panel.value).dtype
-    type_ = f"Panel<{pointwise.OPERAND[dtype]}, {panel.width}>"
-    body.prologue.append(f"const {type_} {panel.name}{{panels.mine() + {panel.at}}};")
+def _declare(at: Evaluation, panel: Panel) -> None:
+    at.once_per_tile(panel)
     if panel.width % 64:
-        body.setup.append(f"{type_}{{panels.mine() + {panel.at}}}.clear(lane, 1 + group);")
-    body.panel_bytes = max(body.panel_bytes, panel.at + tiles.panel_bytes(panel.width, tiles.is_half(dtype)))
+        at.setup.append(st.ClearPanel(panel))
 
 
-def _shape(body: Body, instr: Instr) -> tiles.GradientShape:
+def _shape(at: Evaluation, instr: Instr) -> tiles.GradientShape:
     """The accumulators of a weight gradient: of a split stage, those whose slabs the stage's other values agree with."""
-    n = [math.prod(body.program.values[v].shape) for v in instr.inputs]
-    half = tiles.is_half(body.program.values[instr.inputs[0]].dtype)
-    shapes = tiles.gradient_shapes(n[0], n[1], half, body.config.split, body.config.lanes)
-    if body.config.split > 1:
-        slabs = [v in body.slabs for v in instr.inputs]
+    n = [math.prod(at.program.values[v].shape) for v in instr.inputs]
+    half = tiles.is_half(at.program.values[instr.inputs[0]].dtype)
+    shapes = tiles.gradient_shapes(n[0], n[1], half, at.split, at.lanes)
+    if at.split > 1:
+        slabs = [at.is_slab(v) for v in instr.inputs]
         shapes = [s for s in shapes if slabs == [s.swapped, not s.swapped]]
     if not shapes:
-        raise CannotLower(f"a weight gradient of {n[0]} x {n[1]} does not fit the registers of {body.config.split} CTAs")
+        raise CannotLower(f"a weight gradient of {n[0]} x {n[1]} does not fit the registers of {at.split} CTAs")
     return shapes[0]

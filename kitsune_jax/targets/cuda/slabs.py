@@ -11,10 +11,8 @@ import math
 from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr, TileProgram
-from kitsune_jax.targets.cuda.tiles import gradient_shapes, is_half
+from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, gradient_shapes, is_half
 from kitsune_jax.targets.errors import CannotLower
-
-_ALIGNMENT = 32  # columns of a block: slabs are whole blocks
 
 
 def of_stage(instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int) -> frozenset[int]:
@@ -25,8 +23,8 @@ def of_stage(instrs: Sequence[Instr], program: TileProgram, split: int, lanes: i
     found = {v for i in instrs if i.kind == "matmul" for v in i.outputs}
     for v in found:
         columns = _columns(program, v)
-        if columns % (split * _ALIGNMENT):
-            raise CannotLower(f"{columns} columns are not {split} slabs of whole blocks of {_ALIGNMENT}")
+        if columns % (split * BLOCK_COLUMNS):
+            raise CannotLower(f"{columns} columns are not {split} slabs of whole blocks of {BLOCK_COLUMNS}")
     _spread(instrs, program, found)
     for i in instrs:
         if i.kind == "matmul_sink":

@@ -27,13 +27,10 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
             return "an array without elements"
     if op.kind == "dot_general":
         return _dot_general(op, in_values, out_values)
-    if op.kind in REDUCTIONS:
-        whole = in_values[0].dtype not in ("bool",) or op.kind in ("reduce_and", "reduce_or", "reduce_max", "reduce_min")
-        return None if whole else f"{op.kind} of {in_values[0].dtype} has no code on the GPU"
     spec = OPS.get(op.kind)
-    if spec is None or not spec.moves and spec.family not in ("pointwise", "convert"):
+    if spec is None or not spec.moves and spec.family not in ("pointwise", "convert") and op.kind not in REDUCTIONS:
         return f"{op.kind} has no code on the GPU"
-    return None if spec.moves else _pointwise(op, in_values, out_values)
+    return None if spec.moves or op.kind in REDUCTIONS else _pointwise(op, in_values, out_values)
 
 
 def _pointwise(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:

@@ -1,116 +1,104 @@
-"""Where a value of a stage is while its code is generated.
+"""Where a value of a stage is while the stage is lowered: its *home*.
 
-Comes in: nothing. Goes out: ``Value`` and its places. A value is *pending* (a pointwise expression or a matmul that nobody has
-asked for) until a loop evaluates it; what is read more than once then gets a home in registers or in a shared-memory image.
+Comes in: nothing. Goes out: ``Value`` and the homes. A value is *pending* (an ``Expression`` or a ``Multiply`` that nobody has
+asked for) until a loop evaluates it; what is read more than once then gets registers or an image in shared memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TypeAlias
-
 from kitsune_jax.graph import Scalar
-from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import tiles
+from kitsune_jax.targets.cuda.device_ir import Address, Expr, Node, Ref, Rows
+from kitsune_jax.targets.cuda.statements import Operand
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Literal:
+class Home(Node):
+    """Where a value is."""
+
+
+class Number(Home):
     value: Scalar
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Expression:
-    """A pointwise instruction, evaluated where it is needed."""
+class Expression(Home):
+    """A pointwise operator (C++ with {0}, {1}, ... for its operands), evaluated where it is needed."""
 
-    instr: Instr
+    template: str
+    operands: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Multiply:
+class Multiply(Home):
     """A matmul whose products are issued by the loop that reads it first.
 
-    ``weight``: index of its recipe. ``pieces``: the values that make up its K. ``product``: the matmul's own value, by which its
-    accumulators are named. ``bias``: a stationary vector that the accumulators start from.
+    ``product``: the value by which its accumulators are named. ``weight``: index of its recipe. ``pieces``: the values that make up
+    its K. ``bias``: the vector that the accumulators start from, with its width. ``operands``: the pieces, once they have homes.
     """
 
     product: int
     weight: int
+    shape: tiles.WeightShape
     pieces: tuple[int, ...]
-    bias: int | None = None
+    bias: tuple[Address, int] | None = None
+    operands: tuple[Operand, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Registers:
+class InRegisters(Home):
     """``form``: "pair" (u32, two 16-bit values each), "bit" (u32, 32 booleans each), "word" (one element each) or "row" (one per
-    row)."""
+    row). ``owner``: whose registers they are (``liveness.py``)."""
 
-    name: str
+    ref: Ref
     form: str
+    owner: Ref
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InImage:
-    """A register image; ``get(i)`` of the C++ name gives vector i."""
+class InImage(Home):
+    """A register image, or the entry of a queue (whose ref is a "pop")."""
 
-    name: str
+    ref: Ref
     form: str
+    owner: Ref
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InArray:
+class InArray(Home):
     """Rows of a streamed input array."""
 
+    rows: Rows
     array: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InVector:
-    """A stationary vector or scalar: ``offset`` in words from the first vector.
+class InVector(Home):
+    """A stationary vector, or the scalar ``scalar`` that was loaded of one."""
 
-    ``slab``, ``layer``: words from one slab's part to the next, and from one layer's to the next in a loop over layers.
-    """
-
-    offset: int
-    scalar: bool
-    slab: int = 0
-    layer: int = 0
+    address: Address
+    scalar: Ref | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InScratch:
-    """Columns of the warp's scratch rows ``name``; the vector at ``table`` says which, -1 stands for ``fill``."""
+class InScratch(Home):
+    """Columns of the warp's scratch rows; the vector at ``table`` says which, -1 stands for ``fill``."""
 
-    name: str
-    table: int
-    fill: str
+    table: Address
+    fill: Expr
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Splat:
+class Splat(Home):
     """One number per row (or a constant), seen as a tile."""
 
     of: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(Home):
     """Whole blocks of other values: (value, first block there, blocks)."""
 
     parts: tuple[tuple[int, int, int], ...]
 
 
-Place: TypeAlias = "Literal | Expression | Multiply | Registers | InImage | InArray | InVector | InScratch | Splat | Parts"
-
-
-@dataclasses.dataclass(slots=True)
-class Value:
+class Value(Node):
     """``n``: logical columns of a row; ``row``: it is one number per row; ``slab``: it is one slab of a wider value."""
 
     n: int
     dtype: str
     row: bool
-    place: Place | None = None
+    home: Home | None = None
     slab: bool = False
 
     @property
@@ -131,43 +119,3 @@ class Value:
 def queue_form(dtype: str, slabs: bool) -> str:
     """How the elements of a queue's entries lie. ``slabs``: a split stage writes or reads it."""
     return Value(2, dtype, False, slab=slabs).form
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PanelSum:
-    """The sum over the rows of an operand of a weight gradient: object ``columns{sink}``, accumulators ``sink{sink}``.
-
-    ``width``: of the panel; ``columns``: of the operand, or of one slab of it if ``slabs``; ``element``: of the result in memory.
-    """
-
-    sink: int
-    width: int
-    columns: int
-    slabs: bool
-    element: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GradientCode:
-    """A weight gradient of a stage: accumulators ``sum{sink}``, the object ``gradient{sink}`` that adds to them; ``element``: of
-    its result in memory."""
-
-    sink: int
-    shape: tiles.GradientShape
-    element: str
-    sums: tuple[PanelSum, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SinkCode:
-    """A sink of a stage: accumulator ``name``; ``scalar`` or ``width`` columns; ``quad``: threads of a quad hold different
-    parts.
-    """
-
-    sink: int
-    name: str
-    how: str
-    type: str
-    scalar: bool
-    width: int
-    quad: bool

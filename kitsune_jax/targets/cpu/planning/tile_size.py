@@ -1,19 +1,16 @@
-"""What fits where on a CPU: tile size, memory and the time of one tile, for a stage on a core.
+"""Rows of a tile on a CPU: what is alive while a core runs all ops of a region on a tile, and how long that takes.
 
-Comes in: a ``CpuCost`` and ``Draft`` stages. Goes out: rows per tile and a ``Fit`` per stage. Invariant: what does not fit the
-memory raises ``Infeasible`` with the sizes in the message; nothing is silently made slower.
+Comes in: a ``CpuCost``. Goes out: ``TileModel`` and the rows per tile. Invariant: a tile that needs more memory than a worker may
+have raises ``Infeasible`` with the size in the message; nothing is silently made slower.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
 
 from kitsune_jax.planning.cost import round_up
 from kitsune_jax.planning.machine import MIB, size_text
 from kitsune_jax.planning.plan import Infeasible
-from kitsune_jax.planning.stages import Draft, resource_of
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
 
@@ -21,34 +18,27 @@ from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
 _ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 1024, 2048, 4096, 8192)
 _INDIFFERENT = 1.03  # the model is not better than this
 _ONE_TILE = 128  # streams no longer than this are one tile, if cutting them gains nothing
+_TILE_SECONDS = 0.3e-6  # picking the next tile
 _MAX_SCRATCH = 1024 * MIB
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fit:
-    """``seconds``: one tile on one worker."""
+class TileModel:
+    """A tile of any number of rows on one core. What does not depend on the rows is computed once.
 
-    seconds: float
-    resource: str
-
-
-class StageModel:
-    """Times of one stage at any number of rows. What does not depend on the rows is computed once.
-
-    ``live``: bytes per row that are alive at once; ``weights`` and ``sinks``: bytes of its stationary operands and accumulators.
+    ``live``: bytes per row that are alive at once; ``weights`` and ``sinks``: bytes of stationary operands and accumulators.
     """
 
-    def __init__(self, cost: CpuCost, draft: Draft):
+    def __init__(self, cost: CpuCost):
+        ops = sorted(cost.region.ops)
         self.cost = cost
-        self.kinds = cost.kinds(draft.ops)
-        self.live = max(1, cost.live_row_bytes(draft.ops))
-        self.weights = cost.stationary_bytes(draft.ops)
-        self.sinks = cost.sink_bytes(draft.ops)
-        self.resource = resource_of(cost, draft)
-        self._made = sum(cost.row_bytes(v) for i in draft.ops for v in cost.graph.ops[i].outputs if cost.streamed(v))
+        self.kinds = cost.kinds(ops)
+        self.live = max(1, cost.live_row_bytes(ops))
+        self.weights = cost.stationary_bytes(ops)
+        self.sinks = cost.sink_bytes(ops)
+        self._made = sum(cost.row_bytes(v) for i in ops for v in cost.graph.ops[i].outputs if cost.streamed(v))
 
     def seconds(self, rows: int) -> float:
-        """One tile of the stage on one worker: its ops one after the other."""
+        """One tile on one worker: its ops one after the other."""
         machine = self.cost.machine
         weights_at = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
         tensor = simt = 0.0
@@ -61,7 +51,7 @@ class StageModel:
         # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of
         # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
         fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)
-        return max(tensor, fetched) + simt + machine.tile_seconds
+        return max(tensor, fetched) + simt + _TILE_SECONDS
 
     def _spill_seconds(self, rows: int) -> float:
         """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""
@@ -74,28 +64,13 @@ class StageModel:
         return 2 * moved / (machine.place("l3").bandwidth if near else machine.dram_bandwidth / machine.workers)
 
 
-class Stages:
-    """The models of the stages of one region, each made once."""
-
-    def __init__(self, cost: CpuCost):
-        self.cost = cost
-        self._models: dict[Draft, StageModel] = {}
-
-    def __getitem__(self, draft: Draft) -> StageModel:
-        if draft not in self._models:
-            self._models[draft] = StageModel(self.cost, draft)
-        return self._models[draft]
-
-
-def tile_rows(stages: Stages, drafts: Sequence[Draft]) -> int:
+def tile_rows(model: TileModel) -> int:
     """Rows per tile: the size the model likes best among those whose intermediates stay in a core's L2, multiples of 8 unless the
-    stream or the memory is shorter.
+    stream or the memory is shorter. Raises ``Infeasible``.
     """
-    machine, total = stages.cost.machine, stages.cost.region.space.rows
-    models = [stages[d] for d in drafts]
-    live = max(m.live for m in models)
-    limit = max(machine.local_bytes // live, 1)
-    if max(m.sinks for m in models) > machine.local_bytes:
+    machine, total = model.cost.machine, model.cost.region.space.rows
+    limit = max(machine.local_bytes // model.live, 1)
+    if model.sinks > machine.local_bytes:
         # Accumulators and weights come from the shared cache for every tile anyway: fewer tiles are worth some intermediates there.
         # A SwiGLU step (8.7 MB of weights) took 1128 ms with the 48 rows that fit, 1052 ms with 96, 5 to 10 % more again with 192.
         limit *= 2
@@ -107,21 +82,15 @@ def tile_rows(stages: Stages, drafts: Sequence[Draft]) -> int:
 
     @functools.cache
     def seconds(rows: int) -> float:
-        tiles = -(-total // rows)
-        tile = sum(m.seconds(rows) for m in models)
+        tiles, tile = -(-total // rows), model.seconds(rows)
         if tiles * tile < SHARED_SECONDS:
             return tiles * tile
-        hand_over = machine.call_seconds - stages.cost.times["call/short"] if tiles > 1 else 0.0
+        hand_over = machine.call_seconds - model.cost.times["call/short"] if tiles > 1 else 0.0
         return hand_over + -(-tiles // machine.workers) * tile
 
     best = min(seconds(n) for n in candidates)
-    return next(n for n in candidates if seconds(n) <= _INDIFFERENT * best)
-
-
-def vertical_fit(stages: Stages, draft: Draft, rows: int) -> Fit:
-    """A stage that runs a whole phase on each worker. Raises ``Infeasible``."""
-    model = stages[draft]
+    rows = next(n for n in candidates if seconds(n) <= _INDIFFERENT * best)
     scratch = rows * model.live + model.sinks
     if scratch > _MAX_SCRATCH:
         raise Infeasible(f"a tile of {rows} rows needs {size_text(scratch)} of scratch per worker")
-    return Fit(model.seconds(rows), model.resource)
+    return rows

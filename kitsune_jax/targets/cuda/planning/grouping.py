@@ -1,6 +1,6 @@
 """Stages cut and joined for spatial pipelines on a GPU.
 
-Comes in: drafts of the finest pipeline. Goes out: the same ops in other stages. Invariant: stages stay in topological order, makers
+Comes in: stages of the finest pipeline. Goes out: the same ops in other stages. Invariant: stages stay in topological order, makers
 stand in every stage that reads them, every other op in exactly one.
 """
 
@@ -9,25 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.planning.cost import RegionCost
-from kitsune_jax.planning.stages import Draft, merge, with_makers
-from kitsune_jax.targets.cuda.planning.storage import is_splittable
+from kitsune_jax.planning.stages import Ops, merge, with_makers
+from kitsune_jax.targets.cuda.planning.splits import is_splittable
 
 _ELEMENTWISE = frozenset({"pointwise", "convert", "broadcast"})
 
 
-def separated(cost: RegionCost, draft: Draft) -> tuple[Draft, ...]:
-    """``draft`` as up to three stages, the matmul among nothing but elementwise ops, so that it can be split by columns.
+def separated(cost: RegionCost, stage: Ops) -> tuple[Ops, ...]:
+    """``stage`` as up to three stages, the matmul among nothing but elementwise ops, so that it can be split by columns.
 
     Without a matmul, or where it is splittable as it is, it stays one.
     """
-    dot = next((i for i in draft.ops if cost.work(i).dot is not None and i not in cost.sinks), None)
-    if dot is None or is_splittable(cost, draft.ops):
-        return (draft,)
-    ops = [i for i in draft.ops if not cost.is_maker(i)]
+    dot = next((i for i in stage if cost.work(i).dot is not None and i not in cost.sinks), None)
+    if dot is None or is_splittable(cost, stage):
+        return (stage,)
+    ops = [i for i in stage if not cost.is_maker(i)]
     body, rest = _followers(cost, ops, dot)
     front = _front(cost, [i for i in ops if i not in body and i not in rest], body, rest)
-    parts = [Draft(tuple(sorted(part)), draft.phase) for part in (front, body, rest) if part]
-    return with_makers(cost, parts)
+    return with_makers(cost, [tuple(sorted(part)) for part in (front, body, rest) if part])
 
 
 def _followers(cost: RegionCost, ops: Sequence[int], dot: int) -> tuple[set[int], set[int]]:
@@ -59,13 +58,13 @@ def _front(cost: RegionCost, ops: Sequence[int], body: set[int], rest: set[int])
     return front
 
 
-def grouped(drafts: Sequence[Draft], seconds: Callable[[int, int], float], most: int) -> list[tuple[Draft, ...]]:
+def grouped(stages: Sequence[Ops], seconds: Callable[[int, int], float], most: int) -> list[tuple[Ops, ...]]:
     """For 2 to ``most`` stages the contiguous grouping whose slowest stage is fastest; none for a number where none fits.
 
-    ``seconds(a, b)``: of drafts a to b - 1 as one stage; infinite where they fit no stage.
+    ``seconds(a, b)``: of stages a to b - 1 as one stage; infinite where they fit no stage.
     """
-    n = len(drafts)
-    best = [0.0] + [float("inf")] * n  # of the first j drafts in k stages
+    n = len(stages)
+    best = [0.0] + [float("inf")] * n  # of the first j stages in k stages
     cuts: list[list[int]] = []
     found = []
     for k in range(1, min(most, n) + 1):
@@ -82,15 +81,15 @@ def grouped(drafts: Sequence[Draft], seconds: Callable[[int, int], float], most:
         best = following
         cuts.append(cut)
         if k > 1 and best[n] < float("inf"):
-            found.append(_joined(drafts, cuts))
+            found.append(_joined(stages, cuts))
     return found
 
 
-def _joined(drafts: Sequence[Draft], cuts: Sequence[Sequence[int]]) -> tuple[Draft, ...]:
-    ends = [len(drafts)]
+def _joined(stages: Sequence[Ops], cuts: Sequence[Sequence[int]]) -> tuple[Ops, ...]:
+    ends = [len(stages)]
     for cut in reversed(cuts):
         ends.append(cut[ends[-1]])
-    joined = tuple(drafts)
+    joined = tuple(stages)
     for a, b in zip(ends[1:], ends, strict=False):  # from the last stage on, so that earlier positions stay
         for _ in range(b - a - 1):
             joined = merge(joined, a)

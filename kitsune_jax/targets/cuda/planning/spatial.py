@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from kitsune_jax.planning.balance import Load, balance
 from kitsune_jax.planning.machine import size_text
 from kitsune_jax.planning.plan import Infeasible, Queue, Stage
-from kitsune_jax.planning.stages import DOUBLE_BUFFER, Draft, Link, links, links_to_each, merge, resource_of, stage_name
+from kitsune_jax.planning.stages import DOUBLE_BUFFER, Link, Ops, links, links_to_each, merge, resource_of, stage_name
 from kitsune_jax.targets.cuda.planning.grouping import grouped, separated
 from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
-from kitsune_jax.targets.cuda.planning.storage import entry_bytes, most_split, packed_bytes, shared_bytes
+from kitsune_jax.targets.cuda.planning.sizes import entry_bytes, packed_bytes
+from kitsune_jax.targets.cuda.planning.splits import most_split
+from kitsune_jax.targets.cuda.planning.storage import shared_bytes
 from kitsune_jax.targets.cuda.planning.times import TileWork, matmul_efficiency, tile_work
 
 # One-way trips of a hand-off that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the barrier. L2:
@@ -33,7 +35,7 @@ _DEEP_SHARE = 4
 _MOST_DRAFTS = 24
 
 
-def spatial(region: GpuRegion, drafts: Sequence[Draft]) -> list[Arranged]:
+def spatial(region: GpuRegion, drafts: Sequence[Ops]) -> list[Arranged]:
     """Raises ``Infeasible`` with the reason where no spatial pipeline fits."""
     found: list[Arranged] = []
     builders = [
@@ -54,7 +56,7 @@ def spatial(region: GpuRegion, drafts: Sequence[Draft]) -> list[Arranged]:
 class _Stage:
     """A stage of a grouping: its split and the bytes per tile that enter and leave one of its CTAs."""
 
-    draft: Draft
+    ops: Ops
     split: int
     work: TileWork
     entering: int
@@ -73,7 +75,7 @@ class _Builder:
         self._work = functools.cache(self._find_work)
         self._crossing = functools.cache(self._count_crossing)
 
-    def run(self, drafts: Sequence[Draft]) -> list[Arranged]:
+    def run(self, drafts: Sequence[Ops]) -> list[Arranged]:
         if self.place == "cluster":
             groupings = self._groupings(drafts, self.machine.max_cluster)
             made = []
@@ -82,30 +84,30 @@ class _Builder:
                 found = [self._arranged(g, [1] * len(g), self.machine.clusters(len(g)), deep) for deep in (True, False)]
                 made += found if found[0] != found[1] else found[:1]
         else:
-            drafts = [part for d in drafts for part in (separated(self.cost, d) if self._least_split(d.ops) is None else (d,))]
+            drafts = [part for d in drafts for part in (separated(self.cost, d) if self._least_split(d) is None else (d,))]
             groupings = self._groupings(drafts, self.machine.workers)
             made = [self._balanced(g) for g in groupings]
         return [a for a in made if a is not None]
 
     # -- what fits
 
-    def _groupings(self, drafts: Sequence[Draft], most: int) -> list[tuple[Draft, ...]]:
+    def _groupings(self, drafts: Sequence[Ops], most: int) -> list[tuple[Ops, ...]]:
         drafts = self._few(drafts)
 
         @functools.cache
         def seconds(a: int, b: int) -> float:
-            ops = tuple(sorted({i for d in drafts[a:b] for i in d.ops}))
+            ops = tuple(sorted({i for d in drafts[a:b] for i in d}))
             split = self._least_split(ops)
             if split is None:
                 return _NEVER
             work = self._work(ops, split)
             assert work is not None
             entering, leaving = self._crossing(ops)
-            return self._period(_Stage(Draft(ops, 0), split, work, entering, leaving // split), most)
+            return self._period(_Stage(ops, split, work, entering, leaving // split), most)
 
         return grouped(drafts, seconds, most)
 
-    def _few(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
+    def _few(self, drafts: Sequence[Ops]) -> Sequence[Ops]:
         """Neighbours made one stage, the least work first and while they fit a CTA, until no more are left than are looked at."""
         if len(drafts) <= _MOST_DRAFTS:
             return drafts
@@ -113,7 +115,7 @@ class _Builder:
 
         def seconds(k: int) -> float | None:
             """Of draft ``k`` and the next as one stage; None where they do not fit."""
-            ops = tuple(sorted({*drafts[k].ops, *drafts[k + 1].ops}))
+            ops = tuple(sorted({*drafts[k], *drafts[k + 1]}))
             return self._seconds(ops) if self._least_split(ops) == 1 else None
 
         pairs = [seconds(k) for k in range(len(drafts) - 1)]
@@ -190,19 +192,19 @@ class _Builder:
     def _period(self, stage: _Stage, ctas: int) -> float:
         return max(stage.work.period(self.lanes, self.wait), self._link_seconds(stage, ctas))
 
-    def _balanced(self, drafts: tuple[Draft, ...]) -> Arranged | None:
+    def _balanced(self, drafts: tuple[Ops, ...]) -> Arranged | None:
         """Slabs for the number of instances that the linear model likes best. More CTAs per instance, or more instances."""
-        least = [self._least_split(d.ops) for d in drafts]
+        least = [self._least_split(d) for d in drafts]
         if any(s is None for s in least):
             return None
         loads = []
         for draft, split in zip(drafts, least, strict=True):
             assert split is not None
-            work = self._work(draft.ops, split)
+            work = self._work(draft, split)
             assert work is not None
-            entering, leaving = self._crossing(draft.ops)
+            entering, leaving = self._crossing(draft)
             seconds = self._period(_Stage(draft, split, work, entering, leaving // split), 1)
-            most = max(split, self._most_split(draft.ops))
+            most = max(split, self._most_split(draft))
             loads.append(Load(seconds * split, split, most))
         ctas = sum(load.least for load in loads)
         if ctas > self.machine.workers:
@@ -217,10 +219,10 @@ class _Builder:
             if best is None or rate > best[0]:
                 best = rate, instances, result.workers
         assert best is not None
-        splits = [most_split(self.cost, d.ops, split) for d, split in zip(drafts, best[2], strict=True)]
+        splits = [most_split(self.cost, d, split) for d, split in zip(drafts, best[2], strict=True)]
         return self._arranged(drafts, splits, self.machine.workers // sum(splits))
 
-    def _arranged(self, drafts: Sequence[Draft], splits: Sequence[int], instances: int, deep: bool = True) -> Arranged | None:
+    def _arranged(self, drafts: Sequence[Ops], splits: Sequence[int], instances: int, deep: bool = True) -> Arranged | None:
         """The pipeline with its rings at least as deep as skips need; None where that does not fit."""
         region, cost, machine = self.region, self.cost, self.machine
         # An entry in the L2 is written once, whoever reads it; one in shared memory lies with its reader.
@@ -230,7 +232,7 @@ class _Builder:
         for s, (draft, split) in enumerate(zip(drafts, splits, strict=True)):
             inward = [link for link in queued if s in link.consumers]
             rings = sum(link.min_depth * entry_bytes(cost, link.value) for link in inward) if self.place == "cluster" else 0
-            work = self._work(draft.ops, split) if self._fits(draft.ops, split, rings) else None
+            work = self._work(draft, split) if self._fits(draft, split, rings) else None
             if work is None:
                 return None
             entering = sum(entry_bytes(cost, link.value) for link in inward)
@@ -245,7 +247,7 @@ class _Builder:
         busy, slowest = self._busy(stages, ctas, instances)
         names = [stage_name(cost, s, d) for s, d in enumerate(drafts)]
         crossing = sum(s.split * (s.entering + s.leaving) for s in stages) if self.place == "l2" else 0
-        weights = instances * sum(s.split * packed_bytes(cost, s.draft.ops, s.split) for s in stages)
+        weights = instances * sum(s.split * packed_bytes(cost, s.ops, s.split) for s in stages)
         return Arranged(
             "spatial",
             tuple(self._stage(stage, names[k], ctas) for k, stage in enumerate(stages)),
@@ -259,7 +261,7 @@ class _Builder:
         )
 
     def _depths(
-        self, queued: Sequence[Link], drafts: Sequence[Draft], splits: Sequence[int], instances: int, wanted: int
+        self, queued: Sequence[Link], drafts: Sequence[Ops], splits: Sequence[int], instances: int, wanted: int
     ) -> list[int] | None:
         """The depth of each ring: ``wanted`` where there is room beside everything else, what its skips need where there is not.
 
@@ -270,7 +272,7 @@ class _Builder:
         if self.place == "cluster":
             for s, (draft, split) in enumerate(zip(drafts, splits, strict=True)):
                 mine = [k for k, link in enumerate(queued) if s in link.consumers]
-                if not self._fits(draft.ops, split, sum(deep[k] * entries[k] for k in mine)):
+                if not self._fits(draft, split, sum(deep[k] * entries[k] for k in mine)):
                     for k in mine:
                         deep[k] = least[k]
             return deep
@@ -291,9 +293,9 @@ class _Builder:
         return self.machine.tile_seconds + fill + times[slowest], slowest
 
     def _stage(self, s: _Stage, name: str, ctas: int) -> Stage:
-        weights = self.cost.stationary_bytes(s.draft.ops)
-        resource = resource_of(self.cost, s.draft)
-        return Stage(name, s.draft.ops, s.draft.phase, resource, s.split, self._period(s, ctas), weights, split=s.split)
+        weights = self.cost.stationary_bytes(s.ops)
+        resource = resource_of(self.cost, s.ops)
+        return Stage(name, s.ops, resource, s.split, self._period(s, ctas), weights, split=s.split)
 
     def _queue(self, link: Link, depth: int) -> Queue:
         return Queue(link.value, link.producer, link.consumers, depth, entry_bytes(self.cost, link.value), self.place)

@@ -1,4 +1,4 @@
-"""Layers that repeat: runs of equal instructions that a kernel can loop over instead of spelling each out.
+"""Equal layers: runs of equal instructions that a kernel can loop over instead of spelling each out.
 
 Comes in: the instructions of a stage. Goes out: ``Run``s: matmul-headed segments that are equal but for their stationary operands,
 each fed by the one before. A loop keeps the kernel short: it compiles faster, and its instructions stay in the instruction cache.

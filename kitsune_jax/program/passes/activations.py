@@ -1,7 +1,7 @@
 """Activations that a matrix product applies to its sums: recognised by what they compute, however they are spelled.
 
 Comes in: a value, the result of a product with its bias. Goes out: the activation that everything between it and one later value
-computes. The CPU target asks this of the stages that it lowers, the cost model of the graph that it plans (``absorbed``).
+computes. ``with_epilogues`` asks this of the bodies of stages, and the cost model of the graph that it plans (``flow.of_graph``).
 
 The instructions in between are evaluated symbolically, as sums of terms ``coefficient * x**power * atoms`` where an atom is a
 function of such a sum; equal activations have equal sums. Examples: ``0.5 * x * (1 + tanh(c * (x + d * x**3)))`` and
@@ -12,43 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
-from kitsune_jax.graph import Graph, Param, Scalar
+from kitsune_jax.graph import Param
+from kitsune_jax.program.ir import Instr
+from kitsune_jax.program.passes.flow import Flow
 
 _MOST_INSTRUCTIONS = 24  # of an activation's definition
 _MOST_TERMS = 12  # of a sum
 _TOLERANCE = 1e-6  # of a coefficient: products of constants that were rounded to float32
-
-
-class Instruction(Protocol):
-    @property
-    def kind(self) -> str: ...
-    @property
-    def inputs(self) -> tuple[int, ...]: ...
-    @property
-    def outputs(self) -> tuple[int, ...]: ...
-    def __getitem__(self, name: str) -> Param: ...
-
-
-class Code(Protocol):
-    """Straight-line code: values, and the instructions that make them."""
-
-    def instruction(self, i: int) -> Instruction: ...
-
-    def root(self, v: int) -> int:
-        """The value that ``v`` is a copy of, or ``v``."""
-
-    def readers(self, root: int) -> Sequence[int]:
-        """Instructions that read the value or a copy of it; what keeps the value (a result, a queue) counts as one."""
-
-    def literal(self, v: int) -> Scalar | None: ...
-
-    def shape(self, v: int) -> tuple[int, ...]:
-        """The shape without dimensions of extent 1."""
-
-    def dtype(self, v: int) -> str: ...
 
 
 PARAMETERS = {  # activation -> how many it has; x is the sum that it is applied to
@@ -81,35 +53,35 @@ class Recognised:
     absorbed: tuple[int, ...]
 
 
-def recognise(code: Code, x: int) -> Recognised | None:
+def recognise(flow: Flow, x: int) -> Recognised | None:
     """The longest activation of ``x`` (not of a float64 one) whose inner values, ``x`` among them, nothing else reads."""
-    dtype = code.dtype(x)
+    dtype = flow.dtype(x)
     if dtype == "float64":
         return None
-    shape = code.shape(x)
-    root = code.root(x)
+    shape = flow.shape(x)
+    root = flow.root(x)
     known: dict[int, Sum | _Positive] = {root: X}
     makers: dict[int, int] = {}
-    queue = sorted(set(code.readers(root)))
+    queue = sorted(set(flow.readers(root)))
     found = None
     while queue and len(makers) < _MOST_INSTRUCTIONS:
         i = queue.pop(0)
-        instr = code.instruction(i)
+        instr = flow.instruction(i)
         value = None
-        if len(instr.outputs) == 1 and code.shape(instr.outputs[0]) == shape:
-            value = _evaluate(code, instr, known, dtype)
+        if len(instr.outputs) == 1 and flow.shape(instr.outputs[0]) == shape:
+            value = _evaluate(flow, instr, known, dtype)
         if value is None or (isinstance(value, dict) and len(value) > _MOST_TERMS):
             continue
         out = instr.outputs[0]
         known[out], makers[out] = value, i
-        queue = sorted({*queue, *code.readers(out)})
+        queue = sorted({*queue, *flow.readers(out)})
         match = _name(value) if isinstance(value, dict) else None
-        if match is not None and (cone := _closed(code, root, out, makers)) is not None:
+        if match is not None and (cone := _closed(flow, root, out, makers)) is not None:
             found = Recognised(*match, out, cone)
     return found
 
 
-def _closed(code: Code, root: int, result: int, makers: dict[int, int]) -> tuple[int, ...] | None:
+def _closed(flow: Flow, root: int, result: int, makers: dict[int, int]) -> tuple[int, ...] | None:
     """The instructions that ``result`` takes; None where another one reads a value between ``root`` and ``result``."""
     cone: set[int] = set()
     values = {result}
@@ -117,13 +89,13 @@ def _closed(code: Code, root: int, result: int, makers: dict[int, int]) -> tuple
     while todo:
         i = makers[todo.pop()]
         cone.add(i)
-        for v in code.instruction(i).inputs:
-            r = code.root(v)
+        for v in flow.instruction(i).inputs:
+            r = flow.root(v)
             if r in makers and r not in values:
                 values.add(r)
                 todo.append(r)
     inner = (values | {root}) - {result}
-    return tuple(sorted(cone)) if all(i in cone for r in inner for i in code.readers(r)) else None
+    return tuple(sorted(cone)) if all(i in cone for r in inner for i in flow.readers(r)) else None
 
 
 # ---- evaluation
@@ -136,14 +108,14 @@ class _Positive:
     opposite: bool
 
 
-def _evaluate(code: Code, instr: Instruction, known: dict[int, Sum | _Positive], dtype: str) -> Sum | _Positive | None:
+def _evaluate(flow: Flow, instr: Instr, known: dict[int, Sum | _Positive], dtype: str) -> Sum | _Positive | None:
     """The result of a pointwise instruction on values of ``known`` and constants; None where it is not of this algebra."""
     args: list[Sum | _Positive] = []
     for v in instr.inputs:
-        literal = code.literal(v)
-        if (value := known.get(code.root(v))) is not None:
+        literal = flow.literal(v)
+        if (value := known.get(flow.root(v))) is not None:
             args.append(value)
-        elif literal is not None and code.dtype(v) == dtype:
+        elif literal is not None and flow.dtype(v) == dtype:
             args.append(_constant(float(literal)))
         else:
             return None
@@ -157,7 +129,7 @@ def _evaluate(code: Code, instr: Instruction, known: dict[int, Sum | _Positive],
     if kind == "select_n":
         return _select(args)
     sums = [a for a in args if isinstance(a, dict)]
-    if len(sums) != len(args) or code.dtype(instr.outputs[0]) != dtype:
+    if len(sums) != len(args) or flow.dtype(instr.outputs[0]) != dtype:
         return None
     if kind == "integer_pow":
         return _power(sums[0], instr["y"])
@@ -327,72 +299,3 @@ def _where(on_true: object, on_false: object) -> tuple[str, tuple[float, ...]] |
     if power == 0 and len(atoms) == 1 and atoms[0][0] == "expm1" and atoms[0][1][0] in (_freeze(X), held):
         return "elu", (a,)
     return None
-
-
-# ---- graphs
-
-_VIEWS = frozenset({"broadcast_in_dim", "reshape", "transpose", "copy"})
-
-
-class GraphCode:
-    """The ops ``ops`` of a graph as ``Code``; ``kept``: values that something else reads, too."""
-
-    def __init__(self, graph: Graph, ops: Collection[int], kept: Collection[int]):
-        self.graph = graph
-        self._maker = {v: i for i in ops for v in graph.ops[i].outputs}
-        self._readers: dict[int, list[int]] = {}
-        for i in sorted(ops):
-            if graph.ops[i].kind != "copy":
-                for r in dict.fromkeys(self.root(v) for v in graph.ops[i].inputs):
-                    self._readers.setdefault(r, []).append(i)
-        for v in kept:
-            self._readers.setdefault(self.root(v), []).append(len(graph.ops))  # an op that there is not
-
-    def instruction(self, i: int) -> Instruction:
-        return self.graph.ops[i] if i < len(self.graph.ops) else _NOTHING
-
-    def root(self, v: int) -> int:
-        while (i := self._maker.get(v)) is not None and self.graph.ops[i].kind == "copy":
-            (v,) = self.graph.ops[i].inputs
-        return v
-
-    def readers(self, root: int) -> Sequence[int]:
-        return self._readers.get(root, ())
-
-    def literal(self, v: int) -> Scalar | None:
-        while (i := self._maker.get(v)) is not None and self.graph.ops[i].kind in _VIEWS:
-            v = self.graph.ops[i].inputs[0]
-        return self.graph.values[v].literal
-
-    def shape(self, v: int) -> tuple[int, ...]:
-        return tuple(n for n in self.graph.values[v].shape if n != 1)
-
-    def dtype(self, v: int) -> str:
-        return self.graph.values[v].dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class _Nothing:
-    kind: str = "kept"
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
-
-    def __getitem__(self, name: str) -> Param:
-        raise KeyError(name)
-
-
-_NOTHING = _Nothing()
-
-
-def absorbed(graph: Graph, ops: Collection[int], kept: Collection[int], x: int) -> Recognised | None:
-    """The activation that a matrix product applies to its result ``x`` (with the bias, where there is one) on the CPU, if any.
-
-    ``ops`` are the indices of the ops that are in one stage with the product, ``kept`` the values of theirs that are read outside.
-    The ops ``Recognised.absorbed`` cost what the activation costs in the epilogue, and no pass over memory.
-
-    Example::
-
-        found = absorbed(graph, region.ops, region.outputs, graph.ops[bias_add].outputs[0])
-        free = set(found.absorbed) if found else set()
-    """
-    return recognise(GraphCode(graph, ops, kept), x)

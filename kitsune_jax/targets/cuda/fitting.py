@@ -1,0 +1,245 @@
+"""A stage in the shape that fits: registers of a thread, shared memory of a CTA.
+
+Comes in: a stage and what the arrangement asks of it. Goes out: ``Fitted``: its nodes and where its CTA keeps what. Shapes are
+tried, best first; then values become images in shared memory, those first that take most registers where most are alive. Raises
+``CannotLower``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.targets.cuda import arrays, chunks, equal_layers, instructions, layer_loops, liveness, stage_facts, tiles
+from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.device_ir import Node, Ref
+from kitsune_jax.targets.cuda.evaluation import Evaluation, Shape
+from kitsune_jax.targets.cuda.liveness import Liveness
+from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.values import Value
+from kitsune_jax.targets.errors import CannotLower
+
+MAX_DEPTH = 12  # chunks of 16 KiB: what hides an L2 round trip twice over
+_MIN_DEPTH = 2
+_STAGED_DEPTH = 6  # staged arrays leave a ring of weights as many chunks: what hides an L2 round trip
+# (two chunks of a product in flight, columns of a chunk), best first. In flight together, one chunk's epilogue hides behind the
+# other's product; narrow chunks need more barrier rounds, but from 64 columns on the tensor core's rate is that of wide ones.
+_SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
+_NARROW_SHAPES = ((True, 64), (False, 64))
+# Registers for values: setmaxnreg's share less addresses and temporaries (``pipeline.h``).
+_VALUE_REGISTERS = {1: 208, 2: 200, 3: 112}
+# Accumulators that live through the tile loop leave ptxas less room to order its work: so much less is asked of it where it can be.
+_HELD_MARGIN = 16
+_SMALLEST_IMAGE = 32  # columns of a value that may become an image
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lowered:
+    """A stage as nodes. ``together``: values that must be images because what a loop over layers makes of them is one."""
+
+    setup: tuple[Node, ...]
+    prologue: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    weights: tuple[WeightRecipe, ...]
+    vectors: tuple[tuple[VectorRecipe, ...], ...]
+    scratch_words: int
+    together: frozenset[int]
+    values: dict[int, Value]
+    liveness: Liveness
+
+    def image_bytes(self, v: int) -> int:
+        value = self.values[v]
+        return tiles.aligned(tiles.image_bytes(value.width, value.form))
+
+    def may_be_image(self, v: int) -> bool:
+        return not self.values[v].row and self.values[v].width >= _SMALLEST_IMAGE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaneMemory:
+    """Bytes of a lane's part of shared memory, from its start on: images, then rows that change places, panels of weight gradients,
+    tiles of staged arrays. ``images``: where each begins."""
+
+    images: dict[int, int]
+    rows: int
+    panels: int
+    staged: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fitted:
+    """``depth``: chunks in the ring of streamed weights, of ``slot`` bytes. ``weight_bytes``: of what the CTA holds of weights."""
+
+    lowered: Lowered
+    shape: Shape
+    resident: bool
+    memory: LaneMemory
+    depth: int
+    slot: int
+    weight_bytes: int
+
+    @property
+    def fetches(self) -> list[st.Issue]:
+        """Chunks of weights in the order of their use, which is the order in which the loader brings them."""
+        return list(_issues(self.lowered.nodes))
+
+
+def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: int, staging: bool) -> Fitted:
+    """Stage ``s`` of the first of ``programs``, which compute the same, or of a later one that needs less memory for images: what
+    is computed twice need not be kept. ``staging``: arrays may come through shared memory."""
+    best, why = None, None
+    for program in programs:
+        fitter = _Fitter(program, s, a)
+        try:
+            shape, lowered = fitter.registers(staged_arrays(program, s) if staging else frozenset())
+            found = fitter.memory(shape, lowered, a.shared_bytes - header_bytes)
+        except CannotLower as no:
+            why = why or no
+            continue
+        if best is None or found.memory.bytes < best.memory.bytes:
+            best = found
+        if not best.shape.images or program.stages[s] == programs[-1].stages[s]:
+            break
+    if best is None:
+        assert why is not None
+        raise why
+    return best
+
+
+def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
+    """The arrays whose tiles stage ``s`` would read from shared memory."""
+    loads = {i["array"] for i in program.stages[s].body if i.kind == "load"}
+    return frozenset(k for k in loads if arrays.is_staged(program, program.inputs[k]))
+
+
+class _Fitter:
+    def __init__(self, program: TileProgram, s: int, a: Arrangement):
+        self.program, self.a, self.instrs, self.resident = program, a, program.stages[s].body, a.resident[s]
+        self.facts = stage_facts.of_stage(program, s, a.split[s], a.lanes)
+        self.split, self.slab_queues = a.split[s], a.slab_queues(program)
+
+    def lower(self, shape: Shape, depth: int = MAX_DEPTH) -> Lowered:
+        """All passes over the stage."""
+        at = Evaluation(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
+        runs = {run.segments[0][0]: run for run in equal_layers.find(self.program, self.instrs)}
+        in_loops = {i for run in runs.values() for segment in run.segments for i in segment}
+        for i in self.instrs:
+            if i in runs:
+                layer_loops.lower(at, runs[i])
+            elif i not in in_loops and i not in at.done:
+                instructions.lower(at, i)
+        at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
+        nodes = chunks.spell_out(at.nodes, at.weights, self.resident, depth, shape.overlap)
+        return Lowered(
+            tuple(at.setup),
+            tuple(at.prologue),
+            nodes,
+            tuple(at.weights),
+            tuple(at.vectors),
+            at.scratch_words,
+            frozenset(at.together),
+            at.values,
+            liveness.of_stage(at.setup, nodes),
+        )
+
+    def registers(self, staged: frozenset[int]) -> tuple[Shape, Lowered]:
+        """The first shape that fits the registers, or else the one that needs fewest, with images until it fits."""
+        limit = _VALUE_REGISTERS[self.a.lanes]
+        best: tuple[Shape, Lowered] | None = None
+        copying = (True, False) if self.a.lanes < 3 else (False,)  # the registers of three lanes do not hold a copied operand
+        for copies, (overlap, columns) in itertools.product(copying, self._shapes()):
+            shape = Shape(columns, overlap, copies, staged=staged)
+            lowered = self.lower(shape)
+            found = lowered.liveness
+            if best is None or found.peak < best[1].liveness.peak:
+                best = shape, lowered
+            if found.peak <= limit - (_HELD_MARGIN if found.held >= _HELD_MARGIN else 0):
+                break
+        assert best is not None
+        return self._with_images(*best, limit)
+
+    def _with_images(self, shape: Shape, lowered: Lowered, limit: int) -> tuple[Shape, Lowered]:
+        """Values become images until the others fit ``limit`` registers; then those go back without which they fit as well."""
+        while lowered.liveness.peak > limit or lowered.together - shape.images:
+            wide = [v for v in lowered.liveness.alive if v not in shape.images and lowered.may_be_image(v)]
+            more = lowered.together - shape.images or frozenset(wide[:1])
+            if not more:
+                peak = lowered.liveness.peak
+                raise CannotLower(f"a stage needs {peak} registers a thread for its values; there are {limit}")
+            shape = dataclasses.replace(shape, images=shape.images | more)
+            lowered = self.lower(shape)
+        for v in sorted(shape.images) if len(shape.images) > 1 else ():
+            fewer = dataclasses.replace(shape, images=shape.images - {v})
+            without = self.lower(fewer)
+            if without.liveness.peak <= limit and not without.together - fewer.images:
+                shape, lowered = fewer, without
+        return shape, lowered
+
+    def _shapes(self) -> tuple[tuple[bool, int], ...]:
+        """Chunks to try. Beside two other lanes, or one and f32 operands, ptxas spills or serialises with chunks of 128 columns."""
+        single = any(self.program.values[i.inputs[0]].dtype == "float32" for i in self.instrs if i.kind == "matmul")
+        return _NARROW_SHAPES if self.a.lanes == 3 or (self.a.lanes == 2 and single) else _SHAPES
+
+    def memory(self, shape: Shape, lowered: Lowered, free: int) -> Fitted:
+        """Shares out ``free`` bytes of the CTA; streamed weights get the ring that is left."""
+        lanes, memory = self.a.lanes, _lane_memory(self.program, shape, lowered)
+        resident = sum(r.shape.slab_bytes for r in lowered.weights)
+        slot = max((r.shape.chunk_bytes(c) for r in lowered.weights for c in r.shape.chunks), default=0)
+        if shape.staged and free - lanes * memory.bytes < (resident if self.resident else _STAGED_DEPTH * slot):
+            shape = dataclasses.replace(shape, staged=frozenset())  # rows are read where they lie
+            lowered = self.lower(shape)
+            memory = _lane_memory(self.program, shape, lowered)
+        tile_bytes, depth, weights = lanes * memory.bytes, MAX_DEPTH, resident
+        if not self.resident:
+            depth = min(MAX_DEPTH, (free - tile_bytes) // slot if slot else 0)
+            if depth < _MIN_DEPTH:
+                raise CannotLower(f"{tile_bytes} bytes of tiles leave no room for a ring of weights in shared memory")
+            if depth < MAX_DEPTH:
+                lowered = self.lower(shape, depth)
+            weights = depth * slot
+        if weights + tile_bytes > free:
+            raise CannotLower(
+                f"a stage needs {weights} bytes for weights and {tile_bytes} for tiles in shared memory; "
+                f"a CTA has {self.a.shared_bytes}"
+            )
+        return Fitted(lowered, shape, self.resident, memory, depth, slot, weights)
+
+
+def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMemory:
+    images = place_images(shape.images, lowered)
+    rows = max((at + lowered.image_bytes(v) for v, at in images.items()), default=0)
+    panels = rows + tiles.aligned(tiles.TILE_ROWS * lowered.scratch_words * 4)
+    found = [p for p in lowered.prologue if isinstance(p, st.Panel)]
+    staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
+    end = staged + tiles.aligned(sum(arrays.staged_bytes(program.inputs[k]) for k in shape.staged))
+    return LaneMemory(images, rows, panels, staged, end)
+
+
+def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:
+    """Offsets of images in a lane's scratch; those that are never alive together share memory."""
+    placed: dict[int, int] = {}
+    for v in sorted(values, key=lambda v: (lowered.liveness.life(v), v)):  # first come, first placed
+        size, (first, last) = lowered.image_bytes(v), lowered.liveness.life(v)
+        at = 0
+        for start, other in sorted((start, u) for u, start in placed.items()):
+            since, until = lowered.liveness.life(other)
+            if since <= last and first <= until:
+                if at + size <= start:
+                    break
+                at = max(at, start + lowered.image_bytes(other))
+        placed[v] = at
+    return placed
+
+
+def _issues(nodes: Iterable[Node]) -> Iterable[st.Issue]:
+    for node in nodes:
+        if isinstance(node, st.Issue):
+            yield node
+        elif isinstance(node, st.LayerLoop):
+            one = list(_issues(node.body))
+            for layer in range(node.layers):
+                yield from (dataclasses.replace(i, weight=i.weight + layer * node.weights) for i in one)

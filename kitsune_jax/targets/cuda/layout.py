@@ -1,0 +1,238 @@
+"""What lies where: shared memory of a CTA, operands, workspace in global memory.
+
+Comes in: the fitted stages of a kernel. Goes out: ``Layout``. Shared memory of a CTA: a header of barriers, then weights (resident
+images, or the ring they pass through), then each lane's memory (``fitting.LaneMemory``), then the slots of the queues that it
+reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.program.passes import simplified
+from kitsune_jax.targets.cuda import arrays, fitting, tiles
+from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.fitting import Fitted
+from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
+from kitsune_jax.targets.cuda.values import queue_form
+from kitsune_jax.targets.errors import CannotLower
+
+_COUNTER_BYTES = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operands:
+    """``weights``: of all stages, those of stage s from ``first_weight[s]`` on. ``groups``: their dtypes, an operand each, which
+    holds the parts of ``order``: (weight of the group, column chunk, -1 for all). ``resident_at``: of a resident matrix: (operand,
+    byte). ``vector_at[s]``: words at which the groups of vectors of stage s start."""
+
+    inputs: tuple[int, ...]
+    weights: tuple[WeightRecipe, ...]
+    first_weight: tuple[int, ...]
+    groups: tuple[str, ...]
+    order: tuple[tuple[tuple[int, int], ...], ...]
+    resident_at: dict[int, tuple[int, int]]
+    vectors: tuple[VectorRecipe, ...]
+    vector_at: tuple[tuple[int, ...], ...]
+
+    def of_group(self, dtype: str) -> tuple[WeightRecipe, ...]:
+        return tuple(r for r in self.weights if r.shape.dtype == dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes at which things start: counters (by stage, and of rings by queue), which must be zero; partial sums by sink; the slots
+    of queues in the L2."""
+
+    sinks_arrived: dict[int, int]
+    gradients_arrived: dict[int, int]
+    rings: dict[int, int]
+    zero_bytes: int
+    partials: dict[int, int]
+    slots: dict[int, int]
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """``queue_at``: where the slots of queues in a cluster's shared memory start; ``rank``: of the first CTA of each stage."""
+
+    program: TileProgram
+    a: Arrangement
+    name: str
+    stages: tuple[Fitted, ...]
+    header_bytes: int
+    shared_bytes: int
+    queue_at: dict[int, int]
+    operands: Operands
+    workspace: Workspace
+
+    @property
+    def uniform(self) -> bool:
+        """Every lane takes part in every round, with a tile or without: the ring of streamed weights waits for all of them, and the
+        lanes of a CTA multiply weight gradients together."""
+        return self.a.streamed or any(gradients_of(stage) for stage in self.stages)
+
+    @property
+    def depth(self) -> int:
+        """Of the ring of streamed weights."""
+        return [stage.depth for stage in self.stages if not stage.resident][-1]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the ring of streamed weights, of the last stage that has one."""
+        return [stage.slot for stage in self.stages if not stage.resident][-1]
+
+    def mask(self, stages: tuple[int, ...]) -> int:
+        """Of the ranks of stages that have one CTA each."""
+        return sum(1 << self.a.first_rank(s) for s in stages)
+
+    @property
+    def launch(self) -> tuple[int, ...]:
+        """The words that ``cuda/src`` launches the kernel with."""
+        a, o, p = self.a, self.operands, self.program
+        grid = a.instances(p) * a.ctas
+        counts = len(o.inputs) + len(o.groups) + bool(o.vectors), len(p.outputs) + 1, self.workspace.zero_bytes
+        sizes = [arrays.array_bytes(p.inputs[k]) for k in o.inputs]
+        for dtype, order in zip(o.groups, o.order, strict=True):
+            sizes.append(sum(o.of_group(dtype)[k].shape.part_bytes(chunk) for k, chunk in order))
+        sizes += [4 * sum(r.words for r in o.vectors)] if o.vectors else []
+        sizes += [*(arrays.array_bytes(x) for x in p.outputs), self.workspace.bytes]
+        geometry = a.sm, grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
+        return LAUNCH_VERSION, *geometry, *counts, *sizes
+
+
+def gradients_of(stage: Fitted) -> list[st.GradientStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, st.GradientStart)]
+
+
+def sinks_of(stage: Fitted) -> list[st.SinkStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, st.SinkStart)]
+
+
+def sums_of(stage: Fitted, gradient: st.GradientStart) -> list[st.PanelSumStart]:
+    return [n for n in stage.lowered.setup if isinstance(n, st.PanelSumStart) and n.gradient == gradient.gradient]
+
+
+def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
+    """16-byte vectors of a thread in an entry of queue ``q``."""
+    tile = program.queues[q].tile
+    n = math.prod(tile.shape)
+    return 1 if n == 1 else tiles.image_vectors(tiles.padded(n), queue_form(tile.dtype, q in a.slab_queues(program)))
+
+
+def of_kernel(program: TileProgram, a: Arrangement, name: str) -> Layout:
+    """Raises ``CannotLower`` where the kernel does not fit."""
+    simpler = simplified(program)
+    for staging in (True, False):
+        header = _header_bytes(program, a, staging)
+        stages = tuple(fitting.fit((simpler, program), s, a, header, staging) for s in range(len(program.stages)))
+        queue_at, shared = _place_queues(program, a, [header + s.weight_bytes + a.lanes * s.memory.bytes for s in stages])
+        if shared <= a.shared_bytes or not any(stage.shape.staged for stage in stages):
+            break
+    if shared > a.shared_bytes:
+        raise CannotLower(f"the kernel needs {shared} bytes of shared memory; a CTA has {a.shared_bytes}")
+    return Layout(program, a, name, stages, header, shared, queue_at, _operands(program, stages), _workspace(program, a, stages))
+
+
+def _header_bytes(program: TileProgram, a: Arrangement, staging: bool) -> int:
+    most = max((len(fitting.staged_arrays(program, s)) for s in range(len(program.stages))), default=0) if staging else 0
+    rings = 16 * most * a.lanes + 16 * fitting.MAX_DEPTH + sum(16 * q.depth * a.lanes for q in program.queues)
+    return tiles.aligned(rings + 128)
+
+
+def _place_queues(program: TileProgram, a: Arrangement, ends: list[int]) -> tuple[dict[int, int], int]:
+    """Slots of cluster queues behind what their readers hold already (``ends``), and the shared memory of the greediest CTA."""
+    found: dict[int, int] = {}
+    for q, queue in enumerate(program.queues):
+        if a.places[q] != "cluster":
+            continue
+        if a.split[queue.producer] > 1 or any(a.split[c] > 1 for c in queue.consumers):
+            raise CannotLower("a stage that is split by columns has queues in the L2 only")
+        found[q] = max(ends[c] for c in queue.consumers)
+        for c in queue.consumers:
+            ends[c] = found[q] + a.lanes * queue.depth * entry_vectors(program, a, q) * tiles.GROUP_THREADS * 16
+    return found, max(ends)
+
+
+def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
+    read = {i["array"] for s in program.stages for i in s.body if i.kind == "load"}
+    weights = tuple(r for stage in stages for r in stage.lowered.weights)
+    counts = [len(stage.lowered.weights) for stage in stages]
+    first = tuple(sum(counts[:s]) for s in range(len(stages)))
+    groups = tuple(dict.fromkeys(r.shape.dtype for r in weights))
+    within = [[k for k, r in enumerate(weights) if r.shape.dtype == d] for d in groups]
+    order: list[list[tuple[int, int]]] = [[] for _ in groups]
+    resident_at: dict[int, tuple[int, int]] = {}
+    at = [0] * len(groups)
+    for stage, base in zip(stages, first, strict=True):
+        parts = [(base + i.weight, i.chunk) for i in stage.fetches]  # as they are used, so that the loader has but to go on
+        if stage.resident:
+            parts = [(w, -1) for w in sorted({w for w, _ in parts})]
+        for w, chunk in parts:
+            g = groups.index(weights[w].shape.dtype)
+            order[g].append((within[g].index(w), chunk))
+            if chunk < 0:
+                resident_at[w] = (g, at[g])
+                at[g] += weights[w].shape.bytes
+    vectors, vector_at = _vectors(stages)
+    inputs = tuple(k for k in sorted(read) if program.inputs[k].streamed)
+    return Operands(inputs, weights, first, groups, tuple(map(tuple, order)), resident_at, vectors, vector_at)
+
+
+def _vectors(stages: tuple[Fitted, ...]) -> tuple[tuple[VectorRecipe, ...], tuple[tuple[int, ...], ...]]:
+    """The stationary vectors, one after the other; one that several stages read is there once."""
+    recipes: list[VectorRecipe] = []
+    starts: dict[VectorRecipe, int] = {}
+    words, found = 0, []
+    for stage in stages:
+        at = []
+        for group in stage.lowered.vectors:
+            if len(group) == 1 and group[0] in starts:
+                at.append(starts[group[0]])
+                continue
+            at.append(words)
+            for recipe in group:
+                starts.setdefault(recipe, words)
+                recipes.append(recipe)
+                words += recipe.words
+        found.append(tuple(at))
+    return tuple(recipes), tuple(found)
+
+
+def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...]) -> Workspace:
+    at, sinks, gradients, rings, partials, slots = 0, *(dict[int, int]() for _ in range(5))
+    pipelines, workers = a.instances(program) * a.lanes, a.instances(program) * a.tiles_at_once
+    for s, stage in enumerate(stages):
+        if sinks_of(stage):
+            sinks[s] = at
+            at += _COUNTER_BYTES
+    for s, stage in enumerate(stages):
+        if gradients_of(stage):
+            gradients[s] = at
+            at += a.split[s] * a.lanes * _COUNTER_BYTES
+    l2 = [q for q in range(len(program.queues)) if a.places[q] == "l2"]
+    for q in l2:
+        rings[q] = at
+        at += pipelines * 2 * program.queues[q].depth * _COUNTER_BYTES
+    zero_bytes = at
+    for stage in stages:
+        for sink in sinks_of(stage):
+            partials[sink.ref.of] = at
+            at += tiles.aligned(workers * 4 * (sink.width or 1) * 4, 128)
+    for s, stage in enumerate(stages):
+        parts = a.split[s] * a.gradient_parts(program)
+        for gradient in gradients_of(stage):
+            partials[gradient.gradient.of] = at
+            at += parts * gradient.shape.words * 4
+            for total in sums_of(stage, gradient):
+                partials[total.sums.of] = at
+                at += tiles.aligned(parts * total.panel.width * 4, 128)
+    for q in l2:
+        slots[q] = at
+        at += pipelines * program.queues[q].depth * entry_vectors(program, a, q) * tiles.GROUP_THREADS * 16
+    return Workspace(sinks, gradients, rings, zero_bytes, partials, slots, max(at, _COUNTER_BYTES))  # never empty: emit.py says why

@@ -1,0 +1,208 @@
+"""What a lane does with a tile, as C++, node by node.
+
+Comes in: nodes of the device IR. Goes out: lines. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kitsune_jax.targets.cuda import device_ir as ir
+from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.device_ir import Node
+from kitsune_jax.targets.cuda.print_loops import Spelling, each_row, getter, name, putter
+
+
+def lines(at: Spelling, nodes: Iterable[Node]) -> list[str]:
+    found: list[str] = []
+    for node in nodes:
+        found += _loops(at, node) or _rows(at, node) or _queues(at, node) or _products(at, node) or _setup(at, node)
+    return found
+
+
+def _loops(at: Spelling, node: Node) -> list[str]:
+    match node:
+        case ir.BlockLoop():
+            return at.block_loop(node)
+        case st.Registers(ref, form, dtype, count, words):
+            type_ = pointwise.COMPUTE[dtype] if form == "word" else "u32"
+            return [f"{type_} {'w_' if words else ''}{name(ref)}[{count}]{' = {}' if form == 'bit' else ''};"]
+        case st.PutMask(ref, to, width):
+            put = f"{putter(to)}(i, image_vector(w_{name(ref)}, i));"
+            return ["KITSUNE_UNROLL", f"for (int i = 0; i < {tiles.image_vectors(width, 'bit')}; ++i) {put}"]
+        case st.LayerLoop(layers, _, _, body):
+            return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {layers}; ++layer) {{", *lines(at, body), "}"]
+        case st.TurnImages(first, second):
+            a, b = name(first), name(second)
+            return [f"const Image {a}_in = layer & 1 ? {b} : {a}, {a}_out = layer & 1 ? {a} : {b};"]
+        case st.CopyRegisters(to, source, count):
+            return ["KITSUNE_UNROLL", f"for (int i = 0; i < {count}; ++i) {name(to)}[i] = {name(source)}[i];"]
+    return []
+
+
+def _rows(at: Spelling, node: Node) -> list[str]:
+    match node:
+        case st.SetRow(ref, dtype, expr):
+            return [f"{pointwise.COMPUTE[dtype]} {name(ref)}[2];", *each_row(f"{name(ref)}[h] = {at.expression(expr)};")]
+        case st.LoadRow(ref, rows):
+            loads = [f"load_one<{pointwise.ELEMENT[rows.dtype]}>({name(rows.ref)}_row[{h}], valid[{h}])" for h in range(2)]
+            return [f"const {pointwise.COMPUTE[rows.dtype]} {name(ref)}[2] = {{{', '.join(loads)}}};"]
+        case st.PopRow(ref, entry, pop, dtype):
+            type_, e = pointwise.COMPUTE[dtype], name(entry)
+            words = f"from_word<{type_}>({e}.x), from_word<{type_}>({e}.y)"
+            return [f"const U4 {e} = {name(pop)}(0);", f"const {type_} {name(ref)}[2] = {{{words}}};"]
+        case st.StartFold(ref, how, dtype):
+            identity = at.expression(ir.Identity(how, dtype))
+            return [f"{pointwise.COMPUTE[dtype]} {name(ref)}[2] = {{{identity}, {identity}}};"]
+        case st.FoldQuad(ref, how):
+            return [f"fold_quad<{how}>({name(ref)});"]
+        case st.FoldRow(sink, how, dtype, row):
+            fold = f"{how}::fold({name(sink)}, {pointwise.COMPUTE[dtype]}({at.expression(row)}))"
+            return each_row(f"if (valid[h]) {name(sink)} = {fold};")
+        case st.StoreRow(rows, row, once):
+            where = f"{name(rows.ref)}_row[h], valid[h] && lane.q == 0, {at.expression(row)}"
+            return each_row(f"{_once(once)}store_one<{pointwise.ELEMENT[rows.dtype]}>({where});")
+        case st.RowToScratch(column, row):
+            return each_row(f"if (lane.q == 0) rows.put(lane, h, {column}, to_word({at.expression(row)}));")
+        case st.RowTile(ref, row, dtype):
+            element = pointwise.ELEMENT[dtype]
+            if tiles.is_half(dtype):
+                items = [f"lane.q == 0 ? pack<{element}>({at.of_row(row, h)}, 0.0f) : 0" for h in range(2)]
+                return [f"u32 {name(ref)}[2] = {{{', '.join(items)}}};"]
+            items = [f"lane.q == 0 ? {at.of_row(row, h)} : 0.0f, 0.0f" for h in range(2)]
+            return [f"float {name(ref)}[4] = {{{', '.join(items)}}};"]
+        case st.SyncWarp():
+            return ["syncwarp();"]
+    return []
+
+
+def _once(once: bool) -> str:
+    return "if (slab == 0) " if once else ""
+
+
+def _queues(at: Spelling, node: Node) -> list[str]:
+    match node:
+        case st.QueueCall(queue, call):
+            return [f"{name(queue)}.{call}(n);"]
+        case st.Entry(ref, queue, slab, write, once):
+            first = f"slab * {slab} + " if slab else ""
+            if write:
+                return [f"const auto {name(ref)} = [&](int i, U4 v) {{ {_once(once)}{name(queue)}.push(n, {first}i, v); }};"]
+            return [f"const auto {name(ref)} = [&](int i) {{ return {name(queue)}.pop(n, {first}i); }};"]
+        case st.PushRow(queue, row, once):
+            words = ", ".join(f"to_word({at.of_row(row, h)})" for h in range(2))
+            return [f"{_once(once)}{name(queue)}.push(n, 0, U4{{{words}, 0, 0}});"]
+    return []
+
+
+def _products(at: Spelling, node: Node) -> list[str]:
+    match node:
+        case st.Issue():
+            return _issue(at, node)
+        case st.Complete(ref, pending, done, blocks):
+            return [f"{name(ref)}_product.complete<{pending}, {done}, {blocks}>();"]
+        case st.RowToPanel(panel, tile):
+            return [f"{name(panel)}.put(lane, 0, {name(tile)}, valid);"]
+        case st.AddGradient(gradient, sums):
+            meanwhile = " ".join(f"{name(s)}.add(sink{s.of});" for s in sums)
+            return [f"{name(gradient)}.add(sum{gradient.of}, [{'&' if sums else ''}] {{{f' {meanwhile} ' if sums else ''}}});"]
+    return []
+
+
+def _issue(at: Spelling, node: st.Issue) -> list[str]:
+    d, found = name(node.ref), list[str]()
+    weights = "weights"
+    if node.weights is not None:
+        assert node.weights.at is not None
+        layer = f" + layer * {node.weights.layer}" if node.weights.layer else ""
+        weights = f"{d}_weights"
+        found.append(f"ResidentWeights<{node.columns}> {weights}{{shared + {at.constant(node.weights.at)}{layer}}};")
+    found.append(f"float {d}[{node.columns // 2}];")
+    if node.bias is not None:
+        address, width, first = node.bias
+        found.append(f"start_from<{node.columns}, {width}>({d}, {at.address(address)}, lane, {first});")
+    flags = f"{'true' if node.rolling else 'false'}, {'true' if node.bias is not None else 'false'}"
+    template = f"{pointwise.OPERAND[node.dtype]}, {node.columns}, {flags}, decltype({weights})"
+    found.append(f"Product<{template}> {d}_product({d}, {weights});")
+    found += [f"{d}_product.feed<{first}, {done}>({_operand(operand)});" for operand, first, done in node.feeds]
+    return [*found, f"{d}_product.commit();"]
+
+
+def _operand(o: st.Operand) -> str:
+    type_ = pointwise.OPERAND[o.dtype]
+    if o.kind == "image":
+        return f"image_source<{type_}, {o.width}>([&](int i) {{ return {getter(o.ref)}(i); }})"
+    if o.rows is None:
+        return f"RegisterSource<{type_}, {o.width}>{{{name(o.ref)}}}"
+    row, element = f"{name(o.ref)}_row", pointwise.ELEMENT[o.rows.dtype]
+    where = f"{{{row}[0], {row}[1]}}, {{valid[0], valid[1]}}, {o.rows.columns}, lane"
+    return f"RowSource<{type_}, {element}, {o.width}, {o.rows.access}>{{{where}}}"
+
+
+def _setup(at: Spelling, node: Node) -> list[str]:
+    """Once per kernel, or once per tile in front of everything."""
+    match node:
+        case st.LoadScalar(ref, dtype, address, once):
+            type_, where = pointwise.COMPUTE[dtype], f"{'p.' if once else ''}{at.address(address)}"
+            return [f"const {type_} {name(ref)} = from_word<{type_}>(bits(ld_global({where})));"]
+        case st.SinkStart(ref, how, dtype, width):
+            type_, identity = pointwise.COMPUTE[dtype], at.expression(ir.Identity(how, dtype))
+            if not width:
+                return [f"{type_} {name(ref)} = {identity};"]
+            count = width // 4
+            return [f"{type_} {name(ref)}[{count}];", f"for (int i = 0; i < {count}; ++i) {name(ref)}[i] = {identity};"]
+        case st.GradientStart(ref, dtype, x, y, shape):
+            sizes = f"{x.width}, {y.width}, {shape.blocks}, {shape.all_blocks}, {shape.width}"
+            type_ = f"Gradient<{pointwise.OPERAND[dtype]}, {sizes}, kLanes>"
+            total, count = f"sum{ref.of}", shape.width // 2
+            return [
+                f"const {type_} {name(ref)}{{panels.base, panels.base + {y.at}, panels.stride, group * {shape.blocks}}};",
+                f"float {total}[{shape.blocks}][{count}];",
+                f"for (int m = 0; m < {shape.blocks}; ++m) for (int i = 0; i < {count}; ++i) {total}[m][i] = 0.0f;",
+            ]
+        case st.PanelSumStart(sums, panel):
+            type_ = f"PanelSums<{pointwise.OPERAND[panel.dtype]}, {panel.width}, kLanes>"
+            return [
+                f"const {type_} {name(sums)}{{panels.base + {panel.at}, panels.stride, group}};",
+                f"float sink{sums.of}[2 * {name(sums)}.kRounds] = {{}};",
+            ]
+        case st.Panel(ref):
+            return [f"const {_panel_type(node)} {name(ref)}{{panels.mine() + {node.at}}};"]
+        case st.ClearPanel(panel):
+            return [f"{_panel_type(panel)}{{panels.mine() + {panel.at}}}.clear(lane, 1 + group);"]
+        case st.Image(ref, offset):
+            return [f"const Image {name(ref)} = Image::at(scratch + {offset});"]
+        case st.AxisIndices(extents):
+            return _axes(extents)
+        case st.RowAddresses():
+            return _addresses(at, node)
+    return []
+
+
+def _panel_type(panel: st.Panel) -> str:
+    return f"Panel<{pointwise.OPERAND[panel.dtype]}, {panel.width}>"
+
+
+def _axes(extents: tuple[int, ...]) -> list[str]:
+    """The index along each stream axis of the thread's two rows: the row in mixed radix, the last axis fastest."""
+    if len(extents) == 1:
+        return ["const i64 axis0[2] = {row[0], row[1]};"]
+    found, inner = [], 1
+    for a in reversed(range(len(extents))):
+        text = [f"row[{h}] / {inner}ll % {extents[a]}ll" for h in range(2)]
+        found.append(f"const i64 axis{a}[2] = {{{text[0]}, {text[1]}}};")
+        inner *= extents[a]
+    return found
+
+
+def _addresses(at: Spelling, node: st.RowAddresses) -> list[str]:
+    row, k = f"{name(node.ref)}_row", node.ref.of
+    if node.staged:
+        return [f"const u8* const {row}[2] = {{staged{k}.row(n, lane.row), staged{k}.row(n, lane.row + 8)}};"]
+    const, byte = ("const ", "const u8") if node.ref.kind == "in" else ("", "u8")
+    offset = " + ".join(f"axis{axis}[h] * {stride}ll" for axis, stride in node.strides) or "0"
+    return [
+        f"{const}void* {row}[2];",
+        *each_row(f"{row}[h] = static_cast<{byte}*>({at.constant(node.array)}) + (valid[h] ? {offset} : 0);"),
+    ]
