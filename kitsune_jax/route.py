@@ -127,7 +127,7 @@ class _Search:
     """What the choice of regions asks of the target. ``known``: the plans of isolated regions: equal layers are planned once."""
 
     graph: Graph
-    target: Target
+    target: Target[Any]
     machine: Machine
     failed: _Failures
     known: dict[tuple[Graph, Region], Plan | str] = dataclasses.field(default_factory=dict)
@@ -172,7 +172,7 @@ def without(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
 
 
 def _make(
-    graph: Graph, chosen: Sequence[Chosen], target: Target, machine: Machine, *, generate: bool
+    graph: Graph, chosen: Sequence[Chosen], target: Target[Any], machine: Machine, *, generate: bool
 ) -> list[PlannedRegion | Exception]:
     """The calls of the ``chosen`` regions, or what went wrong with one: it must not cost the others theirs."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kitsune_jax.graph import Graph, Op, Value
 from kitsune_jax.planning.machine import Machine
@@ -16,13 +16,14 @@ from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import Program
 from kitsune_jax.streams.space import Region
 
+M = TypeVar("M", bound=Machine)
 Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands) -> its result, as JAX computes it
 
 
-class Target(abc.ABC):
+class Target(abc.ABC, Generic[M]):
     """``name``: what users and options call it. ``platform``: that of the devices whose machine models it is planned for ("cpu",
     "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``compiles``: ``generate`` runs
-    a compiler, which takes seconds and can run in several threads.
+    a compiler, which takes seconds and can run in several threads. ``M``: its machine models.
     """
 
     name: str
@@ -44,11 +45,11 @@ class Target(abc.ABC):
         """None if there is code for ``op``, else the reason in words."""
 
     @abc.abstractmethod
-    def machine(self, device: str | None = None) -> Machine:
+    def machine(self, device: str | None = None) -> M:
         """The model of ``device``, or of the one at hand. Raises ``ValueError`` for a device that it does not know."""
 
     @abc.abstractmethod
-    def plan(self, graph: Graph, region: Region, machine: Machine) -> Plan:
+    def plan(self, graph: Graph, region: Region, machine: M) -> Plan:
         """The fastest plan of ``region`` that there is code for, by the cost model. A pure function: no clock, no randomness.
 
         Raises ``Infeasible`` with the reason where there is none.

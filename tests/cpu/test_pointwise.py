@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from kitsune_jax.ops.spec import DTYPES, FLOATS, FORMATS
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.interpret import interpret
 from kitsune_jax.targets.cpu import lower, supports
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, OPCODES, Vector
 from kitsune_jax.targets.cpu.words import encode
 from scripts import opcodes
 from tests.support.lowered import plain
@@ -47,6 +50,20 @@ def test_series(kind: str, dtype: str) -> None:
     ((got,), (want,)) = run(t, arrays)
     tolerance = {"float64": 1e-10, "float32": 2e-6}.get(dtype, 2.0 ** -FORMATS[dtype][1])
     np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("source,to", [("float32", "int64"), ("int8", "bool"), ("bool", "uint8"), ("float32", "bfloat16")])
+def test_bits_of_another_width_or_of_a_bool_are_refused(source: str, to: str) -> None:
+    """By the parser, which has the last word on a program."""
+    t = Tiles((4,), 4)
+    t.store(t.op("bitcast_convert_type", t.load((4, 3), source, ROW), dtype=to, new_dtype=to), (4, 3), ROW)
+    code = lower(t.program(), "test")
+    (vector,) = code.stages[0].body
+    assert isinstance(vector, Vector)
+    micros = [m if OPCODES[m.op] != "bitcast" else dataclasses.replace(m, type=DTYPE_CODE[to]) for m in vector.code]
+    stage = dataclasses.replace(code.stages[0], body=(dataclasses.replace(vector, code=tuple(micros)),))
+    reason = _cpu.validate(encode(dataclasses.replace(code, stages=(stage,))))
+    assert "the bits of its operand are not those of" in reason or "a register cannot be bfloat16" in reason
 
 
 def test_the_header_of_opcodes_is_what_the_table_says() -> None:

@@ -29,7 +29,9 @@ from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
 from kitsune_jax.targets.cuda.planning.planner import candidates, plan
-from kitsune_jax.targets.cuda.planning.storage import Steps, is_splittable, padded
+from kitsune_jax.targets.cuda.planning.splits import is_splittable
+from kitsune_jax.targets.cuda.planning.storage import Steps
+from kitsune_jax.targets.cuda.tiles import padded
 from tests.planning.test_planning import block, depends_on
 from tests.planning.test_planning import nerf as paper_nerf
 from tests.support.graphs import graph_of, layer_norm

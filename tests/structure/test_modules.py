@@ -64,7 +64,6 @@ def test_modules_import_in_one_direction():
     assert not circles({name: imports(path, known) - {name} for name, path in known.items()})
 
 
-@pytest.mark.xfail(reason="four files on their way", strict=True)
 def test_no_file_is_long():
     files = [
         *sources("kitsune_jax", ".py"),

@@ -38,7 +38,7 @@ from kitsune_jax.targets.cuda.kernel import Arrangement, generate
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import A100, H200
 from kitsune_jax.targets.cuda.planning.planner import candidates
-from kitsune_jax.targets.cuda.planning.storage import is_splittable
+from kitsune_jax.targets.cuda.planning.splits import is_splittable
 
 Array = Any
 

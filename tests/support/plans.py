@@ -9,13 +9,21 @@ from kitsune_jax.planning.plan import Plan
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning import planner as cpu
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
+from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 from kitsune_jax.targets.cuda.planning import planner as cuda
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
 
 def plan(graph: Graph, region: Region, machine: Machine) -> Plan:
-    return (cpu if machine.platform == "cpu" else cuda).plan(graph, region, machine)
+    if isinstance(machine, CpuMachine):
+        return cpu.plan(graph, region, machine)
+    assert isinstance(machine, GpuMachine)
+    return cuda.plan(graph, region, machine)
 
 
 def cost_of(graph: Graph, region: Region, machine: Machine) -> RegionCost:
-    return (CpuCost if machine.platform == "cpu" else GpuCost)(graph, region, machine)
+    if isinstance(machine, CpuMachine):
+        return CpuCost(graph, region, machine)
+    assert isinstance(machine, GpuMachine)
+    return GpuCost(graph, region, machine)

@@ -41,6 +41,8 @@ def test_the_table_is_complete():
         assert spec.doc and spec.flops >= 0
         assert set(spec.opcodes) <= set(OPCODES)
         assert set(spec.dtypes) <= set(DTYPES)
+        assert spec.like is None or spec.like[0] in OPS
+        assert not set(spec.names) & set(OPS)
         assert spec.cuda.keys() <= {"any", "float", "i32", "u32", "bool", "coarse"}
         assert all(text.count("(") == text.count(")") for text in spec.cuda.values() if isinstance(text, str))
 

@@ -58,7 +58,7 @@ class _Folding:
         return len(self.values) - 1
 
     def body(self, body: Sequence[Instr], results: Sequence[int]) -> tuple[Instr, ...]:
-        flow = Flow.of(self.program, body, results)
+        flow = Flow(self.program, body, results)
         found = {i: _match(flow, self.program, i, self.activated) for i, instr in enumerate(body) if instr.kind == "matmul"}
         found = {i: e for i, e in found.items() if e.absorbed}
         gone = {v for i, e in found.items() for j in (i, *e.absorbed) for v in body[j].outputs}

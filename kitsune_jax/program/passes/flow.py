@@ -6,10 +6,12 @@ another name of: the operand of a copy, or of a view that only inserts, drops or
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from kitsune_jax.graph import Graph, Scalar, Value
-from kitsune_jax.program.ir import Instr, TileProgram, TileType, walk
+from kitsune_jax.program.ir import Instr, TileType, walk
 
 VIEWS = frozenset({"broadcast_in_dim", "reshape", "transpose", "rev", "slice"})
 Use = tuple[int, int]  # (instruction of the body, operand number)
@@ -36,17 +38,26 @@ def is_other_name(values: Types, instr: Instr) -> bool:
     return squeezed(x.shape) == squeezed(y.shape)
 
 
-class Flow:
-    """``values`` are types by value, ``results`` what is read behind the body: what a loop hands to its next iteration."""
+class Typed(Protocol):
+    """What a ``Flow`` asks of a program: the types of values, and the constants among them."""
 
-    def __init__(self, values: Types, literals: Mapping[int, Scalar], body: Sequence[Instr], results: Sequence[int] = ()):
-        self.values, self.body, self.results = values, body, tuple(results)
+    @property
+    def values(self) -> Types: ...
+    @property
+    def literals(self) -> Sequence[tuple[int, Scalar]]: ...
+
+
+class Flow:
+    """``results`` is what is read behind the body: what a loop hands to its next iteration."""
+
+    def __init__(self, program: Typed, body: Sequence[Instr], results: Sequence[int] = ()):
+        self.values, self.body, self.results = program.values, body, tuple(results)
         self.makers: dict[int, Instr] = {v: instr for instr in body for v in instr.outputs}
         self.uses: dict[int, list[Use]] = {}  # of a root, by instructions that are not names or views of constants themselves
-        self.constants: dict[int, Scalar] = dict(literals)
+        self.constants: dict[int, Scalar] = dict(program.literals)
         self._roots: dict[int, int] = {}
         for i, instr in enumerate(body):
-            if is_other_name(values, instr):
+            if is_other_name(self.values, instr):
                 self._roots[instr.outputs[0]] = self.root(instr.inputs[0])
             elif instr.kind in VIEWS and (constant := self.literal(instr.inputs[0])) is not None:
                 self.constants[instr.outputs[0]] = constant  # constants look the same under every view
@@ -58,16 +69,11 @@ class Flow:
         self._read(len(body), self.results)
 
     @staticmethod
-    def of(program: TileProgram, body: Sequence[Instr], results: Sequence[int] = ()) -> Flow:
-        """Of a body of ``program``."""
-        return Flow(program.values, dict(program.literals), body, results)
-
-    @staticmethod
     def of_graph(graph: Graph, ops: Sequence[int], results: Sequence[int]) -> Flow:
         """Of the ops number ``ops`` of ``graph``; ``results``: the values that something else reads, too."""
         body = [Instr(op.kind, op.inputs, op.outputs, op.params) for op in (graph.ops[i] for i in ops)]
         read = {v: graph.values[v].literal for i in body for v in i.inputs}
-        return Flow(_Whole(graph.values), {v: c for v, c in read.items() if c is not None}, body, results)
+        return Flow(_Ops(_Whole(graph.values), tuple((v, c) for v, c in read.items() if c is not None)), body, results)
 
     def _read(self, i: int, values: Sequence[int], named: bool = True) -> None:
         for p, v in enumerate(values):
@@ -93,6 +99,12 @@ class Flow:
 
     def dtype(self, v: int) -> str:
         return self.type(v).dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ops:
+    values: _Whole
+    literals: tuple[tuple[int, Scalar], ...]
 
 
 class _Whole(dict[int, TileType]):

@@ -55,7 +55,7 @@ def border(array: ArrayType, space: int, number: int, axes: tuple[int, ...]) -> 
 class Stage:
     def __init__(self, program: TileProgram, stage: StageProgram, preps: dict[Prep, int], products: Products):
         self.program, self.body, self.preps, self.products = program, stage.body, preps, products
-        self.flow = Flow.of(program, stage.body)
+        self.flow = Flow(program, stage.body)
         self.root, self.uses = self.flow.root, self.flow.uses
         self.code: list[Instruction] = []
         self.buffer_bytes: list[int] = []

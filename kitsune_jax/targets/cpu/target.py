@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kitsune_jax.graph import Graph, Op, Value
-from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.profile import store as profiles
 from kitsune_jax.program.ir import Program
@@ -14,9 +13,10 @@ from kitsune_jax.streams.space import Region
 from kitsune_jax.targets import cpu
 from kitsune_jax.targets.base import Evaluate, Target
 from kitsune_jax.targets.cpu.planning import machines, planner
+from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 
 
-class _Cpu(Target):
+class _Cpu(Target[CpuMachine]):
     name = platform = "cpu"
     runs_phases = True
 
@@ -29,10 +29,10 @@ class _Cpu(Target):
     def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
         return cpu.supports(op, in_values, out_values)
 
-    def machine(self, device: str | None = None) -> Machine:
+    def machine(self, device: str | None = None) -> CpuMachine:
         return machines.cpu_at_hand() if device is None else machines.cpu_model(device)
 
-    def plan(self, graph: Graph, region: Region, machine: Machine) -> Plan:
+    def plan(self, graph: Graph, region: Region, machine: CpuMachine) -> Plan:
         return planner.plan(graph, region, machine)
 
     def generate(self, program: Program, plan: Plan, title: str) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 
 from kitsune_jax import config
 from kitsune_jax.graph import Graph, Op, Value
-from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Program
@@ -16,9 +15,10 @@ from kitsune_jax.targets import cuda
 from kitsune_jax.targets.base import Evaluate, Target
 from kitsune_jax.targets.cuda import devices, lower
 from kitsune_jax.targets.cuda.planning import machines, planner
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
 
-class _Cuda(Target):
+class _Cuda(Target[GpuMachine]):
     platform = "cuda"
     compiles = True
 
@@ -34,10 +34,10 @@ class _Cuda(Target):
     def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
         return cuda.supports(op, in_values, out_values)
 
-    def machine(self, device: str | None = None) -> Machine:
+    def machine(self, device: str | None = None) -> GpuMachine:
         return machines.gpu(device or devices.model())
 
-    def plan(self, graph: Graph, region: Region, machine: Machine) -> Plan:
+    def plan(self, graph: Graph, region: Region, machine: GpuMachine) -> Plan:
         """Candidates of the planner are shown to the code generator, from the fastest on, and the first one that it takes is it."""
         return planner.plan(graph, region, machine, lambda plan: lower.check(build(graph, region, plan), plan, "region"))
 
@@ -55,7 +55,7 @@ class _Cuda(Target):
 
 
 class _Emulator(_Cuda):
-    def machine(self, device: str | None = None) -> Machine:
+    def machine(self, device: str | None = None) -> GpuMachine:
         return machines.gpu(device)
 
     def notes(self) -> tuple[str, ...]:

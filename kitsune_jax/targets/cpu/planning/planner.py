@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.cost import pipeline_traffic
-from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import resource_of, stage_name
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
+from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 from kitsune_jax.targets.cpu.planning.tile_size import TileModel, tile_rows
 from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
 from kitsune_jax.targets.cpu.planning.xla_times import baseline, output_fault_seconds
 
 
-def plan(graph: Graph, region: Region, machine: Machine) -> Plan:
+def plan(graph: Graph, region: Region, machine: CpuMachine) -> Plan:
     """The plan for ``region`` on ``machine``. Raises ``Infeasible`` (a ``ValueError``) with the reason."""
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
@@ -54,7 +54,7 @@ def plan(graph: Graph, region: Region, machine: Machine) -> Plan:
     )
 
 
-def _moving_seconds(machine: Machine, moved: float) -> float:
+def _moving_seconds(machine: CpuMachine, moved: float) -> float:
     """Seconds that all workers together take to read and write what crosses the region's border."""
     beyond = max(0.0, moved - machine.shared_bytes)  # what the last level does not hold
     return (moved - beyond) / max(machine.shared_bandwidth, machine.dram_bandwidth) + beyond / machine.dram_bandwidth

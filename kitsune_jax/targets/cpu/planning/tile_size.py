@@ -18,6 +18,7 @@ from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
 _ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 1024, 2048, 4096, 8192)
 _INDIFFERENT = 1.03  # the model is not better than this
 _ONE_TILE = 128  # streams no longer than this are one tile, if cutting them gains nothing
+_TILE_SECONDS = 0.3e-6  # picking the next tile
 _MAX_SCRATCH = 1024 * MIB
 
 
@@ -50,7 +51,7 @@ class TileModel:
         # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of
         # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
         fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)
-        return max(tensor, fetched) + simt + machine.tile_seconds
+        return max(tensor, fetched) + simt + _TILE_SECONDS
 
     def _spill_seconds(self, rows: int) -> float:
         """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""

@@ -11,12 +11,15 @@ import math
 from collections.abc import Collection
 
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.machine import MIB
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, kernels_of
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 
 # Batched products smaller than this are loops and not the library's.
 _SMALL = 64 * 64
 _SHORT_ROW = 16
+# glibc mallopt(3): M_MMAP_THRESHOLD grows to at most this; larger blocks are fresh pages at every call.
+_FAULT_THRESHOLD = 32 * MIB
 _FUNCTION = 9  # operations from which on an op is an elementary function
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
@@ -31,7 +34,7 @@ def baseline(cost: CpuCost) -> tuple[float, int]:
 
 def output_fault_seconds(cost: CpuCost) -> float:
     """First touch of the result buffers: XLA allocates them at every call, for a pipeline as well."""
-    fresh = sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > cost.machine.fault_threshold)
+    fresh = sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > _FAULT_THRESHOLD)
     return fresh / cost.machine.fault_bandwidth
 
 
@@ -112,4 +115,4 @@ def _fault_seconds(cost: CpuCost, kernels: list[Kernel]) -> float:
         total += size - sum(alive.pop(v) for v in dying)
         unread = [kernel.root] if kernel.root not in last else []
     most -= sum(cost.bytes(v) for v in cost.outputs)
-    return most / cost.machine.fault_bandwidth if most > cost.machine.fault_threshold else 0.0
+    return most / cost.machine.fault_bandwidth if most > _FAULT_THRESHOLD else 0.0

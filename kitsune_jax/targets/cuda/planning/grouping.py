@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.stages import Ops, merge, with_makers
-from kitsune_jax.targets.cuda.planning.storage import is_splittable
+from kitsune_jax.targets.cuda.planning.splits import is_splittable
 
 _ELEMENTWISE = frozenset({"pointwise", "convert", "broadcast"})
 

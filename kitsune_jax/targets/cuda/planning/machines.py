@@ -14,6 +14,31 @@ import re
 from kitsune_jax.planning.machine import KIB, MIB, Machine, Place, Rates
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMachine(Machine):
+    """``simt_rates``: instructions of all lanes of one SM per second, by dtype. ``vertical_efficiency``: the part of the tensor
+    rate that one CTA reaches with the whole chain, by "resident" and "streamed" weights; ``spatial_efficiency``: that stages on
+    different CTAs reach. ``lane_registers``: registers per thread with 1, 2, ... consumer warpgroups beside a loader.
+    ``max_cluster``: CTAs of the largest cluster; ``cluster_counts``: how many clusters of a size fit where the division of
+    ``workers`` would say more; ``cluster_bandwidth``: DSMEM of all workers together, by cluster size. ``tile_seconds``: picking the
+    next tile, or a barrier round trip.
+    """
+
+    clock: float
+    simt_rates: Rates
+    vertical_efficiency: Rates
+    spatial_efficiency: Rates
+    lane_registers: tuple[int, ...]
+    max_cluster: int
+    cluster_counts: tuple[tuple[int, int], ...]
+    cluster_bandwidth: Rates
+    tile_seconds: float = 0.3e-6
+
+    def clusters(self, size: int) -> int:
+        """Clusters of ``size`` workers that are resident at once."""
+        return min(dict(self.cluster_counts).get(size, self.workers), self.workers // size)
+
+
 def _gpu(
     name: str,
     sms: int,
@@ -29,7 +54,7 @@ def _gpu(
     vertical: Rates,
     spatial: float,
     sources: tuple[tuple[str, str], ...],
-) -> Machine:
+) -> GpuMachine:
     half, single = bf16_dense / sms, tf32_dense / sms
     lanes = 128 * clock  # FP32 lanes per SM: Ampere (GA100: 64) and Hopper whitepapers
     if cluster == 1:
@@ -37,17 +62,13 @@ def _gpu(
     places = [Place("smem", 29 / clock, 128 * clock), Place("l2", 263 / clock, l2_bandwidth / sms)]
     if cluster > 1:
         places.insert(1, Place("cluster", 180 / clock, 3.3e12 / sms))
-    return Machine(
+    return GpuMachine(
         name=name,
         platform="cuda",
         workers=sms,
         clock=clock,
         tensor_rates=(("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes)),
         simt_rates=(("float64", lanes / 2), ("int64", lanes / 4), ("other", lanes)),
-        library_rates=(("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes)),
-        library_simt=0.5,
-        pipeline_simt=0.5,
-        strided_seconds=0.0,
         vertical_efficiency=vertical,
         spatial_efficiency=(("other", spatial),),
         local_bytes=smem,
@@ -61,12 +82,6 @@ def _gpu(
         cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)) if cluster > 1 else (),
         call_seconds=5e-6,
         kernel_seconds=1.3e-6,
-        tile_seconds=0.3e-6,
-        pack_bandwidth=dram,
-        fault_bandwidth=float("inf"),
-        fault_threshold=0,
-        panel=8,
-        matmul_rows=64,
         sources=sources,
     )
 
@@ -90,7 +105,6 @@ _HOPPER_SOURCES = (
         "compiled kernels, issue-simulated: 88-93 % of tensor issue with weights streamed to a cluster of 2, 80-85 % resident",
     ),
     ("spatial_efficiency", "the same: 75-90 % weight-stationary, if DSMEM delivers"),
-    ("pack_bandwidth", "one pass over the weights through memory"),
     ("max_cluster", "8 is portable, 16 is what Hopper has (CUDA programming guide); the launch asks for it where a plan does"),
 )
 
@@ -154,7 +168,7 @@ def _clusters(sms: int, most: int) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.takewhile(lambda entry: entry[1] > 0, counts)) if most > 1 else ()
 
 
-def _fit(machine: Machine, driver: Sizes, sizes: Sizes, name: str) -> Machine:
+def _fit(machine: GpuMachine, driver: Sizes, sizes: Sizes, name: str) -> GpuMachine:
     """``machine``, of which the driver says ``driver``, with other ``sizes``.
 
     Rates of an SM go with the clock. What all SMs share goes with their number, where the driver does not say it.
@@ -173,12 +187,10 @@ def _fit(machine: Machine, driver: Sizes, sizes: Sizes, name: str) -> Machine:
         clock=machine.clock * speed,
         tensor_rates=_scaled(machine.tensor_rates, speed),
         simt_rates=_scaled(machine.simt_rates, speed),
-        library_rates=_scaled(machine.library_rates, speed),
         local_bytes=min(sizes.shared_bytes // KIB * KIB, _MOST_SHARED),
         shared_bytes=sizes.l2_bytes or int(machine.shared_bytes * min(1.0, sms / machine.workers)),
         shared_bandwidth=machine.shared_bandwidth * share,
         dram_bandwidth=machine.dram_bandwidth * memory,
-        pack_bandwidth=machine.pack_bandwidth * memory,
         places=tuple(places.values()),
         max_cluster=counts[-1][0] if counts else machine.max_cluster,
         cluster_counts=counts,
@@ -201,19 +213,18 @@ _DRIVER = {
 }
 
 
-def _h20() -> Machine:
+def _h20() -> GpuMachine:
     """An H200 with 78 SMs, whose tensor cores are held back: the driver does not say that."""
     fitted = _fit(H200, _DRIVER["h200"], _DRIVER["h20"], "h20")
     rates = {"bfloat16": 133e12 / 78, "float16": 133e12 / 78, "float32": 66e12 / 78}
     return dataclasses.replace(
         fitted,
         tensor_rates=tuple((key, rates.get(key, rate)) for key, rate in fitted.tensor_rates),
-        library_rates=tuple((key, rates.get(key, rate)) for key, rate in fitted.library_rates),
         sources=(("tensor_rates", "H20 data sheet: 148 TFLOP/s bf16 and 74 TFLOP/s tf32, at 90 %"), *fitted.sources),
     )
 
 
-def _l4() -> Machine:
+def _l4() -> GpuMachine:
     """An SM of compute capability 8.6, 8.9 or 12.0: half the tensor rate of an A100's, twice the lanes."""
     fitted = _fit(A100, _DRIVER["a100"], _DRIVER["l4"], "l4")
     lanes = 128 * fitted.clock
@@ -221,7 +232,6 @@ def _l4() -> Machine:
     return dataclasses.replace(
         fitted,
         tensor_rates=tuple((key, rates[key]) for key, _ in fitted.tensor_rates),
-        library_rates=tuple((key, rates[key]) for key, _ in fitted.library_rates),
         simt_rates=(("float64", lanes / 64), ("int64", lanes / 4), ("other", lanes)),
         sources=(
             ("tensor_rates", "L4 data sheet: 121 TFLOP/s bf16 and 60 TFLOP/s tf32 without sparsity, at 90 %"),
@@ -256,7 +266,7 @@ def fitted_gpu(base: str, sizes: Sizes) -> str:
     return f"{name}-{round(sizes.l2_bytes / MIB)}-{round(sizes.clock / 1e6)}-{round(sizes.bandwidth / 1e9)}"
 
 
-def gpu(device: str | None = None) -> Machine:
+def gpu(device: str | None = None) -> GpuMachine:
     """The model of a GPU by its name; None is the H200.
 
     "h200-114-227" is the H200's with 114 multiprocessors and 227 KiB of shared memory for a CTA, "h200-114-227-50-1755-2039" that
@@ -273,7 +283,7 @@ def gpu(device: str | None = None) -> Machine:
 
 
 @functools.cache
-def fitted(name: str) -> Machine | None:
+def fitted(name: str) -> GpuMachine | None:
     """The model that ``fitted_gpu`` has named; None for another name.
 
     >>> machine = fitted("h100-114-227-50-1755-2039")

@@ -15,28 +15,28 @@ import functools
 from collections.abc import Callable
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.cost import itemsize, round_up
-from kitsune_jax.planning.machine import Machine, size_text
+from kitsune_jax.planning.machine import size_text
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import Ops, finest, resource_of, stage_name
 from kitsune_jax.streams.space import Region
+from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
-from kitsune_jax.targets.cuda.planning.gradients import panel_sums_of
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
+from kitsune_jax.targets.cuda.planning.sizes import dots_of, packed_bytes
 from kitsune_jax.targets.cuda.planning.spatial import spatial
-from kitsune_jax.targets.cuda.planning.storage import (
-    CHUNK_BYTES,
-    CHUNK_ROW,
-    RING_CHUNKS,
-    Storage,
-    check_ops,
-    dots_of,
-    packed_bytes,
-    shared_bytes,
-)
+from kitsune_jax.targets.cuda.planning.splits import panel_sums_of
+from kitsune_jax.targets.cuda.planning.storage import Storage, shared_bytes
 from kitsune_jax.targets.cuda.planning.times import matmul_efficiency, tile_work
 
 _INDIFFERENT = 1.03  # the model is not better than this
+# The fewest chunks of weights under way: at 24 bytes a cycle of L2 bandwidth per SM, less than one hides 263 cycles of latency; two
+# more keep both ends of the ring at work. The kernel takes what shared memory is left.
+_RING_CHUNKS = 3
+_CHUNK_BYTES = tiles.ROW_BYTES * tiles.CHUNK_COLUMNS
+# Kernels count tiles in 32 bits, and rows and addresses in 64.
+_MOST_TILES = 1 << 31
+_MATMUL_DTYPES = frozenset({"bfloat16", "float16", "float32"})
 _PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
 
 
@@ -44,7 +44,7 @@ _PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
 Accept = Callable[[Plan], str | None]
 
 
-def plan(graph: Graph, region: Region, machine: Machine, accept: Accept | None = None) -> Plan:
+def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | None = None) -> Plan:
     """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
 
     ``accept``: the code generator's exact check; candidates are shown to it from the fastest on, and where it refuses all of them
@@ -65,7 +65,7 @@ def candidates(cost: GpuCost) -> list[Plan]:
     """Every plan that fits the machine, by modelled time; among those as good as the fastest, by what they move through the L2,
     which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
     """
-    check_ops(cost)
+    _check_ops(cost)
     region = GpuRegion(cost)
     drafts = finest(cost, panel_sums_of(cost))
     arranged: list[Arranged] = []
@@ -100,7 +100,7 @@ def _vertical(region: GpuRegion, _: tuple[Ops, ...]) -> list[Arranged]:
     packed = packed_bytes(cost, ops)
     choices = [_Choice(0, 1, True, packed)]
     if packed:
-        ring = RING_CHUNKS * CHUNK_BYTES
+        ring = _RING_CHUNKS * _CHUNK_BYTES
         choices += [_Choice(0, cluster, False, ring) for cluster in (1, _PAIR) if cluster <= machine.max_cluster]
     found: list[Arranged] = []
     least: int | None = None
@@ -163,5 +163,29 @@ def _can_drift(cost: GpuCost, ops: Ops, choice: _Choice) -> bool:
 
     A chunk is free when every lane has used it. The lanes are a block of columns apart, so the ring holds the chunks of two.
     """
-    depth = max(round_up(dot.k * itemsize(dot.dtype), CHUNK_ROW) // CHUNK_ROW for dot in dots_of(cost, ops))
-    return (choice.weights + choice.free) // CHUNK_BYTES >= 2 * depth
+    depth = max(tiles.WeightShape((dot.k,), dot.n, dot.dtype).k_chunks for dot in dots_of(cost, ops))
+    return (choice.weights + choice.free) // _CHUNK_BYTES >= 2 * depth
+
+
+def _check_ops(cost: GpuCost) -> None:
+    """Raise ``Infeasible`` for what no GPU kernel is generated for."""
+    rows, most = cost.region.space.rows, tiles.TILE_ROWS * _MOST_TILES
+    if rows > most:
+        raise Infeasible(f"the stream has {rows} rows; the CUDA target counts {most} at most")
+    touched = {v for i in cost.region.ops for v in (*cost.graph.ops[i].inputs, *cost.graph.ops[i].outputs)}
+    widest = max(cost.row_size(v) for v in touched if cost.streamed(v))
+    if widest > tiles.MOST_COLUMNS:
+        raise Infeasible(f"a row has {widest} columns; the CUDA target has code for {tiles.MOST_COLUMNS} at most")
+    for i in cost.region.ops:
+        dot, op = cost.work(i).dot, cost.graph.ops[i]
+        if dot is None:
+            continue
+        if i in cost.sinks:
+            if dot.batch * dot.k != 1:
+                raise Infeasible("the CUDA target has no code for a weight gradient of several matrices")
+        elif dot.batch * dot.m != 1:
+            raise Infeasible(f"the CUDA target has no code for {dot.batch * dot.m} matrix rows per row of the stream")
+        if dot.dtype not in _MATMUL_DTYPES:
+            raise Infeasible(f"the CUDA target has no code for a matmul of {dot.dtype}")
+        if dot.dtype == "float32" and dict(op.params).get("precision") == "HIGHEST":
+            raise Infeasible("the CUDA target multiplies float32 as tf32; the function asks for precision HIGHEST")

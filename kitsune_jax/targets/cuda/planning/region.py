@@ -11,8 +11,10 @@ import dataclasses
 from kitsune_jax.planning.cost import pipeline_traffic
 from kitsune_jax.planning.plan import Plan, Queue, Stage
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
-from kitsune_jax.targets.cuda.planning.storage import TILE_ROWS, Steps, packed_bytes
+from kitsune_jax.targets.cuda.planning.sizes import packed_bytes
+from kitsune_jax.targets.cuda.planning.storage import Steps
 from kitsune_jax.targets.cuda.planning.xla_times import baseline
+from kitsune_jax.targets.cuda.tiles import TILE_ROWS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class GpuRegion:
     def _pack_seconds(self) -> float:
         """One more kernel reads the weights and writes them packed."""
         weights = packed_bytes(self.cost, self.cost.region.ops)
-        return self.machine.kernel_seconds + 2 * weights / self.machine.pack_bandwidth if weights else 0.0
+        return self.machine.kernel_seconds + 2 * weights / self.machine.dram_bandwidth if weights else 0.0
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
         """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; they are read again in a fixed

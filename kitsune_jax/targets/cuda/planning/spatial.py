@@ -17,7 +17,9 @@ from kitsune_jax.planning.plan import Infeasible, Queue, Stage
 from kitsune_jax.planning.stages import DOUBLE_BUFFER, Link, Ops, links, links_to_each, merge, resource_of, stage_name
 from kitsune_jax.targets.cuda.planning.grouping import grouped, separated
 from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
-from kitsune_jax.targets.cuda.planning.storage import entry_bytes, most_split, packed_bytes, shared_bytes
+from kitsune_jax.targets.cuda.planning.sizes import entry_bytes, packed_bytes
+from kitsune_jax.targets.cuda.planning.splits import most_split
+from kitsune_jax.targets.cuda.planning.storage import shared_bytes
 from kitsune_jax.targets.cuda.planning.times import TileWork, matmul_efficiency, tile_work
 
 # One-way trips of a hand-off that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the barrier. L2:

@@ -1,6 +1,6 @@
 """How long a tile takes on a GPU: tensor cores, issue slots, shared memory, and what passes between SMs.
 
-Comes in: a ``RegionCost``, the ops of a stage and their ``Storage``. Goes out: ``TileWork``, seconds of one tile of 64 rows on the
+Comes in: a ``GpuCost``, the ops of a stage and their ``Storage``. Goes out: ``TileWork``, seconds of one tile of 64 rows on the
 separate engines of an SM, and ``period``, how often an SM with some lanes finishes one. Invariant: engines overlap only across
 lanes; one lane does its matmuls and its epilogues one after the other.
 """
@@ -11,9 +11,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import RegionCost, itemsize, round_up
-from kitsune_jax.planning.machine import Machine
-from kitsune_jax.targets.cuda.planning.storage import TILE_ROWS, Storage, dots_of, gradients_of, padded, slab
+from kitsune_jax.planning.cost import itemsize, round_up
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.planning.sizes import dots_of, gradients_of, slab
+from kitsune_jax.targets.cuda.planning.storage import Storage
+from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded
 
 # 16 special function results a cycle and SM against 128 instructions (CUDA C++ programming guide, throughput of instructions, 9.0).
 _SPECIAL_SLOTS = 8
@@ -52,7 +55,7 @@ class TileWork:
         return rounds * lanes * self.period(lanes, wait) + (rest * self.period(rest, wait) if rest else 0.0)
 
 
-def tile_work(cost: RegionCost, ops: Sequence[int], storage: Storage, efficiency: float, split: int = 1) -> TileWork:
+def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: float, split: int = 1) -> TileWork:
     """The work of ``ops`` on a tile whose matmuls reach ``efficiency`` of the tensor rate."""
     machine = cost.machine
     tensor, weights = 0.0, 0
@@ -70,7 +73,7 @@ def tile_work(cost: RegionCost, ops: Sequence[int], storage: Storage, efficiency
     return TileWork(tensor / efficiency, max(slots, special * _SPECIAL_SLOTS) / per_second, shared)
 
 
-def _slots(cost: RegionCost, ops: Sequence[int], split: int) -> tuple[float, float]:
+def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]:
     """(instructions, special function results) of a tile."""
     slots = special = 0.0
     for i in ops:
@@ -97,13 +100,13 @@ def _slots(cost: RegionCost, ops: Sequence[int], split: int) -> tuple[float, flo
     return slots, special
 
 
-def _pointwise(cost: RegionCost, i: int) -> tuple[float, int]:
+def _pointwise(cost: GpuCost, i: int) -> tuple[float, int]:
     op = cost.graph.ops[i]
     spec, narrow = OPS[op.kind], itemsize(cost.graph.values[op.outputs[0]].dtype) == 2
     return spec.fast if narrow and spec.fast else spec.flops, int(spec.special)
 
 
-def matmul_efficiency(machine: Machine, arrangement: str, resident: bool) -> float:
+def matmul_efficiency(machine: GpuMachine, arrangement: str, resident: bool) -> float:
     """Part of the tensor rate that the matmuls of a stage reach while their epilogues are hidden."""
     if arrangement == "spatial":
         return machine.rate(machine.spatial_efficiency, "other")

@@ -1,19 +1,19 @@
 """What XLA:GPU takes for the ops of a region: the bulk-synchronous baseline.
 
-Comes in: a ``RegionCost`` whose machine is a GPU. Goes out: ``baseline``, modelled seconds and off-chip bytes.
+Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``baseline``, modelled seconds and off-chip bytes.
 """
 
 from __future__ import annotations
 
 from kitsune_jax.planning import xla_kernels
-from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel
+from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost
 
 # Operations per element that XLA:GPU still hands to the GEMM library as an epilogue: a bias and a ReLU.
 _EPILOGUE = 2
 
 
-def baseline(cost: RegionCost) -> tuple[float, int]:
+def baseline(cost: GpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
     machine = cost.machine
     seconds = 0.0
@@ -28,12 +28,12 @@ def baseline(cost: RegionCost) -> tuple[float, int]:
     return seconds, total
 
 
-def kernels_of(cost: RegionCost) -> list[Kernel]:
+def kernels_of(cost: GpuCost) -> list[Kernel]:
     """XLA's kernels, those of light pointwise work folded into the matmul whose result only they read."""
     return _with_epilogues(cost, xla_kernels.kernels_of(cost))
 
 
-def _with_epilogues(cost: RegionCost, kernels: list[Kernel]) -> list[Kernel]:
+def _with_epilogues(cost: GpuCost, kernels: list[Kernel]) -> list[Kernel]:
     """Light pointwise kernels folded into the matmul whose result only they read."""
     of_root = {k.root: k for k in kernels}
     dropped: set[int] = set()
@@ -56,7 +56,7 @@ def _with_epilogues(cost: RegionCost, kernels: list[Kernel]) -> list[Kernel]:
     return [k for k in kernels if k.root not in dropped]
 
 
-def _library_seconds(cost: RegionCost, i: int) -> float:
+def _library_seconds(cost: GpuCost, i: int) -> float:
     """Worker-seconds of op ``i`` over its whole output in XLA's code."""
     work, machine, op = cost.work(i), cost.machine, cost.graph.ops[i]
     if work.dot is None:
@@ -65,6 +65,6 @@ def _library_seconds(cost: RegionCost, i: int) -> float:
         whole = work.simt * cost.region.space.rows * min(1.0, cost.graph.values[op.outputs[0]].size / share or 1.0)
         if i in cost.sinks:
             whole = work.simt * cost.region.space.rows
-        return whole / (machine.rate(machine.simt_rates, work.dtype) * machine.library_simt)
+        return whole / (machine.rate(machine.simt_rates, work.dtype) * LOOP_EFFICIENCY)
     flops = float(work.flops) * cost.region.space.rows
-    return flops / machine.rate(machine.library_rates, work.dot.dtype)
+    return flops / machine.rate(machine.tensor_rates, work.dot.dtype)
