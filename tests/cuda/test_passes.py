@@ -74,9 +74,7 @@ def lowered(of: Subject, shape: Shape) -> fitting.Lowered:
 def test_products_are_issued_chunk_by_chunk_and_waited_for_once(of: Subject, columns: int) -> None:
     nodes = lowered(of, Shape(columns)).nodes
     issued = [n.ref for n in nodes if isinstance(n, st.Issue)]
-    assert (
-        len(issued) == 256 // 128 + 2 * 256 // columns == len(set(issued))
-    )  # the input is fetched for each chunk
+    assert len(issued) == 256 // 128 + 2 * 256 // columns == len(set(issued))  # the input is fetched for each chunk
     assert issued == [n.ref for n in nodes if isinstance(n, st.Complete)]
     read = [ref for n in nodes if isinstance(n, ir.BlockLoop) for ref in n.reads if ref.kind == "d"]
     assert read == issued  # each block reads the chunk that has just been waited for
