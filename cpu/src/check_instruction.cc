@@ -6,6 +6,7 @@
 namespace kitsune::cpu {
 
 void Checker::copy(const Copy& x, bool load) {
+  tiles_only();
   count("extents", x.extents);
   if (x.array.space != (load ? Space::kIn : Space::kOut) && !(load && x.array.space == Space::kOut))
     reject(where, std::string("the array is a ") + space_name(x.array.space) + ", not an " + (load ? "input or output" : "output"));
@@ -30,6 +31,7 @@ void Checker::check(const Matmul& x) {
   bound("weight", x.weight, 0, static_cast<int64_t>(p.preps.size()) - 1);
   const Prep& w = p.preps[x.weight];
   if (w.kind != PrepKind::kWeight) reject(where, "prepared operand " + str(x.weight) + " is not a weight");
+  prepared(x.weight);
   if (product(w.b_extents) != x.batch)
     reject(where, "batch " + str(x.batch) + ", but weight " + str(x.weight) + " has " + str(product(w.b_extents)));
   int64_t k = product(w.k_extents), n = product(w.n_extents);
@@ -45,6 +47,7 @@ void Checker::check(const Matmul& x) {
   bound("bias", x.bias, -1, static_cast<int64_t>(p.preps.size()) - 1);
   if (x.bias < 0) return;
   const Prep& b = p.preps[x.bias];
+  prepared(x.bias);
   if (b.kind != PrepKind::kDense || product(b.n_extents) != n || b.dtype != (wide ? DType::kF64 : DType::kF32))
     reject(where, "bias " + str(x.bias) + " is not a dense operand of " + str(n) + (wide ? " float64" : " float32") + " elements");
 }
@@ -98,16 +101,18 @@ void Checker::check(const Scan& x) {
 }
 
 void Checker::check(const Accumulate& x) {
+  tiles_only();
   bound("sink", x.sink, 0, static_cast<int64_t>(p.sinks.size()) - 1);
   const Sink& s = p.sinks[x.sink];
   operand("x", x.x, loops(x.kept, x.reduced), false);
   if (product(x.kept) != s.elements) reject(where, "folds " + str(product(x.kept)) + " elements into a sink of " + str(s.elements));
   if (x.x.ref.dtype != s.dtype)
     reject(where, std::string("folds ") + dtype_name(x.x.ref.dtype) + " into a sink of " + dtype_name(s.dtype));
-  fold_into(x.sink, false);
+  fold_into(x.sink, Fold::kValues);
 }
 
 void Checker::check(const AccumulateMatmul& x) {
+  tiles_only();
   bound("sink", x.sink, 0, static_cast<int64_t>(p.sinks.size()) - 1);
   bound("row_multiple", x.row_multiple, 1, kMaxCount);
   if (Wide{p.rows} * x.row_multiple > kMaxCount) reject(where, "rows times row_multiple is more than 2**48");
@@ -125,16 +130,85 @@ void Checker::check(const AccumulateMatmul& x) {
   auto with = [](Operand o) { return o.strides.push_back(1), o; };
   operand("x", with(x.x), {x.batch, x.m}, false, x.row_multiple);
   operand("y", with(x.y), {x.batch, x.n}, false, x.row_multiple);
-  fold_into(x.sink, true);
+  fold_into(x.sink, Fold::kProducts);
 }
 
 // One stage owns a sink, and folds into it in one way: products accumulate in the sink's type, sums of values in a wider one.
-void Checker::fold_into(int64_t sink, bool products) {
+void Checker::fold_into(int64_t sink, Fold fed) {
   int64_t& owner = sink_stage[sink];
   if (owner >= 0 && owner != stage) reject(where, "sink " + str(sink) + " is already folded by stage " + str(owner));
-  if (owner >= 0 && p.sinks[sink].products != products) reject(where, "sink " + str(sink) + " takes both values and products");
+  if (owner >= 0 && p.sinks[sink].fed != fed) reject(where, "sink " + str(sink) + " is fed in two ways");
   owner = stage;
-  p.sinks[sink].products = products;
+  p.sinks[sink].fed = fed;
+}
+
+void Checker::tiles_only() const {
+  if (stationary) reject(where, "works on tiles, and stands where there are no rows");
+}
+
+void Checker::prepared(int64_t prep) const {
+  if (p.preps[prep].local && !packed[prep]) reject(where, "prepared operand " + str(prep) + " is not packed before");
+}
+
+void Checker::indexed(const Operand& index, int64_t rows, const std::vector<int64_t>& index_extents) {
+  DType t = index.ref.dtype;
+  if (is_float(t) || t == DType::kBool) reject(where, std::string("an index cannot be ") + dtype_name(t));
+  bound("count", rows, 1, kMaxCount);
+  count("index_extents", index_extents);
+  operand("index", index, index_extents, false);
+}
+
+void Checker::check(const Gather& x) {
+  indexed(x.index, x.count, x.index_extents);
+  DType t = x.out.ref.dtype;
+  if (x.table.ref.dtype != t)
+    reject(where, std::string("the table is ") + dtype_name(x.table.ref.dtype) + " and the tile " + dtype_name(t));
+  if (x.fill.size() != 1 && x.fill.size() != 2) reject(where, "fill is one number, or two for a large integer");
+  access("table", x.table.ref, false);
+  std::vector<int64_t> extents{x.count}, strides{x.table.row_stride};
+  extents.insert(extents.end(), x.extents.begin(), x.extents.end());
+  strides.insert(strides.end(), x.table.strides.begin(), x.table.strides.end());
+  count("extents", x.extents);
+  reach("table", x.table.ref, extents, strides, "reads");
+  operand("out", x.out, loops(x.index_extents, x.extents), true);
+}
+
+void Checker::check(const AccumulateAt& x) {
+  tiles_only();
+  indexed(x.index, x.count, x.index_extents);
+  bound("sink", x.sink, 0, static_cast<int64_t>(p.sinks.size()) - 1);
+  const Sink& s = p.sinks[x.sink];
+  Wide elements = Wide{x.count} * count("extents", x.extents);
+  if (elements != s.elements)
+    reject(where, "folds into " + str(x.count) + " rows that are not those of a sink of " + str(s.elements));
+  if (x.x.ref.dtype != s.dtype)
+    reject(where, std::string("folds ") + dtype_name(x.x.ref.dtype) + " into a sink of " + dtype_name(s.dtype));
+  operand("x", x.x, loops(x.index_extents, x.extents), false);
+  fold_into(x.sink, Fold::kRows);
+}
+
+void Checker::check(const Pack& x) {
+  bound("prep", x.prep, 0, static_cast<int64_t>(p.preps.size()) - 1);
+  if (!p.preps[x.prep].local) reject(where, "prepared operand " + str(x.prep) + " is prepared before any stage runs");
+  prep(p.preps[x.prep]);
+  packed[x.prep] = 1;
+}
+
+void Checker::check(const Dot& x) {
+  count("product", {x.batch, x.m, x.n, x.k});
+  DType t = x.x.ref.dtype;
+  bool wide = t == DType::kF64;
+  if (!is_float(t) || x.y.ref.dtype != t)
+    reject(where, std::string("multiplies ") + dtype_name(t) + " and " + dtype_name(x.y.ref.dtype));
+  if (!is_float(x.out.ref.dtype) || (x.out.ref.dtype == DType::kF64) != wide)
+    reject(where, std::string("a ") + dtype_name(x.out.ref.dtype) + " result of " + dtype_name(t) + " operands");
+  if (x.x.strides.size() != 2 || x.y.strides.size() != 3 || x.out.strides.size() != 2)
+    reject(where, "x and out have two strides, and y three");
+  auto with = [](Operand o) { return o.strides.push_back(1), o; };
+  operand("x", with(x.x), {x.batch, x.m, x.k}, false);
+  operand("y", x.y, {x.batch, x.n, x.k}, false);
+  operand("out", with(x.out), {x.batch, x.m, x.n}, true);
+  if (x.k > (int64_t{1} << 24) || x.n > (int64_t{1} << 24)) reject(where, "a side of y has more than 2**24 elements");
 }
 
 }  // namespace kitsune::cpu

@@ -23,14 +23,23 @@ int64_t Checker::count(const std::string& what, const std::vector<int64_t>& exte
 
 void Checker::reach(const std::string& what, const Ref& ref, const std::vector<int64_t>& extents,
                     const std::vector<int64_t>& strides, const char* verb) const {
+  const bool array = ref.space == Space::kIn || ref.space == Space::kOut;
+  if (ref.loop_strides.size() > counts.size())
+    reject(where, what + " has strides for " + str(ref.loop_strides.size()) + " loops, inside of " + str(counts.size()));
+  if (!ref.batch_strides.empty() && (!array || ref.batch_strides.size() != static_cast<size_t>(p.batch_axes)))
+    reject(where, what + " has " + str(ref.batch_strides.size()) + " strides for " + str(p.batch_axes) + " batch axes" +
+                      (array ? "" : ", and is no array"));
   if (strides.size() != extents.size())
     reject(where, what + " has " + str(strides.size()) + " strides for " + str(extents.size()) + " dimensions");
   bound(what + " offset", ref.offset, -kMaxCount, kMaxCount);
   Wide low = ref.offset, high = ref.offset;
-  for (size_t d = 0; d < extents.size(); ++d) {
-    bound(what + " stride", strides[d], -kMaxCount, kMaxCount);
-    (strides[d] < 0 ? low : high) += Wide{strides[d]} * (extents[d] - 1);
-  }
+  auto extend = [&](int64_t extent, int64_t stride) {
+    bound(what + " stride", stride, -kMaxCount, kMaxCount);
+    (stride < 0 ? low : high) += Wide{stride} * (extent - 1);
+  };
+  for (size_t d = 0; d < extents.size(); ++d) extend(extents[d], strides[d]);
+  for (size_t l = 0; l < ref.loop_strides.size(); ++l) extend(counts[l], ref.loop_strides[l]);
+  for (size_t a = 0; a < ref.batch_strides.size(); ++a) extend(p.axes[a], ref.batch_strides[a]);
   int64_t size = capacity(what, ref);
   if (low >= 0 && high < size) return;
   Wide bad = low < 0 ? low : high;
@@ -65,6 +74,7 @@ int64_t Checker::capacity(const std::string& what, const Ref& ref) const {
     default: {
       exists(p.preps.size());
       const Prep& prep = p.preps[ref.index];
+      if (prep.local) reject(where, what + " names prepared operand " + str(ref.index) + ", which is packed for products only");
       if (prep.kind != PrepKind::kDense) reject(where, what + " names prepared operand " + str(ref.index) + ", a packed weight");
       typed(prep.dtype);
       return product(prep.n_extents);
@@ -93,14 +103,21 @@ void Checker::operand(const std::string& what, const Operand& x, const std::vect
   bool global = x.ref.space == Space::kIn || x.ref.space == Space::kOut;
   if (x.ref.space == Space::kPrep && x.row_stride != 0)
     reject(where, what + " has row stride " + str(x.row_stride) + " in a prepared operand, which has no rows");
-  std::vector<int64_t> all_extents{(global ? p.rows : tile_rows) * row_multiple}, all_strides{x.row_stride};
+  if (stationary && x.row_stride != 0) reject(where, what + " has row stride " + str(x.row_stride) + " where there are no rows");
+  int64_t rows = stationary ? 1 : global ? p.batch_rows : tile_rows;
+  std::vector<int64_t> all_extents{rows * row_multiple}, all_strides{x.row_stride};
   all_extents.insert(all_extents.end(), extents.begin(), extents.end());
   all_strides.insert(all_strides.end(), x.strides.begin(), x.strides.end());
   Wide walked = 1;  // each factor is at most kMaxCount, and so is what precedes it
   for (int64_t e : all_extents)
     if ((walked *= e) > kMaxCount) reject(where, what + " is walked over more than 2**48 elements, rows included");
-  if (write && x.ref.space == Space::kOut && x.row_stride == 0 && all_extents[0] > 1)
-    reject(where, what + " writes every row to the same place");
+  if (write && x.ref.space == Space::kOut) {
+    if (x.row_stride == 0 && (all_extents[0] > 1 || p.batch_rows > tile_rows))
+      reject(where, what + " writes every row to the same place");
+    for (int64_t a = 0; a < p.batch_axes; ++a)
+      if (p.axes[a] > 1 && (x.ref.batch_strides.empty() || x.ref.batch_strides[a] == 0))
+        reject(where, what + " writes every batch to the same place");
+  }
   reach(what, x.ref, all_extents, all_strides, write ? "writes" : "reads");
 }
 

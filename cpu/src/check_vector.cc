@@ -50,7 +50,7 @@ void Checker::micro(const Vector& x, const Micro& m, std::vector<int>& types) co
     if (static_cast<int>(m.from_type) < 0 || half(m.from_type)) reject(where, "the type to convert from is not a register's");
     source(m.a, m.from_type, types);
   } else if (m.op == Opcode::op_index) {
-    bound("loop dimension", m.a, 0, static_cast<int64_t>(x.extents.size()));
+    bound("loop dimension", m.a, -static_cast<int64_t>(counts.size()), static_cast<int64_t>(x.extents.size()));
     bound("divisor", m.b, 1, kMaxCount);
     bound("modulus", m.c, 1, kMaxCount);
     if (m.type == DType::kBool) reject(where, "an index cannot be bool");

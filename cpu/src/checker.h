@@ -30,12 +30,18 @@ class Checker {
   std::vector<int64_t> sink_stage;  // the stage that folds into each sink, or -1
   std::string where;                // the stage and instruction at hand
   int64_t stage = 0;
-  int64_t tile_rows = 0;  // rows of the largest tile
+  int64_t tile_rows = 0;        // rows of the largest tile
+  std::vector<int64_t> counts;  // of the enclosing loops
+  bool stationary = false;      // is this inside of Stationary?
+  std::vector<char> packed;     // prepared operands that a Pack before this has prepared, in this stage
 
   // program_check.cc
   void arrays();
   void preps();
   void queues();
+  void prep(const Prep& x);
+  // The instructions [begin, end) of the stage at hand.
+  void body(size_t begin, size_t end);
 
   // check_operand.cc
   void bound(const std::string& what, int64_t v, int64_t low, int64_t high) const;
@@ -52,19 +58,28 @@ class Checker {
                int64_t row_multiple = 1);
 
   // check_instruction.cc
-  void check(const Gather& x) { copy(x, true); }
-  void check(const Scatter& x) { copy(x, false); }
+  void check(const StridedLoad& x) { copy(x, true); }
+  void check(const StridedStore& x) { copy(x, false); }
   void check(const Matmul& x);
   void check(const Reduce& x);
   void check(const Scan& x);
   void check(const Accumulate& x);
   void check(const AccumulateMatmul& x);
+  void check(const Gather& x);
+  void check(const AccumulateAt& x);
+  void check(const Pack& x);
+  void check(const Dot& x);
+  void check(const Loop&) {}
+  void check(const Stationary&) {}
+  void tiles_only() const;
+  void prepared(int64_t prep) const;
+  void indexed(const Operand& index, int64_t count, const std::vector<int64_t>& index_extents);
   void copy(const Copy& x, bool load);
   void activation(const Matmul& x, bool wide) const;
   void multiplied(Product product, DType t) const;
   std::vector<int64_t> loops(const std::vector<int64_t>& kept, const std::vector<int64_t>& reduced) const;
   void foldable(Reduction how, DType t) const;
-  void fold_into(int64_t sink, bool products);
+  void fold_into(int64_t sink, Fold fed);
 
   // check_vector.cc
   void check(const Vector& x);

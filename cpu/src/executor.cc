@@ -32,11 +32,17 @@ int64_t lanes_for(const Program& p, size_t bytes, double ns) {
 
 void plan_sinks(Plan& plan, double ns) {
   const Program& p = plan.program;
-  for (const Sink& s : p.sinks) plan.sinks.push_back({accumulator_type(s.how, s.dtype, !s.products), 0, -1});
+  // Few rows of a sink take many of the tile's each, and their sums are in float64, as those of values are; many take few.
+  constexpr int64_t kFewElements = 4096;
+  for (const Sink& s : p.sinks) {
+    const bool wide = s.fed == Fold::kValues || (s.fed == Fold::kRows && s.elements <= kFewElements);
+    plan.sinks.push_back({accumulator_type(s.how, s.dtype, wide), 0, -1});
+  }
   for (size_t s = 0; s < p.stages.size(); ++s)
     for (const Instruction& i : p.stages[s].body) {
       if (const auto* a = std::get_if<Accumulate>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
       if (const auto* a = std::get_if<AccumulateMatmul>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
+      if (const auto* a = std::get_if<AccumulateAt>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
     }
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     SinkPlan& s = plan.sinks[i];
@@ -80,22 +86,47 @@ void order_stages(Plan& plan) {
   plan.window = std::min<int64_t>(p.tiles, 2 * std::max({deepest, plan.lanes, int64_t{64}}));
 }
 
-void compile_stages(Plan& plan) {
+// Steps of the instructions [begin, end) of stage `s`, inside of `depth` loops; `temp` grows to what they need.
+Steps compile_body(const Plan& plan, size_t s, size_t begin, size_t end, int depth, size_t* temp) {
   const Program& p = plan.program;
-  size_t scratch = 0, temp = plan.prep_tasks.empty() && p.sinks.empty() ? 0 : kPrepTempBytes;
-  for (size_t s = 0; s < p.stages.size(); ++s) {
-    scratch = std::max(scratch, align_up(static_cast<size_t>(p.stages[s].scratch_bytes)));
-    for (size_t i = 0; i < p.stages[s].body.size(); ++i) {
-      const Instruction& x = p.stages[s].body[i];
+  Steps steps;
+  for (size_t i = begin; i < end; ++i) {
+    const Instruction& x = p.stages[s].body[i];
+    auto inner = [&](int64_t length, int deeper) {
+      size_t first = i + 1, last = i += static_cast<size_t>(length);
+      return compile_body(plan, s, first, last + 1, deeper, temp);
+    };
+    if (const auto* loop = std::get_if<Loop>(&x)) {
+      steps.push_back(compile(*loop, depth, inner(loop->length, depth + 1)));
+    } else if (const auto* one = std::get_if<Stationary>(&x)) {
+      steps.push_back(compile(*one, inner(one->length, depth)));
+    } else {
       Compile c{p, plan.table, plan.preps, plan.sinks,
                 "kitsune program: stage " + std::to_string(s) + " '" + p.stages[s].name + "' instruction " + std::to_string(i) +
                     " (" + kInstructionNames[x.index()] + ")"};
-      plan.stages[s].steps.push_back(std::visit([&](const auto& v) { return compile(v, c); }, x));
-      temp = std::max(temp, align_up(plan.stages[s].steps.back()->temp_bytes()));
+      steps.push_back(std::visit(
+          [&](const auto& v) -> std::unique_ptr<const Step> {
+            using T = std::decay_t<decltype(v)>;
+            if constexpr (!std::is_same_v<T, Loop> && !std::is_same_v<T, Stationary>) return compile(v, c);
+            return nullptr;
+          },
+          x));
+      *temp = std::max(*temp, align_up(steps.back()->temp_bytes()));
     }
   }
-  plan.temp_offset = scratch;
-  plan.scratch_bytes = plus(scratch, temp);
+  return steps;
+}
+
+void compile_stages(Plan& plan) {
+  const Program& p = plan.program;
+  size_t scratch = 0, temp = plan.preps.empty() && p.sinks.empty() ? 0 : kPrepTempBytes;
+  for (size_t s = 0; s < p.stages.size(); ++s) {
+    scratch = std::max(scratch, align_up(static_cast<size_t>(p.stages[s].scratch_bytes)));
+    plan.stages[s].steps = compile_body(plan, s, 0, p.stages[s].body.size(), 0, &temp);
+  }
+  plan.packed_offset = scratch;
+  plan.temp_offset = plus(scratch, plan.packed_bytes);
+  plan.scratch_bytes = plus(plan.temp_offset, temp);
   limit_memory(plan.scratch_bytes, p.inputs, p.outputs, "temporary memory of a thread");
   size_t most = plus(kMostScratch, array_bytes(p.inputs, p.outputs));
   plan.most_workers =
@@ -108,32 +139,57 @@ int64_t busiest(const Plan& plan) {
   return std::max(static_cast<int64_t>(plan.prep_tasks.size()), std::min<int64_t>(tiles, 4096) * stages);
 }
 
-// At 200 GFLOP/s, 8 register elements and 4 moved elements a ns: about the best a core of today does.
+// Of an instruction, for one row: at 200 GFLOP/s, 8 register elements and 4 moved elements a ns, about the best a core of today
+// does.
 struct Cost {
   const Program& p;
-  double rows = static_cast<double>(p.rows);
+  static double of(const std::vector<int64_t>& extents) { return static_cast<double>(product(extents)); }
+  static double flops(int64_t rows, double k, double n) { return 2 * static_cast<double>(rows) * k * n / 200; }
   double operator()(const Matmul& m) const {
-    double k = static_cast<double>(product(p.preps[m.weight].k_extents)),
-           n = static_cast<double>(product(p.preps[m.weight].n_extents));
-    return 2 * rows * static_cast<double>(m.row_multiple * m.batch) * k * n / 200;
+    const Prep& w = p.preps[m.weight];
+    return flops(m.row_multiple * m.batch, of(w.k_extents), of(w.n_extents));
   }
-  double operator()(const Vector& v) const {
-    return rows * static_cast<double>(product(v.extents)) * static_cast<double>(v.code.size()) / 8;
-  }
-  double operator()(const Copy& c) const { return rows * static_cast<double>(product(c.extents)) / 4; }
-  double operator()(const Reduce& r) const { return rows * static_cast<double>(product(r.kept) * product(r.reduced)) / 4; }
-  double operator()(const Accumulate& r) const { return rows * static_cast<double>(product(r.kept) * product(r.reduced)) / 4; }
+  double operator()(const Vector& v) const { return of(v.extents) * static_cast<double>(v.code.size()) / 8; }
+  double operator()(const Copy& c) const { return of(c.extents) / 4; }
+  double operator()(const Reduce& r) const { return of(r.kept) * of(r.reduced) / 4; }
+  double operator()(const Accumulate& r) const { return of(r.kept) * of(r.reduced) / 4; }
   double operator()(const AccumulateMatmul& m) const {
-    return 2 * rows * static_cast<double>(m.row_multiple * m.batch) * static_cast<double>(m.m) * static_cast<double>(m.n) / 200;
+    return flops(m.row_multiple * m.batch, static_cast<double>(m.m), static_cast<double>(m.n));
   }
-  double operator()(const Scan& s) const { return rows * static_cast<double>(product(s.extents)); }
+  double operator()(const Scan& s) const { return of(s.extents); }
+  double operator()(const Gather& g) const { return of(g.index_extents) * of(g.extents) / 4; }
+  double operator()(const AccumulateAt& a) const { return of(a.index_extents) * of(a.extents) / 4; }
+  double operator()(const Dot& d) const { return flops(d.batch * d.m, static_cast<double>(d.k), static_cast<double>(d.n)); }
+  double operator()(const Pack&) const { return 0; }
+  double operator()(const Loop&) const { return 0; }
+  double operator()(const Stationary&) const { return 0; }
 };
 
-double estimate(const Program& p) {
-  Cost cost{p};
+// Of the instructions [begin, end) of a body that runs on so many rows, all iterations counted. `each`: what one of them costs
+// beside its work, for a tile.
+double estimate(const Cost& cost, const std::vector<Instruction>& body, size_t begin, size_t end, double rows, double each) {
   double ns = 0;
-  for (const Stage& s : p.stages)
-    for (const Instruction& i : s.body) ns += std::visit(cost, i);
+  for (size_t i = begin; i < end; ++i) {
+    const auto* loop = std::get_if<Loop>(&body[i]);
+    const auto* one = std::get_if<Stationary>(&body[i]);
+    const size_t length = static_cast<size_t>(loop != nullptr ? loop->length : one != nullptr ? one->length : 0);
+    const auto* pack = std::get_if<Pack>(&body[i]);
+    if (pack != nullptr) {  // once for a tile; 24 bytes a ns
+      const Prep& x = cost.p.preps[pack->prep];
+      ns +=
+          rows / static_cast<double>(cost.p.tile_rows) * Cost::of(x.b_extents) * Cost::of(x.k_extents) * Cost::of(x.n_extents) / 6;
+    }
+    ns += std::visit(cost, body[i]) * rows + each * rows / static_cast<double>(cost.p.tile_rows);
+    double again = loop != nullptr ? rows * static_cast<double>(loop->count) : rows / static_cast<double>(cost.p.tile_rows);
+    if (length > 0) ns += estimate(cost, body, i + 1, i + 1 + length, again, 10);
+    i += length;
+  }
+  return ns;
+}
+
+double estimate(const Program& p) {
+  double ns = 0;
+  for (const Stage& s : p.stages) ns += estimate(Cost{p}, s.body, 0, s.body.size(), static_cast<double>(p.rows), 0);
   return ns;
 }
 
@@ -160,6 +216,9 @@ Address::Address(const Ref& ref, int64_t row_stride) : space(ref.space), index(s
   int64_t item = static_cast<int64_t>(item_size(ref.dtype));
   offset_bytes = ref.offset * item;
   row_bytes = space == Space::kIn || space == Space::kOut ? row_stride * item : 0;
+  for (int64_t s : ref.loop_strides) loop_bytes.push_back(s * item);
+  for (int64_t s : ref.batch_strides) batch_bytes.push_back(s * item);
+  moves = !loop_bytes.empty() || !batch_bytes.empty();
 }
 
 Loader::Loader(const KernelTable& table, DType compute, DType storage, const std::string& where)

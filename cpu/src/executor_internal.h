@@ -18,26 +18,36 @@ inline size_t align_up(size_t n) { return rounded_up(n, kAlign); }
 
 // What a step sees: one stage on one tile, in one worker.
 struct Context {
-  int64_t row0;
+  int64_t row0;  // in its batch
   int64_t rows;
+  int64_t first_row;  // in the whole stream
+  int64_t* batch;     // indices of the batch axes
+  int64_t* loops;     // numbers of the enclosing loops, outermost first
   char* const* ins;
   char* const* outs;
   char* scratch;
   char* const* slots;  // per queue: the slot of this tile
   char* const* preps;  // per prepared operand
   char* lane;          // the sink accumulators of this tile's lane
+  char* packed;        // what Pack has prepared
   char* temp;          // Step::temp_bytes() bytes, 64-byte aligned
 };
 
 // Where an operand of a tile starts: resolved form of a Ref whose row stride is `row_bytes`.
 struct Address {
   Space space;
+  bool moves;  // with loops or batches
   int32_t index;
   int64_t offset_bytes;
   int64_t row_bytes;  // 0 where rows count from the tile's start
+  std::vector<int64_t> loop_bytes, batch_bytes;
   Address(const Ref& ref, int64_t row_stride);
   char* of(const Context& c) const {
     int64_t at = offset_bytes + c.row0 * row_bytes;
+    if (moves) {
+      for (size_t l = 0; l < loop_bytes.size(); ++l) at += c.loops[l] * loop_bytes[l];
+      for (size_t a = 0; a < batch_bytes.size(); ++a) at += c.batch[a] * batch_bytes[a];
+    }
     switch (space) {
       case Space::kIn: return c.ins[index] + at;
       case Space::kOut: return c.outs[index] + at;
@@ -64,10 +74,11 @@ struct SinkPlan {
   int64_t stage;
 };
 
-// A weight's panels for all batches, or a dense operand, at `offset` of the call's prepared memory.
+// A weight's panels for all batches, or a dense operand.
 struct PrepPlan {
-  size_t offset = 0;
+  size_t offset = 0;  // of the call's prepared memory, or of the worker's
   size_t bytes = 0;
+  bool local = false;
   Panel panel = Panel::kF32;
   int64_t K = 0, N = 0, batch = 1;
   size_t batch_bytes = 0;
@@ -101,8 +112,9 @@ struct Plan {
   std::vector<size_t> ring_offset;  // in the call's ring memory
   std::vector<size_t> entry_stride;
   size_t ring_bytes = 0, prep_bytes = 0, lanes_bytes = 0;
-  size_t scratch_bytes = 0;  // of a worker: the stage's scratch, then the steps' temporary memory
-  size_t temp_offset = 0;
+  size_t packed_bytes = 0;   // of a worker, for what Pack prepares
+  size_t scratch_bytes = 0;  // of a worker: the stage's scratch, what Pack prepares, then the steps' temporary memory
+  size_t packed_offset = 0, temp_offset = 0;
   int64_t most_workers = 1;  // as many as can be busy at once, and whose temporary memory together is in proportion to the arrays
   double estimated_ns = 0;
   size_t memory_bytes() const { return plus(plus(prep_bytes, ring_bytes), plus(lanes_bytes, scratch_bytes)); }
@@ -129,14 +141,35 @@ struct Compile {
   const std::vector<SinkPlan>& sinks;
   std::string where;
 };
-std::unique_ptr<const Step> compile(const Gather&, const Compile&);
-std::unique_ptr<const Step> compile(const Scatter&, const Compile&);
+std::unique_ptr<const Step> compile(const StridedLoad&, const Compile&);
+std::unique_ptr<const Step> compile(const StridedStore&, const Compile&);
 std::unique_ptr<const Step> compile(const Matmul&, const Compile&);
 std::unique_ptr<const Step> compile(const Vector&, const Compile&);
 std::unique_ptr<const Step> compile(const Reduce&, const Compile&);
 std::unique_ptr<const Step> compile(const Scan&, const Compile&);
 std::unique_ptr<const Step> compile(const Accumulate&, const Compile&);
 std::unique_ptr<const Step> compile(const AccumulateMatmul&, const Compile&);
+std::unique_ptr<const Step> compile(const Gather&, const Compile&);
+std::unique_ptr<const Step> compile(const AccumulateAt&, const Compile&);
+std::unique_ptr<const Step> compile(const Pack&, const Compile&);
+std::unique_ptr<const Step> compile(const Dot&, const Compile&);
+
+using Steps = std::vector<std::unique_ptr<const Step>>;
+// Steps that run again for every iteration of a loop `depth` deep, or once on one row (run_loop.cc).
+std::unique_ptr<const Step> compile(const Loop&, int depth, Steps body);
+std::unique_ptr<const Step> compile(const Stationary&, Steps body);
+
+// Where the prepared operand of a product lies: in the call's memory or in the worker's.
+class Prepared {
+ public:
+  explicit Prepared(const PrepPlan& p, int64_t index) : local_(p.local), offset_(p.offset), index_(index) {}
+  const char* of(const Context& c) const { return local_ ? c.packed + offset_ : c.preps[index_]; }
+
+ private:
+  bool local_;
+  size_t offset_;
+  int64_t index_;
+};
 
 // Typed loads and stores that go through a register type the table may lack a direct path for. Throws ProgramError when there is
 // none.
@@ -171,6 +204,9 @@ class Storer {
   VectorFn convert_ = nullptr;
 };
 
+// n elements of a register type, of the value of Micro.imm.
+void fill_constant(DType type, void* out, int64_t n, const std::vector<double>& imm);
+
 // Reductions: accumulator type, identity, combination of accumulators (run_reduce.cc).
 DType accumulator_type(Reduction how, DType values, bool wide);
 void fill_identity(Reduction how, DType acc, int64_t n, void* out);
@@ -179,6 +215,9 @@ void combine(Reduction how, DType acc, int64_t n, void* into, const void* from);
 // Prepared operands (executor_prepare.cc).
 void plan_preps(Plan& plan);
 void run_prep_task(const Plan& plan, const PrepTask& task, char* const* ins, char* prepared, char* temp);
+// The panels [begin, end) of a weight, or rows of the outermost loop of a dense operand, from `source` to `out`.
+void prepare(const Prep& x, const PrepPlan& plan, const KernelTable& table, int64_t begin, int64_t end, const char* source,
+             char* out, char* temp);
 constexpr int64_t kMostPrepTasks = 4096;  // for one operand
 constexpr int64_t kPrepChunk = 1024;      // elements a dense operand is converted by
 constexpr size_t kPrepTempBytes = 2 * kPrepChunk * 8;

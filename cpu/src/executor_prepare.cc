@@ -35,7 +35,7 @@ Uses uses_of(const Program& p, int64_t prep) {
     for (const Instruction& i : s.body)
       if (const auto* m = std::get_if<Matmul>(&i); m != nullptr && m->weight == prep) {
         uses.only_bfloat16_rows &= m->x.ref.dtype == DType::kBF16;
-        uses.rows = std::max(uses.rows, std::min(p.tile_rows, p.rows) * m->row_multiple);
+        uses.rows = std::max(uses.rows, std::min(p.tile_rows, p.batch_rows) * m->row_multiple);
       }
   return uses;
 }
@@ -63,7 +63,7 @@ void plan_weight(Plan& plan, int64_t index) {
   w.bytes = times(w.batch_bytes, static_cast<size_t>(w.batch));
   w.panels = plan.table.panel_count(w.panel, w.N);
   int64_t panel_bytes = std::max<int64_t>(1, static_cast<int64_t>(w.batch_bytes) / std::max<int64_t>(1, w.panels));
-  add_tasks(plan, index, w.batch * w.panels, panel_bytes);
+  if (!x.local) add_tasks(plan, index, w.batch * w.panels, panel_bytes);
 }
 
 void plan_dense(Plan& plan, int64_t index) {
@@ -76,15 +76,15 @@ void plan_dense(Plan& plan, int64_t index) {
   Loader(plan.table, compute_type(x.dtype), x.source.dtype, where);
   Storer(plan.table, x.dtype, compute_type(x.dtype), where);
   int64_t outer = x.n_extents.empty() ? 1 : x.n_extents[0];
-  add_tasks(plan, index, outer, n / outer * item);
+  d.panels = outer;
+  if (!x.local) add_tasks(plan, index, outer, n / outer * item);
 }
 
-void run_dense(const Plan& plan, const PrepTask& t, const char* source, char* out, char* temp) {
-  const Prep& x = plan.program.preps[t.prep];
+void prepare_dense(const Prep& x, const KernelTable& table, int64_t begin, int64_t end, const char* source, char* out, char* temp) {
   const int64_t item = static_cast<int64_t>(item_size(x.dtype)), from = static_cast<int64_t>(item_size(x.source.dtype));
   const DType compute = compute_type(x.dtype);
-  Loader load(plan.table, compute, x.source.dtype, "");
-  Storer store(plan.table, x.dtype, compute, "");
+  Loader load(table, compute, x.source.dtype, "");
+  Storer store(table, x.dtype, compute, "");
   char* values = temp;
   char* spare = temp + kPrepChunk * 8;
   // Operands: source, destination; the first extent covers [begin, end).
@@ -96,8 +96,8 @@ void run_dense(const Plan& plan, const PrepTask& t, const char* source, char* ou
     out_bytes.push_back(0);
   }
   for (size_t d = extents.size(); d-- > 0; dense *= extents[d]) out_bytes[d + 1] = dense;
-  char* at[2] = {const_cast<char*>(source) + t.begin * source_bytes[1], out + t.begin * out_bytes[1]};
-  extents[0] = t.end - t.begin;
+  char* at[2] = {const_cast<char*>(source) + begin * source_bytes[1], out + begin * out_bytes[1]};
+  extents[0] = end - begin;
   Nest nest = make_nest(extents, {source_bytes, out_bytes});
   nest.erase(nest.begin());  // no rows
   simplify(nest);
@@ -126,25 +126,31 @@ void plan_preps(Plan& plan) {
       plan_weight(plan, static_cast<int64_t>(i));
     else
       plan_dense(plan, static_cast<int64_t>(i));
-    plan.preps[i].offset = plan.prep_bytes;
-    plan.prep_bytes = plus(plan.prep_bytes, plan.preps[i].bytes);
+    plan.preps[i].local = plan.program.preps[i].local;
+    size_t& bytes = plan.preps[i].local ? plan.packed_bytes : plan.prep_bytes;
+    plan.preps[i].offset = bytes;
+    bytes = plus(bytes, plan.preps[i].bytes);
   }
   limit_memory(plan.prep_bytes, plan.program.inputs, plan.program.outputs, "packed weights");
+}
+
+void prepare(const Prep& x, const PrepPlan& w, const KernelTable& table, int64_t begin, int64_t end, const char* source, char* out,
+             char* temp) {
+  if (x.kind == PrepKind::kDense) return prepare_dense(x, table, begin, end, source, out, temp);
+  const int64_t item = static_cast<int64_t>(item_size(x.source.dtype));
+  for (int64_t at = begin; at < end;) {
+    int64_t batch = at / w.panels, first = at % w.panels, last = std::min(w.panels, first + end - at);
+    PackSource pack{source + w.b_offset[batch] * item, x.source.dtype, w.K, w.N, w.k_offset.data(), w.n_offset.data()};
+    table.pack(w.panel, pack, first, last, out + static_cast<size_t>(batch) * w.batch_bytes);
+    at += last - first;
+  }
 }
 
 void run_prep_task(const Plan& plan, const PrepTask& t, char* const* ins, char* prepared, char* temp) {
   const Prep& x = plan.program.preps[t.prep];
   const PrepPlan& w = plan.preps[t.prep];
-  const int64_t item = static_cast<int64_t>(item_size(x.source.dtype));
-  const char* source = ins[x.source.index] + x.source.offset * item;
-  char* out = prepared + w.offset;
-  if (x.kind == PrepKind::kDense) return run_dense(plan, t, source, out, temp);
-  for (int64_t at = t.begin; at < t.end;) {
-    int64_t batch = at / w.panels, first = at % w.panels, last = std::min(w.panels, first + t.end - at);
-    PackSource pack{source + w.b_offset[batch] * item, x.source.dtype, w.K, w.N, w.k_offset.data(), w.n_offset.data()};
-    plan.table.pack(w.panel, pack, first, last, out + static_cast<size_t>(batch) * w.batch_bytes);
-    at += last - first;
-  }
+  const char* source = ins[x.source.index] + x.source.offset * static_cast<int64_t>(item_size(x.source.dtype));
+  prepare(x, w, plan.table, t.begin, t.end, source, prepared + w.offset, temp);
 }
 
 }  // namespace kitsune::cpu

@@ -91,6 +91,7 @@ class Run : public std::enable_shared_from_this<Run> {
   void fail(const std::exception& why) noexcept;
   // Without it.
   void execute(const Job& job);
+  void find_batch(int64_t number, Context& c) const;
   void run_tile(Context& c, int64_t stage, int64_t tile, int64_t lane, bool first_of_lane) const;
   void run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) const;
   void run_lane(Context& c, int64_t lane) const;
@@ -274,7 +275,20 @@ void Run::work(std::unique_lock<std::mutex>& lock) {
 
 void Run::execute(const Job& job) {
   char* scratch = thread_scratch(plan_.scratch_bytes);
-  Context c{0, 0, ins_, outs_, scratch, nullptr, preps_.data(), lanes_, scratch + plan_.temp_offset};
+  int64_t batch[kMaxLoopDims], loops[kMaxLoops];
+  Context c{0,
+            0,
+            0,
+            batch,
+            loops,
+            ins_,
+            outs_,
+            scratch,
+            nullptr,
+            preps_.data(),
+            lanes_,
+            scratch + plan_.packed_offset,
+            scratch + plan_.temp_offset};
   if (job.kind == Round::kPipeline) {
     thread_local std::vector<char*> slots;
     return run_pipeline(c, slots, job);
@@ -308,11 +322,21 @@ void Run::run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) co
   run_tile(c, job.stage, order.tile(job.begin), order.lane(job.begin), job.begin < plan_.lanes);
 }
 
+// What depends on the batch `number` of a tile.
+void Run::find_batch(int64_t number, Context& c) const {
+  const Program& p = plan_.program;
+  c.first_row += number * p.batch_rows;
+  for (int64_t a = p.batch_axes; a-- > 0; number /= p.axes[a]) c.batch[a] = number % p.axes[a];
+}
+
 void Run::run_tile(Context& c, int64_t s, int64_t tile, int64_t lane, bool first_of_lane) const {
   const Program& p = plan_.program;
   const StagePlan& stage = plan_.stages[s];
-  c.row0 = tile * p.tile_rows;
-  c.rows = std::min(p.tile_rows, p.rows - c.row0);
+  int64_t number = p.batch_axes > 0 ? tile % p.batch_tiles : tile;
+  c.row0 = number * p.tile_rows;
+  c.rows = std::min(p.tile_rows, p.batch_rows - c.row0);
+  c.first_row = c.row0;
+  if (p.batch_axes > 0) find_batch(tile / p.batch_tiles, c);
   c.lane = lanes_ + static_cast<size_t>(lane) * plan_.lane_bytes;
   if (first_of_lane)
     for (int64_t k : stage.sinks)

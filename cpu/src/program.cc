@@ -26,6 +26,8 @@ Ref read_ref(Reader& r) {
   x.index = r.word("Ref.index");
   x.offset = r.word("Ref.offset");
   x.dtype = r.dtype("Ref.dtype");
+  x.loop_strides = r.list("Ref.loop_strides");
+  x.batch_strides = r.list("Ref.batch_strides");
   return x;
 }
 
@@ -126,16 +128,73 @@ AccumulateMatmul read_accumulate_matmul(Reader& r) {
   return x;
 }
 
-Instruction read_instruction(Reader& r) {
-  switch (r.in_range("instruction code", 1, 8)) {
-    case 1: return read_copy<Gather>(r);
-    case 2: return read_copy<Scatter>(r);
-    case 3: return read_matmul(r);
-    case 4: return read_vector(r);
-    case 5: return read_reduce(r);
-    case 6: return read_scan(r);
-    case 7: return read_accumulate(r);
-    default: return read_accumulate_matmul(r);
+Gather read_gather(Reader& r) {
+  Gather x;
+  x.table = read_operand(r);
+  x.count = r.word("Gather.count");
+  x.mode = static_cast<OutOfRange>(r.in_range("Gather.mode", 0, 1));
+  x.fill = r.many("Gather.fill", [&] { return r.real("Gather.fill"); });
+  x.index_extents = r.list("Gather.index_extents");
+  x.extents = r.list("Gather.extents");
+  x.index = read_operand(r);
+  x.out = read_operand(r);
+  return x;
+}
+
+AccumulateAt read_accumulate_at(Reader& r) {
+  AccumulateAt x;
+  x.sink = r.word("AccumulateAt.sink");
+  x.count = r.word("AccumulateAt.count");
+  x.index_extents = r.list("AccumulateAt.index_extents");
+  x.extents = r.list("AccumulateAt.extents");
+  x.index = read_operand(r);
+  x.x = read_operand(r);
+  return x;
+}
+
+Dot read_dot(Reader& r) {
+  Dot x;
+  x.batch = r.word("Dot.batch");
+  x.m = r.word("Dot.m");
+  x.n = r.word("Dot.n");
+  x.k = r.word("Dot.k");
+  x.x = read_operand(r);
+  x.y = read_operand(r);
+  x.out = read_operand(r);
+  return x;
+}
+
+// A list of instructions, whose loops have such lists in them, `depth` deep already.
+void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
+  for (size_t left = r.length("body"); left > 0; --left) {
+    const size_t at = out->size();
+    auto nested = [&](auto x) {
+      r.check("body", depth < 2 * kMaxLoops, "the instructions are nested too deeply");
+      out->push_back(x);
+      read_body(r, depth + 1, out);
+      x.length = static_cast<int64_t>(out->size() - at - 1);
+      (*out)[at] = x;
+    };
+    switch (r.in_range("instruction code", 1, static_cast<int64_t>(std::variant_size_v<Instruction>))) {
+      case 1: out->push_back(read_copy<StridedLoad>(r)); break;
+      case 2: out->push_back(read_copy<StridedStore>(r)); break;
+      case 3: out->push_back(read_matmul(r)); break;
+      case 4: out->push_back(read_vector(r)); break;
+      case 5: out->push_back(read_reduce(r)); break;
+      case 6: out->push_back(read_scan(r)); break;
+      case 7: out->push_back(read_accumulate(r)); break;
+      case 8: out->push_back(read_accumulate_matmul(r)); break;
+      case 9: out->push_back(read_gather(r)); break;
+      case 10: out->push_back(read_accumulate_at(r)); break;
+      case 11: out->push_back(Pack{r.word("Pack.prep")}); break;
+      case 12: out->push_back(read_dot(r)); break;
+      case 13: {
+        int64_t count = r.word("Loop.count");
+        nested(Loop{count, r.flag("Loop.reverse"), 0});
+        break;
+      }
+      default: nested(Stationary{0});
+    }
   }
 }
 
@@ -151,6 +210,7 @@ Prep read_prep(Reader& r) {
   x.n_extents = r.list("Prep.n_extents");
   x.n_strides = r.list("Prep.n_strides");
   x.product = static_cast<Product>(r.in_range("Prep.product", 0, kNumProducts - 1));
+  x.local = r.flag("Prep.local");
   return x;
 }
 
@@ -176,7 +236,7 @@ Stage read_stage(Reader& r) {
   Stage x;
   x.name = r.text("Stage.name");
   x.scratch_bytes = r.word("Stage.scratch_bytes");
-  x.body = r.many("Stage.body", [&] { return read_instruction(r); });
+  read_body(r, 0, &x.body);
   return x;
 }
 
@@ -191,6 +251,7 @@ Program read_program(Reader& r) {
   Program p;
   p.name = r.text("Program.name");
   p.axes = r.list("Program.axes");
+  p.batch_axes = r.word("Program.batch_axes");
   p.tile_rows = r.word("Program.tile_rows");
   p.workers = r.word("Program.workers");
   p.inputs = r.many("Program.inputs", [&] { return read_array(r); });

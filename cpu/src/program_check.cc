@@ -14,29 +14,38 @@ void Checker::preps() {
   for (size_t i = 0; i < p.preps.size(); ++i) {
     const Prep& x = p.preps[i];
     where = "kitsune program: prepared operand " + str(i);
-    if (x.source.space != Space::kIn) reject(where, "its source is not an input");
     count("b", x.b_extents), count("k", x.k_extents), count("n", x.n_extents);
-    if (x.kind == PrepKind::kDense && (!x.b_extents.empty() || !x.k_extents.empty()))
-      reject(where, "a dense operand has only n extents");
-    if (x.kind == PrepKind::kDense && x.product != Product::kBest) reject(where, "a dense operand is no product");
-    std::vector<int64_t> extents, strides;
-    for (auto* list : {&x.b_extents, &x.k_extents, &x.n_extents}) extents.insert(extents.end(), list->begin(), list->end());
-    for (auto* list : {&x.b_strides, &x.k_strides, &x.n_strides}) strides.insert(strides.end(), list->begin(), list->end());
-    Wide n = 1;
-    for (int64_t e : extents) n = std::min<Wide>(n * e, kMaxCount);
-    if (n > kMaxCount / 4096) reject(where, "it covers more than 2**36 elements");
-    if (x.b_strides.size() != x.b_extents.size() || x.k_strides.size() != x.k_extents.size())
-      reject(where, "strides and extents differ in number");
-    reach("source", x.source, extents, strides, "reads");
-    if (x.kind != PrepKind::kWeight) continue;
-    DType s = x.source.dtype, t = x.dtype;
-    bool widens = t == DType::kF64 || (t == DType::kF32 && s != DType::kF64);
-    indices += Wide{product(x.b_extents)} + product(x.k_extents) + product(x.n_extents);
-    if (indices > kMaxWeightIndices) reject(where, "the sides of the weights so far have more than 2**24 indices together");
-    if (!is_float(s) || !is_float(t) || !(s == t || widens))
-      reject(where, std::string("a weight of ") + dtype_name(s) + " cannot be prepared as " + dtype_name(t));
-    multiplied(x.product, t);
+    if (x.kind == PrepKind::kWeight) {
+      indices += Wide{product(x.b_extents)} + product(x.k_extents) + product(x.n_extents);
+      if (indices > kMaxWeightIndices) reject(where, "the sides of the weights so far have more than 2**24 indices together");
+    }
+    if (x.local) continue;  // checked where it is packed
+    if (x.source.space != Space::kIn) reject(where, "its source is not an input");
+    if (!x.source.batch_strides.empty()) reject(where, "depends on the batch, and is prepared once for a call");
+    prep(x);
   }
+}
+
+void Checker::prep(const Prep& x) {
+  if (x.kind == PrepKind::kDense && (!x.b_extents.empty() || !x.k_extents.empty()))
+    reject(where, "a dense operand has only n extents");
+  if (x.kind == PrepKind::kDense && x.product != Product::kBest) reject(where, "a dense operand is no product");
+  std::vector<int64_t> extents, strides;
+  for (auto* list : {&x.b_extents, &x.k_extents, &x.n_extents}) extents.insert(extents.end(), list->begin(), list->end());
+  for (auto* list : {&x.b_strides, &x.k_strides, &x.n_strides}) strides.insert(strides.end(), list->begin(), list->end());
+  Wide n = 1;
+  for (int64_t e : extents) n = std::min<Wide>(n * e, kMaxCount);
+  if (n > kMaxCount / 4096) reject(where, "it covers more than 2**36 elements");
+  if (x.b_strides.size() != x.b_extents.size() || x.k_strides.size() != x.k_extents.size())
+    reject(where, "strides and extents differ in number");
+  access("source", x.source, false);
+  reach("source", x.source, extents, strides, "reads");
+  if (x.kind != PrepKind::kWeight) return;
+  DType s = x.source.dtype, t = x.dtype;
+  bool widens = t == DType::kF64 || (t == DType::kF32 && s != DType::kF64);
+  if (!is_float(s) || !is_float(t) || !(s == t || widens))
+    reject(where, std::string("a weight of ") + dtype_name(s) + " cannot be prepared as " + dtype_name(t));
+  multiplied(x.product, t);
 }
 
 void Checker::arrays() {
@@ -45,8 +54,12 @@ void Checker::arrays() {
   p.rows = product(p.axes);
   bound("tile_rows", p.tile_rows, 1, kMaxCount);
   bound("workers", p.workers, 1, kMaxWorkers);
-  p.tiles = (p.rows + p.tile_rows - 1) / p.tile_rows;
-  tile_rows = std::min(p.tile_rows, p.rows);
+  bound("batch_axes", p.batch_axes, 0, static_cast<int64_t>(p.axes.size()));
+  const int64_t batches = product({p.axes.begin(), p.axes.begin() + p.batch_axes});
+  p.batch_rows = p.rows / batches;
+  p.batch_tiles = (p.batch_rows + p.tile_rows - 1) / p.tile_rows;
+  p.tiles = batches * p.batch_tiles;
+  tile_rows = std::min(p.tile_rows, p.batch_rows);
   for (const Array& a : p.inputs) bound("elements of an input", a.elements, 0, kMaxCount);
   for (const Array& a : p.outputs) bound("elements of an output", a.elements, 0, kMaxCount);
   std::vector<char> taken(p.outputs.size(), 0);
@@ -110,17 +123,43 @@ void Checker::all() {
   queues();
   for (stage = 0; stage < static_cast<int64_t>(p.stages.size()); ++stage) {
     Stage& s = p.stages[stage];
-    for (size_t i = 0; i < s.body.size(); ++i) {
-      where = "kitsune program: stage " + str(stage) + " '" + s.name + "' instruction " + str(i) + " (" +
-              kInstructionNames[s.body[i].index()] + ")";
-      std::visit([this](const auto& x) { check(x); }, s.body[i]);
-    }
+    packed.assign(p.preps.size(), 0);
+    body(0, s.body.size());
   }
   where = "kitsune program";
   for (size_t i = 0; i < p.sinks.size(); ++i)
     if (sink_stage[i] < 0) reject(where, "nothing is folded into sink " + str(i));
   for (size_t i = 0; i < p.outputs.size(); ++i)
     if (!written[i] && p.outputs[i].elements > 0) reject(where, "output " + str(i) + " is never written");
+}
+
+void Checker::body(size_t begin, size_t end) {
+  const Stage& s = p.stages[stage];
+  for (size_t i = begin; i < end; ++i) {
+    const Instruction& x = s.body[i];
+    where = "kitsune program: stage " + str(stage) + " '" + s.name + "' instruction " + str(i) + " (" +
+            kInstructionNames[x.index()] + ")";
+    std::visit([this](const auto& v) { check(v); }, x);
+    if (const auto* loop = std::get_if<Loop>(&x)) {
+      bound("count", loop->count, 1, kMaxCount);
+      bound("length", loop->length, 1, kMaxCount);
+      if (counts.size() == kMaxLoops) reject(where, "more than " + str(kMaxLoops) + " loops are nested");
+      Wide iterations = p.tiles;
+      for (int64_t n : counts) iterations *= n;
+      if (iterations * loop->count > kMaxCount) reject(where, "runs more than 2**48 times, those of every tile counted");
+      counts.push_back(loop->count);
+      body(i + 1, i + 1 + static_cast<size_t>(loop->length));
+      counts.pop_back();
+      i += static_cast<size_t>(loop->length);
+    } else if (const auto* one = std::get_if<Stationary>(&x)) {
+      if (stationary) reject(where, "stands in another one");
+      bound("length", one->length, 1, kMaxCount);
+      stationary = true;
+      body(i + 1, i + 1 + static_cast<size_t>(one->length));
+      stationary = false;
+      i += static_cast<size_t>(one->length);
+    }
+  }
 }
 
 void validate(Program& program) { Checker(program).all(); }

@@ -1,4 +1,4 @@
-// Gather and Scatter: copies between a tile and an array whose element address is not linear in the row.
+// StridedLoad and StridedStore: copies between a tile and an array whose element address is not linear in the row.
 #include <algorithm>
 #include <cstring>
 
@@ -44,7 +44,7 @@ class CopyStep final : public Step {
     int k = static_cast<int>(axes_.size());
     int64_t index[kMaxLoopDims];
     char* array = array_.of(c);
-    for (int64_t r = c.row0, j = k - 1; j >= 0; --j) {
+    for (int64_t r = c.first_row, j = k - 1; j >= 0; --j) {
       index[j] = r % axes_[j];
       r /= axes_[j];
       array += index[j] * axis_bytes_[j];
@@ -100,7 +100,11 @@ class CopyStep final : public Step {
 
 }  // namespace
 
-std::unique_ptr<const Step> compile(const Gather& x, const Compile& c) { return std::make_unique<CopyStep>(x, true, c.program); }
-std::unique_ptr<const Step> compile(const Scatter& x, const Compile& c) { return std::make_unique<CopyStep>(x, false, c.program); }
+std::unique_ptr<const Step> compile(const StridedLoad& x, const Compile& c) {
+  return std::make_unique<CopyStep>(x, true, c.program);
+}
+std::unique_ptr<const Step> compile(const StridedStore& x, const Compile& c) {
+  return std::make_unique<CopyStep>(x, false, c.program);
+}
 
 }  // namespace kitsune::cpu

@@ -1,6 +1,7 @@
-// Matmul: one gemm call per batch, on panels packed in the prepare phase. AccumulateMatmul: one outer product per batch, into the
+// Matmul: one gemm call per batch, on panels packed before. AccumulateMatmul: one outer product per batch, into the
 // lane.
 #include <algorithm>
+#include <optional>
 
 #include "executor_internal.h"
 
@@ -15,9 +16,9 @@ class MatmulStep final : public Step {
         out_(m.out.ref, m.out.row_stride * m.row_multiple),
         row_multiple_(m.row_multiple),
         batch_(m.batch),
-        weight_(m.weight),
-        bias_(m.bias) {
+        weight_(c.preps[m.weight], m.weight) {
     const PrepPlan& w = c.preps[m.weight];
+    if (m.bias >= 0) bias_.emplace(c.preps[m.bias], m.bias);
     x_batch_bytes_ = m.x.strides[0] * static_cast<int64_t>(item_size(m.x.ref.dtype));
     out_batch_bytes_ = m.out.strides[0] * static_cast<int64_t>(item_size(m.out.ref.dtype));
     weight_batch_bytes_ = static_cast<int64_t>(w.batch_bytes);
@@ -33,8 +34,8 @@ class MatmulStep final : public Step {
     args_.ldc = m.out.row_stride;
     // The last tile is shorter; ask for both, and say where a bias would be so that its space is counted.
     const Program& p = c.program;
-    args_.bias = bias_ >= 0 ? static_cast<const void*>(&args_) : nullptr;
-    for (int64_t rows : {std::min(p.tile_rows, p.rows), p.rows - (p.tiles - 1) * p.tile_rows}) {
+    args_.bias = bias_ ? static_cast<const void*>(&args_) : nullptr;
+    for (int64_t rows : {std::min(p.tile_rows, p.batch_rows), p.batch_rows - (p.batch_tiles - 1) * p.tile_rows}) {
       args_.M = rows * row_multiple_;
       temp_bytes_ = std::max(temp_bytes_, c.table.gemm_scratch_bytes(args_));
     }
@@ -43,10 +44,10 @@ class MatmulStep final : public Step {
   void run(const Context& c) const override {
     GemmArgs a = args_;
     a.M = c.rows * row_multiple_;
-    a.bias = bias_ >= 0 ? c.preps[bias_] : nullptr;
+    a.bias = bias_ ? bias_->of(c) : nullptr;
     a.scratch = c.temp;
     const char* x = x_.of(c);
-    const char* w = c.preps[weight_];
+    const char* w = weight_.of(c);
     char* out = out_.of(c);
     for (int64_t b = 0; b < batch_; ++b) {
       a.x = x + b * x_batch_bytes_;
@@ -59,7 +60,9 @@ class MatmulStep final : public Step {
  private:
   void (*gemm_)(const GemmArgs&);
   Address x_, out_;
-  int64_t row_multiple_, batch_, weight_, bias_;
+  int64_t row_multiple_, batch_;
+  Prepared weight_;
+  std::optional<Prepared> bias_;
   int64_t x_batch_bytes_, out_batch_bytes_, weight_batch_bytes_;
   GemmArgs args_{};
 };
@@ -83,7 +86,7 @@ class AccumulateMatmulStep final : public Step {
     args_.ldx = m.x.row_stride;
     args_.ldy = m.y.row_stride;
     args_.ldc = m.n;
-    args_.R = std::min(c.program.tile_rows, c.program.rows) * row_multiple_;
+    args_.R = std::min(c.program.tile_rows, c.program.batch_rows) * row_multiple_;
     args_.panel = c.table.panel_for(args_.dtype, m.product, {args_.M, args_.N, args_.R});
     temp_bytes_ = c.table.outer_scratch_bytes(args_);
   }

@@ -96,7 +96,7 @@ class ReduceStep final : public Step {
     if (fold_ == nullptr || fold_row_ == nullptr)
       throw ProgramError(c.where + ": this reduction is not defined for " + dtype_name(r.x.ref.dtype));
     store_ = Storer(c.table, r.out.ref.dtype, acc_, c.where);
-    int64_t along = outer_.back().extent(std::min(c.program.tile_rows, c.program.rows));
+    int64_t along = outer_.back().extent(std::min(c.program.tile_rows, c.program.batch_rows));
     bool dense_rows = std::abs(outer_.back().stride[0]) == item_, dense_fold = std::abs(reduced_.back().stride[0]) == item_;
     by_rows_ = along >= kShortFold && (reduced_.back().n < kShortFold || (dense_rows && !dense_fold));
     acc_bytes_ = static_cast<int64_t>(item_size(acc_));
@@ -214,7 +214,7 @@ class AccumulateStep final : public Step {
     nest_ = make_nest(extents, {byte_strides(a.x), acc_strides});
     simplify(nest_);
     // The innermost loop: the last kept dimension if it is long enough, else the longest folded one.
-    const int64_t rows = std::min(c.program.tile_rows, c.program.rows);
+    const int64_t rows = std::min(c.program.tile_rows, c.program.batch_rows);
     size_t row = nest_.size(), along = nest_.size();
     for (size_t d = 0; d < nest_.size(); ++d) {
       if (nest_[d].stride[1] == acc) row = d;

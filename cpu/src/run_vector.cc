@@ -39,7 +39,7 @@ struct VectorStep::Frame {
   char* spare;
   size_t buffer_bytes;
   const int64_t* index;  // outer index
-  int64_t row0;
+  const Context* context;
 };
 
 void VectorStep::run(const Context& c) const {
@@ -55,7 +55,7 @@ void VectorStep::run(const Context& c) const {
   f.at = reinterpret_cast<char**>(temp);
   int64_t index[kMaxLoopDims + 1];
   f.index = index;
-  f.row0 = c.row0;
+  f.context = &c;
   for (int o = 0; o < operands_; ++o) f.at[o] = addresses_[o].of(c);
   // Values that never move are set once.
   for (size_t i = 0; i < ops_.size(); ++i)
@@ -118,9 +118,9 @@ void VectorStep::store(const VectorOp& op, char* to, const char* from, int64_t m
 void VectorStep::fill_index(const Frame& f, const VectorOp& op, char* to, int64_t i, int64_t j, int64_t m, int64_t n) const {
   int tag = static_cast<int>(op.index_dim), last = static_cast<int>(nest_.size()) - 1, where = -1;
   for (int d = 0; d <= last; ++d)
-    if (nest_[d].tag == tag) where = d;  // absent: an extent of 1, position 0
+    if (tag >= 0 && nest_[d].tag == tag) where = d;  // absent: an extent of 1, position 0
   bool along = where == last, down = rows_per_block_ > 0 && where == last - 1;
-  int64_t position = tag == 0 ? f.row0 : 0;
+  int64_t position = tag == 0 ? f.context->first_row : tag < 0 ? f.context->loops[-tag - 1] : 0;
   position += along ? j : down ? i : where >= 0 ? f.index[where] : 0;
   int64_t step = down ? 1 : 0;
   switch (op.type) {

@@ -33,6 +33,8 @@ void fill_integer(void* out, int64_t n, const std::vector<double>& imm) {
   fill<T>(out, n, static_cast<T>(high << 32 | (low & 0xFFFFFFFFu)));
 }
 
+}  // namespace
+
 void fill_constant(DType type, void* out, int64_t n, const std::vector<double>& imm) {
   switch (type) {
     case DType::kBool: return fill<uint8_t>(out, n, imm[0] != 0);
@@ -48,8 +50,6 @@ void fill_constant(DType type, void* out, int64_t n, const std::vector<double>& 
     default: return fill<double>(out, n, imm[0]);
   }
 }
-
-}  // namespace
 
 VectorStep::VectorStep(const Vector& x, const Compile& c) {
   loads_ = static_cast<int>(x.loads.size());
@@ -152,10 +152,10 @@ void VectorStep::plan_loops(const Vector& x, const Compile& c) {
     for (const Operand& o : *list) strides.push_back(byte_strides(o));
   nest_ = make_nest(x.extents, strides);
   for (const VectorOp& op : ops_)
-    if (op.kind == VectorOp::kIndex) nest_[op.index_dim].tag = static_cast<int>(op.index_dim);
+    if (op.kind == VectorOp::kIndex && op.index_dim >= 0) nest_[op.index_dim].tag = static_cast<int>(op.index_dim);
   simplify(nest_);
   size_t k = nest_.size();
-  int64_t tile_rows = std::min(c.program.tile_rows, c.program.rows);
+  int64_t tile_rows = std::min(c.program.tile_rows, c.program.batch_rows);
   if (k >= 2 && nest_[k - 1].n < kShortLoop && !nest_[k - 1].rows && nest_[k - 2].extent(tile_rows) > nest_[k - 1].n)
     std::swap(nest_[k - 1], nest_[k - 2]);
   // Values alive at once, at most: what a block must fit in the first-level cache.
@@ -188,12 +188,12 @@ bool VectorStep::may_overlap(const Vector& x, int load, int store, const Compile
   const Operand& a = x.loads[load];
   const Operand& b = x.stores[store];
   if (a.ref.space != b.ref.space || a.ref.index != b.ref.index) return false;
-  if (a.ref.space == Space::kOut) return true;
+  if (a.ref.space == Space::kOut || a.ref.loop_strides != b.ref.loop_strides) return true;
   auto range = [&](const Operand& o) {
     int64_t item = static_cast<int64_t>(item_size(o.ref.dtype));
     int64_t low = o.ref.offset * item, high = low + item;
     auto extend = [&](int64_t n, int64_t stride) { (stride < 0 ? low : high) += (n - 1) * stride * item; };
-    extend(std::min(c.program.tile_rows, c.program.rows), o.row_stride);
+    extend(std::min(c.program.tile_rows, c.program.batch_rows), o.row_stride);
     for (size_t d = 0; d < o.strides.size(); ++d) extend(x.extents[d], o.strides[d]);
     return std::pair{low, high};
   };
@@ -205,7 +205,8 @@ bool VectorStep::may_overlap(const Vector& x, int load, int store, const Compile
 // The load and the store name the same elements in the same order: an operation may read the one while it writes the other.
 bool VectorStep::in_place(const Vector& x, int load, int store) const {
   const Operand &a = x.loads[load], &b = x.stores[store];
-  return a.ref.offset == b.ref.offset && a.ref.dtype == b.ref.dtype && a.row_stride == b.row_stride && a.strides == b.strides;
+  return a.ref.offset == b.ref.offset && a.ref.loop_strides == b.ref.loop_strides && a.ref.batch_strides == b.ref.batch_strides &&
+         a.ref.dtype == b.ref.dtype && a.row_stride == b.row_stride && a.strides == b.strides;
 }
 
 // A store of a dense value of the stored type: the operation that computes the value writes it there, if nothing that is read

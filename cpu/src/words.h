@@ -66,6 +66,9 @@ class Reader {
     for (size_t i = 0; i < n; ++i) v.push_back(one());
     return v;
   }
+  void check(const char* field, bool fine, const char* what) const {
+    if (!fine) fail(field, what);
+  }
   bool at_end() const { return next_ == count_; }
   size_t left() const { return count_ - next_; }
 

@@ -20,24 +20,36 @@ class Words {
 
  private:
   void program(const Program& p) {
-    text(p.name), list(p.axes), add(p.tile_rows), add(p.workers);
+    text(p.name), list(p.axes), add(p.batch_axes), add(p.tile_rows), add(p.workers);
     arrays(p.inputs), arrays(p.outputs);
     each(p.preps, [&](const Prep& x) {
       add(x.kind), ref(x.source), add(x.dtype);
       list(x.b_extents), list(x.b_strides), list(x.k_extents), list(x.k_strides), list(x.n_extents), list(x.n_strides);
-      add(x.product);
+      add(x.product), add(x.local);
     });
     each(p.sinks, [&](const Sink& x) { add(x.how), add(x.dtype), add(x.elements), add(x.out); });
     each(p.queues, [&](const Ring& x) { add(x.producer), list(x.consumers), add(x.depth), add(x.entry_bytes); });
     each(p.stages, [&](const Stage& x) {
       text(x.name), add(x.scratch_bytes);
-      each(x.body, [&](const Instruction& i) {
-        add(i.index() + 1);
-        std::visit([&](const auto& v) { instruction(v); }, i);
-      });
+      body(x.body, 0, x.body.size());
     });
   }
 
+  // The instructions [begin, end), a loop's with it.
+  void body(const std::vector<Instruction>& all, size_t begin, size_t end) {
+    const size_t count = w_.size();
+    add(0);
+    for (size_t i = begin; i < end; ++i, ++w_[count]) {
+      add(all[i].index() + 1);
+      std::visit([&](const auto& v) { instruction(v); }, all[i]);
+      const auto* loop = std::get_if<Loop>(&all[i]);
+      const auto* one = std::get_if<Stationary>(&all[i]);
+      if (loop == nullptr && one == nullptr) continue;
+      const size_t length = static_cast<size_t>(loop != nullptr ? loop->length : one->length);
+      body(all, i + 1, i + 1 + length);
+      i += length;
+    }
+  }
   template <class T>
   void add(T v) {
     w_.push_back(static_cast<int64_t>(v));
@@ -62,7 +74,7 @@ class Words {
     std::memcpy(&bits, &v, sizeof bits);
     add(bits);
   }
-  void ref(const Ref& r) { add(r.space), add(r.index), add(r.offset), add(r.dtype); }
+  void ref(const Ref& r) { add(r.space), add(r.index), add(r.offset), add(r.dtype), list(r.loop_strides), list(r.batch_strides); }
   void operand(const Operand& o) { ref(o.ref), add(o.row_stride), list(o.strides); }
   void instruction(const Copy& x) { ref(x.array), list(x.axis_strides), list(x.extents), list(x.array_strides), operand(x.tile); }
   void instruction(const Matmul& x) {
@@ -85,6 +97,18 @@ class Words {
     add(x.sink), add(x.row_multiple), add(x.batch), add(x.m), add(x.n), operand(x.x), operand(x.y);
     add(x.product);
   }
+  void instruction(const Gather& x) {
+    operand(x.table), add(x.count), add(x.mode);
+    each(x.fill, [&](double v) { real(v); });
+    list(x.index_extents), list(x.extents), operand(x.index), operand(x.out);
+  }
+  void instruction(const AccumulateAt& x) {
+    add(x.sink), add(x.count), list(x.index_extents), list(x.extents), operand(x.index), operand(x.x);
+  }
+  void instruction(const Pack& x) { add(x.prep); }
+  void instruction(const Dot& x) { add(x.batch), add(x.m), add(x.n), add(x.k), operand(x.x), operand(x.y), operand(x.out); }
+  void instruction(const Loop& x) { add(x.count), add(x.reverse); }
+  void instruction(const Stationary&) {}
   void instruction(const Accumulate& x) { add(x.sink), list(x.kept), list(x.reduced), operand(x.x); }
 
   std::vector<int64_t> w_;

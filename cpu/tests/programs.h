@@ -177,9 +177,9 @@ inline Program random_copy(unsigned seed) {
   std::vector<int64_t> axis_strides(strides.begin(), strides.begin() + static_cast<std::ptrdiff_t>(axes.size()));
   std::vector<int64_t> array_strides(strides.begin() + static_cast<std::ptrdiff_t>(axes.size()), strides.end());
   auto tile = operand(Space::kScratch, 0, t, 1, row, dense_strides);
-  Gather g{{{Space::kIn, 0, 0, t}, axis_strides, extents, array_strides, tile}};
-  Scatter back{{{Space::kOut, 0, 0, t}, axis_strides, extents, array_strides, tile}};
-  Scatter flat{{{Space::kOut, 1, 0, t}, {}, extents, dense_strides, tile}};
+  StridedLoad g{{{Space::kIn, 0, 0, t}, axis_strides, extents, array_strides, tile}};
+  StridedStore back{{{Space::kOut, 0, 0, t}, axis_strides, extents, array_strides, tile}};
+  StridedStore flat{{{Space::kOut, 1, 0, t}, {}, extents, dense_strides, tile}};
   int64_t stride = row;
   for (size_t j = axes.size(); j-- > 0; stride *= axes[j]) flat.axis_strides.insert(flat.axis_strides.begin(), stride);
   Array a{t, step};

@@ -7,6 +7,7 @@
 #include <limits>
 #include <map>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "activated.h"
@@ -91,9 +92,13 @@ class Reference {
         done[s] = 1;
         scratch_.assign(static_cast<size_t>(p_.stages[s].scratch_bytes), 0);
         for (tile_ = 0; tile_ < p_.tiles; ++tile_) {
-          row0_ = tile_ * p_.tile_rows;
-          rows_ = std::min(p_.tile_rows, p_.rows - row0_);
-          for (const Instruction& i : p_.stages[s].body) std::visit([this](const auto& x) { step(x); }, i);
+          row0_ = tile_ % p_.batch_tiles * p_.tile_rows;
+          rows_ = std::min(p_.tile_rows, p_.batch_rows - row0_);
+          first_row_ = tile_ / p_.batch_tiles * p_.batch_rows + row0_;
+          batch_.assign(static_cast<size_t>(p_.batch_axes), 0);
+          for (int64_t a = p_.batch_axes, number = tile_ / p_.batch_tiles; a-- > 0; number /= p_.axes[a])
+            batch_[a] = number % p_.axes[a];
+          body(p_.stages[s].body, 0, p_.stages[s].body.size());
         }
       }
     for (size_t i = 0; i < p_.sinks.size(); ++i) {
@@ -104,8 +109,32 @@ class Reference {
   }
 
  private:
+  void body(const std::vector<Instruction>& all, size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      if (const auto* loop = std::get_if<Loop>(&all[i])) {
+        for (int64_t n = 0; n < loop->count; ++n) {
+          loops_.push_back(loop->reverse ? loop->count - 1 - n : n);
+          body(all, i + 1, i + 1 + static_cast<size_t>(loop->length));
+          loops_.pop_back();
+        }
+        i += static_cast<size_t>(loop->length);
+      } else if (const auto* one = std::get_if<Stationary>(&all[i])) {
+        int64_t rows = std::exchange(rows_, 1);
+        body(all, i + 1, i + 1 + static_cast<size_t>(one->length));
+        rows_ = rows;
+        i += static_cast<size_t>(one->length);
+      } else {
+        std::visit([this](const auto& x) { step(x); }, all[i]);
+      }
+    }
+  }
+  void step(const Loop&) {}
+  void step(const Stationary&) {}
+
   char* at(const Ref& r, int64_t element) {
     char* base = nullptr;
+    for (size_t l = 0; l < r.loop_strides.size(); ++l) element += r.loop_strides[l] * loops_[l];
+    for (size_t a = 0; a < r.batch_strides.size(); ++a) element += r.batch_strides[a] * batch_[a];
     switch (r.space) {
       case Space::kIn: base = ins_[r.index].data(); break;
       case Space::kOut: base = outs_[r.index].data(); break;
@@ -142,11 +171,10 @@ class Reference {
       Bytes& out = preps_[i];
       auto strides = joined(joined(x.b_strides, x.k_strides), x.n_strides);
       loop(joined(joined(x.b_extents, x.k_extents), x.n_extents), [&](const auto& index) {
-        int64_t e = x.source.offset;
+        int64_t e = 0;
         for (size_t d = 0; d < index.size(); ++d) e += index[d] * strides[d];
         out.resize(out.size() + item_size(x.dtype));
-        set(x.dtype, &out[out.size() - item_size(x.dtype)],
-            get(x.source.dtype, &ins_[x.source.index][static_cast<size_t>(e) * item_size(x.source.dtype)]));
+        set(x.dtype, &out[out.size() - item_size(x.dtype)], get(x.source.dtype, at(x.source, e)));
       });
     }
     return preps_[i];
@@ -154,7 +182,7 @@ class Reference {
 
   void copy(const Copy& x, bool gather) {
     for (int64_t r = 0; r < rows_; ++r) {
-      int64_t base = 0, row = row0_ + r;
+      int64_t base = 0, row = first_row_ + r;
       for (size_t j = p_.axes.size(); j-- > 0; row /= p_.axes[j]) base += row % p_.axes[j] * x.axis_strides[j];
       loop(x.extents, [&](const auto& index) {
         int64_t e = base;
@@ -164,8 +192,8 @@ class Reference {
       });
     }
   }
-  void step(const Gather& x) { copy(x, true); }
-  void step(const Scatter& x) { copy(x, false); }
+  void step(const StridedLoad& x) { copy(x, true); }
+  void step(const StridedStore& x) { copy(x, false); }
 
   void step(const Matmul& m) {
     const Prep& w = p_.preps[m.weight];
@@ -200,7 +228,9 @@ class Reference {
       case Opcode::op_store: set(v.stores[m.a].ref.dtype, at(v.stores[m.a], r, index), reg[m.b]); return;
       case Opcode::op_const: reg[m.dst] = m.imm[0]; break;
       case Opcode::op_convert: reg[m.dst] = a; break;
-      case Opcode::op_index: reg[m.dst] = static_cast<double>((m.a == 0 ? row0_ + r : index[m.a - 1]) / m.b % m.c); break;
+      case Opcode::op_index:
+        reg[m.dst] = static_cast<double>((m.a < 0 ? loops_[-m.a - 1] : m.a == 0 ? first_row_ + r : index[m.a - 1]) / m.b % m.c);
+        break;
       case Opcode::op_neg: reg[m.dst] = -a; break;
       case Opcode::op_exp: reg[m.dst] = std::exp(a); break;
       case Opcode::op_add: reg[m.dst] = a + b; break;
@@ -289,6 +319,56 @@ class Reference {
       }
   }
 
+  int64_t index_at(const Operand& o, int64_t r, const std::vector<int64_t>& i) {
+    return static_cast<int64_t>(get(o.ref.dtype, at(o, r, i)));
+  }
+  void step(const Gather& g) {
+    for (int64_t r = 0; r < rows_; ++r)
+      loop(g.index_extents, [&](const auto& outer) {
+        int64_t i = index_at(g.index, r, outer);
+        bool inside = i >= 0 && i < g.count;
+        i = std::clamp<int64_t>(i, 0, g.count - 1);
+        loop(g.extents, [&](const auto& inner) {
+          int64_t e = i * g.table.row_stride;
+          for (size_t d = 0; d < inner.size(); ++d) e += inner[d] * g.table.strides[d];
+          double v = inside || g.mode == OutOfRange::kClip ? get(g.table.ref.dtype, at(g.table.ref, e)) : g.fill[0];
+          set(g.out.ref.dtype, at(g.out, r, joined(outer, inner)), v);
+        });
+      });
+  }
+  void step(const AccumulateAt& a) {
+    const Sink& s = p_.sinks[a.sink];
+    auto& acc = sinks_[a.sink];
+    bool sum = s.how == Reduction::kSum, prod = s.how == Reduction::kProd, largest = s.how == Reduction::kMax;
+    double lowest = is_float(s.dtype) ? -INFINITY : -2147483648.0, highest = is_float(s.dtype) ? INFINITY : 2147483647.0;
+    if (acc.empty()) acc.assign(static_cast<size_t>(s.elements), sum ? 0 : prod ? 1 : largest ? lowest : highest);
+    for (int64_t r = 0; r < rows_; ++r)
+      loop(a.index_extents, [&](const auto& outer) {
+        int64_t i = index_at(a.index, r, outer);
+        if (i < 0 || i >= a.count) return;
+        size_t e = static_cast<size_t>(i * product(a.extents));
+        loop(a.extents, [&](const auto& inner) {
+          acc[e] = fold(s.how, acc[e], get(a.x.ref.dtype, at(a.x, r, joined(outer, inner))));
+          ++e;
+        });
+      });
+  }
+  void step(const Pack& x) {
+    preps_.erase(x.prep);
+    prep(x.prep);
+  }
+  void step(const Dot& d) {
+    auto value = [&](const Operand& o, int64_t r, std::vector<int64_t> i) { return get(o.ref.dtype, at(o, r, i)); };
+    auto with = [](Operand o) { return o.strides.push_back(1), o; };
+    Operand x = with(d.x), out = with(d.out);
+    for (int64_t r = 0; r < rows_; ++r)
+      loop({d.batch, d.m, d.n}, [&](const auto& i) {
+        double sum = 0;
+        for (int64_t k = 0; k < d.k; ++k) sum += value(x, r, {i[0], i[1], k}) * value(d.y, r, {i[0], i[2], k});
+        set(out.ref.dtype, at(out, r, i), sum);
+      });
+  }
+
   const Program& p_;
   std::vector<Bytes>& ins_;
   std::vector<Bytes>& outs_;
@@ -296,7 +376,8 @@ class Reference {
   std::vector<std::vector<double>> sinks_;
   std::map<int64_t, Bytes> preps_;
   Bytes scratch_;
-  int64_t tile_ = 0, row0_ = 0, rows_ = 0;
+  int64_t tile_ = 0, row0_ = 0, first_row_ = 0, rows_ = 0;
+  std::vector<int64_t> batch_, loops_;
 };
 
 }  // namespace kitsune::cpu::test

@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "executor_check.h"
-#include "programs.h"
+#include "structured_programs.h"
 
 namespace kitsune::cpu::test {
 namespace {
@@ -127,6 +127,33 @@ void test_scans() {
   }
 }
 
+void test_loops() {
+  for (int64_t rows : {1, 7, 24, 61}) {
+    for (DType t : {F32, BF16})
+      for (bool reverse : {false, true})
+        compare("batched loop", batched_loop(t, 3, 2, rows, 8, reverse), t == BF16 ? 0.02 : 1e-5, 3, false, {1, 2, 3, 8});
+    compare("nested loops", nested_loops(rows, 8), 1e-5, 4, false, {1, 2, 3, 8});
+  }
+}
+
+void test_indices() {
+  for (Reduction how : {Reduction::kSum, Reduction::kMax, Reduction::kMin, Reduction::kProd})
+    for (int64_t rows : {1, 10, 333})
+      for (OutOfRange mode : {OutOfRange::kClip, OutOfRange::kFill}) {
+        // Small numbers: indices from -4 to 4 into 3 rows. Products of more of them than a few are no longer exact.
+        if (how == Reduction::kProd && rows > 10) continue;
+        compare("segments", segments(how, F32, I32, rows, 8, 3, mode), 1e-5, 3, true, {1, 2, 3, 8});
+        compare("segments of int32", segments(how, I32, DType::kI8, rows, 8, 3, mode), 0, 5, true, {1, 2, 3, 8});
+        compare("segments of float64", segments(how, F64, DType::kI64, rows, 8, 3, mode), 1e-12, 5, true, {1, 3});
+        compare("segments of bfloat16", segments(how, BF16, DType::kI8, rows, 8, 3, mode), 0.01, 5, true, {1, 3});
+      }
+}
+
+void test_row_products() {
+  for (DType t : {F32, BF16, F64})
+    for (int64_t rows : {1, 9, 40}) compare("row products", row_products(t, rows, 8), t == BF16 ? 0.02 : 1e-5, 2, false, {1, 2, 3});
+}
+
 // Sums of numbers of very different size, whose result depends on the order: the same bits for any number of threads.
 void test_sink_bits() {
   constexpr int64_t N = 24;
@@ -136,6 +163,7 @@ void test_sink_bits() {
     single.sinks = {{Reduction::kSum, F32, N, 0}};
     compare("sink bits", single, 1e-5, 2, false, {1, 2, 5, 64});
   }
+  compare("indexed sink", segments(Reduction::kSum, F32, I32, 3001, 4, 3, OutOfRange::kClip), 1e-4, 2, false, {1, 2, 5, 64});
   compare("sink of a pipeline", residual_call(2003, 4, 3), 1e-3, 2, false, {1, 2, 5, 64});
 }
 
@@ -157,6 +185,9 @@ int main(int argc, char** argv) {
   section("reductions", test_reductions);
   section("nan", test_nan);
   section("scans", test_scans);
+  section("loops", test_loops);
+  section("indices", test_indices);
+  section("row products", test_row_products);
   section("sink bits", test_sink_bits);
   std::printf("executor (%s): %d checks failed\n", kitsune::cpu::kernels().isa, failures);
   return failures == 0 ? 0 : 1;

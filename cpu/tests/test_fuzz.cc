@@ -7,7 +7,7 @@
 #include <csignal>
 #include <cstdlib>
 
-#include "programs.h"
+#include "structured_programs.h"
 #include "words.h"
 
 namespace kitsune::cpu::test {
@@ -52,6 +52,13 @@ std::vector<std::vector<int64_t>> corpus() {
     if (seed % 9 != 3 && seed % 9 < 7) add(random_reduction(seed, true));
   }
   add(in_place());
+  for (bool reverse : {false, true}) add(batched_loop(reverse ? F32 : BF16, 3, 2, 11, 4, reverse));
+  add(nested_loops(11, 4));
+  for (OutOfRange mode : {OutOfRange::kClip, OutOfRange::kFill}) {
+    add(segments(Reduction::kSum, F32, I32, 10, 4, 3, mode));
+    add(segments(Reduction::kMax, I32, DType::kU64, 10, 4, 3, mode));
+  }
+  for (DType t : {F32, BF16, F64}) add(row_products(t, 5, 2));
   add(two_phases());
   return all;
 }
@@ -169,7 +176,7 @@ void test_mutations(unsigned first, unsigned count) {
 // What the fuzzer has found: a copy of an output onto itself, one element further.
 void test_copy_onto_itself() {
   Program p = program({1}, 1, {}, {{F32, 6}}, {});
-  p.stages[0].body = {Gather{{{Space::kOut, 0, 0, F32}, {0}, {5}, {1}, operand(Space::kOut, 0, F32, 1, 5, {1})}}};
+  p.stages[0].body = {StridedLoad{{{Space::kOut, 0, 0, F32}, {0}, {5}, {1}, operand(Space::kOut, 0, F32, 1, 5, {1})}}};
   std::vector<int64_t> words = encode(p);
   Executable exe(parse(words.data(), words.size()));
   Arrays a(exe.call(), 1);

@@ -1,7 +1,7 @@
 // The parser and the validator: damaged words, what their messages say, and sizes that must neither wrap nor be allocated.
 #include <sys/resource.h>
 
-#include "programs.h"
+#include "structured_programs.h"
 
 namespace kitsune::cpu::test {
 namespace {
@@ -128,6 +128,55 @@ void test_parts() {
     (part.phase == 0 ? p.outputs[0] : p.inputs[0]).elements = int64_t{1} << 40;
   }
   expect(large, "the arrays between phases would take");
+}
+
+// What reaches outside of memory in the last iteration, the last batch or the last row of a table; and what is not packed yet.
+void test_structure() {
+  auto in = [](Program p, size_t i, auto change) {
+    change(p, p.stages[0].body[i]);
+    return p;
+  };
+  auto batched = [&](size_t i, auto change) { return in(batched_loop(F32, 3, 2, 11, 4, false), i, change); };
+  auto nested = [&](size_t i, auto change) { return in(nested_loops(11, 4), i, change); };
+  auto indexed = [&](size_t i, auto change) {
+    return in(segments(Reduction::kSum, F32, I32, 10, 4, 3, OutOfRange::kClip), i, change);
+  };
+  std::string why;
+  for (const Program& p : {batched_loop(F32, 3, 2, 11, 4, false), nested_loops(11, 4), row_products(F32, 5, 2),
+                           segments(Reduction::kSum, F32, I32, 10, 4, 3, OutOfRange::kClip)})
+    CHECK(!rejected(encode(p), &why), "%s", why.c_str());
+  expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).count = 4; }), "source reads element 949 of input 1");
+  expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).count = 0; }), "count is 0");
+  expect(batched(1, [](Program& p, Instruction&) { p.preps[0].source.batch_strides[1] = 1; }), "source reads element 855");
+  expect(batched(1, [](Program& p, Instruction&) { p.preps[0].source.batch_strides.pop_back(); }), "1 strides for 2 batch axes");
+  expect(batched(1, [](Program& p, Instruction&) { p.batch_axes = 1; }), "2 strides for 1 batch axes");
+  expect(batched(1, [](Program& p, Instruction&) { p.batch_axes = 4; }), "batch_axes is 4");
+  expect(batched(1, [](Program& p, Instruction&) { p.preps[0].local = false; }), "depends on the batch");
+  expect(batched(2, [](Program&, Instruction& i) { i = StridedLoad{}; }), "axis strides for");
+  expect(batched(3, [](Program& p, Instruction& i) { std::swap(i, p.stages[0].body[2]); }),
+         "prepared operand 0 is not packed before");
+  expect(batched(4, [](Program&, Instruction& i) { std::get<Vector>(i).code[2].a = -2; }), "loop dimension is -2, not in -1..1");
+  expect(batched(5, [](Program&, Instruction& i) { std::get<Vector>(i).stores[0].ref.batch_strides[1] = 0; }),
+         "writes every batch to the same place");
+  expect(batched(5, [](Program&, Instruction& i) { std::get<Vector>(i).stores[0].ref.loop_strides = {1}; }),
+         "has strides for 1 loops, inside of 0");
+  expect(nested(4, [](Program&, Instruction& i) { std::get<Vector>(i).stores[0].row_stride = 1; }), "where there are no rows");
+  expect(nested(4, [](Program&, Instruction& i) { i = Accumulate{0, {}, {}, {}}; }), "stands where there are no rows");
+  expect(nested(4, [](Program&, Instruction& i) { i = Stationary{0}; }), "stands in another one");
+  expect(nested(8, [](Program&, Instruction& i) { std::get<Vector>(i).stores[0].ref.loop_strides = {3}; }),
+         "writes element 90 of output");
+  expect(nested(0, [](Program&, Instruction& i) { std::get<Loop>(i).count = int64_t{1} << 47; }), "runs more than 2**48 times");
+  expect(indexed(0, [](Program&, Instruction& i) { std::get<AccumulateAt>(i).count = 4; }), "are not those of a sink of 63");
+  expect(indexed(0, [](Program&, Instruction& i) { std::get<AccumulateAt>(i).index.ref = {Space::kIn, 0, 0, F32}; }),
+         "an index cannot be float32");
+  expect(indexed(1, [](Program&, Instruction& i) { std::get<Gather>(i).count = 4; }),
+         "table reads element 69 of input 2, which has 63");
+  expect(indexed(1, [](Program&, Instruction& i) { std::get<Gather>(i).fill.clear(); }), "fill is one number");
+  expect(in(row_products(F32, 5, 2), 0, [](Program&, Instruction& i) { std::get<Dot>(i).k = 10; }), "reads element");
+  Program deep = nested_loops(11, 4);
+  deep.stages[0].body.insert(deep.stages[0].body.begin(), 9, Loop{1, false, 0});
+  for (int64_t i = 0; i < 9; ++i) deep.stages[0].body[i] = Loop{1, false, 17 - i};
+  expect(deep, "loops are nested");
 }
 
 // Forged choices of how a product is multiplied.
@@ -287,6 +336,7 @@ int main() {
   using namespace kitsune::cpu::test;
   section("small programs", test_small_words_make_small_programs);  // first: it looks at the most memory that was ever in use
   section("parts", test_parts);
+  section("structure", test_structure);
   section("activations", test_activations);
   section("damage", test_damage);
   section("messages", test_messages);

@@ -36,6 +36,7 @@ def layers(rows: int, width: int, depth: int) -> np.ndarray:
         bc.Program(
             name="profile",
             axes=(rows,),
+            batch_axes=0,
             tile_rows=tile,
             workers=-(-rows // TILE),
             inputs=(bc.Array(_F32, rows * width), *[bc.Array(_F32, width * width)] * depth),

@@ -49,6 +49,9 @@ from collections.abc import Iterator, Sequence
 from kitsune_jax.graph import Param, Scalar
 from kitsune_jax.ops.local import ROWS as ROWS
 
+SINKS = frozenset({"sink", "matmul_sink", "sink_at"})
+EFFECTS = SINKS | {"push", "pop", "store", "store_slice"}  # what is there for more than its results
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileType:

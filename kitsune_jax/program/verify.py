@@ -21,11 +21,11 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.ops.verify import verify_op
 from kitsune_jax.program import instructions
 from kitsune_jax.program.instructions import Wrong, need, told
-from kitsune_jax.program.ir import ArrayType, Block, Instr, Program, TileProgram, TileType, walk
+from kitsune_jax.program.ir import SINKS, ArrayType, Block, Instr, Program, TileProgram, TileType, walk
 from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.streams.space import dim_strides
 
-_NOT_IN_LOOPS = frozenset({"push", "pop", "sink", "matmul_sink", "sink_at"})
+_NOT_IN_LOOPS = SINKS | {"push", "pop"}
 
 
 def verify(program: Program | TileProgram, *, lookahead: int = 1) -> None:
@@ -222,7 +222,7 @@ class _Bodies:
 def _written(program: TileProgram, slices: Mapping[int, Mapping[int, Sequence[tuple[int, int]]]]) -> None:
     """Every output is stored by one instruction, or filled by ``slices``, or has a sink that something is folded into."""
     instrs = [i for stage in program.stages for i in walk(stage.body)]
-    folded = {i["sink"] for i in instrs if i.kind in ("sink", "matmul_sink", "sink_at")}
+    folded = {i["sink"] for i in instrs if i.kind in SINKS}
     writers = Counter(i["array"] for i in instrs if i.kind == "store")
     writers.update(slices.keys())
     for k, sink in enumerate(program.sinks):

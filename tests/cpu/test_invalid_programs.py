@@ -5,7 +5,9 @@ And the defect that it was woven for: matrix products with a constant, which the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +25,10 @@ from kitsune_jax.targets.cpu import bytecode, lower
 from kitsune_jax.targets.cpu.words import name_bytes
 from kitsune_jax.targets.cuda import runtime as cuda_runtime
 from tests.support.lowered import ROW
+from tests.support.programs import CASES
 from tests.support.tiles import Tiles
 
-pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
+_cpu = pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
 RNG = np.random.default_rng(5)
 
 
@@ -95,6 +98,32 @@ def test_a_product_with_a_constant_is_refused_with_a_reason(side: int) -> None:
     t.store(t.matmul(t.load((12,), "float32", ((0,),)), t.literal(2.0), dims=(((), ()), ((), ()))), (12,), ((0,),))
     with pytest.raises(targets.CannotLower, match="constant"):
         lower(t.program(), "outer")
+
+
+@pytest.mark.parametrize("name", ["segment_sum", "attention_grouped", "nested", "interaction", "computed_weights"])
+def test_structured_programs_survive_any_damage(name: str) -> None:
+    """Altered words are refused in a sentence, or run within their arrays. ``cpu/tests/test_fuzz.cc`` looks closer."""
+    case = CASES[name]()
+    rng = np.random.default_rng(11)
+    operands = case.operands(rng)
+    words = targets.cpu.generate(case.program, name)
+    n = case.program.operands
+    results = [np.empty(a.shape, a.dtype) for a in case.program.arrays[n : n + case.program.results]]
+    refused = 0
+    for _ in range(400):
+        damaged = words.copy()
+        change = rng.choice([-1, 1, 2, 1 << 20, 1 << 40, -(1 << 62)])
+        damaged[rng.integers(4, len(words))] += change
+        assert "checksum" in _cpu.validate(damaged)
+        damaged[3] = zlib.crc32(damaged[4:].astype("<i8").tobytes())
+        wrong = _cpu.validate(damaged)
+        if wrong:
+            refused += 1
+            assert wrong.startswith("kitsune program") and len(wrong) > 30
+        elif change < 3 and _cpu.memory_bytes(damaged) < 1 << 22:  # not so many more iterations that it runs for ever
+            with contextlib.suppress(ValueError):  # arrays of another size
+                _cpu.run(damaged, operands, results, 2)
+    assert refused > 200
 
 
 def test_a_name_that_is_not_utf8_travels_as_utf8() -> None:

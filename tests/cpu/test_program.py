@@ -42,6 +42,7 @@ def two_layers(rows: int, tile_rows: int = 16, k: int = 24, n: int = 40, depth: 
     return bc.Program(
         name="two layers",
         axes=(rows,),
+        batch_axes=0,
         tile_rows=tile_rows,
         workers=4,
         inputs=(bc.Array(F32, rows * k), bc.Array(F32, k * n), bc.Array(F32, n)),

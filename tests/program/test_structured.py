@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -53,3 +55,19 @@ def test_a_recurrence_at_any_shape(rows, steps, features, hidden, reverse, tile_
 )
 def test_segments_at_any_shape(rows, width, n, how, each, tile_rows, ids_sorted):
     agrees(segments(rows, width, n, how, each=each, tile_rows=tile_rows, ids_sorted=ids_sorted), rows)
+
+
+def test_a_program_prints_as_it_is_read():
+    lines = str(CASES["nested"]().program).splitlines()
+    assert lines[:5] == [
+        "call",
+        "  array 0 (operand): float32[21, 12]",
+        "  array 1 (operand): float32[12, 10]",
+        "  array 2 (result): float32[21, 10]",
+        "phase 0: reads (0, 1) writes (2,)",
+    ]
+    loops = [line for line in lines if " loop " in line or " next " in line]
+    assert [len(line) - len(line.lstrip()) for line in loops] == [4, 6, 8]
+    assert loops[0].strip() == "loop %0 in range(5):"
+    assert re.fullmatch(r"%\d+:float32\[R,2\] = loop %\d+ in range\(3\) with %\d+ = %\d+:", loops[1].strip())
+    assert "      store_slice(%" in "\n".join(lines) and "reversed(range(5))" in str(CASES["lstm_reverse"]().program)

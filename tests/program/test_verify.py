@@ -11,12 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kitsune_jax.graph import make_params
-from kitsune_jax.program.ir import Array, Block, Instr, Program, TileProgram, TileType, walk
+from kitsune_jax.program.ir import SINKS, Array, Block, Instr, Program, TileProgram, TileType, walk
 from kitsune_jax.program.verify import verify
 from tests.program.test_interpreter import chain
 from tests.support.programs import CASES
-
-SINKS = ("sink", "matmul_sink", "sink_at")
 
 
 @functools.cache

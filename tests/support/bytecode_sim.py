@@ -1,8 +1,10 @@
 """A slow, exact simulator of the CPU program format: NumPy, tile by tile, every access checked.
 
 Comes in: a ``bytecode.Program`` and the input arrays. Goes out: the output arrays. It follows the comments of
-``kitsune_jax/targets/cpu/bytecode.py`` and shares no code with the code generator or the C++ executor, so that either can be held
-against it. Scratch and queue slots hold a poison pattern (0xFF bytes: NaN as floats, -1 as integers) until they are written.
+``kitsune_jax/targets/cpu/bytecode.py``, for programs without loops, batches and indices (those are held against the interpreter of
+tile programs in ``tests/cpu/test_structured.py``), and shares no code with the code generator or the C++ executor, so that either
+can be held against it. Scratch and queue slots hold a poison pattern (0xFF bytes: NaN as floats, -1 as integers) until they are
+written.
 """
 
 from __future__ import annotations
@@ -93,8 +95,16 @@ class _Machine:
         self.s, self.tile, self.row0 = s, tile, tile * self.p.tile_rows
         self.n = min(self.p.tile_rows, self.rows - self.row0)
         self.scratch = np.full(stage.scratch_bytes, POISON, np.uint8)
-        for instruction in stage.body:
+        self._body(stage.body)
+
+    def _body(self, body: Sequence[bc.Instruction]) -> None:
+        for instruction in body:
             getattr(self, f"_{type(instruction).__name__.lower()}")(instruction)
+
+    def _stationary(self, x: bc.Stationary) -> None:
+        rows, self.n = self.n, 1
+        self._body(x.body)
+        self.n = rows
 
     def _memory(self, ref: bc.Ref, write: bool) -> np.ndarray:
         dtype = dtype_of(ref.dtype)
@@ -138,7 +148,7 @@ class _Machine:
         if ref.space == bc.OUT:
             self.written[ref.index][index] = True
 
-    def _border(self, x: bc.Gather | bc.Scatter) -> np.ndarray:
+    def _border(self, x: bc.StridedLoad | bc.StridedStore) -> np.ndarray:
         row = np.arange(self.row0, self.row0 + self.n)
         at = np.zeros_like(row)
         for size, stride in zip(reversed(self.p.axes), reversed(x.axis_strides), strict=True):
@@ -146,10 +156,10 @@ class _Machine:
             row //= size
         return x.array.offset + at.reshape(-1, *[1] * len(x.extents)) + _grid(x.extents, x.array_strides)
 
-    def _gather(self, x: bc.Gather) -> None:
-        self._write(x.tile, x.extents, _take(self.inputs[x.array.index], self._border(x), "gather"))
+    def _stridedload(self, x: bc.StridedLoad) -> None:
+        self._write(x.tile, x.extents, _take(self.inputs[x.array.index], self._border(x), "strided load"))
 
-    def _scatter(self, x: bc.Scatter) -> None:
+    def _stridedstore(self, x: bc.StridedStore) -> None:
         assert x.array.space == bc.OUT
         self._put(x.array, self._border(x), self._read(x.tile, x.extents))
 

@@ -22,6 +22,7 @@ constexpr int64_t kFormatVersion = 5;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
+constexpr int kMaxLoops = 8;  // nested
 constexpr int64_t kMaxWorkers = int64_t{1} << 16;
 constexpr int64_t kMaxPhases = int64_t{1} << 20;
 constexpr int64_t kMaxCount = int64_t{1} << 48;          // elements, bytes, rows, |strides| and |offsets|
@@ -37,6 +38,8 @@ struct Ref {
   int64_t index;
   int64_t offset;
   DType dtype;
+  std::vector<int64_t> loop_strides = {};   // of the enclosing loops' numbers, outermost first; 0 beyond the end
+  std::vector<int64_t> batch_strides = {};  // of the batch axes' indices, or none
 };
 
 struct Operand {
@@ -45,15 +48,15 @@ struct Operand {
   std::vector<int64_t> strides;
 };
 
-struct Copy {  // Gather and Scatter: the same fields, opposite directions
+struct Copy {  // StridedLoad and StridedStore: the same fields, opposite directions
   Ref array;
   std::vector<int64_t> axis_strides;
   std::vector<int64_t> extents;
   std::vector<int64_t> array_strides;
   Operand tile;
 };
-struct Gather : Copy {};
-struct Scatter : Copy {};
+struct StridedLoad : Copy {};
+struct StridedStore : Copy {};
 
 struct Matmul {
   Operand x;
@@ -109,10 +112,49 @@ struct AccumulateMatmul {
   Product product = Product::kBest;
 };
 
+enum class OutOfRange : int8_t { kClip, kFill };
+
+struct Gather {
+  Operand table;  // strides of its rows, and of `extents`
+  int64_t count;  // rows of the table
+  OutOfRange mode;
+  std::vector<double> fill;
+  std::vector<int64_t> index_extents, extents;
+  Operand index, out;
+};
+
+struct AccumulateAt {
+  int64_t sink;
+  int64_t count;  // rows of the sink
+  std::vector<int64_t> index_extents, extents;
+  Operand index, x;
+};
+
+struct Pack {
+  int64_t prep;
+};
+
+struct Dot {
+  int64_t batch, m, n, k;
+  Operand x, y, out;
+};
+
+// The `length` instructions behind these are their body.
+struct Loop {
+  int64_t count;
+  bool reverse;
+  int64_t length;
+};
+struct Stationary {
+  int64_t length;
+};
+
 // The position in the variant plus one is the instruction's CODE.
-using Instruction = std::variant<Gather, Scatter, Matmul, Vector, Reduce, Scan, Accumulate, AccumulateMatmul>;
-constexpr const char* kInstructionNames[] = {"Gather", "Scatter", "Matmul",     "Vector",
-                                             "Reduce", "Scan",    "Accumulate", "AccumulateMatmul"};
+using Instruction = std::variant<StridedLoad, StridedStore, Matmul, Vector, Reduce, Scan, Accumulate, AccumulateMatmul, Gather,
+                                 AccumulateAt, Pack, Dot, Loop, Stationary>;
+constexpr const char* kInstructionNames[] = {"StridedLoad", "StridedStore",     "Matmul", "Vector",       "Reduce", "Scan",
+                                             "Accumulate",  "AccumulateMatmul", "Gather", "AccumulateAt", "Pack",   "Dot",
+                                             "Loop",        "Stationary"};
 
 struct Prep {
   PrepKind kind;
@@ -120,6 +162,7 @@ struct Prep {
   DType dtype;
   std::vector<int64_t> b_extents, b_strides, k_extents, k_strides, n_extents, n_strides;
   Product product = Product::kBest;
+  bool local = false;  // prepared by Pack instructions, in memory of the worker
 };
 
 struct Array {
@@ -127,12 +170,15 @@ struct Array {
   int64_t elements;
 };
 
+// What folds into a sink: values, products, or rows at an index.
+enum class Fold : int8_t { kValues, kProducts, kRows };
+
 struct Sink {
   Reduction how;
   DType dtype;
   int64_t elements;
   int64_t out;
-  bool products = false;  // derived by the validator: fed by AccumulateMatmul, and accumulated in `dtype`
+  Fold fed = Fold::kValues;  // derived by the validator
 };
 
 struct Ring {
@@ -151,6 +197,7 @@ struct Stage {
 struct Program {
   std::string name;
   std::vector<int64_t> axes;
+  int64_t batch_axes = 0;
   int64_t tile_rows;
   int64_t workers = 1;  // threads that the plan counts on: what partial sums are kept for
   std::vector<Array> inputs, outputs;
@@ -160,6 +207,8 @@ struct Program {
   std::vector<Stage> stages;
   // Derived by the validator.
   int64_t rows = 0;
+  int64_t batch_rows = 0;  // of one batch
+  int64_t batch_tiles = 0;
   int64_t tiles = 0;
 };
 

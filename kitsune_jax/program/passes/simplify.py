@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kitsune_jax.program.ir import Instr, TileProgram, walk
+from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, walk
 from kitsune_jax.program.passes.flow import is_other_name
-
-_EFFECTS = frozenset({"push", "pop", "store", "store_slice", "sink", "matmul_sink", "sink_at"})
 
 
 def simplified(program: TileProgram) -> TileProgram:
@@ -41,7 +39,7 @@ class _Names:
                 inside, _ = self.body(instr.block.body, dict(known))
                 results = tuple(self.names.get(v, v) for v in instr.block.results)
                 instr = dataclasses.replace(instr, block=dataclasses.replace(instr.block, body=inside, results=results))
-            elif len(instr.outputs) == 1 and instr.kind not in _EFFECTS:
+            elif len(instr.outputs) == 1 and instr.kind not in EFFECTS:
                 (made,) = instr.outputs
                 same = self._before(instr, made, known)
                 if same != made:
@@ -66,7 +64,7 @@ def live(body: Sequence[Instr], results: Sequence[int] = ()) -> tuple[Instr, ...
     """The instructions of ``body`` that have an effect, or make something that those or ``results`` need."""
     wanted, kept = set(results), []
     for instr in reversed(body):
-        effect = any(i.kind in _EFFECTS for i in walk((instr,)))
+        effect = any(i.kind in EFFECTS for i in walk((instr,)))
         if not effect and wanted.isdisjoint(instr.outputs):
             continue
         wanted.update(instr.inputs)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, Array, Call, Part, Products
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, Array, Products
 from kitsune_jax.targets.cpu.emit import call
 from kitsune_jax.targets.cpu.lower import lower
 from kitsune_jax.targets.cpu.runtime import available, check, why_not
 from kitsune_jax.targets.cpu.support import supports
-from kitsune_jax.targets.cpu.words import encode
+from kitsune_jax.targets.cpu.words import Call, Part, encode
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 from typing import Any
 
-from kitsune_jax.targets.cpu.bytecode import DTYPES, SCRATCH, Instruction, Operand, Ref, Vector
+from kitsune_jax.targets.cpu.bytecode import DTYPES, SCRATCH, Instruction, Loop, Operand, Pack, Prep, Ref, Stationary, Vector
 from kitsune_jax.targets.cpu.views import ITEM_SIZE
 
 ALIGNMENT = 64
@@ -23,27 +24,57 @@ _OPERAND_FIELDS = {
 
 
 def operands(instruction: Instruction) -> list[Operand]:
-    """All operands of an instruction that address tiles."""
+    """All operands of an instruction that address tiles; of a loop, none of what is inside it."""
     if isinstance(instruction, Vector):
         return [*instruction.loads, *instruction.stores]
     return [getattr(instruction, name) for name in _OPERAND_FIELDS[type(instruction)]]
 
 
-def place(body: list[Instruction], sizes: list[int]) -> tuple[tuple[Instruction, ...], int]:
-    """Give the virtual buffers of ``sizes`` bytes their addresses. Returns the body and the scratch bytes it needs."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for i, instruction in enumerate(body):
-        for operand in operands(instruction):
-            if operand.ref.space == SCRATCH:
-                first.setdefault(operand.ref.index, i)
-                last[operand.ref.index] = i
+def place(body: Sequence[Instruction], sizes: list[int], preps: list[Prep]) -> tuple[tuple[Instruction, ...], int]:
+    """Give the virtual buffers of ``sizes`` bytes their addresses, also in the ``preps`` that ``body`` packs. Returns the body and
+    the scratch bytes it needs."""
+    lives = _lives(body, preps)
+    first, last = {b: life[0] for b, life in lives.items()}, {b: life[1] for b, life in lives.items()}
     # Neither order of placement is always better; both are cheap.
     by_size = sorted(first, key=lambda b: (-sizes[b], first[b]))
     by_time = sorted(first, key=lambda b: (first[b], -sizes[b]))
     layouts = [_fit(order, first, last, sizes) for order in (by_time, by_size)]
     offsets, total = min(layouts, key=lambda layout: layout[1])
-    return tuple(_rewrite(instruction, offsets) for instruction in body), total
+    return tuple(_rewrite(instruction, offsets, preps) for instruction in body), total
+
+
+def _lives(body: Sequence[Instruction], preps: Sequence[Prep]) -> dict[int, list[int]]:
+    """The first and the last time of use of every buffer. One that is used in a loop and outside of it lives in all of the loop."""
+    lives: dict[int, list[int]] = {}
+    time = 0
+
+    def run(code: Sequence[Instruction]) -> set[int]:
+        nonlocal time
+        used: set[int] = set()
+        for instruction in code:
+            start = time
+            if isinstance(instruction, (Loop, Stationary)):
+                inside = run(instruction.body)
+                if isinstance(instruction, Loop):
+                    looped.append((start, time, inside))
+                used |= inside
+            else:
+                refs = [o.ref for o in operands(instruction)]
+                refs += [preps[instruction.prep].source] if isinstance(instruction, Pack) else []
+                for ref in refs:
+                    if ref.space == SCRATCH:
+                        lives.setdefault(ref.index, [time, time])[1] = time
+                        used.add(ref.index)
+            time += 1
+        return used
+
+    looped: list[tuple[int, int, set[int]]] = []  # inner loops before those around them
+    run(body)
+    for start, end, inside in looped:
+        for b in inside:
+            if lives[b][0] < start or lives[b][1] > end:
+                lives[b] = [min(lives[b][0], start), max(lives[b][1], end)]
+    return lives
 
 
 def _fit(order: list[int], first: dict[int, int], last: dict[int, int], sizes: list[int]) -> tuple[dict[int, int], int]:
@@ -121,14 +152,21 @@ def _round_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _rewrite(instruction: Instruction, offsets: dict[int, int]) -> Instruction:
-    def moved(operand: Operand) -> Operand:
-        ref = operand.ref
+def _rewrite(instruction: Instruction, offsets: dict[int, int], preps: list[Prep]) -> Instruction:
+    def ref_of(ref: Ref) -> Ref:
         if ref.space != SCRATCH:
-            return operand
+            return ref
         base = offsets[ref.index] // ITEM_SIZE[DTYPES[ref.dtype]]
-        return Operand(Ref(SCRATCH, 0, base + ref.offset, ref.dtype), operand.row_stride, operand.strides)
+        return dataclasses.replace(ref, index=0, offset=base + ref.offset)
 
+    def moved(operand: Operand) -> Operand:
+        return operand if operand.ref.space != SCRATCH else dataclasses.replace(operand, ref=ref_of(operand.ref))
+
+    if isinstance(instruction, Pack):
+        preps[instruction.prep] = dataclasses.replace(preps[instruction.prep], source=ref_of(preps[instruction.prep].source))
+        return instruction
+    if isinstance(instruction, (Loop, Stationary)):
+        return dataclasses.replace(instruction, body=tuple(_rewrite(i, offsets, preps) for i in instruction.body))
     if isinstance(instruction, Vector):
         changes: dict[str, Any] = {name: tuple(map(moved, getattr(instruction, name))) for name in ("loads", "stores")}
     else:

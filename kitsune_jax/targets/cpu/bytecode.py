@@ -1,12 +1,13 @@
 """The CPU program: what ``targets.cpu.lower`` makes of tile programs and ``cpu/src/program.cc`` parses. This file *is* the format.
 
-A ``Call`` is what travels as an attribute of the custom call, as the int64 words of ``words.encode``; it holds a ``Program`` for
-each of its parts.
+A call holds a ``Program`` for each of its parts, and travels as an attribute of the custom call (``words.Call``, ``words.encode``).
 
-Semantics shared by all instructions. A worker runs one stage on one tile: rows ``row0 .. row0 + rows`` of the row space, ``rows ==
-tile_rows`` except on the last tile. ``Ref`` names memory; its ``offset`` counts elements of ``dtype``; spaces:
+Semantics shared by all instructions. A worker runs one stage on one tile: rows ``row0 .. row0 + rows`` of a batch, ``rows ==
+tile_rows`` except on the batch's last tile. The first ``Program.batch_axes`` axes number the batches; without them there is one.
+``Ref`` names memory; its ``offset`` counts elements of ``dtype``. It moves by ``loop_strides`` with the numbers of the enclosing
+loops, outermost first, and an array also by ``batch_strides`` with the tile's index along each batch axis. Spaces:
 
-* ``IN``/``OUT``: array ``index``. A row stride applies to the *global* row: element (r, i...) is at
+* ``IN``/``OUT``: array ``index``. A row stride applies to the row of the batch: element (r, i...) is at
   ``offset + (row0 + r) * row_stride + sum(i * stride)``. Stationary operands have row stride 0.
 * ``SCRATCH``: the worker's own memory, ``Stage.scratch_bytes`` of it, 64-byte aligned; ``index`` is 0; rows count from the tile's
   start.
@@ -54,8 +55,8 @@ PRODUCTS = ("best", "widened", "dots", "tiles")
 #
 # load: dst <- operand ``a`` (an index into Vector.loads), converted from its storage dtype to the register type; store: operand
 # ``a`` (index into Vector.stores) <- register ``b``, converted to its storage dtype; const: dst <- imm[0]; convert: dst <- register
-# ``a`` of type ``from_type``; index: dst <- (position in loop dimension ``a`` (0 = row, global) // b) % c, an int64 unless ``type``
-# says otherwise
+# ``a`` of type ``from_type``; index: dst <- (position in loop dimension ``a`` // b) % c, an int64 unless ``type`` says otherwise;
+# dimension 0 is the row of the whole stream, 1.. are the extents, -1.. the numbers of the enclosing loops, outermost first
 SPECIAL_OPS = ("load", "store", "const", "convert", "index")
 OPCODES = (*SPECIAL_OPS, *(name for spec in OPS.values() for name in spec.opcodes))
 OPCODE = {name: code for code, name in enumerate(OPCODES)}
@@ -71,6 +72,8 @@ class Ref:
     index: int
     offset: int
     dtype: int
+    loop_strides: tuple[int, ...] = ()
+    batch_strides: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather:
+class StridedLoad:
     """scratch/queue tile <- input array, for arrays whose element address is not linear in the row.
 
     Row r has the mixed-radix index (r_0, ..., r_k) over ``Program.axes`` (last fastest); element (r, i...) of the array is at
@@ -100,8 +103,8 @@ class Gather:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scatter:
-    """The reverse of Gather: output array <- tile."""
+class StridedStore:
+    """The reverse of StridedLoad: output array <- tile."""
 
     CODE: ClassVar[int] = 2
     array: Ref
@@ -232,16 +235,99 @@ class Products:
                 raise ValueError(f"products are multiplied as one of {', '.join(PRODUCTS)}, not {name!r}")
 
 
-Instruction = Gather | Scatter | Matmul | Vector | Reduce | Scan | Accumulate | AccumulateMatmul
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """out(rows, *index_extents, *extents) = row index(rows, *index_extents) of ``table``, which has ``count`` rows of ``extents``.
+
+    ``table.row_stride`` is the distance of its rows. An index below 0 or beyond count - 1 takes the nearest row (``mode`` CLIP) or
+    ``fill`` (FILL), a number as ``Micro.imm`` has it. One dtype; the index is of any integer dtype.
+    """
+
+    CODE: ClassVar[int] = 9
+    table: Operand
+    count: int
+    mode: int
+    fill: tuple[float, ...]
+    index_extents: tuple[int, ...]
+    extents: tuple[int, ...]
+    index: Operand
+    out: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulateAt:
+    """Row index(rows, *index_extents) of the sink's accumulator (dense, [count, *extents]) folded with
+    x(rows, *index_extents, *extents). Indices below 0 or beyond count - 1 are dropped; rows that none names hold the identity."""
+
+    CODE: ClassVar[int] = 10
+    sink: int
+    count: int
+    index_extents: tuple[int, ...]
+    extents: tuple[int, ...]
+    index: Operand
+    x: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """Prepares the ``Prep`` of this number, which is ``local``, for the products behind this in the stage's body."""
+
+    CODE: ClassVar[int] = 11
+    prep: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """out[r, b, m, n] = sum over k of x[r, b, m, k] y[r, b, n, k], accumulated in f32 (f64 for f64).
+
+    x and y have one float dtype. Strides of ``x``: (b, m), of ``y``: (b, n, k), of ``out``: (b, m); the K elements of x and the N
+    of out are contiguous.
+    """
+
+    CODE: ClassVar[int] = 12
+    batch: int
+    m: int
+    n: int
+    k: int
+    x: Operand
+    y: Operand
+    out: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Runs ``body`` ``count`` times, at least once; with ``reverse``, the iterations' numbers count down to 0."""
+
+    CODE: ClassVar[int] = 13
+    count: int
+    reverse: int
+    body: tuple[Instruction, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stationary:
+    """Runs ``body`` on one row, for values that do not depend on the row: their row strides are 0."""
+
+    CODE: ClassVar[int] = 14
+    body: tuple[Instruction, ...]
+
+
+Instruction = (
+    StridedLoad | StridedStore | Matmul | Vector | Reduce | Scan | Accumulate | AccumulateMatmul
+    | Gather | AccumulateAt | Pack | Dot | Loop | Stationary
+)  # fmt: skip
+
+CLIP, FILL = range(2)  # Gather.mode
 
 WEIGHT, DENSE = range(2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prep:
-    """A stationary operand prepared once per call, before any stage runs.
+    """A stationary operand prepared once per call, before any stage runs, from an IN ref; if ``local``, where ``Pack`` says so, for
+    the worker and the tile at hand, from any memory.
 
-    WEIGHT: ``source`` (an IN ref) read as W[b, k, n] with b, k, n running over the mixed-radix indices of the three extent lists
+    WEIGHT: ``source`` read as W[b, k, n] with b, k, n running over the mixed-radix indices of the three extent lists
     (last fastest), packed into the panels of the ISA at hand. DENSE: ``source`` read over ``n_extents`` into a contiguous array of
     ``dtype`` (converted); b and k lists are empty.
     """
@@ -256,6 +342,7 @@ class Prep:
     n_extents: tuple[int, ...]
     n_strides: tuple[int, ...]
     product: int = 0  # of a WEIGHT: index into PRODUCTS
+    local: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +355,8 @@ class Array:
 class Sink:
     """Folded per lane of consecutive tiles, lanes combined in order (so the result does not depend on the schedule).
 
-    Floating sums and products fold in f64 (but see AccumulateMatmul).
+    Floating sums and products fold in f64, those of AccumulateAt in f32 (f64 for f64) where the sink has more than 4096 elements;
+    but see AccumulateMatmul.
     """
 
     how: int
@@ -299,6 +387,7 @@ class Program:
 
     name: str
     axes: tuple[int, ...]
+    batch_axes: int
     tile_rows: int
     workers: int
     inputs: tuple[Array, ...]
@@ -307,35 +396,3 @@ class Program:
     sinks: tuple[Sink, ...]
     queues: tuple[Ring, ...]
     stages: tuple[Stage, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A program on arrays of the call, given by number: ``reads`` are its inputs, ``writes`` its outputs."""
-
-    phase: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    program: Program
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A whole call. Of ``arrays`` the first are its ``operands``, the next its ``results``; the others live during the call only.
-
-    Parts stand in the order of their phases, between which a barrier stands. A part reads operands and what earlier phases wrote.
-    """
-
-    name: str
-    arrays: tuple[Array, ...]
-    operands: int
-    results: int
-    parts: tuple[Part, ...]
-
-    @staticmethod
-    def of(program: Program) -> Call:
-        """The call that is nothing but ``program``: its inputs are the operands, its outputs the results."""
-        arrays = (*program.inputs, *program.outputs)
-        n = len(program.inputs)
-        part = Part(0, tuple(range(n)), tuple(range(n, len(arrays))), program)
-        return Call(program.name, arrays, n, len(program.outputs), (part,))

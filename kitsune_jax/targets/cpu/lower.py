@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.passes import simplified, with_epilogues
-from kitsune_jax.targets.cpu import buffers, bytecode, matmul, pointwise, views
+from kitsune_jax.targets.cpu import buffers, bytecode, matmul, pointwise, structured, views
 from kitsune_jax.targets.cpu.bytecode import (
     CUMULATIVE,
     DTYPE_CODE,
@@ -27,7 +27,7 @@ from kitsune_jax.targets.cpu.bytecode import (
     Products,
     Reduce,
     Scan,
-    Scatter,
+    StridedStore,
 )
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder
@@ -51,7 +51,7 @@ def lower(program: TileProgram, name: str, products: Products = _BEST) -> byteco
     if largest > _MOST_ELEMENTS:
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
     program = with_epilogues(simplified(program))
-    preps: dict[Prep, int] = {}
+    preps: list[Prep] = []
     stages = tuple(_stage(program, stage, preps, products) for stage in program.stages)
     sides = sum(math.prod(e) for p in preps if p.kind == WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
     if sides > MAX_WEIGHT_INDICES:
@@ -59,6 +59,7 @@ def lower(program: TileProgram, name: str, products: Products = _BEST) -> byteco
     return bytecode.Program(
         name=name,
         axes=program.axes,
+        batch_axes=program.batch_axes,
         tile_rows=program.tile_rows,
         workers=program.workers,
         inputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
@@ -84,16 +85,21 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
     return -(-size // buffers.ALIGNMENT) * buffers.ALIGNMENT
 
 
-def _stage(program: TileProgram, body: StageProgram, preps: dict[Prep, int], products: Products) -> bytecode.Stage:
-    stage = Stage(program, body, preps, products)
+def _stage(program: TileProgram, body: StageProgram, preps: list[Prep], products: Products) -> bytecode.Stage:
+    stage = Stage(program, body.body, preps, products)
+    _emit(stage)
+    code, scratch_bytes = buffers.place(stage.code, stage.buffer_bytes, preps)
+    return bytecode.Stage(body.name, scratch_bytes, code)
+
+
+def _emit(stage: Stage) -> None:
+    """The code of all instructions of ``stage``: the body of a stage, or of a loop."""
     for item in pointwise.schedule(stage):
         if item.loop is not None:
             pointwise.emit_group(stage, item.ops, item.loop)
         else:
             (i,) = item.ops
             _handler(stage.body[i].kind)(stage, i, stage.body[i])
-    code, scratch_bytes = buffers.place(stage.code, stage.buffer_bytes)
-    return bytecode.Stage(body.name, scratch_bytes, code)
 
 
 Handler = Callable[[Stage, int, Instr], None]
@@ -110,8 +116,8 @@ def _handler(kind: str) -> Handler:
 def _store(stage: Stage, i: int, instr: Instr) -> None:
     if (i, 0) in stage.satisfied:
         return
-    (x,) = instr.inputs
-    array = stage.output(instr["array"])
+    x = instr.inputs[0]
+    array = stage.output(instr["array"]) if instr.kind == "store" else stage.sliced(instr)
     if array.view is not None:
         stage.write(x, array.view)
         return
@@ -119,7 +125,7 @@ def _store(stage: Stage, i: int, instr: Instr) -> None:
     if tile.ref.dtype != array.ref.dtype:
         tile = stage.scratch(array.shape, DTYPES[array.ref.dtype])
         stage.write(x, tile)
-    stage.code.append(Scatter(array.ref, array.axis_strides, array.shape, array.strides, tile.operand()))
+    stage.code.append(StridedStore(array.ref, array.axis_strides, array.shape, array.strides, tile.operand()))
 
 
 def _push(stage: Stage, i: int, instr: Instr) -> None:
@@ -135,12 +141,13 @@ def _concatenate(stage: Stage, i: int, instr: Instr) -> None:
 
 def _pad(stage: Stage, i: int, instr: Instr) -> None:
     x, fill = instr.inputs
-    low, interior = instr["low"][1:], instr["interior"][1:]  # ``high`` is what the shape of the result says
+    tile = stage.type(x).tile
+    low, interior = instr["low"][int(tile) :], instr["interior"][int(tile) :]  # ``high`` is what the shape of the result says
     whole = stage.place(stage.root(instr.outputs[0]))
-    whole = _shaped(whole, stage.type(instr.outputs[0]).shape)
+    whole = views.shaped(whole, stage.type(instr.outputs[0]).shape)
     builder = VectorBuilder(views.squeezed(whole.shape))
     builder.store(whole, stage.read(builder, fill, whole.shape))
-    stage.code.append(builder.finish())
+    stage.emit(builder.finish(), tile)
     start: list[int] = []
     limit: list[int] = []
     step: list[int] = []
@@ -162,30 +169,26 @@ def _pad(stage: Stage, i: int, instr: Instr) -> None:
     stage.copy(views.cut(stage.view(x), start, limit, ones), views.cut(whole, first, last, step))
 
 
-def _shaped(view: View, shape: tuple[int, ...]) -> View:
-    same = views.reshape(view, shape)
-    assert same is not None
-    return same
-
-
 def _reduce(stage: Stage, i: int, instr: Instr) -> None:
     how = OPS[instr.kind].fold
-    axes = {a - 1 for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}
+    tile = stage.type(instr.inputs[0]).tile
+    axes = {a - int(tile) for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}
     x = _reduced(stage, instr.inputs[0])
-    out = _shaped(stage.place(stage.root(instr.outputs[0])), stage.type(instr.outputs[0]).shape)
+    out = views.shaped(stage.place(stage.root(instr.outputs[0])), stage.type(instr.outputs[0]).shape)
     kept = [d for d in range(len(x.shape)) if d not in axes]
     in_order = sorted(axes) if how.startswith("arg") else sorted(axes, key=lambda d: -abs(x.strides[d]))
     kept_x = [(x.shape[d], x.strides[d], s) for d, s in zip(kept, out.strides, strict=True)]
     reduced_x = [(x.shape[d], x.strides[d], 0) for d in in_order]
     k, r = _loops(kept_x), _loops(reduced_x) or [(1, 0, 0)]
-    stage.code.append(
+    stage.emit(
         Reduce(
             REDUCTIONS.index(how),
             tuple(n for n, _, _ in k),
             tuple(n for n, _, _ in r),
             Operand(x.ref, x.row_stride, tuple(s for _, s, _ in (*k, *r))),
             Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
-        )
+        ),
+        tile,
     )
 
 
@@ -212,18 +215,20 @@ def _loops(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 def _scan(stage: Stage, i: int, instr: Instr) -> None:
     x = stage.view(instr.inputs[0])
-    out = _shaped(stage.place(stage.root(instr.outputs[0])), x.shape)
-    axis = instr["axis"] - 1
+    out = views.shaped(stage.place(stage.root(instr.outputs[0])), x.shape)
+    tile = stage.type(instr.inputs[0]).tile
+    axis = instr["axis"] - int(tile)
     k = _loops([(x.shape[d], x.strides[d], out.strides[d]) for d in range(len(x.shape)) if d != axis])
     k.append((x.shape[axis], x.strides[axis], out.strides[axis]))
-    stage.code.append(
+    stage.emit(
         Scan(
             CUMULATIVE.index(OPS[instr.kind].fold),
             int(instr["reverse"]),
             tuple(n for n, _, _ in k),
             Operand(x.ref, x.row_stride, tuple(s for _, s, _ in k)),
             Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
-        )
+        ),
+        tile,
     )
 
 
@@ -252,6 +257,11 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
 _FAMILIES: dict[str, Handler] = {"reduce": _reduce, "argreduce": _reduce, "cumulative": _scan}
 _HANDLERS: dict[str, Handler] = {
     "store": _store,
+    "store_slice": _store,
+    "loop": lambda stage, i, instr: structured.loop(stage, instr, _emit),
+    "gather": structured.gather,
+    "sink_at": structured.sink_at,
+    "dot": structured.dot,
     "push": _push,
     "concatenate": _concatenate,
     "pad": _pad,

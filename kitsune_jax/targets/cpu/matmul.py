@@ -38,9 +38,9 @@ _LONGEST_SIDE, _MOST_PREPARED = 1 << 26, 1 << 36
 def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
     dims = _Dims.of(stage, instr)
     x, w, *bias = instr.inputs
+    if stage.leaf(w) is not None:
+        raise CannotLower("a matrix product with a constant")
     weight = stage.view(w)
-    if weight.ref.space != IN:  # weights are packed before any stage runs
-        raise CannotLower("a matrix product with a constant or with a value that the pipeline computes")
     lies = stage.view(x)
     order = dims.ordered_by(lies)
     rows = _rows(lies, order.free, order.batch, order.contract)
@@ -73,8 +73,8 @@ def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
             x=Operand(lies.ref, rows[0], (rows[1],)),
             row_multiple=math.prod(shape[d] for d in free),
             batch=math.prod(shape[d] for d in batch),
-            weight=stage.prep(prep),
-            bias=stage.prep(_dense(stage.view(bias[0]), [numbers.index(d) for d in columns])) if bias else -1,
+            weight=stage.prep(prep, w),
+            bias=stage.prep(_dense(stage.view(bias[0]), [numbers.index(d) for d in columns]), bias[0]) if bias else -1,
             activation=ACTIVATIONS.index(instr.get("activation", "none")),
             parameters=instr.get("parameters", ()),
             out=Operand(out.ref, lines[0], (lines[1],)),
@@ -222,11 +222,16 @@ def _weight(stage: Stage, w: View, batch: Sequence[int], contract: Sequence[int]
         raise CannotLower(f"a weight with a side of {longest} elements: the CPU target packs sides of {_LONGEST_SIDE} at most")
     if math.prod((*b, *k, *n)) > _MOST_PREPARED:
         raise CannotLower(f"a weight of {math.prod((*b, *k, *n))} elements: the CPU target packs {_MOST_PREPARED} at most")
-    return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns, _product(w.ref, stage.products.weights))
+    return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns, _product(w.ref, stage.products.weights), _moves(w.ref))
+
+
+def _moves(ref: Ref) -> int:
+    """Whether what ``ref`` names is not there, or not the same, before any stage runs: it is prepared where it is used."""
+    return int(ref.space != IN or any(ref.loop_strides) or any(ref.batch_strides))
 
 
 def _dense(bias: View, columns: Sequence[int]) -> Prep:
-    """``bias``, a view of an input, with its dimensions in the order of ``columns``, wide enough for the sums it is added to."""
+    """``bias`` with its dimensions in the order of ``columns``, wide enough for the sums it is added to."""
     wide = "float64" if bias.dtype == "float64" else "float32"
     extents, strides = tuple(bias.shape[d] for d in columns), tuple(bias.strides[d] for d in columns)
-    return Prep(DENSE, bias.ref, DTYPE_CODE[wide], (), (), (), (), extents or (1,), strides or (0,))
+    return Prep(DENSE, bias.ref, DTYPE_CODE[wide], (), (), (), (), extents or (1,), strides or (0,), local=_moves(bias.ref))

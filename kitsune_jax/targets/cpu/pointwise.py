@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 
+from kitsune_jax.program.ir import Instr, walk
 from kitsune_jax.program.passes.flow import VIEWS
 from kitsune_jax.targets.cpu import micro, views
 from kitsune_jax.targets.cpu.micro import is_pointwise
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import TooManyRegisters, VectorBuilder, compute_type
 
-_NO_ITEM = frozenset({"load", "pop", "row_index", "iota"})
+_NO_ITEM = frozenset({"load", "load_slice", "pop", "row_index", "iota"})
+Shape = tuple[bool, tuple[int, ...]]  # of the loops over a value: whether they run over rows, and the extents other than 1
 
 
 @dataclasses.dataclass
 class Item:
     """A group of pointwise instructions over ``loop``, or (``loop`` None) one other instruction."""
 
-    loop: tuple[int, ...] | None
+    loop: Shape | None
     ops: list[int]
     touches: set[int] = dataclasses.field(default_factory=set)  # values (roots) that a group reads or makes
 
@@ -35,7 +37,7 @@ def schedule(stage: Stage) -> list[Item]:
     for i, instr in enumerate(stage.body):
         if instr.kind in _NO_ITEM:
             continue
-        inputs = {stage.root(v) for v in instr.inputs}
+        inputs = {stage.root(v) for v in (*instr.inputs, *captured(instr))}
         ready = max((at[r] for r in inputs if r in at), default=-1)
         out = stage.root(instr.outputs[0]) if instr.outputs else -1
         if out in stage.leaves or (instr.outputs and out != instr.outputs[0]):
@@ -47,7 +49,7 @@ def schedule(stage: Stage) -> list[Item]:
             direct.add(out)
         else:
             items.append(Item(None, [i]))
-            at[out] = len(items) - 1
+            at.update(dict.fromkeys(instr.outputs, len(items) - 1))
     _sink(stage, items)
     return [item for item in items if item.ops]
 
@@ -55,11 +57,11 @@ def schedule(stage: Stage) -> list[Item]:
 def _join(stage: Stage, items: list[Item], i: int, inputs: set[int], at: dict[int, int], direct: set[int]) -> int:
     """Put pointwise instruction ``i`` into a group; returns its number."""
     out = stage.body[i].outputs[0]
-    loop = views.squeezed(stage.type(out).shape)
+    loop = shape_of(stage, out)
     first = 0
     for r in inputs:
         if r in at:
-            held = r in direct and views.squeezed(stage.type(r).shape) == loop
+            held = r in direct and shape_of(stage, r) == loop
             first = max(first, at[r] if held else at[r] + 1)
     fitting = [k for k in range(first, len(items)) if items[k].loop == loop]
     if not fitting:
@@ -102,7 +104,7 @@ def _parts(stage: Stage, item: Item) -> list[set[int]]:
     return parts
 
 
-def emit_group(stage: Stage, ops: list[int], loop: tuple[int, ...]) -> None:
+def emit_group(stage: Stage, ops: list[int], loop: Shape) -> None:
     """Append the ``Vector`` of a group to the stage; two or more where the registers do not suffice for one."""
     saved = len(stage.code), dict(stage.views), set(stage.satisfied), len(stage.buffer_bytes)
     try:
@@ -116,8 +118,8 @@ def emit_group(stage: Stage, ops: list[int], loop: tuple[int, ...]) -> None:
         emit_group(stage, ops[half:], loop)
 
 
-def _emit(stage: Stage, ops: list[int], loop: tuple[int, ...]) -> None:
-    builder, registers, inside = VectorBuilder(loop), dict[int, int](), set(ops)
+def _emit(stage: Stage, ops: list[int], loop: Shape) -> None:
+    builder, registers, inside = VectorBuilder(loop[1]), dict[int, int](), set(ops)
     stored = False
     for i in ops:
         instr = stage.body[i]
@@ -126,7 +128,7 @@ def _emit(stage: Stage, ops: list[int], loop: tuple[int, ...]) -> None:
         args = []
         for v in instr.inputs:
             held = registers.get(stage.root(v))
-            whole = views.squeezed(stage.type(v).shape) == loop
+            whole = shape_of(stage, v) == loop
             args.append(held if held is not None and whole else stage.read(builder, v, shape))
         dtypes = [stage.type(v).dtype for v in instr.inputs]
         dtype = stage.type(out).dtype
@@ -137,4 +139,18 @@ def _emit(stage: Stage, ops: list[int], loop: tuple[int, ...]) -> None:
             builder.store(place, value)
             stored = True
     if stored:
-        stage.code.append(builder.finish())
+        stage.emit(builder.finish(), tile=loop[0])
+
+
+def shape_of(stage: Stage, v: int) -> Shape:
+    return stage.type(v).tile, views.squeezed(stage.type(v).shape)
+
+
+def captured(instr: Instr) -> set[int]:
+    """What a loop's body reads of the code around it, beside values of its own."""
+    if instr.block is None:
+        return set()
+    inside = list(walk(instr.block.body))
+    read = {v for i in inside for v in (*i.inputs, *(i.block.results if i.block else ()))}
+    own = {v for i in inside for v in (*i.outputs, *((i.block.index, *i.block.carries) if i.block else ()))}
+    return (read | set(instr.block.results)) - own - {instr.block.index, *instr.block.carries}

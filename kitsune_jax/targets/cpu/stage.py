@@ -1,8 +1,9 @@
 """One stage under construction: where every value of its body lives, and the instructions so far.
 
-Comes in: a ``StageProgram``. The lowering (``lower``), the pointwise groups (``pointwise``) and the matrix products (``matmul``)
-read values with ``view`` and ask ``place``/``places`` where a result should go: straight into an output array, a queue slot or a
-piece of a concatenation where one wants it, else into scratch. Invariant: memory is written once per tile, before it is read.
+Comes in: the body of a stage, or of a loop inside it. The lowering (``lower``), the pointwise groups (``pointwise``), the products
+(``matmul``) and the loops (``structured``) read values with ``view`` and ask ``place``/``places`` where a result should go: into an
+output array, a queue slot, a carry's place or a piece of a concatenation where one wants it, else into scratch. Invariant: memory
+is written once per tile (or iteration), before it is read; only carries are written again.
 """
 
 from __future__ import annotations
@@ -12,28 +13,44 @@ import math
 from collections.abc import Callable
 
 from kitsune_jax.graph import Scalar
-from kitsune_jax.program.ir import ArrayType, Instr, StageProgram, TileProgram, TileType
+from kitsune_jax.program.ir import ArrayType, Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes.flow import VIEWS, Flow, Use
 from kitsune_jax.targets.cpu import views
-from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, IN, OUT, QUEUE, Gather, Instruction, Prep, Products, Ref
+from kitsune_jax.targets.cpu.bytecode import (
+    DTYPE_CODE,
+    IN,
+    OUT,
+    QUEUE,
+    Instruction,
+    Pack,
+    Prep,
+    Products,
+    Ref,
+    Stationary,
+    StridedLoad,
+)
 from kitsune_jax.targets.cpu.micro import is_pointwise
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
 from kitsune_jax.targets.errors import CannotLower
 
+_MOST = 1 << 48  # kMaxCount in cpu/include/kitsune_cpu/program.h
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value that any group makes for itself: the constant ``const``, the row index over the stream axes ``axes``, or an iota."""
+    """A value that any group makes for itself: the constant ``const``, the row index over the stream axes ``axes``, an iota, or the
+    number of the enclosing loop ``loop`` (1 is the outermost)."""
 
     const: Scalar | None = None
     axes: tuple[int, ...] | None = None
     iota: int | None = None  # row-shape dimension
+    loop: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Border:
-    """An array of the program's border as memory: ``view`` where its address is linear in the row, else None."""
+    """An array of the program's border as memory: ``view`` where its address is linear in the row of a batch, else None."""
 
     ref: Ref
     axis_strides: tuple[int, ...]
@@ -42,31 +59,47 @@ class Border:
     view: View | None
 
 
-def border(array: ArrayType, space: int, number: int, axes: tuple[int, ...]) -> Border:
+def border(program: TileProgram, array: ArrayType, space: int, number: int) -> Border:
     ref = Ref(space, number, 0, DTYPE_CODE[array.dtype])
-    dense = views.dense_strides(array.shape)
-    if not array.streamed:
+    dense, batch = views.dense_strides(array.shape), program.batch_axes
+    if not array.row_strides:
         return Border(ref, (), array.shape, dense, View(ref, 0, array.shape, dense))
     shape, strides = tuple(array.shape[d] for d in array.dims), tuple(dense[d] for d in array.dims)
-    row = views.row_stride_of(axes, array.row_strides)
-    return Border(ref, array.row_strides, shape, strides, None if row is None else View(ref, row, shape, strides))
+    row = views.row_stride_of(program.axes[batch:], array.row_strides[batch:])
+    part = dataclasses.replace(ref, batch_strides=array.row_strides[:batch])
+    return Border(ref, array.row_strides, shape, strides, None if row is None else View(part, row, shape, strides))
 
 
 class Stage:
-    def __init__(self, program: TileProgram, stage: StageProgram, preps: dict[Prep, int], products: Products):
-        self.program, self.body, self.preps, self.products = program, stage.body, preps, products
-        self.flow = Flow(program, stage.body)
-        self.root, self.uses = self.flow.root, self.flow.uses
+    """``around``: of a loop's body ``block``, the code that the loop stands in, whose values and buffers it shares."""
+
+    def __init__(
+        self,
+        program: TileProgram,
+        body: tuple[Instr, ...],
+        preps: list[Prep],
+        products: Products,
+        around: Stage | None = None,
+        block: Block | None = None,
+    ):
+        self.program, self.body, self.preps, self.products, self.around = program, body, preps, products, around
+        self.flow = Flow(program, body, block.results if block else ())
+        self.uses = self.flow.uses
         self.code: list[Instruction] = []
-        self.buffer_bytes: list[int] = []
-        self.views: dict[int, View] = {}
-        self.leaves: dict[int, Leaf] = {v: Leaf(const=c) for v, c in program.literals}
+        self.buffer_bytes: list[int] = around.buffer_bytes if around else []
+        self.views: dict[int, View] = dict(around.views) if around else {}
+        self.leaves: dict[int, Leaf] = dict(around.leaves) if around else {v: Leaf(const=c) for v, c in program.literals}
         self.satisfied: set[Use] = set()
+        self.depth: int = around.depth + 1 if around else 0  # enclosing loops
+        self.made = {*self.flow.makers, *((block.index, *block.carries) if block else ())}
+        self.carried: dict[int, View] = {}  # the place of a carry that its next value may be written to at once, by its number
+        if block is not None:
+            self.leaves[block.index] = Leaf(loop=self.depth)
         for instr in self.body:
             if instr.kind == "row_index":
                 self.leaves[instr.outputs[0]] = Leaf(axes=tuple(instr["axes"]))
             elif instr.kind == "iota":
-                d = instr["dimension"] - 1
+                d = instr["dimension"] - int(self.type(instr.outputs[0]).tile)
                 only_zero = self.type(instr.outputs[0]).shape[d] == 1
                 self.leaves[instr.outputs[0]] = Leaf(const=0) if only_zero else Leaf(iota=d)
             elif instr.kind in VIEWS and (leaf := self.leaf(instr.inputs[0])) is not None and leaf.iota is None:
@@ -76,6 +109,10 @@ class Stage:
 
     def type(self, v: int) -> TileType:
         return self.program.values[v]
+
+    def root(self, v: int) -> int:
+        r = self.flow.root(v)
+        return r if r in self.made or self.around is None else self.around.root(r)
 
     def leaf(self, v: int) -> Leaf | None:
         return self.leaves.get(self.root(v))
@@ -97,29 +134,61 @@ class Stage:
     # Memory.
 
     def new(self, v: int) -> View:
-        """Fresh scratch for a tile like ``v``."""
+        """Fresh scratch for a value like ``v``."""
         t = self.type(v)
-        return self.scratch(t.shape, t.dtype)
+        return self.scratch(t.shape, t.dtype, tile=t.tile)
 
-    def scratch(self, shape: tuple[int, ...], dtype: str, dense: bool = False) -> View:
-        view = views.scratch(len(self.buffer_bytes), DTYPE_CODE[dtype], shape, dense)
-        self.buffer_bytes.append(view.row_stride * ITEM_SIZE[dtype] * self.program.tile_rows)
-        return view
+    def scratch(self, shape: tuple[int, ...], dtype: str, dense: bool = False, tile: bool = True) -> View:
+        view = views.scratch(len(self.buffer_bytes), DTYPE_CODE[dtype], shape, dense or not tile)
+        self.buffer_bytes.append(view.row_stride * ITEM_SIZE[dtype] * (self.program.tile_rows if tile else 1))
+        return view if tile else dataclasses.replace(view, row_stride=0)
 
     def input(self, number: int) -> Border:
-        return border(self.program.inputs[number], IN, number, self.program.axes)
+        return border(self.program, self.program.inputs[number], IN, number)
 
     def output(self, number: int) -> Border:
-        return border(self.program.outputs[number], OUT, number, self.program.axes)
+        return border(self.program, self.program.outputs[number], OUT, number)
 
     def queue(self, number: int) -> View:
         t = self.program.queues[number].tile
         ref = Ref(QUEUE, number, 0, DTYPE_CODE[t.dtype])
         return View(ref, views.row_pitch(t.shape, t.dtype), t.shape, views.dense_strides(t.shape))
 
-    def prep(self, prep: Prep) -> int:
-        """Number of ``prep`` in the program; equal ones are shared by all stages."""
-        return self.preps.setdefault(prep, len(self.preps))
+    def sliced(self, instr: Instr) -> Border:
+        """What a ``load_slice`` or a ``store_slice`` names: a part of an array that moves with the numbers of loops."""
+        loads = instr.kind == "load_slice"
+        array = (self.program.inputs if loads else self.program.outputs)[instr["array"]]
+        whole = self.input(instr["array"]) if loads else self.output(instr["array"])
+        shape, offset, moves = list(whole.shape), 0, [0] * self.depth
+        numbers = instr.inputs if loads else instr.inputs[1:]
+        for v, d, step, size in zip(numbers, instr["dims"], instr["steps"], instr["sizes"], strict=True):
+            k = array.dims.index(d) if array.row_strides else d
+            shape[k] = size
+            leaf = self.leaf(v)
+            assert leaf is not None
+            if leaf.loop is not None:
+                moves[leaf.loop - 1] += step * whole.strides[k]
+            else:
+                offset += int(leaf.const or 0) * step * whole.strides[k]
+
+        def moved(ref: Ref) -> Ref:
+            return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=tuple(moves) if any(moves) else ())
+
+        view = None if whole.view is None else View(moved(whole.view.ref), whole.view.row_stride, tuple(shape), whole.strides)
+        return Border(moved(whole.ref), whole.axis_strides, tuple(shape), whole.strides, view)
+
+    def prep(self, prep: Prep, v: int) -> int:
+        """Number of ``prep``, which prepares the value ``v``: once for all stages, or where ``v`` is there."""
+        if not prep.local:
+            if prep not in self.preps:
+                self.preps.append(prep)
+            return self.preps.index(prep)
+        home, r = self, self.root(v)
+        while home.around is not None and r not in home.made:
+            home = home.around  # as far outside as the value is there
+        self.preps.append(prep)
+        home.code.append(Pack(len(self.preps) - 1))
+        return len(self.preps) - 1
 
     # Reading.
 
@@ -138,8 +207,8 @@ class Stage:
             self.write(r, target)
             return target
         instr = self.flow.makers[r]
-        if instr.kind == "load":
-            source = self.input(instr["array"])
+        if instr.kind in ("load", "load_slice"):
+            source = self.input(instr["array"]) if instr.kind == "load" else self.sliced(instr)
             return source.view if source.view is not None else self._gather(source, r)
         if instr.kind == "pop":
             return self.queue(instr["queue"])
@@ -149,7 +218,7 @@ class Stage:
 
     def _gather(self, source: Border, r: int) -> View:
         tile = self.new(r)
-        self.code.append(Gather(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
+        self.code.append(StridedLoad(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
         return tile
 
     def _look(self, instr: Instr) -> View:
@@ -170,7 +239,7 @@ class Stage:
             return views.cut(base, instr["start"][lead:], instr["limit"][lead:], step)
         found = views.reshape(base, y.shape)
         if found is None:
-            copy = self.scratch(x.shape, x.dtype)
+            copy = self.scratch(x.shape, x.dtype, tile=x.tile)
             self.copy(base, copy)
             found = views.reshape(copy, y.shape)
             assert found is not None
@@ -183,6 +252,8 @@ class Stage:
             return builder.const(leaf.const, t.dtype)
         if leaf is not None and leaf.axes is not None:
             return self._row_index(builder, leaf.axes, t.dtype)
+        if leaf is not None and leaf.loop is not None:
+            return builder.index(-leaf.loop, 1, _MOST, t.dtype)
         if leaf is not None and leaf.iota is not None and self.root(v) not in self.views:
             own = self.type(self.root(v)).shape
             if views.squeezed(own) == builder.extents:
@@ -223,18 +294,22 @@ class Stage:
         builder = VectorBuilder(views.squeezed(shape))
         x = self.read(builder, v, shape)
         builder.store(target, builder.convert(x, compute_type(self.type(v).dtype), compute_type(target.dtype)))
-        self.code.append(builder.finish())
+        self.emit(builder.finish(), tile=target.row_stride != 0 or self.type(v).tile)
 
     def copy(self, source: View, target: View) -> None:
         builder = VectorBuilder(views.squeezed(source.shape))
         builder.store(target, builder.load(source))
-        self.code.append(builder.finish())
+        self.emit(builder.finish(), tile=target.row_stride != 0 or source.row_stride != 0)
+
+    def emit(self, instruction: Instruction, tile: bool) -> None:
+        """Append an instruction, which runs on one row where it works on stationary values."""
+        self.code.append(instruction if tile else Stationary((instruction,)))
 
     def wanted(self, r: int) -> list[tuple[Use, View | None]]:
         """Every use of ``r``, through reshapes and transposes, with the place (in ``r``'s shape) where it wants it, if any."""
         out: list[tuple[Use, View | None]] = []
         for i, p in self.uses.get(r, ()):
-            instr = self.body[i]
+            instr = self.flow.instruction(i)
             if instr.kind in ("reshape", "transpose", "rev"):
                 inner = self.wanted(self.root(instr.outputs[0]))
                 out.extend((use, None if w is None else self._back(instr, w, r)) for use, w in inner)
@@ -244,8 +319,10 @@ class Stage:
         return out
 
     def _place_of(self, instr: Instr, p: int) -> View | None:
-        if instr.kind == "store":
-            array = self.output(instr["array"]).view
+        if instr.kind == "results":
+            return self.carried.get(p)
+        if instr.kind in ("store", "store_slice") and p == 0:
+            array = (self.output(instr["array"]) if instr.kind == "store" else self.sliced(instr)).view
             return array if array is not None and array.dtype == self.type(instr.inputs[0]).dtype else None
         if instr.kind == "push":
             return self.queue(instr["queue"])
@@ -257,15 +334,16 @@ class Stage:
         if result is None:
             return None
         if instr.kind == "transpose":
-            perm = [p - 1 for p in instr["permutation"][1:]]
+            lead = int(self.type(r).tile)
+            perm = [p - lead for p in instr["permutation"][lead:]]
             result = views.transpose(result, [perm.index(d) for d in range(len(perm))])
         elif instr.kind == "rev":
-            result = views.reverse(result, [d - 1 for d in instr["dimensions"]])
+            result = views.reverse(result, [d - int(self.type(r).tile) for d in instr["dimensions"]])
         return views.reshape(result, self.type(r).shape)
 
     def piece(self, concat: Instr, p: int) -> View:
         """The part of a concatenation's memory that its operand ``p`` fills."""
-        d = concat["dimension"] - 1
+        d = concat["dimension"] - int(self.type(concat.outputs[0]).tile)
         whole = self.place(self.root(concat.outputs[0]))
         start = sum(self.type(v).shape[d] for v in concat.inputs[:p])
         size = self.type(concat.inputs[p]).shape[d]

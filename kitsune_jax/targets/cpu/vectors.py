@@ -76,10 +76,11 @@ class VectorBuilder:
 
     def const(self, value: Scalar, dtype: str) -> int:
         kind = compute_type(dtype)
-        return self._define(("const", kind, repr(value)), _Node("const", kind, -1, imm=_immediate(value, kind)))
+        return self._define(("const", kind, repr(value)), _Node("const", kind, -1, imm=immediate(value, kind)))
 
     def index(self, dim: int, divisor: int, modulus: int, dtype: str) -> int:
-        """Register <- (position in dimension ``dim`` // divisor) % modulus; 0 is the global row, 1.. are those of ``extents``."""
+        """Register <- (position in dimension ``dim`` // divisor) % modulus; 0 is the global row, 1.. are those of ``extents``,
+        and -1.. are the numbers of the enclosing loops."""
         kind = dtype if dtype in ("int32", "int64") else "int64"
         position = self._define(("index", dim, divisor, modulus, kind), _Node("index", kind, -1, index=(dim, divisor, modulus)))
         return position if kind == dtype else self.rounded(self.convert(position, kind, compute_type(dtype)), dtype)
@@ -161,7 +162,7 @@ class VectorBuilder:
     def _position(self, index: tuple[int, int, int], groups: Sequence[Sequence[int]]) -> tuple[int, int, int]:
         """``index`` in terms of merged loop dimensions: what is inside a merged dimension multiplies the divisor."""
         dim, divisor, modulus = index
-        if dim == 0:
+        if dim <= 0:
             return index
         for k, group in enumerate(groups):
             if dim - 1 in group:
@@ -192,7 +193,7 @@ def merge_dims(extents: Sequence[int], strides: Sequence[Sequence[int]], order: 
     return groups
 
 
-def _immediate(value: Scalar, kind: str) -> tuple[float, ...]:
+def immediate(value: Scalar, kind: str) -> tuple[float, ...]:
     if kind.startswith("float"):
         return (float(value),)
     number = int(value)

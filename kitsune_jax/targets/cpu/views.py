@@ -78,6 +78,13 @@ def reshape(view: View, shape: tuple[int, ...]) -> View | None:
     return None if strides is None else View(view.ref, view.row_stride, shape, strides)
 
 
+def shaped(view: View, shape: tuple[int, ...]) -> View:
+    """``view`` with dimensions of extent 1 inserted or dropped."""
+    same = reshape(view, shape)
+    assert same is not None
+    return same
+
+
 def reshape_strides(old: Sequence[int], strides: Sequence[int], new: Sequence[int]) -> tuple[int, ...] | None:
     """Strides of the same elements in the same order under shape ``new``; None where no strides exist.
 

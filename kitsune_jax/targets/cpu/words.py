@@ -1,7 +1,7 @@
-"""The CPU program as the int64 words of the custom call's attribute.
+"""A whole call, and it as the int64 words of the custom call's attribute.
 
-Comes in: a ``bytecode.Call``. Goes out: ``encode``, in int64 words: ``MAGIC, VERSION, number of words in all, CRC-32 of the words
-after the header (as little-endian bytes)``, then the dataclasses of ``bytecode`` depth first in the order their fields are
+Comes in: a ``Call`` of programs (``bytecode``). Goes out: ``encode``, in int64 words: ``MAGIC, VERSION, number of words in all,
+CRC-32 of the words after the header (as little-endian bytes)``, then the dataclasses depth first in the order their fields are
 declared. An ``int`` is one word; a ``float`` is its IEEE-754 double bits; a ``tuple`` is its length, then its elements; a name is
 its length, then one word for each UTF-8 byte; an instruction is its ``CODE``, then its fields.
 """
@@ -15,7 +15,39 @@ from typing import Any
 
 import numpy as np
 
-from kitsune_jax.targets.cpu.bytecode import MAGIC, MAX_NAME_BYTES, VERSION, Call, Program
+from kitsune_jax.targets.cpu.bytecode import MAGIC, MAX_NAME_BYTES, VERSION, Array, Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A program on arrays of the call, given by number: ``reads`` are its inputs, ``writes`` its outputs."""
+
+    phase: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    program: Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A whole call. Of ``arrays`` the first are its ``operands``, the next its ``results``; the others live during the call only.
+
+    Parts stand in the order of their phases, between which a barrier stands. A part reads operands and what earlier phases wrote.
+    """
+
+    name: str
+    arrays: tuple[Array, ...]
+    operands: int
+    results: int
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(program: Program) -> Call:
+        """The call that is nothing but ``program``: its inputs are the operands, its outputs the results."""
+        arrays = (*program.inputs, *program.outputs)
+        n = len(program.inputs)
+        part = Part(0, tuple(range(n)), tuple(range(n, len(arrays))), program)
+        return Call(program.name, arrays, n, len(program.outputs), (part,))
 
 
 def encode(call: Call | Program) -> np.ndarray:
@@ -68,6 +100,6 @@ def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
             if type(v) is int:
                 out.append(v)
             else:
-                _emit(tuple(float(e) for e in v) if name == "imm" else v, out, programs)
+                _emit(tuple(float(e) for e in v) if name in ("imm", "fill") else v, out, programs)
         if isinstance(x, Program):
             programs[id(x)] = out[start:]

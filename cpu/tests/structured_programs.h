@@ -1,0 +1,91 @@
+// Programs with loops, batches, indexed rows and products that are packed where they are used.
+#pragma once
+
+#include "programs.h"
+
+namespace kitsune::cpu::test {
+
+inline Ref moving(Space space, int64_t index, DType t, std::vector<int64_t> loops, std::vector<int64_t> batches = {}) {
+  return {space, index, 0, t, std::move(loops), std::move(batches)};
+}
+
+inline Micro load(int64_t dst, int64_t a, DType t = F32) { return micro(Opcode::op_load, t, dst, a); }
+inline Micro store(int64_t a, int64_t b, DType t = F32) { return micro(Opcode::op_store, t, 0, a, b); }
+
+// out[h, g, r, :] = sum over blocks i of x[h, g, r, :] W[h, i] (i + 1): W depends on the first batch axis, and is packed for each
+// tile and block; the sum is carried in scratch.
+inline Program batched_loop(DType t, int64_t heads, int64_t groups, int64_t rows, int64_t tile_rows, bool reverse) {
+  constexpr int64_t K = 5, N = 19, blocks = 3;
+  Program p = program({heads, groups, rows}, tile_rows, {{t, heads * groups * rows * K}, {t, heads * blocks * K * N}},
+                      {{F32, heads * groups * rows * N}}, {}, 2 * tile_rows * N * 4);
+  p.batch_axes = 2;
+  Prep w{PrepKind::kWeight, moving(Space::kIn, 1, t, {K * N}, {blocks * K * N, 0}), t, {}, {}, {K}, {N}, {N}, {1}};
+  w.local = true;
+  p.preps = {w};
+  Operand x{moving(Space::kIn, 0, t, {}, {groups * rows * K, rows * K}), K, {0}};
+  Operand out{moving(Space::kOut, 0, F32, {}, {groups * rows * N, rows * N}), N, {1}};
+  Operand sum = operand(Space::kScratch, 0, F32, 0, N, {1}), part = operand(Space::kScratch, 0, F32, tile_rows * N, N, {1});
+  Operand result = operand(Space::kScratch, 0, F32, tile_rows * N, N, {0});
+  Vector zero{{N}, true, {}, {sum}, {micro(Opcode::op_const, F32, 0, 0, 0, 0, {0}), store(0, 0)}};
+  Vector add{{N}, false, {sum, part}, {sum}, {load(0, 0), load(1, 1), micro(Opcode::op_index, F32, 2, -1, 1, 1000)}};
+  add.code.push_back(micro(Opcode::op_mul, F32, 3, 1, 2));
+  add.code.push_back(micro(Opcode::op_add, F32, 4, 3, 1));
+  add.code.push_back(micro(Opcode::op_add, F32, 5, 4, 0));
+  add.code.push_back(store(0, 5));
+  Vector write{{N}, true, {sum}, {out}, {load(0, 0), store(0, 0)}};
+  p.stages[0].body = {zero, Loop{blocks, reverse, 3}, Pack{0}, Matmul{x, 1, 1, 0, -1, Activation::kNone, result}, add, write};
+  return p;
+}
+
+// out[r, 2 o + c] = sum over blocks i of x[r, 3 i : 3 i + 3] . w[3 i : 3 i + 3, 2 o + c], by two nested loops; w doubled on one
+// row.
+inline Program nested_loops(int64_t rows, int64_t tile_rows) {
+  constexpr int64_t K = 12, N = 8, B = 3, C = 2;
+  Program p = program({rows}, tile_rows, {{F32, rows * K}, {F32, K * N}}, {{F32, rows * N}}, {}, (2 * tile_rows * C + B * C) * 4);
+  Operand sum = operand(Space::kScratch, 0, F32, 0, C, {1}), part = operand(Space::kScratch, 0, F32, tile_rows * C, C, {1});
+  Operand doubled = operand(Space::kScratch, 0, F32, 2 * tile_rows * C, 0, {C, 1});
+  Prep w{PrepKind::kWeight, {Space::kScratch, 0, 2 * tile_rows * C, F32}, F32, {}, {}, {B}, {C}, {C}, {1}};
+  w.local = true;
+  p.preps = {w};
+  Operand source{moving(Space::kIn, 1, F32, {C, B * N}), 0, {N, 1}}, x{moving(Space::kIn, 0, F32, {0, B}), K, {0}};
+  Operand out{moving(Space::kOut, 0, F32, {C}), N, {1}}, product = part;
+  product.strides = {0};
+  Vector zero{{C}, true, {}, {sum}, {micro(Opcode::op_const, F32, 0, 0, 0, 0, {0}), store(0, 0)}};
+  Vector twice{{B, C}, false, {source}, {doubled}, {load(0, 0), micro(Opcode::op_add, F32, 1, 0, 0), store(0, 1)}};
+  Vector add{{C}, true, {sum, part}, {sum}, {load(0, 0), load(1, 1), micro(Opcode::op_add, F32, 2, 0, 1), store(0, 2)}};
+  Vector write{{C}, false, {sum}, {out}, {load(0, 0), store(0, 0)}};
+  p.stages[0].body = {Loop{N / C, true, 8},
+                      zero,
+                      Loop{K / B, false, 5},
+                      Stationary{1},
+                      twice,
+                      Pack{0},
+                      Matmul{x, 1, 1, 0, -1, Activation::kNone, product},
+                      add,
+                      write};
+  return p;
+}
+
+// Rows of x folded into `count` rows by indices from -2 to count + 1, which a gather then reads out of a table.
+inline Program segments(Reduction how, DType t, DType index, int64_t rows, int64_t tile_rows, int64_t count, OutOfRange mode) {
+  constexpr int64_t S = 2, M = 3, N = 7;
+  Program p = program({rows}, tile_rows, {{t, rows * S * M * N}, {index, rows * S}, {t, count * M * N}},
+                      {{t, count * M * N}, {t, rows * S * M * N}}, {});
+  p.sinks = {{how, t, count * M * N, 0}};
+  Operand i = operand(Space::kIn, 1, index, 0, S, {1}), x = operand(Space::kIn, 0, t, 0, S * M * N, {M * N, N, 1});
+  Operand table = operand(Space::kIn, 2, t, 0, N, {count * N, 1});  // [M, count, N]
+  Operand out = operand(Space::kOut, 1, t, 0, S * M * N, {M * N, 1, M});
+  p.stages[0].body = {AccumulateAt{0, count, {S}, {M, N}, i, x}, Gather{table, count, mode, {-1}, {S}, {M, N}, i, out}};
+  return p;
+}
+
+// A product for each row and batch: [M, K] by [N, K], of which y lies transposed.
+inline Program row_products(DType t, int64_t rows, int64_t tile_rows) {
+  constexpr int64_t B = 2, M = 5, N = 6, K = 9;
+  Program p = program({rows}, tile_rows, {{t, rows * B * M * K}, {t, rows * B * N * K}}, {{t, rows * B * M * N}}, {});
+  Operand x = operand(Space::kIn, 0, t, 0, B * M * K, {M * K, K}), y = operand(Space::kIn, 1, t, 0, B * N * K, {N * K, 1, N});
+  p.stages[0].body = {Dot{B, M, N, K, x, y, operand(Space::kOut, 0, t, 0, B * M * N, {M * N, N})}};
+  return p;
+}
+
+}  // namespace kitsune::cpu::test

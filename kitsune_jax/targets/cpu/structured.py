@@ -1,0 +1,205 @@
+"""Loops, indexed rows and products of two tiles, as instructions of the CPU program.
+
+Comes in: an instruction ``loop``, ``gather``, ``sink_at`` or ``dot`` of a stage (or of a loop's body). Goes out: its code, in the
+stage. Carries live in scratch: the next value of one is written to its place at once where nothing reads the old value afterwards,
+and copied there at the end of the iteration elsewhere. What a slice takes out of an array costs nothing: its operands move with
+the numbers of the loops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from kitsune_jax.program.ir import Block, Instr
+from kitsune_jax.program.passes.flow import VIEWS
+from kitsune_jax.targets.cpu import pointwise, views
+from kitsune_jax.targets.cpu.bytecode import (
+    CLIP,
+    FILL,
+    REDUCTIONS,
+    SCRATCH,
+    AccumulateAt,
+    Dot,
+    Gather,
+    Loop,
+    Operand,
+    Reduce,
+)
+from kitsune_jax.targets.cpu.stage import Stage
+from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
+from kitsune_jax.targets.cpu.views import View
+from kitsune_jax.targets.errors import CannotLower
+
+
+def loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
+    """``emit`` makes the code of the body."""
+    block = instr.block
+    assert block is not None
+    if instr["count"] == 0:
+        stage.views.update((out, stage.view(v)) for out, v in zip(instr.outputs, instr.inputs, strict=True))
+        return
+    for v in pointwise.captured(instr):
+        if stage.leaf(v) is None:
+            stage.view(v)
+    places = [stage.new(v) for v in block.carries]
+    for v, place in zip(instr.inputs, places, strict=True):
+        stage.write(v, place)
+    inside = Stage(stage.program, block.body, stage.preps, stage.products, stage, block)
+    inside.views.update(zip(block.carries, places, strict=True))
+    inside.carried = {p: places[p] for p in _written_at_once(inside, block)}
+    emit(inside)
+    _hand_on(inside, block, places)
+    if inside.code:
+        stage.code.append(Loop(instr["count"], int(instr.get("reverse", False)), tuple(inside.code)))
+    stage.views.update(zip(instr.outputs, places, strict=True))
+
+
+def _written_at_once(stage: Stage, block: Block) -> list[int]:
+    """The carries whose place nobody reads once the next value is written to it."""
+    items = pointwise.schedule(stage)
+    where = {i: k for k, item in enumerate(items) for i in item.ops}
+    maker = {stage.root(v): i for i, instr in enumerate(stage.body) for v in instr.outputs if i in where}
+
+    def read_before(v: int, i: int, same: bool) -> bool:
+        """Whether ``v`` is read before instruction ``i`` writes, or as it does. ``same``: ``v`` is the carry, not a part of it."""
+        for j, _ in stage.uses.get(v, ()):
+            if j < len(stage.body) and j not in where:  # a view, or a conversion that whoever reads it does
+                if not read_before(stage.root(stage.body[j].outputs[0]), i, same and stage.body[j].kind not in VIEWS):
+                    return False
+                continue
+            grouped = same and j <= i and where.get(j) == where[i] and items[where[i]].loop is not None
+            alike = grouped and pointwise.shape_of(stage, v) == items[where[i]].loop
+            if not alike and (j not in where or where[j] >= where[i]):
+                return False
+        return True
+
+    results = [stage.root(v) for v in block.results]
+    return [p for p, (v, r) in enumerate(zip(block.carries, results, strict=True)) if r in maker and read_before(v, maker[r], True)]
+
+
+def _hand_on(stage: Stage, block: Block, places: Sequence[View]) -> None:
+    """Copy what is not in its carry's place yet. What lies in a place itself moves aside first."""
+    homes = {place.ref.index for place in places}
+    moves = []
+    for p, (result, place) in enumerate(zip(block.results, places, strict=True)):
+        if (len(stage.body), p) in stage.satisfied or stage.root(result) == block.carries[p]:
+            continue
+        lies = None if stage.leaf(result) is not None else stage.view(result)
+        if lies is not None and lies.ref.space == SCRATCH and lies.ref.index in homes:
+            aside = stage.new(result)
+            stage.copy(lies, aside)
+            lies = aside
+        moves.append((result, lies, place))
+    for result, lies, place in moves:
+        if lies is None:
+            stage.write(result, place)
+        else:
+            stage.copy(lies, place)
+
+
+def gather(stage: Stage, i: int, instr: Instr) -> None:
+    table, index = (stage.view(v) for v in instr.inputs)
+    out = stage.place(stage.root(instr.outputs[0]))
+    out = views.shaped(out, stage.type(instr.outputs[0]).shape)
+    fills = instr["mode"] == "fill"
+    fill = immediate(instr["fill"], compute_type(out.dtype)) if fills else (0.0,)
+    if table.shape[0] == 0:
+        builder = VectorBuilder(views.squeezed(out.shape))
+        builder.store(out, builder.const(instr["fill"], out.dtype))
+        stage.code.append(builder.finish())
+        return
+    rows = Operand(table.ref, table.strides[0], table.strides[1:])
+    stage.code.append(
+        Gather(rows, table.shape[0], FILL if fills else CLIP, fill, index.shape, table.shape[1:], index.operand(), out.operand())
+    )
+
+
+def sink_at(stage: Stage, i: int, instr: Instr) -> None:
+    v, index = instr.inputs
+    sink = stage.program.sinks[instr["sink"]]
+    x, at = stage.view(v), stage.view(index)
+    if x.dtype != sink.dtype:
+        x = stage.scratch(stage.type(v).shape, sink.dtype)
+        stage.write(v, x)
+    rank = len(at.shape)
+    stage.code.append(AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], at.operand(), x.operand()))
+
+
+def dot(stage: Stage, i: int, instr: Instr) -> None:
+    x, y = instr.inputs
+    t, u, result = stage.type(x), stage.type(y), stage.type(instr.outputs[0])
+    if t.dtype != u.dtype or not t.dtype.startswith(("float", "bfloat")):
+        raise CannotLower(f"a product of {t.dtype} and {u.dtype} for each row")
+    if "float64" in (t.dtype, result.dtype) and t.dtype != result.dtype:
+        raise CannotLower(f"a {result.dtype} product of {t.dtype} for each row")
+    contract, batch = ([d - 1 for d in instr[f"x_{name}"]] for name in ("contract", "batch"))
+    contract_y, batch_y = ([d - 1 for d in instr[f"y_{name}"]] for name in ("contract", "batch"))
+    free = [d for d in range(len(t.shape)) if d not in (*contract, *batch)]
+    free_y = [d for d in range(len(u.shape)) if d not in (*contract_y, *batch_y)]
+    sides = (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y))
+    m, n, k = (math.prod(s.shape[d] for d in dims) for s, dims in ((t, free), (u, free_y), (t, contract)))
+    if m == 1 or n == 1 or k == 1:
+        _multiplied_and_summed(stage, instr, sides)
+        return
+    (vx, sx), (vy, sy) = (_matrices(stage, v, groups, dense=v == x) for v, groups in sides)
+    lead = len(batch), len(batch) + len(free)
+    groups = tuple(range(lead[0])), tuple(range(*lead)), tuple(range(lead[1], len(result.shape)))
+
+    def fits(view: View) -> bool:
+        strides = _strides(view, groups)
+        return strides is not None and strides[2] == 1
+
+    out = stage.place(stage.root(instr.outputs[0]), lambda view: fits(views.shaped(view, result.shape)))
+    strides = _strides(views.shaped(out, result.shape), groups)
+    assert strides is not None
+    x_, y_ = Operand(vx.ref, vx.row_stride, sx[:2]), Operand(vy.ref, vy.row_stride, sy)
+    b = math.prod(t.shape[d] for d in batch)
+    stage.code.append(Dot(b, m, n, k, x_, y_, Operand(out.ref, out.row_stride, strides[:2])))
+
+
+Groups = Sequence[Sequence[int]]  # row dimensions: batch, free, contracted
+
+
+def _strides(view: View, groups: Groups) -> tuple[int, ...] | None:
+    """One stride for each group of dimensions, or None where a group is no single loop."""
+    found = [views.chain([(view.shape[d], view.strides[d]) for d in dims]) for dims in groups]
+    return None if None in found else tuple(s for s in found if s is not None)
+
+
+def _matrices(stage: Stage, v: int, groups: Groups, dense: bool) -> tuple[View, tuple[int, ...]]:
+    """``v`` with a stride for each group, the last of them 1 if ``dense``; a copy where it does not lie so."""
+    view = stage.view(v)
+    strides = _strides(view, groups)
+    if strides is None or (dense and strides[2] != 1):
+        order = [d for dims in groups for d in dims]
+        own = stage.scratch(tuple(view.shape[d] for d in order), view.dtype)
+        view = views.transpose(own, [order.index(d) for d in range(len(order))])
+        stage.write(v, view)
+        strides = _strides(view, groups)
+        assert strides is not None
+    return view, strides
+
+
+def _multiplied_and_summed(stage: Stage, instr: Instr, sides: tuple[tuple[int, Groups], tuple[int, Groups]]) -> None:
+    """A product of vectors, or of a matrix and a vector: elementwise, and summed over what is contracted."""
+    (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y)) = sides
+    vx, vy = stage.view(x), stage.view(y)
+    left: list[tuple[int | None, int | None]] = [*zip(batch, batch_y, strict=True)]
+    left += [*((d, None) for d in free), *((None, e) for e in free_y)]
+    kept, dims = len(left), [*left, *zip(contract, contract_y, strict=True)]
+
+    def spread(view: View, of: Sequence[int | None]) -> View:
+        strides = tuple(0 if d is None else view.strides[d] for d in of)
+        return View(view.ref, view.row_stride, shape, strides)
+
+    shape = tuple(vx.shape[d] if d is not None else vy.shape[e or 0] for d, e in dims)
+    wide = compute_type(vx.dtype)
+    builder = VectorBuilder(views.squeezed(shape))
+    a, b = builder.load(spread(vx, [d for d, _ in dims])), builder.load(spread(vy, [e for _, e in dims]))
+    products = stage.scratch(shape, wide)
+    builder.store(products, builder.micro("mul", wide, a, b))
+    stage.code.append(builder.finish())
+    out = views.shaped(stage.place(stage.root(instr.outputs[0])), shape[:kept])
+    over = Operand(products.ref, products.row_stride, products.strides)
+    stage.code.append(Reduce(REDUCTIONS.index("sum"), shape[:kept], shape[kept:], over, out.operand()))

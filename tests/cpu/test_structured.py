@@ -1,0 +1,125 @@
+"""Structured tile programs, written by hand, on the CPU target: against their float64 reference and against the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
+import numpy as np
+import pytest
+
+from kitsune_jax.program.interpret import interpret
+from kitsune_jax.program.ir import Program
+from kitsune_jax.targets import cpu
+from tests.support.lowered import plain
+from tests.support.programs import CASES, Case, attention, gathered_inside, interaction, lstm, nested, segments
+from tests.support.tiles import Tiles
+
+_cpu = pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
+
+TOLERANCE = {"float32": 2e-6, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+def tolerance(case: Case) -> float:
+    dtypes = {a.dtype for a in case.program.arrays} & TOLERANCE.keys()
+    return max(TOLERANCE[d] for d in dtypes or {"float32"})
+
+
+def results(case: Case) -> list[jax.ShapeDtypeStruct]:
+    n = case.program.operands
+    return [jax.ShapeDtypeStruct(a.shape, np.dtype(a.dtype)) for a in case.program.arrays[n : n + case.program.results]]
+
+
+def run(case: Case, words: np.ndarray, operands: list[np.ndarray], threads: int) -> list[np.ndarray]:
+    out = [np.empty(a.shape, a.dtype) for a in results(case)]
+    _cpu.run(words, [plain(a) for a in operands], [plain(a) for a in out], threads)
+    return out
+
+
+def check(case: Case, seed: int = 0) -> None:
+    operands = case.operands(np.random.default_rng(seed))
+    words = cpu.generate(case.program, "case")
+    first = run(case, words, operands, 1)
+    errors = case.errors(first, operands)
+    assert max(errors) < tolerance(case), errors
+    for threads in (2, 3, 8):
+        again = run(case, words, operands, threads)
+        assert [a.tobytes() for a in again] == [a.tobytes() for a in first], threads
+    wide = interpret(case.program, operands, widen=True)
+    for got, want in zip(first, wide, strict=True):
+        assert got.shape == want.shape
+        got, want = got.astype(np.float64), want.astype(np.float64)
+        finite = np.isfinite(want)
+        np.testing.assert_array_equal(got[~finite], want[~finite])
+        scale = np.abs(want[finite]).max(initial=1e-30)
+        assert np.abs(got[finite] - want[finite]).max(initial=0) < tolerance(case) * scale
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str) -> None:
+    check(CASES[name]())
+
+
+AWKWARD: dict[str, Callable[[], Case]] = {
+    **{f"segments_{d}_{rows}": lambda d=d, rows=rows: segments(rows=rows, dtype=d, width=17, tile_rows=5)
+       for d in ("float32", "bfloat16") for rows in (1, 5, 64, 333)},
+    "segments_many": lambda: segments(rows=700, n=257, width=3, tile_rows=7),
+    **{f"gather_{d}": lambda d=d: gathered_inside(rows=31, n=3, width=70, dtype=d) for d in ("float16", "float32")},
+    **{f"attention_{d}_{q}x{k}": lambda d=d, q=q, k=k: attention(2, 3, q, k, 16, 24, d, block=16, tile_rows=7, causal=q <= k)
+       for d in ("float16", "bfloat16", "float32") for q, k in ((1, 1), (13, 50), (50, 13), (33, 64))},
+    **{f"lstm_{d}_{hidden}": lambda d=d, hidden=hidden: lstm(rows=19, steps=9, features=3, hidden=hidden, dtype=d, tile_rows=8)
+       for d in ("float16", "bfloat16", "float32") for hidden in (1, 16, 33)},
+    "nested_float16": lambda: nested(dtype="float16"),
+    "nested_wide": lambda: nested(rows=9, k=64, n=34, block=16),
+    **{f"interaction_{d}": lambda d=d: interaction(rows=17, features=9, dim=20, dtype=d) for d in ("float16", "float32")},
+    "interaction_one_feature": lambda: interaction(rows=17, features=1, dim=33),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_shape(name: str) -> None:
+    check(AWKWARD[name](), seed=1)
+
+
+@pytest.mark.parametrize("name", ["segment_sum", "attention_grouped", "lstm", "nested", "computed_weights"])
+def test_through_jax(name: str) -> None:
+    """One custom call under ``jax.jit``."""
+    case = CASES[name]()
+    operands = case.operands(np.random.default_rng(3))
+    words = cpu.generate(case.program, name)
+    before = _cpu.calls()
+    got = jax.jit(lambda *args: cpu.call(words, args, results(case)))(*operands)
+    assert _cpu.calls() == before + 1
+    assert max(case.errors([np.asarray(a) for a in got], operands)) < tolerance(case)
+
+
+@pytest.mark.parametrize("isa", _cpu.available_isas())
+@pytest.mark.parametrize("name", ["segment_max", "attention_bfloat16", "lstm_reverse", "interaction_bfloat16"])
+def test_every_kernel_table(name: str, isa: str) -> None:
+    before = _cpu.isa()
+    assert _cpu.set_isa(isa)
+    try:
+        check(CASES[name]())
+    finally:
+        assert _cpu.set_isa(before)
+
+
+INDEXES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+@pytest.mark.parametrize("dtype", INDEXES)
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_every_integer_is_an_index(dtype: str, mode: str) -> None:
+    """Also numbers far out of range, and the largest of each dtype."""
+    t = Tiles((41,), 8)
+    t.store(t.gather(t.load((7, 3)), t.load((41,), dtype, ((0,),)), mode, -2), (41, 3), ((0,), ()))
+    limits = np.iinfo(dtype)
+    ids = np.random.default_rng(4).integers(0, 7, 41).astype(dtype)
+    ids[[0, 5, 9, 11]] = [limits.max, limits.min, 7, limits.max - 1]
+    table = np.random.default_rng(5).standard_normal((7, 3)).astype(np.float32)
+    got = np.empty((41, 3), np.float32)
+    _cpu.run(cpu.generate(Program.of(t.program()), "gather"), [table, ids], [got], 2)
+    whole = [int(i) for i in ids]
+    want = [table[min(max(i, 0), 6)] if mode == "clip" or 0 <= i < 7 else np.full(3, -2, np.float32) for i in whole]
+    np.testing.assert_array_equal(got, np.stack(want))
