@@ -225,9 +225,9 @@ class CpuTimes:
         found, usual = self[f"xla/uneven/tanh/{home}"], self[f"xla/loop/tanh/{home}"]
         return max(1.0, found / usual)
 
-    def xla_loop(self, elements: float, per_element: float, written: float) -> float:
-        """A fused loop without what it reads and writes: on one thread where it is short."""
-        return elements * per_element * (self.profile.workers if written < _PARALLEL_BYTES else 1)
+    def threads_lost(self, written: float) -> int:
+        """How many times as long a fused loop takes that writes so many bytes: a short one has one thread."""
+        return self.profile.workers if written < _PARALLEL_BYTES else 1
 
     def xla_moved(self, near: bool) -> float:
         """A byte that a kernel reads or writes: from the caches, or from memory."""
