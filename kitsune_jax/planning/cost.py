@@ -132,10 +132,6 @@ class RegionCost(abc.ABC):
         """Bytes of the stationary arrays that ``ops`` read."""
         return sum(self.bytes(v) for v in self.stationary_inputs(ops))
 
-    def flops(self) -> int:
-        """Useful operations of the whole region."""
-        return self.region.space.rows * sum(self.work(i).flops for i in self.region.ops)
-
     def _work(self, i: int) -> OpWork:
         op, family = self.graph.ops[i], self.family(i)
         out = op.outputs[0]

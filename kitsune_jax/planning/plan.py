@@ -23,7 +23,6 @@ class Stage:
     resource: str
     workers: int
     tile_seconds: float  # modelled time of one tile on one worker
-    stationary_bytes: int
     split: int = 1
     resident: bool = True
 
@@ -63,7 +62,6 @@ class Plan:
     baseline_seconds: float  # modelled time of the same ops, bulk-synchronously
     bytes_moved: int  # off-chip, as a pipeline
     baseline_bytes: int  # off-chip, bulk-synchronously
-    flops: int
     bound: str  # what limits it: a stage's name, "dram" or "l2"
     cluster: int = 1
     lanes: int = 0

@@ -158,9 +158,9 @@ def with_makers(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Ops, ...]:
     return tuple(tuple(sorted(ops)) for ops in members)
 
 
-def merge(stages: Sequence[Ops], first: int) -> tuple[Ops, ...]:
-    """``stages`` with ``first`` and its successor made one."""
-    return (*stages[:first], tuple(sorted({*stages[first], *stages[first + 1]})), *stages[first + 2 :])
+def joined(stages: Iterable[Ops]) -> Ops:
+    """``stages`` as one."""
+    return tuple(sorted(set().union(*stages)))
 
 
 def resource_of(cost: RegionCost, ops: Ops) -> str:

@@ -18,8 +18,8 @@ RNG = np.random.default_rng(1)
 
 
 def one_stage_plan(graph: Graph, region: Region, *, seconds: float = 1.0, baseline: float = 2.0) -> Plan:
-    stage = Stage("all", region.ops, "tensor", 1, 1.0, 0)
-    return Plan("test", "vertical", 8, 1, (stage,), (), 1, seconds, baseline, 1, 2, 1, "all")
+    stage = Stage("all", region.ops, "tensor", 1, 1.0)
+    return Plan("test", "vertical", 8, 1, (stage,), (), 1, seconds, baseline, 1, 2, "all")
 
 
 def choose(graph: Graph, *, force: bool = True, planner=one_stage_plan):

@@ -60,8 +60,8 @@ def two_stage_plan() -> Plan:
         tile_rows=96,
         tiles=43,
         stages=(
-            Stage("dot0", (0, 1), "tensor", 1, 12.5e-6, 64 * 96 * 2),
-            Stage("dot1", (2,), "tensor", 1, 6.25e-6, 96 * 32 * 2),
+            Stage("dot0", (0, 1), "tensor", 1, 12.5e-6),
+            Stage("dot1", (2,), "tensor", 1, 6.25e-6),
         ),
         queues=(Queue(5, 0, (1,), 2, 96 * 96 * 2, "l2"),),
         replicas=1,
@@ -69,7 +69,6 @@ def two_stage_plan() -> Plan:
         baseline_seconds=1.0e-3,
         bytes_moved=800_000,
         baseline_bytes=3_200_000,
-        flops=75_000_000,
         bound="dot0",
         lanes=1,
     )

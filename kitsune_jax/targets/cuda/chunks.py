@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import pointwise, tiles
@@ -279,7 +279,7 @@ class _Blocks:
             case InVector(_, scalar) if scalar:
                 return Read("scalar", scalar, dtype)
             case InVector(address):
-                return Read("vector", self._vector_block(v, address, dtype, shift), dtype)
+                return Read("vector", self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, address, dtype, shift)), dtype)
             case InImage(ref, form, owner):
                 self.reads[owner] = None
                 if form == "bit":
@@ -287,7 +287,7 @@ class _Blocks:
                 return Read(f"{form} of image", self._image_block(v, ref, form, shift), dtype)
             case InScratch(table, fill):
                 index = self._name("t")
-                where = self._vector_block(-1, table, "float32", shift)
+                where = self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, table, "float32", shift))
                 self.steps.append(ir.Let(index, "int32", Read("index", where, "int32")))
                 return ir.FromScratch(dtype, index=index, fill=fill)
             case Parts(parts):
@@ -306,24 +306,19 @@ class _Blocks:
     def _name(self, kind: str) -> Ref:
         return Ref(kind, next(self.counter))
 
-    def _array_block(self, v: int, rows: ir.Rows, shift: int) -> Ref:
+    def _fetch(self, v: int, shift: int, step: Callable[[Ref], ir.Step]) -> Ref:
+        """The name of a block of ``v``, which ``step`` brings in once."""
         if (v, shift) not in self.fetched:
             self.fetched[v, shift] = ref = self._name("x")
-            value = self.homes[v]
-            self.steps.append(ir.ArrayBlock(ref, rows, shift, value.n if value.slab else 0))
+            self.steps.append(step(ref))
         return self.fetched[v, shift]
 
-    def _vector_block(self, v: int, address: ir.Address, dtype: str, shift: int) -> Ref:
-        if v < 0 or (v, shift) not in self.fetched:
-            self.fetched[v, shift] = ref = self._name("x")
-            self.steps.append(ir.VectorBlock(ref, address, dtype, shift))
-        return self.fetched[v, shift]
+    def _array_block(self, v: int, rows: ir.Rows, shift: int) -> Ref:
+        value = self.homes[v]
+        return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.n if value.slab else 0))
 
     def _image_block(self, v: int, image: Ref, form: str, shift: int) -> Ref:
-        if (v, shift) not in self.fetched:
-            self.fetched[v, shift] = ref = self._name("x")
-            self.steps.append(ir.ImageBlock(ref, image, form, shift))
-        return self.fetched[v, shift]
+        return self._fetch(v, shift, lambda ref: ir.ImageBlock(ref, image, form, shift))
 
     def _mask(self, v: int, image: Ref) -> Ref:
         if v not in self.masks:

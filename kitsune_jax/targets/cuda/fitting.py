@@ -33,6 +33,9 @@ _NARROW_SHAPES = ((True, 64), (False, 64))
 _VALUE_REGISTERS = {1: 208, 2: 200, 3: 112}
 # Accumulators that live through the tile loop leave ptxas less room to order its work: so much less is asked of it where it can be.
 _HELD_MARGIN = 16
+# Registers of a value that is kept in them again once others have become images: beside one of 128, as many as float32 tiles of 256
+# columns take, ptxas spills, though the estimate fits.
+_MOST_GIVEN_BACK = 64
 _SMALLEST_IMAGE = 32  # columns of a value that may become an image
 
 
@@ -163,7 +166,7 @@ class _Fitter:
         return self._with_images(*best, limit)
 
     def _with_images(self, shape: Shape, lowered: Lowered, limit: int) -> tuple[Shape, Lowered]:
-        """Values become images until the others fit ``limit`` registers; then those go back without which they fit as well."""
+        """Values become images until the others fit ``limit`` registers; then small ones go back without which they fit as well."""
         while lowered.liveness.peak > limit or lowered.together - shape.images:
             wide = [v for v in lowered.liveness.alive if v not in shape.images and lowered.may_be_image(v)]
             more = lowered.together - shape.images or frozenset(wide[:1])
@@ -174,9 +177,10 @@ class _Fitter:
             lowered = self.lower(shape)
         for v in sorted(shape.images) if len(shape.images) > 1 else ():
             fewer = dataclasses.replace(shape, images=shape.images - {v})
-            without = self.lower(fewer)
-            if without.liveness.peak <= limit and not without.together - fewer.images:
-                shape, lowered = fewer, without
+            if lowered.values[v].registers <= _MOST_GIVEN_BACK:
+                without = self.lower(fewer)
+                if without.liveness.peak <= limit and not without.together - fewer.images:
+                    shape, lowered = fewer, without
         return shape, lowered
 
     def _shapes(self) -> tuple[tuple[bool, int], ...]:

@@ -1,6 +1,6 @@
 """The device IR around the tiles of a stage: what its consumers set up, loop over and finish, and what its loader brings.
 
-Like ``device_ir.py``: data that ``frames.py`` makes and ``print_kernel.py`` spells out.
+Like ``device_ir.py``: data that ``frames.py`` makes and ``print_frame.py`` spells out.
 """
 
 from __future__ import annotations

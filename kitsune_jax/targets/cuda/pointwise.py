@@ -1,7 +1,7 @@
 """What a pointwise operator is in CUDA C++, element by element.
 
 Comes in: the operator, the C++ types of its operands. Goes out: an expression over them. Floats of 16 bits are computed in float,
-and a value is rounded to its dtype where it leaves a loop (``loop.py``).
+and a value is rounded to its dtype where it leaves a loop (``print_loops.py``).
 """
 
 from __future__ import annotations

@@ -99,12 +99,10 @@ class CpuTimes:
         """An element of a pointwise op, with the pass over the tile that it takes."""
         code = OPS[kind].opcodes[0] if OPS[kind].opcodes else "add"
         if dtype == "float64":
-            near = {"exp": "exp", "log": "log", "tanh": "tanh", "div": "div", "sqrt": "sqrt"}.get(code)
-            if near is None:
-                near = "tanh" if OPS[kind].flops > 6 else "add"
-            return self[f"vector64/{near}"]
+            near = "tanh" if OPS[kind].flops > 6 else "add"
+            return self._numbers.get(f"vector64/{code}", self[f"vector64/{near}"])
         found = self._numbers.get(f"vector/{code}")
-        if found is None:  # a rare function, or a conversion
+        if found is None:  # one that is not measured, or a conversion
             found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
         return found
 
@@ -227,9 +225,9 @@ class CpuTimes:
         found, usual = self[f"xla/uneven/tanh/{home}"], self[f"xla/loop/tanh/{home}"]
         return max(1.0, found / usual)
 
-    def xla_loop(self, elements: float, per_element: float, written: float) -> float:
-        """A fused loop without what it reads and writes: on one thread where it is short."""
-        return elements * per_element * (self.profile.workers if written < _PARALLEL_BYTES else 1)
+    def threads_lost(self, written: float) -> int:
+        """How many times as long a fused loop takes that writes so many bytes: a short one has one thread."""
+        return self.profile.workers if written < _PARALLEL_BYTES else 1
 
     def xla_moved(self, near: bool) -> float:
         """A byte that a kernel reads or writes: from the caches, or from memory."""

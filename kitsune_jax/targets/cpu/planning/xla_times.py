@@ -28,7 +28,7 @@ def baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
     kernels = kernels_of(cost)
     moved = [k.moved(cost) for k in kernels]
-    seconds = sum(kernel_seconds(cost, k.ops, k.root, n) for k, n in zip(kernels, moved, strict=True))
+    seconds = sum(_kernel_seconds(cost, k, n) for k, n in zip(kernels, moved, strict=True))
     return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost), sum(moved)
 
 
@@ -38,19 +38,19 @@ def output_fault_seconds(cost: CpuCost) -> float:
     return fresh / cost.machine.fault_bandwidth
 
 
-def kernel_seconds(cost: CpuCost, ops: Collection[int], root: int, moved: int) -> float:
+def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int) -> float:
     """``moved``: bytes that the kernel reads and writes."""
-    times, machine = cost.times, cost.machine
+    times, machine, ops, root = cost.times, cost.machine, kernel.ops, kernel.root
     products = [i for i in ops if cost.family(i) == "dot"]
     loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) != "dot")
     functions = sum(cost.family(i) == "pointwise" and OPS[cost.graph.ops[i].kind].flops >= _FUNCTION for i in ops)
     loop *= times.crowded(functions)
     if _is_uneven(cost, ops, root):
         loop *= times.uneven(cost.graph.values[root].dtype)
-    loop += sum(product_seconds(cost, i) for i in products)
+    loop += sum(_product_seconds(cost, i) for i in products)
     if not products and not any(cost.family(i) in _PASSES for i in ops):
         # The rates of products and of reductions have their traffic in them, as far as that was in the caches.
-        loop = times.xla_loop(1.0, loop + moved * times.xla_moved(near=True), cost.bytes(root))
+        loop = (loop + moved * times.xla_moved(near=True)) * times.threads_lost(cost.bytes(root))
     # What the last level does not hold comes from memory, while the core computes.
     beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
     return machine.kernel_seconds + max(loop, beyond * times.xla_moved(near=False))
@@ -78,7 +78,7 @@ def _op_seconds(cost: CpuCost, i: int) -> float:
     return cost.graph.values[op.outputs[0]].size * times.xla_op(op.kind, dtype)
 
 
-def product_seconds(cost: CpuCost, i: int) -> float:
+def _product_seconds(cost: CpuCost, i: int) -> float:
     op, times = cost.graph.ops[i], cost.times
     lhs, rhs = (cost.graph.values[v] for v in op.inputs)
     batch = math.prod(lhs.shape[d] for d in op["lhs_batch"])

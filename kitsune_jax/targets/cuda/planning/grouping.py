@@ -6,10 +6,11 @@ stand in every stage that reads them, every other op in exactly one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.planning.cost import RegionCost
-from kitsune_jax.planning.stages import Ops, merge, with_makers
+from kitsune_jax.planning.stages import Ops, joined, with_makers
 from kitsune_jax.targets.cuda.planning.splits import is_splittable
 
 _ELEMENTWISE = frozenset({"pointwise", "convert", "broadcast"})
@@ -81,16 +82,12 @@ def grouped(stages: Sequence[Ops], seconds: Callable[[int, int], float], most: i
         best = following
         cuts.append(cut)
         if k > 1 and best[n] < float("inf"):
-            found.append(_joined(stages, cuts))
+            found.append(_grouping(stages, cuts))
     return found
 
 
-def _joined(stages: Sequence[Ops], cuts: Sequence[Sequence[int]]) -> tuple[Ops, ...]:
+def _grouping(stages: Sequence[Ops], cuts: Sequence[Sequence[int]]) -> tuple[Ops, ...]:
     ends = [len(stages)]
     for cut in reversed(cuts):
         ends.append(cut[ends[-1]])
-    joined = tuple(stages)
-    for a, b in zip(ends[1:], ends, strict=False):  # from the last stage on, so that earlier positions stay
-        for _ in range(b - a - 1):
-            joined = merge(joined, a)
-    return joined
+    return tuple(joined(stages[a:b]) for a, b in itertools.pairwise(reversed(ends)))

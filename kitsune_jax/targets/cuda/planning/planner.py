@@ -142,7 +142,6 @@ def _arranged(region: GpuRegion, ops: Ops, choice: _Choice, storage: Storage) ->
         resource_of(cost, ops),
         choice.cluster,
         work.period(independent, machine.tile_seconds),
-        cost.stationary_bytes(ops),
         resident=choice.resident,
     )
     return Arranged(

@@ -69,7 +69,6 @@ class GpuRegion:
             baseline_seconds=self.baseline_seconds,
             bytes_moved=self.traffic,
             baseline_bytes=self.baseline_bytes,
-            flops=self.cost.flops(),
             bound=bound,
             cluster=a.cluster,
             lanes=a.lanes,

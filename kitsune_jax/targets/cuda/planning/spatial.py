@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from kitsune_jax.planning.balance import Load, balance
 from kitsune_jax.planning.machine import size_text
 from kitsune_jax.planning.plan import Infeasible, Queue, Stage
-from kitsune_jax.planning.stages import DOUBLE_BUFFER, Link, Ops, links, links_to_each, merge, resource_of, stage_name
+from kitsune_jax.planning.stages import DOUBLE_BUFFER, Link, Ops, joined, links, links_to_each, resource_of, stage_name
 from kitsune_jax.targets.cuda.planning.grouping import grouped, separated
 from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
 from kitsune_jax.targets.cuda.planning.sizes import entry_bytes, packed_bytes
 from kitsune_jax.targets.cuda.planning.splits import most_split
-from kitsune_jax.targets.cuda.planning.storage import shared_bytes
+from kitsune_jax.targets.cuda.planning.storage import Storage, shared_bytes
 from kitsune_jax.targets.cuda.planning.times import TileWork, matmul_efficiency, tile_work
 
 # One-way trips of a hand-off that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the barrier. L2:
@@ -72,8 +72,8 @@ class _Builder:
         self.reason = ""
         self.wait = _TRIPS[place] * self.machine.place(place).latency
         self._least_split = functools.cache(self._find_least_split)
-        self._work = functools.cache(self._find_work)
         self._crossing = functools.cache(self._count_crossing)
+        self._stage = functools.cache(self._make_stage)
 
     def run(self, drafts: Sequence[Ops]) -> list[Arranged]:
         if self.place == "cluster":
@@ -96,14 +96,11 @@ class _Builder:
 
         @functools.cache
         def seconds(a: int, b: int) -> float:
-            ops = tuple(sorted({i for d in drafts[a:b] for i in d}))
+            ops = joined(drafts[a:b])
             split = self._least_split(ops)
             if split is None:
                 return _NEVER
-            work = self._work(ops, split)
-            assert work is not None
-            entering, leaving = self._crossing(ops)
-            return self._period(_Stage(ops, split, work, entering, leaving // split), most)
+            return self._period(self._stage(ops, split), most)
 
         return grouped(drafts, seconds, most)
 
@@ -115,8 +112,8 @@ class _Builder:
 
         def seconds(k: int) -> float | None:
             """Of draft ``k`` and the next as one stage; None where they do not fit."""
-            ops = tuple(sorted({*drafts[k], *drafts[k + 1]}))
-            return self._seconds(ops) if self._least_split(ops) == 1 else None
+            ops = joined(drafts[k : k + 2])
+            return self._stage(ops, 1).work.latency() if self._least_split(ops) == 1 else None
 
         pairs = [seconds(k) for k in range(len(drafts) - 1)]
         while len(drafts) > _MOST_DRAFTS:
@@ -124,17 +121,13 @@ class _Builder:
             if not fitting:
                 break
             _, k = min(fitting)
-            drafts = list(merge(drafts, k))
+            drafts[k : k + 2] = [joined(drafts[k : k + 2])]
             del pairs[k]
             for neighbour in range(max(k - 1, 0), min(k + 1, len(pairs))):
                 pairs[neighbour] = seconds(neighbour)
         return drafts
 
-    def _seconds(self, ops: tuple[int, ...]) -> float:
-        work = self._work(ops, 1)
-        return _NEVER if work is None else work.latency()
-
-    def _find_least_split(self, ops: tuple[int, ...]) -> int | None:
+    def _find_least_split(self, ops: Ops) -> int | None:
         """The fewest CTAs whose shared memory holds the weights of ``ops``, two entries of every ring, and the images."""
         entering, _ = self._crossing(ops)
         rings = DOUBLE_BUFFER * entering if self.place == "cluster" else 0
@@ -145,15 +138,15 @@ class _Builder:
                 return split
         return None
 
-    def _most_split(self, ops: tuple[int, ...]) -> int:
+    def _most_split(self, ops: Ops) -> int:
         return 1 if self.place == "cluster" else most_split(self.cost, ops, self.machine.workers)
 
-    def _fits(self, ops: tuple[int, ...], split: int, rings: int) -> bool:
+    def _fits(self, ops: Ops, split: int, rings: int) -> bool:
         """``rings``: bytes per lane. Weights are looked at first: they settle most cases, and cost nothing to count."""
         weights, limit = packed_bytes(self.cost, ops, split), self.machine.local_bytes
         need = weights + self.lanes * rings
         if need <= limit:
-            storage = self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1], self.lanes)
+            storage = self._storage(ops, split)
             if storage is None:
                 self.reason = "the values of 64 rows do not fit the registers of a warpgroup"
                 return False
@@ -162,13 +155,18 @@ class _Builder:
             self.reason = f"a stage needs {size_text(need)} of shared memory; a CTA has {size_text(limit)}"
         return need <= limit
 
-    def _find_work(self, ops: tuple[int, ...], split: int) -> TileWork | None:
-        storage = self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1], self.lanes)
-        if storage is None:
-            return None
-        return tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True), split)
+    def _storage(self, ops: Ops, split: int) -> Storage | None:
+        return self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1], self.lanes)
 
-    def _count_crossing(self, ops: tuple[int, ...]) -> tuple[int, int]:
+    def _make_stage(self, ops: Ops, split: int) -> _Stage:
+        """A stage that ``_fits``."""
+        storage = self._storage(ops, split)
+        assert storage is not None
+        work = tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True), split)
+        entering, leaving = self._crossing(ops)
+        return _Stage(ops, split, work, entering, leaving // split)
+
+    def _count_crossing(self, ops: Ops) -> tuple[int, int]:
         """Bytes of a tile that reach ``ops`` from other stages and that they hand on."""
         inside = frozenset(ops)
         cost = self.cost
@@ -200,12 +198,8 @@ class _Builder:
         loads = []
         for draft, split in zip(drafts, least, strict=True):
             assert split is not None
-            work = self._work(draft, split)
-            assert work is not None
-            entering, leaving = self._crossing(draft)
-            seconds = self._period(_Stage(draft, split, work, entering, leaving // split), 1)
-            most = max(split, self._most_split(draft))
-            loads.append(Load(seconds * split, split, most))
+            seconds = self._period(self._stage(draft, split), 1)
+            loads.append(Load(seconds * split, split, max(split, self._most_split(draft))))
         ctas = sum(load.least for load in loads)
         if ctas > self.machine.workers:
             self.reason = (
@@ -232,17 +226,15 @@ class _Builder:
         for s, (draft, split) in enumerate(zip(drafts, splits, strict=True)):
             inward = [link for link in queued if s in link.consumers]
             rings = sum(link.min_depth * entry_bytes(cost, link.value) for link in inward) if self.place == "cluster" else 0
-            work = self._work(draft, split) if self._fits(draft, split, rings) else None
-            if work is None:
+            if not self._fits(draft, split, rings):
                 return None
             entering = sum(entry_bytes(cost, link.value) for link in inward)
             leaving = sum(entry_bytes(cost, link.value) for link in queued if link.producer == s)
-            stages.append(_Stage(draft, split, work, entering, leaving // split))
+            stages.append(dataclasses.replace(self._stage(draft, split), entering=entering, leaving=leaving // split))
         depths = self._depths(queued, drafts, splits, instances, _DEEP if deep else 0)
         if depths is None:
             self.reason = "the rings of all instances do not fit half of the L2"
             return None
-        queues = tuple(map(self._queue, queued, depths))
         ctas = sum(splits)
         busy, slowest = self._busy(stages, ctas, instances)
         names = [stage_name(cost, s, d) for s, d in enumerate(drafts)]
@@ -250,8 +242,8 @@ class _Builder:
         weights = instances * sum(s.split * packed_bytes(cost, s.ops, s.split) for s in stages)
         return Arranged(
             "spatial",
-            tuple(self._stage(stage, names[k], ctas) for k, stage in enumerate(stages)),
-            queues,
+            tuple(self._planned(stage, names[k], ctas) for k, stage in enumerate(stages)),
+            tuple(map(self._queue, queued, depths)),
             instances,
             ctas if self.place == "cluster" else 1,
             self.lanes,
@@ -292,10 +284,9 @@ class _Builder:
         fill = sum(s.work.latency(self.wait) for k, s in enumerate(stages) if k != slowest)
         return self.machine.tile_seconds + fill + times[slowest], slowest
 
-    def _stage(self, s: _Stage, name: str, ctas: int) -> Stage:
-        weights = self.cost.stationary_bytes(s.ops)
+    def _planned(self, s: _Stage, name: str, ctas: int) -> Stage:
         resource = resource_of(self.cost, s.ops)
-        return Stage(name, s.ops, resource, s.split, self._period(s, ctas), weights, split=s.split)
+        return Stage(name, s.ops, resource, s.split, self._period(s, ctas), split=s.split)
 
     def _queue(self, link: Link, depth: int) -> Queue:
         return Queue(link.value, link.producer, link.consumers, depth, entry_bytes(self.cost, link.value), self.place)

@@ -1,0 +1,101 @@
+"""The passes over the device IR of the CUDA target: registers alive, images in memory, chunks of products."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kitsune_jax.targets.cuda import device_ir as ir
+from kitsune_jax.targets.cuda import fitting, liveness
+from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.device_ir import Node, Ref
+from kitsune_jax.targets.cuda.evaluation import Shape
+from kitsune_jax.targets.cuda.lower import arrangement
+from tests.support.cuda_run import Subject, arrangements, subject
+
+V = [Ref("v", k) for k in range(4)]
+
+
+def test_a_value_is_alive_from_its_definition_to_its_last_use() -> None:
+    nodes = (st.Alive(V[0], 10), st.Alive(V[1], 20), st.Alive(V[0]), st.Alive(V[2], 30), st.Alive(V[1]))
+    found = liveness.of_stage((), nodes)
+    assert (found.peak, found.alive) == (50, (2, 1))  # v0 is read for the last time before v2 is made
+    assert found.lives == {V[0]: (1, 3), V[1]: (2, 5), V[2]: (4, 4)}
+
+
+def test_accumulators_of_sinks_are_alive_all_the_time() -> None:
+    sink = st.SinkStart(Ref("sink", 0), "Sum", "float32", 64, True)
+    found = liveness.of_stage((sink,), (st.Alive(V[0], 10),))
+    assert (found.held, found.peak) == (16, 26)
+
+
+def test_layers_are_counted_where_the_loop_stands() -> None:
+    loop = st.LayerLoop(3, 0, 1, (st.Alive(V[1], 5), st.Alive(V[0])))
+    assert liveness.of_stage((), (st.Alive(V[0], 7), loop)).peak == 12
+
+
+def test_rebuild_changes_every_node_and_keeps_what_does_not_change() -> None:
+    kept, changed = ir.Literal("1.0f"), ir.Read("word", V[0], "float32")
+    tree = (ir.Let(V[1], "float32", ir.Apply("{0} + {1}", (kept, changed))),)
+
+    def renamed(x: Node) -> Node:
+        return V[3] if x == V[0] else x
+
+    (let,) = ir.rebuild(tree, renamed)
+    assert let.expr.operands == (kept, ir.Read("word", V[3], "float32")) and let.expr.operands[0] is kept
+
+
+# -- a stage of three layers whose results are read again
+
+
+def skip(w0: Any, w1: Any, w2: Any, x: Any) -> Any:
+    h = jnp.tanh(x @ w0)
+    g = jnp.tanh(h @ w1)
+    return jnp.tanh(g @ w2) + h + g
+
+
+@pytest.fixture(scope="module")
+def of() -> Subject:
+    square = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    return subject(skip, square, square, square, jax.ShapeDtypeStruct((512, 256), jnp.bfloat16))
+
+
+def lowered(of: Subject, shape: Shape) -> fitting.Lowered:
+    plan = arrangements(of)["sm90-vertical-streamed-cluster1-lanes1"]
+    program = of.program(plan)
+    return fitting._Fitter(program, 0, arrangement(plan, program)).lower(shape)
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+def test_products_are_issued_chunk_by_chunk_and_waited_for_once(of: Subject, columns: int) -> None:
+    nodes = lowered(of, Shape(columns)).nodes
+    issued = [n.ref for n in nodes if isinstance(n, st.Issue)]
+    assert len(issued) == 256 // 128 + 2 * 256 // columns == len(set(issued))  # the input is fetched for each chunk
+    assert issued == [n.ref for n in nodes if isinstance(n, st.Complete)]
+    read = [ref for n in nodes if isinstance(n, ir.BlockLoop) for ref in n.reads if ref.kind == "d"]
+    assert read == issued  # each block reads the chunk that has just been waited for
+
+
+def test_an_image_costs_no_registers(of: Subject) -> None:
+    kept = lowered(of, Shape())
+    v = next(v for v in kept.liveness.alive if kept.may_be_image(v))
+    image = lowered(of, Shape(images=frozenset({v})))
+    assert image.liveness.peak < kept.liveness.peak
+    assert [n.ref for n in image.prologue if isinstance(n, st.Image)] == [Ref("image", v)]
+
+
+def test_images_that_are_alive_together_do_not_overlap(of: Subject) -> None:
+    values = frozenset(v for v, value in lowered(of, Shape()).values.items() if not value.row)
+    found = lowered(of, Shape(images=values))
+    kept = [n.ref.of for n in found.prologue if isinstance(n, st.Image)]
+    places = fitting.place_images(kept, found)
+    assert len(kept) > 1
+    for a, b in itertools.combinations(kept, 2):
+        (first, last), (start, end) = found.liveness.life(a), found.liveness.life(b)
+        together = first <= end and start <= last
+        apart = places[a] + found.image_bytes(a) <= places[b] or places[b] + found.image_bytes(b) <= places[a]
+        assert apart or not together
