@@ -53,7 +53,11 @@ Nest row_nest(const std::vector<int64_t>& extents, const std::vector<std::pair<c
   return nest;
 }
 
-// Walks the indices of a tile; f(at, i) gets the second operand's pointer and the index.
+constexpr int64_t kAhead = 8;           // indices that a row is fetched into the cache before its turn
+constexpr int64_t kFetchedBytes = 512;  // of a row; the hardware fetches the rest of a long one
+
+// Walks the indices of a tile; f(at, i) gets the second operand's pointer and the index. `rows` is where the rows lie that indices
+// name, `row_bytes` apart.
 class Indices {
  public:
   Indices(const Operand& index, const Operand& x, const std::vector<int64_t>& extents, int64_t count)
@@ -62,14 +66,27 @@ class Indices {
     simplify(nest_);
   }
   template <class F>
-  void walk_tile(const Context& c, F f) const {
+  void walk_tile(const Context& c, const char* rows, int64_t row_bytes, F f) const {
     char* at[2] = {address_.of(c), x_.of(c)};
     int64_t index[kMaxLoopDims + 1];
+    if (nest_.size() == 1) {
+      const int64_t n = nest_[0].extent(c.rows), step = nest_[0].stride[0], x_step = nest_[0].stride[1];
+      for (int64_t i = 0; i < n; ++i) {
+        if (i + kAhead < n) fetch(read_(at[0] + (i + kAhead) * step), rows, row_bytes);
+        f(at[1] + i * x_step, read_(at[0] + i * step));
+      }
+      return;
+    }
     walk(nest_.data(), static_cast<int>(nest_.size()), c.rows, at, 2, index, [&] { f(at[1], read_(at[0])); });
   }
   int64_t count() const { return count_; }
 
  private:
+  void fetch(int64_t i, const char* rows, int64_t row_bytes) const {
+    if (i < 0 || i >= count_) return;
+    for (int64_t b = 0, n = std::min(row_bytes, kFetchedBytes); b < n; b += 64) __builtin_prefetch(rows + i * row_bytes + b);
+  }
+
   Address address_, x_;
   ReadIndex read_;
   int64_t count_;
@@ -98,7 +115,7 @@ class GatherStep final : public Step {
   void run(const Context& c) const override {
     char* table = table_.of(c);
     const int64_t last = indices_.count() - 1;
-    indices_.walk_tile(c, [&](char* out, int64_t i) {
+    indices_.walk_tile(c, table, row_bytes_, [&](char* out, int64_t i) {
       if (i < 0 || i > last) {
         if (!clip_) return fill(out);
         i = i < 0 ? 0 : last;
@@ -110,6 +127,7 @@ class GatherStep final : public Step {
  private:
   void copy(char* from, char* to) const {
     const Dim& inner = nest_.back();
+    if (dense_ && nest_.size() == 1) return void(std::memcpy(to, from, static_cast<size_t>(inner.n * item_)));
     char* at[2] = {from, to};
     int64_t index[kMaxLoopDims];
     walk(nest_.data(), static_cast<int>(nest_.size()) - 1, 1, at, 2, index, [&] {
@@ -156,8 +174,9 @@ class AccumulateAtStep final : public Step {
     const Dim& inner = nest_.back();
     const int outer = static_cast<int>(nest_.size()) - 1;
     const int64_t stride = inner.stride[0] / item_;
-    indices_.walk_tile(c, [&](char* x, int64_t i) {
+    indices_.walk_tile(c, sink, row_bytes_, [&](char* x, int64_t i) {
       if (i < 0 || i >= indices_.count()) return;
+      if (outer == 0) return fold_row_(inner.n, x, stride, sink + i * row_bytes_);
       char* at[2] = {x, sink + i * row_bytes_};
       int64_t index[kMaxLoopDims];
       walk(nest_.data(), outer, 1, at, 2, index, [&] { fold_row_(inner.n, at[0], stride, at[1]); });
