@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import kitsune_jax as kj
 from kitsune_jax import config, lowering
-from kitsune_jax.targets.cuda import hostcc, lower, print_kernel, runtime
+from kitsune_jax.targets.cuda import hostcc, print_kernel, runtime, target
 from tests.support.checks import arrays, close, in_float64
 from tests.support.cuda_run import kernel_cache
 
@@ -183,7 +183,7 @@ def test_an_unknown_target_is_told() -> None:
 
 def test_without_a_compiler_one_warning_and_plain_hlo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    lower._warn.cache_clear()
+    target.warn_once.cache_clear()
     f = kj.pipeline(lambda x: jnp.sin(x) * 3, **emulated)
     with pytest.warns(RuntimeWarning) as told:
         got = jax.jit(f)(X)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax import lowering
+from kitsune_jax import lowering, targets
 from kitsune_jax.program import Program, build
 from kitsune_jax.route import route
 from kitsune_jax.targets.cuda import compile, devices, hostcc, lower, nvrtc, runtime
@@ -157,7 +157,7 @@ def test_a_named_architecture_takes_the_limits_of_the_devices_it_runs_on(monkeyp
 def test_a_device_that_is_too_old_is_told_before_anything_runs_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with(monkeypatch, H200, V100)
     assert "compute capability 7.0" in devices.why_not() and "CUDA_VISIBLE_DEVICES" in devices.why_not()
-    assert "compute capability 7.0" in lower.why_not("cuda") or runtime.why_not() or nvrtc.why_not()
+    assert "compute capability 7.0" in targets.get("cuda").why_not() or runtime.why_not() or nvrtc.why_not()
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")

@@ -124,11 +124,11 @@ def test_a_missing_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    cuda_lower = importlib.import_module("kitsune_jax.targets.cuda.lower")
-    cuda_lower._warn.cache_clear()
+    cuda = importlib.import_module("kitsune_jax.targets.cuda.target")
+    cuda.warn_once.cache_clear()
     monkeypatch.setattr(nvrtc, "why_not", lambda: "libnvrtc.so was not found")
     yield
-    cuda_lower._warn.cache_clear()
+    cuda.warn_once.cache_clear()
 
 
 @pytest.mark.usefixtures("no_nvrtc")

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-import warnings
 
 from kitsune_jax import config
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import Program, TileProgram
-from kitsune_jax.targets.cuda import compile, devices, hostcc, kernel, nvrtc, runtime, tiles
+from kitsune_jax.targets.cuda import compile, devices, kernel, nvrtc, runtime, tiles
 from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
 from kitsune_jax.targets.cuda.planning.machines import gpu
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
@@ -30,36 +29,6 @@ class Code:
     image: bytes
     arch: str
     name: str
-
-
-def available(target: str) -> bool:
-    """Whether ``target`` ("cuda", "emulator") can make kernels here. Says once, as a warning, what is missing."""
-    why = why_not(target)
-    if why:
-        _warn(f"kitsune_jax makes no CUDA kernels here: {why}. Functions lower as plain HLO.")
-    return not why
-
-
-@functools.cache
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
-
-
-def why_not(target: str) -> str:
-    """What ``available(target)`` misses, as a clause; "" for nothing."""
-    if not runtime.available():
-        return runtime.why_not()
-    return (nvrtc.why_not() or devices.why_not() if target == "cuda" else hostcc.why_not()) or ""
-
-
-def default_device(target: str) -> str:
-    """The machine model to plan for where the user names none."""
-    return "h200" if target == "emulator" else devices.model()
-
-
-def notes(target: str) -> tuple[str, ...]:
-    """What a report has to say about the devices here."""
-    return tuple(filter(None, [devices.note()])) if target == "cuda" else ()
 
 
 def arrangement(plan: Plan, program: TileProgram) -> Arrangement:

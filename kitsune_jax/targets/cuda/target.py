@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from kitsune_jax.program.ir import Program
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.base import Evaluate, Target
-from kitsune_jax.targets.cuda import devices, lower
+from kitsune_jax.targets.cuda import devices, hostcc, lower, nvrtc, runtime
 from kitsune_jax.targets.cuda.planning import machines, planner
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
@@ -26,10 +28,16 @@ class _Cuda(Target[GpuMachine]):
         self.name = name
 
     def why_not(self) -> str:
-        return lower.why_not(self.name)
+        return runtime.why_not() if not runtime.available() else self._no_compiler()
+
+    def _no_compiler(self) -> str:
+        return nvrtc.why_not() or devices.why_not() or ""
 
     def available(self) -> bool:
-        return lower.available(self.name)
+        why = self.why_not()
+        if why:
+            warn_once(f"kitsune_jax makes no CUDA kernels here: {why}. Functions lower as plain HLO.")
+        return not why
 
     def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
         return cuda.supports(op, in_values, out_values)
@@ -55,11 +63,19 @@ class _Cuda(Target[GpuMachine]):
 
 
 class _Emulator(_Cuda):
+    def _no_compiler(self) -> str:
+        return hostcc.why_not() or ""
+
     def machine(self, device: str | None = None) -> GpuMachine:
         return machines.gpu(device)
 
     def notes(self) -> tuple[str, ...]:
         return ()
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 CUDA = _Cuda("cuda")
