@@ -347,7 +347,7 @@ def _run_nodes(
         operands = [read(v) for v in region.inputs]
         avals = [captured.avals[v] for v in region.outputs]
         try:
-            with captured.steps[region.ops[-1]].place.context(), jax.named_scope(node.name):
+            with captured.steps[region.ops[-1]].origin.context(), jax.named_scope(node.name):
                 outs = node.call(operands, avals, evaluate)
         except Exception as error:
             failed(node, error)

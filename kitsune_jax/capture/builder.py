@@ -62,8 +62,8 @@ class Builder:
         return self._append(self._op("opaque", inputs, step, reason, {}), avals, step)
 
     def _op(self, kind: str, inputs: Sequence[int], step: Step, reason: str, params: dict[str, Param]) -> Op:
-        label = printable(_compat.called(step.place.eqns[-1])) if step.place.eqns else kind
-        return Op(kind, tuple(inputs), (), make_params(**params), step.place.source, printable(reason), label)
+        label = printable(_compat.called(step.origin.eqns[-1])) if step.origin.eqns else kind
+        return Op(kind, tuple(inputs), (), make_params(**params), step.origin.source, printable(reason), label)
 
     def _append(self, op: Op, avals: Sequence[Any], step: Step) -> list[int]:
         outputs = [self.value(aval) for aval in avals]

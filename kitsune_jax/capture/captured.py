@@ -20,7 +20,7 @@ from kitsune_jax.ops.table import OPS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class Origin:
     """Where an equation stands: the equations whose bodies enclose it, outermost first, and itself, last. May be empty."""
 
     eqns: tuple[Any, ...] = ()
@@ -52,12 +52,12 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """What stands beside an op of the Graph: its equation's place and, for an opaque op, how JAX evaluates it.
+    """What stands beside an op of the Graph: its equation's origin and, for an opaque op, how JAX evaluates it.
 
     ``evaluate`` takes an array (or tracer) for each of the op's inputs and returns its results; a literal may be any array.
     """
 
-    place: Place = Place()
+    origin: Origin = Origin()
     evaluate: Callable[..., Sequence[Any]] | None = None
     has_effects: bool = False
 
@@ -89,7 +89,7 @@ class Captured:
             raise ValueError(f"{op.label} ({op.source or 'no source line'}) is opaque, and nothing says how to evaluate it")
         (made,) = op.outputs
         aval = self.avals[made]
-        with step.place.context():
+        with step.origin.context():
             arrays = [_compat.varying_like(x, aval) for x in arrays]
             return [_compat.varying_like(spec.evaluate(dict(op.params), *arrays, out=self.graph.values[made]), aval)]
 

@@ -1,7 +1,7 @@
 """The equation at hand, and the ops of the table that it becomes.
 
-Comes in: an equation, its operands' value ids, its place. Goes out: ops appended to the builder. Invariant: every op stands in the
-equation's place.
+Comes in: an equation, its operands' value ids, its origin. Goes out: ops appended to the builder. Invariant: every op stands in the
+equation's origin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, value_of
-from kitsune_jax.capture.captured import Place, Step
+from kitsune_jax.capture.captured import Origin, Step
 from kitsune_jax.graph import Param, Scalar
 from kitsune_jax.ops.spec import is_float, np_dtype
 from kitsune_jax.ops.table import RENAMED
@@ -22,8 +22,8 @@ from kitsune_jax.ops.table import RENAMED
 class Equation:
     """What the rules of one equation read and write."""
 
-    def __init__(self, builder: Builder, eqn: Any, ins: list[int], place: Place):
-        self.builder, self.eqn, self.ins, self.step = builder, eqn, ins, Step(place)
+    def __init__(self, builder: Builder, eqn: Any, ins: list[int], origin: Origin):
+        self.builder, self.eqn, self.ins, self.step = builder, eqn, ins, Step(origin)
         self.params: dict[str, Any] = eqn.params
         self.name: str = eqn.primitive.name
         self.kind = RENAMED.get(self.name, self.name)  # of the op that it is, if it is one
@@ -76,8 +76,8 @@ class Equation:
         return self.builder.literal(python(rounded), dtype)
 
 
-def bind_in_place(eqn: Any, place: Place, params: dict[str, Any] | None, *arrays: Any) -> list[Any]:
+def bind_in_place(eqn: Any, origin: Origin, params: dict[str, Any] | None, *arrays: Any) -> list[Any]:
     """The equation on ``arrays``, in its context (with other ``params`` if given). Literals keep their own, perhaps weak, type."""
     vals = [v.val if _compat.is_literal(v) and np.ndim(x) == 0 else x for v, x in zip(eqn.invars, arrays, strict=True)]
-    with place.enclosing():
+    with origin.enclosing():
         return _compat.bind_eqn(eqn, vals, params)

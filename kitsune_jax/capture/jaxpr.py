@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, scalar_of, value_of
-from kitsune_jax.capture.captured import Captured, Place, Step
+from kitsune_jax.capture.captured import Captured, Origin, Step
 from kitsune_jax.capture.equation import bind_in_place
 from kitsune_jax.capture.rewrites import PARTS, REWRITES, rewritten
 from kitsune_jax.capture.translate import translate
@@ -54,7 +54,7 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = 
     Args:
       closed_jaxpr: a closed jaxpr whose constants have been hoisted into arguments.
       rewrite: applied to the (closed) bodies of ``scan``, ``while`` and ``cond`` equations; it returns a jaxpr of the same type,
-        which takes the body's place when the op runs. Bodies that hold constants are left alone.
+        which takes the body's origin when the op runs. Bodies that hold constants are left alone.
       parts: make weight gradients of concatenations part by part. (What is computed of such a gradient is then not computed of the
         result of a single op, so a target whose calls update parameters is better off without.)
 
@@ -78,7 +78,7 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = 
     builder = Builder()
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
     walk = _Walk(builder, rewrite, [])
-    outputs = walk.jaxpr(jaxpr, (), inputs, Place(()))
+    outputs = walk.jaxpr(jaxpr, (), inputs, Origin(()))
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
     return rewritten(captured, (*REWRITES, PARTS) if parts else REWRITES)
@@ -90,68 +90,68 @@ class _Walk:
     rewrite: Rewrite | None
     failures: list[Failure]
 
-    def jaxpr(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], around: Place) -> list[int]:
+    def jaxpr(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], around: Origin) -> list[int]:
         """Append ``jaxpr`` applied to values ``inputs``. Returns the value ids of its results."""
         env: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self._constant(const, var.aval, around)
         for eqn in jaxpr.eqns:
-            place = Place((*around.eqns, eqn))
-            ins = [self._read(env, v, place) for v in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, ins, place), strict=True))
+            origin = Origin((*around.eqns, eqn))
+            ins = [self._read(env, v, origin) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self._equation(eqn, ins, origin), strict=True))
         return [self._read(env, v, around) for v in jaxpr.outvars]
 
-    def _read(self, env: Mapping[Any, int], v: Any, place: Place) -> int:
-        return self._constant(v.val, v.aval, place) if _compat.is_literal(v) else env[v]
+    def _read(self, env: Mapping[Any, int], v: Any, origin: Origin) -> int:
+        return self._constant(v.val, v.aval, origin) if _compat.is_literal(v) else env[v]
 
-    def _constant(self, x: Any, aval: Any, place: Place) -> int:
+    def _constant(self, x: Any, aval: Any, origin: Origin) -> int:
         """A literal for a scalar; for anything larger an op without inputs that yields it."""
         scalar = scalar_of(x)
         if scalar is not None and scalar[1] == str(getattr(aval, "dtype", "")):
             return self.builder.literal(*scalar)
-        step = Step(place, lambda: [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)])
+        step = Step(origin, lambda: [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)])
         return self.builder.opaque((), [aval], step, "a constant array")[0]
 
-    def _equation(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
+    def _equation(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         """Value ids of the equation's results, which are those of one opaque op where a rule fails."""
         mark = len(self.builder.ops)
         try:
-            outs = self._translated(eqn, ins, place)
+            outs = self._translated(eqn, ins, origin)
             self.builder.check(outs, [v.aval for v in eqn.outvars])
             return outs
         except Exception as e:
             self.builder.cut(mark)
-            self._failed(e, eqn, place)
+            self._failed(e, eqn, origin)
             reason = f"{_compat.called(eqn)}: kitsune_jax failed on it, which is a bug of kitsune_jax ({type(e).__name__}: {e})"
-            return self._opaque(eqn, ins, place, reason)
+            return self._opaque(eqn, ins, origin, reason)
 
-    def _failed(self, error: Exception, eqn: Any, place: Place, part: str = "") -> None:
-        line = place.source
+    def _failed(self, error: Exception, eqn: Any, origin: Origin, part: str = "") -> None:
+        line = origin.source
         self.failures.append(Failure.of(error, part + _compat.called(eqn) + (f" ({line})" if line else "")))
 
-    def _translated(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
+    def _translated(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         name = eqn.primitive.name
         if name in _BODY:
             reason = _why_not_inlined(eqn)
-            return self._call(eqn, ins, place) if reason is None else self._opaque(eqn, ins, place, reason)
+            return self._call(eqn, ins, origin) if reason is None else self._opaque(eqn, ins, origin, reason)
         effects = _effects(eqn)
         if effects:
-            return self._opaque(eqn, ins, place, effects)
+            return self._opaque(eqn, ins, origin, effects)
         if name in _LOOPS:
-            return self._opaque(eqn, ins, place, _LOOPS[name])
+            return self._opaque(eqn, ins, origin, _LOOPS[name])
         expansion = _compat.expansion(eqn)
         if expansion is not None:
-            return self.jaxpr(*_compat.open_parts(expansion), ins, place)
-        outs = translate(self.builder, eqn, ins, place)
-        return self._opaque(eqn, ins, place, outs) if isinstance(outs, str) else outs
+            return self.jaxpr(*_compat.open_parts(expansion), ins, origin)
+        outs = translate(self.builder, eqn, ins, origin)
+        return self._opaque(eqn, ins, origin, outs) if isinstance(outs, str) else outs
 
-    def _call(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
+    def _call(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         jaxpr, consts = _compat.open_parts(eqn.params[_BODY[eqn.primitive.name]])
         if eqn.primitive.name in _CHECKPOINTS:
-            ins = self._barrier(eqn, ins, place)
-        return self.jaxpr(jaxpr, consts, ins, place)
+            ins = self._barrier(eqn, ins, origin)
+        return self.jaxpr(jaxpr, consts, ins, origin)
 
-    def _barrier(self, eqn: Any, ins: list[int], place: Place) -> list[int]:
+    def _barrier(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         """The inputs of a checkpointed body, the marked ones behind a barrier, without which XLA would merge the recomputation."""
         prevent = eqn.params["prevent_cse"]
         marked = [prevent] * len(ins) if isinstance(prevent, bool) else jax.tree.leaves(prevent)
@@ -161,19 +161,19 @@ class _Walk:
         avals = [a.aval for a, m in zip(eqn.invars, marked, strict=True) if m]
 
         def evaluate(*arrays: Any) -> Sequence[Any]:
-            with place.context():
+            with origin.context():
                 return jax.lax.optimization_barrier(arrays)
 
         reason = "a barrier that keeps a recomputation from being merged with what it recomputes"
-        outs = iter(self.builder.opaque(behind, avals, Step(place, evaluate), reason))
+        outs = iter(self.builder.opaque(behind, avals, Step(origin, evaluate), reason))
         return [next(outs) if m else v for v, m in zip(ins, marked, strict=True)]
 
-    def _opaque(self, eqn: Any, ins: list[int], place: Place, reason: str) -> list[int]:
-        params = self._rewritten(eqn, place)
-        step = Step(place, functools.partial(bind_in_place, eqn, place, params), bool(_effects(eqn)))
+    def _opaque(self, eqn: Any, ins: list[int], origin: Origin, reason: str) -> list[int]:
+        params = self._rewritten(eqn, origin)
+        step = Step(origin, functools.partial(bind_in_place, eqn, origin, params), bool(_effects(eqn)))
         return self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason)
 
-    def _rewritten(self, eqn: Any, place: Place) -> dict[str, Any] | None:
+    def _rewritten(self, eqn: Any, origin: Origin) -> dict[str, Any] | None:
         """Parameters with rewritten bodies, or ``None`` where nothing changes. A body that cannot be rewritten stays as it is."""
         rewrite = self.rewrite
         if rewrite is None or eqn.primitive.name not in _LOOPS:
@@ -188,7 +188,7 @@ class _Walk:
                     raise ValueError(f"a body of type {_types(jaxpr)} was rewritten to one of type {_types(new)}")
                 return new
             except Exception as e:
-                self._failed(e, eqn, place, "the body of ")
+                self._failed(e, eqn, origin, "the body of ")
                 return jaxpr
 
         def param(x: Any) -> Any:

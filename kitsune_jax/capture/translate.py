@@ -13,7 +13,7 @@ import numpy as np
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, is_array, scalar_of
-from kitsune_jax.capture.captured import Place
+from kitsune_jax.capture.captured import Origin
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.ops.spec import is_float, name_of, np_dtype
@@ -26,14 +26,14 @@ _COLLECTIVES = (
 )
 
 
-def translate(builder: Builder, eqn: Any, ins: list[int], place: Place) -> list[int] | str:
+def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
     """Value ids of the results of ``eqn`` on ``ins``, or why it has to stay opaque."""
     name = eqn.primitive.name
     if name in _IDENTITIES and len(ins) == 1:
         return ins
     if name in _COLLECTIVES:
         return f"{name}: communicates between devices"
-    e = Equation(builder, eqn, ins, place)
+    e = Equation(builder, eqn, ins, origin)
     if name not in RULES and e.kind not in OPS:
         return f"{_compat.called(eqn)}: not an op the pipeline knows"
     why = _why_opaque(e)

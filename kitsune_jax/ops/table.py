@@ -1,9 +1,9 @@
 """The op table: one entry says everything about an op.
 
 Comes in: nothing (this is data). Goes out: ``OPS``, by canonical kind. To add an op, add its entry (``pointwise``,
-``shape`` or ``reduce``) and, where JAX's parameters differ from the entry's, its rule in ``rules``. Invariant: for every
-entry the NumPy rule equals JAX in every dtype of ``OpSpec.dtypes``, and the relations hold by experiment
-(``tests/table/test_ops.py``).
+``shape`` or ``reduce``; docs/adding.md) and, where JAX's parameters differ from the entry's, its rule in
+``capture.primitives``. Invariant: for every entry the NumPy rule equals JAX in every dtype of ``OpSpec.dtypes``, and the relations
+hold by experiment (``tests/table``).
 
 >>> OPS["exp"].family, OPS["exp"].arity, OPS["exp"].cpu
 ('pointwise', 1, 'exp')
@@ -23,24 +23,7 @@ from kitsune_jax.ops.reduce import REDUCTIONS
 from kitsune_jax.ops.shape import SHAPES
 from kitsune_jax.ops.spec import OpSpec
 
-__all__ = ["FAMILIES", "OPS", "RENAMED", "OpSpec", "resolve_rows"]
-
-FAMILIES = (
-    "pointwise",
-    "convert",
-    "reduce",
-    "argreduce",
-    "cumulative",
-    "dot",
-    "broadcast",
-    "reshape",
-    "transpose",
-    "concatenate",
-    "slice",
-    "pad",
-    "rev",
-    "iota",
-)
+__all__ = ["OPS", "RENAMED", "OpSpec", "resolve_rows"]
 
 OPS: Mapping[str, OpSpec] = MappingProxyType({**POINTWISE, **SHAPES, **REDUCTIONS})
 

@@ -1,34 +1,6 @@
-"""The tile program: one typed SSA body per stage, its builder, and its NumPy interpreter."""
+"""The tile program (``ir``), its builder, its checker (``verify``), passes over it (``passes``), and its NumPy interpreter."""
 
 from kitsune_jax.program.build import assemble, build
-from kitsune_jax.program.ir import (
-    ROWS,
-    Array,
-    ArrayType,
-    Block,
-    Instr,
-    Part,
-    Program,
-    QueueType,
-    SinkType,
-    StageProgram,
-    TileProgram,
-    TileType,
-)
+from kitsune_jax.program.ir import Array, Program, TileProgram
 
-__all__ = [
-    "ROWS",
-    "Array",
-    "ArrayType",
-    "Block",
-    "Instr",
-    "Part",
-    "Program",
-    "QueueType",
-    "SinkType",
-    "StageProgram",
-    "TileProgram",
-    "TileType",
-    "assemble",
-    "build",
-]
+__all__ = ["Array", "Program", "TileProgram", "assemble", "build"]

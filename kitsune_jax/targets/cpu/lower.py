@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.passes import simplified, with_epilogues
+from kitsune_jax.streams.space import dim_strides
 from kitsune_jax.targets.cpu import buffers, bytecode, matmul, pointwise, structured, views
 from kitsune_jax.targets.cpu.bytecode import (
     CUMULATIVE,
@@ -143,8 +144,7 @@ def _pad(stage: Stage, i: int, instr: Instr) -> None:
     x, fill = instr.inputs
     tile = stage.type(x).tile
     low, interior = instr["low"][int(tile) :], instr["interior"][int(tile) :]  # ``high`` is what the shape of the result says
-    whole = stage.place(stage.root(instr.outputs[0]))
-    whole = views.shaped(whole, stage.type(instr.outputs[0]).shape)
+    whole = stage.place(instr.outputs[0])
     builder = VectorBuilder(views.squeezed(whole.shape))
     builder.store(whole, stage.read(builder, fill, whole.shape))
     stage.emit(builder.finish(), tile)
@@ -174,7 +174,7 @@ def _reduce(stage: Stage, i: int, instr: Instr) -> None:
     tile = stage.type(instr.inputs[0]).tile
     axes = {a - int(tile) for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}
     x = _reduced(stage, instr.inputs[0])
-    out = views.shaped(stage.place(stage.root(instr.outputs[0])), stage.type(instr.outputs[0]).shape)
+    out = stage.place(instr.outputs[0])
     kept = [d for d in range(len(x.shape)) if d not in axes]
     in_order = sorted(axes) if how.startswith("arg") else sorted(axes, key=lambda d: -abs(x.strides[d]))
     kept_x = [(x.shape[d], x.strides[d], s) for d, s in zip(kept, out.strides, strict=True)]
@@ -215,7 +215,7 @@ def _loops(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 def _scan(stage: Stage, i: int, instr: Instr) -> None:
     x = stage.view(instr.inputs[0])
-    out = views.shaped(stage.place(stage.root(instr.outputs[0])), x.shape)
+    out = stage.place(instr.outputs[0])
     tile = stage.type(instr.inputs[0]).tile
     axis = instr["axis"] - int(tile)
     k = _loops([(x.shape[d], x.strides[d], out.strides[d]) for d in range(len(x.shape)) if d != axis])
@@ -241,7 +241,7 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
         stage.write(v, x)
     axes = {a - 1 for a in instr["axes"]} - {-1}
     left = [d for d in range(len(x.shape)) if d not in axes]
-    dense = views.dense_strides([x.shape[d] for d in left])  # of the accumulator
+    dense = dim_strides(tuple(x.shape[d] for d in left))  # of the accumulator
     kept = _loops([(x.shape[d], x.strides[d], t) for d, t in zip(left, dense, strict=True)])
     reduced = _loops([(x.shape[d], x.strides[d], 0) for d in sorted(axes, key=lambda d: -abs(x.strides[d]))])
     stage.code.append(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import ArrayType, Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes.flow import VIEWS, Flow, Use
+from kitsune_jax.streams.space import dim_strides
 from kitsune_jax.targets.cpu import views
 from kitsune_jax.targets.cpu.bytecode import (
     DTYPE_CODE,
@@ -61,7 +62,7 @@ class Border:
 
 def border(program: TileProgram, array: ArrayType, space: int, number: int) -> Border:
     ref = Ref(space, number, 0, DTYPE_CODE[array.dtype])
-    dense, batch = views.dense_strides(array.shape), program.batch_axes
+    dense, batch = dim_strides(array.shape), program.batch_axes
     if not array.row_strides:
         return Border(ref, (), array.shape, dense, View(ref, 0, array.shape, dense))
     shape, strides = tuple(array.shape[d] for d in array.dims), tuple(dense[d] for d in array.dims)
@@ -152,7 +153,7 @@ class Stage:
     def queue(self, number: int) -> View:
         t = self.program.queues[number].tile
         ref = Ref(QUEUE, number, 0, DTYPE_CODE[t.dtype])
-        return View(ref, views.row_pitch(t.shape, t.dtype), t.shape, views.dense_strides(t.shape))
+        return View(ref, views.row_pitch(t.shape, t.dtype), t.shape, dim_strides(t.shape))
 
     def sliced(self, instr: Instr) -> Border:
         """What a ``load_slice`` or a ``store_slice`` names: a part of an array that moves with the numbers of loops."""

@@ -100,8 +100,7 @@ def _hand_on(stage: Stage, block: Block, places: Sequence[View]) -> None:
 
 def gather(stage: Stage, i: int, instr: Instr) -> None:
     table, index = (stage.view(v) for v in instr.inputs)
-    out = stage.place(stage.root(instr.outputs[0]))
-    out = views.shaped(out, stage.type(instr.outputs[0]).shape)
+    out = stage.place(instr.outputs[0])
     fills = instr["mode"] == "fill"
     fill = immediate(instr["fill"], compute_type(out.dtype)) if fills else (0.0,)
     if table.shape[0] == 0:
@@ -150,8 +149,8 @@ def dot(stage: Stage, i: int, instr: Instr) -> None:
         strides = _strides(view, groups)
         return strides is not None and strides[2] == 1
 
-    out = stage.place(stage.root(instr.outputs[0]), lambda view: fits(views.shaped(view, result.shape)))
-    strides = _strides(views.shaped(out, result.shape), groups)
+    out = stage.place(instr.outputs[0], fits)
+    strides = _strides(out, groups)
     assert strides is not None
     x_, y_ = Operand(vx.ref, vx.row_stride, sx[:2]), Operand(vy.ref, vy.row_stride, sy)
     b = math.prod(t.shape[d] for d in batch)
@@ -200,6 +199,6 @@ def _multiplied_and_summed(stage: Stage, instr: Instr, sides: tuple[tuple[int, G
     products = stage.scratch(shape, wide)
     builder.store(products, builder.micro("mul", wide, a, b))
     stage.code.append(builder.finish())
-    out = views.shaped(stage.place(stage.root(instr.outputs[0])), shape[:kept])
+    out = stage.place(instr.outputs[0])
     over = Operand(products.ref, products.row_stride, products.strides)
     stage.code.append(Reduce(REDUCTIONS.index("sum"), shape[:kept], shape[kept:], over, out.operand()))

@@ -8,6 +8,7 @@ reads (kernels may run in vectors of any width).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from kitsune_jax.graph import Scalar
@@ -172,10 +173,7 @@ class VectorBuilder:
 
 
 def _extent(extents: Sequence[int], dims: Sequence[int]) -> int:
-    n = 1
-    for d in dims:
-        n *= extents[d]
-    return n
+    return math.prod(extents[d] for d in dims)
 
 
 def merge_dims(extents: Sequence[int], strides: Sequence[Sequence[int]], order: Sequence[int]) -> list[list[int]]:

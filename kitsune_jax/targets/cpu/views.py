@@ -11,6 +11,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from kitsune_jax.program.passes.flow import squeezed as squeezed
+from kitsune_jax.streams.space import dim_strides
 from kitsune_jax.targets.cpu.bytecode import DTYPES, SCRATCH, Operand, Ref
 
 ITEM_SIZE = dict(zip(DTYPES, (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8), strict=True))
@@ -40,16 +42,6 @@ class View:
         return dataclasses.replace(self, ref=dataclasses.replace(self.ref, offset=self.ref.offset + offset))
 
 
-def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides: ``(2, 3, 4)`` gives ``(12, 4, 1)``."""
-    out: list[int] = []
-    step = 1
-    for n in reversed(shape):
-        out.append(step)
-        step *= n
-    return tuple(reversed(out))
-
-
 def row_pitch(shape: tuple[int, ...], dtype: str) -> int:
     """Elements between the rows of a tile in scratch or in a queue.
 
@@ -67,22 +59,10 @@ def row_pitch(shape: tuple[int, ...], dtype: str) -> int:
     return lines * 64 // item
 
 
-def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
-    """``shape`` without its dimensions of extent 1."""
-    return tuple(n for n in shape if n != 1)
-
-
 def reshape(view: View, shape: tuple[int, ...]) -> View | None:
     """``view`` with another row shape of the same size, or None where that needs a copy."""
     strides = reshape_strides(view.shape, view.strides, shape)
     return None if strides is None else View(view.ref, view.row_stride, shape, strides)
-
-
-def shaped(view: View, shape: tuple[int, ...]) -> View:
-    """``view`` with dimensions of extent 1 inserted or dropped."""
-    same = reshape(view, shape)
-    assert same is not None
-    return same
 
 
 def reshape_strides(old: Sequence[int], strides: Sequence[int], new: Sequence[int]) -> tuple[int, ...] | None:
@@ -164,7 +144,7 @@ def scratch(buffer: int, dtype_code: int, shape: tuple[int, ...], dense: bool = 
     ``dense``: no space between rows, for those who walk rows and an inner dimension in one loop.
     """
     pitch = math.prod(shape) if dense else row_pitch(shape, DTYPES[dtype_code])
-    return View(Ref(SCRATCH, buffer, 0, dtype_code), pitch, shape, dense_strides(shape))
+    return View(Ref(SCRATCH, buffer, 0, dtype_code), pitch, shape, dim_strides(shape))
 
 
 def chain(pairs: Sequence[tuple[int, int]]) -> int | None:

@@ -99,12 +99,10 @@ class CpuTimes:
         """An element of a pointwise op, with the pass over the tile that it takes."""
         code = OPS[kind].opcodes[0] if OPS[kind].opcodes else "add"
         if dtype == "float64":
-            near = {"exp": "exp", "log": "log", "tanh": "tanh", "div": "div", "sqrt": "sqrt"}.get(code)
-            if near is None:
-                near = "tanh" if OPS[kind].flops > 6 else "add"
-            return self[f"vector64/{near}"]
+            near = "tanh" if OPS[kind].flops > 6 else "add"
+            return self._numbers.get(f"vector64/{code}", self[f"vector64/{near}"])
         found = self._numbers.get(f"vector/{code}")
-        if found is None:  # a rare function, or a conversion
+        if found is None:  # one that is not measured, or a conversion
             found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
         return found
 
