@@ -140,7 +140,10 @@ def test_no_case_is_left_of_an_op_that_is_gone() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in NOT_DIFFERENTIABLE if set(OPS[kind].dtypes) & set(FLOATS) and OPS[kind].arity])
 def test_what_is_said_not_to_be_differentiable_is_not(kind: str) -> None:
     """It gives no floats, or JAX refuses."""
-    options = {"axes": (0,), "index_dtype": np.dtype(np.int32)} if kind in ("argmax", "argmin") else {}
+    index = {"axes": (0,), "index_dtype": np.dtype(np.int32)}
+    options: dict[str, Any] = {"argmax": index, "argmin": index, "bitcast_convert_type": {"new_dtype": np.dtype(np.int32)}}.get(
+        kind, {}
+    )
     primitive = getattr(lax, f"{kind}_p")
     operands = [np.full(3, 1.5, np.float32)] * (OPS[kind].arity or 0)
     if not jnp.issubdtype(jax.eval_shape(lambda *xs: primitive.bind(*xs, **options), *operands).dtype, jnp.floating):

@@ -175,7 +175,7 @@ def test_resumes_bit_by_bit(finished: Run, tmp_path: Path, capsys: pytest.Captur
 def test_interrupted_run_leaves_a_checkpoint(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update = Progress.update
+    update, handler = Progress.update, signal.getsignal(signal.SIGINT)
 
     def interrupting(self: Progress, *args: Any, **kwargs: Any) -> None:
         update(self, *args, **kwargs)
@@ -187,7 +187,7 @@ def test_interrupted_run_leaves_a_checkpoint(
     assert "interrupted after 7 of 50 steps" in run.text
     assert len(run.losses) == 7
     assert (tmp_path / "loss.png").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.slow
