@@ -1,4 +1,4 @@
-// Scalar arithmetic of the executor's own loops (scans, sums of lanes), with the kernels' semantics: NaN wins, +0 > -0, and a
+// Scalar arithmetic of the executor's own loops (scans, sums of strands), with the kernels' semantics: NaN wins, +0 > -0, and a
 // denormal counts as a zero on threads that flush denormals, as XLA's do.
 #pragma once
 

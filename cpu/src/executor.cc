@@ -10,24 +10,25 @@ namespace {
 // How many partial sums of `bytes` a program keeps beside each other, where its work takes one thread `ns`. A function of
 // the program, never of the schedule, the pool or the machine, so that equal inputs give equal bits.
 //
-// L lanes keep L threads busy, but each is written once and read once more when all are added up: ns / L + L * bytes / rate is
-// least at L = sqrt(ns * rate / bytes), and a worker beyond that costs more than it does. Where every worker has a lane, more of
+// L strands keep L threads busy, but each is written once and read once more when all are added up: ns / L + L * bytes / rate is
+// least at L = sqrt(ns * rate / bytes), and a worker beyond that costs more than it does. Where every worker has a strand, more of
 // them only even out workers of different speed, which is worth some kUneven of the work.
-int64_t lanes_for(const Program& p, size_t bytes, double ns) {
-  constexpr size_t kMost = size_t{256} << 20, kMostSpare = size_t{64} << 20;  // beside the arrays; of lanes for evenness
+int64_t strands_for(const Program& p, size_t bytes, double ns) {
+  constexpr size_t kMost = size_t{256} << 20, kMostSpare = size_t{64} << 20;  // beside the arrays; of strands for evenness
   constexpr double kWorkerRate = 8, kMostRate = 200, kChunkBytes = 8192;      // bytes per ns; of a piece that one thread adds up
-  constexpr double kUneven = 0.15, kLaneBytes = 1024;                         // what starting a lane costs, in bytes
-  double size = static_cast<double>(bytes) + kLaneBytes, adders = std::min(static_cast<double>(p.workers), size / kChunkBytes);
+  constexpr double kUneven = 0.15, kStrandBytes = 1024;                       // what starting a strand costs, in bytes
+  double size = static_cast<double>(bytes) + kStrandBytes, adders = std::min(static_cast<double>(p.workers), size / kChunkBytes);
   double rate = std::min(kMostRate, kWorkerRate * std::max(1.0, adders));
   double useful = std::sqrt(ns * rate / size), even = std::sqrt(kUneven) * useful;
-  int64_t lanes = std::min(p.workers, static_cast<int64_t>(std::min(useful, double{kMaxWorkers})));
-  if (lanes == p.workers) {
-    double spare = std::min({even, static_cast<double>(std::max<int64_t>(64, 8 * lanes)), static_cast<double>(kMostSpare) / size});
-    lanes *= std::max<int64_t>(1, static_cast<int64_t>(spare) / lanes);  // as many for every worker
+  int64_t strands = std::min(p.workers, static_cast<int64_t>(std::min(useful, double{kMaxWorkers})));
+  if (strands == p.workers) {
+    double spare =
+        std::min({even, static_cast<double>(std::max<int64_t>(64, 8 * strands)), static_cast<double>(kMostSpare) / size});
+    strands *= std::max<int64_t>(1, static_cast<int64_t>(spare) / strands);  // as many for every worker
   }
   size_t most = plus(kMost, array_bytes(p.inputs, p.outputs));
-  lanes = std::min(lanes, static_cast<int64_t>(std::min<size_t>(most / std::max<size_t>(bytes, 1), kMaxWorkers)));
-  return std::clamp<int64_t>(lanes, 1, p.tiles);
+  strands = std::min(strands, static_cast<int64_t>(std::min<size_t>(most / std::max<size_t>(bytes, 1), kMaxWorkers)));
+  return std::clamp<int64_t>(strands, 1, p.tiles);
 }
 
 void plan_sinks(Plan& plan, double ns) {
@@ -48,13 +49,13 @@ void plan_sinks(Plan& plan, double ns) {
     SinkPlan& s = plan.sinks[i];
     Storer(plan.table, p.outputs[p.sinks[i].out].dtype, s.acc,
            "kitsune program: sink " + std::to_string(i));  // checks that it exists
-    s.offset = plan.lane_bytes;
-    plan.lane_bytes = plus(plan.lane_bytes, align_up(times(static_cast<size_t>(p.sinks[i].elements), item_size(s.acc))));
+    s.offset = plan.strand_bytes;
+    plan.strand_bytes = plus(plan.strand_bytes, align_up(times(static_cast<size_t>(p.sinks[i].elements), item_size(s.acc))));
     plan.stages[s.stage].sinks.push_back(static_cast<int64_t>(i));
   }
-  if (!p.sinks.empty()) plan.lanes = lanes_for(p, plan.lane_bytes, ns);
-  plan.lanes_bytes = times(plan.lane_bytes, static_cast<size_t>(plan.lanes));
-  limit_memory(plan.lanes_bytes, p.inputs, p.outputs, "partial sums");
+  if (!p.sinks.empty()) plan.strands = strands_for(p, plan.strand_bytes, ns);
+  plan.strands_bytes = times(plan.strand_bytes, static_cast<size_t>(plan.strands));
+  limit_memory(plan.strands_bytes, p.inputs, p.outputs, "partial sums");
 }
 
 void plan_queues(Plan& plan) {
@@ -83,7 +84,7 @@ void order_stages(Plan& plan) {
       if (--waiting[p.queues[q].producer] == 0) order.push_back(p.queues[q].producer);
   int64_t deepest = 1;
   for (const Ring& q : p.queues) deepest = std::max(deepest, q.depth);
-  plan.window = std::min<int64_t>(p.tiles, 2 * std::max({deepest, plan.lanes, int64_t{64}}));
+  plan.window = std::min<int64_t>(p.tiles, 2 * std::max({deepest, plan.strands, int64_t{64}}));
 }
 
 // Steps of the instructions [begin, end) of stage `s`, inside of `depth` loops; `temp` grows to what they need.
@@ -135,7 +136,7 @@ void compile_stages(Plan& plan) {
 
 int64_t busiest(const Plan& plan) {
   int64_t stages = static_cast<int64_t>(plan.stages.size());
-  int64_t tiles = plan.lanes > 0 && stages == 1 ? plan.lanes : plan.program.tiles;
+  int64_t tiles = plan.strands > 0 && stages == 1 ? plan.strands : plan.program.tiles;
   return std::max(static_cast<int64_t>(plan.prep_tasks.size()), std::min<int64_t>(tiles, 4096) * stages);
 }
 

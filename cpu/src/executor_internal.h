@@ -28,7 +28,7 @@ struct Context {
   char* scratch;
   char* const* slots;  // per queue: the slot of this tile
   char* const* preps;  // per prepared operand
-  char* lane;          // the sink accumulators of this tile's lane
+  char* strand;        // the sink accumulators of this tile's strand
   char* packed;        // what Pack has prepared
   char* temp;          // Step::temp_bytes() bytes, 64-byte aligned
 };
@@ -70,7 +70,7 @@ class Step {
 
 struct SinkPlan {
   DType acc;      // accumulator type
-  size_t offset;  // in a lane
+  size_t offset;  // in a strand
   int64_t stage;
 };
 
@@ -103,21 +103,21 @@ struct Plan {
   const KernelTable& table;
   std::vector<StagePlan> stages;
   std::vector<int64_t> order;  // stages, most downstream first
-  int64_t lanes = 0;           // partial sums beside each other; 0 without sinks
-  size_t lane_bytes = 0;
+  int64_t strands = 0;         // partial sums beside each other; 0 without sinks
+  size_t strand_bytes = 0;
   int64_t window = 0;  // tiles a stage may be ahead of its first unfinished one
   std::vector<PrepPlan> preps;
   std::vector<PrepTask> prep_tasks;
   std::vector<SinkPlan> sinks;
   std::vector<size_t> ring_offset;  // in the call's ring memory
   std::vector<size_t> entry_stride;
-  size_t ring_bytes = 0, prep_bytes = 0, lanes_bytes = 0;
+  size_t ring_bytes = 0, prep_bytes = 0, strands_bytes = 0;
   size_t packed_bytes = 0;   // of a worker, for what Pack prepares
   size_t scratch_bytes = 0;  // of a worker: the stage's scratch, what Pack prepares, then the steps' temporary memory
   size_t packed_offset = 0, temp_offset = 0;
   int64_t most_workers = 1;  // as many as can be busy at once, and whose temporary memory together is in proportion to the arrays
   double estimated_ns = 0;
-  size_t memory_bytes() const { return plus(plus(prep_bytes, ring_bytes), plus(lanes_bytes, scratch_bytes)); }
+  size_t memory_bytes() const { return plus(plus(prep_bytes, ring_bytes), plus(strands_bytes, scratch_bytes)); }
 };
 
 // Runs a program once. ins[i] and outs[i] are its inputs and outputs; the result is as that of Executable::run.

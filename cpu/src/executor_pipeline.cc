@@ -6,7 +6,7 @@ namespace kitsune::cpu {
 
 Pipeline::Pipeline(const Plan& plan) : plan_(plan), tiles_(plan.program.tiles) {
   left_ = tiles_ * static_cast<int64_t>(plan.stages.size());
-  reach_ = std::max<int64_t>(1, plan.lanes);
+  reach_ = std::max<int64_t>(1, plan.strands);
   stages_.resize(plan.stages.size());
   slots_.resize(plan.program.queues.size());
   for (StageState& s : stages_) s.states.assign(static_cast<size_t>(plan.window), kIdle);
@@ -19,8 +19,8 @@ Pipeline::Pipeline(const Plan& plan) : plan_(plan), tiles_(plan.program.tiles) {
 
 bool Pipeline::ready(int64_t s, int64_t position) const {
   const StagePlan& stage = plan_.stages[s];
-  if (!stage.sinks.empty() && position >= plan_.lanes) {
-    int64_t before = position - plan_.lanes;
+  if (!stage.sinks.empty() && position >= plan_.strands) {
+    int64_t before = position - plan_.strands;
     if (before >= stages_[s].low && stages_[s].states[before % plan_.window] != kDone) return false;
   }
   for (int64_t q : stage.inputs)

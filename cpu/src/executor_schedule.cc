@@ -59,8 +59,8 @@ void describe(const std::exception& why, const char* name, char* out, size_t byt
 }
 
 struct Round {
-  enum Kind { kPrepare, kTiles, kLanes, kPipeline, kCombine } kind;
-  int64_t count;  // units: tasks, tiles, lanes or chunks; 0 for a pipeline
+  enum Kind { kPrepare, kTiles, kStrands, kPipeline, kCombine } kind;
+  int64_t count;  // units: tasks, tiles, strands or chunks; 0 for a pipeline
 };
 
 struct Job {
@@ -75,7 +75,8 @@ struct CombineJob {
 
 class Run : public std::enable_shared_from_this<Run> {
  public:
-  Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers, Pool& pool);
+  Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* strands, int64_t workers,
+      Pool& pool);
   // A thread's part: returns when the call is over, and to the caller when nobody uses its pool.
   void join(bool caller = false);
   const char* error() const { return error_; }
@@ -92,10 +93,10 @@ class Run : public std::enable_shared_from_this<Run> {
   // Without it.
   void execute(const Job& job);
   void find_batch(int64_t number, Context& c) const;
-  void run_tile(Context& c, int64_t stage, int64_t tile, int64_t lane, bool first_of_lane) const;
+  void run_tile(Context& c, int64_t stage, int64_t tile, int64_t strand, bool first_of_strand) const;
   void run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) const;
-  void run_lane(Context& c, int64_t lane) const;
-  void combine_lanes(const CombineJob& job, char* temp) const;
+  void run_strand(Context& c, int64_t strand) const;
+  void combine_strands(const CombineJob& job, char* temp) const;
 
   const Plan& plan_;
   void (*end_of_call_)();
@@ -103,7 +104,7 @@ class Run : public std::enable_shared_from_this<Run> {
   char* const* outs_;
   char* prepared_;
   char* rings_;
-  char* lanes_;
+  char* strands_;
   int64_t workers_;
   Pool& pool_;  // lives as long as the call: used only while `starting_` keeps the caller
   std::vector<char*> preps_;
@@ -121,7 +122,7 @@ class Run : public std::enable_shared_from_this<Run> {
   char error_[kErrorBytes] = "";  // "" or what went wrong: there may be no memory for a string
 };
 
-Run::Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* lanes, int64_t workers,
+Run::Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* strands, int64_t workers,
          Pool& pool)
     : plan_(plan),
       end_of_call_(plan.table.end_of_call),
@@ -129,7 +130,7 @@ Run::Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, 
       outs_(outs),
       prepared_(prepared),
       rings_(rings),
-      lanes_(lanes),
+      strands_(strands),
       workers_(workers),
       pool_(pool),
       wanted_(workers - 1) {
@@ -137,8 +138,8 @@ Run::Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, 
   if (!plan.prep_tasks.empty()) rounds_.push_back({Round::kPrepare, static_cast<int64_t>(plan.prep_tasks.size())});
   if (plan.stages.size() > 1)
     rounds_.push_back({Round::kPipeline, 0});
-  else if (plan.lanes > 0)
-    rounds_.push_back({Round::kLanes, plan.lanes});
+  else if (plan.strands > 0)
+    rounds_.push_back({Round::kStrands, plan.strands});
   else
     rounds_.push_back({Round::kTiles, plan.program.tiles});
   for (size_t k = 0; k < plan.sinks.size(); ++k)
@@ -286,7 +287,7 @@ void Run::execute(const Job& job) {
             scratch,
             nullptr,
             preps_.data(),
-            lanes_,
+            strands_,
             scratch + plan_.packed_offset,
             scratch + plan_.temp_offset};
   if (job.kind == Round::kPipeline) {
@@ -297,21 +298,21 @@ void Run::execute(const Job& job) {
     switch (job.kind) {
       case Round::kPrepare: run_prep_task(plan_, plan_.prep_tasks[i], ins_, prepared_, c.temp); break;
       case Round::kTiles: run_tile(c, 0, i, 0, false); break;
-      case Round::kLanes: run_lane(c, i); break;
-      default: combine_lanes(combines_[i], c.temp); break;
+      case Round::kStrands: run_strand(c, i); break;
+      default: combine_strands(combines_[i], c.temp); break;
     }
   }
 }
 
-void Run::run_lane(Context& c, int64_t lane) const {
-  LaneOrder order(plan_.program.tiles, plan_.lanes);
-  int64_t first = order.first_tile(lane), end = order.first_tile(lane + 1);
-  for (int64_t t = first; t < end; ++t) run_tile(c, 0, t, lane, t == first);
+void Run::run_strand(Context& c, int64_t strand) const {
+  StrandOrder order(plan_.program.tiles, plan_.strands);
+  int64_t first = order.first_tile(strand), end = order.first_tile(strand + 1);
+  for (int64_t t = first; t < end; ++t) run_tile(c, 0, t, strand, t == first);
 }
 
 void Run::run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) const {
   const StagePlan& stage = plan_.stages[job.stage];
-  LaneOrder order(plan_.program.tiles, plan_.lanes);
+  StrandOrder order(plan_.program.tiles, plan_.strands);
   slots.resize(plan_.program.queues.size());
   for (const auto* list : {&stage.inputs, &stage.outputs})
     for (int64_t q : *list) {
@@ -319,7 +320,7 @@ void Run::run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) co
       slots[q] = rings_ + plan_.ring_offset[q] + slot * plan_.entry_stride[q];
     }
   c.slots = slots.data();
-  run_tile(c, job.stage, order.tile(job.begin), order.lane(job.begin), job.begin < plan_.lanes);
+  run_tile(c, job.stage, order.tile(job.begin), order.strand(job.begin), job.begin < plan_.strands);
 }
 
 // What depends on the batch `number` of a tile.
@@ -329,7 +330,7 @@ void Run::find_batch(int64_t number, Context& c) const {
   for (int64_t a = p.batch_axes; a-- > 0; number /= p.axes[a]) c.batch[a] = number % p.axes[a];
 }
 
-void Run::run_tile(Context& c, int64_t s, int64_t tile, int64_t lane, bool first_of_lane) const {
+void Run::run_tile(Context& c, int64_t s, int64_t tile, int64_t strand, bool first_of_strand) const {
   const Program& p = plan_.program;
   const StagePlan& stage = plan_.stages[s];
   int64_t number = p.batch_axes > 0 ? tile % p.batch_tiles : tile;
@@ -337,19 +338,20 @@ void Run::run_tile(Context& c, int64_t s, int64_t tile, int64_t lane, bool first
   c.rows = std::min(p.tile_rows, p.batch_rows - c.row0);
   c.first_row = c.row0;
   if (p.batch_axes > 0) find_batch(tile / p.batch_tiles, c);
-  c.lane = lanes_ + static_cast<size_t>(lane) * plan_.lane_bytes;
-  if (first_of_lane)
+  c.strand = strands_ + static_cast<size_t>(strand) * plan_.strand_bytes;
+  if (first_of_strand)
     for (int64_t k : stage.sinks)
-      fill_identity(p.sinks[k].how, plan_.sinks[k].acc, p.sinks[k].elements, c.lane + plan_.sinks[k].offset);
+      fill_identity(p.sinks[k].how, plan_.sinks[k].acc, p.sinks[k].elements, c.strand + plan_.sinks[k].offset);
   for (const auto& step : stage.steps) step->run(c);
 }
 
-void Run::combine_lanes(const CombineJob& job, char* temp) const {
+void Run::combine_strands(const CombineJob& job, char* temp) const {
   const Sink& sink = plan_.program.sinks[job.sink];
   const SinkPlan& s = plan_.sinks[job.sink];
   int64_t n = job.end - job.begin;
-  char* first = lanes_ + s.offset + static_cast<size_t>(job.begin) * item_size(s.acc);
-  for (int64_t l = 1; l < plan_.lanes; ++l) combine(sink.how, s.acc, n, first, first + static_cast<size_t>(l) * plan_.lane_bytes);
+  char* first = strands_ + s.offset + static_cast<size_t>(job.begin) * item_size(s.acc);
+  for (int64_t l = 1; l < plan_.strands; ++l)
+    combine(sink.how, s.acc, n, first, first + static_cast<size_t>(l) * plan_.strand_bytes);
   DType type = plan_.program.outputs[sink.out].dtype;
   Storer store(plan_.table, type, s.acc, "");
   store(n, outs_[sink.out] + static_cast<size_t>(job.begin) * item_size(type), 1, first, temp);
@@ -370,9 +372,9 @@ std::string error_text(const std::exception& why, const char* name) noexcept {
 std::string run_program(const Plan& plan, char* const* ins, char* const* outs, Pool& pool) {
   try {
     CachedBlock prepared(plan.prep_bytes, "packed weights"), rings(plan.ring_bytes, "queues");
-    CachedBlock lanes(plan.lanes_bytes, "partial sums");
+    CachedBlock strands(plan.strands_bytes, "partial sums");
     int64_t workers = std::clamp<int64_t>(pool.num_threads(plan.estimated_ns), 1, plan.most_workers);
-    auto run = std::make_shared<Run>(plan, ins, outs, prepared.data(), rings.data(), lanes.data(), workers, pool);
+    auto run = std::make_shared<Run>(plan, ins, outs, prepared.data(), rings.data(), strands.data(), workers, pool);
     run->join(true);
     return run->error();
   } catch (const std::exception& e) {

@@ -1,7 +1,7 @@
 // The firing rule: which (stage, tile) of a program may run now. Bookkeeping only; the caller holds a lock.
 //
 // A stage may take a tile when all its input slots are full, its output slots are free and, if it folds into a sink, the tile
-// before it in the same lane is done. Tiles go by *position* in the order of the program: position p is slot p % depth of every
+// before it in the same strand is done. Tiles go by *position* in the order of the program: position p is slot p % depth of every
 // queue.
 #pragma once
 
@@ -13,16 +13,16 @@
 
 namespace kitsune::cpu {
 
-// Lanes are runs of consecutive tiles; positions visit them in turn, so that several lanes are under way at once.
-class LaneOrder {
+// Strands are runs of consecutive tiles; positions visit them in turn, so that several strands are under way at once.
+class StrandOrder {
  public:
-  LaneOrder(int64_t tiles, int64_t lanes) : tiles_(tiles), lanes_(lanes) {}
-  int64_t lane(int64_t position) const { return lanes_ == 0 ? 0 : position % lanes_; }
-  int64_t tile(int64_t position) const { return lanes_ == 0 ? position : first_tile(position % lanes_) + position / lanes_; }
-  int64_t first_tile(int64_t lane) const { return lane * (tiles_ / lanes_) + std::min(lane, tiles_ % lanes_); }
+  StrandOrder(int64_t tiles, int64_t strands) : tiles_(tiles), strands_(strands) {}
+  int64_t strand(int64_t position) const { return strands_ == 0 ? 0 : position % strands_; }
+  int64_t tile(int64_t position) const { return strands_ == 0 ? position : first_tile(position % strands_) + position / strands_; }
+  int64_t first_tile(int64_t strand) const { return strand * (tiles_ / strands_) + std::min(strand, tiles_ % strands_); }
 
  private:
-  int64_t tiles_, lanes_;
+  int64_t tiles_, strands_;
 };
 
 class Pipeline {

@@ -157,7 +157,7 @@ class AccumulateAtStep final : public Step {
   AccumulateAtStep(const AccumulateAt& a, const Compile& c)
       : indices_(a.index, a.x, a.index_extents, a.count),
         item_(static_cast<int64_t>(item_size(a.x.ref.dtype))),
-        lane_offset_(c.sinks[a.sink].offset),
+        strand_offset_(c.sinks[a.sink].offset),
         fold_row_(
             c.table.fold_row(static_cast<int>(c.program.sinks[a.sink].how), a.x.ref.dtype, c.sinks[a.sink].acc == DType::kF64)) {
     if (fold_row_ == nullptr) throw ProgramError(c.where + ": this reduction is not defined for " + dtype_name(a.x.ref.dtype));
@@ -170,7 +170,7 @@ class AccumulateAtStep final : public Step {
   }
 
   void run(const Context& c) const override {
-    char* sink = c.lane + lane_offset_;
+    char* sink = c.strand + strand_offset_;
     const Dim& inner = nest_.back();
     const int outer = static_cast<int>(nest_.size()) - 1;
     const int64_t stride = inner.stride[0] / item_;
@@ -186,7 +186,7 @@ class AccumulateAtStep final : public Step {
  private:
   Indices indices_;
   int64_t item_;
-  size_t lane_offset_;
+  size_t strand_offset_;
   FoldRowFn fold_row_;
   int64_t row_bytes_ = 0;
   Nest nest_;  // operands: x, the sink; its last dimension is dense in the sink

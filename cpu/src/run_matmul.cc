@@ -1,5 +1,5 @@
 // Matmul: one gemm call per batch, on panels packed before. AccumulateMatmul: one outer product per batch, into the
-// lane.
+// strand.
 #include <algorithm>
 #include <optional>
 
@@ -75,7 +75,7 @@ class AccumulateMatmulStep final : public Step {
         y_(m.y.ref, m.y.row_stride * m.row_multiple),
         row_multiple_(m.row_multiple),
         batch_(m.batch),
-        lane_offset_(c.sinks[m.sink].offset) {
+        strand_offset_(c.sinks[m.sink].offset) {
     const int64_t item = static_cast<int64_t>(item_size(m.x.ref.dtype));
     x_batch_bytes_ = m.x.strides[0] * item;
     y_batch_bytes_ = m.y.strides[0] * item;
@@ -96,7 +96,7 @@ class AccumulateMatmulStep final : public Step {
     a.R = c.rows * row_multiple_;
     a.scratch = c.temp;
     const char *x = x_.of(c), *y = y_.of(c);
-    char* into = c.lane + lane_offset_;
+    char* into = c.strand + strand_offset_;
     for (int64_t b = 0; b < batch_; ++b) {
       a.x = x + b * x_batch_bytes_;
       a.y = y + b * y_batch_bytes_;
@@ -109,7 +109,7 @@ class AccumulateMatmulStep final : public Step {
   void (*outer_)(const OuterArgs&);
   Address x_, y_;
   int64_t row_multiple_, batch_;
-  size_t lane_offset_;
+  size_t strand_offset_;
   int64_t x_batch_bytes_, y_batch_bytes_, c_batch_bytes_;
   OuterArgs args_{};
 };

@@ -200,7 +200,7 @@ class ArgReduceStep final : public Step {
 class AccumulateStep final : public Step {
  public:
   AccumulateStep(const Accumulate& a, const Compile& c)
-      : item_(static_cast<int64_t>(item_size(a.x.ref.dtype))), x_(a.x.ref, a.x.row_stride), lane_offset_(c.sinks[a.sink].offset) {
+      : item_(static_cast<int64_t>(item_size(a.x.ref.dtype))), x_(a.x.ref, a.x.row_stride), strand_offset_(c.sinks[a.sink].offset) {
     const int how = static_cast<int>(c.program.sinks[a.sink].how);
     fold_ = c.table.fold(how, a.x.ref.dtype, true);
     fold_row_ = c.table.fold_row(how, a.x.ref.dtype, true);
@@ -227,7 +227,7 @@ class AccumulateStep final : public Step {
   }
 
   void run(const Context& c) const override {
-    char* at[2] = {x_.of(c), c.lane + lane_offset_};
+    char* at[2] = {x_.of(c), c.strand + strand_offset_};
     int64_t index[kMaxLoopDims + 1];
     const Dim& inner = nest_.back();
     const int64_t n = inner.extent(c.rows), stride = inner.stride[0] / item_;
@@ -241,7 +241,7 @@ class AccumulateStep final : public Step {
  private:
   int64_t item_;
   Address x_;
-  size_t lane_offset_;
+  size_t strand_offset_;
   Nest nest_;
   FoldFn fold_;
   FoldRowFn fold_row_;

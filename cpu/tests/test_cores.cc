@@ -28,7 +28,7 @@ size_t memory(const Program& p) {
 }
 
 // The partial sums that a call keeps of a gradient: what it takes beyond the same call on one tile, which keeps one.
-int64_t lanes(int64_t rows, int64_t tile_rows, int64_t width, int64_t workers) {
+int64_t strands(int64_t rows, int64_t tile_rows, int64_t width, int64_t workers) {
   size_t more = memory(gradient(rows, tile_rows, width, workers)) - memory(gradient(1, tile_rows, width, workers));
   return 1 + static_cast<int64_t>(more / align_up(static_cast<size_t>(width * width) * 4));
 }
@@ -37,14 +37,15 @@ void test_partial_sums() {
   for (int64_t workers : {2, 16, 64, 192}) {
     int n = static_cast<int>(workers);
     // 10 s of work: every worker has a partial sum, even where they take 768 MiB together (the arrays are 8 GB).
-    CHECK(lanes(1000000, 96, 1024, workers) >= workers, "%d workers have %d", n,
-          static_cast<int>(lanes(1000000, 96, 1024, workers)));
+    CHECK(strands(1000000, 96, 1024, workers) >= workers, "%d workers have %d", n,
+          static_cast<int>(strands(1000000, 96, 1024, workers)));
     // 20 ms of work: 4 MiB for each of 192 workers would take longer to add up than it saves.
-    CHECK(lanes(2000, 8, 1024, workers) <= 32, "%d workers have %d", n, static_cast<int>(lanes(2000, 8, 1024, workers)));
+    CHECK(strands(2000, 8, 1024, workers) <= 32, "%d workers have %d", n, static_cast<int>(strands(2000, 8, 1024, workers)));
     // Less than a microsecond.
-    CHECK(lanes(64, 1, 8, workers) == 1, "%d workers have %d", n, static_cast<int>(lanes(64, 1, 8, workers)));
+    CHECK(strands(64, 1, 8, workers) == 1, "%d workers have %d", n, static_cast<int>(strands(64, 1, 8, workers)));
     // Small sums of much work: some for every worker, and all of them together small.
-    CHECK(lanes(1000000, 96, 64, workers) >= workers, "%d workers have %d", n, static_cast<int>(lanes(1000000, 96, 64, workers)));
+    CHECK(strands(1000000, 96, 64, workers) >= workers, "%d workers have %d", n,
+          static_cast<int>(strands(1000000, 96, 64, workers)));
     CHECK(memory(gradient(1000000, 96, 64, workers)) <= 8 * kMiB, "%d workers take %zu bytes", n,
           memory(gradient(1000000, 96, 64, workers)));
     // Never more than what is in proportion to the arrays.

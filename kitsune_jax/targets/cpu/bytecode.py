@@ -353,7 +353,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Sink:
-    """Folded per lane of consecutive tiles, lanes combined in order (so the result does not depend on the schedule).
+    """Folded per strand of consecutive tiles, strands combined in order (so the result does not depend on the schedule).
 
     Floating sums and products fold in f64, those of AccumulateAt in f32 (f64 for f64) where the sink has more than 4096 elements;
     but see AccumulateMatmul.

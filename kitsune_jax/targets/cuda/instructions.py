@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import columns, effects, gradients, pointwise, tiles
+from kitsune_jax.targets.cuda import columns, gradients, pointwise, stage_outputs, tiles
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Expr, Ref
@@ -30,7 +30,7 @@ from kitsune_jax.targets.cuda.values import (
 )
 from kitsune_jax.targets.errors import CannotLower
 
-REDUCTIONS = {f"reduce_{how}": name for how, name in effects.HOW.items()}
+REDUCTIONS = {f"reduce_{how}": name for how, name in stage_outputs.HOW.items()}
 
 
 def lower(at: Evaluation, instr: Instr) -> None:
@@ -172,7 +172,7 @@ def _pieces(at: Evaluation, x: int) -> list[int]:
 _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {
     "load": _load,
     "pop": _pop,
-    **dict.fromkeys(("push", "store", "sink"), effects.lower),
+    **dict.fromkeys(("push", "store", "sink"), stage_outputs.lower),
     "row_index": _row_index,
     "matmul": _matmul,
     "matmul_sink": gradients.lower,
