@@ -293,6 +293,10 @@ def test_what_the_planner_picks_is_tensor_code_without_local_memory(app: str, dt
             check_products(in_flight(paths), skipped(paths))
 
 
+# Modelled slower than XLA's 4.3 ms: 13 ms as one call, 1.2 and 3.6 ms for its passes.
+LEFT_TO_XLA = {("nerf", "whole", "float32")}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("app", ["nerf", "mgn"])
 @pytest.mark.parametrize("mode", ["network", "whole"])
@@ -302,7 +306,7 @@ def test_training_steps_that_the_planner_picks_run_as_they_were_issued(
 ) -> None:
     """Some spill, and docs/kernels.md says which; none may touch a product in flight, or wait for each."""
     kernels = picked(app, mode, jnp.dtype(dtype), monkeypatch)
-    assert kernels
+    assert bool(kernels) == ((app, mode, dtype) not in LEFT_TO_XLA)
     for source, newest in kernels.items():
         for compiler in COMPILERS:
             with subtests.test(kernel=source.partition("\n")[0], compiler=compiler):
