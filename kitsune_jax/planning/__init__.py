@@ -1,1 +1,1 @@
-"""Planning: stages, queues, workers and tile size for a region, by a cost model. ``planner.plan`` is the way in."""
+"""Planning, as far as targets share it: what ops cost, stages, load balance, the Plan as data. Each target has its own planner."""

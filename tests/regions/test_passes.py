@@ -57,9 +57,9 @@ def test_the_forward_pass_depends_on_nothing_of_the_backward_pass() -> None:
     flat = jax.make_jaxpr(lambda *a: step_of("mgn")(jax.tree.unflatten(tree, a[:-2]), *a[-2:]))(*leaves, x, y)
     graph = capture(flat).graph
     whole = region_of(graph)
-    halves = passes_of(graph, whole)
-    assert halves is not None
-    (_, forward), (_, backward) = halves
+    passes = passes_of(graph, whole)
+    assert passes is not None
+    (_, forward), (_, backward) = passes
     assert forward | backward == set(whole.ops) and not forward & backward
     made = {v for i in backward for v in graph.ops[i].outputs}
     assert not any(v in made for i in forward for v in graph.ops[i].inputs)

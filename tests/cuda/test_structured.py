@@ -1,0 +1,44 @@
+"""Tile programs with loops, indices and products of two tiles: there are no kernels for them yet, and they are refused in words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kitsune_jax.program.ir import TileProgram, walk
+from kitsune_jax.targets.cuda import kernel, tiles
+from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.errors import CannotLower
+from tests.support.programs import CASES
+
+STRUCTURED = {"dot", "gather", "loop", "load_slice", "store_slice", "sink_at"}
+
+
+def generated(program: TileProgram) -> kernel.Kernel:
+    stages = len(program.stages)
+    one = Arrangement(
+        spatial=False, sm=900, lanes=1, cluster=1, replicas=1, resident=(True,) * stages, split=(1,) * stages, places=(),
+        shared_bytes=227 << 10,
+    )  # fmt: skip
+    return kernel.generate(dataclasses.replace(program, tile_rows=tiles.TILE_ROWS), one, "test")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_structured_program_is_refused_by_the_names_of_its_instructions(name: str) -> None:
+    refused = 0
+    for part in CASES[name]().program.parts:
+        used = {i.kind for stage in part.program.stages for i in walk(stage.body)} & STRUCTURED
+        if used:
+            with pytest.raises(CannotLower) as no:
+                generated(part.program)
+            assert all(kind in no.value.reason for kind in used), no.value.reason
+            refused += 1
+    assert refused
+
+
+def test_tiles_that_keep_within_a_batch_are_refused() -> None:
+    whole = next(p.program for case in CASES.values() for p in case().program.parts if p.program.batch_axes)
+    plain = tuple(dataclasses.replace(s, body=()) for s in whole.stages)
+    with pytest.raises(CannotLower, match="within a batch"):
+        generated(dataclasses.replace(whole, stages=plain))
