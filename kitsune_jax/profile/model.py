@@ -22,7 +22,6 @@ with the whole machine.
 ``take/<l2, l3>/<16, 256>``            a row of so many elements read by a random index, of a table in that cache
 ``folded/<16, 256>``                   a row added to a random row of a table in the second level
 ``runs/<16, 256>``                     a row added to those before it with the same index, of which there are eight
-``order``                              an index, in making the order of a stream
 ``dot/<m>x<k>x<n>``                    a product of two small matrices that both belong to one row
 ``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
 ``call/layer``                         one more product, with its weight, in a call
@@ -32,7 +31,7 @@ with the whole machine.
 ``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
 ``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache
 ``xla/uneven/tanh/<dtype>``            the same of rows of 16 that the threads cannot share out evenly, with a broadcast operand
-``xla/gather/<1, 64>``                 a row of so many elements read by a random index; ``/far``: more, of a table in the last level
+``xla/gather/<1, 64>``                 a row of so many elements read by a random index; ``/far``: more, of a table in the L3
 ``xla/scatter/<1, 64>``                a row added by a random index
 ``xla/reduce/<row or column>/<dtype>`` an element of a sum along the rows, or over them
 =====================================  ============================================================================================
