@@ -164,6 +164,8 @@ class RegionCost(abc.ABC):
         count = max(1, self.row_size(op.inputs[1]))
         if self.order is None:
             near = folds and bool(op["sorted"])
+        elif folds:
+            near = op.inputs[1] == self.order
         else:
             near = self.source(op.inputs[1]) == self.source(self.order)
         return Access(count, self.row_bytes(rows) // count, self.bytes(table), folds, near)

@@ -22,6 +22,7 @@ from jax import lax
 from kitsune_jax.profile import calls
 from kitsune_jax.profile.kernels import TILE
 from kitsune_jax.profile.timing import Log, Repeated
+from kitsune_jax.targets.cpu import emit
 
 # (rows, K, N). The squares tell how the rate grows with the width; 16 rows what the weights cost; 8192 what
 # it costs that rows come from memory; N of 1 and 4 take other code.
@@ -45,6 +46,7 @@ _FAR = (32749, 65536, 64)
 # Bytes of a table in a core's second level, and in the last one; of the rows that a worker reads from it or folds into it.
 _TABLES = {"l2": 256 << 10, "l3": 8 << 20}
 _ACCESSED = 4 << 20
+_ORDERED = 1 << 17  # indices for each worker
 _RUN = 8  # rows with one index, in a row
 CHAIN = 9
 _LEAST_CALLS, _REPEATS = 2, 3
@@ -188,6 +190,8 @@ def _indexed(workers: int) -> Iterator[_Program]:
         n = rows // _RUN
         runs = calls.folder(rows, n, width, workers, is_sorted=True)
         yield _Program(f"runs/{width}", runs, (((rows,), f"sorted/{n}"), x), rows / workers)
+    rows = workers * _ORDERED
+    yield _Program("order", functools.partial(emit.order, n=rows // _RUN), (((rows,), f"ids/{rows // _RUN}"),), rows / workers)
     for m, k, n in calls.PRODUCTS:
         rows = workers * _ACCESSED // (8 * k * (m + n))
         pairs = (((rows, m, k), f32), ((rows, k, n), f32))

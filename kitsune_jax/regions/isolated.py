@@ -68,6 +68,7 @@ def isolated(graph: Graph, region: Region) -> Isolated:
             inputs=renumbered(region.inputs),
             outputs=renumbered(region.outputs),
             sinks=tuple(place[i] for i in region.sinks),
+            again=tuple(place[i] for i in region.again),
         ),
         ops,
         values,

@@ -198,8 +198,7 @@ class CpuCost(RegionCost):
         if self.order is None:
             return 0.0
         rows = self.region.space.rows
-        # A counting sort looks at every index twice, and at the counts of its own value each time.
-        seconds = 2 * rows * self.times["take/l3/16"]
+        seconds = rows * self.times["order"]
         for v in (*self.region.inputs, *self.outputs):
             if v in self.labels:
                 row = Access(1, self.row_bytes(v), self.bytes(v), False, False)

@@ -39,6 +39,8 @@ def orders_of(graph: Graph, region: Region) -> list[int]:
     found: dict[int, None] = {}
     for i in region.sinks:
         op = graph.ops[i]
+        if op.inputs[-1] in region.outputs:
+            continue  # the indices are needed in front of the call
         if OPS[op.kind].family == SCATTER and not op["sorted"]:
             ids = labels.get(op.inputs[1], ())
             if tuple(a for dim in ids for a in dim) == axes and math.prod(row_shape(graph.values[op.inputs[1]].shape, ids)) == 1:
