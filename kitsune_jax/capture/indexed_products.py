@@ -110,8 +110,7 @@ class _Rewriter:
         op = self.maker.get(v)
         if op is None or op.kind != "take" or not _is_reused(op, self.draft) or dim < len(self._shape(op.inputs[1])):
             return None
-        alike = op["mode"] != "fill" or op["fill"] == 0 or op["fill"] != op["fill"]  # a row of NaN gives a row of NaN
-        return op if alike else None
+        return op if op["mode"] != "fill" or op["fill"] in (None, 0) else None  # a row of NaN gives a row of NaN
 
     def _product(self, op: Op, step: Step) -> bool:
         if op.kind != "dot_general" or op["lhs_batch"] or len(op["lhs_contract"]) != 1 or not is_float(self._dtype(op.outputs[0])):
