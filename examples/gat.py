@@ -4,11 +4,10 @@
     python examples/gat.py --plain     # the same steps with jax.jit
     python examples/gat.py --full      # a graph as large as ogbn-arxiv
 
-The network is that of Veličković et al. 2018 (arXiv:1710.10903): a layer of 8 heads of 8 features each, whose edges are weighted by a
-softmax over the edges of their receiver, and a layer of one head that gives the logits. The graph is drawn in ``_graphs.py``, with
-planted communities and power-law degrees; ``--full`` has the sizes of ogbn-arxiv (Hu et al. 2020, arXiv:2005.00687: 169 343 nodes,
-1 166 243 edges, here in both directions, 128 features, 40 classes).
-"""
+The network is that of Veličković et al. 2018 (arXiv:1710.10903): a layer of 8 heads of 8 features each, whose edges are
+weighted by a softmax over the edges of their receiver, and a layer of one head that gives the logits. The graph is drawn in
+``_graphs.py``, with planted communities and power-law degrees; ``--full`` has the sizes of ogbn-arxiv (Hu et al. 2020,
+arXiv:2005.00687: 169 343 nodes, 1 166 243 edges, here in both directions, 128 features, 40 classes)."""
 
 from __future__ import annotations
 
