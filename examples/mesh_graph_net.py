@@ -200,7 +200,7 @@ def roll_out(network_of_mesh: Any, params: Params, start: np.ndarray, frames: in
 def draw(path: Path, mesh: Mesh, truth: np.ndarray, found: np.ndarray) -> None:
     figure = Figure(figsize=(3 * len(SHOWN), 6.4), layout="constrained")
     limit = float(np.abs(truth).max())
-    grid = Triangulation(*mesh.points.T, mesh.triangles)
+    grid = Triangulation(mesh.points[:, 0], mesh.points[:, 1], mesh.triangles)
     for row, (name, frames) in enumerate({"simulator": truth, "network": found}.items()):
         for column, frame in enumerate(SHOWN):
             axes = figure.add_subplot(2, len(SHOWN), row * len(SHOWN) + column + 1, aspect="equal", title=f"{name}, frame {frame}")
