@@ -45,6 +45,7 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
 
     from benchmarks.apps import APPS
     from benchmarks.graphs.apps import GRAPH_APPS
+    from benchmarks.graphs.libraries import LIBRARY_APPS
     from benchmarks.graphs.measure import measure_graph
     from benchmarks.machine import has_gpu
     from benchmarks.measure import measure
@@ -54,14 +55,13 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
         missing = "; is there a CUDA device, and jax[cuda13]?" if args.platform == "cuda" else ""
         print(f"JAX's default device is a {here}, not a {args.platform} device: set JAX_PLATFORMS={args.platform}{missing}")
         return 2
-    names = store.APP_NAMES if args.all else [args.app]
-    for name in names:
-        app = APPS[name] if name in APPS else GRAPH_APPS[name]
-        for rows in [args.rows] if args.rows else app.default_rows(args.platform, args.mode):
+    for name in (*store.ROW_APP_NAMES, *store.GRAPH_APP_NAMES) if args.all else (args.app,):
+        graph_app = {**GRAPH_APPS, **LIBRARY_APPS}.get(name)
+        for rows in [args.rows] if args.rows else (graph_app or APPS[name]).default_rows(args.platform, args.mode):
             for dtype in [args.dtype] if args.dtype else store.DTYPE_NAMES:
-                print(f"{name}, {args.mode}, {rows} {getattr(app, 'unit', 'rows')}, {dtype} ...", flush=True)
-                case = (name, args.mode, dtype, args.platform, rows, effort)
-                record = measure_graph(*case) if name in GRAPH_APPS else measure(*case, child=not args.no_child)
+                print(f"{name}, {args.mode}, {rows} {graph_app.unit if graph_app else 'rows'}, {dtype} ...", flush=True)
+                case = (args.mode, dtype, args.platform, rows, effort)
+                record = measure_graph(graph_app, *case) if graph_app else measure(name, *case, child=not args.no_child)
                 path = store.save(record, args.results)
                 # Mode infer has one pipelined column, mode train several.
                 pipelined = record["speedup"] if args.mode == "train" else {"pipeline": record["speedup"]}

@@ -84,9 +84,9 @@ class GraphCase:
         return dataclasses.replace(self, params=params, inputs=inputs, targets=targets)
 
 
-def make_graph_case(name: str, dtype: str, rows: int, seed: int = 0) -> GraphCase:
-    """Inputs for one measurement. Raises ``KeyError`` for an unknown app or dtype."""
-    app, rng = GRAPH_APPS[name], np.random.default_rng(seed)
+def case_of(app: GraphApp, dtype: str, rows: int, seed: int = 0) -> GraphCase:
+    """Inputs for one measurement. Raises ``KeyError`` for an unknown dtype."""
+    rng = np.random.default_rng(seed)
     function, params, inputs = app.make(rows, rng)
     targets = _targets(app.loss, jax.eval_shape(function, params, *inputs).shape, rng)
     return GraphCase(app, dtype, rows, function, params, inputs, targets).in_dtype(DTYPES[dtype])
@@ -96,18 +96,18 @@ def _targets(loss: Loss, shape: tuple[int, ...], rng: Rng) -> Any:
     """Labels of logits [rows, classes], clicks of 0 and 1, or random normal values."""
     if loss is label_error:
         return rng.integers(shape[-1], size=shape[0], dtype=np.int32)
-    return (rng.random(shape) < 0.3).astype(np.float32) if loss is click_error else _normal(rng, *shape)
+    return (rng.random(shape) < 0.3).astype(np.float32) if loss is click_error else normal(rng, *shape)
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda a: jnp.asarray(a, dtype if jnp.issubdtype(np.result_type(a), np.floating) else None), tree)
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype if jnp.issubdtype(a.dtype, jnp.floating) else None), tree)
 
 
-def _normal(rng: Rng, *shape: int) -> np.ndarray:
+def normal(rng: Rng, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
-def _key(rng: Rng) -> jax.Array:
+def random_key(rng: Rng) -> jax.Array:
     return jax.random.key(int(rng.integers(1 << 30)))
 
 
@@ -115,35 +115,35 @@ def _meshgraphnets(rows: int, rng: Rng) -> Made:
     module = example("mesh_graph_net")
     sizes = dataclasses.replace(module.FULL, points=max(36, round(rows / 5.6)))
     mesh = module.make_mesh(sizes.points, 0)
-    nodes = _normal(rng, len(mesh.points), module.NODE_FEATURES)
+    nodes = normal(rng, len(mesh.points), module.NODE_FEATURES)
     ends = (mesh.senders.astype(np.int32), mesh.receivers.astype(np.int32))
-    return module.network, module.initial_params(_key(rng), sizes), (nodes, mesh.edge_features(), *ends)
+    return module.network, module.initial_params(random_key(rng), sizes), (nodes, mesh.edge_features(), *ends)
 
 
 def _graphcast_graph(rows: int, rng: Rng) -> tuple[Any, Any, Any]:
     module = example("graphcast")
     refinements = max(n for n in range(1, 8) if n == 1 or 20 * (4 ** (n + 1) - 1) <= rows)
     sizes = module.Sizes(round(180 / 2 ** (5 - refinements)), refinements, module.FULL.latent, GRAPHCAST_LAYERS)
-    return module, module.initial_params(_key(rng), sizes), module.make_graph(sizes)
+    return module, module.initial_params(random_key(rng), sizes), module.make_graph(sizes)
 
 
 def _graphcast(rows: int, rng: Rng) -> Made:
     module, params, graph = _graphcast_graph(rows, rng)
-    return module.network, params, (graph, _normal(rng, len(graph["grid_position"]), module.FIELDS))
+    return module.network, params, (graph, normal(rng, len(graph["grid_position"]), module.FIELDS))
 
 
 def _graphcast_processor(rows: int, rng: Rng) -> Made:
     module, params, graph = _graphcast_graph(rows, rng)
     latent = params["out"]["b0"].size
     counts = (len(graph["mesh"]["senders"]), len(graph["mesh_position"]))
-    return module.processor, params["layers"], (graph["mesh"], *(_normal(rng, n, latent) for n in counts))
+    return module.processor, params["layers"], (graph["mesh"], *(normal(rng, n, latent) for n in counts))
 
 
 def _dlrm(rows: int, rng: Rng) -> Made:
     module = example("dlrm")
     clicks = module.Clicks.make(module.FULL, 0)
     numbers, categories, _, _ = clicks.draw(rows, (int(rng.integers(1 << 30)),))
-    return module.network, module.initial_params(_key(rng), module.FULL), (numbers, categories)
+    return module.network, module.initial_params(random_key(rng), module.FULL), (numbers, categories)
 
 
 def _attention(name: str, rows: int, rng: Rng) -> Made:
@@ -153,8 +153,8 @@ def _attention(name: str, rows: int, rng: Rng) -> Made:
     graph = graphs.community_graph(nodes, rows, full.classes, full.features, 0)
     return (
         module.network,
-        module.initial_params(_key(rng), full),
-        (_normal(rng, nodes, full.features), graph.senders, graph.receivers),
+        module.initial_params(random_key(rng), full),
+        (normal(rng, nodes, full.features), graph.senders, graph.receivers),
     )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kitsune_jax as kj
-from benchmarks.graphs.apps import GraphCase, make_graph_case
+from benchmarks.graphs.apps import GraphApp, GraphCase, case_of
 from benchmarks.measure import Effort, coverage_and_bytes
 from benchmarks.memory import temp_bytes
 from benchmarks.timing import interleaved, paired_speedup, summary
@@ -26,11 +26,11 @@ Network = Callable[..., jax.Array]
 PIPELINED = ("network", "whole")
 
 
-def measure_graph(name: str, mode: str, dtype: str, platform: str, rows: int, effort: Effort) -> dict[str, Any]:
+def measure_graph(app: GraphApp, mode: str, dtype: str, platform: str, rows: int, effort: Effort) -> dict[str, Any]:
     """All columns of one case in ``mode`` "infer" (see ``measure_inference``) or "train" (see ``measure_training``)."""
-    case = make_graph_case(name, dtype, rows)
+    case = case_of(app, dtype, rows)
     measured = measure_training(case, effort) if mode == "train" else measure_inference(case, effort)
-    head = {"app": name, "title": case.app.title, "unit": case.app.unit, "mode": mode}
+    head = {"app": app.name, "title": app.title, "unit": app.unit, "mode": mode}
     return {**head, "dtype": dtype, "platform": platform, "rows": rows, **measured}
 
 
