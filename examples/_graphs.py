@@ -1,7 +1,7 @@
 """What the examples of attention over a graph share: a graph, the softmax over neighbours, and training to classify its nodes.
 
-Comes in: sizes, or a network. Goes out: arrays, a trained network's numbers and picture. Nothing in here knows how the networks look.
-"""
+Comes in: sizes, or a network. Goes out: arrays, a trained network's numbers and picture. Nothing in here knows how the networks
+look."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Graph:
 
 
 def community_graph(nodes: int, edges: int, classes: int, features: int, seed: int) -> Graph:
-    """A graph of ``edges`` edges at most, with planted communities and power-law degrees (a degree-corrected block model, Karrer and
-    Newman 2011, arXiv:1008.3926): the largest degrees are some hundred times the mean. A node's features are its community's mean
-    and noise of nine times that norm, so that a node alone says little about its label."""
+    """A graph of ``edges`` edges at most, with planted communities and power-law degrees (a degree-corrected block model,
+    Karrer and Newman 2011, arXiv:1008.3926): the largest degrees are some hundred times the mean. A node's features are its
+    community's mean and noise of nine times that norm, so that a node alone says little about its label."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(classes, size=nodes).astype(np.int32)
     weight = rng.pareto(1.5, nodes) + 0.5
@@ -67,8 +67,8 @@ def segment_softmax(scores: jax.Array, receivers: jax.Array, nodes: int) -> jax.
 def classify(network: Network, params: Any, graph: Graph, args: argparse.Namespace, title: str) -> int:
     """Train ``network`` to tell the labels of the known nodes, and show how well it tells the others."""
     degrees = np.bincount(graph.receivers)
-    print(f"{len(graph.labels)} nodes, {len(graph.senders)} edges, {degrees.mean():.0f} at a node, {degrees.max()} at the largest")
-    optimiser = optax.adam(1e-2)
+    print(f"{len(graph.labels)} nodes, {len(graph.senders)} edges, {degrees.mean():.0f} at a node, {max(degrees)} at the largest")
+    optimiser = optax.adamw(5e-3, weight_decay=0.3)
 
     def loss_fn(params: Any, features: jax.Array, senders: jax.Array, receivers: jax.Array, labels: jax.Array) -> jax.Array:
         """Mean cross-entropy of the known nodes."""
@@ -78,7 +78,7 @@ def classify(network: Network, params: Any, graph: Graph, args: argparse.Namespa
 
     def train_step(params: Any, state: Any, *data: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, *data)
-        updates, state = optimiser.update(grads, state)
+        updates, state = optimiser.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     inputs = tuple(map(jnp.asarray, (graph.features, graph.senders, graph.receivers)))

@@ -4,14 +4,14 @@
     python examples/dlrm.py --plain     # the same steps with jax.jit
     python examples/dlrm.py --full      # the sizes of MLPerf, but for the rows of the tables
 
-The network is that of Naumov et al. 2019 (arXiv:1906.00091): a bottom network of 13 numbers, 26 embedding tables, the products of each
-two of these 27 vectors, and a top network of those. ``--full`` has MLPerf's widths (bottom 13-512-256-128, embeddings of 128, top
-479-1024-1024-512-256-1; github.com/mlcommons/training) with tables of up to 50 000 rows instead of 40 000 000.
+The network is that of Naumov et al. 2019 (arXiv:1906.00091): a bottom network of 13 numbers, 26 embedding tables, the products
+of each two of these 27 vectors, and a top network of those. ``--full`` has MLPerf's widths (bottom 13-512-256-128, embeddings
+of 128, top 479-1024-1024-512-256-1; github.com/mlcommons/training) with tables of up to 50 000 rows instead of 40 000 000.
 
-The clicks are drawn from a model in this file that the network does not know: every category has hidden factors, and some pairs of
-the 26 columns attract or repel each other. Categories are as unequally common as in the logs of a shop (Zipf's law). How well the network
-ranks is told by the area under the ROC curve (AUC), beside that of the drawn probabilities themselves, which nothing can beat.
-"""
+The clicks are drawn from a model in this file that the network does not know: every category has hidden factors, and some pairs
+of the 26 columns attract or repel each other. Categories are as unequally common as in the logs of a shop (Zipf's law). How
+well the network ranks is told by the area under the ROC curve (AUC), beside that of the drawn probabilities themselves, which
+nothing can beat."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def network(params: Params, numbers: jax.Array, categories: jax.Array) -> jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class Clicks:
-    """The model that clicks are drawn from: biases and ``factors`` [4] of every category of every table, ``pairs`` [26, 26] of tables
-    that attract or repel each other, and a weight for each number."""
+    """The model that clicks are drawn from: biases and ``factors`` [4] of every category of every table, ``pairs`` [26, 26] of
+    tables that attract or repel each other, and a weight for each number."""
 
     biases: list[np.ndarray]
     factors: list[np.ndarray]
@@ -128,7 +128,9 @@ def area_under_curve(score: np.ndarray, clicks: np.ndarray) -> float:
     return float((ranks[ones].sum() - ones.sum() * (ones.sum() + 1) / 2) / (ones.sum() * (~ones).sum()))
 
 
-def draw_curves(path: Path, losses: list[Any], areas: list[tuple[int, float]], best: float, scores: dict[str, Any], clicks: Any) -> None:
+def draw_curves(
+    path: Path, losses: list[Any], areas: list[tuple[int, float]], best: float, scores: dict[str, Any], clicks: Any
+) -> None:
     """The loss and the area over the steps, and the ROC curves at the end."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     axes = figure.add_subplot(1, 3, 1, xlabel="step", title="cross-entropy")
@@ -154,7 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = Clicks.make(sizes, args.seed)
     *held_out, clicks, probability = model.draw(20_000, (args.seed, 1))
     best = area_under_curve(probability, clicks)
-    print(f"26 tables of {min(table_rows(sizes))} to {max(table_rows(sizes))} rows; the area that can be reached is {best:.3f}", flush=True)
+    print(
+        f"26 tables of {min(table_rows(sizes))} to {max(table_rows(sizes))} rows; the area that can be reached is {best:.3f}",
+        flush=True,
+    )
     optimiser = optax.adam(optax.cosine_decay_schedule(4e-3, args.steps, alpha=0.02))
 
     def loss_fn(params: Params, numbers: jax.Array, categories: jax.Array, clicks: jax.Array) -> jax.Array:

@@ -4,11 +4,10 @@
     python examples/gat.py --plain     # the same steps with jax.jit
     python examples/gat.py --full      # a graph as large as ogbn-arxiv
 
-The network is that of Veličković et al. 2018 (arXiv:1710.10903): a layer of 8 heads of 8 features each, whose edges are weighted by a
-softmax over the edges of their receiver, and a layer of one head that gives the logits. The graph is drawn in ``_graphs.py``, with
-planted communities and power-law degrees; ``--full`` has the sizes of ogbn-arxiv (Hu et al. 2020, arXiv:2005.00687: 169 343 nodes,
-1 166 243 edges, here in both directions, 128 features, 40 classes).
-"""
+The network is that of Veličković et al. 2018 (arXiv:1710.10903): a layer of 8 heads of 8 features each, whose edges are
+weighted by a softmax over the edges of their receiver, and a layer of one head that gives the logits. The graph is drawn in
+``_graphs.py``, with planted communities and power-law degrees; ``--full`` has the sizes of ogbn-arxiv (Hu et al. 2020,
+arXiv:2005.00687: 169 343 nodes, 1 166 243 edges, here in both directions, 128 features, 40 classes)."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def network(params: Params, features: jax.Array, senders: jax.Array, receivers: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = training.parse(training.application_parser(__doc__ or "", out="out/gat", steps=300), argv)
+    args = training.parse(training.application_parser(__doc__ or "", out="out/gat", steps=200), argv)
     sizes = FULL if args.full else SMALL
     graph = graphs.community_graph(sizes.nodes, sizes.edges, sizes.classes, sizes.features, args.seed)
     return graphs.classify(network, initial_params(jax.random.key(args.seed), sizes), graph, args, "graph attention network")

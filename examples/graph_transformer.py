@@ -35,7 +35,7 @@ class Sizes:
     layers: int
 
 
-SMALL = Sizes(nodes=4_000, edges=40_000, features=64, classes=8, latent=64, layers=2)
+SMALL = Sizes(nodes=8_000, edges=80_000, features=64, classes=8, latent=64, layers=2)
 FULL = Sizes(nodes=169_343, edges=169_343 + 2 * 1_166_243, features=128, classes=40, latent=128, layers=4)
 
 
@@ -88,7 +88,7 @@ def network(params: Params, features: jax.Array, senders: jax.Array, receivers: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = training.parse(training.application_parser(__doc__ or "", out="out/graph_transformer", steps=200), argv)
+    args = training.parse(training.application_parser(__doc__ or "", out="out/graph_transformer", steps=120), argv)
     sizes = FULL if args.full else SMALL
     graph = graphs.community_graph(sizes.nodes, sizes.edges, sizes.classes, sizes.features, args.seed)
     return graphs.classify(network, initial_params(jax.random.key(args.seed), sizes), graph, args, "Graph Transformer")

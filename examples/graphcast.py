@@ -6,12 +6,13 @@
 
 The network is that of Lam et al. 2023 (arXiv:2212.12794): an encoder from a grid of latitudes and longitudes to an icosahedral
 multi-mesh (the edges of all its refinements at once), message-passing layers there, and a decoder back to the grid; multilayer
-perceptrons of one hidden layer with swish and a layer normalisation. ``--full`` has the sizes of the authors' GraphCast_small: a grid
-of one degree, five refinements, latent size 512, 16 layers.
+perceptrons of one hidden layer with swish and a layer normalisation. ``--full`` has the sizes of the authors' GraphCast_small:
+a grid of one degree, five refinements, latent size 512, 16 layers.
 
 The data comes from a solver in this file: a tracer in a smooth random wind without divergence. Along a streamline it does not
 change, so its values after some hours are the initial ones at the points that the wind comes from, which fourth-order Runge-Kutta
-steps find. The network is given tracer and wind and tells the change of the tracer.
+steps find. The network is given the tracer now, its change since some hours ago (the paper's network sees two states, too) and the
+wind, and tells the next change.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ import kitsune_jax as kj
 
 Params = dict[str, Any]
 Arrays = dict[str, Any]
-FEATURES = 4 + 3  # tracer, wind (3), position on the sphere (3)
+FIELDS = 5  # tracer, its last change, wind (3)
+CHANGE = 0.15  # the unit of changes: about their standard deviation
 EDGE_FEATURES = 4  # relative position (3), length
 
 
@@ -47,7 +49,7 @@ class Sizes:
     layers: int
 
 
-SMALL = Sizes(latitudes=24, refinements=2, latent=64, layers=4)
+SMALL = Sizes(latitudes=32, refinements=3, latent=64, layers=4)
 FULL = Sizes(latitudes=180, refinements=5, latent=512, layers=16)
 
 
@@ -95,7 +97,8 @@ def grid_points(latitudes: int) -> np.ndarray:
 
 
 def make_graph(sizes: Sizes) -> Arrays:
-    """For each of "to_mesh", "mesh" and "to_grid" the ``senders`` [n], ``receivers`` [n] and ``edges`` [n, 4]; and the positions."""
+    """For each of "to_mesh", "mesh" and "to_grid" the ``senders`` [n], ``receivers`` [n] and ``edges`` [n, 4]; and the
+    positions."""
     grid = grid_points(sizes.latitudes)
     mesh, triangles, edges = multi_mesh(sizes.refinements)
     longest = np.linalg.norm(np.diff(mesh[_edges(triangles)], axis=0), axis=-1).max()
@@ -130,7 +133,7 @@ def initial_params(key: jax.Array, sizes: Sizes) -> Params:
     def step_params() -> Params:
         return {"edges": mlp_params(3 * d), "nodes": mlp_params(2 * d)}
 
-    embedded = {"grid": FEATURES, "mesh_nodes": 3, "to_mesh": EDGE_FEATURES, "mesh": EDGE_FEATURES, "to_grid": EDGE_FEATURES}
+    embedded = {"grid": FIELDS + 3, "mesh_nodes": 3, "to_mesh": EDGE_FEATURES, "mesh": EDGE_FEATURES, "to_grid": EDGE_FEATURES}
     return {
         "embed": {name: mlp_params(width) for name, width in embedded.items()},
         "to_mesh": step_params() | {"grid": mlp_params(d)},
@@ -163,7 +166,7 @@ def processor(layers: list[Params], part: Arrays, edges: jax.Array, mesh: jax.Ar
 
 
 def network(params: Params, graph: Arrays, fields: jax.Array) -> jax.Array:
-    """The change of the tracer: [grid points, 1] of ``fields`` [grid points, 4]."""
+    """The next change of the tracer: [grid points, 1] of ``fields`` [grid points, 5]."""
     embed = params["embed"]
     grid = mlp(embed["grid"], jnp.concatenate([fields, graph["grid_position"]], axis=-1))
     mesh = mlp(embed["mesh_nodes"], graph["mesh_position"])
@@ -176,7 +179,7 @@ def network(params: Params, graph: Arrays, fields: jax.Array) -> jax.Array:
 
 
 def weather(points: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fields [points, 4], tracer and wind, and the tracer some hours later [points, 1]; ``points`` [points, 3] on the sphere."""
+    """Fields [points, 5], and the next change of the tracer [points, 1]; ``points`` [points, 3] on the sphere."""
     rng = np.random.default_rng(seed)
     flow, turn = rng.standard_normal((3, 3)) * 0.25, rng.standard_normal(3) * 0.4
     bumps = rng.standard_normal((6, 3))
@@ -186,30 +189,35 @@ def weather(points: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     def wind(p: np.ndarray) -> np.ndarray:  # the stream function is turn.p + p.flow.p; the wind is along its contour lines
         return np.cross(p, turn + p @ (flow + flow.T))
 
-    def tracer(p: np.ndarray) -> np.ndarray:
-        return np.exp(8 * (p @ bumps.T - 1)) @ heights
+    def origin(p: np.ndarray, steps: int = 8, dt: float = -0.05) -> np.ndarray:
+        for _ in range(steps):
+            a = wind(p)
+            b = wind(p + dt / 2 * a)
+            c = wind(p + dt / 2 * b)
+            p = p + dt / 6 * (a + 2 * b + 2 * c + wind(p + dt * c))
+            p = p / np.linalg.norm(p, axis=1, keepdims=True)
+        return p
 
-    origin, steps, dt = points, 10, -0.05  # back along the wind
-    for _ in range(steps):
-        a = wind(origin)
-        b = wind(origin + dt / 2 * a)
-        c = wind(origin + dt / 2 * b)
-        origin = origin + dt / 6 * (a + 2 * b + 2 * c + wind(origin + dt * c))
-        origin /= np.linalg.norm(origin, axis=1, keepdims=True)
-    fields = np.concatenate([tracer(points)[:, None], wind(points)], axis=1)
-    return fields.astype(np.float32), tracer(origin)[:, None].astype(np.float32)
+    def tracer(p: np.ndarray) -> np.ndarray:
+        return (np.exp(8 * (p @ bumps.T - 1)) @ heights)[:, None]
+
+    once = origin(points)
+    before, now, after = tracer(points), tracer(once), tracer(origin(once))
+    fields = np.concatenate([now, (now - before) / CHANGE, wind(points)], axis=1)
+    return fields.astype(np.float32), ((after - now) / CHANGE).astype(np.float32)
 
 
 def draw(path: Path, latitudes: int, shown: dict[str, np.ndarray]) -> None:
     figure = Figure(figsize=(12, 7), layout="constrained")
     for i, (name, field) in enumerate(shown.items()):
-        axes = figure.add_subplot(2, 2, i + 1, projection="mollweide", title=name)
+        axes = figure.add_subplot(2, 2, i + 1, projection="mollweide")
+        axes.set_title(name)
         edges = np.linspace(-np.pi, np.pi, 2 * latitudes + 1), np.linspace(-np.pi / 2, np.pi / 2, latitudes + 1)
         axes.pcolormesh(*edges, field.reshape(latitudes, -1), cmap="RdBu_r", vmin=-1, vmax=1)
         axes.set_xticks([])
         axes.set_yticks([])
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, bbox_inches="tight")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,12 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     graph = make_graph(sizes)
     count = {name: len(graph[name]["senders"]) for name in ("to_mesh", "mesh", "to_grid")}
     print(f"{len(graph['grid_position'])} grid points, {len(graph['mesh_position'])} mesh points, edges: {count}", flush=True)
-    scale = float(np.std([np.subtract(after[:, 0], f[:, 0]) for f, after in (weather(graph["grid_position"], s) for s in range(8))]))
 
-    def loss_fn(params: Params, graph: Arrays, fields: jax.Array, after: jax.Array) -> jax.Array:
-        """Mean squared error of the change, in units of its standard deviation; cells count by their area."""
+    def loss_fn(params: Params, graph: Arrays, fields: jax.Array, change: jax.Array) -> jax.Array:
+        """Mean squared error of the change; cells count by their area."""
         area = jnp.sqrt(jnp.sum(graph["grid_position"][:, :2] ** 2, axis=-1, keepdims=True))
-        return jnp.sum(area * (network(params, graph, fields) - (after - fields[:, :1]) / scale) ** 2) / jnp.sum(area)
+        return jnp.sum(area * (network(params, graph, fields) - change) ** 2) / jnp.sum(area)
 
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(2e-3, args.steps, alpha=0.02)))
 
@@ -241,13 +248,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         params, state, loss = step(params, state, graph, *weather(graph["grid_position"], 1000 * (args.seed + 1) + i))
         losses.append(loss)
 
-    fields, after = weather(graph["grid_position"], 0)
-    found = fields[:, :1] + scale * np.asarray(jax.jit(training.transformed(network, args))(params, graph, fields))
-    shown = {"tracer": fields[:, 0], "some hours later": after[:, 0], "network": found[:, 0], "error of the network": (found - after)[:, 0]}
-    draw(args.out / "weather.png", sizes.latitudes, shown)
-    share = 1 - np.sum((found - after) ** 2) / np.sum((fields[:, :1] - after) ** 2)
-    print(training.application_ending(losses, args, f"{share:.1%} of the change explained in weather that it never saw"))
-    print(training.outcome(kj.explain(train_step, force=args.force or None)(*example, graph, fields, after)))
+    fields, change = weather(graph["grid_position"], 0)
+    found = np.asarray(jax.jit(training.transformed(network, args))(params, graph, fields))
+    now, last = fields[:, :1], fields[:, 1:2]
+    shown = {"tracer": now, "some hours later": now + CHANGE * change, "network": now + CHANGE * found}
+    draw(args.out / "weather.png", sizes.latitudes, shown | {"error of the network": CHANGE * (found - change)})
+    left, more_of_the_same = (float(np.sum((guess - change) ** 2) / np.sum(change**2)) for guess in (found, last))
+    quality = f"{1 - left:.1%} of the change explained in weather that it never saw ({1 - more_of_the_same:.1%} by the last change)"
+    print(training.application_ending(losses, args, quality))
+    print(training.outcome(kj.explain(train_step, force=args.force or None)(*example, graph, fields, change)))
     return 0
 
 
