@@ -77,7 +77,7 @@ class _Rewriter:
         if key not in self.made:
             op, step = at
             self.made[key] = self.draft.value(like, shape, dtype)
-            self.draft.ops.append(Op(kind, key[1], (self.made[key],), key[2], op.source, label=op.label))
+            self.draft.ops.append(Op(kind, key[1], (self.made[key],), key[2], op.source, label=_label(kind, op)))
             self.draft.steps.append(step)
         return self.made[key]
 
@@ -99,7 +99,7 @@ class _Rewriter:
 
     def _give(self, op: Op, kind: str, inputs: Sequence[int], step: Step, **params: Param) -> bool:
         """The last of the ops that stand for ``op``, whose result it makes."""
-        self.draft.ops.append(Op(kind, tuple(inputs), op.outputs, make_params(**params), op.source, label=op.label))
+        self.draft.ops.append(Op(kind, tuple(inputs), op.outputs, make_params(**params), op.source, label=_label(kind, op)))
         self.draft.steps.append(step)
         return True
 
@@ -209,3 +209,8 @@ class _Rewriter:
             contract = {"lhs_contract": tuple(a for a, _ in left), "rhs_contract": tuple(b for _, b in left)}
             return self._give(op, "dot_general", inputs, step, **{**dict(op.params), **contract})
         return False
+
+
+def _label(kind: str, op: Op) -> str:
+    """What the user calls an op of that kind that stands for ``op``, or for a part of it."""
+    return {op.kind: op.label, "take": "gather", "scatter_sum": "scatter-add", "convert_element_type": op.label}.get(kind, kind)
