@@ -57,7 +57,7 @@ def take(e: Equation) -> int | str:
     if isinstance(rows, str):
         return rows
     index = _index(e, numbers, rows, modulo=True)
-    mode = {"CLIP": "clip", "FILL_OR_DROP": "fill", "PROMISE_IN_BOUNDS": "promise_in_bounds"}[mode_of(e)]
+    mode = "fill" if mode_of(e) == "FILL_OR_DROP" else "clip"  # what is promised to be in range is clipped by XLA as well
     if mode == "clip" and len(rows.indexed) > 1:
         mode = "promise_in_bounds"  # each component has been clipped
     shape = [rows.shape[d] for d in rows.order]
@@ -112,7 +112,8 @@ def _rows(e: Equation, numbers: Numbers, sizes: Sequence[int]) -> _Rows | str:
         return f"{e.name}: treats indices out of range by {mode_of(e)}"
     if e.dtype_of(e.ins[1]) not in INTEGERS:
         return f"{e.name}: has indices of {e.dtype_of(e.ins[1])}"
-    indexed = tuple(sorted((*numbers.index_map, *numbers.batching)))
+    whole = _whole(e, numbers, sizes)
+    indexed = tuple(sorted({*numbers.index_map, *numbers.batching} - whole))
     if not indexed:
         return f"{e.name}: has an index without components"
     if any(sizes[d] != 1 for d in indexed):
@@ -124,6 +125,15 @@ def _rows(e: Equation, numbers: Numbers, sizes: Sequence[int]) -> _Rows | str:
         return f"{e.name}: the indexed dimensions have more than 2**31 elements together"
     before = tuple(d for d in kept if d < indexed[0])
     return _Rows(shape, before, indexed, tuple(d for d in kept if d > indexed[0]))
+
+
+def _whole(e: Equation, numbers: Numbers, sizes: Sequence[int]) -> set[int]:
+    """Dimensions with a component of the index that are read or written whole: the component is 0, or clipped to it."""
+    shape, count = e.shape_of(e.ins[0]), len(numbers.index_map)
+    pieces = dict(zip(numbers.index_map, components(e, count), strict=False))
+    clips = mode_of(e) == "CLIP" or (mode_of(e) == "PROMISE_IN_BOUNDS" and e.name == "gather")
+    whole = {d for d in numbers.index_map if sizes[d] == shape[d] != 1}
+    return {d for d in whole if clips or (d in pieces and known(e.builder, pieces[d]) == 0)}
 
 
 Name = tuple[str, int]  # a dimension of the array ("x") or of the index ("i")
@@ -164,7 +174,7 @@ def _index(e: Equation, numbers: Numbers, rows: _Rows, modulo: bool) -> int:
     given = dict(zip(numbers.index_map, (e.reshape(p, shape) for p in pieces), strict=True))
     if modulo and mode == "FILL_OR_DROP":
         given = {d: e.convert(i, "int32") if e.dtype_of(i).endswith("64") else i for d, i in given.items()}
-    if len(rows.indexed) == 1 and count == 1:
+    if len(rows.indexed) == 1 and not numbers.batching:
         return given[rows.indexed[0]]
     inside: int | None = None
     flat: int | None = None
@@ -172,9 +182,9 @@ def _index(e: Equation, numbers: Numbers, rows: _Rows, modulo: bool) -> int:
         n = rows.shape[d]
         if d in given:
             i = given[d] if e.dtype_of(given[d]).endswith(("32", "64")) else e.convert(given[d], "int32")
-            if mode == "CLIP":
+            if mode == "CLIP" or (mode == "PROMISE_IN_BOUNDS" and e.name == "gather"):
                 i = _clamped(e, i, n)
-            elif mode == "FILL_OR_DROP" or e.name != "gather":
+            else:
                 inside = _both(e, inside, e.op("ge", i, e.builder.literal(0, e.dtype_of(i))))
                 inside = _both(e, inside, e.op("lt", i, e.builder.literal(n, e.dtype_of(i))))
             i = e.convert(i, "int32")

@@ -72,7 +72,7 @@ def _take(params: Params, /, x: Array, index: Array, *, out_dtype: str) -> Array
         return np.full(shape, fill)
     found = np.take(x, at, axis)
     after = (1,) * (x.ndim - 1 - axis)
-    return np.where(inside.reshape(*inside.shape, *after), found, fill) if filled else found
+    return np.where(inside.reshape((*inside.shape, *after)), found, fill) if filled else found
 
 
 def _scatter(fold: str) -> NumpyRule:
