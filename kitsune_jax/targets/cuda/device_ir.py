@@ -69,8 +69,8 @@ def number(name: str, key: Hashable, value: int, type_: str = "u32") -> Constant
 
 
 def parameter(role: str, k: int) -> Constant:
-    """A pointer to rows: input ("in") or output ("out") ``k`` of the kernel's parameters."""
-    type_ = "const void*" if role == "in" else "void*"
+    """A pointer to rows: input ("in"), table ("table") or output ("out") ``k`` of the kernel's parameters."""
+    type_ = "void*" if role == "out" else "const void*"
     return Constant(role, k, f"{role}{k}", f"{type_} Params::*{{}}", "Params")
 
 

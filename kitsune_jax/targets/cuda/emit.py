@@ -42,6 +42,7 @@ def call(
     if kernel.vectors:
         values = [None if r.value is None else stationary.value(r.value) for r in kernel.vectors]
         operands.append(pack.vectors(kernel.vectors, values))
+    operands += [stationary.value(v) for v in kernel.tables]
     # The workspace is never empty, so that the call has a result that nobody reads: see `targets.cpu.emit.call` for what XLA makes
     # of a loop's body that is nothing but a call all of whose results are carries.
     workspace = _compat.aval_like(out_avals[0], (kernel.workspace_bytes,), np.uint8)

@@ -48,6 +48,7 @@ class Lowered:
     nodes: tuple[Node, ...]
     weights: tuple[WeightRecipe, ...]
     vectors: tuple[tuple[VectorRecipe, ...], ...]
+    tables: tuple[int, ...]
     scratch_words: int
     together: frozenset[int]
     values: dict[int, Value]
@@ -143,6 +144,7 @@ class _Fitter:
             nodes,
             tuple(at.weights),
             tuple(at.vectors),
+            tuple(at.tables),
             at.scratch_words,
             frozenset(at.together),
             at.values,

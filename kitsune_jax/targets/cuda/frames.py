@@ -49,6 +49,8 @@ def _placed(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
                 return dataclasses.replace(x, at=number("resident", byte, byte))
             case st.Image(ref):
                 return st.Image(ref, stage.memory.images[ref.of])
+            case st.TableRows(table=Ref(of=v)):
+                return dataclasses.replace(x, table=parameter("table", at.operands.tables.index(v)))
         return x
 
     found: tuple[Node, ...] = ir.rebuild(nodes, change)

@@ -22,7 +22,7 @@ __all__ = ["Arrangement", "Kernel", "generate"]
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
     """``weights``: recipes of each image operand, and ``order``, how ``pack.weights`` lines them up; operands are the streamed
-    ``inputs``, the images, the vectors."""
+    ``inputs``, the images, the vectors, the ``tables``."""
 
     source: str
     launch: tuple[int, ...]
@@ -30,6 +30,7 @@ class Kernel:
     weights: tuple[tuple[WeightRecipe, ...], ...]
     order: tuple[tuple[tuple[int, int], ...], ...]
     vectors: tuple[VectorRecipe, ...]
+    tables: tuple[int, ...]
     workspace_bytes: int
     registers: int  # estimate of what values need, at most
 
@@ -41,7 +42,7 @@ class Kernel:
 def generate(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True) -> Kernel:
     """The kernel of ``program`` as ``arrangement`` asks. ``share``: equal stages run the same code. Raises ``CannotLower``."""
     used = {i.kind for stage in program.stages for i in walk(stage.body)}
-    if without := sorted(used & {"dot", "gather", "loop", "load_slice", "store_slice", "sink_at"}):
+    if without := sorted(used & {"dot", "loop", "load_slice", "store_slice", "sink_at"}):
         raise CannotLower(f"{' and '.join(without)} inside a kernel: no code for it yet")
     if program.batch_axes:
         raise CannotLower("tiles that keep within a batch have no kernel yet")
@@ -57,6 +58,7 @@ def generate(program: TileProgram, arrangement: Arrangement, name: str, share: b
         tuple(operands.of_group(d) for d in operands.groups),
         operands.order,
         operands.vectors,
+        operands.tables,
         found.workspace.bytes,
         max(stage.lowered.liveness.peak for stage in found.stages),
     )

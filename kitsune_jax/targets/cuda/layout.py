@@ -12,7 +12,7 @@ import math
 
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.program.passes import simplified
-from kitsune_jax.targets.cuda import arrays, fitting, tiles
+from kitsune_jax.targets.cuda import arrays, fitting, pointwise, tiles
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.fitting import Fitted
@@ -28,7 +28,8 @@ _COUNTER_BYTES = 128
 class Operands:
     """``weights``: of all stages, those of stage s from ``first_weight[s]`` on. ``groups``: their dtypes, an operand each, which
     holds the parts of ``order``: (weight of the group, column chunk, -1 for all). ``resident_at``: of a resident matrix: (operand,
-    byte). ``vector_at[s]``: words at which the groups of vectors of stage s start."""
+    byte). ``vector_at[s]``: words at which the groups of vectors of stage s start. ``tables``: stationary values that are
+    read row by row, as they lie."""
 
     inputs: tuple[int, ...]
     weights: tuple[WeightRecipe, ...]
@@ -38,6 +39,7 @@ class Operands:
     resident_at: dict[int, tuple[int, int]]
     vectors: tuple[VectorRecipe, ...]
     vector_at: tuple[tuple[int, ...], ...]
+    tables: tuple[int, ...]
 
     def of_group(self, dtype: str) -> tuple[WeightRecipe, ...]:
         return tuple(r for r in self.weights if r.shape.dtype == dtype)
@@ -96,11 +98,13 @@ class Layout:
         """The words that ``cuda/src`` launches the kernel with."""
         a, o, p = self.a, self.operands, self.program
         grid = a.instances(p) * a.ctas
-        counts = len(o.inputs) + len(o.groups) + bool(o.vectors), len(p.outputs) + 1, self.workspace.zero_bytes
+        operands = len(o.inputs) + len(o.groups) + bool(o.vectors) + len(o.tables)
+        counts = operands, len(p.outputs) + 1, self.workspace.zero_bytes
         sizes = [arrays.array_bytes(p.inputs[k]) for k in o.inputs]
         for dtype, order in zip(o.groups, o.order, strict=True):
             sizes.append(sum(o.of_group(dtype)[k].shape.part_bytes(chunk) for k, chunk in order))
         sizes += [4 * sum(r.words for r in o.vectors)] if o.vectors else []
+        sizes += [math.prod(p.values[v].shape) * pointwise.ITEM_SIZE[p.values[v].dtype] for v in o.tables]
         sizes += [*(arrays.array_bytes(x) for x in p.outputs), self.workspace.bytes]
         geometry = a.sm, grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
         return LAUNCH_VERSION, *geometry, *counts, *sizes
@@ -181,7 +185,8 @@ def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
                 at[g] += weights[w].shape.bytes
     vectors, vector_at = _vectors(stages)
     inputs = tuple(k for k in sorted(read) if program.inputs[k].streamed)
-    return Operands(inputs, weights, first, groups, tuple(map(tuple, order)), resident_at, vectors, vector_at)
+    tables = tuple(dict.fromkeys(v for stage in stages for v in stage.lowered.tables))
+    return Operands(inputs, weights, first, groups, tuple(map(tuple, order)), resident_at, vectors, vector_at, tables)
 
 
 def _vectors(stages: tuple[Fitted, ...]) -> tuple[tuple[VectorRecipe, ...], tuple[tuple[int, ...], ...]]:

@@ -82,6 +82,8 @@ def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
                 yield ref, registers
             case ir.BlockLoop(reads=owners) | st.Complete(owners=owners):
                 yield from ((owner, None) for owner in owners)
+            case st.TableRows(ref):
+                yield ref, 4  # two addresses
             case st.SetRow(ref) | st.LoadRow(ref) | st.FoldQuad(ref) if ref.kind == "r":
                 yield ref, 2
             case st.LayerLoop(body=body):

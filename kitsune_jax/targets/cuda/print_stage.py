@@ -74,7 +74,17 @@ def _rows(at: Spelling, node: Node) -> list[str]:
             return [f"float {name(ref)}[4] = {{{', '.join(items)}}};"]
         case st.SyncWarp():
             return ["syncwarp();"]
+        case st.TableRows():
+            return _table_rows(at, node)
     return []
+
+
+def _table_rows(at: Spelling, node: st.TableRows) -> list[str]:
+    assert isinstance(node.table, ir.Constant)
+    row, table = f"{name(node.ref)}_row", at.constant(node.table)
+    otherwise = "" if node.otherwise is None else f", {at.address(node.otherwise)}"
+    rows = [f"table_row({table}, {at.of_row(node.index, h)}, {node.rows}ll, {node.bytes}ll{otherwise})" for h in range(2)]
+    return [f"const void* const {row}[2] = {{{', '.join(rows)}}};"]
 
 
 def _once(once: bool) -> str:

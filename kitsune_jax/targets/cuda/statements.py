@@ -86,6 +86,18 @@ class SyncWarp(Node):
     """Whoever read the warp's scratch rows before is done, or whoever wrote them."""
 
 
+class TableRows(Node):
+    """Where the rows of ``table`` lie that ``index`` says, one of ``rows`` of ``bytes`` each. An index that is out of range has the
+    nearest row, or the one at ``otherwise``."""
+
+    ref: Ref
+    table: Ref | Constant  # the layout makes a Constant of a stationary value
+    index: Expr
+    rows: int
+    bytes: int
+    otherwise: Address | None
+
+
 # -- queues
 
 
