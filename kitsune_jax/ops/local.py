@@ -33,6 +33,7 @@ class Dims:
 
     shape: tuple[int, ...]
     labels: tuple[tuple[int, ...], ...] | None
+    dtype: str = ""
 
     @property
     def tile(self) -> bool:
@@ -40,6 +41,11 @@ class Dims:
 
     def streamed(self, d: int) -> bool:
         return self.labels is not None and bool(self.labels[d])
+
+    def row_major(self) -> bool:
+        """Does the stream pass over its elements in the order in which they lie?"""
+        axes = [a for dims in self.labels or () for a in dims]
+        return axes == sorted(axes) and self.kept() == list(range(len(self.shape)))[len(self.shape) - len(self.kept()) :]
 
     def kept(self) -> list[int]:
         """The dimensions that do not stream."""

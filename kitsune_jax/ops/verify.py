@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kitsune_jax.graph import Graph, Op, Value
-from kitsune_jax.ops.spec import DTYPES
+from kitsune_jax.ops.spec import DTYPES, INTEGERS
 from kitsune_jax.ops.table import OPS
 
 Shape = tuple[int, ...]
@@ -75,6 +75,8 @@ def _agree(kind: str, dtypes: Sequence[str], out: str) -> bool:
         return False
     if kind == "select_n":
         return dtypes == ["bool", out, out]
+    if OPS[kind].family in ("gather", "scatter"):
+        return dtypes[1] in INTEGERS
     return OPS[kind].mixes or OPS[kind].gives == "any" or len(set(dtypes)) == 1
 
 
@@ -158,6 +160,17 @@ def _iota(op: Op, shapes: Sequence[Shape]) -> Shape | None:
     return op["shape"] if 0 <= op["dimension"] < len(op["shape"]) else None
 
 
+def _take(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    (x, index), axis = shapes, op["axis"]
+    return (*x[:axis], *index, *x[axis + 1 :]) if 0 <= axis < len(x) else None
+
+
+def _scatter(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    (x, index), axis, n = shapes, op["axis"], op["n"]
+    end = axis + len(index)
+    return (*x[:axis], n, *x[end:]) if axis >= 0 and n >= 0 and x[axis:end] == index else None
+
+
 SHAPE_RULES: Mapping[str, Callable[[Op, Sequence[Shape]], Shape | None]] = {
     "pointwise": _pointwise,
     "convert": _pointwise,
@@ -173,4 +186,6 @@ SHAPE_RULES: Mapping[str, Callable[[Op, Sequence[Shape]], Shape | None]] = {
     "pad": _pad,
     "rev": _rev,
     "iota": _iota,
+    "gather": _take,
+    "scatter": _scatter,
 }

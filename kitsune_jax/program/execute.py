@@ -7,6 +7,7 @@ the values it makes. ``interpret`` decides which stage runs which tile.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclasses.dataclass
 class Tile:
-    """One tile in flight in one stage: its number, the numbers of its rows, and the values computed so far."""
+    """One tile in flight in one stage: its number, the elements that its rows are, and the values computed so far."""
 
     number: int
     rows: Array
@@ -42,7 +43,16 @@ class State:
         self.outputs = [np.zeros(t.shape, self.dtype(t.dtype)) for t in program.outputs]
         self.rings: list[dict[int, Array]] = [{} for _ in program.queues]
         self.sums = [np.full(s.shape, identity(s.how, wide := _wide(np.dtype(s.dtype))), wide) for s in program.sinks]
+        self.last = [-1] * len(program.sinks)  # of those with sorted indices: the last one folded in
         self.literals: dict[int, Scalar] = dict(program.literals)
+        self.order = None if program.order is None else self.inputs[program.order]
+        if self.order is not None and not np.array_equal(np.sort(self.order), np.arange(program.rows)):
+            raise ValueError("the order of the stream is no permutation of its rows")
+
+    def rows_of(self, tile: int) -> Array:
+        """The elements of streamed arrays that tile number ``tile`` is made of."""
+        rows = self.program.rows_of(tile)
+        return np.asarray(rows) if self.order is None else self.order[rows.start : rows.stop].astype(np.int64)
 
     def _input(self, k: int, t: ArrayType, array: Any) -> Array:
         a = np.asarray(array)
@@ -149,14 +159,24 @@ def _dot(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
 
 
 def _gather(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
-    table, index = inputs[0], inputs[1].astype(np.int64)
-    inside = (index >= 0) & (index < len(table))
-    if instr["mode"] == "promise_in_bounds" and not inside.all():
-        raise ValueError(f"gather was promised indices below {len(table)}, not {index[~inside][0]}")
-    rows = table[np.clip(index, 0, len(table) - 1)]
-    if instr["mode"] == "fill":
-        rows[~inside] = np.asarray(instr["fill"]).astype(table.dtype)
-    return rows
+    return _taken(state, instr, inputs[0], inputs[1], 0)
+
+
+def _take(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    return _taken(state, instr, inputs[0], inputs[1], instr["axis"])
+
+
+def _taken(state: State, instr: Instr, x: Array, index: Array, axis: int) -> Array:
+    n = x.shape[axis]
+    if instr["mode"] == "promise_in_bounds" and index.size and not (index.min() >= 0 and index.max() < n):
+        raise ValueError(f"{instr.kind} was promised indices below {n}, not {index.min()} to {index.max()}")
+    params = {"axis": axis, "mode": instr["mode"], "fill": instr.get("fill")}
+    return np.asarray(OPS["take"].numpy(params, x, index, out_dtype=state.made(instr).name))
+
+
+def _put(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    params = {"axis": instr["axis"], "n": instr["n"]}
+    return np.asarray(OPS["scatter_sum"].numpy(params, *inputs, out_dtype=state.made(instr).name))
 
 
 def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[Array, ...]:
@@ -193,6 +213,11 @@ def _sink_at(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Non
     index = inputs[1].astype(np.int64).reshape(-1)
     rows = _widened(inputs[0]).reshape(len(index), *total.shape[1:]).astype(total.dtype)
     inside = (index >= 0) & (index < len(total))
+    if instr["sorted"]:
+        seen = [state.last[instr["sink"]], *index[inside].tolist()]
+        if any(a > b for a, b in itertools.pairwise(seen)):
+            raise ValueError(f"sink {instr['sink']} was promised indices that never decrease")
+        state.last[instr["sink"]] = seen[-1]
     FOLDS[state.program.sinks[instr["sink"]].how].at(total, index[inside], rows[inside])
 
 
@@ -224,6 +249,8 @@ _EXECUTE: dict[str, Callable[[State, Instr, Tile, list[Array]], Any]] = {
     "matmul": _matmul,
     "dot": _dot,
     "gather": _gather,
+    "take": _take,
+    "put": _put,
     "loop": _loop,
     "sink": _sink,
     "matmul_sink": _matmul_sink,

@@ -100,12 +100,38 @@ def _gather(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list
     _operands(ins, False, True)
     table, index = ins
     need(len(table.shape) > 0, "the table has no rows")
+    _taken(instr, table.shape[0], index)
+    return [TileType(True, (*index.shape, *table.shape[1:]), table.dtype)]
+
+
+def _taken(instr: Instr, n: int, index: TileType) -> None:
+    """The index of a ``gather`` or a ``take`` from ``n`` rows."""
     need(index.dtype.startswith(_INTEGERS), f"the index is {index}, and must be of integers")
     mode = instr["mode"]
     need(mode in ("clip", "fill", "promise_in_bounds"), f"there is no mode {mode!r}")
-    need(mode == "fill" or table.shape[0] > 0, "a table of no row has no nearest one")
+    need(mode == "fill" or n > 0, "a table of no row has no nearest one")
     need(mode != "fill" or instr.get("fill") is not None, "mode is fill, and there is no number to fill with")
-    return [TileType(True, (*index.shape, *table.shape[1:]), table.dtype)]
+
+
+def _take(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    _operands(ins, True, False)
+    x, index = ins
+    d = instr["axis"] - 1
+    need(0 <= d < len(x.shape), f"dimension {d + 1} of {x} is none that a row has")
+    _taken(instr, x.shape[d], index)
+    return [TileType(True, (*x.shape[:d], *index.shape, *x.shape[d + 1 :]), x.dtype)]
+
+
+def _put(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    _operands(ins, True, False)
+    x, index = ins
+    d, n = instr["axis"] - 1, instr["n"]
+    need(index.dtype.startswith(_INTEGERS), f"the index is {index}, and must be of integers")
+    end = d + len(index.shape)
+    need(
+        d >= 0 and n >= 0 and x.shape[d:end] == index.shape, f"from dimension {d + 1} on {x} must have those of the index, {index}"
+    )
+    return [TileType(True, (*x.shape[:d], n, *x.shape[end:]), x.dtype)]
 
 
 def _sink(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
@@ -145,6 +171,7 @@ def _indexed(sink: SinkType, instr: Instr, ins: Types) -> tuple[int, ...]:
     need(index.dtype.startswith(_INTEGERS), f"the index is {index}, and must be of integers")
     need(x.shape[:rank] == index.shape, f"the value is {x}; it must begin with the dimensions of the index, {index}")
     need(len(sink.shape) > 0, "its sink has no rows")
+    need(isinstance(instr["sorted"], bool), "it does not say whether its indices are sorted")
     return (sink.shape[0], *x.shape[rank:])
 
 
@@ -159,5 +186,7 @@ RULES: Mapping[str, Callable[[TileProgram, Instr, Types, Types], list[TileType]]
     "matmul": _matmul,
     "dot": _dot,
     "gather": _gather,
+    "take": _take,
+    "put": _put,
     **dict.fromkeys(_FOLDED, _sink),
 }

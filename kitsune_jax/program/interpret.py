@@ -11,8 +11,6 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from kitsune_jax.program.execute import Array, State, Tile
 from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.program.schedule import Schedule
@@ -53,7 +51,7 @@ def _run(state: State, schedule: Schedule, seed: int | None) -> None:
     while ready := schedule.ready():
         stage = ready[-1] if rng is None else rng.choice(ready)
         number = schedule.done[stage]
-        state.run(program.stages[stage].body, Tile(number, np.asarray(program.rows_of(number))), schedule.name(stage))
+        state.run(program.stages[stage].body, Tile(number, state.rows_of(number)), schedule.name(stage))
         schedule.fire(stage)
         _drop_read(state, schedule)
     schedule.check_done()

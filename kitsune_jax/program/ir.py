@@ -22,6 +22,11 @@ Instruction kinds:
 * ``gather``: (table, index) -> tile. The table is stationary, ``[n, *row]``; the index is an integer tile of row shape s, and the
   result has row shape ``(*s, *row)``. ``mode`` says what an index below 0 or beyond n - 1 gives: the nearest row ("clip"), the
   number ``fill`` ("fill"), or anything ("promise_in_bounds": there is none);
+* ``take``: (tile x, stationary index) -> tile: the elements of dimension ``axis`` (rows-first, never 0) of x that the index says.
+  The dimensions of the index stand in the place of that one. ``mode`` and ``fill`` as above;
+* ``put``: (tile x, stationary index) -> tile: the dimensions of x from ``axis`` on that are those of the index become one of
+  extent ``n``, which holds at each i the sum of the elements whose index is i, and 0 where there is none. Indices below 0 or beyond
+  n - 1 are dropped. The gradient of ``take``;
 * ``loop``: initial carries -> final carries, by running ``block`` ``count`` times; ``reverse``: the iterations' numbers count down.
   There is no push, pop or sink inside;
 * ``load_slice``: numbers of loops -> value: of input array ``array``, elements ``[i * step, i * step + size)`` of dimension
@@ -34,7 +39,8 @@ Instruction kinds:
   (rows-first dimensions, 0 included) and ``x_batch``/``y_batch``, accumulated in the sink's dtype. No output: a weight gradient;
 * ``sink_at``: (value, index) -> sink accumulator ``sink`` of shape ``[n, *row]``; an integer index tile of row shape s says for
   every ``row`` of the value, a tile of row shape ``(*s, *row)``, where it is folded in by the sink's ``how``. Indices below 0 or
-  beyond n - 1 are dropped. No output: a segment sum;
+  beyond n - 1 are dropped. ``sorted`` promises that, in the order of the stream, the others never decrease; where the promise is
+  false the result is any numbers. No output: a segment sum;
 * ``push`` / ``pop``: value <-> queue ``queue``; ``store``: value -> output array ``array``.
 
 A constant is no instruction: it is a value of ``TileProgram.literals``, and may be read everywhere.
@@ -169,6 +175,10 @@ class TileProgram:
 
     The first ``batch_axes`` of ``axes`` are batch axes: a tile never crosses from one index of them to the next, so what depends on
     nothing else is stationary while a tile is at work (the keys of an attention head).
+
+    ``order``: the number of an input of int32 [rows], a permutation, which no instruction reads. Row r of the stream is then
+    element ``order[r]`` of every streamed array: ``load``, ``store`` and ``row_index`` go through it, sinks fold in the order of
+    the stream. A program with an order has no batch axes.
     """
 
     axes: tuple[int, ...]  # extents of the stream axes; rows = their product
@@ -182,6 +192,7 @@ class TileProgram:
     sinks: tuple[SinkType, ...]
     workers: int = 1  # that the plan counts on, all stages and replicas together
     batch_axes: int = 0
+    order: int | None = None
 
     @property
     def rows(self) -> int:
@@ -208,7 +219,8 @@ class TileProgram:
 
     def __str__(self) -> str:
         batch = f" batch_axes={self.batch_axes}" if self.batch_axes else ""
-        lines = [f"program rows={self.rows} axes={self.axes}{batch} tile_rows={self.tile_rows}"]
+        order = f" order=input {self.order}" if self.order is not None else ""
+        lines = [f"program rows={self.rows} axes={self.axes}{batch}{order} tile_rows={self.tile_rows}"]
         lines += [f"  input {k}: {_array_text(array)}" for k, array in enumerate(self.inputs)]
         lines += [f"  output {k}: {_array_text(array)}" for k, array in enumerate(self.outputs)]
         lines += [f"  sink {k}: {s.how} {s.dtype}{list(s.shape)} -> output {s.array}" for k, s in enumerate(self.sinks)]

@@ -73,6 +73,7 @@ def _tile_program(program: TileProgram, lookahead: int) -> None:
     for what, arrays in (("input", program.inputs), ("output", program.outputs)):
         for k, array in enumerate(arrays):
             _array(program, array, f"{what} {k}")
+    _order(program)
     for k, array in enumerate(program.outputs):
         kept = [n for n, stride in zip(program.axes, array.row_strides, strict=False) if not stride]
         need(not array.streamed or math.prod(kept) <= 1, f"output {k}: several rows lie in one place")
@@ -98,6 +99,19 @@ def _tile_program(program: TileProgram, lookahead: int) -> None:
     except TypeError as error:
         raise Wrong(str(error)) from None
     need(stuck is None, f"the stages wait for each other: {stuck}")
+
+
+def _order(program: TileProgram) -> None:
+    """The array that holds the order of the stream, if it has one of its own."""
+    k = program.order
+    if k is None:
+        return
+    need(not program.batch_axes, "a stream with batch axes has no order of its own")
+    need(0 <= k < len(program.inputs), f"the order of the stream is input {k}; the program has {len(program.inputs)}")
+    array, wanted = program.inputs[k], ArrayType((program.rows,), "int32", False)
+    need(array == wanted, f"input {k} is {array.dtype}{list(array.shape)}; the order of the stream is int32{[program.rows]}")
+    read = any(i.kind in ("load", "load_slice") and i["array"] == k for s in program.stages for i in walk(s.body))
+    need(not read, f"input {k} is the order of the stream, and a stage reads it")
 
 
 def _array(program: TileProgram, array: ArrayType, name: str) -> None:

@@ -13,6 +13,7 @@ from kitsune_jax.program.ir import TileProgram, walk
 from kitsune_jax.program.passes import Flow, simplified, with_epilogues
 from kitsune_jax.program.verify import verify
 from tests.cpu.test_lower_random import Random
+from tests.support.irregular import IRREGULAR
 from tests.support.lowered import ROW, relu_layer
 from tests.support.programs import CASES
 from tests.support.tiles import Tiles
@@ -42,18 +43,15 @@ def test_passes_keep_what_a_random_program_computes(seed: int) -> None:
             np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *IRREGULAR])
 def test_passes_keep_what_a_structured_program_computes(name: str) -> None:
-    program = CASES[name]().program
-    for part in program.parts:
-        made = with_epilogues(simplified(part.program))
-        verify(made)
-        arrays = [
-            RNG.integers(0, 9, a.shape).astype(a.dtype) if "int" in a.dtype else RNG.standard_normal(a.shape)
-            for a in part.program.inputs
-        ]
-        for g, w in zip(interpret(made, arrays, widen=True), interpret(part.program, arrays, widen=True), strict=True):
-            np.testing.assert_allclose(g, w, rtol=1e-10, atol=1e-12)
+    case = {**CASES, **IRREGULAR}[name]()
+    parts = [dataclasses.replace(p, program=with_epilogues(simplified(p.program))) for p in case.program.parts]
+    made = dataclasses.replace(case.program, parts=tuple(parts))
+    verify(made)
+    arrays = case.operands(RNG)
+    for g, w in zip(interpret(made, arrays, widen=True), interpret(case.program, arrays, widen=True), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-10, atol=1e-12)
 
 
 def test_what_is_computed_twice_or_for_nobody_is_gone() -> None:

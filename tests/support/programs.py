@@ -63,7 +63,7 @@ def segments(
     streams = ((0,), *((),) * (len(ids_shape) - 1))
     t = Tiles((rows,), tile_rows)
     x = t.load((*ids_shape, width), dtype, (*streams, ()))
-    t.sink_at(x, t.load(ids_shape, "int32", streams), how, n, "float32" if dtype == "bfloat16" else None)
+    t.sink_at(x, t.load(ids_shape, "int32", streams), how, n, "float32" if dtype == "bfloat16" else None, ids_sorted=ids_sorted)
     u = Tiles((rows,), tile_rows + 3)
     table = u.load((n, width), dtype)
     u.store(u.gather(table, u.load(ids_shape, "int32", streams), mode, -1), (*ids_shape, width), (*streams, ()))

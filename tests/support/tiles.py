@@ -46,6 +46,7 @@ class Tiles:
         self.body = self.stages[-1]  # where the next instruction goes
         self.queues: list[QueueType] = []
         self.sinks: list[SinkType] = []
+        self.order: int | None = None
 
     def _new(self, tile: bool, shape: Sequence[int], dtype: str) -> int:
         self.values.append(TileType(tile, tuple(shape), dtype))
@@ -194,6 +195,23 @@ class Tiles:
         self._add("gather", (table, index), (v,), mode=mode, fill=fill)
         return v
 
+    def take(self, x: int, index: int, axis: int, mode: str = "clip", fill: Scalar = 0) -> int:
+        t = self.values[x]
+        v = self._new(True, (*t.shape[: axis - 1], *self.values[index].shape, *t.shape[axis:]), t.dtype)
+        self._add("take", (x, index), (v,), axis=axis, mode=mode, fill=fill)
+        return v
+
+    def put(self, x: int, index: int, axis: int, n: int) -> int:
+        t = self.values[x]
+        rank = len(self.values[index].shape)
+        v = self._new(True, (*t.shape[: axis - 1], n, *t.shape[axis - 1 + rank :]), t.dtype)
+        self._add("put", (x, index), (v,), axis=axis, n=n)
+        return v
+
+    def in_order(self, number: int) -> None:
+        """The rows stream in the order that input ``number`` says."""
+        self.order = number
+
     def index(self, axes: Sequence[int], shape: tuple[int, ...] = (), dtype: str = "int32") -> int:
         v = self._new(True, shape, dtype)
         self._add("row_index", (), (v,), axes=tuple(axes))
@@ -215,13 +233,13 @@ class Tiles:
         self.sinks.append(SinkType(how, shape, t.dtype, len(self.outputs) - 1))
         self._add("sink", (x,), (), sink=len(self.sinks) - 1, axes=tuple(axes))
 
-    def sink_at(self, x: int, index: int, how: str, n: int, accumulate: str | None = None) -> None:
+    def sink_at(self, x: int, index: int, how: str, n: int, accumulate: str | None = None, *, ids_sorted: bool = False) -> None:
         """Fold ``x`` into the rows ``index`` of a new output of ``n`` rows."""
         t = self.values[x]
         shape = (n, *t.shape[len(self.values[index].shape) :])
         self.outputs.append(ArrayType(shape, t.dtype, False))
         self.sinks.append(SinkType(how, shape, accumulate or t.dtype, len(self.outputs) - 1))
-        self._add("sink_at", (x, index), (), sink=len(self.sinks) - 1)
+        self._add("sink_at", (x, index), (), sink=len(self.sinks) - 1, sorted=ids_sorted)
 
     def stage(self) -> None:
         """What follows belongs to a new stage."""
@@ -256,4 +274,5 @@ class Tiles:
             tuple(self.queues),
             tuple(self.sinks),
             batch_axes=self.batch_axes,
+            order=self.order,
         )
