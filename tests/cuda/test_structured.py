@@ -12,7 +12,7 @@ from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.errors import CannotLower
 from tests.support.programs import CASES
 
-WITHOUT = {"dot", "loop", "load_slice", "store_slice", "sink_at"}
+WITHOUT = {"dot", "loop", "load_slice", "put", "store_slice", "take"}
 
 
 def used(program: TileProgram) -> set[str]:

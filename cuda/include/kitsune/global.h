@@ -243,6 +243,11 @@ KITSUNE_DEVICE void store_strided(void* row, int column, int columns, bool valid
     if (valid && column + c < columns) st_global(static_cast<Bits*>(row) + offset(column + c), Element<E>::store(in[c]));
 }
 
+// The element of streamed arrays that row `row` of the stream is; 0 beyond the stream.
+KITSUNE_DEVICE i64 row_of(const void* order, i64 row, bool valid) {
+  return valid ? static_cast<i64>(ld_global(static_cast<const u32*>(order) + row)) : 0;
+}
+
 // The row of a table that an index says, the nearest one for an index that is out of range; or `otherwise` for such an index.
 template <class Index>
 KITSUNE_DEVICE const void* table_row(const void* table, Index index, i64 rows, i64 pitch) {

@@ -200,6 +200,14 @@ class ToScratch(Action):
     column: int
 
 
+class ToSegments(Action):
+    """The value to the warp's scratch rows, a block at a time, and from there into the rows of ``ref``'s result."""
+
+    ref: Ref
+    how: str
+    dtype: str
+
+
 class ToPanel(Action):
     """The value to a panel in shared memory, the operand of a weight gradient."""
 

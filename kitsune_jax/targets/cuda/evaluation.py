@@ -74,6 +74,7 @@ class Evaluation:
         self.next_weight: int | None = None  # of the matmul that comes next, in a loop over layers
         self.scalars: dict[int, Ref] = {}
         self.row_tiles: dict[int, Ref] = {}
+        self.segment_bytes = 0  # of the lane's memory for sinks by sorted indices
         self.scratch_words = 0  # of the widest row that changes places
         self.together: set[int] = set()  # values that must be images because what a loop makes of them is one
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one

@@ -172,7 +172,7 @@ def _pieces(at: Evaluation, x: int) -> list[int]:
 _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {
     "load": _load,
     "pop": _pop,
-    **dict.fromkeys(("push", "store", "sink"), stage_outputs.lower),
+    **dict.fromkeys(("push", "store", "sink", "sink_at"), stage_outputs.lower),
     "row_index": _row_index,
     "gather": tables.lower,
     "matmul": _matmul,

@@ -234,6 +234,30 @@ class AddGradient(Node):
     sums: tuple[Ref, ...]
 
 
+# -- sinks by sorted indices
+
+
+class SegmentRuns(Node):
+    """In front of the blocks of a tile: the runs of equal ``index`` among its rows, of ``rows`` that the result has."""
+
+    ref: Ref
+    index: Expr
+    rows: int
+
+
+class RowToSegments(Node):
+    """All of a tile that is one number per row."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    row: Expr
+
+
+class JoinSegments(Node):
+    ref: Ref
+
+
 # -- once per kernel
 
 
@@ -254,6 +278,22 @@ class SinkStart(Node):
     dtype: str
     width: int
     quad: bool
+
+
+class SegmentStart(Node):
+    """A result of rows of ``columns`` numbers, in tiles of ``width``; ``at``: bytes into the lane's memory for segments."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    columns: int
+    at: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the lane's memory (``Segments::kBytes``)."""
+        return 64 * (self.width + 1)
 
 
 class ClearPanel(Node):
