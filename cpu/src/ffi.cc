@@ -1,5 +1,5 @@
 // The boundary to XLA: parses the program once per compiled executable, checks the buffers of every call against it, runs it on
-// XLA's thread pool.
+// XLA's thread pool. The order of a stream is a call of its own, without a program.
 //
 // The state's type is registered from inside the instantiate handler, when XLA asks for its metadata. JAX may flush targets
 // registered before the backend exists ahead of types, so registering the type separately would depend on the order of imports.
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kitsune_cpu/executor.h"
+#include "kitsune_cpu/order.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace kitsune::cpu {
@@ -108,6 +109,38 @@ ffi::Error execute(ffi::ThreadPool pool, State* state, ffi::RemainingArgs args, 
   return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kResourceExhausted, error);
 }
 
+// Our data type of an integer type of XLA's, or kBool.
+DType integer_type(ffi::DataType type) {
+  for (DType t : {DType::kI8, DType::kI16, DType::kI32, DType::kI64, DType::kU8, DType::kU16, DType::kU32, DType::kU64})
+    if (xla_type(t) == type) return t;
+  return DType::kBool;
+}
+
+ffi::Error order(ffi::ThreadPool pool, ffi::AnyBuffer ids, ffi::ResultBuffer<ffi::S32> out, int64_t n) {
+  const int64_t rows = static_cast<int64_t>(ids.element_count());
+  const DType type = integer_type(ids.element_type());
+  if (type == DType::kBool) return ffi::Error::InvalidArgument("kitsune_cpu_order: ids are integers");
+  if (rows > kMostOrdered || static_cast<int64_t>(out->element_count()) != rows)
+    return ffi::Error::InvalidArgument("kitsune_cpu_order: " + std::to_string(rows) + " ids, and room for " +
+                                       std::to_string(out->element_count()) + " positions; there may be 2**31 - 1");
+  if (n < 0 || n > kMostOrderKeys)
+    return ffi::Error::InvalidArgument("kitsune_cpu_order: n is " + std::to_string(n) + ", not in 0..2**32 - 1");
+  XlaPool threads(pool);
+  std::string error = order_by(type, ids.untyped_data(), rows, n, out->typed_data(), threads);
+  return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kResourceExhausted, error);
+}
+
+XLA_FFI_Error* call_order(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::BindExecute()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Ret<ffi::Buffer<ffi::S32>>()
+                                   .Attr<int64_t>("n")
+                                   .To(order)
+                                   .release();
+  return handler->Call(frame);
+}
+
 XLA_FFI_Error* call_instantiate(XLA_FFI_CallFrame* frame) {
   bool metadata = frame->extension_start != nullptr && frame->extension_start->type == XLA_FFI_Extension_Metadata;
   if (metadata) {
@@ -141,6 +174,7 @@ XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
 
 void* instantiate_handler() { return reinterpret_cast<void*>(&call_instantiate); }
 void* execute_handler() { return reinterpret_cast<void*>(&call_execute); }
+void* order_handler() { return reinterpret_cast<void*>(&call_order); }
 int64_t executed_calls() { return calls.load(std::memory_order_relaxed); }
 
 }  // namespace kitsune::cpu

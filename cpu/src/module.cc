@@ -230,6 +230,7 @@ NB_MODULE(_cpu, m) {
   namespace cpu = kitsune::cpu;
   m.doc() = "The CPU target of kitsune_jax: the XLA custom call kitsune_cpu, and its executor for tests.";
   m.def("handlers", &cpu::handlers, "Capsules of the FFI handlers by stage, for jax.ffi.register_ffi_target.");
+  m.def("order_handler", [] { return nb::capsule(cpu::order_handler()); }, "Capsule of the FFI handler of kitsune_cpu_order.");
   m.def("opcodes", &cpu::opcodes, "Names of the micro-operations of a Vector program, in the order of their codes.");
   m.def("isa", [] { return cpu::kernels().isa; }, "Name of the kernel table in use.");
   m.def("available_isas", &cpu::isas, "Kernel tables this CPU can run, best first.");

@@ -355,6 +355,12 @@ def candidate_seeds(graph: Graph, op_index: int) -> list[Seed]:
         for _, v, free in sorted(sides, key=lambda s: -s[0]):
             for k in range(len(free), 0, -1):
                 seeds.append(Seed(v, tuple(free[:k])))
+    elif OPS[op.kind].family in ("gather", "scatter"):
+        # The rows are what the indices run over; the other dimensions in front of them stream where the indices do not.
+        v = op.outputs[0] if OPS[op.kind].family == "gather" else op.inputs[0]
+        indexed = range(op["axis"], op["axis"] + len(graph.values[op.inputs[1]].shape))
+        choices = [tuple(indexed), tuple(indexed[:1]), tuple(range(op["axis"]))]
+        seeds = [Seed(v, dims) for dims in choices if dims]
     else:
         operands = [v for v in (*op.outputs, *op.inputs) if graph.values[v].shape]
         if not operands:

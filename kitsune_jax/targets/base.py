@@ -10,6 +10,10 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from kitsune_jax.graph import Graph, Op, Value
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Plan
@@ -68,6 +72,20 @@ class Target(abc.ABC, Generic[M]):
 
         ``evaluate`` computes what the target leaves to XLA: values that do not depend on the stream.
         """
+
+    def order(self, ids: Any, n: int) -> Any:
+        """The positions 0..size - 1 of ``ids``, an integer array of any shape, by their id: int32 ``[ids.size]``.
+
+        Stable: positions of equal ids keep their order. Those of ids outside of [0, n) come last, in their order too. Without side
+        effects, so that XLA evaluates equal orders once and moves them out of loops.
+        """
+        ids = ids.reshape(-1)
+        outside = ids < 0
+        if n <= np.iinfo(ids.dtype).max:
+            outside |= ids >= n
+        keys = outside, jnp.where(outside, jnp.zeros_like(ids), ids)
+        positions = jax.lax.iota(np.int32, ids.size)
+        return jax.lax.sort((*keys, positions), num_keys=2, is_stable=True)[2]
 
     def notes(self) -> tuple[str, ...]:
         """What a report has to say about the device at hand, where it is not what a reader would expect."""

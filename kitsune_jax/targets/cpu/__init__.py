@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, Array, Products
-from kitsune_jax.targets.cpu.emit import call
+from kitsune_jax.targets.cpu.emit import call, order
 from kitsune_jax.targets.cpu.lower import lower
 from kitsune_jax.targets.cpu.runtime import available, check, why_not
 from kitsune_jax.targets.cpu.support import supports
@@ -29,6 +29,7 @@ __all__ = [
     "call",
     "generate",
     "lower",
+    "order",
     "supports",
     "why_not",
 ]

@@ -1,4 +1,4 @@
-"""The custom call of a CPU program, as JAX sees it."""
+"""The custom calls of a CPU program and of the order of its stream, as JAX sees them."""
 
 from __future__ import annotations
 
@@ -28,3 +28,11 @@ def call(program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any]) -> 
     unread = _compat.aval_like(out_avals[0], (1,), np.uint8)
     outs = jax.ffi.ffi_call(runtime.TARGET_NAME, [*out_avals, unread])(*args, program=program)
     return list(outs)[: len(out_avals)]
+
+
+def order(ids: Any, n: int) -> Any:
+    """``Target.order`` by the custom call ``kitsune_cpu_order``. Raises ``RuntimeError`` where the extension is missing."""
+    if not runtime.register():
+        raise RuntimeError(f"CPU pipelines cannot run here: {runtime.why_not()}")
+    result = _compat.aval_like(jax.typeof(ids), (ids.size,), np.int32)
+    return jax.ffi.ffi_call(runtime.ORDER_NAME, result)(ids, n=np.int64(n))

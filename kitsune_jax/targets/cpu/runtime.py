@@ -1,6 +1,6 @@
 """The CPU extension as seen from Python: whether it is there, and its registration with XLA.
 
-Comes in: nothing. Goes out: ``available()``, ``register()`` and the name of the FFI target. Invariant: importing this module and
+Comes in: nothing. Goes out: ``available()``, ``register()`` and the names of the FFI targets. Invariant: importing this module and
 calling its functions never fails because of a missing or mismatched extension; that is said once, as a warning, and plain JAX runs.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 from kitsune_jax.targets.cpu import bytecode
 
 TARGET_NAME = "kitsune_cpu"
+ORDER_NAME = "kitsune_cpu_order"
 
 _lock = threading.Lock()
 _state: tuple[Any, str] | None = None  # (extension or None, why not)
@@ -53,6 +54,7 @@ def _find() -> tuple[Any, str]:
         return None, f"the extension reads program format {version}, but this package writes {bytecode.VERSION}: different builds"
     try:
         jax.ffi.register_ffi_target(TARGET_NAME, extension.handlers(), platform="cpu")
+        jax.ffi.register_ffi_target(ORDER_NAME, extension.order_handler(), platform="cpu")
     except Exception as error:  # an XLA that refuses the version of the FFI which the extension was built for
         return None, f"this JAX {jax.__version__} does not take the extension kitsune_jax._cpu ({error})"
     return extension, ""
@@ -69,7 +71,7 @@ def why_not() -> str:
 
 
 def register() -> bool:
-    """Registers the FFI target ``kitsune_cpu`` for the CPU, once; safe from any thread. Returns ``available()``.
+    """Registers the FFI targets (``TARGET_NAME``, ``ORDER_NAME``) for the CPU, once; safe from any thread. Returns ``available()``.
 
     >>> from kitsune_jax.targets.cpu import runtime
     >>> runtime.register() == runtime.available()

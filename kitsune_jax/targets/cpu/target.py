@@ -41,6 +41,10 @@ class _Cpu(Target[CpuMachine]):
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         return cpu.call(code, args, out_avals)
 
+    def order(self, ids: Any, n: int) -> Any:
+        # XLA sorts 64-bit keys; the counting sort packs a key and a position into 64 bits.
+        return cpu.order(ids, n) if n < 1 << 32 else super().order(ids, n)
+
     def notes(self) -> tuple[str, ...]:
         return profiles.notes()
 
