@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.device_ir import Address, Constant, Expr, Node, Ref, Rows
 from kitsune_jax.targets.cuda.tiles import GradientShape
 
@@ -292,8 +293,8 @@ class SegmentStart(Node):
 
     @property
     def bytes(self) -> int:
-        """Of the lane's memory (``Segments::kBytes``)."""
-        return 64 * (self.width + 1)
+        """Of the lane's memory."""
+        return tiles.segment_bytes(self.width)
 
 
 class ClearPanel(Node):
