@@ -10,7 +10,6 @@ not stream selects inside every row: the instructions ``take`` and ``put`` of th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -149,16 +148,15 @@ def _relate_scatter(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimR
 # --- row-local forms ------------------------------------------------------------------------------------------------------------
 
 
-def _take_alone(op: Op, streams: Sequence[bool]) -> str:
-    table, index = streams
-    if table and index:
+def _take_alone(op: Op, ins: list[Dims]) -> str:
+    table, index = ins
+    if table.tile and index.tile:
         return "its table and its index both stream"
-    return "its index streams, and the rows of its table are not in front" if index and op["axis"] else ""
+    return "its index streams, and the rows of its table are not in front" if index.tile and op["axis"] else ""
 
 
-def _scatter_alone(op: Op, streams: Sequence[bool]) -> str:
-    _, index = streams
-    if index:
+def _scatter_alone(op: Op, ins: list[Dims]) -> str:
+    if ins[1].tile:
         return "its index streams, and the rows of its result are not in front" if op["axis"] else ""
     return "" if op.kind == "scatter_sum" else "its index does not stream, and only sums are made inside rows"
 
