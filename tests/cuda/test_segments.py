@@ -71,7 +71,9 @@ def test_ids_of_every_kind(kind: str, rows: int, n: int, lanes: int) -> None:
 
 @pytest.mark.parametrize("sm, lanes", [(900, 3), (800, 2)])
 @pytest.mark.parametrize("width", [1, 3, 27, 160])
-@pytest.mark.parametrize("dtype, how", [("bfloat16", "sum"), ("float16", "max"), ("float32", "prod"), ("int32", "min"), ("bool", "or")])
+@pytest.mark.parametrize(
+    "dtype, how", [("bfloat16", "sum"), ("float16", "max"), ("float32", "prod"), ("int32", "min"), ("bool", "or")]
+)
 def test_every_width_and_fold(width: int, dtype: str, how: str, sm: int, lanes: int) -> None:
     rows, n = 400, 61
     x = values(rows, width, dtype)

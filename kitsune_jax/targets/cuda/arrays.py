@@ -63,7 +63,13 @@ def contiguous_access(columns: int, dtype: str, *pitches: int) -> int:
 def lies_together(program: TileProgram, array: ArrayType) -> bool:
     """Is a tile of the array one piece of memory? It then starts on a multiple of 64 bytes, because a tile has 64 rows."""
     columns = columns_of(array)
-    return array.streamed and program.order is None and len(program.axes) == 1 and columns.contiguous and array.row_strides == (columns.n,)
+    return (
+        array.streamed
+        and program.order is None
+        and len(program.axes) == 1
+        and columns.contiguous
+        and array.row_strides == (columns.n,)
+    )
 
 
 def is_staged(program: TileProgram, array: ArrayType) -> bool:

@@ -90,7 +90,8 @@ class AwaitWeights(Node):
 
 class TileLoop(Node):
     """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles follow each other in the stream, else they
-    are every so many. ``order``: the array that says which element of the arrays each row of the stream is. ``prefetched``: (input, bytes of a row) whose next tile is asked for."""
+    are every so many. ``order``: the array that says which element of the arrays each row of the stream is.
+    ``prefetched``: (input, bytes of a row) whose next tile is asked for."""
 
     uniform: bool
     consecutive: bool

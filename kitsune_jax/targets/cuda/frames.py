@@ -25,8 +25,9 @@ def of_stage(at: Layout, s: int) -> StageCode:
     staged = tuple(_staged(at, s))
     setup = [*_memory(at, s), *_queues(at, s), *staged]
     for node in _placed(at, s, stage.lowered.setup):
-        segments = isinstance(node, st.SegmentStart)
-        setup.append(frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at) if segments else node)
+        if isinstance(node, st.SegmentStart):
+            node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
+        setup.append(node)
     if not stage.resident:
         setup.append(ring)
     elif stage.fetches:

@@ -81,12 +81,12 @@ class Layout:
 
     @property
     def consecutive(self) -> bool:
-        """A lane's tiles follow each other in the stream: so few segments of a sink by sorted indices are shared with other lanes."""
+        """A lane's tiles follow each other in the stream: so few segments of a sink by sorted indices are shared with others."""
         return any(segments_of(stage) for stage in self.stages)
 
     @property
     def filled(self) -> tuple[tuple[int, str], ...]:
-        """The outputs that hold the identity of a fold before the kernel starts, and that fold: those of sinks by sorted indices."""
+        """The outputs that hold the identity of a fold before the kernel starts, with that fold: of sinks by sorted indices."""
         sinks = [self.program.sinks[start.ref.of] for stage in self.stages for start in segments_of(stage)]
         return tuple((sink.array, sink.how) for sink in sinks)
 

@@ -13,7 +13,6 @@ from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Node, Ref
 
-
 # Of a sink by sorted indices (``stage/segment.h``): addresses and the open segment; the runs of a tile, and the walk down its rows.
 _SEGMENTS, _RUNS = 10, 16
 

@@ -13,6 +13,7 @@ from kitsune_jax.targets.cuda.frame_ir import Consumer, LoadResident, LoadStream
 from kitsune_jax.targets.cuda.print_loops import Spelling, name
 from kitsune_jax.targets.cuda.sharing import Kind
 
+
 def functions(program: TileProgram, kind: Kind) -> tuple[str, str]:
     """The consumers' function and the loader's."""
     spelling = Spelling(frozenset((c.name, c.key) for c in kind.fields))

@@ -185,7 +185,9 @@ def _check_ops(cost: GpuCost) -> None:
     for i in cost.region.ops:
         dot, op, access = cost.work(i).dot, cost.graph.ops[i], cost.access(i)
         if access is not None and access.folds and not access.near:
-            raise Infeasible(f"{op.kind} by indices in another order than that of the stream: the CUDA target folds runs of equal ones")
+            raise Infeasible(
+                f"{op.kind} by indices in another order than that of the stream: the CUDA target folds runs of equal ones"
+            )
         if access is not None and access.folds and access.count > 1:
             raise Infeasible(f"{op.kind} by {access.count} indices for a row of the stream has no code on the GPU")
         if dot is not None and dot.per_row:

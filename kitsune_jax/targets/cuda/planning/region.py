@@ -51,7 +51,12 @@ class GpuRegion:
     def plan(self, a: Arranged) -> Plan:
         machine = self.machine
         gathered, far = self.cost.lookups()
-        moved = self.traffic + far + self.cost.order_bytes() + self._partial_bytes(a.replicas * (a.cluster if a.arrangement == "vertical" else 1), a.lanes)
+        moved = (
+            self.traffic
+            + far
+            + self.cost.order_bytes()
+            + self._partial_bytes(a.replicas * (a.cluster if a.arrangement == "vertical" else 1), a.lanes)
+        )
         near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
         dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
         near_bytes = a.l2_bytes + gathered - far

@@ -32,8 +32,8 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
 
 
 def _folded_bytes(cost: GpuCost, i: int) -> int:
-    """Bytes that an op that folds rows into a table moves through the L2: XLA uses an atomic operation for every element, of 32 bits,
-    which reads and writes it there. It also fills the table first."""
+    """Bytes that an op that folds rows into a table moves through the L2: XLA fills the table, and uses an atomic operation of 32
+    bits for every element, which reads and writes there."""
     if cost.family(i) != SCATTER:
         return 0
     op = cost.graph.ops[i]
