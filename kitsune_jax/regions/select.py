@@ -22,6 +22,7 @@ from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.known_spreads import Spreads
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import passes_of
+from kitsune_jax.regions.recompute import recompute
 from kitsune_jax.streams import Region, Seed, Spread, spread
 from kitsune_jax.streams.propagate import Wiring
 
@@ -118,6 +119,8 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
+        if not self.force:
+            self._recompute()
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
         return Selection(tuple(sorted(self.chosen, key=lambda c: c.region.ops[0])), tuple(rejected))
@@ -165,6 +168,21 @@ class _Selector:
                 self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
                 self.free.difference_update(set(self.chosen[k].ops).difference(self.chosen[k].region.again))
                 self.spreads.choose()
+
+    def _recompute(self) -> None:
+        """Let regions compute again what they would read of others, where that takes less time."""
+        self.chosen.sort(key=lambda c: self.order.position(self.order.node(anchored(self.graph, c.region)[0])))
+        inside = {i for c in self.chosen for i in c.region.ops}
+        others = [i for i in self.index.live if i not in inside] + [
+            i for c in self.chosen for f in c.followers for i in f.region.ops
+        ]
+        try:
+            found = recompute(self.index, [(c.region, c.plan) for c in self.chosen], others, lambda r: self._plan_of(r)[0])
+        except Exception as error:
+            self.failed(error, sorted(inside))
+            return
+        pairs = zip(self.chosen, found, strict=True)
+        self.chosen = [dataclasses.replace(c, region=region, plan=plan) for c, (region, plan) in pairs]
 
     def _spread(self, seed: Seed, free: Container[int], barred: Mapping[int, str] | None = None) -> Spread:
         return spread(self.graph, seed, free, self.supports, self.wiring, barred)
