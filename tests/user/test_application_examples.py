@@ -53,7 +53,9 @@ def loss_of(text: str) -> float:
     return float(re.search(r"loss (\S+),", text[text.index("steps") :])[1])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("gat", "graph_transformer") else pytest.mark.slow) for n in TINY])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("gat", "graph_transformer") else pytest.mark.slow) for n in TINY]
+)
 def test_pipelined_and_plain_reach_the_same(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     pipelined = run(name, tmp_path / "deeper", monkeypatch, capsys, "--force")
     plain = run(name, tmp_path / "plain", monkeypatch, capsys, "--plain")
