@@ -173,10 +173,13 @@ def _relate_dot(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelat
 
 
 def _local_reduce(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    """Where each row has one element to fold, that element is the result, with its sign of zero or as a subnormal number."""
     (x,) = ins
     axes = tuple(sorted({x.local(d) for d in op["axes"]}))
     if any(x.streamed(d) for d in op["axes"]):
         return LocalOp("sink", make_params(how=op.kind.removeprefix("reduce_"), axes=axes))
+    if all(x.shape[d] == 1 for d in op["axes"]):
+        return LocalOp("reshape", make_params(new_sizes=out.rows_first()))
     return LocalOp(op.kind, make_params(axes=axes))
 
 
@@ -188,6 +191,12 @@ def _dot_alone(op: Op, ins: list[Dims]) -> str:
         if any(x.streamed(d) for d in range(len(x.shape)) if d not in batch):
             return "both operands stream, and over more than dimensions that they have in common"
     return ""
+
+
+def _local_cumulative(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    """Of one element, as ``_local_reduce``; but XLA computes with it in a product and in a log-sum."""
+    alone = out.shape[op["axis"]] == 1 and op.kind in ("cumsum", "cummax", "cummin")
+    return LocalOp("copy", ()) if alone else one_axis(op, ins, out)
 
 
 def _local_dot(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
@@ -271,7 +280,7 @@ def _running(fold: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...] =
     rule = _cumulative(ufunc, wide)
     doc = f"running {fold} along axis"
     by_jax = getattr(lax, f"cum{fold}")
-    return OpSpec(f"cum{fold}", "cumulative", 1, rule, _relate_cumulative, flops, doc, dtypes, fold=fold, local=one_axis,
+    return OpSpec(f"cum{fold}", "cumulative", 1, rule, _relate_cumulative, flops, doc, dtypes, fold=fold, local=_local_cumulative,
                   takes=("axis", "reverse"), jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
 
 

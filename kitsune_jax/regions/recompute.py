@@ -2,8 +2,9 @@
 
 Comes in: the chosen regions, in an order in which they can run. Goes out: these regions, some of whose results are gone, because
 every region that read one makes it again from what lies in memory anyway. In a training step that is the forward pass of a layer,
-made again by the region of its backward pass; in a segment softmax, the score of an edge. Invariants: a result that is read elsewhere
-stays; what is computed again streams as it does where it was made; and the model says that all calls together take less time.
+made again by the region of its backward pass; in a segment softmax the score of an edge. Invariants: a result that is read
+elsewhere stays; what is computed again streams as it does where it was made; and the model says that all calls together take less
+time.
 """
 
 from __future__ import annotations

@@ -239,27 +239,27 @@ class _Selector:
         gain_as_one = _seconds_gained(whole.plan) if _pays(whole.plan) else 0.0
         return found if gain > PROFIT_MARGIN * gain_as_one else []
 
-    def _without_tables(self, sp: Spread, whole: Chosen) -> Chosen:
-        """``whole``, or what is left of it without ops that fold rows into tables by indices, where that gains more.
+    def _without_tables(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
+        """``region`` and its plan, or what is left of it without ops that fold rows into tables by indices, where that gains more.
 
         The rows of a call stream in one order. Folded in another one, they need a table for every worker, which a call of their own
         does not, or XLA does it.
         """
-        folds = [i for i in whole.region.sinks if OPS[self.graph.ops[i].kind].family == "scatter"]
-        others = [i for i in folds if self.graph.ops[i].inputs[1] != whole.plan.order]
-        best, most = whole, _seconds_gained(whole.plan)
+        folds = [i for i in region.sinks if OPS[self.graph.ops[i].kind].family == "scatter"]
+        order, most = (None, 0.0) if isinstance(plan, str) else (plan.order, _seconds_gained(plan))
+        others = [i for i in folds if self.graph.ops[i].inputs[1] != order]
+        best = region, plan
         for left in dict.fromkeys((tuple(others), tuple(folds))):
-            if not left:
+            rest = region_of(self.index, sp, needed(self.index, sp, set(region.ops).difference(left)))
+            if not left or not rest.outputs:
                 continue
-            rest = needed(self.index, sp, set(whole.region.ops).difference(left))
-            region = region_of(self.index, sp, rest)
-            plan = self._plan_of(region)[0] if region.outputs else ""
-            if isinstance(plan, str):
+            smaller = self._plan_of(rest)[0]
+            if isinstance(smaller, str):
                 continue
             alone = [self._plan_of(region_of(self.index, sp, needed(self.index, sp, {i})))[0] for i in left]
-            gain = _seconds_gained(plan) + sum(_seconds_gained(p) for p in alone if not isinstance(p, str) and _pays(p))
+            gain = _seconds_gained(smaller) + sum(_seconds_gained(p) for p in alone if not isinstance(p, str) and _pays(p))
             if gain > most:
-                best, most = Chosen(region, plan), gain
+                best, most = (rest, smaller), gain
         return best
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
@@ -287,6 +287,8 @@ class _Selector:
         if region is None or not region.outputs:
             return None, {seed_op}
         plan, asked = self._plan_of(region)
+        if not self.force:
+            region, plan = self._without_tables(kept.spread, region, plan)
         if isinstance(plan, str):
             for i in region.ops if asked else ():
                 self.why[i] = plan
@@ -294,12 +296,8 @@ class _Selector:
         passes = self._passes(Chosen(region, plan))
         if passes:  # the other pass is found when its own ops are looked at
             return next((c for c in passes if seed_op in c.region.ops), None), {seed_op}
-        whole = Chosen(region, plan)
-        if not self.force:
-            whole = self._without_tables(kept.spread, whole)
-        region, plan = whole.region, whole.plan
         if self.force or _pays(plan):
-            return whole, set()
+            return Chosen(region, plan), set()
         text = f"left to XLA: modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
         speedup = plan.baseline_seconds / plan.seconds
         for i in region.ops:

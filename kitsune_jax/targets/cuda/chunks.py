@@ -149,7 +149,8 @@ class _Chunks:
             first = last
         state.done = done
         bias = p.bias and (*p.bias, sum(_blocks(p)[:chunk]))
-        fragments = sum(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
+        # Of one operand at a time: a product waits for what it has fetched of one before it fetches the next.
+        fragments = any(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
         ref = _accumulators(p, chunk)
         self.nodes.append(
             st.Issue(
@@ -315,6 +316,7 @@ class _Blocks:
 
     def _array_block(self, v: int, rows: ir.Rows, shift: int) -> Ref:
         value = self.homes[v]
+        self.reads[rows.ref] = None
         return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.n if value.slab else 0))
 
     def _image_block(self, v: int, image: Ref, form: str, shift: int) -> Ref:

@@ -97,10 +97,16 @@ def _move(at: Evaluation, instr: Instr) -> None:
     sources = [x for k, x in enumerate(instr.inputs) if not (instr.kind == "pad" and k == 1)]
     index = _index(at, instr, sources)
     sources = [at.root(x) for x in sources]
-    value, (v,) = at.new(instr), instr.outputs
-    if any(at.is_slab(x) for x in (v, *sources)):
+    at.new(instr)
+    if any(at.is_slab(x) for x in (instr.outputs[0], *sources)):
         raise CannotLower(f"{instr.kind} of columns that are split over CTAs has no code on the GPU")
-    counts = [at.value(x).n for x in sources]
+    place(at, instr, index, sources)
+
+
+def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -> None:
+    """Gives the result of ``instr`` the columns that ``index`` says: [columns, 2], of which source and which column there."""
+    (v,) = instr.outputs
+    value, counts = at.value(v), [at.value(x).n for x in sources]
     if len(sources) == 1 and np.array_equal(index[:, 1], np.arange(counts[0])):
         at.alias(instr, sources[0])
     elif len(sources) == 1 and counts[0] == 1 and (index[:, 1] == 0).all():

@@ -165,7 +165,9 @@ class CpuCost(RegionCost):
             return times.STEP_SECONDS + rows * work.sums * _PASSES[work.family] * fold
         if work.access is not None:
             return times.STEP_SECONDS + rows * known.access(work.access)
-        if work.family in COPIES or work.family in (GATHER, SCATTER):
+        if work.family in (GATHER, SCATTER):
+            return times.STEP_SECONDS + rows * work.elements * known.picked
+        if work.family in COPIES:
             return rows * work.elements * 2 * known.edge(work.dtype)
         if not work.kind:
             return 0.0

@@ -10,14 +10,12 @@ the same arguments give the same plan in every process.
 
 from __future__ import annotations
 
-import math
-
 from kitsune_jax.graph import Graph
-from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import SCATTER, pipeline_traffic
+from kitsune_jax.planning.cost import pipeline_traffic
+from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import resource_of, stage_name
-from kitsune_jax.streams.space import Region, row_shape
+from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 from kitsune_jax.targets.cpu.planning.tile_size import TileModel, tile_rows
@@ -31,21 +29,6 @@ def plan(graph: Graph, region: Region, machine: CpuMachine) -> Plan:
         raise Infeasible("the stream has no rows")
     plans = [_in_order(graph, region, machine, order) for order in (None, *orders_of(graph, region))]
     return min(plans, key=lambda p: p.seconds)
-
-
-def orders_of(graph: Graph, region: Region) -> list[int]:
-    """The indices in whose order the region's rows may stream: one for each row, by which an op folds rows into a table."""
-    labels, axes = region.label_of(), tuple(range(len(region.space.sizes)))
-    found: dict[int, None] = {}
-    for i in region.sinks:
-        op = graph.ops[i]
-        if op.inputs[-1] in region.outputs:
-            continue  # the indices are needed in front of the call
-        if OPS[op.kind].family == SCATTER and not op["sorted"]:
-            ids = labels.get(op.inputs[1], ())
-            if tuple(a for dim in ids for a in dim) == axes and math.prod(row_shape(graph.values[op.inputs[1]].shape, ids)) == 1:
-                found[op.inputs[1]] = None
-    return list(found)
 
 
 def _in_order(graph: Graph, region: Region, machine: CpuMachine, order: int | None) -> Plan:
