@@ -125,6 +125,7 @@ class CpuTimes:
             return access.count * self._row("runs", access.row_bytes)
         inner, outer = (self._row(f"take/{level}", access.row_bytes) for level in ("l2", "l3"))
         # Beyond the last level a row comes from memory, at its rate: rows are asked for before their turn.
+        outer = max(inner, outer)
         beyond = outer + access.row_bytes * max(0.0, self["copy/dram"] - self["copy/l3"])
         p = self.profile
         sizes = (p.l2 / 2, 4 * p.l2, p.l3 / 2, 4 * p.l3)
