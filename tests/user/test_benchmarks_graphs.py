@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, softmax
 
-from benchmarks import store, table
+from benchmarks import segments, store, table
 from benchmarks.__main__ import main
 from benchmarks.graphs.apps import GRAPH_APPS, GraphCase, case_of, click_error, label_error, squared_error
 from benchmarks.graphs.libraries import LIBRARY_APPS, NEEDS
@@ -195,3 +195,24 @@ def test_run_store_and_table(mode: str, tmp_path: Path) -> None:
     shown = table.markdown(store.newest(tmp_path), mode)
     assert "graph attention network, 8 heads of 8, 300 edges, float32" in shown
     assert "not measured" in shown
+
+
+@pytest.mark.parametrize("distribution", segments.DISTRIBUTIONS)
+@pytest.mark.parametrize("reduction", list(segments.REDUCTIONS))
+def test_segment_reductions_alone(reduction: str, distribution: str) -> None:
+    sizes: dict[str, Any] = {"rows": 997, "width": 5, "segments": 131, "dtype": "f32", "rounds": 3, "seconds": 1.0}
+    record = segments.measure(reduction, distribution, False, **sizes)
+    assert max(column["max_rel_error"] for column in record["columns"].values()) < 1e-5
+    assert "x | " in segments.markdown([record])
+    ids = segments.segment_ids(distribution, 5000, 50, np.random.default_rng(0))
+    assert ids.min() >= 0 and ids.max() < 50
+    assert (np.bincount(ids).max() > 2000) == (distribution == "skewed")
+
+
+def test_error_of_a_segment_reduction_sees_what_is_wrong() -> None:
+    x, ids = np.arange(12.0).reshape(6, 2), np.array([0, 2, 2, 0, 5, 0])
+    want = segments.reference("max", x, ids, 6)
+    np.testing.assert_array_equal(want[[0, 2, 5]], x[[5, 2, 4]])
+    assert segments.error(want, want) == 0
+    assert segments.error(np.where(np.isfinite(want), want, 0), want) == np.inf
+    assert segments.error(want + 1, want) > 0.1
