@@ -40,7 +40,12 @@ def _has_taken_part(join: Op, rows: int, draft: Draft) -> bool:
     """Is a part of ``join`` taken by an index that runs over the first ``rows`` dimensions, or fewer?"""
     makers = {v: op for op in draft.captured.graph.ops for v in op.outputs if op.kind == "take"}
     parts = [makers.get(v) for v in join.inputs]
-    return any(op is not None and _is_reused(op, draft) and op["mode"] != "clip" for op in parts)
+    return any(op is not None and _is_reused(op, draft) and _drops(op) for op in parts)
+
+
+def _drops(take: Op) -> bool:
+    """Does an index out of range add nothing to a product with the rows, or is there none, by the user's promise?"""
+    return bool(dict(take.params).get("promised")) or (take["mode"] == "fill" and take["fill"] == 0)
 
 
 def _is_reused(op: Op, draft: Draft) -> bool:
@@ -200,8 +205,7 @@ class _Rewriter:
                 continue
             table, index = take.inputs
             rank = len(self._shape(index))
-            drops = take["mode"] == "promise_in_bounds" or (take["mode"] == "fill" and take["fill"] == 0)
-            if not drops or any((d, d) not in pairs for d in range(rank)) or self._dtype(table) != self._dtype(other):
+            if not _drops(take) or any((d, d) not in pairs for d in range(rank)) or self._dtype(table) != self._dtype(other):
                 continue
             total = self._summed(other, index, self._shape(table)[0], (op, step))
             left = [(0, 0), *((a - rank + 1, b - rank + 1) for a, b in pairs if a >= rank)]
