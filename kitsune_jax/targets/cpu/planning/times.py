@@ -114,11 +114,6 @@ class CpuTimes:
         rates = [math.log(self[f"dot/{a}x{b}x{c}"] / (a * b * c)) for a, b, c in PRODUCTS]
         return math.exp(_between(sides, rates, _mean(m, n))) * m * k * n * (2.0 if dtype == "float64" else 1.0)
 
-    @property
-    def picked(self) -> float:
-        """An element that indices pick out of a row, or put into one. XLA picks single elements as we do."""
-        return self["xla/gather/1"] * self.profile.workers
-
     def access(self, access: Access) -> float:
         """What an op reads or folds by indices, for a row of the stream."""
         if access.folds and access.near:
