@@ -80,6 +80,18 @@ def test_messages_and_their_sum_are_one_region_in_the_order_of_the_receivers():
     assert "in the order of the indices of scatter-add (test_indexed.py:" in text.replace("\n  ", " ")
 
 
+@pytest.mark.parametrize("fold", [jax.ops.segment_sum, jax.ops.segment_max], ids=["sum", "max"])
+def test_indices_stream_because_what_they_place_does(fold):
+    """Nothing else reads the indices, and the table is larger than what is selected among inside a row."""
+
+    def fn(w: Any, edges: Any, by: Any) -> Any:
+        return fold(jnp.tanh(edges @ w), by, num_segments=NODES)
+
+    rng = np.random.default_rng(13)
+    graph, found = planned(fn, normal(rng, WIDTH, WIDTH), normal(rng, EDGES, WIDTH), ids(rng))
+    assert [graph.ops[i].kind for r in found.regions for i in r.region.sinks] == [f"scatter_{fold.__name__[8:]}"]
+
+
 def test_a_call_in_order_gives_what_jax_gives():
     rng = np.random.default_rng(1)
     args = graph_data(rng)
