@@ -17,6 +17,7 @@ import numpy as np
 
 from trust.context import Argument, Context, Reader, Recorder, weight
 from trust.loops import LOOPS
+from trust.graphs import GRAPH
 from trust.moves import MOVE
 from trust.operators import COMPUTE
 from trust.program import Digits, Invalid, Program
@@ -24,7 +25,7 @@ from trust.transforms import REVERSE, TRANSFORMS, Callee
 
 Array = Any
 Function = Callable[..., Any]
-OPERATORS = {**COMPUTE, **MOVE}
+OPERATORS = {**COMPUTE, **MOVE, **GRAPH}
 FORWARD_ONLY = ("while", "fori_traced", "while_of_scan")  # loops that JAX cannot differentiate in reverse
 
 
