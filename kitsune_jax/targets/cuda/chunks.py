@@ -286,11 +286,11 @@ class _Blocks:
                 if form == "bit":
                     return Read("bit", self._mask(v, ref), dtype, shift)
                 return Read(f"{form} of image", self._image_block(v, ref, form, shift), dtype)
-            case InScratch(table, fill):
+            case InScratch(table, fill, fold):
                 index = self._name("t")
                 where = self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, table, "float32", shift))
                 self.steps.append(ir.Let(index, "int32", Read("index", where, "int32")))
-                return ir.FromScratch(dtype, index=index, fill=fill)
+                return ir.FromScratch(dtype, index=index, fill=fill, fold=fold)
             case Parts(parts):
                 at = 0
                 for part, first, blocks in parts:

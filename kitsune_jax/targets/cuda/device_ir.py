@@ -114,13 +114,23 @@ class Read(Expr):
     shift: int = 0
 
 
+class ScratchFold(Node):
+    """By ``how``, of ``count`` columns that are ``step`` apart."""
+
+    how: str
+    count: int
+    step: int
+
+
 class FromScratch(Expr):
-    """An element of the warp's scratch rows: its column is ``column``, or what ``index`` holds, where -1 stands for ``fill``."""
+    """An element of the warp's scratch rows: its column is ``column``, or what ``index`` holds, where -1 stands for ``fill``; or
+    ``fold``s that column and others."""
 
     dtype: str
     column: int = -1
     index: Ref | None = None
     fill: Expr | None = None
+    fold: ScratchFold | None = None
 
 
 class RowIndex(Expr):

@@ -119,8 +119,9 @@ def _reduce(at: Evaluation, instr: Instr) -> None:
     if at.value(x).row:
         at.alias(instr, x)
         return
-    if tuple(instr["axes"]) != tuple(range(1, len(at.program.values[x].shape) + 1)):
-        raise CannotLower("a reduction over a part of a row's dimensions has no code on the GPU")
+    if math.prod(at.program.values[v].shape) > 1:
+        columns.fold_part(at, instr, REDUCTIONS[instr.kind])
+        return
     value, how, ref = at.new(instr), REDUCTIONS[instr.kind], Ref("r", v)
     at.add(st.StartFold(ref, how, value.dtype))
     at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])

@@ -71,8 +71,11 @@ class Spelling:
                     element=pointwise.ELEMENT[dtype],
                     type=pointwise.COMPUTE[dtype],
                 )
-            case ir.FromScratch(dtype, column, index, fill):
+            case ir.FromScratch(dtype, column, index, fill, fold):
                 where = column if index is None else name(index)
+                if fold is not None:
+                    template = f"{fold.how}, {pointwise.COMPUTE[dtype]}, {fold.count}, {fold.step}"
+                    return f"fold_scratch<{template}>(rows, lane, h, {where})"
                 element = f"from_word<{pointwise.COMPUTE[dtype]}>(rows.get(lane, h, {where}))"
                 return element if fill is None else f"({where} < 0 ? {self.expression(fill)} : {element})"
             case ir.RowIndex(axes):

@@ -16,7 +16,7 @@ from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import arrays, columns, pointwise, tiles
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.device_ir import Address, Expr, Ref, ToScratch
+from kitsune_jax.targets.cuda.device_ir import Address, Expr, Ref
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.pack import VectorRecipe
 from kitsune_jax.targets.cuda.values import InArray, InRegisters, Value
@@ -52,12 +52,8 @@ def lower(at: Evaluation, instr: Instr) -> None:
 
 def _indices(at: Evaluation, index: int) -> list[Expr]:
     """Each index of a row, in all threads that share the row."""
-    index = at.root(index)
     value = at.value(index)
-    at.scratch_words = max(at.scratch_words, value.width | 1)
-    at.add(st.SyncWarp())  # whoever read the rows before is done
-    at.evaluate(value.width, [ToScratch(index, 0)])
-    at.add(st.SyncWarp())
+    columns.to_scratch(at, [at.root(index)])
     found: list[Expr] = []
     for column in range(value.n):
         at.counter += 1
