@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trust.context import Argument, Context, Reader, Recorder, weight
-from trust.loops import LOOPS
 from trust.graphs import GRAPH
+from trust.loops import LOOPS
 from trust.moves import MOVE
 from trust.operators import COMPUTE
 from trust.program import Digits, Invalid, Program
