@@ -1,4 +1,4 @@
-"""Measuring a machine: our kernels and XLA's, in under two seconds.
+"""Measuring a machine: our kernels and XLA's, in two or three seconds.
 
 Comes in: the threads that a plan may count on. Goes out: a ``Profile``, or ``Disturbed``. The measurement runs in a thread of its
 own: the one that asks is in the middle of tracing a function, and JAX keeps what it is tracing for each thread.

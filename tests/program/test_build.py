@@ -43,6 +43,15 @@ def run_through_interpreter(fn, *args, seed: int = 0):
     selection = select(graph, lambda i: None, planner, force=True)
     values = dict(zip(graph.inputs, jax.tree.leaves(args), strict=True))
     values |= {v: np.asarray(x.literal, x.dtype) for v, x in enumerate(graph.values) if x.literal is not None}
+    producers = graph.producers()
+
+    def read(v: int) -> np.ndarray:
+        """A value from outside of the regions, or made again there: the indices of an order may be made by ops of a region."""
+        if v not in values:
+            op = graph.ops[producers[v]]
+            values.update(zip(op.outputs, captured.run(producers[v], [read(x) for x in op.inputs]), strict=True))
+        return np.asarray(values[v])
+
     by_first = {anchored(graph, c.region): c for c in selection.regions}
     for node in quotient_order(graph, list(by_first)):
         chosen = by_first.get(node)
@@ -55,7 +64,7 @@ def run_through_interpreter(fn, *args, seed: int = 0):
         given = [np.asarray(values[v]) for v in chosen.region.inputs]
         if chosen.plan.order is not None:
             n = max(graph.ops[i]["n"] for i in chosen.region.sinks if chosen.plan.order in graph.ops[i].inputs[1:])
-            given.append(order_of(np.asarray(values[chosen.plan.order]).reshape(-1), n))
+            given.append(order_of(read(chosen.plan.order).reshape(-1), n))
         outs = interpret(program, given, schedule_seed=seed)
         values.update(zip(chosen.region.outputs, outs, strict=True))
     return [np.asarray(values[v]) for v in graph.outputs], selection.regions
