@@ -3,6 +3,7 @@
 python -m benchmarks run --app nerf --dtype bf16            # its default sizes, on the CPU; --rows N for another
 python -m benchmarks run --all                              # --platform cuda: on the first CUDA device
 python -m benchmarks run --all --mode train                 # whole training steps
+python -m benchmarks run --app gat --mode train --dtype f32 # a graph network; --rows counts edges
 python -m benchmarks grid                                   # ordinary functions: never slower than jax.jit? (--help)
 python -m benchmarks.lower                                  # time to trace, lower and compile, against jax.jit
 python -m benchmarks table                                  # writes the README's tables; --print shows them instead
@@ -43,6 +44,9 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
     import jax
 
     from benchmarks.apps import APPS
+    from benchmarks.graphs.apps import GRAPH_APPS
+    from benchmarks.graphs.libraries import LIBRARY_APPS
+    from benchmarks.graphs.measure import measure_graph
     from benchmarks.machine import has_gpu
     from benchmarks.measure import measure
 
@@ -51,12 +55,13 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
         missing = "; is there a CUDA device, and jax[cuda13]?" if args.platform == "cuda" else ""
         print(f"JAX's default device is a {here}, not a {args.platform} device: set JAX_PLATFORMS={args.platform}{missing}")
         return 2
-    names = list(APPS) if args.all else [args.app]
-    for name in names:
-        for rows in [args.rows] if args.rows else APPS[name].default_rows(args.platform, args.mode):
+    for name in (*store.ROW_APP_NAMES, *store.GRAPH_APP_NAMES) if args.all else (args.app,):
+        graph_app = {**GRAPH_APPS, **LIBRARY_APPS}.get(name)
+        for rows in [args.rows] if args.rows else (graph_app or APPS[name]).default_rows(args.platform, args.mode):
             for dtype in [args.dtype] if args.dtype else store.DTYPE_NAMES:
-                print(f"{name}, {args.mode}, {rows} rows, {dtype} ...", flush=True)
-                record = measure(name, args.mode, dtype, args.platform, rows, effort, child=not args.no_child)
+                print(f"{name}, {args.mode}, {rows} {graph_app.unit if graph_app else 'rows'}, {dtype} ...", flush=True)
+                case = (args.mode, dtype, args.platform, rows, effort)
+                record = measure_graph(graph_app, *case) if graph_app else measure(name, *case, child=not args.no_child)
                 path = store.save(record, args.results)
                 # Mode infer has one pipelined column, mode train several.
                 pipelined = record["speedup"] if args.mode == "train" else {"pipeline": record["speedup"]}
@@ -96,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--results", type=Path, default=store.RESULTS)
 
     child = commands.add_parser("child", help="what run starts in a fresh process")
-    child.add_argument("--app", choices=store.APP_NAMES, required=True)
+    child.add_argument("--app", choices=store.ROW_APP_NAMES, required=True)
     child.add_argument("--dtype", choices=store.DTYPE_NAMES, required=True)
     child.add_argument("--rows", type=_positive, required=True)
     child.add_argument("--mode", choices=store.MODE_NAMES, default="infer")

@@ -81,7 +81,7 @@ def measure_inference(case: Case, platform: str, effort: Effort, *, child: bool)
         "flops": case.app.flops * case.rows,
         "columns": columns,
         "speedup": speedups,
-        "explain": _explained(report),
+        "explain": coverage_and_bytes(report),
     }
     if platform == "cuda":
         record |= {"calls": calls, "roofline": _roofline(case)}
@@ -118,7 +118,7 @@ def measure_training(train: TrainCase, platform: str, effort: Effort, *, child: 
         "columns": {c: {**summary(t), "errors": errors[c]} for c, t in times.items()},
         "speedup": {p: {c: paired_speedup(t, times[p]) for c, t in times.items() if c != p} for p in PIPELINED},
         "memory": memory,
-        "explain": {column: _explained(report) for column, report in explained(train).items()},
+        "explain": {column: coverage_and_bytes(report) for column, report in explained(train).items()},
     }
 
 
@@ -160,7 +160,7 @@ def max_relative_error(case: Case, function: Callable[..., jax.Array]) -> float:
     return float(np.max(np.abs(got - reference) / np.maximum(np.abs(reference), np.sqrt(np.mean(reference**2)))))
 
 
-def _explained(report: kj.Report) -> dict[str, Any]:
+def coverage_and_bytes(report: kj.Report) -> dict[str, Any]:
     plain = report.to_dict()
     return {
         **{k: plain[k] for k in ("ops_total", "ops_pipelined", "coverage", "traffic_bulk_sync", "traffic_pipeline")},

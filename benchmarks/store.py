@@ -16,7 +16,19 @@ from benchmarks.machine import describe_commit, describe_machine, describe_softw
 FORMAT = 1
 RESULTS = Path(__file__).parent / "results"
 _KEY = ("platform", "app", "mode", "rows", "dtype")
-APP_NAMES = ("nerf", "mgn", "swiglu")
+ROW_APP_NAMES = ("nerf", "mgn", "swiglu")
+GRAPH_APP_NAMES = ("meshgraphnets", "graphcast", "graphcast_processor", "dlrm", "gat", "graph_transformer")
+# Of libraries that may not be installed: measured one by one, not with ``run --all``.
+LIBRARY_APP_NAMES = (
+    "jraph_graph_network",
+    "jraph_interaction_network",
+    "jraph_gat",
+    "jraph_graph_convolution",
+    "haiku_message_passing",
+    "nnx_message_passing",
+    "equinox_message_passing",
+)
+APP_NAMES = (*ROW_APP_NAMES, *GRAPH_APP_NAMES, *LIBRARY_APP_NAMES)
 DTYPE_NAMES = ("f32", "bf16")
 MODE_NAMES = ("infer", "train")
 

@@ -134,14 +134,14 @@ def _gpu(machine: dict[str, Any]) -> str:
 
 
 def _gpu_row(record: dict[str, Any]) -> list[str]:
-    columns, explain, roofline = record["columns"], record["explain"], record["roofline"]
+    columns, explain, roofline = record["columns"], record["explain"], record.get("roofline", {})
     seconds = columns["pipeline"]["median"]
-    floors = [roofline["model"], roofline["measured"]]
+    floors = [roofline.get("model"), roofline.get("measured")]
     return [
         _what(record),
         *(f"{1e3 * columns[c]['median']:.3f} ms" for c in ("jit", "pipeline")),
         _ratio(record["speedup"].get("jit")),
-        f"{record['flops'] / seconds / 1e12:.0f}",
+        f"{record['flops'] / seconds / 1e12:.0f}" if "flops" in record else "not counted",
         " / ".join(f"{100 * floor['seconds'] / seconds:.0f} %" if floor else "no model" for floor in floors),
         f"{columns['jit']['max_rel_error']:.1e} / {columns['pipeline']['max_rel_error']:.1e}",
         f"{explain['ops_pipelined']} of {explain['ops_total']}",
@@ -150,14 +150,20 @@ def _gpu_row(record: dict[str, Any]) -> list[str]:
 
 
 def _what(record: dict[str, Any]) -> str:
-    return ", ".join((record["title"], f"{count_text(record['rows'])} rows", _DTYPE.get(record["dtype"], record["dtype"])))
+    return ", ".join(
+        (
+            record["title"],
+            f"{count_text(record['rows'])} {record.get('unit', 'rows')}",
+            _DTYPE.get(record["dtype"], record["dtype"]),
+        )
+    )
 
 
 def _row(record: dict[str, Any]) -> list[str]:
     columns, speedup, explain = record["columns"], record["speedup"], record["explain"]
     return [
         _what(record),
-        *(f"{1e3 * columns[c]['median']:.1f} ms" for c in ("jit", "blocked", "pipeline")),
+        *(_milliseconds(columns.get(c), 1) for c in ("jit", "blocked", "pipeline")),
         *(_ratio(speedup.get(c)) for c in ("jit", "jit_hugepages", "blocked")),
         f"{columns['jit']['max_rel_error']:.1e} / {columns['pipeline']['max_rel_error']:.1e}",
         f"{explain['ops_pipelined']} of {explain['ops_total']}",
@@ -169,16 +175,21 @@ def _train_row(record: dict[str, Any], gpu: bool) -> list[str]:
     columns, speedup, explain = record["columns"], record["speedup"], record["explain"]["whole"]
     shown = ("jit", "network", "whole") if gpu else ("jit", "microbatched", "network", "whole")
     against = [("whole", "jit"), ("network", "jit")] if gpu else [("whole", "jit"), ("whole", "microbatched"), ("network", "jit")]
-    memory = [record["memory"][c].get("temp_bytes" if gpu else "peak_bytes") for c in ("jit", "network", "recompute", "whole")]
+    taken = "temp_bytes" if gpu else "peak_bytes"
+    memory = [record["memory"].get(c, {}).get(taken) for c in ("jit", "network", "recompute", "whole")]
     return [
         _what(record),
-        *(f"{1e3 * columns[c]['median']:.{3 if gpu else 1}f} ms" for c in shown),
+        *(_milliseconds(columns.get(c), 3 if gpu else 1) for c in shown),
         *(_ratio(speedup[column].get(base)) for column, base in against),
         " / ".join(f"{columns[c]['errors']['mean']:.1e}" for c in ("jit", "whole")),
         f"{explain['ops_pipelined']} of {explain['ops_total']}",
         f"{byte_text(explain['traffic_bulk_sync'])} -> {byte_text(explain['traffic_pipeline'])}",
         " / ".join("not measured" if b is None else byte_text(b) for b in memory),
     ]
+
+
+def _milliseconds(column: dict[str, Any] | None, digits: int) -> str:
+    return f"{1e3 * column['median']:.{digits}f} ms" if column else "not measured"
 
 
 def _ratio(speedup: dict[str, Any] | None) -> str:

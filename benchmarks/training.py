@@ -31,9 +31,9 @@ _REFERENCE_ROWS = 4096  # float64 residuals of a block: some tens of megabytes f
 class State(NamedTuple):
     """``mean`` and ``square`` are Adam's moments of the gradient, in float32; ``steps`` counts those done."""
 
-    params: Params
-    mean: Params
-    square: Params
+    params: Any  # a pytree, as are the moments
+    mean: Any
+    square: Any
     steps: Any  # a scalar
 
 
@@ -57,16 +57,21 @@ def make_train_case(name: str, dtype: str, rows: int, seed: int = 0) -> TrainCas
     rng = np.random.default_rng(seed + 1)
     out = jax.eval_shape(case.app.function, case.params, case.x)
     y = jnp.asarray(rng.standard_normal(out.shape, dtype=np.float32), out.dtype)
-    mean = {k: jnp.zeros(p.shape, jnp.float32) for k, p in case.params.items()}
-    square = {k: jnp.asarray(rng.uniform(1e-6, 1e-4, p.shape), jnp.float32) for k, p in case.params.items()}
-    return TrainCase(case, State(case.params, mean, square, jnp.int32(1000)), y)
+    return TrainCase(case, initial_state(case.params, rng), y)
+
+
+def initial_state(params: Any, rng: np.random.Generator) -> State:
+    """Adam's state of ``params``, any pytree, in the middle of a training (see ``make_train_case``)."""
+    mean = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    square = jax.tree.map(lambda p: jnp.asarray(rng.uniform(1e-6, 1e-4, p.shape), jnp.float32), params)
+    return State(params, mean, square, jnp.int32(1000))
 
 
 def squared_error(out: jax.Array, y: jax.Array, count: int) -> jax.Array:
     return jnp.sum((out.astype(jnp.float32) - y.astype(jnp.float32)) ** 2) / count
 
 
-def adam(state: State, grads: Params) -> State:
+def adam(state: State, grads: Any) -> State:
     steps = state.steps + 1
     power = steps.astype(jnp.float32)
     correct1, correct2 = 1 - BETA1**power, 1 - BETA2**power
@@ -78,8 +83,8 @@ def adam(state: State, grads: Params) -> State:
         p = (p.astype(jnp.float32) - RATE * (m / correct1) / (jnp.sqrt(v / correct2) + EPSILON)).astype(p.dtype)
         return p, m, v
 
-    new = {k: update(p, state.mean[k], state.square[k], grads[k]) for k, p in state.params.items()}
-    params, mean, square = ({k: parts[i] for k, parts in new.items()} for i in range(3))
+    new = jax.tree.map(update, state.params, state.mean, state.square, grads)
+    params, mean, square = jax.tree.transpose(jax.tree.structure(state.params), jax.tree.structure((0, 0, 0)), new)
     return State(params, mean, square, steps)
 
 
@@ -174,14 +179,15 @@ def step_errors(got: tuple[State, jax.Array], want: tuple[State, float]) -> dict
     """
     if int(got[0].steps) != int(want[0].steps):
         raise ValueError(f"{int(got[0].steps)} steps were counted, not {int(want[0].steps)}")
-    errors = {"loss": _error(got[1], np.float64(want[1]))}
+    errors = {"loss": relative_error(got[1], np.float64(want[1]))}
     for part in ("params", "mean", "square"):
         new = getattr(got[0], part)
-        errors[part] = max(_error(new[k], w) for k, w in getattr(want[0], part).items())
+        errors[part] = max(relative_error(new[k], w) for k, w in getattr(want[0], part).items())
     return errors
 
 
-def _error(got: Any, want: Any) -> float:
+def relative_error(got: Any, want: Any) -> float:
+    """|got - want| / |want| in the Euclidean norm."""
     return float(np.linalg.norm(_double(got) - want) / np.linalg.norm(want))
 
 

@@ -15,7 +15,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,35 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+import kitsune_jax as kj
 from kitsune_jax.report import Report
 
 
 def parser(doc: str, *, out: str, steps: int, batch: int) -> argparse.ArgumentParser:
-    """The options that all training examples have."""
-    options = argparse.ArgumentParser(description=doc.splitlines()[0])
-    options.add_argument("--steps", type=int, default=steps, help=f"train until this step (default {steps})")
+    """The options of the examples that train batch by batch, and leave a checkpoint."""
+    options = _parser(doc, out=out, steps=steps, left="the checkpoint and the curve")
     options.add_argument("--batch", type=int, default=batch, help=f"rows in a step (default {batch})")
-    options.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data (default 0)")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in; weights are float32")
-    options.add_argument("--out", type=Path, default=Path(out), help=f"folder of the checkpoint and the curve (default {out})")
     options.add_argument("--resume", action="store_true", help="go on from the checkpoint in the folder")
     options.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default 100)")
-    options.add_argument("--force", action="store_true", help="pipeline every legal region, also where no gain is expected")
     options.add_argument("--compare", action="store_true", help="run the same steps with jax.jit, twice, and compare the losses")
+    return options
+
+
+def application_parser(doc: str, *, out: str, steps: int) -> argparse.ArgumentParser:
+    """The options of the applications, which make their own data."""
+    options = _parser(doc, out=out, steps=steps, left="the picture")
+    options.add_argument("--full", action="store_true", help="the sizes of the papers")
+    options.add_argument("--plain", action="store_true", help="run with jax.jit alone, for comparison")
+    return options
+
+
+def _parser(doc: str, *, out: str, steps: int, left: str) -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description=doc.splitlines()[0])
+    options.add_argument("--steps", type=int, default=steps, help=f"train until this step (default {steps})")
+    options.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data (default 0)")
+    options.add_argument("--out", type=Path, default=Path(out), help=f"folder of {left} (default {out})")
+    options.add_argument("--force", action="store_true", help="pipeline every legal region, also where no gain is expected")
     return options
 
 
@@ -52,6 +66,16 @@ def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     if args.seed < 0:
         options.error(f"--seed must not be negative, but is {args.seed}")
     return args
+
+
+def transformed(function: Callable[..., Any], args: argparse.Namespace) -> Callable[..., Any]:
+    """``function`` as the options ask for it: pipelined, or as it is with ``--plain``."""
+    return function if args.plain else kj.pipeline(function, force=args.force or None)
+
+
+def compiled(step: Callable[..., Any], args: argparse.Namespace) -> Callable[..., Any]:
+    """A training step (params, optimiser's state, ...) under ``jax.jit``, which gives params and state away."""
+    return jax.jit(transformed(step, args), donate_argnums=(0, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,3 +213,9 @@ def ending(losses: Sequence[Any], args: argparse.Namespace, quality: str) -> str
     done, loss = len(losses), float(losses[-1])
     how = f"interrupted after {done} of {args.steps} steps, --resume goes on" if done < args.steps else f"{done} steps"
     return f"{how}: loss {loss:.4f}, {quality}; checkpoint and curve are in {args.out}"
+
+
+def application_ending(losses: Sequence[Any], args: argparse.Namespace, quality: str) -> str:
+    """What an application reached, and where its picture is."""
+    how = f"interrupted after {len(losses)} of {args.steps} steps" if len(losses) < args.steps else f"{len(losses)} steps"
+    return f"{how}{' with jax.jit' if args.plain else ''}: loss {float(losses[-1]):.4f}, {quality}; the picture is in {args.out}"

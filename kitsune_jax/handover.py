@@ -6,7 +6,7 @@ that move elements are repeated; and nothing is handed over that costs more to w
 
 JAX keeps what a linear equation reads. Where that is a concatenation, its parts are kept here instead: rows of 256 columns are
 stored and loaded by vectors, rows of 319 are not, and the second part is often an argument, which is in memory anyway. A bias that
-was broadcast to all rows is not kept at all.
+was broadcast to all rows is not kept at all. Of rows that were gathered, the table and the index are kept.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from kitsune_jax import _compat
 _MOVES = frozenset(
     {"broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "iota", "pad", "reshape", "squeeze"}
 )
+# A gather of smaller pieces than this reads more than it gives: a line of the cache for each.
+_GATHERED_BYTES = 32
 # What a GPU loads at once. Rows whose bytes are no multiple of it are loaded and stored element by element.
 _VECTOR_BYTES = 16
 
@@ -36,10 +38,16 @@ def lean(primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: 
     function's argument that it is (counting ``consts`` constants before the first), or None for the next one that ``primal`` makes.
     """
     jaxpr, _ = _compat.open_parts(primal)
-    moves = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive.name in _MOVES and not e.effects}
+    moves = {e.outvars[0]: e for e in jaxpr.eqns if _is_move(e) and not e.effects}
     if jaxpr.effects or not any(not _compat.is_literal(v) and v in moves for v in jaxpr.outvars[results:]):
         return None
     return _Lean(primal, tangent, forwarded, results, consts, moves).run()
+
+
+def _is_move(eqn: Any) -> bool:
+    if eqn.primitive.name == "gather":
+        return math.prod(eqn.params["slice_sizes"]) * eqn.outvars[0].aval.dtype.itemsize >= _GATHERED_BYTES
+    return eqn.primitive.name in _MOVES
 
 
 class _Lean:
@@ -69,7 +77,8 @@ class _Lean:
             if v is None or not self._can_move(v) or v in gone:
                 continue
             leaves, made = self._taken_apart(v)
-            if sum(map(self._cost, leaves)) < self._cost(v) or (_odd(v) and self._cost(v) == sum(map(self._cost, leaves))):
+            apart = sum(leaves.values())
+            if apart < self._cost(v) or (_odd(v) and self._cost(v) == apart):
                 gone.add(v)
                 again |= dict.fromkeys(made)
                 self.read |= set(leaves)
@@ -77,26 +86,29 @@ class _Lean:
                 self.read.add(v)
         return self._rebuilt(gone, again) if gone else None
 
-    def _cost(self, v: Any) -> int:
-        """Bytes to write and read because ``v`` is handed over, beside what is handed over already."""
-        return 0 if v in self.read else _bytes(v) * (1 if v in self.in_memory else 2)
+    def _cost(self, v: Any, most: float = math.inf) -> float:
+        """Bytes to write and read because ``v`` is handed over, beside what is handed over already. ``most``: that are read."""
+        return 0 if v in self.read else min(_bytes(v), most) + (0 if v in self.in_memory else _bytes(v))
 
-    def _taken_apart(self, v: Any) -> tuple[dict[Any, None], dict[Any, None]]:
-        """The cheapest values that ``v`` can be made of by moves, and the results of the moves on the way, ``v`` among them."""
-        leaves: dict[Any, None] = {}
+    def _taken_apart(self, v: Any) -> tuple[dict[Any, float], dict[Any, None]]:
+        """The cheapest values that ``v`` can be made of by moves, with the cost of each, and the results of the moves on the way,
+        ``v`` among them."""
+        leaves: dict[Any, float] = {}
         made: dict[Any, None] = {}
-        for x in self.moves[v].invars:
+        gathers = self.moves[v].primitive.name == "gather"
+        for k, x in enumerate(self.moves[v].invars):
             if _compat.is_literal(x) or x in made:
                 continue
+            cost = self._cost(x, _bytes(v) if gathers and k == 0 else math.inf)
             if x in self.moves and x not in self.read and x not in self.in_memory:
                 deeper, on_the_way = self._taken_apart(x)
-                if sum(map(self._cost, deeper)) <= self._cost(x):
+                if sum(deeper.values()) <= cost:
                     leaves |= deeper
                     made |= on_the_way
                     continue
-            leaves[x] = None
+            leaves[x] = cost
         made[v] = None
-        return {x: None for x in leaves if x not in made}, made
+        return {x: cost for x, cost in leaves.items() if x not in made}, made
 
     def _rebuilt(self, gone: set[Any], again: dict[Any, None]) -> tuple[Any, Any, Forwarded]:
         slots, forwarded, stored = list[Any](), list[int | None](), list[Any]()

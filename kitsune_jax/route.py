@@ -9,13 +9,14 @@ and is handed on as a ``Failure``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kitsune_jax import config, targets
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.program import Program, TileProgram, assemble, build
@@ -37,11 +38,20 @@ class PlannedFollower:
 
 
 @dataclasses.dataclass(frozen=True)
+class StreamOrder:
+    """The order by the indices ``ids`` (a graph value) into a table of ``n`` rows."""
+
+    ids: int
+    n: int
+
+
+@dataclasses.dataclass(frozen=True)
 class PlannedRegion:
     """A region with its plan, the program of its call and, where the target can execute it here, its code.
 
     ``region`` is all of the call: where there are ``followers``, its operands, results and ops are theirs too. Its stream space and
-    ``plan`` are those of the first phase.
+    ``plan`` are those of the first phase. ``orders``: the last operands of ``program``, which are made of the indices in front of
+    the call; the indices are the last of the region's inputs, where they are not among the others.
     """
 
     name: str
@@ -51,12 +61,16 @@ class PlannedRegion:
     target: str
     code: Any
     followers: tuple[PlannedFollower, ...] = ()
+    orders: tuple[StreamOrder, ...] = ()
 
     def call(self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         """Bind the custom call on ``args``; one result per aval. Raises ``ValueError`` for a region that was made without code."""
         if self.code is None:
             raise ValueError("the region was planned without code: it cannot be called")
-        return targets.get(self.target).emit(self.code, self.program, args, out_avals, evaluate)
+        target, given = targets.get(self.target), dict(zip(self.region.inputs, args, strict=True))
+        orders = [target.order(given[order.ids], order.n) for order in self.orders]
+        own = args[: self.program.operands - len(orders)]
+        return target.emit(self.code, self.program, [*own, *orders], out_avals, evaluate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +111,7 @@ def route(
         elif isinstance(result, Exception):
             rejected += [(i, failed(result, region.ops)) for i in region.ops]
     regions = tuple(result for result in made if isinstance(result, PlannedRegion))
+    rejected = _once(rejected, regions)
     notes = executor.notes() if device is None else ()
     report = build_report(graph, regions, sorted(rejected), executor.platform, machine.name, notes)
     return Routed(regions, report, tuple(sorted(rejected)), tuple(dict.fromkeys(failed.seen)))
@@ -159,13 +174,19 @@ class _Search:
             return str(no)
 
 
+def _once(rejected: Iterable[tuple[int, str]], regions: Sequence[PlannedRegion]) -> list[tuple[int, str]]:
+    """Each op with one reason, and none that some region computes: several may compute an op."""
+    inside = {i for r in regions for i in r.region.ops}
+    return list({i: (i, why) for i, why in rejected if i not in inside}.values())
+
+
 def without(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
     """``routed`` without the regions named in ``reasons``, whose ops are left to XLA for the reason given."""
     if not reasons:
         return routed
     kept = tuple(r for r in routed.regions if r.name not in reasons)
     gone = [(i, reasons[r.name]) for r in routed.regions if r.name in reasons for i in r.region.ops]
-    rejected = tuple(sorted((*routed.rejected, *gone)))
+    rejected = tuple(sorted(_once((*routed.rejected, *gone), kept)))
     told = routed.report
     report = build_report(graph, kept, rejected, told.platform, told.machine, told.notes)
     return dataclasses.replace(routed, regions=kept, report=report, rejected=rejected)
@@ -199,17 +220,34 @@ def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
 
 def _call_of(graph: Graph, chosen: Chosen, name: str, target: str, machine: Machine) -> PlannedRegion:
     """The call of a region and its followers, without code."""
-    program = build(graph, chosen.region, chosen.plan)
+    orders: dict[StreamOrder, int] = {}
+
+    def read_by(region: Region, plan: Plan) -> tuple[int, ...]:
+        """What the part of ``region`` reads: values of the graph, and an order by a number that no value has."""
+        order = _order_of(graph, region, plan)
+        return region.inputs if order is None else (*region.inputs, orders.setdefault(order, -1 - len(orders)))
+
+    first = (0, build(graph, chosen.region, chosen.plan), read_by(chosen.region, chosen.plan), chosen.region.outputs)
     built: dict[tuple[Graph, Region], TileProgram] = {}
     followers, later = [], []
     for follower in chosen.followers:
         plan = _follower_plan(follower, machine)
         followers.append(PlannedFollower(follower.phase, follower.region, plan))
-        later.append((follower.phase, _follower(graph, follower, plan, built), follower.region.inputs, follower.region.outputs))
+        reads = read_by(follower.region, plan)
+        later.append((follower.phase, _follower(graph, follower, plan, built), reads, follower.region.outputs))
     whole = joined(graph, chosen.region, chosen.followers) if followers else chosen.region
-    first = (0, program, chosen.region.inputs, chosen.region.outputs)
-    call = assemble([first, *later], whole.inputs, whole.outputs)
-    return PlannedRegion(name, whole, chosen.plan, call, target, None, tuple(followers))
+    call = assemble([first, *later], (*whole.inputs, *orders.values()), whole.outputs)
+    ids = tuple(dict.fromkeys(order.ids for order in orders if order.ids not in whole.inputs))
+    whole = dataclasses.replace(whole, inputs=(*whole.inputs, *ids))
+    return PlannedRegion(name, whole, chosen.plan, call, target, None, tuple(followers), tuple(orders))
+
+
+def _order_of(graph: Graph, region: Region, plan: Plan) -> StreamOrder | None:
+    """The order in which ``plan`` streams: that of the largest table that rows are folded into by its indices."""
+    if plan.order is None:
+        return None
+    folded = [graph.ops[i] for i in region.sinks if plan.order in graph.ops[i].inputs[1:]]
+    return StreamOrder(plan.order, max(op["n"] for op in folded if OPS[op.kind].family == "scatter"))
 
 
 def _follower_plan(chosen: ChosenFollower, machine: Machine) -> Plan:

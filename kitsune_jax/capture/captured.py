@@ -133,10 +133,10 @@ class Draft:
         self.values, self.avals = list(captured.graph.values), list(captured.avals)
         self.ops, self.steps = list(captured.graph.ops), list(captured.steps)
 
-    def value(self, like: int, shape: Sequence[int]) -> int:
-        """A new value: of ``like``'s dtype and another shape."""
-        self.values.append(Value(tuple(shape), self.values[like].dtype))
-        self.avals.append(_compat.aval_like(self.avals[like], tuple(shape), self.values[like].dtype))
+    def value(self, like: int, shape: Sequence[int], dtype: str = "") -> int:
+        """A new value of another shape, and of ``dtype`` or else that of ``like``; it varies over the mesh axes of ``like``."""
+        self.values.append(Value(tuple(shape), dtype or self.values[like].dtype))
+        self.avals.append(_compat.aval_like(self.avals[like], tuple(shape), self.values[-1].dtype))
         return len(self.values) - 1
 
     def finish(self) -> Captured:

@@ -42,7 +42,13 @@ class Equation:
         return self.builder.add(kind, ins, self.step, self.out, dtype or self.out_dtype, **params)
 
     def reshape(self, v: int, shape: Sequence[int]) -> int:
-        return v if self.shape_of(v) == tuple(shape) else self.op("reshape", v, new_sizes=shape)
+        """``v`` in another shape; of what was reshaped already, the value before that."""
+        if self.shape_of(v) == tuple(shape):
+            return v
+        made = self.builder.maker(v)
+        if made is not None and made.kind == "reshape":
+            return self.reshape(made.inputs[0], shape)
+        return self.op("reshape", v, new_sizes=shape)
 
     def broadcast(self, v: int, shape: Sequence[int], dims: Sequence[int]) -> int:
         return self.op("broadcast_in_dim", v, shape=shape, dims=dims)

@@ -2,7 +2,7 @@
 
 Comes in: an ``Equation``, a ``gather`` or ``scatter-add``. Goes out: value ids of its result, or the reason why it stays
 opaque. Invariant: the values that JAX gives, for indices out of range as well. Each row has one index, so nothing is added up:
-a gather is the largest of what the index lets through, which is exact.
+a gather is the largest of what the index lets through, which is exact. What is no such gather is a matter of ``lookups``.
 
 The labels of a cross-entropy come in three forms: ``take_along_axis`` (the other dimensions are batching ones),
 ``x[arange, labels]`` (the index has a component for each dimension, and all but one count rows) and ``vmap`` of ``row[label]``
@@ -17,28 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from kitsune_jax.capture import lookups
 from kitsune_jax.capture.builder import Builder
 from kitsune_jax.capture.equation import Equation
-from kitsune_jax.graph import Scalar
+from kitsune_jax.capture.numbers import MODES, components, known, mode_of, numbers_of
 from kitsune_jax.ops.spec import INTEGERS, is_float
 
 _INDEX_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "int64")
-_MODES = ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Numbers:
-    """What the dimension numbers of gathers and scatters have in common.
-
-    ``window``: dimensions of the rows (gathered, or updates) that come from the array; ``dropped`` and ``batching``: dimensions of
-    the array that do not; ``batching[k]`` is dimension ``index_batching[k]`` of the index.
-    """
-
-    window: tuple[int, ...]
-    dropped: tuple[int, ...]
-    index_map: tuple[int, ...]
-    batching: tuple[int, ...]
-    index_batching: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,61 +50,45 @@ class _Pick:
 
 def gather(e: Equation) -> int | str:
     """One element of each row."""
-    n = e.params["dimension_numbers"]
-    numbers = _Numbers(
-        n.offset_dims, n.collapsed_slice_dims, n.start_index_map, n.operand_batching_dims, n.start_indices_batching_dims
-    )
-    p = _pick(e, numbers, e.out_shape)
-    if isinstance(p, str):
-        return p
-    x, known = e.ins[0], _known(e.builder, p.index)
-    if isinstance(known, int) and 0 <= known < p.extent:
-        return e.reshape(e.part(x, p.along, known, 1), e.out_shape)
+    p = _pick(e, e.out_shape)
+    if p is None:
+        return lookups.take(e)
+    x, index = e.ins[0], known(e.builder, p.index)
+    if isinstance(index, int) and 0 <= index < p.extent:
+        return e.reshape(e.part(x, p.along, index, 1), e.out_shape)
     if not _is_computed(e.builder, x):
-        return "gather: from an array in memory, of which it reads little"
-    return e.reshape(_taken(e, p, _mode(e) == "FILL_OR_DROP"), e.out_shape)
+        return lookups.take(e)
+    return e.reshape(_taken(e, p, mode_of(e) == "FILL_OR_DROP"), e.out_shape)
 
 
 def scatter_add(e: Equation) -> int | str:
     """One element of each row added to: the gradient of ``gather``."""
-    n = e.params["dimension_numbers"]
-    numbers = _Numbers(
-        n.update_window_dims,
-        n.inserted_window_dims,
-        n.scatter_dims_to_operand_dims,
-        n.operand_batching_dims,
-        n.scatter_indices_batching_dims,
-    )
     x, _, updates = e.ins
-    p = "scatter-add: of booleans" if e.out_dtype == "bool" else _pick(e, numbers, e.shape_of(updates))
-    if isinstance(p, str):
-        return p
+    p = _pick(e, e.shape_of(updates))
+    if p is None or e.out_dtype == "bool":
+        return lookups.scatter(e, "sum")
     each = e.broadcast(e.reshape(updates, p.row_shape), p.shape, p.others)
     total = e.op("add", x, each)
-    if p.extent == 1 and _known(e.builder, p.index) == 0:
+    if p.extent == 1 and known(e.builder, p.index) == 0:
         return total
-    hit = _hits(e, p, _clamped(e, p) if _mode(e) == "CLIP" else _flat(e, p))
+    hit = _hits(e, p, _clamped(e, p) if mode_of(e) == "CLIP" else _flat(e, p))
     return e.op("select_n", hit, x, total)
 
 
 # --- which index belongs to which row ---------------------------------------------------------------------------------------------
 
 
-def _pick(e: Equation, numbers: _Numbers, rows: tuple[int, ...]) -> _Pick | str:
-    """What is picked, or why it is not one element per row. ``rows``: the shape of the elements."""
-    x, index = e.shape_of(e.ins[0]), e.builder.values[e.ins[1]]
-    if _mode(e) not in _MODES:
-        return f"{e.name}: treats indices out of range by {_mode(e)}"
-    if index.dtype not in _INDEX_DTYPES:
-        return f"{e.name}: has indices of {index.dtype}"
-    if 0 in (*x, *index.shape):
-        return f"{e.name}: of an array without elements"
+def _pick(e: Equation, rows: tuple[int, ...]) -> _Pick | None:
+    """What is picked; None where it is not one element per row. ``rows``: the shape of the elements."""
+    x, index, numbers = e.shape_of(e.ins[0]), e.builder.values[e.ins[1]], numbers_of(e)
+    if mode_of(e) not in MODES or index.dtype not in _INDEX_DTYPES or 0 in (*x, *index.shape):
+        return None
     in_window = [d for d in range(len(x)) if d not in (*numbers.dropped, *numbers.batching)]
     window = dict(zip(in_window, numbers.window, strict=True))
     batch = [k for k in range(len(rows)) if k not in numbers.window]
     paired = dict(zip(numbers.batching, numbers.index_batching, strict=True))
     chosen: list[tuple[int, int]] = []
-    for d, piece in zip(numbers.index_map, _components(e, len(numbers.index_map)), strict=False):
+    for d, piece in zip(numbers.index_map, components(e, len(numbers.index_map)), strict=False):
         if window.get(d) is not None and rows[window[d]] != 1:
             continue  # a slice of several
         counted = _counted(e.builder, piece) if len(numbers.index_map) > 1 else None
@@ -131,28 +100,14 @@ def _pick(e: Equation, numbers: _Numbers, rows: tuple[int, ...]) -> _Pick | str:
     left = [m for j, m in enumerate(index.shape[:-1]) if j not in paired.values()]
     along = chosen[0][0] if len(chosen) == 1 else -1
     covered = sorted((*paired, *whole, along)) == list(range(len(x)))
-    if not covered or len({*paired.values()}) < len(paired) or any(m != 1 for m in left):
-        return f"{e.name}: not one index per row"
-    if any(m != 1 for m in x[along + 1 :]):
-        return f"{e.name}: not along the last dimension"
+    if not covered or len({*paired.values()}) < len(paired) or any(m != 1 for m in (*left, *x[along + 1 :])):
+        return None
     at = {**whole, **{d: batch[j] for d, j in paired.items()}}
     order = [at[d] for d in sorted(at) if x[d] != 1]
     if order != sorted(order):
-        return f"{e.name}: changes the order of dimensions"
+        return None
     dims = tuple(d for d in sorted(paired) if x[d] != 1)
     return _Pick(x, along, chosen[0][1], dims)
-
-
-def _components(e: Equation, count: int) -> tuple[int, ...]:
-    """The values that the last dimension of the index holds, one per indexed dimension; () where they cannot be told apart."""
-    index = e.ins[1]
-    if count == 1:
-        return (index,)
-    op = e.builder.maker(index)
-    last = len(e.shape_of(index)) - 1
-    if op is None or op.kind != "concatenate" or op["dimension"] != last or len(op.inputs) != count:
-        return ()
-    return op.inputs
 
 
 def _counted(builder: Builder, v: int) -> int | None:
@@ -167,7 +122,7 @@ def _counted(builder: Builder, v: int) -> int | None:
         return int(op["dimension"])
     if op.kind == "select_n":
         test = builder.maker(op.inputs[0])
-        wraps = test is not None and test.kind == "lt" and test.inputs[0] == op.inputs[1] and _known(builder, test.inputs[1]) == 0
+        wraps = test is not None and test.kind == "lt" and test.inputs[0] == op.inputs[1] and known(builder, test.inputs[1]) == 0
         return _counted(builder, op.inputs[1]) if wraps else None
     if op.kind not in ("broadcast_in_dim", "reshape"):
         return None
@@ -183,15 +138,6 @@ def _counted(builder: Builder, v: int) -> int | None:
     if inner not in wide[0] or [before[d] for d in wide[0]] != [shape[d] for d in wide[1]]:
         return None
     return wide[1][wide[0].index(inner)]
-
-
-def _known(builder: Builder, v: int) -> Scalar | None:
-    """The number that every element of ``v`` is, if it is a literal behind views."""
-    literal = builder.values[v].literal
-    op = builder.maker(v)
-    if literal is None and op is not None and op.kind in ("broadcast_in_dim", "reshape"):
-        return _known(builder, op.inputs[0])
-    return literal
 
 
 def _is_computed(builder: Builder, v: int) -> bool:
@@ -247,7 +193,3 @@ def _clamped(e: Equation, p: _Pick) -> int:
 def _full(e: Equation, scalar: Any, shape: Sequence[int]) -> int:
     """``scalar``, rounded to the result's dtype, everywhere."""
     return e.broadcast(e.constant(scalar), shape, ())
-
-
-def _mode(e: Equation) -> str:
-    return str(getattr(e.params["mode"], "name", e.params["mode"]))

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 from jax import lax
 
-from kitsune_jax.capture import dots, indexing
+from kitsune_jax.capture import dots, indexing, lookups
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.ops.spec import FORMATS
 from kitsune_jax.ops.special import LOG2_E
@@ -190,6 +190,10 @@ RULES: dict[str, Rule] = {
     "dot_general": dots.dot_general,
     "gather": indexing.gather,
     "scatter-add": indexing.scatter_add,
+    "scatter-sub": lambda e: lookups.scatter(e, "sum"),
+    "scatter-mul": lambda e: lookups.scatter(e, "prod"),
+    "scatter-max": lambda e: lookups.scatter(e, "max"),
+    "scatter-min": lambda e: lookups.scatter(e, "min"),
     **dict.fromkeys((kind for kind, spec in OPS.items() if spec.family == "reduce"), _reduce),
     **dict.fromkeys(("argmax", "argmin"), lambda e: e.op(e.name, *e.ins, axis=e.params["axes"][0])),
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kitsune_jax.capture.captured import Captured, pruned
 from kitsune_jax.capture.divided_gradients import split_gradients
+from kitsune_jax.capture.indexed_products import move_indexing
 from kitsune_jax.capture.relu_masks import masks_of_results
 from kitsune_jax.capture.sliced_products import fold_slices
 from kitsune_jax.capture.transposed_gradients import fold_transposes
@@ -22,6 +23,7 @@ Rewriting = Callable[[Captured], Captured]
 
 REWRITES: Sequence[tuple[str, Rewriting]] = (
     ("folding transpositions into weight gradients", fold_transposes),
+    ("moving indexing to the other side of products", move_indexing),
     ("folding slices into the weights of a product", fold_slices),
     ("reading the masks of rectified values off the results", masks_of_results),
 )

@@ -25,13 +25,13 @@ def fold_slices(captured: Captured) -> Captured:
         first = maker.get(op.inputs[0]) if op.kind == "slice" else None
         if first is None or reads[op.inputs[0]] > 1:
             continue
-        if _is_layer(draft.ops[first], draft.values) and _keeps_rows(op, draft.values):
+        if is_layer(draft.ops[first], draft.values) and _keeps_rows(op, draft.values):
             _fold(draft, first, i)
             maker[draft.ops[first].outputs[0]] = first
     return draft.finish()
 
 
-def _is_layer(op: Op, values: Sequence[Value]) -> bool:
+def is_layer(op: Op, values: Sequence[Value]) -> bool:
     """A product of rows with a matrix: its last dimension is the matrix's only free one."""
     if op.kind != "dot_general" or op["lhs_batch"] or 0 in op["lhs_contract"]:  # rows contracted: a weight gradient
         return False
@@ -43,6 +43,13 @@ def _keeps_rows(cut: Op, values: Sequence[Value]) -> bool:
     shape = values[cut.inputs[0]].shape
     strides = cut["strides"] or (1,) * len(shape)
     return all((cut["start"][d], cut["limit"][d], strides[d]) == (0, shape[d], 1) for d in range(len(shape) - 1))
+
+
+def columns_of(cut: Op, values: Sequence[Value]) -> tuple[int, int] | None:
+    """The first of the columns (the last dimension) that the slice ``cut`` takes, and the one behind them; None if it is not so."""
+    if not _keeps_rows(cut, values) or (cut["strides"] or (1,))[-1] != 1:
+        return None
+    return cut["start"][-1], cut["limit"][-1]
 
 
 def _fold(draft: Draft, first: int, second: int) -> None:

@@ -10,7 +10,6 @@ not stream selects inside every row: the instructions ``take`` and ``put`` of th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,9 @@ from kitsune_jax.ops.spec import (
     to_double,
 )
 
+# ``take`` may have a parameter ``promised``: the user says that no index is out of range. Its results do not depend on it.
 MODES = ("clip", "fill", "promise_in_bounds")
+_LONGEST = 4096  # a dimension that is indexed inside each row
 _UNFINISHED = "it reads any row of a table, and this one is not finished before the stream ends"
 _OPEN = "any row of its result may change until the stream ends"
 
@@ -73,7 +74,7 @@ def _take(params: Params, /, x: Array, index: Array, *, out_dtype: str) -> Array
         return np.full(shape, fill)
     found = np.take(x, at, axis)
     after = (1,) * (x.ndim - 1 - axis)
-    return np.where(inside.reshape(*inside.shape, *after), found, fill) if filled else found
+    return np.where(inside.reshape((*inside.shape, *after)), found, fill) if filled else found
 
 
 def _scatter(fold: str) -> NumpyRule:
@@ -149,18 +150,28 @@ def _relate_scatter(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimR
 # --- row-local forms ------------------------------------------------------------------------------------------------------------
 
 
-def _take_alone(op: Op, streams: Sequence[bool]) -> str:
-    table, index = streams
-    if table and index:
+def _take_alone(op: Op, ins: list[Dims]) -> str:
+    table, index = ins
+    if table.tile and index.tile:
         return "its table and its index both stream"
-    return "its index streams, and the rows of its table are not in front" if index and op["axis"] else ""
+    if index.tile:
+        return "its index streams, and the rows of its table are not in front" if op["axis"] else ""
+    return _long(table, table.shape[op["axis"]], index)
 
 
-def _scatter_alone(op: Op, streams: Sequence[bool]) -> str:
-    _, index = streams
-    if index:
+def _scatter_alone(op: Op, ins: list[Dims]) -> str:
+    updates, index = ins
+    if index.tile:
         return "its index streams, and the rows of its result are not in front" if op["axis"] else ""
-    return "" if op.kind == "scatter_sum" else "its index does not stream, and only sums are made inside rows"
+    if updates.tile and op.kind != "scatter_sum":
+        return "its index does not stream, and only sums are made inside rows"
+    return _long(updates, op["n"], index)
+
+
+def _long(x: Dims, n: int, index: Dims) -> str:
+    """A selection inside rows has all of a row at hand: where rows are long, they are the stream, and not what stands beside."""
+    most = max(n, math.prod(index.shape))
+    return f"it selects among {most} elements inside each row, more than {_LONGEST}" if x.tile and most > _LONGEST else ""
 
 
 def _local_take(op: Op, ins: list[Dims], out: Dims) -> LocalOp:

@@ -173,16 +173,36 @@ def _relate_dot(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelat
 
 
 def _local_reduce(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    """Where each row has one element to fold, that element is the result, with its sign of zero or as a subnormal number."""
     (x,) = ins
     axes = tuple(sorted({x.local(d) for d in op["axes"]}))
     if any(x.streamed(d) for d in op["axes"]):
         return LocalOp("sink", make_params(how=op.kind.removeprefix("reduce_"), axes=axes))
+    if all(x.shape[d] == 1 for d in op["axes"]):
+        return LocalOp("reshape", make_params(new_sizes=out.rows_first()))
     return LocalOp(op.kind, make_params(axes=axes))
+
+
+def _dot_alone(op: Op, ins: list[Dims]) -> str:
+    """Both operands stream together: over what is contracted (a sink), or over batch dimensions only (a product for each row)."""
+    if not (ins[0].tile and ins[1].tile) or any(ins[0].streamed(d) for d in op["lhs_contract"]):
+        return ""
+    for x, batch in zip(ins, (op["lhs_batch"], op["rhs_batch"]), strict=True):
+        if any(x.streamed(d) for d in range(len(x.shape)) if d not in batch):
+            return "both operands stream, and over more than dimensions that they have in common"
+    return ""
+
+
+def _local_cumulative(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    """Of one element, as ``_local_reduce``; but XLA computes with it in a product and in a log-sum."""
+    alone = out.shape[op["axis"]] == 1 and op.kind in ("cumsum", "cummax", "cummin")
+    return LocalOp("copy", ()) if alone else one_axis(op, ins, out)
 
 
 def _local_dot(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     if ins[0].tile and ins[1].tile:
-        return _local_dot_sink(op, ins[0], ins[1])
+        of_rows = not any(ins[0].streamed(d) for d in op["lhs_contract"])
+        return _local_row_dot(op, ins[0], ins[1]) if of_rows else _local_dot_sink(op, ins[0], ins[1])
     swap = not ins[0].tile
     x, w = (ins[1], ins[0]) if swap else (ins[0], ins[1])
     sides = [(op["lhs_contract"], op["lhs_batch"]), (op["rhs_contract"], op["rhs_batch"])]
@@ -206,6 +226,20 @@ def _local_dot(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
             accumulate=op["accumulate"],
         ),
         swap=swap,
+    )
+
+
+def _local_row_dot(op: Op, x: Dims, y: Dims) -> LocalOp:
+    """The dimensions of its result (rows, batch, free of x, free of y) are those of the op's, whose batch is in front as well."""
+    return LocalOp(
+        "dot",
+        make_params(
+            x_contract=tuple(x.local(d) for d in op["lhs_contract"]),
+            y_contract=tuple(y.local(d) for d in op["rhs_contract"]),
+            x_batch=tuple(x.local(d) for d in op["lhs_batch"] if not x.streamed(d)),
+            y_batch=tuple(y.local(d) for d in op["rhs_batch"] if not y.streamed(d)),
+            accumulate=op["accumulate"],
+        ),
     )
 
 
@@ -246,7 +280,7 @@ def _running(fold: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...] =
     rule = _cumulative(ufunc, wide)
     doc = f"running {fold} along axis"
     by_jax = getattr(lax, f"cum{fold}")
-    return OpSpec(f"cum{fold}", "cumulative", 1, rule, _relate_cumulative, flops, doc, dtypes, fold=fold, local=one_axis,
+    return OpSpec(f"cum{fold}", "cumulative", 1, rule, _relate_cumulative, flops, doc, dtypes, fold=fold, local=_local_cumulative,
                   takes=("axis", "reverse"), jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
 
 
@@ -281,6 +315,7 @@ REDUCTIONS: dict[str, OpSpec] = {
             mixes=True,
             fold="sum",
             local=_local_dot,
+            alone=_dot_alone,
             jax=_dot_by_jax,
         ),
     )

@@ -54,10 +54,6 @@ def _always(params: Params, dtype: str) -> bool:
     return True
 
 
-def _always_has_one(op: Op, streams: Sequence[bool]) -> str:
-    return ""
-
-
 def _without_parameters(dtype: str) -> tuple[Params, ...]:
     return ({},)
 
@@ -73,7 +69,8 @@ class OpSpec:
       * ``numpy`` and ``relate``: its meaning, and how its dimensions travel together.
       * ``fold``: how a reduction, a cumulative op or a product combines elements (``"sum"``, ``"max"`` ...). Over the stream a
         reduction or a product becomes a sink that folds in the same way (``sink``).
-      * ``local``: its row-local form. ``alone``: why it has none where these operands stream and the others do not; "" if it has.
+      * ``local``: its row-local form. ``alone``: why it has none where these dimensions of its operands stream, "" if it
+        has; None for what always has one.
       * ``jax``: how JAX evaluates it; None if ``jax.lax`` has a function of its name that takes the operands and nothing else.
 
     Where it comes from:
@@ -118,7 +115,7 @@ class OpSpec:
     mixes: bool = False
     fold: str = ""
     local: Callable[[Op, list[Dims], Dims], LocalOp] = unchanged
-    alone: Callable[[Op, Sequence[bool]], str] = _always_has_one
+    alone: Callable[[Op, list[Dims]], str] | None = None
     jax: JaxRule | None = None
     names: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()

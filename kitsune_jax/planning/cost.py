@@ -28,6 +28,7 @@ FREE = frozenset({"broadcast", "reshape", "iota"})
 # Families that copy: half an element operation for each element moved.
 COPIES = frozenset({"concatenate", "slice", "pad", "rev", "transpose"})
 SCANS = frozenset({"reduce", "argreduce", "cumulative"})
+GATHER, SCATTER = "gather", "scatter"
 
 
 @functools.cache
@@ -49,13 +50,32 @@ def round_up(n: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DotWork:
-    """A matmul per row: ``batch`` products of (rows * m, k) with (k, n)."""
+    """A matmul per row: ``batch`` products of (rows * m, k) with (k, n).
+
+    ``per_row``: both operands depend on the row, so there are ``batch`` products of (m, k) with (k, n) for each.
+    """
 
     batch: int
     m: int
     n: int
     k: int
     dtype: str
+    per_row: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """What an op reads of a table, or folds into one, by streamed indices.
+
+    ``count`` rows of ``row_bytes`` for each row of the stream, of a table of ``table_bytes``. ``folds``: folds them in. ``near``:
+    the indices never decrease along the stream, so the row is the one used before, or the next one in memory.
+    """
+
+    count: int
+    row_bytes: int
+    table_bytes: int
+    folds: bool
+    near: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,11 +99,13 @@ class RegionCost(abc.ABC):
     ``is_maker(i)``: the op reads nothing streamed, so whoever needs its result makes it again, and no queue carries it.
     ``row_size(v)``: elements of a row, or of all of a stationary value; ``row_bytes(v)``: bytes of one row of a streamed value.
     ``absorbed(i)``: a bias, a ReLU or a part of another activation that the matmul before it applies to its accumulators, so a
-    pipeline does not pay for it.
+    pipeline does not pay for it. ``access(i)``: what it reads or folds by streamed indices, if it does. ``tables``: the stationary
+    values that are read by rows only; they are never laid out for the call, and may be of any size. ``order``: the indices
+    (a graph value) in whose order the rows stream.
     """
 
-    def __init__(self, graph: Graph, region: Region, machine: Machine):
-        self.graph, self.region, self.machine = graph, region, machine
+    def __init__(self, graph: Graph, region: Region, machine: Machine, order: int | None = None):
+        self.graph, self.region, self.machine, self.order = graph, region, machine, order
         self.labels = region.label_of()
         self.members = frozenset(region.ops)
         self.outputs = frozenset(region.outputs)
@@ -93,6 +115,8 @@ class RegionCost(abc.ABC):
             for v in dict.fromkeys(graph.ops[i].inputs):
                 self.readers.setdefault(v, []).append(i)
         self.sinks = frozenset(region.sinks)
+        self.tables = frozenset(v for v in region.inputs if v not in self.labels and self._is_table(v))
+        self.access = functools.lru_cache(maxsize=None)(self._access)
         self.work = functools.lru_cache(maxsize=None)(self._work)
         self.is_maker = functools.lru_cache(maxsize=None)(self._is_maker)
         self.row_size = functools.lru_cache(maxsize=None)(self._row_size)
@@ -123,10 +147,54 @@ class RegionCost(abc.ABC):
     def family(self, i: int) -> str:
         return OPS[self.graph.ops[i].kind].family
 
+    def _is_table(self, v: int) -> bool:
+        return all(self.looks_up(i) and self.graph.ops[i].inputs[1] != v for i in self.readers.get(v, ()))
+
+    def looks_up(self, i: int) -> bool:
+        """Op ``i`` reads rows of a stationary array by streamed indices."""
+        op = self.graph.ops[i]
+        return self.family(i) == GATHER and op.inputs[1] in self.labels and op.inputs[0] not in self.labels
+
+    def _access(self, i: int) -> Access | None:
+        op = self.graph.ops[i]
+        folds = i in self.sinks and self.family(i) == SCATTER
+        if not folds and not self.looks_up(i):
+            return None
+        rows, table = (op.inputs[0], op.outputs[0]) if folds else (op.outputs[0], op.inputs[0])
+        count = max(1, self.row_size(op.inputs[1]))
+        if self.order is None:
+            near = folds and bool(op["sorted"])
+        elif folds:
+            near = op.inputs[1] == self.order
+        else:
+            near = self.source(op.inputs[1]) == self.source(self.order)
+        return Access(count, self.row_bytes(rows) // count, self.bytes(table), folds, near)
+
+    def source(self, ids: int) -> int:
+        """The value that indices are made of: behind conversions, reshapes, and what makes negative ones count from the end.
+
+        Indices of one source are in the same order, but for those out of range.
+        """
+        while ids in self.producer:
+            op = self.graph.ops[self.producer[ids]]
+            if op.kind in ("select_n", "clamp"):  # JAX's where(i < 0, i + n, i); a clamp's operand stands second as well
+                ids = op.inputs[1]
+            elif op.kind in ("reshape", "convert_element_type", "broadcast_in_dim", "copy"):
+                ids = op.inputs[0]
+            else:
+                break
+        return ids
+
+    def read_bytes(self, v: int) -> int:
+        """Bytes of ``v`` that the region reads from memory: of a table no more than the rows that are read."""
+        if v not in self.tables:
+            return self.bytes(v)
+        return min(self.bytes(v), sum(self.bytes(self.graph.ops[i].outputs[0]) for i in self.readers[v]))
+
     def stationary_inputs(self, ops: Iterable[int]) -> list[int]:
-        """Stationary arrays that ``ops`` read, each once, literals apart."""
+        """Stationary arrays that ``ops`` read, each once, literals and tables apart."""
         reads = dict.fromkeys(v for i in ops for v in self.graph.ops[i].inputs)
-        return [v for v in reads if v not in self.labels and self.graph.values[v].literal is None]
+        return [v for v in reads if v not in self.labels and v not in self.tables and self.graph.values[v].literal is None]
 
     def stationary_bytes(self, ops: Iterable[int]) -> int:
         """Bytes of the stationary arrays that ``ops`` read."""
@@ -143,7 +211,7 @@ class RegionCost(abc.ABC):
             return OpWork(2 * dot.batch * dot.m * dot.n * dot.k, 0.0, dtype, dot)
         if family in FREE:
             return OpWork(0, 0.0, dtype)
-        if family in COPIES:
+        if family in COPIES or family == GATHER:
             return OpWork(0, 0.5 * self.elements(i), dtype)
         per_element = max(1.0, OPS[op.kind].flops) if family in ("pointwise", "convert") else 1.0
         simt = float(self.elements(i) * per_element)
@@ -152,7 +220,8 @@ class RegionCost(abc.ABC):
     def elements(self, i: int) -> int:
         """Elements of a row that op ``i`` passes over."""
         op = self.graph.ops[i]
-        return self.row_size(op.inputs[0] if self.family(i) in SCANS else op.outputs[0])
+        reads = self.family(i) in SCANS or self.family(i) == SCATTER
+        return self.row_size(op.inputs[0] if reads else op.outputs[0])
 
     def _absorbed(self, i: int) -> bool:
         """``i`` adds a stationary value to a matmul's result or takes its maximum with a constant, and it is the only reader."""
@@ -185,9 +254,12 @@ class RegionCost(abc.ABC):
             n=math.prod(s for d, s in enumerate(w_shape) if not w_labels[d] and d not in w_contract and d not in w_batch),
             k=math.prod(x_shape[d] for d in here if d in x_contract),
             dtype=self.graph.values[x].dtype,
+            per_row=w in self.labels and i not in self.sinks,
         )
 
 
 def pipeline_traffic(cost: RegionCost) -> int:
-    """Compulsory off-chip bytes of the region as a pipeline: inputs are read once and outputs written once."""
-    return sum(cost.bytes(v) for v in (*cost.region.inputs, *cost.outputs))
+    """Compulsory off-chip bytes of the region as a pipeline: inputs are read once and outputs written once. An order is read once
+    more."""
+    order = 4 * cost.region.space.rows if cost.order is not None else 0
+    return order + sum(map(cost.read_bytes, cost.region.inputs)) + sum(map(cost.bytes, cost.outputs))

@@ -2,8 +2,8 @@
 
 Comes in: a ``RegionCost``. Goes out: ``kernels_of``, of which each target makes its baseline, modelled seconds and off-chip bytes.
 The model of XLA's fusion: a value is written to memory where its op is a matmul, a reduction or a scan, where it leaves the region,
-where a matmul or scan reads it, and where it is expensive and read twice; everything else is computed again inside the kernels that
-need it. Nothing fuses across matmuls.
+where a matmul, a scan or a scatter reads it, and where it is expensive and read twice; everything else, rows taken from a table
+included, is computed again inside the kernels that need it. Nothing fuses across matmuls and scatters.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import RegionCost
+from kitsune_jax.planning.cost import SCATTER, RegionCost
 
-ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative"})
+ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative", SCATTER})
+# Kernels of their own, whose operands are in memory.
+_ALONE = frozenset({"dot", "cumulative", SCATTER})
 _VIEWS = frozenset({"reshape", "transpose"})
 # XLA does not compute an op of this many operations twice to save a round trip (its list: divide, exp, log, tanh, power, ...).
 _EXPENSIVE = 4
@@ -31,7 +33,7 @@ class Kernel:
 
     def moved(self, cost: RegionCost) -> int:
         """Bytes that the kernel reads and writes."""
-        return sum(cost.bytes(v) for v in self.reads) + cost.bytes(self.root)
+        return sum(cost.read_bytes(v) for v in self.reads) + cost.bytes(self.root)
 
 
 def kernels_of(cost: RegionCost) -> list[Kernel]:
@@ -62,7 +64,7 @@ def _written(cost: RegionCost) -> set[int]:
         op, family = cost.graph.ops[i], cost.family(i)
         if family in ROOTS:
             written.update(op.outputs)
-        if family in ("dot", "cumulative"):
+        if family in _ALONE:
             written.update(w for v in op.inputs if (w := _behind_views(cost, v)) in cost.producer)
         if family == "pointwise" and OPS[op.kind].flops >= _EXPENSIVE and len(cost.readers.get(op.outputs[0], ())) > 1:
             written.update(op.outputs)
@@ -70,7 +72,7 @@ def _written(cost: RegionCost) -> set[int]:
 
 
 def _behind_views(cost: RegionCost, v: int) -> int:
-    """The value that is really in memory when ``v`` is read by a matmul: reshapes are free, transposes are its layout."""
+    """The value that is really in memory when ``v`` is read by a kernel of one op: reshapes are free, transposes are its layout."""
     while v in cost.producer and v not in cost.outputs and cost.family(cost.producer[v]) in _VIEWS:
         v = cost.graph.ops[cost.producer[v]].inputs[0]
     return v
@@ -85,9 +87,9 @@ def _kernel(cost: RegionCost, root: int, written: set[int]) -> Kernel:
         if i in ops:
             continue
         ops.add(i)
-        matmul = cost.family(i) in ("dot", "cumulative")
+        alone = cost.family(i) in _ALONE
         for v in cost.graph.ops[i].inputs:
-            v = _behind_views(cost, v) if matmul else v
+            v = _behind_views(cost, v) if alone else v
             if v in cost.producer and v not in written:
                 work.append(cost.producer[v])
             elif cost.graph.values[v].literal is None:

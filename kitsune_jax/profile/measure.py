@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from kitsune_jax.profile import kernels, machine_info, xla
+from kitsune_jax.profile import calls, kernels, machine_info, xla
 from kitsune_jax.profile.model import Profile, numbers_of
 from kitsune_jax.profile.timing import Log
 from kitsune_jax.targets.cpu import runtime
@@ -54,9 +54,7 @@ def _quiet(workers: int) -> Profile:
         shares.append(kernels.share(extension, workers))
         numbers |= xla.measure(log, workers)
         shares.append(kernels.share(extension, workers))
-        # The call was timed with the tile that its workers multiply meanwhile.
-        numbers["call"] = max(numbers["call"] - numbers["gemm/float32/widened/64x64"], numbers["call/short"])
-        numbers["call/layer"] = max((numbers["call/layer"] - numbers["call/short"]) / (xla.CHAIN - 1), 1e-8)
+        _without_what_surrounds(numbers)
         share = min(shares)
         if share >= LEAST_SHARE and not log.is_disturbed:
             l1, l2, l3 = machine_info.cache_sizes()
@@ -66,3 +64,24 @@ def _quiet(workers: int) -> Profile:
         f"other programs were running while this machine was measured (a thread had {share:.0%} of a core, and "
         f"{len(log.disturbed)} of {log.made} numbers would not settle); python -m kitsune_jax.profile measures again"
     )
+
+
+def _without_what_surrounds(numbers: dict[str, float]) -> None:
+    """Take from each number the time of what was measured with it."""
+
+    def less(key: str, other: float, least: float) -> None:
+        numbers[key] = max(numbers[key] - other, least)
+
+    # The call was timed with the tile that its workers multiply meanwhile.
+    less("call", numbers["gemm/float32/widened/64x64"], numbers["call/short"])
+    less("call/layer", numbers["call/short"], 1e-8)
+    numbers["call/layer"] = max(numbers["call/layer"] / (xla.CHAIN - 1), 1e-8)
+    less("xla/gather/far", numbers["xla/gather/64"], 0.1 * numbers["xla/gather/64"])
+    few = numbers["fold/short/float32"]
+    for width in calls.ACCESSED:
+        folded = few + (width - calls.ACCESSED[0]) * numbers["fold/row/float32"]  # rows that were taken were added up
+        read = 2 * width * numbers["copy/l3"]  # rows that were folded were read: 4 bytes an element, half of a copy
+        for level in ("l2", "l3"):
+            less(f"take/{level}/{width}", folded, 0.2 * numbers[f"take/{level}/{width}"])
+        for key in (f"folded/{width}", f"runs/{width}"):
+            less(key, read, 0.2 * numbers[key])

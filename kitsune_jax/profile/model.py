@@ -19,6 +19,11 @@ with the whole machine.
 ``fold/short/<dtype>``                 a row of 16 elements; ``load/short/``: 16 elements
 ``copy/<l1, l2, l3, dram>``            a byte read and a byte written
 ``touch``                              a byte of fresh pages
+``take/<l2, l3>/<16, 256>``            a row of so many elements read by a random index, of a table in that cache
+``folded/<16, 256>``                   a row added to a random row of a table in the second level
+``runs/<16, 256>``                     a row added to those before it with the same index, of which there are eight
+``order``                              an index, while the order of a stream is made
+``dot/<m>x<k>x<n>``                    a product of two small matrices that both belong to one row
 ``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
 ``call/layer``                         one more product, with its weight, in a call
 ``xla/call``, ``xla/kernel``           a jitted function that has nothing to do; one more kernel in it
@@ -27,6 +32,8 @@ with the whole machine.
 ``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
 ``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache
 ``xla/uneven/tanh/<dtype>``            the same of rows of 16 that the threads cannot share out evenly, with a broadcast operand
+``xla/gather/<1, 64>``                 a row of so many elements read by a random index; ``/far``: more, of a table in the L3
+``xla/scatter/<1, 64>``                a row added by a random index
 ``xla/reduce/<row or column>/<dtype>`` an element of a sum along the rows, or over them
 =====================================  ============================================================================================
 """

@@ -32,6 +32,8 @@ class Family:
     source: str
 
 
+# Kinds of numbers that grow with the time that a vector takes.
+_BY_VECTORS = ("vector", "vector64", "activation", "load", "store", "fold", "take", "folded", "runs")
 _NO_BFLOAT16 = 0.45  # of the f32 rate: XLA widens, multiplies and rounds
 FAMILIES = {
     "zen5": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "measured: reference.json"),
@@ -89,9 +91,11 @@ def _derived(name: str, family: Family, workers: int) -> Profile:
                 numbers[key.replace("/dots", "/tiles")] = seconds * (
                     465e9 / family.tiles if not ours[0].startswith("pack") else 1.0
                 )
-        elif ours[0] in ("vector", "vector64", "activation", "load", "store", "fold") or key in ("copy/l1", "copy/l2"):
+        elif ours[0] == "dot":
+            numbers[key] = seconds * slower
+        elif ours[0] in _BY_VECTORS or key in ("copy/l1", "copy/l2"):
             numbers[key] = seconds * family.vectors
-        elif ours[0] in ("call", "touch") or key in ("xla/call", "xla/kernel", "xla/start") or ours[0] == "copy":
+        elif ours[0] in ("call", "touch", "order") or key in ("xla/call", "xla/kernel", "xla/start") or ours[0] == "copy":
             # Memory has fewer channels than a large machine has cores: 200 GB/s for all, 18 GB/s for one.
             crowded = workers * 18e9 / min(workers * 18e9, 200e9) if key in ("copy/dram", "touch") else 1.0
             numbers[key] = seconds * crowded

@@ -22,6 +22,7 @@ from jax import lax
 from kitsune_jax.profile import calls
 from kitsune_jax.profile.kernels import TILE
 from kitsune_jax.profile.timing import Log, Repeated
+from kitsune_jax.targets.cpu import emit
 
 # (rows, K, N). The squares tell how the rate grows with the width; 16 rows what the weights cost; 8192 what
 # it costs that rows come from memory; N of 1 and 4 take other code.
@@ -39,6 +40,14 @@ _BATCHED = (512, 16, 64, 16)  # products of m x k and k x n: what interactions o
 # Arrays of no power of two, which would lie at the same place of every page.
 _LOOP = (2003, 128)
 _REDUCED = (1009, 256)
+# (indices, rows of the table, width). A table of 16 MB is in the last level.
+_INDEXED = ((65521, 4096, 1), (16381, 1024, 64))
+_FAR = (32749, 65536, 64)
+# Bytes of a table in a core's second level, and in the last one; of the rows that a worker reads from it or folds into it.
+_TABLES = {"l2": 256 << 10, "l3": 8 << 20}
+_ACCESSED = 4 << 20
+_ORDERED = 1 << 17  # indices for each worker
+_RUN = 8  # rows with one index, in a row
 CHAIN = 9
 _LEAST_CALLS, _REPEATS = 2, 3
 _SLICE = 1.2e-3  # seconds of a repetition, unless three calls take longer
@@ -104,14 +113,21 @@ def _repeated(run: Any, operands: Sequence[Any]) -> Repeated:
 
 def _lowered(program: _Program, device: Any) -> Any:
     here = jax.sharding.SingleDeviceSharding(device)
-    specs = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in program.shapes]
+    specs = [jax.ShapeDtypeStruct(shape, _dtype(dtype), sharding=here) for shape, dtype in program.shapes]
     return jax.jit(program.function).lower(*specs)
+
+
+def _dtype(name: str) -> str:
+    """``ids/n`` and ``sorted/n`` are indices below n."""
+    return "int32" if "/" in name else name
 
 
 def _array(spec: tuple[tuple[int, ...], str], device: Any) -> Any:
     shape, dtype = spec
-    values = np.random.default_rng(0).uniform(0.5, 1.0, shape)
-    return jax.device_put(values.astype(jnp.dtype(dtype)), device)
+    rng = np.random.default_rng(0)
+    kind, _, below = dtype.partition("/")
+    values = rng.integers(0, int(below), shape) if below else rng.uniform(0.5, 1.0, shape)
+    return jax.device_put((np.sort(values) if kind == "sorted" else values).astype(jnp.dtype(_dtype(dtype))), device)
 
 
 def _times(run: Any, operands: Sequence[Any]) -> list[float]:
@@ -136,6 +152,7 @@ def _programs(workers: int) -> Iterator[_Program]:
     for key, rows, width, depth in (("call/short", 1, 16, 1), ("call/layer", 1, 16, CHAIN), ("call", workers * TILE, 64, 1)):
         weights = (((width, width), f32),) * depth
         yield _Program(key, calls.caller(rows, width, depth), (((rows, width), f32), *weights))
+    yield from _indexed(workers)
     count, m, k, n = _BATCHED
     for dtype in (f32, "bfloat16"):
         batched = (((count, m, k), dtype), ((count, k, n), dtype))
@@ -156,6 +173,38 @@ def _programs(workers: int) -> Iterator[_Program]:
         yield _Program(f"xla/uneven/tanh/{dtype}", LOOPS["tanh"], uneven, float(np.prod(_UNEVEN)))
         for name in names:
             yield _Program(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
+
+
+def _indexed(workers: int) -> Iterator[_Program]:
+    """Reads and sums by indices: ours of one worker, XLA's of the whole machine; and products of each row."""
+    f32 = "float32"
+    for width in calls.ACCESSED:
+        rows = workers * _ACCESSED // (4 * width)
+        for level, size in _TABLES.items():
+            n = size // (4 * width)
+            table = (((rows,), f"ids/{n}"), ((n, width), f32))
+            yield _Program(f"take/{level}/{width}", calls.taker(rows, n, width, workers), table, rows / workers)
+        n, x = _TABLES["l2"] // (4 * width), ((rows, width), f32)
+        unsorted = calls.folder(rows, n, width, workers, is_sorted=False)
+        yield _Program(f"folded/{width}", unsorted, (((rows,), f"ids/{n}"), x), rows / workers)
+        n = rows // _RUN
+        runs = calls.folder(rows, n, width, workers, is_sorted=True)
+        yield _Program(f"runs/{width}", runs, (((rows,), f"sorted/{n}"), x), rows / workers)
+    rows = workers * _ORDERED
+    yield _Program("order", functools.partial(emit.order, n=rows // _RUN), (((rows,), f"ids/{rows // _RUN}"),), rows / workers)
+    for m, k, n in calls.PRODUCTS:
+        rows = workers * _ACCESSED // (8 * k * (m + n))
+        pairs = (((rows, m, k), f32), ((rows, k, n), f32))
+        yield _Program(f"dot/{m}x{k}x{n}", calls.multiplier(rows, m, k, n, workers), pairs, rows / workers)
+    for key, (rows, n, width) in {**{str(d[2]): d for d in _INDEXED}, "far": _FAR}.items():
+        ids, row = ((rows,), f"ids/{n}"), (width,) if width > 1 else ()
+        yield _Program(f"xla/gather/{key}", lambda i, x: x[i], (ids, ((n, *row), f32)), rows)
+        if key != "far":
+            yield _Program(f"xla/scatter/{key}", _segment_sum(n), (ids, ((rows, *row), f32)), rows)
+
+
+def _segment_sum(n: int) -> Function:
+    return lambda i, x: jnp.zeros((n, *x.shape[1:]), x.dtype).at[i].add(x)
 
 
 def _dot(x: Any, w: Any) -> Any:

@@ -15,6 +15,7 @@ from kitsune_jax.ops.local import Dims, LocalOp
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import (
+    SINKS,
     Array,
     ArrayType,
     Instr,
@@ -30,7 +31,10 @@ from kitsune_jax.streams.space import Region, row_shape, row_strides
 
 
 def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
-    """The tile program of ``region`` as ``plan`` arranges it. Raises ``ValueError`` for a plan that does not cover its ops."""
+    """The tile program of ``region`` as ``plan`` arranges it. Raises ``ValueError`` for a plan that does not cover its ops.
+
+    Its inputs are those of the region and, where the plan has an order, the permutation that puts the rows into it.
+    """
     covered = {i for stage in plan.stages for i in stage.ops}  # makers may stand in several stages
     if covered != set(region.ops):
         raise ValueError(f"the plan's stages cover ops {sorted(covered)}, the region has {sorted(region.ops)}")
@@ -86,10 +90,12 @@ class _Builder:
 
     def run(self) -> TileProgram:
         stages = tuple(StageProgram(stage.name, tuple(self._stage(s))) for s, stage in enumerate(self.plan.stages))
+        ordered = self.plan.order is not None
+        order = (ArrayType((self.region.space.rows,), "int32", False),) if ordered else ()
         return TileProgram(
             axes=self.region.space.sizes,
             tile_rows=self.plan.tile_rows,
-            inputs=tuple(self._array(v) for v in self.region.inputs),
+            inputs=(*(self._array(v) for v in self.region.inputs), *order),
             outputs=tuple(self._array(v) for v in self.region.outputs),
             values=tuple(self.values),
             literals=tuple(self.literals.items()),
@@ -97,6 +103,7 @@ class _Builder:
             queues=tuple(QueueType(q.producer, q.consumers, self._type_of(q.value), q.depth) for q in self.plan.queues),
             sinks=tuple(self.sinks),
             workers=self.plan.workers,
+            order=len(self.region.inputs) if ordered else None,
         )
 
     def _array(self, v: int) -> ArrayType:
@@ -107,7 +114,8 @@ class _Builder:
         return ArrayType(value.shape, value.dtype, True, row_strides(value.shape, labels, self.region.space), dims)
 
     def _dims(self, v: int) -> Dims:
-        return Dims(self.graph.values[v].shape, self.labels.get(v))
+        value = self.graph.values[v]
+        return Dims(value.shape, self.labels.get(v), value.dtype)
 
     def _type_of(self, v: int) -> TileType:
         value, labels = self.graph.values[v], self.labels.get(v)
@@ -121,16 +129,17 @@ class _Builder:
         stage = _Stage([], {})
         for i in self.plan.stages[s].ops:
             op = self.graph.ops[i]
-            ins, outs = (
-                [Dims(self.graph.values[v].shape, self.labels.get(v)) for v in values] for values in (op.inputs, op.outputs)
-            )
+            ins, outs = ([self._dims(v) for v in values] for values in (op.inputs, op.outputs))
             local = OPS[op.kind].local(op, ins, outs[0])
             inputs = [self._read(stage, s, v) for v in op.inputs]
             if local.squeeze is not None:
                 inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
             if local.swap:
                 inputs.reverse()
-            if local.kind in ("sink", "matmul_sink"):
+            if local.kind in SINKS:
+                if local.kind == "sink_at" and self.plan.order is not None:  # what was promised held in another order
+                    params = {**dict(local.params), "sorted": op.inputs[1] == self.plan.order}
+                    local = dataclasses.replace(local, params=make_params(**params))
                 self._sink(stage, inputs, local, op.inputs[0], op.outputs[0], i)
                 continue
             (out,) = op.outputs

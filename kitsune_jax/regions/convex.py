@@ -4,10 +4,13 @@ Comes in: a Graph and a ``Spread``. Goes out: ``Region`` candidates. Invariants 
 back), connected through streamed values, every streamed output depends on the whole stream space, nothing in it is dead.
 
 A **maker** is an op that makes a streamed value from none (a broadcast, an iota). The result of a maker is never an output of a
-region: ops outside that read it compute it again, which is cheaper than storing it.
+region: ops outside that read it compute it again, which is cheaper than storing it. Ops that several regions compute
+(``regions.again``) are in every region that needs their results, and these are no outputs either.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.regions.graph_index import GraphIndex
@@ -17,9 +20,9 @@ from kitsune_jax.streams.space import streamed_axes
 
 
 def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
-    """The region's ops without its makers: those that run where the region stands, and nowhere else."""
-    labels = region.label_of()
-    return tuple(i for i in region.ops if any(v in labels for v in graph.ops[i].inputs))
+    """Ops that run where the region stands, and nowhere else: not its makers, nor what others compute as well."""
+    labels, again = region.label_of(), set(region.again)
+    return tuple(i for i in region.ops if i not in again and any(v in labels for v in graph.ops[i].inputs))
 
 
 def regions_of(index: GraphIndex, sp: Spread, order: Order | None = None) -> list[Region]:
@@ -32,13 +35,13 @@ def regions_of(index: GraphIndex, sp: Spread, order: Order | None = None) -> lis
 
 def groups_of(index: GraphIndex, sp: Spread, order: Order | None) -> list[tuple[int, ...]]:
     """The ops of each of ``regions_of``."""
-    members = [i for i in sp.ops if i in index.live]
+    members = [i for i in sp.ops if i in index.live and i not in index.again]
     all_axes = frozenset(range(len(sp.space.sizes)))
     order = order or Order(index)
     dropped: set[int] = set()
     while True:
         kept = [i for i in members if i not in dropped]
-        groups = _connected(index, sp, _levels(index, sp, kept, order))
+        groups = [_with_again(index, sp, group) for group in _connected(index, sp, _levels(index, sp, kept, order))]
         bad = {i for group in groups for i in _partial_outputs(index, sp, group, all_axes)}
         if not bad:
             return groups
@@ -101,16 +104,23 @@ def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[i
         for i in reversed(members):
             if i in lifted:
                 new[i] = latest(i)
-        stuck = {i for i in lifted - makers if new[i] > level[i] and _stored_for(index, inside - makers, i, new)}
+        moved = {i for i in lifted - makers if new[i] > level[i]}
+        stuck = {i for i in moved if _stored_for(index, inside - makers, i, new, moved)}
         if not stuck:
             break
         lifted -= stuck
     level.update(new)
 
 
-def _stored_for(index: GraphIndex, inside: set[int], i: int, level: dict[int, int]) -> bool:
-    """Would ``i`` read what a lower level makes?"""
-    return any(p in inside and level[p] < level[i] for v in index.graph.ops[i].inputs if (p := index.producers.get(v)) is not None)
+def _stored_for(index: GraphIndex, inside: set[int], i: int, level: dict[int, int], moved: set[int]) -> bool:
+    """Would ``i`` read what a lower level makes, and nobody but ops that were lifted as well?"""
+    for v in index.graph.ops[i].inputs:
+        p = index.producers.get(v)
+        if p in inside and level[p] < level[i]:
+            others = (c for c in index.consumers[v] if c not in moved)
+            if v not in index.results and not any(level.get(c, level[i]) > level[p] for c in others):
+                return True
+    return False
 
 
 def _connected(index: GraphIndex, sp: Spread, level: dict[int, int]) -> list[tuple[int, ...]]:
@@ -136,6 +146,31 @@ def _connected(index: GraphIndex, sp: Spread, level: dict[int, int]) -> list[tup
     return [tuple(g) for g in sorted(groups.values())]
 
 
+def _with_again(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[int, ...]:
+    """``group`` and those ops of the spread that several regions compute and that it needs."""
+    if not index.again:
+        return group
+    ops, work = set(group), list(group)
+    streaming = index.again.intersection(sp.ops)
+    while work:
+        for v in index.graph.ops[work.pop()].inputs:
+            p = index.producers.get(v)
+            if p in streaming and p not in ops:
+                ops.add(p)
+                work.append(p)
+    return tuple(sorted(ops))
+
+
+def needed(index: GraphIndex, sp: Spread, ops: Collection[int]) -> tuple[int, ...]:
+    """Those of ``ops`` that make something which is read, and the ops that several regions compute and that they need."""
+    kept = {i for i in ops if i not in index.again}
+    for i in sorted(kept, reverse=True):
+        reads = (c for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()))
+        if _is_maker(index, sp, i) and not any(c in kept for c in reads):
+            kept.discard(i)
+    return _with_again(index, sp, tuple(sorted(kept)))
+
+
 def _border(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(values read from outside, values used outside), each in order of first appearance."""
     inside = set(group)
@@ -147,7 +182,7 @@ def _border(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[tupl
             if index.producers.get(v) not in inside and index.graph.values[v].literal is None:
                 ins[v] = None
         for v in op.outputs:
-            if _is_maker(index, sp, i):
+            if i in index.again or _is_maker(index, sp, i):
                 continue
             if v in index.results or any(c not in inside and c in index.live for c in index.consumers.get(v, ())):
                 outs[v] = None
@@ -177,4 +212,5 @@ def region_of(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
         inputs=ins,
         outputs=outs,
         sinks=tuple(i for i in sp.sinks if i in inside),
+        again=tuple(i for i in group if i in index.again),
     )

@@ -226,7 +226,7 @@ def joined(graph: Graph, region: Region, followers: Sequence[Follower]) -> Regio
     The stream space, the labels and the sinks are those of ``region``; each follower has its own.
     """
     parts = [region, *(f.region for f in followers)]
-    ops = sorted(i for part in parts for i in part.ops)
+    ops = sorted({i for part in parts for i in part.ops})
     made = dict.fromkeys(v for part in parts for v in part.outputs)
     needed = _needed_outside(graph, set(ops), made)
     return dataclasses.replace(

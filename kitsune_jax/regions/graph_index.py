@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from kitsune_jax.graph import Graph
+from kitsune_jax.regions.again import computed_again
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphIndex:
     """``producers`` and ``consumers`` as ``Graph`` has them; ``results``: the graph's outputs; ``live``: ops whose results are
-    used, or that have effects (opaque ones are kept).
+    used, or that have effects (opaque ones are kept). ``again``: ops that several regions may compute (``regions.again``).
     """
 
     graph: Graph
@@ -18,6 +19,7 @@ class GraphIndex:
     consumers: dict[int, tuple[int, ...]]
     live: frozenset[int]
     results: frozenset[int]
+    again: frozenset[int]
 
     @staticmethod
     def of(graph: Graph) -> GraphIndex:
@@ -29,4 +31,5 @@ class GraphIndex:
             if op.kind == "opaque" or any(v in needed for v in op.outputs):
                 live.add(i)
                 needed.update(op.inputs)
-        return GraphIndex(graph, producers, consumers, frozenset(live), frozenset(graph.outputs))
+        again = computed_again(graph, live, consumers)
+        return GraphIndex(graph, producers, consumers, frozenset(live), frozenset(graph.outputs), again)

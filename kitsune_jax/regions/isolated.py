@@ -41,6 +41,7 @@ def _renamed(plan: Plan, ops: dict[int, int], values: dict[int, int]) -> Plan:
         plan,
         stages=tuple(dataclasses.replace(s, ops=tuple(ops[i] for i in s.ops)) for s in plan.stages),
         queues=tuple(dataclasses.replace(q, value=values[q.value]) for q in plan.queues),
+        order=None if plan.order is None else values[plan.order],
     )
 
 
@@ -67,6 +68,7 @@ def isolated(graph: Graph, region: Region) -> Isolated:
             inputs=renumbered(region.inputs),
             outputs=renumbered(region.outputs),
             sinks=tuple(place[i] for i in region.sinks),
+            again=tuple(place[i] for i in region.again),
         ),
         ops,
         values,

@@ -14,13 +14,15 @@ import math
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.regions.convex import anchored, regions_of
+from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
 from kitsune_jax.regions.followers import Follower, Following, anchored_call
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.known_spreads import Spreads
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import passes_of
+from kitsune_jax.regions.recompute import recompute
 from kitsune_jax.streams import Region, Seed, Spread, spread
 from kitsune_jax.streams.propagate import Wiring
 
@@ -49,7 +51,7 @@ class Chosen:
     @property
     def ops(self) -> tuple[int, ...]:
         """The ops of the whole call."""
-        return (*self.region.ops, *(i for f in self.followers for i in f.region.ops))
+        return tuple(dict.fromkeys((*self.region.ops, *(i for f in self.followers for i in f.region.ops))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,8 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
+        if not self.force:
+            self._recompute()
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
         return Selection(tuple(sorted(self.chosen, key=lambda c: c.region.ops[0])), tuple(rejected))
@@ -135,7 +139,7 @@ class _Selector:
                     self.why.setdefault(seed_op, self.failed(error, best.region.ops))
                     break
                 self.chosen.append(best)
-                self.free.difference_update(best.region.ops)
+                self.free.difference_update(set(best.region.ops).difference(best.region.again))
                 self.spreads.choose()
                 # The same seed may head another region: what a level or a component split off.
                 best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
@@ -162,8 +166,23 @@ class _Selector:
                     self.failed(error, self.chosen[k].ops)
                     continue
                 self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
-                self.free.difference_update(self.chosen[k].ops)
+                self.free.difference_update(set(self.chosen[k].ops).difference(self.chosen[k].region.again))
                 self.spreads.choose()
+
+    def _recompute(self) -> None:
+        """Let regions compute again what they would read of others, where that takes less time."""
+        self.chosen.sort(key=lambda c: self.order.position(self.order.node(anchored(self.graph, c.region)[0])))
+        inside = {i for c in self.chosen for i in c.region.ops}
+        others = [i for i in self.index.live if i not in inside] + [
+            i for c in self.chosen for f in c.followers for i in f.region.ops
+        ]
+        try:
+            found = recompute(self.index, [(c.region, c.plan) for c in self.chosen], others, lambda r: self._plan_of(r)[0])
+        except Exception as error:
+            self.failed(error, sorted(inside))
+            return
+        pairs = zip(self.chosen, found, strict=True)
+        self.chosen = [dataclasses.replace(c, region=region, plan=plan) for c, (region, plan) in pairs]
 
     def _spread(self, seed: Seed, free: Container[int], barred: Mapping[int, str] | None = None) -> Spread:
         return spread(self.graph, seed, free, self.supports, self.wiring, barred)
@@ -177,7 +196,7 @@ class _Selector:
                 return (1, 2.0 * out * math.prod(shape[d] for d in op["lhs_contract"]))
             return (0, float(out))
 
-        ops = [i for i in self.free if self.graph.ops[i].kind not in _NEVER_SEEDS]
+        ops = [i for i in self.free if self.graph.ops[i].kind not in _NEVER_SEEDS and i not in self.index.again]
         return sorted(ops, key=lambda i: (*(-w for w in work(i)), i))
 
     def _best_from(self, seed_op: int) -> tuple[Chosen | None, set[int]]:
@@ -216,15 +235,38 @@ class _Selector:
             if region is not None and not isinstance(plan, str) and _pays(plan):
                 found.append(Chosen(region, plan))
                 order.join(anchored(self.graph, region))
-        gain = sum(c.plan.baseline_seconds - c.plan.seconds for c in found)
-        gain_as_one = whole.plan.baseline_seconds - whole.plan.seconds if _pays(whole.plan) else 0.0
+        gain = sum(_seconds_gained(c.plan) for c in found)
+        gain_as_one = _seconds_gained(whole.plan) if _pays(whole.plan) else 0.0
         return found if gain > PROFIT_MARGIN * gain_as_one else []
+
+    def _without_tables(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
+        """``region`` and its plan, or what is left of it without ops that fold rows into tables by indices, where that gains more.
+
+        The rows of a call stream in one order. Folded in another one, they need a table for every worker, which a call of their own
+        does not, or XLA does it.
+        """
+        folds = [i for i in region.sinks if OPS[self.graph.ops[i].kind].family == "scatter"]
+        order, most = (None, 0.0) if isinstance(plan, str) else (plan.order, _seconds_gained(plan))
+        others = [i for i in folds if self.graph.ops[i].inputs[1] != order]
+        best = region, plan
+        for left in dict.fromkeys((tuple(others), tuple(folds))):
+            rest = region_of(self.index, sp, needed(self.index, sp, set(region.ops).difference(left)))
+            if not left or not rest.outputs:
+                continue
+            smaller = self._plan_of(rest)[0]
+            if isinstance(smaller, str):
+                continue
+            alone = [self._plan_of(region_of(self.index, sp, needed(self.index, sp, {i})))[0] for i in left]
+            gain = _seconds_gained(smaller) + sum(_seconds_gained(p) for p in alone if not isinstance(p, str) and _pays(p))
+            if gain > most:
+                best, most = (rest, smaller), gain
+        return best
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
         """The key by which candidates are compared, larger is better. With ``force`` the model does not decide: a stream over the
         rows goes before one over the columns of a layer, which ends in a sum of partial products; then a larger region before a
         smaller."""
-        gain = c.plan.baseline_seconds - c.plan.seconds
+        gain = _seconds_gained(c.plan)
         if self.force:
             ops = sum(self.graph.ops[i].kind not in _NEVER_SEEDS for i in c.region.ops)  # those that compute something
             return (not any(self._splits_layer(i) for i in c.region.sinks), float(ops), gain)
@@ -245,6 +287,8 @@ class _Selector:
         if region is None or not region.outputs:
             return None, {seed_op}
         plan, asked = self._plan_of(region)
+        if not self.force:
+            region, plan = self._without_tables(kept.spread, region, plan)
         if isinstance(plan, str):
             for i in region.ops if asked else ():
                 self.why[i] = plan
@@ -284,6 +328,10 @@ class _Selector:
         if not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs)):
             return "scalar work outside any stream"
         return "does not depend on a stream (stationary)"
+
+
+def _seconds_gained(plan: Plan) -> float:
+    return plan.baseline_seconds - plan.seconds
 
 
 def _pays(plan: Plan) -> bool:

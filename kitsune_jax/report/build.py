@@ -58,7 +58,7 @@ def build_report(
 ) -> Report:
     """Tell what was decided about ``graph``: ``rejected`` pairs an op's index with the reason it was left to XLA."""
     planned = tuple(planned)
-    pipelined = sum(len(_operators(graph, p.region.ops)) for p in planned)
+    pipelined = len({i for p in planned for i in _operators(graph, p.region.ops)})
     rejected = [(i, reason) for i, reason in rejected if graph.ops[i].kind not in _VIEWS]
     outside = sum(_op_bytes(graph, i) for i, _ in rejected)
     return Report(

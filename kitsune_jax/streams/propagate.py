@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping
 
 from kitsune_jax.graph import Graph, Op
+from kitsune_jax.ops.local import Dims
 from kitsune_jax.ops.relations import DimRelation
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.streams.space import DimLabels, StreamSpace
@@ -96,7 +97,7 @@ class _Wired:
     operands: tuple[int, ...]
     relations: tuple[tuple[str, tuple[tuple[int, int], ...], DimRelation], ...]
     has_elements: bool
-    stops: bool  # a dot_general: it may not have two streamed operands, unless it is a sink
+    alone: Callable[[Op, list[Dims]], str] | None  # why no row can be computed alone where these dimensions stream
 
 
 class Wiring:
@@ -120,7 +121,7 @@ class Wiring:
             operands = (*op.inputs, *op.outputs)
             relations = tuple((r.role, tuple((operands[k], d) for k, d in r.members), r) for r in relations_of(self.graph, op))
             has_elements = not any(0 in self.graph.values[v].shape for v in operands)
-            self._wired[i] = _Wired(operands, relations, has_elements, op.kind == "dot_general")
+            self._wired[i] = _Wired(operands, relations, has_elements, OPS[op.kind].alone)
         return self._wired[i]
 
 
@@ -271,11 +272,16 @@ class _Spreader:
                     return "two of its dimensions would run over one stream axis"
                 if not wired.has_elements and 0 in self.graph.values[v].shape:
                     return "it has no elements"
-        if wired.stops and not sink and all(v in labels and any(labels[v]) for v in op.inputs):
-            return "both operands stream (a product per row)"
+        if wired.alone is not None and (why := wired.alone(op, [self._dims(v, labels) for v in op.inputs])):
+            return f"{op.label or op.kind}: {why}"
         if sink and any(v in labels and any(labels[v]) for v in op.outputs):
             return "a reduction over the stream has a streamed result"
         return None
+
+    def _dims(self, v: int, labels: Labels) -> Dims:
+        mine = labels.get(v)
+        value = self.graph.values[v]
+        return Dims(value.shape, tuple(mine) if mine is not None and any(mine) else None, value.dtype)
 
     def _through_reshape(self, i: int, r: DimRelation, labels: Labels) -> dict[tuple[int, int], tuple[int, ...]] | None:
         """Labels of all members of a reshaped class, or None where streamed and unstreamed dimensions are mixed."""
@@ -355,6 +361,12 @@ def candidate_seeds(graph: Graph, op_index: int) -> list[Seed]:
         for _, v, free in sorted(sides, key=lambda s: -s[0]):
             for k in range(len(free), 0, -1):
                 seeds.append(Seed(v, tuple(free[:k])))
+    elif OPS[op.kind].family in ("gather", "scatter"):
+        # The rows are what the indices run over; the other dimensions in front of them stream where the indices do not.
+        v = op.outputs[0] if OPS[op.kind].family == "gather" else op.inputs[0]
+        indexed = range(op["axis"], op["axis"] + len(graph.values[op.inputs[1]].shape))
+        choices = [tuple(indexed), tuple(indexed[:1]), tuple(range(op["axis"]))]
+        seeds = [Seed(v, dims) for dims in choices if dims]
     else:
         operands = [v for v in (*op.outputs, *op.inputs) if graph.values[v].shape]
         if not operands:

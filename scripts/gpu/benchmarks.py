@@ -25,7 +25,7 @@ def runs(train: bool, dry_run: bool) -> list[tuple[str, str, int]]:
     if train:
         return [(app, "bf16", rows) for app, rows in CASES]
     first = [(app, "bf16", rows) for app, rows in CASES]
-    kinds = [(app, dtype) for app in store.APP_NAMES for dtype in store.DTYPE_NAMES]
+    kinds = [(app, dtype) for app in store.ROW_APP_NAMES for dtype in store.DTYPE_NAMES]
     all_runs = [(app, dtype, rows) for app, dtype in kinds for rows in APPS[app].default_rows("cuda")]
     return [*first, *(run for run in all_runs if run not in first)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,12 +53,19 @@ def returned(p: Any, x: Any) -> Any:
     return jnp.tanh(c @ p[1]), c
 
 
+def gathered(p: Any, x: Any) -> Any:
+    """Rows of a table, three times as many as it has, beside the streamed ones."""
+    ids = jnp.arange(x.shape[0]) * 7 % p[0].shape[0]
+    return jnp.tanh(jnp.concatenate([x, jnp.tanh(p[0])[ids]], axis=-1) @ p[1])
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "skipping": (skipping, ((9, 40), (49, 5), (ROWS, 9))),
     "biased": (biased, ((9, 40), (1, 40), (ROWS, 9))),
     "repeated": (repeated, ((18, 33), (60, 5), (ROWS, 9))),
     "widened": (widened, ((9, 40), (40, 5), (ROWS, 9))),
     "returned": (returned, ((9, 40), (49, 5), (ROWS, 9))),
+    "gathered": (gathered, ((31, 40), (49, 5), (ROWS, 9))),
 }
 
 
@@ -80,6 +88,24 @@ def passes(gradient: Callable[..., Any], *args: Any) -> tuple[list[Any], list[An
     rows = args[-1].shape[0]
     made, read = _compat.out_avals(forward.jaxpr), _compat.in_avals(backward.jaxpr)
     return (*([(a.shape[1:], str(a.dtype)) for a in avals if a.shape[:1] == (rows,)] for avals in (made, read)),)
+
+
+def test_gathered_rows_are_handed_over_as_table_and_index() -> None:
+    f, p, x = case("gathered")
+    made, read = passes(jax.grad(total(kj.pipeline(f))), p, x)
+    assert not {((40,), "float32"), ((49,), "float32")} & {*made, *read}
+
+
+def test_single_numbers_that_were_gathered_are_handed_over_themselves() -> None:
+    """A number of a table costs a line of the cache."""
+    table, x = arrays(4, (31,), (ROWS, 9))
+
+    def f(table: Any, x: Any) -> Any:
+        ids = jnp.arange(x.shape[0]) * 7 % 31
+        return jnp.tanh(x * jnp.sin(table)[ids][:, None])
+
+    made, _ = passes(jax.grad(total(kj.pipeline(f)), 1), table, x)
+    assert any(math.prod(shape) == 1 and dtype == "float32" for shape, dtype in made)
 
 
 def test_a_concatenation_is_handed_over_as_its_parts() -> None:

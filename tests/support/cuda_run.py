@@ -149,12 +149,14 @@ def run(of: Subject, plan: Plan, *, seed: int = 1) -> list[np.ndarray]:
     return Kernel(of, plan)(seed=seed)
 
 
-def run_program(program: TileProgram, *arrays: Array, sm: int = 900, lanes: int = 1, seed: int = 1) -> list[np.ndarray]:
+def run_program(
+    program: TileProgram, *arrays: Array, sm: int = 900, lanes: int = 1, replicas: int = 1, seed: int = 1
+) -> list[np.ndarray]:
     """The results of a tile program written by hand: of one stage vertically, of several over the L2."""
     machine = H200 if sm == 900 else A100
     stages = len(program.stages)
     arrangement = Arrangement(
-        stages > 1, sm, lanes, 1, 1, (True,) * stages, (1,) * stages, ("l2",) * len(program.queues), machine.local_bytes
+        stages > 1, sm, lanes, 1, replicas, (True,) * stages, (1,) * stages, ("l2",) * len(program.queues), machine.local_bytes
     )
     made = generate(program, arrangement, "program")
     code = lower.Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", "program")

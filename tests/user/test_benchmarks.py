@@ -15,6 +15,7 @@ from benchmarks import store, table
 from benchmarks.__main__ import README, main
 from benchmarks.apps import APPS, DTYPES, make_case
 from benchmarks.columns import COLUMNS, block_rows, blocked
+from benchmarks.graphs.apps import GRAPH_APPS
 from benchmarks.machine import machine_slug
 from benchmarks.measure import Effort, _thunks, first_call, max_relative_error, measure
 from benchmarks.roofline import Ceilings, floor_seconds
@@ -192,7 +193,8 @@ def test_markers_are_required(tmp_path: Path) -> None:
 
 def test_names_agree() -> None:
     assert tuple(table.PARTS.values()) == store.MODE_NAMES
-    assert tuple(APPS) == store.APP_NAMES
+    assert tuple(APPS) == store.ROW_APP_NAMES
+    assert tuple(GRAPH_APPS) == store.GRAPH_APP_NAMES
     assert tuple(DTYPES) == store.DTYPE_NAMES
 
 

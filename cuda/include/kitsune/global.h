@@ -243,6 +243,23 @@ KITSUNE_DEVICE void store_strided(void* row, int column, int columns, bool valid
     if (valid && column + c < columns) st_global(static_cast<Bits*>(row) + offset(column + c), Element<E>::store(in[c]));
 }
 
+// The element of streamed arrays that row `row` of the stream is; 0 beyond the stream.
+KITSUNE_DEVICE i64 row_of(const void* order, i64 row, bool valid) {
+  return valid ? static_cast<i64>(ld_global(static_cast<const u32*>(order) + row)) : 0;
+}
+
+// The row of a table that an index says, the nearest one for an index that is out of range; or `otherwise` for such an index.
+template <class Index>
+KITSUNE_DEVICE const void* table_row(const void* table, Index index, i64 rows, i64 pitch) {
+  const i64 i = static_cast<i64>(index);
+  return static_cast<const u8*>(table) + (i < 0 ? 0 : i < rows ? i : rows - 1) * pitch;
+}
+template <class Index>
+KITSUNE_DEVICE const void* table_row(const void* table, Index index, i64 rows, i64 pitch, const void* otherwise) {
+  const i64 i = static_cast<i64>(index);
+  return i >= 0 && i < rows ? static_cast<const u8*>(table) + i * pitch : otherwise;
+}
+
 // The one element of a row that has one.
 template <class E>
 KITSUNE_DEVICE typename Element<E>::Value load_one(const void* row, bool valid) {

@@ -13,6 +13,7 @@
 #include "kitsune/stage/reduce.h"
 #include "kitsune/stage/rows.h"
 #include "kitsune/stage/scratch.h"
+#include "kitsune/stage/segment.h"
 #include "kitsune/stage/sink.h"
 
 namespace kitsune {

@@ -51,16 +51,25 @@ def row_bytes(array: ArrayType) -> int:
 def access_bytes(array: ArrayType) -> int:
     """The width of an access to a row: all pieces of a thread's columns start on a multiple of it, and so does the end of a row."""
     columns, size = columns_of(array), pointwise.ITEM_SIZE[array.dtype]
-    if not columns.contiguous:
-        return size
-    owned = tiles.owned(tiles.padded(columns.n)) * size
-    return math.gcd(16, owned, columns.n * size, *(s * size for s in array.row_strides))
+    return contiguous_access(columns.n, array.dtype, *(s * size for s in array.row_strides)) if columns.contiguous else size
+
+
+def contiguous_access(columns: int, dtype: str, *pitches: int) -> int:
+    """The same of rows of ``columns`` that lie together; ``pitches``: bytes between rows."""
+    size = pointwise.ITEM_SIZE[dtype]
+    return math.gcd(16, tiles.owned(tiles.padded(columns)) * size, columns * size, *pitches)
 
 
 def lies_together(program: TileProgram, array: ArrayType) -> bool:
     """Is a tile of the array one piece of memory? It then starts on a multiple of 64 bytes, because a tile has 64 rows."""
     columns = columns_of(array)
-    return array.streamed and len(program.axes) == 1 and columns.contiguous and array.row_strides == (columns.n,)
+    return (
+        array.streamed
+        and program.order is None
+        and len(program.axes) == 1
+        and columns.contiguous
+        and array.row_strides == (columns.n,)
+    )
 
 
 def is_staged(program: TileProgram, array: ArrayType) -> bool:

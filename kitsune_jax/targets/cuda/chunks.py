@@ -149,7 +149,8 @@ class _Chunks:
             first = last
         state.done = done
         bias = p.bias and (*p.bias, sum(_blocks(p)[:chunk]))
-        fragments = sum(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
+        # Of one operand at a time: a product waits for what it has fetched of one before it fetches the next.
+        fragments = any(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
         ref = _accumulators(p, chunk)
         self.nodes.append(
             st.Issue(
@@ -285,11 +286,11 @@ class _Blocks:
                 if form == "bit":
                     return Read("bit", self._mask(v, ref), dtype, shift)
                 return Read(f"{form} of image", self._image_block(v, ref, form, shift), dtype)
-            case InScratch(table, fill):
+            case InScratch(table, fill, fold):
                 index = self._name("t")
                 where = self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, table, "float32", shift))
                 self.steps.append(ir.Let(index, "int32", Read("index", where, "int32")))
-                return ir.FromScratch(dtype, index=index, fill=fill)
+                return ir.FromScratch(dtype, index=index, fill=fill, fold=fold)
             case Parts(parts):
                 at = 0
                 for part, first, blocks in parts:
@@ -315,6 +316,7 @@ class _Blocks:
 
     def _array_block(self, v: int, rows: ir.Rows, shift: int) -> Ref:
         value = self.homes[v]
+        self.reads[rows.ref] = None
         return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.n if value.slab else 0))
 
     def _image_block(self, v: int, image: Ref, form: str, shift: int) -> Ref:

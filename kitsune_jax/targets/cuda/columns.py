@@ -26,6 +26,7 @@ from kitsune_jax.targets.errors import CannotLower
 
 REARRANGING = frozenset(kind for kind, spec in OPS.items() if spec.moves and kind != "reshape")
 _FILL = -1
+_MOST_FOLDED = 128  # columns of a row that are folded into one of several: each is a load from shared memory
 
 
 def rearrange(at: Evaluation, instr: Instr) -> None:
@@ -97,10 +98,16 @@ def _move(at: Evaluation, instr: Instr) -> None:
     sources = [x for k, x in enumerate(instr.inputs) if not (instr.kind == "pad" and k == 1)]
     index = _index(at, instr, sources)
     sources = [at.root(x) for x in sources]
-    value, (v,) = at.new(instr), instr.outputs
-    if any(at.is_slab(x) for x in (v, *sources)):
+    at.new(instr)
+    if any(at.is_slab(x) for x in (instr.outputs[0], *sources)):
         raise CannotLower(f"{instr.kind} of columns that are split over CTAs has no code on the GPU")
-    counts = [at.value(x).n for x in sources]
+    place(at, instr, index, sources)
+
+
+def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -> None:
+    """Gives the result of ``instr`` the columns that ``index`` says: [columns, 2], of which source and which column there."""
+    (v,) = instr.outputs
+    value, counts = at.value(v), [at.value(x).n for x in sources]
     if len(sources) == 1 and np.array_equal(index[:, 1], np.arange(counts[0])):
         at.alias(instr, sources[0])
     elif len(sources) == 1 and counts[0] == 1 and (index[:, 1] == 0).all():
@@ -112,6 +119,25 @@ def _move(at: Evaluation, instr: Instr) -> None:
         at.settle(v, Parts(parts))
     else:
         _through_scratch(at, instr, v, index, sources)
+
+
+def fold_part(at: Evaluation, instr: Instr, how: str) -> None:
+    """Gives the fold by ``how`` over a part of a row's dimensions a home: every column of the result reads its part of the row."""
+    (x,), (v,) = instr.inputs, instr.outputs
+    shape, axes = at.program.values[x].shape, sorted(a - 1 for a in instr["axes"])
+    _check_width(instr, shape)
+    if axes != list(range(axes[0], axes[-1] + 1)):
+        raise CannotLower("a reduction over dimensions of a row that do not follow each other has no code on the GPU")
+    count, step = math.prod(shape[a] for a in axes), math.prod(shape[axes[-1] + 1 :])
+    if count > _MOST_FOLDED:
+        raise CannotLower(f"a reduction of {count} columns of a row to each of several has no code on the GPU")
+    value, source = at.new(instr), at.root(x)
+    to_scratch(at, [source])
+    starts = np.arange(math.prod(shape[: axes[0]]))[:, None] * count * step + np.arange(step)
+    at.settle(v, InScratch(at.vector(_table(starts.reshape(-1))), None, ir.ScratchFold(how, count, step)))
+    if value.row:
+        raise AssertionError("a fold of a whole row is a row value")
+    at.materialize(v)
 
 
 def _waits_for_product(at: Evaluation, v: int) -> bool:
@@ -158,8 +184,8 @@ def _whole_blocks(
     return tuple(runs)
 
 
-def _through_scratch(at: Evaluation, instr: Instr, v: int, index: np.ndarray, sources: list[int]) -> None:
-    value = at.value(v)
+def to_scratch(at: Evaluation, sources: list[int]) -> list[int]:
+    """Writes ``sources`` to the warp's scratch rows, side by side; where each starts."""
     starts, words = [], 0
     for x in sources:
         starts.append(words)
@@ -172,6 +198,11 @@ def _through_scratch(at: Evaluation, instr: Instr, v: int, index: np.ndarray, so
         else:
             at.evaluate(at.value(x).width, [ToScratch(x, start)])
     at.add(st.SyncWarp())
+    return starts
+
+
+def _through_scratch(at: Evaluation, instr: Instr, v: int, index: np.ndarray, sources: list[int]) -> None:
+    value, starts = at.value(v), to_scratch(at, sources)
     where = [_FILL if s < 0 else starts[s] + c for s, c in index]
     fill: Expr = ir.Literal(f"{pointwise.COMPUTE[value.dtype]}(0)")
     if _FILL in where:

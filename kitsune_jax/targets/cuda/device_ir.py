@@ -69,8 +69,8 @@ def number(name: str, key: Hashable, value: int, type_: str = "u32") -> Constant
 
 
 def parameter(role: str, k: int) -> Constant:
-    """A pointer to rows: input ("in") or output ("out") ``k`` of the kernel's parameters."""
-    type_ = "const void*" if role == "in" else "void*"
+    """A pointer to rows: input ("in"), table ("table") or output ("out") ``k`` of the kernel's parameters."""
+    type_ = "void*" if role == "out" else "const void*"
     return Constant(role, k, f"{role}{k}", f"{type_} Params::*{{}}", "Params")
 
 
@@ -114,13 +114,23 @@ class Read(Expr):
     shift: int = 0
 
 
+class ScratchFold(Node):
+    """By ``how``, of ``count`` columns that are ``step`` apart."""
+
+    how: str
+    count: int
+    step: int
+
+
 class FromScratch(Expr):
-    """An element of the warp's scratch rows: its column is ``column``, or what ``index`` holds, where -1 stands for ``fill``."""
+    """An element of the warp's scratch rows: its column is ``column``, or what ``index`` holds, where -1 stands for ``fill``; or
+    ``fold``s that column and others."""
 
     dtype: str
     column: int = -1
     index: Ref | None = None
     fill: Expr | None = None
+    fold: ScratchFold | None = None
 
 
 class RowIndex(Expr):
@@ -198,6 +208,14 @@ class ToScratch(Action):
     """Words of the value to its columns of the warp's scratch rows, from ``column`` on."""
 
     column: int
+
+
+class ToSegments(Action):
+    """The value to the warp's scratch rows, a block at a time, and from there into the rows of ``ref``'s result."""
+
+    ref: Ref
+    how: str
+    dtype: str
 
 
 class ToPanel(Action):

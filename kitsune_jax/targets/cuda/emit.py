@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax import _compat
+from kitsune_jax.ops.reduce import identity
 from kitsune_jax.program.ir import Instr, Program, TileProgram
 from kitsune_jax.targets.cuda import compile, pack, runtime
 from kitsune_jax.targets.cuda.lower import Code
@@ -42,10 +43,15 @@ def call(
     if kernel.vectors:
         values = [None if r.value is None else stationary.value(r.value) for r in kernel.vectors]
         operands.append(pack.vectors(kernel.vectors, values))
+    operands += [stationary.value(v) for v in kernel.tables]
+    aliases = {len(operands) + k: output for k, (output, _) in enumerate(kernel.filled)}
+    for output, how in kernel.filled:
+        aval = out_avals[output]
+        operands.append(jnp.full(aval.shape, identity(how, np.dtype(aval.dtype)), aval.dtype))
     # The workspace is never empty, so that the call has a result that nobody reads: see `targets.cpu.emit.call` for what XLA makes
     # of a loop's body that is nothing but a call all of whose results are carries.
     workspace = _compat.aval_like(out_avals[0], (kernel.workspace_bytes,), np.uint8)
-    outs = jax.ffi.ffi_call(runtime.TARGET_NAME, [*out_avals, workspace])(
+    outs = jax.ffi.ffi_call(runtime.TARGET_NAME, [*out_avals, workspace], input_output_aliases=aliases)(
         *operands,
         image=np.frombuffer(code.image, np.uint8),
         launch=np.asarray(kernel.launch, np.int64),

@@ -66,6 +66,7 @@ class Evaluation:
         self.setup: list[Node] = []  # once per kernel
         self.weights: list[WeightRecipe] = []
         self.vectors: list[tuple[VectorRecipe, ...]] = []  # groups, whose members follow each other
+        self.tables: dict[int, None] = {}  # stationary values that are read row by row
         self.values: dict[int, Value] = {}
         self.literals = dict(facts.program.literals)
         self.names, self.uses = dict(facts.names), facts.uses.copy()
@@ -73,6 +74,7 @@ class Evaluation:
         self.next_weight: int | None = None  # of the matmul that comes next, in a loop over layers
         self.scalars: dict[int, Ref] = {}
         self.row_tiles: dict[int, Ref] = {}
+        self.segment_bytes = 0  # of the lane's memory for sinks by sorted indices
         self.scratch_words = 0  # of the widest row that changes places
         self.together: set[int] = set()  # values that must be images because what a loop makes of them is one
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
@@ -140,6 +142,13 @@ class Evaluation:
         if t.tile or math.prod(t.shape) != 1:
             raise CannotLower("a stationary value is used without a broadcast")
         return Value(1, t.dtype, True, InVector(self.vector(VectorRecipe(v, (1,), (0,), (1,), 1))))
+
+    def unnamed(self, value: Value) -> int:
+        """The number of a new value that the tile program does not name."""
+        self.counter += 1
+        v = -1 - len(self.program.values) - self.counter
+        self.values[v] = value
+        return v
 
     def vector(self, recipe: VectorRecipe) -> ir.Address:
         if (recipe,) not in self.vectors:

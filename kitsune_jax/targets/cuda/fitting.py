@@ -48,6 +48,7 @@ class Lowered:
     nodes: tuple[Node, ...]
     weights: tuple[WeightRecipe, ...]
     vectors: tuple[tuple[VectorRecipe, ...], ...]
+    tables: tuple[int, ...]
     scratch_words: int
     together: frozenset[int]
     values: dict[int, Value]
@@ -63,11 +64,12 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaneMemory:
-    """Bytes of a lane's part of shared memory, from its start on: images, then rows that change places, panels of weight gradients,
-    tiles of staged arrays. ``images``: where each begins."""
+    """Bytes of a lane's part of shared memory, from its start on: images, then rows that change places, runs of segments, panels of
+    weight gradients, tiles of staged arrays. ``images``: where each begins."""
 
     images: dict[int, int]
     rows: int
+    segments: int
     panels: int
     staged: int
     bytes: int
@@ -143,6 +145,7 @@ class _Fitter:
             nodes,
             tuple(at.weights),
             tuple(at.vectors),
+            tuple(at.tables),
             at.scratch_words,
             frozenset(at.together),
             at.values,
@@ -216,11 +219,12 @@ class _Fitter:
 def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMemory:
     images = place_images(shape.images, lowered)
     rows = max((at + lowered.image_bytes(v) for v, at in images.items()), default=0)
-    panels = rows + tiles.aligned(tiles.TILE_ROWS * lowered.scratch_words * 4)
+    segments = rows + tiles.aligned(tiles.TILE_ROWS * lowered.scratch_words * 4)
+    panels = segments + tiles.aligned(sum(start.bytes for start in lowered.setup if isinstance(start, st.SegmentStart)))
     found = [p for p in lowered.prologue if isinstance(p, st.Panel)]
     staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
     end = staged + tiles.aligned(sum(arrays.staged_bytes(program.inputs[k]) for k in shape.staged))
-    return LaneMemory(images, rows, panels, staged, end)
+    return LaneMemory(images, rows, segments, panels, staged, end)
 
 
 def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:

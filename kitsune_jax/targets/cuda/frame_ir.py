@@ -6,7 +6,7 @@ Like ``device_ir.py``: data that ``frames.py`` makes and ``print_frame.py`` spel
 from __future__ import annotations
 
 from kitsune_jax.targets.cuda.device_ir import Constant, Node, Ref
-from kitsune_jax.targets.cuda.statements import GradientStart, PanelSumStart, SinkStart
+from kitsune_jax.targets.cuda.statements import GradientStart, PanelSumStart, SegmentStart, SinkStart
 
 
 class LaneScratch(Node):
@@ -23,6 +23,22 @@ class ScratchRows(Node):
 
 class PanelMemory(Node):
     lanes: LaneScratch
+    at: int
+
+
+class Result(Node):
+    """Where a sink's partial sums lie, where it goes, and its dtype there."""
+
+    partial: Constant
+    out: Constant
+    dtype: str
+
+
+class SegmentMemory(Node):
+    """``start`` with the lane's memory for it at ``at``, and where its result and its partial results lie."""
+
+    start: SegmentStart
+    result: Result
     at: int
 
 
@@ -73,28 +89,25 @@ class AwaitWeights(Node):
 
 
 class TileLoop(Node):
-    """``uniform``: every lane takes part in every round. ``prefetched``: (input, bytes of a row) whose next tile is asked for."""
+    """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles follow each other in the stream, else they
+    are every so many. ``order``: the array that says which element of the arrays each row of the stream is.
+    ``prefetched``: (input, bytes of a row) whose next tile is asked for."""
 
     uniform: bool
+    consecutive: bool
+    order: Constant | None
     staged: tuple[StagedArray, ...]
     prefetched: tuple[tuple[Constant, int], ...]
     vectors: bool
     body: tuple[Node, ...]
 
 
-class Result(Node):
-    """Where a sink's partial sums lie, where it goes, and its dtype there."""
-
-    partial: Constant
-    out: Constant
-    dtype: str
-
-
 class FinishSinks(Node):
-    """``columns``: of each result."""
+    """``columns``: of each result. ``segments``: sinks by sorted indices."""
 
     arrived: Constant
     sinks: tuple[tuple[SinkStart, Result, int], ...]
+    segments: tuple[Ref, ...]
 
 
 class FinishGradients(Node):

@@ -16,20 +16,24 @@ from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Constant, Node, Ref, number, parameter
 from kitsune_jax.targets.cuda.frame_ir import StageCode
-from kitsune_jax.targets.cuda.layout import Layout, entry_vectors, gradients_of, sinks_of, sums_of
+from kitsune_jax.targets.cuda.layout import Layout, entry_vectors, gradients_of, segments_of, sinks_of, sums_of
 
 
 def of_stage(at: Layout, s: int) -> StageCode:
     stage = at.stages[s]
     ring = frame.WeightRing(at.header_bytes)
     staged = tuple(_staged(at, s))
-    setup = [*_memory(at, s), *_queues(at, s), *staged, *_placed(at, s, stage.lowered.setup)]
+    setup = [*_memory(at, s), *_queues(at, s), *staged]
+    for node in _placed(at, s, stage.lowered.setup):
+        if isinstance(node, st.SegmentStart):
+            node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
+        setup.append(node)
     if not stage.resident:
         setup.append(ring)
     elif stage.fetches:
         setup.append(frame.AwaitWeights())
     body = _placed(at, s, (*stage.lowered.prologue, *stage.lowered.nodes))
-    loop = frame.TileLoop(at.uniform, staged, _prefetched(at, s), bool(at.operands.vectors), body)
+    loop = frame.TileLoop(at.uniform, at.consecutive, _order(at), staged, _prefetched(at, s), bool(at.operands.vectors), body)
     ctas = at.a.ctas if at.a.spatial else 0
     consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
     return StageCode(consumer, _resident(at, s) if stage.resident else _streamed(at, s, ring, ctas), at.a.split[s])
@@ -49,6 +53,8 @@ def _placed(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
                 return dataclasses.replace(x, at=number("resident", byte, byte))
             case st.Image(ref):
                 return st.Image(ref, stage.memory.images[ref.of])
+            case st.TableRows(table=Ref(of=v)):
+                return dataclasses.replace(x, table=parameter("table", at.operands.tables.index(v)))
         return x
 
     found: tuple[Node, ...] = ir.rebuild(nodes, change)
@@ -88,13 +94,17 @@ def _staged(at: Layout, s: int) -> list[frame.StagedArray]:
     return found
 
 
+def _order(at: Layout) -> Constant | None:
+    return None if at.program.order is None else parameter("in", at.program.order)
+
+
 def _prefetched(at: Layout, s: int) -> tuple[tuple[Constant, int], ...]:
-    """The next tile of every input whose rows lie together, but for those that come in bulk anyway."""
+    """The next tile of every input whose rows lie together, but for those that come in bulk anyway; of a stream with an order of
+    its own, that of the order."""
     loads = {i["array"] for i in at.program.stages[s].body if i.kind == "load"} - at.stages[s].shape.staged
-    inputs = at.program.inputs
-    return tuple(
-        (parameter("in", k), arrays.row_bytes(inputs[k])) for k in sorted(loads) if arrays.lies_together(at.program, inputs[k])
-    )
+    inputs, order = at.program.inputs, at.program.order
+    together = [(k, arrays.row_bytes(inputs[k])) for k in sorted(loads) if arrays.lies_together(at.program, inputs[k])]
+    return tuple((parameter("in", k), size) for k, size in ([(order, 4)] if order is not None else together))
 
 
 def _queues(at: Layout, s: int) -> list[Node]:
@@ -119,11 +129,11 @@ def _queues(at: Layout, s: int) -> list[Node]:
 def _finish(at: Layout, s: int) -> list[Node]:
     """Partial sums, each added up by whoever comes last of those that have one."""
     stage, found = at.stages[s], list[Node]()
-    if sinks_of(stage):
+    if s in at.workspace.sinks_arrived:
         arrived = number("arrived", "sinks", at.workspace.sinks_arrived[s])
         shapes = [at.program.sinks[sink.ref.of].shape for sink in sinks_of(stage)]
         sinks = [(sink, _result(at, sink.ref.of), math.prod(n)) for sink, n in zip(sinks_of(stage), shapes, strict=True)]
-        found.append(frame.FinishSinks(arrived, tuple(sinks)))
+        found.append(frame.FinishSinks(arrived, tuple(sinks), tuple(start.ref for start in segments_of(stage))))
     if gradients_of(stage):
         arrived = number("arrived", "gradients", at.workspace.gradients_arrived[s])
         gradients = []

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import columns, gradients, pointwise, stage_outputs, tiles
+from kitsune_jax.targets.cuda import columns, gradients, pointwise, stage_outputs, tables, tiles
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Expr, Ref
@@ -119,8 +119,9 @@ def _reduce(at: Evaluation, instr: Instr) -> None:
     if at.value(x).row:
         at.alias(instr, x)
         return
-    if tuple(instr["axes"]) != tuple(range(1, len(at.program.values[x].shape) + 1)):
-        raise CannotLower("a reduction over a part of a row's dimensions has no code on the GPU")
+    if math.prod(at.program.values[v].shape) > 1:
+        columns.fold_part(at, instr, REDUCTIONS[instr.kind])
+        return
     value, how, ref = at.new(instr), REDUCTIONS[instr.kind], Ref("r", v)
     at.add(st.StartFold(ref, how, value.dtype))
     at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
@@ -172,8 +173,9 @@ def _pieces(at: Evaluation, x: int) -> list[int]:
 _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {
     "load": _load,
     "pop": _pop,
-    **dict.fromkeys(("push", "store", "sink"), stage_outputs.lower),
+    **dict.fromkeys(("push", "store", "sink", "sink_at"), stage_outputs.lower),
     "row_index": _row_index,
+    "gather": tables.lower,
     "matmul": _matmul,
     "matmul_sink": gradients.lower,
     **dict.fromkeys(REDUCTIONS, _reduce),

@@ -12,7 +12,7 @@ import math
 
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.program.passes import simplified
-from kitsune_jax.targets.cuda import arrays, fitting, tiles
+from kitsune_jax.targets.cuda import arrays, fitting, pointwise, tiles
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.fitting import Fitted
@@ -28,7 +28,8 @@ _COUNTER_BYTES = 128
 class Operands:
     """``weights``: of all stages, those of stage s from ``first_weight[s]`` on. ``groups``: their dtypes, an operand each, which
     holds the parts of ``order``: (weight of the group, column chunk, -1 for all). ``resident_at``: of a resident matrix: (operand,
-    byte). ``vector_at[s]``: words at which the groups of vectors of stage s start."""
+    byte). ``vector_at[s]``: words at which the groups of vectors of stage s start. ``tables``: stationary values that are
+    read row by row, as they lie."""
 
     inputs: tuple[int, ...]
     weights: tuple[WeightRecipe, ...]
@@ -38,6 +39,7 @@ class Operands:
     resident_at: dict[int, tuple[int, int]]
     vectors: tuple[VectorRecipe, ...]
     vector_at: tuple[tuple[int, ...], ...]
+    tables: tuple[int, ...]
 
     def of_group(self, dtype: str) -> tuple[WeightRecipe, ...]:
         return tuple(r for r in self.weights if r.shape.dtype == dtype)
@@ -78,6 +80,17 @@ class Layout:
         return self.a.streamed or any(gradients_of(stage) for stage in self.stages)
 
     @property
+    def consecutive(self) -> bool:
+        """A lane's tiles follow each other in the stream: so few segments of a sink by sorted indices are shared with others."""
+        return any(segments_of(stage) for stage in self.stages)
+
+    @property
+    def filled(self) -> tuple[tuple[int, str], ...]:
+        """The outputs that hold the identity of a fold before the kernel starts, with that fold: of sinks by sorted indices."""
+        sinks = [self.program.sinks[start.ref.of] for stage in self.stages for start in segments_of(stage)]
+        return tuple((sink.array, sink.how) for sink in sinks)
+
+    @property
     def depth(self) -> int:
         """Of the ring of streamed weights."""
         return [stage.depth for stage in self.stages if not stage.resident][-1]
@@ -96,11 +109,14 @@ class Layout:
         """The words that ``cuda/src`` launches the kernel with."""
         a, o, p = self.a, self.operands, self.program
         grid = a.instances(p) * a.ctas
-        counts = len(o.inputs) + len(o.groups) + bool(o.vectors), len(p.outputs) + 1, self.workspace.zero_bytes
+        operands = len(o.inputs) + len(o.groups) + bool(o.vectors) + len(o.tables) + len(self.filled)
+        counts = operands, len(p.outputs) + 1, self.workspace.zero_bytes
         sizes = [arrays.array_bytes(p.inputs[k]) for k in o.inputs]
         for dtype, order in zip(o.groups, o.order, strict=True):
             sizes.append(sum(o.of_group(dtype)[k].shape.part_bytes(chunk) for k, chunk in order))
         sizes += [4 * sum(r.words for r in o.vectors)] if o.vectors else []
+        sizes += [math.prod(p.values[v].shape) * pointwise.ITEM_SIZE[p.values[v].dtype] for v in o.tables]
+        sizes += [arrays.array_bytes(p.outputs[k]) for k, _ in self.filled]
         sizes += [*(arrays.array_bytes(x) for x in p.outputs), self.workspace.bytes]
         geometry = a.sm, grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
         return LAUNCH_VERSION, *geometry, *counts, *sizes
@@ -112,6 +128,10 @@ def gradients_of(stage: Fitted) -> list[st.GradientStart]:
 
 def sinks_of(stage: Fitted) -> list[st.SinkStart]:
     return [node for node in stage.lowered.setup if isinstance(node, st.SinkStart)]
+
+
+def segments_of(stage: Fitted) -> list[st.SegmentStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, st.SegmentStart)]
 
 
 def sums_of(stage: Fitted, gradient: st.GradientStart) -> list[st.PanelSumStart]:
@@ -180,8 +200,9 @@ def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
                 resident_at[w] = (g, at[g])
                 at[g] += weights[w].shape.bytes
     vectors, vector_at = _vectors(stages)
-    inputs = tuple(k for k in sorted(read) if program.inputs[k].streamed)
-    return Operands(inputs, weights, first, groups, tuple(map(tuple, order)), resident_at, vectors, vector_at)
+    inputs = tuple(sorted({k for k in read if program.inputs[k].streamed}.union(() if program.order is None else (program.order,))))
+    tables = tuple(dict.fromkeys(v for stage in stages for v in stage.lowered.tables))
+    return Operands(inputs, weights, first, groups, tuple(map(tuple, order)), resident_at, vectors, vector_at, tables)
 
 
 def _vectors(stages: tuple[Fitted, ...]) -> tuple[tuple[VectorRecipe, ...], tuple[tuple[int, ...], ...]]:
@@ -208,7 +229,7 @@ def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...])
     at, sinks, gradients, rings, partials, slots = 0, *(dict[int, int]() for _ in range(5))
     pipelines, workers = a.instances(program) * a.lanes, a.instances(program) * a.tiles_at_once
     for s, stage in enumerate(stages):
-        if sinks_of(stage):
+        if sinks_of(stage) or segments_of(stage):
             sinks[s] = at
             at += _COUNTER_BYTES
     for s, stage in enumerate(stages):
@@ -224,6 +245,9 @@ def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...])
         for sink in sinks_of(stage):
             partials[sink.ref.of] = at
             at += tiles.aligned(workers * 4 * (sink.width or 1) * 4, 128)
+        for start in segments_of(stage):
+            partials[start.ref.of] = at
+            at += tiles.aligned(workers * 2 * (start.width + 1) * 4, 128)  # two rows, and which segments they are of
     for s, stage in enumerate(stages):
         parts = a.split[s] * a.gradient_parts(program)
         for gradient in gradients_of(stage):

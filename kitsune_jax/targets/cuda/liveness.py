@@ -13,6 +13,9 @@ from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Node, Ref
 
+# Of a sink by sorted indices (``stage/segment.h``): addresses and the open segment; the runs of a tile, and the walk down its rows.
+_SEGMENTS, _RUNS = 10, 16
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Liveness:
@@ -69,6 +72,8 @@ def _held(node: Node) -> int:
             return shape.registers
         case st.PanelSumStart():
             return 2
+        case st.SegmentStart(width=width):
+            return -(-width // 128) + _SEGMENTS
     return 0
 
 
@@ -82,6 +87,12 @@ def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
                 yield ref, registers
             case ir.BlockLoop(reads=owners) | st.Complete(owners=owners):
                 yield from ((owner, None) for owner in owners)
+            case st.SegmentRuns(ref):
+                yield Ref("runs", ref.of), _RUNS
+            case st.JoinSegments(ref):
+                yield Ref("runs", ref.of), None
+            case st.TableRows(ref):
+                yield ref, 4  # two addresses
             case st.SetRow(ref) | st.LoadRow(ref) | st.FoldQuad(ref) if ref.kind == "r":
                 yield ref, 2
             case st.LayerLoop(body=body):

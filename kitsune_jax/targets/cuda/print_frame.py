@@ -13,8 +13,6 @@ from kitsune_jax.targets.cuda.frame_ir import Consumer, LoadResident, LoadStream
 from kitsune_jax.targets.cuda.print_loops import Spelling, name
 from kitsune_jax.targets.cuda.sharing import Kind
 
-_NEXT_ROW = "const i64 next_row = (tile + workers) * kTileRows;"
-
 
 def functions(program: TileProgram, kind: Kind) -> tuple[str, str]:
     """The consumers' function and the loader's."""
@@ -40,10 +38,11 @@ def _function(title: str, arguments: str, kind: Kind, lines: list[str]) -> str:
 
 def _consumer(at: Spelling, code: Consumer) -> list[str]:
     lines = ["const Lane lane = Lane::mine();", "(void)slab, (void)shared, (void)instance;"]
+    worker = "instance * kLanes + group" if code.ctas else "block_id() * kLanes + group"
+    lines += [f"const u32 worker = {worker};", _workers(code.ctas)]
     for node in code.setup:
         lines += _setup(at, node) or print_stage.lines(at, [node])
-    worker = "instance * kLanes + group" if code.ctas else "block_id() * kLanes + group"
-    lines += [f"const u32 worker = {worker};", _workers(code.ctas), *_tile_loop(at, code.loop)]
+    lines += _tile_loop(at, code.loop)
     finish = [line for node in code.finish for line in _finish(at, node, "instance" if code.ctas else "block_id()")]
     return [*lines, *(["finishing();", *finish] if finish else [])]
 
@@ -62,6 +61,15 @@ def _setup(at: Spelling, node: Node) -> list[str]:
         case frame.PanelMemory(lanes, offset):
             behind = f" + {offset}" if offset else ""
             return [f"const Panels panels{{shared + {at.constant(lanes.at)}{behind}, {lanes.bytes}, group}};"]
+        case frame.SegmentMemory(start, result, offset):
+            template = f"{start.how}, {pointwise.COMPUTE[start.dtype]}, {pointwise.ELEMENT[result.dtype]}, {start.width}"
+            where = f"reinterpret_cast<u32*>(scratch + {offset}), {at.constant(result.out)}, {start.columns}"
+            ends = f"{_partial(at, result)}, workers, worker, 1 + group"
+            type_ = f"Segments<{template}>"
+            return [
+                f"{type_} {name(start.ref)}{{{where}, {ends}, {{}}}};",
+                f"static_assert({type_}::kBytes == {start.bytes});",
+            ]
         case frame.ClusterRing(ref, ring, vectors, depth, slots, writers, readers):
             entry = depth * vectors * 128 * 16
             where = f"reinterpret_cast<U4*>(shared + {at.constant(slots)} + group * {entry})"
@@ -91,26 +99,37 @@ def _staged_type(node: frame.StagedArray) -> str:
 
 def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
     # A lane's own tiles are counted without a register for their number.
-    lines, more = list[str](), "n * workers + worker < kTiles"
+    lines, more, tile = list[str](), "n * workers + worker < kTiles", "static_cast<i64>(n) * workers + worker"
+    first, following = "worker", "(tile + workers)"
+    if loop.uniform or loop.consecutive:
+        lines.append("const u32 rounds = rounds_of(workers, kTiles);")
+    if loop.consecutive:
+        more, tile = "n < rounds && worker * rounds + n < kTiles", "static_cast<i64>(worker) * rounds + n"
+        first, following = "static_cast<i64>(worker) * rounds", "(n + 1 < rounds ? tile + 1 : kTiles)"
     if loop.uniform:
-        lines, more = ["const u32 rounds = rounds_of(workers, kTiles);"], "n < rounds"
+        more = "n < rounds"
     staged = [name(s.ref) for s in loop.staged]
-    lines += [f"{s}.fetch(lane, 0, worker, kRows);" for s in staged]
+    lines += [f"{s}.fetch(lane, 0, {first}, kRows);" for s in staged]
     lines += ["KITSUNE_NO_UNROLL", f"for (u32 n = 0; {more}; ++n) {{"]
     body = [
-        "const i64 tile = static_cast<i64>(n) * workers + worker;",
+        f"const i64 tile = {tile};",
         "const i64 first_row = tile * kTileRows + lane.row;",
-        "const i64 row[2] = {first_row, first_row + 8};",
-        "const bool valid[2] = {row[0] < kRows, row[1] < kRows};",
+        "const bool valid[2] = {first_row < kRows, first_row + 8 < kRows};",
         "(void)valid;",
     ]
+    if loop.order is None:
+        body.append("const i64 row[2] = {first_row, first_row + 8};")
+    else:
+        order = at.constant(loop.order)
+        body.append(f"const i64 row[2] = {{row_of({order}, first_row, valid[0]), row_of({order}, first_row + 8, valid[1])}};")
     if staged:
         body.append(f"{_staged_type(loop.staged[0])}::turn(1 + group);")
-    body += [f"{s}.fetch(lane, n + 1, tile + workers, kRows);" for s in staged]
+    body += [f"{s}.fetch(lane, n + 1, {following}, kRows);" for s in staged]
     body += [f"{s}.wait(n, tile, kRows);" for s in staged]
     if loop.prefetched:
         fetches = [f"  prefetch_tile({at.constant(array)}, next_row, kRows, {size});" for array, size in loop.prefetched]
-        body += ["if (lane.thread == 0) {", f"  {_NEXT_ROW}", *fetches, "}"]
+        next_row = f"const i64 next_row = {following} * kTileRows;"
+        body += ["if (lane.thread == 0) {", f"  {next_row}", *fetches, "}"]
     if loop.vectors:
         body.append("const float* const vectors = opaque(p.vectors);")
     body += print_stage.lines(at, loop.body)
@@ -122,14 +141,16 @@ def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
 
 def _finish(at: Spelling, node: Node, part: str) -> list[str]:
     match node:
-        case frame.FinishSinks(arrived, sinks):
+        case frame.FinishSinks(arrived, sinks, segments):
             counter = f"reinterpret_cast<u32*>(p.workspace + {at.constant(arrived)})"
             lines = [f"const Finish finish{{{counter}, &header.flags[group], workers, worker, 1 + group}};"]
             for sink, result, _ in sinks:
                 what = f"{'true' if sink.quad else 'false'}" if not sink.width else f"{sink.width}"
                 lane = "" if not sink.width else "lane, "
                 lines.append(f"store_partial<{sink.how}, {what}>({_partial(at, result)}, finish, {lane}{name(sink.ref)});")
+            lines += [f"{name(ref)}.store_partial();" for ref in segments]
             lines.append("if (finish.last()) {")
+            lines += [f"  {name(ref)}.combine();" for ref in segments]
             for sink, result, columns in sinks:
                 template = f"{sink.how}, {pointwise.COMPUTE[sink.dtype]}, {pointwise.ELEMENT[result.dtype]}"
                 what = f"{at.constant(result.out)}, {_partial(at, result, 'const ')}, finish, {columns}, {sink.width or 1}"

@@ -37,6 +37,8 @@ def _params(at: Layout) -> str:
     fields = [f"const void* in{k};" for k in at.operands.inputs]
     fields += [f"const u8* weights{k};" for k in range(len(at.operands.groups))]
     fields += ["const float* vectors;"] if at.operands.vectors else []
+    fields += [f"const void* table{k};" for k in range(len(at.operands.tables))]
+    fields += [f"const void* filled{k};" for k, _ in at.filled]  # the memory of a result, in which its sink finds the identity
     fields += [f"void* out{k};" for k in range(len(at.program.outputs))]
     fields += ["u8* workspace;"]
     return "struct Params {\n" + "".join(f"  {f}\n" for f in fields) + "};\n"

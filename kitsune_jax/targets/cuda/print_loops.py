@@ -71,8 +71,11 @@ class Spelling:
                     element=pointwise.ELEMENT[dtype],
                     type=pointwise.COMPUTE[dtype],
                 )
-            case ir.FromScratch(dtype, column, index, fill):
+            case ir.FromScratch(dtype, column, index, fill, fold):
                 where = column if index is None else name(index)
+                if fold is not None:
+                    template = f"{fold.how}, {pointwise.COMPUTE[dtype]}, {fold.count}, {fold.step}"
+                    return f"fold_scratch<{template}>(rows, lane, h, {where})"
                 element = f"from_word<{pointwise.COMPUTE[dtype]}>(rows.get(lane, h, {where}))"
                 return element if fill is None else f"({where} < 0 ? {self.expression(fill)} : {element})"
             case ir.RowIndex(axes):
@@ -91,6 +94,11 @@ class Spelling:
     def of_row(self, x: Expr, h: int) -> str:
         """The expression of a row value, for one of the thread's two rows."""
         return self.expression(x).replace("[h]", f"[{h}]")
+
+    def segment_word(self, ref: Ref, how: str, dtype: str, x: str) -> str:
+        """What a row adds to its segment: nothing, where it has none."""
+        type_ = pointwise.COMPUTE[dtype]
+        return f"to_word(runs{ref.of}.inside[h] ? {type_}({x}) : {self.expression(ir.Identity(how, dtype))})"
 
     def block_loop(self, loop: BlockLoop) -> list[str]:
         return _Loop(self, loop).lines()
@@ -210,6 +218,11 @@ class _Loop:
                 self.element.append(f"{f'if ({guards}) ' if guards else ''}{to} = {how}::fold({to}, {type_}({x}));")
             case ir.ToScratch(_, column):
                 self.element.append(f"rows.put(lane, h, {column} + {self._first_column()} + c, to_word({x}));")
+            case ir.ToSegments(_, ref, how, dtype):
+                # Columns beyond the value's are folded as well, and not stored.
+                word = self.spelling.segment_word(ref, how, dtype, x)
+                self.element.append(f"rows.put(lane, h, static_cast<int>(lane.q) * {pairs} + c, {word});")
+                self.after.append(f"{name(ref)}.block(rows, runs{ref.of}, b);")
             case ir.ToPanel(_, panel):
                 half = tiles.is_half(put.dtype)
                 self.before.append(f"{'u32' if half else 'float'} w_{name(panel)}[{pairs if half else 2 * pairs}];")

@@ -17,7 +17,7 @@ from kitsune_jax.targets.cuda.print_loops import Spelling, each_row, getter, nam
 def lines(at: Spelling, nodes: Iterable[Node]) -> list[str]:
     found: list[str] = []
     for node in nodes:
-        found += _loops(at, node) or _rows(at, node) or _queues(at, node) or _products(at, node) or _setup(at, node)
+        found += next(filter(None, (spell(at, node) for spell in (_loops, _rows, _queues, _segments, _products, _setup))), [])
     return found
 
 
@@ -74,7 +74,17 @@ def _rows(at: Spelling, node: Node) -> list[str]:
             return [f"float {name(ref)}[4] = {{{', '.join(items)}}};"]
         case st.SyncWarp():
             return ["syncwarp();"]
+        case st.TableRows():
+            return _table_rows(at, node)
     return []
+
+
+def _table_rows(at: Spelling, node: st.TableRows) -> list[str]:
+    assert isinstance(node.table, ir.Constant)
+    row, table = f"{name(node.ref)}_row", at.constant(node.table)
+    otherwise = "" if node.otherwise is None else f", {at.address(node.otherwise)}"
+    rows = [f"table_row({table}, {at.of_row(node.index, h)}, {node.rows}ll, {node.bytes}ll{otherwise})" for h in range(2)]
+    return [f"const void* const {row}[2] = {{{', '.join(rows)}}};"]
 
 
 def _once(once: bool) -> str:
@@ -93,6 +103,28 @@ def _queues(at: Spelling, node: Node) -> list[str]:
         case st.PushRow(queue, row, once):
             words = ", ".join(f"to_word({at.of_row(row, h)})" for h in range(2))
             return [f"{_once(once)}{name(queue)}.push(n, 0, U4{{{words}, 0, 0}});"]
+    return []
+
+
+def _segments(at: Spelling, node: Node) -> list[str]:
+    match node:
+        case st.SegmentRuns(ref, index, rows):
+            ids, segments = f"ids{ref.of}", name(ref)
+            of = ", ".join(at.of_row(index, h) for h in range(2))
+            return [
+                f"const i64 {ids}[2] = {{{of}}};",
+                f"const Runs runs{ref.of} = Runs::of({ids}, valid, {rows}ll);",
+                f"{segments}.begin(runs{ref.of});",
+            ]
+        case st.RowToSegments(ref, how, dtype, row):
+            x = at.segment_word(ref, how, dtype, at.expression(row))
+            return [
+                # The block has 8 columns, which are folded alike.
+                *each_row(f"for (u32 c = lane.q; c < 8; c += 4) rows.put(lane, h, c, {x});"),
+                f"{name(ref)}.block(rows, runs{ref.of}, 0);",
+            ]
+        case st.JoinSegments(ref):
+            return [f"{name(ref)}.join();"]
     return []
 
 

@@ -12,7 +12,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import gradients, tiles
 from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.device_ir import Action, Fold, Keep, Node, Ref, Store
+from kitsune_jax.targets.cuda.device_ir import Action, Fold, Keep, Node, Ref, Store, ToSegments
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.values import queue_form
 from kitsune_jax.targets.errors import CannotLower
@@ -46,6 +46,10 @@ def _with_same_value(at: Evaluation, instr: Instr) -> list[Instr]:
     done = at.done.union(i for _, _, i in at.facts.panel_sums)  # these come with their gradient
     root = at.root(instr.inputs[0])
     found = [i for i in at.facts.instrs if i.kind in _MAKERS and at.root(i.inputs[0]) == root and i not in done]
+    later = [
+        i for i in found if i.kind == "sink_at" and i is not instr
+    ]  # its indices may not be there yet, nor its scratch rows free
+    found = [i for i in found if i not in later]
     at.done.update(found)
     return found
 
@@ -94,4 +98,26 @@ def _sink(at: Evaluation, instr: Instr) -> _Effect:
     return _Effect((), Fold(v, how, ref, stream=True, scalar=scalar))
 
 
-_MAKERS = {"push": _push, "store": _store, "sink": _sink}
+def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
+    (v, index), k = instr.inputs, instr["sink"]
+    sink, value = at.program.sinks[k], at.value(v)
+    if not instr["sorted"]:
+        raise CannotLower("a sink by indices that are not sorted has no code on the GPU: stream in the order of the indices")
+    if sink.how not in HOW:
+        raise CannotLower(f"a sink by {sink.how} has no code on the GPU")
+    if not at.value(index).row:
+        raise CannotLower("a sink by several indices of a row has no code on the GPU")
+    if at.split > 1:
+        raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
+    how, ref, width = HOW[sink.how], Ref("segments", k), value.width
+    start = st.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes)
+    at.segment_bytes += start.bytes
+    at.setup.append(start)
+    at.scratch_words = max(at.scratch_words, tiles.block(width) | 1)
+    runs, join = st.SegmentRuns(ref, at.row(index), sink.shape[0]), st.JoinSegments(ref)
+    if value.row:
+        return _Effect((runs, st.SyncWarp(), st.RowToSegments(ref, how, sink.dtype, at.row(v)), join))
+    return _Effect((runs, st.SyncWarp()), ToSegments(v, ref, how, sink.dtype), (join,))
+
+
+_MAKERS = {"push": _push, "store": _store, "sink": _sink, "sink_at": _sink_at}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.device_ir import Address, Constant, Expr, Node, Ref, Rows
 from kitsune_jax.targets.cuda.tiles import GradientShape
 
@@ -84,6 +85,18 @@ class RowTile(Node):
 
 class SyncWarp(Node):
     """Whoever read the warp's scratch rows before is done, or whoever wrote them."""
+
+
+class TableRows(Node):
+    """Where the rows of ``table`` lie that ``index`` says, one of ``rows`` of ``bytes`` each. An index that is out of range has the
+    nearest row, or the one at ``otherwise``."""
+
+    ref: Ref
+    table: Ref | Constant  # the layout makes a Constant of a stationary value
+    index: Expr
+    rows: int
+    bytes: int
+    otherwise: Address | None
 
 
 # -- queues
@@ -222,6 +235,30 @@ class AddGradient(Node):
     sums: tuple[Ref, ...]
 
 
+# -- sinks by sorted indices
+
+
+class SegmentRuns(Node):
+    """In front of the blocks of a tile: the runs of equal ``index`` among its rows, of ``rows`` that the result has."""
+
+    ref: Ref
+    index: Expr
+    rows: int
+
+
+class RowToSegments(Node):
+    """All of a tile that is one number per row."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    row: Expr
+
+
+class JoinSegments(Node):
+    ref: Ref
+
+
 # -- once per kernel
 
 
@@ -242,6 +279,22 @@ class SinkStart(Node):
     dtype: str
     width: int
     quad: bool
+
+
+class SegmentStart(Node):
+    """A result of rows of ``columns`` numbers, in tiles of ``width``; ``at``: bytes into the lane's memory for segments."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    columns: int
+    at: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the lane's memory."""
+        return tiles.segment_bytes(self.width)
 
 
 class ClearPanel(Node):

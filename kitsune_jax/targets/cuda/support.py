@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kitsune_jax.graph import Op, Value
+from kitsune_jax.ops.indexing import INDEXED
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise
@@ -25,6 +26,8 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
             return f"{value.dtype} has no code on the GPU"
         if value.size == 0:
             return "an array without elements"
+    if op.kind in INDEXED:
+        return None  # what a row of the stream is, and in which order they come, is not known of one op
     if op.kind == "dot_general":
         return _dot_general(op, in_values, out_values)
     spec = OPS.get(op.kind)

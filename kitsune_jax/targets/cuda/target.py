@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from kitsune_jax import config
 from kitsune_jax.graph import Graph, Op, Value
 from kitsune_jax.planning.plan import Plan
@@ -54,6 +57,13 @@ class _Cuda(Target[GpuMachine]):
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         return cuda.call(self.name, code, program, args, out_avals, evaluate)
+
+    def order(self, ids: Any, n: int) -> Any:
+        """XLA:GPU sorts one key and one value by radix, and anything more by comparisons, in hundreds of kernels."""
+        ids = ids.reshape(-1)
+        outside = (ids < 0) | (ids >= n)  # at most 32 bits: others have no code here
+        keys = jnp.where(outside, jnp.full_like(ids, n), ids).astype(jnp.uint32)
+        return jax.lax.sort((keys, jax.lax.iota(jnp.int32, ids.size)), num_keys=1, is_stable=True)[1]
 
     def notes(self) -> tuple[str, ...]:
         return tuple(filter(None, [devices.note()]))

@@ -156,6 +156,15 @@ class WeightShape:
         return self.bytes // (2 if is_half(self.dtype) else 4)
 
 
+def segment_bytes(width: int) -> int:
+    """Shared memory of a lane for the runs of a tile of a sink by sorted indices (``Segments::kBytes``).
+
+    >>> segment_bytes(128)
+    8256
+    """
+    return 64 * (width + 1)
+
+
 # -- weight gradients
 
 

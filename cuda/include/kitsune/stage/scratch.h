@@ -2,7 +2,7 @@
 // memory and reads them back in another order. Only the warp's own rows take part, so a warp barrier is enough.
 #pragma once
 
-#include "kitsune/layout.h"
+#include "kitsune/stage/sink.h"
 
 namespace kitsune {
 
@@ -18,5 +18,14 @@ struct Scratch {
   KITSUNE_DEVICE void put(const Lane& lane, int h, int column, u32 v) const { st_shared(word(lane, h, column), v); }
   KITSUNE_DEVICE u32 get(const Lane& lane, int h, int column) const { return ld_shared(word(lane, h, column)); }
 };
+
+// The fold of Count columns of a row, Step apart from `column` on.
+template <class How, class V, int Count, int Step>
+KITSUNE_DEVICE V fold_scratch(const Scratch& rows, const Lane& lane, int h, int column) {
+  V acc = How::template identity<V>();
+  KITSUNE_UNROLL
+  for (int i = 0; i < Count; ++i) acc = How::fold(acc, from_word<V>(rows.get(lane, h, column + i * Step)));
+  return acc;
+}
 
 }  // namespace kitsune

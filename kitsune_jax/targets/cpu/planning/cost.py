@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.planning.cost import COPIES, FREE, SCANS, DotWork, RegionCost
+from kitsune_jax.planning.cost import COPIES, FREE, GATHER, SCANS, SCATTER, Access, DotWork, RegionCost
 from kitsune_jax.program.passes import Flow, activations
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning import times
@@ -46,6 +46,7 @@ class CpuWork:
     sums: int = 1
     spreads: int = 0
     activation: str = ""
+    access: Access | None = None
 
 
 class CpuCost(RegionCost):
@@ -53,8 +54,8 @@ class CpuCost(RegionCost):
 
     machine: CpuMachine
 
-    def __init__(self, graph: Graph, region: Region, machine: CpuMachine):
-        super().__init__(graph, region, machine)
+    def __init__(self, graph: Graph, region: Region, machine: CpuMachine, order: int | None = None):
+        super().__init__(graph, region, machine, order)
         self.times = times.times(machine.profile)
         self.cpu_work = functools.lru_cache(maxsize=None)(self._cpu_work)
         self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
@@ -67,10 +68,16 @@ class CpuCost(RegionCost):
         return dict(collections.Counter(map(self.cpu_work, ops)))
 
     def sink_bytes(self, ops: Iterable[int]) -> int:
-        """Bytes of the accumulators of the sinks among ``ops``: double precision for sums of values, single for products."""
-        sinks = [i for i in ops if i in self.sinks]
-        sizes = [sum(self.graph.values[v].size for v in self.graph.ops[i].outputs) for i in sinks]
-        return sum((8 if self.work(i).dot is None else 4) * n for i, n in zip(sinks, sizes, strict=True))
+        """Bytes of the accumulators of the sinks among ``ops``: double precision for sums of values, single for products, and as
+        they are for what is folded by indices, unless runs of equal ones are folded on their way to the result."""
+        return sum(self._accumulator(i) for i in ops if i in self.sinks)
+
+    def _accumulator(self, i: int) -> int:
+        size = sum(self.graph.values[v].size for v in self.graph.ops[i].outputs)
+        access = self.access(i)
+        if access is not None:
+            return 0 if access.near else max(access.table_bytes, 4 * size)
+        return (8 if self.work(i).dot is None else 4) * size
 
     def _cpu_work(self, i: int) -> CpuWork:
         op, family, work = self.graph.ops[i], self.family(i), self.work(i)
@@ -81,7 +88,10 @@ class CpuCost(RegionCost):
         if stationary or family in FREE or (self.absorbed(i) and not activation):
             return CpuWork(work.dtype, sink)
         elements = self.elements(i)
-        if family in COPIES:
+        access = self.access(i)
+        if access is not None:
+            return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements, access=access)
+        if family in COPIES or family in (GATHER, SCATTER):
             return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements)
         edges = elements * self._edges(i) if family in _GROUPED else 0
         sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
@@ -144,6 +154,8 @@ class CpuCost(RegionCost):
         if work.dot is not None:
             dot = work.dot
             weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
+            if dot.per_row:
+                return rows * dot.batch * known.product_per_row(dot.dtype, dot.m, dot.k, dot.n)
             if work.sink:
                 return dot.batch * known.gradient(dot.dtype, gradients, rows * dot.k, dot.m, dot.n)
             return dot.batch * known.product(dot.dtype, weights, rows * dot.m, dot.k, dot.n)
@@ -151,6 +163,10 @@ class CpuCost(RegionCost):
             each = work.elements / max(1, work.sums)
             fold = known.fold(work.dtype, each, over_rows=work.sink)
             return times.STEP_SECONDS + rows * work.sums * _PASSES[work.family] * fold
+        if work.access is not None:
+            return times.STEP_SECONDS + rows * known.access(work.access)
+        if work.family in (GATHER, SCATTER):
+            return times.STEP_SECONDS + rows * work.elements * known.picked
         if work.family in COPIES:
             return rows * work.elements * 2 * known.edge(work.dtype)
         if not work.kind:
@@ -178,6 +194,19 @@ class CpuCost(RegionCost):
             return min(reversed(ways), key=lambda way: seconds[way])
 
         return fastest(weights), fastest(gradients)
+
+    def order_seconds(self) -> float:
+        """Worker-seconds that it takes to stream in the order of indices: to make the order, and to read and write single rows."""
+        if self.order is None:
+            return 0.0
+        rows = self.region.space.rows
+        seconds = rows * self.times["order"]
+        for v in (*self.region.inputs, *self.outputs):
+            if v in self.labels:
+                row = Access(1, self.row_bytes(v), self.bytes(v), False, False)
+                near = dataclasses.replace(row, near=True)
+                seconds += rows * (self.times.access(row) - self.times.access(near))
+        return seconds
 
     def strided_seconds(self) -> float:
         """Worker-seconds lost at the border of the region on arrays whose rows do not lie together in memory.

@@ -2,14 +2,17 @@
 
 Comes in: a Graph, a Region and the machine model of a CPU. Goes out: its ``Plan``. Cores are alike, so a spatial pipeline would do
 the same work and pay for its queues besides: of 5000 plans for 2 to 192 cores the model liked 24 spatial ones better, all of them
-for regions that neither arrangement made faster than XLA. Invariants: a plan fits the machine, or ``Infeasible`` says why there is
-none; and the same arguments give the same plan in every process.
+for regions that neither arrangement made faster than XLA. Where rows are folded into tables by indices, the rows stream as they lie
+in memory, and every worker folds into tables of its own; or they stream in the order of the indices of one such op, whose results
+are then reductions of runs. The model decides. Invariants: a plan fits the machine, or ``Infeasible`` says why there is none; and
+the same arguments give the same plan in every process.
 """
 
 from __future__ import annotations
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.cost import pipeline_traffic
+from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import resource_of, stage_name
 from kitsune_jax.streams.space import Region
@@ -24,7 +27,12 @@ def plan(graph: Graph, region: Region, machine: CpuMachine) -> Plan:
     """The plan for ``region`` on ``machine``. Raises ``Infeasible`` (a ``ValueError``) with the reason."""
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
-    cost = CpuCost(graph, region, machine)
+    plans = [_in_order(graph, region, machine, order) for order in (None, *orders_of(graph, region))]
+    return min(plans, key=lambda p: p.seconds)
+
+
+def _in_order(graph: Graph, region: Region, machine: CpuMachine, order: int | None) -> Plan:
+    cost = CpuCost(graph, region, machine, order)
     model = TileModel(cost)
     rows = tile_rows(model)
     tiles = -(-region.space.rows // rows)
@@ -50,6 +58,7 @@ def plan(graph: Graph, region: Region, machine: CpuMachine) -> Plan:
         baseline_bytes=base_bytes,
         bound="dram" if moving > busy else name,
         products=cost.products,
+        order=order,
     )
 
 
@@ -62,7 +71,7 @@ def _moving_seconds(machine: CpuMachine, moved: float) -> float:
 def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float) -> float:
     """Seconds of a call whose workers are ``busy`` with tiles for so long: the core that computes also moves."""
     workers = cost.machine.workers
-    strided = cost.strided_seconds() / workers
+    strided = (cost.strided_seconds() + cost.order_seconds()) / workers
     packing, alone = _pack_seconds(cost), cost.times["call/short"]
     if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the caller does it alone
         return alone + packing + output_fault_seconds(cost) + strided + busy * replicas + moving

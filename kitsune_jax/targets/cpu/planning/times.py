@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import Access
+from kitsune_jax.profile.calls import ACCESSED, PRODUCTS
 from kitsune_jax.profile.kernels import DEPTHS, SHORT, TILE, WIDTHS
 from kitsune_jax.profile.model import Profile, table
 
@@ -105,6 +107,38 @@ class CpuTimes:
         if found is None:  # one that is not measured, or a conversion
             found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
         return found
+
+    def product_per_row(self, dtype: str, m: int, k: int, n: int) -> float:
+        """A product of (m, k) with (k, n) whose operands both belong to one row."""
+        sides = [_mean(a, c) for a, _, c in PRODUCTS]
+        rates = [math.log(self[f"dot/{a}x{b}x{c}"] / (a * b * c)) for a, b, c in PRODUCTS]
+        return math.exp(_between(sides, rates, _mean(m, n))) * m * k * n * (2.0 if dtype == "float64" else 1.0)
+
+    @property
+    def picked(self) -> float:
+        """An element that indices pick out of a row, or put into one. XLA picks single elements as we do."""
+        return self["xla/gather/1"] * self.profile.workers
+
+    def access(self, access: Access) -> float:
+        """What an op reads or folds by indices, for a row of the stream."""
+        if access.folds and access.near:
+            return access.count * self._row("runs", access.row_bytes)
+        inner, outer = (self._row(f"take/{level}", access.row_bytes) for level in ("l2", "l3"))
+        # Beyond the last level a row comes from memory, at its rate: rows are asked for before their turn.
+        beyond = outer + access.row_bytes * max(0.0, self["copy/dram"] - self["copy/l3"])
+        p = self.profile
+        sizes = (p.l2 / 2, 4 * p.l2, p.l3 / 2, 4 * p.l3)
+        taken = _between(sizes, (inner, outer, outer, beyond), access.table_bytes) if not access.near else inner
+        if not access.folds:
+            return access.count * taken
+        # A row that is folded into a table is read and written back.
+        return access.count * (self._row("folded", access.row_bytes) + 2 * (taken - inner))
+
+    def _row(self, key: str, row_bytes: int) -> float:
+        """Between the widths that were measured a row's time grows with its bytes."""
+        few, many = (self[f"{key}/{width}"] for width in ACCESSED)
+        each = max(0.0, many - few) / (4 * (ACCESSED[1] - ACCESSED[0]))
+        return max(few + (row_bytes - 4 * ACCESSED[0]) * each, 0.3 * few)
 
     def activation(self, name: str, dtype: str) -> float:
         """An element of an activation that a product applies to its sums."""
@@ -238,6 +272,12 @@ class CpuTimes:
     def xla_batched(self, dtype: str) -> float:
         """A multiplication and addition of many small products."""
         return self._numbers.get(f"xla/batched/{dtype}", self["xla/batched/float32"])
+
+    def xla_rows(self, what: str, rows: float, width: float, table_bytes: float) -> float:
+        """``rows`` rows of ``width`` elements taken from a table ("gather") or folded into one ("scatter")."""
+        few, many = self[f"xla/{what}/1"], self[f"xla/{what}/64"]
+        far = self["xla/gather/far"] * min(1.0, width / 64) if table_bytes > 2 * self.profile.l2 else 0.0
+        return rows * (few + (width - 1) * max(0.0, many - few) / 63 + far)
 
     def xla_reduce(self, dtype: str, over_rows: bool) -> float:
         dtype = dtype if f"xla/reduce/row/{dtype}" in self._numbers else "float32"

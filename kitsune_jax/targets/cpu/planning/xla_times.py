@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection
 
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import GATHER, SCATTER
 from kitsune_jax.planning.machine import MIB
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, kernels_of
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
@@ -48,8 +49,8 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int) -> float:
     if _is_uneven(cost, ops, root):
         loop *= times.uneven(cost.graph.values[root].dtype)
     loop += sum(_product_seconds(cost, i) for i in products)
-    if not products and not any(cost.family(i) in _PASSES for i in ops):
-        # The rates of products and of reductions have their traffic in them, as far as that was in the caches.
+    if not products and not any(cost.family(i) in _PASSES or cost.family(i) == SCATTER for i in ops):
+        # The rates of products, reductions and scatters have their traffic in them, as far as that was in the caches.
         loop = (loop + moved * times.xla_moved(near=True)) * times.threads_lost(cost.bytes(root))
     # What the last level does not hold comes from memory, while the core computes.
     beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
@@ -73,6 +74,11 @@ def _op_seconds(cost: CpuCost, i: int) -> float:
         dims = dict(op.params).get("axes", ())
         over_rows = 0 in dims and len(value.shape) > 1
         return _PASSES[family] * value.size * times.xla_reduce(dtype, over_rows)
+    if family in (GATHER, SCATTER):
+        # The dimensions behind the indexed ones are the row; each index moves one, for every index of the dimensions before them.
+        rows, table = (op.outputs[0], op.inputs[0]) if family == GATHER else (op.inputs[0], op.outputs[0])
+        width = math.prod(cost.graph.values[table].shape[op["axis"] + 1 :])
+        return times.xla_rows(family, cost.graph.values[rows].size / max(1, width), width, cost.bytes(table))
     if family not in ("pointwise", "convert"):
         return 0.0
     return cost.graph.values[op.outputs[0]].size * times.xla_op(op.kind, dtype)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kitsune_jax.planning.cost import RegionCost, round_up
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import SCATTER, RegionCost, round_up
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
 # A matmul spends about four steps of K on loading and storing its accumulators; from K = 64 on that is in the efficiency.
@@ -16,6 +17,11 @@ _FULL_K, _K_OVERHEAD = 64, 16
 _ROWS, _COLUMNS = 64, 8  # of a product of the tensor cores
 # The part of the lanes' rate that elementwise loops reach, ours and XLA's. A design value.
 LOOP_EFFICIENCY = 0.5
+# Instructions for an element that is folded into a segment: to shared memory, and down the rows (``stage/segment.h``).
+FOLD_SLOTS = 10.0
+# Kernels of XLA's radix sort of pairs, and the bytes that it moves for a row: four passes over keys and positions.
+_SORT_KERNELS, _SORT_BYTES = 6, 64
+_SECTOR = 32  # bytes that memory gives at once
 
 
 class GpuCost(RegionCost):
@@ -23,6 +29,10 @@ class GpuCost(RegionCost):
 
     def tile_seconds(self, i: int, rows: int) -> float:
         machine, work = self.machine, self.work(i)
+        access = self.access(i)
+        if access is not None:
+            slots = FOLD_SLOTS if access.folds else 0.0  # a row that is gathered costs no more than one that is loaded
+            return rows * self.elements(i) * slots / machine.rate(machine.simt_rates, "other")
         if self.absorbed(i):
             return 0.0
         if work.dot is None:
@@ -33,6 +43,33 @@ class GpuCost(RegionCost):
         m, k = (dot.m, rows * dot.k) if i in self.sinks else (rows * dot.m, dot.k)
         padded_k = k + max(0.0, (_FULL_K - k) / _K_OVERHEAD)
         return 2.0 * dot.batch * round_up(m, _ROWS) * round_up(dot.n, _COLUMNS) * padded_k / rate
+
+    def lookups(self) -> tuple[int, int]:
+        """(bytes of rows that are gathered, those of them that come from tables that the L2 does not hold)."""
+        near = far = 0
+        for i in self.region.ops:
+            access = self.access(i)
+            if access is not None and not access.folds:
+                read = access.count * round_up(access.row_bytes, _SECTOR) * self.region.space.rows
+                near += read
+                far += read if access.table_bytes > self.machine.shared_bytes else 0
+        return near, far
+
+    def order_bytes(self) -> int:
+        """Bytes that are read and written beside the rows themselves where these stream in an order of their own: whole sectors."""
+        if self.order is None:
+            return 0
+        rows = [self.row_bytes(v) for v in (*self.region.inputs, *self.outputs) if v in self.labels]
+        return self.region.space.rows * sum(round_up(size, _SECTOR) - size for size in rows)
+
+    def order_seconds(self) -> float:
+        """Seconds that it takes to make the order: XLA makes it once for all ops of the graph that fold by the same indices."""
+        if self.order is None:
+            return 0.0
+        folds = [op for op in self.graph.ops if OPS.get(op.kind) and OPS[op.kind].family == SCATTER]
+        users = sum(self.order == op.inputs[1] for op in folds)
+        machine = self.machine
+        return (_SORT_KERNELS * machine.kernel_seconds + self.region.space.rows * _SORT_BYTES / machine.dram_bandwidth) / users
 
     def sink_bytes(self, ops: Iterable[int]) -> int:
         """Bytes of the accumulators of the sinks among ``ops``: 32 bits each."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.machine import size_text
+from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import Ops, finest, resource_of, stage_name
 from kitsune_jax.streams.space import Region
@@ -53,7 +54,13 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
     reasons: dict[str, None] = {}
-    for candidate in candidates(GpuCost(graph, region, machine)):
+    found: list[Plan] = []
+    for order in (None, *orders_of(graph, region)):
+        try:
+            found += candidates(GpuCost(graph, region, machine, order))
+        except Infeasible as no:
+            reasons[str(no)] = None
+    for candidate in sorted(found, key=lambda p: p.seconds) if len({p.order for p in found}) > 1 else found:
         why = accept(candidate) if accept else None
         if why is None:
             return candidate
@@ -176,7 +183,15 @@ def _check_ops(cost: GpuCost) -> None:
     if widest > tiles.MOST_COLUMNS:
         raise Infeasible(f"a row has {widest} columns; the CUDA target has code for {tiles.MOST_COLUMNS} at most")
     for i in cost.region.ops:
-        dot, op = cost.work(i).dot, cost.graph.ops[i]
+        dot, op, access = cost.work(i).dot, cost.graph.ops[i], cost.access(i)
+        if access is not None and access.folds and not access.near:
+            raise Infeasible(
+                f"{op.kind} by indices in another order than that of the stream: the CUDA target folds runs of equal ones"
+            )
+        if access is not None and access.folds and access.count > 1:
+            raise Infeasible(f"{op.kind} by {access.count} indices for a row of the stream has no code on the GPU")
+        if dot is not None and dot.per_row:
+            raise Infeasible("a matrix product of two streamed values has no code on the GPU")
         if dot is None:
             continue
         if i in cost.sinks:

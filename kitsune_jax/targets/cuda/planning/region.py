@@ -50,10 +50,17 @@ class GpuRegion:
 
     def plan(self, a: Arranged) -> Plan:
         machine = self.machine
-        moved = self.traffic + self._partial_bytes(a.replicas * (a.cluster if a.arrangement == "vertical" else 1), a.lanes)
+        gathered, far = self.cost.lookups()
+        moved = (
+            self.traffic
+            + far
+            + self.cost.order_bytes()
+            + self._partial_bytes(a.replicas * (a.cluster if a.arrangement == "vertical" else 1), a.lanes)
+        )
         near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
         dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
-        l2 = (moved + a.l2_bytes) / machine.shared_bandwidth  # whatever comes from memory comes through the L2
+        near_bytes = a.l2_bytes + gathered - far
+        l2 = (moved + near_bytes) / machine.shared_bandwidth  # whatever comes from memory comes through the L2
         bound = a.bound
         if max(dram, l2) > a.busy:
             bound = "dram" if dram >= l2 else "l2"
@@ -65,14 +72,15 @@ class GpuRegion:
             stages=a.stages,
             queues=a.queues,
             replicas=a.replicas,
-            seconds=machine.call_seconds + self._pack_seconds() + max(a.busy, dram, l2),
+            seconds=machine.call_seconds + self._pack_seconds() + self.cost.order_seconds() + max(a.busy, dram, l2),
             baseline_seconds=self.baseline_seconds,
             bytes_moved=self.traffic,
             baseline_bytes=self.baseline_bytes,
             bound=bound,
             cluster=a.cluster,
             lanes=a.lanes,
-            l2_bytes=int(moved + a.l2_bytes),
+            l2_bytes=int(moved + near_bytes),
+            order=self.cost.order,
         )
 
     def _pack_seconds(self) -> float:
@@ -81,9 +89,11 @@ class GpuRegion:
         return self.machine.kernel_seconds + 2 * weights / self.machine.dram_bandwidth if weights else 0.0
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
-        """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; they are read again in a fixed
-        order."""
+        """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; of a sink by sorted indices a lane
+        has two rows. They are read again in a fixed order."""
         gradients = [i for i in self.cost.region.sinks if self.cost.work(i).dot is not None]
-        others = [i for i in self.cost.region.sinks if self.cost.work(i).dot is None]
+        segments = [i for i in self.cost.region.sinks if self.cost.access(i) is not None]
+        others = [i for i in self.cost.region.sinks if i not in gradients and i not in segments]
         parts = ctas * (self.cost.sink_bytes(gradients) + lanes * self.cost.sink_bytes(others))
+        parts += ctas * lanes * sum(2 * 4 * self.cost.elements(i) for i in segments)
         return parts * 2

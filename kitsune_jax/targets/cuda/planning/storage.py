@@ -87,6 +87,7 @@ class Steps:
         self.kept = self._kept()
         panels = panel_sums(cost, ops)
         self.sums = sum(2 if i in panels else self._sum_registers(i) for i in ops if i in cost.sinks and cost.work(i).dot is None)
+        self.runs = max((self._segment_bytes(i) for i in ops if i in cost.sinks and cost.access(i) is not None), default=0)
         self.storage = functools.lru_cache(maxsize=None)(self._storage)
 
     def _place(self, i: int) -> None:
@@ -111,6 +112,8 @@ class Steps:
         while v in self.producer:
             i = self.producer[v]
             if cost.is_maker(i):
+                return None
+            if cost.looks_up(i):
                 return None
             (x,) = cost.graph.ops[i].inputs[:1]
             widens = cost.family(i) == "convert" and cost.row_bytes(v) > cost.row_bytes(x)
@@ -148,8 +151,15 @@ class Steps:
 
     def _sum_registers(self, i: int) -> int:
         """A thread has two of every eight columns: a quarter of a column vector in float32, or one sum of two words."""
+        if self.cost.access(i) is not None:
+            return 1  # of the segment that is open
         columns = sum(self.cost.graph.values[v].size for v in self.cost.graph.ops[i].outputs)
         return 2 if columns == 1 else tiles.padded(columns) // 4
+
+    def _segment_bytes(self, i: int) -> int:
+        """Shared memory of a lane for a sink by sorted indices: the block that is folded, and the runs of a tile."""
+        width = tiles.padded(self.cost.elements(i))
+        return tiles.TILE_ROWS * 4 * (tiles.block(width) | 1) + tiles.segment_bytes(width)
 
     def _gradients(self, lanes: int) -> tuple[int, int, int] | None:
         """(registers of a thread, bytes of a lane's panels, bytes that are written and read per tile); None if one does not fit."""
@@ -172,7 +182,7 @@ class Steps:
         if gradients is None:
             return None
         best = self._placed(registers - _WORKING_REGISTERS - self.sums - gradients[0])
-        return best and Storage(best.image_bytes + gradients[1], best.image_traffic + gradients[2])
+        return best and Storage(best.image_bytes + gradients[1] + self.runs, best.image_traffic + gradients[2])
 
     def _placed(self, budget: int) -> Storage | None:
         """The placements that need least shared memory are followed side by side: to choose the value that makes just room enough,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import itemsize, round_up
-from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.cost import FOLD_SLOTS, GpuCost
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.sizes import dots_of, gradients_of, slab
 from kitsune_jax.targets.cuda.planning.storage import Storage
@@ -24,6 +24,7 @@ _SPECIAL_SLOTS = 8
 _CONVERT_SLOTS = 0.5
 # A row lies in four threads: two shuffles and two adds, of each of the 128 threads, for 64 rows.
 _ROW_SLOTS = 8
+_ADDRESS_SLOTS = 16  # of two rows of a table: indices compared with its ends and multiplied by its pitch
 # Float32 gradients go through mma.sync. An assumption until a device has measured it: this part of wgmma's rate.
 _WARP_MATMUL = 0.62
 # K of one wgmma (PTX ISA): 32 bytes of it.
@@ -78,6 +79,10 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
     slots = special = 0.0
     for i in ops:
         if cost.is_maker(i):
+            continue
+        access = cost.access(i)
+        if access is not None:
+            slots += TILE_ROWS * cost.elements(i) * FOLD_SLOTS if access.folds else 128 * access.count * _ADDRESS_SLOTS
             continue
         family, out = cost.family(i), cost.graph.ops[i].outputs[0]
         reduces = family in ("reduce", "argreduce", "cumulative")

@@ -6,6 +6,7 @@ Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``baseline``, modelled
 from __future__ import annotations
 
 from kitsune_jax.planning import xla_kernels
+from kitsune_jax.planning.cost import SCATTER
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel
 from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost
 
@@ -23,9 +24,20 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
         total += moved
         near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
         traffic = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
+        folded = sum(_folded_bytes(cost, i) for i in kernel.ops)
+        traffic = max(traffic, folded / machine.shared_bandwidth)
         compute = sum(_library_seconds(cost, i) for i in kernel.ops) / machine.workers
         seconds += machine.kernel_seconds + max(compute, traffic)  # a GPU overlaps the two
     return seconds, total
+
+
+def _folded_bytes(cost: GpuCost, i: int) -> int:
+    """Bytes that an op that folds rows into a table moves through the L2: XLA fills the table, and uses an atomic operation of 32
+    bits for every element, which reads and writes there."""
+    if cost.family(i) != SCATTER:
+        return 0
+    op = cost.graph.ops[i]
+    return 8 * cost.graph.values[op.inputs[0]].size + 4 * cost.graph.values[op.outputs[0]].size
 
 
 def kernels_of(cost: GpuCost) -> list[Kernel]:
