@@ -212,6 +212,15 @@ FAMILIES: dict[str, Family] = {
                 *(Arg((_NODES, 32)), Arg((-1, 32)), *_ENDS),
             ),
         ),
+        Family(
+            "edge-phase",
+            edge_phase,
+            (
+                *(weight(384, 128), bias(128), weight(128, 128), bias(128), Arg((128,), "float32"), Arg((128,), "float32")),
+                *(Arg((_NODES, 128)), Arg((-1, 128)), *_ENDS),
+            ),
+            small=False,
+        ),
         Family("heads", heads, (Arg((_NODES, 32)), Arg((-1, 32)), *_ENDS)),
         Family("swiglu-small", swiglu, (weight(64, 96), weight(64, 96), weight(96, 64), Arg((-1, 64)))),
         Family("swiglu", swiglu, (weight(512, 1408), weight(512, 1408), weight(1408, 512), Arg((-1, 512))), small=False),

@@ -69,6 +69,14 @@ class Subject:
     def program(self, plan: Plan) -> TileProgram:
         return build(self.graph, self.region, plan)
 
+    def planned(self, plan: Plan, target: str) -> PlannedRegion:
+        """The region as a call of ``target``, with its code."""
+        program = Program.of(self.program(plan))
+        code = cuda.generate(target, program, plan, "region")
+        folds = [self.graph.ops[i] for i in self.region.sinks if plan.order in self.graph.ops[i].inputs[1:]]
+        orders = () if plan.order is None else (StreamOrder(plan.order, max(op["n"] for op in folds)),)
+        return PlannedRegion("region", self.region, plan, program, target, code, orders=orders)
+
 
 def subject(fn: Callable[..., Any], *args: Array) -> Subject:
     captured = capture(jax.make_jaxpr(fn)(*args), parts=True)  # as for the CUDA target
@@ -137,12 +145,8 @@ class Kernel:
     """A subject compiled for one plan; ``code.kernel.source`` is what was generated."""
 
     def __init__(self, of: Subject, plan: Plan):
-        program = Program.of(of.program(plan))
-        self.args = of.args
-        self.code = cuda.generate("emulator", program, plan, "region")
-        folds = [of.graph.ops[i] for i in of.region.sinks if plan.order in of.graph.ops[i].inputs[1:]]
-        orders = () if plan.order is None else (StreamOrder(plan.order, max(op["n"] for op in folds)),)
-        planned = PlannedRegion("region", of.region, plan, program, "emulator", self.code, orders=orders)
+        self.args, planned = of.args, of.planned(plan, "emulator")
+        self.code = planned.code
         self.executable = jax.jit(lambda *args: lowering.run(of.captured, [planned], args)).lower(*of.args).compile()
 
     def __call__(self, *args: Array, seed: int = 1) -> list[np.ndarray]:
