@@ -158,12 +158,16 @@ void Checker::indexed(const Operand& index, int64_t rows, const std::vector<int6
   operand("index", index, index_extents, false);
 }
 
+void Checker::filled(const std::vector<double>& fill) const {
+  if (fill.size() != 1 && fill.size() != 2) reject(where, "fill is one number, or two for a large integer");
+}
+
 void Checker::check(const Gather& x) {
   indexed(x.index, x.count, x.index_extents);
   DType t = x.out.ref.dtype;
   if (x.table.ref.dtype != t)
     reject(where, std::string("the table is ") + dtype_name(x.table.ref.dtype) + " and the tile " + dtype_name(t));
-  if (x.fill.size() != 1 && x.fill.size() != 2) reject(where, "fill is one number, or two for a large integer");
+  filled(x.fill);
   access("table", x.table.ref, false);
   std::vector<int64_t> extents{x.count}, strides{x.table.row_stride};
   extents.insert(extents.end(), x.extents.begin(), x.extents.end());
@@ -184,7 +188,48 @@ void Checker::check(const AccumulateAt& x) {
   if (x.x.ref.dtype != s.dtype)
     reject(where, std::string("folds ") + dtype_name(x.x.ref.dtype) + " into a sink of " + dtype_name(s.dtype));
   operand("x", x.x, loops(x.index_extents, x.extents), false);
-  fold_into(x.sink, Fold::kRows);
+  int64_t step = 1;
+  for (size_t d = x.extents.size(); d-- > 0; step *= x.extents[d])
+    if (x.extents[d] > 1 && x.x.strides[x.index_extents.size() + d] != step)
+      reject(where, "the elements of a row of x are not dense");
+  if (x.ordered && (p.order < 0 || x.x.ref.space != Space::kIn || product(x.index_extents) != 1))
+    reject(where, "x is read in the order of the stream; it must be an input with one index for each row");
+  if (x.sorted && sink_stage[x.sink] >= 0) reject(where, "sink " + str(x.sink) + " with sorted indices is fed twice");
+  fold_into(x.sink, x.sorted ? Fold::kSegments : Fold::kRows);
+  p.sinks[x.sink].rows = x.count;
+}
+
+void Checker::select(const Select& x, bool takes) {
+  bound("inner", x.inner, 1, kMaxCount);
+  bound("indices", x.indices, 1, kMaxCount);
+  indexed(x.index, x.count, {x.indices});
+  if (x.index.row_stride != 0) reject(where, "its indices depend on the row");
+  if (Wide{x.count} * x.inner > INT32_MAX || Wide{x.indices} * x.inner > INT32_MAX) reject(where, "a dimension is too long");
+  if (x.x.ref.dtype != x.out.ref.dtype)
+    reject(where, std::string("selects ") + dtype_name(x.x.ref.dtype) + " as " + dtype_name(x.out.ref.dtype));
+  auto check = [&](const char* what, const Operand& o, int64_t extent, bool write) {
+    const size_t rank = x.outer.size() + 1;
+    if (o.strides.size() != rank) reject(where, std::string(what) + " has " + str(o.strides.size()) + " strides, not " + str(rank));
+    Operand with = o;
+    std::vector<int64_t> extents = x.outer;
+    extents.insert(extents.end(), {extent, x.inner});
+    with.strides.push_back(1);
+    count(what, extents);
+    operand(what, with, extents, write);
+    if (extent > 1 && o.strides.back() != x.inner) reject(where, std::string(what) + " is not dense along what is selected");
+  };
+  check("x", x.x, takes ? x.count : x.indices, false);
+  check("out", x.out, takes ? x.indices : x.count, true);
+}
+
+void Checker::check(const Take& x) {
+  filled(x.fill);
+  select(x, true);
+}
+
+void Checker::check(const Put& x) {
+  if (x.x.ref.dtype == DType::kBool) reject(where, "bool values have no sum");
+  select(x, false);
 }
 
 void Checker::check(const Pack& x) {

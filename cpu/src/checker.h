@@ -67,12 +67,16 @@ class Checker {
   void check(const AccumulateMatmul& x);
   void check(const Gather& x);
   void check(const AccumulateAt& x);
+  void check(const Take& x);
+  void check(const Put& x);
   void check(const Pack& x);
   void check(const Dot& x);
   void check(const Loop&) {}
   void check(const Stationary&) {}
   void tiles_only() const;
   void prepared(int64_t prep) const;
+  void select(const Select& x, bool takes);
+  void filled(const std::vector<double>& fill) const;
   void indexed(const Operand& index, int64_t count, const std::vector<int64_t>& index_extents);
   void copy(const Copy& x, bool load);
   void activation(const Matmul& x, bool wide) const;

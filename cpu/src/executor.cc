@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "executor_internal.h"
+#include "segments.h"
 
 namespace kitsune::cpu {
 namespace {
@@ -36,7 +37,7 @@ void plan_sinks(Plan& plan, double ns) {
   // Few rows of a sink take many of the tile's each, and their sums are in float64, as those of values are; many take few.
   constexpr int64_t kFewElements = 4096;
   for (const Sink& s : p.sinks) {
-    const bool wide = s.fed == Fold::kValues || (s.fed == Fold::kRows && s.elements <= kFewElements);
+    const bool wide = s.fed == Fold::kValues || s.fed == Fold::kSegments || (s.fed == Fold::kRows && s.elements <= kFewElements);
     plan.sinks.push_back({accumulator_type(s.how, s.dtype, wide), 0, -1});
   }
   for (size_t s = 0; s < p.stages.size(); ++s)
@@ -50,7 +51,10 @@ void plan_sinks(Plan& plan, double ns) {
     Storer(plan.table, p.outputs[p.sinks[i].out].dtype, s.acc,
            "kitsune program: sink " + std::to_string(i));  // checks that it exists
     s.offset = plan.strand_bytes;
-    plan.strand_bytes = plus(plan.strand_bytes, align_up(times(static_cast<size_t>(p.sinks[i].elements), item_size(s.acc))));
+    const int64_t elements = p.sinks[i].elements;
+    plan.strand_bytes = plus(plan.strand_bytes, p.sinks[i].fed == Fold::kSegments
+                                                    ? Segments::bytes(elements / p.sinks[i].rows, s.acc)
+                                                    : align_up(times(static_cast<size_t>(elements), item_size(s.acc))));
     plan.stages[s.stage].sinks.push_back(static_cast<int64_t>(i));
   }
   if (!p.sinks.empty()) plan.strands = strands_for(p, plan.strand_bytes, ns);
@@ -160,6 +164,8 @@ struct Cost {
   double operator()(const Scan& s) const { return of(s.extents); }
   double operator()(const Gather& g) const { return of(g.index_extents) * of(g.extents) / 4; }
   double operator()(const AccumulateAt& a) const { return of(a.index_extents) * of(a.extents) / 4; }
+  double operator()(const Take& t) const { return of(t.outer) * static_cast<double>(t.indices * t.inner) / 4; }
+  double operator()(const Put& t) const { return of(t.outer) * static_cast<double>(t.count * t.inner) / 4; }
   double operator()(const Dot& d) const { return flops(d.batch * d.m, static_cast<double>(d.k), static_cast<double>(d.n)); }
   double operator()(const Pack&) const { return 0; }
   double operator()(const Loop&) const { return 0; }

@@ -1,6 +1,7 @@
 // What an Executable is made of: one Step per instruction, with kernels and loop nests resolved, and the memory layout of a call.
 #pragma once
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <string>
@@ -57,6 +58,10 @@ struct Address {
     }
   }
 };
+
+// The element of streamed arrays that a row of the stream is, by the array that holds their order: whatever is in it, one of
+// `rows`.
+inline int64_t element_of(int32_t order, uint32_t rows) { return std::min(static_cast<uint32_t>(order), rows - 1); }
 
 class Step {
  public:
@@ -151,6 +156,8 @@ std::unique_ptr<const Step> compile(const Accumulate&, const Compile&);
 std::unique_ptr<const Step> compile(const AccumulateMatmul&, const Compile&);
 std::unique_ptr<const Step> compile(const Gather&, const Compile&);
 std::unique_ptr<const Step> compile(const AccumulateAt&, const Compile&);
+std::unique_ptr<const Step> compile(const Take&, const Compile&);
+std::unique_ptr<const Step> compile(const Put&, const Compile&);
 std::unique_ptr<const Step> compile(const Pack&, const Compile&);
 std::unique_ptr<const Step> compile(const Dot&, const Compile&);
 

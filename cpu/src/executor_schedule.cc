@@ -17,6 +17,7 @@
 
 #include "executor_memory.h"
 #include "pipeline.h"
+#include "segments.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -70,7 +71,7 @@ struct Job {
 };
 
 struct CombineJob {
-  int64_t sink, begin, end;
+  int64_t sink, begin, end;  // elements; rows of sorted indices
 };
 
 class Run : public std::enable_shared_from_this<Run> {
@@ -142,9 +143,12 @@ Run::Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, 
     rounds_.push_back({Round::kStrands, plan.strands});
   else
     rounds_.push_back({Round::kTiles, plan.program.tiles});
-  for (size_t k = 0; k < plan.sinks.size(); ++k)
-    for (int64_t e = 0, n = plan.program.sinks[k].elements; e < n; e += kCombineChunk)
-      combines_.push_back({static_cast<int64_t>(k), e, std::min(n, e + kCombineChunk)});
+  for (size_t k = 0; k < plan.sinks.size(); ++k) {
+    const Sink& sink = plan.program.sinks[k];
+    const bool segments = sink.fed == Fold::kSegments;
+    const int64_t n = segments ? sink.rows : sink.elements, chunk = segments ? (n - 1) / kSegmentJobs + 1 : kCombineChunk;
+    for (int64_t e = 0; e < n; e += chunk) combines_.push_back({static_cast<int64_t>(k), e, std::min(n, e + chunk)});
+  }
   if (!combines_.empty()) rounds_.push_back({Round::kCombine, static_cast<int64_t>(combines_.size())});
   begin_round();
 }
@@ -340,13 +344,19 @@ void Run::run_tile(Context& c, int64_t s, int64_t tile, int64_t strand, bool fir
   if (p.batch_axes > 0) find_batch(tile / p.batch_tiles, c);
   c.strand = strands_ + static_cast<size_t>(strand) * plan_.strand_bytes;
   if (first_of_strand)
-    for (int64_t k : stage.sinks)
-      fill_identity(p.sinks[k].how, plan_.sinks[k].acc, p.sinks[k].elements, c.strand + plan_.sinks[k].offset);
+    for (int64_t k : stage.sinks) {
+      char* sums = c.strand + plan_.sinks[k].offset;
+      if (p.sinks[k].fed == Fold::kSegments)
+        *reinterpret_cast<Segments*>(sums) = {-1, -1, -1};
+      else
+        fill_identity(p.sinks[k].how, plan_.sinks[k].acc, p.sinks[k].elements, sums);
+    }
   for (const auto& step : stage.steps) step->run(c);
 }
 
 void Run::combine_strands(const CombineJob& job, char* temp) const {
   const Sink& sink = plan_.program.sinks[job.sink];
+  if (sink.fed == Fold::kSegments) return finish_segments(plan_, job.sink, job.begin, job.end, strands_, outs_[sink.out]);
   const SinkPlan& s = plan_.sinks[job.sink];
   int64_t n = job.end - job.begin;
   char* first = strands_ + s.offset + static_cast<size_t>(job.begin) * item_size(s.acc);

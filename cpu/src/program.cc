@@ -149,6 +149,32 @@ AccumulateAt read_accumulate_at(Reader& r) {
   x.extents = r.list("AccumulateAt.extents");
   x.index = read_operand(r);
   x.x = read_operand(r);
+  x.sorted = r.flag("AccumulateAt.sorted");
+  x.ordered = r.flag("AccumulateAt.ordered");
+  return x;
+}
+
+void read_select(Reader& r, Select& x) {
+  x.count = r.word("count");
+  x.indices = r.word("indices");
+  x.inner = r.word("inner");
+  x.outer = r.list("outer");
+  x.index = read_operand(r);
+  x.x = read_operand(r);
+  x.out = read_operand(r);
+}
+
+Take read_take(Reader& r) {
+  Take x;
+  read_select(r, x);
+  x.mode = static_cast<OutOfRange>(r.in_range("Take.mode", 0, 1));
+  x.fill = r.many("Take.fill", [&] { return r.real("Take.fill"); });
+  return x;
+}
+
+Put read_put(Reader& r) {
+  Put x;
+  read_select(r, x);
   return x;
 }
 
@@ -193,7 +219,9 @@ void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
         nested(Loop{count, r.flag("Loop.reverse"), 0});
         break;
       }
-      default: nested(Stationary{0});
+      case 14: nested(Stationary{0}); break;
+      case 15: out->push_back(read_take(r)); break;
+      default: out->push_back(read_put(r));
     }
   }
 }
@@ -260,6 +288,7 @@ Program read_program(Reader& r) {
   p.sinks = r.many("Program.sinks", [&] { return read_sink(r); });
   p.queues = r.many("Program.queues", [&] { return read_ring(r); });
   p.stages = r.many("Program.stages", [&] { return read_stage(r); });
+  p.order = r.word("Program.order");
   return p;
 }
 

@@ -55,6 +55,15 @@ void Checker::arrays() {
   bound("tile_rows", p.tile_rows, 1, kMaxCount);
   bound("workers", p.workers, 1, kMaxWorkers);
   bound("batch_axes", p.batch_axes, 0, static_cast<int64_t>(p.axes.size()));
+  bound("order", p.order, -1, static_cast<int64_t>(p.inputs.size()) - 1);
+  if (p.order >= 0) {
+    if (p.batch_axes > 0) reject(where, "a stream with batch axes has no order of its own");
+    bound("rows of a stream with an order", p.rows, 1, INT32_MAX);
+    const Array& order = p.inputs[p.order];
+    if (order.dtype != DType::kI32 || order.elements != p.rows)
+      reject(where,
+             "the order is " + str(order.elements) + " of " + dtype_name(order.dtype) + ", not " + str(p.rows) + " of int32");
+  }
   const int64_t batches = product({p.axes.begin(), p.axes.begin() + p.batch_axes});
   p.batch_rows = p.rows / batches;
   p.batch_tiles = (p.batch_rows + p.tile_rows - 1) / p.tile_rows;

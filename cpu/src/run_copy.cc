@@ -1,4 +1,5 @@
-// StridedLoad and StridedStore: copies between a tile and an array whose element address is not linear in the row.
+// StridedLoad and StridedStore: copies between a tile and an array whose element address is not linear in the row: it has several
+// stream axes, or the stream has an order of its own.
 #include <algorithm>
 #include <cstring>
 
@@ -14,8 +15,12 @@ void strided(int64_t n, char* to, int64_t to_stride, const char* from, int64_t f
 
 class CopyStep final : public Step {
  public:
-  CopyStep(const Copy& x, bool gather, const Program& p)
+  CopyStep(const Copy& x, bool gather, const Program& p, const KernelTable& table)
       : gather_(gather),
+        order_(p.order),
+        elements_(static_cast<uint32_t>(p.rows)),
+        gather_rows_(table.gather_rows),
+        scatter_rows_(table.scatter_rows),
         item_(static_cast<int64_t>(item_size(x.array.dtype))),
         array_(x.array, 0),
         tile_(x.tile.ref, x.tile.row_stride),
@@ -38,9 +43,11 @@ class CopyStep final : public Step {
     simplify(nest_);
     std::vector<int64_t>& last = nest_.back().stride;
     dense_ = last[0] == item_ && last[1] == item_;
+    find_row(x);
   }
 
   void run(const Context& c) const override {
+    if (order_ >= 0) return run_ordered(c);
     int k = static_cast<int>(axes_.size());
     int64_t index[kMaxLoopDims];
     char* array = array_.of(c);
@@ -89,7 +96,47 @@ class CopyStep final : public Step {
     });
   }
 
+  // Bytes of a row, if it is one dense run of elements in the array and in the tile.
+  void find_row(const Copy& x) {
+    Nest row;
+    for (size_t d = 0; d < x.extents.size(); ++d)
+      row.push_back({x.extents[d], false, -1, {x.array_strides[d] * item_, x.tile.strides[d] * item_}});
+    simplify(row);
+    if (row.empty()) row_bytes_ = item_;
+    if (row.size() == 1 && row[0].stride[0] == item_ && row[0].stride[1] == item_) row_bytes_ = row[0].n * item_;
+  }
+
+  // Where element `e` of the array lies.
+  int64_t offset_of(int64_t e) const {
+    int64_t at = 0;
+    for (size_t j = axes_.size(); --j > 0; e /= axes_[j]) at += e % axes_[j] * axis_bytes_[j];
+    return at + e * axis_bytes_[0];
+  }
+
+  void run_ordered(const Context& c) const {
+    const int32_t* order = reinterpret_cast<const int32_t*>(c.ins[order_]) + c.first_row;
+    char *array = array_.of(c), *tile = tile_.of(c);
+    constexpr int64_t kBlock = 512;
+    int64_t at[kBlock];
+    for (int64_t i = 0; i < c.rows; i += kBlock) {
+      const int64_t n = std::min(kBlock, c.rows - i);
+      char* first = tile + i * tile_row_bytes_;
+      for (int64_t k = 0; k < n; ++k) at[k] = offset_of(element_of(order[i + k], elements_));
+      if (row_bytes_ == 0)
+        for (int64_t k = 0; k < n; ++k) block(1, array + at[k], first + k * tile_row_bytes_);
+      else if (gather_)
+        gather_rows_(n, at, array, first, tile_row_bytes_, row_bytes_);
+      else
+        scatter_rows_(n, at, first, tile_row_bytes_, array, row_bytes_);
+    }
+  }
+
   bool gather_;
+  int64_t order_;  // the input that holds the order of the stream, or -1
+  uint32_t elements_;
+  GatherRowsFn gather_rows_;
+  ScatterRowsFn scatter_rows_;
+  int64_t row_bytes_ = 0;  // 0 where a row is no dense run
   int64_t item_;
   Address array_, tile_;
   int64_t tile_row_bytes_;
@@ -101,10 +148,10 @@ class CopyStep final : public Step {
 }  // namespace
 
 std::unique_ptr<const Step> compile(const StridedLoad& x, const Compile& c) {
-  return std::make_unique<CopyStep>(x, true, c.program);
+  return std::make_unique<CopyStep>(x, true, c.program, c.table);
 }
 std::unique_ptr<const Step> compile(const StridedStore& x, const Compile& c) {
-  return std::make_unique<CopyStep>(x, false, c.program);
+  return std::make_unique<CopyStep>(x, false, c.program, c.table);
 }
 
 }  // namespace kitsune::cpu

@@ -1,9 +1,12 @@
 // Helpers of test_executor: building programs, random arrays, and the comparison of the executor with the reference.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -86,12 +89,35 @@ inline void refer(const Call& c, const std::vector<Bytes>& ins, std::vector<Byte
   for (size_t i = 0; i < outs.size(); ++i) outs[i] = arrays[ins.size() + i];
 }
 
+// A program with an order gets a permutation; one with sorted indices has them in input 1, and gets them sorted in its order.
+inline void arrange(const Call& c, std::vector<Bytes>& ins, unsigned seed) {
+  for (const Part& part : c.parts) {
+    const Program& p = part.program;
+    std::vector<int32_t> order(static_cast<size_t>(p.rows));
+    std::iota(order.begin(), order.end(), 0);
+    if (p.order >= 0) {
+      std::shuffle(order.begin(), order.end(), std::mt19937(seed));
+      std::memcpy(ins[part.reads[p.order]].data(), order.data(), order.size() * 4);
+    }
+    for (const Instruction& i : p.stages[0].body) {
+      const auto* a = std::get_if<AccumulateAt>(&i);
+      if (a == nullptr || !a->sorted) continue;
+      std::vector<int32_t> ids(order.size()), sorted(order.size());
+      std::memcpy(sorted.data(), ins[part.reads[1]].data(), ids.size() * 4);
+      std::sort(sorted.begin(), sorted.end());
+      for (size_t r = 0; r < ids.size(); ++r) ids[static_cast<size_t>(order[r])] = sorted[r];
+      std::memcpy(ins[part.reads[1]].data(), ids.data(), ids.size() * 4);
+    }
+  }
+}
+
 struct Arrays {
   std::vector<Bytes> ins, outs;
   std::vector<const void*> in_pointers;
   std::vector<void*> out_pointers;
   Arrays(const Call& c, unsigned seed, bool small = false) {
     for (int64_t i = 0; i < c.operands; ++i) ins.push_back(random_array(c.arrays[i], ++seed * 7919, small));
+    arrange(c, ins, seed);
     for (int64_t i = 0; i < c.results; ++i) outs.push_back(zeros(c.arrays[c.operands + i]));
     for (Bytes& b : ins) in_pointers.push_back(b.data());
     for (Bytes& b : outs) out_pointers.push_back(b.data());

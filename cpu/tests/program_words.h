@@ -33,6 +33,7 @@ class Words {
       text(x.name), add(x.scratch_bytes);
       body(x.body, 0, x.body.size());
     });
+    add(p.order);
   }
 
   // The instructions [begin, end), a loop's with it.
@@ -104,7 +105,16 @@ class Words {
   }
   void instruction(const AccumulateAt& x) {
     add(x.sink), add(x.count), list(x.index_extents), list(x.extents), operand(x.index), operand(x.x);
+    add(x.sorted), add(x.ordered);
   }
+  void select(const Select& x) {
+    add(x.count), add(x.indices), add(x.inner), list(x.outer), operand(x.index), operand(x.x), operand(x.out);
+  }
+  void instruction(const Take& x) {
+    select(x), add(x.mode);
+    each(x.fill, [&](double v) { real(v); });
+  }
+  void instruction(const Put& x) { select(x); }
   void instruction(const Pack& x) { add(x.prep); }
   void instruction(const Dot& x) { add(x.batch), add(x.m), add(x.n), add(x.k), operand(x.x), operand(x.y), operand(x.out); }
   void instruction(const Loop& x) { add(x.count), add(x.reverse); }

@@ -12,66 +12,9 @@
 
 #include "activated.h"
 #include "kitsune_cpu/program.h"
+#include "reference_values.h"
 
 namespace kitsune::cpu::test {
-
-using Bytes = std::vector<char>;
-
-inline double get(DType t, const char* p) {
-  auto as = [p](auto v) { return std::memcpy(&v, p, sizeof v), static_cast<double>(v); };
-  switch (t) {
-    case DType::kBool: return as(uint8_t{});
-    case DType::kI8: return as(int8_t{});
-    case DType::kI32: return as(int32_t{});
-    case DType::kI64: return as(int64_t{});
-    case DType::kF32: return as(float{});
-    case DType::kF64: return as(double{});
-    case DType::kBF16: {
-      uint16_t half;
-      std::memcpy(&half, p, 2);
-      uint32_t bits = uint32_t{half} << 16;
-      float v;
-      std::memcpy(&v, &bits, 4);
-      return v;
-    }
-    default: throw std::logic_error("the reference does not know this type");
-  }
-}
-
-inline void set(DType t, char* p, double x) {
-  auto as = [p, x](auto v) { v = static_cast<decltype(v)>(x), std::memcpy(p, &v, sizeof v); };
-  switch (t) {
-    case DType::kBool: return as(uint8_t{});
-    case DType::kI8: return as(int8_t{});
-    case DType::kI32: return as(int32_t{});
-    case DType::kI64: return as(int64_t{});
-    case DType::kF32: return as(float{});
-    case DType::kF64: return as(double{});
-    case DType::kBF16: {
-      float v = static_cast<float>(x);
-      uint32_t bits;
-      std::memcpy(&bits, &v, 4);
-      bits = std::isnan(v) ? 0x7FC00000u : bits + 0x7FFF + ((bits >> 16) & 1);
-      uint16_t half = static_cast<uint16_t>(bits >> 16);
-      std::memcpy(p, &half, 2);
-      return;
-    }
-    default: throw std::logic_error("the reference does not know this type");
-  }
-}
-
-inline double fold(Reduction how, double a, double b) {
-  if (how != Reduction::kSum && how != Reduction::kProd && (std::isnan(a) || std::isnan(b))) return NAN;
-  switch (how) {
-    case Reduction::kSum: return a + b;
-    case Reduction::kProd: return a * b;
-    case Reduction::kMax: return std::max(a, b);
-    case Reduction::kMin: return std::min(a, b);
-    case Reduction::kAnd: return static_cast<double>(static_cast<int64_t>(a) & static_cast<int64_t>(b));
-    case Reduction::kOr: return static_cast<double>(static_cast<int64_t>(a) | static_cast<int64_t>(b));
-    default: return static_cast<double>(static_cast<int64_t>(a) ^ static_cast<int64_t>(b));
-  }
-}
 
 class Reference {
  public:
@@ -180,9 +123,16 @@ class Reference {
     return preps_[i];
   }
 
+  // The element of streamed arrays that a row of the stream is.
+  int64_t element(int64_t row) {
+    if (p_.order < 0) return row;
+    int32_t at;
+    std::memcpy(&at, &ins_[p_.order][static_cast<size_t>(row) * 4], 4);
+    return at;
+  }
   void copy(const Copy& x, bool gather) {
     for (int64_t r = 0; r < rows_; ++r) {
-      int64_t base = 0, row = first_row_ + r;
+      int64_t base = 0, row = element(first_row_ + r);
       for (size_t j = p_.axes.size(); j-- > 0; row /= p_.axes[j]) base += row % p_.axes[j] * x.axis_strides[j];
       loop(x.extents, [&](const auto& index) {
         int64_t e = base;
@@ -347,11 +297,53 @@ class Reference {
         int64_t i = index_at(a.index, r, outer);
         if (i < 0 || i >= a.count) return;
         size_t e = static_cast<size_t>(i * product(a.extents));
+        int64_t row = a.ordered ? element(first_row_ + r) - row0_ : r;
         loop(a.extents, [&](const auto& inner) {
-          acc[e] = fold(s.how, acc[e], get(a.x.ref.dtype, at(a.x, r, joined(outer, inner))));
+          acc[e] = fold(s.how, acc[e], get(a.x.ref.dtype, at(a.x, row, joined(outer, inner))));
           ++e;
         });
       });
+  }
+  // f(outer index, i, the place that index i names or -1)
+  template <class F>
+  void select(const Select& s, int64_t r, F f) {
+    loop(s.outer, [&](const auto& outer) {
+      for (int64_t i = 0; i < s.indices; ++i) {
+        int64_t k = index_at(s.index, r, {i});
+        f(outer, i, k);
+      }
+    });
+  }
+  char* selected(const Operand& o, int64_t r, std::vector<int64_t> index, int64_t k, int64_t e) {
+    Operand with = o;
+    with.strides.push_back(1);
+    return at(with, r, joined(std::move(index), {k, e}));
+  }
+  void step(const Take& t) {
+    const DType type = t.x.ref.dtype;
+    for (int64_t r = 0; r < rows_; ++r)
+      select(t, r, [&](const auto& outer, int64_t i, int64_t k) {
+        const int64_t nearest = std::clamp<int64_t>(k, 0, t.count - 1);
+        for (int64_t e = 0; e < t.inner; ++e) {
+          double v = t.fill[0];
+          if (nearest == k || t.mode == OutOfRange::kClip) v = get(type, selected(t.x, r, outer, nearest, e));
+          set(type, selected(t.out, r, outer, i, e), v);
+        }
+      });
+  }
+  void step(const Put& t) {
+    const DType type = t.x.ref.dtype;
+    for (int64_t r = 0; r < rows_; ++r) {
+      std::map<std::vector<int64_t>, double> sums;
+      select(t, r, [&](const auto& outer, int64_t i, int64_t k) {
+        for (int64_t e = 0; k >= 0 && k < t.count && e < t.inner; ++e)
+          sums[joined(outer, {k, e})] += get(type, selected(t.x, r, outer, i, e));
+      });
+      loop(joined(t.outer, {t.count, t.inner}), [&](const std::vector<int64_t>& index) {
+        const std::vector<int64_t> outer(index.begin(), index.end() - 2);
+        set(type, selected(t.out, r, outer, index[index.size() - 2], index.back()), sums[index]);
+      });
+    }
   }
   void step(const Pack& x) {
     preps_.erase(x.prep);

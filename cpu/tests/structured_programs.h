@@ -79,6 +79,40 @@ inline Program segments(Reduction how, DType t, DType index, int64_t rows, int64
   return p;
 }
 
+// Rows of x in an order of their own: folded into `count` rows by indices from -4 to 4, which are sorted in that order, and stored
+// again. `straight`: the sums read x itself, not the tile.
+inline Program ordered_segments(Reduction how, DType t, int64_t rows, int64_t tile_rows, int64_t count, bool straight,
+                                DType result) {
+  constexpr int64_t N = 19;
+  const int64_t ids = tile_rows * N * 2;  // behind x, whatever its type
+  Program p = program({rows}, tile_rows, {{t, rows * N}, {I32, rows}, {I32, rows}}, {{result, count * N}, {t, rows * N}}, {},
+                      (ids + tile_rows) * 4);
+  p.order = 2;
+  p.workers = 3;
+  p.sinks = {{how, t, count * N, 0}};
+  Operand x = operand(Space::kScratch, 0, t, 0, N, {1}), index = operand(Space::kScratch, 0, I32, ids, 1, {});
+  Operand source = straight ? operand(Space::kIn, 0, t, 0, N, {1}) : x;
+  p.stages[0].body = {
+      StridedLoad{{{Space::kIn, 0, 0, t}, {N}, {N}, {1}, x}}, StridedLoad{{{Space::kIn, 1, 0, I32}, {1}, {}, {}, index}},
+      AccumulateAt{0, count, {}, {N}, index, source, true, straight}, StridedStore{{{Space::kOut, 1, 0, t}, {N}, {N}, {1}, x}}};
+  return p;
+}
+
+// Elements of a row that indices from -4 to 4 name, and the sums of elements put back by them.
+inline Program selection(DType t, int64_t rows, int64_t tile_rows, int64_t count, int64_t indices, int64_t inner, OutOfRange mode) {
+  constexpr int64_t O = 2;
+  const int64_t x = O * count * inner, y = O * indices * inner;
+  Program p = program({rows}, tile_rows, {{t, rows * x}, {DType::kI8, indices}, {t, rows * y}}, {{t, rows * y}, {t, rows * x}}, {});
+  Operand index = operand(Space::kIn, 1, DType::kI8, 0, 0, {1});
+  Operand from = operand(Space::kIn, 0, t, 0, x, {count * inner, inner}),
+          out = operand(Space::kOut, 0, t, 0, y, {indices * inner, inner});
+  Operand more = operand(Space::kIn, 2, t, 0, y, {indices * inner, inner}),
+          put = operand(Space::kOut, 1, t, 0, x, {count * inner, inner});
+  p.stages[0].body = {Take{{count, indices, inner, {O}, index, from, out}, mode, {-1}},
+                      Put{{count, indices, inner, {O}, index, more, put}}};
+  return p;
+}
+
 // A product for each row and batch: [M, K] by [N, K], of which y lies transposed.
 inline Program row_products(DType t, int64_t rows, int64_t tile_rows) {
   constexpr int64_t B = 2, M = 5, N = 6, K = 9;

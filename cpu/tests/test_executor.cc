@@ -149,6 +149,31 @@ void test_indices() {
       }
 }
 
+void test_segments() {
+  for (Reduction how : {Reduction::kSum, Reduction::kMax, Reduction::kMin})
+    for (int64_t rows : {1, 10, 333, 3001})
+      for (bool straight : {false, true}) {
+        const int64_t tile = rows > 1000 ? 400 : 8;
+        compare("sorted segments", ordered_segments(how, F32, rows, tile, 4, straight, F32), 1e-6, 3, true, {1, 2, 3, 8});
+        compare("sorted segments of float64", ordered_segments(how, F64, rows, tile, 4, straight, F64), 1e-12, 4, false, {1, 3});
+        compare("sorted segments of bfloat16", ordered_segments(how, BF16, rows, tile, 4, straight, BF16), 0.01, 5, false, {1, 3});
+        compare("sorted segments of int32", ordered_segments(how, I32, rows, tile, 700, straight, I32), 0, 5, true, {1, 3});
+        compare("rounded segments", ordered_segments(how, F32, rows, tile, 9, straight, BF16), 0.01, 6, false, {1, 3});
+      }
+}
+
+void test_selections() {
+  for (OutOfRange mode : {OutOfRange::kClip, OutOfRange::kFill})
+    for (int64_t inner : {1, 3, 17})
+      for (int64_t rows : {1, 9})
+        for (auto [count, indices] : {std::pair<int64_t, int64_t>{1, 1}, {3, 20}, {40, 3}}) {
+          compare("selection", selection(F32, rows, 4, count, indices, inner, mode), 1e-6, 2);
+          compare("selection of bfloat16", selection(BF16, rows, 4, count, indices, inner, mode), 0.02, 3);
+          compare("selection of float64", selection(F64, rows, 4, count, indices, inner, mode), 1e-12, 4);
+          compare("selection of int8", selection(DType::kI8, rows, 4, count, indices, inner, mode), 0, 5);
+        }
+}
+
 void test_row_products() {
   for (DType t : {F32, BF16, F64})
     for (int64_t rows : {1, 9, 40}) compare("row products", row_products(t, rows, 8), t == BF16 ? 0.02 : 1e-5, 2, false, {1, 2, 3});
@@ -187,6 +212,8 @@ int main(int argc, char** argv) {
   section("scans", test_scans);
   section("loops", test_loops);
   section("indices", test_indices);
+  section("segments", test_segments);
+  section("selections", test_selections);
   section("row products", test_row_products);
   section("sink bits", test_sink_bits);
   std::printf("executor (%s): %d checks failed\n", kitsune::cpu::kernels().isa, failures);

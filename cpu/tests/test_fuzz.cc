@@ -59,6 +59,15 @@ std::vector<std::vector<int64_t>> corpus() {
     add(segments(Reduction::kMax, I32, DType::kU64, 10, 4, 3, mode));
   }
   for (DType t : {F32, BF16, F64}) add(row_products(t, 5, 2));
+  for (bool straight : {false, true}) {
+    add(ordered_segments(Reduction::kSum, F32, 21, 4, 3, straight, F32));
+    add(ordered_segments(Reduction::kMax, I32, 21, 4, 5, straight, I32));
+    add(ordered_segments(Reduction::kProd, BF16, 21, 4, 5, straight, F32));
+  }
+  for (OutOfRange mode : {OutOfRange::kClip, OutOfRange::kFill}) {
+    add(selection(F32, 5, 2, 3, 6, 1, mode));
+    add(selection(BF16, 5, 2, 7, 3, 3, mode));
+  }
   add(two_phases());
   return all;
 }

@@ -172,6 +172,27 @@ void test_structure() {
   expect(indexed(1, [](Program&, Instruction& i) { std::get<Gather>(i).count = 4; }),
          "table reads element 69 of input 2, which has 63");
   expect(indexed(1, [](Program&, Instruction& i) { std::get<Gather>(i).fill.clear(); }), "fill is one number");
+  auto ordered = [&](auto change) {
+    Program p = ordered_segments(Reduction::kSum, F32, 21, 4, 3, true, F32);
+    change(p, std::get<AccumulateAt>(p.stages[0].body[2]));
+    return p;
+  };
+  expect(ordered([](Program& p, AccumulateAt&) { p.order = 3; }), "order is 3");
+  expect(ordered([](Program& p, AccumulateAt&) { p.order = 0; }), "the order is 399 of float32, not 21 of int32");
+  expect(ordered([](Program& p, AccumulateAt&) { p.batch_axes = 1; }), "batch axes has no order");
+  expect(ordered([](Program& p, AccumulateAt&) { p.order = -1; }), "x is read in the order of the stream");
+  expect(ordered([](Program&, AccumulateAt& a) { a.x.ref.space = Space::kScratch; }), "it must be an input");
+  expect(ordered([](Program&, AccumulateAt& a) { a.x.strides = {0}; }), "of a row of x are not dense");
+  expect(ordered([](Program& p, AccumulateAt& a) { p.stages[0].body.push_back(AccumulateAt(a)); }), "is fed twice");
+  auto selects = [&](size_t which, auto change) { return in(selection(F32, 5, 2, 3, 6, 2, OutOfRange::kFill), which, change); };
+  expect(selects(0, [](Program&, Instruction& i) { std::get<Take>(i).count = 4; }), "reads element");
+  expect(selects(0, [](Program&, Instruction& i) { std::get<Take>(i).fill = {}; }), "fill is one number");
+  expect(selects(0, [](Program&, Instruction& i) { std::get<Take>(i).x.strides[1] = 1; }), "is not dense along what is selected");
+  expect(
+      selects(0, [](Program&, Instruction& i) { std::get<Take>(i).index.row_stride = 1, std::get<Take>(i).index.strides = {0}; }),
+      "depend on the row");
+  expect(selects(1, [](Program&, Instruction& i) { std::get<Put>(i).count = 4; }), "writes element");
+  expect(selects(1, [](Program&, Instruction& i) { std::get<Put>(i).inner = int64_t{1} << 31; }), "a dimension is too long");
   expect(in(row_products(F32, 5, 2), 0, [](Program&, Instruction& i) { std::get<Dot>(i).k = 10; }), "reads element");
   Program deep = nested_loops(11, 4);
   deep.stages[0].body.insert(deep.stages[0].body.begin(), 9, Loop{1, false, 0});

@@ -87,8 +87,8 @@ def api_boundary(fn: Any) -> Any:
 
 
 # A user's function is traced and evaluated through this folder. What JAX and our reports call the user's line is never a line of
-# this package.
-_HERE = pathlib.Path(__file__).resolve().parent
+# this package. Files have the names here that their frames have: a link on the way to the package is not followed.
+_HERE = pathlib.Path(__file__).parent
 for _file in _HERE.glob("*.py"):
     hide_from_tracebacks(str(_file))
 with contextlib.suppress(AttributeError, TypeError):

@@ -36,6 +36,7 @@ from kitsune_jax.ops.spec import (
 
 # ``take`` may have a parameter ``promised``: the user says that no index is out of range. Its results do not depend on it.
 MODES = ("clip", "fill", "promise_in_bounds")
+_LONGEST = 4096  # a dimension that is indexed inside each row
 _UNFINISHED = "it reads any row of a table, and this one is not finished before the stream ends"
 _OPEN = "any row of its result may change until the stream ends"
 
@@ -153,13 +154,24 @@ def _take_alone(op: Op, ins: list[Dims]) -> str:
     table, index = ins
     if table.tile and index.tile:
         return "its table and its index both stream"
-    return "its index streams, and the rows of its table are not in front" if index.tile and op["axis"] else ""
+    if index.tile:
+        return "its index streams, and the rows of its table are not in front" if op["axis"] else ""
+    return _long(table, table.shape[op["axis"]], index)
 
 
 def _scatter_alone(op: Op, ins: list[Dims]) -> str:
-    if ins[1].tile:
+    updates, index = ins
+    if index.tile:
         return "its index streams, and the rows of its result are not in front" if op["axis"] else ""
-    return "" if op.kind == "scatter_sum" else "its index does not stream, and only sums are made inside rows"
+    if updates.tile and op.kind != "scatter_sum":
+        return "its index does not stream, and only sums are made inside rows"
+    return _long(updates, op["n"], index)
+
+
+def _long(x: Dims, n: int, index: Dims) -> str:
+    """A selection inside rows has all of a row at hand: where rows are long, they are the stream, and not what stands beside."""
+    most = max(n, math.prod(index.shape))
+    return f"it selects among {most} elements inside each row, more than {_LONGEST}" if x.tile and most > _LONGEST else ""
 
 
 def _local_take(op: Op, ins: list[Dims], out: Dims) -> LocalOp:

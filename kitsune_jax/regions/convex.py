@@ -104,16 +104,23 @@ def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[i
         for i in reversed(members):
             if i in lifted:
                 new[i] = latest(i)
-        stuck = {i for i in lifted - makers if new[i] > level[i] and _stored_for(index, inside - makers, i, new)}
+        moved = {i for i in lifted - makers if new[i] > level[i]}
+        stuck = {i for i in moved if _stored_for(index, inside - makers, i, new, moved)}
         if not stuck:
             break
         lifted -= stuck
     level.update(new)
 
 
-def _stored_for(index: GraphIndex, inside: set[int], i: int, level: dict[int, int]) -> bool:
-    """Would ``i`` read what a lower level makes?"""
-    return any(p in inside and level[p] < level[i] for v in index.graph.ops[i].inputs if (p := index.producers.get(v)) is not None)
+def _stored_for(index: GraphIndex, inside: set[int], i: int, level: dict[int, int], moved: set[int]) -> bool:
+    """Would ``i`` read what a lower level makes, and nobody but ops that were lifted as well?"""
+    for v in index.graph.ops[i].inputs:
+        p = index.producers.get(v)
+        if p in inside and level[p] < level[i]:
+            others = (c for c in index.consumers[v] if c not in moved)
+            if v not in index.results and not any(level.get(c, level[i]) > level[p] for c in others):
+                return True
+    return False
 
 
 def _connected(index: GraphIndex, sp: Spread, level: dict[int, int]) -> list[tuple[int, ...]]:

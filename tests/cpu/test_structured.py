@@ -12,6 +12,7 @@ import pytest
 from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets import cpu
+from tests.support.irregular import IRREGULAR
 from tests.support.lowered import plain
 from tests.support.programs import CASES, Case, attention, gathered_inside, interaction, lstm, nested, segments
 from tests.support.tiles import Tiles
@@ -56,9 +57,9 @@ def check(case: Case, seed: int = 0) -> None:
         assert np.abs(got[finite] - want[finite]).max(initial=0) < tolerance(case) * scale
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *IRREGULAR])
 def test_case(name: str) -> None:
-    check(CASES[name]())
+    check({**CASES, **IRREGULAR}[name]())
 
 
 AWKWARD: dict[str, Callable[[], Case]] = {

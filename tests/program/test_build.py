@@ -19,6 +19,7 @@ from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.planner import plan
 from tests.support.checks import enable_x64
 from tests.support.graphs import graph_of, layer_norm, nerf, nerf_params
+from tests.support.irregular import order_of
 
 RNG = np.random.default_rng(2)
 
@@ -51,7 +52,11 @@ def run_through_interpreter(fn, *args, seed: int = 0):
             continue
         program = build(graph, chosen.region, chosen.plan)
         assert check_deadlock_free(program) is None
-        outs = interpret(program, [np.asarray(values[v]) for v in chosen.region.inputs], schedule_seed=seed)
+        given = [np.asarray(values[v]) for v in chosen.region.inputs]
+        if chosen.plan.order is not None:
+            n = max(graph.ops[i]["n"] for i in chosen.region.sinks if chosen.plan.order in graph.ops[i].inputs[1:])
+            given.append(order_of(np.asarray(values[chosen.plan.order]).reshape(-1), n))
+        outs = interpret(program, given, schedule_seed=seed)
         values.update(zip(chosen.region.outputs, outs, strict=True))
     return [np.asarray(values[v]) for v in graph.outputs], selection.regions
 

@@ -79,6 +79,7 @@ POSITIVE = Arg((0.3, 2.5))
 SMALL = Arg((0.7, 1.4), (ROWS, 4))
 FLAGS = Arg((0, 2), dtype="bool")
 CUBE = (Arg(shape=(ROWS, 3, 4)),)
+TABLE, IDS = Arg(shape=(6, 5)), Arg((-2, 8), (ROWS,), dtype="int32")  # some are out of range
 
 
 def _round_trip(dtype: str) -> Callable[[Array], Array]:
@@ -140,11 +141,29 @@ CASES: dict[str, tuple[Case, ...]] = {
     "cummax": _along(lax.cummax),
     "cummin": _along(lax.cummin),
     "cumlogsumexp": _along(lax.cumlogsumexp),
+    "take": (
+        Case(lambda t, i, x: t[i] * x, (TABLE, IDS, Arg())),
+        Case(lambda x, i: jnp.sin(x)[:, i] * x, (Arg(), Arg((-7, 7), (5,), dtype="int32"))),
+        Case(lambda x, i, j: jnp.sin(x)[:, i, j] * 2, (*CUBE, *(Arg((-4, 4), (3,), dtype="int32"),) * 2)),
+        Case(lambda t, i: jnp.sin(jnp.take(t, i, axis=0, mode="clip")), (TABLE, Arg((-9, 9), (ROWS, 3), dtype="int32"))),
+    ),
+    "scatter_sum": (
+        Case(lambda x, i: jnp.sin(jax.ops.segment_sum(jnp.sin(x), i, 6)), (Arg(), IDS)),
+        Case(lambda x, i: jnp.sin(x) * jax.ops.segment_sum(x * x, i, 6, mode="clip")[jnp.clip(i, 0, 5)], (Arg(), IDS)),
+        Case(lambda t, x, i: (t * t).at[i].add(jnp.sin(x)), (TABLE, Arg(), IDS)),
+    ),
+    "scatter_max": (Case(lambda t, x, i: jnp.sin(t).at[i].max(jnp.sin(x)), (TABLE, Arg(), IDS)),),
+    "scatter_min": (Case(lambda t, x, i: jnp.sin(t).at[i].min(jnp.sin(x)), (TABLE, Arg(), IDS)),),
+    "scatter_prod": (
+        Case(lambda x, y: jnp.sin(y).at[jnp.arange(len(x))].multiply(jnp.sin(x), unique_indices=True), (Arg(), Arg())),
+    ),
     "dot_general": (
         Case(lambda x, w: jnp.sin(x @ w), (Arg(), Arg(shape=(5, 7)))),
         Case(lambda x, w: jnp.sin(w @ x.T), (Arg(), Arg(shape=(7, 5)))),
         Case(lambda x, w: jnp.einsum("rhd,hdm->rmh", x, w), (*CUBE, Arg(shape=(3, 4, 2)))),
         Case(lambda x, y: jnp.sin(x).T @ y, (Arg(), Arg())),
+        Case(lambda x: jnp.einsum("rif,rjf->rij", jnp.sin(x), x), CUBE),
+        Case(lambda x, y: jnp.einsum("rhd,rd->rh", jnp.sin(x), y), (*CUBE, Arg(shape=(ROWS, 4)))),
     ),
 }  # fmt: skip
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import re
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -114,3 +118,42 @@ def test_wrong_switches_say_what_to_do(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(name, "maybe")
     with pytest.raises(ValueError, match=f"{name}='maybe' is not a switch"):
         kj.pipeline(mlp)(X, W1, W2)
+
+
+THROUGH_A_LINK = """
+import jax, jax.numpy as jnp
+from jax import export
+import kitsune_jax as kj
+
+def mine(x):
+    return jnp.tanh(x) * 2
+
+def wrong(x):
+    return jnp.tanh(x) @ x
+
+f, x = kj.pipeline(mine, force=True), jnp.ones((64, 8))
+print(kj.__file__)
+print(kj.explain(f)(x))
+print([line for line in export.export(jax.jit(f))(x).mlir_module().splitlines() if "kitsune_jax/" in line])
+try:
+    jax.jit(kj.pipeline(wrong))(x)
+except TypeError as error:
+    frames = []
+    while error.__traceback__ is not None:
+        frames.append(error.__traceback__.tb_frame.f_code.co_filename)
+        error.__traceback__ = error.__traceback__.tb_next
+    print([name for name in frames if "kitsune_jax/_compat" in name])
+"""
+
+
+def test_a_package_that_is_reached_through_a_link_shows_the_users_lines(tmp_path: pathlib.Path) -> None:
+    """In reports, exported programs and tracebacks, where an environment or its folder is a symbolic link."""
+    (tmp_path / "kitsune_jax").symlink_to(pathlib.Path(kj.__file__).parent)
+    (tmp_path / "user.py").write_text(THROUGH_A_LINK)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, tmp_path / "user.py"], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    imported, *report, exported, hidden = done.stdout.splitlines()
+    assert imported.startswith(str(tmp_path))
+    assert "2 of 2 operators pipelined" in report[0]
+    assert (exported, hidden) == ("[]", "[]")

@@ -87,6 +87,17 @@ using StoreFn = void (*)(int64_t n, void* dst, int64_t stride, const void* src);
 using FoldFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc);
 // acc[i] = acc[i] (how) src[i * stride], i < n, same accumulator types: for reductions over rows.
 using FoldRowFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc);
+// Rows at offsets in bytes, each `bytes` long and dense. Row i: to + i * step <- from + at[i], or the reverse.
+using GatherRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, void* to, int64_t step, int64_t bytes);
+using ScatterRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, int64_t step, void* to, int64_t bytes);
+// into[r] <- the fold of the dense rows of `width` elements at from + at[i], start[r] <= i < start[r + 1], in their order; no run
+// is empty. Accumulator types as of FoldFn, narrow.
+using FoldRunsFn = void (*)(int64_t runs, const int64_t* start, const int64_t* at, const void* from, int64_t width,
+                            void* const* into);
+// The row at from + at[i] is folded into the accumulators at table + to[i], for i < n in order. Accumulator types as of FoldFn.
+using FoldTableFn = void (*)(int64_t n, const int64_t* at, const int64_t* to, const void* from, int64_t width, void* table);
+// out[i] <- row[at[i]], or 0 where at[i] < 0.
+using TakeFn = void (*)(int64_t n, const int32_t* at, const void* row, void* out);
 
 struct KernelTable {
   const char* isa;  // "amx", "avx512bf16", "avx512", "avx2", "generic"
@@ -107,6 +118,11 @@ struct KernelTable {
   FoldRowFn (*fold_row)(int how, DType storage, bool wide);
   size_t (*outer_scratch_bytes)(const OuterArgs&);
   void (*outer)(const OuterArgs&);
+  GatherRowsFn gather_rows;
+  ScatterRowsFn scatter_rows;
+  FoldRunsFn (*fold_runs)(int how, DType storage);
+  FoldTableFn (*fold_table)(int how, DType storage, bool wide);
+  TakeFn (*take)(int64_t item_bytes);
   // Called by a thread that has used gemm or outer, when it is done with its part of a call (ThreadsPart does); nullptr where there
   // is nothing to do.
   void (*end_of_call)();

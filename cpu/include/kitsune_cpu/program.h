@@ -18,7 +18,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 5;
+constexpr int64_t kFormatVersion = 6;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -128,7 +128,23 @@ struct AccumulateAt {
   int64_t count;  // rows of the sink
   std::vector<int64_t> index_extents, extents;
   Operand index, x;
+  bool sorted = false;   // do the indices inside of the sink never decrease?
+  bool ordered = false;  // is row r of x element order[r] of its array?
 };
+
+// The elements of a dimension that stationary indices name, `inner` at a time. The last stride of x and out is that of the
+// dimension or of the indices.
+struct Select {
+  int64_t count;  // the dimension's extent
+  int64_t indices, inner;
+  std::vector<int64_t> outer;
+  Operand index, x, out;
+};
+struct Take : Select {
+  OutOfRange mode = OutOfRange::kClip;
+  std::vector<double> fill = {};
+};
+struct Put : Select {};
 
 struct Pack {
   int64_t prep;
@@ -151,10 +167,10 @@ struct Stationary {
 
 // The position in the variant plus one is the instruction's CODE.
 using Instruction = std::variant<StridedLoad, StridedStore, Matmul, Vector, Reduce, Scan, Accumulate, AccumulateMatmul, Gather,
-                                 AccumulateAt, Pack, Dot, Loop, Stationary>;
+                                 AccumulateAt, Pack, Dot, Loop, Stationary, Take, Put>;
 constexpr const char* kInstructionNames[] = {"StridedLoad", "StridedStore",     "Matmul", "Vector",       "Reduce", "Scan",
                                              "Accumulate",  "AccumulateMatmul", "Gather", "AccumulateAt", "Pack",   "Dot",
-                                             "Loop",        "Stationary"};
+                                             "Loop",        "Stationary",       "Take",   "Put"};
 
 struct Prep {
   PrepKind kind;
@@ -170,15 +186,17 @@ struct Array {
   int64_t elements;
 };
 
-// What folds into a sink: values, products, or rows at an index.
-enum class Fold : int8_t { kValues, kProducts, kRows };
+// What folds into a sink: values, products, or rows at an index, which may be sorted.
+enum class Fold : int8_t { kValues, kProducts, kRows, kSegments };
 
 struct Sink {
   Reduction how;
   DType dtype;
   int64_t elements;
   int64_t out;
-  Fold fed = Fold::kValues;  // derived by the validator
+  // Derived by the validator.
+  Fold fed = Fold::kValues;
+  int64_t rows = 1;  // that indices name
 };
 
 struct Ring {
@@ -205,6 +223,7 @@ struct Program {
   std::vector<Sink> sinks;
   std::vector<Ring> queues;
   std::vector<Stage> stages;
+  int64_t order = -1;  // the input through which copies of streamed arrays go, or -1
   // Derived by the validator.
   int64_t rows = 0;
   int64_t batch_rows = 0;  // of one batch

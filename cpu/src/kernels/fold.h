@@ -159,6 +159,8 @@ Folds folds_of() {
 }
 
 // Bools fold as bytes 0/1: or for sum and max, and for product and min.
+constexpr int kByteFolds[] = {kMax, kMax, kMin, kMin, kAnd, kOr, kXor};
+
 template <class From, class Acc, class WideAcc>
 Folds folds_for(int how, bool wide) {
   switch (how) {
@@ -188,8 +190,7 @@ inline Folds find_folds(int how, DType storage, bool wide) {
     } else if constexpr (TypeTraits<T>::kFloating) {
       return folds_for<T, float, double>(how, wide);
     } else if constexpr (TypeTraits<T>::kBool) {
-      constexpr int kAsBytes[] = {kMax, kMax, kMin, kMin, kAnd, kOr, kXor};
-      return folds_for<uint8_t, uint8_t, uint8_t>(kAsBytes[how], wide);
+      return folds_for<uint8_t, uint8_t, uint8_t>(kByteFolds[how], wide);
     } else {
       return folds_for<T, T, T>(how, wide);
     }

@@ -4,15 +4,34 @@
 #include "fold.h"
 #include "gemm.h"
 #include "outer.h"
+#include "rows.h"
 #include "vector_ops.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
 extern const KernelTable table;
 const KernelTable table = {
-    KITSUNE_ISA_NAME, &panel_for,        &packed_bytes,  &panel_count,    &pack,          &gemm_scratch_bytes, &gemm,
-    &vector_function, &convert_function, &load_function, &store_function, &fold_function, &fold_row_function,  &outer_scratch_bytes,
-    &outer,           nullptr,
+    KITSUNE_ISA_NAME,
+    &panel_for,
+    &packed_bytes,
+    &panel_count,
+    &pack,
+    &gemm_scratch_bytes,
+    &gemm,
+    &vector_function,
+    &convert_function,
+    &load_function,
+    &store_function,
+    &fold_function,
+    &fold_row_function,
+    &outer_scratch_bytes,
+    &outer,
+    &gather_rows,
+    &scatter_rows,
+    &fold_runs_function,
+    &fold_table_function,
+    &take_function,
+    nullptr,
 };
 
 }  // namespace kitsune::cpu::KITSUNE_ISA

@@ -25,9 +25,15 @@ import dataclasses
 from typing import ClassVar
 
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.targets.cpu.indexing import AccumulateAt as AccumulateAt
+from kitsune_jax.targets.cpu.indexing import Gather as Gather
+from kitsune_jax.targets.cpu.indexing import Put as Put
+from kitsune_jax.targets.cpu.indexing import Take as Take
+from kitsune_jax.targets.cpu.operands import Operand as Operand
+from kitsune_jax.targets.cpu.operands import Ref as Ref
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 5
+VERSION = 6
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -67,31 +73,12 @@ MAX_WEIGHT_INDICES = 1 << 24  # b, k and n of all weights together: the executor
 
 
 @dataclasses.dataclass(frozen=True)
-class Ref:
-    space: int
-    index: int
-    offset: int
-    dtype: int
-    loop_strides: tuple[int, ...] = ()
-    batch_strides: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """An operand of an instruction that loops over (rows, *extents): its stride, in elements, for the row and each extent."""
-
-    ref: Ref
-    row_stride: int
-    strides: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class StridedLoad:
     """scratch/queue tile <- input array, for arrays whose element address is not linear in the row.
 
     Row r has the mixed-radix index (r_0, ..., r_k) over ``Program.axes`` (last fastest); element (r, i...) of the array is at
     ``array.offset + sum(r_j * axis_strides[j]) + sum(i * array_strides)``; ``tile`` has strides of its own. No conversion: one
-    dtype.
+    dtype. In a program with an order, row r of the tile is element ``order[r]`` of the stream instead.
     """
 
     CODE: ClassVar[int] = 1
@@ -236,39 +223,6 @@ class Products:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather:
-    """out(rows, *index_extents, *extents) = row index(rows, *index_extents) of ``table``, which has ``count`` rows of ``extents``.
-
-    ``table.row_stride`` is the distance of its rows. An index below 0 or beyond count - 1 takes the nearest row (``mode`` CLIP) or
-    ``fill`` (FILL), a number as ``Micro.imm`` has it. One dtype; the index is of any integer dtype.
-    """
-
-    CODE: ClassVar[int] = 9
-    table: Operand
-    count: int
-    mode: int
-    fill: tuple[float, ...]
-    index_extents: tuple[int, ...]
-    extents: tuple[int, ...]
-    index: Operand
-    out: Operand
-
-
-@dataclasses.dataclass(frozen=True)
-class AccumulateAt:
-    """Row index(rows, *index_extents) of the sink's accumulator (dense, [count, *extents]) folded with
-    x(rows, *index_extents, *extents). Indices below 0 or beyond count - 1 are dropped; rows that none names hold the identity."""
-
-    CODE: ClassVar[int] = 10
-    sink: int
-    count: int
-    index_extents: tuple[int, ...]
-    extents: tuple[int, ...]
-    index: Operand
-    x: Operand
-
-
-@dataclasses.dataclass(frozen=True)
 class Pack:
     """Prepares the ``Prep`` of this number, which is ``local``, for the products behind this in the stage's body."""
 
@@ -314,7 +268,7 @@ class Stationary:
 
 Instruction = (
     StridedLoad | StridedStore | Matmul | Vector | Reduce | Scan | Accumulate | AccumulateMatmul
-    | Gather | AccumulateAt | Pack | Dot | Loop | Stationary
+    | Gather | AccumulateAt | Pack | Dot | Loop | Stationary | Take | Put
 )  # fmt: skip
 
 CLIP, FILL = range(2)  # Gather.mode
@@ -355,8 +309,8 @@ class Array:
 class Sink:
     """Folded per strand of consecutive tiles, strands combined in order (so the result does not depend on the schedule).
 
-    Floating sums and products fold in f64, those of AccumulateAt in f32 (f64 for f64) where the sink has more than 4096 elements;
-    but see AccumulateMatmul.
+    Floating sums and products fold in f64, those of AccumulateAt in f32 (f64 for f64) where the sink has more than 4096 elements,
+    and of sorted indices in f32 up to 256 rows and in f64 beyond; but see AccumulateMatmul.
     """
 
     how: int
@@ -383,7 +337,11 @@ class Stage:
 @dataclasses.dataclass(frozen=True)
 class Program:
     """``workers``: threads that the plan counts on. A call runs on however many there are; how many partial sums are kept beside
-    each other depends on this number, so that a program's results are the same bits on every machine of one instruction set."""
+    each other depends on this number, so that a program's results are the same bits on every machine of one instruction set.
+
+    ``order``: the input, int32 [rows], through which StridedLoad and StridedStore go, or -1. It should be a permutation; whatever
+    is in it, no element outside of an array is touched. There are no batch axes then.
+    """
 
     name: str
     axes: tuple[int, ...]
@@ -396,3 +354,4 @@ class Program:
     sinks: tuple[Sink, ...]
     queues: tuple[Ring, ...]
     stages: tuple[Stage, ...]
+    order: int = -1

@@ -14,7 +14,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.passes import simplified, with_epilogues
 from kitsune_jax.streams.space import dim_strides
-from kitsune_jax.targets.cpu import buffers, bytecode, matmul, pointwise, structured, views
+from kitsune_jax.targets.cpu import buffers, bytecode, indexed, matmul, pointwise, structured, views
 from kitsune_jax.targets.cpu.bytecode import (
     CUMULATIVE,
     DTYPE_CODE,
@@ -69,6 +69,7 @@ def lower(program: TileProgram, name: str, products: Products = _BEST) -> byteco
         sinks=tuple(_sink(sink) for sink in program.sinks),
         queues=tuple(_ring(queue, program.tile_rows) for queue in program.queues),
         stages=stages,
+        order=-1 if program.order is None else program.order,
     )
 
 
@@ -115,9 +116,9 @@ def _handler(kind: str) -> Handler:
 
 
 def _store(stage: Stage, i: int, instr: Instr) -> None:
-    if (i, 0) in stage.satisfied:
-        return
     x = instr.inputs[0]
+    if stage.settled((i, 0), x):
+        return
     array = stage.output(instr["array"]) if instr.kind == "store" else stage.sliced(instr)
     if array.view is not None:
         stage.write(x, array.view)
@@ -130,13 +131,13 @@ def _store(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _push(stage: Stage, i: int, instr: Instr) -> None:
-    if (i, 0) not in stage.satisfied:
+    if not stage.settled((i, 0), instr.inputs[0]):
         stage.write(instr.inputs[0], stage.queue(instr["queue"]))
 
 
 def _concatenate(stage: Stage, i: int, instr: Instr) -> None:
     for p, v in enumerate(instr.inputs):
-        if (i, p) not in stage.satisfied:
+        if not stage.settled((i, p), v):
             stage.write(v, stage.piece(instr, p))
 
 
@@ -259,8 +260,10 @@ _HANDLERS: dict[str, Handler] = {
     "store": _store,
     "store_slice": _store,
     "loop": lambda stage, i, instr: structured.loop(stage, instr, _emit),
-    "gather": structured.gather,
-    "sink_at": structured.sink_at,
+    "gather": indexed.gather,
+    "take": indexed.take,
+    "put": indexed.put,
+    "sink_at": indexed.sink_at,
     "dot": structured.dot,
     "push": _push,
     "concatenate": _concatenate,

@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable
 
 from kitsune_jax.graph import Scalar
-from kitsune_jax.program.ir import ArrayType, Block, Instr, TileProgram, TileType
+from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes.flow import VIEWS, Flow, Use
 from kitsune_jax.streams.space import dim_strides
 from kitsune_jax.targets.cpu import views
+from kitsune_jax.targets.cpu.borders import Border, border
 from kitsune_jax.targets.cpu.bytecode import (
     DTYPE_CODE,
     IN,
@@ -47,28 +48,6 @@ class Leaf:
     axes: tuple[int, ...] | None = None
     iota: int | None = None  # row-shape dimension
     loop: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Border:
-    """An array of the program's border as memory: ``view`` where its address is linear in the row of a batch, else None."""
-
-    ref: Ref
-    axis_strides: tuple[int, ...]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    view: View | None
-
-
-def border(program: TileProgram, array: ArrayType, space: int, number: int) -> Border:
-    ref = Ref(space, number, 0, DTYPE_CODE[array.dtype])
-    dense, batch = dim_strides(array.shape), program.batch_axes
-    if not array.row_strides:
-        return Border(ref, (), array.shape, dense, View(ref, 0, array.shape, dense))
-    shape, strides = tuple(array.shape[d] for d in array.dims), tuple(dense[d] for d in array.dims)
-    row = views.row_stride_of(program.axes[batch:], array.row_strides[batch:])
-    part = dataclasses.replace(ref, batch_strides=array.row_strides[:batch])
-    return Border(ref, array.row_strides, shape, strides, None if row is None else View(part, row, shape, strides))
 
 
 class Stage:
@@ -218,9 +197,26 @@ class Stage:
         raise AssertionError(f"{instr.kind} has not been computed yet")
 
     def _gather(self, source: Border, r: int) -> View:
-        tile = self.new(r)
+        tile = self.place(r)
         self.code.append(StridedLoad(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
         return tile
+
+    def settled(self, use: Use, v: int) -> bool:
+        """Whether ``v`` lies where ``use`` wants it. What is still to be loaded is, to that place if it can."""
+        instr = self.flow.makers.get(self.root(v))
+        if use not in self.satisfied and instr is not None and instr.kind in ("load", "load_slice"):
+            self.view(v)
+        return use in self.satisfied
+
+    def unordered(self, v: int) -> View | None:
+        """``v`` by its elements, if it is an input that streams in an order of its own, has not been loaded and is used once."""
+        r = self.root(v)
+        instr = self.flow.makers.get(r)
+        if self.program.order is None or r in self.views or instr is None or instr.kind != "load" or len(self.uses.get(r, ())) > 1:
+            return None
+        program = dataclasses.replace(self.program, order=None)
+        view = border(program, program.inputs[instr["array"]], IN, instr["array"]).view
+        return None if view is None or not view.row_stride else views.reshape(view, self.type(v).shape)
 
     def _look(self, instr: Instr) -> View:
         """The view that a structural instruction makes of its operand; a copy first where a reshape needs one."""
@@ -264,6 +260,17 @@ class Stage:
             return self.read(builder, narrow, shape)
         return builder.load(views.aligned(self.view(v), t.tile, shape))
 
+    def _component(self, builder: VectorBuilder, divisor: int, modulus: int, kind: str) -> int:
+        """The row's element // ``divisor`` % ``modulus``."""
+        if self.program.order is None:
+            return builder.index(0, divisor, modulus, kind)
+        zeros = (0,) * len(builder.extents)
+        order = View(Ref(IN, self.program.order, 0, DTYPE_CODE["int32"]), 1, builder.extents, zeros)
+        x = builder.convert(builder.load(order), "int32", kind)
+        if divisor > 1:
+            x = builder.micro("div", kind, x, builder.const(divisor, kind))
+        return x if divisor * modulus >= self.program.rows else builder.micro("rem", kind, x, builder.const(modulus, kind))
+
     def _row_index(self, builder: VectorBuilder, over: tuple[int, ...], dtype: str) -> int:
         """Mixed-radix index over the stream axes ``over``; neighbouring axes are one component."""
         axes = self.program.axes
@@ -276,7 +283,7 @@ class Stage:
                 end += 1
             divisor = math.prod(axes[over[end - 1] + 1 :])
             modulus = math.prod(axes[a] for a in over[k:end])
-            part = builder.index(0, divisor, modulus, kind)
+            part = self._component(builder, divisor, modulus, kind)
             if total is None:
                 total = part
             else:

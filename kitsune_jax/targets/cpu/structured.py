@@ -1,6 +1,6 @@
-"""Loops, indexed rows and products of two tiles, as instructions of the CPU program.
+"""Loops and products of two tiles, as instructions of the CPU program.
 
-Comes in: an instruction ``loop``, ``gather``, ``sink_at`` or ``dot`` of a stage (or of a loop's body). Goes out: its code, in the
+Comes in: an instruction ``loop`` or ``dot`` of a stage (or of a loop's body). Goes out: its code, in the
 stage. Carries live in scratch: the next value of one is written to its place at once where nothing reads the old value afterwards,
 and copied there at the end of the iteration elsewhere. What a slice takes out of an array costs nothing: its operands move with
 the numbers of the loops.
@@ -15,19 +15,15 @@ from kitsune_jax.program.ir import Block, Instr
 from kitsune_jax.program.passes.flow import VIEWS
 from kitsune_jax.targets.cpu import pointwise, views
 from kitsune_jax.targets.cpu.bytecode import (
-    CLIP,
-    FILL,
     REDUCTIONS,
     SCRATCH,
-    AccumulateAt,
     Dot,
-    Gather,
     Loop,
     Operand,
     Reduce,
 )
 from kitsune_jax.targets.cpu.stage import Stage
-from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
+from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.cpu.views import View
 from kitsune_jax.targets.errors import CannotLower
 
@@ -96,33 +92,6 @@ def _hand_on(stage: Stage, block: Block, places: Sequence[View]) -> None:
             stage.write(result, place)
         else:
             stage.copy(lies, place)
-
-
-def gather(stage: Stage, i: int, instr: Instr) -> None:
-    table, index = (stage.view(v) for v in instr.inputs)
-    out = stage.place(instr.outputs[0])
-    fills = instr["mode"] == "fill"
-    fill = immediate(instr["fill"], compute_type(out.dtype)) if fills else (0.0,)
-    if table.shape[0] == 0:
-        builder = VectorBuilder(views.squeezed(out.shape))
-        builder.store(out, builder.const(instr["fill"], out.dtype))
-        stage.code.append(builder.finish())
-        return
-    rows = Operand(table.ref, table.strides[0], table.strides[1:])
-    stage.code.append(
-        Gather(rows, table.shape[0], FILL if fills else CLIP, fill, index.shape, table.shape[1:], index.operand(), out.operand())
-    )
-
-
-def sink_at(stage: Stage, i: int, instr: Instr) -> None:
-    v, index = instr.inputs
-    sink = stage.program.sinks[instr["sink"]]
-    x, at = stage.view(v), stage.view(index)
-    if x.dtype != sink.dtype:
-        x = stage.scratch(stage.type(v).shape, sink.dtype)
-        stage.write(v, x)
-    rank = len(at.shape)
-    stage.code.append(AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], at.operand(), x.operand()))
 
 
 def dot(stage: Stage, i: int, instr: Instr) -> None:

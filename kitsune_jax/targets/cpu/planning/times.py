@@ -276,7 +276,7 @@ class CpuTimes:
     def xla_rows(self, what: str, rows: float, width: float, table_bytes: float) -> float:
         """``rows`` rows of ``width`` elements taken from a table ("gather") or folded into one ("scatter")."""
         few, many = self[f"xla/{what}/1"], self[f"xla/{what}/64"]
-        far = self["xla/gather/far"] if table_bytes > 2 * self.profile.l2 else 0.0
+        far = self["xla/gather/far"] * min(1.0, width / 64) if table_bytes > 2 * self.profile.l2 else 0.0
         return rows * (few + (width - 1) * max(0.0, many - few) / 63 + far)
 
     def xla_reduce(self, dtype: str, over_rows: bool) -> float:

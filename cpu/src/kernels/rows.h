@@ -1,0 +1,293 @@
+// Rows that lie at offsets: copied together and apart, folded in runs, folded into the rows of a table.
+//
+// An offset counts bytes. Rows are dense. A row that lies far from the one before it is asked for kAhead bytes' worth of rows
+// before its turn, because the hardware cannot guess where it is.
+#pragma once
+
+#include "fold.h"
+
+namespace kitsune::cpu::KITSUNE_ISA {
+
+constexpr int64_t kAheadBytes = 4096, kFewestAhead = 4, kMostAhead = 32;
+constexpr int64_t kFetchedBytes = 1024;  // of a row; the hardware fetches the rest of a longer one
+
+KITSUNE_INLINE int64_t rows_ahead(int64_t bytes) { return max_of(kFewestAhead, min_of(kMostAhead, kAheadBytes / bytes)); }
+
+template <int Write>
+KITSUNE_INLINE void fetch_row(const char* row, int64_t bytes) {
+  for (int64_t b = 0, n = min_of(bytes, kFetchedBytes); b < n; b += 64) __builtin_prefetch(row + b, Write);
+}
+
+// Calls f with the number of bytes as a constant where rows of so many are common, else with 0.
+template <class F>
+KITSUNE_INLINE void with_size(int64_t bytes, F f) {
+  switch (bytes) {
+#define KITSUNE_SIZE(n) \
+  case n: return f(TypeTag<char[n]>{});
+    KITSUNE_SIZE(1)
+    KITSUNE_SIZE(2)
+    KITSUNE_SIZE(4)
+    KITSUNE_SIZE(8)
+    KITSUNE_SIZE(12)
+    KITSUNE_SIZE(16)
+    KITSUNE_SIZE(32)
+    KITSUNE_SIZE(64)
+    KITSUNE_SIZE(128)
+    KITSUNE_SIZE(256)
+    KITSUNE_SIZE(512)
+#undef KITSUNE_SIZE
+    default: return f(TypeTag<char>{});
+  }
+}
+
+// Copies whole vectors, then the last one again where it ends: no call, as memcpy of an unknown size is one.
+KITSUNE_INLINE void copy_bytes(char* to, const char* from, int64_t bytes) {
+  if (bytes < kVectorBytes) return void(__builtin_memcpy(to, from, size_t(bytes)));
+  int64_t b = 0;
+  for (; b + kVectorBytes <= bytes; b += kVectorBytes) store_vector(to + b, load_vector<VI>(from + b));
+  if (b < bytes) store_vector(to + bytes - kVectorBytes, load_vector<VI>(from + bytes - kVectorBytes));
+}
+
+// Row i, `bytes` long: to + i * step <- from + at[i].
+inline void gather_rows(int64_t n, const int64_t* at, const void* from_, void* to_, int64_t step, int64_t bytes) {
+  const char* from = static_cast<const char*>(from_);
+  char* to = static_cast<char*>(to_);
+  const int64_t ahead = rows_ahead(bytes);
+  with_size(bytes, [&](auto size) {
+    using Size = typename decltype(size)::type;
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + ahead < n) fetch_row<0>(from + at[i + ahead], sizeof(Size) > 1 || bytes == 1 ? int64_t(sizeof(Size)) : bytes);
+      if (sizeof(Size) > 1 || bytes == 1)
+        __builtin_memcpy(to + i * step, from + at[i], sizeof(Size));
+      else
+        copy_bytes(to + i * step, from + at[i], bytes);
+    }
+  });
+}
+
+// Row i: to + at[i] <- from + i * step.
+inline void scatter_rows(int64_t n, const int64_t* at, const void* from_, int64_t step, void* to_, int64_t bytes) {
+  const char* from = static_cast<const char*>(from_);
+  char* to = static_cast<char*>(to_);
+  const int64_t ahead = rows_ahead(bytes);
+  with_size(bytes, [&](auto size) {
+    using Size = typename decltype(size)::type;
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + ahead < n) fetch_row<1>(to + at[i + ahead], sizeof(Size) > 1 || bytes == 1 ? int64_t(sizeof(Size)) : bytes);
+      if (sizeof(Size) > 1 || bytes == 1)
+        __builtin_memcpy(to + at[i], from + i * step, sizeof(Size));
+      else
+        copy_bytes(to + at[i], from + i * step, bytes);
+    }
+  });
+}
+
+// ---- Runs: into[r][0..width) <- the fold of the rows from + at[i], i in [start[r], start[r + 1]), in their order. No run is
+// empty.
+
+struct Runs {
+  int64_t count;
+  const int64_t *start, *at;
+  const char* from;
+  int64_t width, row_bytes;
+  void* const* into;
+};
+
+// Columns [first, first + N), kept in an array that the compiler keeps in registers.
+template <class Op, class Acc, class From, int N>
+void fold_columns(const Runs& x, int64_t first) {
+  const char* from = x.from + first * int64_t(sizeof(From));
+  for (int64_t r = 0; r < x.count; ++r) {
+    Acc sum[N];
+    for (int j = 0; j < N; ++j) sum[j] = Identity<Op, Acc>::kValue;
+    for (int64_t i = x.start[r]; i < x.start[r + 1]; ++i) {
+      From row[N];
+      __builtin_memcpy(row, from + x.at[i], sizeof row);
+      for (int j = 0; j < N; ++j) sum[j] = Op::apply(sum[j], convert<Acc>(row[j]));
+    }
+    __builtin_memcpy(static_cast<Acc*>(x.into[r]) + first, sum, sizeof sum);
+  }
+}
+
+template <class Op, class Acc, class From>
+void fold_pieces(const Runs& x, int64_t first) {
+  while (first < x.width) {
+    const int64_t left = x.width - first;
+    const int64_t n = left >= 32 ? 32 : left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    switch (n) {
+      case 32: fold_columns<Op, Acc, From, 32>(x, first); break;
+      case 16: fold_columns<Op, Acc, From, 16>(x, first); break;
+      case 8: fold_columns<Op, Acc, From, 8>(x, first); break;
+      case 4: fold_columns<Op, Acc, From, 4>(x, first); break;
+      case 2: fold_columns<Op, Acc, From, 2>(x, first); break;
+      default: fold_columns<Op, Acc, From, 1>(x, first);
+    }
+    first += n;
+  }
+}
+
+#if defined(__AVX512F__)
+KITSUNE_INLINE VF some_floats(const float* x, __mmask16 mask) { return (VF)_mm512_maskz_loadu_ps(mask, x); }
+KITSUNE_INLINE VF some_floats(const BFloat16* x, __mmask16 mask) {
+  return (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x)), 16);
+}
+KITSUNE_INLINE VF some_floats(const Half* x, __mmask16 mask) { return (VF)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, x)); }
+
+// Sums of floats, V vectors of columns at a time, the last of them under a mask.
+template <class From, int V>
+void sum_columns(const Runs& x, int64_t first, __mmask16 last) {
+  const char* from = x.from + first * int64_t(sizeof(From));
+  const int64_t ahead = first == 0 ? rows_ahead(x.row_bytes) : 0, end = x.start[x.count];
+  for (int64_t r = 0; r < x.count; ++r) {
+    VF sum[V] = {};
+    for (int64_t i = x.start[r]; i < x.start[r + 1]; ++i) {
+      if (ahead != 0 && i + ahead < end) fetch_row<0>(x.from + x.at[i + ahead], x.row_bytes);
+      const From* row = reinterpret_cast<const From*>(from + x.at[i]);
+      KITSUNE_UNROLL
+      for (int v = 0; v < V; ++v) sum[v] += some_floats(row + v * kFloats, v == V - 1 ? last : __mmask16(-1));
+    }
+    float* into = static_cast<float*>(x.into[r]) + first;
+    KITSUNE_UNROLL
+    for (int v = 0; v < V - 1; ++v) store_vector(into + v * kFloats, sum[v]);
+    _mm512_mask_storeu_ps(into + (V - 1) * kFloats, last, (__m512)sum[V - 1]);
+  }
+}
+
+template <class From>
+void sum_runs(const Runs& x) {
+  constexpr int64_t kMostVectors = 8;
+  for (int64_t first = 0; first < x.width; first += kMostVectors * kFloats) {
+    const int64_t left = min_of(x.width - first, kMostVectors * kFloats);
+    const int64_t vectors = (left + kFloats - 1) / kFloats;
+    const __mmask16 last = __mmask16(0xffff >> (vectors * kFloats - left));
+    switch (vectors) {
+      case 1: sum_columns<From, 1>(x, first, last); break;
+      case 2: sum_columns<From, 2>(x, first, last); break;
+      case 3: sum_columns<From, 3>(x, first, last); break;
+      case 4: sum_columns<From, 4>(x, first, last); break;
+      case 5: sum_columns<From, 5>(x, first, last); break;
+      case 6: sum_columns<From, 6>(x, first, last); break;
+      case 7: sum_columns<From, 7>(x, first, last); break;
+      default: sum_columns<From, 8>(x, first, last);
+    }
+  }
+}
+#endif
+
+template <class Op, class Acc, class From>
+void fold_runs(int64_t count, const int64_t* start, const int64_t* at, const void* from, int64_t width, void* const* into) {
+  const Runs x{count, start, at, static_cast<const char*>(from), width, width * int64_t(sizeof(From)), into};
+#if defined(__AVX512F__)
+  if constexpr (kSame<Op, Add> && kSame<Acc, float>) return sum_runs<From>(x);
+#endif
+  fold_pieces<Op, Acc, From>(x, 0);
+}
+
+// ---- A table: row i, from + at[i], is folded into the row table + to[i] of accumulators.
+
+template <class Op, class Acc, class From>
+void fold_into_table(int64_t n, const int64_t* at, const int64_t* to, const void* from_, int64_t width, void* table_) {
+  const char* from = static_cast<const char*>(from_);
+  char* table = static_cast<char*>(table_);
+  const int64_t bytes = width * int64_t(sizeof(Acc)), ahead = rows_ahead(bytes);
+  auto fold = [&](auto columns) {
+    constexpr int64_t kColumns = sizeof(typename decltype(columns)::type);
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + ahead < n) fetch_row<1>(table + to[i + ahead], bytes);
+      const From* row = reinterpret_cast<const From*>(from + at[i]);
+      Acc* into = reinterpret_cast<Acc*>(table + to[i]);
+      const int64_t m = kColumns > 1 ? kColumns : width;
+      KITSUNE_INDEPENDENT
+      for (int64_t j = 0; j < m; ++j) into[j] = Op::apply(into[j], convert<Acc>(row[j]));
+    }
+  };
+  switch (width) {
+    case 4: return fold(TypeTag<char[4]>{});
+    case 8: return fold(TypeTag<char[8]>{});
+    case 16: return fold(TypeTag<char[16]>{});
+    case 32: return fold(TypeTag<char[32]>{});
+    case 64: return fold(TypeTag<char[64]>{});
+    default: return fold(TypeTag<char>{});
+  }
+}
+
+// ---- Elements of a row at indices: out[i] <- row[at[i]], or 0 where at[i] is below 0.
+
+template <class U>
+void take_elements(int64_t n, const int32_t* at, const void* row_, void* out_) {
+  const U* row = static_cast<const U*>(row_);
+  U* out = static_cast<U*>(out_);
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(U) == 4) {
+    for (; i < n; i += 16) {
+      const int64_t left = n - i;
+      const __mmask16 lanes = __mmask16(left >= 16 ? 0xffff : (1 << left) - 1);
+      const __m512i index = _mm512_maskz_loadu_epi32(lanes, at + i);
+      const __mmask16 inside = _mm512_mask_cmpge_epi32_mask(lanes, index, _mm512_setzero_si512());
+      _mm512_mask_storeu_epi32(out + i, lanes, _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), inside, index, row, 4));
+    }
+  }
+#endif
+  for (; i < n; ++i) out[i] = at[i] < 0 ? U(0) : row[at[i]];
+}
+
+// ---- By type.
+
+struct RowFolds {
+  FoldRunsFn runs;
+  FoldTableFn table;
+};
+
+template <class Op, class Acc, class From>
+RowFolds row_folds_of() {
+  return {&fold_runs<Op, Acc, From>, &fold_into_table<Op, Acc, From>};
+}
+
+// As folds_for.
+template <class From, class Acc, class WideAcc>
+RowFolds row_folds_for(int how, bool wide) {
+  switch (how) {
+    case kSum: return wide ? row_folds_of<Add, WideAcc, From>() : row_folds_of<Add, Acc, From>();
+    case kProduct: return wide ? row_folds_of<Mul, WideAcc, From>() : row_folds_of<Mul, Acc, From>();
+    case kMax: return row_folds_of<Max, Acc, From>();
+    case kMin: return row_folds_of<Min, Acc, From>();
+    default: break;
+  }
+  if constexpr (!TypeTraits<Acc>::kFloating) {
+    switch (how) {
+      case kAnd: return row_folds_of<And, Acc, From>();
+      case kOr: return row_folds_of<Or, Acc, From>();
+      case kXor: return row_folds_of<Xor, Acc, From>();
+      default: break;
+    }
+  }
+  return {nullptr, nullptr};
+}
+
+inline RowFolds find_row_folds(int how, DType storage, bool wide) {
+  if (how < 0 || how >= kReductions) return {nullptr, nullptr};
+  return with_type<RowFolds>(storage, [how, wide](auto tag) -> RowFolds {
+    using T = typename decltype(tag)::type;
+    if constexpr (kSame<T, double>) {
+      return row_folds_for<double, double, double>(how, wide);
+    } else if constexpr (TypeTraits<T>::kFloating) {
+      return row_folds_for<T, float, double>(how, wide);
+    } else if constexpr (TypeTraits<T>::kBool) {
+      return row_folds_for<uint8_t, uint8_t, uint8_t>(kByteFolds[how], wide);
+    } else {
+      return row_folds_for<T, T, T>(how, wide);
+    }
+  });
+}
+
+inline FoldRunsFn fold_runs_function(int how, DType storage) { return find_row_folds(how, storage, false).runs; }
+inline FoldTableFn fold_table_function(int how, DType storage, bool wide) { return find_row_folds(how, storage, wide).table; }
+inline TakeFn take_function(int64_t item) {
+  return item == 1   ? &take_elements<uint8_t>
+         : item == 2 ? &take_elements<uint16_t>
+         : item == 4 ? &take_elements<uint32_t>
+                     : &take_elements<uint64_t>;
+}
+
+}  // namespace kitsune::cpu::KITSUNE_ISA

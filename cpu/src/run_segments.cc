@@ -1,0 +1,223 @@
+// AccumulateAt: rows of a tile folded into the rows of a sink that a tile of indices names. Sorted indices make runs (segments.h);
+// others fold into a table of the strand's own.
+#include <cstring>
+
+#include "indices.h"
+#include "segments.h"
+
+namespace kitsune::cpu {
+namespace {
+
+// The rows of a tile whose index is inside, block by block: f(n, at, index, x), where row i lies at x + at[i].
+class InsideRows {
+ public:
+  InsideRows(const AccumulateAt& a, const Program& p)
+      : indices_(a.index, a.x, a.index_extents),
+        count_(static_cast<uint64_t>(a.count)),
+        order_(a.ordered ? p.order : -1),
+        rows_(static_cast<uint32_t>(p.rows)),
+        row_bytes_(a.x.row_stride * static_cast<int64_t>(item_size(a.x.ref.dtype))),
+        x_(a.x.ref, 0) {}
+
+  template <class F>
+  void blocks(const Context& c, F f) const {
+    int64_t at[kIndexBlock], inside[kIndexBlock];
+    const int32_t* order = order_ < 0 ? nullptr : reinterpret_cast<const int32_t*>(c.ins[order_]) + c.first_row;
+    indices_.blocks(c, [&](int64_t n, const int64_t* index, char* x, int64_t step) {
+      int64_t m = 0;
+      for (int64_t i = 0; i < n; ++i) {
+        inside[m] = index[i];
+        at[m] = order == nullptr ? i * step : element_of(order[i], rows_) * row_bytes_;
+        m += static_cast<uint64_t>(index[i]) < count_;
+      }
+      if (order != nullptr) order += n, x = x_.of(c);
+      if (m > 0) f(m, at, inside, x);
+    });
+  }
+
+ private:
+  Indices indices_;
+  uint64_t count_;
+  int64_t order_;  // the input through which rows are read, or -1
+  uint32_t rows_;
+  int64_t row_bytes_;
+  Address x_;
+};
+
+class TableStep final : public Step {
+ public:
+  TableStep(const AccumulateAt& a, const Compile& c)
+      : rows_(a, c.program), offset_(c.sinks[a.sink].offset), width_(product(a.extents)) {
+    const DType acc = c.sinks[a.sink].acc;
+    row_bytes_ = width_ * static_cast<int64_t>(item_size(acc));
+    fold_ = c.table.fold_table(static_cast<int>(c.program.sinks[a.sink].how), a.x.ref.dtype, acc == DType::kF64);
+    if (fold_ == nullptr) throw ProgramError(c.where + ": this reduction is not defined for " + dtype_name(a.x.ref.dtype));
+  }
+
+  void run(const Context& c) const override {
+    int64_t to[kIndexBlock];
+    rows_.blocks(c, [&](int64_t n, const int64_t* at, const int64_t* index, const char* x) {
+      for (int64_t i = 0; i < n; ++i) to[i] = index[i] * row_bytes_;
+      fold_(n, at, to, x, width_, c.strand + offset_);
+    });
+  }
+
+ private:
+  InsideRows rows_;
+  size_t offset_;
+  int64_t width_, row_bytes_;
+  FoldTableFn fold_;
+};
+
+// A run that ends inside of its block is folded into the result at once; the first of a strand and the last of a block, which may
+// go on, into sums in the accumulator's wide type. So no more than a block of rows is added up in float32.
+class SegmentsStep final : public Step {
+ public:
+  SegmentsStep(const AccumulateAt& a, const Compile& c)
+      : rows_(a, c.program),
+        how_(c.program.sinks[a.sink].how),
+        offset_(c.sinks[a.sink].offset),
+        width_(product(a.extents)),
+        out_(c.program.sinks[a.sink].out),
+        sum_type_(c.sinks[a.sink].acc),
+        sum_bytes_(Segments::sum_bytes(width_, sum_type_)),
+        type_(accumulator_type(how_, a.x.ref.dtype, false)),
+        fold_(c.table.fold_runs(static_cast<int>(how_), a.x.ref.dtype)) {
+    if (fold_ == nullptr) throw ProgramError(c.where + ": this reduction is not defined for " + dtype_name(a.x.ref.dtype));
+    const DType result = c.program.outputs[out_].dtype;
+    widen_ = Loader(c.table, sum_type_, type_, c.where);
+    store_ = Storer(c.table, result, type_, c.where);
+    store_sum_ = Storer(c.table, result, sum_type_, c.where);
+    result_bytes_ = static_cast<size_t>(width_) * item_size(result);
+    straight_ = result == type_;
+    run_bytes_ = align_up(times(static_cast<size_t>(width_), item_size(type_)));
+    spare_bytes_ = align_up(times(static_cast<size_t>(width_), 8));
+    temp_bytes_ = plus(times(static_cast<size_t>(straight_ ? 2 : kIndexBlock), run_bytes_), times(2, spare_bytes_));
+    // The identity, as the result has it.
+    std::vector<char> value(spare_bytes_), spare(spare_bytes_);
+    identity_.resize(result_bytes_);
+    fill_identity(how_, type_, width_, value.data());
+    store_(width_, identity_.data(), 1, value.data(), spare.data());
+  }
+
+  void run(const Context& c) const override {
+    Segments& kept = *reinterpret_cast<Segments*>(c.strand + offset_);
+    rows_.blocks(c, [&](int64_t n, const int64_t* at, const int64_t* index, const char* x) { block(c, kept, n, at, index, x); });
+  }
+
+ private:
+  void block(const Context& c, Segments& kept, int64_t n, const int64_t* at, const int64_t* index, const char* x) const {
+    char* const runs = c.temp;
+    char* const spare = runs + static_cast<size_t>(straight_ ? 2 : kIndexBlock) * run_bytes_;
+    int64_t start[kIndexBlock + 1], count = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      start[count] = i;
+      count += i + 1 == n || index[i + 1] != index[i];
+    }
+    // start[k] is now the last row of run k; its first one is behind the last of run k - 1.
+    for (int64_t k = count; k > 0; --k) start[k] = start[k - 1] + 1;
+    start[0] = 0;
+    void* into[kIndexBlock];
+    const bool goes_on = kept.last == index[0], aside = goes_on || kept.first < 0;
+    for (int64_t k = 0; k < count; ++k) {
+      const bool direct = straight_ && k + 1 < count && !(k == 0 && aside);
+      const size_t place = straight_ ? (k == 0 && count > 1 ? 0 : 1) : static_cast<size_t>(k);
+      into[k] = direct ? row(c, index[start[k]]) : runs + place * run_bytes_;
+    }
+    fold_(count, start, at, x, width_, into);
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t segment = index[start[k]];
+      if (k == 0 && goes_on) {
+        widen_(width_, spare, into[0], 1, spare + spare_bytes_);
+        combine(how_, sum_type_, width_, open(kept), spare);
+        continue;
+      }
+      close(c, kept, spare, k > 1 || (k == 1 && !goes_on));
+      fill(c, kept, segment);
+      const bool first = kept.first < 0;
+      if (first) kept.first = segment;
+      kept.last = segment;
+      if (first || k + 1 == count)
+        widen_(width_, open(kept), into[k], 1, spare);
+      else if (!straight_)
+        store_(width_, row(c, segment), 1, into[k], spare);
+    }
+  }
+
+  char* row(const Context& c, int64_t segment) const { return c.outs[out_] + static_cast<size_t>(segment) * result_bytes_; }
+  // The sum of the segment that may go on.
+  char* open(Segments& kept) const { return kept.sum(kept.last != kept.first, sum_bytes_); }
+
+  // The segment that was open has ended. One that a block met the end of is stored already, and the first one is kept.
+  void close(const Context& c, Segments& kept, char* spare, bool stored) const {
+    if (stored || kept.first < 0 || kept.last == kept.first) return;
+    store_sum_(width_, row(c, kept.last), 1, open(kept), spare);
+  }
+  // The rows up to the next segment.
+  void fill(const Context& c, Segments& kept, int64_t next) const {
+    if (kept.first >= 0)
+      for (int64_t s = kept.filled + 1; s < next; ++s) std::memcpy(row(c, s), identity_.data(), result_bytes_);
+    kept.filled = std::max(kept.filled, next);
+  }
+
+  InsideRows rows_;
+  Reduction how_;
+  size_t offset_;
+  int64_t width_, out_;
+  DType sum_type_;  // of what is kept
+  size_t sum_bytes_;
+  DType type_;  // of a run
+  FoldRunsFn fold_;
+  Loader widen_;
+  Storer store_, store_sum_;
+  size_t result_bytes_, run_bytes_, spare_bytes_;
+  bool straight_;  // is a run's type that of the result?
+  std::vector<char> identity_;
+};
+
+}  // namespace
+
+void finish_segments(const Plan& plan, int64_t sink, int64_t begin, int64_t end, char* strands, char* out) {
+  const Sink& s = plan.program.sinks[sink];
+  const SinkPlan& at = plan.sinks[sink];
+  const int64_t width = s.elements / s.rows;
+  const DType result = plan.program.outputs[s.out].dtype;
+  const size_t row_bytes = static_cast<size_t>(width) * item_size(result), sum_bytes = Segments::sum_bytes(width, at.acc);
+  const Storer store(plan.table, result, at.acc, "");
+  std::vector<char> sum(sum_bytes), spare(sum_bytes), nothing(row_bytes);
+  fill_identity(s.how, at.acc, width, sum.data());
+  store(width, nothing.data(), 1, sum.data(), spare.data());
+  int64_t pending = -1;  // the segment whose sum is in `sum`
+  auto flush = [&] {
+    if (pending >= begin && pending < end)
+      store(width, out + static_cast<size_t>(pending) * row_bytes, 1, sum.data(), spare.data());
+  };
+  auto fill = [&](int64_t from, int64_t to) {
+    for (int64_t r = std::max(from, begin); r < std::min(to, end); ++r)
+      std::memcpy(out + static_cast<size_t>(r) * row_bytes, nothing.data(), row_bytes);
+  };
+  auto add = [&](int64_t segment, const char* from) {
+    if (segment == pending) return combine(s.how, at.acc, width, sum.data(), from);
+    flush();
+    pending = segment;
+    std::memcpy(sum.data(), from, static_cast<size_t>(width) * item_size(at.acc));
+  };
+  int64_t last = -1;
+  for (int64_t l = 0; l < plan.strands; ++l) {
+    Segments& kept = *reinterpret_cast<Segments*>(strands + static_cast<size_t>(l) * plan.strand_bytes + at.offset);
+    if (kept.first < 0) continue;
+    fill(last + 1, kept.first);
+    add(kept.first, kept.sum(false, sum_bytes));
+    if (kept.last != kept.first) add(kept.last, kept.sum(true, sum_bytes));
+    last = kept.last;
+  }
+  flush();
+  fill(last + 1, s.rows);
+}
+
+std::unique_ptr<const Step> compile(const AccumulateAt& x, const Compile& c) {
+  if (x.sorted) return std::make_unique<SegmentsStep>(x, c);
+  return std::make_unique<TableStep>(x, c);
+}
+
+}  // namespace kitsune::cpu

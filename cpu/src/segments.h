@@ -1,0 +1,30 @@
+// Sums by sorted indices: the rows of one index are a run of the stream, so whoever meets the end of a run stores its sum, and no
+// table of sums is kept beside each other.
+//
+// A strand stores the segments that begin and end inside of it straight to the result, and what lies between two of them is the
+// identity. Its first segment may have begun in the strand before, and its last one may go on in the next: of these it keeps the
+// sums. In the end the kept sums of all strands, in their order, are added up.
+#pragma once
+
+#include "executor_internal.h"
+
+namespace kitsune::cpu {
+
+// What a strand keeps: the numbers of its first and last segment (-1: it has met none), then their sums in SinkPlan::acc. The
+// second sum is there if the segments are not the same one.
+struct Segments {
+  int64_t first, last;
+  int64_t filled;  // up to which rows of the result are written: `last`, if the indices are as sorted as was promised
+  static constexpr size_t kHeader = kAlign;
+  static size_t sum_bytes(int64_t width, DType acc) { return align_up(times(static_cast<size_t>(width), item_size(acc))); }
+  static size_t bytes(int64_t width, DType acc) { return plus(kHeader, times(2, sum_bytes(width, acc))); }
+  char* sum(bool second, size_t bytes_of_one) { return reinterpret_cast<char*>(this) + kHeader + (second ? bytes_of_one : 0); }
+};
+
+// Rows [begin, end) of a sink's result that no strand has stored: sums kept by strands, and the identity between them.
+void finish_segments(const Plan& plan, int64_t sink, int64_t begin, int64_t end, char* strands, char* out);
+
+// Rows of a sink's result that one thread finishes at a time: `kSegmentJobs` times of them, at most.
+constexpr int64_t kSegmentJobs = 256;
+
+}  // namespace kitsune::cpu

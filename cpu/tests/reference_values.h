@@ -1,0 +1,72 @@
+// Elements of arrays as doubles, for the reference.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+#include "kitsune_cpu/program.h"
+
+namespace kitsune::cpu::test {
+
+using Bytes = std::vector<char>;
+
+inline double get(DType t, const char* p) {
+  auto as = [p](auto v) { return std::memcpy(&v, p, sizeof v), static_cast<double>(v); };
+  switch (t) {
+    case DType::kBool: return as(uint8_t{});
+    case DType::kI8: return as(int8_t{});
+    case DType::kI32: return as(int32_t{});
+    case DType::kI64: return as(int64_t{});
+    case DType::kF32: return as(float{});
+    case DType::kF64: return as(double{});
+    case DType::kBF16: {
+      uint16_t half;
+      std::memcpy(&half, p, 2);
+      uint32_t bits = uint32_t{half} << 16;
+      float v;
+      std::memcpy(&v, &bits, 4);
+      return v;
+    }
+    default: throw std::logic_error("the reference does not know this type");
+  }
+}
+
+inline void set(DType t, char* p, double x) {
+  auto as = [p, x](auto v) { v = static_cast<decltype(v)>(x), std::memcpy(p, &v, sizeof v); };
+  switch (t) {
+    case DType::kBool: return as(uint8_t{});
+    case DType::kI8: return as(int8_t{});
+    case DType::kI32: return as(int32_t{});
+    case DType::kI64: return as(int64_t{});
+    case DType::kF32: return as(float{});
+    case DType::kF64: return as(double{});
+    case DType::kBF16: {
+      float v = static_cast<float>(x);
+      uint32_t bits;
+      std::memcpy(&bits, &v, 4);
+      bits = std::isnan(v) ? 0x7FC00000u : bits + 0x7FFF + ((bits >> 16) & 1);
+      uint16_t half = static_cast<uint16_t>(bits >> 16);
+      std::memcpy(p, &half, 2);
+      return;
+    }
+    default: throw std::logic_error("the reference does not know this type");
+  }
+}
+
+inline double fold(Reduction how, double a, double b) {
+  if (how != Reduction::kSum && how != Reduction::kProd && (std::isnan(a) || std::isnan(b))) return NAN;
+  switch (how) {
+    case Reduction::kSum: return a + b;
+    case Reduction::kProd: return a * b;
+    case Reduction::kMax: return std::max(a, b);
+    case Reduction::kMin: return std::min(a, b);
+    case Reduction::kAnd: return static_cast<double>(static_cast<int64_t>(a) & static_cast<int64_t>(b));
+    case Reduction::kOr: return static_cast<double>(static_cast<int64_t>(a) | static_cast<int64_t>(b));
+    default: return static_cast<double>(static_cast<int64_t>(a) ^ static_cast<int64_t>(b));
+  }
+}
+
+}  // namespace kitsune::cpu::test

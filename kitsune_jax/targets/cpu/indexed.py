@@ -1,0 +1,116 @@
+"""What an index chooses, as instructions of the CPU program: rows of a table, rows of a sink, elements of a tile's row.
+
+Comes in: an instruction ``gather``, ``sink_at``, ``take`` or ``put`` of a stage (or of a loop's body). Goes out: its code, in the
+stage. What is read lies dense where the instruction wants it so; a copy is made where it does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from kitsune_jax.program.ir import Instr
+from kitsune_jax.streams.space import dim_strides
+from kitsune_jax.targets.cpu import views
+from kitsune_jax.targets.cpu.bytecode import CLIP, FILL, AccumulateAt, Gather, Operand, Put, Take
+from kitsune_jax.targets.cpu.stage import Stage
+from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
+from kitsune_jax.targets.cpu.views import View
+from kitsune_jax.targets.errors import CannotLower
+
+_MOST_SELECTED = (1 << 31) - 1  # elements along what take and put select from: their offsets are int32
+
+
+def gather(stage: Stage, i: int, instr: Instr) -> None:
+    table, index = (stage.view(v) for v in instr.inputs)
+    out = stage.place(instr.outputs[0])
+    if table.shape[0] == 0:
+        _fill(stage, out, instr)
+        return
+    rows = Operand(table.ref, table.strides[0], table.strides[1:])
+    mode, fill = _out_of_range(instr, out.dtype)
+    stage.code.append(Gather(rows, table.shape[0], mode, fill, index.shape, table.shape[1:], index.operand(), out.operand()))
+
+
+def _out_of_range(instr: Instr, dtype: str) -> tuple[int, tuple[float, ...]]:
+    """What an index outside of its range gives, as the instructions have it."""
+    return (FILL, immediate(instr["fill"], compute_type(dtype))) if instr["mode"] == "fill" else (CLIP, (0.0,))
+
+
+def _fill(stage: Stage, out: View, instr: Instr) -> None:
+    builder = VectorBuilder(views.squeezed(out.shape))
+    builder.store(out, builder.const(instr["fill"], out.dtype))
+    stage.code.append(builder.finish())
+
+
+def sink_at(stage: Stage, i: int, instr: Instr) -> None:
+    v, index = instr.inputs
+    sink = stage.program.sinks[instr["sink"]]
+    at = stage.view(index)
+    rank = len(at.shape)
+    straight = stage.unordered(v) if math.prod(at.shape) == 1 else None
+    if straight is not None and straight.dtype == sink.dtype and _dense(straight, rank):
+        x = straight
+    else:
+        x = stage.view(v)
+        if x.dtype != sink.dtype or not _dense(x, rank):
+            x = stage.scratch(stage.type(v).shape, sink.dtype)
+            stage.write(v, x)
+    promised, ordered = int(instr["sorted"]), int(x is straight)
+    operands = at.operand(), x.operand()
+    stage.code.append(AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, promised, ordered))
+
+
+def _dense(x: View, first: int) -> bool:
+    """Whether the dimensions of ``x`` from ``first`` on lie dense."""
+    pairs = zip(x.shape[first:], x.strides[first:], dim_strides(x.shape[first:]), strict=True)
+    return all(n == 1 or s == t for n, s, t in pairs)
+
+
+def take(stage: Stage, i: int, instr: Instr) -> None:
+    v, index = instr.inputs
+    d = instr["axis"] - 1
+    x, at = stage.view(v), _index(stage, index)
+    if x.shape[d] == 0:
+        _fill(stage, stage.place(instr.outputs[0]), instr)
+        return
+    if not _dense(x, d):
+        x = stage.scratch(x.shape, x.dtype)
+        stage.write(v, x)
+    out = stage.place(instr.outputs[0], lambda view: _dense(view, d))
+    mode, fill = _out_of_range(instr, out.dtype)
+    inner, outer = math.prod(x.shape[d + 1 :]), x.shape[:d]
+    operands = _selected(x, d, inner, x.shape[d]), _selected(out, d, inner, at.shape[0])
+    stage.code.append(Take(x.shape[d], at.shape[0], inner, outer, at.operand(), *operands, mode, fill))
+
+
+def put(stage: Stage, i: int, instr: Instr) -> None:
+    v, index = instr.inputs
+    d, n = instr["axis"] - 1, instr["n"]
+    x, at = stage.view(v), _index(stage, index)
+    if not _dense(x, d):
+        x = stage.scratch(x.shape, x.dtype)
+        stage.write(v, x)
+    out = stage.place(instr.outputs[0], lambda view: _dense(view, d))
+    inner, outer = math.prod(out.shape[d + 1 :]), x.shape[:d]
+    operands = _selected(x, d, inner, at.shape[0]), _selected(out, d, inner, n)
+    stage.code.append(Put(n, at.shape[0], inner, outer, at.operand(), *operands))
+
+
+def _index(stage: Stage, v: int) -> View:
+    """The stationary index ``v`` as one dimension."""
+    view = stage.view(v)
+    flat = views.reshape(view, (math.prod(view.shape),))
+    if flat is None:
+        copy = stage.scratch(view.shape, view.dtype, tile=False)
+        stage.copy(view, copy)
+        flat = views.reshape(copy, (math.prod(view.shape),))
+        assert flat is not None
+    return flat
+
+
+def _selected(x: View, d: int, inner: int, extent: int) -> Operand:
+    """``x``, dense from dimension ``d`` on, with one stride for what is selected, ``extent`` times ``inner`` elements."""
+    if extent * inner > _MOST_SELECTED:
+        raise CannotLower(f"a selection among {extent * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
+    return dataclasses.replace(x.operand(), strides=(*x.strides[:d], inner))

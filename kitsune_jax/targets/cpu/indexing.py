@@ -1,0 +1,86 @@
+"""The instructions of the CPU program that go by indices. ``bytecode`` is the format that they are part of, and hands them on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from kitsune_jax.targets.cpu.operands import Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """out(rows, *index_extents, *extents) = row index(rows, *index_extents) of ``table``, which has ``count`` rows of ``extents``.
+
+    ``table.row_stride`` is the distance of its rows. An index below 0 or beyond count - 1 takes the nearest row (``mode`` CLIP) or
+    ``fill`` (FILL), a number as ``Micro.imm`` has it. One dtype; the index is of any integer dtype.
+    """
+
+    CODE: ClassVar[int] = 9
+    table: Operand
+    count: int
+    mode: int
+    fill: tuple[float, ...]
+    index_extents: tuple[int, ...]
+    extents: tuple[int, ...]
+    index: Operand
+    out: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulateAt:
+    """Row index(rows, *index_extents) of the sink's accumulator (dense, [count, *extents]) folded with
+    x(rows, *index_extents, *extents), whose ``extents`` lie dense. Indices below 0 or beyond count - 1 are dropped; rows that none
+    names hold the identity.
+
+    ``sorted``: the others never decrease from one row of the stream to the next; if they do, the result is any numbers. Nothing
+    else folds into such a sink. ``ordered``: row r of x, an input, is at element ``order[r]`` of the program's order; there is an
+    index for each row.
+    """
+
+    CODE: ClassVar[int] = 10
+    sink: int
+    count: int
+    index_extents: tuple[int, ...]
+    extents: tuple[int, ...]
+    index: Operand
+    x: Operand
+    sorted: int = 0
+    ordered: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Take:
+    """out(rows, *outer, i, :) = x(rows, *outer, index[i], :), ``inner`` elements each, i < ``indices``; the dimension: ``count``.
+
+    The index does not depend on the row. x and out have a stride for each of ``outer``, then that of the dimension and of the
+    indices, which is ``inner``: what is selected lies dense. ``mode`` and ``fill`` as of Gather.
+    """
+
+    CODE: ClassVar[int] = 15
+    count: int
+    indices: int
+    inner: int
+    outer: tuple[int, ...]
+    index: Operand
+    x: Operand
+    out: Operand
+    mode: int
+    fill: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Put:
+    """out(rows, *outer, k, :) = sum of x(rows, *outer, i, :) over the i with index[i] == k < ``count``; the rest as of Take.
+
+    16-bit floats are added up in float32. Indices below 0 or beyond count - 1 are dropped.
+    """
+
+    CODE: ClassVar[int] = 16
+    count: int
+    indices: int
+    inner: int
+    outer: tuple[int, ...]
+    index: Operand
+    x: Operand
+    out: Operand
