@@ -1,4 +1,4 @@
-"""Functions over graphs and tables, forced into pipelines: values, gradients and transformations, at ids that people do not draw."""
+"""Functions over graphs and tables, forced into pipelines: values, gradients, transformations, at ids that people do not draw."""
 
 from __future__ import annotations
 
