@@ -31,6 +31,7 @@ PROFIT_MARGIN = 1.07
 # Without a matmul both sides are bound by memory and page faults, where the model is worth less: softmax alone was modelled at
 # 1.25x and 1.4x and ran at 0.84x on two cores, one modelled at 1.5x ran at 1.7x.
 VECTOR_MARGIN = 1.45
+_LEFT_ASIDE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
 # Ops no region starts from: they only move data, or make it.
 _NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type"})
 
@@ -269,6 +270,8 @@ class _Selector:
             gain = _seconds_gained(smaller) + sum(_seconds_gained(p) for p in alone if not isinstance(p, str) and _pays(p))
             if gain > most:
                 best, most = (rest, smaller), gain
+                for i, own in zip(left, alone, strict=True):
+                    self.why[i] = own if isinstance(own, str) else f"{_LEFT_ASIDE} {_compared(own)}"
         return best
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
@@ -307,7 +310,7 @@ class _Selector:
             return next((c for c in passes if seed_op in c.region.ops), None), {seed_op}
         if self.force or _pays(plan):
             return Chosen(region, plan), set()
-        text = f"left to XLA: modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
+        text = f"left to XLA: {_compared(plan)}"
         speedup = plan.baseline_seconds / plan.seconds
         for i in region.ops:
             if speedup > self.closest.get(i, 0.0):
@@ -346,6 +349,10 @@ def _seconds_gained(plan: Plan) -> float:
 def _pays(plan: Plan) -> bool:
     margin = PROFIT_MARGIN if any(stage.resource == "tensor" for stage in plan.stages) else VECTOR_MARGIN
     return plan.baseline_seconds > margin * plan.seconds
+
+
+def _compared(plan: Plan) -> str:
+    return f"modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
 
 
 def _time(seconds: float) -> str:
