@@ -78,7 +78,8 @@ def _op_seconds(cost: CpuCost, i: int) -> float:
         # The dimensions behind the indexed ones are the row; each index moves one, for every index of the dimensions before them.
         rows, table = (op.outputs[0], op.inputs[0]) if family == GATHER else (op.inputs[0], op.outputs[0])
         width = math.prod(cost.graph.values[table].shape[op["axis"] + 1 :])
-        return times.xla_rows(family, cost.graph.values[rows].size / max(1, width), width, cost.bytes(table))
+        reach = 0 if family == SCATTER and op["sorted"] else cost.bytes(table)  # in order, the next row is never far
+        return times.xla_rows(family, cost.graph.values[rows].size / max(1, width), width, reach)
     if family not in ("pointwise", "convert"):
         return 0.0
     return cost.graph.values[op.outputs[0]].size * times.xla_op(op.kind, dtype)
