@@ -37,10 +37,12 @@ def pointwise(e: Equation) -> int | str:
     return e.op(e.kind, *ins, **{name: str(x) if isinstance(x, np.dtype) else x for name, x in taken.items()})
 
 
-def _select(e: Equation) -> int | str:
+def _select(e: Equation) -> int | list[int] | str:
     if len(e.ins) != 3:
         return "select_n: more than two cases"
     which, *cases = e.ins
+    if (known := e.builder.values[which].literal) is not None and e.shape_of(cases[int(known > 0)]) == e.out_shape:
+        return [cases[int(known > 0)]]  # as jnp.var chooses by the number of elements
     if e.dtype_of(which) != "bool":
         which = e.op("ge", which, e.constant(1, e.dtype_of(which)))
     return e.op("select_n", which, *cases)

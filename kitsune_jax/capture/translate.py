@@ -52,7 +52,10 @@ def _folded(e: Equation) -> int | None:
     dtype = e.out_dtype
     arrays = [np.asarray(v.literal, np_dtype(v.dtype)) for v in values]
     scalar = scalar_of(OPS[e.kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
-    if scalar is None or (is_float(dtype) and not abs(scalar[0]) >= float(ml_dtypes.finfo(np_dtype(dtype)).tiny)):
+    if scalar is None:
+        return None
+    small = is_float(dtype) and not abs(scalar[0]) >= float(ml_dtypes.finfo(np_dtype(dtype)).tiny)
+    if small and (e.kind != "convert_element_type" or is_float(values[0].dtype)):
         return None  # zeros have a sign and subnormal numbers may be flushed: XLA's own arithmetic decides
     return e.builder.literal(*scalar)
 

@@ -258,6 +258,14 @@ def test_literals_are_rank_0_values_and_shared():
     assert all(v.shape == () for v in literals)
 
 
+def test_a_choice_that_the_shapes_make_is_made():
+    """``jnp.var`` converts its ``ddof`` and gives NaN where no elements are left."""
+    c = check(lambda x: (jnp.var(x, 1), jnp.var(x, 1, ddof=2)), array(5, 7))
+    kinds = {op.kind for op in c.graph.ops}
+    assert not kinds & {"select_n", "gt", "convert_element_type"} and [op.kind for op in c.graph.ops].count("div") >= 2
+    assert np.isnan(run_steps(captured(lambda x: jnp.var(x, 1, ddof=7), array(5, 7)), (array(5, 7),))[0]).all()
+
+
 OPAQUE = {
     "sort": (lambda x: jnp.sort(x), "sort: not an op"),
     "complex": (lambda x: jnp.fft.fft(x).real, "complex64"),
