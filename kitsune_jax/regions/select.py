@@ -120,7 +120,7 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
-        if not self.force:
+        if self.several_phases and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
             self._recompute()
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
