@@ -28,8 +28,8 @@ Labels = dict[int, list[tuple[int, ...]]]
 class Spread:
     """``labels`` cover members' values only. ``stops``: op index -> why the stream does not go through it.
 
-    ``rounds``: of each time that the stream had to start again, the labels of all values that it had reached, and the ops that it was
-    kept out of from then on, with the reasons. ``looks``: how often an op was looked at to find this out.
+    ``rounds``: of each time that the stream had to start again, the labels of all values that it had reached, and the ops that it
+    was kept out of from then on, with the reasons. ``looks``: how often an op was looked at to find this out.
     """
 
     space: StreamSpace
