@@ -63,17 +63,22 @@ class Spreads:
         for kept in reversed(self._kept):
             if kept.spread.labels.get(seed.value) == labels and kept.spread.space.sizes == sizes:
                 return kept, False
-        reached = (
-            k.spread for k in reversed(self._kept) if k.chosen == self._chosen and k.spread.flooded.get(seed.value) == labels
-        )
-        before = next((s for s in reached if s.space.sizes == sizes), None)
         looks = self.order.looks
-        made = self._spread(seed, before.barred if before else {})
+        made = self._spread(seed, self._barred(seed, sizes, labels))
         groups = groups_of(self.index, made, self.order)
         kept = Kept(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen)
         self._budget -= made.looks + self.order.looks - looks
         self._kept.append(kept)
         return kept, True
+
+    def _barred(self, seed: Seed, sizes: tuple[int, ...], labels: DimLabels) -> Mapping[int, str]:
+        """The ops that a stream from ``seed`` would be kept out of, as far as spreads are known that would have led there."""
+        for kept in reversed(self._kept):
+            if kept.chosen == self._chosen and kept.spread.space.sizes == sizes:
+                for reached, barred in reversed(kept.spread.rounds):
+                    if reached.get(seed.value) == labels:
+                        return barred
+        return {}
 
     def region_with(self, kept: Kept, op: int) -> Region | None:
         """The region of a spread that ``op`` is in, if any."""

@@ -28,8 +28,8 @@ Labels = dict[int, list[tuple[int, ...]]]
 class Spread:
     """``labels`` cover members' values only. ``stops``: op index -> why the stream does not go through it.
 
-    ``flooded``: the labels of all values that the stream would have reached, but for the ops ``barred``. ``looks``: how often an op
-    was looked at to find this out.
+    ``rounds``: of each time that the stream had to start again, the labels of all values that it had reached, and the ops that it
+    was kept out of from then on, with the reasons. ``looks``: how often an op was looked at to find this out.
     """
 
     space: StreamSpace
@@ -37,8 +37,7 @@ class Spread:
     ops: tuple[int, ...]
     sinks: tuple[int, ...]
     stops: dict[int, str]
-    barred: dict[int, str] = dataclasses.field(default_factory=dict)
-    flooded: dict[int, DimLabels] = dataclasses.field(default_factory=dict)
+    rounds: tuple[tuple[dict[int, DimLabels], dict[int, str]], ...] = ()
     looks: int = 0
 
 
@@ -66,7 +65,7 @@ def spread(
     """Spread a stream from ``seed`` over the ops of ``allowed``.
 
     ``supports(op index)`` says in words why a target can't run the op, or None. ``wiring`` may be passed in to be shared between
-    calls. ``barred``: those of a spread whose ``flooded`` has ``seed`` in it; they would be found again.
+    calls. ``barred``: of a round of another spread that reached ``seed`` with these labels; they would be found again.
     """
     wiring = wiring or Wiring(graph)
     shape = graph.values[seed.value].shape
@@ -145,11 +144,9 @@ class _Spreader:
 
     def run(self, seed: int, seed_labels: list[tuple[int, ...]], known: Mapping[int, str]) -> Spread:
         barred = dict(known)
-        flooded: dict[int, DimLabels] | None = None
+        rounds: list[tuple[dict[int, DimLabels], dict[int, str]]] = []
         while True:
             labels, spreading, found = self._flood(seed, seed_labels, barred)
-            if flooded is None:
-                flooded = {v: tuple(axes) for v, axes in labels.items()} if not known else {}
             stops, members, sinks = dict(barred), [], []
             tainted = {}
             for i in sorted({i for v, axes in labels.items() if any(axes) for i in self.wiring.touching(v)}):
@@ -169,10 +166,10 @@ class _Spreader:
             if not tainted:
                 touched = {v for i in members for v in self.wiring[i].operands}
                 final = {v: tuple(axes) for v, axes in labels.items() if v in touched and any(axes)}
-                return Spread(
-                    StreamSpace(tuple(self.sizes)), final, tuple(members), tuple(sinks), stops, barred, flooded, self.looks
-                )
+                space = StreamSpace(tuple(self.sizes))
+                return Spread(space, final, tuple(members), tuple(sinks), stops, tuple(rounds), self.looks)
             barred.update(tainted)
+            rounds.append(({v: tuple(axes) for v, axes in labels.items()}, dict(barred)))
 
     def _flood(
         self, seed: int, seed_labels: list[tuple[int, ...]], barred: dict[int, str]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.lower import NETWORKS
+from kitsune_jax.regions import select
 from kitsune_jax.streams import Seed, spread
 from kitsune_jax.streams.space import DimLabels, StreamSpace, row_shape, row_strides
 from tests.support.graphs import graph_of, layer_norm, mlp, mlp_params
@@ -147,3 +152,24 @@ def test_row_shape_and_strides():
     assert row_shape((2, 5, 3), labels) == (5,)
     assert row_strides((2, 5, 3), labels, space) == (1, 15)
     assert row_shape((2, 5), None) == (2, 5)
+
+
+def test_streams_that_many_layers_keep_out_of_the_same_ops_find_that_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of each layer's weights reach the whole training step before they are known to be of no use but to an update."""
+
+    def looks(layers: int) -> int:
+        step, args = NETWORKS["step"].make(lambda f: f, layers)
+        graph = graph_of(step, *args)
+        seen = []
+
+        def counted(*args: Any) -> Any:
+            made = spread(*args)
+            seen.append(made.looks)
+            return made
+
+        monkeypatch.setattr(importlib.import_module("kitsune_jax.regions.select"), "spread", counted)
+        select(graph, everything, lambda graph, region: "not planned", force=False)
+        return sum(seen)
+
+    few, many = looks(5), looks(20)
+    assert few < many <= 5 * few
