@@ -153,12 +153,13 @@ def counting(sm: int = 900, *, l1: int | None = None, l2: int | None = None) -> 
 
 
 def buffer_names(kernel: Kernel, outputs: int) -> Callable[[str], str]:
-    """From the emulator's names ("operand 0", "result 1") to those in the kernel's source (in0, weights0, vectors, out1).
+    """From the emulator's names ("operand 0", "result 1") to those in the kernel's source (in0, weights0, vectors, table0, out1).
 
     The result behind the ``outputs`` is the workspace. Buffers that share memory have a name of both.
     """
     operands = [f"in{k}" for k in kernel.inputs] + [f"weights{k}" for k in range(len(kernel.weights))]
     operands += ["vectors"] if kernel.vectors else []
+    operands += [f"table{k}" for k in range(len(kernel.tables))] + [f"filled{k}" for k, _ in kernel.filled]
 
     def one(name: str) -> str:
         kind, _, number = name.partition(" ")

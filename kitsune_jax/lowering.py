@@ -236,9 +236,10 @@ class PlannedFunction:
 
     @property
     def changes(self) -> bool:
-        """Is there anything that would lower differently: a call in it or in a loop body, or a pipelined function seen through?"""
+        """Is there anything that would lower differently: a call in it or in a loop body, a rewrite that saves work, or a pipelined
+        function seen through?"""
         calls = bool(self.routed.regions) or any(report.regions for report in self.bodies.reports)
-        return calls or _holds_pipelines(self.jaxpr)
+        return calls or self.captured.saves or _holds_pipelines(self.jaxpr)
 
 
 def _holds_pipelines(jaxpr: Any) -> bool:

@@ -160,13 +160,10 @@ def kernels(
 ) -> Iterator[Kernel]:
     """Runs a kernel for each network, dtype and kind: of the plan that the planner takes for the fastest of its kind at ``ROWS``
     rows, with one instance of the pipeline and so many rows that every lane has ``rounds`` tiles or a multiple of them."""
-    from kitsune_jax.planning.plan import Infeasible
     from kitsune_jax.targets.cuda import check
-    from kitsune_jax.targets.cuda.planning.cost import GpuCost
     from kitsune_jax.targets.cuda.planning.machines import A100, H200
-    from kitsune_jax.targets.cuda.planning.planner import candidates
     from tests.support.cuda_cases import FAMILIES
-    from tests.support.cuda_run import subject
+    from tests.support.cuda_run import plans, subject
     from tests.support.cuda_training_cases import COMPILED, TRAINING
 
     families = {**FAMILIES, **TRAINING, **COMPILED}
@@ -177,11 +174,7 @@ def kernels(
             of = subject(families[network].function, *families[network].shapes(ROWS, dtype))
             seen: set[str] = set()
             for machine in (H200, A100):
-                try:
-                    plans = candidates(GpuCost(of.graph, of.region, machine))
-                except Infeasible:
-                    continue
-                for plan in plans:
+                for _, plan in plans(of.graph, of.region, machine):
                     kind = kind_of(plan, machine is A100)
                     if kind in seen or kind not in kinds or check(of.program(plan), plan, "region") is not None:
                         continue

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NETWORKS = {
     "loss": "MLP 32-64-16 into three sums",
     "edge-update": "MLP 384-128-128-128, LayerNorm, residual",
+    "edge-phase": "edges of a graph: two gathers, MLP 384-128-128, LayerNorm, residual, segment sum",
     "nerf": "NeRF 8 x 256",
     "swiglu": "SwiGLU 512-1408-512",
     "labels-step": "MLP 24-32-10, cross-entropy, training step",
@@ -116,13 +117,10 @@ def kind_of(plan: Any, portable: bool) -> str:
 def rows(networks: Sequence[str], folders: Sequence[Path | None]) -> Iterator[list[Row]]:
     """For each network, dtype and kind that has a kernel: of the plan that the model takes for the fastest of its kind, a row for
     the NVRTC of each folder."""
-    from kitsune_jax.planning.plan import Infeasible
     from kitsune_jax.targets.cuda import check
-    from kitsune_jax.targets.cuda.planning.cost import GpuCost
     from kitsune_jax.targets.cuda.planning.machines import A100, H200
-    from kitsune_jax.targets.cuda.planning.planner import candidates
     from tests.support.cuda_cases import FAMILIES
-    from tests.support.cuda_run import subject
+    from tests.support.cuda_run import plans, subject
     from tests.support.cuda_training_cases import COMPILED, TRAINING
 
     families = {**FAMILIES, **TRAINING, **COMPILED}
@@ -131,11 +129,7 @@ def rows(networks: Sequence[str], folders: Sequence[Path | None]) -> Iterator[li
             of = subject(families[network].function, *families[network].shapes(ROWS, dtype))
             seen: set[str] = set()
             for machine in (H200, A100):
-                try:
-                    plans = candidates(GpuCost(of.graph, of.region, machine))
-                except Infeasible:
-                    continue
-                for plan in plans:
+                for _, plan in plans(of.graph, of.region, machine):
                     kind, program = kind_of(plan, machine is A100), of.program(plan)
                     if kind in seen or check(program, plan, "region") is not None:
                         continue

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trust.context import Argument, Context, Reader, Recorder, weight
+from trust.graphs import GRAPH
 from trust.loops import LOOPS
 from trust.moves import MOVE
 from trust.operators import COMPUTE
@@ -24,7 +25,7 @@ from trust.transforms import REVERSE, TRANSFORMS, Callee
 
 Array = Any
 Function = Callable[..., Any]
-OPERATORS = {**COMPUTE, **MOVE}
+OPERATORS = {**COMPUTE, **MOVE, **GRAPH}
 FORWARD_ONLY = ("while", "fori_traced", "while_of_scan")  # loops that JAX cannot differentiate in reverse
 
 

@@ -23,6 +23,10 @@ WEIGHTS = {
     "inner": 2,
     "sorted": 1,
     "pair": 2,
+    "table": 3,
+    "segment": 3,
+    "message": 3,
+    "interaction": 2,
 }
 LOOPS = {"none": 22, "scan": 4, "fori": 2, "fori_traced": 2, "while": 4, "while_of_scan": 1, "nested": 1, "map": 1, "branch": 2}
 LIKELY = {"none": 8, "grad": 5, "value_and_grad": 4, "train": 5, "vmap": 3, "jvp": 3}

@@ -185,7 +185,7 @@ void Checker::check(const AccumulateAt& x) {
   Wide elements = Wide{x.count} * count("extents", x.extents);
   if (elements != s.elements)
     reject(where, "folds into " + str(x.count) + " rows that are not those of a sink of " + str(s.elements));
-  if (x.x.ref.dtype != s.dtype)
+  if (x.x.ref.dtype != s.dtype && compute_type(x.x.ref.dtype) != s.dtype)
     reject(where, std::string("folds ") + dtype_name(x.x.ref.dtype) + " into a sink of " + dtype_name(s.dtype));
   operand("x", x.x, loops(x.index_extents, x.extents), false);
   int64_t step = 1;

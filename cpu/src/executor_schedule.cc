@@ -347,7 +347,7 @@ void Run::run_tile(Context& c, int64_t s, int64_t tile, int64_t strand, bool fir
     for (int64_t k : stage.sinks) {
       char* sums = c.strand + plan_.sinks[k].offset;
       if (p.sinks[k].fed == Fold::kSegments)
-        *reinterpret_cast<Segments*>(sums) = {-1, -1, -1};
+        *reinterpret_cast<Segments*>(sums) = {-1, -1, -1, -1};
       else
         fill_identity(p.sinks[k].how, plan_.sinks[k].acc, p.sinks[k].elements, sums);
     }

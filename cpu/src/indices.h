@@ -10,16 +10,13 @@ namespace kitsune::cpu {
 
 constexpr int64_t kIndexBlock = 256;  // at most so many at a time
 
-// n indices at `step` bytes as int64; what is beyond int64 becomes its largest number.
-using ReadIndices = void (*)(int64_t n, const char* from, int64_t step, int64_t* to);
-ReadIndices index_reader(DType type);
-
 class Indices {
  public:
   // `x` is the operand whose rows belong to the indices; its first strides are those of `extents`.
-  Indices(const Operand& index, const Operand& x, const std::vector<int64_t>& extents);
+  // Indices are below `count` and not below 0, or outside.
+  Indices(const KernelTable& table, const Operand& index, const Operand& x, const std::vector<int64_t>& extents, int64_t count);
 
-  // Calls f(n, indices, place, step): the row of the i-th index lies at place + i * step bytes.
+  // Calls f(n, indices, inside, place, step): the row of the i-th index lies at place + i * step bytes; are all indices inside?
   template <class F>
   void blocks(const Context& c, F f) const {
     int64_t index[kIndexBlock], counter[kMaxLoopDims + 1];
@@ -29,15 +26,16 @@ class Indices {
     walk(nest_.data(), static_cast<int>(nest_.size()) - 1, c.rows, at, 2, counter, [&] {
       for (int64_t i = 0; i < n; i += kIndexBlock) {
         const int64_t m = std::min(kIndexBlock, n - i);
-        read_(m, at[0] + i * step, step, index);
-        f(m, index, at[1] + i * x_step, x_step);
+        const bool inside = read_(m, at[0] + i * step, step, count_, index);
+        f(m, index, inside, at[1] + i * x_step, x_step);
       }
     });
   }
 
  private:
   Address address_, x_;
-  ReadIndices read_;
+  ReadIndicesFn read_;
+  int64_t count_;
   Nest nest_;  // operands: the index, x
 };
 

@@ -4,18 +4,6 @@
 namespace kitsune::cpu {
 namespace {
 
-template <class T>
-void read_indices(int64_t n, const char* from, int64_t step, int64_t* to) {
-  for (int64_t i = 0; i < n; ++i) {
-    T v;
-    std::memcpy(&v, from + i * step, sizeof v);
-    if constexpr (sizeof(T) == 8 && !std::is_signed_v<T>)
-      to[i] = static_cast<int64_t>(std::min(v, static_cast<T>(INT64_MAX)));
-    else
-      to[i] = static_cast<int64_t>(v);
-  }
-}
-
 // Byte strides of (rows, *index_extents) of an operand that loops over (rows, *index_extents, *extents).
 std::vector<int64_t> outer_strides(const Operand& x, size_t outer) {
   std::vector<int64_t> s = byte_strides(x);
@@ -36,7 +24,7 @@ Nest row_nest(const Gather& g, int64_t item) {
 class GatherStep final : public Step {
  public:
   GatherStep(const Gather& g, const Compile& c)
-      : indices_(g.index, g.out, g.index_extents),
+      : indices_(c.table, g.index, g.out, g.index_extents, g.count),
         table_(g.table.ref, 0),
         item_(static_cast<int64_t>(item_size(g.table.ref.dtype))),
         row_bytes_(g.table.row_stride * item_),
@@ -55,19 +43,17 @@ class GatherStep final : public Step {
   void run(const Context& c) const override {
     const char* table = table_.of(c);
     int64_t at[kIndexBlock];
-    indices_.blocks(c, [&](int64_t n, const int64_t* index, char* out, int64_t step) {
-      bool outside = false;
-      for (int64_t i = 0; i < n; ++i) {
-        const int64_t nearest = std::clamp<int64_t>(index[i], 0, last_);
-        outside |= nearest != index[i];
-        at[i] = nearest * row_bytes_;
-      }
+    indices_.blocks(c, [&](int64_t n, const int64_t* index, bool inside, char* out, int64_t step) {
+      if (inside)
+        for (int64_t i = 0; i < n; ++i) at[i] = index[i] * row_bytes_;
+      else
+        for (int64_t i = 0; i < n; ++i) at[i] = std::clamp<int64_t>(index[i], 0, last_) * row_bytes_;
       if (dense_) {
         gather_(n, at, table, out, step, nest_.back().n * item_);
       } else {
         for (int64_t i = 0; i < n; ++i) copy(table + at[i], out + i * step, nest_.back().stride[0]);
       }
-      if (!outside || clip_) return;
+      if (inside || clip_) return;
       for (int64_t i = 0; i < n; ++i)
         if (index[i] < 0 || index[i] > last_) fill(out + i * step);
     });
@@ -108,21 +94,9 @@ class GatherStep final : public Step {
 
 }  // namespace
 
-ReadIndices index_reader(DType type) {
-  switch (type) {
-    case DType::kI8: return read_indices<int8_t>;
-    case DType::kI16: return read_indices<int16_t>;
-    case DType::kI32: return read_indices<int32_t>;
-    case DType::kI64: return read_indices<int64_t>;
-    case DType::kU8: return read_indices<uint8_t>;
-    case DType::kU16: return read_indices<uint16_t>;
-    case DType::kU32: return read_indices<uint32_t>;
-    default: return read_indices<uint64_t>;
-  }
-}
-
-Indices::Indices(const Operand& index, const Operand& x, const std::vector<int64_t>& extents)
-    : address_(index.ref, index.row_stride), x_(x.ref, x.row_stride), read_(index_reader(index.ref.dtype)) {
+Indices::Indices(const KernelTable& table, const Operand& index, const Operand& x, const std::vector<int64_t>& extents,
+                 int64_t count)
+    : address_(index.ref, index.row_stride), x_(x.ref, x.row_stride), read_(table.read_indices(index.ref.dtype)), count_(count) {
   nest_ = make_nest(extents, {byte_strides(index), outer_strides(x, extents.size())});
   simplify(nest_);
 }

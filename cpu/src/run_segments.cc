@@ -11,8 +11,8 @@ namespace {
 // The rows of a tile whose index is inside, block by block: f(n, at, index, x), where row i lies at x + at[i].
 class InsideRows {
  public:
-  InsideRows(const AccumulateAt& a, const Program& p)
-      : indices_(a.index, a.x, a.index_extents),
+  InsideRows(const AccumulateAt& a, const Program& p, const KernelTable& table)
+      : indices_(table, a.index, a.x, a.index_extents, a.count),
         count_(static_cast<uint64_t>(a.count)),
         order_(a.ordered ? p.order : -1),
         rows_(static_cast<uint32_t>(p.rows)),
@@ -23,17 +23,24 @@ class InsideRows {
   void blocks(const Context& c, F f) const {
     int64_t at[kIndexBlock], inside[kIndexBlock];
     const int32_t* order = order_ < 0 ? nullptr : reinterpret_cast<const int32_t*>(c.ins[order_]) + c.first_row;
-    indices_.blocks(c, [&](int64_t n, const int64_t* index, char* x, int64_t step) {
+    indices_.blocks(c, [&](int64_t n, const int64_t* index, bool all, char* x, int64_t step) {
+      if (order == nullptr) {
+        for (int64_t i = 0; i < n; ++i) at[i] = i * step;
+      } else {
+        for (int64_t i = 0; i < n; ++i) at[i] = element_of(order[i], rows_) * row_bytes_;
+        order += n, x = x_.of(c);
+      }
+      if (all) return f(n, at, index, x);
       int64_t m = 0;
       for (int64_t i = 0; i < n; ++i) {
         inside[m] = index[i];
-        at[m] = order == nullptr ? i * step : element_of(order[i], rows_) * row_bytes_;
+        at[m] = at[i];
         m += static_cast<uint64_t>(index[i]) < count_;
       }
-      if (order != nullptr) order += n, x = x_.of(c);
       if (m > 0) f(m, at, inside, x);
     });
   }
+  bool ordered() const { return order_ >= 0; }
 
  private:
   Indices indices_;
@@ -47,7 +54,7 @@ class InsideRows {
 class TableStep final : public Step {
  public:
   TableStep(const AccumulateAt& a, const Compile& c)
-      : rows_(a, c.program), offset_(c.sinks[a.sink].offset), width_(product(a.extents)) {
+      : rows_(a, c.program, c.table), offset_(c.sinks[a.sink].offset), width_(product(a.extents)) {
     const DType acc = c.sinks[a.sink].acc;
     row_bytes_ = width_ * static_cast<int64_t>(item_size(acc));
     fold_ = c.table.fold_table(static_cast<int>(c.program.sinks[a.sink].how), a.x.ref.dtype, acc == DType::kF64);
@@ -74,7 +81,7 @@ class TableStep final : public Step {
 class SegmentsStep final : public Step {
  public:
   SegmentsStep(const AccumulateAt& a, const Compile& c)
-      : rows_(a, c.program),
+      : rows_(a, c.program, c.table),
         how_(c.program.sinks[a.sink].how),
         offset_(c.sinks[a.sink].offset),
         width_(product(a.extents)),
@@ -82,7 +89,8 @@ class SegmentsStep final : public Step {
         sum_type_(c.sinks[a.sink].acc),
         sum_bytes_(Segments::sum_bytes(width_, sum_type_)),
         type_(accumulator_type(how_, a.x.ref.dtype, false)),
-        fold_(c.table.fold_runs(static_cast<int>(how_), a.x.ref.dtype)) {
+        fold_(c.table.fold_runs(static_cast<int>(how_), a.x.ref.dtype)),
+        fold_narrow_(c.table.fold_narrow(static_cast<int>(how_), a.x.ref.dtype)) {
     if (fold_ == nullptr) throw ProgramError(c.where + ": this reduction is not defined for " + dtype_name(a.x.ref.dtype));
     const DType result = c.program.outputs[out_].dtype;
     widen_ = Loader(c.table, sum_type_, type_, c.where);
@@ -102,7 +110,21 @@ class SegmentsStep final : public Step {
 
   void run(const Context& c) const override {
     Segments& kept = *reinterpret_cast<Segments*>(c.strand + offset_);
-    rows_.blocks(c, [&](int64_t n, const int64_t* at, const int64_t* index, const char* x) { block(c, kept, n, at, index, x); });
+    const bool narrow = straight_ && width_ <= kNarrow && !rows_.ordered();
+    rows_.blocks(c, [&](int64_t n, const int64_t* at, const int64_t* index, const char* x) {
+      if (!narrow || kept.first < 0 || index[0] == index[n - 1]) return block(c, kept, n, at, index, x);
+      // The run that goes on from the block before, whole runs at once, and the run that may go on.
+      int64_t begin = 0, end = n - 1;
+      while (index[begin] == kept.last) ++begin;
+      while (index[end - 1] == index[n - 1]) --end;
+      if (begin > 0) block(c, kept, begin, at, index, x);
+      if (begin < end) {
+        close(c, kept, c.temp, false);
+        fold_narrow_(end - begin, index + begin, at + begin, x, width_, c.outs[out_], &kept.filled);
+        kept.last = kept.stored = index[end - 1];
+      }
+      block(c, kept, n - end, at + end, index + end, x);
+    });
   }
 
  private:
@@ -124,7 +146,7 @@ class SegmentsStep final : public Step {
       const size_t place = straight_ ? (k == 0 && count > 1 ? 0 : 1) : static_cast<size_t>(k);
       into[k] = direct ? row(c, index[start[k]]) : runs + place * run_bytes_;
     }
-    fold_(count, start, at, x, width_, into);
+    fold_(count, start, at, x, width_, rows_.ordered(), into);
     for (int64_t k = 0; k < count; ++k) {
       const int64_t segment = index[start[k]];
       if (k == 0 && goes_on) {
@@ -150,7 +172,7 @@ class SegmentsStep final : public Step {
 
   // The segment that was open has ended. One that a block met the end of is stored already, and the first one is kept.
   void close(const Context& c, Segments& kept, char* spare, bool stored) const {
-    if (stored || kept.first < 0 || kept.last == kept.first) return;
+    if (stored || kept.first < 0 || kept.last == kept.first || kept.last == kept.stored) return;
     store_sum_(width_, row(c, kept.last), 1, open(kept), spare);
   }
   // The rows up to the next segment.
@@ -168,6 +190,7 @@ class SegmentsStep final : public Step {
   size_t sum_bytes_;
   DType type_;  // of a run
   FoldRunsFn fold_;
+  FoldNarrowFn fold_narrow_;
   Loader widen_;
   Storer store_, store_sum_;
   size_t result_bytes_, run_bytes_, spare_bytes_;

@@ -10,9 +10,9 @@ namespace {
 // What both have: the loops around the selection, and the indices as int32, -1 for those out of range.
 class Selection {
  public:
-  explicit Selection(const Select& s)
+  Selection(const Select& s, const KernelTable& table)
       : index_(s.index.ref, 0),
-        read_(index_reader(s.index.ref.dtype)),
+        read_(table.read_indices(s.index.ref.dtype)),
         index_step_(s.index.strides[0] * static_cast<int64_t>(item_size(s.index.ref.dtype))),
         x_(s.x.ref, s.x.row_stride),
         out_(s.out.ref, s.out.row_stride),
@@ -29,7 +29,7 @@ class Selection {
     const char* from = index_.of(c);
     for (int64_t i = 0; i < indices_; i += kIndexBlock) {
       const int64_t n = std::min(kIndexBlock, indices_ - i);
-      read_(n, from + i * index_step_, index_step_, block);
+      read_(n, from + i * index_step_, index_step_, count_, block);
       for (int64_t k = 0; k < n; ++k) {
         const int64_t nearest = std::clamp<int64_t>(block[k], 0, count_ - 1);
         to[i + k] = clip || nearest == block[k] ? static_cast<int32_t>(nearest) : -1;
@@ -47,7 +47,7 @@ class Selection {
 
  private:
   Address index_;
-  ReadIndices read_;
+  ReadIndicesFn read_;
   int64_t index_step_;
   Address x_, out_;
   int64_t count_, indices_;
@@ -84,7 +84,7 @@ class Taker {
 class TakeStep final : public Step {
  public:
   TakeStep(const Take& t, const Compile& c)
-      : selection_(t),
+      : selection_(t, c.table),
         item_(static_cast<int64_t>(item_size(t.x.ref.dtype))),
         take_(c.table, item_, t.inner, t.indices),
         n_(t.indices),
@@ -131,7 +131,7 @@ class TakeStep final : public Step {
 class PutStep final : public Step {
  public:
   PutStep(const Put& t, const Compile& c)
-      : selection_(t),
+      : selection_(t, c.table),
         item_(static_cast<int64_t>(item_size(t.x.ref.dtype))),
         take_(c.table, item_, t.inner, t.count),
         n_(t.indices),

@@ -15,6 +15,7 @@ namespace kitsune::cpu {
 struct Segments {
   int64_t first, last;
   int64_t filled;  // up to which rows of the result are written: `last`, if the indices are as sorted as was promised
+  int64_t stored;  // a segment whose sum is in the result; -1 if there is none
   static constexpr size_t kHeader = kAlign;
   static size_t sum_bytes(int64_t width, DType acc) { return align_up(times(static_cast<size_t>(width), item_size(acc))); }
   static size_t bytes(int64_t width, DType acc) { return plus(kHeader, times(2, sum_bytes(width, acc))); }

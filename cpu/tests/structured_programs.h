@@ -122,4 +122,13 @@ inline Program row_products(DType t, int64_t rows, int64_t tile_rows) {
   return p;
 }
 
+// [M, K] by [N, K] for each row, K contiguous in both; or [M, K] by itself.
+inline Program row_products_along(DType t, DType result, int64_t rows, int64_t m, int64_t n, int64_t k, bool itself) {
+  Program p = program({rows}, 4, {{t, rows * m * k}, {t, rows * n * k}}, {{result, rows * m * n}}, {});
+  Operand x = operand(Space::kIn, 0, t, 0, m * k, {0, k});
+  Operand y = itself ? operand(Space::kIn, 0, t, 0, m * k, {0, k, 1}) : operand(Space::kIn, 1, t, 0, n * k, {0, k, 1});
+  p.stages[0].body = {Dot{1, m, n, k, x, y, operand(Space::kOut, 0, result, 0, m * n, {0, n})}};
+  return p;
+}
+
 }  // namespace kitsune::cpu::test

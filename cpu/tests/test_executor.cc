@@ -177,6 +177,14 @@ void test_selections() {
 void test_row_products() {
   for (DType t : {F32, BF16, F64})
     for (int64_t rows : {1, 9, 40}) compare("row products", row_products(t, rows, 8), t == BF16 ? 0.02 : 1e-5, 2, false, {1, 2, 3});
+  for (DType t : {F32, BF16, F64})
+    for (int64_t k : {2, 16, 33, 128})
+      for (int64_t m : {2, 7, 27}) {
+        const double tolerance = t == BF16 ? 0.02 : 1e-5;
+        compare("row products along K", row_products_along(t, t, 6, m, 5, k, false), tolerance, 2);
+        compare("row products of a matrix and itself", row_products_along(t, t, 6, m, m, k, true), tolerance, 3);
+        if (t == BF16) compare("row products to float32", row_products_along(t, F32, 6, m, 70, k, false), 1e-5, 4);
+      }
 }
 
 // Sums of numbers of very different size, whose result depends on the order: the same bits for any number of threads.

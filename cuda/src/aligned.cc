@@ -1,5 +1,7 @@
 #include "aligned.h"
 
+#include <algorithm>
+
 namespace kitsune::cuda {
 namespace {
 
@@ -55,7 +57,15 @@ AlignedBuffers::Status AlignedBuffers::allocate(size_t buffer, size_t bytes, CUd
 AlignedBuffers::Status AlignedBuffers::before(std::vector<Buffer>& buffers, size_t operands) {
   for (size_t i = 0; i < buffers.size(); ++i) {
     if (is_aligned(buffers[i])) continue;
-    Copy copy{buffers[i], 0, i >= operands && i + 1 < buffers.size(), false};
+    const bool result = i >= operands && i + 1 < buffers.size();
+    const auto same = [&](const Copy& copy) { return copy.given.data == buffers[i].data && copy.given.bytes == buffers[i].bytes; };
+    // A result in the memory of an operand, which the kernel finds there, shares the operand's copy.
+    if (auto shared = std::find_if(copies_.begin(), copies_.end(), same); result && shared != copies_.end()) {
+      shared->result = true;
+      buffers[i].data = reinterpret_cast<void*>(shared->aligned);
+      continue;
+    }
+    Copy copy{buffers[i], 0, result, false};
     if (Status status = allocate(i, copy.given.bytes, &copy.aligned, &copy.owned); status.error != CUDA_SUCCESS) return status;
     copies_.push_back(copy);
     buffers[i].data = reinterpret_cast<void*>(copy.aligned);

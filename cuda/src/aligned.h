@@ -55,7 +55,8 @@ class AlignedBuffers {
     CUresult error = CUDA_SUCCESS;
     const char* function = "";
   };
-  // Replaces what is not aligned in `buffers`: `operands` operands, then results, of which the last is the workspace.
+  // Replaces what is not aligned in `buffers`: `operands` operands, then results, of which the last is the workspace. A result that
+  // lies in the memory of an operand shares the operand's copy.
   Status before(std::vector<Buffer>& buffers, size_t operands);
   // Once the kernel is launched: the results to where they belong.
   Status after();

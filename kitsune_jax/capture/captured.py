@@ -67,13 +67,15 @@ class Captured:
     """A function as a Graph, with the means to evaluate it.
 
     ``steps[i]`` belongs to ``graph.ops[i]``; ``avals[v]`` is JAX's abstract value of ``graph.values[v]`` (``None`` for literals).
-    ``failures``: the parts that are opaque, or were not rewritten, because of a bug of this package.
+    ``failures``: the parts that are opaque, or were not rewritten, because of a bug of this package. ``saves``: a rewrite has made
+    it less work than the function it was captured from, for whoever evaluates it.
     """
 
     graph: Graph
     steps: tuple[Step, ...]
     avals: tuple[Any, ...]
     failures: tuple[Failure, ...] = ()
+    saves: bool = False
 
     def run(self, i: int, arrays: Sequence[Any]) -> list[Any]:
         """The results of op ``i`` by JAX on ``arrays`` (or tracers), one for each of its inputs.

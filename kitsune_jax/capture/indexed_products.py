@@ -15,6 +15,7 @@ give what they gave before, but for ``promise_in_bounds``, where JAX promises no
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -33,7 +34,9 @@ def move_indexing(captured: Captured) -> Captured:
     """Rewrite the products of ``captured`` that read taken rows, or whose rows are summed by an index."""
     if not any(op.kind in ("take", "scatter_sum") for op in captured.graph.ops):
         return captured
-    return _Rewriter(pruned(split_gradients(captured, _has_taken_part))).run()
+    divided = pruned(split_gradients(captured, _has_taken_part))
+    moved = _Rewriter(divided).run()
+    return captured if moved is divided else dataclasses.replace(moved, saves=True)
 
 
 def _has_taken_part(join: Op, rows: int, draft: Draft) -> bool:

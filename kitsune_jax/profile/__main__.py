@@ -69,6 +69,15 @@ def text(profile: Profile) -> str:
         xla = profile.get(f"xla/loop/{'move' if name == 'add' else name}/float32")
         ours = profile.seconds(f"vector/{name}") / profile.workers
         lines.append(f"  {name:34} {ours * 1e12:14.0f} {xla * 1e12 if xla else float('nan'):8.0f}")
+    lines += ["", f"{'rows by indices, ns (all workers)':36} {'ours':>14} {'XLA':>8}"]
+    each = 1e9 / profile.workers
+    for what, widths in (("take/l2", (16, 256)), ("take/l3", (16, 256)), ("folded", (16, 256)), ("runs", (16, 256))):
+        for width in widths:
+            lines.append(f"  {f'{what}, {width} elements':34} {profile.seconds(f'{what}/{width}') * each:14.1f}")
+    for what in ("gather", "scatter"):
+        for width in (1, 64):
+            seconds = profile.seconds(f"xla/{what}/{width}") * 1e9
+            lines.append(f"  {f'{what}, {width} elements':34} {'':14} {seconds:8.1f}")
     lines += ["", "memory, GB/s of all workers, read and written"]
     for level in ("l1", "l2", "l3", "dram"):
         lines.append(f"  {level:34} {2e-9 * profile.workers / profile.seconds(f'copy/{level}'):14.0f}")

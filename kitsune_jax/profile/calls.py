@@ -135,6 +135,14 @@ def folder(rows: int, n: int, width: int, workers: int, *, is_sorted: bool) -> A
     return t.function(workers)
 
 
+def picker(rows: int, n: int, count: int, workers: int) -> Any:
+    """A function of indices (``count``) and x (``rows`` x ``n``): the elements of every row that the indices name."""
+    t = _Tiles(rows)
+    ids, x = t.load(count, dtype="int32", streamed=False), t.load(n)
+    t.store(t.add("take", (x, ids), True, (count,), axis=1, mode="clip", fill=0))
+    return t.function(workers)
+
+
 def multiplier(rows: int, m: int, k: int, n: int, workers: int) -> Any:
     """A function of x (``rows`` x m x k) and y (``rows`` x k x n): a product for each row."""
     t = _Tiles(rows)

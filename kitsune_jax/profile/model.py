@@ -23,6 +23,7 @@ with the whole machine.
 ``folded/<16, 256>``                   a row added to a random row of a table in the second level
 ``runs/<16, 256>``                     a row added to those before it with the same index, of which there are eight
 ``order``                              an index, while the order of a stream is made
+``picked``                             an element picked out of a row by an index that all rows share
 ``dot/<m>x<k>x<n>``                    a product of two small matrices that both belong to one row
 ``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
 ``call/layer``                         one more product, with its weight, in a call

@@ -47,6 +47,7 @@ _FAR = (32749, 65536, 64)
 _TABLES = {"l2": 256 << 10, "l3": 8 << 20}
 _ACCESSED = 4 << 20
 _ORDERED = 1 << 17  # indices for each worker
+_PICKED = (729, 351)  # elements of a row, and of those that are picked: the products of 27 features, each pair once
 _RUN = 8  # rows with one index, in a row
 CHAIN = 9
 _LEAST_CALLS, _REPEATS = 2, 3
@@ -192,6 +193,9 @@ def _indexed(workers: int) -> Iterator[_Program]:
         yield _Program(f"runs/{width}", runs, (((rows,), f"sorted/{n}"), x), rows / workers)
     rows = workers * _ORDERED
     yield _Program("order", functools.partial(emit.order, n=rows // _RUN), (((rows,), f"ids/{rows // _RUN}"),), rows / workers)
+    rows, (n, count) = workers * _ACCESSED // (4 * _PICKED[0]), _PICKED
+    inside = (((count,), f"ids/{n}"), ((rows, n), f32))
+    yield _Program("picked", calls.picker(rows, n, count, workers), inside, rows * count / workers)
     for m, k, n in calls.PRODUCTS:
         rows = workers * _ACCESSED // (8 * k * (m + n))
         pairs = (((rows, m, k), f32), ((rows, k, n), f32))

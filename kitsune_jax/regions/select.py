@@ -106,6 +106,7 @@ class _Selector:
         self.spreads = Spreads(self.index, self.order, self.free, lambda seed, barred: self._spread(seed, self.free, barred))
         self.plans: dict[Region, Plan | str] = {}
         self.asked: dict[int, tuple[Region, Plan | str]] = {}
+        self.parted: dict[int, tuple[Region, tuple[Region, Plan | str]]] = {}
         self.why: dict[int, str] = {}
         self.chosen: list[Chosen] = []
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
@@ -119,7 +120,7 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
-        if not self.force:
+        if self.several_phases and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
             self._recompute()
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
@@ -245,15 +246,23 @@ class _Selector:
         The rows of a call stream in one order. Folded in another one, they need a table for every worker, which a call of their own
         does not, or XLA does it.
         """
-        folds = [i for i in region.sinks if OPS[self.graph.ops[i].kind].family == "scatter"]
+        folds = tuple(i for i in region.sinks if OPS[self.graph.ops[i].kind].family == "scatter")
+        if not folds:
+            return region, plan
+        known = self.parted.get(id(region))  # as ``_plan_of``: every op of a region may be a seed
+        if known is None:
+            known = self.parted[id(region)] = region, self._part_tables(sp, region, plan, folds)
+        return known[1]
+
+    def _part_tables(self, sp: Spread, region: Region, plan: Plan | str, folds: tuple[int, ...]) -> tuple[Region, Plan | str]:
         order, most = (None, 0.0) if isinstance(plan, str) else (plan.order, _seconds_gained(plan))
-        others = [i for i in folds if self.graph.ops[i].inputs[1] != order]
+        others = tuple(i for i in folds if self.graph.ops[i].inputs[1] != order)
         best = region, plan
-        for left in dict.fromkeys((tuple(others), tuple(folds))):
-            rest = region_of(self.index, sp, needed(self.index, sp, set(region.ops).difference(left)))
-            if not left or not rest.outputs:
+        for left in dict.fromkeys((others, folds)):
+            if not left:
                 continue
-            smaller = self._plan_of(rest)[0]
+            rest = region_of(self.index, sp, needed(self.index, sp, set(region.ops).difference(left)))
+            smaller = self._plan_of(rest)[0] if rest.outputs else ""
             if isinstance(smaller, str):
                 continue
             alone = [self._plan_of(region_of(self.index, sp, needed(self.index, sp, {i})))[0] for i in left]

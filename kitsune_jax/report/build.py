@@ -59,7 +59,7 @@ def build_report(
     """Tell what was decided about ``graph``: ``rejected`` pairs an op's index with the reason it was left to XLA."""
     planned = tuple(planned)
     pipelined = len({i for p in planned for i in _operators(graph, p.region.ops)})
-    rejected = [(i, reason) for i, reason in rejected if graph.ops[i].kind not in _VIEWS]
+    rejected = [(i, reason) for i, reason in rejected if not _is_view(graph, i)]
     outside = sum(_op_bytes(graph, i) for i, _ in rejected)
     return Report(
         ops_total=pipelined + len(rejected),
@@ -108,8 +108,15 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         bound=plan.bound,
         cluster=plan.cluster,
         lanes=plan.lanes,
+        order=_order(graph, region, plan),
         later=tuple(_phase(graph, planned, number) for number in sorted({f.phase for f in planned.followers})),
     )
+
+
+def _order(graph: Graph, region: Region, plan: Plan) -> str:
+    """What the reader knows the order of a stream by: the first op that folds rows by its indices."""
+    by = next((i for i in region.sinks if plan.order is not None and plan.order in graph.ops[i].inputs[1:]), None)
+    return "" if by is None else f"the indices of {_label(graph, by)} ({graph.ops[by].source or 'no source line'})"
 
 
 def _plans(planned: Planned) -> list[Plan]:
@@ -151,7 +158,16 @@ def _grouped(graph: Graph, rejected: Sequence[tuple[int, str]]) -> tuple[Rejecte
 
 
 def _operators(graph: Graph, ops: Iterable[int]) -> tuple[int, ...]:
-    return tuple(i for i in ops if graph.ops[i].kind not in _VIEWS)
+    return tuple(i for i in ops if not _is_view(graph, i))
+
+
+def _is_view(graph: Graph, i: int) -> bool:
+    """A view, or some rows of an argument: part of a weight, which lies in one piece."""
+    op = graph.ops[i]
+    if op.kind != "slice" or op.inputs[0] not in graph.inputs:
+        return op.kind in _VIEWS
+    cut = [d for d, n in enumerate(graph.values[op.inputs[0]].shape) if n != graph.values[op.outputs[0]].shape[d]]
+    return cut in ([], [0]) and set(op["strides"] or (1,)) == {1}
 
 
 def _label(graph: Graph, i: int) -> str:

@@ -57,8 +57,9 @@ class RegionReport:
     and results, ``bytes_saved`` what it moves less than the same operators would bulk-synchronously. ``seconds`` and
     ``baseline_seconds`` are modelled; ``bound`` is what limits the pipeline (a stage's name, ``dram`` or ``l2``). On a GPU
     ``replicas`` are pipeline instances, ``cluster`` is the size of a thread-block cluster and ``lanes`` the consumer warpgroups of
-    a CTA; on a CPU there are none. ``rows``, tiles, stages and queues are those of the first phase, ``later`` are the others; all
-    else counts all of them.
+    a CTA; on a CPU there are none. ``order``: by whose indices the rows are ordered, "" where they stream as they lie in memory.
+    ``rows``, the order, tiles, stages and queues are those of the first phase, ``later`` are the others; all else counts all of
+    them.
     """
 
     name: str
@@ -79,6 +80,7 @@ class RegionReport:
     bound: str
     cluster: int = 1
     lanes: int = 0
+    order: str = ""
     later: tuple[PhaseReport, ...] = ()
 
 

@@ -59,8 +59,9 @@ def _summary(report: ReportData) -> list[str]:
 
 
 def _region(region: RegionReport) -> list[str]:
+    order = f" in the order of {region.order}" if region.order else ""
     lines = _wrap(
-        f"{region.name}: {plural(region.ops, 'operator')} over {plural(region.rows, 'row')}, "
+        f"{region.name}: {plural(region.ops, 'operator')} over {plural(region.rows, 'row')}{order}, "
         f"{plural(region.tiles, 'tile')} of {plural(region.tile_rows, 'row')}"
     )
     gain = f" ({region.baseline_seconds / region.seconds:.2f}x)" if region.seconds > 0 else ""

@@ -262,9 +262,9 @@ class _Spreader:
                 implied.append((found, members))
         if contracted and len(contracted) != len(self.sizes):
             return "reduces over a part of the stream axes", False, []
-        return self._check_operands(wired, op, labels, bool(contracted)), bool(contracted), implied
+        return self._check_operands(wired, op, labels, implied, bool(contracted)), bool(contracted), implied
 
-    def _check_operands(self, wired: _Wired, op: Op, labels: Labels, sink: bool) -> str | None:
+    def _check_operands(self, wired: _Wired, op: Op, labels: Labels, implied: Implied, sink: bool) -> str | None:
         for v in wired.operands:
             if v in labels:
                 axes = [a for dim in labels[v] for a in dim]
@@ -272,11 +272,22 @@ class _Spreader:
                     return "two of its dimensions would run over one stream axis"
                 if not wired.has_elements and 0 in self.graph.values[v].shape:
                     return "it has no elements"
-        if wired.alone is not None and (why := wired.alone(op, [self._dims(v, labels) for v in op.inputs])):
-            return f"{op.label or op.kind}: {why}"
+        if wired.alone is not None:
+            streams = self._with(labels, implied, op.inputs)  # an index streams because what it places does
+            if why := wired.alone(op, [self._dims(v, streams) for v in op.inputs]):
+                return f"{op.label or op.kind}: {why}"
         if sink and any(v in labels and any(labels[v]) for v in op.outputs):
             return "a reduction over the stream has a streamed result"
         return None
+
+    def _with(self, labels: Labels, implied: Implied, values: Iterable[int]) -> Labels:
+        """The labels of ``values`` with what an op implies for them."""
+        found = {v: list(labels.get(v, [()] * len(self.graph.values[v].shape))) for v in values}
+        for axes, members in implied:
+            for v, dim in members:
+                if v in found:
+                    found[v][dim] = axes
+        return found
 
     def _dims(self, v: int, labels: Labels) -> Dims:
         mine = labels.get(v)

@@ -16,8 +16,6 @@ import jax
 import kitsune_jax as kj
 from kitsune_jax import lowering
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.program import ir
-from kitsune_jax.route import PlannedRegion
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import devices, nvrtc
 from tests.support import cuda_run
@@ -65,9 +63,7 @@ class Program:
             emulator = "emulator" if self.target == "emulator" else None
             return jax.jit(kj.pipeline(self.family.function, force=True, strict=True, target=emulator))
         of = self._subject()
-        program = ir.Program.of(of.program(self.plan))
-        code = cuda.generate(self.target, program, self.plan, "region")
-        planned = PlannedRegion("region", of.region, self.plan, program, self.target, code)
+        planned = of.planned(self.plan, self.target)
         return jax.jit(lambda *args: lowering.run(of.captured, [planned], args))
 
     def compile_kernel(self) -> None:
@@ -76,7 +72,7 @@ class Program:
             traced = jax.jit(kj.pipeline(self.family.function, force=True, strict=True)).trace(*self.arguments(0))
             traced.lower(lowering_platforms=("cuda",))
         else:
-            cuda.generate(self.target, ir.Program.of(self._subject().program(self.plan)), self.plan, "region")
+            self._subject().planned(self.plan, self.target)
 
     def _subject(self) -> cuda_run.Subject:
         return cuda_run.subject(self.family.function, *self.arguments(0))

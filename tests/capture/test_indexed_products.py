@@ -177,3 +177,18 @@ def test_a_step_of_message_passing_saves_multiplications() -> None:
     plain = e * d * d * 4 + n * d * d * 2
     assert multiplications(step, *args) < 0.6 * plain
     assert multiplications(jax.grad(step, tuple(range(5))), *args) < 0.6 * 3 * plain
+
+
+def test_what_is_left_to_xla_saves_them_too() -> None:
+    """A single product is no pipeline, and is made of the table all the same."""
+    w, nodes = arrays(12, (D, H), (N, D))
+
+    def f(w: Any, nodes: Any, i: Any) -> Any:
+        return nodes[i] @ w
+
+    pipelined = kj.pipeline(f)
+    assert not kj.explain(pipelined)(w, nodes, ids()).regions
+    text = jax.jit(pipelined).lower(w, nodes, ids()).as_text()
+    assert f"tensor<{N}x{D}xf32>, tensor<{D}x{H}xf32>" in text
+    assert f"tensor<{E}x{D}xf32>, tensor<{D}x{H}xf32>" not in text
+    close(jax.jit(pipelined)(w, nodes, ids()), in_float64(f, w, nodes, ids()))

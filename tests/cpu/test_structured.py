@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -12,7 +13,8 @@ import pytest
 from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets import cpu
-from tests.support.irregular import IRREGULAR
+from tests.support.bytecode_sim import simulate
+from tests.support.irregular import IRREGULAR, ordered_segments
 from tests.support.lowered import plain
 from tests.support.programs import CASES, Case, attention, gathered_inside, interaction, lstm, nested, segments
 from tests.support.tiles import Tiles
@@ -60,6 +62,17 @@ def check(case: Case, seed: int = 0) -> None:
 @pytest.mark.parametrize("name", [*CASES, *IRREGULAR])
 def test_case(name: str) -> None:
     check({**CASES, **IRREGULAR}[name]())
+
+
+@pytest.mark.parametrize("name", IRREGULAR)
+def test_simulated(name: str) -> None:
+    """The CPU program itself, by the simulator, which checks every access."""
+    case = IRREGULAR[name]()
+    operands = case.operands(np.random.default_rng(1))
+    program = case.program.parts[0].program
+    code = cpu.lower(program, name)
+    got = simulate(code, operands, [a.shape for a in program.outputs])
+    assert max(case.errors(got, operands)) < tolerance(case)
 
 
 AWKWARD: dict[str, Callable[[], Case]] = {
@@ -124,3 +137,41 @@ def test_every_integer_is_an_index(dtype: str, mode: str) -> None:
     whole = [int(i) for i in ids]
     want = [table[min(max(i, 0), 6)] if mode == "clip" or 0 <= i < 7 else np.full(3, -2, np.float32) for i in whole]
     np.testing.assert_array_equal(got, np.stack(want))
+
+
+@pytest.mark.parametrize("width", [1, 8, 19, 130])
+@pytest.mark.parametrize("how", ["sum", "max"])
+def test_sorted_segments_of_every_length(how: str, width: int) -> None:
+    """Runs that end inside of a tile, go on over tiles and strands, or hold half of all rows; gaps; ids out of range."""
+    rng = np.random.default_rng(width)
+    rows, n = 40_001, 3000
+    ids = np.concatenate([rng.integers(-5, n + 5, rows // 2), np.full(rows - rows // 2, 1234)])
+    ids = np.sort(np.where((ids > 700) & (ids < 1100), 699, ids)).astype(np.int32)
+    x = (0.1 + rng.random((rows, width))).astype(np.float32)
+    t = Tiles((rows,), 500)
+    t.sink_at(t.load((rows, width), "float32", ((0,), ())), t.load((rows,), "int32", ((0,),)), how, n, ids_sorted=True)
+    program = dataclasses.replace(t.program(), workers=3)
+    words = cpu.generate(Program.of(program), "segments")
+    inside = (ids >= 0) & (ids < n)
+    want = np.full((n, width), 0.0 if how == "sum" else -np.inf)
+    (np.add if how == "sum" else np.maximum).at(want, ids[inside], x[inside].astype(np.float64))
+    got = [np.full((n, width), np.nan, np.float32) for _ in range(3)]
+    for out, threads in zip(got, (1, 2, 5), strict=True):
+        _cpu.run(words, [x, ids], [out], threads)
+        assert out.tobytes() == got[0].tobytes()
+    np.testing.assert_allclose(got[0], want, rtol=3e-6 if how == "sum" else 0)
+
+
+def test_a_false_promise_of_sorted_ids_stays_inside() -> None:
+    rng = np.random.default_rng(0)
+    rows, n, width = 5000, 70, 8
+    t = Tiles((rows,), 64)
+    t.sink_at(t.load((rows, width), "float32", ((0,), ())), t.load((rows,), "int32", ((0,),)), "sum", n, ids_sorted=True)
+    words = cpu.generate(Program.of(dataclasses.replace(t.program(), workers=2)), "false")
+    guarded = np.full((n + 2, width), 7, np.float32)
+    _cpu.run(words, [np.ones((rows, width), np.float32), rng.integers(-n, 2 * n, rows, dtype=np.int32)], [guarded[1:-1]], 2)
+    assert (guarded[[0, -1]] == 7).all()
+    order = np.asarray([-1, 2**31 - 1, -(2**31), 3, 3, 0, 1, 8, 9, 4], np.int32)
+    case = ordered_segments(rows=10, n=3, tile_rows=4)
+    operands = case.operands(rng)
+    run(case, cpu.generate(case.program, "order"), [*operands[:3], order], 2)

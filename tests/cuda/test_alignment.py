@@ -133,6 +133,18 @@ def test_what_is_not_aligned_is_copied_in_the_order_of_the_stream(fake_driver: p
 
 
 @needs_compiler
+def test_a_result_in_the_memory_of_an_operand_shares_its_copy(fake_driver: pathlib.Path) -> None:
+    """The kernel finds in the result what the operand held."""
+    lines = run(COPIES + "print(json.dumps(copies([*ODD[:2], ODD[1], *ODD[3:]])))", fake_driver)
+    given = [0x10000 * (i + 1) + 2 * (i + 1) for i in range(5)]
+    assert [line for line in lines if line.startswith(("allocate", "copy"))] == [
+        *(line for i in (0, 1) for line in ("allocate in order 1000 context=0", f"copy {given[i]} to aligned 1000")),
+        *["allocate in order 1000 context=0"] * 2,
+        *(f"copy aligned to {given[i]} 1000" for i in (1, 3)),
+    ]
+
+
+@needs_compiler
 def test_aligned_and_empty_buffers_are_not_copied(fake_driver: pathlib.Path) -> None:
     program = COPIES + "print(json.dumps(copies([(a + 16, n) for a, n in buffers()[:4]] + buffers()[4:])))"
     assert [line.split()[0] for line in run(program, fake_driver)] == ["memset", "launch"]

@@ -146,7 +146,9 @@ FROM_L2 = {
     ("mlp", HALF, PORTABLE): 2.0,
     ("loss", HALF, PORTABLE): 2.0,
     ("gated-step", FLOAT, PORTABLE): 4.55,
+    ("edge-phase-small", HALF, RESIDENT): 1.167,  # lines of L1 hold rows of other tiles
 }
+_SECTOR = 32  # bytes that a load brings at least: where rows stream in an order of their own, neighbours belong to other tiles
 
 
 @all_cases
@@ -155,7 +157,9 @@ def test_inputs_are_read_once(case: tuple[str, str, str]) -> None:
         for b in kernel.streamed("in"):
             assert b.memory_read <= b.bytes + 32, b.name
             times = FROM_L2.get(case, float(kernel.loads(b.name)))
-            assert b.l2_read <= times * (b.bytes + 32), b.name
+            row = b.bytes // kernel.program.rows
+            apart = max(1, _SECTOR // row) if kernel.program.order is not None and b.name != f"in{kernel.program.order}" else 1
+            assert b.l2_read <= times * apart * (b.bytes + 32), b.name
 
 
 @all_cases

@@ -49,7 +49,7 @@ def case(name: str, dtype: str, rows: int) -> tuple[Subject, dict[str, Any], lis
 
 def in_float64(function: Callable[..., Any], args: tuple[Any, ...]) -> list[np.ndarray]:
     with enable_x64():
-        wide = [np.asarray(a).astype(np.float64) for a in args]
+        wide = [np.asarray(a).astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args]
         return [np.asarray(x) for x in jax.tree.leaves(jax.jit(function)(*wide))]
 
 
@@ -97,6 +97,11 @@ SAMPLE = [
     ("nerf-small", "bfloat16", 1, "sm80-vertical-resident-lanes2"),
     ("edge-update-small", "bfloat16", 130, "sm90-vertical-resident-lanes2"),
     ("edge-update-small", "float32", 257, "sm90-spatial-l2-lanes1"),
+    ("edge-phase-small", "bfloat16", 257, "sm90-vertical-resident-lanes2"),
+    ("edge-phase-small", "float32", 130, "sm80-vertical-streamed-cluster1-lanes1"),
+    ("edge-phase-small", "float16", 65, "sm90-spatial-cluster-lanes1"),
+    ("heads", "bfloat16", 257, "sm90-vertical-resident-lanes3"),
+    ("heads", "float32", 63, "sm80-vertical-resident-lanes2"),
     ("swiglu-small", "bfloat16", 63, "sm90-vertical-streamed-cluster1-lanes2"),
     ("swiglu-small", "float16", 130, "sm90-spatial-cluster-lanes3"),
     ("loss", "bfloat16", 257, "sm90-spatial-l2-lanes1-split2"),

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
+import re
+import shutil
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +15,7 @@ import pytest
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import kernel
+from kitsune_jax.targets.cuda import kernel, sources
 from kitsune_jax.targets.errors import CannotLower
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.tiles import Tiles
@@ -148,3 +154,46 @@ def test_what_is_refused_has_a_reason() -> None:
     t.sink_at(t.load((100, 2, 4), "float32", ((0,), (), ())), t.load((100, 2), "int32", ROW), "sum", 9, ids_sorted=True)
     with pytest.raises(CannotLower, match="several indices"):
         generated(t.program())
+
+
+# -- planted bugs: the emulator is where a race would be seen
+
+PLANTED = {
+    "rows are read before the warp has written them": (
+        "    syncwarp();\n    const u32* const column",
+        "    const u32* const column",
+    ),
+    "a block is overwritten while others read it": ("rows.pitch)); });\n    syncwarp();\n", "rows.pitch)); });\n"),
+    "runs are joined before all warps have theirs": (
+        "    bar_sync(barrier, kGroupThreads);\n    KITSUNE_NO_UNROLL",
+        "    KITSUNE_NO_UNROLL",
+    ),
+    "the next tile's runs go to the buffer that is read": ("    turn ^= 1;", "    //"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_the_emulator_sees_a_missing_barrier(bug: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers, emulator = sources.include_dirs("emulator")
+    planted = tmp_path / "include"
+    shutil.copytree(headers, planted)
+    file = planted / "kitsune" / "stage" / "segment.h"
+    right, wrong = PLANTED[bug]
+    assert file.read_text().count(right) == 1
+    file.write_text(file.read_text().replace(right, wrong))
+
+    def generate(*args: Any) -> kernel.Kernel:
+        made = kernel.generate(*args)
+        return dataclasses.replace(made, source=f"// {bug}\n{made.source}")  # which has an image of its own
+
+    monkeypatch.setattr("tests.support.cuda_run.generate", generate)
+    monkeypatch.setattr(sources, "include_dirs", lambda part: (planted, emulator) if part == "emulator" else (planted,))
+    program, arrays = summed(700, 64, 30), [values(700, 64), ids("random", 700, 30)]
+    found = []
+    for seed in range(6):
+        try:
+            run_program(program, *arrays, lanes=2, seed=seed)
+        except jax.errors.JaxRuntimeError as e:
+            found.append(str(e))
+    assert len(found) >= 4, "few schedules saw it"
+    assert all(re.search(r"race: \w+_shared|which nothing has written", why) for why in found), found

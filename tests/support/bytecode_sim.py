@@ -1,20 +1,22 @@
 """A slow, exact simulator of the CPU program format: NumPy, tile by tile, every access checked.
 
 Comes in: a ``bytecode.Program`` and the input arrays. Goes out: the output arrays. It follows the comments of
-``kitsune_jax/targets/cpu/bytecode.py``, for programs without loops, batches and indices (those are held against the interpreter of
-tile programs in ``tests/cpu/test_structured.py``), and shares no code with the code generator or the C++ executor, so that either
-can be held against it. Scratch and queue slots hold a poison pattern (0xFF bytes: NaN as floats, -1 as integers) until they are
-written.
+``kitsune_jax/targets/cpu/bytecode.py``, for programs without loops, batches and products of two tiles (those are held against the
+interpreter of tile programs in ``tests/cpu/test_structured.py``). It shares no code with the code generator or the C++ executor, so
+that either can be held against it. Scratch and queue slots hold a poison pattern (0xFF bytes: NaN as floats, -1 as integers) until
+they are written.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
 
+from kitsune_jax.ops.reduce import FOLDS, identity
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu import bytecode as bc
 
@@ -49,6 +51,7 @@ class _Machine:
         self.slots = [[np.full(q.entry_bytes, POISON, np.uint8) for _ in range(q.depth)] for q in program.queues]
         self.preps = [self._prepare(prep) for prep in program.preps]
         self.sinks: list[np.ndarray | None] = [None] * len(program.sinks)
+        self.last: dict[int, int] = {}  # the last index that a sink was fed with
 
     @staticmethod
     def _poisoned(n: int, dtype: np.dtype) -> np.ndarray:
@@ -135,9 +138,9 @@ class _Machine:
         return _take(self._memory(x.ref, False), index, f"space {x.ref.space}")
 
     def _write(self, x: bc.Operand, extents: tuple[int, ...], value: np.ndarray, multiple: int = 1) -> None:
-        self._put(x.ref, self._index(x, extents, multiple), value)
+        self._set(x.ref, self._index(x, extents, multiple), value)
 
-    def _put(self, ref: bc.Ref, index: np.ndarray, value: np.ndarray) -> None:
+    def _set(self, ref: bc.Ref, index: np.ndarray, value: np.ndarray) -> None:
         memory = self._memory(ref, True)
         if index.min() < 0 or index.max() >= memory.size:
             raise Fault(f"write of {index.min()}..{index.max()} in memory of {memory.size}")
@@ -148,8 +151,13 @@ class _Machine:
         if ref.space == bc.OUT:
             self.written[ref.index][index] = True
 
+    def _elements(self) -> np.ndarray:
+        """The elements of streamed arrays that the rows of the tile are."""
+        rows = np.arange(self.row0, self.row0 + self.n)
+        return rows if self.p.order < 0 else self.inputs[self.p.order][rows].astype(np.int64)
+
     def _border(self, x: bc.StridedLoad | bc.StridedStore) -> np.ndarray:
-        row = np.arange(self.row0, self.row0 + self.n)
+        row = self._elements()
         at = np.zeros_like(row)
         for size, stride in zip(reversed(self.p.axes), reversed(x.axis_strides), strict=True):
             at += row % size * stride
@@ -161,7 +169,7 @@ class _Machine:
 
     def _stridedstore(self, x: bc.StridedStore) -> None:
         assert x.array.space == bc.OUT
-        self._put(x.array, self._border(x), self._read(x.tile, x.extents))
+        self._set(x.array, self._border(x), self._read(x.tile, x.extents))
 
     def _matmul(self, x: bc.Matmul) -> None:
         w = self.preps[x.weight]
@@ -242,6 +250,58 @@ class _Machine:
         before = self.sinks[x.sink]
         self.sinks[x.sink] = part if before is None else _fold(how, np.stack([before, part]), (0,))
 
+    def _gather(self, x: bc.Gather) -> None:
+        index = self._read(x.index, x.index_extents).astype(np.int64)
+        near = np.clip(index, 0, x.count - 1) * x.table.row_stride
+        inner = x.table.ref.offset + _grid(x.extents, x.table.strides)
+        found = _take(self._memory(x.table.ref, False), near.reshape(*near.shape, *[1] * inner.ndim) + inner, "gather")
+        outside = (index < 0) | (index >= x.count)
+        if x.mode == bc.FILL:
+            found[outside] = x.fill[0]
+        self._write(x.out, (*x.index_extents, *x.extents), found)
+
+    def _accumulateat(self, x: bc.AccumulateAt) -> None:
+        sink = self.p.sinks[x.sink]
+        how, width = bc.REDUCTIONS[sink.how], math.prod(x.extents)
+        index = self._read(x.index, x.index_extents).astype(np.int64).reshape(-1)
+        if x.ordered:
+            at = x.x.ref.offset + self._elements()[:, None] * x.x.row_stride + np.arange(width)
+            value = _take(self._memory(x.x.ref, False), at, "sink")
+        else:
+            value = self._read(x.x, (*x.index_extents, *x.extents))
+        assert sink.dtype in (x.x.ref.dtype, bc.DTYPE_CODE["float32"]) and x.count * width == sink.elements
+        total = self.sinks[x.sink]
+        if total is None:
+            wide = _wide(np.zeros(1, dtype_of(sink.dtype))).dtype
+            total = np.full((x.count, width), identity(how, wide), wide)
+        inside = (index >= 0) & (index < x.count)
+        kept = [self.last.get(x.sink, 0), *index[inside]]
+        assert not x.sorted or kept == sorted(kept), "indices that are promised to be sorted are not"
+        self.last[x.sink] = kept[-1]
+        FOLDS[how].at(total.reshape(x.count, width), index[inside], value.reshape(-1, width)[inside].astype(total.dtype))
+        self.sinks[x.sink] = total.reshape(-1)
+
+    def _selected(self, x: bc.Take | bc.Put) -> np.ndarray:
+        assert x.index.row_stride == 0
+        return self._read(x.index, (x.indices,))[0].astype(np.int64)
+
+    def _take(self, x: bc.Take) -> None:
+        index = self._selected(x)
+        value = self._read(_dense(x.x), (*x.outer, x.count, x.inner))
+        taken = value[..., np.clip(index, 0, x.count - 1), :]
+        if x.mode == bc.FILL:
+            taken[..., (index < 0) | (index >= x.count), :] = x.fill[0]
+        self._write(_dense(x.out), (*x.outer, x.indices, x.inner), taken)
+
+    def _put(self, x: bc.Put) -> None:
+        index = self._selected(x)
+        value = _wide(self._read(_dense(x.x), (*x.outer, x.indices, x.inner)))
+        total = np.zeros((*value.shape[:-2], x.count, x.inner), value.dtype)
+        for i, k in enumerate(index):
+            if 0 <= k < x.count:
+                total[..., k, :] += value[..., i, :]
+        self._write(_dense(x.out), (*x.outer, x.count, x.inner), total)
+
     def _accumulatematmul(self, x: bc.AccumulateMatmul) -> None:
         sink = self.p.sinks[x.sink]
         a = self._read(bc.Operand(x.x.ref, x.x.row_stride, (*x.x.strides, 1)), (x.batch, x.m), x.row_multiple)
@@ -270,6 +330,11 @@ def _take(memory: np.ndarray, index: np.ndarray, what: str) -> np.ndarray:
     if index.min() < 0 or index.max() >= memory.size:
         raise Fault(f"{what}: read of {index.min()}..{index.max()} in memory of {memory.size}")
     return memory[index]
+
+
+def _dense(x: bc.Operand) -> bc.Operand:
+    """``x`` with a stride for elements that lie dense behind what its own strides say."""
+    return dataclasses.replace(x, strides=(*x.strides, 1))
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

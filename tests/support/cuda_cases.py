@@ -158,6 +158,27 @@ def two_sums(w0: Array, w1: Array, x: Array) -> Array:
     return (h @ w1) * jax.nn.sigmoid(h @ w1[:, ::-1]) + h
 
 
+def edge_phase(
+    w0: Array, b0: Array, w1: Array, b1: Array, gain: Array, shift: Array,
+    nodes: Array, edges: Array, senders: Array, receivers: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """The edges of a step of message passing: both ends of each are gathered, and what a node receives is summed up."""
+    x = jnp.concatenate([edges, jnp.tanh(nodes)[senders], jnp.tanh(nodes)[receivers]], -1)
+    new = layer_norm(jax.nn.relu(x @ w0 + b0) @ w1 + b1, gain, shift) + edges
+    return new, jax.ops.segment_sum(new, receivers, len(nodes))
+
+
+def heads(nodes: Array, edges: Array, senders: Array, receivers: Array) -> Array:
+    """Attention over a graph, without its softmax: a score for each of four heads weighs what the head has of the sender."""
+    sent = nodes[senders].reshape(-1, 4, 8)
+    score = jax.nn.leaky_relu((sent * (nodes[receivers] + edges).reshape(-1, 4, 8)).sum(-1))
+    return jnp.maximum(jax.ops.segment_max((score[:, :, None] * sent).reshape(-1, 32), receivers, len(nodes)), -4)  # finite
+
+
+_NODES = 37
+_ENDS = (Arg((-1,), "int32", classes=_NODES), Arg((-1,), "int32", classes=_NODES + 2))  # two of whose nodes there are not
+
+
 FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
@@ -183,6 +204,24 @@ FAMILIES: dict[str, Family] = {
             ),
             small=False,
         ),
+        Family(
+            "edge-phase-small",
+            edge_phase,
+            (
+                *(weight(96, 32), bias(32), weight(32, 32), bias(32), Arg((32,), "float32"), Arg((32,), "float32")),
+                *(Arg((_NODES, 32)), Arg((-1, 32)), *_ENDS),
+            ),
+        ),
+        Family(
+            "edge-phase",
+            edge_phase,
+            (
+                *(weight(384, 128), bias(128), weight(128, 128), bias(128), Arg((128,), "float32"), Arg((128,), "float32")),
+                *(Arg((_NODES, 128)), Arg((-1, 128)), *_ENDS),
+            ),
+            small=False,
+        ),
+        Family("heads", heads, (Arg((_NODES, 32)), Arg((-1, 32)), *_ENDS)),
         Family("swiglu-small", swiglu, (weight(64, 96), weight(64, 96), weight(96, 64), Arg((-1, 64)))),
         Family("swiglu", swiglu, (weight(512, 1408), weight(512, 1408), weight(1408, 512), Arg((-1, 512))), small=False),
         Family("loss", loss, (weight(32, 64), bias(64), weight(64, 16), Arg((-1, 32)), Arg((-1, 16)))),

@@ -27,16 +27,17 @@ from kitsune_jax import lowering
 from kitsune_jax.capture.captured import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.graph import Graph
+from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.program import Program, TileProgram, build
 from kitsune_jax.regions.select import select
-from kitsune_jax.route import PlannedRegion
+from kitsune_jax.route import PlannedRegion, StreamOrder
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import compile, emit, lower, runtime
 from kitsune_jax.targets.cuda.kernel import Arrangement, generate
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
-from kitsune_jax.targets.cuda.planning.machines import A100, H200
+from kitsune_jax.targets.cuda.planning.machines import A100, H200, GpuMachine
 from kitsune_jax.targets.cuda.planning.planner import candidates
 from kitsune_jax.targets.cuda.planning.splits import is_splittable
 
@@ -68,6 +69,14 @@ class Subject:
     def program(self, plan: Plan) -> TileProgram:
         return build(self.graph, self.region, plan)
 
+    def planned(self, plan: Plan, target: str) -> PlannedRegion:
+        """The region as a call of ``target``, with its code."""
+        program = Program.of(self.program(plan))
+        code = cuda.generate(target, program, plan, "region")
+        folds = [self.graph.ops[i] for i in self.region.sinks if plan.order in self.graph.ops[i].inputs[1:]]
+        orders = () if plan.order is None else (StreamOrder(plan.order, max(op["n"] for op in folds)),)
+        return PlannedRegion("region", self.region, plan, program, target, code, orders=orders)
+
 
 def subject(fn: Callable[..., Any], *args: Array) -> Subject:
     captured = capture(jax.make_jaxpr(fn)(*args), parts=True)  # as for the CUDA target
@@ -85,27 +94,34 @@ def subject(fn: Callable[..., Any], *args: Array) -> Subject:
     select(graph, supports, look, force=True)
     # Of equals the longer stream: a matmul may as well stream over the columns of its weights.
     for region in sorted(regions, key=lambda r: (len(r.ops), r.space.rows), reverse=True):
-        with contextlib.suppress(Infeasible):  # another axis may stream as far, but end in a product over the rows
-            candidates(GpuCost(graph, region, H200))
+        if plans(graph, region, H200):  # another axis may stream as far, but end in a product over the rows
             return Subject(captured, region, args)
     raise AssertionError("no region is legal")
+
+
+def plans(graph: Graph, region: Region, machine: GpuMachine) -> list[tuple[GpuCost, Plan]]:
+    """The planner's candidates, in each order in which the rows may stream, with the costs that they were made of."""
+    found: list[tuple[GpuCost, Plan]] = []
+    for order in (None, *orders_of(graph, region)):
+        cost = GpuCost(graph, region, machine, order)
+        with contextlib.suppress(Infeasible):
+            found += [(cost, plan) for plan in candidates(cost)]
+    return found
 
 
 def arrangements(of: Subject) -> dict[str, Plan]:
     """Every kind of plan, by name, that has a kernel; one pipeline instance each, so that a worker gets several tiles."""
     found: dict[str, Plan] = {}
     for machine in (H200, A100):
-        cost = GpuCost(of.graph, of.region, machine)
-        with contextlib.suppress(Infeasible):
-            plans = candidates(cost)
-            for plan in sorted(plans, key=lambda p: -len(p.stages)):  # of spatial ones the longest chain
-                _admit(of, found, _name(plan), plan)
-            for plan in plans:
-                if plan.queues and plan.queues[0].place == "l2" and plan.lanes == 1:
-                    for ways in (2, 4):
-                        split = dataclasses.replace(plan, stages=tuple(_split(cost, s, ways) for s in plan.stages))
-                        if any(s.split > 1 for s in split.stages):
-                            _admit(of, found, f"{_name(plan)}-split{ways}", split)
+        made = plans(of.graph, of.region, machine)
+        for _, plan in sorted(made, key=lambda pair: -len(pair[1].stages)):  # of spatial ones the longest chain
+            _admit(of, found, _name(plan), plan)
+        for cost, plan in made:
+            if plan.queues and plan.queues[0].place == "l2" and plan.lanes == 1:
+                for ways in (2, 4):
+                    split = dataclasses.replace(plan, stages=tuple(_split(cost, s, ways) for s in plan.stages))
+                    if any(s.split > 1 for s in split.stages):
+                        _admit(of, found, f"{_name(plan)}-split{ways}", split)
     return found
 
 
@@ -129,10 +145,8 @@ class Kernel:
     """A subject compiled for one plan; ``code.kernel.source`` is what was generated."""
 
     def __init__(self, of: Subject, plan: Plan):
-        program = Program.of(of.program(plan))
-        self.args = of.args
-        self.code = cuda.generate("emulator", program, plan, "region")
-        planned = PlannedRegion("region", of.region, plan, program, "emulator", self.code)
+        self.args, planned = of.args, of.planned(plan, "emulator")
+        self.code = planned.code
         self.executable = jax.jit(lambda *args: lowering.run(of.captured, [planned], args)).lower(*of.args).compile()
 
     def __call__(self, *args: Array, seed: int = 1) -> list[np.ndarray]:

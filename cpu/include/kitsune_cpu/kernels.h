@@ -92,12 +92,36 @@ using GatherRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, vo
 using ScatterRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, int64_t step, void* to, int64_t bytes);
 // into[r] <- the fold of the dense rows of `width` elements at from + at[i], start[r] <= i < start[r + 1], in their order; no run
 // is empty. Accumulator types as of FoldFn, narrow.
-using FoldRunsFn = void (*)(int64_t runs, const int64_t* start, const int64_t* at, const void* from, int64_t width,
+// `apart`: rows lie far from each other, and are asked for before their turn.
+using FoldRunsFn = void (*)(int64_t runs, const int64_t* start, const int64_t* at, const void* from, int64_t width, bool apart,
                             void* const* into);
+// The same for whole runs of narrow rows, by their indices, straight into the dense rows of `table`: row index[i] <- the fold of
+// its run. The rows from *filled + 1 up to the first index beyond it, and so on, that no index names get the identity; *filled is
+// the largest index so far.
+constexpr int64_t kNarrow = 16;  // elements
+using FoldNarrowFn = void (*)(int64_t n, const int64_t* index, const int64_t* at, const void* from, int64_t width, void* table,
+                              int64_t* filled);
+// n indices at `step` bytes as int64 (what is beyond becomes its largest number). Returns whether all are in [0, count).
+using ReadIndicesFn = bool (*)(int64_t n, const void* from, int64_t step, int64_t count, int64_t* to);
 // The row at from + at[i] is folded into the accumulators at table + to[i], for i < n in order. Accumulator types as of FoldFn.
 using FoldTableFn = void (*)(int64_t n, const int64_t* at, const int64_t* to, const void* from, int64_t width, void* table);
 // out[i] <- row[at[i]], or 0 where at[i] < 0.
 using TakeFn = void (*)(int64_t n, const int32_t* at, const void* row, void* out);
+
+// c[i][j] = sum_k x[i][k] y[j][k], summed in f32, of matrices that are used once: y is not packed. One of y_n and y_k is 1.
+struct DotArgs {
+  int64_t m, n, k;
+  const void* x;
+  int64_t ldx;  // elements between rows of x, whose K elements are contiguous
+  const void* y;
+  int64_t y_n, y_k;
+  void* c;
+  DType c_dtype;  // kF32, kBF16 or kF16
+  int64_t ldc;
+  bool symmetric;  // are x and y one matrix? y_k is 1 then
+  void* scratch;   // m * (k + n) floats, 64-byte aligned
+};
+using DotFn = void (*)(const DotArgs&);
 
 struct KernelTable {
   const char* isa;  // "amx", "avx512bf16", "avx512", "avx2", "generic"
@@ -121,8 +145,11 @@ struct KernelTable {
   GatherRowsFn gather_rows;
   ScatterRowsFn scatter_rows;
   FoldRunsFn (*fold_runs)(int how, DType storage);
+  FoldNarrowFn (*fold_narrow)(int how, DType storage);
+  ReadIndicesFn (*read_indices)(DType integer);
   FoldTableFn (*fold_table)(int how, DType storage, bool wide);
   TakeFn (*take)(int64_t item_bytes);
+  DotFn (*dot)(DType);  // of x and y; nullptr: there is none, and y is packed
   // Called by a thread that has used gemm or outer, when it is done with its part of a call (ThreadsPart does); nullptr where there
   // is nothing to do.
   void (*end_of_call)();

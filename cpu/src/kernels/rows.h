@@ -42,7 +42,7 @@ KITSUNE_INLINE void with_size(int64_t bytes, F f) {
 
 // Copies whole vectors, then the last one again where it ends: no call, as memcpy of an unknown size is one.
 KITSUNE_INLINE void copy_bytes(char* to, const char* from, int64_t bytes) {
-  if (bytes < kVectorBytes) return void(__builtin_memcpy(to, from, size_t(bytes)));
+  if (bytes < kVectorBytes) return void(__builtin_memmove(to, from, size_t(bytes)));  // an altered program may copy onto itself
   int64_t b = 0;
   for (; b + kVectorBytes <= bytes; b += kVectorBytes) store_vector(to + b, load_vector<VI>(from + b));
   if (b < bytes) store_vector(to + bytes - kVectorBytes, load_vector<VI>(from + bytes - kVectorBytes));
@@ -90,6 +90,7 @@ struct Runs {
   const int64_t *start, *at;
   const char* from;
   int64_t width, row_bytes;
+  bool apart;
   void* const* into;
 };
 
@@ -137,7 +138,7 @@ KITSUNE_INLINE VF some_floats(const Half* x, __mmask16 mask) { return (VF)_mm512
 template <class From, int V>
 void sum_columns(const Runs& x, int64_t first, __mmask16 last) {
   const char* from = x.from + first * int64_t(sizeof(From));
-  const int64_t ahead = first == 0 ? rows_ahead(x.row_bytes) : 0, end = x.start[x.count];
+  const int64_t ahead = x.apart && first == 0 ? rows_ahead(x.row_bytes) : 0, end = x.start[x.count];
   for (int64_t r = 0; r < x.count; ++r) {
     VF sum[V] = {};
     for (int64_t i = x.start[r]; i < x.start[r + 1]; ++i) {
@@ -149,7 +150,10 @@ void sum_columns(const Runs& x, int64_t first, __mmask16 last) {
     float* into = static_cast<float*>(x.into[r]) + first;
     KITSUNE_UNROLL
     for (int v = 0; v < V - 1; ++v) store_vector(into + v * kFloats, sum[v]);
-    _mm512_mask_storeu_ps(into + (V - 1) * kFloats, last, (__m512)sum[V - 1]);
+    if (last == __mmask16(-1))
+      store_vector(into + (V - 1) * kFloats, sum[V - 1]);
+    else
+      _mm512_mask_storeu_ps(into + (V - 1) * kFloats, last, (__m512)sum[V - 1]);
   }
 }
 
@@ -175,12 +179,85 @@ void sum_runs(const Runs& x) {
 #endif
 
 template <class Op, class Acc, class From>
-void fold_runs(int64_t count, const int64_t* start, const int64_t* at, const void* from, int64_t width, void* const* into) {
-  const Runs x{count, start, at, static_cast<const char*>(from), width, width * int64_t(sizeof(From)), into};
+void fold_runs(int64_t count, const int64_t* start, const int64_t* at, const void* from, int64_t width, bool apart,
+               void* const* into) {
+  const Runs x{count, start, at, static_cast<const char*>(from), width, width * int64_t(sizeof(From)), apart, into};
 #if defined(__AVX512F__)
   if constexpr (kSame<Op, Add> && kSame<Acc, float>) return sum_runs<From>(x);
 #endif
   fold_pieces<Op, Acc, From>(x, 0);
+}
+
+// ---- Narrow rows: every row stores the fold of its run so far, so that no branch depends on where runs end.
+
+template <class Op, class Acc>
+KITSUNE_INLINE void fill_between(int64_t index, int64_t width, Acc* table, int64_t* filled) {
+  for (int64_t e = (*filled + 1) * width; e < index * width; ++e) table[e] = Identity<Op, Acc>::kValue;
+}
+
+template <class Op, class Acc, class From, int N>
+void fold_narrow_columns(int64_t n, const int64_t* index, const int64_t* at, const char* from, int64_t width, int64_t first,
+                         Acc* table) {
+  Acc sum[N];
+  for (int j = 0; j < N; ++j) sum[j] = Identity<Op, Acc>::kValue;
+  int64_t last = -1;
+  for (int64_t i = 0; i < n; ++i) {
+    From row[N];
+    __builtin_memcpy(row, from + at[i] + first * int64_t(sizeof(From)), sizeof row);
+    for (int j = 0; j < N; ++j) sum[j] = Op::apply(index[i] == last ? sum[j] : Identity<Op, Acc>::kValue, convert<Acc>(row[j]));
+    last = index[i];
+    __builtin_memcpy(table + last * width + first, sum, sizeof sum);
+  }
+}
+
+template <class Op, class Acc, class From>
+void fold_narrow(int64_t n, const int64_t* index, const int64_t* at, const void* from_, int64_t width, void* table_,
+                 int64_t* filled) {
+  const char* from = static_cast<const char*>(from_);
+  Acc* table = static_cast<Acc*>(table_);
+  for (int64_t i = 0; i < n; ++i) {
+    if (index[i] > *filled + 1) fill_between<Op>(index[i], width, table, filled);
+    *filled = max_of(*filled, index[i]);
+  }
+#if defined(__AVX512F__)
+  if constexpr (kSame<Op, Add> && kSame<Acc, float>) {
+    const __mmask16 mask = __mmask16((1u << width) - 1);
+    auto fold = [&](auto columns) {  // their number, or 0: stores under a mask take several times as long as others
+      constexpr size_t kColumns = sizeof(typename decltype(columns)::type) - 1;
+      VF sum = {};
+      int64_t last = -1;
+      for (int64_t i = 0; i < n; ++i) {
+        const VF row = some_floats(reinterpret_cast<const From*>(from + at[i]), mask);
+        const __mmask16 goes_on = __mmask16(-int(index[i] == last));
+        sum = (VF)_mm512_maskz_mov_ps(goes_on, (__m512)sum) + row;
+        last = index[i];
+        if constexpr (kColumns > 0)
+          __builtin_memcpy(table + last * int64_t(kColumns), &sum, kColumns * sizeof(float));
+        else
+          _mm512_mask_storeu_ps(table + last * width, mask, (__m512)sum);
+      }
+    };
+    switch (width) {
+      case 1: return fold(TypeTag<char[2]>{});
+      case 2: return fold(TypeTag<char[3]>{});
+      case 4: return fold(TypeTag<char[5]>{});
+      case 8: return fold(TypeTag<char[9]>{});
+      case 16: return fold(TypeTag<char[17]>{});
+      default: return fold(TypeTag<char[1]>{});
+    }
+  }
+#endif
+  for (int64_t first = 0; first < width;) {
+    const int64_t left = width - first;
+    const int64_t m = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    switch (m) {
+      case 8: fold_narrow_columns<Op, Acc, From, 8>(n, index, at, from, width, first, table); break;
+      case 4: fold_narrow_columns<Op, Acc, From, 4>(n, index, at, from, width, first, table); break;
+      case 2: fold_narrow_columns<Op, Acc, From, 2>(n, index, at, from, width, first, table); break;
+      default: fold_narrow_columns<Op, Acc, From, 1>(n, index, at, from, width, first, table);
+    }
+    first += m;
+  }
 }
 
 // ---- A table: row i, from + at[i], is folded into the row table + to[i] of accumulators.
@@ -236,12 +313,13 @@ void take_elements(int64_t n, const int32_t* at, const void* row_, void* out_) {
 
 struct RowFolds {
   FoldRunsFn runs;
+  FoldNarrowFn narrow;
   FoldTableFn table;
 };
 
 template <class Op, class Acc, class From>
 RowFolds row_folds_of() {
-  return {&fold_runs<Op, Acc, From>, &fold_into_table<Op, Acc, From>};
+  return {&fold_runs<Op, Acc, From>, &fold_narrow<Op, Acc, From>, &fold_into_table<Op, Acc, From>};
 }
 
 // As folds_for.
@@ -262,11 +340,11 @@ RowFolds row_folds_for(int how, bool wide) {
       default: break;
     }
   }
-  return {nullptr, nullptr};
+  return {nullptr, nullptr, nullptr};
 }
 
 inline RowFolds find_row_folds(int how, DType storage, bool wide) {
-  if (how < 0 || how >= kReductions) return {nullptr, nullptr};
+  if (how < 0 || how >= kReductions) return {nullptr, nullptr, nullptr};
   return with_type<RowFolds>(storage, [how, wide](auto tag) -> RowFolds {
     using T = typename decltype(tag)::type;
     if constexpr (kSame<T, double>) {
@@ -282,6 +360,7 @@ inline RowFolds find_row_folds(int how, DType storage, bool wide) {
 }
 
 inline FoldRunsFn fold_runs_function(int how, DType storage) { return find_row_folds(how, storage, false).runs; }
+inline FoldNarrowFn fold_narrow_function(int how, DType storage) { return find_row_folds(how, storage, false).narrow; }
 inline FoldTableFn fold_table_function(int how, DType storage, bool wide) { return find_row_folds(how, storage, wide).table; }
 inline TakeFn take_function(int64_t item) {
   return item == 1   ? &take_elements<uint8_t>

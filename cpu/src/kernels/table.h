@@ -1,9 +1,11 @@
 // The kernel table of this translation unit's ISA. Include once per unit, after defining KITSUNE_ISA and KITSUNE_ISA_NAME.
 #pragma once
 
+#include "dots.h"
 #include "fold.h"
 #include "gemm.h"
 #include "outer.h"
+#include "read_indices.h"
 #include "rows.h"
 #include "vector_ops.h"
 
@@ -29,8 +31,11 @@ const KernelTable table = {
     &gather_rows,
     &scatter_rows,
     &fold_runs_function,
+    &fold_narrow_function,
+    &read_indices_function,
     &fold_table_function,
     &take_function,
+    &dot_function,
     nullptr,
 };
 

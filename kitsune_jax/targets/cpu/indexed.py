@@ -49,11 +49,15 @@ def sink_at(stage: Stage, i: int, instr: Instr) -> None:
     at = stage.view(index)
     rank = len(at.shape)
     straight = stage.unordered(v) if math.prod(at.shape) == 1 else None
-    if straight is not None and straight.dtype == sink.dtype and _dense(straight, rank):
+
+    def fits(view: View) -> bool:
+        return sink.dtype in (view.dtype, compute_type(view.dtype)) and _dense(view, rank)
+
+    if straight is not None and fits(straight):
         x = straight
     else:
         x = stage.view(v)
-        if x.dtype != sink.dtype or not _dense(x, rank):
+        if not fits(x):
             x = stage.scratch(stage.type(v).shape, sink.dtype)
             stage.write(v, x)
     promised, ordered = int(instr["sorted"]), int(x is straight)

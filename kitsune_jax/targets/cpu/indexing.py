@@ -31,7 +31,7 @@ class Gather:
 class AccumulateAt:
     """Row index(rows, *index_extents) of the sink's accumulator (dense, [count, *extents]) folded with
     x(rows, *index_extents, *extents), whose ``extents`` lie dense. Indices below 0 or beyond count - 1 are dropped; rows that none
-    names hold the identity.
+    names hold the identity. x has the sink's dtype, or a 16-bit one that is computed in it.
 
     ``sorted``: the others never decrease from one row of the stream to the next; if they do, the result is any numbers. Nothing
     else folds into such a sink. ``ordered``: row r of x, an input, is at element ``order[r]`` of the program's order; there is an

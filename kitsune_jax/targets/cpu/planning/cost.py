@@ -166,7 +166,7 @@ class CpuCost(RegionCost):
         if work.access is not None:
             return times.STEP_SECONDS + rows * known.access(work.access)
         if work.family in (GATHER, SCATTER):
-            return times.STEP_SECONDS + rows * work.elements * known.picked
+            return times.STEP_SECONDS + rows * work.elements * known["picked"]
         if work.family in COPIES:
             return rows * work.elements * 2 * known.edge(work.dtype)
         if not work.kind:

@@ -114,17 +114,13 @@ class CpuTimes:
         rates = [math.log(self[f"dot/{a}x{b}x{c}"] / (a * b * c)) for a, b, c in PRODUCTS]
         return math.exp(_between(sides, rates, _mean(m, n))) * m * k * n * (2.0 if dtype == "float64" else 1.0)
 
-    @property
-    def picked(self) -> float:
-        """An element that indices pick out of a row, or put into one. XLA picks single elements as we do."""
-        return self["xla/gather/1"] * self.profile.workers
-
     def access(self, access: Access) -> float:
         """What an op reads or folds by indices, for a row of the stream."""
         if access.folds and access.near:
             return access.count * self._row("runs", access.row_bytes)
         inner, outer = (self._row(f"take/{level}", access.row_bytes) for level in ("l2", "l3"))
         # Beyond the last level a row comes from memory, at its rate: rows are asked for before their turn.
+        outer = max(inner, outer)
         beyond = outer + access.row_bytes * max(0.0, self["copy/dram"] - self["copy/l3"])
         p = self.profile
         sizes = (p.l2 / 2, 4 * p.l2, p.l3 / 2, 4 * p.l3)
