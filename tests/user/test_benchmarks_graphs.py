@@ -14,6 +14,7 @@ from scipy.special import log_softmax, softmax
 
 from benchmarks import segments, store, table
 from benchmarks.__main__ import main
+from benchmarks.graphs import offchip
 from benchmarks.graphs.apps import GRAPH_APPS, GraphCase, case_of, click_error, label_error, squared_error
 from benchmarks.graphs.libraries import LIBRARY_APPS, NEEDS
 from benchmarks.graphs.measure import in_float64, loss_and_grads, max_relative_error
@@ -216,3 +217,11 @@ def test_error_of_a_segment_reduction_sees_what_is_wrong() -> None:
     assert segments.error(want, want) == 0
     assert segments.error(np.where(np.isfinite(want), want, 0), want) == np.inf
     assert segments.error(want + 1, want) > 0.1
+
+
+def test_row_of_the_papers_table() -> None:
+    case = small_case("dlrm")
+    cells = offchip.row(case, "infer")
+    assert len(cells) == len(offchip.markdown(()).splitlines()[2].split("|")) - 2
+    assert cells[4] == "81 / 81"
+    assert set(offchip.PAPER) <= set(GRAPH_APPS)
