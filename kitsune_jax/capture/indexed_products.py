@@ -10,7 +10,7 @@ table has (each node of a graph has several edges). What is done to all taken ro
 
 Invariants: every value that is left keeps its shape and meaning. An element of a result is the same sum in another order; what was
 a sum of products in float32 stays one in float32, also where it is now rounded in a bfloat16 array's place. Indices out of range
-give what they gave before, but for ``promise_in_bounds``, where JAX promises nothing.
+give what they gave before. A row of the table that nobody takes counts for nothing, also where it holds an infinity or a NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kitsune_jax.capture.captured import Captured, Draft, Step, pruned
 from kitsune_jax.capture.divided_gradients import split_gradients
 from kitsune_jax.capture.sliced_products import columns_of, is_layer
 from kitsune_jax.capture.transposed_gradients import is_weight_gradient
-from kitsune_jax.graph import Op, Param, make_params
+from kitsune_jax.graph import Op, Param, Scalar, Value, make_params
 from kitsune_jax.ops.spec import is_float, is_narrow
 
 # An index has to take every row of its table so often, on average: below, a larger array of results outweighs what is saved.
@@ -43,12 +43,12 @@ def _has_taken_part(join: Op, rows: int, draft: Draft) -> bool:
     """Is a part of ``join`` taken by an index that runs over the first ``rows`` dimensions, or fewer?"""
     makers = {v: op for op in draft.captured.graph.ops for v in op.outputs if op.kind == "take"}
     parts = [makers.get(v) for v in join.inputs]
-    return any(op is not None and _is_reused(op, draft) and _drops(op) for op in parts)
+    return any(op is not None and _is_reused(op, draft) and _is_summable(op) for op in parts)
 
 
-def _drops(take: Op) -> bool:
-    """Does an index out of range add nothing to a product with the rows, or is there none, by the user's promise?"""
-    return bool(dict(take.params).get("promised")) or (take["mode"] == "fill" and take["fill"] == 0)
+def _is_summable(take: Op) -> bool:
+    """Can the rows it takes be replaced by sums over the rows of its table? Not those that are filled with what is not zero."""
+    return take["mode"] != "fill" or take["fill"] == 0
 
 
 def _is_reused(op: Op, draft: Draft) -> bool:
@@ -68,6 +68,8 @@ class _Rewriter:
         self.maker = {v: op for op in self.ops for v in op.outputs}
         self.made: dict[tuple[str, tuple[int, ...], tuple[tuple[str, Param], ...]], int] = {}
         self.promised = {op.inputs[1] for op in self.ops if op.kind.startswith("scatter_") and op["sorted"]}
+        # Indices whose sums are needed below and above the table as well: there a gradient by weights reads the nearest row.
+        self.open = {take.inputs[1] for op in self.ops for _, take in self._taken_sides(op) if take["mode"] == "clip"}
 
     def run(self) -> Captured:
         for op, step in zip(self.ops, self.steps, strict=True):
@@ -79,7 +81,7 @@ class _Rewriter:
     # --- what is appended ---------------------------------------------------------------------------------------------------------
 
     def _add(self, kind: str, inputs: Sequence[int], like: int, shape: Sequence[int], at: tuple[Op, Step], dtype: str = "",
-             **params: Param) -> int:  # fmt: skip
+             /, **params: Param) -> int:  # fmt: skip
         """A new op in the place of ``at``; the one that is there already where an equal one is."""
         key = kind, tuple(inputs), make_params(**params)
         if key not in self.made:
@@ -193,31 +195,97 @@ class _Rewriter:
         return is_float(self._dtype(v)) and self._dtype(v) != "float16"
 
     def _summed(self, u: int, index: int, n: int, at: tuple[Op, Step]) -> int:
+        """The sum of the rows of ``u`` for each of the ``n`` indices in range."""
+        if index not in self.open:
+            return self._scattered(u, index, n, at)
+        return self._cut(self._scattered(u, self._shifted(index, n, at), n + 2, at), 0, 1, n, at)
+
+    def _scattered(self, u: int, index: int, n: int, at: tuple[Op, Step]) -> int:
         shape = (n, *self._shape(u)[len(self._shape(index)) :])
         return self._add("scatter_sum", (u, index), u, shape, at, axis=0, n=n, sorted=index in self.promised)
 
+    def _shifted(self, index: int, n: int, at: tuple[Op, Step]) -> int:
+        """The index plus 1, where all below the table are 0 and all above are n + 1."""
+        dtype, shape = self._dtype(index), self._shape(index)
+        small = dtype.endswith(("8", "16"))
+        if small:
+            index = self._add("convert_element_type", (index,), index, shape, at, "int32", new_dtype="int32")
+        wide = "int32" if small else dtype
+        ends = self._literal(0 if wide.startswith("u") else -1, wide), self._literal(n, wide)
+        near = self._add("clamp", (ends[0], index, ends[1]), index, shape, at, wide)
+        if wide != "int32":
+            near = self._add("convert_element_type", (near,), near, shape, at, "int32", new_dtype="int32")
+        shifted = self._add("add", (near, self._literal(1, "int32")), near, shape, at)
+        if index in self.promised:
+            self.promised.add(shifted)
+        return shifted
+
+    def _literal(self, scalar: Scalar, dtype: str) -> int:
+        key = f"literal {scalar!r}", (), make_params(dtype=dtype)
+        if key not in self.made:
+            self.made[key] = len(self.draft.values)
+            self.draft.values.append(Value((), dtype, scalar))
+            self.draft.avals.append(None)
+        return self.made[key]
+
     # --- take(x, i)^T u -----------------------------------------------------------------------------------------------------------
 
-    def _gradient(self, op: Op, step: Step) -> bool:
+    def _taken_sides(self, op: Op) -> list[tuple[int, Op]]:
+        """The operands of the weight gradient ``op``, by their numbers, that are rows taken from a table with fewer of them."""
         if not is_weight_gradient(op, self.draft.values):
-            return False
+            return []
         pairs = list(zip(op["lhs_contract"], op["rhs_contract"], strict=True))
+        found = []
         for side in range(2):
             take, other = self.maker.get(op.inputs[side]), op.inputs[1 - side]
-            if take is None or take.kind != "take" or not _is_reused(take, self.draft) or not self._may_reorder(other):
+            if take is None or take.kind != "take" or not _is_reused(take, self.draft) or not _is_summable(take):
                 continue
-            table, index = take.inputs
-            rank = len(self._shape(index))
-            if not _drops(take) or any((d, d) not in pairs for d in range(rank)) or self._dtype(table) != self._dtype(other):
-                continue
-            total = self._summed(other, index, self._shape(table)[0], (op, step))
-            left = [(0, 0), *((a - rank + 1, b - rank + 1) for a, b in pairs if a >= rank)]
-            inputs = (table, total) if side == 0 else (total, table)
-            contract = {"lhs_contract": tuple(a for a, _ in left), "rhs_contract": tuple(b for _, b in left)}
-            return self._give(op, "dot_general", inputs, step, **{**dict(op.params), **contract})
-        return False
+            whole = all((d, d) in pairs for d in range(len(self._shape(take.inputs[1]))))
+            if whole and self._may_reorder(other) and self._dtype(take.inputs[0]) == self._dtype(other):
+                found.append((side, take))
+        return found
+
+    def _gradient(self, op: Op, step: Step) -> bool:
+        sides = self._taken_sides(op)
+        if not sides:
+            return False
+        (side, take), at = sides[0], (op, step)
+        (table, index), other = take.inputs, op.inputs[1 - side]
+        n, rank = self._shape(table)[0], len(self._shape(index))
+        pairs = [(a - rank + 1, b - rank + 1) for a, b in zip(op["lhs_contract"], op["rhs_contract"], strict=True) if a >= rank]
+        contract = {"lhs_contract": (0, *(a for a, _ in pairs)), "rhs_contract": (0, *(b for _, b in pairs))}
+        params = {**dict(op.params), **contract}
+
+        def factors(rows: int, sums: int) -> tuple[int, int]:
+            used = self._used(rows, sums, at)
+            return (used, sums) if side == 0 else (sums, used)
+
+        total = self._summed(other, index, n, at)
+        if index not in self.open:
+            return self._give(op, "dot_general", factors(table, total), step, **params)
+        (out,) = op.outputs
+        inside = self._add("dot_general", factors(table, total), out, self._shape(out), at, **params)
+        sums = self._scattered(other, self._shifted(index, n, at), n + 2, at)
+        ends = [self._joined([self._cut(v, 0, k, 1, at) for k in (0, last)], at) for v, last in ((table, n - 1), (sums, n + 1))]
+        outside = self._add("dot_general", factors(ends[0], ends[1]), out, self._shape(out), at, **params)
+        return self._give(op, "add", (inside, outside), step)
+
+    def _joined(self, rows: Sequence[int], at: tuple[Op, Step]) -> int:
+        shape = self._shape(rows[0])
+        return self._add("concatenate", rows, rows[0], (len(rows), *shape[1:]), at, dimension=0)
+
+    def _used(self, rows: int, sums: int, at: tuple[Op, Step]) -> int:
+        """``rows``, with zeros where the row of ``sums`` is zero: an infinity there would make a NaN."""
+        dtype, shape = self._dtype(sums), self._shape(sums)
+        used = self._add("ne", (sums, self._literal(0.0, dtype)), sums, shape, at, "bool")
+        if len(shape) > 1:
+            used = self._add("reduce_or", (used,), used, shape[:1], at, axes=tuple(range(1, len(shape))))
+        whole = self._shape(rows)
+        where = self._add("broadcast_in_dim", (used,), used, whole, at, shape=whole, dims=(0,))
+        zeros = self._add("broadcast_in_dim", (self._literal(0.0, self._dtype(rows)),), rows, whole, at, shape=whole, dims=())
+        return self._add("select_n", (where, zeros, rows), rows, whole, at)
 
 
 def _label(kind: str, op: Op) -> str:
     """What the user calls an op of that kind that stands for ``op``, or for a part of it."""
-    return {op.kind: op.label, "take": "gather", "scatter_sum": "scatter-add", "convert_element_type": op.label}.get(kind, kind)
+    return {op.kind: op.label, "take": "gather", "scatter_sum": "scatter-add", "broadcast_in_dim": "broadcast"}.get(kind, kind)

@@ -18,7 +18,7 @@ import numpy as np
 
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.capture.numbers import MODES, Numbers, components, known, mode_of, numbers_of
-from kitsune_jax.graph import Param, Scalar
+from kitsune_jax.graph import Scalar
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import INTEGERS, np_dtype
 
@@ -63,8 +63,7 @@ def take(e: Equation) -> int | str:
     shape = [rows.shape[d] for d in rows.order]
     end = rows.axis + len(rows.indexed)
     x = e.reshape(e.transpose(e.ins[0], rows.order), [*shape[: rows.axis], rows.n, *shape[end:]])
-    promised: dict[str, Param] = {"promised": True} if mode_of(e) == "PROMISE_IN_BOUNDS" else {}
-    made = e.op("take", x, index, axis=rows.axis, mode=mode, fill=_fill(e) if mode == "fill" else None, **promised)
+    made = e.op("take", x, index, axis=rows.axis, mode=mode, fill=_fill(e) if mode == "fill" else None)
     wanted = _names(e.out_shape, numbers, rows)
     names = _rows_names(rows, index_rank)
     return e.reshape(e.transpose(made, [names.index(n) for n in wanted]), e.out_shape)

@@ -34,7 +34,6 @@ from kitsune_jax.ops.spec import (
     to_double,
 )
 
-# ``take`` may have a parameter ``promised``: the user says that no index is out of range. Its results do not depend on it.
 MODES = ("clip", "fill", "promise_in_bounds")
 _LONGEST = 4096  # a dimension that is indexed inside each row
 _UNFINISHED = "it reads any row of a table, and this one is not finished before the stream ends"

@@ -76,7 +76,7 @@ def test_a_gradient_by_weights_and_nodes_sums_each_index_once() -> None:
     gradient = jax.grad(lambda *a: jnp.sum(jnp.sin(edge_layer(*a))), (0, 2))
     graph = capture(jax.make_jaxpr(gradient)(*args)).graph
     sums = [graph.values[op.outputs[0]].shape for op in graph.ops if op.kind == "scatter_sum"]
-    assert sums == [(N, H), (N, H)]
+    assert sums == [(N + 2, H), (N + 2, H)]  # and what is out of range
 
 
 def test_taken_rows_alone() -> None:
@@ -105,7 +105,7 @@ def test_rows_with_two_dimensions_and_an_index_with_two() -> None:
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
 def test_indices_out_of_range_give_what_they_gave(mode: str) -> None:
     w, nodes = arrays(6, (D, H), (N, D))
-    i = ids() if mode == "promise_in_bounds" else ids().at[3].set(-2 * N).at[7].set(N).at[8].set(-1)
+    i = ids().at[3].set(-2 * N).at[7].set(N).at[8].set(-1)
 
     def f(w: Any, nodes: Any, i: Any) -> Any:
         return nodes.at[i].get(mode=mode) @ w
@@ -118,6 +118,24 @@ def test_indices_out_of_range_give_what_they_gave(mode: str) -> None:
     for argument in (0, 1):
         gradient = jax.grad(loss, argument)
         close(jax.jit(kj.pipeline(gradient, force=True))(w, nodes, i), in_float64(gradient, w, nodes, i))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
+def test_the_gradient_by_weights_at_indices_out_of_range(dtype: str) -> None:
+    """JAX reads the nearest row where a plain index is out of range, and adds nothing to a row in the gradient."""
+    args = list(edge_arguments())
+    args[3] = args[3].at[0].set(N).at[1].set(N + 90).at[2].set(0 if dtype.startswith("u") else -N - 3).astype(dtype)
+    gradient = jax.grad(lambda *a: jnp.sum(jnp.sin(edge_layer(*a))), (0, 1, 2))
+    close(jax.jit(kj.pipeline(gradient, force=True))(*args), in_float64(gradient, *args))
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_a_row_that_nobody_takes_may_hold_anything(bad: float) -> None:
+    args = list(edge_arguments())
+    args[2] = args[2].at[N // 2].set(bad).at[0].set(bad)
+    args[3], args[4] = (jnp.where((i == N // 2) | (i == 0), 1, i) for i in args[3:])
+    gradient = jax.grad(lambda *a: jnp.sum(jnp.sin(edge_layer(*a))), (0, 1, 2))
+    close(jax.jit(kj.pipeline(gradient, force=True))(*args), in_float64(gradient, *args))
 
 
 def test_a_number_that_fills_keeps_the_product_as_it_is() -> None:
