@@ -88,7 +88,7 @@ def network(params: Params, features: jax.Array, senders: jax.Array, receivers: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = training.parse(training.application_parser(__doc__ or "", out="out/graph_transformer", steps=120), argv)
+    args = training.parse(training.application_parser(__doc__ or "", out="out/graph_transformer", steps=60), argv)
     sizes = FULL if args.full else SMALL
     graph = graphs.community_graph(sizes.nodes, sizes.edges, sizes.classes, sizes.features, args.seed)
     return graphs.classify(network, initial_params(jax.random.key(args.seed), sizes), graph, args, "Graph Transformer")
