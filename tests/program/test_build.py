@@ -43,6 +43,15 @@ def run_through_interpreter(fn, *args, seed: int = 0):
     selection = select(graph, lambda i: None, planner, force=True)
     values = dict(zip(graph.inputs, jax.tree.leaves(args), strict=True))
     values |= {v: np.asarray(x.literal, x.dtype) for v, x in enumerate(graph.values) if x.literal is not None}
+    makers = graph.producers()
+
+    def outside(v: int):
+        """A value that a region makes for itself, made by JAX: the order of its rows has to be known in front of it."""
+        if v in values:
+            return values[v]
+        op = graph.ops[makers[v]]
+        return captured.run(makers[v], [outside(x) for x in op.inputs])[op.outputs.index(v)]
+
     by_first = {anchored(graph, c.region): c for c in selection.regions}
     for node in quotient_order(graph, list(by_first)):
         chosen = by_first.get(node)
@@ -55,7 +64,7 @@ def run_through_interpreter(fn, *args, seed: int = 0):
         given = [np.asarray(values[v]) for v in chosen.region.inputs]
         if chosen.plan.order is not None:
             n = max(graph.ops[i]["n"] for i in chosen.region.sinks if chosen.plan.order in graph.ops[i].inputs[1:])
-            given.append(order_of(np.asarray(values[chosen.plan.order]).reshape(-1), n))
+            given.append(order_of(np.asarray(outside(chosen.plan.order)).reshape(-1), n))
         outs = interpret(program, given, schedule_seed=seed)
         values.update(zip(chosen.region.outputs, outs, strict=True))
     return [np.asarray(values[v]) for v in graph.outputs], selection.regions
