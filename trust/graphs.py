@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from trust.context import Context
@@ -128,7 +129,7 @@ def _interaction(c: Context, v: Array, u: Array) -> Any:
     looked = c.param(k, n)[jnp.clip(_ids(c, k), 0, k - 1)].reshape(*v.shape[:-1], n)
     vectors = jnp.stack([a, b.astype(a.dtype), looked.astype(a.dtype)], -2)
     products = jnp.einsum("...if,...jf->...ij", vectors, vectors) / n
-    rows, columns = jnp.tril_indices(3, c.pick(0, -1))
+    rows, columns = np.tril_indices(3, c.pick(0, -1))
     return c.pick(
         lambda: products.reshape(*v.shape[:-1], 9),
         lambda: products[..., rows, columns],

@@ -49,9 +49,9 @@ def recorded(name: str, dtype: str, arrangement: str) -> tuple[Any, list[np.ndar
     calls: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
     plain = jax.ffi.ffi_call
 
-    def recording(*target: Any) -> Any:
+    def recording(*target: Any, **options: Any) -> Any:
         def call(*operands: Any, **attributes: Any) -> Any:
-            results = plain(*target)(*operands, **attributes)
+            results = plain(*target, **options)(*operands, **attributes)
             calls.append(([np.asarray(x) for x in operands], [np.asarray(x) for x in results]))
             return results
 
