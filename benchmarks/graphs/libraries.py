@@ -111,8 +111,6 @@ def _haiku_message_passing(rows: int, rng: Rng) -> Made:
         x = hk.nets.MLP([WIDTH, WIDTH], activation=jax.nn.swish)(jnp.concatenate(parts, axis=-1))
         return hk.LayerNorm(axis=-1, create_scale=True, create_offset=True)(x)
 
-    @hk.without_apply_rng
-    @hk.transform
     def network(nodes: Any, edges: Any, senders: Any, receivers: Any) -> Any:
         for _ in range(3):
             messages = update(edges, nodes[senders], nodes[receivers])
@@ -121,7 +119,8 @@ def _haiku_message_passing(rows: int, rng: Rng) -> Made:
         return nodes
 
     inputs = _plain_inputs(rows, rng)
-    return network.apply, network.init(random_key(rng), *inputs), inputs
+    transformed: Any = hk.without_apply_rng(hk.transform(network))
+    return transformed.apply, transformed.init(random_key(rng), *inputs), inputs
 
 
 def _nnx_message_passing(rows: int, rng: Rng) -> Made:
