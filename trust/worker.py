@@ -84,7 +84,8 @@ class Worker:
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(BrokenPipeError):  # what a process that died has not read
+                        pipe.close()
             self._process = None
 
     def _started(self) -> subprocess.Popen[bytes]:

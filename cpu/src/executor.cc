@@ -259,7 +259,9 @@ Plan::Plan(const Program& p, const KernelTable& kernel_table) : program(p), tabl
   most_workers = std::min(most_workers, busiest(*this));
   // Packed bytes are made at some 24 a ns. A single tile has one thread, however long it takes: helpers only pack.
   const bool one_tile = p.tiles == 1 && p.queues.empty();
-  estimated_ns = (one_tile ? 0 : ns) + static_cast<double>(prep_bytes) / 24;
+  const double packing = static_cast<double>(prep_bytes) / 24;
+  estimated_ns = ns + packing;
+  shared_ns = one_tile ? packing : estimated_ns;
 }
 
 }  // namespace kitsune::cpu

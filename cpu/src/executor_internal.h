@@ -121,7 +121,7 @@ struct Plan {
   size_t scratch_bytes = 0;  // of a worker: the stage's scratch, what Pack prepares, then the steps' temporary memory
   size_t packed_offset = 0, temp_offset = 0;
   int64_t most_workers = 1;  // as many as can be busy at once, and whose temporary memory together is in proportion to the arrays
-  double estimated_ns = 0;
+  double estimated_ns = 0, shared_ns = 0;  // of one thread; the part of it that several could take
   size_t memory_bytes() const { return plus(plus(prep_bytes, ring_bytes), plus(strands_bytes, scratch_bytes)); }
 };
 

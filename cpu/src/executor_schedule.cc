@@ -383,7 +383,7 @@ std::string run_program(const Plan& plan, char* const* ins, char* const* outs, P
   try {
     CachedBlock prepared(plan.prep_bytes, "packed weights"), rings(plan.ring_bytes, "queues");
     CachedBlock strands(plan.strands_bytes, "partial sums");
-    int64_t workers = std::clamp<int64_t>(pool.num_threads(plan.estimated_ns), 1, plan.most_workers);
+    int64_t workers = std::clamp<int64_t>(pool.num_threads(plan.shared_ns), 1, plan.most_workers);
     auto run = std::make_shared<Run>(plan, ins, outs, prepared.data(), rings.data(), strands.data(), workers, pool);
     run->join(true);
     return run->error();

@@ -34,7 +34,7 @@ class Executable {
 
   const Call& call() const { return call_; }
 
-  // A rough lower bound of one call's time on one thread, in ns: below some 20 000 it is not worth waking other threads.
+  // A rough lower bound of one call's time on one thread, in ns.
   double estimated_ns() const;
 
   // Bytes that a call takes beside its operands and results on one thread, at most at one time: arrays between phases, packed
