@@ -91,7 +91,7 @@ def scatter(how: str, params: Params, x: Array, indices: Array, updates: Array) 
         return out
     keep = np.broadcast_to(valid, moved.shape)
     where = tuple(np.broadcast_to(a, moved.shape)[keep] for a in at)
-    writers = {"add": np.add.at, "mul": np.multiply.at, "max": np.maximum.at, "min": np.minimum.at}
+    writers = {"add": np.add.at, "sub": np.subtract.at, "mul": np.multiply.at, "max": np.maximum.at, "min": np.minimum.at}
     if how == "set":
         out[where] = moved[keep]
     else:

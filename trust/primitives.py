@@ -271,6 +271,8 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "scatter": functools.partial(scatter, "set"),
     "scatter-add": functools.partial(scatter, "add"),
     "scatter_add": functools.partial(scatter, "add"),
+    "scatter-sub": functools.partial(scatter, "sub"),
+    "scatter_sub": functools.partial(scatter, "sub"),
     "scatter-mul": functools.partial(scatter, "mul"),
     "scatter_mul": functools.partial(scatter, "mul"),
     "scatter-max": functools.partial(scatter, "max"),
