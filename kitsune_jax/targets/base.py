@@ -26,13 +26,15 @@ Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands
 
 class Target(abc.ABC, Generic[M]):
     """``name``: what users and options call it. ``platform``: that of the devices whose machine models it is planned for ("cpu",
-    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``compiles``: ``generate`` runs
-    a compiler, which takes seconds and can run in several threads. ``M``: its machine models.
+    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``sums_online``: it has code
+    for the sums of ``ops.online``. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several threads.
+    ``M``: its machine models.
     """
 
     name: str
     platform: str
     runs_phases: bool = False
+    sums_online: bool = False
     compiles: bool = False
 
     @abc.abstractmethod
