@@ -130,9 +130,9 @@ def test_a_large_graph_streams_in_the_order_of_its_receivers_and_the_report_says
     captured = capture(jax.make_jaxpr(attention(softmax))(*args), online=True)
     found = route(captured.graph, "cpu", device="zen5-2", code=False, strict=True)
     sums = [i for i, op in enumerate(captured.graph.ops) if op.kind == "scatter_exp_sum"]
-    (region,) = [r for r in found.regions if set(sums) & set(r.region.ops)]
-    assert set(sums) <= set(region.region.sinks)
-    assert region.plan.order == captured.graph.ops[sums[0]].inputs[1]
+    (phase,) = [p for r in found.regions for p in r.phases if set(sums) & set(p.region.ops)]
+    assert set(sums) <= set(phase.region.sinks)
+    assert phase.plan.order == captured.graph.ops[sums[0]].inputs[1]
     assert "online" in str(found.report)
 
 
