@@ -203,7 +203,8 @@ def _make(
             if not generate:
                 return made
             source = graph.ops[_heaviest(graph, chosen[k].region.ops)].source
-            return dataclasses.replace(made, code=target.generate(made.program, made.plan, f"{made.name} ({source})"))
+            plans = (made.plan, *(f.plan for f in made.followers))
+            return dataclasses.replace(made, code=target.generate(made.program, plans, f"{made.name} ({source})"))
         except Exception as error:
             return error
 

@@ -60,8 +60,8 @@ class Target(abc.ABC, Generic[M]):
         """
 
     @abc.abstractmethod
-    def generate(self, program: Program, plan: Plan, title: str) -> Any:
-        """The code of a call, of whose parts ``plan`` is the first's. ``title`` is what profilers show.
+    def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
+        """The code of a call. ``plans``: one for each of its parts. ``title`` is what profilers show.
 
         Raises ``CannotLower`` where there is no code, ``InvalidProgram`` for code that the target's own check refuses.
         """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+from collections.abc import Sequence
 
 from kitsune_jax import config
 from kitsune_jax.planning.plan import Plan
@@ -64,22 +65,26 @@ def kind(plan: Plan, gradients: bool) -> str:
 
 def check(program: TileProgram, plan: Plan, name: str) -> str | None:
     """None if there is a kernel for ``program`` arranged as ``plan`` says, else the reason. Compiles nothing."""
-    this = kind(plan, any(i.kind == "matmul_sink" for stage in program.stages for i in stage.body))
-    if any(fnmatch.fnmatchcase(this, pattern) for pattern in config.cuda_avoid()):
-        return "KITSUNE_CUDA_AVOID rules its kind of kernel out"
+    return check_call(Program.of(program), (plan,), name)
+
+
+def check_call(program: Program, plans: Sequence[Plan], name: str) -> str | None:
+    """None if there is a kernel for ``program``, whose parts are arranged as ``plans`` say, else the reason. Compiles nothing."""
+    for part, plan in zip(program.parts, plans, strict=True):
+        this = kind(plan, any(i.kind == "matmul_sink" for stage in part.program.stages for i in stage.body))
+        if any(fnmatch.fnmatchcase(this, pattern) for pattern in config.cuda_avoid()):
+            return "KITSUNE_CUDA_AVOID rules its kind of kernel out"
     try:
-        _kernel(program, plan, name)
+        _kernel(program, tuple(plans), name)
     except CannotLower as no:
         return no.reason
     return None
 
 
-def generate(target: str, program: Program, plan: Plan, name: str) -> Code:
+def generate(target: str, program: Program, plans: Sequence[Plan], name: str) -> Code:
     """The compiled kernel of ``program``. Raises ``CannotLower``; ``InvalidProgram``; ``CompileError`` with the compiler's log."""
-    if program.only is None:
-        raise CannotLower("a call of several phases has no kernel yet")
     made = _kernel(
-        program.only, plan, _NAME
+        program, tuple(plans), _NAME
     )  # not the user's line: it would be in the cache key, and a moved line a new compilation
     if wrong := runtime.check(made.launch):
         raise InvalidProgram(wrong)
@@ -102,5 +107,14 @@ def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(program: TileProgram, plan: Plan, name: str) -> Kernel:
-    return kernel.generate(program, arrangement(plan, program), name)
+def _kernel(program: Program, plans: tuple[Plan, ...], name: str) -> Kernel:
+    if program.only is not None:
+        return kernel.generate(program.only, arrangement(plans[0], program.only), name)
+    asked = [arrangement(plan, part.program) for plan, part in zip(plans, program.parts, strict=True)]
+    reason = ""
+    for lanes in dict.fromkeys((asked[0].lanes, *range(asked[0].lanes - 1, 0, -1))):  # all parts run in the same warpgroups
+        try:
+            return kernel.of_call(program, tuple(dataclasses.replace(a, lanes=lanes) for a in asked), name)
+        except CannotLower as no:
+            reason = reason or no.reason
+    raise CannotLower(reason)
