@@ -272,7 +272,7 @@ def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFuncti
         return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
-    captured = capture(jaxpr, rewrite=rewrite, parts=not targets.get(target).runs_phases)
+    captured = capture(jaxpr, rewrite=rewrite, parts=targets.get(target).divides_gradients)
     planned, nodes = settled(captured, routed(captured.graph, target, options))
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 

@@ -70,7 +70,7 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     assert target is not None
 
     def visit(jaxpr: Any) -> Any:
-        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=not targets.get(target).runs_phases)
+        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=targets.get(target).divides_gradients)
         if obstacle is None:
             planned, _ = lowering.settled(captured, lowering.routed(captured.graph, target, options, device, code=False))
             reports.append(planned.report)

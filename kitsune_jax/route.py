@@ -101,8 +101,17 @@ def route(
     executor = targets.get(target)
     machine = executor.machine(device)
     failed = _Failures(graph, strict)
-    search = _Search(graph, executor, machine, failed)
-    chosen = select(graph, search.supports, search.plan, force=force, several_phases=executor.runs_phases, failed=failed)
+    search = _Search(graph, executor, machine, failed, force)
+    chosen = select(
+        graph,
+        search.supports,
+        search.plan,
+        force=force,
+        several_phases=executor.runs_phases,
+        recomputes=executor.recomputes,
+        together=search.together,
+        failed=failed,
+    )
     made = _make(graph, chosen.regions, executor, machine, generate=code and executor.available())
     rejected = list(chosen.rejected)
     for region, result in zip(chosen.regions, made, strict=True):
@@ -145,6 +154,7 @@ class _Search:
     target: Target[Any]
     machine: Machine
     failed: _Failures
+    force: bool
     known: dict[tuple[Graph, Region], Plan | str] = dataclasses.field(default_factory=dict)
 
     def supports(self, i: int) -> str | None:
@@ -153,6 +163,24 @@ class _Search:
             return self.target.supports(op, [values[v] for v in op.inputs], [values[v] for v in op.outputs])
         except Exception as error:
             return self.failed(error, (i,))
+
+    def together(self, chosen: Chosen) -> Chosen | str:
+        """``chosen`` with the plans that its regions have as one call, or why the target does not run them as one."""
+        plans = [chosen.plan, *(_follower_plan(f, self.machine) for f in chosen.followers)]
+        try:
+            found = self.target.together(
+                lambda: _call_of(self.graph, chosen, "", self.target.name, self.machine).program, plans, self.machine, self.force
+            )
+        except Exception as error:
+            return self.failed(error, chosen.ops)
+        if isinstance(found, str):
+            return found
+        if found is plans:
+            return chosen
+        later = zip(chosen.followers, found[1:], strict=True)
+        call = self.machine.call_seconds  # which is taken off again
+        followers = tuple(dataclasses.replace(f, plan=dataclasses.replace(new, seconds=new.seconds + call)) for f, new in later)
+        return dataclasses.replace(chosen, plan=found[0], followers=followers)
 
     def plan(self, graph: Graph, region: Region) -> Plan | str:
         """The plan of ``region``, or why it has none."""

@@ -69,6 +69,13 @@ def _raised(error: Exception, _: Sequence[int]) -> str:
     raise error
 
 
+Together = Callable[[Chosen], Chosen | str]  # a call with the plans that its phases have in it, or why they are no phases of one
+
+
+def _as_they_are(call: Chosen) -> Chosen:
+    return call
+
+
 def select(
     graph: Graph,
     supports: Callable[[int], str | None],
@@ -76,15 +83,18 @@ def select(
     *,
     force: bool,
     several_phases: bool = False,
+    recomputes: bool = False,
+    together: Together = _as_they_are,
     failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
 
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
-    ``several_phases``: the target runs calls of several phases, so regions may have followers. ``failed``: called with an error of
+    ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
+    or why not. ``recomputes``: regions may compute again what they would read of others. ``failed``: called with an error of
     forming one region, which costs that region only, unless it raises.
     """
-    return _Selector(graph, supports, planner, force, several_phases, failed).run()
+    return _Selector(graph, supports, planner, force, several_phases, recomputes, together, failed).run()
 
 
 class _Selector:
@@ -95,10 +105,12 @@ class _Selector:
         planner: Planner,
         force: bool,
         several_phases: bool,
+        recomputes: bool,
+        together: Together,
         failed: Failed,
     ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
-        self.failed = failed
+        self.recomputes, self.together, self.failed = recomputes, together, failed
         self.index = GraphIndex.of(graph)
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
@@ -121,7 +133,7 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
-        if self.several_phases and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
+        if self.recomputes and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
             self._recompute()
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
@@ -161,13 +173,17 @@ class _Selector:
                 if isinstance(plan, str):
                     return  # those that wait for it could not run
                 followers.append(ChosenFollower(f.phase, f.region, plan))
-            if followers:
+            call = self.together(dataclasses.replace(self.chosen[k], followers=tuple(followers))) if followers else ""
+            if isinstance(call, str):
+                told = f"no later phase of the call that makes its operands: {call}"
+                self.why.update((i, told) for f in followers for i in f.region.ops)
+            else:
                 try:
                     self.order.join(anchored_call(self.graph, self.chosen[k].region, followers))
                 except Exception as error:
                     self.failed(error, self.chosen[k].ops)
                     continue
-                self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
+                self.chosen[k] = call
                 self.free.difference_update(set(self.chosen[k].ops).difference(self.chosen[k].region.again))
                 self.spreads.choose()
 

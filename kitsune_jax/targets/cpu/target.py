@@ -19,6 +19,7 @@ from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 class _Cpu(Target[CpuMachine]):
     name = platform = "cpu"
     runs_phases = True
+    recomputes = True
 
     def why_not(self) -> str:
         return cpu.why_not()
