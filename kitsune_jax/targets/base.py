@@ -26,15 +26,17 @@ Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands
 
 class Target(abc.ABC, Generic[M]):
     """``name``: what users and options call it. ``platform``: that of the devices whose machine models it is planned for ("cpu",
-    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``recomputes``: a call may
-    compute again what it would read of another one (``regions.recompute``). ``divides_gradients``: the weight gradient of a
-    concatenation is captured as a product for each part. ``compiles``: ``generate`` runs a compiler, which takes seconds and can
-    run in several threads. ``M``: its machine models.
+    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``merges_regions``: regions
+    that follow each other gain from being phases of one call. ``recomputes``: a call may compute again what it would read of
+    another one (``regions.recompute``). ``divides_gradients``: the weight gradient of a concatenation is captured as a product for
+    each part. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several threads. ``M``: its machine
+    models.
     """
 
     name: str
     platform: str
     runs_phases: bool = False
+    merges_regions: bool = False
     recomputes: bool = False
     divides_gradients: bool = False
     compiles: bool = False

@@ -111,5 +111,5 @@ def test_without_force_the_model_decides() -> None:
     args = arguments("adam", 4096, "bfloat16")
     graph = capture(jax.make_jaxpr(step_of("adam"))(*args), parts=True).graph
     (region,) = route(graph, "cuda", device="h200", code=False).regions
-    assert [f.phase for f in region.followers] == [1, 1, 1]
-    assert all(f.plan.lanes == region.plan.lanes and f.plan.cluster == 1 for f in region.followers)
+    assert [p.number for p in region.phases] == [0, 1, 1, 1]
+    assert all(p.plan.lanes == region.plan.lanes and p.plan.cluster == 1 for p in region.phases)
