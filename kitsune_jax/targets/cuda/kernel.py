@@ -44,7 +44,7 @@ class Kernel:
 def generate(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True) -> Kernel:
     """The kernel of ``program`` as ``arrangement`` asks. ``share``: equal stages run the same code. Raises ``CannotLower``."""
     used = {i.kind for stage in program.stages for i in walk(stage.body)}
-    if without := sorted(used & {"dot", "loop", "load_slice", "put", "store_slice", "take"}):
+    if without := sorted(used & {"loop", "load_slice", "store_slice"}):
         raise CannotLower(f"{' and '.join(without)} inside a kernel: no code for it yet")
     if program.batch_axes:
         raise CannotLower("tiles that keep within a batch have no kernel yet")
