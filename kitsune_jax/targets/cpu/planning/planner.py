@@ -71,12 +71,13 @@ def _moving_seconds(machine: CpuMachine, moved: float) -> float:
 def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float) -> float:
     """Seconds of a call whose workers are ``busy`` with tiles for so long: the core that computes also moves."""
     workers = cost.machine.workers
+    fresh = output_fault_seconds(cost, cost.machine.huge_fault_bandwidth)
     strided = (cost.strided_seconds() + cost.order_seconds()) / workers
     packing, alone = _pack_seconds(cost), cost.times["call/short"]
     if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the caller does it alone
-        return alone + packing + output_fault_seconds(cost) + strided + busy * replicas + moving
+        return alone + packing + fresh + strided + busy * replicas + moving
     call = cost.machine.call_seconds if replicas > 1 else alone
-    return call + packing / workers + output_fault_seconds(cost) + strided + (busy + moving)
+    return call + packing / workers + fresh + strided + (busy + moving)
 
 
 def _pack_seconds(cost: CpuCost) -> float:

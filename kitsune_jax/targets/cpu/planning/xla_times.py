@@ -30,13 +30,12 @@ def baseline(cost: CpuCost) -> tuple[float, int]:
     kernels = kernels_of(cost)
     moved = [k.moved(cost) for k in kernels]
     seconds = sum(_kernel_seconds(cost, k, n) for k, n in zip(kernels, moved, strict=True))
-    return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost), sum(moved)
+    return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost, cost.machine.fault_bandwidth), sum(moved)
 
 
-def output_fault_seconds(cost: CpuCost) -> float:
+def output_fault_seconds(cost: CpuCost, bandwidth: float) -> float:
     """First touch of the result buffers: XLA allocates them at every call, for a pipeline as well."""
-    fresh = sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > _FAULT_THRESHOLD)
-    return fresh / cost.machine.fault_bandwidth
+    return sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > _FAULT_THRESHOLD) / bandwidth
 
 
 def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int) -> float:
