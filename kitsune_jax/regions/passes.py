@@ -14,9 +14,10 @@ Pass = tuple[Seed, frozenset[int]]
 _PUT_TOGETHER = frozenset({"concatenate", "reshape", "broadcast_in_dim"})
 
 
-def cuts_of(graph: Graph, region: Region) -> list[tuple[Pass, ...]]:
-    """Every way to cut ``region``."""
-    return [cut for cut in (passes_of(graph, region), *_around_products(graph, region)) if cut is not None]
+def cuts_of(graph: Graph, region: Region, planned: bool) -> list[tuple[Pass, ...]]:
+    """Every way to cut ``region``; one that has no plan as a whole (not ``planned``) only around its products for each row."""
+    at_loss = [passes_of(graph, region)] if planned else []
+    return [cut for cut in (*at_loss, *_around_products(graph, region)) if cut is not None]
 
 
 def _around_products(graph: Graph, region: Region) -> list[tuple[Pass, ...] | None]:
@@ -28,6 +29,8 @@ def _around_products(graph: Graph, region: Region) -> list[tuple[Pass, ...] | No
     streamed, sinks = region.label_of(), set(region.sinks)
     matmuls = [i for i in region.ops if graph.ops[i].kind == "dot_general" and i not in sinks]
     products = [i for i in matmuls if all(v in streamed for v in graph.ops[i].inputs)]
+    # The first ones: those of a backward pass wait for all of the forward pass.
+    products = [i for i in products if not _needed_by(graph, region, [i]).intersection(set(products) - {i})]
     if not products:
         return []
     before = _needed_by(graph, region, products)

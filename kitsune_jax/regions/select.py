@@ -231,7 +231,9 @@ class _Selector:
             return []
         known = self.cut.get(region)
         if known is None or known[0] != len(self.chosen):
-            found = max(map(self._parts, cuts_of(self.graph, region)), key=_all_gained, default=[])
+            found = max(
+                map(self._parts, cuts_of(self.graph, region, planned=not isinstance(plan, str))), key=_all_gained, default=[]
+            )
             known = self.cut[region] = len(self.chosen), found
         gain_as_one = 0.0 if isinstance(plan, str) or not _pays(plan) else _seconds_gained(plan)
         return known[1] if _all_gained(known[1]) > PROFIT_MARGIN * gain_as_one else []
@@ -310,8 +312,9 @@ class _Selector:
         if not self.force:
             region, plan = self._without_tables(kept.spread, region, plan)
         passes = self._passes(region, plan)
-        if passes:  # the other pass is found when its own ops are looked at
-            return next((c for c in passes if seed_op in c.region.ops), None), {seed_op}
+        if passes:  # the others are found when their own ops are looked at, and what is left once all of them are taken
+            mine = [c for c in passes if seed_op in c.region.ops]
+            return (mine or passes)[0], {seed_op}
         if isinstance(plan, str):
             for i in region.ops if asked else ():
                 self.why[i] = plan

@@ -98,6 +98,37 @@ def test_the_interaction_of_gathered_vectors(rows: int, count: int, width: int, 
         np.testing.assert_allclose(g.astype(np.float64), w.astype(np.float64), rtol=unit, atol=unit * scale)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, count, width, sm, lanes", [(70, 27, 128, 900, 1), (131, 5, 24, 800, 2)])
+def test_the_gradient_of_an_interaction(rows: int, count: int, width: int, dtype: str, sm: int, lanes: int) -> None:
+    """The gradient of X X^T by X is (G + G^T) X: two products for each row that read the same operands, each its own way."""
+    t = Tiles((rows,), 64)
+    g, x = t.load((rows, count, count), dtype, streams(count, count)), t.load((rows, count, width), dtype, streams(count, width))
+    for contract in (1, 2):
+        t.store(t.dot(g, x, ((contract,), (1,))), (rows, count, width), streams(count, width))
+    arrays = [small(rows, count, count, dtype=dtype), small(rows, count, width, dtype=dtype)]
+    check(t.program(), arrays, sm=sm, lanes=lanes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, count, width, sm, lanes", [(67, 5, 64, 900, 2), (131, 3, 12, 800, 1)])
+def test_the_operands_of_a_product_are_kept_for_a_gradient(
+    rows: int, count: int, width: int, dtype: str, sm: int, lanes: int
+) -> None:
+    """They are stored as one array as well; the product takes each from where it lies."""
+    t = Tiles((rows,), 64)
+    x = t.load((rows, width), dtype, ROW)
+    parts, arrays = [t.reshape(t.op("neg", x), (1, width))], [small(rows, width, dtype=dtype)]
+    for _ in range(count - 1):
+        table, ids = t.load((7, width), dtype), t.load((rows,), "int32", ((0,),))
+        parts.append(t.reshape(t.gather(table, ids, "clip"), (1, width)))
+        arrays += [small(7, width, dtype=dtype), RNG.integers(-1, 8, rows).astype(np.int32)]
+    stack = t.concat(*parts, dimension=1)
+    t.store(t.dot(stack, stack, ((2,), (2,)), out="float32"), (rows, count, count), streams(count, count))
+    t.store(stack, (rows, count, width), streams(count, width))
+    check(t.program(), arrays, sm=sm, lanes=lanes)
+
+
 @pytest.mark.parametrize("sm, lanes", HOW)
 @pytest.mark.parametrize("dtype", [*DTYPES, "int32"])
 def test_elements_are_picked_and_added_up(dtype: str, sm: int, lanes: int) -> None:

@@ -19,9 +19,9 @@ class Facts:
     """``names``: what is only another name of a value -> that value. ``uses``: instructions that read each value. ``joined``: a
     concatenation that only matmuls read, or other such concatenations, -> its parts: nothing need move. ``panel_sums``: (weight
     gradient, its operand, sum over the rows that is made of the operand's panel). ``slabs``: values that are shared out over CTAs.
-    ``stacked``: a concatenation that only products for each row read, or other such concatenations, -> its parts, whose columns
-    follow each other; ``row_pieces``: the values that the operands of these products are made of. ``picked``: a product for each
-    row that only a ``take`` reads -> that ``take``.
+    ``stacked``: a concatenation -> its parts, where their columns follow each other; ``only_multiplied``: those that only products
+    for each row read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of.
+    ``picked``: a product for each row that only a ``take`` reads -> that ``take``.
     """
 
     program: TileProgram
@@ -32,6 +32,7 @@ class Facts:
     panel_sums: tuple[tuple[Instr, int, Instr], ...]
     slabs: frozenset[int]
     stacked: dict[int, tuple[int, ...]]
+    only_multiplied: frozenset[int]
     row_pieces: frozenset[int]
     picked: dict[int, Instr]
 
@@ -70,7 +71,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
             continue
         for x in dict.fromkeys(names.get(x, x) for x in i.inputs):
             readers.setdefault(x, []).append(i)
-    stacked = _stacked(program, instrs, readers)
+    stacked = _stacked(program, instrs)
     found = Facts(
         program,
         instrs,
@@ -80,6 +81,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
         sums,
         slabs.of_stage(instrs, program, split, lanes),
         stacked,
+        _only_multiplied(stacked, readers),
         frozenset(),
         _picked(program, instrs, readers),
     )
@@ -87,17 +89,23 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
     return dataclasses.replace(found, row_pieces=frozenset(p for x in operands for p in found.pieces_of(x)))
 
 
-def _stacked(program: TileProgram, instrs: tuple[Instr, ...], readers: dict[int, list[Instr]]) -> dict[int, tuple[int, ...]]:
-    found: dict[int, tuple[int, ...]] = {}
-    for i in reversed(instrs):
-        if i.kind != "concatenate" or not program.values[i.outputs[0]].tile:
-            continue
-        (v,) = i.outputs
-        outermost = math.prod(program.values[v].shape[: i["dimension"] - 1]) == 1
+def _stacked(program: TileProgram, instrs: tuple[Instr, ...]) -> dict[int, tuple[int, ...]]:
+    return {
+        i.outputs[0]: i.inputs
+        for i in instrs
+        if i.kind == "concatenate"
+        and program.values[i.outputs[0]].tile
+        and math.prod(program.values[i.outputs[0]].shape[: i["dimension"] - 1]) == 1
+    }
+
+
+def _only_multiplied(stacked: dict[int, tuple[int, ...]], readers: dict[int, list[Instr]]) -> frozenset[int]:
+    found = set[int]()
+    for v in reversed(stacked):
         mine = readers.get(v, ())
-        if outermost and mine and all(r.kind == "dot" or (r.kind == "concatenate" and r.outputs[0] in found) for r in mine):
-            found[v] = i.inputs
-    return found
+        if mine and all(r.kind == "dot" or (r.kind == "concatenate" and r.outputs[0] in found) for r in mine):
+            found.add(v)
+    return frozenset(found)
 
 
 def _picked(program: TileProgram, instrs: tuple[Instr, ...], readers: dict[int, list[Instr]]) -> dict[int, Instr]:

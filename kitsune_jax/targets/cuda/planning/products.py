@@ -46,7 +46,7 @@ def fed_by(cost: RegionCost) -> dict[int, int]:
         todo = list(cost.graph.ops[product].inputs)
         while todo:
             i = cost.producer.get(todo.pop(), -1)
-            if i < 0 or i in found or cost.is_maker(i) or not _feeds(cost, i, {product, *found}):
+            if i < 0 or i in found or cost.is_maker(i) or not _feeds(cost, i):
                 continue
             found[i] = product
             if cost.family(i) != GATHER:
@@ -62,14 +62,13 @@ def fed_by(cost: RegionCost) -> dict[int, int]:
 
 
 def stacked_of(cost: RegionCost, ops: Iterable[int]) -> frozenset[int]:
-    """Of ``ops`` those that put operands together and are read by products only: their results lie nowhere."""
+    """Of ``ops`` those that put operands together: a product reads them part by part."""
     found = fed_by(cost)
     return frozenset(i for i in ops if i in found and cost.family(i) in (*_VIEWS, "concatenate"))
 
 
-def _feeds(cost: RegionCost, i: int, ends: set[int]) -> bool:
-    alike = cost.family(i) in (*_VIEWS, "concatenate") or cost.looks_up(i)
-    return alike and all(set(cost.readers.get(v, ())) <= ends and v not in cost.outputs for v in cost.graph.ops[i].outputs)
+def _feeds(cost: RegionCost, i: int) -> bool:
+    return cost.family(i) in (*_VIEWS, "concatenate") or cost.looks_up(i)
 
 
 def _node(cost: RegionCost, i: int) -> RowProduct:
