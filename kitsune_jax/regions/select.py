@@ -16,10 +16,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.regions.calls import Chosen, anchored_call
 from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
-from kitsune_jax.regions.followers import Follower, Following, anchored_call
+from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.known_spreads import Spreads
+from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import Pass, cuts_of
 from kitsune_jax.regions.recompute import recompute
@@ -34,25 +36,6 @@ VECTOR_MARGIN = 1.45
 _LEFT_ASIDE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
 # Ops no region starts from: they only move data, or make it.
 _NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type"})
-
-
-@dataclasses.dataclass(frozen=True)
-class ChosenFollower(Follower):
-    """A region that runs in phase ``phase`` of another one's call, with its plan."""
-
-    plan: Plan
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    region: Region
-    plan: Plan
-    followers: tuple[ChosenFollower, ...] = ()
-
-    @property
-    def ops(self) -> tuple[int, ...]:
-        """The ops of the whole call."""
-        return tuple(dict.fromkeys((*self.region.ops, *(i for f in self.followers for i in f.region.ops))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +59,16 @@ def select(
     *,
     force: bool,
     several_phases: bool = False,
+    merges: bool = False,
     failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
 
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
-    ``several_phases``: the target runs calls of several phases, so regions may have followers. ``failed``: called with an error of
-    forming one region, which costs that region only, unless it raises.
+    ``several_phases``: the target runs calls of several phases, so regions may have followers. ``merges``: calls that follow each
+    other may become one. ``failed``: called with an error of forming one region, which costs that region only, unless it raises.
     """
-    return _Selector(graph, supports, planner, force, several_phases, failed).run()
+    return _Selector(graph, supports, planner, force, several_phases, merges, failed).run()
 
 
 class _Selector:
@@ -95,10 +79,11 @@ class _Selector:
         planner: Planner,
         force: bool,
         several_phases: bool,
+        merges: bool,
         failed: Failed,
     ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
-        self.failed = failed
+        self.merges, self.failed = merges, failed
         self.index = GraphIndex.of(graph)
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
@@ -124,6 +109,8 @@ class _Selector:
         self._follow(first)
         if self.several_phases and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
             self._recompute()
+        if self.merges:
+            self._merge()
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
         return Selection(tuple(sorted(self.chosen, key=lambda c: c.region.ops[0])), tuple(rejected))
@@ -156,20 +143,21 @@ class _Selector:
             except Exception as error:
                 self.failed(error, self.chosen[k].ops)
                 continue
-            followers = []
-            for f in found:
-                plan = self.planner(self.graph, f.region)
+            planned = self.chosen[k].planned
+            for region in found:
+                plan = self.planner(self.graph, region)
                 if isinstance(plan, str):
                     return  # those that wait for it could not run
-                followers.append(ChosenFollower(f.phase, f.region, plan))
-            if followers:
+                planned.append((region, plan))
+            if found:
+                call = Chosen.of(planned)
                 try:
-                    self.order.join(anchored_call(self.graph, self.chosen[k].region, followers))
+                    self.order.join(anchored_call(self.graph, call.regions))
                 except Exception as error:
                     self.failed(error, self.chosen[k].ops)
                     continue
-                self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
-                self.free.difference_update(set(self.chosen[k].ops).difference(self.chosen[k].region.again))
+                self.chosen[k] = call
+                self.free.difference_update(set(call.ops).difference(call.region.again))
                 self.spreads.choose()
 
     def _recompute(self) -> None:
@@ -177,15 +165,20 @@ class _Selector:
         self.chosen.sort(key=lambda c: self.order.position(self.order.node(anchored(self.graph, c.region)[0])))
         inside = {i for c in self.chosen for i in c.region.ops}
         others = [i for i in self.index.live if i not in inside] + [
-            i for c in self.chosen for f in c.followers for i in f.region.ops
+            i for c in self.chosen for later in c.regions[1:] for i in later.ops
         ]
         try:
             found = recompute(self.index, [(c.region, c.plan) for c in self.chosen], others, lambda r: self._plan_of(r)[0])
         except Exception as error:
             self.failed(error, sorted(inside))
             return
-        pairs = zip(self.chosen, found, strict=True)
-        self.chosen = [dataclasses.replace(c, region=region, plan=plan) for c, (region, plan) in pairs]
+        self.chosen = [Chosen.of([pair, *c.planned[1:]]) for c, pair in zip(self.chosen, found, strict=True)]
+
+    def _merge(self) -> None:
+        try:
+            self.chosen = merged(self.index, self.chosen)
+        except Exception as error:
+            self.failed(error, sorted(i for c in self.chosen for i in c.ops))
 
     def _spread(self, seed: Seed, free: Container[int], barred: Mapping[int, str] | None = None) -> Spread:
         return spread(self.graph, seed, free, self.supports, self.wiring, barred)
@@ -247,7 +240,7 @@ class _Selector:
             region = max(regions_of(self.index, sp, order), key=lambda r: len(r.ops), default=None)
             plan = self.planner(self.graph, region) if region is not None and region.outputs else ""
             if region is not None and not isinstance(plan, str) and _pays(plan):
-                found.append(Chosen(region, plan))
+                found.append(Chosen.of([(region, plan)]))
                 order.join(anchored(self.graph, region))
         return found
 
@@ -320,7 +313,7 @@ class _Selector:
                 self.why[i] = plan
             return None, {seed_op}
         if self.force or _pays(plan):
-            return Chosen(region, plan), set()
+            return Chosen.of([(region, plan)]), set()
         text = f"left to XLA: {_compared(plan)}"
         speedup = plan.baseline_seconds / plan.seconds
         for i in region.ops:

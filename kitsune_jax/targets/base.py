@@ -26,13 +26,15 @@ Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands
 
 class Target(abc.ABC, Generic[M]):
     """``name``: what users and options call it. ``platform``: that of the devices whose machine models it is planned for ("cpu",
-    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``compiles``: ``generate`` runs
-    a compiler, which takes seconds and can run in several threads. ``M``: its machine models.
+    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``merges_regions``: regions
+    that follow each other gain from being phases of one call. ``compiles``: ``generate`` runs a compiler, which takes seconds and
+    can run in several threads. ``M``: its machine models.
     """
 
     name: str
     platform: str
     runs_phases: bool = False
+    merges_regions: bool = False
     compiles: bool = False
 
     @abc.abstractmethod
@@ -60,8 +62,8 @@ class Target(abc.ABC, Generic[M]):
         """
 
     @abc.abstractmethod
-    def generate(self, program: Program, plan: Plan, title: str) -> Any:
-        """The code of a call, of whose parts ``plan`` is the first's. ``title`` is what profilers show.
+    def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
+        """The code of a call. ``plans``: one for each of its parts. ``title`` is what profilers show.
 
         Raises ``CannotLower`` where there is no code, ``InvalidProgram`` for code that the target's own check refuses.
         """

@@ -22,6 +22,7 @@ from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.program import Program
 from kitsune_jax.program.build import build
 from kitsune_jax.program.schedule import check_deadlock_free
+from kitsune_jax.regions import Phase
 from kitsune_jax.regions.select import select
 from kitsune_jax.report import build_report
 from kitsune_jax.route import PlannedRegion
@@ -365,7 +366,7 @@ def test_the_report_says_how_the_gpu_is_used():
 def test_the_report_names_split_stages():
     graph, region = block(65536, (1024,) * 5, "bfloat16")
     p = plan(graph, region, H200)
-    planned = PlannedRegion("wide", region, p, Program.of(build(graph, region, p)), "cuda", None)
+    planned = PlannedRegion("wide", region, (Phase(0, region, p),), Program.of(build(graph, region, p)), "cuda", None)
     text = str(build_report(graph, [planned], [], "cuda", "h200"))
     assert p.stages[0].split > 1
     assert f"(split: 0:dot_general over {p.stages[0].split}" in " ".join(text.split())

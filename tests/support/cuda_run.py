@@ -30,6 +30,7 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.program import Program, TileProgram, build
+from kitsune_jax.regions import Phase
 from kitsune_jax.regions.select import select
 from kitsune_jax.route import PlannedRegion, StreamOrder
 from kitsune_jax.streams.space import Region
@@ -75,7 +76,7 @@ class Subject:
         code = cuda.generate(target, program, plan, "region")
         folds = [self.graph.ops[i] for i in self.region.sinks if plan.order in self.graph.ops[i].inputs[1:]]
         orders = () if plan.order is None else (StreamOrder(plan.order, max(op["n"] for op in folds)),)
-        return PlannedRegion("region", self.region, plan, program, target, code, orders=orders)
+        return PlannedRegion("region", self.region, (Phase(0, self.region, plan),), program, target, code, orders)
 
 
 def subject(fn: Callable[..., Any], *args: Array) -> Subject:

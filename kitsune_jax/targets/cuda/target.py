@@ -52,8 +52,8 @@ class _Cuda(Target[GpuMachine]):
         """Candidates of the planner are shown to the code generator, from the fastest on, and the first one that it takes is it."""
         return planner.plan(graph, region, machine, lambda plan: lower.check(build(graph, region, plan), plan, "region"))
 
-    def generate(self, program: Program, plan: Plan, title: str) -> Any:
-        return lower.generate(self.name, program, plan, title)
+    def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
+        return lower.generate(self.name, program, plans[0], title)
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         return cuda.call(self.name, code, program, args, out_avals, evaluate)
