@@ -23,7 +23,7 @@ from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.known_spreads import Spreads
 from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
-from kitsune_jax.regions.passes import passes_of
+from kitsune_jax.regions.passes import Pass, cuts_of
 from kitsune_jax.regions.recompute import recompute
 from kitsune_jax.streams import Region, Seed, Spread, spread
 from kitsune_jax.streams.propagate import Wiring
@@ -105,6 +105,7 @@ class _Selector:
         self.plans: dict[Region, Plan | str] = {}
         self.asked: dict[int, tuple[Region, Plan | str]] = {}
         self.parted: dict[int, tuple[Region, tuple[Region, Plan | str]]] = {}
+        self.cut: dict[Region, tuple[int, list[Chosen]]] = {}  # the best cut of a region, by how many were chosen then
         self.why: dict[int, str] = {}
         self.chosen: list[Chosen] = []
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
@@ -228,26 +229,35 @@ class _Selector:
                 best = candidate
         return best, looked_at
 
-    def _passes(self, whole: Chosen) -> list[Chosen]:
-        """The passes of a training step that pay as calls of their own, where they gain more than the step does as one.
+    def _passes(self, region: Region, plan: Plan | str) -> list[Chosen]:
+        """The parts of a region that pay as calls of their own, where they gain more than the region does as one.
 
-        In a spatial pipeline of both passes every stage waits for the slowest one of both. Cut at the loss, each pass has an
-        arrangement of its own, and what the backward pass reads of the forward pass goes through memory.
+        In a spatial pipeline every stage waits for the slowest one. Cut in two, each part has an arrangement of its own, and what
+        the second reads of the first goes through memory.
         """
-        if self.force or whole.plan.arrangement != "spatial":
+        if self.force or not isinstance(plan, str) and plan.arrangement != "spatial":
             return []
+        known = self.cut.get(region)
+        if known is None or known[0] != len(self.chosen):
+            found = max(
+                map(self._parts, cuts_of(self.graph, region, planned=not isinstance(plan, str))), key=_all_gained, default=[]
+            )
+            known = self.cut[region] = len(self.chosen), found
+        gain_as_one = 0.0 if isinstance(plan, str) or not _pays(plan) else _seconds_gained(plan)
+        return known[1] if _all_gained(known[1]) > PROFIT_MARGIN * gain_as_one else []
+
+    def _parts(self, cut: Sequence[Pass]) -> list[Chosen]:
+        """Those parts of a cut that pay."""
         order = self.order.copy()
         found: list[Chosen] = []
-        for seed, ops in passes_of(self.graph, whole.region) or ():
+        for seed, ops in cut:
             sp = self._spread(seed, ops & self.free)
             region = max(regions_of(self.index, sp, order), key=lambda r: len(r.ops), default=None)
             plan = self.planner(self.graph, region) if region is not None and region.outputs else ""
             if region is not None and not isinstance(plan, str) and _pays(plan):
                 found.append(Chosen.of([(region, plan)]))
                 order.join(anchored(self.graph, region))
-        gain = sum(_seconds_gained(c.plan) for c in found)
-        gain_as_one = _seconds_gained(whole.plan) if _pays(whole.plan) else 0.0
-        return found if gain > PROFIT_MARGIN * gain_as_one else []
+        return found
 
     def _without_tables(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
         """``region`` and its plan, or what is left of it without ops that fold rows into tables by indices, where that gains more.
@@ -309,16 +319,16 @@ class _Selector:
         plan, asked = self._plan_of(region)
         if not self.force:
             region, plan = self._without_tables(kept.spread, region, plan)
+        passes = self._passes(region, plan)
+        if passes:  # the others are found when their own ops are looked at, and what is left once all of them are taken
+            mine = [c for c in passes if seed_op in c.region.ops]
+            return (mine or passes)[0], {seed_op}
         if isinstance(plan, str):
             for i in region.ops if asked else ():
                 self.why[i] = plan
             return None, {seed_op}
-        whole = Chosen.of([(region, plan)])
-        passes = self._passes(whole)
-        if passes:  # the other pass is found when its own ops are looked at
-            return next((c for c in passes if seed_op in c.region.ops), None), {seed_op}
         if self.force or _pays(plan):
-            return whole, set()
+            return Chosen.of([(region, plan)]), set()
         text = f"left to XLA: {_compared(plan)}"
         speedup = plan.baseline_seconds / plan.seconds
         for i in region.ops:
@@ -349,6 +359,10 @@ class _Selector:
         if not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs)):
             return "scalar work outside any stream"
         return "does not depend on a stream (stationary)"
+
+
+def _all_gained(found: Sequence[Chosen]) -> float:
+    return sum(_seconds_gained(c.plan) for c in found)
 
 
 def _seconds_gained(plan: Plan) -> float:

@@ -12,6 +12,7 @@
 #include "kitsune/stage/image.h"
 #include "kitsune/stage/matmul.h"
 #include "kitsune/stage/reduce.h"
+#include "kitsune/stage/row_product.h"
 #include "kitsune/stage/rows.h"
 #include "kitsune/stage/scratch.h"
 #include "kitsune/stage/segment.h"

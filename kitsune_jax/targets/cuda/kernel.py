@@ -74,7 +74,7 @@ def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> 
 
 def _check(program: TileProgram) -> None:
     used = {i.kind for stage in program.stages for i in walk(stage.body)}
-    if without := sorted(used & {"dot", "loop", "load_slice", "put", "store_slice", "take"}):
+    if without := sorted(used & {"loop", "load_slice", "store_slice"}):
         raise CannotLower(f"{' and '.join(without)} inside a kernel: no code for it yet")
     if program.batch_axes:
         raise CannotLower("tiles that keep within a batch have no kernel yet")

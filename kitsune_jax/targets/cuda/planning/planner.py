@@ -23,6 +23,7 @@ from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.planning.products import fed_by
 from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
 from kitsune_jax.targets.cuda.planning.sizes import dots_of, packed_bytes
 from kitsune_jax.targets.cuda.planning.spatial import spatial
@@ -94,7 +95,7 @@ def candidates(cost: GpuCost) -> list[Plan]:
     """
     _check_ops(cost)
     region = GpuRegion(cost)
-    drafts = finest(cost, panel_sums_of(cost))
+    drafts = finest(cost, {**panel_sums_of(cost), **fed_by(cost)})
     arranged: list[Arranged] = []
     reasons: list[str] = []
     for name, make in (("fused", functools.partial(_vertical, region)), ("spatial", functools.partial(spatial, region))):
@@ -210,11 +211,12 @@ def _check_ops(cost: GpuCost) -> None:
             )
         if access is not None and access.folds and access.count > 1:
             raise Infeasible(f"{op.kind} by {access.count} indices for a row of the stream has no code on the GPU")
-        if dot is not None and dot.per_row:
-            raise Infeasible("a matrix product of two streamed values has no code on the GPU")
         if dot is None:
             continue
-        if i in cost.sinks:
+        if dot.per_row:
+            if dot.batch != 1:
+                raise Infeasible(f"the CUDA target has no code for {dot.batch} products for each row of the stream")
+        elif i in cost.sinks:
             if dot.batch * dot.k != 1:
                 raise Infeasible("the CUDA target has no code for a weight gradient of several matrices")
         elif dot.batch * dot.m != 1:
