@@ -29,8 +29,8 @@ class Target(abc.ABC, Generic[M]):
     "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``merges_regions``: regions
     that follow each other gain from being phases of one call. ``recomputes``: a call may compute again what it would read of
     another one (``regions.recompute``). ``divides_gradients``: the weight gradient of a concatenation is captured as a product for
-    each part. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several threads. ``M``: its machine
-    models.
+    each part. ``sums_online``: it has code for the sums of ``ops.online``. ``compiles``: ``generate`` runs a
+    compiler, which takes seconds and can run in several threads. ``M``: its machine models.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Target(abc.ABC, Generic[M]):
     merges_regions: bool = False
     recomputes: bool = False
     divides_gradients: bool = False
+    sums_online: bool = False
     compiles: bool = False
 
     @abc.abstractmethod
