@@ -276,7 +276,7 @@ def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFuncti
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
     can = targets.get(target)
-    captured = capture(jaxpr, rewrite=rewrite, parts=not can.runs_phases, online=can.sums_online)
+    captured = capture(jaxpr, rewrite=rewrite, parts=can.divides_gradients, online=can.sums_online)
     planned, nodes = settled(captured, target, options)
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 
