@@ -18,7 +18,7 @@ inline double rescaling(float top, float to) {
 }
 
 // A NaN among the scores stays.
-inline float higher(float a, float b) { return a > b || std::isnan(a) ? a : b; }
+inline float higher(float a, float b) { return a > b || a != a ? a : b; }
 
 // into and its tops <- the sum of both.
 inline void add_scaled(int64_t heads, int64_t inner, double* into, float* top, const double* from, const float* from_top) {

@@ -2,9 +2,36 @@
 #include <cstring>
 
 #include "indices.h"
+#include "online.h"
 
 namespace kitsune::cpu {
 namespace {
+
+// Rows of W floats: the largest of rows [begin, end), element by element, to all of them. A NaN wins.
+template <int W>
+void spread_largest(const char* x, int64_t x_row, char* out, int64_t out_row, int64_t begin, int64_t end) {
+  float largest[W];
+  std::memcpy(largest, x + begin * x_row, sizeof largest);
+  for (int64_t r = begin + 1; r < end; ++r) {
+    const auto* row = reinterpret_cast<const float*>(x + r * x_row);
+    for (int j = 0; j < W; ++j) largest[j] = higher(largest[j], row[j]);
+  }
+  for (int64_t r = begin; r < end; ++r) std::memcpy(out + r * out_row, largest, sizeof largest);
+}
+
+// For the numbers of heads that networks have; nullptr for others.
+using SpreadFn = void (*)(const char* x, int64_t x_row, char* out, int64_t out_row, int64_t begin, int64_t end);
+SpreadFn spread_function(DType type, int64_t width) {
+  if (type != DType::kF32) return nullptr;
+  switch (width) {
+    case 1: return &spread_largest<1>;
+    case 2: return &spread_largest<2>;
+    case 4: return &spread_largest<4>;
+    case 8: return &spread_largest<8>;
+    case 16: return &spread_largest<16>;
+    default: return nullptr;
+  }
+}
 
 class RunMaxStep final : public Step {
  public:
@@ -16,6 +43,7 @@ class RunMaxStep final : public Step {
         x_row_(a.x.row_stride * static_cast<int64_t>(item_size(a.x.ref.dtype))),
         out_row_(a.out.row_stride * static_cast<int64_t>(item_size(a.out.ref.dtype))),
         fold_(c.table.fold_runs(static_cast<int>(Reduction::kMax), a.x.ref.dtype)),
+        spread_(spread_function(a.x.ref.dtype, width_)),
         store_(c.table, a.out.ref.dtype, DType::kF32, c.where) {
     row_bytes_ = static_cast<size_t>(width_) * item_size(a.out.ref.dtype);
     run_bytes_ = align_up(times(static_cast<size_t>(width_), sizeof(float)));
@@ -34,9 +62,16 @@ class RunMaxStep final : public Step {
       std::memcpy(ids + rows, index, static_cast<size_t>(n) * sizeof(int64_t));
       rows += n;
     });
-    for (int64_t r = 0; r < rows; ++r) at[r] = r * x_row_;
     const char* const x = x_.of(c);
     char* const out = out_.of(c);
+    if (spread_ != nullptr) {
+      for (int64_t first = 0, end; first < rows; first = end) {
+        for (end = first + 1; end < rows && ids[end] == ids[first];) ++end;
+        spread_(x, x_row_, out, out_row_, first, end);
+      }
+      return;
+    }
+    for (int64_t r = 0; r < rows; ++r) at[r] = r * x_row_;
     for (int64_t row = 0; row < rows;) {
       int64_t start[kIndexBlock + 1], count = 0;
       void* into[kIndexBlock];
@@ -61,6 +96,7 @@ class RunMaxStep final : public Step {
   Address x_, out_;
   int64_t width_, x_row_, out_row_;
   FoldRunsFn fold_;
+  SpreadFn spread_;
   Storer store_;
   size_t row_bytes_, run_bytes_, spare_bytes_, rows_bytes_;
 };

@@ -65,13 +65,17 @@ class Tops {
         heads_(a.heads),
         inner_(product(a.extents) / a.heads),
         finite_(a.finite),
+        dense_(a.top.ref.dtype == DType::kF32 && (step_ == 1 || heads_ == 1)),
         load_(c.table, DType::kF32, a.top.ref.dtype, c.where) {}
 
   int64_t heads() const { return heads_; }
   int64_t inner() const { return inner_; }
-  // Tops of a row, [heads], by way of `spare`.
-  void of(const Context& c, int64_t row, float* to, char* spare) const {
-    load_(heads_, to, top_.of(c) + row * row_bytes_, step_, spare);
+  // Tops of a row, [heads]: where they lie, or in `to`, by way of `spare`.
+  const float* of(const Context& c, int64_t row, float* to, char* spare) const {
+    const char* const at = top_.of(c) + row * row_bytes_;
+    if (dense_) return reinterpret_cast<const float*>(at);
+    load_(heads_, to, at, step_, spare);
+    return to;
   }
   // May a sum at these tops be stored as it is?
   bool plain(const float* top) const { return finite_ || all_finite(heads_, top); }
@@ -79,7 +83,7 @@ class Tops {
  private:
   Address top_;
   int64_t row_bytes_, step_, heads_, inner_;
-  bool finite_;
+  bool finite_, dense_;
   Loader load_;
 };
 
@@ -183,10 +187,10 @@ class SegmentsStep final : public Step {
       into[k] = direct ? row(c, index[start[k]]) : runs + place * run_bytes_;
     }
     fold_(count, start, at, x, width_, rows_.ordered(), into);
-    auto* const top = reinterpret_cast<float*>(spare + 2 * spare_bytes_);
+    auto* const loaded = reinterpret_cast<float*>(spare + 2 * spare_bytes_);
     for (int64_t k = 0; k < count; ++k) {
       const int64_t segment = index[start[k]];
-      if (tops_) tops_->of(c, rows_.row(c, x, at[start[k]]), top, spare);
+      const float* const top = tops_ ? tops_->of(c, rows_.row(c, x, at[start[k]]), loaded, spare) : nullptr;
       if (k == 0 && goes_on) {
         widen_(width_, spare, into[0], 1, spare + spare_bytes_);
         add(kept, spare, top);
@@ -217,12 +221,11 @@ class SegmentsStep final : public Step {
   // Are the sums of all runs of a block what is stored?
   bool plain(const Context& c, int64_t n, const int64_t* at, const int64_t* index, const char* x) const {
     char* const spare = c.temp + static_cast<size_t>(straight_ ? 2 : kIndexBlock) * run_bytes_;
-    auto* const top = reinterpret_cast<float*>(spare + 2 * spare_bytes_);
+    auto* const loaded = reinterpret_cast<float*>(spare + 2 * spare_bytes_);
     bool all = true;
     for (int64_t i = 0; i < n && all; ++i) {
       if (i > 0 && index[i] == index[i - 1]) continue;
-      tops_->of(c, rows_.row(c, x, at[i]), top, spare);
-      all = tops_->plain(top);
+      all = tops_->plain(tops_->of(c, rows_.row(c, x, at[i]), loaded, spare));
     }
     return all;
   }

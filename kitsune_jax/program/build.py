@@ -132,9 +132,14 @@ class _Builder:
         self.literals[new] = scalar
         return new
 
+    def _is_one(self, stage: _Stage, v: int) -> bool:
+        """Is ``v`` the constant 1, repeated?"""
+        spread = next((i for i in stage.body if v in i.outputs and i.kind == "broadcast_in_dim"), None)
+        return spread is not None and self.literals.get(spread.inputs[0]) == 1
+
     def _stage(self, s: int) -> list[Instr]:
         stage = _Stage([], {})
-        scaled = Scaled(stage.body, self.values, self._new, self._literal)
+        scaled = Scaled(stage.body, self.values, self._new, self._literal, lambda v: self._is_one(stage, v))
         for i in self.plan.stages[s].ops:
             op = self.graph.ops[i]
             ins, outs = ([self._dims(v) for v in values] for values in (op.inputs, op.outputs))

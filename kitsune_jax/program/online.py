@@ -19,16 +19,28 @@ New = Callable[[TileType], int]
 
 
 class Scaled:
-    """Rows of a stage scaled by their runs; sums of the same scores by the same index share what is computed of these."""
+    """Rows of a stage scaled by their runs; sums of the same scores by the same index share what is computed of these.
 
-    def __init__(self, body: list[Instr], types: Sequence[TileType], new: New, literal: Callable[[Scalar, str], int]):
-        self.body, self.types, self.new, self.literal = body, types, new, literal
+    ``new`` makes a value of a type, ``literal`` one that is a constant; ``ones``: is every element of a value the constant 1?
+    """
+
+    def __init__(
+        self,
+        body: list[Instr],
+        types: Sequence[TileType],
+        new: New,
+        literal: Callable[[Scalar, str], int],
+        ones: Callable[[int], bool],
+    ):
+        self.body, self.types, self.new, self.literal, self.ones = body, types, new, literal, ones
         self._factors: dict[tuple[int, int], tuple[int, int]] = {}
 
     def operands(self, values: int, index: int, scores: int, n: int, op: int) -> list[int]:
         """(rows, index, tops) of the sink: ``values`` scaled by the factor of their row, and the largest score of their run."""
         tops, factor = self._factor(index, scores, n, op)
         t = self.types[values]
+        if self.ones(values) and self.types[factor].shape == t.shape:
+            return [factor, index, tops]
         if self.types[factor].shape != t.shape:
             dims = tuple(range(1 + len(self.types[factor].shape)))
             factor = self._add("broadcast_in_dim", (factor,), t, op, shape=t.rows_first, dims=dims)

@@ -35,8 +35,8 @@ def online_sums(
     s, x = t.load((rows, heads), dtype, ((0,), ())), t.load((rows, heads, width), dtype, ((0,), (), ()))
     index = t.load((rows,), "int32", ((0,),))
     t.in_order(t.input((rows,), "int32"))
-    scaled = Scaled(t.body, t.values, lambda made: t._new(made.tile, made.shape, made.dtype), t.literal)
     ones = t.broadcast(t.literal(1.0, dtype), (heads,), ())
+    scaled = Scaled(t.body, t.values, lambda made: t._new(made.tile, made.shape, made.dtype), t.literal, lambda v: v == ones)
     for values in (ones, x):
         u, at, tops = scaled.operands(values, index, s, n, -1)
         t.sink_at(u, at, "sum", n, "float32", ids_sorted=True)
