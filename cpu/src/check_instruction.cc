@@ -117,9 +117,12 @@ void Checker::check(const AccumulateMatmul& x) {
   bound("row_multiple", x.row_multiple, 1, kMaxCount);
   if (Wide{p.rows} * x.row_multiple > kMaxCount) reject(where, "rows times row_multiple is more than 2**48");
   count("product", {x.batch, x.m, x.n});
-  const Sink& s = p.sinks[x.sink];
+  Sink& s = p.sinks[x.sink];
   if (x.batch * x.m * x.n != s.elements)
     reject(where, "adds " + str(x.batch * x.m * x.n) + " elements to a sink of " + str(s.elements));
+  if (s.columns != 0 && (s.rows != x.m || s.columns != x.n))
+    reject(where, "sink " + str(x.sink) + " is fed by products of other shapes");
+  s.rows = x.m, s.columns = x.n;
   DType t = x.x.ref.dtype;
   if (!is_float(t) || x.y.ref.dtype != t)
     reject(where, std::string("multiplies ") + dtype_name(t) + " and " + dtype_name(x.y.ref.dtype));

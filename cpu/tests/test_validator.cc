@@ -268,6 +268,14 @@ void test_products() {
   p = weight_gradient(BF16, 7, 1);
   std::get<AccumulateMatmul>(p.stages[0].body[0]).product = Product(-1);
   expect(p, "(AccumulateMatmul.product): -1 is not in 0..3");
+
+  // The sums of a weight gradient lie as its shape says.
+  p = weight_gradient(F32, 7, 1);
+  auto other = std::get<AccumulateMatmul>(p.stages[0].body[0]);
+  CHECK(other.m != other.n, "the test needs two shapes");
+  std::swap(other.m, other.n);
+  p.stages[0].body.push_back(other);
+  expect(p, "is fed by products of other shapes");
 }
 
 // Sizes whose sums and products do not fit in 64 bits, or that nothing the program reads or writes is in proportion to.
