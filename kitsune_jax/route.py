@@ -244,7 +244,8 @@ def _call_of(
     """A call without code. ``readers``: which regions, of all calls, read a value."""
     orders: dict[StreamOrder, int] = {}
     built: dict[tuple[Graph, Region], TileProgram] = {}
-    phases, parts = [], []
+    phases: list[Phase] = []
+    parts = []
     for phase in chosen.phases:
         region, plan = phase.region, phase.plan
         if phases:  # no call of its own
