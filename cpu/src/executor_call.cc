@@ -4,6 +4,7 @@
 
 #include "executor_internal.h"
 #include "executor_memory.h"
+#include "huge_pages.h"
 
 namespace kitsune::cpu {
 namespace {
@@ -114,7 +115,11 @@ std::string Executable::run(const void* const* ins, void* const* outs, Pool& poo
     std::vector<char*> arrays, reads, writes;
     arrays.reserve(call_.arrays.size());
     for (int64_t i = 0; i < call_.operands; ++i) arrays.push_back(const_cast<char*>(static_cast<const char*>(ins[i])));
-    for (int64_t i = 0; i < call_.results; ++i) arrays.push_back(static_cast<char*>(outs[i]));
+    for (int64_t i = 0; i < call_.results; ++i) {
+      const Array& a = call_.arrays[static_cast<size_t>(call_.operands + i)];
+      advise_huge_pages(outs[i], static_cast<size_t>(a.elements) * item_size(a.dtype));
+      arrays.push_back(static_cast<char*>(outs[i]));
+    }
     for (size_t offset : inner_offset_) arrays.push_back(inner.data() + offset);
     for (size_t i = 0; i < plans_.size(); ++i) {
       const Part& part = call_.parts[i];

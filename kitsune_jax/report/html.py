@@ -41,7 +41,8 @@ def escape(text: str) -> str:
 def _region(region: RegionReport) -> str:
     head = (
         f"<p><b>{escape(region.name)}</b>: {plural(region.ops, 'operator')}{in_phases(region)} over "
-        f"{plural(region.rows, 'row')} in {plural(region.tiles, 'tile')} of {count_text(region.tile_rows)}; {escape(region.arrangement)} on "
+        f"{plural(region.rows, 'row')} in {plural(region.tiles, 'tile')} of {count_text(region.tile_rows)}; "
+        f"{escape(region.arrangement)} on "
         f"{plural(region.workers * region.replicas, 'worker')}; {time_text(region.seconds)} modelled, "
         f"{time_text(region.baseline_seconds)} bulk-synchronous; bound by {escape(region.bound)}; "
         f"saves {byte_text(region.bytes_saved)}</p>"

@@ -315,6 +315,16 @@ def test_highest_precision_is_not_tf32():
         plan(*captured(fn, *shapes), H200)
 
 
+@pytest.mark.parametrize("columns", [16_384, 50_000])
+def test_a_row_too_wide_to_be_spelled_out_is_refused_before_code_is_made_for_it(columns):
+    case = captured(lambda x: jnp.sum(jnp.tanh(x), axis=1), jax.ShapeDtypeStruct((4096, columns), jnp.bfloat16))
+    if columns > 16_384:
+        with pytest.raises(Infeasible, match=f"a row has {columns} columns; the CUDA target has code for 16384"):
+            plan(*case, H200)
+    else:
+        assert plan(*case, H200).tile_rows == 64
+
+
 def test_what_fits_nowhere_says_how_much_it_needs():
     with pytest.raises(Infeasible, match=r"fused: .* of shared memory; a CTA has 64 KiB; spatial: "):
         plan(*block(65536, (8192, 8192, 8192), "float32"), dataclasses.replace(H200, local_bytes=64 << 10))
