@@ -275,7 +275,8 @@ def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFuncti
         return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
-    captured = capture(jaxpr, rewrite=rewrite, parts=not targets.get(target).runs_phases)
+    can = targets.get(target)
+    captured = capture(jaxpr, rewrite=rewrite, parts=can.divides_gradients, online=can.sums_online)
     planned, nodes = settled(captured, target, options)
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 

@@ -97,13 +97,15 @@ def route(
     executor = targets.get(target)
     machine = executor.machine(device)
     failed = _Failures(graph, strict)
-    search = _Search(graph, executor, machine, failed)
+    search = _Search(graph, executor, machine, failed, force)
     chosen = select(
         graph,
         search.supports,
         search.plan,
         force=force,
         several_phases=executor.runs_phases,
+        recomputes=executor.recomputes,
+        together=search.together,
         merges=merge and executor.merges_regions,
         failed=failed,
     )
@@ -149,6 +151,7 @@ class _Search:
     target: Target[Any]
     machine: Machine
     failed: _Failures
+    force: bool
     known: dict[tuple[Graph, Region], Plan | str] = dataclasses.field(default_factory=dict)
 
     def supports(self, i: int) -> str | None:
@@ -157,6 +160,25 @@ class _Search:
             return self.target.supports(op, [values[v] for v in op.inputs], [values[v] for v in op.outputs])
         except Exception as error:
             return self.failed(error, (i,))
+
+    def together(self, chosen: Chosen) -> Chosen | str:
+        """``chosen`` with the plans that its regions have as one call, or why the target does not run them as one."""
+        call = self.machine.call_seconds  # of which a later phase has none
+        plans = [p.plan if k == 0 else _sooner(p.plan, call) for k, p in enumerate(chosen.phases)]
+        try:
+            found = self.target.together(
+                lambda: _call_of(self.graph, chosen, {}, "", self.target.name, self.machine).program,
+                plans,
+                self.machine,
+                self.force,
+            )
+        except Exception as error:
+            return self.failed(error, chosen.ops)
+        if isinstance(found, str) or found is plans:
+            return found if isinstance(found, str) else chosen
+        later = [_sooner(plan, -call) for plan in found[1:]]
+        phases = [dataclasses.replace(p, plan=plan) for p, plan in zip(chosen.phases, (found[0], *later), strict=True)]
+        return dataclasses.replace(chosen, phases=tuple(phases))
 
     def plan(self, graph: Graph, region: Region) -> Plan | str:
         """The plan of ``region``, or why it has none."""
@@ -244,11 +266,12 @@ def _call_of(
     """A call without code. ``readers``: which regions, of all calls, read a value."""
     orders: dict[StreamOrder, int] = {}
     built: dict[tuple[Graph, Region], TileProgram] = {}
-    phases, parts = [], []
+    phases: list[Phase] = []
+    parts = []
     for phase in chosen.phases:
         region, plan = phase.region, phase.plan
         if phases:  # no call of its own
-            plan = dataclasses.replace(plan, seconds=max(0.0, plan.seconds - machine.call_seconds))
+            plan = _sooner(plan, machine.call_seconds)
         order = _order_of(graph, region, plan)
         # An order is read by a number that no value of the graph has.
         reads = region.inputs if order is None else (*region.inputs, orders.setdefault(order, -1 - len(orders)))
@@ -262,6 +285,10 @@ def _call_of(
     ids = tuple(dict.fromkeys(order.ids for order in orders if order.ids not in whole.inputs))
     whole = dataclasses.replace(whole, inputs=(*whole.inputs, *ids))
     return PlannedRegion(name, whole, tuple(phases), call, target, None, tuple(orders))
+
+
+def _sooner(plan: Plan, seconds: float) -> Plan:
+    return dataclasses.replace(plan, seconds=max(0.0, plan.seconds - seconds))
 
 
 def _order_of(graph: Graph, region: Region, plan: Plan) -> StreamOrder | None:

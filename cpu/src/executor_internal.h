@@ -156,6 +156,8 @@ std::unique_ptr<const Step> compile(const Accumulate&, const Compile&);
 std::unique_ptr<const Step> compile(const AccumulateMatmul&, const Compile&);
 std::unique_ptr<const Step> compile(const Gather&, const Compile&);
 std::unique_ptr<const Step> compile(const AccumulateAt&, const Compile&);
+std::unique_ptr<const Step> compile(const AccumulateScaled&, const Compile&);
+std::unique_ptr<const Step> compile(const RunMax&, const Compile&);
 std::unique_ptr<const Step> compile(const Take&, const Compile&);
 std::unique_ptr<const Step> compile(const Put&, const Compile&);
 std::unique_ptr<const Step> compile(const Pack&, const Compile&);
@@ -218,6 +220,10 @@ void fill_constant(DType type, void* out, int64_t n, const std::vector<double>& 
 DType accumulator_type(Reduction how, DType values, bool wide);
 void fill_identity(Reduction how, DType acc, int64_t n, void* out);
 void combine(Reduction how, DType acc, int64_t n, void* into, const void* from);
+// The accumulators of a sink in the range `of`, `sum_bytes` each, to where they belong in its array, `item_bytes` each
+// (run_matmul.cc).
+void store_sums(const Sink& sink, std::pair<int64_t, int64_t> of, const Storer& store, const char* sums, size_t sum_bytes,
+                char* array, size_t item_bytes, char* temp);
 
 // Prepared operands (executor_prepare.cc).
 void plan_preps(Plan& plan);

@@ -362,9 +362,9 @@ void Run::combine_strands(const CombineJob& job, char* temp) const {
   char* first = strands_ + s.offset + static_cast<size_t>(job.begin) * item_size(s.acc);
   for (int64_t l = 1; l < plan_.strands; ++l)
     combine(sink.how, s.acc, n, first, first + static_cast<size_t>(l) * plan_.strand_bytes);
-  DType type = plan_.program.outputs[sink.out].dtype;
-  Storer store(plan_.table, type, s.acc, "");
-  store(n, outs_[sink.out] + static_cast<size_t>(job.begin) * item_size(type), 1, first, temp);
+  const DType type = plan_.program.outputs[sink.out].dtype;
+  store_sums(sink, {job.begin, job.end}, Storer(plan_.table, type, s.acc, ""), first, item_size(s.acc), outs_[sink.out],
+             item_size(type), temp);
 }
 
 }  // namespace

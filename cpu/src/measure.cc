@@ -150,7 +150,7 @@ Slices measure_outer(DType type, Product product, const ProductShape& s, int64_t
   return run(threads, [&]() -> Work {
     auto x = std::make_shared<Block>(bytes_of(s.K * s.M, type)), y = std::make_shared<Block>(bytes_of(s.K * s.N, type));
     auto c = std::make_shared<Block>(bytes_of(s.M * s.N, DType::kF64));
-    OuterArgs a{s.K, s.M, s.N, x->get(), y->get(), type, panel, s.M, s.N, c->get(), s.N, nullptr};
+    OuterArgs a{s.K, s.M, s.N, x->get(), y->get(), type, panel, s.M, s.N, c->get(), nullptr};
     auto scratch = std::make_shared<Block>(table.outer_scratch_bytes(a));
     a.scratch = scratch->get();
     return [=, &table] {

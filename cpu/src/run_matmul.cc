@@ -1,7 +1,8 @@
 // Matmul: one gemm call per batch, on panels packed before. AccumulateMatmul: one outer product per batch, into the
-// strand.
+// strand. Its sums lie in groups of columns (kSumGroup); store_sums makes dense rows of them.
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "executor_internal.h"
 
@@ -85,7 +86,6 @@ class AccumulateMatmulStep final : public Step {
     args_.dtype = m.x.ref.dtype;
     args_.ldx = m.x.row_stride;
     args_.ldy = m.y.row_stride;
-    args_.ldc = m.n;
     args_.R = std::min(c.program.tile_rows, c.program.batch_rows) * row_multiple_;
     args_.panel = c.table.panel_for(args_.dtype, m.product, {args_.M, args_.N, args_.R});
     temp_bytes_ = c.table.outer_scratch_bytes(args_);
@@ -115,6 +115,20 @@ class AccumulateMatmulStep final : public Step {
 };
 
 }  // namespace
+
+void store_sums(const Sink& sink, std::pair<int64_t, int64_t> of, const Storer& store, const char* sums, size_t sum_bytes,
+                char* array, size_t item_bytes, char* temp) {
+  const int64_t rows = sink.rows, wide = sink.columns;
+  if (wide <= kSumGroup)  // no weight gradient, or one of dense rows
+    return store(of.second - of.first, array + static_cast<size_t>(of.first) * item_bytes, 1, sums, temp);
+  for (int64_t e = of.first, run = 0; e < of.second; e += run) {  // the columns of one group in one row
+    const int64_t in = e % (rows * wide), group = in / rows / kSumGroup * kSumGroup, columns = group_columns(wide, group);
+    const int64_t row = (in - group * rows) / columns, column = (in - group * rows) % columns;
+    run = std::min(columns - column, of.second - e);
+    store(run, array + static_cast<size_t>(e - in + row * wide + group + column) * item_bytes, 1,
+          sums + static_cast<size_t>(e - of.first) * sum_bytes, temp);
+  }
+}
 
 std::unique_ptr<const Step> compile(const AccumulateMatmul& m, const Compile& c) {
   return std::make_unique<AccumulateMatmulStep>(m, c);

@@ -63,7 +63,7 @@ inline void test_tiles_agree() {
       g.scratch = scratch.data;
       kt->gemm(g);
       std::vector<float> d = c0;
-      OuterArgs o{M, K, N, x.data(), y.data(), DType::kBF16, Panel::kTiles, K, N, d.data(), N, nullptr};
+      OuterArgs o{M, K, N, x.data(), y.data(), DType::kBF16, Panel::kTiles, K, N, d.data(), nullptr};
       AlignedBuffer more(kt->outer_scratch_bytes(o));
       o.scratch = more.data;
       kt->outer(o);

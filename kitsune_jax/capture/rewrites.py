@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from kitsune_jax.capture.captured import Captured, pruned
 from kitsune_jax.capture.divided_gradients import split_gradients
 from kitsune_jax.capture.indexed_products import move_indexing
+from kitsune_jax.capture.online_sums import sum_online
 from kitsune_jax.capture.relu_masks import masks_of_results
 from kitsune_jax.capture.sliced_products import fold_slices
 from kitsune_jax.capture.softmax_divisions import divide_segments
@@ -29,6 +30,7 @@ REWRITES: Sequence[tuple[str, Rewriting]] = (
     ("folding slices into the weights of a product", fold_slices),
     ("reading the masks of rectified values off the results", masks_of_results),
 )
+ONLINE: tuple[str, Rewriting] = ("making the sums of a segment softmax online", sum_online)
 PARTS: tuple[str, Rewriting] = ("dividing the weight gradients of concatenations", split_gradients)
 
 

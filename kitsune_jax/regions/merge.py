@@ -144,4 +144,4 @@ class _Merge:
             for held, begin, stop in ((apart, k, end), (together, *((k, end) if inner else (0, len(regions))))):
                 held[begin] += size
                 held[stop] -= size
-        return float(np.cumsum(together).max()) > _MOST_MORE * float(np.cumsum(apart).max()) + _FREE_BYTES
+        return float(np.max(np.cumsum(together))) > _MOST_MORE * float(np.max(np.cumsum(apart))) + _FREE_BYTES

@@ -52,6 +52,13 @@ def _raised(error: Exception, _: Sequence[int]) -> str:
     raise error
 
 
+Together = Callable[[Chosen], Chosen | str]  # a call with the plans that its phases have in it, or why they are no phases of one
+
+
+def _as_they_are(call: Chosen) -> Chosen:
+    return call
+
+
 def select(
     graph: Graph,
     supports: Callable[[int], str | None],
@@ -59,16 +66,19 @@ def select(
     *,
     force: bool,
     several_phases: bool = False,
+    recomputes: bool = False,
+    together: Together = _as_they_are,
     merges: bool = False,
     failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
 
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
-    ``several_phases``: the target runs calls of several phases, so regions may have followers. ``merges``: calls that follow each
-    other may become one. ``failed``: called with an error of forming one region, which costs that region only, unless it raises.
+    ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
+    or why not. ``recomputes``: regions may compute again what they would read of others. ``merges``: calls that follow each other
+    may become one. ``failed``: called with an error of forming one region, which costs that region only, unless it raises.
     """
-    return _Selector(graph, supports, planner, force, several_phases, merges, failed).run()
+    return _Selector(graph, supports, planner, force, several_phases, recomputes, together, merges, failed).run()
 
 
 class _Selector:
@@ -79,11 +89,13 @@ class _Selector:
         planner: Planner,
         force: bool,
         several_phases: bool,
+        recomputes: bool,
+        together: Together,
         merges: bool,
         failed: Failed,
     ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
-        self.merges, self.failed = merges, failed
+        self.recomputes, self.together, self.merges, self.failed = recomputes, together, merges, failed
         self.index = GraphIndex.of(graph)
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
@@ -107,7 +119,7 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
-        if self.several_phases and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
+        if self.recomputes and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
             self._recompute()
         if self.merges:
             self._merge()
@@ -149,8 +161,11 @@ class _Selector:
                 if isinstance(plan, str):
                     return  # those that wait for it could not run
                 planned.append((region, plan))
-            if found:
-                call = Chosen.of(planned)
+            call = self.together(Chosen.of(planned)) if found else ""
+            if isinstance(call, str):
+                told = f"no later phase of the call that makes its operands: {call}"
+                self.why.update((i, told) for region in found for i in region.ops)
+            else:
                 try:
                     self.order.join(anchored_call(self.graph, call.regions))
                 except Exception as error:

@@ -46,7 +46,7 @@ def recorded(name: str, dtype: str, arrangement: str) -> tuple[Any, list[np.ndar
     of = subject(family.function, *family.arguments(130, dtype))
     plan = arrangements(of)[arrangement]
     program = Program.of(of.program(plan))
-    code = cuda.generate("emulator", program, plan, "region")
+    code = cuda.generate("emulator", program, [plan], "region")
     calls: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
     plain = jax.ffi.ffi_call
 

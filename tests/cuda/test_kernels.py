@@ -230,7 +230,9 @@ def test_where_a_function_stands_does_not_change_its_kernel() -> None:
     """Else a line added above it would be a new compilation."""
     of, found, _ = case("mlp", "bfloat16", 65)
     plan = next(iter(found.values()))
-    one, other = (cuda.generate("emulator", Program.of(of.program(plan)), plan, f"region0 (model.py:{line})") for line in (12, 13))
+    one, other = (
+        cuda.generate("emulator", Program.of(of.program(plan)), [plan], f"region0 (model.py:{line})") for line in (12, 13)
+    )
     assert one.kernel.source == other.kernel.source and one.image == other.image
     assert one.name != other.name
 

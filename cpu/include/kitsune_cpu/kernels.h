@@ -63,8 +63,22 @@ struct GemmArgs {
   float act_a = 0, act_b = 0;  // parameters of `act`
 };
 
-// C[m][n] += sum_r X[r][m] * Y[r][n], r < R: the product of a weight gradient. C is float (double for kF64 X and Y), dense rows of
-// ldc.
+// How the sums C[M][N] of a weight gradient lie: groups of this many columns one after the other, in each of them row after row.
+// The blocks that a kernel adds to then follow each other in memory. In dense rows of a wide C every row of a block is on a page of
+// its own, and the lines of all rows compete for the same places of the caches.
+constexpr int64_t kSumGroup = 32;
+// Columns of the group that begins at column n, or has it.
+inline int64_t group_columns(int64_t N, int64_t n) {
+  const int64_t left = N - n / kSumGroup * kSumGroup;
+  return left < kSumGroup ? left : kSumGroup;
+}
+// Where the sum (m, n) is.
+inline int64_t sum_offset(int64_t M, int64_t N, int64_t m, int64_t n) {
+  return n / kSumGroup * kSumGroup * M + m * group_columns(N, n) + n % kSumGroup;
+}
+
+// C[m][n] += sum_r X[r][m] * Y[r][n], r < R: the product of a weight gradient. C is float (double for kF64 X and Y), in groups of
+// columns.
 struct OuterArgs {
   int64_t R, M, N;
   const void* x;
@@ -73,7 +87,6 @@ struct OuterArgs {
   Panel panel;       // panel_for(dtype, ...)
   int64_t ldx, ldy;  // elements between rows
   void* c;
-  int64_t ldc;
   void* scratch;  // 64-byte aligned, outer_scratch_bytes(args) bytes
 };
 

@@ -93,7 +93,8 @@ __attribute__((noinline)) inline void outer_on_tiles(const OuterArgs& g) {
   pack_all_tiles<false>(static_cast<const BFloat16*>(g.y), g.ldy, g.R, g.N, reinterpret_cast<uint32_t*>(y));
   const int64_t steps = tile_steps(g.R), column = steps * kTileBytes;
   auto block = [&](int64_t m, int64_t n) -> OuterBlock {
-    return {static_cast<float*>(g.c) + m * g.ldc + n, g.ldc, min_of(kTileRows, g.M - m), min_of(kTilePanel, g.N - n)};
+    return {static_cast<float*>(g.c) + sum_offset(g.M, g.N, m, n), group_columns(g.N, n), min_of(kTileRows, g.M - m),
+            min_of(kTilePanel, g.N - n)};
   };
   for (int64_t n = 0; n < g.N; n += kTilePanel) {
     for (int64_t m = 0; m < g.M; m += kTileRows) {

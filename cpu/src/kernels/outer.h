@@ -121,8 +121,8 @@ KITSUNE_INLINE void accumulate_outer(const typename Step::X* x, int64_t x_step, 
 
 // C[MR][NV vectors] += over `steps` of x[s * x_step + i * x_next] * panel row s.
 //
-// C is added to at the end: its lines, which a weight gradient of many layers keeps in the last-level cache, are asked for first
-// and arrive while the block is multiplied.
+// C, which a weight gradient of many layers keeps in the last-level cache, is added to at the end. The lines of the next block,
+// which lie behind this one's, are asked for while this one is multiplied; past the end of memory a prefetch does nothing.
 template <class Step, int MR, int NV>
 __attribute__((noinline)) void outer_block(const typename Step::X* x, int64_t x_step, const char* panel, int64_t steps,
                                            typename Step::S* c, int64_t ldc, int64_t columns) {
@@ -135,7 +135,7 @@ __attribute__((noinline)) void outer_block(const typename Step::X* x, int64_t x_
     KITSUNE_UNROLL
     for (int j = 0; j < NV; ++j) acc[i][j] = V{};
   }
-  const S* line = c;
+  const S* line = c + MR * ldc;
 #pragma GCC unroll 1
   for (int i = 0; i < MR; ++i, line += ldc) {
     __builtin_prefetch(line, 1);
@@ -187,6 +187,7 @@ void outer_as(const OuterArgs& g, const typename Step::X* x, int64_t x_step, con
   char* panel = static_cast<char*>(g.scratch);
   for (int64_t n0 = 0; n0 < g.N; n0 += kWidth) {
     int64_t columns = min_of(kWidth, g.N - n0);
+    const int64_t ldc = group_columns(g.N, n0);
     pack_rows<Step>(y + n0, ldy, g.R, columns, kWidth, reinterpret_cast<typename Step::X*>(panel));
     constexpr int64_t kUnit = kRowUnit<Step>;
     const int64_t blocks = (g.M + kBlockRows - 1) / kBlockRows, units = (g.M + kUnit - 1) / kUnit;
@@ -195,8 +196,8 @@ void outer_as(const OuterArgs& g, const typename Step::X* x, int64_t x_step, con
     for (int64_t i = 0, m0 = 0; i < blocks; ++i) {
       if (ahead > 0) prefetch_rows(y + n0 + kWidth, ldy, g.R * i / blocks, g.R * (i + 1) / blocks, ahead);
       int64_t m = min_of(g.M - m0, kUnit * (each + (i < extra ? 1 : 0)));
-      S* c = static_cast<S*>(g.c) + m0 * g.ldc + n0;
-      outer_rows<Step, kPanelVectors>(m, x + m0 * Step::kDepth, x_step, panel, steps, c, g.ldc, columns);
+      S* c = static_cast<S*>(g.c) + sum_offset(g.M, g.N, m0, n0);
+      outer_rows<Step, kPanelVectors>(m, x + m0 * Step::kDepth, x_step, panel, steps, c, ldc, columns);
       m0 += m;
     }
   }

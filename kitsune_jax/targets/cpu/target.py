@@ -18,7 +18,7 @@ from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 
 class _Cpu(Target[CpuMachine]):
     name = platform = "cpu"
-    runs_phases = merges_regions = True
+    runs_phases = merges_regions = recomputes = sums_online = True
 
     def why_not(self) -> str:
         return cpu.why_not()
