@@ -93,6 +93,9 @@ CONFLICTS = {
     (FLOAT, "stage/scratch.h", "st_shared", 4): 1.1,
     (HALF, "global.h", "ld_shared", 4): 2.2,
     (FLOAT, "global.h", "ld_shared", 4): 1.7,
+    # Addresses of rows and results of products for each row, 64 and 128 wavefronts a tile; a row of 16 numbers that is copied.
+    ("interaction-small", "stage/row_product.h", "st_shared", 8): 2.0,
+    ("interaction-small", "stage/scratch.h", "st_shared", 4): 2.0,
 }
 
 
@@ -121,6 +124,7 @@ ODD = {
     "gelu-step": {6: 16},
     "binary-step": {10: 16},
     "regression-step": {26: 64, 2: 8},
+    "interaction-small": {26: 32},
 }
 
 

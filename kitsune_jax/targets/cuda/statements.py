@@ -35,8 +35,11 @@ class SetRow(Node):
 
 
 class LoadRow(Node):
+    """One number of each row: that in ``column``."""
+
     ref: Ref
     rows: Rows
+    column: int = 0
 
 
 class PopRow(Node):
