@@ -157,9 +157,12 @@ def buffer_names(kernel: Kernel, outputs: int) -> Callable[[str], str]:
 
     The result behind the ``outputs`` is the workspace. Buffers that share memory have a name of both.
     """
-    operands = [f"in{k}" for k in kernel.inputs] + [f"weights{k}" for k in range(len(kernel.weights))]
-    operands += ["vectors"] if kernel.vectors else []
-    operands += [f"table{k}" for k in range(len(kernel.tables))] + [f"filled{k}" for k, _ in kernel.filled]
+    operands = [f"in{k}" for k in kernel.inputs]
+    for packed in kernel.packed:
+        operands += [f"weights{k}" for k in range(len(packed.weights))]
+        operands += ["vectors"] if packed.vectors else []
+        operands += [f"table{k}" for k in range(len(packed.tables))]
+    operands += [f"filled{k}" for k, _ in kernel.filled]
 
     def one(name: str) -> str:
         kind, _, number = name.partition(" ")

@@ -194,9 +194,11 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
     return Pipelined(rebuilt, with_bodies(found.reports), tuple(dict.fromkeys(found.failures)))
 
 
-def routed(graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True) -> Routed:
+def routed(
+    graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True, merge: bool = True
+) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    return _routed(graph, target, options.force, options.strict, device, code, targets.get(target).surroundings())
+    return _routed(graph, target, options.force, options.strict, device, code, merge, targets.get(target).surroundings())
 
 
 @functools.lru_cache(maxsize=256)
@@ -207,9 +209,10 @@ def _routed(
     strict: bool,
     device: str | None,
     code: bool,
+    merge: bool,
     _surroundings: tuple[Any, ...],
 ) -> Routed:
-    return route(graph, target, force=force, device=device, code=code, strict=strict)
+    return route(graph, target, force=force, device=device, code=code, strict=strict, merge=merge)
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------
@@ -272,8 +275,9 @@ def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFuncti
         return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
-    captured = capture(jaxpr, rewrite=rewrite, parts=not targets.get(target).runs_phases)
-    planned, nodes = settled(captured, routed(captured.graph, target, options))
+    can = targets.get(target)
+    captured = capture(jaxpr, rewrite=rewrite, parts=can.divides_gradients, online=can.sums_online)
+    planned, nodes = settled(captured, target, options)
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 
 
@@ -298,10 +302,19 @@ def _told(plan: PlannedFunction, lost: Mapping[str, Failure], found: _Found) -> 
     found.failures += [*plan.captured.failures, *planned.failures, *lost.values(), *plan.bodies.failures]
 
 
-def settled(captured: Captured, planned: Routed) -> tuple[Routed, list[int | PlannedRegion]]:
-    """What will run: ``planned`` without the regions that cannot stand between side effects, and the nodes in order."""
+def settled(
+    captured: Captured, target: str, options: Options, device: str | None = None, *, code: bool = True
+) -> tuple[Routed, list[int | PlannedRegion]]:
+    """What will run: the regions that ``routed`` plans, but for those that cannot stand between side effects; the nodes in order.
+
+    Where a call of several regions cannot stand there, each of them is a call of its own.
+    """
     effects = [step.has_effects for step in captured.steps]
+    planned = routed(captured.graph, target, options, device, code=code)
     nodes, dissolved = schedule(captured.graph, effects, planned.regions)
+    if any(len(region.phases) > 1 for region in dissolved):
+        planned = routed(captured.graph, target, options, device, code=code, merge=False)
+        nodes, dissolved = schedule(captured.graph, effects, planned.regions)
     return without(captured.graph, planned, {region.name: DISSOLVED for region in dissolved}), nodes
 
 

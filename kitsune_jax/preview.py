@@ -70,9 +70,10 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     assert target is not None
 
     def visit(jaxpr: Any) -> Any:
-        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=not targets.get(target).runs_phases)
+        can = targets.get(target)
+        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=can.divides_gradients, online=can.sums_online)
         if obstacle is None:
-            planned, _ = lowering.settled(captured, lowering.routed(captured.graph, target, options, device, code=False))
+            planned, _ = lowering.settled(captured, target, options, device, code=False)
             reports.append(planned.report)
         else:
             left = [(i, _AT_THE_TOP) for i in range(len(captured.graph.ops))]

@@ -20,21 +20,12 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.program import Program, TileProgram, assemble, build
-from kitsune_jax.regions import Chosen, ChosenFollower, joined, select
+from kitsune_jax.regions import Chosen, Phase, joined, select
 from kitsune_jax.regions.isolated import isolated
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams import Region
 from kitsune_jax.targets.base import Evaluate, Target
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedFollower:
-    """What runs in a later phase of a region's call, over a stream space of its own."""
-
-    phase: int
-    region: Region
-    plan: Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,19 +40,23 @@ class StreamOrder:
 class PlannedRegion:
     """A region with its plan, the program of its call and, where the target can execute it here, its code.
 
-    ``region`` is all of the call: where there are ``followers``, its operands, results and ops are theirs too. Its stream space and
-    ``plan`` are those of the first phase. ``orders``: the last operands of ``program``, which are made of the indices in front of
-    the call; the indices are the last of the region's inputs, where they are not among the others.
+    ``region`` is all of the call: its operands, results and ops are those of all ``phases``, its stream space is that of the first.
+    The parts of ``program`` are the phases, one by one. ``orders``: the last operands of ``program``, which are made of the indices
+    in front of the call; the indices are the last of the region's inputs, where they are not among the others.
     """
 
     name: str
     region: Region
-    plan: Plan
+    phases: tuple[Phase, ...]
     program: Program
     target: str
     code: Any
-    followers: tuple[PlannedFollower, ...] = ()
     orders: tuple[StreamOrder, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        """That of the first phase."""
+        return self.phases[0].plan
 
     def call(self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         """Bind the custom call on ``args``; one result per aval. Raises ``ValueError`` for a region that was made without code."""
@@ -91,26 +86,37 @@ def route(
     device: str | None = None,
     code: bool = True,
     strict: bool = False,
+    merge: bool = True,
 ) -> Routed:
     """Decide which ops of ``graph`` become pipelines on ``target`` ("cpu", "cuda" or "emulator"), and make them.
 
     ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, where
-    the target can. ``strict``: raise an error of ours instead of doing without the region. Raises ``ValueError`` for an unknown
-    target or device.
+    the target can. ``strict``: raise an error of ours instead of doing without the region. ``merge``: regions that follow each
+    other become one call, where the target runs such calls. Raises ``ValueError`` for an unknown target or device.
     """
     executor = targets.get(target)
     machine = executor.machine(device)
     failed = _Failures(graph, strict)
-    search = _Search(graph, executor, machine, failed)
-    chosen = select(graph, search.supports, search.plan, force=force, several_phases=executor.runs_phases, failed=failed)
+    search = _Search(graph, executor, machine, failed, force)
+    chosen = select(
+        graph,
+        search.supports,
+        search.plan,
+        force=force,
+        several_phases=executor.runs_phases,
+        recomputes=executor.recomputes,
+        together=search.together,
+        merges=merge and executor.merges_regions,
+        failed=failed,
+    )
     made = _make(graph, chosen.regions, executor, machine, generate=code and executor.available())
     rejected = list(chosen.rejected)
-    for region, result in zip(chosen.regions, made, strict=True):
+    for call, result in made:
         if isinstance(result, targets.CannotLower):  # a decision of the target's
-            rejected += [(i, str(result)) for i in region.ops]
+            rejected += [(i, str(result)) for i in call.ops]
         elif isinstance(result, Exception):
-            rejected += [(i, failed(result, region.ops)) for i in region.ops]
-    regions = tuple(result for result in made if isinstance(result, PlannedRegion))
+            rejected += [(i, failed(result, call.ops)) for i in call.ops]
+    regions = tuple(result for _, result in made if isinstance(result, PlannedRegion))
     rejected = _once(rejected, regions)
     notes = executor.notes() if device is None else ()
     report = build_report(graph, regions, sorted(rejected), executor.platform, machine.name, notes)
@@ -145,6 +151,7 @@ class _Search:
     target: Target[Any]
     machine: Machine
     failed: _Failures
+    force: bool
     known: dict[tuple[Graph, Region], Plan | str] = dataclasses.field(default_factory=dict)
 
     def supports(self, i: int) -> str | None:
@@ -153,6 +160,25 @@ class _Search:
             return self.target.supports(op, [values[v] for v in op.inputs], [values[v] for v in op.outputs])
         except Exception as error:
             return self.failed(error, (i,))
+
+    def together(self, chosen: Chosen) -> Chosen | str:
+        """``chosen`` with the plans that its regions have as one call, or why the target does not run them as one."""
+        call = self.machine.call_seconds  # of which a later phase has none
+        plans = [p.plan if k == 0 else _sooner(p.plan, call) for k, p in enumerate(chosen.phases)]
+        try:
+            found = self.target.together(
+                lambda: _call_of(self.graph, chosen, {}, "", self.target.name, self.machine).program,
+                plans,
+                self.machine,
+                self.force,
+            )
+        except Exception as error:
+            return self.failed(error, chosen.ops)
+        if isinstance(found, str) or found is plans:
+            return found if isinstance(found, str) else chosen
+        later = [_sooner(plan, -call) for plan in found[1:]]
+        phases = [dataclasses.replace(p, plan=plan) for p, plan in zip(chosen.phases, (found[0], *later), strict=True)]
+        return dataclasses.replace(chosen, phases=tuple(phases))
 
     def plan(self, graph: Graph, region: Region) -> Plan | str:
         """The plan of ``region``, or why it has none."""
@@ -194,23 +220,39 @@ def without(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
 
 def _make(
     graph: Graph, chosen: Sequence[Chosen], target: Target[Any], machine: Machine, *, generate: bool
-) -> list[PlannedRegion | Exception]:
-    """The calls of the ``chosen`` regions, or what went wrong with one: it must not cost the others theirs."""
+) -> list[tuple[Chosen, PlannedRegion | Exception]]:
+    """The ``chosen`` calls, or what went wrong with one: it must not cost the others theirs. A call that was merged of several and
+    cannot be made is several calls again."""
+    readers = _readers(chosen)
 
-    def attempt(k: int) -> PlannedRegion | Exception:
+    def attempt(call: Chosen, name: str) -> list[tuple[Chosen, PlannedRegion | Exception]]:
         try:
-            made = _call_of(graph, chosen[k], f"region{k}", target.name, machine)
-            if not generate:
-                return made
-            source = graph.ops[_heaviest(graph, chosen[k].region.ops)].source
-            return dataclasses.replace(made, code=target.generate(made.program, made.plan, f"{made.name} ({source})"))
+            made = _call_of(graph, call, readers, name, target.name, machine)
+            if generate:
+                source = graph.ops[_heaviest(graph, call.region.ops)].source
+                plans = tuple(p.plan for p in made.phases)
+                made = dataclasses.replace(made, code=target.generate(made.program, plans, f"{name} ({source})"))
+            return [(call, made)]
         except Exception as error:
-            return error
+            if not call.apart:
+                return [(call, error)]
+            return [result for k, one in enumerate(call.apart) for result in attempt(one, f"{name}.{k}")]
 
+    names = [f"region{k}" for k in range(len(chosen))]
     if not (generate and target.compiles and len(chosen) > 1):
-        return [attempt(k) for k in range(len(chosen))]
+        return [result for pair in zip(chosen, names, strict=True) for result in attempt(*pair)]
     with ThreadPoolExecutor(min(config.num_threads(), len(chosen))) as pool:  # compilers run beside each other
-        return list(pool.map(attempt, range(len(chosen))))
+        return [result for results in pool.map(attempt, chosen, names) for result in results]
+
+
+def _readers(chosen: Sequence[Chosen]) -> dict[int, set[Region]]:
+    """value -> the chosen regions that read it."""
+    readers: dict[int, set[Region]] = {}
+    for call in chosen:
+        for region in call.regions:
+            for v in region.inputs:
+                readers.setdefault(v, set()).add(region)
+    return readers
 
 
 def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
@@ -218,28 +260,35 @@ def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
     return max(ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))
 
 
-def _call_of(graph: Graph, chosen: Chosen, name: str, target: str, machine: Machine) -> PlannedRegion:
-    """The call of a region and its followers, without code."""
+def _call_of(
+    graph: Graph, chosen: Chosen, readers: Mapping[int, set[Region]], name: str, target: str, machine: Machine
+) -> PlannedRegion:
+    """A call without code. ``readers``: which regions, of all calls, read a value."""
     orders: dict[StreamOrder, int] = {}
-
-    def read_by(region: Region, plan: Plan) -> tuple[int, ...]:
-        """What the part of ``region`` reads: values of the graph, and an order by a number that no value has."""
-        order = _order_of(graph, region, plan)
-        return region.inputs if order is None else (*region.inputs, orders.setdefault(order, -1 - len(orders)))
-
-    first = (0, build(graph, chosen.region, chosen.plan), read_by(chosen.region, chosen.plan), chosen.region.outputs)
     built: dict[tuple[Graph, Region], TileProgram] = {}
-    followers, later = [], []
-    for follower in chosen.followers:
-        plan = _follower_plan(follower, machine)
-        followers.append(PlannedFollower(follower.phase, follower.region, plan))
-        reads = read_by(follower.region, plan)
-        later.append((follower.phase, _follower(graph, follower, plan, built), reads, follower.region.outputs))
-    whole = joined(graph, chosen.region, chosen.followers) if followers else chosen.region
-    call = assemble([first, *later], (*whole.inputs, *orders.values()), whole.outputs)
+    phases: list[Phase] = []
+    parts = []
+    for phase in chosen.phases:
+        region, plan = phase.region, phase.plan
+        if phases:  # no call of its own
+            plan = _sooner(plan, machine.call_seconds)
+        order = _order_of(graph, region, plan)
+        # An order is read by a number that no value of the graph has.
+        reads = region.inputs if order is None else (*region.inputs, orders.setdefault(order, -1 - len(orders)))
+        program = _later(graph, region, plan, built) if phases else build(graph, region, plan)
+        phases.append(dataclasses.replace(phase, plan=plan))
+        parts.append((phase.number, program, reads, region.outputs))
+    inside = set(chosen.regions)
+    wanted = [v for region in chosen.regions for v in region.outputs if not inside.issuperset(readers.get(v, ()))]
+    whole = joined(graph, chosen.regions, wanted)
+    call = assemble(parts, (*whole.inputs, *orders.values()), whole.outputs)
     ids = tuple(dict.fromkeys(order.ids for order in orders if order.ids not in whole.inputs))
     whole = dataclasses.replace(whole, inputs=(*whole.inputs, *ids))
-    return PlannedRegion(name, whole, chosen.plan, call, target, None, tuple(followers), tuple(orders))
+    return PlannedRegion(name, whole, tuple(phases), call, target, None, tuple(orders))
+
+
+def _sooner(plan: Plan, seconds: float) -> Plan:
+    return dataclasses.replace(plan, seconds=max(0.0, plan.seconds - seconds))
 
 
 def _order_of(graph: Graph, region: Region, plan: Plan) -> StreamOrder | None:
@@ -250,13 +299,10 @@ def _order_of(graph: Graph, region: Region, plan: Plan) -> StreamOrder | None:
     return StreamOrder(plan.order, max(op["n"] for op in folded if OPS[op.kind].family == "scatter"))
 
 
-def _follower_plan(chosen: ChosenFollower, machine: Machine) -> Plan:
-    return dataclasses.replace(chosen.plan, seconds=max(0.0, chosen.plan.seconds - machine.call_seconds))  # no call of its own
-
-
-def _follower(graph: Graph, chosen: ChosenFollower, plan: Plan, built: dict[tuple[Graph, Region], TileProgram]) -> TileProgram:
-    """Equal followers (the updates of parameters of one shape) have one program, in which ops are numbered by the follower."""
-    found = isolated(graph, chosen.region)
+def _later(graph: Graph, region: Region, plan: Plan, built: dict[tuple[Graph, Region], TileProgram]) -> TileProgram:
+    """The program of a later phase. Equal ones (layers, updates of parameters of one shape) have one, in which ops are numbered by
+    the region."""
+    found = isolated(graph, region)
     if found.key not in built:
         built[found.key] = build(*found.key, found.in_itself(plan))
     return built[found.key]

@@ -90,7 +90,7 @@ def as_function(graph: Graph, target: str, *, force: bool = False, strict: bool 
     if why_not:
         raise ValueError(why_not)
     captured = _opened(graph, INSTEAD.get(target, target))
-    planned, _ = lowering.settled(captured, lowering.routed(graph, target, Options(strict=strict, force=force)))
+    planned, _ = lowering.settled(captured, target, Options(strict=strict, force=force))
 
     def function(*arrays: Any) -> list[jax.Array]:
         return lowering.run(captured, planned.regions, arrays)

@@ -24,6 +24,7 @@ NETWORKS = {
     "loss": "MLP 32-64-16 into three sums",
     "edge-update": "MLP 384-128-128-128, LayerNorm, residual",
     "edge-phase": "edges of a graph: two gathers, MLP 384-128-128, LayerNorm, residual, segment sum",
+    "interaction": "products of each two of 27 vectors of 128, 26 of them gathered; 351 are picked",
     "nerf": "NeRF 8 x 256",
     "swiglu": "SwiGLU 512-1408-512",
     "labels-step": "MLP 24-32-10, cross-entropy, training step",

@@ -202,6 +202,36 @@ void Checker::check(const AccumulateAt& x) {
   p.sinks[x.sink].rows = x.count;
 }
 
+void Checker::check(const AccumulateScaled& x) {
+  check(static_cast<const AccumulateAt&>(x));
+  Sink& s = p.sinks[x.sink];
+  if (!x.sorted || x.ordered || !x.index_extents.empty() || x.x.row_stride <= 0)
+    reject(where, "a scaled sum takes rows of a tile by sorted indices, one for each row");
+  if (s.how != Reduction::kSum || s.dtype != DType::kF32) reject(where, "a scaled sum is of float32");
+  const DType t = x.top.ref.dtype;
+  if (!is_float(t) || compute_type(t) != DType::kF32) reject(where, std::string("its tops are ") + dtype_name(t));
+  bound("heads", x.heads, 1, product(x.extents));
+  if (product(x.extents) % x.heads != 0) reject(where, str(x.heads) + " heads do not share out a row");
+  operand("top", x.top, {x.heads}, false);
+  s.heads = x.heads, s.finite = x.finite;
+}
+
+void Checker::check(const RunMax& x) {
+  tiles_only();
+  indexed(x.index, x.count, {});
+  const DType t = x.x.ref.dtype;
+  if (!is_float(t) || compute_type(t) != DType::kF32 || x.out.ref.dtype != t)
+    reject(where, std::string("makes ") + dtype_name(x.out.ref.dtype) + " of " + dtype_name(t));
+  count("extents", x.extents);
+  operand("x", x.x, x.extents, false);
+  operand("out", x.out, x.extents, true);
+  for (const Operand* o : {&x.x, &x.out}) {
+    int64_t step = 1;
+    for (size_t d = x.extents.size(); d-- > 0; step *= x.extents[d])
+      if (x.extents[d] > 1 && o->strides[d] != step) reject(where, "the elements of a row are not dense");
+  }
+}
+
 void Checker::select(const Select& x, bool takes) {
   bound("inner", x.inner, 1, kMaxCount);
   bound("indices", x.indices, 1, kMaxCount);

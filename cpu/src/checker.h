@@ -67,6 +67,8 @@ class Checker {
   void check(const AccumulateMatmul& x);
   void check(const Gather& x);
   void check(const AccumulateAt& x);
+  void check(const AccumulateScaled& x);
+  void check(const RunMax& x);
   void check(const Take& x);
   void check(const Put& x);
   void check(const Pack& x);

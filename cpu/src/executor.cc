@@ -45,6 +45,7 @@ void plan_sinks(Plan& plan, double ns) {
       if (const auto* a = std::get_if<Accumulate>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
       if (const auto* a = std::get_if<AccumulateMatmul>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
       if (const auto* a = std::get_if<AccumulateAt>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
+      if (const auto* a = std::get_if<AccumulateScaled>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
     }
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     SinkPlan& s = plan.sinks[i];
@@ -53,7 +54,7 @@ void plan_sinks(Plan& plan, double ns) {
     s.offset = plan.strand_bytes;
     const int64_t elements = p.sinks[i].elements;
     plan.strand_bytes = plus(plan.strand_bytes, p.sinks[i].fed == Fold::kSegments
-                                                    ? Segments::bytes(elements / p.sinks[i].rows, s.acc)
+                                                    ? Segments::bytes(elements / p.sinks[i].rows, s.acc, p.sinks[i].heads)
                                                     : align_up(times(static_cast<size_t>(elements), item_size(s.acc))));
     plan.stages[s.stage].sinks.push_back(static_cast<int64_t>(i));
   }
@@ -164,6 +165,8 @@ struct Cost {
   double operator()(const Scan& s) const { return of(s.extents); }
   double operator()(const Gather& g) const { return of(g.index_extents) * of(g.extents) / 4; }
   double operator()(const AccumulateAt& a) const { return of(a.index_extents) * of(a.extents) / 4; }
+  double operator()(const AccumulateScaled& a) const { return of(a.extents) / 4; }
+  double operator()(const RunMax& m) const { return of(m.extents) / 2; }
   double operator()(const Take& t) const { return of(t.outer) * static_cast<double>(t.indices * t.inner) / 4; }
   double operator()(const Put& t) const { return of(t.outer) * static_cast<double>(t.count * t.inner) / 4; }
   double operator()(const Dot& d) const { return flops(d.batch * d.m, static_cast<double>(d.k), static_cast<double>(d.n)); }

@@ -1,8 +1,10 @@
 // A call: its parts one after the other, and the memory of the arrays between them.
 #include <algorithm>
+#include <map>
 
 #include "executor_internal.h"
 #include "executor_memory.h"
+#include "huge_pages.h"
 
 namespace kitsune::cpu {
 namespace {
@@ -11,16 +13,85 @@ std::vector<Array> from(const std::vector<Array>& arrays, int64_t first, int64_t
   return {arrays.begin() + first, arrays.begin() + first + count};
 }
 
+// Places for arrays in one block, in the order in which they are made: the smallest gap that is large enough, or the end.
+class Places {
+ public:
+  size_t take(size_t bytes) {
+    auto best = free_.end();
+    for (auto gap = free_.begin(); gap != free_.end(); ++gap)
+      if (gap->second >= bytes && (best == free_.end() || gap->second < best->second)) best = gap;
+    if (best == free_.end()) {  // the last gap may reach the end
+      size_t at = end_;
+      if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second == end_) {
+        at = free_.rbegin()->first;
+        free_.erase(std::prev(free_.end()));
+      }
+      end_ = plus(at, bytes);
+      return at;
+    }
+    const auto [at, size] = *best;
+    free_.erase(best);
+    if (size > bytes) free_[at + bytes] = size - bytes;
+    return at;
+  }
+
+  void give_back(size_t at, size_t bytes) {
+    auto next = free_.lower_bound(at);
+    if (next != free_.end() && at + bytes == next->first) {
+      bytes += next->second;
+      next = free_.erase(next);
+    }
+    if (next != free_.begin()) {
+      const auto before = std::prev(next);
+      if (before->first + before->second == at) {
+        before->second += bytes;
+        return;
+      }
+    }
+    free_[at] = bytes;
+  }
+
+  size_t end() const { return end_; }
+
+ private:
+  std::map<size_t, size_t> free_;  // place -> bytes, no two of them side by side
+  size_t end_ = 0;
+};
+
+// Where the arrays that live during the call only lie in the memory between phases. Two of them share bytes only where one is read
+// for the last time by a part before the one that makes the other.
+std::vector<size_t> place_inner(const Call& call, size_t* bytes) {
+  const size_t outer = static_cast<size_t>(call.operands + call.results), none = call.parts.size();
+  std::vector<size_t> last(call.arrays.size(), none), at(call.arrays.size() - outer);
+  for (size_t p = 0; p < call.parts.size(); ++p)
+    for (const auto* arrays : {&call.parts[p].reads, &call.parts[p].writes})
+      for (int64_t k : *arrays) last[static_cast<size_t>(k)] = p;
+  auto size_of = [&](size_t k) {
+    return align_up(times(static_cast<size_t>(call.arrays[k].elements), item_size(call.arrays[k].dtype)));
+  };
+  Places places;
+  for (size_t p = 0; p < call.parts.size() && places.end() != kTooLarge; ++p) {
+    std::vector<size_t> dying;
+    for (int64_t k : call.parts[p].writes)
+      if (static_cast<size_t>(k) >= outer) at[static_cast<size_t>(k) - outer] = places.take(size_of(static_cast<size_t>(k)));
+    for (const auto* arrays : {&call.parts[p].reads, &call.parts[p].writes})
+      for (int64_t k : *arrays)
+        if (static_cast<size_t>(k) >= outer && last[static_cast<size_t>(k)] == p) {
+          dying.push_back(static_cast<size_t>(k));
+          last[static_cast<size_t>(k)] = none;  // a part may read an array twice
+        }
+    for (size_t k : dying) places.give_back(at[k - outer], size_of(k));
+  }
+  *bytes = places.end();
+  return at;
+}
+
 }  // namespace
 
 Executable::Executable(Call call, const KernelTable& table) : call_(std::move(call)) {
   for (const Part& part : call_.parts) plans_.push_back(std::make_unique<const Plan>(part.program, table));
   const int64_t outer = call_.operands + call_.results;
-  for (size_t k = static_cast<size_t>(outer); k < call_.arrays.size(); ++k) {
-    const Array& a = call_.arrays[k];
-    inner_offset_.push_back(inner_bytes_);
-    inner_bytes_ = plus(inner_bytes_, align_up(times(static_cast<size_t>(a.elements), item_size(a.dtype))));
-  }
+  inner_offset_ = place_inner(call_, &inner_bytes_);
   limit_memory(inner_bytes_, from(call_.arrays, 0, outer), {}, "arrays between phases");
 }
 
@@ -44,7 +115,11 @@ std::string Executable::run(const void* const* ins, void* const* outs, Pool& poo
     std::vector<char*> arrays, reads, writes;
     arrays.reserve(call_.arrays.size());
     for (int64_t i = 0; i < call_.operands; ++i) arrays.push_back(const_cast<char*>(static_cast<const char*>(ins[i])));
-    for (int64_t i = 0; i < call_.results; ++i) arrays.push_back(static_cast<char*>(outs[i]));
+    for (int64_t i = 0; i < call_.results; ++i) {
+      const Array& a = call_.arrays[static_cast<size_t>(call_.operands + i)];
+      advise_huge_pages(outs[i], static_cast<size_t>(a.elements) * item_size(a.dtype));
+      arrays.push_back(static_cast<char*>(outs[i]));
+    }
     for (size_t offset : inner_offset_) arrays.push_back(inner.data() + offset);
     for (size_t i = 0; i < plans_.size(); ++i) {
       const Part& part = call_.parts[i];

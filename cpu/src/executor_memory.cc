@@ -8,16 +8,12 @@
 #include <utility>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "checked.h"
+#include "huge_pages.h"
 
 namespace kitsune::cpu {
 namespace {
 
-constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kLine = 64;
 constexpr size_t kHugeFrom = kHugePage / 4;
 // Under a sanitizer every block is as long as was asked for and nothing is kept, so that it sees each access beyond the end.
@@ -70,9 +66,7 @@ Block::Block(size_t bytes, const char* what) {
   }
   if (data_ == nullptr) throw OutOfMemory(bytes, what);
   bytes_ = rounded;
-#if defined(__linux__)
-  if (huge) madvise(data_, bytes_, MADV_HUGEPAGE);
-#endif
+  if (huge) advise_huge_pages(data_, bytes_);
 }
 
 Block& Block::operator=(Block&& other) noexcept {

@@ -13,6 +13,8 @@
 #include <new>
 #include <thread>
 
+#include "huge_pages.h"
+
 namespace kitsune::cpu {
 namespace {
 
@@ -252,12 +254,13 @@ Slices measure_copy(int64_t bytes, int64_t threads) {
   });
 }
 
-Slices measure_touch(int64_t bytes, int64_t threads) {
+Slices measure_touch(int64_t bytes, bool huge, int64_t threads) {
   return run(threads, [&]() -> Work {
-    return [bytes] {
+    return [bytes, huge] {
       const size_t size = static_cast<size_t>(bytes), page = 4096;
       void* fresh = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (fresh == MAP_FAILED) return;
+      if (huge) advise_huge_pages(fresh, size);
       for (size_t at = 0; at < size; at += page) static_cast<volatile char*>(fresh)[at] = 1;
       munmap(fresh, size);
     };

@@ -37,6 +37,6 @@ Slices measure_fold(int how, DType type, int64_t rows, int64_t n, bool into_row,
 double measure_share(double seconds, int64_t threads);
 // Copies of `bytes` bytes between two blocks, and writes to as many bytes of fresh pages.
 Slices measure_copy(int64_t bytes, int64_t threads);
-Slices measure_touch(int64_t bytes, int64_t threads);
+Slices measure_touch(int64_t bytes, bool huge, int64_t threads);
 
 }  // namespace kitsune::cpu

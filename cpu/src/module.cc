@@ -216,11 +216,12 @@ void def_measurements(nb::module_& m) {
       nb::arg("bytes"), nb::arg("threads"), "Seconds to copy so many bytes, as measure_gemm.");
   m.def(
       "measure_touch",
-      [](int64_t bytes, int64_t threads) {
+      [](int64_t bytes, bool huge, int64_t threads) {
         check_sizes({bytes, threads});
-        return unlocked([&] { return measure_touch(bytes, threads); });
+        return unlocked([&] { return measure_touch(bytes, huge, threads); });
       },
-      nb::arg("bytes"), nb::arg("threads"), "Seconds to write to so many bytes of fresh pages, as measure_gemm.");
+      nb::arg("bytes"), nb::arg("huge"), nb::arg("threads"),
+      "Seconds to write to so many bytes of fresh pages, huge ones where the kernel gives them, as measure_gemm.");
 }
 
 }  // namespace

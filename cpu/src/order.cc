@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "executor_memory.h"
+#include "huge_pages.h"
 #include "rounds.h"
 
 namespace kitsune::cpu {
@@ -138,6 +139,7 @@ void sort(const void* ids, int64_t rows, int64_t n, int32_t* out, Pool& pool) {
 
 std::string order_by(DType type, const void* ids, int64_t rows, int64_t n, int32_t* out, Pool& pool) {
   try {
+    advise_huge_pages(out, static_cast<size_t>(rows) * sizeof *out);
     switch (type) {
       case DType::kI8: sort<int8_t>(ids, rows, n, out, pool); break;
       case DType::kI16: sort<int16_t>(ids, rows, n, out, pool); break;

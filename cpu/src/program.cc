@@ -154,6 +154,17 @@ AccumulateAt read_accumulate_at(Reader& r) {
   return x;
 }
 
+AccumulateScaled read_accumulate_scaled(Reader& r) {
+  AccumulateScaled x{read_accumulate_at(r), read_operand(r)};
+  x.heads = r.word("AccumulateScaled.heads");
+  x.finite = r.flag("AccumulateScaled.finite");
+  return x;
+}
+
+RunMax read_run_max(Reader& r) {
+  return {r.word("RunMax.count"), r.list("RunMax.extents"), read_operand(r), read_operand(r), read_operand(r)};
+}
+
 void read_select(Reader& r, Select& x) {
   x.count = r.word("count");
   x.indices = r.word("indices");
@@ -221,7 +232,9 @@ void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
       }
       case 14: nested(Stationary{0}); break;
       case 15: out->push_back(read_take(r)); break;
-      default: out->push_back(read_put(r));
+      case 16: out->push_back(read_put(r)); break;
+      case 17: out->push_back(read_run_max(r)); break;
+      default: out->push_back(read_accumulate_scaled(r));
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "indices.h"
+#include "online.h"
 #include "segments.h"
 
 namespace kitsune::cpu {
@@ -17,7 +18,8 @@ class InsideRows {
         order_(a.ordered ? p.order : -1),
         rows_(static_cast<uint32_t>(p.rows)),
         row_bytes_(a.x.row_stride * static_cast<int64_t>(item_size(a.x.ref.dtype))),
-        x_(a.x.ref, 0) {}
+        x_(a.x.ref, 0),
+        first_(a.x.ref, a.x.row_stride) {}
 
   template <class F>
   void blocks(const Context& c, F f) const {
@@ -41,6 +43,8 @@ class InsideRows {
     });
   }
   bool ordered() const { return order_ >= 0; }
+  // The tile's row that lies at x + at, where rows do not go through an order.
+  int64_t row(const Context& c, const char* x, int64_t at) const { return (x + at - first_.of(c)) / row_bytes_; }
 
  private:
   Indices indices_;
@@ -48,7 +52,35 @@ class InsideRows {
   int64_t order_;  // the input through which rows are read, or -1
   uint32_t rows_;
   int64_t row_bytes_;
-  Address x_;
+  Address x_, first_;
+};
+
+// The tops of a scaled sum's rows (online.h).
+class Tops {
+ public:
+  Tops(const AccumulateScaled& a, const Compile& c)
+      : top_(a.top.ref, a.top.row_stride),
+        row_bytes_(a.top.row_stride * static_cast<int64_t>(item_size(a.top.ref.dtype))),
+        step_(a.top.strides[0]),
+        heads_(a.heads),
+        inner_(product(a.extents) / a.heads),
+        finite_(a.finite),
+        load_(c.table, DType::kF32, a.top.ref.dtype, c.where) {}
+
+  int64_t heads() const { return heads_; }
+  int64_t inner() const { return inner_; }
+  // Tops of a row, [heads], by way of `spare`.
+  void of(const Context& c, int64_t row, float* to, char* spare) const {
+    load_(heads_, to, top_.of(c) + row * row_bytes_, step_, spare);
+  }
+  // May a sum at these tops be stored as it is?
+  bool plain(const float* top) const { return finite_ || all_finite(heads_, top); }
+
+ private:
+  Address top_;
+  int64_t row_bytes_, step_, heads_, inner_;
+  bool finite_;
+  Loader load_;
 };
 
 class TableStep final : public Step {
@@ -80,8 +112,9 @@ class TableStep final : public Step {
 // go on, into sums in the accumulator's wide type. So no more than a block of rows is added up in float32.
 class SegmentsStep final : public Step {
  public:
-  SegmentsStep(const AccumulateAt& a, const Compile& c)
-      : rows_(a, c.program, c.table),
+  SegmentsStep(const AccumulateAt& a, const Compile& c, std::unique_ptr<const Tops> tops = nullptr)
+      : tops_(std::move(tops)),
+        rows_(a, c.program, c.table),
         how_(c.program.sinks[a.sink].how),
         offset_(c.sinks[a.sink].offset),
         width_(product(a.extents)),
@@ -100,7 +133,9 @@ class SegmentsStep final : public Step {
     straight_ = result == type_;
     run_bytes_ = align_up(times(static_cast<size_t>(width_), item_size(type_)));
     spare_bytes_ = align_up(times(static_cast<size_t>(width_), 8));
-    temp_bytes_ = plus(times(static_cast<size_t>(straight_ ? 2 : kIndexBlock), run_bytes_), times(2, spare_bytes_));
+    top_bytes_ = tops_ ? Segments::top_bytes(tops_->heads()) : 0;
+    temp_bytes_ =
+        plus(times(static_cast<size_t>(straight_ ? 2 : kIndexBlock), run_bytes_), plus(times(2, spare_bytes_), top_bytes_));
     // The identity, as the result has it.
     std::vector<char> value(spare_bytes_), spare(spare_bytes_);
     identity_.resize(result_bytes_);
@@ -112,7 +147,8 @@ class SegmentsStep final : public Step {
     Segments& kept = *reinterpret_cast<Segments*>(c.strand + offset_);
     const bool narrow = straight_ && width_ <= kNarrow && !rows_.ordered();
     rows_.blocks(c, [&](int64_t n, const int64_t* at, const int64_t* index, const char* x) {
-      if (!narrow || kept.first < 0 || index[0] == index[n - 1]) return block(c, kept, n, at, index, x);
+      if (!narrow || kept.first < 0 || index[0] == index[n - 1] || (tops_ && !plain(c, n, at, index, x)))
+        return block(c, kept, n, at, index, x);
       // The run that goes on from the block before, whole runs at once, and the run that may go on.
       int64_t begin = 0, end = n - 1;
       while (index[begin] == kept.last) ++begin;
@@ -147,11 +183,13 @@ class SegmentsStep final : public Step {
       into[k] = direct ? row(c, index[start[k]]) : runs + place * run_bytes_;
     }
     fold_(count, start, at, x, width_, rows_.ordered(), into);
+    auto* const top = reinterpret_cast<float*>(spare + 2 * spare_bytes_);
     for (int64_t k = 0; k < count; ++k) {
       const int64_t segment = index[start[k]];
+      if (tops_) tops_->of(c, rows_.row(c, x, at[start[k]]), top, spare);
       if (k == 0 && goes_on) {
         widen_(width_, spare, into[0], 1, spare + spare_bytes_);
-        combine(how_, sum_type_, width_, open(kept), spare);
+        add(kept, spare, top);
         continue;
       }
       close(c, kept, spare, k > 1 || (k == 1 && !goes_on));
@@ -159,20 +197,46 @@ class SegmentsStep final : public Step {
       const bool first = kept.first < 0;
       if (first) kept.first = segment;
       kept.last = segment;
-      if (first || k + 1 == count)
+      if (first || k + 1 == count) {
         widen_(width_, open(kept), into[k], 1, spare);
-      else if (!straight_)
-        store_(width_, row(c, segment), 1, into[k], spare);
+        if (tops_) std::memcpy(open_top(kept), top, static_cast<size_t>(tops_->heads()) * sizeof(float));
+        continue;
+      }
+      if (tops_ && !tops_->plain(top)) spoil(tops_->heads(), tops_->inner(), static_cast<float*>(into[k]), top);
+      if (!straight_) store_(width_, row(c, segment), 1, into[k], spare);
     }
+  }
+
+  // Adds a run to the sum of the segment that it goes on with.
+  void add(Segments& kept, const char* run, const float* top) const {
+    if (!tops_) return combine(how_, sum_type_, width_, open(kept), run);
+    add_scaled(tops_->heads(), tops_->inner(), reinterpret_cast<double*>(open(kept)), open_top(kept),
+               reinterpret_cast<const double*>(run), top);
+  }
+
+  // Are the sums of all runs of a block what is stored?
+  bool plain(const Context& c, int64_t n, const int64_t* at, const int64_t* index, const char* x) const {
+    char* const spare = c.temp + static_cast<size_t>(straight_ ? 2 : kIndexBlock) * run_bytes_;
+    auto* const top = reinterpret_cast<float*>(spare + 2 * spare_bytes_);
+    bool all = true;
+    for (int64_t i = 0; i < n && all; ++i) {
+      if (i > 0 && index[i] == index[i - 1]) continue;
+      tops_->of(c, rows_.row(c, x, at[i]), top, spare);
+      all = tops_->plain(top);
+    }
+    return all;
   }
 
   char* row(const Context& c, int64_t segment) const { return c.outs[out_] + static_cast<size_t>(segment) * result_bytes_; }
   // The sum of the segment that may go on.
   char* open(Segments& kept) const { return kept.sum(kept.last != kept.first, sum_bytes_); }
+  float* open_top(Segments& kept) const { return kept.top(kept.last != kept.first, sum_bytes_, tops_->heads()); }
 
   // The segment that was open has ended. One that a block met the end of is stored already, and the first one is kept.
   void close(const Context& c, Segments& kept, char* spare, bool stored) const {
     if (stored || kept.first < 0 || kept.last == kept.first || kept.last == kept.stored) return;
+    if (tops_ && !tops_->plain(open_top(kept)))
+      spoil(tops_->heads(), tops_->inner(), reinterpret_cast<double*>(open(kept)), open_top(kept));
     store_sum_(width_, row(c, kept.last), 1, open(kept), spare);
   }
   // The rows up to the next segment.
@@ -182,6 +246,7 @@ class SegmentsStep final : public Step {
     kept.filled = std::max(kept.filled, next);
   }
 
+  std::unique_ptr<const Tops> tops_;  // of a scaled sum
   InsideRows rows_;
   Reduction how_;
   size_t offset_;
@@ -193,7 +258,7 @@ class SegmentsStep final : public Step {
   FoldNarrowFn fold_narrow_;
   Loader widen_;
   Storer store_, store_sum_;
-  size_t result_bytes_, run_bytes_, spare_bytes_;
+  size_t result_bytes_, run_bytes_, spare_bytes_, top_bytes_;
   bool straight_;  // is a run's type that of the result?
   std::vector<char> identity_;
 };
@@ -211,7 +276,10 @@ void finish_segments(const Plan& plan, int64_t sink, int64_t begin, int64_t end,
   fill_identity(s.how, at.acc, width, sum.data());
   store(width, nothing.data(), 1, sum.data(), spare.data());
   int64_t pending = -1;  // the segment whose sum is in `sum`
+  std::vector<float> top(static_cast<size_t>(s.heads));
+  const int64_t inner = s.heads > 0 ? width / s.heads : 0;
   auto flush = [&] {
+    if (!s.finite) spoil(s.heads, inner, reinterpret_cast<double*>(sum.data()), top.data());
     if (pending >= begin && pending < end)
       store(width, out + static_cast<size_t>(pending) * row_bytes, 1, sum.data(), spare.data());
   };
@@ -219,19 +287,25 @@ void finish_segments(const Plan& plan, int64_t sink, int64_t begin, int64_t end,
     for (int64_t r = std::max(from, begin); r < std::min(to, end); ++r)
       std::memcpy(out + static_cast<size_t>(r) * row_bytes, nothing.data(), row_bytes);
   };
-  auto add = [&](int64_t segment, const char* from) {
+  auto add = [&](int64_t segment, Segments& kept, bool second) {
+    const char* const from = kept.sum(second, sum_bytes);
+    const float* const from_top = kept.top(second, sum_bytes, s.heads);
+    if (segment == pending && s.heads > 0)
+      return add_scaled(s.heads, inner, reinterpret_cast<double*>(sum.data()), top.data(), reinterpret_cast<const double*>(from),
+                        from_top);
     if (segment == pending) return combine(s.how, at.acc, width, sum.data(), from);
     flush();
     pending = segment;
     std::memcpy(sum.data(), from, static_cast<size_t>(width) * item_size(at.acc));
+    std::copy_n(from_top, s.heads, top.begin());
   };
   int64_t last = -1;
   for (int64_t l = 0; l < plan.strands; ++l) {
     Segments& kept = *reinterpret_cast<Segments*>(strands + static_cast<size_t>(l) * plan.strand_bytes + at.offset);
     if (kept.first < 0) continue;
     fill(last + 1, kept.first);
-    add(kept.first, kept.sum(false, sum_bytes));
-    if (kept.last != kept.first) add(kept.last, kept.sum(true, sum_bytes));
+    add(kept.first, kept, false);
+    if (kept.last != kept.first) add(kept.last, kept, true);
     last = kept.last;
   }
   flush();
@@ -241,6 +315,10 @@ void finish_segments(const Plan& plan, int64_t sink, int64_t begin, int64_t end,
 std::unique_ptr<const Step> compile(const AccumulateAt& x, const Compile& c) {
   if (x.sorted) return std::make_unique<SegmentsStep>(x, c);
   return std::make_unique<TableStep>(x, c);
+}
+
+std::unique_ptr<const Step> compile(const AccumulateScaled& x, const Compile& c) {
+  return std::make_unique<SegmentsStep>(x, c, std::make_unique<Tops>(x, c));
 }
 
 }  // namespace kitsune::cpu

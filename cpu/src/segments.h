@@ -3,7 +3,8 @@
 //
 // A strand stores the segments that begin and end inside of it straight to the result, and what lies between two of them is the
 // identity. Its first segment may have begun in the strand before, and its last one may go on in the next: of these it keeps the
-// sums. In the end the kept sums of all strands, in their order, are added up.
+// sums, and of scaled ones (online.h) what they are scaled by. In the end the kept sums of all strands, in their order, are added
+// up.
 #pragma once
 
 #include "executor_internal.h"
@@ -18,8 +19,15 @@ struct Segments {
   int64_t stored;  // a segment whose sum is in the result; -1 if there is none
   static constexpr size_t kHeader = kAlign;
   static size_t sum_bytes(int64_t width, DType acc) { return align_up(times(static_cast<size_t>(width), item_size(acc))); }
-  static size_t bytes(int64_t width, DType acc) { return plus(kHeader, times(2, sum_bytes(width, acc))); }
+  static size_t bytes(int64_t width, DType acc, int64_t heads) {
+    return plus(kHeader, times(2, plus(sum_bytes(width, acc), top_bytes(heads))));
+  }
+  static size_t top_bytes(int64_t heads) { return align_up(times(static_cast<size_t>(heads), sizeof(float))); }
   char* sum(bool second, size_t bytes_of_one) { return reinterpret_cast<char*>(this) + kHeader + (second ? bytes_of_one : 0); }
+  // What a scaled sum was scaled by, behind both sums.
+  float* top(bool second, size_t bytes_of_one, int64_t heads) {
+    return reinterpret_cast<float*>(sum(true, bytes_of_one) + bytes_of_one + (second ? top_bytes(heads) : 0));
+  }
 };
 
 // Rows [begin, end) of a sink's result that no strand has stored: sums kept by strands, and the identity between them.

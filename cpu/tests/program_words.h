@@ -107,6 +107,11 @@ class Words {
     add(x.sink), add(x.count), list(x.index_extents), list(x.extents), operand(x.index), operand(x.x);
     add(x.sorted), add(x.ordered);
   }
+  void instruction(const AccumulateScaled& x) {
+    instruction(static_cast<const AccumulateAt&>(x));
+    operand(x.top), add(x.heads), add(x.finite);
+  }
+  void instruction(const RunMax& x) { add(x.count), list(x.extents), operand(x.index), operand(x.x), operand(x.out); }
   void select(const Select& x) {
     add(x.count), add(x.indices), add(x.inner), list(x.outer), operand(x.index), operand(x.x), operand(x.out);
   }

@@ -12,6 +12,7 @@
 
 #include "activated.h"
 #include "kitsune_cpu/program.h"
+#include "reference_online.h"
 #include "reference_values.h"
 
 namespace kitsune::cpu::test {
@@ -47,6 +48,7 @@ class Reference {
     for (size_t i = 0; i < p_.sinks.size(); ++i) {
       const Sink& s = p_.sinks[i];
       DType t = p_.outputs[s.out].dtype;
+      if (scaled_.count(static_cast<int64_t>(i)) > 0) scaled_[static_cast<int64_t>(i)].close(sinks_[i]);
       for (size_t e = 0; e < sinks_[i].size(); ++e) set(t, &outs_[s.out][e * item_size(t)], sinks_[i][e]);
     }
   }
@@ -304,6 +306,28 @@ class Reference {
         });
       });
   }
+  void step(const RunMax& m) {
+    for (int64_t first = 0, end; first < rows_; first = end) {
+      for (end = first + 1; end < rows_ && index_at(m.index, end, {}) == index_at(m.index, first, {});) ++end;
+      loop(m.extents, [&](const auto& of) {
+        double largest = -INFINITY;
+        for (int64_t r = first; r < end; ++r) largest = fold(Reduction::kMax, largest, get(m.x.ref.dtype, at(m.x, r, of)));
+        for (int64_t r = first; r < end; ++r) set(m.out.ref.dtype, at(m.out, r, of), largest);
+      });
+    }
+  }
+  void step(const AccumulateScaled& a) {
+    ScaledSums& scaled = scaled_[a.sink];
+    scaled.open(a, sinks_[a.sink]);
+    for (int64_t r = 0; r < rows_; ++r) {
+      int64_t e = 0, i = index_at(a.index, r, {});
+      if (i < 0 || i >= a.count) continue;
+      loop(a.extents, [&](const auto& of) {
+        const double top = get(a.top.ref.dtype, at(a.top, r, {scaled.head(e)}));
+        scaled.add(sinks_[a.sink], i, e++, get(a.x.ref.dtype, at(a.x, r, of)), top);
+      });
+    }
+  }
   // f(outer index, i, the place that index i names or -1)
   template <class F>
   void select(const Select& s, int64_t r, F f) {
@@ -366,6 +390,7 @@ class Reference {
   std::vector<Bytes>& outs_;
   std::vector<std::vector<Bytes>> queues_;
   std::vector<std::vector<double>> sinks_;
+  std::map<int64_t, ScaledSums> scaled_;  // by sink
   std::map<int64_t, Bytes> preps_;
   Bytes scratch_;
   int64_t tile_ = 0, row0_ = 0, first_row_ = 0, rows_ = 0;

@@ -98,6 +98,25 @@ inline Program ordered_segments(Reduction how, DType t, int64_t rows, int64_t ti
   return p;
 }
 
+// Sums of rows of x, scaled by what the largest rows of a tile are, in an order of the stream in which the indices are sorted.
+inline Program online_sums(DType t, int64_t rows, int64_t tile_rows, int64_t count, int64_t heads, int64_t inner, bool finite) {
+  const int64_t width = heads * inner, tops = tile_rows * width * 2, x_at = tops * 2, ids = x_at * 2;
+  Program p = program({rows}, tile_rows, {{t, rows * width}, {I32, rows}, {I32, rows}, {t, rows * heads}}, {{F32, count * width}},
+                      {}, (ids + tile_rows) * 4);
+  p.order = 2;
+  p.workers = 3;
+  p.sinks = {{Reduction::kSum, F32, count * width, 0}};
+  Operand x = operand(Space::kScratch, 0, t, x_at, width, {1}), index = operand(Space::kScratch, 0, I32, ids, 1, {});
+  Operand s = operand(Space::kScratch, 0, t, 0, heads, {1}), top = operand(Space::kScratch, 0, t, tops, heads, {1});
+  AccumulateScaled sum{{0, count, {}, {heads, inner}, index, operand(Space::kScratch, 0, t, x_at, width, {inner, 1}), true, false},
+                       top};
+  sum.heads = heads, sum.finite = finite;
+  p.stages[0].body = {StridedLoad{{{Space::kIn, 0, 0, t}, {width}, {width}, {1}, x}},
+                      StridedLoad{{{Space::kIn, 1, 0, I32}, {1}, {}, {}, index}},
+                      StridedLoad{{{Space::kIn, 3, 0, t}, {heads}, {heads}, {1}, s}}, RunMax{count, {heads}, index, s, top}, sum};
+  return p;
+}
+
 // Elements of a row that indices from -4 to 4 name, and the sums of elements put back by them.
 inline Program selection(DType t, int64_t rows, int64_t tile_rows, int64_t count, int64_t indices, int64_t inner, OutOfRange mode) {
   constexpr int64_t O = 2;

@@ -155,6 +155,9 @@ void test_segments() {
       for (bool straight : {false, true}) {
         const int64_t tile = rows > 1000 ? 400 : 8;
         compare("sorted segments", ordered_segments(how, F32, rows, tile, 4, straight, F32), 1e-6, 3, true, {1, 2, 3, 8});
+        compare("online sums", online_sums(F32, rows, tile, 4, 1 + straight, 7, straight), 1e-5, 3, true, {1, 2, 3, 8});
+        compare("narrow online sums", online_sums(F32, rows, tile, 300, 8, 1, straight), 1e-5, 3, true, {1, 3});
+        compare("online sums of bfloat16", online_sums(BF16, rows, tile, 40, 2, 9, straight), 0.01, 5, false, {1, 3});
         compare("sorted segments of float64", ordered_segments(how, F64, rows, tile, 4, straight, F64), 1e-12, 4, false, {1, 3});
         compare("sorted segments of bfloat16", ordered_segments(how, BF16, rows, tile, 4, straight, BF16), 0.01, 5, false, {1, 3});
         compare("sorted segments of int32", ordered_segments(how, I32, rows, tile, 700, straight, I32), 0, 5, true, {1, 3});

@@ -63,6 +63,7 @@ std::vector<std::vector<int64_t>> corpus() {
     add(ordered_segments(Reduction::kSum, F32, 21, 4, 3, straight, F32));
     add(ordered_segments(Reduction::kMax, I32, 21, 4, 5, straight, I32));
     add(ordered_segments(Reduction::kProd, BF16, 21, 4, 5, straight, F32));
+    add(online_sums(straight ? F32 : BF16, 21, 4, 5, 2, 3, straight));
   }
   for (OutOfRange mode : {OutOfRange::kClip, OutOfRange::kFill}) {
     add(selection(F32, 5, 2, 3, 6, 1, mode));

@@ -184,6 +184,22 @@ void test_structure() {
   expect(ordered([](Program&, AccumulateAt& a) { a.x.ref.space = Space::kScratch; }), "it must be an input");
   expect(ordered([](Program&, AccumulateAt& a) { a.x.strides = {0}; }), "of a row of x are not dense");
   expect(ordered([](Program& p, AccumulateAt& a) { p.stages[0].body.push_back(AccumulateAt(a)); }), "is fed twice");
+  auto online = [&](auto change) {
+    Program p = online_sums(F32, 21, 4, 3, 2, 3, false);
+    change(p, std::get<RunMax>(p.stages[0].body[3]), std::get<AccumulateScaled>(p.stages[0].body[4]));
+    return p;
+  };
+  expect(online([](Program&, RunMax&, AccumulateScaled& a) { a.sorted = false; }), "by sorted indices, one for each row");
+  expect(online([](Program&, RunMax&, AccumulateScaled& a) { a.x.row_stride = 0; }), "by sorted indices, one for each row");
+  expect(online([](Program& p, RunMax&, AccumulateScaled&) { p.sinks[0].how = Reduction::kMax; }), "a scaled sum is of float32");
+  expect(online([](Program&, RunMax&, AccumulateScaled& a) { a.heads = 4; }), "4 heads do not share out a row");
+  expect(online([](Program&, RunMax&, AccumulateScaled& a) { a.heads = 7; }), "heads");
+  expect(online([](Program&, RunMax&, AccumulateScaled& a) { a.top.ref.offset = int64_t{1} << 20; }), "top reads");
+  expect(online([](Program&, RunMax&, AccumulateScaled& a) { a.top.ref.dtype = I32; }), "its tops are int32");
+  expect(online([](Program&, RunMax& m, AccumulateScaled&) { m.out.ref.dtype = BF16; }), "makes bfloat16 of float32");
+  expect(online([](Program&, RunMax& m, AccumulateScaled&) { m.x.strides = {2}; }), "the elements of a row are not dense");
+  expect(online([](Program&, RunMax& m, AccumulateScaled&) { m.index.ref.dtype = F32; }), "an index cannot be float32");
+  expect(online([](Program& p, RunMax&, AccumulateScaled& a) { p.stages[0].body.push_back(AccumulateScaled(a)); }), "is fed twice");
   auto selects = [&](size_t which, auto change) { return in(selection(F32, 5, 2, 3, 6, 2, OutOfRange::kFill), which, change); };
   expect(selects(0, [](Program&, Instruction& i) { std::get<Take>(i).count = 4; }), "reads element");
   expect(selects(0, [](Program&, Instruction& i) { std::get<Take>(i).fill = {}; }), "fill is one number");

@@ -18,7 +18,7 @@ from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder, scalar_of, value_of
 from kitsune_jax.capture.captured import Captured, Origin, Step
 from kitsune_jax.capture.equation import bind_in_place
-from kitsune_jax.capture.rewrites import PARTS, REWRITES, rewritten
+from kitsune_jax.capture.rewrites import ONLINE, PARTS, REWRITES, rewritten
 from kitsune_jax.capture.translate import translate
 from kitsune_jax.fallbacks import Failure
 
@@ -48,7 +48,7 @@ _LOOPS = {
 }
 
 
-def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = False) -> Captured:
+def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = False, online: bool = False) -> Captured:
     """The Graph of ``closed_jaxpr``, and what JAX needs to evaluate its ops as they stood (``Captured.run``).
 
     Args:
@@ -57,6 +57,7 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = 
         which takes the body's origin when the op runs. Bodies that hold constants are left alone.
       parts: make weight gradients of concatenations part by part. (What is computed of such a gradient is then not computed of the
         result of a single op, so a target whose calls update parameters is better off without.)
+      online: make the sums of a segment softmax online (``ops.online``), for a target that has code for that.
 
     Returns:
       ``Captured``; its graph's inputs and outputs are those of the jaxpr, in order. An op that nothing reads and that has no effect
@@ -81,7 +82,7 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = 
     outputs = walk.jaxpr(jaxpr, (), inputs, Origin(()))
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
-    return rewritten(captured, (*REWRITES, PARTS) if parts else REWRITES)
+    return rewritten(captured, (*REWRITES, *((PARTS,) if parts else ()), *((ONLINE,) if online else ())))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from kitsune_jax.capture.captured import Captured, pruned
 from kitsune_jax.capture.divided_gradients import split_gradients
 from kitsune_jax.capture.indexed_products import move_indexing
+from kitsune_jax.capture.online_sums import sum_online
 from kitsune_jax.capture.relu_masks import masks_of_results
 from kitsune_jax.capture.sliced_products import fold_slices
+from kitsune_jax.capture.softmax_divisions import divide_segments
 from kitsune_jax.capture.transposed_gradients import fold_transposes
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.ops.verify import verify_op
@@ -24,9 +26,11 @@ Rewriting = Callable[[Captured], Captured]
 REWRITES: Sequence[tuple[str, Rewriting]] = (
     ("folding transpositions into weight gradients", fold_transposes),
     ("moving indexing to the other side of products", move_indexing),
+    ("moving divisions by the sums of a segment softmax", divide_segments),
     ("folding slices into the weights of a product", fold_slices),
     ("reading the masks of rectified values off the results", masks_of_results),
 )
+ONLINE: tuple[str, Rewriting] = ("making the sums of a segment softmax online", sum_online)
 PARTS: tuple[str, Rewriting] = ("dividing the weight gradients of concatenations", split_gradients)
 
 

@@ -166,8 +166,10 @@ def _take(op: Op, shapes: Sequence[Shape]) -> Shape | None:
 
 
 def _scatter(op: Op, shapes: Sequence[Shape]) -> Shape | None:
-    (x, index), axis, n = shapes, op["axis"], op["n"]
+    (x, index, *scores), axis, n = shapes, op["axis"], op["n"]
     end = axis + len(index)
+    if any(s != x[: len(s)] or (axis, end) != (0, 1) for s in scores):
+        return None
     return (*x[:axis], n, *x[end:]) if axis >= 0 and n >= 0 and x[axis:end] == index else None
 
 

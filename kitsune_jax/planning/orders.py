@@ -20,7 +20,7 @@ def orders_of(graph: Graph, region: Region) -> list[int]:
     found: dict[int, None] = {}
     for i in region.sinks:
         op = graph.ops[i]
-        if op.inputs[-1] in region.outputs:
+        if OPS[op.kind].family == SCATTER and op.inputs[1] in region.outputs:
             continue  # the indices are needed in front of the call
         if OPS[op.kind].family == SCATTER and not op["sorted"]:
             ids = labels.get(op.inputs[1], ())

@@ -81,7 +81,8 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
     shared = {level: size // threads for level, size in _SHARED_COPIES.items()}
     for level, size in (_COPIES | shared).items():
         note(f"copy/{level}", size / crowd if level == "dram" else size, extension.measure_copy, size)
-    note("touch", _FRESH // threads / crowd, extension.measure_touch, _FRESH // threads)
+    for name, huge in (("touch", False), ("touch/huge", True)):
+        note(name, _FRESH // threads / crowd, extension.measure_touch, _FRESH // threads, huge)
     return found
 
 

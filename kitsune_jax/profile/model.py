@@ -18,7 +18,7 @@ with the whole machine.
 ``fold/<row or column>/<dtype>``       an element of a sum along a row, or over the rows
 ``fold/short/<dtype>``                 a row of 16 elements; ``load/short/``: 16 elements
 ``copy/<l1, l2, l3, dram>``            a byte read and a byte written
-``touch``                              a byte of fresh pages
+``touch``, ``touch/huge``              a byte of fresh pages; of huge pages, which a pipeline asks for where its results are large
 ``take/<l2, l3>/<16, 256>``            a row of so many elements read by a random index, of a table in that cache
 ``folded/<16, 256>``                   a row added to a random row of a table in the second level
 ``runs/<16, 256>``                     a row added to those before it with the same index, of which there are eight

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.graph import Graph, Scalar, make_params
 from kitsune_jax.ops.local import Dims, LocalOp
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import (
@@ -27,6 +28,7 @@ from kitsune_jax.program.ir import (
     TileProgram,
     TileType,
 )
+from kitsune_jax.program.online import Scaled
 from kitsune_jax.streams.space import Region, row_shape, row_strides
 
 
@@ -125,8 +127,14 @@ class _Builder:
         self.values.append(t)
         return len(self.values) - 1
 
+    def _literal(self, scalar: Scalar, dtype: str) -> int:
+        new = self._new(TileType(False, (), dtype))
+        self.literals[new] = scalar
+        return new
+
     def _stage(self, s: int) -> list[Instr]:
         stage = _Stage([], {})
+        scaled = Scaled(stage.body, self.values, self._new, self._literal)
         for i in self.plan.stages[s].ops:
             op = self.graph.ops[i]
             ins, outs = ([self._dims(v) for v in values] for values in (op.inputs, op.outputs))
@@ -136,6 +144,9 @@ class _Builder:
                 inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
             if local.swap:
                 inputs.reverse()
+            if op.kind in ONLINE and op.outputs[0] in self.output_number:
+                values, index, scores = inputs
+                inputs = scaled.operands(values, index, scores, op["n"], i)
             if local.kind in SINKS:
                 if local.kind == "sink_at" and self.plan.order is not None:  # what was promised held in another order
                     params = {**dict(local.params), "sorted": op.inputs[1] == self.plan.order}

@@ -44,6 +44,8 @@ class State:
         self.rings: list[dict[int, Array]] = [{} for _ in program.queues]
         self.sums = [np.full(s.shape, identity(s.how, wide := _wide(np.dtype(s.dtype))), wide) for s in program.sinks]
         self.last = [-1] * len(program.sinks)  # of those with sorted indices: the last one folded in
+        self.tops: dict[int, Array] = {}  # of scaled sinks: what their sums are scaled by; those of no row are -inf
+        self.spoiled: dict[int, Array] = {}  # ... and which are NaN, because their top is not finite
         self.literals: dict[int, Scalar] = dict(program.literals)
         self.order = None if program.order is None else self.inputs[program.order]
         if self.order is not None and not np.array_equal(np.sort(self.order), np.arange(program.rows)):
@@ -218,7 +220,42 @@ def _sink_at(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Non
         if any(a > b for a, b in itertools.pairwise(seen)):
             raise ValueError(f"sink {instr['sink']} was promised indices that never decrease")
         state.last[instr["sink"]] = seen[-1]
+    if len(inputs) > 2:
+        _add_scaled(state, instr, index[inside], rows[inside], _widened(inputs[2])[inside])
+        return
     FOLDS[state.program.sinks[instr["sink"]].how].at(total, index[inside], rows[inside])
+
+
+def _add_scaled(state: State, instr: Instr, index: Array, rows: Array, tops: Array) -> None:
+    """Add rows that were scaled by e^-top, one top for each of their first dimensions, to the sums of their indices."""
+    k = instr["sink"]
+    total = state.sums[k]
+    known = state.tops.setdefault(k, np.full((len(total), *tops.shape[1:]), -np.inf))
+    spoiled = state.spoiled.setdefault(k, np.zeros(known.shape, bool))
+    behind = (1,) * (total.ndim - known.ndim)
+    with np.errstate(all="ignore"):
+        for i in np.unique(index):
+            mine = index == i
+            top = tops[mine][0]
+            if not np.array_equal(tops[mine], np.broadcast_to(top, tops[mine].shape), equal_nan=True):
+                raise ValueError(f"sink {k}: the rows of a run were scaled by several tops")
+            to = np.maximum(known[i], top)
+
+            def scaled(part: Array, at: Array, to: Array = to) -> Array:
+                same = (at == to) | (at == -np.inf) | np.isnan(to)
+                by = np.where(same, 1.0, np.exp(np.where(np.isfinite(at), at, 0) - np.where(np.isfinite(to), to, 0)))
+                return part * by.reshape((*by.shape, *behind))
+
+            total[i] = scaled(total[i], known[i]) + scaled(rows[mine].sum(0), top)
+            known[i] = to
+            spoiled[i] = ~np.isfinite(to) & (not instr["finite"])
+
+
+def _run_max(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    x, index = inputs[0], inputs[1].astype(np.int64)
+    starts = np.flatnonzero(np.r_[True, index[1:] != index[:-1]])
+    largest = np.maximum.reduceat(_widened(x), starts, axis=0)
+    return np.repeat(largest, np.diff(np.r_[starts, len(index)]), axis=0).astype(x.dtype)
 
 
 def _push(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
@@ -251,6 +288,7 @@ _EXECUTE: dict[str, Callable[[State, Instr, Tile, list[Array]], Any]] = {
     "gather": _gather,
     "take": _take,
     "put": _put,
+    "run_max": _run_max,
     "loop": _loop,
     "sink": _sink,
     "matmul_sink": _matmul_sink,

@@ -139,7 +139,7 @@ def _sink(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[T
     k = instr["sink"]
     need(0 <= k < len(program.sinks), f"there is no sink {k}")
     sink = program.sinks[k]
-    _operands(ins, *(True,) * (1 if instr.kind == "sink" else 2))
+    _operands(ins, *(True,) * (1 if instr.kind == "sink" else 3 if instr.kind == "sink_at" and len(ins) > 2 else 2))
     shape = _FOLDED[instr.kind](sink, instr, ins)
     need(sink.shape == shape, f"sink {k} has shape {list(sink.shape)}, not {list(shape)}")
     dtypes = {t.dtype for t in (ins if instr.kind == "matmul_sink" else ins[:1])}
@@ -166,13 +166,27 @@ def _multiplied(sink: SinkType, instr: Instr, ins: Types) -> tuple[int, ...]:
 
 
 def _indexed(sink: SinkType, instr: Instr, ins: Types) -> tuple[int, ...]:
-    x, index = ins
+    x, index, *tops = ins
     rank = len(index.shape)
     need(index.dtype.startswith(_INTEGERS), f"the index is {index}, and must be of integers")
+    for t in tops:
+        need(sink.how == "sum" and sink.dtype == "float32", f"a scaled sink folds a {sink.how} of {sink.dtype}")
+        need(instr["sorted"] is True and not index.shape, "a scaled sink takes sorted indices, one for each row")
+        need(x.shape[: len(t.shape)] == t.shape and "float" in t.dtype, f"the tops are {t}, and the value is {x}")
+        need(isinstance(instr["finite"], bool), "it does not say whether its tops count where they are not finite")
     need(x.shape[:rank] == index.shape, f"the value is {x}; it must begin with the dimensions of the index, {index}")
     need(len(sink.shape) > 0, "its sink has no rows")
     need(isinstance(instr["sorted"], bool), "it does not say whether its indices are sorted")
     return (sink.shape[0], *x.shape[rank:])
+
+
+def _run_max(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    _operands(ins, True, True)
+    x, index = ins
+    need(index.dtype.startswith(_INTEGERS) and not index.shape, f"the index is {index}, and must be one integer for each row")
+    need("float" in x.dtype, f"the largest of {x.dtype}")
+    need(instr["n"] > 0, "no index has rows")
+    return [x]
 
 
 _FOLDED: Mapping[str, Callable[[SinkType, Instr, Types], tuple[int, ...]]] = {
@@ -188,5 +202,6 @@ RULES: Mapping[str, Callable[[TileProgram, Instr, Types, Types], list[TileType]]
     "gather": _gather,
     "take": _take,
     "put": _put,
+    "run_max": _run_max,
     **dict.fromkeys(_FOLDED, _sink),
 }

@@ -40,7 +40,12 @@ Instruction kinds:
 * ``sink_at``: (value, index) -> sink accumulator ``sink`` of shape ``[n, *row]``; an integer index tile of row shape s says for
   every ``row`` of the value, a tile of row shape ``(*s, *row)``, where it is folded in by the sink's ``how``. Indices below 0 or
   beyond n - 1 are dropped. ``sorted`` promises that, in the order of the stream, the others never decrease; where the promise is
-  false the result is any numbers. No output: a segment sum;
+  false the result is any numbers. No output: a segment sum. With a third operand, tops, a tile of row shape t, the sum is one of
+  rows that were scaled by e^-top, one top for each of the first dimensions of ``row``; a top that is not finite stands for 0. The
+  sink adds up such sums at the largest of their tops, and with ``finite`` false gives NaN where that is not finite. Its indices are
+  sorted, one for each row, and tops are what ``run_max`` makes of them;
+* ``run_max``: (tile x, integer index tile of row shape ()) -> tile like x: for each row the largest x of the rows around it in the
+  tile that have its index, element by element; ``n``: indices below 0 or beyond n - 1 are nobody's;
 * ``push`` / ``pop``: value <-> queue ``queue``; ``store``: value -> output array ``array``.
 
 A constant is no instruction: it is a value of ``TileProgram.literals``, and may be read everywhere.

@@ -1,11 +1,9 @@
 """Followers of a region: what runs in later phases of its call, such as the updates of the parameters whose gradients it makes.
 
-Comes in: a region that was chosen, and the ops that no region has. Goes out: ``Follower`` regions, each with the number of its
-phase: pointwise work (and sums) over the elements of a gradient, and the scalar work between two of them, such as the factor of
-clipping by the global norm. Invariants: the call with all of its followers is convex; a follower reads what earlier phases made, or
-what does not depend on the call; followers of one phase do not read each other's results.
-
-A follower has a stream space of its own, because what was a sink is an array like any other behind the barrier.
+Comes in: a region that was chosen, and the ops that no region has. Goes out: more regions for its call: pointwise work (and sums)
+over the elements of a gradient, and the scalar work between two of them, such as the factor of clipping by the global norm.
+Invariants: the call with all of its followers is convex; a follower reads what earlier phases made, or what does not depend on the
+call.
 """
 
 from __future__ import annotations
@@ -27,14 +25,6 @@ _SCALAR = frozenset({"pointwise", "convert"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Follower:
-    """``phase``: 1 for what reads the sinks of the first phase, and so on."""
-
-    phase: int
-    region: Region
-
-
-@dataclasses.dataclass(frozen=True)
 class Following:
     """What the search needs to know about a graph whose regions are being chosen.
 
@@ -48,8 +38,8 @@ class Following:
     spread: Callable[[Seed, Container[int]], Spread]
     supports: Callable[[int], str | None]
 
-    def followers(self, region: Region) -> list[Follower]:
-        """The followers of ``region``, in the order of their phases."""
+    def followers(self, region: Region) -> list[Region]:
+        """The followers of ``region``."""
         order = self.order.copy()
         candidates = self._candidates(region, order)
         return _Join(self, region, candidates, order).run() if candidates else []
@@ -118,10 +108,10 @@ class _Join:
         self.inside = set(region.ops)
         self.phase = dict.fromkeys(region.outputs, 0)  # value that the call makes -> the phase that makes it
         self.behind: set[int] = set()  # values that some op outside makes of what the call makes
-        self.joined: list[Follower] = []
+        self.joined: list[Region] = []
         self.scalars: dict[int, int] = {}  # scalar op -> phase
 
-    def run(self) -> list[Follower]:
+    def run(self) -> list[Region]:
         order = self.order
         first = order.node(anchored(self.graph, self.region)[0])
         for number in sorted(order.behind([first], len(self.graph.ops)), key=order.position):
@@ -135,7 +125,7 @@ class _Join:
                 self._scalar(node[0])
             else:
                 self._outside(node)
-        return sorted([*self.joined, *self._scalar_regions()], key=lambda f: (f.phase, f.region.ops))
+        return [*self.joined, *self._scalar_regions()]
 
     def _after(self, values: Iterable[int]) -> int | None:
         """The last phase that makes one of ``values``; None where one of them is made outside the call, after the call began."""
@@ -153,7 +143,7 @@ class _Join:
         if after is None:
             self._outside(candidate.ops)
             return
-        self.joined.append(Follower(after + 1, candidate))
+        self.joined.append(candidate)
         self.inside.update(candidate.ops)
         self.phase.update(dict.fromkeys(candidate.outputs, after + 1))
 
@@ -180,10 +170,10 @@ class _Join:
         if any(v in self.phase or v in self.behind or self._made_again(v) for op in ops for v in op.inputs):
             self.behind.update(v for op in ops for v in op.outputs)
 
-    def _scalar_regions(self) -> list[Follower]:
+    def _scalar_regions(self) -> list[Region]:
         """One region a phase of the scalar ops that some follower waits for; XLA does the others."""
         needed: set[int] = set()
-        work = [v for f in self.joined for v in f.region.inputs]
+        work = [v for region in self.joined for v in region.inputs]
         while work:
             i = self.given.index.producers.get(work.pop())
             if i in self.scalars and i not in needed:
@@ -192,7 +182,7 @@ class _Join:
         by_phase: dict[int, list[int]] = {}
         for i in sorted(needed):
             by_phase.setdefault(self.scalars[i], []).append(i)
-        return [Follower(phase, self._scalar_region(ops)) for phase, ops in by_phase.items()]
+        return [self._scalar_region(ops) for ops in by_phase.values()]
 
     def _scalar_region(self, ops: list[int]) -> Region:
         """A stream of one row: a space without axes."""
@@ -208,45 +198,3 @@ class _Join:
             inputs=tuple(v for v in read if v not in made),
             outputs=tuple(v for v in made if v in results or not inside.issuperset(consumers.get(v, ()))),
         )
-
-
-def anchored_call(graph: Graph, region: Region, followers: Sequence[Follower]) -> tuple[int, ...]:
-    """The anchored ops of a call: those of its regions, and makers of what an earlier phase made, which can run nowhere else."""
-    regions = [region, *(f.region for f in followers)]
-    fixed = dict.fromkeys(i for r in regions for i in anchored(graph, r))
-    if followers:
-        made = {v for r in regions for v in r.outputs}
-        fixed |= dict.fromkeys(i for r in regions for i in r.ops if not made.isdisjoint(graph.ops[i].inputs))
-    return tuple(fixed)
-
-
-def joined(graph: Graph, region: Region, followers: Sequence[Follower]) -> Region:
-    """``region`` and its followers as one: the ops of the call, what it reads and what it gives.
-
-    The stream space, the labels and the sinks are those of ``region``; each follower has its own.
-    """
-    parts = [region, *(f.region for f in followers)]
-    ops = sorted({i for part in parts for i in part.ops})
-    made = dict.fromkeys(v for part in parts for v in part.outputs)
-    needed = _needed_outside(graph, set(ops), made)
-    return dataclasses.replace(
-        region,
-        ops=tuple(ops),
-        inputs=tuple(dict.fromkeys(v for part in parts for v in part.inputs if v not in made)),
-        outputs=tuple(v for v in made if v in needed),
-    )
-
-
-def _needed_outside(graph: Graph, inside: Collection[int], made: Collection[int]) -> set[int]:
-    """Values that are read outside of the ops ``inside``, also by makers among these that are made again outside."""
-    producers = graph.producers()
-    needed: set[int] = set()
-    work = [*graph.outputs, *(v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs)]
-    while work:
-        v = work.pop()
-        if v in needed:
-            continue
-        needed.add(v)
-        if v not in made and producers.get(v) in inside:
-            work.extend(graph.ops[producers[v]].inputs)
-    return needed

@@ -1,7 +1,8 @@
-"""A training step cut at its loss into its forward and its backward pass.
+"""Where a region may be cut into parts that run one after the other: a training step at its loss, a network behind its products for
+each row.
 
-Comes in: a region that holds a forward and a backward pass. Goes out: the ops of each pass, with a seed of its stream. Invariant:
-no op of the forward pass depends on one of the backward pass.
+Comes in: a region. Goes out: the ops of each part, with a seed of its stream. Invariant: no op of a part depends on one of
+a later part.
 """
 
 from __future__ import annotations
@@ -10,9 +11,64 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.streams import Region, Seed
 
 Pass = tuple[Seed, frozenset[int]]
+_PUT_TOGETHER = frozenset({"concatenate", "reshape", "broadcast_in_dim"})
 
 
-def passes_of(graph: Graph, region: Region) -> tuple[Pass, Pass] | None:
+def cuts_of(graph: Graph, region: Region, planned: bool) -> list[tuple[Pass, ...]]:
+    """Every way to cut ``region``; one that has no plan as a whole (not ``planned``) only around its products for each row."""
+    at_loss = [passes_of(graph, region)] if planned else []
+    return [cut for cut in (*at_loss, *_around_products(graph, region)) if cut is not None]
+
+
+def _around_products(graph: Graph, region: Region) -> list[tuple[Pass, ...] | None]:
+    """(all that products for each row depend on, with what is picked of them; the rest); and the same with the layers before them
+    as a part of their own. Nothing, where there is no such product.
+
+    Such a product reads many times the memory of a layer for each row, and computes little.
+    """
+    streamed, sinks = region.label_of(), set(region.sinks)
+    matmuls = [i for i in region.ops if graph.ops[i].kind == "dot_general" and i not in sinks]
+    products = [i for i in matmuls if all(v in streamed for v in graph.ops[i].inputs)]
+    # The first ones: those of a backward pass wait for all of the forward pass.
+    products = [i for i in products if not _needed_by(graph, region, [i]).intersection(set(products) - {i})]
+    if not products:
+        return []
+    before = _needed_by(graph, region, products)
+    made, after = {v for i in products for v in graph.ops[i].outputs}, set[int]()
+    for i in region.ops:  # views and selections of nothing but such a product
+        op = graph.ops[i]
+        if op.kind in ("reshape", "take") and op.inputs[0] in made:
+            after.add(i)
+            made.update(op.outputs)
+    layers = {i for i in matmuls if i in before and i not in products}
+    computed = {v for i in layers for v in graph.ops[i].outputs}
+    for i in region.ops:
+        op = graph.ops[i]
+        if i in before and i not in products and op.kind not in _PUT_TOGETHER and computed.intersection(op.inputs):
+            layers.add(i)
+            computed.update(op.outputs)
+    first = _needed_by(graph, region, sorted(layers))
+    rest = set(region.ops) - before - after
+    return [_parts(graph, region, [before | after, rest]), _parts(graph, region, [first, (before | after) - first, rest])]
+
+
+def _needed_by(graph: Graph, region: Region, ops: list[int]) -> set[int]:
+    """The ops of ``region`` that ``ops`` depend on, themselves included."""
+    inside, producers, found, work = set(region.ops), graph.producers(), set[int](), list(ops)
+    while work:
+        i = work.pop()
+        if i in inside and i not in found:
+            found.add(i)
+            work += [producers[v] for v in graph.ops[i].inputs if v in producers]
+    return found
+
+
+def _parts(graph: Graph, region: Region, parts: list[set[int]]) -> tuple[Pass, ...] | None:
+    found = [(_seed(graph, region, ops), frozenset(ops)) for ops in parts if ops]
+    return tuple((seed, ops) for seed, ops in found if seed is not None) if len(found) > 1 else None
+
+
+def passes_of(graph: Graph, region: Region) -> tuple[Pass, ...] | None:
     """(forward pass with the loss, backward pass), or None for a region that is no training step.
 
     The loss is a sink that makes one number; whatever it depends on is the forward pass. A backward pass has weight gradients.
@@ -21,21 +77,8 @@ def passes_of(graph: Graph, region: Region) -> tuple[Pass, Pass] | None:
     gradients = [i for i in region.sinks if graph.ops[i].kind == "dot_general"]
     if not losses or not gradients:
         return None
-    inside, producers = set(region.ops), graph.producers()
-    forward: set[int] = set()
-    work = list(losses)
-    while work:
-        i = work.pop()
-        if i in inside and i not in forward:
-            forward.add(i)
-            work += [producers[v] for v in graph.ops[i].inputs if v in producers]
-    backward = inside - forward
-    if not set(gradients) <= backward:
-        return None
-    seeds = [_seed(graph, region, ops) for ops in (forward, backward)]
-    if seeds[0] is None or seeds[1] is None:
-        return None
-    return (seeds[0], frozenset(forward)), (seeds[1], frozenset(backward))
+    forward = _needed_by(graph, region, losses)
+    return None if forward.intersection(gradients) else _parts(graph, region, [forward, set(region.ops) - forward])
 
 
 def _seed(graph: Graph, region: Region, ops: set[int]) -> Seed | None:

@@ -16,12 +16,14 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.regions.calls import Chosen, anchored_call
 from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
-from kitsune_jax.regions.followers import Follower, Following, anchored_call
+from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.known_spreads import Spreads
+from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
-from kitsune_jax.regions.passes import passes_of
+from kitsune_jax.regions.passes import Pass, cuts_of
 from kitsune_jax.regions.recompute import recompute
 from kitsune_jax.streams import Region, Seed, Spread, spread
 from kitsune_jax.streams.propagate import Wiring
@@ -40,25 +42,6 @@ _NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "tran
 
 
 @dataclasses.dataclass(frozen=True)
-class ChosenFollower(Follower):
-    """A region that runs in phase ``phase`` of another one's call, with its plan."""
-
-    plan: Plan
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    region: Region
-    plan: Plan
-    followers: tuple[ChosenFollower, ...] = ()
-
-    @property
-    def ops(self) -> tuple[int, ...]:
-        """The ops of the whole call."""
-        return tuple(dict.fromkeys((*self.region.ops, *(i for f in self.followers for i in f.region.ops))))
-
-
-@dataclasses.dataclass(frozen=True)
 class Selection:
     regions: tuple[Chosen, ...]
     rejected: tuple[tuple[int, str], ...]  # (op index, reason), ascending
@@ -72,6 +55,13 @@ def _raised(error: Exception, _: Sequence[int]) -> str:
     raise error
 
 
+Together = Callable[[Chosen], Chosen | str]  # a call with the plans that its phases have in it, or why they are no phases of one
+
+
+def _as_they_are(call: Chosen) -> Chosen:
+    return call
+
+
 def select(
     graph: Graph,
     supports: Callable[[int], str | None],
@@ -79,15 +69,19 @@ def select(
     *,
     force: bool,
     several_phases: bool = False,
+    recomputes: bool = False,
+    together: Together = _as_they_are,
+    merges: bool = False,
     failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
 
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
-    ``several_phases``: the target runs calls of several phases, so regions may have followers. ``failed``: called with an error of
-    forming one region, which costs that region only, unless it raises.
+    ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
+    or why not. ``recomputes``: regions may compute again what they would read of others. ``merges``: calls that follow each other
+    may become one. ``failed``: called with an error of forming one region, which costs that region only, unless it raises.
     """
-    return _Selector(graph, supports, planner, force, several_phases, failed).run()
+    return _Selector(graph, supports, planner, force, several_phases, recomputes, together, merges, failed).run()
 
 
 class _Selector:
@@ -98,10 +92,13 @@ class _Selector:
         planner: Planner,
         force: bool,
         several_phases: bool,
+        recomputes: bool,
+        together: Together,
+        merges: bool,
         failed: Failed,
     ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
-        self.failed = failed
+        self.recomputes, self.together, self.merges, self.failed = recomputes, together, merges, failed
         self.index = GraphIndex.of(graph)
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
@@ -111,6 +108,7 @@ class _Selector:
         self.plans: dict[Region, Plan | str] = {}
         self.asked: dict[int, tuple[Region, Plan | str]] = {}
         self.parted: dict[int, tuple[Region, tuple[Region, Plan | str]]] = {}
+        self.cut: dict[Region, tuple[int, list[Chosen]]] = {}  # the best cut of a region, by how many were chosen then
         self.why: dict[int, str] = {}
         self.chosen: list[Chosen] = []
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
@@ -124,8 +122,10 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
-        if self.several_phases and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
+        if self.recomputes and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
             self._recompute()
+        if self.merges:
+            self._merge()
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
         return Selection(tuple(sorted(self.chosen, key=lambda c: c.region.ops[0])), tuple(rejected))
@@ -158,20 +158,24 @@ class _Selector:
             except Exception as error:
                 self.failed(error, self.chosen[k].ops)
                 continue
-            followers = []
-            for f in found:
-                plan = self.planner(self.graph, f.region)
+            planned = self.chosen[k].planned
+            for region in found:
+                plan = self.planner(self.graph, region)
                 if isinstance(plan, str):
                     return  # those that wait for it could not run
-                followers.append(ChosenFollower(f.phase, f.region, plan))
-            if followers:
+                planned.append((region, plan))
+            call = self.together(Chosen.of(planned)) if found else ""
+            if isinstance(call, str):
+                told = f"no later phase of the call that makes its operands: {call}"
+                self.why.update((i, told) for region in found for i in region.ops)
+            else:
                 try:
-                    self.order.join(anchored_call(self.graph, self.chosen[k].region, followers))
+                    self.order.join(anchored_call(self.graph, call.regions))
                 except Exception as error:
                     self.failed(error, self.chosen[k].ops)
                     continue
-                self.chosen[k] = dataclasses.replace(self.chosen[k], followers=tuple(followers))
-                self.free.difference_update(set(self.chosen[k].ops).difference(self.chosen[k].region.again))
+                self.chosen[k] = call
+                self.free.difference_update(set(call.ops).difference(call.region.again))
                 self.spreads.choose()
 
     def _recompute(self) -> None:
@@ -179,15 +183,20 @@ class _Selector:
         self.chosen.sort(key=lambda c: self.order.position(self.order.node(anchored(self.graph, c.region)[0])))
         inside = {i for c in self.chosen for i in c.region.ops}
         others = [i for i in self.index.live if i not in inside] + [
-            i for c in self.chosen for f in c.followers for i in f.region.ops
+            i for c in self.chosen for later in c.regions[1:] for i in later.ops
         ]
         try:
             found = recompute(self.index, [(c.region, c.plan) for c in self.chosen], others, lambda r: self._plan_of(r)[0])
         except Exception as error:
             self.failed(error, sorted(inside))
             return
-        pairs = zip(self.chosen, found, strict=True)
-        self.chosen = [dataclasses.replace(c, region=region, plan=plan) for c, (region, plan) in pairs]
+        self.chosen = [Chosen.of([pair, *c.planned[1:]]) for c, pair in zip(self.chosen, found, strict=True)]
+
+    def _merge(self) -> None:
+        try:
+            self.chosen = merged(self.index, self.chosen)
+        except Exception as error:
+            self.failed(error, sorted(i for c in self.chosen for i in c.ops))
 
     def _spread(self, seed: Seed, free: Container[int], barred: Mapping[int, str] | None = None) -> Spread:
         return spread(self.graph, seed, free, self.supports, self.wiring, barred)
@@ -223,26 +232,35 @@ class _Selector:
                 best = candidate
         return best, looked_at
 
-    def _passes(self, whole: Chosen) -> list[Chosen]:
-        """The passes of a training step that pay as calls of their own, where they gain more than the step does as one.
+    def _passes(self, region: Region, plan: Plan | str) -> list[Chosen]:
+        """The parts of a region that pay as calls of their own, where they gain more than the region does as one.
 
-        In a spatial pipeline of both passes every stage waits for the slowest one of both. Cut at the loss, each pass has an
-        arrangement of its own, and what the backward pass reads of the forward pass goes through memory.
+        In a spatial pipeline every stage waits for the slowest one. Cut in two, each part has an arrangement of its own, and what
+        the second reads of the first goes through memory.
         """
-        if self.force or whole.plan.arrangement != "spatial":
+        if self.force or not isinstance(plan, str) and plan.arrangement != "spatial":
             return []
+        known = self.cut.get(region)
+        if known is None or known[0] != len(self.chosen):
+            found = max(
+                map(self._parts, cuts_of(self.graph, region, planned=not isinstance(plan, str))), key=_all_gained, default=[]
+            )
+            known = self.cut[region] = len(self.chosen), found
+        gain_as_one = 0.0 if isinstance(plan, str) or not _pays(plan) else _seconds_gained(plan)
+        return known[1] if _all_gained(known[1]) > PROFIT_MARGIN * gain_as_one else []
+
+    def _parts(self, cut: Sequence[Pass]) -> list[Chosen]:
+        """Those parts of a cut that pay."""
         order = self.order.copy()
         found: list[Chosen] = []
-        for seed, ops in passes_of(self.graph, whole.region) or ():
+        for seed, ops in cut:
             sp = self._spread(seed, ops & self.free)
             region = max(regions_of(self.index, sp, order), key=lambda r: len(r.ops), default=None)
             plan = self.planner(self.graph, region) if region is not None and region.outputs else ""
             if region is not None and not isinstance(plan, str) and _pays(plan):
-                found.append(Chosen(region, plan))
+                found.append(Chosen.of([(region, plan)]))
                 order.join(anchored(self.graph, region))
-        gain = sum(_seconds_gained(c.plan) for c in found)
-        gain_as_one = _seconds_gained(whole.plan) if _pays(whole.plan) else 0.0
-        return found if gain > PROFIT_MARGIN * gain_as_one else []
+        return found
 
     def _without_tables(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
         """``region`` and its plan, or what is left of it without ops that fold rows into tables by indices, where that gains more.
@@ -304,15 +322,16 @@ class _Selector:
         plan, asked = self._plan_of(region)
         if not self.force:
             region, plan = self._without_tables(kept.spread, region, plan)
+        passes = self._passes(region, plan)
+        if passes:  # the others are found when their own ops are looked at, and what is left once all of them are taken
+            mine = [c for c in passes if seed_op in c.region.ops]
+            return (mine or passes)[0], {seed_op}
         if isinstance(plan, str):
             for i in region.ops if asked else ():
                 self.why[i] = plan
             return None, {seed_op}
-        passes = self._passes(Chosen(region, plan))
-        if passes:  # the other pass is found when its own ops are looked at
-            return next((c for c in passes if seed_op in c.region.ops), None), {seed_op}
         if self.force or _pays(plan):
-            return Chosen(region, plan), set()
+            return Chosen.of([(region, plan)]), set()
         text = f"left to XLA: {_compared(plan)}"
         speedup = plan.baseline_seconds / plan.seconds
         for i in region.ops:
@@ -343,6 +362,10 @@ class _Selector:
         if not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs)):
             return "scalar work outside any stream"
         return "does not depend on a stream (stationary)"
+
+
+def _all_gained(found: Sequence[Chosen]) -> float:
+    return sum(_seconds_gained(c.plan) for c in found)
 
 
 def _seconds_gained(plan: Plan) -> float:

@@ -7,6 +7,7 @@ its distinct operands and its results, so their difference is what the regions s
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -16,7 +17,7 @@ import numpy as np
 from kitsune_jax.graph import Graph, Value
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan, Queue
-from kitsune_jax.report.data import PhaseReport, QueueReport, RegionReport, Rejected, StageReport
+from kitsune_jax.report.data import PhaseReport, QueueReport, RegionReport, Rejected, StageReport, StreamReport
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams.space import Region, row_shape
 
@@ -24,11 +25,11 @@ from kitsune_jax.streams.space import Region, row_shape
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})
 
 
-class Follower(Protocol):
-    """What ``build_report`` reads of what runs in a later phase of a region's call."""
+class Phase(Protocol):
+    """What ``build_report`` reads of a phase of a call."""
 
     @property
-    def phase(self) -> int: ...
+    def number(self) -> int: ...
     @property
     def region(self) -> Region: ...
     @property
@@ -36,7 +37,7 @@ class Follower(Protocol):
 
 
 class Planned(Protocol):
-    """What ``build_report`` reads of a planned region: ``region`` is all of its call, ``plan`` that of the first phase."""
+    """What ``build_report`` reads of a planned region: ``region`` is all of its call, ``plan`` that of the first of its phases."""
 
     @property
     def name(self) -> str: ...
@@ -45,7 +46,7 @@ class Planned(Protocol):
     @property
     def plan(self) -> Plan: ...
     @property
-    def followers(self) -> Sequence[Follower]: ...
+    def phases(self) -> Sequence[Phase]: ...
 
 
 def build_report(
@@ -77,7 +78,9 @@ def build_report(
 
 def _region(graph: Graph, planned: Planned) -> RegionReport:
     region, plan = planned.region, planned.plan
+    first, *later = planned.phases
     names = tuple(s.name for s in plan.stages)
+    kept, most = _kept(graph, planned)
     return RegionReport(
         name=planned.name,
         ops=len(_operators(graph, region.ops)),
@@ -97,7 +100,7 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
             )
             for s in plan.stages
         ),
-        queues=tuple(_queue(graph, region, plan, names, q) for q in plan.queues),
+        queues=tuple(_queue(graph, first.region, plan, names, q) for q in plan.queues),
         workers=plan.workers // plan.replicas,
         replicas=plan.replicas,
         bytes_in=sum(_bytes(graph.values[v]) for v in region.inputs),
@@ -108,30 +111,58 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         bound=plan.bound,
         cluster=plan.cluster,
         lanes=plan.lanes,
-        order=_order(graph, region, plan),
-        later=tuple(_phase(graph, planned, number) for number in sorted({f.phase for f in planned.followers})),
+        order=_order(graph, first),
+        later=tuple(_phase(graph, planned, [p for p in later if p.number == n]) for n in sorted({p.number for p in later})),
+        kept_bytes=kept,
+        kept_at_once=most,
     )
 
 
-def _order(graph: Graph, region: Region, plan: Plan) -> str:
+def _order(graph: Graph, phase: Phase) -> str:
     """What the reader knows the order of a stream by: the first op that folds rows by its indices."""
-    by = next((i for i in region.sinks if plan.order is not None and plan.order in graph.ops[i].inputs[1:]), None)
+    order = phase.plan.order
+    by = next((i for i in phase.region.sinks if order is not None and order in graph.ops[i].inputs[1:]), None)
     return "" if by is None else f"the indices of {_label(graph, by)} ({graph.ops[by].source or 'no source line'})"
 
 
 def _plans(planned: Planned) -> list[Plan]:
     """The plans of all phases."""
-    return [planned.plan, *(f.plan for f in planned.followers)]
+    return [p.plan for p in planned.phases]
 
 
-def _phase(graph: Graph, planned: Planned, number: int) -> PhaseReport:
-    followers = [f for f in planned.followers if f.phase == number]
+def _kept(graph: Graph, planned: Planned) -> tuple[int, int]:
+    """(bytes that phases make for later ones only, most of them that live at a time); phases run one after the other."""
+    results = set(planned.region.outputs)
+    last = {v: k for k, p in enumerate(planned.phases) for v in p.region.inputs}
+    total = alive = most = 0
+    dying: dict[int, int] = {}
+    for k, phase in enumerate(planned.phases):
+        for v in phase.region.outputs:
+            if v not in results:
+                size = _bytes(graph.values[v])
+                total, alive = total + size, alive + size
+                dying[last.get(v, k)] = dying.get(last.get(v, k), 0) + size
+        most = max(most, alive)
+        alive -= dying.get(k, 0)
+    return total, most
+
+
+def _phase(graph: Graph, planned: Planned, phases: Sequence[Phase]) -> PhaseReport:
+    """``phases``: those of one number."""
+    results = set(planned.region.outputs)
+    spaces: dict[StreamReport, int] = {}
+    for p in phases:
+        ops = tuple(_label(graph, i) for stage in p.plan.stages for i in _operators(graph, stage.ops))
+        one = StreamReport(1, p.region.space.rows, p.plan.tiles, p.plan.tile_rows, _order(graph, p), ops)
+        spaces[one] = spaces.get(one, 0) + 1
     return PhaseReport(
-        number=number,
-        ops=sum(len(_operators(graph, f.region.ops)) for f in followers),
-        streams=len(followers),
-        rows=sum(f.region.space.rows for f in followers),
-        seconds=sum(f.plan.seconds for f in followers),
+        number=phases[0].number,
+        ops=sum(len(_operators(graph, p.region.ops)) for p in phases),
+        streams=len(phases),
+        rows=sum(p.region.space.rows for p in phases),
+        seconds=sum(p.plan.seconds for p in phases),
+        kept_bytes=sum(_bytes(graph.values[v]) for p in phases for v in p.region.outputs if v not in results),
+        spaces=tuple(dataclasses.replace(one, count=n) for one, n in spaces.items()),
     )
 
 

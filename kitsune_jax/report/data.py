@@ -39,14 +39,31 @@ class QueueReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StreamReport:
+    """``count`` equal stream spaces of a phase: what is computed of each row, and in which order the rows are taken."""
+
+    count: int
+    rows: int
+    tiles: int
+    tile_rows: int
+    order: str
+    ops: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PhaseReport:
-    """What runs behind a barrier in a region's call: ``streams`` stream spaces of ``rows`` rows in all (elements, of an update)."""
+    """What runs behind a barrier in a region's call: ``streams`` stream spaces of ``rows`` rows in all (elements, of an update).
+
+    ``kept_bytes``: what it makes for later phases only, which lies in memory of the executor.
+    """
 
     number: int
     ops: int
     streams: int
     rows: int
     seconds: float
+    kept_bytes: int = 0
+    spaces: tuple[StreamReport, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,8 +75,9 @@ class RegionReport:
     ``baseline_seconds`` are modelled; ``bound`` is what limits the pipeline (a stage's name, ``dram`` or ``l2``). On a GPU
     ``replicas`` are pipeline instances, ``cluster`` is the size of a thread-block cluster and ``lanes`` the consumer warpgroups of
     a CTA; on a CPU there are none. ``order``: by whose indices the rows are ordered, "" where they stream as they lie in memory.
-    ``rows``, the order, tiles, stages and queues are those of the first phase, ``later`` are the others; all else counts all of
-    them.
+    ``rows``, the order, tiles, stages and queues are those of the first stream of the first phase, ``later`` are the others (and
+    what else the first phase has); all else counts all of them. ``kept_bytes``: values that phases make for later ones only, which
+    lie in memory of the executor, at most ``kept_at_once`` of them at a time.
     """
 
     name: str
@@ -82,6 +100,8 @@ class RegionReport:
     lanes: int = 0
     order: str = ""
     later: tuple[PhaseReport, ...] = ()
+    kept_bytes: int = 0
+    kept_at_once: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.plain_text import printable
 from kitsune_jax.report.data import RegionReport, ReportData
-from kitsune_jax.report.text import RESIDUALS_HEAD, obstacle_texts, residual_rows, residual_title
+from kitsune_jax.report.text import RESIDUALS_HEAD, kept_text, obstacle_texts, phase_texts, residual_rows, residual_title
 from kitsune_jax.report.units import byte_text, count_text, percent_text, plural, time_text
 
 
@@ -46,11 +46,8 @@ def _region(region: RegionReport) -> str:
         f"{time_text(region.baseline_seconds)} bulk-synchronous; bound by {escape(region.bound)}; "
         f"saves {byte_text(region.bytes_saved)}</p>"
     )
-    phases = "".join(
-        f"<p>phase {p.number}: {plural(p.ops, 'operator')} over {plural(p.rows, 'row')} in {plural(p.streams, 'stream')}, "
-        f"{time_text(p.seconds)}</p>"
-        for p in region.later
-    )
+    if region.kept_bytes:
+        head += f"<p>{escape(kept_text(region))}</p>"
     workers = [(str(s.workers),) if region.lanes else () for s in region.stages]  # on a CPU every worker runs all stages
     stages = _table(
         ("stage", "unit", *(("workers",) if region.lanes else ()), "us/tile", "operators"),
@@ -62,7 +59,8 @@ def _region(region: RegionReport) -> str:
     queues = [
         (f"{q.producer} → {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues
     ]
-    return head + phases + stages + (_table(("queue", "entry", "depth", "bytes", "place"), queues) if queues else "")
+    phases = "".join(f"<p>{escape(text)}</p>" + _table(("rows", "operators"), spaces) for text, spaces in phase_texts(region))
+    return head + stages + (_table(("queue", "entry", "depth", "bytes", "place"), queues) if queues else "") + phases
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

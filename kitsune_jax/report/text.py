@@ -6,12 +6,13 @@ because the reason for a "no" is what the reader came for.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import textwrap
 from collections.abc import Sequence
 
 from kitsune_jax.plain_text import printable
-from kitsune_jax.report.data import PlannedPasses, RegionReport, Rejected, ReportData, ResidualReport
+from kitsune_jax.report.data import PhaseReport, PlannedPasses, RegionReport, Rejected, ReportData, ResidualReport, StreamReport
 from kitsune_jax.report.units import byte_text, count_text, flop_text, percent_text, plural, signed, time_text
 
 WIDTH = 120
@@ -71,9 +72,8 @@ def _region(region: RegionReport) -> list[str]:
         f"reads {byte_text(region.bytes_in)}, writes {byte_text(region.bytes_out)}, saves {byte_text(region.bytes_saved)}",
         "  ",
     )
-    for phase in region.later:
-        text = f"phase {phase.number}: {plural(phase.ops, 'operator')} over {plural(phase.rows, 'row')} in "
-        lines += _wrap(f"{text}{plural(phase.streams, 'stream')}, {time_text(phase.seconds)}", "  ")
+    if region.kept_bytes:
+        lines += _wrap(kept_text(region), "  ")
     if region.lanes:
         stages = [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
         lines += _table(("stage", "unit", "workers", "us/tile", "operators"), stages, right=(2, 3))
@@ -85,7 +85,42 @@ def _region(region: RegionReport) -> list[str]:
             (f"{q.producer} -> {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues
         ]
         lines += _table(("queue", "entry", "depth", "bytes", "place"), queues, right=(2, 3))
+    for text, spaces in phase_texts(region):
+        lines += _wrap(text, "  ")
+        lines += [line for space, ops in spaces for line in _wrap(f"{space}: {ops}", "    ")]
     return lines
+
+
+def kept_text(region: RegionReport) -> str:
+    """What phases hand on to each other."""
+    return (
+        f"between its phases {byte_text(region.kept_bytes)} in memory of the executor, "
+        f"{byte_text(region.kept_at_once)} at a time: no arrays of XLA's"
+    )
+
+
+def phase_texts(region: RegionReport) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The later phases of a call, equal ones together: a text for each, and for its stream spaces the rows and the operators."""
+    alike: dict[PhaseReport, list[int]] = {}
+    for phase in region.later:
+        alike.setdefault(dataclasses.replace(phase, number=0, seconds=0.0), []).append(phase.number)
+    seconds = {phase.number: phase.seconds for phase in region.later}
+    texts = []
+    for phase, numbers in alike.items():
+        several = len(numbers) > 1
+        text = f"{'phases' if several else 'phase'} {', '.join(map(str, numbers))}: {plural(phase.ops, 'operator')} over "
+        text += f"{plural(phase.rows, 'row')} in {plural(phase.streams, 'stream')}{' each' if several else ''}, "
+        text += f"{time_text(sum(seconds[n] for n in numbers))}"
+        if phase.kept_bytes:
+            text += f"; {byte_text(phase.kept_bytes)} for later phases"
+        texts.append((text, [(_space(s), _repeats(s.ops)) for s in phase.spaces]))
+    return texts
+
+
+def _space(stream: StreamReport) -> str:
+    order = f" in the order of {stream.order}" if stream.order else ""
+    times = f"{count_text(stream.count)} of " if stream.count > 1 else ""
+    return f"{times}{plural(stream.rows, 'row')}{order}, {plural(stream.tiles, 'tile')} of {plural(stream.tile_rows, 'row')}"
 
 
 def _arrangement(region: RegionReport) -> str:

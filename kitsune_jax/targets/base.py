@@ -26,13 +26,20 @@ Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands
 
 class Target(abc.ABC, Generic[M]):
     """``name``: what users and options call it. ``platform``: that of the devices whose machine models it is planned for ("cpu",
-    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``compiles``: ``generate`` runs
-    a compiler, which takes seconds and can run in several threads. ``M``: its machine models.
+    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``merges_regions``: regions
+    that follow each other gain from being phases of one call. ``recomputes``: a call may compute again what it would read of
+    another one (``regions.recompute``). ``divides_gradients``: the weight gradient of a concatenation is captured as a product for
+    each part. ``sums_online``: it has code for the sums of ``ops.online``. ``compiles``: ``generate`` runs a
+    compiler, which takes seconds and can run in several threads. ``M``: its machine models.
     """
 
     name: str
     platform: str
     runs_phases: bool = False
+    merges_regions: bool = False
+    recomputes: bool = False
+    divides_gradients: bool = False
+    sums_online: bool = False
     compiles: bool = False
 
     @abc.abstractmethod
@@ -59,9 +66,17 @@ class Target(abc.ABC, Generic[M]):
         Raises ``Infeasible`` with the reason where there is none.
         """
 
+    def together(self, make: Callable[[], Program], plans: Sequence[Plan], machine: M, force: bool) -> Sequence[Plan] | str:
+        """The plans of parts as phases of one call, or why they cannot be that or, without ``force``, do not pay.
+
+        Asked where ``runs_phases``. ``make`` gives the program of the call; ``plans``: of its parts by themselves, of which later
+        ones have no launch of their own.
+        """
+        return plans
+
     @abc.abstractmethod
-    def generate(self, program: Program, plan: Plan, title: str) -> Any:
-        """The code of a call, of whose parts ``plan`` is the first's. ``title`` is what profilers show.
+    def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
+        """The code of a call. ``plans``: one for each of its parts. ``title`` is what profilers show.
 
         Raises ``CannotLower`` where there is no code, ``InvalidProgram`` for code that the target's own check refuses.
         """

@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks import store
 from benchmarks.apps import APPS
 from scripts.gpu import supervise
+from scripts.gpu.goals import GRAPH_GOALS
 from scripts.gpu.record import Record, arguments
 from scripts.gpu.training import CASES
 
@@ -22,9 +23,10 @@ def runs(train: bool, dry_run: bool) -> list[tuple[str, str, int]]:
     """Application, dtype, rows; the ones that are told first run first: large in bfloat16."""
     if dry_run:
         return [("mgn", "f32", 64)]
+    graphs = [(app, "bf16", goal.rows) for app, goal in GRAPH_GOALS.items()]
     if train:
-        return [(app, "bf16", rows) for app, rows in CASES]
-    first = [(app, "bf16", rows) for app, rows in CASES]
+        return [*((app, "bf16", rows) for app, rows in CASES), *graphs]
+    first = [*((app, "bf16", rows) for app, rows in CASES), *graphs, *((app, "f32", rows) for app, _, rows in graphs)]
     kinds = [(app, dtype) for app in store.ROW_APP_NAMES for dtype in store.DTYPE_NAMES]
     all_runs = [(app, dtype, rows) for app, dtype in kinds for rows in APPS[app].default_rows("cuda")]
     return [*first, *(run for run in all_runs if run not in first)]

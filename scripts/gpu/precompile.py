@@ -19,6 +19,7 @@ from typing import Any
 
 from kitsune_jax import cache
 from kitsune_jax.targets.cuda import compile, devices, nvrtc, runtime
+from scripts.gpu.goals import GRAPH_GOALS
 from scripts.gpu.programs import Program, programs, smoke_programs
 from scripts.gpu.record import Record, arguments
 
@@ -55,10 +56,15 @@ def benchmark_kernels(app: str, dtype: str, rows: int) -> dict[str, Any]:
 
     import kitsune_jax as kj
     from benchmarks.apps import make_case
+    from benchmarks.graphs.apps import GRAPH_APPS, case_of
 
-    case = make_case(app, dtype, 8)
-    x = jax.ShapeDtypeStruct((rows, case.app.width), case.x.dtype)
-    lowered = jax.jit(kj.pipeline(case.app.function)).trace(case.params, x).lower(lowering_platforms=("cuda",))
+    if app in GRAPH_GOALS:
+        graph = case_of(GRAPH_APPS[app], dtype, rows)
+        function, args = graph.function, (graph.params, *graph.inputs)
+    else:
+        case = make_case(app, dtype, 8)
+        function, args = case.app.function, (case.params, jax.ShapeDtypeStruct((rows, case.app.width), case.x.dtype))
+    lowered = jax.jit(kj.pipeline(function)).trace(*args).lower(lowering_platforms=("cuda",))
     return {"regions": lowered.as_text().count("@kitsune_cuda")}
 
 
@@ -69,6 +75,22 @@ def training_kernels(app: str, rows: int) -> dict[str, Any]:
     return {"regions": regions, **({} if regions else {"error": "the step has no kernel"})}
 
 
+def graph_training_kernels(app: str, dtype: str, rows: int) -> dict[str, Any]:
+    import jax
+    import numpy as np
+
+    import kitsune_jax as kj
+    from benchmarks.graphs.apps import GRAPH_APPS, case_of
+    from benchmarks.graphs.measure import train_step
+    from benchmarks.training import initial_state
+
+    case = case_of(GRAPH_APPS[app], dtype, rows)
+    args = (initial_state(case.params, np.random.default_rng(1)), case.inputs, case.targets)
+    steps = (train_step(case, kj.pipeline(case.function)), kj.pipeline(train_step(case, case.function)))
+    texts = [jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",)).as_text() for step in steps]
+    return {"regions": sum(text.count("@kitsune_cuda") for text in texts)}
+
+
 def jobs(dry_run: bool, only: str) -> list[Job]:
     """The largest kernels first, so that none is left alone at the end."""
     found: list[Job] = []
@@ -77,6 +99,11 @@ def jobs(dry_run: bool, only: str) -> list[Job]:
         from scripts.gpu.training import CASES
 
         found += [(f"training step {app} {rows}", functools.partial(training_kernels, app, rows)) for app, rows in CASES]
+        found += [
+            (f"benchmark of training {app} {dtype} {rows}", functools.partial(graph_training_kernels, app, dtype, rows))
+            for app, dtype, rows in runs(train=True, dry_run=False)
+            if app in GRAPH_GOALS
+        ]
         found += [
             (f"benchmark {app} {dtype} {rows}", functools.partial(benchmark_kernels, app, dtype, rows))
             for app, dtype, rows in reversed(runs(train=False, dry_run=False))

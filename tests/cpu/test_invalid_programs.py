@@ -85,7 +85,7 @@ def test_launch_words_are_checked_where_a_kernel_is_generated(monkeypatch: pytes
     monkeypatch.setattr("kitsune_jax.targets.cuda.lower._kernel", lambda *_: Broken())
     for target in ("cuda", "emulator"):
         with pytest.raises(targets.InvalidProgram, match="the grid is 0"):
-            cuda.generate(target, Program.of(small().program()), None, "small")  # type: ignore[arg-type]
+            cuda.generate(target, Program.of(small().program()), [], "small")
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -16,6 +16,7 @@ from kitsune_jax.targets import cpu
 from tests.support.bytecode_sim import simulate
 from tests.support.irregular import IRREGULAR, ordered_segments
 from tests.support.lowered import plain
+from tests.support.online import ONLINE_CASES
 from tests.support.programs import CASES, Case, attention, gathered_inside, interaction, lstm, nested, segments
 from tests.support.tiles import Tiles
 
@@ -59,15 +60,15 @@ def check(case: Case, seed: int = 0) -> None:
         assert np.abs(got[finite] - want[finite]).max(initial=0) < tolerance(case) * scale
 
 
-@pytest.mark.parametrize("name", [*CASES, *IRREGULAR])
+@pytest.mark.parametrize("name", [*CASES, *IRREGULAR, *ONLINE_CASES])
 def test_case(name: str) -> None:
-    check({**CASES, **IRREGULAR}[name]())
+    check({**CASES, **IRREGULAR, **ONLINE_CASES}[name]())
 
 
-@pytest.mark.parametrize("name", IRREGULAR)
+@pytest.mark.parametrize("name", [*IRREGULAR, *ONLINE_CASES])
 def test_simulated(name: str) -> None:
     """The CPU program itself, by the simulator, which checks every access."""
-    case = IRREGULAR[name]()
+    case = {**IRREGULAR, **ONLINE_CASES}[name]()
     operands = case.operands(np.random.default_rng(1))
     program = case.program.parts[0].program
     code = cpu.lower(program, name)

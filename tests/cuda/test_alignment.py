@@ -18,6 +18,7 @@ import pytest
 
 from kitsune_jax import lowering
 from kitsune_jax.program import Program
+from kitsune_jax.regions import Phase
 from kitsune_jax.route import PlannedRegion
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import hostcc, runtime
@@ -45,7 +46,7 @@ def recorded(name: str, dtype: str, arrangement: str) -> tuple[Any, list[np.ndar
     of = subject(family.function, *family.arguments(130, dtype))
     plan = arrangements(of)[arrangement]
     program = Program.of(of.program(plan))
-    code = cuda.generate("emulator", program, plan, "region")
+    code = cuda.generate("emulator", program, [plan], "region")
     calls: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
     plain = jax.ffi.ffi_call
 
@@ -59,7 +60,9 @@ def recorded(name: str, dtype: str, arrangement: str) -> tuple[Any, list[np.ndar
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.ffi, "ffi_call", recording)
-        lowering.run(of.captured, [PlannedRegion("region", of.region, plan, program, "emulator", code)], of.args)
+        lowering.run(
+            of.captured, [PlannedRegion("region", of.region, (Phase(0, of.region, plan),), program, "emulator", code)], of.args
+        )
     ((operands, results),) = calls
     return code, operands, results
 

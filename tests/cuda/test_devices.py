@@ -214,7 +214,7 @@ def planned(device: str | None, force: bool = True) -> list[tuple[Any, Any]]:
     found = []
     for graph in graphs:
         for region in route(graph, "cuda", force=force, device=device, code=False).regions:
-            kernel = lower._kernel(build(graph, region.region, region.plan), region.plan, "region")
+            kernel = lower._kernel(Program.of(build(graph, region.region, region.plan)), (region.plan,), "region")
             found.append((region.plan, kernel.launch))
     return found
 
@@ -289,7 +289,7 @@ def every_arrangement() -> list[tuple[str, Any, tuple[int, ...]]]:
         program = build(graph, region.region, plan)
         kind = f"{plan.arrangement} lanes {plan.lanes} cluster {plan.cluster} {[q.place for q in plan.queues][:1]}"
         if kind not in found and lower.check(program, plan, "region") is None:
-            found[kind] = plan, lower._kernel(program, plan, "region").launch
+            found[kind] = plan, lower._kernel(Program.of(program), (plan,), "region").launch
     return [(kind, *entry) for kind, entry in found.items()]
 
 
@@ -298,7 +298,7 @@ def test_a_kernel_for_devices_of_several_architectures_is_ptx(monkeypatch: pytes
     machine_with(monkeypatch, H200, A100)
     graph = graph_of(lambda x, w: jnp.tanh(x @ w), *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((20_000, 64), (64, 64))))
     (region,) = route(graph, "cuda", force=True, code=False).regions
-    code = lower.generate("cuda", Program.of(build(graph, region.region, region.plan)), region.plan, "region")
+    code = lower.generate("cuda", Program.of(build(graph, region.region, region.plan)), [region.plan], "region")
     assert code.arch == "compute_80" and code.kernel.launch[1] == 800
     assert b".entry kitsune_region" in code.image and code.image.endswith(b"\0")
 

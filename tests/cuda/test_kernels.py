@@ -100,6 +100,10 @@ SAMPLE = [
     ("edge-phase-small", "bfloat16", 257, "sm90-vertical-resident-lanes2"),
     ("edge-phase-small", "float32", 130, "sm80-vertical-streamed-cluster1-lanes1"),
     ("edge-phase-small", "float16", 65, "sm90-spatial-cluster-lanes1"),
+    ("interaction-small", "bfloat16", 257, "sm90-vertical-resident-lanes2"),
+    ("interaction-small", "float32", 63, "sm90-vertical-streamed-cluster2-lanes1"),
+    ("interaction-small", "float16", 65, "sm90-spatial-cluster-lanes1"),
+    ("interaction-small", "float32", 130, "sm80-spatial-l2-lanes2"),
     ("heads", "bfloat16", 257, "sm90-vertical-resident-lanes3"),
     ("heads", "float32", 63, "sm80-vertical-resident-lanes2"),
     ("swiglu-small", "bfloat16", 63, "sm90-vertical-streamed-cluster1-lanes2"),
@@ -226,7 +230,9 @@ def test_where_a_function_stands_does_not_change_its_kernel() -> None:
     """Else a line added above it would be a new compilation."""
     of, found, _ = case("mlp", "bfloat16", 65)
     plan = next(iter(found.values()))
-    one, other = (cuda.generate("emulator", Program.of(of.program(plan)), plan, f"region0 (model.py:{line})") for line in (12, 13))
+    one, other = (
+        cuda.generate("emulator", Program.of(of.program(plan)), [plan], f"region0 (model.py:{line})") for line in (12, 13)
+    )
     assert one.kernel.source == other.kernel.source and one.image == other.image
     assert one.name != other.name
 

@@ -99,7 +99,7 @@ def test_a_kernel_whose_launch_has_too_few_registers_is_refused(monkeypatch: pyt
     plan = found("loss", "bfloat16")["sm90-vertical-resident-lanes2"]
     program = of_family("loss", "bfloat16").program(plan)
     monkeypatch.setattr(devices, "arch", lambda: "sm_90a")
-    lower.generate("cuda", Program.of(program), plan, "region")
+    lower.generate("cuda", Program.of(program), [plan], "region")
     real = compilers.cubin
 
     def fewer(source: str, arch: str) -> compilers.Compiled:
@@ -108,7 +108,7 @@ def test_a_kernel_whose_launch_has_too_few_registers_is_refused(monkeypatch: pyt
 
     monkeypatch.setattr(compilers, "cubin", fewer)
     with pytest.raises(InvalidProgram, match="160 registers a thread.*168"):
-        lower.generate("cuda", Program.of(program), plan, "region")
+        lower.generate("cuda", Program.of(program), [plan], "region")
 
 
 # --- the reader itself, on code written by hand

@@ -76,7 +76,9 @@ def made(of: Subject, plan: Plan, compiler: str = NEWEST, arch: str | None = Non
 def promised(a: Arrangement, source: str) -> set[str]:
     """Opcodes without which a kernel with this arrangement is not what the plan paid for."""
     found = set[str]()
-    products, weights = "Product<" in source, bool(re.search(r"stream_weights|fetch_resident", source))
+    products, weights = bool(re.search(r"\bProduct<", source)), bool(re.search(r"stream_weights|fetch_resident", source))
+    found |= {"HMMA."} if "RowProduct<" in source else set()
+    found |= {"LDGSTS."} if "copy_async<" in source else set()
     if a.sm < 900:
         found |= {"HMMA.", "LDSM."} if products else set()
         found |= {"LDGSTS.", "ARRIVES.LDGSTSBAR"} if weights else set()
@@ -144,6 +146,9 @@ def plans(name: str, dtype: str) -> dict[str, Plan]:
         ("edge-update-small", "float16", "sm90-spatial-cluster-lanes1"),
         ("edge-phase-small", "bfloat16", "sm90-vertical-resident-lanes2"),
         ("edge-phase-small", "float32", "sm90-vertical-streamed-cluster1-lanes2"),
+        ("interaction-small", "float32", "sm80-vertical-resident-lanes1"),
+        ("interaction", "bfloat16", "sm90-vertical-resident-lanes2"),
+        ("interaction", "float32", "sm90-vertical-resident-lanes2"),
         ("heads", "bfloat16", "sm90-vertical-resident-lanes3"),
         ("mlp", "float32", "sm90-vertical-streamed-cluster1-lanes1"),
         ("swiglu-small", "bfloat16", "sm90-spatial-l2-lanes1"),

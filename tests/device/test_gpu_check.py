@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kitsune_jax.targets.cuda import hostcc, runtime
-from scripts.gpu import correctness, programs, smoke, steps, traffic, training
+from scripts.gpu import benchmarks, correctness, goals, programs, smoke, steps, traffic, training
 from tests.support.cuda_run import kernel_cache  # noqa: F401, a fixture
 from tests.support.cuda_training_cases import TRAINING
 
@@ -185,3 +185,22 @@ def test_counters_are_added_over_kernels() -> None:
         traffic.read_table(head + "0,gemm,dram__bytes_read.sum,Mbyte,3\n")
     with pytest.raises(ValueError, match="no kernels"):
         traffic.read_table("==PROF== no kernels were profiled")
+
+
+def test_goals_are_held_against_records_of_their_size_on_a_gpu() -> None:
+    app, goal = next(iter(goals.GRAPH_GOALS.items()))
+    record = {"app": app, "mode": "infer", "dtype": "bf16", "platform": "cuda", "rows": goal.rows, "explain": {"coverage": 1.0}}
+    found = [
+        record | {"speedup": {"jit": {"median": goal.speedup}}},
+        record | {"dtype": "f32", "speedup": {"jit": {"median": 0.99 * goal.speedup}}},
+        record | {"platform": "cpu", "speedup": {"jit": {"median": 9.0}}},
+        record | {"rows": goal.rows - 1, "speedup": {"jit": {"median": 9.0}}},
+        record | {"app": "nerf", "speedup": {"jit": {"median": 9.0}}},
+    ]
+    rows = goals.markdown(found).splitlines()[2:]
+    assert [row.split("|")[-2].strip() for row in rows] == ["yes", "no"]
+
+
+def test_applications_with_goals_are_measured_in_both_modes() -> None:
+    for train in (False, True):
+        assert {(app, "bf16", goal.rows) for app, goal in goals.GRAPH_GOALS.items()} <= set(benchmarks.runs(train, dry_run=False))

@@ -98,7 +98,7 @@ def test_generated_cuda_computes_rows_in_64_bits(name):
     """2**34 rows of 8 floats are more bytes, and more elements, than 32 bits count."""
     f, arguments = CASES[name]
     (region,) = planned(f, arguments(1 << 34)).regions
-    source = _kernel(region.program.only, region.plan, "region").source
+    source = _kernel(region.program, (region.plan,), "region").source
     assert f"constexpr i64 kRows = {1 << 34};" in source and f"constexpr u32 kTiles = {1 << 28};" in source
     assert len(
         re.findall(

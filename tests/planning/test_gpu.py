@@ -22,6 +22,7 @@ from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.program import Program
 from kitsune_jax.program.build import build
 from kitsune_jax.program.schedule import check_deadlock_free
+from kitsune_jax.regions import Phase
 from kitsune_jax.regions.select import select
 from kitsune_jax.report import build_report
 from kitsune_jax.route import PlannedRegion
@@ -314,6 +315,16 @@ def test_highest_precision_is_not_tf32():
         plan(*captured(fn, *shapes), H200)
 
 
+@pytest.mark.parametrize("columns", [16_384, 50_000])
+def test_a_row_too_wide_to_be_spelled_out_is_refused_before_code_is_made_for_it(columns):
+    case = captured(lambda x: jnp.sum(jnp.tanh(x), axis=1), jax.ShapeDtypeStruct((4096, columns), jnp.bfloat16))
+    if columns > 16_384:
+        with pytest.raises(Infeasible, match=f"a row has {columns} columns; the CUDA target has code for 16384"):
+            plan(*case, H200)
+    else:
+        assert plan(*case, H200).tile_rows == 64
+
+
 def test_what_fits_nowhere_says_how_much_it_needs():
     with pytest.raises(Infeasible, match=r"fused: .* of shared memory; a CTA has 64 KiB; spatial: "):
         plan(*block(65536, (8192, 8192, 8192), "float32"), dataclasses.replace(H200, local_bytes=64 << 10))
@@ -355,7 +366,7 @@ def test_the_report_says_how_the_gpu_is_used():
 def test_the_report_names_split_stages():
     graph, region = block(65536, (1024,) * 5, "bfloat16")
     p = plan(graph, region, H200)
-    planned = PlannedRegion("wide", region, p, Program.of(build(graph, region, p)), "cuda", None)
+    planned = PlannedRegion("wide", region, (Phase(0, region, p),), Program.of(build(graph, region, p)), "cuda", None)
     text = str(build_report(graph, [planned], [], "cuda", "h200"))
     assert p.stages[0].split > 1
     assert f"(split: 0:dot_general over {p.stages[0].split}" in " ".join(text.split())

@@ -15,10 +15,11 @@ from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.program.verify import verify
 from tests.support.irregular import IRREGULAR, ordered_segments, selections
+from tests.support.online import ONLINE_CASES, online_sums
 from tests.support.programs import CASES, Case, attention, lstm, segments
 from tests.support.tiles import Tiles
 
-PROGRAMS = {**CASES, **IRREGULAR}
+PROGRAMS = {**CASES, **IRREGULAR, **ONLINE_CASES}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -38,6 +39,15 @@ def agrees(case: Case, seed: int) -> None:
     verify(case.program)
     operands = case.operands(np.random.default_rng(seed))
     assert max(case.errors(interpret(case.program, operands, widen=True, schedule_seed=seed), operands)) < 1e-11
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 60), st.integers(1, 3), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.booleans(),
+    st.sampled_from(["mixed", "equal", "outside", "half"]), st.sampled_from(["normal", "wide", "low", "broken"]),
+)  # fmt: skip
+def test_online_sums_at_any_shape(rows, heads, width, n, tile_rows, finite, ids, scores):
+    agrees(online_sums(rows, heads, width, n, ids=ids, scores=scores, finite=finite, tile_rows=tile_rows), rows)
 
 
 small, hows = st.integers(1, 9), st.sampled_from(["sum", "max", "min"])

@@ -19,6 +19,7 @@ import numpy as np
 from kitsune_jax.ops.reduce import FOLDS, identity
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu import bytecode as bc
+from tests.support.online_sim import OnlineSums
 
 POISON = 0xFF
 
@@ -37,7 +38,7 @@ def simulate(program: bc.Program, inputs: Sequence[np.ndarray], shapes: Sequence
     return _Machine(program, inputs).run(shapes)
 
 
-class _Machine:
+class _Machine(OnlineSums):
     def __init__(self, program: bc.Program, inputs: Sequence[np.ndarray]):
         self.p = program
         self.rows = math.prod(program.axes)
@@ -52,6 +53,7 @@ class _Machine:
         self.preps = [self._prepare(prep) for prep in program.preps]
         self.sinks: list[np.ndarray | None] = [None] * len(program.sinks)
         self.last: dict[int, int] = {}  # the last index that a sink was fed with
+        self.tops = {}
 
     @staticmethod
     def _poisoned(n: int, dtype: np.dtype) -> np.ndarray:
@@ -64,6 +66,8 @@ class _Machine:
         for k, sink in enumerate(self.p.sinks):
             value = self.sinks[k]
             assert value is not None, "a sink that nothing was folded into"
+            if k in self.tops:
+                value.reshape(*self.tops[k][1].shape, -1)[self.tops[k][1]] = np.nan
             self.outputs[sink.out][:] = value.astype(dtype_of(self.p.outputs[sink.out].dtype))
             self.written[sink.out][:] = True
         for k, done in enumerate(self.written):

@@ -175,6 +175,19 @@ def heads(nodes: Array, edges: Array, senders: Array, receivers: Array) -> Array
     return jnp.maximum(jax.ops.segment_max((score[:, :, None] * sent).reshape(-1, 32), receivers, len(nodes)), -4)  # finite
 
 
+def picked_products(pairs: Array, x: Array, ids: Array, *tables: Array) -> Array:
+    """DLRM's interaction: the products of each two of a vector and rows of tables, of which ``pairs`` are picked."""
+    vectors = jnp.stack([x, *(jnp.take(t, ids[:, i], axis=0) for i, t in enumerate(tables))], 1)
+    products = jnp.einsum("bif,bjf->bij", vectors, vectors).reshape(len(x), -1)
+    return products[:, pairs]
+
+
+def interaction(w0: Array, b0: Array, w1: Array, pairs: Array, numbers: Array, ids: Array, *tables: Array) -> Array:
+    """DLRM in small: a layer in front of the interaction, and one behind it, which reads both."""
+    x = jax.nn.relu(numbers @ w0 + b0)
+    return jnp.concatenate([x, picked_products(pairs, x, ids, *tables)], -1) @ w1
+
+
 _NODES = 37
 _ENDS = (Arg((-1,), "int32", classes=_NODES), Arg((-1,), "int32", classes=_NODES + 2))  # two of whose nodes there are not
 
@@ -218,6 +231,23 @@ FAMILIES: dict[str, Family] = {
             (
                 *(weight(384, 128), bias(128), weight(128, 128), bias(128), Arg((128,), "float32"), Arg((128,), "float32")),
                 *(Arg((_NODES, 128)), Arg((-1, 128)), *_ENDS),
+            ),
+            small=False,
+        ),
+        Family(
+            "interaction-small",
+            interaction,
+            (
+                *(weight(13, 16), bias(16), weight(16 + 10, 24), Arg((10,), "int32", classes=25)),
+                *(Arg((-1, 13)), Arg((-1, 4), "int32", classes=_NODES), *(Arg((_NODES, 16), scale=0.4),) * 4),
+            ),
+        ),
+        Family(
+            "interaction",
+            picked_products,
+            (
+                Arg((351,), "int32", classes=27 * 27),
+                *(Arg((-1, 128), scale=0.3), Arg((-1, 26), "int32", classes=_NODES), *(Arg((_NODES, 128), scale=0.3),) * 26),
             ),
             small=False,
         ),

@@ -30,12 +30,13 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.program import Program, TileProgram, build
+from kitsune_jax.regions import Phase
 from kitsune_jax.regions.select import select
 from kitsune_jax.route import PlannedRegion, StreamOrder
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets import cuda
-from kitsune_jax.targets.cuda import compile, emit, lower, runtime
-from kitsune_jax.targets.cuda.kernel import Arrangement, generate
+from kitsune_jax.targets.cuda import compile, emit, lower, runtime, tiles
+from kitsune_jax.targets.cuda.kernel import Arrangement, generate, of_call
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import A100, H200, GpuMachine
 from kitsune_jax.targets.cuda.planning.planner import candidates
@@ -72,10 +73,10 @@ class Subject:
     def planned(self, plan: Plan, target: str) -> PlannedRegion:
         """The region as a call of ``target``, with its code."""
         program = Program.of(self.program(plan))
-        code = cuda.generate(target, program, plan, "region")
+        code = cuda.generate(target, program, [plan], "region")
         folds = [self.graph.ops[i] for i in self.region.sinks if plan.order in self.graph.ops[i].inputs[1:]]
         orders = () if plan.order is None else (StreamOrder(plan.order, max(op["n"] for op in folds)),)
-        return PlannedRegion("region", self.region, plan, program, target, code, orders=orders)
+        return PlannedRegion("region", self.region, (Phase(0, self.region, plan),), program, target, code, orders)
 
 
 def subject(fn: Callable[..., Any], *args: Array) -> Subject:
@@ -167,12 +168,7 @@ def run_program(
     program: TileProgram, *arrays: Array, sm: int = 900, lanes: int = 1, replicas: int = 1, seed: int = 1
 ) -> list[np.ndarray]:
     """The results of a tile program written by hand: of one stage vertically, of several over the L2."""
-    machine = H200 if sm == 900 else A100
-    stages = len(program.stages)
-    arrangement = Arrangement(
-        stages > 1, sm, lanes, 1, replicas, (True,) * stages, (1,) * stages, ("l2",) * len(program.queues), machine.local_bytes
-    )
-    made = generate(program, arrangement, "program")
+    made = generate(program, by_hand(program, sm, lanes, replicas), "program")
     code = lower.Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", "program")
 
     def call(*args: Array) -> list[Array]:
@@ -182,6 +178,38 @@ def run_program(
     executable = jax.jit(call).lower(*arrays).compile()
     runtime.set_emulator_seed(seed)
     return [np.asarray(x) for x in executable(*arrays)]
+
+
+def run_call(call: Program, *arrays: Array, sm: int = 900, lanes: int = 2, replicas: int = 2, seed: int = 1) -> list[np.ndarray]:
+    """The results of a call of several parts written by hand, each arranged as ``run_program`` does."""
+    return called(call, *arrays, code=code_of(call, sm=sm, lanes=lanes, replicas=replicas), seed=seed)
+
+
+def code_of(call: Program, *, sm: int = 900, lanes: int = 2, replicas: int = 2, change: Callable[[str], str] = str) -> lower.Code:
+    """The kernel of such a call, with ``change`` made to its source."""
+    made = of_call(tiled(call), tuple(by_hand(part.program, sm, lanes, replicas) for part in call.parts), "program")
+    made = dataclasses.replace(made, source=change(made.source))
+    return lower.Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", "program")
+
+
+def called(call: Program, *arrays: Array, code: lower.Code, seed: int = 1) -> list[np.ndarray]:
+    """The results of ``call``, whose kernel is ``code``."""
+    avals = [jax.ShapeDtypeStruct(a.shape, jnp.dtype(a.dtype)) for a in call.arrays[call.operands : call.operands + call.results]]
+    executable = jax.jit(lambda *args: emit.call("emulator", code, call, args, avals, _nothing_else)).lower(*arrays).compile()
+    runtime.set_emulator_seed(seed)
+    return [np.asarray(x) for x in executable(*arrays)]
+
+
+def tiled(call: Program) -> Program:
+    """``call`` with the GPU's tiles."""
+    parts = [dataclasses.replace(p, program=dataclasses.replace(p.program, tile_rows=tiles.TILE_ROWS)) for p in call.parts]
+    return dataclasses.replace(call, parts=tuple(parts))
+
+
+def by_hand(program: TileProgram, sm: int, lanes: int, replicas: int) -> Arrangement:
+    machine, stages = H200 if sm == 900 else A100, len(program.stages)
+    places = ("l2",) * len(program.queues)
+    return Arrangement(stages > 1, sm, lanes, 1, replicas, (True,) * stages, (1,) * stages, places, machine.local_bytes)
 
 
 def _nothing_else(op: int, operands: Any) -> Any:

@@ -41,7 +41,7 @@ class Case:
             wide = np.asarray(g).astype(np.float64)
             assert wide.shape == w.shape
             finite = np.isfinite(w)
-            assert np.array_equal(wide[~finite], w[~finite])
+            assert np.array_equal(wide[~finite], w[~finite], equal_nan=True)
             scale = np.abs(w[finite]).max(initial=1e-30)
             out.append(float(np.abs(wide[finite] - w[finite]).max(initial=0.0) / scale))
         return out

@@ -67,7 +67,7 @@ class Tiles:
                 inner *= self.axes[a]
             step *= n
         dims = tuple(d for d, axes in enumerate(streams) if not axes)
-        streamed = any(a >= self.batch_axes for axes in streams for a in axes)
+        streamed = not self.axes or any(a >= self.batch_axes for axes in streams for a in axes)
         return ArrayType(shape, dtype, streamed, tuple(strides), dims)
 
     def load(self, shape: tuple[int, ...], dtype: str = "float32", streams: Sequence[Sequence[int]] | None = None) -> int:

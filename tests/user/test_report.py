@@ -23,7 +23,11 @@ class Planned:
     name: str
     region: Region
     plan: Plan
-    followers: tuple[()] = ()
+    number: int = 0
+
+    @property
+    def phases(self) -> tuple[Planned, ...]:
+        return (self,)
 
 
 def two_layer_graph() -> Graph:

@@ -18,7 +18,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 6;
+constexpr int64_t kFormatVersion = 7;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -132,6 +132,21 @@ struct AccumulateAt {
   bool ordered = false;  // is row r of x element order[r] of its array?
 };
 
+// A sum by sorted indices whose rows were scaled by e^-top: one `top` for each of the first extents, `heads` in all, the same for a
+// tile's rows of one index. `finite`: an infinite or NaN top stands for 0; otherwise it makes the sum NaN.
+struct AccumulateScaled : AccumulateAt {
+  Operand top;
+  int64_t heads = 1;
+  bool finite = false;
+};
+
+// For each row of a tile the largest of x in the rows around it that have its index, element by element.
+struct RunMax {
+  int64_t count;  // indices are below it, or outside
+  std::vector<int64_t> extents;
+  Operand index, x, out;
+};
+
 // The elements of a dimension that stationary indices name, `inner` at a time. The last stride of x and out is that of the
 // dimension or of the indices.
 struct Select {
@@ -167,10 +182,10 @@ struct Stationary {
 
 // The position in the variant plus one is the instruction's CODE.
 using Instruction = std::variant<StridedLoad, StridedStore, Matmul, Vector, Reduce, Scan, Accumulate, AccumulateMatmul, Gather,
-                                 AccumulateAt, Pack, Dot, Loop, Stationary, Take, Put>;
-constexpr const char* kInstructionNames[] = {"StridedLoad", "StridedStore",     "Matmul", "Vector",       "Reduce", "Scan",
-                                             "Accumulate",  "AccumulateMatmul", "Gather", "AccumulateAt", "Pack",   "Dot",
-                                             "Loop",        "Stationary",       "Take",   "Put"};
+                                 AccumulateAt, Pack, Dot, Loop, Stationary, Take, Put, RunMax, AccumulateScaled>;
+constexpr const char* kInstructionNames[] = {
+    "StridedLoad",  "StridedStore", "Matmul", "Vector", "Reduce",     "Scan", "Accumulate", "AccumulateMatmul", "Gather",
+    "AccumulateAt", "Pack",         "Dot",    "Loop",   "Stationary", "Take", "Put",        "RunMax",           "AccumulateScaled"};
 
 struct Prep {
   PrepKind kind;
@@ -197,7 +212,9 @@ struct Sink {
   // Derived by the validator.
   Fold fed = Fold::kValues;
   int64_t rows = 1;     // that indices name, or of a weight gradient
-  int64_t columns = 0;  // of a weight gradient: its sums lie in groups of columns (kSumGroup)
+  int64_t columns = 0;  // of a weight gradient, whose sums lie in groups of columns (kSumGroup)
+  int64_t heads = 0;    // of AccumulateScaled; 0 for other sinks
+  bool finite = false;
 };
 
 struct Ring {

@@ -74,13 +74,18 @@ Actor async_actor(Thread& thread, u32 agent, u32 clock, const char* what) {
 
 // The fence stands on the way from the write to the asynchronous access: with the writer, before its release (its clock at the
 // fence is then known to the issuer), or with the issuer, after its acquire.
+// Within a CTA a fence of either thread stands between. Between CTAs both have one: the writer's, because a fence of another CTA is
+// not promised to reach what this one has written, and the reader's, because its copies are no part of the writer's CTA.
 bool proxy_fenced(const Access& write, const Actor& actor, bool global) {
   const u32* mine = actor.thread->proxy_clock[global];
-  if (mine && mine[write.agent] >= write.clock) return true;
+  const bool by_reader = mine && mine[write.agent] >= write.clock;
+  const bool other = write.agent < machine->first_warpgroup && agent_cta(write.agent) != actor.thread->cta;
+  if (by_reader && !(global && other)) return true;
   if (write.agent >= machine->first_warpgroup) return false;
   const auto& fences = machine->fences[global][write.agent];
   auto fence = std::lower_bound(fences.begin(), fences.end(), write.clock);
-  return fence != fences.end() && actor.known[write.agent] > *fence;
+  const bool by_writer = fence != fences.end() && actor.known[write.agent] > *fence;
+  return by_writer && (by_reader || !(global && other));
 }
 
 void proxy_fence(bool global) {

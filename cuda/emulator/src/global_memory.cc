@@ -88,6 +88,13 @@ void load_constant(const void* p, u32 bytes, const Site& at) {
   if (counters::on) counters::access(counters::Op::ld_global, p, bytes, at);
 }
 
+// Through the L1, which an acquire at gpu scope empties.
+void load_ordinary(const void* p, u32 bytes, const Site& at) {
+  Region& r = aligned_region(p, bytes, "ld_global");
+  check_read(r, static_cast<size_t>(static_cast<const char*>(p) - r.begin), bytes, actor(self(), "ld_global"));
+  if (counters::on) counters::access(counters::Op::ld_global, p, bytes, at);
+}
+
 void load_global(const void* p, u32 bytes, const Site& at) {
   Region& r = aligned_region(p, bytes, "ld_l2");
   check_read(r, static_cast<size_t>(static_cast<const char*>(p) - r.begin), bytes, actor(self(), "ld_l2"));

@@ -4,6 +4,7 @@
 // are done (a persistent kernel). The loader gives most of its registers to the consumers.
 #pragma once
 
+#include "kitsune/phases.h"
 #include "kitsune/queue/cluster.h"
 #include "kitsune/queue/l2.h"
 #include "kitsune/queue/smem.h"
@@ -11,6 +12,7 @@
 #include "kitsune/stage/image.h"
 #include "kitsune/stage/matmul.h"
 #include "kitsune/stage/reduce.h"
+#include "kitsune/stage/row_product.h"
 #include "kitsune/stage/rows.h"
 #include "kitsune/stage/scratch.h"
 #include "kitsune/stage/segment.h"

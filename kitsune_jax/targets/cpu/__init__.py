@@ -6,8 +6,10 @@ What runs it is C++ in ``cpu/``. ``supports`` says, op by op, what there is code
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kitsune_jax.targets.cpu import bytecode
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, Array, Products
 from kitsune_jax.targets.cpu.emit import call, order
 from kitsune_jax.targets.cpu.lower import lower
@@ -35,19 +37,23 @@ __all__ = [
 ]
 
 
-_BEST = Products()
-
-
-def generate(program: Program, name: str, products: Products = _BEST) -> np.ndarray:
+def generate(program: Program, name: str, products: Sequence[Products] = ()) -> np.ndarray:
     """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``, ``InvalidProgram``.
 
-    ``products`` says how bfloat16 operands are multiplied; by default, as the kernels of the CPU that runs the code like best.
+    ``products`` says for each part how bfloat16 operands are multiplied; by default, as the kernels of the CPU that runs the code
+    like best.
     """
+    ways = products or (Products(),) * len(program.parts)
     several = len(program.parts) > 1
-    lowered = {p.program: lower(p.program, f"{name}, phase {p.phase}" if several else name, products) for p in program.parts}
+    lowered: dict[tuple[int, Products], bytecode.Program] = {}
+    parts = []
+    for part, way in zip(program.parts, ways, strict=True):
+        key = id(part.program), way  # equal parts share their program
+        if key not in lowered:
+            lowered[key] = lower(part.program, f"{name}, phase {part.phase}" if several else name, way)
+        parts.append(Part(part.phase, part.reads, part.writes, lowered[key]))
     arrays = tuple(Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
-    parts = tuple(Part(p.phase, p.reads, p.writes, lowered[p.program]) for p in program.parts)
-    return _valid(encode(Call(name, arrays, program.operands, program.results, parts)))
+    return _valid(encode(Call(name, arrays, program.operands, program.results, tuple(parts))))
 
 
 def _valid(words: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import math
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.streams.space import dim_strides
 from kitsune_jax.targets.cpu import views
-from kitsune_jax.targets.cpu.bytecode import CLIP, FILL, AccumulateAt, Gather, Operand, Put, Take
+from kitsune_jax.targets.cpu.bytecode import CLIP, FILL, AccumulateAt, AccumulateScaled, Gather, Operand, Put, RunMax, Take
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
 from kitsune_jax.targets.cpu.views import View
@@ -44,11 +44,11 @@ def _fill(stage: Stage, out: View, instr: Instr) -> None:
 
 
 def sink_at(stage: Stage, i: int, instr: Instr) -> None:
-    v, index = instr.inputs
+    v, index, *tops = instr.inputs
     sink = stage.program.sinks[instr["sink"]]
     at = stage.view(index)
     rank = len(at.shape)
-    straight = stage.unordered(v) if math.prod(at.shape) == 1 else None
+    straight = stage.unordered(v) if math.prod(at.shape) == 1 and not tops else None
 
     def fits(view: View) -> bool:
         return sink.dtype in (view.dtype, compute_type(view.dtype)) and _dense(view, rank)
@@ -62,7 +62,30 @@ def sink_at(stage: Stage, i: int, instr: Instr) -> None:
             stage.write(v, x)
     promised, ordered = int(instr["sorted"]), int(x is straight)
     operands = at.operand(), x.operand()
+    if tops:
+        top = _dense_view(stage, tops[0])
+        heads = math.prod(top.shape)
+        sums = (instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, 1, 0)
+        flat = dataclasses.replace(top.operand(), strides=(1,))
+        stage.code.append(AccumulateScaled(*sums, top=flat, heads=heads, finite=int(instr["finite"])))
+        return
     stage.code.append(AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, promised, ordered))
+
+
+def run_max(stage: Stage, i: int, instr: Instr) -> None:
+    v, index = instr.inputs
+    x, at = _dense_view(stage, v), stage.view(index)
+    out = stage.place(instr.outputs[0], lambda view: _dense(view, 0))
+    stage.code.append(RunMax(instr["n"], x.shape, at.operand(), x.operand(), out.operand()))
+
+
+def _dense_view(stage: Stage, v: int) -> View:
+    """Where ``v`` lies with dense rows; a copy if they are not."""
+    x = stage.view(v)
+    if not _dense(x, 0):
+        x = stage.scratch(x.shape, x.dtype)
+        stage.write(v, x)
+    return x
 
 
 def _dense(x: View, first: int) -> bool:

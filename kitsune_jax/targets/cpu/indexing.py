@@ -50,6 +50,36 @@ class AccumulateAt:
 
 
 @dataclasses.dataclass(frozen=True)
+class RunMax:
+    """out(rows, *extents) = the largest x of the rows around it in the tile that have its index(rows), element by element.
+
+    ``extents`` lie dense in x and out, which have one 16-bit or 32-bit float dtype. Indices outside of [0, count) are nobody's.
+    """
+
+    CODE: ClassVar[int] = 17
+    count: int
+    extents: tuple[int, ...]
+    index: Operand
+    x: Operand
+    out: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulateScaled(AccumulateAt):
+    """AccumulateAt of rows that were scaled by e^-top, into sums that are kept with what they are scaled by: two sums are added up
+    at the larger of their tops. ``sorted``, and not ``ordered``; one index for each row; a sum of float32.
+
+    ``top(rows, heads)``: one for each of the first dimensions of a row, ``heads`` in all, the same for all rows of one index in a
+    tile; one that is not finite stands for 0. ``finite``: otherwise a sum whose largest top is not finite is NaN.
+    """
+
+    CODE: ClassVar[int] = 18
+    top: Operand = dataclasses.field(kw_only=True)
+    heads: int = dataclasses.field(kw_only=True)
+    finite: int = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class Take:
     """out(rows, *outer, i, :) = x(rows, *outer, index[i], :), ``inner`` elements each, i < ``indices``; the dimension: ``count``.
 

@@ -264,6 +264,7 @@ _HANDLERS: dict[str, Handler] = {
     "take": indexed.take,
     "put": indexed.put,
     "sink_at": indexed.sink_at,
+    "run_max": indexed.run_max,
     "dot": structured.dot,
     "push": _push,
     "concatenate": _concatenate,

@@ -34,7 +34,8 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
         return f"{op.kind} has no code on the CPU"
     if op.kind == "select_n" and len(in_values) != 3:
         return "select_n with more than two cases"
-    for dtype in (v.dtype for v in (*in_values, *(out_values if spec.gives == "any" else ()))):
+    values = (in_values[0], *in_values[2:]) if spec.family in ("gather", "scatter") else in_values  # without the index
+    for dtype in (v.dtype for v in (*values, *(out_values if spec.gives == "any" else ()))):
         if dtype not in spec.dtypes or spec.family == "cumulative" and dtype == "bool":
             return f"{op.kind} of {dtype}"
         if is_narrow(dtype) and not spec.widens(dict(op.params), dtype):

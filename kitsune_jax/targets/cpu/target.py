@@ -18,7 +18,7 @@ from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 
 class _Cpu(Target[CpuMachine]):
     name = platform = "cpu"
-    runs_phases = True
+    runs_phases = merges_regions = recomputes = sums_online = True
 
     def why_not(self) -> str:
         return cpu.why_not()
@@ -35,8 +35,8 @@ class _Cpu(Target[CpuMachine]):
     def plan(self, graph: Graph, region: Region, machine: CpuMachine) -> Plan:
         return planner.plan(graph, region, machine)
 
-    def generate(self, program: Program, plan: Plan, title: str) -> Any:
-        return cpu.generate(program, title, cpu.Products(*plan.products))
+    def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
+        return cpu.generate(program, title, [cpu.Products(*plan.products) for plan in plans])
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         return cpu.call(code, args, out_avals)

@@ -286,7 +286,10 @@ class _Blocks:
                 if form == "bit":
                     return Read("bit", self._mask(v, ref), dtype, shift)
                 return Read(f"{form} of image", self._image_block(v, ref, form, shift), dtype)
+            case InScratch(starts, _, ir.ScratchList(listed)):
+                return ir.SumOfList(dtype, starts, listed, value.width, shift)
             case InScratch(table, fill, fold):
+                assert not isinstance(fold, ir.ScratchList)
                 index = self._name("t")
                 where = self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, table, "float32", shift))
                 self.steps.append(ir.Let(index, "int32", Read("index", where, "int32")))

@@ -35,8 +35,8 @@ def rearrange(at: Evaluation, instr: Instr) -> None:
         _iota(at, instr)
     elif instr.kind == "broadcast_in_dim" and _stationary(at, instr.inputs[0]):
         _broadcast_stationary(at, instr)
-    elif instr.outputs[0] in at.facts.joined:
-        at.new(instr)  # only matmuls read it, part by part
+    elif instr.outputs[0] in at.facts.joined or instr.outputs[0] in at.facts.only_multiplied:
+        at.new(instr)  # only products read it, part by part
     else:
         _move(at, instr)
 

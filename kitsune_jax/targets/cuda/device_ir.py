@@ -122,6 +122,23 @@ class ScratchFold(Node):
     step: int
 
 
+class ScratchList(Node):
+    """Columns that are added up: a vector of them, one list after the other."""
+
+    columns: Address
+
+
+class SumOfList(Expr):
+    """The sum of those columns of the warp's scratch rows that ``columns`` lists, from where the vector ``first`` says that the
+    list of the element's column begins to where the next one begins. ``width``: of the loop's tiles, 0 for column 0 of a row."""
+
+    dtype: str
+    first: Address
+    columns: Address
+    width: int
+    shift: int = 0
+
+
 class FromScratch(Expr):
     """An element of the warp's scratch rows: its column is ``column``, or what ``index`` holds, where -1 stands for ``fill``; or
     ``fold``s that column and others."""

@@ -16,6 +16,7 @@ from kitsune_jax import _compat
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.program.ir import Instr, Program, TileProgram
 from kitsune_jax.targets.cuda import compile, pack, runtime
+from kitsune_jax.targets.cuda.kernel import Packed
 from kitsune_jax.targets.cuda.lower import Code
 
 
@@ -35,29 +36,37 @@ def call(
         runtime.register("cpu", compile.emulator_library())
     else:
         runtime.register("CUDA")
-    stationary = _Stationary(program.parts[0].program, args, evaluate)
     kernel = code.kernel
     operands = [args[k] for k in kernel.inputs]
-    for group, order in zip(kernel.weights, kernel.order, strict=True):
-        operands.append(pack.weights(group, order, [stationary.value(r.value) for r in group]))
-    if kernel.vectors:
-        values = [None if r.value is None else stationary.value(r.value) for r in kernel.vectors]
-        operands.append(pack.vectors(kernel.vectors, values))
-    operands += [stationary.value(v) for v in kernel.tables]
-    aliases = {len(operands) + k: output for k, (output, _) in enumerate(kernel.filled)}
-    for output, how in kernel.filled:
-        aval = out_avals[output]
+    for part, packed in zip(program.parts, kernel.packed, strict=True):
+        given = [args[k] if k < program.operands else None for k in part.reads]  # None: another part makes it
+        operands += _packed(packed, _Stationary(part.program, given, evaluate))
+    results = [*out_avals, *(_compat.aval_like(out_avals[0], a.shape, jnp.dtype(a.dtype)) for a in kernel.kept)]
+    aliases = {len(operands) + k: result for k, (result, _) in enumerate(kernel.filled)}
+    for result, how in kernel.filled:
+        aval = results[result]
         operands.append(jnp.full(aval.shape, identity(how, np.dtype(aval.dtype)), aval.dtype))
     # The workspace is never empty, so that the call has a result that nobody reads: see `targets.cpu.emit.call` for what XLA makes
     # of a loop's body that is nothing but a call all of whose results are carries.
     workspace = _compat.aval_like(out_avals[0], (kernel.workspace_bytes,), np.uint8)
-    outs = jax.ffi.ffi_call(runtime.TARGET_NAME, [*out_avals, workspace], input_output_aliases=aliases)(
+    outs = jax.ffi.ffi_call(runtime.TARGET_NAME, [*results, workspace], input_output_aliases=aliases)(
         *operands,
         image=np.frombuffer(code.image, np.uint8),
         launch=np.asarray(kernel.launch, np.int64),
         name=code.name.encode("utf-8", "replace").decode(),  # the path of a source file may hold other bytes
     )
     return list(outs)[: len(out_avals)]
+
+
+def _packed(packed: Packed, stationary: _Stationary) -> list[Any]:
+    """The operands that XLA makes for a part."""
+    found: list[Any] = []
+    for group, order in zip(packed.weights, packed.order, strict=True):
+        found.append(pack.weights(group, order, [stationary.value(r.value) for r in group]))
+    if packed.vectors:
+        values = [None if r.value is None else stationary.value(r.value) for r in packed.vectors]
+        found.append(pack.vectors(packed.vectors, values))
+    return found + [stationary.value(v) for v in packed.tables]
 
 
 class _Stationary:

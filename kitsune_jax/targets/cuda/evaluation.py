@@ -20,6 +20,7 @@ from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Action, Expr, Keep, Node, Ref
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.product_ir import KeepAddress
 from kitsune_jax.targets.cuda.stage_facts import Facts
 from kitsune_jax.targets.cuda.statements import Operand
 from kitsune_jax.targets.cuda.values import (
@@ -76,6 +77,8 @@ class Evaluation:
         self.row_tiles: dict[int, Ref] = {}
         self.segment_bytes = 0  # of the lane's memory for sinks by sorted indices
         self.scratch_words = 0  # of the widest row that changes places
+        self.addresses: dict[Ref, int] = {}  # of rows that the lane keeps in shared memory, with their numbers
+        self.product_bytes = 0  # of the lane's memory for a product for each row
         self.together: set[int] = set()  # values that must be images because what a loop makes of them is one
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
         self.counter = 0
@@ -203,6 +206,13 @@ class Evaluation:
         self.name_axes()
         self.once_per_tile(arrays.addresses_of(array, role, k, staged))
         return arrays.rows_of(array, role, k, staged)
+
+    def address_number(self, ref: Ref, stored: bool = False) -> int:
+        """The number of the addresses of the rows ``ref`` among those that the lane keeps in shared memory."""
+        if ref not in self.addresses:
+            self.addresses[ref] = len(self.addresses)
+            self.add(KeepAddress(ref, self.addresses[ref], stored))
+        return self.addresses[ref]
 
     def name_axes(self) -> None:
         self.once_per_tile(st.AxisIndices(self.program.axes))

@@ -19,6 +19,7 @@ from kitsune_jax.targets.cuda.device_ir import Node, Ref
 from kitsune_jax.targets.cuda.evaluation import Evaluation, Shape
 from kitsune_jax.targets.cuda.liveness import Liveness
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.product_ir import address_bytes
 from kitsune_jax.targets.cuda.values import Value
 from kitsune_jax.targets.errors import CannotLower
 
@@ -50,6 +51,8 @@ class Lowered:
     vectors: tuple[tuple[VectorRecipe, ...], ...]
     tables: tuple[int, ...]
     scratch_words: int
+    addresses: int
+    product_bytes: int
     together: frozenset[int]
     values: dict[int, Value]
     liveness: Liveness
@@ -65,13 +68,14 @@ class Lowered:
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaneMemory:
     """Bytes of a lane's part of shared memory, from its start on: images, then rows that change places, runs of segments, panels of
-    weight gradients, tiles of staged arrays. ``images``: where each begins."""
+    weight gradients, tiles of staged arrays, addresses and operands of products for each row. ``images``: where each begins."""
 
     images: dict[int, int]
     rows: int
     segments: int
     panels: int
     staged: int
+    products: int
     bytes: int
 
 
@@ -147,6 +151,8 @@ class _Fitter:
             tuple(at.vectors),
             tuple(at.tables),
             at.scratch_words,
+            len(at.addresses),
+            at.product_bytes,
             frozenset(at.together),
             at.values,
             liveness.of_stage(at.setup, nodes),
@@ -223,8 +229,9 @@ def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMe
     panels = segments + tiles.aligned(sum(start.bytes for start in lowered.setup if isinstance(start, st.SegmentStart)))
     found = [p for p in lowered.prologue if isinstance(p, st.Panel)]
     staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
-    end = staged + tiles.aligned(sum(arrays.staged_bytes(program.inputs[k]) for k in shape.staged))
-    return LaneMemory(images, rows, segments, panels, staged, end)
+    products = staged + tiles.aligned(sum(arrays.staged_bytes(program.inputs[k]) for k in shape.staged))
+    end = products + tiles.aligned(address_bytes(lowered.addresses) + lowered.product_bytes)
+    return LaneMemory(images, rows, segments, panels, staged, products, end)
 
 
 def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:

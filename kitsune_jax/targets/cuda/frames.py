@@ -17,6 +17,7 @@ from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Constant, Node, Ref, number, parameter
 from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.layout import Layout, entry_vectors, gradients_of, segments_of, sinks_of, sums_of
+from kitsune_jax.targets.cuda.product_ir import RowMemory, address_bytes
 
 
 def of_stage(at: Layout, s: int) -> StageCode:
@@ -77,6 +78,9 @@ def _memory(at: Layout, s: int) -> list[Node]:
         found.append(_lanes(at, s))
     if stage.lowered.scratch_words:
         found.append(frame.ScratchRows(stage.memory.rows, stage.lowered.scratch_words))
+    if stage.lowered.product_bytes:
+        products, addresses = stage.memory.products, stage.lowered.addresses
+        found.append(RowMemory(addresses, products, products + address_bytes(addresses), stage.lowered.product_bytes))
     if gradients_of(stage):
         found.append(frame.PanelMemory(_lanes(at, s), stage.memory.panels))
     return found

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import columns, gradients, pointwise, stage_outputs, tables, tiles
+from kitsune_jax.targets.cuda import columns, gradients, picks, pointwise, row_products, stage_outputs, tables, tiles
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Expr, Ref
@@ -176,6 +176,9 @@ _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {
     **dict.fromkeys(("push", "store", "sink", "sink_at"), stage_outputs.lower),
     "row_index": _row_index,
     "gather": tables.lower,
+    "take": picks.take,
+    "put": picks.put,
+    "dot": row_products.lower,
     "matmul": _matmul,
     "matmul_sink": gradients.lower,
     **dict.fromkeys(REDUCTIONS, _reduce),

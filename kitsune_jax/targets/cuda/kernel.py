@@ -1,38 +1,48 @@
-"""The kernel of a tile program: the route from its stages to source, launch words and the recipes of its operands.
+"""The kernel of a call: the route from its stages to source, launch words and the recipes of its operands.
 
-Comes in: a tile program and an ``Arrangement`` (what the plan asks for). Goes out: ``Kernel``. The route: each stage is lowered to
-nodes of the device IR and fitted into registers and shared memory (``fitting``), all of them are laid out (``layout``) and
-completed (``frames``), equal ones found (``sharing``), and printed (``print_kernel``). Raises ``CannotLower`` where the arrangement
-does not fit.
+Comes in: a tile program, or a call of several, and ``Arrangement``s (what the plans ask for). Goes out: ``Kernel``. The route: each
+stage is lowered to nodes of the device IR and fitted into registers and shared memory (``fitting``), all of them are laid out
+(``layout``) and completed (``frames``), equal ones found (``sharing``), and printed (``print_kernel``). The parts of a call of
+several phases go this way one by one, and are put together by ``call_layout`` and ``print_phases``. Raises ``CannotLower`` where
+the arrangement does not fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from kitsune_jax.program.ir import TileProgram, walk
-from kitsune_jax.targets.cuda import frames, layout, print_kernel, sharing, tiles
+from kitsune_jax.program.ir import Array, Program, TileProgram, walk
+from kitsune_jax.targets.cuda import call_layout, frames, layout, print_kernel, print_phases, sharing, tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.layout import Layout
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.errors import CannotLower
 
-__all__ = ["Arrangement", "Kernel", "generate"]
+__all__ = ["Arrangement", "Kernel", "generate", "of_call"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kernel:
-    """``weights``: recipes of each image operand, and ``order``, how ``pack.weights`` lines them up; operands are the streamed
-    ``inputs``, the images, the vectors, the ``tables``, and for each output of ``filled`` an array of the
-    identity of the fold, whose memory becomes that output."""
+class Packed:
+    """What XLA makes of a part's stationary operands. ``weights``: recipes of each image, and ``order``, how ``pack.weights`` lines
+    them up; then the vectors; ``tables``: stationary values that are read as they lie."""
 
-    source: str
-    launch: tuple[int, ...]
-    inputs: tuple[int, ...]
     weights: tuple[tuple[WeightRecipe, ...], ...]
     order: tuple[tuple[tuple[int, int], ...], ...]
     vectors: tuple[VectorRecipe, ...]
     tables: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """Its operands are ``inputs`` of the call, what is ``packed`` for each part, and for each result of ``filled`` an array of the
+    identity of the fold, whose memory becomes that result. Its results are those of the call, ``kept`` and the workspace."""
+
+    source: str
+    launch: tuple[int, ...]
+    inputs: tuple[int, ...]
+    packed: tuple[Packed, ...]
     filled: tuple[tuple[int, str], ...]
+    kept: tuple[Array, ...]
     workspace_bytes: int
     registers: int  # estimate of what values need, at most
 
@@ -43,25 +53,43 @@ class Kernel:
 
 def generate(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True) -> Kernel:
     """The kernel of ``program`` as ``arrangement`` asks. ``share``: equal stages run the same code. Raises ``CannotLower``."""
+    _check(program)
+    found = layout.of_kernel(program, arrangement, name)
+    source = print_kernel.source(found, _kinds(found, share))
+    packed = (_packed(found, found.operands.tables),)
+    return Kernel(source, found.launch, found.operands.inputs, packed, found.filled, (), found.workspace.bytes, _registers(found))
+
+
+def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> Kernel:
+    """The kernel of a call of several parts, arranged as each of ``arrangements`` asks. Raises ``CannotLower``."""
+    for part in call.parts:
+        _check(part.program)
+    found = call_layout.of_call(call, arrangements, name)
+    layouts = [part.layout for part in found.parts]
+    source = print_phases.source(found, [_kinds(at, True) for at in layouts])
+    packed = tuple(_packed(at, tuple(v for v in at.operands.tables if call_layout.table_input(at, v) is None)) for at in layouts)
+    most = max(_registers(at) for at in layouts)
+    return Kernel(source, found.launch, found.direct, packed, found.filled, found.kept, found.workspace_bytes, most)
+
+
+def _check(program: TileProgram) -> None:
     used = {i.kind for stage in program.stages for i in walk(stage.body)}
-    if without := sorted(used & {"dot", "loop", "load_slice", "put", "store_slice", "take"}):
+    if without := sorted(used & {"loop", "load_slice", "store_slice"}):
         raise CannotLower(f"{' and '.join(without)} inside a kernel: no code for it yet")
     if program.batch_axes:
         raise CannotLower("tiles that keep within a batch have no kernel yet")
     if program.tile_rows != tiles.TILE_ROWS:
         raise CannotLower(f"tiles of {program.tile_rows} rows; the GPU's have {tiles.TILE_ROWS}")
-    found = layout.of_kernel(program, arrangement, name)
-    kinds = sharing.kinds([frames.of_stage(found, s) for s in range(len(found.stages))], share)
-    operands = found.operands
-    return Kernel(
-        print_kernel.source(found, kinds),
-        found.launch,
-        operands.inputs,
-        tuple(operands.of_group(d) for d in operands.groups),
-        operands.order,
-        operands.vectors,
-        operands.tables,
-        found.filled,
-        found.workspace.bytes,
-        max(stage.lowered.liveness.peak for stage in found.stages),
-    )
+
+
+def _kinds(at: Layout, share: bool) -> list[sharing.Kind]:
+    return sharing.kinds([frames.of_stage(at, s) for s in range(len(at.stages))], share)
+
+
+def _packed(at: Layout, tables: tuple[int, ...]) -> Packed:
+    operands = at.operands
+    return Packed(tuple(operands.of_group(d) for d in operands.groups), operands.order, operands.vectors, tables)
+
+
+def _registers(at: Layout) -> int:
+    return max(stage.lowered.liveness.peak for stage in at.stages)

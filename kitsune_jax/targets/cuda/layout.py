@@ -145,11 +145,11 @@ def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
     return 1 if n == 1 else tiles.image_vectors(tiles.padded(n), queue_form(tile.dtype, q in a.slab_queues(program)))
 
 
-def of_kernel(program: TileProgram, a: Arrangement, name: str) -> Layout:
-    """Raises ``CannotLower`` where the kernel does not fit."""
+def of_kernel(program: TileProgram, a: Arrangement, name: str, beside: int = 0) -> Layout:
+    """``beside``: bytes of the barriers of other parts of the kernel. Raises ``CannotLower`` where it does not fit."""
     simpler = simplified(program)
     for staging in (True, False):
-        header = _header_bytes(program, a, staging)
+        header = tiles.aligned(beside + barrier_bytes(program, a, staging))
         stages = tuple(fitting.fit((simpler, program), s, a, header, staging) for s in range(len(program.stages)))
         queue_at, shared = _place_queues(program, a, [header + s.weight_bytes + a.lanes * s.memory.bytes for s in stages])
         if shared <= a.shared_bytes or not any(stage.shape.staged for stage in stages):
@@ -159,10 +159,11 @@ def of_kernel(program: TileProgram, a: Arrangement, name: str) -> Layout:
     return Layout(program, a, name, stages, header, shared, queue_at, _operands(program, stages), _workspace(program, a, stages))
 
 
-def _header_bytes(program: TileProgram, a: Arrangement, staging: bool) -> int:
+def barrier_bytes(program: TileProgram, a: Arrangement, staging: bool = True) -> int:
+    """Of the header of a part, at most."""
     most = max((len(fitting.staged_arrays(program, s)) for s in range(len(program.stages))), default=0) if staging else 0
     rings = 16 * most * a.lanes + 16 * fitting.MAX_DEPTH + sum(16 * q.depth * a.lanes for q in program.queues)
-    return tiles.aligned(rings + 128)
+    return rings + 128
 
 
 def _place_queues(program: TileProgram, a: Arrangement, ends: list[int]) -> tuple[dict[int, int], int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+from collections.abc import Sequence
 
 from kitsune_jax import config
 from kitsune_jax.planning.plan import Plan
@@ -64,22 +65,49 @@ def kind(plan: Plan, gradients: bool) -> str:
 
 def check(program: TileProgram, plan: Plan, name: str) -> str | None:
     """None if there is a kernel for ``program`` arranged as ``plan`` says, else the reason. Compiles nothing."""
-    this = kind(plan, any(i.kind == "matmul_sink" for stage in program.stages for i in stage.body))
-    if any(fnmatch.fnmatchcase(this, pattern) for pattern in config.cuda_avoid()):
-        return "KITSUNE_CUDA_AVOID rules its kind of kernel out"
+    return check_call(Program.of(program), (plan,), name)
+
+
+def check_call(program: Program, plans: Sequence[Plan], name: str) -> str | None:
+    """None if there is a kernel for ``program``, whose parts are arranged as ``plans`` say, else the reason. Compiles nothing."""
+    for part, plan in zip(program.parts, plans, strict=True):
+        this = kind(plan, any(i.kind == "matmul_sink" for stage in part.program.stages for i in stage.body))
+        if any(fnmatch.fnmatchcase(this, pattern) for pattern in config.cuda_avoid()):
+            return "KITSUNE_CUDA_AVOID rules its kind of kernel out"
     try:
-        _kernel(program, plan, name)
+        _kernel(program, tuple(plans), name)
     except CannotLower as no:
         return no.reason
     return None
 
 
-def generate(target: str, program: Program, plan: Plan, name: str) -> Code:
+def together(program: Program, plans: Sequence[Plan]) -> tuple[Plan, ...] | str:
+    """The plans of the parts of ``program`` as parts of one kernel, with as many lanes as all can have; or why there is none."""
+    first, reason = plans[0].lanes, ""
+    for lanes in range(first, 0, -1):
+        tried = tuple(dataclasses.replace(_without_clusters(plan), lanes=lanes) for plan in plans)
+        why = check_call(program, tried, _NAME)
+        if why is None:
+            return tried
+        reason = reason or why
+    return reason
+
+
+def _without_clusters(plan: Plan) -> Plan:
+    """``plan`` with each CTA on its own, and rings in the L2 where it has rings in the shared memory of a cluster."""
+    if plan.cluster == 1:
+        return plan
+    queues = tuple(dataclasses.replace(q, place="l2") for q in plan.queues)
+    if plan.arrangement == "spatial":
+        return dataclasses.replace(plan, cluster=1, queues=queues)
+    stages = tuple(dataclasses.replace(stage, workers=1) for stage in plan.stages)
+    return dataclasses.replace(plan, cluster=1, stages=stages, replicas=min(plan.replicas * plan.cluster, plan.tiles))
+
+
+def generate(target: str, program: Program, plans: Sequence[Plan], name: str) -> Code:
     """The compiled kernel of ``program``. Raises ``CannotLower``; ``InvalidProgram``; ``CompileError`` with the compiler's log."""
-    if program.only is None:
-        raise CannotLower("a call of several phases has no kernel yet")
     made = _kernel(
-        program.only, plan, _NAME
+        program, tuple(plans), _NAME
     )  # not the user's line: it would be in the cache key, and a moved line a new compilation
     if wrong := runtime.check(made.launch):
         raise InvalidProgram(wrong)
@@ -102,5 +130,8 @@ def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(program: TileProgram, plan: Plan, name: str) -> Kernel:
-    return kernel.generate(program, arrangement(plan, program), name)
+def _kernel(program: Program, plans: tuple[Plan, ...], name: str) -> Kernel:
+    if program.only is not None:
+        return kernel.generate(program.only, arrangement(plans[0], program.only), name)
+    asked = [arrangement(plan, part.program) for plan, part in zip(plans, program.parts, strict=True)]
+    return kernel.of_call(program, tuple(asked), name)

@@ -33,10 +33,63 @@ class WeightRecipe:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Picked:
+    """Of an index into the dimension of extent ``count`` of [outer, count, inner] columns, which begin at column ``start``: the
+    column that each column of what it picks is. An index out of range gives -1 if it ``fills``, else the nearest."""
+
+    outer: int
+    count: int
+    inner: int
+    fills: bool
+    start: int
+
+    def of(self, index: jax.Array) -> jax.Array:
+        index, inside = _positions(index, self.count)
+        outer, inner = jnp.arange(self.outer)[:, None, None], jnp.arange(self.inner)
+        found = self.start + (outer * self.count + index[:, None]) * self.inner + inner
+        return jnp.where(inside[:, None], found, -1) if self.fills else found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AddedUp:
+    """The other way: [outer, count, inner] columns that ``count`` indices add to [outer, n, inner]. ``part`` "list": the columns
+    that each column of the result adds up, in order, one column of the result after the other, those out of range last; "first":
+    where each of them begins."""
+
+    part: str
+    outer: int
+    count: int
+    inner: int
+    n: int
+    start: int
+
+    def of(self, index: jax.Array) -> jax.Array:
+        index, inside = _positions(index, self.n)
+        index = jnp.where(inside, index, self.n)  # behind all others
+        outer, inner = jnp.arange(self.outer)[:, None, None], jnp.arange(self.inner)
+        out = jnp.where(index[:, None] < self.n, (outer * self.n + index[:, None]) * self.inner + inner, self._columns).reshape(-1)
+        if self.part == "list":
+            return self.start + jnp.argsort(out, stable=True)
+        return jnp.searchsorted(jnp.sort(out), jnp.arange(self._columns + 1))
+
+    @property
+    def _columns(self) -> int:
+        return self.outer * self.n * self.inner
+
+
+def _positions(index: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """(The flat index, the nearest one in [0, n) for one out of range; whether it was in range.)"""
+    index = index.reshape(-1)
+    inside = (index >= 0) & (index < n)
+    return jnp.clip(index, 0, n - 1).astype(jnp.int32), inside
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class VectorRecipe:
     """A stationary value as every row sees it: reshaped to ``shape``, broadcast to ``row_shape`` along ``dims``, flattened, padded.
 
-    ``value`` is None for a table of constants, which is ``table``. ``width``: padded words, ``split`` times as many for slabs.
+    ``how``: columns of a row are made of the value instead. ``value`` is None for a table of constants, which is ``table``.
+    ``width``: padded words, ``split`` times as many for slabs.
     """
 
     value: int | None
@@ -46,6 +99,7 @@ class VectorRecipe:
     width: int
     split: int = 1
     table: tuple[int, ...] = ()
+    how: Picked | AddedUp | None = None
 
     @property
     def words(self) -> int:
@@ -125,6 +179,8 @@ def _swizzle(x: jax.Array) -> jax.Array:
 def _vector(recipe: VectorRecipe, value: Any) -> jax.Array:
     if recipe.value is None:
         words = jnp.asarray(np.asarray(recipe.table, np.int32).view(np.uint32))
+    elif recipe.how is not None:
+        words = jax.lax.bitcast_convert_type(recipe.how.of(jnp.asarray(value)).astype(jnp.int32).reshape(-1), jnp.uint32)
     else:
         value = jnp.asarray(value)
         value = value.astype(jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else _word_type(value.dtype))

@@ -21,9 +21,9 @@ def functions(program: TileProgram, kind: Kind) -> tuple[str, str]:
     title = ", ".join(program.stages[s].name for s in kind.stages)
     comment = f"// {many} {', '.join(map(str, kind.stages))}: {title}\n"
     common = "const Params& p, Header& header, u8* shared, "
-    arguments = f"{common}u32 group, u32 instance, u32 slab"
+    arguments = f"{common}Share share, u32 group, u32 instance, u32 slab"
     consume = _function(f"consume{kind.number}", arguments, kind, _consumer(spelling, kind.code.consumer))
-    load = _function(f"load{kind.number}", f"{common}u32 slab", kind, _loader(spelling, kind.code.loader))
+    load = _function(f"load{kind.number}", f"{common}Share share, u32 slab", kind, _loader(spelling, kind.code.loader))
     return comment + consume, load
 
 
@@ -37,19 +37,19 @@ def _function(title: str, arguments: str, kind: Kind, lines: list[str]) -> str:
 
 
 def _consumer(at: Spelling, code: Consumer) -> list[str]:
-    lines = ["const Lane lane = Lane::mine();", "(void)slab, (void)shared, (void)instance;"]
-    worker = "instance * kLanes + group" if code.ctas else "block_id() * kLanes + group"
+    lines = ["const Lane lane = Lane::mine();", "(void)slab, (void)shared, (void)share, (void)instance;"]
+    worker = "instance * kLanes + group" if code.ctas else "share.block * kLanes + group"
     lines += [f"const u32 worker = {worker};", _workers(code.ctas)]
     for node in code.setup:
         lines += _setup(at, node) or print_stage.lines(at, [node])
     lines += _tile_loop(at, code.loop)
-    finish = [line for node in code.finish for line in _finish(at, node, "instance" if code.ctas else "block_id()")]
+    finish = [line for node in code.finish for line in _finish(at, node, "instance" if code.ctas else "share.block")]
     return [*lines, *(["finishing();", *finish] if finish else [])]
 
 
 def _workers(ctas: int) -> str:
     """The warpgroups that share out the tiles: fewer than were planned where the device at hand holds fewer instances."""
-    return f"const u32 workers = {f'grid_size() / {ctas}' if ctas else 'grid_size()'} * kLanes;"
+    return f"const u32 workers = {f'share.blocks / {ctas}' if ctas else 'share.blocks'} * kLanes;"
 
 
 def _setup(at: Spelling, node: Node) -> list[str]:
@@ -76,7 +76,7 @@ def _setup(at: Spelling, node: Node) -> list[str]:
             ends = f"{at.constant(writers)}, {at.constant(readers)}, 1 + group"
             return [f"const ClusterQueue<{vectors}, {depth}> {name(ref)}{{&{at.constant(ring)}[group], {where}, {ends}}};"]
         case frame.L2Ring(ref, vectors, counters, slots, depth, writers, readers):
-            where = f"p.workspace + {at.constant(counters)}, p.workspace + {at.constant(slots)}"
+            where = f"p.zeroed() + {at.constant(counters)}, p.workspace + {at.constant(slots)}"
             ends = f"{at.constant(depth)}, {at.constant(writers)}, {at.constant(readers)}, instance * kLanes + group, 1 + group"
             return [f"const auto {name(ref)} = l2_queue<{vectors}>({where}, {ends});"]
         case frame.StagedArray(ref, _, _, source, lanes, offset, number):
@@ -142,7 +142,7 @@ def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
 def _finish(at: Spelling, node: Node, part: str) -> list[str]:
     match node:
         case frame.FinishSinks(arrived, sinks, segments):
-            counter = f"reinterpret_cast<u32*>(p.workspace + {at.constant(arrived)})"
+            counter = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(arrived)})"
             lines = [f"const Finish finish{{{counter}, &header.flags[group], workers, worker, 1 + group}};"]
             for sink, result, _ in sinks:
                 what = f"{'true' if sink.quad else 'false'}" if not sink.width else f"{sink.width}"
@@ -167,7 +167,7 @@ def _partial(at: Spelling, result: Result, const: str = "") -> str:
 
 def _finish_gradients(at: Spelling, node: frame.FinishGradients, part: str) -> list[str]:
     """Each lane's rows of the stage's weight gradients: stored, and added up by the lane that comes last of those with the same."""
-    arrived = f"reinterpret_cast<u32*>(p.workspace + {at.constant(node.arrived)} + (slab * kLanes + group) * 128)"
+    arrived = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(node.arrived)} + (slab * kLanes + group) * 128)"
     lines = ["{", f"  const Finish finish{{{arrived}, &header.flags[group], workers / kLanes, {part}, 1 + group}};"]
     for g, result, sums in node.gradients:
         k, words = g.gradient.of, g.shape.words
@@ -205,7 +205,7 @@ def _combine_columns(at: Spelling, total: frame.PanelSumStart, result: Result, s
 
 def _loader(at: Spelling, code: LoadResident | LoadStreamed) -> list[str]:
     return [
-        "(void)slab, (void)p, (void)header, (void)shared;",
+        "(void)slab, (void)p, (void)header, (void)shared, (void)share;",
         *(_resident(at, code) if isinstance(code, LoadResident) else _streamed(code)),
     ]
 

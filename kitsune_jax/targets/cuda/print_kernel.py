@@ -12,36 +12,59 @@ from kitsune_jax.targets.cuda.sharing import Kind
 
 def source(at: Layout, found: list[Kind]) -> str:
     """The source of the kernel ``kitsune_region``."""
-    consumers, loaders = zip(*(functions(at.program, kind) for kind in found), strict=True)
-    parts = [_head(at), _params(at), _header(at), *(_places(kind) for kind in found if kind.fields), *consumers, *loaders]
-    if len(found) < len(at.stages):
-        parts.append(_role_table(at, found))
-    return "\n".join([*parts, "}  // namespace\n", _entry(at, found)])
+    head = f"// {at.name}: {told(at)}\n{INCLUDES}constexpr int kLanes = {at.a.lanes};\n{constants(at)}"
+    fields = [*params(at), *(f"const void* filled{k};" for k, _ in at.filled)]  # in whose memory a sink finds the identity
+    fields += [f"void* out{k};" for k in range(len(at.program.outputs))]
+    fields += ["u8* workspace;", "KITSUNE_DEVICE u8* zeroed() const { return workspace; }"]
+    return "\n".join([head, struct("Params", fields), *roles(at, found), "}  // namespace\n", _entry(at)])
 
 
-def _head(at: Layout) -> str:
+INCLUDES = '#include "kitsune/kitsune.h"\n\nnamespace {\n\nusing namespace kitsune;\n\n'
+
+
+def told(at: Layout) -> str:
+    """What a reader wants to know of a part first."""
     p, a = at.program, at.a
     how, stages = "spatial" if a.spatial else "vertical", ", ".join(s.name for s in p.stages)
-    return (
-        f"// {at.name}: {p.rows} rows, {how}, {a.instances(p)} instances of {a.ctas} CTAs, {a.lanes} lanes; stages {stages}\n"
-        '#include "kitsune/kitsune.h"\n\n'
-        "namespace {\n\n"
-        "using namespace kitsune;\n\n"
-        f"constexpr int kLanes = {a.lanes};\n"
-        f"constexpr i64 kRows = {p.rows};\n"
-        f"constexpr u32 kTiles = {p.tiles};\n"
-    )
+    return f"{p.rows} rows, {how}, {a.instances(p)} instances of {a.ctas} CTAs, {a.lanes} lanes; stages {stages}"
 
 
-def _params(at: Layout) -> str:
+def constants(at: Layout) -> str:
+    return f"constexpr i64 kRows = {at.program.rows};\nconstexpr u32 kTiles = {at.program.tiles};\n"
+
+
+def params(at: Layout) -> list[str]:
+    """What a part reads, in the order of its operands."""
     fields = [f"const void* in{k};" for k in at.operands.inputs]
     fields += [f"const u8* weights{k};" for k in range(len(at.operands.groups))]
     fields += ["const float* vectors;"] if at.operands.vectors else []
-    fields += [f"const void* table{k};" for k in range(len(at.operands.tables))]
-    fields += [f"const void* filled{k};" for k, _ in at.filled]  # the memory of a result, in which its sink finds the identity
-    fields += [f"void* out{k};" for k in range(len(at.program.outputs))]
-    fields += ["u8* workspace;"]
-    return "struct Params {\n" + "".join(f"  {f}\n" for f in fields) + "};\n"
+    return fields + [f"const void* table{k};" for k in range(len(at.operands.tables))]
+
+
+def struct(name: str, fields: list[str]) -> str:
+    return f"struct {name} {{\n" + "".join(f"  {f}\n" for f in fields) + "};\n"
+
+
+def roles(at: Layout, found: list[Kind]) -> list[str]:
+    """The code of a part, whose ``Params`` are known: its barriers (``Header``, ``init``), the roles ``load`` and ``consume``."""
+    consumers, loaders = zip(*(functions(at.program, kind) for kind in found), strict=True)
+    parts = [_header(at), *(_places(kind) for kind in found if kind.fields), *consumers, *loaders]
+    if len(found) < len(at.stages):
+        parts.append(_role_table(at, found))
+    given, ranks = "const Params& p, Header& header, u8* base, Share share", _ranks(at, found)
+    load = [*ranks, *_calls(at, found, "load{s}(p, header, base, share, {slab}{at});")]
+    consume = [*ranks, *_calls(at, found, "consume{s}(p, header, base, share, group, instance, {slab}{at});")]
+    return [*parts, _init(at), _function(f"load({given})", load), _function(f"consume({given}, u32 group)", consume)]
+
+
+def _function(title: str, lines: list[str]) -> str:
+    return "\n".join([f"KITSUNE_DEVICE void {title} {{", *(f"  {line}" for line in lines), "}\n"])
+
+
+def _ranks(at: Layout, found: list[Kind]) -> list[str]:
+    """This CTA's place in its pipeline, and what it runs."""
+    place = f"const u32 instance = share.block / {at.a.ctas}, rank = share.block % {at.a.ctas};"
+    return [place, "(void)instance, (void)rank;", *(["const Role role = kRoles[rank];"] if len(found) < len(at.stages) else [])]
 
 
 def _header(at: Layout) -> str:
@@ -52,7 +75,7 @@ def _header(at: Layout) -> str:
         lines.append(f"  Ring<{at.depth}> weights;")
     for q in at.queue_at:
         lines.append(f"  Ring<{at.program.queues[q].depth}> queue{q}[kLanes];")
-    lines += ["};", f"static_assert(sizeof(Header) <= {at.header_bytes});"]
+    lines.append("};")
     if at.a.streamed:
         lines.append(f"using Weights = WeightQueue<{at.depth}, {at.slot_bytes}, kLanes, {at.a.cluster}>;")
     return "\n".join(lines) + "\n"
@@ -91,51 +114,52 @@ def _role_table(at: Layout, found: list[Kind]) -> str:
     return "\n".join([*lines, "};\n"])
 
 
-def _entry(at: Layout, found: list[Kind]) -> str:
-    sync = "cluster_sync();" if at.a.cluster > 1 else "block_sync();"
-    ctas = at.a.ctas
-    lines = [
-        f"KITSUNE_KERNEL(kitsune_region, Params, p, {at.a.threads}) {{",
-        "  Header& header = shared<Header>();",
-        "  u8* const base = reinterpret_cast<u8*>(&header);",
-        "  const u32 group = thread_id() / kGroupThreads;",
-        f"  const u32 instance = block_id() / {ctas}, rank = block_id() % {ctas};",
-        "  (void)instance, (void)rank;",
-        *(["  const Role role = kRoles[rank];"] if len(found) < len(at.stages) else []),
-        "  if (thread_id() == 0) {",
-        "    init_resident(header.resident);",
-        '    name(&header.resident, "resident");',
-    ]
+def _init(at: Layout) -> str:
+    """Of the barriers, by one thread."""
+    lines = ["init_resident(header.resident);", 'name(&header.resident, "resident");']
     for k in range(_most_staged(at)):
         init = f"StagedRows<u8, 1>::init(header.staged[{k}][l])"
-        lines += [f"    for (int l = 0; l < kLanes; ++l) {init};", f'    name(header.staged[{k}], "staged");']
+        lines += [f"for (int l = 0; l < kLanes; ++l) {init};", f'name(header.staged[{k}], "staged");']
     if at.a.streamed:
-        lines += ["    Weights::init(header.weights);", '    name(&header.weights, "weights");']
+        lines += ["Weights::init(header.weights);", 'name(&header.weights, "weights");']
     for q in at.queue_at:
         queue = at.program.queues[q]
         type_ = f"ClusterQueue<{entry_vectors(at.program, at.a, q)}, {queue.depth}>"
         init = f"{type_}::init(header.queue{q}[l], {at.mask(queue.consumers)})"
-        lines += [f"    for (int l = 0; l < kLanes; ++l) {init};", f'    name(header.queue{q}, "queue{q}");']
-    lines += [
+        lines += [f"for (int l = 0; l < kLanes; ++l) {init};", f'name(header.queue{q}, "queue{q}");']
+    return _function("init(Header& header)", lines)
+
+
+def _entry(at: Layout) -> str:
+    sync = "cluster_sync();" if at.a.cluster > 1 else "block_sync();"
+    lines = [
+        f"static_assert(sizeof(Header) <= {at.header_bytes});\n",
+        f"KITSUNE_KERNEL(kitsune_region, Params, p, {at.a.threads}) {{",
+        "  Header& header = shared<Header>();",
+        "  u8* const base = reinterpret_cast<u8*>(&header);",
+        "  const u32 group = thread_id() / kGroupThreads;",
+        "  const Share share = Share::all();",
+        "  if (thread_id() == 0) {",
+        "    init(header);",
         "    fence_mbar_init();",
         "  }",
         f"  {sync}",
-        "  section(rank, group);",
+        f"  section(share.block % {at.a.ctas}, group);",
         "  if (group == 0) {",
         "    become_loader<kLanes>();",
-        "    if (fetches()) {",
+        "    if (fetches()) load(p, header, base, share);",
+        "  } else {",
+        "    become_consumer<kLanes>();",
+        "    consume(p, header, base, share, group - 1);",
+        "  }",
     ]
-    lines += [f"      {line}" for line in _roles(at, found, "load{s}(p, header, base, {slab}{at});")]
-    lines += ["    }", "  } else {", "    become_consumer<kLanes>();"]
-    lines += [f"    {line}" for line in _roles(at, found, "consume{s}(p, header, base, group - 1, instance, {slab}{at});")]
-    lines.append("  }")
     if at.a.cluster > 1:
         lines.append("  cluster_sync();  // no CTA leaves while another still writes to its shared memory")
     lines.append("}\n")
     return "\n".join(lines)
 
 
-def _roles(at: Layout, found: list[Kind], call: str) -> list[str]:
+def _calls(at: Layout, found: list[Kind], call: str) -> list[str]:
     """The call for each CTA's stage."""
     lines, shares = [], len(found) < len(at.stages)
     for k, kind in enumerate(found):

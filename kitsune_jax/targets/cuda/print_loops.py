@@ -78,6 +78,10 @@ class Spelling:
                     return f"fold_scratch<{template}>(rows, lane, h, {where})"
                 element = f"from_word<{pointwise.COMPUTE[dtype]}>(rows.get(lane, h, {where}))"
                 return element if fill is None else f"({where} < 0 ? {self.expression(fill)} : {element})"
+            case ir.SumOfList(dtype, first, listed, width, shift):
+                lists = f"{self.address(first)}, {self.address(listed)}"
+                which = f"first_column<{width}>(lane, {_block(shift)}) + c" if width else "0"
+                return f"sum_listed<{pointwise.COMPUTE[dtype]}>(rows, lane, h, {lists}, {which})"
             case ir.RowIndex(axes):
                 text = "0"
                 for axis, extent in axes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kitsune_jax.targets.cuda import device_ir as ir
-from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda import pointwise, print_products, tiles
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Node
 from kitsune_jax.targets.cuda.print_loops import Spelling, each_row, getter, name, putter
@@ -17,7 +17,7 @@ from kitsune_jax.targets.cuda.print_loops import Spelling, each_row, getter, nam
 def lines(at: Spelling, nodes: Iterable[Node]) -> list[str]:
     found: list[str] = []
     for node in nodes:
-        found += next(filter(None, (spell(at, node) for spell in (_loops, _rows, _queues, _segments, _products, _setup))), [])
+        found += next(filter(None, (spell(at, node) for spell in _KINDS)), [])
     return found
 
 
@@ -238,3 +238,6 @@ def _addresses(at: Spelling, node: st.RowAddresses) -> list[str]:
         f"{const}void* {row}[2];",
         *each_row(f"{row}[h] = static_cast<{byte}*>({at.constant(node.array)}) + (valid[h] ? {offset} : 0);"),
     ]
+
+
+_KINDS = (_loops, _rows, _queues, _segments, _products, print_products.lines, _setup)

@@ -17,7 +17,7 @@ from kitsune_jax.targets.cuda.device_ir import Constant, Ref, rebuild
 
 # Kinds of names, by what their numbers count in the tile program: values, queues, sinks, inputs, outputs.
 _FAMILIES = (
-    ("v", "d", "c", "r", "e", "k", "s", "h", "index", "image", "gather"),
+    ("v", "d", "c", "r", "e", "k", "s", "h", "index", "image", "gather", "work", "pick"),
     ("q", "queue", "pop", "push"),
     ("sink", "gradient", "panel", "columns"),
     ("in", "staged"),

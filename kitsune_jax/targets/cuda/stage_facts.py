@@ -19,6 +19,9 @@ class Facts:
     """``names``: what is only another name of a value -> that value. ``uses``: instructions that read each value. ``joined``: a
     concatenation that only matmuls read, or other such concatenations, -> its parts: nothing need move. ``panel_sums``: (weight
     gradient, its operand, sum over the rows that is made of the operand's panel). ``slabs``: values that are shared out over CTAs.
+    ``stacked``: a concatenation -> its parts, where their columns follow each other; ``only_multiplied``: those that only products
+    for each row read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of.
+    ``picked``: a product for each row that only a ``take`` reads -> that ``take``.
     """
 
     program: TileProgram
@@ -28,6 +31,25 @@ class Facts:
     joined: dict[int, tuple[int, ...]]
     panel_sums: tuple[tuple[Instr, int, Instr], ...]
     slabs: frozenset[int]
+    stacked: dict[int, tuple[int, ...]]
+    only_multiplied: frozenset[int]
+    row_pieces: frozenset[int]
+    picked: dict[int, Instr]
+
+    def only_store(self, v: int) -> Instr | None:
+        """The ``store`` that alone reads ``v``."""
+        found = [i for i in self.instrs if any(self.names.get(x, x) == v for x in i.inputs) and i.outputs[:1] not in self._named]
+        return found[0] if len(found) == 1 and found[0].kind == "store" else None
+
+    @property
+    def _named(self) -> set[tuple[int, ...]]:
+        return {(v,) for v in self.names}
+
+    def pieces_of(self, v: int) -> list[int]:
+        """The values that, one after the other, make up the operand ``v`` of a product for each row."""
+        v = self.names.get(v, v)
+        parts = self.stacked.get(v)
+        return [v] if parts is None else [p for part in parts for p in self.pieces_of(part)]
 
 
 def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
@@ -43,7 +65,58 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
     sums = tuple(_panel_sums(program, instrs, names))
     for _, v, _ in sums:  # they do not read the value where it lies
         uses[names.get(v, v)] -= 1
-    return Facts(program, instrs, names, uses, _joined(program, instrs), sums, slabs.of_stage(instrs, program, split, lanes))
+    readers: dict[int, list[Instr]] = {}
+    for i in instrs:
+        if i.outputs and i.outputs[0] in names:
+            continue
+        for x in dict.fromkeys(names.get(x, x) for x in i.inputs):
+            readers.setdefault(x, []).append(i)
+    stacked = _stacked(program, instrs)
+    found = Facts(
+        program,
+        instrs,
+        names,
+        uses,
+        _joined(program, instrs),
+        sums,
+        slabs.of_stage(instrs, program, split, lanes),
+        stacked,
+        _only_multiplied(stacked, readers),
+        frozenset(),
+        _picked(program, instrs, readers),
+    )
+    operands = [x for i in instrs if i.kind == "dot" for x in i.inputs]
+    return dataclasses.replace(found, row_pieces=frozenset(p for x in operands for p in found.pieces_of(x)))
+
+
+def _stacked(program: TileProgram, instrs: tuple[Instr, ...]) -> dict[int, tuple[int, ...]]:
+    return {
+        i.outputs[0]: i.inputs
+        for i in instrs
+        if i.kind == "concatenate"
+        and program.values[i.outputs[0]].tile
+        and math.prod(program.values[i.outputs[0]].shape[: i["dimension"] - 1]) == 1
+    }
+
+
+def _only_multiplied(stacked: dict[int, tuple[int, ...]], readers: dict[int, list[Instr]]) -> frozenset[int]:
+    found = set[int]()
+    for v in reversed(stacked):
+        mine = readers.get(v, ())
+        if mine and all(r.kind == "dot" or (r.kind == "concatenate" and r.outputs[0] in found) for r in mine):
+            found.add(v)
+    return frozenset(found)
+
+
+def _picked(program: TileProgram, instrs: tuple[Instr, ...], readers: dict[int, list[Instr]]) -> dict[int, Instr]:
+    """One column of a product is left to ``take``: it is a number of a row, which no image holds."""
+    products = [i.outputs[0] for i in instrs if i.kind == "dot" and math.prod(program.values[i.outputs[0]].shape) > 1]
+    found = {}
+    for v in products:
+        mine = readers.get(v, ())
+        if len(mine) == 1 and mine[0].kind == "take" and math.prod(program.values[mine[0].outputs[0]].shape) > 1:
+            found[v] = mine[0]
+    return found
 
 
 def _panel_sums(program: TileProgram, instrs: tuple[Instr, ...], names: dict[int, int]) -> list[tuple[Instr, int, Instr]]:

@@ -27,7 +27,7 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
         if value.size == 0:
             return "an array without elements"
     if op.kind in INDEXED:  # what streams is not known of one op, but an index that streams says rows of a table
-        return f"{op.kind} of elements inside a row has no code on the GPU" if op["axis"] else None
+        return None
     if op.kind == "dot_general":
         return _dot_general(op, in_values, out_values)
     spec = OPS.get(op.kind)
@@ -52,8 +52,6 @@ def _pointwise(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) 
 
 def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
     lhs, rhs = (v.dtype for v in in_values)
-    if op["lhs_batch"]:
-        return "a matrix product for each row has no code on the GPU"
     if lhs != rhs or lhs not in pointwise.OPERAND:
         return f"matrix product of {lhs} and {rhs} has no code on the GPU"
     if op["accumulate"] != "float32":

@@ -73,6 +73,8 @@ def _rows(at: Evaluation, instr: Instr, v: int, ref: Ref, index: Expr) -> None:
     rows = ir.Rows(ref, t.dtype, n, str(arrays.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
     if n > 1:
         at.settle(v, InArray(rows, -1))
+        if v in at.facts.row_pieces:
+            at.address_number(ref)  # now, so that no address need stay in registers until the product
         return
     kept = Ref("r", ref.of, ref.part)
     at.add(st.LoadRow(kept, rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,8 @@ from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
 class _Cuda(Target[GpuMachine]):
     platform = "cuda"
+    runs_phases = True
+    divides_gradients = True
     compiles = True
 
     def __init__(self, name: str):
@@ -52,8 +54,16 @@ class _Cuda(Target[GpuMachine]):
         """Candidates of the planner are shown to the code generator, from the fastest on, and the first one that it takes is it."""
         return planner.plan(graph, region, machine, lambda plan: lower.check(build(graph, region, plan), plan, "region"))
 
-    def generate(self, program: Program, plan: Plan, title: str) -> Any:
-        return lower.generate(self.name, program, plan, title)
+    def together(
+        self, make: Callable[[], Program], plans: Sequence[Plan], machine: GpuMachine, force: bool
+    ) -> Sequence[Plan] | str:
+        """The parts run in the same warpgroups and without clusters."""
+        program = make()
+        plans = planner.with_barriers(plans, [part.phase for part in program.parts], machine)
+        return (None if force else planner.why_apart(plans)) or lower.together(program, plans)
+
+    def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
+        return lower.generate(self.name, program, plans, title)
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         return cuda.call(self.name, code, program, args, out_avals, evaluate)

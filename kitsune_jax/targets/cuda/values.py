@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kitsune_jax.graph import Scalar
 from kitsune_jax.targets.cuda import tiles
-from kitsune_jax.targets.cuda.device_ir import Address, Expr, Node, Ref, Rows, ScratchFold
+from kitsune_jax.targets.cuda.device_ir import Address, Expr, Node, Ref, Rows, ScratchFold, ScratchList
 from kitsune_jax.targets.cuda.statements import Operand
 
 
@@ -75,11 +75,11 @@ class InVector(Home):
 
 class InScratch(Home):
     """Columns of the warp's scratch rows; the vector at ``table`` says which, -1 stands for ``fill``. ``fold``: each is the fold of
-    several, the first of which the vector says."""
+    several, the first of which the vector says, or the sum of those in a list that begins where the vector says."""
 
     table: Address
     fill: Expr | None
-    fold: ScratchFold | None = None
+    fold: ScratchFold | ScratchList | None = None
 
 
 class Splat(Home):

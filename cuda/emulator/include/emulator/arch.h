@@ -91,7 +91,11 @@ inline void st_shared(T* p, T v, const emu::Site& at = emu::site()) {
 }
 template <class T>
 inline T ld_global(const T* p, const emu::Site& at = emu::site()) {
+#if KITSUNE_PHASES
+  emu::load_ordinary(p, sizeof(T), at);
+#else
   emu::load_constant(p, sizeof(T), at);
+#endif
   return detail::get<T>(p);
 }
 template <class T>

@@ -43,6 +43,7 @@ void store_shared(void* p, u32 bytes, const Site& at);
 void* remote_load(const void* p, u32 rank, u32 bytes, const Site& at);
 void* remote_store(void* p, u32 rank, u32 bytes, const Site& at);
 void load_constant(const void* p, u32 bytes, const Site& at);
+void load_ordinary(const void* p, u32 bytes, const Site& at);
 void load_global(const void* p, u32 bytes, const Site& at);
 void store_global(void* p, u32 bytes, const Site& at);
 void store_async(void* p, u32 rank, const U4& v, Mbar& bar, const Site& at);

@@ -48,8 +48,13 @@ namespace detail {
 
 KITSUNE_DEFINE_LOAD(load_shared, volatile, "ld.shared", u32, "r", "memory")
 KITSUNE_DEFINE_STORE(store_shared, "st.shared", u32, "r")
-// Not volatile: nobody writes the data, so the compiler may move or merge the loads.
+// Not volatile: nobody writes the data, so the compiler may move or merge the loads. In a kernel of several phases a later one
+// reads what an earlier one has written, by pointers that are opaque behind the barrier; so no load moves in front of it.
+#if KITSUNE_PHASES
+KITSUNE_DEFINE_LOAD(load_global, , "ld.global", u64, "l")
+#else
 KITSUNE_DEFINE_LOAD(load_global, , "ld.global.nc", u64, "l")
+#endif
 // A strong read at gpu scope never comes from L1, which is not coherent between SMs; ld.global.cg gives the same SASS
 // (LDG.STRONG.GPU) but is a weak read to the memory model ("PTX ISA, Memory Consistency Model, Operation types").
 KITSUNE_DEFINE_LOAD(load_l2, volatile, "ld.relaxed.gpu.global", u64, "l", "memory")
@@ -75,7 +80,8 @@ KITSUNE_DEVICE void st_shared(T* p, T v) {
   detail::store_shared(shared_address(p), v);
 }
 
-// Data that no one writes while the kernel runs: it may come from the non-coherent cache.
+// Data that no one writes while the kernel runs: it may come from the non-coherent cache. In a kernel of several phases
+// (KITSUNE_PHASES) data that no one writes in this phase.
 template <class T>
 KITSUNE_DEVICE T ld_global(const T* p) {
   T v;

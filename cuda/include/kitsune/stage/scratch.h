@@ -28,4 +28,15 @@ KITSUNE_DEVICE V fold_scratch(const Scratch& rows, const Lane& lane, int h, int 
   return acc;
 }
 
+// The sum of the columns of a row in list number `list`: from `columns[first[list]]` up to where the next list begins.
+template <class V>
+KITSUNE_DEVICE V sum_listed(const Scratch& rows, const Lane& lane, int h, const float* first, const float* columns, int list) {
+  const u32 end = bits(ld_global(first + list + 1));
+  V sum = V(0);
+  KITSUNE_NO_UNROLL
+  for (u32 i = bits(ld_global(first + list)); i < end; ++i)
+    sum = Sum::fold(sum, from_word<V>(rows.get(lane, h, static_cast<int>(bits(ld_global(columns + i))))));
+  return sum;
+}
+
 }  // namespace kitsune

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Iterable
 
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.planning.cost import COPIES, FREE, GATHER, SCANS, SCATTER, Access, DotWork, RegionCost
 from kitsune_jax.program.passes import Flow, activations
 from kitsune_jax.streams.space import Region
@@ -33,7 +34,8 @@ class CpuWork:
     ``sink``: it folds the rows. ``kind``: "" for an op that costs nothing. ``elements``: of a row, which its pointwise code loads
     and stores: one pass over them per op. ``edges``: those of them that come from or go to something that is no pointwise op.
     ``sums``: results of a reduction. ``spreads``: operands that have one element for each row. ``activation``: of the last op of an
-    activation that the matmul before it applies to its accumulators.
+    activation that the matmul before it applies to its accumulators. ``scores``: of an online sum, those of a row, unless another
+    sum of the region is of the same ones.
     """
 
     dtype: str
@@ -47,6 +49,7 @@ class CpuWork:
     spreads: int = 0
     activation: str = ""
     access: Access | None = None
+    scores: int = 0
 
 
 class CpuCost(RegionCost):
@@ -90,12 +93,20 @@ class CpuCost(RegionCost):
         elements = self.elements(i)
         access = self.access(i)
         if access is not None:
-            return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements, access=access)
+            scores = self.row_size(op.inputs[2]) if self.first_of_scores(i) else 0
+            return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements, access=access, scores=scores)
         if family in COPIES or family in (GATHER, SCATTER):
             return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements)
         edges = elements * self._edges(i) if family in _GROUPED else 0
         sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
         return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, self._spreads(i), activation)
+
+    def first_of_scores(self, i: int) -> bool:
+        """Is op ``i`` an online sum, and the first one of its scores?"""
+        ops = self.graph.ops
+        if ops[i].kind not in ONLINE:
+            return False
+        return i == min(j for j in self.region.ops if ops[j].kind in ONLINE and ops[j].inputs[1:] == ops[i].inputs[1:])
 
     def _absorbed(self, i: int) -> bool:
         return i in self.activations or super()._absorbed(i)
@@ -164,7 +175,7 @@ class CpuCost(RegionCost):
             fold = known.fold(work.dtype, each, over_rows=work.sink)
             return times.STEP_SECONDS + rows * work.sums * _PASSES[work.family] * fold
         if work.access is not None:
-            return times.STEP_SECONDS + rows * known.access(work.access)
+            return times.STEP_SECONDS + rows * (known.access(work.access) + self._scaling(work))
         if work.family in (GATHER, SCATTER):
             return times.STEP_SECONDS + rows * work.elements * known["picked"]
         if work.family in COPIES:
@@ -173,6 +184,15 @@ class CpuCost(RegionCost):
             return 0.0
         passes = work.elements * known.vector(work.kind, work.dtype) + work.edges * known.edge(work.dtype)
         return times.STEP_SECONDS + rows * (passes + work.spreads * known.spread(work.dtype, work.elements))
+
+    def _scaling(self, work: CpuWork) -> float:
+        """What an online sum computes of a row before it is folded: the largest scores, exponentials, products."""
+        if work.kind not in ONLINE:
+            return 0.0
+        known = self.times
+        runs = known.access(Access(1, 4 * work.scores, 4 * work.scores, True, True)) if work.scores else 0.0
+        each = sum(known.vector(kind, work.dtype) for kind in ("is_finite", "select_n", "sub", "exp")) + 3 * known.edge(work.dtype)
+        return runs + work.scores * each + work.elements * (known.vector("mul", work.dtype) + 2 * known.edge(work.dtype))
 
     @functools.cached_property
     def products(self) -> tuple[str, str]:

@@ -25,9 +25,11 @@ _CPU_SOURCES = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CpuMachine(Machine):
-    """``fault_bandwidth``: of the first touch of fresh pages, all workers together. ``profile``: what all times are made of."""
+    """``fault_bandwidth``: of the first touch of fresh pages, all workers together; ``huge_fault_bandwidth``: of huge pages, which
+    a pipeline asks for. ``profile``: what all times are made of."""
 
     fault_bandwidth: float
+    huge_fault_bandwidth: float
     profile: Profile
 
 
@@ -62,6 +64,7 @@ def cpu_of(profile: Profile) -> CpuMachine:
         call_seconds=seconds("call"),
         kernel_seconds=seconds("xla/kernel"),
         fault_bandwidth=workers / seconds("touch"),
+        huge_fault_bandwidth=workers / seconds("touch/huge"),
         sources=(*_CPU_SOURCES, ("caches", f"{profile.l1 // KIB} and {profile.l2 // KIB} KiB a core, {profile.l3 // KIB} KiB")),
         profile=profile,
     )

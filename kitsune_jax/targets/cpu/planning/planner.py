@@ -11,6 +11,7 @@ the same arguments give the same plan in every process.
 from __future__ import annotations
 
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.planning.cost import pipeline_traffic
 from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
@@ -27,8 +28,17 @@ def plan(graph: Graph, region: Region, machine: CpuMachine) -> Plan:
     """The plan for ``region`` on ``machine``. Raises ``Infeasible`` (a ``ValueError``) with the reason."""
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
-    plans = [_in_order(graph, region, machine, order) for order in (None, *orders_of(graph, region))]
+    orders = [order for order in (None, *orders_of(graph, region)) if not _out_of_order(graph, region, order)]
+    if not orders:
+        raise Infeasible("it has the softmaxes of several indices, and its rows can stream in the order of one")
+    plans = [_in_order(graph, region, machine, order) for order in orders]
     return min(plans, key=lambda p: p.seconds)
+
+
+def _out_of_order(graph: Graph, region: Region, order: int | None) -> bool:
+    """Are there online sums whose rows would not come in the order of their indices? No code keeps the state of all of them."""
+    online = [graph.ops[i] for i in region.sinks if graph.ops[i].kind in ONLINE]
+    return any(op.inputs[1] != order and not (order is None and op["sorted"]) for op in online)
 
 
 def _in_order(graph: Graph, region: Region, machine: CpuMachine, order: int | None) -> Plan:
@@ -71,12 +81,13 @@ def _moving_seconds(machine: CpuMachine, moved: float) -> float:
 def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float) -> float:
     """Seconds of a call whose workers are ``busy`` with tiles for so long: the core that computes also moves."""
     workers = cost.machine.workers
+    fresh = output_fault_seconds(cost, cost.machine.huge_fault_bandwidth)
     strided = (cost.strided_seconds() + cost.order_seconds()) / workers
     packing, alone = _pack_seconds(cost), cost.times["call/short"]
     if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the caller does it alone
-        return alone + packing + output_fault_seconds(cost) + strided + busy * replicas + moving
+        return alone + packing + fresh + strided + busy * replicas + moving
     call = cost.machine.call_seconds if replicas > 1 else alone
-    return call + packing / workers + output_fault_seconds(cost) + strided + (busy + moving)
+    return call + packing / workers + fresh + strided + (busy + moving)
 
 
 def _pack_seconds(cost: CpuCost) -> float:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import GATHER, SCATTER
+from kitsune_jax.planning.cost import GATHER, SCATTER, itemsize
 from kitsune_jax.planning.machine import MIB
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, kernels_of
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
@@ -30,13 +31,12 @@ def baseline(cost: CpuCost) -> tuple[float, int]:
     kernels = kernels_of(cost)
     moved = [k.moved(cost) for k in kernels]
     seconds = sum(_kernel_seconds(cost, k, n) for k, n in zip(kernels, moved, strict=True))
-    return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost), sum(moved)
+    return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost, cost.machine.fault_bandwidth), sum(moved)
 
 
-def output_fault_seconds(cost: CpuCost) -> float:
+def output_fault_seconds(cost: CpuCost, bandwidth: float) -> float:
     """First touch of the result buffers: XLA allocates them at every call, for a pipeline as well."""
-    fresh = sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > _FAULT_THRESHOLD)
-    return fresh / cost.machine.fault_bandwidth
+    return sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > _FAULT_THRESHOLD) / bandwidth
 
 
 def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int) -> float:
@@ -79,10 +79,25 @@ def _op_seconds(cost: CpuCost, i: int) -> float:
         rows, table = (op.outputs[0], op.inputs[0]) if family == GATHER else (op.inputs[0], op.outputs[0])
         width = math.prod(cost.graph.values[table].shape[op["axis"] + 1 :])
         reach = 0 if family == SCATTER and op["sorted"] else cost.bytes(table)  # in order, the next row is never far
-        return times.xla_rows(family, cost.graph.values[rows].size / max(1, width), width, reach)
+        return times.xla_rows(family, cost.graph.values[rows].size / max(1, width), width, reach) + _scaling_seconds(cost, i)
     if family not in ("pointwise", "convert"):
         return 0.0
     return cost.graph.values[op.outputs[0]].size * times.xla_op(op.kind, dtype)
+
+
+def _scaling_seconds(cost: CpuCost, i: int) -> float:
+    """What XLA does for an online sum before it adds up: the largest scores, which are taken again, exponentials, products."""
+    op, times = cost.graph.ops[i], cost.times
+    if op.kind not in ONLINE:
+        return 0.0
+    values, scores = cost.graph.values[op.inputs[0]], cost.graph.values[op.inputs[2]]
+    seconds = values.size * times.xla_op("mul", values.dtype)
+    if cost.first_of_scores(i):
+        width = math.prod(scores.shape[1:])
+        rows, reach = scores.size / max(1, width), op["n"] * width * itemsize(scores.dtype)
+        seconds += times.xla_rows(SCATTER, rows, width, reach) + times.xla_rows(GATHER, rows, width, reach)
+        seconds += scores.size * times.xla_op("exp", scores.dtype)
+    return seconds
 
 
 def _product_seconds(cost: CpuCost, i: int) -> float:

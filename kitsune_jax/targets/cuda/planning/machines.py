@@ -21,7 +21,8 @@ class GpuMachine(Machine):
     different CTAs reach. ``lane_registers``: registers per thread with 1, 2, ... consumer warpgroups beside a loader.
     ``max_cluster``: CTAs of the largest cluster; ``cluster_counts``: how many clusters of a size fit where the division of
     ``workers`` would say more; ``cluster_bandwidth``: DSMEM of all workers together, by cluster size. ``tile_seconds``: picking the
-    next tile, or a barrier round trip.
+    next tile, or a barrier round trip. ``barrier_seconds``: from the last CTA of a grid that ends a phase to the first that begins
+    the next one.
     """
 
     clock: float
@@ -33,6 +34,7 @@ class GpuMachine(Machine):
     cluster_counts: tuple[tuple[int, int], ...]
     cluster_bandwidth: Rates
     tile_seconds: float = 0.3e-6
+    barrier_seconds: float = 2e-6
 
     def clusters(self, size: int) -> int:
         """Clusters of ``size`` workers that are resident at once."""
@@ -100,6 +102,11 @@ _HOPPER_SOURCES = (
     ),
     ("local_bytes", "227 KiB per CTA (CUDA programming guide, compute capability 9.0)"),
     ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
+    (
+        "barrier_seconds",
+        "an assumption until a device has measured it: a release, an acquire and polls of the L2, a few trips of 263 cycles; grid "
+        "barriers with one block a SM took 1 to 2 us on a V100 (arXiv 2004.05371)",
+    ),
     (
         "vertical_efficiency",
         "compiled kernels, issue-simulated: 88-93 % of tensor issue with weights streamed to a cluster of 2, 80-85 % resident",

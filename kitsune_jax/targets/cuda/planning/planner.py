@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.machine import size_text
@@ -23,6 +23,7 @@ from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.planning.products import fed_by
 from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
 from kitsune_jax.targets.cuda.planning.sizes import dots_of, packed_bytes
 from kitsune_jax.targets.cuda.planning.spatial import spatial
@@ -68,13 +69,33 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
     raise Infeasible("; ".join(reasons))
 
 
+def with_barriers(plans: Sequence[Plan], phases: Sequence[int], machine: GpuMachine) -> tuple[Plan, ...]:
+    """``plans`` of parts that run in ``phases``: the first part of each later phase waits for the grid's barrier."""
+    found = [plans[0]]
+    for k, plan in enumerate(plans[1:], 1):
+        barrier = machine.barrier_seconds if phases[k] > phases[k - 1] else 0.0
+        found.append(dataclasses.replace(plan, seconds=plan.seconds + barrier))
+    return tuple(found)
+
+
+def why_apart(plans: Sequence[Plan]) -> str | None:
+    """Why the later of the parts that ``plans`` are of are no phases of the first one's call; None where they take less time in it
+    than XLA's kernels do. What one phase hands to the next stays in the L2 where it fits: a plan takes what the kernel before has
+    written for near.
+    """
+    seconds, baseline = (sum(t) for t in zip(*((p.seconds, p.baseline_seconds) for p in plans[1:]), strict=True))
+    if seconds <= baseline:
+        return None
+    return f"with the barriers between them they would take {seconds * 1e6:.1f} us, XLA's kernels {baseline * 1e6:.1f}"
+
+
 def candidates(cost: GpuCost) -> list[Plan]:
     """Every plan that fits the machine, by modelled time; among those as good as the fastest, by what they move through the L2,
     which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
     """
     _check_ops(cost)
     region = GpuRegion(cost)
-    drafts = finest(cost, panel_sums_of(cost))
+    drafts = finest(cost, {**panel_sums_of(cost), **fed_by(cost)})
     arranged: list[Arranged] = []
     reasons: list[str] = []
     for name, make in (("fused", functools.partial(_vertical, region)), ("spatial", functools.partial(spatial, region))):
@@ -190,11 +211,12 @@ def _check_ops(cost: GpuCost) -> None:
             )
         if access is not None and access.folds and access.count > 1:
             raise Infeasible(f"{op.kind} by {access.count} indices for a row of the stream has no code on the GPU")
-        if dot is not None and dot.per_row:
-            raise Infeasible("a matrix product of two streamed values has no code on the GPU")
         if dot is None:
             continue
-        if i in cost.sinks:
+        if dot.per_row:
+            if dot.batch != 1:
+                raise Infeasible(f"the CUDA target has no code for {dot.batch} products for each row of the stream")
+        elif i in cost.sinks:
             if dot.batch * dot.k != 1:
                 raise Infeasible("the CUDA target has no code for a weight gradient of several matrices")
         elif dot.batch * dot.m != 1:

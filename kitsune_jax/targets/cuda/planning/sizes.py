@@ -13,7 +13,8 @@ from kitsune_jax.targets.cuda import tiles
 
 def dots_of(cost: RegionCost, ops: Iterable[int]) -> list[DotWork]:
     """Matmuls with stationary weights."""
-    return [dot for i in ops if i not in cost.sinks and (dot := cost.work(i).dot) is not None]
+    dots = [cost.work(i).dot for i in ops if i not in cost.sinks]
+    return [dot for dot in dots if dot is not None and not dot.per_row]
 
 
 def gradients_of(cost: RegionCost, ops: Iterable[int]) -> list[DotWork]:

@@ -32,7 +32,10 @@ def is_splittable(cost: RegionCost, ops: Sequence[int]) -> bool:
     sums = panel_sums(cost, ops)
     anchors = [i for i in ops if cost.family(i) in _ANCHORS and i not in sums]
     others = [i for i in ops if i not in sums and i not in anchors]
-    if len(anchors) != 1 or cost.work(anchors[0]).dot is None or any(i in cost.sinks for i in others):
+    if len(anchors) != 1 or any(i in cost.sinks for i in others):
+        return False
+    dot = cost.work(anchors[0]).dot
+    if dot is None or dot.per_row:
         return False
     if anchors[0] in cost.sinks:
         return _separate_operands(cost, others, anchors[0])

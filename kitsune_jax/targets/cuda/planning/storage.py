@@ -24,11 +24,13 @@ from collections.abc import Sequence
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.machine import KIB
 from kitsune_jax.targets.cuda import tiles
+from kitsune_jax.targets.cuda.planning.products import product_bytes, stacked_of
 from kitsune_jax.targets.cuda.planning.sizes import form, gradients_of, slab, vector_bytes
 from kitsune_jax.targets.cuda.planning.splits import panel_sums
 
 # Addresses, loop counters and temporaries of a consumer thread: what the compiled kernels use beside accumulators and fragments.
 _WORKING_REGISTERS = 24
+_PRODUCT_REGISTERS = 56  # of a product for each row: sums, fragments, addresses (``row_products.py``)
 _ELEMENTWISE_COLUMNS = 32  # what an elementwise loop has in flight: four 16-byte rows of 16-bit values
 # Barriers and the alignment of the first swizzled chunk (1024 bytes).
 _RESERVED_BYTES = 2 * KIB
@@ -88,6 +90,7 @@ class Steps:
         panels = panel_sums(cost, ops)
         self.sums = sum(2 if i in panels else self._sum_registers(i) for i in ops if i in cost.sinks and cost.work(i).dot is None)
         self.runs = max((self._segment_bytes(i) for i in ops if i in cost.sinks and cost.access(i) is not None), default=0)
+        self.products = product_bytes(cost, ops)
         self.storage = functools.lru_cache(maxsize=None)(self._storage)
 
     def _place(self, i: int) -> None:
@@ -100,6 +103,9 @@ class Steps:
         dot = cost.work(i).dot
         if dot is None:
             self.steps.append(self.steps[0])
+            return
+        if dot.per_row:
+            self.steps.append(_Step(_PRODUCT_REGISTERS, 1.0))
             return
         columns = tiles.padded(slab(dot.n, self.split))
         chunks = -(-columns // tiles.CHUNK_COLUMNS)
@@ -124,13 +130,19 @@ class Steps:
             v = x
         return None
 
+    def _parts(self, v: int, stacked: frozenset[int]) -> list[int]:
+        """What the operand of a product for each row is put together of."""
+        i = self.producer.get(v, -1)
+        return [p for x in self.cost.graph.ops[i].inputs for p in self._parts(x, stacked)] if i in stacked else [v]
+
     def _kept(self) -> list[list[_Kept]]:
         """By step in which they are made."""
         reads: dict[int, dict[int, int]] = {}
+        stacked = stacked_of(self.cost, self.ops)
         for i in self.ops:
-            if self.cost.family(i) in _REDUCTIONS:
-                continue  # summed up in the step that makes the operand
-            for v in dict.fromkeys(self.cost.graph.ops[i].inputs):
+            if self.cost.family(i) in _REDUCTIONS or i in stacked:
+                continue  # summed up in the step that makes the operand; or part by part in that of a product for each row
+            for v in dict.fromkeys(p for x in self.cost.graph.ops[i].inputs for p in self._parts(x, stacked)):
                 root = self.root(v) if self.cost.streamed(v) else None
                 if root is not None and self.step[i] > self.step[self.producer[root]]:
                     dot = self.cost.work(i).dot
@@ -182,7 +194,8 @@ class Steps:
         if gradients is None:
             return None
         best = self._placed(registers - _WORKING_REGISTERS - self.sums - gradients[0])
-        return best and Storage(best.image_bytes + gradients[1] + self.runs, best.image_traffic + gradients[2])
+        shared = best.image_bytes + gradients[1] + self.runs + self.products if best else 0
+        return best and Storage(shared, best.image_traffic + gradients[2])
 
     def _placed(self, budget: int) -> Storage | None:
         """The placements that need least shared memory are followed side by side: to choose the value that makes just room enough,

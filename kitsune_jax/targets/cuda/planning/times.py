@@ -14,6 +14,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.targets.cuda.planning.cost import FOLD_SLOTS, GpuCost
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.planning.products import product_work, row_products_of
 from kitsune_jax.targets.cuda.planning.sizes import dots_of, gradients_of, slab
 from kitsune_jax.targets.cuda.planning.storage import Storage
 from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded
@@ -25,7 +26,8 @@ _CONVERT_SLOTS = 0.5
 # A row lies in four threads: two shuffles and two adds, of each of the 128 threads, for 64 rows.
 _ROW_SLOTS = 8
 _ADDRESS_SLOTS = 16  # of two rows of a table: indices compared with its ends and multiplied by its pitch
-# Float32 gradients go through mma.sync. An assumption until a device has measured it: this part of wgmma's rate.
+# Float32 gradients and products for each row go through mma.sync. An assumption until a device has measured it: this part of
+# wgmma's rate.
 _WARP_MATMUL = 0.62
 # K of one wgmma (PTX ISA): 32 bytes of it.
 _K_BYTES = 32
@@ -33,11 +35,13 @@ _K_BYTES = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileWork:
-    """Seconds of one tile, were the engine alone: tensor cores, instruction issue, shared memory."""
+    """Seconds of one tile, were the engine alone: tensor cores, instruction issue, shared memory. ``alone``: that a lane waits for
+    itself beside, while engines are free for other lanes."""
 
     tensor: float
     issue: float
     shared: float
+    alone: float = 0.0
 
     def period(self, lanes: int, wait: float = 0.0) -> float:
         """Seconds between two tiles of an SM with ``lanes`` busy lanes, each of which also waits ``wait`` per tile.
@@ -48,7 +52,7 @@ class TileWork:
 
     def latency(self, wait: float = 0.0) -> float:
         """Seconds from a tile's first instruction to its last."""
-        return max(self.tensor + self.issue, self.shared) + wait
+        return max(self.tensor + self.issue, self.shared) + self.alone + wait
 
     def busy(self, tiles: int, lanes: int, wait: float = 0.0) -> float:
         """Seconds of an SM for ``tiles`` tiles: full rounds, and one with the lanes that are left."""
@@ -68,10 +72,16 @@ def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: f
     for dot in gradients_of(cost, ops):
         rate = machine.rate(machine.tensor_rates, dot.dtype) * (1.0 if itemsize(dot.dtype) == 2 else _WARP_MATMUL)
         tensor += 2.0 * TILE_ROWS * round_up(dot.m, TILE_ROWS) * padded(dot.n) / split / rate
+    products = [(i, product_work(cost, i)) for i in row_products_of(cost, ops)]
+    for i, product in products:
+        tensor += product.flops / (machine.rate(machine.tensor_rates, cost.work(i).dtype) * _WARP_MATMUL)
     slots, special = _slots(cost, ops, split)
+    slots += sum(product.slots for _, product in products)
     per_second = machine.rate(machine.simt_rates, "other")
-    shared = (weights + storage.image_traffic) / machine.place("smem").bandwidth
-    return TileWork(tensor / efficiency, max(slots, special * _SPECIAL_SLOTS) / per_second, shared)
+    moved = weights + storage.image_traffic + sum(product.shared for _, product in products)
+    alone = sum(product.cycles for _, product in products) / machine.clock
+    issue = max(slots, special * _SPECIAL_SLOTS) / per_second
+    return TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
 
 
 def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]:
