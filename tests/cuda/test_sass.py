@@ -144,6 +144,7 @@ def plans(name: str, dtype: str) -> dict[str, Plan]:
         ("edge-update-small", "float16", "sm90-spatial-cluster-lanes1"),
         ("edge-phase-small", "bfloat16", "sm90-vertical-resident-lanes2"),
         ("edge-phase-small", "float32", "sm90-vertical-streamed-cluster1-lanes2"),
+        ("edge-phase-small", "bfloat16", "sm90-vertical-resident-lanes2-unordered"),
         ("heads", "bfloat16", "sm90-vertical-resident-lanes3"),
         ("mlp", "float32", "sm90-vertical-streamed-cluster1-lanes1"),
         ("swiglu-small", "bfloat16", "sm90-spatial-l2-lanes1"),
