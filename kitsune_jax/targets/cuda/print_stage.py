@@ -112,12 +112,12 @@ def _queues(at: Spelling, node: Node) -> list[str]:
 
 def _segments(at: Spelling, node: Node) -> list[str]:
     match node:
-        case st.SegmentRuns(ref, index, rows):
+        case st.SegmentRuns(ref, index, rows, in_order):
             ids, segments = f"ids{ref.of}", name(ref)
-            of = ", ".join(at.of_row(index, h) for h in range(2))
+            of, kind = ", ".join(at.of_row(index, h) for h in range(2)), "Runs" if in_order else "Members"
             return [
                 f"const i64 {ids}[2] = {{{of}}};",
-                f"const Runs runs{ref.of} = Runs::of({ids}, valid, {rows}ll);",
+                f"const {kind} runs{ref.of} = {kind}::of({ids}, valid, {rows}ll);",
                 f"{segments}.begin(runs{ref.of});",
             ]
         case st.RowToSegments(ref, how, dtype, row):
