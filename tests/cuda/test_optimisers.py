@@ -80,8 +80,17 @@ def change(old: Any, new: Any) -> np.ndarray:
     return np.asarray(new, np.float64) - np.asarray(old, np.float64)
 
 
-@pytest.mark.parametrize(("dtype", "rows"), [("float32", 257), ("bfloat16", 67), ("float16", 1)])
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize(
+    ("optimiser", "dtype", "rows"),
+    [
+        ("sgd", "float32", 257),
+        ("momentum", "bfloat16", 67),
+        ("adam", "float32", 67),
+        ("adam", "float16", 1),
+        ("clipped", "float32", 257),
+        ("clipped", "bfloat16", 67),
+    ],
+)
 def test_a_step_is_one_kernel(optimiser: str, dtype: str, rows: int) -> None:
     step, args = step_of(optimiser), arguments(optimiser, rows, dtype)
     pipelined = jax.jit(kj.pipeline(step, target="emulator", force=True))

@@ -173,7 +173,7 @@ def test_the_emulator_sees_a_race(bug: str, tmp_path: pathlib.Path, monkeypatch:
 
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_machine_code(lanes: int, compiler: str) -> None:
     """No spills, roles within their registers, nobody leaves a barrier out; and no atomic operation on a result."""
     program = summed(100_000, 128, 64, "bfloat16")
