@@ -59,6 +59,43 @@ inline Call residual_call(int64_t rows, int64_t tile_rows, int64_t depth) {
   return c;
 }
 
+// Phases that each subtract two arrays of one length: operands, or what random phases before made; the last ones make the results.
+// `reach`: how many phases ago an array may have been made.
+inline Call random_phases(std::mt19937& rng, int64_t phases, int64_t reach, std::vector<int64_t> lengths) {
+  Call c;
+  c.name = "phases";
+  for (int64_t n : lengths) c.arrays.push_back({F32, n});
+  c.operands = static_cast<int64_t>(lengths.size());
+  auto any = [&](int64_t n) { return static_cast<int64_t>(rng() % static_cast<uint32_t>(n)); };
+  const int64_t kinds = c.operands;
+  std::vector<std::vector<int64_t>> made(lengths.size());  // by length
+  for (int64_t k = 0; k < kinds; ++k) made[static_cast<size_t>(k)] = {k};
+  c.results = std::min(kinds, phases);
+  for (int64_t p = 0; p < phases; ++p) {
+    const size_t kind = static_cast<size_t>(p % kinds);
+    std::vector<int64_t>& known = made[kind];
+    auto read = [&] {
+      return known[known.size() - 1 - static_cast<size_t>(any(std::min(reach, static_cast<int64_t>(known.size()))))];
+    };
+    const bool last = p + c.results >= phases;
+    // Results stand behind the operands, and inner arrays behind those.
+    const int64_t number = last ? kinds + (p + c.results - phases) : kinds + c.results + p;
+    const Array a{F32, lengths[kind]};
+    Vector sub{{},
+               false,
+               {operand(Space::kIn, 0, F32, 0, 1, {}), operand(Space::kIn, 1, F32, 0, 1, {})},
+               {operand(Space::kOut, 0, F32, 0, 1, {})},
+               {}};
+    sub.code = {micro(Opcode::op_load, F32, 0, 0), micro(Opcode::op_load, F32, 1, 1), micro(Opcode::op_sub, F32, 0, 0, 1),
+                micro(Opcode::op_store, F32, 0, 0, 0)};
+    c.parts.push_back({p, {read(), read()}, {number}, program({a.elements}, 16, {a, a}, {a}, {sub})});
+    known.push_back(number);
+  }
+  c.arrays.resize(static_cast<size_t>(kinds + phases));
+  for (const Part& part : c.parts) c.arrays[static_cast<size_t>(part.writes[0])] = part.program.outputs[0];
+  return c;
+}
+
 // A random layout of a value over (rows, *extents): dense, padded, transposed, reversed or broadcast.
 inline Operand random_layout(std::mt19937& rng, Space space, int64_t index, DType t, int64_t rows,
                              const std::vector<int64_t>& extents, bool write, int64_t* elements) {

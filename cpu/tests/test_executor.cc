@@ -64,6 +64,22 @@ void test_vectors() {
 
 void test_phases() { compare("phases", two_phases(), 0.02, 1, true); }
 
+// Arrays between phases share memory; each must keep what is in it until its last reader is done.
+void test_arrays_between_phases() {
+  std::mt19937 rng(7);
+  // Small integers, at most doubled 15 times, stay exact.
+  for (int64_t phases : {1, 2, 5, 40, 100})
+    for (int64_t reach : {1, 3, 1000})
+      compare("arrays between phases", random_phases(rng, phases, reach, {5, 333, 64, 1, 17, 256, 1000}), 0,
+              static_cast<unsigned>(phases), true);
+  auto memory = [&](int64_t phases) {
+    std::vector<int64_t> words = encode(random_phases(rng, phases, 1, {1 << 20}));
+    return Executable(parse(words.data(), words.size())).memory_bytes();
+  };
+  CHECK(memory(60) == memory(4), "60 phases take %zu bytes, 4 take %zu", memory(60), memory(4));
+  CHECK(memory(60) < size_t{9} << 20, "two arrays of 4 MiB take %zu bytes", memory(60));
+}
+
 void test_in_place() { compare("in place", in_place(), 1e-6); }
 
 void test_copies() {
@@ -214,6 +230,7 @@ int main(int argc, char** argv) {
   section("stalled pool", test_stalled_pool);
   section("vectors", test_vectors);
   section("phases", test_phases);
+  section("arrays between phases", test_arrays_between_phases);
   section("in place", test_in_place);
   section("copies", test_copies);
   section("matmuls", test_matmuls);

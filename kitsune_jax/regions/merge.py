@@ -13,9 +13,8 @@ costs that all operands and results of the call live while it runs. So calls are
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
-
-import numpy as np
 
 from kitsune_jax.graph import topological
 from kitsune_jax.ops.spec import np_dtype
@@ -134,7 +133,7 @@ class _Merge:
         last: dict[int, int] = {v: k for k, r in enumerate(regions) for v in r.inputs}
         born = {v: k for k, r in enumerate(regions) for v in r.outputs}
         first = dict.fromkeys((v for v in last if v not in born and v not in given), 0)
-        apart, together = np.zeros(len(regions) + 1), np.zeros(len(regions) + 1)
+        apart, together = [0] * (len(regions) + 1), [0] * (len(regions) + 1)  # bytes more or less from each phase on
         for v, k in (first | born).items():
             value = self.index.graph.values[v]
             size = value.size * np_dtype(value.dtype).itemsize
@@ -144,4 +143,4 @@ class _Merge:
             for held, begin, stop in ((apart, k, end), (together, *((k, end) if inner else (0, len(regions))))):
                 held[begin] += size
                 held[stop] -= size
-        return float(np.max(np.cumsum(together))) > _MOST_MORE * float(np.max(np.cumsum(apart))) + _FREE_BYTES
+        return max(itertools.accumulate(together)) > _MOST_MORE * max(itertools.accumulate(apart)) + _FREE_BYTES

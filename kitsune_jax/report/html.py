@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.plain_text import printable
 from kitsune_jax.report.data import RegionReport, ReportData
-from kitsune_jax.report.text import RESIDUALS_HEAD, kept_text, obstacle_texts, phase_texts, residual_rows, residual_title
+from kitsune_jax.report.text import RESIDUALS_HEAD, in_phases, kept_text, obstacle_texts, phase_texts, residual_rows, residual_title
 from kitsune_jax.report.units import byte_text, count_text, percent_text, plural, time_text
 
 
@@ -40,8 +40,9 @@ def escape(text: str) -> str:
 
 def _region(region: RegionReport) -> str:
     head = (
-        f"<p><b>{escape(region.name)}</b>: {plural(region.ops, 'operator')}, {plural(region.rows, 'row')} in "
-        f"{plural(region.tiles, 'tile')} of {count_text(region.tile_rows)}; {escape(region.arrangement)} on "
+        f"<p><b>{escape(region.name)}</b>: {plural(region.ops, 'operator')}{in_phases(region)} over "
+        f"{plural(region.rows, 'row')} in {plural(region.tiles, 'tile')} of {count_text(region.tile_rows)}; "
+        f"{escape(region.arrangement)} on "
         f"{plural(region.workers * region.replicas, 'worker')}; {time_text(region.seconds)} modelled, "
         f"{time_text(region.baseline_seconds)} bulk-synchronous; bound by {escape(region.bound)}; "
         f"saves {byte_text(region.bytes_saved)}</p>"

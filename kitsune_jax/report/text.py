@@ -62,7 +62,7 @@ def _summary(report: ReportData) -> list[str]:
 def _region(region: RegionReport) -> list[str]:
     order = f" in the order of {region.order}" if region.order else ""
     lines = _wrap(
-        f"{region.name}: {plural(region.ops, 'operator')} over {plural(region.rows, 'row')}{order}, "
+        f"{region.name}: {plural(region.ops, 'operator')}{in_phases(region)} over {plural(region.rows, 'row')}{order}, "
         f"{plural(region.tiles, 'tile')} of {plural(region.tile_rows, 'row')}"
     )
     gain = f" ({region.baseline_seconds / region.seconds:.2f}x)" if region.seconds > 0 else ""
@@ -89,6 +89,12 @@ def _region(region: RegionReport) -> list[str]:
         lines += _wrap(text, "  ")
         lines += [line for space, ops in spaces for line in _wrap(f"{space}: {ops}", "    ")]
     return lines
+
+
+def in_phases(region: RegionReport) -> str:
+    """How many phases a call has, where it has several; what follows is said of the first."""
+    last = max((phase.number for phase in region.later), default=0)
+    return f" in {count_text(last + 1)} phases, the first" if last else ""
 
 
 def kept_text(region: RegionReport) -> str:

@@ -67,7 +67,9 @@ def kernels(case: tuple[str, str, str]) -> list[Kernel]:
         name, dtype, kind = case
         family = {**FAMILIES, **TRAINING}[name]
         of = subject(family.function, *family.arguments(64 * TILES, dtype))
-        plans = {at: plan for at, plan in arrangements(of).items() if at.startswith(kind) and "split" not in at}
+        plans = {
+            at: plan for at, plan in arrangements(of).items() if at.startswith(kind) and "split" not in at and "unordered" not in at
+        }
         most = max(plans, key=lambda at: plans[at].lanes, default=None)
         _counted[case] = [] if most is None else [kernel_counts.run(name, dtype, most, of, plans[most])]
     return _counted[case]
@@ -93,6 +95,9 @@ CONFLICTS = {
     (FLOAT, "stage/scratch.h", "st_shared", 4): 1.1,
     (HALF, "global.h", "ld_shared", 4): 2.2,
     (FLOAT, "global.h", "ld_shared", 4): 1.7,
+    # Addresses of rows and results of products for each row, 64 and 128 wavefronts a tile; a row of 16 numbers that is copied.
+    ("interaction-small", "stage/row_product.h", "st_shared", 8): 2.0,
+    ("interaction-small", "stage/scratch.h", "st_shared", 4): 2.0,
 }
 
 
@@ -121,6 +126,7 @@ ODD = {
     "gelu-step": {6: 16},
     "binary-step": {10: 16},
     "regression-step": {26: 64, 2: 8},
+    "interaction-small": {26: 32},
 }
 
 

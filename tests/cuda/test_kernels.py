@@ -99,6 +99,8 @@ SAMPLE = [
     ("edge-update-small", "float32", 257, "sm90-spatial-l2-lanes1"),
     ("edge-phase-small", "bfloat16", 257, "sm90-vertical-resident-lanes2"),
     ("edge-phase-small", "float32", 130, "sm80-vertical-streamed-cluster1-lanes1"),
+    ("edge-phase-small", "bfloat16", 257, "sm90-vertical-resident-lanes2-unordered"),
+    ("heads", "float32", 130, "sm80-vertical-resident-lanes1-unordered"),
     ("edge-phase-small", "float16", 65, "sm90-spatial-cluster-lanes1"),
     ("interaction-small", "bfloat16", 257, "sm90-vertical-resident-lanes2"),
     ("interaction-small", "float32", 63, "sm90-vertical-streamed-cluster2-lanes1"),

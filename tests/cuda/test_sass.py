@@ -149,6 +149,7 @@ def plans(name: str, dtype: str) -> dict[str, Plan]:
         ("interaction-small", "float32", "sm80-vertical-resident-lanes1"),
         ("interaction", "bfloat16", "sm90-vertical-resident-lanes2"),
         ("interaction", "float32", "sm90-vertical-resident-lanes2"),
+        ("edge-phase-small", "bfloat16", "sm90-vertical-resident-lanes2-unordered"),
         ("heads", "bfloat16", "sm90-vertical-resident-lanes3"),
         ("mlp", "float32", "sm90-vertical-streamed-cluster1-lanes1"),
         ("swiglu-small", "bfloat16", "sm90-spatial-l2-lanes1"),

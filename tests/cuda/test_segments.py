@@ -147,10 +147,6 @@ def generated(program: TileProgram) -> kernel.Kernel:
 
 def test_what_is_refused_has_a_reason() -> None:
     t = Tiles((100,), 64)
-    t.sink_at(t.load((100, 4), "float32", ROW), t.load((100,), "int32", ((0,),)), "sum", 9)
-    with pytest.raises(CannotLower, match="not sorted"):
-        generated(t.program())
-    t = Tiles((100,), 64)
     t.sink_at(t.load((100, 2, 4), "float32", ((0,), (), ())), t.load((100, 2), "int32", ROW), "sum", 9, ids_sorted=True)
     with pytest.raises(CannotLower, match="several indices"):
         generated(t.program())

@@ -120,7 +120,7 @@ def test_gathered_rows_go_straight_to_the_product() -> None:
     program, _ = edges(300, 41, 128, "bfloat16")
     made = generated(program)
     assert made.source.count("RowSource<Bf16, Bf16, 128, 16>") == 3 and made.source.count("(RowSource<") == 3
-    assert made.tables and "select" not in made.source
+    assert made.packed[0].tables and "select" not in made.source
 
 
 def test_what_is_refused_has_a_reason() -> None:

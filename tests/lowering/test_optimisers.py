@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import kitsune_jax as kj
 from benchmarks.apps import APPS
-from kitsune_jax import _cpu
+from kitsune_jax import _cpu, targets
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.program import Array, Program
 from kitsune_jax.program.interpret import interpret
@@ -367,7 +367,8 @@ def test_a_gradient_alone_has_one_phase() -> None:
     assert len(region.phases) == 1
 
 
-def test_there_are_no_later_phases_where_the_target_has_no_code_for_them() -> None:
+def test_there_are_no_later_phases_where_the_target_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets.get("cuda"), "runs_phases", False)
     p, x, y = network()
     graph = capture(jax.make_jaxpr(plain_adamw)(p, zeros_like(p), x, y)).graph
     assert all(len(r.phases) == 1 for r in route(graph, "cuda", force=True, code=False, device="h200").regions)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +82,16 @@ def test_unprofitable_regions_are_left_to_xla_with_both_times_named():
     assert selection.regions == ()
     assert all(any(w in why for w in ("left to XLA", "stationary", "scalar")) for _, why in selection.rejected)
     assert any("2000.00 ms" in why and "1000.00 ms" in why for _, why in selection.rejected)
+
+
+@pytest.mark.parametrize(("speedup", "moved", "chosen"), [(1.03, 1, True), (1.03, 4, False), (1.1, 4, True), (0.99, 1, False)])
+def test_a_region_as_fast_as_xla_is_chosen_where_it_moves_less_than_half_of_the_bytes(speedup, moved, chosen):
+    graph = graph_of(lambda x, p: mlp(p, x), jnp.zeros((8, 4)), mlp_params(RNG, (4, 4, 4)))
+
+    def planner(graph: Graph, region: Region) -> Plan:
+        return dataclasses.replace(one_stage_plan(graph, region, baseline=speedup), bytes_moved=moved, baseline_bytes=7)
+
+    assert bool(choose(graph, force=False, planner=planner).regions) == chosen
 
 
 def test_a_planner_that_says_no_is_quoted():

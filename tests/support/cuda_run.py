@@ -115,10 +115,12 @@ def arrangements(of: Subject) -> dict[str, Plan]:
     found: dict[str, Plan] = {}
     for machine in (H200, A100):
         made = plans(of.graph, of.region, machine)
+        folds = bool(orders_of(of.graph, of.region))
         for _, plan in sorted(made, key=lambda pair: -len(pair[1].stages)):  # of spatial ones the longest chain
-            _admit(of, found, _name(plan), plan)
+            # Rows that are folded by indices stream in their order, or in none, into a table of each lane.
+            _admit(of, found, f"{_name(plan)}{'-unordered' if folds and plan.order is None else ''}", plan)
         for cost, plan in made:
-            if plan.queues and plan.queues[0].place == "l2" and plan.lanes == 1:
+            if plan.queues and plan.queues[0].place == "l2" and plan.lanes == 1 and (plan.order is not None or not folds):
                 for ways in (2, 4):
                     split = dataclasses.replace(plan, stages=tuple(_split(cost, s, ways) for s in plan.stages))
                     if any(s.split > 1 for s in split.stages):

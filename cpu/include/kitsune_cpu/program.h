@@ -212,7 +212,7 @@ struct Sink {
   // Derived by the validator.
   Fold fed = Fold::kValues;
   int64_t rows = 1;     // that indices name, or of a weight gradient
-  int64_t columns = 0;  // of a weight gradient: its sums lie in groups of columns (kSumGroup)
+  int64_t columns = 0;  // of a weight gradient, whose sums lie in groups of columns (kSumGroup)
   int64_t heads = 0;    // of AccumulateScaled; 0 for other sinks
   bool finite = false;
 };

@@ -17,6 +17,7 @@
 #include "kitsune/stage/scratch.h"
 #include "kitsune/stage/segment.h"
 #include "kitsune/stage/sink.h"
+#include "kitsune/stage/table.h"
 
 namespace kitsune {
 

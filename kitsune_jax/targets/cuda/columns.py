@@ -18,10 +18,10 @@ from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.device_ir import Address, Expr, ToScratch
+from kitsune_jax.targets.cuda.device_ir import Address, Expr, Ref, ToScratch
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.pack import VectorRecipe
-from kitsune_jax.targets.cuda.values import Expression, InScratch, InVector, Multiply, Number, Parts, Splat
+from kitsune_jax.targets.cuda.values import Expression, InArray, InRegisters, InScratch, InVector, Multiply, Number, Parts, Splat
 from kitsune_jax.targets.errors import CannotLower
 
 REARRANGING = frozenset(kind for kind, spec in OPS.items() if spec.moves and kind != "reshape")
@@ -112,6 +112,10 @@ def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -
         at.alias(instr, sources[0])
     elif len(sources) == 1 and counts[0] == 1 and (index[:, 1] == 0).all():
         at.settle(v, Splat(sources[0]))
+    elif value.row and index[0, 0] >= 0 and (rows := _rows_of(at, sources[index[0, 0]])):
+        ref = Ref("r", v)
+        at.add(st.LoadRow(ref, rows, int(index[0, 1])))
+        at.settle(v, InRegisters(ref, "row", ref))
     elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
         for x in dict.fromkeys(x for x, _, _ in parts):
             if _waits_for_product(at, x):  # whose chunks are those of another width
@@ -119,6 +123,12 @@ def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -
         at.settle(v, Parts(parts))
     else:
         _through_scratch(at, instr, v, index, sources)
+
+
+def _rows_of(at: Evaluation, v: int) -> ir.Rows | None:
+    """The rows of an array that ``v`` is, where a thread can read one of their elements alone."""
+    home = at.value(v).home
+    return home.rows if isinstance(home, InArray) and not home.rows.strides and home.rows.access != "kStaged" else None
 
 
 def fold_part(at: Evaluation, instr: Instr, how: str) -> None:

@@ -103,11 +103,13 @@ class TileLoop(Node):
 
 
 class FinishSinks(Node):
-    """``columns``: of each result. ``segments``: sinks by sorted indices."""
+    """``columns``: of each result. ``segments``: sinks by sorted indices; ``tables``: by others, with the counters of groups of
+    lanes."""
 
     arrived: Constant
     sinks: tuple[tuple[SinkStart, Result, int], ...]
     segments: tuple[Ref, ...]
+    tables: tuple[tuple[Ref, Constant], ...]
 
 
 class FinishGradients(Node):

@@ -137,7 +137,11 @@ def _finish(at: Layout, s: int) -> list[Node]:
         arrived = number("arrived", "sinks", at.workspace.sinks_arrived[s])
         shapes = [at.program.sinks[sink.ref.of].shape for sink in sinks_of(stage)]
         sinks = [(sink, _result(at, sink.ref.of), math.prod(n)) for sink, n in zip(sinks_of(stage), shapes, strict=True)]
-        found.append(frame.FinishSinks(arrived, tuple(sinks), tuple(start.ref for start in segments_of(stage))))
+        starts = segments_of(stage)
+        segments = tuple(start.ref for start in starts if not start.rows)
+        groups = [(start.ref, at.workspace.groups_arrived.get(start.ref.of, 0)) for start in starts if start.rows]
+        tables = tuple((ref, number("groups", ref.of, byte)) for ref, byte in groups)
+        found.append(frame.FinishSinks(arrived, tuple(sinks), segments, tables))
     if gradients_of(stage):
         arrived = number("arrived", "gradients", at.workspace.gradients_arrived[s])
         gradients = []

@@ -47,10 +47,11 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes at which things start: counters (by stage, and of rings by queue), which must be zero; partial sums by sink; the slots
-    of queues in the L2."""
+    """Bytes at which things start: counters (by stage, of groups of lanes by sink, of rings by queue), which must be zero; partial
+    sums by sink; the slots of queues in the L2."""
 
     sinks_arrived: dict[int, int]
+    groups_arrived: dict[int, int]
     gradients_arrived: dict[int, int]
     rings: dict[int, int]
     zero_bytes: int
@@ -82,12 +83,12 @@ class Layout:
     @property
     def consecutive(self) -> bool:
         """A lane's tiles follow each other in the stream: so few segments of a sink by sorted indices are shared with others."""
-        return any(segments_of(stage) for stage in self.stages)
+        return any(not start.rows for stage in self.stages for start in segments_of(stage))
 
     @property
     def filled(self) -> tuple[tuple[int, str], ...]:
         """The outputs that hold the identity of a fold before the kernel starts, with that fold: of sinks by sorted indices."""
-        sinks = [self.program.sinks[start.ref.of] for stage in self.stages for start in segments_of(stage)]
+        sinks = [self.program.sinks[start.ref.of] for stage in self.stages for start in segments_of(stage) if not start.rows]
         return tuple((sink.array, sink.how) for sink in sinks)
 
     @property
@@ -227,12 +228,16 @@ def _vectors(stages: tuple[Fitted, ...]) -> tuple[tuple[VectorRecipe, ...], tupl
 
 
 def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...]) -> Workspace:
-    at, sinks, gradients, rings, partials, slots = 0, *(dict[int, int]() for _ in range(5))
+    at, sinks, groups, gradients, rings, partials, slots = 0, *(dict[int, int]() for _ in range(6))
     pipelines, workers = a.instances(program) * a.lanes, a.instances(program) * a.tiles_at_once
     for s, stage in enumerate(stages):
         if sinks_of(stage) or segments_of(stage):
             sinks[s] = at
             at += _COUNTER_BYTES
+        for start in segments_of(stage):
+            if start.rows:
+                groups[start.ref.of] = at
+                at += -(-workers // tiles.FAN_IN) * _COUNTER_BYTES
     for s, stage in enumerate(stages):
         if gradients_of(stage):
             gradients[s] = at
@@ -248,7 +253,7 @@ def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...])
             at += tiles.aligned(workers * 4 * (sink.width or 1) * 4, 128)
         for start in segments_of(stage):
             partials[start.ref.of] = at
-            at += tiles.aligned(workers * 2 * (start.width + 1) * 4, 128)  # two rows, and which segments they are of
+            at += tiles.aligned(workers * start.partial_words * 4, 128)
     for s, stage in enumerate(stages):
         parts = a.split[s] * a.gradient_parts(program)
         for gradient in gradients_of(stage):
@@ -260,4 +265,6 @@ def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...])
     for q in l2:
         slots[q] = at
         at += pipelines * program.queues[q].depth * entry_vectors(program, a, q) * tiles.GROUP_THREADS * 16
-    return Workspace(sinks, gradients, rings, zero_bytes, partials, slots, max(at, _COUNTER_BYTES))  # never empty: emit.py says why
+    return Workspace(
+        sinks, groups, gradients, rings, zero_bytes, partials, slots, max(at, _COUNTER_BYTES)
+    )  # never empty: emit.py says why

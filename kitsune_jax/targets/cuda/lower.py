@@ -82,26 +82,15 @@ def check_call(program: Program, plans: Sequence[Plan], name: str) -> str | None
 
 
 def together(program: Program, plans: Sequence[Plan]) -> tuple[Plan, ...] | str:
-    """The plans of the parts of ``program`` as parts of one kernel, with as many lanes as all can have; or why there is none."""
+    """``plans`` of the parts of ``program`` as parts of one kernel, with as many lanes as all can have; or why there is none."""
     first, reason = plans[0].lanes, ""
     for lanes in range(first, 0, -1):
-        tried = tuple(dataclasses.replace(_without_clusters(plan), lanes=lanes) for plan in plans)
+        tried = tuple(dataclasses.replace(plan, lanes=lanes) for plan in plans)
         why = check_call(program, tried, _NAME)
         if why is None:
             return tried
         reason = reason or why
     return reason
-
-
-def _without_clusters(plan: Plan) -> Plan:
-    """``plan`` with each CTA on its own, and rings in the L2 where it has rings in the shared memory of a cluster."""
-    if plan.cluster == 1:
-        return plan
-    queues = tuple(dataclasses.replace(q, place="l2") for q in plan.queues)
-    if plan.arrangement == "spatial":
-        return dataclasses.replace(plan, cluster=1, queues=queues)
-    stages = tuple(dataclasses.replace(stage, workers=1) for stage in plan.stages)
-    return dataclasses.replace(plan, cluster=1, stages=stages, replicas=min(plan.replicas * plan.cluster, plan.tiles))
 
 
 def generate(target: str, program: Program, plans: Sequence[Plan], name: str) -> Code:

@@ -65,6 +65,13 @@ def _setup(at: Spelling, node: Node) -> list[str]:
             template = f"{start.how}, {pointwise.COMPUTE[start.dtype]}, {pointwise.ELEMENT[result.dtype]}, {start.width}"
             where = f"reinterpret_cast<u32*>(scratch + {offset}), {at.constant(result.out)}, {start.columns}"
             ends = f"{_partial(at, result)}, workers, worker, 1 + group"
+            if start.rows:
+                type_ = f"Table<{template}, {start.rows}>"
+                return [
+                    f"const {type_} {name(start.ref)}{{{where}, {ends}}};",
+                    f"static_assert({type_}::kBytes == {start.bytes});",
+                    f"{name(start.ref)}.clear();",
+                ]
             type_ = f"Segments<{template}>"
             return [
                 f"{type_} {name(start.ref)}{{{where}, {ends}, {{}}}};",
@@ -141,7 +148,7 @@ def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
 
 def _finish(at: Spelling, node: Node, part: str) -> list[str]:
     match node:
-        case frame.FinishSinks(arrived, sinks, segments):
+        case frame.FinishSinks(arrived, sinks, segments, tables):
             counter = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(arrived)})"
             lines = [f"const Finish finish{{{counter}, &header.flags[group], workers, worker, 1 + group}};"]
             for sink, result, _ in sinks:
@@ -149,8 +156,10 @@ def _finish(at: Spelling, node: Node, part: str) -> list[str]:
                 lane = "" if not sink.width else "lane, "
                 lines.append(f"store_partial<{sink.how}, {what}>({_partial(at, result)}, finish, {lane}{name(sink.ref)});")
             lines += [f"{name(ref)}.store_partial();" for ref in segments]
+            for ref, groups in tables:
+                lines.append(f"{name(ref)}.store_partial(p.zeroed() + {at.constant(groups)}, &header.flags[group]);")
             lines.append("if (finish.last()) {")
-            lines += [f"  {name(ref)}.combine();" for ref in segments]
+            lines += [f"  {name(ref)}.combine();" for ref in (*segments, *(ref for ref, _ in tables))]
             for sink, result, columns in sinks:
                 template = f"{sink.how}, {pointwise.COMPUTE[sink.dtype]}, {pointwise.ELEMENT[result.dtype]}"
                 what = f"{at.constant(result.out)}, {_partial(at, result, 'const ')}, finish, {columns}, {sink.width or 1}"

@@ -45,8 +45,12 @@ def _rows(at: Spelling, node: Node) -> list[str]:
     match node:
         case st.SetRow(ref, dtype, expr):
             return [f"{pointwise.COMPUTE[dtype]} {name(ref)}[2];", *each_row(f"{name(ref)}[h] = {at.expression(expr)};")]
-        case st.LoadRow(ref, rows):
-            loads = [f"load_one<{pointwise.ELEMENT[rows.dtype]}>({name(rows.ref)}_row[{h}], valid[{h}])" for h in range(2)]
+        case st.LoadRow(ref, rows, column):
+            behind = column * pointwise.ITEM_SIZE[rows.dtype]
+            starts = [f"{name(rows.ref)}_row[{h}]" for h in range(2)]
+            if behind:
+                starts = [f"static_cast<const u8*>({start}) + {behind}" for start in starts]
+            loads = [f"load_one<{pointwise.ELEMENT[rows.dtype]}>({start}, valid[{h}])" for h, start in enumerate(starts)]
             return [f"const {pointwise.COMPUTE[rows.dtype]} {name(ref)}[2] = {{{', '.join(loads)}}};"]
         case st.PopRow(ref, entry, pop, dtype):
             type_, e = pointwise.COMPUTE[dtype], name(entry)
@@ -108,12 +112,12 @@ def _queues(at: Spelling, node: Node) -> list[str]:
 
 def _segments(at: Spelling, node: Node) -> list[str]:
     match node:
-        case st.SegmentRuns(ref, index, rows):
+        case st.SegmentRuns(ref, index, rows, in_order):
             ids, segments = f"ids{ref.of}", name(ref)
-            of = ", ".join(at.of_row(index, h) for h in range(2))
+            of, kind = ", ".join(at.of_row(index, h) for h in range(2)), "Runs" if in_order else "Members"
             return [
                 f"const i64 {ids}[2] = {{{of}}};",
-                f"const Runs runs{ref.of} = Runs::of({ids}, valid, {rows}ll);",
+                f"const {kind} runs{ref.of} = {kind}::of({ids}, valid, {rows}ll);",
                 f"{segments}.begin(runs{ref.of});",
             ]
         case st.RowToSegments(ref, how, dtype, row):

@@ -101,8 +101,6 @@ def _sink(at: Evaluation, instr: Instr) -> _Effect:
 def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
     (v, index), k = instr.inputs, instr["sink"]
     sink, value = at.program.sinks[k], at.value(v)
-    if not instr["sorted"]:
-        raise CannotLower("a sink by indices that are not sorted has no code on the GPU: stream in the order of the indices")
     if sink.how not in HOW:
         raise CannotLower(f"a sink by {sink.how} has no code on the GPU")
     if not at.value(index).row:
@@ -110,11 +108,17 @@ def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
     if at.split > 1:
         raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
     how, ref, width = HOW[sink.how], Ref("segments", k), value.width
-    start = st.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes)
+    rows = 0 if instr["sorted"] else sink.shape[0]
+    if rows and tiles.table_bytes(rows, width) > tiles.MOST_TABLE_BYTES:
+        raise CannotLower(
+            f"a sink by indices that are not sorted into {rows} rows of {value.n}: a lane holds {tiles.MOST_TABLE_BYTES} bytes at "
+            "most; stream in the order of the indices"
+        )
+    start = st.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes, rows)
     at.segment_bytes += start.bytes
     at.setup.append(start)
     at.scratch_words = max(at.scratch_words, tiles.block(width) | 1)
-    runs, join = st.SegmentRuns(ref, at.row(index), sink.shape[0]), st.JoinSegments(ref)
+    runs, join = st.SegmentRuns(ref, at.row(index), sink.shape[0], not rows), st.JoinSegments(ref)
     if value.row:
         return _Effect((runs, st.SyncWarp(), st.RowToSegments(ref, how, sink.dtype, at.row(v)), join))
     return _Effect((runs, st.SyncWarp()), ToSegments(v, ref, how, sink.dtype), (join,))

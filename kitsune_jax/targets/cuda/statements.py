@@ -35,8 +35,11 @@ class SetRow(Node):
 
 
 class LoadRow(Node):
+    """One number of each row: that in ``column``."""
+
     ref: Ref
     rows: Rows
+    column: int = 0
 
 
 class PopRow(Node):
@@ -239,11 +242,13 @@ class AddGradient(Node):
 
 
 class SegmentRuns(Node):
-    """In front of the blocks of a tile: the runs of equal ``index`` among its rows, of ``rows`` that the result has."""
+    """In front of the blocks of a tile: the runs of equal ``index`` among its rows, of ``rows`` that the result has; where they are
+    not ``sorted``, the indices themselves."""
 
     ref: Ref
     index: Expr
     rows: int
+    sorted: bool = True
 
 
 class RowToSegments(Node):
@@ -282,7 +287,8 @@ class SinkStart(Node):
 
 
 class SegmentStart(Node):
-    """A result of rows of ``columns`` numbers, in tiles of ``width``; ``at``: bytes into the lane's memory for segments."""
+    """A result of rows of ``columns`` numbers, in tiles of ``width``; ``at``: bytes into the lane's memory for segments. ``rows``:
+    of the table that each lane has where the indices are not sorted, 0 where they are."""
 
     ref: Ref
     how: str
@@ -290,11 +296,17 @@ class SegmentStart(Node):
     width: int
     columns: int
     at: int
+    rows: int = 0
 
     @property
     def bytes(self) -> int:
         """Of the lane's memory."""
-        return tiles.segment_bytes(self.width)
+        return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
+
+    @property
+    def partial_words(self) -> int:
+        """Of the partial result that a lane leaves in global memory."""
+        return self.rows * self.width if self.rows else 2 * (self.width + 1)  # two rows, and which segments they are of
 
 
 class ClearPanel(Node):

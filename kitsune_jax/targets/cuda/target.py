@@ -59,8 +59,9 @@ class _Cuda(Target[GpuMachine]):
     ) -> Sequence[Plan] | str:
         """The parts run in the same warpgroups and without clusters."""
         program = make()
-        plans = planner.with_barriers(plans, [part.phase for part in program.parts], machine)
-        return (None if force else planner.why_apart(plans)) or lower.together(program, plans)
+        apart = [planner.without_clusters(plan, machine) for plan in plans]
+        found = planner.with_barriers(apart, [part.phase for part in program.parts], machine)
+        return (None if force else planner.why_apart(plans, found)) or lower.together(program, found)
 
     def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
         return lower.generate(self.name, program, plans, title)

@@ -165,6 +165,19 @@ def segment_bytes(width: int) -> int:
     return 64 * (width + 1)
 
 
+FAN_IN = 16  # lanes whose own tables are folded together first (``Table::kFanIn``)
+MOST_TABLE_BYTES = 48 << 10  # of a lane's own table of sums by indices in any order
+
+
+def table_bytes(rows: int, width: int) -> int:
+    """Shared memory of a lane for sums by indices in any order into ``rows`` rows (``Table::kBytes``).
+
+    >>> table_bytes(10, 32)
+    1536
+    """
+    return 4 * (rows * width + TILE_ROWS)
+
+
 # -- weight gradients
 
 

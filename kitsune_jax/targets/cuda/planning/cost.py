@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, RegionCost, round_up
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.tiles import padded
 
 # A matmul spends about four steps of K on loading and storing its accumulators; from K = 64 on that is in the efficiency.
 _FULL_K, _K_OVERHEAD = 64, 16
@@ -19,6 +20,9 @@ _ROWS, _COLUMNS = 64, 8  # of a product of the tensor cores
 LOOP_EFFICIENCY = 0.5
 # Instructions for an element that is folded into a segment: to shared memory, and down the rows (``stage/segment.h``).
 FOLD_SLOTS = 10.0
+# The same where the lane has a table: 128 threads go down 64 rows for each block of 32 columns, four instructions a row, and fold a
+# quarter of them with twelve (``stage/table.h``).
+TABLE_SLOTS = 28.0
 # Kernels of XLA's radix sort of pairs, and the bytes that it moves for a row: four passes over keys and positions.
 _SORT_KERNELS, _SORT_BYTES = 6, 64
 _SECTOR = 32  # bytes that memory gives at once
@@ -31,7 +35,8 @@ class GpuCost(RegionCost):
         machine, work = self.machine, self.work(i)
         access = self.access(i)
         if access is not None:
-            slots = FOLD_SLOTS if access.folds else 0.0  # a row that is gathered costs no more than one that is loaded
+            # A row that is gathered costs no more than one that is loaded.
+            slots = 0.0 if not access.folds else FOLD_SLOTS if access.near else TABLE_SLOTS
             return rows * self.elements(i) * slots / machine.rate(machine.simt_rates, "other")
         if self.absorbed(i):
             return 0.0
@@ -70,6 +75,12 @@ class GpuCost(RegionCost):
         users = sum(self.order == op.inputs[1] for op in folds)
         machine = self.machine
         return (_SORT_KERNELS * machine.kernel_seconds + self.region.space.rows * _SORT_BYTES / machine.dram_bandwidth) / users
+
+    def lane_tables(self) -> list[int]:
+        """32-bit words of the tables that each lane has for sums by indices in whose order the rows do not stream."""
+        found = [(i, self.access(i)) for i in self.region.sinks]
+        own = [i for i, access in found if access is not None and not access.near]
+        return [self.graph.ops[i]["n"] * padded(self.elements(i)) for i in own]
 
     def sink_bytes(self, ops: Iterable[int]) -> int:
         """Bytes of the accumulators of the sinks among ``ops``: 32 bits each."""

@@ -78,12 +78,37 @@ def with_barriers(plans: Sequence[Plan], phases: Sequence[int], machine: GpuMach
     return tuple(found)
 
 
-def why_apart(plans: Sequence[Plan]) -> str | None:
-    """Why the later of the parts that ``plans`` are of are no phases of the first one's call; None where they take less time in it
-    than XLA's kernels do. What one phase hands to the next stays in the L2 where it fits: a plan takes what the kernel before has
-    written for near.
+def without_clusters(plan: Plan, machine: GpuMachine) -> Plan:
+    """``plan`` with each CTA on its own: CTAs that meet as a grid have no clusters. Weights that two of them shared come twice, and
+    rings lie in the L2 where they lay in a reader's shared memory; so its time is not less than that of what then passes there.
     """
-    seconds, baseline = (sum(t) for t in zip(*((p.seconds, p.baseline_seconds) for p in plans[1:]), strict=True))
+    if plan.cluster == 1:
+        return plan
+    near = [q for q in plan.queues if q.place == "cluster"]
+    moved = plan.l2_bytes + plan.tiles * sum(q.entry_bytes * (1 + len(q.consumers)) for q in near)
+    stages, replicas = plan.stages, plan.replicas
+    if plan.arrangement == "vertical":
+        moved *= plan.cluster
+        stages = tuple(dataclasses.replace(stage, workers=1) for stage in stages)
+        replicas = min(replicas * plan.cluster, plan.tiles)
+    return dataclasses.replace(
+        plan,
+        cluster=1,
+        stages=stages,
+        replicas=replicas,
+        queues=tuple(dataclasses.replace(q, place="l2") for q in plan.queues),
+        seconds=max(plan.seconds, machine.call_seconds + moved / machine.shared_bandwidth),
+        l2_bytes=moved,
+    )
+
+
+def why_apart(alone: Sequence[Plan], together: Sequence[Plan]) -> str | None:
+    """Why parts, which by themselves would have the plans ``alone``, are no phases of one call with the plans ``together``; None
+    where the later ones take less time in it than XLA's kernels do, what the first one loses by it included. What one phase hands
+    to the next stays in the L2 where it fits: a plan takes what the kernel before has written for near.
+    """
+    seconds = sum(p.seconds for p in together) - alone[0].seconds
+    baseline = sum(p.baseline_seconds for p in together[1:])
     if seconds <= baseline:
         return None
     return f"with the barriers between them they would take {seconds * 1e6:.1f} us, XLA's kernels {baseline * 1e6:.1f}"
@@ -206,9 +231,12 @@ def _check_ops(cost: GpuCost) -> None:
     for i in cost.region.ops:
         dot, op, access = cost.work(i).dot, cost.graph.ops[i], cost.access(i)
         if access is not None and access.folds and not access.near:
-            raise Infeasible(
-                f"{op.kind} by indices in another order than that of the stream: the CUDA target folds runs of equal ones"
-            )
+            own = tiles.table_bytes(op["n"], tiles.padded(cost.elements(i)))
+            if own > tiles.MOST_TABLE_BYTES:
+                raise Infeasible(
+                    f"{op.kind} by indices in another order than that of the stream, into {op['n']} rows: a lane's own table would "
+                    f"take {size_text(own)} of shared memory; the CUDA target has {size_text(tiles.MOST_TABLE_BYTES)} for it"
+                )
         if access is not None and access.folds and access.count > 1:
             raise Infeasible(f"{op.kind} by {access.count} indices for a row of the stream has no code on the GPU")
         if dot is None:

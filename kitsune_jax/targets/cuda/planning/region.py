@@ -14,7 +14,7 @@ from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.sizes import packed_bytes
 from kitsune_jax.targets.cuda.planning.storage import Steps
 from kitsune_jax.targets.cuda.planning.xla_times import baseline
-from kitsune_jax.targets.cuda.tiles import TILE_ROWS
+from kitsune_jax.targets.cuda.tiles import FAN_IN, TILE_ROWS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,12 +51,8 @@ class GpuRegion:
     def plan(self, a: Arranged) -> Plan:
         machine = self.machine
         gathered, far = self.cost.lookups()
-        moved = (
-            self.traffic
-            + far
-            + self.cost.order_bytes()
-            + self._partial_bytes(a.replicas * (a.cluster if a.arrangement == "vertical" else 1), a.lanes)
-        )
+        ctas = a.replicas * (a.cluster if a.arrangement == "vertical" else 1)
+        moved = self.traffic + far + self.cost.order_bytes() + self._partial_bytes(ctas, a.lanes)
         near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
         dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
         near_bytes = a.l2_bytes + gathered - far
@@ -72,7 +68,11 @@ class GpuRegion:
             stages=a.stages,
             queues=a.queues,
             replicas=a.replicas,
-            seconds=machine.call_seconds + self._pack_seconds() + self.cost.order_seconds() + max(a.busy, dram, l2),
+            seconds=machine.call_seconds
+            + self._pack_seconds()
+            + self.cost.order_seconds()
+            + max(a.busy, dram, l2)
+            + self._fold_seconds(ctas * a.lanes),
             baseline_seconds=self.baseline_seconds,
             bytes_moved=self.traffic,
             baseline_bytes=self.baseline_bytes,
@@ -88,12 +88,19 @@ class GpuRegion:
         weights = packed_bytes(self.cost, self.cost.region.ops)
         return self.machine.kernel_seconds + 2 * weights / self.machine.dram_bandwidth if weights else 0.0
 
+    def _fold_seconds(self, lanes: int) -> float:
+        """The tables of all lanes are folded behind the last tile: those of 16 lanes by one, what they make by another. A thread
+        has one number of each 128, and fetches four at once."""
+        waits = sum(-(-words // 128) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4
+        return waits * self.machine.place("l2").latency
+
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
         """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; of a sink by sorted indices a lane
         has two rows. They are read again in a fixed order."""
         gradients = [i for i in self.cost.region.sinks if self.cost.work(i).dot is not None]
-        segments = [i for i in self.cost.region.sinks if self.cost.access(i) is not None]
-        others = [i for i in self.cost.region.sinks if i not in gradients and i not in segments]
+        segments = [i for i in self.cost.region.sinks if (access := self.cost.access(i)) is not None and access.near]
+        others = [i for i in self.cost.region.sinks if i not in gradients and self.cost.access(i) is None]
         parts = ctas * (self.cost.sink_bytes(gradients) + lanes * self.cost.sink_bytes(others))
         parts += ctas * lanes * sum(2 * 4 * self.cost.elements(i) for i in segments)
+        parts += ctas * lanes * 4 * sum(self.cost.lane_tables())
         return parts * 2

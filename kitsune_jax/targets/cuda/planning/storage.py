@@ -169,9 +169,12 @@ class Steps:
         return 2 if columns == 1 else tiles.padded(columns) // 4
 
     def _segment_bytes(self, i: int) -> int:
-        """Shared memory of a lane for a sink by sorted indices: the block that is folded, and the runs of a tile."""
-        width = tiles.padded(self.cost.elements(i))
-        return tiles.TILE_ROWS * 4 * (tiles.block(width) | 1) + tiles.segment_bytes(width)
+        """Shared memory of a lane for a sink by indices: the block that is folded, and the runs of a tile, or the lane's table."""
+        width, access = tiles.padded(self.cost.elements(i)), self.cost.access(i)
+        block = tiles.TILE_ROWS * 4 * (tiles.block(width) | 1)
+        if access is not None and not access.near:
+            return block + tiles.table_bytes(self.cost.graph.ops[i]["n"], width)
+        return block + tiles.segment_bytes(width)
 
     def _gradients(self, lanes: int) -> tuple[int, int, int] | None:
         """(registers of a thread, bytes of a lane's panels, bytes that are written and read per tile); None if one does not fit."""
