@@ -56,7 +56,7 @@ def run(words: np.ndarray, x: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]
 @pytest.mark.parametrize("weights", bc.PRODUCTS)
 def test_every_choice_computes_the_same(isa, weights, gradients):
     x, w, b = operands()
-    y, g = run(cpu.generate(Program.of(training()), "training", cpu.Products(weights, gradients)), [x, w, b])
+    y, g = run(cpu.generate(Program.of(training()), "training", [cpu.Products(weights, gradients)]), [x, w, b])
     wide = np.maximum(x.astype(np.float64) @ w.astype(np.float64) + b.astype(np.float64), 0)
     np.testing.assert_allclose(y.astype(np.float64), wide, rtol=2**-8, atol=1e-5)
     np.testing.assert_allclose(g, x.astype(np.float64).T @ y.astype(np.float64), rtol=1e-5, atol=1e-3)
@@ -65,7 +65,7 @@ def test_every_choice_computes_the_same(isa, weights, gradients):
 @pytest.mark.skipif("avx512" not in _cpu.available_isas(), reason="compares two kernel tables of AVX-512")
 def test_widened_products_are_those_of_the_table_without_native_ones():
     x, before = operands(), _cpu.isa()
-    widened = cpu.generate(Program.of(training()), "training", cpu.Products("widened", "widened"))
+    widened = cpu.generate(Program.of(training()), "training", [cpu.Products("widened", "widened")])
     try:
         assert _cpu.set_isa("avx512")
         want = run(widened, x)
@@ -94,7 +94,7 @@ def test_one_program_may_mix_choices():
     y, g, again = np.zeros((ROWS, N), BF16), np.zeros((K, N), np.float32), np.zeros((ROWS, N), BF16)
     _cpu.run(encode(mixed), [plain(a) for a in x], [plain(y), g, plain(again)], 1)
     assert y.tobytes() == run(cpu.generate(Program.of(training()), "t"), x)[0].tobytes()
-    assert again.tobytes() == run(cpu.generate(Program.of(training()), "t", cpu.Products("widened", "best")), x)[0].tobytes()
+    assert again.tobytes() == run(cpu.generate(Program.of(training()), "t", [cpu.Products("widened", "best")]), x)[0].tobytes()
 
 
 def test_only_bfloat16_has_a_choice():
