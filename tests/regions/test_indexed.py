@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from kitsune_jax.regions import Phase
 from kitsune_jax.regions.again import computed_again
 from kitsune_jax.regions.isolated import isolated
 from kitsune_jax.route import Routed, route
-from kitsune_jax.targets.cpu.planning import machines
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.planner import orders_of
@@ -197,19 +195,6 @@ def wide_messages(edges: int = 1_000_003) -> tuple[Any, ...]:
     return (*floats, jax.ShapeDtypeStruct((edges,), "int32"))
 
 
-@pytest.fixture
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that gives no huge pages, where the first touch of results takes as long for a pipeline as for XLA."""
-    of_name = machines.cpu_model
-
-    def without(name: str) -> machines.CpuMachine:
-        machine = of_name(name)
-        return dataclasses.replace(machine, huge_fault_bandwidth=machine.fault_bandwidth)
-
-    monkeypatch.setattr(machines, "cpu_model", without)
-
-
-@pytest.mark.usefixtures("small_pages")
 def test_a_backward_pass_makes_its_forward_pass_again_where_storing_it_takes_longer():
     """The sums of the messages stand between the passes, so both stream over the edges, one after the other."""
     graph, found = planned(training_of_wide_messages, *wide_messages())
@@ -227,7 +212,6 @@ def test_a_backward_pass_makes_its_forward_pass_again_where_storing_it_takes_lon
         assert set(r.again) <= set(r.ops)
 
 
-@pytest.mark.usefixtures("small_pages")
 def test_operators_that_are_computed_twice_count_once():
     graph, found = planned(training_of_wide_messages, *wide_messages())
     report = found.report

@@ -104,8 +104,7 @@ _HOPPER_SOURCES = (
     ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
     (
         "barrier_seconds",
-        "an assumption until a device has measured it: a release, an acquire and polls of the L2, a few trips of 263 cycles; grid "
-        "barriers with one block a SM took 1 to 2 us on a V100 (arXiv 2004.05371)",
+        "an assumption until a device has measured it: a release, an acquire and polls of the L2, a few trips of 263 cycles",
     ),
     (
         "vertical_efficiency",
