@@ -225,6 +225,7 @@ void Checker::check(const RunMax& x) {
   count("extents", x.extents);
   operand("x", x.x, x.extents, false);
   operand("out", x.out, x.extents, true);
+  if (x.out.row_stride < product(x.extents)) reject(where, "rows of out overlap");
   for (const Operand* o : {&x.x, &x.out}) {
     int64_t step = 1;
     for (size_t d = x.extents.size(); d-- > 0; step *= x.extents[d])

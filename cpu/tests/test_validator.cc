@@ -197,6 +197,7 @@ void test_structure() {
   expect(online([](Program&, RunMax&, AccumulateScaled& a) { a.top.ref.offset = int64_t{1} << 20; }), "top reads");
   expect(online([](Program&, RunMax&, AccumulateScaled& a) { a.top.ref.dtype = I32; }), "its tops are int32");
   expect(online([](Program&, RunMax& m, AccumulateScaled&) { m.out.ref.dtype = BF16; }), "makes bfloat16 of float32");
+  expect(online([](Program&, RunMax& m, AccumulateScaled&) { m.out.row_stride = 1; }), "rows of out overlap");
   expect(online([](Program&, RunMax& m, AccumulateScaled&) { m.x.strides = {2}; }), "the elements of a row are not dense");
   expect(online([](Program&, RunMax& m, AccumulateScaled&) { m.index.ref.dtype = F32; }), "an index cannot be float32");
   expect(online([](Program& p, RunMax&, AccumulateScaled& a) { p.stages[0].body.push_back(AccumulateScaled(a)); }), "is fed twice");
