@@ -9,6 +9,7 @@ and is handed on as a ``Failure``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -106,7 +107,7 @@ def route(
         several_phases=executor.runs_phases,
         recomputes=executor.recomputes,
         together=search.together,
-        merges=merge and executor.merges_regions,
+        merges=executor.most_merged if merge else 1,
         failed=failed,
     )
     made = _make(graph, chosen.regions, executor, machine, generate=code and executor.available())
@@ -165,12 +166,16 @@ class _Search:
         """``chosen`` with the plans that its regions have as one call, or why the target does not run them as one."""
         call = self.machine.call_seconds  # of which a later phase has none
         plans = [p.plan if k == 0 else _sooner(p.plan, call) for k, p in enumerate(chosen.phases)]
+        if chosen.apart:
+            apart = sum(p.plan.seconds - call * (k > 0) for c in chosen.apart for k, p in enumerate(c.phases))
+        else:  # followers, which would be XLA's
+            apart = plans[0].seconds + sum(plan.baseline_seconds for plan in plans[1:])
         try:
             found = self.target.together(
                 lambda: _call_of(self.graph, chosen, {}, "", self.target.name, self.machine).program,
                 plans,
                 self.machine,
-                self.force,
+                math.inf if self.force else apart,
             )
         except Exception as error:
             return self.failed(error, chosen.ops)

@@ -8,29 +8,27 @@ phase keeps its plan and so its bits.
 A merged call does the same work. It saves a call for each phase behind the first, and the fresh pages of every value that only
 phases of the call read: the executor keeps these in memory of its own, which it uses again within a call and between calls. It
 costs that all operands and results of the call live while it runs. So calls are merged wherever that is legal, until a call has
-``MOST_PHASES`` regions or would hold much more memory than its parts did one by one.
+as many regions as the target takes, or would hold much more memory than its parts did one by one.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kitsune_jax.graph import topological
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.regions.calls import Chosen
 from kitsune_jax.regions.graph_index import GraphIndex
 
-# Code of a call is parsed and laid out in proportion to its phases. A training step of a graph network with 15 message-passing
-# steps has 350.
-MOST_PHASES = 512
 # A merged call may hold a quarter more than its parts did, and this many bytes.
 _MOST_MORE, _FREE_BYTES = 1.25, 64 << 20
 
 
-def merged(index: GraphIndex, calls: Sequence[Chosen]) -> list[Chosen]:
-    """``calls``, merged where they can be."""
-    return _Merge(index, calls).run()
+def merged(index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int) -> list[Chosen]:
+    """``calls``, merged where they can be. ``together(call)``: the call as the target would run it, or why it would not; ``most``:
+    phases of a call."""
+    return _Merge(index, calls, together, most).run()
 
 
 class _Waits:
@@ -95,9 +93,10 @@ def _reads(call: Chosen) -> set[int]:
 
 
 class _Merge:
-    def __init__(self, index: GraphIndex, calls: Sequence[Chosen]):
-        self.index, self.calls = index, calls
+    def __init__(self, index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int):
+        self.index, self.calls, self.together, self.most = index, calls, together, most
         self.waits = _Waits(index, calls)
+        self.made: dict[tuple[int, ...], Chosen] = {(k,): call for k, call in enumerate(calls)}  # the calls that there are
 
     def run(self) -> list[Chosen]:
         waits = self.waits
@@ -107,19 +106,19 @@ class _Merge:
             for j in sorted(makers, key=place, reverse=True):  # what was made last is in the caches
                 if waits.group[j] != waits.group[k]:
                     self._try(tuple(sorted((*waits.group[j], *waits.group[k]), key=place)))
-        return [self._call(calls) for calls in dict.fromkeys(waits.group.values())]
-
-    def _call(self, calls: tuple[int, ...]) -> Chosen:
-        apart = tuple(self.calls[k] for k in calls)
-        return Chosen.of([pair for c in apart for pair in c.planned], apart) if len(apart) > 1 else apart[0]
+        return [self.made[calls] for calls in dict.fromkeys(waits.group.values())]
 
     def _try(self, calls: tuple[int, ...]) -> None:
         """Merge ``calls`` where that is legal and holds no more memory than it may."""
-        call = self._call(calls)
+        apart = tuple(self.calls[k] for k in calls)
+        call = Chosen.of([pair for c in apart for pair in c.planned], apart)
         made = {v for r in call.regions for v in r.outputs}
         ordered = any(p.plan.order in made for p in call.phases)
-        if len(call.phases) <= MOST_PHASES and not ordered and not self._holds_more(call):
-            self.waits.join(calls)
+        if len(call.phases) > self.most or ordered or self._holds_more(call):
+            return
+        found = self.together(call)
+        if not isinstance(found, str) and self.waits.join(calls):
+            self.made[calls] = found
 
     def _holds_more(self, call: Chosen) -> bool:
         """Would ``call`` hold much more than its parts do, one after the other?

@@ -71,7 +71,7 @@ def select(
     several_phases: bool = False,
     recomputes: bool = False,
     together: Together = _as_they_are,
-    merges: bool = False,
+    merges: int = 1,
     failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
@@ -79,7 +79,8 @@ def select(
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
     ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
     or why not. ``recomputes``: regions may compute again what they would read of others. ``merges``: calls that follow each other
-    may become one. ``failed``: called with an error of forming one region, which costs that region only, unless it raises.
+    may become one of so many phases. ``failed``: called with an error of forming one region, which costs that region only, unless
+    it raises.
     """
     return _Selector(graph, supports, planner, force, several_phases, recomputes, together, merges, failed).run()
 
@@ -94,7 +95,7 @@ class _Selector:
         several_phases: bool,
         recomputes: bool,
         together: Together,
-        merges: bool,
+        merges: int,
         failed: Failed,
     ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
@@ -124,7 +125,7 @@ class _Selector:
         self._follow(first)
         if self.recomputes and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
             self._recompute()
-        if self.merges:
+        if self.merges > 1:
             self._merge()
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
@@ -194,7 +195,7 @@ class _Selector:
 
     def _merge(self) -> None:
         try:
-            self.chosen = merged(self.index, self.chosen)
+            self.chosen = merged(self.index, self.chosen, self.together, self.merges)
         except Exception as error:
             self.failed(error, sorted(i for c in self.chosen for i in c.ops))
 

@@ -26,17 +26,17 @@ Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands
 
 class Target(abc.ABC, Generic[M]):
     """``name``: what users and options call it. ``platform``: that of the devices whose machine models it is planned for ("cpu",
-    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``merges_regions``: regions
-    that follow each other gain from being phases of one call. ``recomputes``: a call may compute again what it would read of
+    "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``most_merged``: regions that
+    follow each other become phases of one call, at most so many. ``recomputes``: a call may compute again what it would read of
     another one (``regions.recompute``). ``divides_gradients``: the weight gradient of a concatenation is captured as a product for
-    each part. ``sums_online``: it has code for the sums of ``ops.online``. ``compiles``: ``generate`` runs a
-    compiler, which takes seconds and can run in several threads. ``M``: its machine models.
+    each part. ``sums_online``: it has code for the sums of ``ops.online``. ``compiles``: ``generate`` runs a compiler, which takes
+    seconds and can run in several threads. ``M``: its machine models.
     """
 
     name: str
     platform: str
     runs_phases: bool = False
-    merges_regions: bool = False
+    most_merged: int = 1
     recomputes: bool = False
     divides_gradients: bool = False
     sums_online: bool = False
@@ -66,11 +66,11 @@ class Target(abc.ABC, Generic[M]):
         Raises ``Infeasible`` with the reason where there is none.
         """
 
-    def together(self, make: Callable[[], Program], plans: Sequence[Plan], machine: M, force: bool) -> Sequence[Plan] | str:
-        """The plans of parts as phases of one call, or why they cannot be that or, without ``force``, do not pay.
+    def together(self, make: Callable[[], Program], plans: Sequence[Plan], machine: M, apart: float) -> Sequence[Plan] | str:
+        """The plans of parts as phases of one call, or why they cannot be that or do not pay.
 
         Asked where ``runs_phases``. ``make`` gives the program of the call; ``plans``: of its parts by themselves, of which later
-        ones have no launch of their own.
+        ones have no launch of their own; ``apart``: the seconds that the same work takes otherwise.
         """
         return plans
 

@@ -10,14 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kitsune_jax as kj
 from kitsune_jax.program.build import assemble
 from kitsune_jax.program.ir import Program
 from kitsune_jax.program.verify import verify
 from kitsune_jax.targets.cuda import call_parts, sources
 from kitsune_jax.targets.errors import CannotLower
+from tests.support.checks import in_float64
 from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, of_call, run_call, tiled
 from tests.support.phases import clipped, message_passing
 from tests.support.programs import Case, segments
@@ -184,3 +187,27 @@ def test_a_load_that_may_be_cached_is_seen() -> None:
     code = code_of(case.program, change=lambda source: source.replace("#define KITSUNE_PHASES 1", ""))
     with pytest.raises(jax.errors.JaxRuntimeError, match="ld_global"):
         called(case.program, *case.operands(RNG), code=code)
+
+
+def message_passing_steps(params: Any, nodes: Any, edges: Any, senders: Any, receivers: Any) -> Any:
+    for w_edge, w_node in params:
+        edges = edges + jnp.tanh(edges @ w_edge + nodes[senders] + nodes[receivers])
+        summed = jax.ops.segment_sum(edges, receivers, num_segments=nodes.shape[0])
+        nodes = nodes + jnp.tanh(summed @ w_node)
+    return nodes, edges
+
+
+@pytest.mark.parametrize(("dtype", "steps", "kernels"), [("float32", 1, 1), ("bfloat16", 2, 1), ("float32", 3, 2)])
+def test_edges_and_nodes_of_a_network_are_phases_of_one_kernel(dtype: str, steps: int, kernels: int) -> None:
+    """As many phases as the target takes: edges, nodes, edges again."""
+    n, e, d = 37, 301, 32
+    params = [tuple(jnp.asarray(RNG.standard_normal((d, d)) / d**0.5, dtype) for _ in range(2)) for _ in range(steps)]
+    nodes, edges = (jnp.asarray(RNG.standard_normal((rows, d)), dtype) for rows in (n, e))
+    senders, receivers = (jnp.asarray(RNG.integers(n, size=e), jnp.int32) for _ in range(2))
+    args = params, nodes, edges, senders, receivers
+    lowered = jax.jit(kj.pipeline(message_passing_steps, force=True, strict=True, target="emulator")).lower(*args)
+    assert lowered.as_text().count("@kitsune_cuda") == kernels
+    got = lowered.compile()(*args)
+    want = in_float64(message_passing_steps, *args)
+    for found, wanted in zip(got, want, strict=True):
+        assert np.max(np.abs(np.asarray(found, np.float64) - wanted)) < 3 * TOLERANCE[dtype] * np.max(np.abs(wanted))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kitsune_jax import targets
 from kitsune_jax.graph import Graph
 from kitsune_jax.program.verify import verify
-from kitsune_jax.regions import merge
 from kitsune_jax.route import Routed, route
 from kitsune_jax.schedule import schedule
 from tests.support.graphs import graph_of
@@ -137,7 +137,7 @@ def test_a_call_has_no_more_phases_than_it_may(monkeypatch: pytest.MonkeyPatch):
             nodes, edges = messages(w, nodes, edges, senders, receivers)
         return nodes
 
-    monkeypatch.setattr(merge, "MOST_PHASES", 3)
+    monkeypatch.setattr(type(targets.get("cpu")), "most_merged", 3)
     whole, _ = check(graph_of(steps, *GRAPH))
     assert len(whole.regions) > 1
     assert max(len(r.phases) for r in whole.regions) == 3

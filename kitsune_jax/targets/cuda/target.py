@@ -26,6 +26,7 @@ from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 class _Cuda(Target[GpuMachine]):
     platform = "cuda"
     runs_phases = True
+    most_merged = 4  # all of them are compiled as one kernel, which has memory of its own for every array between them
     divides_gradients = True
     compiles = True
 
@@ -55,13 +56,13 @@ class _Cuda(Target[GpuMachine]):
         return planner.plan(graph, region, machine, lambda plan: lower.check(build(graph, region, plan), plan, "region"))
 
     def together(
-        self, make: Callable[[], Program], plans: Sequence[Plan], machine: GpuMachine, force: bool
+        self, make: Callable[[], Program], plans: Sequence[Plan], machine: GpuMachine, apart: float
     ) -> Sequence[Plan] | str:
         """The parts run in the same warpgroups and without clusters."""
         program = make()
-        apart = [planner.without_clusters(plan, machine) for plan in plans]
-        found = planner.with_barriers(apart, [part.phase for part in program.parts], machine)
-        return (None if force else planner.why_apart(plans, found)) or lower.together(program, found)
+        alone = [planner.without_clusters(plan, machine) for plan in plans]
+        found = planner.with_barriers(alone, [part.phase for part in program.parts], machine)
+        return planner.why_apart(found, apart) or lower.together(program, found)
 
     def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
         return lower.generate(self.name, program, plans, title)

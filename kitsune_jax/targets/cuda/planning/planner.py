@@ -102,16 +102,15 @@ def without_clusters(plan: Plan, machine: GpuMachine) -> Plan:
     )
 
 
-def why_apart(alone: Sequence[Plan], together: Sequence[Plan]) -> str | None:
-    """Why parts, which by themselves would have the plans ``alone``, are no phases of one call with the plans ``together``; None
-    where the later ones take less time in it than XLA's kernels do, what the first one loses by it included. What one phase hands
-    to the next stays in the L2 where it fits: a plan takes what the kernel before has written for near.
+def why_apart(together: Sequence[Plan], apart: float) -> str | None:
+    """Why parts are no phases of one call with the plans ``together``; None where they take no more than ``apart`` seconds.
+
+    What one phase hands to the next stays in the L2 where it fits: a plan takes what the kernel before has written for near.
     """
-    seconds = sum(p.seconds for p in together) - alone[0].seconds
-    baseline = sum(p.baseline_seconds for p in together[1:])
-    if seconds <= baseline:
+    seconds = sum(p.seconds for p in together)
+    if seconds <= apart:
         return None
-    return f"with the barriers between them they would take {seconds * 1e6:.1f} us, XLA's kernels {baseline * 1e6:.1f}"
+    return f"with the barriers between them they would take {seconds * 1e6:.1f} us, apart {apart * 1e6:.1f}"
 
 
 def candidates(cost: GpuCost) -> list[Plan]:
