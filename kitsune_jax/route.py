@@ -107,7 +107,7 @@ def route(
         several_phases=executor.runs_phases,
         recomputes=executor.recomputes,
         together=search.together,
-        merges=executor.most_merged if merge else 1,
+        merges=executor.most_merged if merge and executor.runs_phases else 1,
         failed=failed,
     )
     made = _make(graph, chosen.regions, executor, machine, generate=code and executor.available())

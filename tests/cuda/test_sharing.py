@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.program.ir import Program
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import kernel, lower
@@ -215,8 +215,9 @@ def check_same_bits(what: str, rows: int, arrangement: str, monkeypatch: pytest.
     plan = found[arrangement]
     shared = Kernel(of, plan)
 
-    def unshared(program: TileProgram, plan: Plan, name: str) -> kernel.Kernel:
-        return kernel.generate(program, lower.arrangement(plan, program), name, share=False)
+    def unshared(call: Program, plans: tuple[Plan, ...], name: str) -> kernel.Kernel:
+        assert call.only is not None
+        return kernel.generate(call.only, lower.arrangement(plans[0], call.only), name, share=False)
 
     monkeypatch.setattr(lower, "_kernel", unshared)
     apart = Kernel(of, plan)
