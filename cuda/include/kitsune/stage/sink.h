@@ -66,14 +66,27 @@ KITSUNE_DEVICE void store_partial(u32* partial, const Finish& at, const Lane& la
   }
 }
 
-// The last warpgroup's work on a sink of `columns` numbers in rows of `width`: thread t takes columns t, t + 128, ...
+// The last warpgroup's work on a sink of `columns` numbers in rows of `width`. Each row is a trip to the L2, so where there are few
+// columns (a loss), a warp takes one, and each of its lanes every 32nd row; else thread t takes columns t, t + 128, ...
 template <class How, class V, class E>
 KITSUNE_DEVICE void combine(void* out, const u32* partial, const Finish& at, int columns, int width) {
+  constexpr int kFew = 16;
   using Bits = typename Element<E>::Bits;
-  for (int c = thread_id() % kGroupThreads; c < columns; c += kGroupThreads) {
+  const int thread = thread_id() % kGroupThreads;
+  const u32 rows = at.workers * 4;
+  auto folded = [&](int c, u32 first, u32 step) {
     V acc = How::template identity<V>();
-    for (u32 p = 0; p < at.workers * 4; ++p) acc = How::fold(acc, from_word<V>(ld_l2(partial + p * width + c)));
-    st_global(static_cast<Bits*>(out) + c, Element<E>::store(typename Element<E>::Value(acc)));
+    for (u32 p = first; p < rows; p += step) acc = How::fold(acc, from_word<V>(ld_l2(partial + p * width + c)));
+    return acc;
+  };
+  auto store = [&](int c, V acc) { st_global(static_cast<Bits*>(out) + c, Element<E>::store(typename Element<E>::Value(acc))); };
+  if (columns <= kFew) {
+    for (int c = thread / 32; c < columns; c += kGroupThreads / 32) {
+      V acc = fold_lanes<How, 1, 32>(folded(c, thread % 32, 32));
+      if (lane_id() == 0) store(c, acc);
+    }
+  } else {
+    for (int c = thread; c < columns; c += kGroupThreads) store(c, folded(c, 0, 1));
   }
 }
 
