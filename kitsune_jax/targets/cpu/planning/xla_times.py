@@ -54,6 +54,10 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int) -> float:
         loop = (loop + moved * times.xla_moved(near=True)) * times.threads_lost(cost.bytes(root))
     # What the last level does not hold comes from memory, while the core computes.
     beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
+    # XLA adds up on one thread, which waits for its rows. (So it takes a maximum; but that takes a pipeline twice as long as a sum,
+    # which the profile does not know.)
+    if any(cost.family(i) == SCATTER and OPS[cost.graph.ops[i].kind].fold == "sum" for i in ops):
+        return machine.kernel_seconds + loop + beyond * times.xla_moved(near=False) * machine.workers
     return machine.kernel_seconds + max(loop, beyond * times.xla_moved(near=False))
 
 
