@@ -1,14 +1,15 @@
 """Calls that follow each other become one, whose phases they are: the steps of a message-passing network, forward and backward.
 
-Comes in: chosen calls. Goes out: the calls, some of them merged. Two calls are
-merged where one reads what the other makes, no op outside would have to run between them, and what a phase needs in front of the
-whole call (the permutation of its rows; a broadcast that several calls make for themselves) does not wait for the other. Every
-phase keeps its plan and so its bits.
+Comes in: chosen calls. Goes out: the calls, some of them merged. Two calls are merged where one reads what the other makes, no op
+outside would have to run between them, and what a phase needs in front of the whole call (the permutation of its rows; a broadcast
+that several calls make for themselves) does not wait for the other. Every phase keeps its plan, but for what the target changes in
+it to run it with others.
 
 A merged call does the same work. It saves a call for each phase behind the first, and the fresh pages of every value that only
 phases of the call read: the executor keeps these in memory of its own, which it uses again within a call and between calls. It
-costs that all operands and results of the call live while it runs. So calls are merged wherever that is legal, until a call has
-as many regions as the target takes, or would hold much more memory than its parts did one by one.
+costs that all operands and results of the call live while it runs. So calls are merged wherever that is legal and the target runs
+them as one (``Target.together``), until a call has as many regions as the target takes, or would hold much more memory than its
+parts did one by one.
 """
 
 from __future__ import annotations
