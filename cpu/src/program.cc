@@ -201,6 +201,15 @@ Dot read_dot(Reader& r) {
   return x;
 }
 
+std::optional<Within> read_within(Reader& r) {
+  const size_t words = r.length("Loop.within");
+  r.check("Loop.within", words == 0 || words == 5, "it has neither 0 nor 5 numbers");
+  if (words == 0) return std::nullopt;
+  Within x;
+  for (int64_t* field : {&x.divisor, &x.extent, &x.step, &x.low, &x.high}) *field = r.word("Loop.within");
+  return x;
+}
+
 // A list of instructions, whose loops have such lists in them, `depth` deep already.
 void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
   for (size_t left = r.length("body"); left > 0; --left) {
@@ -227,7 +236,8 @@ void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
       case 12: out->push_back(read_dot(r)); break;
       case 13: {
         int64_t count = r.word("Loop.count");
-        nested(Loop{count, r.flag("Loop.reverse"), 0});
+        bool reverse = r.flag("Loop.reverse");
+        nested(Loop{count, reverse, read_within(r), 0});
         break;
       }
       case 14: nested(Stationary{0}); break;

@@ -8,18 +8,32 @@ namespace {
 
 class LoopStep final : public Step {
  public:
-  LoopStep(const Loop& x, int depth, Steps body) : count_(x.count), reverse_(x.reverse), depth_(depth), body_(std::move(body)) {}
+  LoopStep(const Loop& x, int depth, Steps body)
+      : count_(x.count), reverse_(x.reverse), within_(x.within), depth_(depth), body_(std::move(body)) {}
 
   void run(const Context& c) const override {
-    for (int64_t i = 0; i < count_; ++i) {
-      c.loops[depth_] = reverse_ ? count_ - 1 - i : i;
+    int64_t first = 0, last = count_ - 1;
+    if (within_) bounds(c, &first, &last);
+    for (int64_t i = first; i <= last; ++i) {
+      c.loops[depth_] = reverse_ ? last - (i - first) : i;
       for (const auto& step : body_) step->run(c);
     }
   }
 
  private:
+  void bounds(const Context& c, int64_t* first, int64_t* last) const {
+    const Within& w = *within_;
+    int64_t x = c.row0 / w.divisor, y = (c.row0 + c.rows - 1) / w.divisor;
+    const bool wraps = y - x >= w.extent || x % w.extent > y % w.extent;
+    x = wraps ? 0 : x % w.extent;
+    y = wraps ? w.extent - 1 : y % w.extent;
+    if (x + w.low > 0) *first = (x + w.low) / w.step;
+    *last = y + w.high < 0 ? -1 : std::min(*last, (y + w.high) / w.step);
+  }
+
   int64_t count_;
   bool reverse_;
+  std::optional<Within> within_;
   int depth_;
   Steps body_;
 };

@@ -54,11 +54,23 @@ class Reference {
   }
 
  private:
+  // Do elements that iteration `number` stands for reach into what some row of the tile sees?
+  bool meets(const Within& w, int64_t number) const {
+    int64_t x = w.extent, y = -1;
+    for (int64_t r = row0_; r < row0_ + rows_; ++r) {
+      x = std::min(x, r / w.divisor % w.extent);
+      y = std::max(y, r / w.divisor % w.extent);
+    }
+    return x + w.low <= (number + 1) * w.step - 1 && number * w.step <= y + w.high;
+  }
+
   void body(const std::vector<Instruction>& all, size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
       if (const auto* loop = std::get_if<Loop>(&all[i])) {
         for (int64_t n = 0; n < loop->count; ++n) {
-          loops_.push_back(loop->reverse ? loop->count - 1 - n : n);
+          const int64_t number = loop->reverse ? loop->count - 1 - n : n;
+          if (loop->within && !meets(*loop->within, number)) continue;
+          loops_.push_back(number);
           body(all, i + 1, i + 1 + static_cast<size_t>(loop->length));
           loops_.pop_back();
         }

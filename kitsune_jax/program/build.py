@@ -15,7 +15,9 @@ from kitsune_jax.ops.local import Dims, LocalOp
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.program.blocks import blocked
 from kitsune_jax.program.ir import (
+    ROWS,
     SINKS,
     Array,
     ArrayType,
@@ -40,7 +42,12 @@ def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
     covered = {i for stage in plan.stages for i in stage.ops}  # makers may stand in several stages
     if covered != set(region.ops):
         raise ValueError(f"the plan's stages cover ops {sorted(covered)}, the region has {sorted(region.ops)}")
-    return _Builder(graph, region, plan).run()
+    builder = _Builder(graph, region, plan)
+    program = builder.run()
+    if plan.blocks is None:
+        return program
+    value, dim, elements = plan.blocks
+    return blocked(program, builder.made[value], builder.dims(value).local(dim), elements)
 
 
 def assemble(
@@ -68,10 +75,12 @@ def assemble(
 
 @dataclasses.dataclass
 class _Stage:
-    """A stage under construction. ``ids``: graph value -> its SSA value in this stage."""
+    """A stage under construction. ``ids``: graph value -> its SSA value in this stage; ``spread``: ... -> the tile that repeats it
+    for each row."""
 
     body: list[Instr]
     ids: dict[int, int]
+    spread: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class _Builder:
@@ -83,6 +92,7 @@ class _Builder:
         self.input_number = {v: k for k, v in enumerate(region.inputs)}
         self.output_number = {v: k for k, v in enumerate(region.outputs)}
         self.sinks: list[SinkType] = []
+        self.made: dict[int, int] = {}  # graph value -> its SSA value in the last stage that has it
         self.incoming: dict[tuple[int, int], int] = {}  # (stage, graph value) -> queue
         self.outgoing: dict[tuple[int, int], list[int]] = {}
         for q, queue in enumerate(plan.queues):
@@ -105,6 +115,7 @@ class _Builder:
             queues=tuple(QueueType(q.producer, q.consumers, self._type_of(q.value), q.depth) for q in self.plan.queues),
             sinks=tuple(self.sinks),
             workers=self.plan.workers,
+            batch_axes=self.region.space.batch,
             order=len(self.region.inputs) if ordered else None,
         )
 
@@ -113,15 +124,17 @@ class _Builder:
         if labels is None:
             return ArrayType(value.shape, value.dtype, False)
         dims = tuple(d for d, axes in enumerate(labels) if not axes)
-        return ArrayType(value.shape, value.dtype, True, row_strides(value.shape, labels, self.region.space), dims)
+        strides = row_strides(value.shape, labels, self.region.space)
+        return ArrayType(value.shape, value.dtype, not self.region.space.of_batch(labels), strides, dims)
 
-    def _dims(self, v: int) -> Dims:
+    def dims(self, v: int) -> Dims:
         value = self.graph.values[v]
-        return Dims(value.shape, self.labels.get(v), value.dtype)
+        return Dims(value.shape, self.labels.get(v), value.dtype, self.region.space.batch)
 
     def _type_of(self, v: int) -> TileType:
         value, labels = self.graph.values[v], self.labels.get(v)
-        return TileType(labels is not None, row_shape(value.shape, labels), value.dtype)
+        tile = labels is not None and not self.region.space.of_batch(labels)
+        return TileType(tile, row_shape(value.shape, labels), value.dtype)
 
     def _new(self, t: TileType) -> int:
         self.values.append(t)
@@ -142,9 +155,12 @@ class _Builder:
         scaled = Scaled(stage.body, self.values, self._new, self._literal, lambda v: self._is_one(stage, v))
         for i in self.plan.stages[s].ops:
             op = self.graph.ops[i]
-            ins, outs = ([self._dims(v) for v in values] for values in (op.inputs, op.outputs))
-            local = OPS[op.kind].local(op, ins, outs[0])
+            ins, outs = ([self.dims(v) for v in values] for values in (op.inputs, op.outputs))
             inputs = [self._read(stage, s, v) for v in op.inputs]
+            if OPS[op.kind].family != "dot":
+                ins = [dataclasses.replace(x, batch=0) for x in ins]
+                inputs = [self._as_tile(stage, v, x) for v, x in zip(op.inputs, inputs, strict=True)]
+            local = OPS[op.kind].local(op, ins, outs[0])
             if local.squeeze is not None:
                 inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
             if local.swap:
@@ -162,6 +178,7 @@ class _Builder:
             stage.ids[out] = self._new(self._type_of(out))
             stage.body.append(Instr(local.kind, tuple(inputs), (stage.ids[out],), local.params, i))
             self._hand_on(stage, s, out, i)
+        self.made.update(stage.ids)
         return stage.body
 
     def _read(self, stage: _Stage, s: int, v: int) -> int:
@@ -179,6 +196,17 @@ class _Builder:
         else:
             raise ValueError(f"stage {s} needs value {v}, which no queue brings")
         return new
+
+    def _as_tile(self, stage: _Stage, v: int, x: int) -> int:
+        """``x``, which graph value ``v`` is; repeated for each row where it is the same for all rows of a batch."""
+        if not self.region.space.of_batch(self.labels.get(v)):
+            return x
+        if v not in stage.spread:
+            t = self.values[x]
+            stage.spread[v] = self._new(TileType(True, t.shape, t.dtype))
+            params = make_params(shape=(ROWS, *t.shape), dims=tuple(range(1, 1 + len(t.shape))))
+            stage.body.append(Instr("broadcast_in_dim", (x,), (stage.spread[v],), params))
+        return stage.spread[v]
 
     def _squeeze(self, stage: _Stage, x: int, sizes: tuple[int, ...], op: int) -> int:
         t = self.values[x]

@@ -184,12 +184,24 @@ def _put(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
 def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[Array, ...]:
     block, carries = instr.block, tuple(inputs)
     assert isinstance(block, Block)
-    numbers = range(instr["count"])
+    numbers = met(state.program, instr, tile.rows)
     for i in reversed(numbers) if instr.get("reverse") else numbers:
         tile.env |= {block.index: np.asarray(i, np.int32), **dict(zip(block.carries, carries, strict=True))}
         state.run(block.body, tile, "a loop")
         carries = tuple(state.value(tile, v) for v in block.results)
     return carries
+
+
+def met(program: TileProgram, instr: Instr, rows: Array) -> range:
+    """The iterations of a loop that a tile of ``rows`` runs."""
+    count, within = instr["count"], instr.get("within")
+    if within is None:
+        return range(count)
+    axis, block, low, high = within
+    index = np.unravel_index(rows, program.axes)[axis]
+    first = 0 if low is None else max(0, (int(index.min()) + low) // block)
+    last = count - 1 if high is None else min(count - 1, (int(index.max()) + high) // block)
+    return range(first, last + 1) if first <= last else range(0)
 
 
 def _sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:

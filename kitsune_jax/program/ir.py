@@ -28,6 +28,9 @@ Instruction kinds:
   extent ``n``, which holds at each i the sum of the elements whose index is i, and 0 where there is none. Indices below 0 or beyond
   n - 1 are dropped. The gradient of ``take``;
 * ``loop``: initial carries -> final carries, by running ``block`` ``count`` times; ``reverse``: the iterations' numbers count down.
+  ``within``, (axis, step, low, high), leaves out iterations: number i stands for the elements from ``i * step`` to
+  ``(i + 1) * step - 1``, and it runs where those reach into [x + low, y + high], with x and y the smallest and the largest index of
+  the tile's rows on the stream axis ``axis``, no batch axis; None: no bound on that side;
   There is no push, pop or sink inside;
 * ``load_slice``: numbers of loops -> value: of input array ``array``, elements ``[i * step, i * step + size)`` of dimension
   ``dims[k]`` for the k-th number i, with ``steps[k]`` and ``sizes[k]``, and all others whole. These dimensions do not stream, and

@@ -35,7 +35,7 @@ from kitsune_jax.targets.cpu.operands import Operand as Operand
 from kitsune_jax.targets.cpu.operands import Ref as Ref
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 7
+VERSION = 8
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -252,11 +252,17 @@ class Dot:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Runs ``body`` ``count`` times, at least once; with ``reverse``, the iterations' numbers count down to 0."""
+    """Runs ``body`` ``count`` times, at least once; with ``reverse``, the iterations' numbers count down to 0.
+
+    ``within``: empty, or (divisor, extent, step, low, high). Iteration i is then left out unless the elements from i * step to
+    (i + 1) * step - 1 reach into [x + low, y + high], where x and y are the smallest and the largest row // divisor % extent of the
+    tile's rows; rows count from the start of the batch.
+    """
 
     CODE: ClassVar[int] = 13
     count: int
     reverse: int
+    within: tuple[int, ...]
     body: tuple[Instruction, ...]
 
 
