@@ -33,7 +33,8 @@ inline Program batched_loop(DType t, int64_t heads, int64_t groups, int64_t rows
   add.code.push_back(micro(Opcode::op_add, F32, 5, 4, 0));
   add.code.push_back(store(0, 5));
   Vector write{{N}, true, {sum}, {out}, {load(0, 0), store(0, 0)}};
-  p.stages[0].body = {zero, Loop{blocks, reverse, std::nullopt, 3}, Pack{0}, Matmul{x, 1, 1, 0, -1, Activation::kNone, result}, add, write};
+  p.stages[0].body = {zero, Loop{blocks, reverse, std::nullopt, 3}, Pack{0}, Matmul{x, 1, 1, 0, -1, Activation::kNone, result}, add,
+                      write};
   return p;
 }
 

@@ -31,7 +31,7 @@ Instruction kinds:
   ``within``, (axis, step, low, high), leaves out iterations: number i stands for the elements from ``i * step`` to
   ``(i + 1) * step - 1``, and it runs where those reach into [x + low, y + high], with x and y the smallest and the largest index of
   the tile's rows on the stream axis ``axis``, no batch axis; None: no bound on that side;
-  There is no push, pop or sink inside;
+  There is no push or pop inside, nor a ``sink_at`` of sorted indices; a sink inside folds once for every iteration;
 * ``load_slice``: numbers of loops -> value: of input array ``array``, elements ``[i * step, i * step + size)`` of dimension
   ``dims[k]`` for the k-th number i, with ``steps[k]`` and ``sizes[k]``, and all others whole. These dimensions do not stream, and
   stay with extent ``size``. ``store_slice``: (value, numbers of loops) -> the same elements of output array ``array``. Where a size

@@ -172,9 +172,15 @@ def test_what_needs_the_whole_dimension_is_refused() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    heads=st.integers(1, 3), queries=st.integers(1, 21), keys=st.integers(2, 41), block=st.integers(1, 40), tile_rows=st.integers(1, 24),
-    mask=st.sampled_from(["", "causal", "window", "added", "dropped"]), fill=st.sampled_from([-math.inf, -1e30]), window=st.integers(1, 9),
-)  # fmt: skip
+    heads=st.integers(1, 3),
+    queries=st.integers(1, 21),
+    keys=st.integers(2, 41),
+    block=st.integers(1, 40),
+    tile_rows=st.integers(1, 24),
+    mask=st.sampled_from(["", "causal", "window", "added", "dropped"]),
+    fill=st.sampled_from([-math.inf, -1e30]),
+    window=st.integers(1, 9),
+)
 def test_shapes(heads: int, queries: int, keys: int, block: int, tile_rows: int, mask: str, fill: float, window: int) -> None:
     program, scores = attention(heads, queries, keys, 3, mask=mask, fill=fill, window=window, tile_rows=tile_rows)
     check(program, scores, 1 + (block - 1) % (keys - 1), operands(dataclasses.replace(program), queries))
