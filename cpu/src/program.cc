@@ -190,10 +190,10 @@ Dot read_dot(Reader& r) {
 
 std::optional<Within> read_within(Reader& r) {
   const size_t words = r.length("Loop.within");
-  r.check("Loop.within", words == 0 || words == 5, "it has neither 0 nor 5 numbers");
+  r.check("Loop.within", words == 0 || words == 6, "it has neither 0 nor 6 numbers");
   if (words == 0) return std::nullopt;
   Within x;
-  for (int64_t* field : {&x.divisor, &x.extent, &x.step, &x.low, &x.high}) *field = r.word("Loop.within");
+  for (int64_t* field : {&x.divisor, &x.extent, &x.step, &x.low, &x.high, &x.which}) *field = r.word("Loop.within");
   return x;
 }
 

@@ -12,23 +12,32 @@ class LoopStep final : public Step {
       : count_(x.count), reverse_(x.reverse), within_(x.within), depth_(depth), body_(std::move(body)) {}
 
   void run(const Context& c) const override {
-    int64_t first = 0, last = count_ - 1;
-    if (within_) bounds(c, &first, &last);
-    for (int64_t i = first; i <= last; ++i) {
-      c.loops[depth_] = reverse_ ? last - (i - first) : i;
+    Bounds b{0, count_, 0, 0};
+    if (within_) b = bounds(c, *within_);
+    for (int64_t n = b.first; n < b.end; ++n) {
+      const int64_t i = reverse_ ? b.end - 1 - (n - b.first) : n;
+      if (b.left_out <= i && i < b.left_out_end) continue;
+      c.loops[depth_] = i;
       for (const auto& step : body_) step->run(c);
     }
   }
 
  private:
-  void bounds(const Context& c, int64_t* first, int64_t* last) const {
-    const Within& w = *within_;
+  struct Bounds {
+    int64_t first, end, left_out, left_out_end;
+  };
+
+  Bounds bounds(const Context& c, const Within& w) const {
     int64_t x = c.row0 / w.divisor, y = (c.row0 + c.rows - 1) / w.divisor;
     const bool wraps = y - x >= w.extent || x % w.extent > y % w.extent;
     x = wraps ? 0 : x % w.extent;
     y = wraps ? w.extent - 1 : y % w.extent;
-    if (x + w.low > 0) *first = (x + w.low) / w.step;
-    *last = y + w.high < 0 ? -1 : std::min(*last, (y + w.high) / w.step);
+    auto up_to = [&](int64_t elements) { return std::clamp<int64_t>(elements < 0 ? 0 : elements / w.step, 0, count_); };
+    const int64_t first = up_to(x + w.low), end = up_to(y + w.high + w.step);
+    const int64_t whole = up_to(y + w.low + w.step - 1), whole_end = std::max(whole, up_to(x + w.high + 1));
+    if (w.which == 1) return {whole, whole_end, 0, 0};
+    if (w.which == 2) return {first, end, whole, whole_end};
+    return {first, end, 0, 0};
   }
 
   int64_t count_;

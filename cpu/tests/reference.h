@@ -54,14 +54,16 @@ class Reference {
   }
 
  private:
-  // Do elements that iteration `number` stands for reach into what some row of the tile sees?
+  // Does a tile run iteration `number`?
   bool meets(const Within& w, int64_t number) const {
     int64_t x = w.extent, y = -1;
     for (int64_t r = row0_; r < row0_ + rows_; ++r) {
       x = std::min(x, r / w.divisor % w.extent);
       y = std::max(y, r / w.divisor % w.extent);
     }
-    return x + w.low <= (number + 1) * w.step - 1 && number * w.step <= y + w.high;
+    const int64_t first = number * w.step, last = first + w.step - 1;
+    const bool met = x + w.low <= last && first <= y + w.high, whole = y + w.low <= first && last <= x + w.high;
+    return w.which == 0 ? met : w.which == 1 ? whole : met && !whole;
   }
 
   void body(const std::vector<Instruction>& all, size_t begin, size_t end) {

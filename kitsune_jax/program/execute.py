@@ -192,16 +192,22 @@ def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[
     return carries
 
 
-def met(program: TileProgram, instr: Instr, rows: Array) -> range:
+def met(program: TileProgram, instr: Instr, rows: Array) -> Sequence[int]:
     """The iterations of a loop that a tile of ``rows`` runs."""
-    count, within = instr["count"], instr.get("within")
+    numbers, within = range(instr["count"]), instr.get("within")
     if within is None:
-        return range(count)
-    axis, block, low, high = within
+        return numbers
+    axis, step, low, high, which = within
     index = np.unravel_index(rows, program.axes)[axis]
-    first = 0 if low is None else max(0, (int(index.min()) + low) // block)
-    last = count - 1 if high is None else min(count - 1, (int(index.max()) + high) // block)
-    return range(first, last + 1) if first <= last else range(0)
+    x, y = int(index.min()), int(index.max())
+
+    def inside(i: int, least: int, most: int, whole: bool) -> bool:
+        first, last = i * step, (i + 1) * step - 1
+        reached = first if whole else last, last if whole else first
+        return (low is None or reached[0] >= least + low) and (high is None or reached[1] <= most + high)
+
+    wanted = {"all": (True, False), "whole": (True,), "edges": (False,)}[which]
+    return [i for i in numbers if inside(i, x, y, False) and inside(i, y, x, True) in wanted]
 
 
 def _sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from kitsune_jax.program.ir import Block, Instr, TileProgram
+from kitsune_jax.program.ir import WITHIN, Block, Instr, TileProgram
 from kitsune_jax.program.passes.flow import VIEWS
 from kitsune_jax.targets.cpu import pointwise, views
 from kitsune_jax.targets.cpu.bytecode import (
@@ -57,10 +57,10 @@ def _within(program: TileProgram, instr: Instr) -> tuple[int, ...]:
     bounds = instr.get("within")
     if bounds is None:
         return ()
-    axis, step, low, high = bounds
+    axis, step, low, high, which = bounds
     unbounded = math.prod(program.axes) + instr["count"] * step
     low, high = -unbounded if low is None else low, unbounded if high is None else high
-    return math.prod(program.axes[axis + 1 :]), program.axes[axis], step, low, high
+    return math.prod(program.axes[axis + 1 :]), program.axes[axis], step, low, high, WITHIN.index(which)
 
 
 def _written_at_once(stage: Stage, block: Block) -> list[int]:
