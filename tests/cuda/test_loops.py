@@ -14,7 +14,8 @@ from kitsune_jax.program.verify import verify
 from kitsune_jax.targets.cuda import kernel, tiles
 from kitsune_jax.targets.errors import CannotLower
 from tests.support.cuda_run import by_hand, kernel_cache, run_program
-from tests.support.programs import CASES, Case, cart_pole, lstm
+from tests.support.programs import CASES, Case, lstm
+from tests.support.simulators import cart_pole
 from tests.support.tiles import Tiles
 
 __all__ = ["kernel_cache"]  # a fixture
