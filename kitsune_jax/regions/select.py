@@ -25,7 +25,7 @@ from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import Pass, cuts_of
 from kitsune_jax.regions.recompute import recompute
-from kitsune_jax.streams import Region, Seed, Spread, spread
+from kitsune_jax.streams import Region, Seed, Spread, is_batched, spread
 from kitsune_jax.streams.propagate import Wiring
 
 # A pipeline has to be modelled at least this much faster than XLA: the model is not better than that.
@@ -338,7 +338,9 @@ class _Selector:
         for i in region.ops:
             if speedup > self.closest.get(i, 0.0):
                 self.closest[i], self.why[i] = speedup, text
-        return None, set(region.ops)
+        # Products of a batch may stream in another way, with keys and values that lie still.
+        batched = set() if region.space.batch else {i for i in region.ops if i != seed_op and is_batched(self.graph, i)}
+        return None, set(region.ops) - batched
 
     def _plan_of(self, region: Region) -> tuple[Plan | str, bool]:
         """The plan of ``region``, or why it has none; and whether this is the first time that it is asked for.
