@@ -64,11 +64,20 @@ class CpuCost(RegionCost):
         self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
 
     def tile_seconds(self, i: int, rows: int) -> float:
-        return self.seconds(self.cpu_work(i), rows)
+        return sum(count * self.seconds(work, rows) for work, count in self.kinds((i,)).items())
 
     def kinds(self, ops: Iterable[int]) -> dict[CpuWork, int]:
-        """How often each work occurs among ``ops``."""
-        return dict(collections.Counter(map(self.cpu_work, ops)))
+        """How often each work occurs among ``ops``, in the steps of loops as well."""
+        found: collections.Counter[CpuWork] = collections.Counter()
+        for i in ops:
+            op = self.graph.ops[i]
+            if op.body is None:
+                found[self.cpu_work(i)] += 1
+                continue
+            body = self.body(i)
+            for work, count in body.kinds(body.region.ops).items():
+                found[work] += op["length"] * count
+        return dict(found)
 
     def sink_bytes(self, ops: Iterable[int]) -> int:
         """Bytes of the accumulators of the sinks among ``ops``: double precision for sums of values, single for products, and as
@@ -234,8 +243,10 @@ class CpuCost(RegionCost):
         Such an array streams over its fastest dimension: neighbours of a row are a whole stride apart, and each element costs a
         line.
         """
-        elements = 0
+        elements, sliced = 0, self.sliced()
         for v in (*self.region.inputs, *self.outputs):
+            if v in sliced and self.labels.get(v, ((),))[-1] and self.row_size(v) == self.graph.values[v].shape[0]:
+                continue  # the rows of a slice lie together
             shape, labels = self.graph.values[v].shape, self.labels.get(v)
             if labels is None:
                 continue
@@ -270,7 +281,7 @@ class CpuCost(RegionCost):
         for k, i in enumerate(order):
             op = self.graph.ops[i]
             born(op.inputs)
-            most = max(most, total)
+            most = max(most, total + (self.body(i).live_row_bytes(self.body(i).region.ops) if op.body is not None else 0))
             dying = [*unread, *(v for v in op.inputs if last[v] == k)]
             if self.family(i) in ("pointwise", "convert"):
                 die(dying)
@@ -282,7 +293,12 @@ class CpuCost(RegionCost):
         return most
 
     def _takes_memory(self, v: int) -> bool:
-        return v in self.labels and not (v in self.producer and self._made_on_the_fly(v))
+        return v in self.labels and v not in self.sliced() and not (v in self.producer and self._made_on_the_fly(v))
+
+    def made_row_bytes(self) -> int:
+        """Bytes that the ops make of a row, in all steps of a loop."""
+        made = (v for i in self.region.ops if self.graph.ops[i].body is None for v in self.graph.ops[i].outputs)
+        return sum(self.row_bytes(v) for v in made if self.streamed(v)) + sum(n * body.made_row_bytes() for n, body in self.loops())
 
     def _made_on_the_fly(self, v: int) -> bool:
         i = self.producer[v]

@@ -93,11 +93,12 @@ def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float) -> f
 def _pack_seconds(cost: CpuCost) -> float:
     """Worker-seconds in which weights are read and written once per call on their way into the micro-kernels' layout."""
     machine, ops = cost.machine, cost.region.ops
+    seconds = sum(_pack_seconds(body) for _, body in cost.loops())  # of constants: once, in front of the first step
     size = 2 * cost.stationary_bytes(ops)
     level = "l2" if size <= machine.local_bytes else "l3" if size <= machine.shared_bytes else "dram"
     packed = set()
     # A bias or a gain is laid out before the first tile as well: about half of what a small weight takes.
-    seconds = 0.5 * cost.times["call/layer"] * len(cost.stationary_inputs(ops))
+    seconds += 0.5 * cost.times["call/layer"] * len(cost.stationary_inputs(ops))
     for i in ops:
         work, op = cost.work(i), cost.graph.ops[i]
         if i in cost.sinks:

@@ -35,7 +35,7 @@ class TileModel:
         self.live = max(1, cost.live_row_bytes(ops))
         self.weights = cost.stationary_bytes(ops)
         self.sinks = cost.sink_bytes(ops)
-        self._made = sum(cost.row_bytes(v) for i in ops for v in cost.graph.ops[i].outputs if cost.streamed(v))
+        self._made = cost.made_row_bytes()
 
     def seconds(self, rows: int) -> float:
         """One tile on one worker: its ops one after the other."""

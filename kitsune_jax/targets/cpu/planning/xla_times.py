@@ -8,7 +8,7 @@ what it reads and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
@@ -29,9 +29,17 @@ _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 def baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
     kernels = kernels_of(cost)
+    seconds, moved = _kernels_seconds(cost, kernels)
+    for steps, body in cost.loops():
+        each, bytes_each = _kernels_seconds(body, kernels_of(body))
+        seconds += steps * (each + cost.times["xla/while"])
+        moved += steps * bytes_each
+    return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost, cost.machine.fault_bandwidth), moved
+
+
+def _kernels_seconds(cost: CpuCost, kernels: Sequence[Kernel]) -> tuple[float, int]:
     moved = [k.moved(cost) for k in kernels]
-    seconds = sum(_kernel_seconds(cost, k, n) for k, n in zip(kernels, moved, strict=True))
-    return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost, cost.machine.fault_bandwidth), sum(moved)
+    return sum(_kernel_seconds(cost, k, n) for k, n in zip(kernels, moved, strict=True)), sum(moved)
 
 
 def output_fault_seconds(cost: CpuCost, bandwidth: float) -> float:
