@@ -104,7 +104,7 @@ class RegionCost(abc.ABC):
     ``absorbed(i)``: a bias, a ReLU or a part of another activation that the matmul before it applies to its accumulators, so a
     pipeline does not pay for it. ``access(i)``: what it reads or folds by streamed indices, if it does. ``tables``: the stationary
     values that are read by rows only; they are never laid out for the call, and may be of any size. ``order``: the indices
-    (a graph value) in whose order the rows stream. ``body(i)``: the costs of a loop's body, for a step.
+    (a graph value) in whose order the rows stream.
     """
 
     def __init__(self, graph: Graph, region: Region, machine: Machine, order: int | None = None):
@@ -121,7 +121,7 @@ class RegionCost(abc.ABC):
         self.tables = frozenset(v for v in region.inputs if v not in self.labels and self._is_table(v))
         self.access = functools.lru_cache(maxsize=None)(self._access)
         self.work = functools.lru_cache(maxsize=None)(self._work)
-        self.body = functools.lru_cache(maxsize=None)(self._body)
+        self._bodies: dict[int, Self] = {}
         self.is_maker = functools.lru_cache(maxsize=None)(self._is_maker)
         self.row_size = functools.lru_cache(maxsize=None)(self._row_size)
         self.row_bytes = functools.lru_cache(maxsize=None)(self._row_bytes)
@@ -130,6 +130,12 @@ class RegionCost(abc.ABC):
     @abc.abstractmethod
     def tile_seconds(self, i: int, rows: int) -> float:
         """Seconds of op ``i`` on one tile of ``rows`` rows, on one worker."""
+
+    def body(self, i: int) -> Self:
+        """The costs of the body of loop ``i``, for a step."""
+        if i not in self._bodies:
+            self._bodies[i] = self._body(i)
+        return self._bodies[i]
 
     def _body(self, i: int) -> Self:
         op = self.graph.ops[i]
@@ -147,11 +153,12 @@ class RegionCost(abc.ABC):
         )
         return type(self)(body, region, self.machine)
 
-    def loops(self) -> Iterator[tuple[int, Self]]:
-        """(steps, costs of the body) of each loop of the region."""
+    def loops(self) -> Iterator[tuple[int, frozenset[int], Self]]:
+        """(steps, the constants as values of the body, costs of the body) of each loop of the region."""
         for i in self.region.ops:
-            if self.graph.ops[i].body is not None:
-                yield self.graph.ops[i]["length"], self.body(i)
+            op = self.graph.ops[i]
+            if op.body is not None:
+                yield op["length"], frozenset(parts(op).in_consts), self.body(i)
 
     def sliced(self) -> frozenset[int]:
         """Values of which a loop of the region takes or makes a slice in every step, as they lie in memory."""

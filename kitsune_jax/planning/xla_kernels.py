@@ -40,7 +40,13 @@ def kernels_of(cost: RegionCost) -> list[Kernel]:
     """The kernels, in order, each rooted at a value that is written to memory."""
     written = _written(cost)
     while True:
-        kernels = [_kernel(cost, v, written) for i in cost.region.ops if cost.family(i) != "loop" for v in cost.graph.ops[i].outputs if v in written]
+        kernels = [
+            _kernel(cost, v, written)
+            for i in cost.region.ops
+            if cost.family(i) != "loop"
+            for v in cost.graph.ops[i].outputs
+            if v in written
+        ]
         again = _expensive_twice(cost, kernels)
         if not again:
             break

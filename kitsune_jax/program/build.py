@@ -176,7 +176,9 @@ class _Builder:
 
     def _operands(self, stage: _Stage, op: Op, i: int) -> tuple[LocalOp, list[int]]:
         """The rows-first form of an op of the table, and its operands."""
-        local = OPS[op.kind].local(op, [stage.dims(v) for v in op.inputs], stage.dims(op.outputs[0]))
+        local = LocalOp(op.kind, op.params)  # of what is the same for all rows
+        if any(v in stage.labels for v in (*op.inputs, *op.outputs)):
+            local = OPS[op.kind].local(op, [stage.dims(v) for v in op.inputs], stage.dims(op.outputs[0]))
         inputs = [self._read(stage, v) for v in op.inputs]
         if local.squeeze is not None:
             inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)

@@ -18,6 +18,7 @@ from kitsune_jax.streams import Region, Seed, Spread
 from kitsune_jax.streams.propagate import relations_of
 from kitsune_jax.streams.space import StreamSpace
 
+_SAME = "one of its results is the same for all rows of a stream"
 _MAKERS = frozenset({"broadcast_in_dim", "iota"})
 
 
@@ -27,7 +28,8 @@ def loop_regions(
     """The regions that loop ``i`` may be, or why a stream does not go through it. ``free``: ops that no region has."""
     graph = index.graph
     p = parts(graph.ops[i])
-    members = {i, *(m for v in (*p.consts, *p.initial) if (m := index.producers.get(v)) in free and _makes(graph, m))}
+    makers = (index.producers.get(v) for v in (*p.consts, *p.initial))
+    members = {i, *(m for m in makers if m is not None and m in free and _makes(graph, m))}
     seen: set[Region] = set()
     for seed in _seeds(graph, i):
         sp = spread(seed, members)
@@ -36,7 +38,8 @@ def loop_regions(
         for region in regions_of(index, sp, order):
             if i in region.ops and region.outputs and region not in seen:
                 seen.add(region)
-                yield region
+                labels = region.label_of()
+                yield region if all(v in labels for v in region.outputs) else _SAME
     yield _one_row(index, i)
 
 
@@ -68,11 +71,13 @@ def _seeds(graph: Graph, i: int) -> Iterator[Seed]:
 _MOST = 8  # seeds that are tried
 
 
-def _one_row(index: GraphIndex, i: int) -> Region:
+def _one_row(index: GraphIndex, i: int) -> Region | str:
     graph, op = index.graph, index.graph.ops[i]
     p = parts(op)
     results = set(graph.outputs)
     labelled = [v for v in (*p.initial, *p.xs, *op.outputs) if graph.values[v].literal is None and v not in p.consts]
+    if not set(labelled).intersection(op.inputs):
+        return "it computes the same whatever the arguments are"
     return Region(
         space=StreamSpace(()),
         ops=(i,),

@@ -168,7 +168,7 @@ class _Selector:
             self.free.difference_update(best.region.ops)
 
     def _best_loop(self, i: int) -> Chosen | None:
-        """The region of loop ``i`` that gains most, if one does."""
+        """The region of loop ``i`` that gains most, if one does; with ``force`` the most promising one that has a plan."""
         why = self.supports(i)
         best: Chosen | None = None
         found: list[Region | str] = [why] if why else list(loop_regions(self.index, i, self.free, self.order, self._spread))
@@ -178,7 +178,9 @@ class _Selector:
                 self.why.setdefault(i, f"{_OWN_BODY}: {plan}")
                 continue
             assert not isinstance(region, str)
-            if self.force or _pays(plan):
+            if self.force:
+                return Chosen.of([(region, plan)])
+            if _pays(plan):
                 candidate = Chosen.of([(region, plan)])
                 if best is None or self._gain(candidate) > self._gain(best):
                     best = candidate

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.online import ONLINE
@@ -211,6 +211,37 @@ class CpuCost(RegionCost):
         each = sum(known.vector(kind, work.dtype) for kind in ("is_finite", "select_n", "sub", "exp")) + 3 * known.edge(work.dtype)
         return runs + work.scores * each + work.elements * (known.vector("mul", work.dtype) + 2 * known.edge(work.dtype))
 
+    def pack_seconds(self, of: Container[int] | None = None) -> float:
+        """Seconds of one worker in which the weights of products, or those among ``of``, are packed."""
+        machine, ops = self.machine, self.region.ops
+        size = 2 * self.stationary_bytes(ops)
+        level = "l2" if size <= machine.local_bytes else "l3" if size <= machine.shared_bytes else "dram"
+        packed: set[object] = set()
+        seconds = 0.0
+        for i in ops:
+            work, op = self.work(i), self.graph.ops[i]
+            if work.dot is None or i in self.sinks:
+                continue
+            weight = next((v for v in op.inputs if v not in self.labels), -1)
+            once = (weight, op["lhs_contract"], op["rhs_contract"])
+            if once in packed or of is not None and weight not in of:
+                continue
+            packed.add(once)
+            seconds += self.times["call/layer"]
+            way = self.products[0] if work.dot.dtype == "bfloat16" else "widened"
+            elements = work.dot.batch * work.dot.k * work.dot.n
+            contract = op["rhs_contract" if weight == op.inputs[1] else "lhs_contract"]
+            transposed = len(self.graph.values[weight].shape) - 1 in contract
+            seconds += elements * self.times.pack(work.dot.dtype, way, transposed, level)
+        return seconds
+
+    def repack_seconds(self) -> float:
+        """Seconds for each tile in which a worker packs weights that steps of loops take slices of, or make."""
+        return sum(
+            steps * (body.pack_seconds() - body.pack_seconds(constants) + body.repack_seconds())
+            for steps, constants, body in self.loops()
+        )
+
     @functools.cached_property
     def products(self) -> tuple[str, str]:
         """How bfloat16 operands are multiplied fastest: in products with weights, and in weight gradients (``PRODUCTS``)."""
@@ -306,7 +337,7 @@ class CpuCost(RegionCost):
     def made_row_bytes(self) -> int:
         """Bytes that the ops make of a row, in all steps of a loop."""
         made = (v for i in self.region.ops if self.graph.ops[i].body is None for v in self.graph.ops[i].outputs)
-        return sum(self.row_bytes(v) for v in made if self.streamed(v)) + sum(n * body.made_row_bytes() for n, body in self.loops())
+        return sum(self.row_bytes(v) for v in made if self.streamed(v)) + sum(n * b.made_row_bytes() for n, _, b in self.loops())
 
     def _made_on_the_fly(self, v: int) -> bool:
         i = self.producer[v]
