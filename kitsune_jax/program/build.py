@@ -184,7 +184,20 @@ class _Builder:
             inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
         if local.swap:
             inputs.reverse()
+        if OPS[op.kind].family == "pointwise":  # in a stream of one row, a scalar may be a tile
+            shape = row_shape(stage.graph.values[op.outputs[0]].shape, stage.labels.get(op.outputs[0]))
+            inputs = [self._along(stage, v, shape, i) if self.values[v].tile else v for v in inputs]
         return local, inputs
+
+    def _along(self, stage: _Stage, x: int, shape: tuple[int, ...], op: int) -> int:
+        """The tile ``x``, repeated along a row of ``shape`` where it has one element for each row."""
+        have = self.values[x]
+        if have.shape == shape:
+            return x
+        new = self._new(TileType(True, shape, have.dtype))
+        params = make_params(shape=self.values[new].rows_first, dims=(0,))
+        stage.body.append(Instr("broadcast_in_dim", (x,), (new,), params, op))
+        return new
 
     def _add(self, stage: _Stage, op: Op, local: LocalOp, inputs: list[int], i: int) -> int:
         """Append the rows-first form of an op. Returns the graph value that it makes."""
