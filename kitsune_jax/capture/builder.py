@@ -18,7 +18,7 @@ from kitsune_jax.capture.captured import Captured, Step, pruned
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
 from kitsune_jax.ops.spec import DTYPES, is_float, name_of
-from kitsune_jax.ops.verify import result
+from kitsune_jax.ops.verify import result, verify_op
 from kitsune_jax.plain_text import printable
 
 
@@ -65,13 +65,19 @@ class Builder:
         op = self._op("opaque", inputs, step, reason, {})
         return self._append(dataclasses.replace(op, label=label or op.label), avals, step)
 
+    def loop(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, body: Graph, **params: Param) -> list[int]:
+        """Append a loop. Returns its results, which are of ``avals``. Raises ``ValueError`` where its body does not fit them."""
+        made = self._append(dataclasses.replace(self._op("scan", inputs, step, "", params), body=body), avals, step)
+        verify_op(self.ops[-1], self.values)
+        return made
+
     def _op(self, kind: str, inputs: Sequence[int], step: Step, reason: str, params: dict[str, Param]) -> Op:
         label = printable(_compat.called(step.origin.eqns[-1])) if step.origin.eqns else kind
         return Op(kind, tuple(inputs), (), make_params(**params), step.origin.source, printable(reason), label)
 
     def _append(self, op: Op, avals: Sequence[Any], step: Step) -> list[int]:
         outputs = [self.value(aval) for aval in avals]
-        op = Op(op.kind, op.inputs, tuple(outputs), op.params, op.source, op.reason, op.label)
+        op = Op(op.kind, op.inputs, tuple(outputs), op.params, op.source, op.reason, op.label, body=op.body)
         self.ops.append(op)
         self._makers.update(dict.fromkeys(outputs, op))
         self.steps.append(step)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder
 from kitsune_jax.capture.captured import Origin, Step
@@ -40,7 +38,7 @@ def unwrapped(builder: Builder, v: int) -> int:
     aval = builder.avals[v]
     if aval is None or not _compat.is_key(aval):
         return v
-    step = Step(Origin(), lambda keys: [jax.random.key_data(keys)])
+    step = Step(Origin(), lambda keys: [_compat.physical_array(keys)])
     return builder.opaque([v], [_compat.physical(aval)], step, _REASON, UNWRAP)[0]
 
 
@@ -51,7 +49,7 @@ def wrapped(builder: Builder, v: int, aval: Any) -> int:
     made = builder.maker(v)
     if made is not None and made.label == UNWRAP and builder.avals[made.inputs[0]] == aval:
         return made.inputs[0]
-    step = Step(Origin(), lambda x: [_compat.wrapped_like(x, aval)])
+    step = Step(Origin(), lambda x: [_compat.logical_like(x, aval)])
     return builder.opaque([v], [aval], step, _REASON, WRAP)[0]
 
 

@@ -74,7 +74,7 @@ def build_report(
         platform=platform,
         machine=machine,
         notes=tuple(notes),
-        flops=graph_flops(graph),
+        flops=graph_flops(graph) - sum(_flops(graph, i) for i, _ in rejected if graph.ops[i].body is not None),  # theirs counts it
     )
 
 
@@ -219,7 +219,8 @@ def _op_bytes(graph: Graph, i: int) -> int:
 
 
 def graph_flops(graph: Graph) -> int:
-    """Useful operations: multiply-adds of a matrix product twice, pointwise operators and reductions as the table counts them."""
+    """Useful operations: multiply-adds of a matrix product twice, pointwise operators and reductions as the table counts them, and
+    those of a loop in every step."""
     return sum(_flops(graph, i) for i in range(len(graph.ops)))
 
 
@@ -227,6 +228,8 @@ def _flops(graph: Graph, i: int) -> int:
     op = graph.ops[i]
     if op.kind == "opaque":
         return 0
+    if op.body is not None:
+        return op["length"] * graph_flops(op.body)
     spec, out = OPS[op.kind], graph.values[op.outputs[0]]
     if spec.family == "dot":
         return 2 * out.size * math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
