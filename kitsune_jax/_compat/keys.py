@@ -13,7 +13,7 @@ from kitsune_jax._compat.versions import core, prng
 
 
 def is_key(aval: Any) -> bool:
-    """Is it an array of typed keys (``jax.random.key``), or the type of one?"""
+    """Is it the type of an array of typed keys (``jax.random.key``)?"""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -23,14 +23,9 @@ def physical(aval: Any) -> Any:
     return core.physical_aval(aval) if is_key(aval) else aval
 
 
-def physical_array(x: Any) -> Any:
-    """``x``; of keys the array that they are."""
-    return jax.random.key_data(x) if is_key(x) else x
-
-
-def logical_like(x: Any, aval: Any) -> Any:
-    """``x`` as what has the type ``aval``: keys of the array that they are, anything else itself."""
-    return jax.random.wrap_key_data(x, impl=aval.dtype._impl.name) if is_key(aval) and not is_key(x) else x
+def wrapped_like(x: jax.Array, aval: Any) -> jax.Array:
+    """The keys of the type ``aval`` that the uint32 array ``x`` holds."""
+    return jax.random.wrap_key_data(x, impl=aval.dtype._impl.name)
 
 
 def random_jaxpr(eqn: Any) -> Any | None:

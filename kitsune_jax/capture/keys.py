@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from kitsune_jax import _compat
 from kitsune_jax.capture.builder import Builder
 from kitsune_jax.capture.captured import Origin, Step
@@ -38,7 +40,7 @@ def unwrapped(builder: Builder, v: int) -> int:
     aval = builder.avals[v]
     if aval is None or not _compat.is_key(aval):
         return v
-    step = Step(Origin(), lambda keys: [_compat.physical_array(keys)])
+    step = Step(Origin(), lambda keys: [plain(keys)])
     return builder.opaque([v], [_compat.physical(aval)], step, _REASON, UNWRAP)[0]
 
 
@@ -49,8 +51,18 @@ def wrapped(builder: Builder, v: int, aval: Any) -> int:
     made = builder.maker(v)
     if made is not None and made.label == UNWRAP and builder.avals[made.inputs[0]] == aval:
         return made.inputs[0]
-    step = Step(Origin(), lambda x: [_compat.logical_like(x, aval)])
+    step = Step(Origin(), lambda x: [typed(x, aval)])
     return builder.opaque([v], [aval], step, _REASON, WRAP)[0]
+
+
+def plain(x: Any) -> Any:
+    """The array (or tracer) of uint32 that ``x`` is if it is of keys, else ``x``."""
+    return jax.random.key_data(x) if x is not None and _compat.is_key(x) else x
+
+
+def typed(x: Any, aval: Any) -> Any:
+    """``x``, which is an array that no key is typed in, as one of type ``aval``."""
+    return _compat.wrapped_like(x, aval) if x is not None and _compat.is_key(aval) else x
 
 
 def params_of(eqn: Any) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kitsune_jax import _compat
+from kitsune_jax.capture import keys
 from kitsune_jax.capture.bodies import Bodies
 from kitsune_jax.capture.builder import Builder
 from kitsune_jax.capture.captured import Captured, Step
@@ -147,9 +148,10 @@ def _append(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, foun
         place.setdefault(v, k)
 
     def evaluate(*arrays: Any) -> list[Any]:
-        given = [arrays[place[v]] if v in place else None for v in ins]
-        whole = bodies.evaluate(*(_compat.logical_like(x, atom.aval) for x, atom in zip(given, eqn.invars, strict=True)))
-        return [_compat.physical_array(whole[k]) for k in results]
+        given = (arrays[place[v]] if v in place else None for v in ins)
+        typed = [keys.typed(x, atom.aval) for x, atom in zip(given, eqn.invars, strict=True)]
+        whole = bodies.evaluate(*typed)
+        return [keys.plain(whole[k]) for k in results]
 
     step = Step(bodies.origin, evaluate, prepare=bodies.prepare)
     avals = [_compat.physical(eqn.outvars[k].aval) for k in results]
