@@ -12,7 +12,8 @@ from kitsune_jax.targets.cuda.evaluation import Evaluation
 def lower(at: Evaluation, instrs: Sequence[Instr]) -> None:
     """Lowers ``instrs``. Raises ``CannotLower``."""
     around, at.instrs = at.instrs, tuple(instrs)
-    runs = {run.segments[0][0]: run for run in equal_layers.find(at.program, instrs)}
+    found = [] if at.facts.cuts.makers else equal_layers.find(at.program, instrs)
+    runs = {run.segments[0][0]: run for run in found}
     in_loops = {i for run in runs.values() for segment in run.segments for i in segment}
     for i in instrs:
         if i in runs:

@@ -161,7 +161,7 @@ def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
     pieces = tuple(math.prod(at.program.values[p].shape) for p in operands)
     n = math.prod(of_w.shape[d] for d in order)
     shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split, at.most_columns(operands))
-    return WeightRecipe(w, (*(b for _, b in pairs), *order), len(pairs), shape)
+    return WeightRecipe(w, (*(b for _, b in pairs), *order), len(pairs), shape, at.facts.cuts.of(at.program, w))
 
 
 def _pieces(at: Evaluation, x: int) -> list[int]:

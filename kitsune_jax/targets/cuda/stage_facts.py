@@ -11,7 +11,8 @@ from collections import Counter
 
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes.flow import is_other_name
-from kitsune_jax.targets.cuda import slabs, tiles
+from kitsune_jax.targets.cuda import cuts, slabs, tiles
+from kitsune_jax.targets.cuda.cuts import Cuts
 from kitsune_jax.targets.errors import CannotLower
 
 
@@ -22,7 +23,7 @@ class Facts:
     gradient, its operand, sum over the rows that is made of the operand's panel). ``slabs``: values that are shared out over CTAs.
     ``stacked``: a concatenation -> its parts, where their columns follow each other; ``only_multiplied``: those that only products
     for each row read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of.
-    ``picked``: a product for each row that only a ``take`` reads -> that ``take``.
+    ``picked``: a product for each row that only a ``take`` reads -> that ``take``. ``cuts``: weights that change from tile to tile.
     """
 
     program: TileProgram
@@ -36,6 +37,7 @@ class Facts:
     only_multiplied: frozenset[int]
     row_pieces: frozenset[int]
     picked: dict[int, Instr]
+    cuts: Cuts
 
     def only_store(self, v: int) -> Instr | None:
         """The ``store`` that alone reads ``v``."""
@@ -91,6 +93,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
         _only_multiplied(stacked, readers),
         frozenset(),
         _picked(program, body, readers),
+        cuts.find(program),
     )
     operands = [x for i in body if i.kind == "dot" for x in i.inputs]
     return dataclasses.replace(found, row_pieces=frozenset(p for x in operands for p in found.pieces_of(x)))
