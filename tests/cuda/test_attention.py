@@ -12,9 +12,12 @@ import re
 import numpy as np
 import pytest
 
+from kernel_checks import sass
+from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import kernel, tiles
+from kitsune_jax.targets.cuda import compile as compilers
+from kitsune_jax.targets.cuda import kernel, nvrtc, tiles
 from kitsune_jax.targets.errors import CannotLower
 from tests.support.cuda_run import by_hand, kernel_cache, run_program
 from tests.support.programs import Case, attention
@@ -71,6 +74,7 @@ def test_equal_inputs_give_equal_bits_under_every_schedule() -> None:
     [
         ("scores are read before the product is complete", r"_product\.complete<0,", "_product.complete<1,"),
         ("a block of keys is never brought", r"stream_weights\(weights, next, from0, (\d+), (\d+)\);", ""),
+        ("a lane never gives its turn", r"give_turn<kLanes>\(group\);", ""),
         ("every head reads the keys of the first", r"p\.weights0 \+ static_cast<i64>\(.*\) \*", "p.weights0 + 0 *"),
     ],
 )
@@ -86,6 +90,24 @@ def test_a_planted_bug_is_found(what: str, found: str, instead: str) -> None:
     with pytest.raises(Exception):  # noqa: B017  (of XLA, with what the emulator says)
         errors = case.errors(run_program(of(case), *operands, resident=False, lanes=2, change=change), operands)
         assert max(errors) < TOLERANCE["bfloat16"], errors
+
+
+@pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
+@pytest.mark.parametrize("dtype, dim, block", [("bfloat16", 128, 128), ("float32", 64, 64)])
+def test_the_machine_code_keeps_scores_and_result_in_registers(dtype: str, dim: int, block: int) -> None:
+    """Two lanes that take turns; no wgmma is serialised, nobody touches the registers of one in flight, and nothing is spilled."""
+    case = attention(16, 1, 4096, 4096, dim, dim, dtype, block=block, causal=True)
+    source = kernel.generate(of(case), by_hand(of(case), 900, 2, 132, resident=False), "test").source
+    made = compilers.cubin(source, "sm_90a", None)
+    assert not re.search(r"\(C7\d\d\d\)", made.log), made.log
+    used = nvrtc.resources(made.log, made.cubin)
+    assert (used.stack_bytes, used.spill_bytes) == (0, 0)
+    code = sass.disassemble(made.cubin, "kitsune_region")
+    paths = flow(code.instructions)
+    assert not in_flight(paths).hazards and not skipped(paths)
+    opcodes = [i.opcode for i in code.instructions]
+    assert sum(o.startswith("HGMMA") for o in opcodes) == (dim + block) // (16 if dtype == "bfloat16" else 8)
+    assert {"BAR.SYNC.DEFER_BLOCKING", "BAR.ARV"} <= set(opcodes)
 
 
 def test_weights_of_each_iteration() -> None:

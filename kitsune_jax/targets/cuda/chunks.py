@@ -59,6 +59,7 @@ class _Chunks:
         self.weights, self.resident, self.depth, self.overlap = weights, resident, depth, overlap
         self.state: dict[int, _State] = {}
         self.nodes: list[Node] = []
+        self.homes: Homes = {}  # of what the loop at hand reads
         self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
         self.loop = STRAIGHT  # the number of the loop around what is spelled out
         self.counter = itertools.count()
@@ -89,6 +90,7 @@ class _Chunks:
     def _evaluate(self, loop: ir.Evaluate) -> None:
         homes = dict(loop.homes)
         products = [_product(homes, v) for v in loop.products]
+        self.homes = homes
         self.nodes += _declarations(loop, homes)
         masks: dict[int, Ref] = {}
         cuts = _cuts(loop, homes, products)
@@ -157,6 +159,8 @@ class _Chunks:
             first = last
         state.done = done
         bias = p.bias and (*p.bias, sum(_blocks(p)[:chunk]))
+        if p.start is not None:
+            self._start(p, ref := _accumulators(p, chunk))
         # Of one operand at a time: a product waits for what it has fetched of one before it fetches the next.
         fragments = any(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
         ref = _accumulators(p, chunk)
@@ -173,9 +177,18 @@ class _Chunks:
                 chunk,
                 shape.k_chunks,
                 columns // 2 + fragments,
+                p.start is not None,
             )
         )
         state.issued += 1
+
+    def _start(self, p: Multiply, ref: Ref) -> None:
+        """What the product is added to, to its accumulators ``ref``."""
+        assert p.start is not None
+        keep = Keep(p.start, ref, "word", push=True)
+        loop = ir.Evaluate(p.shape.slab, (keep,), (), tuple(self.homes.items()))
+        self.nodes += _declarations(loop, self.homes)
+        self.nodes.append(_Blocks(loop, self.homes, 0, tiles.blocks(p.shape.slab), {}, self.counter).loop())
 
     def _check_weights(self, recipe: WeightRecipe) -> None:
         """The loader brings streamed weights in the order in which the stage takes them."""

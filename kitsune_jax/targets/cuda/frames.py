@@ -139,6 +139,8 @@ def _queues(at: Layout, s: int) -> list[Node]:
 def _finish(at: Layout, s: int) -> list[Node]:
     """Partial sums, each added up by whoever comes last of those that have one."""
     stage, found = at.stages[s], list[Node]()
+    if st.Turn("first") in stage.lowered.setup:
+        found.append(st.Turn("last"))
     if s in at.workspace.sinks_arrived:
         arrived = number("arrived", "sinks", at.workspace.sinks_arrived[s])
         shapes = [at.program.sinks[sink.ref.of].shape for sink in sinks_of(stage)]

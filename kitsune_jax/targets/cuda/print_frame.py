@@ -177,7 +177,7 @@ def _finish(at: Spelling, node: Node, part: str) -> list[str]:
             return [*lines, "}"]
         case frame.FinishGradients():
             return _finish_gradients(at, node, part)
-    return []
+    return print_stage.lines(at, [node])
 
 
 def _partial(at: Spelling, result: Result, const: str = "") -> str:
