@@ -2,6 +2,7 @@
 #include "run_vector.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace kitsune::cpu {
 namespace {
@@ -10,6 +11,16 @@ namespace {
 template <class T>
 void count_up(T* out, int64_t n, int64_t position, int64_t divisor, int64_t modulus) {
   int64_t rest = position % divisor, value = position / divisor % modulus;
+  if (divisor == 1) {  // as most are: in runs up to the next wrap
+    while (n > 0) {
+      const int64_t run = std::min(n, modulus - value);
+      const T first = static_cast<T>(value);
+      for (int64_t i = 0; i < run; ++i)
+        out[i] = static_cast<T>(std::is_integral_v<T> ? first + static_cast<T>(i) : static_cast<T>(value + i));
+      out += run, n -= run, value = 0;
+    }
+    return;
+  }
   for (int64_t i = 0; i < n; ++i) {
     out[i] = static_cast<T>(value);
     if (++rest == divisor) {

@@ -308,7 +308,7 @@ _TERNARY = (
 _QUATERNARY = (
     _quaternary("threefry2x32", _with_word(threefry.hashed), 77,
                 "(key 0, key 1, count 0, count 1) hashed; word: the first or the second of the result, or their xor", ("uint32",),
-                "threefry_{word}({0}, {1}, {2}, {3})", cpu="threefry_{word}", exact=True, jax=_threefry_by_jax,
+                "threefry_{word}({0}, {1}, {2}, {3})", cpu="threefry_{word}", exact=True, jax=_threefry_by_jax, like=("tanh", 25.0),
                 opcodes=tuple(f"threefry_{word}" for word in threefry.WORDS),
                 samples=lambda dtype: [{"word": word} for word in threefry.WORDS]),
 )  # fmt: skip
