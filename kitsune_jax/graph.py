@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 Scalar: TypeAlias = bool | int | float
 Param: TypeAlias = Any  # None, bool, int, float, str, or a (nested) tuple of those: whatever survives the JSON round trip
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Op:
 
     ``params`` is a name-sorted tuple of pairs. ``source`` is the user's line ("model.py:12 (mlp)"). ``reason`` says why an opaque
     op is opaque. ``label`` is the name the user would recognise (the JAX primitive's). ``code``: what an opaque op computes, in a
-    graph that stands alone.
+    graph that stands alone. ``body``: what a loop (kind ``"scan"``) computes in a step (``ops.loops``).
     """
 
     kind: str
@@ -72,6 +72,7 @@ class Op:
     reason: str = ""
     label: str = ""
     code: Code | None = None
+    body: Graph | None = None
 
     def __getitem__(self, name: str) -> Param:
         for key, value in self.params:
@@ -129,22 +130,26 @@ class Graph:
                 if v in defined:
                     raise ValueError(f"op {i} ({op.kind}) defines value {v} again")
                 defined.add(v)
+            if op.body is not None:
+                op.body.validate()
         for v in self.outputs:
             if v not in defined:
                 raise ValueError(f"graph output {v} is never defined")
 
     def to_json(self) -> str:
         """Stable text form; ``Graph.from_json`` gives back an equal graph (NaN literals excepted: NaN is not equal to itself)."""
-        return json.dumps(
-            {
-                "format": FORMAT_VERSION,
-                "values": [[list(v.shape), v.dtype, v.literal] for v in self.values],
-                "inputs": self.inputs,
-                "outputs": self.outputs,
-                "ops": [[o.kind, o.inputs, o.outputs, o.params, o.source, o.reason, o.label, _written(o.code)] for o in self.ops],
-            },
-            separators=(",", ":"),
-        )
+        return json.dumps({"format": FORMAT_VERSION, **self._parts()}, separators=(",", ":"))
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "values": [[list(v.shape), v.dtype, v.literal] for v in self.values],
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "ops": [
+                [o.kind, o.inputs, o.outputs, o.params, o.source, o.reason, o.label, _written(o.code), o.body and o.body._parts()]
+                for o in self.ops
+            ],
+        }
 
     @staticmethod
     def from_json(text: str) -> Graph:
@@ -152,17 +157,31 @@ class Graph:
         d = json.loads(text)
         if d.get("format") != FORMAT_VERSION:
             raise ValueError(f"graph format {d.get('format')!r} is not the supported {FORMAT_VERSION}")
-        graph = Graph(
+        graph = Graph._of_parts(d)
+        graph.validate()
+        return graph
+
+    @staticmethod
+    def _of_parts(d: Any) -> Graph:
+        return Graph(
             values=tuple(Value(tuple(s), dt, lit) for s, dt, lit in d["values"]),
             inputs=tuple(d["inputs"]),
             outputs=tuple(d["outputs"]),
             ops=tuple(
-                Op(k, tuple(i), tuple(o), tuple((n, _thaw(p)) for n, p in ps), src, why, label, _read(code))
-                for k, i, o, ps, src, why, label, code in d["ops"]
+                Op(
+                    k,
+                    tuple(i),
+                    tuple(o),
+                    tuple((n, _thaw(p)) for n, p in ps),
+                    src,
+                    why,
+                    label,
+                    _read(code),
+                    body and Graph._of_parts(body),
+                )
+                for k, i, o, ps, src, why, label, code, body in d["ops"]
             ),
         )
-        graph.validate()
-        return graph
 
     def __str__(self) -> str:
         def name(v: int) -> str:
@@ -174,6 +193,8 @@ class Graph:
             outs = ", ".join(f"%{v}:{self.values[v]}" for v in op.outputs)
             params = ", ".join(f"{k}={v}" for k, v in op.params)
             lines.append(f"  {outs} = {op.kind}({', '.join(map(name, op.inputs))}) {{{params}}}  # {op.source}")
+            if op.body is not None:
+                lines += [f"    {line}" for line in str(op.body).splitlines()]
         lines.append(f"  return {', '.join(map(name, self.outputs))}")
         return "\n".join(lines)
 

@@ -278,6 +278,9 @@ def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFuncti
     can = targets.get(target)
     captured = capture(jaxpr, rewrite=rewrite, parts=can.divides_gradients, online=can.sums_online)
     planned, nodes = settled(captured, target, options)
+    for node in nodes:
+        prepare = captured.steps[node].prepare if isinstance(node, int) else None
+        bodies.failures.extend(prepare() if prepare is not None else ())
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 
 

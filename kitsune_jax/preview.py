@@ -103,12 +103,16 @@ def _machine(target: str, device: str | None) -> tuple[str, str]:
 
 
 def flops_of(call_jaxpr: Any) -> int:
-    """Useful operations of ``call_jaxpr`` and of the bodies of its loops, each counted once."""
+    """Useful operations of ``call_jaxpr`` and of the bodies of its loops, once where the number of steps is unknown."""
     flops = 0
 
     def visit(jaxpr: Any) -> Any:
         nonlocal flops
-        flops += graph_flops(capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit).graph)
+        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit)
+        flops += graph_flops(captured.graph)
+        for op, step in zip(captured.graph.ops, captured.steps, strict=True):
+            if step.prepare is not None and op.body is None:
+                step.prepare()
         return jaxpr
 
     visit(call_jaxpr)

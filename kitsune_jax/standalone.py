@@ -39,10 +39,17 @@ _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 def captured_for(closed_jaxpr: Any, target: str, *, force: bool = False, strict: bool = False) -> tuple[Captured, list[Any]]:
     """``closed_jaxpr`` as its lowering for ``target`` sees it, with pipelines in the bodies of its loops, and its constants.
 
-    The constants are the values of the first inputs of the Graph. ``force``, ``strict``: as in ``as_function``.
+    The constants are the values of the first inputs of the Graph. A loop that is left to XLA is opaque: its body calls
+    the pipelines in it. ``force``, ``strict``: as in ``as_function``.
     """
     plan = lowering.planned_function(closed_jaxpr, Options(strict=strict, force=force), target)
-    return plan.captured, list(plan.consts)
+    graph, why = plan.captured.graph, dict(plan.routed.rejected)
+    ops = [
+        op if op.body is None or i not in why else dataclasses.replace(op, kind="opaque", params=(), body=None, reason=why[i])
+        for i, op in enumerate(graph.ops)
+    ]
+    captured = dataclasses.replace(plan.captured, graph=dataclasses.replace(graph, ops=tuple(ops)))
+    return captured, list(plan.consts)
 
 
 def write(captured: Captured, platforms: Sequence[str] = PLATFORMS) -> str:

@@ -211,7 +211,8 @@ void Checker::rows_of(const AccumulateAt& x) {
       reject(where, "the elements of a row of x are not dense");
   if (x.ordered && (p.order < 0 || x.x.ref.space != Space::kIn || product(x.index_extents) != 1))
     reject(where, "x is read in the order of the stream; it must be an input with one index for each row");
-  if (x.sorted && sink_stage[x.sink] >= 0) reject(where, "sink " + str(x.sink) + " with sorted indices is fed twice");
+  if (x.sorted && (sink_stage[x.sink] >= 0 || !counts.empty()))
+    reject(where, "sink " + str(x.sink) + " with sorted indices is fed twice");
   fold_into(x.sink, x.sorted ? Fold::kSegments : Fold::kRows);
   p.sinks[x.sink].rows = x.count;
 }

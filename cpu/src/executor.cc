@@ -38,7 +38,7 @@ void plan_sinks(Plan& plan, double ns) {
   constexpr int64_t kFewElements = 4096;
   for (const Sink& s : p.sinks) {
     const bool wide = s.fed == Fold::kValues || s.fed == Fold::kSegments || (s.fed == Fold::kRows && s.elements <= kFewElements);
-    plan.sinks.push_back({accumulator_type(s.how, s.dtype, wide), 0, -1});
+    plan.sinks.push_back({accumulator_type(s.how, s.dtype, wide), 0, 0});  // one that nothing is folded into is any stage's
   }
   for (size_t s = 0; s < p.stages.size(); ++s)
     for (const Instruction& i : p.stages[s].body) {

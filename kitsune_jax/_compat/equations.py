@@ -79,3 +79,11 @@ def bind_eqn(eqn: Any, vals: Sequence[Any], params: dict[str, Any] | None = None
     with user_context(eqn):
         outs = eqn.primitive.bind(*vals, **bind_params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a ``scan`` are constants, and how many are carries. The others are arrays with a slice for each step."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carries, _ = (len(list(part)) for part in eqn.params["ft_in"].unpack())
+    return consts, carries

@@ -6,6 +6,7 @@ of the table is valid when it is appended: its entry gives the shape and the dty
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from kitsune_jax.capture.captured import Captured, Step, pruned
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
 from kitsune_jax.ops.spec import DTYPES, is_float, name_of
-from kitsune_jax.ops.verify import result
+from kitsune_jax.ops.verify import result, verify_op
 from kitsune_jax.plain_text import printable
 
 
@@ -57,9 +58,18 @@ class Builder:
         same = (made.shape, made.dtype) == (like.shape, name_of(like.dtype))
         return self._append(op, [like if same else _compat.aval_like(like, made.shape, made.dtype)], step)[0]
 
-    def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str) -> list[int]:
-        """Append an op that the table does not know. Returns its results, which are of ``avals``."""
-        return self._append(self._op("opaque", inputs, step, reason, {}), avals, step)
+    def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str, label: str = "") -> list[int]:
+        """Append an op that the table does not know. Returns its results, which are of ``avals``. ``label``: instead of the
+        equation's.
+        """
+        op = self._op("opaque", inputs, step, reason, {})
+        return self._append(dataclasses.replace(op, label=label or op.label), avals, step)
+
+    def loop(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, body: Graph, **params: Param) -> list[int]:
+        """Append a loop. Returns its results, which are of ``avals``. Raises ``ValueError`` where its body does not fit them."""
+        made = self._append(dataclasses.replace(self._op("scan", inputs, step, "", params), body=body), avals, step)
+        verify_op(self.ops[-1], self.values)
+        return made
 
     def _op(self, kind: str, inputs: Sequence[int], step: Step, reason: str, params: dict[str, Param]) -> Op:
         label = printable(_compat.called(step.origin.eqns[-1])) if step.origin.eqns else kind
@@ -67,7 +77,7 @@ class Builder:
 
     def _append(self, op: Op, avals: Sequence[Any], step: Step) -> list[int]:
         outputs = [self.value(aval) for aval in avals]
-        op = Op(op.kind, op.inputs, tuple(outputs), op.params, op.source, op.reason, op.label)
+        op = Op(op.kind, op.inputs, tuple(outputs), op.params, op.source, op.reason, op.label, body=op.body)
         self.ops.append(op)
         self._makers.update(dict.fromkeys(outputs, op))
         self.steps.append(step)

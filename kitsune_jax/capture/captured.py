@@ -16,6 +16,7 @@ import jax
 from kitsune_jax import _compat
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph, Op, Param, Value, make_params
+from kitsune_jax.ops.loops import evaluate_jax
 from kitsune_jax.ops.table import OPS
 
 
@@ -55,11 +56,14 @@ class Step:
     """What stands beside an op of the Graph: its equation's origin and, for an opaque op, how JAX evaluates it.
 
     ``evaluate`` takes an array (or tracer) for each of the op's inputs and returns its results; a literal may be any array.
+    ``prepare``: to be called before ``evaluate`` of a loop or branch that is left to XLA: it puts pipelines into its bodies, and
+    returns what went wrong there.
     """
 
     origin: Origin = Origin()
     evaluate: Callable[..., Sequence[Any]] | None = None
     has_effects: bool = False
+    prepare: Callable[[], Sequence[Failure]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,6 +93,9 @@ class Captured:
         spec = OPS.get(op.kind)
         if spec is None:
             raise ValueError(f"{op.label} ({op.source or 'no source line'}) is opaque, and nothing says how to evaluate it")
+        if op.body is not None:
+            with step.origin.context():
+                return evaluate_jax(OPS, op, arrays)
         (made,) = op.outputs
         aval = self.avals[made]
         with step.origin.context():
@@ -116,7 +123,7 @@ def pruned(captured: Captured) -> Captured:
         return tuple([number[v] for v in ids])
 
     ops = [
-        Op(op.kind, renumber(op.inputs), renumber(op.outputs), op.params, op.source, op.reason, op.label, op.code)
+        Op(op.kind, renumber(op.inputs), renumber(op.outputs), op.params, op.source, op.reason, op.label, op.code, op.body)
         for op in (graph.ops[i] for i in kept)
     ]
     return dataclasses.replace(

@@ -7,24 +7,25 @@ gives; ops with effects keep their order; recomputation that ``jax.checkpoint`` 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.builder import Builder, scalar_of, value_of
+from kitsune_jax.capture import keys
+from kitsune_jax.capture.bodies import Bodies, Rewrite, failure
+from kitsune_jax.capture.builder import Builder, scalar_of
 from kitsune_jax.capture.captured import Captured, Origin, Step
-from kitsune_jax.capture.equation import bind_in_place
+from kitsune_jax.capture.equation import Equation
+from kitsune_jax.capture.loops import cheap, loop
 from kitsune_jax.capture.rewrites import ONLINE, PARTS, REWRITES, rewritten
 from kitsune_jax.capture.translate import translate
 from kitsune_jax.fallbacks import Failure
 
 __all__ = ["Captured", "capture"]
-
-Rewrite = Callable[[Any], Any]
 
 # Call-like primitives that are seen through, and the parameter that holds their body.
 _BODY = {
@@ -42,8 +43,8 @@ _BODY = {
 }
 _CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 _LOOPS = {
-    "scan": "a loop (scan): its body is pipelined on its own",
-    "while": "a loop (while): its body is pipelined on its own",
+    "scan": "a loop (scan): its body is pipelined on its own, because ",
+    "while": "a loop (while): its body is pipelined on its own, because ",
     "cond": "a branch (cond): its branches are pipelined on their own",
 }
 
@@ -53,16 +54,17 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = 
 
     Args:
       closed_jaxpr: a closed jaxpr whose constants have been hoisted into arguments.
-      rewrite: applied to the (closed) bodies of ``scan``, ``while`` and ``cond`` equations; it returns a jaxpr of the same type,
-        which takes the body's origin when the op runs. Bodies that hold constants are left alone.
+      rewrite: what ``Step.prepare`` applies to the (closed) bodies of a ``scan``, ``while`` or ``cond`` equation that is left to
+        XLA; it returns a jaxpr of the same type, which takes the body's place when the op runs. Bodies that hold constants are left
+        alone.
       parts: make weight gradients of concatenations part by part. (What is computed of such a gradient is then not computed of the
         result of a single op, so a target whose calls update parameters is better off without.)
       online: make the sums of a segment softmax online (``ops.online``), for a target that has code for that.
 
     Returns:
       ``Captured``; its graph's inputs and outputs are those of the jaxpr, in order. An op that nothing reads and that has no effect
-      is dropped. An equation, a loop's body or a rewrite that fails because of a bug in here costs only itself: the equation is
-      opaque, the body stays as it is, the rewrite is undone, and ``failures`` says so.
+      is dropped. An equation or a rewrite that fails because of a bug in here costs only itself: the equation is opaque, the
+      rewrite is undone, and ``failures`` says so.
 
     Raises:
       ValueError: ``closed_jaxpr`` has constants.
@@ -79,7 +81,8 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = 
     builder = Builder()
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
     walk = _Walk(builder, rewrite, [])
-    outputs = walk.jaxpr(jaxpr, (), inputs, Origin(()))
+    outputs = walk.jaxpr(jaxpr, (), [keys.unwrapped(builder, v) for v in inputs], Origin(()))
+    outputs = [keys.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
     return rewritten(captured, (*REWRITES, *((PARTS,) if parts else ()), *((ONLINE,) if online else ())))
@@ -87,9 +90,12 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
+    """``inside``: in the body of a loop."""
+
     builder: Builder
     rewrite: Rewrite | None
     failures: list[Failure]
+    inside: bool = False
 
     def jaxpr(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], around: Origin) -> list[int]:
         """Append ``jaxpr`` applied to values ``inputs``. Returns the value ids of its results."""
@@ -110,25 +116,24 @@ class _Walk:
         scalar = scalar_of(x)
         if scalar is not None and scalar[1] == str(getattr(aval, "dtype", "")):
             return self.builder.literal(*scalar)
+        if isinstance(x, np.ndarray) and x.size == 1 and (number := scalar_of(x.reshape(()))) is not None:
+            literal = self.builder.literal(*number)
+            return self.builder.add("broadcast_in_dim", [literal], Step(origin), aval, shape=aval.shape, dims=())
         step = Step(origin, lambda: [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)])
-        return self.builder.opaque((), [aval], step, "a constant array")[0]
+        return keys.unwrapped(self.builder, self.builder.opaque((), [aval], step, "a constant array")[0])
 
     def _equation(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         """Value ids of the equation's results, which are those of one opaque op where a rule fails."""
         mark = len(self.builder.ops)
         try:
             outs = self._translated(eqn, ins, origin)
-            self.builder.check(outs, [v.aval for v in eqn.outvars])
+            self.builder.check(outs, [_compat.physical(v.aval) for v in eqn.outvars])
             return outs
         except Exception as e:
             self.builder.cut(mark)
-            self._failed(e, eqn, origin)
+            self.failures.append(failure(e, eqn, origin))
             reason = f"{_compat.called(eqn)}: kitsune_jax failed on it, which is a bug of kitsune_jax ({type(e).__name__}: {e})"
             return self._opaque(eqn, ins, origin, reason)
-
-    def _failed(self, error: Exception, eqn: Any, origin: Origin, part: str = "") -> None:
-        line = origin.source
-        self.failures.append(Failure.of(error, part + _compat.called(eqn) + (f" ({line})" if line else "")))
 
     def _translated(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         name = eqn.primitive.name
@@ -139,8 +144,9 @@ class _Walk:
         if effects:
             return self._opaque(eqn, ins, origin, effects)
         if name in _LOOPS:
-            return self._opaque(eqn, ins, origin, _LOOPS[name])
-        expansion = _compat.expansion(eqn)
+            outs = self._branches(eqn, ins, origin) if name == "cond" else self._loop(eqn, ins, origin)
+            return self._opaque(eqn, ins, origin, _LOOPS[name] + outs) if isinstance(outs, str) else outs
+        expansion = _compat.expansion(eqn) or _compat.random_jaxpr(eqn)
         if expansion is not None:
             return self.jaxpr(*_compat.open_parts(expansion), ins, origin)
         outs = translate(self.builder, eqn, ins, origin)
@@ -159,7 +165,7 @@ class _Walk:
         if not eqn.params["differentiated"] or not any(marked):
             return ins
         behind = [v for v, m in zip(ins, marked, strict=True) if m]
-        avals = [a.aval for a, m in zip(eqn.invars, marked, strict=True) if m]
+        avals = [_compat.physical(a.aval) for a, m in zip(eqn.invars, marked, strict=True) if m]
 
         def evaluate(*arrays: Any) -> Sequence[Any]:
             with origin.context():
@@ -170,38 +176,41 @@ class _Walk:
         return [next(outs) if m else v for v, m in zip(ins, marked, strict=True)]
 
     def _opaque(self, eqn: Any, ins: list[int], origin: Origin, reason: str) -> list[int]:
-        params = self._rewritten(eqn, origin)
-        step = Step(origin, functools.partial(bind_in_place, eqn, origin, params), bool(_effects(eqn)))
-        return self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason)
+        bodies = Bodies(eqn, origin, self.rewrite if eqn.primitive.name in _LOOPS else None)
+        step = Step(origin, bodies.evaluate, bool(_effects(eqn)), bodies.prepare)
+        ins = [keys.wrapped(self.builder, v, atom.aval) for v, atom in zip(ins, eqn.invars, strict=True)]
+        outs = self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason)
+        return [keys.unwrapped(self.builder, v) for v in outs]
 
-    def _rewritten(self, eqn: Any, origin: Origin) -> dict[str, Any] | None:
-        """Parameters with rewritten bodies, or ``None`` where nothing changes. A body that cannot be rewritten stays as it is."""
-        rewrite = self.rewrite
-        if rewrite is None or eqn.primitive.name not in _LOOPS:
-            return None
+    def _loop(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
+        return loop(self.builder, eqn, ins, Bodies(eqn, origin, self.rewrite), lambda jaxpr: self._captured(jaxpr, origin))
 
-        def body(jaxpr: Any) -> Any:
-            if _compat.open_parts(jaxpr)[1]:
-                return jaxpr
-            try:
-                new = rewrite(jaxpr)
-                if _types(new) != _types(jaxpr):
-                    raise ValueError(f"a body of type {_types(jaxpr)} was rewritten to one of type {_types(new)}")
-                return new
-            except Exception as e:
-                self._failed(e, eqn, origin, "the body of ")
-                return jaxpr
+    def _captured(self, closed: Any, origin: Origin) -> Captured:
+        """The body of a loop or a branch inside one, as a Graph of its own."""
+        jaxpr, consts = _compat.open_parts(closed)
+        builder = Builder()
+        inputs = [builder.value(_compat.physical(v.aval)) for v in jaxpr.invars]
+        outputs = _Walk(builder, self.rewrite, self.failures, inside=True).jaxpr(jaxpr, consts, inputs, origin)
+        return rewritten(builder.finish(inputs, outputs))
 
-        def param(x: Any) -> Any:
-            if isinstance(x, tuple) and x and all(map(_compat.is_jaxpr, x)):
-                return tuple(map(body, x))
-            return body(x) if _compat.is_jaxpr(x) else x
-
-        return {k: param(v) for k, v in eqn.params.items()}
-
-
-def _types(jaxpr: Any) -> list[list[str]]:
-    return [[str(value_of(a)) for a in avals] for avals in (_compat.in_avals(jaxpr), _compat.out_avals(jaxpr))]
+    def _branches(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
+        """In a loop: all branches, if they are cheap, and a choice between their results; else the reason, "" for the usual one."""
+        branches = eqn.params["branches"]
+        if not self.inside or not all(cheap(self._captured(branch, origin)) for branch in branches):
+            return ""
+        index, *operands = ins
+        results = [self.jaxpr(*_compat.open_parts(branch), operands, origin) for branch in branches]
+        chosen = results[0]
+        for k, other in enumerate(results[1:], 1):
+            outs = []
+            for var, no, yes in zip(eqn.outvars, chosen, other, strict=True):
+                e = Equation(self.builder, eqn, ins, origin, {})
+                e.out = _compat.physical(var.aval)
+                e.out_shape, e.out_dtype = e.out.shape, str(e.out.dtype)
+                taken = e.op("ge", index, e.constant(k, e.dtype_of(index)))
+                outs.append(no if no == yes else e.op("select_n", taken, no, yes))
+            chosen = outs
+        return chosen
 
 
 def _effects(eqn: Any) -> str:

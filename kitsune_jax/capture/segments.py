@@ -39,7 +39,7 @@ class Segments:
         self._number: dict[int, int] = {}  # value -> the first value that is equal to it because it is computed in the same way
         first: dict[object, int] = {}
         for op in ops:
-            if op.kind == "opaque" or len(op.outputs) != 1:
+            if op.kind == "opaque" or op.body is not None:
                 continue
             key = op.kind, tuple(map(self._key, op.inputs)), op.params, values[op.outputs[0]].dtype
             self._number[op.outputs[0]] = first.setdefault(key, op.outputs[0])

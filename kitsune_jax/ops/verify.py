@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.ops.loops import check
 from kitsune_jax.ops.spec import DTYPES, INTEGERS
 from kitsune_jax.ops.table import OPS
 
@@ -34,6 +35,12 @@ def verify_op(op: Op, values: Sequence[Value]) -> None:
         return
     if op.kind not in OPS:
         raise ValueError(f"{op.kind} is not an op of the table")
+    if (OPS[op.kind].family == "loop") != (op.body is not None):
+        raise ValueError(f"{op.kind} has {'no' if op.body is None else 'a'} body")
+    if op.body is not None:
+        check(op, values)
+        verify(op.body)
+        return
     ins, outs = ([values[v] for v in ids] for ids in (op.inputs, op.outputs))
     if len(outs) != 1:
         raise ValueError(f"{op.kind} has {len(outs)} results")

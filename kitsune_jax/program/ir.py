@@ -28,7 +28,7 @@ Instruction kinds:
   extent ``n``, which holds at each i the sum of the elements whose index is i, and 0 where there is none. Indices below 0 or beyond
   n - 1 are dropped. The gradient of ``take``;
 * ``loop``: initial carries -> final carries, by running ``block`` ``count`` times; ``reverse``: the iterations' numbers count down.
-  There is no push, pop or sink inside;
+  There is no push or pop inside, nor a ``sink_at`` of sorted indices; a sink inside folds once for every iteration;
 * ``load_slice``: numbers of loops -> value: of input array ``array``, elements ``[i * step, i * step + size)`` of dimension
   ``dims[k]`` for the k-th number i, with ``steps[k]`` and ``sizes[k]``, and all others whole. These dimensions do not stream, and
   stay with extent ``size``. ``store_slice``: (value, numbers of loops) -> the same elements of output array ``array``. Where a size

@@ -25,8 +25,6 @@ from kitsune_jax.program.ir import SINKS, ArrayType, Block, Instr, Program, Tile
 from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.streams.space import dim_strides
 
-_NOT_IN_LOOPS = SINKS | {"push", "pop"}
-
 
 def verify(program: Program | TileProgram, *, lookahead: int = 1) -> None:
     """Raise ``ValueError`` where ``program`` breaks a rule of ``program.ir``. ``lookahead``: as in ``check_deadlock_free``.
@@ -158,7 +156,8 @@ class _Bodies:
                     self._loop(instr, visible, loops, here)
                 else:
                     need(instr.block is None, "only a loop has a block")
-                    need(not loops or instr.kind not in _NOT_IN_LOOPS, "it may not stand in a loop")
+                    again = instr.kind in ("push", "pop") or (instr.kind == "sink_at" and instr["sorted"])
+                    need(not loops or not again, "it may not stand in a loop")
                     self._one(instr, loops)
                 for v in instr.outputs:
                     _define(self.program, self.defined, v)

@@ -57,7 +57,8 @@ def isolated(graph: Graph, region: Region) -> Isolated:
         return tuple([number[v] for v in ids])
 
     own = tuple(
-        Op(op.kind, renumbered(op.inputs), renumbered(op.outputs), op.params, label=op.label) for op in (graph.ops[i] for i in ops)
+        Op(op.kind, renumbered(op.inputs), renumbered(op.outputs), op.params, label=op.label, body=op.body)
+        for op in (graph.ops[i] for i in ops)
     )
     return Isolated(
         Graph(tuple(graph.values[v] for v in values), renumbered(region.inputs), renumbered(region.outputs), own),

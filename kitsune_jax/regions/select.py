@@ -104,7 +104,7 @@ class _Selector:
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
         self.wiring = Wiring(graph)
-        self.free = {i for i in self.index.live if graph.ops[i].kind != "opaque"}
+        self.free = {i for i in self.index.live if graph.ops[i].kind != "opaque" and graph.ops[i].body is None}
         self.spreads = Spreads(self.index, self.order, self.free, lambda seed, barred: self._spread(seed, self.free, barred))
         self.plans: dict[Region, Plan | str] = {}
         self.asked: dict[int, tuple[Region, Plan | str]] = {}
@@ -358,6 +358,8 @@ class _Selector:
         op = self.graph.ops[i]
         if op.kind == "opaque":
             return op.reason or f"{op.label} is not an op the pipeline knows"
+        if op.body is not None:
+            return "a loop: its body is pipelined on its own"
         if i in self.why:
             return self.why[i]
         if not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs)):

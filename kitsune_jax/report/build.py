@@ -23,6 +23,8 @@ from kitsune_jax.streams.space import Region, row_shape
 
 # Views: they are read through and move nothing of their own, so they are not counted as operators, in or outside of a region.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})
+# Keys become the arrays that they are, or the other way round.
+_KEYS = frozenset({"random_unwrap", "random_wrap"})
 
 
 class Phase(Protocol):
@@ -72,7 +74,7 @@ def build_report(
         platform=platform,
         machine=machine,
         notes=tuple(notes),
-        flops=graph_flops(graph),
+        flops=graph_flops(graph) - sum(_flops(graph, i) for i, _ in rejected if graph.ops[i].body is not None),  # theirs counts it
     )
 
 
@@ -195,10 +197,16 @@ def _operators(graph: Graph, ops: Iterable[int]) -> tuple[int, ...]:
 def _is_view(graph: Graph, i: int) -> bool:
     """A view, or some rows of an argument: part of a weight, which lies in one piece."""
     op = graph.ops[i]
-    if op.kind != "slice" or op.inputs[0] not in graph.inputs:
+    if op.label in _KEYS:
+        return True
+    if op.kind != "slice" or op.inputs[0] not in graph.inputs and op.inputs[0] not in _arrays_of_keys(graph):
         return op.kind in _VIEWS
     cut = [d for d, n in enumerate(graph.values[op.inputs[0]].shape) if n != graph.values[op.outputs[0]].shape[d]]
     return cut in ([], [0]) and set(op["strides"] or (1,)) == {1}
+
+
+def _arrays_of_keys(graph: Graph) -> set[int]:
+    return {op.outputs[0] for op in graph.ops if op.label == "random_unwrap"}
 
 
 def _label(graph: Graph, i: int) -> str:
@@ -211,7 +219,8 @@ def _op_bytes(graph: Graph, i: int) -> int:
 
 
 def graph_flops(graph: Graph) -> int:
-    """Useful operations: multiply-adds of a matrix product twice, pointwise operators and reductions as the table counts them."""
+    """Useful operations: multiply-adds of a matrix product twice, pointwise operators and reductions as the table counts them, and
+    those of a loop in every step."""
     return sum(_flops(graph, i) for i in range(len(graph.ops)))
 
 
@@ -219,6 +228,8 @@ def _flops(graph: Graph, i: int) -> int:
     op = graph.ops[i]
     if op.kind == "opaque":
         return 0
+    if op.body is not None:
+        return op["length"] * graph_flops(op.body)
     spec, out = OPS[op.kind], graph.values[op.outputs[0]]
     if spec.family == "dot":
         return 2 * out.size * math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])

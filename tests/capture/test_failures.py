@@ -105,8 +105,9 @@ def test_a_body_that_cannot_be_rewritten_stays_as_it_is(rewrite: Any) -> None:
         return lax.cond(y[0, 0] > 0, jnp.sin, jnp.cos, y * 2)
 
     c = captured(f, X, rewrite=rewrite)
-    assert [failure.part.split(" (")[0] for failure in c.failures] == ["the body of scan", "the body of cond", "the body of cond"]
-    assert "opaque" in [op.kind for op in c.graph.ops] and "mul" in [op.kind for op in c.graph.ops]
+    failures = [failure for step in c.steps if step.prepare is not None for failure in step.prepare()]
+    assert [failure.part.split(" (")[0] for failure in failures] == ["the body of scan", "the body of cond", "the body of cond"]
+    assert {"scan", "opaque", "mul"} <= {op.kind for op in c.graph.ops}
     check_values(c, f, X)
 
 
@@ -170,7 +171,7 @@ WRONG = {
 
 
 def test_every_family_of_the_table_has_a_shape_rule() -> None:
-    assert set(SHAPE_RULES) == {spec.family for spec in OPS.values()}
+    assert set(SHAPE_RULES) == {spec.family for spec in OPS.values()} - {"loop"}  # has several results
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -17,7 +17,7 @@ from tests.support.bytecode_sim import simulate
 from tests.support.irregular import IRREGULAR, ordered_segments
 from tests.support.lowered import plain
 from tests.support.online import ONLINE_CASES
-from tests.support.programs import CASES, Case, attention, gathered_inside, interaction, lstm, nested, segments
+from tests.support.programs import CASES, Case, attention, gathered_inside, interaction, lstm, lstm_backward, nested, segments
 from tests.support.tiles import Tiles
 
 _cpu = pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
@@ -85,6 +85,9 @@ AWKWARD: dict[str, Callable[[], Case]] = {
        for d in ("float16", "bfloat16", "float32") for q, k in ((1, 1), (13, 50), (50, 13), (33, 64))},
     **{f"lstm_{d}_{hidden}": lambda d=d, hidden=hidden: lstm(rows=19, steps=9, features=3, hidden=hidden, dtype=d, tile_rows=8)
        for d in ("float16", "bfloat16", "float32") for hidden in (1, 16, 33)},
+    **{f"lstm_backward_{d}_{hidden}": lambda d=d, hidden=hidden: lstm_backward(19, 9, 3, hidden, d, tile_rows=8)
+       for d in ("float16", "bfloat16", "float32") for hidden in (1, 16, 33)},
+    "lstm_backward_one_row": lambda: lstm_backward(rows=1),
     "nested_float16": lambda: nested(dtype="float16"),
     "nested_wide": lambda: nested(rows=9, k=64, n=34, block=16),
     **{f"interaction_{d}": lambda d=d: interaction(rows=17, features=9, dim=20, dtype=d) for d in ("float16", "float32")},
@@ -110,7 +113,7 @@ def test_through_jax(name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", _cpu.available_isas())
-@pytest.mark.parametrize("name", ["segment_max", "attention_bfloat16", "lstm_reverse", "interaction_bfloat16"])
+@pytest.mark.parametrize("name", ["segment_max", "attention_bfloat16", "lstm_reverse", "lstm_backward", "interaction_bfloat16"])
 def test_every_kernel_table(name: str, isa: str) -> None:
     before = _cpu.isa()
     assert _cpu.set_isa(isa)

@@ -16,7 +16,7 @@ from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.program.verify import verify
 from tests.support.irregular import IRREGULAR, ordered_segments, selections
 from tests.support.online import ONLINE_CASES, online_sums
-from tests.support.programs import CASES, Case, attention, lstm, segments
+from tests.support.programs import CASES, Case, attention, lstm, lstm_backward, segments
 from tests.support.tiles import Tiles
 
 PROGRAMS = {**CASES, **IRREGULAR, **ONLINE_CASES}
@@ -64,6 +64,12 @@ def test_attention_at_any_shape(heads, queries, keys, dim, block, tile_rows, cau
 @given(small, st.integers(0, 6), small, small, st.booleans(), small, small)
 def test_a_recurrence_at_any_shape(rows, steps, features, hidden, reverse, tile_rows, seed):
     agrees(lstm(rows, steps, features, hidden, reverse=reverse, tile_rows=tile_rows), seed)
+
+
+@settings(max_examples=20, deadline=None)
+@given(small, st.integers(0, 4), small, small, small, small)
+def test_a_recurrences_gradient_at_any_shape(rows, steps, features, hidden, tile_rows, seed):
+    agrees(lstm_backward(rows, steps, features, hidden, tile_rows=tile_rows), seed)
 
 
 @settings(max_examples=30, deadline=None)

@@ -122,8 +122,9 @@ def an_array_that_there_is_not(data: st.DataObject, p: TileProgram) -> TileProgr
     return instead(p, instr, changed(instr, array=99))
 
 
-def a_sink_in_a_loop(data: st.DataObject, p: TileProgram) -> TileProgram:
-    sink = pick(data, p, *SINKS, "push", "pop")
+def a_queue_in_a_loop(data: st.DataObject, p: TileProgram) -> TileProgram:
+    sink = pick(data, p, "sink_at", "push", "pop")
+    assume(sink.get("sorted", True))
     new, inner = len(p.values), Block(len(p.values), (), (sink,), ())
     p = dataclasses.replace(p, values=(*p.values, TileType(False, (), "int32")))
     assert new == inner.index
@@ -184,7 +185,7 @@ def batch_axes_that_tiles_need(data: st.DataObject, p: TileProgram) -> TileProgr
 
 MUTATIONS = (
     another_shape, a_missing_instruction, an_instruction_twice, a_use_before_the_definition, a_value_of_a_loop_outside,
-    one_iteration_more, a_carry_of_another_type, a_carry_too_few, a_computed_number, an_array_that_there_is_not, a_sink_in_a_loop,
+    one_iteration_more, a_carry_of_another_type, a_carry_too_few, a_computed_number, an_array_that_there_is_not, a_queue_in_a_loop,
     work_across_the_rows, a_parameter_too_few, a_shallow_queue, another_queue, another_entry, a_shorter_array,
     batch_axes_that_tiles_need,
 )  # fmt: skip

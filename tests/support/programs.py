@@ -217,6 +217,89 @@ def lstm(
     return Case(Program.of(t.program()), operands, reference)
 
 
+def lstm_backward(
+    rows: int = 37, steps: int = 5, features: int = 6, hidden: int = 7, dtype: str = "float32", *, tile_rows: int = 16, n: int = 9
+) -> Case:
+    """The gradient of ``lstm`` through time: a reverse loop that carries dh and dc, stores dx, and adds up the gradients of the
+    weights, of the bias and of a table of ``n`` rows, from which the sequences were taken by indices of -1 to n, once per step.
+    """
+    t = Tiles((rows,), tile_rows)
+    streams = ((), (0,), ())
+    xs, before = (t.input((steps, rows, k), dtype, streams) for k in (features, hidden))
+    gates = t.input((steps, rows, 4 * hidden), dtype, streams)  # i, f, g, o, activated
+    cells, cells_before = (t.input((steps, rows, hidden), "float32", streams) for _ in range(2))
+    cotangents = t.input((steps, rows, hidden), dtype, streams)
+    ids = t.input((steps, rows), "int32", ((), (0,)))
+    w, u = t.load((4 * hidden, features), dtype), t.load((4 * hidden, hidden), dtype)  # transposed
+    initial = t.load((rows, hidden), "float32", ((0,), ())), t.load((rows, hidden), "float32", ((0,), ()))
+    dxs = t.output((steps, rows, features), "float32", streams)
+    one = t.broadcast(t.literal(1.0), (hidden,), ())
+
+    def wide(x: int) -> int:
+        return x if t.values[x].dtype == "float32" else t.op("convert_element_type", x, dtype="float32", new_dtype="float32")
+
+    def slope(a: int, by: int) -> int:
+        """``by`` times a (1 - a), the slope of a logistic function whose value is ``a``."""
+        return t.op("mul", by, t.op("mul", a, t.op("sub", one, a)))
+
+    with t.loop(steps, *initial, reverse=True) as loop:
+
+        def here(array: int) -> int:
+            return t.reshape(t.load_slice(array, (loop.index, 0, 1, 1)), t.inputs[array].loaded.shape[1:])
+
+        activated = wide(here(gates))
+        i, f, g, o = (
+            t.op("slice", activated, shape=(hidden,), start=(0, k * hidden), limit=(ROWS, (k + 1) * hidden), strides=(1, 1))
+            for k in range(4)
+        )
+        dh = t.op("add", loop.carries[0], wide(here(cotangents)))
+        tanh = t.op("tanh", here(cells))
+        kept = t.op("sub", one, t.op("mul", tanh, tanh))
+        dc = t.op("add", loop.carries[1], t.op("mul", t.op("mul", dh, o), kept))
+        d_g = t.op("mul", t.op("mul", dc, i), t.op("sub", one, t.op("mul", g, g)))
+        d_f, d_i = slope(f, t.op("mul", dc, here(cells_before))), slope(i, t.op("mul", dc, g))
+        dz = t.concat(d_i, d_f, d_g, slope(o, t.op("mul", dh, tanh)), dimension=1)
+        t.sink(dz, "sum", (0,))
+        dz = dz if dtype == "float32" else t.op("convert_element_type", dz, dtype=dtype, new_dtype=dtype)
+        t.matmul_sink(here(xs), dz)
+        t.matmul_sink(here(before), dz)
+        dx = t.matmul(dz, w, None, "float32")
+        t.sink_at(dx, here(ids), "sum", n)
+        t.store_slice(t.reshape(dx, (1, features)), dxs, (loop.index, 0, 1, 1))
+        loop.next(t.matmul(dz, u, None, "float32"), t.op("mul", dc, f))
+    t.store(loop.results[0], (rows, hidden), ((0,), ()))
+    t.store(loop.results[1], (rows, hidden), ((0,), ()))
+
+    def operands(rng: np.random.Generator) -> list[Array]:
+        shapes = [(steps, rows, features), (steps, rows, hidden)]
+        x, h, ct = (_normal(rng, dtype, *s) for s in (*shapes, shapes[1]))
+        cells = [_normal(rng, "float32", *shapes[1]) for _ in range(2)]
+        z, gates_shape = rng.standard_normal((steps, rows, 4, hidden)), (steps, rows, 4 * hidden)
+        z = np.where((np.arange(4) == 2)[:, None], np.tanh(z), _logistic(z)).astype(np.dtype(dtype)).reshape(gates_shape)
+        weights = [(0.3 * _normal(rng, "float32", 4 * hidden, k)).astype(np.dtype(dtype)) for k in (features, hidden)]
+        index = rng.integers(-1, n + 1, (steps, rows)).astype(np.int32)
+        return [x, h, z, *cells, ct, index, *weights, *(_normal(rng, "float32", rows, hidden) for _ in range(2))]
+
+    def reference(xs, before, gates, cells, cells_before, cotangents, ids, w, u, dh, dc) -> list[Array]:
+        sums = [np.zeros(4 * hidden), np.zeros((features, 4 * hidden)), np.zeros((hidden, 4 * hidden)), np.zeros((n, features))]
+        dxs = np.zeros((steps, rows, features))
+        for s in reversed(range(steps)):
+            i, f, g, o = np.split(gates[s], 4, axis=1)
+            dh, tanh = dh + cotangents[s], np.tanh(cells[s])
+            dc = dc + dh * o * (1 - tanh**2)
+            d_i, d_f, d_o = dc * g * i * (1 - i), dc * cells_before[s] * f * (1 - f), dh * tanh * o * (1 - o)
+            dz = np.concatenate([d_i, d_f, dc * i * (1 - g**2), d_o], axis=1)
+            for total, part in zip(sums, (dz.sum(0), xs[s].T @ dz, before[s].T @ dz), strict=False):
+                total += part
+            dxs[s] = dz @ w
+            inside = (ids[s] >= 0) & (ids[s] < n)
+            np.add.at(sums[3], ids[s][inside], dxs[s][inside])
+            dh, dc = dz @ u, dc * f
+        return [dxs, *sums, dh, dc]
+
+    return Case(Program.of(t.program()), operands, reference)
+
+
 def _logistic(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
@@ -294,6 +377,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "lstm_bfloat16": lambda: lstm(dtype="bfloat16"),
     "lstm_no_step": lambda: lstm(steps=0),
     "lstm_one_step": lambda: lstm(steps=1, reverse=True),
+    "lstm_backward": lstm_backward,
+    "lstm_backward_bfloat16": lambda: lstm_backward(dtype="bfloat16"),
+    "lstm_backward_no_step": lambda: lstm_backward(steps=0),
+    "lstm_backward_one_step": lambda: lstm_backward(steps=1),
     "nested": nested,
     "nested_bfloat16": lambda: nested(dtype="bfloat16"),
     "interaction": interaction,

@@ -241,6 +241,15 @@ class Tiles:
         self.sinks.append(SinkType(how, shape, accumulate or t.dtype, len(self.outputs) - 1))
         self._add("sink_at", (x, index), (), sink=len(self.sinks) - 1, sorted=ids_sorted)
 
+    def matmul_sink(self, x: int, y: int) -> None:
+        """Add x^T y over the rows, of tiles of one dimension each, to a new output of float32 (of float64 for float64)."""
+        dtype = "float64" if self.values[x].dtype == "float64" else "float32"
+        shape = (*self.values[x].shape, *self.values[y].shape)
+        self.outputs.append(ArrayType(shape, dtype, False))
+        self.sinks.append(SinkType("sum", shape, dtype, len(self.outputs) - 1))
+        self._add("matmul_sink", (x, y), (), sink=len(self.sinks) - 1, x_contract=(0,), y_contract=(0,), x_batch=(), y_batch=(),
+                  accumulate=dtype)  # fmt: skip
+
     def stage(self) -> None:
         """What follows belongs to a new stage."""
         self.stages.append([])

@@ -72,7 +72,7 @@ struct Matmul {
 struct Micro {
   Opcode op;
   DType type;
-  int64_t dst, a, b, c;
+  int64_t dst, a, b, c, d;
   DType from_type;
   std::vector<double> imm;
 };

@@ -133,6 +133,7 @@ class Micro:
     a: int
     b: int
     c: int
+    d: int
     from_type: int  # convert and bitcast
     # const: the value (integers beyond 2**53: high and low 32 bits); integer_pow: (y,); reduce_precision: (exponent, mantissa)
     imm: tuple[float, ...]

@@ -1,0 +1,300 @@
+"""The loop of the op table: ``scan``, whose body is a Graph.
+
+Comes in: the table of all other entries. Goes out: ``entries``, the loop's own, and what every room asks of a loop: its ``parts``,
+its type rule, its meaning, and which dimensions inside it and outside of it travel together (``Classes``).
+
+A ``scan`` has the parameters ``consts`` and ``carries`` (how many operands of each), ``length`` (steps) and ``reverse`` (the last
+step is taken first). Its inputs are constants, initial carries and arrays of one slice for each step (xs); its outputs are final
+carries and arrays of one slice for each step (ys). Its body takes the constants, the carries and a slice of each x, and makes the
+next carries and a slice of each y. A slice lacks the first dimension of its array, the time. A carry that a step hands on unchanged
+is a constant. Invariant: two dimensions are in one class if index i of one meets only index i of the other, in any step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.ops.local import Dims
+from kitsune_jax.ops.relations import DimRelation
+from kitsune_jax.ops.spec import Array, OpSpec, Params, Shapes, is_float, np_dtype
+
+Table = Mapping[str, OpSpec]
+DimLabels = tuple[tuple[int, ...], ...]
+LOOPS = frozenset({"scan"})
+_TIME = "the steps of a loop follow each other"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """The operands and results of a loop, as values of the graph around it, beside those of its body (``in_*``)."""
+
+    consts: tuple[int, ...]
+    initial: tuple[int, ...]
+    xs: tuple[int, ...]
+    final: tuple[int, ...]
+    ys: tuple[int, ...]
+    in_consts: tuple[int, ...]
+    in_carries: tuple[int, ...]
+    in_xs: tuple[int, ...]
+    in_next: tuple[int, ...]
+    in_ys: tuple[int, ...]
+
+
+def body_of(op: Op) -> Graph:
+    """The body of a loop. Raises ``ValueError`` for any other op."""
+    if op.body is None:
+        raise ValueError(f"{op.kind} is no loop")
+    return op.body
+
+
+def parts(op: Op) -> Parts:
+    """The parts of a loop."""
+    body, first, carries = body_of(op), op["consts"], op["carries"]
+    last = first + carries
+    return Parts(
+        op.inputs[:first],
+        op.inputs[first:last],
+        op.inputs[last:],
+        op.outputs[:carries],
+        op.outputs[carries:],
+        body.inputs[:first],
+        body.inputs[first:last],
+        body.inputs[last:],
+        body.outputs[:carries],
+        body.outputs[carries:],
+    )
+
+
+def check(op: Op, values: Sequence[Value]) -> None:
+    """Raise ``ValueError`` where a loop's operands and results are not what its body takes and makes."""
+    body, length = body_of(op), op["length"]
+    if length < 0 or len(op.inputs) != len(body.inputs) or len(op.outputs) != len(body.outputs):
+        raise ValueError(f"a loop of {length} steps has {len(op.inputs)} operands and {len(op.outputs)} results, its body others")
+    p = parts(op)
+    if min(op["consts"], op["carries"]) < 0 or not len(p.initial) == len(p.in_carries) == len(p.in_next) == len(p.final):
+        raise ValueError(f"a loop of {op['carries']} carries has {len(p.initial)} initial and {len(p.final)} final ones")
+
+    def same(what: str, outside: Sequence[int], inside: Sequence[int], time: tuple[int, ...] = ()) -> None:
+        for v, w in zip(outside, inside, strict=True):
+            is_, needed = values[v], body.values[w]
+            if (is_.shape, is_.dtype) != ((*time, *needed.shape), needed.dtype):
+                raise ValueError(f"{what} of a loop is {is_}; in its body it is {needed}")
+
+    same("a constant", p.consts, p.in_consts)
+    same("an initial carry", p.initial, p.in_carries)
+    same("a final carry", p.final, p.in_next)
+    same("an x", p.xs, p.in_xs, (length,))
+    same("a y", p.ys, p.in_ys, (length,))
+    for v, w in zip(p.in_carries, p.in_next, strict=True):
+        a, b = body.values[v], body.values[w]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(f"a carry of a loop is {a} before a step and {b} behind it")
+
+
+# --- what it computes -------------------------------------------------------------------------------------------------------------
+
+
+def evaluate_numpy(table: Table, graph: Graph, arrays: Sequence[Array], widen: bool = False) -> list[Array]:
+    """The outputs of ``graph`` on ``arrays`` by the NumPy rules of ``table``. ``widen``: every float is held in float64.
+
+    Raises ``ValueError`` where the graph has an opaque op.
+    """
+    env = {v: np.asarray(x) for v, x in zip(graph.inputs, arrays, strict=True)}
+    env |= {v: np.asarray(x.literal, np_dtype(x.dtype)) for v, x in enumerate(graph.values) if x.literal is not None}
+    if widen:
+        env = {v: x.astype(np.float64) if is_float(x.dtype) else x for v, x in env.items()}
+    for op in graph.ops:
+        if op.kind not in table:
+            raise ValueError(f"{op.label} ({op.source}) is opaque: {op.reason}")
+        operands = [env[v] for v in op.inputs]
+        if op.body is not None:
+            env.update(zip(op.outputs, _run(table, op, operands, widen), strict=True))
+            continue
+        params, dtype = dict(op.params), graph.values[op.outputs[0]].dtype
+        if widen:
+            dtype = "float64" if is_float(dtype) else dtype
+            if is_float(params.get("accumulate", "")):
+                params["accumulate"] = "float64"
+        env[op.outputs[0]] = table[op.kind].numpy(params, *operands, out_dtype=dtype)
+    return [env[v] for v in graph.outputs]
+
+
+def _run(table: Table, op: Op, operands: Sequence[Array], widen: bool) -> list[Array]:
+    """The results of a loop, step by step."""
+    body, first, carries, length = body_of(op), op["consts"], op["carries"], op["length"]
+    consts, state, xs = operands[:first], list(operands[first : first + carries]), operands[first + carries :]
+    types = [body.values[v] for v in body.outputs[carries:]]
+    dtypes = ["float64" if widen and is_float(t.dtype) else t.dtype for t in types]
+    ys = [np.zeros((length, *t.shape), np_dtype(dtype)) for t, dtype in zip(types, dtypes, strict=True)]
+    for step in reversed(range(length)) if op["reverse"] else range(length):
+        made = evaluate_numpy(table, body, [*consts, *state, *(x[step] for x in xs)], widen)
+        state = made[:carries]
+        for y, slice_ in zip(ys, made[carries:], strict=True):
+            y[step] = slice_
+    return [*state, *ys]
+
+
+def evaluate_jax(table: Table, op: Op, arrays: Sequence[Any]) -> list[Any]:
+    """The results of a loop by JAX, on arrays or tracers."""
+    first, carries = op["consts"], op["carries"]
+    consts, initial, xs = arrays[:first], arrays[first : first + carries], arrays[first + carries :]
+    body, p = body_of(op), parts(op)
+    state = [lax.convert_element_type(x, body.values[v].dtype) for x, v in zip(initial, p.in_carries, strict=True)]
+
+    def step(state: Any, slices: Any) -> Any:
+        made = _graph_by_jax(table, body, [*consts, *state, *slices])
+        return made[:carries], made[carries:]
+
+    final, ys = lax.scan(step, state, list(xs), op["length"], op["reverse"])
+    return [*final, *ys]
+
+
+def _graph_by_jax(table: Table, graph: Graph, arrays: Sequence[Any]) -> list[Any]:
+    env: dict[int, Any] = dict(zip(graph.inputs, arrays, strict=True))
+    env |= {v: lax.full((), x.literal, np_dtype(x.dtype)) for v, x in enumerate(graph.values) if x.literal is not None}
+    for op in graph.ops:
+        operands = [env[v] for v in op.inputs]
+        if op.body is not None:
+            env.update(zip(op.outputs, evaluate_jax(table, op, operands), strict=True))
+        else:
+            (out,) = op.outputs
+            env[out] = table[op.kind].evaluate(dict(op.params), *operands, out=graph.values[out])
+    return [env[v] for v in graph.outputs]
+
+
+# --- how its dimensions travel together -------------------------------------------------------------------------------------------
+
+_Dim = tuple[int, int]  # (value of the body, dimension)
+
+
+class Classes:
+    """Which dimensions of a loop's body travel together. ``why``: what keeps those of a class from streaming."""
+
+    def __init__(self, table: Table, op: Op):
+        body, p = body_of(op), parts(op)
+        self._parent: dict[_Dim, _Dim] = {}
+        stops: list[tuple[_Dim, str]] = []
+        for a, b in zip(p.in_carries, p.in_next, strict=True):
+            for d in range(len(body.values[a].shape)):
+                self._join((a, d), (b, d))
+        for inner in body.ops:
+            ins, outs = (tuple(body.values[v].shape for v in ids) for ids in (inner.inputs, inner.outputs))
+            operands = (*inner.inputs, *inner.outputs)
+            for relation in table[inner.kind].relate(inner, ins, outs):
+                members = [(operands[k], d) for k, d in relation.members]
+                if relation.role == "parallel":
+                    for member in members[1:]:
+                        self._join(members[0], member)
+                elif relation.role != "created":
+                    stops += [(member, _why(inner, relation)) for member in members]
+        for v, value in enumerate(body.values):
+            seen = set()
+            for d in range(len(value.shape)):
+                if (root := self.root((v, d))) in seen:
+                    stops.append((root, "two dimensions of one array follow it"))
+                seen.add(root)
+        self.why: dict[_Dim, str] = {}
+        for dim, why in stops:
+            self.why.setdefault(self.root(dim), why)
+
+    def root(self, dim: _Dim) -> _Dim:
+        """The dimension that stands for the class of ``dim``."""
+        while (parent := self._parent.get(dim, dim)) != dim:
+            self._parent[dim] = self._parent.get(parent, parent)
+            dim = parent
+        return dim
+
+    def _join(self, a: _Dim, b: _Dim) -> None:
+        a, b = self.root(a), self.root(b)
+        if a != b:
+            self._parent[b] = a
+
+
+def _why(op: Op, relation: DimRelation) -> str:
+    name = f"{op.label or op.kind} ({op.source})" if op.source else op.label or op.kind
+    if relation.role == "contracted":
+        return f"{name} contracts it in every step"
+    return f"{name} mixes it in every step" + (f": {relation.why}" if relation.why else "")
+
+
+def _outside(op: Op) -> Iterator[tuple[int, int, bool]]:
+    """(operand number, value of the body, does the operand have a time) for each operand and result."""
+    body, first = body_of(op), op["consts"] + op["carries"]
+    for k, v in enumerate(body.inputs):
+        yield k, v, k >= first
+    for k, v in enumerate(body.outputs):
+        yield len(body.inputs) + k, v, k >= op["carries"]
+
+
+def labels_inside(table: Table, op: Op, labels: Sequence[DimLabels | None]) -> dict[int, DimLabels]:
+    """The labels of all values of a loop's body that stream; ``labels``: those of its operands and results, None for a stationary.
+
+    A value streams if a dimension of it does, or if it is made of one that streams (in a stream of one row nothing has a label).
+    """
+    body, classes, p = body_of(op), Classes(table, op), parts(op)
+    axes: dict[_Dim, tuple[int, ...]] = {}
+    streams: set[int] = set()
+    for k, v, time in _outside(op):
+        mine = labels[k] if k < len(labels) else None
+        if mine is not None and body.values[v].literal is None:
+            streams.add(v)
+            axes |= {classes.root((v, d)): along for d, along in enumerate(mine[1:] if time else mine) if along}
+    found: dict[int, DimLabels] = {}
+    for v, value in enumerate(body.values):
+        found[v] = tuple(axes.get(classes.root((v, d)), ()) for d in range(len(value.shape)))
+        if any(found[v]):
+            streams.add(v)
+    while True:
+        before = len(streams)
+        for inner in body.ops:
+            if not streams.isdisjoint(inner.inputs):
+                streams.update(inner.outputs)
+        for carry, result in zip(p.in_carries, p.in_next, strict=True):
+            if result in streams:
+                streams.add(carry)
+        if len(streams) == before:
+            return {v: found[v] for v in sorted(streams)}
+
+
+# --- its entry --------------------------------------------------------------------------------------------------------------------
+
+
+def entries(table: MutableMapping[str, OpSpec]) -> dict[str, OpSpec]:
+    """The loop's entry, for a ``table`` that has, or will have, the entries of the ops in its bodies."""
+
+    def relate(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
+        classes = Classes(table, op)
+        body = body_of(op)
+        relations = []
+        members: dict[_Dim, list[tuple[int, int]]] = {}
+        for k, v, time in _outside(op):
+            if time:
+                relations.append(DimRelation("mixed", ((k, 0),), _TIME))
+            for d in range(len(body.values[v].shape)):
+                members.setdefault(classes.root((v, d)), []).append((k, d + time))
+        for root, dims in members.items():
+            why = classes.why.get(root, "")
+            relations.append(DimRelation("mixed" if why else "parallel", tuple(dims), why))
+        return tuple(relations)
+
+    def alone(op: Op, ins: list[Dims]) -> str:
+        """Why some op of the body has no row-local form where its operands stream so."""
+        body, inside = body_of(op), labels_inside(table, op, [x.labels for x in ins])
+        for inner in body.ops:
+            rule = table[inner.kind].alone
+            dims = [Dims(body.values[v].shape, inside.get(v), body.values[v].dtype) for v in inner.inputs]
+            if rule is not None and (why := rule(inner, dims)):
+                return f"{inner.label or inner.kind} ({inner.source}): {why}"
+        return ""
+
+    def numpy(params: Params, /, *arrays: Array, out_dtype: str) -> Array:
+        raise ValueError("a loop has several results: evaluate_numpy makes them")
+
+    doc = "constants, carries, xs -> carries, ys: the body, length times, each time on the carries that it made before"
+    return {"scan": OpSpec("scan", "loop", None, numpy, relate, 0, doc, gives="any", mixes=True, alone=alone, measured=False)}
