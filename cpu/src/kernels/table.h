@@ -7,6 +7,7 @@
 #include "outer.h"
 #include "read_indices.h"
 #include "rows.h"
+#include "scaled_rows.h"
 #include "vector_ops.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
@@ -32,6 +33,7 @@ const KernelTable table = {
     &scatter_rows,
     &fold_runs_function,
     &fold_narrow_function,
+    &fold_scaled_function,
     &read_indices_function,
     &fold_table_function,
     &take_function,
