@@ -1,13 +1,13 @@
 // The kernel table of this translation unit's ISA. Include once per unit, after defining KITSUNE_ISA and KITSUNE_ISA_NAME.
 #pragma once
 
+#include "constant_ops.h"
 #include "dots.h"
 #include "fold.h"
 #include "gemm.h"
 #include "outer.h"
 #include "read_indices.h"
 #include "rows.h"
-#include "vector_ops.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
@@ -21,6 +21,7 @@ const KernelTable table = {
     &gemm_scratch_bytes,
     &gemm,
     &vector_function,
+    &constant_function,
     &convert_function,
     &load_function,
     &store_function,
