@@ -4,6 +4,7 @@ python -m benchmarks run --app nerf --dtype bf16            # its default sizes,
 python -m benchmarks run --all                              # --platform cuda: on the first CUDA device
 python -m benchmarks run --all --mode train                 # whole training steps
 python -m benchmarks run --app gat --mode train --dtype f32 # a graph network; --rows counts edges
+python -m benchmarks run --app lstm_64 --dtype f32          # a loop over time; --rows counts sequences
 python -m benchmarks grid                                   # ordinary functions: never slower than jax.jit? (--help)
 python -m benchmarks.lower                                  # time to trace, lower and compile, against jax.jit
 python -m benchmarks table                                  # writes the README's tables; --print shows them instead
@@ -49,16 +50,17 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
     from benchmarks.graphs.measure import measure_graph
     from benchmarks.machine import has_gpu
     from benchmarks.measure import measure
+    from benchmarks.sequences.apps import SEQUENCE_APPS
 
     here = "cuda" if has_gpu() else jax.devices()[0].platform
     if here != args.platform:
         missing = "; is there a CUDA device, and jax[cuda13]?" if args.platform == "cuda" else ""
         print(f"JAX's default device is a {here}, not a {args.platform} device: set JAX_PLATFORMS={args.platform}{missing}")
         return 2
-    for name in (*store.ROW_APP_NAMES, *store.GRAPH_APP_NAMES) if args.all else (args.app,):
-        graph_app = {**GRAPH_APPS, **LIBRARY_APPS}.get(name)
+    for name in (*store.ROW_APP_NAMES, *store.GRAPH_APP_NAMES, *store.SEQUENCE_APP_NAMES) if args.all else (args.app,):
+        graph_app = {**GRAPH_APPS, **SEQUENCE_APPS, **LIBRARY_APPS}.get(name)
         for rows in [args.rows] if args.rows else (graph_app or APPS[name]).default_rows(args.platform, args.mode):
-            for dtype in [args.dtype] if args.dtype else store.DTYPE_NAMES:
+            for dtype in [args.dtype] if args.dtype else graph_app.dtypes if graph_app else store.DTYPE_NAMES:
                 print(f"{name}, {args.mode}, {rows} {graph_app.unit if graph_app else 'rows'}, {dtype} ...", flush=True)
                 case = (args.mode, dtype, args.platform, rows, effort)
                 record = measure_graph(graph_app, *case) if graph_app else measure(name, *case, child=not args.no_child)

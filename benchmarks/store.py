@@ -18,6 +18,18 @@ RESULTS = Path(__file__).parent / "results"
 _KEY = ("platform", "app", "mode", "rows", "dtype")
 ROW_APP_NAMES = ("nerf", "mgn", "swiglu")
 GRAPH_APP_NAMES = ("meshgraphnets", "graphcast", "graphcast_processor", "dlrm", "gat", "graph_transformer")
+SEQUENCE_APP_NAMES = (
+    "attention",
+    "attention_full",
+    "transformer_layer",
+    "llama_token",
+    "cartpole",
+    "cartpole_random",
+    "cartpole_policy",
+    "pendulum",
+    "pendulum_policy",
+    *(f"{cell}_{width}" for cell in ("lstm", "gru") for width in (16, 64, 256)),
+)
 # Of libraries that may not be installed: measured one by one, not with ``run --all``.
 LIBRARY_APP_NAMES = (
     "jraph_graph_network",
@@ -28,7 +40,7 @@ LIBRARY_APP_NAMES = (
     "nnx_message_passing",
     "equinox_message_passing",
 )
-APP_NAMES = (*ROW_APP_NAMES, *GRAPH_APP_NAMES, *LIBRARY_APP_NAMES)
+APP_NAMES = (*ROW_APP_NAMES, *GRAPH_APP_NAMES, *SEQUENCE_APP_NAMES, *LIBRARY_APP_NAMES)
 DTYPE_NAMES = ("f32", "bf16")
 MODE_NAMES = ("infer", "train")
 

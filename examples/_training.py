@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,9 @@ def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(rows)
 
 
-def steps(losses: Sequence[Any], until: int, description: str = "training") -> Iterator[int]:
-    """The numbers of the steps from ``len(losses)`` to ``until``, under a progress bar. The loop appends a loss for each.
+def steps(losses: Sequence[Any], until: int, description: str = "training", quantity: str = "loss") -> Iterator[int]:
+    """The numbers of the steps from ``len(losses)`` to ``until``, under a progress bar. The loop appends a loss (or another
+    ``quantity``, which the bar names) for each.
 
     Ctrl-C ends it after the step that runs: a step whose arguments are donated cannot be cut in two.
     """
@@ -120,7 +122,7 @@ def steps(losses: Sequence[Any], until: int, description: str = "training") -> I
             yield len(losses)
             progress.update(task, completed=len(losses))
             if len(losses) % 10 == 0 or len(losses) == until:  # to read a loss is to wait for its step
-                progress.update(task, description=f"{description}, loss {float(losses[-1]):.4f}")
+                progress.update(task, description=f"{description}, {quantity} {float(losses[-1]):.4f}")
 
 
 @contextlib.contextmanager
@@ -179,6 +181,20 @@ def comparison(pipelined: Sequence[Any], plain: Sequence[Any], rounded: Sequence
     )
 
 
+def rates(function: Callable[..., Any], arguments: Sequence[Any], count: int, force: bool | None, repeats: int = 3) -> str:
+    """Steps per second of a function that makes ``count`` steps, in words: with ``jax.jit`` and pipelined, called in turns; each
+    way's best of ``repeats`` calls."""
+    ways = {"jax.jit": jax.jit(function), "pipelined": jax.jit(kj.pipeline(function, force=force))}
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(repeats + 1):
+        for way, compiled in ways.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(compiled(*arguments))
+            if turn:  # the first call compiles
+                taken[way].append(time.perf_counter() - begin)
+    return ", ".join(f"{way} {count / min(seconds):.3g} steps/s" for way, seconds in taken.items())
+
+
 def outcome(report: Report) -> str:
     """What share of the operators under ``kj.pipeline`` ran pipelined, in words."""
     if not report.ops_pipelined:
@@ -215,7 +231,8 @@ def ending(losses: Sequence[Any], args: argparse.Namespace, quality: str) -> str
     return f"{how}: loss {loss:.4f}, {quality}; checkpoint and curve are in {args.out}"
 
 
-def application_ending(losses: Sequence[Any], args: argparse.Namespace, quality: str) -> str:
-    """What an application reached, and where its picture is."""
+def application_ending(losses: Sequence[Any], args: argparse.Namespace, quality: str, quantity: str = "loss") -> str:
+    """What an application reached, and where its picture is. ``losses`` are of ``quantity``, as in ``steps``."""
     how = f"interrupted after {len(losses)} of {args.steps} steps" if len(losses) < args.steps else f"{len(losses)} steps"
-    return f"{how}{' with jax.jit' if args.plain else ''}: loss {float(losses[-1]):.4f}, {quality}; the picture is in {args.out}"
+    reached = f"{quantity} {float(losses[-1]):.4f}, {quality}"
+    return f"{how}{' with jax.jit' if args.plain else ''}: {reached}; the picture is in {args.out}"

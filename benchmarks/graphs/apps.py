@@ -54,7 +54,8 @@ def label_error(out: jax.Array, y: jax.Array) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class GraphApp:
     """``make(rows, rng)`` gives the function, its parameters and its inputs in float32. ``unit``: what ``rows`` counts. The sizes
-    that ``run --all`` measures are ``rows``, and ``train_rows`` in mode ``train``, on every platform."""
+    that ``run --all`` measures are ``rows``, and ``train_rows`` in mode ``train``, on every platform, in ``dtypes``. ``by_hand`` is
+    the same function as a JAX user makes it faster by hand, where there is such a way."""
 
     name: str
     title: str
@@ -63,6 +64,8 @@ class GraphApp:
     loss: Loss
     rows: tuple[int, ...]
     train_rows: tuple[int, ...]
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    by_hand: Callable[..., jax.Array] | None = None
 
     def default_rows(self, platform: str, mode: str = "infer") -> tuple[int, ...]:
         return self.train_rows if mode == "train" else self.rows

@@ -35,15 +35,17 @@ def measure_graph(app: GraphApp, mode: str, dtype: str, platform: str, rows: int
 
 
 def measure_inference(case: GraphCase, effort: Effort) -> dict[str, Any]:
-    """``columns``, ``speedup`` and ``explain`` as in ``benchmarks.measure.measure_inference``."""
+    """``columns``, ``speedup`` and ``explain`` as in ``benchmarks.measure.measure_inference``; "blocked" is ``app.by_hand``."""
     functions = {"jit": jax.jit(case.function), "pipeline": jax.jit(kj.pipeline(case.function))}
+    if case.app.by_hand is not None:
+        functions["blocked"] = jax.jit(case.app.by_hand)
     want = in_float64(lambda params, inputs, _: case.function(params, *inputs), case)
     errors = {column: max_relative_error(f(case.params, *case.inputs), want) for column, f in functions.items()}
     thunks = {c: functools.partial(f, case.params, *case.inputs) for c, f in functions.items()}
     times = interleaved(thunks, rounds=effort.rounds, seconds=effort.seconds, warmup=1)
     return {
         "columns": {c: {**summary(t), "max_rel_error": errors[c]} for c, t in times.items()},
-        "speedup": {"jit": paired_speedup(times["jit"], times["pipeline"])},
+        "speedup": {c: paired_speedup(t, times["pipeline"]) for c, t in times.items() if c != "pipeline"},
         "explain": coverage_and_bytes(kj.explain(case.function)(case.params, *case.inputs)),
     }
 

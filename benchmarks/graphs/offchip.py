@@ -1,4 +1,5 @@
-"""The Kitsune paper's table of applications, for those over graphs and tables: operators covered and off-chip bytes saved.
+"""The Kitsune paper's table of applications, for those over graphs, tables and sequences: operators covered and off-chip bytes
+saved.
 
 Comes in: nothing. Goes out: a table in docs/offchip.md, of ``kj.explain`` for the CPU at the sizes that ``python -m benchmarks
 run`` has for training; nothing is run. "Chosen" is what the cost model keeps, "legal" every region that it may choose from. A
@@ -16,6 +17,7 @@ import kitsune_jax as kj
 from benchmarks.graphs.apps import GRAPH_APPS, GraphCase, case_of
 from benchmarks.graphs.measure import loss_and_grads
 from benchmarks.offchip import DOCUMENT
+from benchmarks.sequences.apps import PLANNED_APPS, SEQUENCE_APPS
 from benchmarks.table import update
 from kitsune_jax.report.units import count_text
 
@@ -24,7 +26,10 @@ PAPER = {
     "meshgraphnets": (("71 / 80", "56.5 / 57.8"), ("24 / 73", "21.8 / 40.3")),
     "graphcast": (("60 / 83", "24.0 / 57.2"), ("20 / 75", "9.1 / 40.1")),
     "dlrm": (("81 / 81", "22.5 / 44.3"), ("31 / 78", "7.9 / 25.1")),
+    "llama_8b": (("37 / 70", "10.0 / 49.1"), ("11 / 39", "2.9 / 45.2")),
+    "llama_8b_token": (("37 / 70", "0.0 / 0.1"), ("-", "-")),
 }
+TABLED_APPS = {**GRAPH_APPS, **SEQUENCE_APPS, **PLANNED_APPS}
 _HEAD = (
     "application",
     "mode",
@@ -62,13 +67,13 @@ def saved_share(report: kj.Report) -> float:
     return report.bytes_saved / max(1, report.traffic_bulk_sync)
 
 
-def markdown(names: Sequence[str] = tuple(GRAPH_APPS)) -> str:
+def markdown(names: Sequence[str] = tuple(TABLED_APPS)) -> str:
     lines = ["| " + " | ".join(_HEAD) + " |", "|---|---|" + "---:|" * (len(_HEAD) - 2)]
     machine = ""
     for name in names:
-        app = GRAPH_APPS[name]
-        case = case_of(app, "f32", app.train_rows[0])
-        lines += ["| " + " | ".join(row(case, mode)) + " |" for mode in ("infer", "train")]
+        app = TABLED_APPS[name]
+        case = case_of(app, "f32", (app.train_rows or app.rows)[0])
+        lines += ["| " + " | ".join(row(case, mode)) + " |" for mode in (("infer", "train") if app.train_rows else ("infer",))]
         machine = machine or kj.explain(lambda x: x + 1)(case.inputs[-1]).machine
     return f"Planned for {machine}, float32.\n\n" + "\n".join(lines)
 

@@ -62,6 +62,7 @@ void Checker::micro(const Vector& x, const Micro& m, std::vector<int>& types) co
     source(m.a, bits ? m.from_type : m.op == Opcode::op_select ? DType::kBool : m.type, types);
     if (operands_of(m.op) > 1) source(m.b, m.type, types);
     if (operands_of(m.op) > 2) source(m.c, m.type, types);
+    if (operands_of(m.op) > 3) source(m.d, m.type, types);
     if (gives_bool(m.op)) result = DType::kBool;
     immediates(m);
   }

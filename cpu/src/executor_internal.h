@@ -190,7 +190,7 @@ class Loader {
   void operator()(int64_t n, void* dst, const void* src, int64_t stride, void* temp) const {
     if (convert_ == nullptr) return load_(n, dst, src, stride);
     load_(n, temp, src, stride);
-    convert_(n, dst, temp, nullptr, nullptr, nullptr);
+    convert_(n, dst, temp, nullptr, nullptr, nullptr, nullptr);
   }
 
  private:
@@ -204,7 +204,7 @@ class Storer {
   Storer(const KernelTable& table, DType storage, DType compute, const std::string& where);
   void operator()(int64_t n, void* dst, int64_t stride, const void* src, void* temp) const {
     if (convert_ == nullptr) return store_(n, dst, stride, src);
-    convert_(n, temp, src, nullptr, nullptr, nullptr);
+    convert_(n, temp, src, nullptr, nullptr, nullptr, nullptr);
     store_(n, dst, stride, temp);
   }
 

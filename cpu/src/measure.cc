@@ -177,10 +177,11 @@ Slices measure_vector(Opcode op, DType type, int64_t n, int64_t threads) {
   if (f == nullptr) return {};
   return run(threads, [&]() -> Work {
     auto a = std::make_shared<Block>(bytes_of(n, type)), b = std::make_shared<Block>(bytes_of(n, type));
-    auto c = std::make_shared<Block>(bytes_of(n, type)), out = std::make_shared<Block>(bytes_of(n, DType::kF64));
+    auto c = std::make_shared<Block>(bytes_of(n, type)), d = std::make_shared<Block>(bytes_of(n, type));
+    auto out = std::make_shared<Block>(bytes_of(n, DType::kF64));
     return [=] {
       const double imm[4] = {2, 2, 2, 2};
-      f(n, out->get(), a->get(), b->get(), c->get(), imm);
+      f(n, out->get(), a->get(), b->get(), c->get(), d->get(), imm);
     };
   });
 }

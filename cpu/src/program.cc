@@ -71,6 +71,7 @@ Micro read_micro(Reader& r) {
   x.a = r.word("Micro.a");
   x.b = r.word("Micro.b");
   x.c = r.word("Micro.c");
+  x.d = r.word("Micro.d");
   x.from_type = static_cast<DType>(r.in_range("Micro.from_type", -1, kNumDTypes - 1));
   x.imm = r.many("Micro.imm", [&] { return r.real("Micro.imm"); });
   return x;

@@ -90,7 +90,7 @@ void VectorStep::block(const Frame& f, int64_t i, int64_t j, int64_t m, int64_t 
     char* to = const_cast<char*>(static_cast<const char*>(f.values[k]));
     if (op.kind == VectorOp::kCompute) {
       auto value = [&](int32_t v) { return v >= 0 ? f.values[v] : nullptr; };
-      op.fn(count, to, value(op.a), value(op.b), value(op.c), op.imm);
+      op.fn(count, to, value(op.a), value(op.b), value(op.c), value(op.d), op.imm);
     } else if (op.kind == VectorOp::kIndex) {
       fill_index(f, op, to, i, j, m, n);
     } else if (op.place != Place::kOperand) {

@@ -17,9 +17,9 @@ struct VectorOp {
   enum Kind : int8_t { kLoad, kStore, kIndex, kCompute } kind;
   DType type;
   Place place = Place::kBuffer;
-  bool once = false;               // a load that is the same for every block: filled before the first one
-  bool single = false;             // a constant that all of its readers take as one number: its table has one element
-  int32_t a = -1, b = -1, c = -1;  // values (defining operations)
+  bool once = false;                       // a load that is the same for every block: filled before the first one
+  bool single = false;                     // a constant that all of its readers take as one number: its table has one element
+  int32_t a = -1, b = -1, c = -1, d = -1;  // values (defining operations)
   int32_t buffer = -1;
   int32_t operand = -1;  // of `at`: loads first, then stores
   VectorFn fn = nullptr;

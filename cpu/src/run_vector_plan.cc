@@ -100,7 +100,7 @@ void VectorStep::plan_values(const Vector& x, const Compile& c) {
   }
   last_use_.assign(ops_.size(), -1);
   for (size_t i = 0; i < ops_.size(); ++i)
-    for (int32_t v : {ops_[i].a, ops_[i].b, ops_[i].c})
+    for (int32_t v : {ops_[i].a, ops_[i].b, ops_[i].c, ops_[i].d})
       if (v >= 0) last_use_[v] = static_cast<int32_t>(i);
   initial_.assign(ops_.size(), nullptr);
 }
@@ -112,14 +112,14 @@ void VectorStep::use_numbers(const Compile& c) {
   for (VectorOp& op : ops_) {
     unsigned constants = 0;
     int k = 0;
-    for (int32_t v : {op.a, op.b, op.c}) constants |= unsigned{v >= 0 && ops_[v].place == Place::kConstant} << k++;
+    for (int32_t v : {op.a, op.b, op.c, op.d}) constants |= unsigned{v >= 0 && ops_[v].place == Place::kConstant} << k++;
     if (constants == 0) continue;
     const VectorFn fn = op.kind == VectorOp::kCompute ? c.table.vector_with(op.opcode, op.operand_type, constants) : nullptr;
     if (fn != nullptr) {
       op.fn = fn;
       continue;
     }
-    for (int32_t v : {op.a, op.b, op.c})
+    for (int32_t v : {op.a, op.b, op.c, op.d})
       if (v >= 0 && ops_[v].place == Place::kConstant) ops_[v].single = false;
   }
 }
@@ -164,6 +164,7 @@ VectorOp VectorStep::make_op(const Vector& x, const Micro& m, std::vector<int32_
   op.a = defined[m.a];
   if (operands_of(m.op) > 1) op.b = defined[m.b];
   if (operands_of(m.op) > 2) op.c = defined[m.c];
+  if (operands_of(m.op) > 3) op.d = defined[m.d];
   if (gives_bool(m.op)) op.type = DType::kBool;
   return op;
 }
@@ -305,9 +306,9 @@ void VectorStep::assign_buffers() {
       free.pop_back();
     }
     // Operands are released after the result has its buffer: results may be wider than what they are computed from.
-    int32_t used[3] = {op.a, op.b, op.c};
-    std::sort(used, used + 3);
-    for (int k = 0; k < 3; ++k)
+    int32_t used[4] = {op.a, op.b, op.c, op.d};
+    std::sort(used, used + 4);
+    for (int k = 0; k < 4; ++k)
       if (used[k] >= 0 && (k == 0 || used[k] != used[k - 1]) && last_use_[used[k]] == static_cast<int32_t>(i) &&
           ops_[used[k]].buffer >= 0 && !ops_[used[k]].once)
         free.push_back(ops_[used[k]].buffer);

@@ -43,10 +43,10 @@ inline Prep dense(int64_t input, DType from, DType to, std::vector<int64_t> exte
 }
 
 inline Micro micro(Opcode op, DType t, int64_t dst, int64_t a = 0, int64_t b = 0, int64_t c = 0, std::vector<double> imm = {}) {
-  return {op, t, dst, a, b, c, t, std::move(imm)};
+  return {op, t, dst, a, b, c, 0, t, std::move(imm)};
 }
 
-inline Micro convert(DType to, DType from, int64_t dst, int64_t a) { return {Opcode::op_convert, to, dst, a, 0, 0, from, {}}; }
+inline Micro convert(DType to, DType from, int64_t dst, int64_t a) { return {Opcode::op_convert, to, dst, a, 0, 0, 0, from, {}}; }
 
 inline Program program(std::vector<int64_t> axes, int64_t tile_rows, std::vector<Array> inputs, std::vector<Array> outputs,
                        std::vector<Instruction> body, int64_t scratch_bytes = 0) {

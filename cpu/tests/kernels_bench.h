@@ -104,7 +104,7 @@ inline void bench_vector() {
   for (const Case& c : cases) {
     VectorFn f = kernels().vector(c.op, DType::kF32);
     if (!f || c.op == Opcode::op_polygamma || c.op == Opcode::op_zeta) continue;
-    report(c.name, best_seconds([&] { f(n, d.data(), a.data(), b.data(), a.data(), imm); }));
+    report(c.name, best_seconds([&] { f(n, d.data(), a.data(), b.data(), a.data(), b.data(), imm); }));
   }
   report("store bf16", best_seconds([&] { kernels().store(DType::kBF16, DType::kF32)(n, h.data(), 1, a.data()); }));
   report("load bf16", best_seconds([&] { kernels().load(DType::kF32, DType::kBF16)(n, d.data(), h.data(), 1); }));

@@ -145,7 +145,7 @@ inline void check_to_float16(const std::vector<float>& x) {
     {
       FlushDenormals flush;
       each_piece(width, int64_t(x.size()), [&](int64_t i, int64_t n) {
-        kernels().vector(Opcode::op_to_float16, DType::kF32)(n, got.data() + i, x.data() + i, nullptr, nullptr, nullptr);
+        kernels().vector(Opcode::op_to_float16, DType::kF32)(n, got.data() + i, x.data() + i, nullptr, nullptr, nullptr, nullptr);
       });
     }
     size_t where = 0, wrong = count_different(got, expected, &where);
@@ -223,9 +223,10 @@ void check_widths(const char* name, Opcode op, const double* imm) {
   const int64_t n = int64_t(a.size());
   std::vector<R> whole(a.size()), got(a.size());
   FlushDenormals flush;
-  f(n, whole.data(), a.data(), b.data(), c.data(), imm);
+  f(n, whole.data(), a.data(), b.data(), c.data(), a.data(), imm);
   for (int64_t width = 1; width <= kWidths; ++width) {
-    each_piece(width, n, [&](int64_t i, int64_t m) { f(m, got.data() + i, a.data() + i, b.data() + i, c.data() + i, imm); });
+    each_piece(width, n,
+               [&](int64_t i, int64_t m) { f(m, got.data() + i, a.data() + i, b.data() + i, c.data() + i, a.data() + i, imm); });
     size_t where = 0, wrong = count_different(got, whole, &where);
     if (!check(wrong == 0, "%s on type %d [%s], width %ld: %zu differ from a wide row, (%a, %a) gives %a, there %a", name,
                int(dtype_of<T>()), kernels().isa, long(width), wrong, double(a[where]), double(b[where]), double(got[where]),

@@ -50,7 +50,7 @@ void check_op(const char* name, Opcode op, const std::vector<T>& a, const std::v
   VectorFn f = kernels().vector(op, dtype_of<T>());
   if (!check(f != nullptr, "%s on type %d: no kernel", name, int(dtype_of<T>()))) return;
   std::vector<R> out(a.size() + 1, R(77));
-  f(int64_t(a.size()), out.data(), a.data(), b.data(), c.data(), imm);
+  f(int64_t(a.size()), out.data(), a.data(), b.data(), c.data(), nullptr, imm);
   size_t wrong = 0, where = 0;
   for (size_t i = 0; i < a.size(); ++i) {
     if (!same_value(out[i], expected(a[i], b[i], c[i]))) ++wrong, where = i;
@@ -203,7 +203,8 @@ inline void test_reduce_precision() {
   y.resize(x.size());
   for (bool half : {true, false}) {
     const double imm[] = {half ? 5.0 : 8.0, half ? 10.0 : 7.0};
-    kernels().vector(Opcode::op_reduce_precision, DType::kF32)(int64_t(x.size()), y.data(), x.data(), nullptr, nullptr, imm);
+    kernels().vector(Opcode::op_reduce_precision, DType::kF32)(int64_t(x.size()), y.data(), x.data(), nullptr, nullptr, nullptr,
+                                                               imm);
     size_t wrong = 0;
     for (size_t i = 0; i < x.size(); ++i) {
       float expected = half ? float(half_value(reference_half(x[i]))) : bfloat16_value(reference_bfloat16(x[i]));
@@ -274,7 +275,7 @@ void test_saturation() {
                      1.9e19, -9.4e18, 1e30})
       x.push_back(float(v));
     std::vector<To> y(x.size());
-    kernels().convert(dtype_of<To>(), DType::kF32)(int64_t(x.size()), y.data(), x.data(), nullptr, nullptr, nullptr);
+    kernels().convert(dtype_of<To>(), DType::kF32)(int64_t(x.size()), y.data(), x.data(), nullptr, nullptr, nullptr, nullptr);
     size_t wrong = 0, where = 0;
     for (size_t i = 0; i < x.size(); ++i) {
       if (y[i] != saturate<To>(x[i])) ++wrong, where = i;
@@ -282,7 +283,7 @@ void test_saturation() {
     check(wrong == 0, "f32 -> type %d [%s]: %zu wrong, %g gives %Lg", int(dtype_of<To>()), kernels().isa, wrong, double(x[where]),
           (long double)y[where]);
     std::vector<double> d(x.begin(), x.end());
-    kernels().convert(dtype_of<To>(), DType::kF64)(int64_t(x.size()), y.data(), d.data(), nullptr, nullptr, nullptr);
+    kernels().convert(dtype_of<To>(), DType::kF64)(int64_t(x.size()), y.data(), d.data(), nullptr, nullptr, nullptr, nullptr);
     wrong = 0;
     for (size_t i = 0; i < x.size(); ++i) wrong += y[i] != saturate<To>(d[i]);
     check(wrong == 0, "f64 -> type %d [%s]: %zu wrong", int(dtype_of<To>()), kernels().isa, wrong);

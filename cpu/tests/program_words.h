@@ -88,7 +88,7 @@ class Words {
     each(x.loads, [&](const Operand& o) { operand(o); });
     each(x.stores, [&](const Operand& o) { operand(o); });
     each(x.code, [&](const Micro& m) {
-      add(m.op), add(m.type), add(m.dst), add(m.a), add(m.b), add(m.c), add(m.from_type);
+      add(m.op), add(m.type), add(m.dst), add(m.a), add(m.b), add(m.c), add(m.d), add(m.from_type);
       each(m.imm, [&](double v) { real(v); });
     });
   }

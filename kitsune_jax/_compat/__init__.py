@@ -10,5 +10,6 @@ from __future__ import annotations
 from kitsune_jax._compat.call_rules import *
 from kitsune_jax._compat.equations import *
 from kitsune_jax._compat.jaxprs import *
+from kitsune_jax._compat.keys import *
 from kitsune_jax._compat.lowering import *
 from kitsune_jax._compat.versions import *

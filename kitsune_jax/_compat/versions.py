@@ -49,6 +49,7 @@ pe = jax_module("jax._src.interpreters.partial_eval")
 remat = jax_module("jax._src.interpreters.remat")
 discharge = jax_module("jax._src.state.discharge")
 state_types = jax_module("jax._src.state.types")
+prng = jax_module("jax._src.random.prng")
 jet_lib = jax_module("jax.experimental.jet")
 jex_core = jax_module("jax.extend.core")
 

@@ -58,9 +58,12 @@ class Builder:
         same = (made.shape, made.dtype) == (like.shape, name_of(like.dtype))
         return self._append(op, [like if same else _compat.aval_like(like, made.shape, made.dtype)], step)[0]
 
-    def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str) -> list[int]:
-        """Append an op that the table does not know. Returns its results, which are of ``avals``."""
-        return self._append(self._op("opaque", inputs, step, reason, {}), avals, step)
+    def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str, label: str = "") -> list[int]:
+        """Append an op that the table does not know. Returns its results, which are of ``avals``. ``label``: instead of the
+        equation's.
+        """
+        op = self._op("opaque", inputs, step, reason, {})
+        return self._append(dataclasses.replace(op, label=label or op.label), avals, step)
 
     def loop(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, body: Graph, **params: Param) -> list[int]:
         """Append a loop. Returns its results, which are of ``avals``. Raises ``ValueError`` where its body does not fit them."""

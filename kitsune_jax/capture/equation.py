@@ -7,6 +7,7 @@ equation's origin.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,15 @@ from kitsune_jax.ops.table import RENAMED
 
 
 class Equation:
-    """What the rules of one equation read and write."""
+    """What the rules of one equation read and write. Keys are arrays of uint32 here, and ``params`` speak of such."""
 
-    def __init__(self, builder: Builder, eqn: Any, ins: list[int], origin: Origin):
+    def __init__(self, builder: Builder, eqn: Any, ins: list[int], origin: Origin, params: dict[str, Any]):
         self.builder, self.eqn, self.ins, self.step = builder, eqn, ins, Step(origin)
-        self.params: dict[str, Any] = eqn.params
+        self.params: dict[str, Any] = params
         self.name: str = eqn.primitive.name
         self.kind = RENAMED.get(self.name, self.name)  # of the op that it is, if it is one
-        self.in_avals = [v.aval for v in eqn.invars]
-        self.out = eqn.outvars[0].aval
+        self.in_avals = [_compat.physical(v.aval) for v in eqn.invars]
+        self.out = _compat.physical(eqn.outvars[0].aval)
         self.out_shape, self.out_dtype = value_of(self.out).shape, value_of(self.out).dtype
 
     def shape_of(self, v: int) -> tuple[int, ...]:
@@ -56,7 +57,18 @@ class Equation:
     def slice(self, v: int, start: Sequence[int], limit: Sequence[int], strides: Sequence[int] = ()) -> int:
         strides = tuple(strides) or (1,) * len(start)
         whole = not any(start) and self.shape_of(v) == tuple(limit) and all(s == 1 for s in strides)
-        return v if whole else self.op("slice", v, start=start, limit=limit, strides=strides)
+        if whole:
+            return v
+        made = self.builder.maker(v)
+        if made is not None and made.kind == "concatenate":  # of one of its parts only: as keys are taken apart again
+            axis = made["dimension"]
+            ends = list(accumulate(self.shape_of(x)[axis] for x in made.inputs))
+            for x, end in zip(made.inputs, ends, strict=True):
+                before = end - self.shape_of(x)[axis]
+                if before <= start[axis] and start[axis] < limit[axis] <= end:
+                    first, last = ([a - before if d == axis else a for d, a in enumerate(at)] for at in (start, limit))
+                    return self.slice(x, first, last, strides)
+        return self.op("slice", v, start=start, limit=limit, strides=strides)
 
     def part(self, v: int, axis: int, start: int, size: int) -> int:
         """``size`` elements of ``v`` along ``axis`` from ``start`` on."""

@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kitsune_jax import _compat
+from kitsune_jax.capture import keys
 from kitsune_jax.capture.bodies import Bodies, Rewrite, failure
 from kitsune_jax.capture.builder import Builder, scalar_of
 from kitsune_jax.capture.captured import Captured, Origin, Step
@@ -83,7 +85,8 @@ def capture(
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
     within = (*REWRITES, *((LOOPS,) if loops else ()))
     walk = _Walk(builder, rewrite, [], within)
-    outputs = walk.jaxpr(jaxpr, (), inputs, Origin(()))
+    outputs = walk.jaxpr(jaxpr, (), [keys.unwrapped(builder, v) for v in inputs], Origin(()))
+    outputs = [keys.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
     return rewritten(captured, (*within, *((PARTS,) if parts else ()), *((ONLINE,) if online else ())))
@@ -118,15 +121,18 @@ class _Walk:
         scalar = scalar_of(x)
         if scalar is not None and scalar[1] == str(getattr(aval, "dtype", "")):
             return self.builder.literal(*scalar)
+        if isinstance(x, np.ndarray) and x.size == 1 and (number := scalar_of(x.reshape(()))) is not None:
+            literal = self.builder.literal(*number)
+            return self.builder.add("broadcast_in_dim", [literal], Step(origin), aval, shape=aval.shape, dims=())
         step = Step(origin, lambda: [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)])
-        return self.builder.opaque((), [aval], step, "a constant array")[0]
+        return keys.unwrapped(self.builder, self.builder.opaque((), [aval], step, "a constant array")[0])
 
     def _equation(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         """Value ids of the equation's results, which are those of one opaque op where a rule fails."""
         mark = len(self.builder.ops)
         try:
             outs = self._translated(eqn, ins, origin)
-            self.builder.check(outs, [v.aval for v in eqn.outvars])
+            self.builder.check(outs, [_compat.physical(v.aval) for v in eqn.outvars])
             return outs
         except Exception as e:
             self.builder.cut(mark)
@@ -145,7 +151,7 @@ class _Walk:
         if name in _LOOPS:
             outs = self._branches(eqn, ins, origin) if name == "cond" else self._loop(eqn, ins, origin)
             return self._opaque(eqn, ins, origin, _LOOPS[name] + outs) if isinstance(outs, str) else outs
-        expansion = _compat.expansion(eqn)
+        expansion = _compat.expansion(eqn) or _compat.random_jaxpr(eqn)
         if expansion is not None:
             return self.jaxpr(*_compat.open_parts(expansion), ins, origin)
         outs = translate(self.builder, eqn, ins, origin)
@@ -167,7 +173,7 @@ class _Walk:
         if self.inside or not eqn.params["differentiated"] or not any(marked):
             return ins
         behind = [v for v, m in zip(ins, marked, strict=True) if m]
-        avals = [a.aval for a, m in zip(eqn.invars, marked, strict=True) if m]
+        avals = [_compat.physical(a.aval) for a, m in zip(eqn.invars, marked, strict=True) if m]
 
         def evaluate(*arrays: Any) -> Sequence[Any]:
             with origin.context():
@@ -180,7 +186,9 @@ class _Walk:
     def _opaque(self, eqn: Any, ins: list[int], origin: Origin, reason: str) -> list[int]:
         bodies = Bodies(eqn, origin, self.rewrite if eqn.primitive.name in _LOOPS else None)
         step = Step(origin, bodies.evaluate, bool(_effects(eqn)), bodies.prepare)
-        return self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason)
+        ins = [keys.wrapped(self.builder, v, atom.aval) for v, atom in zip(ins, eqn.invars, strict=True)]
+        outs = self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason)
+        return [keys.unwrapped(self.builder, v) for v in outs]
 
     def _loop(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
         return loop(self.builder, eqn, ins, Bodies(eqn, origin, self.rewrite), lambda jaxpr: self._captured(jaxpr, origin))
@@ -189,7 +197,7 @@ class _Walk:
         """The body of a loop or a branch inside one, as a Graph of its own."""
         jaxpr, consts = _compat.open_parts(closed)
         builder = Builder()
-        inputs = [builder.value(v.aval) for v in jaxpr.invars]
+        inputs = [builder.value(_compat.physical(v.aval)) for v in jaxpr.invars]
         outputs = _Walk(builder, self.rewrite, self.failures, self.rewrites, inside=True).jaxpr(jaxpr, consts, inputs, origin)
         return rewritten(builder.finish(inputs, outputs), self.rewrites)
 
@@ -204,8 +212,9 @@ class _Walk:
         for k, other in enumerate(results[1:], 1):
             outs = []
             for var, no, yes in zip(eqn.outvars, chosen, other, strict=True):
-                e = Equation(self.builder, eqn, ins, origin)
-                e.out, e.out_shape, e.out_dtype = var.aval, var.aval.shape, str(var.aval.dtype)
+                e = Equation(self.builder, eqn, ins, origin, {})
+                e.out = _compat.physical(var.aval)
+                e.out_shape, e.out_dtype = e.out.shape, str(e.out.dtype)
                 taken = e.op("ge", index, e.constant(k, e.dtype_of(index)))
                 outs.append(no if no == yes else e.op("select_n", taken, no, yes))
             chosen = outs

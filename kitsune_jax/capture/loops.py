@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kitsune_jax import _compat
+from kitsune_jax.capture import keys
 from kitsune_jax.capture.bodies import Bodies
 from kitsune_jax.capture.builder import Builder
 from kitsune_jax.capture.captured import Captured, Step
@@ -147,11 +148,13 @@ def _append(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, foun
         place.setdefault(v, k)
 
     def evaluate(*arrays: Any) -> list[Any]:
-        whole = bodies.evaluate(*(arrays[place[v]] if v in place else None for v in ins))
-        return [whole[k] for k in results]
+        given = (arrays[place[v]] if v in place else None for v in ins)
+        typed = [keys.typed(x, atom.aval) for x, atom in zip(given, eqn.invars, strict=True)]
+        whole = bodies.evaluate(*typed)
+        return [keys.plain(whole[k]) for k in results]
 
     step = Step(bodies.origin, evaluate, prepare=bodies.prepare)
-    avals = [eqn.outvars[k].aval for k in results]
+    avals = [_compat.physical(eqn.outvars[k].aval) for k in results]
     params = {"consts": len(consts), "carries": len(changing), "length": found.length, "reverse": found.reverse}
     outs = dict(zip(results, builder.loop(inputs, avals, step, body, **params), strict=True))
     handed_on = dict(zip((k for k, s in enumerate(same) if s), (v for _, v in still), strict=True))

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 from jax import lax
 
-from kitsune_jax.capture import dots, indexing, lookups
+from kitsune_jax.capture import dots, indexing, lookups, random_bits
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.ops.spec import FORMATS
 from kitsune_jax.ops.special import LOG2_E
@@ -41,6 +41,8 @@ def _select(e: Equation) -> int | list[int] | str:
     if len(e.ins) != 3:
         return "select_n: more than two cases"
     which, *cases = e.ins
+    if 0 < len(e.shape_of(which)) < len(e.out_shape):  # of keys: all words of one alike
+        which = e.broadcast(which, e.out_shape, range(len(e.shape_of(which))))
     if (known := e.builder.values[which].literal) is not None and e.shape_of(cases[int(known > 0)]) == e.out_shape:
         return [cases[int(known > 0)]]  # as jnp.var chooses by the number of elements
     if e.dtype_of(which) != "bool":
@@ -104,11 +106,10 @@ def _broadcast_in_dim(e: Equation) -> int | str:
 
 
 def _reshape(e: Equation) -> int | str:
-    if e.params.get("dimensions") is not None:
-        return "reshape: permutes dimensions first"
     if len(e.ins) != 1:
         return "reshape: the shape is not known"
-    return e.reshape(e.ins[0], e.out_shape)
+    order = e.params.get("dimensions")
+    return e.reshape(e.ins[0] if order is None else e.transpose(e.ins[0], order), e.out_shape)
 
 
 def _rev(e: Equation) -> int | list[int]:
@@ -168,6 +169,11 @@ def _reduce(e: Equation) -> int | list[int]:
 
 
 RULES: dict[str, Rule] = {
+    "threefry2x32": random_bits.threefry,
+    "iota_2x32_shape": random_bits.counts,
+    "xor": lambda e: random_bits.both_words(e) or pointwise(e),
+    "shift_right_logical": lambda e: random_bits.shifted_out(e) or pointwise(e),
+    "and": lambda e: random_bits.all_bits(e) or pointwise(e),
     "select_n": _select,
     "convert_element_type": _convert,
     "round": _round,

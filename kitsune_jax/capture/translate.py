@@ -12,14 +12,23 @@ import ml_dtypes
 import numpy as np
 
 from kitsune_jax import _compat
+from kitsune_jax.capture import keys
 from kitsune_jax.capture.builder import Builder, is_array, scalar_of
 from kitsune_jax.capture.captured import Origin
 from kitsune_jax.capture.equation import Equation
+from kitsune_jax.capture.numbers import known
 from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.ops.spec import is_float, name_of, np_dtype
 from kitsune_jax.ops.table import OPS
 
-_IDENTITIES = ("copy", "copy_p", "stop_gradient", "name")  # "name": checkpoint_name, whose policies are applied by now
+_IDENTITIES = (
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "name",
+    "random_wrap",
+    "random_unwrap",
+)  # "name": checkpoint_name, whose policies are applied by now
 _COLLECTIVES = (
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
     *("ragged_all_to_all", "reduce_scatter", "axis_index", "pbroadcast", "pgather"),
@@ -33,7 +42,10 @@ def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin) -> lis
         return ins
     if name in _COLLECTIVES:
         return f"{name}: communicates between devices"
-    e = Equation(builder, eqn, ins, origin)
+    params = keys.params_of(eqn)
+    if params is None:
+        return f"{_compat.called(eqn)}: of keys, which it does not only move"
+    e = Equation(builder, eqn, ins, origin, params)
     if name not in RULES and e.kind not in OPS:
         return f"{_compat.called(eqn)}: not an op the pipeline knows"
     why = _why_opaque(e)
@@ -45,19 +57,23 @@ def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin) -> lis
 
 
 def _folded(e: Equation) -> int | None:
-    """The literal that an op on literals is: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed index."""
+    """The literal that an op on literals is: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed index.
+    Where they are repeated, so is it, as the bounds of random numbers are.
+    """
     values = [e.builder.values[v] for v in e.ins]
-    if e.kind not in OPS or not OPS[e.kind].folded or any(v.literal is None for v in values):
+    numbers = [known(e.builder, v) for v in e.ins]
+    if e.kind not in OPS or not OPS[e.kind].folded or None in numbers:
         return None
     dtype = e.out_dtype
-    arrays = [np.asarray(v.literal, np_dtype(v.dtype)) for v in values]
+    arrays = [np.asarray(x, np_dtype(v.dtype)) for x, v in zip(numbers, values, strict=True)]
     scalar = scalar_of(OPS[e.kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
     if scalar is None:
         return None
     small = is_float(dtype) and not abs(scalar[0]) >= float(ml_dtypes.finfo(np_dtype(dtype)).tiny)
     if small and (e.kind != "convert_element_type" or is_float(values[0].dtype)):
         return None  # zeros have a sign and subnormal numbers may be flushed: XLA's own arithmetic decides
-    return e.builder.literal(*scalar)
+    literal = e.builder.literal(*scalar)
+    return e.broadcast(literal, e.out_shape, ()) if e.out_shape else literal
 
 
 # --- reasons to stay opaque -------------------------------------------------------------------------------------------------------
@@ -65,7 +81,7 @@ def _folded(e: Equation) -> int | None:
 
 def _why_opaque(e: Equation) -> str:
     """What rules out any op: dtypes, placement, requests about rounding. "" if nothing does."""
-    avals = [*e.in_avals, *(v.aval for v in e.eqn.outvars)]
+    avals = [*e.in_avals, *(_compat.physical(v.aval) for v in e.eqn.outvars)]
     for aval in avals:
         if not is_array(aval):
             return f"{e.name}: works on {getattr(aval, 'dtype', 'a token')}, which the pipeline does not know"

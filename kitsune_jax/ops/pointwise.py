@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 from jax import lax
+from jax import numpy as jnp
+from jax.extend.random import threefry2x32_p
 from scipy import special
 
 from kitsune_jax.graph import Op, Value
-from kitsune_jax.ops import numeric
+from kitsune_jax.ops import numeric, threefry
 from kitsune_jax.ops import special as ops_special
 from kitsune_jax.ops.relations import DimRelation
 from kitsune_jax.ops.spec import (
@@ -90,6 +92,16 @@ def _power(x: Array, y: Array) -> Array:
     return np.asarray(np.power(to_double(x), y.astype(np.float64)))
 
 
+def _with_word(function: Callable[..., Any]) -> NumpyRule:
+    """For a function that makes two words, of which the parameter ``word`` takes one, or their exclusive or."""
+    return lambda params, *arrays, out_dtype: threefry.word_of(params["word"], *function(*arrays))
+
+
+def _threefry_by_jax(params: Params, /, *arrays: Any, out: Value) -> Any:
+    arrays = jnp.broadcast_arrays(*arrays)  # JAX's primitive takes operands of one rank
+    return threefry.word_of(params["word"], *threefry2x32_p.bind(*arrays))
+
+
 def _total(compare: Function) -> NumpyRule:
     return _in_own_dtype(lambda x, y: compare(numeric.total_order(x), numeric.total_order(y)))
 
@@ -118,7 +130,7 @@ def _entry(
     return OpSpec(kind, "pointwise", arity, numpy, relate_pointwise, flops, doc, dtypes, cuda=code, **facts)
 
 
-_unary, _binary, _ternary = (functools.partial(_entry, arity) for arity in (1, 2, 3))
+_unary, _binary, _ternary, _quaternary = (functools.partial(_entry, arity) for arity in (1, 2, 3, 4))
 _compare = functools.partial(_binary, gives="bool")
 _compare_in_order = functools.partial(_compare, measured=False)
 
@@ -253,13 +265,15 @@ _BINARY = (
     _binary("nextafter", _in_own_dtype(numeric.next_after), 6, "neighbour of x towards y", cuda="nextafterf({0}, {1})", exact=True,
             widens=_never),
     _binary("and", _exact(np.bitwise_and), 1, "bitwise and", BITS, {"any": "({0} & {1})", "bool": "({0} && {1})"},
-           jax=_lax(lax.bitwise_and)),
+           jax=_lax(lax.bitwise_and), folded=True),
     _binary("or", _exact(np.bitwise_or), 1, "bitwise or", BITS, {"any": "({0} | {1})", "bool": "({0} || {1})"},
-           jax=_lax(lax.bitwise_or)),
+           jax=_lax(lax.bitwise_or), folded=True),
     _binary("xor", _exact(np.bitwise_xor), 1, "bitwise exclusive or", BITS, {"any": "({0} ^ {1})", "bool": "({0} != {1})"},
-           jax=_lax(lax.bitwise_xor)),
-    _binary("shift_left", _exact(numeric.shift_left), 2, "0 for amounts beyond the bits", INTEGERS, _shift("shift_left")),
-    _binary("shift_right_logical", _exact(numeric.shift_right_logical), 2, "zeros from the left", INTEGERS, _shift("shift_right")),
+           jax=_lax(lax.bitwise_xor), folded=True),
+    _binary("shift_left", _exact(numeric.shift_left), 2, "0 for amounts beyond the bits", INTEGERS, _shift("shift_left"),
+            folded=True),
+    _binary("shift_right_logical", _exact(numeric.shift_right_logical), 2, "zeros from the left", INTEGERS, _shift("shift_right"),
+            folded=True),
     _binary("shift_right_arithmetic", _exact(numeric.shift_right_arithmetic), 2, "the sign from the left", INTEGERS,
             _shift("shift_right_sign", "i32")),
     _binary("mulhi", _exact(numeric.multiply_high), 4, "high half of the product", INTEGERS, "high_half({0}, {1})"),
@@ -291,6 +305,14 @@ _TERNARY = (
              measured=False, domain=(POSITIVE, POSITIVE, (0, 0.99)), absolute=1e-5, relative=2e-3, jax=_lax(lax.betainc)),
 )  # fmt: skip
 
+_QUATERNARY = (
+    _quaternary("threefry2x32", _with_word(threefry.hashed), 77,
+                "(key 0, key 1, count 0, count 1) hashed; word: the first or the second of the result, or their xor", ("uint32",),
+                "threefry_{word}({0}, {1}, {2}, {3})", cpu="threefry_{word}", exact=True, jax=_threefry_by_jax,
+                opcodes=tuple(f"threefry_{word}" for word in threefry.WORDS),
+                samples=lambda dtype: [{"word": word} for word in threefry.WORDS]),
+)  # fmt: skip
+
 _CONVERT = OpSpec(
     "convert_element_type",
     "convert",
@@ -306,4 +328,4 @@ _CONVERT = OpSpec(
     jax=_lax(lax.convert_element_type, new_dtype=lambda params, _: np_dtype(params["new_dtype"])),
 )
 
-POINTWISE: dict[str, OpSpec] = {spec.kind: spec for spec in (*_UNARY, *_BINARY, *_TERNARY, _CONVERT)}
+POINTWISE: dict[str, OpSpec] = {spec.kind: spec for spec in (*_UNARY, *_BINARY, *_TERNARY, *_QUATERNARY, _CONVERT)}

@@ -23,6 +23,8 @@ from kitsune_jax.streams.space import Region, row_shape
 
 # Views: they are read through and move nothing of their own, so they are not counted as operators, in or outside of a region.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})
+# Keys become the arrays that they are, or the other way round.
+_KEYS = frozenset({"random_unwrap", "random_wrap"})
 
 
 class Phase(Protocol):
@@ -195,10 +197,16 @@ def _operators(graph: Graph, ops: Iterable[int]) -> tuple[int, ...]:
 def _is_view(graph: Graph, i: int) -> bool:
     """A view, or some rows of an argument: part of a weight, which lies in one piece."""
     op = graph.ops[i]
-    if op.kind != "slice" or op.inputs[0] not in graph.inputs:
+    if op.label in _KEYS:
+        return True
+    if op.kind != "slice" or op.inputs[0] not in graph.inputs and op.inputs[0] not in _arrays_of_keys(graph):
         return op.kind in _VIEWS
     cut = [d for d, n in enumerate(graph.values[op.inputs[0]].shape) if n != graph.values[op.outputs[0]].shape[d]]
     return cut in ([], [0]) and set(op["strides"] or (1,)) == {1}
+
+
+def _arrays_of_keys(graph: Graph) -> set[int]:
+    return {op.outputs[0] for op in graph.ops if op.label == "random_unwrap"}
 
 
 def _label(graph: Graph, i: int) -> str:

@@ -75,14 +75,14 @@ def dropout(key: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.where(jax.random.bernoulli(key, 0.75, h.shape), h / 0.75, 0) + jax.random.uniform(key, h.shape)
 
 
-def test_only_the_random_bits_of_a_dropout_stay_outside() -> None:
+def test_a_dropout_streams_with_its_random_bits() -> None:
     """The bits become a float in [0, 1) by a shift, an ``or`` and ``bitcast_convert_type``."""
     args = (jax.random.key(3), jnp.linspace(-1, 1, 96 * 24).reshape(96, 24), jnp.eye(24) + 0.1)
     report = kj.explain(dropout, force=True)(*args)
-    assert {r.op for r in report.rejected if "not an op" in r.reason} == {"random_bits"}
+    assert not any("not an op" in r.reason for r in report.rejected)
     (region,) = report.regions
     streams = [{op for stage in region.stages for op in stage.ops}, *(set(s.ops) for phase in region.later for s in phase.spaces)]
-    assert any({"bitcast_convert_type", "tanh", "select_n"} <= ops for ops in streams)
+    assert any({"xor", "bitcast_convert_type", "tanh", "select_n"} <= ops for ops in streams)
     np.testing.assert_allclose(jax.jit(kj.pipeline(dropout, force=True))(*args), dropout(*args), rtol=2e-6, atol=2e-6)
 
 

@@ -31,11 +31,11 @@ def two_layers(rows: int, tile_rows: int = 16, k: int = 24, n: int = 40, depth: 
     matmul = bc.Matmul(operand(bc.IN, 0, k, 0), 1, 1, 0, 1, 1, operand(bc.QUEUE, 0, n, 0))
     load, store, sub = (bc.OPCODE[name] for name in ("load", "store", "sub"))
     code = (
-        bc.Micro(load, F32, 0, 0, 0, 0, 0, ()),
-        bc.Micro(load, F32, 1, 1, 0, 0, 0, ()),
-        bc.Micro(sub, F32, 2, 0, 1, 0, 0, ()),
-        bc.Micro(store, F32, 0, 0, 2, 0, 0, ()),
-        bc.Micro(store, F32, 0, 1, 2, 0, 0, ()),
+        bc.Micro(load, F32, 0, 0, 0, 0, 0, 0, ()),
+        bc.Micro(load, F32, 1, 1, 0, 0, 0, 0, ()),
+        bc.Micro(sub, F32, 2, 0, 1, 0, 0, 0, ()),
+        bc.Micro(store, F32, 0, 0, 2, 0, 0, 0, ()),
+        bc.Micro(store, F32, 0, 1, 2, 0, 0, 0, ()),
     )
     tile = operand(bc.SCRATCH, 0, n, 1)
     vector = bc.Vector((n,), 0, (operand(bc.QUEUE, 0, n, 1), operand(bc.QUEUE, 0, n, 0)), (operand(bc.OUT, 0, n, 1), tile), code)

@@ -224,9 +224,9 @@ class _Machine(OnlineSums):
             assert registers[m.a].dtype == dtype_of(m.from_type)
             with np.errstate(all="ignore"):
                 return registers[m.a].astype(kind)
-        args = [registers[r] for r in (m.a, m.b, m.c)[: _ENTRIES[name].arity]]
+        args = [registers[r] for r in (m.a, m.b, m.c, m.d)[: _ENTRIES[name].arity]]
         first = {"select": np.dtype(bool), "bitcast": dtype_of(m.from_type)}.get(name, kind)
-        expected = [first, kind, kind]
+        expected = [first, kind, kind, kind]
         for arg, want in zip(args, expected, strict=False):
             assert arg.dtype == want, f"{name}: a register of {arg.dtype} taken as {want}"
         with np.errstate(all="ignore"):

@@ -224,4 +224,4 @@ def test_row_of_the_papers_table() -> None:
     cells = offchip.row(case, "infer")
     assert len(cells) == len(offchip.markdown(()).splitlines()[2].split("|")) - 2
     assert cells[4] == "81 / 81"
-    assert set(offchip.PAPER) <= set(GRAPH_APPS)
+    assert set(offchip.PAPER) <= set(offchip.TABLED_APPS)

@@ -90,8 +90,8 @@ struct OuterArgs {
   void* scratch;  // 64-byte aligned, outer_scratch_bytes(args) bytes
 };
 
-// dst, a, b, c: dense arrays of `n` elements of the compute type (bool as 0/1 bytes; float16/bfloat16 never). imm: Micro.imm.
-using VectorFn = void (*)(int64_t n, void* dst, const void* a, const void* b, const void* c, const double* imm);
+// dst, a, b, c, d: dense arrays of `n` elements of the compute type (bool as 0/1 bytes; float16/bfloat16 never). imm: Micro.imm.
+using VectorFn = void (*)(int64_t n, void* dst, const void* a, const void* b, const void* c, const void* d, const double* imm);
 // dense dst[n] of the compute type <- strided src of the storage type (stride in elements, may be 0 or negative), and the reverse.
 using LoadFn = void (*)(int64_t n, void* dst, const void* src, int64_t stride);
 using StoreFn = void (*)(int64_t n, void* dst, int64_t stride, const void* src);

@@ -88,7 +88,10 @@
   X(polygamma, 2, false) \
   X(select, 3, false) \
   X(clamp, 3, false) \
-  X(regularized_incomplete_beta, 3, false)
+  X(regularized_incomplete_beta, 3, false) \
+  X(threefry_first, 4, false) \
+  X(threefry_second, 4, false) \
+  X(threefry_xor, 4, false)
 // clang-format on
 
 namespace kitsune::cpu {

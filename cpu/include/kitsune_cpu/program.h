@@ -18,7 +18,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 7;
+constexpr int64_t kFormatVersion = 8;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -72,7 +72,7 @@ struct Matmul {
 struct Micro {
   Opcode op;
   DType type;
-  int64_t dst, a, b, c;
+  int64_t dst, a, b, c, d;
   DType from_type;
   std::vector<double> imm;
 };

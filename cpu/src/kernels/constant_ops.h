@@ -8,7 +8,7 @@ namespace kitsune::cpu::KITSUNE_ISA {
 
 // Side 0: a is the number; 1: b is.
 template <class Op, class T, int Side>
-void map_binary_with(int64_t n, void* dst, const void* a, const void* b, const void*, const double*) {
+void map_binary_with(int64_t n, void* dst, const void* a, const void* b, const void*, const void*, const double*) {
   auto* d = static_cast<decltype(Op::apply(T{}, T{}))*>(dst);
   const T* x = static_cast<const T*>(Side == 0 ? b : a);
   const T one = *static_cast<const T*>(Side == 0 ? a : b);
@@ -18,7 +18,7 @@ void map_binary_with(int64_t n, void* dst, const void* a, const void* b, const v
 
 // What is selected where the predicate is false, or true, is one number.
 template <class T, bool False, bool True>
-void map_select_with(int64_t n, void* dst, const void* a, const void* b, const void* c, const double*) {
+void map_select_with(int64_t n, void* dst, const void* a, const void* b, const void* c, const void*, const double*) {
   T* d = static_cast<T*>(dst);
   const uint8_t* predicate = static_cast<const uint8_t*>(a);
   const T *on_false = static_cast<const T*>(b), *on_true = static_cast<const T*>(c);
@@ -31,7 +31,7 @@ void map_select_with(int64_t n, void* dst, const void* a, const void* b, const v
 }
 
 template <class T>
-void map_clamp_with(int64_t n, void* dst, const void* a, const void* b, const void* c, const double*) {
+void map_clamp_with(int64_t n, void* dst, const void* a, const void* b, const void* c, const void*, const double*) {
   T* d = static_cast<T*>(dst);
   const T* x = static_cast<const T*>(b);
   const T low = *static_cast<const T*>(a), high = *static_cast<const T*>(c);

@@ -142,7 +142,7 @@ void store_strided(int64_t n, void* dst_, int64_t stride, const void* src_) {
 }
 
 template <class To, class From>
-void convert_vector(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+void convert_vector(int64_t n, void* dst, const void* a, const void*, const void*, const void*, const double*) {
   convert_dense(n, static_cast<To*>(dst), static_cast<const From*>(a));
 }
 

@@ -5,6 +5,7 @@
 #include "load_store.h"
 #include "pointwise.h"
 #include "special.h"
+#include "threefry.h"
 #include "vector_math.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
@@ -12,7 +13,7 @@ namespace kitsune::cpu::KITSUNE_ISA {
 // ---- loops over scalars
 
 template <class Op, class T>
-void map_unary(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+void map_unary(int64_t n, void* dst, const void* a, const void*, const void*, const void*, const double*) {
   auto* d = static_cast<decltype(Op::apply(T{}))*>(dst);
   const T* x = static_cast<const T*>(a);
   KITSUNE_INDEPENDENT
@@ -20,7 +21,7 @@ void map_unary(int64_t n, void* dst, const void* a, const void*, const void*, co
 }
 
 template <class Op, class T>
-void map_binary(int64_t n, void* dst, const void* a, const void* b, const void*, const double*) {
+void map_binary(int64_t n, void* dst, const void* a, const void* b, const void*, const void*, const double*) {
   auto* d = static_cast<decltype(Op::apply(T{}, T{}))*>(dst);
   const T* x = static_cast<const T*>(a);
   const T* y = static_cast<const T*>(b);
@@ -29,7 +30,7 @@ void map_binary(int64_t n, void* dst, const void* a, const void* b, const void*,
 }
 
 template <class T>
-void map_clamp(int64_t n, void* dst, const void* a, const void* b, const void* c, const double*) {
+void map_clamp(int64_t n, void* dst, const void* a, const void* b, const void* c, const void*, const double*) {
   T* d = static_cast<T*>(dst);
   const T *low = static_cast<const T*>(a), *x = static_cast<const T*>(b), *high = static_cast<const T*>(c);
   KITSUNE_INDEPENDENT
@@ -37,7 +38,7 @@ void map_clamp(int64_t n, void* dst, const void* a, const void* b, const void* c
 }
 
 template <class T>  // an unsigned integer of the element's size: selection only moves bits
-void map_select(int64_t n, void* dst, const void* a, const void* b, const void* c, const double*) {
+void map_select(int64_t n, void* dst, const void* a, const void* b, const void* c, const void*, const double*) {
   T* d = static_cast<T*>(dst);
   const uint8_t* predicate = static_cast<const uint8_t*>(a);
   const T *on_false = static_cast<const T*>(b), *on_true = static_cast<const T*>(c);
@@ -49,7 +50,7 @@ void map_select(int64_t n, void* dst, const void* a, const void* b, const void* 
 }
 
 template <class T>  // as above
-void map_bits(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+void map_bits(int64_t n, void* dst, const void* a, const void*, const void*, const void*, const double*) {
   T* d = static_cast<T*>(dst);
   const T* x = static_cast<const T*>(a);
   KITSUNE_INDEPENDENT
@@ -57,7 +58,7 @@ void map_bits(int64_t n, void* dst, const void* a, const void*, const void*, con
 }
 
 template <class T>
-void map_integer_pow(int64_t n, void* dst, const void* a, const void*, const void*, const double* imm) {
+void map_integer_pow(int64_t n, void* dst, const void* a, const void*, const void*, const void*, const double* imm) {
   T* d = static_cast<T*>(dst);
   const T* x = static_cast<const T*>(a);
   const int64_t y = int64_t(imm[0]);
@@ -80,7 +81,7 @@ void map_integer_pow(int64_t n, void* dst, const void* a, const void*, const voi
 }
 
 template <class T>
-void map_reduce_precision(int64_t n, void* dst, const void* a, const void*, const void*, const double* imm) {
+void map_reduce_precision(int64_t n, void* dst, const void* a, const void*, const void*, const void*, const double* imm) {
   T* d = static_cast<T*>(dst);
   const T* x = static_cast<const T*>(a);
   const int exponent = int(imm[0]), mantissa = int(imm[1]);
@@ -88,7 +89,7 @@ void map_reduce_precision(int64_t n, void* dst, const void* a, const void*, cons
   for (int64_t i = 0; i < n; ++i) d[i] = reduce_precision(x[i], exponent, mantissa);
 }
 
-inline void map_to_float16(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+inline void map_to_float16(int64_t n, void* dst, const void* a, const void*, const void*, const void*, const double*) {
   Half chunk[kChunk];
   for (int64_t i = 0; i < n; i += kChunk) {
     int64_t count = min_of(kChunk, n - i);
@@ -100,13 +101,13 @@ inline void map_to_float16(int64_t n, void* dst, const void* a, const void*, con
 // libm and the special functions, in double. They look at the bits of their operand, so they would see a denormal where this thread
 // takes it for a zero (log of a negative one: NaN rather than -inf).
 template <double (*F)(double), class T>
-void map_double(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+void map_double(int64_t n, void* dst, const void* a, const void*, const void*, const void*, const double*) {
   for (int64_t i = 0; i < n; ++i) static_cast<T*>(dst)[i] = T(F(flushed(double(static_cast<const T*>(a)[i]))));
 }
 
 // Functions that near 0 are their operand and hand it on, denormal or not.
 template <double (*F)(double)>
-void map_identity_at_zero(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+void map_identity_at_zero(int64_t n, void* dst, const void* a, const void*, const void*, const void*, const double*) {
   for (int64_t i = 0; i < n; ++i) {
     double x = static_cast<const double*>(a)[i];
     static_cast<double*>(dst)[i] = x == 0 ? x : F(x);
@@ -114,14 +115,14 @@ void map_identity_at_zero(int64_t n, void* dst, const void* a, const void*, cons
 }
 
 template <double (*F)(double, double), class T>
-void map_double2(int64_t n, void* dst, const void* a, const void* b, const void*, const double*) {
+void map_double2(int64_t n, void* dst, const void* a, const void* b, const void*, const void*, const double*) {
   for (int64_t i = 0; i < n; ++i) {
     static_cast<T*>(dst)[i] = T(F(double(static_cast<const T*>(a)[i]), double(static_cast<const T*>(b)[i])));
   }
 }
 
 template <double (*F)(double, double, double), class T>
-void map_double3(int64_t n, void* dst, const void* a, const void* b, const void* c, const double*) {
+void map_double3(int64_t n, void* dst, const void* a, const void* b, const void* c, const void*, const double*) {
   for (int64_t i = 0; i < n; ++i) {
     double x = double(static_cast<const T*>(a)[i]), y = double(static_cast<const T*>(b)[i]),
            z = double(static_cast<const T*>(c)[i]);
@@ -132,7 +133,7 @@ void map_double3(int64_t n, void* dst, const void* a, const void* b, const void*
 // ---- loops over float vectors; the tail goes through a zero-padded vector
 
 template <VF (*F)(VF)>
-void map_vector(int64_t n, void* dst, const void* a, const void*, const void*, const double*) {
+void map_vector(int64_t n, void* dst, const void* a, const void*, const void*, const void*, const double*) {
   float* d = static_cast<float*>(dst);
   const float* x = static_cast<const float*>(a);
   int64_t i = 0;
@@ -146,7 +147,7 @@ void map_vector(int64_t n, void* dst, const void* a, const void*, const void*, c
 }
 
 template <VF (*F)(VF, VF)>
-void map_vector2(int64_t n, void* dst, const void* a, const void* b, const void*, const double*) {
+void map_vector2(int64_t n, void* dst, const void* a, const void* b, const void*, const void*, const double*) {
   float* d = static_cast<float*>(dst);
   const float *x = static_cast<const float*>(a), *y = static_cast<const float*>(b);
   int64_t i = 0;
@@ -277,6 +278,14 @@ VectorFn bitwise_function(Opcode op) {
       case Opcode::op_shift_left: return &map_binary<ShiftLeft, T>;
       case Opcode::op_shift_right_logical: return &map_binary<ShiftRightLogical, T>;
       case Opcode::op_shift_right_arithmetic: return &map_binary<ShiftRightArithmetic, T>;
+      default: break;
+    }
+  }
+  if constexpr (kSame<T, uint32_t>) {
+    switch (op) {
+      case Opcode::op_threefry_first: return &map_threefry<Word::kFirst>;
+      case Opcode::op_threefry_second: return &map_threefry<Word::kSecond>;
+      case Opcode::op_threefry_xor: return &map_threefry<Word::kXor>;
       default: break;
     }
   }

@@ -118,6 +118,34 @@ KITSUNE_DEVICE u32 shift_left(u32 x, u32 n) { return n < 32 ? x << n : 0; }
 KITSUNE_DEVICE u32 shift_right(u32 x, u32 n) { return n < 32 ? x >> n : 0; }
 KITSUNE_DEVICE i32 shift_right_sign(i32 x, u32 n) { return x >> (n < 32 ? n : 31); }
 
+// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), as jax.random uses it.
+struct Words {
+  u32 first, second;
+};
+KITSUNE_DEVICE Words threefry(u32 key0, u32 key1, u32 count0, u32 count1) {
+  const u32 keys[3] = {key0, key1, key0 ^ key1 ^ 0x1BD11BDAu};
+  constexpr u32 kRotations[8] = {13, 15, 26, 6, 17, 29, 16, 24};
+  u32 x = count0 + key0, y = count1 + key1;
+  KITSUNE_UNROLL
+  for (u32 i = 0; i < 20; ++i) {
+    const u32 r = kRotations[i % 8];
+    x += y;
+    y = x ^ (y << r | y >> (32 - r));
+    if (i % 4 == 3) {
+      const u32 n = i / 4 + 1;
+      x += keys[n % 3];
+      y += keys[(n + 1) % 3] + n;
+    }
+  }
+  return {x, y};
+}
+KITSUNE_DEVICE u32 threefry_first(u32 k, u32 l, u32 x, u32 y) { return threefry(k, l, x, y).first; }
+KITSUNE_DEVICE u32 threefry_second(u32 k, u32 l, u32 x, u32 y) { return threefry(k, l, x, y).second; }
+KITSUNE_DEVICE u32 threefry_xor(u32 k, u32 l, u32 x, u32 y) {
+  const Words words = threefry(k, l, x, y);
+  return words.first ^ words.second;
+}
+
 KITSUNE_DEVICE float round_away(float x) { return roundf(x); }
 KITSUNE_DEVICE float round_even(float x) { return rintf(x); }
 

@@ -35,7 +35,7 @@ from kitsune_jax.targets.cpu.operands import Operand as Operand
 from kitsune_jax.targets.cpu.operands import Ref as Ref
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 7
+VERSION = 8
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -132,6 +132,7 @@ class Micro:
     a: int
     b: int
     c: int
+    d: int
     from_type: int  # convert and bitcast
     # const: the value (integers beyond 2**53: high and low 32 bits); integer_pow: (y,); reduce_precision: (exponent, mantissa)
     imm: tuple[float, ...]

@@ -157,8 +157,8 @@ class VectorBuilder:
             args = [node.operand, *args]
         elif node.op == "index":
             args = list(self._position(node.index, groups))
-        a, b, c = (*args, 0, 0, 0)[:3]
-        return Micro(OPCODE[node.op], DTYPE_CODE[node.type], dst, a, b, c, DTYPE_CODE[node.from_type], node.imm)
+        a, b, c, d = (*args, 0, 0, 0, 0)[:4]
+        return Micro(OPCODE[node.op], DTYPE_CODE[node.type], dst, a, b, c, d, DTYPE_CODE[node.from_type], node.imm)
 
     def _position(self, index: tuple[int, int, int], groups: Sequence[Sequence[int]]) -> tuple[int, int, int]:
         """``index`` in terms of merged loop dimensions: what is inside a merged dimension multiplies the divisor."""

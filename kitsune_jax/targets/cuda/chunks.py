@@ -24,6 +24,7 @@ from kitsune_jax.targets.cuda.values import (
     InRegisters,
     InScratch,
     InVector,
+    LoopNumber,
     Multiply,
     Number,
     Parts,
@@ -72,6 +73,11 @@ class _Chunks:
                     self.layer_bytes = sum(r.shape.slab_bytes for r in self.weights[first : first + count])
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.layer_bytes = 0
+                case st.CountedLoop(body=body):
+                    repeated = tuple(self.of(body))
+                    if not self.resident and any(isinstance(x, st.Issue) for x in repeated):
+                        raise CannotLower("weights that a loop multiplies with in every iteration must stay in shared memory")
+                    self.nodes.append(dataclasses.replace(node, body=repeated))
                 case _:
                     self.nodes.append(node)
         found, self.nodes = self.nodes, outer
@@ -262,6 +268,8 @@ class _Blocks:
         match value.home:
             case Number(number):
                 return ir.Literal(pointwise.literal(number, pointwise.COMPUTE[dtype]))
+            case LoopNumber(ref):
+                return Read("scalar", ref, dtype)
             case Splat(of):
                 return self._read(of, 0)
             case InRegisters(ref, form, owner):

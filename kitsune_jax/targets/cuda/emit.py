@@ -14,7 +14,7 @@ import numpy as np
 
 from kitsune_jax import _compat
 from kitsune_jax.ops.reduce import identity
-from kitsune_jax.program.ir import Instr, Program, TileProgram
+from kitsune_jax.program.ir import Instr, Program, TileProgram, walk
 from kitsune_jax.targets.cuda import compile, pack, runtime
 from kitsune_jax.targets.cuda.kernel import Packed
 from kitsune_jax.targets.cuda.lower import Code
@@ -76,7 +76,7 @@ class _Stationary:
         self.program, self.args, self.evaluate = program, args, evaluate
         self.literals = dict(program.literals)
         self.makers: dict[int, Instr] = {
-            v: i for s in program.stages for i in s.body for v in i.outputs if not program.values[v].tile
+            v: i for s in program.stages for i in walk(s.body) for v in i.outputs if not program.values[v].tile
         }
         self.known: dict[int, Any] = {}
         self.by_op: dict[int, Any] = {}  # makers stand in every stage that needs them

@@ -92,7 +92,7 @@ def _signature(program: TileProgram, segment: Sequence[Instr], entry: int) -> tu
     made: dict[int, int] = {}
     lines = []
     for k, instr in enumerate(segment):
-        if len(instr.outputs) != 1 or instr.kind in ("load", "pop", "gather"):
+        if len(instr.outputs) != 1 or instr.kind in ("load", "load_slice", "loop", "pop", "gather"):
             return None
         operands: list[Any] = []
         for v in instr.inputs:

@@ -30,6 +30,7 @@ from kitsune_jax.targets.cuda.values import (
     InImage,
     InRegisters,
     InVector,
+    LoopNumber,
     Multiply,
     Number,
     Parts,
@@ -62,6 +63,7 @@ class Evaluation:
     def __init__(self, facts: Facts, shape: Shape, split: int, lanes: int, slab_queues: frozenset[int]):
         self.facts, self.program, self.shape = facts, facts.program, shape
         self.split, self.lanes, self.slab_queues = split, lanes, slab_queues
+        self.instrs = facts.instrs  # of the stage, or of the loop that is being lowered
         self.nodes: list[Node] = []
         self.prologue: list[Node] = []  # once per tile, in front of everything
         self.setup: list[Node] = []  # once per kernel
@@ -142,9 +144,11 @@ class Evaluation:
         t = self.program.values[v]
         if v in self.literals:
             return Value(1, t.dtype, True, Number(self.literals[v]))
-        if t.tile or math.prod(t.shape) != 1:
-            raise CannotLower("a stationary value is used without a broadcast")
-        return Value(1, t.dtype, True, InVector(self.vector(VectorRecipe(v, (1,), (0,), (1,), 1))))
+        if t.tile:
+            raise AssertionError(f"%{v} is read before it is made")
+        n = math.prod(t.shape)  # of several numbers: what a loop carries, whose next value is a tile
+        row, width = n == 1, 1 if n == 1 else tiles.padded(n)
+        return Value(n, t.dtype, row, InVector(self.vector(VectorRecipe(v, (n,), (0,), (n,), width))))
 
     def unnamed(self, value: Value) -> int:
         """The number of a new value that the tile program does not name."""
@@ -175,6 +179,8 @@ class Evaluation:
                 return ir.Read("scalar", self.scalar(v), value.dtype)
             case InRegisters(ref, "row", _):
                 return ir.Read("row", ref, value.dtype)
+            case LoopNumber(ref):
+                return ir.Read("scalar", ref, value.dtype)
             case Splat(of):
                 return self.row(of)
         raise AssertionError(f"a row value in {value.home}")

@@ -11,8 +11,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import arrays, chunks, equal_layers, instructions, layer_loops, liveness, stage_facts, tiles
+from kitsune_jax.program.ir import TileProgram, walk
+from kitsune_jax.targets.cuda import arrays, bodies, chunks, liveness, stage_facts, tiles
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.device_ir import Node, Ref
@@ -134,13 +134,7 @@ class _Fitter:
     def lower(self, shape: Shape, depth: int = MAX_DEPTH) -> Lowered:
         """All passes over the stage."""
         at = Evaluation(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
-        runs = {run.segments[0][0]: run for run in equal_layers.find(self.program, self.instrs)}
-        in_loops = {i for run in runs.values() for segment in run.segments for i in segment}
-        for i in self.instrs:
-            if i in runs:
-                layer_loops.lower(at, runs[i])
-            elif i not in in_loops and i not in at.done:
-                instructions.lower(at, i)
+        bodies.lower(at, self.instrs)
         at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
         nodes = chunks.spell_out(at.nodes, at.weights, self.resident, depth, shape.overlap)
         return Lowered(
@@ -194,7 +188,7 @@ class _Fitter:
 
     def _shapes(self) -> tuple[tuple[bool, int], ...]:
         """Chunks to try. Beside two other lanes, or one and f32 operands, ptxas spills or serialises with chunks of 128 columns."""
-        single = any(self.program.values[i.inputs[0]].dtype == "float32" for i in self.instrs if i.kind == "matmul")
+        single = any(self.program.values[i.inputs[0]].dtype == "float32" for i in walk(self.instrs) if i.kind == "matmul")
         return _NARROW_SHAPES if self.a.lanes == 3 or (self.a.lanes == 2 and single) else _SHAPES
 
     def memory(self, shape: Shape, lowered: Lowered, free: int) -> Fitted:
@@ -258,3 +252,5 @@ def _issues(nodes: Iterable[Node]) -> Iterable[st.Issue]:
             one = list(_issues(node.body))
             for layer in range(node.layers):
                 yield from (dataclasses.replace(i, weight=i.weight + layer * node.weights) for i in one)
+        elif isinstance(node, st.CountedLoop):
+            yield from _issues(node.body)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import columns, gradients, picks, pointwise, row_products, stage_outputs, tables, tiles
+from kitsune_jax.targets.cuda import columns, gradients, picks, pointwise, row_products, slices, stage_outputs, tables, tiles
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Expr, Ref
@@ -174,6 +174,8 @@ _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {
     "load": _load,
     "pop": _pop,
     **dict.fromkeys(("push", "store", "sink", "sink_at"), stage_outputs.lower),
+    "load_slice": slices.load,
+    "store_slice": slices.store,
     "row_index": _row_index,
     "gather": tables.lower,
     "take": picks.take,

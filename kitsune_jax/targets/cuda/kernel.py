@@ -18,6 +18,8 @@ from kitsune_jax.targets.cuda.layout import Layout
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.errors import CannotLower
 
+_LOOPS = frozenset({"loop", "load_slice", "store_slice"})
+
 __all__ = ["Arrangement", "Kernel", "generate", "of_call"]
 
 
@@ -64,6 +66,8 @@ def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> 
     """The kernel of a call of several parts, arranged as each of ``arrangements`` asks. Raises ``CannotLower``."""
     for part in call.parts:
         _check(part.program)
+        if len(call.parts) > 1 and any(i.kind in _LOOPS for stage in part.program.stages for i in walk(stage.body)):
+            raise CannotLower("a loop in a call of several phases has no code on the GPU")
     found = call_layout.of_call(call, arrangements, name)
     layouts = [part.layout for part in found.parts]
     source = print_phases.source(found, [_kinds(at, True) for at in layouts])
@@ -73,9 +77,6 @@ def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> 
 
 
 def _check(program: TileProgram) -> None:
-    used = {i.kind for stage in program.stages for i in walk(stage.body)}
-    if without := sorted(used & {"loop", "load_slice", "store_slice"}):
-        raise CannotLower(f"{' and '.join(without)} inside a kernel: no code for it yet")
     if program.batch_axes:
         raise CannotLower("tiles that keep within a batch have no kernel yet")
     if program.tile_rows != tiles.TILE_ROWS:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.program.ir import TileProgram, walk
 from kitsune_jax.program.passes import simplified
-from kitsune_jax.targets.cuda import arrays, fitting, pointwise, tiles
+from kitsune_jax.targets.cuda import arrays, fitting, loop_values, pointwise, tiles
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.fitting import Fitted
@@ -148,6 +148,7 @@ def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
 
 def of_kernel(program: TileProgram, a: Arrangement, name: str, beside: int = 0) -> Layout:
     """``beside``: bytes of the barriers of other parts of the kernel. Raises ``CannotLower`` where it does not fit."""
+    program = loop_values.as_tiles(program)
     simpler = simplified(program)
     for staging in (True, False):
         header = tiles.aligned(beside + barrier_bytes(program, a, staging))
@@ -182,7 +183,9 @@ def _place_queues(program: TileProgram, a: Arrangement, ends: list[int]) -> tupl
 
 
 def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
-    read = {i["array"] for s in program.stages for i in s.body if i.kind == "load"}
+    body = [i for s in program.stages for i in walk(s.body)]
+    read = {i["array"] for i in body if i.kind == "load"}
+    cut = {i["array"] for i in body if i.kind == "load_slice"}
     weights = tuple(r for stage in stages for r in stage.lowered.weights)
     counts = [len(stage.lowered.weights) for stage in stages]
     first = tuple(sum(counts[:s]) for s in range(len(stages)))
@@ -202,7 +205,8 @@ def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
                 resident_at[w] = (g, at[g])
                 at[g] += weights[w].shape.bytes
     vectors, vector_at = _vectors(stages)
-    inputs = tuple(sorted({k for k in read if program.inputs[k].streamed}.union(() if program.order is None else (program.order,))))
+    rows = {k for k in read if program.inputs[k].streamed}
+    inputs = tuple(sorted(rows.union(cut, () if program.order is None else (program.order,))))
     tables = tuple(dict.fromkeys(v for stage in stages for v in stage.lowered.tables))
     return Operands(inputs, weights, first, groups, tuple(map(tuple, order)), resident_at, vectors, vector_at, tables)
 

@@ -97,3 +97,9 @@ def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
                 yield ref, 2
             case st.LayerLoop(body=body):
                 yield from _events(body)
+            case st.CountedLoop(body=body):
+                inside = list(_events(body))
+                made = {owner for owner, registers in inside if registers is not None}
+                yield from inside
+                # What an iteration reads of the code around the loop, the next one reads again.
+                yield from ((owner, None) for owner in dict.fromkeys(owner for owner, _ in inside) if owner not in made)

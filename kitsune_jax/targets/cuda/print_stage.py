@@ -33,6 +33,17 @@ def _loops(at: Spelling, node: Node) -> list[str]:
             return ["KITSUNE_UNROLL", f"for (int i = 0; i < {tiles.image_vectors(width, 'bit')}; ++i) {put}"]
         case st.LayerLoop(layers, _, _, body):
             return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {layers}; ++layer) {{", *lines(at, body), "}"]
+        case st.CountedLoop(number, count, reverse, body):
+            n, index = name(number), f"i_{name(number)}"
+            of = f"{count - 1} - {index}" if reverse else index
+            return [
+                "KITSUNE_NO_UNROLL",
+                f"for (i32 {index} = 0; {index} < {count}; ++{index}) {{",
+                f"  const i32 {n} = {of};",
+                f"  (void){n};",
+                *(f"  {line}" for line in lines(at, body)),
+                "}",
+            ]
         case st.TurnImages(first, second):
             a, b = name(first), name(second)
             return [f"const Image {a}_in = layer & 1 ? {b} : {a}, {a}_out = layer & 1 ? {a} : {b};"]
@@ -80,6 +91,8 @@ def _rows(at: Spelling, node: Node) -> list[str]:
             return ["syncwarp();"]
         case st.TableRows():
             return _table_rows(at, node)
+        case st.SliceRows():
+            return _slice_rows(at, node)
     return []
 
 
@@ -89,6 +102,13 @@ def _table_rows(at: Spelling, node: st.TableRows) -> list[str]:
     otherwise = "" if node.otherwise is None else f", {at.address(node.otherwise)}"
     rows = [f"table_row({table}, {at.of_row(node.index, h)}, {node.rows}ll, {node.bytes}ll{otherwise})" for h in range(2)]
     return [f"const void* const {row}[2] = {{{', '.join(rows)}}};"]
+
+
+def _slice_rows(at: Spelling, node: st.SliceRows) -> list[str]:
+    row, const = f"{name(node.ref)}_row", "const " if node.loads else ""
+    behind = [f"static_cast<i64>({at.expression(n)}) * {size}ll" for n, size in node.terms]
+    where = " + ".join([f"static_cast<{const}u8*>({name(node.whole)}_row[h])", *behind])
+    return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
 
 
 def _once(once: bool) -> str:

@@ -9,9 +9,10 @@ import dataclasses
 import math
 from collections import Counter
 
-from kitsune_jax.program.ir import Instr, TileProgram
+from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes.flow import is_other_name
 from kitsune_jax.targets.cuda import slabs, tiles
+from kitsune_jax.targets.errors import CannotLower
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,35 +58,41 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
     instrs = program.stages[stage].body
     names: dict[int, int] = {}
     uses: Counter[int] = Counter()
-    for i in instrs:
+    body = tuple(walk(instrs))
+    if split > 1 and len(body) > len(instrs):
+        raise CannotLower("a stage with a loop is not split by columns")
+    for i in body:
         if (i.kind == "reshape" or is_other_name(program.values, i)) and program.values[i.outputs[0]].tile:
             names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
         else:
             uses.update(names.get(x, x) for x in i.inputs)
+    for i in body:
+        if i.block is not None:
+            uses.update(names.get(x, x) for x in i.block.results)
     sums = tuple(_panel_sums(program, instrs, names))
     for _, v, _ in sums:  # they do not read the value where it lies
         uses[names.get(v, v)] -= 1
     readers: dict[int, list[Instr]] = {}
-    for i in instrs:
+    for i in body:
         if i.outputs and i.outputs[0] in names:
             continue
         for x in dict.fromkeys(names.get(x, x) for x in i.inputs):
             readers.setdefault(x, []).append(i)
-    stacked = _stacked(program, instrs)
+    stacked = _stacked(program, body)
     found = Facts(
         program,
         instrs,
         names,
         uses,
-        _joined(program, instrs),
+        _joined(program, body),
         sums,
         slabs.of_stage(instrs, program, split, lanes),
         stacked,
         _only_multiplied(stacked, readers),
         frozenset(),
-        _picked(program, instrs, readers),
+        _picked(program, body, readers),
     )
-    operands = [x for i in instrs if i.kind == "dot" for x in i.inputs]
+    operands = [x for i in body if i.kind == "dot" for x in i.inputs]
     return dataclasses.replace(found, row_pieces=frozenset(p for x in operands for p in found.pieces_of(x)))
 
 
@@ -141,7 +148,7 @@ def _is_sum(program: TileProgram, instr: Instr, dtype: str) -> bool:
 def _joined(program: TileProgram, instrs: tuple[Instr, ...]) -> dict[int, tuple[int, ...]]:
     readers: dict[int, list[Instr]] = {}
     for i in instrs:
-        for x in i.inputs:
+        for x in (*i.inputs, *(i.block.results if i.block else ())):
             readers.setdefault(x, []).append(i)
     found: dict[int, tuple[int, ...]] = {}
     for i in reversed(instrs):

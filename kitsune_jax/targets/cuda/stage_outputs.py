@@ -45,7 +45,7 @@ def _with_same_value(at: Evaluation, instr: Instr) -> list[Instr]:
     """The effects of the value of ``instr`` that nothing has been done about: none, or it and those further on."""
     done = at.done.union(i for _, _, i in at.facts.panel_sums)  # these come with their gradient
     root = at.root(instr.inputs[0])
-    found = [i for i in at.facts.instrs if i.kind in _MAKERS and at.root(i.inputs[0]) == root and i not in done]
+    found = [i for i in at.instrs if i.kind in _MAKERS and at.root(i.inputs[0]) == root and i not in done]
     later = [
         i for i in found if i.kind == "sink_at" and i is not instr
     ]  # its indices may not be there yet, nor its scratch rows free

@@ -196,6 +196,24 @@ class LayerLoop(Node):
     body: tuple[Node, ...]
 
 
+class CountedLoop(Node):
+    """``count`` times ``body``, whose iterations are numbered by ``number``, from the last one down where it is ``reverse``."""
+
+    number: Ref
+    count: int
+    reverse: bool
+    body: tuple[Node, ...]
+
+
+class SliceRows(Node):
+    """Where the rows of a slice begin: at those of ``whole``, and so many bytes further on for each number of a loop."""
+
+    ref: Ref
+    whole: Ref
+    terms: tuple[tuple[Expr, int], ...]
+    loads: bool
+
+
 class TurnImages(Node):
     """Two images that take turns: ``first`` is the even layers' operand."""
 

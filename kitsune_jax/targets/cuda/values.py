@@ -82,6 +82,12 @@ class InScratch(Home):
     fold: ScratchFold | ScratchList | None = None
 
 
+class LoopNumber(Home):
+    """The number of an iteration of a loop: the same for all rows."""
+
+    ref: Ref
+
+
 class Splat(Home):
     """One number per row (or a constant), seen as a tile."""
 

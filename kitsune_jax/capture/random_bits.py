@@ -1,0 +1,80 @@
+"""What the primitives below ``jax.random`` are in the table: hashes of counters, and the counters.
+
+Comes in: an ``Equation``. Goes out: value ids of its results, or the reason why it stays opaque. JAX's own functions say how keys
+are split, folded and turned into bits (``_compat.random_jaxpr``); they are made of two primitives, which stand here, and of ops
+that the table has anyway. Invariant: a rule that returns a reason has appended nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kitsune_jax.capture.equation import Equation
+from kitsune_jax.capture.numbers import known
+from kitsune_jax.ops.spec import np_dtype
+
+_KIND = "threefry2x32"
+
+
+def threefry(e: Equation) -> list[int]:
+    """Both words of a hash. Operands of other shapes than the result have dimensions of extent 1, or none."""
+    ins = [v if e.shape_of(v) == () else _spread(e, v) for v in e.ins]
+    if all(e.shape_of(v) != e.out_shape for v in ins):
+        ins[0] = e.broadcast(ins[0], e.out_shape, ())
+    return [e.op(_KIND, *ins, word=word) for word in ("first", "second")]
+
+
+def _spread(e: Equation, v: int) -> int:
+    """``v`` in the shape of the result or as a number, by one op where its dimensions of extent 1 were added only to be spread."""
+    if (number := known(e.builder, v)) is not None:
+        return e.constant(number)
+    if e.shape_of(v) == e.out_shape:
+        return v
+    made, shape = e.builder.maker(v), e.shape_of(v)
+    dims = [d for d, n in enumerate(shape) if n != 1]
+    if made is not None and made.kind == "reshape" and e.shape_of(made.inputs[0]) == tuple(shape[d] for d in dims):
+        return e.broadcast(made.inputs[0], e.out_shape, dims)
+    return e.broadcast(v, e.out_shape, range(len(shape)))
+
+
+def both_words(e: Equation) -> int | None:
+    """The exclusive or of both words of a hash, as random bits of 32 are: one op. None for any other."""
+    made = [e.builder.maker(v) for v in e.ins]
+    first, second = made if len(made) == 2 else (None, None)
+    if first is None or second is None or not first.kind == second.kind == _KIND or first.inputs != second.inputs:
+        return None
+    return e.op(_KIND, *first.inputs, word="xor") if {first["word"], second["word"]} == {"first", "second"} else None
+
+
+def shifted_out(e: Equation) -> int | None:
+    """Zeros, where all bits are shifted out: a seed of 32 bits has no upper word. None for other shifts."""
+    x, amount = e.ins
+    by = e.builder.values[amount].literal
+    if by is None or not by >= 8 * np_dtype(e.out_dtype).itemsize:
+        return None
+    return e.constant(0) if e.out_shape == () else e.broadcast(e.constant(0), e.out_shape, ())
+
+
+def all_bits(e: Equation) -> int | None:
+    """An operand itself, of which all bits are taken, as of a seed's lower word. None for any other ``and``."""
+    every = -1 if e.out_dtype.startswith("i") else True if e.out_dtype == "bool" else 2 ** (8 * np_dtype(e.out_dtype).itemsize) - 1
+    for x, mask in (e.ins, reversed(e.ins)):
+        if e.builder.values[mask].literal == every and e.shape_of(x) == e.out_shape:
+            return x
+    return None
+
+
+def counts(e: Equation) -> list[int] | str:
+    """The upper and the lower word of each element's place in row-major order."""
+    shape = e.out_shape
+    if math.prod(shape) >= 2**32:
+        return f"{e.name}: counts beyond 32 bits"
+    zero = e.broadcast(e.constant(0), shape, ())
+    low = None
+    for d, n in enumerate(shape):
+        if n == 1 or 0 in shape:
+            continue
+        place, stride = e.op("iota", shape=shape, dimension=d), math.prod(shape[d + 1 :])
+        part = place if stride == 1 else e.op("mul", place, e.constant(stride))
+        low = part if low is None else e.op("add", low, part)
+    return [zero, zero if low is None else low]

@@ -1,0 +1,207 @@
+"""Loops with carries: a recurrence over time, or over blocks of keys.
+
+Comes in: a ``loop`` of the tile program, and the ``Evaluation`` of its stage. Goes out: a ``CountedLoop`` whose body is the
+instructions of the loop's block. A carry has registers of its own for as long as the loop runs, or an image in shared memory where
+it does not fit. Invariants: what the body reads of the code around it has a home before the loop begins, because a value that waits
+to be evaluated would be evaluated, and kept, inside; and all next carries are made before the first carry changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from kitsune_jax.program.ir import Block, Instr, walk
+from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.device_ir import Keep, Ref
+from kitsune_jax.targets.cuda.evaluation import Evaluation
+from kitsune_jax.targets.cuda.values import (
+    Expression,
+    InArray,
+    InImage,
+    InRegisters,
+    LoopNumber,
+    Multiply,
+    Parts,
+    Splat,
+    Value,
+)
+from kitsune_jax.targets.errors import CannotLower
+
+# Registers of a streamed value that the body reads in every iteration: a wider one is read from its array again.
+_MOST_KEPT = 32
+Body = Callable[[Evaluation, Sequence[Instr]], None]
+
+
+def lower(at: Evaluation, instr: Instr, lower_body: Body) -> None:
+    """Lowers ``instr`` and, by ``lower_body``, what it repeats."""
+    block = instr.block
+    assert block is not None
+    for v in _from_outside(block):
+        _bring_home(at, v)
+    carries = [_carry(at, *pair) for pair in zip(block.carries, instr.inputs, strict=True)]
+    number = Ref("number", block.index)
+    at.values[block.index] = Value(1, "int32", True, LoopNumber(number))
+    row_tiles = dict(at.row_tiles)
+    with at.body_of_loop() as body:
+        lower_body(at, block.body)
+        _hand_on(at, carries, [at.root(v) for v in block.results])
+    at.row_tiles = row_tiles  # those of the body are out of sight behind it
+    at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body)))
+    for v, carry in zip(instr.outputs, carries, strict=True):
+        at.values[at.root(v)] = at.values[carry]
+
+
+def _from_outside(block: Block) -> list[int]:
+    """What the body reads, and does not make."""
+    inside, read = set[int](), dict[int, None]()
+    made = [*block.carries, block.index]
+    for i in walk(block.body):
+        read.update(dict.fromkeys(i.inputs))
+        made += i.outputs
+        if i.block is not None:
+            made += [i.block.index, *i.block.carries]
+            read.update(dict.fromkeys(i.block.results))
+    read.update(dict.fromkeys(block.results))
+    inside.update(made)
+    return [v for v in read if v not in inside]
+
+
+def _bring_home(at: Evaluation, v: int) -> None:
+    """Gives ``v`` a home that stays the same in all iterations."""
+    if v in at.facts.joined:
+        for part in at.facts.joined[v]:
+            _bring_home(at, part)
+        return
+    if at.root(v) not in at.values:  # a stationary value, which has no home of its own
+        return
+    value = at.value(v)
+    match value.home:
+        case Expression() | Multiply():
+            at.materialize(v)
+        case InArray() if not value.row and value.registers <= _MOST_KEPT:
+            at.materialize(v)
+        case Splat(of):
+            _bring_home(at, of)
+        case Parts(parts):
+            for part, _, _ in parts:
+                _bring_home(at, part)
+
+
+def _carry(at: Evaluation, carry: int, initial: int) -> int:
+    """Gives ``carry`` its home, which holds ``initial``."""
+    source = at.value(initial)
+    if source.slab:
+        raise CannotLower("a loop that carries a value whose columns are split over CTAs has no code on the GPU")
+    value = dataclasses.replace(source, home=None)
+    at.values[carry] = value
+    if value.row:
+        at.set_row(carry, at.row(initial))
+        return carry
+    ref = Ref("h", carry)
+    if carry in at.shape.images:
+        image, owner = Ref("image", carry), Ref("v", carry)
+        at.once_per_tile(st.Image(image))
+        at.add(st.Alive(owner, 0))
+        at.evaluate(value.width, [Keep(initial, image, value.form, to=image, push=True, reads=1)])
+        at.settle(carry, InImage(image, value.form, owner))
+    else:
+        at.evaluate(value.width, [Keep(initial, ref, value.form, push=True, reads=1)])
+        at.add(st.Alive(ref, value.registers))
+        at.settle(carry, InRegisters(ref, value.form, ref))
+    return carry
+
+
+def _hand_on(at: Evaluation, carries: Sequence[int], results: Sequence[int]) -> None:
+    """The next iteration finds ``results`` where the carries are."""
+    moved = [(carry, made) for carry, made in zip(carries, results, strict=True) if carry != made]
+    fresh = [(carry, _row_of_its_own(at, made, carries)) for carry, made in moved if at.value(carry).row]
+    moved = [(carry, made) for carry, made in moved if not at.value(carry).row]
+    direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, InImage) and _is_elementwise(at, made)]
+    for width, some in _by_width(at, [made for carry, made in moved if (carry, made) not in direct and _waits(at, made)]):
+        at.evaluate(width, [at.keep(v) for v in some])
+    copied = [(carry, _tile_of_its_own(at, made, carries)) for carry, made in moved if (carry, made) not in direct]
+    for width, some in _by_width(at, [carry for carry, _ in direct]):
+        at.evaluate(width, [_to_image(at, carry, made) for carry, made in direct if carry in some])
+        at.add(*(st.Alive(Ref("v", carry)) for carry in some))
+    for carry, made in copied:
+        _copy(at, carry, made)
+    for carry, ref in fresh:
+        to = at.value(carry).home
+        assert isinstance(to, InRegisters)
+        at.add(st.CopyRegisters(to.ref, ref, 2))
+
+
+def _by_width(at: Evaluation, values: Sequence[int]) -> list[tuple[int, list[int]]]:
+    found: dict[int, list[int]] = {}
+    for v in dict.fromkeys(values):
+        found.setdefault(at.value(v).width, []).append(v)
+    return list(found.items())
+
+
+def _waits(at: Evaluation, v: int) -> bool:
+    return isinstance(at.value(v).home, (Expression, Multiply))
+
+
+def _is_elementwise(at: Evaluation, v: int) -> bool:
+    """Is ``v`` still to be made, of the same columns of other values? Then a loop may write it over a carry that it reads: it
+    writes a block of images after it has read that of all."""
+
+    def visit(v: int) -> bool:
+        match at.value(v).home:
+            case Expression(_, operands):
+                return all(map(visit, operands))
+            case Multiply() | Parts():
+                return False
+        return True
+
+    return isinstance(at.value(v).home, Expression) and visit(v)
+
+
+def _to_image(at: Evaluation, carry: int, made: int) -> Keep:
+    to = at.value(carry)
+    assert isinstance(to.home, InImage)
+    return Keep(made, to.home.ref, to.form, to=to.home.ref, push=True, reads=1)
+
+
+def _row_of_its_own(at: Evaluation, v: int, carries: Sequence[int]) -> Ref:
+    """Two registers with the number of each row that ``v`` is, which no carry's next value changes."""
+    home = at.value(v).home
+    if isinstance(home, InRegisters) and v not in carries:
+        return home.ref
+    at.counter += 1
+    ref = Ref("r", v, f"_{at.counter}")
+    at.add(st.SetRow(ref, at.value(v).dtype, at.row(v)))
+    return ref
+
+
+def _tile_of_its_own(at: Evaluation, v: int, carries: Sequence[int]) -> int:
+    """``v``, or a copy of it where it is one of the carries, or lies where no loop over columns has put it."""
+    home = at.value(v).home
+    own = v not in carries and isinstance(home, (InRegisters, InImage)) and home.ref.kind != "pop"
+    return v if own else _in_registers(at, v)
+
+
+def _in_registers(at: Evaluation, v: int) -> int:
+    """A copy of ``v``."""
+    value = at.value(v)
+    copy = at.unnamed(dataclasses.replace(value, home=None))
+    ref = Ref("c", v, f"_{-copy}")
+    at.evaluate(value.width, [Keep(v, ref, value.form, push=True, reads=1)])
+    at.add(st.Alive(ref, value.registers))
+    at.settle(copy, InRegisters(ref, value.form, ref))
+    return copy
+
+
+def _copy(at: Evaluation, carry: int, made: int) -> None:
+    """``made``, which has registers or an image, to where ``carry`` is."""
+    to = at.value(carry)
+    if isinstance(to.home, InImage):
+        at.evaluate(to.width, [_to_image(at, carry, made)])
+        at.add(st.Alive(to.home.owner))
+        return
+    if isinstance(at.value(made).home, InImage):
+        made = _in_registers(at, made)
+    source = at.value(made).home
+    assert isinstance(to.home, InRegisters) and isinstance(source, InRegisters)
+    at.add(st.CopyRegisters(to.home.ref, source.ref, to.registers), st.Alive(source.owner), st.Alive(to.home.owner))
