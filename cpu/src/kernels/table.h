@@ -1,6 +1,7 @@
 // The kernel table of this translation unit's ISA. Include once per unit, after defining KITSUNE_ISA and KITSUNE_ISA_NAME.
 #pragma once
 
+#include "constant_ops.h"
 #include "dots.h"
 #include "fold.h"
 #include "gemm.h"
@@ -8,7 +9,6 @@
 #include "read_indices.h"
 #include "rows.h"
 #include "scaled_rows.h"
-#include "vector_ops.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
@@ -22,6 +22,7 @@ const KernelTable table = {
     &gemm_scratch_bytes,
     &gemm,
     &vector_function,
+    &constant_function,
     &convert_function,
     &load_function,
     &store_function,
