@@ -213,7 +213,7 @@ class _Walk:
         for k, other in enumerate(results[1:], 1):
             outs = []
             for var, no, yes in zip(eqn.outvars, chosen, other, strict=True):
-                e = Equation(self.builder, eqn, ins, origin, {})
+                e = Equation(self.builder, eqn, ins, origin)
                 e.out = _compat.physical(var.aval)
                 e.out_shape, e.out_dtype = e.out.shape, str(e.out.dtype)
                 taken = e.op("ge", index, e.constant(k, e.dtype_of(index)))

@@ -13,7 +13,7 @@ with the whole machine.
 ``outer_short/<dtype>/<product>``       the gradient of a tile of 8 rows, 256 x 256 accumulators
 ``pack/<dtype>/<product>``             an element of a weight into panels; ``pack_t/``: of a transposed one
 ``activation/<name>/<dtype>``          an element in a product's epilogue, beyond a ReLU
-``vector/<opcode>``                    an element of a float32 micro-operation; ``vector64/`` of float64
+``vector/<opcode>``                    an element of a float32 micro-operation (of hashes: uint32); ``vector64/`` of float64
 ``load/<dtype>``, ``store/<dtype>``    an element between memory and registers, with its conversion
 ``fold/<row or column>/<dtype>``       an element of a sum along a row, or over the rows
 ``fold/short/<dtype>``                 a row of 16 elements; ``load/short/``: 16 elements

@@ -8,6 +8,7 @@
 #include "outer.h"
 #include "read_indices.h"
 #include "rows.h"
+#include "scaled_rows.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
@@ -33,6 +34,7 @@ const KernelTable table = {
     &scatter_rows,
     &fold_runs_function,
     &fold_narrow_function,
+    &fold_scaled_function,
     &read_indices_function,
     &fold_table_function,
     &take_function,
