@@ -94,7 +94,9 @@ class Captured:
         if spec is None:
             raise ValueError(f"{op.label} ({op.source or 'no source line'}) is opaque, and nothing says how to evaluate it")
         if op.body is not None:
+            like = [None] * op["consts"] + [self.avals[v] for v in op.outputs[: op["carries"]]] + [None] * len(op.inputs)
             with step.origin.context():
+                arrays = [x if aval is None else _compat.varying_like(x, aval) for x, aval in zip(arrays, like, strict=False)]
                 return evaluate_jax(OPS, op, arrays)
         (made,) = op.outputs
         aval = self.avals[made]
