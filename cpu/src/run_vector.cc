@@ -2,20 +2,25 @@
 #include "run_vector.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace kitsune::cpu {
 namespace {
 
-// (position // divisor) % modulus along a run of positions, by carry.
+// (position // divisor) % modulus along a run of positions, in runs that count up or stay the same.
 template <class T>
 void count_up(T* out, int64_t n, int64_t position, int64_t divisor, int64_t modulus) {
   int64_t rest = position % divisor, value = position / divisor % modulus;
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = static_cast<T>(value);
-    if (++rest == divisor) {
-      rest = 0;
-      if (++value == modulus) value = 0;
+  for (int64_t i = 0; i < n; rest = 0, value = value == modulus ? 0 : value) {
+    const int64_t run = std::min(n - i, divisor == 1 ? modulus - value : divisor - rest);
+    if (divisor == 1) {
+      for (int64_t k = 0; k < run; ++k) out[i + k] = static_cast<T>(value + k);
+      value += run;
+    } else {
+      std::fill_n(out + i, run, static_cast<T>(value));
+      ++value;
     }
+    i += run;
   }
 }
 

@@ -23,9 +23,9 @@ from kitsune_jax.ops.table import RENAMED
 class Equation:
     """What the rules of one equation read and write. Keys are arrays of uint32 here, and ``params`` speak of such."""
 
-    def __init__(self, builder: Builder, eqn: Any, ins: list[int], origin: Origin, params: dict[str, Any]):
+    def __init__(self, builder: Builder, eqn: Any, ins: list[int], origin: Origin, params: dict[str, Any] | None = None):
         self.builder, self.eqn, self.ins, self.step = builder, eqn, ins, Step(origin)
-        self.params: dict[str, Any] = params
+        self.params: dict[str, Any] = eqn.params if params is None else params
         self.name: str = eqn.primitive.name
         self.kind = RENAMED.get(self.name, self.name)  # of the op that it is, if it is one
         self.in_avals = [_compat.physical(v.aval) for v in eqn.invars]
@@ -49,6 +49,9 @@ class Equation:
         made = self.builder.maker(v)
         if made is not None and made.kind == "reshape":
             return self.reshape(made.inputs[0], shape)
+        words = self._words(v)
+        if words and shape and shape[-1] == len(words):
+            return self._key([self.reshape(x, (*shape[:-1], 1)) for x in words])
         return self.op("reshape", v, new_sizes=shape)
 
     def broadcast(self, v: int, shape: Sequence[int], dims: Sequence[int]) -> int:
@@ -68,7 +71,22 @@ class Equation:
                 if before <= start[axis] and start[axis] < limit[axis] <= end:
                     first, last = ([a - before if d == axis else a for d, a in enumerate(at)] for at in (start, limit))
                     return self.slice(x, first, last, strides)
+        words = self._words(v)
+        if words and start[-1] == 0 and limit[-1] == len(words) and strides[-1] == 1:
+            return self._key([self.slice(x, start, (*limit[:-1], 1), strides) for x in words])
         return self.op("slice", v, start=start, limit=limit, strides=strides)
+
+    def _words(self, v: int) -> tuple[int, ...]:
+        """The words of each key, where ``v`` is an array of keys that was just made of them: what moves keys moves their words, so
+        that whoever takes the keys apart again finds them. () for any other value.
+        """
+        made, last = self.builder.maker(v), len(self.shape_of(v)) - 1
+        if made is None or made.kind != "concatenate" or made["dimension"] != last or self.dtype_of(v) != "uint32":
+            return ()
+        return made.inputs if all(self.shape_of(x)[-1] == 1 for x in made.inputs) else ()
+
+    def _key(self, words: Sequence[int]) -> int:
+        return self.op("concatenate", *words, dimension=len(self.shape_of(words[0])) - 1)
 
     def part(self, v: int, axis: int, start: int, size: int) -> int:
         """``size`` elements of ``v`` along ``axis`` from ``start`` on."""

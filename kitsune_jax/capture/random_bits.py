@@ -14,6 +14,10 @@ from kitsune_jax.capture.numbers import known
 from kitsune_jax.ops.spec import np_dtype
 
 _KIND = "threefry2x32"
+GENERATOR = (
+    "rng_bit_generator: the bits of rbg keys are those of XLA's own generator, which every platform has its own of; "
+    "keys of threefry, the default, can be pipelined"
+)
 
 
 def threefry(e: Equation) -> list[int]:

@@ -262,6 +262,24 @@ def labels_inside(table: Table, op: Op, labels: Sequence[DimLabels | None]) -> d
             return {v: found[v] for v in sorted(streams)}
 
 
+def live_inside(op: Op, wanted: Sequence[bool]) -> set[int]:
+    """The values of a loop's body that are needed for those of its results that are ``wanted``."""
+    p, body = parts(op), body_of(op)
+    live = {v for v, want in zip(body.outputs, wanted, strict=True) if want}
+    while True:
+        before = len(live)
+        for inner in reversed(body.ops):
+            if inner.body is not None:
+                needed = live_inside(inner, [v in live for v in inner.outputs])
+                live.update(v for v, w in zip(inner.inputs, inner.body.inputs, strict=True) if w in needed)
+            elif not live.isdisjoint(inner.outputs):
+                live.update(inner.inputs)
+        live.update(result for carry, result in zip(p.in_carries, p.in_next, strict=True) if carry in live)
+        live.update(carry for carry, want in zip(p.in_carries, wanted, strict=False) if want)
+        if len(live) == before:
+            return live
+
+
 # --- its entry --------------------------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
 from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.known_spreads import Spreads
+from kitsune_jax.regions.loops import loop_regions
 from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import Pass, cuts_of
@@ -37,6 +38,7 @@ _FEW_BYTES = 0.5
 # 1.25x and 1.4x and ran at 0.84x on two cores, one modelled at 1.5x ran at 1.7x.
 VECTOR_MARGIN = 1.45
 _LEFT_ASIDE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
+_OWN_BODY = "a loop left to XLA, its body is pipelined on its own"
 # Ops no region starts from: they only move data, or make it.
 _NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type"})
 
@@ -115,6 +117,7 @@ class _Selector:
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
 
     def run(self) -> Selection:
+        self._choose_loops()
         seeds = self._seed_order()
         products = [i for i in seeds if self.graph.ops[i].kind == "dot_general"]
         self._choose(products)
@@ -149,6 +152,42 @@ class _Selector:
                 self.spreads.choose()
                 # The same seed may head another region: what a level or a component split off.
                 best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
+
+    def _choose_loops(self) -> None:
+        """Loops are regions by themselves; those that are none keep the reason."""
+        for i in (i for i in self.index.live if self.graph.ops[i].body is not None):
+            try:
+                best = self._best_loop(i)
+                if best is None:
+                    continue
+                self.order.join(anchored(self.graph, best.region))
+            except Exception as error:
+                self.why[i] = self.failed(error, (i,))
+                continue
+            self.chosen.append(best)
+            self.free.difference_update(best.region.ops)
+
+    def _best_loop(self, i: int) -> Chosen | None:
+        """The region of loop ``i`` that gains most, if one does; with ``force`` the most promising one that has a plan."""
+        why = self.supports(i)
+        best: Chosen | None = None
+        found: list[Region | str] = [why] if why else list(loop_regions(self.index, i, self.free, self.order, self._spread))
+        for region in found:
+            plan = region if isinstance(region, str) else self._plan_of(region)[0]
+            if isinstance(plan, str):
+                self.why.setdefault(i, f"{_OWN_BODY}: {plan}")
+                continue
+            assert not isinstance(region, str)
+            if self.force:
+                return Chosen.of([(region, plan)])
+            if _pays(plan):
+                candidate = Chosen.of([(region, plan)])
+                if best is None or self._gain(candidate) > self._gain(best):
+                    best = candidate
+            elif plan.baseline_seconds / plan.seconds > self.closest.get(i, 0.0):
+                self.closest[i] = plan.baseline_seconds / plan.seconds
+                self.why[i] = f"{_OWN_BODY}: {_compared(plan)}"
+        return best
 
     def _follow(self, first: int = 0) -> None:
         """Give the regions chosen from number ``first`` on their followers."""
@@ -358,8 +397,6 @@ class _Selector:
         op = self.graph.ops[i]
         if op.kind == "opaque":
             return op.reason or f"{op.label} is not an op the pipeline knows"
-        if op.body is not None:
-            return "a loop: its body is pipelined on its own"
         if i in self.why:
             return self.why[i]
         if not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs)):
