@@ -2,29 +2,10 @@
 // program_check.cc.
 #include "kitsune_cpu/program.h"
 
-#include "words.h"
+#include "read_indexed.h"
 
 namespace kitsune::cpu {
 namespace {
-
-Ref read_ref(Reader& r) {
-  Ref x;
-  x.space = static_cast<Space>(r.in_range("Ref.space", 0, 4));
-  x.index = r.word("Ref.index");
-  x.offset = r.word("Ref.offset");
-  x.dtype = r.dtype("Ref.dtype");
-  x.loop_strides = r.list("Ref.loop_strides");
-  x.batch_strides = r.list("Ref.batch_strides");
-  return x;
-}
-
-Operand read_operand(Reader& r) {
-  Operand x;
-  x.ref = read_ref(r);
-  x.row_stride = r.word("Operand.row_stride");
-  x.strides = r.list("Operand.strides");
-  return x;
-}
 
 template <class T>
 T read_copy(Reader& r) {
@@ -116,67 +97,6 @@ AccumulateMatmul read_accumulate_matmul(Reader& r) {
   return x;
 }
 
-Gather read_gather(Reader& r) {
-  Gather x;
-  x.table = read_operand(r);
-  x.count = r.word("Gather.count");
-  x.mode = static_cast<OutOfRange>(r.in_range("Gather.mode", 0, 1));
-  x.fill = r.many("Gather.fill", [&] { return r.real("Gather.fill"); });
-  x.index_extents = r.list("Gather.index_extents");
-  x.extents = r.list("Gather.extents");
-  x.index = read_operand(r);
-  x.out = read_operand(r);
-  return x;
-}
-
-AccumulateAt read_accumulate_at(Reader& r) {
-  AccumulateAt x;
-  x.sink = r.word("AccumulateAt.sink");
-  x.count = r.word("AccumulateAt.count");
-  x.index_extents = r.list("AccumulateAt.index_extents");
-  x.extents = r.list("AccumulateAt.extents");
-  x.index = read_operand(r);
-  x.x = read_operand(r);
-  x.sorted = r.flag("AccumulateAt.sorted");
-  x.ordered = r.flag("AccumulateAt.ordered");
-  return x;
-}
-
-AccumulateScaled read_accumulate_scaled(Reader& r) {
-  AccumulateScaled x{read_accumulate_at(r), read_operand(r)};
-  x.heads = r.word("AccumulateScaled.heads");
-  x.finite = r.flag("AccumulateScaled.finite");
-  return x;
-}
-
-RunMax read_run_max(Reader& r) {
-  return {r.word("RunMax.count"), r.list("RunMax.extents"), read_operand(r), read_operand(r), read_operand(r)};
-}
-
-void read_select(Reader& r, Select& x) {
-  x.count = r.word("count");
-  x.indices = r.word("indices");
-  x.inner = r.word("inner");
-  x.outer = r.list("outer");
-  x.index = read_operand(r);
-  x.x = read_operand(r);
-  x.out = read_operand(r);
-}
-
-Take read_take(Reader& r) {
-  Take x;
-  read_select(r, x);
-  x.mode = static_cast<OutOfRange>(r.in_range("Take.mode", 0, 1));
-  x.fill = r.many("Take.fill", [&] { return r.real("Take.fill"); });
-  return x;
-}
-
-Put read_put(Reader& r) {
-  Put x;
-  read_select(r, x);
-  return x;
-}
-
 Dot read_dot(Reader& r) {
   Dot x;
   x.batch = r.word("Dot.batch");
@@ -232,7 +152,8 @@ void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
       case 15: out->push_back(read_take(r)); break;
       case 16: out->push_back(read_put(r)); break;
       case 17: out->push_back(read_run_max(r)); break;
-      default: out->push_back(read_accumulate_scaled(r));
+      case 18: out->push_back(read_accumulate_scaled(r)); break;
+      default: out->push_back(read_accumulate_taken(r));
     }
   }
 }

@@ -111,6 +111,12 @@ class Words {
     instruction(static_cast<const AccumulateAt&>(x));
     operand(x.top), add(x.heads), add(x.finite);
   }
+  void instruction(const AccumulateTaken& x) {
+    instruction(static_cast<const AccumulateScaled&>(x));
+    add(x.rows), add(x.mode);
+    each(x.fill, [&](double v) { real(v); });
+    operand(x.taken), operand(x.factor), add(x.factors);
+  }
   void instruction(const RunMax& x) { add(x.count), list(x.extents), operand(x.index), operand(x.x), operand(x.out); }
   void select(const Select& x) {
     add(x.count), add(x.indices), add(x.inner), list(x.outer), operand(x.index), operand(x.x), operand(x.out);

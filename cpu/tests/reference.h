@@ -109,21 +109,6 @@ class Reference {
     for (size_t d = 0; d < index.size(); ++d) e += index[d] * o.strides[d];
     return at(o.ref, e);
   }
-  template <class F>
-  static void loop(const std::vector<int64_t>& extents, F f) {
-    std::vector<int64_t> index(extents.size(), 0);
-    for (int64_t left = product(extents); left > 0; --left) {
-      f(index);
-      for (size_t d = extents.size(); d-- > 0;) {
-        if (++index[d] < extents[d]) break;
-        index[d] = 0;
-      }
-    }
-  }
-  static std::vector<int64_t> joined(std::vector<int64_t> a, const std::vector<int64_t>& b) {
-    a.insert(a.end(), b.begin(), b.end());
-    return a;
-  }
   Bytes& prep(int64_t i) {
     const Prep& x = p_.preps[i];
     if (!preps_.count(i)) {
@@ -341,6 +326,20 @@ class Reference {
         scaled.add(sinks_[a.sink], i, e++, get(a.x.ref.dtype, at(a.x, r, of)), top);
       });
     }
+  }
+  void step(const AccumulateTaken& a) {
+    auto& sums = sinks_[a.sink];
+    if (a.heads > 0) scaled_[a.sink].open(a, sums);
+    sums.resize(static_cast<size_t>(a.count * product(a.extents)));
+    for (int64_t r = 0; r < rows_; ++r)
+      for (int64_t e = 0, width = product(a.extents), i = index_at(a.index, r, {}); i >= 0 && i < a.count && e < width; ++e) {
+        const int64_t from = index_at(a.taken, r, {}), row = std::clamp<int64_t>(from, 0, a.rows - 1);
+        const bool there = from == row || a.mode == OutOfRange::kClip;
+        double x = there ? get(a.x.ref.dtype, at(a.x.ref, row * a.x.row_stride + e)) : a.fill[0];
+        if (a.factors > 0) x *= get(a.factor.ref.dtype, at(a.factor, r, {e / (width / a.factors)}));
+        if (a.heads == 0) sums[static_cast<size_t>(i * width + e)] += x;
+        if (a.heads > 0) scaled_[a.sink].add(sums, i, e, x, get(a.top.ref.dtype, at(a.top, r, {scaled_[a.sink].head(e)})));
+      }
   }
   // f(outer index, i, the place that index i names or -1)
   template <class F>

@@ -38,10 +38,11 @@ def loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
     for v in pointwise.captured(instr):
         if stage.leaf(v) is None:
             stage.view(v)
-    places = [stage.new(v) for v in block.carries]
+    inside = Stage(stage.program, block.body, stage.preps, stage.products, stage, block)
+    places = [inside.new(v) for v in block.carries]
     for v, place in zip(instr.inputs, places, strict=True):
         stage.write(v, place)
-    inside = Stage(stage.program, block.body, stage.preps, stage.products, stage, block)
+    inside.views.update(stage.views)
     inside.views.update(zip(block.carries, places, strict=True))
     inside.carried = {p: places[p] for p in _written_at_once(inside, block)}
     emit(inside)

@@ -103,41 +103,22 @@ def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float, tile
     workers = cost.machine.workers
     fresh = output_fault_seconds(cost, cost.machine.huge_fault_bandwidth)
     strided = (cost.strided_seconds() + cost.order_seconds()) / workers
-    packing, alone = pack_seconds(cost, tiles) if not packs else 0.0, cost.times["call/short"]
+    packing, alone = _pack_seconds(cost, tiles) if not packs else 0.0, cost.times["call/short"]
     if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the caller does it alone
         return alone + packing + fresh + strided + busy * replicas + moving
     call = cost.machine.call_seconds if replicas > 1 else alone
     return call + packing / workers + fresh + strided + (busy + moving)
 
 
-def pack_seconds(cost: CpuCost, tiles: int) -> float:
+def _pack_seconds(cost: CpuCost, tiles: int) -> float:
     """Worker-seconds in which weights are read and written on their way into the micro-kernels' layout: once per call, or for each
     of ``tiles`` tiles those that depend on the batch."""
-    machine, ops = cost.machine, cost.region.ops
-    size = 2 * cost.stationary_bytes(ops)
-    level = "l2" if size <= machine.local_bytes else "l3" if size <= machine.shared_bytes else "dram"
-    packed = set()
+    ops = cost.region.ops
+    seconds = sum(body.pack_seconds(constants) for _, constants, body in cost.loops())  # in front of the first step
     # A bias or a gain is laid out before the first tile as well: about half of what a small weight takes.
-    seconds = 0.5 * cost.times["call/layer"] * len(cost.stationary_inputs(ops))
-    for i in ops:
-        work, op = cost.work(i), cost.graph.ops[i]
-        if i in cost.sinks:
-            seconds += cost.times["call/layer"]  # its accumulators are set to zero, added up and stored
-        if work.dot is None or i in cost.sinks:
-            continue
-        weight = next((v for v in op.inputs if v not in cost.labels), -1)
-        once = (weight, op["lhs_contract"], op["rhs_contract"])
-        if once in packed:
-            continue
-        packed.add(once)
-        seconds += cost.times["call/layer"]
-        way = cost.products[0] if work.dot.dtype == "bfloat16" else "widened"
-        elements = work.dot.batch * work.dot.k * work.dot.n
-        contract = op["rhs_contract" if weight == op.inputs[1] else "lhs_contract"]
-        transposed = len(cost.graph.values[weight].shape) - 1 in contract
-        often = tiles if weight in cost.of_batch else 1
-        seconds += often * elements * cost.times.pack(work.dot.dtype, way, transposed, level)
-    return seconds
+    seconds += 0.5 * cost.times["call/layer"] * len(cost.stationary_inputs(ops))
+    # The accumulators of a sink are set to zero, added up and stored.
+    return seconds + cost.times["call/layer"] * sum(i in cost.sinks for i in ops) + cost.pack_seconds(tiles=tiles)
 
 
 def partial_bytes(cost: CpuCost, replicas: int) -> int:

@@ -38,7 +38,8 @@ class TileModel:
         self.live = max(1, cost.live_row_bytes(ops))
         self.weights = cost.stationary_bytes(ops)
         self.sinks = cost.sink_bytes(ops)
-        self._made = sum(cost.row_bytes(v) for i in ops for v in cost.graph.ops[i].outputs if cost.streamed(v))
+        self._made = cost.made_row_bytes()
+        self._packing = cost.repack_seconds()
 
     def seconds(self, rows: int) -> float:
         """One tile on one worker: its ops one after the other."""
@@ -54,7 +55,7 @@ class TileModel:
         # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of
         # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
         fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)
-        return max(tensor, fetched) + simt + _TILE_SECONDS
+        return max(tensor, fetched) + simt + self._packing + _TILE_SECONDS
 
     def _spill_seconds(self, rows: int) -> float:
         """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""
