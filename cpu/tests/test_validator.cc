@@ -147,6 +147,8 @@ void test_structure() {
     CHECK(!rejected(encode(p), &why), "%s", why.c_str());
   expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).count = 4; }), "source reads element 949 of input 1");
   expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).count = 0; }), "count is 0");
+  expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).within = Within{0, 1, 1, 0, 0, 0}; }), "within is 0");
+  expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).within = Within{1, 1, 1, 0, 0, 3}; }), "within is 3");
   expect(batched(1, [](Program& p, Instruction&) { p.preps[0].source.batch_strides[1] = 1; }), "source reads element 855");
   expect(batched(1, [](Program& p, Instruction&) { p.preps[0].source.batch_strides.pop_back(); }), "1 strides for 2 batch axes");
   expect(batched(1, [](Program& p, Instruction&) { p.batch_axes = 1; }), "2 strides for 1 batch axes");
@@ -184,7 +186,9 @@ void test_structure() {
   expect(ordered([](Program&, AccumulateAt& a) { a.x.ref.space = Space::kScratch; }), "it must be an input");
   expect(ordered([](Program&, AccumulateAt& a) { a.x.strides = {0}; }), "of a row of x are not dense");
   expect(ordered([](Program& p, AccumulateAt& a) { p.stages[0].body.push_back(AccumulateAt(a)); }), "is fed twice");
-  expect(ordered([](Program& p, AccumulateAt&) { p.stages[0].body.insert(p.stages[0].body.begin() + 2, Loop{2, 0, 1}); }),
+  expect(ordered([](Program& p, AccumulateAt&) {
+           p.stages[0].body.insert(p.stages[0].body.begin() + 2, Loop{2, false, std::nullopt, 1});
+         }),
          "is fed twice");
   auto online = [&](auto change) {
     Program p = online_sums(F32, 21, 4, 3, 2, 3, false);

@@ -67,5 +67,7 @@ def _precision(precision: Any, dtypes: Sequence[str]) -> str | None:
     names = [str(getattr(p, "name", p)) for p in sides]
     if all(n in _MOST_PRECISE for n in names):
         return max(names, key=_MOST_PRECISE.index)
+    if names == ["BF16_BF16_F32"] and set(dtypes[:2]) == {"bfloat16"}:  # jax.nn.dot_product_attention asks for it
+        return None  # what products of bfloat16 are anyway: exact, and added up in float32
     exact = {"F32_F32_F32": "float32", "F64_F64_F64": "float64"}
     return "HIGHEST" if len(names) == 1 and all(d == exact.get(names[0]) for d in dtypes) else ""

@@ -19,7 +19,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 9;
+constexpr int64_t kFormatVersion = 10;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;

@@ -36,7 +36,7 @@ from kitsune_jax.targets.cpu.operands import Operand as Operand
 from kitsune_jax.targets.cpu.operands import Ref as Ref
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 9
+VERSION = 10
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")

@@ -32,9 +32,9 @@ _STATE_STEPS, _STATE = 12, ("max", "eq", "select_n", "sub", "exp", "mul", "add")
 def in_blocks(graph: Graph, region: Region, machine: CpuMachine, arrange: Callable[[CpuCost, TileModel], Plan]) -> list[Plan]:
     """A plan for each extent of a block that ``region`` can be worked off in."""
     inner = inner_of(graph, region) if not region.sinks else None
-    if inner is None:
-        return []
     cost = CpuCost(graph, region, machine)
+    if inner is None or all(cost.family(i) == "dot" for i in inner.folds):  # a layer's width: its weights lie packed for all tiles
+        return []
     value = max(inner.dims, key=lambda v: (v in cost.producer, cost.row_size(v), -v))
     plans = []
     for size in (n for n in _BLOCKS if n < inner.size):
