@@ -1,6 +1,7 @@
 // The kernel table of this translation unit's ISA. Include once per unit, after defining KITSUNE_ISA and KITSUNE_ISA_NAME.
 #pragma once
 
+#include "dot_rows.h"
 #include "dots.h"
 #include "fold.h"
 #include "gemm.h"
@@ -34,6 +35,7 @@ const KernelTable table = {
     &fold_runs_function,
     &fold_narrow_function,
     &fold_scaled_function,
+    &dot_rows_function,
     &read_indices_function,
     &fold_table_function,
     &take_function,
