@@ -213,7 +213,7 @@ def _arranged(region: GpuRegion, ops: Ops, choice: _Choice, storage: Storage) ->
 
 
 def _steps(region: GpuRegion, ops: Ops) -> list[Steps]:
-    """What a tile keeps between its products, of the bodies of loops where there are any. Their carries the code generator counts."""
+    """What a tile keeps between its products, of the bodies of loops where there are any; carries are counted by the code."""
     loops = loops_of(region.cost, ops)
     return [Steps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
 
