@@ -98,11 +98,13 @@ def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: f
 
 
 def _step(body: GpuCost, storage: Storage, efficiency: float) -> TileWork:
-    """A step of a loop on a tile. A number of each row is computed by the four threads that share the row; each operation waits for
-    the one before it, and a lane has no other tile to work on meanwhile; slices come from memory when the step begins."""
+    """A step of a loop on a tile. A number of each row is computed by the four threads that share the row, unless there is nothing
+    but numbers; each operation waits for the one before it, and a lane has no other tile to work on meanwhile; slices come from
+    memory when the step begins."""
     work = tile_work(body, body.region.ops, storage, efficiency)
     alone = [i for i in body.region.ops if body.graph.ops[i].body is None and not body.is_maker(i)]
     numbers = [i for i in alone if body.row_size(body.graph.ops[i].outputs[0]) == 1]
+    numbers = [] if len(numbers) == len(alone) else numbers  # a thread has rows of its own (``own_rows.py``)
     again, special = _slots(body, numbers, 1)
     machine = body.machine
     issue = work.issue + (_QUAD - 1) * max(again, special * _SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
