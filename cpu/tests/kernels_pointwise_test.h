@@ -201,7 +201,7 @@ inline void test_threefry() {
   const uint32_t answers[][6] = {{0, 0, 0, 0, 0x6b200159, 0x99ba4efe},
                                  {0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0x1cb996fc, 0xbb002be7},
                                  {0x13198a2e, 0x03707344, 0x243f6a88, 0x85a308d3, 0xc4923a9c, 0x483df7a0}};
-  for (size_t n = 1; n <= 80; ++n) {
+  for (size_t n = 1; n <= 140; ++n) {
     std::vector<uint32_t> in[4], out(n + 1), want[3];
     for (size_t i = 0; i < n; ++i) {
       const uint32_t* a = answers[i % 3];
