@@ -165,22 +165,27 @@ void Checker::filled(const std::vector<double>& fill) const {
   if (fill.size() != 1 && fill.size() != 2) reject(where, "fill is one number, or two for a large integer");
 }
 
+// A table of `rows` rows, any of which is read.
+void Checker::table(const char* what, const Operand& x, int64_t rows, const std::vector<int64_t>& row) {
+  access(what, x.ref, false);
+  std::vector<int64_t> extents{rows}, strides{x.row_stride};
+  extents.insert(extents.end(), row.begin(), row.end());
+  strides.insert(strides.end(), x.strides.begin(), x.strides.end());
+  count("extents", row);
+  reach(what, x.ref, extents, strides, "reads");
+}
+
 void Checker::check(const Gather& x) {
   indexed(x.index, x.count, x.index_extents);
   DType t = x.out.ref.dtype;
   if (x.table.ref.dtype != t)
     reject(where, std::string("the table is ") + dtype_name(x.table.ref.dtype) + " and the tile " + dtype_name(t));
   filled(x.fill);
-  access("table", x.table.ref, false);
-  std::vector<int64_t> extents{x.count}, strides{x.table.row_stride};
-  extents.insert(extents.end(), x.extents.begin(), x.extents.end());
-  strides.insert(strides.end(), x.table.strides.begin(), x.table.strides.end());
-  count("extents", x.extents);
-  reach("table", x.table.ref, extents, strides, "reads");
+  table("table", x.table, x.count, x.extents);
   operand("out", x.out, loops(x.index_extents, x.extents), true);
 }
 
-void Checker::check(const AccumulateAt& x) {
+void Checker::folds(const AccumulateAt& x) {
   tiles_only();
   indexed(x.index, x.count, x.index_extents);
   bound("sink", x.sink, 0, static_cast<int64_t>(p.sinks.size()) - 1);
@@ -190,7 +195,16 @@ void Checker::check(const AccumulateAt& x) {
     reject(where, "folds into " + str(x.count) + " rows that are not those of a sink of " + str(s.elements));
   if (x.x.ref.dtype != s.dtype && compute_type(x.x.ref.dtype) != s.dtype)
     reject(where, std::string("folds ") + dtype_name(x.x.ref.dtype) + " into a sink of " + dtype_name(s.dtype));
+}
+
+void Checker::check(const AccumulateAt& x) {
+  folds(x);
   operand("x", x.x, loops(x.index_extents, x.extents), false);
+  rows_of(x);
+}
+
+// What is asked of the rows that are folded, once they are known to lie in memory.
+void Checker::rows_of(const AccumulateAt& x) {
   int64_t step = 1;
   for (size_t d = x.extents.size(); d-- > 0; step *= x.extents[d])
     if (x.extents[d] > 1 && x.x.strides[x.index_extents.size() + d] != step)
@@ -205,6 +219,10 @@ void Checker::check(const AccumulateAt& x) {
 
 void Checker::check(const AccumulateScaled& x) {
   check(static_cast<const AccumulateAt&>(x));
+  scaled(x);
+}
+
+void Checker::scaled(const AccumulateScaled& x) {
   Sink& s = p.sinks[x.sink];
   if (!x.sorted || x.ordered || !x.index_extents.empty() || x.x.row_stride <= 0)
     reject(where, "a scaled sum takes rows of a tile by sorted indices, one for each row");
@@ -215,6 +233,25 @@ void Checker::check(const AccumulateScaled& x) {
   if (product(x.extents) % x.heads != 0) reject(where, str(x.heads) + " heads do not share out a row");
   operand("top", x.top, {x.heads}, false);
   s.heads = x.heads, s.finite = x.finite;
+}
+
+void Checker::check(const AccumulateTaken& x) {
+  folds(x);
+  table("x", x.x, x.rows, x.extents);
+  if (!x.sorted || x.ordered || !x.index_extents.empty() || x.x.row_stride <= 0 || p.sinks[x.sink].how != Reduction::kSum ||
+      p.sinks[x.sink].dtype != DType::kF32)
+    reject(where, "rows of a table are added up by sorted indices, one for each row of the tile, in float32");
+  rows_of(x);
+  bound("heads", x.heads, 0, kMaxCount);
+  if (x.heads > 0) scaled(x);
+  filled(x.fill);
+  indexed(x.taken, x.rows, {});
+  bound("factors", x.factors, 0, product(x.extents));
+  if (x.factors == 0) return;
+  if (product(x.extents) % x.factors != 0) reject(where, str(x.factors) + " factors do not share out a row");
+  if (x.factor.ref.dtype != DType::kF32) reject(where, std::string("its factors are ") + dtype_name(x.factor.ref.dtype));
+  operand("factor", x.factor, {x.factors}, false);
+  if (x.factors > 1 && x.factor.strides[0] != 1) reject(where, "the factors of a row are not dense");
 }
 
 void Checker::check(const RunMax& x) {

@@ -68,6 +68,7 @@ class Checker {
   void check(const Gather& x);
   void check(const AccumulateAt& x);
   void check(const AccumulateScaled& x);
+  void check(const AccumulateTaken& x);
   void check(const RunMax& x);
   void check(const Take& x);
   void check(const Put& x);
@@ -79,6 +80,10 @@ class Checker {
   void prepared(int64_t prep) const;
   void select(const Select& x, bool takes);
   void filled(const std::vector<double>& fill) const;
+  void table(const char* what, const Operand& x, int64_t rows, const std::vector<int64_t>& row);
+  void folds(const AccumulateAt& x);
+  void rows_of(const AccumulateAt& x);
+  void scaled(const AccumulateScaled& x);
   void indexed(const Operand& index, int64_t count, const std::vector<int64_t>& index_extents);
   void copy(const Copy& x, bool load);
   void activation(const Matmul& x, bool wide) const;

@@ -46,6 +46,7 @@ void plan_sinks(Plan& plan, double ns) {
       if (const auto* a = std::get_if<AccumulateMatmul>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
       if (const auto* a = std::get_if<AccumulateAt>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
       if (const auto* a = std::get_if<AccumulateScaled>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
+      if (const auto* a = std::get_if<AccumulateTaken>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
     }
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     SinkPlan& s = plan.sinks[i];
@@ -166,6 +167,7 @@ struct Cost {
   double operator()(const Gather& g) const { return of(g.index_extents) * of(g.extents) / 4; }
   double operator()(const AccumulateAt& a) const { return of(a.index_extents) * of(a.extents) / 4; }
   double operator()(const AccumulateScaled& a) const { return of(a.extents) / 4; }
+  double operator()(const AccumulateTaken& a) const { return of(a.extents) / 2; }
   double operator()(const RunMax& m) const { return of(m.extents) / 2; }
   double operator()(const Take& t) const { return of(t.outer) * static_cast<double>(t.indices * t.inner) / 4; }
   double operator()(const Put& t) const { return of(t.outer) * static_cast<double>(t.count * t.inner) / 4; }

@@ -2,42 +2,10 @@
 // program_check.cc.
 #include "kitsune_cpu/program.h"
 
-#include <array>
-
-#include "words.h"
+#include "read_indexed.h"
 
 namespace kitsune::cpu {
 namespace {
-
-constexpr std::array<uint32_t, 256> crc_table() {
-  std::array<uint32_t, 256> table{};
-  for (uint32_t i = 0; i < 256; ++i) {
-    uint32_t c = i;
-    for (int bit = 0; bit < 8; ++bit) c = (c & 1) ? 0xEDB88320u ^ (c >> 1) : c >> 1;
-    table[i] = c;
-  }
-  return table;
-}
-constexpr auto kCrcTable = crc_table();
-
-Ref read_ref(Reader& r) {
-  Ref x;
-  x.space = static_cast<Space>(r.in_range("Ref.space", 0, 4));
-  x.index = r.word("Ref.index");
-  x.offset = r.word("Ref.offset");
-  x.dtype = r.dtype("Ref.dtype");
-  x.loop_strides = r.list("Ref.loop_strides");
-  x.batch_strides = r.list("Ref.batch_strides");
-  return x;
-}
-
-Operand read_operand(Reader& r) {
-  Operand x;
-  x.ref = read_ref(r);
-  x.row_stride = r.word("Operand.row_stride");
-  x.strides = r.list("Operand.strides");
-  return x;
-}
 
 template <class T>
 T read_copy(Reader& r) {
@@ -129,67 +97,6 @@ AccumulateMatmul read_accumulate_matmul(Reader& r) {
   return x;
 }
 
-Gather read_gather(Reader& r) {
-  Gather x;
-  x.table = read_operand(r);
-  x.count = r.word("Gather.count");
-  x.mode = static_cast<OutOfRange>(r.in_range("Gather.mode", 0, 1));
-  x.fill = r.many("Gather.fill", [&] { return r.real("Gather.fill"); });
-  x.index_extents = r.list("Gather.index_extents");
-  x.extents = r.list("Gather.extents");
-  x.index = read_operand(r);
-  x.out = read_operand(r);
-  return x;
-}
-
-AccumulateAt read_accumulate_at(Reader& r) {
-  AccumulateAt x;
-  x.sink = r.word("AccumulateAt.sink");
-  x.count = r.word("AccumulateAt.count");
-  x.index_extents = r.list("AccumulateAt.index_extents");
-  x.extents = r.list("AccumulateAt.extents");
-  x.index = read_operand(r);
-  x.x = read_operand(r);
-  x.sorted = r.flag("AccumulateAt.sorted");
-  x.ordered = r.flag("AccumulateAt.ordered");
-  return x;
-}
-
-AccumulateScaled read_accumulate_scaled(Reader& r) {
-  AccumulateScaled x{read_accumulate_at(r), read_operand(r)};
-  x.heads = r.word("AccumulateScaled.heads");
-  x.finite = r.flag("AccumulateScaled.finite");
-  return x;
-}
-
-RunMax read_run_max(Reader& r) {
-  return {r.word("RunMax.count"), r.list("RunMax.extents"), read_operand(r), read_operand(r), read_operand(r)};
-}
-
-void read_select(Reader& r, Select& x) {
-  x.count = r.word("count");
-  x.indices = r.word("indices");
-  x.inner = r.word("inner");
-  x.outer = r.list("outer");
-  x.index = read_operand(r);
-  x.x = read_operand(r);
-  x.out = read_operand(r);
-}
-
-Take read_take(Reader& r) {
-  Take x;
-  read_select(r, x);
-  x.mode = static_cast<OutOfRange>(r.in_range("Take.mode", 0, 1));
-  x.fill = r.many("Take.fill", [&] { return r.real("Take.fill"); });
-  return x;
-}
-
-Put read_put(Reader& r) {
-  Put x;
-  read_select(r, x);
-  return x;
-}
-
 Dot read_dot(Reader& r) {
   Dot x;
   x.batch = r.word("Dot.batch");
@@ -199,6 +106,15 @@ Dot read_dot(Reader& r) {
   x.x = read_operand(r);
   x.y = read_operand(r);
   x.out = read_operand(r);
+  return x;
+}
+
+std::optional<Within> read_within(Reader& r) {
+  const size_t words = r.length("Loop.within");
+  r.check("Loop.within", words == 0 || words == 6, "it has neither 0 nor 6 numbers");
+  if (words == 0) return std::nullopt;
+  Within x;
+  for (int64_t* field : {&x.divisor, &x.extent, &x.step, &x.low, &x.high, &x.which}) *field = r.word("Loop.within");
   return x;
 }
 
@@ -228,14 +144,16 @@ void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
       case 12: out->push_back(read_dot(r)); break;
       case 13: {
         int64_t count = r.word("Loop.count");
-        nested(Loop{count, r.flag("Loop.reverse"), 0});
+        bool reverse = r.flag("Loop.reverse");
+        nested(Loop{count, reverse, read_within(r), 0});
         break;
       }
       case 14: nested(Stationary{0}); break;
       case 15: out->push_back(read_take(r)); break;
       case 16: out->push_back(read_put(r)); break;
       case 17: out->push_back(read_run_max(r)); break;
-      default: out->push_back(read_accumulate_scaled(r));
+      case 18: out->push_back(read_accumulate_scaled(r)); break;
+      default: out->push_back(read_accumulate_taken(r));
     }
   }
 }
@@ -316,15 +234,6 @@ Part read_part(Reader& r) {
 }
 
 }  // namespace
-
-uint32_t crc32(const int64_t* words, size_t count) {
-  uint32_t c = 0xFFFFFFFFu;
-  for (size_t i = 0; i < count; ++i) {
-    uint64_t w = static_cast<uint64_t>(words[i]);
-    for (int b = 0; b < 8; ++b, w >>= 8) c = kCrcTable[(c ^ w) & 0xFF] ^ (c >> 8);
-  }
-  return c ^ 0xFFFFFFFFu;
-}
 
 // Well-formed as the Unicode Standard has it (table 3-7): no overlong forms, no surrogates, nothing above U+10FFFF.
 bool is_utf8(const std::string& text) {

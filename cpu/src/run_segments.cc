@@ -1,59 +1,13 @@
 // AccumulateAt: rows of a tile folded into the rows of a sink that a tile of indices names. Sorted indices make runs (segments.h);
-// others fold into a table of the strand's own.
+// others fold into a table of the strand's own. AccumulateTaken reads its rows where a table has them (inside_rows.h).
 #include <cstring>
 
-#include "indices.h"
+#include "inside_rows.h"
 #include "online.h"
 #include "segments.h"
 
 namespace kitsune::cpu {
 namespace {
-
-// The rows of a tile whose index is inside, block by block: f(n, at, index, x), where row i lies at x + at[i].
-class InsideRows {
- public:
-  InsideRows(const AccumulateAt& a, const Program& p, const KernelTable& table)
-      : indices_(table, a.index, a.x, a.index_extents, a.count),
-        count_(static_cast<uint64_t>(a.count)),
-        order_(a.ordered ? p.order : -1),
-        rows_(static_cast<uint32_t>(p.rows)),
-        row_bytes_(a.x.row_stride * static_cast<int64_t>(item_size(a.x.ref.dtype))),
-        x_(a.x.ref, 0),
-        first_(a.x.ref, a.x.row_stride) {}
-
-  template <class F>
-  void blocks(const Context& c, F f) const {
-    int64_t at[kIndexBlock], inside[kIndexBlock];
-    const int32_t* order = order_ < 0 ? nullptr : reinterpret_cast<const int32_t*>(c.ins[order_]) + c.first_row;
-    indices_.blocks(c, [&](int64_t n, const int64_t* index, bool all, char* x, int64_t step) {
-      if (order == nullptr) {
-        for (int64_t i = 0; i < n; ++i) at[i] = i * step;
-      } else {
-        for (int64_t i = 0; i < n; ++i) at[i] = element_of(order[i], rows_) * row_bytes_;
-        order += n, x = x_.of(c);
-      }
-      if (all) return f(n, at, index, x);
-      int64_t m = 0;
-      for (int64_t i = 0; i < n; ++i) {
-        inside[m] = index[i];
-        at[m] = at[i];
-        m += static_cast<uint64_t>(index[i]) < count_;
-      }
-      if (m > 0) f(m, at, inside, x);
-    });
-  }
-  bool ordered() const { return order_ >= 0; }
-  // The tile's row that lies at x + at, where rows do not go through an order.
-  int64_t row(const Context& c, const char* x, int64_t at) const { return (x + at - first_.of(c)) / row_bytes_; }
-
- private:
-  Indices indices_;
-  uint64_t count_;
-  int64_t order_;  // the input through which rows are read, or -1
-  uint32_t rows_;
-  int64_t row_bytes_;
-  Address x_, first_;
-};
 
 // The tops of a scaled sum's rows (online.h).
 class Tops {
@@ -87,10 +41,18 @@ class Tops {
   Loader load_;
 };
 
+// The numbers that rows are multiplied by.
+struct Factors {
+  Address first;
+  int64_t n, step;  // of a row; from one row to the next
+  FoldScaledFn fold;
+  Factors(const AccumulateTaken& a, const KernelTable& table)
+      : first(a.factor.ref, a.factor.row_stride), n(a.factors), step(a.factor.row_stride), fold(table.fold_scaled(a.x.ref.dtype)) {}
+};
+
 class TableStep final : public Step {
  public:
-  TableStep(const AccumulateAt& a, const Compile& c)
-      : rows_(a, c.program, c.table), offset_(c.sinks[a.sink].offset), width_(product(a.extents)) {
+  TableStep(const AccumulateAt& a, const Compile& c) : rows_(a, c), offset_(c.sinks[a.sink].offset), width_(product(a.extents)) {
     const DType acc = c.sinks[a.sink].acc;
     row_bytes_ = width_ * static_cast<int64_t>(item_size(acc));
     fold_ = c.table.fold_table(static_cast<int>(c.program.sinks[a.sink].how), a.x.ref.dtype, acc == DType::kF64);
@@ -99,9 +61,9 @@ class TableStep final : public Step {
 
   void run(const Context& c) const override {
     int64_t to[kIndexBlock];
-    rows_.blocks(c, [&](int64_t n, const int64_t* at, const int64_t* index, const char* x) {
-      for (int64_t i = 0; i < n; ++i) to[i] = index[i] * row_bytes_;
-      fold_(n, at, to, x, width_, c.strand + offset_);
+    rows_.blocks(c, [&](const Block& b) {
+      for (int64_t i = 0; i < b.n; ++i) to[i] = b.index[i] * row_bytes_;
+      fold_(b.n, b.at, to, b.x, width_, c.strand + offset_);
     });
   }
 
@@ -116,9 +78,10 @@ class TableStep final : public Step {
 // go on, into sums in the accumulator's wide type. So no more than a block of rows is added up in float32.
 class SegmentsStep final : public Step {
  public:
-  SegmentsStep(const AccumulateAt& a, const Compile& c, std::unique_ptr<const Tops> tops = nullptr)
+  SegmentsStep(const AccumulateAt& a, const Compile& c, std::unique_ptr<const Tops> tops = nullptr,
+               const AccumulateTaken* taken = nullptr)
       : tops_(std::move(tops)),
-        rows_(a, c.program, c.table),
+        rows_(a, c, taken),
         how_(c.program.sinks[a.sink].how),
         offset_(c.sinks[a.sink].offset),
         width_(product(a.extents)),
@@ -128,6 +91,7 @@ class SegmentsStep final : public Step {
         type_(accumulator_type(how_, a.x.ref.dtype, false)),
         fold_(c.table.fold_runs(static_cast<int>(how_), a.x.ref.dtype)),
         fold_narrow_(c.table.fold_narrow(static_cast<int>(how_), a.x.ref.dtype)) {
+    if (taken != nullptr && taken->factors > 0) factors_ = std::make_unique<const Factors>(*taken, c.table);
     if (fold_ == nullptr) throw ProgramError(c.where + ": this reduction is not defined for " + dtype_name(a.x.ref.dtype));
     const DType result = c.program.outputs[out_].dtype;
     widen_ = Loader(c.table, sum_type_, type_, c.where);
@@ -149,26 +113,27 @@ class SegmentsStep final : public Step {
 
   void run(const Context& c) const override {
     Segments& kept = *reinterpret_cast<Segments*>(c.strand + offset_);
-    const bool narrow = straight_ && width_ <= kNarrow && !rows_.ordered();
-    rows_.blocks(c, [&](int64_t n, const int64_t* at, const int64_t* index, const char* x) {
-      if (!narrow || kept.first < 0 || index[0] == index[n - 1] || (tops_ && !plain(c, n, at, index, x)))
-        return block(c, kept, n, at, index, x);
+    const bool narrow = straight_ && width_ <= kNarrow && !rows_.apart();
+    rows_.blocks(c, [&](const Block& b) {
+      const int64_t n = b.n, *const index = b.index;
+      if (!narrow || kept.first < 0 || index[0] == index[n - 1] || (tops_ && !plain(c, b))) return block(c, kept, b);
       // The run that goes on from the block before, whole runs at once, and the run that may go on.
       int64_t begin = 0, end = n - 1;
       while (index[begin] == kept.last) ++begin;
       while (index[end - 1] == index[n - 1]) --end;
-      if (begin > 0) block(c, kept, begin, at, index, x);
+      if (begin > 0) block(c, kept, b.part(0, begin));
       if (begin < end) {
         close(c, kept, c.temp, false);
-        fold_narrow_(end - begin, index + begin, at + begin, x, width_, c.outs[out_], &kept.filled);
+        fold_narrow_(end - begin, index + begin, b.at + begin, b.x, width_, c.outs[out_], &kept.filled);
         kept.last = kept.stored = index[end - 1];
       }
-      block(c, kept, n - end, at + end, index + end, x);
+      block(c, kept, b.part(end, n));
     });
   }
 
  private:
-  void block(const Context& c, Segments& kept, int64_t n, const int64_t* at, const int64_t* index, const char* x) const {
+  void block(const Context& c, Segments& kept, const Block& b) const {
+    const int64_t n = b.n, *const index = b.index;
     char* const runs = c.temp;
     char* const spare = runs + static_cast<size_t>(straight_ ? 2 : kIndexBlock) * run_bytes_;
     int64_t start[kIndexBlock + 1], count = 0;
@@ -186,11 +151,15 @@ class SegmentsStep final : public Step {
       const size_t place = straight_ ? (k == 0 && count > 1 ? 0 : 1) : static_cast<size_t>(k);
       into[k] = direct ? row(c, index[start[k]]) : runs + place * run_bytes_;
     }
-    fold_(count, start, at, x, width_, rows_.ordered(), into);
+    if (factors_)
+      factors_->fold(count, start, b.at, b.x, width_, b.row, reinterpret_cast<const float*>(factors_->first.of(c)), factors_->step,
+                     factors_->n, into);
+    else
+      fold_(count, start, b.at, b.x, width_, rows_.apart(), into);
     auto* const loaded = reinterpret_cast<float*>(spare + 2 * spare_bytes_);
     for (int64_t k = 0; k < count; ++k) {
       const int64_t segment = index[start[k]];
-      const float* const top = tops_ ? tops_->of(c, rows_.row(c, x, at[start[k]]), loaded, spare) : nullptr;
+      const float* const top = tops_ ? tops_->of(c, b.row[start[k]], loaded, spare) : nullptr;
       if (k == 0 && goes_on) {
         widen_(width_, spare, into[0], 1, spare + spare_bytes_);
         add(kept, spare, top);
@@ -219,13 +188,13 @@ class SegmentsStep final : public Step {
   }
 
   // Are the sums of all runs of a block what is stored?
-  bool plain(const Context& c, int64_t n, const int64_t* at, const int64_t* index, const char* x) const {
+  bool plain(const Context& c, const Block& b) const {
     char* const spare = c.temp + static_cast<size_t>(straight_ ? 2 : kIndexBlock) * run_bytes_;
     auto* const loaded = reinterpret_cast<float*>(spare + 2 * spare_bytes_);
     bool all = true;
-    for (int64_t i = 0; i < n && all; ++i) {
-      if (i > 0 && index[i] == index[i - 1]) continue;
-      all = tops_->plain(tops_->of(c, rows_.row(c, x, at[i]), loaded, spare));
+    for (int64_t i = 0; i < b.n && all; ++i) {
+      if (i > 0 && b.index[i] == b.index[i - 1]) continue;
+      all = tops_->plain(tops_->of(c, b.row[i], loaded, spare));
     }
     return all;
   }
@@ -259,6 +228,7 @@ class SegmentsStep final : public Step {
   DType type_;  // of a run
   FoldRunsFn fold_;
   FoldNarrowFn fold_narrow_;
+  std::unique_ptr<const Factors> factors_;  // of rows that are multiplied
   Loader widen_;
   Storer store_, store_sum_;
   size_t result_bytes_, run_bytes_, spare_bytes_, top_bytes_;
@@ -322,6 +292,10 @@ std::unique_ptr<const Step> compile(const AccumulateAt& x, const Compile& c) {
 
 std::unique_ptr<const Step> compile(const AccumulateScaled& x, const Compile& c) {
   return std::make_unique<SegmentsStep>(x, c, std::make_unique<Tops>(x, c));
+}
+
+std::unique_ptr<const Step> compile(const AccumulateTaken& x, const Compile& c) {
+  return std::make_unique<SegmentsStep>(x, c, x.heads > 0 ? std::make_unique<Tops>(x, c) : nullptr, &x);
 }
 
 }  // namespace kitsune::cpu

@@ -101,7 +101,9 @@ inline void arrange(const Call& c, std::vector<Bytes>& ins, unsigned seed) {
     }
     for (const Instruction& i : p.stages[0].body) {
       const auto* a = std::get_if<AccumulateAt>(&i);
-      if (!std::holds_alternative<AccumulateScaled>(i) && (a == nullptr || !a->sorted)) continue;
+      if (!std::holds_alternative<AccumulateScaled>(i) && !std::holds_alternative<AccumulateTaken>(i) &&
+          (a == nullptr || !a->sorted))
+        continue;
       std::vector<int32_t> ids(order.size()), sorted(order.size());
       std::memcpy(sorted.data(), ins[part.reads[1]].data(), ids.size() * 4);
       std::sort(sorted.begin(), sorted.end());

@@ -111,6 +111,12 @@ class Words {
     instruction(static_cast<const AccumulateAt&>(x));
     operand(x.top), add(x.heads), add(x.finite);
   }
+  void instruction(const AccumulateTaken& x) {
+    instruction(static_cast<const AccumulateScaled&>(x));
+    add(x.rows), add(x.mode);
+    each(x.fill, [&](double v) { real(v); });
+    operand(x.taken), operand(x.factor), add(x.factors);
+  }
   void instruction(const RunMax& x) { add(x.count), list(x.extents), operand(x.index), operand(x.x), operand(x.out); }
   void select(const Select& x) {
     add(x.count), add(x.indices), add(x.inner), list(x.outer), operand(x.index), operand(x.x), operand(x.out);
@@ -122,7 +128,11 @@ class Words {
   void instruction(const Put& x) { select(x); }
   void instruction(const Pack& x) { add(x.prep); }
   void instruction(const Dot& x) { add(x.batch), add(x.m), add(x.n), add(x.k), operand(x.x), operand(x.y), operand(x.out); }
-  void instruction(const Loop& x) { add(x.count), add(x.reverse); }
+  void instruction(const Loop& x) {
+    add(x.count), add(x.reverse), add(x.within ? 6 : 0);
+    if (x.within)
+      for (int64_t n : {x.within->divisor, x.within->extent, x.within->step, x.within->low, x.within->high, x.within->which}) add(n);
+  }
   void instruction(const Stationary&) {}
   void instruction(const Accumulate& x) { add(x.sink), list(x.kept), list(x.reduced), operand(x.x); }
 

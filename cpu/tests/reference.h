@@ -54,11 +54,25 @@ class Reference {
   }
 
  private:
+  // Does a tile run iteration `number`?
+  bool meets(const Within& w, int64_t number) const {
+    int64_t x = w.extent, y = -1;
+    for (int64_t r = row0_; r < row0_ + rows_; ++r) {
+      x = std::min(x, r / w.divisor % w.extent);
+      y = std::max(y, r / w.divisor % w.extent);
+    }
+    const int64_t first = number * w.step, last = first + w.step - 1;
+    const bool met = x + w.low <= last && first <= y + w.high, whole = y + w.low <= first && last <= x + w.high;
+    return w.which == 0 ? met : w.which == 1 ? whole : met && !whole;
+  }
+
   void body(const std::vector<Instruction>& all, size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
       if (const auto* loop = std::get_if<Loop>(&all[i])) {
         for (int64_t n = 0; n < loop->count; ++n) {
-          loops_.push_back(loop->reverse ? loop->count - 1 - n : n);
+          const int64_t number = loop->reverse ? loop->count - 1 - n : n;
+          if (loop->within && !meets(*loop->within, number)) continue;
+          loops_.push_back(number);
           body(all, i + 1, i + 1 + static_cast<size_t>(loop->length));
           loops_.pop_back();
         }
@@ -94,21 +108,6 @@ class Reference {
     int64_t e = (row + (global ? row0_ * multiple : 0)) * o.row_stride;
     for (size_t d = 0; d < index.size(); ++d) e += index[d] * o.strides[d];
     return at(o.ref, e);
-  }
-  template <class F>
-  static void loop(const std::vector<int64_t>& extents, F f) {
-    std::vector<int64_t> index(extents.size(), 0);
-    for (int64_t left = product(extents); left > 0; --left) {
-      f(index);
-      for (size_t d = extents.size(); d-- > 0;) {
-        if (++index[d] < extents[d]) break;
-        index[d] = 0;
-      }
-    }
-  }
-  static std::vector<int64_t> joined(std::vector<int64_t> a, const std::vector<int64_t>& b) {
-    a.insert(a.end(), b.begin(), b.end());
-    return a;
   }
   Bytes& prep(int64_t i) {
     const Prep& x = p_.preps[i];
@@ -327,6 +326,20 @@ class Reference {
         scaled.add(sinks_[a.sink], i, e++, get(a.x.ref.dtype, at(a.x, r, of)), top);
       });
     }
+  }
+  void step(const AccumulateTaken& a) {
+    auto& sums = sinks_[a.sink];
+    if (a.heads > 0) scaled_[a.sink].open(a, sums);
+    sums.resize(static_cast<size_t>(a.count * product(a.extents)));
+    for (int64_t r = 0; r < rows_; ++r)
+      for (int64_t e = 0, width = product(a.extents), i = index_at(a.index, r, {}); i >= 0 && i < a.count && e < width; ++e) {
+        const int64_t from = index_at(a.taken, r, {}), row = std::clamp<int64_t>(from, 0, a.rows - 1);
+        const bool there = from == row || a.mode == OutOfRange::kClip;
+        double x = there ? get(a.x.ref.dtype, at(a.x.ref, row * a.x.row_stride + e)) : a.fill[0];
+        if (a.factors > 0) x *= get(a.factor.ref.dtype, at(a.factor, r, {e / (width / a.factors)}));
+        if (a.heads == 0) sums[static_cast<size_t>(i * width + e)] += x;
+        if (a.heads > 0) scaled_[a.sink].add(sums, i, e, x, get(a.top.ref.dtype, at(a.top, r, {scaled_[a.sink].head(e)})));
+      }
   }
   // f(outer index, i, the place that index i names or -1)
   template <class F>

@@ -69,4 +69,21 @@ inline double fold(Reduction how, double a, double b) {
   }
 }
 
+// Calls f(index) for every index of a nest of loops, the last one fastest.
+template <class F>
+void loop(const std::vector<int64_t>& extents, F f) {
+  std::vector<int64_t> index(extents.size(), 0);
+  for (int64_t left = product(extents); left > 0; --left) {
+    f(index);
+    for (size_t d = extents.size(); d-- > 0;) {
+      if (++index[d] < extents[d]) break;
+      index[d] = 0;
+    }
+  }
+}
+inline std::vector<int64_t> joined(std::vector<int64_t> a, const std::vector<int64_t>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
 }  // namespace kitsune::cpu::test

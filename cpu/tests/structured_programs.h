@@ -33,7 +33,8 @@ inline Program batched_loop(DType t, int64_t heads, int64_t groups, int64_t rows
   add.code.push_back(micro(Opcode::op_add, F32, 5, 4, 0));
   add.code.push_back(store(0, 5));
   Vector write{{N}, true, {sum}, {out}, {load(0, 0), store(0, 0)}};
-  p.stages[0].body = {zero, Loop{blocks, reverse, 3}, Pack{0}, Matmul{x, 1, 1, 0, -1, Activation::kNone, result}, add, write};
+  p.stages[0].body = {zero, Loop{blocks, reverse, std::nullopt, 3}, Pack{0}, Matmul{x, 1, 1, 0, -1, Activation::kNone, result}, add,
+                      write};
   return p;
 }
 
@@ -54,9 +55,9 @@ inline Program nested_loops(int64_t rows, int64_t tile_rows) {
   Vector twice{{B, C}, false, {source}, {doubled}, {load(0, 0), micro(Opcode::op_add, F32, 1, 0, 0), store(0, 1)}};
   Vector add{{C}, true, {sum, part}, {sum}, {load(0, 0), load(1, 1), micro(Opcode::op_add, F32, 2, 0, 1), store(0, 2)}};
   Vector write{{C}, false, {sum}, {out}, {load(0, 0), store(0, 0)}};
-  p.stages[0].body = {Loop{N / C, true, 8},
+  p.stages[0].body = {Loop{N / C, true, std::nullopt, 8},
                       zero,
-                      Loop{K / B, false, 5},
+                      Loop{K / B, false, std::nullopt, 5},
                       Stationary{1},
                       twice,
                       Pack{0},
@@ -114,6 +115,36 @@ inline Program online_sums(DType t, int64_t rows, int64_t tile_rows, int64_t cou
   p.stages[0].body = {StridedLoad{{{Space::kIn, 0, 0, t}, {width}, {width}, {1}, x}},
                       StridedLoad{{{Space::kIn, 1, 0, I32}, {1}, {}, {}, index}},
                       StridedLoad{{{Space::kIn, 3, 0, t}, {heads}, {heads}, {1}, s}}, RunMax{count, {heads}, index, s, top}, sum};
+  return p;
+}
+
+// Sums of rows of a table, chosen by indices from -4 to 4 and multiplied by `factors` numbers each, in an order of the stream in
+// which the indices of the sums are sorted. `heads`: as of online_sums, whose tops are of the first numbers; 0: plain sums.
+inline Program taken_sums(DType t, int64_t rows, int64_t tile_rows, int64_t count, int64_t table_rows, int64_t width,
+                          int64_t factors, int64_t heads, OutOfRange mode) {
+  const int64_t numbers = std::max<int64_t>(1, std::max(factors, heads)), tops = tile_rows * numbers, ids = 2 * tops;
+  Program p = program({rows}, tile_rows, {{F32, rows * numbers}, {I32, rows}, {I32, rows}, {t, table_rows * width}, {I32, rows}},
+                      {{F32, count * width}}, {}, (ids + 2 * tile_rows) * 4);
+  p.order = 2;
+  p.workers = 3;
+  p.sinks = {{Reduction::kSum, F32, count * width, 0}};
+  Operand index = operand(Space::kScratch, 0, I32, ids, 1, {}), taken = operand(Space::kScratch, 0, I32, ids + tile_rows, 1, {});
+  Operand factor = operand(Space::kScratch, 0, F32, 0, numbers, {1}), top = operand(Space::kScratch, 0, F32, tops, numbers, {1});
+  AccumulateTaken sum{
+      {{0, count, {}, {width}, index, operand(Space::kIn, 3, t, 0, width, {1}), true, false}, heads > 0 ? top : factor},
+      table_rows,
+      mode,
+      {-1},
+      taken,
+      factor,
+      factors};
+  sum.heads = heads, sum.finite = false;
+  auto load = [](int64_t array, DType type, const Operand& to, std::vector<int64_t> extents, std::vector<int64_t> strides) {
+    return StridedLoad{{{Space::kIn, array, 0, type}, {extents.empty() ? 1 : extents[0]}, extents, strides, to}};
+  };
+  p.stages[0].body = {load(0, F32, factor, {numbers}, {1}), load(1, I32, index, {}, {}), load(4, I32, taken, {}, {})};
+  if (heads > 0) p.stages[0].body.push_back(RunMax{count, {numbers}, index, factor, top});
+  p.stages[0].body.push_back(sum);
   return p;
 }
 

@@ -150,6 +150,12 @@ class Draft:
         self.avals.append(_compat.aval_like(self.avals[like], tuple(shape), self.values[-1].dtype))
         return len(self.values) - 1
 
+    def literal(self, value: Value) -> int:
+        """A new value that is the constant ``value``."""
+        self.values.append(value)
+        self.avals.append(None)
+        return len(self.values) - 1
+
     def finish(self) -> Captured:
         """What it was made of if no op has changed, else the new ``Captured``."""
         if tuple(self.ops) == self.captured.graph.ops:

@@ -80,8 +80,8 @@ class Equation:
         return self.op("slice", v, start=start, limit=limit, strides=strides)
 
     def _parts(self, v: int) -> tuple[int, tuple[int, ...]]:
-        """(axis, parts) of ``v``, where that is a few keys, or words of keys, side by side. What moves them moves each part, so that
-        whoever takes them apart again finds them. No parts for any other value.
+        """(axis, parts) of ``v``, where that is a few keys, or words of keys, side by side. What moves them moves each part, so
+        that whoever takes them apart again finds them. No parts for any other value.
         """
         made = self.builder.maker(v)
         if made is None or made.kind != "concatenate" or self.dtype_of(v) != "uint32":

@@ -104,12 +104,14 @@ class RegionCost(abc.ABC):
     ``absorbed(i)``: a bias, a ReLU or a part of another activation that the matmul before it applies to its accumulators, so a
     pipeline does not pay for it. ``access(i)``: what it reads or folds by streamed indices, if it does. ``tables``: the stationary
     values that are read by rows only; they are never laid out for the call, and may be of any size. ``order``: the indices
-    (a graph value) in whose order the rows stream.
+    (a graph value) in whose order the rows stream. ``labels``: of what depends on the rows of a batch; ``of_batch``: of what
+    depends on batch axes only, which counts as stationary, with the part of it that a batch reads.
     """
 
     def __init__(self, graph: Graph, region: Region, machine: Machine, order: int | None = None):
         self.graph, self.region, self.machine, self.order = graph, region, machine, order
-        self.labels = region.label_of()
+        self.of_batch = {v: axes for v, axes in region.labels if region.space.of_batch(axes)}
+        self.labels = {v: axes for v, axes in region.labels if v not in self.of_batch}
         self.members = frozenset(region.ops)
         self.outputs = frozenset(region.outputs)
         self.producer = {v: i for i in region.ops for v in graph.ops[i].outputs}
@@ -118,7 +120,7 @@ class RegionCost(abc.ABC):
             for v in dict.fromkeys(graph.ops[i].inputs):
                 self.readers.setdefault(v, []).append(i)
         self.sinks = frozenset(region.sinks)
-        self.tables = frozenset(v for v in region.inputs if v not in self.labels and self._is_table(v))
+        self.tables = frozenset(v for v in region.inputs if v not in self.labels and v not in self.of_batch and self._is_table(v))
         self.access = functools.lru_cache(maxsize=None)(self._access)
         self.work = functools.lru_cache(maxsize=None)(self._work)
         self._bodies: dict[int, Self] = {}
@@ -172,7 +174,7 @@ class RegionCost(abc.ABC):
         return not any(v in self.labels for v in self.graph.ops[i].inputs)
 
     def _row_size(self, v: int) -> int:
-        return math.prod(row_shape(self.graph.values[v].shape, self.labels.get(v)))
+        return math.prod(row_shape(self.graph.values[v].shape, self.labels.get(v, self.of_batch.get(v))))
 
     def _row_bytes(self, v: int) -> int:
         return self.row_size(v) * itemsize(self.graph.values[v].dtype)
@@ -235,8 +237,9 @@ class RegionCost(abc.ABC):
         return [v for v in reads if v not in self.labels and v not in self.tables and self.graph.values[v].literal is None]
 
     def stationary_bytes(self, ops: Iterable[int]) -> int:
-        """Bytes of the stationary arrays that ``ops`` read."""
-        return sum(self.bytes(v) for v in self.stationary_inputs(ops))
+        """Bytes of the stationary arrays that ``ops`` read, of those that depend on the batch what one of them reads."""
+        inputs = self.stationary_inputs(ops)
+        return sum(self.row_bytes(v) if v in self.of_batch else self.bytes(v) for v in inputs)
 
     def _work(self, i: int) -> OpWork:
         op, family = self.graph.ops[i], self.family(i)
@@ -292,7 +295,7 @@ class RegionCost(abc.ABC):
         x_shape, w_shape = self.graph.values[x].shape, self.graph.values[w].shape
         none: tuple[tuple[int, ...], ...] = ((),)
         x_labels = self.labels.get(x, none * len(x_shape))
-        w_labels = self.labels.get(w, none * len(w_shape))
+        w_labels = self.labels.get(w, self.of_batch.get(w, none * len(w_shape)))
         here = [d for d in range(len(x_shape)) if not x_labels[d]]
         return DotWork(
             batch=math.prod(x_shape[d] for d in here if d in x_batch),

@@ -17,7 +17,9 @@ from kitsune_jax.ops.loops import body_of, labels_inside, live_inside, parts
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.program.blocks import blocked
 from kitsune_jax.program.ir import (
+    ROWS,
     SINKS,
     Array,
     ArrayType,
@@ -32,7 +34,7 @@ from kitsune_jax.program.ir import (
     TileType,
 )
 from kitsune_jax.program.online import Scaled
-from kitsune_jax.streams.space import DimLabels, Region, row_shape, row_strides
+from kitsune_jax.streams.space import DimLabels, Region, StreamSpace, row_shape, row_strides
 
 
 def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
@@ -43,7 +45,12 @@ def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
     covered = {i for stage in plan.stages for i in stage.ops}  # makers may stand in several stages
     if covered != set(region.ops):
         raise ValueError(f"the plan's stages cover ops {sorted(covered)}, the region has {sorted(region.ops)}")
-    return _Builder(graph, region, plan).run()
+    builder = _Builder(graph, region, plan)
+    program = builder.run()
+    if plan.blocks is None:
+        return program
+    value, dim, elements = plan.blocks
+    return blocked(program, builder.made[value], builder.stage(0).dims(value).local(dim), elements)
 
 
 def assemble(
@@ -73,22 +80,26 @@ def assemble(
 class _Stage:
     """Stage number ``number``, or the body of a loop in it, under construction.
 
-    ``graph``, ``labels``: of the region, or of the loop's body. ``ids``: graph value -> its SSA value here.
+    ``graph``, ``labels``: of the region, or of the loop's body. ``ids``: graph value -> its SSA value here; ``repeated``: the tile
+    that repeats it for each row.
     """
 
     number: int
     graph: Graph
     labels: Mapping[int, DimLabels]
+    space: StreamSpace
     body: list[Instr] = dataclasses.field(default_factory=list)
     ids: dict[int, int] = dataclasses.field(default_factory=dict)
+    repeated: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def dims(self, v: int) -> Dims:
         value = self.graph.values[v]
-        return Dims(value.shape, self.labels.get(v), value.dtype)
+        return Dims(value.shape, self.labels.get(v), value.dtype, self.space.batch)
 
     def type_of(self, v: int) -> TileType:
         value, labels = self.graph.values[v], self.labels.get(v)
-        return TileType(labels is not None, row_shape(value.shape, labels), value.dtype)
+        tile = labels is not None and not self.space.of_batch(labels)
+        return TileType(tile, row_shape(value.shape, labels), value.dtype)
 
 
 class _Builder:
@@ -101,6 +112,7 @@ class _Builder:
         self.output_number = {v: k for k, v in enumerate(region.outputs)}
         self.outputs = tuple(self._array(v) for v in region.outputs)
         self.sinks: list[SinkType] = []
+        self.made: dict[int, int] = {}  # graph value -> its SSA value in the last stage that has it
         self.incoming: dict[tuple[int, int], int] = {}  # (stage, graph value) -> queue
         self.outgoing: dict[tuple[int, int], list[int]] = {}
         for q, queue in enumerate(plan.queues):
@@ -120,21 +132,24 @@ class _Builder:
             values=tuple(self.values),
             literals=tuple(self.literals.items()),
             stages=stages,
-            queues=tuple(
-                QueueType(q.producer, q.consumers, _Stage(0, self.graph, self.labels).type_of(q.value), q.depth)
-                for q in self.plan.queues
-            ),
+            queues=tuple(QueueType(q.producer, q.consumers, self.stage(0).type_of(q.value), q.depth) for q in self.plan.queues),
             sinks=tuple(self.sinks),
             workers=self.plan.workers,
+            batch_axes=self.region.space.batch,
             order=len(self.region.inputs) if ordered else None,
         )
+
+    def stage(self, s: int) -> _Stage:
+        """Stage number ``s``, with nothing in it."""
+        return _Stage(s, self.graph, self.labels, self.region.space)
 
     def _array(self, v: int) -> ArrayType:
         value, labels = self.graph.values[v], self.labels.get(v)
         if labels is None:
             return ArrayType(value.shape, value.dtype, False)
         dims = tuple(d for d, axes in enumerate(labels) if not axes)
-        return ArrayType(value.shape, value.dtype, True, row_strides(value.shape, labels, self.region.space), dims)
+        strides = row_strides(value.shape, labels, self.region.space)
+        return ArrayType(value.shape, value.dtype, not self.region.space.of_batch(labels), strides, dims)
 
     def _new(self, t: TileType) -> int:
         self.values.append(t)
@@ -151,7 +166,7 @@ class _Builder:
         return spread is not None and self.literals.get(spread.inputs[0]) == 1
 
     def _stage(self, s: int) -> list[Instr]:
-        stage = _Stage(s, self.graph, self.labels)
+        stage = self.stage(s)
         scaled = Scaled(stage.body, self.values, self._new, self._literal, lambda v: self._is_one(stage, v))
         for i in self.plan.stages[s].ops:
             op = self.graph.ops[i]
@@ -172,14 +187,20 @@ class _Builder:
                 self._sink(stage, inputs, local, op.inputs[0], op.outputs[0], i)
                 continue
             self._hand_on(stage, self._add(stage, op, local, inputs, i), i)
+        self.made.update(stage.ids)
         return stage.body
 
     def _operands(self, stage: _Stage, op: Op, i: int) -> tuple[LocalOp, list[int]]:
         """The rows-first form of an op of the table, and its operands."""
         local = LocalOp(op.kind, op.params)  # of what is the same for all rows
         if any(v in stage.labels for v in (*op.inputs, *op.outputs)):
-            local = OPS[op.kind].local(op, [stage.dims(v) for v in op.inputs], stage.dims(op.outputs[0]))
+            ins = [stage.dims(v) for v in op.inputs]
+            if OPS[op.kind].family != "dot":
+                ins = [dataclasses.replace(x, batch=0) for x in ins]
+            local = OPS[op.kind].local(op, ins, stage.dims(op.outputs[0]))
         inputs = [self._read(stage, v) for v in op.inputs]
+        if OPS[op.kind].family != "dot":
+            inputs = [self._as_tile(stage, v, x) for v, x in zip(op.inputs, inputs, strict=True)]
         if local.squeeze is not None:
             inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
         if local.swap:
@@ -224,6 +245,17 @@ class _Builder:
             raise ValueError(f"stage {s} needs value {v}, which no queue brings")
         return new
 
+    def _as_tile(self, stage: _Stage, v: int, x: int) -> int:
+        """``x``, which graph value ``v`` is; repeated for each row where it is the same for all rows of a batch."""
+        if not stage.space.of_batch(stage.labels.get(v)):
+            return x
+        if v not in stage.repeated:
+            t = self.values[x]
+            stage.repeated[v] = self._new(TileType(True, t.shape, t.dtype))
+            params = make_params(shape=(ROWS, *t.shape), dims=tuple(range(1, 1 + len(t.shape))))
+            stage.body.append(Instr("broadcast_in_dim", (x,), (stage.repeated[v],), params))
+        return stage.repeated[v]
+
     def _squeeze(self, stage: _Stage, x: int, sizes: tuple[int, ...], op: int) -> int:
         t = self.values[x]
         new = self._new(TileType(t.tile, sizes[1:] if t.tile else sizes, t.dtype))
@@ -252,7 +284,7 @@ class _Builder:
         """Append a loop. ``wanted``: which of its results somebody reads; the others are not made."""
         p, carries = parts(op), op["carries"]
         labels = labels_inside(OPS, op, [stage.labels.get(v) for v in (*op.inputs, *op.outputs)])
-        inner = _Stage(stage.number, body_of(op), labels)
+        inner = _Stage(stage.number, body_of(op), labels, stage.space)
         live = live_inside(op, wanted)
         kept = [k for k in range(carries) if p.in_carries[k] in live]
         for outside, v in zip(p.consts, p.in_consts, strict=True):

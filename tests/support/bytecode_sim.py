@@ -265,14 +265,18 @@ class _Machine(OnlineSums):
         self._write(x.out, (*x.index_extents, *x.extents), found)
 
     def _accumulateat(self, x: bc.AccumulateAt) -> None:
-        sink = self.p.sinks[x.sink]
-        how, width = bc.REDUCTIONS[sink.how], math.prod(x.extents)
-        index = self._read(x.index, x.index_extents).astype(np.int64).reshape(-1)
+        width = math.prod(x.extents)
         if x.ordered:
             at = x.x.ref.offset + self._elements()[:, None] * x.x.row_stride + np.arange(width)
             value = _take(self._memory(x.x.ref, False), at, "sink")
         else:
             value = self._read(x.x, (*x.index_extents, *x.extents))
+        self._folded(x, value)
+
+    def _folded(self, x: bc.AccumulateAt, value: np.ndarray) -> None:
+        sink = self.p.sinks[x.sink]
+        how, width = bc.REDUCTIONS[sink.how], math.prod(x.extents)
+        index = self._read(x.index, x.index_extents).astype(np.int64).reshape(-1)
         assert sink.dtype in (x.x.ref.dtype, bc.DTYPE_CODE["float32"]) and x.count * width == sink.elements
         total = self.sinks[x.sink]
         if total is None:

@@ -65,6 +65,44 @@ def ordered_segments(
     return Case(Program.of(t.program()), operands, reference)
 
 
+def taken_sums(
+    rows: int = 131, heads: int = 3, inner: int = 5, n: int = 11, dtype: str = "float32", *, factors: str = "heads",
+    mode: str = "clip", ids: str = "mixed", table_rows: int = 7, tile_rows: int = 16,
+) -> Case:  # fmt: skip
+    """Rows of a table by one index, times ``factors`` ("none", "row", "heads" or "all": of which there is one each), added up by
+    another index, in whose order they stream."""
+    t = Tiles((rows,), tile_rows)
+    shape = {"none": (), "row": (), "heads": (heads,), "all": (heads, inner)}[factors]
+    factor = t.load((rows, *shape), dtype, ((0,), *((),) * len(shape)))
+    index, taken = t.load((rows,), "int32", ((0,),)), t.load((rows,), "int32", ((0,),))
+    table = t.load((table_rows, heads, inner), dtype)
+    t.in_order(t.input((rows,), "int32"))
+    x = t.gather(table, taken, mode, -2)
+    if factors != "none":
+        twice = t.op("add", factor, factor)
+        spread = twice if factors == "all" else t.broadcast(twice, (heads, inner), range(1 + len(shape)))
+        x = t.op("mul", spread, x) if heads % 2 else t.op("mul", x, spread)
+    t.sink_at(x, index, "sum", n, "float32", ids_sorted=True)
+
+    def operands(rng: np.random.Generator) -> list[Array]:
+        index, taken = ids_of(rng, ids, rows, n), ids_of(rng, ids, rows, table_rows)
+        values = [rng.standard_normal(s).astype(np.dtype(dtype)) for s in ((rows, *shape), (table_rows, heads, inner))]
+        return [values[0], index, taken, values[1], order_of(index, n)]
+
+    def reference(factor: Array, index: Array, taken: Array, table: Array, order: Array) -> list[Array]:
+        inside = (index >= 0) & (index < n)
+        rows_of = table[np.clip(taken, 0, table_rows - 1)]
+        if mode == "fill":
+            rows_of = np.where(((taken >= 0) & (taken < table_rows))[:, None, None], rows_of, -2.0)
+        if factors != "none":
+            rows_of = rows_of * 2 * factor.reshape(*factor.shape, *(1,) * (3 - factor.ndim))
+        total = np.zeros((n, heads, inner))
+        np.add.at(total, index[inside], rows_of[inside])
+        return [total]
+
+    return Case(Program.of(t.program()), operands, reference)
+
+
 def selections(rows: int = 37, features: int = 7, dtype: str = "float32", tile_rows: int = 8) -> Case:
     """The lower triangle of a matrix in each row, what is computed of it, and that put back: DLRM's selection and its gradient.
 
@@ -109,6 +147,13 @@ IRREGULAR: dict[str, Callable[[], Case]] = {
     "ordered_one_segment": lambda: ordered_segments(rows=40, n=1),
     "ordered_many_segments": lambda: ordered_segments(rows=67, n=301),
     "ordered_stages": lambda: ordered_segments(stages=2),
+    **{f"taken_{factors}": lambda factors=factors: taken_sums(factors=factors) for factors in ("none", "row", "heads", "all")},
+    **{f"taken_{ids}": lambda ids=ids: taken_sums(rows=700, ids=ids, mode="fill") for ids in ("equal", "outside", "half")},
+    **{f"taken_{dtype}": lambda dtype=dtype: taken_sums(dtype=dtype, heads=2, inner=33) for dtype in ("bfloat16", "float16")},
+    "taken_heads_of_one": lambda: taken_sums(heads=40, inner=1, n=200, mode="fill"),
+    "taken_narrow": lambda: taken_sums(heads=1, inner=3, factors="row", n=67),
+    "taken_wide": lambda: taken_sums(heads=8, inner=24, table_rows=1),
+    "taken_one_row": lambda: taken_sums(rows=1, heads=1, inner=1),
     "selections": selections,
     "selections_bfloat16": lambda: selections(dtype="bfloat16"),
     "selections_float16": lambda: selections(rows=1, dtype="float16"),

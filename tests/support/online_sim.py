@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kitsune_jax.streams.space import dim_strides
 from kitsune_jax.targets.cpu import bytecode as bc
 
 
@@ -16,10 +17,28 @@ class OnlineSums:
     tops: dict[int, tuple[Any, Any]]  # of scaled sums: their tops so far, and which are NaN in the end
     _read: Any  # an operand's elements over (rows, *extents)
     _write: Any
+    _memory: Any
+    _folded: Any  # adds rows to a sink by their indices
 
     def _accumulatescaled(self, x: bc.AccumulateScaled) -> None:
+        self._scaled(x, self._read(x.x, x.extents))
+
+    def _accumulatetaken(self, x: bc.AccumulateTaken) -> None:
+        taken = self._read(x.taken, ()).astype(np.int64)
+        at = np.clip(taken, 0, x.rows - 1)[:, None] * x.x.row_stride + np.arange(math.prod(x.extents))
+        value = self._memory(x.x.ref, False)[x.x.ref.offset + at].astype(np.float64)
+        assert x.rows >= 1 and tuple(x.x.strides) == tuple(dim_strides(x.extents))
+        if x.mode == bc.FILL:
+            value[(taken < 0) | (taken >= x.rows)] = x.fill[0]
+        if x.factors:
+            factor = self._read(x.factor, (x.factors,))
+            assert factor.dtype == np.float32
+            value *= np.repeat(factor, value.shape[1] // x.factors, axis=1)
+        self._scaled(x, value) if x.heads else self._folded(x, value)
+
+    def _scaled(self, x: bc.AccumulateScaled, rows: np.ndarray) -> None:
         width, index = math.prod(x.extents), self._read(x.index, ()).astype(np.int64)
-        value = self._read(x.x, x.extents).reshape(-1, x.heads, width // x.heads).astype(np.float64)
+        value = rows.reshape(-1, x.heads, width // x.heads).astype(np.float64)
         tops = self._read(x.top, (x.heads,)).astype(np.float64)
         assert x.sorted and not x.ordered and bc.REDUCTIONS[self.p.sinks[x.sink].how] == "sum"
         if self.sinks[x.sink] is None:

@@ -108,9 +108,13 @@ using ScatterRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, i
 // `apart`: rows lie far from each other, and are asked for before their turn.
 using FoldRunsFn = void (*)(int64_t runs, const int64_t* start, const int64_t* at, const void* from, int64_t width, bool apart,
                             void* const* into);
-// The same for whole runs of narrow rows, by their indices, straight into the dense rows of `table`: row index[i] <- the fold of
-// its run. The rows from *filled + 1 up to the first index beyond it, and so on, that no index names get the identity; *filled is
-// the largest index so far.
+// As FoldRunsFn of sums in float32, of float rows that lie apart and are multiplied: row i is row row[i] of a tile, whose elements
+// are multiplied by the `factors` numbers at factor + row[i] * step, each by one of them, width / factors elements by the same.
+using FoldScaledFn = void (*)(int64_t runs, const int64_t* start, const int64_t* at, const void* from, int64_t width,
+                              const int64_t* row, const float* factor, int64_t step, int64_t factors, void* const* into);
+// As FoldRunsFn for whole runs of narrow rows, by their indices, straight into the dense rows of `table`: row index[i] <- the fold
+// of its run. The rows from *filled + 1 up to the first index beyond it, and so on, that no index names get the identity; *filled
+// is the largest index so far.
 constexpr int64_t kNarrow = 16;  // elements
 using FoldNarrowFn = void (*)(int64_t n, const int64_t* index, const int64_t* at, const void* from, int64_t width, void* table,
                               int64_t* filled);
@@ -148,6 +152,8 @@ struct KernelTable {
   size_t (*gemm_scratch_bytes)(const GemmArgs&);
   void (*gemm)(const GemmArgs&);
   VectorFn (*vector)(Opcode, DType compute);  // nullptr: not defined for this type
+  // Where bit k of `constants` is set, operand k is one number, not an array of n. nullptr: there is no code for those.
+  VectorFn (*vector_with)(Opcode, DType compute, unsigned constants);
   VectorFn (*convert)(DType to, DType from);  // compute types; float -> int saturates, NaN -> 0, as XLA does
   LoadFn (*load)(DType compute, DType storage);
   StoreFn (*store)(DType storage, DType compute);
@@ -159,6 +165,7 @@ struct KernelTable {
   ScatterRowsFn scatter_rows;
   FoldRunsFn (*fold_runs)(int how, DType storage);
   FoldNarrowFn (*fold_narrow)(int how, DType storage);
+  FoldScaledFn (*fold_scaled)(DType storage);  // nullptr: no 16-bit or 32-bit float
   ReadIndicesFn (*read_indices)(DType integer);
   FoldTableFn (*fold_table)(int how, DType storage, bool wide);
   TakeFn (*take)(int64_t item_bytes);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <variant>
@@ -18,7 +19,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 8;
+constexpr int64_t kFormatVersion = 9;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -140,6 +141,16 @@ struct AccumulateScaled : AccumulateAt {
   bool finite = false;
 };
 
+// AccumulateScaled, or AccumulateAt where there are no heads, by sorted indices, of rows that are read where they lie in a table
+// and multiplied: `x` is the table, `taken` names its rows.
+struct AccumulateTaken : AccumulateScaled {
+  int64_t rows;  // of the table
+  OutOfRange mode;
+  std::vector<double> fill;
+  Operand taken, factor;
+  int64_t factors;  // of a row, each for as many elements; 0: rows are added up as they are
+};
+
 // For each row of a tile the largest of x in the rows around it that have its index, element by element.
 struct RunMax {
   int64_t count;  // indices are below it, or outside
@@ -170,10 +181,18 @@ struct Dot {
   Operand x, y, out;
 };
 
+// The iterations of a loop that a tile runs: number i stands for elements i * step to (i + 1) * step - 1, and it runs where those
+// reach into [x + low, y + high], where x and y are the smallest and the largest index of the tile's rows on a stream axis, row /
+// divisor % extent. Those of them whose elements all lie in [y + low, x + high] are whole, the others edges.
+struct Within {
+  int64_t divisor, extent, step, low, high, which;  // which: 0 all of them, 1 the whole ones, 2 the edges
+};
+
 // The `length` instructions behind these are their body.
 struct Loop {
   int64_t count;
   bool reverse;
+  std::optional<Within> within;  // none: all iterations
   int64_t length;
 };
 struct Stationary {
@@ -182,10 +201,11 @@ struct Stationary {
 
 // The position in the variant plus one is the instruction's CODE.
 using Instruction = std::variant<StridedLoad, StridedStore, Matmul, Vector, Reduce, Scan, Accumulate, AccumulateMatmul, Gather,
-                                 AccumulateAt, Pack, Dot, Loop, Stationary, Take, Put, RunMax, AccumulateScaled>;
+                                 AccumulateAt, Pack, Dot, Loop, Stationary, Take, Put, RunMax, AccumulateScaled, AccumulateTaken>;
 constexpr const char* kInstructionNames[] = {
-    "StridedLoad",  "StridedStore", "Matmul", "Vector", "Reduce",     "Scan", "Accumulate", "AccumulateMatmul", "Gather",
-    "AccumulateAt", "Pack",         "Dot",    "Loop",   "Stationary", "Take", "Put",        "RunMax",           "AccumulateScaled"};
+    "StridedLoad", "StridedStore",     "Matmul",         "Vector", "Reduce", "Scan",       "Accumulate", "AccumulateMatmul",
+    "Gather",      "AccumulateAt",     "Pack",           "Dot",    "Loop",   "Stationary", "Take",       "Put",
+    "RunMax",      "AccumulateScaled", "AccumulateTaken"};
 
 struct Prep {
   PrepKind kind;

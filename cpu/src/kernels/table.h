@@ -1,13 +1,14 @@
 // The kernel table of this translation unit's ISA. Include once per unit, after defining KITSUNE_ISA and KITSUNE_ISA_NAME.
 #pragma once
 
+#include "constant_ops.h"
 #include "dots.h"
 #include "fold.h"
 #include "gemm.h"
 #include "outer.h"
 #include "read_indices.h"
 #include "rows.h"
-#include "vector_ops.h"
+#include "scaled_rows.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
@@ -21,6 +22,7 @@ const KernelTable table = {
     &gemm_scratch_bytes,
     &gemm,
     &vector_function,
+    &constant_function,
     &convert_function,
     &load_function,
     &store_function,
@@ -32,6 +34,7 @@ const KernelTable table = {
     &scatter_rows,
     &fold_runs_function,
     &fold_narrow_function,
+    &fold_scaled_function,
     &read_indices_function,
     &fold_table_function,
     &take_function,

@@ -12,8 +12,20 @@ import math
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.streams.space import dim_strides
 from kitsune_jax.targets.cpu import views
-from kitsune_jax.targets.cpu.bytecode import CLIP, FILL, AccumulateAt, AccumulateScaled, Gather, Operand, Put, RunMax, Take
+from kitsune_jax.targets.cpu.bytecode import (
+    CLIP,
+    FILL,
+    AccumulateAt,
+    AccumulateScaled,
+    AccumulateTaken,
+    Gather,
+    Operand,
+    Put,
+    RunMax,
+    Take,
+)
 from kitsune_jax.targets.cpu.stage import Stage
+from kitsune_jax.targets.cpu.taken import TakenSum
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
 from kitsune_jax.targets.cpu.views import View
 from kitsune_jax.targets.errors import CannotLower
@@ -44,6 +56,8 @@ def _fill(stage: Stage, out: View, instr: Instr) -> None:
 
 
 def sink_at(stage: Stage, i: int, instr: Instr) -> None:
+    if i in stage.taken:
+        return _sum_of_taken(stage, instr, stage.taken[i])
     v, index, *tops = instr.inputs
     sink = stage.program.sinks[instr["sink"]]
     at = stage.view(index)
@@ -70,6 +84,48 @@ def sink_at(stage: Stage, i: int, instr: Instr) -> None:
         stage.code.append(AccumulateScaled(*sums, top=flat, heads=heads, finite=int(instr["finite"])))
         return
     stage.code.append(AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, promised, ordered))
+
+
+def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
+    """A sum of rows that it reads where the table has them."""
+    _, index, *tops = instr.inputs
+    sink = stage.program.sinks[instr["sink"]]
+    at, table, taken = stage.view(index), stage.view(found.gather.inputs[0]), stage.view(found.gather.inputs[1])
+    assert _dense(table, 0) and at.shape == taken.shape == ()
+    row = sink.shape[1:]
+    rows = Operand(table.ref, math.prod(row), dim_strides(row))
+    factor, factors = taken.operand(), 0
+    if found.factor is not None:
+        numbers = stage.view(found.factor)
+        if numbers.dtype != "float32" or not _dense(numbers, 0):
+            numbers = stage.scratch(numbers.shape, "float32")
+            stage.write(found.factor, numbers)
+        factor, factors = dataclasses.replace(numbers.operand(), strides=(1,)), math.prod(numbers.shape)
+    top, heads = factor, 0
+    if tops:
+        largest = _dense_view(stage, tops[0])
+        top, heads = dataclasses.replace(largest.operand(), strides=(1,)), math.prod(largest.shape)
+    mode, fill = _out_of_range(found.gather, table.dtype)
+    stage.code.append(
+        AccumulateTaken(
+            instr["sink"],
+            sink.shape[0],
+            (),
+            row,
+            at.operand(),
+            rows,
+            sorted=1,
+            top=top,
+            heads=heads,
+            finite=int(bool(tops) and instr["finite"]),
+            rows=table.shape[0],
+            mode=mode,
+            fill=fill,
+            taken=taken.operand(),
+            factor=factor,
+            factors=factors,
+        )
+    )
 
 
 def run_max(stage: Stage, i: int, instr: Instr) -> None:

@@ -80,6 +80,25 @@ class AccumulateScaled(AccumulateAt):
 
 
 @dataclasses.dataclass(frozen=True)
+class AccumulateTaken(AccumulateScaled):
+    """A sum of float32 by ``sorted`` indices, one for each row, of rows that are read where a table has them and multiplied: ``x``
+    is the table, and its row stride the distance of its ``rows`` rows, of one 16-bit or 32-bit float dtype.
+
+    Row r is row taken(r) of the table, by ``mode`` and ``fill`` as of Gather, times factor(r, factors) of float32, which lie
+    dense: each for as many elements of the row, one after the other. Without ``factors`` rows are added up as they are. Without
+    ``heads`` the sum is that of AccumulateAt, and ``top`` any operand.
+    """
+
+    CODE: ClassVar[int] = 19
+    rows: int = dataclasses.field(kw_only=True)
+    mode: int = dataclasses.field(kw_only=True)
+    fill: tuple[float, ...] = dataclasses.field(kw_only=True)
+    taken: Operand = dataclasses.field(kw_only=True)
+    factor: Operand = dataclasses.field(kw_only=True)
+    factors: int = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class Take:
     """out(rows, *outer, i, :) = x(rows, *outer, index[i], :), ``inner`` elements each, i < ``indices``; the dimension: ``count``.
 

@@ -16,7 +16,7 @@ from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes.flow import VIEWS, Flow, Use
 from kitsune_jax.streams.space import dim_strides
-from kitsune_jax.targets.cpu import views
+from kitsune_jax.targets.cpu import layouts, views
 from kitsune_jax.targets.cpu.borders import Border, border
 from kitsune_jax.targets.cpu.bytecode import (
     DTYPE_CODE,
@@ -32,6 +32,7 @@ from kitsune_jax.targets.cpu.bytecode import (
     StridedLoad,
 )
 from kitsune_jax.targets.cpu.micro import is_pointwise
+from kitsune_jax.targets.cpu.taken import taken_sums
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
 from kitsune_jax.targets.errors import CannotLower
@@ -65,6 +66,7 @@ class Stage:
         self.program, self.body, self.preps, self.products, self.around = program, body, preps, products, around
         self.flow = Flow(program, body, block.results if block else ())
         self.uses = self.flow.uses
+        self.taken = taken_sums(program, self.flow)  # by the number of their sink_at
         self.code: list[Instruction] = []
         self.buffer_bytes: list[int] = around.buffer_bytes if around else []
         self.views: dict[int, View] = dict(around.views) if around else {}
@@ -116,6 +118,9 @@ class Stage:
     def new(self, v: int) -> View:
         """Fresh scratch for a value like ``v``."""
         t = self.type(v)
+        if self.depth and layouts.by_columns(t, self.root(v), self.uses, self.flow.instruction, is_pointwise):
+            view = self.scratch(t.shape, t.dtype, dense=True)
+            return dataclasses.replace(view, row_stride=1, strides=tuple(self.program.tile_rows * s for s in view.strides))
         return self.scratch(t.shape, t.dtype, tile=t.tile)
 
     def scratch(self, shape: tuple[int, ...], dtype: str, dense: bool = False, tile: bool = True) -> View:

@@ -211,8 +211,9 @@ class CpuCost(RegionCost):
         each = sum(known.vector(kind, work.dtype) for kind in ("is_finite", "select_n", "sub", "exp")) + 3 * known.edge(work.dtype)
         return runs + work.scores * each + work.elements * (known.vector("mul", work.dtype) + 2 * known.edge(work.dtype))
 
-    def pack_seconds(self, of: Container[int] | None = None) -> float:
-        """Seconds of one worker in which the weights of products, or those among ``of``, are packed."""
+    def pack_seconds(self, of: Container[int] | None = None, tiles: int = 1) -> float:
+        """Seconds of one worker in which the weights of products, or those among ``of``, are packed: once, or for each of ``tiles``
+        tiles those that depend on the batch."""
         machine, ops = self.machine, self.region.ops
         size = 2 * self.stationary_bytes(ops)
         level = "l2" if size <= machine.local_bytes else "l3" if size <= machine.shared_bytes else "dram"
@@ -232,7 +233,8 @@ class CpuCost(RegionCost):
             elements = work.dot.batch * work.dot.k * work.dot.n
             contract = op["rhs_contract" if weight == op.inputs[1] else "lhs_contract"]
             transposed = len(self.graph.values[weight].shape) - 1 in contract
-            seconds += elements * self.times.pack(work.dot.dtype, way, transposed, level)
+            often = tiles if weight in self.of_batch else 1
+            seconds += often * elements * self.times.pack(work.dot.dtype, way, transposed, level)
         return seconds
 
     def repack_seconds(self) -> float:

@@ -26,7 +26,10 @@ class TileModel:
     """A tile of any number of rows on one core. What does not depend on the rows is computed once.
 
     ``live``: bytes per row that are alive at once; ``weights`` and ``sinks``: bytes of stationary operands and accumulators.
+    ``packs``: packing weights is a part of a tile's seconds.
     """
+
+    packs = False
 
     def __init__(self, cost: CpuCost):
         ops = sorted(cost.region.ops)
@@ -69,7 +72,8 @@ def tile_rows(model: TileModel) -> int:
     """Rows per tile: the size the model likes best among those whose intermediates stay in a core's L2, multiples of 8 unless the
     stream or the memory is shorter. Raises ``Infeasible``.
     """
-    machine, total = model.cost.machine, model.cost.region.space.rows
+    machine, space = model.cost.machine, model.cost.region.space
+    total = space.rows // max(1, space.batches)  # a tile is of one batch
     limit = max(machine.local_bytes // model.live, 1)
     if model.sinks > machine.local_bytes:
         # Accumulators and weights come from the shared cache for every tile anyway: fewer tiles are worth some intermediates there.
@@ -77,13 +81,13 @@ def tile_rows(model: TileModel) -> int:
         limit *= 2
     # A share of the rows for every worker, in as few rounds as the limit allows: awkward row counts divide evenly.
     rounds = max(1, -(-total // (machine.workers * min(limit, _ROWS[0]))))
-    share = -(-total // (machine.workers * rounds))
+    share = -(-total // (machine.workers * rounds)) if not space.batch else total
     whole = total if total <= _ONE_TILE else 0
     candidates = [n for n in (whole, _ROWS[0], round_up(share, 8), *_ROWS[1:], share) if 0 < n <= min(limit, total)]
 
     @functools.cache
     def seconds(rows: int) -> float:
-        tiles, tile = -(-total // rows), model.seconds(rows)
+        tiles, tile = space.tiles(rows), model.seconds(rows)
         if tiles * tile < SHARED_SECONDS:
             return tiles * tile
         hand_over = machine.call_seconds - model.cost.times["call/short"] if tiles > 1 else 0.0

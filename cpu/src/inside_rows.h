@@ -1,0 +1,111 @@
+// The rows of a tile that fold into a sink by index, block by block, without those whose index is outside of it. They lie in a
+// tile, in an input that is read in the order of the stream, or in a table, where a second index says which of its rows.
+#pragma once
+
+#include "indices.h"
+
+namespace kitsune::cpu {
+
+// Row i goes to index[i], lies at x + at[i], and is row[i] of the tile.
+struct Block {
+  int64_t n;
+  const int64_t *at, *index, *row;
+  const char* x;
+  Block part(int64_t begin, int64_t end) const { return {end - begin, at + begin, index + begin, row + begin, x}; }
+};
+
+// Where a table has the rows that a tile's indices name.
+class TakenRows {
+ public:
+  TakenRows(const AccumulateTaken& a, const Compile& c)
+      : index_(a.taken.ref, a.taken.row_stride),
+        read_(c.table.read_indices(a.taken.ref.dtype)),
+        step_(a.taken.row_stride * static_cast<int64_t>(item_size(a.taken.ref.dtype))),
+        count_(a.rows),
+        row_bytes_(a.x.row_stride * static_cast<int64_t>(item_size(a.x.ref.dtype))),
+        table_(a.x.ref, 0),
+        clip_(a.mode == OutOfRange::kClip),
+        fill_(static_cast<size_t>(product(a.extents)) * item_size(a.x.ref.dtype)) {
+    const int64_t width = product(a.extents);
+    const DType type = a.x.ref.dtype, compute = compute_type(type);
+    std::vector<char> value(static_cast<size_t>(width) * 8), spare(static_cast<size_t>(width) * 8);
+    fill_constant(compute, value.data(), width, a.fill);
+    Storer(c.table, type, compute, c.where)(width, fill_.data(), 1, value.data(), spare.data());
+  }
+  const char* table(const Context& c) const { return table_.of(c); }
+  // at[i] <- where the row lies that row first + i of the tile takes, in bytes behind table().
+  void find(const Context& c, int64_t first, int64_t n, int64_t* at) const {
+    if (read_(n, index_.of(c) + first * step_, step_, count_, at)) {
+      for (int64_t i = 0; i < n; ++i) at[i] *= row_bytes_;
+      return;
+    }
+    const int64_t filled = static_cast<int64_t>(reinterpret_cast<intptr_t>(fill_.data()) - reinterpret_cast<intptr_t>(table(c)));
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t nearest = std::clamp<int64_t>(at[i], 0, count_ - 1);
+      at[i] = clip_ || nearest == at[i] ? nearest * row_bytes_ : filled;
+    }
+  }
+
+ private:
+  Address index_;
+  ReadIndicesFn read_;
+  int64_t step_, count_, row_bytes_;
+  Address table_;
+  bool clip_;
+  std::vector<char> fill_;  // a row of what stands for rows that the table has not
+};
+
+class InsideRows {
+ public:
+  InsideRows(const AccumulateAt& a, const Compile& c, const AccumulateTaken* taken = nullptr)
+      : indices_(c.table, a.index, taken != nullptr ? a.index : a.x, a.index_extents, a.count),
+        count_(static_cast<uint64_t>(a.count)),
+        order_(a.ordered ? c.program.order : -1),
+        rows_(static_cast<uint32_t>(c.program.rows)),
+        row_bytes_(a.x.row_stride * static_cast<int64_t>(item_size(a.x.ref.dtype))),
+        x_(a.x.ref, 0),
+        taken_(taken != nullptr ? std::make_unique<const TakenRows>(*taken, c) : nullptr) {}
+
+  // Calls f(block) for blocks of kIndexBlock rows at most.
+  template <class F>
+  void blocks(const Context& c, F f) const {
+    int64_t at[kIndexBlock], inside[kIndexBlock], row[kIndexBlock];
+    const int32_t* order = order_ < 0 ? nullptr : reinterpret_cast<const int32_t*>(c.ins[order_]) + c.first_row;
+    int64_t first = 0;
+    indices_.blocks(c, [&](int64_t n, const int64_t* index, bool all, char* x, int64_t step) {
+      if (taken_) {
+        taken_->find(c, first, n, at);
+      } else if (order == nullptr) {
+        for (int64_t i = 0; i < n; ++i) at[i] = i * step;
+      } else {
+        for (int64_t i = 0; i < n; ++i) at[i] = element_of(order[i], rows_) * row_bytes_;
+        order += n;
+      }
+      for (int64_t i = 0; i < n; ++i) row[i] = first + i;
+      first += n;
+      const char* const base = taken_ ? taken_->table(c) : order == nullptr ? x : x_.of(c);
+      if (all) return f(Block{n, at, index, row, base});
+      int64_t m = 0;
+      for (int64_t i = 0; i < n; ++i) {
+        inside[m] = index[i];
+        at[m] = at[i];
+        row[m] = row[i];
+        m += static_cast<uint64_t>(index[i]) < count_;
+      }
+      if (m > 0) f(Block{m, at, inside, row, base});
+    });
+  }
+  // Do rows lie far from each other?
+  bool apart() const { return order_ >= 0 || taken_ != nullptr; }
+
+ private:
+  Indices indices_;
+  uint64_t count_;
+  int64_t order_;  // the input through which rows are read, or -1
+  uint32_t rows_;
+  int64_t row_bytes_;
+  Address x_;
+  std::unique_ptr<const TakenRows> taken_;
+};
+
+}  // namespace kitsune::cpu
