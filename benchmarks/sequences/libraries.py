@@ -114,13 +114,15 @@ def _nnx_lstm(rows: int, rng: Rng) -> Made:
     """``nnx.RNN`` of ``nnx.LSTMCell``; its loop has the batch first, time second."""
     from flax import nnx
 
-    definition, state = nnx.split(nnx.RNN(nnx.LSTMCell(WIDTH, WIDTH, rngs=nnx.Rngs(0))))
+    # Beside the parameters, a module holds the keys that it was made with.
+    parts: Any = nnx.split(nnx.RNN(nnx.LSTMCell(WIDTH, WIDTH, rngs=nnx.Rngs(0))), nnx.Param, ...)
+    definition, params, rest = parts
 
-    def network(state: Any, x: Any) -> Any:
+    def network(params: Any, x: Any) -> Any:
         zeros = jnp.zeros((x.shape[0], WIDTH), x.dtype)
-        return nnx.merge(definition, state)(x, initial_carry=(zeros, zeros))
+        return nnx.merge(definition, params, rest)(x, initial_carry=(zeros, zeros))
 
-    return network, state, (normal(rng, rows, STEPS, WIDTH),)
+    return network, params, (normal(rng, rows, STEPS, WIDTH),)
 
 
 def _linen_gru(rows: int, rng: Rng) -> Made:

@@ -62,7 +62,8 @@ def capture(
       parts: make weight gradients of concatenations part by part. (What is computed of such a gradient is then not computed of the
         result of a single op, so a target whose calls update parameters is better off without.)
       online: make the sums of a segment softmax online (``ops.online``), for a target that has code for that.
-      loops: move the sums of a loop's steps behind the loop (``loop_sums``), for a target that has code for loops.
+      loops: move the sums of a loop's steps behind the loop (``loop_sums``) and hand less from loop to loop (``loop_residuals``),
+        for a target that has code for loops.
 
     Returns:
       ``Captured``; its graph's inputs and outputs are those of the jaxpr, in order. An op that nothing reads and that has no effect
@@ -83,7 +84,7 @@ def capture(
         raise ValueError(f"capture takes a jaxpr without constants, this one has {len(consts)}: hoist them into arguments")
     builder = Builder()
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
-    within = (*REWRITES, *((LOOPS,) if loops else ()))
+    within = (*REWRITES, *(LOOPS if loops else ()))
     walk = _Walk(builder, rewrite, [], within)
     outputs = walk.jaxpr(jaxpr, (), [keys.unwrapped(builder, v) for v in inputs], Origin(()))
     outputs = [keys.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]

@@ -52,8 +52,13 @@ class _Sum:
 
 
 def _sums(op: Op) -> list[_Sum]:
-    """The sums that can leave the loop ``op``: all but those whose contractions do not stream without the others."""
+    """The sums that can leave the loop ``op``: all but those whose contractions do not stream without the others.
+
+    None leave a loop around others: of what these make for all of their steps, no slice is on chip, so XLA runs the outer loop.
+    """
     body, p = body_of(op), parts(op)
+    if any(inner.body is not None for inner in body.ops):
+        return []
     reads = Counter([*body.outputs, *(v for inner in body.ops for v in inner.inputs)])
     maker = {v: inner for inner in body.ops for v in inner.outputs}
     still = {*p.in_consts, *(v for v, value in enumerate(body.values) if value.literal is not None)}

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from kitsune_jax.graph import Graph, Op, Scalar, make_params
+from kitsune_jax.graph import Graph, Op, Scalar, Value, make_params
 from kitsune_jax.ops.local import Dims, LocalOp
-from kitsune_jax.ops.loops import body_of, labels_inside, live_inside, parts
+from kitsune_jax.ops.loops import as_step, body_of, labels_inside, live_inside, parts
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
@@ -102,6 +102,17 @@ class _Stage:
         return TileType(tile, row_shape(value.shape, labels), value.dtype)
 
 
+def _sums(graph: Graph, region: Region) -> dict[int, dict[int, Op]]:
+    """For each loop of the region the sums over its steps that it holds: op of the graph -> as an op of the loop's body."""
+    sums: dict[int, dict[int, Op]] = {i: {} for i in region.ops if graph.ops[i].body is not None}
+    for k in region.ops if sums else ():
+        for i, mine in sums.items():
+            step = as_step(graph.ops[i], graph.ops[k])
+            if step is not None and not any(k in others for others in sums.values()):
+                mine[k] = step
+    return sums
+
+
 class _Builder:
     def __init__(self, graph: Graph, region: Region, plan: Plan):
         self.graph, self.region, self.plan = graph, region, plan
@@ -110,6 +121,7 @@ class _Builder:
         self.literals: dict[int, Scalar] = {}
         self.input_number = {v: k for k, v in enumerate(region.inputs)}
         self.output_number = {v: k for k, v in enumerate(region.outputs)}
+        self.sums = _sums(graph, region)
         self.outputs = tuple(self._array(v) for v in region.outputs)
         self.sinks: list[SinkType] = []
         self.made: dict[int, int] = {}  # graph value -> its SSA value in the last stage that has it
@@ -170,8 +182,10 @@ class _Builder:
         scaled = Scaled(stage.body, self.values, self._new, self._literal, lambda v: self._is_one(stage, v))
         for i in self.plan.stages[s].ops:
             op = self.graph.ops[i]
+            if any(i in sums for sums in self.sums.values()):
+                continue  # it stands in the loop
             if op.body is not None:
-                self._loop(stage, op, i, [v in self.output_number for v in op.outputs])
+                self._loop(stage, op, i, [v in self.output_number for v in op.outputs], self.sums[i])
                 for v in op.outputs[: op["carries"]]:
                     if v in stage.ids:
                         self._hand_on(stage, v, i)
@@ -190,14 +204,15 @@ class _Builder:
         self.made.update(stage.ids)
         return stage.body
 
-    def _operands(self, stage: _Stage, op: Op, i: int) -> tuple[LocalOp, list[int]]:
-        """The rows-first form of an op of the table, and its operands."""
+    def _operands(self, stage: _Stage, op: Op, i: int, result: Value | None = None) -> tuple[LocalOp, list[int]]:
+        """The rows-first form of an op of the table, and its operands. ``result``: what a sum makes, which no row has."""
         local = LocalOp(op.kind, op.params)  # of what is the same for all rows
-        if any(v in stage.labels for v in (*op.inputs, *op.outputs)):
+        if result is not None or any(v in stage.labels for v in (*op.inputs, *op.outputs)):
             ins = [stage.dims(v) for v in op.inputs]
             if OPS[op.kind].family != "dot":
                 ins = [dataclasses.replace(x, batch=0) for x in ins]
-            local = OPS[op.kind].local(op, ins, stage.dims(op.outputs[0]))
+            made = stage.dims(op.outputs[0]) if result is None else Dims(result.shape, None, result.dtype)
+            local = OPS[op.kind].local(op, ins, made)
         inputs = [self._read(stage, v) for v in op.inputs]
         if OPS[op.kind].family != "dot":
             inputs = [self._as_tile(stage, v, x) for v, x in zip(op.inputs, inputs, strict=True)]
@@ -280,12 +295,14 @@ class _Builder:
 
     # --- loops ------------------------------------------------------------------------------------------------------------------
 
-    def _loop(self, stage: _Stage, op: Op, i: int, wanted: Sequence[bool]) -> None:
-        """Append a loop. ``wanted``: which of its results somebody reads; the others are not made."""
+    def _loop(self, stage: _Stage, op: Op, i: int, wanted: Sequence[bool], sums: Mapping[int, Op]) -> None:
+        """Append a loop. ``wanted``: which of its results somebody reads; the others are not made. ``sums``: of the graph's ops,
+        those that add up what the loop makes in each step, as ops of its body."""
         p, carries = parts(op), op["carries"]
         labels = labels_inside(OPS, op, [stage.labels.get(v) for v in (*op.inputs, *op.outputs)])
         inner = _Stage(stage.number, body_of(op), labels, stage.space)
-        live = live_inside(op, wanted)
+        added = {v for step in sums.values() for v in step.inputs}
+        live = added | live_inside(op, [want or v in added for want, v in zip(wanted, inner.graph.outputs, strict=True)])
         kept = [k for k in range(carries) if p.in_carries[k] in live]
         for outside, v in zip(p.consts, p.in_consts, strict=True):
             if v in live:
@@ -303,12 +320,15 @@ class _Builder:
             if live.isdisjoint(body_op.outputs):
                 continue
             if body_op.body is not None:
-                self._loop(inner, body_op, i, [v in live for v in body_op.outputs])
+                self._loop(inner, body_op, i, [v in live for v in body_op.outputs], {})
             else:
                 self._add(inner, body_op, *self._operands(inner, body_op, i), i)
         for k, (outside, v) in enumerate(zip(p.ys, p.in_ys, strict=True), carries):
             if wanted[k]:
                 self._paste(stage, inner, outside, v, number, i)
+        for k, step in sums.items():
+            local, inputs = self._operands(inner, step, k, self.graph.values[step.outputs[0]])
+            self._sink(inner, inputs, local, self.graph.ops[k].inputs[0], step.outputs[0], k)
         results = [self._spread(inner, self._read(inner, p.in_next[k]), inner.type_of(p.in_carries[k]), i) for k in kept]
         block = Block(number, tuple(inner.ids[p.in_carries[k]] for k in kept), tuple(inner.body), tuple(results))
         for k in kept:

@@ -1,8 +1,9 @@
 """Loops as regions: each is one by itself, with what makes its operands of constants.
 
 Comes in: a loop of a Graph, and what spreads a stream over it. Goes out: the regions that it may be, most promising first: streams
-over dimensions that no step mixes, and last a stream of one row, in which all dimensions stay whole. Invariant: what a loop has for
-each step lies in memory, in front of the call or behind it, so xs are inputs of its region and ys are results.
+over dimensions that no step mixes, and last a stream of one row, in which all dimensions stay whole. Sums over all steps and rows
+of what a loop makes and takes for each step (the gradients of its weights) are members of its region: their parts are added up step
+by step. Invariant: what else reads a loop's slices finds them in memory, so xs are inputs of its region and ys are results.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterator
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.ops.loops import parts
+from kitsune_jax.ops.loops import as_step, parts
 from kitsune_jax.regions.convex import regions_of
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.order import Order
@@ -28,8 +29,11 @@ def loop_regions(
     """The regions that loop ``i`` may be, or why a stream does not go through it. ``free``: ops that no region has."""
     graph = index.graph
     p = parts(graph.ops[i])
-    makers = (index.producers.get(v) for v in (*p.consts, *p.initial))
+    makers = (index.producers.get(v) for v in (*p.consts, *p.initial) if v not in p.xs)
     members = {i, *(m for m in makers if m is not None and m in free and _makes(graph, m))}
+    readers = {j for v in graph.ops[i].outputs for j in index.consumers.get(v, ()) if j in free}
+    sums = {j for j in readers if as_step(graph.ops[i], graph.ops[j]) is not None}
+    members |= sums
     seen: set[Region] = set()
     for seed in _seeds(graph, i):
         sp = spread(seed, members)
@@ -39,7 +43,8 @@ def loop_regions(
             if i in region.ops and region.outputs and region not in seen:
                 seen.add(region)
                 labels = region.label_of()
-                yield region if all(v in labels for v in region.outputs) else _SAME
+                made = {v for j in sums & set(region.ops) for v in graph.ops[j].outputs}
+                yield region if all(v in labels or v in made for v in region.outputs) else _SAME
     yield _one_row(index, i)
 
 

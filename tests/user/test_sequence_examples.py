@@ -180,6 +180,20 @@ def test_cartpole_learns(tmp_path: Path, capsys: Any) -> None:
     assert reached(" ".join(capsys.readouterr().out.split())) > 60  # random pushes: 22
 
 
+@pytest.mark.slow
+def test_cartpole_of_gymnax_is_simulated_unchanged(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    pytest.importorskip("gymnax")
+    assert reached(run("cartpole", tmp_path, monkeypatch, capsys, "--gymnax", "--force")) > 5
+    module = module_of("cartpole")
+    begin, step = module.gymnax_cartpole()
+    _, state = begin(jax.random.key(0), 9)
+    right = jnp.arange(9) % 2 == 0
+    own = module.State(state.x, state.x_dot, state.theta, state.theta_dot, jnp.zeros(9, jnp.int32))
+    observation, _, reward, done = step(jax.random.key(1), state, right)
+    np.testing.assert_allclose(observation, module.observe(module.physics(own, right)), rtol=1e-5, atol=1e-6)
+    assert (reward == 1).all() and not done.any()
+
+
 def test_the_gradient_through_the_pendulum_fades() -> None:
     module = module_of("pendulum")
     state = module.State(jnp.array([0.3, 2.0]), jnp.array([0.1, -0.5]))
