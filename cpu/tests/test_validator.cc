@@ -184,7 +184,9 @@ void test_structure() {
   expect(ordered([](Program&, AccumulateAt& a) { a.x.ref.space = Space::kScratch; }), "it must be an input");
   expect(ordered([](Program&, AccumulateAt& a) { a.x.strides = {0}; }), "of a row of x are not dense");
   expect(ordered([](Program& p, AccumulateAt& a) { p.stages[0].body.push_back(AccumulateAt(a)); }), "is fed twice");
-  expect(ordered([](Program& p, AccumulateAt&) { p.stages[0].body.insert(p.stages[0].body.begin() + 2, Loop{2, 0, 1}); }),
+  expect(ordered([](Program& p, AccumulateAt&) {
+           p.stages[0].body.insert(p.stages[0].body.begin() + 2, Loop{2, false, std::nullopt, 1});
+         }),
          "is fed twice");
   auto online = [&](auto change) {
     Program p = online_sums(F32, 21, 4, 3, 2, 3, false);
