@@ -265,7 +265,7 @@ void check_flushed(const char* name, Opcode op, T x, T y, double expected) {
   T got = T(7), z = T(1);
   {
     FlushDenormals flush;
-    kernels().vector(op, dtype_of<T>())(1, &got, &x, &y, &z, nullptr);
+    kernels().vector(op, dtype_of<T>())(1, &got, &x, &y, &z, nullptr, nullptr);
   }
   check(same_bits(got, T(expected)), "%s(%a, %a) on type %d [%s], denormals flushed: %a, expected %a", name, double(x), double(y),
         int(dtype_of<T>()), kernels().isa, double(got), expected);

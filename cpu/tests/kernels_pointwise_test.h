@@ -112,7 +112,7 @@ void test_common() {
   std::vector<T> out(t.a.size());
   for (size_t i = 0; i < predicate.size(); ++i) predicate[i] = i % 3 == 0;
   kernels().vector(Opcode::op_select, dtype_of<T>())(int64_t(out.size()), out.data(), predicate.data(), t.a.data(), t.b.data(),
-                                                     nullptr);
+                                                     nullptr, nullptr);
   size_t wrong = 0;
   for (size_t i = 0; i < out.size(); ++i) wrong += !same_value(out[i], i % 3 == 0 ? t.b[i] : t.a[i]);
   check(wrong == 0, "select on type %d: %zu wrong", int(dtype_of<T>()), wrong);

@@ -274,9 +274,8 @@ OPAQUE = {
     "sort": (lambda x: jnp.sort(x), "sort: not an op"),
     "complex": (lambda x: jnp.fft.fft(x).real, "complex64"),
     "bitcast": (lambda x: lax.bitcast_convert_type(x, jnp.int16), "bitcast_convert_type"),
-    "key": (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "random"),
+    "key of rbg": (lambda x: x + jax.random.normal(jax.random.key(0, impl="rbg"), x.shape), "rng_bit_generator"),
     "select of three": (lambda x: lax.select_n(jnp.int32(1), x, x, x + 1), "more than two cases"),
-    "permuting reshape": (lambda x: lax.reshape(x[None], (x.size,), (1, 0)), "permutes"),
     "accuracy": (lambda x: lax.exp(x, accuracy=lax.AccuracyMode.HIGHEST), "accuracy"),
     "float8": (lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32), "float8_e4m3fn"),
     "windows": (lambda x: jax.vmap(lambda i: lax.dynamic_slice(x, (i,), (2,)))(jnp.arange(3)), "a window of several rows"),
@@ -344,3 +343,11 @@ def test_name_stacks_survive():
     c = captured(fn, array(4))
     text = jax.jit(lambda x: run_steps(c, [x])).lower(array(4)).as_text(debug_info=True)
     assert "encoder/" in text
+
+
+def test_a_reshape_that_permutes_dimensions_first_is_a_transpose_and_a_reshape():
+    x = jnp.arange(12.0).reshape(3, 4)
+    fn = lambda x: lax.reshape(x, (6, 2), (1, 0))  # noqa: E731
+    c = capture(jax.make_jaxpr(fn)(x))
+    assert kinds(c) == ["transpose", "reshape"]
+    np.testing.assert_array_equal(run_steps(c, [x])[0], fn(x))

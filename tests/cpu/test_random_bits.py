@@ -65,6 +65,38 @@ def test_distributions(name):
     check(DRAWS[name], jax.random.key(11), x, rtol=1e-5, atol=1e-6)
 
 
+def dropped(key, x):
+    return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0)
+
+
+def network(weights, key, x):
+    first, second = jax.random.split(key)
+    h = dropped(first, jax.nn.relu(x @ weights[0]))
+    return jnp.mean((dropped(second, jax.nn.relu(h @ weights[1])) - x) ** 2)
+
+
+def test_a_training_step_with_dropout():
+    """In one call, and with the masks handed from a forward call to a backward one."""
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.standard_normal((24, 24)) / 5, jnp.float32) for _ in range(2)]
+    args = weights, jax.random.key(1), jnp.asarray(rng.standard_normal((301, 24)), jnp.float32)
+    check(jax.value_and_grad(network), *args, rtol=2e-5, atol=2e-6)
+    want = jax.jit(jax.value_and_grad(network))(*args)
+    for got in (jax.value_and_grad(kj.pipeline(network, force=True, residuals=policy))(*args) for policy in ("save", "recompute")):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), got, want)
+
+
+def attention(key, q, k, v):
+    probabilities = jax.nn.softmax(jnp.einsum("hqd,hkd->hqk", q, k) / 4, axis=-1)
+    return jnp.einsum("hqk,hkd->hqd", dropped(key, probabilities), v)
+
+
+def test_attention_with_dropout():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, n, 16)), jnp.float32) for n in (45, 33, 33))
+    check(attention, jax.random.key(1), q, k, v, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.slow
 @hypothesis.given(
     st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([8, 16, 32])
