@@ -278,10 +278,14 @@ def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFuncti
     can = targets.get(target)
     captured = capture(jaxpr, rewrite=rewrite, parts=can.divides_gradients, online=can.sums_online, loops=can.runs_loops)
     planned, nodes = settled(captured, target, options)
-    for node in nodes:
-        prepare = captured.steps[node].prepare if isinstance(node, int) else None
-        bodies.failures.extend(prepare() if prepare is not None else ())
+    bodies.failures.extend(prepare_left(captured, nodes))
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
+
+
+def prepare_left(captured: Captured, nodes: Sequence[int | PlannedRegion]) -> list[Failure]:
+    """Rewrite the bodies of the loops and branches among ``nodes`` that are left to XLA. Returns what went wrong there."""
+    left = [captured.steps[node].prepare for node in nodes if isinstance(node, int)]
+    return [failure for prepare in left if prepare is not None for failure in prepare()]
 
 
 def _evaluate(plan: PlannedFunction, args: Sequence[Any], options: Options, found: _Found) -> list[Any]:

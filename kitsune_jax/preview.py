@@ -75,12 +75,14 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
             _compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=can.divides_gradients, online=can.sums_online, loops=can.runs_loops
         )
         if obstacle is None:
-            planned, _ = lowering.settled(captured, target, options, device, code=False)
+            planned, nodes = lowering.settled(captured, target, options, device, code=False)
             reports.append(planned.report)
+            lowering.prepare_left(captured, nodes)
         else:
-            left = [(i, _AT_THE_TOP) for i in range(len(captured.graph.ops))]
-            report = build_report(captured.graph, (), left, *_machine(target, device))
+            everything = range(len(captured.graph.ops))
+            report = build_report(captured.graph, (), [(i, _AT_THE_TOP) for i in everything], *_machine(target, device))
             reports.append(dataclasses.replace(report, obstacles=(obstacle,)))
+            lowering.prepare_left(captured, everything)
         return jaxpr
 
     try:
@@ -89,7 +91,7 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
         if options.strict and obstacle is None:
             raise
         return unplanned(call_jaxpr, target, device, obstacle or Failure.of(error, "").told)
-    return with_bodies([reports[-1], *reports[:-1]])
+    return with_bodies(reports)
 
 
 def unplanned(program: Any, target: str, device: str | None, obstacle: str) -> Report:

@@ -220,7 +220,14 @@ class _Builder:
             inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
         if local.swap:
             inputs.reverse()
-        if OPS[op.kind].family == "pointwise":  # in a stream of one row, a scalar may be a tile
+        if OPS[op.kind].family in ("pointwise", "concatenate") and any(v in stage.labels for v in op.outputs):
+            # In a stream of one row, what does not depend on the row may have the shape of what does.
+            types = [self.values[v] for v in inputs]
+            inputs = [
+                self._spread(stage, v, TileType(True, t.shape, t.dtype), i) if t.shape else v
+                for v, t in zip(inputs, types, strict=True)
+            ]
+        if OPS[op.kind].family == "pointwise":  # and a scalar may be a tile
             shape = row_shape(stage.graph.values[op.outputs[0]].shape, stage.labels.get(op.outputs[0]))
             inputs = [self._along(stage, v, shape, i) if self.values[v].tile else v for v in inputs]
         return local, inputs

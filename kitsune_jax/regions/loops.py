@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator
 
-from kitsune_jax.graph import Graph
-from kitsune_jax.ops.loops import as_step, parts
+from kitsune_jax.graph import Graph, Op
+from kitsune_jax.ops.loops import as_step, body_of, parts
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.regions.convex import regions_of
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.order import Order
@@ -76,6 +77,15 @@ def _seeds(graph: Graph, i: int) -> Iterator[Seed]:
 _MOST = 8  # seeds that are tried
 
 
+def _by_index(body: Graph) -> Op | None:
+    """An op of the body that takes or folds rows by indices."""
+    for op in body.ops:
+        found = op if OPS[op.kind].family in ("gather", "scatter") else None if op.body is None else _by_index(op.body)
+        if found is not None:
+            return found
+    return None
+
+
 def _one_row(index: GraphIndex, i: int) -> Region | str:
     graph, op = index.graph, index.graph.ops[i]
     p = parts(op)
@@ -83,6 +93,8 @@ def _one_row(index: GraphIndex, i: int) -> Region | str:
     labelled = [v for v in (*p.initial, *p.xs, *op.outputs) if graph.values[v].literal is None and v not in p.consts]
     if not set(labelled).intersection(op.inputs):
         return "it computes the same whatever the arguments are"
+    if (by_index := _by_index(body_of(op))) is not None:
+        return f"{by_index.label or by_index.kind} ({by_index.source}) goes by indices, and no dimension of the loop streams"
     return Region(
         space=StreamSpace(()),
         ops=(i,),

@@ -163,6 +163,13 @@ def test_one_environment_without_a_batch() -> None:
     check(lambda x: lax.fori_loop(0, 50, lambda i, x: x * 0.99 + i, x), jnp.float32(2.0))
 
 
+def test_arrays_of_one_shape_that_depend_on_the_row_or_do_not() -> None:
+    """The rows of a constant have the shape of those of a carry, in a stream of one row."""
+    f = lambda x, b: lax.scan(lambda c, _: (jnp.tanh(c[::-1] + b) * b[0], c.sum()), x, None, length=3)  # noqa: E731
+    report = check(f, normal(7, 5), normal(7, 5))
+    assert report.regions[0].rows == 1
+
+
 def test_everything_of_a_step_mixes_the_batch() -> None:
     """No dimension streams, so the loop is a stream of one row."""
     report = check(lambda x: lax.scan(lambda c, _: (c - c.mean(), c.max()), x, None, length=3), normal(333))

@@ -72,10 +72,13 @@ def test_there_is_no_option_without_an_effect() -> None:
 def test_explain_counts_loop_bodies() -> None:
     ws = arrays(3, (4, 8, 8))[0]
 
-    def f(x: Any, ws: Any) -> Any:
-        return jax.lax.scan(lambda c, w: (jnp.sin(c @ w), None), x, ws)[0]
+    def f(x: Any, ws: Any, last: Any = lambda y: y) -> Any:
+        return jax.lax.scan(lambda c, w: (last(jnp.sin(c @ w)), None), x, ws)[0]
 
     report = kj.explain(f, force=True)(X, ws)
+    assert report.ops_pipelined == report.ops_total == 2
+    assert "scan of 4 steps" in str(report) and "of carries stay on chip" in str(report)
+    report = kj.explain(lambda x, ws: f(x, ws, jnp.sort), force=True)(X, ws)  # whose loop is left to XLA
     assert report.ops_pipelined >= 2
     assert any("bod" in note for note in report.notes)
 
