@@ -47,3 +47,16 @@ def test_operators_and_bytes(name: str) -> None:
     for report, (operators, saved) in zip(reports(name), BOUNDS[name], strict=True):
         assert compute_coverage(report) >= operators, report
         assert report.bytes_saved >= saved * report.traffic_bulk_sync, report
+
+
+@pytest.mark.parametrize("name", ["cartpole", "cartpole_random", "pendulum", "lstm_16", "gru_16"])
+def test_loops_over_time_run_on_chip(name: str) -> None:
+    """All of a simulator or a recurrent layer, and of its gradient all but a number of the loss."""
+    for needed in ("matplotlib", "optax", "rich"):
+        pytest.importorskip(needed)
+    case = case_of(SEQUENCE_APPS[name], "f32", 300)
+    report = kj.explain(case.function, force=True)(case.params, *case.inputs)
+    assert report.ops_pipelined == report.ops_total, report
+    if case.app.train_rows:
+        report = kj.explain(loss_and_grads(case, case.function), force=True)(case.params, case.inputs, case.targets)
+        assert report.ops_pipelined >= report.ops_total - 1, report
