@@ -254,6 +254,29 @@ void Checker::check(const AccumulateTaken& x) {
   if (x.factors > 1 && x.factor.strides[0] != 1) reject(where, "the factors of a row are not dense");
 }
 
+void Checker::check(const TakenDot& x) {
+  tiles_only();
+  bound("heads", x.heads, 1, kMaxCount);
+  bound("inner", x.inner, 1, kMaxCount);
+  const int64_t width = count("heads and inner", {x.heads, x.inner});
+  const DType t = x.x.x.ref.dtype, out = x.out.ref.dtype;
+  if (!is_float(t) || compute_type(t) != DType::kF32 || x.y.x.ref.dtype != t || !is_float(out) || compute_type(out) != DType::kF32)
+    reject(where, std::string("makes ") + dtype_name(out) + " of " + dtype_name(t) + " and " + dtype_name(x.y.x.ref.dtype));
+  for (const Rows* r : {&x.x, &x.y}) {
+    const char* const what = r == &x.x ? "x" : "y";
+    if (r->x.strides != std::vector<int64_t>{1}) reject(where, std::string("the elements of a row of ") + what + " are not dense");
+    if (r->rows == 0) {
+      operand(what, r->x, {width}, false);
+      continue;
+    }
+    indexed(r->taken, r->rows, {});
+    filled(r->fill);
+    table(what, r->x, r->rows, {width});
+  }
+  operand("out", x.out, {x.heads}, true);
+  if (x.out.strides[0] != 1 || x.out.row_stride < x.heads) reject(where, "rows of out overlap, or are not dense");
+}
+
 void Checker::check(const RunMax& x) {
   tiles_only();
   indexed(x.index, x.count, {});

@@ -69,6 +69,7 @@ class Checker {
   void check(const AccumulateAt& x);
   void check(const AccumulateScaled& x);
   void check(const AccumulateTaken& x);
+  void check(const TakenDot& x);
   void check(const RunMax& x);
   void check(const Take& x);
   void check(const Put& x);

@@ -168,6 +168,7 @@ struct Cost {
   double operator()(const AccumulateAt& a) const { return of(a.index_extents) * of(a.extents) / 4; }
   double operator()(const AccumulateScaled& a) const { return of(a.extents) / 4; }
   double operator()(const AccumulateTaken& a) const { return of(a.extents) / 2; }
+  double operator()(const TakenDot& d) const { return static_cast<double>(d.heads * d.inner) / 2; }
   double operator()(const RunMax& m) const { return of(m.extents) / 2; }
   double operator()(const Take& t) const { return of(t.outer) * static_cast<double>(t.indices * t.inner) / 4; }
   double operator()(const Put& t) const { return of(t.outer) * static_cast<double>(t.count * t.inner) / 4; }

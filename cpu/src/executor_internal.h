@@ -158,6 +158,7 @@ std::unique_ptr<const Step> compile(const Gather&, const Compile&);
 std::unique_ptr<const Step> compile(const AccumulateAt&, const Compile&);
 std::unique_ptr<const Step> compile(const AccumulateScaled&, const Compile&);
 std::unique_ptr<const Step> compile(const AccumulateTaken&, const Compile&);
+std::unique_ptr<const Step> compile(const TakenDot&, const Compile&);
 std::unique_ptr<const Step> compile(const RunMax&, const Compile&);
 std::unique_ptr<const Step> compile(const Take&, const Compile&);
 std::unique_ptr<const Step> compile(const Put&, const Compile&);

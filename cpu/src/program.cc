@@ -153,7 +153,8 @@ void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
       case 16: out->push_back(read_put(r)); break;
       case 17: out->push_back(read_run_max(r)); break;
       case 18: out->push_back(read_accumulate_scaled(r)); break;
-      default: out->push_back(read_accumulate_taken(r));
+      case 19: out->push_back(read_accumulate_taken(r)); break;
+      default: out->push_back(read_taken_dot(r));
     }
   }
 }

@@ -69,6 +69,25 @@ inline AccumulateTaken read_accumulate_taken(Reader& r) {
   return x;
 }
 
+inline Rows read_rows(Reader& r) {
+  Rows x;
+  x.x = read_operand(r);
+  x.rows = r.word("rows");
+  x.mode = static_cast<OutOfRange>(r.in_range("mode", 0, 1));
+  x.fill = r.many("fill", [&] { return r.real("fill"); });
+  x.taken = read_operand(r);
+  return x;
+}
+
+inline TakenDot read_taken_dot(Reader& r) {
+  TakenDot x;
+  x.heads = r.word("TakenDot.heads");
+  x.inner = r.word("TakenDot.inner");
+  x.x = read_rows(r), x.y = read_rows(r);
+  x.out = read_operand(r);
+  return x;
+}
+
 inline RunMax read_run_max(Reader& r) {
   return {r.word("RunMax.count"), r.list("RunMax.extents"), read_operand(r), read_operand(r), read_operand(r)};
 }

@@ -117,6 +117,12 @@ class Words {
     each(x.fill, [&](double v) { real(v); });
     operand(x.taken), operand(x.factor), add(x.factors);
   }
+  void rows(const Rows& x) {
+    operand(x.x), add(x.rows), add(x.mode);
+    each(x.fill, [&](double v) { real(v); });
+    operand(x.taken);
+  }
+  void instruction(const TakenDot& x) { add(x.heads), add(x.inner), rows(x.x), rows(x.y), operand(x.out); }
   void instruction(const RunMax& x) { add(x.count), list(x.extents), operand(x.index), operand(x.x), operand(x.out); }
   void select(const Select& x) {
     add(x.count), add(x.indices), add(x.inner), list(x.outer), operand(x.index), operand(x.x), operand(x.out);
@@ -131,7 +137,8 @@ class Words {
   void instruction(const Loop& x) {
     add(x.count), add(x.reverse), add(x.within ? 6 : 0);
     if (x.within)
-      for (int64_t n : {x.within->divisor, x.within->extent, x.within->step, x.within->low, x.within->high, x.within->which}) add(n);
+      for (int64_t n : {x.within->divisor, x.within->extent, x.within->step, x.within->low, x.within->high, x.within->which})
+        add(n);
   }
   void instruction(const Stationary&) {}
   void instruction(const Accumulate& x) { add(x.sink), list(x.kept), list(x.reduced), operand(x.x); }

@@ -270,9 +270,8 @@ class Reference {
       }
   }
 
-  int64_t index_at(const Operand& o, int64_t r, const std::vector<int64_t>& i) {
-    return static_cast<int64_t>(get(o.ref.dtype, at(o, r, i)));
-  }
+  double value(const Operand& o, int64_t r, const std::vector<int64_t>& i) { return get(o.ref.dtype, at(o, r, i)); }
+  int64_t index_at(const Operand& o, int64_t r, const std::vector<int64_t>& i) { return static_cast<int64_t>(value(o, r, i)); }
   void step(const Gather& g) {
     for (int64_t r = 0; r < rows_; ++r)
       loop(g.index_extents, [&](const auto& outer) {
@@ -290,19 +289,14 @@ class Reference {
   void step(const AccumulateAt& a) {
     const Sink& s = p_.sinks[a.sink];
     auto& acc = sinks_[a.sink];
-    bool sum = s.how == Reduction::kSum, prod = s.how == Reduction::kProd, largest = s.how == Reduction::kMax;
-    double lowest = is_float(s.dtype) ? -INFINITY : -2147483648.0, highest = is_float(s.dtype) ? INFINITY : 2147483647.0;
-    if (acc.empty()) acc.assign(static_cast<size_t>(s.elements), sum ? 0 : prod ? 1 : largest ? lowest : highest);
+    if (acc.empty()) acc.assign(static_cast<size_t>(s.elements), identity(s.how, s.dtype));
     for (int64_t r = 0; r < rows_; ++r)
       loop(a.index_extents, [&](const auto& outer) {
         int64_t i = index_at(a.index, r, outer);
         if (i < 0 || i >= a.count) return;
-        size_t e = static_cast<size_t>(i * product(a.extents));
+        double* to = &acc[static_cast<size_t>(i * product(a.extents))];
         int64_t row = a.ordered ? element(first_row_ + r) - row0_ : r;
-        loop(a.extents, [&](const auto& inner) {
-          acc[e] = fold(s.how, acc[e], get(a.x.ref.dtype, at(a.x, row, joined(outer, inner))));
-          ++e;
-        });
+        loop(a.extents, [&](const auto& inner) { *to = fold(s.how, *to, value(a.x, row, joined(outer, inner))), ++to; });
       });
   }
   void step(const RunMax& m) {
@@ -322,10 +316,23 @@ class Reference {
       int64_t e = 0, i = index_at(a.index, r, {});
       if (i < 0 || i >= a.count) continue;
       loop(a.extents, [&](const auto& of) {
-        const double top = get(a.top.ref.dtype, at(a.top, r, {scaled.head(e)}));
-        scaled.add(sinks_[a.sink], i, e++, get(a.x.ref.dtype, at(a.x, r, of)), top);
+        const double top = value(a.top, r, {scaled.head(e)});
+        scaled.add(sinks_[a.sink], i, e++, value(a.x, r, of), top);
       });
     }
+  }
+  double element(const Rows& a, int64_t r, int64_t e) {
+    if (a.rows == 0) return value(a.x, r, {e});
+    const int64_t from = index_at(a.taken, r, {}), row = std::clamp<int64_t>(from, 0, a.rows - 1);
+    return from == row || a.mode == OutOfRange::kClip ? get(a.x.ref.dtype, at(a.x.ref, row * a.x.row_stride + e)) : a.fill[0];
+  }
+  void step(const TakenDot& d) {
+    for (int64_t r = 0; r < rows_; ++r)
+      for (int64_t h = 0; h < d.heads; ++h) {
+        double sum = 0;
+        for (int64_t e = h * d.inner; e < (h + 1) * d.inner; ++e) sum += element(d.x, r, e) * element(d.y, r, e);
+        set(d.out.ref.dtype, at(d.out, r, {h}), sum);
+      }
   }
   void step(const AccumulateTaken& a) {
     auto& sums = sinks_[a.sink];
@@ -333,22 +340,17 @@ class Reference {
     sums.resize(static_cast<size_t>(a.count * product(a.extents)));
     for (int64_t r = 0; r < rows_; ++r)
       for (int64_t e = 0, width = product(a.extents), i = index_at(a.index, r, {}); i >= 0 && i < a.count && e < width; ++e) {
-        const int64_t from = index_at(a.taken, r, {}), row = std::clamp<int64_t>(from, 0, a.rows - 1);
-        const bool there = from == row || a.mode == OutOfRange::kClip;
-        double x = there ? get(a.x.ref.dtype, at(a.x.ref, row * a.x.row_stride + e)) : a.fill[0];
-        if (a.factors > 0) x *= get(a.factor.ref.dtype, at(a.factor, r, {e / (width / a.factors)}));
+        double x = element({a.x, a.rows, a.mode, a.fill, a.taken}, r, e);
+        if (a.factors > 0) x *= value(a.factor, r, {e / (width / a.factors)});
         if (a.heads == 0) sums[static_cast<size_t>(i * width + e)] += x;
-        if (a.heads > 0) scaled_[a.sink].add(sums, i, e, x, get(a.top.ref.dtype, at(a.top, r, {scaled_[a.sink].head(e)})));
+        if (a.heads > 0) scaled_[a.sink].add(sums, i, e, x, value(a.top, r, {scaled_[a.sink].head(e)}));
       }
   }
   // f(outer index, i, the place that index i names or -1)
   template <class F>
   void select(const Select& s, int64_t r, F f) {
     loop(s.outer, [&](const auto& outer) {
-      for (int64_t i = 0; i < s.indices; ++i) {
-        int64_t k = index_at(s.index, r, {i});
-        f(outer, i, k);
-      }
+      for (int64_t i = 0; i < s.indices; ++i) f(outer, i, index_at(s.index, r, {i}));
     });
   }
   char* selected(const Operand& o, int64_t r, std::vector<int64_t> index, int64_t k, int64_t e) {
@@ -387,7 +389,6 @@ class Reference {
     prep(x.prep);
   }
   void step(const Dot& d) {
-    auto value = [&](const Operand& o, int64_t r, std::vector<int64_t> i) { return get(o.ref.dtype, at(o, r, i)); };
     auto with = [](Operand o) { return o.strides.push_back(1), o; };
     Operand x = with(d.x), out = with(d.out);
     for (int64_t r = 0; r < rows_; ++r)

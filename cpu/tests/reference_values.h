@@ -56,6 +56,11 @@ inline void set(DType t, char* p, double x) {
   }
 }
 
+inline double identity(Reduction how, DType t) {
+  if (how == Reduction::kSum || how == Reduction::kProd) return how == Reduction::kProd;
+  const double lowest = is_float(t) ? -INFINITY : -2147483648.0, highest = is_float(t) ? INFINITY : 2147483647.0;
+  return how == Reduction::kMax ? lowest : highest;
+}
 inline double fold(Reduction how, double a, double b) {
   if (how != Reduction::kSum && how != Reduction::kProd && (std::isnan(a) || std::isnan(b))) return NAN;
   switch (how) {

@@ -148,6 +148,22 @@ inline Program taken_sums(DType t, int64_t rows, int64_t tile_rows, int64_t coun
   return p;
 }
 
+// Products by heads of rows of a table, chosen by indices from -4 to 4, with rows of another one (`both`) or of the tile.
+inline Program taken_dots(DType t, DType out, int64_t rows, int64_t tile_rows, int64_t table_rows, int64_t heads, int64_t inner,
+                          bool both, OutOfRange mode) {
+  const int64_t width = heads * inner;
+  Program p = program({rows}, tile_rows, {{t, rows * width}, {I32, rows}, {DType::kI8, rows}, {t, table_rows * width}},
+                      {{out, rows * (heads + 1)}}, {});
+  Operand table = operand(Space::kIn, 3, t, 0, width, {1}), tile = operand(Space::kIn, 0, t, 0, width, {1});
+  Operand first = operand(Space::kIn, 1, I32, 0, 1, {}), second = operand(Space::kIn, 2, DType::kI8, 0, 1, {});
+  p.stages[0].body = {TakenDot{heads,
+                               inner,
+                               {table, table_rows, mode, {-1}, first},
+                               both ? Rows{table, table_rows, OutOfRange::kClip, {0}, second} : Rows{tile, 0, mode, {0}, first},
+                               operand(Space::kOut, 0, out, 1, heads + 1, {1})}};
+  return p;
+}
+
 // Elements of a row that indices from -4 to 4 name, and the sums of elements put back by them.
 inline Program selection(DType t, int64_t rows, int64_t tile_rows, int64_t count, int64_t indices, int64_t inner, OutOfRange mode) {
   constexpr int64_t O = 2;

@@ -67,6 +67,7 @@ std::vector<std::vector<int64_t>> corpus() {
   }
   for (OutOfRange mode : {OutOfRange::kClip, OutOfRange::kFill}) {
     add(taken_sums(F32, 21, 4, 3, 5, 6, 2, 3, mode));
+    add(taken_dots(F32, BF16, 21, 4, 5, 2, 3, mode == OutOfRange::kFill, mode));
     add(taken_sums(BF16, 21, 4, 5, 2, 6, 0, 0, mode));
     add(selection(F32, 5, 2, 3, 6, 1, mode));
     add(selection(BF16, 5, 2, 7, 3, 3, mode));

@@ -1,5 +1,5 @@
-// AccumulateTaken: sums of rows that are read where a table has them, against the reference, with indices out of range, one segment
-// with most rows, empty segments, tables of one row; and what the validator refuses.
+// AccumulateTaken and TakenDot: sums and products of rows that are read where a table has them, against the reference, with indices
+// out of range, one segment with most rows, empty segments, tables of one row; and what the validator refuses.
 #include "executor_check.h"
 #include "structured_programs.h"
 
@@ -23,6 +23,44 @@ void test_values() {
         both("taken sums of bfloat16", BF16, 3, 40, 8, 0, 1e-4);
         both("online taken sums of bfloat16", BF16, 3, 33, 3, 3, 1e-4);
       }
+}
+
+void test_products() {
+  for (OutOfRange mode : {OutOfRange::kClip, OutOfRange::kFill})
+    for (int64_t rows : {1, 333, 1001})
+      for (bool both : {false, true})
+        for (int64_t inner : {1, 3, 8, 16, 40, 77})
+          for (int64_t heads : {1, 5, 8, 16}) {
+            const int64_t tile = rows > 1000 ? 600 : 8;
+            compare("taken products", taken_dots(F32, F32, rows, tile, 3, heads, inner, both, mode), 1e-5, 3, true, {1, 3});
+            compare("taken products of bfloat16", taken_dots(BF16, BF16, rows, tile, 1, heads, inner, both, mode), 0.01, 3, true,
+                    {1});
+          }
+}
+
+void refuse(const char* says, void (*change)(TakenDot&)) {
+  Program p = taken_dots(F32, F32, 21, 4, 5, 2, 3, false, OutOfRange::kFill);
+  change(std::get<TakenDot>(p.stages[0].body[0]));
+  std::vector<int64_t> words = encode(p);
+  try {
+    parse(words.data(), words.size());
+    CHECK(false, "accepted, not refused with: %s", says);
+  } catch (const ProgramError& e) {
+    CHECK(std::string(e.what()).find(says) != std::string::npos, "refused with: %s, not: %s", e.what(), says);
+  }
+}
+
+void test_refused_products() {
+  refuse("x reads element 35 of input 3, which has 30", [](TakenDot& d) { d.x.rows = 6; });
+  refuse("y reads element", [](TakenDot& d) { d.y.x.row_stride = 7; });
+  refuse("of a row of y are not dense", [](TakenDot& d) { d.y.x.strides = {2}; });
+  refuse("of a row of x are not dense", [](TakenDot& d) { d.x.x.strides = {}; });
+  refuse("an index cannot be float32", [](TakenDot& d) { d.x.taken.ref = d.y.x.ref; });
+  refuse("fill is one number", [](TakenDot& d) { d.x.fill = {}; });
+  refuse("makes int32 of float32", [](TakenDot& d) { d.out.ref.dtype = I32; });
+  refuse("makes float32 of float32 and bfloat16", [](TakenDot& d) { d.y.x.ref.dtype = BF16; });
+  refuse("rows of out overlap", [](TakenDot& d) { d.out.row_stride = 1; });
+  refuse("heads", [](TakenDot& d) { d.heads = 0; });
 }
 
 void expect(const char* says, void (*change)(Program&, AccumulateTaken&)) {
@@ -65,7 +103,9 @@ void test_refused() {
 int main() {
   using namespace kitsune::cpu::test;
   section("values", test_values);
+  section("products", test_products);
   section("refused", test_refused);
+  section("refused products", test_refused_products);
   std::printf("taken: %d checks failed\n", failures);
   return failures == 0 ? 0 : 1;
 }

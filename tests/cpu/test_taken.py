@@ -35,8 +35,8 @@ def programs(monkeypatch):
     return made
 
 
-def taken(made: list[bc.Program]) -> list[bc.AccumulateTaken]:
-    return [i for p in made for s in p.stages for i in s.body if isinstance(i, bc.AccumulateTaken)]
+def taken(made: list[bc.Program], kind: type = bc.AccumulateTaken) -> list[Any]:
+    return [i for p in made for s in p.stages for i in s.body if isinstance(i, kind)]
 
 
 def passing(n: int, mode: str | None = None, ids_sorted: bool = False) -> Any:
@@ -101,6 +101,8 @@ def test_attention_and_its_gradient_read_rows_in_place(programs) -> None:
 
     gradient = jax.grad(loss, (0, 1, 2, 3))
     close(jax.jit(kj.pipeline(gradient, force=True))(*args), in_float64(gradient, *args))
+    (dot, *_) = taken(programs, bc.TakenDot)
+    assert (dot.heads, dot.inner) == (2, 5) and 37 in (dot.x.rows, dot.y.rows)
 
 
 def test_rows_that_something_else_reads_are_taken_as_before(programs) -> None:
@@ -116,3 +118,22 @@ def test_rows_that_something_else_reads_are_taken_as_before(programs) -> None:
 
     close(jax.jit(kj.pipeline(both, force=True))(table, senders, receivers), in_float64(both, table, senders, receivers))
     assert taken(programs) == []
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 9), st.integers(1, 9), st.integers(1, 40), st.sampled_from(list(TOLERANCE)),
+    st.sampled_from(["mixed", "equal", "outside", "half"]), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=8, deadline=None)
+def test_products_of_any_rows(edges, nodes, heads, inner, dtype, ids, both, seed) -> None:
+    rng = np.random.default_rng(seed)
+    table, own = (jnp.asarray(rng.standard_normal((k, heads, inner)), dtype) for k in (nodes, edges))
+    senders, receivers = (jnp.asarray(ids_of(rng, ids, edges, nodes)) for _ in range(2))
+
+    def products(table: Any, own: Any, senders: Any, receivers: Any) -> Any:
+        other = jnp.cos(table)[receivers] if both else own
+        return jnp.sum(table.at[senders].get(mode="fill", fill_value=0) * other, -1)
+
+    args = table, own, senders, receivers
+    got = np.asarray(jax.jit(kj.pipeline(products, force=True))(*args), np.float64)
+    np.testing.assert_allclose(got, wanted(products, *args), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 4 * inner**0.5)

@@ -103,6 +103,34 @@ def taken_sums(
     return Case(Program.of(t.program()), operands, reference)
 
 
+def taken_dots(
+    rows: int = 131, heads: int = 3, inner: int = 5, dtype: str = "float32", *, both: bool = True, ids: str = "mixed",
+    table_rows: int = 7, tile_rows: int = 16,
+) -> Case:  # fmt: skip
+    """Products by heads of rows of a table, chosen by one index, and rows of another table (``both``) or of the stream."""
+    t = Tiles((rows,), tile_rows)
+    first, second = t.load((rows,), "int32", ((0,),)), t.load((rows,), "int64", ((0,),))
+    table, other = t.load((table_rows, heads, inner), dtype), t.load((table_rows + 1, heads, inner), dtype)
+    own = t.load((rows, heads, inner), dtype, ((0,), (), ()))
+    x = t.gather(table, first, "fill", -2)
+    y = t.gather(other, second) if both else t.op("tanh", own)
+    product = t.op("mul", x, y) if heads % 2 else t.op("mul", y, x)
+    t.store(t.reduce("sum", product, (2,)), (rows, heads), ((0,), ()))
+
+    def operands(rng: np.random.Generator) -> list[Array]:
+        tables = [(table_rows, heads, inner), (table_rows + 1, heads, inner), (rows, heads, inner)]
+        index = ids_of(rng, ids, rows, table_rows), ids_of(rng, ids, rows, table_rows + 1).astype(np.int64)
+        return [*index, *(rng.standard_normal(s).astype(np.dtype(dtype)) for s in tables)]
+
+    def reference(first: Array, second: Array, table: Array, other: Array, own: Array) -> list[Array]:
+        inside = (first >= 0) & (first < table_rows)
+        x = np.where(inside[:, None, None], table[np.clip(first, 0, table_rows - 1)], -2.0)
+        y = other[np.clip(second, 0, table_rows)] if both else np.tanh(own)
+        return [(x * y).sum(2)]
+
+    return Case(Program.of(t.program()), operands, reference)
+
+
 def selections(rows: int = 37, features: int = 7, dtype: str = "float32", tile_rows: int = 8) -> Case:
     """The lower triangle of a matrix in each row, what is computed of it, and that put back: DLRM's selection and its gradient.
 
@@ -154,6 +182,10 @@ IRREGULAR: dict[str, Callable[[], Case]] = {
     "taken_narrow": lambda: taken_sums(heads=1, inner=3, factors="row", n=67),
     "taken_wide": lambda: taken_sums(heads=8, inner=24, table_rows=1),
     "taken_one_row": lambda: taken_sums(rows=1, heads=1, inner=1),
+    **{f"taken_dot_{inner}": lambda inner=inner: taken_dots(inner=inner, heads=8) for inner in (1, 5, 8, 40)},
+    **{f"taken_dot_{ids}": lambda ids=ids: taken_dots(rows=700, ids=ids, both=False) for ids in ("equal", "outside", "half")},
+    **{f"taken_dot_{dtype}": lambda dtype=dtype: taken_dots(dtype=dtype, inner=33) for dtype in ("bfloat16", "float16")},
+    "taken_dot_one_row": lambda: taken_dots(rows=1, heads=1, inner=8, table_rows=1),
     "selections": selections,
     "selections_bfloat16": lambda: selections(dtype="bfloat16"),
     "selections_float16": lambda: selections(rows=1, dtype="float16"),

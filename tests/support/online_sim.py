@@ -24,17 +24,27 @@ class OnlineSums:
         self._scaled(x, self._read(x.x, x.extents))
 
     def _accumulatetaken(self, x: bc.AccumulateTaken) -> None:
-        taken = self._read(x.taken, ()).astype(np.int64)
-        at = np.clip(taken, 0, x.rows - 1)[:, None] * x.x.row_stride + np.arange(math.prod(x.extents))
-        value = self._memory(x.x.ref, False)[x.x.ref.offset + at].astype(np.float64)
-        assert x.rows >= 1 and tuple(x.x.strides) == tuple(dim_strides(x.extents))
-        if x.mode == bc.FILL:
-            value[(taken < 0) | (taken >= x.rows)] = x.fill[0]
+        assert tuple(x.x.strides) == tuple(dim_strides(x.extents))
+        value = self._rows(bc.Rows(x.x, x.rows, x.mode, x.fill, x.taken), math.prod(x.extents))
         if x.factors:
             factor = self._read(x.factor, (x.factors,))
             assert factor.dtype == np.float32
             value *= np.repeat(factor, value.shape[1] // x.factors, axis=1)
         self._scaled(x, value) if x.heads else self._folded(x, value)
+
+    def _rows(self, x: bc.Rows, width: int) -> np.ndarray:
+        if x.rows == 0:
+            return self._read(x.x, (width,)).astype(np.float64)
+        taken = self._read(x.taken, ()).astype(np.int64)
+        at = np.clip(taken, 0, x.rows - 1)[:, None] * x.x.row_stride + np.arange(width)
+        value = self._memory(x.x.ref, False)[x.x.ref.offset + at].astype(np.float64)
+        if x.mode == bc.FILL:
+            value[(taken < 0) | (taken >= x.rows)] = x.fill[0]
+        return value
+
+    def _takendot(self, d: bc.TakenDot) -> None:
+        x, y = (self._rows(side, d.heads * d.inner) for side in (d.x, d.y))
+        self._write(d.out, (d.heads,), (x * y).reshape(-1, d.heads, d.inner).sum(-1))
 
     def _scaled(self, x: bc.AccumulateScaled, rows: np.ndarray) -> None:
         width, index = math.prod(x.extents), self._read(x.index, ()).astype(np.int64)

@@ -112,6 +112,10 @@ using FoldRunsFn = void (*)(int64_t runs, const int64_t* start, const int64_t* a
 // are multiplied by the `factors` numbers at factor + row[i] * step, each by one of them, width / factors elements by the same.
 using FoldScaledFn = void (*)(int64_t runs, const int64_t* start, const int64_t* at, const void* from, int64_t width,
                               const int64_t* row, const float* factor, int64_t step, int64_t factors, void* const* into);
+// out[i * step + h] <- the sum, in float32, of the products of elements [h * inner, (h + 1) * inner) of the float rows at
+// x + x_at[i] and y + y_at[i], h < heads.
+using DotRowsFn = void (*)(int64_t n, const int64_t* x_at, const void* x, const int64_t* y_at, const void* y, int64_t heads,
+                           int64_t inner, float* out, int64_t step);
 // As FoldRunsFn for whole runs of narrow rows, by their indices, straight into the dense rows of `table`: row index[i] <- the fold
 // of its run. The rows from *filled + 1 up to the first index beyond it, and so on, that no index names get the identity; *filled
 // is the largest index so far.
@@ -166,6 +170,7 @@ struct KernelTable {
   FoldRunsFn (*fold_runs)(int how, DType storage);
   FoldNarrowFn (*fold_narrow)(int how, DType storage);
   FoldScaledFn (*fold_scaled)(DType storage);  // nullptr: no 16-bit or 32-bit float
+  DotRowsFn (*dot_rows)(DType storage);        // as fold_scaled
   ReadIndicesFn (*read_indices)(DType integer);
   FoldTableFn (*fold_table)(int how, DType storage, bool wide);
   TakeFn (*take)(int64_t item_bytes);

@@ -151,6 +151,22 @@ struct AccumulateTaken : AccumulateScaled {
   int64_t factors;  // of a row, each for as many elements; 0: rows are added up as they are
 };
 
+// Rows of a tile, or (`rows` > 0) those that `taken` names of a table of so many.
+struct Rows {
+  Operand x;
+  int64_t rows;
+  OutOfRange mode;
+  std::vector<double> fill;
+  Operand taken;
+};
+
+// out(rows, h) = the sum of the products of elements [h inner, (h + 1) inner) of two rows, h < heads.
+struct TakenDot {
+  int64_t heads, inner;
+  Rows x, y;
+  Operand out;
+};
+
 // For each row of a tile the largest of x in the rows around it that have its index, element by element.
 struct RunMax {
   int64_t count;  // indices are below it, or outside
@@ -200,12 +216,29 @@ struct Stationary {
 };
 
 // The position in the variant plus one is the instruction's CODE.
-using Instruction = std::variant<StridedLoad, StridedStore, Matmul, Vector, Reduce, Scan, Accumulate, AccumulateMatmul, Gather,
-                                 AccumulateAt, Pack, Dot, Loop, Stationary, Take, Put, RunMax, AccumulateScaled, AccumulateTaken>;
-constexpr const char* kInstructionNames[] = {
-    "StridedLoad", "StridedStore",     "Matmul",         "Vector", "Reduce", "Scan",       "Accumulate", "AccumulateMatmul",
-    "Gather",      "AccumulateAt",     "Pack",           "Dot",    "Loop",   "Stationary", "Take",       "Put",
-    "RunMax",      "AccumulateScaled", "AccumulateTaken"};
+using Instruction =
+    std::variant<StridedLoad, StridedStore, Matmul, Vector, Reduce, Scan, Accumulate, AccumulateMatmul, Gather, AccumulateAt, Pack,
+                 Dot, Loop, Stationary, Take, Put, RunMax, AccumulateScaled, AccumulateTaken, TakenDot>;
+constexpr const char* kInstructionNames[] = {"StridedLoad",
+                                             "StridedStore",
+                                             "Matmul",
+                                             "Vector",
+                                             "Reduce",
+                                             "Scan",
+                                             "Accumulate",
+                                             "AccumulateMatmul",
+                                             "Gather",
+                                             "AccumulateAt",
+                                             "Pack",
+                                             "Dot",
+                                             "Loop",
+                                             "Stationary",
+                                             "Take",
+                                             "Put",
+                                             "RunMax",
+                                             "AccumulateScaled",
+                                             "AccumulateTaken",
+                                             "TakenDot"};
 
 struct Prep {
   PrepKind kind;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "constant_ops.h"
+#include "dot_rows.h"
 #include "dots.h"
 #include "fold.h"
 #include "gemm.h"
@@ -35,6 +36,7 @@ const KernelTable table = {
     &fold_runs_function,
     &fold_narrow_function,
     &fold_scaled_function,
+    &dot_rows_function,
     &read_indices_function,
     &fold_table_function,
     &take_function,

@@ -12,22 +12,40 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from kitsune_jax.targets.cpu.bytecode import DTYPES, SCRATCH, Instruction, Loop, Operand, Pack, Prep, Ref, Stationary, Vector
+from kitsune_jax.targets.cpu.bytecode import (
+    DTYPES,
+    SCRATCH,
+    Instruction,
+    Loop,
+    Operand,
+    Pack,
+    Prep,
+    Ref,
+    Rows,
+    Stationary,
+    Vector,
+)
 from kitsune_jax.targets.cpu.views import ITEM_SIZE
 
 ALIGNMENT = 64
 
 
-_OPERAND_FIELDS = {
-    cls: tuple(field.name for field in dataclasses.fields(cls) if field.type == "Operand") for cls in typing.get_args(Instruction)
-}
+def _fields(kind: str) -> dict[type, tuple[str, ...]]:
+    """The fields of each instruction whose type is called ``kind``."""
+    all_of = {cls: dataclasses.fields(cls) for cls in typing.get_args(Instruction)}
+    return {cls: tuple(field.name for field in fields if field.type == kind) for cls, fields in all_of.items()}
+
+
+_OPERAND_FIELDS, _ROWS_FIELDS = _fields("Operand"), _fields("Rows")
 
 
 def operands(instruction: Instruction) -> list[Operand]:
     """All operands of an instruction that address tiles; of a loop, none of what is inside it."""
     if isinstance(instruction, Vector):
         return [*instruction.loads, *instruction.stores]
-    return [getattr(instruction, name) for name in _OPERAND_FIELDS[type(instruction)]]
+    rows = [getattr(instruction, name) for name in _ROWS_FIELDS[type(instruction)]]
+    own = [getattr(instruction, name) for name in _OPERAND_FIELDS[type(instruction)]]
+    return [*own, *(operand for r in rows for operand in (r.x, r.taken))]
 
 
 def place(body: Sequence[Instruction], sizes: list[int], preps: list[Prep]) -> tuple[tuple[Instruction, ...], int]:
@@ -171,4 +189,7 @@ def _rewrite(instruction: Instruction, offsets: dict[int, int], preps: list[Prep
         changes: dict[str, Any] = {name: tuple(map(moved, getattr(instruction, name))) for name in ("loads", "stores")}
     else:
         changes = {name: moved(getattr(instruction, name)) for name in _OPERAND_FIELDS[type(instruction)]}
+        for name in _ROWS_FIELDS[type(instruction)]:
+            rows: Rows = getattr(instruction, name)
+            changes[name] = dataclasses.replace(rows, x=moved(rows.x), taken=moved(rows.taken))
     return dataclasses.replace(instruction, **changes)

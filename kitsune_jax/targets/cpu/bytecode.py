@@ -30,8 +30,10 @@ from kitsune_jax.targets.cpu.indexing import AccumulateScaled as AccumulateScale
 from kitsune_jax.targets.cpu.indexing import AccumulateTaken as AccumulateTaken
 from kitsune_jax.targets.cpu.indexing import Gather as Gather
 from kitsune_jax.targets.cpu.indexing import Put as Put
+from kitsune_jax.targets.cpu.indexing import Rows as Rows
 from kitsune_jax.targets.cpu.indexing import RunMax as RunMax
 from kitsune_jax.targets.cpu.indexing import Take as Take
+from kitsune_jax.targets.cpu.indexing import TakenDot as TakenDot
 from kitsune_jax.targets.cpu.operands import Operand as Operand
 from kitsune_jax.targets.cpu.operands import Ref as Ref
 
@@ -280,7 +282,7 @@ class Stationary:
 Instruction = (
     StridedLoad | StridedStore | Matmul | Vector | Reduce | Scan | Accumulate | AccumulateMatmul
     | Gather | AccumulateAt | Pack | Dot | Loop | Stationary | Take | Put | RunMax
-    | AccumulateScaled | AccumulateTaken
+    | AccumulateScaled | AccumulateTaken | TakenDot
 )  # fmt: skip
 
 CLIP, FILL = range(2)  # Gather.mode

@@ -11,7 +11,7 @@ import math
 
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.streams.space import dim_strides
-from kitsune_jax.targets.cpu import views
+from kitsune_jax.targets.cpu import bytecode, views
 from kitsune_jax.targets.cpu.bytecode import (
     CLIP,
     FILL,
@@ -21,11 +21,12 @@ from kitsune_jax.targets.cpu.bytecode import (
     Gather,
     Operand,
     Put,
+    Rows,
     RunMax,
     Take,
 )
 from kitsune_jax.targets.cpu.stage import Stage
-from kitsune_jax.targets.cpu.taken import TakenSum
+from kitsune_jax.targets.cpu.taken import TakenDot, TakenSum
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
 from kitsune_jax.targets.cpu.views import View
 from kitsune_jax.targets.errors import CannotLower
@@ -90,11 +91,9 @@ def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
     """A sum of rows that it reads where the table has them."""
     _, index, *tops = instr.inputs
     sink = stage.program.sinks[instr["sink"]]
-    at, table, taken = stage.view(index), stage.view(found.gather.inputs[0]), stage.view(found.gather.inputs[1])
-    assert _dense(table, 0) and at.shape == taken.shape == ()
-    row = sink.shape[1:]
-    rows = Operand(table.ref, math.prod(row), dim_strides(row))
-    factor, factors = taken.operand(), 0
+    at, row, taken = stage.view(index), sink.shape[1:], _taken(stage, found.gather)
+    assert at.shape == ()
+    factor, factors = taken.taken, 0
     if found.factor is not None:
         numbers = stage.view(found.factor)
         if numbers.dtype != "float32" or not _dense(numbers, 0):
@@ -105,7 +104,6 @@ def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
     if tops:
         largest = _dense_view(stage, tops[0])
         top, heads = dataclasses.replace(largest.operand(), strides=(1,)), math.prod(largest.shape)
-    mode, fill = _out_of_range(found.gather, table.dtype)
     stage.code.append(
         AccumulateTaken(
             instr["sink"],
@@ -113,19 +111,43 @@ def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
             (),
             row,
             at.operand(),
-            rows,
+            dataclasses.replace(taken.x, strides=dim_strides(row)),
             sorted=1,
             top=top,
             heads=heads,
             finite=int(bool(tops) and instr["finite"]),
-            rows=table.shape[0],
-            mode=mode,
-            fill=fill,
-            taken=taken.operand(),
+            rows=taken.rows,
+            mode=taken.mode,
+            fill=taken.fill,
+            taken=taken.taken,
             factor=factor,
             factors=factors,
         )
     )
+
+
+def _taken(stage: Stage, gather: Instr) -> Rows:
+    """What ``gather`` takes, where the table has it."""
+    table, index = (stage.view(v) for v in gather.inputs)
+    assert _dense(table, 0) and index.shape == ()
+    mode, fill = _out_of_range(gather, table.dtype)
+    return Rows(Operand(table.ref, math.prod(table.shape[1:]), (1,)), table.shape[0], mode, fill, index.operand())
+
+
+def taken_dot(stage: Stage, instr: Instr, found: TakenDot) -> None:
+    """A sum over the last dimensions of products of rows that it reads where a table has them."""
+
+    def side(of: Instr | int) -> Rows:
+        if isinstance(of, Instr):
+            return _taken(stage, of)
+        x = _dense_view(stage, of).operand()
+        return Rows(dataclasses.replace(x, strides=(1,)), 0, CLIP, (0.0,), x)
+
+    x, y = (side(of) for of in found.sides)
+    out = stage.place(instr.outputs[0], lambda view: _dense(view, 0) and view.row_stride >= math.prod(view.shape))
+    heads = math.prod(out.shape)
+    inner = math.prod(stage.type(instr.inputs[0]).shape) // heads
+    stage.code.append(bytecode.TakenDot(heads, inner, x, y, dataclasses.replace(out.operand(), strides=(1,))))
 
 
 def run_max(stage: Stage, i: int, instr: Instr) -> None:

@@ -99,6 +99,33 @@ class AccumulateTaken(AccumulateScaled):
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of a tile, dense; or, with ``rows`` above 0, those that ``taken`` names of a table of so many, whose row stride is their
+    distance, by ``mode`` and ``fill`` as of Gather. Without a table these are any."""
+
+    x: Operand
+    rows: int
+    mode: int
+    fill: tuple[float, ...]
+    taken: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class TakenDot:
+    """out(rows, h) = the sum of the products of elements [h * inner, (h + 1) * inner) of two rows, h < ``heads``, in float32.
+
+    x and y have one 16-bit or 32-bit float dtype, and out any of these; the elements of a row lie dense in all.
+    """
+
+    CODE: ClassVar[int] = 20
+    heads: int
+    inner: int
+    x: Rows
+    y: Rows
+    out: Operand
+
+
+@dataclasses.dataclass(frozen=True)
 class Take:
     """out(rows, *outer, i, :) = x(rows, *outer, index[i], :), ``inner`` elements each, i < ``indices``; the dimension: ``count``.
 

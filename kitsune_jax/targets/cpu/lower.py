@@ -171,6 +171,8 @@ def _pad(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _reduce(stage: Stage, i: int, instr: Instr) -> None:
+    if i in stage.dots:
+        return indexed.taken_dot(stage, instr, stage.dots[i])
     how = OPS[instr.kind].fold
     tile = stage.type(instr.inputs[0]).tile
     axes = {a - int(tile) for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}

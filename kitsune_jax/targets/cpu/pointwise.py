@@ -34,9 +34,8 @@ def schedule(stage: Stage) -> list[Item]:
     items: list[Item] = []
     at: dict[int, int] = {}  # root -> item that makes it (absent: there from the beginning)
     direct: set[int] = set()  # roots that their group still holds in a register
-    absorbed = {i for found in stage.taken.values() for i in found.absorbed}
     for i, instr in enumerate(stage.body):
-        if instr.kind in _NO_ITEM or i in absorbed:
+        if instr.kind in _NO_ITEM or i in stage.absorbed:
             continue
         inputs = {stage.root(v) for v in (*instr.inputs, *captured(instr))}
         ready = max((at[r] for r in inputs if r in at), default=-1)

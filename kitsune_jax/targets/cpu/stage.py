@@ -32,7 +32,7 @@ from kitsune_jax.targets.cpu.bytecode import (
     StridedLoad,
 )
 from kitsune_jax.targets.cpu.micro import is_pointwise
-from kitsune_jax.targets.cpu.taken import taken_sums
+from kitsune_jax.targets.cpu.taken import taken_dots, taken_sums
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
 from kitsune_jax.targets.errors import CannotLower
@@ -66,7 +66,8 @@ class Stage:
         self.program, self.body, self.preps, self.products, self.around = program, body, preps, products, around
         self.flow = Flow(program, body, block.results if block else ())
         self.uses = self.flow.uses
-        self.taken = taken_sums(program, self.flow)  # by the number of their sink_at
+        self.taken, self.dots = taken_sums(program, self.flow), taken_dots(self.flow)  # by the number of their sum
+        self.absorbed = {i for sums in (self.taken, self.dots) for found in sums.values() for i in found.absorbed}
         self.code: list[Instruction] = []
         self.buffer_bytes: list[int] = around.buffer_bytes if around else []
         self.views: dict[int, View] = dict(around.views) if around else {}

@@ -1,11 +1,14 @@
-"""Sums by index whose rows are those of a table: they are read where the table has them, and never lie in a tile.
+"""Rows of a table that are read where the table has them, by what is computed of them, and never lie in a tile.
 
-Comes in: a stage's body, as ``Flow``. Goes out: for each ``sink_at`` that can do so a ``TakenSum``, recognised by what is computed:
+Comes in: a stage's body, as ``Flow``. Goes out: each ``sink_at`` and each ``reduce_sum`` that can read them so, recognised by what
+is computed:
 
-    sum over a segment's rows of  table[ids]  or  table[ids] * factor
+    sum over a segment's rows of  table[ids]  or  table[ids] * factor         TakenSum
+    sum over the last dimensions of  table[ids] * table2[ids2]  or  table[ids] * y         TakenDot
 
-where the indices of the sum are sorted and nobody else reads the rows. It is the sum over the edges of a node of what the nodes
-at their other ends have, with or without a weight for each edge, or for each edge and head.
+where the indices of the first sum are sorted and nobody else reads the rows. The first is the sum over the edges of a node of what
+the nodes at their other ends have, with or without a weight for each edge, or for each edge and head; the second is the gradient of
+that weight.
 """
 
 from __future__ import annotations
@@ -26,6 +29,50 @@ class TakenSum:
     gather: Instr
     factor: int | None
     absorbed: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TakenDot:
+    """``sides``: of each operand its gather, or the value that lies in a tile. ``absorbed``: as of ``TakenSum``."""
+
+    sides: tuple[Instr | int, Instr | int]
+    absorbed: tuple[int, ...]
+
+
+def taken_dots(flow: Flow) -> dict[int, TakenDot]:
+    """The products of rows in ``flow``'s body that read rows of a table, by the number of their ``reduce_sum``."""
+    found: dict[int, TakenDot] = {}
+    for i, instr in enumerate(flow.body):
+        if instr.kind == "reduce_sum" and (match := _dot(flow, i, instr)) is not None:
+            found[i] = match
+    return found
+
+
+def _dot(flow: Flow, i: int, instr: Instr) -> TakenDot | None:
+    x = flow.type(instr.inputs[0])
+    dims = sorted(instr["axes"])
+    real = [d for d, n in enumerate(x.shape, 1) if n != 1]
+    reduced = [d for d in dims if d in real]
+    if not x.tile or 0 in dims or not reduced or reduced != real[len(real) - len(reduced) :]:
+        return None
+    number, absorbed = _narrow(flow, _only_reader(flow, instr.inputs[0], i))
+    if number is None or flow.body[number].kind != "mul":
+        return None
+    pair = flow.body[number].inputs
+    whole = flow.shape(instr.inputs[0])
+    if any(not flow.type(v).tile or flow.shape(v) != whole or flow.literal(v) is not None for v in pair):
+        return None
+    absorbed = (*absorbed, number)
+    sides: list[Instr | int] = []
+    for v in pair:
+        made = _only_reader(flow, v, number)
+        taken = None if made is None else _gathered(flow, made, None, ())
+        same = taken is not None and flow.dtype(taken.gather.inputs[0]) == flow.dtype(pair[0])
+        sides.append(taken.gather if taken is not None and same else v)
+        absorbed = (*absorbed, *(taken.absorbed if taken is not None and same else ()))
+    if flow.dtype(pair[0]) not in _TABLES or all(isinstance(side, int) for side in sides):
+        return None
+    return TakenDot((sides[0], sides[1]), absorbed)
 
 
 def taken_sums(program: TileProgram, flow: Flow) -> dict[int, TakenSum]:
@@ -58,21 +105,26 @@ def _match(flow: Flow, sink: int, v: int) -> TakenSum | None:
 
 def _gathered(flow: Flow, number: int, factor: int | None, absorbed: tuple[int, ...]) -> TakenSum | None:
     """The sum of what instruction ``number`` makes, if that is rows of a table, perhaps widened to float32."""
-    instr = flow.body[number]
-    if instr.kind == "convert_element_type" and flow.dtype(instr.outputs[0]) == "float32":
-        made = _only_reader(flow, instr.inputs[0], number)
-        if made is None or flow.dtype(instr.inputs[0]) not in ("bfloat16", "float16"):
-            return None
-        number, absorbed = made, (*absorbed, number)
-        instr = flow.body[number]
-    if instr.kind != "gather":
+    made, widened = _narrow(flow, number)
+    if made is None or flow.body[made].kind != "gather":
         return None
+    instr = flow.body[made]
     table, index = instr.inputs
     loaded = flow.makers.get(flow.root(table))
     fits = loaded is not None and loaded.kind == "load" and not flow.type(table).tile and flow.dtype(table) in _TABLES
     if not fits or flow.type(table).shape[0] == 0 or flow.type(index).shape != () or not flow.type(index).tile:
         return None
-    return TakenSum(instr, factor, (*absorbed, number))
+    return TakenSum(instr, factor, (*absorbed, *widened, made))
+
+
+def _narrow(flow: Flow, number: int | None) -> tuple[int | None, tuple[int, ...]]:
+    """Instruction ``number``; if it widens a 16-bit number to float32, what makes that, and the widening one."""
+    if number is None or flow.body[number].kind != "convert_element_type":
+        return number, ()
+    (x,), (y,) = flow.body[number].inputs, flow.body[number].outputs
+    if flow.dtype(x) not in ("bfloat16", "float16") or flow.dtype(y) != "float32":
+        return None, ()
+    return _only_reader(flow, x, number), (number,)
 
 
 def _only_reader(flow: Flow, v: int, reader: int) -> int | None:

@@ -18,6 +18,7 @@ from kitsune_jax.program.passes import Flow, activations
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning import times
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
+from kitsune_jax.targets.cpu.planning.taken import Taken
 
 # Families whose ops run in groups, through registers.
 _GROUPED = frozenset({"pointwise", "convert"})
@@ -38,7 +39,7 @@ class CpuWork:
     ``sums``: results of a reduction. ``spreads``: operands that have one element for each row. ``activation``: of the last op of an
     activation that the matmul before it applies to its accumulators. ``scores``: of an online sum, those of a row, unless another
     sum of the region is of the same ones. ``again``: in a step of a loop, whose operands were found in front of the first one.
-    ``narrow``: it puts together rows of single elements.
+    ``narrow``: it puts together rows of single elements. ``taken``: its rows, or their products, are read where a table has them.
     """
 
     dtype: str
@@ -55,6 +56,7 @@ class CpuWork:
     scores: int = 0
     again: bool = False
     narrow: bool = False
+    taken: bool = False
 
 
 class CpuCost(RegionCost):
@@ -102,19 +104,28 @@ class CpuCost(RegionCost):
         if work.dot is not None:
             return CpuWork(work.dtype, sink, work.dot)
         stationary = op.outputs[0] not in self.labels and not sink
-        if stationary or family in FREE or (self.absorbed(i) and not activation):
+        absorbed = self.absorbed(i) and not activation or i in self.taken.absorbed
+        if stationary or family in FREE or absorbed:
             return CpuWork(work.dtype, sink)
+        taken = i in self.taken.sums
         elements = self.elements(i)
         access = self.access(i)
         if access is not None:
             scores = self.row_size(op.inputs[2]) if self.first_of_scores(i) else 0
-            return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements, access=access, scores=scores)
+            return CpuWork(
+                work.dtype, sink, kind=op.kind, family=family, elements=elements, access=access, scores=scores, taken=taken
+            )
         if family in COPIES or family in (GATHER, SCATTER):
             narrow = family == "concatenate" and any(self.graph.values[v].shape[-1] == 1 for v in op.inputs)
             return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements, narrow=narrow)
         edges = elements * self._edges(i) if family in _GROUPED else 0
         sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
-        return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, self._spreads(i), activation)
+        return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, self._spreads(i), activation, taken=taken)
+
+    @functools.cached_property
+    def taken(self) -> Taken:
+        """What is computed of rows of tables where the tables have them (``targets.cpu.taken``)."""
+        return Taken.of(self)
 
     def first_of_scores(self, i: int) -> bool:
         """Is op ``i`` an online sum, and the first one of its scores?"""
@@ -187,10 +198,15 @@ class CpuCost(RegionCost):
             return dot.batch * known.product(dot.dtype, weights, rows * dot.m, dot.k, dot.n)
         if work.family in SCANS:
             each = work.elements / max(1, work.sums)
+            if work.taken:  # its operands are read as gathers read them, and multiplied in registers
+                return step + rows * work.elements * known.vector("mul", work.dtype)
             fold = known.fold(work.dtype, each, over_rows=work.sink)
             return step + rows * work.sums * _PASSES[work.family] * fold
         if work.access is not None:
-            return step + rows * (known.access(work.access) + self._scaling(work))
+            access = work.access
+            if work.taken:  # the gather's time is that of reading a row: what is left is where a run ends
+                access = dataclasses.replace(access, row_bytes=4)
+            return step + rows * (known.access(access) + self._scaling(work))
         if work.family in (GATHER, SCATTER):
             return step + rows * work.elements * known["picked"]
         if work.narrow:
@@ -209,7 +225,8 @@ class CpuCost(RegionCost):
         known = self.times
         runs = known.access(Access(1, 4 * work.scores, 4 * work.scores, True, True)) if work.scores else 0.0
         each = sum(known.vector(kind, work.dtype) for kind in ("is_finite", "select_n", "sub", "exp")) + 3 * known.edge(work.dtype)
-        return runs + work.scores * each + work.elements * (known.vector("mul", work.dtype) + 2 * known.edge(work.dtype))
+        product = 0.0 if work.taken else known.vector("mul", work.dtype) + 2 * known.edge(work.dtype)
+        return runs + work.scores * each + work.elements * product
 
     def pack_seconds(self, of: Container[int] | None = None, tiles: int = 1) -> float:
         """Seconds of one worker in which the weights of products, or those among ``of``, are packed: once, or for each of ``tiles``
@@ -334,7 +351,12 @@ class CpuCost(RegionCost):
         return most
 
     def _takes_memory(self, v: int) -> bool:
-        return v in self.labels and v not in self.sliced() and not (v in self.producer and self._made_on_the_fly(v))
+        return (
+            v in self.labels
+            and v not in self.sliced()
+            and v not in self.taken.values
+            and not (v in self.producer and self._made_on_the_fly(v))
+        )
 
     def made_row_bytes(self) -> int:
         """Bytes that the ops make of a row, in all steps of a loop."""
