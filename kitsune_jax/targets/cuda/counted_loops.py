@@ -37,6 +37,10 @@ def lower(at: Evaluation, instr: Instr, lower_body: Body) -> None:
     """Lowers ``instr`` and, by ``lower_body``, what it repeats."""
     block = instr.block
     assert block is not None
+    if instr.get("within") is not None:
+        raise CannotLower("a loop that leaves out iterations by the rows of a tile has no code on the GPU")
+    if sums := sorted({i.kind for i in block.body} & {"matmul_sink", "sink_at"}):
+        raise CannotLower(f"{' and '.join(sums)} in a loop: sums of its iterations have no code on the GPU")
     for v in _from_outside(block):
         _bring_home(at, v)
     carries = [_carry(at, *pair) for pair in zip(block.carries, instr.inputs, strict=True)]
