@@ -174,6 +174,17 @@ def test_numbers_of_a_row_are_computed_by_one_thread() -> None:
         check(program, [small(700)], lanes=lanes, replicas=replicas)
 
 
+def test_a_loop_that_leaves_out_iterations_is_refused() -> None:
+    program = lstm(64).program.only
+    body = tuple(
+        dataclasses.replace(i, params=(*i.params, ("within", (0, 1, None, 0, "all")))) if i.block else i
+        for i in program.stages[0].body
+    )
+    bounded = dataclasses.replace(program, stages=(dataclasses.replace(program.stages[0], body=body),))
+    with pytest.raises(CannotLower, match="leaves out iterations"):
+        generated(bounded)
+
+
 def test_weights_that_a_loop_multiplies_with_are_not_streamed() -> None:
     with pytest.raises(CannotLower, match="must stay in shared memory"):
         generated(lstm(64).program.only, resident=False)
@@ -181,7 +192,12 @@ def test_weights_that_a_loop_multiplies_with_are_not_streamed() -> None:
 
 @pytest.mark.parametrize(
     "name, reason",
-    [("nested", "several loops cut"), ("computed_weights", "weights that change"), ("attention", "do not stay in shared memory")],
+    [
+        ("lstm_backward", "matmul_sink and sink_at in a loop"),
+        ("nested", "several loops cut"),
+        ("computed_weights", "weights that change"),
+        ("attention", "do not stay in shared memory"),
+    ],
 )
 def test_what_has_no_kernel_is_refused_in_words(name: str, reason: str) -> None:
     with pytest.raises(CannotLower, match=reason):

@@ -43,8 +43,8 @@ KITSUNE_DEVICE void become_consumer() {
   if constexpr (Lanes > 1) reg_inc<kConsumerRegisters<Lanes>>();
 }
 
-// Lanes of a CTA that take turns at the tensor core: a turn is handed on from lane to lane, from the last to the first again, so each
-// barrier counts the lane that waits and the one before it. Ids behind those of the lanes and of `phases.h`.
+// Lanes of a CTA that take turns at the tensor core: a turn is handed on from lane to lane, from the last to the first again, so
+// each barrier counts the lane that waits and the one before it. Ids behind those of the lanes and of `phases.h`.
 constexpr u32 kTurns = 8;
 template <int Lanes>
 KITSUNE_DEVICE void take_turn(u32 lane) {

@@ -26,7 +26,7 @@ def _rounded_first(at: Evaluation, instrs: Sequence[Instr]) -> tuple[Instr, ...]
 
 def lower(at: Evaluation, instrs: Sequence[Instr]) -> None:
     """Lowers ``instrs``. Raises ``CannotLower``."""
-    instrs = _rounded_first(at, instrs)
+    instrs = _rounded_first(at, instrs) if at.repeated else tuple(instrs)
     around, at.instrs = at.instrs, instrs
     found = [] if at.facts.cuts.makers else equal_layers.find(at.program, instrs)
     runs = {run.segments[0][0]: run for run in found}

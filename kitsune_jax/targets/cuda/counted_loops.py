@@ -37,15 +37,21 @@ def lower(at: Evaluation, instr: Instr, lower_body: Body) -> None:
     """Lowers ``instr`` and, by ``lower_body``, what it repeats."""
     block = instr.block
     assert block is not None
+    if instr.get("within") is not None:
+        raise CannotLower("a loop that leaves out iterations by the rows of a tile has no code on the GPU")
+    if sums := sorted({i.kind for i in block.body} & {"matmul_sink", "sink_at"}):
+        raise CannotLower(f"{' and '.join(sums)} in a loop: sums of its iterations have no code on the GPU")
     for v in _from_outside(block):
         _bring_home(at, v)
     carries = [_carry(at, *pair) for pair in zip(block.carries, instr.inputs, strict=True)]
     number = Ref("number", block.index)
     at.values[block.index] = Value(1, "int32", True, LoopNumber(number))
-    row_tiles = dict(at.row_tiles)
+    row_tiles, repeated = dict(at.row_tiles), at.repeated
+    at.repeated = True
     with at.body_of_loop() as body:
         lower_body(at, block.body)
         _hand_on(at, carries, [at.root(v) for v in block.results])
+    at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are out of sight behind it
     at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body)))
     for v, carry in zip(instr.outputs, carries, strict=True):

@@ -82,6 +82,7 @@ class Evaluation:
         self.addresses: dict[Ref, int] = {}  # of rows that the lane keeps in shared memory, with their numbers
         self.product_bytes = 0  # of the lane's memory for a product for each row
         self.together: set[int] = set()  # values that must be images because what a loop makes of them is one
+        self.repeated = False  # what is being lowered is the body of a loop
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
         self.counter = 0
 
@@ -271,7 +272,7 @@ class Evaluation:
     def _rounded(self, v: int, reads: int) -> int:
         """What is kept for the readers of ``v`` that come after so many: its 16-bit form, where that is all that they read."""
         narrow = self.facts.rounded.get(v)
-        waits = narrow is not None and narrow in self.values and isinstance(self.values[narrow].home, Expression)
+        waits = self.repeated and narrow is not None and narrow in self.values and isinstance(self.values[narrow].home, Expression)
         return narrow if narrow is not None and waits and self.uses[v] == reads + 1 else v
 
     def _pending(self, width: int, actions: Sequence[Action]) -> list[int]:

@@ -102,7 +102,7 @@ def _with_bias(at: Evaluation, instr: Instr) -> Multiply | None:
 def _with_start(at: Evaluation, instr: Instr) -> Multiply | None:
     """An addition of a tile to a matmul of one chunk that nobody else reads: its accumulators start from the tile, so a result that
     a loop rescales and adds to needs no second set of registers."""
-    if instr.kind != "add":
+    if instr.kind != "add" or not at.repeated:
         return None
     for x, other in (instr.inputs, instr.inputs[::-1]):
         product, start = at.value(x).home, at.value(other)

@@ -25,8 +25,8 @@ class Facts:
     ``stacked``: a concatenation -> its parts, where their columns follow each other; ``only_multiplied``: those that only products
     for each row read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of.
     ``picked``: a product for each row that only a ``take`` reads -> that ``take``. ``cuts``: weights that change from tile to tile.
-    ``rounded``: a float32 value -> the only 16-bit form that is made of it; ``coarse``: those that nobody reads but bfloat16
-    forms and sums of columns, such as the probabilities of an attention in bfloat16.
+    ``rounded``: a float32 value -> the only 16-bit form that is made of it; ``coarse``: exponentials that nobody reads
+    but bfloat16 forms and sums of columns, such as the probabilities of an attention in bfloat16.
     """
 
     program: TileProgram
@@ -117,10 +117,11 @@ def _rounded(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int
 
 def _coarse(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int]) -> frozenset[int]:
     rounded, others = set[int](), set[int]()
+    exponentials = {v for i in instrs if i.kind == "exp" for v in i.outputs}
     for i in instrs:
         read = {names.get(x, x) for x in (*i.inputs, *(i.block.results if i.block else ()))}
         if is_rounding(program, i) and program.values[i.outputs[0]].dtype == "bfloat16":
-            rounded |= read
+            rounded |= read & exponentials
         elif i.kind != "reduce_sum" and i.outputs[:1] not in {(v,) for v in names}:
             others |= read
     return frozenset(rounded - others)
