@@ -44,7 +44,7 @@ COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-co
 COMMON += ["-pthread"]  # without it, macOS hides lgamma_r
 # The program format is read from files that others may have written. -U: some compilers define it by themselves, to another value.
 HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
-LINKED = ["-Wl,-s", "-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"] if LINUX else []
+LINKED = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"] if LINUX else []
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 WIDE = ["-mfma", "-mf16c", "-mprefer-vector-width=512"]
 # The flags each ISA's translation unit says it wants in its first lines; for other architectures than its own it is empty.

@@ -51,6 +51,7 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
     from benchmarks.machine import has_gpu
     from benchmarks.measure import measure
     from benchmarks.sequences.apps import SEQUENCE_APPS
+    from benchmarks.sequences.libraries import SEQUENCE_LIBRARY_APPS
 
     here = "cuda" if has_gpu() else jax.devices()[0].platform
     if here != args.platform:
@@ -58,7 +59,7 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
         print(f"JAX's default device is a {here}, not a {args.platform} device: set JAX_PLATFORMS={args.platform}{missing}")
         return 2
     for name in (*store.ROW_APP_NAMES, *store.GRAPH_APP_NAMES, *store.SEQUENCE_APP_NAMES) if args.all else (args.app,):
-        graph_app = {**GRAPH_APPS, **SEQUENCE_APPS, **LIBRARY_APPS}.get(name)
+        graph_app = {**GRAPH_APPS, **SEQUENCE_APPS, **LIBRARY_APPS, **SEQUENCE_LIBRARY_APPS}.get(name)
         for rows in [args.rows] if args.rows else (graph_app or APPS[name]).default_rows(args.platform, args.mode):
             for dtype in [args.dtype] if args.dtype else graph_app.dtypes if graph_app else store.DTYPE_NAMES:
                 print(f"{name}, {args.mode}, {rows} {graph_app.unit if graph_app else 'rows'}, {dtype} ...", flush=True)

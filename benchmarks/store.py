@@ -39,6 +39,17 @@ LIBRARY_APP_NAMES = (
     "haiku_message_passing",
     "nnx_message_passing",
     "equinox_message_passing",
+    "nnx_transformer",
+    "linen_transformer",
+    "equinox_transformer",
+    "jax_attention",
+    "nnx_lstm",
+    "linen_gru",
+    "equinox_gru",
+    "diffrax_ode",
+    "gymnax_cartpole",
+    "gymnax_pendulum",
+    "optax_in_a_loop",
 )
 APP_NAMES = (*ROW_APP_NAMES, *GRAPH_APP_NAMES, *SEQUENCE_APP_NAMES, *LIBRARY_APP_NAMES)
 DTYPE_NAMES = ("f32", "bf16")

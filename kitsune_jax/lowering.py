@@ -276,7 +276,7 @@ def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFuncti
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
     can = targets.get(target)
-    captured = capture(jaxpr, rewrite=rewrite, parts=can.divides_gradients, online=can.sums_online)
+    captured = capture(jaxpr, rewrite=rewrite, parts=can.divides_gradients, online=can.sums_online, loops=can.runs_loops)
     planned, nodes = settled(captured, target, options)
     for node in nodes:
         prepare = captured.steps[node].prepare if isinstance(node, int) else None

@@ -71,7 +71,9 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
 
     def visit(jaxpr: Any) -> Any:
         can = targets.get(target)
-        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=can.divides_gradients, online=can.sums_online)
+        captured = capture(
+            _compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=can.divides_gradients, online=can.sums_online, loops=can.runs_loops
+        )
         if obstacle is None:
             planned, _ = lowering.settled(captured, target, options, device, code=False)
             reports.append(planned.report)

@@ -2,23 +2,10 @@
 // program_check.cc.
 #include "kitsune_cpu/program.h"
 
-#include <array>
-
 #include "read_indexed.h"
 
 namespace kitsune::cpu {
 namespace {
-
-constexpr std::array<uint32_t, 256> crc_table() {
-  std::array<uint32_t, 256> table{};
-  for (uint32_t i = 0; i < 256; ++i) {
-    uint32_t c = i;
-    for (int bit = 0; bit < 8; ++bit) c = (c & 1) ? 0xEDB88320u ^ (c >> 1) : c >> 1;
-    table[i] = c;
-  }
-  return table;
-}
-constexpr auto kCrcTable = crc_table();
 
 template <class T>
 T read_copy(Reader& r) {
@@ -122,6 +109,15 @@ Dot read_dot(Reader& r) {
   return x;
 }
 
+std::optional<Within> read_within(Reader& r) {
+  const size_t words = r.length("Loop.within");
+  r.check("Loop.within", words == 0 || words == 6, "it has neither 0 nor 6 numbers");
+  if (words == 0) return std::nullopt;
+  Within x;
+  for (int64_t* field : {&x.divisor, &x.extent, &x.step, &x.low, &x.high, &x.which}) *field = r.word("Loop.within");
+  return x;
+}
+
 // A list of instructions, whose loops have such lists in them, `depth` deep already.
 void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
   for (size_t left = r.length("body"); left > 0; --left) {
@@ -148,7 +144,8 @@ void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
       case 12: out->push_back(read_dot(r)); break;
       case 13: {
         int64_t count = r.word("Loop.count");
-        nested(Loop{count, r.flag("Loop.reverse"), 0});
+        bool reverse = r.flag("Loop.reverse");
+        nested(Loop{count, reverse, read_within(r), 0});
         break;
       }
       case 14: nested(Stationary{0}); break;
@@ -238,15 +235,6 @@ Part read_part(Reader& r) {
 }
 
 }  // namespace
-
-uint32_t crc32(const int64_t* words, size_t count) {
-  uint32_t c = 0xFFFFFFFFu;
-  for (size_t i = 0; i < count; ++i) {
-    uint64_t w = static_cast<uint64_t>(words[i]);
-    for (int b = 0; b < 8; ++b, w >>= 8) c = kCrcTable[(c ^ w) & 0xFF] ^ (c >> 8);
-  }
-  return c ^ 0xFFFFFFFFu;
-}
 
 // Well-formed as the Unicode Standard has it (table 3-7): no overlong forms, no surrogates, nothing above U+10FFFF.
 bool is_utf8(const std::string& text) {

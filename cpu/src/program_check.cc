@@ -150,6 +150,11 @@ void Checker::body(size_t begin, size_t end) {
     if (const auto* loop = std::get_if<Loop>(&x)) {
       bound("count", loop->count, 1, kMaxCount);
       bound("length", loop->length, 1, kMaxCount);
+      if (loop->within) {
+        for (int64_t n : {loop->within->divisor, loop->within->extent, loop->within->step}) bound("within", n, 1, kMaxCount);
+        for (int64_t n : {loop->within->low, loop->within->high}) bound("within", n, -kMaxCount, kMaxCount);
+        bound("within", loop->within->which, 0, 2);
+      }
       if (counts.size() == kMaxLoops) reject(where, "more than " + str(kMaxLoops) + " loops are nested");
       Wide iterations = p.tiles;
       for (int64_t n : counts) iterations *= n;

@@ -8,18 +8,41 @@ namespace {
 
 class LoopStep final : public Step {
  public:
-  LoopStep(const Loop& x, int depth, Steps body) : count_(x.count), reverse_(x.reverse), depth_(depth), body_(std::move(body)) {}
+  LoopStep(const Loop& x, int depth, Steps body)
+      : count_(x.count), reverse_(x.reverse), within_(x.within), depth_(depth), body_(std::move(body)) {}
 
   void run(const Context& c) const override {
-    for (int64_t i = 0; i < count_; ++i) {
-      c.loops[depth_] = reverse_ ? count_ - 1 - i : i;
+    Bounds b{0, count_, 0, 0};
+    if (within_) b = bounds(c, *within_);
+    for (int64_t n = b.first; n < b.end; ++n) {
+      const int64_t i = reverse_ ? b.end - 1 - (n - b.first) : n;
+      if (b.left_out <= i && i < b.left_out_end) continue;
+      c.loops[depth_] = i;
       for (const auto& step : body_) step->run(c);
     }
   }
 
  private:
+  struct Bounds {
+    int64_t first, end, left_out, left_out_end;
+  };
+
+  Bounds bounds(const Context& c, const Within& w) const {
+    int64_t x = c.row0 / w.divisor, y = (c.row0 + c.rows - 1) / w.divisor;
+    const bool wraps = y - x >= w.extent || x % w.extent > y % w.extent;
+    x = wraps ? 0 : x % w.extent;
+    y = wraps ? w.extent - 1 : y % w.extent;
+    auto up_to = [&](int64_t elements) { return std::clamp<int64_t>(elements < 0 ? 0 : elements / w.step, 0, count_); };
+    const int64_t first = up_to(x + w.low), end = up_to(y + w.high + w.step);
+    const int64_t whole = up_to(y + w.low + w.step - 1), whole_end = std::max(whole, up_to(x + w.high + 1));
+    if (w.which == 1) return {whole, whole_end, 0, 0};
+    if (w.which == 2) return {first, end, whole, whole_end};
+    return {first, end, 0, 0};
+  }
+
   int64_t count_;
   bool reverse_;
+  std::optional<Within> within_;
   int depth_;
   Steps body_;
 };

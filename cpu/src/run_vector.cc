@@ -6,28 +6,40 @@
 namespace kitsune::cpu {
 namespace {
 
-// (position // divisor) % modulus along a run of positions, by carry.
+// out[i] <- out[i - period] for period <= i < n, where the first period is there.
+template <class T>
+void repeat(T* out, int64_t period, int64_t n) {
+  for (int64_t done = period; done < n; done *= 2) std::copy_n(out, std::min(done, n - done), out + done);
+}
+
+// (position // divisor) % modulus along a run of positions.
 template <class T>
 void count_up(T* out, int64_t n, int64_t position, int64_t divisor, int64_t modulus) {
   int64_t rest = position % divisor, value = position / divisor % modulus;
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = static_cast<T>(value);
-    if (++rest == divisor) {
-      rest = 0;
-      if (++value == modulus) value = 0;
-    }
+  const bool repeats = modulus <= n / divisor;
+  const int64_t head = repeats ? divisor * modulus : n;
+  for (int64_t i = 0; i < head;) {
+    const int64_t run = std::min(head - i, divisor == 1 ? modulus - value : divisor - rest);
+    if (divisor == 1)
+      for (int64_t k = 0; k < run; ++k) out[i + k] = static_cast<T>(value + k);
+    else
+      std::fill_n(out + i, run, static_cast<T>(value));
+    i += run;
+    rest = 0;
+    value = divisor == 1 || value + 1 == modulus ? 0 : value + 1;
   }
+  if (repeats) repeat(out, head, n);
 }
 
 template <class T>
 void index_rows(char* to, int64_t m, int64_t n, int64_t position, int64_t row_step, bool along, const VectorOp& op) {
   T* out = reinterpret_cast<T*>(to);
-  for (int64_t r = 0; r < m; ++r, out += n, position += row_step) {
-    if (along)
-      count_up(out, n, position, op.divisor, op.modulus);
-    else
-      std::fill_n(out, n, static_cast<T>(position / op.divisor % op.modulus));
+  if (along) {  // the same in every row
+    count_up(out, n, position, op.divisor, op.modulus);
+    return repeat(out, n, m * n);
   }
+  for (int64_t r = 0; r < m; ++r, out += n, position += row_step)
+    std::fill_n(out, n, static_cast<T>(position / op.divisor % op.modulus));
 }
 
 }  // namespace

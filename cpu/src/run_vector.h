@@ -18,10 +18,13 @@ struct VectorOp {
   DType type;
   Place place = Place::kBuffer;
   bool once = false;                       // a load that is the same for every block: filled before the first one
+  bool single = false;                     // a constant that all of its readers take as one number: its table has one element
   int32_t a = -1, b = -1, c = -1, d = -1;  // values (defining operations)
   int32_t buffer = -1;
   int32_t operand = -1;  // of `at`: loads first, then stores
   VectorFn fn = nullptr;
+  Opcode opcode{};  // of a computation by opcode, with the type of its operands
+  DType operand_type = DType::kF32;
   Loader load;
   Storer store;
   double imm[2] = {0, 0};
@@ -39,6 +42,7 @@ class VectorStep final : public Step {
   void plan_loops(const Vector& x, const Compile& c);
   void plan_values(const Vector& x, const Compile& c);
   VectorOp make_op(const Vector& x, const Micro& m, std::vector<int32_t>& defined, const Compile& c);
+  void use_numbers(const Compile& c);
   void elide_stores(const Vector& x, const Compile& c);
   void elide_loads(const Vector& x, const Compile& c);
   void find_invariant_loads(const Vector& x, const Compile& c);

@@ -61,11 +61,13 @@ VectorStep::VectorStep(const Vector& x, const Compile& c) {
       storage_.push_back(o.ref.dtype);
     }
   plan_values(x, c);
+  use_numbers(c);
   plan_loops(x, c);
   for (size_t i = 0; i < ops_.size(); ++i) {
     if (ops_[i].place != Place::kConstant) continue;
-    constants_.emplace_back(static_cast<size_t>(chunk_) * item_size(ops_[i].type), "constants");
-    fill_constant(ops_[i].type, constants_.back().data(), chunk_, x.code[static_cast<size_t>(ops_[i].operand)].imm);
+    const int64_t n = ops_[i].single ? 1 : chunk_;
+    constants_.emplace_back(static_cast<size_t>(n) * item_size(ops_[i].type), "constants");
+    fill_constant(ops_[i].type, constants_.back().data(), n, x.code[static_cast<size_t>(ops_[i].operand)].imm);
     initial_[i] = constants_.back().data();
   }
   elide_stores(x, c);
@@ -101,6 +103,25 @@ void VectorStep::plan_values(const Vector& x, const Compile& c) {
     for (int32_t v : {ops_[i].a, ops_[i].b, ops_[i].c, ops_[i].d})
       if (v >= 0) last_use_[v] = static_cast<int32_t>(i);
   initial_.assign(ops_.size(), nullptr);
+}
+
+// Operations that take their constants as one number each. A constant that all of its readers take so is `single`.
+void VectorStep::use_numbers(const Compile& c) {
+  for (VectorOp& op : ops_)
+    if (op.place == Place::kConstant) op.single = true;
+  for (VectorOp& op : ops_) {
+    unsigned constants = 0;
+    int k = 0;
+    for (int32_t v : {op.a, op.b, op.c, op.d}) constants |= unsigned{v >= 0 && ops_[v].place == Place::kConstant} << k++;
+    if (constants == 0) continue;
+    const VectorFn fn = op.kind == VectorOp::kCompute ? c.table.vector_with(op.opcode, op.operand_type, constants) : nullptr;
+    if (fn != nullptr) {
+      op.fn = fn;
+      continue;
+    }
+    for (int32_t v : {op.a, op.b, op.c, op.d})
+      if (v >= 0 && ops_[v].place == Place::kConstant) ops_[v].single = false;
+  }
 }
 
 VectorOp VectorStep::make_op(const Vector& x, const Micro& m, std::vector<int32_t>& defined, const Compile& c) {
@@ -139,6 +160,7 @@ VectorOp VectorStep::make_op(const Vector& x, const Micro& m, std::vector<int32_
   }
   op.fn = c.table.vector(m.op, m.type);
   if (op.fn == nullptr) missing();
+  op.opcode = m.op, op.operand_type = m.type;
   op.a = defined[m.a];
   if (operands_of(m.op) > 1) op.b = defined[m.b];
   if (operands_of(m.op) > 2) op.c = defined[m.c];
@@ -163,8 +185,9 @@ void VectorStep::plan_loops(const Vector& x, const Compile& c) {
   int64_t live = 1, most = 1;
   std::vector<int64_t> ends(ops_.size() + 1, 0);
   for (size_t i = 0; i < ops_.size(); ++i) {
-    bool kept = ops_[i].kind == VectorOp::kLoad && x.loads[ops_[i].operand].row_stride == 0;
-    if (last_use_[i] >= 0) {
+    const bool constant = ops_[i].place == Place::kConstant;
+    bool kept = constant || (ops_[i].kind == VectorOp::kLoad && x.loads[ops_[i].operand].row_stride == 0);
+    if (last_use_[i] >= 0 && !ops_[i].single) {
       ++live;
       if (!kept) ++ends[last_use_[i]];
     }

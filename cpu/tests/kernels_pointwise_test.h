@@ -1,6 +1,7 @@
 // Integers, comparisons, rounding, selection, conversions, loads and stores, folds: against plain scalar definitions.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -195,6 +196,29 @@ void test_floating() {
   check_op<T, T>("pow-2", Opcode::op_integer_pow, t.a, t.b, t.c, [](T a, T, T) { return T(1) / (a * a); }, &inverse_square);
 }
 
+// The known answers of Random123 (kat_vectors), in rows of every width up to two blocks of the widest vectors.
+inline void test_threefry() {
+  const uint32_t answers[][6] = {{0, 0, 0, 0, 0x6b200159, 0x99ba4efe},
+                                 {0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0x1cb996fc, 0xbb002be7},
+                                 {0x13198a2e, 0x03707344, 0x243f6a88, 0x85a308d3, 0xc4923a9c, 0x483df7a0}};
+  for (size_t n = 1; n <= 140; ++n) {
+    std::vector<uint32_t> in[4], out(n + 1), want[3];
+    for (size_t i = 0; i < n; ++i) {
+      const uint32_t* a = answers[i % 3];
+      for (int k = 0; k < 4; ++k) in[k].push_back(a[k]);
+      want[0].push_back(a[4]), want[1].push_back(a[5]), want[2].push_back(a[4] ^ a[5]);
+    }
+    const Opcode words[] = {Opcode::op_threefry_first, Opcode::op_threefry_second, Opcode::op_threefry_xor};
+    for (int w = 0; w < 3; ++w) {
+      out[n] = 77;
+      kernels().vector(words[w], DType::kU32)(int64_t(n), out.data(), in[0].data(), in[1].data(), in[2].data(), in[3].data(),
+                                              nullptr);
+      check(std::equal(want[w].begin(), want[w].end(), out.begin()) && out[n] == 77, "threefry [%s], word %d of %zu", kernels().isa,
+            w, n);
+    }
+  }
+}
+
 // reduce_precision to f16's and bf16's formats agrees with the conversions wherever the format's numbers are normal.
 inline void test_reduce_precision() {
   std::vector<float> x, y;
@@ -387,6 +411,7 @@ inline void test_pointwise() {
   test_saturation<uint32_t>();
   test_saturation<uint64_t>();
   test_reduce_precision();
+  test_threefry();
   test_sixteen_bits();
   test_strides();
   test_folds();

@@ -54,11 +54,25 @@ class Reference {
   }
 
  private:
+  // Does a tile run iteration `number`?
+  bool meets(const Within& w, int64_t number) const {
+    int64_t x = w.extent, y = -1;
+    for (int64_t r = row0_; r < row0_ + rows_; ++r) {
+      x = std::min(x, r / w.divisor % w.extent);
+      y = std::max(y, r / w.divisor % w.extent);
+    }
+    const int64_t first = number * w.step, last = first + w.step - 1;
+    const bool met = x + w.low <= last && first <= y + w.high, whole = y + w.low <= first && last <= x + w.high;
+    return w.which == 0 ? met : w.which == 1 ? whole : met && !whole;
+  }
+
   void body(const std::vector<Instruction>& all, size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
       if (const auto* loop = std::get_if<Loop>(&all[i])) {
         for (int64_t n = 0; n < loop->count; ++n) {
-          loops_.push_back(loop->reverse ? loop->count - 1 - n : n);
+          const int64_t number = loop->reverse ? loop->count - 1 - n : n;
+          if (loop->within && !meets(*loop->within, number)) continue;
+          loops_.push_back(number);
           body(all, i + 1, i + 1 + static_cast<size_t>(loop->length));
           loops_.pop_back();
         }

@@ -33,7 +33,8 @@ inline Program batched_loop(DType t, int64_t heads, int64_t groups, int64_t rows
   add.code.push_back(micro(Opcode::op_add, F32, 5, 4, 0));
   add.code.push_back(store(0, 5));
   Vector write{{N}, true, {sum}, {out}, {load(0, 0), store(0, 0)}};
-  p.stages[0].body = {zero, Loop{blocks, reverse, 3}, Pack{0}, Matmul{x, 1, 1, 0, -1, Activation::kNone, result}, add, write};
+  p.stages[0].body = {zero, Loop{blocks, reverse, std::nullopt, 3}, Pack{0}, Matmul{x, 1, 1, 0, -1, Activation::kNone, result}, add,
+                      write};
   return p;
 }
 
@@ -54,9 +55,9 @@ inline Program nested_loops(int64_t rows, int64_t tile_rows) {
   Vector twice{{B, C}, false, {source}, {doubled}, {load(0, 0), micro(Opcode::op_add, F32, 1, 0, 0), store(0, 1)}};
   Vector add{{C}, true, {sum, part}, {sum}, {load(0, 0), load(1, 1), micro(Opcode::op_add, F32, 2, 0, 1), store(0, 2)}};
   Vector write{{C}, false, {sum}, {out}, {load(0, 0), store(0, 0)}};
-  p.stages[0].body = {Loop{N / C, true, 8},
+  p.stages[0].body = {Loop{N / C, true, std::nullopt, 8},
                       zero,
-                      Loop{K / B, false, 5},
+                      Loop{K / B, false, std::nullopt, 5},
                       Stationary{1},
                       twice,
                       Pack{0},

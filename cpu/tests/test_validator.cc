@@ -214,8 +214,8 @@ void test_structure() {
   expect(selects(1, [](Program&, Instruction& i) { std::get<Put>(i).inner = int64_t{1} << 31; }), "a dimension is too long");
   expect(in(row_products(F32, 5, 2), 0, [](Program&, Instruction& i) { std::get<Dot>(i).k = 10; }), "reads element");
   Program deep = nested_loops(11, 4);
-  deep.stages[0].body.insert(deep.stages[0].body.begin(), 9, Loop{1, false, 0});
-  for (int64_t i = 0; i < 9; ++i) deep.stages[0].body[i] = Loop{1, false, 17 - i};
+  deep.stages[0].body.insert(deep.stages[0].body.begin(), 9, Loop{1, false, std::nullopt, 0});
+  for (int64_t i = 0; i < 9; ++i) deep.stages[0].body[i] = Loop{1, false, std::nullopt, 17 - i};
   expect(deep, "loops are nested");
 }
 

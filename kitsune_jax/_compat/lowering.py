@@ -43,6 +43,11 @@ def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def varies(aval: Any) -> bool:
+    """Whether a value differs along a manual mesh axis."""
+    return bool(_varying_axes(aval))
+
+
 def varying_like(x: Any, aval: Any) -> Any:
     """``x``, which varies over the manual mesh axes that ``aval`` varies over as well, if not yet (``shard_map`` checks that)."""
     axes = _varying_axes(aval)

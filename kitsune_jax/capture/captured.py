@@ -94,7 +94,9 @@ class Captured:
         if spec is None:
             raise ValueError(f"{op.label} ({op.source or 'no source line'}) is opaque, and nothing says how to evaluate it")
         if op.body is not None:
+            like = [None] * op["consts"] + [self.avals[v] for v in op.outputs[: op["carries"]]] + [None] * len(op.inputs)
             with step.origin.context():
+                arrays = [x if aval is None else _compat.varying_like(x, aval) for x, aval in zip(arrays, like, strict=False)]
                 return evaluate_jax(OPS, op, arrays)
         (made,) = op.outputs
         aval = self.avals[made]
@@ -146,6 +148,12 @@ class Draft:
         """A new value of another shape, and of ``dtype`` or else that of ``like``; it varies over the mesh axes of ``like``."""
         self.values.append(Value(tuple(shape), dtype or self.values[like].dtype))
         self.avals.append(_compat.aval_like(self.avals[like], tuple(shape), self.values[-1].dtype))
+        return len(self.values) - 1
+
+    def literal(self, value: Value) -> int:
+        """A new value that is the constant ``value``."""
+        self.values.append(value)
+        self.avals.append(None)
         return len(self.values) - 1
 
     def finish(self) -> Captured:

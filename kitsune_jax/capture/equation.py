@@ -23,9 +23,9 @@ from kitsune_jax.ops.table import RENAMED
 class Equation:
     """What the rules of one equation read and write. Keys are arrays of uint32 here, and ``params`` speak of such."""
 
-    def __init__(self, builder: Builder, eqn: Any, ins: list[int], origin: Origin, params: dict[str, Any]):
+    def __init__(self, builder: Builder, eqn: Any, ins: list[int], origin: Origin, params: dict[str, Any] | None = None):
         self.builder, self.eqn, self.ins, self.step = builder, eqn, ins, Step(origin)
-        self.params: dict[str, Any] = params
+        self.params: dict[str, Any] = eqn.params if params is None else params
         self.name: str = eqn.primitive.name
         self.kind = RENAMED.get(self.name, self.name)  # of the op that it is, if it is one
         self.in_avals = [_compat.physical(v.aval) for v in eqn.invars]
@@ -49,6 +49,11 @@ class Equation:
         made = self.builder.maker(v)
         if made is not None and made.kind == "reshape":
             return self.reshape(made.inputs[0], shape)
+        axis, parts = self._parts(v)
+        to = _place(self.shape_of(v), axis, shape) if parts else None
+        if to is not None:
+            small = (*shape[:to], 1, *shape[to + 1 :])
+            return self.op("concatenate", *(self.reshape(x, small) for x in parts), dimension=to)
         return self.op("reshape", v, new_sizes=shape)
 
     def broadcast(self, v: int, shape: Sequence[int], dims: Sequence[int]) -> int:
@@ -68,7 +73,22 @@ class Equation:
                 if before <= start[axis] and start[axis] < limit[axis] <= end:
                     first, last = ([a - before if d == axis else a for d, a in enumerate(at)] for at in (start, limit))
                     return self.slice(x, first, last, strides)
+        axis, parts = self._parts(v)
+        if parts and (start[axis], limit[axis], strides[axis]) == (0, len(parts), 1):
+            last = [1 if d == axis else n for d, n in enumerate(limit)]
+            return self.op("concatenate", *(self.slice(x, start, last, strides) for x in parts), dimension=axis)
         return self.op("slice", v, start=start, limit=limit, strides=strides)
+
+    def _parts(self, v: int) -> tuple[int, tuple[int, ...]]:
+        """(axis, parts) of ``v``, where that is a few keys, or words of keys, side by side. What moves them moves each part, so
+        that whoever takes them apart again finds them. No parts for any other value.
+        """
+        made = self.builder.maker(v)
+        if made is None or made.kind != "concatenate" or self.dtype_of(v) != "uint32":
+            return 0, ()
+        axis = made["dimension"]
+        assert isinstance(axis, int)
+        return axis, made.inputs if all(self.shape_of(x)[axis] == 1 for x in made.inputs) else ()
 
     def part(self, v: int, axis: int, start: int, size: int) -> int:
         """``size`` elements of ``v`` along ``axis`` from ``start`` on."""
@@ -92,6 +112,18 @@ class Equation:
         rounded = np.asarray(scalar).astype(np_dtype(dtype))
         python = float if is_float(dtype) else bool if dtype == "bool" else int
         return self.builder.literal(python(rounded), dtype)
+
+
+def _place(shape: Sequence[int], axis: int, to: Sequence[int]) -> int | None:
+    """Where dimension ``axis`` of ``shape`` is in the shape ``to``, if they differ by dimensions of extent 1 only.
+
+    >>> _place((7, 1, 2), 2, (7, 2)), _place((7, 2), 1, (14,))
+    (1, None)
+    """
+    real, other = ([d for d, n in enumerate(s) if n != 1] for s in (shape, to))
+    if axis not in real or [shape[d] for d in real] != [to[d] for d in other]:
+        return None
+    return other[real.index(axis)]
 
 
 def bind_in_place(eqn: Any, origin: Origin, params: dict[str, Any] | None, *arrays: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from kitsune_jax.capture.builder import Builder, scalar_of
 from kitsune_jax.capture.captured import Captured, Origin, Step
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.capture.loops import cheap, loop
-from kitsune_jax.capture.rewrites import ONLINE, PARTS, REWRITES, rewritten
+from kitsune_jax.capture.rewrites import LOOPS, ONLINE, PARTS, REWRITES, Rewriting, rewritten
 from kitsune_jax.capture.translate import translate
 from kitsune_jax.fallbacks import Failure
 
@@ -49,7 +49,9 @@ _LOOPS = {
 }
 
 
-def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = False, online: bool = False) -> Captured:
+def capture(
+    closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = False, online: bool = False, loops: bool = False
+) -> Captured:
     """The Graph of ``closed_jaxpr``, and what JAX needs to evaluate its ops as they stood (``Captured.run``).
 
     Args:
@@ -60,6 +62,8 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = 
       parts: make weight gradients of concatenations part by part. (What is computed of such a gradient is then not computed of the
         result of a single op, so a target whose calls update parameters is better off without.)
       online: make the sums of a segment softmax online (``ops.online``), for a target that has code for that.
+      loops: move the sums of a loop's steps behind the loop (``loop_sums``) and hand less from loop to loop (``loop_residuals``),
+        for a target that has code for loops.
 
     Returns:
       ``Captured``; its graph's inputs and outputs are those of the jaxpr, in order. An op that nothing reads and that has no effect
@@ -80,21 +84,23 @@ def capture(closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = 
         raise ValueError(f"capture takes a jaxpr without constants, this one has {len(consts)}: hoist them into arguments")
     builder = Builder()
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
-    walk = _Walk(builder, rewrite, [])
+    within = (*REWRITES, *(LOOPS if loops else ()))
+    walk = _Walk(builder, rewrite, [], within)
     outputs = walk.jaxpr(jaxpr, (), [keys.unwrapped(builder, v) for v in inputs], Origin(()))
     outputs = [keys.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
-    return rewritten(captured, (*REWRITES, *((PARTS,) if parts else ()), *((ONLINE,) if online else ())))
+    return rewritten(captured, (*within, *((PARTS,) if parts else ()), *((ONLINE,) if online else ())))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """``inside``: in the body of a loop."""
+    """``rewrites``: of the bodies of loops. ``inside``: in one."""
 
     builder: Builder
     rewrite: Rewrite | None
     failures: list[Failure]
+    rewrites: Sequence[tuple[str, Rewriting]]
     inside: bool = False
 
     def jaxpr(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], around: Origin) -> list[int]:
@@ -159,10 +165,13 @@ class _Walk:
         return self.jaxpr(jaxpr, consts, ins, origin)
 
     def _barrier(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
-        """The inputs of a checkpointed body, the marked ones behind a barrier, without which XLA would merge the recomputation."""
+        """The inputs of a checkpointed body, the marked ones behind a barrier, without which XLA would merge the recomputation.
+
+        In a loop there is none: what is computed again there was computed in another loop, which nothing merges it with.
+        """
         prevent = eqn.params["prevent_cse"]
         marked = [prevent] * len(ins) if isinstance(prevent, bool) else jax.tree.leaves(prevent)
-        if not eqn.params["differentiated"] or not any(marked):
+        if self.inside or not eqn.params["differentiated"] or not any(marked):
             return ins
         behind = [v for v, m in zip(ins, marked, strict=True) if m]
         avals = [_compat.physical(a.aval) for a, m in zip(eqn.invars, marked, strict=True) if m]
@@ -190,8 +199,8 @@ class _Walk:
         jaxpr, consts = _compat.open_parts(closed)
         builder = Builder()
         inputs = [builder.value(_compat.physical(v.aval)) for v in jaxpr.invars]
-        outputs = _Walk(builder, self.rewrite, self.failures, inside=True).jaxpr(jaxpr, consts, inputs, origin)
-        return rewritten(builder.finish(inputs, outputs))
+        outputs = _Walk(builder, self.rewrite, self.failures, self.rewrites, inside=True).jaxpr(jaxpr, consts, inputs, origin)
+        return rewritten(builder.finish(inputs, outputs), self.rewrites)
 
     def _branches(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
         """In a loop: all branches, if they are cheap, and a choice between their results; else the reason, "" for the usual one."""
@@ -204,7 +213,7 @@ class _Walk:
         for k, other in enumerate(results[1:], 1):
             outs = []
             for var, no, yes in zip(eqn.outvars, chosen, other, strict=True):
-                e = Equation(self.builder, eqn, ins, origin, {})
+                e = Equation(self.builder, eqn, ins, origin)
                 e.out = _compat.physical(var.aval)
                 e.out_shape, e.out_dtype = e.out.shape, str(e.out.dtype)
                 taken = e.op("ge", index, e.constant(k, e.dtype_of(index)))

@@ -15,13 +15,16 @@ from kitsune_jax import _compat
 from kitsune_jax.capture import keys
 from kitsune_jax.capture.bodies import Bodies
 from kitsune_jax.capture.builder import Builder
-from kitsune_jax.capture.captured import Captured, Step
-from kitsune_jax.graph import Graph
+from kitsune_jax.capture.captured import Captured, Origin, Step
+from kitsune_jax.graph import Graph, Op
+from kitsune_jax.ops.loops import body_of, parts
 
 Inside = Callable[[Any], Captured]  # of a closed jaxpr
 
 # Branches of a condition inside a loop that are computed both: they hold at most so many ops, and no products or loops.
 _MOST_OPS = 64
+# Elements of what is as good as a scalar: a key, a pair of bounds.
+_FEW = 16
 _DEAR = frozenset({"dot_general", "scan", "opaque"})
 
 
@@ -157,8 +160,62 @@ def _append(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, foun
     avals = [_compat.physical(eqn.outvars[k].aval) for k in results]
     params = {"consts": len(consts), "carries": len(changing), "length": found.length, "reverse": found.reverse}
     outs = dict(zip(results, builder.loop(inputs, avals, step, body, **params), strict=True))
+    apart = _scalars_apart(builder, builder.ops[-1], step.origin)
+    outs = {k: apart.get(v, v) for k, v in outs.items()}
     handed_on = dict(zip((k for k, s in enumerate(same) if s), (v for _, v in still), strict=True))
     return [outs[k] if k in outs else handed_on[k] for k in range(len(graph.outputs))]
+
+
+def _scalars_apart(builder: Builder, op: Op, origin: Origin) -> dict[int, int]:
+    """Results of the loop ``op`` that need nothing but a few scalars, as results of a second loop, which makes these only.
+
+    A counter is the same for all rows of a stream, so the call of the large loop could not store it. The second loop is dropped
+    where nobody reads what it makes.
+    """
+    p, body = parts(op), body_of(op)
+
+    def small(v: int) -> bool:
+        return body.values[v].size <= _FEW
+
+    carries = {k for k, v in enumerate(p.in_carries) if small(v)}
+    while True:
+        known = {v for v in (*p.in_consts, *p.in_xs, *(p.in_carries[k] for k in carries)) if small(v)}
+        for inner in body.ops:
+            if all(v in known or body.values[v].literal is not None for v in inner.inputs) and all(map(small, inner.outputs)):
+                known.update(inner.outputs)
+        known.update(v for v in body.outputs if body.values[v].literal is not None)
+        lost = {k for k in carries if p.in_next[k] not in known}
+        if not lost:
+            break
+        carries -= lost
+    finals = sorted(carries)
+    slices = [k for k, v in enumerate(p.in_ys) if v in known]
+    if not (finals or slices) or all(v in known for v in body.outputs):
+        return {}
+    outputs = (*(p.in_next[k] for k in finals), *(p.in_ys[k] for k in slices))
+    needed = set(outputs).union(p.in_carries[k] for k in finals)
+    ops = []
+    for inner in reversed(body.ops):
+        if not needed.isdisjoint(inner.outputs):
+            ops.append(inner)
+            needed.update(inner.inputs)
+    consts, xs = (
+        [(v, w) for v, w in zip(*pair, strict=True) if w in needed] for pair in ((p.consts, p.in_consts), (p.xs, p.in_xs))
+    )
+    inside = (*(w for _, w in consts), *(p.in_carries[k] for k in finals), *(w for _, w in xs))
+    inputs = [*(v for v, _ in consts), *(p.initial[k] for k in finals), *(v for v, _ in xs)]
+    known_as = [*(p.final[k] for k in finals), *(p.ys[k] for k in slices)]
+    made = builder.loop(
+        inputs,
+        [builder.avals[v] for v in known_as],
+        Step(origin),
+        Graph(body.values, inside, outputs, tuple(reversed(ops))),
+        consts=len(consts),
+        carries=len(finals),
+        length=op["length"],
+        reverse=op["reverse"],
+    )
+    return dict(zip(known_as, made, strict=True))
 
 
 def cheap(branch: Captured) -> bool:

@@ -171,6 +171,7 @@ def _reduce(e: Equation) -> int | list[int]:
 RULES: dict[str, Rule] = {
     "threefry2x32": random_bits.threefry,
     "iota_2x32_shape": random_bits.counts,
+    "rng_bit_generator": lambda e: random_bits.GENERATOR,
     "xor": lambda e: random_bits.both_words(e) or pointwise(e),
     "shift_right_logical": lambda e: random_bits.shifted_out(e) or pointwise(e),
     "and": lambda e: random_bits.all_bits(e) or pointwise(e),

@@ -14,14 +14,47 @@ from kitsune_jax.capture.numbers import known
 from kitsune_jax.ops.spec import np_dtype
 
 _KIND = "threefry2x32"
+_FEW = 8  # hashes of each key that are made one by one
+GENERATOR = (
+    "rng_bit_generator: the bits of rbg keys are those of XLA's own generator, which every platform has its own of; "
+    "keys of threefry, the default, can be pipelined"
+)
 
 
 def threefry(e: Equation) -> list[int]:
     """Both words of a hash. Operands of other shapes than the result have dimensions of extent 1, or none."""
+    if (numbered := _numbered(e)) is not None:
+        return numbered
     ins = [v if e.shape_of(v) == () else _spread(e, v) for v in e.ins]
     if all(e.shape_of(v) != e.out_shape for v in ins):
         ins[0] = e.broadcast(ins[0], e.out_shape, ())
     return [e.op(_KIND, *ins, word=word) for word in ("first", "second")]
+
+
+def _numbered(e: Equation) -> list[int] | None:
+    """The split of each of many keys into a few: their hashes one after the other, each of a number. A hash of one number for all
+    keys is fast code, hashes of rows of three are not; and whoever takes one of the new keys finds it. None for other hashes.
+    """
+    if all(eqn.primitive.name != "random_split" for eqn in e.step.origin.eqns):
+        return None
+    *outer, few = e.out_shape or (0,)
+    if not outer or not 1 < few <= _FEW or not _counts_along_last(e, e.ins[3]) or known(e.builder, e.ins[2]) != 0:
+        return None
+    keys = [v if e.shape_of(v) == () else e.reshape(v, outer) for v in e.ins[:2] if e.shape_of(v) in ((), (*outer, 1))]
+    if len(keys) < 2 or all(e.shape_of(v) == () for v in keys):
+        return None
+    hashes = [[e.op(_KIND, *keys, e.constant(0), e.constant(i), word=word) for i in range(few)] for word in ("first", "second")]
+    last = len(outer)
+    return [e.op("concatenate", *(e.reshape(x, (*outer, 1)) for x in words), dimension=last) for words in hashes]
+
+
+def _counts_along_last(e: Equation, v: int) -> bool:
+    """Is every element of ``v`` its place in the last dimension, which it has in common with the result?"""
+    made, shape = e.builder.maker(v), e.shape_of(v)
+    while made is not None and made.kind in ("reshape", "broadcast_in_dim"):
+        v, made = made.inputs[0], e.builder.maker(made.inputs[0])
+    one = shape and shape[-1] == e.out_shape[-1] and all(n == 1 for n in shape[:-1])
+    return bool(one) and made is not None and made.kind == "iota" and e.shape_of(v) == e.out_shape[-1:]
 
 
 def _spread(e: Equation, v: int) -> int:

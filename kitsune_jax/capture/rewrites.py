@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from kitsune_jax.capture.captured import Captured, pruned
 from kitsune_jax.capture.divided_gradients import split_gradients
 from kitsune_jax.capture.indexed_products import move_indexing
+from kitsune_jax.capture.loop_residuals import hand_less
+from kitsune_jax.capture.loop_sums import move_sums
 from kitsune_jax.capture.online_sums import sum_online
 from kitsune_jax.capture.relu_masks import masks_of_results
 from kitsune_jax.capture.sliced_products import fold_slices
@@ -31,6 +33,10 @@ REWRITES: Sequence[tuple[str, Rewriting]] = (
     ("reading the masks of rectified values off the results", masks_of_results),
 )
 ONLINE: tuple[str, Rewriting] = ("making the sums of a segment softmax online", sum_online)
+LOOPS: Sequence[tuple[str, Rewriting]] = (
+    ("moving the sums of a loop's steps behind the loop", move_sums),
+    ("making again what loops hand to each other", hand_less),
+)
 PARTS: tuple[str, Rewriting] = ("dividing the weight gradients of concatenations", split_gradients)
 
 

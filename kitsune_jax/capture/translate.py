@@ -21,14 +21,8 @@ from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.ops.spec import is_float, name_of, np_dtype
 from kitsune_jax.ops.table import OPS
 
-_IDENTITIES = (
-    "copy",
-    "copy_p",
-    "stop_gradient",
-    "name",
-    "random_wrap",
-    "random_unwrap",
-)  # "name": checkpoint_name, whose policies are applied by now
+_KEY_TYPES = ("random_wrap", "random_unwrap")  # keys are the arrays that they are
+_IDENTITIES = ("copy", "copy_p", "stop_gradient", "name", *_KEY_TYPES)  # "name": checkpoint_name, whose policies are applied by now
 _COLLECTIVES = (
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
     *("ragged_all_to_all", "reduce_scatter", "axis_index", "pbroadcast", "pgather"),

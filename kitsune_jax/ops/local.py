@@ -29,15 +29,20 @@ class LocalOp:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dims:
-    """Where the dimensions of a value go. ``labels``: for each one the stream axes it runs over; None: the value is stationary."""
+    """Where the dimensions of a value go. ``labels``: for each one the stream axes it runs over; None: the value is stationary.
+
+    ``batch``: how many of the first stream axes are batch axes. A value that runs over those only is stationary as well: what a
+    tile finds of it has the other dimensions.
+    """
 
     shape: tuple[int, ...]
     labels: tuple[tuple[int, ...], ...] | None
     dtype: str = ""
+    batch: int = 0
 
     @property
     def tile(self) -> bool:
-        return self.labels is not None
+        return self.labels is not None and (not self.batch or any(a >= self.batch for axes in self.labels for a in axes))
 
     def streamed(self, d: int) -> bool:
         return self.labels is not None and bool(self.labels[d])
@@ -54,14 +59,14 @@ class Dims:
     def local(self, d: int) -> int:
         """The rows-first index of dimension ``d``: 0 for a streamed one."""
         if not self.tile:
-            return d
+            return self.kept().index(d)
         return 0 if self.streamed(d) else 1 + self.kept().index(d)
 
     def row_shape(self) -> tuple[int, ...]:
         return tuple(self.shape[d] for d in self.kept())
 
     def rows_first(self) -> tuple[int, ...]:
-        return (ROWS, *self.row_shape()) if self.tile else self.shape
+        return (ROWS, *self.row_shape()) if self.tile else self.row_shape()
 
 
 def unchanged(op: Op, ins: list[Dims], out: Dims) -> LocalOp:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.graph import Graph, Op, Value, make_params
 from kitsune_jax.ops.local import Dims
 from kitsune_jax.ops.relations import DimRelation
 from kitsune_jax.ops.spec import Array, OpSpec, Params, Shapes, is_float, np_dtype
@@ -260,6 +260,43 @@ def labels_inside(table: Table, op: Op, labels: Sequence[DimLabels | None]) -> d
                 streams.add(carry)
         if len(streams) == before:
             return {v: found[v] for v in sorted(streams)}
+
+
+def live_inside(op: Op, wanted: Sequence[bool]) -> set[int]:
+    """The values of a loop's body that are needed for those of its results that are ``wanted``."""
+    p, body = parts(op), body_of(op)
+    live = {v for v, want in zip(body.outputs, wanted, strict=True) if want}
+    while True:
+        before = len(live)
+        for inner in reversed(body.ops):
+            if inner.body is not None:
+                needed = live_inside(inner, [v in live for v in inner.outputs])
+                live.update(v for v, w in zip(inner.inputs, inner.body.inputs, strict=True) if w in needed)
+            elif not live.isdisjoint(inner.outputs):
+                live.update(inner.inputs)
+        live.update(result for carry, result in zip(p.in_carries, p.in_next, strict=True) if carry in live)
+        live.update(carry for carry, want in zip(p.in_carries, wanted, strict=False) if want)
+        if len(live) == before:
+            return live
+
+
+def as_step(loop: Op, op: Op) -> Op | None:
+    """``op``, a sum over the steps of ``loop`` of what its slices make, as an op of the body that adds its part of a step.
+
+    None where ``op`` is anything else: it reads other values, or does not contract the time of all that it reads. Its inputs are
+    then values of the body; its output is that of ``op``.
+    """
+    p = parts(loop)
+    inside = dict(zip((*p.xs, *p.ys), (*p.in_xs, *p.in_ys), strict=True))
+    if op.kind not in ("dot_general", "reduce_sum") or not inside.keys() >= set(op.inputs):
+        return None
+    summed = ("lhs_contract", "rhs_contract") if op.kind == "dot_general" else ("axes",)
+    times = {op[name].index(0) if 0 in op[name] else -1 for name in summed}
+    if len(times) > 1 or -1 in times:
+        return None
+    names = (*summed, "lhs_batch", "rhs_batch") if op.kind == "dot_general" else summed
+    params = {**dict(op.params), **{name: tuple(d - 1 for d in op[name] if d) for name in names}}
+    return dataclasses.replace(op, inputs=tuple(inside[v] for v in op.inputs), params=make_params(**params))
 
 
 # --- its entry --------------------------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ _UNARY = (
     _unary("clz", _exact(numeric.count_leading_zeros), 4, "leading zeros", INTEGERS,
            "static_cast<{T}>(clz(static_cast<u32>({0})))"),
     _unary("square", _exact(lambda x: x * x), 1, "x * x", NUMBERS, {"any": "({0} * {0})", "i32": "times({0}, {0})"}),
-    _unary("exp", _double(np.exp), 10, "e**x", cuda="expf({0})", fast=2, special=True),
+    _unary("exp", _double(np.exp), 10, "e**x", cuda={"any": "expf({0})", "coarse": "exp_coarse({0})"}, fast=2, special=True),
     _unary("exp2", _double(np.exp2), 9, "2**x", cuda="exp2f({0})", fast=1, special=True, like=("exp", 1.0), ulps={"xla": 40}),
     _unary("expm1", _double(np.expm1), 14, "e**x - 1", cuda="expm1f({0})", special=True, like=("exp", 1.5)),
     _unary("log", _double(np.log), 12, "natural logarithm", cuda="logf({0})", fast=2, special=True, domain=(POSITIVE,)),
@@ -308,7 +308,7 @@ _TERNARY = (
 _QUATERNARY = (
     _quaternary("threefry2x32", _with_word(threefry.hashed), 77,
                 "(key 0, key 1, count 0, count 1) hashed; word: the first or the second of the result, or their xor", ("uint32",),
-                "threefry_{word}({0}, {1}, {2}, {3})", cpu="threefry_{word}", exact=True, jax=_threefry_by_jax,
+                "threefry_{word}({0}, {1}, {2}, {3})", cpu="threefry_{word}", exact=True, jax=_threefry_by_jax, like=("tanh", 25.0),
                 opcodes=tuple(f"threefry_{word}" for word in threefry.WORDS),
                 samples=lambda dtype: [{"word": word} for word in threefry.WORDS]),
 )  # fmt: skip

@@ -208,9 +208,10 @@ def _local_dot(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     sides = [(op["lhs_contract"], op["lhs_batch"]), (op["rhs_contract"], op["rhs_batch"])]
     (x_contract, x_batch), (w_contract, w_batch) = reversed(sides) if swap else sides
     # Names of the result's dimensions: of dot_general(x, w) as it falls out, and of the op's own result.
-    batch = [("batch", b) for b in range(len(x_batch))]
+    pairs = [(a, b) for a, b in zip(x_batch, w_batch, strict=True) if not x.streamed(a)]  # the others are batch axes
+    batch = [("batch", b) for b in range(len(pairs))]
     x_free = [("x", d) for d in range(len(x.shape)) if d not in x_contract and d not in x_batch]
-    w_free = [("w", d) for d in range(len(w.shape)) if d not in w_contract and d not in w_batch]
+    w_free = [("w", d) for d in w.kept() if d not in w_contract and d not in w_batch]
     wanted = [*batch, *(w_free if swap else x_free), *(x_free if swap else w_free)]
     row = ("row", 0)
     local = [row, *(n for n in wanted if not (n[0] == "x" and x.streamed(n[1])))]
@@ -219,9 +220,9 @@ def _local_dot(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
         "matmul",
         make_params(
             x_contract=tuple(x.local(d) for d in x_contract),
-            x_batch=tuple(x.local(d) for d in x_batch),
-            w_contract=w_contract,
-            w_batch=w_batch,
+            x_batch=tuple(x.local(a) for a, _ in pairs),
+            w_contract=tuple(w.local(d) for d in w_contract),
+            w_batch=tuple(w.local(b) for _, b in pairs),
             out_perm=tuple(falls_out.index(n) for n in local),
             accumulate=op["accumulate"],
         ),

@@ -14,11 +14,13 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Self
 
 import numpy as np
 
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.loops import body_of, labels_inside, live_inside, parts
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.streams.space import Region, row_shape
@@ -86,10 +88,11 @@ class OpWork:
     simt: float
     dtype: str
     dot: DotWork | None = None
+    multiplies: bool = False  # a loop with a matmul in its body
 
     @property
     def resource(self) -> str:
-        return "simt" if self.dot is None else "tensor"
+        return "simt" if self.dot is None and not self.multiplies else "tensor"
 
 
 class RegionCost(abc.ABC):
@@ -101,12 +104,14 @@ class RegionCost(abc.ABC):
     ``absorbed(i)``: a bias, a ReLU or a part of another activation that the matmul before it applies to its accumulators, so a
     pipeline does not pay for it. ``access(i)``: what it reads or folds by streamed indices, if it does. ``tables``: the stationary
     values that are read by rows only; they are never laid out for the call, and may be of any size. ``order``: the indices
-    (a graph value) in whose order the rows stream.
+    (a graph value) in whose order the rows stream. ``labels``: of what depends on the rows of a batch; ``of_batch``: of what
+    depends on batch axes only, which counts as stationary, with the part of it that a batch reads.
     """
 
     def __init__(self, graph: Graph, region: Region, machine: Machine, order: int | None = None):
         self.graph, self.region, self.machine, self.order = graph, region, machine, order
-        self.labels = region.label_of()
+        self.of_batch = {v: axes for v, axes in region.labels if region.space.of_batch(axes)}
+        self.labels = {v: axes for v, axes in region.labels if v not in self.of_batch}
         self.members = frozenset(region.ops)
         self.outputs = frozenset(region.outputs)
         self.producer = {v: i for i in region.ops for v in graph.ops[i].outputs}
@@ -115,9 +120,10 @@ class RegionCost(abc.ABC):
             for v in dict.fromkeys(graph.ops[i].inputs):
                 self.readers.setdefault(v, []).append(i)
         self.sinks = frozenset(region.sinks)
-        self.tables = frozenset(v for v in region.inputs if v not in self.labels and self._is_table(v))
+        self.tables = frozenset(v for v in region.inputs if v not in self.labels and v not in self.of_batch and self._is_table(v))
         self.access = functools.lru_cache(maxsize=None)(self._access)
         self.work = functools.lru_cache(maxsize=None)(self._work)
+        self._bodies: dict[int, Self] = {}
         self.is_maker = functools.lru_cache(maxsize=None)(self._is_maker)
         self.row_size = functools.lru_cache(maxsize=None)(self._row_size)
         self.row_bytes = functools.lru_cache(maxsize=None)(self._row_bytes)
@@ -127,6 +133,40 @@ class RegionCost(abc.ABC):
     def tile_seconds(self, i: int, rows: int) -> float:
         """Seconds of op ``i`` on one tile of ``rows`` rows, on one worker."""
 
+    def body(self, i: int) -> Self:
+        """The costs of the body of loop ``i``, for a step."""
+        if i not in self._bodies:
+            self._bodies[i] = self._body(i)
+        return self._bodies[i]
+
+    def _body(self, i: int) -> Self:
+        op = self.graph.ops[i]
+        body = body_of(op)
+        labels = labels_inside(OPS, op, [self.labels.get(v) for v in (*op.inputs, *op.outputs)])
+        live = live_inside(op, [v in self.outputs or v in self.readers for v in op.outputs])
+        ops = tuple(k for k, inner in enumerate(body.ops) if not live.isdisjoint(inner.outputs))
+        made = {v for k in ops for v in body.ops[k].outputs}
+        region = Region(
+            space=self.region.space,
+            ops=ops,
+            labels=tuple(labels.items()),
+            inputs=tuple(v for v in body.inputs if v in live),
+            outputs=tuple(v for v in dict.fromkeys(body.outputs) if v in live and v in made),
+        )
+        return type(self)(body, region, self.machine)
+
+    def loops(self) -> Iterator[tuple[int, frozenset[int], Self]]:
+        """(steps, the constants as values of the body, costs of the body) of each loop of the region."""
+        for i in self.region.ops:
+            op = self.graph.ops[i]
+            if op.body is not None:
+                yield op["length"], frozenset(parts(op).in_consts), self.body(i)
+
+    def sliced(self) -> frozenset[int]:
+        """Values of which a loop of the region takes or makes a slice in every step, as they lie in memory."""
+        loops = [parts(self.graph.ops[i]) for i in self.region.ops if self.graph.ops[i].body is not None]
+        return frozenset(v for p in loops for v in (*p.xs, *p.ys))
+
     def streamed(self, v: int) -> bool:
         return v in self.labels
 
@@ -134,7 +174,7 @@ class RegionCost(abc.ABC):
         return not any(v in self.labels for v in self.graph.ops[i].inputs)
 
     def _row_size(self, v: int) -> int:
-        return math.prod(row_shape(self.graph.values[v].shape, self.labels.get(v)))
+        return math.prod(row_shape(self.graph.values[v].shape, self.labels.get(v, self.of_batch.get(v))))
 
     def _row_bytes(self, v: int) -> int:
         return self.row_size(v) * itemsize(self.graph.values[v].dtype)
@@ -197,11 +237,14 @@ class RegionCost(abc.ABC):
         return [v for v in reads if v not in self.labels and v not in self.tables and self.graph.values[v].literal is None]
 
     def stationary_bytes(self, ops: Iterable[int]) -> int:
-        """Bytes of the stationary arrays that ``ops`` read."""
-        return sum(self.bytes(v) for v in self.stationary_inputs(ops))
+        """Bytes of the stationary arrays that ``ops`` read, of those that depend on the batch what one of them reads."""
+        inputs = self.stationary_inputs(ops)
+        return sum(self.row_bytes(v) if v in self.of_batch else self.bytes(v) for v in inputs)
 
     def _work(self, i: int) -> OpWork:
         op, family = self.graph.ops[i], self.family(i)
+        if op.body is not None:
+            return self._loop_work(op["length"], self.body(i))
         out = op.outputs[0]
         dtype = self.graph.values[op.inputs[0] if op.inputs else out].dtype
         if out not in self.labels and i not in self.sinks:
@@ -216,6 +259,12 @@ class RegionCost(abc.ABC):
         per_element = max(1.0, OPS[op.kind].flops) if family in ("pointwise", "convert") else 1.0
         simt = float(self.elements(i) * per_element)
         return OpWork(int(simt), simt, dtype)
+
+    def _loop_work(self, steps: int, body: Self) -> OpWork:
+        works = [body.work(k) for k in body.region.ops]
+        multiplies = any(work.resource == "tensor" for work in works)
+        flops, simt = steps * sum(work.flops for work in works), steps * sum(work.simt for work in works)
+        return OpWork(flops, simt, works[0].dtype if works else "float32", multiplies=multiplies)
 
     def elements(self, i: int) -> int:
         """Elements of a row that op ``i`` passes over."""
@@ -246,7 +295,7 @@ class RegionCost(abc.ABC):
         x_shape, w_shape = self.graph.values[x].shape, self.graph.values[w].shape
         none: tuple[tuple[int, ...], ...] = ((),)
         x_labels = self.labels.get(x, none * len(x_shape))
-        w_labels = self.labels.get(w, none * len(w_shape))
+        w_labels = self.labels.get(w, self.of_batch.get(w, none * len(w_shape)))
         here = [d for d in range(len(x_shape)) if not x_labels[d]]
         return DotWork(
             batch=math.prod(x_shape[d] for d in here if d in x_batch),

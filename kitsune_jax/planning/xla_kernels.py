@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, RegionCost
 
-ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative", SCATTER})
-# Kernels of their own, whose operands are in memory.
-_ALONE = frozenset({"dot", "cumulative", SCATTER})
+ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative", "loop", SCATTER})
+# Kernels of their own, whose operands are in memory. The kernels of a loop are those of its body.
+_ALONE = frozenset({"dot", "cumulative", "loop", SCATTER})
 _VIEWS = frozenset({"reshape", "transpose"})
 # XLA does not compute an op of this many operations twice to save a round trip (its list: divide, exp, log, tanh, power, ...).
 _EXPENSIVE = 4
@@ -40,7 +40,13 @@ def kernels_of(cost: RegionCost) -> list[Kernel]:
     """The kernels, in order, each rooted at a value that is written to memory."""
     written = _written(cost)
     while True:
-        kernels = [_kernel(cost, v, written) for i in cost.region.ops for v in cost.graph.ops[i].outputs if v in written]
+        kernels = [
+            _kernel(cost, v, written)
+            for i in cost.region.ops
+            if cost.family(i) != "loop"
+            for v in cost.graph.ops[i].outputs
+            if v in written
+        ]
         again = _expensive_twice(cost, kernels)
         if not again:
             break

@@ -25,6 +25,8 @@ _SHALLOW = 16  # of a product that is nothing beside its activation
 _MOST_THREADS = 16
 # Plans do not depend on the exact time of these.
 _UNMEASURED = frozenset(name for spec in OPS.values() if not spec.measured for name in spec.opcodes)
+# What no float has and is long: of the others the time is that of an addition.
+_OF_INTEGERS = frozenset(n for s in OPS.values() if "float32" not in s.dtypes and s.flops > 4 for n in s.opcodes)
 _NO_WORK = frozenset({*SPECIAL_OPS, "reduce_precision"})
 _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
 _COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
@@ -66,7 +68,8 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
                 found[f"activation/{name}/{dtype}"] = max(seconds - relu, 0.02 * seconds) / (TILE * _SQUARE)
     for k, name in enumerate(OPCODES):
         if name not in _UNMEASURED and name not in _NO_WORK:
-            note(f"vector/{name}", _ELEMENTS, extension.measure_vector, k, code["float32"], _ELEMENTS)
+            dtype = "uint32" if name in _OF_INTEGERS else "float32"
+            note(f"vector/{name}", _ELEMENTS, extension.measure_vector, k, code[dtype], _ELEMENTS)
         if name in _DOUBLE:
             note(f"vector64/{name}", _ELEMENTS, extension.measure_vector, k, code["float64"], _ELEMENTS)
     for dtype in ("float32", "bfloat16", "float16"):

@@ -13,7 +13,7 @@ with the whole machine.
 ``outer_short/<dtype>/<product>``       the gradient of a tile of 8 rows, 256 x 256 accumulators
 ``pack/<dtype>/<product>``             an element of a weight into panels; ``pack_t/``: of a transposed one
 ``activation/<name>/<dtype>``          an element in a product's epilogue, beyond a ReLU
-``vector/<opcode>``                    an element of a float32 micro-operation; ``vector64/`` of float64
+``vector/<opcode>``                    an element of a float32 micro-operation (of hashes: uint32); ``vector64/`` of float64
 ``load/<dtype>``, ``store/<dtype>``    an element between memory and registers, with its conversion
 ``fold/<row or column>/<dtype>``       an element of a sum along a row, or over the rows
 ``fold/short/<dtype>``                 a row of 16 elements; ``load/short/``: 16 elements
@@ -28,6 +28,7 @@ with the whole machine.
 ``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
 ``call/layer``                         one more product, with its weight, in a call
 ``xla/call``, ``xla/kernel``           a jitted function that has nothing to do; one more kernel in it
+``xla/while``                          a step of a loop whose one kernel has one thread; ``/moved``: a byte that it reads or writes
 ``xla/start``                          one of several products of 16 x 64 times 64 x 64, one after the other
 ``xla/dot/<dtype>/<rows>x<K>x<N>``     ``x @ w``; ``xla/dot_t/``: times w transposed; ``xla/outer/``: ``x.T @ y``
 ``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16

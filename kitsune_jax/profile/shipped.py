@@ -95,7 +95,11 @@ def _derived(name: str, family: Family, workers: int) -> Profile:
             numbers[key] = seconds * slower
         elif ours[0] in _BY_VECTORS or key in ("copy/l1", "copy/l2"):
             numbers[key] = seconds * family.vectors
-        elif ours[0] in ("call", "touch", "order") or key in ("xla/call", "xla/kernel", "xla/start") or ours[0] == "copy":
+        elif (
+            ours[0] in ("call", "touch", "order")
+            or key in ("xla/call", "xla/kernel", "xla/start", "xla/while", "xla/while/moved")
+            or ours[0] == "copy"
+        ):
             # Memory has fewer channels than a large machine has cores: 200 GB/s for all, 18 GB/s for one.
             crowded = workers * 18e9 / min(workers * 18e9, 200e9) if key in ("copy/dram", "touch") else 1.0
             numbers[key] = seconds * crowded

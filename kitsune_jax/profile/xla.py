@@ -50,6 +50,7 @@ _ORDERED = 1 << 17  # indices for each worker
 _PICKED = (729, 351)  # elements of a row, and of those that are picked: the products of 27 features, each pair once
 _RUN = 8  # rows with one index, in a row
 CHAIN = 9
+_STEPS, _CARRIED = 1000, 4096
 _LEAST_CALLS, _REPEATS = 2, 3
 _SLICE = 1.2e-3  # seconds of a repetition, unless three calls take longer
 
@@ -149,6 +150,8 @@ def _programs(workers: int) -> Iterator[_Program]:
     f32 = "float32"
     yield _Program("xla/call", lambda x: x + 1, (((8,), f32),))
     yield _Program("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
+    yield _Program("xla/while", _loop, (((16,), f32),), _STEPS)
+    yield _Program("xla/while/moved", _loop, (((_CARRIED,), f32),), _STEPS * _CARRIED * 8)
     yield _Program("xla/start", _chain, (((16, 64), f32), ((64, 64), f32)), CHAIN)
     for key, rows, width, depth in (("call/short", 1, 16, 1), ("call/layer", 1, 16, CHAIN), ("call", workers * TILE, 64, 1)):
         weights = (((width, width), f32),) * depth
@@ -225,6 +228,10 @@ def _dot_transposed(x: Any, w: Any) -> Any:
 
 def _outer(x: Any, y: Any) -> Any:
     return lax.dot_general(x, y, (((0,), (0,)), ((), ())))
+
+
+def _loop(x: Any) -> Any:
+    return lax.fori_loop(0, _STEPS, lambda _, x: x * 0.75 + 1, x)
 
 
 def _chain(x: Any, w: Any) -> Any:

@@ -2,23 +2,28 @@
 
 Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
 (``OpSpec.local``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
-place.
+place. A loop of the graph becomes a loop of the program: a step cuts its slices out of the arrays xs and stores its own of the
+arrays ys, and what nobody reads of the last carries and of the ys is not computed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kitsune_jax.graph import Graph, Scalar, make_params
+from kitsune_jax.graph import Graph, Op, Scalar, Value, make_params
 from kitsune_jax.ops.local import Dims, LocalOp
+from kitsune_jax.ops.loops import as_step, body_of, labels_inside, live_inside, parts
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.program.blocks import blocked
 from kitsune_jax.program.ir import (
+    ROWS,
     SINKS,
     Array,
     ArrayType,
+    Block,
     Instr,
     Part,
     Program,
@@ -29,7 +34,7 @@ from kitsune_jax.program.ir import (
     TileType,
 )
 from kitsune_jax.program.online import Scaled
-from kitsune_jax.streams.space import Region, row_shape, row_strides
+from kitsune_jax.streams.space import DimLabels, Region, StreamSpace, row_shape, row_strides
 
 
 def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
@@ -40,7 +45,12 @@ def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
     covered = {i for stage in plan.stages for i in stage.ops}  # makers may stand in several stages
     if covered != set(region.ops):
         raise ValueError(f"the plan's stages cover ops {sorted(covered)}, the region has {sorted(region.ops)}")
-    return _Builder(graph, region, plan).run()
+    builder = _Builder(graph, region, plan)
+    program = builder.run()
+    if plan.blocks is None:
+        return program
+    value, dim, elements = plan.blocks
+    return blocked(program, builder.made[value], builder.stage(0).dims(value).local(dim), elements)
 
 
 def assemble(
@@ -68,10 +78,39 @@ def assemble(
 
 @dataclasses.dataclass
 class _Stage:
-    """A stage under construction. ``ids``: graph value -> its SSA value in this stage."""
+    """Stage number ``number``, or the body of a loop in it, under construction.
 
-    body: list[Instr]
-    ids: dict[int, int]
+    ``graph``, ``labels``: of the region, or of the loop's body. ``ids``: graph value -> its SSA value here; ``repeated``: the tile
+    that repeats it for each row.
+    """
+
+    number: int
+    graph: Graph
+    labels: Mapping[int, DimLabels]
+    space: StreamSpace
+    body: list[Instr] = dataclasses.field(default_factory=list)
+    ids: dict[int, int] = dataclasses.field(default_factory=dict)
+    repeated: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def dims(self, v: int) -> Dims:
+        value = self.graph.values[v]
+        return Dims(value.shape, self.labels.get(v), value.dtype, self.space.batch)
+
+    def type_of(self, v: int) -> TileType:
+        value, labels = self.graph.values[v], self.labels.get(v)
+        tile = labels is not None and not self.space.of_batch(labels)
+        return TileType(tile, row_shape(value.shape, labels), value.dtype)
+
+
+def _sums(graph: Graph, region: Region) -> dict[int, dict[int, Op]]:
+    """For each loop of the region the sums over its steps that it holds: op of the graph -> as an op of the loop's body."""
+    sums: dict[int, dict[int, Op]] = {i: {} for i in region.ops if graph.ops[i].body is not None}
+    for k in region.ops if sums else ():
+        for i, mine in sums.items():
+            step = as_step(graph.ops[i], graph.ops[k])
+            if step is not None and not any(k in others for others in sums.values()):
+                mine[k] = step
+    return sums
 
 
 class _Builder:
@@ -82,7 +121,10 @@ class _Builder:
         self.literals: dict[int, Scalar] = {}
         self.input_number = {v: k for k, v in enumerate(region.inputs)}
         self.output_number = {v: k for k, v in enumerate(region.outputs)}
+        self.sums = _sums(graph, region)
+        self.outputs = tuple(self._array(v) for v in region.outputs)
         self.sinks: list[SinkType] = []
+        self.made: dict[int, int] = {}  # graph value -> its SSA value in the last stage that has it
         self.incoming: dict[tuple[int, int], int] = {}  # (stage, graph value) -> queue
         self.outgoing: dict[tuple[int, int], list[int]] = {}
         for q, queue in enumerate(plan.queues):
@@ -98,30 +140,28 @@ class _Builder:
             axes=self.region.space.sizes,
             tile_rows=self.plan.tile_rows,
             inputs=(*(self._array(v) for v in self.region.inputs), *order),
-            outputs=tuple(self._array(v) for v in self.region.outputs),
+            outputs=self.outputs,
             values=tuple(self.values),
             literals=tuple(self.literals.items()),
             stages=stages,
-            queues=tuple(QueueType(q.producer, q.consumers, self._type_of(q.value), q.depth) for q in self.plan.queues),
+            queues=tuple(QueueType(q.producer, q.consumers, self.stage(0).type_of(q.value), q.depth) for q in self.plan.queues),
             sinks=tuple(self.sinks),
             workers=self.plan.workers,
+            batch_axes=self.region.space.batch,
             order=len(self.region.inputs) if ordered else None,
         )
+
+    def stage(self, s: int) -> _Stage:
+        """Stage number ``s``, with nothing in it."""
+        return _Stage(s, self.graph, self.labels, self.region.space)
 
     def _array(self, v: int) -> ArrayType:
         value, labels = self.graph.values[v], self.labels.get(v)
         if labels is None:
             return ArrayType(value.shape, value.dtype, False)
         dims = tuple(d for d, axes in enumerate(labels) if not axes)
-        return ArrayType(value.shape, value.dtype, True, row_strides(value.shape, labels, self.region.space), dims)
-
-    def _dims(self, v: int) -> Dims:
-        value = self.graph.values[v]
-        return Dims(value.shape, self.labels.get(v), value.dtype)
-
-    def _type_of(self, v: int) -> TileType:
-        value, labels = self.graph.values[v], self.labels.get(v)
-        return TileType(labels is not None, row_shape(value.shape, labels), value.dtype)
+        strides = row_strides(value.shape, labels, self.region.space)
+        return ArrayType(value.shape, value.dtype, not self.region.space.of_batch(labels), strides, dims)
 
     def _new(self, t: TileType) -> int:
         self.values.append(t)
@@ -138,17 +178,19 @@ class _Builder:
         return spread is not None and self.literals.get(spread.inputs[0]) == 1
 
     def _stage(self, s: int) -> list[Instr]:
-        stage = _Stage([], {})
+        stage = self.stage(s)
         scaled = Scaled(stage.body, self.values, self._new, self._literal, lambda v: self._is_one(stage, v))
         for i in self.plan.stages[s].ops:
             op = self.graph.ops[i]
-            ins, outs = ([self._dims(v) for v in values] for values in (op.inputs, op.outputs))
-            local = OPS[op.kind].local(op, ins, outs[0])
-            inputs = [self._read(stage, s, v) for v in op.inputs]
-            if local.squeeze is not None:
-                inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
-            if local.swap:
-                inputs.reverse()
+            if any(i in sums for sums in self.sums.values()):
+                continue  # it stands in the loop
+            if op.body is not None:
+                self._loop(stage, op, i, [v in self.output_number for v in op.outputs], self.sums[i])
+                for v in op.outputs[: op["carries"]]:
+                    if v in stage.ids:
+                        self._hand_on(stage, v, i)
+                continue
+            local, inputs = self._operands(stage, op, i)
             if op.kind in ONLINE and op.outputs[0] in self.output_number:
                 values, index, scores = inputs
                 inputs = scaled.operands(values, index, scores, op["n"], i)
@@ -158,20 +200,58 @@ class _Builder:
                     local = dataclasses.replace(local, params=make_params(**params))
                 self._sink(stage, inputs, local, op.inputs[0], op.outputs[0], i)
                 continue
-            (out,) = op.outputs
-            stage.ids[out] = self._new(self._type_of(out))
-            stage.body.append(Instr(local.kind, tuple(inputs), (stage.ids[out],), local.params, i))
-            self._hand_on(stage, s, out, i)
+            self._hand_on(stage, self._add(stage, op, local, inputs, i), i)
+        self.made.update(stage.ids)
         return stage.body
 
-    def _read(self, stage: _Stage, s: int, v: int) -> int:
-        """The SSA value of graph value ``v`` in stage ``s``: defined here, popped, loaded, or a literal."""
+    def _operands(self, stage: _Stage, op: Op, i: int, result: Value | None = None) -> tuple[LocalOp, list[int]]:
+        """The rows-first form of an op of the table, and its operands. ``result``: what a sum makes, which no row has."""
+        local = LocalOp(op.kind, op.params)  # of what is the same for all rows
+        if result is not None or any(v in stage.labels for v in (*op.inputs, *op.outputs)):
+            ins = [stage.dims(v) for v in op.inputs]
+            if OPS[op.kind].family != "dot":
+                ins = [dataclasses.replace(x, batch=0) for x in ins]
+            made = stage.dims(op.outputs[0]) if result is None else Dims(result.shape, None, result.dtype)
+            local = OPS[op.kind].local(op, ins, made)
+        inputs = [self._read(stage, v) for v in op.inputs]
+        if OPS[op.kind].family != "dot":
+            inputs = [self._as_tile(stage, v, x) for v, x in zip(op.inputs, inputs, strict=True)]
+        if local.squeeze is not None:
+            inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
+        if local.swap:
+            inputs.reverse()
+        if OPS[op.kind].family == "pointwise":  # in a stream of one row, a scalar may be a tile
+            shape = row_shape(stage.graph.values[op.outputs[0]].shape, stage.labels.get(op.outputs[0]))
+            inputs = [self._along(stage, v, shape, i) if self.values[v].tile else v for v in inputs]
+        return local, inputs
+
+    def _along(self, stage: _Stage, x: int, shape: tuple[int, ...], op: int) -> int:
+        """The tile ``x``, repeated along a row of ``shape`` where it has one element for each row."""
+        have = self.values[x]
+        if have.shape == shape:
+            return x
+        new = self._new(TileType(True, shape, have.dtype))
+        params = make_params(shape=self.values[new].rows_first, dims=(0,))
+        stage.body.append(Instr("broadcast_in_dim", (x,), (new,), params, op))
+        return new
+
+    def _add(self, stage: _Stage, op: Op, local: LocalOp, inputs: list[int], i: int) -> int:
+        """Append the rows-first form of an op. Returns the graph value that it makes."""
+        (out,) = op.outputs
+        stage.ids[out] = self._new(stage.type_of(out))
+        stage.body.append(Instr(local.kind, tuple(inputs), (stage.ids[out],), local.params, i))
+        return out
+
+    def _read(self, stage: _Stage, v: int) -> int:
+        """The SSA value of graph value ``v`` in the stage: defined here, popped, loaded, or a literal."""
         if v in stage.ids:
             return stage.ids[v]
-        new = stage.ids[v] = self._new(self._type_of(v))
-        value = self.graph.values[v]
+        s, value = stage.number, stage.graph.values[v]
+        new = stage.ids[v] = self._new(stage.type_of(v))
         if value.literal is not None:
             self.literals[new] = value.literal
+        elif stage.graph is not self.graph:
+            raise ValueError(f"value {v} of a loop's body is read, and nothing makes it")
         elif (s, v) in self.incoming:
             stage.body.append(Instr("pop", (), (new,), make_params(queue=self.incoming[s, v])))
         elif v in self.input_number:
@@ -179,6 +259,17 @@ class _Builder:
         else:
             raise ValueError(f"stage {s} needs value {v}, which no queue brings")
         return new
+
+    def _as_tile(self, stage: _Stage, v: int, x: int) -> int:
+        """``x``, which graph value ``v`` is; repeated for each row where it is the same for all rows of a batch."""
+        if not stage.space.of_batch(stage.labels.get(v)):
+            return x
+        if v not in stage.repeated:
+            t = self.values[x]
+            stage.repeated[v] = self._new(TileType(True, t.shape, t.dtype))
+            params = make_params(shape=(ROWS, *t.shape), dims=tuple(range(1, 1 + len(t.shape))))
+            stage.body.append(Instr("broadcast_in_dim", (x,), (stage.repeated[v],), params))
+        return stage.repeated[v]
 
     def _squeeze(self, stage: _Stage, x: int, sizes: tuple[int, ...], op: int) -> int:
         t = self.values[x]
@@ -195,9 +286,86 @@ class _Builder:
             self.sinks.append(SinkType(params.pop("how", "sum"), result.shape, dtype, self.output_number[out]))
             stage.body.append(Instr(local.kind, tuple(inputs), (), make_params(sink=number, **params), op))
 
-    def _hand_on(self, stage: _Stage, s: int, v: int, op: int) -> None:
+    def _hand_on(self, stage: _Stage, v: int, op: int) -> None:
         new = stage.ids[v]
-        for q in self.outgoing.get((s, v), ()):
+        for q in self.outgoing.get((stage.number, v), ()):
             stage.body.append(Instr("push", (new,), (), make_params(queue=q), op))
         if v in self.output_number:
             stage.body.append(Instr("store", (new,), (), make_params(array=self.output_number[v]), op))
+
+    # --- loops ------------------------------------------------------------------------------------------------------------------
+
+    def _loop(self, stage: _Stage, op: Op, i: int, wanted: Sequence[bool], sums: Mapping[int, Op]) -> None:
+        """Append a loop. ``wanted``: which of its results somebody reads; the others are not made. ``sums``: of the graph's ops,
+        those that add up what the loop makes in each step, as ops of its body."""
+        p, carries = parts(op), op["carries"]
+        labels = labels_inside(OPS, op, [stage.labels.get(v) for v in (*op.inputs, *op.outputs)])
+        inner = _Stage(stage.number, body_of(op), labels, stage.space)
+        added = {v for step in sums.values() for v in step.inputs}
+        live = added | live_inside(op, [want or v in added for want, v in zip(wanted, inner.graph.outputs, strict=True)])
+        kept = [k for k in range(carries) if p.in_carries[k] in live]
+        for outside, v in zip(p.consts, p.in_consts, strict=True):
+            if v in live:
+                inner.ids[v] = self._read(stage, outside)
+        initial = []
+        for k in kept:
+            v = p.in_carries[k]
+            initial.append(self._spread(stage, self._read(stage, p.initial[k]), inner.type_of(v), i))
+            inner.ids[v] = self._new(inner.type_of(v))
+        number = self._new(TileType(False, (), "int32"))
+        for outside, v in zip(p.xs, p.in_xs, strict=True):
+            if v in live:
+                self._cut(stage, inner, outside, v, number, i)
+        for body_op in inner.graph.ops:
+            if live.isdisjoint(body_op.outputs):
+                continue
+            if body_op.body is not None:
+                self._loop(inner, body_op, i, [v in live for v in body_op.outputs], {})
+            else:
+                self._add(inner, body_op, *self._operands(inner, body_op, i), i)
+        for k, (outside, v) in enumerate(zip(p.ys, p.in_ys, strict=True), carries):
+            if wanted[k]:
+                self._paste(stage, inner, outside, v, number, i)
+        for k, step in sums.items():
+            local, inputs = self._operands(inner, step, k, self.graph.values[step.outputs[0]])
+            self._sink(inner, inputs, local, self.graph.ops[k].inputs[0], step.outputs[0], k)
+        results = [self._spread(inner, self._read(inner, p.in_next[k]), inner.type_of(p.in_carries[k]), i) for k in kept]
+        block = Block(number, tuple(inner.ids[p.in_carries[k]] for k in kept), tuple(inner.body), tuple(results))
+        for k in kept:
+            stage.ids[p.final[k]] = self._new(inner.type_of(p.in_carries[k]))
+        final = tuple(stage.ids[p.final[k]] for k in kept)
+        params = make_params(count=op["length"], reverse=op["reverse"])
+        stage.body.append(Instr("loop", tuple(initial), final, params, i, block))
+
+    def _spread(self, stage: _Stage, x: int, t: TileType, op: int) -> int:
+        """``x`` as a ``t``: what is the same for all rows of a tile is repeated for each, where ``t`` has rows."""
+        have = self.values[x]
+        if have == t:
+            return x
+        if have.tile or (have.shape, have.dtype) != (t.shape, t.dtype):
+            raise ValueError(f"a carry of a loop is {have} in one step and {t} in another")
+        new = self._new(t)
+        dims = tuple(range(1, 1 + len(t.shape)))
+        stage.body.append(Instr("broadcast_in_dim", (x,), (new,), make_params(shape=t.rows_first, dims=dims), op))
+        return new
+
+    def _cut(self, stage: _Stage, inner: _Stage, x: int, slice_: int, number: int, op: int) -> None:
+        """``slice_`` of the body <- the slice of ``x`` that belongs to step ``number``."""
+        if stage.graph is not self.graph or x not in self.input_number:
+            raise ValueError("a loop takes slices of an array that is made in its own region")
+        t = inner.type_of(slice_)
+        thick = self._new(TileType(t.tile, (1, *t.shape), t.dtype))
+        params = make_params(array=self.input_number[x], dims=(0,), steps=(1,), sizes=(1,))
+        inner.body.append(Instr("load_slice", (number,), (thick,), params, op))
+        inner.ids[slice_] = self._new(t)
+        inner.body.append(Instr("reshape", (thick,), (inner.ids[slice_],), make_params(new_sizes=t.rows_first), op))
+
+    def _paste(self, stage: _Stage, inner: _Stage, y: int, slice_: int, number: int, op: int) -> None:
+        """Store ``slice_`` of the body as that of ``y`` which belongs to step ``number``."""
+        array = self.outputs[self.output_number[y]]
+        t = TileType(array.streamed, inner.type_of(slice_).shape, array.dtype)
+        value = self._spread(inner, self._read(inner, slice_), t, op)
+        thick = self._new(TileType(t.tile, (1, *t.shape), t.dtype))
+        inner.body.append(Instr("reshape", (value,), (thick,), make_params(new_sizes=self.values[thick].rows_first), op))
+        params = make_params(array=self.output_number[y], dims=(0,), steps=(1,), sizes=(1,))
+        inner.body.append(Instr("store_slice", (thick, number), (), params, op))

@@ -184,12 +184,30 @@ def _put(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
 def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[Array, ...]:
     block, carries = instr.block, tuple(inputs)
     assert isinstance(block, Block)
-    numbers = range(instr["count"])
+    numbers = met(state.program, instr, tile.rows)
     for i in reversed(numbers) if instr.get("reverse") else numbers:
         tile.env |= {block.index: np.asarray(i, np.int32), **dict(zip(block.carries, carries, strict=True))}
         state.run(block.body, tile, "a loop")
         carries = tuple(state.value(tile, v) for v in block.results)
     return carries
+
+
+def met(program: TileProgram, instr: Instr, rows: Array) -> Sequence[int]:
+    """The iterations of a loop that a tile of ``rows`` runs."""
+    numbers, within = range(instr["count"]), instr.get("within")
+    if within is None:
+        return numbers
+    axis, step, low, high, which = within
+    index = np.unravel_index(rows, program.axes)[axis]
+    x, y = int(index.min()), int(index.max())
+
+    def inside(i: int, least: int, most: int, whole: bool) -> bool:
+        first, last = i * step, (i + 1) * step - 1
+        reached = first if whole else last, last if whole else first
+        return (low is None or reached[0] >= least + low) and (high is None or reached[1] <= most + high)
+
+    wanted = {"all": (True, False), "whole": (True,), "edges": (False,)}[which]
+    return [i for i in numbers if inside(i, x, y, False) and inside(i, y, x, True) in wanted]
 
 
 def _sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:

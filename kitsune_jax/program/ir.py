@@ -28,6 +28,10 @@ Instruction kinds:
   extent ``n``, which holds at each i the sum of the elements whose index is i, and 0 where there is none. Indices below 0 or beyond
   n - 1 are dropped. The gradient of ``take``;
 * ``loop``: initial carries -> final carries, by running ``block`` ``count`` times; ``reverse``: the iterations' numbers count down.
+  ``within``, (axis, step, low, high, which), leaves out iterations: number i stands for the elements from ``i * step`` to
+  ``(i + 1) * step - 1``, and it runs where those reach into [x + low, y + high], with x and y the smallest and the largest index of
+  the tile's rows on the stream axis ``axis``, no batch axis; None: no bound on that side. An iteration is
+  whole if its elements lie in [y + low, x + high]; ``which`` of them run: "all", the "whole" ones or the others, the "edges".
   There is no push or pop inside, nor a ``sink_at`` of sorted indices; a sink inside folds once for every iteration;
 * ``load_slice``: numbers of loops -> value: of input array ``array``, elements ``[i * step, i * step + size)`` of dimension
   ``dims[k]`` for the k-th number i, with ``steps[k]`` and ``sizes[k]``, and all others whole. These dimensions do not stream, and
@@ -61,6 +65,7 @@ from kitsune_jax.graph import Param, Scalar
 from kitsune_jax.ops.local import ROWS as ROWS
 
 SINKS = frozenset({"sink", "matmul_sink", "sink_at"})
+WITHIN = ("all", "whole", "edges")
 EFFECTS = SINKS | {"push", "pop", "store", "store_slice"}  # what is there for more than its results
 
 

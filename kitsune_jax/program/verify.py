@@ -175,6 +175,10 @@ class _Bodies:
         need(isinstance(block, Block), "it has no block")
         assert block is not None
         need(isinstance(count, int) and count >= 0, f"it runs {count} times")
+        if (within := instr.get("within")) is not None:
+            axis, step, _, _ = within
+            fits = self.program.batch_axes <= axis < len(self.program.axes) and step > 0
+            need(fits and self.program.order is None, f"the bounds of its numbers are {within}")
         inside = visible | {block.index, *block.carries}
         for v in (block.index, *block.carries):
             _define(self.program, self.defined, v)

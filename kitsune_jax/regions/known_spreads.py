@@ -19,7 +19,7 @@ from kitsune_jax.regions.convex import groups_of, region_of
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds
-from kitsune_jax.streams.space import DimLabels
+from kitsune_jax.streams.space import DimLabels, StreamSpace
 
 # How often ops may be looked at while spreads are made, at least and for each op of the graph. An MLP takes 4 to 8 an op; 15
 # message-passing steps, a region or two each, would take 37, and give the same regions with 10.
@@ -59,22 +59,22 @@ class Spreads:
 
     def at(self, seed: Seed) -> tuple[Kept, bool]:
         """The spread from ``seed``, and whether it was made just now."""
-        sizes, labels = _seed_labels(self.index.graph, seed)
+        space, labels = _seed_labels(self.index.graph, seed)
         for kept in reversed(self._kept):
-            if kept.spread.labels.get(seed.value) == labels and kept.spread.space.sizes == sizes:
+            if kept.spread.labels.get(seed.value) == labels and kept.spread.space == space:
                 return kept, False
         looks = self.order.looks
-        made = self._spread(seed, self._barred(seed, sizes, labels))
+        made = self._spread(seed, self._barred(seed, space, labels))
         groups = groups_of(self.index, made, self.order)
         kept = Kept(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen)
         self._budget -= made.looks + self.order.looks - looks
         self._kept.append(kept)
         return kept, True
 
-    def _barred(self, seed: Seed, sizes: tuple[int, ...], labels: DimLabels) -> Mapping[int, str]:
+    def _barred(self, seed: Seed, space: StreamSpace, labels: DimLabels) -> Mapping[int, str]:
         """The ops that a stream from ``seed`` would be kept out of, as far as spreads are known that would have led there."""
         for kept in reversed(self._kept):
-            if kept.chosen == self._chosen and kept.spread.space.sizes == sizes:
+            if kept.chosen == self._chosen and kept.spread.space == space:
                 for reached, barred in reversed(kept.spread.rounds):
                     if reached.get(seed.value) == labels:
                         return barred
@@ -102,7 +102,7 @@ class Spreads:
         return None if found is None else region_of(self.index, part, found)
 
 
-def _seed_labels(graph: Graph, seed: Seed) -> tuple[tuple[int, ...], DimLabels]:
+def _seed_labels(graph: Graph, seed: Seed) -> tuple[StreamSpace, DimLabels]:
     shape = graph.values[seed.value].shape
     labels = tuple((seed.dims.index(d),) if d in seed.dims else () for d in range(len(shape)))
-    return tuple(shape[d] for d in seed.dims), labels
+    return StreamSpace(tuple(shape[d] for d in seed.dims), seed.batch), labels

@@ -21,22 +21,17 @@ from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
 from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.known_spreads import Spreads
+from kitsune_jax.regions.loops import loop_regions
 from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import Pass, cuts_of
+from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, pays, seconds_gained
 from kitsune_jax.regions.recompute import recompute
 from kitsune_jax.streams import Region, Seed, Spread, spread
 from kitsune_jax.streams.propagate import Wiring
 
-# A pipeline has to be modelled at least this much faster than XLA: the model is not better than that.
-PROFIT_MARGIN = 1.07
-# One that moves less than this part of XLA's bytes only has to be as fast: bytes are counted, seconds modelled. With all legal
-# regions instead of those at 1.07x or more GraphCast took 0.94 of the CPU time, its gradient 0.91, its processor's 0.98 (Zen 5).
-_FEW_BYTES = 0.5
-# Without a matmul both sides are bound by memory and page faults, where the model is worth less: softmax alone was modelled at
-# 1.25x and 1.4x and ran at 0.84x on two cores, one modelled at 1.5x ran at 1.7x.
-VECTOR_MARGIN = 1.45
 _LEFT_ASIDE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
+_OWN_BODY = "a loop left to XLA, its body is pipelined on its own"
 # Ops no region starts from: they only move data, or make it.
 _NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type"})
 
@@ -115,6 +110,7 @@ class _Selector:
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
 
     def run(self) -> Selection:
+        self._choose_loops()
         seeds = self._seed_order()
         products = [i for i in seeds if self.graph.ops[i].kind == "dot_general"]
         self._choose(products)
@@ -149,6 +145,42 @@ class _Selector:
                 self.spreads.choose()
                 # The same seed may head another region: what a level or a component split off.
                 best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
+
+    def _choose_loops(self) -> None:
+        """Loops are regions by themselves; those that are none keep the reason."""
+        for i in (i for i in self.index.live if self.graph.ops[i].body is not None):
+            try:
+                best = self._best_loop(i)
+                if best is None:
+                    continue
+                self.order.join(anchored(self.graph, best.region))
+            except Exception as error:
+                self.why[i] = self.failed(error, (i,))
+                continue
+            self.chosen.append(best)
+            self.free.difference_update(best.region.ops)
+
+    def _best_loop(self, i: int) -> Chosen | None:
+        """The region of loop ``i`` that gains most, if one does; with ``force`` the most promising one that has a plan."""
+        why = self.supports(i)
+        best: Chosen | None = None
+        found: list[Region | str] = [why] if why else list(loop_regions(self.index, i, self.free, self.order, self._spread))
+        for region in found:
+            plan = region if isinstance(region, str) else self._plan_of(region)[0]
+            if isinstance(plan, str):
+                self.why.setdefault(i, f"{_OWN_BODY}: {plan}")
+                continue
+            assert not isinstance(region, str)
+            if self.force:
+                return Chosen.of([(region, plan)])
+            if pays(plan):
+                candidate = Chosen.of([(region, plan)])
+                if best is None or self._gain(candidate) > self._gain(best):
+                    best = candidate
+            elif plan.baseline_seconds / plan.seconds > self.closest.get(i, 0.0):
+                self.closest[i] = plan.baseline_seconds / plan.seconds
+                self.why[i] = f"{_OWN_BODY}: {compared(plan)}"
+        return best
 
     def _follow(self, first: int = 0) -> None:
         """Give the regions chosen from number ``first`` on their followers."""
@@ -244,11 +276,11 @@ class _Selector:
         known = self.cut.get(region)
         if known is None or known[0] != len(self.chosen):
             found = max(
-                map(self._parts, cuts_of(self.graph, region, planned=not isinstance(plan, str))), key=_all_gained, default=[]
+                map(self._parts, cuts_of(self.graph, region, planned=not isinstance(plan, str))), key=all_gained, default=[]
             )
             known = self.cut[region] = len(self.chosen), found
-        gain_as_one = 0.0 if isinstance(plan, str) or not _pays(plan) else _seconds_gained(plan)
-        return known[1] if _all_gained(known[1]) > PROFIT_MARGIN * gain_as_one else []
+        gain_as_one = 0.0 if isinstance(plan, str) or not pays(plan) else seconds_gained(plan)
+        return known[1] if all_gained(known[1]) > PROFIT_MARGIN * gain_as_one else []
 
     def _parts(self, cut: Sequence[Pass]) -> list[Chosen]:
         """Those parts of a cut that pay."""
@@ -258,7 +290,7 @@ class _Selector:
             sp = self._spread(seed, ops & self.free)
             region = max(regions_of(self.index, sp, order), key=lambda r: len(r.ops), default=None)
             plan = self.planner(self.graph, region) if region is not None and region.outputs else ""
-            if region is not None and not isinstance(plan, str) and _pays(plan):
+            if region is not None and not isinstance(plan, str) and pays(plan):
                 found.append(Chosen.of([(region, plan)]))
                 order.join(anchored(self.graph, region))
         return found
@@ -278,7 +310,7 @@ class _Selector:
         return known[1]
 
     def _part_tables(self, sp: Spread, region: Region, plan: Plan | str, folds: tuple[int, ...]) -> tuple[Region, Plan | str]:
-        order, most = (None, 0.0) if isinstance(plan, str) else (plan.order, _seconds_gained(plan))
+        order, most = (None, 0.0) if isinstance(plan, str) else (plan.order, seconds_gained(plan))
         others = tuple(i for i in folds if self.graph.ops[i].inputs[1] != order)
         best = region, plan
         for left in dict.fromkeys((others, folds)):
@@ -289,18 +321,18 @@ class _Selector:
             if isinstance(smaller, str):
                 continue
             alone = [self._plan_of(region_of(self.index, sp, needed(self.index, sp, {i})))[0] for i in left]
-            gain = _seconds_gained(smaller) + sum(_seconds_gained(p) for p in alone if not isinstance(p, str) and _pays(p))
+            gain = seconds_gained(smaller) + sum(seconds_gained(p) for p in alone if not isinstance(p, str) and pays(p))
             if gain > most:
                 best, most = (rest, smaller), gain
                 for i, own in zip(left, alone, strict=True):
-                    self.why[i] = own if isinstance(own, str) else f"{_LEFT_ASIDE} {_compared(own)}"
+                    self.why[i] = own if isinstance(own, str) else f"{_LEFT_ASIDE} {compared(own)}"
         return best
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
         """The key by which candidates are compared, larger is better. With ``force`` the model does not decide: a stream over the
         rows goes before one over the columns of a layer, which ends in a sum of partial products; then a larger region before a
         smaller."""
-        gain = _seconds_gained(c.plan)
+        gain = seconds_gained(c.plan)
         if self.force:
             ops = sum(self.graph.ops[i].kind not in _NEVER_SEEDS for i in c.region.ops)  # those that compute something
             return (not any(self._splits_layer(i) for i in c.region.sinks), float(ops), gain)
@@ -331,9 +363,9 @@ class _Selector:
             for i in region.ops if asked else ():
                 self.why[i] = plan
             return None, {seed_op}
-        if self.force or _pays(plan):
+        if self.force or pays(plan):
             return Chosen.of([(region, plan)]), set()
-        text = f"left to XLA: {_compared(plan)}"
+        text = f"left to XLA: {compared(plan)}"
         speedup = plan.baseline_seconds / plan.seconds
         for i in region.ops:
             if speedup > self.closest.get(i, 0.0):
@@ -358,33 +390,8 @@ class _Selector:
         op = self.graph.ops[i]
         if op.kind == "opaque":
             return op.reason or f"{op.label} is not an op the pipeline knows"
-        if op.body is not None:
-            return "a loop: its body is pipelined on its own"
         if i in self.why:
             return self.why[i]
         if not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs)):
             return "scalar work outside any stream"
         return "does not depend on a stream (stationary)"
-
-
-def _all_gained(found: Sequence[Chosen]) -> float:
-    return sum(_seconds_gained(c.plan) for c in found)
-
-
-def _seconds_gained(plan: Plan) -> float:
-    return plan.baseline_seconds - plan.seconds
-
-
-def _pays(plan: Plan) -> bool:
-    if not any(stage.resource == "tensor" for stage in plan.stages):
-        return plan.baseline_seconds > VECTOR_MARGIN * plan.seconds
-    few = plan.bytes_moved < _FEW_BYTES * plan.baseline_bytes
-    return plan.baseline_seconds > (1.0 if few else PROFIT_MARGIN) * plan.seconds
-
-
-def _compared(plan: Plan) -> str:
-    return f"modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

@@ -15,9 +15,10 @@ from typing import Protocol
 import numpy as np
 
 from kitsune_jax.graph import Graph, Value
+from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan, Queue
-from kitsune_jax.report.data import PhaseReport, QueueReport, RegionReport, Rejected, StageReport, StreamReport
+from kitsune_jax.report.data import LoopReport, PhaseReport, QueueReport, RegionReport, Rejected, StageReport, StreamReport
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams.space import Region, row_shape
 
@@ -61,7 +62,7 @@ def build_report(
 ) -> Report:
     """Tell what was decided about ``graph``: ``rejected`` pairs an op's index with the reason it was left to XLA."""
     planned = tuple(planned)
-    pipelined = len({i for p in planned for i in _operators(graph, p.region.ops)})
+    pipelined = len(_operators(graph, sorted({i for p in planned for i in p.region.ops})))
     rejected = [(i, reason) for i, reason in rejected if not _is_view(graph, i)]
     outside = sum(_op_bytes(graph, i) for i, _ in rejected)
     return Report(
@@ -93,7 +94,7 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         stages=tuple(
             StageReport(
                 s.name,
-                tuple(_label(graph, i) for i in _operators(graph, s.ops)),
+                _operators(graph, s.ops),
                 s.resource,
                 s.workers,
                 s.tile_seconds * 1e6,
@@ -114,6 +115,7 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         cluster=plan.cluster,
         lanes=plan.lanes,
         order=_order(graph, first),
+        loops=_loops(graph, region.ops),
         later=tuple(_phase(graph, planned, [p for p in later if p.number == n]) for n in sorted({p.number for p in later})),
         kept_bytes=kept,
         kept_at_once=most,
@@ -154,7 +156,7 @@ def _phase(graph: Graph, planned: Planned, phases: Sequence[Phase]) -> PhaseRepo
     results = set(planned.region.outputs)
     spaces: dict[StreamReport, int] = {}
     for p in phases:
-        ops = tuple(_label(graph, i) for stage in p.plan.stages for i in _operators(graph, stage.ops))
+        ops = tuple(label for stage in p.plan.stages for label in _operators(graph, stage.ops))
         one = StreamReport(1, p.region.space.rows, p.plan.tiles, p.plan.tile_rows, _order(graph, p), ops)
         spaces[one] = spaces.get(one, 0) + 1
     return PhaseReport(
@@ -190,8 +192,29 @@ def _grouped(graph: Graph, rejected: Sequence[tuple[int, str]]) -> tuple[Rejecte
     return tuple(Rejected(op, source, reason, n) for (op, source, reason), n in counts.items())
 
 
-def _operators(graph: Graph, ops: Iterable[int]) -> tuple[int, ...]:
-    return tuple(i for i in ops if not _is_view(graph, i))
+def _operators(graph: Graph, ops: Iterable[int]) -> tuple[str, ...]:
+    """What the reader calls the operators among ``ops``, those of loops' bodies once each."""
+    found: list[str] = []
+    for i in ops:
+        body = graph.ops[i].body
+        if body is not None:
+            found += _operators(body, range(len(body.ops)))
+        elif not _is_view(graph, i):
+            found.append(_label(graph, i))
+    return tuple(found)
+
+
+def _loops(graph: Graph, ops: Iterable[int]) -> tuple[LoopReport, ...]:
+    """The loops among ``ops``, outer ones before those inside them."""
+    found: list[LoopReport] = []
+    for i in ops:
+        op = graph.ops[i]
+        if op.body is not None:
+            p = parts(op)
+            sizes = [sum(_bytes(op.body.values[v]) for v in values) for values in (p.in_carries, p.in_xs, p.in_ys)]
+            found.append(LoopReport(_label(graph, i), op.source, op["length"], *sizes))
+            found += _loops(op.body, range(len(op.body.ops)))
+    return tuple(found)
 
 
 def _is_view(graph: Graph, i: int) -> bool:

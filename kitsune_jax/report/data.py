@@ -51,6 +51,19 @@ class StreamReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LoopReport:
+    """A time loop that runs inside a region: its operator, the user's line, its steps, and bytes of all rows together: what a step
+    hands to the next one, which stays on chip, and the slices that a step reads and writes."""
+
+    op: str
+    source: str
+    steps: int
+    carried: int
+    bytes_in: int
+    bytes_out: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PhaseReport:
     """What runs behind a barrier in a region's call: ``streams`` stream spaces of ``rows`` rows in all (elements, of an update).
 
@@ -74,10 +87,11 @@ class RegionReport:
     and results, ``bytes_saved`` what it moves less than the same operators would bulk-synchronously. ``seconds`` and
     ``baseline_seconds`` are modelled; ``bound`` is what limits the pipeline (a stage's name, ``dram`` or ``l2``). On a GPU
     ``replicas`` are pipeline instances, ``cluster`` is the size of a thread-block cluster and ``lanes`` the consumer warpgroups of
-    a CTA; on a CPU there are none. ``order``: by whose indices the rows are ordered, "" where they stream as they lie in memory.
-    ``rows``, the order, tiles, stages and queues are those of the first stream of the first phase, ``later`` are the others (and
-    what else the first phase has); all else counts all of them. ``kept_bytes``: values that phases make for later ones only, which
-    lie in memory of the executor, at most ``kept_at_once`` of them at a time.
+    a CTA; on a CPU there are none. ``loops``: time loops that run inside it, whose operators are counted once each. ``order``: by
+    whose indices the rows are ordered, "" where they stream as they lie in memory. ``rows``, the order, tiles, stages and queues
+    are those of the first stream of the first phase, ``later`` are the others (and what else the first phase has); all else counts
+    all of them. ``kept_bytes``: values that phases make for later ones only, which lie in memory of the executor, at most
+    ``kept_at_once`` of them at a time.
     """
 
     name: str
@@ -99,6 +113,7 @@ class RegionReport:
     cluster: int = 1
     lanes: int = 0
     order: str = ""
+    loops: tuple[LoopReport, ...] = ()
     later: tuple[PhaseReport, ...] = ()
     kept_bytes: int = 0
     kept_at_once: int = 0

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 from kitsune_jax.plain_text import printable
 from kitsune_jax.report.data import RegionReport, ReportData
-from kitsune_jax.report.text import RESIDUALS_HEAD, in_phases, kept_text, obstacle_texts, phase_texts, residual_rows, residual_title
+from kitsune_jax.report.text import (
+    RESIDUALS_HEAD,
+    in_phases,
+    kept_text,
+    loop_text,
+    obstacle_texts,
+    phase_texts,
+    residual_rows,
+    residual_title,
+)
 from kitsune_jax.report.units import byte_text, count_text, percent_text, plural, time_text
 
 
@@ -47,6 +56,7 @@ def _region(region: RegionReport) -> str:
         f"{time_text(region.baseline_seconds)} bulk-synchronous; bound by {escape(region.bound)}; "
         f"saves {byte_text(region.bytes_saved)}</p>"
     )
+    head += "".join(f"<p>{escape(loop_text(loop))}</p>" for loop in region.loops)
     if region.kept_bytes:
         head += f"<p>{escape(kept_text(region))}</p>"
     workers = [(str(s.workers),) if region.lanes else () for s in region.stages]  # on a CPU every worker runs all stages

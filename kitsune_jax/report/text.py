@@ -12,7 +12,16 @@ import textwrap
 from collections.abc import Sequence
 
 from kitsune_jax.plain_text import printable
-from kitsune_jax.report.data import PhaseReport, PlannedPasses, RegionReport, Rejected, ReportData, ResidualReport, StreamReport
+from kitsune_jax.report.data import (
+    LoopReport,
+    PhaseReport,
+    PlannedPasses,
+    RegionReport,
+    Rejected,
+    ReportData,
+    ResidualReport,
+    StreamReport,
+)
 from kitsune_jax.report.units import byte_text, count_text, flop_text, percent_text, plural, signed, time_text
 
 WIDTH = 120
@@ -72,6 +81,7 @@ def _region(region: RegionReport) -> list[str]:
         f"reads {byte_text(region.bytes_in)}, writes {byte_text(region.bytes_out)}, saves {byte_text(region.bytes_saved)}",
         "  ",
     )
+    lines += [line for loop in region.loops for line in _wrap(loop_text(loop), "  ")]
     if region.kept_bytes:
         lines += _wrap(kept_text(region), "  ")
     if region.lanes:
@@ -95,6 +105,13 @@ def in_phases(region: RegionReport) -> str:
     """How many phases a call has, where it has several; what follows is said of the first."""
     last = max((phase.number for phase in region.later), default=0)
     return f" in {count_text(last + 1)} phases, the first" if last else ""
+
+
+def loop_text(loop: LoopReport) -> str:
+    """What a loop inside a region keeps on chip, and what it moves."""
+    where = f" ({loop.source})" if loop.source else ""
+    text = f"{loop.op} of {plural(loop.steps, 'step')}{where}: {byte_text(loop.carried)} of carries stay on chip"
+    return f"{text}; a step reads {byte_text(loop.bytes_in)} and writes {byte_text(loop.bytes_out)}"
 
 
 def kept_text(region: RegionReport) -> str:

@@ -19,6 +19,7 @@ from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.local import Dims
 from kitsune_jax.ops.relations import DimRelation
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.streams.seeds import Seed
 from kitsune_jax.streams.space import DimLabels, StreamSpace
 
 Labels = dict[int, list[tuple[int, ...]]]
@@ -39,12 +40,6 @@ class Spread:
     stops: dict[int, str]
     rounds: tuple[tuple[dict[int, DimLabels], dict[int, str]], ...] = ()
     looks: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Seed:
-    value: int
-    dims: tuple[int, ...]  # each becomes a stream axis of its own, in this order
 
 
 class _Refine(Exception):  # noqa: N818 - control flow, not an error
@@ -71,11 +66,15 @@ def spread(
     shape = graph.values[seed.value].shape
     sizes = [shape[d] for d in seed.dims]
     labels: list[tuple[int, ...]] = [(seed.dims.index(d),) if d in seed.dims else () for d in range(len(shape))]
+    batch = seed.batch
     for _ in range(64):
         try:
-            return _Spreader(graph, sizes, allowed, supports, wiring).run(seed.value, labels, barred or {})
+            return _Spreader(graph, StreamSpace(tuple(sizes), batch), allowed, supports, wiring).run(
+                seed.value, labels, barred or {}
+            )
         except _Refine as split:
             sizes, labels = _split_axis(sizes, labels, split.axis, split.outer)
+            batch += split.axis < batch
     raise AssertionError("a stream axis was split more often than it has prime factors")
 
 
@@ -137,9 +136,10 @@ Implied = list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
 class _Spreader:
     def __init__(
-        self, graph: Graph, sizes: list[int], allowed: Container[int], supports: Callable[[int], str | None], wiring: Wiring
+        self, graph: Graph, space: StreamSpace, allowed: Container[int], supports: Callable[[int], str | None], wiring: Wiring
     ):
-        self.graph, self.sizes, self.allowed, self.supports, self.wiring = graph, sizes, allowed, supports, wiring
+        self.graph, self.space, self.sizes = graph, space, space.sizes
+        self.allowed, self.supports, self.wiring = allowed, supports, wiring
         self.looks = 0
 
     def run(self, seed: int, seed_labels: list[tuple[int, ...]], known: Mapping[int, str]) -> Spread:
@@ -166,8 +166,7 @@ class _Spreader:
             if not tainted:
                 touched = {v for i in members for v in self.wiring[i].operands}
                 final = {v: tuple(axes) for v, axes in labels.items() if v in touched and any(axes)}
-                space = StreamSpace(tuple(self.sizes))
-                return Spread(space, final, tuple(members), tuple(sinks), stops, tuple(rounds), self.looks)
+                return Spread(self.space, final, tuple(members), tuple(sinks), stops, tuple(rounds), self.looks)
             barred.update(tainted)
             rounds.append(({v: tuple(axes) for v, axes in labels.items()}, dict(barred)))
 
@@ -259,7 +258,16 @@ class _Spreader:
                 implied.append((found, members))
         if contracted and len(contracted) != len(self.sizes):
             return "reduces over a part of the stream axes", False, []
-        return self._check_operands(wired, op, labels, implied, bool(contracted)), bool(contracted), implied
+        why_not = self._of_a_batch(wired, labels, implied) or self._check_operands(wired, op, labels, implied, bool(contracted))
+        return why_not, bool(contracted), implied
+
+    def _of_a_batch(self, wired: _Wired, labels: Labels, implied: Implied) -> str | None:
+        """Does all that streams run over batch axes only? Such values are made outside, and lie still while a batch is at work."""
+        if not self.space.batch:
+            return None
+        streams = self._with(labels, implied, wired.operands)
+        axes = {a for dims in streams.values() for mine in dims for a in mine}
+        return "it is the same for all rows of a batch" if axes and max(axes) < self.space.batch else None
 
     def _check_operands(self, wired: _Wired, op: Op, labels: Labels, implied: Implied, sink: bool) -> str | None:
         for v in wired.operands:
@@ -289,7 +297,7 @@ class _Spreader:
     def _dims(self, v: int, labels: Labels) -> Dims:
         mine = labels.get(v)
         value = self.graph.values[v]
-        return Dims(value.shape, tuple(mine) if mine is not None and any(mine) else None, value.dtype)
+        return Dims(value.shape, tuple(mine) if mine is not None and any(mine) else None, value.dtype, self.space.batch)
 
     def _through_reshape(self, i: int, r: DimRelation, labels: Labels) -> dict[tuple[int, int], tuple[int, ...]] | None:
         """Labels of all members of a reshaped class, or None where streamed and unstreamed dimensions are mixed."""
@@ -342,53 +350,3 @@ class _Spreader:
         if rest and out:  # axes of extent 1: they ride on the last dimension
             out[-1] += tuple(rest)
         return out
-
-
-def candidate_seeds(graph: Graph, op_index: int) -> list[Seed]:
-    """Ways in which the stream could run through an op, most promising first.
-
-    A dot streams over the free dimensions of either side (the other side is then stationary), or, where they are the longest, over
-    the contracted ones (it is a sink then); anything else over all but the last dimension of its largest operand, its first
-    dimension, and each single dimension.
-    """
-    op = graph.ops[op_index]
-    seeds: list[Seed] = []
-    if op.kind == "dot_general":
-        sides = []
-        for v, contract, batch in (
-            (op.inputs[0], op["lhs_contract"], op["lhs_batch"]),
-            (op.inputs[1], op["rhs_contract"], op["rhs_batch"]),
-        ):
-            shape = graph.values[v].shape
-            free = [d for d in range(len(shape)) if d not in contract and d not in batch]
-            sides.append((math.prod(shape[d] for d in free), v, free))
-        # A weight gradient: the rows are what it contracts, and the other seeds would stream over columns of the weight.
-        contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
-        if op["lhs_contract"] and contracted >= max(size for size, _, _ in sides):
-            seeds.append(Seed(op.inputs[0], tuple(op["lhs_contract"])))
-        for _, v, free in sorted(sides, key=lambda s: -s[0]):
-            for k in range(len(free), 0, -1):
-                seeds.append(Seed(v, tuple(free[:k])))
-    elif OPS[op.kind].family in ("gather", "scatter"):
-        # The rows are what the indices run over; the other dimensions in front of them stream where the indices do not.
-        v = op.outputs[0] if OPS[op.kind].family == "gather" else op.inputs[0]
-        indexed = range(op["axis"], op["axis"] + len(graph.values[op.inputs[1]].shape))
-        choices = [tuple(indexed), tuple(indexed[:1]), tuple(range(op["axis"]))]
-        seeds = [Seed(v, dims) for dims in choices if dims]
-    else:
-        operands = [v for v in (*op.outputs, *op.inputs) if graph.values[v].shape]
-        if not operands:
-            return []
-        v = max(operands, key=lambda v: (graph.values[v].size, len(graph.values[v].shape)))
-        rank = len(graph.values[v].shape)
-        choices = [tuple(range(rank - 1)), (0,), *((d,) for d in range(1, rank)), tuple(range(rank))]
-        seeds = [Seed(v, dims) for dims in choices if dims]
-    return [
-        s for s in dict.fromkeys(_without_ones(graph, s) for s in seeds) if all(graph.values[s.value].shape[d] > 0 for d in s.dims)
-    ]
-
-
-def _without_ones(graph: Graph, seed: Seed) -> Seed:
-    """The same stream without axes of extent 1, unless it has no others."""
-    shape = graph.values[seed.value].shape
-    return Seed(seed.value, tuple(d for d in seed.dims if shape[d] != 1) or seed.dims)

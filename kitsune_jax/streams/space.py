@@ -16,11 +16,26 @@ DimLabels = tuple[tuple[int, ...], ...]  # per dimension of a value: the stream 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamSpace:
+    """The first ``batch`` axes are batch axes: a tile never crosses from one index of them to the next, so a value that streams
+    over nothing else is stationary while a tile is at work (the keys of an attention head)."""
+
     sizes: tuple[int, ...]
+    batch: int = 0
 
     @property
     def rows(self) -> int:
         return math.prod(self.sizes)
+
+    @property
+    def batches(self) -> int:
+        return math.prod(self.sizes[: self.batch])
+
+    def tiles(self, tile_rows: int) -> int:
+        return self.batches * -(-math.prod(self.sizes[self.batch :]) // tile_rows)
+
+    def of_batch(self, labels: DimLabels | None) -> bool:
+        """Does a value with these labels run over batch axes only?"""
+        return labels is not None and self.batch > 0 and all(a < self.batch for axes in labels for a in axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

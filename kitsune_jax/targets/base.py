@@ -29,8 +29,9 @@ class Target(abc.ABC, Generic[M]):
     "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``most_merged``: regions that
     follow each other become phases of one call, at most so many. ``recomputes``: a call may compute again what it would read of
     another one (``regions.recompute``). ``divides_gradients``: the weight gradient of a concatenation is captured as a product for
-    each part. ``sums_online``: it has code for the sums of ``ops.online``. ``compiles``: ``generate`` runs a compiler, which takes
-    seconds and can run in several threads. ``M``: its machine models.
+    each part. ``sums_online``: it has code for the sums of ``ops.online``. ``runs_loops``: it has code for the loops of a
+    graph. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several threads. ``M``: its machine
+    models.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Target(abc.ABC, Generic[M]):
     recomputes: bool = False
     divides_gradients: bool = False
     sums_online: bool = False
+    runs_loops: bool = False
     compiles: bool = False
 
     @abc.abstractmethod

@@ -84,3 +84,56 @@ def test_a_dropout_streams_with_its_random_bits() -> None:
     streams = [{op for stage in region.stages for op in stage.ops}, *(set(s.ops) for phase in region.later for s in phase.spaces)]
     assert any({"xor", "bitcast_convert_type", "tanh", "select_n"} <= ops for ops in streams)
     np.testing.assert_allclose(jax.jit(kj.pipeline(dropout, force=True))(*args), dropout(*args), rtol=2e-6, atol=2e-6)
+
+
+FOUR = ("float32", "float64", "int32", "uint32")
+TWO_SIDED = ("add", "sub", "mul", "max", "min", "eq", "ne", "lt", "le", "gt", "ge")
+INTEGER = ("and", "or", "xor", "shift_left", "shift_right_logical", "shift_right_arithmetic")
+
+
+@pytest.mark.parametrize("dtype", [*FOUR, "int8", "bool"])
+def test_a_constant_is_as_good_as_an_array_of_it(dtype: str) -> None:
+    """Bit for bit, on either side of an operation, as bounds and as what is selected."""
+    t, rng = Tiles((77,), 32), np.random.default_rng(1)
+    number = dtype != "bool"
+    kinds = [*TWO_SIDED, *(("div",) if dtype.startswith("float") else INTEGER if number else ("and", "or", "xor"))]
+    kinds = [k for k in kinds if number or k not in ("sub",)]
+    x = rng.integers(1, 6, (77, 5)).astype(dtype) if not dtype.startswith("float") else rng.normal(size=(77, 5)).astype(dtype)
+    arrays, wanted = [x], []
+    streamed, constant = t.load((77, 5), dtype, ROW), t.literal(3 if number else True, dtype)
+    arrays.append(np.full((77, 5), 3, dtype))
+    filled = t.load((77, 5), dtype, ROW)
+    arrays.append(rng.integers(0, 2, (77, 5)).astype(bool))
+    mask = t.load((77, 5), "bool", ROW)
+    for kind in kinds:
+        made = "bool" if kind in ("eq", "ne", "lt", "le", "gt", "ge") else dtype
+        for pair in ((streamed, constant), (constant, streamed), (streamed, filled), (filled, streamed)):
+            t.store(t.op(kind, *pair, shape=(5,), dtype=made), (77, 5), ROW)
+    three = t.broadcast(constant, (5,), ())
+    for no, yes in ((streamed, three), (three, streamed), (three, three), (streamed, filled), (filled, streamed), (filled, filled)):
+        t.store(t.op("select_n", mask, no, yes, shape=(5,), dtype=dtype), (77, 5), ROW)
+    got, wanted = run(t, arrays)
+    for k in range(0, 4 * len(kinds), 4):
+        for one, other in ((got[k], got[k + 2]), (got[k + 1], got[k + 3])):
+            assert one.tobytes() == other.tobytes(), kinds[k // 4]
+    assert [a.tobytes() for a in got[-6:-3]] == [a.tobytes() for a in got[-3:]]
+    for g, w in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(g.astype(np.float64), w.astype(np.float64), rtol=1e-6)
+
+
+def test_sines_and_cosines_next_to_multiples_of_a_quarter_turn() -> None:
+    """Where the reduced argument is the difference of nearly equal numbers, up to and beyond where it is made in float64."""
+    n = np.arange(1, 7000)
+    near = np.float32(n * (np.pi / 2))
+    x = np.concatenate(
+        [near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(1e9)), np.linspace(-9000, 9000, 4001)]
+    )
+    x = np.concatenate([x, -x]).astype(np.float32)
+    t = Tiles((len(x),), 1000)
+    v = t.load(x.shape, "float32", ((0,),))
+    for kind in ("sin", "cos"):
+        t.store(t.op(kind, v), x.shape, ((0,),))
+    got, _ = run(t, [x])
+    for g, f in zip(got, (np.sin, np.cos), strict=True):
+        want = f(x.astype(np.float64))
+        assert np.max(np.abs(g - want) / np.spacing(np.abs(want).astype(np.float32))) < 2

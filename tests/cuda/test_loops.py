@@ -166,7 +166,7 @@ def test_weights_that_a_loop_multiplies_with_are_not_streamed() -> None:
 
 @pytest.mark.parametrize(
     "name, reason",
-    [("nested", "weights that change"), ("computed_weights", "weights that change"), ("attention", "within a batch")],
+    [("nested", "several loops cut"), ("computed_weights", "weights that change"), ("attention", "do not stay in shared memory")],
 )
 def test_what_has_no_kernel_is_refused_in_words(name: str, reason: str) -> None:
     with pytest.raises(CannotLower, match=reason):

@@ -167,11 +167,13 @@ def run(of: Subject, plan: Plan, *, seed: int = 1) -> list[np.ndarray]:
 
 
 def run_program(
-    program: TileProgram, *arrays: Array, sm: int = 900, lanes: int = 1, replicas: int = 1, seed: int = 1
-) -> list[np.ndarray]:
-    """The results of a tile program written by hand: of one stage vertically, of several over the L2."""
-    made = generate(program, by_hand(program, sm, lanes, replicas), "program")
-    code = lower.Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", "program")
+    program: TileProgram, *arrays: Array, sm: int = 900, lanes: int = 1, replicas: int = 1, seed: int = 1,
+    resident: bool = True, change: Callable[[str], str] = str,
+) -> list[np.ndarray]:  # fmt: skip
+    """The results of a tile program written by hand: of one stage vertically, of several over the L2. ``resident``: weights stay in
+    shared memory; ``change``: made to the source."""
+    made = generate(program, by_hand(program, sm, lanes, replicas, resident), "program")
+    code = lower.Code(made, compile.emulated(change(made.source), sm), f"emulated sm_{sm // 10}", "program")
 
     def call(*args: Array) -> list[Array]:
         avals = [jax.core.ShapedArray(t.shape, jnp.dtype(t.dtype)) for t in program.outputs]
@@ -208,10 +210,10 @@ def tiled(call: Program) -> Program:
     return dataclasses.replace(call, parts=tuple(parts))
 
 
-def by_hand(program: TileProgram, sm: int, lanes: int, replicas: int) -> Arrangement:
+def by_hand(program: TileProgram, sm: int, lanes: int, replicas: int, resident: bool = True) -> Arrangement:
     machine, stages = H200 if sm == 900 else A100, len(program.stages)
     places = ("l2",) * len(program.queues)
-    return Arrangement(stages > 1, sm, lanes, 1, replicas, (True,) * stages, (1,) * stages, places, machine.local_bytes)
+    return Arrangement(stages > 1, sm, lanes, 1, replicas, (resident,) * stages, (1,) * stages, places, machine.local_bytes)
 
 
 def _nothing_else(op: int, operands: Any) -> Any:

@@ -18,6 +18,7 @@ from benchmarks.__main__ import main
 from benchmarks.graphs import offchip
 from benchmarks.graphs.apps import GraphCase, case_of, example
 from benchmarks.graphs.measure import in_float64, max_relative_error
+from benchmarks.sequences import apps
 from benchmarks.sequences.apps import PLANNED_APPS, SEQUENCE_APPS, llama_sizes
 
 ROWS = 13
@@ -164,12 +165,21 @@ def test_function_is_the_reference(name: str) -> None:
     np.testing.assert_allclose(exact, want, rtol=1e-5 if want.ndim == 3 and "l" in name else 1e-9, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [n for n in SEQUENCE_APPS if SEQUENCE_APPS[n].by_hand])
+@pytest.mark.parametrize("name", [n for n in SEQUENCE_APPS if SEQUENCE_APPS[n].by_hand and n not in WIDE])
 @pytest.mark.parametrize("rows", [1, 13, 512, 700])
 def test_by_hand_is_the_same_function(name: str, rows: int) -> None:
     case = small_case(name, rows)
     by_hand: Any = case.app.by_hand
-    np.testing.assert_allclose(by_hand(case.params), case.function(case.params), rtol=1e-4, atol=1e-5)
+    found, want = (jax.jit(f)(case.params, *case.inputs) for f in (by_hand, case.function))
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_carts_are_simulated_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = small_case("cartpole", 12)
+    monkeypatch.setattr(apps, "CARTS_PER_BLOCK", 4)
+    by_hand: Any = case.app.by_hand
+    assert jax.make_jaxpr(by_hand)(case.params, *case.inputs).eqns[-2].params["length"] == 3
+    np.testing.assert_array_equal(by_hand(case.params, *case.inputs), case.function(case.params, *case.inputs))
 
 
 def test_every_app_is_tested() -> None:

@@ -156,6 +156,8 @@ struct KernelTable {
   size_t (*gemm_scratch_bytes)(const GemmArgs&);
   void (*gemm)(const GemmArgs&);
   VectorFn (*vector)(Opcode, DType compute);  // nullptr: not defined for this type
+  // Where bit k of `constants` is set, operand k is one number, not an array of n. nullptr: there is no code for those.
+  VectorFn (*vector_with)(Opcode, DType compute, unsigned constants);
   VectorFn (*convert)(DType to, DType from);  // compute types; float -> int saturates, NaN -> 0, as XLA does
   LoadFn (*load)(DType compute, DType storage);
   StoreFn (*store)(DType storage, DType compute);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <variant>
@@ -18,7 +19,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 9;
+constexpr int64_t kFormatVersion = 10;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -196,10 +197,18 @@ struct Dot {
   Operand x, y, out;
 };
 
+// The iterations of a loop that a tile runs: number i stands for elements i * step to (i + 1) * step - 1, and it runs where those
+// reach into [x + low, y + high], where x and y are the smallest and the largest index of the tile's rows on a stream axis, row /
+// divisor % extent. Those of them whose elements all lie in [y + low, x + high] are whole, the others edges.
+struct Within {
+  int64_t divisor, extent, step, low, high, which;  // which: 0 all of them, 1 the whole ones, 2 the edges
+};
+
 // The `length` instructions behind these are their body.
 struct Loop {
   int64_t count;
   bool reverse;
+  std::optional<Within> within;  // none: all iterations
   int64_t length;
 };
 struct Stationary {

@@ -1,6 +1,7 @@
 // The kernel table of this translation unit's ISA. Include once per unit, after defining KITSUNE_ISA and KITSUNE_ISA_NAME.
 #pragma once
 
+#include "constant_ops.h"
 #include "dot_rows.h"
 #include "dots.h"
 #include "fold.h"
@@ -9,7 +10,6 @@
 #include "read_indices.h"
 #include "rows.h"
 #include "scaled_rows.h"
-#include "vector_ops.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
@@ -23,6 +23,7 @@ const KernelTable table = {
     &gemm_scratch_bytes,
     &gemm,
     &vector_function,
+    &constant_function,
     &convert_function,
     &load_function,
     &store_function,

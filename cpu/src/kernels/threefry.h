@@ -16,8 +16,12 @@ KITSUNE_INLINE VU rotate_left(VU x) {
 #endif
 }
 
-// Vectors that are hashed side by side: each round waits for the one before it.
+// Vectors that are hashed side by side, because each round waits for the one before it: as many as there are registers for.
+#if defined(__AVX512F__)
+constexpr int kHashes = 4;
+#else
 constexpr int kHashes = 2;
+#endif
 
 template <int R>
 KITSUNE_INLINE void threefry_round(VU (&x)[kHashes], VU (&y)[kHashes]) {

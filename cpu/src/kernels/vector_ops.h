@@ -166,7 +166,6 @@ void map_vector2(int64_t n, void* dst, const void* a, const void* b, const void*
 template <class T>
 VectorFn special_function(Opcode op) {
   switch (op) {
-    case Opcode::op_erf_inv: return &map_double<special::erf_inv, T>;
     case Opcode::op_lgamma: return &map_double<special::lgamma, T>;
     case Opcode::op_digamma: return &map_double<special::digamma, T>;
     case Opcode::op_bessel_i0e: return &map_double<special::bessel_ie<0>, T>;
@@ -207,6 +206,7 @@ inline VectorFn elementary_function<double>(Opcode op) {
     case Opcode::op_atanh: return &map_double<libm_atanh, double>;
     case Opcode::op_erf: return &map_double<libm_erf, double>;
     case Opcode::op_erfc: return &map_double<libm_erfc, double>;
+    case Opcode::op_erf_inv: return &map_double<special::erf_inv, double>;
     case Opcode::op_pow: return &map_double2<libm_pow, double>;
     case Opcode::op_atan2: return &map_double2<libm_atan2, double>;
     default: return special_function<double>(op);
@@ -237,6 +237,7 @@ inline VectorFn elementary_function<float>(Opcode op) {
     case Opcode::op_atanh: return &map_vector<through_double<wide::atanh>>;
     case Opcode::op_erf: return &map_vector<erf>;
     case Opcode::op_erfc: return &map_vector<through_double<wide::erfc>>;
+    case Opcode::op_erf_inv: return &map_vector<through_double<wide::erf_inv>>;
     case Opcode::op_to_float16: return &map_to_float16;
     case Opcode::op_pow: return &map_vector2<pow>;
     case Opcode::op_atan2: return &map_vector2<atan2>;

@@ -43,6 +43,18 @@ KITSUNE_DEVICE void become_consumer() {
   if constexpr (Lanes > 1) reg_inc<kConsumerRegisters<Lanes>>();
 }
 
+// Lanes of a CTA that take turns at the tensor core: a turn is handed on from lane to lane, from the last to the first again, so each
+// barrier counts the lane that waits and the one before it. Ids behind those of the lanes and of `phases.h`.
+constexpr u32 kTurns = 8;
+template <int Lanes>
+KITSUNE_DEVICE void take_turn(u32 lane) {
+  bar_sync(kTurns + lane, 2 * kGroupThreads);
+}
+template <int Lanes>
+KITSUNE_DEVICE void give_turn(u32 lane) {
+  bar_arrive(kTurns + (lane + 1) % Lanes, 2 * kGroupThreads);
+}
+
 // Threads of the loader's warp that fetch: bulk copies take one, cp.async all.
 KITSUNE_DEVICE bool fetches() {
 #if KITSUNE_SM >= 900

@@ -38,7 +38,7 @@ from kitsune_jax.targets.cpu.operands import Operand as Operand
 from kitsune_jax.targets.cpu.operands import Ref as Ref
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 9
+VERSION = 10
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -256,11 +256,18 @@ class Dot:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Runs ``body`` ``count`` times, at least once; with ``reverse``, the iterations' numbers count down to 0."""
+    """Runs ``body`` ``count`` times, at least once; with ``reverse``, the iterations' numbers count down to 0.
+
+    ``within``: empty, or (divisor, extent, step, low, high, which). Iteration i is then left out unless the elements from i * step
+    to (i + 1) * step - 1 reach into [x + low, y + high], where x and y are the smallest and the largest row // divisor % extent of
+    the tile's rows; rows count from the start of the batch. An iteration is whole if its elements all lie in [y + low, x + high];
+    ``which``: 0 for all that are left, 1 for the whole ones, 2 for the others.
+    """
 
     CODE: ClassVar[int] = 13
     count: int
     reverse: int
+    within: tuple[int, ...]
     body: tuple[Instruction, ...]
 
 

@@ -16,7 +16,7 @@ from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes.flow import VIEWS, Flow, Use
 from kitsune_jax.streams.space import dim_strides
-from kitsune_jax.targets.cpu import views
+from kitsune_jax.targets.cpu import layouts, views
 from kitsune_jax.targets.cpu.borders import Border, border
 from kitsune_jax.targets.cpu.bytecode import (
     DTYPE_CODE,
@@ -119,6 +119,9 @@ class Stage:
     def new(self, v: int) -> View:
         """Fresh scratch for a value like ``v``."""
         t = self.type(v)
+        if self.depth and layouts.by_columns(t, self.root(v), self.uses, self.flow.instruction, is_pointwise):
+            view = self.scratch(t.shape, t.dtype, dense=True)
+            return dataclasses.replace(view, row_stride=1, strides=tuple(self.program.tile_rows * s for s in view.strides))
         return self.scratch(t.shape, t.dtype, tile=t.tile)
 
     def scratch(self, shape: tuple[int, ...], dtype: str, dense: bool = False, tile: bool = True) -> View:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from kitsune_jax.program.ir import Block, Instr
+from kitsune_jax.program.ir import WITHIN, Block, Instr, TileProgram
 from kitsune_jax.program.passes.flow import VIEWS
 from kitsune_jax.targets.cpu import pointwise, views
 from kitsune_jax.targets.cpu.bytecode import (
@@ -38,17 +38,30 @@ def loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
     for v in pointwise.captured(instr):
         if stage.leaf(v) is None:
             stage.view(v)
-    places = [stage.new(v) for v in block.carries]
+    inside = Stage(stage.program, block.body, stage.preps, stage.products, stage, block)
+    places = [inside.new(v) for v in block.carries]
     for v, place in zip(instr.inputs, places, strict=True):
         stage.write(v, place)
-    inside = Stage(stage.program, block.body, stage.preps, stage.products, stage, block)
+    inside.views.update(stage.views)
     inside.views.update(zip(block.carries, places, strict=True))
     inside.carried = {p: places[p] for p in _written_at_once(inside, block)}
     emit(inside)
     _hand_on(inside, block, places)
     if inside.code:
-        stage.code.append(Loop(instr["count"], int(instr.get("reverse", False)), tuple(inside.code)))
+        within = _within(stage.program, instr)
+        stage.code.append(Loop(instr["count"], int(instr.get("reverse", False)), within, tuple(inside.code)))
     stage.views.update(zip(instr.outputs, places, strict=True))
+
+
+def _within(program: TileProgram, instr: Instr) -> tuple[int, ...]:
+    """Which iterations a tile runs, by the rows of its batch."""
+    bounds = instr.get("within")
+    if bounds is None:
+        return ()
+    axis, step, low, high, which = bounds
+    unbounded = math.prod(program.axes) + instr["count"] * step
+    low, high = -unbounded if low is None else low, unbounded if high is None else high
+    return math.prod(program.axes[axis + 1 :]), program.axes[axis], step, low, high, WITHIN.index(which)
 
 
 def _written_at_once(stage: Stage, block: Block) -> list[int]:

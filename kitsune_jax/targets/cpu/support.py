@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kitsune_jax.graph import Op, Value
+from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.spec import is_narrow
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS
@@ -27,6 +28,8 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
             return "an array without elements"
         if len(value.shape) > MAX_LOOP_DIMS:
             return f"more than {MAX_LOOP_DIMS} dimensions"
+    if op.body is not None:
+        return _loop(op.body)
     if op.kind == "dot_general":
         return _dot_general(op, in_values, out_values)
     spec = OPS.get(op.kind)
@@ -40,6 +43,16 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
             return f"{op.kind} of {dtype}"
         if is_narrow(dtype) and not spec.widens(dict(op.params), dtype):
             return f"{op.kind} of {dtype} (16-bit floats are computed in float32)"
+    return None
+
+
+def _loop(body: Graph) -> str | None:
+    for op in body.ops:
+        why = supports(op, [body.values[v] for v in op.inputs], [body.values[v] for v in op.outputs])
+        if why is None and op.body is not None and (parts(op).xs or parts(op).ys):
+            why = "a loop inside of it that takes or gives slices"
+        if why is not None:
+            return f"{op.label or op.kind} ({op.source or 'no source line'}): {why}"
     return None
 
 

@@ -82,7 +82,7 @@ class VectorBuilder:
     def index(self, dim: int, divisor: int, modulus: int, dtype: str) -> int:
         """Register <- (position in dimension ``dim`` // divisor) % modulus; 0 is the global row, 1.. are those of ``extents``,
         and -1.. are the numbers of the enclosing loops."""
-        kind = dtype if dtype in ("int32", "int64") else "int64"
+        kind = dtype if dtype in ("int32", "uint32", "int64") else "int64"
         position = self._define(("index", dim, divisor, modulus, kind), _Node("index", kind, -1, index=(dim, divisor, modulus)))
         return position if kind == dtype else self.rounded(self.convert(position, kind, compute_type(dtype)), dtype)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import tiles
+from kitsune_jax.targets.cuda import cuts, tiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,17 @@ class Arrangement:
 
     def instances(self, program: TileProgram) -> int:
         """Pipeline instances that have a tile."""
-        return max(1, min(self.replicas, -(-program.tiles // self.tiles_at_once)))
+        return max(1, min(self.replicas, -(-self.tiles(program) // self.tiles_at_once)))
+
+    def batch_tiles(self, program: TileProgram) -> int:
+        """Of a batch, where all lanes of a CTA work on one batch at a time: a multiple of the lanes; 0 where they need not."""
+        if not cuts.by_groups(program):
+            return 0
+        return tiles.aligned(program.tiles // max(1, program.batches), self.lanes)
+
+    def tiles(self, program: TileProgram) -> int:
+        """All tiles, some of which may be beyond the rows of their batch."""
+        return program.batches * self.batch_tiles(program) or program.tiles
 
     def gradient_parts(self, program: TileProgram) -> int:
         """CTAs that have a partial sum of each weight gradient (or of each slab of it)."""

@@ -65,6 +65,7 @@ def lies_together(program: TileProgram, array: ArrayType) -> bool:
     columns = columns_of(array)
     return (
         array.streamed
+        and not program.batch_axes
         and program.order is None
         and len(program.axes) == 1
         and columns.contiguous

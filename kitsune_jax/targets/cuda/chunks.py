@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.cuts import STRAIGHT
 from kitsune_jax.targets.cuda.device_ir import Action, Expr, Keep, Node, Read, Ref, ToPanel
 from kitsune_jax.targets.cuda.pack import WeightRecipe
 from kitsune_jax.targets.cuda.values import (
@@ -58,7 +59,9 @@ class _Chunks:
         self.weights, self.resident, self.depth, self.overlap = weights, resident, depth, overlap
         self.state: dict[int, _State] = {}
         self.nodes: list[Node] = []
+        self.homes: Homes = {}  # of what the loop at hand reads
         self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
+        self.loop = STRAIGHT  # the number of the loop around what is spelled out
         self.counter = itertools.count()
 
     def of(self, nodes: Iterable[Node]) -> list[Node]:
@@ -74,10 +77,9 @@ class _Chunks:
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.layer_bytes = 0
                 case st.CountedLoop(body=body):
-                    repeated = tuple(self.of(body))
-                    if not self.resident and any(isinstance(x, st.Issue) for x in repeated):
-                        raise CannotLower("weights that a loop multiplies with in every iteration must stay in shared memory")
-                    self.nodes.append(dataclasses.replace(node, body=repeated))
+                    around, self.loop = self.loop, node.number.of
+                    self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
+                    self.loop = around
                 case _:
                     self.nodes.append(node)
         found, self.nodes = self.nodes, outer
@@ -88,6 +90,7 @@ class _Chunks:
     def _evaluate(self, loop: ir.Evaluate) -> None:
         homes = dict(loop.homes)
         products = [_product(homes, v) for v in loop.products]
+        self.homes = homes
         self.nodes += _declarations(loop, homes)
         masks: dict[int, Ref] = {}
         cuts = _cuts(loop, homes, products)
@@ -143,6 +146,7 @@ class _Chunks:
         state, shape = self._state(p), p.shape
         chunk, rolling = state.issued, self._rolling(p)
         columns, weights = shape.chunks[chunk], None
+        self._check_weights(self.weights[p.weight])
         if self.resident:
             offset = sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
             weights = st.Resident(p.weight, offset, self.layer_bytes)
@@ -155,6 +159,8 @@ class _Chunks:
             first = last
         state.done = done
         bias = p.bias and (*p.bias, sum(_blocks(p)[:chunk]))
+        if p.start is not None:
+            self._start(p, ref := _accumulators(p, chunk))
         # Of one operand at a time: a product waits for what it has fetched of one before it fetches the next.
         fragments = any(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
         ref = _accumulators(p, chunk)
@@ -171,9 +177,25 @@ class _Chunks:
                 chunk,
                 shape.k_chunks,
                 columns // 2 + fragments,
+                p.start is not None,
             )
         )
         state.issued += 1
+
+    def _start(self, p: Multiply, ref: Ref) -> None:
+        """What the product is added to, to its accumulators ``ref``."""
+        assert p.start is not None
+        keep = Keep(p.start, ref, "word", push=True)
+        loop = ir.Evaluate(p.shape.slab, (keep,), (), tuple(self.homes.items()))
+        self.nodes += _declarations(loop, self.homes)
+        self.nodes.append(_Blocks(loop, self.homes, 0, tiles.blocks(p.shape.slab), {}, self.counter).loop())
+
+    def _check_weights(self, recipe: WeightRecipe) -> None:
+        """The loader brings streamed weights in the order in which the stage takes them."""
+        if self.resident and recipe.cut is not None:
+            raise CannotLower("weights that change from tile to tile do not stay in shared memory")
+        if not self.resident and recipe.loop != self.loop:
+            raise CannotLower("weights that every iteration of a loop multiplies with must stay in shared memory")
 
 
 def _product(homes: Homes, v: int) -> Multiply:

@@ -118,7 +118,7 @@ def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -
         at.settle(v, InRegisters(ref, "row", ref))
     elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
         for x in dict.fromkeys(x for x, _, _ in parts):
-            if _waits_for_product(at, x):  # whose chunks are those of another width
+            if waits_for_product(at, x):  # whose chunks are those of another width
                 at.materialize(x)
         at.settle(v, Parts(parts))
     else:
@@ -150,12 +150,13 @@ def fold_part(at: Evaluation, instr: Instr, how: str) -> None:
     at.materialize(v)
 
 
-def _waits_for_product(at: Evaluation, v: int) -> bool:
+def waits_for_product(at: Evaluation, v: int) -> bool:
+    """Is a product among what ``v`` is computed of, and nobody has asked for it yet?"""
     match at.value(v).home:
         case Multiply():
             return True
         case Expression(_, operands):
-            return any(_waits_for_product(at, x) for x in operands)
+            return any(waits_for_product(at, x) for x in operands)
     return False
 
 

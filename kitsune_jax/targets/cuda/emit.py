@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax import _compat
+from kitsune_jax.graph import Value
 from kitsune_jax.ops.reduce import identity
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, Program, TileProgram, walk
 from kitsune_jax.targets.cuda import compile, pack, runtime
 from kitsune_jax.targets.cuda.kernel import Packed
@@ -90,11 +92,14 @@ class _Stationary:
         if v in self.literals:
             return np.asarray(self.literals[v], dtype=jnp.dtype(self.program.values[v].dtype))
         instr = self.makers[v]
-        if instr.kind == "load":
+        if instr.kind in ("load", "load_slice"):  # the recipe of a slice says how to cut it
             return self.args[instr["array"]]
         operands = [self.value(x) for x in instr.inputs]
         if instr.kind == "reshape":
             return jnp.reshape(operands[0], instr["new_sizes"])
+        if instr.op < 0:  # of a pass over the tile program, not of the graph
+            t = self.program.values[v]
+            return OPS[instr.kind].evaluate(dict(instr.params), *operands, out=Value(t.shape, t.dtype))
         if instr.op not in self.by_op:
             self.by_op[instr.op] = self.evaluate(instr.op, operands)
         return self.by_op[instr.op]

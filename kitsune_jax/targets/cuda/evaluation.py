@@ -263,7 +263,16 @@ class Evaluation:
             home = self.value(v).home
             if isinstance(home, Expression):
                 reads.update(home.operands)
-        return [self.keep(v) for v in pending if v not in kept and self.uses[v] > reads[v]]
+            elif isinstance(home, Multiply) and home.start is not None:
+                reads[home.start] += 1
+        found = [v for v in pending if v not in kept and self.uses[v] > reads[v]]
+        return [self.keep(self._rounded(v, reads[v])) for v in found]
+
+    def _rounded(self, v: int, reads: int) -> int:
+        """What is kept for the readers of ``v`` that come after so many: its 16-bit form, where that is all that they read."""
+        narrow = self.facts.rounded.get(v)
+        waits = narrow is not None and narrow in self.values and isinstance(self.values[narrow].home, Expression)
+        return narrow if narrow is not None and waits and self.uses[v] == reads + 1 else v
 
     def _pending(self, width: int, actions: Sequence[Action]) -> list[int]:
         found: dict[int, None] = {}
@@ -277,7 +286,9 @@ class Evaluation:
                     for x in operands:
                         visit(x)
                     found[v] = None
-                case Multiply():
+                case Multiply(start=start):
+                    if start is not None:
+                        visit(start)
                     found[v] = None
                 case Parts(parts):
                     for part, first, blocks in parts:
@@ -312,6 +323,8 @@ class Evaluation:
                 case Parts(parts):
                     for part, _, _ in parts:
                         visit(part)
+                case Multiply(start=start) if start is not None:
+                    visit(start)
 
         for v in values:
             visit(v)

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from kitsune_jax.program.ir import TileProgram, walk
-from kitsune_jax.targets.cuda import arrays, bodies, chunks, liveness, stage_facts, tiles
+from kitsune_jax.targets.cuda import arrays, bodies, chunks, liveness, stage_facts, tiles, turns
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.device_ir import Node, Ref
@@ -137,6 +137,9 @@ class _Fitter:
         bodies.lower(at, self.instrs)
         at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
         nodes = chunks.spell_out(at.nodes, at.weights, self.resident, depth, shape.overlap)
+        if self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
+            nodes, takes_turns = turns.with_turns(nodes)
+            at.setup += [st.Turn("first")] if takes_turns else []
         return Lowered(
             tuple(at.setup),
             tuple(at.prologue),

@@ -91,7 +91,7 @@ class AwaitWeights(Node):
 class TileLoop(Node):
     """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles follow each other in the stream, else they
     are every so many. ``order``: the array that says which element of the arrays each row of the stream is.
-    ``prefetched``: (input, bytes of a row) whose next tile is asked for."""
+    ``prefetched``: (input, bytes of a row) whose next tile is asked for. ``batches``: tiles keep within one."""
 
     uniform: bool
     consecutive: bool
@@ -99,6 +99,7 @@ class TileLoop(Node):
     staged: tuple[StagedArray, ...]
     prefetched: tuple[tuple[Constant, int], ...]
     vectors: bool
+    batches: bool
     body: tuple[Node, ...]
 
 
@@ -152,9 +153,20 @@ class LoadStreamed(Node):
     runs: tuple[tuple[int, int, int], ...]
 
 
+class LoadBlocks(Node):
+    """Weights that change from tile to tile. ``groups``: (operand, bytes of a batch); ``axes``: (batches from one index of the axis
+    to the next, its extent), outermost first, of those on which the weights depend. ``parts``: (iterations, runs) of a loop, or (1,
+    runs) of what stands in none."""
+
+    ring: WeightRing
+    groups: tuple[tuple[int, int], ...]
+    axes: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
+
+
 class StageCode(Node):
     """``split``: the CTAs that run it."""
 
     consumer: Consumer
-    loader: LoadResident | LoadStreamed
+    loader: LoadResident | LoadStreamed | LoadBlocks
     split: int

@@ -14,10 +14,12 @@ from kitsune_jax.targets.cuda import arrays
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import statements as st
+from kitsune_jax.targets.cuda.cuts import STRAIGHT
 from kitsune_jax.targets.cuda.device_ir import Constant, Node, Ref, number, parameter
 from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.layout import Layout, entry_vectors, gradients_of, segments_of, sinks_of, sums_of
 from kitsune_jax.targets.cuda.product_ir import RowMemory, address_bytes
+from kitsune_jax.targets.errors import CannotLower
 
 
 def of_stage(at: Layout, s: int) -> StageCode:
@@ -34,10 +36,14 @@ def of_stage(at: Layout, s: int) -> StageCode:
     elif stage.fetches:
         setup.append(frame.AwaitWeights())
     body = _placed(at, s, (*stage.lowered.prologue, *stage.lowered.nodes))
-    loop = frame.TileLoop(at.uniform, at.consecutive, _order(at), staged, _prefetched(at, s), bool(at.operands.vectors), body)
+    loop = frame.TileLoop(
+        at.uniform, at.consecutive, _order(at), staged, _prefetched(at, s), bool(at.operands.vectors), bool(at.batch_tiles), body
+    )
     ctas = at.a.ctas if at.a.spatial else 0
     consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
-    return StageCode(consumer, _resident(at, s) if stage.resident else _streamed(at, s, ring, ctas), at.a.split[s])
+    cut = any(r.cut is not None for r in stage.lowered.weights)
+    loader = _resident(at, s) if stage.resident else _blocks(at, s, ring) if cut else _streamed(at, s, ring, ctas)
+    return StageCode(consumer, loader, at.a.split[s])
 
 
 def _placed(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
@@ -133,6 +139,8 @@ def _queues(at: Layout, s: int) -> list[Node]:
 def _finish(at: Layout, s: int) -> list[Node]:
     """Partial sums, each added up by whoever comes last of those that have one."""
     stage, found = at.stages[s], list[Node]()
+    if st.Turn("first") in stage.lowered.setup:
+        found.append(st.Turn("last"))
     if s in at.workspace.sinks_arrived:
         arrived = number("arrived", "sinks", at.workspace.sinks_arrived[s])
         shapes = [at.program.sinks[sink.ref.of].shape for sink in sinks_of(stage)]
@@ -169,6 +177,32 @@ def _resident(at: Layout, s: int) -> frame.LoadResident:
         where = number("resident", to, to), group, number("weights", w, source)
         found.append(frame.FetchResident(*where, shape.slab_bytes, shape.split > 1))
     return frame.LoadResident(tuple(found))
+
+
+def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
+    """The weights of a batch, in the order in which a tile takes them."""
+    stage, program = at.stages[s], at.program
+    recipes = stage.lowered.weights
+    cuts = [r.cut for r in recipes if r.cut is not None]
+    if len(cuts) < len(recipes) or len({cut.axes for cut in cuts}) > 1:
+        raise CannotLower("weights of which only some change from tile to tile, or with other batches, have no code on the GPU")
+    inner = {a: math.prod(program.axes[a + 1 : program.batch_axes]) for a in range(program.batch_axes)}
+    axes = tuple((inner[a], n) for a, n in cuts[0].axes)
+    parts, sizes = [], dict[int, int]()
+    for loop, part in itertools.groupby(stage.fetches, key=lambda i: recipes[i.weight].loop):
+        fetches = list(part)
+        count = cuts[fetches[0].weight].count if loop != STRAIGHT else 1
+        chunks = []
+        for i in fetches:
+            shape = recipes[i.weight].shape
+            chunks.append((at.operands.groups.index(shape.dtype), shape.chunk_bytes(i.columns), i.k_chunks))
+        runs = []
+        for (group, size), run in itertools.groupby(chunks, key=lambda c: c[:2]):
+            number = sum(k for _, _, k in run)
+            sizes[group] = sizes.get(group, 0) + number * size * count
+            runs.append((group, number, size))
+        parts.append((count, tuple(runs)))
+    return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, tuple(parts))
 
 
 def _streamed(at: Layout, s: int, ring: frame.WeightRing, ctas: int) -> frame.LoadStreamed:

@@ -71,12 +71,13 @@ def _pop(at: Evaluation, instr: Instr) -> None:
 
 def _pointwise(at: Evaluation, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
-    if not value.row and (product := _with_bias(at, instr)):
+    if not value.row and (product := _with_bias(at, instr) or _with_start(at, instr)):
         at.settle(v, product)
         return
     types = [pointwise.COMPUTE[at.value(x).dtype] for x in instr.inputs]
     places = [f"{{{k}}}" for k in range(len(types))]
-    template = pointwise.instruction(instr, places, types, pointwise.COMPUTE[value.dtype], value.dtype)
+    dtype = "bfloat16" if v in at.facts.coarse else value.dtype
+    template = pointwise.instruction(instr, places, types, pointwise.COMPUTE[value.dtype], dtype)
     if template is None:
         raise CannotLower(f"{instr.kind} of {types[0]} has no code on the GPU")
     if value.row:
@@ -95,6 +96,22 @@ def _with_bias(at: Evaluation, instr: Instr) -> Multiply | None:
             continue
         if isinstance(vector.home, InVector) and not vector.row and pointwise.COMPUTE[vector.dtype] == "float":
             return dataclasses.replace(product, product=instr.outputs[0], bias=(vector.home.address, vector.width))
+    return None
+
+
+def _with_start(at: Evaluation, instr: Instr) -> Multiply | None:
+    """An addition of a tile to a matmul of one chunk that nobody else reads: its accumulators start from the tile, so a result that
+    a loop rescales and adds to needs no second set of registers."""
+    if instr.kind != "add":
+        return None
+    for x, other in (instr.inputs, instr.inputs[::-1]):
+        product, start = at.value(x).home, at.value(other)
+        if not isinstance(product, Multiply) or product.bias is not None or product.start is not None or at.uses[at.root(x)] != 1:
+            continue
+        wide = start.dtype == at.value(x).dtype == "float32" and not start.row
+        one = wide and len(product.shape.chunks) == 1 and isinstance(start.home, (Expression, InRegisters))
+        if one and not columns.waits_for_product(at, other):
+            return dataclasses.replace(product, product=instr.outputs[0], start=at.root(other))
     return None
 
 
@@ -161,7 +178,7 @@ def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
     pieces = tuple(math.prod(at.program.values[p].shape) for p in operands)
     n = math.prod(of_w.shape[d] for d in order)
     shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split, at.most_columns(operands))
-    return WeightRecipe(w, (*(b for _, b in pairs), *order), len(pairs), shape)
+    return WeightRecipe(w, (*(b for _, b in pairs), *order), len(pairs), shape, at.facts.cuts.of(at.program, w))
 
 
 def _pieces(at: Evaluation, x: int) -> list[int]:

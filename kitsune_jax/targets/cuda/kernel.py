@@ -68,6 +68,8 @@ def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> 
         _check(part.program)
         if len(call.parts) > 1 and any(i.kind in _LOOPS for stage in part.program.stages for i in walk(stage.body)):
             raise CannotLower("a loop in a call of several phases has no code on the GPU")
+        if len(call.parts) > 1 and part.program.batch_axes:
+            raise CannotLower("tiles that keep within a batch have no code in a call of several phases on the GPU")
     found = call_layout.of_call(call, arrangements, name)
     layouts = [part.layout for part in found.parts]
     source = print_phases.source(found, [_kinds(at, True) for at in layouts])
@@ -77,8 +79,8 @@ def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> 
 
 
 def _check(program: TileProgram) -> None:
-    if program.batch_axes:
-        raise CannotLower("tiles that keep within a batch have no kernel yet")
+    if program.batch_axes and len(program.stages) > 1:
+        raise CannotLower("tiles that keep within a batch have no spatial pipeline")
     if program.tile_rows != tiles.TILE_ROWS:
         raise CannotLower(f"tiles of {program.tile_rows} rows; the GPU's have {tiles.TILE_ROWS}")
 

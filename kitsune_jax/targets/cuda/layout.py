@@ -78,7 +78,12 @@ class Layout:
     def uniform(self) -> bool:
         """Every lane takes part in every round, with a tile or without: the ring of streamed weights waits for all of them, and the
         lanes of a CTA multiply weight gradients together."""
-        return self.a.streamed or any(gradients_of(stage) for stage in self.stages)
+        return not self.batch_tiles and (self.a.streamed or any(gradients_of(stage) for stage in self.stages))
+
+    @property
+    def batch_tiles(self) -> int:
+        """Of a batch, where the lanes of a CTA work on one at a time; else 0."""
+        return self.a.batch_tiles(self.program)
 
     @property
     def consecutive(self) -> bool:
@@ -114,7 +119,8 @@ class Layout:
         counts = operands, len(p.outputs) + 1, self.workspace.zero_bytes
         sizes = [arrays.array_bytes(p.inputs[k]) for k in o.inputs]
         for dtype, order in zip(o.groups, o.order, strict=True):
-            sizes.append(sum(o.of_group(dtype)[k].shape.part_bytes(chunk) for k, chunk in order))
+            recipes = o.of_group(dtype)
+            sizes.append(sum(recipes[k].shape.part_bytes(chunk) * recipes[k].count for k, chunk in order))
         sizes += [4 * sum(r.words for r in o.vectors)] if o.vectors else []
         sizes += [math.prod(p.values[v].shape) * pointwise.ITEM_SIZE[p.values[v].dtype] for v in o.tables]
         sizes += [arrays.array_bytes(p.outputs[k]) for k, _ in self.filled]

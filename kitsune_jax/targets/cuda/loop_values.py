@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kitsune_jax.graph import Param
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import ROWS, Instr, TileProgram, walk
+from kitsune_jax.targets.cuda import cuts
 from kitsune_jax.targets.errors import CannotLower
 
 _SLICES = ("load_slice", "store_slice")
@@ -24,14 +25,14 @@ def as_tiles(program: TileProgram) -> TileProgram:
     """``program`` itself where it has no loop."""
     if not any(i.kind == "loop" or i.kind in _SLICES for s in program.stages for i in walk(s.body)):
         return program
-    literals = {v for v, _ in program.literals}
-    found = {v for s in program.stages for v in _varying(program, s.body, literals)}
+    weights = cuts.find(program).makers.keys()
+    found = {v for s in program.stages for v in _varying(program, s.body)} - weights
     values = tuple(dataclasses.replace(t, tile=t.tile or v in found) for v, t in enumerate(program.values))
     stages = tuple(dataclasses.replace(s, body=_body(s.body, found, program)) for s in program.stages)
     return dataclasses.replace(program, values=values, stages=stages)
 
 
-def _varying(program: TileProgram, body: Sequence[Instr], literals: set[int]) -> set[int]:
+def _varying(program: TileProgram, body: Sequence[Instr]) -> set[int]:
     """Stationary values of ``body`` that are made by loops, of their numbers and carries, or cut out of arrays."""
     found: set[int] = set()
 

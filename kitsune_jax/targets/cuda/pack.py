@@ -10,6 +10,8 @@ this, reshapes, transposes, pads and selects are used, which XLA fuses into one 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,18 +20,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kitsune_jax.targets.cuda.cuts import STRAIGHT, Cut
 from kitsune_jax.targets.cuda.tiles import ROW_BYTES, WeightShape, block, is_half, padded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightRecipe:
     """``value``: the stationary value of the tile program; ``permutation``: its dimensions as (contracted..., free...), of which
-    the first ``contracted`` flatten to K."""
+    the first ``contracted`` flatten to K. ``cut``: it is one of many blocks of the value, whose dimensions these are."""
 
     value: int
     permutation: tuple[int, ...]
     contracted: int
     shape: WeightShape
+    cut: Cut | None = None
+
+    @property
+    def count(self) -> int:
+        """Matrices of this shape: blocks of an array, for each batch."""
+        return 1 if self.cut is None else self.cut.batches * self.cut.count
+
+    @property
+    def loop(self) -> int:
+        """The number of the loop that cuts the block."""
+        return STRAIGHT if self.cut is None else self.cut.loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,11 +125,28 @@ def weights(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], v
 
     A part is (recipe, column chunk), or (recipe, -1) for a whole matrix, slab by slab.
     """
+    if recipes[0].cut is not None:
+        return _in_blocks(recipes, order, values)
     chunks: dict[int, list[jax.Array]] = {}
     for k in {recipe for recipe, _ in order}:
         chunks[k] = _weight(recipes[k], values[k])
     parts = [part for k, chunk in order for part in (chunks[k] if chunk < 0 else [chunks[k][chunk]])]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _in_blocks(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], values: Sequence[Any]) -> jax.Array:
+    """Batch by batch; in each, what the iterations of a loop multiply with, iteration by iteration, and what stands in no loop."""
+    chunks: dict[int, list[jax.Array]] = {}  # [batches, count, elements]
+    for k in {recipe for recipe, _ in order}:
+        cut = recipes[k].cut
+        assert cut is not None
+        pack_one = functools.partial(_weight, recipes[k])
+        chunks[k] = jax.vmap(jax.vmap(pack_one))(cut.blocks(values[k]))
+    runs = []
+    for _, run in itertools.groupby(order, key=lambda part: recipes[part[0]].loop):
+        parts = jnp.concatenate([chunks[k][chunk] for k, chunk in run], axis=2)
+        runs.append(parts.reshape(parts.shape[0], -1))
+    return jnp.concatenate(runs, axis=1).reshape(-1)
 
 
 def vectors(recipes: Sequence[VectorRecipe], values: Sequence[Any]) -> jax.Array:

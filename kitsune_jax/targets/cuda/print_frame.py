@@ -9,7 +9,7 @@ from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import pointwise, print_stage
 from kitsune_jax.targets.cuda.device_ir import Node
-from kitsune_jax.targets.cuda.frame_ir import Consumer, LoadResident, LoadStreamed, Result
+from kitsune_jax.targets.cuda.frame_ir import Consumer, LoadBlocks, LoadResident, LoadStreamed, Result
 from kitsune_jax.targets.cuda.print_loops import Spelling, name
 from kitsune_jax.targets.cuda.sharing import Kind
 
@@ -120,8 +120,7 @@ def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
     lines += ["KITSUNE_NO_UNROLL", f"for (u32 n = 0; {more}; ++n) {{"]
     body = [
         f"const i64 tile = {tile};",
-        "const i64 first_row = tile * kTileRows + lane.row;",
-        "const bool valid[2] = {first_row < kRows, first_row + 8 < kRows};",
+        *(_ROWS_OF_BATCH if loop.batches else _ROWS_OF_TILE),
         "(void)valid;",
     ]
     if loop.order is None:
@@ -141,6 +140,17 @@ def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
         body.append("const float* const vectors = opaque(p.vectors);")
     body += print_stage.lines(at, loop.body)
     return [*lines, *(f"  {line}" for line in body), "}"]
+
+
+_ROWS_OF_TILE = (
+    "const i64 first_row = tile * kTileRows + lane.row;",
+    "const bool valid[2] = {first_row < kRows, first_row + 8 < kRows};",
+)
+_ROWS_OF_BATCH = (
+    "const i64 of_batch = tile % kBatchTiles * kTileRows + lane.row;",
+    "const i64 first_row = tile / kBatchTiles * kBatchRows + of_batch;",
+    "const bool valid[2] = {of_batch < kBatchRows, of_batch + 8 < kBatchRows};",
+)
 
 
 # -- partial sums
@@ -167,7 +177,7 @@ def _finish(at: Spelling, node: Node, part: str) -> list[str]:
             return [*lines, "}"]
         case frame.FinishGradients():
             return _finish_gradients(at, node, part)
-    return []
+    return print_stage.lines(at, [node])
 
 
 def _partial(at: Spelling, result: Result, const: str = "") -> str:
@@ -212,11 +222,15 @@ def _combine_columns(at: Spelling, total: frame.PanelSumStart, result: Result, s
 # -- loader
 
 
-def _loader(at: Spelling, code: LoadResident | LoadStreamed) -> list[str]:
-    return [
-        "(void)slab, (void)p, (void)header, (void)shared, (void)share;",
-        *(_resident(at, code) if isinstance(code, LoadResident) else _streamed(code)),
-    ]
+def _loader(at: Spelling, code: LoadResident | LoadStreamed | LoadBlocks) -> list[str]:
+    match code:
+        case LoadResident():
+            lines = _resident(at, code)
+        case LoadStreamed():
+            lines = _streamed(code)
+        case LoadBlocks():
+            lines = _blocks(code)
+    return ["(void)slab, (void)p, (void)header, (void)shared, (void)share;", *lines]
 
 
 def _resident(at: Spelling, code: LoadResident) -> list[str]:
@@ -227,6 +241,28 @@ def _resident(at: Spelling, code: LoadResident) -> list[str]:
         source = f"p.weights{f.group} + {at.constant(f.source)}{f' + slab * {f.bytes}' if f.slabs else ''}"
         lines.append(f"fetch_resident(shared + {at.constant(f.to)}, {source}, {f.bytes}, header.resident);")
     return [*lines, "finish_resident(header.resident);"]
+
+
+def _blocks(code: LoadBlocks) -> list[str]:
+    batch = "0"
+    for inner, extent in code.axes:
+        batch = f"({batch} * {extent} + batch / {inner} % {extent})"
+    lines = [
+        f"const Weights weights{{&header.weights, shared + {code.ring.header_bytes}}};",
+        "Weights::At next;",
+        "KITSUNE_NO_UNROLL",
+        "for (u32 tile = share.block * kLanes; tile < kTiles; tile += share.blocks * kLanes) {",
+        "  const u32 batch = tile / kBatchTiles;",
+        "  (void)batch;",
+    ]
+    lines += [f"  const u8* from{k} = p.weights{k} + static_cast<i64>({batch}) * {size}ll;" for k, size in code.groups]
+    for count, runs in code.parts:
+        calls = [f"stream_weights(weights, next, from{group}, {chunks}, {size});" for group, chunks, size in runs]
+        if count == 1:
+            lines += [f"  {call}" for call in calls]
+        else:
+            lines += ["  KITSUNE_NO_UNROLL", f"  for (u32 i = 0; i < {count}; ++i) {{", *(f"    {call}" for call in calls), "  }"]
+    return [*lines, "}"]
 
 
 def _streamed(code: LoadStreamed) -> list[str]:

@@ -30,7 +30,11 @@ def told(at: Layout) -> str:
 
 
 def constants(at: Layout) -> str:
-    return f"constexpr i64 kRows = {at.program.rows};\nconstexpr u32 kTiles = {at.program.tiles};\n"
+    sizes = f"constexpr i64 kRows = {at.program.rows};\nconstexpr u32 kTiles = {at.a.tiles(at.program)};\n"
+    if not at.batch_tiles:
+        return sizes
+    rows = at.program.rows // max(1, at.program.batches)
+    return f"{sizes}constexpr u32 kBatchTiles = {at.batch_tiles};\nconstexpr i64 kBatchRows = {rows};\n"
 
 
 def params(at: Layout) -> list[str]:

@@ -21,6 +21,14 @@ def lines(at: Spelling, nodes: Iterable[Node]) -> list[str]:
     return found
 
 
+_TURNS = {
+    "take": "take_turn<kLanes>(group)",
+    "give": "give_turn<kLanes>(group)",
+    "first": "if (group == kLanes - 1) give_turn<kLanes>(group)",
+    "last": "if (group == 0) take_turn<kLanes>(group)",
+}
+
+
 def _loops(at: Spelling, node: Node) -> list[str]:
     match node:
         case ir.BlockLoop():
@@ -33,6 +41,8 @@ def _loops(at: Spelling, node: Node) -> list[str]:
             return ["KITSUNE_UNROLL", f"for (int i = 0; i < {tiles.image_vectors(width, 'bit')}; ++i) {put}"]
         case st.LayerLoop(layers, _, _, body):
             return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {layers}; ++layer) {{", *lines(at, body), "}"]
+        case st.Turn(what):
+            return [f"{_TURNS[what]};"]
         case st.CountedLoop(number, count, reverse, body):
             n, index = name(number), f"i_{name(number)}"
             of = f"{count - 1} - {index}" if reverse else index
@@ -174,11 +184,12 @@ def _issue(at: Spelling, node: st.Issue) -> list[str]:
         layer = f" + layer * {node.weights.layer}" if node.weights.layer else ""
         weights = f"{d}_weights"
         found.append(f"ResidentWeights<{node.columns}> {weights}{{shared + {at.constant(node.weights.at)}{layer}}};")
-    found.append(f"float {d}[{node.columns // 2}];")
+    if not node.started:
+        found.append(f"float {d}[{node.columns // 2}];")
     if node.bias is not None:
         address, width, first = node.bias
         found.append(f"start_from<{node.columns}, {width}>({d}, {at.address(address)}, lane, {first});")
-    flags = f"{'true' if node.rolling else 'false'}, {'true' if node.bias is not None else 'false'}"
+    flags = f"{'true' if node.rolling else 'false'}, {'true' if node.started or node.bias is not None else 'false'}"
     template = f"{pointwise.OPERAND[node.dtype]}, {node.columns}, {flags}, decltype({weights})"
     found.append(f"Product<{template}> {d}_product({d}, {weights});")
     found += [f"{d}_product.feed<{first}, {done}>({_operand(operand)});" for operand, first, done in node.feeds]

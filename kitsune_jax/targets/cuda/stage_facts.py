@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes.flow import is_other_name
-from kitsune_jax.targets.cuda import slabs, tiles
+from kitsune_jax.targets.cuda import cuts, slabs, tiles
+from kitsune_jax.targets.cuda.cuts import Cuts
 from kitsune_jax.targets.errors import CannotLower
 
 
@@ -22,7 +24,9 @@ class Facts:
     gradient, its operand, sum over the rows that is made of the operand's panel). ``slabs``: values that are shared out over CTAs.
     ``stacked``: a concatenation -> its parts, where their columns follow each other; ``only_multiplied``: those that only products
     for each row read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of.
-    ``picked``: a product for each row that only a ``take`` reads -> that ``take``.
+    ``picked``: a product for each row that only a ``take`` reads -> that ``take``. ``cuts``: weights that change from tile to tile.
+    ``rounded``: a float32 value -> the only 16-bit form that is made of it; ``coarse``: those that nobody reads but bfloat16
+    forms and sums of columns, such as the probabilities of an attention in bfloat16.
     """
 
     program: TileProgram
@@ -36,6 +40,9 @@ class Facts:
     only_multiplied: frozenset[int]
     row_pieces: frozenset[int]
     picked: dict[int, Instr]
+    cuts: Cuts
+    rounded: dict[int, int]
+    coarse: frozenset[int]
 
     def only_store(self, v: int) -> Instr | None:
         """The ``store`` that alone reads ``v``."""
@@ -91,9 +98,39 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
         _only_multiplied(stacked, readers),
         frozenset(),
         _picked(program, body, readers),
+        cuts.find(program),
+        _rounded(program, body, names),
+        _coarse(program, body, names),
     )
     operands = [x for i in body if i.kind == "dot" for x in i.inputs]
     return dataclasses.replace(found, row_pieces=frozenset(p for x in operands for p in found.pieces_of(x)))
+
+
+def _rounded(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for i in instrs:
+        if is_rounding(program, i):
+            x = names.get(i.inputs[0], i.inputs[0])
+            found[x] = -1 if x in found else i.outputs[0]
+    return {x: v for x, v in found.items() if v >= 0}
+
+
+def _coarse(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int]) -> frozenset[int]:
+    rounded, others = set[int](), set[int]()
+    for i in instrs:
+        read = {names.get(x, x) for x in (*i.inputs, *(i.block.results if i.block else ()))}
+        if is_rounding(program, i) and program.values[i.outputs[0]].dtype == "bfloat16":
+            rounded |= read
+        elif i.kind != "reduce_sum" and i.outputs[:1] not in {(v,) for v in names}:
+            others |= read
+    return frozenset(rounded - others)
+
+
+def is_rounding(program: TileProgram, instr: Instr) -> bool:
+    """Does ``instr`` round float32 to 16 bits?"""
+    if instr.kind != "convert_element_type" or not program.values[instr.outputs[0]].tile:
+        return False
+    return tiles.is_half(program.values[instr.outputs[0]].dtype) and program.values[instr.inputs[0]].dtype == "float32"
 
 
 def _stacked(program: TileProgram, instrs: tuple[Instr, ...]) -> dict[int, tuple[int, ...]]:

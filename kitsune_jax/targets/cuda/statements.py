@@ -159,7 +159,7 @@ class Resident(Node):
 
 class Issue(Node):
     """Products of a chunk of columns into accumulators ``ref``. ``registers``: accumulators and fragments, for ``liveness``;
-    ``k_chunks`` of ``weight``: for the loader."""
+    ``k_chunks`` of ``weight``: for the loader. ``started``: the accumulators hold what the product is added to."""
 
     ref: Ref
     columns: int
@@ -172,6 +172,7 @@ class Issue(Node):
     chunk: int
     k_chunks: int
     registers: int
+    started: bool = False
 
 
 class Complete(Node):
@@ -203,6 +204,13 @@ class CountedLoop(Node):
     count: int
     reverse: bool
     body: tuple[Node, ...]
+
+
+class Turn(Node):
+    """The lanes of a CTA take turns at the tensor core: ``what`` is "take" (wait for this lane's turn), "give" (it is the next
+    lane's), or at the ends of the kernel "first" and "last", which make and take back the first lane's first turn."""
+
+    what: str
 
 
 class SliceRows(Node):

@@ -31,7 +31,8 @@ class Multiply(Home):
     """A matmul whose products are issued by the loop that reads it first.
 
     ``product``: the value by which its accumulators are named. ``weight``: index of its recipe. ``pieces``: the values that make up
-    its K. ``bias``: the vector that the accumulators start from, with its width. ``operands``: the pieces, once they have homes.
+    its K. ``bias``: the vector that the accumulators start from, with its width; ``start``: the value that they start from, of a
+    product of one chunk of columns. ``operands``: the pieces, once they have homes.
     """
 
     product: int
@@ -40,6 +41,7 @@ class Multiply(Home):
     pieces: tuple[int, ...]
     bias: tuple[Address, int] | None = None
     operands: tuple[Operand, ...] = ()
+    start: int | None = None
 
 
 class InRegisters(Home):

@@ -17,6 +17,7 @@ from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import resource_of, stage_name
 from kitsune_jax.streams.space import Region
+from kitsune_jax.targets.cpu.planning.blocks import in_blocks
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 from kitsune_jax.targets.cpu.planning.tile_size import TileModel, tile_rows
@@ -31,7 +32,16 @@ def plan(graph: Graph, region: Region, machine: CpuMachine) -> Plan:
     orders = [order for order in (None, *orders_of(graph, region)) if not _out_of_order(graph, region, order)]
     if not orders:
         raise Infeasible("it has the softmaxes of several indices, and its rows can stream in the order of one")
-    plans = [_in_order(graph, region, machine, order) for order in orders]
+    plans: list[Plan] = []
+    wrong: Infeasible | None = None
+    for order in orders:
+        try:
+            plans.append(_in_order(graph, region, machine, order))
+        except Infeasible as error:
+            wrong = error
+    plans += in_blocks(graph, region, machine, _arranged)
+    if not plans:
+        raise wrong or Infeasible("there is no plan")
     return min(plans, key=lambda p: p.seconds)
 
 
@@ -43,9 +53,14 @@ def _out_of_order(graph: Graph, region: Region, order: int | None) -> bool:
 
 def _in_order(graph: Graph, region: Region, machine: CpuMachine, order: int | None) -> Plan:
     cost = CpuCost(graph, region, machine, order)
-    model = TileModel(cost)
+    return _arranged(cost, TileModel(cost))
+
+
+def _arranged(cost: CpuCost, model: TileModel) -> Plan:
+    """``cost``: of whole values; ``model``: of a tile."""
+    region, machine, order = cost.region, cost.machine, cost.order
     rows = tile_rows(model)
-    tiles = -(-region.space.rows // rows)
+    tiles = region.space.tiles(rows)
     replicas = max(1, min(machine.workers, tiles))
     tile = model.seconds(rows)
     traffic = pipeline_traffic(cost)
@@ -62,7 +77,7 @@ def _in_order(graph: Graph, region: Region, machine: CpuMachine, order: int | No
         stages=(Stage(name, ops, resource_of(cost, ops), 1, tile),),
         queues=(),
         replicas=replicas,
-        seconds=_call_seconds(cost, replicas, busy, moving),
+        seconds=_call_seconds(cost, replicas, busy, moving, tiles, model.packs),
         baseline_seconds=base_seconds,
         bytes_moved=traffic,
         baseline_bytes=base_bytes,
@@ -78,44 +93,27 @@ def _moving_seconds(machine: CpuMachine, moved: float) -> float:
     return (moved - beyond) / max(machine.shared_bandwidth, machine.dram_bandwidth) + beyond / machine.dram_bandwidth
 
 
-def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float) -> float:
+def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float, tiles: int, packs: bool) -> float:
     """Seconds of a call whose workers are ``busy`` with tiles for so long: the core that computes also moves."""
     workers = cost.machine.workers
     fresh = output_fault_seconds(cost, cost.machine.huge_fault_bandwidth)
     strided = (cost.strided_seconds() + cost.order_seconds()) / workers
-    packing, alone = _pack_seconds(cost), cost.times["call/short"]
+    packing, alone = _pack_seconds(cost, tiles) if not packs else 0.0, cost.times["call/short"]
     if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the caller does it alone
         return alone + packing + fresh + strided + busy * replicas + moving
     call = cost.machine.call_seconds if replicas > 1 else alone
     return call + packing / workers + fresh + strided + (busy + moving)
 
 
-def _pack_seconds(cost: CpuCost) -> float:
-    """Worker-seconds in which weights are read and written once per call on their way into the micro-kernels' layout."""
-    machine, ops = cost.machine, cost.region.ops
-    size = 2 * cost.stationary_bytes(ops)
-    level = "l2" if size <= machine.local_bytes else "l3" if size <= machine.shared_bytes else "dram"
-    packed = set()
+def _pack_seconds(cost: CpuCost, tiles: int) -> float:
+    """Worker-seconds in which weights are read and written on their way into the micro-kernels' layout: once per call, or for each
+    of ``tiles`` tiles those that depend on the batch."""
+    ops = cost.region.ops
+    seconds = sum(body.pack_seconds(constants) for _, constants, body in cost.loops())  # in front of the first step
     # A bias or a gain is laid out before the first tile as well: about half of what a small weight takes.
-    seconds = 0.5 * cost.times["call/layer"] * len(cost.stationary_inputs(ops))
-    for i in ops:
-        work, op = cost.work(i), cost.graph.ops[i]
-        if i in cost.sinks:
-            seconds += cost.times["call/layer"]  # its accumulators are set to zero, added up and stored
-        if work.dot is None or i in cost.sinks:
-            continue
-        weight = next((v for v in op.inputs if v not in cost.labels), -1)
-        once = (weight, op["lhs_contract"], op["rhs_contract"])
-        if once in packed:
-            continue
-        packed.add(once)
-        seconds += cost.times["call/layer"]
-        way = cost.products[0] if work.dot.dtype == "bfloat16" else "widened"
-        elements = work.dot.batch * work.dot.k * work.dot.n
-        contract = op["rhs_contract" if weight == op.inputs[1] else "lhs_contract"]
-        transposed = len(cost.graph.values[weight].shape) - 1 in contract
-        seconds += elements * cost.times.pack(work.dot.dtype, way, transposed, level)
-    return seconds
+    seconds += 0.5 * cost.times["call/layer"] * len(cost.stationary_inputs(ops))
+    # The accumulators of a sink are set to zero, added up and stored.
+    return seconds + cost.times["call/layer"] * sum(i in cost.sinks for i in ops) + cost.pack_seconds(tiles=tiles)
 
 
 def partial_bytes(cost: CpuCost, replicas: int) -> int:

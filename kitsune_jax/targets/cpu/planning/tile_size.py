@@ -26,7 +26,10 @@ class TileModel:
     """A tile of any number of rows on one core. What does not depend on the rows is computed once.
 
     ``live``: bytes per row that are alive at once; ``weights`` and ``sinks``: bytes of stationary operands and accumulators.
+    ``packs``: packing weights is a part of a tile's seconds.
     """
+
+    packs = False
 
     def __init__(self, cost: CpuCost):
         ops = sorted(cost.region.ops)
@@ -35,7 +38,8 @@ class TileModel:
         self.live = max(1, cost.live_row_bytes(ops))
         self.weights = cost.stationary_bytes(ops)
         self.sinks = cost.sink_bytes(ops)
-        self._made = sum(cost.row_bytes(v) for i in ops for v in cost.graph.ops[i].outputs if cost.streamed(v))
+        self._made = cost.made_row_bytes()
+        self._packing = cost.repack_seconds()
 
     def seconds(self, rows: int) -> float:
         """One tile on one worker: its ops one after the other."""
@@ -51,7 +55,7 @@ class TileModel:
         # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of
         # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
         fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)
-        return max(tensor, fetched) + simt + _TILE_SECONDS
+        return max(tensor, fetched) + simt + self._packing + _TILE_SECONDS
 
     def _spill_seconds(self, rows: int) -> float:
         """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""
@@ -68,7 +72,8 @@ def tile_rows(model: TileModel) -> int:
     """Rows per tile: the size the model likes best among those whose intermediates stay in a core's L2, multiples of 8 unless the
     stream or the memory is shorter. Raises ``Infeasible``.
     """
-    machine, total = model.cost.machine, model.cost.region.space.rows
+    machine, space = model.cost.machine, model.cost.region.space
+    total = space.rows // max(1, space.batches)  # a tile is of one batch
     limit = max(machine.local_bytes // model.live, 1)
     if model.sinks > machine.local_bytes:
         # Accumulators and weights come from the shared cache for every tile anyway: fewer tiles are worth some intermediates there.
@@ -76,13 +81,13 @@ def tile_rows(model: TileModel) -> int:
         limit *= 2
     # A share of the rows for every worker, in as few rounds as the limit allows: awkward row counts divide evenly.
     rounds = max(1, -(-total // (machine.workers * min(limit, _ROWS[0]))))
-    share = -(-total // (machine.workers * rounds))
+    share = -(-total // (machine.workers * rounds)) if not space.batch else total
     whole = total if total <= _ONE_TILE else 0
     candidates = [n for n in (whole, _ROWS[0], round_up(share, 8), *_ROWS[1:], share) if 0 < n <= min(limit, total)]
 
     @functools.cache
     def seconds(rows: int) -> float:
-        tiles, tile = -(-total // rows), model.seconds(rows)
+        tiles, tile = space.tiles(rows), model.seconds(rows)
         if tiles * tile < SHARED_SECONDS:
             return tiles * tile
         hand_over = machine.call_seconds - model.cost.times["call/short"] if tiles > 1 else 0.0

@@ -255,9 +255,9 @@ class CpuTimes:
         found, usual = self[f"xla/uneven/tanh/{home}"], self[f"xla/loop/tanh/{home}"]
         return max(1.0, found / usual)
 
-    def threads_lost(self, written: float) -> int:
-        """How many times as long a fused loop takes that writes so many bytes: a short one has one thread."""
-        return self.profile.workers if written < _PARALLEL_BYTES else 1
+    def one_thread(self, written: float) -> bool:
+        """Does XLA give a fused loop that writes so many bytes one thread?"""
+        return written < _PARALLEL_BYTES
 
     def xla_moved(self, near: bool) -> float:
         """A byte that a kernel reads or writes: from the caches, or from memory."""

@@ -8,7 +8,7 @@ what it reads and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
@@ -29,9 +29,25 @@ _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 def baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
     kernels = kernels_of(cost)
+    seconds, moved = _kernels_seconds(cost, kernels)
+    for steps, _, body in cost.loops():
+        each, bytes_each = _step(body)
+        seconds, moved = seconds + steps * each, moved + steps * bytes_each
+    return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost, cost.machine.fault_bandwidth), moved
+
+
+def _kernels_seconds(cost: CpuCost, kernels: Sequence[Kernel], looped: bool = False) -> tuple[float, int]:
     moved = [k.moved(cost) for k in kernels]
-    seconds = sum(_kernel_seconds(cost, k, n) for k, n in zip(kernels, moved, strict=True))
-    return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost, cost.machine.fault_bandwidth), sum(moved)
+    return sum(_kernel_seconds(cost, k, n, looped) for k, n in zip(kernels, moved, strict=True)), sum(moved)
+
+
+def _step(body: CpuCost) -> tuple[float, int]:
+    """(seconds, off-chip bytes) of a step of a loop."""
+    seconds, moved = _kernels_seconds(body, kernels_of(body), looped=True)
+    for steps, _, inner in body.loops():
+        each, bytes_each = _step(inner)
+        seconds, moved = seconds + steps * each, moved + steps * bytes_each
+    return seconds, moved
 
 
 def output_fault_seconds(cost: CpuCost, bandwidth: float) -> float:
@@ -39,8 +55,9 @@ def output_fault_seconds(cost: CpuCost, bandwidth: float) -> float:
     return sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > _FAULT_THRESHOLD) / bandwidth
 
 
-def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int) -> float:
-    """``moved``: bytes that the kernel reads and writes."""
+def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, looped: bool) -> float:
+    """``moved``: bytes that the kernel reads and writes. ``looped``: in a step of a loop, which calls a kernel of one thread itself
+    instead of scheduling it, and finds in the caches what the step before has left there."""
     times, machine, ops, root = cost.times, cost.machine, kernel.ops, kernel.root
     products = [i for i in ops if cost.family(i) == "dot"]
     loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) != "dot")
@@ -49,16 +66,21 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int) -> float:
     if _is_uneven(cost, ops, root):
         loop *= times.uneven(cost.graph.values[root].dtype)
     loop += sum(_product_seconds(cost, i) for i in products)
+    called = looped and times.one_thread(cost.bytes(root))
+    start = times["xla/while"] if called else machine.kernel_seconds
     if not products and not any(cost.family(i) in _PASSES or cost.family(i) == SCATTER for i in ops):
         # The rates of products, reductions and scatters have their traffic in them, as far as that was in the caches.
-        loop = (loop + moved * times.xla_moved(near=True)) * times.threads_lost(cost.bytes(root))
+        if called and moved <= machine.local_bytes:
+            loop = loop * machine.workers + moved * times["xla/while/moved"]
+        else:
+            loop = (loop + moved * times.xla_moved(near=True)) * (machine.workers if times.one_thread(cost.bytes(root)) else 1)
     # What the last level does not hold comes from memory, while the core computes.
     beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
     # XLA adds up on one thread, which waits for its rows. (So it takes a maximum; but that takes a pipeline twice as long as a sum,
     # which the profile does not know.)
     if any(cost.family(i) == SCATTER and OPS[cost.graph.ops[i].kind].fold == "sum" for i in ops):
-        return machine.kernel_seconds + loop + beyond * times.xla_moved(near=False) * machine.workers
-    return machine.kernel_seconds + max(loop, beyond * times.xla_moved(near=False))
+        return start + loop + beyond * times.xla_moved(near=False) * machine.workers
+    return start + max(loop, beyond * times.xla_moved(near=False))
 
 
 def _is_uneven(cost: CpuCost, ops: Collection[int], root: int) -> bool:

@@ -54,6 +54,8 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
     """
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
+    if region.space.batch:
+        raise Infeasible("products of two streamed values, as in attention, have no code on a GPU yet")
     reasons: dict[str, None] = {}
     found: list[Plan] = []
     for order in (None, *orders_of(graph, region)):

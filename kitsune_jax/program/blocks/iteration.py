@@ -1,0 +1,84 @@
+"""One iteration of a loop over blocks: instructions over the whole dimension, written again for one block.
+
+Comes in: values over the whole dimension, when somebody asks for them. Goes out: the values of the block.
+"""
+
+from __future__ import annotations
+
+from kitsune_jax.graph import make_params
+from kitsune_jax.ops.spec import is_narrow
+from kitsune_jax.program.blocks.dims import array_dim
+from kitsune_jax.program.blocks.emit import Writer, rows_first
+from kitsune_jax.program.ir import Instr, TileProgram, TileType
+
+_SIZES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
+
+
+class Iteration:
+    """The block of ``size`` elements from element ``number * step`` on. ``values``: those of the block that are there already."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        program: TileProgram,
+        makers: dict[int, Instr],
+        inner: dict[int, int],
+        number: int,
+        step: int,
+        size: int,
+    ):
+        self.writer, self.program, self.makers, self.inner = writer, program, makers, inner
+        self.number, self.step, self.size = number, step, size
+        self.values: dict[int, int] = {}
+
+    def value(self, v: int) -> int:
+        if v not in self.values and v in self.inner:
+            self.values[v] = self._written(v, self.makers[v])
+        return self.values.get(v, v)
+
+    def type(self, v: int) -> TileType:
+        t = self.writer.types[v]
+        first = int(t.tile)
+        shape = tuple(self.size if d + first == self.inner[v] else n for d, n in enumerate(t.shape))
+        return TileType(t.tile, shape, t.dtype)
+
+    def _written(self, v: int, instr: Instr) -> int:
+        w, t, params = self.writer, self.type(v), dict(instr.params)
+        if instr.kind == "load":
+            array = self.program.inputs[instr["array"]]
+            dims = (array_dim(array, t.tile, self.inner[v]),)
+            cut = {"dims": dims, "steps": (self.step,), "sizes": (self.size,)}
+            return w.add("load_slice", (self.number,), t, array=instr["array"], **cut)
+        if instr.kind in _SIZES:
+            params[_SIZES[instr.kind]] = rows_first(t)
+        made = w.add(instr.kind, [self.value(x) for x in instr.inputs], t, **params)
+        if instr.kind == "iota" and instr["dimension"] == self.inner[v]:
+            first = self.number if self.step == 1 else self._scalar("mul", self.number, w.literal(self.step, "int32"), "int32")
+            first = first if t.dtype == "int32" else self._scalar("convert_element_type", first, None, t.dtype)
+            made = w.add("add", (made, first), t)
+        return made
+
+    def _scalar(self, kind: str, x: int, y: int | None, dtype: str) -> int:
+        params = {"new_dtype": dtype} if y is None else {}
+        return self.writer.add(kind, (x,) if y is None else (x, y), TileType(False, (), dtype), **params)
+
+    def reduced(self, kind: str, x: int, dim: int, dtype: str) -> int:
+        t = self.writer.types[x]
+        kept = tuple(n for d, n in enumerate(t.rows_first) if d != dim)
+        return self.writer.add(kind, (x,), TileType(True, kept[1:], dtype), axes=(dim,))
+
+    def fold(self, instr: Instr, operand: int, t: TileType) -> int:
+        """``instr`` of ``operand`` and its other operands, in the dtype of ``t``."""
+        w = self.writer
+        x = self.value(operand)
+        if instr.kind == "reduce_sum" and is_narrow(w.types[x].dtype):
+            x = w.convert(x, t.dtype)
+        inputs = (x, *(self.value(v) for v in instr.inputs[1:]))
+        return w.add(instr.kind, inputs, t, **dict(instr.params))
+
+    def store(self, instr: Instr) -> None:
+        (x,) = instr.inputs
+        array = self.program.outputs[instr["array"]]
+        dims = (array_dim(array, self.writer.types[x].tile, self.inner[x]),)
+        params = make_params(array=instr["array"], dims=dims, steps=(self.step,), sizes=(self.size,))
+        self.writer.body.append(Instr("store_slice", (self.value(x), self.number), (), params, instr.op))

@@ -1,0 +1,171 @@
+"""Which blocks of a dimension a tile has to look at, where a mask hides the others from all of its rows.
+
+Comes in: the scores of online sums. Goes out: a stream axis and how far from a row's index on it the elements may lie that the row
+sees. A causal mask is the comparison of two indices; what it hides is -inf, or a number so low that its exponential is 0 beside any
+score that is seen. The reason is found in the comparison, whatever it is written as. Where a low number hides elements, the mask
+must be nothing but the comparison, and show every row something: else the row's result is made of what is hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from kitsune_jax.program.blocks.emit import Writer
+from kitsune_jax.program.ir import Instr
+
+_LOW = -1e30
+_SAME = frozenset({"broadcast_in_dim", "reshape", "transpose", "convert_element_type", "copy"})
+_TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Elements k with ``low <= k - x <= high``, where x is a row's index on ``axis``. ``exact``: all of them, not only some."""
+
+    axis: int
+    low: int | None
+    high: int | None
+    exact: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+    """An index plus ``plus``: ``axis``: of a stream axis; -1: of the dimension; None: a constant."""
+
+    axis: int | None
+    plus: int
+
+
+class Visible:
+    def __init__(self, writer: Writer, makers: dict[int, Instr], inner: dict[int, int], axes: tuple[int, ...], size: int):
+        self.writer, self.makers, self.inner, self.axes, self.size = writer, makers, inner, axes, size
+
+    def of(self, scores: list[int]) -> Range | None:
+        """The elements that rows see, by all of ``scores``; None where they may see all."""
+        found = [self._shown(s) for s in scores]
+        if not found or any(r is None for r in found):
+            return None
+        first = found[0]
+        return first if first is not None and all(r == first for r in found) and (first.low, first.high) != (None, None) else None
+
+    def _shown(self, v: int) -> Range | None:
+        instr = self.makers.get(v)
+        if instr is None:
+            return None
+        if instr.kind == "select_n" and len(instr.inputs) == 3:
+            which, no, yes = instr.inputs
+            when = self._when(which)
+            for case, shown in ((no, when[0]), (yes, when[1])):
+                fill = self._constant(case)
+                if fill is not None and fill < 0 and shown is not None and self._hides(fill, shown):
+                    return shown
+            inner = [self._shown(x) for x in (no, yes) if self._constant(x) != -math.inf]
+            return inner[0] if len(inner) == 1 else None
+        if instr.kind == "add":
+            return next((r for x in instr.inputs if (r := self._minus_infinity(x)) is not None), None)
+        return self._shown(instr.inputs[0]) if instr.kind in _SAME and instr.inputs[0] in self.inner else None
+
+    def _hides(self, fill: float, shown: Range) -> bool:
+        if fill == -math.inf:
+            return True
+        extent = self.axes[shown.axis]
+        nothing_left = (shown.high is None or shown.high >= 0) and (shown.low is None or extent - 1 + shown.low <= self.size - 1)
+        return fill <= _LOW and shown.exact and nothing_left
+
+    def _minus_infinity(self, v: int) -> Range | None:
+        """The elements where ``v``, which is added, is not -inf."""
+        instr = self.makers.get(v)
+        while instr is not None and instr.kind in _SAME:
+            v = instr.inputs[0]
+            instr = self.makers.get(v)
+        if instr is None or instr.kind != "select_n" or len(instr.inputs) != 3:
+            return None
+        which, no, yes = instr.inputs
+        when = self._when(which)
+        if self._constant(yes) == -math.inf:
+            return when[1]
+        return when[0] if self._constant(no) == -math.inf else None
+
+    def _constant(self, v: int) -> float | None:
+        while v in self.makers and self.makers[v].kind in _SAME:
+            v = self.makers[v].inputs[0]
+        found = self.writer.literals.get(v)
+        return float(found) if isinstance(found, (int, float)) else None
+
+    def _when(self, v: int) -> tuple[Range | None, Range | None]:
+        """Bounds of the elements for which a condition is true, and of those for which it is false."""
+        instr = self.makers.get(v)
+        if instr is None:
+            return None, None
+        if instr.kind in _SAME:
+            return self._when(instr.inputs[0])
+        if instr.kind == "not":
+            true, false = self._when(instr.inputs[0])
+            return false, true
+        if instr.kind in ("and", "or"):
+            return self._both(instr)
+        if instr.kind == "select_n" and len(instr.inputs) == 3:
+            true, false = self._when(instr.inputs[0])
+            cases = self._constant(instr.inputs[1]), self._constant(instr.inputs[2])
+            return (true, false) if cases == (0, 1) else (false, true) if cases == (1, 0) else (None, None)
+        if instr.kind in _TURNED:
+            return self._compared(instr.kind, *map(self._index, instr.inputs))
+        return None, None
+
+    def _both(self, instr: Instr) -> tuple[Range | None, Range | None]:
+        sides = [self._when(x) for x in instr.inputs]
+        constants = [self._constant(x) for x in instr.inputs]
+        for k in range(2):
+            if constants[k] == (1 if instr.kind == "and" else 0):
+                return sides[1 - k]
+        which = 0 if instr.kind == "and" else 1
+        met = _met(sides[0][which], sides[1][which])
+        return (met, None) if which == 0 else (None, met)
+
+    def _compared(self, kind: str, a: _Index | None, b: _Index | None) -> tuple[Range | None, Range | None]:
+        if a is None or b is None:
+            return None, None
+        if b.axis == -1:
+            a, b, kind = b, a, _TURNED[kind]
+        if a.axis != -1 or b.axis is None or b.axis == -1:
+            return None, None
+        far = b.plus - a.plus  # k + a.plus ? x + b.plus
+        below, above = Range(b.axis, None, far), Range(b.axis, far, None)
+        found: dict[str, tuple[Range | None, Range | None]] = {
+            "le": (below, Range(b.axis, far + 1, None)),
+            "lt": (Range(b.axis, None, far - 1), above),
+            "ge": (above, Range(b.axis, None, far - 1)),
+            "gt": (Range(b.axis, far + 1, None), below),
+            "eq": (Range(b.axis, far, far), None),
+        }
+        return found[kind]
+
+    def _index(self, v: int) -> _Index | None:
+        instr = self.makers.get(v)
+        if instr is None:
+            constant = self.writer.literals.get(v)
+            return _Index(None, constant) if isinstance(constant, int) else None
+        if instr.kind in _SAME:
+            return self._index(instr.inputs[0])
+        if instr.kind == "iota":
+            return _Index(-1, 0) if self.inner.get(v) == instr["dimension"] else None
+        if instr.kind == "row_index":
+            return _Index(instr["axes"][0], 0) if len(instr["axes"]) == 1 else None
+        if instr.kind in ("add", "sub"):
+            a, b = map(self._index, instr.inputs)
+            if a is None or b is None:
+                return None
+            if b.axis is None:
+                return _Index(a.axis, a.plus + (b.plus if instr.kind == "add" else -b.plus))
+            return _Index(b.axis, a.plus + b.plus) if a.axis is None and instr.kind == "add" else None
+        return None
+
+
+def _met(a: Range | None, b: Range | None) -> Range | None:
+    """What both bounds hold of."""
+    if a is None or b is None or a.axis != b.axis:
+        one = a or b
+        return None if one is None else dataclasses.replace(one, exact=False)
+    lows, highs = ([n for n in pair if n is not None] for pair in ((a.low, b.low), (a.high, b.high)))
+    return Range(a.axis, max(lows, default=None), min(highs, default=None), a.exact and b.exact)

@@ -1,0 +1,35 @@
+"""Which values of a loop's body lie column by column in scratch.
+
+A carry of a few columns (the state of a simulator, ``[envs, 4]``) is taken apart by slices and put together again in every
+iteration. Row by row each of these is a load or a store with a stride; column by column they are dense.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from kitsune_jax.program.ir import Instr, TileType
+from kitsune_jax.program.passes.flow import VIEWS, Use
+
+_MOST_COLUMNS = 32
+
+
+def by_columns(
+    t: TileType, root: int, uses: Mapping[int, Sequence[Use]], instruction: Callable[[int], Instr], pointwise: Callable[[str], bool]
+) -> bool:
+    """Whether nothing reads ``root``, a tile of type ``t``, but element by element, through views or as a piece of another tile."""
+    if not t.tile or not 1 < math.prod(t.shape) <= _MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
+        return False
+
+    def fits(v: int) -> bool:
+        for i, _ in uses.get(v, ()):
+            instr = instruction(i)
+            if instr.kind in VIEWS:
+                if not fits(instr.outputs[0]):
+                    return False
+            elif not pointwise(instr.kind) and instr.kind not in ("concatenate", "results", "store", "store_slice"):
+                return False
+        return True
+
+    return fits(root)

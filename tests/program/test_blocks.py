@@ -1,0 +1,186 @@
+"""Loops over blocks of a long dimension, made by a pass: what the program computes stays the same, and no value is longer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kitsune_jax.program.blocks import NotBlocked, blocked
+from kitsune_jax.program.execute import met
+from kitsune_jax.program.interpret import interpret
+from kitsune_jax.program.ir import Program, TileProgram, walk
+from kitsune_jax.program.passes import simplified
+from kitsune_jax.program.verify import verify
+from kitsune_jax.targets import cpu
+from tests.support.tiles import Tiles
+
+_cpu = pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
+
+
+def softmax_rows(t: Tiles, scores: int, size: int) -> int:
+    """As ``jax.nn.softmax`` is captured."""
+    largest = t.op("max", t.reduce("max", scores, (1,)), t.literal(-math.inf))
+    p = t.op("exp", t.op("sub", scores, t.broadcast(largest, (size,), (0,))))
+    return t.op("div", p, t.broadcast(t.reduce("sum", p, (1,)), (size,), (0,)))
+
+
+def attention(
+    heads: int = 2, queries: int = 23, keys: int = 37, dim: int = 6, *, mask: str = "", fill: float = -math.inf,
+    window: int = 5, dtype: str = "float32", tile_rows: int = 8,
+) -> tuple[TileProgram, int]:  # fmt: skip
+    """Attention whose rows hold the scores of all keys, and the value that is the scores."""
+    t = Tiles((heads, queries), tile_rows, batch_axes=1)
+    q = t.load((heads, queries, dim), dtype, ((0,), (1,), ()))
+    k, v = t.load((heads, keys, dim), dtype, ((0,), (), ())), t.load((heads, keys, dim), dtype, ((0,), (), ()))
+    scores = t.matmul(q, k, (((1,), (1,)), ((), ())), "float32")
+    hidden = t.broadcast(t.literal(fill), (keys,), ())
+    key, query = t.iota((keys,), 1), t.index((1,), (keys,))
+    last = t.op("add", query, t.literal(keys - queries, "int32"))
+    if mask in ("causal", "window"):
+        seen = t.op("le", key, last, dtype="bool")
+        if mask == "window":
+            seen = t.op("and", seen, t.op("gt", key, t.op("sub", last, t.literal(window, "int32")), dtype="bool"))
+        scores = t.op("select_n", seen, hidden, scores, dtype="float32")
+    elif mask == "added":
+        seen = t.op("ge", last, key, dtype="bool")
+        bias = t.op("select_n", seen, hidden, t.broadcast(t.literal(0.0), (keys,), ()), dtype="float32")
+        scores = t.op("add", scores, bias)
+    p = softmax_rows(t, scores, keys)
+    if mask == "dropped":
+        keep = t.op("ne", t.op("rem", t.op("add", key, query), t.literal(3, "int32")), t.literal(0, "int32"), dtype="bool")
+        p = t.op("select_n", keep, t.broadcast(t.literal(0.0), (keys,), ()), t.op("div", p, t.literal(0.75)), dtype="float32")
+    p = p if dtype == "float32" else t.op("convert_element_type", p, dtype=dtype, new_dtype=dtype)
+    out = t.matmul(p, v, None, dtype)
+    t.store(out, (heads, queries, dim), ((0,), (1,), ()))
+    return t.program(), scores
+
+
+def operands(program: TileProgram, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(a.shape).astype(np.dtype(a.dtype)) for a in program.inputs]
+
+
+def check(program: TileProgram, value: int, block: int, arrays: list[np.ndarray], dim: int = 1, bound: float = 3e-6) -> TileProgram:
+    """The blocked program agrees with the whole one in float64, interpreted and on the CPU."""
+    made = simplified(blocked(program, value, dim, block))
+    verify(made)
+    wide = interpret(Program.of(program), arrays, widen=True)
+    for got, exact in ((interpret(Program.of(made), arrays, widen=True), 1e-12), (run(made, arrays), bound)):
+        for g, w in zip(got, wide, strict=True):
+            g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+            np.testing.assert_array_equal(np.isfinite(g), np.isfinite(w))
+            finite = np.isfinite(w)
+            scale = np.abs(w[finite]).max(initial=1e-30)
+            assert np.abs(g[finite] - w[finite]).max(initial=0) <= exact * scale
+    return made
+
+
+def run(program: TileProgram, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    out = [np.empty(a.shape, np.dtype(a.dtype)) for a in program.outputs]
+    plain = [a.view(np.uint16) if a.dtype.kind == "V" else a for a in (*arrays, *out)]
+    _cpu.run(cpu.generate(Program.of(program), "case"), plain[: len(arrays)], plain[len(arrays) :], 2)
+    return out
+
+
+def loops(program: TileProgram) -> list:
+    return [i for i in walk(program.stages[0].body) if i.kind == "loop"]
+
+
+@pytest.mark.parametrize("mask", ["", "causal", "window", "added", "dropped"])
+def test_attention_is_one_loop(mask: str) -> None:
+    program, scores = attention(mask=mask)
+    made = check(program, scores, 8, operands(program))
+    (loop,) = loops(made)
+    assert all(n <= 8 for i in walk(loop.block.body) for v in i.outputs for n in made.values[v].shape)
+    assert (loop.get("within") is not None) == (mask in ("causal", "window", "added"))
+
+
+@pytest.mark.parametrize("mask", ["", "causal"])
+def test_narrow(mask: str) -> None:
+    program, scores = attention(mask=mask, dtype="bfloat16")
+    check(program, scores, 16, operands(program), bound=2e-2)
+
+
+def test_hidden_blocks_are_left_out() -> None:
+    program, scores = attention(queries=64, keys=64, mask="window", window=8, tile_rows=16)
+    made = check(program, scores, 8, operands(program))
+    (loop,) = loops(made)
+    assert [len(met(made, loop, np.asarray(made.rows_of(t)))) for t in range(4)] == [2, 3, 3, 3]
+
+
+def test_low_number_hides_only_what_the_comparison_hides() -> None:
+    """Where the mask shows a row nothing, a low number gives every key the same weight: no block may be left out."""
+    seen, scores = attention(queries=20, keys=37, mask="causal", fill=-1e30)
+    assert loops(check(seen, scores, 8, operands(seen)))[0].get("within") is not None
+    unseen, scores = attention(queries=37, keys=20, mask="causal", fill=-1e30)
+    assert loops(check(unseen, scores, 8, operands(unseen)))[0].get("within") is None
+    mild, scores = attention(queries=20, keys=37, mask="causal", fill=-5.0)
+    assert loops(check(mild, scores, 8, operands(mild)))[0].get("within") is None
+
+
+def test_rows_that_see_nothing_are_nan() -> None:
+    program, scores = attention(queries=37, keys=20, mask="causal")
+    arrays = operands(program)
+    check(program, scores, 8, arrays)
+    assert np.isnan(interpret(Program.of(simplified(blocked(program, scores, 1, 8))), arrays)[0][:, :17]).all()
+
+
+def test_nan_and_infinite_scores() -> None:
+    program, scores = attention()
+    for k, value in ((0, np.nan), (1, np.inf), (1, np.nan)):
+        arrays = operands(program)
+        arrays[k][0, 3, 2] = value
+        check(program, scores, 8, arrays)
+
+
+def test_two_loops_where_algebra_does_not_help() -> None:
+    """A variance waits for the mean: the second sum has a loop of its own."""
+    t = Tiles((19,), 8)
+    x = t.load((19, 50), "float32", ((0,), ()))
+    mean = t.op("mul", t.reduce("sum", x, (1,)), t.literal(1 / 50))
+    away = t.op("sub", x, t.broadcast(mean, (50,), (0,)))
+    t.store(t.reduce("sum", t.op("mul", away, away), (1,)), (19,), ((0,),))
+    t.store(t.op("tanh", away), (19, 50), ((0,), ()))
+    program = t.program()
+    assert len(loops(check(program, x, 16, operands(program)))) == 2
+
+
+def test_logarithm_of_a_sum_of_exponentials() -> None:
+    t = Tiles((19,), 8)
+    x = t.load((19, 50), "float32", ((0,), ()))
+    largest = t.reduce("max", x, (1,))
+    total = t.reduce("sum", t.op("exp", t.op("sub", x, t.broadcast(largest, (50,), (0,)))), (1,))
+    t.store(t.op("add", t.op("log", total), largest), (19,), ((0,),))
+    program = t.program()
+    assert len(loops(check(program, x, 16, operands(program)))) == 1
+
+
+def test_what_needs_the_whole_dimension_is_refused() -> None:
+    t = Tiles((19,), 8)
+    x = t.load((19, 50), "float32", ((0,), ()))
+    t.store(t.op("cumsum", x, axis=1, reverse=False), (19, 50), ((0,), ()))
+    with pytest.raises(NotBlocked, match="cumsum"):
+        blocked(t.program(), x, 1, 16)
+    with pytest.raises(NotBlocked, match="blocks of 50"):
+        blocked(t.program(), x, 1, 50)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    heads=st.integers(1, 3),
+    queries=st.integers(1, 21),
+    keys=st.integers(2, 41),
+    block=st.integers(1, 40),
+    tile_rows=st.integers(1, 24),
+    mask=st.sampled_from(["", "causal", "window", "added", "dropped"]),
+    fill=st.sampled_from([-math.inf, -1e30]),
+    window=st.integers(1, 9),
+)
+def test_shapes(heads: int, queries: int, keys: int, block: int, tile_rows: int, mask: str, fill: float, window: int) -> None:
+    program, scores = attention(heads, queries, keys, 3, mask=mask, fill=fill, window=window, tile_rows=tile_rows)
+    check(program, scores, 1 + (block - 1) % (keys - 1), operands(dataclasses.replace(program), queries))
