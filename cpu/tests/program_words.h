@@ -137,7 +137,8 @@ class Words {
   void instruction(const Loop& x) {
     add(x.count), add(x.reverse), add(x.within ? 6 : 0);
     if (x.within)
-      for (int64_t n : {x.within->divisor, x.within->extent, x.within->step, x.within->low, x.within->high, x.within->which}) add(n);
+      for (int64_t n : {x.within->divisor, x.within->extent, x.within->step, x.within->low, x.within->high, x.within->which})
+        add(n);
   }
   void instruction(const Stationary&) {}
   void instruction(const Accumulate& x) { add(x.sink), list(x.kept), list(x.reduced), operand(x.x); }

@@ -21,7 +21,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.ops.verify import verify_op
 from kitsune_jax.program import instructions
 from kitsune_jax.program.instructions import Wrong, need, told
-from kitsune_jax.program.ir import SINKS, ArrayType, Block, Instr, Program, TileProgram, TileType, walk
+from kitsune_jax.program.ir import SINKS, WITHIN, ArrayType, Block, Instr, Program, TileProgram, TileType, walk
 from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.streams.space import dim_strides
 
@@ -176,8 +176,8 @@ class _Bodies:
         assert block is not None
         need(isinstance(count, int) and count >= 0, f"it runs {count} times")
         if (within := instr.get("within")) is not None:
-            axis, step, _, _ = within
-            fits = self.program.batch_axes <= axis < len(self.program.axes) and step > 0
+            axis, step, _, _, which = within
+            fits = self.program.batch_axes <= axis < len(self.program.axes) and step > 0 and which in WITHIN
             need(fits and self.program.order is None, f"the bounds of its numbers are {within}")
         inside = visible | {block.index, *block.carries}
         for v in (block.index, *block.carries):

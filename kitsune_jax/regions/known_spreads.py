@@ -47,9 +47,12 @@ class Spreads:
         self._kept: list[Kept] = []
 
     def seeds(self, op: int) -> list[Seed]:
-        """``candidate_seeds`` of ``op``, as many as the budget allows."""
+        """``candidate_seeds`` of ``op``, as many as the budget allows: the first one with batch axes and the first without, at
+        least."""
         seeds = candidate_seeds(self.index.graph, op)
-        return seeds if self._budget > 0 else seeds[:1]
+        if self._budget > 0:
+            return seeds
+        return [s for s in seeds if s.batch][:1] + [s for s in seeds if not s.batch][:1]
 
     def choose(self) -> None:
         """A call was chosen: ``order`` and ``free`` are others now."""

@@ -29,7 +29,7 @@ def loop_regions(
     """The regions that loop ``i`` may be, or why a stream does not go through it. ``free``: ops that no region has."""
     graph = index.graph
     p = parts(graph.ops[i])
-    makers = (index.producers.get(v) for v in (*p.consts, *p.initial))
+    makers = (index.producers.get(v) for v in (*p.consts, *p.initial) if v not in p.xs)
     members = {i, *(m for m in makers if m is not None and m in free and _makes(graph, m))}
     readers = {j for v in graph.ops[i].outputs for j in index.consumers.get(v, ()) if j in free}
     sums = {j for j in readers if as_step(graph.ops[i], graph.ops[j]) is not None}

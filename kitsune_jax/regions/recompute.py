@@ -39,7 +39,9 @@ def _without_results(
     """Region ``k`` and those that read its results, as they would be without them; nothing where that does not pay."""
     maker, labels = now[k][0], now[k][0].label_of()
     readers = {j: region for j, (region, _) in enumerate(now) if j != k and not set(region.inputs).isdisjoint(maker.outputs)}
-    alike = {j: r for j, r in readers.items() if r.space == maker.space}
+    if _has_loop(index, maker):
+        return {}
+    alike = {j: r for j, r in readers.items() if r.space == maker.space and not _has_loop(index, r)}
     elsewhere = outside | {v for j, r in readers.items() if j not in alike for v in r.inputs}
     gone = {v for v in maker.outputs if v in labels and v not in elsewhere and all(_agrees(v, labels, r) for r in alike.values())}
     if not gone:
@@ -54,6 +56,11 @@ def _without_results(
         changed[j] = new, dataclasses.replace(plan, baseline_seconds=old.baseline_seconds, baseline_bytes=old.baseline_bytes)
     before, after = (sum(pairs[j][1].seconds for j in changed) for pairs in (now, changed))
     return changed if after < before else {}
+
+
+def _has_loop(index: GraphIndex, region: Region) -> bool:
+    """Such a region takes and gives arrays: a step cuts its slices out of them."""
+    return any(index.graph.ops[i].body is not None for i in region.ops)
 
 
 def _agrees(v: int, labels: dict[int, tuple[tuple[int, ...], ...]], reader: Region) -> bool:

@@ -27,7 +27,7 @@ from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import Pass, cuts_of
 from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, pays, seconds_gained
 from kitsune_jax.regions.recompute import recompute
-from kitsune_jax.streams import Region, Seed, Spread, spread
+from kitsune_jax.streams import Region, Seed, Spread, is_batched, spread
 from kitsune_jax.streams.propagate import Wiring
 
 _LEFT_ASIDE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
@@ -370,7 +370,9 @@ class _Selector:
         for i in region.ops:
             if speedup > self.closest.get(i, 0.0):
                 self.closest[i], self.why[i] = speedup, text
-        return None, set(region.ops)
+        # Products of a batch may stream in another way, with keys and values that lie still.
+        batched = set() if region.space.batch else {i for i in region.ops if i != seed_op and is_batched(self.graph, i)}
+        return None, set(region.ops) - batched
 
     def _plan_of(self, region: Region) -> tuple[Plan | str, bool]:
         """The plan of ``region``, or why it has none; and whether this is the first time that it is asked for.

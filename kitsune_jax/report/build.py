@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -115,7 +115,7 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         cluster=plan.cluster,
         lanes=plan.lanes,
         order=_order(graph, first),
-        loops=_loops(graph, region.ops),
+        loops=_loops(graph, region.ops, region.outputs),
         later=tuple(_phase(graph, planned, [p for p in later if p.number == n]) for n in sorted({p.number for p in later})),
         kept_bytes=kept,
         kept_at_once=most,
@@ -204,16 +204,17 @@ def _operators(graph: Graph, ops: Iterable[int]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _loops(graph: Graph, ops: Iterable[int]) -> tuple[LoopReport, ...]:
-    """The loops among ``ops``, outer ones before those inside them."""
+def _loops(graph: Graph, ops: Iterable[int], stored: Container[int]) -> tuple[LoopReport, ...]:
+    """The loops among ``ops``, outer ones before those inside them. Of ys those that are ``stored`` count."""
     found: list[LoopReport] = []
     for i in ops:
         op = graph.ops[i]
         if op.body is not None:
             p = parts(op)
-            sizes = [sum(_bytes(op.body.values[v]) for v in values) for values in (p.in_carries, p.in_xs, p.in_ys)]
+            made = [v for y, v in zip(p.ys, p.in_ys, strict=True) if y in stored]
+            sizes = [sum(_bytes(op.body.values[v]) for v in values) for values in (p.in_carries, p.in_xs, made)]
             found.append(LoopReport(_label(graph, i), op.source, op["length"], *sizes))
-            found += _loops(op.body, range(len(op.body.ops)))
+            found += _loops(op.body, range(len(op.body.ops)), range(len(op.body.values)))
     return tuple(found)
 
 

@@ -22,6 +22,8 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.streams.seeds import Seed
 from kitsune_jax.streams.space import DimLabels, StreamSpace
 
+_FOLDING = frozenset({"dot", "reduce", "argreduce", "cumulative"})
+_FUNCTION = 9  # operations of an elementary function
 Labels = dict[int, list[tuple[int, ...]]]
 
 
@@ -258,16 +260,23 @@ class _Spreader:
                 implied.append((found, members))
         if contracted and len(contracted) != len(self.sizes):
             return "reduces over a part of the stream axes", False, []
-        why_not = self._of_a_batch(wired, labels, implied) or self._check_operands(wired, op, labels, implied, bool(contracted))
+        why_not = self._of_a_batch(wired, op, labels, implied) or self._check_operands(wired, op, labels, implied, bool(contracted))
         return why_not, bool(contracted), implied
 
-    def _of_a_batch(self, wired: _Wired, labels: Labels, implied: Implied) -> str | None:
-        """Does all that streams run over batch axes only? Such values are made outside, and lie still while a batch is at work."""
+    def _of_a_batch(self, wired: _Wired, op: Op, labels: Labels, implied: Implied) -> str | None:
+        """Is the op none of a stream with batch axes? What runs over batch axes only is made outside, and lies still while a batch
+        is at work; so is what takes long and would be done again for every batch (a norm in front of an attention's heads)."""
         if not self.space.batch:
             return None
         streams = self._with(labels, implied, wired.operands)
-        axes = {a for dims in streams.values() for mine in dims for a in mine}
-        return "it is the same for all rows of a batch" if axes and max(axes) < self.space.batch else None
+        axes = {v: {a for mine in dims for a in mine} for v, dims in streams.items()}
+        together = set().union(*axes.values())
+        if together and max(together) < self.space.batch:
+            return "it is the same for all rows of a batch"
+        spec, batch = OPS[op.kind], set(range(self.space.batch))
+        folds = spec.family in _FOLDING and not any(batch <= axes[v] for v in op.inputs)
+        slow = spec.flops >= _FUNCTION and not batch <= together
+        return "it is the same for several batches" if folds or slow else None
 
     def _check_operands(self, wired: _Wired, op: Op, labels: Labels, implied: Implied, sink: bool) -> str | None:
         for v in wired.operands:

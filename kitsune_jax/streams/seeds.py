@@ -69,6 +69,11 @@ def candidate_seeds(graph: Graph, op_index: int) -> list[Seed]:
     ]
 
 
+def is_batched(graph: Graph, op_index: int) -> bool:
+    """Is the op a product that may stream over batch axes, with one side that lies still for each batch?"""
+    return graph.ops[op_index].kind == "dot_general" and bool(_batched(graph, op_index))
+
+
 def _batched(graph: Graph, op_index: int) -> list[Seed]:
     """Streams over the batch dimensions of a dot and the free ones of one side: the other side lies still for each batch."""
     op = graph.ops[op_index]

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks import store
 from benchmarks.apps import APPS
 from scripts.gpu import supervise
-from scripts.gpu.goals import GRAPH_GOALS
+from scripts.gpu.goals import GRAPH_GOALS, SEQUENCE_GOALS
 from scripts.gpu.record import Record, arguments
 from scripts.gpu.training import CASES
 
@@ -26,7 +26,8 @@ def runs(train: bool, dry_run: bool) -> list[tuple[str, str, int]]:
     graphs = [(app, "bf16", goal.rows) for app, goal in GRAPH_GOALS.items()]
     if train:
         return [*((app, "bf16", rows) for app, rows in CASES), *graphs]
-    first = [*((app, "bf16", rows) for app, rows in CASES), *graphs, *((app, "f32", rows) for app, _, rows in graphs)]
+    sequences = [(app, "f32", goal.rows) for app, goal in SEQUENCE_GOALS.items()]
+    first = [*((app, "bf16", rows) for app, rows in CASES), *graphs, *((app, "f32", rows) for app, _, rows in graphs), *sequences]
     kinds = [(app, dtype) for app in store.ROW_APP_NAMES for dtype in store.DTYPE_NAMES]
     all_runs = [(app, dtype, rows) for app, dtype in kinds for rows in APPS[app].default_rows("cuda")]
     return [*first, *(run for run in all_runs if run not in first)]

@@ -19,7 +19,7 @@ from typing import Any
 
 from kitsune_jax import cache
 from kitsune_jax.targets.cuda import compile, devices, nvrtc, runtime
-from scripts.gpu.goals import GRAPH_GOALS
+from scripts.gpu.goals import GOALS, GRAPH_GOALS
 from scripts.gpu.programs import Program, programs, smoke_programs
 from scripts.gpu.record import Record, arguments
 
@@ -57,9 +57,10 @@ def benchmark_kernels(app: str, dtype: str, rows: int) -> dict[str, Any]:
     import kitsune_jax as kj
     from benchmarks.apps import make_case
     from benchmarks.graphs.apps import GRAPH_APPS, case_of
+    from benchmarks.sequences.apps import SEQUENCE_APPS
 
-    if app in GRAPH_GOALS:
-        graph = case_of(GRAPH_APPS[app], dtype, rows)
+    if app in GOALS:
+        graph = case_of({**GRAPH_APPS, **SEQUENCE_APPS}[app], dtype, rows)
         function, args = graph.function, (graph.params, *graph.inputs)
     else:
         case = make_case(app, dtype, 8)

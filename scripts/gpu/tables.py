@@ -19,7 +19,10 @@ def main() -> int:
     if (folder / "results").is_dir():
         found = store.newest(folder / "results")
         parts += ["## Benchmarks", table.markdown(found), "## Benchmarks of training steps", table.markdown(found, "train")]
-        parts += ["## Goals of the applications over graphs and tables", goals.markdown(r for _, records in found for r in records)]
+        parts += [
+            "## Goals of the applications over graphs, tables and sequences",
+            goals.markdown(r for _, records in found for r in records),
+        ]
     trouble = results.write(folder / "tables.md", "\n\n".join(parts) + "\n")
     print(trouble or "tables.md")
     return 1 if trouble else 0

@@ -159,6 +159,21 @@ def generated(program: TileProgram, resident: bool = True) -> kernel.Kernel:
     return kernel.generate(tiled(program), asked, "test")
 
 
+def test_numbers_of_a_row_are_computed_by_one_thread() -> None:
+    """Each of 256 rows of a tile belongs to one thread, where a row has no columns; a sum over the rows counts every thread's."""
+    t = Tiles((700,), 64)
+    x = t.load((700,), "float32", ((0,),))
+    with t.loop(3, x) as loop:
+        loop.next(t.op("add", loop.carries[0], x))
+    t.store(loop.results[0], (700,), ((0,),))
+    t.sink(loop.results[0], "sum", (0,))
+    program = t.program()
+    assert "with_own_rows" in generated(program).source
+    assert "with_own_rows" not in generated(cart_pole(columns=True).program.only).source
+    for lanes, replicas in ((1, 1), (2, 3), (3, 2)):
+        check(program, [small(700)], lanes=lanes, replicas=replicas)
+
+
 def test_weights_that_a_loop_multiplies_with_are_not_streamed() -> None:
     with pytest.raises(CannotLower, match="must stay in shared memory"):
         generated(lstm(64).program.only, resident=False)

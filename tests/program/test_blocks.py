@@ -95,9 +95,14 @@ def loops(program: TileProgram) -> list:
 def test_attention_is_one_loop(mask: str) -> None:
     program, scores = attention(mask=mask)
     made = check(program, scores, 8, operands(program))
-    (loop,) = loops(made)
-    assert all(n <= 8 for i in walk(loop.block.body) for v in i.outputs for n in made.values[v].shape)
-    assert (loop.get("within") is not None) == (mask in ("causal", "window", "added"))
+    bounds = [loop.get("within") for loop in loops(made)]
+    assert all(n <= 8 for loop in loops(made) for i in walk(loop.block.body) for v in i.outputs for n in made.values[v].shape)
+    if mask not in ("causal", "window", "added"):
+        assert bounds == [None]
+        return
+    assert [b[-1] for b in bounds] == ["whole", "edges"]
+    whole, edges = ({i.kind for i in walk(loop.block.body)} for loop in loops(made))
+    assert "iota" in edges and "iota" not in whole, "nothing is masked where all is seen"
 
 
 @pytest.mark.parametrize("mask", ["", "causal"])
@@ -109,8 +114,8 @@ def test_narrow(mask: str) -> None:
 def test_hidden_blocks_are_left_out() -> None:
     program, scores = attention(queries=64, keys=64, mask="window", window=8, tile_rows=16)
     made = check(program, scores, 8, operands(program))
-    (loop,) = loops(made)
-    assert [len(met(made, loop, np.asarray(made.rows_of(t)))) for t in range(4)] == [2, 3, 3, 3]
+    whole, edges = ([list(met(made, loop, np.asarray(made.rows_of(t)))) for t in range(4)] for loop in loops(made))
+    assert [sorted(a + b) for a, b in zip(whole, edges, strict=True)] == [[0, 1], [1, 2, 3], [3, 4, 5], [5, 6, 7]]
 
 
 def test_low_number_hides_only_what_the_comparison_hides() -> None:

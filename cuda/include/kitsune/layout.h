@@ -20,6 +20,7 @@ using namespace arch;
 
 constexpr int kTileRows = 64;
 constexpr int kGroupThreads = 128;  // a warpgroup
+constexpr int kOwnRows = 256;       // of a tile whose threads have two rows each, a warpgroup apart
 
 // Columns of a block of a tile of padded width W.
 template <int W>
@@ -38,6 +39,11 @@ struct Lane {
   static KITSUNE_DEVICE Lane mine() {
     u32 t = thread_id() % kGroupThreads, lane = t % 32;
     return {t, lane % 4, t / 32 * 16 + lane / 4};
+  }
+  // Where there are no columns: a tile of kOwnRows rows, of which the thread shares none.
+  static KITSUNE_DEVICE Lane with_own_rows() {
+    u32 t = thread_id() % kGroupThreads;
+    return {t, 0, t};
   }
 };
 

@@ -67,6 +67,11 @@ class Writer:
             sizes = tuple(n for n, d in zip(sizes, place, strict=True) if d is not None)
             shape = tuple(n for n in sizes[1:]) if have.tile else sizes
             x = self.add("reshape", (x,), TileType(have.tile, shape, have.dtype), new_sizes=sizes)
+        order = tuple(sorted(range(len(dims)), key=lambda k: dims[k]))
+        if dims != tuple(dims[k] for k in order):
+            dims, sizes = tuple(dims[k] for k in order), tuple(sizes[k] for k in order)
+            shape = sizes[1:] if have.tile else sizes
+            x = self.add("transpose", (x,), TileType(have.tile, shape, have.dtype), permutation=order)
         if dims == tuple(range(len(rows_first(t)))) and have.tile == t.tile:
             return x
         return self.add("broadcast_in_dim", (x,), TileType(t.tile, t.shape, have.dtype), shape=rows_first(t), dims=dims)

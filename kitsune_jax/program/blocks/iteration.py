@@ -5,6 +5,8 @@ Comes in: values over the whole dimension, when somebody asks for them. Goes out
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kitsune_jax.graph import make_params
 from kitsune_jax.ops.spec import is_narrow
 from kitsune_jax.program.blocks.dims import array_dim
@@ -15,7 +17,8 @@ _SIZES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
 
 
 class Iteration:
-    """The block of ``size`` elements from element ``number * step`` on. ``values``: those of the block that are there already."""
+    """The block of ``size`` elements from element ``number * step`` on. ``facts``: conditions that are the same for all of them.
+    ``values``: those of the block that are there already."""
 
     def __init__(
         self,
@@ -26,15 +29,27 @@ class Iteration:
         number: int,
         step: int,
         size: int,
+        facts: Mapping[int, bool],
     ):
         self.writer, self.program, self.makers, self.inner = writer, program, makers, inner
         self.number, self.step, self.size = number, step, size
+        self.facts = facts
         self.values: dict[int, int] = {}
 
     def value(self, v: int) -> int:
         if v not in self.values and v in self.inner:
-            self.values[v] = self._written(v, self.makers[v])
+            same = self._same(self.makers[v])
+            self.values[v] = self._written(v, self.makers[v]) if same is None else self.value(same)
         return self.values.get(v, v)
+
+    def _same(self, instr: Instr) -> int | None:
+        """The operand that the result of ``instr`` equals, by what is known of its conditions."""
+        if instr.kind == "select_n" and instr.inputs[0] in self.facts:
+            return instr.inputs[1 + self.facts[instr.inputs[0]]]
+        if instr.kind in ("and", "or"):
+            a, b = instr.inputs
+            return next((x for x, c in ((a, b), (b, a)) if self.facts.get(c) is (instr.kind == "and")), None)
+        return None
 
     def type(self, v: int) -> TileType:
         t = self.writer.types[v]
@@ -44,6 +59,8 @@ class Iteration:
 
     def _written(self, v: int, instr: Instr) -> int:
         w, t, params = self.writer, self.type(v), dict(instr.params)
+        if v in self.facts:
+            return w.filled(self.facts[v], t)
         if instr.kind == "load":
             array = self.program.inputs[instr["array"]]
             dims = (array_dim(array, t.tile, self.inner[v]),)

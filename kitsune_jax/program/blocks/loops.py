@@ -11,7 +11,7 @@ Invariants: what a reduction hands on has the dtype it had; sums of 16-bit numbe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -182,24 +182,31 @@ class _Blocked:
         return w.op("exp", w.op("sub", last, minus)), kept
 
     def _emit(self, loop: _Loop) -> None:
-        """The loop, and behind it what is left of the dimension where no block ends at its end."""
+        """The loop, and behind it what is left of the dimension where no block ends at its end.
+
+        Where a mask hides blocks from a tile, those that it shows as a whole have a loop of their own, without the mask.
+        """
         w = self.writer
         whole, rest = divmod(self.size, self.block)
         carries = [w.filled(*self._initial(loop, v)) for v in loop.results]
-        inside = [w.new(w.types[v]) for v in loop.results]
-        after = loop.results if not rest else [w.new(w.types[v]) for v in loop.results]
-        number = w.new(TileType(False, (), "int32"))
-        with w.elsewhere() as body:
-            results = self._step(loop, inside, number, self.block, self.block)
-        params: dict[str, Param] = {"count": whole, "reverse": False}
-        if (seen := self._seen(loop)) is not None:
-            params["within"] = seen.axis, self.block, seen.low, seen.high
-        block = Block(number, tuple(inside), tuple(body), tuple(results))
-        w.body.append(Instr("loop", tuple(carries), tuple(after), make_params(**params), block=block))
+        seen, visible = self._seen(loop)
+        kinds = ("whole", "edges") if seen is not None else ("all",)
+        for which in kinds:
+            inside, after = ([w.new(w.types[v]) for v in loop.results] for _ in range(2))
+            number = w.new(TileType(False, (), "int32"))
+            facts = visible.facts(seen) if seen is not None and which == "whole" else {}
+            with w.elsewhere() as body:
+                results = self._step(loop, inside, number, self.block, self.block, facts)
+            params: dict[str, Param] = {"count": whole, "reverse": False}
+            if seen is not None:
+                params["within"] = seen.axis, self.block, seen.low, seen.high, which
+            block = Block(number, tuple(inside), tuple(body), tuple(results))
+            w.body.append(Instr("loop", tuple(carries), tuple(after), make_params(**params), block=block))
+            carries = after
         if rest:
-            last = self._step(loop, after, w.literal(whole * self.block, "int32"), 1, rest)
-            for made, result in zip(last, loop.results, strict=True):
-                w.body.append(Instr("copy", (made,), (result,)))
+            carries = self._step(loop, carries, w.literal(whole * self.block, "int32"), 1, rest, {})
+        for made, result in zip(carries, loop.results, strict=True):
+            w.body.append(Instr("copy", (made,), (result,)))
 
     def _initial(self, loop: _Loop, v: int) -> tuple[float | int | bool, TileType]:
         t = self.writer.types[v]
@@ -207,11 +214,11 @@ class _Blocked:
         dtype = np.dtype("float32") if is_narrow(t.dtype) else np.dtype(t.dtype)
         return identity(how, dtype), t
 
-    def _seen(self, loop: _Loop) -> Range | None:
+    def _seen(self, loop: _Loop) -> tuple[Range | None, Visible]:
         """The elements that a tile's rows see, where nothing else changes what the loop carries."""
-        if loop.stores or not all(f.part.top is not None or self._is_top(loop, f) for f in loop.folds):
-            return None
-        return Visible(self.writer, self.makers, self.inner, self.program.axes, self.size).of(list(loop.tops))
+        visible = Visible(self.writer, self.makers, self.inner, self.program.axes, self.size)
+        online = not loop.stores and all(f.part.top is not None or self._is_top(loop, f) for f in loop.folds)
+        return visible.of(list(loop.tops)) if online else None, visible
 
     def _is_top(self, loop: _Loop, fold: _Fold) -> bool:
         """Is it the largest of scores that are carried anyway?"""
@@ -219,10 +226,10 @@ class _Blocked:
         same = scores in loop.tops and fold.how == "max" and fold.instr["axes"] == (self.inner[scores],)
         return same and self.writer.types[loop.tops[scores]] == self.writer.types[out]
 
-    def _step(self, loop: _Loop, carries: Sequence[int], number: int, step: int, size: int) -> list[int]:
-        """One block: the next carries."""
+    def _step(self, loop: _Loop, carries: Sequence[int], number: int, step: int, size: int, facts: Mapping[int, bool]) -> list[int]:
+        """One block: the next carries. ``facts``: conditions that hold, or do not hold, for all of its elements."""
         w = self.writer
-        of = Iteration(w, self.program, self.makers, self.inner, number, step, size)
+        of = Iteration(w, self.program, self.makers, self.inner, number, step, size, facts)
         scales: dict[int, int] = {}
         out = []
         now = dict(zip(loop.results, carries, strict=True))

@@ -40,6 +40,7 @@ class _Index:
 class Visible:
     def __init__(self, writer: Writer, makers: dict[int, Instr], inner: dict[int, int], axes: tuple[int, ...], size: int):
         self.writer, self.makers, self.inner, self.axes, self.size = writer, makers, inner, axes, size
+        self.when: dict[int, tuple[Range | None, Range | None]] = {}  # condition -> where it is true, and where false
 
     def of(self, scores: list[int]) -> Range | None:
         """The elements that rows see, by all of ``scores``; None where they may see all."""
@@ -48,6 +49,11 @@ class Visible:
             return None
         first = found[0]
         return first if first is not None and all(r == first for r in found) and (first.low, first.high) != (None, None) else None
+
+    def facts(self, seen: Range) -> dict[int, bool]:
+        """The conditions that are the same for all elements in ``seen``, and what they are."""
+        cases = ((v, k == 0, when[k]) for v, when in self.when.items() for k in range(2))
+        return {v: case for v, case, r in cases if r is not None and r.exact and _inside(seen, r)}
 
     def _shown(self, v: int) -> Range | None:
         instr = self.makers.get(v)
@@ -94,6 +100,11 @@ class Visible:
         return float(found) if isinstance(found, (int, float)) else None
 
     def _when(self, v: int) -> tuple[Range | None, Range | None]:
+        if v not in self.when:
+            self.when[v] = self._condition(v)
+        return self.when[v]
+
+    def _condition(self, v: int) -> tuple[Range | None, Range | None]:
         """Bounds of the elements for which a condition is true, and of those for which it is false."""
         instr = self.makers.get(v)
         if instr is None:
@@ -160,6 +171,11 @@ class Visible:
                 return _Index(a.axis, a.plus + (b.plus if instr.kind == "add" else -b.plus))
             return _Index(b.axis, a.plus + b.plus) if a.axis is None and instr.kind == "add" else None
         return None
+
+
+def _inside(a: Range, b: Range) -> bool:
+    low = b.low is None or (a.low is not None and b.low <= a.low)
+    return a.axis == b.axis and low and (b.high is None or (a.high is not None and a.high <= b.high))
 
 
 def _met(a: Range | None, b: Range | None) -> Range | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import cuts, tiles
+from kitsune_jax.targets.cuda import cuts, own_rows, tiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class Arrangement:
 
     def instances(self, program: TileProgram) -> int:
         """Pipeline instances that have a tile."""
-        return max(1, min(self.replicas, -(-self.tiles(program) // self.tiles_at_once)))
+        each = 1 if own_rows.are(program) else self.tiles_at_once  # these go to the first lanes of all CTAs before the second ones
+        return max(1, min(self.replicas, -(-self.tiles(program) // each)))
 
     def batch_tiles(self, program: TileProgram) -> int:
         """Of a batch, where all lanes of a CTA work on one batch at a time: a multiple of the lanes; 0 where they need not."""
@@ -61,7 +62,9 @@ class Arrangement:
         return tiles.aligned(program.tiles // max(1, program.batches), self.lanes)
 
     def tiles(self, program: TileProgram) -> int:
-        """All tiles, some of which may be beyond the rows of their batch."""
+        """All tiles of a lane, some of which may be beyond the rows of their batch."""
+        if own_rows.are(program):
+            return -(-program.rows // own_rows.ROWS)
         return program.batches * self.batch_tiles(program) or program.tiles
 
     def gradient_parts(self, program: TileProgram) -> int:

@@ -91,7 +91,8 @@ class AwaitWeights(Node):
 class TileLoop(Node):
     """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles follow each other in the stream, else they
     are every so many. ``order``: the array that says which element of the arrays each row of the stream is.
-    ``prefetched``: (input, bytes of a row) whose next tile is asked for. ``batches``: tiles keep within one."""
+    ``prefetched``: (input, bytes of a row) whose next tile is asked for. ``batches``: tiles keep within one;
+    ``own_rows``: a thread has rows of its own (``own_rows.py``)."""
 
     uniform: bool
     consecutive: bool
@@ -100,6 +101,7 @@ class TileLoop(Node):
     prefetched: tuple[tuple[Constant, int], ...]
     vectors: bool
     batches: bool
+    own_rows: bool
     body: tuple[Node, ...]
 
 

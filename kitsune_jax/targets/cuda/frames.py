@@ -10,7 +10,7 @@ import itertools
 import math
 from typing import Any
 
-from kitsune_jax.targets.cuda import arrays
+from kitsune_jax.targets.cuda import arrays, own_rows
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import statements as st
@@ -36,9 +36,9 @@ def of_stage(at: Layout, s: int) -> StageCode:
     elif stage.fetches:
         setup.append(frame.AwaitWeights())
     body = _placed(at, s, (*stage.lowered.prologue, *stage.lowered.nodes))
-    loop = frame.TileLoop(
-        at.uniform, at.consecutive, _order(at), staged, _prefetched(at, s), bool(at.operands.vectors), bool(at.batch_tiles), body
-    )
+    vectors, batches, own = bool(at.operands.vectors), bool(at.batch_tiles), own_rows.are(at.program)
+    prefetched = () if own else _prefetched(at, s)
+    loop = frame.TileLoop(at.uniform, at.consecutive, _order(at), staged, prefetched, vectors, batches, own, body)
     ctas = at.a.ctas if at.a.spatial else 0
     consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
     cut = any(r.cut is not None for r in stage.lowered.weights)

@@ -37,8 +37,11 @@ def _function(title: str, arguments: str, kind: Kind, lines: list[str]) -> str:
 
 
 def _consumer(at: Spelling, code: Consumer) -> list[str]:
-    lines = ["const Lane lane = Lane::mine();", "(void)slab, (void)shared, (void)share, (void)instance;"]
+    mine = "with_own_rows" if code.loop.own_rows else "mine"
+    lines = [f"const Lane lane = Lane::{mine}();", "(void)slab, (void)shared, (void)share, (void)instance;"]
     worker = "instance * kLanes + group" if code.ctas else "share.block * kLanes + group"
+    if code.loop.own_rows:
+        worker = "group * share.blocks + share.block"
     lines += [f"const u32 worker = {worker};", _workers(code.ctas)]
     for node in code.setup:
         lines += _setup(at, node) or print_stage.lines(at, [node])
@@ -120,14 +123,15 @@ def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
     lines += ["KITSUNE_NO_UNROLL", f"for (u32 n = 0; {more}; ++n) {{"]
     body = [
         f"const i64 tile = {tile};",
-        *(_ROWS_OF_BATCH if loop.batches else _ROWS_OF_TILE),
+        *(_ROWS_OF_BATCH if loop.batches else _OWN_ROWS if loop.own_rows else _ROWS_OF_TILE),
         "(void)valid;",
     ]
+    apart = "kOwnRows / 2" if loop.own_rows else "8"
     if loop.order is None:
-        body.append("const i64 row[2] = {first_row, first_row + 8};")
+        body.append(f"const i64 row[2] = {{first_row, first_row + {apart}}};")
     else:
         order = at.constant(loop.order)
-        body.append(f"const i64 row[2] = {{row_of({order}, first_row, valid[0]), row_of({order}, first_row + 8, valid[1])}};")
+        body.append(f"const i64 row[2] = {{row_of({order}, first_row, valid[0]), row_of({order}, first_row + {apart}, valid[1])}};")
     if staged:
         body.append(f"{_staged_type(loop.staged[0])}::turn(1 + group);")
     body += [f"{s}.fetch(lane, n + 1, {following}, kRows);" for s in staged]
@@ -145,6 +149,10 @@ def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
 _ROWS_OF_TILE = (
     "const i64 first_row = tile * kTileRows + lane.row;",
     "const bool valid[2] = {first_row < kRows, first_row + 8 < kRows};",
+)
+_OWN_ROWS = (
+    "const i64 first_row = tile * kOwnRows + lane.row;",
+    "const bool valid[2] = {first_row < kRows, first_row + kOwnRows / 2 < kRows};",
 )
 _ROWS_OF_BATCH = (
     "const i64 of_batch = tile % kBatchTiles * kTileRows + lane.row;",

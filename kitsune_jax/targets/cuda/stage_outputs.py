@@ -10,7 +10,7 @@ import dataclasses
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import gradients, tiles
+from kitsune_jax.targets.cuda import gradients, own_rows, tiles
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Action, Fold, Keep, Node, Ref, Store, ToSegments
 from kitsune_jax.targets.cuda.evaluation import Evaluation
@@ -92,7 +92,8 @@ def _sink(at: Evaluation, instr: Instr) -> _Effect:
         raise CannotLower("a sink over the rows and a part of a row's dimensions has no code on the GPU")
     if at.split > 1:
         raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
-    at.setup.append(st.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, not value.row))
+    apart = not value.row or own_rows.are(at.program)
+    at.setup.append(st.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart))
     if value.row:
         return _Effect((st.FoldRow(ref, how, sink.dtype, at.row(v)),))
     return _Effect((), Fold(v, how, ref, stream=True, scalar=scalar))

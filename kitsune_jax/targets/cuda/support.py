@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kitsune_jax.graph import Op, Value
+from kitsune_jax.graph import Graph, Op, Value
 from kitsune_jax.ops.indexing import INDEXED
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
@@ -28,12 +28,23 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
             return "an array without elements"
     if op.kind in INDEXED:  # what streams is not known of one op, but an index that streams says rows of a table
         return None
+    if op.body is not None:
+        return _loop(op.body)
     if op.kind == "dot_general":
         return _dot_general(op, in_values, out_values)
     spec = OPS.get(op.kind)
     if spec is None or not spec.moves and spec.family not in ("pointwise", "convert") and op.kind not in REDUCTIONS:
         return f"{op.kind} has no code on the GPU"
     return None if spec.moves or op.kind in REDUCTIONS else _pointwise(op, in_values, out_values)
+
+
+def _loop(body: Graph) -> str | None:
+    """What keeps a loop's body from running inside a kernel, and the line that it is on."""
+    for op in body.ops:
+        why = supports(op, [body.values[v] for v in op.inputs], [body.values[v] for v in op.outputs])
+        if why is not None:
+            return f"{op.label or op.kind} ({op.source}): {why}" if op.source else why
+    return None
 
 
 def _pointwise(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:

@@ -38,8 +38,8 @@ class CpuWork:
     and stores: one pass over them per op. ``edges``: those of them that come from or go to something that is no pointwise op.
     ``sums``: results of a reduction. ``spreads``: operands that have one element for each row. ``activation``: of the last op of an
     activation that the matmul before it applies to its accumulators. ``scores``: of an online sum, those of a row, unless another
-    sum of the region is of the same ones. ``taken``: its rows, or their products, are read where a table has them. ``again``: in a
-    step of a loop, whose operands were found in front of the first one. ``narrow``: it puts together rows of single elements.
+    sum of the region is of the same ones. ``again``: in a step of a loop, whose operands were found in front of the first one.
+    ``narrow``: it puts together rows of single elements. ``taken``: its rows, or their products, are read where a table has them.
     """
 
     dtype: str
@@ -54,9 +54,9 @@ class CpuWork:
     activation: str = ""
     access: Access | None = None
     scores: int = 0
-    taken: bool = False
     again: bool = False
     narrow: bool = False
+    taken: bool = False
 
 
 class CpuCost(RegionCost):
@@ -351,8 +351,12 @@ class CpuCost(RegionCost):
         return most
 
     def _takes_memory(self, v: int) -> bool:
-        made_here = v in self.producer and self._made_on_the_fly(v)
-        return v in self.labels and v not in self.taken.values and v not in self.sliced() and not made_here
+        return (
+            v in self.labels
+            and v not in self.sliced()
+            and v not in self.taken.values
+            and not (v in self.producer and self._made_on_the_fly(v))
+        )
 
     def made_row_bytes(self) -> int:
         """Bytes that the ops make of a row, in all steps of a loop."""

@@ -25,10 +25,10 @@ from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.products import fed_by
 from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
-from kitsune_jax.targets.cuda.planning.sizes import dots_of, packed_bytes
+from kitsune_jax.targets.cuda.planning.sizes import dots_of, loops_of, packed_bytes
 from kitsune_jax.targets.cuda.planning.spatial import spatial
 from kitsune_jax.targets.cuda.planning.splits import panel_sums_of
-from kitsune_jax.targets.cuda.planning.storage import Storage, shared_bytes
+from kitsune_jax.targets.cuda.planning.storage import Steps, Storage, shared_bytes
 from kitsune_jax.targets.cuda.planning.times import matmul_efficiency, tile_work
 
 _INDIFFERENT = 1.03  # the model is not better than this
@@ -121,10 +121,11 @@ def candidates(cost: GpuCost) -> list[Plan]:
     """
     _check_ops(cost)
     region = GpuRegion(cost)
-    drafts = finest(cost, {**panel_sums_of(cost), **fed_by(cost)})
+    drafts = () if loops_of(cost, cost.region.ops) else finest(cost, {**panel_sums_of(cost), **fed_by(cost)})
     arranged: list[Arranged] = []
     reasons: list[str] = []
-    for name, make in (("fused", functools.partial(_vertical, region)), ("spatial", functools.partial(spatial, region))):
+    ways = (("fused", functools.partial(_vertical, region)), ("spatial", functools.partial(spatial, region)))
+    for name, make in ways[:1] if loops_of(cost, cost.region.ops) else ways:  # all steps of a loop are those of one tile
         try:
             arranged += make(drafts)
         except Infeasible as no:
@@ -153,15 +154,17 @@ def _vertical(region: GpuRegion, _: tuple[Ops, ...]) -> list[Arranged]:
     ops = tuple(sorted(cost.region.ops))
     packed = packed_bytes(cost, ops)
     choices = [_Choice(0, 1, True, packed)]
-    if packed:
+    loops = loops_of(cost, ops)
+    if packed and not loops:
         ring = _RING_CHUNKS * _CHUNK_BYTES
         choices += [_Choice(0, cluster, False, ring) for cluster in (1, _PAIR) if cluster <= machine.max_cluster]
     found: list[Arranged] = []
     least: int | None = None
     for lanes, registers in enumerate(machine.lane_registers, 1):
-        storage = region.steps(ops).storage(registers, lanes)
-        if storage is None:
+        found_storage = [steps.storage(registers, lanes) for steps in _steps(region, ops)]
+        if any(s is None for s in found_storage):
             continue
+        storage = max((s for s in found_storage if s is not None), key=lambda s: s.image_bytes)
         for choice in choices:
             need = shared_bytes(cost, ops, storage, lanes, choice.weights, 0)
             least = need if least is None else min(least, need)
@@ -211,6 +214,12 @@ def _arranged(region: GpuRegion, ops: Ops, choice: _Choice, storage: Storage) ->
     )
 
 
+def _steps(region: GpuRegion, ops: Ops) -> list[Steps]:
+    """What a tile keeps between its products, of the bodies of loops where there are any; carries are counted by the code."""
+    loops = loops_of(region.cost, ops)
+    return [Steps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
+
+
 def _can_drift(cost: GpuCost, ops: Ops, choice: _Choice) -> bool:
     """Whether one lane can be in an epilogue while another multiplies, although both take their weights from one ring.
 
@@ -226,7 +235,9 @@ def _check_ops(cost: GpuCost) -> None:
     if rows > most:
         raise Infeasible(f"the stream has {rows} rows; the CUDA target counts {most} at most")
     touched = {v for i in cost.region.ops for v in (*cost.graph.ops[i].inputs, *cost.graph.ops[i].outputs)}
-    widest = max(cost.row_size(v) for v in touched if cost.streamed(v))
+    for _, body in loops_of(cost, cost.region.ops):
+        _check_ops(body)
+    widest = max((cost.row_size(v) for v in touched if cost.streamed(v) and v not in cost.sliced()), default=0)
     if widest > tiles.MOST_COLUMNS:
         raise Infeasible(f"a row has {widest} columns; the CUDA target has code for {tiles.MOST_COLUMNS} at most")
     for i in cost.region.ops:

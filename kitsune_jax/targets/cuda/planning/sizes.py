@@ -6,9 +6,12 @@ Comes in: the ops of a stage. Goes out: bytes of packed weights, of vectors, of 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from kitsune_jax.planning.cost import DotWork, RegionCost
 from kitsune_jax.targets.cuda import tiles
+
+Cost = TypeVar("Cost", bound=RegionCost)
 
 
 def dots_of(cost: RegionCost, ops: Iterable[int]) -> list[DotWork]:
@@ -32,13 +35,20 @@ def slab(columns: int, split: int) -> int:
 
 
 def packed_bytes(cost: RegionCost, ops: Iterable[int], split: int = 1) -> int:
-    """A CTA's share of the packed weights that the matmuls of ``ops`` read."""
-    return sum(tiles.WeightShape((dot.k,), dot.n, dot.dtype, split).slab_bytes for dot in dots_of(cost, ops))
+    """A CTA's share of the packed weights that the matmuls of ``ops`` read, those in the bodies of loops as well."""
+    inside = sum(packed_bytes(body, body.region.ops) for _, body in loops_of(cost, ops))
+    return inside + sum(tiles.WeightShape((dot.k,), dot.n, dot.dtype, split).slab_bytes for dot in dots_of(cost, ops))
+
+
+def loops_of(cost: Cost, ops: Iterable[int]) -> list[tuple[int, Cost]]:
+    """(steps, costs of the body) of the loops among ``ops``."""
+    return [(cost.graph.ops[i]["length"], cost.body(i)) for i in ops if cost.graph.ops[i].body is not None]
 
 
 def vector_bytes(cost: RegionCost, ops: Iterable[int]) -> int:
     """Biases, gains and the like: stationary operands of other ops than matmuls."""
-    return sum(cost.bytes(v) for v in cost.stationary_inputs(i for i in ops if cost.work(i).dot is None))
+    others = (i for i in ops if cost.work(i).dot is None and cost.graph.ops[i].body is None)
+    return sum(cost.bytes(v) for v in cost.stationary_inputs(others))
 
 
 def form(dtype: str) -> str:

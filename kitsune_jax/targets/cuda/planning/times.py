@@ -15,7 +15,7 @@ from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.targets.cuda.planning.cost import FOLD_SLOTS, TABLE_SLOTS, GpuCost
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.products import product_work, row_products_of
-from kitsune_jax.targets.cuda.planning.sizes import dots_of, gradients_of, slab
+from kitsune_jax.targets.cuda.planning.sizes import dots_of, gradients_of, loops_of, slab
 from kitsune_jax.targets.cuda.planning.storage import Storage
 from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded
 
@@ -29,6 +29,11 @@ _ADDRESS_SLOTS = 16  # of two rows of a table: indices compared with its ends an
 # Float32 gradients and products for each row go through mma.sync. An assumption until a device has measured it: this part of
 # wgmma's rate.
 _WARP_MATMUL = 0.62
+# Threads that share a row, and so have the same numbers of it.
+_QUAD = 4
+# Cycles from an operation to the next one that needs it, over those between two warps' turns at a scheduler (four cycles, two rows
+# of a thread side by side). An assumption until a device has measured it.
+_DEPENDENT = 2.0
 # K of one wgmma (PTX ISA): 32 bytes of it.
 _K_BYTES = 32
 
@@ -53,6 +58,11 @@ class TileWork:
     def latency(self, wait: float = 0.0) -> float:
         """Seconds from a tile's first instruction to its last."""
         return max(self.tensor + self.issue, self.shared) + self.alone + wait
+
+    def plus(self, times: int, step: TileWork) -> TileWork:
+        """This work, and so often ``step``."""
+        tensor, issue = self.tensor + times * step.tensor, self.issue + times * step.issue
+        return TileWork(tensor, issue, self.shared + times * step.shared, self.alone + times * step.alone)
 
     def busy(self, tiles: int, lanes: int, wait: float = 0.0) -> float:
         """Seconds of an SM for ``tiles`` tiles: full rounds, and one with the lanes that are left."""
@@ -81,7 +91,25 @@ def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: f
     moved = weights + storage.image_traffic + sum(product.shared for _, product in products)
     alone = sum(product.cycles for _, product in products) / machine.clock
     issue = max(slots, special * _SPECIAL_SLOTS) / per_second
-    return TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
+    work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
+    for steps, body in loops_of(cost, ops):
+        work = work.plus(steps, _step(body, storage, efficiency))
+    return work
+
+
+def _step(body: GpuCost, storage: Storage, efficiency: float) -> TileWork:
+    """A step of a loop on a tile. A number of each row is computed by the four threads that share the row, unless there is nothing
+    but numbers; each operation waits for the one before it, and a lane has no other tile to work on meanwhile; slices come from
+    memory when the step begins."""
+    work = tile_work(body, body.region.ops, storage, efficiency)
+    alone = [i for i in body.region.ops if body.graph.ops[i].body is None and not body.is_maker(i)]
+    numbers = [i for i in alone if body.row_size(body.graph.ops[i].outputs[0]) == 1]
+    numbers = [] if len(numbers) == len(alone) else numbers  # a thread has rows of its own (``own_rows.py``)
+    again, special = _slots(body, numbers, 1)
+    machine = body.machine
+    issue = work.issue + (_QUAD - 1) * max(again, special * _SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
+    loads = machine.place("l2").latency if any(v in body.labels for v in body.region.inputs) else 0.0
+    return dataclasses.replace(work, issue=issue, alone=work.alone + (_DEPENDENT - 1) * issue + loads)
 
 
 def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]:
@@ -94,6 +122,8 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
         if access is not None:
             fold = FOLD_SLOTS if access.near else TABLE_SLOTS
             slots += TILE_ROWS * cost.elements(i) * fold if access.folds else 128 * access.count * _ADDRESS_SLOTS
+            continue
+        if cost.graph.ops[i].body is not None:
             continue
         family, out = cost.family(i), cost.graph.ops[i].outputs[0]
         reduces = family in ("reduce", "argreduce", "cumulative")

@@ -9,6 +9,7 @@ from kitsune_jax.planning import xla_kernels
 from kitsune_jax.planning.cost import SCATTER
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel
 from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost
+from kitsune_jax.targets.cuda.planning.sizes import loops_of
 
 # Operations per element that XLA:GPU still hands to the GEMM library as an epilogue: a bias and a ReLU.
 _EPILOGUE = 2
@@ -19,6 +20,10 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
     machine = cost.machine
     seconds = 0.0
     total = 0
+    for steps, body in loops_of(cost, cost.region.ops):
+        # A step's kernels, one of them for the loop's own counter and slices (``lax.scan`` on a GPU takes about 8 us a step).
+        each, bytes_each = baseline(body)
+        seconds, total = seconds + steps * (each + machine.kernel_seconds), total + steps * bytes_each
     for kernel in kernels_of(cost):
         moved = kernel.moved(cost)
         total += moved

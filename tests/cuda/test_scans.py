@@ -1,0 +1,114 @@
+"""Time loops from a user's function to a kernel in the emulator: planned, chosen, and the numbers of ``jax.jit``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kitsune_jax as kj
+from kitsune_jax.targets.cuda import runtime
+from tests.support.cuda_run import kernel_cache
+
+__all__ = ["kernel_cache"]  # a fixture
+pytestmark = pytest.mark.usefixtures("kernel_cache")
+
+
+def draw(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(0.3 * np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def cart_pole(state: Any, actions: jax.Array) -> Any:
+    def step(state: Any, action: jax.Array) -> Any:
+        x, v, angle, turn = state
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        push = (jnp.where(action == 1, 10.0, -10.0) + 0.05 * turn**2 * sin) / 1.1
+        bend = (9.8 * sin - cos * push) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
+        pull = push - 0.05 * bend * cos / 1.1
+        state = x + 0.02 * v, v + 0.02 * pull, angle + 0.02 * turn, turn + 0.02 * bend
+        return state, (state[0], jnp.abs(state[0]) < 2.4)
+
+    return jax.lax.scan(step, state, actions)
+
+
+def lstm(weights: Any, state: Any, xs: jax.Array) -> Any:
+    w, u, b = weights
+
+    def step(state: Any, x: jax.Array) -> Any:
+        h, c = state
+        i, f, g, o = jnp.split(x @ w + h @ u + b, 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    return jax.lax.scan(step, state, xs)
+
+
+def policy(w1: jax.Array, w2: jax.Array, state: jax.Array) -> jax.Array:
+    def step(_: Any, s: jax.Array) -> jax.Array:
+        return s + 0.02 * jnp.concatenate([s[:, 1:], jnp.tanh(jnp.tanh(s @ w1) @ w2)], 1)
+
+    return jax.lax.fori_loop(0, 5, step, state)
+
+
+def nested(x: jax.Array) -> jax.Array:
+    inner = lambda c: jax.lax.fori_loop(0, 3, lambda k, y: jnp.sin(y) + k.astype(jnp.float32), c)  # noqa: E731
+    return jax.lax.scan(lambda c, t: (inner(c) * t, None), x, jnp.arange(3.0))[0]
+
+
+def backwards(state: jax.Array, xs: jax.Array) -> Any:
+    return jax.lax.scan(lambda c, x: (0.5 * c + x, c), state, xs, reverse=True)
+
+
+def scalars(x: jax.Array, y: jax.Array) -> Any:
+    return jax.lax.fori_loop(0, 9, lambda _, c: (0.9 * c[0] + c[1], jnp.sin(c[0])), (x, y))
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "cart_pole": (cart_pole, (tuple(draw(131, seed=k) for k in range(4)), jnp.arange(7 * 131).reshape(7, 131) % 3)),
+    "lstm": (lstm, ((draw(9, 32), draw(8, 32, seed=1), draw(32, seed=2)), (draw(70, 8), draw(70, 8, seed=3)), draw(4, 70, 9))),
+    "policy": (policy, (draw(4, 40), draw(40, 1, seed=1), draw(130, 4, seed=2))),
+    "nested": (nested, (draw(70, 5),)),
+    "backwards": (backwards, (draw(70, 3), draw(5, 70, 3, seed=1))),
+    "one_step": (backwards, (draw(1, 3), draw(1, 1, 3, seed=1))),
+    "scalars": (scalars, (jnp.float32(0.3), jnp.float32(0.2))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loop_is_one_kernel(name: str) -> None:
+    function, args = CASES[name]
+    pipelined = jax.jit(kj.pipeline(function, target="emulator", force=True))
+    before = runtime.calls()
+    got, want = jax.block_until_ready(pipelined(*args)), jax.jit(function)(*args)
+    assert runtime.calls() == before + 1
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.dtype == w.dtype
+        np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (g, w)), atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "function, args, gain",
+    [
+        (cart_pole, (tuple(draw(65536) for _ in range(4)), jnp.zeros((100, 65536), jnp.int32)), 10),
+        (lstm, ((draw(64, 256), draw(64, 256), draw(256)), (draw(8192, 64), draw(8192, 64)), draw(10, 8192, 64)), 2),
+        (scalars, (jnp.float32(0.3), jnp.float32(0.2)), 3),
+    ],
+)
+def test_loops_are_chosen_where_the_model_says_that_they_pay(function: Callable[..., Any], args: Any, gain: float) -> None:
+    report = kj.explain(kj.pipeline(function), platform="cuda")(*args)
+    (region,) = report.regions
+    assert report.coverage == 1.0
+    assert region.baseline_seconds / region.seconds > gain
+
+
+def test_an_op_of_the_body_without_code_is_told_with_its_line() -> None:
+    def step(c: jax.Array, x: jax.Array) -> Any:
+        return c + jnp.cumsum(x, 1), None
+
+    report = str(kj.explain(kj.pipeline(lambda c, xs: jax.lax.scan(step, c, xs)[0]), platform="cuda")(draw(70, 3), draw(5, 70, 3)))
+    assert "cumsum" in report and "test_scans.py" in report and "no code on the GPU" in report
