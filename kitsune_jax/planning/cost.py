@@ -104,8 +104,9 @@ class RegionCost(abc.ABC):
     ``absorbed(i)``: a bias, a ReLU or a part of another activation that the matmul before it applies to its accumulators, so a
     pipeline does not pay for it. ``access(i)``: what it reads or folds by streamed indices, if it does. ``tables``: the stationary
     values that are read by rows only; they are never laid out for the call, and may be of any size. ``order``: the indices
-    (a graph value) in whose order the rows stream. ``labels``: of what depends on the rows of a batch; ``of_batch``: of what
-    depends on batch axes only, which counts as stationary, with the part of it that a batch reads.
+    (a graph value) in whose order the rows stream. ``carried``: of a loop's body, what a step hands to the next; None elsewhere.
+    ``labels``: of what depends on the rows of a batch; ``of_batch``: of what depends on batch axes only, which counts as
+    stationary, with the part of it that a batch reads.
     """
 
     def __init__(self, graph: Graph, region: Region, machine: Machine, order: int | None = None):
@@ -124,6 +125,7 @@ class RegionCost(abc.ABC):
         self.access = functools.lru_cache(maxsize=None)(self._access)
         self.work = functools.lru_cache(maxsize=None)(self._work)
         self._bodies: dict[int, Self] = {}
+        self.carried: frozenset[int] | None = None
         self.is_maker = functools.lru_cache(maxsize=None)(self._is_maker)
         self.row_size = functools.lru_cache(maxsize=None)(self._row_size)
         self.row_bytes = functools.lru_cache(maxsize=None)(self._row_bytes)
@@ -153,7 +155,9 @@ class RegionCost(abc.ABC):
             inputs=tuple(v for v in body.inputs if v in live),
             outputs=tuple(v for v in dict.fromkeys(body.outputs) if v in live and v in made),
         )
-        return type(self)(body, region, self.machine)
+        found = type(self)(body, region, self.machine)
+        found.carried = frozenset(parts(op).in_next)
+        return found
 
     def loops(self) -> Iterator[tuple[int, frozenset[int], Self]]:
         """(steps, the constants as values of the body, costs of the body) of each loop of the region."""

@@ -258,3 +258,20 @@ def test_shapes(batch: int, queries: int, keys: int, heads: tuple[int, int], siz
         return jax.nn.dot_product_attention(q, k, v, mask=given_mask, is_causal=form == "causal")
 
     check(function, reference(q, k, v, mask=mask), q, k, v)
+
+
+def test_blocks_belong_to_the_graph_whose_region_is_planned():
+    """Regions are planned as graphs of their own, whose values have other numbers."""
+
+    def two(q: Array, k: Array, v: Array, k2: Array) -> Array:
+        first = jax.nn.dot_product_attention(q, k, v)
+        return jax.nn.dot_product_attention(jnp.sort(first, -1), k2, k2)
+
+    shapes = (1, 512, 2, 16), (1, 3000, 2, 16), (1, 3000, 2, 16), (1, 4000, 2, 16)
+    args = draw(31, *shapes)
+    graph = graph_of(two, *args)
+    blocks = [r.plan.blocks for r in route(graph, "cpu", force=True, device="avx512-2").regions]
+    extents = [graph.values[b[0]].shape[b[1]] for b in blocks if b is not None]
+    assert sorted(extents) == [3000, 4000]
+    first = np.sort(reference(*args[:3]), -1)
+    check(two, reference(first, args[3], args[3]), *args)

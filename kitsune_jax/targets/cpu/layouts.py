@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from kitsune_jax.program.ir import Instr, TileType
 from kitsune_jax.program.passes.flow import VIEWS, Use
 
-_MOST_COLUMNS = 32
+MOST_COLUMNS = 32
 
 
 def by_columns(
     t: TileType, root: int, uses: Mapping[int, Sequence[Use]], instruction: Callable[[int], Instr], pointwise: Callable[[str], bool]
 ) -> bool:
     """Whether nothing reads ``root``, a tile of type ``t``, but element by element, through views or as a piece of another tile."""
-    if not t.tile or not 1 < math.prod(t.shape) <= _MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
+    if not t.tile or not 1 < math.prod(t.shape) <= MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
         return False
 
     def fits(v: int) -> bool:

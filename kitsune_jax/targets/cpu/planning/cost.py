@@ -16,12 +16,15 @@ from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.planning.cost import COPIES, FREE, GATHER, SCANS, SCATTER, Access, DotWork, RegionCost
 from kitsune_jax.program.passes import Flow, activations
 from kitsune_jax.streams.space import Region
+from kitsune_jax.targets.cpu.layouts import MOST_COLUMNS
 from kitsune_jax.targets.cpu.planning import times
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 from kitsune_jax.targets.cpu.planning.taken import Taken
 
 # Families whose ops run in groups, through registers.
 _GROUPED = frozenset({"pointwise", "convert"})
+# Families whose ops read a value as well where it lies column by column.
+_COLUMNS = _GROUPED | FREE | COPIES
 # An element of a border array whose rows do not lie together, on one worker: 6 to 19 ns were measured for tiles of 2 to 4 columns
 # of a row-major array, on Zen 4.
 _STRIDED_SECONDS = 6e-9
@@ -115,12 +118,22 @@ class CpuCost(RegionCost):
             return CpuWork(
                 work.dtype, sink, kind=op.kind, family=family, elements=elements, access=access, scores=scores, taken=taken
             )
+        if family in COPIES and self._by_columns(op.outputs[0] if family == "concatenate" else op.inputs[0]):
+            return CpuWork(work.dtype, sink)
         if family in COPIES or family in (GATHER, SCATTER):
             narrow = family == "concatenate" and any(self.graph.values[v].shape[-1] == 1 for v in op.inputs)
             return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements, narrow=narrow)
         edges = elements * self._edges(i) if family in _GROUPED else 0
         sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
         return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, self._spreads(i), activation, taken=taken)
+
+    def _by_columns(self, v: int) -> bool:
+        """Does ``v``, in a loop's body, lie column by column (``targets.cpu.layouts``)? Taking its columns then costs nothing, and
+        neither does putting them together."""
+        if self.carried is None or v not in self.labels or not 1 < self.row_size(v) <= MOST_COLUMNS:
+            return False
+        leaves = v in self.outputs and v not in self.carried
+        return not leaves and all(self.family(i) in _COLUMNS for i in self.readers.get(v, ()))
 
     @functools.cached_property
     def taken(self) -> Taken:
