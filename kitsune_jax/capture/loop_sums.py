@@ -86,9 +86,14 @@ def _sums(op: Op) -> list[_Sum]:
             return None
         return [_Addend(made, tuple(shaped))]
 
+    def adds_to(v: int, carry: int) -> bool:
+        """Is ``carry`` itself among what is added up to ``v``? Elsewhere it is replaced in every step."""
+        made = maker.get(v)
+        return v == carry or made is not None and made.kind == "add" and any(adds_to(x, carry) for x in made.inputs)
+
     found = []
     for k, (carry, after) in enumerate(zip(p.in_carries, p.in_next, strict=True)):
-        if reads[carry] == 1 and carry != after:
+        if reads[carry] == 1 and carry != after and adds_to(after, carry):
             parts_of = addends(after, carry)
             if parts_of:
                 found.append(_Sum(k, tuple(parts_of)))

@@ -38,6 +38,8 @@ def loop_regions(
     seen: set[Region] = set()
     for seed in _seeds(graph, i):
         sp = spread(seed, members)
+        if apart := sums.intersection(sp.ops).difference(sp.sinks):  # sums over the steps alone, which have all rows
+            sp = spread(seed, members - apart)
         if i in sp.stops:
             yield sp.stops[i]
         for region in regions_of(index, sp, order):

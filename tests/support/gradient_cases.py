@@ -98,6 +98,21 @@ def _softmax_sum(x: Array, score: Array, ids: Array) -> Array:
     return jax.ops.segment_sum(jnp.sin(x) * share[:, None], of_rows, 6)
 
 
+def _recurrence(x: Array, w: Array, u: Array) -> Array:
+    """A weight and a bias row in every step, slices in and out, and a carry that is replaced, not added to."""
+
+    def step(h: Array, scale: Array) -> tuple[Array, Array]:
+        h = jnp.sin((h @ w) * 0.2 + u * scale)
+        return h, h * scale
+
+    h, ys = lax.scan(step, x, jnp.linspace(0.5, 1.5, 4).astype(x.dtype))
+    return h + ys.sum(0) * x
+
+
+def _counted(x: Array) -> Array:
+    return lax.fori_loop(0, 3, lambda i, h: jnp.sin(h) * x + i, x)
+
+
 CASES: dict[str, tuple[Case, ...]] = {
     **{kind: _unary(getattr(lax, kind)) for kind in ("neg", "abs", "sign", "floor", "ceil", "exp", "exp2", "expm1", "sin", "cos")},
     **{kind: _unary(getattr(lax, kind)) for kind in ("tanh", "logistic", "atan", "sinh", "cosh", "asinh", "erf", "erfc", "square")},
@@ -174,6 +189,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(lambda x: jnp.einsum("rif,rjf->rij", jnp.sin(x), x), CUBE),
         Case(lambda x, y: jnp.einsum("rhd,rd->rh", jnp.sin(x), y), (*CUBE, Arg(shape=(ROWS, 4)))),
     ),
+    "scan": (Case(_recurrence, (Arg(), Arg(shape=(5, 5)), Arg(shape=(5,)))), Case(_counted)),
 }  # fmt: skip
 
 # Differentiable in newer versions of JAX only.
@@ -184,7 +200,7 @@ NOT_DIFFERENTIABLE: dict[str, str] = {
     **dict.fromkeys(("argmax", "argmin"), "gives indices"),
     **dict.fromkeys(("not", "and", "or", "xor", "reduce_and", "reduce_or", "reduce_xor"), "is not defined on floats"),
     **dict.fromkeys(("shift_left", "shift_right_logical", "shift_right_arithmetic"), "is not defined on floats"),
-    **dict.fromkeys(("population_count", "clz", "mulhi"), "is not defined on floats"),
+    **dict.fromkeys(("population_count", "clz", "mulhi", "threefry2x32"), "is not defined on floats"),
     "bitcast_convert_type": "gives bits",
     "zeta": "JAX defines no derivative",
     "iota": "has no operands",

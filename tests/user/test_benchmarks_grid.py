@@ -370,7 +370,7 @@ def test_readme_holds_the_grid_that_is_stored() -> None:
 
 
 def test_what_is_left_to_xla_is_not_timed_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SELECT, "_pays", lambda plan: False)
+    monkeypatch.setattr(SELECT, "pays", lambda plan: False)
     record = grid_measure.measure(dataclasses.replace(SMALL, rows=53), 0.01)
     assert record["plan"] == "none"
     assert record["speedup"]["choice"] == grid_verdict.by_definition()
@@ -380,7 +380,7 @@ def test_what_is_left_to_xla_is_not_timed_against_itself(monkeypatch: pytest.Mon
 
 
 def test_one_program_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SELECT, "_pays", lambda plan: True)
+    monkeypatch.setattr(SELECT, "pays", lambda plan: True)
     record = grid_measure.measure(dataclasses.replace(SMALL, rows=59), 0.01)
     assert record["plan"] == "all"
     assert set(record["columns"]) == {"jit", "choice"}
