@@ -56,8 +56,9 @@ def output_fault_seconds(cost: CpuCost, bandwidth: float) -> float:
 
 
 def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, looped: bool) -> float:
-    """``moved``: bytes that the kernel reads and writes. ``looped``: in a step of a loop, which calls a kernel of one thread itself
-    instead of scheduling it, and finds in the caches what the step before has left there."""
+    """``moved``: bytes that the kernel reads and writes. ``looped``: in a step of a loop, whose kernels without products have one
+    thread whatever their size (16 MB were tried), are called instead of scheduled, and find in the caches what the step before has
+    left there."""
     times, machine, ops, root = cost.times, cost.machine, kernel.ops, kernel.root
     products = [i for i in ops if cost.family(i) == "dot"]
     loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) != "dot")
@@ -66,14 +67,15 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, looped: bool) -> 
     if _is_uneven(cost, ops, root):
         loop *= times.uneven(cost.graph.values[root].dtype)
     loop += sum(_product_seconds(cost, i) for i in products)
-    called = looped and times.one_thread(cost.bytes(root))
+    one = looped and not products or times.one_thread(cost.bytes(root))
+    called = looped and one
     start = times["xla/while"] if called else machine.kernel_seconds
     if not products and not any(cost.family(i) in _PASSES or cost.family(i) == SCATTER for i in ops):
         # The rates of products, reductions and scatters have their traffic in them, as far as that was in the caches.
         if called and moved <= machine.local_bytes:
             loop = loop * machine.workers + moved * times["xla/while/moved"]
         else:
-            loop = (loop + moved * times.xla_moved(near=True)) * (machine.workers if times.one_thread(cost.bytes(root)) else 1)
+            loop = (loop + moved * times.xla_moved(near=True)) * (machine.workers if one else 1)
     # What the last level does not hold comes from memory, while the core computes.
     beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
     # XLA adds up on one thread, which waits for its rows. (So it takes a maximum; but that takes a pipeline twice as long as a sum,
