@@ -5,6 +5,7 @@ Comes in: values over the whole dimension, when somebody asks for them. Goes out
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from kitsune_jax.graph import make_params
@@ -68,16 +69,14 @@ class Iteration:
             return w.add("load_slice", (self.number,), t, array=instr["array"], **cut)
         if instr.kind in _SIZES:
             params[_SIZES[instr.kind]] = rows_first(t)
-        made = w.add(instr.kind, [self.value(x) for x in instr.inputs], t, **params)
-        if instr.kind == "iota" and instr["dimension"] == self.inner[v]:
-            first = self.number if self.step == 1 else self._scalar("mul", self.number, w.literal(self.step, "int32"), "int32")
-            first = first if t.dtype == "int32" else self._scalar("convert_element_type", first, None, t.dtype)
-            made = w.add("add", (made, first), t)
-        return made
-
-    def _scalar(self, kind: str, x: int, y: int | None, dtype: str) -> int:
-        params = {"new_dtype": dtype} if y is None else {}
-        return self.writer.add(kind, (x,) if y is None else (x, y), TileType(False, (), dtype), **params)
+        if instr.kind == "iota" and instr["dimension"] == self.inner[v]:  # counted in int32: others round it, or wrap, once
+            counted = dataclasses.replace(t, dtype="int32")
+            first = self.number
+            if self.step != 1:
+                first = w.add("mul", (first, w.literal(self.step, "int32")), TileType(False, (), "int32"))
+            made = w.add("add", (w.add("iota", (), counted, **params), first), counted)
+            return made if t.dtype == "int32" else w.convert(made, t.dtype)
+        return w.add(instr.kind, [self.value(x) for x in instr.inputs], t, **params)
 
     def reduced(self, kind: str, x: int, dim: int, dtype: str) -> int:
         t = self.writer.types[x]

@@ -16,6 +16,7 @@ from kitsune_jax.program.ir import Instr
 
 _LOW = -1e30
 _SAME = frozenset({"broadcast_in_dim", "reshape", "transpose", "convert_element_type", "copy"})
+_COUNTING = frozenset({"int32", "int64", "float32", "float64"})  # in others an index may wrap, or be rounded
 _TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 
 
@@ -154,6 +155,8 @@ class Visible:
 
     def _index(self, v: int) -> _Index | None:
         instr = self.makers.get(v)
+        if self.writer.types[v].dtype not in _COUNTING:
+            return None
         if instr is None:
             constant = self.writer.literals.get(v)
             return _Index(None, constant) if isinstance(constant, int) else None
