@@ -9,17 +9,14 @@ import dataclasses
 import importlib
 import math
 import re
-import signal
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-from rich.progress import Progress
 
 from benchmarks.graphs.apps import example
+from tests.support.applications import Examples
 
 TINY: dict[str, dict[str, Any]] = {
     "mesh_graph_net": {"points": 49, "latent": 16, "steps": 2, "batch": 2, "trajectories": 2},
@@ -30,23 +27,10 @@ TINY: dict[str, dict[str, Any]] = {
 }
 PICTURES = {"mesh_graph_net": "rollout", "graphcast": "weather", "dlrm": "auc", "gat": "accuracy", "graph_transformer": "accuracy"}
 STEPS = 30
+EXAMPLES = Examples(TINY, PICTURES, STEPS)
 # One example's tests run in one process, which compiles it once.
 each_example = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TINY])
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
-
-
-def module_of(name: str) -> ModuleType:
-    for needed in ("matplotlib", "optax", "rich"):
-        pytest.importorskip(needed)
-    return example(name)
-
-
-def run(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *more: str) -> str:
-    """What the example prints."""
-    module = module_of(name)
-    monkeypatch.setattr(module, "SMALL", dataclasses.replace(module.SMALL, **TINY[name]))
-    assert module.main(["--steps", str(STEPS), "--out", str(out), *more]) == 0
-    return " ".join(capsys.readouterr().out.split())
 
 
 def loss_of(text: str) -> float:
@@ -57,14 +41,7 @@ def loss_of(text: str) -> float:
     "name", [pytest.param(n, marks=() if n in ("gat", "graph_transformer") else pytest.mark.slow) for n in TINY]
 )
 def test_pipelined_and_plain_reach_the_same(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    pipelined = run(name, tmp_path / "deeper", monkeypatch, capsys, "--force")
-    plain = run(name, tmp_path / "plain", monkeypatch, capsys, "--plain")
-    assert loss_of(pipelined) == pytest.approx(loss_of(plain), rel=0.02, abs=1e-3)
-    done, total = map(int, re.search(r"pipelined: (\d+) of (\d+) operators", pipelined).groups())  # type: ignore[union-attr]
-    assert total / 4 < done <= total
-    assert "with jax.jit" in plain and "with jax.jit" not in pipelined
-    picture = Image.open(tmp_path / "deeper" / f"{PICTURES[name]}.png").convert("RGB")
-    assert len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 50
+    EXAMPLES.check_same(name, tmp_path, monkeypatch, capsys, loss_of, 0.02, 0.25)
 
 
 @each_example
@@ -74,46 +51,34 @@ def test_learns(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> Non
     ending = training.application_ending
     monkeypatch.setattr(training, "application_ending", lambda found, *rest: losses.extend(found) or ending(found, *rest))
     steps = 4 * STEPS if name == "dlrm" else STEPS  # the embeddings start small
-    run(name, tmp_path, monkeypatch, capsys, "--plain", "--steps", str(steps))
+    EXAMPLES.run(name, tmp_path, monkeypatch, capsys, "--plain", "--steps", str(steps))
     assert len(losses) == steps
     assert np.mean(losses[-5:]) < 0.97 * np.mean(losses[:5])
 
 
 @pytest.mark.parametrize("name", ["dlrm", "gat"])
 def test_ctrl_c_ends_with_what_was_reached(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    update, handler = Progress.update, signal.getsignal(signal.SIGINT)
-
-    def interrupting(self: Progress, *args: Any, **kwargs: Any) -> None:
-        update(self, *args, **kwargs)
-        if kwargs.get("completed") == 4:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Progress, "update", interrupting)
-    assert f"interrupted after 4 of {STEPS} steps with jax.jit" in run(name, tmp_path, monkeypatch, capsys, "--plain")
-    assert (tmp_path / f"{PICTURES[name]}.png").exists()
-    assert signal.getsignal(signal.SIGINT) is handler
+    EXAMPLES.check_ctrl_c(name, tmp_path, monkeypatch, capsys)
 
 
 @each_example
 def test_rejects_what_makes_no_sense(name: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        module_of(name).main(["--steps", "0"])
-    assert "--steps must be at least 1" in capsys.readouterr().err
+    EXAMPLES.check_arguments(name, capsys)
 
 
 def test_full_sizes_are_those_of_the_papers() -> None:
     """Kitsune's table of applications, arXiv:2502.18403, and the papers that the examples name."""
-    mesh = module_of("mesh_graph_net")
+    mesh = EXAMPLES.module("mesh_graph_net")
     made = mesh.make_mesh(mesh.FULL.points, 0)
     assert (mesh.FULL.steps, mesh.FULL.latent) == (15, 128)
     assert len(made.points) == pytest.approx(30_000, rel=0.15)
     assert len(made.senders) == pytest.approx(200_000, rel=0.01)
-    graphcast = module_of("graphcast")
+    graphcast = EXAMPLES.module("graphcast")
     assert (graphcast.FULL.latent, graphcast.FULL.layers, graphcast.FULL.refinements) == (512, 16, 5)
-    dlrm = module_of("dlrm")
+    dlrm = EXAMPLES.module("dlrm")
     assert (dlrm.FULL.bottom, dlrm.FULL.top) == ((512, 256, 128), (1024, 1024, 512, 256, 1))
     assert len(dlrm.table_rows(dlrm.FULL)) == 26
-    gat = module_of("gat")
+    gat = EXAMPLES.module("gat")
     assert (gat.FULL.heads, gat.FULL.width) == (8, 8)
 
 
@@ -122,7 +87,7 @@ def test_full_sizes_are_those_of_the_papers() -> None:
 
 @pytest.mark.parametrize(("points", "seed"), [(36, 0), (150, 3), (900, 7)])
 def test_mesh_is_a_square_with_a_hole(points: int, seed: int) -> None:
-    module = module_of("mesh_graph_net")
+    module = EXAMPLES.module("mesh_graph_net")
     mesh = module.make_mesh(points, seed)
     nodes, edges, faces = len(mesh.points), len(mesh.senders) // 2, len(mesh.triangles)
     assert nodes - edges + faces == 0  # Euler's number of a disc with a hole
@@ -133,7 +98,7 @@ def test_mesh_is_a_square_with_a_hole(points: int, seed: int) -> None:
 
 
 def test_laplacian_of_polynomials_and_energy_of_a_wave() -> None:
-    module = module_of("mesh_graph_net")
+    module = EXAMPLES.module("mesh_graph_net")
     mesh = module.make_mesh(900, 1)
     laplacian, inside = module.wave_operator(mesh), ~mesh.fixed
     x, y = mesh.points.T
@@ -148,7 +113,7 @@ def test_laplacian_of_polynomials_and_energy_of_a_wave() -> None:
 
 @pytest.mark.parametrize("refinements", [0, 1, 3])
 def test_multi_mesh_has_the_edges_of_every_refinement(refinements: int) -> None:
-    points, triangles, edges = module_of("graphcast").multi_mesh(refinements)
+    points, triangles, edges = EXAMPLES.module("graphcast").multi_mesh(refinements)
     assert len(points) == 10 * 4**refinements + 2
     assert len(triangles) == 20 * 4**refinements
     assert edges.shape == (2, 2 * sum(30 * 4**n for n in range(refinements + 1)))
@@ -159,7 +124,7 @@ def test_multi_mesh_has_the_edges_of_every_refinement(refinements: int) -> None:
 
 
 def test_every_grid_point_is_told_by_three_corners_around_it() -> None:
-    module = module_of("graphcast")
+    module = EXAMPLES.module("graphcast")
     graph = module.make_graph(module.Sizes(latitudes=12, refinements=1, latent=8, layers=1))
     grid, mesh = graph["grid_position"], graph["mesh_position"]
     assert len(grid) == 12 * 24
@@ -171,7 +136,7 @@ def test_every_grid_point_is_told_by_three_corners_around_it() -> None:
 
 
 def test_weather_keeps_the_tracer() -> None:
-    module = module_of("graphcast")
+    module = EXAMPLES.module("graphcast")
     points = module.grid_points(40)
     fields, change = module.weather(points, 3)
     now = fields[:, 0]
@@ -185,7 +150,7 @@ def test_weather_keeps_the_tracer() -> None:
 
 
 def test_clicks_follow_their_probabilities() -> None:
-    module = module_of("dlrm")
+    module = EXAMPLES.module("dlrm")
     model = module.Clicks.make(dataclasses.replace(module.SMALL, largest=300), 1)
     numbers, categories, clicks, probability = model.draw(40_000, (5,))
     rows = module.table_rows(dataclasses.replace(module.SMALL, largest=300))
@@ -203,11 +168,11 @@ def test_area_under_the_curve() -> None:
     rng = np.random.default_rng(0)
     clicks = (rng.random(501) < 0.3).astype(np.float32)
     score = np.round(clicks + 2 * rng.standard_normal(501), 1)  # with ties
-    assert module_of("dlrm").area_under_curve(score, clicks) == pytest.approx(metrics.roc_auc_score(clicks, score))
+    assert EXAMPLES.module("dlrm").area_under_curve(score, clicks) == pytest.approx(metrics.roc_auc_score(clicks, score))
 
 
 def test_graph_has_communities_and_super_nodes() -> None:
-    module_of("gat")
+    EXAMPLES.module("gat")
     graph = example("_graphs").community_graph(3_000, 30_000, 5, 16, 2)
     edges = set(zip(graph.senders.tolist(), graph.receivers.tolist(), strict=True))
     assert len(edges) == len(graph.senders) <= 30_000

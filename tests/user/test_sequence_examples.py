@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import signal
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
-from rich.progress import Progress
 
 import kitsune_jax as kj
 from benchmarks.graphs.apps import example
+from tests.support.applications import Examples
 
 TINY: dict[str, dict[str, Any]] = {
     "cartpole": {"carts": 16, "steps": 16, "width": 8, "batches": 2},
@@ -41,25 +38,11 @@ PICTURES = {
     "neural_ode": "motion",
 }
 NEEDS = {"neural_ode": ("diffrax",), "kernel_fusion": ("sklearn",)}
-STEPS = 6
+EXAMPLES = Examples(TINY, PICTURES, 6, NEEDS)
 SLOW = ("cartpole", "llama", "nerf", "neural_ode", "pendulum")
 # One example's tests run in one process, which compiles it once.
 each_example = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TINY])
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
-
-
-def module_of(name: str) -> ModuleType:
-    for needed in ("matplotlib", "optax", "rich", *NEEDS.get(name, ())):
-        pytest.importorskip(needed)
-    return example(name)
-
-
-def run(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *more: str) -> str:
-    """What the example prints."""
-    module = module_of(name)
-    monkeypatch.setattr(module, "SMALL", dataclasses.replace(module.SMALL, **TINY[name]))
-    assert module.main(["--steps", str(STEPS), "--out", str(out), *more]) == 0
-    return " ".join(capsys.readouterr().out.split())
 
 
 def reached(text: str) -> float:
@@ -71,47 +54,28 @@ def reached(text: str) -> float:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TINY])
 def test_pipelined_and_plain_reach_the_same(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    pipelined = run(name, tmp_path / "deeper", monkeypatch, capsys, "--force")
-    plain = run(name, tmp_path / "plain", monkeypatch, capsys, "--plain")
     # One action that a rounding changes changes all that follows in a simulation.
-    assert reached(pipelined) == pytest.approx(reached(plain), rel=0.2 if name == "cartpole" else 0.02, abs=1e-3)
-    done, total = map(int, re.search(r"pipelined: (\d+) of (\d+) operators", pipelined).groups())  # type: ignore[union-attr]
-    assert 0 < done <= total
-    assert "with jax.jit" in plain and "with jax.jit" not in pipelined
-    picture = Image.open(tmp_path / "deeper" / f"{PICTURES[name]}.png").convert("RGB")
-    assert len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 50
+    EXAMPLES.check_same(name, tmp_path, monkeypatch, capsys, reached, 0.2 if name == "cartpole" else 0.02, 0.0)
 
 
 @pytest.mark.parametrize("name", ["lstm", "kernel_fusion"])
 def test_ctrl_c_ends_with_what_was_reached(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    update, handler = Progress.update, signal.getsignal(signal.SIGINT)
-
-    def interrupting(self: Progress, *args: Any, **kwargs: Any) -> None:
-        update(self, *args, **kwargs)
-        if kwargs.get("completed") == 4:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Progress, "update", interrupting)
-    assert f"interrupted after 4 of {STEPS} steps with jax.jit" in run(name, tmp_path, monkeypatch, capsys, "--plain")
-    assert (tmp_path / f"{PICTURES[name]}.png").exists()
-    assert signal.getsignal(signal.SIGINT) is handler
+    EXAMPLES.check_ctrl_c(name, tmp_path, monkeypatch, capsys)
 
 
 @each_example
 def test_rejects_what_makes_no_sense(name: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        module_of(name).main(["--steps", "0"])
-    assert "--steps must be at least 1" in capsys.readouterr().err
+    EXAMPLES.check_arguments(name, capsys)
 
 
 def test_full_sizes_are_those_of_the_papers() -> None:
     """Kitsune's table of applications, arXiv:2502.18403, and the papers that the examples name."""
-    llama = module_of("llama").FULL
+    llama = EXAMPLES.module("llama").FULL
     assert (llama.width, llama.heads, llama.kv_heads, llama.head, llama.hidden) == (4096, 32, 8, 128, 14_336)
     for name in ("cartpole", "pendulum"):
-        full = module_of(name).FULL
+        full = EXAMPLES.module(name).FULL
         assert (dataclasses.astuple(full)[:2]) == (65_536, 1_000)
-    nerf = module_of("nerf")
+    nerf = EXAMPLES.module("nerf")
     shapes = [w.shape for w, _ in jax.eval_shape(lambda: nerf.initial_params(jax.random.key(0), nerf.FULL))]
     assert shapes == [(63, 256), *[(256, 256)] * 3, (319, 256), *[(256, 256)] * 3, (256, 4)]
 
@@ -120,7 +84,7 @@ def test_full_sizes_are_those_of_the_papers() -> None:
 
 
 def test_llama_writes_from_its_cache_what_it_writes_from_all_tokens() -> None:
-    module = module_of("llama")
+    module = EXAMPLES.module("llama")
     sizes = dataclasses.replace(module.SMALL, layers=2, width=48, heads=4, kv_heads=2, head=12, hidden=40)
     params = module.initial_params(jax.random.key(0), sizes, 31)
     tokens = jax.random.randint(jax.random.key(1), (2, 11), 0, 31)
@@ -136,7 +100,7 @@ def test_llama_writes_from_its_cache_what_it_writes_from_all_tokens() -> None:
 
 
 def test_llama_of_3_8b_is_planned(monkeypatch: Any, capsys: Any) -> None:
-    module = module_of("llama")
+    module = EXAMPLES.module("llama")
     monkeypatch.setattr(module, "FULL", dataclasses.replace(module.FULL, context=64, width=256, heads=4, kv_heads=1, head=64))
     assert module.main(["--full"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -145,7 +109,7 @@ def test_llama_of_3_8b_is_planned(monkeypatch: Any, capsys: Any) -> None:
 
 
 def test_text_is_the_reference_of_the_language() -> None:
-    module_of("lstm")
+    EXAMPLES.module("lstm")
     text = example("_text").python_reference()
     assert len(text.train) > 300_000 and len(text.held_out) > 10_000
     assert text.decode(text.encode("The statement")) == "The statement"
@@ -157,7 +121,7 @@ def test_text_is_the_reference_of_the_language() -> None:
 
 def test_advantages_are_those_of_the_paper() -> None:
     """Sums of discounted errors, arXiv:1506.02438, equations 11 and 16."""
-    module = module_of("cartpole")
+    module = EXAMPLES.module("cartpole")
     rng = np.random.default_rng(0)
     value, reward = rng.standard_normal((2, 9, 4))
     done = rng.random((9, 4)) < 0.2
@@ -175,7 +139,7 @@ def test_advantages_are_those_of_the_paper() -> None:
 
 
 def test_cartpole_learns(tmp_path: Path, capsys: Any) -> None:
-    module = module_of("cartpole")
+    module = EXAMPLES.module("cartpole")
     assert module.main(["--steps", "15", "--plain", "--out", str(tmp_path)]) == 0
     assert reached(" ".join(capsys.readouterr().out.split())) > 60  # random pushes: 22
 
@@ -183,8 +147,8 @@ def test_cartpole_learns(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.slow
 def test_cartpole_of_gymnax_is_simulated_unchanged(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip("gymnax")
-    assert reached(run("cartpole", tmp_path, monkeypatch, capsys, "--gymnax", "--force")) > 5
-    module = module_of("cartpole")
+    assert reached(EXAMPLES.run("cartpole", tmp_path, monkeypatch, capsys, "--gymnax", "--force")) > 5
+    module = EXAMPLES.module("cartpole")
     begin, step = module.gymnax_cartpole()
     _, state = begin(jax.random.key(0), 9)
     right = jnp.arange(9) % 2 == 0
@@ -195,7 +159,7 @@ def test_cartpole_of_gymnax_is_simulated_unchanged(tmp_path: Path, monkeypatch: 
 
 
 def test_the_gradient_through_the_pendulum_fades() -> None:
-    module = module_of("pendulum")
+    module = EXAMPLES.module("pendulum")
     state = module.State(jnp.array([0.3, 2.0]), jnp.array([0.1, -0.5]))
     np.testing.assert_array_equal(module.fading(state).angle, state.angle)
     slope = jax.grad(lambda angle: module.fading(module.State(angle, state.speed)).angle.sum())(state.angle)
@@ -203,7 +167,7 @@ def test_the_gradient_through_the_pendulum_fades() -> None:
 
 
 def test_rays_through_nothing_are_white_and_through_a_ball_are_of_its_colour() -> None:
-    module = module_of("nerf")
+    module = EXAMPLES.module("nerf")
     centre, _, colour = module.BALLS[0]
     origins = jnp.array([[0.0, 3.0, 0.05], [0.0, 3.0, 3.0]])
     directions = jnp.array([[0.0, -1.0, 0.0], [0.0, -1.0, 0.0]])
@@ -215,7 +179,7 @@ def test_rays_through_nothing_are_white_and_through_a_ball_are_of_its_colour() -
 
 @pytest.mark.parametrize("rows", [1, 37])
 def test_a_rendered_pixel_and_its_gradient_stream(rows: int) -> None:
-    module = module_of("nerf")
+    module = EXAMPLES.module("nerf")
     sizes = dataclasses.replace(module.SMALL, **TINY["nerf"])
     params = module.initial_params(jax.random.key(0), sizes)
     rng = np.random.default_rng(rows)
@@ -233,7 +197,7 @@ def test_a_rendered_pixel_and_its_gradient_stream(rows: int) -> None:
 
 
 def test_nystroem_embeddings_multiply_to_the_kernel() -> None:
-    module = module_of("kernel_fusion")
+    module = EXAMPLES.module("kernel_fusion")
     images = module.split_digits(0)[0][:40]
     sizes = dataclasses.replace(module.SMALL, landmarks=40)
     for (kind, scale), (landmarks, root) in zip(module.KERNELS, module.nystroem(images, sizes, 0), strict=True):
@@ -245,7 +209,7 @@ def test_nystroem_embeddings_multiply_to_the_kernel() -> None:
 
 
 def test_the_measured_pendulum_loses_energy() -> None:
-    module = module_of("neural_ode")
+    module = EXAMPLES.module("neural_ode")
     states = module.measure(5, 40, 0.0, 0).astype(np.float64)
     energy = states[..., 1] ** 2 / 2 - module.GRAVITY * np.cos(states[..., 0])
     assert (np.diff(energy, axis=1) < 1e-4).all() and (energy[:, -1] < energy[:, 0] - 0.01).all()
