@@ -278,17 +278,20 @@ class RegionCost(abc.ABC):
 
     def _absorbed(self, i: int) -> bool:
         """``i`` adds a stationary value to a matmul's result or takes its maximum with a constant, and it is the only reader."""
+        before = self.follows(i)
+        return before is not None and (self.work(before).dot is not None or self.absorbed(before))
+
+    def follows(self, i: int) -> int | None:
+        """The op to whose result ``i``, its only reader, adds a stationary value, or of which it takes the maximum with one."""
         op = self.graph.ops[i]
         if op.kind not in ("add", "max"):
-            return False
+            return None
         made = [self.producer[v] for v in op.inputs if v in self.producer and not self.is_maker(self.producer[v])]
         given = [v for v in op.inputs if v not in self.producer and v in self.labels]
         if len(made) != 1 or given:
-            return False
+            return None
         before = self.graph.ops[made[0]].outputs[0]
-        if len(self.readers[before]) != 1 or before in self.outputs:
-            return False
-        return self.work(made[0]).dot is not None or self.absorbed(made[0])
+        return None if len(self.readers[before]) != 1 or before in self.outputs else made[0]
 
     def _dot(self, i: int) -> DotWork:
         op = self.graph.ops[i]

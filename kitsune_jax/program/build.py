@@ -76,6 +76,12 @@ def assemble(
     )
 
 
+def _same_for_all(stage: _Stage, op: Op) -> bool:
+    """In a stream of one row, what is made of nothing that streams is made once, and repeated where it has to stream."""
+    streams = any(v in stage.labels for v in op.inputs) or any(axes for v in op.outputs for axes in stage.labels.get(v, ()))
+    return not streams and not stage.space.sizes and any(v in stage.labels for v in op.outputs)
+
+
 @dataclasses.dataclass
 class _Stage:
     """Stage number ``number``, or the body of a loop in it, under construction.
@@ -207,7 +213,8 @@ class _Builder:
     def _operands(self, stage: _Stage, op: Op, i: int, result: Value | None = None) -> tuple[LocalOp, list[int]]:
         """The rows-first form of an op of the table, and its operands. ``result``: what a sum makes, which no row has."""
         local = LocalOp(op.kind, op.params)  # of what is the same for all rows
-        if result is not None or any(v in stage.labels for v in (*op.inputs, *op.outputs)):
+        still = result is None and _same_for_all(stage, op)
+        if not still and (result is not None or any(v in stage.labels for v in (*op.inputs, *op.outputs))):
             ins = [stage.dims(v) for v in op.inputs]
             if OPS[op.kind].family != "dot":
                 ins = [dataclasses.replace(x, batch=0) for x in ins]
@@ -220,6 +227,8 @@ class _Builder:
             inputs[0] = self._squeeze(stage, inputs[0], local.squeeze, i)
         if local.swap:
             inputs.reverse()
+        if still:
+            return local, inputs
         if OPS[op.kind].family in ("pointwise", "concatenate") and any(v in stage.labels for v in op.outputs):
             # In a stream of one row, what does not depend on the row may have the shape of what does.
             types = [self.values[v] for v in inputs]
@@ -245,8 +254,10 @@ class _Builder:
     def _add(self, stage: _Stage, op: Op, local: LocalOp, inputs: list[int], i: int) -> int:
         """Append the rows-first form of an op. Returns the graph value that it makes."""
         (out,) = op.outputs
-        stage.ids[out] = self._new(stage.type_of(out))
-        stage.body.append(Instr(local.kind, tuple(inputs), (stage.ids[out],), local.params, i))
+        t = stage.type_of(out)
+        made = self._new(dataclasses.replace(t, tile=t.tile and not _same_for_all(stage, op)))
+        stage.body.append(Instr(local.kind, tuple(inputs), (made,), local.params, i))
+        stage.ids[out] = self._spread(stage, made, t, i)
         return out
 
     def _read(self, stage: _Stage, v: int) -> int:

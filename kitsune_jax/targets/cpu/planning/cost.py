@@ -161,7 +161,7 @@ class CpuCost(RegionCost):
                 continue
             x = self.graph.ops[i].outputs[0]
             readers = self.readers.get(x, [])
-            if len(readers) == 1 and self.graph.ops[readers[0]].kind == "add" and super()._absorbed(readers[0]):
+            if len(readers) == 1 and self.graph.ops[readers[0]].kind == "add" and self.follows(readers[0]) == i:
                 x = self.graph.ops[readers[0]].outputs[0]
             match = activations.recognise(flow, x)
             if match is None:
