@@ -326,7 +326,10 @@ def entries(table: MutableMapping[str, OpSpec]) -> dict[str, OpSpec]:
         for inner in body.ops:
             rule = table[inner.kind].alone
             dims = [Dims(body.values[v].shape, inside.get(v), body.values[v].dtype) for v in inner.inputs]
-            if rule is not None and (why := rule(inner, dims)):
+            why = rule(inner, dims) if rule is not None else ""
+            if table[inner.kind].family == "dot" and all(x.labels is None for x in dims):
+                why = "in every step it multiplies what is the same for all rows"
+            if why:
                 return f"{inner.label or inner.kind} ({inner.source}): {why}"
         return ""
 

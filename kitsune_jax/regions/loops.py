@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterator
 
 from kitsune_jax.graph import Graph, Op
+from kitsune_jax.ops.local import Dims
 from kitsune_jax.ops.loops import as_step, body_of, parts
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.regions.convex import regions_of
@@ -97,10 +98,16 @@ def _one_row(index: GraphIndex, i: int) -> Region | str:
         return "it computes the same whatever the arguments are"
     if (by_index := _by_index(body_of(op))) is not None:
         return f"{by_index.label or by_index.kind} ({by_index.source}) goes by indices, and no dimension of the loop streams"
+    labels = {v: ((),) * len(graph.values[v].shape) for v in sorted(set(labelled))}
+    alone = OPS[op.kind].alone
+    if alone is not None and (
+        why := alone(op, [Dims(graph.values[v].shape, labels.get(v), graph.values[v].dtype) for v in op.inputs])
+    ):
+        return why
     return Region(
         space=StreamSpace(()),
         ops=(i,),
-        labels=tuple((v, ((),) * len(graph.values[v].shape)) for v in sorted(set(labelled))),
+        labels=tuple(labels.items()),
         inputs=tuple(dict.fromkeys(v for v in op.inputs if graph.values[v].literal is None)),
         outputs=tuple(v for v in op.outputs if v in results or index.consumers.get(v)),
     )
