@@ -27,6 +27,7 @@ from kitsune_jax.ops.spec import Array, OpSpec, Params, Shapes, is_float, np_dty
 Table = Mapping[str, OpSpec]
 DimLabels = tuple[tuple[int, ...], ...]
 LOOPS = frozenset({"scan"})
+_ROW_BY_ROW = frozenset({"dot", "gather", "scatter", "cumulative", "argreduce"})  # no instruction does these for all rows at once
 _TIME = "the steps of a loop follow each other"
 
 
@@ -327,8 +328,8 @@ def entries(table: MutableMapping[str, OpSpec]) -> dict[str, OpSpec]:
             rule = table[inner.kind].alone
             dims = [Dims(body.values[v].shape, inside.get(v), body.values[v].dtype) for v in inner.inputs]
             why = rule(inner, dims) if rule is not None else ""
-            if table[inner.kind].family == "dot" and all(x.labels is None for x in dims):
-                why = "in every step it multiplies what is the same for all rows"
+            if table[inner.kind].family in _ROW_BY_ROW and all(x.labels is None for x in dims):
+                why = "what it is given is the same for all rows"
             if why:
                 return f"{inner.label or inner.kind} ({inner.source}): {why}"
         return ""
