@@ -39,7 +39,7 @@ PICTURES = {
 }
 NEEDS = {"neural_ode": ("diffrax",), "kernel_fusion": ("sklearn",)}
 EXAMPLES = Examples(TINY, PICTURES, 6, NEEDS)
-SLOW = ("cartpole", "llama", "nerf", "neural_ode", "pendulum")
+SLOW = ("cartpole", "kernel_fusion", "llama", "nerf", "neural_ode", "pendulum")
 # One example's tests run in one process, which compiles it once.
 each_example = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TINY])
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
@@ -138,6 +138,7 @@ def test_advantages_are_those_of_the_paper() -> None:
         np.testing.assert_allclose(found[t], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_cartpole_learns(tmp_path: Path, capsys: Any) -> None:
     module = EXAMPLES.module("cartpole")
     assert module.main(["--steps", "15", "--plain", "--out", str(tmp_path)]) == 0
