@@ -33,7 +33,9 @@ def in_blocks(graph: Graph, region: Region, machine: CpuMachine, arrange: Callab
     """A plan for each extent of a block that ``region`` can be worked off in."""
     inner = inner_of(graph, region) if not region.sinks else None
     cost = CpuCost(graph, region, machine)
-    if inner is None or all(cost.family(i) == "dot" for i in inner.folds):  # a layer's width: its weights lie packed for all tiles
+    if (
+        inner is None or cost.matrices or all(cost.family(i) == "dot" for i in inner.folds)
+    ):  # a layer's width: its weights lie packed for all tiles
         return []
     value = max(inner.dims, key=lambda v: (v in cost.producer, cost.row_size(v), -v))
     plans = []
