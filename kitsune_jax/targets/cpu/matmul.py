@@ -193,6 +193,8 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
             rows = _rows(view, contract, batch, free)
             assert rows is not None
         sides.append((view, rows, math.prod(view.shape[d] for d in free)))
+    if sides[1][2] == 1:  # the sums are the same, and the kernel likes few rows of them better than few columns
+        sides.reverse()
     (vx, rx, m), (vy, ry, n) = sides
     sums, matrices = _part(stage, instr, m, n)
     stage.code.append(

@@ -33,7 +33,7 @@ def in_blocks(graph: Graph, region: Region, machine: CpuMachine, arrange: Callab
     """A plan for each extent of a block that ``region`` can be worked off in."""
     inner = inner_of(graph, region)
     cost = CpuCost(graph, region, machine)
-    if inner is None:
+    if inner is None or cost.matrices:
         return []
     if not region.space.batch and all(cost.family(i) == "dot" for i in inner.folds):
         return []  # a layer's width: its weights lie packed for all tiles
