@@ -1,4 +1,4 @@
-"""Graph + Region + Plan -> TileProgram, and several of those -> the Program of a call.
+"""Graph + Region + Plan -> TileProgram.
 
 Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
 (``OpSpec.local``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
@@ -21,12 +21,9 @@ from kitsune_jax.program.blocks import blocked
 from kitsune_jax.program.ir import (
     ROWS,
     SINKS,
-    Array,
     ArrayType,
     Block,
     Instr,
-    Part,
-    Program,
     QueueType,
     SinkType,
     StageProgram,
@@ -51,29 +48,6 @@ def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
         return program
     value, dim, elements = plan.blocks
     return blocked(program, builder.made[value], builder.stage(0).dims(value).local(dim), elements)
-
-
-def assemble(
-    parts: Sequence[tuple[int, TileProgram, Sequence[int], Sequence[int]]], operands: Sequence[int], results: Sequence[int]
-) -> Program:
-    """The call that reads the graph values ``operands`` and gives ``results``; each of ``parts`` is (phase, program, the values it
-    reads, those it gives)."""
-    given = [v for _, _, _, gives in parts for v in gives]
-    order = [*operands, *results, *(v for v in given if v not in set(results))]
-    number = {v: k for k, v in enumerate(order)}
-    types: dict[int, Array] = {}
-    for _, program, reads, gives in parts:
-        arrays = zip((*reads, *gives), (*program.inputs, *program.outputs), strict=True)
-        types.update((v, Array(array.shape, array.dtype)) for v, array in arrays)
-    return Program(
-        arrays=tuple(types[v] for v in order),
-        operands=len(operands),
-        results=len(results),
-        parts=tuple(
-            Part(phase, program, tuple(number[v] for v in reads), tuple(number[v] for v in gives))
-            for phase, program, reads, gives in parts
-        ),
-    )
 
 
 def _same_for_all(stage: _Stage, op: Op) -> bool:
@@ -108,14 +82,19 @@ class _Stage:
         return TileType(tile, row_shape(value.shape, labels), value.dtype)
 
 
+def _sums_of(loop: Op, sums: Mapping[int, Op]) -> dict[int, Op]:
+    """Those of ``sums`` that add up what ``loop`` makes in its steps, as ops of its body."""
+    found = {k: as_step(loop, op) for k, op in sums.items()} if loop.body is not None else {}
+    return {k: op for k, op in found.items() if op is not None}
+
+
 def _sums(graph: Graph, region: Region) -> dict[int, dict[int, Op]]:
     """For each loop of the region the sums over its steps that it holds: op of the graph -> as an op of the loop's body."""
-    sums: dict[int, dict[int, Op]] = {i: {} for i in region.ops if graph.ops[i].body is not None}
-    for k in region.ops if sums else ():
-        for i, mine in sums.items():
-            step = as_step(graph.ops[i], graph.ops[k])
-            if step is not None and not any(k in others for others in sums.values()):
-                mine[k] = step
+    left, sums = {k: graph.ops[k] for k in region.ops}, dict[int, dict[int, Op]]()
+    for i in region.ops:
+        if graph.ops[i].body is not None:
+            sums[i] = _sums_of(graph.ops[i], left)
+            left = {k: op for k, op in left.items() if k not in sums[i]}
     return sums
 
 
@@ -319,41 +298,55 @@ class _Builder:
         p, carries = parts(op), op["carries"]
         labels = labels_inside(OPS, op, [stage.labels.get(v) for v in (*op.inputs, *op.outputs)])
         inner = _Stage(stage.number, body_of(op), labels, stage.space)
-        added = {v for step in sums.values() for v in step.inputs}
-        live = added | live_inside(op, [want or v in added for want, v in zip(wanted, inner.graph.outputs, strict=True)])
+        deeper = [
+            {k: d for k, s in sums.items() if b.body is not None and (d := as_step(b, s)) is not None} for b in inner.graph.ops
+        ]
+        here = {k: step for k, step in sums.items() if not any(k in d for d in deeper)}
+        live = self._live(op, wanted, sums)
         kept = [k for k in range(carries) if p.in_carries[k] in live]
         for outside, v in zip(p.consts, p.in_consts, strict=True):
             if v in live:
                 inner.ids[v] = self._read(stage, outside)
-        initial = []
+        initial, carried = [], []
         for k in kept:
             v = p.in_carries[k]
             initial.append(self._spread(stage, self._read(stage, p.initial[k]), inner.type_of(v), i))
             inner.ids[v] = self._new(inner.type_of(v))
+            carried.append(inner.ids[v])
         number = self._new(TileType(False, (), "int32"))
         for outside, v in zip(p.xs, p.in_xs, strict=True):
             if v in live:
                 self._cut(stage, inner, outside, v, number, i)
-        for body_op in inner.graph.ops:
+        for body_op, added in zip(inner.graph.ops, deeper, strict=True):
             if live.isdisjoint(body_op.outputs):
                 continue
             if body_op.body is not None:
-                self._loop(inner, body_op, i, [v in live for v in body_op.outputs], {})
+                used = self._live(op, wanted, {k: step for k, step in sums.items() if k not in added})
+                self._loop(inner, body_op, i, [v in used for v in body_op.outputs], added)
             else:
                 self._add(inner, body_op, *self._operands(inner, body_op, i), i)
+        final = [p.final[k] for k in kept]
+        results = [self._spread(inner, self._read(inner, p.in_next[k]), inner.type_of(p.in_carries[k]), i) for k in kept]
         for k, (outside, v) in enumerate(zip(p.ys, p.in_ys, strict=True), carries):
-            if wanted[k]:
-                self._paste(stage, inner, outside, v, number, i)
-        for k, step in sums.items():
+            if wanted[k] and stage.graph is self.graph:
+                self._store(stage, inner, outside, v, number, i)
+            elif wanted[k]:
+                self._paste(stage, inner, outside, v, number, i, (initial, carried, results))
+                final.append(outside)
+        for k, step in here.items():
             local, inputs = self._operands(inner, step, k, self.graph.values[step.outputs[0]])
             self._sink(inner, inputs, local, self.graph.ops[k].inputs[0], step.outputs[0], k)
-        results = [self._spread(inner, self._read(inner, p.in_next[k]), inner.type_of(p.in_carries[k]), i) for k in kept]
-        block = Block(number, tuple(inner.ids[p.in_carries[k]] for k in kept), tuple(inner.body), tuple(results))
-        for k in kept:
-            stage.ids[p.final[k]] = self._new(inner.type_of(p.in_carries[k]))
-        final = tuple(stage.ids[p.final[k]] for k in kept)
+        block = Block(number, tuple(carried), tuple(inner.body), tuple(results))
+        outs = [self._new(self.values[v]) for v in carried]
+        stage.ids.update(zip(final, outs, strict=True))
         params = make_params(count=op["length"], reverse=op["reverse"])
-        stage.body.append(Instr("loop", tuple(initial), final, params, i, block))
+        stage.body.append(Instr("loop", tuple(initial), tuple(outs), params, i, block))
+
+    @staticmethod
+    def _live(op: Op, wanted: Sequence[bool], sums: Mapping[int, Op]) -> set[int]:
+        """The values of the loop's body that are needed for what is ``wanted`` of it, and for ``sums``."""
+        added = {v for step in sums.values() for v in step.inputs}
+        return added | live_inside(op, [want or v in added for want, v in zip(wanted, body_of(op).outputs, strict=True)])
 
     def _spread(self, stage: _Stage, x: int, t: TileType, op: int) -> int:
         """``x`` as a ``t``: what is the same for all rows of a tile is repeated for each, where ``t`` has rows."""
@@ -369,16 +362,23 @@ class _Builder:
 
     def _cut(self, stage: _Stage, inner: _Stage, x: int, slice_: int, number: int, op: int) -> None:
         """``slice_`` of the body <- the slice of ``x`` that belongs to step ``number``."""
-        if stage.graph is not self.graph or x not in self.input_number:
-            raise ValueError("a loop takes slices of an array that is made in its own region")
         t = inner.type_of(slice_)
+        if stage.graph is not self.graph:
+            whole = self._read(stage, x)
+            have = self.values[whole]
+            part = self._new(TileType(have.tile, have.shape[1:], have.dtype))
+            inner.body.append(Instr("cut", (whole, number), (part,), (), op))
+            inner.ids[slice_] = self._spread(inner, part, t, op)
+            return
+        if x not in self.input_number:
+            raise ValueError("a loop takes slices of an array that is made in its own region")
         thick = self._new(TileType(t.tile, (1, *t.shape), t.dtype))
         params = make_params(array=self.input_number[x], dims=(0,), steps=(1,), sizes=(1,))
         inner.body.append(Instr("load_slice", (number,), (thick,), params, op))
         inner.ids[slice_] = self._new(t)
         inner.body.append(Instr("reshape", (thick,), (inner.ids[slice_],), make_params(new_sizes=t.rows_first), op))
 
-    def _paste(self, stage: _Stage, inner: _Stage, y: int, slice_: int, number: int, op: int) -> None:
+    def _store(self, stage: _Stage, inner: _Stage, y: int, slice_: int, number: int, op: int) -> None:
         """Store ``slice_`` of the body as that of ``y`` which belongs to step ``number``."""
         array = self.outputs[self.output_number[y]]
         t = TileType(array.streamed, inner.type_of(slice_).shape, array.dtype)
@@ -387,3 +387,13 @@ class _Builder:
         inner.body.append(Instr("reshape", (value,), (thick,), make_params(new_sizes=self.values[thick].rows_first), op))
         params = make_params(array=self.output_number[y], dims=(0,), steps=(1,), sizes=(1,))
         inner.body.append(Instr("store_slice", (thick, number), (), params, op))
+
+    def _paste(self, stage: _Stage, inner: _Stage, y: int, slice_: int, number: int, op: int, loop: Sequence[list[int]]) -> None:
+        """``y``, which other loops of the same step read, is one more carry of a loop: (initial, carried, results) of ``loop``."""
+        t = stage.type_of(y)
+        value = self._spread(inner, self._read(inner, slice_), TileType(t.tile, t.shape[1:], t.dtype), op)
+        empty, before, after = (self._new(t) for _ in range(3))
+        stage.body.append(Instr("empty", (), (empty,), (), op))
+        inner.body.append(Instr("paste", (before, value, number), (after,), (), op))
+        for values, v in zip(loop, (empty, before, after), strict=True):
+            values.append(v)

@@ -210,6 +210,29 @@ def met(program: TileProgram, instr: Instr, rows: Array) -> Sequence[int]:
     return [i for i in numbers if inside(i, x, y, False) and inside(i, y, x, True) in wanted]
 
 
+def _cut(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    x, number = inputs
+    return np.asarray(x[_part(state, instr, number)])
+
+
+def _paste(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    x, part, number = inputs
+    found = x.copy()
+    found[_part(state, instr, number)] = part
+    return found
+
+
+def _part(state: State, instr: Instr, number: Array) -> tuple[slice | int, ...]:
+    return (slice(None), int(number)) if state.program.values[instr.inputs[0]].tile else (int(number),)
+
+
+def _empty(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    """Numbers that spoil what is computed of them."""
+    t = state.program.values[instr.outputs[0]]
+    shape, dtype = (len(tile.rows), *t.shape) if t.tile else t.shape, state.made(instr)
+    return np.full(shape, np.nan if _is_float(dtype) else True, dtype)
+
+
 def _sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
     fold, x = FOLDS[state.program.sinks[instr["sink"]].how], _widened(inputs[0])
     _fold(state, instr["sink"], np.asarray(fold.reduce(x, axis=tuple(instr["axes"]), dtype=x.dtype)))
@@ -308,6 +331,9 @@ _EXECUTE: dict[str, Callable[[State, Instr, Tile, list[Array]], Any]] = {
     "put": _put,
     "run_max": _run_max,
     "loop": _loop,
+    "cut": _cut,
+    "paste": _paste,
+    "empty": _empty,
     "sink": _sink,
     "matmul_sink": _matmul_sink,
     "sink_at": _sink_at,
