@@ -235,6 +235,54 @@ def test_loops_in_loops() -> None:
     check(lambda x: lax.fori_loop(0, 3, lambda i, x: lax.fori_loop(0, 4, lambda j, x: inner(j, i, x), x), x), normal(133))
 
 
+def test_loops_in_loops_that_take_and_give_slices() -> None:
+    """Slices of a slice of an array; and what an inner loop makes for all of its steps, which another one reads backwards."""
+
+    def f(xs: Any, h: Any, w: Any) -> Any:
+        def outer(h: Any, group: Any) -> Any:
+            h, made = lax.scan(lambda h, x: ((new := jnp.tanh(h @ w + x)), new * 2), h, group)
+            h, again = lax.scan(lambda h, y: (h * 0.5 + jnp.sin(y), h + y), h, made, reverse=True)
+            return h, (again, made[0])
+
+        return lax.scan(outer, h, xs)
+
+    for rows, groups, steps in ((1, 2, 3), (131, 3, 1), (37, 1, 5)):
+        check(f, normal(groups, steps, rows, 6), normal(rows, 6), 0.5 * normal(6, 6))
+    check(lambda xs, h, w: f(xs, h, w)[0], normal(2, 3, 65, 6), normal(65, 6), 0.5 * normal(6, 6))
+    check(f, *(x.astype(jnp.bfloat16) for x in (normal(2, 3, 65, 6), normal(65, 6), 0.5 * normal(6, 6))), tolerance=6e-2)
+
+
+def test_a_loop_over_layers_in_a_loop_over_time() -> None:
+    """The states of all layers are one carry, of which the inner loop takes slices; so it does of stacked weights."""
+
+    def f(xs: Any, states: Any, w: Any, u: Any) -> Any:
+        def step(states: Any, x: Any) -> Any:
+            def layer(x: Any, of_layer: Any) -> Any:
+                w, u, h = of_layer
+                h = jnp.tanh(x @ w + h @ u)
+                return h, h
+
+            out, states = lax.scan(layer, x, (w, u, states))
+            return states, out
+
+        return lax.scan(step, states, xs)
+
+    check(f, normal(4, 51, 6), normal(3, 51, 6), 0.5 * normal(3, 6, 6), 0.5 * normal(3, 6, 6))
+
+
+def test_slices_of_numbers_in_inner_loops() -> None:
+    """A row has one number in each slice, and integers and booleans are handed on as well."""
+
+    def f(xs: Any, c: Any) -> Any:
+        def outer(c: Any, group: Any) -> Any:
+            c, (made, low) = lax.scan(lambda c, x: (c * 0.5 + x, (c + x, x < c)), c, group)
+            return lax.scan(lambda c, y: (jnp.where(y[1], c + y[0], c), y[1].astype(jnp.int32)), c, (made, low))
+
+        return lax.scan(outer, c, xs)
+
+    check(f, normal(3, 4, 133), normal(133))
+
+
 def test_rows_of_nan_stay_apart() -> None:
     x = normal(301).at[7].set(jnp.nan).at[9].set(jnp.inf)
     check(lambda x: lax.fori_loop(0, 6, lambda i, x: x * 0.5 + jnp.tanh(x), x), x)
