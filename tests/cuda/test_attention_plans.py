@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,15 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.targets.cuda import runtime
-from tests.support.cuda_run import kernel_cache
+from kernel_checks import sass
+from kernel_checks.lint import flow, in_flight, skipped
+from kitsune_jax.targets.cuda import compile as compilers
+from kitsune_jax.targets.cuda import kernel, lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.planning.machines import H200
+from kitsune_jax.targets.cuda.target import CUDA
+from tests.support.checks import enable_x64
+from tests.support.cuda_attention_cases import ATTENTION
+from tests.support.cuda_run import Kernel, arrangements, kernel_cache, subject
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -222,11 +230,28 @@ def test_one_query_of_each_head() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal_cross", "window", "tril"])
-def test_equal_bits_under_every_schedule(name: str) -> None:
-    case = CASES[name]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_arrangement_under_several_schedules(name: str, dtype: str) -> None:
+    """Of every number of lanes and extent of a block, on Hopper and portable: float64's numbers, and equal bits."""
+    family = ATTENTION[name]
+    of = subject(family.function, *family.arguments(131, dtype))
+    with enable_x64():
+        wide = [np.asarray(a).astype("int32" if a.dtype == "int32" else "float64") for a in of.args]
+        want = np.asarray(family.function(*wide))
+    found = arrangements(of)
+    assert {"sm90-vertical-streamed-cluster1-lanes2-blocks64", "sm80-vertical-streamed-cluster1-lanes1-blocks64"} <= set(found)
+    for plan in found.values():
+        run = Kernel(of, plan)
+        results = [run(seed=seed)[0] for seed in range(3)]
+        assert error(results[0].astype(np.float64), want) < TOLERANCE[dtype]
+        assert len({r.tobytes() for r in results}) == 1
+
+
+def test_a_planned_kernel_gives_equal_bits_under_every_schedule() -> None:
+    case = CASES["causal_cross"]
     args = drawn(case, "bfloat16")
-    results = {one_kernel(lambda q, k, v: attention(case, jnp, q, k, v), *args, seed=seed).tobytes() for seed in range(4)}
+    results = {one_kernel(lambda q, k, v: attention(case, jnp, q, k, v), *args, seed=seed).tobytes() for seed in range(3)}
     assert len(results) == 1
 
 
@@ -248,3 +273,53 @@ def test_attention_is_chosen(name: str, is_causal: bool) -> None:
     (region,) = report.regions
     assert region.seconds < region.baseline_seconds
     assert report.coverage > 0.9
+
+
+# (heads, head size, dtype, products of a block of keys in the machine code of a loop)
+COMPILED = {"128": (16, 128, "bfloat16"), "64": (32, 64, "bfloat16"), "256": (8, 256, "bfloat16"), "tf32": (16, 64, "float32")}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None:
+    """No wgmma is serialised, nobody touches the registers of one in flight, nothing is spilled, and every loop multiplies once."""
+    heads, dim, dtype = COMPILED[name]
+    arrays = [jax.ShapeDtypeStruct((1, 4096, heads, dim), dtype)] * 3
+    of = subject(lambda q, k, v: masked(q, k, v, is_causal=is_causal), *arrays)
+    plan = CUDA.plan(of.graph, of.region, H200)
+    assert plan.blocks is not None
+    program = of.program(plan)
+    made = kernel.generate(program, lower.arrangement(plan, program), "test")
+    compiled = compilers.cubin(made.source, "sm_90a", None)
+    assert not re.search(r"\(C7\d\d\d\)", compiled.log), compiled.log
+    used = nvrtc.resources(compiled.log, compiled.cubin)
+    assert (used.stack_bytes, used.spill_bytes) == (0, 0)
+    code = sass.disassemble(compiled.cubin, "kitsune_region")
+    paths = flow(code.instructions)
+    assert not in_flight(paths).hazards and not skipped(paths)
+    loops, block, depth = 1 + is_causal, plan.blocks[2], 16 if dtype == "bfloat16" else 8  # whole blocks, and the mask's edges
+    widest = max(int(columns) for columns in re.findall(r"Product<\w+, (\d+),", made.source))
+    wanted = loops * (dim // depth * -(-block // widest) + block // depth * -(-dim // widest))
+    assert sum(i.opcode.startswith("HGMMA") for i in code.instructions) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+def test_gradients(residuals: str) -> None:
+    """By queries, in blocks of keys; by keys and values as products with what that pass stores."""
+    family, weights = ATTENTION["attention-causal"], np.random.default_rng(1).standard_normal((300, 2, 32))
+    args = family.arguments(300, "bfloat16")
+
+    def gradients(function: Callable[..., Any], wide: Any) -> Any:
+        return jax.grad(lambda *a: (function(*a).astype(wide) * weights.astype(wide)).sum(), (0, 1, 2))
+
+    before = runtime.calls()
+    got = jax.jit(gradients(kj.pipeline(family.function, target="emulator", force=True, residuals=residuals), "float32"))(*args)
+    jax.block_until_ready(got)
+    assert runtime.calls() > before
+    with enable_x64():
+        want = gradients(family.function, "float64")(*(np.asarray(a, np.float64) for a in args))
+    for g, w in zip(got, want, strict=True):
+        assert error(np.asarray(g, np.float64), np.asarray(w)) < TOLERANCE["bfloat16"]
