@@ -1,4 +1,4 @@
-"""Graph + Region + Plan -> TileProgram, and several of those -> the Program of a call.
+"""Graph + Region + Plan -> TileProgram.
 
 Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
 (``OpSpec.local``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kitsune_jax.graph import Graph, Op, Scalar, Value, make_params
 from kitsune_jax.ops.local import Dims, LocalOp
@@ -21,12 +22,9 @@ from kitsune_jax.program.blocks import blocked
 from kitsune_jax.program.ir import (
     ROWS,
     SINKS,
-    Array,
     ArrayType,
     Block,
     Instr,
-    Part,
-    Program,
     QueueType,
     SinkType,
     StageProgram,
@@ -34,6 +32,7 @@ from kitsune_jax.program.ir import (
     TileType,
 )
 from kitsune_jax.program.online import Scaled
+from kitsune_jax.program.windows import Windows
 from kitsune_jax.streams.space import DimLabels, Region, StreamSpace, row_shape, row_strides
 
 
@@ -51,29 +50,6 @@ def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
         return program
     value, dim, elements = plan.blocks
     return blocked(program, builder.made[value], builder.stage(0).dims(value).local(dim), elements)
-
-
-def assemble(
-    parts: Sequence[tuple[int, TileProgram, Sequence[int], Sequence[int]]], operands: Sequence[int], results: Sequence[int]
-) -> Program:
-    """The call that reads the graph values ``operands`` and gives ``results``; each of ``parts`` is (phase, program, the values it
-    reads, those it gives)."""
-    given = [v for _, _, _, gives in parts for v in gives]
-    order = [*operands, *results, *(v for v in given if v not in set(results))]
-    number = {v: k for k, v in enumerate(order)}
-    types: dict[int, Array] = {}
-    for _, program, reads, gives in parts:
-        arrays = zip((*reads, *gives), (*program.inputs, *program.outputs), strict=True)
-        types.update((v, Array(array.shape, array.dtype)) for v, array in arrays)
-    return Program(
-        arrays=tuple(types[v] for v in order),
-        operands=len(operands),
-        results=len(results),
-        parts=tuple(
-            Part(phase, program, tuple(number[v] for v in reads), tuple(number[v] for v in gives))
-            for phase, program, reads, gives in parts
-        ),
-    )
 
 
 def _same_for_all(stage: _Stage, op: Op) -> bool:
@@ -196,6 +172,9 @@ class _Builder:
                     if v in stage.ids:
                         self._hand_on(stage, v, i)
                 continue
+            if OPS[op.kind].family == "window":
+                self._hand_on(stage, self._window(stage, op, i), i)
+                continue
             local, inputs = self._operands(stage, op, i)
             if op.kind in ONLINE and op.outputs[0] in self.output_number:
                 values, index, scores = inputs
@@ -260,6 +239,22 @@ class _Builder:
         stage.ids[out] = self._spread(stage, made, t, i)
         return out
 
+    def _window(self, stage: _Stage, op: Op, i: int) -> int:
+        """Append a slice or an update at a place that is computed. Returns the graph value that it makes."""
+        (out,), arrays = op.outputs, 2 if op.kind == "dynamic_update_slice" else 1
+        dims: Any = dict(OPS[op.kind].local(op, [], stage.dims(out)).params)["dims"]
+        tiles = []
+        for v in op.inputs[:arrays]:  # an array that is the same for all rows is repeated for each
+            t = stage.type_of(v)
+            tiles.append(self._spread(stage, self._read(stage, v), dataclasses.replace(t, tile=True), i))
+        starts = [self._read(stage, v) for v in op.inputs[arrays:]]
+        windows = Windows(stage.body, self.values, self._new, self._literal, i)
+        if arrays == 2:
+            stage.ids[out] = windows.update(tiles[0], tiles[1], starts, dims)
+        else:
+            stage.ids[out] = windows.slice(tiles[0], starts, dims, op["sizes"])
+        return out
+
     def _read(self, stage: _Stage, v: int) -> int:
         """The SSA value of graph value ``v`` in the stage: defined here, popped, loaded, or a literal."""
         if v in stage.ids:
@@ -301,7 +296,8 @@ class _Builder:
         if out in self.output_number:
             number = len(self.sinks)
             dtype = params.get("accumulate", self.graph.values[x].dtype)
-            self.sinks.append(SinkType(params.pop("how", "sum"), result.shape, dtype, self.output_number[out]))
+            shape = row_shape(result.shape, self.labels.get(out))  # of one batch, where each has a sum of its own
+            self.sinks.append(SinkType(params.pop("how", "sum"), shape, dtype, self.output_number[out]))
             stage.body.append(Instr(local.kind, tuple(inputs), (), make_params(sink=number, **params), op))
 
     def _hand_on(self, stage: _Stage, v: int, op: int) -> None:
@@ -339,6 +335,8 @@ class _Builder:
                 continue
             if body_op.body is not None:
                 self._loop(inner, body_op, i, [v in live for v in body_op.outputs], {})
+            elif OPS[body_op.kind].family == "window":
+                self._window(inner, body_op, i)
             else:
                 self._add(inner, body_op, *self._operands(inner, body_op, i), i)
         for k, (outside, v) in enumerate(zip(p.ys, p.in_ys, strict=True), carries):
