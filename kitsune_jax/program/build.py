@@ -296,7 +296,8 @@ class _Builder:
         if out in self.output_number:
             number = len(self.sinks)
             dtype = params.get("accumulate", self.graph.values[x].dtype)
-            self.sinks.append(SinkType(params.pop("how", "sum"), result.shape, dtype, self.output_number[out]))
+            shape = row_shape(result.shape, self.labels.get(out))  # of one batch, where each has a sum of its own
+            self.sinks.append(SinkType(params.pop("how", "sum"), shape, dtype, self.output_number[out]))
             stage.body.append(Instr(local.kind, tuple(inputs), (), make_params(sink=number, **params), op))
 
     def _hand_on(self, stage: _Stage, v: int, op: int) -> None:

@@ -332,7 +332,8 @@ class _Selector:
         gain = seconds_gained(c.plan)
         if self.force:
             ops = sum(self.graph.ops[i].kind not in NEVER_SEEDS for i in c.region.ops)  # those that compute something
-            return (not any(self._splits_layer(i) for i in c.region.sinks), float(ops), gain)
+            splits = not c.region.space.batch and any(self._splits_layer(i) for i in c.region.sinks)
+            return (not splits, float(ops), gain)
         return (True, gain, float(len(c.region.ops)))
 
     def _splits_layer(self, i: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
@@ -145,23 +145,28 @@ class Stage:
         loads = instr.kind == "load_slice"
         array = (self.program.inputs if loads else self.program.outputs)[instr["array"]]
         whole = self.input(instr["array"]) if loads else self.output(instr["array"])
-        shape, offset, moves = list(whole.shape), 0, [0] * self.depth
-        numbers = instr.inputs if loads else instr.inputs[1:]
-        for v, d, step, size in zip(numbers, instr["dims"], instr["steps"], instr["sizes"], strict=True):
-            k = array.dims.index(d) if array.row_strides else d
+        shape, dims = list(whole.shape), [array.dims.index(d) if array.row_strides else d for d in instr["dims"]]
+        for k, size in zip(dims, instr["sizes"], strict=True):
             shape[k] = size
-            leaf = self.leaf(v)
-            assert leaf is not None
-            if leaf.loop is not None:
-                moves[leaf.loop - 1] += step * whole.strides[k]
-            else:
-                offset += int(leaf.const or 0) * step * whole.strides[k]
+        offset, moves = self.moves(instr.inputs if loads else instr.inputs[1:], instr["steps"], [whole.strides[k] for k in dims])
 
         def moved(ref: Ref) -> Ref:
-            return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=tuple(moves) if any(moves) else ())
+            return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=moves)
 
         view = None if whole.view is None else View(moved(whole.view.ref), whole.view.row_stride, tuple(shape), whole.strides)
         return Border(moved(whole.ref), whole.axis_strides, tuple(shape), whole.strides, view)
+
+    def moves(self, numbers: Sequence[int], steps: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """How far ``numbers`` move an operand: by elements, and by a stride for each enclosing loop."""
+        offset, moves = 0, [0] * self.depth
+        for v, step, stride in zip(numbers, steps, strides, strict=True):
+            leaf = self.leaf(v)
+            assert leaf is not None
+            if leaf.loop is not None:
+                moves[leaf.loop - 1] += step * stride
+            else:
+                offset += int(leaf.const or 0) * step * stride
+        return offset, tuple(moves) if any(moves) else ()
 
     def prep(self, prep: Prep, v: int) -> int:
         """Number of ``prep``, which prepares the value ``v``: once for all stages, or where ``v`` is there."""
@@ -371,7 +376,7 @@ class Stage:
             return self.views[r]
         wanted = self.wanted(r)
         for use, view in wanted:
-            if view is None or not fits(view) or (len(wanted) > 1 and not readable(view)):
+            if view is None or not fits(view) or (len(wanted) > 1 and not views.readable(view)):
                 continue
             self.satisfied.add(use)
             self.views[r] = view
@@ -384,16 +389,10 @@ class Stage:
         wanted = [(use, view) for use, view in self.wanted(r) if use[0] not in inside]
         out = [view for _, view in wanted if view is not None]
         self.satisfied.update(use for use, view in wanted if view is not None)
-        kept = next((view for view in out if readable(view)), None)
+        kept = next((view for view in out if views.readable(view)), None)
         if kept is None and any(view is None for _, view in wanted):
             kept = self.new(r)
             out.append(kept)
         if kept is not None:
             self.views[r] = kept
         return out
-
-
-def readable(view: View) -> bool:
-    """Whether a stage may, and should, read a result back from here: not from a queue slot it produces, nor strided elements."""
-    strides = [s for n, s in zip(view.shape, view.strides, strict=True) if n != 1]
-    return view.ref.space != QUEUE and (not strides or strides[-1] == 1)

@@ -95,7 +95,7 @@ class CpuCost(RegionCost):
         return sum(self._accumulator(i) for i in ops if i in self.sinks)
 
     def _accumulator(self, i: int) -> int:
-        size = sum(self.graph.values[v].size for v in self.graph.ops[i].outputs)
+        size = sum(self.row_size(v) for v in self.graph.ops[i].outputs)  # of a batch, where each has sums of its own
         access = self.access(i)
         if access is not None:
             return 0 if access.near else max(access.table_bytes, 4 * size)
