@@ -15,6 +15,7 @@ from typing import Any
 from kitsune_jax.capture.captured import Captured, pruned
 from kitsune_jax.capture.divided_gradients import split_gradients
 from kitsune_jax.capture.indexed_products import move_indexing
+from kitsune_jax.capture.indices import spread_indices
 from kitsune_jax.capture.loop_residuals import hand_less
 from kitsune_jax.capture.loop_sums import move_sums
 from kitsune_jax.capture.online_sums import sum_online
@@ -28,6 +29,7 @@ from kitsune_jax.ops.verify import verify_op
 Rewriting = Callable[[Captured], Captured]
 
 REWRITES: Sequence[tuple[str, Rewriting]] = (
+    ("making indices where they are compared", spread_indices),
     ("folding transpositions into weight gradients", fold_transposes),
     ("moving indexing to the other side of products", move_indexing),
     ("moving divisions by the sums of a segment softmax", divide_segments),

@@ -33,6 +33,7 @@ _DOTS = (
     ),
     *((2048, 256, n) for n in (4, 1)),
 )
+_VECTOR = (1024, 1024)  # a weight that one row is multiplied by, which no second level holds
 _HALF_DOTS = ((1024, 64, 64), (1024, 256, 256))
 _TRANSPOSED = ((1024, 256, 256),)
 _GRADIENTS = ((2048, 16, 16), (2048, 64, 64), (2048, 256, 256), (1024, 1024, 1024))
@@ -170,6 +171,8 @@ def _programs(workers: int) -> Iterator[_Program]:
         for rows, k, n in dots:
             yield _Program(f"xla/dot/{dtype}/{rows}x{k}x{n}", _dot, (((rows, k), dtype), ((k, n), dtype)))
     for dtype in (f32, "bfloat16"):
+        vector = (((1, _VECTOR[0]), dtype), (_VECTOR, dtype))
+        yield _Program(f"xla/vector/{dtype}", _dot, vector, float(np.prod(_VECTOR)))
         for rows, k, n in _TRANSPOSED:
             yield _Program(f"xla/dot_t/{dtype}/{rows}x{k}x{n}", _dot_transposed, (((rows, k), dtype), ((n, k), dtype)))
         for rows, k, n in _GRADIENTS:

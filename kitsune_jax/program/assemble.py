@@ -1,4 +1,7 @@
-"""Several TilePrograms -> the Program of a call."""
+"""Tile programs -> the Program of a call.
+
+Comes in: the programs of a call's regions, with the values that each reads and gives. Goes out: the ``Program``.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kitsune_jax.graph import Graph, Op, Scalar, Value, make_params
 from kitsune_jax.ops.local import Dims, LocalOp
@@ -31,7 +32,9 @@ from kitsune_jax.program.ir import (
     TileType,
 )
 from kitsune_jax.program.online import Scaled
-from kitsune_jax.streams.space import DimLabels, Region, StreamSpace, row_shape, row_strides
+from kitsune_jax.program.stage import Stage, same_for_all
+from kitsune_jax.program.windows import Windows
+from kitsune_jax.streams.space import Region, row_shape, row_strides
 
 
 def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
@@ -48,38 +51,6 @@ def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
         return program
     value, dim, elements = plan.blocks
     return blocked(program, builder.made[value], builder.stage(0).dims(value).local(dim), elements)
-
-
-def _same_for_all(stage: _Stage, op: Op) -> bool:
-    """In a stream of one row, what is made of nothing that streams is made once, and repeated where it has to stream."""
-    streams = any(v in stage.labels for v in op.inputs) or any(axes for v in op.outputs for axes in stage.labels.get(v, ()))
-    return not streams and not stage.space.sizes and any(v in stage.labels for v in op.outputs)
-
-
-@dataclasses.dataclass
-class _Stage:
-    """Stage number ``number``, or the body of a loop in it, under construction.
-
-    ``graph``, ``labels``: of the region, or of the loop's body. ``ids``: graph value -> its SSA value here; ``repeated``: the tile
-    that repeats it for each row.
-    """
-
-    number: int
-    graph: Graph
-    labels: Mapping[int, DimLabels]
-    space: StreamSpace
-    body: list[Instr] = dataclasses.field(default_factory=list)
-    ids: dict[int, int] = dataclasses.field(default_factory=dict)
-    repeated: dict[int, int] = dataclasses.field(default_factory=dict)
-
-    def dims(self, v: int) -> Dims:
-        value = self.graph.values[v]
-        return Dims(value.shape, self.labels.get(v), value.dtype, self.space.batch)
-
-    def type_of(self, v: int) -> TileType:
-        value, labels = self.graph.values[v], self.labels.get(v)
-        tile = labels is not None and not self.space.of_batch(labels)
-        return TileType(tile, row_shape(value.shape, labels), value.dtype)
 
 
 def _sums_of(loop: Op, sums: Mapping[int, Op]) -> dict[int, Op]:
@@ -136,9 +107,9 @@ class _Builder:
             order=len(self.region.inputs) if ordered else None,
         )
 
-    def stage(self, s: int) -> _Stage:
+    def stage(self, s: int) -> Stage:
         """Stage number ``s``, with nothing in it."""
-        return _Stage(s, self.graph, self.labels, self.region.space)
+        return Stage(s, self.graph, self.labels, self.region.space)
 
     def _array(self, v: int) -> ArrayType:
         value, labels = self.graph.values[v], self.labels.get(v)
@@ -157,7 +128,7 @@ class _Builder:
         self.literals[new] = scalar
         return new
 
-    def _is_one(self, stage: _Stage, v: int) -> bool:
+    def _is_one(self, stage: Stage, v: int) -> bool:
         """Is ``v`` the constant 1, repeated?"""
         spread = next((i for i in stage.body if v in i.outputs and i.kind == "broadcast_in_dim"), None)
         return spread is not None and self.literals.get(spread.inputs[0]) == 1
@@ -175,6 +146,9 @@ class _Builder:
                     if v in stage.ids:
                         self._hand_on(stage, v, i)
                 continue
+            if OPS[op.kind].family == "window":
+                self._hand_on(stage, self._window(stage, op, i), i)
+                continue
             local, inputs = self._operands(stage, op, i)
             if op.kind in ONLINE and op.outputs[0] in self.output_number:
                 values, index, scores = inputs
@@ -189,10 +163,10 @@ class _Builder:
         self.made.update(stage.ids)
         return stage.body
 
-    def _operands(self, stage: _Stage, op: Op, i: int, result: Value | None = None) -> tuple[LocalOp, list[int]]:
+    def _operands(self, stage: Stage, op: Op, i: int, result: Value | None = None) -> tuple[LocalOp, list[int]]:
         """The rows-first form of an op of the table, and its operands. ``result``: what a sum makes, which no row has."""
         local = LocalOp(op.kind, op.params)  # of what is the same for all rows
-        still = result is None and _same_for_all(stage, op)
+        still = result is None and same_for_all(stage, op)
         if not still and (result is not None or any(v in stage.labels for v in (*op.inputs, *op.outputs))):
             ins = [stage.dims(v) for v in op.inputs]
             if OPS[op.kind].family != "dot":
@@ -220,7 +194,7 @@ class _Builder:
             inputs = [self._along(stage, v, shape, i) if self.values[v].tile else v for v in inputs]
         return local, inputs
 
-    def _along(self, stage: _Stage, x: int, shape: tuple[int, ...], op: int) -> int:
+    def _along(self, stage: Stage, x: int, shape: tuple[int, ...], op: int) -> int:
         """The tile ``x``, repeated along a row of ``shape`` where it has one element for each row."""
         have = self.values[x]
         if have.shape == shape:
@@ -230,16 +204,32 @@ class _Builder:
         stage.body.append(Instr("broadcast_in_dim", (x,), (new,), params, op))
         return new
 
-    def _add(self, stage: _Stage, op: Op, local: LocalOp, inputs: list[int], i: int) -> int:
+    def _add(self, stage: Stage, op: Op, local: LocalOp, inputs: list[int], i: int) -> int:
         """Append the rows-first form of an op. Returns the graph value that it makes."""
         (out,) = op.outputs
         t = stage.type_of(out)
-        made = self._new(dataclasses.replace(t, tile=t.tile and not _same_for_all(stage, op)))
+        made = self._new(dataclasses.replace(t, tile=t.tile and not same_for_all(stage, op)))
         stage.body.append(Instr(local.kind, tuple(inputs), (made,), local.params, i))
         stage.ids[out] = self._spread(stage, made, t, i)
         return out
 
-    def _read(self, stage: _Stage, v: int) -> int:
+    def _window(self, stage: Stage, op: Op, i: int) -> int:
+        """Append a slice or an update at a place that is computed. Returns the graph value that it makes."""
+        (out,), arrays = op.outputs, 2 if op.kind == "dynamic_update_slice" else 1
+        dims: Any = dict(OPS[op.kind].local(op, [], stage.dims(out)).params)["dims"]
+        tiles = []
+        for v in op.inputs[:arrays]:  # an array that is the same for all rows is repeated for each
+            t = stage.type_of(v)
+            tiles.append(self._spread(stage, self._read(stage, v), dataclasses.replace(t, tile=True), i))
+        starts = [self._read(stage, v) for v in op.inputs[arrays:]]
+        windows = Windows(stage.body, self.values, self._new, self._literal, i)
+        if arrays == 2:
+            stage.ids[out] = windows.update(tiles[0], tiles[1], starts, dims)
+        else:
+            stage.ids[out] = windows.slice(tiles[0], starts, dims, op["sizes"])
+        return out
+
+    def _read(self, stage: Stage, v: int) -> int:
         """The SSA value of graph value ``v`` in the stage: defined here, popped, loaded, or a literal."""
         if v in stage.ids:
             return stage.ids[v]
@@ -257,7 +247,7 @@ class _Builder:
             raise ValueError(f"stage {s} needs value {v}, which no queue brings")
         return new
 
-    def _as_tile(self, stage: _Stage, v: int, x: int) -> int:
+    def _as_tile(self, stage: Stage, v: int, x: int) -> int:
         """``x``, which graph value ``v`` is; repeated for each row where it is the same for all rows of a batch."""
         if not stage.space.of_batch(stage.labels.get(v)):
             return x
@@ -268,22 +258,23 @@ class _Builder:
             stage.body.append(Instr("broadcast_in_dim", (x,), (stage.repeated[v],), params))
         return stage.repeated[v]
 
-    def _squeeze(self, stage: _Stage, x: int, sizes: tuple[int, ...], op: int) -> int:
+    def _squeeze(self, stage: Stage, x: int, sizes: tuple[int, ...], op: int) -> int:
         t = self.values[x]
         new = self._new(TileType(t.tile, sizes[1:] if t.tile else sizes, t.dtype))
         stage.body.append(Instr("reshape", (x,), (new,), make_params(new_sizes=sizes), op))
         return new
 
-    def _sink(self, stage: _Stage, inputs: list[int], local: LocalOp, x: int, out: int, op: int) -> None:
+    def _sink(self, stage: Stage, inputs: list[int], local: LocalOp, x: int, out: int, op: int) -> None:
         params = dict(local.params)
         result = self.graph.values[out]
         if out in self.output_number:
             number = len(self.sinks)
             dtype = params.get("accumulate", self.graph.values[x].dtype)
-            self.sinks.append(SinkType(params.pop("how", "sum"), result.shape, dtype, self.output_number[out]))
+            shape = row_shape(result.shape, self.labels.get(out))  # of one batch, where each has a sum of its own
+            self.sinks.append(SinkType(params.pop("how", "sum"), shape, dtype, self.output_number[out]))
             stage.body.append(Instr(local.kind, tuple(inputs), (), make_params(sink=number, **params), op))
 
-    def _hand_on(self, stage: _Stage, v: int, op: int) -> None:
+    def _hand_on(self, stage: Stage, v: int, op: int) -> None:
         new = stage.ids[v]
         for q in self.outgoing.get((stage.number, v), ()):
             stage.body.append(Instr("push", (new,), (), make_params(queue=q), op))
@@ -292,15 +283,13 @@ class _Builder:
 
     # --- loops ------------------------------------------------------------------------------------------------------------------
 
-    def _loop(self, stage: _Stage, op: Op, i: int, wanted: Sequence[bool], sums: Mapping[int, Op]) -> None:
+    def _loop(self, stage: Stage, op: Op, i: int, wanted: Sequence[bool], sums: Mapping[int, Op]) -> None:
         """Append a loop. ``wanted``: which of its results somebody reads; the others are not made. ``sums``: of the graph's ops,
         those that add up what the loop makes in each step, as ops of its body."""
         p, carries = parts(op), op["carries"]
         labels = labels_inside(OPS, op, [stage.labels.get(v) for v in (*op.inputs, *op.outputs)])
-        inner = _Stage(stage.number, body_of(op), labels, stage.space)
-        deeper = [
-            {k: d for k, s in sums.items() if b.body is not None and (d := as_step(b, s)) is not None} for b in inner.graph.ops
-        ]
+        inner = Stage(stage.number, body_of(op), labels, stage.space)
+        deeper = [_sums_of(body_op, sums) for body_op in inner.graph.ops]
         here = {k: step for k, step in sums.items() if not any(k in d for d in deeper)}
         live = self._live(op, wanted, sums)
         kept = [k for k in range(carries) if p.in_carries[k] in live]
@@ -323,6 +312,8 @@ class _Builder:
             if body_op.body is not None:
                 used = self._live(op, wanted, {k: step for k, step in sums.items() if k not in added})
                 self._loop(inner, body_op, i, [v in used for v in body_op.outputs], added)
+            elif OPS[body_op.kind].family == "window":
+                self._window(inner, body_op, i)
             else:
                 self._add(inner, body_op, *self._operands(inner, body_op, i), i)
         final = [p.final[k] for k in kept]
@@ -348,7 +339,7 @@ class _Builder:
         added = {v for step in sums.values() for v in step.inputs}
         return added | live_inside(op, [want or v in added for want, v in zip(wanted, body_of(op).outputs, strict=True)])
 
-    def _spread(self, stage: _Stage, x: int, t: TileType, op: int) -> int:
+    def _spread(self, stage: Stage, x: int, t: TileType, op: int) -> int:
         """``x`` as a ``t``: what is the same for all rows of a tile is repeated for each, where ``t`` has rows."""
         have = self.values[x]
         if have == t:
@@ -360,7 +351,7 @@ class _Builder:
         stage.body.append(Instr("broadcast_in_dim", (x,), (new,), make_params(shape=t.rows_first, dims=dims), op))
         return new
 
-    def _cut(self, stage: _Stage, inner: _Stage, x: int, slice_: int, number: int, op: int) -> None:
+    def _cut(self, stage: Stage, inner: Stage, x: int, slice_: int, number: int, op: int) -> None:
         """``slice_`` of the body <- the slice of ``x`` that belongs to step ``number``."""
         t = inner.type_of(slice_)
         if stage.graph is not self.graph:
@@ -378,7 +369,7 @@ class _Builder:
         inner.ids[slice_] = self._new(t)
         inner.body.append(Instr("reshape", (thick,), (inner.ids[slice_],), make_params(new_sizes=t.rows_first), op))
 
-    def _store(self, stage: _Stage, inner: _Stage, y: int, slice_: int, number: int, op: int) -> None:
+    def _store(self, stage: Stage, inner: Stage, y: int, slice_: int, number: int, op: int) -> None:
         """Store ``slice_`` of the body as that of ``y`` which belongs to step ``number``."""
         array = self.outputs[self.output_number[y]]
         t = TileType(array.streamed, inner.type_of(slice_).shape, array.dtype)
@@ -388,7 +379,7 @@ class _Builder:
         params = make_params(array=self.output_number[y], dims=(0,), steps=(1,), sizes=(1,))
         inner.body.append(Instr("store_slice", (thick, number), (), params, op))
 
-    def _paste(self, stage: _Stage, inner: _Stage, y: int, slice_: int, number: int, op: int, loop: Sequence[list[int]]) -> None:
+    def _paste(self, stage: Stage, inner: Stage, y: int, slice_: int, number: int, op: int, loop: Sequence[list[int]]) -> None:
         """``y``, which other loops of the same step read, is one more carry of a loop: (initial, carried, results) of ``loop``."""
         t = stage.type_of(y)
         value = self._spread(inner, self._read(inner, slice_), TileType(t.tile, t.shape[1:], t.dtype), op)

@@ -30,7 +30,8 @@ class Target(abc.ABC, Generic[M]):
     follow each other become phases of one call, at most so many. ``recomputes``: a call may compute again what it would read of
     another one (``regions.recompute``). ``divides_gradients``: the weight gradient of a concatenation is captured as a product for
     each part. ``sums_online``: it has code for the sums of ``ops.online``. ``runs_loops``: it has code for the loops of a
-    graph. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several threads. ``M``: its machine
+    graph. ``few_rows``: products of a few rows may stream over what they contract, so that all workers read the weight.
+    ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several threads. ``M``: its machine
     models.
     """
 
@@ -42,6 +43,7 @@ class Target(abc.ABC, Generic[M]):
     divides_gradients: bool = False
     sums_online: bool = False
     runs_loops: bool = False
+    few_rows: bool = False
     compiles: bool = False
 
     @abc.abstractmethod

@@ -7,7 +7,8 @@ on that: the operands of whoever reads or writes the part move with the loops.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Sequence
 from typing import Protocol
 
 from kitsune_jax.program.ir import Instr, TileProgram
@@ -34,16 +35,11 @@ def border_of(stage: Numbered, instr: Instr) -> Border:
     loads = instr.kind == "load_slice"
     array = (stage.program.inputs if loads else stage.program.outputs)[instr["array"]]
     whole = stage.input(instr["array"]) if loads else stage.output(instr["array"])
-    shape, offset, moves = list(whole.shape), 0, dict[int, int]()
-    numbers = instr.inputs if loads else instr.inputs[1:]
-    for v, d, step, size in zip(numbers, instr["dims"], instr["steps"], instr["sizes"], strict=True):
-        k = array.dims.index(d) if array.row_strides else d
+    shape, dims = list(whole.shape), [array.dims.index(d) if array.row_strides else d for d in instr["dims"]]
+    for k, size in zip(dims, instr["sizes"], strict=True):
         shape[k] = size
-        loop, constant = stage.number(v)
-        if loop is not None:
-            moves[loop] = moves.get(loop, 0) + step * whole.strides[k]
-        else:
-            offset += constant * step * whole.strides[k]
+    numbers = instr.inputs if loads else instr.inputs[1:]
+    offset, moves = moves_of(stage, numbers, instr["steps"], [whole.strides[k] for k in dims])
     view = (
         None
         if whole.view is None
@@ -52,17 +48,26 @@ def border_of(stage: Numbered, instr: Instr) -> Border:
     return Border(_moved(whole.ref, offset, moves), whole.axis_strides, tuple(shape), whole.strides, view)
 
 
+def moves_of(stage: Numbered, numbers: Sequence[int], steps: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """How far ``numbers`` move an operand: by elements, and by a stride for each enclosing loop, the outermost first."""
+    offset, moves = 0, [0] * stage.depth
+    for v, step, stride in zip(numbers, steps, strides, strict=True):
+        loop, constant = stage.number(v)
+        if loop is not None:
+            moves[loop - 1] += step * stride
+        else:
+            offset += constant * step * stride
+    return offset, tuple(moves) if any(moves) else ()
+
+
 def part(stage: Numbered, instr: Instr) -> View:
     """What a ``cut`` reads and a ``paste`` writes: a part of its first operand."""
     whole = stage.view(instr.inputs[0])
-    loop, _ = stage.number(instr.inputs[-1])
-    assert loop is not None
-    return View(_moved(whole.ref, 0, {loop: whole.strides[0]}), whole.row_stride, whole.shape[1:], whole.strides[1:])
+    offset, moves = moves_of(stage, instr.inputs[-1:], (1,), whole.strides[:1])
+    return View(_moved(whole.ref, offset, moves), whole.row_stride, whole.shape[1:], whole.strides[1:])
 
 
-def _moved(ref: Ref, offset: int, moves: Mapping[int, int]) -> Ref:
-    """``ref``, ``offset`` elements further on, which also moves by ``moves[n]`` elements with the number of the loop at depth n."""
-    old = dict(enumerate(ref.loop_strides, 1))
-    deepest = max((*moves, *old), default=0)
-    strides = tuple(moves.get(n, 0) + old.get(n, 0) for n in range(1, 1 + deepest))
+def _moved(ref: Ref, offset: int, moves: Sequence[int]) -> Ref:
+    """``ref``, ``offset`` elements further on, which also moves by ``moves`` with the numbers of the loops around it."""
+    strides = tuple(a + b for a, b in itertools.zip_longest(ref.loop_strides, moves, fillvalue=0))
     return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=strides if any(strides) else ())

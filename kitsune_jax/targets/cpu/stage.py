@@ -360,7 +360,7 @@ class Stage:
             return self.views[r]
         wanted = self.wanted(r)
         for use, view in wanted:
-            if view is None or not fits(view) or (len(wanted) > 1 and not readable(view)):
+            if view is None or not fits(view) or (len(wanted) > 1 and not views.readable(view)):
                 continue
             self.satisfied.add(use)
             self.views[r] = view
@@ -373,16 +373,10 @@ class Stage:
         wanted = [(use, view) for use, view in self.wanted(r) if use[0] not in inside]
         out = [view for _, view in wanted if view is not None]
         self.satisfied.update(use for use, view in wanted if view is not None)
-        kept = next((view for view in out if readable(view)), None)
+        kept = next((view for view in out if views.readable(view)), None)
         if kept is None and any(view is None for _, view in wanted):
             kept = self.new(r)
             out.append(kept)
         if kept is not None:
             self.views[r] = kept
         return out
-
-
-def readable(view: View) -> bool:
-    """Whether a stage may, and should, read a result back from here: not from a queue slot it produces, nor strided elements."""
-    strides = [s for n, s in zip(view.shape, view.strides, strict=True) if n != 1]
-    return view.ref.space != QUEUE and (not strides or strides[-1] == 1)

@@ -27,6 +27,10 @@ from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.cpu.views import View
 from kitsune_jax.targets.errors import CannotLower
 
+_FEW = 8  # rows of a matrix by which another is multiplied as it lies (``small`` in cpu/src/run_dot.cc)
+# Products of a vector with fewer elements than this are multiplied and summed as rows are.
+_SMALL = 1 << 12
+
 
 def loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
     """``emit`` makes the code of the body."""
@@ -132,18 +136,27 @@ def dot(stage: Stage, i: int, instr: Instr) -> None:
     free_y = [d for d in range(len(u.shape)) if d not in (*contract_y, *batch_y)]
     sides = (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y))
     m, n, k = (math.prod(s.shape[d] for d in dims) for s, dims in ((t, free), (u, free_y), (t, contract)))
-    if m == 1 or n == 1 or k == 1:
+    if k == 1 or min(m, n) == 1 and m * n * k <= _SMALL:
         _multiplied_and_summed(stage, instr, sides)
         return
-    (vx, sx), (vy, sy) = (_matrices(stage, v, groups, dense=v == x) for v, groups in sides)
     lead = len(batch), len(batch) + len(free)
-    groups = tuple(range(lead[0])), tuple(range(*lead)), tuple(range(lead[1], len(result.shape)))
+    groups = [tuple(range(lead[0])), tuple(range(*lead)), tuple(range(lead[1], len(result.shape)))]
+    few = n < m and n <= _FEW  # the result then lies transposed, and the larger operand is read once, as it lies
+    if few:
+        x, y, m, n, sides = y, x, n, m, sides[::-1]
+        groups[1:] = reversed(groups[1:])
+    (vx, sx), (vy, sy) = (_matrices(stage, v, dims, dense=v == x) for v, dims in sides)
 
     def fits(view: View) -> bool:
         strides = _strides(view, groups)
         return strides is not None and strides[2] == 1
 
-    out = stage.place(instr.outputs[0], fits)
+    def layout() -> View:
+        order = [d for dims in groups for d in dims]
+        own = stage.scratch(tuple(result.shape[d] for d in order), result.dtype)
+        return views.transpose(own, [order.index(d) for d in range(len(order))])
+
+    out = stage.place(instr.outputs[0], fits, layout)
     strides = _strides(out, groups)
     assert strides is not None
     x_, y_ = Operand(vx.ref, vx.row_stride, sx[:2]), Operand(vy.ref, vy.row_stride, sy)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from kitsune_jax.graph import Op
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import GATHER, SCATTER, itemsize
 from kitsune_jax.planning.machine import MIB
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, kernels_of
+from kitsune_jax.streams.seeds import FEW_ROWS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 
 # Batched products smaller than this are loops and not the library's.
@@ -23,6 +25,10 @@ _SMALL = 64 * 64
 _SHORT_ROW = 16
 # glibc mallopt(3): M_MMAP_THRESHOLD grows to at most this; larger blocks are fresh pages at every call.
 _FAULT_THRESHOLD = 32 * MIB
+_HALVES = ("bfloat16", "float16")
+# Of attention with 4 queries for each of 2 heads of 2048 keys (JAX 0.12, Zen 5): copies of keys and values in another order of
+# dimensions took 1.3 and 2.4 times as long as a loop that adds, products 1.8 and 2.4 times as long as those of one head.
+_STRIDED, _FEW_OF_BATCH = 2.0, 2.0
 _FUNCTION = 9  # operations from which on an op is an elementary function
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
@@ -152,14 +158,27 @@ def _product_seconds(cost: CpuCost, i: int) -> float:
     k = math.prod(lhs.shape[d] for d in op["lhs_contract"])
     m = lhs.size // max(1, batch * k)
     n = rhs.size // max(1, batch * k)
-    if batch > 1 and m * n < _SMALL:
+    few = min(m, n) <= FEW_ROWS and max(m, n) * k >= _SMALL
+    if batch > 1 and m * n < _SMALL and not few:
         return times.xla_batched(lhs.dtype) * batch * m * n * k
+    copied = sum(_copied_seconds(cost, op, side) for side in range(2))
     form = "dot"
     if 0 in op["lhs_contract"] and 0 in op["rhs_contract"] and min(len(lhs.shape), len(rhs.shape)) > 1:
         form = "outer"
     elif len(rhs.shape) - 1 in op["rhs_contract"]:
         form = "dot_t"
-    return batch * times.xla_dot(lhs.dtype, m, k, n, form)
+    apart = _FEW_OF_BATCH if batch > 1 and few else 1.0
+    return copied + apart * batch * times.xla_dot(lhs.dtype, m, k, n, form)
+
+
+def _copied_seconds(cost: CpuCost, op: Op, side: int) -> float:
+    """What it takes to bring the batch dimensions of an array in memory to the front, where the library wants them."""
+    v, batch = op.inputs[side], op[("lhs_batch", "rhs_batch")[side]]
+    value = cost.graph.values[v]
+    others = [n for d, n in enumerate(value.shape) if d < max(batch, default=0) and d not in batch]
+    if v in cost.producer or math.prod(others) == 1:
+        return 0.0
+    return _STRIDED * value.size * cost.times[f"xla/loop/move/{value.dtype if value.dtype in _HALVES else 'float32'}"]
 
 
 def _fault_seconds(cost: CpuCost, kernels: list[Kernel]) -> float:
