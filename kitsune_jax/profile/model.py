@@ -51,7 +51,7 @@ import json
 import math
 from collections.abc import Mapping
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
