@@ -60,6 +60,8 @@ inline void set(DType t, char* p, double x) {
 
 inline double identity(Reduction how, DType t) {
   if (how == Reduction::kSum || how == Reduction::kProd) return how == Reduction::kProd;
+  if (how == Reduction::kAnd) return t == DType::kBool ? 1 : -1;
+  if (how == Reduction::kOr || how == Reduction::kXor) return 0;
   const double lowest = is_float(t) ? -INFINITY : -2147483648.0, highest = is_float(t) ? INFINITY : 2147483647.0;
   return how == Reduction::kMax ? lowest : highest;
 }
