@@ -8,7 +8,9 @@ had not run, and is reported as a ``Failure``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from kitsune_jax.capture.captured import Captured, pruned
 from kitsune_jax.capture.divided_gradients import split_gradients
@@ -35,11 +37,15 @@ REWRITES: Sequence[tuple[str, Rewriting]] = (
     ("reading the masks of rectified values off the results", masks_of_results),
 )
 ONLINE: tuple[str, Rewriting] = ("making the sums of a segment softmax online", sum_online)
-LOOPS: Sequence[tuple[str, Rewriting]] = (
-    ("moving the sums of a loop's steps behind the loop", move_sums),
-    ("making again what loops hand to each other", hand_less),
-)
 PARTS: tuple[str, Rewriting] = ("dividing the weight gradients of concatenations", split_gradients)
+
+
+def of_loops(kept: Collection[Any]) -> Sequence[tuple[str, Rewriting]]:
+    """The rewrites of loops, but for those whose ``Origin.key`` is among ``kept``: they stay as they are."""
+    return (
+        ("moving the sums of a loop's steps behind the loop", functools.partial(move_sums, kept=kept)),
+        ("making again what loops hand to each other", functools.partial(hand_less, kept=kept)),
+    )
 
 
 def rewritten(captured: Captured, rewrites: Sequence[tuple[str, Rewriting]] = REWRITES) -> Captured:

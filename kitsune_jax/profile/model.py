@@ -29,7 +29,8 @@ with the whole machine.
 ``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
 ``call/layer``                         one more product, with its weight, in a call
 ``xla/call``, ``xla/kernel``           a jitted function that has nothing to do; one more kernel in it
-``xla/while``                          a step of a loop whose one kernel has one thread; ``/moved``: a byte that it reads or writes
+``xla/while``                          a step of a loop whose one kernel has one thread; ``/moved``: a byte that it reads or writes;
+                                       ``/slices``: a byte of a slice of the loop's arrays; ``/stored``: of one that it stores
 ``xla/start``                          one of several products of 16 x 64 times 64 x 64, one after the other
 ``xla/dot/<dtype>/<rows>x<K>x<N>``     ``x @ w``; ``xla/dot_t/``: times w transposed; ``xla/outer/``: ``x.T @ y``
 ``xla/vector/<dtype>``                 an element of a weight in the L3 that a single row is multiplied by
@@ -50,7 +51,7 @@ import json
 import math
 from collections.abc import Mapping
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

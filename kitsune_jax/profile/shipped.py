@@ -97,7 +97,8 @@ def _derived(name: str, family: Family, workers: int) -> Profile:
             numbers[key] = seconds * family.vectors
         elif (
             ours[0] in ("call", "touch", "order")
-            or key in ("xla/call", "xla/kernel", "xla/start", "xla/while", "xla/while/moved")
+            or ours[:2] == ["xla", "while"]
+            or key in ("xla/call", "xla/kernel", "xla/start")
             or ours[0] == "copy"
         ):
             # Memory has fewer channels than a large machine has cores: 200 GB/s for all, 18 GB/s for one.

@@ -40,7 +40,7 @@ def between(
     """The calls that ``chosen`` ones of products of few rows may be joined by. ``order``: that of the chosen calls; ``free``: ops
     that no region has."""
     graph = index.graph
-    if not any(has_few_rows(graph, i) for c in chosen for i in c.region.sinks):
+    if not any(has_few_rows(graph, index.producers, i) for c in chosen for i in c.region.sinks):
         return []
     members = {i for i in free if i in index.live and _small(graph, i) and supports(i) is None}
     levels: dict[int, list[int]] = {}

@@ -371,7 +371,7 @@ class _Selector:
         # Products of a batch may stream in another way, with keys and values that lie still; products of few rows in ways of their
         # own.
         batched = set() if region.space.batch else {i for i in region.ops if i != seed_op and is_batched(self.graph, i)}
-        few = {i for i in region.ops if self.few_rows and i != seed_op and has_few_rows(self.graph, i)}
+        few = {i for i in region.ops if self.few_rows and i != seed_op and has_few_rows(self.graph, self.index.producers, i)}
         return None, set(region.ops) - batched - few
 
     def _plan_of(self, region: Region) -> tuple[Plan | str, bool]:

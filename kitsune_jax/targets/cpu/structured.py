@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kitsune_jax.program.ir import WITHIN, Block, Instr, TileProgram
 from kitsune_jax.program.passes.flow import VIEWS
-from kitsune_jax.targets.cpu import pointwise, views
+from kitsune_jax.targets.cpu import pointwise, slices, views
 from kitsune_jax.targets.cpu.bytecode import (
     REDUCTIONS,
     SCRATCH,
@@ -45,7 +45,9 @@ def loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
     inside = Stage(stage.program, block.body, stage.preps, stage.products, stage, block)
     places = [inside.new(v) for v in block.carries]
     for v, place in zip(instr.inputs, places, strict=True):
-        stage.write(v, place)
+        maker = stage.flow.makers.get(stage.root(v))
+        if maker is None or maker.kind != "empty":
+            stage.write(v, place)
     inside.views.update(stage.views)
     inside.views.update(zip(block.carries, places, strict=True))
     inside.carried = {p: places[p] for p in _written_at_once(inside, block)}
@@ -99,6 +101,8 @@ def _hand_on(stage: Stage, block: Block, places: Sequence[View]) -> None:
         if (len(stage.body), p) in stage.satisfied or stage.root(result) == block.carries[p]:
             continue
         lies = None if stage.leaf(result) is not None else stage.view(result)
+        if lies == place:
+            continue
         if lies is not None and lies.ref.space == SCRATCH and lies.ref.index in homes:
             aside = stage.new(result)
             stage.copy(lies, aside)
@@ -109,6 +113,14 @@ def _hand_on(stage: Stage, block: Block, places: Sequence[View]) -> None:
             stage.write(result, place)
         else:
             stage.copy(lies, place)
+
+
+def paste(stage: Stage, i: int, instr: Instr) -> None:
+    """A part of a carry is written where it belongs: nothing else reads or writes the carry."""
+    x, part, _ = instr.inputs
+    stage.views[instr.outputs[0]] = stage.view(x)
+    if not stage.settled((i, 1), part):
+        stage.write(part, slices.part(stage, instr))
 
 
 def dot(stage: Stage, i: int, instr: Instr) -> None:

@@ -16,8 +16,8 @@ from kitsune_jax.planning.inner import Inner, inner_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.program.blocks import NotBlocked
 from kitsune_jax.program.build import build
-from kitsune_jax.program.execute import met
 from kitsune_jax.program.ir import Instr, TileProgram, walk
+from kitsune_jax.program.within import met
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine

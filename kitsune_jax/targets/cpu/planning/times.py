@@ -174,9 +174,9 @@ class CpuTimes:
         dtype = _float(dtype)
         if form == "outer":
             points = self._points(f"xla/outer/{dtype}/") or self._points("xla/outer/float32/")
-            sides = [_mean(a, b) for _, a, b, _ in points]
-            rates = [math.log(s / (r * a * b)) for r, a, b, s in points]
-            return math.exp(_between(sides, rates, _mean(rows, n))) * rows * k * n
+            known = sorted((_mean(a, b), math.log(s / (r * a * b))) for r, a, b, s in points)
+            sides = [side for side, _ in known]
+            return math.exp(_between(sides, [rate for _, rate in known], _mean(rows, n))) * rows * k * n
         if min(rows, k, n) < _LEAST_SIDE:
             return self._narrow_dot(dtype, rows, k, n, by_rows=form == "dot" and rows == min(rows, k, n))
         points = self._points(f"xla/dot/{dtype}/")
