@@ -16,7 +16,9 @@ from kitsune_jax.capture.indexed_products import move_indexing
 from kitsune_jax.capture.loop_residuals import hand_less
 from kitsune_jax.capture.loop_sums import move_sums
 from kitsune_jax.capture.online_sums import sum_online
+from kitsune_jax.capture.placed_indices import place_indices
 from kitsune_jax.capture.relu_masks import masks_of_results
+from kitsune_jax.capture.repeated_scores import repeat_scores
 from kitsune_jax.capture.sliced_products import fold_slices
 from kitsune_jax.capture.softmax_divisions import divide_segments
 from kitsune_jax.capture.transposed_gradients import fold_transposes
@@ -27,6 +29,8 @@ Rewriting = Callable[[Captured], Captured]
 
 REWRITES: Sequence[tuple[str, Rewriting]] = (
     ("folding transpositions into weight gradients", fold_transposes),
+    ("counting indices where they are repeated", place_indices),
+    ("making scores again behind the attention they are of", repeat_scores),
     ("moving indexing to the other side of products", move_indexing),
     ("moving divisions by the sums of a segment softmax", divide_segments),
     ("folding slices into the weights of a product", fold_slices),
