@@ -20,6 +20,7 @@ from kitsune_jax.ops.local import resolve_rows
 from kitsune_jax.ops.reduce import FOLDS, identity
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import ArrayType, Block, Instr, SinkType, TileProgram, TileType
+from kitsune_jax.program.within import met
 from kitsune_jax.streams.space import dim_strides
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -211,22 +212,27 @@ def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[
     return carries
 
 
-def met(program: TileProgram, instr: Instr, rows: Array) -> Sequence[int]:
-    """The iterations of a loop that a tile of ``rows`` runs."""
-    numbers, within = range(instr["count"]), instr.get("within")
-    if within is None:
-        return numbers
-    axis, step, low, high, which = within
-    index = np.unravel_index(rows, program.axes)[axis]
-    x, y = int(index.min()), int(index.max())
+def _cut(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    x, number = inputs
+    return np.asarray(x[_part(state, instr, number)])
 
-    def inside(i: int, least: int, most: int, whole: bool) -> bool:
-        first, last = i * step, (i + 1) * step - 1
-        reached = first if whole else last, last if whole else first
-        return (low is None or reached[0] >= least + low) and (high is None or reached[1] <= most + high)
 
-    wanted = {"all": (True, False), "whole": (True,), "edges": (False,)}[which]
-    return [i for i in numbers if inside(i, x, y, False) and inside(i, y, x, True) in wanted]
+def _paste(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    x, part, number = inputs
+    found = x.copy()
+    found[_part(state, instr, number)] = part
+    return found
+
+
+def _part(state: State, instr: Instr, number: Array) -> tuple[slice | int, ...]:
+    return (slice(None), int(number)) if state.program.values[instr.inputs[0]].tile else (int(number),)
+
+
+def _empty(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    """Numbers that spoil what is computed of them."""
+    t = state.program.values[instr.outputs[0]]
+    shape, dtype = (len(tile.rows), *t.shape) if t.tile else t.shape, state.made(instr)
+    return np.full(shape, np.nan if _is_float(dtype) else True, dtype)
 
 
 def _sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
@@ -334,6 +340,9 @@ _EXECUTE: dict[str, Callable[[State, Instr, Tile, list[Array]], Any]] = {
     "put": _put,
     "run_max": _run_max,
     "loop": _loop,
+    "cut": _cut,
+    "paste": _paste,
+    "empty": _empty,
     "sink": _sink,
     "matmul_sink": _matmul_sink,
     "sink_at": _sink_at,

@@ -196,6 +196,24 @@ def _run_max(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> lis
     return [x]
 
 
+def _cut(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    x = ins[0]
+    need(len(x.shape) > 0, f"{x} has no dimension to cut")
+    return [TileType(x.tile, x.shape[1:], x.dtype)]
+
+
+def _paste(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    x, part = ins[:2]
+    (wanted,) = _cut(program, instr, ins, outs)
+    need(part == wanted, f"the part is {part}, and must be {wanted}")
+    return [x]
+
+
+def _empty(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    need(len(outs) == 1 and not ins, "it makes one value of nothing")
+    return list(outs)
+
+
 # What folds into a sink, or a part of it that numbers of loops say: how many tiles it takes.
 FOLDED: Mapping[str, int] = {"sink": 1, "matmul_sink": 2}
 _SHAPES: Mapping[str, Callable[[SinkType, Instr, Types], tuple[int, ...]]] = {
@@ -212,5 +230,8 @@ RULES: Mapping[str, Callable[[TileProgram, Instr, Types, Types], list[TileType]]
     "take": _take,
     "put": _put,
     "run_max": _run_max,
+    "cut": _cut,
+    "paste": _paste,
+    "empty": _empty,
     **dict.fromkeys(_SHAPES, _sink),
 }

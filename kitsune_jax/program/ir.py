@@ -38,6 +38,9 @@ Instruction kinds:
   stay with extent ``size``. ``store_slice``: (value, numbers of loops) -> the same elements of output array ``array``. Where a size
   does not divide the dimension, the remainder is a copy of the body behind the loop: there are no masks. A number may also be a
   constant;
+* ``cut``: (value x, number of a loop) -> the part of x at that index of the first dimension of its rows (of a stationary x: of its
+  first dimension), without this dimension. ``paste``: (value x, value part, number of a loop) -> x with ``part`` there; the loop
+  counts all indices. ``empty``: nothing -> a value of any numbers, to paste into;
 * ``sink``: tile -> sink accumulator ``sink``, reducing by its ``how`` over rows and ``axes`` (rows-first, 0 included). No output;
 * ``matmul_sink``: (tile x, tile y) -> sink accumulator ``sink``: adds ``dot_general(x, y)`` over ``x_contract``/``y_contract``
   (rows-first dimensions, 0 included) and ``x_batch``/``y_batch``, accumulated in the sink's dtype. No output: a weight gradient.

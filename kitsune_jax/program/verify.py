@@ -209,6 +209,11 @@ class _Bodies:
         if instr.kind in FOLDED and instr.get("dims") is not None and 0 <= instr["sink"] < len(self.program.sinks):
             shape = self.program.sinks[instr["sink"]].shape
             self._cut(instr, instr.inputs[FOLDED[instr.kind] :], shape, range(len(shape)), loops)
+        if instr.kind in ("cut", "paste"):
+            count, shape = loops.get(instr.inputs[-1], -1), self.program.values[instr.inputs[0]].shape
+            need(count >= 0, f"%{instr.inputs[-1]} is no number of a loop around it")
+            fits = not shape or (count <= shape[0] if instr.kind == "cut" else count == shape[0])
+            need(fits, f"the loop counts to {count}, and the value is {self.program.values[instr.inputs[0]]}")
         ins, outs = self._types(instr.inputs), [self.program.values[v] for v in instr.outputs if v < len(self.program.values)]
         rule = instructions.RULES.get(instr.kind)
         if rule is None:

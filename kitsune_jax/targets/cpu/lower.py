@@ -14,7 +14,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.passes import simplified, with_epilogues
 from kitsune_jax.streams.space import dim_strides
-from kitsune_jax.targets.cpu import buffers, bytecode, indexed, matmul, pointwise, structured, views
+from kitsune_jax.targets.cpu import buffers, bytecode, indexed, matmul, pointwise, slices, structured, views
 from kitsune_jax.targets.cpu.bytecode import (
     CUMULATIVE,
     DTYPE_CODE,
@@ -121,7 +121,7 @@ def _store(stage: Stage, i: int, instr: Instr) -> None:
     x = instr.inputs[0]
     if stage.settled((i, 0), x):
         return
-    array = stage.output(instr["array"]) if instr.kind == "store" else stage.sliced(instr)
+    array = stage.output(instr["array"]) if instr.kind == "store" else slices.border_of(stage, instr)
     if array.view is not None:
         stage.write(x, array.view)
         return
@@ -264,13 +264,14 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
 def _sums(stage: Stage, instr: Instr, strides: Sequence[int]) -> Sums:
     """The part of the accumulators that a ``sink`` folds into."""
     dims = instr.get("dims", ())
-    return Sums(*stage.moves(instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
+    return Sums(*slices.moves_of(stage, instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
 
 
 _FAMILIES: dict[str, Handler] = {"reduce": _reduce, "argreduce": _reduce, "cumulative": _scan}
 _HANDLERS: dict[str, Handler] = {
     "store": _store,
     "store_slice": _store,
+    "paste": structured.paste,
     "loop": lambda stage, i, instr: structured.loop(stage, instr, _emit),
     "gather": indexed.gather,
     "take": indexed.take,

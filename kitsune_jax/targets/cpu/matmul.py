@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr, walk
-from kitsune_jax.targets.cpu import views
+from kitsune_jax.targets.cpu import slices, views
 from kitsune_jax.targets.cpu.bytecode import (
     ACTIVATIONS,
     DENSE,
@@ -193,6 +193,8 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
             rows = _rows(view, contract, batch, free)
             assert rows is not None
         sides.append((view, rows, math.prod(view.shape[d] for d in free)))
+    if sides[1][2] == 1:  # the sums are the same, and the kernel likes few rows of them better than few columns
+        sides.reverse()
     (vx, rx, m), (vy, ry, n) = sides
     sums, matrices = _part(stage, instr, m, n)
     stage.code.append(
@@ -227,7 +229,7 @@ def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[Sums, tuple[int, 
     longest = max(i["sizes"][0] for s in stage.program.stages for i in walk(s.body) if i.get("dims") and i.get("sink") == k)
     inner = math.prod(shape[d + 1 : side.stop])
     each = inner * (columns if side is rows else height)
-    offset, moves = stage.moves(instr.inputs[2:], steps, (each,))
+    offset, moves = slices.moves_of(stage, instr.inputs[2:], steps, (each,))
     fits = size in (longest, shape[d] % longest) and not any(e % (longest * each) for e in (offset, *moves))
     if not fits or (side is not rows and longest * inner % SUM_GROUP):
         raise CannotLower(f"a weight gradient in parts of {size} of {shape[d]} elements, {steps[0]} apart")

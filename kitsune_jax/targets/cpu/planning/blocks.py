@@ -16,8 +16,8 @@ from kitsune_jax.planning.inner import Inner, inner_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.program.blocks import NotBlocked
 from kitsune_jax.program.build import build
-from kitsune_jax.program.execute import met
 from kitsune_jax.program.ir import Instr, TileProgram, walk
+from kitsune_jax.program.within import met
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
@@ -33,7 +33,7 @@ def in_blocks(graph: Graph, region: Region, machine: CpuMachine, arrange: Callab
     """A plan for each extent of a block that ``region`` can be worked off in."""
     inner = inner_of(graph, region)
     cost = CpuCost(graph, region, machine)
-    if inner is None:
+    if inner is None or cost.matrices:
         return []
     if not region.space.batch and all(cost.family(i) == "dot" for i in inner.folds):
         return []  # a layer's width: its weights lie packed for all tiles
