@@ -92,3 +92,16 @@ def test_a_cache_that_is_given_away_is_not_copied() -> None:
     assert count(compiled.as_text()) == 2
     copies = [line for line in compiled.as_text().splitlines() if " copy(" in line and "2048" in line]
     assert not copies, copies
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2), (jnp.float16, 1e-3)])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5])
+def test_products_of_few_rows(rows: int, dtype: Any, tolerance: float) -> None:
+    """Sums of rows of a weight, at sizes that no vector and no group of rows divides."""
+    rng = np.random.default_rng(rows)
+    for k, n in ((97, 131), (300, 1)):
+        x, w = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, k), (k, n)))
+        got = jax.jit(kj.pipeline(lambda x, w: (jax.nn.relu(x) @ w) * 2, force=True, strict=True))(x, w)
+        want = np.maximum(np.asarray(x, np.float64), 0) @ np.asarray(w, np.float64) * 2
+        size = np.maximum(np.asarray(x, np.float64), 0) @ np.abs(np.asarray(w, np.float64)) * 2  # of what is added up
+        assert np.all(np.abs(np.asarray(got, np.float64) - want) <= tolerance * size)
