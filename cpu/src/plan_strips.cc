@@ -11,6 +11,9 @@ namespace {
 
 constexpr int64_t kShortLoop = 8;  // an innermost loop below this is exchanged with the rows around it
 
+// Operations that save as much as it takes to copy an operand strip by strip, where blocks are converted and copied as a whole.
+constexpr int kCopy = 4;
+
 using Node = StripNode;
 
 class Planner {
@@ -27,13 +30,28 @@ class Planner {
     if (!loops()) return std::nullopt;
     plan_.kernels = &kernels_;
     order();
-    if (computed_ < 2 || !delay_stores()) return std::nullopt;
+    if (computed_ < 2 + kCopy * copied() || !delay_stores()) return std::nullopt;
     find_slots();
     emit();
     return std::move(plan_);
   }
 
  private:
+  // Operands that are copied for each strip: converted, not dense, or shorter than a strip.
+  int copied() const {
+    const bool brief = plan_.nest.back().extent(std::min(c_.program.tile_rows, c_.program.batch_rows)) < kernels_.strip;
+    auto copies = [&](const Operand& o, size_t at, DType type) {
+      return brief || o.ref.dtype != type || plan_.nest.back().stride[at] != static_cast<int64_t>(item_size(o.ref.dtype));
+    };
+    int found = 0;
+    for (size_t v = 0; v < nodes_.size(); ++v)
+      if (reached_[v] && nodes_[v].operand >= 0 && !number(nodes_[v].operand))
+        found += copies(x_.loads[static_cast<size_t>(nodes_[v].operand)], static_cast<size_t>(nodes_[v].operand), nodes_[v].type);
+    for (auto [store, v] : stored_)
+      found += copies(x_.stores[static_cast<size_t>(store)], x_.loads.size() + static_cast<size_t>(store), nodes_[v].type);
+    return found;
+  }
+
   bool loops() {
     std::vector<std::vector<int64_t>> strides;
     for (const auto* list : {&x_.loads, &x_.stores})

@@ -35,12 +35,12 @@ class Random {
   explicit Random(unsigned seed) : rng_(seed) {}
 
   Program program() {
-    const int64_t rows = 1 + any(900), tile = 1 + any(700), columns = any(3) == 0 ? 2 + any(3) : 1;
+    const int64_t rows = 1 + any(1300), tile = 64 + any(700), columns = any(4) == 0 ? 2 + any(3) : 1;
     Program p = kitsune::cpu::test::program({rows}, tile, {}, {}, {}, 0);
     std::vector<int64_t> extents;
     if (columns > 1) extents = {columns};
     v_ = Vector{extents, false, {}, {}, {}};
-    for (DType t : {F32, F32, I32, U32, BOOL, BF16, BF16, DType::kI8}) {
+    for (DType t : {F32, F32, I32, U32, BOOL, F32, BF16, I32}) {
       const int64_t i = static_cast<int64_t>(p.inputs.size());
       int64_t stride = any(8) == 0 ? 0 : 1;
       v_.loads.push_back(layout(Space::kIn, i, t, rows, columns, stride));
@@ -54,11 +54,11 @@ class Random {
     value(convert(any(2) ? F32 : U32, DType::kI64, 0, last()));
     while (registers_.size() < 31) operation();
     int64_t stored = 0;
-    for (int64_t k = 0; k < 7; ++k) {
+    for (int64_t k = 0; k < 5; ++k) {
       int64_t r = any(2) ? last() : any(static_cast<int64_t>(registers_.size()));
       while (registers_[static_cast<size_t>(r)] == DType::kI64) r = last();
       const DType type = registers_[static_cast<size_t>(r)];
-      const DType storage = type == F32 && any(3) == 0 ? BF16 : type;
+      const DType storage = type == F32 && any(9) == 0 ? BF16 : type;
       v_.stores.push_back(layout(Space::kOut, stored, storage, rows, columns, 1));
       p.outputs.push_back({storage, rows * columns + 4});
       v_.code.push_back(micro(Opcode::op_store, type, 0, stored++, r));
