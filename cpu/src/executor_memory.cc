@@ -8,6 +8,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
+
 #include "checked.h"
 #include "huge_pages.h"
 
@@ -39,9 +43,19 @@ Cache& cache() {
   return *c;
 }
 
+size_t memory_of_the_machine() {
+#if defined(__unix__) || defined(__APPLE__)
+  const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+  if (pages > 0 && page > 0) return static_cast<size_t>(pages) * static_cast<size_t>(page);
+#endif
+  return 0;
+}
+
 std::align_val_t alignment(size_t bytes) { return std::align_val_t{bytes >= kHugeFrom ? kHugePage : kLine}; }
 
 }  // namespace
+
+size_t most_cached(size_t memory) { return std::clamp(memory / 16, size_t{256} << 20, size_t{2} << 30); }
 
 void free_cached_blocks() {
   std::vector<Block> freed;
@@ -106,9 +120,10 @@ CachedBlock& CachedBlock::operator=(CachedBlock&& other) noexcept {
 
 CachedBlock::~CachedBlock() {
   if (block_.bytes() == 0) return;
+  static const size_t most = most_cached(memory_of_the_machine());
   Cache& c = cache();
   std::lock_guard<std::mutex> lock(c.mutex);
-  if (c.bytes + block_.bytes() > kCacheBytes || c.blocks.size() >= kKeptBlocks) return;
+  if (c.bytes + block_.bytes() > most || c.blocks.size() >= kKeptBlocks) return;
   size_t size = block_.bytes();
   try {
     c.blocks.push_back(std::move(block_));

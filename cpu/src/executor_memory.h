@@ -34,11 +34,10 @@ class Block {
   size_t bytes_ = 0;
 };
 
-// A block lent by the process-wide cache and returned to it on destruction. The cache keeps at most kCacheBytes and frees the rest;
-// when memory runs out it frees all of them.
+// A block lent by the process-wide cache and returned to it on destruction. The cache keeps at most `most_cached` of the machine's
+// memory and frees the rest; when memory runs out it frees all of them.
 class CachedBlock {
  public:
-  static constexpr size_t kCacheBytes = size_t{256} << 20;
   CachedBlock() = default;
   CachedBlock(size_t bytes, const char* what);
   CachedBlock(CachedBlock&&) = default;
@@ -49,6 +48,10 @@ class CachedBlock {
  private:
   Block block_;
 };
+
+// Bytes that the cache keeps where the machine has `memory`: a sixteenth, but 256 MB at least and 2 GB at most. A training step whose
+// forward and backward pass are one call has its activations there, and page faults would take longer than to write and read them.
+size_t most_cached(size_t memory);
 
 // Frees what the cache keeps.
 void free_cached_blocks();

@@ -68,7 +68,7 @@ class _Rewriter:
         self.maker = {v: op for op in self.ops for v in op.outputs}
         self.made: dict[tuple[str, tuple[int, ...], tuple[tuple[str, Param], ...]], int] = {}
         self.promised = {op.inputs[1] for op in self.ops if op.kind.startswith("scatter_") and op["sorted"]}
-        # Indices whose sums are needed below and above the table as well: there a gradient by weights reads the nearest row.
+        # Indices of which sums are needed below and above the table as well: there a gradient by weights reads the nearest row.
         self.open = {take.inputs[1] for op in self.ops for _, take in self._taken_sides(op) if take["mode"] == "clip"}
 
     def run(self) -> Captured:
@@ -186,7 +186,7 @@ class _Rewriter:
         at = op, step
         if columns is not None:
             w = self._cut(w, 1 - k, columns[0], columns[1] - columns[0], at)
-        total = self._summed(u, index, op["n"], at)
+        total = self._scattered(u, index, op["n"], at)
         params = {**dict(product.params), "lhs_contract": (c - rank + 1,)}
         return self._give(op, "dot_general", (total, w), step, **params)
 
@@ -194,31 +194,44 @@ class _Rewriter:
         """A sum of many numbers of 11 bits that end at 65 504 may overflow where their products with small weights do not."""
         return is_float(self._dtype(v)) and self._dtype(v) != "float16"
 
-    def _summed(self, u: int, index: int, n: int, at: tuple[Op, Step]) -> int:
-        """The sum of the rows of ``u`` for each of the ``n`` indices in range."""
-        if index not in self.open:
-            return self._scattered(u, index, n, at)
-        return self._cut(self._scattered(u, self._shifted(index, n, at), n + 2, at), 0, 1, n, at)
-
     def _scattered(self, u: int, index: int, n: int, at: tuple[Op, Step]) -> int:
         shape = (n, *self._shape(u)[len(self._shape(index)) :])
         return self._add("scatter_sum", (u, index), u, shape, at, axis=0, n=n, sorted=index in self.promised)
 
-    def _shifted(self, index: int, n: int, at: tuple[Op, Step]) -> int:
-        """The index plus 1, where all below the table are 0 and all above are n + 1."""
+    def _nearest(self, u: int, index: int, n: int, at: tuple[Op, Step]) -> int:
+        """The sum of the rows of ``u`` for each of ``n`` rows of a table, where an index out of range counts for the nearest row.
+
+        What is out of range is a sum of its own, of two rows, so that the first sum is that of the gradient by the table as well,
+        and nothing is cut out of an array between a region over edges and the next one over nodes.
+        """
+        if index in self.open and n == 1:
+            index = self._add("sub", (index, index), index, self._shape(index), at)
+            return self._scattered(u, index, n, at)
+        total = self._scattered(u, index, n, at)
+        if index not in self.open:
+            return total
+        ends = self._add("scatter_sum", (u, self._end_of(index, -1, n, at)), u, (2, *self._shape(total)[1:]), at,
+                         axis=0, n=2, sorted=False)  # fmt: skip
+        rows = self._add("iota", (), index, (n,), at, "int32", shape=(n,), dimension=0)
+        outside = self._add("take", (ends, self._end_of(rows, 0, n - 1, at)), total, self._shape(total), at,
+                            axis=0, mode="fill", fill=0)  # fmt: skip
+        return self._add("add", (total, outside), total, self._shape(total), at)
+
+    def _end_of(self, index: int, first: int, last: int, at: tuple[Op, Step]) -> int:
+        """0 where ``index`` is at most ``first``, 1 where it is at least ``last``, 2 in between."""
         dtype, shape = self._dtype(index), self._shape(index)
-        small = dtype.endswith(("8", "16"))
-        if small:
+        if dtype.endswith(("8", "16")):
             index = self._add("convert_element_type", (index,), index, shape, at, "int32", new_dtype="int32")
-        wide = "int32" if small else dtype
-        ends = self._literal(0 if wide.startswith("u") else -1, wide), self._literal(n, wide)
-        near = self._add("clamp", (ends[0], index, ends[1]), index, shape, at, wide)
-        if wide != "int32":
-            near = self._add("convert_element_type", (near,), near, shape, at, "int32", new_dtype="int32")
-        shifted = self._add("add", (near, self._literal(1, "int32")), near, shape, at)
-        if index in self.promised:
-            self.promised.add(shifted)
-        return shifted
+            dtype = "int32"
+
+        def where(kind: str, bound: int) -> int:
+            found = self._add(kind, (index, self._literal(bound, dtype)), index, shape, at, "bool")
+            return self._add("convert_element_type", (found,), index, shape, at, "int32", new_dtype="int32")
+
+        above = where("ge", last)
+        left = self._add("sub", (self._literal(2, "int32"), above), above, shape, at)
+        below = where("lt", first + 1)
+        return self._add("sub", (left, self._add("add", (below, below), below, shape, at)), below, shape, at)
 
     def _literal(self, scalar: Scalar, dtype: str) -> int:
         key = f"literal {scalar!r}", (), make_params(dtype=dtype)
@@ -256,23 +269,9 @@ class _Rewriter:
         contract = {"lhs_contract": (0, *(a for a, _ in pairs)), "rhs_contract": (0, *(b for _, b in pairs))}
         params = {**dict(op.params), **contract}
 
-        def factors(rows: int, sums: int) -> tuple[int, int]:
-            used = self._used(rows, sums, at)
-            return (used, sums) if side == 0 else (sums, used)
-
-        total = self._summed(other, index, n, at)
-        if index not in self.open:
-            return self._give(op, "dot_general", factors(table, total), step, **params)
-        (out,) = op.outputs
-        inside = self._add("dot_general", factors(table, total), out, self._shape(out), at, **params)
-        sums = self._scattered(other, self._shifted(index, n, at), n + 2, at)
-        ends = [self._joined([self._cut(v, 0, k, 1, at) for k in (0, last)], at) for v, last in ((table, n - 1), (sums, n + 1))]
-        outside = self._add("dot_general", factors(ends[0], ends[1]), out, self._shape(out), at, **params)
-        return self._give(op, "add", (inside, outside), step)
-
-    def _joined(self, rows: Sequence[int], at: tuple[Op, Step]) -> int:
-        shape = self._shape(rows[0])
-        return self._add("concatenate", rows, rows[0], (len(rows), *shape[1:]), at, dimension=0)
+        total = self._nearest(other, index, n, at)
+        used = self._used(table, total, at)
+        return self._give(op, "dot_general", (used, total) if side == 0 else (total, used), step, **params)
 
     def _used(self, rows: int, sums: int, at: tuple[Op, Step]) -> int:
         """``rows``, with zeros where the row of ``sums`` is zero: an infinity there would make a NaN."""

@@ -151,7 +151,7 @@ class _Walk:
     def _translated(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         name = eqn.primitive.name
         if name in _BODY:
-            reason = _why_not_inlined(eqn)
+            reason = why_not_inlined(eqn)
             return self._call(eqn, ins, origin) if reason is None else self._opaque(eqn, ins, origin, reason)
         effects = _effects(eqn)
         if effects:
@@ -239,7 +239,7 @@ def _effects(eqn: Any) -> str:
     return f"has side effects ({_compat.called(eqn)})"
 
 
-def _why_not_inlined(eqn: Any) -> str | None:
+def why_not_inlined(eqn: Any) -> str | None:
     """Why a call has to stay one: what it says about placement or compilation would be lost."""
     p = eqn.params
     if any(type(s).__name__ != "UnspecifiedValue" for s in (*p.get("in_shardings", ()), *p.get("out_shardings", ()))):

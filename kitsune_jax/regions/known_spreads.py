@@ -73,7 +73,7 @@ class Spreads:
     def seeds(self, op: int) -> list[Seed]:
         """``candidate_seeds`` of ``op``, as many as the budget allows: the first one with batch axes and the first without, at
         least."""
-        seeds = candidate_seeds(self.index.graph, op, self._few)
+        seeds = candidate_seeds(self.index.graph, op, self.index.producers if self._few else None)
         if self._budget > 0:
             return seeds
         return [s for s in seeds if s.batch][:1] + [s for s in seeds if not s.batch][:1]

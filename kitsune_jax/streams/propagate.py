@@ -24,6 +24,8 @@ from kitsune_jax.streams.space import DimLabels, StreamSpace
 
 _FOLDING = frozenset({"dot", "reduce", "argreduce", "cumulative"})
 _BY_BATCH = frozenset({"dot", "reduce"})  # families whose sinks may have one sum for each batch
+_STREAMED_SUM = "a reduction over the stream has a streamed result"
+_WAITS = "it waits for sums over the rows of the stream"
 _FUNCTION = 9  # operations of an elementary function
 Labels = dict[int, list[tuple[int, ...]]]
 
@@ -164,7 +166,9 @@ class _Spreader:
                         sinks.append(i)
                 else:
                     stops[i] = why
-                    if i in spreading:
+                    readers = self._readers_of_sum(i, labels, spreading, barred) if why == _STREAMED_SUM else ()
+                    tainted.update(dict.fromkeys(readers, _WAITS))
+                    if i in spreading and not readers:
                         tainted[i] = why
             if not tainted:
                 touched = {v for i in members for v in self.wiring[i].operands}
@@ -172,6 +176,15 @@ class _Spreader:
                 return Spread(self.space, final, tuple(members), tuple(sinks), stops, tuple(rounds), self.looks)
             barred.update(tainted)
             rounds.append(({v: tuple(axes) for v, axes in labels.items()}, dict(barred)))
+
+    def _readers_of_sum(self, i: int, labels: Labels, spreading: Container[int], barred: Container[int]) -> list[int]:
+        """The ops that have sums over the rows of each batch, which ``i`` makes, stream along the rows of something else: an
+        attention's gradients by queries, keys and values, where all are made of the same tokens."""
+        rows = range(self.space.batch, len(self.sizes))
+        if not self.space.batch or OPS[self.graph.ops[i].kind].family not in _BY_BATCH:
+            return []
+        made = [v for v in self.graph.ops[i].outputs if any(a in rows for axes in labels.get(v, ()) for a in axes)]
+        return [j for v in made for j in self.wiring.touching(v) if j != i and j in spreading and j not in barred]
 
     def _flood(
         self, seed: int, seed_labels: list[tuple[int, ...]], barred: dict[int, str]
@@ -307,7 +320,7 @@ class _Spreader:
         if not axes:
             return None
         if max(axes) >= self.space.batch:
-            return "a reduction over the stream has a streamed result"
+            return _STREAMED_SUM
         if any(n > 1 and a not in axes for a, n in enumerate(self.sizes[: self.space.batch])):
             return "several batches would add to the same sums"
         kept = [not mine for mine, n in zip(dims, self.graph.values[v].shape, strict=True) if n > 1]

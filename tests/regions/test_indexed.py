@@ -182,7 +182,7 @@ def training_of_wide_messages(w: Any, v: Any, edges: Any, receivers: Any) -> Any
     """Few numbers come with an edge and few go to its node, many lie between."""
 
     def loss(w: Any, v: Any) -> Any:
-        messages = jax.nn.relu(jnp.tanh(edges @ w) @ v)
+        messages = jax.nn.relu(jax.nn.relu(edges @ w) @ v)
         total = jax.ops.segment_sum(messages, receivers, num_segments=100_003)
         return jnp.sum(total * total)
 
@@ -210,6 +210,30 @@ def test_a_backward_pass_makes_its_forward_pass_again_where_storing_it_takes_lon
         read = {v for i in r.ops for v in graph.ops[i].inputs if graph.values[v].literal is None}
         assert read <= made.union(r.inputs)
         assert set(r.again) <= set(r.ops)
+
+
+def test_only_what_products_make_is_stored_where_the_rest_is_pointwise():
+    """JAX keeps four arrays of a layer normalisation; all of them are made of its operand."""
+    rows = 20_011
+
+    def training(w: Any, v: Any, edges: Any, receivers: Any) -> Any:
+        def loss(w: Any, v: Any) -> Any:
+            messages = jax.nn.standardize(jax.nn.relu(edges @ w) @ v, epsilon=1e-5)
+            total = jax.ops.segment_sum(messages, receivers, num_segments=3_001)
+            return jnp.sum(total * total)
+
+        return jax.value_and_grad(loss, (0, 1))(w, v)
+
+    shapes = (128, 128), (128, 128), (rows, 128)
+    args = (*(jax.ShapeDtypeStruct(s, "float32") for s in shapes), jax.ShapeDtypeStruct((rows,), "int32"))
+    graph, found = planned(training, *args)
+    over_edges = [p.region for p in phases(found) if p.region.space.rows == rows]
+    stored = {v for r in over_edges for v in r.outputs if graph.values[v].size == rows * 128}
+    makers = graph.producers()
+    assert {graph.ops[makers[v]].kind for v in stored} <= {"max", "dot_general"}
+    assert len(stored) == 2
+    again = [graph.ops[i].kind for r in over_edges for i in r.again]
+    assert again and "dot_general" not in again
 
 
 def test_operators_that_are_computed_twice_count_once():

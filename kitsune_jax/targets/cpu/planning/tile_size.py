@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from kitsune_jax.planning.cost import round_up
+from kitsune_jax.planning.cost import SCATTER, round_up
 from kitsune_jax.planning.machine import MIB, size_text
 from kitsune_jax.planning.plan import Infeasible
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
@@ -25,8 +25,9 @@ _MAX_SCRATCH = 1024 * MIB
 class TileModel:
     """A tile of any number of rows on one core. What does not depend on the rows is computed once.
 
-    ``live``: bytes per row that are alive at once; ``weights`` and ``sinks``: bytes of stationary operands and accumulators.
-    ``packs``: packing weights is a part of a tile's seconds.
+    ``live``: bytes per row that are alive at once; ``weights`` and ``sinks``: bytes of stationary operands, and of the accumulators
+    that every tile adds to as a whole. ``tables``: bytes of those that a tile adds its own rows to, which an access costs
+    (``CpuTimes.access``). ``packs``: packing weights is a part of a tile's seconds.
     """
 
     packs = False
@@ -37,7 +38,8 @@ class TileModel:
         self.kinds = cost.kinds(ops)
         self.live = max(1, cost.live_row_bytes(ops))
         self.weights = cost.stationary_bytes(ops)
-        self.sinks = cost.sink_bytes(ops)
+        self.tables = cost.sink_bytes(i for i in ops if cost.family(i) == SCATTER)
+        self.sinks = cost.sink_bytes(ops) - self.tables
         self._made = cost.made_row_bytes()
         self._packing = cost.repack_seconds()
 
@@ -95,7 +97,7 @@ def tile_rows(model: TileModel) -> int:
 
     best = min(seconds(n) for n in candidates)
     rows = next(n for n in candidates if seconds(n) <= _INDIFFERENT * best)
-    scratch = rows * model.live + model.sinks
+    scratch = rows * model.live + model.sinks + model.tables
     if scratch > _MAX_SCRATCH:
         raise Infeasible(f"a tile of {rows} rows needs {size_text(scratch)} of scratch per worker")
     return rows

@@ -17,8 +17,8 @@ from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import resource_of, stage_name
 from kitsune_jax.program.blocks import NotBlocked
 from kitsune_jax.program.build import build
-from kitsune_jax.program.execute import met
 from kitsune_jax.program.ir import Instr, TileProgram
+from kitsune_jax.program.within import met
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda import stage_facts
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
