@@ -1,7 +1,8 @@
 """Which values of a loop's body lie column by column in scratch.
 
 A carry of a few columns (the state of a simulator, ``[envs, 4]``) is taken apart by slices and put together again in every
-iteration. Row by row each of these is a load or a store with a stride; column by column they are dense.
+iteration. Row by row each of these is a load or a store with a stride; column by column they are dense. Rows as long as a vector
+stay rows where nothing takes them apart (the state of a recurrent layer): what they are computed with lies row by row.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ from kitsune_jax.program.ir import Instr, TileType
 from kitsune_jax.program.passes.flow import VIEWS, Use
 
 MOST_COLUMNS = 32
+_VECTOR = 16
 
 
 def by_columns(
     t: TileType, root: int, uses: Mapping[int, Sequence[Use]], instruction: Callable[[int], Instr], pointwise: Callable[[str], bool]
 ) -> bool:
-    """Whether nothing reads ``root``, a tile of type ``t``, but element by element, through views or as a piece of another tile."""
+    """Whether nothing reads ``root``, a tile of type ``t``, but element by element, through views or as a piece of another tile,
+    and its rows are short, or something takes them apart."""
     if not t.tile or not 1 < math.prod(t.shape) <= MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
         return False
+    apart = math.prod(t.shape) < _VECTOR
 
     def fits(v: int) -> bool:
+        nonlocal apart
         for i, _ in uses.get(v, ()):
             instr = instruction(i)
+            apart |= instr.kind in ("slice", "concatenate")
             if instr.kind in VIEWS:
                 if not fits(instr.outputs[0]):
                     return False
@@ -32,4 +38,4 @@ def by_columns(
                 return False
         return True
 
-    return fits(root)
+    return fits(root) and apart
