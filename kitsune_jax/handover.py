@@ -34,7 +34,7 @@ Forwarded = tuple[int | None, ...]
 
 
 def lean(
-    primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: int, *, large: bool = False
+    primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: int, large: bool = False
 ) -> tuple[Any, Any, Forwarded] | None:
     """Another ``primal``, ``tangent`` and ``forwarded`` with less to hand over, or None where there is nothing to gain.
 

@@ -51,10 +51,10 @@ def _compiled(call_jaxpr: Any, options: Options) -> Callable[..., list[Any]]:
 expected_platform = jax.make_user_context(None)
 
 
-def _lean(*parts: Any, options: Options) -> Any:
+def _lean(*parts: Any) -> Any:
     """``handover.lean``; what it fails on is divided as JAX divides it, and costs bytes, not the user's gradient."""
     try:
-        return handover.lean(*parts, large=_repeats_products(options))
+        return handover.lean(*parts)
     except Exception as error:
         if config.strict():
             raise
@@ -78,7 +78,7 @@ def _repeats_products(options: Options) -> bool:
 
 def _primitive() -> Any:
     primitive = _compat.new_primitive(lowering.PRIMITIVE_NAME)
-    _compat.register_call_rules(primitive, _lean)
+    _compat.register_call_rules(primitive, _lean, _repeats_products)
     # Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
     _compat.register_lowering(primitive, functools.partial(lowering.lower, platform=None), cacheable=True)
     for platform in targets.PLATFORMS:

@@ -28,6 +28,7 @@ constexpr int kSpins = 256;              // about 5 us before a worker sleeps
 constexpr int64_t kCombineChunk = 1024;  // elements of a sink combined by one job
 constexpr int kFanOut = 4;               // helpers that a worker asks for: 192 are there after four steps
 thread_local bool scheduling = false;    // is this thread inside of Pool::schedule?
+thread_local uint64_t scratch_user = 0;  // number of the call whose packed operands this thread's memory holds
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -213,7 +214,10 @@ void Run::wait(std::unique_lock<std::mutex>& lock) {
 
 // What a thread keeps beyond what it may goes with its part of a call, however that ends.
 struct TrimScratch {
-  ~TrimScratch() { trim_thread_scratch(); }
+  ~TrimScratch() {
+    trim_thread_scratch();
+    scratch_user = 0;
+  }
 };
 
 // A pool may run a task inside of schedule, on the thread that gives it. That thread is in the call already: the task does nothing.
@@ -270,9 +274,8 @@ void Run::work(std::unique_lock<std::mutex>& lock) {
 void Run::execute(const Job& job) {
   char* scratch = thread_scratch(plan_.scratch_bytes);
   const char** packed_from = reinterpret_cast<const char**>(scratch + plan_.packed_from_offset);
-  thread_local uint64_t last = 0;  // the call that used this thread's memory
-  if (last != number_) std::fill_n(packed_from, plan_.packed_slots, nullptr);
-  last = number_;
+  if (scratch_user != number_) std::fill_n(packed_from, plan_.packed_slots, nullptr);
+  scratch_user = number_;
   int64_t batch[kMaxLoopDims], loops[kMaxLoops];
   Context c{0,
             0,

@@ -11,27 +11,29 @@ from kitsune_jax._compat.jaxprs import hoist_consts, out_avals, trace_jaxpr
 from kitsune_jax._compat.versions import ad, ad_util, checkify, core, jaxpr_as_fun, jet_lib, jex_core, util
 
 
-def register_call_rules(prim: Any, leaner: Callable[..., Any]) -> None:
+def register_call_rules(prim: Any, leaner: Callable[..., Any], manner: Callable[..., Any]) -> None:
     """Give ``prim[call_jaxpr, **static]`` its rules: jvp, linearize, transpose, vmap, partial evaluation, DCE, remat, refs,
     checkify, jet.
 
     Every rule rewrites ``call_jaxpr`` and binds ``prim`` again with the same static parameters. No lowering is registered.
-    ``leaner(primal jaxpr, tangent jaxpr, forwarded, number of results, number of constants, **static)`` gives another division of a
-    linearized call, as (primal jaxpr, tangent jaxpr, forwarded), or None.
+    ``leaner(primal jaxpr, tangent jaxpr, forwarded, number of results, number of constants, manner(**static))`` gives another
+    division of a linearized call, as (primal jaxpr, tangent jaxpr, forwarded), or None. It is remembered for equal arguments.
     """
     if hasattr(jex_core, "register_call_primitive_rules"):
         jex_core.register_call_primitive_rules(prim, name=None)
     else:
         _register_call_rules_0_10(prim)
-    ad.primitive_linearizations[prim] = _linearize_rule(prim, ad.primitive_linearizations[prim], leaner)
+    ad.primitive_linearizations[prim] = _linearize_rule(prim, ad.primitive_linearizations[prim], leaner, manner)
     _register_checkify(prim)
     jet_lib.jet_rules[prim] = functools.partial(_jet_rule, prim)
 
 
-def _linearize_rule(prim: Any, usual: Callable[..., Any], leaner: Callable[..., Any]) -> Callable[..., Any]:
+def _linearize_rule(
+    prim: Any, usual: Callable[..., Any], leaner: Callable[..., Any], manner: Callable[..., Any]
+) -> Callable[..., Any]:
     """The rule ``usual``, but with the residuals of ``leaner`` where that has something to say."""
 
-    def divided(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool, params: tuple[tuple[str, Any], ...]) -> Any:
+    def divided(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool, how: Any) -> Any:
         primal, made, nz_out, forwarded, tangent = ad.linearize_jaxpr(call_jaxpr, list(nzs), is_vjp=is_vjp)
         structured = None
         if not isinstance(made, int):  # since 0.11: a tree of (results, residuals, structured residuals)
@@ -39,13 +41,13 @@ def _linearize_rule(prim: Any, usual: Callable[..., Any], leaner: Callable[..., 
             if len(structured):
                 return None
         n, consts = len(out_avals(call_jaxpr)), len(getattr(call_jaxpr, "consts", ()))
-        found = leaner(primal, tangent, tuple(forwarded), n, consts, **dict(params))
+        found = leaner(primal, tangent, tuple(forwarded), n, consts, how)
         return None if found is None else (*found, nz_out, structured)
 
     remembered = util.weakref_lru_cache(divided)
 
     def linearize(is_vjp: bool, nzs: Any, *primals: Any, call_jaxpr: Any, **params: Any) -> Any:
-        found = remembered(call_jaxpr, tuple(nzs), is_vjp, tuple(sorted(params.items())))
+        found = remembered(call_jaxpr, tuple(nzs), is_vjp, manner(**params))
         if found is None:
             return usual(is_vjp, nzs, *primals, call_jaxpr=call_jaxpr, **params)
         primal, tangent, forwarded, nz_out, structured = found

@@ -19,6 +19,7 @@ import kitsune_jax as kj
 from kitsune_jax import _compat, preview
 from tests.support.checks import arrays, close, in_float64
 
+pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 
 TOKENS, HEADS, HEAD = 67, 2, 8
