@@ -315,3 +315,17 @@ def test_a_mask_of_rounded_indices_is_no_causal_one() -> None:
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(key <= query, s, -jnp.inf)), v)
 
     check(attention, reference(*args, mask=rounded[None, :] <= rounded[:, None]), *args)
+
+
+def test_keys_of_another_call_at_the_same_place_are_packed_again() -> None:
+    """A worker keeps what it has packed of a head's keys and values, for as long as a call."""
+    tokens, head = 700, 16
+    room = np.zeros(3 * tokens * head + 32, np.float32)
+    room = room[-(room.ctypes.data // 4) % 32 :][: 3 * tokens * head]  # at a multiple of 128 bytes: JAX does not copy it
+    arrays = room.reshape(3, tokens, head)
+    q, k, v = (jnp.from_dlpack(x, copy=False) for x in arrays)
+    attend = jax.jit(kj.pipeline(lambda q, k, v: jax.nn.softmax(q @ k.T / 4) @ v, strict=True, force=True))
+    for seed in range(3):
+        room[:] = np.random.default_rng(seed).standard_normal(room.shape)
+        wanted = reference(*arrays[:, None, :, None])[0, :, 0]
+        np.testing.assert_allclose(np.asarray(attend(q, k, v), np.float64), wanted, atol=2e-6)
