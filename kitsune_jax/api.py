@@ -23,7 +23,7 @@ import numpy as np
 from kitsune_jax import _compat, arguments, config, jax_support, lowering, preview, targets
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.options import Options, resolve
-from kitsune_jax.primitive import pipeline_p
+from kitsune_jax.primitive import expected_platform, pipeline_p
 from kitsune_jax.report.data import ResidualReport
 from kitsune_jax.report.model import Report
 from kitsune_jax.residuals import compare, gradient, is_derivative, override, policy_name
@@ -306,6 +306,11 @@ def explain(
 
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Report:
+        # Under the default platform's own name JAX finds the traces that a run has made, or will want.
+        with expected_platform(None if chosen == _compat.default_platform() else chosen):
+            return report_of(args, kwargs)
+
+    def report_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         resolved = pipelined.resolved()
         if why_not := jax_support.why_not():
             return preview.unplanned(_plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs), chosen, device, why_not)

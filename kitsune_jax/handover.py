@@ -1,8 +1,8 @@
 """What the forward pass of a pipelined function hands to its backward pass, without what is cheaper to make again.
 
 Comes in: the two jaxprs that linearization makes of a function, where residuals are results of the first and arguments of the
-second. Goes out: the same with fewer bytes between them. Invariants: the results are the same bit by bit, because only equations
-that move elements are repeated; and nothing is handed over that costs more to write and read than what it replaces.
+second. Goes out: the same with fewer bytes between them. Invariants: equations are repeated as they stand, here only those that
+move elements; and nothing is handed over that costs more to write and read than what it replaces.
 
 JAX keeps what a linear equation reads. Where that is a concatenation, its parts are kept here instead: rows of 256 columns are
 stored and loaded by vectors, rows of 319 are not, and the second part is often an argument, which is in memory anyway. A bias that
@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kitsune_jax import _compat
+from kitsune_jax.flat import renamed
+from kitsune_jax.repeats import without_large
+from kitsune_jax.row_terms import without_row_terms
 
 # Equations without arithmetic, whose results are the elements of their operands in another place or a wider type.
 _MOVES = frozenset(
@@ -30,18 +33,27 @@ _VECTOR_BYTES = 16
 Forwarded = tuple[int | None, ...]
 
 
-def lean(primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: int) -> tuple[Any, Any, Forwarded] | None:
+def lean(
+    primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: int, *, large: bool = False
+) -> tuple[Any, Any, Forwarded] | None:
     """Another ``primal``, ``tangent`` and ``forwarded`` with less to hand over, or None where there is nothing to gain.
 
     ``primal``: a closed jaxpr from arguments to results (``results`` of them) and residuals; ``tangent``: one from residuals and
     tangents to tangents. ``forwarded``: for each residual, in the order of the arguments of ``tangent``, the number of the
     function's argument that it is (counting ``consts`` constants before the first), or None for the next one that ``primal`` makes.
+    ``large``: what is much larger than what it is made of is made again as well (``repeats``), and sums that the forward pass has
+    made are read (``row_terms``).
     """
+    found = None
+    for division in (without_row_terms, without_large) if large else ():
+        better = division(primal, tangent, forwarded, results, consts)
+        if better is not None:
+            primal, tangent, forwarded = found = better
     jaxpr, _ = _compat.open_parts(primal)
     moves = {e.outvars[0]: e for e in jaxpr.eqns if _is_move(e) and not e.effects}
     if jaxpr.effects or not any(not _compat.is_literal(v) and v in moves for v in jaxpr.outvars[results:]):
-        return None
-    return _Lean(primal, tangent, forwarded, results, consts, moves).run()
+        return found
+    return _Lean(primal, tangent, forwarded, results, consts, moves).run() or found
 
 
 def _is_move(eqn: Any) -> bool:
@@ -135,23 +147,16 @@ class _Lean:
                 forwarded.append(self.arguments.get(v))
                 if v not in self.arguments:
                     stored.append(v)
-        eqns = [_renamed(e, names) for e in repeated]
+        eqns = [renamed(e, names) for e in repeated]
         rest, outs = self.tangent.eqns, self.tangent.outvars
         if twice:
-            rest, outs = [_renamed(e, twice) for e in rest], [v if _compat.is_literal(v) else twice.get(v, v) for v in outs]
+            rest, outs = [renamed(e, twice) for e in rest], [v if _compat.is_literal(v) else twice.get(v, v) for v in outs]
         tangents = self.tangent.invars[len(self.slots) :]
         return (
             _compat.replace_jaxpr(self.closed[0], outvars=[*self.primal.outvars[: self.results], *stored]),
             _compat.replace_jaxpr(self.closed[1], invars=[*slots, *tangents], eqns=[*eqns, *rest], outvars=outs),
             tuple(forwarded),
         )
-
-
-def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
-    def name(v: Any) -> Any:
-        return v if _compat.is_literal(v) else names.get(v, v)
-
-    return eqn.replace(invars=[name(v) for v in eqn.invars], outvars=[name(v) for v in eqn.outvars])
 
 
 def _bytes(v: Any) -> int:

@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.captured import Captured
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.collector import collector_paused
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.fallbacks import Failure, record
 from kitsune_jax.graph import Graph
@@ -153,22 +153,6 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
     return pipelined.jaxpr
 
 
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """No cyclic garbage collection in here, unless somebody turns it on.
-
-    A plan is many small objects that all live until it is made; meanwhile each collection walks all of JAX's and the user's objects
-    and finds nothing: a fifth of the time to lower a deep network's gradient.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
     """A jaxpr with custom calls in it, the report over it and the bodies of its loops, and what a bug of ours left out."""
@@ -275,11 +259,30 @@ def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFuncti
         return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
-    can = targets.get(target)
-    captured = capture(jaxpr, rewrite=rewrite, parts=can.divides_gradients, online=can.sums_online, loops=can.runs_loops)
-    planned, nodes = settled(captured, target, options)
+    captured, planned, nodes = captured_and_settled(jaxpr, rewrite, target, options)
     bodies.failures.extend(prepare_left(captured, nodes))
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
+
+
+def captured_and_settled(
+    jaxpr: Any, rewrite: Callable[[Any], Any], target: str, options: Options, device: str | None = None, *, code: bool = True
+) -> tuple[Captured, Routed, list[int | PlannedRegion]]:
+    """``jaxpr`` captured for ``target``, and what ``settled`` says of it. ``rewrite``: of the bodies of what is left to XLA.
+
+    A loop that was rewritten for a pipeline, and then is left to XLA all the same, is captured again as its equation: XLA runs that
+    in less memory, and its body is pipelined by itself.
+    """
+    can, kept = targets.get(target), set[Any]()
+    while True:
+        captured = capture(
+            jaxpr, rewrite, parts=can.divides_gradients, online=can.sums_online, loops=can.runs_loops, kept=frozenset(kept)
+        )
+        planned, nodes = settled(captured, target, options, device, code=code)
+        left = [captured.steps[node] for node in nodes if isinstance(node, int)]
+        again = {step.origin.key for step in left if step.rewritten} - kept
+        if not again:
+            return captured, planned, nodes
+        kept |= again
 
 
 def prepare_left(captured: Captured, nodes: Sequence[int | PlannedRegion]) -> list[Failure]:

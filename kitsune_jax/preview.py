@@ -70,15 +70,13 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     assert target is not None
 
     def visit(jaxpr: Any) -> Any:
-        can = targets.get(target)
-        captured = capture(
-            _compat.hoist_consts(jaxpr)[0], rewrite=visit, parts=can.divides_gradients, online=can.sums_online, loops=can.runs_loops
-        )
+        whole = _compat.hoist_consts(jaxpr)[0]
         if obstacle is None:
-            planned, nodes = lowering.settled(captured, target, options, device, code=False)
+            captured, planned, nodes = lowering.captured_and_settled(whole, visit, target, options, device, code=False)
             reports.append(planned.report)
             lowering.prepare_left(captured, nodes)
         else:
+            captured = capture(whole, rewrite=visit)
             everything = range(len(captured.graph.ops))
             report = build_report(captured.graph, (), [(i, _AT_THE_TOP) for i in everything], *_machine(target, device))
             reports.append(dataclasses.replace(report, obstacles=(obstacle,)))

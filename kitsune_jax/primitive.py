@@ -46,10 +46,15 @@ def _compiled(call_jaxpr: Any, options: Options) -> Callable[..., list[Any]]:
         return per_options[options]
 
 
-def _lean(*parts: Any) -> Any:
+# The platform that a program is traced for while ``explain`` looks at another one than JAX's own. JAX keys its caches on it; made
+# at import, because making one empties them.
+expected_platform = jax.make_user_context(None)
+
+
+def _lean(*parts: Any, options: Options) -> Any:
     """``handover.lean``; what it fails on is divided as JAX divides it, and costs bytes, not the user's gradient."""
     try:
-        return handover.lean(*parts)
+        return handover.lean(*parts, large=_repeats_products(options))
     except Exception as error:
         if config.strict():
             raise
@@ -61,6 +66,14 @@ def _lean(*parts: Any) -> Any:
             stacklevel=2,
         )
         return None
+
+
+def _repeats_products(options: Options) -> bool:
+    """Does the target repeat products that a program traced now will most likely run on? One that is traced for one platform and
+    lowered for another is right all the same."""
+    platform = expected_platform.value or _compat.default_platform()
+    target = lowering.target_of(options, platform if platform in targets.PLATFORMS else None)
+    return target is not None and targets.get(target).repeats_products
 
 
 def _primitive() -> Any:

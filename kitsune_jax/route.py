@@ -106,6 +106,7 @@ def route(
         force=force,
         several_phases=executor.runs_phases,
         recomputes=executor.recomputes,
+        few_rows=executor.few_rows,
         together=search.together,
         merges=executor.most_merged if merge and executor.runs_phases else 1,
         failed=failed,

@@ -105,7 +105,15 @@ void Checker::check(const Accumulate& x) {
   bound("sink", x.sink, 0, static_cast<int64_t>(p.sinks.size()) - 1);
   const Sink& s = p.sinks[x.sink];
   operand("x", x.x, loops(x.kept, x.reduced), false);
-  if (product(x.kept) != s.elements) reject(where, "folds " + str(product(x.kept)) + " elements into a sink of " + str(s.elements));
+  std::vector<int64_t> strides = x.sum_strides;
+  if (strides.empty()) {
+    if (product(x.kept) != s.elements)
+      reject(where, "folds " + str(product(x.kept)) + " elements into a sink of " + str(s.elements));
+    strides.assign(x.kept.size(), 0);
+    for (size_t d = x.kept.size(), step = 1; d-- > 0; step *= static_cast<size_t>(x.kept[d]))
+      strides[d] = static_cast<int64_t>(step);
+  }
+  sums(x.sums, x.kept, strides, s.elements);
   if (x.x.ref.dtype != s.dtype)
     reject(where, std::string("folds ") + dtype_name(x.x.ref.dtype) + " into a sink of " + dtype_name(s.dtype));
   fold_into(x.sink, Fold::kValues);
@@ -118,11 +126,24 @@ void Checker::check(const AccumulateMatmul& x) {
   if (Wide{p.rows} * x.row_multiple > kMaxCount) reject(where, "rows times row_multiple is more than 2**48");
   count("product", {x.batch, x.m, x.n});
   Sink& s = p.sinks[x.sink];
-  if (x.batch * x.m * x.n != s.elements)
-    reject(where, "adds " + str(x.batch * x.m * x.n) + " elements to a sink of " + str(s.elements));
-  if (s.columns != 0 && (s.rows != x.m || s.columns != x.n))
+  std::vector<int64_t> of = x.matrices.empty() ? std::vector<int64_t>{x.m, x.m, x.n} : x.matrices;
+  if (of.size() != 3) reject(where, "matrices has neither 0 nor 3 numbers");
+  const Wide each = count("matrices", {of[0], of[2]});
+  bound("matrices", of[1], 1, of[0]);
+  if (each * x.batch != s.elements)
+    reject(where, "adds " + str(x.batch) + " matrices of " + str(static_cast<int64_t>(each)) + " elements to a sink of " +
+                      str(s.elements));
+  if (s.columns != 0 && (s.height != of[0] || s.rows != of[1] || s.columns != of[2]))
     reject(where, "sink " + str(x.sink) + " is fed by products of other shapes");
-  s.rows = x.m, s.columns = x.n;
+  s.height = of[0], s.rows = of[1], s.columns = of[2];
+  const bool of_rows = x.n == s.columns && (x.m == s.rows || x.m == s.height % s.rows);
+  const bool of_columns = x.m == s.height && x.m == s.rows && x.n <= s.columns;
+  if (!of_rows && !of_columns) reject(where, "a product of " + str(x.m) + " x " + str(x.n) + " is no part of its sink's matrices");
+  sums(x.sums, {x.batch, x.m * x.n}, {static_cast<int64_t>(each), 1}, s.elements);
+  const int64_t part = of_rows ? s.rows * s.columns : kSumGroup * s.height;
+  bool aligned = x.sums.offset % part == 0;
+  for (int64_t stride : x.sums.loop_strides) aligned &= stride % part == 0;
+  if (!aligned) reject(where, "sums do not begin with a part of its sink's matrices");
   DType t = x.x.ref.dtype;
   if (!is_float(t) || x.y.ref.dtype != t)
     reject(where, std::string("multiplies ") + dtype_name(t) + " and " + dtype_name(x.y.ref.dtype));
@@ -136,11 +157,30 @@ void Checker::check(const AccumulateMatmul& x) {
   fold_into(x.sink, Fold::kProducts);
 }
 
+// Accumulators over `extents` at `strides`, from where `x` says, are those of a sink of `elements`.
+void Checker::sums(const Sums& x, const std::vector<int64_t>& extents, const std::vector<int64_t>& strides,
+                   int64_t elements) const {
+  if (strides.size() != extents.size()) reject(where, "sums has " + str(strides.size()) + " strides, not " + str(extents.size()));
+  if (x.loop_strides.size() > counts.size())
+    reject(where, "sums has strides for " + str(x.loop_strides.size()) + " loops, inside of " + str(counts.size()));
+  bound("sums offset", x.offset, 0, kMaxCount);
+  Wide last = x.offset;
+  auto extend = [&](int64_t extent, int64_t stride) {
+    bound("sums stride", stride, 0, kMaxCount);
+    last += Wide{stride} * (extent - 1);
+  };
+  for (size_t d = 0; d < extents.size(); ++d) extend(extents[d], strides[d]);
+  for (size_t l = 0; l < x.loop_strides.size(); ++l) extend(counts[l], x.loop_strides[l]);
+  if (last >= elements) reject(where, "folds beyond the " + str(elements) + " elements of its sink");
+}
+
 // One stage owns a sink, and folds into it in one way: products accumulate in the sink's type, sums of values in a wider one.
 void Checker::fold_into(int64_t sink, Fold fed) {
   int64_t& owner = sink_stage[sink];
   if (owner >= 0 && owner != stage) reject(where, "sink " + str(sink) + " is already folded by stage " + str(owner));
   if (owner >= 0 && p.sinks[sink].fed != fed) reject(where, "sink " + str(sink) + " is fed in two ways");
+  if (p.sinks[sink].per_batch() && fed != Fold::kValues && fed != Fold::kProducts)
+    reject(where, "sink " + str(sink) + " is one for each batch, and folds by indices");
   owner = stage;
   p.sinks[sink].fed = fed;
 }

@@ -31,7 +31,22 @@ void Checker::source(int64_t r, DType type, const std::vector<int>& types) const
     reject(where, "register " + str(r) + " is " + dtype_name(static_cast<DType>(types[r])) + ", not " + dtype_name(type));
 }
 
+// How many of the numbers a to d an operation reads.
+static int numbers_of(Opcode op) {
+  switch (op) {
+    case Opcode::op_const: return 0;
+    case Opcode::op_load:
+    case Opcode::op_convert: return 1;
+    case Opcode::op_store: return 2;
+    case Opcode::op_index: return 3;
+    default: return operands_of(op);
+  }
+}
+
 void Checker::micro(const Vector& x, const Micro& m, std::vector<int>& types) const {
+  const int64_t numbers[] = {m.a, m.b, m.c, m.d};
+  for (int i = numbers_of(m.op); i < 4; ++i)
+    if (numbers[i] != 0) reject(where, "operand " + str(i) + ", which it has not, is " + str(numbers[i]) + " instead of 0");
   auto half = [](DType t) { return t == DType::kF16 || t == DType::kBF16; };
   if (m.op == Opcode::op_store) {
     bound("operand", m.a, 0, static_cast<int64_t>(x.stores.size()) - 1);

@@ -37,6 +37,7 @@ class Checker {
 
   // program_check.cc
   void arrays();
+  void sink(const Sink& s) const;
   void preps();
   void queues();
   void prep(const Prep& x);
@@ -92,6 +93,7 @@ class Checker {
   std::vector<int64_t> loops(const std::vector<int64_t>& kept, const std::vector<int64_t>& reduced) const;
   void foldable(Reduction how, DType t) const;
   void fold_into(int64_t sink, Fold fed);
+  void sums(const Sums& x, const std::vector<int64_t>& extents, const std::vector<int64_t>& strides, int64_t elements) const;
 
   // check_vector.cc
   void check(const Vector& x);

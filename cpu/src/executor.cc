@@ -32,13 +32,31 @@ int64_t strands_for(const Program& p, size_t bytes, double ns) {
   return std::clamp<int64_t>(strands, 1, p.tiles);
 }
 
+// Where there are batches enough for all workers, strands end where batches do: their sums are stored as they are complete, and no
+// strand keeps any. A few strands for each worker even out workers of different speed.
+void strands_of_batches(Plan& plan) {
+  constexpr int64_t kEach = 4;
+  constexpr size_t kMost = size_t{256} << 20;
+  const Program& p = plan.program;
+  const int64_t batches = p.tiles / p.batch_tiles;
+  if (batches < p.workers || (batches % p.workers != 0 && batches < kEach * p.workers)) return;
+  const size_t bytes = plus(plan.stream_bytes, plan.batch_bytes);
+  const int64_t most = static_cast<int64_t>(std::min<size_t>(plus(kMost, array_bytes(p.inputs, p.outputs)) / bytes, kMaxWorkers));
+  int64_t strands = p.workers;
+  while (strands + p.workers <= std::min({most, batches, kEach * p.workers})) strands += p.workers;
+  if (p.workers == 1) strands = 1;
+  if (strands > std::max<int64_t>(1, most) || (p.stages.size() > 1 && batches % strands != 0)) return;
+  plan.strands = strands, plan.strand_unit = p.batch_tiles, plan.strand_bytes = bytes;
+}
+
 void plan_sinks(Plan& plan, double ns) {
   const Program& p = plan.program;
   // Few rows of a sink take many of the tile's each, and their sums are in float64, as those of values are; many take few.
   constexpr int64_t kFewElements = 4096;
   for (const Sink& s : p.sinks) {
     const bool wide = s.fed == Fold::kValues || s.fed == Fold::kSegments || (s.fed == Fold::kRows && s.elements <= kFewElements);
-    plan.sinks.push_back({accumulator_type(s.how, s.dtype, wide), 0, 0});  // one that nothing is folded into is any stage's
+    // One that nothing is folded into is any stage's.
+    plan.sinks.push_back({accumulator_type(s.how, s.dtype, wide), 0, 0, s.per_batch()});
   }
   for (size_t s = 0; s < p.stages.size(); ++s)
     for (const Instruction& i : p.stages[s].body) {
@@ -52,14 +70,17 @@ void plan_sinks(Plan& plan, double ns) {
     SinkPlan& s = plan.sinks[i];
     Storer(plan.table, p.outputs[p.sinks[i].out].dtype, s.acc,
            "kitsune program: sink " + std::to_string(i));  // checks that it exists
-    s.offset = plan.strand_bytes;
+    size_t& bytes = s.per_batch ? plan.batch_bytes : plan.stream_bytes;
+    s.offset = bytes;
     const int64_t elements = p.sinks[i].elements;
-    plan.strand_bytes = plus(plan.strand_bytes, p.sinks[i].fed == Fold::kSegments
-                                                    ? Segments::bytes(elements / p.sinks[i].rows, s.acc, p.sinks[i].heads)
-                                                    : align_up(times(static_cast<size_t>(elements), item_size(s.acc))));
-    plan.stages[s.stage].sinks.push_back(static_cast<int64_t>(i));
+    bytes = plus(bytes, p.sinks[i].fed == Fold::kSegments ? Segments::bytes(elements / p.sinks[i].rows, s.acc, p.sinks[i].heads)
+                                                          : align_up(times(static_cast<size_t>(elements), item_size(s.acc))));
+    auto& sinks = s.per_batch ? plan.stages[s.stage].batch_sinks : plan.stages[s.stage].sinks;
+    sinks.push_back(static_cast<int64_t>(i));
   }
+  plan.strand_bytes = plus(plan.stream_bytes, times(2, plan.batch_bytes));
   if (!p.sinks.empty()) plan.strands = strands_for(p, plan.strand_bytes, ns);
+  if (plan.batch_bytes > 0) strands_of_batches(plan);
   plan.strands_bytes = times(plan.strand_bytes, static_cast<size_t>(plan.strands));
   limit_memory(plan.strands_bytes, p.inputs, p.outputs, "partial sums");
 }

@@ -30,6 +30,7 @@ struct Context {
   char* const* slots;  // per queue: the slot of this tile
   char* const* preps;  // per prepared operand
   char* strand;        // the sink accumulators of this tile's strand
+  char* batch_sums;    // ... those of this tile's batch, of sinks that have one for each
   char* packed;        // what Pack has prepared
   char* temp;          // Step::temp_bytes() bytes, 64-byte aligned
 };
@@ -75,8 +76,9 @@ class Step {
 
 struct SinkPlan {
   DType acc;      // accumulator type
-  size_t offset;  // in a strand
+  size_t offset;  // in a strand; of a sink for each batch, in the sums of one
   int64_t stage;
+  bool per_batch = false;
 };
 
 // A weight's panels for all batches, or a dense operand.
@@ -98,7 +100,7 @@ struct PrepTask {
 struct StagePlan {
   std::vector<std::unique_ptr<const Step>> steps;
   std::vector<int64_t> inputs, outputs;  // queues
-  std::vector<int64_t> sinks;
+  std::vector<int64_t> sinks, batch_sinks;
 };
 
 // How the program of a part runs.
@@ -109,7 +111,9 @@ struct Plan {
   std::vector<StagePlan> stages;
   std::vector<int64_t> order;  // stages, most downstream first
   int64_t strands = 0;         // partial sums beside each other; 0 without sinks
-  size_t strand_bytes = 0;
+  int64_t strand_unit = 1;     // tiles that no two strands share: one, or those of a batch
+  size_t strand_bytes = 0;     // what the whole stream folds into, then the sums of one batch or of two (batch_sums.h)
+  size_t stream_bytes = 0, batch_bytes = 0;
   int64_t window = 0;  // tiles a stage may be ahead of its first unfinished one
   std::vector<PrepPlan> preps;
   std::vector<PrepTask> prep_tasks;
@@ -128,7 +132,10 @@ struct Plan {
 // Runs a program once. ins[i] and outs[i] are its inputs and outputs; the result is as that of Executable::run.
 std::string run_program(const Plan& plan, char* const* ins, char* const* outs, Pool& pool);
 
-// The message of an exception in a call of the program `name`. Needs no memory.
+// Why a call of the program `name` failed and how to go on, into `out`; allocates nothing.
+constexpr size_t kErrorBytes = 512;
+void describe(const std::exception& why, const char* name, char* out, size_t bytes) noexcept;
+// As text. Needs no memory.
 std::string error_text(const std::exception& why, const char* name) noexcept;
 
 // Bytes of a call's arrays.
@@ -169,6 +176,27 @@ using Steps = std::vector<std::unique_ptr<const Step>>;
 // Steps that run again for every iteration of a loop `depth` deep, or once on one row (run_loop.cc).
 std::unique_ptr<const Step> compile(const Loop&, int depth, Steps body);
 std::unique_ptr<const Step> compile(const Stationary&, Steps body);
+
+// Where an instruction folds into a sink's accumulators.
+class SumsAddress {
+ public:
+  SumsAddress(const Sums& sums, const Compile& c, int64_t sink)
+      : per_batch_(c.sinks[sink].per_batch), offset_(c.sinks[sink].offset) {
+    const int64_t item = static_cast<int64_t>(item_size(c.sinks[sink].acc));
+    offset_ += static_cast<size_t>(sums.offset * item);
+    for (int64_t s : sums.loop_strides) loop_bytes_.push_back(s * item);
+  }
+  char* of(const Context& c) const {
+    char* at = (per_batch_ ? c.batch_sums : c.strand) + offset_;
+    for (size_t l = 0; l < loop_bytes_.size(); ++l) at += c.loops[l] * loop_bytes_[l];
+    return at;
+  }
+
+ private:
+  bool per_batch_;
+  size_t offset_;
+  std::vector<int64_t> loop_bytes_;
+};
 
 // Where the prepared operand of a product lies: in the call's memory or in the worker's.
 class Prepared {

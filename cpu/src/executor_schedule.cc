@@ -8,13 +8,11 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdio>
-#include <cstring>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <thread>
 
+#include "batch_sums.h"
 #include "executor_memory.h"
 #include "pipeline.h"
 #include "segments.h"
@@ -28,9 +26,8 @@ namespace {
 
 constexpr int kSpins = 256;              // about 5 us before a worker sleeps
 constexpr int64_t kCombineChunk = 1024;  // elements of a sink combined by one job
-constexpr size_t kErrorBytes = 512;
-constexpr int kFanOut = 4;             // helpers that a worker asks for: 192 are there after four steps
-thread_local bool scheduling = false;  // is this thread inside of Pool::schedule?
+constexpr int kFanOut = 4;               // helpers that a worker asks for: 192 are there after four steps
+thread_local bool scheduling = false;    // is this thread inside of Pool::schedule?
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -38,25 +35,6 @@ inline void pause() {
 #else
   std::this_thread::yield();
 #endif
-}
-
-// The bytes of `text` that are shown: the whole, or what ends with a character of UTF-8 before `most`.
-int shown(const char* text, int most) noexcept {
-  int n = static_cast<int>(strnlen(text, static_cast<size_t>(most) + 1));
-  if (n <= most) return n;
-  for (n = most; n > 0 && (static_cast<unsigned char>(text[n]) & 0xC0) == 0x80;) --n;
-  return n;
-}
-
-// Why a call of the program `name` failed and how to go on, into `out`; allocates nothing.
-void describe(const std::exception& why, const char* name, char* out, size_t bytes) noexcept {
-  constexpr int kMostName = 150;
-  const bool memory = dynamic_cast<const std::bad_alloc*>(&why) != nullptr,
-             sized = dynamic_cast<const OutOfMemory*>(&why) != nullptr;
-  const char* what = memory && !sized ? "there is no memory for its bookkeeping" : why.what();
-  std::snprintf(out, bytes, "kitsune: %s'%.*s': %.*s%s", memory ? "out of memory in " : "", shown(name, kMostName), name,
-                shown(what, 200), what,
-                memory ? "; set KITSUNE_DISABLE=1 to run without pipelines, which need memory beside their arrays" : "");
 }
 
 struct Round {
@@ -72,6 +50,7 @@ struct Job {
 
 struct CombineJob {
   int64_t sink, begin, end;  // elements; rows of sorted indices
+  int64_t shared = -1;       // the number of a batch that several strands share
 };
 
 class Run : public std::enable_shared_from_this<Run> {
@@ -111,6 +90,7 @@ class Run : public std::enable_shared_from_this<Run> {
   std::vector<char*> preps_;
   std::vector<Round> rounds_;
   std::vector<CombineJob> combines_;
+  std::vector<SharedBatch> shared_;
 
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -143,8 +123,15 @@ Run::Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, 
     rounds_.push_back({Round::kStrands, plan.strands});
   else
     rounds_.push_back({Round::kTiles, plan.program.tiles});
+  if (plan.batch_bytes > 0) shared_ = shared_batches(plan);
   for (size_t k = 0; k < plan.sinks.size(); ++k) {
     const Sink& sink = plan.program.sinks[k];
+    if (sink.per_batch()) {
+      for (size_t b = 0; b < shared_.size(); ++b)
+        for (int64_t e = 0; e < sink.elements; e += kCombineChunk)
+          combines_.push_back({static_cast<int64_t>(k), e, std::min(sink.elements, e + kCombineChunk), static_cast<int64_t>(b)});
+      continue;
+    }
     const bool segments = sink.fed == Fold::kSegments;
     const int64_t n = segments ? sink.rows : sink.elements, chunk = segments ? (n - 1) / kSegmentJobs + 1 : kCombineChunk;
     for (int64_t e = 0; e < n; e += chunk) combines_.push_back({static_cast<int64_t>(k), e, std::min(n, e + chunk)});
@@ -292,6 +279,7 @@ void Run::execute(const Job& job) {
             nullptr,
             preps_.data(),
             strands_,
+            strands_,
             scratch + plan_.packed_offset,
             scratch + plan_.temp_offset};
   if (job.kind == Round::kPipeline) {
@@ -309,14 +297,14 @@ void Run::execute(const Job& job) {
 }
 
 void Run::run_strand(Context& c, int64_t strand) const {
-  StrandOrder order(plan_.program.tiles, plan_.strands);
+  StrandOrder order(plan_);
   int64_t first = order.first_tile(strand), end = order.first_tile(strand + 1);
   for (int64_t t = first; t < end; ++t) run_tile(c, 0, t, strand, t == first);
 }
 
 void Run::run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) const {
   const StagePlan& stage = plan_.stages[job.stage];
-  StrandOrder order(plan_.program.tiles, plan_.strands);
+  StrandOrder order(plan_);
   slots.resize(plan_.program.queues.size());
   for (const auto* list : {&stage.inputs, &stage.outputs})
     for (int64_t q : *list) {
@@ -351,12 +339,16 @@ void Run::run_tile(Context& c, int64_t s, int64_t tile, int64_t strand, bool fir
       else
         fill_identity(p.sinks[k].how, plan_.sinks[k].acc, p.sinks[k].elements, sums);
     }
+  if (!stage.batch_sinks.empty()) open_batch(plan_, s, tile, strand, c);
   for (const auto& step : stage.steps) step->run(c);
+  if (!stage.batch_sinks.empty()) close_batch(plan_, s, tile, strand, c);
 }
 
 void Run::combine_strands(const CombineJob& job, char* temp) const {
   const Sink& sink = plan_.program.sinks[job.sink];
   if (sink.fed == Fold::kSegments) return finish_segments(plan_, job.sink, job.begin, job.end, strands_, outs_[sink.out]);
+  if (job.shared >= 0)
+    return finish_batch(plan_, job.sink, shared_[static_cast<size_t>(job.shared)], job.begin, job.end, strands_, outs_, temp);
   const SinkPlan& s = plan_.sinks[job.sink];
   int64_t n = job.end - job.begin;
   char* first = strands_ + s.offset + static_cast<size_t>(job.begin) * item_size(s.acc);
@@ -368,16 +360,6 @@ void Run::combine_strands(const CombineJob& job, char* temp) const {
 }
 
 }  // namespace
-
-std::string error_text(const std::exception& why, const char* name) noexcept {
-  char text[kErrorBytes];
-  describe(why, name, text, sizeof text);
-  try {
-    return text;
-  } catch (const std::bad_alloc&) {
-    return "out of memory";  // short enough to need none
-  }
-}
 
 std::string run_program(const Plan& plan, char* const* ins, char* const* outs, Pool& pool) {
   try {

@@ -13,16 +13,18 @@
 
 namespace kitsune::cpu {
 
-// Strands are runs of consecutive tiles; positions visit them in turn, so that several strands are under way at once.
+// Strands are runs of consecutive tiles, `unit` of which are never in two; positions visit them in turn, so that several strands
+// are under way at once. Where tiles are asked for by position, the units are shared out evenly.
 class StrandOrder {
  public:
-  StrandOrder(int64_t tiles, int64_t strands) : tiles_(tiles), strands_(strands) {}
+  explicit StrandOrder(const Plan& plan) : StrandOrder(plan.program.tiles, plan.strands, plan.strand_unit) {}
+  StrandOrder(int64_t tiles, int64_t strands, int64_t unit = 1) : units_(tiles / unit), strands_(strands), unit_(unit) {}
   int64_t strand(int64_t position) const { return strands_ == 0 ? 0 : position % strands_; }
   int64_t tile(int64_t position) const { return strands_ == 0 ? position : first_tile(position % strands_) + position / strands_; }
-  int64_t first_tile(int64_t strand) const { return strand * (tiles_ / strands_) + std::min(strand, tiles_ % strands_); }
+  int64_t first_tile(int64_t strand) const { return unit_ * (strand * (units_ / strands_) + std::min(strand, units_ % strands_)); }
 
  private:
-  int64_t tiles_, strands_;
+  int64_t units_, strands_, unit_;
 };
 
 class Pipeline {

@@ -75,12 +75,21 @@ Scan read_scan(Reader& r) {
   return x;
 }
 
+Sums read_sums(Reader& r) {
+  Sums x;
+  x.offset = r.word("Sums.offset");
+  x.loop_strides = r.list("Sums.loop_strides");
+  return x;
+}
+
 Accumulate read_accumulate(Reader& r) {
   Accumulate x;
   x.sink = r.word("Accumulate.sink");
   x.kept = r.list("Accumulate.kept");
   x.reduced = r.list("Accumulate.reduced");
   x.x = read_operand(r);
+  x.sums = read_sums(r);
+  x.sum_strides = r.list("Accumulate.sum_strides");
   return x;
 }
 
@@ -94,6 +103,8 @@ AccumulateMatmul read_accumulate_matmul(Reader& r) {
   x.x = read_operand(r);
   x.y = read_operand(r);
   x.product = static_cast<Product>(r.in_range("AccumulateMatmul.product", 0, kNumProducts - 1));
+  x.sums = read_sums(r);
+  x.matrices = r.list("AccumulateMatmul.matrices");
   return x;
 }
 
@@ -181,6 +192,7 @@ Sink read_sink(Reader& r) {
   x.dtype = r.dtype("Sink.dtype");
   x.elements = r.word("Sink.elements");
   x.out = r.word("Sink.out");
+  x.batch_strides = r.list("Sink.batch_strides");
   return x;
 }
 

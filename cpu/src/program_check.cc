@@ -76,12 +76,33 @@ void Checker::arrays() {
     const Sink& s = p.sinks[i];
     where = "kitsune program: sink " + str(i);
     bound("output", s.out, 0, static_cast<int64_t>(p.outputs.size()) - 1);
-    if (p.outputs[s.out].elements != s.elements || s.elements < 1)
-      reject(where, "has " + str(s.elements) + " elements and output " + str(s.out) + " has " + str(p.outputs[s.out].elements));
+    sink(s);
     if (taken[s.out]) reject(where, "output " + str(s.out) + " already belongs to another sink");
     foldable(s.how, s.dtype);
     taken[s.out] = written[s.out] = 1;
   }
+}
+
+// The sums of a sink fill its output; those of two batches never meet.
+void Checker::sink(const Sink& s) const {
+  Wide filled = s.elements;
+  if (s.per_batch()) {
+    if (s.batch_strides.size() != static_cast<size_t>(p.batch_axes))
+      reject(where, "has " + str(s.batch_strides.size()) + " strides for " + str(p.batch_axes) + " batch axes");
+    std::vector<std::pair<int64_t, int64_t>> axes;
+    for (size_t a = 0; a < s.batch_strides.size(); ++a) {
+      bound("batch stride", s.batch_strides[a], 0, kMaxCount);
+      if (p.axes[a] > 1) axes.emplace_back(s.batch_strides[a], p.axes[a]);
+    }
+    std::sort(axes.begin(), axes.end());
+    for (const auto& [stride, extent] : axes) {
+      if (filled != stride) reject(where, "the sums of its batches do not fill output " + str(s.out) + ", each a part of its own");
+      filled = std::min<Wide>(filled * extent, kMaxCount);
+    }
+  }
+  if (s.elements < 1 || filled != p.outputs[s.out].elements)
+    reject(where, "has " + str(static_cast<int64_t>(filled)) + " elements and output " + str(s.out) + " has " +
+                      str(p.outputs[s.out].elements));
 }
 
 void Checker::queues() {

@@ -15,8 +15,9 @@ Bytes bytes_of(const Operand& x) {
   return {x.row_stride * item, x.strides[0] * item};
 }
 
-// Packing Y pays where its panels are read by many rows of X, or do not stay in the first-level cache as they lie.
-bool small(const Dot& d) { return d.m <= 64 && d.n * d.k <= 8192; }
+// Packing Y pays where its panels are read by many rows of X, and more so where they do not stay in the first-level cache as they
+// lie.
+bool small(const Dot& d) { return d.m <= 8 || (d.m <= 64 && d.n * d.k <= 8192); }
 
 class SmallDotStep final : public Step {
  public:

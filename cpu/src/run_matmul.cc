@@ -76,11 +76,12 @@ class AccumulateMatmulStep final : public Step {
         y_(m.y.ref, m.y.row_stride * m.row_multiple),
         row_multiple_(m.row_multiple),
         batch_(m.batch),
-        strand_offset_(c.sinks[m.sink].offset) {
+        sums_(m.sums, c, m.sink) {
     const int64_t item = static_cast<int64_t>(item_size(m.x.ref.dtype));
     x_batch_bytes_ = m.x.strides[0] * item;
     y_batch_bytes_ = m.y.strides[0] * item;
-    c_batch_bytes_ = m.m * m.n * static_cast<int64_t>(item_size(c.sinks[m.sink].acc));
+    const Sink& sink = c.program.sinks[m.sink];
+    c_batch_bytes_ = sink.height * sink.columns * static_cast<int64_t>(item_size(c.sinks[m.sink].acc));
     args_.M = m.m;
     args_.N = m.n;
     args_.dtype = m.x.ref.dtype;
@@ -96,7 +97,7 @@ class AccumulateMatmulStep final : public Step {
     a.R = c.rows * row_multiple_;
     a.scratch = c.temp;
     const char *x = x_.of(c), *y = y_.of(c);
-    char* into = c.strand + strand_offset_;
+    char* into = sums_.of(c);
     for (int64_t b = 0; b < batch_; ++b) {
       a.x = x + b * x_batch_bytes_;
       a.y = y + b * y_batch_bytes_;
@@ -109,7 +110,7 @@ class AccumulateMatmulStep final : public Step {
   void (*outer_)(const OuterArgs&);
   Address x_, y_;
   int64_t row_multiple_, batch_;
-  size_t strand_offset_;
+  SumsAddress sums_;
   int64_t x_batch_bytes_, y_batch_bytes_, c_batch_bytes_;
   OuterArgs args_{};
 };
@@ -118,11 +119,13 @@ class AccumulateMatmulStep final : public Step {
 
 void store_sums(const Sink& sink, std::pair<int64_t, int64_t> of, const Storer& store, const char* sums, size_t sum_bytes,
                 char* array, size_t item_bytes, char* temp) {
-  const int64_t rows = sink.rows, wide = sink.columns;
+  const int64_t wide = sink.columns;
   if (wide <= kSumGroup)  // no weight gradient, or one of dense rows
     return store(of.second - of.first, array + static_cast<size_t>(of.first) * item_bytes, 1, sums, temp);
   for (int64_t e = of.first, run = 0; e < of.second; e += run) {  // the columns of one group in one row
-    const int64_t in = e % (rows * wide), group = in / rows / kSumGroup * kSumGroup, columns = group_columns(wide, group);
+    const int64_t at = e % (sink.height * wide), first = at / (sink.rows * wide) * sink.rows;
+    const int64_t rows = std::min(sink.rows, sink.height - first), in = at - first * wide;
+    const int64_t group = in / rows / kSumGroup * kSumGroup, columns = group_columns(wide, group);
     const int64_t row = (in - group * rows) / columns, column = (in - group * rows) % columns;
     run = std::min(columns - column, of.second - e);
     store(run, array + static_cast<size_t>(e - in + row * wide + group + column) * item_bytes, 1,

@@ -200,7 +200,7 @@ class ArgReduceStep final : public Step {
 class AccumulateStep final : public Step {
  public:
   AccumulateStep(const Accumulate& a, const Compile& c)
-      : item_(static_cast<int64_t>(item_size(a.x.ref.dtype))), x_(a.x.ref, a.x.row_stride), strand_offset_(c.sinks[a.sink].offset) {
+      : item_(static_cast<int64_t>(item_size(a.x.ref.dtype))), x_(a.x.ref, a.x.row_stride), sums_(a.sums, c, a.sink) {
     const int how = static_cast<int>(c.program.sinks[a.sink].how);
     fold_ = c.table.fold(how, a.x.ref.dtype, true);
     fold_row_ = c.table.fold_row(how, a.x.ref.dtype, true);
@@ -210,7 +210,8 @@ class AccumulateStep final : public Step {
     std::vector<int64_t> extents = a.kept, acc_strides(a.kept.size() + a.reduced.size() + 1, 0);
     extents.insert(extents.end(), a.reduced.begin(), a.reduced.end());
     int64_t dense = acc;
-    for (size_t d = a.kept.size(); d-- > 0; dense *= a.kept[d]) acc_strides[d + 1] = dense;
+    for (size_t d = a.kept.size(); d-- > 0; dense *= a.kept[d])
+      acc_strides[d + 1] = a.sum_strides.empty() ? dense : a.sum_strides[d] * acc;
     nest_ = make_nest(extents, {byte_strides(a.x), acc_strides});
     simplify(nest_);
     // The innermost loop: the last kept dimension if it is long enough, else the longest folded one.
@@ -227,7 +228,7 @@ class AccumulateStep final : public Step {
   }
 
   void run(const Context& c) const override {
-    char* at[2] = {x_.of(c), c.strand + strand_offset_};
+    char* at[2] = {x_.of(c), sums_.of(c)};
     int64_t index[kMaxLoopDims + 1];
     const Dim& inner = nest_.back();
     const int64_t n = inner.extent(c.rows), stride = inner.stride[0] / item_;
@@ -241,7 +242,7 @@ class AccumulateStep final : public Step {
  private:
   int64_t item_;
   Address x_;
-  size_t strand_offset_;
+  SumsAddress sums_;
   Nest nest_;
   FoldFn fold_;
   FoldRowFn fold_row_;

@@ -3,47 +3,9 @@
 
 #include <algorithm>
 
+#include "positions.h"
+
 namespace kitsune::cpu {
-namespace {
-
-// out[i] <- out[i - period] for period <= i < n, where the first period is there.
-template <class T>
-void repeat(T* out, int64_t period, int64_t n) {
-  for (int64_t done = period; done < n; done *= 2) std::copy_n(out, std::min(done, n - done), out + done);
-}
-
-// (position // divisor) % modulus along a run of positions.
-template <class T>
-void count_up(T* out, int64_t n, int64_t position, int64_t divisor, int64_t modulus) {
-  int64_t rest = position % divisor, value = position / divisor % modulus;
-  const bool repeats = modulus <= n / divisor;
-  const int64_t head = repeats ? divisor * modulus : n;
-  for (int64_t i = 0; i < head;) {
-    const int64_t run = std::min(head - i, divisor == 1 ? modulus - value : divisor - rest);
-    if (divisor == 1)
-      for (int64_t k = 0; k < run; ++k) out[i + k] = static_cast<T>(value + k);
-    else
-      std::fill_n(out + i, run, static_cast<T>(value));
-    i += run;
-    rest = 0;
-    value = divisor == 1 || value + 1 == modulus ? 0 : value + 1;
-  }
-  if (repeats) repeat(out, head, n);
-}
-
-template <class T>
-void index_rows(char* to, int64_t m, int64_t n, int64_t position, int64_t row_step, bool along, const VectorOp& op) {
-  T* out = reinterpret_cast<T*>(to);
-  if (along) {  // the same in every row
-    count_up(out, n, position, op.divisor, op.modulus);
-    return repeat(out, n, m * n);
-  }
-  for (int64_t r = 0; r < m; ++r, out += n, position += row_step)
-    std::fill_n(out, n, static_cast<T>(position / op.divisor % op.modulus));
-}
-
-}  // namespace
-
 struct VectorStep::Frame {
   char** at;            // per operand, for the outer index at hand
   const void** values;  // per operation
@@ -135,18 +97,7 @@ void VectorStep::fill_index(const Frame& f, const VectorOp& op, char* to, int64_
   int64_t position = tag == 0 ? f.context->first_row : tag < 0 ? f.context->loops[-tag - 1] : 0;
   position += along ? j : down ? i : where >= 0 ? f.index[where] : 0;
   int64_t step = down ? 1 : 0;
-  switch (op.type) {
-    case DType::kI8: return index_rows<int8_t>(to, m, n, position, step, along, op);
-    case DType::kI16: return index_rows<int16_t>(to, m, n, position, step, along, op);
-    case DType::kI32: return index_rows<int32_t>(to, m, n, position, step, along, op);
-    case DType::kI64: return index_rows<int64_t>(to, m, n, position, step, along, op);
-    case DType::kU8: return index_rows<uint8_t>(to, m, n, position, step, along, op);
-    case DType::kU16: return index_rows<uint16_t>(to, m, n, position, step, along, op);
-    case DType::kU32: return index_rows<uint32_t>(to, m, n, position, step, along, op);
-    case DType::kU64: return index_rows<uint64_t>(to, m, n, position, step, along, op);
-    case DType::kF32: return index_rows<float>(to, m, n, position, step, along, op);
-    default: return index_rows<double>(to, m, n, position, step, along, op);
-  }
+  count_positions(op.type, to, m, n, position, step, along, op.divisor, op.modulus);
 }
 
 }  // namespace kitsune::cpu

@@ -31,6 +31,11 @@ struct VectorOp {
   int64_t index_dim = 0, divisor = 1, modulus = 1;
 };
 
+// A load and a store of `x` may share memory.
+bool may_overlap(const Vector& x, int load, int store, const Compile& c);
+// They name the same elements in the same order: an operation may read the one while it writes the other.
+bool in_place(const Vector& x, int load, int store);
+
 class VectorStep final : public Step {
  public:
   VectorStep(const Vector& x, const Compile& c);
@@ -47,8 +52,6 @@ class VectorStep final : public Step {
   void elide_loads(const Vector& x, const Compile& c);
   void find_invariant_loads(const Vector& x, const Compile& c);
   void assign_buffers();
-  bool may_overlap(const Vector& x, int load, int store, const Compile& c) const;
-  bool in_place(const Vector& x, int load, int store) const;
   bool dense(int operand) const;
   // Running.
   void block(const Frame& f, int64_t i, int64_t j, int64_t m, int64_t n) const;

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "arithmetic.h"
+#include "run_strips.h"
 #include "run_vector.h"
 
 namespace kitsune::cpu {
@@ -208,7 +209,7 @@ bool VectorStep::dense(int o) const {
   return rows_per_block_ == 0 || nest_[nest_.size() - 2].stride[o] == inner.n * item_sizes_[o];
 }
 
-bool VectorStep::may_overlap(const Vector& x, int load, int store, const Compile& c) const {
+bool may_overlap(const Vector& x, int load, int store, const Compile& c) {
   const Operand& a = x.loads[load];
   const Operand& b = x.stores[store];
   if (a.ref.space != b.ref.space || a.ref.index != b.ref.index) return false;
@@ -226,8 +227,7 @@ bool VectorStep::may_overlap(const Vector& x, int load, int store, const Compile
   return a_low < b_high && b_low < a_high;
 }
 
-// The load and the store name the same elements in the same order: an operation may read the one while it writes the other.
-bool VectorStep::in_place(const Vector& x, int load, int store) const {
+bool in_place(const Vector& x, int load, int store) {
   const Operand &a = x.loads[load], &b = x.stores[store];
   return a.ref.offset == b.ref.offset && a.ref.loop_strides == b.ref.loop_strides && a.ref.batch_strides == b.ref.batch_strides &&
          a.ref.dtype == b.ref.dtype && a.row_stride == b.row_stride && a.strides == b.strides;
@@ -316,6 +316,9 @@ void VectorStep::assign_buffers() {
   }
 }
 
-std::unique_ptr<const Step> compile(const Vector& x, const Compile& c) { return std::make_unique<VectorStep>(x, c); }
+std::unique_ptr<const Step> compile(const Vector& x, const Compile& c) {
+  if (std::optional<StripPlan> strips = plan_strips(x, c)) return run_strips(std::move(*strips));
+  return std::make_unique<VectorStep>(x, c);
+}
 
 }  // namespace kitsune::cpu

@@ -121,6 +121,38 @@ void test_common() {
 template <class T>  // twice as wide as any T
 using Wide128 = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
 
+// Quotients and remainders of 32 bits, which are computed in double: at the edges of integers and of divisors, and at random; with
+// a divisor for each element, and with one for all.
+template <class T>
+void test_division() {
+  using Wide = __int128;
+  std::vector<T> edges;
+  for (uint64_t power = 1; power <= uint64_t(1) << 32; power *= 2)
+    for (int64_t off = -2; off <= 2; ++off) edges.push_back(T(power + uint64_t(off))), edges.push_back(T(uint64_t(off) - power));
+  Random random;
+  std::vector<T> a, b;
+  for (T x : edges)
+    for (T y : edges) a.push_back(x), b.push_back(y);
+  for (int i = 0; i < 200000; ++i) {
+    a.push_back(T(random.next() >> 32)), b.push_back(T(T(random.next() >> 32) >> (i % 32)));
+    if (i % 3 == 0 && b.back() != 0)
+      a.back() = T(uint64_t(a.back() / (b.back() == T(-1) ? T(1) : b.back())) * uint64_t(b.back()) - i % 2);
+  }
+  auto quotient = [](T x, T y, T) { return y == 0 ? T(-1) : T(Wide(x) / Wide(y)); };
+  auto rest = [](T x, T y, T) { return y == 0 ? x : T(Wide(x) % Wide(y)); };
+  check_op<T, T>("div", Opcode::op_div, a, b, b, quotient);
+  check_op<T, T>("rem", Opcode::op_rem, a, b, b, rest);
+  for (T y : edges) {
+    std::vector<T> q(edges.size()), r(edges.size());
+    const auto n = int64_t(edges.size());
+    kernels().vector_with(Opcode::op_div, dtype_of<T>(), 2)(n, q.data(), edges.data(), &y, nullptr, nullptr, nullptr);
+    kernels().vector_with(Opcode::op_rem, dtype_of<T>(), 2)(n, r.data(), edges.data(), &y, nullptr, nullptr, nullptr);
+    size_t wrong = 0;
+    for (size_t i = 0; i < edges.size(); ++i) wrong += q[i] != quotient(edges[i], y, y) || r[i] != rest(edges[i], y, y);
+    check(wrong == 0, "division by %g on type %d [%s]: %zu wrong", double(y), int(dtype_of<T>()), kernels().isa, wrong);
+  }
+}
+
 template <class T>
 void test_integer() {
   using Wide = __int128;
@@ -158,6 +190,7 @@ void test_integer() {
     for (int i = kBits - 1; i >= 0 && !((U(a) >> i) & 1); --i) ++count;
     return T(count);
   });
+  if constexpr (sizeof(T) == 4) test_division<T>();
   const double five = 5;
   check_op<T, T>(
       "pow5", Opcode::op_integer_pow, t.a, t.b, t.c,
@@ -166,6 +199,20 @@ void test_integer() {
         return T(x * x * x * x * x);
       },
       &five);
+}
+
+// fmod, on random bits, on quotients next to an integer, and on large ones.
+inline void test_remainder() {
+  Triples<float> t = triples<float>();
+  std::vector<float> a = t.a, b = t.b;
+  Random random;
+  for (int i = 0; i < 300000; ++i) {
+    float x = bits_as<float>(uint32_t(random.next() >> 32)), y = bits_as<float>(uint32_t(random.next() >> 32));
+    if (i % 3 == 1) x = bits_as<float>((uint32_t(random.next() >> 41)) | (0x41000000u + (uint32_t(i % 12) << 23))), y = 6.2831855f;
+    if (i % 3 == 2) x = y * float(i % 4096);  // next to a multiple
+    a.push_back(x), b.push_back(y);
+  }
+  check_op<float, float>("rem", Opcode::op_rem, a, b, b, [](float x, float y, float) { return std::fmod(x, y); });
 }
 
 // IEEE 754's total order: NaN of either sign stands at its end, -0 before 0.
@@ -410,6 +457,7 @@ inline void test_pointwise() {
   test_saturation<uint16_t>();
   test_saturation<uint32_t>();
   test_saturation<uint64_t>();
+  test_remainder();
   test_reduce_precision();
   test_threefry();
   test_sixteen_bits();

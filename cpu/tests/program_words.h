@@ -27,7 +27,7 @@ class Words {
       list(x.b_extents), list(x.b_strides), list(x.k_extents), list(x.k_strides), list(x.n_extents), list(x.n_strides);
       add(x.product), add(x.local);
     });
-    each(p.sinks, [&](const Sink& x) { add(x.how), add(x.dtype), add(x.elements), add(x.out); });
+    each(p.sinks, [&](const Sink& x) { add(x.how), add(x.dtype), add(x.elements), add(x.out), list(x.batch_strides); });
     each(p.queues, [&](const Ring& x) { add(x.producer), list(x.consumers), add(x.depth), add(x.entry_bytes); });
     each(p.stages, [&](const Stage& x) {
       text(x.name), add(x.scratch_bytes);
@@ -94,9 +94,10 @@ class Words {
   }
   void instruction(const Reduce& x) { add(x.how), list(x.kept), list(x.reduced), operand(x.x), operand(x.out); }
   void instruction(const Scan& x) { add(x.how), add(x.reverse), list(x.extents), operand(x.x), operand(x.out); }
+  void sums(const Sums& x) { add(x.offset), list(x.loop_strides); }
   void instruction(const AccumulateMatmul& x) {
     add(x.sink), add(x.row_multiple), add(x.batch), add(x.m), add(x.n), operand(x.x), operand(x.y);
-    add(x.product);
+    add(x.product), sums(x.sums), list(x.matrices);
   }
   void instruction(const Gather& x) {
     operand(x.table), add(x.count), add(x.mode);
@@ -141,7 +142,9 @@ class Words {
         add(n);
   }
   void instruction(const Stationary&) {}
-  void instruction(const Accumulate& x) { add(x.sink), list(x.kept), list(x.reduced), operand(x.x); }
+  void instruction(const Accumulate& x) {
+    add(x.sink), list(x.kept), list(x.reduced), operand(x.x), sums(x.sums), list(x.sum_strides);
+  }
 
   std::vector<int64_t> w_;
 };

@@ -49,7 +49,10 @@ class Reference {
       const Sink& s = p_.sinks[i];
       DType t = p_.outputs[s.out].dtype;
       if (scaled_.count(static_cast<int64_t>(i)) > 0) scaled_[static_cast<int64_t>(i)].close(sinks_[i]);
-      for (size_t e = 0; e < sinks_[i].size(); ++e) set(t, &outs_[s.out][e * item_size(t)], sinks_[i][e]);
+      for (size_t e = 0; e < sinks_[i].size(); ++e) {
+        const size_t n = static_cast<size_t>(s.elements);
+        set(t, &outs_[s.out][(start(s, static_cast<int64_t>(e / n)) + e % n) * item_size(t)], sinks_[i][e]);
+      }
     }
   }
 
@@ -237,27 +240,45 @@ class Reference {
       });
   }
 
+  // The sums of the tile's batch, or of the whole stream.
+  double* sums(int64_t sink) {
+    const Sink& s = p_.sinks[sink];
+    auto& all = sinks_[sink];
+    const int64_t batches = s.per_batch() ? p_.tiles / p_.batch_tiles : 1;
+    if (all.empty()) all.assign(static_cast<size_t>(s.elements * batches), identity(s.how, s.dtype));
+    return all.data() + (s.per_batch() ? tile_ / p_.batch_tiles * s.elements : 0);
+  }
+  // The element of the result at which those of batch `number` begin.
+  size_t start(const Sink& s, int64_t number) const {
+    int64_t e = 0;
+    for (size_t a = s.batch_strides.size(); a-- > 0; number /= p_.axes[a]) e += number % p_.axes[a] * s.batch_strides[a];
+    return static_cast<size_t>(e);
+  }
+  int64_t moved(const Sums& x) const {
+    int64_t e = x.offset;
+    for (size_t l = 0; l < x.loop_strides.size(); ++l) e += x.loop_strides[l] * loops_[l];
+    return e;
+  }
   void step(const Accumulate& x) {
-    auto& acc = sinks_[x.sink];
-    bool fresh = acc.empty();
-    if (fresh) acc.assign(static_cast<size_t>(p_.sinks[x.sink].elements), NAN);
-    std::vector<char> started(acc.size(), fresh ? 0 : 1);
+    double* acc = sums(x.sink);
+    const Reduction how = p_.sinks[x.sink].how;
     for (int64_t r = 0; r < rows_; ++r) {
-      size_t e = 0;
+      int64_t dense = 0;
       loop(x.kept, [&](const auto& kept) {
-        loop(x.reduced, [&](const auto& reduced) {
-          double v = get(x.x.ref.dtype, at(x.x, r, joined(kept, reduced)));
-          acc[e] = started[e] ? fold(p_.sinks[x.sink].how, acc[e], v) : v;
-          started[e] = 1;
-        });
-        ++e;
+        int64_t e = x.sum_strides.empty() ? dense++ : 0;
+        for (size_t d = 0; d < x.sum_strides.size(); ++d) e += kept[d] * x.sum_strides[d];
+        double& sum = acc[e + moved(x.sums)];
+        loop(x.reduced, [&](const auto& reduced) { sum = fold(how, sum, get(x.x.ref.dtype, at(x.x, r, joined(kept, reduced)))); });
       });
     }
   }
 
   void step(const AccumulateMatmul& a) {
-    auto& acc = sinks_[a.sink];
-    acc.resize(static_cast<size_t>(a.batch * a.m * a.n), 0);
+    double* acc = sums(a.sink);
+    const Sink& s = p_.sinks[a.sink];
+    // The first row or column of the matrices that the product is added to.
+    const int64_t from = moved(a.sums), column = a.n < s.columns ? from / s.height : 0,
+                  row = a.n < s.columns ? 0 : from / s.columns;
     auto value = [](const Operand& o, const char* p, int64_t i) {
       return get(o.ref.dtype, p + i * static_cast<int64_t>(item_size(o.ref.dtype)));
     };
@@ -266,7 +287,7 @@ class Reference {
         const char *x = at(a.x, r, {b}, a.row_multiple), *y = at(a.y, r, {b}, a.row_multiple);
         for (int64_t i = 0; i < a.m; ++i)
           for (int64_t j = 0; j < a.n; ++j)
-            acc[static_cast<size_t>((b * a.m + i) * a.n + j)] += value(a.x, x, i) * value(a.y, y, j);
+            acc[(b * s.height + row + i) * s.columns + column + j] += value(a.x, x, i) * value(a.y, y, j);
       }
   }
 

@@ -20,6 +20,7 @@ inline double get(DType t, const char* p) {
     case DType::kI8: return as(int8_t{});
     case DType::kI32: return as(int32_t{});
     case DType::kI64: return as(int64_t{});
+    case DType::kU32: return as(uint32_t{});
     case DType::kF32: return as(float{});
     case DType::kF64: return as(double{});
     case DType::kBF16: {
@@ -41,6 +42,7 @@ inline void set(DType t, char* p, double x) {
     case DType::kI8: return as(int8_t{});
     case DType::kI32: return as(int32_t{});
     case DType::kI64: return as(int64_t{});
+    case DType::kU32: return x = static_cast<uint32_t>(static_cast<int64_t>(x)), as(uint32_t{});
     case DType::kF32: return as(float{});
     case DType::kF64: return as(double{});
     case DType::kBF16: {
@@ -58,6 +60,8 @@ inline void set(DType t, char* p, double x) {
 
 inline double identity(Reduction how, DType t) {
   if (how == Reduction::kSum || how == Reduction::kProd) return how == Reduction::kProd;
+  if (how == Reduction::kAnd) return t == DType::kBool ? 1 : -1;
+  if (how == Reduction::kOr || how == Reduction::kXor) return 0;
   const double lowest = is_float(t) ? -INFINITY : -2147483648.0, highest = is_float(t) ? INFINITY : 2147483647.0;
   return how == Reduction::kMax ? lowest : highest;
 }

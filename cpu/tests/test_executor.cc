@@ -1,10 +1,11 @@
 // The executor against the naive reference, and the scheduler under many threads and calls.
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <thread>
 
+#include "batch_programs.h"
 #include "executor_check.h"
-#include "structured_programs.h"
 
 namespace kitsune::cpu::test {
 namespace {
@@ -181,6 +182,18 @@ void test_segments() {
       }
 }
 
+// Batches that strands share, that are theirs alone, and that end where tiles do.
+void test_batch_sums() {
+  for (DType t : {F32, BF16, F64})
+    for (auto [outer, inner, rows] : {std::array<int64_t, 3>{1, 1, 1}, {1, 1, 333}, {3, 1, 40}, {2, 3, 17}, {1, 7, 8}, {4, 8, 21}})
+      for (int64_t workers : {1, 2, 3, 8})
+        compare("sums of batches", batch_sums(t, outer, inner, rows, 8, workers), t == BF16 ? 0.02 : 1e-5, 3, false, {1, 2, 3, 8});
+  for (DType t : {F32, BF16})
+    for (auto [M, part] : {std::pair<int64_t, int64_t>{32, 32}, {96, 32}, {101, 32}, {130, 64}})
+      for (int64_t rows : {1, 23, 200})
+        compare("sums in parts", sums_in_parts(t, 3, rows, 8, M, part), t == BF16 ? 0.02 : 1e-5, 4, false, {1, 2, 3, 8});
+}
+
 void test_selections() {
   for (OutOfRange mode : {OutOfRange::kClip, OutOfRange::kFill})
     for (int64_t inner : {1, 3, 17})
@@ -241,6 +254,7 @@ int main(int argc, char** argv) {
   section("loops", test_loops);
   section("indices", test_indices);
   section("segments", test_segments);
+  section("sums of batches", test_batch_sums);
   section("selections", test_selections);
   section("row products", test_row_products);
   section("sink bits", test_sink_bits);

@@ -7,7 +7,7 @@
 #include <csignal>
 #include <cstdlib>
 
-#include "structured_programs.h"
+#include "batch_programs.h"
 #include "words.h"
 
 namespace kitsune::cpu::test {
@@ -59,6 +59,8 @@ std::vector<std::vector<int64_t>> corpus() {
     add(segments(Reduction::kMax, I32, DType::kU64, 10, 4, 3, mode));
   }
   for (DType t : {F32, BF16, F64}) add(row_products(t, 5, 2));
+  for (int64_t workers : {1, 3}) add(batch_sums(workers == 1 ? F32 : BF16, 2, 3, 10, 4, workers));
+  for (int64_t M : {64, 70}) add(sums_in_parts(F32, 2, 10, 4, M, 32));
   for (bool straight : {false, true}) {
     add(ordered_segments(Reduction::kSum, F32, 21, 4, 3, straight, F32));
     add(ordered_segments(Reduction::kMax, I32, 21, 4, 5, straight, I32));

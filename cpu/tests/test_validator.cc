@@ -1,7 +1,7 @@
 // The parser and the validator: damaged words, what their messages say, and sizes that must neither wrap nor be allocated.
 #include <sys/resource.h>
 
-#include "structured_programs.h"
+#include "batch_programs.h"
 
 namespace kitsune::cpu::test {
 namespace {
@@ -285,6 +285,56 @@ void test_products() {
   expect(p, "is fed by products of other shapes");
 }
 
+// Sums of batches fill their output without meeting, and parts of sums lie inside of them.
+void test_sums() {
+  auto batches = [](auto change) {
+    Program p = batch_sums(F32, 2, 3, 10, 4, 2);
+    change(p);
+    return p;
+  };
+  std::string why;
+  CHECK(!rejected(encode(batches([](Program&) {})), &why), "%s", why.c_str());
+  expect(batches([](Program& p) { p.sinks[0].batch_strides = {200}; }), "has 1 strides for 2 batch axes");
+  expect(batches([](Program& p) { p.sinks[0].batch_strides = {200, 200}; }), "do not fill output 0, each a part of its own");
+  expect(batches([](Program& p) { p.sinks[0].batch_strides = {0, 400}; }), "do not fill output 0, each a part of its own");
+  expect(batches([](Program& p) { p.sinks[1].batch_strides = {-15, 5}; }), "batch stride is -15");
+  expect(batches([](Program& p) { p.sinks[1].elements = 4; }), "do not fill output 1");
+  expect(batches([](Program& p) { p.sinks[1].batch_strides = {}; }), "has 5 elements and output 1 has 30");
+  expect(batches([](Program& p) {
+           Operand index = operand(Space::kIn, 2, I32, 0, 0, {});
+           p.inputs.push_back({I32, 1});
+           p.sinks[1].how = Reduction::kSum;
+           p.stages[0].body[1] = AccumulateAt{1, 5, {}, {}, index, operand(Space::kIn, 0, F32, 0, 0, {})};
+         }),
+         "sink 1 is one for each batch, and folds by indices");
+
+  auto parts = [](size_t i, auto change) {
+    Program p = sums_in_parts(F32, 2, 10, 4, 101, 32);
+    change(p.stages[0].body[i]);
+    return p;
+  };
+  auto product = [&](size_t i, auto change) { return parts(i, [&](Instruction& x) { change(std::get<AccumulateMatmul>(x)); }); };
+  auto values = [&](auto change) { return parts(3, [&](Instruction& x) { change(std::get<Accumulate>(x)); }); };
+  CHECK(!rejected(encode(parts(0, [](Instruction&) {})), &why), "%s", why.c_str());
+  expect(product(1, [](AccumulateMatmul& m) { m.sums.loop_strides = {33 * 35}; }),
+         "sums do not begin with a part of its sink's matrices");
+  expect(product(1, [](AccumulateMatmul& m) { m.sums.loop_strides = {64 * 35}; }), "folds beyond the 3535 elements of its sink");
+  expect(product(2, [](AccumulateMatmul& m) { m.sums.loop_strides = {16 * 35}; }),
+         "sums do not begin with a part of its sink's matrices");
+  expect(product(4, [](AccumulateMatmul& m) { m.sums.loop_strides = {1}; }), "strides for 1 loops, inside of 0");
+  expect(product(4, [](AccumulateMatmul& m) { m.sums.offset += 1; }), "folds beyond the 3535 elements of its sink");
+  expect(product(1, [](AccumulateMatmul& m) { m.sums.offset = -1; }), "sums offset is -1");
+  expect(product(1, [](AccumulateMatmul& m) { m.sums.loop_strides = {-1}; }), "sums stride is -1");
+  expect(product(1, [](AccumulateMatmul& m) { m.matrices = {101, 32}; }), "matrices has neither 0 nor 3 numbers");
+  expect(product(1, [](AccumulateMatmul& m) { m.matrices = {101, 0, 35}; }), "matrices is 0, not in 1..101");
+  expect(product(1, [](AccumulateMatmul& m) { m.matrices = {100, 32, 35}; }), "matrices of 3500 elements to a sink of 3535");
+  expect(product(4, [](AccumulateMatmul& m) { m.matrices = {101, 16, 35}; }), "is fed by products of other shapes");
+  expect(product(1, [](AccumulateMatmul& m) { m.m = 31; }), "a product of 31 x 35 is no part of its sink's matrices");
+  expect(values([](Accumulate& a) { a.sum_strides = {101}; }), "sums has 1 strides, not 2");
+  expect(values([](Accumulate& a) { a.sum_strides = {110, 1}; }), "folds beyond the 202 elements of its sink");
+  expect(values([](Accumulate& a) { a.sums.loop_strides = {35}; }), "folds beyond the 202 elements of its sink");
+}
+
 // Sizes whose sums and products do not fit in 64 bits, or that nothing the program reads or writes is in proportion to.
 void test_sizes() {
   Program p = residual_pipeline(13, 4, 2);
@@ -393,6 +443,7 @@ int main() {
   section("damage", test_damage);
   section("messages", test_messages);
   section("products", test_products);
+  section("sums", test_sums);
   section("sizes", test_sizes);
   section("names", test_names);
   std::printf("validator: %d checks failed\n", failures);

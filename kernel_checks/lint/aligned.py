@@ -5,7 +5,8 @@ can differ between them, or behind a branch on one. Invariant: a value is taken 
 
 Known to be equal in a warp: constants and parameters; uniform registers; what a shuffle reads from one lane; a vote; a plain load
 from an address that is equal; and whatever is computed of these alone where all threads come by. Numbers of warps and warpgroups
-(``threadIdx.x / 32`` and coarser) count as equal.
+(``threadIdx.x / 32`` and coarser) count as equal. A register that differs and is written under a predicate is equal in the threads
+that have written it: whoever reads it under the same predicate, which has not changed meanwhile, reads what is equal.
 """
 
 from __future__ import annotations
@@ -222,17 +223,22 @@ def _differing(
     reads, writes = (
         [sum(bit[n] for n in side) for side in sides] for sides in ([d.reads for d in accesses], [d.writes for d in accesses])
     )
-    before: list[tuple[int, int] | None] = [None] * len(code)
+    # A third part: (register, predicate) of what has been written under the predicate, and is equal where that holds.
+    under = _Guarded(code, accesses, bit)
+    before: list[tuple[int, int, int] | None] = [None] * len(code)
     if code:
-        before[0] = (0, 0)
+        before[0] = (0, 0, 0)
     todo, waiting = list(range(min(1, len(code)))), {0}  # in the order of the code, so that most is looked at once
     while todo:
         i = heapq.heappop(todo)
         waiting.remove(i)
-        names, threads = before[i] or (0, 0)
+        names, threads, equal = before[i] or (0, 0, 0)
         one = code[i]
+        seen = names & ~under.equal_in(i, equal)
         held = _whole(n for n in accesses[i].reads if bit[n] & threads) if reads[i] & threads else frozenset()
-        if i in inside or _differs(one, accesses[i], bool(reads[i] & names), bool(reads[i] & names & ~threads), held):
+        differs = i in inside or _differs(one, accesses[i], bool(reads[i] & seen), bool(reads[i] & seen & ~threads), held)
+        equal = under.behind(i, equal, differs)
+        if differs:
             out = names | writes[i]
         else:
             out = names if one.predicate else names & ~writes[i]  # a thread that skips it keeps what it had
@@ -241,7 +247,7 @@ def _differing(
             numbers |= writes[i]
         for t in following[i]:
             old = before[t]
-            new = (out, numbers) if old is None else (old[0] | out, old[1] & numbers)
+            new = (out, numbers, equal) if old is None else (old[0] | out, old[1] & numbers, old[2] & equal)
             if new != old:
                 before[t] = new
                 if t not in waiting:
@@ -249,6 +255,37 @@ def _differing(
                     heapq.heappush(todo, t)
     wanted = [_condition(one, does) for one, does in zip(code, accesses, strict=True)]
     return [frozenset(n for n in w if state and bit.get(n, 0) & state[0]) for w, state in zip(wanted, before, strict=True)]
+
+
+class _Guarded:
+    """Which registers are equal in the threads for which a predicate holds, as bits: one for each register that some instruction
+    writes under a predicate, and that predicate. ``bit``: of registers and predicates."""
+
+    def __init__(self, code: Sequence[Instruction], accesses: Sequence[Access], bit: dict[str, int]):
+        pairs = {(name, one.predicate) for one, does in zip(code, accesses, strict=True) if one.predicate for name in does.writes}
+        of = {pair: 1 << k for k, pair in enumerate(sorted(pairs))}
+        self.made, self.lost, self.read = list[int](), list[int](), list[list[tuple[int, int]]]()
+        by_name: dict[str, int] = {}
+        for (name, predicate), one_bit in of.items():
+            for changed in (name, predicate.lstrip("!")):
+                by_name[changed] = by_name.get(changed, 0) | one_bit
+        for one, does in zip(code, accesses, strict=True):
+            kept = one.predicate and one.predicate.lstrip("!") not in does.writes
+            self.made.append(sum(of[name, one.predicate] for name in does.writes) if kept else 0)
+            lost = 0
+            for name in does.writes:
+                lost |= by_name.get(name, 0)
+            self.lost.append(lost)
+            found = [(of[name, one.predicate], bit[name]) for name in does.reads if (name, one.predicate) in of]
+            self.read.append(found if one.predicate else [])
+
+    def equal_in(self, i: int, equal: int) -> int:
+        """The registers that instruction ``i`` reads as equal."""
+        return sum(register for pair, register in self.read[i] if pair & equal)
+
+    def behind(self, i: int, equal: int, differs: bool) -> int:
+        """``equal`` behind instruction ``i``, whose results differ or not."""
+        return equal & ~self.lost[i] | (0 if differs else self.made[i])
 
 
 def _whole(names: Iterable[str]) -> frozenset[str]:

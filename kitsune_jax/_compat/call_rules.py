@@ -16,7 +16,7 @@ def register_call_rules(prim: Any, leaner: Callable[..., Any]) -> None:
     checkify, jet.
 
     Every rule rewrites ``call_jaxpr`` and binds ``prim`` again with the same static parameters. No lowering is registered.
-    ``leaner(primal jaxpr, tangent jaxpr, forwarded, number of results, number of constants)`` gives another division of a
+    ``leaner(primal jaxpr, tangent jaxpr, forwarded, number of results, number of constants, **static)`` gives another division of a
     linearized call, as (primal jaxpr, tangent jaxpr, forwarded), or None.
     """
     if hasattr(jex_core, "register_call_primitive_rules"):
@@ -31,7 +31,7 @@ def register_call_rules(prim: Any, leaner: Callable[..., Any]) -> None:
 def _linearize_rule(prim: Any, usual: Callable[..., Any], leaner: Callable[..., Any]) -> Callable[..., Any]:
     """The rule ``usual``, but with the residuals of ``leaner`` where that has something to say."""
 
-    def divided(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool) -> Any:
+    def divided(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool, params: tuple[tuple[str, Any], ...]) -> Any:
         primal, made, nz_out, forwarded, tangent = ad.linearize_jaxpr(call_jaxpr, list(nzs), is_vjp=is_vjp)
         structured = None
         if not isinstance(made, int):  # since 0.11: a tree of (results, residuals, structured residuals)
@@ -39,13 +39,13 @@ def _linearize_rule(prim: Any, usual: Callable[..., Any], leaner: Callable[..., 
             if len(structured):
                 return None
         n, consts = len(out_avals(call_jaxpr)), len(getattr(call_jaxpr, "consts", ()))
-        found = leaner(primal, tangent, tuple(forwarded), n, consts)
+        found = leaner(primal, tangent, tuple(forwarded), n, consts, **dict(params))
         return None if found is None else (*found, nz_out, structured)
 
     remembered = util.weakref_lru_cache(divided)
 
     def linearize(is_vjp: bool, nzs: Any, *primals: Any, call_jaxpr: Any, **params: Any) -> Any:
-        found = remembered(call_jaxpr, tuple(nzs), is_vjp)
+        found = remembered(call_jaxpr, tuple(nzs), is_vjp, tuple(sorted(params.items())))
         if found is None:
             return usual(is_vjp, nzs, *primals, call_jaxpr=call_jaxpr, **params)
         primal, tangent, forwarded, nz_out, structured = found

@@ -10,6 +10,13 @@ import jax
 from kitsune_jax._compat.versions import jax_module, jaxpr_as_fun, mlir
 
 
+def default_platform() -> str:
+    """The platform that a program is most likely traced for: that of JAX's default device."""
+    device = jax.config.jax_default_device
+    name = device if isinstance(device, str) else device.platform if device is not None else jax.default_backend()
+    return {"gpu": "cuda"}.get(name, name)
+
+
 def runs_on_one_device(ctx: Any) -> bool:
     """May a custom call stand in the module that ``ctx`` lowers: one device, or every mesh axis manual?
 

@@ -31,6 +31,11 @@ class Origin:
         """The user's line: the innermost one on record."""
         return next(filter(None, map(_compat.source_line, reversed(self.eqns))), "")
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Equal for what stands in the same place of one jaxpr, however often that is captured."""
+        return tuple(map(id, self.eqns))
+
     @contextlib.contextmanager
     def enclosing(self) -> Iterator[None]:
         """The name stack and context of the bodies around the equation, as JAX's own lowering of them would set it."""
@@ -57,13 +62,14 @@ class Step:
 
     ``evaluate`` takes an array (or tracer) for each of the op's inputs and returns its results; a literal may be any array.
     ``prepare``: to be called before ``evaluate`` of a loop or branch that is left to XLA: it puts pipelines into its bodies, and
-    returns what went wrong there.
+    returns what went wrong there. ``rewritten``: a loop that computes something else than its equation, for the sake of a pipeline.
     """
 
     origin: Origin = Origin()
     evaluate: Callable[..., Sequence[Any]] | None = None
     has_effects: bool = False
     prepare: Callable[[], Sequence[Failure]] | None = None
+    rewritten: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ gives; ops with effects keep their order; recomputation that ``jax.checkpoint`` 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from kitsune_jax.capture.builder import Builder, scalar_of
 from kitsune_jax.capture.captured import Captured, Origin, Step
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.capture.loops import cheap, loop
-from kitsune_jax.capture.rewrites import LOOPS, ONLINE, PARTS, REWRITES, Rewriting, rewritten
+from kitsune_jax.capture.rewrites import ONLINE, PARTS, REWRITES, Rewriting, of_loops, rewritten
 from kitsune_jax.capture.translate import translate
 from kitsune_jax.fallbacks import Failure
 
@@ -50,7 +50,13 @@ _LOOPS = {
 
 
 def capture(
-    closed_jaxpr: Any, rewrite: Rewrite | None = None, *, parts: bool = False, online: bool = False, loops: bool = False
+    closed_jaxpr: Any,
+    rewrite: Rewrite | None = None,
+    *,
+    parts: bool = False,
+    online: bool = False,
+    loops: bool = False,
+    kept: Collection[Any] = (),
 ) -> Captured:
     """The Graph of ``closed_jaxpr``, and what JAX needs to evaluate its ops as they stood (``Captured.run``).
 
@@ -64,6 +70,7 @@ def capture(
       online: make the sums of a segment softmax online (``ops.online``), for a target that has code for that.
       loops: move the sums of a loop's steps behind the loop (``loop_sums``) and hand less from loop to loop (``loop_residuals``),
         for a target that has code for loops.
+      kept: the places (``Origin.key``) of loops that stay as they are.
 
     Returns:
       ``Captured``; its graph's inputs and outputs are those of the jaxpr, in order. An op that nothing reads and that has no effect
@@ -84,7 +91,7 @@ def capture(
         raise ValueError(f"capture takes a jaxpr without constants, this one has {len(consts)}: hoist them into arguments")
     builder = Builder()
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
-    within = (*REWRITES, *(LOOPS if loops else ()))
+    within = (*REWRITES, *(of_loops(kept) if loops else ()))
     walk = _Walk(builder, rewrite, [], within)
     outputs = walk.jaxpr(jaxpr, (), [keys.unwrapped(builder, v) for v in inputs], Origin(()))
     outputs = [keys.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
@@ -144,7 +151,7 @@ class _Walk:
     def _translated(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         name = eqn.primitive.name
         if name in _BODY:
-            reason = _why_not_inlined(eqn)
+            reason = why_not_inlined(eqn)
             return self._call(eqn, ins, origin) if reason is None else self._opaque(eqn, ins, origin, reason)
         effects = _effects(eqn)
         if effects:
@@ -232,7 +239,7 @@ def _effects(eqn: Any) -> str:
     return f"has side effects ({_compat.called(eqn)})"
 
 
-def _why_not_inlined(eqn: Any) -> str | None:
+def why_not_inlined(eqn: Any) -> str | None:
     """Why a call has to stay one: what it says about placement or compilation would be lost."""
     p = eqn.params
     if any(type(s).__name__ != "UnspecifiedValue" for s in (*p.get("in_shardings", ()), *p.get("out_shardings", ()))):

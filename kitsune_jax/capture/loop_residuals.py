@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from typing import Any
 
-from kitsune_jax import _compat
 from kitsune_jax.capture.captured import Captured, Draft, Step
 from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.loops import Classes, body_of, parts
@@ -21,20 +21,24 @@ _CHEAP = frozenset({"add", "sub", "mul", "neg", "max", "min", "abs", "square", "
 _MOST_OPS = 6  # that are computed again for a slice
 
 
-def hand_less(captured: Captured) -> Captured:
-    """Rewrite the pairs of loops of ``captured`` of which one hands cheap slices to the other."""
+def hand_less(captured: Captured, kept: Collection[Any] = ()) -> Captured:
+    """Rewrite the pairs of loops of ``captured`` of which one hands cheap slices to the other, but for those at ``kept`` places."""
     draft = Draft(captured)
+    fits = [
+        op.body is not None and step.origin.key not in kept and _fits(op)
+        for op, step in zip(captured.graph.ops, captured.steps, strict=True)
+    ]
     for i, op in enumerate(captured.graph.ops):
-        if op.body is not None and _fits(captured, op):
+        if fits[i]:
             for j in dict.fromkeys(_only_reader(captured, y) for y in parts(op).ys):
-                if j is not None and _fits(captured, captured.graph.ops[j]):
+                if j is not None and fits[j]:
                     _hand_less(draft, captured, i, j)
     return draft.finish()
 
 
-def _fits(captured: Captured, op: Op) -> bool:
+def _fits(op: Op) -> bool:
     """Does a dimension of the loop stream, with no other loop inside?"""
-    if any(_compat.varies(captured.avals[v]) for v in op.inputs) or any(inner.body is not None for inner in body_of(op).ops):
+    if any(inner.body is not None for inner in body_of(op).ops):
         return False
     classes, p = Classes(OPS, op), parts(op)
     shapes = ((v, len(body_of(op).values[v].shape)) for v in (*p.in_carries, *p.in_xs))
@@ -71,8 +75,8 @@ def _hand_less(draft: Draft, captured: Captured, i: int, j: int) -> None:
             gone[outside[v]] = cone
             read |= {u for op in cone for u in op.inputs if u in known}
     if gone:
-        draft.ops[i], draft.steps[i] = _without(first, gone), Step(draft.steps[i].origin)
-        draft.ops[j], draft.steps[j] = _with(second, body, gone, known, there), Step(draft.steps[j].origin)
+        draft.ops[i], draft.steps[i] = _without(first, gone), Step(draft.steps[i].origin, rewritten=True)
+        draft.ops[j], draft.steps[j] = _with(second, body, gone, known, there), Step(draft.steps[j].origin, rewritten=True)
 
 
 def _cone(body: Graph, made: dict[int, Op], v: int, known: Collection[int]) -> tuple[Op, ...] | None:

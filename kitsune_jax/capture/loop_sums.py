@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
-from kitsune_jax import _compat
 from kitsune_jax.capture.captured import Captured, Draft, Step, with_params
 from kitsune_jax.graph import Graph, Op, make_params
 from kitsune_jax.ops.loops import Classes, body_of, parts
@@ -23,17 +23,17 @@ from kitsune_jax.ops.table import OPS
 _LINEAR = frozenset({"transpose", "reshape", "broadcast_in_dim", "convert_element_type", "neg", "pad", "mul", "div"})
 
 
-def move_sums(captured: Captured) -> Captured:
-    """Rewrite the loops of ``captured`` that add up contractions of streamed dimensions."""
+def move_sums(captured: Captured, kept: Collection[Any] = ()) -> Captured:
+    """Rewrite the loops of ``captured`` that add up contractions of streamed dimensions, but for those at ``kept`` places."""
     draft = Draft(captured)
     draft.ops, draft.steps = [], []
     for op, step in zip(captured.graph.ops, captured.steps, strict=True):
-        sums = _sums(op) if op.body is not None and not any(_compat.varies(captured.avals[v]) for v in op.inputs) else ()
+        sums = _sums(op) if op.body is not None and step.origin.key not in kept else ()
         if not sums:
             draft.ops.append(op)
             draft.steps.append(step)
             continue
-        _move(draft, op, Step(step.origin), sums)
+        _move(draft, op, Step(step.origin, rewritten=True), sums)
     return draft.finish()
 
 
@@ -52,13 +52,8 @@ class _Sum:
 
 
 def _sums(op: Op) -> list[_Sum]:
-    """The sums that can leave the loop ``op``: all but those whose contractions do not stream without the others.
-
-    None leave a loop around others: of what these make for all of their steps, no slice is on chip, so XLA runs the outer loop.
-    """
+    """The sums that can leave the loop ``op``: all but those whose contractions do not stream without the others."""
     body, p = body_of(op), parts(op)
-    if any(inner.body is not None for inner in body.ops):
-        return []
     reads = Counter([*body.outputs, *(v for inner in body.ops for v in inner.inputs)])
     maker = {v: inner for inner in body.ops for v in inner.outputs}
     still = {*p.in_consts, *(v for v, value in enumerate(body.values) if value.literal is not None)}
@@ -165,6 +160,7 @@ def _move(draft: Draft, op: Op, step: Step, sums: Sequence[_Sum]) -> None:
         return new.outputs[0]
 
     append(_without(op, sums, [arrays[v] for v in slices]))
+    step = Step(step.origin)
     for s in sums:
         final, initial = p.final[s.carry], p.initial[s.carry]
         count = len(s.addends) + (initial not in zeros)

@@ -15,6 +15,7 @@ from jax import lax
 
 from kitsune_jax.capture import dots, indexing, lookups, random_bits
 from kitsune_jax.capture.equation import Equation
+from kitsune_jax.capture.numbers import known
 from kitsune_jax.ops.spec import FORMATS
 from kitsune_jax.ops.special import LOG2_E
 from kitsune_jax.ops.table import OPS
@@ -168,6 +169,26 @@ def _reduce(e: Equation) -> int | list[int]:
     return e.op(e.name, *e.ins, axes=axes) if axes else e.ins
 
 
+def _window(e: Equation) -> int | list[int]:
+    """A slice, or an update, along those dimensions that it does not have whole; what begins at constants is a slice or a pad."""
+    updates = e.name == "dynamic_update_slice"
+    arrays, starts = (e.ins[:2], e.ins[2:]) if updates else (e.ins[:1], e.ins[1:])
+    shape, window = e.shape_of(arrays[0]), e.shape_of(arrays[1]) if updates else e.out_shape
+    dims = [d for d, (n, m) in enumerate(zip(shape, window, strict=True)) if m != n]
+    if not dims:
+        return [arrays[-1]]
+    numbers = [known(e.builder, starts[d]) for d in dims]
+    if not updates and None not in numbers:
+        first = [0] * len(shape)
+        for d, number in zip(dims, numbers, strict=True):
+            first[d] = min(max(int(number or 0), 0), shape[d] - window[d])
+        return e.slice(arrays[0], first, [a + n for a, n in zip(first, window, strict=True)])
+    operands = (*arrays, *(starts[d] for d in dims))
+    if updates:
+        return e.op(e.name, *operands, dims=tuple(dims))
+    return e.op(e.name, *operands, dims=tuple(dims), sizes=tuple(window[d] for d in dims))
+
+
 RULES: dict[str, Rule] = {
     "threefry2x32": random_bits.threefry,
     "iota_2x32_shape": random_bits.counts,
@@ -196,6 +217,8 @@ RULES: dict[str, Rule] = {
     "pad": _pad,
     "concatenate": _concatenate,
     "iota": _iota,
+    "dynamic_slice": _window,
+    "dynamic_update_slice": _window,
     "dot_general": dots.dot_general,
     "gather": indexing.gather,
     "scatter-add": indexing.scatter_add,

@@ -8,11 +8,14 @@ had not run, and is reported as a ``Failure``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from kitsune_jax.capture.captured import Captured, pruned
 from kitsune_jax.capture.divided_gradients import split_gradients
 from kitsune_jax.capture.indexed_products import move_indexing
+from kitsune_jax.capture.indices import spread_indices
 from kitsune_jax.capture.loop_residuals import hand_less
 from kitsune_jax.capture.loop_sums import move_sums
 from kitsune_jax.capture.online_sums import sum_online
@@ -26,6 +29,7 @@ from kitsune_jax.ops.verify import verify_op
 Rewriting = Callable[[Captured], Captured]
 
 REWRITES: Sequence[tuple[str, Rewriting]] = (
+    ("making indices where they are compared", spread_indices),
     ("folding transpositions into weight gradients", fold_transposes),
     ("moving indexing to the other side of products", move_indexing),
     ("moving divisions by the sums of a segment softmax", divide_segments),
@@ -33,11 +37,15 @@ REWRITES: Sequence[tuple[str, Rewriting]] = (
     ("reading the masks of rectified values off the results", masks_of_results),
 )
 ONLINE: tuple[str, Rewriting] = ("making the sums of a segment softmax online", sum_online)
-LOOPS: Sequence[tuple[str, Rewriting]] = (
-    ("moving the sums of a loop's steps behind the loop", move_sums),
-    ("making again what loops hand to each other", hand_less),
-)
 PARTS: tuple[str, Rewriting] = ("dividing the weight gradients of concatenations", split_gradients)
+
+
+def of_loops(kept: Collection[Any]) -> Sequence[tuple[str, Rewriting]]:
+    """The rewrites of loops, but for those whose ``Origin.key`` is among ``kept``: they stay as they are."""
+    return (
+        ("moving the sums of a loop's steps behind the loop", functools.partial(move_sums, kept=kept)),
+        ("making again what loops hand to each other", functools.partial(hand_less, kept=kept)),
+    )
 
 
 def rewritten(captured: Captured, rewrites: Sequence[tuple[str, Rewriting]] = REWRITES) -> Captured:

@@ -27,7 +27,9 @@ from kitsune_jax.ops.spec import Array, OpSpec, Params, Shapes, is_float, np_dty
 Table = Mapping[str, OpSpec]
 DimLabels = tuple[tuple[int, ...], ...]
 LOOPS = frozenset({"scan"})
-_ROW_BY_ROW = frozenset({"dot", "gather", "scatter", "cumulative", "argreduce"})  # no instruction does these for all rows at once
+_ROW_BY_ROW = frozenset(
+    {"dot", "gather", "scatter", "cumulative", "argreduce", "window"}
+)  # no instruction does these for all rows at once
 _TIME = "the steps of a loop follow each other"
 
 

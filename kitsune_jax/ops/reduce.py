@@ -247,13 +247,15 @@ def _local_row_dot(op: Op, x: Dims, y: Dims) -> LocalOp:
 def _local_dot_sink(op: Op, x: Dims, y: Dims) -> LocalOp:
     pairs = [(x.local(a), y.local(b)) for a, b in zip(op["lhs_contract"], op["rhs_contract"], strict=True)]
     pairs = list(dict.fromkeys(pairs))  # several streamed dimensions are one row dimension
+    # Batch dimensions that stream are those of the tile's batch.
+    batch = [(a, b) for a, b in zip(op["lhs_batch"], op["rhs_batch"], strict=True) if not x.streamed(a)]
     return LocalOp(
         "matmul_sink",
         make_params(
             x_contract=tuple(a for a, _ in pairs),
             y_contract=tuple(b for _, b in pairs),
-            x_batch=tuple(x.local(d) for d in op["lhs_batch"]),
-            y_batch=tuple(y.local(d) for d in op["rhs_batch"]),
+            x_batch=tuple(x.local(a) for a, _ in batch),
+            y_batch=tuple(y.local(b) for _, b in batch),
             accumulate=op["accumulate"],
         ),
     )

@@ -1,9 +1,9 @@
 """The op table: one entry says everything about an op.
 
 Comes in: nothing (this is data). Goes out: ``OPS``, by canonical kind. To add an op, add its entry (``pointwise``, ``shape``,
-``reduce``, ``indexing``, ``online`` or ``loops``; docs/adding.md) and, where JAX's parameters differ from the entry's, its rule in
-``capture.primitives``. Invariant: for every entry the NumPy rule equals JAX in every dtype of ``OpSpec.dtypes``, and the relations
-hold by experiment (``tests/table``).
+``reduce``, ``indexing``, ``windows``, ``online`` or ``loops``; docs/adding.md) and, where JAX's parameters differ from the entry's,
+its rule in ``capture.primitives``. Invariant: for every entry the NumPy rule equals JAX in every dtype of ``OpSpec.dtypes``, and
+the relations hold by experiment (``tests/table``).
 
 >>> OPS["exp"].family, OPS["exp"].arity, OPS["exp"].cpu
 ('pointwise', 1, 'exp')
@@ -25,10 +25,11 @@ from kitsune_jax.ops.pointwise import POINTWISE
 from kitsune_jax.ops.reduce import REDUCTIONS
 from kitsune_jax.ops.shape import SHAPES
 from kitsune_jax.ops.spec import OpSpec
+from kitsune_jax.ops.windows import WINDOWS
 
 __all__ = ["OPS", "RENAMED", "OpSpec", "resolve_rows"]
 
-_TABLE: dict[str, OpSpec] = {**POINTWISE, **SHAPES, **REDUCTIONS, **INDEXED, **ONLINE}
+_TABLE: dict[str, OpSpec] = {**POINTWISE, **SHAPES, **REDUCTIONS, **INDEXED, **WINDOWS, **ONLINE}
 _TABLE.update(entries(_TABLE))  # loops, whose bodies hold ops of the table
 OPS: Mapping[str, OpSpec] = MappingProxyType(_TABLE)
 

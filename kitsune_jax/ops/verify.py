@@ -84,6 +84,9 @@ def _agree(kind: str, dtypes: Sequence[str], out: str) -> bool:
         return dtypes == ["bool", out, out]
     if OPS[kind].family in ("gather", "scatter"):
         return dtypes[1] in INTEGERS
+    if OPS[kind].family == "window":
+        starts = 2 if kind == "dynamic_update_slice" else 1
+        return set(dtypes[:starts]) == {out} and all(d in INTEGERS for d in dtypes[starts:])
     return OPS[kind].mixes or OPS[kind].gives == "any" or len(set(dtypes)) == 1
 
 
@@ -180,6 +183,19 @@ def _scatter(op: Op, shapes: Sequence[Shape]) -> Shape | None:
     return (*x[:axis], n, *x[end:]) if axis >= 0 and n >= 0 and x[axis:end] == index else None
 
 
+def _window(op: Op, shapes: Sequence[Shape]) -> Shape | None:
+    x, dims = shapes[0], op["dims"]
+    updates = op.kind == "dynamic_update_slice"
+    starts = shapes[2:] if updates else shapes[1:]
+    if len(starts) != len(dims) or any(starts) or len(set(dims)) != len(dims) or not all(0 <= d < len(x) for d in dims):
+        return None
+    sizes = dict(zip(dims, [shapes[1][d] for d in dims] if updates else op["sizes"], strict=True))
+    window = tuple(sizes.get(d, n) for d, n in enumerate(x))
+    if not all(0 <= m <= n for m, n in zip(window, x, strict=True)) or updates and shapes[1] != window:
+        return None
+    return x if updates else window
+
+
 SHAPE_RULES: Mapping[str, Callable[[Op, Sequence[Shape]], Shape | None]] = {
     "pointwise": _pointwise,
     "convert": _pointwise,
@@ -197,4 +213,5 @@ SHAPE_RULES: Mapping[str, Callable[[Op, Sequence[Shape]], Shape | None]] = {
     "iota": _iota,
     "gather": _take,
     "scatter": _scatter,
+    "window": _window,
 }

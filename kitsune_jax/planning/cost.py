@@ -167,9 +167,11 @@ class RegionCost(abc.ABC):
                 yield op["length"], frozenset(parts(op).in_consts), self.body(i)
 
     def sliced(self) -> frozenset[int]:
-        """Values of which a loop of the region takes or makes a slice in every step, as they lie in memory."""
+        """Values of which a loop of the region takes or makes a slice in every step, as they lie in memory. (In a step of a loop
+        around it, what is made for all steps of a loop lies in the tile.)"""
         loops = [parts(self.graph.ops[i]) for i in self.region.ops if self.graph.ops[i].body is not None]
-        return frozenset(v for p in loops for v in (*p.xs, *p.ys))
+        sliced = frozenset(v for p in loops for v in (*p.xs, *p.ys))
+        return sliced if self.carried is None else sliced.intersection(self.region.inputs)
 
     def streamed(self, v: int) -> bool:
         return v in self.labels

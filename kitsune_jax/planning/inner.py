@@ -61,7 +61,7 @@ def _spread(graph: Graph, region: Region, touching: dict[int, list[int]], value:
         for i in touching.get(v, ()):
             op = graph.ops[i]
             ops.add(i)
-            if i in sinks or OPS[op.kind].family not in _CARRIED:
+            if OPS[op.kind].family not in _CARRIED:
                 return None
             operands = (*op.inputs, *op.outputs)
             for r in relations_of(graph, op):
@@ -70,7 +70,7 @@ def _spread(graph: Graph, region: Region, touching: dict[int, list[int]], value:
                     continue
                 if r.role in ("mixed", "reshaped"):
                     return None
-                if r.role == "contracted":
+                if r.role == "contracted" and i not in sinks:
                     folds.add(i)
                 for w, d in members:
                     if w not in dims:

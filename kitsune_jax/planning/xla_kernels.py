@@ -34,7 +34,10 @@ class Kernel:
     reads: tuple[int, ...]
 
     def moved(self, cost: RegionCost) -> int:
-        """Bytes that the kernel reads and writes."""
+        """Bytes that the kernel reads and writes. An update of a part of an array is written in place."""
+        updated = [cost.graph.ops[i] for i in self.ops if cost.graph.ops[i].kind == "dynamic_update_slice"]
+        if updated and self.root in updated[0].outputs:
+            return 2 * cost.bytes(updated[0].inputs[1])
         return sum(cost.read_bytes(v) for v in self.reads) + cost.bytes(self.root)
 
 

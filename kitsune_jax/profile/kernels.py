@@ -20,6 +20,7 @@ DEPTHS, WIDTHS = (8, 64, 512), (16, 64, 512)
 _GRADIENTS = ((16, 16), (64, 64), (512, 512))
 _ELEMENTS, _FEW = 1024, 16
 _SQUARE = 256
+_WIDE = 1024  # columns of a weight that one row is multiplied by
 _SHALLOW = 16  # of a product that is nothing beside its activation
 # More threads than these tell nothing new about a core, and take long to start.
 _MOST_THREADS = 16
@@ -75,6 +76,8 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
     for dtype in ("float32", "bfloat16", "float16"):
         for what in ("load", "store"):
             note(f"{what}/{dtype}", _ELEMENTS, extension.measure_move, what, code[dtype], _ELEMENTS)
+        one_row = (code[dtype], product_code("widened"), TILE, 1, _WIDE)
+        note(f"few/{dtype}", TILE * _WIDE, extension.measure_outer, *one_row)
         note(f"fold/short/{dtype}", 64, extension.measure_fold, 0, code[dtype], 64, _FEW, False)
         note(f"load/short/{dtype}", 1, extension.measure_move, "load", code[dtype], _FEW)
         for which in ("row", "column"):

@@ -10,6 +10,7 @@ with the whole machine.
 ``gemm/<dtype>/<product>/<K>x<N>``     a tile of 96 rows times K x N, packed; product: widened, dots, tiles
 ``outer/<dtype>/<product>/<K>x<N>``    the weight gradient of a tile of 96 rows, K x N accumulators
 ``short/<dtype>/<product>``            a tile of 1 row times 256 x 256
+``few/<dtype>``                         an element of a weight in the second level that a single row is multiplied by, as it lies
 ``outer_short/<dtype>/<product>``       the gradient of a tile of 8 rows, 256 x 256 accumulators
 ``pack/<dtype>/<product>``             an element of a weight into panels; ``pack_t/``: of a transposed one
 ``activation/<name>/<dtype>``          an element in a product's epilogue, beyond a ReLU
@@ -28,9 +29,11 @@ with the whole machine.
 ``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
 ``call/layer``                         one more product, with its weight, in a call
 ``xla/call``, ``xla/kernel``           a jitted function that has nothing to do; one more kernel in it
-``xla/while``                          a step of a loop whose one kernel has one thread; ``/moved``: a byte that it reads or writes
+``xla/while``                          a step of a loop whose one kernel has one thread; ``/moved``: a byte that it reads or writes;
+                                       ``/slices``: a byte of a slice of the loop's arrays; ``/stored``: of one that it stores
 ``xla/start``                          one of several products of 16 x 64 times 64 x 64, one after the other
 ``xla/dot/<dtype>/<rows>x<K>x<N>``     ``x @ w``; ``xla/dot_t/``: times w transposed; ``xla/outer/``: ``x.T @ y``
+``xla/vector/<dtype>``                 an element of a weight in the L3 that a single row is multiplied by
 ``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
 ``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache
 ``xla/uneven/tanh/<dtype>``            the same of rows of 16 that the threads cannot share out evenly, with a broadcast operand
@@ -48,7 +51,7 @@ import json
 import math
 from collections.abc import Mapping
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

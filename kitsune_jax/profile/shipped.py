@@ -33,7 +33,7 @@ class Family:
 
 
 # Kinds of numbers that grow with the time that a vector takes.
-_BY_VECTORS = ("vector", "vector64", "activation", "load", "store", "fold", "take", "folded", "runs", "picked")
+_BY_VECTORS = ("vector", "vector64", "activation", "load", "store", "fold", "take", "folded", "runs", "picked", "few")
 _NO_BFLOAT16 = 0.45  # of the f32 rate: XLA widens, multiplies and rounds
 FAMILIES = {
     "zen5": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "measured: reference.json"),
@@ -97,7 +97,8 @@ def _derived(name: str, family: Family, workers: int) -> Profile:
             numbers[key] = seconds * family.vectors
         elif (
             ours[0] in ("call", "touch", "order")
-            or key in ("xla/call", "xla/kernel", "xla/start", "xla/while", "xla/while/moved")
+            or ours[:2] == ["xla", "while"]
+            or key in ("xla/call", "xla/kernel", "xla/start")
             or ours[0] == "copy"
         ):
             # Memory has fewer channels than a large machine has cores: 200 GB/s for all, 18 GB/s for one.

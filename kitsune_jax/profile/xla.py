@@ -33,6 +33,7 @@ _DOTS = (
     ),
     *((2048, 256, n) for n in (4, 1)),
 )
+_VECTOR = (1024, 1024)  # a weight that one row is multiplied by, which no second level holds
 _HALF_DOTS = ((1024, 64, 64), (1024, 256, 256))
 _TRANSPOSED = ((1024, 256, 256),)
 _GRADIENTS = ((2048, 16, 16), (2048, 64, 64), (2048, 256, 256), (1024, 1024, 1024))
@@ -51,6 +52,8 @@ _PICKED = (729, 351)  # elements of a row, and of those that are picked: the pro
 _RUN = 8  # rows with one index, in a row
 CHAIN = 9
 _STEPS, _CARRIED = 1000, 4096
+# Arrays that a loop reads slice by slice, as the gradient of a recurrent layer does: together more than a second level.
+_SLICES, _SLICED = (64, 256, 64), 5
 _LEAST_CALLS, _REPEATS = 2, 3
 _SLICE = 1.2e-3  # seconds of a repetition, unless three calls take longer
 
@@ -152,6 +155,9 @@ def _programs(workers: int) -> Iterator[_Program]:
     yield _Program("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
     yield _Program("xla/while", _loop, (((16,), f32),), _STEPS)
     yield _Program("xla/while/moved", _loop, (((_CARRIED,), f32),), _STEPS * _CARRIED * 8)
+    slices = ((_SLICES, f32),)
+    yield _Program("xla/while/slices", _read_slices, slices * _SLICED, float(_SLICED * 4 * np.prod(_SLICES)))
+    yield _Program("xla/while/stored", _store_slices, ((_SLICES[1:], f32),), float(4 * np.prod(_SLICES)))
     yield _Program("xla/start", _chain, (((16, 64), f32), ((64, 64), f32)), CHAIN)
     for key, rows, width, depth in (("call/short", 1, 16, 1), ("call/layer", 1, 16, CHAIN), ("call", workers * TILE, 64, 1)):
         weights = (((width, width), f32),) * depth
@@ -165,6 +171,8 @@ def _programs(workers: int) -> Iterator[_Program]:
         for rows, k, n in dots:
             yield _Program(f"xla/dot/{dtype}/{rows}x{k}x{n}", _dot, (((rows, k), dtype), ((k, n), dtype)))
     for dtype in (f32, "bfloat16"):
+        vector = (((1, _VECTOR[0]), dtype), (_VECTOR, dtype))
+        yield _Program(f"xla/vector/{dtype}", _dot, vector, float(np.prod(_VECTOR)))
         for rows, k, n in _TRANSPOSED:
             yield _Program(f"xla/dot_t/{dtype}/{rows}x{k}x{n}", _dot_transposed, (((rows, k), dtype), ((n, k), dtype)))
         for rows, k, n in _GRADIENTS:
@@ -232,6 +240,21 @@ def _outer(x: Any, y: Any) -> Any:
 
 def _loop(x: Any) -> Any:
     return lax.fori_loop(0, _STEPS, lambda _, x: x * 0.75 + 1, x)
+
+
+def _read_slices(*xs: Any) -> Any:
+    def step(carry: Any, x: Any) -> tuple[Any, None]:
+        return carry * 0.5 + functools.reduce(lax.mul, x), None
+
+    return lax.scan(step, xs[0][0], xs)[0]
+
+
+def _store_slices(x: Any) -> Any:
+    def step(carry: Any, _: None) -> tuple[Any, Any]:
+        carry = carry * 0.75 + 1
+        return carry, carry
+
+    return lax.scan(step, x, None, length=_SLICES[0])
 
 
 def _chain(x: Any, w: Any) -> Any:

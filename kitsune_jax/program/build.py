@@ -1,4 +1,4 @@
-"""Graph + Region + Plan -> TileProgram, and several of those -> the Program of a call.
+"""Graph + Region + Plan -> TileProgram.
 
 Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
 (``OpSpec.local``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kitsune_jax.graph import Graph, Op, Scalar, Value, make_params
 from kitsune_jax.ops.local import Dims, LocalOp
@@ -21,12 +22,9 @@ from kitsune_jax.program.blocks import blocked
 from kitsune_jax.program.ir import (
     ROWS,
     SINKS,
-    Array,
     ArrayType,
     Block,
     Instr,
-    Part,
-    Program,
     QueueType,
     SinkType,
     StageProgram,
@@ -34,7 +32,9 @@ from kitsune_jax.program.ir import (
     TileType,
 )
 from kitsune_jax.program.online import Scaled
-from kitsune_jax.streams.space import DimLabels, Region, StreamSpace, row_shape, row_strides
+from kitsune_jax.program.stage import Stage, same_for_all
+from kitsune_jax.program.windows import Windows
+from kitsune_jax.streams.space import Region, row_shape, row_strides
 
 
 def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
@@ -53,69 +53,19 @@ def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
     return blocked(program, builder.made[value], builder.stage(0).dims(value).local(dim), elements)
 
 
-def assemble(
-    parts: Sequence[tuple[int, TileProgram, Sequence[int], Sequence[int]]], operands: Sequence[int], results: Sequence[int]
-) -> Program:
-    """The call that reads the graph values ``operands`` and gives ``results``; each of ``parts`` is (phase, program, the values it
-    reads, those it gives)."""
-    given = [v for _, _, _, gives in parts for v in gives]
-    order = [*operands, *results, *(v for v in given if v not in set(results))]
-    number = {v: k for k, v in enumerate(order)}
-    types: dict[int, Array] = {}
-    for _, program, reads, gives in parts:
-        arrays = zip((*reads, *gives), (*program.inputs, *program.outputs), strict=True)
-        types.update((v, Array(array.shape, array.dtype)) for v, array in arrays)
-    return Program(
-        arrays=tuple(types[v] for v in order),
-        operands=len(operands),
-        results=len(results),
-        parts=tuple(
-            Part(phase, program, tuple(number[v] for v in reads), tuple(number[v] for v in gives))
-            for phase, program, reads, gives in parts
-        ),
-    )
-
-
-def _same_for_all(stage: _Stage, op: Op) -> bool:
-    """In a stream of one row, what is made of nothing that streams is made once, and repeated where it has to stream."""
-    streams = any(v in stage.labels for v in op.inputs) or any(axes for v in op.outputs for axes in stage.labels.get(v, ()))
-    return not streams and not stage.space.sizes and any(v in stage.labels for v in op.outputs)
-
-
-@dataclasses.dataclass
-class _Stage:
-    """Stage number ``number``, or the body of a loop in it, under construction.
-
-    ``graph``, ``labels``: of the region, or of the loop's body. ``ids``: graph value -> its SSA value here; ``repeated``: the tile
-    that repeats it for each row.
-    """
-
-    number: int
-    graph: Graph
-    labels: Mapping[int, DimLabels]
-    space: StreamSpace
-    body: list[Instr] = dataclasses.field(default_factory=list)
-    ids: dict[int, int] = dataclasses.field(default_factory=dict)
-    repeated: dict[int, int] = dataclasses.field(default_factory=dict)
-
-    def dims(self, v: int) -> Dims:
-        value = self.graph.values[v]
-        return Dims(value.shape, self.labels.get(v), value.dtype, self.space.batch)
-
-    def type_of(self, v: int) -> TileType:
-        value, labels = self.graph.values[v], self.labels.get(v)
-        tile = labels is not None and not self.space.of_batch(labels)
-        return TileType(tile, row_shape(value.shape, labels), value.dtype)
+def _sums_of(loop: Op, sums: Mapping[int, Op]) -> dict[int, Op]:
+    """Those of ``sums`` that add up what ``loop`` makes in its steps, as ops of its body."""
+    found = {k: as_step(loop, op) for k, op in sums.items()} if loop.body is not None else {}
+    return {k: op for k, op in found.items() if op is not None}
 
 
 def _sums(graph: Graph, region: Region) -> dict[int, dict[int, Op]]:
     """For each loop of the region the sums over its steps that it holds: op of the graph -> as an op of the loop's body."""
-    sums: dict[int, dict[int, Op]] = {i: {} for i in region.ops if graph.ops[i].body is not None}
-    for k in region.ops if sums else ():
-        for i, mine in sums.items():
-            step = as_step(graph.ops[i], graph.ops[k])
-            if step is not None and not any(k in others for others in sums.values()):
-                mine[k] = step
+    left, sums = {k: graph.ops[k] for k in region.ops}, dict[int, dict[int, Op]]()
+    for i in region.ops:
+        if graph.ops[i].body is not None:
+            sums[i] = _sums_of(graph.ops[i], left)
+            left = {k: op for k, op in left.items() if k not in sums[i]}
     return sums
 
 
@@ -157,9 +107,9 @@ class _Builder:
             order=len(self.region.inputs) if ordered else None,
         )
 
-    def stage(self, s: int) -> _Stage:
+    def stage(self, s: int) -> Stage:
         """Stage number ``s``, with nothing in it."""
-        return _Stage(s, self.graph, self.labels, self.region.space)
+        return Stage(s, self.graph, self.labels, self.region.space)
 
     def _array(self, v: int) -> ArrayType:
         value, labels = self.graph.values[v], self.labels.get(v)
@@ -178,7 +128,7 @@ class _Builder:
         self.literals[new] = scalar
         return new
 
-    def _is_one(self, stage: _Stage, v: int) -> bool:
+    def _is_one(self, stage: Stage, v: int) -> bool:
         """Is ``v`` the constant 1, repeated?"""
         spread = next((i for i in stage.body if v in i.outputs and i.kind == "broadcast_in_dim"), None)
         return spread is not None and self.literals.get(spread.inputs[0]) == 1
@@ -196,6 +146,9 @@ class _Builder:
                     if v in stage.ids:
                         self._hand_on(stage, v, i)
                 continue
+            if OPS[op.kind].family == "window":
+                self._hand_on(stage, self._window(stage, op, i), i)
+                continue
             local, inputs = self._operands(stage, op, i)
             if op.kind in ONLINE and op.outputs[0] in self.output_number:
                 values, index, scores = inputs
@@ -210,10 +163,10 @@ class _Builder:
         self.made.update(stage.ids)
         return stage.body
 
-    def _operands(self, stage: _Stage, op: Op, i: int, result: Value | None = None) -> tuple[LocalOp, list[int]]:
+    def _operands(self, stage: Stage, op: Op, i: int, result: Value | None = None) -> tuple[LocalOp, list[int]]:
         """The rows-first form of an op of the table, and its operands. ``result``: what a sum makes, which no row has."""
         local = LocalOp(op.kind, op.params)  # of what is the same for all rows
-        still = result is None and _same_for_all(stage, op)
+        still = result is None and same_for_all(stage, op)
         if not still and (result is not None or any(v in stage.labels for v in (*op.inputs, *op.outputs))):
             ins = [stage.dims(v) for v in op.inputs]
             if OPS[op.kind].family != "dot":
@@ -241,7 +194,7 @@ class _Builder:
             inputs = [self._along(stage, v, shape, i) if self.values[v].tile else v for v in inputs]
         return local, inputs
 
-    def _along(self, stage: _Stage, x: int, shape: tuple[int, ...], op: int) -> int:
+    def _along(self, stage: Stage, x: int, shape: tuple[int, ...], op: int) -> int:
         """The tile ``x``, repeated along a row of ``shape`` where it has one element for each row."""
         have = self.values[x]
         if have.shape == shape:
@@ -251,16 +204,32 @@ class _Builder:
         stage.body.append(Instr("broadcast_in_dim", (x,), (new,), params, op))
         return new
 
-    def _add(self, stage: _Stage, op: Op, local: LocalOp, inputs: list[int], i: int) -> int:
+    def _add(self, stage: Stage, op: Op, local: LocalOp, inputs: list[int], i: int) -> int:
         """Append the rows-first form of an op. Returns the graph value that it makes."""
         (out,) = op.outputs
         t = stage.type_of(out)
-        made = self._new(dataclasses.replace(t, tile=t.tile and not _same_for_all(stage, op)))
+        made = self._new(dataclasses.replace(t, tile=t.tile and not same_for_all(stage, op)))
         stage.body.append(Instr(local.kind, tuple(inputs), (made,), local.params, i))
         stage.ids[out] = self._spread(stage, made, t, i)
         return out
 
-    def _read(self, stage: _Stage, v: int) -> int:
+    def _window(self, stage: Stage, op: Op, i: int) -> int:
+        """Append a slice or an update at a place that is computed. Returns the graph value that it makes."""
+        (out,), arrays = op.outputs, 2 if op.kind == "dynamic_update_slice" else 1
+        dims: Any = dict(OPS[op.kind].local(op, [], stage.dims(out)).params)["dims"]
+        tiles = []
+        for v in op.inputs[:arrays]:  # an array that is the same for all rows is repeated for each
+            t = stage.type_of(v)
+            tiles.append(self._spread(stage, self._read(stage, v), dataclasses.replace(t, tile=True), i))
+        starts = [self._read(stage, v) for v in op.inputs[arrays:]]
+        windows = Windows(stage.body, self.values, self._new, self._literal, i)
+        if arrays == 2:
+            stage.ids[out] = windows.update(tiles[0], tiles[1], starts, dims)
+        else:
+            stage.ids[out] = windows.slice(tiles[0], starts, dims, op["sizes"])
+        return out
+
+    def _read(self, stage: Stage, v: int) -> int:
         """The SSA value of graph value ``v`` in the stage: defined here, popped, loaded, or a literal."""
         if v in stage.ids:
             return stage.ids[v]
@@ -278,7 +247,7 @@ class _Builder:
             raise ValueError(f"stage {s} needs value {v}, which no queue brings")
         return new
 
-    def _as_tile(self, stage: _Stage, v: int, x: int) -> int:
+    def _as_tile(self, stage: Stage, v: int, x: int) -> int:
         """``x``, which graph value ``v`` is; repeated for each row where it is the same for all rows of a batch."""
         if not stage.space.of_batch(stage.labels.get(v)):
             return x
@@ -289,22 +258,23 @@ class _Builder:
             stage.body.append(Instr("broadcast_in_dim", (x,), (stage.repeated[v],), params))
         return stage.repeated[v]
 
-    def _squeeze(self, stage: _Stage, x: int, sizes: tuple[int, ...], op: int) -> int:
+    def _squeeze(self, stage: Stage, x: int, sizes: tuple[int, ...], op: int) -> int:
         t = self.values[x]
         new = self._new(TileType(t.tile, sizes[1:] if t.tile else sizes, t.dtype))
         stage.body.append(Instr("reshape", (x,), (new,), make_params(new_sizes=sizes), op))
         return new
 
-    def _sink(self, stage: _Stage, inputs: list[int], local: LocalOp, x: int, out: int, op: int) -> None:
+    def _sink(self, stage: Stage, inputs: list[int], local: LocalOp, x: int, out: int, op: int) -> None:
         params = dict(local.params)
         result = self.graph.values[out]
         if out in self.output_number:
             number = len(self.sinks)
             dtype = params.get("accumulate", self.graph.values[x].dtype)
-            self.sinks.append(SinkType(params.pop("how", "sum"), result.shape, dtype, self.output_number[out]))
+            shape = row_shape(result.shape, self.labels.get(out))  # of one batch, where each has a sum of its own
+            self.sinks.append(SinkType(params.pop("how", "sum"), shape, dtype, self.output_number[out]))
             stage.body.append(Instr(local.kind, tuple(inputs), (), make_params(sink=number, **params), op))
 
-    def _hand_on(self, stage: _Stage, v: int, op: int) -> None:
+    def _hand_on(self, stage: Stage, v: int, op: int) -> None:
         new = stage.ids[v]
         for q in self.outgoing.get((stage.number, v), ()):
             stage.body.append(Instr("push", (new,), (), make_params(queue=q), op))
@@ -313,49 +283,63 @@ class _Builder:
 
     # --- loops ------------------------------------------------------------------------------------------------------------------
 
-    def _loop(self, stage: _Stage, op: Op, i: int, wanted: Sequence[bool], sums: Mapping[int, Op]) -> None:
+    def _loop(self, stage: Stage, op: Op, i: int, wanted: Sequence[bool], sums: Mapping[int, Op]) -> None:
         """Append a loop. ``wanted``: which of its results somebody reads; the others are not made. ``sums``: of the graph's ops,
         those that add up what the loop makes in each step, as ops of its body."""
         p, carries = parts(op), op["carries"]
         labels = labels_inside(OPS, op, [stage.labels.get(v) for v in (*op.inputs, *op.outputs)])
-        inner = _Stage(stage.number, body_of(op), labels, stage.space)
-        added = {v for step in sums.values() for v in step.inputs}
-        live = added | live_inside(op, [want or v in added for want, v in zip(wanted, inner.graph.outputs, strict=True)])
+        inner = Stage(stage.number, body_of(op), labels, stage.space)
+        deeper = [_sums_of(body_op, sums) for body_op in inner.graph.ops]
+        here = {k: step for k, step in sums.items() if not any(k in d for d in deeper)}
+        live = self._live(op, wanted, sums)
         kept = [k for k in range(carries) if p.in_carries[k] in live]
         for outside, v in zip(p.consts, p.in_consts, strict=True):
             if v in live:
                 inner.ids[v] = self._read(stage, outside)
-        initial = []
+        initial, carried = [], []
         for k in kept:
             v = p.in_carries[k]
             initial.append(self._spread(stage, self._read(stage, p.initial[k]), inner.type_of(v), i))
             inner.ids[v] = self._new(inner.type_of(v))
+            carried.append(inner.ids[v])
         number = self._new(TileType(False, (), "int32"))
         for outside, v in zip(p.xs, p.in_xs, strict=True):
             if v in live:
                 self._cut(stage, inner, outside, v, number, i)
-        for body_op in inner.graph.ops:
+        for body_op, added in zip(inner.graph.ops, deeper, strict=True):
             if live.isdisjoint(body_op.outputs):
                 continue
             if body_op.body is not None:
-                self._loop(inner, body_op, i, [v in live for v in body_op.outputs], {})
+                used = self._live(op, wanted, {k: step for k, step in sums.items() if k not in added})
+                self._loop(inner, body_op, i, [v in used for v in body_op.outputs], added)
+            elif OPS[body_op.kind].family == "window":
+                self._window(inner, body_op, i)
             else:
                 self._add(inner, body_op, *self._operands(inner, body_op, i), i)
+        final = [p.final[k] for k in kept]
+        results = [self._spread(inner, self._read(inner, p.in_next[k]), inner.type_of(p.in_carries[k]), i) for k in kept]
         for k, (outside, v) in enumerate(zip(p.ys, p.in_ys, strict=True), carries):
-            if wanted[k]:
-                self._paste(stage, inner, outside, v, number, i)
-        for k, step in sums.items():
+            if wanted[k] and stage.graph is self.graph:
+                self._store(stage, inner, outside, v, number, i)
+            elif wanted[k]:
+                self._paste(stage, inner, outside, v, number, i, (initial, carried, results))
+                final.append(outside)
+        for k, step in here.items():
             local, inputs = self._operands(inner, step, k, self.graph.values[step.outputs[0]])
             self._sink(inner, inputs, local, self.graph.ops[k].inputs[0], step.outputs[0], k)
-        results = [self._spread(inner, self._read(inner, p.in_next[k]), inner.type_of(p.in_carries[k]), i) for k in kept]
-        block = Block(number, tuple(inner.ids[p.in_carries[k]] for k in kept), tuple(inner.body), tuple(results))
-        for k in kept:
-            stage.ids[p.final[k]] = self._new(inner.type_of(p.in_carries[k]))
-        final = tuple(stage.ids[p.final[k]] for k in kept)
+        block = Block(number, tuple(carried), tuple(inner.body), tuple(results))
+        outs = [self._new(self.values[v]) for v in carried]
+        stage.ids.update(zip(final, outs, strict=True))
         params = make_params(count=op["length"], reverse=op["reverse"])
-        stage.body.append(Instr("loop", tuple(initial), final, params, i, block))
+        stage.body.append(Instr("loop", tuple(initial), tuple(outs), params, i, block))
 
-    def _spread(self, stage: _Stage, x: int, t: TileType, op: int) -> int:
+    @staticmethod
+    def _live(op: Op, wanted: Sequence[bool], sums: Mapping[int, Op]) -> set[int]:
+        """The values of the loop's body that are needed for what is ``wanted`` of it, and for ``sums``."""
+        added = {v for step in sums.values() for v in step.inputs}
+        return added | live_inside(op, [want or v in added for want, v in zip(wanted, body_of(op).outputs, strict=True)])
+
+    def _spread(self, stage: Stage, x: int, t: TileType, op: int) -> int:
         """``x`` as a ``t``: what is the same for all rows of a tile is repeated for each, where ``t`` has rows."""
         have = self.values[x]
         if have == t:
@@ -367,18 +351,25 @@ class _Builder:
         stage.body.append(Instr("broadcast_in_dim", (x,), (new,), make_params(shape=t.rows_first, dims=dims), op))
         return new
 
-    def _cut(self, stage: _Stage, inner: _Stage, x: int, slice_: int, number: int, op: int) -> None:
+    def _cut(self, stage: Stage, inner: Stage, x: int, slice_: int, number: int, op: int) -> None:
         """``slice_`` of the body <- the slice of ``x`` that belongs to step ``number``."""
-        if stage.graph is not self.graph or x not in self.input_number:
-            raise ValueError("a loop takes slices of an array that is made in its own region")
         t = inner.type_of(slice_)
+        if stage.graph is not self.graph:
+            whole = self._read(stage, x)
+            have = self.values[whole]
+            part = self._new(TileType(have.tile, have.shape[1:], have.dtype))
+            inner.body.append(Instr("cut", (whole, number), (part,), (), op))
+            inner.ids[slice_] = self._spread(inner, part, t, op)
+            return
+        if x not in self.input_number:
+            raise ValueError("a loop takes slices of an array that is made in its own region")
         thick = self._new(TileType(t.tile, (1, *t.shape), t.dtype))
         params = make_params(array=self.input_number[x], dims=(0,), steps=(1,), sizes=(1,))
         inner.body.append(Instr("load_slice", (number,), (thick,), params, op))
         inner.ids[slice_] = self._new(t)
         inner.body.append(Instr("reshape", (thick,), (inner.ids[slice_],), make_params(new_sizes=t.rows_first), op))
 
-    def _paste(self, stage: _Stage, inner: _Stage, y: int, slice_: int, number: int, op: int) -> None:
+    def _store(self, stage: Stage, inner: Stage, y: int, slice_: int, number: int, op: int) -> None:
         """Store ``slice_`` of the body as that of ``y`` which belongs to step ``number``."""
         array = self.outputs[self.output_number[y]]
         t = TileType(array.streamed, inner.type_of(slice_).shape, array.dtype)
@@ -387,3 +378,13 @@ class _Builder:
         inner.body.append(Instr("reshape", (value,), (thick,), make_params(new_sizes=self.values[thick].rows_first), op))
         params = make_params(array=self.output_number[y], dims=(0,), steps=(1,), sizes=(1,))
         inner.body.append(Instr("store_slice", (thick, number), (), params, op))
+
+    def _paste(self, stage: Stage, inner: Stage, y: int, slice_: int, number: int, op: int, loop: Sequence[list[int]]) -> None:
+        """``y``, which other loops of the same step read, is one more carry of a loop: (initial, carried, results) of ``loop``."""
+        t = stage.type_of(y)
+        value = self._spread(inner, self._read(inner, slice_), TileType(t.tile, t.shape[1:], t.dtype), op)
+        empty, before, after = (self._new(t) for _ in range(3))
+        stage.body.append(Instr("empty", (), (empty,), (), op))
+        inner.body.append(Instr("paste", (before, value, number), (after,), (), op))
+        for values, v in zip(loop, (empty, before, after), strict=True):
+            values.append(v)

@@ -19,7 +19,8 @@ from kitsune_jax.graph import Scalar
 from kitsune_jax.ops.local import resolve_rows
 from kitsune_jax.ops.reduce import FOLDS, identity
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.program.ir import ArrayType, Block, Instr, TileProgram, TileType
+from kitsune_jax.program.ir import ArrayType, Block, Instr, SinkType, TileProgram, TileType
+from kitsune_jax.program.within import met
 from kitsune_jax.streams.space import dim_strides
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -42,7 +43,7 @@ class State:
         self.inputs = [self._input(k, t, a) for k, (t, a) in enumerate(zip(program.inputs, arrays, strict=True))]
         self.outputs = [np.zeros(t.shape, self.dtype(t.dtype)) for t in program.outputs]
         self.rings: list[dict[int, Array]] = [{} for _ in program.queues]
-        self.sums = [np.full(s.shape, identity(s.how, wide := _wide(np.dtype(s.dtype))), wide) for s in program.sinks]
+        self.sums = [self._identity(s) for s in program.sinks]
         self.last = [-1] * len(program.sinks)  # of those with sorted indices: the last one folded in
         self.tops: dict[int, Array] = {}  # of scaled sinks: what their sums are scaled by; those of no row are -inf
         self.spoiled: dict[int, Array] = {}  # ... and which are NaN, because their top is not finite
@@ -50,6 +51,25 @@ class State:
         self.order = None if program.order is None else self.inputs[program.order]
         if self.order is not None and not np.array_equal(np.sort(self.order), np.arange(program.rows)):
             raise ValueError("the order of the stream is no permutation of its rows")
+
+    def _identity(self, s: SinkType) -> Array:
+        """The accumulators of a sink as they begin; one for each batch where it has several."""
+        wide = _wide(np.dtype(s.dtype))
+        batches = (self.program.batches,) if self.program.outputs[s.array].row_strides else ()
+        return np.full((*batches, *s.shape), identity(s.how, wide), wide)
+
+    def finish(self) -> None:
+        """Write what was folded to the outputs."""
+        for k, spoiled in self.spoiled.items():
+            self.sums[k][spoiled] = math.nan
+        for sink, total in zip(self.program.sinks, self.sums, strict=True):
+            t, out = self.program.outputs[sink.array], self.outputs[sink.array]
+            if not t.row_strides:
+                out[...] = total.astype(out.dtype)
+                continue
+            rows = self.program.rows // max(1, self.program.batches)
+            for b, part in enumerate(total):
+                out.reshape(-1)[self.offsets(t, Tile(0, np.asarray([b * rows])), {})] = part.astype(out.dtype)
 
     def rows_of(self, tile: int) -> Array:
         """The elements of streamed arrays that tile number ``tile`` is made of."""
@@ -192,40 +212,52 @@ def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[
     return carries
 
 
-def met(program: TileProgram, instr: Instr, rows: Array) -> Sequence[int]:
-    """The iterations of a loop that a tile of ``rows`` runs."""
-    numbers, within = range(instr["count"]), instr.get("within")
-    if within is None:
-        return numbers
-    axis, step, low, high, which = within
-    index = np.unravel_index(rows, program.axes)[axis]
-    x, y = int(index.min()), int(index.max())
+def _cut(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    x, number = inputs
+    return np.asarray(x[_part(state, instr, number)])
 
-    def inside(i: int, least: int, most: int, whole: bool) -> bool:
-        first, last = i * step, (i + 1) * step - 1
-        reached = first if whole else last, last if whole else first
-        return (low is None or reached[0] >= least + low) and (high is None or reached[1] <= most + high)
 
-    wanted = {"all": (True, False), "whole": (True,), "edges": (False,)}[which]
-    return [i for i in numbers if inside(i, x, y, False) and inside(i, y, x, True) in wanted]
+def _paste(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    x, part, number = inputs
+    found = x.copy()
+    found[_part(state, instr, number)] = part
+    return found
+
+
+def _part(state: State, instr: Instr, number: Array) -> tuple[slice | int, ...]:
+    return (slice(None), int(number)) if state.program.values[instr.inputs[0]].tile else (int(number),)
+
+
+def _empty(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
+    """Numbers that spoil what is computed of them."""
+    t = state.program.values[instr.outputs[0]]
+    shape, dtype = (len(tile.rows), *t.shape) if t.tile else t.shape, state.made(instr)
+    return np.full(shape, np.nan if _is_float(dtype) else True, dtype)
 
 
 def _sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
     fold, x = FOLDS[state.program.sinks[instr["sink"]].how], _widened(inputs[0])
-    _fold(state, instr["sink"], np.asarray(fold.reduce(x, axis=tuple(instr["axes"]), dtype=x.dtype)))
+    _fold(state, instr, tile, inputs[1:], np.asarray(fold.reduce(x, axis=tuple(instr["axes"]), dtype=x.dtype)))
 
 
 def _matmul_sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
-    x, y = (a.astype(state.sums[instr["sink"]].dtype) for a in inputs)
+    x, y = (a.astype(state.sums[instr["sink"]].dtype) for a in inputs[:2])
     dims = instr["x_contract"], instr["y_contract"], instr["x_batch"], instr["y_batch"]
-    _fold(state, instr["sink"], dot_general(x, y, *dims))
+    _fold(state, instr, tile, inputs[2:], dot_general(x, y, *dims))
 
 
-def _fold(state: State, k: int, part: Array) -> None:
-    total = state.sums[k]
+def _fold(state: State, instr: Instr, tile: Tile, numbers: Sequence[Array], part: Array) -> None:
+    """Fold ``part`` into the accumulator of the tile's batch, or into what ``numbers`` cut out of it."""
+    k = instr["sink"]
+    total, sink = state.sums[k], state.program.sinks[k]
+    if state.program.outputs[sink.array].row_strides:
+        total = total[int(tile.rows[0]) * state.program.batches // state.program.rows, ...]
+    if numbers:
+        cuts = _cuts(instr, numbers)
+        total = total[tuple(slice(cuts[d].start, cuts[d].stop) if d in cuts else slice(None) for d in range(total.ndim))]
     if part.shape != total.shape:
         raise TypeError(f"sink {k} takes {list(total.shape)}, not {list(part.shape)}")
-    FOLDS[state.program.sinks[k].how](total, part.astype(total.dtype), out=total)
+    FOLDS[sink.how](total, part.astype(total.dtype), out=total)
 
 
 def _sink_at(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> None:
@@ -308,6 +340,9 @@ _EXECUTE: dict[str, Callable[[State, Instr, Tile, list[Array]], Any]] = {
     "put": _put,
     "run_max": _run_max,
     "loop": _loop,
+    "cut": _cut,
+    "paste": _paste,
+    "empty": _empty,
     "sink": _sink,
     "matmul_sink": _matmul_sink,
     "sink_at": _sink_at,

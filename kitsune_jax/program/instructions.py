@@ -139,9 +139,16 @@ def _sink(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[T
     k = instr["sink"]
     need(0 <= k < len(program.sinks), f"there is no sink {k}")
     sink = program.sinks[k]
-    _operands(ins, *(True,) * (1 if instr.kind == "sink" else 3 if instr.kind == "sink_at" and len(ins) > 2 else 2))
-    shape = _FOLDED[instr.kind](sink, instr, ins)
-    need(sink.shape == shape, f"sink {k} has shape {list(sink.shape)}, not {list(shape)}")
+    tiles = FOLDED.get(instr.kind, 3 if len(ins) > 2 else 2)
+    if instr.get("dims") is not None:  # the others are numbers of loops
+        need(instr.kind in FOLDED, "it folds into all of its sink")
+        ins = ins[:tiles]
+    _operands(ins, *(True,) * tiles)
+    need(instr.kind in FOLDED or not program.outputs[sink.array].row_strides, f"sink {k} is one for each batch")
+    shape, wanted = _SHAPES[instr.kind](sink, instr, ins), list(sink.shape)
+    for d, size in zip(instr.get("dims", ()), instr.get("sizes", ()), strict=True):
+        wanted[d] = size
+    need(tuple(wanted) == shape, f"sink {k} has shape {wanted}, not {list(shape)}")
     dtypes = {t.dtype for t in (ins if instr.kind == "matmul_sink" else ins[:1])}
     widened = instr.kind == "matmul_sink" and all(d.startswith(_INTEGERS) for d in dtypes)
     alike = widened or all(d == sink.dtype or ("float" in d and "float" in sink.dtype) for d in dtypes)
@@ -189,7 +196,27 @@ def _run_max(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> lis
     return [x]
 
 
-_FOLDED: Mapping[str, Callable[[SinkType, Instr, Types], tuple[int, ...]]] = {
+def _cut(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    x = ins[0]
+    need(len(x.shape) > 0, f"{x} has no dimension to cut")
+    return [TileType(x.tile, x.shape[1:], x.dtype)]
+
+
+def _paste(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    x, part = ins[:2]
+    (wanted,) = _cut(program, instr, ins, outs)
+    need(part == wanted, f"the part is {part}, and must be {wanted}")
+    return [x]
+
+
+def _empty(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
+    need(len(outs) == 1 and not ins, "it makes one value of nothing")
+    return list(outs)
+
+
+# What folds into a sink, or a part of it that numbers of loops say: how many tiles it takes.
+FOLDED: Mapping[str, int] = {"sink": 1, "matmul_sink": 2}
+_SHAPES: Mapping[str, Callable[[SinkType, Instr, Types], tuple[int, ...]]] = {
     "sink": _reduced,
     "matmul_sink": _multiplied,
     "sink_at": _indexed,
@@ -203,5 +230,8 @@ RULES: Mapping[str, Callable[[TileProgram, Instr, Types, Types], list[TileType]]
     "take": _take,
     "put": _put,
     "run_max": _run_max,
-    **dict.fromkeys(_FOLDED, _sink),
+    "cut": _cut,
+    "paste": _paste,
+    "empty": _empty,
+    **dict.fromkeys(_SHAPES, _sink),
 }

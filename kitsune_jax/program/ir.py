@@ -38,9 +38,14 @@ Instruction kinds:
   stay with extent ``size``. ``store_slice``: (value, numbers of loops) -> the same elements of output array ``array``. Where a size
   does not divide the dimension, the remainder is a copy of the body behind the loop: there are no masks. A number may also be a
   constant;
+* ``cut``: (value x, number of a loop) -> the part of x at that index of the first dimension of its rows (of a stationary x: of its
+  first dimension), without this dimension. ``paste``: (value x, value part, number of a loop) -> x with ``part`` there; the loop
+  counts all indices. ``empty``: nothing -> a value of any numbers, to paste into;
 * ``sink``: tile -> sink accumulator ``sink``, reducing by its ``how`` over rows and ``axes`` (rows-first, 0 included). No output;
 * ``matmul_sink``: (tile x, tile y) -> sink accumulator ``sink``: adds ``dot_general(x, y)`` over ``x_contract``/``y_contract``
-  (rows-first dimensions, 0 included) and ``x_batch``/``y_batch``, accumulated in the sink's dtype. No output: a weight gradient;
+  (rows-first dimensions, 0 included) and ``x_batch``/``y_batch``, accumulated in the sink's dtype. No output: a weight gradient.
+  A ``sink`` or a ``matmul_sink`` may have numbers of loops behind its operands, with ``dims``, ``steps`` and ``sizes`` as a
+  ``load_slice``: it then folds into that part of the accumulator only;
 * ``sink_at``: (value, index) -> sink accumulator ``sink`` of shape ``[n, *row]``; an integer index tile of row shape s says for
   every ``row`` of the value, a tile of row shape ``(*s, *row)``, where it is folded in by the sink's ``how``. Indices below 0 or
   beyond n - 1 are dropped. ``sorted`` promises that, in the order of the stream, the others never decrease; where the promise is
@@ -155,6 +160,9 @@ class SinkType:
 
     ``array``: the output array it is written to, converted to that array's dtype. What nothing is folded into holds the identity of
     ``how``: 0, 1, or for max and min the lowest and the highest number of the dtype (the infinities of a float).
+
+    Where the array has row strides there is one accumulator for each batch, folded over its tiles (the gradient of the keys of an
+    attention head). ``sink`` and ``matmul_sink`` may fold into such a one.
     """
 
     how: str

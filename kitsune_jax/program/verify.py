@@ -20,8 +20,8 @@ from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.ops.verify import verify_op
 from kitsune_jax.program import instructions
-from kitsune_jax.program.instructions import Wrong, need, told
-from kitsune_jax.program.ir import SINKS, WITHIN, ArrayType, Block, Instr, Program, TileProgram, TileType, walk
+from kitsune_jax.program.instructions import FOLDED, Wrong, need, told
+from kitsune_jax.program.ir import SINKS, WITHIN, ArrayType, Block, Instr, Program, SinkType, TileProgram, TileType, walk
 from kitsune_jax.program.schedule import check_deadlock_free
 from kitsune_jax.streams.space import dim_strides
 
@@ -76,11 +76,7 @@ def _tile_program(program: TileProgram, lookahead: int) -> None:
         kept = [n for n, stride in zip(program.axes, array.row_strides, strict=False) if not stride]
         need(not array.streamed or math.prod(kept) <= 1, f"output {k}: several rows lie in one place")
     for k, sink in enumerate(program.sinks):
-        need(sink.how in FOLDS, f"sink {k}: how is {sink.how!r}")
-        need(0 <= sink.array < len(program.outputs), f"sink {k}: there is no output {sink.array}")
-        out = program.outputs[sink.array]
-        whole = not out.streamed and not out.row_strides and out.shape == sink.shape
-        need(whole, f"sink {k} of {list(sink.shape)}: output {sink.array} is {out.dtype}{list(out.shape)} and may depend on no row")
+        _sink(program, sink, f"sink {k}")
     defined: set[int] = set()
     for v, _ in program.literals:
         need(
@@ -97,6 +93,19 @@ def _tile_program(program: TileProgram, lookahead: int) -> None:
     except TypeError as error:
         raise Wrong(str(error)) from None
     need(stuck is None, f"the stages wait for each other: {stuck}")
+
+
+def _sink(program: TileProgram, sink: SinkType, name: str) -> None:
+    need(sink.how in FOLDS, f"{name}: how is {sink.how!r}")
+    need(0 <= sink.array < len(program.outputs), f"{name}: there is no output {sink.array}")
+    out = program.outputs[sink.array]
+    told = f"{name} of {list(sink.shape)}: output {sink.array} is {out.dtype}{list(out.shape)}"
+    need(not out.streamed and out.loaded.shape == sink.shape, f"{told} and may depend on no row")
+    if out.row_strides:  # one for each batch
+        real = [d in out.dims for d, n in enumerate(out.shape) if n > 1]
+        together = real == sorted(real)
+        apart = all(stride or n <= 1 for n, stride in zip(program.axes[: program.batch_axes], out.row_strides, strict=False))
+        need(together and apart, f"{told}, in which the sums of a batch do not lie together, or those of several in one place")
 
 
 def _order(program: TileProgram) -> None:
@@ -197,6 +206,14 @@ class _Bodies:
         if instr.kind in ("load_slice", "store_slice"):
             self._slice(instr, loops)
             return
+        if instr.kind in FOLDED and instr.get("dims") is not None and 0 <= instr["sink"] < len(self.program.sinks):
+            shape = self.program.sinks[instr["sink"]].shape
+            self._cut(instr, instr.inputs[FOLDED[instr.kind] :], shape, range(len(shape)), loops)
+        if instr.kind in ("cut", "paste"):
+            count, shape = loops.get(instr.inputs[-1], -1), self.program.values[instr.inputs[0]].shape
+            need(count >= 0, f"%{instr.inputs[-1]} is no number of a loop around it")
+            fits = not shape or (count <= shape[0] if instr.kind == "cut" else count == shape[0])
+            need(fits, f"the loop counts to {count}, and the value is {self.program.values[instr.inputs[0]]}")
         ins, outs = self._types(instr.inputs), [self.program.values[v] for v in instr.outputs if v < len(self.program.values)]
         rule = instructions.RULES.get(instr.kind)
         if rule is None:
@@ -210,20 +227,30 @@ class _Bodies:
         arrays = self.program.inputs if loading else self.program.outputs
         need(0 <= instr["array"] < len(arrays), f"there is no array {instr['array']}")
         array, numbers = arrays[instr["array"]], instr.inputs if loading else instr.inputs[1:]
-        dims, steps, sizes = instr["dims"], instr["steps"], instr["sizes"]
-        need(len(numbers) == len(dims) == len(steps) == len(sizes), "it needs a dimension, a step and a size for each number")
         kept = array.dims if array.row_strides else tuple(range(len(array.shape)))
-        need(len(set(dims)) == len(dims) and set(dims) <= set(kept), f"dimensions {dims}: those that do not stream are {kept}")
-        for v, d, step, size in zip(numbers, dims, steps, sizes, strict=True):
-            first, last, gaps = self._reach(v, step, size, loops)
-            inside = first >= 0 and last <= array.shape[d]
-            need(inside, f"elements {first} to {last} of dimension {d}, which has {array.shape[d]}")
+        for d, first, last in self._cut(instr, numbers, array.shape, kept, loops):
             if not loading:
-                self.slices.setdefault(instr["array"], {}).setdefault(d, []).append((first, first if gaps else last))
-        extent = dict(zip(dims, sizes, strict=True))
+                self.slices.setdefault(instr["array"], {}).setdefault(d, []).append((first, last))
+        extent = dict(zip(instr["dims"], instr["sizes"], strict=True))
         made = TileType(array.streamed, tuple(extent.get(d, array.shape[d]) for d in kept), array.dtype)
         got = self._types(instr.outputs if loading else instr.inputs[:1])
         need(got == [made], f"the slice is {made}, not {told(got)}")
+
+    def _cut(
+        self, instr: Instr, numbers: Sequence[int], shape: Sequence[int], kept: Sequence[int], loops: Mapping[int, int]
+    ) -> list[tuple[int, int, int]]:
+        """The dimensions that ``instr`` cuts by ``numbers``, all of them among ``kept``: each with the first element that is cut
+        out, and the one behind the last that is reached without a gap, over all iterations."""
+        dims, steps, sizes = instr["dims"], instr["steps"], instr["sizes"]
+        need(len(numbers) == len(dims) == len(steps) == len(sizes), "it needs a dimension, a step and a size for each number")
+        fit = len(set(dims)) == len(dims) and set(dims) <= set(kept)
+        need(fit, f"dimensions {dims}: those that do not stream are {tuple(kept)}")
+        found = []
+        for v, d, step, size in zip(numbers, dims, steps, sizes, strict=True):
+            first, last, gaps = self._reach(v, step, size, loops)
+            need(first >= 0 and last <= shape[d], f"elements {first} to {last} of dimension {d}, which has {shape[d]}")
+            found.append((d, first, first if gaps else last))
+        return found
 
     def _reach(self, number: int, step: int, size: int, loops: Mapping[int, int]) -> tuple[int, int, bool]:
         """The first element that a slice cuts, the one behind the last, over all iterations, and whether it leaves gaps."""

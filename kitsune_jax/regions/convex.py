@@ -197,7 +197,8 @@ def _is_maker(index: GraphIndex, sp: Spread, i: int) -> bool:
 def _partial_outputs(index: GraphIndex, sp: Spread, group: tuple[int, ...], all_axes: frozenset[int]) -> set[int]:
     """Ops whose streamed output is needed outside but can't be stored: it does not depend on every axis."""
     _, outs = _border(index, sp, group)
-    return {index.producers[v] for v in outs if v in sp.labels and streamed_axes(sp.labels[v]) != all_axes}
+    partial = {index.producers[v] for v in outs if v in sp.labels and streamed_axes(sp.labels[v]) != all_axes}
+    return partial.difference(sp.sinks)  # a sink has one sum for each batch
 
 
 def region_of(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:

@@ -12,6 +12,7 @@ could run through an op only the most promising one is tried.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 
 from kitsune_jax.graph import Graph
@@ -21,9 +22,25 @@ from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds
 from kitsune_jax.streams.space import DimLabels, StreamSpace
 
+# Ops no region starts from: they only move data, or make it.
+NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type"})
 # How often ops may be looked at while spreads are made, at least and for each op of the graph. An MLP takes 4 to 8 an op; 15
 # message-passing steps, a region or two each, would take 37, and give the same regions with 10.
 _LEAST_LOOKS, _LOOKS = 10_000, 10
+
+
+def seed_order(graph: Graph, ops: Collection[int]) -> list[int]:
+    """Those of ``ops`` that a region may start from: products first, and what has most work of either."""
+
+    def work(i: int) -> tuple[int, float]:
+        op = graph.ops[i]
+        out = math.prod(graph.values[op.outputs[0]].shape)
+        if op.kind == "dot_general":
+            shape = graph.values[op.inputs[0]].shape
+            return (1, 2.0 * out * math.prod(shape[d] for d in op["lhs_contract"]))
+        return (0, float(out))
+
+    return sorted((i for i in ops if graph.ops[i].kind not in NEVER_SEEDS), key=lambda i: (*(-w for w in work(i)), i))
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,10 +55,17 @@ class Kept:
 
 
 class Spreads:
-    """``spread(seed, barred)`` makes one, of ops that no region has (``free``)."""
+    """``spread(seed, barred)`` makes one, of ops that no region has (``free``). ``few``: see ``candidate_seeds``."""
 
-    def __init__(self, index: GraphIndex, order: Order, free: Collection[int], spread: Callable[[Seed, Mapping[int, str]], Spread]):
-        self.index, self.order, self.free, self._spread = index, order, free, spread
+    def __init__(
+        self,
+        index: GraphIndex,
+        order: Order,
+        free: Collection[int],
+        spread: Callable[[Seed, Mapping[int, str]], Spread],
+        few: bool = False,
+    ):
+        self.index, self.order, self.free, self._spread, self._few = index, order, free, spread, few
         self._budget = max(_LEAST_LOOKS, _LOOKS * len(index.graph.ops))
         self._chosen = 0
         self._kept: list[Kept] = []
@@ -49,7 +73,7 @@ class Spreads:
     def seeds(self, op: int) -> list[Seed]:
         """``candidate_seeds`` of ``op``, as many as the budget allows: the first one with batch axes and the first without, at
         least."""
-        seeds = candidate_seeds(self.index.graph, op)
+        seeds = candidate_seeds(self.index.graph, op, self.index.producers if self._few else None)
         if self._budget > 0:
             return seeds
         return [s for s in seeds if s.batch][:1] + [s for s in seeds if not s.batch][:1]

@@ -37,6 +37,7 @@ def loop_regions(
     sums = {j for j in readers if as_step(graph.ops[i], graph.ops[j]) is not None}
     members |= sums
     seen: set[Region] = set()
+    summed = False
     for seed in _seeds(graph, i):
         sp = spread(seed, members)
         if apart := sums.intersection(sp.ops).difference(sp.sinks):  # sums over the steps alone, which have all rows
@@ -48,8 +49,11 @@ def loop_regions(
                 seen.add(region)
                 labels = region.label_of()
                 made = {v for j in sums & set(region.ops) for v in graph.ops[j].outputs}
-                yield region if all(v in labels or v in made for v in region.outputs) else _SAME
-    yield _one_row(index, i)
+                yields = all(v in labels or v in made for v in region.outputs)
+                yield region if yields else _SAME
+                summed |= yields and bool(made)
+    if not summed:  # else another stream would leave arrays of all steps behind, of which the sums are made
+        yield _one_row(index, i)
 
 
 def _makes(graph: Graph, i: int) -> bool:

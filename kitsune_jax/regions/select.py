@@ -10,30 +10,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.regions.between import between
 from kitsune_jax.regions.calls import Chosen, anchored_call
 from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
 from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex
-from kitsune_jax.regions.known_spreads import Spreads
+from kitsune_jax.regions.in_place import updated_in_place
+from kitsune_jax.regions.known_spreads import NEVER_SEEDS, Spreads, seed_order
 from kitsune_jax.regions.loops import loop_regions
 from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import Pass, cuts_of
 from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, gained_apart, pays, seconds_gained
 from kitsune_jax.regions.recompute import recompute
-from kitsune_jax.streams import Region, Seed, Spread, is_batched, spread
+from kitsune_jax.streams import Region, Seed, Spread, has_few_rows, is_batched, spread
 from kitsune_jax.streams.propagate import Wiring
 
 _LEFT_ASIDE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
 _OWN_BODY = "a loop left to XLA, its body is pipelined on its own"
-# Ops no region starts from: they only move data, or make it.
-_NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +64,7 @@ def select(
     force: bool,
     several_phases: bool = False,
     recomputes: bool = False,
+    few_rows: bool = False,
     together: Together = _as_they_are,
     merges: int = 1,
     failed: Failed = _raised,
@@ -73,11 +73,11 @@ def select(
 
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
     ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
-    or why not. ``recomputes``: regions may compute again what they would read of others. ``merges``: calls that follow each other
-    may become one of so many phases. ``failed``: called with an error of forming one region, which costs that region only, unless
-    it raises.
+    or why not. ``recomputes``: regions may compute again what they would read of others. ``few_rows``: products of few rows stream
+    over what they contract (``regions.between``). ``merges``: calls that follow each other may become one of so many phases.
+    ``failed``: called with an error of forming one region, which costs that region only, unless it raises.
     """
-    return _Selector(graph, supports, planner, force, several_phases, recomputes, together, merges, failed).run()
+    return _Selector(graph, supports, planner, force, several_phases, recomputes, few_rows, together, merges, failed).run()
 
 
 class _Selector:
@@ -89,29 +89,33 @@ class _Selector:
         force: bool,
         several_phases: bool,
         recomputes: bool,
+        few_rows: bool,
         together: Together,
         merges: int,
         failed: Failed,
     ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
-        self.recomputes, self.together, self.merges, self.failed = recomputes, together, merges, failed
+        self.recomputes, self.few_rows, self.together, self.merges, self.failed = recomputes, few_rows, together, merges, failed
         self.index = GraphIndex.of(graph)
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
         self.wiring = Wiring(graph)
-        self.free = {i for i in self.index.live if graph.ops[i].kind != "opaque" and graph.ops[i].body is None}
-        self.spreads = Spreads(self.index, self.order, self.free, lambda seed, barred: self._spread(seed, self.free, barred))
+        self.why = updated_in_place(graph)
+        free = {i for i in self.index.live if graph.ops[i].kind != "opaque" and graph.ops[i].body is None}
+        self.free = free - self.why.keys()
+        self.spreads = Spreads(
+            self.index, self.order, self.free, lambda seed, barred: self._spread(seed, self.free, barred), few_rows
+        )
         self.plans: dict[Region, Plan | str] = {}
         self.asked: dict[int, tuple[Region, Plan | str]] = {}
         self.parted: dict[int, tuple[Region, tuple[Region, Plan | str]]] = {}
         self.cut: dict[Region, tuple[int, list[Chosen]]] = {}  # the best cut of a region, by how many were chosen then
-        self.why: dict[int, str] = {}
         self.chosen: list[Chosen] = []
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
 
     def run(self) -> Selection:
         self._choose_loops()
-        seeds = self._seed_order()
+        seeds = seed_order(self.graph, self.free.difference(self.index.again))
         products = [i for i in seeds if self.graph.ops[i].kind == "dot_general"]
         self._choose(products)
         # Followers come before regions of vector work only, because an update belongs to the call that makes its gradient.
@@ -226,25 +230,18 @@ class _Selector:
         self.chosen = [Chosen.of([pair, *c.planned[1:]]) for c, pair in zip(self.chosen, found, strict=True)]
 
     def _merge(self) -> None:
+        """Make one call of several, with what stands between the calls of a token that is generated."""
         try:
-            self.chosen = merged(self.index, self.chosen, self.together, self.merges)
+            found: list[Chosen] = []
+            if self.few_rows and not self.force:
+                found = between(self.index, self.chosen, self.order, self.free, self.supports, lambda r: self._plan_of(r)[0])
+            calls = merged(self.index, [*self.chosen, *found], self.together, self.merges)
+            self.chosen = [c for c in calls if c not in found or pays(c.plan)]
         except Exception as error:
             self.failed(error, sorted(i for c in self.chosen for i in c.ops))
 
     def _spread(self, seed: Seed, free: Container[int], barred: Mapping[int, str] | None = None) -> Spread:
         return spread(self.graph, seed, free, self.supports, self.wiring, barred)
-
-    def _seed_order(self) -> list[int]:
-        def work(i: int) -> tuple[int, float]:
-            op = self.graph.ops[i]
-            out = math.prod(self.graph.values[op.outputs[0]].shape)
-            if op.kind == "dot_general":
-                shape = self.graph.values[op.inputs[0]].shape
-                return (1, 2.0 * out * math.prod(shape[d] for d in op["lhs_contract"]))
-            return (0, float(out))
-
-        ops = [i for i in self.free if self.graph.ops[i].kind not in _NEVER_SEEDS and i not in self.index.again]
-        return sorted(ops, key=lambda i: (*(-w for w in work(i)), i))
 
     def _best_from(self, seed_op: int) -> tuple[Chosen | None, set[int]]:
         """The best region around ``seed_op``, and the ops that need not be tried as seeds again."""
@@ -334,8 +331,9 @@ class _Selector:
         smaller."""
         gain = seconds_gained(c.plan)
         if self.force:
-            ops = sum(self.graph.ops[i].kind not in _NEVER_SEEDS for i in c.region.ops)  # those that compute something
-            return (not any(self._splits_layer(i) for i in c.region.sinks), float(ops), gain)
+            ops = sum(self.graph.ops[i].kind not in NEVER_SEEDS for i in c.region.ops)  # those that compute something
+            splits = not c.region.space.batch and any(self._splits_layer(i) for i in c.region.sinks)
+            return (not splits, float(ops), gain)
         return (True, gain, float(len(c.region.ops)))
 
     def _splits_layer(self, i: int) -> bool:
@@ -370,9 +368,11 @@ class _Selector:
         for i in region.ops:
             if speedup > self.closest.get(i, 0.0):
                 self.closest[i], self.why[i] = speedup, text
-        # Products of a batch may stream in another way, with keys and values that lie still.
+        # Products of a batch may stream in another way, with keys and values that lie still; products of few rows in ways of their
+        # own.
         batched = set() if region.space.batch else {i for i in region.ops if i != seed_op and is_batched(self.graph, i)}
-        return None, set(region.ops) - batched
+        few = {i for i in region.ops if self.few_rows and i != seed_op and has_few_rows(self.graph, self.index.producers, i)}
+        return None, set(region.ops) - batched - few
 
     def _plan_of(self, region: Region) -> tuple[Plan | str, bool]:
         """The plan of ``region``, or why it has none; and whether this is the first time that it is asked for.

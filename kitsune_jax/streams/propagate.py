@@ -23,6 +23,9 @@ from kitsune_jax.streams.seeds import Seed
 from kitsune_jax.streams.space import DimLabels, StreamSpace
 
 _FOLDING = frozenset({"dot", "reduce", "argreduce", "cumulative"})
+_BY_BATCH = frozenset({"dot", "reduce"})  # families whose sinks may have one sum for each batch
+_STREAMED_SUM = "a reduction over the stream has a streamed result"
+_WAITS = "it waits for sums over the rows of the stream"
 _FUNCTION = 9  # operations of an elementary function
 Labels = dict[int, list[tuple[int, ...]]]
 
@@ -163,7 +166,9 @@ class _Spreader:
                         sinks.append(i)
                 else:
                     stops[i] = why
-                    if i in spreading:
+                    readers = self._readers_of_sum(i, labels, spreading, barred) if why == _STREAMED_SUM else ()
+                    tainted.update(dict.fromkeys(readers, _WAITS))
+                    if i in spreading and not readers:
                         tainted[i] = why
             if not tainted:
                 touched = {v for i in members for v in self.wiring[i].operands}
@@ -171,6 +176,15 @@ class _Spreader:
                 return Spread(self.space, final, tuple(members), tuple(sinks), stops, tuple(rounds), self.looks)
             barred.update(tainted)
             rounds.append(({v: tuple(axes) for v, axes in labels.items()}, dict(barred)))
+
+    def _readers_of_sum(self, i: int, labels: Labels, spreading: Container[int], barred: Container[int]) -> list[int]:
+        """The ops that have sums over the rows of each batch, which ``i`` makes, stream along the rows of something else: an
+        attention's gradients by queries, keys and values, where all are made of the same tokens."""
+        rows = range(self.space.batch, len(self.sizes))
+        if not self.space.batch or OPS[self.graph.ops[i].kind].family not in _BY_BATCH:
+            return []
+        made = [v for v in self.graph.ops[i].outputs if any(a in rows for axes in labels.get(v, ()) for a in axes)]
+        return [j for v in made for j in self.wiring.touching(v) if j != i and j in spreading and j not in barred]
 
     def _flood(
         self, seed: int, seed_labels: list[tuple[int, ...]], barred: dict[int, str]
@@ -258,10 +272,15 @@ class _Spreader:
             # A dot that contracts the stream is a sink, and both of its operands stream (in a backward pass one is a residual).
             if role == "parallel" or (role == "contracted" and len(members) > 1):
                 implied.append((found, members))
-        if contracted and len(contracted) != len(self.sizes):
+        if contracted and not self._folds_all(op, contracted):
             return "reduces over a part of the stream axes", False, []
         why_not = self._of_a_batch(wired, op, labels, implied) or self._check_operands(wired, op, labels, implied, bool(contracted))
         return why_not, bool(contracted), implied
+
+    def _folds_all(self, op: Op, contracted: set[int]) -> bool:
+        """Does the op fold the whole stream, or all rows of each batch?"""
+        rows = set(range(self.space.batch, len(self.sizes)))
+        return len(contracted) == len(self.sizes) or (contracted == rows and OPS[op.kind].family in _BY_BATCH)
 
     def _of_a_batch(self, wired: _Wired, op: Op, labels: Labels, implied: Implied) -> str | None:
         """Is the op none of a stream with batch axes? What runs over batch axes only is made outside, and lies still while a batch
@@ -290,9 +309,22 @@ class _Spreader:
             streams = self._with(labels, implied, op.inputs)  # an index streams because what it places does
             if why := wired.alone(op, [self._dims(v, streams) for v in op.inputs]):
                 return f"{op.label or op.kind}: {why}"
-        if sink and any(v in labels and any(labels[v]) for v in op.outputs):
-            return "a reduction over the stream has a streamed result"
+        if sink:
+            streams = self._with(labels, implied, op.outputs)
+            return next((wrong for v, dims in streams.items() if (wrong := self._folded(v, dims))), None)
         return None
+
+    def _folded(self, v: int, dims: list[tuple[int, ...]]) -> str | None:
+        """Can a sink have the result ``v``, whose dimensions stream so? That of a sum for each batch runs over all batch axes."""
+        axes = [a for mine in dims for a in mine]
+        if not axes:
+            return None
+        if max(axes) >= self.space.batch:
+            return _STREAMED_SUM
+        if any(n > 1 and a not in axes for a, n in enumerate(self.sizes[: self.space.batch])):
+            return "several batches would add to the same sums"
+        kept = [not mine for mine, n in zip(dims, self.graph.values[v].shape, strict=True) if n > 1]
+        return None if kept == sorted(kept) else "the sums of a batch would not lie together"
 
     def _with(self, labels: Labels, implied: Implied, values: Iterable[int]) -> Labels:
         """The labels of ``values`` with what an op implies for them."""

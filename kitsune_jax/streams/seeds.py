@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
 
 # Products of a batch with fewer results than this are no attention: all of a batch is one row.
 _LARGE_BATCH = 64 * 64
+FEW_ROWS = 4  # of a product that takes as long as its weight takes to arrive
+_LARGE_WEIGHT = 64 * 64  # elements
+_MOVED = frozenset({"reshape", "transpose", "convert_element_type", "copy"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,8 +28,10 @@ class Seed:
     batch: int = 0
 
 
-def candidate_seeds(graph: Graph, op_index: int) -> list[Seed]:
-    """Ways in which the stream could run through an op, most promising first.
+def candidate_seeds(graph: Graph, op_index: int, producers: Mapping[int, int] | None = None) -> list[Seed]:
+    """Ways in which the stream could run through an op, most promising first. Where ``producers`` are given, a product of a few
+    rows streams over what it contracts, or over the columns of its weight, and one of a batch of those over the batch; not over
+    the rows.
 
     A dot streams over the free dimensions of either side (the other side is then stationary, or, where the dot has batch
     dimensions, stationary for each batch), or, where they are the longest, over the contracted ones (it is a sink then); anything
@@ -47,6 +53,10 @@ def candidate_seeds(graph: Graph, op_index: int) -> list[Seed]:
         contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
         if op["lhs_contract"] and contracted >= max(size for size, _, _ in sides):
             seeds.append(Seed(op.inputs[0], tuple(op["lhs_contract"])))
+        if producers is not None and has_few_rows(graph, producers, op_index):
+            batch = range(len(op["lhs_batch"]))
+            seeds = [Seed(op.outputs[0], tuple(batch)) if batch else Seed(op.inputs[0], tuple(op["lhs_contract"]))]
+            sides = [max(sides)]
         for _, v, free in sorted(sides, key=lambda s: -s[0]):
             for k in range(len(free), 0, -1):
                 seeds.append(Seed(v, tuple(free[:k])))
@@ -67,6 +77,26 @@ def candidate_seeds(graph: Graph, op_index: int) -> list[Seed]:
     return [
         s for s in dict.fromkeys(_without_ones(graph, s) for s in seeds) if all(graph.values[s.value].shape[d] > 0 for d in s.dims)
     ]
+
+
+def has_few_rows(graph: Graph, producers: Mapping[int, int], op_index: int) -> bool:
+    """Is the op a product of a few rows with a weight (or, for each of a batch, with a matrix of its own) that lies in memory?
+
+    What is computed of many rows may have few columns: such a product streams with what makes its rows.
+    """
+    op = graph.ops[op_index]
+    if op.kind != "dot_general" or not op["lhs_contract"]:
+        return False
+    (out,) = op.outputs
+    batch = math.prod(graph.values[out].shape[: len(op["lhs_batch"])])
+    rows, matrix = sorted(op.inputs, key=lambda v: graph.values[v].size)
+    x, y = graph.values[rows].size, graph.values[matrix].size
+    while (made_by := producers.get(matrix)) is not None and graph.ops[made_by].kind in _MOVED:
+        matrix = graph.ops[made_by].inputs[0]
+    if made_by is not None and graph.ops[made_by].kind not in ("opaque", "dynamic_update_slice"):
+        return False
+    contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
+    return 0 < x <= FEW_ROWS * contracted * batch and y >= _LARGE_WEIGHT * batch
 
 
 def is_batched(graph: Graph, op_index: int) -> bool:

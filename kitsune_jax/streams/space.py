@@ -46,7 +46,8 @@ class Region:
     (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs). The
     result of a maker (a broadcast, an iota: an op without streamed inputs) is never among the outputs: ops outside that read it
     compute it again.
-    ``sinks``: the ops of the region that reduce over the whole stream space; their outputs are stationary. ``again``: ops of the
+    ``sinks``: the ops of the region that reduce over the whole stream space, whose outputs are stationary, or over all rows of each
+    batch, whose outputs run over the batch axes. ``again``: ops of the
     region that others may compute as well, because that is cheaper than to store what they make; their results are no outputs.
     """
 

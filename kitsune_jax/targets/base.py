@@ -28,10 +28,12 @@ class Target(abc.ABC, Generic[M]):
     """``name``: what users and options call it. ``platform``: that of the devices whose machine models it is planned for ("cpu",
     "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``most_merged``: regions that
     follow each other become phases of one call, at most so many. ``recomputes``: a call may compute again what it would read of
-    another one (``regions.recompute``). ``divides_gradients``: the weight gradient of a concatenation is captured as a product for
-    each part. ``sums_online``: it has code for the sums of ``ops.online``. ``runs_loops``: it has code for the loops of a
-    graph. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several threads. ``M``: its machine
-    models.
+    another one (``regions.recompute``). ``repeats_products``: its calls make arrays that are much larger than what they are made of
+    block by block, so a backward pass may make them again (``repeats``). ``divides_gradients``: the weight gradient of a
+    concatenation is captured as a product for each part. ``sums_online``: it has code for the sums of ``ops.online``.
+    ``runs_loops``: it has code for the loops of a graph. ``few_rows``: products of a few rows may stream over what they contract,
+    so that all workers read the weight. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several
+    threads. ``M``: its machine models.
     """
 
     name: str
@@ -39,9 +41,11 @@ class Target(abc.ABC, Generic[M]):
     runs_phases: bool = False
     most_merged: int = 1
     recomputes: bool = False
+    repeats_products: bool = False
     divides_gradients: bool = False
     sums_online: bool = False
     runs_loops: bool = False
+    few_rows: bool = False
     compiles: bool = False
 
     @abc.abstractmethod

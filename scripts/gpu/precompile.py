@@ -109,6 +109,9 @@ def jobs(dry_run: bool, only: str) -> list[Job]:
             (f"benchmark {app} {dtype} {rows}", functools.partial(benchmark_kernels, app, dtype, rows))
             for app, dtype, rows in reversed(runs(train=False, dry_run=False))
         ]
+        from scripts.gpu.attention import SIZES, compile_size
+
+        found += [(size.name, functools.partial(compile_size, size)) for size in SIZES]
         found.append(("microbenchmarks", micro_kernels))
     chosen = programs(dry_run, "planned" if dry_run else only)
     if not dry_run:

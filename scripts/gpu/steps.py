@@ -66,6 +66,7 @@ def steps(python: str, folder: Path, dry_run: bool) -> list[Step]:
         shards("correctness", 200),
         check("training", 150),
         check("benchmarks", 240, *measured),
+        check("attention", 150),
         Step("train-benchmarks", 150, (recorded("train-benchmarks", "benchmarks", "--train", *measured),)),
         check("micro", 90),
     ]

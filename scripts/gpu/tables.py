@@ -23,6 +23,8 @@ def main() -> int:
             "## Goals of the applications over graphs, tables and sequences",
             goals.markdown(r for _, records in found for r in records),
         ]
+    if findings := results.findings_of(folder, "attention"):
+        parts += ["## Attention beside cuDNN", goals.attention_markdown(findings)]
     trouble = results.write(folder / "tables.md", "\n\n".join(parts) + "\n")
     print(trouble or "tables.md")
     return 1 if trouble else 0

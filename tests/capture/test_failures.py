@@ -80,7 +80,7 @@ def test_a_call_that_cannot_be_opened_stays_one(monkeypatch: Any) -> None:
     def f(x: Any) -> Any:
         return jax.nn.relu(jnp.sin(x)) * 2  # relu is a custom_jvp_call within a jit
 
-    monkeypatch.setattr("kitsune_jax.capture.jaxpr._why_not_inlined", lambda eqn: 1 // 0)
+    monkeypatch.setattr("kitsune_jax.capture.jaxpr.why_not_inlined", lambda eqn: 1 // 0)
     c = captured(f, X)
     assert [op.kind for op in c.graph.ops] == ["sin", "opaque", "mul"]
     assert "ZeroDivisionError" in c.failures[0].reason

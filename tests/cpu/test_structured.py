@@ -13,6 +13,7 @@ import pytest
 from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets import cpu
+from tests.support.batch_sums import BATCH_SUMS
 from tests.support.bytecode_sim import simulate
 from tests.support.irregular import IRREGULAR, ordered_segments
 from tests.support.lowered import plain
@@ -63,6 +64,15 @@ def check(case: Case, seed: int = 0) -> None:
 @pytest.mark.parametrize("name", [*CASES, *IRREGULAR, *ONLINE_CASES])
 def test_case(name: str) -> None:
     check({**CASES, **IRREGULAR, **ONLINE_CASES}[name]())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("name", BATCH_SUMS)
+def test_sums_of_batches(name: str, workers: int) -> None:
+    """Where strands end with batches, and where several share one: the number of workers that a plan counts on decides."""
+    case = BATCH_SUMS[name]()
+    program = dataclasses.replace(case.program.parts[0].program, workers=workers)
+    check(dataclasses.replace(case, program=Program.of(program)))
 
 
 @pytest.mark.parametrize("name", [*IRREGULAR, *ONLINE_CASES])

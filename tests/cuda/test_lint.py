@@ -305,6 +305,25 @@ def test_what_only_some_threads_write_differs() -> None:
     assert skips(*branch, f"@P1 {PRODUCT}") == [(6, 6)]
 
 
+@pytest.mark.parametrize(
+    "between, predicate, differs",
+    [
+        ((), "@P0", False),
+        ((), "@!P0", True),  # those threads have not written it
+        ((), "", True),
+        (("ISETP.NE.AND P0, PT, R7, RZ, PT",), "@P0", True),  # the predicate is another one
+        (("@P0 IADD3 R4, R0, R4, RZ",), "@P0", True),
+        (("@P0 IADD3 R4, R4, 0x1, RZ",), "@P0", False),
+    ],
+)
+def test_what_is_written_and_read_under_one_predicate(between: tuple[str, ...], predicate: str, differs: bool) -> None:
+    """A register that had a number of the thread's, and gets one that is equal under a predicate that is equal."""
+    equal = ("S2R R7, SR_CTAID.X", "ISETP.GT.AND P0, PT, R7, RZ, PT", "MOV R5, RZ")
+    lines = (TID, "MOV R4, R0", *equal, "@P0 MOV R4, R7", *between, f"{predicate} IADD3 R5, R4, 0x1, RZ".strip())
+    last = ("ISETP.NE.AND P1, PT, R5, RZ, PT", f"@P1 {PRODUCT}")
+    assert skips(*lines, *last) == ([(len(lines) + 1,) * 2] if differs else [])
+
+
 def test_no_code_is_no_finding() -> None:
     assert in_flight(flow(())) == InFlight((), (), False, 0, 0, 0)
     assert skipped(flow(())) == ()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.program.build import assemble
+from kitsune_jax.program.assemble import assemble
 from kitsune_jax.program.ir import Program
 from kitsune_jax.program.verify import verify
 from kitsune_jax.targets.cuda import call_parts, sources

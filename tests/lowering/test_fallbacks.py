@@ -142,7 +142,7 @@ def test_followers_that_fail_leave_the_region(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_loop_body_that_fails_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_the_body(captured: Any, *_: Any) -> bool:
+    def in_the_body(captured: Any, *_: Any, **__: Any) -> bool:
         return all(op.label != "scan" for op in captured.graph.ops)
 
     monkeypatch.setattr(lowering, "settled", failing(lowering.settled, in_the_body))

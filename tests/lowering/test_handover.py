@@ -281,7 +281,7 @@ def test_kernels_of_both_passes_agree_with_float64(dtype: Any) -> None:
 
 
 def test_a_defect_of_the_choice_costs_bytes_and_not_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("on purpose")
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:

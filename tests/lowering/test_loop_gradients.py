@@ -163,17 +163,36 @@ def test_residual_options(residuals: str) -> None:
     check(jax.grad(of(lstm), argnums=(3, 4, 5)), *lstm_arguments(), residuals=residuals)
 
 
-def test_square_root_checkpointing() -> None:
-    """Nested loops: what the inner one hands to its gradient is no array of all steps, so XLA runs the outer one."""
+def checkpointed(w: Any, h: Any, xs: Any) -> Any:
+    """A loop over groups of steps; the backward pass goes through the steps of a group again."""
 
-    def model(w: Any, h: Any, xs: Any) -> Any:
+    @jax.checkpoint
+    def outer(h: Any, group: Any) -> Any:
+        return lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), h, group)
+
+    return lax.scan(outer, h, xs)[0]
+
+
+@pytest.mark.parametrize("rows, groups, steps", [(17, 3, 4), (1, 2, 5), (67, 4, 1), (5, 1, 3)])
+def test_square_root_checkpointing(rows: int, groups: int, steps: int) -> None:
+    """Nested loops are one pipeline, forwards and backwards; the sums of the inner loop's weights are added up in it."""
+    args = 0.5 * normal(6, 6), normal(rows, 6), normal(groups, steps, rows, 6)
+    report = check(jax.grad(of(checkpointed), argnums=(0, 1, 2)), *args, tolerance=5e-5)
+    one_stream_has(report, 3)
+
+
+def test_square_root_checkpointing_of_an_lstm() -> None:
+    def model(xs: Any, *rest: Any) -> Any:
+        h, c, w, u, b = rest
+
         @jax.checkpoint
-        def outer(h: Any, group: Any) -> Any:
-            return lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), h, group)
+        def group(state: Any, xs: Any) -> Any:
+            return lstm(xs, *state, w, u, b)
 
-        return lax.scan(outer, h, xs)[0]
+        return lax.scan(group, (h, c), xs.reshape(2, 3, *xs.shape[1:]))
 
-    check(jax.grad(of(model), argnums=(0, 1, 2)), 0.5 * normal(6, 6), normal(17, 6), normal(3, 4, 17, 6), tolerance=5e-5)
+    report = check(jax.grad(of(model), argnums=(0, 1, 2, 3, 4, 5)), *lstm_arguments())
+    one_stream_has(report, 6, 1)
 
 
 def test_second_derivatives() -> None:

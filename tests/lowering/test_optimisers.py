@@ -460,7 +460,7 @@ def test_the_parser_survives_any_damage() -> None:
         damaged[rng.integers(4, len(words))] = rng.choice([-1, 0, 1, 2, 255, 1 << 20, 1 << 62, rng.integers(1 << 40)])
         damaged[3] = zlib.crc32(damaged[4:].astype("<i8").tobytes())
         rejected += _cpu.validate(damaged) != ""  # most words lie in a program that has a checksum of its own
-    assert rejected > 150  # the other half are numbers that may be anything, or are not read: constants, a fourth operand
+    assert rejected > 200  # the others are numbers that may be anything: constants, strides that stay inside their arrays
 
 
 # --- random steps -----------------------------------------------------------------------------------------------------------------

@@ -66,6 +66,28 @@ def test_scan_inside_shard_map() -> None:
     close(f(X, W1, W2), in_float64(scanned, X, W1, W2))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("force", [True, False])
+def test_the_gradient_of_a_loop_inside_shard_map(check_vma: bool, force: bool) -> None:
+    """Sums of weights' gradients leave the loop and are added up over the mesh; a loop that is left to XLA is as it was."""
+
+    def recurrent(x: Any, w: Any, u: Any) -> Any:
+        def step(h: Any, x: Any) -> Any:
+            h = jnp.tanh(x @ w + h @ u)
+            return h, h
+
+        return jax.lax.scan(step, jnp.zeros((x.shape[1], u.shape[0]), x.dtype) * x[0, :, :1], x)[1]
+
+    args = arrays(3, (4, 16, 8), (8, 6), (6, 6))
+    spread = P(None, "data")
+    p = jax.shard_map(
+        kj.pipeline(recurrent, force=force), mesh=_mesh(), in_specs=(spread, P(), P()), out_specs=spread, check_vma=check_vma
+    )
+    f = jax.jit(jax.grad(loss(p), (0, 1, 2)))
+    assert (count(f.lower(*args).compile().as_text()) > 1) is force
+    close(f(*args), in_float64(jax.grad(loss(recurrent), (0, 1, 2)), *args))
+
+
 def test_collective_inside_the_pipeline() -> None:
     p = kj.pipeline(lambda x, w: jax.lax.psum(jnp.tanh(x) @ w, "data"), force=True)
     f = jax.shard_map(p, mesh=_mesh(), in_specs=(P(None, "data"), P("data")), out_specs=P())

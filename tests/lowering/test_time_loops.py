@@ -156,6 +156,23 @@ def test_stacked_layers() -> None:
     check(lambda x, ws: lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0], normal(140, 16), normal(3, 16, 16))
 
 
+def test_a_loop_and_its_neighbours_are_one_call() -> None:
+    """A projection in front of the loop and a readout behind it are phases of its call, and so is all of the gradient."""
+
+    def f(xs: Any, p: Any) -> Any:
+        h = jax.nn.relu(xs @ p["into"])
+        h = gru(h, jnp.zeros_like(h[0]), p["w"], p["u"])[1]
+        return jax.nn.softmax(h @ p["out"])
+
+    p = {"into": normal(3, 6), "w": 0.4 * normal(6, 18), "u": 0.4 * normal(6, 18), "out": normal(6, 5)}
+    xs = normal(5, 67, 3)
+    report = check(f, xs, p)
+    assert len(report.regions) == 1 and len(report.regions[0].later) == 2
+    gradient = jax.grad(lambda xs, p: -jnp.mean(jnp.log(f(xs, p)[..., 0])), argnums=1)
+    report = check(gradient, xs, p, tolerance=5e-5)
+    assert len(report.regions) == 1
+
+
 def test_one_environment_without_a_batch() -> None:
     check(
         lambda x, w: lax.scan(lambda c, x: (jnp.tanh(w @ c + x), c.sum()), x[0] * 0, x), normal(6, 9), normal(9, 9), covered=False
@@ -235,6 +252,54 @@ def test_loops_in_loops() -> None:
     check(lambda x: lax.fori_loop(0, 3, lambda i, x: lax.fori_loop(0, 4, lambda j, x: inner(j, i, x), x), x), normal(133))
 
 
+def test_loops_in_loops_that_take_and_give_slices() -> None:
+    """Slices of a slice of an array; and what an inner loop makes for all of its steps, which another one reads backwards."""
+
+    def f(xs: Any, h: Any, w: Any) -> Any:
+        def outer(h: Any, group: Any) -> Any:
+            h, made = lax.scan(lambda h, x: ((new := jnp.tanh(h @ w + x)), new * 2), h, group)
+            h, again = lax.scan(lambda h, y: (h * 0.5 + jnp.sin(y), h + y), h, made, reverse=True)
+            return h, (again, made[0])
+
+        return lax.scan(outer, h, xs)
+
+    for rows, groups, steps in ((1, 2, 3), (131, 3, 1), (37, 1, 5)):
+        check(f, normal(groups, steps, rows, 6), normal(rows, 6), 0.5 * normal(6, 6))
+    check(lambda xs, h, w: f(xs, h, w)[0], normal(2, 3, 65, 6), normal(65, 6), 0.5 * normal(6, 6))
+    check(f, *(x.astype(jnp.bfloat16) for x in (normal(2, 3, 65, 6), normal(65, 6), 0.5 * normal(6, 6))), tolerance=6e-2)
+
+
+def test_a_loop_over_layers_in_a_loop_over_time() -> None:
+    """The states of all layers are one carry, of which the inner loop takes slices; so it does of stacked weights."""
+
+    def f(xs: Any, states: Any, w: Any, u: Any) -> Any:
+        def step(states: Any, x: Any) -> Any:
+            def layer(x: Any, of_layer: Any) -> Any:
+                w, u, h = of_layer
+                h = jnp.tanh(x @ w + h @ u)
+                return h, h
+
+            out, states = lax.scan(layer, x, (w, u, states))
+            return states, out
+
+        return lax.scan(step, states, xs)
+
+    check(f, normal(4, 51, 6), normal(3, 51, 6), 0.5 * normal(3, 6, 6), 0.5 * normal(3, 6, 6))
+
+
+def test_slices_of_numbers_in_inner_loops() -> None:
+    """A row has one number in each slice, and integers and booleans are handed on as well."""
+
+    def f(xs: Any, c: Any) -> Any:
+        def outer(c: Any, group: Any) -> Any:
+            c, (made, low) = lax.scan(lambda c, x: (c * 0.5 + x, (c + x, x < c)), c, group)
+            return lax.scan(lambda c, y: (jnp.where(y[1], c + y[0], c), y[1].astype(jnp.int32)), c, (made, low))
+
+        return lax.scan(outer, c, xs)
+
+    check(f, normal(3, 4, 133), normal(133))
+
+
 def test_rows_of_nan_stay_apart() -> None:
     x = normal(301).at[7].set(jnp.nan).at[9].set(jnp.inf)
     check(lambda x: lax.fori_loop(0, 6, lambda i, x: x * 0.5 + jnp.tanh(x), x), x)
@@ -310,3 +375,32 @@ def test_any_loop(rows: int, steps: int, row: Any, carries: Any, dtype: str, rev
     check(
         f, xs, *(normal(rows, *row, dtype=dtype) for _ in carries), covered=False, tolerance=6e-2 if dtype == "bfloat16" else None
     )
+
+
+@hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
+@hypothesis.given(
+    rows=st.sampled_from([1, 2, 13, 130]),
+    outer=st.sampled_from([1, 2, 3]),
+    inner=st.sampled_from([1, 2, 5]),
+    row=st.sampled_from([(), (3,), (2, 4)]),
+    updates=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    reverse=st.tuples(st.booleans(), st.booleans()),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    time_first=st.booleans(),
+)
+def test_any_nest(rows: int, outer: int, inner: int, row: Any, updates: Any, reverse: Any, dtype: str, time_first: bool) -> None:
+    """Two loops in a loop: the second one reads what the first has made; slices come from arrays of either order."""
+
+    def f(xs: Any, initial: Any) -> Any:
+        xs = xs if time_first else jnp.moveaxis(xs, 0, 2)
+
+        def step(c: Any, group: Any) -> Any:
+            first, second = (_UPDATES[k] for k in updates)
+            c, made = lax.scan(lambda c, x: ((new := first(c, x)), (new, c + x)), c, group, reverse=reverse[0])
+            return lax.scan(lambda c, y: (second(c, y[0]), y[1]), c, made, reverse=reverse[1])
+
+        return lax.scan(step, initial, xs)
+
+    shape = (outer, inner, rows) if time_first else (rows, outer, inner)
+    check(f, normal(*shape, *row, dtype=dtype), normal(rows, *row, dtype=dtype), covered=False,
+          tolerance=6e-2 if dtype == "bfloat16" else None)  # fmt: skip

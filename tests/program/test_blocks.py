@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitsune_jax.program.blocks import NotBlocked, blocked
-from kitsune_jax.program.execute import met
 from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import Program, TileProgram, walk
 from kitsune_jax.program.passes import simplified
 from kitsune_jax.program.verify import verify
+from kitsune_jax.program.within import met
 from kitsune_jax.targets import cpu
 from tests.support.tiles import Tiles
 

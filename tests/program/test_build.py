@@ -70,6 +70,21 @@ def run_through_interpreter(fn, *args, seed: int = 0):
     return [np.asarray(values[v]) for v in graph.outputs], selection.regions
 
 
+def nested(xs, states, w):
+    """An inner loop over layers, whose weights and states are slices; another one reads backwards what the first has made."""
+
+    def step(states, group):
+        def layer(x, of_layer):
+            w, h = of_layer
+            h = jnp.tanh(x @ w + h)
+            return h, (h, h * 2)
+
+        out, (states, made) = jax.lax.scan(layer, group[0], (w, states))
+        return states, (jax.lax.scan(lambda c, y: (c * 0.5 + y, c + y), out, made, reverse=True), group[1])
+
+    return jax.lax.scan(step, states, xs)
+
+
 CASES = {
     "nerf": (lambda: (lambda x, p: nerf(p, x), array(37, 63), nerf_params(RNG, width=32))),
     "weight_first": (lambda: (lambda x, w: jax.nn.relu(w @ x).sum(0), array(5, 13), array(7, 5))),
@@ -92,6 +107,7 @@ CASES = {
     "batch_stat": (lambda: (lambda x, w: jnp.tanh((x - x.mean(0)) @ w), array(19, 4), array(4, 3))),
     "one_row": (lambda: (lambda x, w: jax.nn.relu(x @ w), array(1, 4), array(4, 3))),
     "transposed_use": (lambda: (lambda x, w: jnp.tanh(x).T + w, array(9, 4), array(4, 9))),
+    "loops_in_loops": (lambda: (nested, array(2, 2, 19, 4), array(3, 19, 4), array(3, 4, 4))),
     "grad": (lambda: (jax.grad(lambda x, p: (nerf(p, x) ** 2).sum()), array(13, 63), nerf_params(RNG, width=16))),
 }
 

@@ -95,6 +95,21 @@ def test_a_product_takes_its_bias_and_its_activation() -> None:
     assert kinds(linear) == ["load", "load", "load", "matmul", "max", "store"] and product(linear)["activation"] == "none"
 
 
+def test_a_product_in_a_loop_takes_a_bias_from_outside() -> None:
+    t = Tiles((9,), 4)
+    x, w, b = t.load((9, 6), streams=ROW), t.load((6, 6)), t.load((6,))
+    with t.loop(3, x) as loop:
+        loop.next(t.op("tanh", t.op("add", t.matmul(loop.carries[0], w), t.broadcast(b, (6,), (1,)))))
+    t.store(loop.results[0], (9, 6), ROW)
+    made = with_epilogues(simplified(t.program()))
+    verify(made)
+    assert kinds(made) == ["load", "load", "load", "loop", "matmul", "store"]
+    assert product(made)["activation"] == "tanh" and len(product(made).inputs) == 3
+    arrays = [RNG.standard_normal(s).astype(np.float32) for s in ((9, 6), (6, 6), (6,))]
+    found, wanted = (interpret(program, arrays, widen=True)[0] for program in (made, t.program()))
+    np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
+
+
 def test_a_bias_is_brought_into_the_shape_of_the_columns() -> None:
     """x [r, k] by w [k, m, n], the result as [r, n, m], and a number for each m; loaded only behind the product."""
     t = Tiles((9,), 4)

@@ -14,13 +14,15 @@ from kitsune_jax.graph import make_params
 from kitsune_jax.program.ir import SINKS, Array, Block, Instr, Program, TileProgram, TileType, walk
 from kitsune_jax.program.verify import verify
 from tests.program.test_interpreter import chain
+from tests.support.batch_sums import BATCH_SUMS, batch_sums
 from tests.support.programs import CASES
 
 
 @functools.cache
 def programs() -> dict[str, TileProgram]:
     """Every tile program of the hand-written calls, and one with queues."""
-    found = {f"{name}/{k}": part.program for name in CASES for k, part in enumerate(CASES[name]().program.parts)}
+    cases = {**CASES, **BATCH_SUMS}
+    found = {f"{name}/{k}": part.program for name in cases for k, part in enumerate(cases[name]().program.parts)}
     return {**found, "chain": chain(4, skip_depth=5)}
 
 
@@ -247,3 +249,25 @@ def test_a_refusal_names_the_place_and_the_reason() -> None:
     product = [i for i in loop.block.body if i.kind == "matmul"][1]
     with pytest.raises(ValueError, match=r"matmul: x contracts dimensions of extents \[8\], w of \[6\]"):
         verify(instead(program, product, changed(product, w_contract=(1,))))
+
+
+def test_sums_of_batches_and_parts_of_them() -> None:
+    p = batch_sums(m=101, block=32).program.parts[0].program
+    verify(p)
+
+    def refused(reason: str, program: TileProgram) -> None:
+        with pytest.raises(ValueError, match=reason):
+            verify(program)
+
+    def with_output(**changes) -> TileProgram:
+        return dataclasses.replace(p, outputs=(dataclasses.replace(p.outputs[0], **changes), *p.outputs[1:]))
+
+    product = next(i for s in p.stages for i in walk(s.body) if i.kind == "matmul_sink" and i.get("dims") == (0,))
+    refused("several in one place", with_output(row_strides=(0, *p.outputs[0].row_strides[1:])))
+    refused("do not lie together", with_output(shape=(2, 101, 3, 5), dims=(1, 3), row_strides=(1515, 5, 0)))
+    refused("may depend on no row", with_output(row_strides=(), dims=()))
+    refused("elements 0 to 104 of dimension 0, which has 101", instead(p, product, changed(product, steps=(36,))))
+    refused("a dimension, a step and a size for each number", instead(p, product, changed(product, steps=())))
+    refused(r"sink 0 has shape \[32, 5\], not \[31, 5\]|31", instead(p, product, changed(product, sizes=(31,))))
+    at = Instr("sink_at", product.inputs[:2], (), make_params(sink=0, sorted=False))
+    refused("sink 0 is one for each batch", instead(p, product, at))

@@ -173,3 +173,45 @@ def test_streams_that_many_layers_keep_out_of_the_same_ops_find_that_out_once(mo
 
     few, many = looks(5), looks(20)
     assert few < many <= 5 * few
+
+
+def attention_products(ds: Any, q: Any) -> Any:
+    """What the keys' gradient and a sum over the queries are made of; the sum over heads as well has no batch to belong to."""
+    ds = jnp.tanh(ds)
+    return jnp.einsum("bhtj,bthd->bhjd", ds, q), ds.sum(2), ds.sum(1), ds.sum()
+
+
+def test_sums_over_the_rows_of_a_batch_are_sinks():
+    graph = graph_of(attention_products, zeros(2, 3, 40, 50), zeros(2, 40, 3, 8))
+    seed = Seed(graph.ops[0].outputs[0], (0, 1, 2), 2)
+    sp = spread(graph, seed, range(len(graph.ops)), everything)
+    assert sp.space == StreamSpace((2, 3, 40), 2)
+    keys, over_queries, over_heads, loss = graph.outputs
+    made = {graph.ops[i].outputs[0] for i in sp.sinks}
+    assert made == {keys, over_queries, loss}
+    assert sp.labels[keys] == ((0,), (1,), (), ()) and sp.labels[over_queries] == ((0,), (1,), ())
+    assert loss not in sp.labels
+    (why,) = [w for i, w in sp.stops.items() if over_heads in graph.ops[i].outputs]
+    assert why == "reduces over a part of the stream axes"
+
+
+def test_sums_of_a_batch_that_lie_apart_are_no_sinks():
+    graph = graph_of(lambda ds: jnp.tanh(ds).sum(1), zeros(2, 40, 50, 3))  # [b, j, h] of [b, t, j, h]
+    sp = spread(graph, Seed(graph.ops[0].outputs[0], (0, 3, 1), 2), range(len(graph.ops)), everything)
+    assert "the sums of a batch would not lie together" in sp.stops.values() and not sp.sinks
+
+
+def test_what_adds_a_sum_of_a_batch_to_rows_waits_for_it():
+    """Gradients by queries and keys that are slices of one array meet again: the sum is a sink, and they meet behind it."""
+
+    def gradients(ds: Any, q: Any, k: Any) -> Any:
+        ds = jnp.tanh(ds)
+        dq, dk = jnp.einsum("bhtj,bhjd->bhtd", ds, k), jnp.einsum("bhtj,bhtd->bhjd", ds, q)
+        return jnp.pad(dq, ((0, 0),) * 3 + ((0, 8),)) + jnp.pad(dk, ((0, 0),) * 3 + ((8, 0),))
+
+    graph = graph_of(gradients, zeros(2, 3, 40, 40), zeros(2, 3, 40, 8), zeros(2, 3, 40, 8))
+    sp = spread(graph, Seed(graph.ops[0].outputs[0], (0, 1, 2), 2), range(len(graph.ops)), everything)
+    assert [graph.ops[i].kind for i in sp.sinks] == ["dot_general"]
+    (made,) = (graph.ops[i].outputs[0] for i in sp.sinks)
+    assert sp.labels[made] == ((0,), (1,), (), ())
+    assert "it waits for sums over the rows of the stream" in sp.stops.values()

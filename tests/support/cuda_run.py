@@ -37,6 +37,7 @@ from kitsune_jax.streams.space import Region
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import compile, emit, lower, runtime, tiles
 from kitsune_jax.targets.cuda.kernel import Arrangement, generate, of_call
+from kitsune_jax.targets.cuda.planning.blocks import in_batches
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import A100, H200, GpuMachine
 from kitsune_jax.targets.cuda.planning.planner import candidates
@@ -103,10 +104,13 @@ def subject(fn: Callable[..., Any], *args: Array) -> Subject:
 def plans(graph: Graph, region: Region, machine: GpuMachine) -> list[tuple[GpuCost, Plan]]:
     """The planner's candidates, in each order in which the rows may stream, with the costs that they were made of."""
     found: list[tuple[GpuCost, Plan]] = []
-    for order in (None, *orders_of(graph, region)):
+    for order in () if region.space.batch else (None, *orders_of(graph, region)):
         cost = GpuCost(graph, region, machine, order)
         with contextlib.suppress(Infeasible):
             found += [(cost, plan) for plan in candidates(cost)]
+    if region.space.batch:
+        with contextlib.suppress(Infeasible):
+            found += [(GpuCost(graph, region, machine), plan) for plan in in_batches(graph, region, machine)]
     return found
 
 
@@ -118,7 +122,8 @@ def arrangements(of: Subject) -> dict[str, Plan]:
         folds = bool(orders_of(of.graph, of.region))
         for _, plan in sorted(made, key=lambda pair: -len(pair[1].stages)):  # of spatial ones the longest chain
             # Rows that are folded by indices stream in their order, or in none, into a table of each lane.
-            _admit(of, found, f"{_name(plan)}{'-unordered' if folds and plan.order is None else ''}", plan)
+            blocks = "" if plan.blocks is None else f"-blocks{plan.blocks[2]}"
+            _admit(of, found, f"{_name(plan)}{'-unordered' if folds and plan.order is None else ''}{blocks}", plan)
         for cost, plan in made:
             if plan.queues and plan.queues[0].place == "l2" and plan.lanes == 1 and (plan.order is not None or not folds):
                 for ways in (2, 4):
@@ -222,11 +227,12 @@ def _nothing_else(op: int, operands: Any) -> Any:
 
 def fuzz(seeds: int) -> int:
     """How many kernels of the small families fail or give other bits under one of ``seeds`` schedules."""
+    from tests.support.cuda_attention_cases import ATTENTION
     from tests.support.cuda_cases import FAMILIES
     from tests.support.cuda_training_cases import TRAINING
 
     wrong = 0
-    for family in (*FAMILIES.values(), *TRAINING.values()):
+    for family in (*ATTENTION.values(), *FAMILIES.values(), *TRAINING.values()):
         if not family.small:
             continue
         of = subject(family.function, *family.arguments(257, family.dtypes[0]))

@@ -14,7 +14,7 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 
 from kitsune_jax.ops.reduce import FOLDS, identity
-from kitsune_jax.program.build import assemble
+from kitsune_jax.program.assemble import assemble
 from kitsune_jax.program.ir import ROWS, Program
 from tests.support.tiles import Tiles
 

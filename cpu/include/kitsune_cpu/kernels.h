@@ -16,6 +16,7 @@ constexpr size_t kItemSize[kNumDTypes] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8}
 inline size_t item_size(DType t) { return kItemSize[static_cast<int>(t)]; }
 
 enum class Opcode : int16_t;  // opcodes.h
+struct StripKernels;          // strips.h
 
 // How W[k][n] is stored for a matmul: panels of `panel_width` columns, each K (padded to the ISA's k-step) deep, padded with zeros.
 // kTiles is of bfloat16, for X of bfloat16.
@@ -175,6 +176,7 @@ struct KernelTable {
   FoldTableFn (*fold_table)(int how, DType storage, bool wide);
   TakeFn (*take)(int64_t item_bytes);
   DotFn (*dot)(DType);  // of x and y; nullptr: there is none, and y is packed
+  const StripKernels* strips;
   // Called by a thread that has used gemm or outer, when it is done with its part of a call (ThreadsPart does); nullptr where there
   // is nothing to do.
   void (*end_of_call)();

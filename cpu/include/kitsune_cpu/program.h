@@ -19,7 +19,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 11;
+constexpr int64_t kFormatVersion = 12;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -99,10 +99,18 @@ struct Scan {
   Operand x, out;
 };
 
+// The part of a sink's accumulators that an instruction folds into: where it starts, by the numbers of the enclosing loops.
+struct Sums {
+  int64_t offset = 0;
+  std::vector<int64_t> loop_strides = {};
+};
+
 struct Accumulate {
   int64_t sink;
   std::vector<int64_t> kept, reduced;
   Operand x;
+  Sums sums = {};
+  std::vector<int64_t> sum_strides = {};  // of the kept dimensions; none: the accumulators are dense
 };
 
 struct AccumulateMatmul {
@@ -111,6 +119,8 @@ struct AccumulateMatmul {
   int64_t batch, m, n;
   Operand x, y;
   Product product = Product::kBest;
+  Sums sums = {};
+  std::vector<int64_t> matrices = {};  // none: m x n; else height, rows, columns of those that the sink has (Sink)
 };
 
 enum class OutOfRange : int8_t { kClip, kFill };
@@ -257,16 +267,21 @@ struct Array {
 // What folds into a sink: values, products, or rows at an index, which may be sorted.
 enum class Fold : int8_t { kValues, kProducts, kRows, kSegments };
 
+// A sink of the whole stream, or, with batch strides, one for each batch: `elements` of its output from the element on that the
+// strides say.
 struct Sink {
   Reduction how;
   DType dtype;
   int64_t elements;
   int64_t out;
+  std::vector<int64_t> batch_strides = {};
   // Derived by the validator.
   Fold fed = Fold::kValues;
-  int64_t rows = 1;     // that indices name, or of a weight gradient
-  int64_t columns = 0;  // of a weight gradient, whose sums lie in groups of columns (kSumGroup)
-  int64_t heads = 0;    // of AccumulateScaled; 0 for other sinks
+  // That indices name; or of the matrices of products, whose sums lie in groups of columns (kSumGroup): so many rows follow each
+  // other in a group, of `height` that belong together. The last ones of those may be fewer.
+  int64_t rows = 1, columns = 0, height = 0;
+  bool per_batch() const { return !batch_strides.empty(); }
+  int64_t heads = 0;  // of AccumulateScaled; 0 for other sinks
   bool finite = false;
 };
 

@@ -51,7 +51,16 @@ VectorFn constant_function_of(Opcode op, unsigned constants) {
     case Opcode::op_add: return binary_with<Add, T>(constants);
     case Opcode::op_sub: return binary_with<Sub, T>(constants);
     case Opcode::op_mul: return binary_with<Mul, T>(constants);
-    case Opcode::op_div: return binary_with<Div, T>(constants);
+    case Opcode::op_div:
+      if constexpr (kSame<T, int32_t> || kSame<T, uint32_t>)
+        return constants == 2 ? &map_divided<kSigned<T>, false, true> : nullptr;
+      else
+        return binary_with<Div, T>(constants);
+    case Opcode::op_rem:
+      if constexpr (kSame<T, int32_t> || kSame<T, uint32_t>)
+        return constants == 2 ? &map_divided<kSigned<T>, true, true> : nullptr;
+      else
+        return nullptr;
     case Opcode::op_max: return binary_with<Max, T>(constants);
     case Opcode::op_min: return binary_with<Min, T>(constants);
     case Opcode::op_eq: return binary_with<Eq, T>(constants);

@@ -31,6 +31,7 @@ KITSUNE_LIBM(erfc)
 inline double libm_pow(double x, double y) { return __builtin_pow(x, y); }
 inline double libm_atan2(double y, double x) { return __builtin_atan2(y, x); }
 inline float libm_powf(float x, float y) { return __builtin_powf(x, y); }
+inline float libm_fmodf(float x, float y) { return __builtin_fmodf(x, y); }
 inline float libm_atan2f(float y, float x) { return __builtin_atan2f(y, x); }
 inline double libm_logistic(double x) {
   double e = __builtin_exp(-__builtin_fabs(x));

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../checked.h"
+#include "few_sums.h"
 #include "gemm.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
@@ -24,6 +25,7 @@ struct OuterScratch {
 };
 
 inline OuterScratch outer_layout(const OuterArgs& g) {
+  if (has_few_sums(g)) return {};
   Panel p = g.panel;
   size_t element = kItemSize[int(multiplied_type(p))], rows = size_t(padded_depth(p, g.R));
   bool converts = g.dtype != multiplied_type(p), interleaved = p == Panel::kBF16;
@@ -213,6 +215,7 @@ const To* converted_rows(const void* from, DType dtype, int64_t ld, int64_t R, i
 }
 
 inline void outer(const OuterArgs& g) {
+  if (has_few_sums(g)) return few_sums(g);
   OuterScratch at = outer_layout(g);
   char* scratch = static_cast<char*>(g.scratch);
   switch (g.panel) {

@@ -10,8 +10,13 @@
 #include "read_indices.h"
 #include "rows.h"
 #include "scaled_rows.h"
+#include "strips.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
+
+const StripKernels strip_kernels = {
+    kStripVectors * kFloats, &strips::instruction, &strips::conversion, &strips::special, &strips::run,
+};
 
 extern const KernelTable table;
 const KernelTable table = {
@@ -41,6 +46,7 @@ const KernelTable table = {
     &fold_table_function,
     &take_function,
     &dot_function,
+    &strip_kernels,
     nullptr,
 };
 

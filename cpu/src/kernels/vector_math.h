@@ -237,16 +237,24 @@ KITSUNE_INLINE Quarter reduce_half_pi(VF x) {
   return {join(narrow(low.r), narrow(high.r)), join(__builtin_convertvector(low.n, HI), __builtin_convertvector(high.n, HI))};
 }
 
-template <bool Cosine>
-KITSUNE_INLINE VF sin_or_cos(VF x) {
+// Of r in x = n pi/2 + r; the low bits of q are n's.
+struct Circle {
+  VF sine, cosine;
+  VI q;
+};
+
+KITSUNE_INLINE Circle circle(VF x) {
   static const float sc[] = {-1.6666654611e-1f, 8.3321608736e-3f, -1.9515295891e-4f};
   static const float cc[] = {4.166664568298827e-2f, -1.388731625493765e-3f, 2.443315711809948e-5f};
   auto [r, q] = reduce_half_pi(x);
-  if constexpr (Cosine) q = q + 1;
   VF s = r * r;
-  VF sine = r + r * (s * polynomial(s, sc));
-  VF cosine = 1.0f - 0.5f * s + s * s * polynomial(s, cc);
-  VF y = choose((q & 1) != 0, cosine, sine);
+  return {r + r * (s * polynomial(s, sc)), 1.0f - 0.5f * s + s * s * polynomial(s, cc), q};
+}
+
+template <bool Cosine>
+KITSUNE_INLINE VF sin_or_cos(VF x, const Circle& at) {
+  const VI q = Cosine ? at.q + 1 : at.q;
+  VF y = choose((q & 1) != 0, at.cosine, at.sine);
   y = (VF)((VU)y ^ (((VU)q & 2) << 30));
   if constexpr (!Cosine) y = choose(x == 0.0f, x, y);
   VI beyond = ~(abs_vector(x) < float(wide::kReducible));  // NaN and infinities too
@@ -254,8 +262,14 @@ KITSUNE_INLINE VF sin_or_cos(VF x) {
   return y;
 }
 
-KITSUNE_INLINE VF sin(VF x) { return sin_or_cos<false>(x); }
-KITSUNE_INLINE VF cos(VF x) { return sin_or_cos<true>(x); }
+KITSUNE_INLINE VF sin(VF x) { return sin_or_cos<false>(x, circle(x)); }
+KITSUNE_INLINE VF cos(VF x) { return sin_or_cos<true>(x, circle(x)); }
+// The bits of both.
+KITSUNE_INLINE void sin_and_cos(VF x, VF* sine, VF* cosine) {
+  const Circle at = circle(x);
+  *sine = sin_or_cos<false>(x, at);
+  *cosine = sin_or_cos<true>(x, at);
+}
 
 // ---- functions evaluated in double
 

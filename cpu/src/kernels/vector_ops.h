@@ -2,6 +2,7 @@
 // dst may be the same array as an operand.
 #pragma once
 
+#include "division.h"
 #include "load_store.h"
 #include "pointwise.h"
 #include "special.h"
@@ -302,10 +303,17 @@ VectorFn number_function(Opcode op) {
     case Opcode::op_square: return &map_unary<Square, T>;
     case Opcode::op_integer_pow: return &map_integer_pow<T>;
     case Opcode::op_sub: return &map_binary<Sub, T>;
-    case Opcode::op_div: return &map_binary<Div, T>;
-    case Opcode::op_rem: return &map_binary<Rem, T>;
-    default: return nullptr;
+    default: break;
   }
+  constexpr bool kWord = kSame<T, int32_t> || kSame<T, uint32_t>;
+  const bool rest = op == Opcode::op_rem;
+  if (op != Opcode::op_div && !rest) return nullptr;
+  if constexpr (kWord)
+    return rest ? &map_divided<kSigned<T>, true, false> : &map_divided<kSigned<T>, false, false>;
+  else if constexpr (kSame<T, float>)
+    return rest ? &map_vector2<remainder> : &map_binary<Div, T>;
+  else
+    return rest ? &map_binary<Rem, T> : &map_binary<Div, T>;
 }
 
 template <class T>

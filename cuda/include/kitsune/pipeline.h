@@ -4,6 +4,7 @@
 // are done (a persistent kernel). The loader gives most of its registers to the consumers.
 #pragma once
 
+#include "kitsune/batches.h"
 #include "kitsune/phases.h"
 #include "kitsune/queue/cluster.h"
 #include "kitsune/queue/l2.h"

@@ -6,11 +6,12 @@ with what stands in the way. Dimensions are rows-first ones: of a tile, 0 is its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kitsune_jax.graph import Op
 from kitsune_jax.ops.local import resolve_rows
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.instructions import FOLDED
 from kitsune_jax.program.ir import ArrayType, Instr, TileType
 
 _ROWS = 1_000_003  # stands for the rows of a tile, and for no other extent
@@ -51,6 +52,8 @@ def _along(types: Sequence[TileType], instr: Instr, v: int, dim: int) -> list[tu
     """The dimensions of the operands and results of ``instr`` that go along with dimension ``dim`` of ``v``."""
     if instr.kind in ("load", "store", "row_index"):
         return []
+    if instr.kind in FOLDED:
+        return _along_sink(types, instr, v, dim)
     family = OPS[instr.kind].family if instr.kind in OPS else ""
     if family not in _PARALLEL and instr.kind not in FOLDS:
         raise NotBlocked(f"{instr.kind} has no code for a part of a dimension")
@@ -61,6 +64,35 @@ def _along(types: Sequence[TileType], instr: Instr, v: int, dim: int) -> list[tu
             raise NotBlocked(f"{instr.kind} needs every index of the dimension")
         return [m for m in members if m != (v, dim)]
     return []
+
+
+def _along_sink(types: Sequence[TileType], instr: Instr, v: int, dim: int) -> list[tuple[int, int]]:
+    if instr.kind == "sink":
+        return []
+    x, y = instr.inputs
+    contract = list(zip(instr["x_contract"], instr["y_contract"], strict=True))
+    found = [(y, b) for a, b in contract if (v, dim) == (x, a)] + [(x, a) for a, b in contract if (v, dim) == (y, b)]
+    if (x == v and dim in instr["x_batch"]) or (y == v and dim in instr["y_batch"]):
+        raise NotBlocked("products of tiles one by one along the dimension")
+    return found
+
+
+def sink_dim(types: Sequence[TileType], instr: Instr, inner: Mapping[int, int]) -> int | None:
+    """The dimension of a sink that goes along with ``inner``; None where it is folded. Raises ``NotBlocked``."""
+    if instr.kind == "sink":
+        (x,), axes = instr.inputs, instr["axes"]
+        return None if inner[x] in axes else sum(d not in axes for d in range(inner[x]))
+    x, y = instr.inputs
+    free = []
+    for v, name in ((x, "x"), (y, "y")):
+        used = (*instr[f"{name}_contract"], *instr[f"{name}_batch"])
+        free.append([(v, d) for d in range(len(types[v].rows_first)) if d not in used])
+    places = [k for k, (v, d) in enumerate((*free[0], *free[1])) if inner.get(v) == d]
+    if len(places) > 1:
+        raise NotBlocked("a sum with the dimension twice")
+    if places and places[0] not in (0, len(free[0])):
+        raise NotBlocked("a sum that has another dimension in front of it")
+    return len(instr["x_batch"]) + places[0] if places else None
 
 
 def joins(types: Sequence[TileType], instr: Instr) -> list[Join]:

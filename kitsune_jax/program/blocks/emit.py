@@ -19,6 +19,7 @@ class Writer:
         self.types = list(program.values)
         self.literals = dict(program.literals)
         self.body: list[Instr] = []
+        self.about = -1  # the op of the graph for which instructions are written
         self._constants: dict[tuple[str, str], int] = {}
 
     @contextmanager
@@ -41,7 +42,7 @@ class Writer:
 
     def add(self, kind: str, inputs: Sequence[int], t: TileType, **params: Param) -> int:
         out = self.new(t)
-        self.body.append(Instr(kind, tuple(inputs), (out,), make_params(**params)))
+        self.body.append(Instr(kind, tuple(inputs), (out,), make_params(**params), self.about))
         return out
 
     def op(self, kind: str, *inputs: int, dtype: str | None = None) -> int:

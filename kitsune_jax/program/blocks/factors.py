@@ -156,6 +156,7 @@ class Factors:
 
     def _new(self, like: int, kind: str, inputs: tuple[int, ...], t: TileType, **params: object) -> int:
         """A new value over the whole dimension, which lies in it as in ``like``."""
+        self.writer.about = self.makers[like].op if like in self.makers else -1
         with self.writer.elsewhere() as body:
             made = self.writer.add(kind, inputs, t, **params)  # type: ignore[arg-type]
         self.makers[made] = body[0]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from kitsune_jax.graph import make_params
 from kitsune_jax.ops.spec import is_narrow
-from kitsune_jax.program.blocks.dims import array_dim
+from kitsune_jax.program.blocks.dims import array_dim, sink_dim
 from kitsune_jax.program.blocks.emit import Writer, rows_first
 from kitsune_jax.program.ir import Instr, TileProgram, TileType
 
@@ -66,6 +66,7 @@ class Iteration:
             array = self.program.inputs[instr["array"]]
             dims = (array_dim(array, t.tile, self.inner[v]),)
             cut = {"dims": dims, "steps": (self.step,), "sizes": (self.size,)}
+            w.about = instr.op
             return w.add("load_slice", (self.number,), t, array=instr["array"], **cut)
         if instr.kind in _SIZES:
             params[_SIZES[instr.kind]] = rows_first(t)
@@ -76,7 +77,9 @@ class Iteration:
                 first = w.add("mul", (first, w.literal(self.step, "int32")), TileType(False, (), "int32"))
             made = w.add("add", (w.add("iota", (), counted, **params), first), counted)
             return made if t.dtype == "int32" else w.convert(made, t.dtype)
-        return w.add(instr.kind, [self.value(x) for x in instr.inputs], t, **params)
+        inputs = [self.value(x) for x in instr.inputs]
+        w.about = instr.op
+        return w.add(instr.kind, inputs, t, **params)
 
     def reduced(self, kind: str, x: int, dim: int, dtype: str) -> int:
         t = self.writer.types[x]
@@ -90,7 +93,16 @@ class Iteration:
         if instr.kind == "reduce_sum" and is_narrow(w.types[x].dtype):
             x = w.convert(x, t.dtype)
         inputs = (x, *(self.value(v) for v in instr.inputs[1:]))
+        w.about = instr.op
         return w.add(instr.kind, inputs, t, **dict(instr.params))
+
+    def sink(self, instr: Instr) -> None:
+        """What ``instr`` folds of the block, into the block's part of its sink where that has the dimension."""
+        inputs, params = [self.value(v) for v in instr.inputs], dict(instr.params)
+        if (d := sink_dim(self.writer.types, instr, self.inner)) is not None:
+            inputs.append(self.number)
+            params.update(dims=(d,), steps=(self.step,), sizes=(self.size,))
+        self.writer.body.append(Instr(instr.kind, tuple(inputs), (), make_params(**params), instr.op))
 
     def store(self, instr: Instr) -> None:
         (x,) = instr.inputs

@@ -23,6 +23,7 @@ from kitsune_jax.program.blocks.emit import Place, Writer
 from kitsune_jax.program.blocks.factors import Factors, Part, Top, behind
 from kitsune_jax.program.blocks.iteration import Iteration
 from kitsune_jax.program.blocks.visible import Range, Visible
+from kitsune_jax.program.instructions import FOLDED
 from kitsune_jax.program.ir import Block, Instr, StageProgram, TileProgram, TileType
 
 _LINEAR = frozenset({"reduce_sum", "matmul", "dot"})
@@ -66,6 +67,7 @@ class _Loop:
     folds: list[_Fold] = dataclasses.field(default_factory=list)
     kept: dict[tuple[int, bool], int] = dataclasses.field(default_factory=dict)
     stores: list[Instr] = dataclasses.field(default_factory=list)
+    sinks: list[Instr] = dataclasses.field(default_factory=list)
 
     @property
     def results(self) -> list[int]:
@@ -97,6 +99,8 @@ class _Blocked:
                 self.levels.update(dict.fromkeys(instr.outputs, level))
             elif across and instr.kind == "store":
                 self._loop(level).stores.append(instr)
+            elif across and instr.kind in FOLDED:
+                self._loop(level).sinks.append(instr)
             elif across:
                 self._fold(instr, level)
             else:
@@ -215,10 +219,20 @@ class _Blocked:
         return identity(how, dtype), t
 
     def _seen(self, loop: _Loop) -> tuple[Range | None, Visible]:
-        """The elements that a tile's rows see, where nothing else changes what the loop carries."""
+        """The elements that a tile's rows see, where the others change nothing: neither what the loop carries nor a sink."""
         visible = Visible(self.writer, self.makers, self.inner, self.program.axes, self.size)
-        online = not loop.stores and all(f.part.top is not None or self._is_top(loop, f) for f in loop.folds)
-        return visible.of(list(loop.tops)) if online else None, visible
+        terms = [i.inputs for i in loop.sinks if self.program.sinks[i["sink"]].how == "sum"]
+        others = [f for f in loop.folds if f.part.top is None and not self._is_top(loop, f)]
+        terms += [(f.part.value, *f.instr.inputs[1:]) for f in others if f.how == "sum"]
+        if loop.stores or len(terms) < len(loop.sinks) + len(others) or loop.kept and terms:
+            return None, visible
+        seen = visible.of(list(loop.tops)) if loop.tops else None
+        if terms:
+            found = set.intersection(*(visible.of_terms(values) for values in terms))
+            if loop.tops:
+                found &= {seen}
+            seen = next(iter(sorted(found, key=str)), None)
+        return seen, visible
 
     def _is_top(self, loop: _Loop, fold: _Fold) -> bool:
         """Is it the largest of scores that are carried anyway?"""
@@ -259,4 +273,6 @@ class _Blocked:
             out.append(w.op("or", now[result], of.reduced("reduce_or", here, self.inner[condition], "bool")))
         for store in loop.stores:
             of.store(store)
+        for sink in loop.sinks:
+            of.sink(sink)
         return out

@@ -3,13 +3,15 @@
 Comes in: the scores of online sums. Goes out: a stream axis and how far from a row's index on it the elements may lie that the row
 sees. A causal mask is the comparison of two indices; what it hides is -inf, or a number so low that its exponential is 0 beside any
 score that is seen. The reason is found in the comparison, whatever it is written as. Where a low number hides elements, the mask
-must be nothing but the comparison, and show every row something: else the row's result is made of what is hidden.
+must be nothing but the comparison, and show every row something: else the row's result is made of what is hidden. So it must where
+what is hidden is left out of sums over the rows (the gradients of keys and values).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from kitsune_jax.program.blocks.emit import Writer
 from kitsune_jax.program.ir import Instr
@@ -51,6 +53,36 @@ class Visible:
         first = found[0]
         return first if first is not None and all(r == first for r in found) and (first.low, first.high) != (None, None) else None
 
+    def of_terms(self, values: Sequence[int]) -> set[Range]:
+        """Ranges outside of which the product of ``values`` is 0, and in which every row sees something."""
+        found = {r for v in values for r in self._nonzero(v)}
+        return {r for r in found if r.exact and (r.low, r.high) != (None, None) and self._shows_all_rows(r)}
+
+    def _nonzero(self, v: int) -> set[Range]:
+        """Ranges outside of which ``v`` is 0: behind a mask, or where scores are hidden whose exponential it is a multiple of."""
+        instr = self.makers.get(v)
+        if v not in self.inner or instr is None:
+            return set()
+        if instr.kind == "exp":
+            made = self.makers.get(instr.inputs[0])
+            shown = self._shown(made.inputs[0] if made is not None and made.kind == "sub" else instr.inputs[0])
+            return set() if shown is None else {shown}
+        if instr.kind == "mul":
+            return self._nonzero(instr.inputs[0]) | self._nonzero(instr.inputs[1])
+        if instr.kind == "select_n" and len(instr.inputs) == 3:
+            which, *cases = instr.inputs
+            zero = [self._constant(x) == 0 for x in cases]
+            when = self._when(which)[1 - zero.index(False)] if any(zero) and not all(zero) else None
+            found = [self._nonzero(x) for x, is_zero in zip(cases, zero, strict=True) if not is_zero]
+            return (set.intersection(*found) if found else set()) | (set() if when is None else {when})
+        if instr.kind in ("div", "neg") or instr.kind in _SAME:
+            return self._nonzero(instr.inputs[0])
+        return set()
+
+    def _shows_all_rows(self, shown: Range) -> bool:
+        extent = self.axes[shown.axis]
+        return (shown.high is None or shown.high >= 0) and (shown.low is None or extent - 1 + shown.low <= self.size - 1)
+
     def facts(self, seen: Range) -> dict[int, bool]:
         """The conditions that are the same for all elements in ``seen``, and what they are."""
         cases = ((v, k == 0, when[k]) for v, when in self.when.items() for k in range(2))
@@ -76,9 +108,7 @@ class Visible:
     def _hides(self, fill: float, shown: Range) -> bool:
         if fill == -math.inf:
             return True
-        extent = self.axes[shown.axis]
-        nothing_left = (shown.high is None or shown.high >= 0) and (shown.low is None or extent - 1 + shown.low <= self.size - 1)
-        return fill <= _LOW and shown.exact and nothing_left
+        return fill <= _LOW and shown.exact and self._shows_all_rows(shown)
 
     def _minus_infinity(self, v: int) -> Range | None:
         """The elements where ``v``, which is added, is not -inf."""

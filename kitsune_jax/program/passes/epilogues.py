@@ -8,7 +8,7 @@ parameter. It adds and activates in the dtype that it accumulates in, and rounds
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
@@ -19,13 +19,14 @@ from kitsune_jax.program.passes import activations
 from kitsune_jax.program.passes.flow import VIEWS, Flow, is_other_name, squeezed
 from kitsune_jax.program.passes.simplify import live
 
+Makers = Mapping[int, Instr]
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def with_epilogues(program: TileProgram, *, activated: bool = True) -> TileProgram:
     """``program`` with biases and, where ``activated``, activations folded into its products."""
     folding = _Folding(program, activated)
-    stages = tuple(dataclasses.replace(s, body=folding.body(s.body, ())) for s in program.stages)
+    stages = tuple(dataclasses.replace(s, body=folding.body(s.body, (), {})) for s in program.stages)
     return dataclasses.replace(program, stages=stages, values=tuple(folding.values))
 
 
@@ -57,9 +58,11 @@ class _Folding:
         self.values.append(t)
         return len(self.values) - 1
 
-    def body(self, body: Sequence[Instr], results: Sequence[int]) -> tuple[Instr, ...]:
+    def body(self, body: Sequence[Instr], results: Sequence[int], around: Makers) -> tuple[Instr, ...]:
+        """``around``: what makes the values of the code that a loop's body stands in."""
         flow = Flow(self.program, body, results)
-        found = {i: _match(flow, self.program, i, self.activated) for i, instr in enumerate(body) if instr.kind == "matmul"}
+        makers = {**around, **flow.makers}
+        found = {i: _match(flow, makers, self.program, i, self.activated) for i, instr in enumerate(body) if instr.kind == "matmul"}
         found = {i: e for i, e in found.items() if e.absorbed}
         gone = {v for i, e in found.items() for j in (i, *e.absorbed) for v in body[j].outputs}
         absorbed = {j for e in found.values() for j in e.absorbed}
@@ -68,11 +71,11 @@ class _Folding:
         moved: set[int] = set()  # values that were made earlier, for a bias
         for i, instr in enumerate(body):
             if instr.block is not None:
-                block = dataclasses.replace(instr.block, body=self.body(instr.block.body, instr.block.results))
+                block = dataclasses.replace(instr.block, body=self.body(instr.block.body, instr.block.results, makers))
                 instr = dataclasses.replace(instr, block=block)
             if i in found:
                 bias = found[i].bias
-                for j in _chain(flow, bias.source if bias else None):
+                for j in _chain(flow.makers, bias.source if bias else None):
                     if position[j.outputs[0]] > i and j.outputs[0] not in moved:
                         moved.update(j.outputs)
                         out.append(j)
@@ -117,7 +120,7 @@ def column_dims(product: Instr, w_rank: int) -> list[int]:
     return [d for d, source in enumerate(perm) if source >= len(perm) - columns]
 
 
-def _match(flow: Flow, program: TileProgram, i: int, activated: bool) -> _Epilogue:
+def _match(flow: Flow, makers: Makers, program: TileProgram, i: int, activated: bool) -> _Epilogue:
     """The longest chain ``[convert] add(bias) [convert] activation [convert]`` after product ``i``, no link read by others."""
     product = flow.body[i]
     (out,) = product.outputs
@@ -141,7 +144,12 @@ def _match(flow: Flow, program: TileProgram, i: int, activated: bool) -> _Epilog
             if "float64" in (x, y) or y not in _FLOATS or (rounded and np.dtype(y).itemsize > np.dtype(x).itemsize):
                 break
             rounded = rounded or narrower
-        elif instr.kind == "add" and bias is None and activation == "none" and (found_bias := _bias(flow, program, other, product)):
+        elif (
+            instr.kind == "add"
+            and bias is None
+            and activation == "none"
+            and (found_bias := _bias(flow, makers, program, other, product))
+        ):
             bias = found_bias
         elif instr.kind == "max" and activated and activation == "none" and flow.literal(other) == 0:
             activation = "relu"
@@ -152,7 +160,7 @@ def _match(flow: Flow, program: TileProgram, i: int, activated: bool) -> _Epilog
     return _Epilogue(current, bias, activation, parameters, tuple(absorbed))
 
 
-def _bias(flow: Flow, program: TileProgram, v: int, product: Instr) -> _Bias | None:
+def _bias(flow: Flow, makers: Makers, program: TileProgram, v: int, product: Instr) -> _Bias | None:
     """``v`` as an addend of the product's result, if it is a loaded stationary array that varies along the columns only."""
     out = flow.type(product.outputs[0])
     if flow.shape(v) != squeezed(out.shape) and (flow.type(v).tile or flow.shape(v)):
@@ -160,7 +168,7 @@ def _bias(flow: Flow, program: TileProgram, v: int, product: Instr) -> _Bias | N
     real = [d for d, n in enumerate(out.shape, 1) if n != 1]
     along = dict(zip(_real(flow, v), real, strict=False))  # real dimensions of ``v``, rows-first -> of the result
     while flow.type(v).tile:
-        instr = flow.makers.get(v)
+        instr = makers.get(v)
         if instr is None:
             return None
         x = instr.inputs[0] if instr.inputs else -1
@@ -179,7 +187,7 @@ def _bias(flow: Flow, program: TileProgram, v: int, product: Instr) -> _Bias | N
     columns = column_dims(product, len(flow.type(product.inputs[1]).shape))
     places = [columns.index(along[d]) if along[d] in columns else -1 for d in sorted(along)]
     whole = squeezed(flow.type(v).shape) == tuple(out.shape[along[d] - 1] for d in sorted(along))
-    if not whole or -1 in places or places != sorted(places) or flow.dtype(v) not in _FLOATS or not _loaded(flow, program, v):
+    if not whole or -1 in places or places != sorted(places) or flow.dtype(v) not in _FLOATS or not _loaded(makers, program, v):
         return None
     return _Bias(v, tuple(places))
 
@@ -190,22 +198,22 @@ def _real(flow: Flow, v: int) -> list[int]:
     return [d for d, n in enumerate(t.shape, int(t.tile)) if n != 1]
 
 
-def _loaded(flow: Flow, program: TileProgram, v: int) -> bool:
+def _loaded(makers: Makers, program: TileProgram, v: int) -> bool:
     """Whether ``v`` is an array that depends on no row, seen with other strides or in another shape, but not copied."""
-    chain = _chain(flow, v)
+    chain = _chain(makers, v)
     if not chain or chain[0].kind != "load" or program.inputs[chain[0]["array"]].row_strides:
         return False
     strided = False
     for instr in chain[1:]:
-        if instr.kind == "reshape" and strided and not is_other_name(flow.values, instr):
+        if instr.kind == "reshape" and strided and not is_other_name(program.values, instr):
             return False
         strided |= instr.kind != "reshape"
     return True
 
 
-def _chain(flow: Flow, v: int | None) -> list[Instr]:
+def _chain(makers: Makers, v: int | None) -> list[Instr]:
     """The instruction that makes ``v``, behind those that make what it is a view of."""
-    instr = flow.makers.get(v) if v is not None else None
+    instr = makers.get(v) if v is not None else None
     if instr is None:
         return []
-    return [*(_chain(flow, instr.inputs[0]) if instr.kind in (*VIEWS, "copy") else []), instr]
+    return [*(_chain(makers, instr.inputs[0]) if instr.kind in (*VIEWS, "copy") else []), instr]

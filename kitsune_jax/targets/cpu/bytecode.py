@@ -38,7 +38,7 @@ from kitsune_jax.targets.cpu.operands import Operand as Operand
 from kitsune_jax.targets.cpu.operands import Ref as Ref
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 11
+VERSION = 12
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -72,6 +72,7 @@ SPECIAL_OPS = ("load", "store", "const", "convert", "index")
 OPCODES = (*SPECIAL_OPS, *(name for spec in OPS.values() for name in spec.opcodes))
 OPCODE = {name: code for code, name in enumerate(OPCODES)}
 MAX_REGISTERS = 32
+SUM_GROUP = 32  # kSumGroup in cpu/include/kitsune_cpu/kernels.h
 MAX_LOOP_DIMS = 8
 MAX_NAME_BYTES = 1 << 16
 MAX_WEIGHT_INDICES = 1 << 24  # b, k and n of all weights together: the executor has a table of offsets for each
@@ -185,23 +186,37 @@ class Scan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sums:
+    """Where in a sink's accumulators an instruction folds: from element ``offset`` on, further by the numbers of the loops."""
+
+    offset: int = 0
+    loop_strides: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Accumulate:
-    """sink accumulator (dense over kept) folded with x(rows, *kept, *reduced), over rows and reduced."""
+    """sink accumulator folded with x(rows, *kept, *reduced), over rows and reduced."""
 
     CODE: ClassVar[int] = 7
     sink: int
     kept: tuple[int, ...]
     reduced: tuple[int, ...]
     x: Operand  # strides for (*kept, *reduced)
+    sums: Sums = Sums()
+    sum_strides: tuple[int, ...] = ()  # of the accumulators, for kept; none: they are dense
 
 
 @dataclasses.dataclass(frozen=True)
 class AccumulateMatmul:
-    """sink accumulator (dense, [batch, m, n]) += sum over r of x[b, r, :] outer y[b, r, :], r over rows * row_multiple.
+    """sink accumulator ([batch, m, n]) += sum over r of x[b, r, :] outer y[b, r, :], r over rows * row_multiple.
 
     A weight gradient. ``x``: row_stride is the distance of consecutive r, strides = (batch stride,); its m elements are contiguous.
     ``y`` likewise with n. Both have one dtype; the sink has how = sum and dtype float32 (float64 for float64), and accumulates in
     it. For IN refs the distance * row_multiple is the global row stride.
+
+    ``matrices``: empty, or (height, rows, columns) of the sink's matrices, one for each of the batch, of which m x n is a part:
+    some of the columns, where ``rows`` is the height, else ``rows`` rows, or as many as are left. In the accumulators such parts of
+    rows follow each other, each in groups of ``SUM_GROUP`` columns, with which parts of columns begin.
     """
 
     CODE: ClassVar[int] = 8
@@ -213,6 +228,8 @@ class AccumulateMatmul:
     x: Operand
     y: Operand
     product: int = 0  # index into PRODUCTS
+    sums: Sums = Sums()
+    matrices: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,12 +342,16 @@ class Sink:
 
     Floating sums and products fold in f64, those of AccumulateAt in f32 (f64 for f64) where the sink has more than 4096 elements,
     and of sorted indices in f32 up to 256 rows and in f64 beyond; but see AccumulateMatmul.
+
+    ``batch_strides``: none for a sink of the whole stream. Else there is one for each batch, whose sums are ``elements`` elements
+    of the output, from sum(index * stride) over the batch axes on; together they fill it.
     """
 
     how: int
     dtype: int  # of the values folded
     elements: int
     out: int  # output array, written at the end (converted to its dtype)
+    batch_strides: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

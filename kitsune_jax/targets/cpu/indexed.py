@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.streams.space import dim_strides
@@ -144,7 +145,7 @@ def taken_dot(stage: Stage, instr: Instr, found: TakenDot) -> None:
         return Rows(dataclasses.replace(x, strides=(1,)), 0, CLIP, (0.0,), x)
 
     x, y = (side(of) for of in found.sides)
-    out = stage.place(instr.outputs[0], lambda view: _dense(view, 0) and view.row_stride >= math.prod(view.shape))
+    out = _rows_of(stage, instr, lambda view: _dense(view, 0) and view.row_stride >= math.prod(view.shape))
     heads = math.prod(out.shape)
     inner = math.prod(stage.type(instr.inputs[0]).shape) // heads
     stage.code.append(bytecode.TakenDot(heads, inner, x, y, dataclasses.replace(out.operand(), strides=(1,))))
@@ -153,8 +154,14 @@ def taken_dot(stage: Stage, instr: Instr, found: TakenDot) -> None:
 def run_max(stage: Stage, i: int, instr: Instr) -> None:
     v, index = instr.inputs
     x, at = _dense_view(stage, v), stage.view(index)
-    out = stage.place(instr.outputs[0], lambda view: _dense(view, 0))
+    out = _rows_of(stage, instr, lambda view: _dense(view, 0))
     stage.code.append(RunMax(instr["n"], x.shape, at.operand(), x.operand(), out.operand()))
+
+
+def _rows_of(stage: Stage, instr: Instr, fits: Callable[[View], bool]) -> View:
+    """The place of a result whose rows are written one by one: in a loop as well, where others lie column by column."""
+    t = stage.type(instr.outputs[0])
+    return stage.place(instr.outputs[0], fits, lambda: stage.scratch(t.shape, t.dtype))
 
 
 def _dense_view(stage: Stage, v: int) -> View:
@@ -182,7 +189,7 @@ def take(stage: Stage, i: int, instr: Instr) -> None:
     if not _dense(x, d):
         x = stage.scratch(x.shape, x.dtype)
         stage.write(v, x)
-    out = stage.place(instr.outputs[0], lambda view: _dense(view, d))
+    out = _rows_of(stage, instr, lambda view: _dense(view, d))
     mode, fill = _out_of_range(instr, out.dtype)
     inner, outer = math.prod(x.shape[d + 1 :]), x.shape[:d]
     operands = _selected(x, d, inner, x.shape[d]), _selected(out, d, inner, at.shape[0])
@@ -196,7 +203,7 @@ def put(stage: Stage, i: int, instr: Instr) -> None:
     if not _dense(x, d):
         x = stage.scratch(x.shape, x.dtype)
         stage.write(v, x)
-    out = stage.place(instr.outputs[0], lambda view: _dense(view, d))
+    out = _rows_of(stage, instr, lambda view: _dense(view, d))
     inner, outer = math.prod(out.shape[d + 1 :]), x.shape[:d]
     operands = _selected(x, d, inner, at.shape[0]), _selected(out, d, inner, n)
     stage.code.append(Put(n, at.shape[0], inner, outer, at.operand(), *operands))

@@ -14,7 +14,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.passes import simplified, with_epilogues
 from kitsune_jax.streams.space import dim_strides
-from kitsune_jax.targets.cpu import buffers, bytecode, indexed, matmul, pointwise, structured, views
+from kitsune_jax.targets.cpu import buffers, bytecode, indexed, matmul, pointwise, slices, structured, views
 from kitsune_jax.targets.cpu.bytecode import (
     CUMULATIVE,
     DTYPE_CODE,
@@ -29,6 +29,7 @@ from kitsune_jax.targets.cpu.bytecode import (
     Reduce,
     Scan,
     StridedStore,
+    Sums,
 )
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder
@@ -66,15 +67,16 @@ def lower(program: TileProgram, name: str, products: Products = _BEST) -> byteco
         inputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
         outputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
         preps=tuple(preps),
-        sinks=tuple(_sink(sink) for sink in program.sinks),
+        sinks=tuple(_sink(program, sink) for sink in program.sinks),
         queues=tuple(_ring(queue, program.tile_rows) for queue in program.queues),
         stages=stages,
         order=-1 if program.order is None else program.order,
     )
 
 
-def _sink(sink: SinkType) -> bytecode.Sink:
-    return bytecode.Sink(REDUCTIONS.index(sink.how), DTYPE_CODE[sink.dtype], math.prod(sink.shape), sink.array)
+def _sink(program: TileProgram, sink: SinkType) -> bytecode.Sink:
+    strides = program.outputs[sink.array].row_strides[: program.batch_axes]
+    return bytecode.Sink(REDUCTIONS.index(sink.how), DTYPE_CODE[sink.dtype], math.prod(sink.shape), sink.array, strides)
 
 
 def _ring(queue: QueueType, tile_rows: int) -> bytecode.Ring:
@@ -119,7 +121,7 @@ def _store(stage: Stage, i: int, instr: Instr) -> None:
     x = instr.inputs[0]
     if stage.settled((i, 0), x):
         return
-    array = stage.output(instr["array"]) if instr.kind == "store" else stage.sliced(instr)
+    array = stage.output(instr["array"]) if instr.kind == "store" else slices.border_of(stage, instr)
     if array.view is not None:
         stage.write(x, array.view)
         return
@@ -236,7 +238,7 @@ def _scan(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
-    (v,) = instr.inputs
+    v = instr.inputs[0]
     sink = stage.program.sinks[instr["sink"]]
     x = stage.view(v)
     if x.dtype != sink.dtype:
@@ -244,7 +246,7 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
         stage.write(v, x)
     axes = {a - 1 for a in instr["axes"]} - {-1}
     left = [d for d in range(len(x.shape)) if d not in axes]
-    dense = dim_strides(tuple(x.shape[d] for d in left))  # of the accumulator
+    dense = dim_strides(sink.shape)  # of the accumulators
     kept = _loops([(x.shape[d], x.strides[d], t) for d, t in zip(left, dense, strict=True)])
     reduced = _loops([(x.shape[d], x.strides[d], 0) for d in sorted(axes, key=lambda d: -abs(x.strides[d]))])
     stage.code.append(
@@ -253,14 +255,23 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
             tuple(n for n, _, _ in kept),
             tuple(n for n, _, _ in reduced),
             Operand(x.ref, x.row_stride, tuple(s for _, s, _ in (*kept, *reduced))),
+            sums=_sums(stage, instr, dense),
+            sum_strides=tuple(t for _, _, t in kept),
         )
     )
+
+
+def _sums(stage: Stage, instr: Instr, strides: Sequence[int]) -> Sums:
+    """The part of the accumulators that a ``sink`` folds into."""
+    dims = instr.get("dims", ())
+    return Sums(*slices.moves_of(stage, instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
 
 
 _FAMILIES: dict[str, Handler] = {"reduce": _reduce, "argreduce": _reduce, "cumulative": _scan}
 _HANDLERS: dict[str, Handler] = {
     "store": _store,
     "store_slice": _store,
+    "paste": structured.paste,
     "loop": lambda stage, i, instr: structured.loop(stage, instr, _emit),
     "gather": indexed.gather,
     "take": indexed.take,

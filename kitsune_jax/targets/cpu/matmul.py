@@ -11,20 +11,22 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cpu import views
+from kitsune_jax.program.ir import Instr, walk
+from kitsune_jax.targets.cpu import slices, views
 from kitsune_jax.targets.cpu.bytecode import (
     ACTIVATIONS,
     DENSE,
     DTYPE_CODE,
     IN,
     PRODUCTS,
+    SUM_GROUP,
     WEIGHT,
     AccumulateMatmul,
     Matmul,
     Operand,
     Prep,
     Ref,
+    Sums,
 )
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.views import View
@@ -169,7 +171,7 @@ def _matrix(stage: Stage, shape: Sequence[int], dtype: str, multiple: int) -> Vi
 
 def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
     """A weight gradient: the rows of both tiles are contracted, the free dimensions are the accumulator's, in the op's order."""
-    x, y = instr.inputs
+    x, y = instr.inputs[:2]
     if stage.type(x).dtype != stage.type(y).dtype:
         raise CannotLower(f"a weight gradient of {stage.type(x).dtype} and {stage.type(y).dtype}")
     pairs = [(a - 1, b - 1) for a, b in zip(instr["x_contract"], instr["y_contract"], strict=True) if a > 0]
@@ -191,7 +193,10 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
             rows = _rows(view, contract, batch, free)
             assert rows is not None
         sides.append((view, rows, math.prod(view.shape[d] for d in free)))
+    if sides[1][2] == 1:  # the sums are the same, and the kernel likes few rows of them better than few columns
+        sides.reverse()
     (vx, rx, m), (vy, ry, n) = sides
+    sums, matrices = _part(stage, instr, m, n)
     stage.code.append(
         AccumulateMatmul(
             sink=instr["sink"],
@@ -202,8 +207,33 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
             x=Operand(vx.ref, rx[0], (rx[1],)),
             y=Operand(vy.ref, ry[0], (ry[1],)),
             product=_product(vx.ref, stage.products.gradients),
+            sums=sums,
+            matrices=matrices,
         )
     )
+
+
+def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[Sums, tuple[int, ...]]:
+    """Which part of the sink's matrices an m x n product is, where numbers of loops cut it out; and those matrices."""
+    if instr.get("dims") is None:
+        return Sums(), ()
+    k, dims, steps, sizes = instr["sink"], instr["dims"], instr["steps"], instr["sizes"]
+    shape, batch = stage.program.sinks[k].shape, len(instr["x_batch"])
+    rows = range(batch, len(stage.type(instr.inputs[0]).rows_first) - len(instr["x_contract"]))
+    height, columns = math.prod(shape[batch : rows.stop]), math.prod(shape[rows.stop :])
+    d, size = dims[0], sizes[0]
+    side = rows if d in rows else range(rows.stop, len(shape))
+    if len(dims) > 1 or d < batch or math.prod(shape[side.start : d]) > 1:
+        raise CannotLower(f"a weight gradient in parts of dimensions {dims}")
+    # The first parts are all as long; what is left is shorter.
+    longest = max(i["sizes"][0] for s in stage.program.stages for i in walk(s.body) if i.get("dims") and i.get("sink") == k)
+    inner = math.prod(shape[d + 1 : side.stop])
+    each = inner * (columns if side is rows else height)
+    offset, moves = slices.moves_of(stage, instr.inputs[2:], steps, (each,))
+    fits = size in (longest, shape[d] % longest) and not any(e % (longest * each) for e in (offset, *moves))
+    if not fits or (side is not rows and longest * inner % SUM_GROUP):
+        raise CannotLower(f"a weight gradient in parts of {size} of {shape[d]} elements, {steps[0]} apart")
+    return Sums(offset, moves), (height, longest * inner if side is rows else height, columns)
 
 
 def _product(ref: Ref, name: str) -> int:

@@ -16,7 +16,7 @@ from kitsune_jax.targets.cpu.micro import is_pointwise
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import TooManyRegisters, VectorBuilder, compute_type
 
-_NO_ITEM = frozenset({"load", "load_slice", "pop", "row_index", "iota"})
+_NO_ITEM = frozenset({"load", "load_slice", "pop", "row_index", "iota", "cut", "empty"})
 Shape = tuple[bool, tuple[int, ...]]  # of the loops over a value: whether they run over rows, and the extents other than 1
 
 

@@ -16,7 +16,7 @@ from kitsune_jax.graph import Scalar
 from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes.flow import VIEWS, Flow, Use
 from kitsune_jax.streams.space import dim_strides
-from kitsune_jax.targets.cpu import layouts, views
+from kitsune_jax.targets.cpu import layouts, slices, views
 from kitsune_jax.targets.cpu.borders import Border, border
 from kitsune_jax.targets.cpu.bytecode import (
     DTYPE_CODE,
@@ -100,6 +100,12 @@ class Stage:
     def leaf(self, v: int) -> Leaf | None:
         return self.leaves.get(self.root(v))
 
+    def number(self, v: int) -> tuple[int | None, int]:
+        """The loop whose number ``v`` is (1: the outermost), or None and the constant that it is."""
+        leaf = self.leaf(v)
+        assert leaf is not None
+        return leaf.loop, int(leaf.const or 0)
+
     def widened(self, v: int) -> int | None:
         """The value that ``v`` is a widening 16-bit to 32-bit float conversion of: loads do that conversion anyway.
 
@@ -140,29 +146,6 @@ class Stage:
         ref = Ref(QUEUE, number, 0, DTYPE_CODE[t.dtype])
         return View(ref, views.row_pitch(t.shape, t.dtype), t.shape, dim_strides(t.shape))
 
-    def sliced(self, instr: Instr) -> Border:
-        """What a ``load_slice`` or a ``store_slice`` names: a part of an array that moves with the numbers of loops."""
-        loads = instr.kind == "load_slice"
-        array = (self.program.inputs if loads else self.program.outputs)[instr["array"]]
-        whole = self.input(instr["array"]) if loads else self.output(instr["array"])
-        shape, offset, moves = list(whole.shape), 0, [0] * self.depth
-        numbers = instr.inputs if loads else instr.inputs[1:]
-        for v, d, step, size in zip(numbers, instr["dims"], instr["steps"], instr["sizes"], strict=True):
-            k = array.dims.index(d) if array.row_strides else d
-            shape[k] = size
-            leaf = self.leaf(v)
-            assert leaf is not None
-            if leaf.loop is not None:
-                moves[leaf.loop - 1] += step * whole.strides[k]
-            else:
-                offset += int(leaf.const or 0) * step * whole.strides[k]
-
-        def moved(ref: Ref) -> Ref:
-            return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=tuple(moves) if any(moves) else ())
-
-        view = None if whole.view is None else View(moved(whole.view.ref), whole.view.row_stride, tuple(shape), whole.strides)
-        return Border(moved(whole.ref), whole.axis_strides, tuple(shape), whole.strides, view)
-
     def prep(self, prep: Prep, v: int) -> int:
         """Number of ``prep``, which prepares the value ``v``: once for all stages, or where ``v`` is there."""
         if not prep.local:
@@ -194,10 +177,14 @@ class Stage:
             return target
         instr = self.flow.makers[r]
         if instr.kind in ("load", "load_slice"):
-            source = self.input(instr["array"]) if instr.kind == "load" else self.sliced(instr)
+            source = self.input(instr["array"]) if instr.kind == "load" else slices.border_of(self, instr)
             return source.view if source.view is not None else self._gather(source, r)
         if instr.kind == "pop":
             return self.queue(instr["queue"])
+        if instr.kind == "cut":
+            return slices.part(self, instr)
+        if instr.kind == "empty":
+            return self.new(r)
         if instr.kind in VIEWS:
             return self._look(instr)
         raise AssertionError(f"{instr.kind} has not been computed yet")
@@ -336,10 +323,12 @@ class Stage:
         if instr.kind == "results":
             return self.carried.get(p)
         if instr.kind in ("store", "store_slice") and p == 0:
-            array = (self.output(instr["array"]) if instr.kind == "store" else self.sliced(instr)).view
+            array = (self.output(instr["array"]) if instr.kind == "store" else slices.border_of(self, instr)).view
             return array if array is not None and array.dtype == self.type(instr.inputs[0]).dtype else None
         if instr.kind == "push":
             return self.queue(instr["queue"])
+        if instr.kind == "paste" and p == 1:
+            return slices.part(self, instr)
         return self.piece(instr, p) if instr.kind == "concatenate" else None
 
     def _back(self, instr: Instr, place: View, r: int) -> View | None:
@@ -371,7 +360,7 @@ class Stage:
             return self.views[r]
         wanted = self.wanted(r)
         for use, view in wanted:
-            if view is None or not fits(view) or (len(wanted) > 1 and not readable(view)):
+            if view is None or not fits(view) or (len(wanted) > 1 and not views.readable(view)):
                 continue
             self.satisfied.add(use)
             self.views[r] = view
@@ -384,16 +373,10 @@ class Stage:
         wanted = [(use, view) for use, view in self.wanted(r) if use[0] not in inside]
         out = [view for _, view in wanted if view is not None]
         self.satisfied.update(use for use, view in wanted if view is not None)
-        kept = next((view for view in out if readable(view)), None)
+        kept = next((view for view in out if views.readable(view)), None)
         if kept is None and any(view is None for _, view in wanted):
             kept = self.new(r)
             out.append(kept)
         if kept is not None:
             self.views[r] = kept
         return out
-
-
-def readable(view: View) -> bool:
-    """Whether a stage may, and should, read a result back from here: not from a queue slot it produces, nor strided elements."""
-    strides = [s for n, s in zip(view.shape, view.strides, strict=True) if n != 1]
-    return view.ref.space != QUEUE and (not strides or strides[-1] == 1)

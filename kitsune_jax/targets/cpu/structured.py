@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kitsune_jax.program.ir import WITHIN, Block, Instr, TileProgram
 from kitsune_jax.program.passes.flow import VIEWS
-from kitsune_jax.targets.cpu import pointwise, views
+from kitsune_jax.targets.cpu import pointwise, slices, views
 from kitsune_jax.targets.cpu.bytecode import (
     REDUCTIONS,
     SCRATCH,
@@ -26,6 +26,10 @@ from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.cpu.views import View
 from kitsune_jax.targets.errors import CannotLower
+
+_FEW = 8  # rows of a matrix by which another is multiplied as it lies (``small`` in cpu/src/run_dot.cc)
+# Products of a vector with fewer elements than this are multiplied and summed as rows are.
+_SMALL = 1 << 12
 
 
 def loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
@@ -41,7 +45,9 @@ def loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
     inside = Stage(stage.program, block.body, stage.preps, stage.products, stage, block)
     places = [inside.new(v) for v in block.carries]
     for v, place in zip(instr.inputs, places, strict=True):
-        stage.write(v, place)
+        maker = stage.flow.makers.get(stage.root(v))
+        if maker is None or maker.kind != "empty":
+            stage.write(v, place)
     inside.views.update(stage.views)
     inside.views.update(zip(block.carries, places, strict=True))
     inside.carried = {p: places[p] for p in _written_at_once(inside, block)}
@@ -95,6 +101,8 @@ def _hand_on(stage: Stage, block: Block, places: Sequence[View]) -> None:
         if (len(stage.body), p) in stage.satisfied or stage.root(result) == block.carries[p]:
             continue
         lies = None if stage.leaf(result) is not None else stage.view(result)
+        if lies == place:
+            continue
         if lies is not None and lies.ref.space == SCRATCH and lies.ref.index in homes:
             aside = stage.new(result)
             stage.copy(lies, aside)
@@ -105,6 +113,14 @@ def _hand_on(stage: Stage, block: Block, places: Sequence[View]) -> None:
             stage.write(result, place)
         else:
             stage.copy(lies, place)
+
+
+def paste(stage: Stage, i: int, instr: Instr) -> None:
+    """A part of a carry is written where it belongs: nothing else reads or writes the carry."""
+    x, part, _ = instr.inputs
+    stage.views[instr.outputs[0]] = stage.view(x)
+    if not stage.settled((i, 1), part):
+        stage.write(part, slices.part(stage, instr))
 
 
 def dot(stage: Stage, i: int, instr: Instr) -> None:
@@ -120,18 +136,27 @@ def dot(stage: Stage, i: int, instr: Instr) -> None:
     free_y = [d for d in range(len(u.shape)) if d not in (*contract_y, *batch_y)]
     sides = (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y))
     m, n, k = (math.prod(s.shape[d] for d in dims) for s, dims in ((t, free), (u, free_y), (t, contract)))
-    if m == 1 or n == 1 or k == 1:
+    if k == 1 or min(m, n) == 1 and m * n * k <= _SMALL:
         _multiplied_and_summed(stage, instr, sides)
         return
-    (vx, sx), (vy, sy) = (_matrices(stage, v, groups, dense=v == x) for v, groups in sides)
     lead = len(batch), len(batch) + len(free)
-    groups = tuple(range(lead[0])), tuple(range(*lead)), tuple(range(lead[1], len(result.shape)))
+    groups = [tuple(range(lead[0])), tuple(range(*lead)), tuple(range(lead[1], len(result.shape)))]
+    few = n < m and n <= _FEW  # the result then lies transposed, and the larger operand is read once, as it lies
+    if few:
+        x, y, m, n, sides = y, x, n, m, sides[::-1]
+        groups[1:] = reversed(groups[1:])
+    (vx, sx), (vy, sy) = (_matrices(stage, v, dims, dense=v == x) for v, dims in sides)
 
     def fits(view: View) -> bool:
         strides = _strides(view, groups)
         return strides is not None and strides[2] == 1
 
-    out = stage.place(instr.outputs[0], fits)
+    def layout() -> View:
+        order = [d for dims in groups for d in dims]
+        own = stage.scratch(tuple(result.shape[d] for d in order), result.dtype)
+        return views.transpose(own, [order.index(d) for d in range(len(order))])
+
+    out = stage.place(instr.outputs[0], fits, layout)
     strides = _strides(out, groups)
     assert strides is not None
     x_, y_ = Operand(vx.ref, vx.row_stride, sx[:2]), Operand(vy.ref, vy.row_stride, sy)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kitsune_jax.graph import Graph, Op, Value
-from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.spec import is_narrow
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS
@@ -49,8 +48,6 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
 def _loop(body: Graph) -> str | None:
     for op in body.ops:
         why = supports(op, [body.values[v] for v in op.inputs], [body.values[v] for v in op.outputs])
-        if why is None and op.body is not None and (parts(op).xs or parts(op).ys):
-            why = "a loop inside of it that takes or gives slices"
         if why is not None:
             return f"{op.label or op.kind} ({op.source or 'no source line'}): {why}"
     return None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.program.passes.flow import squeezed as squeezed
 from kitsune_jax.streams.space import dim_strides
-from kitsune_jax.targets.cpu.bytecode import DTYPES, SCRATCH, Operand, Ref
+from kitsune_jax.targets.cpu.bytecode import DTYPES, QUEUE, SCRATCH, Operand, Ref
 
 ITEM_SIZE = dict(zip(DTYPES, (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8), strict=True))
 
@@ -40,6 +40,12 @@ class View:
     def at(self, offset: int) -> View:
         """The same view, ``offset`` elements further on."""
         return dataclasses.replace(self, ref=dataclasses.replace(self.ref, offset=self.ref.offset + offset))
+
+
+def readable(view: View) -> bool:
+    """Whether a stage may, and should, read a result back from here: not from a queue slot it produces, nor strided elements."""
+    strides = [s for n, s in zip(view.shape, view.strides, strict=True) if n != 1]
+    return view.ref.space != QUEUE and (not strides or strides[-1] == 1)
 
 
 def row_pitch(shape: tuple[int, ...], dtype: str) -> int:

@@ -160,7 +160,7 @@ class _Chunks:
         state.done = done
         bias = p.bias and (*p.bias, sum(_blocks(p)[:chunk]))
         if p.start is not None:
-            self._start(p, ref := _accumulators(p, chunk))
+            self._start(p, chunk)
         # Of one operand at a time: a product waits for what it has fetched of one before it fetches the next.
         fragments = any(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
         ref = _accumulators(p, chunk)
@@ -182,13 +182,13 @@ class _Chunks:
         )
         state.issued += 1
 
-    def _start(self, p: Multiply, ref: Ref) -> None:
-        """What the product is added to, to its accumulators ``ref``."""
+    def _start(self, p: Multiply, chunk: int) -> None:
+        """What the product is added to, to the accumulators of ``chunk``."""
         assert p.start is not None
-        keep = Keep(p.start, ref, "word", push=True)
-        loop = ir.Evaluate(p.shape.slab, (keep,), (), tuple(self.homes.items()))
-        self.nodes += _declarations(loop, self.homes)
-        self.nodes.append(_Blocks(loop, self.homes, 0, tiles.blocks(p.shape.slab), {}, self.counter).loop())
+        ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
+        self.nodes.append(st.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
+        loop = ir.Evaluate(p.shape.slab, (Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
+        self.nodes.append(_Blocks(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
 
     def _check_weights(self, recipe: WeightRecipe) -> None:
         """The loader brings streamed weights in the order in which the stage takes them."""
@@ -221,7 +221,7 @@ def _declarations(loop: ir.Evaluate, homes: Homes) -> list[Node]:
     """Registers of the values that the loop keeps; of masks on their way into an image, too."""
     found: list[Node] = []
     for a in loop.actions:
-        if isinstance(a, Keep) and (a.form == "bit" or not a.to):
+        if isinstance(a, Keep) and not a.over and (a.form == "bit" or not a.to):
             count = tiles.registers(loop.width, a.form)
             found.append(st.Registers(a.ref, a.form, homes[a.value].dtype, count, bool(a.to)))
     return found

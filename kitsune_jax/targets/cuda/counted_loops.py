@@ -9,9 +9,11 @@ to be evaluated would be evaluated, and kept, inside; and all next carries are m
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.program.ir import Block, Instr, walk
+from kitsune_jax.targets.cuda import cuts
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Keep, Ref
 from kitsune_jax.targets.cuda.evaluation import Evaluation
@@ -37,8 +39,7 @@ def lower(at: Evaluation, instr: Instr, lower_body: Body) -> None:
     """Lowers ``instr`` and, by ``lower_body``, what it repeats."""
     block = instr.block
     assert block is not None
-    if instr.get("within") is not None:
-        raise CannotLower("a loop that leaves out iterations by the rows of a tile has no code on the GPU")
+    seen, which = _seen(at, instr)
     if sums := sorted({i.kind for i in block.body} & {"matmul_sink", "sink_at"}):
         raise CannotLower(f"{' and '.join(sums)} in a loop: sums of its iterations have no code on the GPU")
     for v in _from_outside(block):
@@ -53,9 +54,30 @@ def lower(at: Evaluation, instr: Instr, lower_body: Body) -> None:
         _hand_on(at, carries, [at.root(v) for v in block.results])
     at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are out of sight behind it
-    at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body)))
+    at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
     for v, carry in zip(instr.outputs, carries, strict=True):
         at.values[at.root(v)] = at.values[carry]
+
+
+def _seen(at: Evaluation, instr: Instr) -> tuple[Ref | None, str]:
+    """The blocks that a loop has to look at, and which of them it takes. The lanes of a CTA, which share the blocks, look at those
+    that one of them sees: what a mask hides from a lane's rows it hides there as well."""
+    within = instr.get("within")
+    if within is None:
+        return None, "all"
+    if not cuts.by_groups(at.program):
+        raise CannotLower(
+            "a loop that leaves out iterations by the rows of a tile, and has no weights of its own, has no code on the GPU"
+        )
+    if instr.get("reverse"):
+        raise CannotLower("a loop that leaves out iterations and counts down has no code on the GPU")
+    axis, step, low, high, which = within
+    inner = math.prod(at.program.axes[axis + 1 :])
+    bounds = inner, at.program.axes[axis], step, low, high, instr["count"]
+    found = [node for node in at.prologue if isinstance(node, st.SeenBlocks)]
+    ref = next((node.ref for node in found if node == st.SeenBlocks(node.ref, *bounds)), Ref("seen", len(found)))
+    at.once_per_tile(st.SeenBlocks(ref, *bounds))
+    return ref, which
 
 
 def _from_outside(block: Block) -> list[int]:
@@ -124,12 +146,13 @@ def _hand_on(at: Evaluation, carries: Sequence[int], results: Sequence[int]) -> 
     fresh = [(carry, _row_of_its_own(at, made, carries)) for carry, made in moved if at.value(carry).row]
     moved = [(carry, made) for carry, made in moved if not at.value(carry).row]
     direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, InImage) and _is_elementwise(at, made)]
+    direct += [(carry, made) for carry, made in moved if _is_added_to(at, carry, made, moved)]
     for width, some in _by_width(at, [made for carry, made in moved if (carry, made) not in direct and _waits(at, made)]):
         at.evaluate(width, [at.keep(v) for v in some])
     copied = [(carry, _tile_of_its_own(at, made, carries)) for carry, made in moved if (carry, made) not in direct]
     for width, some in _by_width(at, [carry for carry, _ in direct]):
-        at.evaluate(width, [_to_image(at, carry, made) for carry, made in direct if carry in some])
-        at.add(*(st.Alive(Ref("v", carry)) for carry in some))
+        at.evaluate(width, [_over(at, carry, made) for carry, made in direct if carry in some])
+        at.add(*(st.Alive(_home(at, carry).owner) for carry in some))
     for carry, made in copied:
         _copy(at, carry, made)
     for carry, ref in fresh:
@@ -164,10 +187,45 @@ def _is_elementwise(at: Evaluation, v: int) -> bool:
     return isinstance(at.value(v).home, Expression) and visit(v)
 
 
-def _to_image(at: Evaluation, carry: int, made: int) -> Keep:
-    to = at.value(carry)
-    assert isinstance(to.home, InImage)
-    return Keep(made, to.home.ref, to.form, to=to.home.ref, push=True, reads=1)
+def _is_added_to(at: Evaluation, carry: int, made: int, moved: Sequence[tuple[int, int]]) -> bool:
+    """Is ``made`` a product that is added to ``carry``, column by column, and does no other next carry wait for it? Then each chunk
+    of columns takes the place of those that its accumulators started from."""
+    home = at.value(made).home
+    if not isinstance(at.value(carry).home, InRegisters) or not isinstance(home, Multiply) or home.start is None:
+        return False
+    started = isinstance(at.value(home.start).home, InRegisters) or _is_elementwise(at, home.start)
+    others = [v for c, v in moved if c != carry] + [*home.pieces]
+    return started and at.uses[made] == 1 and not any(_reads(at, v, carry) for v in others)
+
+
+def _reads(at: Evaluation, v: int, carry: int) -> bool:
+    """Does what is still to be made of ``v`` read ``carry``?"""
+    if v == carry:
+        return True
+    match at.value(v).home:
+        case Expression(_, operands):
+            return any(_reads(at, x, carry) for x in operands)
+        case Multiply(pieces=pieces, start=start):
+            return any(_reads(at, x, carry) for x in (*pieces, *(() if start is None else (start,))))
+        case Parts(parts):
+            return any(_reads(at, x, carry) for x, _, _ in parts)
+        case Splat(of):
+            return _reads(at, of, carry)
+    return False
+
+
+def _home(at: Evaluation, carry: int) -> InImage | InRegisters:
+    home = at.value(carry).home
+    assert isinstance(home, (InImage, InRegisters))
+    return home
+
+
+def _over(at: Evaluation, carry: int, made: int) -> Keep:
+    """``made`` takes the place of ``carry``."""
+    form, home = at.value(carry).form, _home(at, carry)
+    if isinstance(home, InImage):
+        return Keep(made, home.ref, form, to=home.ref, push=True, reads=1)
+    return Keep(made, home.ref, form, push=True, reads=1, over=True)
 
 
 def _row_of_its_own(at: Evaluation, v: int, carries: Sequence[int]) -> Ref:
@@ -203,7 +261,7 @@ def _copy(at: Evaluation, carry: int, made: int) -> None:
     """``made``, which has registers or an image, to where ``carry`` is."""
     to = at.value(carry)
     if isinstance(to.home, InImage):
-        at.evaluate(to.width, [_to_image(at, carry, made)])
+        at.evaluate(to.width, [_over(at, carry, made)])
         at.add(st.Alive(to.home.owner))
         return
     if isinstance(at.value(made).home, InImage):

@@ -24,11 +24,13 @@ STRAIGHT = -1  # ``Cut.loop`` of a block that no loop cuts
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """Blocks of an array: the elements [first + i step, first + i step + size) of dimension ``dim`` for i < ``count`` (-1: all of
-    the array), for each index of the dimensions ``batch_dims``, ``batches`` together. ``axes``: (stream axis, extent), outermost
-    first, whose mixed-radix index says which batch a row has. ``loop``: the number of the loop in which the block is used."""
+    """Blocks of input ``array``: the elements [first + i step, first + i step + size) of dimension ``dim`` for i < ``count`` (-1:
+    all of the array), for each index of the dimensions ``batch_dims``, ``batches`` together. ``axes``: (stream axis, extent),
+    outermost first, whose mixed-radix index says which batch a row has. ``loop``: the number of the loop in which the block is
+    used; loops that use the same blocks share them."""
 
     loop: int
+    array: int
     dim: int
     first: int
     step: int
@@ -74,27 +76,25 @@ class Cuts:
         if v not in self.makers:
             return None
         maker = self.makers[v]
-        array = program.inputs[maker["array"]]
-        where = _batches(program, array)
+        k = maker["array"]
+        where = _batches(program, program.inputs[k])
         if maker.kind == "load":
-            return Cut(STRAIGHT, -1, 0, 0, 0, 1, False, *where)
+            return Cut(STRAIGHT, k, -1, 0, 0, 0, 1, False, *where)
         if len(maker.inputs) != 1:
             raise CannotLower("weights that several loops cut out of an array have no code on the GPU")
         (number,), (dim,), (step,), (size,) = maker.inputs, maker["dims"], maker["steps"], maker["sizes"]
         if (loop := self.loops.get(number)) is not None:
-            return Cut(number, dim, 0, step, size, loop["count"], bool(loop.get("reverse")), *where)
-        return Cut(STRAIGHT, dim, self.literals[number] * step, size, size, 1, False, *where)
+            return Cut(number, k, dim, 0, step, size, loop["count"], bool(loop.get("reverse")), *where)
+        return Cut(STRAIGHT, k, dim, self.literals[number] * step, size, size, 1, False, *where)
 
 
 def find(program: TileProgram) -> Cuts:
     """Only products read a cut; what else reads a slice or a batch of an array reads its rows (``slices.py``)."""
     body = [i for stage in program.stages for i in walk(stage.body)]
-    made = {i.outputs[0]: i for i in body if i.kind == "load_slice" or (i.kind == "load" and _by_batch(program, i))}
+    made = {i.outputs[0]: i for i in body if i.kind == "load_slice" or (i.kind == "load" and by_batch(program, i))}
     for i in body:
         for k, v in enumerate(i.inputs):
             if v in made and not (i.kind == "matmul" and k == 1):
-                if made[v].kind == "load":
-                    raise CannotLower(f"{i.kind} of an array that depends on the batch of a tile has no code on the GPU")
                 del made[v]
     makers = {v: i for v, i in made.items() if not program.inputs[i["array"]].streamed}
     return Cuts(makers, {i.block.index: i for i in body if i.block is not None}, dict(program.literals))
@@ -105,7 +105,8 @@ def by_groups(program: TileProgram) -> bool:
     return bool(program.batch_axes or find(program).makers)
 
 
-def _by_batch(program: TileProgram, instr: Instr) -> bool:
+def by_batch(program: TileProgram, instr: Instr) -> bool:
+    """Does what ``instr`` loads depend on batch axes only?"""
     array = program.inputs[instr["array"]]
     return bool(array.row_strides) and not array.streamed
 

@@ -197,7 +197,7 @@ class Keep(Action):
     """The value gets registers ``ref`` of ``form``; or goes vector by vector ``to`` an image or a queue's entry.
 
     ``push``: a copy, or an entry of a queue: the value stays where it was. ``reads``: instructions of the tile program that this
-    stands for.
+    stands for. ``first``: the block with which registers begin; ``over``: they are those of another value, which is read no more.
     """
 
     ref: Ref
@@ -205,6 +205,8 @@ class Keep(Action):
     to: Ref | None = None
     push: bool = False
     reads: int = 0
+    first: int = 0
+    over: bool = False
 
 
 class Store(Action):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kitsune_jax.program.ir import TileProgram, walk
 from kitsune_jax.targets.cuda import arrays, bodies, chunks, liveness, stage_facts, tiles, turns
@@ -94,7 +94,34 @@ class Fitted:
     @property
     def fetches(self) -> list[st.Issue]:
         """Chunks of weights in the order of their use, which is the order in which the loader brings them."""
-        return list(_issues(self.lowered.nodes))
+        return [issue for _, issue in _issues(self.lowered.nodes)]
+
+    @property
+    def loops(self) -> list[tuple[st.CountedLoop | None, tuple[st.Issue, ...]]]:
+        """The same, loop by loop; None: in no loop."""
+        runs = itertools.groupby(_issues(self.lowered.nodes), key=lambda found: found[0])
+        return [(loop, tuple(issue for _, issue in run)) for loop, run in runs]
+
+    @property
+    def packed(self) -> list[st.Issue]:
+        """Chunks of weights as they lie in memory: what loops have in common is there once."""
+        known, found = set[tuple[object, ...]](), list[st.Issue]()
+        for loop, issues in self.loops:
+            if loop is not None:
+                blocks = self.blocks_of(issues)
+                if blocks in known:
+                    continue
+                known.add(blocks)
+            found += issues
+        return found
+
+    def blocks_of(self, issues: Sequence[st.Issue]) -> tuple[object, ...]:
+        """What ``issues`` of a loop multiply with, told apart from that of other loops."""
+        found = []
+        for i in issues:
+            r = self.lowered.weights[i.weight]
+            found.append((dataclasses.replace(r, value=-1, cut=r.cut and dataclasses.replace(r.cut, loop=-1)), i.chunk))
+        return tuple(found)
 
 
 def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: int, staging: bool) -> Fitted:
@@ -247,13 +274,14 @@ def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:
     return placed
 
 
-def _issues(nodes: Iterable[Node]) -> Iterable[st.Issue]:
+def _issues(nodes: Iterable[Node], loop: st.CountedLoop | None = None) -> Iterator[tuple[st.CountedLoop | None, st.Issue]]:
+    """Each with the loop that it is in."""
     for node in nodes:
         if isinstance(node, st.Issue):
-            yield node
+            yield loop, node
         elif isinstance(node, st.LayerLoop):
-            one = list(_issues(node.body))
+            one = [issue for _, issue in _issues(node.body)]
             for layer in range(node.layers):
-                yield from (dataclasses.replace(i, weight=i.weight + layer * node.weights) for i in one)
+                yield from ((loop, dataclasses.replace(i, weight=i.weight + layer * node.weights)) for i in one)
         elif isinstance(node, st.CountedLoop):
-            yield from _issues(node.body)
+            yield from _issues(node.body, node)

@@ -6,7 +6,7 @@ Like ``device_ir.py``: data that ``frames.py`` makes and ``print_frame.py`` spel
 from __future__ import annotations
 
 from kitsune_jax.targets.cuda.device_ir import Constant, Node, Ref
-from kitsune_jax.targets.cuda.statements import GradientStart, PanelSumStart, SegmentStart, SinkStart
+from kitsune_jax.targets.cuda.statements import GradientStart, PanelSumStart, SeenBlocks, SegmentStart, SinkStart
 
 
 class LaneScratch(Node):
@@ -155,15 +155,27 @@ class LoadStreamed(Node):
     runs: tuple[tuple[int, int, int], ...]
 
 
+class Blocks(Node):
+    """What the iterations of a loop multiply with, or what stands in no loop (``count`` is 1). ``places``: (operand, byte of a
+    batch where the first one's lies, bytes to the next one's). ``runs``: (operand, chunks, bytes of each) of an iteration.
+    ``seen``, ``which``: of the loop (``CountedLoop``)."""
+
+    count: int
+    places: tuple[tuple[int, int, int], ...]
+    runs: tuple[tuple[int, int, int], ...]
+    seen: Ref | None
+    which: str
+
+
 class LoadBlocks(Node):
     """Weights that change from tile to tile. ``groups``: (operand, bytes of a batch); ``axes``: (batches from one index of the axis
-    to the next, its extent), outermost first, of those on which the weights depend. ``parts``: (iterations, runs) of a loop, or (1,
-    runs) of what stands in none."""
+    to the next, its extent), outermost first, of those on which the weights depend. ``seen``: the blocks that rows see."""
 
     ring: WeightRing
     groups: tuple[tuple[int, int], ...]
     axes: tuple[tuple[int, int], ...]
-    parts: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
+    seen: tuple[SeenBlocks, ...]
+    parts: tuple[Blocks, ...]
 
 
 class StageCode(Node):

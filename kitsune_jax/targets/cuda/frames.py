@@ -14,7 +14,6 @@ from kitsune_jax.targets.cuda import arrays, own_rows
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.cuts import STRAIGHT
 from kitsune_jax.targets.cuda.device_ir import Constant, Node, Ref, number, parameter
 from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.layout import Layout, entry_vectors, gradients_of, segments_of, sinks_of, sums_of
@@ -188,21 +187,27 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
         raise CannotLower("weights of which only some change from tile to tile, or with other batches, have no code on the GPU")
     inner = {a: math.prod(program.axes[a + 1 : program.batch_axes]) for a in range(program.batch_axes)}
     axes = tuple((inner[a], n) for a, n in cuts[0].axes)
-    parts, sizes = [], dict[int, int]()
-    for loop, part in itertools.groupby(stage.fetches, key=lambda i: recipes[i.weight].loop):
-        fetches = list(part)
-        count = cuts[fetches[0].weight].count if loop != STRAIGHT else 1
+    parts, sizes, known = list[frame.Blocks](), dict[int, int](), dict[tuple[object, ...], dict[int, int]]()
+    for loop, fetches in stage.loops:
         chunks = []
         for i in fetches:
             shape = recipes[i.weight].shape
             chunks.append((at.operands.groups.index(shape.dtype), shape.chunk_bytes(i.columns), i.k_chunks))
-        runs = []
+        runs, each = [], dict[int, int]()
         for (group, size), run in itertools.groupby(chunks, key=lambda c: c[:2]):
             number = sum(k for _, _, k in run)
-            sizes[group] = sizes.get(group, 0) + number * size * count
+            each[group] = each.get(group, 0) + number * size
             runs.append((group, number, size))
-        parts.append((count, tuple(runs)))
-    return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, tuple(parts))
+        count = 1 if loop is None else loop.count
+        blocks = stage.blocks_of(fetches) if loop is not None else (len(parts),)
+        if blocks not in known:
+            known[blocks] = {group: sizes.get(group, 0) for group in each}
+            sizes |= {group: sizes.get(group, 0) + count * size for group, size in each.items()}
+        places = tuple((group, known[blocks][group], size) for group, size in each.items())
+        seen = (None, "all") if loop is None else (loop.seen, loop.which)
+        parts.append(frame.Blocks(count, places, tuple(runs), *seen))
+    found = tuple(node for node in stage.lowered.prologue if isinstance(node, st.SeenBlocks))
+    return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, found, tuple(parts))
 
 
 def _streamed(at: Layout, s: int, ring: frame.WeightRing, ctas: int) -> frame.LoadStreamed:

@@ -100,8 +100,8 @@ def _with_bias(at: Evaluation, instr: Instr) -> Multiply | None:
 
 
 def _with_start(at: Evaluation, instr: Instr) -> Multiply | None:
-    """An addition of a tile to a matmul of one chunk that nobody else reads: its accumulators start from the tile, so a result that
-    a loop rescales and adds to needs no second set of registers."""
+    """An addition of a tile to a matmul that nobody else reads: its accumulators start from the tile, so a result that a loop
+    rescales and adds to needs no second set of registers."""
     if instr.kind != "add" or not at.repeated:
         return None
     for x, other in (instr.inputs, instr.inputs[::-1]):
@@ -109,8 +109,7 @@ def _with_start(at: Evaluation, instr: Instr) -> Multiply | None:
         if not isinstance(product, Multiply) or product.bias is not None or product.start is not None or at.uses[at.root(x)] != 1:
             continue
         wide = start.dtype == at.value(x).dtype == "float32" and not start.row
-        one = wide and len(product.shape.chunks) == 1 and isinstance(start.home, (Expression, InRegisters))
-        if one and not columns.waits_for_product(at, other):
+        if wide and isinstance(start.home, (Expression, InRegisters)) and not columns.waits_for_product(at, other):
             return dataclasses.replace(product, product=instr.outputs[0], start=at.root(other))
     return None
 
@@ -163,22 +162,24 @@ def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
     """How XLA packs the weights of ``instr``."""
     x, w = instr.inputs
     of_x, of_w = at.program.values[x], at.program.values[w]
-    if instr["x_batch"] or sorted(instr["x_contract"]) != list(range(1, len(of_x.shape) + 1)):
+    left = [d for d in range(1, len(of_x.shape) + 1) if d not in instr["x_contract"]]
+    if any(of_x.shape[d - 1] != 1 for d in left):
         raise CannotLower("a matrix product for each row has no code on the GPU")
     if of_w.tile:
         raise CannotLower("a matrix product of two streamed values has no code on the GPU")
     pairs = sorted(zip(instr["x_contract"], instr["w_contract"], strict=True))
-    free = [d for d in range(len(of_w.shape)) if d not in instr["w_contract"]]
-    if instr["out_perm"][0] != 0:
-        raise AssertionError("rows come first")
-    order = [free[p - 1] for p in instr["out_perm"][1:]]
+    batch = instr["w_batch"]  # of one element each, as those of x
+    free = [d for d in range(len(of_w.shape)) if d not in instr["w_contract"] and d not in batch]
+    before = 1 + len(left)  # dimensions of the result in front of those of w: batch ones, rows, others of x
+    order = [free[p - before] for p in instr["out_perm"] if p >= before]
     if of_w.dtype != of_x.dtype or of_x.dtype not in pointwise.OPERAND:
         raise CannotLower(f"matrix product of {of_x.dtype} and {of_w.dtype}")
     operands = _pieces(at, x)
     pieces = tuple(math.prod(at.program.values[p].shape) for p in operands)
     n = math.prod(of_w.shape[d] for d in order)
     shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split, at.most_columns(operands))
-    return WeightRecipe(w, (*(b for _, b in pairs), *order), len(pairs), shape, at.facts.cuts.of(at.program, w))
+    permutation = (*(b for _, b in pairs), *batch, *order)
+    return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, at.facts.cuts.of(at.program, w))
 
 
 def _pieces(at: Evaluation, x: int) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kitsune_jax.program.ir import Array, Program, TileProgram, walk
+from kitsune_jax.program.ir import SINKS, Array, Program, TileProgram, walk
 from kitsune_jax.targets.cuda import call_layout, frames, layout, print_kernel, print_phases, sharing, tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.layout import Layout
@@ -81,6 +81,10 @@ def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> 
 def _check(program: TileProgram) -> None:
     if program.batch_axes and len(program.stages) > 1:
         raise CannotLower("tiles that keep within a batch have no spatial pipeline")
+    if any(program.outputs[sink.array].row_strides for sink in program.sinks):
+        raise CannotLower("sums of each batch, as the gradients of an attention's keys and values, have no code on the GPU")
+    if any(i.kind in SINKS and i.get("dims") is not None for stage in program.stages for i in walk(stage.body)):
+        raise CannotLower("sums into a part of a sink have no code on the GPU")
     if program.tile_rows != tiles.TILE_ROWS:
         raise CannotLower(f"tiles of {program.tile_rows} rows; the GPU's have {tiles.TILE_ROWS}")
 

@@ -22,6 +22,7 @@ from kitsune_jax.targets.cuda.values import queue_form
 from kitsune_jax.targets.errors import CannotLower
 
 _COUNTER_BYTES = 128
+_NEAR_BYTES = 16 << 20  # of weights that change from batch to batch: a third of an H100's L2, a part of which is further away
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +87,25 @@ class Layout:
         return self.a.batch_tiles(self.program)
 
     @property
+    def together(self) -> int:
+        """Batches whose tiles the CTAs take together, where those at the end of a batch have more work (``batches.h``); else 0.
+        Their weights stay in the L2 meanwhile."""
+        seen = [node for stage in self.stages for node in stage.lowered.prologue if isinstance(node, st.SeenBlocks)]
+        if not any(node.high is not None and node.low is None for node in seen):
+            return 0
+        each = sum(self.weight_bytes) // max(1, self.program.batches)
+        return max(1, min(self.program.batches, _NEAR_BYTES // max(1, each)))
+
+    @property
+    def weight_bytes(self) -> list[int]:
+        """Of each operand that holds weights."""
+        found, o = [], self.operands
+        for dtype, order in zip(o.groups, o.order, strict=True):
+            recipes = o.of_group(dtype)
+            found.append(sum(recipes[k].shape.part_bytes(chunk) * recipes[k].count for k, chunk in order))
+        return found
+
+    @property
     def consecutive(self) -> bool:
         """A lane's tiles follow each other in the stream: so few segments of a sink by sorted indices are shared with others."""
         return any(not start.rows for stage in self.stages for start in segments_of(stage))
@@ -118,9 +138,7 @@ class Layout:
         operands = len(o.inputs) + len(o.groups) + bool(o.vectors) + len(o.tables) + len(self.filled)
         counts = operands, len(p.outputs) + 1, self.workspace.zero_bytes
         sizes = [arrays.array_bytes(p.inputs[k]) for k in o.inputs]
-        for dtype, order in zip(o.groups, o.order, strict=True):
-            recipes = o.of_group(dtype)
-            sizes.append(sum(recipes[k].shape.part_bytes(chunk) * recipes[k].count for k, chunk in order))
+        sizes += self.weight_bytes
         sizes += [4 * sum(r.words for r in o.vectors)] if o.vectors else []
         sizes += [math.prod(p.values[v].shape) * pointwise.ITEM_SIZE[p.values[v].dtype] for v in o.tables]
         sizes += [arrays.array_bytes(p.outputs[k]) for k, _ in self.filled]
@@ -190,8 +208,9 @@ def _place_queues(program: TileProgram, a: Arrangement, ends: list[int]) -> tupl
 
 def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
     body = [i for s in program.stages for i in walk(s.body)]
-    read = {i["array"] for i in body if i.kind == "load"}
-    cut = {i["array"] for i in body if i.kind == "load_slice"}
+    loads = [(i["array"], program.values[i.outputs[0]].tile) for i in body if i.kind == "load"]
+    read = {k for k, tile in loads if tile or program.inputs[k].streamed}
+    cut = {i["array"] for i in body if i.kind == "load_slice" and program.values[i.outputs[0]].tile}
     weights = tuple(r for stage in stages for r in stage.lowered.weights)
     counts = [len(stage.lowered.weights) for stage in stages]
     first = tuple(sum(counts[:s]) for s in range(len(stages)))
@@ -201,7 +220,7 @@ def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
     resident_at: dict[int, tuple[int, int]] = {}
     at = [0] * len(groups)
     for stage, base in zip(stages, first, strict=True):
-        parts = [(base + i.weight, i.chunk) for i in stage.fetches]  # as they are used, so that the loader has but to go on
+        parts = [(base + i.weight, i.chunk) for i in stage.packed]  # as they are used, so that the loader has but to go on
         if stage.resident:
             parts = [(w, -1) for w in sorted({w for w, _ in parts})]
         for w, chunk in parts:
@@ -211,8 +230,7 @@ def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
                 resident_at[w] = (g, at[g])
                 at[g] += weights[w].shape.bytes
     vectors, vector_at = _vectors(stages)
-    rows = {k for k in read if program.inputs[k].streamed}
-    inputs = tuple(sorted(rows.union(cut, () if program.order is None else (program.order,))))
+    inputs = tuple(sorted(read.union(cut, () if program.order is None else (program.order,))))
     tables = tuple(dict.fromkeys(v for stage in stages for v in stage.lowered.tables))
     return Operands(inputs, weights, first, groups, tuple(map(tuple, order)), resident_at, vectors, vector_at, tables)
 

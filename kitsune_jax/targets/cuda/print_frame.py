@@ -120,12 +120,11 @@ def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
         more = "n < rounds"
     staged = [name(s.ref) for s in loop.staged]
     lines += [f"{s}.fetch(lane, 0, {first}, kRows);" for s in staged]
-    lines += ["KITSUNE_NO_UNROLL", f"for (u32 n = 0; {more}; ++n) {{"]
-    body = [
-        f"const i64 tile = {tile};",
-        *(_ROWS_OF_BATCH if loop.batches else _OWN_ROWS if loop.own_rows else _ROWS_OF_TILE),
-        "(void)valid;",
-    ]
+    lines += (
+        ["(void)workers, (void)worker;", *_ROUNDS] if loop.batches else ["KITSUNE_NO_UNROLL", f"for (u32 n = 0; {more}; ++n) {{"]
+    )
+    rows = (_BATCH, *_ROWS_OF_BATCH) if loop.batches else _OWN_ROWS if loop.own_rows else _ROWS_OF_TILE
+    body = [*([] if loop.batches else [f"const i64 tile = {tile};"]), *rows, "(void)valid;"]
     apart = "kOwnRows / 2" if loop.own_rows else "8"
     if loop.order is None:
         body.append(f"const i64 row[2] = {{first_row, first_row + {apart}}};")
@@ -154,9 +153,14 @@ _OWN_ROWS = (
     "const i64 first_row = tile * kOwnRows + lane.row;",
     "const bool valid[2] = {first_row < kRows, first_row + kOwnRows / 2 < kRows};",
 )
+_ROUNDS = (
+    "KITSUNE_NO_UNROLL",
+    "for (u32 n = 0, tile; (tile = first_tile<kLanes, kTiles, kBatchTiles, kTogether>(share, n)) < kTiles; ++n) {",
+)
+_BATCH = "const BatchRows rows_at = BatchRows::of<kLanes, kBatchTiles>(tile, kBatchRows);"
 _ROWS_OF_BATCH = (
-    "const i64 of_batch = tile % kBatchTiles * kTileRows + lane.row;",
-    "const i64 first_row = tile / kBatchTiles * kBatchRows + of_batch;",
+    "const i64 of_batch = rows_at.first + group * kTileRows + lane.row;",
+    "const i64 first_row = rows_at.batch * kBatchRows + of_batch;",
     "const bool valid[2] = {of_batch < kBatchRows, of_batch + 8 < kBatchRows};",
 )
 
@@ -254,23 +258,34 @@ def _resident(at: Spelling, code: LoadResident) -> list[str]:
 def _blocks(code: LoadBlocks) -> list[str]:
     batch = "0"
     for inner, extent in code.axes:
-        batch = f"({batch} * {extent} + batch / {inner} % {extent})"
+        batch = f"({batch} * {extent} + rows_at.batch / {inner} % {extent})"
     lines = [
         f"const Weights weights{{&header.weights, shared + {code.ring.header_bytes}}};",
         "Weights::At next;",
-        "KITSUNE_NO_UNROLL",
-        "for (u32 tile = share.block * kLanes; tile < kTiles; tile += share.blocks * kLanes) {",
-        "  const u32 batch = tile / kBatchTiles;",
-        "  (void)batch;",
+        *_ROUNDS,
+        f"  {_BATCH}",
     ]
-    lines += [f"  const u8* from{k} = p.weights{k} + static_cast<i64>({batch}) * {size}ll;" for k, size in code.groups]
-    for count, runs in code.parts:
-        calls = [f"stream_weights(weights, next, from{group}, {chunks}, {size});" for group, chunks, size in runs]
-        if count == 1:
-            lines += [f"  {call}" for call in calls]
-        else:
-            lines += ["  KITSUNE_NO_UNROLL", f"  for (u32 i = 0; i < {count}; ++i) {{", *(f"    {call}" for call in calls), "  }"]
+    lines += [f"  {print_stage.seen_blocks(node)}" for node in code.seen]
+    lines += [f"  const u8* const of{k} = p.weights{k} + static_cast<i64>({batch}) * {size}ll;" for k, size in code.groups]
+    for part in code.parts:
+        lines += [f"  {line}" for line in _part(part)]
     return [*lines, "}"]
+
+
+def _part(part: frame.Blocks) -> list[str]:
+    """Iterations that follow each other lie one behind the other."""
+    calls = [f"stream_weights(weights, next, from{group}, {chunks}, {size});" for group, chunks, size in part.runs]
+    if part.seen is None:
+        starts = [f"const u8* from{k} = of{k} + {first}ll;" for k, first, _ in part.places]
+        count, head = str(part.count), list[str]()
+    else:
+        seen = f"{name(part.seen)}.{part.which}"
+        starts, count = [], f"{seen}_count()"
+        head = [f"const u8* from{k} = of{k} + {first}ll + {seen}_block(i) * {size}ll;" for k, first, size in part.places]
+    if count == "1":
+        return ["{", *(f"  {line}" for line in (*starts, *calls)), "}"]
+    loop = ["KITSUNE_NO_UNROLL", f"for (i32 i = 0; i < {count}; ++i) {{", *(f"  {line}" for line in (*head, *calls)), "}"]
+    return ["{", *(f"  {line}" for line in (*starts, *loop)), "}"]
 
 
 def _streamed(code: LoadStreamed) -> list[str]:

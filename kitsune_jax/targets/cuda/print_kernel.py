@@ -34,7 +34,8 @@ def constants(at: Layout) -> str:
     if not at.batch_tiles:
         return sizes
     rows = at.program.rows // max(1, at.program.batches)
-    return f"{sizes}constexpr u32 kBatchTiles = {at.batch_tiles};\nconstexpr i64 kBatchRows = {rows};\n"
+    sizes += f"constexpr u32 kBatchTiles = {at.batch_tiles};\nconstexpr i64 kBatchRows = {rows};\n"
+    return f"{sizes}constexpr u32 kTogether = {at.together};\n"
 
 
 def params(at: Layout) -> list[str]:

@@ -248,7 +248,7 @@ class _Loop:
         elif to:
             self.element.append(f"w_{ref}[2 * ii + e] = to_word({x});")
         else:
-            self.element.append(f"{ref}[2 * (b * {pairs} + ii) + e] = {x};")
+            self.element.append(f"{ref}[2 * ({_block(keep.first)} * {pairs} + ii) + e] = {x};")
         if to and keep.form != "bit":
             words = pairs if keep.form == "pair" else 2 * pairs
             vectors = -(-words // 4)

@@ -43,12 +43,12 @@ def _loops(at: Spelling, node: Node) -> list[str]:
             return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {layers}; ++layer) {{", *lines(at, body), "}"]
         case st.Turn(what):
             return [f"{_TURNS[what]};"]
-        case st.CountedLoop(number, count, reverse, body):
+        case st.CountedLoop(number, count, reverse, body, seen, which):
             n, index = name(number), f"i_{name(number)}"
-            of = f"{count - 1} - {index}" if reverse else index
+            of = f"{count - 1} - {index}" if reverse else index if seen is None else f"{name(seen)}.{which}_block({index})"
             return [
                 "KITSUNE_NO_UNROLL",
-                f"for (i32 {index} = 0; {index} < {count}; ++{index}) {{",
+                f"for (i32 {index} = 0; {index} < {count if seen is None else f'{name(seen)}.{which}_count()'}; ++{index}) {{",
                 f"  const i32 {n} = {of};",
                 f"  (void){n};",
                 *(f"  {line}" for line in lines(at, body)),
@@ -242,9 +242,18 @@ def _setup(at: Spelling, node: Node) -> list[str]:
             return [f"const Image {name(ref)} = Image::at(scratch + {offset});"]
         case st.AxisIndices(extents):
             return _axes(extents)
+        case st.SeenBlocks():
+            return [seen_blocks(node)]
         case st.RowAddresses():
             return _addresses(at, node)
     return []
+
+
+def seen_blocks(node: st.SeenBlocks) -> str:
+    """Consumers and the loader know the first and the last row of the batch that the lanes of the CTA have."""
+    low, high = (("false", 0) if bound is None else ("true", bound) for bound in (node.low, node.high))
+    template = f"{node.inner}, {node.extent}, {node.step}, {low[0]}, {low[1]}, {high[0]}, {high[1]}"
+    return f"const SeenBlocks {name(node.ref)} = SeenBlocks::of<{template}>(rows_at.first, rows_at.last, {node.count});"
 
 
 def _panel_type(panel: st.Panel) -> str:

@@ -69,7 +69,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
     if split > 1 and len(body) > len(instrs):
         raise CannotLower("a stage with a loop is not split by columns")
     for i in body:
-        if (i.kind == "reshape" or is_other_name(program.values, i)) and program.values[i.outputs[0]].tile:
+        if _is_name(program, i):
             names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
         else:
             uses.update(names.get(x, x) for x in i.inputs)
@@ -100,10 +100,17 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
         _picked(program, body, readers),
         cuts.find(program),
         _rounded(program, body, names),
-        _coarse(program, body, names),
+        coarse(program, body),
     )
     operands = [x for i in body if i.kind == "dot" for x in i.inputs]
     return dataclasses.replace(found, row_pieces=frozenset(p for x in operands for p in found.pieces_of(x)))
+
+
+def _is_name(program: TileProgram, instr: Instr) -> bool:
+    """Is its result another name of its operand?"""
+    if instr.kind != "reshape" and not is_other_name(program.values, instr):
+        return False
+    return program.values[instr.outputs[0]].tile
 
 
 def _rounded(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int]) -> dict[int, int]:
@@ -115,7 +122,13 @@ def _rounded(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int
     return {x: v for x, v in found.items() if v >= 0}
 
 
-def _coarse(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int]) -> frozenset[int]:
+def coarse(program: TileProgram, body: Sequence[Instr]) -> frozenset[int]:
+    """``Facts.coarse`` of a stage."""
+    instrs = tuple(walk(body))
+    names: dict[int, int] = {}
+    for i in instrs:
+        if _is_name(program, i):
+            names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
     rounded, others = set[int](), set[int]()
     exponentials = {v for i in instrs if i.kind == "exp" for v in i.outputs}
     for i in instrs:

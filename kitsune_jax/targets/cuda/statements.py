@@ -197,13 +197,31 @@ class LayerLoop(Node):
     body: tuple[Node, ...]
 
 
+class SeenBlocks(Node):
+    """Once per tile, in front: which of ``count`` blocks of ``step`` elements the rows of all lanes see: those elements that are
+    ``low`` to ``high`` away from a row's index on a stream axis (None: any). The index is the row over ``inner``, modulo
+    ``extent``."""
+
+    ref: Ref
+    inner: int
+    extent: int
+    step: int
+    low: int | None
+    high: int | None
+    count: int
+
+
 class CountedLoop(Node):
-    """``count`` times ``body``, whose iterations are numbered by ``number``, from the last one down where it is ``reverse``."""
+    """``count`` times ``body``, whose iterations are numbered by ``number``, from the last one down where it is ``reverse``. With
+    ``seen``, only ``which`` of the blocks: those that all rows see as a "whole", the others that some see (the "edges"), or "all".
+    """
 
     number: Ref
     count: int
     reverse: bool
     body: tuple[Node, ...]
+    seen: Ref | None = None
+    which: str = "all"
 
 
 class Turn(Node):

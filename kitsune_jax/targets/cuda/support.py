@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.graph import Graph, Op, Value
 from kitsune_jax.ops.indexing import INDEXED
+from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise
@@ -42,6 +43,8 @@ def _loop(body: Graph) -> str | None:
     """What keeps a loop's body from running inside a kernel, and the line that it is on."""
     for op in body.ops:
         why = supports(op, [body.values[v] for v in op.inputs], [body.values[v] for v in op.outputs])
+        if why is None and op.body is not None and (parts(op).xs or parts(op).ys):
+            why = "a loop inside of it that takes or gives slices"
         if why is not None:
             return f"{op.label or op.kind} ({op.source}): {why}" if op.source else why
     return None

@@ -16,10 +16,10 @@ from kitsune_jax.planning.inner import Inner, inner_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.program.blocks import NotBlocked
 from kitsune_jax.program.build import build
-from kitsune_jax.program.execute import met
-from kitsune_jax.program.ir import Instr, TileProgram
+from kitsune_jax.program.ir import Instr, TileProgram, walk
+from kitsune_jax.program.within import met
 from kitsune_jax.streams.space import Region
-from kitsune_jax.targets.cpu.planning.cost import CpuCost
+from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 from kitsune_jax.targets.cpu.planning.tile_size import TileModel
 from kitsune_jax.targets.cpu.planning.times import STEP_SECONDS
@@ -31,11 +31,13 @@ _STATE_STEPS, _STATE = 12, ("max", "eq", "select_n", "sub", "exp", "mul", "add")
 
 def in_blocks(graph: Graph, region: Region, machine: CpuMachine, arrange: Callable[[CpuCost, TileModel], Plan]) -> list[Plan]:
     """A plan for each extent of a block that ``region`` can be worked off in."""
-    inner = inner_of(graph, region) if not region.sinks else None
+    inner = inner_of(graph, region)
     cost = CpuCost(graph, region, machine)
-    if inner is None or all(cost.family(i) == "dot" for i in inner.folds):  # a layer's width: its weights lie packed for all tiles
+    if inner is None or cost.matrices:
         return []
-    value = max(inner.dims, key=lambda v: (v in cost.producer, cost.row_size(v), -v))
+    if not region.space.batch and all(cost.family(i) == "dot" for i in inner.folds):
+        return []  # a layer's width: its weights lie packed for all tiles
+    value = max((v for v in inner.dims if v in cost.labels), key=lambda v: (v in cost.producer, cost.row_size(v), -v))
     plans = []
     for size in (n for n in _BLOCKS if n < inner.size):
         blocks = value, inner.dims[value], size
@@ -67,19 +69,26 @@ class BlockModel(TileModel):
         self.inner, self.program = inner, program
         self.loops = [i for i in program.stages[0].body if i.kind == "loop"]
         self.outside = self.cost.kinds(i for i in whole.region.ops if i not in inner.ops)
-        self.inside = self.cost.kinds(i for i in whole.region.ops if i in inner.ops)
-        self.packing = sum(map(self._packed, inner.ops))
+        self.inside = [self._inside(loop) for loop in self.loops]
         self.carried = sum(self.cost.row_size(self.cost.graph.ops[i].outputs[0]) for i in inner.folds)
 
     def seconds(self, rows: int) -> float:
         outside = sum(n * self.cost.seconds(work, rows) for work, n in self.outside.items())
-        inside = sum(n * self.cost.seconds(work, rows) for work, n in self.inside.items())
         times = self.cost.times
         state = _STATE_STEPS * STEP_SECONDS + rows * sum(times.vector(kind, "float32") for kind in _STATE)
         state += 2 * rows * self.carried * times.edge("float32")
-        # A loop of its own computes what it needs again: at most all of it.
-        blocks = sum(self._met(loop, rows) for loop in self.loops) or 1.0
-        return outside + blocks * (inside + state + self.packing) + self._spill_seconds(rows)
+        blocks = 0.0
+        for loop, (works, moving) in zip(self.loops, self.inside, strict=True):
+            block = moving + sum(n * self.cost.seconds(work, rows) for work, n in works.items())
+            blocks += self._met(loop, rows) * (block + (state if loop.inputs else 0.0))
+        return outside + blocks + self._spill_seconds(rows)
+
+    def _inside(self, loop: Instr) -> tuple[dict[CpuWork, int], float]:
+        """What a loop does with a block, and the seconds in which operands are packed for it and its part of the sinks is read and
+        written. A loop behind another one computes again what it needs."""
+        ops = {i.op for i in walk((loop,)) if i.op in self.inner.ops}
+        sums = 2 * self.cost.sink_bytes(ops) / self.cost.machine.place("l3").bandwidth
+        return self.cost.kinds(ops), sums + sum(self._packed(i) for i in ops if i not in self.cost.sinks)
 
     def _packed(self, i: int) -> float:
         """Seconds in which a block of the stationary operand of op ``i`` is packed."""

@@ -17,7 +17,7 @@ from kitsune_jax.planning.cost import COPIES, FREE, GATHER, SCANS, SCATTER, Acce
 from kitsune_jax.program.passes import Flow, activations
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.layouts import MOST_COLUMNS
-from kitsune_jax.targets.cpu.planning import times
+from kitsune_jax.targets.cpu.planning import few_rows, times
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 from kitsune_jax.targets.cpu.planning.taken import Taken
 
@@ -95,7 +95,7 @@ class CpuCost(RegionCost):
         return sum(self._accumulator(i) for i in ops if i in self.sinks)
 
     def _accumulator(self, i: int) -> int:
-        size = sum(self.graph.values[v].size for v in self.graph.ops[i].outputs)
+        size = sum(self.row_size(v) for v in self.graph.ops[i].outputs)  # of a batch, where each has sums of its own
         access = self.access(i)
         if access is not None:
             return 0 if access.near else max(access.table_bytes, 4 * size)
@@ -139,6 +139,11 @@ class CpuCost(RegionCost):
     def taken(self) -> Taken:
         """What is computed of rows of tables where the tables have them (``targets.cpu.taken``)."""
         return Taken.of(self)
+
+    @functools.cached_property
+    def matrices(self) -> frozenset[int]:
+        """Operands that products of few rows read as they lie."""
+        return few_rows.matrices(self)
 
     def first_of_scores(self, i: int) -> bool:
         """Is op ``i`` an online sum, and the first one of its scores?"""
@@ -204,6 +209,9 @@ class CpuCost(RegionCost):
         if work.dot is not None:
             dot = work.dot
             weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
+            if few_rows.has_few_rows(work.dot, work.sink):
+                few, many = sorted((dot.m, dot.n))
+                return rows * dot.batch * known.few_rows(dot.dtype, few, dot.k * many)
             if dot.per_row:
                 return rows * dot.batch * known.product_per_row(dot.dtype, dot.m, dot.k, dot.n)
             if work.sink:
@@ -368,6 +376,7 @@ class CpuCost(RegionCost):
             v in self.labels
             and v not in self.sliced()
             and v not in self.taken.values
+            and v not in self.matrices
             and not (v in self.producer and self._made_on_the_fly(v))
         )
 

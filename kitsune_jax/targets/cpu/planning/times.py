@@ -87,6 +87,10 @@ class CpuTimes:
         per_row = max(self._at(points, per_product, _mean(m, n)) - sums / TILE, 0.2 * b)
         return (per_row * rows + sums) * max(m, 2) * max(n, _VECTOR // 2)
 
+    def few_rows(self, dtype: str, rows: int, elements: int) -> float:
+        """A product of so few rows with a matrix of so many elements, which is read once, as it lies."""
+        return elements * self[f"few/{_float(dtype)}"] * (0.75 + 0.25 * rows)
+
     @staticmethod
     def _at(points: Sequence[float], logarithms: Sequence[float], side: float) -> float:
         return math.exp(_between(points, logarithms, side))
@@ -170,11 +174,11 @@ class CpuTimes:
         dtype = _float(dtype)
         if form == "outer":
             points = self._points(f"xla/outer/{dtype}/") or self._points("xla/outer/float32/")
-            sides = [_mean(a, b) for _, a, b, _ in points]
-            rates = [math.log(s / (r * a * b)) for r, a, b, s in points]
-            return math.exp(_between(sides, rates, _mean(rows, n))) * rows * k * n
+            known = sorted((_mean(a, b), math.log(s / (r * a * b))) for r, a, b, s in points)
+            sides = [side for side, _ in known]
+            return math.exp(_between(sides, [rate for _, rate in known], _mean(rows, n))) * rows * k * n
         if min(rows, k, n) < _LEAST_SIDE:
-            return self._narrow_dot(dtype, rows, k, n)
+            return self._narrow_dot(dtype, rows, k, n, by_rows=form == "dot" and rows == min(rows, k, n))
         points = self._points(f"xla/dot/{dtype}/")
         large = [p for p in points if p[0] == _ROWS and min(p[1:3]) >= _LEAST_SIDE]
         sides = [_mean(a, b) for _, a, b, _ in large]
@@ -209,10 +213,13 @@ class CpuTimes:
         # What is moved beside the arithmetic weighs less the wider the product is.
         return 1.0 + (most - 1.0) * min(1.0, max(0.0, math.log(moved / few) / math.log(many / few)))
 
-    def _narrow_dot(self, dtype: str, rows: int, k: int, n: int) -> float:
-        """A side too short for the library: a loop over the larger operand, once for each column of the smaller."""
+    def _narrow_dot(self, dtype: str, rows: int, k: int, n: int, by_rows: bool) -> float:
+        """A side too short for the library: a loop over the larger operand, once for each column of the smaller. ``by_rows``: the
+        larger one is a weight, whose rows are added up."""
         dtype = dtype if self._numbers.get(f"xla/dot/{dtype}/2048x256x1") else "float32"
         one, four = (self[f"xla/dot/{dtype}/2048x256x{c}"] / (2048 * 256) for c in (1, 4))
+        if by_rows:
+            four, one = four - one + self[f"xla/vector/{dtype}"], self[f"xla/vector/{dtype}"]
         sides = sorted((rows, k, n))
         per_element = one + max(0.0, four - one) * (sides[0] - 1) / 3
         return per_element * sides[1] * sides[2]

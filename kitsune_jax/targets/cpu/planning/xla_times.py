@@ -11,17 +11,23 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
-from kitsune_jax.graph import Graph
+from kitsune_jax.graph import Graph, Op
+from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import GATHER, SCATTER, itemsize
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, kernels_of
+from kitsune_jax.streams.seeds import FEW_ROWS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 
 # Batched products smaller than this are loops and not the library's.
 _SMALL = 64 * 64
 _SHORT_ROW = 16
+_HALVES = ("bfloat16", "float16")
+# Of attention with 4 queries for each of 2 heads of 2048 keys (JAX 0.12, Zen 5): copies of keys and values in another order of
+# dimensions took 1.3 and 2.4 times as long as a loop that adds, products 1.8 and 2.4 times as long as those of one head.
+_STRIDED, _FEW_OF_BATCH = 2.0, 2.0
 _FUNCTION = 9  # operations from which on an op is an elementary function
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
@@ -30,23 +36,30 @@ def baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
     kernels = kernels_of(cost)
     seconds, moved = _kernels_seconds(cost, kernels)
-    for steps, _, body in cost.loops():
-        each, bytes_each = _step(body)
-        seconds, moved = seconds + steps * each, moved + steps * bytes_each
+    looped, looped_bytes = _loops(cost)
+    seconds, moved = seconds + looped, moved + looped_bytes
     return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost, cost.machine.fault_bandwidth), moved
 
 
-def _kernels_seconds(cost: CpuCost, kernels: Sequence[Kernel], looped: bool = False) -> tuple[float, int]:
+def _kernels_seconds(cost: CpuCost, kernels: Sequence[Kernel], slices: Collection[int] | None = None) -> tuple[float, int]:
+    """``slices``: in a step of a loop, the values that are slices of its arrays."""
     moved = [k.moved(cost) for k in kernels]
-    return sum(_kernel_seconds(cost, k, n, looped) for k, n in zip(kernels, moved, strict=True)), sum(moved)
+    return sum(_kernel_seconds(cost, k, n, slices) for k, n in zip(kernels, moved, strict=True)), sum(moved)
 
 
-def _step(body: CpuCost) -> tuple[float, int]:
-    """(seconds, off-chip bytes) of a step of a loop."""
-    seconds, moved = _kernels_seconds(body, kernels_of(body), looped=True)
-    for steps, _, inner in body.loops():
-        each, bytes_each = _step(inner)
-        seconds, moved = seconds + steps * each, moved + steps * bytes_each
+def _loops(cost: CpuCost) -> tuple[float, int]:
+    """(seconds, off-chip bytes) of all steps of the loops among the ops."""
+    seconds, moved = 0.0, 0
+    for i in cost.region.ops:
+        op = cost.graph.ops[i]
+        if op.body is None:
+            continue
+        body, p = cost.body(i), parts(op)
+        each, bytes_each = _kernels_seconds(body, kernels_of(body), frozenset(p.in_xs))
+        inner, inner_bytes = _loops(body)
+        stored = [v for y, v in zip(p.ys, p.in_ys, strict=True) if _is_stored(cost, y)]
+        each += sum(cost.times["xla/while"] + body.bytes(v) * cost.times["xla/while/stored"] for v in stored)
+        seconds, moved = seconds + op["length"] * (each + inner), moved + op["length"] * (bytes_each + inner_bytes)
     return seconds, moved
 
 
@@ -56,15 +69,20 @@ def as_found_by(graph: Graph, machine: CpuMachine) -> CpuMachine:
     return dataclasses.replace(machine, fresh_bytes=0) if between_kernels(graph) > machine.fresh_bytes else machine
 
 
+def _is_stored(cost: CpuCost, y: int) -> bool:
+    """Does XLA store a slice of ``y`` in every step? What the region only adds up over the steps is no array in the user's loop."""
+    return y in cost.outputs or any(cost.family(i) == "loop" for i in cost.readers.get(y, ()))
+
+
 def output_fault_seconds(cost: CpuCost, bandwidth: float) -> float:
     """First touch of the result buffers: XLA allocates them at every call, for a pipeline as well."""
     return sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > cost.machine.fresh_bytes) / bandwidth
 
 
-def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, looped: bool) -> float:
-    """``moved``: bytes that the kernel reads and writes. ``looped``: in a step of a loop, whose kernels without products have one
-    thread whatever their size (16 MB were tried), are called instead of scheduled, and find in the caches what the step before has
-    left there."""
+def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, slices: Collection[int] | None) -> float:
+    """``moved``: bytes that the kernel reads and writes. ``slices`` not None: in a step of a loop, whose kernels without products
+    have one thread whatever their size (16 MB were tried), are called instead of scheduled, and find in the caches what the step
+    before has left there, but for slices of the loop's arrays. A product has these copied first."""
     times, machine, ops, root = cost.times, cost.machine, kernel.ops, kernel.root
     products = [i for i in ops if cost.family(i) == "dot"]
     loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) != "dot")
@@ -73,12 +91,16 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, looped: bool) -> 
     if _is_uneven(cost, ops, root):
         loop *= times.uneven(cost.graph.values[root].dtype)
     loop += sum(_product_seconds(cost, i) for i in products)
+    looped = slices is not None
+    cut = [v for v in kernel.reads if slices is not None and v in slices]
     one = looped and not products or times.one_thread(cost.bytes(root))
     called = looped and one
+    from_arrays = sum(map(cost.bytes, cut)) * times["xla/while/slices"] + (times["xla/while"] * len(cut) if products else 0.0)
     start = times["xla/while"] if called else machine.kernel_seconds
     if not products and not any(cost.family(i) in _PASSES or cost.family(i) == SCATTER for i in ops):
         # The rates of products, reductions and scatters have their traffic in them, as far as that was in the caches.
         if called and moved <= machine.local_bytes:
+            moved -= sum(map(cost.bytes, cut))
             loop = loop * machine.workers + moved * times["xla/while/moved"]
         else:
             loop = (loop + moved * times.xla_moved(near=True)) * (machine.workers if one else 1)
@@ -87,8 +109,8 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, looped: bool) -> 
     # XLA adds up on one thread, which waits for its rows. (So it takes a maximum; but that takes a pipeline twice as long as a sum,
     # which the profile does not know.)
     if any(cost.family(i) == SCATTER and OPS[cost.graph.ops[i].kind].fold == "sum" for i in ops):
-        return start + loop + beyond * times.xla_moved(near=False) * machine.workers
-    return start + max(loop, beyond * times.xla_moved(near=False))
+        return start + loop + beyond * times.xla_moved(near=False) * machine.workers + from_arrays
+    return start + from_arrays + max(loop, beyond * times.xla_moved(near=False))
 
 
 def _is_uneven(cost: CpuCost, ops: Collection[int], root: int) -> bool:
@@ -141,14 +163,27 @@ def _product_seconds(cost: CpuCost, i: int) -> float:
     k = math.prod(lhs.shape[d] for d in op["lhs_contract"])
     m = lhs.size // max(1, batch * k)
     n = rhs.size // max(1, batch * k)
-    if batch > 1 and m * n < _SMALL:
+    few = min(m, n) <= FEW_ROWS and max(m, n) * k >= _SMALL
+    if batch > 1 and m * n < _SMALL and not few:
         return times.xla_batched(lhs.dtype) * batch * m * n * k
+    copied = sum(_copied_seconds(cost, op, side) for side in range(2))
     form = "dot"
     if 0 in op["lhs_contract"] and 0 in op["rhs_contract"] and min(len(lhs.shape), len(rhs.shape)) > 1:
         form = "outer"
     elif len(rhs.shape) - 1 in op["rhs_contract"]:
         form = "dot_t"
-    return batch * times.xla_dot(lhs.dtype, m, k, n, form)
+    apart = _FEW_OF_BATCH if batch > 1 and few else 1.0
+    return copied + apart * batch * times.xla_dot(lhs.dtype, m, k, n, form)
+
+
+def _copied_seconds(cost: CpuCost, op: Op, side: int) -> float:
+    """What it takes to bring the batch dimensions of an array in memory to the front, where the library wants them."""
+    v, batch = op.inputs[side], op[("lhs_batch", "rhs_batch")[side]]
+    value = cost.graph.values[v]
+    others = [n for d, n in enumerate(value.shape) if d < max(batch, default=0) and d not in batch]
+    if v in cost.producer or math.prod(others) == 1:
+        return 0.0
+    return _STRIDED * value.size * cost.times[f"xla/loop/move/{value.dtype if value.dtype in _HALVES else 'float32'}"]
 
 
 def _fault_seconds(cost: CpuCost, kernels: list[Kernel]) -> float:

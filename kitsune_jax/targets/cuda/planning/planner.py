@@ -4,8 +4,9 @@ Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``candidates``, Plans 
 needs more shared memory, registers, SMs or CTAs in a cluster than the machine has; the same arguments give the same list in every
 process.
 
-*Vertical*: every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a
-cluster of two fetches each streamed weight once. *Spatial* (``spatial``): a CTA per stage.
+A stream with batch axes, or with a dimension that is folded in blocks (attention), has plans of its own (``blocks``). *Vertical*:
+every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a cluster of two
+fetches each streamed weight once. *Spatial* (``spatial``): a CTA per stage.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import Ops, finest, resource_of, stage_name
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda import tiles
+from kitsune_jax.targets.cuda.planning.blocks import in_batches
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.products import fed_by
@@ -54,16 +56,22 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
     """
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
-    if region.space.batch:
-        raise Infeasible("products of two streamed values, as in attention, have no code on a GPU yet")
+    if any(v in region.label_of() for i in region.sinks for v in graph.ops[i].outputs):
+        raise Infeasible("sums of each batch, as the gradients of an attention's keys and values, have no code on a GPU yet")
     reasons: dict[str, None] = {}
     found: list[Plan] = []
-    for order in (None, *orders_of(graph, region)):
+    blocked: list[Plan] = []
+    for order in () if region.space.batch else (None, *orders_of(graph, region)):
         try:
             found += candidates(GpuCost(graph, region, machine, order))
         except Infeasible as no:
             reasons[str(no)] = None
-    for candidate in sorted(found, key=lambda p: p.seconds) if len({p.order for p in found}) > 1 else found:
+    try:
+        blocked = in_batches(graph, region, machine)
+    except Infeasible as no:
+        reasons[str(no)] = None
+    mixed = bool(blocked) or len({p.order for p in found}) > 1
+    for candidate in sorted((*found, *blocked), key=lambda p: p.seconds) if mixed else found:
         why = accept(candidate) if accept else None
         if why is None:
             return candidate

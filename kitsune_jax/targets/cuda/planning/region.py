@@ -85,7 +85,7 @@ class GpuRegion:
 
     def _pack_seconds(self) -> float:
         """One more kernel reads the weights and writes them packed."""
-        weights = packed_bytes(self.cost, self.cost.region.ops)
+        weights = packed_bytes(self.cost, self.cost.region.ops, batches=True)
         return self.machine.kernel_seconds + 2 * weights / self.machine.dram_bandwidth if weights else 0.0
 
     def _fold_seconds(self, lanes: int) -> float:

@@ -34,10 +34,17 @@ def slab(columns: int, split: int) -> int:
     return columns if split == 1 else columns // split
 
 
-def packed_bytes(cost: RegionCost, ops: Iterable[int], split: int = 1) -> int:
-    """A CTA's share of the packed weights that the matmuls of ``ops`` read, those in the bodies of loops as well."""
-    inside = sum(packed_bytes(body, body.region.ops) for _, body in loops_of(cost, ops))
-    return inside + sum(tiles.WeightShape((dot.k,), dot.n, dot.dtype, split).slab_bytes for dot in dots_of(cost, ops))
+def packed_bytes(cost: RegionCost, ops: Iterable[int], split: int = 1, batches: bool = False) -> int:
+    """A CTA's share of the packed weights that the matmuls of ``ops`` read, those in the bodies of loops as well. ``batches``: of
+    those that depend on the batch, those of all."""
+    ops = tuple(ops)
+    found = sum(packed_bytes(body, body.region.ops) for _, body in loops_of(cost, ops))
+    for i in ops:
+        for dot in dots_of(cost, (i,)):
+            weight = next((v for v in cost.graph.ops[i].inputs if v in cost.of_batch), None) if batches else None
+            each = tiles.WeightShape((dot.k,), dot.n, dot.dtype, split).slab_bytes
+            found += each if weight is None else each * (cost.graph.values[weight].size // cost.row_size(weight))
+    return found
 
 
 def loops_of(cost: Cost, ops: Iterable[int]) -> list[tuple[int, Cost]]:

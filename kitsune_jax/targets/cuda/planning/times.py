@@ -20,22 +20,22 @@ from kitsune_jax.targets.cuda.planning.storage import Storage
 from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded
 
 # 16 special function results a cycle and SM against 128 instructions (CUDA C++ programming guide, throughput of instructions, 9.0).
-_SPECIAL_SLOTS = 8
+SPECIAL_SLOTS = 8
 # Two values are converted and packed by one instruction (cvt.rn.bf16x2.f32).
-_CONVERT_SLOTS = 0.5
+CONVERT_SLOTS = 0.5
 # A row lies in four threads: two shuffles and two adds, of each of the 128 threads, for 64 rows.
-_ROW_SLOTS = 8
+ROW_SLOTS = 8
 _ADDRESS_SLOTS = 16  # of two rows of a table: indices compared with its ends and multiplied by its pitch
 # Float32 gradients and products for each row go through mma.sync. An assumption until a device has measured it: this part of
 # wgmma's rate.
 _WARP_MATMUL = 0.62
 # Threads that share a row, and so have the same numbers of it.
-_QUAD = 4
+QUAD = 4
 # Cycles from an operation to the next one that needs it, over those between two warps' turns at a scheduler (four cycles, two rows
 # of a thread side by side). An assumption until a device has measured it.
-_DEPENDENT = 2.0
+DEPENDENT = 2.0
 # K of one wgmma (PTX ISA): 32 bytes of it.
-_K_BYTES = 32
+K_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class TileWork:
         """Seconds from a tile's first instruction to its last."""
         return max(self.tensor + self.issue, self.shared) + self.alone + wait
 
-    def plus(self, times: int, step: TileWork) -> TileWork:
+    def plus(self, times: float, step: TileWork) -> TileWork:
         """This work, and so often ``step``."""
         tensor, issue = self.tensor + times * step.tensor, self.issue + times * step.issue
         return TileWork(tensor, issue, self.shared + times * step.shared, self.alone + times * step.alone)
@@ -76,7 +76,7 @@ def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: f
     tensor, weights = 0.0, 0
     for dot in dots_of(cost, ops):
         columns = padded(slab(dot.n, split))
-        depth = round_up(dot.k * itemsize(dot.dtype), _K_BYTES)
+        depth = round_up(dot.k * itemsize(dot.dtype), K_BYTES)
         tensor += 2.0 * TILE_ROWS * columns * (depth / itemsize(dot.dtype)) / machine.rate(machine.tensor_rates, dot.dtype)
         weights += columns * depth  # every warpgroup reads all of B from shared memory
     for dot in gradients_of(cost, ops):
@@ -90,7 +90,7 @@ def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: f
     per_second = machine.rate(machine.simt_rates, "other")
     moved = weights + storage.image_traffic + sum(product.shared for _, product in products)
     alone = sum(product.cycles for _, product in products) / machine.clock
-    issue = max(slots, special * _SPECIAL_SLOTS) / per_second
+    issue = max(slots, special * SPECIAL_SLOTS) / per_second
     work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
     for steps, body in loops_of(cost, ops):
         work = work.plus(steps, _step(body, storage, efficiency))
@@ -107,9 +107,9 @@ def _step(body: GpuCost, storage: Storage, efficiency: float) -> TileWork:
     numbers = [] if len(numbers) == len(alone) else numbers  # a thread has rows of its own (``own_rows.py``)
     again, special = _slots(body, numbers, 1)
     machine = body.machine
-    issue = work.issue + (_QUAD - 1) * max(again, special * _SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
+    issue = work.issue + (QUAD - 1) * max(again, special * SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
     loads = machine.place("l2").latency if any(v in body.labels for v in body.region.inputs) else 0.0
-    return dataclasses.replace(work, issue=issue, alone=work.alone + (_DEPENDENT - 1) * issue + loads)
+    return dataclasses.replace(work, issue=issue, alone=work.alone + (DEPENDENT - 1) * issue + loads)
 
 
 def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]:
@@ -132,13 +132,13 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
         if family == "dot" and i in cost.sinks:
             dot = cost.work(i).dot
             assert dot is not None
-            slots += TILE_ROWS * (dot.m + dot.n / split) * _CONVERT_SLOTS  # on their way to shared memory
+            slots += TILE_ROWS * (dot.m + dot.n / split) * CONVERT_SLOTS  # on their way to shared memory
         elif family == "dot":
-            slots += elements * _CONVERT_SLOTS * (itemsize(cost.graph.values[out].dtype) < 4)
+            slots += elements * CONVERT_SLOTS * (itemsize(cost.graph.values[out].dtype) < 4)
         elif reduces:
-            slots += elements + 128 * _ROW_SLOTS
+            slots += elements + 128 * ROW_SLOTS
         elif family == "convert":
-            slots += elements * _CONVERT_SLOTS
+            slots += elements * CONVERT_SLOTS
         elif family == "pointwise":
             each, functions = _pointwise(cost, i)
             slots += elements * each

@@ -1,0 +1,53 @@
+// Pointwise code that keeps values in vector registers: the interface between its planner (run_strips.cc) and the kernels of an
+// instruction set (kernels/strips.h).
+//
+// A strip is `KernelTable::strip` elements of 32 bits, kStripVectors vectors. An instruction works on a whole strip and jumps to
+// the next one; the strip that it makes stays *held* in registers, where the next instruction may take it as an operand. Other
+// operands lie in memory: strips, or vectors with one number in all lanes. A bool is a lane of ones or of zeros.
+#pragma once
+
+#include "kernels.h"
+
+namespace kitsune::cpu {
+
+constexpr int kStripVectors = 8;
+
+enum class From : int8_t {
+  kHeld,    // the strip that the instruction before this has left in registers
+  kMemory,  // a strip
+  kNumber,  // a vector whose lanes are equal
+};
+constexpr int kNumFrom = 3;
+
+using StripFn = void (*)();  // of a type that the instruction set knows
+
+struct StripInstruction {
+  StripFn fn;
+  int32_t operands[4];  // slots
+  int32_t to, to2;      // slots, of what is written to memory
+  VectorFn call;
+  double imm[2];
+};
+
+// Instructions that are no opcode's.
+enum class StripKind : int8_t {
+  kEnd,
+  kLoad,       // held <- operands[0]
+  kStore,      // to <- held
+  kLoadBool,   // held <- the bytes of operands[0]
+  kStoreBool,  // the bytes of `to` <- held
+  kCall,       // to <- call(operands); nothing is held afterwards
+  kSinCos,     // held <- sin(operands[0]); to2 <- cos(operands[0])
+};
+
+struct StripKernels {
+  int64_t strip;  // elements
+  // nullptr: there is no such instruction, and a kCall may do. `from`: of each operand.
+  StripFn (*of)(Opcode, DType, const From* from);
+  StripFn (*convert)(DType to, DType type, From from);
+  StripFn (*special)(StripKind);
+  // Runs instructions up to a kEnd; `at`: where each slot is; `vectors`: how many vectors of the strip anybody looks at.
+  void (*run)(const StripInstruction*, char* const* at, int64_t vectors);
+};
+
+}  // namespace kitsune::cpu

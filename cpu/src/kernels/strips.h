@@ -1,0 +1,390 @@
+// The instructions of strips (kitsune_cpu/strips.h). Each is a function that takes the held strip as arguments, which calling
+// conventions pass in vector registers, and ends with a call of the next one, of which compilers make a jump.
+#pragma once
+
+#include "kitsune_cpu/strips.h"
+#include "vector_ops.h"
+
+namespace kitsune::cpu::KITSUNE_ISA::strips {
+
+#define KITSUNE_HELD VF v0, VF v1, VF v2, VF v3, VF v4, VF v5, VF v6, VF v7
+#define KITSUNE_EACH(f) f(0) f(1) f(2) f(3) f(4) f(5) f(6) f(7)
+using Threaded = void (*)(const StripInstruction*, char* const*, int64_t, KITSUNE_HELD);
+#define KITSUNE_NEXT return reinterpret_cast<Threaded>(i[1].fn)(i + 1, at, vectors, v0, v1, v2, v3, v4, v5, v6, v7)
+#define KITSUNE_INSTRUCTION(name) void name(const StripInstruction* i, char* const* at, int64_t vectors, KITSUNE_HELD)
+
+static_assert(kStripVectors == 8, "the held strip is eight arguments");
+
+KITSUNE_INLINE VF number(const char* p) { return load_vector<VF>(p); }
+
+template <From F, int K>
+KITSUNE_INLINE VF operand(VF held, const char* memory, VF one) {
+  if constexpr (F == From::kHeld) return held;
+  if constexpr (F == From::kMemory) return load_vector<VF>(memory + K * kVectorBytes);
+  return one;
+}
+
+template <class Op, From A>
+KITSUNE_INSTRUCTION(unary) {
+  const char* a = A == From::kHeld ? nullptr : at[i->operands[0]];
+  const VF one = A == From::kNumber ? number(a) : VF{};
+#define KITSUNE_LANE(k) v##k = Op::apply(operand<A, k>(v##k, a, one));
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
+
+template <class Op, From A, From B>
+KITSUNE_INSTRUCTION(binary) {
+  const char *a = A == From::kHeld ? nullptr : at[i->operands[0]], *b = B == From::kHeld ? nullptr : at[i->operands[1]];
+  const VF one_a = A == From::kNumber ? number(a) : VF{}, one_b = B == From::kNumber ? number(b) : VF{};
+#define KITSUNE_LANE(k) v##k = Op::apply(operand<A, k>(v##k, a, one_a), operand<B, k>(v##k, b, one_b));
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
+
+template <class Op, From A, From B, From C>
+KITSUNE_INSTRUCTION(ternary) {
+  const char *a = A == From::kHeld ? nullptr : at[i->operands[0]], *b = B == From::kHeld ? nullptr : at[i->operands[1]],
+             *c = C == From::kHeld ? nullptr : at[i->operands[2]];
+  const VF one_a = A == From::kNumber ? number(a) : VF{}, one_b = B == From::kNumber ? number(b) : VF{},
+           one_c = C == From::kNumber ? number(c) : VF{};
+#define KITSUNE_LANE(k) \
+  v##k = Op::apply(operand<A, k>(v##k, a, one_a), operand<B, k>(v##k, b, one_b), operand<C, k>(v##k, c, one_c));
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
+
+// ---- what they do to a vector, bit for bit as the loops over scalars (pointwise.h)
+
+#define KITSUNE_VECTOR_UNARY(name, T, result)    \
+  struct name {                                  \
+    static KITSUNE_INLINE VF apply(VF operand) { \
+      const T x = (T)operand;                    \
+      return (VF)(result);                       \
+    }                                            \
+  };
+#define KITSUNE_VECTOR_BINARY(name, T, result)          \
+  struct name {                                         \
+    static KITSUNE_INLINE VF apply(VF left, VF right) { \
+      const T x = (T)left, y = (T)right;                \
+      return (VF)(result);                              \
+    }                                                   \
+  };
+
+KITSUNE_VECTOR_UNARY(NegF, VF, -x)
+KITSUNE_VECTOR_UNARY(AbsF, VF, abs_vector(x))
+KITSUNE_VECTOR_UNARY(SignF, VF, choose(x > 0.0f, splat<VF>(1.0f), choose(x < 0.0f, splat<VF>(-1.0f), x + x)))
+KITSUNE_VECTOR_UNARY(IsFiniteF, VF, abs_vector(x) <= 0x1.fffffep127f)
+KITSUNE_VECTOR_UNARY(SqrtF, VF, square_root(x))
+KITSUNE_VECTOR_UNARY(RsqrtF, VF, rsqrt(x))
+KITSUNE_VECTOR_UNARY(SquareF, VF, x* x)
+KITSUNE_VECTOR_UNARY(NegI, VU, 0u - x)
+KITSUNE_VECTOR_UNARY(AbsI, VI, x < 0 ? (VI)(0u - (VU)x) : x)
+KITSUNE_VECTOR_UNARY(NotI, VI, ~x)
+
+KITSUNE_VECTOR_BINARY(AddF, VF, x + y)
+KITSUNE_VECTOR_BINARY(SubF, VF, x - y)
+KITSUNE_VECTOR_BINARY(MulF, VF, x* y)
+KITSUNE_VECTOR_BINARY(DivF, VF, x / y)
+KITSUNE_VECTOR_BINARY(EqF, VF, x == y)
+KITSUNE_VECTOR_BINARY(NeF, VF, x != y)
+KITSUNE_VECTOR_BINARY(LtF, VF, x < y)
+KITSUNE_VECTOR_BINARY(LeF, VF, x <= y)
+KITSUNE_VECTOR_BINARY(GtF, VF, x > y)
+KITSUNE_VECTOR_BINARY(GeF, VF, x >= y)
+
+KITSUNE_VECTOR_BINARY(AddI, VU, x + y)
+KITSUNE_VECTOR_BINARY(SubI, VU, x - y)
+KITSUNE_VECTOR_BINARY(MulI, VU, x* y)
+KITSUNE_VECTOR_BINARY(AndI, VU, x& y)
+KITSUNE_VECTOR_BINARY(OrI, VU, x | y)
+KITSUNE_VECTOR_BINARY(XorI, VU, x ^ y)
+KITSUNE_VECTOR_BINARY(EqI, VU, x == y)
+KITSUNE_VECTOR_BINARY(NeI, VU, x != y)
+KITSUNE_VECTOR_BINARY(LtI, VI, x < y)
+KITSUNE_VECTOR_BINARY(LeI, VI, x <= y)
+KITSUNE_VECTOR_BINARY(GtI, VI, x > y)
+KITSUNE_VECTOR_BINARY(GeI, VI, x >= y)
+KITSUNE_VECTOR_BINARY(LtU, VU, x < y)
+KITSUNE_VECTOR_BINARY(LeU, VU, x <= y)
+KITSUNE_VECTOR_BINARY(GtU, VU, x > y)
+KITSUNE_VECTOR_BINARY(GeU, VU, x >= y)
+KITSUNE_VECTOR_BINARY(MaxI, VI, x > y ? x : y)
+KITSUNE_VECTOR_BINARY(MinI, VI, x < y ? x : y)
+KITSUNE_VECTOR_BINARY(MaxU, VU, x > y ? x : y)
+KITSUNE_VECTOR_BINARY(MinU, VU, x < y ? x : y)
+KITSUNE_VECTOR_BINARY(ShiftLeftI, VU, y < 32u ? x << (y & 31u) : VU{})
+KITSUNE_VECTOR_BINARY(ShiftRightLogicalI, VU, y < 32u ? x >> (y & 31u) : VU{})
+KITSUNE_VECTOR_BINARY(ShiftRightArithmeticI, VU, (VI)x >> (VI)(y < 32u ? y : VU{} + 31u))
+KITSUNE_VECTOR_BINARY(SameB, VI, ~(x ^ y))
+
+template <bool Maximum>
+struct ExtremumF {
+  static KITSUNE_INLINE VF apply(VF x, VF y) {
+    const VU ux = (VU)x, uy = (VU)y;
+    VF r = choose(Maximum ? x > y : x < y, x, y);
+    r = choose(r == 0.0f, (VF)((Maximum ? ux & uy : ux | uy) & 0x80000000u), r);
+    return choose(x != x, x, r);
+  }
+};
+
+struct Select {
+  static KITSUNE_INLINE VF apply(VF predicate, VF on_false, VF on_true) { return choose((VI)predicate != 0, on_true, on_false); }
+};
+struct ClampF {
+  static KITSUNE_INLINE VF apply(VF low, VF x, VF high) { return ExtremumF<false>::apply(ExtremumF<true>::apply(low, x), high); }
+};
+struct ClampI {
+  static KITSUNE_INLINE VF apply(VF low, VF x, VF high) { return MinI::apply(MaxI::apply(low, x), high); }
+};
+struct ClampU {
+  static KITSUNE_INLINE VF apply(VF low, VF x, VF high) { return MinU::apply(MaxU::apply(low, x), high); }
+};
+
+// Conversions.
+KITSUNE_VECTOR_UNARY(BoolToF, VI, x&(VI)splat<VF>(1.0f))
+KITSUNE_VECTOR_UNARY(BoolToI, VI, x & 1)
+KITSUNE_VECTOR_UNARY(FToBool, VF, x != 0.0f)
+KITSUNE_VECTOR_UNARY(IToBool, VI, x != 0)
+KITSUNE_VECTOR_UNARY(IToF, VI, __builtin_convertvector(x, VF))
+KITSUNE_VECTOR_UNARY(UToF, VU, __builtin_convertvector(x, VF))
+KITSUNE_VECTOR_UNARY(Same, VF, x)
+#undef KITSUNE_VECTOR_UNARY
+#undef KITSUNE_VECTOR_BINARY
+
+// ---- instructions of their own
+
+inline KITSUNE_INSTRUCTION(end) {
+  (void)i, (void)at, (void)vectors;
+  (void)v0, (void)v1, (void)v2, (void)v3, (void)v4, (void)v5, (void)v6, (void)v7;
+}
+
+inline KITSUNE_INSTRUCTION(store) {
+  char* to = at[i->to];
+#define KITSUNE_LANE(k) store_vector(to + k * kVectorBytes, v##k);
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
+
+// kFloats bytes of bools as lanes of ones or zeros, and back.
+KITSUNE_INLINE VI load_bools(const char* p) {
+#if defined(__AVX512F__)
+  return (VI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)) != 0;
+#elif defined(__AVX2__)
+  return (VI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)) != 0;
+#else
+  VI x;
+  for (int k = 0; k < kFloats; ++k) x[k] = p[k];
+  return x != 0;
+#endif
+}
+
+KITSUNE_INLINE void store_bools(char* p, VI x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)(x & 1)));
+#else
+  for (int k = 0; k < kFloats; ++k) p[k] = char(x[k] & 1);
+#endif
+}
+
+inline KITSUNE_INSTRUCTION(load_bool) {
+  const char* from = at[i->operands[0]];
+#define KITSUNE_LANE(k) v##k = (VF)load_bools(from + k * kFloats);
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
+
+inline KITSUNE_INSTRUCTION(store_bool) {
+  char* to = at[i->to];
+#define KITSUNE_LANE(k) store_bools(to + k * kFloats, (VI)v##k);
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
+
+inline KITSUNE_INSTRUCTION(call) {
+  auto value = [&](int k) { return at[i->operands[k]]; };
+  i->call(vectors * kFloats, at[i->to], value(0), value(1), value(2), value(3), i->imm);
+  KITSUNE_NEXT;
+}
+
+inline KITSUNE_INSTRUCTION(sin_cos) {
+  const char* x = at[i->operands[0]];
+  char *sine = at[i->to], *cosine = at[i->to2];
+  for (int64_t k = 0; k < vectors * kVectorBytes; k += kVectorBytes) {
+    VF s, c;
+    sin_and_cos(load_vector<VF>(x + k), &s, &c);
+    store_vector(sine + k, s);
+    store_vector(cosine + k, c);
+  }
+  KITSUNE_NEXT;
+}
+
+// ---- lookup
+
+template <class Op>
+StripFn unary_from(From a) {
+  constexpr Threaded kAll[] = {&unary<Op, From::kHeld>, &unary<Op, From::kMemory>, &unary<Op, From::kNumber>};
+  return reinterpret_cast<StripFn>(kAll[int(a)]);
+}
+
+template <class Op, From A>
+Threaded binary_from(From b) {
+  constexpr Threaded kAll[] = {&binary<Op, A, From::kHeld>, &binary<Op, A, From::kMemory>, &binary<Op, A, From::kNumber>};
+  return kAll[int(b)];
+}
+
+template <class Op>
+StripFn binary_from(const From* from) {
+  switch (from[0]) {
+    case From::kHeld: return reinterpret_cast<StripFn>(binary_from<Op, From::kHeld>(from[1]));
+    case From::kMemory: return reinterpret_cast<StripFn>(binary_from<Op, From::kMemory>(from[1]));
+    default: return reinterpret_cast<StripFn>(binary_from<Op, From::kNumber>(from[1]));
+  }
+}
+
+template <class Op, From A, From B>
+Threaded ternary_from(From c) {
+  constexpr Threaded kAll[] = {&ternary<Op, A, B, From::kHeld>, &ternary<Op, A, B, From::kMemory>,
+                               &ternary<Op, A, B, From::kNumber>};
+  return kAll[int(c)];
+}
+
+template <class Op, From A>
+Threaded ternary_from(From b, From c) {
+  switch (b) {
+    case From::kHeld: return ternary_from<Op, A, From::kHeld>(c);
+    case From::kMemory: return ternary_from<Op, A, From::kMemory>(c);
+    default: return ternary_from<Op, A, From::kNumber>(c);
+  }
+}
+
+template <class Op>
+StripFn ternary_from(const From* from) {
+  switch (from[0]) {
+    case From::kHeld: return reinterpret_cast<StripFn>(ternary_from<Op, From::kHeld>(from[1], from[2]));
+    case From::kMemory: return reinterpret_cast<StripFn>(ternary_from<Op, From::kMemory>(from[1], from[2]));
+    default: return reinterpret_cast<StripFn>(ternary_from<Op, From::kNumber>(from[1], from[2]));
+  }
+}
+
+inline StripFn float_instruction(Opcode op, const From* from) {
+  switch (op) {
+    case Opcode::op_neg: return unary_from<NegF>(from[0]);
+    case Opcode::op_abs: return unary_from<AbsF>(from[0]);
+    case Opcode::op_sign: return unary_from<SignF>(from[0]);
+    case Opcode::op_is_finite: return unary_from<IsFiniteF>(from[0]);
+    case Opcode::op_sqrt: return unary_from<SqrtF>(from[0]);
+    case Opcode::op_rsqrt: return unary_from<RsqrtF>(from[0]);
+    case Opcode::op_square: return unary_from<SquareF>(from[0]);
+    case Opcode::op_add: return binary_from<AddF>(from);
+    case Opcode::op_sub: return binary_from<SubF>(from);
+    case Opcode::op_mul: return binary_from<MulF>(from);
+    case Opcode::op_div: return binary_from<DivF>(from);
+    case Opcode::op_max: return binary_from<ExtremumF<true>>(from);
+    case Opcode::op_min: return binary_from<ExtremumF<false>>(from);
+    case Opcode::op_eq: return binary_from<EqF>(from);
+    case Opcode::op_ne: return binary_from<NeF>(from);
+    case Opcode::op_lt: return binary_from<LtF>(from);
+    case Opcode::op_le: return binary_from<LeF>(from);
+    case Opcode::op_gt: return binary_from<GtF>(from);
+    case Opcode::op_ge: return binary_from<GeF>(from);
+    case Opcode::op_clamp: return ternary_from<ClampF>(from);
+    default: return nullptr;
+  }
+}
+
+// Integers of 32 bits.
+inline StripFn integer_instruction(Opcode op, bool is_signed, const From* from) {
+  switch (op) {
+    case Opcode::op_neg: return unary_from<NegI>(from[0]);
+    case Opcode::op_abs: return is_signed ? unary_from<AbsI>(from[0]) : unary_from<Same>(from[0]);
+    case Opcode::op_not: return unary_from<NotI>(from[0]);
+    case Opcode::op_add: return binary_from<AddI>(from);
+    case Opcode::op_sub: return binary_from<SubI>(from);
+    case Opcode::op_mul: return binary_from<MulI>(from);
+    case Opcode::op_and: return binary_from<AndI>(from);
+    case Opcode::op_or: return binary_from<OrI>(from);
+    case Opcode::op_xor: return binary_from<XorI>(from);
+    case Opcode::op_shift_left: return binary_from<ShiftLeftI>(from);
+    case Opcode::op_shift_right_logical: return binary_from<ShiftRightLogicalI>(from);
+    case Opcode::op_shift_right_arithmetic: return binary_from<ShiftRightArithmeticI>(from);
+    case Opcode::op_max: return is_signed ? binary_from<MaxI>(from) : binary_from<MaxU>(from);
+    case Opcode::op_min: return is_signed ? binary_from<MinI>(from) : binary_from<MinU>(from);
+    case Opcode::op_eq: return binary_from<EqI>(from);
+    case Opcode::op_ne: return binary_from<NeI>(from);
+    case Opcode::op_lt: return is_signed ? binary_from<LtI>(from) : binary_from<LtU>(from);
+    case Opcode::op_le: return is_signed ? binary_from<LeI>(from) : binary_from<LeU>(from);
+    case Opcode::op_gt: return is_signed ? binary_from<GtI>(from) : binary_from<GtU>(from);
+    case Opcode::op_ge: return is_signed ? binary_from<GeI>(from) : binary_from<GeU>(from);
+    case Opcode::op_clamp: return is_signed ? ternary_from<ClampI>(from) : ternary_from<ClampU>(from);
+    default: return nullptr;
+  }
+}
+
+inline StripFn bool_instruction(Opcode op, const From* from) {
+  switch (op) {
+    case Opcode::op_not: return unary_from<NotI>(from[0]);
+    case Opcode::op_and:
+    case Opcode::op_mul:
+    case Opcode::op_min: return binary_from<AndI>(from);
+    case Opcode::op_or:
+    case Opcode::op_add:
+    case Opcode::op_max: return binary_from<OrI>(from);
+    case Opcode::op_xor:
+    case Opcode::op_ne: return binary_from<XorI>(from);
+    case Opcode::op_eq: return binary_from<SameB>(from);
+    default: return nullptr;
+  }
+}
+
+inline StripFn instruction(Opcode op, DType type, const From* from) {
+  if (op == Opcode::op_select) return item_size(type) == 4 || type == DType::kBool ? ternary_from<Select>(from) : nullptr;
+  if (op == Opcode::op_bitcast) return item_size(type) == 4 ? unary_from<Same>(from[0]) : nullptr;
+  switch (type) {
+    case DType::kF32: return float_instruction(op, from);
+    case DType::kI32: return integer_instruction(op, true, from);
+    case DType::kU32: return integer_instruction(op, false, from);
+    case DType::kBool: return bool_instruction(op, from);
+    default: return nullptr;
+  }
+}
+
+inline StripFn conversion(DType to, DType type, From from) {
+  const bool integer = to == DType::kI32 || to == DType::kU32, of_integer = type == DType::kI32 || type == DType::kU32;
+  if (type == DType::kBool) return to == DType::kF32 ? unary_from<BoolToF>(from) : integer ? unary_from<BoolToI>(from) : nullptr;
+  if (to == DType::kBool) return type == DType::kF32 ? unary_from<FToBool>(from) : of_integer ? unary_from<IToBool>(from) : nullptr;
+  if (integer && of_integer) return unary_from<Same>(from);
+  if (to != DType::kF32) return nullptr;
+  return type == DType::kI32 ? unary_from<IToF>(from) : type == DType::kU32 ? unary_from<UToF>(from) : nullptr;
+}
+
+inline StripFn special(StripKind kind) {
+  switch (kind) {
+    case StripKind::kEnd: return reinterpret_cast<StripFn>(&end);
+    case StripKind::kLoad: return unary_from<Same>(From::kMemory);
+    case StripKind::kStore: return reinterpret_cast<StripFn>(&store);
+    case StripKind::kLoadBool: return reinterpret_cast<StripFn>(&load_bool);
+    case StripKind::kStoreBool: return reinterpret_cast<StripFn>(&store_bool);
+    case StripKind::kCall: return reinterpret_cast<StripFn>(&call);
+    case StripKind::kSinCos: return reinterpret_cast<StripFn>(&sin_cos);
+  }
+  return nullptr;
+}
+
+inline void run(const StripInstruction* i, char* const* at, int64_t vectors) {
+  const VF v{};
+  reinterpret_cast<Threaded>(i->fn)(i, at, vectors, v, v, v, v, v, v, v, v);
+}
+
+#undef KITSUNE_NEXT
+#undef KITSUNE_INSTRUCTION
+#undef KITSUNE_EACH
+#undef KITSUNE_HELD
+
+}  // namespace kitsune::cpu::KITSUNE_ISA::strips

@@ -1,0 +1,214 @@
+// Vector programs as instructions of strips, against the same programs without them: every bit must agree, with every kernel table.
+#include <cmath>
+
+#include "kitsune_cpu/strips.h"
+#include "programs.h"
+
+namespace kitsune::cpu::test {
+namespace {
+
+constexpr DType U32 = DType::kU32;
+
+struct Named {
+  Opcode op;
+  int operands;
+};
+const std::vector<Named> kOfFloats = {{Opcode::op_add, 2},   {Opcode::op_sub, 2},   {Opcode::op_mul, 2},    {Opcode::op_div, 2},
+                                      {Opcode::op_max, 2},   {Opcode::op_min, 2},   {Opcode::op_neg, 1},    {Opcode::op_abs, 1},
+                                      {Opcode::op_sign, 1},  {Opcode::op_sqrt, 1},  {Opcode::op_sin, 1},    {Opcode::op_cos, 1},
+                                      {Opcode::op_exp, 1},   {Opcode::op_rsqrt, 1}, {Opcode::op_square, 1}, {Opcode::op_rem, 2},
+                                      {Opcode::op_clamp, 3}, {Opcode::op_floor, 1}, {Opcode::op_tanh, 1},   {Opcode::op_pow, 2}};
+const std::vector<Named> kOfIntegers = {
+    {Opcode::op_add, 2}, {Opcode::op_sub, 2},   {Opcode::op_mul, 2},        {Opcode::op_div, 2},
+    {Opcode::op_rem, 2}, {Opcode::op_max, 2},   {Opcode::op_min, 2},        {Opcode::op_neg, 1},
+    {Opcode::op_abs, 1}, {Opcode::op_and, 2},   {Opcode::op_or, 2},         {Opcode::op_xor, 2},
+    {Opcode::op_not, 1}, {Opcode::op_clamp, 3}, {Opcode::op_shift_left, 2}, {Opcode::op_shift_right_logical, 2},
+    {Opcode::op_clz, 1}, {Opcode::op_mulhi, 2}, {Opcode::op_sign, 1},       {Opcode::op_shift_right_arithmetic, 2}};
+const std::vector<Named> kOfBools = {{Opcode::op_and, 2}, {Opcode::op_or, 2}, {Opcode::op_xor, 2}, {Opcode::op_not, 1},
+                                     {Opcode::op_eq, 2},  {Opcode::op_ne, 2}, {Opcode::op_max, 2}, {Opcode::op_mul, 2}};
+const std::vector<Named> kComparisons = {{Opcode::op_eq, 2}, {Opcode::op_ne, 2}, {Opcode::op_lt, 2},
+                                         {Opcode::op_le, 2}, {Opcode::op_gt, 2}, {Opcode::op_ge, 2}};
+
+// Operations of any of these types on values of any of them, some of which are stored; some of those over what was loaded.
+class Random {
+ public:
+  explicit Random(unsigned seed) : rng_(seed) {}
+
+  Program program() {
+    const int64_t rows = 1 + any(900), tile = 1 + any(700), columns = any(3) == 0 ? 2 + any(3) : 1;
+    Program p = kitsune::cpu::test::program({rows}, tile, {}, {}, {}, 0);
+    std::vector<int64_t> extents;
+    if (columns > 1) extents = {columns};
+    v_ = Vector{extents, false, {}, {}, {}};
+    for (DType t : {F32, F32, I32, U32, BOOL, BF16, BF16, DType::kI8}) {
+      const int64_t i = static_cast<int64_t>(p.inputs.size());
+      int64_t stride = any(8) == 0 ? 0 : 1;
+      v_.loads.push_back(layout(Space::kIn, i, t, rows, columns, stride));
+      p.inputs.push_back({t, rows * columns + 4});
+      value(micro(Opcode::op_load, compute_type(t) == DType::kI8 ? I32 : compute_type(t), 0, i));
+    }
+    value(micro(Opcode::op_const, F32, 0, 0, 0, 0, {1.25}));
+    value(micro(Opcode::op_const, I32, 0, 0, 0, 0, {-3}));
+    value(micro(Opcode::op_index, any(2) ? I32 : U32, 0, columns > 1 ? any(2) : 0, 1 + any(3), 1 + any(1000)));
+    value(micro(Opcode::op_index, DType::kI64, 0, 0, 1, 1 << 20));
+    value(convert(any(2) ? F32 : U32, DType::kI64, 0, last()));
+    while (registers_.size() < 31) operation();
+    int64_t stored = 0;
+    for (int64_t k = 0; k < 7; ++k) {
+      int64_t r = any(2) ? last() : any(static_cast<int64_t>(registers_.size()));
+      while (registers_[static_cast<size_t>(r)] == DType::kI64) r = last();
+      const DType type = registers_[static_cast<size_t>(r)];
+      const DType storage = type == F32 && any(3) == 0 ? BF16 : type;
+      v_.stores.push_back(layout(Space::kOut, stored, storage, rows, columns, 1));
+      p.outputs.push_back({storage, rows * columns + 4});
+      v_.code.push_back(micro(Opcode::op_store, type, 0, stored++, r));
+    }
+    p.stages[0].body.push_back(v_);
+    return p;
+  }
+
+ private:
+  int64_t any(int64_t n) { return static_cast<int64_t>(rng_() % static_cast<uint32_t>(n)); }
+  int64_t last() const { return static_cast<int64_t>(registers_.size()) - 1; }
+
+  // Row by row, or column by column.
+  Operand layout(Space space, int64_t index, DType t, int64_t rows, int64_t columns, int64_t stride) {
+    const int64_t offset = any(4);
+    if (columns == 1) return operand(space, index, t, offset, stride, {});
+    return any(2) ? operand(space, index, t, offset, stride, {stride * rows}) : operand(space, index, t, offset, columns, {1});
+  }
+
+  void value(Micro m) {
+    m.dst = static_cast<int64_t>(registers_.size());
+    registers_.push_back(gives_bool(m.op) ? BOOL : m.type);
+    v_.code.push_back(std::move(m));
+  }
+
+  // A register of this type, recent ones rather than others.
+  int64_t of(DType type) {
+    std::vector<int64_t> found;
+    for (size_t r = 0; r < registers_.size(); ++r)
+      if (registers_[r] == type) found.push_back(static_cast<int64_t>(r));
+    return any(2) ? found.back() : found[static_cast<size_t>(any(static_cast<int64_t>(found.size())))];
+  }
+
+  void operation() {
+    const DType types[] = {F32, F32, F32, I32, U32, BOOL};
+    const DType type = types[any(6)];
+    switch (any(8)) {
+      case 0: return value(micro(Opcode::op_select, type, 0, of(BOOL), of(type), of(type)));
+      case 1: {
+        const DType from = types[any(6)];
+        return value(convert(type, from, 0, of(from)));
+      }
+      case 2: {
+        const DType t = type == BOOL ? F32 : type;
+        return apply(kComparisons[static_cast<size_t>(any(6))], t);
+      }
+      case 3: return value(micro(Opcode::op_integer_pow, F32, 0, of(F32), 0, 0, {static_cast<double>(any(6)) - 1}));
+      default: {
+        const auto& ops = type == F32 ? kOfFloats : type == BOOL ? kOfBools : kOfIntegers;
+        return apply(ops[static_cast<size_t>(any(static_cast<int64_t>(ops.size())))], type);
+      }
+    }
+  }
+
+  void apply(const Named& op, DType type) {
+    const int64_t a = of(type), b = op.operands > 1 ? of(type) : 0, c = op.operands > 2 ? of(type) : 0;
+    value(micro(op.op, type, 0, a, b, c));
+  }
+
+  std::mt19937 rng_;
+  std::vector<DType> registers_;
+  Vector v_;
+};
+
+std::vector<Bytes> outputs(const Call& source, unsigned seed) {
+  std::vector<int64_t> words = encode(source);
+  Executable exe(parse(words.data(), words.size()));
+  Arrays arrays(exe.call(), seed);
+  ThreadPool pool(1);
+  std::string error = exe.run(arrays.in_pointers.data(), arrays.out_pointers.data(), pool);
+  CHECK(error.empty(), "%s", error.c_str());
+  return arrays.outs;
+}
+
+bool same(DType type, const char* a, const char* b) {
+  if (std::memcmp(a, b, item_size(type)) == 0) return true;
+  return is_float(type) && std::isnan(get(type, a)) && std::isnan(get(type, b));
+}
+
+void compare_without(const char* name, const Call& call, unsigned seed) {
+  const KernelTable with = kernels();
+  KernelTable without = with;
+  without.strips = nullptr;
+  set_kernels(&without);
+  const std::vector<Bytes> want = outputs(call, seed);
+  set_kernels(&with);
+  const std::vector<Bytes> got = outputs(call, seed);
+  set_kernels(nullptr);
+  set_isa(with.isa);
+  for (size_t o = 0; o < want.size(); ++o) {
+    const Array& array = call.arrays[static_cast<size_t>(call.operands) + o];
+    for (int64_t i = 0; i < array.elements; ++i) {
+      const size_t byte = static_cast<size_t>(i) * item_size(array.dtype);
+      if (same(array.dtype, &want[o][byte], &got[o][byte])) continue;
+      CHECK(false, "%s [%s], seed %u: result %zu of type %s is %g at %lld, not %g", name, with.isa, seed, o,
+            dtype_name(array.dtype), get(array.dtype, &got[o][byte]), static_cast<long long>(i), get(array.dtype, &want[o][byte]));
+      break;
+    }
+  }
+}
+
+// Loops over a state in place: what is read of the state before is not what was written.
+Program recurrence(int64_t rows, int64_t tile) {
+  auto place = [&](int64_t k) { return operand(Space::kScratch, 0, F32, k * tile, 1, {}); };
+  auto load = [](int64_t dst, int64_t a) { return micro(Opcode::op_load, F32, dst, a); };
+  auto store = [](int64_t a, int64_t b) { return micro(Opcode::op_store, F32, 0, a, b); };
+  Vector begin{{}, false, {operand(Space::kIn, 0, F32, 0, 1, {})}, {place(0), place(1)}, {}};
+  begin.code = {load(0, 0), store(0, 0), micro(Opcode::op_neg, F32, 1, 0), store(1, 1)};
+  Vector turn{{}, false, {place(0), place(1)}, {place(0), place(1)}, {}};
+  turn.code = {load(0, 0),
+               load(1, 1),
+               micro(Opcode::op_const, F32, 2, 0, 0, 0, {0.25}),
+               micro(Opcode::op_mul, F32, 3, 1, 2),
+               micro(Opcode::op_add, F32, 4, 0, 3),
+               store(0, 4),
+               micro(Opcode::op_mul, F32, 5, 0, 2),
+               micro(Opcode::op_sin, F32, 6, 5),
+               micro(Opcode::op_cos, F32, 7, 5),
+               micro(Opcode::op_mul, F32, 8, 6, 7),
+               micro(Opcode::op_sub, F32, 9, 1, 8),
+               store(1, 9)};
+  Vector end{{}, false, {place(0), place(1)}, {operand(Space::kOut, 0, F32, 0, 1, {}), operand(Space::kOut, 1, F32, 0, 1, {})}, {}};
+  end.code = {load(0, 0), load(1, 1), micro(Opcode::op_add, F32, 2, 0, 1), store(0, 2), micro(Opcode::op_abs, F32, 3, 1),
+              store(1, 3)};
+  const Array a{F32, rows};
+  return program({rows}, tile, {a}, {a, a}, {begin, Loop{5, false, {}, 1}, turn, end}, 2 * tile * 4);
+}
+
+void test_random(unsigned seeds) {
+  for (unsigned seed = 1; seed <= seeds; ++seed) compare_without("random", one_part(Random(seed).program()), seed);
+}
+
+void test_recurrences() {
+  for (int64_t rows : {1, 15, 16, 127, 128, 129, 1000})
+    for (int64_t tile : {1, 100, 300}) compare_without("recurrence", one_part(recurrence(rows, tile)), 3);
+}
+
+}  // namespace
+}  // namespace kitsune::cpu::test
+
+int main() {
+  using namespace kitsune::cpu;
+  using namespace kitsune::cpu::test;
+  const char* names[8];
+  const int count = available_isas(names, 8);
+  for (int i = 0; i < count; ++i) {
+    set_isa(names[i]);
+    test_random(400);
+    test_recurrences();
+  }
+  std::printf("strips: %d checks failed\n", failures);
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,103 @@
+"""Indices made in the shape in which they are compared: ``arange(n)[None, :]`` repeated to [m, n] is an iota of [m, n].
+
+Comes in: a ``Captured``. Goes out: the same, with what is computed of indices and constants alone, and then repeated to be combined
+with more of its kind, computed in that shape. An index along a dimension that a stream cuts into tiles, or that is worked off in
+blocks, is known to each of them; an array of indices would have to be read, and nobody could tell from it which blocks a causal
+mask hides. Invariant: every value keeps its shape and meaning. What is combined with anything else stays the vector that it is.
+"""
+
+from __future__ import annotations
+
+from kitsune_jax.capture.captured import Captured, Draft, Step
+from kitsune_jax.graph import Op, Param, make_params
+from kitsune_jax.ops.table import OPS
+
+Params = tuple[tuple[str, Param], ...]
+Place = tuple["int | None", ...]  # for each dimension of a value the one of the new shape that it is; None: it has one element
+
+
+def spread_indices(captured: Captured) -> Captured:
+    """``captured`` with repeated indices that only other indices are combined with made where they are read."""
+    return _Spreader(captured).run() if any(op.kind == "iota" for op in captured.graph.ops) else captured
+
+
+class _Spreader:
+    def __init__(self, captured: Captured):
+        self.captured, self.draft, self.maker = captured, Draft(captured), captured.graph.producers()
+        self.ops: list[Op] = []
+        self.steps: list[Step] = []
+        self.known: dict[tuple[int, tuple[int, ...], Place], int | None] = {}
+
+    def run(self) -> Captured:
+        graph = self.captured.graph
+        fixed = {v for v, value in enumerate(graph.values) if value.literal is not None}
+        for op in graph.ops:
+            if self._is_index_work(op) and fixed.issuperset(op.inputs):
+                fixed.update(op.outputs)
+        kept, found = set(graph.outputs), set[int]()
+        for op in graph.ops:
+            if OPS.get(op.kind) is None or OPS[op.kind].family != "pointwise" or not fixed.issuperset(op.outputs):
+                kept.update(op.inputs)
+        for i, op in enumerate(graph.ops):
+            if op.kind == "broadcast_in_dim" and fixed.issuperset(op.outputs) and kept.isdisjoint(op.outputs):
+                shape = graph.values[op.outputs[0]].shape
+                made = self._made(op.outputs[0], shape, tuple(range(len(shape))))
+                if made is not None and self.ops and self.ops[-1].outputs == (made,):
+                    self.ops[-1] = Op(
+                        self.ops[-1].kind, self.ops[-1].inputs, op.outputs, self.ops[-1].params, op.source, label=op.label
+                    )
+                    self.known = {k: v for k, v in self.known.items() if v != made}
+                    found.add(i)
+                    continue
+            self.ops.append(op)
+            self.steps.append(self.captured.steps[i])
+        if not found:
+            return self.captured
+        self.draft.ops, self.draft.steps = self.ops, self.steps
+        return self.draft.finish()
+
+    def _is_index_work(self, op: Op) -> bool:
+        spec = OPS.get(op.kind)
+        return spec is not None and spec.family in ("iota", "pointwise", "convert", "broadcast", "reshape") and len(op.outputs) == 1
+
+    def _made(self, v: int, shape: tuple[int, ...], place: Place) -> int | None:
+        """``v`` in ``shape``, made by new ops; None where that cannot be said. A constant without dimensions stays as it is."""
+        key = v, shape, place
+        if key not in self.known:
+            self.known[key] = v if self.draft.values[v].literal is not None and not place else self._again(v, shape, place)
+        return self.known[key]
+
+    def _again(self, v: int, shape: tuple[int, ...], place: Place) -> int | None:
+        i = self.maker.get(v)
+        if i is None:
+            return None
+        op, sizes = self.captured.graph.ops[i], self.draft.values[v].shape
+        if op.kind == "iota":
+            d = place[op["dimension"]]
+            if d is None or shape[d] != sizes[op["dimension"]]:
+                return None
+            return self._new(op, (), v, shape, make_params(shape=shape, dimension=d))
+        if op.kind == "broadcast_in_dim":
+            (x,) = op.inputs
+            pairs = list(zip(self.draft.values[x].shape, op["dims"], strict=True))
+            return self._made(x, shape, tuple(place[d] if n == sizes[d] else None for n, d in pairs))
+        if op.kind == "reshape":
+            (x,) = op.inputs
+            before = self.draft.values[x].shape
+            real, of_x = ([d for d, n in enumerate(s) if n != 1] for s in (sizes, before))
+            if [sizes[d] for d in real] != [before[d] for d in of_x]:
+                return None
+            moved = dict(zip(of_x, real, strict=True))
+            return self._made(x, shape, tuple(place[moved[d]] if d in moved else None for d in range(len(before))))
+        if OPS[op.kind].family not in ("pointwise", "convert"):
+            return None
+        inputs = [self._made(x, shape, place if self.draft.values[x].shape else ()) for x in op.inputs]
+        if any(x is None for x in inputs) or all(not self.draft.values[x].shape for x in inputs if x is not None):
+            return None
+        return self._new(op, tuple(x for x in inputs if x is not None), v, shape, op.params)
+
+    def _new(self, like: Op, inputs: tuple[int, ...], v: int, shape: tuple[int, ...], params: Params) -> int:
+        made = self.draft.value(v, shape)
+        self.ops.append(Op(like.kind, inputs, (made,), params, like.source, label=like.label))
+        self.steps.append(self.captured.steps[self.maker[v]])
+        return made

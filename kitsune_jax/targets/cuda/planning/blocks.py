@@ -1,0 +1,122 @@
+"""Plans whose tiles keep within a batch, and plans that work off a long dimension of the rows in blocks: attention.
+
+Comes in: a Graph, a Region and a machine. Goes out: a plan for each extent of a block and number of lanes, fastest first by the
+model. What changes with the batch or the block, the keys and values of a head, passes through the ring of streamed weights, from
+which all lanes of a CTA multiply. The lanes work on neighbouring tiles of a batch, and look at the blocks that one of them sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kitsune_jax.graph import Graph
+from kitsune_jax.planning.inner import Inner, inner_of
+from kitsune_jax.planning.plan import Infeasible, Plan, Stage
+from kitsune_jax.planning.stages import resource_of, stage_name
+from kitsune_jax.program.blocks import NotBlocked
+from kitsune_jax.program.build import build
+from kitsune_jax.program.ir import Instr, TileProgram
+from kitsune_jax.program.within import met
+from kitsune_jax.streams.space import Region
+from kitsune_jax.targets.cuda import stage_facts
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.planning.program_work import ProgramWork
+from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
+from kitsune_jax.targets.cuda.planning.times import matmul_efficiency
+from kitsune_jax.targets.cuda.tiles import TILE_ROWS
+
+_BLOCKS = (128, 64, 32)
+_WIDEST = 512  # columns of a row that is not worked off in blocks: they would lie in shared memory
+_SAMPLE = 16  # rounds of a batch that are looked at
+
+
+def in_batches(graph: Graph, region: Region, machine: GpuMachine) -> list[Plan]:
+    """Plans of a stream with batch axes, or with a dimension that is folded in blocks; none of another one. Raises
+    ``Infeasible``."""
+    cost = GpuCost(graph, region, machine)
+    inner = inner_of(graph, region)
+    kinds = {cost.family(i) == "dot" for i in inner.folds} if inner is not None else set()
+    if kinds == {True} or not any(cost.family(i) == "dot" for i in region.ops):  # a layer's width: its weights stay; no products
+        inner = None
+    if inner is None and not region.space.batch:
+        return []
+    if region.sinks:
+        if region.space.batch:
+            raise Infeasible("sums over a stream whose tiles keep within a batch have no code on a GPU")
+        return []
+    tried: list[tuple[int, int, int] | None] = [None] if region.space.batch else []
+    if inner is not None:
+        value = max(inner.dims, key=lambda v: (v in cost.producer, cost.row_size(v), -v))
+        tried += [(value, inner.dims[value], size) for size in _BLOCKS if size < inner.size]
+    plans, reasons = list[Plan](), dict[str, None]()
+    for blocks in tried:
+        try:
+            plans += _planned(cost, _cut(graph, inner, blocks), blocks)
+        except (NotBlocked, Infeasible) as no:
+            reasons[str(no)] = None
+    if not plans and region.space.batch:
+        raise Infeasible("; ".join(reasons))
+    # Of plans that are as good a smaller block leaves the compiler more registers.
+    return sorted(plans, key=lambda p: (p.seconds, -p.lanes, p.blocks[2] if p.blocks else 0))
+
+
+def _cut(graph: Graph, inner: Inner | None, blocks: tuple[int, int, int] | None) -> Graph:
+    """``graph`` with a block of the inner dimension where all of it was."""
+    if inner is None or blocks is None:
+        return graph
+    values = list(graph.values)
+    for v, d in inner.dims.items():
+        shape = values[v].shape
+        values[v] = dataclasses.replace(values[v], shape=(*shape[:d], blocks[2], *shape[d + 1 :]))
+    return dataclasses.replace(graph, values=tuple(values))
+
+
+def _planned(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None) -> list[Plan]:
+    region, machine = cost.region, cost.machine
+    of_block = GpuCost(cut, region, machine)
+    widest = max((of_block.row_size(v) for v in of_block.labels), default=0)
+    if widest > _WIDEST:
+        raise Infeasible(f"a row has {widest} columns beside a block; a lane has room for {_WIDEST}")
+    ops = tuple(sorted(region.ops))
+    name = stage_name(cost, 0, ops)
+    stage = Stage(name, ops, resource_of(cost, ops), 1, 0.0, resident=False)
+    sketch = Plan(machine.name, "vertical", TILE_ROWS, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
+    program = build(cost.graph, region, sketch)
+    gpu = GpuRegion(cost)
+    return [_arranged(gpu, program, stage, blocks, lanes) for lanes in range(1, len(machine.lane_registers) + 1)]
+
+
+def _arranged(gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: tuple[int, int, int] | None, lanes: int) -> Plan:
+    """The plan of CTAs with so many lanes: in a round they take ``lanes`` tiles of one batch."""
+    machine, body = gpu.machine, program.stages[0].body
+    coarse = stage_facts.coarse(program, body)
+    work = ProgramWork(program, machine, matmul_efficiency(machine, "vertical", False), coarse)
+    wide = dataclasses.replace(program, tile_rows=lanes * TILE_ROWS)
+    each = wide.tiles // max(1, wide.batches)  # rounds of a batch
+    rounds, seconds, fetched = wide.tiles, list[float](), 0.0
+    looked_at = sorted({k * each // _SAMPLE for k in range(_SAMPLE)} | {each - 1})
+    for k in looked_at:
+        rows = np.asarray(wide.rows_of(k))
+
+        def times(loop: Instr, rows: np.ndarray = rows) -> float:
+            return float(len(met(wide, loop, rows)))
+
+        tile = work.of(body, times)
+        seconds.append(lanes * tile.period(lanes, machine.tile_seconds))
+        fetched += work.weight_bytes(body, times) / len(looked_at)
+    ctas = max(1, min(machine.workers, rounds))
+    mean, longest = sum(seconds) / len(seconds), max(seconds)
+    # Where rounds differ, those with most work go first, so that all CTAs have about as much in the end.
+    busy = max(longest, mean * rounds / ctas) if longest > min(seconds) else longest * -(-rounds // ctas)
+    stage = dataclasses.replace(stage, tile_seconds=mean / lanes)
+    plan = gpu.plan(Arranged("vertical", (stage,), (), ctas, 1, lanes, busy, rounds * fetched, stage.name))
+    return dataclasses.replace(plan, tiles=_tiles(program, lanes), blocks=blocks)
+
+
+def _tiles(program: TileProgram, lanes: int) -> int:
+    """Those that a batch has more so that all lanes have one count as well."""
+    batches = max(1, program.batches)
+    return batches * -(-(program.tiles // batches) // lanes) * lanes

@@ -1,0 +1,62 @@
+"""Indices that are repeated to be compared with other indices are made in the shape of the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kitsune_jax import lowering
+from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.jaxpr import capture
+
+N, M = 5, 7
+
+
+def rows() -> jax.Array:
+    return jnp.arange(N)[:, None]
+
+
+MASKS: dict[str, Callable[[], jax.Array]] = {
+    "bare": lambda: rows() >= jnp.arange(M),
+    "offsets": lambda: rows() + 2 >= jnp.arange(M)[None] - 3,
+    "window": lambda: (rows() >= jnp.arange(M)) & (rows() - jnp.arange(M) < 2),
+    "distance": lambda: jnp.abs(rows() - jnp.arange(M)) < 3,
+    "floats": lambda: jnp.arange(N, dtype=jnp.float32)[:, None] * 2 > jnp.arange(M, dtype=jnp.float32) * 3,
+    "one_row": lambda: jnp.arange(1)[:, None] + jnp.zeros((N, 1), jnp.int32) >= jnp.arange(M),
+    "batch": lambda: (jnp.arange(N)[None, None, :, None] >= jnp.arange(M)[None, None, None, :])[0, 0],
+}
+
+
+def captured(function: Callable[..., Any], *args: Any) -> Captured:
+    found = capture(jax.make_jaxpr(function)(*args))
+    assert not found.failures
+    return found
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_indices(name: str) -> None:
+    x = np.random.default_rng(0).standard_normal((N, M)).astype("float32")
+    found = captured(lambda x: jnp.where(MASKS[name](), x, -1.0), x)
+    (got,) = jax.jit(lambda x: lowering.run(found, [], (x,)))(x)
+    np.testing.assert_array_equal(got, np.where(MASKS[name](), x, -1.0))
+    graph = found.graph
+    compared = [graph.values[v].shape for op in graph.ops if op.kind == "iota" for v in op.outputs]
+    if name != "one_row":
+        assert compared and all(np.prod(shape) == N * M for shape in compared)
+        assert all(op.kind != "broadcast_in_dim" or graph.values[op.inputs[0]].shape in ((), (N, M)) for op in graph.ops)
+
+
+def test_an_index_that_is_compared_with_data_stays_a_vector() -> None:
+    labels = np.arange(N, dtype=np.int32)
+    graph = captured(lambda labels: jax.nn.one_hot(labels, M), labels).graph
+    assert {graph.values[v].shape for op in graph.ops if op.kind == "iota" for v in op.outputs} <= {(M,), (1, M)}
+
+
+def test_a_result_is_kept() -> None:
+    graph = captured(lambda: (jnp.broadcast_to(jnp.arange(M), (N, M)),)).graph
+    assert [op.kind for op in graph.ops][-1] == "broadcast_in_dim"

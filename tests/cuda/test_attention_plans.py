@@ -1,0 +1,325 @@
+"""Attention as users write it, from a function to a kernel in the emulator: planned, and the numbers of float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kitsune_jax as kj
+from kernel_checks import sass
+from kernel_checks.lint import flow, in_flight, skipped
+from kitsune_jax.targets.cuda import compile as compilers
+from kitsune_jax.targets.cuda import kernel, lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.planning.machines import H200
+from kitsune_jax.targets.cuda.target import CUDA
+from tests.support.checks import enable_x64
+from tests.support.cuda_attention_cases import ATTENTION
+from tests.support.cuda_run import Kernel, arrangements, kernel_cache, subject
+
+__all__ = ["kernel_cache"]  # a fixture
+pytestmark = pytest.mark.usefixtures("kernel_cache")
+
+TOLERANCE = {"float32": 4e-3, "bfloat16": 2e-2, "float16": 4e-3}  # of the largest number: products round to tf32 or 16 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``scores``: what is done with scaled scores [heads, queries, keys], in NumPy as in JAX; ``layout``: of q, k and v."""
+
+    layout: str = "thd"
+    heads: int = 2
+    queries: int = 70
+    keys: int = 300
+    dim: int = 16
+    dim_v: int = 0
+    scores: Callable[..., Any] = lambda s, xp: s
+
+
+def causal(s: Any, xp: Any) -> Any:
+    q, k = s.shape[-2:]
+    return xp.where(xp.arange(q)[:, None] + (k - q) >= xp.arange(k), s, -math.inf)
+
+
+def tril(s: Any, xp: Any) -> Any:
+    return xp.where(xp.tril(xp.ones(s.shape[-2:], bool)), s, -1e30 if xp is jnp else -math.inf)
+
+
+def window(s: Any, xp: Any) -> Any:
+    q, k = s.shape[-2:]
+    away = xp.arange(q)[:, None] + (k - q) - xp.arange(k)
+    return xp.where((away >= 0) & (away < 90), s, -math.inf)
+
+
+def alibi(s: Any, xp: Any) -> Any:
+    q, k = s.shape[-2:]
+    slopes = xp.asarray(2.0 ** -np.arange(1, len(s) + 1), np.float32)
+    away = xp.abs(xp.arange(q)[:, None] + (k - q) - xp.arange(k)).astype(np.float32)
+    return s - slopes[:, None, None] * away
+
+
+def capped(s: Any, xp: Any) -> Any:
+    return 5 * xp.tanh(s / 5)
+
+
+CASES = {
+    "plain": Case(),
+    "batch_first": Case("bhtd"),
+    "tokens_first": Case("bthd", dim=40, dim_v=24),
+    "one_head": Case("td", queries=130),
+    "few_keys": Case(keys=90),
+    "causal": Case(queries=300, scores=causal),
+    "causal_cross": Case(queries=130, keys=333, dim=32, scores=causal),
+    "tril": Case("bhtd", queries=300, scores=tril),
+    "window": Case(queries=300, keys=400, scores=window),
+    "alibi": Case(scores=alibi),
+    "capped": Case(scores=capped),
+    "wide": Case(heads=1, dim=128, queries=65),
+    "widest": Case(heads=1, dim=256, queries=65),
+}
+PRODUCTS = {"thd": ("qhd,khd->hqk", "hqk,khd->qhd"), "bhtd": ("bhqd,bhkd->bhqk", "bhqk,bhkd->bhqd"),
+            "bthd": ("bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd"), "td": ("qd,kd->qk", "qk,kd->qd")}  # fmt: skip
+
+
+def shape_of(case: Case, tokens: int, dim: int) -> tuple[int, ...]:
+    return tuple({"b": 2, "h": case.heads, "t": tokens, "d": dim}[letter] for letter in case.layout)
+
+
+def attention(case: Case, xp: Any, q: Any, k: Any, v: Any) -> Any:
+    first, second = PRODUCTS[case.layout]
+    wide = np.float32 if xp is jnp else np.float64
+    scores = (xp.einsum(first, q, k) * case.dim**-0.5).astype(wide)
+    if case.layout in ("thd", "td"):
+        scores = case.scores(scores, xp)
+    else:
+        scores = xp.stack([case.scores(s, xp) for s in scores]) if xp is np else jax.vmap(lambda s: case.scores(s, jnp))(scores)
+    p = xp.exp(scores - scores.max(-1, keepdims=True))
+    p = p / p.sum(-1, keepdims=True)
+    return xp.einsum(second, p.astype(q.dtype), v)
+
+
+def drawn(case: Case, dtype: str) -> list[jax.Array]:
+    rng = np.random.default_rng(4)
+    shapes = [(case.queries, case.dim), (case.keys, case.dim), (case.keys, case.dim_v or case.dim)]
+    return [jnp.asarray(rng.standard_normal(shape_of(case, *s)), dtype) for s in shapes]
+
+
+def one_kernel(function: Callable[..., Any], *args: Any, seed: int = 1, kernels: int = 1) -> np.ndarray:
+    pipelined = jax.jit(kj.pipeline(function, target="emulator", force=True))
+    compiled = pipelined.lower(*args).compile()
+    runtime.set_emulator_seed(seed)
+    before = runtime.calls()
+    got = np.asarray(jax.block_until_ready(compiled(*args)), np.float64)
+    assert runtime.calls() == before + kernels
+    return got
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+FAST = {("plain", "bfloat16"), ("few_keys", "float32"), ("causal", "bfloat16")}
+EVERY = [pytest.param(*c, marks=[] if c in FAST else pytest.mark.slow) for c in itertools.product(CASES, ("bfloat16", "float32"))]
+
+
+@pytest.mark.parametrize("name, dtype", EVERY)
+def test_attention_is_one_kernel(name: str, dtype: str) -> None:
+    case = CASES[name]
+    args = drawn(case, dtype)
+    got = one_kernel(lambda q, k, v: attention(case, jnp, q, k, v), *args)
+    want = attention(case, np, *(np.asarray(a, np.float64) for a in args))
+    assert error(got, want) < TOLERANCE[dtype]
+
+
+def masked(q: Any, k: Any, v: Any, **arrays: Any) -> Any:
+    return jax.nn.dot_product_attention(q, k, v, **arrays)
+
+
+def wanted(q: Any, k: Any, v: Any, hidden: Any = None, bias: Any = 0.0) -> np.ndarray:
+    """[b, t, h, d], with groups of heads of queries for each head of keys; ``hidden``, ``bias``: [b, h, q, k]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5 + bias
+    if hidden is not None:
+        scores = np.where(hidden, -np.inf, scores)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bhqk,bkhd->bqhd", p / p.sum(-1, keepdims=True), v)
+
+
+def tokens(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), "bfloat16")
+
+
+def qkv(queries: int = 70, keys: int = 300, heads: int = 4, kv_heads: int = 4, dim: int = 16) -> list[jax.Array]:
+    return [tokens(2, queries, heads, dim), tokens(2, keys, kv_heads, dim, seed=1), tokens(2, keys, kv_heads, dim, seed=2)]
+
+
+@pytest.mark.slow
+def test_grouped_heads_with_a_causal_mask() -> None:
+    args = qkv(300, 300, heads=4, kv_heads=2)
+    got = one_kernel(lambda *a: masked(*a, is_causal=True), *args)
+    later = np.arange(300) > np.arange(300)[:, None]
+    assert error(got, wanted(*args, hidden=later)) < TOLERANCE["bfloat16"]
+
+
+def test_padding() -> None:
+    """Every batch has keys of its own length: a mask that depends on the batch, and on no query."""
+    args, lengths = qkv(), jnp.asarray([100, 257])
+    visible = jnp.arange(300)[None, :] < lengths[:, None]
+    got = one_kernel(lambda q, k, v, m: masked(q, k, v, mask=m[:, None, None, :]), *args, visible)
+    assert error(got, wanted(*args, hidden=~np.asarray(visible)[:, None, None, :])) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.slow
+def test_segments_of_queries_and_keys() -> None:
+    args, rng = qkv(), np.random.default_rng(7)
+    of_q, of_k = (jnp.asarray(np.sort(rng.integers(0, 3, (2, n))), "int32") for n in (70, 300))
+    got = one_kernel(lambda q, k, v, a, b: masked(q, k, v, mask=(a[:, :, None] == b[:, None, :])[:, None]), *args, of_q, of_k)
+    apart = np.asarray(of_q)[:, None, :, None] != np.asarray(of_k)[:, None, None, :]
+    assert error(got, wanted(*args, hidden=apart)) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.slow
+def test_a_mask_and_a_bias_of_every_score() -> None:
+    args, rng = qkv(), np.random.default_rng(7)
+    mask, bias = jnp.asarray(rng.random((2, 4, 70, 300)) < 0.5), jnp.asarray(rng.standard_normal((4, 70, 300)), "bfloat16")
+    got = one_kernel(lambda q, k, v, m, b: masked(q, k, v, mask=m, bias=b[None]), *args, mask, bias)
+    assert error(got, wanted(*args, ~np.asarray(mask), np.asarray(bias, np.float64))) < TOLERANCE["bfloat16"]
+
+
+def test_pooling_by_log_sum_exp() -> None:
+    """No product with values: one row has all of the scores of a query."""
+    q, k = tokens(3, 70, 16), tokens(3, 300, 16, seed=1)
+    got = one_kernel(lambda q, k: jax.nn.logsumexp(jnp.einsum("hqd,hkd->hqk", q, k).astype(jnp.float32), -1), q, k)
+    scores = np.einsum("hqd,hkd->hqk", np.asarray(q, np.float64), np.asarray(k, np.float64))
+    assert error(got, np.log(np.exp(scores).sum(-1))) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("hidden, bare", [(-math.inf, True), (-1e30, False)])
+def test_blocks_that_no_row_of_a_cta_sees_are_not_read(hidden: float, bare: bool) -> None:
+    """Values behind the mask are NaN: times 0 they would be NaN. Those that another lane's rows see are read."""
+    q, k, v = (tokens(1, 640, 2, 16, seed=n) for n in range(3))
+    v = v.at[:, 448:].set(jnp.nan)
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / 4
+        seen = jnp.arange(640)[:, None] >= jnp.arange(640) if bare else jnp.tril(jnp.ones((640, 640), bool))
+        p = jax.nn.softmax(jnp.where(seen, scores, hidden), -1).astype(q.dtype)
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+    got = one_kernel(function, q, k, v)
+    want = wanted(q, k, jnp.where(jnp.isnan(v), 0, v), hidden=np.arange(640) > np.arange(640)[:, None])
+    assert error(got[:, :256], want[:, :256]) < TOLERANCE["bfloat16"]
+    assert np.isnan(got[:, 448:]).all()
+
+
+def test_one_query_of_each_head() -> None:
+    """The products are a kernel each: a batch of so few numbers streams over its heads."""
+    case = Case(queries=1, heads=4)
+    args = drawn(case, "bfloat16")
+    got = one_kernel(lambda q, k, v: attention(case, jnp, q, k, v), *args, kernels=2)
+    assert error(got, attention(case, np, *(np.asarray(a, np.float64) for a in args))) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_arrangement_under_several_schedules(name: str, dtype: str) -> None:
+    """Of every number of lanes and extent of a block, on Hopper and portable: float64's numbers, and equal bits."""
+    family = ATTENTION[name]
+    of = subject(family.function, *family.arguments(131, dtype))
+    with enable_x64():
+        wide = [np.asarray(a).astype("int32" if a.dtype == "int32" else "float64") for a in of.args]
+        want = np.asarray(family.function(*wide))
+    found = arrangements(of)
+    assert {"sm90-vertical-streamed-cluster1-lanes2-blocks64", "sm80-vertical-streamed-cluster1-lanes1-blocks64"} <= set(found)
+    for plan in found.values():
+        run = Kernel(of, plan)
+        results = [run(seed=seed)[0] for seed in range(3)]
+        assert error(results[0].astype(np.float64), want) < TOLERANCE[dtype]
+        assert len({r.tobytes() for r in results}) == 1
+
+
+def test_a_planned_kernel_gives_equal_bits_under_every_schedule() -> None:
+    case = CASES["causal_cross"]
+    args = drawn(case, "bfloat16")
+    results = {one_kernel(lambda q, k, v: attention(case, jnp, q, k, v), *args, seed=seed).tobytes() for seed in range(3)}
+    assert len(results) == 1
+
+
+LARGE = {
+    "heads of 128": (1, 4096, 16, 128, "bfloat16"),
+    "heads of 64": (1, 4096, 32, 64, "bfloat16"),
+    "float32": (1, 4096, 16, 64, "float32"),
+    "a batch of short ones": (16, 512, 16, 64, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_is_chosen(name: str, is_causal: bool) -> None:
+    """By the model, which no device has confirmed."""
+    *shape, dtype = LARGE[name]
+    arrays = [jax.ShapeDtypeStruct(tuple(shape), dtype)] * 3
+    report = kj.explain(kj.pipeline(lambda q, k, v: masked(q, k, v, is_causal=is_causal)), platform="cuda", device="h200")(*arrays)
+    (region,) = report.regions
+    assert region.seconds < region.baseline_seconds
+    assert report.coverage > 0.9
+
+
+# (heads, head size, dtype, products of a block of keys in the machine code of a loop)
+COMPILED = {"128": (16, 128, "bfloat16"), "64": (32, 64, "bfloat16"), "256": (8, 256, "bfloat16"), "tf32": (16, 64, "float32")}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None:
+    """No wgmma is serialised, nobody touches the registers of one in flight, nothing is spilled, and every loop multiplies once."""
+    heads, dim, dtype = COMPILED[name]
+    arrays = [jax.ShapeDtypeStruct((1, 4096, heads, dim), dtype)] * 3
+    of = subject(lambda q, k, v: masked(q, k, v, is_causal=is_causal), *arrays)
+    plan = CUDA.plan(of.graph, of.region, H200)
+    assert plan.blocks is not None
+    program = of.program(plan)
+    made = kernel.generate(program, lower.arrangement(plan, program), "test")
+    compiled = compilers.cubin(made.source, "sm_90a", None)
+    assert not re.search(r"\(C7\d\d\d\)", compiled.log), compiled.log
+    used = nvrtc.resources(compiled.log, compiled.cubin)
+    assert (used.stack_bytes, used.spill_bytes) == (0, 0)
+    code = sass.disassemble(compiled.cubin, "kitsune_region")
+    paths = flow(code.instructions)
+    assert not in_flight(paths).hazards and not skipped(paths)
+    loops, block, depth = 1 + is_causal, plan.blocks[2], 16 if dtype == "bfloat16" else 8  # whole blocks, and the mask's edges
+    widest = max(int(columns) for columns in re.findall(r"Product<\w+, (\d+),", made.source))
+    wanted = loops * (dim // depth * -(-block // widest) + block // depth * -(-dim // widest))
+    assert sum(i.opcode.startswith("HGMMA") for i in code.instructions) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+def test_gradients(residuals: str) -> None:
+    """By queries, in blocks of keys; by keys and values as products with what that pass stores."""
+    family, weights = ATTENTION["attention-causal"], np.random.default_rng(1).standard_normal((300, 2, 32))
+    args = family.arguments(300, "bfloat16")
+
+    def gradients(function: Callable[..., Any], wide: Any) -> Any:
+        return jax.grad(lambda *a: (function(*a).astype(wide) * weights.astype(wide)).sum(), (0, 1, 2))
+
+    before = runtime.calls()
+    got = jax.jit(gradients(kj.pipeline(family.function, target="emulator", force=True, residuals=residuals), "float32"))(*args)
+    jax.block_until_ready(got)
+    assert runtime.calls() > before
+    with enable_x64():
+        want = gradients(family.function, "float64")(*(np.asarray(a, np.float64) for a in args))
+    for g, w in zip(got, want, strict=True):
+        assert error(np.asarray(g, np.float64), np.asarray(w)) < TOLERANCE["bfloat16"]
