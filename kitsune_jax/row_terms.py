@@ -25,7 +25,7 @@ from kitsune_jax.flat import Atom, Evaluate, Flat, Step, is_value
 
 Read = Callable[[Atom], Any]
 Term = Callable[[Read, dict[int, Any]], Any]  # of the values of the tangent, and those of the forward pass
-_TIMES = 4  # the summed row is at least so many times larger than the sum
+_TIMES = 8  # the summed row is at least so many times larger than the sum, as for what is made again (``repeats``)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,7 +153,8 @@ void compile_stages(Plan& plan) {
     plan.stages[s].steps = compile_body(plan, s, 0, p.stages[s].body.size(), 0, &temp);
   }
   plan.packed_offset = scratch;
-  plan.temp_offset = plus(scratch, plan.packed_bytes);
+  plan.packed_from_offset = plus(scratch, plan.packed_bytes);
+  plan.temp_offset = plus(plan.packed_from_offset, align_up(static_cast<size_t>(plan.packed_slots) * sizeof(char*)));
   plan.scratch_bytes = plus(plan.temp_offset, temp);
   limit_memory(plan.scratch_bytes, p.inputs, p.outputs, "temporary memory of a thread");
   size_t most = plus(kMostScratch, array_bytes(p.inputs, p.outputs));

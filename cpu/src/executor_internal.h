@@ -27,12 +27,13 @@ struct Context {
   char* const* ins;
   char* const* outs;
   char* scratch;
-  char* const* slots;  // per queue: the slot of this tile
-  char* const* preps;  // per prepared operand
-  char* strand;        // the sink accumulators of this tile's strand
-  char* batch_sums;    // ... those of this tile's batch, of sinks that have one for each
-  char* packed;        // what Pack has prepared
-  char* temp;          // Step::temp_bytes() bytes, 64-byte aligned
+  char* const* slots;        // per queue: the slot of this tile
+  char* const* preps;        // per prepared operand
+  char* strand;              // the sink accumulators of this tile's strand
+  char* batch_sums;          // ... those of this tile's batch, of sinks that have one for each
+  char* packed;              // what Pack has prepared
+  const char** packed_from;  // per slot of it: where that came from
+  char* temp;                // Step::temp_bytes() bytes, 64-byte aligned
 };
 
 // Where an operand of a tile starts: resolved form of a Ref whose row stride is `row_bytes`.
@@ -84,8 +85,14 @@ struct SinkPlan {
 // A weight's panels for all batches, or a dense operand.
 struct PrepPlan {
   size_t offset = 0;  // of the call's prepared memory, or of the worker's
-  size_t bytes = 0;
+  size_t bytes = 0;   // of one slot
   bool local = false;
+  // In a worker: a slot for each iteration of the enclosing loop with whose number the source moves (the last slot for all that
+  // have none of their own). What comes from an array of the call stays in its slot until another batch comes.
+  int64_t slots = 1, first_slot = 0;
+  size_t loop = 0;
+  bool kept = false;
+  int64_t slot(const int64_t* loops) const { return slots == 1 ? 0 : std::min(loops[loop], slots - 1); }
   Panel panel = Panel::kF32;
   int64_t K = 0, N = 0, batch = 1;
   size_t batch_bytes = 0;
@@ -121,9 +128,10 @@ struct Plan {
   std::vector<size_t> ring_offset;  // in the call's ring memory
   std::vector<size_t> entry_stride;
   size_t ring_bytes = 0, prep_bytes = 0, strands_bytes = 0;
-  size_t packed_bytes = 0;   // of a worker, for what Pack prepares
+  size_t packed_bytes = 0;  // of a worker, for what Pack prepares
+  int64_t packed_slots = 0;
   size_t scratch_bytes = 0;  // of a worker: the stage's scratch, what Pack prepares, then the steps' temporary memory
-  size_t packed_offset = 0, temp_offset = 0;
+  size_t packed_offset = 0, packed_from_offset = 0, temp_offset = 0;
   int64_t most_workers = 1;  // as many as can be busy at once, and whose temporary memory together is in proportion to the arrays
   double estimated_ns = 0, shared_ns = 0;  // of one thread; the part of it that several could take
   size_t memory_bytes() const { return plus(plus(prep_bytes, ring_bytes), plus(strands_bytes, scratch_bytes)); }
@@ -201,12 +209,14 @@ class SumsAddress {
 // Where the prepared operand of a product lies: in the call's memory or in the worker's.
 class Prepared {
  public:
-  explicit Prepared(const PrepPlan& p, int64_t index) : local_(p.local), offset_(p.offset), index_(index) {}
-  const char* of(const Context& c) const { return local_ ? c.packed + offset_ : c.preps[index_]; }
+  explicit Prepared(const PrepPlan& p, int64_t index) : plan_(&p), index_(index) {}
+  const char* of(const Context& c) const { return plan_->local ? packed(*plan_, c) : c.preps[index_]; }
+  static char* packed(const PrepPlan& p, const Context& c) {
+    return c.packed + p.offset + static_cast<size_t>(p.slot(c.loops)) * p.bytes;
+  }
 
  private:
-  bool local_;
-  size_t offset_;
+  const PrepPlan* plan_;  // of the plan that owns this step
   int64_t index_;
 };
 

@@ -117,6 +117,41 @@ void prepare_dense(const Prep& x, const KernelTable& table, int64_t begin, int64
   });
 }
 
+// A worker keeps so many bytes of what it has packed.
+constexpr size_t kKeptPacked = size_t{4} << 20;
+
+// Slots of what Pack instructions prepare inside of loops: all blocks of a batch, if there is space.
+void plan_slots(Plan& plan, const Pack& pack, const std::vector<int64_t>& counts) {
+  const Prep& x = plan.program.preps[pack.prep];
+  PrepPlan& w = plan.preps[pack.prep];
+  std::vector<size_t> moving;
+  for (size_t l = 0; l < x.source.loop_strides.size(); ++l)
+    if (x.source.loop_strides[l] != 0) moving.push_back(l);
+  w.kept = x.source.space == Space::kIn;
+  if (!w.kept || moving.size() != 1) return;
+  int64_t local = 0;
+  for (const Prep& p : plan.program.preps) local += p.local;
+  const int64_t most = static_cast<int64_t>(kKeptPacked / std::max<size_t>(w.bytes, 1)) / local;
+  w.loop = moving[0];
+  w.slots = std::max(w.slots, std::clamp<int64_t>(most, 1, counts[w.loop]));
+}
+
+void plan_slots(Plan& plan) {
+  for (const Stage& stage : plan.program.stages) {
+    std::vector<int64_t> counts;
+    std::vector<size_t> ends;
+    for (size_t i = 0; i < stage.body.size(); ++i) {
+      while (!ends.empty() && ends.back() == i) ends.pop_back(), counts.pop_back();
+      if (const auto* loop = std::get_if<Loop>(&stage.body[i])) {
+        counts.push_back(loop->count);
+        ends.push_back(i + 1 + static_cast<size_t>(loop->length));
+      } else if (const auto* pack = std::get_if<Pack>(&stage.body[i])) {
+        plan_slots(plan, *pack, counts);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void plan_preps(Plan& plan) {
@@ -127,9 +162,14 @@ void plan_preps(Plan& plan) {
     else
       plan_dense(plan, static_cast<int64_t>(i));
     plan.preps[i].local = plan.program.preps[i].local;
-    size_t& bytes = plan.preps[i].local ? plan.packed_bytes : plan.prep_bytes;
-    plan.preps[i].offset = bytes;
-    bytes = plus(bytes, plan.preps[i].bytes);
+  }
+  plan_slots(plan);
+  for (PrepPlan& w : plan.preps) {
+    size_t& bytes = w.local ? plan.packed_bytes : plan.prep_bytes;
+    w.offset = bytes;
+    bytes = plus(bytes, times(w.bytes, static_cast<size_t>(w.slots)));
+    w.first_slot = plan.packed_slots;
+    if (w.local) plan.packed_slots += w.slots;
   }
   limit_memory(plan.prep_bytes, plan.program.inputs, plan.program.outputs, "packed weights");
 }

@@ -79,6 +79,8 @@ class Run : public std::enable_shared_from_this<Run> {
   void combine_strands(const CombineJob& job, char* temp) const;
 
   const Plan& plan_;
+  const uint64_t number_ = ++calls_;
+  inline static std::atomic<uint64_t> calls_{0};
   void (*end_of_call_)();
   char* const* ins_;
   char* const* outs_;
@@ -267,6 +269,10 @@ void Run::work(std::unique_lock<std::mutex>& lock) {
 
 void Run::execute(const Job& job) {
   char* scratch = thread_scratch(plan_.scratch_bytes);
+  const char** packed_from = reinterpret_cast<const char**>(scratch + plan_.packed_from_offset);
+  thread_local uint64_t last = 0;  // the call that used this thread's memory
+  if (last != number_) std::fill_n(packed_from, plan_.packed_slots, nullptr);
+  last = number_;
   int64_t batch[kMaxLoopDims], loops[kMaxLoops];
   Context c{0,
             0,
@@ -281,6 +287,7 @@ void Run::execute(const Job& job) {
             strands_,
             strands_,
             scratch + plan_.packed_offset,
+            packed_from,
             scratch + plan_.temp_offset};
   if (job.kind == Round::kPipeline) {
     thread_local std::vector<char*> slots;

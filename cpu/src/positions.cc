@@ -2,6 +2,7 @@
 #include "positions.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace kitsune::cpu {
 namespace {
@@ -10,6 +11,17 @@ namespace {
 template <class T>
 void repeat(T* out, int64_t period, int64_t n) {
   for (int64_t done = period; done < n; done *= 2) std::copy_n(out, std::min(done, n - done), out + done);
+}
+
+// value, value + 1, ...
+template <class T>
+void ascend(T* out, int64_t n, int64_t value) {
+  if constexpr (sizeof(T) == 4 && !std::is_floating_point_v<T>) {  // in lanes of its own width, which compilers vectorise
+    const auto first = static_cast<uint32_t>(value), end = static_cast<uint32_t>(n);
+    for (uint32_t k = 0; k < end; ++k) out[k] = static_cast<T>(first + k);
+  } else {
+    for (int64_t k = 0; k < n; ++k) out[k] = static_cast<T>(value + k);
+  }
 }
 
 // (position // divisor) % modulus along a run of positions.
@@ -21,7 +33,7 @@ void count_up(T* out, int64_t n, int64_t position, int64_t divisor, int64_t modu
   for (int64_t i = 0; i < head;) {
     const int64_t run = std::min(head - i, divisor == 1 ? modulus - value : divisor - rest);
     if (divisor == 1)
-      for (int64_t k = 0; k < run; ++k) out[i + k] = static_cast<T>(value + k);
+      ascend(out + i, run, value);
     else
       std::fill_n(out + i, run, static_cast<T>(value));
     i += run;

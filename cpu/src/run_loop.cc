@@ -69,7 +69,13 @@ class PackStep final : public Step {
   }
 
   void run(const Context& c) const override {
-    prepare(prep_, plan_, table_, 0, units_, source_.of(c), c.packed + plan_.offset, c.temp);
+    const char* source = source_.of(c);
+    if (plan_.kept) {
+      const char*& from = c.packed_from[plan_.first_slot + plan_.slot(c.loops)];
+      if (from == source) return;
+      from = source;
+    }
+    prepare(prep_, plan_, table_, 0, units_, source, Prepared::packed(plan_, c), c.temp);
   }
 
  private:

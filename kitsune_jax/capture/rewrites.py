@@ -20,6 +20,7 @@ from kitsune_jax.capture.loop_residuals import hand_less
 from kitsune_jax.capture.loop_sums import move_sums
 from kitsune_jax.capture.online_sums import sum_online
 from kitsune_jax.capture.relu_masks import masks_of_results
+from kitsune_jax.capture.repeated_scores import repeat_scores
 from kitsune_jax.capture.sliced_products import fold_slices
 from kitsune_jax.capture.softmax_divisions import divide_segments
 from kitsune_jax.capture.transposed_gradients import fold_transposes
@@ -31,6 +32,7 @@ Rewriting = Callable[[Captured], Captured]
 REWRITES: Sequence[tuple[str, Rewriting]] = (
     ("making indices where they are compared", spread_indices),
     ("folding transpositions into weight gradients", fold_transposes),
+    ("making scores again behind the attention they are of", repeat_scores),
     ("moving indexing to the other side of products", move_indexing),
     ("moving divisions by the sums of a segment softmax", divide_segments),
     ("folding slices into the weights of a product", fold_slices),

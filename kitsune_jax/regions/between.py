@@ -40,7 +40,7 @@ def between(
     """The calls that ``chosen`` ones of products of few rows may be joined by. ``order``: that of the chosen calls; ``free``: ops
     that no region has."""
     graph = index.graph
-    if not any(has_few_rows(graph, index.producers, i) for c in chosen for i in c.region.sinks):
+    if not any(has_token(index, c) for c in chosen):
         return []
     members = {i for i in free if i in index.live and _small(graph, i) and supports(i) is None}
     levels: dict[int, list[int]] = {}
@@ -53,6 +53,21 @@ def between(
         if not isinstance(plan, str) and plan.seconds <= plan.baseline_seconds + _SAVED:
             found.append(Chosen.of([(region, plan)]))
     return found
+
+
+def has_token(index: GraphIndex, call: Chosen) -> bool:
+    """Does ``call`` stream over what a product of few rows contracts?"""
+    return any(_few_rows(index, region) for region in call.regions)
+
+
+def _few_rows(index: GraphIndex, region: Region) -> bool:
+    return any(has_few_rows(index.graph, index.producers, i) for i in region.sinks)
+
+
+def joins(index: GraphIndex, chosen: Sequence[Chosen], region: Region, plan: Plan) -> bool:
+    """Is ``region`` such a product that pays as a phase of a call, beside one of those that were ``chosen``?"""
+    near = plan.seconds <= plan.baseline_seconds + _SAVED
+    return near and _few_rows(index, region) and any(has_token(index, c) for c in chosen)
 
 
 def _small(graph: Graph, i: int) -> bool:

@@ -18,6 +18,8 @@ from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Spread
 from kitsune_jax.streams.space import streamed_axes
 
+_SMALLER = 16  # times smaller than what is made of it
+
 
 def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
     """Ops that run where the region stands, and nowhere else: not its makers, nor what others compute as well."""
@@ -113,10 +115,12 @@ def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[i
 
 
 def _stored_for(index: GraphIndex, inside: set[int], i: int, level: dict[int, int], moved: set[int]) -> bool:
-    """Would ``i`` read what a lower level makes, and nobody but ops that were lifted as well?"""
-    for v in index.graph.ops[i].inputs:
+    """Would ``i`` read what a lower level makes, and nobody but ops that were lifted as well? A row's statistics, of which it makes
+    much larger rows, are stored."""
+    values, op = index.graph.values, index.graph.ops[i]
+    for v in op.inputs:
         p = index.producers.get(v)
-        if p in inside and level[p] < level[i]:
+        if p in inside and level[p] < level[i] and values[v].size * _SMALLER > values[op.outputs[0]].size:
             others = (c for c in index.consumers[v] if c not in moved)
             if v not in index.results and not any(level.get(c, level[i]) > level[p] for c in others):
                 return True

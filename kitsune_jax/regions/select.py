@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.regions.between import between
+from kitsune_jax.regions.between import between, has_token, joins
 from kitsune_jax.regions.calls import Chosen, anchored_call
 from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
 from kitsune_jax.regions.followers import Following
@@ -236,7 +236,8 @@ class _Selector:
             if self.few_rows and not self.force:
                 found = between(self.index, self.chosen, self.order, self.free, self.supports, lambda r: self._plan_of(r)[0])
             calls = merged(self.index, [*self.chosen, *found], self.together, self.merges)
-            self.chosen = [c for c in calls if c not in found or pays(c.plan)]
+            alone = [*found, *(c for c in self.chosen if has_token(self.index, c))]  # which may pay as phases only
+            self.chosen = [c for c in calls if self.force or c not in alone or pays(c.plan)]
         except Exception as error:
             self.failed(error, sorted(i for c in self.chosen for i in c.ops))
 
@@ -361,7 +362,7 @@ class _Selector:
             for i in region.ops if asked else ():
                 self.why[i] = plan
             return None, {seed_op}
-        if self.force or pays(plan):
+        if self.force or pays(plan) or self.few_rows and joins(self.index, self.chosen, region, plan):
             return Chosen.of([(region, plan)]), set()
         text = f"left to XLA: {compared(plan)}"
         speedup = plan.baseline_seconds / plan.seconds

@@ -23,7 +23,7 @@ from kitsune_jax.targets.cuda.planning.machines import H200
 from kitsune_jax.targets.cuda.target import CUDA
 from tests.support.checks import enable_x64
 from tests.support.cuda_attention_cases import ATTENTION
-from tests.support.cuda_run import Kernel, arrangements, kernel_cache, subject
+from tests.support.cuda_run import Kernel, arrangements, kernel_cache, run_program, subject
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -235,7 +235,7 @@ def test_one_query_of_each_head() -> None:
 def test_every_arrangement_under_several_schedules(name: str, dtype: str) -> None:
     """Of every number of lanes and extent of a block, on Hopper and portable: float64's numbers, and equal bits."""
     family = ATTENTION[name]
-    of = subject(family.function, *family.arguments(131, dtype))
+    of = subject(family.function, *family.arguments(131, dtype), batches=True)
     with enable_x64():
         wide = [np.asarray(a).astype("int32" if a.dtype == "int32" else "float64") for a in of.args]
         want = np.asarray(family.function(*wide))
@@ -253,6 +253,31 @@ def test_a_planned_kernel_gives_equal_bits_under_every_schedule() -> None:
     args = drawn(case, "bfloat16")
     results = {one_kernel(lambda q, k, v: attention(case, jnp, q, k, v), *args, seed=seed).tobytes() for seed in range(3)}
     assert len(results) == 1
+
+
+@pytest.mark.parametrize(
+    "what, found, instead",
+    [
+        ("the loader brings a block that no consumer asks for", r"(i32 i = 0; i < seen0)\.edges_count", r"\1.all_count"),
+        ("blocks at the edge count as whole ones, too", r"seen0\.whole_(count|block)", r"seen0.all_\1"),
+        ("the mask's edge is left out", r"seen0\.edges_count\(\)", "0"),
+    ],
+)
+def test_a_planted_bug_is_found(what: str, found: str, instead: str) -> None:
+    family = ATTENTION["attention-causal"]
+    of = subject(family.function, *family.arguments(131, "bfloat16"), batches=True)
+    plan = next(p for name, p in arrangements(of).items() if name == "sm90-vertical-streamed-cluster1-lanes2-blocks64")
+
+    def change(source: str) -> str:
+        changed = re.sub(found, instead, source)
+        assert changed != source
+        return changed
+
+    with enable_x64():
+        want = np.asarray(family.function(*(np.asarray(a, np.float64) for a in of.args)))
+    with pytest.raises(Exception):  # noqa: B017  (of XLA, with what the emulator says)
+        (got,) = run_program(of.program(plan), *of.args, lanes=2, resident=False, change=change)
+        assert error(got.astype(np.float64), want) < TOLERANCE["bfloat16"]
 
 
 LARGE = {
@@ -287,7 +312,7 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
     """No wgmma is serialised, nobody touches the registers of one in flight, nothing is spilled, and every loop multiplies once."""
     heads, dim, dtype = COMPILED[name]
     arrays = [jax.ShapeDtypeStruct((1, 4096, heads, dim), dtype)] * 3
-    of = subject(lambda q, k, v: masked(q, k, v, is_causal=is_causal), *arrays)
+    of = subject(lambda q, k, v: masked(q, k, v, is_causal=is_causal), *arrays, batches=True)
     plan = CUDA.plan(of.graph, of.region, H200)
     assert plan.blocks is not None
     program = of.program(plan)

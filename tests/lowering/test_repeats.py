@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,21 +17,11 @@ from hypothesis import strategies as st
 
 import kitsune_jax as kj
 from kitsune_jax import _compat, preview
-from kitsune_jax.targets.cpu.target import CPU
 from tests.support.checks import arrays, close, in_float64
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 
 TOKENS, HEADS, HEAD = 67, 2, 8
-
-
-@pytest.fixture(autouse=True, scope="module")
-def repeating() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(CPU), "repeats_products", True)
-        yield
-
-
 Array = Any
 
 
@@ -219,8 +209,6 @@ def test_memory_of_a_gradient_grows_with_the_tokens() -> None:
         "tokens, pipelined = int(sys.argv[1]), sys.argv[2] == 'pipelined'\n"
         "f = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)\n"
         "f = kj.pipeline(f) if pipelined else f\n"
-        "from kitsune_jax.targets.cpu.target import CPU\n"
-        "type(CPU).repeats_products = True\n"
         "q, k, v = (jax.random.normal(key, (1, tokens, 2, 64)) for key in jax.random.split(jax.random.key(0), 3))\n"
         "gradient = jax.jit(jax.grad(lambda *a: jnp.sum(f(*a) ** 2), (0, 1, 2))).lower(q, k, v).compile()\n"
         "print(rise(lambda: gradient(q, k, v)))\n"

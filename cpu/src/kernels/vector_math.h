@@ -243,12 +243,11 @@ struct Circle {
   VI q;
 };
 
-KITSUNE_INLINE Circle circle(VF x) {
+KITSUNE_INLINE Circle circle(Quarter x) {
   static const float sc[] = {-1.6666654611e-1f, 8.3321608736e-3f, -1.9515295891e-4f};
   static const float cc[] = {4.166664568298827e-2f, -1.388731625493765e-3f, 2.443315711809948e-5f};
-  auto [r, q] = reduce_half_pi(x);
-  VF s = r * r;
-  return {r + r * (s * polynomial(s, sc)), 1.0f - 0.5f * s + s * s * polynomial(s, cc), q};
+  const VF r = x.r, s = r * r;
+  return {r + r * (s * polynomial(s, sc)), 1.0f - 0.5f * s + s * s * polynomial(s, cc), x.q};
 }
 
 template <bool Cosine>
@@ -262,11 +261,17 @@ KITSUNE_INLINE VF sin_or_cos(VF x, const Circle& at) {
   return y;
 }
 
-KITSUNE_INLINE VF sin(VF x) { return sin_or_cos<false>(x, circle(x)); }
-KITSUNE_INLINE VF cos(VF x) { return sin_or_cos<true>(x, circle(x)); }
+KITSUNE_INLINE VF sin(VF x) { return sin_or_cos<false>(x, circle(reduce_half_pi(x))); }
+KITSUNE_INLINE VF cos(VF x) { return sin_or_cos<true>(x, circle(reduce_half_pi(x))); }
 // The bits of both.
 KITSUNE_INLINE void sin_and_cos(VF x, VF* sine, VF* cosine) {
-  const Circle at = circle(x);
+  if (!any(~(abs_vector(x) < 0.78f))) {  // n is 0 and r is x; the angles of a pole stay here
+    const Circle near = circle({x, VI{}});
+    *sine = choose(x == 0.0f, x, near.sine);
+    *cosine = near.cosine;
+    return;
+  }
+  const Circle at = circle(reduce_half_pi(x));
   *sine = sin_or_cos<false>(x, at);
   *cosine = sin_or_cos<true>(x, at);
 }

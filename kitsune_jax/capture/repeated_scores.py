@@ -1,0 +1,138 @@
+"""Scores of an attention that a backward pass in the same graph reads, made again there.
+
+Comes in: a ``Captured``. Goes out: the same where what stands behind the attention's result (its loss, and the backward pass that
+starts from it) reads scores, weights and masks of its own, made of the queries, the keys and each row's statistics as the first
+ones are. A region of the forward pass and one of the backward pass then hand arrays of queries or of keys to each other, and none
+of queries by keys. What is left to XLA it makes once: its compiler finds that both are the same.
+
+Scores are products whose result is much larger than its operands; no operator is recognised as attention. Invariants: the copies
+are equal to what they replace, bit for bit where one program makes both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kitsune_jax.capture.captured import Captured, Draft, Step
+from kitsune_jax.graph import Graph, Op
+from kitsune_jax.ops.table import OPS
+
+_LARGER = 4  # times its operands a product's result must be, and times the statistics the scores
+_CHEAP = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota"})
+
+
+def repeat_scores(captured: Captured) -> Captured:
+    """``captured`` with the scores of attentions made again behind their results."""
+    graph = captured.graph
+    roots = [i for i, op in enumerate(graph.ops) if op.kind == "dot_general" and _grows(graph, op)]
+    if not roots:
+        return captured
+    rewriter = _Rewriter(captured)
+    for i in roots:
+        rewriter.repeat(i)
+    return rewriter.finish()
+
+
+def _grows(graph: Graph, op: Op) -> bool:
+    return graph.values[op.outputs[0]].size >= _LARGER * max(graph.values[v].size for v in op.inputs)
+
+
+class _Rewriter:
+    def __init__(self, captured: Captured):
+        self.captured, self.graph, self.draft = captured, captured.graph, Draft(captured)
+        self.producers, self.consumers = self.graph.producers(), self.graph.consumers()
+        self.before: dict[int, list[tuple[Op, Step]]] = {}  # op -> the copies that stand in front of it
+        self.copied = False
+
+    def finish(self) -> Captured:
+        if not self.copied:
+            return self.captured
+        ops, steps = self.draft.ops, self.draft.steps
+        self.draft.ops, self.draft.steps = [], []
+        for i, pair in enumerate(zip(ops, steps, strict=True)):
+            for op, step in (*self.before.get(i, ()), pair):
+                self.draft.ops.append(op)
+                self.draft.steps.append(step)
+        return self.draft.finish()
+
+    def repeat(self, root: int) -> None:
+        """Give what stands behind the first product with the weights that are made of product ``root`` copies of those."""
+        made = self._weights(root)
+        products = [c for v in made for c in self.consumers.get(v, ()) if self.graph.ops[c].kind == "dot_general"]
+        if not products:
+            return
+        behind = self._behind(min(products))
+        copies: dict[int, int] = {}
+        size = self.graph.values[self.graph.ops[root].outputs[0]].size
+        for i in sorted(c for v in made for c in self.consumers.get(v, ()) if c in behind):
+            self._rewire(i, behind, size, made, copies)
+        # Masks as well: a gradient reads the one that hid the scores.
+        masks = {v for w in made for v in self.graph.ops[self.producers[w]].inputs if self._is_mask(v, made)}
+        for i in sorted({c for v in masks for c in self.consumers.get(v, ()) if c in behind}):
+            self._rewire(i, behind, size, masks, copies)
+
+    def _weights(self, root: int) -> set[int]:
+        """Values of the scores' size that are made of them, of masks and of what is small, element by element."""
+        (scores,) = self.graph.ops[root].outputs
+        size, made, work = self.graph.values[scores].size, {scores}, [scores]
+        while work:
+            for i in self.consumers.get(work.pop(), ()):
+                op = self.graph.ops[i]
+                if op.kind == "opaque" or OPS[op.kind].family not in _CHEAP or op.outputs[0] in made:
+                    continue
+                if self.graph.values[op.outputs[0]].size == size and all(v in made or self._is_small(v, size) for v in op.inputs):
+                    made.add(op.outputs[0])
+                    work.append(op.outputs[0])
+        return made
+
+    def _is_small(self, v: int, size: int) -> bool:
+        """Is ``v`` much smaller than the scores, or made of such values and of indices?"""
+        value, i = self.graph.values[v], self.producers.get(v)
+        if value.literal is not None or value.size * _LARGER <= size:
+            return True
+        op = None if i is None else self.graph.ops[i]
+        if op is None or op.kind == "opaque" or OPS[op.kind].family not in _CHEAP:
+            return False
+        return all(self._is_small(w, size) for w in op.inputs)
+
+    def _is_counted(self, v: int) -> bool:
+        """Is ``v`` made of indices and constants only?"""
+        if self.graph.values[v].literal is not None:
+            return True
+        op = self.graph.ops[self.producers[v]] if v in self.producers else None
+        return op is not None and op.kind != "opaque" and OPS[op.kind].family in _CHEAP and all(map(self._is_counted, op.inputs))
+
+    def _is_mask(self, v: int, made: set[int]) -> bool:
+        return v not in made and self.graph.values[v].dtype == "bool" and v in self.producers
+
+    def _behind(self, first: int) -> set[int]:
+        """The ops that need the result of op ``first``."""
+        found, work = set[int](), [first]
+        while work:
+            for v in self.graph.ops[work.pop()].outputs:
+                new = [c for c in self.consumers.get(v, ()) if c not in found]
+                found.update(new)
+                work += new
+        return found
+
+    def _rewire(self, i: int, behind: set[int], size: int, wanted: set[int], copies: dict[int, int]) -> None:
+        op = self.draft.ops[i]
+        inputs = tuple(self._copy(v, i, behind, size, copies) if v in wanted else v for v in op.inputs)
+        self.draft.ops[i] = dataclasses.replace(op, inputs=inputs)
+
+    def _copy(self, v: int, at: int, behind: set[int], size: int, copies: dict[int, int]) -> int:
+        """``v`` as it is made again in front of op ``at``; itself where it is small, or no cheap op makes it."""
+        i, value = self.producers.get(v), self.graph.values[v]
+        op = None if i is None else self.graph.ops[i]
+        if op is None or i in behind or op.kind == "opaque" or value.literal is not None:
+            return v
+        cheap = OPS[op.kind].family in _CHEAP and (value.size * _LARGER > size or self._is_counted(v))
+        if not cheap and not (op.kind == "dot_general" and _grows(self.graph, op)):
+            return v
+        if v not in copies:
+            inputs = tuple(self._copy(w, at, behind, size, copies) for w in op.inputs)
+            new = copies[v] = self.draft.value(v, value.shape)
+            step = self.captured.steps[i] if i is not None else Step()
+            self.before.setdefault(at, []).append((dataclasses.replace(op, inputs=inputs, outputs=(new,)), step))
+            self.copied = True
+        return copies[v]
