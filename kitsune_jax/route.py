@@ -96,7 +96,7 @@ def route(
     other become one call, where the target runs such calls. Raises ``ValueError`` for an unknown target or device.
     """
     executor = targets.get(target)
-    machine = executor.machine(device)
+    machine = executor.as_found_by(graph, executor.machine(device))
     failed = _Failures(graph, strict)
     search = _Search(graph, executor, machine, failed, force)
     chosen = select(

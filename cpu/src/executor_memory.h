@@ -49,8 +49,8 @@ class CachedBlock {
   Block block_;
 };
 
-// Bytes that the cache keeps where the machine has `memory`: a sixteenth, but 256 MB at least and 2 GB at most. A training step whose
-// forward and backward pass are one call has its activations there, and page faults would take longer than to write and read them.
+// Bytes that the cache keeps where the machine has `memory`: a sixteenth, but 256 MB at least and 2 GB at most. Activations between
+// the forward and the backward pass of a training step lie there, and page faults take longer than to write and read them.
 size_t most_cached(size_t memory);
 
 // Frees what the cache keeps.

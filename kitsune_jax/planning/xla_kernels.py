@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
+from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import SCATTER, RegionCost
+from kitsune_jax.planning.cost import SCATTER, RegionCost, itemsize
 
 ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative", "loop", SCATTER})
 # Kernels of their own, whose operands are in memory. The kernels of a loop are those of its body.
@@ -65,6 +67,26 @@ def _expensive_twice(cost: RegionCost, kernels: Sequence[Kernel]) -> set[int]:
         for i, count in seen.items()
         if count > 1 and cost.family(i) == "pointwise" and OPS[cost.graph.ops[i].kind].flops >= _EXPENSIVE
     }
+
+
+def between_kernels(graph: Graph) -> int:
+    """About the most bytes that are alive at once of arrays between the kernels of a whole program: what products, reductions,
+    scatters and loops make or read, and what is read twice."""
+    consumers, results = graph.consumers(), set(graph.outputs)
+    written: dict[int, int] = {}  # value -> the op that makes it
+    for i, op in enumerate(graph.ops):
+        root = op.kind == "opaque" or OPS[op.kind].family in ROOTS
+        for v in op.outputs:
+            readers = [graph.ops[c] for c in consumers.get(v, ())]
+            alone = any(r.kind == "opaque" or OPS[r.kind].family in _ALONE for r in readers)
+            if readers and v not in results and (root or alone or len(readers) > 1):
+                written[v] = i
+    change = [0] * (len(graph.ops) + 1)
+    for v, i in written.items():
+        size = graph.values[v].size * itemsize(graph.values[v].dtype)
+        change[i] += size
+        change[max(consumers[v]) + 1] -= size
+    return max(itertools.accumulate(change))
 
 
 def _written(cost: RegionCost) -> set[int]:

@@ -30,6 +30,19 @@ def all_gained(found: Sequence[Chosen]) -> float:
     return sum(seconds_gained(c.plan) for c in found)
 
 
+def gained_apart(whole: Plan | str, rest: Plan, alone: Sequence[Plan | str]) -> float:
+    """What is gained where a region ``whole`` becomes ``rest`` and others, each ``alone`` a call where that pays, else XLA's.
+
+    Where all of them have plans the times that things take are compared. What XLA would take for the parts is no measure: that is
+    more than for the whole where a part makes an array that is inside of it.
+    """
+    if not isinstance(whole, str) and not any(isinstance(p, str) for p in alone):
+        apart = [p.seconds if pays(p) else p.baseline_seconds for p in alone if not isinstance(p, str)]
+        return whole.seconds - rest.seconds - sum(apart)
+    gain = seconds_gained(rest) + sum(seconds_gained(p) for p in alone if not isinstance(p, str) and pays(p))
+    return gain - (0.0 if isinstance(whole, str) else seconds_gained(whole))
+
+
 def pays(plan: Plan) -> bool:
     """Is a pipeline modelled so much faster than XLA that it is taken?"""
     if not any(stage.resource == "tensor" for stage in plan.stages):

@@ -26,7 +26,7 @@ from kitsune_jax.regions.loops import loop_regions
 from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import Pass, cuts_of
-from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, pays, seconds_gained
+from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, gained_apart, pays, seconds_gained
 from kitsune_jax.regions.recompute import recompute
 from kitsune_jax.streams import Region, Seed, Spread, has_few_rows, is_batched, spread
 from kitsune_jax.streams.propagate import Wiring
@@ -308,7 +308,7 @@ class _Selector:
         return known[1]
 
     def _part_tables(self, sp: Spread, region: Region, plan: Plan | str, folds: tuple[int, ...]) -> tuple[Region, Plan | str]:
-        order, most = (None, 0.0) if isinstance(plan, str) else (plan.order, seconds_gained(plan))
+        order, most = None if isinstance(plan, str) else plan.order, 0.0
         others = tuple(i for i in folds if self.graph.ops[i].inputs[1] != order)
         best = region, plan
         for left in dict.fromkeys((others, folds)):
@@ -319,7 +319,7 @@ class _Selector:
             if isinstance(smaller, str):
                 continue
             alone = [self._plan_of(region_of(self.index, sp, needed(self.index, sp, {i})))[0] for i in left]
-            gain = seconds_gained(smaller) + sum(seconds_gained(p) for p in alone if not isinstance(p, str) and pays(p))
+            gain = gained_apart(plan, smaller, alone)
             if gain > most:
                 best, most = (rest, smaller), gain
                 for i, own in zip(left, alone, strict=True):

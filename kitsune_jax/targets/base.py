@@ -65,6 +65,10 @@ class Target(abc.ABC, Generic[M]):
     def machine(self, device: str | None = None) -> M:
         """The model of ``device``, or of the one at hand. Raises ``ValueError`` for a device that it does not know."""
 
+    def as_found_by(self, graph: Graph, machine: M) -> M:
+        """``machine`` as the regions of ``graph`` find it, where that depends on the whole program."""
+        return machine
+
     @abc.abstractmethod
     def plan(self, graph: Graph, region: Region, machine: M) -> Plan:
         """The fastest plan of ``region`` that there is code for, by the cost model. A pure function: no clock, no randomness.

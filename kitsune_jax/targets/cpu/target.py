@@ -12,7 +12,7 @@ from kitsune_jax.program.ir import Program
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets import cpu
 from kitsune_jax.targets.base import Evaluate, Target
-from kitsune_jax.targets.cpu.planning import machines, planner
+from kitsune_jax.targets.cpu.planning import machines, planner, xla_times
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 
 
@@ -34,6 +34,9 @@ class _Cpu(Target[CpuMachine]):
 
     def machine(self, device: str | None = None) -> CpuMachine:
         return machines.cpu_at_hand() if device is None else machines.cpu_model(device)
+
+    def as_found_by(self, graph: Graph, machine: CpuMachine) -> CpuMachine:
+        return xla_times.as_found_by(graph, machine)
 
     def plan(self, graph: Graph, region: Region, machine: CpuMachine) -> Plan:
         return planner.plan(graph, region, machine)

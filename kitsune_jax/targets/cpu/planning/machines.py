@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from kitsune_jax.planning.machine import KIB, Machine, Place
+from kitsune_jax.planning.machine import KIB, MIB, Machine, Place
 from kitsune_jax.profile import shipped, store
 from kitsune_jax.profile.kernels import TILE
 from kitsune_jax.profile.model import Profile
 
+# glibc mallopt(3): M_MMAP_THRESHOLD grows to at most this; larger blocks are fresh pages at every call.
+FAULT_THRESHOLD = 32 * MIB
 # Nominal: latencies are counted in cycles, of which a core of today makes 3 to 5 billion a second.
 _CPU_CLOCK = 3.5e9
 _SQUARE = 512
@@ -26,11 +28,13 @@ _CPU_SOURCES = (
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CpuMachine(Machine):
     """``fault_bandwidth``: of the first touch of fresh pages, all workers together; ``huge_fault_bandwidth``: of huge pages, which
-    a pipeline asks for. ``profile``: what all times are made of."""
+    a pipeline asks for. ``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``profile``: what all times are made
+    of."""
 
     fault_bandwidth: float
     huge_fault_bandwidth: float
     profile: Profile
+    fresh_bytes: int = FAULT_THRESHOLD
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,24 +7,23 @@ what it reads and writes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
-from kitsune_jax.graph import Op
+from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import GATHER, SCATTER, itemsize
-from kitsune_jax.planning.machine import MIB
-from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, kernels_of
+from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, kernels_of
 from kitsune_jax.streams.seeds import FEW_ROWS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
+from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 
 # Batched products smaller than this are loops and not the library's.
 _SMALL = 64 * 64
 _SHORT_ROW = 16
-# glibc mallopt(3): M_MMAP_THRESHOLD grows to at most this; larger blocks are fresh pages at every call.
-_FAULT_THRESHOLD = 32 * MIB
 _HALVES = ("bfloat16", "float16")
 # Of attention with 4 queries for each of 2 heads of 2048 keys (JAX 0.12, Zen 5): copies of keys and values in another order of
 # dimensions took 1.3 and 2.4 times as long as a loop that adds, products 1.8 and 2.4 times as long as those of one head.
@@ -64,6 +63,12 @@ def _loops(cost: CpuCost) -> tuple[float, int]:
     return seconds, moved
 
 
+def as_found_by(graph: Graph, machine: CpuMachine) -> CpuMachine:
+    """``machine`` as the regions of ``graph`` find it: XLA has one block for all arrays between the kernels of a program, and where
+    that is fresh at every call, so is the part of a region, however small."""
+    return dataclasses.replace(machine, fresh_bytes=0) if between_kernels(graph) > machine.fresh_bytes else machine
+
+
 def _is_stored(cost: CpuCost, y: int) -> bool:
     """Does XLA store a slice of ``y`` in every step? What the region only adds up over the steps is no array in the user's loop."""
     return y in cost.outputs or any(cost.family(i) == "loop" for i in cost.readers.get(y, ()))
@@ -71,7 +76,7 @@ def _is_stored(cost: CpuCost, y: int) -> bool:
 
 def output_fault_seconds(cost: CpuCost, bandwidth: float) -> float:
     """First touch of the result buffers: XLA allocates them at every call, for a pipeline as well."""
-    return sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > _FAULT_THRESHOLD) / bandwidth
+    return sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > cost.machine.fresh_bytes) / bandwidth
 
 
 def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, slices: Collection[int] | None) -> float:
@@ -201,4 +206,4 @@ def _fault_seconds(cost: CpuCost, kernels: list[Kernel]) -> float:
         total += size - sum(alive.pop(v) for v in dying)
         unread = [kernel.root] if kernel.root not in last else []
     most -= sum(cost.bytes(v) for v in cost.outputs)
-    return most / cost.machine.fault_bandwidth if most > _FAULT_THRESHOLD else 0.0
+    return most / cost.machine.fault_bandwidth if most > cost.machine.fresh_bytes else 0.0
