@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Sequence
 
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, RegionCost, itemsize
 
@@ -79,7 +80,8 @@ def between_kernels(graph: Graph) -> int:
         for v in op.outputs:
             readers = [graph.ops[c] for c in consumers.get(v, ())]
             alone = any(r.kind == "opaque" or OPS[r.kind].family in _ALONE for r in readers)
-            if readers and v not in results and (root or alone or len(readers) > 1):
+            known = graph.values[v].dtype in DTYPES  # others, such as tokens, belong to opaque ops
+            if known and readers and v not in results and (root or alone or len(readers) > 1):
                 written[v] = i
     change = [0] * (len(graph.ops) + 1)
     for v, i in written.items():
