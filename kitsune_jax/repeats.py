@@ -144,6 +144,8 @@ class _Choice:
         step = self.flat.maker.get(v)
         if step is None or step.eqn.primitive.name == "dot_general" or not self._is_repeated(step):
             return False
+        if step in chain.steps:
+            return True
         chain.steps[step] = None
         return len(chain.steps) <= _MOST_STEPS and all(self._free(x, chain) for x in step.values)
 

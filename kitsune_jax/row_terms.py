@@ -24,6 +24,7 @@ from kitsune_jax import _compat
 from kitsune_jax.flat import Atom, Evaluate, Flat, Step, is_value
 
 Read = Callable[[Atom], Any]
+_MOST_FACTORS = 64  # of a product, and steps on the way to a row term
 Term = Callable[[Read, dict[int, Any]], Any]  # of the values of the tangent, and those of the forward pass
 _TIMES = 8  # the summed row is at least so many times larger than the sum, as for what is made again (``repeats``)
 
@@ -66,13 +67,15 @@ class _Factors:
         self.flat, self.over = flat, over
         self.whole: collections.Counter[Any] = collections.Counter()
         self.rows: list[tuple[_Thin, int]] = []
+        self.steps = 0
 
     def add(self, v: Atom, power: int) -> _Factors:
+        self.steps += 1
         step = self.flat.maker.get(v) if is_value(v) else None
         name = step.eqn.primitive.name if step is not None else ""
         if (thin := _thin(self.flat, v, self.over)) is not None:
             self.rows.append((thin, power))
-        elif name in ("mul", "div") and step is not None:
+        elif name in ("mul", "div") and step is not None and self.steps < _MOST_FACTORS:
             self.add(step.inputs[0], power).add(step.inputs[1], power if name == "mul" else -power)
         elif name == "convert_element_type" and step is not None and _is_float(self.flat.avals[step.outputs[0]]):
             self.add(step.inputs[0], power)
@@ -108,6 +111,7 @@ class _Rewriting:
         for step in tangent.steps:
             if not self.linear.isdisjoint(step.values):
                 self.linear.update(step.outputs)
+        self.readers = collections.Counter(v for step in tangent.steps for v in step.inputs if is_value(v))
         self.source = dict(zip(tangent.arguments, sources, strict=False))
         self.read: dict[int, None] = {}  # values of the forward pass that are handed over in addition
 
@@ -163,7 +167,7 @@ class _Rewriting:
         x = step.inputs[side]
         if _count(self.tangent.avals[x]) < _TIMES * _count(self.tangent.avals[step.outputs[0]]):
             return None
-        split = self._split(x, over)
+        split = self._split(x, over, 0)
         if not split.rows or split.rest is None:
             return None
         before = dict(self.read)
@@ -182,17 +186,19 @@ class _Rewriting:
 
         return evaluate
 
-    def _split(self, x: Atom, over: Sequence[int]) -> _Split:
-        """Tangent ``x`` without the terms that have one element in each row."""
+    def _split(self, x: Atom, over: Sequence[int], depth: int) -> _Split:
+        """Tangent ``x``, ``depth`` steps in front of the product, without the terms that have one element in each row.
+
+        What several steps read is not looked into: it would be made for each of them."""
         whole = _Split(lambda read: read(x))
         step = self.tangent.maker.get(x)
         if (thin := _thin(self.tangent, x, over)) is not None:
             return _Split(None, (_Row(thin),))
-        if step is None:
+        if step is None or depth > _MOST_FACTORS or (depth and self.readers[x] > 1):
             return whole
         name, ins = step.eqn.primitive.name, step.inputs
         if name in ("add_any", "add", "sub") and all(map(self._is_linear, ins)):
-            return self._sums(x, [self._split(v, over) for v in ins], name == "sub", whole)
+            return self._sums(x, [self._split(v, over, depth + 1) for v in ins], name == "sub", whole)
         case = 1 + int(self._is_linear(ins[2])) if name == "select_n" and len(ins) == 3 else None
         if case is not None and _masked(self.tangent, step) != case:
             return whole
@@ -202,7 +208,7 @@ class _Rewriting:
         if not linear or not simple or sum(map(self._is_linear, ins)) != 1:
             return whole
         assert k is not None
-        inner = self._split(ins[k], over)
+        inner = self._split(ins[k], over, depth + 1)
         if not inner.rows:
             return whole
         rows = tuple(self._times(row, name, ins, k) for row in inner.rows)

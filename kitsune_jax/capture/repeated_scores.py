@@ -12,6 +12,7 @@ are equal to what they replace, bit for bit where one program makes both.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from kitsune_jax.capture.captured import Captured, Draft, Step
 from kitsune_jax.graph import Graph, Op
@@ -43,6 +44,8 @@ class _Rewriter:
         self.producers, self.consumers = self.graph.producers(), self.graph.consumers()
         self.before: dict[int, list[tuple[Op, Step]]] = {}  # op -> the copies that stand in front of it
         self.copied = False
+        self.counted = self._made_of(lambda v: False)
+        self.small: dict[int, set[int]] = {}
 
     def finish(self) -> Captured:
         if not self.copied:
@@ -87,20 +90,17 @@ class _Rewriter:
 
     def _is_small(self, v: int, size: int) -> bool:
         """Is ``v`` much smaller than the scores, or made of such values and of indices?"""
-        value, i = self.graph.values[v], self.producers.get(v)
-        if value.literal is not None or value.size * _LARGER <= size:
-            return True
-        op = None if i is None else self.graph.ops[i]
-        if op is None or op.kind == "opaque" or OPS[op.kind].family not in _CHEAP:
-            return False
-        return all(self._is_small(w, size) for w in op.inputs)
+        if size not in self.small:
+            self.small[size] = self._made_of(lambda v: self.graph.values[v].size * _LARGER <= size)
+        return v in self.small[size]
 
-    def _is_counted(self, v: int) -> bool:
-        """Is ``v`` made of indices and constants only?"""
-        if self.graph.values[v].literal is not None:
-            return True
-        op = self.graph.ops[self.producers[v]] if v in self.producers else None
-        return op is not None and op.kind != "opaque" and OPS[op.kind].family in _CHEAP and all(map(self._is_counted, op.inputs))
+    def _made_of(self, given: Callable[[int], bool]) -> set[int]:
+        """The values that cheap ops make of constants, of indices and of those that are ``given``."""
+        found = {v for v, value in enumerate(self.graph.values) if value.literal is not None or given(v)}
+        for op in self.graph.ops:
+            if op.kind != "opaque" and OPS[op.kind].family in _CHEAP and found.issuperset(op.inputs):
+                found.update(op.outputs)
+        return found
 
     def _is_mask(self, v: int, made: set[int]) -> bool:
         return v not in made and self.graph.values[v].dtype == "bool" and v in self.producers
@@ -126,7 +126,7 @@ class _Rewriter:
         op = None if i is None else self.graph.ops[i]
         if op is None or i in behind or op.kind == "opaque" or value.literal is not None:
             return v
-        cheap = OPS[op.kind].family in _CHEAP and (value.size * _LARGER > size or self._is_counted(v))
+        cheap = OPS[op.kind].family in _CHEAP and (value.size * _LARGER > size or v in self.counted)
         if not cheap and not (op.kind == "dot_general" and _grows(self.graph, op)):
             return v
         if v not in copies:

@@ -317,3 +317,32 @@ def test_random_programs_of_an_outer_product(steps: list[int], shape: tuple[int,
     for x, y in zip(got, want, strict=True):
         scale = max(1.0, float(np.abs(y).max(initial=0)))
         close(np.asarray(x, np.float64) / scale, y / scale, 5e-5)
+
+
+@pytest.mark.parametrize("steps", [2, 60])
+def test_long_chains_whose_values_are_read_twice(steps: int) -> None:
+    """The time to look through a chain grows with its length, and not with the number of paths through it (2^60)."""
+
+    def chain(x: Array) -> Array:
+        for _ in range(steps):
+            x = x - 0.1 * x * jnp.abs(x)
+        return x
+
+    def scored(q: Array, k: Array) -> Array:
+        weights = jax.nn.softmax(q @ k.T + chain(jnp.ones((len(q), len(k))) * q[:, :1]))
+        return jnp.sum((chain(weights @ k) @ k.T[:, :2]) ** 2)
+
+    q, k = (jax.random.normal(jax.random.key(i), (TOKENS, HEAD)) for i in range(2))
+    for pipelined in (jax.grad(kj.pipeline(scored)), kj.pipeline(jax.grad(scored))):
+        jax.jit(pipelined).lower(q, k)  # what is tested here happens before anything is compiled
+
+
+def test_a_chain_longer_than_the_stack_of_python_is_worked_off_in_blocks() -> None:
+    def scored(q: Array, k: Array) -> Array:
+        bias = jnp.ones((len(q), len(k))) * q[:, :1]
+        for _ in range(400):
+            bias = bias - 0.1 * bias * jnp.abs(bias)
+        return jax.nn.softmax(q @ k.T + bias) @ k
+
+    x = jnp.zeros((512, HEAD))
+    jax.jit(kj.pipeline(scored)).lower(x, x)

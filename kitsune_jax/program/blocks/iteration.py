@@ -38,9 +38,18 @@ class Iteration:
         self.values: dict[int, int] = {}
 
     def value(self, v: int) -> int:
-        if v not in self.values and v in self.inner:
-            same = self._same(self.makers[v])
-            self.values[v] = self._written(v, self.makers[v]) if same is None else self.value(same)
+        work = [v]  # not by recursion: a chain may be longer than Python's stack
+        while work:
+            x = work[-1]
+            if x in self.values or x not in self.inner:
+                work.pop()
+                continue
+            same = self._same(self.makers[x])
+            operands = () if x in self.facts else self.makers[x].inputs if same is None else (same,)
+            missing = [o for o in operands if o in self.inner and o not in self.values]
+            work += reversed(missing)
+            if not missing:
+                self.values[x] = self._written(x, self.makers[x]) if same is None else self.values.get(same, same)
         return self.values.get(v, v)
 
     def _same(self, instr: Instr) -> int | None:
