@@ -12,13 +12,16 @@ are equal to what they replace, bit for bit where one program makes both.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from kitsune_jax.capture.captured import Captured, Draft, Step
 from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
 
-_LARGER = 4  # times its operands a product's result must be, and times the statistics the scores
+_LARGER = 4  # times the statistics the scores must be
+_GROWS = 8  # times its operands a product's result must be, as in ``repeats``
+_LONG = 256  # its rows and its columns, at least: a layer of few terms has as many rows, but not as many columns
 _CHEAP = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota"})
 
 
@@ -35,7 +38,10 @@ def repeat_scores(captured: Captured) -> Captured:
 
 
 def _grows(graph: Graph, op: Op) -> bool:
-    return graph.values[op.outputs[0]].size >= _LARGER * max(graph.values[v].size for v in op.inputs)
+    sizes = [graph.values[v].size for v in op.inputs]
+    shape = graph.values[op.inputs[0]].shape
+    summed = math.prod(shape[d] for d in (*op["lhs_batch"], *op["lhs_contract"]))
+    return graph.values[op.outputs[0]].size >= _GROWS * max(sizes) and min(sizes) >= _LONG * summed
 
 
 class _Rewriter:

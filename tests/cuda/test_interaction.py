@@ -102,6 +102,7 @@ def test_a_pipelined_function_runs_it(dtype: str, rows: int) -> None:
     assert np.abs(got - want).max() <= (2.0**-5 if dtype == "bfloat16" else 2.0**-8) * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_the_planner_makes_a_call_of_dlrms_interaction() -> None:
     """At MLPerf's sizes on the model of an H200."""
     family = FAMILIES["interaction"]

@@ -41,7 +41,15 @@ def reports(name: str) -> tuple[kj.Report, kj.Report]:
 
 
 @pytest.mark.parametrize(
-    "name", ["dlrm", "gat", pytest.param("meshgraphnets", marks=pytest.mark.slow), "graphcast", "attention", "transformer_layer"]
+    "name",
+    [
+        "dlrm",
+        "gat",
+        pytest.param("meshgraphnets", marks=pytest.mark.slow),
+        pytest.param("graphcast", marks=pytest.mark.slow),
+        "attention",
+        "transformer_layer",
+    ],
 )
 def test_operators_and_bytes(name: str) -> None:
     for report, (operators, saved) in zip(reports(name), BOUNDS[name], strict=True):

@@ -92,7 +92,9 @@ def work(name, n, target, device):
     return calls(lambda: route(capture(closed).graph, target, device=device, code=target == "cpu"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n.startswith("message passing's") else ()) for n in CASES]
+)
 def test_four_times_the_layers_are_at_most_five_times_the_work(name):
     work(name, 1, "cpu", "avx512-2")  # whatever is worked out once
     few, many = (work(name, n, "cpu", "avx512-2") for n in (10, 40))

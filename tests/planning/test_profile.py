@@ -163,6 +163,7 @@ def test_nothing_to_measure_is_no_number() -> None:
     assert timing.Log().quiet("a", lambda: ([], 1.0)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) > 16, reason="would start a busy process for each of many cores")
 def test_other_programs_are_noticed() -> None:
     """As many busy processes as there are cores leave each measuring thread half of one."""

@@ -153,6 +153,8 @@ CASES: dict[str, tuple[Case, ...]] = {
     "transpose": (Case(lambda x: jnp.sin(x).swapaxes(1, 2) * 2, CUBE), Case(lambda x: jnp.sin(x).T * 2)),
     "rev": (Case(lambda x: jnp.sin(x)[:, ::-1] * x),),
     "slice": (Case(lambda x: jnp.sin(x)[:, 1:4] * x[:, :3]), Case(lambda x: jnp.sin(x)[:, 1::2] * 2)),
+    "dynamic_slice": (Case(lambda x: jnp.sin(lax.dynamic_slice(x, (0, 3), (x.shape[0], 2))) * 2),),
+    "dynamic_update_slice": (Case(lambda x: lax.dynamic_update_slice(jnp.sin(x), x[:, :2] * 2, (0, 4)) * x),),
     "pad": (Case(lambda x: jnp.sin(lax.pad(x, np.asarray(0.5, x.dtype), ((0, 0, 0), (2, -1, 1)))) * 2),),
     "concatenate": (Case(lambda x, y: jnp.sin(jnp.concatenate([x, y, x * y], 1)), (Arg(), Arg())),),
     "reduce_sum": (Case(lambda x: x * x.sum(1, keepdims=True)), Case(lambda x: jnp.sin(x).sum(0)), Case(lambda x: (x * x).sum())),

@@ -37,14 +37,12 @@ def loss_of(text: str) -> float:
     return float(re.search(r"loss (\S+),", text[text.index("steps") :])[1])  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("gat", "graph_transformer") else pytest.mark.slow) for n in TINY]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "gat" else pytest.mark.slow) for n in TINY])
 def test_pipelined_and_plain_reach_the_same(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     EXAMPLES.check_same(name, tmp_path, monkeypatch, capsys, loss_of, 0.02, 0.25)
 
 
-@each_example
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in ("dlrm", "graphcast") else ()) for n in TINY])
 def test_learns(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     losses: list[Any] = []
     training = importlib.import_module("_training")
@@ -56,7 +54,7 @@ def test_learns(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> Non
     assert np.mean(losses[-5:]) < 0.97 * np.mean(losses[:5])
 
 
-@pytest.mark.parametrize("name", ["dlrm", "gat"])
+@pytest.mark.parametrize("name", [pytest.param("dlrm", marks=pytest.mark.slow), "gat"])
 def test_ctrl_c_ends_with_what_was_reached(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     EXAMPLES.check_ctrl_c(name, tmp_path, monkeypatch, capsys)
 

@@ -121,6 +121,7 @@ def test_statistics() -> None:
     assert paired_speedup([2.0, 4.0], [1.0, 2.0])["median"] == 2.0
 
 
+@pytest.mark.slow
 def test_first_call_compiles_anew_each_time() -> None:
     first = first_call(make_case("mgn", "f32", 64), repeats=1)
     for when in ("cold", "warm"):

@@ -132,7 +132,9 @@ def graph_transformer(p: Any, x: np.ndarray, senders: np.ndarray, receivers: np.
 REFERENCES = {f.__name__: f for f in (meshgraphnets, graphcast, graphcast_processor, dlrm, gat, graph_transformer)}
 
 
-@pytest.mark.parametrize("name", list(GRAPH_APPS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("graphcast", "meshgraphnets") else ()) for n in GRAPH_APPS]
+)
 def test_function_is_the_reference(name: str) -> None:
     case = small_case(name)
     params, inputs = jax.tree.map(
@@ -157,6 +159,7 @@ def test_losses() -> None:
     assert float(squared_error(jnp.asarray(logits), jnp.zeros((7, 4)))) == pytest.approx(np.mean(logits**2), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_in_float64_are_finite_differences() -> None:
     case = small_case("dlrm")
     loss, grads = in_float64(loss_and_grads(case, case.function), case)
