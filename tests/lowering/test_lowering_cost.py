@@ -69,6 +69,10 @@ CASES = {
 }
 
 
+# Layers of the smaller network, if not 10: below this many XLA keeps all arrays of a step, and fewer regions are compared.
+FEWEST = {"training step": 20}
+
+
 def calls(run):
     """Calls of Python and built-in functions out of this package's code while ``run`` runs."""
     count = 0
@@ -97,7 +101,7 @@ def work(name, n, target, device):
 )
 def test_four_times_the_layers_are_at_most_five_times_the_work(name):
     work(name, 1, "cpu", "avx512-2")  # whatever is worked out once
-    few, many = (work(name, n, "cpu", "avx512-2") for n in (10, 40))
+    few, many = (work(name, n * FEWEST.get(name, 10), "cpu", "avx512-2") for n in (1, 4))
     assert few < many <= MOST * few
 
 

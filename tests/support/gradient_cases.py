@@ -79,6 +79,7 @@ POSITIVE = Arg((0.3, 2.5))
 SMALL = Arg((0.7, 1.4), (ROWS, 4))
 FLAGS = Arg((0, 2), dtype="bool")
 CUBE = (Arg(shape=(ROWS, 3, 4)),)
+START = Arg((-3, 7), (), dtype="int32")  # of a slice; out of range it is the nearest
 TABLE, IDS = Arg(shape=(6, 5)), Arg((-2, 8), (ROWS,), dtype="int32")  # some are out of range
 
 
@@ -153,8 +154,10 @@ CASES: dict[str, tuple[Case, ...]] = {
     "transpose": (Case(lambda x: jnp.sin(x).swapaxes(1, 2) * 2, CUBE), Case(lambda x: jnp.sin(x).T * 2)),
     "rev": (Case(lambda x: jnp.sin(x)[:, ::-1] * x),),
     "slice": (Case(lambda x: jnp.sin(x)[:, 1:4] * x[:, :3]), Case(lambda x: jnp.sin(x)[:, 1::2] * 2)),
-    "dynamic_slice": (Case(lambda x: jnp.sin(lax.dynamic_slice(x, (0, 3), (x.shape[0], 2))) * 2),),
-    "dynamic_update_slice": (Case(lambda x: lax.dynamic_update_slice(jnp.sin(x), x[:, :2] * 2, (0, 4)) * x),),
+    "dynamic_slice": (Case(lambda x, i: lax.dynamic_slice_in_dim(jnp.sin(x), i, 2, 1) * 2, (Arg(), START)),),
+    "dynamic_update_slice": (
+        Case(lambda x, i: lax.dynamic_update_slice_in_dim(jnp.sin(x), x[:, :2] * 2, i, 1) * x, (Arg(), START)),
+    ),
     "pad": (Case(lambda x: jnp.sin(lax.pad(x, np.asarray(0.5, x.dtype), ((0, 0, 0), (2, -1, 1)))) * 2),),
     "concatenate": (Case(lambda x, y: jnp.sin(jnp.concatenate([x, y, x * y], 1)), (Arg(), Arg())),),
     "reduce_sum": (Case(lambda x: x * x.sum(1, keepdims=True)), Case(lambda x: jnp.sin(x).sum(0)), Case(lambda x: (x * x).sum())),
