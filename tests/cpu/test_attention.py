@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,13 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kitsune_jax as kj
-from kitsune_jax import lowering
-from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import walk
 from kitsune_jax.route import route
-from kitsune_jax.targets.cpu.planning import planner
-from kitsune_jax.targets.cpu.planning.blocks import in_blocks
+from tests.support.blocks import WAYS, planned_as
 from tests.support.graphs import graph_of
 
 pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
@@ -29,19 +25,10 @@ pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip 
 Array = Any
 
 
-@pytest.fixture(params=["planned", "in blocks"], autouse=True, scope="module")
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
 def planned(request: pytest.FixtureRequest) -> Iterator[str]:
-    """As the planner likes it, and with keys worked off in blocks wherever they can be: on a small cache, or with more of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "in blocks":
-
-            def always(*args: Any) -> list[Plan]:
-                return [dataclasses.replace(plan, seconds=0.0) for plan in in_blocks(*args)]
-
-            patch.setattr(planner, "in_blocks", always)
-        lowering._routed.cache_clear()
-        yield request.param
-    lowering._routed.cache_clear()
+    with planned_as(request.param) as way:
+        yield way
 
 
 TOLERANCE = {"float32": 5e-6, "bfloat16": 3e-2, "float16": 4e-3}

@@ -1,0 +1,30 @@
+"""Attention as the planner likes it, and with its keys in blocks wherever they can be: on a small cache, or with more of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kitsune_jax import lowering
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.targets.cpu.planning import planner
+from kitsune_jax.targets.cpu.planning.blocks import in_blocks
+
+WAYS = ("planned", "in blocks")
+
+
+@contextlib.contextmanager
+def planned_as(way: str) -> Iterator[str]:
+    def always(*args: Any) -> list[Plan]:
+        return [dataclasses.replace(plan, seconds=0.0) for plan in in_blocks(*args)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "in blocks":
+            patch.setattr(planner, "in_blocks", always)
+        lowering._routed.cache_clear()
+        yield way
+    lowering._routed.cache_clear()
