@@ -49,11 +49,11 @@ def _quiet(workers: int) -> Profile:
         raise Disturbed("the CPU extension is missing")
     for _ in range(_TRIES):
         log = Log()
-        shares = [kernels.share(extension, workers)]
+        shares = [kernels.share(extension, workers, LEAST_SHARE)]
         numbers = kernels.measure(extension, workers, log)
-        shares.append(kernels.share(extension, workers))
+        shares.append(kernels.share(extension, workers, LEAST_SHARE))
         numbers |= xla.measure(log, workers)
-        shares.append(kernels.share(extension, workers))
+        shares.append(kernels.share(extension, workers, LEAST_SHARE))
         _without_what_surrounds(numbers)
         share = min(shares)
         if share >= LEAST_SHARE and not log.is_disturbed:

@@ -137,6 +137,19 @@ def test_a_disturbance_is_seen(told: timing.Repeated) -> None:
     assert log.disturbed == ["a"] and log.is_disturbed
 
 
+@pytest.mark.parametrize(("moments", "share"), [([0.67, 1.0], 1.0), ([0.5, 0.6, 0.5], 0.6)], ids=["a scheduler", "a neighbour"])
+def test_only_what_stays_is_another_program(moments: list[float], share: float) -> None:
+    """A thread that was started on a busy core has it for itself a moment later; one beside another program has not."""
+
+    class Machine:
+        left = iter(moments)
+
+        def measure_share(self, seconds: float, threads: int) -> float:
+            return next(self.left)
+
+    assert kernels.share(Machine(), 2, measure.LEAST_SHARE) == share
+
+
 class EverythingTakesAMicrosecond:
     """An extension on whose machine every piece of work takes as long, however many threads do it."""
 
