@@ -19,7 +19,7 @@ from kitsune_jax.targets.cuda.kernel import Kernel
 UNIFIED_BYTES = {900: 256 << 10, 800: 192 << 10}
 L2_BYTES = {900: 50 << 20, 800: 40 << 20}  # H100 and A100 whitepapers
 LOADER = 0  # role; lanes are 1 to 3
-GLOBAL = ("ld_global", "ld_l2", "st_global", "cp_async")
+GLOBAL = ("ld_global", "ld_l2", "st_global", "red_add", "cp_async")
 SHARED = ("ld_shared", "st_shared", "ldmatrix", "stmatrix", "ld_cluster", "st_cluster", "st_async")
 
 

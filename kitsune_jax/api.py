@@ -41,6 +41,7 @@ def pipeline(
     force: bool | None = None,
     target: str | None = None,
     export: str = "plain",
+    deterministic: bool = True,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -64,6 +65,8 @@ def pipeline(
         slow.
       export: what ``jax.export`` is given. ``"plain"``: the HLO that the function is without this package. ``"calls"``: the
         pipelines, as custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run.
+      deterministic: equal arguments give equal bits in every run. ``False``: a GPU may add up by index (``segment_sum``, the
+        gradient of a lookup) atomically, so the last bits of such sums may differ from run to run.
       static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters to calls outside of ``jit`` only.
 
     Returns:
@@ -90,6 +93,7 @@ def pipeline(
             force=force,
             target=target,
             export=export,
+            deterministic=deterministic,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
@@ -101,7 +105,7 @@ def pipeline(
             f"residuals={residuals!r} is not known: use 'save', 'recompute', or a policy such as "
             "jax.checkpoint_policies.dots_saveable"
         )
-    for name, value in (("strict", strict), ("force", force)):
+    for name, value in (("strict", strict), ("force", force), ("deterministic", deterministic)):
         if not isinstance(value, (bool, np.bool_)) and not (name == "force" and value is None):
             raise ValueError(f"{name}={value!r} is not a switch: use True or False{' or None' if name == 'force' else ''}")
     if target is not None and target not in targets.INSTEAD:
@@ -115,6 +119,7 @@ def pipeline(
         "force": None if force is None else bool(force),
         "target": target,
         "export": export,
+        "deterministic": bool(deterministic),
     }
     return Pipeline(fn, residuals, switches, statics)
 

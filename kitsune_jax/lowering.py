@@ -273,10 +273,10 @@ def captured_and_settled(
     in less memory, and its body is pipelined by itself.
     """
     can, kept = targets.get(target), set[Any]()
+    has = {"parts": can.divides_gradients, "online": can.sums_online, "loops": can.runs_loops}
+    has["unordered"] = can.sums_unordered and not options.deterministic
     while True:
-        captured = capture(
-            jaxpr, rewrite, parts=can.divides_gradients, online=can.sums_online, loops=can.runs_loops, kept=frozenset(kept)
-        )
+        captured = capture(jaxpr, rewrite, **has, kept=frozenset(kept))
         planned, nodes = settled(captured, target, options, device, code=code)
         left = [captured.steps[node] for node in nodes if isinstance(node, int)]
         again = {step.origin.key for step in left if step.rewritten} - kept

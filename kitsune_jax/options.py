@@ -17,6 +17,7 @@ class Options:
 
     ``target``: None, the platform's own, or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
     reports; what it does is in the jaxpr. ``export``: what ``jax.export`` is given, "plain" HLO or custom "calls".
+    ``deterministic``: equal arguments give equal bits in every run.
     """
 
     strict: bool = False
@@ -24,6 +25,7 @@ class Options:
     target: str | None = None
     residuals: str = "save"
     export: str = "plain"
+    deterministic: bool = True
 
 
 def resolve(
@@ -33,6 +35,7 @@ def resolve(
     target: str | None = None,
     residuals: str = "save",
     export: str = "plain",
+    deterministic: bool = True,
 ) -> Options:
     """Options of a call made now: ``force=None`` takes ``KITSUNE_FORCE``; ``strict`` is also set by ``KITSUNE_STRICT``."""
     return Options(
@@ -41,4 +44,5 @@ def resolve(
         target=target,
         residuals=residuals,
         export=export,
+        deterministic=deterministic,
     )

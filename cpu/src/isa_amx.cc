@@ -11,7 +11,10 @@
 #include "kernels/amx_outer.h"
 
 namespace kitsune::cpu::amx {
-KernelTable make_table();
-KernelTable make_table() { return tile_table("amx"); }
+const KernelTable& table();
+const KernelTable& table() {
+  static const KernelTable made = tile_table("amx");
+  return made;
+}
 }  // namespace kitsune::cpu::amx
 #endif

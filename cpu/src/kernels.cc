@@ -11,47 +11,51 @@
 namespace kitsune::cpu {
 
 namespace generic {
-extern const KernelTable table;
+const KernelTable& table();
 }
 #if defined(__x86_64__)
 namespace avx2 {
-extern const KernelTable table;
+const KernelTable& table();
 }
 namespace avx512 {
-extern const KernelTable table;
+const KernelTable& table();
 }
 namespace avx512bf16 {
-extern const KernelTable table;
+const KernelTable& table();
 }
 namespace amx {
-KernelTable make_table();
+const KernelTable& table();
 }
 #elif defined(KITSUNE_HAS_NEON)
 namespace neon {
-extern const KernelTable table;
+const KernelTable& table();
 }
 namespace neonbf16 {
-extern const KernelTable table;
+const KernelTable& table();
 }
 #endif
 
 namespace {
 
-// The table of a name that isas_for has given.
+// The table of a name that isas_for has given. The functions that hand them out are compiled with their set's flags: only those of
+// sets that this CPU has are called.
 const KernelTable* table_of(const char* isa) {
+  struct Named {
+    const char* isa;
+    const KernelTable& (*table)();
+  };
+  constexpr Named kTables[] = {
 #if defined(__x86_64__)
-  if (std::strcmp(isa, "amx") == 0) {
-    static const KernelTable table = amx::make_table();
-    return &table;
-  }
-  for (const KernelTable* t : {&avx512bf16::table, &avx512::table, &avx2::table})
-    if (std::strcmp(t->isa, isa) == 0) return t;
+      {"amx", &amx::table},         {"avx512bf16", &avx512bf16::table}, {"avx512", &avx512::table}, {"avx2", &avx2::table},
 #elif defined(KITSUNE_HAS_NEON)
-  for (const KernelTable* t : {&neonbf16::table, &neon::table})
-    if (std::strcmp(t->isa, isa) == 0) return t;
+      {"neonbf16", &neonbf16::table},
+      {"neon", &neon::table},
 #endif
-  static_cast<void>(isa);
-  return &generic::table;
+      {"generic", &generic::table},
+  };
+  for (const Named& t : kTables)
+    if (std::strcmp(t.isa, isa) == 0) return &t.table();
+  return &generic::table();
 }
 
 struct Candidates {

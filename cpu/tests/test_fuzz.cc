@@ -210,6 +210,10 @@ int main(int argc, char** argv) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_set_death_callback(on_death);
 #endif
+#if defined(KITSUNE_UNSEEN)
+  if (std::string(" " KITSUNE_UNSEEN " ").find(std::string(" isa_") + kitsune::cpu::kernels().isa + " ") != std::string::npos)
+    return std::printf("fuzz: the sanitizers do not see the kernels of %s\n", kitsune::cpu::kernels().isa), 2;
+#endif
   unsigned first = argc > 1 ? static_cast<unsigned>(std::strtoul(argv[1], nullptr, 10)) : 0;
   unsigned count = argc > 2 ? static_cast<unsigned>(std::strtoul(argv[2], nullptr, 10)) : kMutations;
   test_copy_onto_itself();

@@ -24,6 +24,7 @@ from kitsune_jax.capture.repeated_scores import repeat_scores
 from kitsune_jax.capture.sliced_products import fold_slices
 from kitsune_jax.capture.softmax_divisions import divide_segments
 from kitsune_jax.capture.transposed_gradients import fold_transposes
+from kitsune_jax.capture.unordered_sums import allow_any_order
 from kitsune_jax.fallbacks import Failure
 from kitsune_jax.ops.verify import verify_op
 
@@ -39,6 +40,7 @@ REWRITES: Sequence[tuple[str, Rewriting]] = (
     ("reading the masks of rectified values off the results", masks_of_results),
 )
 ONLINE: tuple[str, Rewriting] = ("making the sums of a segment softmax online", sum_online)
+UNORDERED: tuple[str, Rewriting] = ("letting sums by index run in any order", allow_any_order)
 PARTS: tuple[str, Rewriting] = ("dividing the weight gradients of concatenations", split_gradients)
 
 

@@ -189,6 +189,11 @@ def _local_scatter(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     return LocalOp("sink_at", make_params(how=how, accumulate=dtype, sorted=op["sorted"] and index.row_major()))
 
 
+def any_order(op: Op) -> bool:
+    """May two runs of ``op`` add its rows up in different orders, and so differ in the last bits? (``capture.unordered_sums``.)"""
+    return ("unordered", True) in op.params
+
+
 # --- the entries -----------------------------------------------------------------------------------------------------------------
 
 

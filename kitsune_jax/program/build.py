@@ -157,6 +157,8 @@ class _Builder:
                 if local.kind == "sink_at" and self.plan.order is not None:  # what was promised held in another order
                     params = {**dict(local.params), "sorted": op.inputs[1] == self.plan.order}
                     local = dataclasses.replace(local, params=make_params(**params))
+                if i in self.plan.unordered:
+                    local = dataclasses.replace(local, params=make_params(**dict(local.params), unordered=True))
                 self._sink(stage, inputs, local, op.inputs[0], op.outputs[0], i)
                 continue
             self._hand_on(stage, self._add(stage, op, local, inputs, i), i)

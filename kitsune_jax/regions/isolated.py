@@ -42,6 +42,7 @@ def _renamed(plan: Plan, ops: dict[int, int], values: dict[int, int]) -> Plan:
         stages=tuple(dataclasses.replace(s, ops=tuple(ops[i] for i in s.ops)) for s in plan.stages),
         queues=tuple(dataclasses.replace(q, value=values[q.value]) for q in plan.queues),
         order=None if plan.order is None else values[plan.order],
+        unordered=tuple(ops[i] for i in plan.unordered),
         blocks=None if plan.blocks is None else (values[plan.blocks[0]], *plan.blocks[1:]),
     )
 

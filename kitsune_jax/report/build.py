@@ -74,7 +74,7 @@ def build_report(
         traffic_pipeline=outside + sum(plan.bytes_moved for p in planned for plan in _plans(p)),
         platform=platform,
         machine=machine,
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys((*notes, *_varying(graph, planned)))),
         flops=graph_flops(graph) - sum(_flops(graph, i) for i, _ in rejected if graph.ops[i].body is not None),  # theirs counts it
     )
 
@@ -120,6 +120,14 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         kept_bytes=kept,
         kept_at_once=most,
     )
+
+
+def _varying(graph: Graph, planned: Sequence[Planned]) -> list[str]:
+    """What a reader must know of sums that are added up in whatever order."""
+    found = dict.fromkeys((_label(graph, i), graph.ops[i].source) for p in planned for plan in _plans(p) for i in plan.unordered)
+    sums = ", ".join(f"{label} ({source or 'no source line'})" for label, source in found)
+    note = f"deterministic=False: the last bits of {sums} may differ from run to run, because rows are added atomically"
+    return [note] if sums else []
 
 
 def _order(graph: Graph, phase: Phase) -> str:

@@ -45,6 +45,7 @@ CORRECT = {
         "ring, bulk copies",
         "skip connection",
         "last block",
+        "additions",
         "shuffles",
         "registers, 24 and twice 240",
         "registers, 40 and twice 232",
@@ -93,6 +94,8 @@ BUGS = {
         "constant load of written data": "use ld_l2",
         "store outside of a buffer": "outside global memory",
         "skip queue too shallow": "deadlock",
+        "a load and a store beside additions": "race: (st_global writes|ld_l2 reads|red_add writes) sums",
+        "sums read before all have added": "race: (ld_l2 reads|red_add writes) sums",
         "waiting for blocks that are not resident": "the launch is not cooperative",
         "no syncwarp": "ld_shared reads",
         "registers of the SM that the launch does not have": r"deadlock: .*\n(.*\n)*.*setmaxnreg.inc from 168 to 240: \d+ "

@@ -233,13 +233,24 @@ class Tiles:
         self.sinks.append(SinkType(how, shape, t.dtype, len(self.outputs) - 1))
         self._add("sink", (x,), (), sink=len(self.sinks) - 1, axes=tuple(axes))
 
-    def sink_at(self, x: int, index: int, how: str, n: int, accumulate: str | None = None, *, ids_sorted: bool = False) -> None:
+    def sink_at(
+        self,
+        x: int,
+        index: int,
+        how: str,
+        n: int,
+        accumulate: str | None = None,
+        *,
+        ids_sorted: bool = False,
+        unordered: bool = False,
+    ) -> None:
         """Fold ``x`` into the rows ``index`` of a new output of ``n`` rows."""
         t = self.values[x]
         shape = (n, *t.shape[len(self.values[index].shape) :])
         self.outputs.append(ArrayType(shape, t.dtype, False))
         self.sinks.append(SinkType(how, shape, accumulate or t.dtype, len(self.outputs) - 1))
-        self._add("sink_at", (x, index), (), sink=len(self.sinks) - 1, sorted=ids_sorted)
+        asked = {"unordered": True} if unordered else {}
+        self._add("sink_at", (x, index), (), sink=len(self.sinks) - 1, sorted=ids_sorted, **asked)
 
     def matmul_sink(self, x: int, y: int) -> None:
         """Add x^T y over the rows, of tiles of one dimension each, to a new output of float32 (of float64 for float64)."""

@@ -10,7 +10,7 @@
 namespace kitsune::cpu {
 
 namespace KITSUNE_TILE_BASE {
-extern const KernelTable table;
+const KernelTable& table();
 }
 
 namespace KITSUNE_ISA {
@@ -21,7 +21,7 @@ constexpr int64_t kTileBytes = 1024;            // 16 rows of 64 bytes
 constexpr int64_t kTileWords = kTileBytes / 4;  // floats, or pairs of bfloat16
 constexpr int64_t kTilePanel = 2 * kTileRows;   // columns of a panel: two tiles
 
-inline const KernelTable& base() { return KITSUNE_TILE_BASE::table; }
+inline const KernelTable& base() { return KITSUNE_TILE_BASE::table(); }
 
 inline int64_t tile_steps(int64_t K) { return (K + kTileDepth - 1) / kTileDepth; }
 

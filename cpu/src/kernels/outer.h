@@ -214,22 +214,27 @@ const To* converted_rows(const void* from, DType dtype, int64_t ld, int64_t R, i
   return static_cast<const To*>(out);
 }
 
+#if defined(KITSUNE_NATIVE_BF16)
+inline void outer_of_pairs(const OuterArgs& g) {
+  BFloat16* x = reinterpret_cast<BFloat16*>(static_cast<char*>(g.scratch) + outer_layout(g).x);
+  const int64_t width = interleaved_columns(g.M);
+  interleave_rows(static_cast<const BFloat16*>(g.x), g.ldx, g.R, g.M, width, x);
+  outer_as<BF16Step>(g, x, BF16Step::kDepth * width, static_cast<const BFloat16*>(g.y), g.ldy);
+}
+#endif
+
 inline void outer(const OuterArgs& g) {
   if (has_few_sums(g)) return few_sums(g);
   OuterScratch at = outer_layout(g);
   char* scratch = static_cast<char*>(g.scratch);
   switch (g.panel) {
     case Panel::kF64: return outer_as<F64Step>(g, static_cast<const double*>(g.x), g.ldx, static_cast<const double*>(g.y), g.ldy);
-    case Panel::kBF16: {
+    case Panel::kBF16:
 #if defined(KITSUNE_NATIVE_BF16)
-      BFloat16* x = reinterpret_cast<BFloat16*>(scratch + at.x);
-      const int64_t width = interleaved_columns(g.M);
-      interleave_rows(static_cast<const BFloat16*>(g.x), g.ldx, g.R, g.M, width, x);
-      return outer_as<BF16Step>(g, x, BF16Step::kDepth * width, static_cast<const BFloat16*>(g.y), g.ldy);
+      return outer_of_pairs(g);
 #else
       return;  // panel_for never names it on this ISA
 #endif
-    }
     case Panel::kTiles: return;  // amx_outer.h
     case Panel::kF32:
       if (g.dtype == DType::kF32)

@@ -18,8 +18,7 @@ const StripKernels strip_kernels = {
     kStripVectors * kFloats, &strips::instruction, &strips::conversion, &strips::special, &strips::run,
 };
 
-extern const KernelTable table;
-const KernelTable table = {
+constexpr KernelTable kTable = {
     KITSUNE_ISA_NAME,
     &panel_for,
     &packed_bytes,
@@ -49,5 +48,8 @@ const KernelTable table = {
     &strip_kernels,
     nullptr,
 };
+
+const KernelTable& table();
+const KernelTable& table() { return kTable; }
 
 }  // namespace kitsune::cpu::KITSUNE_ISA

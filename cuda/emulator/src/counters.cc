@@ -75,7 +75,7 @@ void count_sectors(Access& a, const Group& g) {
   n = static_cast<u32>(std::unique(sectors, sectors + n) - sectors);
   a.sectors += n;
   for (u32 i = 0; i < n; ++i) {
-    if (g.op == Op::st_global)
+    if (g.op == Op::st_global || g.op == Op::red_add)
       counting->memory->store(g.buffer, sectors[i] * kSector, kSector);
     else
       counting->memory->load(g.cta, g.buffer, sectors[i] * kSector, kSector, g.op == Op::ld_global);

@@ -27,6 +27,7 @@ enum class Op : u8 {
   ld_global,
   ld_l2,
   st_global,
+  red_add,
   cp_async,
   ld_shared,
   st_shared,

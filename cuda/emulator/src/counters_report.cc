@@ -15,8 +15,8 @@ namespace counters {
 
 namespace {
 
-const char* const kOps[] = {"ld_global",  "ld_l2",      "st_global", "cp_async", "ld_shared", "st_shared",
-                            "ld_cluster", "st_cluster", "st_async",  "ldmatrix", "stmatrix"};
+const char* const kOps[] = {"ld_global", "ld_l2",      "st_global",  "red_add",  "cp_async", "ld_shared",
+                            "st_shared", "ld_cluster", "st_cluster", "st_async", "ldmatrix", "stmatrix"};
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";

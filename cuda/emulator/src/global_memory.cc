@@ -107,6 +107,16 @@ void store_global(void* p, u32 bytes, const Site& at) {
   if (counters::on) counters::access(counters::Op::st_global, p, bytes, at);
 }
 
+// Additions do not race with each other and order nothing; with every other access they do, like stores.
+void add_global(void* p, u32 bytes, const Site& at) {
+  preempt();  // another thread's addition may come first
+  Region& r = aligned_region(p, bytes, "red_add");
+  Actor adds = actor(self(), "red_add");
+  adds.flags |= kReduce;
+  check_write(r, static_cast<size_t>(static_cast<char*>(p) - r.begin), bytes, adds);
+  if (counters::on) counters::access(counters::Op::red_add, p, bytes, at);
+}
+
 // --- counters. Atomic accesses do not race with each other, so the shadow does not hold them.
 
 static Flag& flag_at(const void* p, const char* what) {

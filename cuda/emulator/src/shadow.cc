@@ -155,7 +155,10 @@ void check_write(Region& region, size_t offset, size_t bytes, const Actor& actor
       if (w.mask & mask && !(add && w.flags & kReduce)) check_after_write(region, at, w, actor, "writes");
     for (Access& r : g.reads)
       if (r.mask & mask && actor.known[r.agent] < r.clock) race(region, at, actor, "writes", r, "read");
-    if (!add) g.writes.remove_bytes(mask);
+    if (add && actor.flags & kGeneric)  // of a thread's additions the last is after all others
+      for (Access& w : g.writes)
+        if (w.agent == actor.agent && w.flags == actor.flags) w.mask &= static_cast<u16>(~mask);
+    g.writes.remove_bytes(add ? 0 : mask);
     g.reads.remove_bytes(mask);
     g.writes.add({actor.agent, actor.clock, mask, actor.flags, static_cast<u32>(machine->time)});
     g.written |= mask;

@@ -9,6 +9,7 @@
 #include "kitsune/queue/cluster.h"
 #include "kitsune/queue/l2.h"
 #include "kitsune/queue/smem.h"
+#include "kitsune/stage/atomic.h"
 #include "kitsune/stage/gradient.h"
 #include "kitsune/stage/image.h"
 #include "kitsune/stage/matmul.h"

@@ -38,6 +38,9 @@ KITSUNE_DEVICE u32 use_memory(Storage& s, const Params& p) {
   st_global(p.floats + at, from_bits(sum));
   st_global(reinterpret_cast<U2*>(p.words) + at, U2{sum, sum});
   st_global(reinterpret_cast<U4*>(p.words) + at, U4{sum, sum, sum, sum});
+  red_add(p.floats + at, 1.0f);
+  red_add(p.floats + 2 * at, {1.0f, 2.0f});
+  red_add(p.floats + 4 * at, {1.0f, 2.0f, 3.0f, 4.0f});
   red_add_release(p.words, 1);
   sum += atomic_add_acq_rel(p.words, 1) + ld_acquire(p.words);
   wait_ge(p.words, 2);

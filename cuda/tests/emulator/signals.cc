@@ -16,6 +16,8 @@ enum Bug {
   kOutside,
   kQueueTooShallow,
   kNotCooperative,
+  kNotAtomic,
+  kReadTooEarly,
 };
 
 constexpr u32 kWords = 512, kTiles = 6;
@@ -182,6 +184,41 @@ Result last_trial(u64 seed, bool& right) {
   return r;
 }
 
+// --- CTAs add to the same floats; the last one to finish reads them. Additions race with everything but additions.
+template <int Bug>
+Result adding_trial(u64 seed, bool& right) {
+  constexpr u32 kBlocks = 6;
+  std::vector<float> sums(64);
+  std::vector<u32> counter(1);
+  std::vector<float> y(64);
+  use(sums, "sums");
+  use(counter, "counter");
+  use(y, "y");
+  struct S {
+    u32 last;
+  };
+  Result r = launch({kBlocks, 32, 1, sizeof(S)}, seed, [&] {
+    auto& s = shared<S>();
+    u32 t = thread_id();
+    float* const mine = sums.data() + t % 8 * 4;
+    red_add(mine, {1.0f, 2.0f, 3.0f, 4.0f});
+    if (Bug == kNotAtomic && block_id() == 1 && t == 3) st_global(mine, ld_l2(mine) + 1);
+    if (Bug != kNotAtomic || block_id() != 1 || t != 3) red_add(mine, 1.0f);
+    red_add(sums.data() + 32 + t % 16 * 2, {1.0f, 0.5f});
+    block_sync();
+    if (t == 0) st_shared(&s.last, u32{Bug == kReadTooEarly || atomic_add_acq_rel(counter.data(), 1) + 1 == kBlocks});
+    block_sync();
+    if (!ld_shared(&s.last)) return;
+    for (u32 i = t; i < 64; i += 32) st_global(&y[i], ld_l2(&sums[i]));
+  });
+  right = true;
+  for (u32 i = 0; i < 64; ++i) {
+    const float four = static_cast<float>(kBlocks * 4), two = static_cast<float>(kBlocks * 2);
+    right &= y[i] == (i < 32 ? four * (static_cast<float>(i % 4 + 1) + (i % 4 ? 0 : 1)) : two * (i % 2 ? 0.5f : 1));
+  }
+  return r;
+}
+
 // --- warps: shuffles, and a syncwarp that must not be left out.
 template <bool Sync>
 Result warp_trial(u64 seed, bool& right) {
@@ -249,6 +286,9 @@ Case all[] = {
     {"skip queue too shallow", skip_trial<1>},
     {"correct last block", last_trial<kNone>},
     {"waiting for blocks that are not resident", last_trial<kNotCooperative>},
+    {"correct additions", adding_trial<kNone>},
+    {"a load and a store beside additions", adding_trial<kNotAtomic>},
+    {"sums read before all have added", adding_trial<kReadTooEarly>},
     {"correct shuffles", warp_trial<true>},
     {"no syncwarp", warp_trial<false>},
 };

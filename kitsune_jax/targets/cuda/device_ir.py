@@ -237,6 +237,14 @@ class ToSegments(Action):
     dtype: str
 
 
+class AddToRows(Action):
+    """Atomically to the rows of a result of ``columns`` floats whose addresses are ``ref``, ``access`` bytes at a time."""
+
+    ref: Ref
+    columns: int
+    access: int
+
+
 class ToPanel(Action):
     """The value to a panel in shared memory, the operand of a weight gradient."""
 

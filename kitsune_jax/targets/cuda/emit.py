@@ -43,7 +43,8 @@ def call(
     for part, packed in zip(program.parts, kernel.packed, strict=True):
         given = [args[k] if k < program.operands else None for k in part.reads]  # None: another part makes it
         operands += _packed(packed, _Stationary(part.program, given, evaluate))
-    results = [*out_avals, *(_compat.aval_like(out_avals[0], a.shape, jnp.dtype(a.dtype)) for a in kernel.kept)]
+    own = [_compat.aval_like(a, a.shape, np.float32) if k in kernel.widened else a for k, a in enumerate(out_avals)]
+    results = [*own, *(_compat.aval_like(out_avals[0], a.shape, jnp.dtype(a.dtype)) for a in kernel.kept)]
     aliases = {len(operands) + k: result for k, (result, _) in enumerate(kernel.filled)}
     for result, how in kernel.filled:
         aval = results[result]
@@ -57,7 +58,10 @@ def call(
         launch=np.asarray(kernel.launch, np.int64),
         name=code.name.encode("utf-8", "replace").decode(),  # the path of a source file may hold other bytes
     )
-    return list(outs)[: len(out_avals)]
+    found = list(outs)[: len(out_avals)]
+    for k in kernel.widened:
+        found[k] = jax.lax.convert_element_type(found[k], out_avals[k].dtype)
+    return found
 
 
 def _packed(packed: Packed, stationary: _Stationary) -> list[Any]:

@@ -37,7 +37,8 @@ class Packed:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
     """Its operands are ``inputs`` of the call, what is ``packed`` for each part, and for each result of ``filled`` an array of the
-    identity of the fold, whose memory becomes that result. Its results are those of the call, ``kept`` and the workspace."""
+    identity of the fold, whose memory becomes that result. Its results are those of the call, ``kept`` and the workspace; those of
+    ``widened`` are float32 where the call's are narrower."""
 
     source: str
     launch: tuple[int, ...]
@@ -47,6 +48,7 @@ class Kernel:
     kept: tuple[Array, ...]
     workspace_bytes: int
     registers: int  # estimate of what values need, at most
+    widened: tuple[int, ...] = ()
 
     @property
     def shared_bytes(self) -> int:
@@ -56,10 +58,12 @@ class Kernel:
 def generate(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True) -> Kernel:
     """The kernel of ``program`` as ``arrangement`` asks. ``share``: equal stages run the same code. Raises ``CannotLower``."""
     _check(program)
+    program, widened = _widened(program)
     found = layout.of_kernel(program, arrangement, name)
     source = print_kernel.source(found, _kinds(found, share))
     packed = (_packed(found, found.operands.tables),)
-    return Kernel(source, found.launch, found.operands.inputs, packed, found.filled, (), found.workspace.bytes, _registers(found))
+    operands, size, most = found.operands.inputs, found.workspace.bytes, _registers(found)
+    return Kernel(source, found.launch, operands, packed, found.filled, (), size, most, widened)
 
 
 def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> Kernel:
@@ -87,6 +91,15 @@ def _check(program: TileProgram) -> None:
         raise CannotLower("sums into a part of a sink have no code on the GPU")
     if program.tile_rows != tiles.TILE_ROWS:
         raise CannotLower(f"tiles of {program.tile_rows} rows; the GPU's have {tiles.TILE_ROWS}")
+
+
+def _widened(program: TileProgram) -> tuple[TileProgram, tuple[int, ...]]:
+    """``program`` with float32 results where rows are added to them atomically (a bfloat16 would be rounded at every addition), and
+    which these are."""
+    found = {program.sinks[i["sink"]].array for s in program.stages for i in s.body if layout.is_added(i)}
+    wide = tuple(k for k in sorted(found) if program.outputs[k].dtype in ("bfloat16", "float16"))
+    outputs = [dataclasses.replace(a, dtype="float32") if k in wide else a for k, a in enumerate(program.outputs)]
+    return dataclasses.replace(program, outputs=tuple(outputs)), wide
 
 
 def _kinds(at: Layout, share: bool) -> list[sharing.Kind]:

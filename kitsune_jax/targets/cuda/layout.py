@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from kitsune_jax.program.ir import TileProgram, walk
+from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes import simplified
 from kitsune_jax.targets.cuda import arrays, fitting, loop_values, pointwise, tiles
 from kitsune_jax.targets.cuda import statements as st
@@ -112,9 +112,11 @@ class Layout:
 
     @property
     def filled(self) -> tuple[tuple[int, str], ...]:
-        """The outputs that hold the identity of a fold before the kernel starts, with that fold: of sinks by sorted indices."""
-        sinks = [self.program.sinks[start.ref.of] for stage in self.stages for start in segments_of(stage) if not start.rows]
-        return tuple((sink.array, sink.how) for sink in sinks)
+        """The outputs that hold the identity of a fold before the kernel starts, with that fold: of sinks by sorted indices, and of
+        those that are added to atomically."""
+        sinks = [start.ref.of for stage in self.stages for start in segments_of(stage) if not start.rows]
+        sinks += [instr["sink"] for stage in self.program.stages for instr in stage.body if is_added(instr)]
+        return tuple((self.program.sinks[k].array, self.program.sinks[k].how) for k in sinks)
 
     @property
     def depth(self) -> int:
@@ -145,6 +147,11 @@ class Layout:
         sizes += [*(arrays.array_bytes(x) for x in p.outputs), self.workspace.bytes]
         geometry = a.sm, grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
         return LAUNCH_VERSION, *geometry, *counts, *sizes
+
+
+def is_added(instr: Instr) -> bool:
+    """Is it a sum by indices whose rows are added to the result atomically?"""
+    return instr.kind == "sink_at" and bool(instr.get("unordered"))
 
 
 def gradients_of(stage: Fitted) -> list[st.GradientStart]:

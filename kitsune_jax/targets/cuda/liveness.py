@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Node, Ref
+from kitsune_jax.targets.cuda.segment_ir import SummedRows
 
 # Of a sink by sorted indices (``stage/segment.h``): addresses and the open segment; the runs of a tile, and the walk down its rows.
 _SEGMENTS, _RUNS = 10, 16
@@ -91,7 +92,7 @@ def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
                 yield Ref("runs", ref.of), _RUNS
             case st.JoinSegments(ref):
                 yield Ref("runs", ref.of), None
-            case st.TableRows(ref):
+            case st.TableRows(ref) | SummedRows(ref):
                 yield ref, 4  # two addresses
             case st.SetRow(ref) | st.LoadRow(ref) | st.FoldQuad(ref) if ref.kind == "r":
                 yield ref, 2

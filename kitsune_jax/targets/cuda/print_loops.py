@@ -227,6 +227,12 @@ class _Loop:
                 word = self.spelling.segment_word(ref, how, dtype, x)
                 self.element.append(f"rows.put(lane, h, static_cast<int>(lane.q) * {pairs} + c, {word});")
                 self.after.append(f"{name(ref)}.block(rows, runs{ref.of}, b);")
+            case ir.AddToRows(_, ref, columns, access):
+                out = f"{name(ref)}_part"
+                self.before.append(f"float {out}[2][{pairs}];")
+                self.element.append(f"{out}[h][c] = {x};")
+                where = f"{name(ref)}[h], {self._first_column()}, {columns}, {out}[h]"
+                self.after += each_row(f"add_to_row<{pairs}, {access}>({where});")
             case ir.ToPanel(_, panel):
                 half = tiles.is_half(put.dtype)
                 self.before.append(f"{'u32' if half else 'float'} w_{name(panel)}[{pairs if half else 2 * pairs}];")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kitsune_jax.targets.cuda import device_ir as ir
-from kitsune_jax.targets.cuda import pointwise, print_products, tiles
+from kitsune_jax.targets.cuda import pointwise, print_products, segment_ir, tiles
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Node
 from kitsune_jax.targets.cuda.print_loops import Spelling, each_row, getter, name, putter
@@ -157,6 +157,11 @@ def _segments(at: Spelling, node: Node) -> list[str]:
                 *each_row(f"for (u32 c = lane.q; c < 8; c += 4) rows.put(lane, h, c, {x});"),
                 f"{name(ref)}.block(rows, runs{ref.of}, 0);",
             ]
+        case segment_ir.SummedRows(ref, out, index, rows, columns):
+            found = [f"summed_row({at.constant(out)}, {at.of_row(index, h)}, valid[{h}], {rows}ll, {columns}ll)" for h in range(2)]
+            return [f"float* const {name(ref)}[2] = {{{', '.join(found)}}};"]
+        case segment_ir.AddRow(ref, row):
+            return each_row(f"if ({name(ref)}[h] != nullptr && lane.q == 0) red_add({name(ref)}[h], {at.expression(row)});")
         case st.JoinSegments(ref):
             return [f"{name(ref)}.join();"]
     return []

@@ -10,10 +10,11 @@ import dataclasses
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import gradients, own_rows, tiles
+from kitsune_jax.targets.cuda import arrays, gradients, own_rows, tiles
 from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.device_ir import Action, Fold, Keep, Node, Ref, Store, ToSegments
+from kitsune_jax.targets.cuda.device_ir import Action, AddToRows, Fold, Keep, Node, Ref, Store, ToSegments, parameter
 from kitsune_jax.targets.cuda.evaluation import Evaluation
+from kitsune_jax.targets.cuda.segment_ir import AddRow, SummedRows
 from kitsune_jax.targets.cuda.values import queue_form
 from kitsune_jax.targets.errors import CannotLower
 
@@ -108,6 +109,8 @@ def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
         raise CannotLower("a sink by several indices of a row has no code on the GPU")
     if at.split > 1:
         raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
+    if instr.get("unordered"):
+        return _added(at, v, index, k)
     how, ref, width = HOW[sink.how], Ref("segments", k), value.width
     rows = 0 if instr["sorted"] else sink.shape[0]
     if rows and tiles.table_bytes(rows, width) > tiles.MOST_TABLE_BYTES:
@@ -123,6 +126,19 @@ def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
     if value.row:
         return _Effect((runs, st.SyncWarp(), st.RowToSegments(ref, how, sink.dtype, at.row(v)), join))
     return _Effect((runs, st.SyncWarp()), ToSegments(v, ref, how, sink.dtype), (join,))
+
+
+def _added(at: Evaluation, v: int, index: int, k: int) -> _Effect:
+    """A sum in whatever order: every thread adds its part of a row to the result, which is of floats until XLA converts it."""
+    sink, value, ref = at.program.sinks[k], at.value(v), Ref("sums", k)
+    if (sink.how, sink.dtype) != ("sum", "float32"):
+        raise CannotLower(f"a {sink.how} of {sink.dtype} by atomic operations has no code on the GPU")
+    if at.program.outputs[sink.array].dtype != "float32":
+        raise CannotLower(f"a sum of {at.program.outputs[sink.array].dtype} by atomic operations where other phases may read it")
+    rows = SummedRows(ref, parameter("out", sink.array), at.row(index), sink.shape[0], value.n)
+    if value.row:
+        return _Effect((rows, AddRow(ref, at.row(v))))
+    return _Effect((rows,), AddToRows(v, ref, value.n, arrays.contiguous_access(value.n, "float32", 4 * value.n)))
 
 
 _MAKERS = {"push": _push, "store": _store, "sink": _sink, "sink_at": _sink_at}

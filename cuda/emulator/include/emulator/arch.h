@@ -109,6 +109,21 @@ inline void st_global(T* p, T v, const emu::Site& at = emu::site()) {
   detail::put(p, v);
 }
 
+inline void red_add(float* p, float v, const emu::Site& at = emu::site()) {
+  emu::add_global(p, sizeof(float), at);
+  *p += v;
+}
+template <int N>
+inline void red_add(float* p, const float (&v)[N], const emu::Site& at = emu::site()) {
+  static_assert(N == 2 || N == 4);
+#if KITSUNE_SM == 900
+  emu::add_global(p, sizeof(v), at);
+  for (int i = 0; i < N; ++i) p[i] += v[i];
+#else
+  for (int i = 0; i < N; ++i) red_add(p + i, v[i], at);
+#endif
+}
+
 // On the device the compiler forgets where the pointer comes from (kitsune/arch/memory.h).
 template <class T>
 inline T* opaque(T* p) {

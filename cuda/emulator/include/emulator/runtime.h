@@ -46,6 +46,7 @@ void load_constant(const void* p, u32 bytes, const Site& at);
 void load_ordinary(const void* p, u32 bytes, const Site& at);
 void load_global(const void* p, u32 bytes, const Site& at);
 void store_global(void* p, u32 bytes, const Site& at);
+void add_global(void* p, u32 bytes, const Site& at);  // atomically: relaxed, at gpu scope
 void store_async(void* p, u32 rank, const U4& v, Mbar& bar, const Site& at);
 
 // --- synchronisation through global memory

@@ -1,4 +1,4 @@
-// Loads and stores of u16, u32, float, U2 and U4 (naturally aligned) in shared and global memory.
+// Loads and stores of u16, u32, float, U2 and U4 (naturally aligned) in shared and global memory, and atomic additions there.
 //
 // Comes in: generic pointers into the named state space. Goes out: one instruction each. Invariant: none synchronises anything;
 // all but ld_global keep their order with the synchronising functions of this folder (volatile, and a compiler barrier).
@@ -98,6 +98,27 @@ KITSUNE_DEVICE T ld_l2(const T* p) {
 template <class T>
 KITSUNE_DEVICE void st_global(T* p, T v) {
   detail::store_global(global_address(p), v);
+}
+
+// Atomic additions of floats to global memory, which the L2 carries out; nothing comes back. None is ordered before or after any
+// other, so a sum of several has whatever rounding their order gives it. Each float is added on its own.
+KITSUNE_DEVICE void red_add(float* p, float v) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global_address(p)), "f"(v) : "memory");
+}
+template <int N>
+KITSUNE_DEVICE void red_add(float* p, const float (&v)[N]) {
+  static_assert(N == 2 || N == 4);
+#if KITSUNE_SM == 900  // "PTX ISA, red": vectors need sm_90
+  if constexpr (N == 2)
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(global_address(p)), "f"(v[0]), "f"(v[1]) : "memory");
+  else
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global_address(p)), "f"(v[0]), "f"(v[1]),
+                 "f"(v[2]), "f"(v[3])
+                 : "memory");
+#else
+  KITSUNE_UNROLL
+  for (int i = 0; i < N; ++i) red_add(p + i, v[i]);
+#endif
 }
 
 // The same pointer, of which the compiler knows nothing any more. Loads of constants that a loop needs in every round would else be

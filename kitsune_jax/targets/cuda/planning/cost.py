@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kitsune_jax.graph import Graph
+from kitsune_jax.ops.indexing import any_order
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, RegionCost, round_up
+from kitsune_jax.planning.machine import Machine
+from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.tiles import padded
 
@@ -28,15 +32,45 @@ _SORT_KERNELS, _SORT_BYTES = 6, 64
 _SECTOR = 32  # bytes that memory gives at once
 
 
+# Instructions for an element that is added to the result atomically: a quarter of one that adds four, and its address
+# (``stage/atomic.h``).
+ATOMIC_SLOTS = 1.0
+# Bytes of the L2's bandwidth that the atomic addition of a float takes: it is read and written there. An assumption until a device
+# has measured it: no published rate of vectors of them on sm_90 was found. Additions to one address wait for
+# each other, which the model does not know of.
+ATOMIC_BYTES = 8
+
+
 class GpuCost(RegionCost):
+    """``atomic``: sums by indices in whose order the rows do not stream, and which may be added up in whatever order, are added
+    atomically."""
+
     machine: GpuMachine
+
+    def __init__(self, graph: Graph, region: Region, machine: Machine, order: int | None = None, atomic: bool = False):
+        super().__init__(graph, region, machine, order)
+        sums = [i for i in region.sinks if atomic and any_order(graph.ops[i]) and not self._near(i)]
+        self.unordered = tuple(sums)
+
+    def _near(self, i: int) -> bool:
+        access = self.access(i)
+        return access is not None and access.near
+
+    def fold_slots(self, i: int) -> float:
+        """Instructions for an element of a row that op ``i`` folds by indices."""
+        return FOLD_SLOTS if self._near(i) else ATOMIC_SLOTS if i in self.unordered else TABLE_SLOTS
+
+    def atomic_bytes(self) -> int:
+        """Bytes of the L2's bandwidth that atomic additions take. XLA's zeros, which they are added to, are written as well."""
+        moved = [ATOMIC_BYTES * self.elements(i) * self.region.space.rows for i in self.unordered]
+        return sum(moved) + sum(4 * self.graph.values[self.graph.ops[i].outputs[0]].size for i in self.unordered)
 
     def tile_seconds(self, i: int, rows: int) -> float:
         machine, work = self.machine, self.work(i)
         access = self.access(i)
         if access is not None:
             # A row that is gathered costs no more than one that is loaded.
-            slots = 0.0 if not access.folds else FOLD_SLOTS if access.near else TABLE_SLOTS
+            slots = self.fold_slots(i) if access.folds else 0.0
             return rows * self.elements(i) * slots / machine.rate(machine.simt_rates, "other")
         if self.absorbed(i):
             return 0.0
@@ -79,7 +113,7 @@ class GpuCost(RegionCost):
     def lane_tables(self) -> list[int]:
         """32-bit words of the tables that each lane has for sums by indices in whose order the rows do not stream."""
         found = [(i, self.access(i)) for i in self.region.sinks]
-        own = [i for i, access in found if access is not None and not access.near]
+        own = [i for i, access in found if access is not None and not access.near and i not in self.unordered]
         return [self.graph.ops[i]["n"] * padded(self.elements(i)) for i in own]
 
     def sink_bytes(self, ops: Iterable[int]) -> int:

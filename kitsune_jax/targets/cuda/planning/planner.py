@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.graph import Graph
+from kitsune_jax.ops.indexing import any_order
 from kitsune_jax.planning.machine import size_text
 from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
@@ -59,16 +60,21 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
     reasons: dict[str, None] = {}
     found: list[Plan] = []
     blocked: list[Plan] = []
+    atomics = (False, True) if any(any_order(graph.ops[i]) for i in region.sinks) else (False,)
     for order in () if region.space.batch else (None, *orders_of(graph, region)):
-        try:
-            found += candidates(GpuCost(graph, region, machine, order))
-        except Infeasible as no:
-            reasons[str(no)] = None
+        for atomic in atomics:
+            cost = GpuCost(graph, region, machine, order, atomic)
+            if atomic and not cost.unordered:
+                continue  # all sums are in order
+            try:
+                found += candidates(cost)
+            except Infeasible as no:
+                reasons[str(no)] = None
     try:
         blocked = in_batches(graph, region, machine)
     except Infeasible as no:
         reasons[str(no)] = None
-    mixed = bool(blocked) or len({p.order for p in found}) > 1
+    mixed = bool(blocked) or len({(p.order, p.unordered) for p in found}) > 1
     for candidate in sorted((*found, *blocked), key=lambda p: p.seconds) if mixed else found:
         why = accept(candidate) if accept else None
         if why is None:
@@ -248,7 +254,7 @@ def _check_ops(cost: GpuCost) -> None:
         raise Infeasible(f"a row has {widest} columns; the CUDA target has code for {tiles.MOST_COLUMNS} at most")
     for i in cost.region.ops:
         dot, op, access = cost.work(i).dot, cost.graph.ops[i], cost.access(i)
-        if access is not None and access.folds and not access.near:
+        if access is not None and access.folds and not access.near and i not in cost.unordered:
             own = tiles.table_bytes(op["n"], tiles.padded(cost.elements(i)))
             if own > tiles.MOST_TABLE_BYTES:
                 raise Infeasible(

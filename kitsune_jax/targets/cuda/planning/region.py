@@ -55,7 +55,7 @@ class GpuRegion:
         moved = self.traffic + far + self.cost.order_bytes() + self._partial_bytes(ctas, a.lanes)
         near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
         dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
-        near_bytes = a.l2_bytes + gathered - far
+        near_bytes = a.l2_bytes + gathered - far + self.cost.atomic_bytes()
         l2 = (moved + near_bytes) / machine.shared_bandwidth  # whatever comes from memory comes through the L2
         bound = a.bound
         if max(dram, l2) > a.busy:
@@ -81,6 +81,7 @@ class GpuRegion:
             lanes=a.lanes,
             l2_bytes=int(moved + near_bytes),
             order=self.cost.order,
+            unordered=self.cost.unordered,
         )
 
     def _pack_seconds(self) -> float:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.machine import KIB
 from kitsune_jax.targets.cuda import tiles
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.products import product_bytes, stacked_of
 from kitsune_jax.targets.cuda.planning.sizes import form, gradients_of, slab, vector_bytes
 from kitsune_jax.targets.cuda.planning.splits import panel_sums
@@ -171,6 +172,8 @@ class Steps:
     def _segment_bytes(self, i: int) -> int:
         """Shared memory of a lane for a sink by indices: the block that is folded, and the runs of a tile, or the lane's table."""
         width, access = tiles.padded(self.cost.elements(i)), self.cost.access(i)
+        if isinstance(self.cost, GpuCost) and i in self.cost.unordered:
+            return 0  # the L2 adds
         block = tiles.TILE_ROWS * 4 * (tiles.block(width) | 1)
         if access is not None and not access.near:
             return block + tiles.table_bytes(self.cost.graph.ops[i]["n"], width)
