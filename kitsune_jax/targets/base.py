@@ -32,7 +32,8 @@ class Target(abc.ABC, Generic[M]):
     block by block, so a backward pass may make them again (``repeats``). ``divides_gradients``: the weight gradient of a
     concatenation is captured as a product for each part. ``sums_online``: it has code for the sums of ``ops.online``.
     ``runs_loops``: it has code for the loops of a graph. ``few_rows``: products of a few rows may stream over what they contract,
-    so that all workers read the weight. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several
+    so that all workers read the weight. ``sums_behind``: a loop may be a call without the sums of its steps, which are then made of
+    arrays of all steps. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several
     threads. ``M``: its machine models.
     """
 
@@ -46,6 +47,7 @@ class Target(abc.ABC, Generic[M]):
     sums_online: bool = False
     runs_loops: bool = False
     few_rows: bool = False
+    sums_behind: bool = False
     compiles: bool = False
 
     @abc.abstractmethod

@@ -96,7 +96,9 @@ def subject(fn: Callable[..., Any], *args: Array, batches: bool = False) -> Subj
 
     select(graph, supports, look, force=True)
     # Of equals the longer stream: a matmul may as well stream over the columns of its weights.
-    for region in sorted(regions, key=lambda r: (batches and r.space.batch, _adds_up(graph, r), len(r.ops), r.space.rows), reverse=True):
+    for region in sorted(
+        regions, key=lambda r: (batches and r.space.batch, _adds_up(graph, r), len(r.ops), r.space.rows), reverse=True
+    ):
         if plans(graph, region, H200):  # another axis may stream as far, but end in a product over the rows
             return Subject(captured, region, args)
     raise AssertionError("no region is legal")

@@ -140,7 +140,7 @@ def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -
 
 
 def _together(at: Evaluation, v: int, parts: tuple[tuple[int, int, int], ...]) -> None:
-    """Computes the ``parts`` of ``v`` in one loop, straight to where they lie in ``v``: else every reader of ``v`` would compute them
+    """Computes the ``parts`` of ``v`` in one loop, straight to their places in ``v``: else every reader of ``v`` would compute them
     again, and what they have in common once for each of them."""
     value, values = at.value(v), [at.value(x) for x, _, _ in parts]
     whole = all(first == 0 and blocks == tiles.blocks(x.width) for x, (_, first, blocks) in zip(values, parts, strict=True))

@@ -109,7 +109,7 @@ class Spelling:
 
 
 def _block(shift: int) -> str:
-    return f"(b {"-" if shift > 0 else "+"} {abs(shift)})" if shift else "b"
+    return f"(b {'-' if shift > 0 else '+'} {abs(shift)})" if shift else "b"
 
 
 def _from(slab: int) -> str:

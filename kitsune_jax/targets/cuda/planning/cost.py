@@ -34,8 +34,8 @@ _SECTOR = 32  # bytes that memory gives at once
 
 
 class GpuCost(RegionCost):
-    """``loop_sums``: of each loop of the region, the sinks that add up what it makes in its steps, as ops of its body. Their work is
-    a part of a step's; ``step_sums`` are all of them."""
+    """``loop_sums``: of each loop of the region, the sinks that add up what it makes in its steps, as ops of its body. Their work
+    is a part of a step's; ``step_sums`` are all of them."""
 
     machine: GpuMachine
 
@@ -59,14 +59,18 @@ class GpuCost(RegionCost):
         added = tuple(dataclasses.replace(op, outputs=(v,)) for op, v in zip(sums.values(), made, strict=True))
         numbers = tuple(range(len(graph.ops), len(graph.ops) + len(sums)))
         kept = set(p.in_next)
-        kept.update(v for y, v in zip(p.ys, p.in_ys, strict=True) if y in self.outputs or not sums.keys() >= set(self.readers.get(y, ())))
+        kept.update(
+            v for y, v in zip(p.ys, p.in_ys, strict=True) if y in self.outputs or not sums.keys() >= set(self.readers.get(y, ()))
+        )
         whole = dataclasses.replace(
             region,
             ops=(*region.ops, *numbers),
             outputs=(*(v for v in region.outputs if v in kept), *made),
             sinks=numbers,
         )
-        found = type(self)(dataclasses.replace(graph, values=(*graph.values, *values), ops=(*graph.ops, *added)), whole, self.machine)
+        found = type(self)(
+            dataclasses.replace(graph, values=(*graph.values, *values), ops=(*graph.ops, *added)), whole, self.machine
+        )
         found.carried = body.carried
         return found
 
