@@ -107,6 +107,7 @@ def route(
         several_phases=executor.runs_phases,
         recomputes=executor.recomputes,
         few_rows=executor.few_rows,
+        sums_behind=executor.sums_behind,
         together=search.together,
         merges=executor.most_merged if merge and executor.runs_phases else 1,
         failed=failed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kitsune_jax.graph import Graph
+from kitsune_jax.graph import Graph, Op
 from kitsune_jax.regions.again import computed_again
 
 
@@ -33,3 +33,10 @@ class GraphIndex:
                 needed.update(op.inputs)
         again = computed_again(graph, live, consumers)
         return GraphIndex(graph, producers, consumers, frozenset(live), frozenset(graph.outputs), again)
+
+
+def splits_layer(op: Op) -> bool:
+    """A sink that is no weight gradient: a gradient contracts the leading dimensions of both operands."""
+    if op.kind != "dot_general":
+        return False
+    return any(sorted(c) != list(range(len(c))) for c in (op["lhs_contract"], op["rhs_contract"]))

@@ -26,32 +26,38 @@ _MAKERS = frozenset({"broadcast_in_dim", "iota"})
 
 
 def loop_regions(
-    index: GraphIndex, i: int, free: Collection[int], order: Order, spread: Callable[[Seed, Container[int]], Spread]
+    index: GraphIndex,
+    i: int,
+    free: Collection[int],
+    order: Order,
+    spread: Callable[[Seed, Container[int]], Spread],
+    sums_behind: bool = False,
 ) -> Iterator[Region | str]:
-    """The regions that loop ``i`` may be, or why a stream does not go through it. ``free``: ops that no region has."""
+    """The regions that loop ``i`` may be, or why a stream does not go through it. ``free``: ops that no region has.
+    ``sums_behind``: the loop may also leave its sums behind, with arrays of all steps for them."""
     graph = index.graph
     p = parts(graph.ops[i])
     makers = (index.producers.get(v) for v in (*p.consts, *p.initial) if v not in p.xs)
     members = {i, *(m for m in makers if m is not None and m in free and _makes(graph, m))}
     readers = {j for v in graph.ops[i].outputs for j in index.consumers.get(v, ()) if j in free}
     sums = {j for j in readers if as_step(graph.ops[i], graph.ops[j]) is not None}
-    members |= sums
     seen: set[Region] = set()
     summed = False
-    for seed in _seeds(graph, i):
-        sp = spread(seed, members)
-        if apart := sums.intersection(sp.ops).difference(sp.sinks):  # sums over the steps alone, which have all rows
-            sp = spread(seed, members - apart)
-        if i in sp.stops:
-            yield sp.stops[i]
-        for region in regions_of(index, sp, order):
-            if i in region.ops and region.outputs and region not in seen:
-                seen.add(region)
-                labels = region.label_of()
-                made = {v for j in sums & set(region.ops) for v in graph.ops[j].outputs}
-                yields = all(v in labels or v in made for v in region.outputs)
-                yield region if yields else _SAME
-                summed |= yields and bool(made)
+    for mine in (members | sums, *((members,) if sums and sums_behind else ())):
+        for seed in _seeds(graph, i):
+            sp = spread(seed, mine)
+            if apart := sums.intersection(sp.ops).difference(sp.sinks):  # sums over the steps alone, which have all rows
+                sp = spread(seed, mine - apart)
+            if i in sp.stops:
+                yield sp.stops[i]
+            for region in regions_of(index, sp, order):
+                if i in region.ops and region.outputs and region not in seen:
+                    seen.add(region)
+                    labels = region.label_of()
+                    made = {v for j in sums & set(region.ops) for v in graph.ops[j].outputs}
+                    yields = all(v in labels or v in made for v in region.outputs)
+                    yield region if yields else _SAME
+                    summed |= yields and bool(made)
     if not summed:  # else another stream would leave arrays of all steps behind, of which the sums are made
         yield _one_row(index, i)
 

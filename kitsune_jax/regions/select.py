@@ -19,7 +19,7 @@ from kitsune_jax.regions.between import between, has_token, joins
 from kitsune_jax.regions.calls import Chosen, anchored_call
 from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
 from kitsune_jax.regions.followers import Following
-from kitsune_jax.regions.graph_index import GraphIndex
+from kitsune_jax.regions.graph_index import GraphIndex, splits_layer
 from kitsune_jax.regions.in_place import updated_in_place
 from kitsune_jax.regions.known_spreads import NEVER_SEEDS, Spreads, seed_order
 from kitsune_jax.regions.loops import loop_regions
@@ -65,6 +65,7 @@ def select(
     several_phases: bool = False,
     recomputes: bool = False,
     few_rows: bool = False,
+    sums_behind: bool = False,
     together: Together = _as_they_are,
     merges: int = 1,
     failed: Failed = _raised,
@@ -74,10 +75,12 @@ def select(
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
     ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
     or why not. ``recomputes``: regions may compute again what they would read of others. ``few_rows``: products of few rows stream
-    over what they contract (``regions.between``). ``merges``: calls that follow each other may become one of so many phases.
+    over what they contract (``regions.between``). ``sums_behind``: see ``regions.loops``. ``merges``: so many calls may become one.
     ``failed``: called with an error of forming one region, which costs that region only, unless it raises.
     """
-    return _Selector(graph, supports, planner, force, several_phases, recomputes, few_rows, together, merges, failed).run()
+    return _Selector(
+        graph, supports, planner, force, several_phases, recomputes, few_rows, sums_behind, together, merges, failed
+    ).run()
 
 
 class _Selector:
@@ -90,12 +93,14 @@ class _Selector:
         several_phases: bool,
         recomputes: bool,
         few_rows: bool,
+        sums_behind: bool,
         together: Together,
         merges: int,
         failed: Failed,
     ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
-        self.recomputes, self.few_rows, self.together, self.merges, self.failed = recomputes, few_rows, together, merges, failed
+        self.recomputes, self.few_rows, self.sums_behind = recomputes, few_rows, sums_behind
+        self.together, self.merges, self.failed = together, merges, failed
         self.index = GraphIndex.of(graph)
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
@@ -168,7 +173,9 @@ class _Selector:
         """The region of loop ``i`` that gains most, if one does; with ``force`` the most promising one that has a plan."""
         why = self.supports(i)
         best: Chosen | None = None
-        found: list[Region | str] = [why] if why else list(loop_regions(self.index, i, self.free, self.order, self._spread))
+        found: list[Region | str] = (
+            [why] if why else list(loop_regions(self.index, i, self.free, self.order, self._spread, self.sums_behind))
+        )
         for region in found:
             plan = region if isinstance(region, str) else self._plan_of(region)[0]
             if isinstance(plan, str):
@@ -333,16 +340,9 @@ class _Selector:
         gain = seconds_gained(c.plan)
         if self.force:
             ops = sum(self.graph.ops[i].kind not in NEVER_SEEDS for i in c.region.ops)  # those that compute something
-            splits = not c.region.space.batch and any(self._splits_layer(i) for i in c.region.sinks)
+            splits = not c.region.space.batch and any(splits_layer(self.graph.ops[i]) for i in c.region.sinks)
             return (not splits, float(ops), gain)
         return (True, gain, float(len(c.region.ops)))
-
-    def _splits_layer(self, i: int) -> bool:
-        """A sink that is no weight gradient: a gradient contracts the leading dimensions of both operands."""
-        op = self.graph.ops[i]
-        if op.kind != "dot_general":
-            return False
-        return any(sorted(c) != list(range(len(c))) for c in (op["lhs_contract"], op["rhs_contract"]))
 
     def _evaluate(self, seed_op: int, seed: Seed) -> tuple[Chosen | None, set[int]]:
         kept, new = self.spreads.at(seed)

@@ -33,7 +33,8 @@ class Target(abc.ABC, Generic[M]):
     concatenation is captured as a product for each part. ``sums_online``: it has code for the sums of ``ops.online``.
     ``sums_unordered``: its sums by index may gain where they need not have the same bits in every run.
     ``runs_loops``: it has code for the loops of a graph. ``few_rows``: products of a few rows may stream over what they contract,
-    so that all workers read the weight. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several
+    so that all workers read the weight. ``sums_behind``: a loop may be a call without the sums of its steps, which are then made of
+    arrays of all steps. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several
     threads. ``M``: its machine models.
     """
 
@@ -48,6 +49,7 @@ class Target(abc.ABC, Generic[M]):
     sums_unordered: bool = False
     runs_loops: bool = False
     few_rows: bool = False
+    sums_behind: bool = False
     compiles: bool = False
 
     @abc.abstractmethod

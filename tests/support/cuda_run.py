@@ -82,7 +82,7 @@ class Subject:
 
 def subject(fn: Callable[..., Any], *args: Array, batches: bool = False) -> Subject:
     """``batches``: a region whose tiles keep within a batch, where there is one."""
-    captured = capture(jax.make_jaxpr(fn)(*args), parts=True)  # as for the CUDA target
+    captured = capture(jax.make_jaxpr(fn)(*args), parts=True, loops=True)  # as for the CUDA target
     graph = captured.graph
     regions: list[Region] = []
 
@@ -96,10 +96,17 @@ def subject(fn: Callable[..., Any], *args: Array, batches: bool = False) -> Subj
 
     select(graph, supports, look, force=True)
     # Of equals the longer stream: a matmul may as well stream over the columns of its weights.
-    for region in sorted(regions, key=lambda r: (batches and r.space.batch, len(r.ops), r.space.rows), reverse=True):
+    for region in sorted(
+        regions, key=lambda r: (batches and r.space.batch, _adds_up(graph, r), len(r.ops), r.space.rows), reverse=True
+    ):
         if plans(graph, region, H200):  # another axis may stream as far, but end in a product over the rows
             return Subject(captured, region, args)
     raise AssertionError("no region is legal")
+
+
+def _adds_up(graph: Graph, region: Region) -> bool:
+    """Is it a loop with sums over its steps, as the reverse loop of a gradient?"""
+    return bool(region.sinks) and any(graph.ops[i].body is not None for i in region.ops)
 
 
 def plans(graph: Graph, region: Region, machine: GpuMachine) -> list[tuple[GpuCost, Plan]]:

@@ -7,6 +7,7 @@ emitted; else the warp's rows go through shared memory in the new order.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -18,10 +19,21 @@ from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.device_ir import Address, Expr, Ref, ToScratch
+from kitsune_jax.targets.cuda.device_ir import Address, Expr, Keep, Ref, ToScratch
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.pack import VectorRecipe
-from kitsune_jax.targets.cuda.values import Expression, InArray, InRegisters, InScratch, InVector, Multiply, Number, Parts, Splat
+from kitsune_jax.targets.cuda.values import (
+    Expression,
+    InArray,
+    InImage,
+    InRegisters,
+    InScratch,
+    InVector,
+    Multiply,
+    Number,
+    Parts,
+    Splat,
+)
 from kitsune_jax.targets.errors import CannotLower
 
 REARRANGING = frozenset(kind for kind, spec in OPS.items() if spec.moves and kind != "reshape")
@@ -121,8 +133,32 @@ def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -
             if waits_for_product(at, x):  # whose chunks are those of another width
                 at.materialize(x)
         at.settle(v, Parts(parts))
+        if at.repeated and at.uses[v] > 1:
+            _together(at, v, parts)
     else:
         _through_scratch(at, instr, v, index, sources)
+
+
+def _together(at: Evaluation, v: int, parts: tuple[tuple[int, int, int], ...]) -> None:
+    """Computes the ``parts`` of ``v`` in one loop, straight to their places in ``v``: else every reader of ``v`` would compute them
+    again, and what they have in common once for each of them."""
+    value, values = at.value(v), [at.value(x) for x, _, _ in parts]
+    whole = all(first == 0 and blocks == tiles.blocks(x.width) for x, (_, first, blocks) in zip(values, parts, strict=True))
+    alike = len({x.width for x in values}) == 1 and len({x for x, _, _ in parts}) == len(parts)
+    if value.form == "bit" or not whole or not alike or not any(isinstance(x.home, Expression) for x in values):
+        return
+    ref = at.home_of_its_own(v)
+    starts = dict(zip((x for x, _, _ in parts), itertools.accumulate((n for _, _, n in parts), initial=0), strict=False))
+    image = ref if ref.kind == "image" else None
+    actions = [
+        Keep(x, ref, value.form, to=image, push=True, reads=at.uses[x], first=-start, over=True) for x, start in starts.items()
+    ]
+    at.evaluate(values[0].width, actions)
+    owner = Ref("v", v)
+    at.add(st.Alive(owner, 0 if image else value.registers))
+    at.settle(v, InImage(ref, value.form, owner) if image else InRegisters(ref, value.form, owner))
+    for x, _, blocks in parts:
+        at.settle(x, Parts(((v, starts[x], blocks),)))
 
 
 def _rows_of(at: Evaluation, v: int) -> ir.Rows | None:

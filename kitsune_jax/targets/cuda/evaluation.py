@@ -226,6 +226,15 @@ class Evaluation:
 
     # -- loops
 
+    def home_of_its_own(self, v: int) -> Ref:
+        """The registers of ``v``, declared, or its image; who asks has yet to fill it, and to settle ``v`` there."""
+        value = self.value(v)
+        if v in self.shape.images:
+            self.once_per_tile(st.Image(Ref("image", v)))
+            return Ref("image", v)
+        self.add(st.Registers(Ref("v", v), value.form, value.dtype, value.registers))
+        return Ref("v", v)
+
     def keep(self, v: int) -> Keep:
         """``v`` gets a home of its own."""
         v = self.root(v)

@@ -48,7 +48,7 @@ def lower(at: Evaluation, instr: Instr) -> None:
 
 def early_panel(at: Evaluation, effect: Instr) -> list[ToPanel]:
     """The panel of the stage's next gradient that holds the value of ``effect``: it is written in the same loop."""
-    instrs, root = at.facts.instrs, at.root(effect.inputs[0])
+    instrs, root = at.instrs, at.root(effect.inputs[0])
     instr = next((i for i in instrs if i.kind == "matmul_sink" and i not in at.done), None)
     if instr is None or instrs.index(instr) < instrs.index(effect):
         return []

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from kitsune_jax import config
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.program.ir import Program, TileProgram
+from kitsune_jax.program.ir import Program, TileProgram, walk
 from kitsune_jax.targets.cuda import compile, devices, kernel, nvrtc, runtime, tiles
 from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
 from kitsune_jax.targets.cuda.planning.machines import gpu
@@ -71,7 +71,7 @@ def check(program: TileProgram, plan: Plan, name: str) -> str | None:
 def check_call(program: Program, plans: Sequence[Plan], name: str) -> str | None:
     """None if there is a kernel for ``program``, whose parts are arranged as ``plans`` say, else the reason. Compiles nothing."""
     for part, plan in zip(program.parts, plans, strict=True):
-        this = kind(plan, any(i.kind == "matmul_sink" for stage in part.program.stages for i in stage.body))
+        this = kind(plan, any(i.kind == "matmul_sink" for stage in part.program.stages for i in walk(stage.body)))
         if any(fnmatch.fnmatchcase(this, pattern) for pattern in config.cuda_avoid()):
             return "KITSUNE_CUDA_AVOID rules its kind of kernel out"
     try:

@@ -109,7 +109,7 @@ class Spelling:
 
 
 def _block(shift: int) -> str:
-    return f"(b - {shift})" if shift else "b"
+    return f"(b {'-' if shift > 0 else '+'} {abs(shift)})" if shift else "b"
 
 
 def _from(slab: int) -> str:
@@ -243,23 +243,24 @@ class _Loop:
                 self.after.append(f"{name(panel)}.put(lane, b, w_{name(panel)}, valid);")
 
     def _keep(self, keep: Keep, put: ir.Put, x: str, inside: str, type_: str) -> None:
-        ref, pairs, to = name(keep.ref), self.pairs, keep.to
+        ref, pairs, to, block = name(keep.ref), self.pairs, keep.to, _block(keep.first)
+        own = f"{ref}_{-keep.first}" if keep.first < 0 else ref  # several parts of ``ref`` are made in one loop
         if inside:
             x = f"{inside} ? {x} : {type_}(0)"
         if keep.form == "pair":
-            self._pack(ref, f"w_{ref}[ii]" if to else f"{ref}[b * {pairs} + ii]", put, x)
+            self._pack(own, f"w_{own}[ii]" if to else f"{ref}[{block} * {pairs} + ii]", put, x)
         elif keep.form == "bit":
             k = f"2 * (b * {pairs} + ii) + e"
             self.element.append(f"{'w_' if to else ''}{ref}[({k}) / 32] |= static_cast<u32>({x}) << (({k}) % 32);")
         elif to:
-            self.element.append(f"w_{ref}[2 * ii + e] = to_word({x});")
+            self.element.append(f"w_{own}[2 * ii + e] = to_word({x});")
         else:
-            self.element.append(f"{ref}[2 * ({_block(keep.first)} * {pairs} + ii) + e] = {x};")
+            self.element.append(f"{ref}[2 * ({block} * {pairs} + ii) + e] = {x};")
         if to and keep.form != "bit":
             words = pairs if keep.form == "pair" else 2 * pairs
             vectors = -(-words // 4)
-            self.before.append(f"u32 w_{ref}[{words}];")
-            put_vector = f"{putter(to)}(b * {vectors} + i, image_vector(w_{ref}, i));"
+            self.before.append(f"u32 w_{own}[{words}];")
+            put_vector = f"{putter(to)}({block} * {vectors} + i, image_vector(w_{own}, i));"
             self.after += ["KITSUNE_UNROLL", f"for (int i = 0; i < {vectors}; ++i) {put_vector}"]
 
     def _pack(self, ref: str, word: str, put: ir.Put, x: str) -> None:

@@ -76,7 +76,8 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
     for i in body:
         if i.block is not None:
             uses.update(names.get(x, x) for x in i.block.results)
-    sums = tuple(_panel_sums(program, instrs, names))
+    blocks = (instrs, *(i.block.body for i in body if i.block is not None))
+    sums = tuple(found for block in blocks for found in _panel_sums(program, block, names))
     for _, v, _ in sums:  # they do not read the value where it lies
         uses[names.get(v, v)] -= 1
     readers: dict[int, list[Instr]] = {}

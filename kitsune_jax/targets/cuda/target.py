@@ -29,6 +29,8 @@ class _Cuda(Target[GpuMachine]):
     most_merged = 4  # all of them are compiled as one kernel, which has memory of its own for every array between them
     divides_gradients = True
     sums_unordered = True
+    runs_loops = True
+    sums_behind = True
     compiles = True
 
     def __init__(self, name: str):

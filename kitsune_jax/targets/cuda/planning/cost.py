@@ -6,13 +6,15 @@ slots and its shared memory, is in ``times``.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Self
 
-from kitsune_jax.graph import Graph
+from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.indexing import any_order
+from kitsune_jax.ops.loops import as_step, parts
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, RegionCost, round_up
-from kitsune_jax.planning.machine import Machine
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.tiles import padded
@@ -42,15 +44,17 @@ ATOMIC_BYTES = 8
 
 
 class GpuCost(RegionCost):
-    """``atomic``: sums by indices in whose order the rows do not stream, and which may be added up in whatever order, are added
-    atomically."""
+    """``loop_sums``: of each loop of the region, the sinks that add up what it makes in its steps, as ops of its body. Their work
+    is a part of a step's; ``step_sums`` are all of them. ``atomic``: sums by indices in whose order the rows do not stream, and
+    which may be added up in whatever order, are added atomically."""
 
     machine: GpuMachine
 
-    def __init__(self, graph: Graph, region: Region, machine: Machine, order: int | None = None, atomic: bool = False):
+    def __init__(self, graph: Graph, region: Region, machine: GpuMachine, order: int | None = None, atomic: bool = False):
         super().__init__(graph, region, machine, order)
-        sums = [i for i in region.sinks if atomic and any_order(graph.ops[i]) and not self._near(i)]
-        self.unordered = tuple(sums)
+        self.loop_sums = {i: self._sums_of(graph.ops[i]) for i in region.ops if graph.ops[i].body is not None}
+        self.step_sums = frozenset(k for sums in self.loop_sums.values() for k in sums)
+        self.unordered = tuple(i for i in region.sinks if atomic and any_order(graph.ops[i]) and not self._near(i))
 
     def _near(self, i: int) -> bool:
         access = self.access(i)
@@ -64,6 +68,36 @@ class GpuCost(RegionCost):
         """Bytes of the L2's bandwidth that atomic additions take. XLA's zeros, which they are added to, are written as well."""
         moved = [ATOMIC_BYTES * self.elements(i) * self.region.space.rows for i in self.unordered]
         return sum(moved) + sum(4 * self.graph.values[self.graph.ops[i].outputs[0]].size for i in self.unordered)
+
+    def _sums_of(self, loop: Op) -> dict[int, Op]:
+        found = {k: as_step(loop, self.graph.ops[k]) for k in self.region.sinks}
+        return {k: op for k, op in found.items() if op is not None}
+
+    def _body(self, i: int) -> Self:
+        """With the sums that a step adds to. What nobody but these reads of a step is no result of it."""
+        body = super()._body(i)
+        if not (sums := self.loop_sums[i]):
+            return body
+        graph, region, p = body.graph, body.region, parts(self.graph.ops[i])
+        made = tuple(range(len(graph.values), len(graph.values) + len(sums)))
+        values = tuple(self.graph.values[op.outputs[0]] for op in sums.values())
+        added = tuple(dataclasses.replace(op, outputs=(v,)) for op, v in zip(sums.values(), made, strict=True))
+        numbers = tuple(range(len(graph.ops), len(graph.ops) + len(sums)))
+        kept = set(p.in_next)
+        kept.update(
+            v for y, v in zip(p.ys, p.in_ys, strict=True) if y in self.outputs or not sums.keys() >= set(self.readers.get(y, ()))
+        )
+        whole = dataclasses.replace(
+            region,
+            ops=(*region.ops, *numbers),
+            outputs=(*(v for v in region.outputs if v in kept), *made),
+            sinks=numbers,
+        )
+        found = type(self)(
+            dataclasses.replace(graph, values=(*graph.values, *values), ops=(*graph.ops, *added)), whole, self.machine
+        )
+        found.carried = body.carried
+        return found
 
     def tile_seconds(self, i: int, rows: int) -> float:
         machine, work = self.machine, self.work(i)

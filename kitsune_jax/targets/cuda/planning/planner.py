@@ -269,7 +269,7 @@ def _check_ops(cost: GpuCost) -> None:
             if dot.batch != 1:
                 raise Infeasible(f"the CUDA target has no code for {dot.batch} products for each row of the stream")
         elif i in cost.sinks:
-            if dot.batch * dot.k != 1:
+            if dot.batch * dot.k != 1 and i not in cost.step_sums:
                 raise Infeasible("the CUDA target has no code for a weight gradient of several matrices")
         elif dot.batch * dot.m != 1:
             raise Infeasible(f"the CUDA target has no code for {dot.batch * dot.m} matrix rows per row of the stream")

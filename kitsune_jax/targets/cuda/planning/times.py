@@ -73,6 +73,7 @@ class TileWork:
 def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: float, split: int = 1) -> TileWork:
     """The work of ``ops`` on a tile whose matmuls reach ``efficiency`` of the tensor rate."""
     machine = cost.machine
+    ops = [i for i in ops if i not in cost.step_sums]
     tensor, weights = 0.0, 0
     for dot in dots_of(cost, ops):
         columns = padded(slab(dot.n, split))
