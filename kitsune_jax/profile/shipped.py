@@ -38,13 +38,13 @@ _NO_BFLOAT16 = 0.45  # of the f32 rate: XLA widens, multiplies and rounds
 FAMILIES = {
     "zen5": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "measured: reference.json"),
     "zen4": Family("avx512bf16", 112e9, 220e9, 0, 140e9, 2.0, "measured 117 GF/s f32, XLA bf16 at 277 of 474 on two cores"),
-    "emeraldrapids": Family("amx", 160e9, 81e9, 700e9, 550e9, 1.3, "measured: FMA 165 GF/s, VDPBF16PS 81, AMX 700"),
+    "emeraldrapids": Family("amx", 165e9, 95e9, 950e9, 700e9, 1.3, "two Xeons: FMA 165-175 GF/s, VDPBF16PS 81-110, AMX 1000"),
     "skylakex": Family("avx512", 90e9, 0, 0, 0.45 * 90e9, 2.3, "measured 94 GF/s f32"),
     "generic": Family("generic", 50e9, 0, 0, _NO_BFLOAT16 * 50e9, 4.0, "4 lanes x 2 pipes x 3.5 GHz = 56 GF/s"),
     "avx2": Family("avx2", 105e9, 0, 0, _NO_BFLOAT16 * 105e9, 2.0, "8 lanes x 2 pipes x 3.5 GHz = 112 GF/s"),
     "avx512": Family("avx512", 210e9, 0, 0, _NO_BFLOAT16 * 210e9, 1.0, "16 lanes x 2 pipes x 3.5 GHz = 224 GF/s"),
     "avx512bf16": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "as zen5"),
-    "amx": Family("amx", 160e9, 81e9, 700e9, 550e9, 1.3, "as emeraldrapids"),
+    "amx": Family("amx", 165e9, 95e9, 950e9, 700e9, 1.3, "as emeraldrapids"),
     "neon": Family("neon", 44e9, 0, 0, _NO_BFLOAT16 * 44e9, 5.0, "Neoverse N1 guide: 4 lanes x 2 pipes x 3 GHz = 48 GF/s"),
     "neonbf16": Family("neonbf16", 88e9, 300e9, 0, 150e9, 2.5, "Neoverse V1 guide: 4 lanes x 4 pipes x 2.8 GHz; BFMMLA x 4"),
 }  # fmt: skip
