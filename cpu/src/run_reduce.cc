@@ -149,7 +149,7 @@ class ReduceStep final : public Step {
 class ArgReduceStep final : public Step {
  public:
   ArgReduceStep(const Reduce& r, const Compile& c)
-      : largest_(r.how == Reduction::kArgMax),
+      : how_(r.how == Reduction::kArgMax ? Reduction::kMax : Reduction::kMin),
         compute_(compute_type(r.x.ref.dtype)),
         out_type_(r.out.ref.dtype),
         item_(static_cast<int64_t>(item_size(r.x.ref.dtype))),
@@ -158,6 +158,8 @@ class ArgReduceStep final : public Step {
         load_(c.table, compute_, r.x.ref.dtype, c.where),
         outer_(kept_nest(r.kept, r.x, r.out)),
         reduced_(reduced_nest(r.reduced, r.x)) {
+    if (accumulator_type(how_, r.x.ref.dtype, false) == compute_)
+      fold_ = c.table.fold(static_cast<int>(how_), r.x.ref.dtype, false);
     temp_bytes_ = 2 * kChunk * 8;
   }
 
@@ -176,20 +178,27 @@ class ArgReduceStep final : public Step {
   int64_t search(const char* x, char* temp) const {
     const Dim& d = reduced_.back();
     const T* v = reinterpret_cast<const T*>(temp);
+    const bool largest = how_ == Reduction::kMax;
     T best{};
     int64_t where = -1;
     for (int64_t i = 0; i < d.n; i += kChunk) {
       int64_t m = std::min(kChunk, d.n - i);
+      if (where >= 0 && fold_ != nullptr) {  // few chunks hold a better element than those before them
+        T here = identity<T>(how_, compute_ == DType::kBool);
+        fold_(m, x + i * d.stride[0], d.stride[0] / item_, &here);
+        if (here == here && !(largest ? here > best : here < best)) continue;
+      }
       load_(m, temp, x + i * d.stride[0], d.stride[0] / item_, temp + kChunk * 8);
       for (int64_t k = 0; k < m; ++k) {
         if (v[k] != v[k]) return i + k;
-        if (where < 0 || (largest_ ? v[k] > best : v[k] < best)) best = v[k], where = i + k;
+        if (where < 0 || (largest ? v[k] > best : v[k] < best)) best = v[k], where = i + k;
       }
     }
     return where;
   }
 
-  bool largest_;
+  Reduction how_;
+  FoldFn fold_ = nullptr;
   DType compute_, out_type_;
   int64_t item_;
   Address x_, out_;

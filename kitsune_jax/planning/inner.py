@@ -15,7 +15,7 @@ from kitsune_jax.streams.propagate import relations_of
 from kitsune_jax.streams.space import Region, row_shape
 
 _LONG = 256  # shorter ones fit beside the rest of a row
-_CARRIED = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota", "reduce", "dot"})
+_CARRIED = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota", "reduce", "argreduce", "dot"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,10 @@ def _spread(graph: Graph, region: Region, touching: dict[int, list[int]], value:
                 members = [(operands[k], d) for k, d in r.members]
                 if (v, dims[v]) not in members:
                     continue
-                if r.role in ("mixed", "reshaped"):
+                extreme = OPS[op.kind].family == "argreduce" and r.role == "mixed"
+                if r.role in ("mixed", "reshaped") and not extreme:
                     return None
-                if r.role == "contracted" and i not in sinks:
+                if extreme or r.role == "contracted" and i not in sinks:
                     folds.add(i)
                 for w, d in members:
                     if w not in dims:

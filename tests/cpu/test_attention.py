@@ -273,6 +273,20 @@ def test_shapes(batch: int, queries: int, keys: int, heads: tuple[int, int], siz
     check(function, reference(q, k, v, mask=mask), q, k, v)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_nearest_of_many_codes(dtype: str) -> None:
+    """Vector quantisation: of equally near codes, which small integers have many of, the first one."""
+    rng = np.random.default_rng(7)
+    x, codes = (rng.integers(-1, 2, shape) for shape in ((101, 5), (611, 5)))
+
+    def nearest(x: Array, codes: Array, squares: Array) -> Array:
+        return jnp.argmin(squares - 2 * (x @ codes.T), axis=-1)
+
+    squares = (codes**2).sum(-1)
+    got = jax.jit(kj.pipeline(nearest, strict=True, force=True))(*(jnp.asarray(a, dtype) for a in (x, codes, squares)))
+    np.testing.assert_array_equal(got, np.argmin(squares - 2 * x @ codes.T, axis=-1))
+
+
 def test_blocks_belong_to_the_graph_whose_region_is_planned():
     """Regions are planned as graphs of their own, whose values have other numbers."""
 

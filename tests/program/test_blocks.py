@@ -165,6 +165,31 @@ def test_logarithm_of_a_sum_of_exponentials() -> None:
     assert len(loops(check(program, x, 16, operands(program)))) == 1
 
 
+@pytest.mark.parametrize("kind", ["argmax", "argmin"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+def test_the_index_of_an_extreme_element(kind: str, dtype: str) -> None:
+    """Of equal elements the first counts, in whichever block it lies, and the first NaN before all others; where every element is the
+    least that there is, it is the first one."""
+    t = Tiles((23,), 8)
+    x = t.load((23, 50), dtype, ((0,), ()))
+    t.store(t.op(kind, x, shape=(), dtype="int32", axis=1), (23,), ((0,),))
+    rng = np.random.default_rng(0)
+    array = rng.integers(-3, 4, (23, 50)).astype(dtype)  # each value many times
+    worst = np.iinfo(dtype) if dtype == "int32" else np.finfo(dtype)
+    array[1] = worst.min if kind == "argmax" else worst.max
+    if dtype != "int32":
+        array[2] = -np.inf if kind == "argmax" else np.inf
+        array[3, [17, 40]] = np.nan
+        array[4, 49] = np.nan
+    program = t.program()
+    made = simplified(blocked(program, x, 1, 16))
+    verify(made)
+    assert len(loops(made)) == 1
+    want = getattr(np, kind)(array, axis=1)
+    for got in (run(made, [array]), interpret(Program.of(made), [array])):
+        np.testing.assert_array_equal(got[0], want)
+
+
 def test_what_needs_the_whole_dimension_is_refused() -> None:
     t = Tiles((19,), 8)
     x = t.load((19, 50), "float32", ((0,), ()))

@@ -21,6 +21,8 @@ FOLDS = {
     "reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "mul", "reduce_and": "and", "reduce_or": "or",
     "matmul": "add", "dot": "add",
 }  # fmt: skip
+# The index of an extreme element, and which of two elements that hold one is the extreme one.
+ARGS = {"argmax": ("max", "gt"), "argmin": ("min", "lt")}
 # Kinds whose parameters do not name the extent of a dimension, or whose code below knows how.
 _PARALLEL = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota", "reduce"})
 
@@ -55,11 +57,13 @@ def _along(types: Sequence[TileType], instr: Instr, v: int, dim: int) -> list[tu
     if instr.kind in FOLDED:
         return _along_sink(types, instr, v, dim)
     family = OPS[instr.kind].family if instr.kind in OPS else ""
-    if family not in _PARALLEL and instr.kind not in FOLDS:
+    if family not in _PARALLEL and instr.kind not in FOLDS and instr.kind not in ARGS:
         raise NotBlocked(f"{instr.kind} has no code for a part of a dimension")
     for role, members in joins(types, instr):
         if (v, dim) not in members:
             continue
+        if role == "mixed" and instr.kind in ARGS:
+            return []
         if role == "mixed" or role == "reshaped" or (role == "contracted" and instr.kind not in FOLDS):
             raise NotBlocked(f"{instr.kind} needs every index of the dimension")
         return [m for m in members if m != (v, dim)]

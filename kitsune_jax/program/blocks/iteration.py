@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from kitsune_jax.graph import make_params
-from kitsune_jax.ops.spec import is_narrow
-from kitsune_jax.program.blocks.dims import array_dim, sink_dim
+from kitsune_jax.ops.spec import is_float, is_narrow
+from kitsune_jax.program.blocks.dims import ARGS, array_dim, sink_dim
 from kitsune_jax.program.blocks.emit import Writer, rows_first
 from kitsune_jax.program.ir import Instr, TileProgram, TileType
 
@@ -104,6 +104,24 @@ class Iteration:
         inputs = (x, *(self.value(v) for v in instr.inputs[1:]))
         w.about = instr.op
         return w.add(instr.kind, inputs, t, **dict(instr.params))
+
+    def extreme(self, instr: Instr, best: int, index: int) -> tuple[int, int]:
+        """The extreme element so far and its index, with those of the block: of equal ones the first, and the first NaN of all."""
+        w, x = self.writer, self.value(instr.inputs[0])
+        how, beyond = ARGS[instr.kind]
+        t, counted = w.types[best], w.types[index]
+        here = self.reduced(f"reduce_{how}", x, instr["axis"], t.dtype)
+        w.about = instr.op
+        at = w.add(instr.kind, (x,), counted, axis=instr["axis"])
+        first = self.number
+        if self.step != 1:
+            first = w.add("mul", (first, w.literal(self.step, "int32")), TileType(False, (), "int32"))
+        at = w.op("add", at, first)
+        better = w.op(beyond, here, best, dtype="bool")
+        if is_float(t.dtype):
+            nan = w.op("and", w.op("ne", here, here, dtype="bool"), w.op("eq", best, best, dtype="bool"))
+            better = w.op("or", better, nan)
+        return w.op("select_n", better, best, here), w.op("select_n", better, index, at)
 
     def sink(self, instr: Instr) -> None:
         """What ``instr`` folds of the block, into the block's part of its sink where that has the dimension."""

@@ -18,7 +18,7 @@ import numpy as np
 from kitsune_jax.graph import Param, make_params
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import is_narrow
-from kitsune_jax.program.blocks.dims import FOLDS, NotBlocked, inner_dims
+from kitsune_jax.program.blocks.dims import ARGS, FOLDS, NotBlocked, inner_dims
 from kitsune_jax.program.blocks.emit import Place, Writer
 from kitsune_jax.program.blocks.factors import Factors, Part, Top, behind
 from kitsune_jax.program.blocks.iteration import Iteration
@@ -59,19 +59,30 @@ class _Fold:
 
 
 @dataclasses.dataclass
+class _Extreme:
+    """The index of an extreme element along the dimension. ``best``, ``index``: the last carries, the index in int32."""
+
+    instr: Instr
+    best: int
+    index: int
+
+
+@dataclasses.dataclass
 class _Loop:
-    """What is carried around one loop: running maxima of scores (``tops``: scores -> the last one), folds, and whether any element
-    was kept (``kept``: (condition, case) -> the last one)."""
+    """What is carried around one loop: running maxima of scores (``tops``: scores -> the last one), folds, indices of extreme
+    elements, and whether any element was kept (``kept``: (condition, case) -> the last one)."""
 
     tops: dict[int, int] = dataclasses.field(default_factory=dict)
     folds: list[_Fold] = dataclasses.field(default_factory=list)
+    extremes: list[_Extreme] = dataclasses.field(default_factory=list)
     kept: dict[tuple[int, bool], int] = dataclasses.field(default_factory=dict)
     stores: list[Instr] = dataclasses.field(default_factory=list)
     sinks: list[Instr] = dataclasses.field(default_factory=list)
 
     @property
     def results(self) -> list[int]:
-        return [*self.tops.values(), *(f.result for f in self.folds), *self.kept.values()]
+        extremes = (v for e in self.extremes for v in (e.best, e.index))
+        return [*self.tops.values(), *(f.result for f in self.folds), *extremes, *self.kept.values()]
 
 
 class _Blocked:
@@ -120,6 +131,8 @@ class _Blocked:
         self.levels.update(dict.fromkeys(instr.outputs, level))
 
     def _fold(self, instr: Instr, level: int) -> None:
+        if instr.kind in ARGS:
+            return self._extreme(instr, level)
         if instr.kind not in FOLDS:
             raise NotBlocked(f"{instr.kind} has no code for a part of a dimension")
         types, (out,) = self.writer.types, instr.outputs
@@ -148,6 +161,21 @@ class _Blocked:
                 shape = tuple(n for d, n in enumerate(types[condition].rows_first) if d != self.inner[condition])[1:]
                 loop.kept[condition, case] = self.writer.new(TileType(True, shape, "bool"))
         self._finish(loop, part, result, out, level + 1)
+
+    def _extreme(self, instr: Instr, level: int) -> None:
+        types, (x,), (out,) = self.writer.types, instr.inputs, instr.outputs
+        if not types[out].tile:
+            raise NotBlocked("a reduction that does not depend on the rows")
+        if types[x].dtype == "bool":
+            raise NotBlocked(f"{instr.kind} of bools has no code for a part of a dimension")
+        best, index = (self.writer.new(TileType(True, types[out].shape, dtype)) for dtype in (types[x].dtype, "int32"))
+        self._loop(level).extremes.append(_Extreme(instr, best, index))
+        self.levels.update({best: level + 1, index: level + 1})
+        with self.writer.elsewhere() as body:
+            found = self.writer.convert(index, types[out].dtype)
+            body.append(Instr("copy", (found,), (out,)))
+        for after in body:
+            self._outside(level + 1, after)
 
     def _part_level(self, part: Part) -> int:
         return max(self.level(part.value), self.level(part.top.scores) if part.top else 0)
@@ -214,7 +242,10 @@ class _Blocked:
 
     def _initial(self, loop: _Loop, v: int) -> tuple[float | int | bool, TileType]:
         t = self.writer.types[v]
+        if any(v == e.index for e in loop.extremes):
+            return 0, t
         how = next((f.how for f in loop.folds if f.result == v), "max" if v in loop.tops.values() else "or")
+        how = next((ARGS[e.instr.kind][0] for e in loop.extremes if e.best == v), how)
         dtype = np.dtype("float32") if is_narrow(t.dtype) else np.dtype(t.dtype)
         return identity(how, dtype), t
 
@@ -224,7 +255,7 @@ class _Blocked:
         terms = [i.inputs for i in loop.sinks if self.program.sinks[i["sink"]].how == "sum"]
         others = [f for f in loop.folds if f.part.top is None and not self._is_top(loop, f)]
         terms += [(f.part.value, *f.instr.inputs[1:]) for f in others if f.how == "sum"]
-        if loop.stores or len(terms) < len(loop.sinks) + len(others) or loop.kept and terms:
+        if loop.stores or loop.extremes or len(terms) < len(loop.sinks) + len(others) or loop.kept and terms:
             return None, visible
         seen = visible.of(list(loop.tops)) if loop.tops else None
         if terms:
@@ -267,6 +298,8 @@ class _Blocked:
                 place = tuple(p for d, p in enumerate(top.place) if d != self.inner[top.scores])
                 acc = w.op("mul", acc, w.spread(scales[top.scores], place, t))
             out.append(w.op(fold.kind, acc, of.fold(fold.instr, fold.part.value, t)))
+        for extreme in loop.extremes:
+            out += of.extreme(extreme.instr, now[extreme.best], now[extreme.index])
         for (condition, case), result in loop.kept.items():
             here = of.value(condition)
             here = here if case else w.op("not", here)

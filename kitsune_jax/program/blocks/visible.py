@@ -44,6 +44,7 @@ class Visible:
     def __init__(self, writer: Writer, makers: dict[int, Instr], inner: dict[int, int], axes: tuple[int, ...], size: int):
         self.writer, self.makers, self.inner, self.axes, self.size = writer, makers, inner, axes, size
         self.when: dict[int, tuple[Range | None, Range | None]] = {}  # condition -> where it is true, and where false
+        self.nonzero: dict[int, set[Range]] = {}  # known, because a value may be read twice, and so may what it is made of
 
     def of(self, scores: list[int]) -> Range | None:
         """The elements that rows see, by all of ``scores``; None where they may see all."""
@@ -60,6 +61,11 @@ class Visible:
 
     def _nonzero(self, v: int) -> set[Range]:
         """Ranges outside of which ``v`` is 0: behind a mask, or where scores are hidden whose exponential it is a multiple of."""
+        if v not in self.nonzero:
+            self.nonzero[v] = self._found_nonzero(v)
+        return self.nonzero[v]
+
+    def _found_nonzero(self, v: int) -> set[Range]:
         instr = self.makers.get(v)
         if v not in self.inner or instr is None:
             return set()
