@@ -27,7 +27,6 @@ from tests.support.checks import arrays, custom_calls, enable_x64
 from tests.support.cuda_run import kernel_cache as kernel_cache
 from tests.support.standalone_cases import CASES, is_double
 
-pytestmark = pytest.mark.xdist_group("standalone")  # one process evaluates all cases: one worker of pytest starts it
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODES = ("forced", "modelled")
 

@@ -76,9 +76,8 @@ def kernels(case: tuple[str, str, str]) -> list[Kernel]:
 
 
 def all_cases(test: Any) -> Any:
-    """For each case; those that share a kernel run in one process."""
     cases = [
-        pytest.param(case, id=" ".join(case), marks=[pytest.mark.xdist_group(" ".join(case)), *marks])
+        pytest.param(case, id=" ".join(case), marks=marks)
         for some, marks in ((FAST, []), (SLOW, [pytest.mark.slow]))
         for case in some
     ]
@@ -182,14 +181,14 @@ def test_results_go_to_memory_once(case: tuple[str, str, str]) -> None:
 FENCES = {("nerf", HALF, STREAMED): {"fence.release.sync_restrict": 19.0}}
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.xdist_group(" ".join(c))) for c in FENCES], ids=" ".join)
+@pytest.mark.parametrize("case", FENCES, ids=" ".join)
 def test_fences_of_a_warp(case: tuple[str, str, str]) -> None:
     (kernel,) = kernels(case)
     for name, most in FENCES[case].items():
         assert kernel.events(name) <= most * 4 * kernel.tiles
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.xdist_group(" ".join(c))) for c in FAST], ids=" ".join)
+@pytest.mark.parametrize("case", FAST, ids=" ".join)
 def test_there_is_such_a_kernel(case: tuple[str, str, str]) -> None:
     assert kernels(case)
 

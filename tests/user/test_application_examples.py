@@ -28,8 +28,7 @@ TINY: dict[str, dict[str, Any]] = {
 PICTURES = {"mesh_graph_net": "rollout", "graphcast": "weather", "dlrm": "auc", "gat": "accuracy", "graph_transformer": "accuracy"}
 STEPS = 30
 EXAMPLES = Examples(TINY, PICTURES, STEPS)
-# One example's tests run in one process, which compiles it once.
-each_example = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TINY])
+each_example = pytest.mark.parametrize("name", list(TINY))
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 
 

@@ -26,8 +26,7 @@ def sdist(folder: Path, **environment: str) -> Path:
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder), "sdist", "--dist-dir", str(folder)]
     env = {k: v for k, v in os.environ.items() if k != "SOURCE_DATE_EPOCH"} | environment
     with (ROOT / "setup.py").open() as tree:
-        # setuptools packs in the tree itself, so one at a time. A lock, because test groups do not hold: pytest 9.2 took away what
-        # pytest-xdist 3.8 writes the group into, and says nothing.
+        # setuptools packs in the tree itself, so one at a time, whoever runs the tests.
         fcntl.flock(tree, fcntl.LOCK_EX)
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

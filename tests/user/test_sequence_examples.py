@@ -40,8 +40,7 @@ PICTURES = {
 NEEDS = {"neural_ode": ("diffrax",), "kernel_fusion": ("sklearn",)}
 EXAMPLES = Examples(TINY, PICTURES, 6, NEEDS)
 SLOW = ("cartpole", "kernel_fusion", "llama", "nerf", "neural_ode", "pendulum")
-# One example's tests run in one process, which compiles it once.
-each_example = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TINY])
+each_example = pytest.mark.parametrize("name", list(TINY))
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 
 

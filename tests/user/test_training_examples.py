@@ -39,8 +39,7 @@ SMALL = {
     "train_photo_equinox": ["--width", "32", "--batch", "257", "--size", "31"],
 }
 NEEDS = {"train_digits_optax": "sklearn", "train_digits_nnx": "flax", "train_photo_equinox": "equinox"}
-# One example's tests run in one process, which trains it once.
-each_example = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SMALL])
+each_example = pytest.mark.parametrize("name", list(SMALL))
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 
 
