@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.indexing import any_order
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, RegionCost, round_up
 from kitsune_jax.planning.machine import Machine
@@ -32,6 +33,8 @@ _SORT_KERNELS, _SORT_BYTES = 6, 64
 _SECTOR = 32  # bytes that memory gives at once
 
 
+# Beside finding the largest score of a run, which is as a fold: whether it is finite, the difference, the exponential's own.
+SCALING_SLOTS = 6.0
 # Instructions for an element that is added to the result atomically: a quarter of one that adds four, and its address
 # (``stage/atomic.h``).
 ATOMIC_SLOTS = 1.0
@@ -60,6 +63,14 @@ class GpuCost(RegionCost):
         """Instructions for an element of a row that op ``i`` folds by indices."""
         return FOLD_SLOTS if self._near(i) else ATOMIC_SLOTS if i in self.unordered else TABLE_SLOTS
 
+    def scaling(self, i: int) -> tuple[int, int]:
+        """(numbers of a row that op ``i`` multiplies, scores of a row that it finds the largest of), where it is a softmax's sum.
+        Sums by the same scores share what is found."""
+        op = self.graph.ops[i]
+        if op.kind not in ONLINE:
+            return 0, 0
+        return self.elements(i), self.row_size(op.inputs[2]) if self.first_of_scores(i) else 0
+
     def atomic_bytes(self) -> int:
         """Bytes of the L2's bandwidth that atomic additions take. XLA's zeros, which they are added to, are written as well."""
         moved = [ATOMIC_BYTES * self.elements(i) * self.region.space.rows for i in self.unordered]
@@ -70,8 +81,10 @@ class GpuCost(RegionCost):
         access = self.access(i)
         if access is not None:
             # A row that is gathered costs no more than one that is loaded.
-            slots = self.fold_slots(i) if access.folds else 0.0
-            return rows * self.elements(i) * slots / machine.rate(machine.simt_rates, "other")
+            slots = self.elements(i) * self.fold_slots(i) if access.folds else 0.0
+            products, scores = self.scaling(i)
+            slots += products + scores * (FOLD_SLOTS + SCALING_SLOTS)
+            return rows * slots / machine.rate(machine.simt_rates, "other")
         if self.absorbed(i):
             return 0.0
         if work.dot is None:
