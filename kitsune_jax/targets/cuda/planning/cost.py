@@ -16,7 +16,7 @@ from kitsune_jax.planning.cost import SCATTER, RegionCost, round_up
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
-from kitsune_jax.targets.cuda.tiles import padded
+from kitsune_jax.targets.cuda.tiles import MOST_TABLE_BYTES, padded, table_bytes
 
 # A matmul spends about four steps of K on loading and storing its accumulators; from K = 64 on that is in the efficiency.
 _FULL_K, _K_OVERHEAD = 64, 16
@@ -39,25 +39,39 @@ SCALING_SLOTS = 6.0
 # (``stage/atomic.h``).
 ATOMIC_SLOTS = 1.0
 # Bytes of the L2's bandwidth that the atomic addition of a float takes: it is read and written there. An assumption until a device
-# has measured it: no published rate of vectors of them on sm_90 was found. Additions to one address wait for
-# each other, which the model does not know of.
+# has measured it: no published rate of vectors of them on sm_90 was found.
 ATOMIC_BYTES = 8
+# Cycles of an addition to a sector during which no other one to it begins, and additions that a sector of a row gets (four floats
+# each). The same assumption. The model takes every row of the table to get as many; one that gets half of all rows is not known.
+ATOMIC_CYCLES, _ATOMIC_EACH = 1.0, 2
 
 
 class GpuCost(RegionCost):
     """``atomic``: sums by indices in whose order the rows do not stream, and which may be added up in whatever order, are added
-    atomically."""
+    atomically where that is faster than a table of each lane."""
 
     machine: GpuMachine
 
     def __init__(self, graph: Graph, region: Region, machine: Machine, order: int | None = None, atomic: bool = False):
         super().__init__(graph, region, machine, order)
         sums = [i for i in region.sinks if atomic and any_order(graph.ops[i]) and not self._near(i)]
-        self.unordered = tuple(sums)
+        self.unordered = tuple(i for i in sums if self._adds_faster(i))
 
     def _near(self, i: int) -> bool:
         access = self.access(i)
         return access is not None and access.near
+
+    def _adds_faster(self, i: int) -> bool:
+        """Are rows added atomically sooner than to a table of each lane, where there is room for one?"""
+        rows, elements, n = self.region.space.rows, self.elements(i), self.graph.ops[i]["n"]
+        if table_bytes(n, padded(elements)) > MOST_TABLE_BYTES:
+            return True
+        added = max(ATOMIC_BYTES * elements * rows / self.machine.shared_bandwidth, self._one_by_one(i))
+        return added < rows * elements * TABLE_SLOTS / (self.machine.rate(self.machine.simt_rates, "other") * self.machine.workers)
+
+    def _one_by_one(self, i: int) -> float:
+        """Seconds in which the additions of op ``i`` to one sector of its table follow each other."""
+        return self.region.space.rows / self.graph.ops[i]["n"] * _ATOMIC_EACH * ATOMIC_CYCLES / self.machine.clock
 
     def fold_slots(self, i: int) -> float:
         """Instructions for an element of a row that op ``i`` folds by indices."""
@@ -128,6 +142,10 @@ class GpuCost(RegionCost):
         found = [(i, self.access(i)) for i in self.region.sinks]
         own = [i for i, access in found if access is not None and not access.near and i not in self.unordered]
         return [self.graph.ops[i]["n"] * padded(self.elements(i)) for i in own]
+
+    def atomic_seconds(self) -> float:
+        """Seconds that additions to one sector take at least."""
+        return max(map(self._one_by_one, self.unordered), default=0.0)
 
     def sink_bytes(self, ops: Iterable[int]) -> int:
         """Bytes of the accumulators of the sinks among ``ops``: 32 bits each."""
