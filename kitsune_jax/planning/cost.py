@@ -21,6 +21,7 @@ import numpy as np
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.loops import body_of, labels_inside, live_inside, parts
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.streams.space import Region, row_shape
@@ -215,6 +216,13 @@ class RegionCost(abc.ABC):
         else:
             near = self.source(op.inputs[1]) == self.source(self.order)
         return Access(count, self.row_bytes(rows) // count, self.bytes(table), folds, near)
+
+    def first_of_scores(self, i: int) -> bool:
+        """Is op ``i`` an online sum, and the first one of its scores?"""
+        ops = self.graph.ops
+        if ops[i].kind not in ONLINE:
+            return False
+        return i == min(j for j in self.region.ops if ops[j].kind in ONLINE and ops[j].inputs[1:] == ops[i].inputs[1:])
 
     def source(self, ids: int) -> int:
         """The value that indices are made of: behind conversions, reshapes, and what makes negative ones count from the end.

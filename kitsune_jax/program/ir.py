@@ -54,7 +54,8 @@ Instruction kinds:
   sink adds up such sums at the largest of their tops, and with ``finite`` false gives NaN where that is not finite. Its indices are
   sorted, one for each row, and tops are what ``run_max`` makes of them;
 * ``run_max``: (tile x, integer index tile of row shape ()) -> tile like x: for each row the largest x of the rows around it in the
-  tile that have its index, element by element; ``n``: indices below 0 or beyond n - 1 are nobody's;
+  tile that have its index, element by element (a target may look at parts of the tile one by one: a run is then several, each
+  with a top of its own); ``n``: indices below 0 or beyond n - 1 are nobody's;
 * ``push`` / ``pop``: value <-> queue ``queue``; ``store``: value -> output array ``array``.
 
 A constant is no instruction: it is a value of ``TileProgram.literals``, and may be read everywhere.

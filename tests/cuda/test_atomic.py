@@ -122,6 +122,29 @@ def test_only_where_it_is_asked_for() -> None:
     assert not any("deterministic" in note for note in report.notes)
 
 
+def edge_loss(params: tuple[jax.Array, ...], nodes: jax.Array, edges: jax.Array, *ends: jax.Array) -> jax.Array:
+    """A step over edges whose products are not made of the nodes."""
+    both = jnp.concatenate([edges, nodes[ends[0]], nodes[ends[1]]], -1)
+    messages = jax.nn.relu(both @ params[0]) @ params[1]
+    return jnp.sum(jax.ops.segment_sum(messages, ends[1], len(nodes)) ** 2)
+
+
+@pytest.mark.parametrize(("rows", "n", "width", "atomic"), [(100_000, 10_000, 128, True), (100_000, 20, 16, False)])
+def test_the_planner_chooses_by_the_model(rows: int, n: int, width: int, atomic: bool) -> None:
+    """A large table is added to atomically, and more operators of the gradient are in calls then; a small one has lanes' tables."""
+    shape = jax.ShapeDtypeStruct
+    params = shape((3 * width, width), "float32"), shape((width, width), "float32")
+    ends = [shape((rows,), "int32")] * 2
+    step = jax.value_and_grad(edge_loss, (0, 1))
+    found = []
+    for deterministic in (True, False):
+        explained = kj.explain(step, platform="cuda", device="h200", deterministic=deterministic)
+        found.append(explained(params, shape((n, width), "float32"), shape((rows, width), "float32"), *ends))
+    assert any("added atomically" in note for note in found[1].notes) == atomic
+    assert not any("added atomically" in note for note in found[0].notes)
+    assert found[1].ops_pipelined >= found[0].ops_pipelined + (10 if atomic else 0)
+
+
 def test_a_wrong_value_is_an_error_that_says_what_is_right() -> None:
     with pytest.raises(ValueError, match="deterministic='no' is not a switch: use True or False"):
         kj.pipeline(loss, deterministic="no")

@@ -159,7 +159,7 @@ PLANTED = {
         "    syncwarp();\n    const u32* const column",
         "    const u32* const column",
     ),
-    "a block is overwritten while others read it": ("rows.pitch)); });\n    syncwarp();\n", "rows.pitch)); });\n"),
+    "a block is overwritten while others read it": ("put(segment, c, acc); });\n    syncwarp();\n", "put(segment, c, acc); });\n"),
     "runs are joined before all warps have theirs": (
         "    bar_sync(barrier, kGroupThreads);\n    KITSUNE_NO_UNROLL",
         "    KITSUNE_NO_UNROLL",

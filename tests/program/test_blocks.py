@@ -168,8 +168,8 @@ def test_logarithm_of_a_sum_of_exponentials() -> None:
 @pytest.mark.parametrize("kind", ["argmax", "argmin"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
 def test_the_index_of_an_extreme_element(kind: str, dtype: str) -> None:
-    """Of equal elements the first counts, in whichever block it lies, and the first NaN before all others; where every element is the
-    least that there is, it is the first one."""
+    """Of equal elements the first counts, in whichever block it lies, and the first NaN before all others; also where every element
+    is the least that there is."""
     t = Tiles((23,), 8)
     x = t.load((23, 50), dtype, ((0,), ()))
     t.store(t.op(kind, x, shape=(), dtype="int32", axis=1), (23,), ((0,),))

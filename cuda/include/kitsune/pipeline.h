@@ -13,6 +13,7 @@
 #include "kitsune/stage/gradient.h"
 #include "kitsune/stage/image.h"
 #include "kitsune/stage/matmul.h"
+#include "kitsune/stage/online.h"
 #include "kitsune/stage/reduce.h"
 #include "kitsune/stage/row_product.h"
 #include "kitsune/stage/rows.h"

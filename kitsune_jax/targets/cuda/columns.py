@@ -66,7 +66,7 @@ def _iota(at: Evaluation, instr: Instr) -> None:
         shape,
     )
     words = index.reshape(-1).astype(np.float32).view(np.int32) if pointwise.COMPUTE[value.dtype] == "float" else index.reshape(-1)
-    at.settle(v, Number(0) if value.row else InVector(at.vector(_table(words))))
+    at.settle(v, Number(0) if value.row else InVector(at.vector(table(words))))
 
 
 def _check_width(instr: Instr, shape: tuple[int, ...]) -> None:
@@ -75,7 +75,7 @@ def _check_width(instr: Instr, shape: tuple[int, ...]) -> None:
         raise CannotLower(f"{instr.kind} of {math.prod(shape)} columns: the GPU has code for {tiles.MOST_COLUMNS} at most")
 
 
-def _table(words: Any) -> VectorRecipe:
+def table(words: Any) -> VectorRecipe:
     table = tuple(int(w) for w in np.asarray(words, np.int32))
     return VectorRecipe(None, (), (), (len(table),), tiles.padded(len(table)), table=table)
 
@@ -180,7 +180,7 @@ def fold_part(at: Evaluation, instr: Instr, how: str) -> None:
     value, source = at.new(instr), at.root(x)
     to_scratch(at, [source])
     starts = np.arange(math.prod(shape[: axes[0]]))[:, None] * count * step + np.arange(step)
-    at.settle(v, InScratch(at.vector(_table(starts.reshape(-1))), None, ir.ScratchFold(how, count, step)))
+    at.settle(v, InScratch(at.vector(table(starts.reshape(-1))), None, ir.ScratchFold(how, count, step)))
     if value.row:
         raise AssertionError("a fold of a whole row is a row value")
     at.materialize(v)
@@ -259,5 +259,5 @@ def _through_scratch(at: Evaluation, instr: Instr, v: int, index: np.ndarray, so
     if value.row:
         at.set_row(v, fill if where[0] < 0 else ir.FromScratch(value.dtype, column=where[0]))
     else:
-        at.settle(v, InScratch(at.vector(_table(where)), fill))
+        at.settle(v, InScratch(at.vector(table(where)), fill))
         at.materialize(v)

@@ -230,11 +230,13 @@ class ToScratch(Action):
 
 
 class ToSegments(Action):
-    """The value to the warp's scratch rows, a block at a time, and from there into the rows of ``ref``'s result."""
+    """The value to the warp's scratch rows, a block at a time, and from there into the rows of ``ref``'s result. ``runs``: of a sum
+    that has none of its own."""
 
     ref: Ref
     how: str
     dtype: str
+    runs: Ref | None = None
 
 
 class AddToRows(Action):

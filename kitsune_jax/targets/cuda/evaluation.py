@@ -78,6 +78,8 @@ class Evaluation:
         self.scalars: dict[int, Ref] = {}
         self.row_tiles: dict[int, Ref] = {}
         self.segment_bytes = 0  # of the lane's memory for sinks by sorted indices
+        self.runs: dict[tuple[int, int], Ref] = {}  # of an index into so many rows, where several sums share them
+        self.tops: dict[int, tuple[Ref, Ref]] = {}  # largest scores of runs, as the lane keeps them, and these runs
         self.scratch_words = 0  # of the widest row that changes places
         self.addresses: dict[Ref, int] = {}  # of rows that the lane keeps in shared memory, with their numbers
         self.product_bytes = 0  # of the lane's memory for a product for each row

@@ -20,6 +20,7 @@ from kitsune_jax.targets.cuda.evaluation import Evaluation, Shape
 from kitsune_jax.targets.cuda.liveness import Liveness
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.product_ir import address_bytes
+from kitsune_jax.targets.cuda.segment_ir import TopsStart
 from kitsune_jax.targets.cuda.values import Value
 from kitsune_jax.targets.errors import CannotLower
 
@@ -250,7 +251,7 @@ def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMe
     images = place_images(shape.images, lowered)
     rows = max((at + lowered.image_bytes(v) for v, at in images.items()), default=0)
     segments = rows + tiles.aligned(tiles.TILE_ROWS * lowered.scratch_words * 4)
-    panels = segments + tiles.aligned(sum(start.bytes for start in lowered.setup if isinstance(start, st.SegmentStart)))
+    panels = segments + tiles.aligned(sum(n.bytes for n in lowered.setup if isinstance(n, st.SegmentStart | TopsStart)))
     found = [p for p in lowered.prologue if isinstance(p, st.Panel)]
     staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
     products = staged + tiles.aligned(sum(arrays.staged_bytes(program.inputs[k]) for k in shape.staged))

@@ -18,6 +18,7 @@ from kitsune_jax.targets.cuda.device_ir import Constant, Node, Ref, number, para
 from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.layout import Layout, entry_vectors, gradients_of, segments_of, sinks_of, sums_of
 from kitsune_jax.targets.cuda.product_ir import RowMemory, address_bytes
+from kitsune_jax.targets.cuda.segment_ir import TopsStart
 from kitsune_jax.targets.errors import CannotLower
 
 
@@ -29,6 +30,8 @@ def of_stage(at: Layout, s: int) -> StageCode:
     for node in _placed(at, s, stage.lowered.setup):
         if isinstance(node, st.SegmentStart):
             node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
+        elif isinstance(node, TopsStart):
+            node = dataclasses.replace(node, at=stage.memory.segments + node.at)
         setup.append(node)
     if not stage.resident:
         setup.append(ring)

@@ -11,7 +11,18 @@ import math
 from collections.abc import Callable
 
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import columns, gradients, picks, pointwise, row_products, slices, stage_outputs, tables, tiles
+from kitsune_jax.targets.cuda import (
+    columns,
+    gradients,
+    online,
+    picks,
+    pointwise,
+    row_products,
+    slices,
+    stage_outputs,
+    tables,
+    tiles,
+)
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Expr, Ref
@@ -196,6 +207,7 @@ _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {
     "store_slice": slices.store,
     "row_index": _row_index,
     "gather": tables.lower,
+    "run_max": online.run_max,
     "take": picks.take,
     "put": picks.put,
     "dot": row_products.lower,

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Iterable
 
 from kitsune_jax.targets.cuda import device_ir as ir
+from kitsune_jax.targets.cuda import segment_ir
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Node, Ref
-from kitsune_jax.targets.cuda.segment_ir import SummedRows
 
 # Of a sink by sorted indices (``stage/segment.h``): addresses and the open segment; the runs of a tile, and the walk down its rows.
 _SEGMENTS, _RUNS = 10, 16
@@ -73,8 +73,8 @@ def _held(node: Node) -> int:
             return shape.registers
         case st.PanelSumStart():
             return 2
-        case st.SegmentStart(width=width):
-            return -(-width // 128) + _SEGMENTS
+        case st.SegmentStart(width=width, tops=tops):
+            return -(-width // 128) * (1 if tops is None else 2) + _SEGMENTS
     return 0
 
 
@@ -88,11 +88,13 @@ def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
                 yield ref, registers
             case ir.BlockLoop(reads=owners) | st.Complete(owners=owners):
                 yield from ((owner, None) for owner in owners)
-            case st.SegmentRuns(ref):
+            case segment_ir.SegmentRuns(ref):
                 yield Ref("runs", ref.of), _RUNS
-            case st.JoinSegments(ref):
-                yield Ref("runs", ref.of), None
-            case st.TableRows(ref) | SummedRows(ref):
+            case segment_ir.RowRuns(ref):
+                yield ref, _RUNS
+            case segment_ir.JoinSegments(ref, runs):
+                yield runs or Ref("runs", ref.of), None
+            case st.TableRows(ref) | segment_ir.SummedRows(ref):
                 yield ref, 4  # two addresses
             case st.SetRow(ref) | st.LoadRow(ref) | st.FoldQuad(ref) if ref.kind == "r":
                 yield ref, 2

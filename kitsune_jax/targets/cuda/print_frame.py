@@ -11,6 +11,7 @@ from kitsune_jax.targets.cuda import pointwise, print_stage
 from kitsune_jax.targets.cuda.device_ir import Node
 from kitsune_jax.targets.cuda.frame_ir import Consumer, LoadBlocks, LoadResident, LoadStreamed, Result
 from kitsune_jax.targets.cuda.print_loops import Spelling, name
+from kitsune_jax.targets.cuda.segment_ir import TopsStart
 from kitsune_jax.targets.cuda.sharing import Kind
 
 
@@ -75,10 +76,24 @@ def _setup(at: Spelling, node: Node) -> list[str]:
                     f"static_assert({type_}::kBytes == {start.bytes});",
                     f"{name(start.ref)}.clear();",
                 ]
+            if start.tops is not None:
+                tops, element = start.tops, pointwise.ELEMENT[result.dtype]
+                each, finite = start.columns // tops.columns, "true" if tops.finite else "false"
+                type_ = f"OnlineSegments<{element}, {start.width}, {tops.columns}, {each}, {finite}>"
+                return [
+                    f"{type_} {name(start.ref)}{{{{{where}, {ends}, {{}}}}, {name(tops.ref)}, {{}}}};",
+                    f"static_assert({type_}::kBytes == {start.bytes});",
+                ]
             type_ = f"Segments<{template}>"
             return [
                 f"{type_} {name(start.ref)}{{{where}, {ends}, {{}}}};",
                 f"static_assert({type_}::kBytes == {start.bytes});",
+            ]
+        case TopsStart(ref, columns, offset):
+            type_ = f"RunTops<{columns}>"
+            return [
+                f"{type_} {name(ref)}{{reinterpret_cast<u32*>(scratch + {offset})}};",
+                f"static_assert({type_}::kBytes == {node.bytes});",
             ]
         case frame.ClusterRing(ref, ring, vectors, depth, slots, writers, readers):
             entry = depth * vectors * 128 * 16

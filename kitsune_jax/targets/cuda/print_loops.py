@@ -99,10 +99,10 @@ class Spelling:
         """The expression of a row value, for one of the thread's two rows."""
         return self.expression(x).replace("[h]", f"[{h}]")
 
-    def segment_word(self, ref: Ref, how: str, dtype: str, x: str) -> str:
+    def segment_word(self, runs: Ref, how: str, dtype: str, x: str) -> str:
         """What a row adds to its segment: nothing, where it has none."""
         type_ = pointwise.COMPUTE[dtype]
-        return f"to_word(runs{ref.of}.inside[h] ? {type_}({x}) : {self.expression(ir.Identity(how, dtype))})"
+        return f"to_word({name(runs)}.inside[h] ? {type_}({x}) : {self.expression(ir.Identity(how, dtype))})"
 
     def block_loop(self, loop: BlockLoop) -> list[str]:
         return _Loop(self, loop).lines()
@@ -222,11 +222,12 @@ class _Loop:
                 self.element.append(f"{f'if ({guards}) ' if guards else ''}{to} = {how}::fold({to}, {type_}({x}));")
             case ir.ToScratch(_, column):
                 self.element.append(f"rows.put(lane, h, {column} + {self._first_column()} + c, to_word({x}));")
-            case ir.ToSegments(_, ref, how, dtype):
+            case ir.ToSegments(_, ref, how, dtype, runs):
+                runs = runs or Ref("runs", ref.of)
                 # Columns beyond the value's are folded as well, and not stored.
-                word = self.spelling.segment_word(ref, how, dtype, x)
+                word = self.spelling.segment_word(runs, how, dtype, x)
                 self.element.append(f"rows.put(lane, h, static_cast<int>(lane.q) * {pairs} + c, {word});")
-                self.after.append(f"{name(ref)}.block(rows, runs{ref.of}, b);")
+                self.after.append(f"{name(ref)}.block(rows, {name(runs)}, b);")
             case ir.AddToRows(_, ref, columns, access):
                 out = f"{name(ref)}_part"
                 self.before.append(f"float {out}[2][{pairs}];")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import pointwise, print_products, segment_ir, tiles
 from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.device_ir import Node
+from kitsune_jax.targets.cuda.device_ir import Node, Ref
 from kitsune_jax.targets.cuda.print_loops import Spelling, each_row, getter, name, putter
 
 
@@ -142,7 +142,7 @@ def _queues(at: Spelling, node: Node) -> list[str]:
 
 def _segments(at: Spelling, node: Node) -> list[str]:
     match node:
-        case st.SegmentRuns(ref, index, rows, in_order):
+        case segment_ir.SegmentRuns(ref, index, rows, in_order):
             ids, segments = f"ids{ref.of}", name(ref)
             of, kind = ", ".join(at.of_row(index, h) for h in range(2)), "Runs" if in_order else "Members"
             return [
@@ -150,19 +150,27 @@ def _segments(at: Spelling, node: Node) -> list[str]:
                 f"const {kind} runs{ref.of} = {kind}::of({ids}, valid, {rows}ll);",
                 f"{segments}.begin(runs{ref.of});",
             ]
-        case st.RowToSegments(ref, how, dtype, row):
-            x = at.segment_word(ref, how, dtype, at.expression(row))
+        case segment_ir.RowToSegments(ref, how, dtype, row, runs):
+            runs = runs or Ref("runs", ref.of)
+            x = at.segment_word(runs, how, dtype, at.expression(row))
             return [
                 # The block has 8 columns, which are folded alike.
                 *each_row(f"for (u32 c = lane.q; c < 8; c += 4) rows.put(lane, h, c, {x});"),
-                f"{name(ref)}.block(rows, runs{ref.of}, 0);",
+                f"{name(ref)}.block(rows, {name(runs)}, 0);",
             ]
+        case segment_ir.RowRuns(ref, index, rows):
+            ids, of = f"ids_{name(ref)}", ", ".join(at.of_row(index, h) for h in range(2))
+            return [f"const i64 {ids}[2] = {{{of}}};", f"const Runs {name(ref)} = Runs::of({ids}, valid, {rows}ll);"]
+        case segment_ir.FindTops(ref, runs):
+            return [f"{name(ref)}.find(rows, {name(runs)});"]
+        case segment_ir.BeginSegments(ref, runs):
+            return [f"{name(ref)}.begin({name(runs)});"]
         case segment_ir.SummedRows(ref, out, index, rows, columns):
             found = [f"summed_row({at.constant(out)}, {at.of_row(index, h)}, valid[{h}], {rows}ll, {columns}ll)" for h in range(2)]
             return [f"float* const {name(ref)}[2] = {{{', '.join(found)}}};"]
         case segment_ir.AddRow(ref, row):
             return each_row(f"if ({name(ref)}[h] != nullptr && lane.q == 0) red_add({name(ref)}[h], {at.expression(row)});")
-        case st.JoinSegments(ref):
+        case segment_ir.JoinSegments(ref):
             return [f"{name(ref)}.join();"]
     return []
 

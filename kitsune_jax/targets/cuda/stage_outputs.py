@@ -10,11 +10,10 @@ import dataclasses
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import arrays, gradients, own_rows, tiles
+from kitsune_jax.targets.cuda import arrays, gradients, online, own_rows, segment_ir, tiles
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Action, AddToRows, Fold, Keep, Node, Ref, Store, ToSegments, parameter
 from kitsune_jax.targets.cuda.evaluation import Evaluation
-from kitsune_jax.targets.cuda.segment_ir import AddRow, SummedRows
 from kitsune_jax.targets.cuda.values import queue_form
 from kitsune_jax.targets.errors import CannotLower
 
@@ -101,7 +100,7 @@ def _sink(at: Evaluation, instr: Instr) -> _Effect:
 
 
 def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
-    (v, index), k = instr.inputs, instr["sink"]
+    (v, index), k = instr.inputs[:2], instr["sink"]
     sink, value = at.program.sinks[k], at.value(v)
     if sink.how not in HOW:
         raise CannotLower(f"a sink by {sink.how} has no code on the GPU")
@@ -118,14 +117,18 @@ def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
             f"a sink by indices that are not sorted into {rows} rows of {value.n}: a lane holds {tiles.MOST_TABLE_BYTES} bytes at "
             "most; stream in the order of the indices"
         )
-    start = st.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes, rows)
+    tops, found = online.of_sink(at, instr) if len(instr.inputs) > 2 else (None, None)
+    start = st.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes, rows, tops)
     at.segment_bytes += start.bytes
     at.setup.append(start)
     at.scratch_words = max(at.scratch_words, tiles.block(width) | 1)
-    runs, join = st.SegmentRuns(ref, at.row(index), sink.shape[0], not rows), st.JoinSegments(ref)
+    runs: Node = segment_ir.SegmentRuns(ref, at.row(index), sink.shape[0], not rows)
+    if found is not None:
+        runs = segment_ir.BeginSegments(ref, found)
+    join = segment_ir.JoinSegments(ref, found)
     if value.row:
-        return _Effect((runs, st.SyncWarp(), st.RowToSegments(ref, how, sink.dtype, at.row(v)), join))
-    return _Effect((runs, st.SyncWarp()), ToSegments(v, ref, how, sink.dtype), (join,))
+        return _Effect((runs, st.SyncWarp(), segment_ir.RowToSegments(ref, how, sink.dtype, at.row(v), found), join))
+    return _Effect((runs, st.SyncWarp()), ToSegments(v, ref, how, sink.dtype, found), (join,))
 
 
 def _added(at: Evaluation, v: int, index: int, k: int) -> _Effect:
@@ -135,9 +138,9 @@ def _added(at: Evaluation, v: int, index: int, k: int) -> _Effect:
         raise CannotLower(f"a {sink.how} of {sink.dtype} by atomic operations has no code on the GPU")
     if at.program.outputs[sink.array].dtype != "float32":
         raise CannotLower(f"a sum of {at.program.outputs[sink.array].dtype} by atomic operations where other phases may read it")
-    rows = SummedRows(ref, parameter("out", sink.array), at.row(index), sink.shape[0], value.n)
+    rows = segment_ir.SummedRows(ref, parameter("out", sink.array), at.row(index), sink.shape[0], value.n)
     if value.row:
-        return _Effect((rows, AddRow(ref, at.row(v))))
+        return _Effect((rows, segment_ir.AddRow(ref, at.row(v))))
     return _Effect((rows,), AddToRows(v, ref, value.n, arrays.contiguous_access(value.n, "float32", 4 * value.n)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.device_ir import Address, Constant, Expr, Node, Ref, Rows
+from kitsune_jax.targets.cuda.segment_ir import Tops
 from kitsune_jax.targets.cuda.tiles import GradientShape
 
 
@@ -282,32 +283,6 @@ class AddGradient(Node):
     sums: tuple[Ref, ...]
 
 
-# -- sinks by sorted indices
-
-
-class SegmentRuns(Node):
-    """In front of the blocks of a tile: the runs of equal ``index`` among its rows, of ``rows`` that the result has; where they are
-    not ``sorted``, the indices themselves."""
-
-    ref: Ref
-    index: Expr
-    rows: int
-    sorted: bool = True
-
-
-class RowToSegments(Node):
-    """All of a tile that is one number per row."""
-
-    ref: Ref
-    how: str
-    dtype: str
-    row: Expr
-
-
-class JoinSegments(Node):
-    ref: Ref
-
-
 # -- once per kernel
 
 
@@ -332,7 +307,7 @@ class SinkStart(Node):
 
 class SegmentStart(Node):
     """A result of rows of ``columns`` numbers, in tiles of ``width``; ``at``: bytes into the lane's memory for segments. ``rows``:
-    of the table that each lane has where the indices are not sorted, 0 where they are."""
+    of the table that each lane has where the indices are not sorted, 0 where they are. ``tops``: of a softmax's sum."""
 
     ref: Ref
     how: str
@@ -341,6 +316,7 @@ class SegmentStart(Node):
     columns: int
     at: int
     rows: int = 0
+    tops: Tops | None = None
 
     @property
     def bytes(self) -> int:
@@ -350,7 +326,8 @@ class SegmentStart(Node):
     @property
     def partial_words(self) -> int:
         """Of the partial result that a lane leaves in global memory."""
-        return self.rows * self.width if self.rows else 2 * (self.width + 1)  # two rows, and which segments they are of
+        tops = self.tops.columns if self.tops else 0
+        return self.rows * self.width if self.rows else 2 * (self.width + tops + 1)  # two rows, and which segments they are of
 
 
 class ClearPanel(Node):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kitsune_jax.graph import Graph, Op, Value
 from kitsune_jax.ops.indexing import INDEXED
 from kitsune_jax.ops.loops import parts
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import pointwise
@@ -27,7 +28,7 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
             return f"{value.dtype} has no code on the GPU"
         if value.size == 0:
             return "an array without elements"
-    if op.kind in INDEXED:  # what streams is not known of one op, but an index that streams says rows of a table
+    if op.kind in INDEXED or op.kind in ONLINE:  # what streams is not known of one op; an index that does says rows of a table
         return None
     if op.body is not None:
         return _loop(op.body)

@@ -165,6 +165,15 @@ def segment_bytes(width: int) -> int:
     return 64 * (width + 1)
 
 
+def tops_bytes(columns: int) -> int:
+    """Shared memory of a lane for the largest scores of the runs of a tile, ``columns`` of a row (``RunTops::kBytes``).
+
+    >>> tops_bytes(8)
+    2816
+    """
+    return 4 * (16 * columns + TILE_ROWS * (columns | 1))
+
+
 FAN_IN = 16  # lanes whose own tables are folded together first (``Table::kFanIn``)
 MOST_TABLE_BYTES = 48 << 10  # of a lane's own table of sums by indices in any order
 

@@ -100,7 +100,9 @@ struct Segments {
   KITSUNE_DEVICE void block(const Scratch& rows, const Runs& runs, int b) const {
     syncwarp();
     const u32* const column = rows.base + static_cast<int>(lane_id()) % kColumns;
-    walk(runs, b, [&](int r) { return from_word<V>(ld_shared(column + r * rows.pitch)); });
+    walk(
+        runs, b, [&](int r) { return from_word<V>(ld_shared(column + r * rows.pitch)); },
+        [&](i32 segment, int c, V acc, int) { put(segment, c, acc); });
     syncwarp();
   }
 
@@ -145,18 +147,21 @@ struct Segments {
       KITSUNE_NO_UNROLL
       for (int b = 0; b < W / kColumns; ++b) {
         const u32* const column = partial + static_cast<i64>(mine) * W + b * kColumns + lane_id() % kColumns;
-        walk(runs, b,
-             [&](int r) { return Runs::row(index, r) < 0 ? How::template identity<V>() : from_word<V>(ld_l2(column + r * W)); });
+        walk(
+            runs, b,
+            [&](int r) { return Runs::row(index, r) < 0 ? How::template identity<V>() : from_word<V>(ld_l2(column + r * W)); },
+            [&](i32 segment, int c, V acc, int) { put(segment, c, acc); });
       }
       join();
     }
     close();
   }
 
- private:
-  // Down the 16 rows: a thread has the elements of one column of block b, and fetches four at once.
-  template <class Load>
-  KITSUNE_DEVICE void walk(const Runs& runs, int b, Load load) const {
+ protected:
+  // Down the 16 rows: a thread has the elements of one column of block b, and fetches four at once. `whole`: of a run that begins
+  // and ends among them, with its segment, the column, its fold and its last row.
+  template <class Load, class Whole>
+  KITSUNE_DEVICE void walk(const Runs& runs, int b, Load load, Whole whole) const {
     const int column = b * kColumns + static_cast<int>(lane_id());
     const bool mine = static_cast<int>(lane_id()) < kColumns;
     V acc = How::template identity<V>();
@@ -173,7 +178,7 @@ struct Segments {
         if (runs.ends >> r & 1) {
           if (segment >= 0) {
             if (mine && (first || r == 15)) st_shared(edge(2 * warp() + (first ? 0 : 1)) + column, to_word(acc));
-            if (mine && !first && r != 15 && column < columns) put(segment, column, acc);
+            if (mine && !first && r != 15 && column < columns) whole(segment, column, acc, r);
             first = false;
           }
           acc = How::template identity<V>();

@@ -145,13 +145,6 @@ class CpuCost(RegionCost):
         """Operands that products of few rows read as they lie."""
         return few_rows.matrices(self)
 
-    def first_of_scores(self, i: int) -> bool:
-        """Is op ``i`` an online sum, and the first one of its scores?"""
-        ops = self.graph.ops
-        if ops[i].kind not in ONLINE:
-            return False
-        return i == min(j for j in self.region.ops if ops[j].kind in ONLINE and ops[j].inputs[1:] == ops[i].inputs[1:])
-
     def _absorbed(self, i: int) -> bool:
         return i in self.activations or super()._absorbed(i)
 

@@ -13,11 +13,12 @@ from typing import Self
 from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.indexing import any_order
 from kitsune_jax.ops.loops import as_step, parts
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, RegionCost, round_up
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
-from kitsune_jax.targets.cuda.tiles import padded
+from kitsune_jax.targets.cuda.tiles import MOST_TABLE_BYTES, padded, table_bytes
 
 # A matmul spends about four steps of K on loading and storing its accumulators; from K = 64 on that is in the efficiency.
 _FULL_K, _K_OVERHEAD = 64, 16
@@ -34,19 +35,23 @@ _SORT_KERNELS, _SORT_BYTES = 6, 64
 _SECTOR = 32  # bytes that memory gives at once
 
 
+# Beside finding the largest score of a run, which is as a fold: whether it is finite, the difference, the exponential's own.
+SCALING_SLOTS = 6.0
 # Instructions for an element that is added to the result atomically: a quarter of one that adds four, and its address
 # (``stage/atomic.h``).
 ATOMIC_SLOTS = 1.0
 # Bytes of the L2's bandwidth that the atomic addition of a float takes: it is read and written there. An assumption until a device
-# has measured it: no published rate of vectors of them on sm_90 was found. Additions to one address wait for
-# each other, which the model does not know of.
+# has measured it: no published rate of vectors of them on sm_90 was found.
 ATOMIC_BYTES = 8
+# Cycles of an addition to a sector during which no other one to it begins, and additions that a sector of a row gets (four floats
+# each). The same assumption. The model takes every row of the table to get as many; one that gets half of all rows is not known.
+ATOMIC_CYCLES, _ATOMIC_EACH = 1.0, 2
 
 
 class GpuCost(RegionCost):
     """``loop_sums``: of each loop of the region, the sinks that add up what it makes in its steps, as ops of its body. Their work
     is a part of a step's; ``step_sums`` are all of them. ``atomic``: sums by indices in whose order the rows do not stream, and
-    which may be added up in whatever order, are added atomically."""
+    which may be added up in whatever order, are added atomically where that is faster than a table of each lane."""
 
     machine: GpuMachine
 
@@ -54,15 +59,36 @@ class GpuCost(RegionCost):
         super().__init__(graph, region, machine, order)
         self.loop_sums = {i: self._sums_of(graph.ops[i]) for i in region.ops if graph.ops[i].body is not None}
         self.step_sums = frozenset(k for sums in self.loop_sums.values() for k in sums)
-        self.unordered = tuple(i for i in region.sinks if atomic and any_order(graph.ops[i]) and not self._near(i))
+        sums = [i for i in region.sinks if atomic and any_order(graph.ops[i]) and not self._near(i)]
+        self.unordered = tuple(i for i in sums if self._adds_faster(i))
 
     def _near(self, i: int) -> bool:
         access = self.access(i)
         return access is not None and access.near
 
+    def _adds_faster(self, i: int) -> bool:
+        """Are rows added atomically sooner than to a table of each lane, where there is room for one?"""
+        rows, elements, n = self.region.space.rows, self.elements(i), self.graph.ops[i]["n"]
+        if table_bytes(n, padded(elements)) > MOST_TABLE_BYTES:
+            return True
+        added = max(ATOMIC_BYTES * elements * rows / self.machine.shared_bandwidth, self._one_by_one(i))
+        return added < rows * elements * TABLE_SLOTS / (self.machine.rate(self.machine.simt_rates, "other") * self.machine.workers)
+
+    def _one_by_one(self, i: int) -> float:
+        """Seconds in which the additions of op ``i`` to one sector of its table follow each other."""
+        return self.region.space.rows / self.graph.ops[i]["n"] * _ATOMIC_EACH * ATOMIC_CYCLES / self.machine.clock
+
     def fold_slots(self, i: int) -> float:
         """Instructions for an element of a row that op ``i`` folds by indices."""
         return FOLD_SLOTS if self._near(i) else ATOMIC_SLOTS if i in self.unordered else TABLE_SLOTS
+
+    def scaling(self, i: int) -> tuple[int, int]:
+        """(numbers of a row that op ``i`` multiplies, scores of a row that it finds the largest of), where it is a softmax's sum.
+        Sums by the same scores share what is found."""
+        op = self.graph.ops[i]
+        if op.kind not in ONLINE:
+            return 0, 0
+        return self.elements(i), self.row_size(op.inputs[2]) if self.first_of_scores(i) else 0
 
     def atomic_bytes(self) -> int:
         """Bytes of the L2's bandwidth that atomic additions take. XLA's zeros, which they are added to, are written as well."""
@@ -104,8 +130,10 @@ class GpuCost(RegionCost):
         access = self.access(i)
         if access is not None:
             # A row that is gathered costs no more than one that is loaded.
-            slots = self.fold_slots(i) if access.folds else 0.0
-            return rows * self.elements(i) * slots / machine.rate(machine.simt_rates, "other")
+            slots = self.elements(i) * self.fold_slots(i) if access.folds else 0.0
+            products, scores = self.scaling(i)
+            slots += products + scores * (FOLD_SLOTS + SCALING_SLOTS)
+            return rows * slots / machine.rate(machine.simt_rates, "other")
         if self.absorbed(i):
             return 0.0
         if work.dot is None:
@@ -149,6 +177,10 @@ class GpuCost(RegionCost):
         found = [(i, self.access(i)) for i in self.region.sinks]
         own = [i for i, access in found if access is not None and not access.near and i not in self.unordered]
         return [self.graph.ops[i]["n"] * padded(self.elements(i)) for i in own]
+
+    def atomic_seconds(self) -> float:
+        """Seconds that additions to one sector take at least."""
+        return max(map(self._one_by_one, self.unordered), default=0.0)
 
     def sink_bytes(self, ops: Iterable[int]) -> int:
         """Bytes of the accumulators of the sinks among ``ops``: 32 bits each."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.indexing import any_order
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.planning.machine import size_text
 from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
@@ -254,6 +255,8 @@ def _check_ops(cost: GpuCost) -> None:
         raise Infeasible(f"a row has {widest} columns; the CUDA target has code for {tiles.MOST_COLUMNS} at most")
     for i in cost.region.ops:
         dot, op, access = cost.work(i).dot, cost.graph.ops[i], cost.access(i)
+        if op.kind in ONLINE and (access is None or not access.near):
+            raise Infeasible(f"{op.label} of a softmax by indices in another order than that of the stream has no code on the GPU")
         if access is not None and access.folds and not access.near and i not in cost.unordered:
             own = tiles.table_bytes(op["n"], tiles.padded(cost.elements(i)))
             if own > tiles.MOST_TABLE_BYTES:

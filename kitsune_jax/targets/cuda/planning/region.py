@@ -57,6 +57,7 @@ class GpuRegion:
         dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
         near_bytes = a.l2_bytes + gathered - far + self.cost.atomic_bytes()
         l2 = (moved + near_bytes) / machine.shared_bandwidth  # whatever comes from memory comes through the L2
+        l2 = max(l2, self.cost.atomic_seconds())
         bound = a.bound
         if max(dram, l2) > a.busy:
             bound = "dram" if dram >= l2 else "l2"

@@ -21,6 +21,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.machine import KIB
 from kitsune_jax.targets.cuda import tiles
@@ -177,7 +178,9 @@ class Steps:
         block = tiles.TILE_ROWS * 4 * (tiles.block(width) | 1)
         if access is not None and not access.near:
             return block + tiles.table_bytes(self.cost.graph.ops[i]["n"], width)
-        return block + tiles.segment_bytes(width)
+        op = self.cost.graph.ops[i]
+        tops = tiles.tops_bytes(self.cost.row_size(op.inputs[2])) if op.kind in ONLINE else 0
+        return block + tiles.segment_bytes(width) + tops
 
     def _gradients(self, lanes: int) -> tuple[int, int, int] | None:
         """(registers of a thread, bytes of a lane's panels, bytes that are written and read per tile); None if one does not fit."""

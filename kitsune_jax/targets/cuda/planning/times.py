@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import itemsize, round_up
-from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.cost import FOLD_SLOTS, SCALING_SLOTS, GpuCost
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.products import product_work, row_products_of
 from kitsune_jax.targets.cuda.planning.sizes import dots_of, gradients_of, loops_of, slab
@@ -121,6 +121,9 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
             continue
         access = cost.access(i)
         if access is not None:
+            products, scores = cost.scaling(i)
+            slots += TILE_ROWS * (products + scores * (FOLD_SLOTS + SCALING_SLOTS))
+            special += TILE_ROWS * scores
             slots += TILE_ROWS * cost.elements(i) * cost.fold_slots(i) if access.folds else 128 * access.count * _ADDRESS_SLOTS
             continue
         if cost.graph.ops[i].body is not None:

@@ -5,6 +5,7 @@ Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``baseline``, modelled
 
 from __future__ import annotations
 
+from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.planning import xla_kernels
 from kitsune_jax.planning.cost import SCATTER
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel
@@ -35,7 +36,26 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
         traffic = max(traffic, folded / machine.shared_bandwidth)
         compute = sum(_library_seconds(cost, i) for i in kernel.ops) / machine.workers
         seconds += machine.kernel_seconds + max(compute, traffic)  # a GPU overlaps the two
+    for i in cost.region.ops:
+        kernels, moved, folded = _scaling(cost, i)
+        total += moved
+        near = moved <= machine.shared_bytes // 2
+        bandwidth = max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth
+        seconds += kernels * machine.kernel_seconds + max(moved / bandwidth, folded / machine.shared_bandwidth)
     return seconds, total
+
+
+def _scaling(cost: GpuCost, i: int) -> tuple[int, int, int]:
+    """(kernels, bytes moved, bytes of atomic operations) with which XLA scales the rows of a softmax's sum. The largest scores, and
+    the exponentials, which read them, are two kernels for all sums by the same scores. What makes the rows multiplies them."""
+    op = cost.graph.ops[i]
+    if op.kind not in ONLINE:
+        return 0, 0, 0
+    scores = cost.bytes(op.inputs[2])
+    if not cost.first_of_scores(i):
+        return 0, scores, 0
+    largest = cost.graph.values[op.inputs[2]].size // max(1, cost.region.space.rows) * op["n"]
+    return 2, 4 * scores + 3 * 4 * largest, 8 * cost.graph.values[op.inputs[2]].size + 4 * largest
 
 
 def _folded_bytes(cost: GpuCost, i: int) -> int:
