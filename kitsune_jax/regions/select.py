@@ -99,9 +99,8 @@ class _Selector:
         failed: Failed,
     ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
-        self.recomputes, self.few_rows, self.sums_behind = recomputes, few_rows, sums_behind
-        self.together, self.merges, self.failed = together, merges, failed
-        self.index = GraphIndex.of(graph)
+        self.recomputes, self.few_rows, self.together, self.merges, self.failed = recomputes, few_rows, together, merges, failed
+        self.index, self.behind = GraphIndex.of(graph), sums_behind
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
         self.wiring = Wiring(graph)
@@ -173,10 +172,11 @@ class _Selector:
         """The region of loop ``i`` that gains most, if one does; with ``force`` the most promising one that has a plan."""
         why = self.supports(i)
         best: Chosen | None = None
-        found: list[Region | str] = (
-            [why] if why else list(loop_regions(self.index, i, self.free, self.order, self._spread, self.sums_behind))
-        )
+        around = self.index, i, self.free, self.order, self._spread, self.behind
+        found: list[Region | str] = [why] if why else list(loop_regions(*around))
         for region in found:
+            if isinstance(region, Region) and best is not None and best.region.sinks and not region.sinks:
+                break  # it leaves behind the sums with which it pays
             plan = region if isinstance(region, str) else self._plan_of(region)[0]
             if isinstance(plan, str):
                 self.why.setdefault(i, f"{_OWN_BODY}: {plan}")

@@ -193,7 +193,6 @@ def test_weights_that_a_loop_multiplies_with_are_not_streamed() -> None:
 @pytest.mark.parametrize(
     "name, reason",
     [
-        ("lstm_backward", "matmul_sink and sink_at in a loop"),
         ("nested", "several loops cut"),
         ("computed_weights", "weights that change"),
         ("attention", "do not stay in shared memory"),

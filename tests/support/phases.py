@@ -86,3 +86,58 @@ def clipped(rows: int = 77, width: int = 27, dtype: str = "float32", copies: int
         return [x / norm for x in made]
 
     return Case(program, operands, reference)
+
+
+def recurrence(
+    rows: int = 131, steps: int = 3, width: int = 32, dtype: str = "float32", reverse: bool = False, features: int = 9
+) -> Case:
+    """A loop in the middle: its inputs are projected by the phase before, which also says how much they count; the phases behind it
+    read what it makes step by step, and update a weight by what it adds up."""
+    streams, every = ((), (0,), ()), ((0,), (1,), ())
+    t = Tiles((steps, rows), 64)
+    z = t.matmul(t.load((steps, rows, features), dtype, every), t.load((features, width), dtype))
+    t.store(z, (steps, rows, width), every)
+    t.sink(z, "max", (0, 1))
+    u = Tiles((rows,), 64)
+    zs, path = u.input((steps, rows, width), dtype, streams), u.output((steps, rows, width), dtype, streams)
+    most, w, first = u.load((), dtype), u.load((width, width), dtype), u.load((rows, width), dtype, ROW)
+    with u.loop(steps, first, reverse=reverse) as loop:
+        x = u.reshape(u.load_slice(zs, (loop.index, 0, 1, 1)), (width,))
+        x = u.op("div", x, u.broadcast(most, (width,), ()))
+        h = u.op("tanh", u.op("add", u.matmul(loop.carries[0], w), x))
+        u.store_slice(u.reshape(h, (1, width)), path, (loop.index, 0, 1, 1))
+        u.matmul_sink(x, h)
+        loop.next(h)
+    u.store(loop.results[0], (rows, width), ROW)
+    v = Tiles((steps, rows), 64)
+    v.store(v.matmul(v.load((steps, rows, width), dtype, every), v.load((width, 16), dtype)), (steps, rows, 16), every)
+    s = Tiles((width, width), 64)
+    both = ((0,), (1,))
+    old, change = (s.load((width, width), kind, both) for kind in (dtype, "float32"))
+    change = change if dtype == "float32" else s.op("convert_element_type", change, dtype=dtype, new_dtype=dtype)
+    s.store(s.op("add", old, change), (width, width), both)
+    # operands: xs, w_in, w, first, w_out; results: last, read out, updated; between: zs, most, path, the sum
+    parts = [
+        (0, t.program(), (0, 1), (8, 9)),
+        (1, u.program(), (8, 9, 2, 3), (10, 11, 5)),
+        (2, v.program(), (10, 4), (6,)),
+        (2, s.program(), (2, 11), (7,)),
+    ]
+    program = assemble(parts, range(5), (5, 6, 7))
+
+    def operands(rng: np.random.Generator) -> list[Array]:
+        weights = [
+            _normal(rng, dtype, *shape, scale=shape[0] ** -0.5) for shape in ((features, width), (width, width), (width, 16))
+        ]
+        xs, first = _normal(rng, dtype, steps, rows, features), _normal(rng, dtype, rows, width)
+        return [xs, weights[0], weights[1], first, weights[2]]
+
+    def reference(xs: Array, w_in: Array, w: Array, h: Array, w_out: Array) -> list[Array]:
+        zs = xs @ w_in
+        zs, path, total = zs / zs.max(), np.zeros((steps, rows, width)), np.zeros((width, width))
+        for k in reversed(range(steps)) if reverse else range(steps):
+            h = path[k] = np.tanh(h @ w + zs[k])
+            total += zs[k].T @ h
+        return [h, path @ w_out, w + total]
+
+    return Case(program, operands, reference)

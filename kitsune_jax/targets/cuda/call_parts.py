@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from kitsune_jax.graph import make_params
 from kitsune_jax.ops.local import ROWS
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import ArrayType, Instr, Part, Program, StageProgram, TileProgram, TileType, walk
 from kitsune_jax.streams.space import dim_strides
+from kitsune_jax.targets.cuda import loop_values
 from kitsune_jax.targets.errors import CannotLower
 
 _WIDTHS = (32, 16, 8)  # of a row of several elements
@@ -38,9 +40,10 @@ def _with_numbers(call: Program, part: Part) -> TileProgram:
     loads = {i.outputs[0]: i["array"] for s in program.stages for i in walk(s.body) if i.kind == "load"}
     whole = {v: k for v, k in loads.items() if k in made and not program.values[v].tile}
     gathered = {i.inputs[0] for s in program.stages for i in walk(s.body) if i.kind == "gather"}
-    for stage in program.stages:
+    shown = loop_values.as_tiles(program)  # of which XLA makes what is stationary
+    for stage in shown.stages:
         for i in walk(stage.body):
-            stationary = i.outputs and not program.values[i.outputs[0]].tile and i.kind != "load"
+            stationary = i.outputs and not shown.values[i.outputs[0]].tile and i.kind != "load"
             # Ops of later parts are numbered by the part, so XLA could not tell which one to compute.
             if stationary and (whole.keys() & set(i.inputs) or i.kind != "reshape" and part is not call.parts[0]):
                 raise CannotLower("a later phase computes a value that does not stream, which has no code on the GPU")
@@ -55,15 +58,20 @@ def _with_numbers(call: Program, part: Part) -> TileProgram:
     for v, k in numbers.items():
         inputs[k] = ArrayType((), inputs[k].dtype, True, (0,) * len(program.axes))
         values[v] = TileType(True, (), values[v].dtype)
-    stages = tuple(StageProgram(s.name, tuple(_of_rows(i, numbers) for i in s.body)) for s in program.stages)
+    stages = tuple(StageProgram(s.name, _of_rows(s.body, numbers)) for s in program.stages)
     return dataclasses.replace(program, inputs=tuple(inputs), values=tuple(values), stages=stages)
 
 
-def _of_rows(instr: Instr, numbers: dict[int, int]) -> Instr:
-    """``instr``, one of whose operands may be a number of each row now."""
-    if instr.kind == "broadcast_in_dim" and instr.inputs[0] in numbers:
-        return dataclasses.replace(instr, params=make_params(**{**dict(instr.params), "dims": (0,)}))
-    return instr
+def _of_rows(body: Sequence[Instr], numbers: dict[int, int]) -> tuple[Instr, ...]:
+    """``body``, whose instructions read ``numbers`` of each row now."""
+    found = []
+    for i in body:
+        if i.kind == "broadcast_in_dim" and i.inputs[0] in numbers:
+            i = dataclasses.replace(i, params=make_params(**{**dict(i.params), "dims": (0,)}))
+        elif i.block is not None:
+            i = dataclasses.replace(i, block=dataclasses.replace(i.block, body=_of_rows(i.block.body, numbers)))
+        found.append(i)
+    return tuple(found)
 
 
 def _wide(program: TileProgram) -> TileProgram:

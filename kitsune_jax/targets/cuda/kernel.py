@@ -12,13 +12,11 @@ from __future__ import annotations
 import dataclasses
 
 from kitsune_jax.program.ir import SINKS, Array, Program, TileProgram, walk
-from kitsune_jax.targets.cuda import call_layout, frames, layout, print_kernel, print_phases, sharing, tiles
+from kitsune_jax.targets.cuda import call_layout, cuts, frames, layout, print_kernel, print_phases, sharing, tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.layout import Layout
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.errors import CannotLower
-
-_LOOPS = frozenset({"loop", "load_slice", "store_slice"})
 
 __all__ = ["Arrangement", "Kernel", "generate", "of_call"]
 
@@ -70,10 +68,8 @@ def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> 
     """The kernel of a call of several parts, arranged as each of ``arrangements`` asks. Raises ``CannotLower``."""
     for part in call.parts:
         _check(part.program)
-        if len(call.parts) > 1 and any(i.kind in _LOOPS for stage in part.program.stages for i in walk(stage.body)):
-            raise CannotLower("a loop in a call of several phases has no code on the GPU")
-        if len(call.parts) > 1 and part.program.batch_axes:
-            raise CannotLower("tiles that keep within a batch have no code in a call of several phases on the GPU")
+        if len(call.parts) > 1 and cuts.by_groups(part.program):
+            raise CannotLower("tiles of a batch, and weights that a loop cuts, have no code in a call of several phases on the GPU")
     found = call_layout.of_call(call, arrangements, name)
     layouts = [part.layout for part in found.parts]
     source = print_phases.source(found, [_kinds(at, True) for at in layouts])

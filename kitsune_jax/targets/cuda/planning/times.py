@@ -139,7 +139,7 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
         elif family == "dot":
             slots += elements * CONVERT_SLOTS * (itemsize(cost.graph.values[out].dtype) < 4)
         elif reduces:
-            slots += elements + 128 * ROW_SLOTS
+            slots += elements + (128 * ROW_SLOTS if i not in cost.sinks else 0)  # each thread has sums of its own
         elif family == "convert":
             slots += elements * CONVERT_SLOTS
         elif family == "pointwise":
