@@ -275,7 +275,13 @@ def captured_and_settled(
     can, kept = targets.get(target), set[Any]()
     while True:
         captured = capture(
-            jaxpr, rewrite, parts=can.divides_gradients, online=can.sums_online, loops=can.runs_loops, kept=frozenset(kept)
+            jaxpr,
+            rewrite,
+            parts=can.divides_gradients,
+            online=can.sums_online,
+            apart=not can.sums_by_batch,
+            loops=can.runs_loops,
+            kept=frozenset(kept),
         )
         planned, nodes = settled(captured, target, options, device, code=code)
         left = [captured.steps[node] for node in nodes if isinstance(node, int)]

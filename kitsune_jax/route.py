@@ -107,6 +107,7 @@ def route(
         several_phases=executor.runs_phases,
         recomputes=executor.recomputes,
         few_rows=executor.few_rows,
+        sums_by_batch=executor.sums_by_batch,
         together=search.together,
         merges=executor.most_merged if merge and executor.runs_phases else 1,
         failed=failed,

@@ -43,6 +43,14 @@ def seed_order(graph: Graph, ops: Collection[int]) -> list[int]:
     return sorted((i for i in ops if graph.ops[i].kind not in NEVER_SEEDS), key=lambda i: (*(-w for w in work(i)), i))
 
 
+def splits_layer(graph: Graph, i: int) -> bool:
+    """Is op ``i``, a sink, no weight gradient? A gradient contracts the leading dimensions of both operands."""
+    op = graph.ops[i]
+    if op.kind != "dot_general":
+        return False
+    return any(sorted(c) != list(range(len(c))) for c in (op["lhs_contract"], op["rhs_contract"]))
+
+
 @dataclasses.dataclass(eq=False)
 class Kept:
     """A spread and the groups of its ops. ``group_of``: op -> which of ``groups``; ``chosen``: calls at the time."""

@@ -21,7 +21,7 @@ from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
 from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.in_place import updated_in_place
-from kitsune_jax.regions.known_spreads import NEVER_SEEDS, Spreads, seed_order
+from kitsune_jax.regions.known_spreads import NEVER_SEEDS, Spreads, seed_order, splits_layer
 from kitsune_jax.regions.loops import loop_regions
 from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
@@ -29,7 +29,7 @@ from kitsune_jax.regions.passes import Pass, cuts_of
 from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, gained_apart, pays, seconds_gained
 from kitsune_jax.regions.recompute import recompute
 from kitsune_jax.streams import Region, Seed, Spread, has_few_rows, is_batched, spread
-from kitsune_jax.streams.propagate import Wiring
+from kitsune_jax.streams.wiring import Wiring
 
 _LEFT_ASIDE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
 _OWN_BODY = "a loop left to XLA, its body is pipelined on its own"
@@ -65,6 +65,7 @@ def select(
     several_phases: bool = False,
     recomputes: bool = False,
     few_rows: bool = False,
+    sums_by_batch: bool = True,
     together: Together = _as_they_are,
     merges: int = 1,
     failed: Failed = _raised,
@@ -74,10 +75,12 @@ def select(
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
     ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
     or why not. ``recomputes``: regions may compute again what they would read of others. ``few_rows``: products of few rows stream
-    over what they contract (``regions.between``). ``merges``: calls that follow each other may become one of so many phases.
+    over what they contract (``regions.between``). ``sums_by_batch``: regions may sum over the rows of each
+    batch. ``merges``: calls that follow each other may become one of so many phases.
     ``failed``: called with an error of forming one region, which costs that region only, unless it raises.
     """
-    return _Selector(graph, supports, planner, force, several_phases, recomputes, few_rows, together, merges, failed).run()
+    wiring = Wiring(graph, sums_by_batch)
+    return _Selector(graph, supports, planner, force, several_phases, recomputes, few_rows, wiring, together, merges, failed).run()
 
 
 class _Selector:
@@ -90,6 +93,7 @@ class _Selector:
         several_phases: bool,
         recomputes: bool,
         few_rows: bool,
+        wiring: Wiring,
         together: Together,
         merges: int,
         failed: Failed,
@@ -99,7 +103,7 @@ class _Selector:
         self.index = GraphIndex.of(graph)
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
-        self.wiring = Wiring(graph)
+        self.wiring = wiring
         self.why = updated_in_place(graph)
         free = {i for i in self.index.live if graph.ops[i].kind != "opaque" and graph.ops[i].body is None}
         self.free = free - self.why.keys()
@@ -333,16 +337,9 @@ class _Selector:
         gain = seconds_gained(c.plan)
         if self.force:
             ops = sum(self.graph.ops[i].kind not in NEVER_SEEDS for i in c.region.ops)  # those that compute something
-            splits = not c.region.space.batch and any(self._splits_layer(i) for i in c.region.sinks)
+            splits = not c.region.space.batch and any(splits_layer(self.graph, i) for i in c.region.sinks)
             return (not splits, float(ops), gain)
         return (True, gain, float(len(c.region.ops)))
-
-    def _splits_layer(self, i: int) -> bool:
-        """A sink that is no weight gradient: a gradient contracts the leading dimensions of both operands."""
-        op = self.graph.ops[i]
-        if op.kind != "dot_general":
-            return False
-        return any(sorted(c) != list(range(len(c))) for c in (op["lhs_contract"], op["rhs_contract"]))
 
     def _evaluate(self, seed_op: int, seed: Seed) -> tuple[Chosen | None, set[int]]:
         kept, new = self.spreads.at(seed)
