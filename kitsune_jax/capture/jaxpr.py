@@ -69,8 +69,8 @@ def capture(
       parts: make weight gradients of concatenations part by part. (What is computed of such a gradient is then not computed of the
         result of a single op, so a target whose calls update parameters is better off without.)
       online: make the sums of a segment softmax online (``ops.online``), for a target that has code for that.
-      apart: make the scores of an attention once for sums over the queries and once for those over the keys (``scores_apart``), for
-        a target without code for sums over the rows of each batch.
+      apart: make the scores of an attention once for sums over the queries and once for those over the keys (``scores_apart``,
+        ``score_divisions``), for a target without code for sums over the rows of each batch.
       loops: move the sums of a loop's steps behind the loop (``loop_sums``) and hand less from loop to loop (``loop_residuals``),
         for a target that has code for loops.
       kept: the places (``Origin.key``) of loops that stay as they are.
@@ -101,7 +101,7 @@ def capture(
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
     return rewritten(
-        captured, (*within, *((PARTS,) if parts else ()), *((ONLINE,) if online else ()), *((APART,) if apart else ()))
+        captured, (*within, *((PARTS,) if parts else ()), *((ONLINE,) if online else ()), *(APART if apart else ()))
     )
 
 

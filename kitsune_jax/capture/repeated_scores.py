@@ -66,13 +66,7 @@ class _Rewriter:
     def finish(self) -> Captured:
         if not self.copied:
             return self.captured
-        ops, steps = self.draft.ops, self.draft.steps
-        self.draft.ops, self.draft.steps = [], []
-        for i, pair in enumerate(zip(ops, steps, strict=True)):
-            for op, step in (*self.before.get(i, ()), pair):
-                self.draft.ops.append(op)
-                self.draft.steps.append(step)
-        return self.draft.finish()
+        return self.draft.finish(self.before)
 
     def repeat(self, root: int) -> None:
         """Give what stands behind the first product with the weights that are made of product ``root`` copies of those."""

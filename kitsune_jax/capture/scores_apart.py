@@ -19,24 +19,24 @@ from kitsune_jax.capture.repeated_scores import CHEAP, LARGER, grows, made_of
 from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
 
-_MOVES = frozenset({"broadcast", "reshape", "transpose", "iota"})
+MOVES = frozenset({"broadcast", "reshape", "transpose", "iota"})
 _FOLDS = frozenset({"dot", "reduce"})
 
 
 def part_scores(captured: Captured) -> Captured:
     """``captured`` with a copy of the scores for each set of dimensions that they are summed over, but one."""
     graph = captured.graph
-    roots = {i for i, op in enumerate(graph.ops) if op.kind == "dot_general" and grows(graph, op)}
-    if not roots:
-        return captured
-    scores = _scores(graph, roots)
-    parted = _divided(graph, scores)
+    scores = scores_of(graph)
+    parted = _divided(graph, scores) if scores else []
     return _with_copies(captured, scores, parted) if parted else captured
 
 
-def _scores(graph: Graph, roots: set[int]) -> frozenset[int]:
-    """The results of ``roots``, and what is made of them element by element."""
+def scores_of(graph: Graph) -> frozenset[int]:
+    """The results of products that are much larger than their operands, and what is made of them element by element."""
+    roots = {i for i, op in enumerate(graph.ops) if op.kind == "dot_general" and grows(graph, op)}
     found: dict[int, int] = {}  # -> its size
+    if not roots:
+        return frozenset()
     for i, op in enumerate(graph.ops):
         sizes = [found[v] for v in op.inputs if v in found]
         for v in op.outputs:
@@ -115,7 +115,7 @@ def _with_copies(captured: Captured, scores: frozenset[int], parted: list[list[i
         if op is None or op.kind == "opaque" or graph.values[v].literal is not None:
             return False
         cheap = _is_cheap(op) and (v in counted or graph.values[v].size * LARGER > size)
-        return v in scores or cheap or OPS[op.kind].family in _MOVES  # what only moves elements is no array of its own
+        return v in scores or cheap or OPS[op.kind].family in MOVES  # what only moves elements is no array of its own
 
     for ends in parted:
         copies: dict[int, int] = {}
@@ -137,10 +137,4 @@ def _with_copies(captured: Captured, scores: frozenset[int], parted: list[list[i
                     new = dataclasses.replace(op, inputs=tuple(copies[w] for w in op.inputs), outputs=(copies[v],))
                     before.setdefault(i, []).append((new, captured.steps[producers[v]]))
             draft.ops[i] = dataclasses.replace(draft.ops[i], inputs=tuple(copies[v] for v in graph.ops[i].inputs))
-    ops, steps = draft.ops, draft.steps
-    draft.ops, draft.steps = [], []
-    for i, pair in enumerate(zip(ops, steps, strict=True)):
-        for op, step in (*before.get(i, ()), pair):
-            draft.ops.append(op)
-            draft.steps.append(step)
-    return draft.finish()
+    return draft.finish(before)
