@@ -100,9 +100,7 @@ def capture(
     outputs = [keys.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
-    return rewritten(
-        captured, (*within, *((PARTS,) if parts else ()), *((ONLINE,) if online else ()), *(APART if apart else ()))
-    )
+    return rewritten(captured, (*within, *((PARTS,) if parts else ()), *((ONLINE,) if online else ()), *(APART if apart else ())))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,9 +137,8 @@ def coarse(program: TileProgram, body: Sequence[Instr]) -> frozenset[int]:
     rounded, others = set[int](), set[int]()
     for i in reversed(instrs):  # who reads a value stands behind who makes it
         read = {names.get(x, x) for x in (*i.inputs, *(i.block.results if i.block else ()))}
-        if is_rounding(program, i) and program.values[i.outputs[0]].dtype == "bfloat16":
-            rounded |= read
-        elif i.kind in _SCALES and i.outputs[0] in rounded and i.outputs[0] not in others:
+        multiple = i.kind in _SCALES and i.outputs[0] in rounded and i.outputs[0] not in others
+        if multiple or (is_rounding(program, i) and program.values[i.outputs[0]].dtype == "bfloat16"):
             rounded |= read
         elif i.kind == "reduce_sum":
             others |= read - exponentials
