@@ -274,7 +274,7 @@ def captured_and_settled(
     """
     can, kept = targets.get(target), set[Any]()
     has = {"parts": can.divides_gradients, "online": can.sums_online, "loops": can.runs_loops}
-    has["unordered"] = can.sums_unordered and not options.deterministic
+    has |= {"unordered": can.sums_unordered and not options.deterministic, "apart": not can.sums_by_batch}
     while True:
         captured = capture(jaxpr, rewrite, **has, kept=frozenset(kept))
         planned, nodes = settled(captured, target, options, device, code=code)

@@ -108,6 +108,7 @@ def route(
         recomputes=executor.recomputes,
         few_rows=executor.few_rows,
         sums_behind=executor.sums_behind,
+        sums_by_batch=executor.sums_by_batch,
         together=search.together,
         merges=executor.most_merged if merge and executor.runs_phases else 1,
         failed=failed,

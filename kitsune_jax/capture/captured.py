@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -162,8 +162,16 @@ class Draft:
         self.avals.append(None)
         return len(self.values) - 1
 
-    def finish(self) -> Captured:
-        """What it was made of if no op has changed, else the new ``Captured``."""
+    def finish(self, before: Mapping[int, Sequence[tuple[Op, Step]]] | None = None) -> Captured:
+        """What it was made of if no op has changed, else the new ``Captured``. ``before``: what stands in front of an op of those
+        that there are."""
+        if before:
+            pairs = list(zip(self.ops, self.steps, strict=True))
+            self.ops, self.steps = [], []
+            for i, pair in enumerate(pairs):
+                for op, step in (*before.get(i, ()), pair):
+                    self.ops.append(op)
+                    self.steps.append(step)
         if tuple(self.ops) == self.captured.graph.ops:
             return self.captured
         graph = dataclasses.replace(self.captured.graph, values=tuple(self.values), ops=tuple(self.ops))

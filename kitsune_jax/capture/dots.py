@@ -14,6 +14,9 @@ from kitsune_jax.capture.equation import Equation
 from kitsune_jax.ops.spec import is_float
 
 _MOST_PRECISE = ("DEFAULT", "HIGH", "HIGHEST")
+# Algorithms that multiply numbers of a type, and what is wider rounded to it; such products are exact and added up in float32
+# anyway. jax.nn.dot_product_attention asks for them, its gradient with an operand in float32.
+_ROUNDED = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
 
 
 def dot_general(e: Equation) -> int | str:
@@ -22,7 +25,9 @@ def dot_general(e: Equation) -> int | str:
     dtypes = [str(a.dtype) for a in (*e.in_avals, e.out)]
     if "bool" in dtypes or len({is_float(d) for d in dtypes}) > 1:
         return f"dot_general: multiplies {dtypes[0]} by {dtypes[1]} into {dtypes[2]}"
-    precision = _precision(e.params["precision"], dtypes)
+    narrow = _ROUNDED.get(str(getattr(e.params["precision"], "name", "")))
+    narrow = narrow if narrow in dtypes[:2] else None  # two wide operands XLA does not round on every platform
+    precision = None if narrow else _precision(e.params["precision"], dtypes)
     if precision == "":
         return f"dot_general: asks for {e.params['precision']}"
     accumulate = dtypes[2] if not is_float(dtypes[2]) else "float64" if "float64" in dtypes else "float32"
@@ -30,7 +35,7 @@ def dot_general(e: Equation) -> int | str:
         return _outer(e, lhs_batch, rhs_batch, accumulate)
     return e.op(
         "dot_general",
-        *e.ins,
+        *(e.convert(v, narrow) if narrow else v for v in e.ins),
         lhs_contract=lhs_contract,
         rhs_contract=rhs_contract,
         lhs_batch=lhs_batch,
@@ -67,7 +72,5 @@ def _precision(precision: Any, dtypes: Sequence[str]) -> str | None:
     names = [str(getattr(p, "name", p)) for p in sides]
     if all(n in _MOST_PRECISE for n in names):
         return max(names, key=_MOST_PRECISE.index)
-    if names == ["BF16_BF16_F32"] and set(dtypes[:2]) == {"bfloat16"}:  # jax.nn.dot_product_attention asks for it
-        return None  # what products of bfloat16 are anyway: exact, and added up in float32
     exact = {"F32_F32_F32": "float32", "F64_F64_F64": "float64"}
     return "HIGHEST" if len(names) == 1 and all(d == exact.get(names[0]) for d in dtypes) else ""

@@ -21,7 +21,7 @@ from kitsune_jax.capture.builder import Builder, scalar_of
 from kitsune_jax.capture.captured import Captured, Origin, Step
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.capture.loops import cheap, loop
-from kitsune_jax.capture.rewrites import ONLINE, PARTS, REWRITES, UNORDERED, Rewriting, of_loops, rewritten
+from kitsune_jax.capture.rewrites import APART, ONLINE, PARTS, REWRITES, UNORDERED, Rewriting, of_loops, rewritten
 from kitsune_jax.capture.translate import translate
 from kitsune_jax.fallbacks import Failure
 
@@ -56,6 +56,7 @@ def capture(
     parts: bool = False,
     online: bool = False,
     unordered: bool = False,
+    apart: bool = False,
     loops: bool = False,
     kept: Collection[Any] = (),
 ) -> Captured:
@@ -70,6 +71,8 @@ def capture(
         result of a single op, so a target whose calls update parameters is better off without.)
       online: make the sums of a segment softmax online (``ops.online``), for a target that has code for that.
       unordered: let sums by index be added up in another order in every run, for a target that has code for that.
+      apart: make the scores of an attention once for sums over the queries and once for those over the keys (``scores_apart``,
+        ``score_divisions``), for a target without code for sums over the rows of each batch.
       loops: move the sums of a loop's steps behind the loop (``loop_sums``) and hand less from loop to loop (``loop_residuals``),
         for a target that has code for loops.
       kept: the places (``Origin.key``) of loops that stay as they are.
@@ -99,8 +102,8 @@ def capture(
     outputs = [keys.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
-    asked = (PARTS, parts), (ONLINE, online), (UNORDERED, unordered)
-    return rewritten(captured, (*within, *(rewriting for rewriting, wanted in asked if wanted)))
+    asked = (((PARTS,), parts), ((ONLINE,), online), ((UNORDERED,), unordered), (APART, apart))
+    return rewritten(captured, (*within, *(r for rewritings, wanted in asked if wanted for r in rewritings)))
 
 
 @dataclasses.dataclass(frozen=True)

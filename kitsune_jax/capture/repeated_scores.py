@@ -19,16 +19,16 @@ from kitsune_jax.capture.captured import Captured, Draft, Step
 from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
 
-_LARGER = 4  # times the statistics the scores must be
+LARGER = 4  # times the statistics the scores must be
 _GROWS = 8  # times its operands a product's result must be, as in ``repeats``
 _LONG = 256  # its rows and its columns, at least: a layer of few terms has as many rows, but not as many columns
-_CHEAP = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota"})
+CHEAP = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota"})
 
 
 def repeat_scores(captured: Captured) -> Captured:
     """``captured`` with the scores of attentions made again behind their results."""
     graph = captured.graph
-    roots = [i for i, op in enumerate(graph.ops) if op.kind == "dot_general" and _grows(graph, op)]
+    roots = [i for i, op in enumerate(graph.ops) if op.kind == "dot_general" and grows(graph, op)]
     if not roots:
         return captured
     rewriter = _Rewriter(captured)
@@ -37,11 +37,21 @@ def repeat_scores(captured: Captured) -> Captured:
     return rewriter.finish()
 
 
-def _grows(graph: Graph, op: Op) -> bool:
+def grows(graph: Graph, op: Op) -> bool:
+    """Is the result of the product ``op`` much larger than its operands?"""
     sizes = [graph.values[v].size for v in op.inputs]
     shape = graph.values[op.inputs[0]].shape
     summed = math.prod(shape[d] for d in (*op["lhs_batch"], *op["lhs_contract"]))
     return graph.values[op.outputs[0]].size >= _GROWS * max(sizes) and min(sizes) >= _LONG * summed
+
+
+def made_of(graph: Graph, given: Callable[[int], bool]) -> set[int]:
+    """The values that cheap ops make of constants, of indices and of those that are ``given``."""
+    found = {v for v, value in enumerate(graph.values) if value.literal is not None or given(v)}
+    for op in graph.ops:
+        if op.kind != "opaque" and OPS[op.kind].family in CHEAP and found.issuperset(op.inputs):
+            found.update(op.outputs)
+    return found
 
 
 class _Rewriter:
@@ -50,19 +60,13 @@ class _Rewriter:
         self.producers, self.consumers = self.graph.producers(), self.graph.consumers()
         self.before: dict[int, list[tuple[Op, Step]]] = {}  # op -> the copies that stand in front of it
         self.copied = False
-        self.counted = self._made_of(lambda v: False)
+        self.counted = made_of(self.graph, lambda v: False)
         self.small: dict[int, set[int]] = {}
 
     def finish(self) -> Captured:
         if not self.copied:
             return self.captured
-        ops, steps = self.draft.ops, self.draft.steps
-        self.draft.ops, self.draft.steps = [], []
-        for i, pair in enumerate(zip(ops, steps, strict=True)):
-            for op, step in (*self.before.get(i, ()), pair):
-                self.draft.ops.append(op)
-                self.draft.steps.append(step)
-        return self.draft.finish()
+        return self.draft.finish(self.before)
 
     def repeat(self, root: int) -> None:
         """Give what stands behind the first product with the weights that are made of product ``root`` copies of those."""
@@ -87,7 +91,7 @@ class _Rewriter:
         while work:
             for i in self.consumers.get(work.pop(), ()):
                 op = self.graph.ops[i]
-                if op.kind == "opaque" or OPS[op.kind].family not in _CHEAP or op.outputs[0] in made:
+                if op.kind == "opaque" or OPS[op.kind].family not in CHEAP or op.outputs[0] in made:
                     continue
                 if self.graph.values[op.outputs[0]].size == size and all(v in made or self._is_small(v, size) for v in op.inputs):
                     made.add(op.outputs[0])
@@ -97,16 +101,8 @@ class _Rewriter:
     def _is_small(self, v: int, size: int) -> bool:
         """Is ``v`` much smaller than the scores, or made of such values and of indices?"""
         if size not in self.small:
-            self.small[size] = self._made_of(lambda v: self.graph.values[v].size * _LARGER <= size)
+            self.small[size] = made_of(self.graph, lambda v: self.graph.values[v].size * LARGER <= size)
         return v in self.small[size]
-
-    def _made_of(self, given: Callable[[int], bool]) -> set[int]:
-        """The values that cheap ops make of constants, of indices and of those that are ``given``."""
-        found = {v for v, value in enumerate(self.graph.values) if value.literal is not None or given(v)}
-        for op in self.graph.ops:
-            if op.kind != "opaque" and OPS[op.kind].family in _CHEAP and found.issuperset(op.inputs):
-                found.update(op.outputs)
-        return found
 
     def _is_mask(self, v: int, made: set[int]) -> bool:
         return v not in made and self.graph.values[v].dtype == "bool" and v in self.producers
@@ -132,8 +128,8 @@ class _Rewriter:
         op = None if i is None else self.graph.ops[i]
         if op is None or i in behind or op.kind == "opaque" or value.literal is not None:
             return v
-        cheap = OPS[op.kind].family in _CHEAP and (value.size * _LARGER > size or v in self.counted)
-        if not cheap and not (op.kind == "dot_general" and _grows(self.graph, op)):
+        cheap = OPS[op.kind].family in CHEAP and (value.size * LARGER > size or v in self.counted)
+        if not cheap and not (op.kind == "dot_general" and grows(self.graph, op)):
             return v
         if v not in copies:
             inputs = tuple(self._copy(w, at, behind, size, copies) for w in op.inputs)

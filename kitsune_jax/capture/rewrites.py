@@ -21,6 +21,8 @@ from kitsune_jax.capture.loop_sums import move_sums
 from kitsune_jax.capture.online_sums import sum_online
 from kitsune_jax.capture.relu_masks import masks_of_results
 from kitsune_jax.capture.repeated_scores import repeat_scores
+from kitsune_jax.capture.score_divisions import multiply_scores
+from kitsune_jax.capture.scores_apart import part_scores
 from kitsune_jax.capture.sliced_products import fold_slices
 from kitsune_jax.capture.softmax_divisions import divide_segments
 from kitsune_jax.capture.transposed_gradients import fold_transposes
@@ -42,6 +44,10 @@ REWRITES: Sequence[tuple[str, Rewriting]] = (
 ONLINE: tuple[str, Rewriting] = ("making the sums of a segment softmax online", sum_online)
 UNORDERED: tuple[str, Rewriting] = ("letting sums by index run in any order", allow_any_order)
 PARTS: tuple[str, Rewriting] = ("dividing the weight gradients of concatenations", split_gradients)
+APART: Sequence[tuple[str, Rewriting]] = (
+    ("multiplying scores by the reciprocals of what they are divided by", multiply_scores),
+    ("making scores once for sums over their rows and once for those over their columns", part_scores),
+)
 
 
 def of_loops(kept: Collection[Any]) -> Sequence[tuple[str, Rewriting]]:

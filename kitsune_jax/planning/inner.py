@@ -11,8 +11,8 @@ import math
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.streams.propagate import relations_of
 from kitsune_jax.streams.space import Region, row_shape
+from kitsune_jax.streams.wiring import relations_of
 
 _LONG = 256  # shorter ones fit beside the rest of a row
 _CARRIED = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota", "reduce", "argreduce", "dot"})

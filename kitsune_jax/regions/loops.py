@@ -18,8 +18,8 @@ from kitsune_jax.regions.convex import regions_of
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.regions.order import Order
 from kitsune_jax.streams import Region, Seed, Spread
-from kitsune_jax.streams.propagate import relations_of
 from kitsune_jax.streams.space import StreamSpace
+from kitsune_jax.streams.wiring import relations_of
 
 _SAME = "one of its results is the same for all rows of a stream"
 _MAKERS = frozenset({"broadcast_in_dim", "iota"})

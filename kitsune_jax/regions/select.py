@@ -29,7 +29,7 @@ from kitsune_jax.regions.passes import Pass, cuts_of
 from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, gained_apart, pays, seconds_gained
 from kitsune_jax.regions.recompute import recompute
 from kitsune_jax.streams import Region, Seed, Spread, has_few_rows, is_batched, spread
-from kitsune_jax.streams.propagate import Wiring
+from kitsune_jax.streams.wiring import Wiring
 
 _LEFT_ASIDE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
 _OWN_BODY = "a loop left to XLA, its body is pipelined on its own"
@@ -66,6 +66,7 @@ def select(
     recomputes: bool = False,
     few_rows: bool = False,
     sums_behind: bool = False,
+    sums_by_batch: bool = True,
     together: Together = _as_they_are,
     merges: int = 1,
     failed: Failed = _raised,
@@ -75,12 +76,11 @@ def select(
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
     ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
     or why not. ``recomputes``: regions may compute again what they would read of others. ``few_rows``: products of few rows stream
-    over what they contract (``regions.between``). ``sums_behind``: see ``regions.loops``. ``merges``: so many calls may become one.
-    ``failed``: called with an error of forming one region, which costs that region only, unless it raises.
+    over what they contract (``regions.between``). ``sums_behind``: see ``regions.loops``. ``sums_by_batch``: regions may sum over
+    the rows of each batch. ``merges``: so many calls may become one. ``failed``: told of an error of one region, which it costs.
     """
-    return _Selector(
-        graph, supports, planner, force, several_phases, recomputes, few_rows, sums_behind, together, merges, failed
-    ).run()
+    made = few_rows, sums_behind, Wiring(graph, sums_by_batch)
+    return _Selector(graph, supports, planner, force, several_phases, recomputes, *made, together, merges, failed).run()
 
 
 class _Selector:
@@ -94,6 +94,7 @@ class _Selector:
         recomputes: bool,
         few_rows: bool,
         sums_behind: bool,
+        wiring: Wiring,
         together: Together,
         merges: int,
         failed: Failed,
@@ -103,7 +104,7 @@ class _Selector:
         self.index, self.behind = GraphIndex.of(graph), sums_behind
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
-        self.wiring = Wiring(graph)
+        self.wiring = wiring
         self.why = updated_in_place(graph)
         free = {i for i in self.index.live if graph.ops[i].kind != "opaque" and graph.ops[i].body is None}
         self.free = free - self.why.keys()
@@ -173,8 +174,7 @@ class _Selector:
         why = self.supports(i)
         best: Chosen | None = None
         around = self.index, i, self.free, self.order, self._spread, self.behind
-        found: list[Region | str] = [why] if why else list(loop_regions(*around))
-        for region in found:
+        for region in (why,) if why else loop_regions(*around):
             if isinstance(region, Region) and best is not None and best.region.sinks and not region.sinks:
                 break  # it leaves behind the sums with which it pays
             plan = region if isinstance(region, str) else self._plan_of(region)[0]

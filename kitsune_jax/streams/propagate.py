@@ -21,10 +21,12 @@ from kitsune_jax.ops.relations import DimRelation
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.streams.seeds import Seed
 from kitsune_jax.streams.space import DimLabels, StreamSpace
+from kitsune_jax.streams.wiring import Wired, Wiring
 
 _FOLDING = frozenset({"dot", "reduce", "argreduce", "cumulative"})
 _BY_BATCH = frozenset({"dot", "reduce"})  # families whose sinks may have one sum for each batch
 _STREAMED_SUM = "a reduction over the stream has a streamed result"
+_SUM_OF_BATCH = "sums over the rows of each batch have no code on this target"
 _WAITS = "it waits for sums over the rows of the stream"
 _FUNCTION = 9  # operations of an elementary function
 Labels = dict[int, list[tuple[int, ...]]]
@@ -93,48 +95,6 @@ def _split_axis(sizes: list[int], labels: list[tuple[int, ...]], axis: int, oute
     return new_sizes, [tuple(b for a in axes for b in move(a)) for axes in labels]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Wired:
-    """An op and the dimensions it joins: for each relation its role, its members as (value, dimension), and itself."""
-
-    operands: tuple[int, ...]
-    relations: tuple[tuple[str, tuple[tuple[int, int], ...], DimRelation], ...]
-    has_elements: bool
-    alone: Callable[[Op, list[Dims]], str] | None  # why no row can be computed alone where these dimensions stream
-
-
-class Wiring:
-    """What connects the ops of a graph, worked out when it is first asked for: ``wiring[i]``, and ``touching(v)``, the ops that
-    define or read a value."""
-
-    def __init__(self, graph: Graph):
-        self.graph = graph
-        self._wired: dict[int, _Wired] = {}
-        self._touching: dict[int, dict[int, None]] = {}
-        for i, op in enumerate(graph.ops):
-            for v in (*op.outputs, *op.inputs):
-                self._touching.setdefault(v, {})[i] = None
-
-    def touching(self, v: int) -> Iterable[int]:
-        return self._touching.get(v, ())
-
-    def __getitem__(self, i: int) -> _Wired:
-        if i not in self._wired:
-            op = self.graph.ops[i]
-            operands = (*op.inputs, *op.outputs)
-            relations = tuple((r.role, tuple((operands[k], d) for k, d in r.members), r) for r in relations_of(self.graph, op))
-            has_elements = not any(0 in self.graph.values[v].shape for v in operands)
-            self._wired[i] = _Wired(operands, relations, has_elements, OPS[op.kind].alone)
-        return self._wired[i]
-
-
-def relations_of(graph: Graph, op: Op) -> tuple[DimRelation, ...]:
-    """The op's dimension relations, from the op table."""
-    shapes = tuple(graph.values[v].shape for v in op.inputs)
-    outs = tuple(graph.values[v].shape for v in op.outputs)
-    return OPS[op.kind].relate(op, shapes, outs)
-
-
 # What an op implies for its operands: axes, and the (value, dimension) pairs that run over them.
 Implied = list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
@@ -170,6 +130,10 @@ class _Spreader:
                     tainted.update(dict.fromkeys(readers, _WAITS))
                     if i in spreading and not readers:
                         tainted[i] = why
+            refused = [i for i, why in stops.items() if why == _SUM_OF_BATCH]
+            if refused:  # their terms would be stored for a stream that makes them itself
+                terms = self.wiring.only_for(refused)
+                tainted.update((i, _SUM_OF_BATCH) for i in members if i in terms)
             if not tainted:
                 touched = {v for i in members for v in self.wiring[i].operands}
                 final = {v: tuple(axes) for v, axes in labels.items() if v in touched and any(axes)}
@@ -274,6 +238,8 @@ class _Spreader:
                 implied.append((found, members))
         if contracted and not self._folds_all(op, contracted):
             return "reduces over a part of the stream axes", False, []
+        if contracted and len(contracted) < len(self.sizes) and not self.wiring.sums_by_batch:
+            return _SUM_OF_BATCH, False, []
         why_not = self._of_a_batch(wired, op, labels, implied) or self._check_operands(wired, op, labels, implied, bool(contracted))
         return why_not, bool(contracted), implied
 
@@ -282,7 +248,7 @@ class _Spreader:
         rows = set(range(self.space.batch, len(self.sizes)))
         return len(contracted) == len(self.sizes) or (contracted == rows and OPS[op.kind].family in _BY_BATCH)
 
-    def _of_a_batch(self, wired: _Wired, op: Op, labels: Labels, implied: Implied) -> str | None:
+    def _of_a_batch(self, wired: Wired, op: Op, labels: Labels, implied: Implied) -> str | None:
         """Is the op none of a stream with batch axes? What runs over batch axes only is made outside, and lies still while a batch
         is at work; so is what takes long and would be done again for every batch (a norm in front of an attention's heads)."""
         if not self.space.batch:
@@ -297,7 +263,7 @@ class _Spreader:
         slow = spec.flops >= _FUNCTION and not batch <= together
         return "it is the same for several batches" if folds or slow else None
 
-    def _check_operands(self, wired: _Wired, op: Op, labels: Labels, implied: Implied, sink: bool) -> str | None:
+    def _check_operands(self, wired: Wired, op: Op, labels: Labels, implied: Implied, sink: bool) -> str | None:
         for v in wired.operands:
             if v in labels:
                 axes = [a for dim in labels[v] for a in dim]

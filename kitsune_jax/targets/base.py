@@ -31,11 +31,12 @@ class Target(abc.ABC, Generic[M]):
     another one (``regions.recompute``). ``repeats_products``: its calls make arrays that are much larger than what they are made of
     block by block, so a backward pass may make them again (``repeats``). ``divides_gradients``: the weight gradient of a
     concatenation is captured as a product for each part. ``sums_online``: it has code for the sums of ``ops.online``.
-    ``sums_unordered``: its sums by index may gain where they need not have the same bits in every run.
-    ``runs_loops``: it has code for the loops of a graph. ``few_rows``: products of a few rows may stream over what they contract,
-    so that all workers read the weight. ``sums_behind``: a loop may be a call without the sums of its steps, which are then made of
-    arrays of all steps. ``compiles``: ``generate`` runs a compiler, which takes seconds and can run in several
-    threads. ``M``: its machine models.
+    ``sums_unordered``: its sums by index may gain where they need not have the same bits in every run. ``sums_by_batch``: it has
+    code for sums over the rows of each batch; for others the gradients of an attention by queries and those by keys and values are
+    made of scores of their own (``capture.scores_apart``). ``runs_loops``: it has code for the loops of a graph. ``few_rows``:
+    products of a few rows may stream over what they contract, so that all workers read the weight. ``sums_behind``: a loop may be a
+    call without the sums of its steps, which are then made of arrays of all steps. ``compiles``: ``generate`` runs a compiler, for
+    seconds and in several threads at once. ``M``: its machine models.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Target(abc.ABC, Generic[M]):
     divides_gradients: bool = False
     sums_online: bool = False
     sums_unordered: bool = False
+    sums_by_batch: bool = False
     runs_loops: bool = False
     few_rows: bool = False
     sums_behind: bool = False

@@ -328,23 +328,3 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
     widest = max(int(columns) for columns in re.findall(r"Product<\w+, (\d+),", made.source))
     wanted = loops * (dim // depth * -(-block // widest) + block // depth * -(-dim // widest))
     assert sum(i.opcode.startswith("HGMMA") for i in code.instructions) == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("residuals", ["save", "recompute"])
-def test_gradients(residuals: str) -> None:
-    """By queries, in blocks of keys; by keys and values as products with what that pass stores."""
-    family, weights = ATTENTION["attention-causal"], np.random.default_rng(1).standard_normal((300, 2, 32))
-    args = family.arguments(300, "bfloat16")
-
-    def gradients(function: Callable[..., Any], wide: Any) -> Any:
-        return jax.grad(lambda *a: (function(*a).astype(wide) * weights.astype(wide)).sum(), (0, 1, 2))
-
-    before = runtime.calls()
-    got = jax.jit(gradients(kj.pipeline(family.function, target="emulator", force=True, residuals=residuals), "float32"))(*args)
-    jax.block_until_ready(got)
-    assert runtime.calls() > before
-    with enable_x64():
-        want = gradients(family.function, "float64")(*(np.asarray(a, np.float64) for a in args))
-    for g, w in zip(got, want, strict=True):
-        assert error(np.asarray(g, np.float64), np.asarray(w)) < TOLERANCE["bfloat16"]

@@ -14,6 +14,7 @@ from benchmarks.lower import NETWORKS
 from kitsune_jax.regions import select
 from kitsune_jax.streams import Seed, spread
 from kitsune_jax.streams.space import DimLabels, StreamSpace, row_shape, row_strides
+from kitsune_jax.streams.wiring import Wiring
 from tests.support.graphs import graph_of, layer_norm, mlp, mlp_params
 
 RNG = np.random.default_rng(0)
@@ -193,6 +194,24 @@ def test_sums_over_the_rows_of_a_batch_are_sinks():
     assert loss not in sp.labels
     (why,) = [w for i, w in sp.stops.items() if over_heads in graph.ops[i].outputs]
     assert why == "reduces over a part of the stream axes"
+
+
+def test_a_target_without_sums_of_a_batch_leaves_out_what_only_they_read():
+    """The gradient by the keys has scores of its own here: in a stream over the queries they would be stored for it."""
+
+    def gradients(q: Any, k: Any, other: Any) -> tuple[Any, Any]:
+        dq = jnp.einsum("bhtj,bhjd->bhtd", jnp.tanh(jnp.einsum("bhtd,bhjd->bhtj", q, k)), k)
+        return dq, jnp.einsum("bhtj,bhtd->bhjd", jnp.sin(jnp.einsum("bhtd,bhjd->bhtj", q + other, k)), q)
+
+    graph = graph_of(gradients, *[zeros(2, 3, 40, 8)] * 3)
+    kinds = [op.kind for op in graph.ops]
+    seed = Seed(graph.ops[kinds.index("tanh")].outputs[0], (0, 1, 2), 2)
+    whole = spread(graph, seed, range(len(graph.ops)), everything)
+    assert left_out(graph, whole) == set() and [graph.ops[i].outputs[0] for i in whole.sinks] == [graph.outputs[1]]
+    sp = spread(graph, seed, range(len(graph.ops)), everything, Wiring(graph, sums_by_batch=False))
+    assert [graph.ops[i].kind for i in sp.ops] == ["dot_general", "tanh", "dot_general"] and not sp.sinks
+    assert left_out(graph, sp) == {"dot_general", "sin", "add"}
+    assert set(sp.stops.values()) == {"sums over the rows of each batch have no code on this target"}
 
 
 def test_sums_of_a_batch_that_lie_apart_are_no_sinks():

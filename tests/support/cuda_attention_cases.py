@@ -1,6 +1,7 @@
 """Kernel families of attention, beside those of ``cuda_cases``: their keys are worked off in blocks, under a plan of their own.
 
-Queries are the rows; keys and values are as many whatever the rows are.
+Queries are the rows; keys and values are as many whatever the rows are. In the gradient by keys and values it is the other way
+round.
 """
 
 from __future__ import annotations
@@ -49,5 +50,39 @@ ATTENTION = {
         Family("attention-causal", causal, _args(32, 32)),
         Family("attention-window", window, _args(16, 40)),
         Family("attention-padded", padded, (Arg((2,), "int32", classes=_KEYS), *_args(32, 16))),
+    )
+}
+
+
+def by_keys(k: Array, v: Array, q: Array, do: Array, largest: Array, total: Array, term: Array) -> tuple[Array, Array]:
+    """Gradients by k and v [keys, heads, size], given statistics of the queries [heads, queries]; causal."""
+    p, ds = _of_scores(q, k, v, do, largest, total, term)
+    return jnp.einsum("hqk,qhd->khd", ds, q), jnp.einsum("hqk,qhd->khd", p, do)
+
+
+def by_queries(q: Array, do: Array, k: Array, v: Array, largest: Array, total: Array, term: Array) -> tuple[Array]:
+    """The gradient by q, likewise."""
+    return (jnp.einsum("hqk,khd->qhd", _of_scores(q, k, v, do, largest, total, term)[1], k),)
+
+
+def _of_scores(q: Array, k: Array, v: Array, do: Array, largest: Array, total: Array, term: Array) -> tuple[Array, Array]:
+    """The weights and the gradient by the scores, [heads, queries, keys]."""
+    wide, scale = jnp.promote_types(q.dtype, jnp.float32), q.shape[-1] ** -0.5
+    seen = jnp.arange(len(q))[:, None] + max(0, len(k) - len(q)) >= jnp.arange(len(k))
+    scores = jnp.where(seen, jnp.einsum("qhd,khd->hqk", q, k).astype(wide) * scale, -jnp.inf)
+    p = jnp.exp(scores - largest[..., None]) / jnp.exp(total)[..., None]
+    ds = p * (jnp.einsum("qhd,khd->hqk", do, v).astype(wide) - term[..., None]) * scale
+    return p.astype(q.dtype), ds.astype(q.dtype)
+
+
+def _statistics(rows: int) -> tuple[Arg, ...]:
+    return (Arg((2, rows), "float32"),) * 3
+
+
+ATTENTION_GRADIENTS = {
+    family.name: family
+    for family in (
+        Family("attention-by-keys", by_keys, (*[Arg((-1, 2, 24))] * 2, *[Arg((_KEYS, 2, 24))] * 2, *_statistics(_KEYS))),
+        Family("attention-by-queries", by_queries, (*[Arg((-1, 2, 40))] * 2, *[Arg((_KEYS, 2, 40))] * 2, *_statistics(-1))),
     )
 }

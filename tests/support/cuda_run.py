@@ -82,7 +82,7 @@ class Subject:
 
 def subject(fn: Callable[..., Any], *args: Array, batches: bool = False) -> Subject:
     """``batches``: a region whose tiles keep within a batch, where there is one."""
-    captured = capture(jax.make_jaxpr(fn)(*args), parts=True, loops=True, online=True)  # as for the CUDA target
+    captured = capture(jax.make_jaxpr(fn)(*args), parts=True, loops=True, online=True, apart=True)  # as for the CUDA target
     graph = captured.graph
     regions: list[Region] = []
 
@@ -94,7 +94,7 @@ def subject(fn: Callable[..., Any], *args: Array, batches: bool = False) -> Subj
         regions.append(region)
         return "only looked at"
 
-    select(graph, supports, look, force=True)
+    select(graph, supports, look, force=True, sums_by_batch=False)
     # Of equals the longer stream: a matmul may as well stream over the columns of its weights.
     for region in sorted(
         regions, key=lambda r: (batches and r.space.batch, _adds_up(graph, r), len(r.ops), r.space.rows), reverse=True
@@ -235,15 +235,16 @@ def _nothing_else(op: int, operands: Any) -> Any:
 
 def fuzz(seeds: int) -> int:
     """How many kernels of the small families fail or give other bits under one of ``seeds`` schedules."""
-    from tests.support.cuda_attention_cases import ATTENTION
+    from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
     from tests.support.cuda_cases import FAMILIES
     from tests.support.cuda_training_cases import TRAINING
 
     wrong = 0
-    for family in (*ATTENTION.values(), *FAMILIES.values(), *TRAINING.values()):
+    attention = {**ATTENTION, **ATTENTION_GRADIENTS}
+    for family in (*attention.values(), *FAMILIES.values(), *TRAINING.values()):
         if not family.small:
             continue
-        of = subject(family.function, *family.arguments(257, family.dtypes[0]), batches=family.name in ATTENTION)
+        of = subject(family.function, *family.arguments(257, family.dtypes[0]), batches=family.name in attention)
         for name, plan in arrangements(of).items():
             kernel = Kernel(of, plan)
             want = [x.tobytes() for x in kernel(seed=0)]

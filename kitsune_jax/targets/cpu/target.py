@@ -18,7 +18,7 @@ from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 
 class _Cpu(Target[CpuMachine]):
     name = platform = "cpu"
-    runs_phases = recomputes = repeats_products = sums_online = runs_loops = few_rows = True
+    runs_phases = recomputes = repeats_products = sums_online = sums_by_batch = runs_loops = few_rows = True
     # Code of a call is parsed and laid out in proportion to its phases. A training step of a graph network with 15 message-passing
     # steps has 350.
     most_merged = 512

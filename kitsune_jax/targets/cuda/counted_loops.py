@@ -146,11 +146,14 @@ def _hand_on(at: Evaluation, carries: Sequence[int], results: Sequence[int]) -> 
     fresh = [(carry, _row_of_its_own(at, made, carries)) for carry, made in moved if at.value(carry).row]
     moved = [(carry, made) for carry, made in moved if not at.value(carry).row]
     direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, InImage) and _is_elementwise(at, made)]
-    direct += [(carry, made) for carry, made in moved if _is_added_to(at, carry, made, moved)]
+    added = [(carry, made) for carry, made in moved if _is_added_to(at, carry, made, moved)]
+    direct += added
     for width, some in _by_width(at, [made for carry, made in moved if (carry, made) not in direct and _waits(at, made)]):
         at.evaluate(width, [at.keep(v) for v in some])
     copied = [(carry, _tile_of_its_own(at, made, carries)) for carry, made in moved if (carry, made) not in direct]
-    for width, some in _by_width(at, [carry for carry, _ in direct]):
+    alone = [(at.value(carry).width, [carry]) for carry, _ in added[1:]]  # so that accumulators of one product at a time are alive
+    later = {carry for _, some in alone for carry in some}
+    for width, some in (*_by_width(at, [carry for carry, _ in direct if carry not in later]), *alone):
         at.evaluate(width, [_over(at, carry, made) for carry, made in direct if carry in some])
         at.add(*(st.Alive(_home(at, carry).owner) for carry in some))
     for carry, made in copied:

@@ -26,7 +26,7 @@ class Facts:
     for each row read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of.
     ``picked``: a product for each row that only a ``take`` reads -> that ``take``. ``cuts``: weights that change from tile to tile.
     ``rounded``: a float32 value -> the only 16-bit form that is made of it; ``coarse``: exponentials that nobody reads
-    but bfloat16 forms and sums of columns, such as the probabilities of an attention in bfloat16.
+    but bfloat16 forms, of them or of multiples of them, and sums of columns, such as the probabilities of an attention in bfloat16.
     """
 
     program: TileProgram
@@ -123,6 +123,10 @@ def _rounded(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int
     return {x: v for x, v in found.items() if v >= 0}
 
 
+# What these make of a number is off by as much as the number, relatively.
+_SCALES = frozenset({"mul", "neg", "select_n", "broadcast_in_dim", "transpose"})
+
+
 def coarse(program: TileProgram, body: Sequence[Instr]) -> frozenset[int]:
     """``Facts.coarse`` of a stage."""
     instrs = tuple(walk(body))
@@ -130,15 +134,18 @@ def coarse(program: TileProgram, body: Sequence[Instr]) -> frozenset[int]:
     for i in instrs:
         if _is_name(program, i):
             names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
-    rounded, others = set[int](), set[int]()
     exponentials = {v for i in instrs if i.kind == "exp" for v in i.outputs}
-    for i in instrs:
+    rounded, others = set[int](), set[int]()
+    for i in reversed(instrs):  # who reads a value stands behind who makes it
         read = {names.get(x, x) for x in (*i.inputs, *(i.block.results if i.block else ()))}
-        if is_rounding(program, i) and program.values[i.outputs[0]].dtype == "bfloat16":
-            rounded |= read & exponentials
-        elif i.kind != "reduce_sum" and i.outputs[:1] not in {(v,) for v in names}:
+        multiple = i.kind in _SCALES and i.outputs[0] in rounded and i.outputs[0] not in others
+        if multiple or (is_rounding(program, i) and program.values[i.outputs[0]].dtype == "bfloat16"):
+            rounded |= read
+        elif i.kind == "reduce_sum":
+            others |= read - exponentials
+        elif i.outputs[:1] not in {(v,) for v in names}:
             others |= read
-    return frozenset(rounded - others)
+    return frozenset(rounded & exponentials - others)
 
 
 def is_rounding(program: TileProgram, instr: Instr) -> bool:

@@ -27,7 +27,7 @@ class _Cuda(Target[GpuMachine]):
     platform = "cuda"
     runs_phases = True
     most_merged = 4  # all of them are compiled as one kernel, which has memory of its own for every array between them
-    divides_gradients = True
+    divides_gradients = repeats_products = True
     sums_online = sums_unordered = True
     runs_loops = True
     sums_behind = True

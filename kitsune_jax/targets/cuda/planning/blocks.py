@@ -33,13 +33,15 @@ _WIDEST = 512  # columns of a row that is not worked off in blocks: they would l
 _SAMPLE = 16  # rounds of a batch that are looked at
 
 
-def in_batches(graph: Graph, region: Region, machine: GpuMachine) -> list[Plan]:
-    """Plans of a stream with batch axes, or with a dimension that is folded in blocks; none of another one. Raises
+def in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: bool = False) -> list[Plan]:
+    """Plans of a stream with batch axes, or with a dimension that is folded in blocks; none of another one. ``layers``: also where
+    only products fold it, as those of a layer fold its width: its weights need not pass by where it has a plan otherwise. Raises
     ``Infeasible``."""
     cost = GpuCost(graph, region, machine)
     inner = inner_of(graph, region)
-    kinds = {cost.family(i) == "dot" for i in inner.folds} if inner is not None else set()
-    if kinds == {True} or not any(cost.family(i) == "dot" for i in region.ops):  # a layer's width: its weights stay; no products
+    if inner is not None and not any(cost.family(i) == "dot" for i in region.ops):
+        inner = None
+    if inner is not None and not (layers or region.space.batch) and all(cost.family(i) == "dot" for i in inner.folds):
         inner = None
     if inner is None and not region.space.batch:
         return []

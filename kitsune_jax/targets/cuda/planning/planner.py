@@ -72,7 +72,7 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
             except Infeasible as no:
                 reasons[str(no)] = None
     try:
-        blocked = in_batches(graph, region, machine)
+        blocked = in_batches(graph, region, machine, layers=not found)
     except Infeasible as no:
         reasons[str(no)] = None
     mixed = bool(blocked) or len({(p.order, p.unordered) for p in found}) > 1
