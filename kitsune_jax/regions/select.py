@@ -175,8 +175,8 @@ class _Selector:
         best: Chosen | None = None
         around = self.index, i, self.free, self.order, self._spread, self.behind
         for region in (why,) if why else loop_regions(*around):
-            if isinstance(region, Region) and best is not None and best.region.sinks and not region.sinks:
-                break  # it leaves behind the sums with which it pays
+            if self.behind and isinstance(region, Region) and best is not None and best.region.sinks and not region.sinks:
+                continue  # it would leave behind the sums with which it pays
             plan = region if isinstance(region, str) else self._plan_of(region)[0]
             if isinstance(plan, str):
                 self.why.setdefault(i, f"{_OWN_BODY}: {plan}")

@@ -237,11 +237,12 @@ def fuzz(seeds: int) -> int:
     """How many kernels of the small families fail or give other bits under one of ``seeds`` schedules."""
     from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
     from tests.support.cuda_cases import FAMILIES
+    from tests.support.cuda_recurrent_cases import RECURRENT
     from tests.support.cuda_training_cases import TRAINING
 
     wrong = 0
     attention = {**ATTENTION, **ATTENTION_GRADIENTS}
-    for family in (*attention.values(), *FAMILIES.values(), *TRAINING.values()):
+    for family in (*attention.values(), *FAMILIES.values(), *TRAINING.values(), *RECURRENT.values()):
         if not family.small:
             continue
         of = subject(family.function, *family.arguments(257, family.dtypes[0]), batches=family.name in attention)

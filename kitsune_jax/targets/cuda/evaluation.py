@@ -85,6 +85,7 @@ class Evaluation:
         self.product_bytes = 0  # of the lane's memory for a product for each row
         self.together: set[int] = set()  # values that must be images because what a loop makes of them is one
         self.repeated = False  # what is being lowered is the body of a loop
+        self.panels: dict[int, tuple[int, int, int]] = {}  # place of a panel -> the value in it, its width, where it ends
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
         self.counter = 0
 
@@ -100,9 +101,9 @@ class Evaluation:
     @contextlib.contextmanager
     def body_of_loop(self) -> Iterator[list[Node]]:
         """Collects the nodes that are added meanwhile."""
-        outer, self.nodes = self.nodes, []
+        outer, self.nodes, self.panels = self.nodes, [], {}
         yield self.nodes
-        self.nodes = outer
+        self.nodes, self.panels = outer, {}
 
     # -- names
 

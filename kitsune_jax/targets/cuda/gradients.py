@@ -27,9 +27,9 @@ def lower(at: Evaluation, instr: Instr) -> None:
         raise CannotLower(f"a weight gradient of {dtype} and {other} in {sink.dtype} has no code on the GPU")
     (x_value, x), (y_value, y) = _panels(at, instr)
     for v, panel in ((x_value, x), (y_value, y)):
-        if panel in at.prologue:
-            continue  # written already, in the loop of another effect
-        _declare(at, panel)
+        if panel in at.prologue or _holds(at, v, panel):
+            continue  # written already, in the loop of another effect, or for an earlier gradient
+        _declare(at, v, panel)
         if at.value(v).row:
             at.add(st.RowToPanel(panel.ref, at.row_tile(v)))
         else:
@@ -56,9 +56,9 @@ def early_panel(at: Evaluation, effect: Instr) -> list[ToPanel]:
     if len(mine) != 1:
         return []
     (panel,) = (p for v, p in _panels(at, instr) if v == mine[0])
-    if panel in at.prologue:
+    if panel in at.prologue or _holds(at, root, panel):
         return []
-    _declare(at, panel)
+    _declare(at, root, panel)
     return [ToPanel(root, panel.ref)]
 
 
@@ -76,8 +76,17 @@ def _width(at: Evaluation, v: int) -> int:
     return tiles.padded(columns // at.split if at.is_slab(v) else columns)
 
 
-def _declare(at: Evaluation, panel: Panel) -> None:
+def _holds(at: Evaluation, v: int, panel: Panel) -> bool:
+    """Does ``v`` lie in the place of ``panel`` still? In a step of a loop two weights have gradients with one cotangent."""
+    return at.repeated and at.panels.get(panel.at, ())[:2] == (at.root(v), panel.width)
+
+
+def _declare(at: Evaluation, v: int, panel: Panel) -> None:
+    """``v`` goes to ``panel``, and what lay there is gone."""
     at.once_per_tile(panel)
+    end = panel.at + tiles.panel_bytes(panel.width, tiles.is_half(panel.dtype))
+    at.panels = {place: of for place, of in at.panels.items() if place >= end or of[2] <= panel.at}
+    at.panels[panel.at] = at.root(v), panel.width, end
     if panel.width % 64:
         at.setup.append(st.ClearPanel(panel))
 
