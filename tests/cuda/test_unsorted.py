@@ -130,9 +130,22 @@ def test_the_gradient_by_senders_of_a_stream_by_receivers(dtype: str) -> None:
         assert error < tolerance * np.abs(np.asarray(reference)).max()
 
 
+@pytest.mark.parametrize("kind", ["super", "dropped"])
+@pytest.mark.parametrize(("width", "n"), [(33, 700), (128, 370), (2, 5_900)])
+def test_a_table_that_takes_most_of_the_shared_memory(width: int, n: int, kind: str) -> None:
+    """One lane to a CTA; tables of 185 KiB."""
+    rows = 200
+    arrays = [whole(rows, width), ids(kind, rows, n)]
+    program = summed(rows, width, n)
+    (got,) = run_program(program, *arrays, lanes=1, replicas=3)
+    assert np.array_equal(got, interpret(program, arrays)[0])
+    with pytest.raises(CannotLower, match="for tiles in shared memory; a CTA has"):
+        kernel.generate(program, by_hand(program, 900, 2, 3), "program")
+
+
 def test_a_table_that_does_not_fit_is_refused_with_a_reason() -> None:
     n = tiles.MOST_TABLE_BYTES // (4 * 32)
-    with pytest.raises(CannotLower, match="not sorted into .* rows of 32: a lane holds 49152 bytes"):
+    with pytest.raises(CannotLower, match="not sorted into .* rows of 32: a lane holds 196608 bytes"):
         kernel.generate(summed(100, 32, n), by_hand(summed(100, 32, n), 900, 1, 1), "program")
 
 

@@ -65,8 +65,20 @@ def test_a_region_between_effects_counts_as_left_to_xla() -> None:
 
 
 def test_there_is_no_option_without_an_effect() -> None:
-    with pytest.raises(TypeError, match="deterministic"):
-        kj.pipeline(mlp, deterministic=False)
+    with pytest.raises(TypeError, match="precision"):
+        kj.pipeline(mlp, precision="highest")
+
+
+def test_sums_of_a_cpu_are_deterministic_whatever_is_asked_for() -> None:
+    ids = jnp.asarray(np.random.default_rng(4).integers(0, 5_000, 20_000), jnp.int32)
+    x = arrays(5, (20_000, 32))[0]
+    found = set()
+    for deterministic in (True, False, False):
+        fn = kj.pipeline(lambda x, ids: jax.ops.segment_sum(jnp.tanh(x), ids, 5_000), force=True, deterministic=deterministic)
+        report = kj.explain(fn)(x, ids)
+        assert report.ops_pipelined and not any("deterministic" in note for note in report.notes)
+        found.add(np.asarray(jax.jit(fn)(x, ids)).tobytes())
+    assert len(found) == 1
 
 
 def test_explain_counts_loop_bodies() -> None:
@@ -103,6 +115,7 @@ def test_explain_of_a_step_reports_its_pipelined_calls_as_they_run() -> None:
         (lambda: kj.pipeline(mlp, residuals="foo"), ValueError, "'save', 'recompute', or a policy"),
         (lambda: kj.pipeline(mlp, strict="yes"), ValueError, "True or False"),
         (lambda: kj.pipeline(mlp, force="yes"), ValueError, "True or False or None"),
+        (lambda: kj.pipeline(mlp, deterministic=None), ValueError, "True or False"),
         (lambda: kj.pipeline(mlp, static_argnums="x"), ValueError, "index"),
         (lambda: kj.pipeline(mlp, static_argnames="zz"), ValueError, "no argument 'zz'"),
         (lambda: kj.pipeline(mlp, static_argnums=0, donate_argnums=0), ValueError, "both static and donated"),

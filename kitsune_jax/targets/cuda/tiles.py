@@ -175,7 +175,7 @@ def tops_bytes(columns: int) -> int:
 
 
 FAN_IN = 16  # lanes whose own tables are folded together first (``Table::kFanIn``)
-MOST_TABLE_BYTES = 48 << 10  # of a lane's own table of sums by indices in any order
+MOST_TABLE_BYTES = 192 << 10  # of a lane's own table of sums by indices in any order, where one lane has so much beside its stage
 
 
 def table_bytes(rows: int, width: int) -> int:

@@ -39,7 +39,8 @@ struct Table {
   static constexpr int kColumns = kBlock<W>;  // of a block
   static constexpr int kGroups = kGroupThreads / kColumns;
   static constexpr u32 kFanIn = 16;
-  static constexpr u32 kWords = Rows * W;
+  static constexpr u32 kWords = Rows * W, kQuads = kWords / 4;
+  static_assert(W % 4 == 0, "a thread folds four words of tables at once");
   static constexpr u32 kBytes = (kWords + kTileRows) * 4;
   u32* words;  // of this lane, in shared memory: the table, then an index for each row of a tile
   void* out;   // the result
@@ -88,42 +89,54 @@ struct Table {
   // After the last tile: the lane's table, and where it is the last of its `kFanIn` lanes, the fold of theirs in the place of the
   // first one's. `arrived`: counters of these groups of lanes, each with a line of its own.
   KITSUNE_DEVICE void store_partial(u8* arrived, u32* flag) const {
-    u32* const to = of_lane(worker);
-    for (u32 i = thread(); i < kWords; i += kGroupThreads) st_global(to + i, ld_shared(words + i));
+    U4* const to = reinterpret_cast<U4*>(of_lane(worker));
+    for (u32 q = thread(); q < kQuads; q += kGroupThreads) st_global(to + q, ld_shared(reinterpret_cast<const U4*>(words) + q));
     const u32 first = worker / kFanIn * kFanIn, left = workers - first;
     const u32 lanes = left < kFanIn ? left : kFanIn;
     const Finish group{reinterpret_cast<u32*>(arrived + worker / kFanIn * 128), flag, lanes, worker, barrier};
     if (!group.last()) return;
-    for (u32 i = thread(); i < kWords; i += kGroupThreads) {
-      V acc = fold(i, first, lanes, 1);
-      st_global(of_lane(first) + i, to_word(acc));
+    KITSUNE_NO_UNROLL
+    for (u32 q = thread(); q < kQuads; q += kGroupThreads) {
+      V acc[4];
+      fold(acc, q, first, lanes, 1);
+      st_global(reinterpret_cast<U4*>(of_lane(first)) + q, {to_word(acc[0]), to_word(acc[1]), to_word(acc[2]), to_word(acc[3])});
     }
   }
 
   // The last lane's work, once those of all groups are there.
   KITSUNE_DEVICE void combine() const {
     using Bits = typename Element<E>::Bits;
-    for (u32 i = thread(); i < Rows * static_cast<u32>(columns); i += kGroupThreads) {
-      const u32 row = i / static_cast<u32>(columns), column = i % static_cast<u32>(columns);
-      const V acc = fold(row * W + column, 0, (workers + kFanIn - 1) / kFanIn, kFanIn);
-      st_global(static_cast<Bits*>(out) + i, Element<E>::store(typename Element<E>::Value(acc)));
+    KITSUNE_NO_UNROLL
+    for (u32 q = thread(); q < kQuads; q += kGroupThreads) {
+      const int column = static_cast<int>(q * 4 % W);
+      if (column >= columns) continue;
+      V acc[4];
+      fold(acc, q, 0, (workers + kFanIn - 1) / kFanIn, kFanIn);
+      Bits* const row = static_cast<Bits*>(out) + static_cast<i64>(q * 4 / W) * columns;
+      KITSUNE_UNROLL
+      for (int i = 0; i < 4; ++i)
+        if (column + i < columns) st_global(row + column + i, Element<E>::store(typename Element<E>::Value(acc[i])));
     }
   }
 
  private:
-  // Word i of `count` tables, those of lanes `first`, `first + step`, ...
-  KITSUNE_DEVICE V fold(u32 i, u32 first, u32 count, u32 step) const {
-    V acc = How::template identity<V>();
+  // Four words, from word 4 q on, of `count` tables, those of lanes `first`, `first + step`, ...
+  KITSUNE_DEVICE void fold(V (&acc)[4], u32 q, u32 first, u32 count, u32 step) const {
+    KITSUNE_UNROLL
+    for (int i = 0; i < 4; ++i) acc[i] = How::template identity<V>();
     KITSUNE_NO_UNROLL
     for (u32 k = 0; k < count; k += 4) {
-      u32 v[4];  // fetched together
-      KITSUNE_UNROLL
-      for (u32 j = 0; j < 4; ++j) v[j] = ld_l2(of_lane(first + (k + j < count ? k + j : k) * step) + i);
+      U4 v[4];  // fetched together
       KITSUNE_UNROLL
       for (u32 j = 0; j < 4; ++j)
-        if (k + j < count) acc = How::fold(acc, from_word<V>(v[j]));
+        v[j] = ld_l2(reinterpret_cast<const U4*>(of_lane(first + (k + j < count ? k + j : k) * step)) + q);
+      KITSUNE_UNROLL
+      for (u32 j = 0; j < 4; ++j) {
+        if (k + j >= count) continue;
+        acc[0] = How::fold(acc[0], from_word<V>(v[j].x)), acc[1] = How::fold(acc[1], from_word<V>(v[j].y));
+        acc[2] = How::fold(acc[2], from_word<V>(v[j].z)), acc[3] = How::fold(acc[3], from_word<V>(v[j].w));
+      }
     }
-    return acc;
   }
 };
 

@@ -18,7 +18,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, RegionCost, round_up
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
-from kitsune_jax.targets.cuda.tiles import MOST_TABLE_BYTES, padded, table_bytes
+from kitsune_jax.targets.cuda.tiles import padded, table_bytes
 
 # A matmul spends about four steps of K on loading and storing its accumulators; from K = 64 on that is in the efficiency.
 _FULL_K, _K_OVERHEAD = 64, 16
@@ -46,6 +46,8 @@ ATOMIC_BYTES = 8
 # Cycles of an addition to a sector during which no other one to it begins, and additions that a sector of a row gets (four floats
 # each). The same assumption. The model takes every row of the table to get as many; one that gets half of all rows is not known.
 ATOMIC_CYCLES, _ATOMIC_EACH = 1.0, 2
+# Of a lane's table for which there is room beside most stages.
+_SURE_BYTES = 48 << 10
 
 
 class GpuCost(RegionCost):
@@ -69,7 +71,7 @@ class GpuCost(RegionCost):
     def _adds_faster(self, i: int) -> bool:
         """Are rows added atomically sooner than to a table of each lane, where there is room for one?"""
         rows, elements, n = self.region.space.rows, self.elements(i), self.graph.ops[i]["n"]
-        if table_bytes(n, padded(elements)) > MOST_TABLE_BYTES:
+        if table_bytes(n, padded(elements)) > _SURE_BYTES:
             return True
         added = max(ATOMIC_BYTES * elements * rows / self.machine.shared_bandwidth, self._one_by_one(i))
         return added < rows * elements * TABLE_SLOTS / (self.machine.rate(self.machine.simt_rates, "other") * self.machine.workers)

@@ -92,8 +92,8 @@ class GpuRegion:
 
     def _fold_seconds(self, lanes: int) -> float:
         """The tables of all lanes are folded behind the last tile: those of 16 lanes by one, what they make by another. A thread
-        has one number of each 128, and fetches four at once."""
-        waits = sum(-(-words // 128) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4
+        has four numbers of each 512, and fetches those of four tables at once."""
+        waits = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4
         return waits * self.machine.place("l2").latency
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
