@@ -7,7 +7,7 @@ python -m benchmarks run --app gat --mode train --dtype f32 # a graph network; -
 python -m benchmarks run --app lstm_64 --dtype f32          # a loop over time; --rows counts sequences
 python -m benchmarks grid                                   # ordinary functions: never slower than jax.jit? (--help)
 python -m benchmarks.lower                                  # time to trace, lower and compile, against jax.jit
-python -m benchmarks table                                  # writes the README's tables; --print shows them instead
+python -m benchmarks table                                  # writes the tables of docs; --print shows them instead
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks import grid, grid_report, store, table
 
 README = Path(__file__).parents[1] / "README.md"
+TABLES = README.parent / "docs" / "measured.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,15 +77,21 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
 
 
 def _table(args: argparse.Namespace) -> int:
-    results = store.newest(args.results)
-    parts = {name: table.markdown(results, mode) for name, mode in table.PARTS.items()}
-    parts["grid"] = grid_report.markdown(grid.newest(args.results))
+    parts = documents(args.results)
     if args.print:
-        print("\n\n".join(parts.values()))
+        print("\n\n".join(text for part in parts for text in part.values()))
         return 0
-    changed = [name for name, text in parts.items() if table.update(args.readme, text, name)]
-    print(f"{args.readme.name} {'updated' if changed else 'is up to date'}")
+    for path, part in zip((args.readme, args.tables), parts, strict=True):
+        changed = [name for name, text in part.items() if table.update(path, text, name)]
+        print(f"{path.name} {'updated' if changed else 'is up to date'}")
     return 0
+
+
+def documents(folder: Path = store.RESULTS) -> tuple[dict[str, str], dict[str, str]]:
+    """What stands between the markers of the README, and between those of docs/measured.md, by the marker's name."""
+    results = store.newest(folder)
+    readme = {table.SUMMARY: table.summary(results), "grid": grid_report.markdown(grid.newest(folder))}
+    return readme, {name: table.markdown(results, mode) for name, mode in table.PARTS.items()}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,10 +123,11 @@ def _parser() -> argparse.ArgumentParser:
 
     grid.add_arguments(commands.add_parser("grid", help="the planner's choice against jax.jit, over many ordinary functions"))
 
-    show = commands.add_parser("table", help="write the README's tables from what is stored")
+    show = commands.add_parser("table", help="write the README's summary and the tables of docs/measured.md from what is stored")
     show.add_argument("--print", action="store_true", help="print it, change nothing")
     show.add_argument("--results", type=Path, default=store.RESULTS)
     show.add_argument("--readme", type=Path, default=README)
+    show.add_argument("--tables", type=Path, default=TABLES)
     return parser
 
 

@@ -1,15 +1,17 @@
-"""The README's tables, made from stored measurements.
+"""The tables of docs/measured.md and the README's summary of them, made from stored measurements.
 
 Comes in: what ``store.newest`` gives. Goes out: Markdown, put between two markers of a file. No number is typed by hand.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from kitsune_jax.report.units import byte_text, count_text
 
+_WIDEST = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
 _DTYPE = {"f32": "float32", "bf16": "bfloat16"}
 _HEAD = (
     "application",
@@ -52,7 +54,8 @@ _TRAIN_HEAD = (
 )
 _TRAIN_GPU_HEAD = tuple(h for h in _TRAIN_HEAD if "microbatched" not in h)
 
-PARTS = {"benchmarks": "infer", "training": "train"}  # between which markers of the README which mode's tables stand
+PARTS = {"benchmarks": "infer", "training": "train"}  # between which markers of the document which mode's tables stand
+SUMMARY = "summary"  # between which markers of the README the ratios alone stand
 
 Results = list[tuple[dict[str, Any], list[dict[str, Any]]]]
 
@@ -63,6 +66,34 @@ def markdown(results: Results, mode: str = "infer") -> str:
     tables = [_TABLES[mode](machine, records) for machine, records in chosen if records]
     option = "" if mode == "infer" else f" --mode {mode}"
     return "\n\n".join(tables) or f"No measurement is stored yet: `python -m benchmarks run --all{option}` makes them."
+
+
+def summary(results: Results) -> str:
+    """How many times as fast as ``jax.jit`` each application is, at the largest size measured: a row for each, for each machine a
+    column for inference and one for a training step."""
+    found: dict[str, dict[tuple[int, str], tuple[int, str]]] = {}  # application -> (machine, mode) -> (rows, ratio)
+    columns = [
+        (k, mode) for k, (_, records) in enumerate(results) for mode in PARTS.values() if any(r["mode"] == mode for r in records)
+    ]
+    for k, (_, records) in enumerate(results):
+        for r in records:
+            speedup = (r["speedup"] if r["mode"] == "infer" else r["speedup"]["whole"]).get("jit")
+            cells = found.setdefault(f"{r['title']}, {_DTYPE.get(r['dtype'], r['dtype'])}", {})
+            if speedup and r["rows"] > cells.get((k, r["mode"]), (0, ""))[0]:
+                cells[k, r["mode"]] = r["rows"], f"{speedup['median']:.2f}x"
+    if not found:
+        return markdown(results)
+    heads = [f"{_name(results[k][0])}: {'inference' if mode == 'infer' else 'training step'}" for k, mode in columns]
+    rows = [[what, *(cells.get(c, (0, "-"))[1] for c in columns)] for what, cells in found.items()]
+    return "\n".join(_lines(("application", *heads), rows))
+
+
+def _name(machine: dict[str, Any]) -> str:
+    if "gpu" in machine:
+        return str(machine["gpu"]["name"])
+    cpu = " ".join(re.sub(r"\([^)]*\)|@.*|\bProcessor\b", " ", machine["cpu"]).split())
+    widest = [name for isa, name in _WIDEST.items() if isa in machine.get("isa", ())]
+    return ", ".join((cpu, f"{machine['cores']} cores", *widest[:1]))
 
 
 def _inference(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:

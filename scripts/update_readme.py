@@ -1,7 +1,7 @@
-"""Write the generated parts of README.md: the quick start, its report for a named machine model, and the benchmarks' tables.
+"""Write the generated parts of README.md and of docs/measured.md: the quick start, its report for a named machine model, and the
+benchmarks' tables.
 
-Comes in: ``examples/quickstart.py``, the planner, ``benchmarks/results``. Goes out: README.md, between markers. Run by ``make
-table``.
+Comes in: ``examples/quickstart.py``, the planner, ``benchmarks/results``. Goes out: both, between markers. Run by ``make table``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,19 @@ DEVICE = "avx512bf16-2"  # the report is for this machine model wherever the scr
 def main() -> int:
     sys.path.insert(0, str(ROOT))
     import kitsune_jax as kj
-    from benchmarks import grid, grid_report, store, table
+    from benchmarks import __main__ as command
+    from benchmarks import table
 
     quickstart = ROOT / "examples" / "quickstart.py"
     code = quickstart.read_text().split('"""', 2)[2].strip()
     with contextlib.redirect_stdout(io.StringIO()):
         names = runpy.run_path(str(quickstart))
-    results = store.newest()
     report = kj.explain(names["mlp"], platform="cpu", device=DEVICE)(names["params"], names["x"])
-    readme = ROOT / "README.md"
-    parts = {
-        "quickstart": f"```python\n{code}\n```",
-        "explain": f"```text\n{report}\n```",
-        **{name: table.markdown(results, mode) for name, mode in table.PARTS.items()},
-        "grid": grid_report.markdown(grid.newest()),
-    }
-    changed = [name for name, text in parts.items() if table.update(readme, text, name)]
-    print(f"README.md: {', '.join(changed)} updated" if changed else "README.md is up to date")
+    measured, tables = command.documents()
+    shown = {"quickstart": f"```python\n{code}\n```", "explain": f"```text\n{report}\n```", **measured}
+    for path, parts in ((command.README, shown), (command.TABLES, tables)):
+        changed = [name for name, text in parts.items() if table.update(path, text, name)]
+        print(f"{path.name}: {', '.join(changed)} updated" if changed else f"{path.name} is up to date")
     return 0
 
 

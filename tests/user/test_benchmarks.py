@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import store, table
-from benchmarks.__main__ import README, main
+from benchmarks.__main__ import README, TABLES, documents, main
 from benchmarks.apps import APPS, DTYPES, make_case
 from benchmarks.columns import COLUMNS, block_rows, blocked
 from benchmarks.graphs.apps import GRAPH_APPS
@@ -22,7 +22,7 @@ from benchmarks.roofline import Ceilings, floor_seconds
 from benchmarks.timing import interleaved, paired_speedup, summary
 
 TINY = Effort(rounds=3, seconds=5.0)
-EMPTY_TABLES = "".join("\n".join(table.markers(name)) + "\n" for name in ("training", "grid"))
+EMPTY_TABLES = "".join("\n".join(table.markers(name)) + "\n" for name in ("training", "grid", table.SUMMARY))
 
 
 @pytest.mark.parametrize("app", list(APPS))
@@ -147,13 +147,14 @@ def test_run_store_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
     begin, end = table.markers("benchmarks")
     readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n{EMPTY_TABLES}")
-    command = ["table", "--results", str(results), "--readme", str(readme)]
+    command = ["table", "--results", str(results), "--readme", str(readme), "--tables", str(readme)]
     assert main(command) == 0
     text = readme.read_text()
     assert text.startswith("before\n")
     assert "\nafter\n" in text
     assert "old" not in text
     assert f"{1e3 * record['columns']['pipeline']['median']:.1f} ms" in text
+    assert f"float32 | {record['speedup']['jit']['median']:.2f}x |" in text
     assert main(command) == 0
     assert "up to date" in capsys.readouterr().out
 
@@ -177,12 +178,38 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         store.newest(tmp_path)
 
 
-@pytest.mark.parametrize("part", list(table.PARTS))
-def test_readme_holds_the_table_of_what_is_stored(part: str) -> None:
-    text = README.read_text()
+@pytest.mark.parametrize("part", [table.SUMMARY, *table.PARTS])
+def test_documents_hold_the_tables_of_what_is_stored(part: str) -> None:
+    text = (TABLES if part in table.PARTS else README).read_text()
     begin, end = table.markers(part)
     inside = text[text.index(begin) + len(begin) : text.index(end)]
-    assert inside.strip() == table.markdown(store.newest(), table.PARTS[part]).strip()
+    wanted = {name: made for document in documents() for name, made in document.items()}
+    assert inside.strip() == wanted[part].strip()
+
+
+def test_the_summary_has_the_largest_size_of_each_application() -> None:
+    """A column for each machine and mode; what was not measured there is told."""
+
+    def record(title: str, rows: int, ratio: float, mode: str = "infer") -> dict[str, Any]:
+        speedup: Any = {"jit": {"median": ratio}}
+        return {
+            "title": title,
+            "rows": rows,
+            "dtype": "f32",
+            "mode": mode,
+            "speedup": speedup if mode == "infer" else {"whole": speedup},
+        }
+
+    first = {"cpu": "Some(R) Processor", "cores": 2, "isa": ["avx2", "avx512f"]}
+    second = {"cpu": "Other", "cores": 4, "isa": ["avx512f", "amx_tile"]}
+    results = [(first, [record("a", 8, 3.0), record("a", 64, 2.0), record("b", 8, 1.25, "train")]), (second, [record("b", 8, 0.5)])]
+    assert table.summary(results).splitlines() == [
+        "| application | Some, 2 cores, AVX-512: inference | Some, 2 cores, AVX-512: training step "
+        "| Other, 4 cores, AMX: inference |",
+        "|---|---:|---:|---:|",
+        "| a, float32 | 2.00x | - | - |",
+        "| b, float32 | - | 1.25x | 0.50x |",
+    ]
 
 
 def test_markers_are_required(tmp_path: Path) -> None:

@@ -117,12 +117,14 @@ def test_run_store_and_table_of_training(tmp_path: Path, capsys: pytest.CaptureF
     assert set(record["memory"]) == set(TRAIN_STEPS)
     assert record["memory"]["jit"]["temp_bytes"] > 4 * 256 * 128  # at least one activation is kept for the backward pass
 
-    parts = {name: table.markers(name) for name in (*table.PARTS, "grid")}
+    parts = {name: table.markers(name) for name in (*table.PARTS, table.SUMMARY, "grid")}
     readme.write_text("\n".join(f"{begin}\nold\n{end}" for begin, end in parts.values()))
-    assert main(["table", "--results", str(results), "--readme", str(readme)]) == 0
+    assert main(["table", "--results", str(results), "--readme", str(readme), "--tables", str(readme)]) == 0
     text = readme.read_text()
     assert "old" not in text
     inference, trained = text.split(parts["training"][0])
+    trained, rest = trained.split(parts["training"][1])
+    assert f"float32 | {record['speedup']['whole']['jit']['median']:.2f}x |" in rest
     assert "No measurement is stored yet" in inference
     assert f"{1e3 * record['columns']['whole']['median']:.1f} ms" in trained
     assert "not measured / not measured" in trained  # memory asks for processes of its own
