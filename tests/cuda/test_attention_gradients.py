@@ -138,6 +138,18 @@ def test_the_gradient_is_kernels(name: str, dtype: str) -> None:
         assert g.shape == w.shape and error < TOLERANCE[dtype]
 
 
+def test_queries_that_see_nothing() -> None:
+    """Hidden by a low number they see every key equally, also those in blocks that the mask hides; each key sees some query."""
+    case = dataclasses.replace(CASES["plain"], queries=400, keys=300, mask=lambda q, k: q > k)
+    args = drawn(case, "bfloat16")
+    args[3] = args[3].at[:, 0].multiply(64)
+    with enable_x64():
+        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in args]
+        want = jax.vjp(lambda q, k, v: attention(case, q, k, v), *wide[:3])[1](wide[3])
+    got, kernels = run(case, args)
+    assert kernels == 3 and max(errors(got, [np.asarray(w) for w in want])) < TOLERANCE["bfloat16"]
+
+
 def wanted(family: Family, args: tuple[Array, ...]) -> list[np.ndarray]:
     with enable_x64():
         return [np.asarray(x) for x in family.function(*(np.asarray(a, np.float64) for a in args))]

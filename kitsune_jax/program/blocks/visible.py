@@ -55,9 +55,9 @@ class Visible:
         return first if first is not None and all(r == first for r in found) and (first.low, first.high) != (None, None) else None
 
     def of_terms(self, values: Sequence[int]) -> set[Range]:
-        """Ranges outside of which the product of ``values`` is 0, and in which every row sees something."""
+        """Ranges outside of which the product of ``values`` is 0."""
         found = {r for v in values for r in self._nonzero(v)}
-        return {r for r in found if r.exact and (r.low, r.high) != (None, None) and self._shows_all_rows(r)}
+        return {r for r in found if r.exact and (r.low, r.high) != (None, None)}
 
     def _nonzero(self, v: int) -> set[Range]:
         """Ranges outside of which ``v`` is 0: behind a mask, or where scores are hidden whose exponential it is a multiple of."""
@@ -71,8 +71,14 @@ class Visible:
             return set()
         if instr.kind == "exp":
             made = self.makers.get(instr.inputs[0])
-            shown = self._shown(made.inputs[0] if made is not None and made.kind == "sub" else instr.inputs[0])
-            return set() if shown is None else {shown}
+            made = made if made is not None and made.kind == "sub" else None
+            shown = self._shown(instr.inputs[0] if made is None else made.inputs[0])
+            if shown is None:
+                return set()
+            # What hides everything from a row makes its largest score a hidden one, beside which no exponential is 0; or from an
+            # element, where the largest scores are those of the elements.
+            of_elements = made is not None and self._varies(made.inputs[1])
+            return {shown} if (self._shows_all_elements(shown) if of_elements else self._shows_all_rows(shown)) else set()
         if instr.kind == "mul":
             return self._nonzero(instr.inputs[0]) | self._nonzero(instr.inputs[1])
         if instr.kind == "select_n" and len(instr.inputs) == 3:
@@ -80,7 +86,7 @@ class Visible:
             zero = [self._constant(x) == 0 for x in cases]
             when = self._when(which)[1 - zero.index(False)] if any(zero) and not all(zero) else None
             found = [self._nonzero(x) for x, is_zero in zip(cases, zero, strict=True) if not is_zero]
-            return (set.intersection(*found) if found else set()) | (set() if when is None else {when})
+            return (set.intersection(*found) if found else set()) | ({when} if when and self._shows_all_rows(when) else set())
         if instr.kind in ("div", "neg") or instr.kind in _SAME:
             return self._nonzero(instr.inputs[0])
         return set()
@@ -88,6 +94,16 @@ class Visible:
     def _shows_all_rows(self, shown: Range) -> bool:
         extent = self.axes[shown.axis]
         return (shown.high is None or shown.high >= 0) and (shown.low is None or extent - 1 + shown.low <= self.size - 1)
+
+    def _shows_all_elements(self, shown: Range) -> bool:
+        extent = self.axes[shown.axis]
+        return (shown.low is None or shown.low <= 0) and (shown.high is None or self.size - 1 - shown.high <= extent - 1)
+
+    def _varies(self, v: int) -> bool:
+        """Does ``v`` differ along the dimension, as far as can be seen?"""
+        while v in self.inner and v in self.makers and self.makers[v].kind in _SAME:
+            (v,) = self.makers[v].inputs
+        return v in self.inner
 
     def facts(self, seen: Range) -> dict[int, bool]:
         """The conditions that are the same for all elements in ``seen``, and what they are."""
