@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import gzip
+import hashlib
 import importlib.machinery
 import importlib.util
 import io
@@ -71,6 +72,20 @@ def isa_flags(unit: str, platform: str) -> list[str]:
     return ISA_FLAGS.get(machine, {}).get(unit, [])
 
 
+def kept_object(source: str, flags: list[str]) -> Path | None:
+    """Where the object of an ISA unit stands for the next build, in the folder ``KITSUNE_KERNEL_OBJECTS``; ``None`` where none is.
+
+    There is nothing of Python in it, so builds for several versions of Python may share it, and the C++ tests may link it. Who
+    changes the compiler empties the folder.
+    """
+    folder, unit = os.environ.get("KITSUNE_KERNEL_OBJECTS"), Path(source)
+    if not folder or not unit.name.startswith("isa_"):
+        return None
+    read = [unit, *(ROOT / header for header in headers("cpu/include", "cpu/src"))]
+    key = hashlib.sha256("\0".join([*flags, *(path.read_text() for path in read)]).encode()).hexdigest()
+    return Path(folder) / f"{unit.stem}-{key[:16]}.o"
+
+
 def jaxlib_include() -> str:
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
@@ -121,7 +136,15 @@ class BuildExt(build_ext):
         def compile_all(sources: list[str], **options: Any) -> list[str]:
             def compile_one(source: str) -> list[str]:
                 extra = [*(options.get("extra_postargs") or []), *isa_flags(Path(source).name, sysconfig.get_platform())]
-                return plain_compile([source], **{**options, "extra_postargs": extra})
+                kept = kept_object(source, extra)
+                if kept is not None and kept.exists():
+                    return [str(kept)]
+                objects = plain_compile([source], **{**options, "extra_postargs": extra})
+                if kept is not None:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(objects[0], f"{kept}.{os.getpid()}")
+                    os.replace(f"{kept}.{os.getpid()}", kept)
+                return objects
 
             with concurrent.futures.ThreadPoolExecutor(JOBS) as executor:
                 return [one for objects in executor.map(compile_one, sources) for one in objects]

@@ -13,6 +13,7 @@ import tarfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setuptools
@@ -127,10 +128,39 @@ def test_wheels_are_made_for_every_python_that_is_supported() -> None:
 
 
 @pytest.fixture
-def isa_flags(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[str]]:
-    """``setup.py``'s function of a unit's file name and the platform that is built for."""
+def setup_py(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What ``setup.py`` defines."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    return runpy.run_path(str(ROOT / "setup.py"))["isa_flags"]
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.fixture
+def isa_flags(setup_py: dict[str, Any]) -> Callable[[str, str], list[str]]:
+    """``setup.py``'s function of a unit's file name and the platform that is built for."""
+    return setup_py["isa_flags"]
+
+
+def test_objects_of_isa_units_are_kept_by_all_that_they_are_made_of(
+    setup_py: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_object, tree = setup_py["kept_object"], tmp_path / "tree"
+    header, unit = tree / "cpu" / "src" / "kernels" / "a.h", tree / "cpu" / "src" / "isa_a.cc"
+    header.parent.mkdir(parents=True)
+    header.write_text("1")
+    unit.write_text("2")
+    monkeypatch.setitem(kept_object.__globals__, "ROOT", tree)
+    monkeypatch.delenv("KITSUNE_KERNEL_OBJECTS", raising=False)
+    assert kept_object(str(unit), []) is None
+    monkeypatch.setenv("KITSUNE_KERNEL_OBJECTS", str(tmp_path / "kept"))
+    assert kept_object(str(unit.with_name("executor.cc")), []) is None
+    found = [kept_object(str(unit), ["-O3"])]
+    assert found[0].parent == tmp_path / "kept" and kept_object(str(unit), ["-O3"]) == found[0]
+    found.append(kept_object(str(unit), ["-O2"]))
+    header.write_text("3")
+    found.append(kept_object(str(unit), ["-O3"]))
+    unit.write_text("4")
+    found.append(kept_object(str(unit), ["-O3"]))
+    assert len(set(found)) == 4
 
 
 ARCHITECTURES = {
