@@ -69,6 +69,10 @@ class Step {
  public:
   virtual ~Step() = default;
   virtual void run(const Context& c) const = 0;
+  // Asks memory for what this reads at the iteration that `c` says, the loop's next one: its slices of arrays lie too far from each
+  // other for the hardware to foresee them. `fetches`: there is something to ask for at iterations of the loop of that number.
+  virtual void fetch(const Context&) const {}
+  virtual bool fetches(int /*loop*/) const { return false; }
   size_t temp_bytes() const { return temp_bytes_; }
 
  protected:

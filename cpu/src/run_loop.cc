@@ -9,7 +9,10 @@ namespace {
 class LoopStep final : public Step {
  public:
   LoopStep(const Loop& x, int depth, Steps body)
-      : count_(x.count), reverse_(x.reverse), within_(x.within), depth_(depth), body_(std::move(body)) {}
+      : count_(x.count), reverse_(x.reverse), within_(x.within), depth_(depth), body_(std::move(body)) {
+    for (const auto& step : body_)
+      if (step->fetches(depth_)) fetching_.push_back(step.get());
+  }
 
   void run(const Context& c) const override {
     Bounds b{0, count_, 0, 0};
@@ -17,6 +20,10 @@ class LoopStep final : public Step {
     for (int64_t n = b.first; n < b.end; ++n) {
       const int64_t i = reverse_ ? b.end - 1 - (n - b.first) : n;
       if (b.left_out <= i && i < b.left_out_end) continue;
+      if (!fetching_.empty() && n + 1 < b.end) {
+        c.loops[depth_] = reverse_ ? i - 1 : i + 1;
+        for (const Step* step : fetching_) step->fetch(c);
+      }
       c.loops[depth_] = i;
       for (const auto& step : body_) step->run(c);
     }
@@ -45,6 +52,7 @@ class LoopStep final : public Step {
   std::optional<Within> within_;
   int depth_;
   Steps body_;
+  std::vector<const Step*> fetching_;
 };
 
 class StationaryStep final : public Step {

@@ -9,7 +9,8 @@
 namespace kitsune::cpu {
 namespace {
 
-constexpr int64_t kLane = 4;  // bytes
+constexpr int64_t kLane = 4;   // bytes
+constexpr int64_t kLine = 64;  // bytes of a cache line
 
 // One number in all lanes of a strip, as bool is kept there: ones or zeros.
 void spread(char* strip, int64_t elements, DType type) {
@@ -44,7 +45,25 @@ class StripStep final : public Step {
         (list == &plan_.loads ? loads_ : stores_)[1].push_back(copied);
         if (!x.direct) (list == &plan_.loads ? loads_ : stores_)[0].push_back(copied);
       }
+    for (const StripOperand& x : plan_.loads) {
+      const std::vector<int64_t>& moves = x.address.loop_bytes;
+      if (x.used && x.direct && x.address.space == Space::kIn && plan_.nest.size() == 1 && !moves.empty() && moves.back() != 0)
+        fetched_.push_back(&x);
+    }
     temp_bytes_ = buffers() * bytes_ + 2 * bytes_ + align_up(slots_ * sizeof(char*)) + align_up(operands_ * sizeof(char*));
+  }
+
+  bool fetches(int loop) const override {
+    return std::any_of(fetched_.begin(), fetched_.end(),
+                       [&](const StripOperand* x) { return x->address.loop_bytes.size() == static_cast<size_t>(loop) + 1; });
+  }
+
+  void fetch(const Context& c) const override {
+    for (const StripOperand* x : fetched_) {
+      const char* from = x->address.of(c);
+      const int64_t bytes = plan_.nest.back().extent(c.rows) * x->item;
+      for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(from + b, 0, 2);
+    }
   }
 
   void run(const Context& c) const override {
@@ -129,6 +148,7 @@ class StripStep final : public Step {
   size_t bytes_;   // of a strip
   size_t first_buffer_, slots_, operands_ = 0;
   std::vector<Direct> direct_;
+  std::vector<const StripOperand*> fetched_;  // slices of arrays by the number of the loop around
   std::vector<Copied> loads_[2], stores_[2];  // to copy: of a whole strip; of a shorter one
 };
 

@@ -1,5 +1,8 @@
 // Vector programs as instructions of strips, against the same programs without them: every bit must agree, with every kernel table.
 #include <cmath>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 #include "kitsune_cpu/strips.h"
 #include "programs.h"
@@ -187,6 +190,76 @@ Program recurrence(int64_t rows, int64_t tile) {
   return program({rows}, tile, {a}, {a, a}, {begin, Loop{5, false, {}, 1}, turn, end}, 2 * tile * 4);
 }
 
+float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// A number x for which x / y is as near to the middle of two floats as it can be, up to powers of two: (x's integer) 2^25 and (y's)
+// times an odd integer of 25 bits differ by 1.
+float hardest(float y) {
+  uint32_t bits, middle = 1;
+  std::memcpy(&bits, &y, sizeof bits);
+  const uint32_t integer = (bits & 0x7fffffu) | 0x800001u;
+  for (int k = 0; k < 5; ++k) middle *= 2 - integer * middle;  // 1 / integer modulo 2^32, by Newton's iteration
+  middle &= 0x1ffffffu;
+  if (middle < 1u << 24) middle = (1u << 25) - middle;
+  return static_cast<float>((uint64_t{integer} * middle + 1) >> 25);
+}
+
+// Numbers divided by one number for each row, from memory and from registers. Quotients next to the middle of two floats, zeros of
+// either sign, subnormal numbers, infinities and NaN are among them.
+void test_quotients(unsigned seed) {
+  constexpr int64_t kRows = 500, kColumns = 300;
+  std::mt19937 rng(seed);
+  auto any_of = [&] { return float_of(rng()); };
+  auto moderate = [&] { return float_of((rng() & 0x807fffffu) | 1 | ((87 + rng() % 80) << 23)); };
+  std::vector<float> x(kRows * kColumns), y(kRows);
+  for (size_t r = 0; r < kRows; ++r) {
+    const float corners[] = {1.0f, -2.0f, 1.1f, 0x1.fffffep0f, 0x1.000002p-3f, 0x1p-20f, 0x1p40f, 3.0f};
+    y[r] = r % 4 == 0 ? corners[r / 4 % 8] : r % 4 == 3 ? any_of() : moderate();
+    for (size_t k = 0; k < kColumns; ++k) {
+      const double middle = double(moderate()) * (1 + (rng() % 2 ? 0x1p-24 : -0x1p-24));
+      const float odd[] = {0.0f, -0.0f, float_of(rng() & 0x807fffffu), any_of(), INFINITY, -NAN};
+      float v = static_cast<float>(middle * static_cast<double>(y[r]));
+      if (rng() % 16 == 0) v = std::ldexp(hardest(y[r]), static_cast<int>(rng() % 40) - 20);
+      if (r % 5 == 1 && rng() % 9 == 0) v = odd[rng() % 2];
+      if (r % 5 == 2) v = rng() % 50 == 0 ? odd[rng() % 6] : v;
+      if (r % 5 == 3) v = any_of();
+      x[r * kColumns + k] = v;
+    }
+  }
+  Vector v{{kColumns},
+           false,
+           {operand(Space::kIn, 0, F32, 0, kColumns, {1}), operand(Space::kIn, 1, F32, 0, 1, {0})},
+           {operand(Space::kOut, 0, F32, 0, kColumns, {1}), operand(Space::kOut, 1, F32, 0, kColumns, {1})},
+           {}};
+  v.code = {micro(Opcode::op_load, F32, 0, 0),     micro(Opcode::op_load, F32, 1, 1), micro(Opcode::op_div, F32, 2, 0, 1),
+            micro(Opcode::op_store, F32, 0, 0, 2), micro(Opcode::op_neg, F32, 3, 0),  micro(Opcode::op_div, F32, 4, 3, 1),
+            micro(Opcode::op_store, F32, 0, 1, 4)};
+  const Array a{F32, kRows * kColumns};
+  const Call call = one_part(program({kRows}, 100, {a, {F32, kRows}}, {a, a}, {v}));
+  std::vector<int64_t> words = encode(call);
+  Executable exe(parse(words.data(), words.size()));
+  Arrays arrays(exe.call(), seed);
+  std::memcpy(arrays.ins[0].data(), x.data(), x.size() * sizeof(float));
+  std::memcpy(arrays.ins[1].data(), y.data(), y.size() * sizeof(float));
+  ThreadPool pool(1);
+  const std::string error = exe.run(arrays.in_pointers.data(), arrays.out_pointers.data(), pool);
+  CHECK(error.empty(), "%s", error.c_str());
+  for (size_t i = 0; i < x.size(); ++i)
+    for (size_t o = 0; o < 2; ++o) {
+      const float want = (o == 0 ? x[i] : -x[i]) / y[i / kColumns];
+      float got;
+      std::memcpy(&got, &arrays.outs[o][i * sizeof(float)], sizeof got);
+      if (same(F32, reinterpret_cast<const char*>(&got), reinterpret_cast<const char*>(&want))) continue;
+      CHECK(false, "%a / %a [%s] is %a, not %a", double(o == 0 ? x[i] : -x[i]), double(y[i / kColumns]), kernels().isa, double(got),
+            double(want));
+      return;
+    }
+}
+
 void test_random(unsigned seeds) {
   for (unsigned seed = 1; seed <= seeds; ++seed) compare_without("random", one_part(Random(seed).program()), seed);
 }
@@ -208,6 +281,15 @@ int main() {
     set_isa(names[i]);
     test_random(400);
     test_recurrences();
+    for (unsigned seed = 1; seed <= 4; ++seed) {
+      test_quotients(seed);
+#if defined(__SSE__)  // as XLA's threads compute
+      const unsigned csr = _mm_getcsr();
+      _mm_setcsr(csr | 0x8040);
+      test_quotients(seed + 4);
+      _mm_setcsr(csr);
+#endif
+    }
   }
   std::printf("strips: %d checks failed\n", failures);
   return failures == 0 ? 0 : 1;

@@ -107,6 +107,39 @@ KITSUNE_INLINE VF minus_product(VF c, VF a, VF b) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// x / y for many x and one y of a moderate magnitude, rounded exactly, in less than half of the time that dividing takes. `high` is
+// 1 / y, rounded, and `low` what that leaves, so q is off by less than a unit in its last place. Then x - q y is exact, and q plus
+// `high` times it is rounded as the quotient is (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+// processor", 1990). That holds where nothing overflows and no rest is subnormal: for quotients above 2^-60 that are not NaN.
+struct Inverse {
+  __m512 y, high, low;
+  bool moderate;  // y's magnitude
+
+  explicit KITSUNE_INLINE Inverse(VF of) : y((__m512)of) {
+    const float one = of[0], inverse = 1.0f / one, magnitude = __builtin_fabsf(one);
+    high = _mm512_set1_ps(inverse);
+    low = _mm512_mul_ps(_mm512_fnmadd_ps(high, y, _mm512_set1_ps(1.0f)), high);
+    moderate = magnitude >= 0x1p-20f && magnitude <= 0x1p40f;
+  }
+
+  // Takes the lanes in which this is not the quotient out of `right`. With kZeros zeros are divided as well.
+  template <bool kZeros>
+  KITSUNE_INLINE VF divide(VF numerator, __mmask16* right) const {
+    const __m512 x = (__m512)numerator, q = _mm512_fmadd_ps(x, high, _mm512_mul_ps(x, low));
+    __m512 quotient = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, y, x), high, q);
+    __mmask16 found = _mm512_cmp_ps_mask((__m512)abs_vector((VF)quotient), _mm512_set1_ps(0x1p-60f), _CMP_GE_OQ);
+    if constexpr (kZeros) {
+      const __mmask16 zeros = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_EQ_OQ);
+      quotient = _mm512_mask_mul_ps(quotient, zeros, x, high);  // which gives them their sign
+      found = __mmask16(found | zeros);
+    }
+    *right = __mmask16(*right & found);
+    return (VF)quotient;
+  }
+};
+#endif
+
 // fmod. With n the integer part of |x| / |y|, |x| - n |y| is a float, so that rounding once is exact. The rounded quotient may have
 // reached the next integer. Large quotients, tiny divisors, infinities and NaN go to libm.
 KITSUNE_INLINE VF remainder(VF x, VF y) {
