@@ -24,7 +24,7 @@ from kitsune_jax.targets.cuda import kernel, nvrtc, sources
 from kitsune_jax.targets.cuda.planning.machines import H200
 from tests.cuda.test_segments import ids
 from tests.support.cuda_compilers import COMPILERS, folder_of
-from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, plans, run_program, subject
+from tests.support.cuda_run import arrangements, by_hand, called, code_of, kernel_cache, plans, run, run_program, subject
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -167,6 +167,32 @@ def test_a_layer_of_gat_is_one_pass_over_its_edges(dtype: str) -> None:
     for grad, expected in zip(grads, wants, strict=True):
         error = np.abs(np.asarray(grad, np.float64) - np.asarray(expected)).max()
         assert error < {"float32": 1e-5, "bfloat16": 6e-2}[dtype] * np.abs(np.asarray(expected)).max()
+
+
+def projected(w: jax.Array, x: jax.Array, receivers: jax.Array) -> jax.Array:
+    """Scores and values of edges by a product, so that there is something to share out over stages."""
+    n, heads, width = 37, 4, 16
+    both = jnp.tanh(x @ w)
+    scores, values = 4 * both[:, :heads], both[:, heads:].reshape(-1, heads, width)
+    e = jnp.exp(scores - jax.lax.stop_gradient(jax.ops.segment_max(scores, receivers, n))[receivers])
+    return jax.ops.segment_sum(e[:, :, None] * values, receivers, n) / (1 + jax.ops.segment_sum(e, receivers, n))[..., None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_arrangement(dtype: str) -> None:
+    w, x = RNG.standard_normal((64, 68)).astype(np_dtype(dtype)) / 4, RNG.standard_normal((200, 64)).astype(np_dtype(dtype))
+    receivers = np.where(RNG.random(200) < 0.5, 12, RNG.integers(0, 37, 200)).astype(np.int32)
+    with jax.enable_x64(True):
+        want = np.asarray(projected(*(jnp.asarray(a.astype(np.float64)) for a in (w, x)), jnp.asarray(receivers)))
+    of = subject(projected, *map(jnp.asarray, (w, x, receivers)))
+    assert [op.kind for op in of.graph.ops].count("scatter_exp_sum") == 2
+    found = arrangements(of)
+    assert any("spatial" in name for name in found) and any("lanes3" in name for name in found), list(found)
+    for name, plan in found.items():
+        (got,) = run(of, plan, seed=len(name))
+        error = np.abs(got.astype(np.float64) - want).max() / np.abs(want).max()
+        assert error < {"float32": 1e-2, "bfloat16": 6e-2, "float16": 1e-2}[dtype], (name, error)
 
 
 def with_bug(right: str, wrong: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
