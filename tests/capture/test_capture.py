@@ -302,6 +302,17 @@ def test_a_dot_algorithm_that_rounds_its_inputs_stays_opaque():
     assert dot(lax.DotAlgorithmPreset.F32_F32_F32) == dot("high") == []
 
 
+def test_a_dot_algorithm_that_rounds_one_operand_is_a_product_of_rounded_ones():
+    """As in the gradient of jax.nn.dot_product_attention, where XLA's CPUs round nothing."""
+    x, w = array(4, 3), array(3, 5).astype(jnp.bfloat16)
+    c = captured(
+        lambda x, w: lax.dot(x, w, precision=lax.DotAlgorithmPreset.BF16_BF16_F32, preferred_element_type=jnp.float32), x, w
+    )
+    assert reasons(c) == [] and kinds(c) == ["convert_element_type", "dot_general"]
+    want = np.asarray(x.astype(jnp.bfloat16), np.float64) @ np.asarray(w, np.float64)
+    np.testing.assert_allclose(run_steps(c, (x, w))[0], want, rtol=1e-5, atol=1e-6)
+
+
 def test_a_jit_with_shardings_stays_a_call():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     c = captured(lambda x: jax.jit(jnp.sin, in_shardings=sharding)(x) + 1, array(3))
