@@ -51,7 +51,7 @@ def test_every_schedule_gives_the_same_bits() -> None:
     case = recurrence(257)
     operands = case.operands(np.random.default_rng(3))
     code = code_of(case.program, lanes=2, replicas=3)
-    found = {tuple(x.tobytes() for x in called(case.program, *operands, code=code, seed=seed)) for seed in range(6)}
+    found = {tuple(x.tobytes() for x in called(case.program, *operands, code=code, seed=seed)) for seed in range(3)}
     assert len(found) == 1
 
 
@@ -74,13 +74,12 @@ def test_weights_that_a_loop_cuts_are_refused() -> None:
     t, u = Tiles((70,), 64), Tiles((70,), 64)
     row = ((0,), ())
     t.store(t.op("tanh", t.load((70, 32), "float32", row)), (70, 32), row)
-    x, layers = u.load((70, 32), "float32", row), u.input((3, 32, 32))
+    x, layers = u.load((70, 32), "float32", row), u.input((96, 32))
     with u.loop(3, x) as loop:
-        w = u.op("reshape", u.load_slice(layers, (loop.index, 0, 1, 1)), shape=(32, 32), tile=False, new_sizes=(32, 32))
-        loop.next(u.matmul(loop.carries[0], w))
+        loop.next(u.matmul(loop.carries[0], u.load_slice(layers, (loop.index, 0, 32, 32))))
     u.store(loop.results[0], (70, 32), row)
     call = assemble([(0, t.program(), (0,), (2,)), (1, u.program(), (2, 1), (3,))], (0, 1), (3,))
-    with pytest.raises(CannotLower, match="weights that change with a loop"):
+    with pytest.raises(CannotLower, match="weights that a loop cuts"):
         code_of(call)
 
 
