@@ -265,17 +265,14 @@ def test_a_mask_of_random_bits_stays_beside_activations() -> None:
     assert "bool" in [str(a.dtype) for a in handed(jax.grad(total(kj.pipeline(f))), w, x) if a.shape == (97, 64)]
 
 
-def test_a_gpu_is_handed_the_scores() -> None:
-    """No plan of its makes scores block by block."""
+@pytest.mark.parametrize(("platform", "device"), [("cuda", "h200"), ("cpu", None)])
+def test_no_target_is_handed_the_scores(platform: str, device: str | None) -> None:
     args = qkv()
-
-    def kept(platform: str, device: str | None) -> int:
-        gradient = jax.grad(total(kj.pipeline(masked, force=True)), (0, 1, 2))
-        report = kj.explain(gradient, platform=platform, device=device)(*args)
-        assert report.residuals is not None
-        return next(row.kept_bytes for row in report.residuals.policies if row.policy == "save")
-
-    assert kept("cuda", "h200") > 4 * 2 * HEADS * TOKENS * TOKENS > 4 * kept("cpu", None)
+    gradient = jax.grad(total(kj.pipeline(masked, force=True)), (0, 1, 2))
+    report = kj.explain(gradient, platform=platform, device=device)(*args)
+    assert report.residuals is not None
+    kept = next(row.kept_bytes for row in report.residuals.policies if row.policy == "save")
+    assert 4 * kept < 4 * 2 * HEADS * TOKENS * TOKENS
 
 
 # --- random programs ------------------------------------------------------------------------------------------------------------
