@@ -73,12 +73,12 @@ def isa_flags(unit: str, platform: str) -> list[str]:
 
 
 def kept_object(source: str, flags: list[str]) -> Path | None:
-    """Where the object of an ISA unit stands for the next build, in the folder ``KITSUNE_KERNEL_OBJECTS``; ``None`` where none is.
+    """Where the object of an ISA unit stands for the next build, in the folder ``KERNEL_OBJECTS``; ``None`` where none is.
 
     There is nothing of Python in it, so builds for several versions of Python may share it, and the C++ tests may link it. Who
     changes the compiler empties the folder.
     """
-    folder, unit = os.environ.get("KITSUNE_KERNEL_OBJECTS"), Path(source)
+    folder, unit = os.environ.get("KERNEL_OBJECTS"), Path(source)
     if not folder or not unit.name.startswith("isa_"):
         return None
     read = [unit, *(ROOT / header for header in headers("cpu/include", "cpu/src"))]

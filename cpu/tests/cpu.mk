@@ -35,7 +35,7 @@ CPU_CXX = $(or $(CPU_KIND_CXX_$(1)),$(CXX))
 CPU_COMPILE = $(CPU_CXX) $(CPU_FLAGS) $(CPU_KIND_FLAGS_$(1)) $(CPU_ISA_FLAGS_$(or $(CPU_KIND_MACHINE_$(1)),$(CPU_MACHINE))_$(2))
 
 # The object that the extension's build has kept of a unit (setup.py): release is tested with what is shipped.
-CPU_FOUND = $(if $(and $(filter release,$(1)),$(KITSUNE_KERNEL_OBJECTS)),$(wildcard $(KITSUNE_KERNEL_OBJECTS)/$(2)-*.o))
+CPU_FOUND = $(if $(and $(filter release,$(1)),$(KERNEL_OBJECTS)),$(wildcard $(KERNEL_OBJECTS)/$(2)-*.o))
 CPU_KEPT = $(if $(filter 1,$(words $(CPU_FOUND))),$(CPU_FOUND))
 CPU_DEPENDS = $(filter-out -MMD,$(CPU_COMPILE)) -MM
 

@@ -149,9 +149,9 @@ def test_objects_of_isa_units_are_kept_by_all_that_they_are_made_of(
     header.write_text("1")
     unit.write_text("2")
     monkeypatch.setitem(kept_object.__globals__, "ROOT", tree)
-    monkeypatch.delenv("KITSUNE_KERNEL_OBJECTS", raising=False)
+    monkeypatch.delenv("KERNEL_OBJECTS", raising=False)
     assert kept_object(str(unit), []) is None
-    monkeypatch.setenv("KITSUNE_KERNEL_OBJECTS", str(tmp_path / "kept"))
+    monkeypatch.setenv("KERNEL_OBJECTS", str(tmp_path / "kept"))
     assert kept_object(str(unit.with_name("executor.cc")), []) is None
     found = [kept_object(str(unit), ["-O3"])]
     assert found[0].parent == tmp_path / "kept" and kept_object(str(unit), ["-O3"]) == found[0]
