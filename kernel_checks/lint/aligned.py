@@ -316,6 +316,8 @@ def _is_warp(one: Instruction, threads: frozenset[str]) -> bool:
         return False
     if one.opcode == "SHF.R.U32.HI" and parts[1] == "RZ":
         return parts[3] in threads and numbers[0] >= 5
+    if one.opcode == "LEA.HI" and parts[3] == "RZ":  # of two words shifted left the upper one, and a number
+        return parts[1] in threads and parts[2] not in threads and (_number(parts[4]) or 32) <= 27
     if one.opcode == "LOP3.LUT" and "0xc0" in parts:
         return numbers[0] % 32 == 0
     if one.opcode.startswith("ISETP.") and parts[2] in threads:

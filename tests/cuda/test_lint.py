@@ -267,6 +267,10 @@ def skips(*lines: str) -> list[tuple[int, int]]:
         (("ISETP.NE.AND P0, PT, R0, 0x80, PT",), True),
         (("SHF.R.U32.HI R1, RZ, 0x7, R0", "ISETP.NE.AND P0, PT, R1, RZ, PT"), False),
         (("SHF.R.U32.HI R1, RZ, 0x4, R0", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),
+        (("LEA.HI R1, R0, 0xffffffff, RZ, 0x19", "ISETP.NE.AND P0, PT, R1, RZ, PT"), False),  # a warpgroup's, less one
+        (("LEA.HI R1, R0, 0xffffffff, RZ, 0x1c", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),
+        (("LEA.HI R1, R0, R0, RZ, 0x19", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),
+        (("LEA.HI R1, R0, RZ, R0, 0x19", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),
         (("LOP3.LUT R1, R0, 0xffffff80, RZ, 0xc0, !PT", "ISETP.NE.AND P0, PT, R1, RZ, PT"), False),
         (("LOP3.LUT R1, R0, 0x1f, RZ, 0xc0, !PT", "ISETP.NE.AND P0, PT, R1, RZ, PT"), True),
         (("VIADD R1, R0, 0xffffff80", "SHF.R.U32.HI R1, RZ, 0x7, R1", "ISETP.NE.AND P0, PT, R1, RZ, PT"), False),
