@@ -372,6 +372,12 @@ def graph_of(function: Callable[..., Any], *args: Any) -> Any:
     return capture(jax.make_jaxpr(function)(*args)).graph
 
 
+def test_a_virtual_machine_has_not_the_cache_of_a_whole_socket() -> None:
+    mib = 1 << 20
+    few, many = (cpu_of(named(f"socket-{n}", workers=n, l3=480 * mib)) for n in (2, 32))
+    assert (few.shared_bytes, many.shared_bytes) == (64 * mib, 480 * mib)
+
+
 def test_plans_are_a_pure_function_of_the_graph_and_the_profile() -> None:
     graph = graph_of(network, *small())
     plans = [route(graph, "cpu", device="zen5-2", code=False).regions for _ in range(2)]

@@ -16,6 +16,10 @@ from kitsune_jax.profile.model import Profile
 
 # glibc mallopt(3): M_MMAP_THRESHOLD grows to at most this; larger blocks are fresh pages at every call.
 FAULT_THRESHOLD = 32 * MIB
+# Of the last level, what a worker has at most: the largest share of a core of any CPU (32 MiB: 512 for 16 cores of an EPYC 9175F).
+# A virtual machine of two cores is shown the 480 MiB of a whole socket, and waits for memory all the same: sums of 10^6 x 64
+# numbers by index were modelled at 12 ms of XLA's one thread, which takes 27.
+_MOST_SHARED = 32 * MIB
 # Nominal: latencies are counted in cycles, of which a core of today makes 3 to 5 billion a second.
 _CPU_CLOCK = 3.5e9
 _SQUARE = 512
@@ -57,7 +61,7 @@ def cpu_of(profile: Profile) -> CpuMachine:
         workers=workers,
         tensor_rates=(("float64", rate("float64")), ("bfloat16", bf16), ("other", f32)),
         local_bytes=profile.l2,
-        shared_bytes=max(profile.l3, profile.l2),
+        shared_bytes=max(min(profile.l3, _MOST_SHARED * workers), profile.l2),
         shared_bandwidth=moved("l3") * workers,
         dram_bandwidth=moved("dram") * workers,
         places=(
