@@ -165,6 +165,17 @@ def test_logarithm_of_a_sum_of_exponentials() -> None:
     assert len(loops(check(program, x, 16, operands(program)))) == 1
 
 
+def test_a_chain_whose_values_are_read_twice() -> None:
+    """What hides blocks is looked for in each value once, however many ways lead to it."""
+    t = Tiles((19,), 8)
+    x = y = t.load((19, 50), "float32", ((0,), ()))
+    for _ in range(40):
+        y = t.op("mul", y, y)
+    t.store(t.reduce("sum", y, (1,)), (19,), ((0,),))
+    program = t.program()
+    check(program, x, 16, [np.ones((19, 50), np.float32)])
+
+
 @pytest.mark.parametrize("kind", ["argmax", "argmin"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
 def test_the_index_of_an_extreme_element(kind: str, dtype: str) -> None:
