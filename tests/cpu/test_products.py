@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+import kitsune_jax as kj
 from kitsune_jax import _cpu
 from kitsune_jax.graph import make_params
 from kitsune_jax.program.ir import ArrayType, Instr, Program, SinkType, TileProgram
@@ -127,3 +130,13 @@ def test_a_dense_operand_is_no_product():
     preps = tuple(dataclasses.replace(p, product=1) for p in code.preps if p.kind == bc.DENSE)
     words = encode(dataclasses.replace(code, preps=(*(p for p in code.preps if p.kind == bc.WEIGHT), *preps)))
     assert "a dense operand is no product" in _cpu.validate(words)
+
+
+@pytest.mark.parametrize("shape", [(45, 77), (33, 999), (129, 109)])
+def test_weight_gradients_of_odd_widths(shape: tuple[int, int]) -> None:
+    """Sums are put together by jobs of 1 024, which begin inside of a row, of a group of columns or of a block of rows."""
+    rng = np.random.default_rng(3)
+    x, g = (rng.integers(-2, 3, (701, n)).astype(np.float32) for n in shape)
+    step = jax.value_and_grad(lambda w, x, g: jnp.sum((x @ w) * g))
+    _, got = jax.jit(kj.pipeline(step, strict=True, force=True))(np.zeros(shape, np.float32), x, g)
+    np.testing.assert_array_equal(got, x.T @ g)
