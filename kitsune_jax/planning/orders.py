@@ -20,10 +20,24 @@ def orders_of(graph: Graph, region: Region) -> list[int]:
     found: dict[int, None] = {}
     for i in region.sinks:
         op = graph.ops[i]
-        if OPS[op.kind].family == SCATTER and op.inputs[1] in region.outputs:
-            continue  # the indices are needed in front of the call
+        if OPS[op.kind].family == SCATTER and _made_of_results(graph, region, op.inputs[1]):
+            continue
         if OPS[op.kind].family == SCATTER and not op["sorted"]:
             ids = labels.get(op.inputs[1], ())
             if tuple(a for dim in ids for a in dim) == axes and math.prod(row_shape(graph.values[op.inputs[1]].shape, ids)) == 1:
                 found[op.inputs[1]] = None
     return list(found)
+
+
+def _made_of_results(graph: Graph, region: Region, ids: int) -> bool:
+    """Is ``ids`` a result of the region, or made of one? Indices whose order rows stream in are needed in front of the call."""
+    producers = {v: i for i in region.ops for v in graph.ops[i].outputs}
+    results, seen, work = set(region.outputs), {ids}, [ids]
+    while work:
+        v = work.pop()
+        if v in results:
+            return True
+        new = set(graph.ops[producers[v]].inputs).difference(seen) if v in producers else set()
+        seen |= new
+        work += new
+    return False

@@ -248,6 +248,8 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
     left = [d for d in range(len(x.shape)) if d not in axes]
     dense = dim_strides(sink.shape)  # of the accumulators
     kept = _loops([(x.shape[d], x.strides[d], t) for d, t in zip(left, dense, strict=True)])
+    if not kept and instr.get("dims"):
+        kept = [(1, 0, 1)]  # one accumulator of several; no loop would stand for a sink of one
     reduced = _loops([(x.shape[d], x.strides[d], 0) for d in sorted(axes, key=lambda d: -abs(x.strides[d]))])
     stage.code.append(
         Accumulate(
