@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.ops.spec import is_float
 
@@ -28,6 +30,7 @@ def dot_general(e: Equation) -> int | str:
     narrow = _ROUNDED.get(str(getattr(e.params["precision"], "name", "")))
     narrow = narrow if narrow in dtypes[:2] else None  # two wide operands XLA does not round on every platform
     precision = None if narrow else _precision(e.params["precision"], dtypes)
+    alike = narrow or _common(*dtypes[:2])
     if precision == "":
         return f"dot_general: asks for {e.params['precision']}"
     accumulate = dtypes[2] if not is_float(dtypes[2]) else "float64" if "float64" in dtypes else "float32"
@@ -35,7 +38,7 @@ def dot_general(e: Equation) -> int | str:
         return _outer(e, lhs_batch, rhs_batch, accumulate)
     return e.op(
         "dot_general",
-        *(e.convert(v, narrow) if narrow else v for v in e.ins),
+        *(e.convert(v, alike) for v in e.ins),
         lhs_contract=lhs_contract,
         rhs_contract=rhs_contract,
         lhs_batch=lhs_batch,
@@ -43,6 +46,11 @@ def dot_general(e: Equation) -> int | str:
         accumulate=accumulate,
         precision=precision,
     )
+
+
+def _common(lhs: str, rhs: str) -> str:
+    """The dtype in which both operands are multiplied: every number of either is one of it."""
+    return lhs if lhs == rhs or not (is_float(lhs) and is_float(rhs)) else str(jnp.promote_types(lhs, rhs))
 
 
 def _outer(e: Equation, lhs_batch: Sequence[int], rhs_batch: Sequence[int], accumulate: str) -> int:

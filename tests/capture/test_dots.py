@@ -139,6 +139,20 @@ def test_an_outer_product_is_rounded_once_to_the_dtype_that_was_asked_for(
         np.testing.assert_array_equal(np.asarray(got, np.float64), np.asarray(want, np.float64))
 
 
+@pytest.mark.parametrize("argument", [None, 0, 1])
+@pytest.mark.parametrize("left,right", [("bfloat16", "float32"), ("float32", "float16"), ("float16", "bfloat16")])
+def test_operands_of_two_dtypes_are_multiplied_in_one_that_holds_both(left: str, right: str, argument: int | None) -> None:
+    rng = np.random.default_rng(5)
+    x, w = rng.uniform(-1, 1, (N, 13)).astype(jnp.dtype(left)), rng.uniform(-1, 1, (13, 7)).astype(jnp.dtype(right))
+    rows = dot(((1,), (0,)), preferred_element_type="float32")
+    wave: Function = lambda x, w: jnp.sin(rows(jnp.sin(x), w))  # noqa: E731
+    product = wave if argument is None else jax.grad(lambda x, w: jnp.sum(wave(x, w)), argument)
+    report = kj.explain(product, force=True)(x, w)
+    assert all("stationary" in r.reason for r in report.rejected), report  # a cast of the weights stays in front
+    dtype = "float32" if argument is None else (left, right)[argument]
+    check_close(jax.jit(kj.pipeline(product, force=True))(x, w), product, [x, w], dtype, roundings=32)
+
+
 # --- penalties -------------------------------------------------------------------------------------------------------------------
 
 PENALTIES: dict[str, Function] = {
