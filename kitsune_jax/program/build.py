@@ -297,7 +297,9 @@ class _Builder:
         kept = [k for k in range(carries) if p.in_carries[k] in live]
         for outside, v in zip(p.consts, p.in_consts, strict=True):
             if v in live:
-                inner.ids[v] = self._read(stage, outside)
+                x, t = self._read(stage, outside), inner.type_of(v)
+                # In a stream of one row, the body may stream what is the same for all rows around the loop.
+                inner.ids[v] = self._spread(stage, x, t, i) if t.tile and t.shape and not self.values[x].tile else x
         initial, carried = [], []
         for k in kept:
             v = p.in_carries[k]
