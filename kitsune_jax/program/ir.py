@@ -150,7 +150,7 @@ class ArrayType:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Its dimensions in the part for one tile. One that streams over no axis, as all do in a stream of one row, has ``dims`` too."""
+        """Its dimensions in the part for one tile. In a stream of one row, which has no axis, what streams has ``dims`` as well."""
         return self.dims if self.streamed or self.row_strides else tuple(range(len(self.shape)))
 
     @property
