@@ -124,7 +124,7 @@ class State:
         elif t.streamed:  # a stream of one row
             offsets = 0 * tile.rows
         strides = dim_strides(t.shape)
-        for d in t.dims if t.row_strides or t.streamed else range(len(t.shape)):
+        for d in t.kept:
             cut = cuts.get(d, range(t.shape[d]))
             if cut and not (cut[0] >= 0 and cut[-1] < t.shape[d]):
                 raise TypeError(f"elements {cut[0]} to {cut[-1]} of dimension {d} of {t.dtype}{list(t.shape)} do not exist")

@@ -149,10 +149,14 @@ class ArrayType:
     dims: tuple[int, ...] = ()
 
     @property
+    def kept(self) -> tuple[int, ...]:
+        """Its dimensions in the part for one tile. In a stream of one row, which has no axis, what streams has ``dims`` as well."""
+        return self.dims if self.streamed or self.row_strides else tuple(range(len(self.shape)))
+
+    @property
     def loaded(self) -> TileType:
         """The type of its part for one tile."""
-        part = self.streamed or bool(self.row_strides)
-        return TileType(self.streamed, tuple(self.shape[d] for d in self.dims) if part else self.shape, self.dtype)
+        return TileType(self.streamed, tuple(self.shape[d] for d in self.kept), self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -227,12 +227,11 @@ class _Bodies:
         arrays = self.program.inputs if loading else self.program.outputs
         need(0 <= instr["array"] < len(arrays), f"there is no array {instr['array']}")
         array, numbers = arrays[instr["array"]], instr.inputs if loading else instr.inputs[1:]
-        kept = array.dims if array.row_strides else tuple(range(len(array.shape)))
-        for d, first, last in self._cut(instr, numbers, array.shape, kept, loops):
+        for d, first, last in self._cut(instr, numbers, array.shape, array.kept, loops):
             if not loading:
                 self.slices.setdefault(instr["array"], {}).setdefault(d, []).append((first, last))
         extent = dict(zip(instr["dims"], instr["sizes"], strict=True))
-        made = TileType(array.streamed, tuple(extent.get(d, array.shape[d]) for d in kept), array.dtype)
+        made = TileType(array.streamed, tuple(extent.get(d, array.shape[d]) for d in array.kept), array.dtype)
         got = self._types(instr.outputs if loading else instr.inputs[:1])
         need(got == [made], f"the slice is {made}, not {told(got)}")
 

@@ -155,6 +155,18 @@ def test_two_loops_where_algebra_does_not_help() -> None:
     assert len(loops(check(program, x, 16, operands(program)))) == 2
 
 
+@pytest.mark.parametrize("leading", [(), (1,), (2, 3)])
+def test_a_stream_of_one_row(leading: tuple[int, ...]) -> None:
+    """Its arrays stream, over no axis: a dimension of a tile is not the one of the same number of the array."""
+    t = Tiles((), 1)
+    dim = len(leading)
+    x = t.load((*leading, 50), "float32", ((),) * (dim + 1))
+    total = t.broadcast(t.reduce("sum", t.op("mul", x, x), (dim + 1,)), (*leading, 50), tuple(range(dim + 1)))
+    t.store(t.op("div", t.op("tanh", x), total), (*leading, 50), ((),) * (dim + 1))
+    program = t.program()
+    assert len(loops(check(program, x, 16, operands(program), dim + 1))) == 2
+
+
 def test_logarithm_of_a_sum_of_exponentials() -> None:
     t = Tiles((19,), 8)
     x = t.load((19, 50), "float32", ((0,), ()))

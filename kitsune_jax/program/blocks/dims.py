@@ -136,6 +136,4 @@ def _product(types: Sequence[TileType], instr: Instr) -> list[Join]:
 
 def array_dim(array: ArrayType, tile: bool, dim: int) -> int:
     """The dimension of ``array`` that is dimension ``dim`` of what is loaded of it."""
-    if not array.row_strides:
-        return dim
-    return array.dims[dim - 1 if tile else dim]
+    return array.kept[dim - 1 if tile else dim]

@@ -35,7 +35,7 @@ def border_of(stage: Numbered, instr: Instr) -> Border:
     loads = instr.kind == "load_slice"
     array = (stage.program.inputs if loads else stage.program.outputs)[instr["array"]]
     whole = stage.input(instr["array"]) if loads else stage.output(instr["array"])
-    shape, dims = list(whole.shape), [array.dims.index(d) if array.row_strides else d for d in instr["dims"]]
+    shape, dims = list(whole.shape), [array.kept.index(d) for d in instr["dims"]]
     for k, size in zip(dims, instr["sizes"], strict=True):
         shape[k] = size
     numbers = instr.inputs if loads else instr.inputs[1:]

@@ -53,8 +53,7 @@ def _rows(at: Evaluation, instr: Instr, role: str, numbers: object) -> ir.Rows:
     terms = tuple((at.row(n), step * strides[d] * size) for n, d, step in cuts)
     at.add(st.SliceRows(ref, whole, terms, role == "in"))
     extent = dict(zip(instr["dims"], instr["sizes"], strict=True))
-    dims = array.dims if array.row_strides else tuple(range(len(array.shape)))
-    columns = [(extent.get(d, array.shape[d]), strides[d]) for d in dims]
+    columns = [(extent.get(d, array.shape[d]), strides[d]) for d in array.kept]
     return _of_columns(array, role, ref, columns, [bytes_ for _, bytes_ in terms])
 
 
