@@ -28,6 +28,7 @@ from kitsune_jax.errors import NotPipelined
 from kitsune_jax.fallbacks import Failure, record
 from kitsune_jax.graph import Graph
 from kitsune_jax.options import Options
+from kitsune_jax.parts import in_parts, modelled_seconds
 from kitsune_jax.report.join import with_bodies
 from kitsune_jax.report.model import Report
 from kitsune_jax.route import PlannedRegion, Routed, route, without
@@ -278,6 +279,11 @@ def captured_and_settled(
     while True:
         captured = capture(jaxpr, rewrite, **has, kept=frozenset(kept))
         planned, nodes = settled(captured, target, options, device, code=code)
+        split = in_parts(captured, target, device)
+        if split is not captured:
+            other = settled(split, target, options, device, code=code)
+            if modelled_seconds(split.graph, other[0], target, device) < modelled_seconds(captured.graph, planned, target, device):
+                captured, planned, nodes = split, *other
         left = [captured.steps[node] for node in nodes if isinstance(node, int)]
         again = {step.origin.key for step in left if step.rewritten} - kept
         if not again:

@@ -15,6 +15,7 @@ from kitsune_jax.ops.table import OPS
 # Products of a batch with fewer results than this are no attention: all of a batch is one row.
 _LARGE_BATCH = 64 * 64
 FEW_ROWS = 4  # of a product that takes as long as its weight takes to arrive
+FEW_OF_BATCH = 8  # the same of a product for each of a batch: the matrix is small enough to stay near while all rows meet it
 _LARGE_WEIGHT = 64 * 64  # elements
 _MOVED = frozenset({"reshape", "transpose", "convert_element_type", "copy"})
 
@@ -96,7 +97,8 @@ def has_few_rows(graph: Graph, producers: Mapping[int, int], op_index: int) -> b
     if made_by is not None and graph.ops[made_by].kind not in ("opaque", "dynamic_update_slice"):
         return False
     contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
-    return 0 < x <= FEW_ROWS * contracted * batch and y >= _LARGE_WEIGHT * batch
+    few = FEW_OF_BATCH if batch > 1 else FEW_ROWS
+    return 0 < x <= few * contracted * batch and y >= _LARGE_WEIGHT * batch
 
 
 def is_batched(graph: Graph, op_index: int) -> bool:

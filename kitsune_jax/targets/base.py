@@ -35,8 +35,9 @@ class Target(abc.ABC, Generic[M]):
     code for sums over the rows of each batch; for others the gradients of an attention by queries and those by keys and values are
     made of scores of their own (``capture.scores_apart``). ``runs_loops``: it has code for the loops of a graph. ``few_rows``:
     products of a few rows may stream over what they contract, so that all workers read the weight. ``sums_behind``: a loop may be a
-    call without the sums of its steps, which are then made of arrays of all steps. ``compiles``: ``generate`` runs a compiler, for
-    seconds and in several threads at once. ``M``: its machine models.
+    call without the sums of its steps, which are then made of arrays of all steps. ``splits_reductions``: where there are fewer
+    rows than workers, reductions over a long dimension may be made of parts of it (``capture.split_reductions``). ``compiles``:
+    ``generate`` runs a compiler, for seconds and in several threads at once. ``M``: its machine models.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Target(abc.ABC, Generic[M]):
     runs_loops: bool = False
     few_rows: bool = False
     sums_behind: bool = False
+    splits_reductions: bool = False
     compiles: bool = False
 
     @abc.abstractmethod
@@ -74,6 +76,10 @@ class Target(abc.ABC, Generic[M]):
     def as_found_by(self, graph: Graph, machine: M) -> M:
         """``machine`` as the regions of ``graph`` find it, where that depends on the whole program."""
         return machine
+
+    def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: M) -> float:
+        """Modelled seconds of ``ops`` where XLA runs them. Asked where ``splits_reductions``."""
+        return 0.0
 
     @abc.abstractmethod
     def plan(self, graph: Graph, region: Region, machine: M) -> Plan:

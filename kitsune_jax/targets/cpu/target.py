@@ -18,7 +18,7 @@ from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 
 class _Cpu(Target[CpuMachine]):
     name = platform = "cpu"
-    runs_phases = recomputes = repeats_products = sums_online = sums_by_batch = runs_loops = few_rows = True
+    runs_phases = recomputes = repeats_products = sums_online = sums_by_batch = runs_loops = few_rows = splits_reductions = True
     # Code of a call is parsed and laid out in proportion to its phases. A training step of a graph network with 15 message-passing
     # steps has 350.
     most_merged = 512
@@ -37,6 +37,9 @@ class _Cpu(Target[CpuMachine]):
 
     def as_found_by(self, graph: Graph, machine: CpuMachine) -> CpuMachine:
         return xla_times.as_found_by(graph, machine)
+
+    def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: CpuMachine) -> float:
+        return xla_times.of_ops(graph, ops, machine)
 
     def plan(self, graph: Graph, region: Region, machine: CpuMachine) -> Plan:
         return planner.plan(graph, region, machine)

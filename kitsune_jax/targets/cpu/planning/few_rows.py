@@ -7,14 +7,14 @@ region that only such products read; a tile needs no memory for those.
 from __future__ import annotations
 
 from kitsune_jax.planning.cost import DotWork, RegionCost
-from kitsune_jax.streams.seeds import FEW_ROWS
+from kitsune_jax.streams.seeds import FEW_OF_BATCH, FEW_ROWS
 
 _LARGE = 1 << 12  # elements of a matrix that belongs to one row of the stream
 
 
 def has_few_rows(dot: DotWork | None, sink: bool) -> bool:
     """``sink``: the product contracts the stream."""
-    if dot is None or dot.dtype == "float64" or min(dot.m, dot.n) > FEW_ROWS:
+    if dot is None or dot.dtype == "float64" or min(dot.m, dot.n) > (FEW_OF_BATCH if dot.per_row else FEW_ROWS):
         return False
     return sink or dot.per_row and max(dot.m, dot.n) * dot.k >= _LARGE
 

@@ -18,6 +18,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import GATHER, SCATTER, itemsize
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, kernels_of
 from kitsune_jax.streams.seeds import FEW_ROWS
+from kitsune_jax.streams.space import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
 
@@ -39,6 +40,16 @@ def baseline(cost: CpuCost) -> tuple[float, int]:
     looped, looped_bytes = _loops(cost)
     seconds, moved = seconds + looped, moved + looped_bytes
     return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost, cost.machine.fault_bandwidth), moved
+
+
+def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine) -> float:
+    """Seconds of ``ops`` of ``graph``, in an order in which they can run, one kernel after the other on the whole machine."""
+    made = {v for i in ops for v in graph.ops[i].outputs}
+    inside = set(ops)
+    read = {v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs} | set(graph.outputs)
+    inputs = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if v not in made and graph.values[v].literal is None)
+    outputs = tuple(v for i in ops for v in graph.ops[i].outputs if v in read)
+    return baseline(CpuCost(graph, Region(StreamSpace((1,)), tuple(ops), (), tuple(inputs), outputs), machine))[0]
 
 
 def _kernels_seconds(cost: CpuCost, kernels: Sequence[Kernel], slices: Collection[int] | None = None) -> tuple[float, int]:

@@ -1,0 +1,35 @@
+"""The choice between a function as it was captured and the same with long reductions of few rows in parts.
+
+Comes in: a ``Captured`` and a target, and what was planned of a graph. Goes out: the ``Captured`` in parts
+(``capture.split_reductions``), where there is such a thing; and the modelled seconds of a whole graph, by which plans of two graphs
+that compute the same are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from kitsune_jax import targets
+from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.rewrites import rewritten
+from kitsune_jax.capture.split_reductions import split_reductions
+from kitsune_jax.graph import Graph
+from kitsune_jax.route import Routed
+
+
+def in_parts(captured: Captured, target: str, device: str | None) -> Captured:
+    """``captured`` with its long reductions of few rows in parts; itself where there are none, or no workers for parts."""
+    executor = targets.get(target)
+    if not executor.splits_reductions:
+        return captured
+    split = functools.partial(split_reductions, workers=executor.machine(device).workers)
+    return rewritten(captured, (("taking long reductions of few rows in parts", split),))
+
+
+def modelled_seconds(graph: Graph, planned: Routed, target: str, device: str | None) -> float:
+    """What the model says ``graph`` takes: the calls of ``planned``, and what XLA does with all other ops that it knows."""
+    executor = targets.get(target)
+    calls = sum(phase.plan.seconds for region in planned.regions for phase in region.phases)
+    inside = {i for region in planned.regions for i in region.region.ops}
+    left = [i for i, op in enumerate(graph.ops) if i not in inside and op.kind not in ("opaque", "reshape")]  # which costs nothing
+    return calls + executor.unpipelined_seconds(graph, left, executor.as_found_by(graph, executor.machine(device)))
