@@ -28,7 +28,7 @@ from kitsune_jax.errors import NotPipelined
 from kitsune_jax.fallbacks import Failure, record
 from kitsune_jax.graph import Graph
 from kitsune_jax.options import Options
-from kitsune_jax.parts import in_parts, modelled_seconds
+from kitsune_jax.parts import whole_or_in_parts
 from kitsune_jax.report.join import with_bodies
 from kitsune_jax.report.model import Report
 from kitsune_jax.route import PlannedRegion, Routed, route, without
@@ -180,10 +180,10 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
 
 
 def routed(
-    graph: Graph, target: str, options: Options, device: str | None = None, *, code: bool = True, merge: bool = True
+    graph: Graph, target: str, options: Options, device: str | None, *, code: bool, body: bool, merge: bool = True
 ) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    return _routed(graph, target, options.force, options.strict, device, code, merge, targets.get(target).surroundings())
+    return _routed(graph, target, options.force, options.strict, device, code, merge, body, targets.get(target).surroundings())
 
 
 @functools.lru_cache(maxsize=256)
@@ -195,9 +195,10 @@ def _routed(
     device: str | None,
     code: bool,
     merge: bool,
+    body: bool,
     _surroundings: tuple[Any, ...],
 ) -> Routed:
-    return route(graph, target, force=force, device=device, code=code, strict=strict, merge=merge)
+    return route(graph, target, force=force, device=device, code=code, strict=strict, merge=merge, body=body)
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------
@@ -236,14 +237,14 @@ def _holds_pipelines(jaxpr: Any) -> bool:
     return any(e.primitive.name == PRIMITIVE_NAME for e in eqns) or any(_holds_pipelines(x) for x in inner if _compat.is_jaxpr(x))
 
 
-def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFunction:
-    """``jaxpr`` captured and routed, its loops' bodies rewritten. Raises errors of theirs only if ``options.strict``."""
+def planned_function(jaxpr: Any, options: Options, target: str, body: bool = False) -> PlannedFunction:
+    """``jaxpr`` (``body``: of a loop) captured and routed, its loops' bodies rewritten. Raises theirs if ``options.strict``."""
     bodies = _Found()
 
     def rewrite(body: Any) -> Any:
         inside = _Found()
         try:
-            plan = planned_function(body, options, target)
+            plan = planned_function(body, options, target, body=True)
             if not plan.changes:
                 _told(plan, {}, bodies)
                 return body
@@ -260,13 +261,20 @@ def planned_function(jaxpr: Any, options: Options, target: str) -> PlannedFuncti
         return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
-    captured, planned, nodes = captured_and_settled(jaxpr, rewrite, target, options)
+    captured, planned, nodes = captured_and_settled(jaxpr, rewrite, target, options, body=body)
     bodies.failures.extend(prepare_left(captured, nodes))
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 
 
 def captured_and_settled(
-    jaxpr: Any, rewrite: Callable[[Any], Any], target: str, options: Options, device: str | None = None, *, code: bool = True
+    jaxpr: Any,
+    rewrite: Callable[[Any], Any],
+    target: str,
+    options: Options,
+    device: str | None = None,
+    *,
+    code: bool = True,
+    body: bool = False,
 ) -> tuple[Captured, Routed, list[int | PlannedRegion]]:
     """``jaxpr`` captured for ``target``, and what ``settled`` says of it. ``rewrite``: of the bodies of what is left to XLA.
 
@@ -274,16 +282,12 @@ def captured_and_settled(
     in less memory, and its body is pipelined by itself.
     """
     can, kept = targets.get(target), set[Any]()
+    settle = functools.partial(settled, target=target, options=options, device=device, code=code, body=body)
     has = {"parts": can.divides_gradients, "online": can.sums_online, "loops": can.runs_loops}
     has |= {"unordered": can.sums_unordered and not options.deterministic, "apart": not can.sums_by_batch}
     while True:
-        captured = capture(jaxpr, rewrite, **has, kept=frozenset(kept))
-        planned, nodes = settled(captured, target, options, device, code=code)
-        split = in_parts(captured, target, device)
-        if split is not captured:
-            other = settled(split, target, options, device, code=code)
-            if modelled_seconds(split.graph, other[0], target, device) < modelled_seconds(captured.graph, planned, target, device):
-                captured, planned, nodes = split, *other
+        whole = capture(jaxpr, rewrite, **has, kept=frozenset(kept))
+        captured, planned, nodes = whole_or_in_parts(whole, settle, target, device, body)
         left = [captured.steps[node] for node in nodes if isinstance(node, int)]
         again = {step.origin.key for step in left if step.rewritten} - kept
         if not again:
@@ -319,17 +323,16 @@ def _told(plan: PlannedFunction, lost: Mapping[str, Failure], found: _Found) -> 
 
 
 def settled(
-    captured: Captured, target: str, options: Options, device: str | None = None, *, code: bool = True
+    captured: Captured, target: str, options: Options, device: str | None = None, *, code: bool = True, body: bool = False
 ) -> tuple[Routed, list[int | PlannedRegion]]:
     """What will run: the regions that ``routed`` plans, but for those that cannot stand between side effects; the nodes in order.
-
     Where a call of several regions cannot stand there, each of them is a call of its own.
     """
     effects = [step.has_effects for step in captured.steps]
-    planned = routed(captured.graph, target, options, device, code=code)
+    planned = routed(captured.graph, target, options, device, code=code, body=body)
     nodes, dissolved = schedule(captured.graph, effects, planned.regions)
     if any(len(region.phases) > 1 for region in dissolved):
-        planned = routed(captured.graph, target, options, device, code=code, merge=False)
+        planned = routed(captured.graph, target, options, device, code=code, body=body, merge=False)
         nodes, dissolved = schedule(captured.graph, effects, planned.regions)
     return without(captured.graph, planned, {region.name: DISSOLVED for region in dissolved}), nodes
 

@@ -8,6 +8,8 @@ that compute the same are compared.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 from kitsune_jax import targets
 from kitsune_jax.capture.captured import Captured
@@ -15,6 +17,24 @@ from kitsune_jax.capture.rewrites import rewritten
 from kitsune_jax.capture.split_reductions import split_reductions
 from kitsune_jax.graph import Graph
 from kitsune_jax.route import Routed
+
+Nodes = TypeVar("Nodes")
+
+
+def whole_or_in_parts(
+    captured: Captured, settled: Callable[[Captured], tuple[Routed, Nodes]], target: str, device: str | None, body: bool
+) -> tuple[Captured, Routed, Nodes]:
+    """``captured``, or the same in parts where the model finds that faster, with what ``settled`` says of it. ``body``: it is the
+    step of a loop."""
+    planned, nodes = settled(captured)
+    split = in_parts(captured, target, device)
+    if split is captured:
+        return captured, planned, nodes
+    in_one = modelled_seconds(captured.graph, planned, target, device, body)
+    split_planned, split_nodes = settled(split)
+    if modelled_seconds(split.graph, split_planned, target, device, body) < in_one:
+        return split, split_planned, split_nodes
+    return captured, planned, nodes
 
 
 def in_parts(captured: Captured, target: str, device: str | None) -> Captured:
@@ -26,10 +46,10 @@ def in_parts(captured: Captured, target: str, device: str | None) -> Captured:
     return rewritten(captured, (("taking long reductions of few rows in parts", split),))
 
 
-def modelled_seconds(graph: Graph, planned: Routed, target: str, device: str | None) -> float:
+def modelled_seconds(graph: Graph, planned: Routed, target: str, device: str | None, body: bool) -> float:
     """What the model says ``graph`` takes: the calls of ``planned``, and what XLA does with all other ops that it knows."""
     executor = targets.get(target)
     calls = sum(phase.plan.seconds for region in planned.regions for phase in region.phases)
     inside = {i for region in planned.regions for i in region.region.ops}
     left = [i for i, op in enumerate(graph.ops) if i not in inside and op.kind not in ("opaque", "reshape")]  # which costs nothing
-    return calls + executor.unpipelined_seconds(graph, left, executor.as_found_by(graph, executor.machine(device)))
+    return calls + executor.unpipelined_seconds(graph, left, executor.as_found_by(graph, executor.machine(device), body))

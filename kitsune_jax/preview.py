@@ -72,7 +72,9 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     def visit(jaxpr: Any) -> Any:
         whole = _compat.hoist_consts(jaxpr)[0]
         if obstacle is None:
-            captured, planned, nodes = lowering.captured_and_settled(whole, visit, target, options, device, code=False)
+            captured, planned, nodes = lowering.captured_and_settled(
+                whole, visit, target, options, device, code=False, body=bool(reports)
+            )
             reports.append(planned.report)
             lowering.prepare_left(captured, nodes)
         else:

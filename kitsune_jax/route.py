@@ -88,15 +88,17 @@ def route(
     code: bool = True,
     strict: bool = False,
     merge: bool = True,
+    body: bool = False,
 ) -> Routed:
     """Decide which ops of ``graph`` become pipelines on ``target`` ("cpu", "cuda" or "emulator"), and make them.
 
     ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, where
     the target can. ``strict``: raise an error of ours instead of doing without the region. ``merge``: regions that follow each
-    other become one call, where the target runs such calls. Raises ``ValueError`` for an unknown target or device.
+    other become one call, where the target runs such calls. ``body``: the graph is a step of a loop that XLA runs. Raises
+    ``ValueError`` for an unknown target or device.
     """
     executor = targets.get(target)
-    machine = executor.as_found_by(graph, executor.machine(device))
+    machine = executor.as_found_by(graph, executor.machine(device), body)
     failed = _Failures(graph, strict)
     search = _Search(graph, executor, machine, failed, force)
     chosen = select(

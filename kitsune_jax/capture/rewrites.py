@@ -16,6 +16,7 @@ from kitsune_jax.capture.captured import Captured, pruned
 from kitsune_jax.capture.divided_gradients import split_gradients
 from kitsune_jax.capture.indexed_products import move_indexing
 from kitsune_jax.capture.indices import spread_indices
+from kitsune_jax.capture.loop_constants import move_constants
 from kitsune_jax.capture.loop_residuals import hand_less
 from kitsune_jax.capture.loop_sums import move_sums
 from kitsune_jax.capture.online_sums import sum_online
@@ -53,6 +54,7 @@ APART: Sequence[tuple[str, Rewriting]] = (
 def of_loops(kept: Collection[Any]) -> Sequence[tuple[str, Rewriting]]:
     """The rewrites of loops, but for those whose ``Origin.key`` is among ``kept``: they stay as they are."""
     return (
+        ("moving what a loop makes of its constants in front of the loop", functools.partial(move_constants, kept=kept)),
         ("moving the sums of a loop's steps behind the loop", functools.partial(move_sums, kept=kept)),
         ("making again what loops hand to each other", functools.partial(hand_less, kept=kept)),
     )

@@ -73,8 +73,9 @@ class Target(abc.ABC, Generic[M]):
     def machine(self, device: str | None = None) -> M:
         """The model of ``device``, or of the one at hand. Raises ``ValueError`` for a device that it does not know."""
 
-    def as_found_by(self, graph: Graph, machine: M) -> M:
-        """``machine`` as the regions of ``graph`` find it, where that depends on the whole program."""
+    def as_found_by(self, graph: Graph, machine: M, body: bool) -> M:
+        """``machine`` as the regions of ``graph`` find it, where that depends on the whole program. ``body``: it is a step
+        of a loop that XLA runs."""
         return machine
 
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: M) -> float:

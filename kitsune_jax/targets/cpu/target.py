@@ -35,8 +35,8 @@ class _Cpu(Target[CpuMachine]):
     def machine(self, device: str | None = None) -> CpuMachine:
         return machines.cpu_at_hand() if device is None else machines.cpu_model(device)
 
-    def as_found_by(self, graph: Graph, machine: CpuMachine) -> CpuMachine:
-        return xla_times.as_found_by(graph, machine)
+    def as_found_by(self, graph: Graph, machine: CpuMachine, body: bool) -> CpuMachine:
+        return xla_times.as_found_by(graph, machine, body)
 
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: CpuMachine) -> float:
         return xla_times.of_ops(graph, ops, machine)

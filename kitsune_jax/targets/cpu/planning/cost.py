@@ -31,6 +31,8 @@ _STRIDED_SECONDS = 6e-9
 _PASSES = {"reduce": 1.0, "argreduce": 2.0, "cumulative": 3.0}
 # One more op in a step of a loop, whose operands were found in front of the first one: 331 ns for 45 ops on a row, 28 for one.
 _STEP_AGAIN = 10e-9
+# A product in a step of a loop, beside its arithmetic, and a step itself: h = w @ h of 8 x 8 took 84 ns a step, of 16 x 16 88.
+_PRODUCT_AGAIN, _LOOP_STEP = 45e-9, 25e-9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,16 +202,7 @@ class CpuCost(RegionCost):
         if work.activation:
             return rows * work.elements * known.activation(work.activation, work.dtype)
         if work.dot is not None:
-            dot = work.dot
-            weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
-            if few_rows.has_few_rows(work.dot, work.sink):
-                few, many = sorted((dot.m, dot.n))
-                return rows * dot.batch * known.few_rows(dot.dtype, few, dot.k * many)
-            if dot.per_row:
-                return rows * dot.batch * known.product_per_row(dot.dtype, dot.m, dot.k, dot.n)
-            if work.sink:
-                return dot.batch * known.gradient(dot.dtype, gradients, rows * dot.k, dot.m, dot.n)
-            return dot.batch * known.product(dot.dtype, weights, rows * dot.m, dot.k, dot.n)
+            return self._product_seconds(work, work.dot, rows) + (_PRODUCT_AGAIN if work.again else 0.0)
         if work.family in SCANS:
             each = work.elements / max(1, work.sums)
             if work.taken:  # its operands are read as gathers read them, and multiplied in registers
@@ -232,6 +225,18 @@ class CpuCost(RegionCost):
         passes = work.elements * known.vector(work.kind, work.dtype) + work.edges * known.edge(work.dtype)
         return step + rows * (passes + work.spreads * known.spread(work.dtype, work.elements))
 
+    def _product_seconds(self, work: CpuWork, dot: DotWork, rows: int) -> float:
+        known = self.times
+        weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
+        if few_rows.has_few_rows(dot, work.sink):
+            few, many = sorted((dot.m, dot.n))
+            return rows * dot.batch * known.few_rows(dot.dtype, few, dot.k * many)
+        if dot.per_row:
+            return rows * dot.batch * known.product_per_row(dot.dtype, dot.m, dot.k, dot.n)
+        if work.sink:
+            return dot.batch * known.gradient(dot.dtype, gradients, rows * dot.k, dot.m, dot.n)
+        return dot.batch * known.product(dot.dtype, weights, rows * dot.m, dot.k, dot.n)
+
     def _scaling(self, work: CpuWork) -> float:
         """What an online sum computes of a row before it is folded: the largest scores, exponentials, products."""
         if work.kind not in ONLINE:
@@ -242,9 +247,9 @@ class CpuCost(RegionCost):
         product = 0.0 if work.taken else known.vector("mul", work.dtype) + 2 * known.edge(work.dtype)
         return runs + work.scores * each + work.elements * product
 
-    def pack_seconds(self, of: Container[int] | None = None, tiles: int = 1) -> float:
+    def pack_seconds(self, of: Container[int] | None = None, tiles: int = 1, again: bool = False) -> float:
         """Seconds of one worker in which the weights of products, or those among ``of``, are packed: once, or for each of ``tiles``
-        tiles those that depend on the batch."""
+        tiles those that depend on the batch. ``again``: in a step of a loop."""
         machine, ops = self.machine, self.region.ops
         size = 2 * self.stationary_bytes(ops)
         level = "l2" if size <= machine.local_bytes else "l3" if size <= machine.shared_bytes else "dram"
@@ -259,7 +264,7 @@ class CpuCost(RegionCost):
             if once in packed or of is not None and weight not in of:
                 continue
             packed.add(once)
-            seconds += self.times["call/layer"]
+            seconds += _PRODUCT_AGAIN if again else self.times["call/layer"]
             way = self.products[0] if work.dot.dtype == "bfloat16" else "widened"
             elements = work.dot.batch * work.dot.k * work.dot.n
             contract = op["rhs_contract" if weight == op.inputs[1] else "lhs_contract"]
@@ -268,10 +273,14 @@ class CpuCost(RegionCost):
             seconds += often * elements * self.times.pack(work.dot.dtype, way, transposed, level)
         return seconds
 
+    def steps_seconds(self) -> float:
+        """Seconds for each tile in which a worker goes from one step of a loop to the next."""
+        return sum(steps * (_LOOP_STEP + body.steps_seconds()) for steps, _, body in self.loops())
+
     def repack_seconds(self) -> float:
         """Seconds for each tile in which a worker packs weights that steps of loops take slices of, or make."""
         return sum(
-            steps * (body.pack_seconds() - body.pack_seconds(constants) + body.repack_seconds())
+            steps * (body.pack_seconds(again=True) - body.pack_seconds(constants, again=True) + body.repack_seconds())
             for steps, constants, body in self.loops()
         )
 

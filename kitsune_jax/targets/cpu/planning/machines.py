@@ -13,6 +13,7 @@ from kitsune_jax.planning.machine import KIB, MIB, Machine, Place
 from kitsune_jax.profile import shipped, store
 from kitsune_jax.profile.kernels import TILE
 from kitsune_jax.profile.model import Profile
+from kitsune_jax.targets.cpu.planning.xla_loops import Steps
 
 # glibc mallopt(3): M_MMAP_THRESHOLD grows to at most this; larger blocks are fresh pages at every call.
 FAULT_THRESHOLD = 32 * MIB
@@ -33,12 +34,13 @@ _CPU_SOURCES = (
 class CpuMachine(Machine):
     """``fault_bandwidth``: of the first touch of fresh pages, all workers together; ``huge_fault_bandwidth``: of huge pages, which
     a pipeline asks for. ``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``profile``: what all times are made
-    of."""
+    of. ``steps``: the regions are parts of a step of a loop that XLA runs, and so it runs that."""
 
     fault_bandwidth: float
     huge_fault_bandwidth: float
     profile: Profile
     fresh_bytes: int = FAULT_THRESHOLD
+    steps: Steps | None = None
 
 
 @functools.lru_cache(maxsize=64)

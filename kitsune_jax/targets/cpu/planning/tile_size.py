@@ -41,7 +41,7 @@ class TileModel:
         self.tables = cost.sink_bytes(i for i in ops if cost.family(i) == SCATTER)
         self.sinks = cost.sink_bytes(ops) - self.tables
         self._made = cost.made_row_bytes()
-        self._packing = cost.repack_seconds()
+        self._between = cost.repack_seconds() + cost.steps_seconds()
 
     def seconds(self, rows: int) -> float:
         """One tile on one worker: its ops one after the other."""
@@ -57,7 +57,7 @@ class TileModel:
         # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of
         # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
         fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)
-        return max(tensor, fetched) + simt + self._packing + _TILE_SECONDS
+        return max(tensor, fetched) + simt + self._between + _TILE_SECONDS
 
     def _spill_seconds(self, rows: int) -> float:
         """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""

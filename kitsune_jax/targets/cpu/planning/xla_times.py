@@ -21,6 +21,7 @@ from kitsune_jax.streams.seeds import FEW_ROWS
 from kitsune_jax.streams.space import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
+from kitsune_jax.targets.cpu.planning.xla_loops import Steps, sizes, steps_of
 
 # Batched products smaller than this are loops and not the library's.
 _SMALL = 64 * 64
@@ -36,7 +37,7 @@ _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 def baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
     kernels = kernels_of(cost)
-    seconds, moved = _kernels_seconds(cost, kernels)
+    seconds, moved = _kernels_seconds(cost, kernels, cost.machine.steps)
     looped, looped_bytes = _loops(cost)
     seconds, moved = seconds + looped, moved + looped_bytes
     return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost, cost.machine.fault_bandwidth), moved
@@ -52,10 +53,12 @@ def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine) -> float:
     return baseline(CpuCost(graph, Region(StreamSpace((1,)), tuple(ops), (), tuple(inputs), outputs), machine))[0]
 
 
-def _kernels_seconds(cost: CpuCost, kernels: Sequence[Kernel], slices: Collection[int] | None = None) -> tuple[float, int]:
-    """``slices``: in a step of a loop, the values that are slices of its arrays."""
+def _kernels_seconds(
+    cost: CpuCost, kernels: Sequence[Kernel], steps: Steps | None = None, slices: Collection[int] = ()
+) -> tuple[float, int]:
+    """``steps``: of the loop whose body this is, of whose arrays the values ``slices`` are slices."""
     moved = [k.moved(cost) for k in kernels]
-    return sum(_kernel_seconds(cost, k, n, slices) for k, n in zip(kernels, moved, strict=True)), sum(moved)
+    return sum(_kernel_seconds(cost, k, n, steps, slices) for k, n in zip(kernels, moved, strict=True)), sum(moved)
 
 
 def _loops(cost: CpuCost) -> tuple[float, int]:
@@ -66,17 +69,20 @@ def _loops(cost: CpuCost) -> tuple[float, int]:
         if op.body is None:
             continue
         body, p = cost.body(i), parts(op)
-        each, bytes_each = _kernels_seconds(body, kernels_of(body), frozenset(p.in_xs))
+        steps = steps_of(body.graph, cost.machine.profile)
+        each, bytes_each = _kernels_seconds(body, kernels_of(body), steps, frozenset(p.in_xs))
         inner, inner_bytes = _loops(body)
         stored = [v for y, v in zip(p.ys, p.in_ys, strict=True) if _is_stored(cost, y)]
-        each += sum(cost.times["xla/while"] + body.bytes(v) * cost.times["xla/while/stored"] for v in stored)
+        each += sum(steps.kernel + body.bytes(v) * cost.times["xla/while/stored"] for v in stored)
         seconds, moved = seconds + op["length"] * (each + inner), moved + op["length"] * (bytes_each + inner_bytes)
     return seconds, moved
 
 
-def as_found_by(graph: Graph, machine: CpuMachine) -> CpuMachine:
+def as_found_by(graph: Graph, machine: CpuMachine, body: bool) -> CpuMachine:
     """``machine`` as the regions of ``graph`` find it: XLA has one block for all arrays between the kernels of a program, and where
-    that is fresh at every call, so is the part of a region, however small."""
+    that is fresh at every call, so is the part of a region, however small. ``body``: in a step of a loop a kernel starts sooner."""
+    if body:
+        machine = dataclasses.replace(machine, steps=steps_of(graph, machine.profile))
     return dataclasses.replace(machine, fresh_bytes=0) if between_kernels(graph) > machine.fresh_bytes else machine
 
 
@@ -96,8 +102,8 @@ def output_fault_seconds(cost: CpuCost, bandwidth: float) -> float:
     return sum(cost.bytes(v) for v in cost.outputs if cost.bytes(v) > _kept_bytes(cost)) / bandwidth
 
 
-def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, slices: Collection[int] | None) -> float:
-    """``moved``: bytes that the kernel reads and writes. ``slices`` not None: in a step of a loop, whose kernels without products
+def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | None, slices: Collection[int]) -> float:
+    """``moved``: bytes that the kernel reads and writes. ``steps`` not None: in a step of a loop, whose kernels without products
     have one thread whatever their size (16 MB were tried), are called instead of scheduled, and find in the caches what the step
     before has left there, but for slices of the loop's arrays. A product has these copied first."""
     times, machine, ops, root = cost.times, cost.machine, kernel.ops, kernel.root
@@ -108,12 +114,14 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, slices: Collectio
     if _is_uneven(cost, ops, root):
         loop *= times.uneven(cost.graph.values[root].dtype)
     loop += sum(_product_seconds(cost, i) for i in products)
-    looped = slices is not None
-    cut = [v for v in kernel.reads if slices is not None and v in slices]
+    looped = steps is not None
+    cut = [v for v in kernel.reads if v in slices]
     one = looped and not products or times.one_thread(cost.bytes(root))
     called = looped and one
     from_arrays = sum(map(cost.bytes, cut)) * times["xla/while/slices"] + (times["xla/while"] * len(cut) if products else 0.0)
-    start = times["xla/while"] if called else machine.kernel_seconds
+    start = steps.kernel if steps is not None and called else machine.kernel_seconds
+    if steps is not None and products:
+        start, loop = 0.0, _looped_products(cost, products, steps, start + loop)
     if not products and not any(cost.family(i) in _PASSES or cost.family(i) == SCATTER for i in ops):
         # The rates of products, reductions and scatters have their traffic in them, as far as that was in the caches.
         if called and moved <= machine.local_bytes:
@@ -176,10 +184,7 @@ def _scaling_seconds(cost: CpuCost, i: int) -> float:
 def _product_seconds(cost: CpuCost, i: int) -> float:
     op, times = cost.graph.ops[i], cost.times
     lhs, rhs = (cost.graph.values[v] for v in op.inputs)
-    batch = math.prod(lhs.shape[d] for d in op["lhs_batch"])
-    k = math.prod(lhs.shape[d] for d in op["lhs_contract"])
-    m = lhs.size // max(1, batch * k)
-    n = rhs.size // max(1, batch * k)
+    m, k, n, batch = sizes(cost.graph, op)
     few = min(m, n) <= FEW_ROWS and max(m, n) * k >= _SMALL
     if batch > 1 and m * n < _SMALL and not few:
         return times.xla_batched(lhs.dtype) * batch * m * n * k
@@ -191,6 +196,17 @@ def _product_seconds(cost: CpuCost, i: int) -> float:
         form = "dot_t"
     apart = _FEW_OF_BATCH if batch > 1 and few else 1.0
     return copied + apart * batch * times.xla_dot(lhs.dtype, m, k, n, form)
+
+
+def _looped_products(cost: CpuCost, products: Sequence[int], steps: Steps, shared: float) -> float:
+    """A kernel of products in a step of a loop. ``shared``: what it takes where the library shares it out."""
+    seconds = 0.0
+    for i in products:
+        dtype = cost.graph.values[cost.graph.ops[i].inputs[0]].dtype
+        if dtype not in ("float32", "float64"):  # not measured
+            return shared
+        seconds += steps.product_seconds(*sizes(cost.graph, cost.graph.ops[i])) * (2.0 if dtype == "float64" else 1.0)
+    return seconds if steps.compiled else min(seconds, shared)
 
 
 def _copied_seconds(cost: CpuCost, op: Op, side: int) -> float:

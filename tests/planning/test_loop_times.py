@@ -1,0 +1,102 @@
+"""Which small loops become pipelines on a CPU: XLA compiles a loop to one function unless it holds a product of the library.
+
+The machines are profiles that come with the package, so the decisions are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import kitsune_jax as kj
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.profile import shipped
+from kitsune_jax.targets.cpu.planning.xla_loops import steps_of
+
+MACHINES = ("avx512-2", "avx2-8", "zen5-2")
+
+
+def ones(*shape: int) -> jax.Array:
+    return jnp.ones(shape, jnp.float32)
+
+
+def network(x: Any, w: Any) -> Any:
+    return lax.fori_loop(0, 1000, lambda i, x: jnp.tanh(x @ w), x)
+
+
+def lorenz(x: Any, y: Any, z: Any) -> Any:
+    def step(_: Any, s: Any) -> Any:
+        x, y, z = s
+        return x + 0.1 * (y - x), y + 0.01 * (x * (28 - z) - y), z + 0.01 * (x * y - 8 / 3 * z)
+
+    return lax.fori_loop(0, 1000, step, (x, y, z))
+
+
+def covariances(p: Any, a: Any) -> Any:
+    return lax.fori_loop(0, 1000, lambda i, p: a @ p @ a.T + 0.01, p)
+
+
+def report(f: Any, args: Any, machine: str) -> Any:
+    return kj.explain(f, platform="cpu", device=machine)(*args)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_xla_compiles_is_left_to_it(machine: str) -> None:
+    """Numbers, vectors and matrices of up to three columns: 17 to 590 ns a step with XLA, 90 to 890 with a pipeline (Xeon 6)."""
+    for f, args in (
+        (lorenz, (ones(), ones(), ones())),
+        (network, (ones(1, 16), ones(16, 16))),
+        (network, (ones(1, 128), ones(128, 128))),
+        (network, (ones(5, 3), ones(3, 3))),
+        (covariances, (ones(3, 3), ones(3, 3))),
+    ):
+        found = report(f, args, machine)
+        assert not found.regions, str(found)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_xla_interprets_is_taken(machine: str) -> None:
+    """The library multiplies in each step: 260 to 650 ns with XLA, 100 with a pipeline."""
+    for f, args in (
+        (network, (ones(3, 4), ones(4, 4))),
+        (network, (ones(2, 8), ones(8, 8))),
+        (network, (ones(300, 16), ones(16, 16))),
+        (covariances, (ones(8, 8), ones(8, 8))),
+    ):
+        found = report(f, args, machine)
+        assert found.ops_pipelined == found.ops_total and found.regions[0].loops, str(found)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_call_in_a_short_step(machine: str) -> None:
+    """The loop is XLA's, as its number of steps is not known. A call takes longer than all of a step; wide ones have calls."""
+
+    def until(x: Any, w: Any) -> Any:
+        return lax.while_loop(lambda x: x[0, 0] < 1e9, lambda x: jnp.tanh(jnp.tanh(x @ w) @ w) @ w, x)
+
+    for rows, width in ((1, 64), (4, 4), (16, 16)):
+        assert not report(until, (ones(rows, width), ones(width, width)), machine).regions
+    assert report(until, (ones(8192, 64), ones(64, 64)), machine).regions
+
+
+def body_of(f: Any, *args: Any) -> Any:
+    (op,) = capture(jax.make_jaxpr(f)(*args)).graph.ops
+    assert op.body is not None
+    return op.body
+
+
+def test_one_product_of_the_library_makes_a_loop_interpreted() -> None:
+    profile = shipped.shipped("zen5-2")
+    for rows, width, compiled in ((1, 300, True), (7, 3, True), (2, 4, False), (8, 2, False)):
+        steps = steps_of(body_of(network, ones(rows, width), ones(width, width)), profile)
+        assert steps.compiled is compiled
+
+    def nested(x: Any, w: Any) -> Any:
+        return lax.fori_loop(0, 3, lambda i, x: lax.fori_loop(0, 3, lambda j, x: x @ w, x) * 0.5, x)
+
+    assert not steps_of(body_of(nested, ones(9, 9), ones(9, 9)), profile).compiled
+    assert steps_of(body_of(nested, ones(1, 9), ones(9, 9)), profile).compiled
