@@ -38,6 +38,13 @@ def segment_softmax(values: Array, scores: Array, index: Array) -> Array:
     return total / (jax.ops.segment_sum(e, index, _GROUPS)[:, :, None] + 1)
 
 
+def extremes(w: Array, nodes: Array, edges: Array, senders: Array, receivers: Array) -> tuple[Array, Array]:
+    """Messages of edges: their sums by receivers, and the largest ones by senders. Nodes without messages get 0."""
+    messages = jax.nn.relu(jnp.concatenate([nodes[senders], edges], -1) @ w)
+    largest = jax.ops.segment_max(messages, senders, len(nodes))
+    return jax.ops.segment_sum(messages, receivers, len(nodes)), jnp.where(jnp.isfinite(largest), largest, 0)
+
+
 def attention_gradients(q: Array, k: Array, v: Array, do: Array) -> Any:
     """The result, causal, and dq, dk, dv; arrays of [tokens, heads, size]."""
     result, back = jax.vjp(functools.partial(jax.nn.dot_product_attention, is_causal=True), q[None], k[None], v[None])
@@ -71,6 +78,7 @@ CALLS: dict[str, Family] = {
         Family(
             "atomic-sums", gradient_by_senders, (weight(16, 16), Arg((_TABLE, 16)), _nodes(-1), _nodes(-1)), deterministic=False
         ),
+        Family("extremes", extremes, (weight(24, 16), Arg((_TABLE, 16)), Arg((-1, 8)), _nodes(-1), _nodes(-1))),
         Family("segment-softmax", segment_softmax, (Arg((-1, 4, 16)), Arg((-1, 4)), Arg((-1,), "int32", classes=_GROUPS))),
         Family("attention-gradients", attention_gradients, (_HEADS,) * 4, rows=_TOKENS),
         Family("descent-ode", functools.partial(updated, heun, 3), (weight(6, 32), bias(32), weight(32, 6), Arg((-1, 6)))),
