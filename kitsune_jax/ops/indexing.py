@@ -190,7 +190,13 @@ def _local_scatter(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
 
 
 def any_order(op: Op) -> bool:
-    """May two runs of ``op`` add its rows up in different orders, and so differ in the last bits? (``capture.unordered_sums``.)"""
+    """May two runs of ``op`` fold its rows in different orders? A maximum or a minimum has the same bits then; sums may differ in
+    the last ones (``may_differ``)."""
+    return op.kind in ("scatter_max", "scatter_min") or may_differ(op)
+
+
+def may_differ(op: Op) -> bool:
+    """Is ``op`` a sum that need not have the same bits in every run? (``capture.unordered_sums``.)"""
     return ("unordered", True) in op.params
 
 

@@ -68,7 +68,7 @@ class Plan:
     products: tuple[str, str] = ("best", "best")  # on a CPU: how bfloat16 operands are multiplied, times weights and in gradients
     order: int | None = None  # the graph value, an index of a scatter, by whose order the rows stream
     blocks: tuple[int, int, int] | None = None  # (graph value, its dimension, elements) of a long dimension worked off in blocks
-    unordered: tuple[int, ...] = ()  # ops that sum by indices and add rows up in whatever order they come, where that is allowed
+    unordered: tuple[int, ...] = ()  # ops that fold by indices, in whatever order rows come, where that is allowed
     l2_bytes: int = 0  # on a GPU: modelled, through the L2, of which the off-chip bytes are a part
 
     @property

@@ -184,7 +184,8 @@ def _indexed(sink: SinkType, instr: Instr, ins: Types) -> tuple[int, ...]:
     need(x.shape[:rank] == index.shape, f"the value is {x}; it must begin with the dimensions of the index, {index}")
     need(len(sink.shape) > 0, "its sink has no rows")
     need(isinstance(instr["sorted"], bool), "it does not say whether its indices are sorted")
-    need(not instr.get("unordered") or sink.how == "sum" and not tops, "only a sum may add its rows up in whatever order")
+    free = sink.how in ("sum", "max", "min") and not tops
+    need(not instr.get("unordered") or free, f"a {sink.how} may not fold its rows in whatever order")
     return (sink.shape[0], *x.shape[rank:])
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from kitsune_jax.graph import Graph, Value
+from kitsune_jax.ops.indexing import may_differ
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan, Queue
@@ -124,7 +125,8 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
 
 def _varying(graph: Graph, planned: Sequence[Planned]) -> list[str]:
     """What a reader must know of sums that are added up in whatever order."""
-    found = dict.fromkeys((_label(graph, i), graph.ops[i].source) for p in planned for plan in _plans(p) for i in plan.unordered)
+    free = [i for p in planned for plan in _plans(p) for i in plan.unordered if may_differ(graph.ops[i])]
+    found = dict.fromkeys((_label(graph, i), graph.ops[i].source) for i in free)
     sums = ", ".join(f"{label} ({source or 'no source line'})" for label, source in found)
     note = f"deterministic=False: the last bits of {sums} may differ from run to run, because rows are added atomically"
     return [note] if sums else []

@@ -19,17 +19,25 @@ from kitsune_jax.planning.plan import Plan
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.cuda import devices, nvrtc
 from tests.support import cuda_run
+from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
+from tests.support.cuda_call_cases import CALLS
 from tests.support.cuda_cases import FAMILIES, Family
+from tests.support.cuda_recurrent_cases import RECURRENT
 from tests.support.cuda_training_cases import TRAINING
 
 PLANNED = "planned"
 _FORCED_ROWS = 333  # several tiles for the one pipeline instance of a forced plan, the last of them not full
 _PLANNED_ROWS = (1, 20_011)  # less than a tile; more tiles than a device has workers
 _DRY_FAMILIES = ("dense",)
+_LONGER_ROWS = 4_099  # of loops and whole steps: their references in float64 keep every step
 _DRY_KINDS = ("sm90-vertical-resident-lanes1", "sm90-spatial-l2-lanes1")
 # Training steps under forced arrangements, the first and every n-th of some twenty: their plans take a second each to make in every
 # process, their kernels seconds to compile.
 _FORCED_STEPS = {"tanh-step": 4, "labels-step": 5, "layer-norm-step": 6, "skip-step": 4, "softmax-step": 7, "heads-step": 5}
+# As few of loops and of attention, whose blocks and lanes vary.
+_FORCED_STEPS |= {name: 3 for name in RECURRENT} | {name: 4 for name in (*ATTENTION, *ATTENTION_GRADIENTS)}
+_STEPS = {**TRAINING, **RECURRENT}  # large kernels: not in every dtype
+_ALL = {**FAMILIES, **TRAINING, **RECURRENT, **ATTENTION, **ATTENTION_GRADIENTS, **CALLS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Program:
         """Jitted; compiles the kernel when it is first called. Gives what the family's function gives."""
         if self.plan is None:
             emulator = "emulator" if self.target == "emulator" else None
-            return jax.jit(kj.pipeline(self.family.function, force=True, strict=True, target=emulator))
+            return jax.jit(self._pipeline(emulator))
         of = self._subject()
         planned = of.planned(self.plan, self.target)
         return jax.jit(lambda *args: lowering.run(of.captured, [planned], args))
@@ -69,13 +77,16 @@ class Program:
     def compile_kernel(self) -> None:
         """Puts the device's code into the cache on disk. Needs no device."""
         if self.plan is None:
-            traced = jax.jit(kj.pipeline(self.family.function, force=True, strict=True)).trace(*self.arguments(0))
-            traced.lower(lowering_platforms=("cuda",))
+            jax.jit(self._pipeline(None)).trace(*self.arguments(0)).lower(lowering_platforms=("cuda",))
         else:
             self._subject().planned(self.plan, self.target)
 
+    def _pipeline(self, target: str | None) -> Any:
+        f = self.family
+        return kj.pipeline(f.function, force=True, strict=True, target=target, deterministic=f.deterministic)
+
     def _subject(self) -> cuda_run.Subject:
-        return cuda_run.subject(self.family.function, *self.arguments(0))
+        return _subject_of(self.family, self.rows, self.dtype)
 
 
 def programs(dry_run: bool, only: str = "") -> list[Program]:
@@ -118,22 +129,36 @@ def few(among: list[Program]) -> list[Program]:
 
 def _planned(target: str, dry_run: bool) -> Iterator[Program]:
     for family in _families(dry_run):
-        step = family.name in TRAINING  # large kernels: in the dtypes and rows that differ most
-        for dtype in family.dtypes[:1] if dry_run else ("bfloat16", "float32") if step else family.dtypes:
-            for rows in (65,) if dry_run else _PLANNED_ROWS[-1:] if step else _PLANNED_ROWS:
+        for dtype in family.dtypes[:1] if dry_run else _dtypes(family):
+            for rows in (family.rows[:1] or (65,)) if dry_run else _rows(family):
                 yield Program(family, dtype, rows, target)
+
+
+def _dtypes(family: Family) -> tuple[str, ...]:
+    """Of large kernels those that differ most."""
+    return tuple(d for d in family.dtypes if d != "float16") if family.name in _STEPS else family.dtypes
+
+
+def _rows(family: Family) -> tuple[int, ...]:
+    if family.rows:
+        return family.rows
+    if family.name in CALLS:
+        return (_PLANNED_ROWS[0], _LONGER_ROWS)
+    if family.name in RECURRENT:
+        return (_LONGER_ROWS,)
+    return _PLANNED_ROWS[-1:] if family.name in TRAINING else _PLANNED_ROWS
 
 
 def _forced(target: str, dry_run: bool) -> Iterator[Program]:
     """Large families and training steps in bfloat16 only: each kernel takes seconds to compile."""
     generation = "sm90" if dry_run or nvrtc.sm_of(devices.arch()) == 900 else "sm80"
-    families = [f for f in _families(dry_run) if f.name not in TRAINING or f.name in _FORCED_STEPS]
+    families = [f for f in _families(dry_run) if f.name not in CALLS and (f.name not in TRAINING or f.name in _FORCED_STEPS)]
     for family in families[:1] if dry_run else families:
         rows = 130 if dry_run else _FORCED_ROWS
-        narrow = family.name in TRAINING or not family.small
-        dtypes = [d for d in family.dtypes if d == "bfloat16" or (d == "float32" and not narrow)]
+        narrow = family.name in _FORCED_STEPS or not family.small
+        dtypes = [d for d in family.dtypes if d == "bfloat16" or d == family.dtypes[0] or (d == "float32" and not narrow)]
         for dtype in dtypes[:1] if dry_run else dtypes:
-            plans = cuda_run.arrangements(cuda_run.subject(family.function, *family.arguments(rows, dtype)))
+            plans = cuda_run.arrangements(_subject_of(family, rows, dtype))
             names = [name for name in plans if name.startswith(generation)]
             names = names[:: _FORCED_STEPS.get(family.name, 1)]
             if dry_run:
@@ -141,6 +166,10 @@ def _forced(target: str, dry_run: bool) -> Iterator[Program]:
             yield from (Program(family, dtype, rows, target, name, plans[name]) for name in names)
 
 
+def _subject_of(family: Family, rows: int, dtype: str) -> cuda_run.Subject:
+    batches = family.name in ATTENTION or family.name in ATTENTION_GRADIENTS
+    return cuda_run.subject(family.function, *family.arguments(rows, dtype), batches=batches)
+
+
 def _families(dry_run: bool) -> list[Family]:
-    families = {**FAMILIES, **TRAINING}
-    return [family for name, family in families.items() if not dry_run or name in _DRY_FAMILIES]
+    return [family for name, family in _ALL.items() if not dry_run or name in (*_DRY_FAMILIES, *CALLS)]

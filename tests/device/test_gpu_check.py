@@ -12,11 +12,19 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kitsune_jax as kj
+from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.targets.cuda import hostcc, runtime
 from scripts.gpu import benchmarks, correctness, goals, programs, smoke, steps, traffic, training
+from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
+from tests.support.cuda_call_cases import CALLS
+from tests.support.cuda_cases import FAMILIES, Family
+from tests.support.cuda_recurrent_cases import RECURRENT
 from tests.support.cuda_run import kernel_cache  # noqa: F401, a fixture
 from tests.support.cuda_training_cases import TRAINING
 
@@ -52,7 +60,9 @@ def test_a_dry_run_is_right_and_told_on_one_page(tmp_path: Path) -> None:
         True,
         False,
     }  # the planner's, and a forced one
+    assert {f["name"].split()[0] for f in found["findings"]} == {"dense", *CALLS}
     assert all(0 < e < 0.01 for f in found["findings"] for whole in f["errors"] for e in whole)
+    assert all(f["kernels"] > 0 for f in found["findings"])
     soak = json.loads((folder / "soak.json").read_text())["findings"]
     assert [f["launches"] for f in soak] == [f["wanted"] for f in soak] == [3] * 4
     page = (folder / "summary.md").read_text()
@@ -85,7 +95,7 @@ def test_a_kind_of_kernel_that_hangs_costs_ten_seconds_and_is_left_out(tmp_path:
     hung, other = json.loads((folder / "smoke.json").read_text())["findings"]
     assert hung["error"] == f"did not end within {smoke.LIVE_SECONDS:g} s" and other["ok"]
     found = json.loads((folder / "correctness.0.json").read_text())["findings"]
-    assert [f["kind"] for f in found] == ["", other["kind"]]  # the planner's choice, and the one that is left
+    assert [f["kind"] for f in found] == [""] * (1 + len(CALLS)) + [other["kind"]]  # the planner's, and the one that is left
     assert f"left out of later steps, because they hung or crashed: {hung['kind']}" in (folder / "summary.md").read_text()
 
 
@@ -173,6 +183,60 @@ def test_a_choice_for_slow_tools_has_training_steps() -> None:
     made = [programs.Program(f, "bfloat16", 333, "cuda", "some", plan) for f in TRAINING.values()]
     chosen = programs.few(made)
     assert [p.family.name for p in chosen] == [f.name for f in TRAINING.values() if f.small]
+
+
+def test_whole_functions_become_the_kernels_that_they_are_there_for() -> None:
+    """Atomic sums; sums of a softmax in the pass that finds its largest scores; a kernel for queries and one for keys; loops in
+    calls of several phases."""
+    found = {}
+    for name, f in CALLS.items():
+        explained = kj.explain(f.function, platform="cuda", device="h200", force=True, deterministic=f.deterministic)
+        found[name] = explained(*f.shapes(f.rows[0] if f.rows else 4_099, f.dtypes[0]))
+    assert any("added atomically" in note for note in found["atomic-sums"].notes)
+    assert len(found["segment-softmax"].regions) == 1
+    family = CALLS["segment-softmax"]
+    graph = capture(jax.make_jaxpr(family.function)(*family.shapes(4_099, "float32")), parts=True, loops=True, online=True).graph
+    assert [op.kind for op in graph.ops].count("scatter_exp_sum") == 2
+    assert len(found["attention-gradients"].regions) == 2
+    for name in ("descent-ode", "descent-pendulum", "read-out"):
+        assert any(region.loops and region.later for region in found[name].regions), found[name]
+
+
+class _Runs:
+    """Stands for a program: its results are ``runs``, one for each run, and jax.jit's 1."""
+
+    def __init__(self, family: Family, *runs: float):
+        self.family, self.dtype, left = family, "float32", list(runs)
+        self.function = lambda x: x * left.pop(0)
+
+    def arguments(self, seed: int) -> tuple[jax.Array, ...]:
+        return (jnp.ones((3, 4)),)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "runs", "calls", "right"),
+    [
+        (True, (1, 1), 2, True),
+        (True, (1, 1 + 1e-6), 2, False),  # other bits
+        (False, (1, 1 + 1e-6), 2, True),
+        (False, (1.1, 1.1), 2, False),
+        (True, (1, 1), 0, False),  # XLA's, not ours
+    ],
+)
+def test_what_is_right(
+    deterministic: bool, runs: tuple[float, ...], calls: int, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program: Any = _Runs(Family("same", lambda x: x, (), deterministic=deterministic), *runs)
+    counted = iter((0, calls))
+    monkeypatch.setattr(correctness.runtime, "calls", lambda: next(counted))
+    assert correctness.check(program, 0)["ok"] == right
+
+
+def test_every_family_has_programs_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_forced", lambda target, dry_run: iter(()))  # those take a minute to plan
+    made = programs.programs(dry_run=False)
+    assert {p.family.name for p in made} == {*FAMILIES, *TRAINING, *RECURRENT, *ATTENTION, *ATTENTION_GRADIENTS, *CALLS}
+    assert len({p.name for p in made}) == len(made)
 
 
 def test_counters_are_added_over_kernels() -> None:

@@ -40,13 +40,16 @@ class Arg:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """``function(*arguments)``; weights first, then what has rows. ``small``: a fraction of a second in the emulator."""
+    """``function(*arguments)``; weights first, then what has rows. ``small``: a fraction of a second in the emulator. ``rows``:
+    those of the runs on a device, where not any will do. ``deterministic``: what ``kj.pipeline`` is told."""
 
     name: str
     function: Callable[..., Any]
     args: tuple[Arg, ...]
     small: bool = True
     dtypes: tuple[str, ...] = DTYPES
+    rows: tuple[int, ...] = ()
+    deterministic: bool = True
 
     def arguments(self, rows: int, dtype: str, seed: int = 0) -> tuple[Array, ...]:
         rng = np.random.default_rng(seed)

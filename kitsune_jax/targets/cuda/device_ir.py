@@ -247,6 +247,12 @@ class AddToRows(Action):
     access: int
 
 
+class FoldToRows(Action):
+    """The value to the warp's scratch rows, a block at a time, and from there atomically into the rows that ``ref`` says."""
+
+    ref: Ref
+
+
 class ToPanel(Action):
     """The value to a panel in shared memory, the operand of a weight gradient."""
 

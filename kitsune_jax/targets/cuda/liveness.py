@@ -96,6 +96,8 @@ def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
                 yield runs or Ref("runs", ref.of), None
             case st.TableRows(ref) | segment_ir.SummedRows(ref):
                 yield ref, 4  # two addresses
+            case segment_ir.FoldedRows(ref):
+                yield ref, 3  # three indices
             case st.SetRow(ref) | st.LoadRow(ref) | st.FoldQuad(ref) if ref.kind == "r":
                 yield ref, 2
             case st.LayerLoop(body=body):

@@ -228,6 +228,9 @@ class _Loop:
                 word = self.spelling.segment_word(runs, how, dtype, x)
                 self.element.append(f"rows.put(lane, h, static_cast<int>(lane.q) * {pairs} + c, {word});")
                 self.after.append(f"{name(ref)}.block(rows, {name(runs)}, b);")
+            case ir.FoldToRows(_, ref):
+                self.element.append(f"rows.put(lane, h, static_cast<int>(lane.q) * {pairs} + c, to_word({x}));")
+                self.after.append(f"{name(ref)}.block(rows, b);")
             case ir.AddToRows(_, ref, columns, access):
                 out = f"{name(ref)}_part"
                 self.before.append(f"float {out}[2][{pairs}];")

@@ -170,6 +170,13 @@ def _segments(at: Spelling, node: Node) -> list[str]:
             return [f"float* const {name(ref)}[2] = {{{', '.join(found)}}};"]
         case segment_ir.AddRow(ref, row):
             return each_row(f"if ({name(ref)}[h] != nullptr && lane.q == 0) red_add({name(ref)}[h], {at.expression(row)});")
+        case segment_ir.FoldedRows(ref, how, dtype, width, out, index, rows, columns):
+            ids, of = f"ids_{name(ref)}", ", ".join(at.of_row(index, h) for h in range(2))
+            type_ = f"FoldedRows<{how}, {pointwise.COMPUTE[dtype]}, {width}>"
+            made = f"{type_}::of({at.constant(out)}, {columns}, {ids}, valid, {rows}ll)"
+            return [f"const i64 {ids}[2] = {{{of}}};", f"const {type_} {name(ref)} = {made};"]
+        case segment_ir.FoldRowAt(ref, row):
+            return each_row(f"{name(ref)}.row(lane, h, {at.expression(row)});")
         case segment_ir.JoinSegments(ref):
             return [f"{name(ref)}.join();"]
     return []

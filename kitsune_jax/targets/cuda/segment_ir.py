@@ -34,7 +34,7 @@ class JoinSegments(Node):
     runs: Ref | None = None
 
 
-# -- atomic sums
+# -- atomic sums, maxima and minima
 
 
 class SummedRows(Node):
@@ -50,6 +50,27 @@ class SummedRows(Node):
 
 class AddRow(Node):
     """One number of each row is added at ``ref``."""
+
+    ref: Ref
+    row: Expr
+
+
+class FoldedRows(Node):
+    """Which of the ``rows`` rows of ``out``, of ``columns`` numbers of ``dtype`` each, ``index`` says: the tile, of ``width``
+    columns, is folded into them by ``how``."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    out: Constant
+    index: Expr
+    rows: int
+    columns: int
+
+
+class FoldRowAt(Node):
+    """All of a tile that is one number per row."""
 
     ref: Ref
     row: Expr

@@ -12,12 +12,14 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import arrays, gradients, online, own_rows, segment_ir, tiles
 from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.device_ir import Action, AddToRows, Fold, Keep, Node, Ref, Store, ToSegments, parameter
+from kitsune_jax.targets.cuda.device_ir import Action, AddToRows, Fold, FoldToRows, Keep, Node, Ref, Store, ToSegments, parameter
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.values import queue_form
 from kitsune_jax.targets.errors import CannotLower
 
 HOW = {spec.fold: str(spec.cuda["any"]) for spec in OPS.values() if spec.family == "reduce" and spec.cuda}
+# What the L2 folds, by the dtype of the fold.
+_ATOMIC = {"sum": ("float32",), "max": ("float32", "int32", "uint32"), "min": ("float32", "int32", "uint32")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,12 +134,23 @@ def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
 
 
 def _added(at: Evaluation, v: int, index: int, k: int) -> _Effect:
-    """A sum in whatever order: every thread adds its part of a row to the result, which is of floats until XLA converts it."""
+    """A fold in whatever order: a sum, to which every thread adds its part of a row, a maximum or a minimum. The result is of
+    32 bits until XLA converts it."""
     sink, value, ref = at.program.sinks[k], at.value(v), Ref("sums", k)
-    if (sink.how, sink.dtype) != ("sum", "float32"):
+    if sink.dtype not in _ATOMIC.get(sink.how, ()):
         raise CannotLower(f"a {sink.how} of {sink.dtype} by atomic operations has no code on the GPU")
-    if at.program.outputs[sink.array].dtype != "float32":
-        raise CannotLower(f"a sum of {at.program.outputs[sink.array].dtype} by atomic operations where other phases may read it")
+    if at.program.outputs[sink.array].dtype != sink.dtype:
+        raise CannotLower(
+            f"a {sink.how} of {at.program.outputs[sink.array].dtype} by atomic operations where other phases may read it"
+        )
+    if sink.how != "sum":
+        to = segment_ir.FoldedRows(
+            ref, HOW[sink.how], sink.dtype, value.width, parameter("out", sink.array), at.row(index), sink.shape[0], value.n
+        )
+        if value.row:
+            return _Effect((to, segment_ir.FoldRowAt(ref, at.row(v))))
+        at.scratch_words = max(at.scratch_words, tiles.block(value.width) | 1)
+        return _Effect((to, st.SyncWarp()), FoldToRows(v, ref))
     rows = segment_ir.SummedRows(ref, parameter("out", sink.array), at.row(index), sink.shape[0], value.n)
     if value.row:
         return _Effect((rows, segment_ir.AddRow(ref, at.row(v))))

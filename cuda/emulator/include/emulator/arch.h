@@ -124,6 +124,17 @@ inline void red_add(float* p, const float (&v)[N], const emu::Site& at = emu::si
 #endif
 }
 
+template <class T>
+inline void red_max(T* p, T v, const emu::Site& at = emu::site()) {
+  emu::add_global(p, sizeof(T), at);
+  *p = *p > v ? *p : v;
+}
+template <class T>
+inline void red_min(T* p, T v, const emu::Site& at = emu::site()) {
+  emu::add_global(p, sizeof(T), at);
+  *p = *p < v ? *p : v;
+}
+
 // On the device the compiler forgets where the pointer comes from (kitsune/arch/memory.h).
 template <class T>
 inline T* opaque(T* p) {

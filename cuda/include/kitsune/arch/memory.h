@@ -121,6 +121,17 @@ KITSUNE_DEVICE void red_add(float* p, const float (&v)[N]) {
 #endif
 }
 
+// Atomic maxima and minima, likewise. They have the same result in whatever order they come.
+#define KITSUNE_DEFINE_RED(function, T, instruction)                                                              \
+  KITSUNE_DEVICE void function(T* p, T v) {                                                                       \
+    asm volatile("red.relaxed.gpu.global." instruction " [%0], %1;" ::"l"(global_address(p)), "r"(v) : "memory"); \
+  }
+KITSUNE_DEFINE_RED(red_max, i32, "max.s32")
+KITSUNE_DEFINE_RED(red_max, u32, "max.u32")
+KITSUNE_DEFINE_RED(red_min, i32, "min.s32")
+KITSUNE_DEFINE_RED(red_min, u32, "min.u32")
+#undef KITSUNE_DEFINE_RED
+
 // The same pointer, of which the compiler knows nothing any more. Loads of constants that a loop needs in every round would else be
 // taken out of it, all into registers.
 template <class T>

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from kitsune_jax.graph import Graph, Op
-from kitsune_jax.ops.indexing import any_order
+from kitsune_jax.ops.indexing import any_order, may_differ
 from kitsune_jax.ops.loops import as_step, parts
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
@@ -40,9 +40,14 @@ SCALING_SLOTS = 6.0
 # Instructions for an element that is added to the result atomically: a quarter of one that adds four, and its address
 # (``stage/atomic.h``).
 ATOMIC_SLOTS = 1.0
+# The same of a maximum or a minimum: to shared memory, down a warp's rows, and one number at a time (``FoldedRows`` there; 25
+# instructions for an element in the machine code of 13.5).
+ATOMIC_FOLD_SLOTS = 25.0
 # Bytes of the L2's bandwidth that the atomic addition of a float takes: it is read and written there. An assumption until a device
 # has measured it: no published rate of vectors of them on sm_90 was found.
 ATOMIC_BYTES = 8
+# The same of a maximum or a minimum of floats: two instructions, by the sign, go to the sectors of a row.
+ATOMIC_FOLD_BYTES = 16
 # Cycles of an addition to a sector during which no other one to it begins, and additions that a sector of a row gets (four floats
 # each). The same assumption. The model takes every row of the table to get as many; one that gets half of all rows is not known.
 ATOMIC_CYCLES, _ATOMIC_EACH = 1.0, 2
@@ -52,8 +57,8 @@ _SURE_BYTES = 48 << 10
 
 class GpuCost(RegionCost):
     """``loop_sums``: of each loop of the region, the sinks that add up what it makes in its steps, as ops of its body. Their work
-    is a part of a step's; ``step_sums`` are all of them. ``atomic``: sums by indices in whose order the rows do not stream, and
-    which may be added up in whatever order, are added atomically where that is faster than a table of each lane."""
+    is a part of a step's; ``step_sums`` are all of them. ``atomic``: folds by indices in whose order the rows do not stream, and
+    which may be in whatever order, are atomic where that is faster than a table of each lane."""
 
     machine: GpuMachine
 
@@ -62,19 +67,21 @@ class GpuCost(RegionCost):
         self.loop_sums = {i: self._sums_of(graph.ops[i]) for i in region.ops if graph.ops[i].body is not None}
         self.step_sums = frozenset(k for sums in self.loop_sums.values() for k in sums)
         sums = [i for i in region.sinks if atomic and any_order(graph.ops[i]) and not self._near(i)]
-        self.unordered = tuple(i for i in sums if self._adds_faster(i))
+        self.unordered = tuple(i for i in sums if self._is_faster(i))
 
     def _near(self, i: int) -> bool:
         access = self.access(i)
         return access is not None and access.near
 
-    def _adds_faster(self, i: int) -> bool:
-        """Are rows added atomically sooner than to a table of each lane, where there is room for one?"""
+    def _is_faster(self, i: int) -> bool:
+        """Are rows folded atomically sooner than into a table of each lane, where there is room for one?"""
         rows, elements, n = self.region.space.rows, self.elements(i), self.graph.ops[i]["n"]
         if table_bytes(n, padded(elements)) > _SURE_BYTES:
             return True
-        added = max(ATOMIC_BYTES * elements * rows / self.machine.shared_bandwidth, self._one_by_one(i))
-        return added < rows * elements * TABLE_SLOTS / (self.machine.rate(self.machine.simt_rates, "other") * self.machine.workers)
+        rate = self.machine.rate(self.machine.simt_rates, "other") * self.machine.workers
+        moved = self._moved_atomically(i) / self.machine.shared_bandwidth
+        own = 0.0 if may_differ(self.graph.ops[i]) else rows * elements * ATOMIC_FOLD_SLOTS / rate
+        return max(moved, own, self._one_by_one(i)) < rows * elements * TABLE_SLOTS / rate
 
     def _one_by_one(self, i: int) -> float:
         """Seconds in which the additions of op ``i`` to one sector of its table follow each other."""
@@ -82,7 +89,9 @@ class GpuCost(RegionCost):
 
     def fold_slots(self, i: int) -> float:
         """Instructions for an element of a row that op ``i`` folds by indices."""
-        return FOLD_SLOTS if self._near(i) else ATOMIC_SLOTS if i in self.unordered else TABLE_SLOTS
+        if i not in self.unordered:
+            return FOLD_SLOTS if self._near(i) else TABLE_SLOTS
+        return ATOMIC_SLOTS if may_differ(self.graph.ops[i]) else ATOMIC_FOLD_SLOTS
 
     def scaling(self, i: int) -> tuple[int, int]:
         """(numbers of a row that op ``i`` multiplies, scores of a row that it finds the largest of), where it is a softmax's sum.
@@ -93,9 +102,13 @@ class GpuCost(RegionCost):
         return self.elements(i), self.row_size(op.inputs[2]) if self.first_of_scores(i) else 0
 
     def atomic_bytes(self) -> int:
-        """Bytes of the L2's bandwidth that atomic additions take. XLA's zeros, which they are added to, are written as well."""
-        moved = [ATOMIC_BYTES * self.elements(i) * self.region.space.rows for i in self.unordered]
-        return sum(moved) + sum(4 * self.graph.values[self.graph.ops[i].outputs[0]].size for i in self.unordered)
+        """Bytes of the L2's bandwidth that atomic operations take. The fold of nothing, where they begin, is written as well."""
+        begun = sum(4 * self.graph.values[self.graph.ops[i].outputs[0]].size for i in self.unordered)
+        return begun + sum(map(self._moved_atomically, self.unordered))
+
+    def _moved_atomically(self, i: int) -> int:
+        op = self.graph.ops[i]
+        return atomic_bytes(op, self.graph.values[op.inputs[0]].dtype) * self.elements(i) * self.region.space.rows
 
     def _sums_of(self, loop: Op) -> dict[int, Op]:
         found = {k: as_step(loop, self.graph.ops[k]) for k in self.region.sinks}
@@ -181,9 +194,14 @@ class GpuCost(RegionCost):
         return [self.graph.ops[i]["n"] * padded(self.elements(i)) for i in own]
 
     def atomic_seconds(self) -> float:
-        """Seconds that additions to one sector take at least."""
+        """Seconds that atomic operations on one sector take at least."""
         return max(map(self._one_by_one, self.unordered), default=0.0)
 
     def sink_bytes(self, ops: Iterable[int]) -> int:
         """Bytes of the accumulators of the sinks among ``ops``: 32 bits each."""
         return 4 * sum(self.graph.values[v].size for i in ops if i in self.sinks for v in self.graph.ops[i].outputs)
+
+
+def atomic_bytes(op: Op, dtype: str) -> int:
+    """Bytes of the L2's bandwidth for an element of ``dtype`` that ``op`` folds atomically, in our code and in XLA's."""
+    return ATOMIC_FOLD_BYTES if op.kind in ("scatter_max", "scatter_min") and "float" in dtype else ATOMIC_BYTES

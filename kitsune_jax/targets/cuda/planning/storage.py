@@ -21,6 +21,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 
+from kitsune_jax.ops.indexing import may_differ
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.planning.machine import KIB
@@ -173,9 +174,9 @@ class Steps:
     def _segment_bytes(self, i: int) -> int:
         """Shared memory of a lane for a sink by indices: the block that is folded, and the runs of a tile, or the lane's table."""
         width, access = tiles.padded(self.cost.elements(i)), self.cost.access(i)
-        if isinstance(self.cost, GpuCost) and i in self.cost.unordered:
-            return 0  # the L2 adds
         block = tiles.TILE_ROWS * 4 * (tiles.block(width) | 1)
+        if isinstance(self.cost, GpuCost) and i in self.cost.unordered:
+            return 0 if may_differ(self.cost.graph.ops[i]) else block  # the L2 folds
         if access is not None and not access.near:
             return block + tiles.table_bytes(self.cost.graph.ops[i]["n"], width)
         op = self.cost.graph.ops[i]

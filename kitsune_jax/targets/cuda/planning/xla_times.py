@@ -9,7 +9,7 @@ from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.planning import xla_kernels
 from kitsune_jax.planning.cost import SCATTER
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel
-from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost
+from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost, atomic_bytes
 from kitsune_jax.targets.cuda.planning.sizes import loops_of
 
 # Operations per element that XLA:GPU still hands to the GEMM library as an epilogue: a bias and a ReLU.
@@ -64,7 +64,8 @@ def _folded_bytes(cost: GpuCost, i: int) -> int:
     if cost.family(i) != SCATTER:
         return 0
     op = cost.graph.ops[i]
-    return 8 * cost.graph.values[op.inputs[0]].size + 4 * cost.graph.values[op.outputs[0]].size
+    folded = cost.graph.values[op.inputs[0]]
+    return atomic_bytes(op, folded.dtype) * folded.size + 4 * cost.graph.values[op.outputs[0]].size
 
 
 def kernels_of(cost: GpuCost) -> list[Kernel]:
