@@ -103,16 +103,17 @@ void fold_narrow(int64_t n, const int64_t* index, const int64_t* at, const void*
     *filled = max_of(*filled, index[i]);
   }
 #if defined(__AVX512F__)
-  if constexpr (kSame<Op, Add> && kSame<Acc, float>) {
+  if constexpr (kSame<Acc, float>) {
     const __mmask16 mask = __mmask16((1u << width) - 1);
+    const VF identity = splat<VF>(Identity<Op, float>::kValue);
     auto fold = [&](auto columns) {  // their number, or 0: stores under a mask take several times as long as others
       constexpr size_t kColumns = sizeof(typename decltype(columns)::type) - 1;
-      VF sum = {};
+      VF sum = identity;
       int64_t last = -1;
       for (int64_t i = 0; i < n; ++i) {
         const VF row = some_floats(reinterpret_cast<const From*>(from + at[i]), mask);
         const __mmask16 goes_on = __mmask16(-int(index[i] == last));
-        sum = (VF)_mm512_maskz_mov_ps(goes_on, (__m512)sum) + row;
+        sum = fold_vectors<Op>((VF)_mm512_mask_mov_ps((__m512)identity, goes_on, (__m512)sum), row);
         last = index[i];
         if constexpr (kColumns > 0)
           __builtin_memcpy(table + last * int64_t(kColumns), &sum, kColumns * sizeof(float));
