@@ -20,6 +20,11 @@ constexpr double kNsPerRow = 3;
 
 // A pass sorts by one digit of the keys: every block counts its digits, one thread turns counts into places, every block moves its
 // rows. Between two passes a row is its key and its position in 64 bits.
+//
+// Where two digits make a key and there are rows enough for each value of it, the first pass is by the upper digit: its rows of one
+// digit fit a core's cache, so they are sorted there by the lower digit, and a row in between is the lower digit and the position,
+// in 32 bits if these suffice. 10^6 ids below 10^5 took one core 3.3 to 6.7 ms, and 9.1 to 12.4 in two passes over all rows (Xeon
+// with AMX).
 class Sort {
  public:
   Sort(int64_t rows, int64_t n, int64_t workers, int32_t* out) : rows_(rows), n_(static_cast<uint64_t>(n)), out_(out) {
@@ -30,12 +35,16 @@ class Sort {
     blocks_ = std::clamp<int64_t>(rows / kLeastBlock, 1, std::min(kMostBlocks, 2 * workers));
     for (int64_t b = 0; b < blocks_; ++b) sorted_.push_back(1);
     counts_.resize(static_cast<size_t>(blocks_) << digit_bits_);
-    const size_t bytes = static_cast<size_t>(rows) * sizeof(uint64_t);
+    within_ = passes_ == 2 && int64_t{1} << bits <= 2 * rows;
+    low_bits_ = bits - digit_bits_;
+    while (rows >> position_bits_ != 0) ++position_bits_;
+    const size_t bytes = static_cast<size_t>(rows) * (within_ && narrow() ? sizeof(uint32_t) : sizeof(uint64_t));
     for (int k = 0; k < std::min(2, passes_ - 1); ++k) pairs_[k] = CachedBlock(bytes, "the order of a stream");
   }
 
   template <class T>
   void run(const T* ids, Pool& pool, int64_t workers) {
+    if (within_) return narrow() ? run_within<uint32_t>(ids, pool, workers) : run_within<uint64_t>(ids, pool, workers);
     std::vector<int64_t> counts;
     for (int p = 0; p < passes_; ++p) counts.insert(counts.end(), {blocks_, 1, blocks_});
     run_rounds(pool, workers, std::move(counts), [&](size_t round, int64_t b) {
@@ -53,6 +62,54 @@ class Sort {
   }
 
  private:
+  bool narrow() const { return low_bits_ + position_bits_ <= 32; }
+
+  template <class Row, class T>
+  void run_within(const T* ids, Pool& pool, int64_t workers) {
+    const int low = low_bits_, position = position_bits_;
+    const int64_t digits = int64_t{1} << digit_bits_, groups = std::min<int64_t>(digits, kMostBlocks);
+    Row* const between = reinterpret_cast<Row*>(pairs_[0].data());
+    run_rounds(pool, workers, {blocks_, 1, blocks_, groups}, [&](size_t round, int64_t b) {
+      if (round == 1) return add_up(0);
+      if (round == 3) return sort_digits(between, digits * b / groups, digits * (b + 1) / groups);
+      const int64_t begin = first(b), end = first(b + 1);
+      const uint64_t n = n_;
+      uint32_t* const places = counts_of(b);
+      if (round == 0) {
+        check_sorted(ids, b);
+        std::fill_n(places, digits, 0);
+        for (int64_t i = begin; i < end; ++i) ++places[key(ids[i], n) >> low];
+      } else if (in_order_) {
+        for (int64_t i = begin; i < end; ++i) out_[i] = static_cast<int32_t>(i);
+      } else {
+        const uint64_t below = (uint64_t{1} << low) - 1;
+        for (int64_t i = begin; i < end; ++i) {
+          const uint64_t k = key(ids[i], n);
+          between[places[k >> low]++] = static_cast<Row>((k & below) << position | static_cast<uint64_t>(i));
+        }
+      }
+    });
+  }
+
+  // By the lower digit, the rows of each upper digit in [begin, end): the last block has left the end of each.
+  template <class Row>
+  void sort_digits(const Row* between, int64_t begin, int64_t end) {
+    if (in_order_) return;
+    const uint32_t* const ends = counts_of(blocks_ - 1);
+    const int low = low_bits_, position = position_bits_;
+    const Row positions = static_cast<Row>((uint64_t{1} << position) - 1);
+    uint32_t places[size_t{1} << kMostDigitBits];
+    for (int64_t d = begin; d < end; ++d) {
+      const uint32_t from = d == 0 ? 0 : ends[d - 1], to = ends[d];
+      if (from == to) continue;
+      std::fill_n(places, size_t{1} << low, 0);
+      for (uint32_t i = from; i < to; ++i) ++places[between[i] >> position];
+      uint32_t at = from;
+      for (size_t k = 0; k < size_t{1} << low; ++k) at += std::exchange(places[k], at);
+      for (uint32_t i = from; i < to; ++i) out_[places[between[i] >> position]++] = static_cast<int32_t>(between[i] & positions);
+    }
+  }
+
   // An id below 0 or beyond n - 1 comes last.
   template <class T>
   static uint64_t key(T id, uint64_t n) {
@@ -121,6 +178,8 @@ class Sort {
   uint64_t n_;
   int32_t* out_;
   int passes_, digit_bits_;
+  bool within_;  // are the rows of an upper digit sorted by the lower one, each for itself?
+  int low_bits_, position_bits_ = 1;
   int64_t blocks_;
   bool in_order_ = false;
   std::vector<char> sorted_;      // by block

@@ -82,7 +82,7 @@ class RunMaxStep final : public Step {
         into[count] = runs + static_cast<size_t>(count) * run_bytes_;
         start[++count] = row;
       }
-      fold_(count, start, at, x, width_, false, into);
+      fold_(count, start, at, x, width_, {}, into);
       for (int64_t k = 0; k < count; ++k) {
         char* const first = out + start[k] * out_row_;
         store_(width_, first, 1, into[k], spare);

@@ -153,9 +153,9 @@ class SegmentsStep final : public Step {
     }
     if (factors_)
       factors_->fold(count, start, b.at, b.x, width_, b.row, reinterpret_cast<const float*>(factors_->first.of(c)), factors_->step,
-                     factors_->n, into);
+                     factors_->n, rows_.ahead(b), into);
     else
-      fold_(count, start, b.at, b.x, width_, rows_.apart(), into);
+      fold_(count, start, b.at, b.x, width_, rows_.ahead(b), into);
     auto* const loaded = reinterpret_cast<float*>(spare + 2 * spare_bytes_);
     for (int64_t k = 0; k < count; ++k) {
       const int64_t segment = index[start[k]];

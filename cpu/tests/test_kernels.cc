@@ -11,6 +11,7 @@
 #include "kernels_math_test.h"
 #include "kernels_outer_test.h"
 #include "kernels_pointwise_test.h"
+#include "kernels_runs_test.h"
 #include "kernels_tiles_test.h"
 
 using namespace kitsune::cpu;
@@ -54,6 +55,7 @@ int main(int argc, char** argv) {
     test::test_special_functions();
     test::test_pointwise();
     test::test_edges();
+    test::test_runs();
   }
   for (int i = 0; i < test::models().count && !bench && !only; ++i) {
     set_kernels(&test::models().all[i]->table);

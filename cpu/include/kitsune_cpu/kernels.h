@@ -104,15 +104,22 @@ using FoldRowFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc
 // Rows at offsets in bytes, each `bytes` long and dense. Row i: to + i * step <- from + at[i], or the reverse.
 using GatherRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, void* to, int64_t step, int64_t bytes);
 using ScatterRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, int64_t step, void* to, int64_t bytes);
+// Rows that lie far from each other are asked for before their turn. `known`: at[0..known) says where rows lie, those of later
+// calls among them; 0: the rows lie one after another. `far`: they come from memory and not from a cache.
+struct Ahead {
+  int64_t known = 0;
+  bool far = false;
+};
+constexpr int64_t kMostAhead = 96;  // rows that are asked for before their turn
 // into[r] <- the fold of the dense rows of `width` elements at from + at[i], start[r] <= i < start[r + 1], in their order; no run
 // is empty. Accumulator types as of FoldFn, narrow.
-// `apart`: rows lie far from each other, and are asked for before their turn.
-using FoldRunsFn = void (*)(int64_t runs, const int64_t* start, const int64_t* at, const void* from, int64_t width, bool apart,
+using FoldRunsFn = void (*)(int64_t runs, const int64_t* start, const int64_t* at, const void* from, int64_t width, Ahead ahead,
                             void* const* into);
 // As FoldRunsFn of sums in float32, of float rows that lie apart and are multiplied: row i is row row[i] of a tile, whose elements
 // are multiplied by the `factors` numbers at factor + row[i] * step, each by one of them, width / factors elements by the same.
 using FoldScaledFn = void (*)(int64_t runs, const int64_t* start, const int64_t* at, const void* from, int64_t width,
-                              const int64_t* row, const float* factor, int64_t step, int64_t factors, void* const* into);
+                              const int64_t* row, const float* factor, int64_t step, int64_t factors, Ahead ahead,
+                              void* const* into);
 // out[i * step + h] <- the sum, in float32, of the products of elements [h * inner, (h + 1) * inner) of the float rows at
 // x + x_at[i] and y + y_at[i], h < heads.
 using DotRowsFn = void (*)(int64_t n, const int64_t* x_at, const void* x, const int64_t* y_at, const void* y, int64_t heads,

@@ -1,22 +1,11 @@
 // Rows that lie at offsets: copied together and apart, folded in runs, folded into the rows of a table.
 //
-// An offset counts bytes. Rows are dense. A row that lies far from the one before it is asked for kAhead bytes' worth of rows
-// before its turn, because the hardware cannot guess where it is.
+// An offset counts bytes. Rows are dense. A row that lies far from the one before it is asked for before its turn (runs.h).
 #pragma once
 
-#include "fold.h"
+#include "runs.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
-
-constexpr int64_t kAheadBytes = 4096, kFewestAhead = 4, kMostAhead = 32;
-constexpr int64_t kFetchedBytes = 1024;  // of a row; the hardware fetches the rest of a longer one
-
-KITSUNE_INLINE int64_t rows_ahead(int64_t bytes) { return max_of(kFewestAhead, min_of(kMostAhead, kAheadBytes / bytes)); }
-
-template <int Write>
-KITSUNE_INLINE void fetch_row(const char* row, int64_t bytes) {
-  for (int64_t b = 0, n = min_of(bytes, kFetchedBytes); b < n; b += 64) __builtin_prefetch(row + b, Write);
-}
 
 // Calls f with the number of bytes as a constant where rows of so many are common, else with 0.
 template <class F>
@@ -82,112 +71,6 @@ inline void scatter_rows(int64_t n, const int64_t* at, const void* from_, int64_
   });
 }
 
-// ---- Runs: into[r][0..width) <- the fold of the rows from + at[i], i in [start[r], start[r + 1]), in their order. No run is
-// empty.
-
-struct Runs {
-  int64_t count;
-  const int64_t *start, *at;
-  const char* from;
-  int64_t width, row_bytes;
-  bool apart;
-  void* const* into;
-};
-
-// Columns [first, first + N), kept in an array that the compiler keeps in registers.
-template <class Op, class Acc, class From, int N>
-void fold_columns(const Runs& x, int64_t first) {
-  const char* from = x.from + first * int64_t(sizeof(From));
-  for (int64_t r = 0; r < x.count; ++r) {
-    Acc sum[N];
-    for (int j = 0; j < N; ++j) sum[j] = Identity<Op, Acc>::kValue;
-    for (int64_t i = x.start[r]; i < x.start[r + 1]; ++i) {
-      From row[N];
-      __builtin_memcpy(row, from + x.at[i], sizeof row);
-      for (int j = 0; j < N; ++j) sum[j] = Op::apply(sum[j], convert<Acc>(row[j]));
-    }
-    __builtin_memcpy(static_cast<Acc*>(x.into[r]) + first, sum, sizeof sum);
-  }
-}
-
-template <class Op, class Acc, class From>
-void fold_pieces(const Runs& x, int64_t first) {
-  while (first < x.width) {
-    const int64_t left = x.width - first;
-    const int64_t n = left >= 32 ? 32 : left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    switch (n) {
-      case 32: fold_columns<Op, Acc, From, 32>(x, first); break;
-      case 16: fold_columns<Op, Acc, From, 16>(x, first); break;
-      case 8: fold_columns<Op, Acc, From, 8>(x, first); break;
-      case 4: fold_columns<Op, Acc, From, 4>(x, first); break;
-      case 2: fold_columns<Op, Acc, From, 2>(x, first); break;
-      default: fold_columns<Op, Acc, From, 1>(x, first);
-    }
-    first += n;
-  }
-}
-
-#if defined(__AVX512F__)
-KITSUNE_INLINE VF some_floats(const float* x, __mmask16 mask) { return (VF)_mm512_maskz_loadu_ps(mask, x); }
-KITSUNE_INLINE VF some_floats(const BFloat16* x, __mmask16 mask) {
-  return (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x)), 16);
-}
-KITSUNE_INLINE VF some_floats(const Half* x, __mmask16 mask) { return (VF)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, x)); }
-
-// Sums of floats, V vectors of columns at a time, the last of them under a mask.
-template <class From, int V>
-void sum_columns(const Runs& x, int64_t first, __mmask16 last) {
-  const char* from = x.from + first * int64_t(sizeof(From));
-  const int64_t ahead = x.apart && first == 0 ? rows_ahead(x.row_bytes) : 0, end = x.start[x.count];
-  for (int64_t r = 0; r < x.count; ++r) {
-    VF sum[V] = {};
-    for (int64_t i = x.start[r]; i < x.start[r + 1]; ++i) {
-      if (ahead != 0 && i + ahead < end) fetch_row<0>(x.from + x.at[i + ahead], x.row_bytes);
-      const From* row = reinterpret_cast<const From*>(from + x.at[i]);
-      KITSUNE_UNROLL
-      for (int v = 0; v < V; ++v) sum[v] += some_floats(row + v * kFloats, v == V - 1 ? last : __mmask16(-1));
-    }
-    float* into = static_cast<float*>(x.into[r]) + first;
-    KITSUNE_UNROLL
-    for (int v = 0; v < V - 1; ++v) store_vector(into + v * kFloats, sum[v]);
-    if (last == __mmask16(-1))
-      store_vector(into + (V - 1) * kFloats, sum[V - 1]);
-    else
-      _mm512_mask_storeu_ps(into + (V - 1) * kFloats, last, (__m512)sum[V - 1]);
-  }
-}
-
-template <class From>
-void sum_runs(const Runs& x) {
-  constexpr int64_t kMostVectors = 8;
-  for (int64_t first = 0; first < x.width; first += kMostVectors * kFloats) {
-    const int64_t left = min_of(x.width - first, kMostVectors * kFloats);
-    const int64_t vectors = (left + kFloats - 1) / kFloats;
-    const __mmask16 last = __mmask16(0xffff >> (vectors * kFloats - left));
-    switch (vectors) {
-      case 1: sum_columns<From, 1>(x, first, last); break;
-      case 2: sum_columns<From, 2>(x, first, last); break;
-      case 3: sum_columns<From, 3>(x, first, last); break;
-      case 4: sum_columns<From, 4>(x, first, last); break;
-      case 5: sum_columns<From, 5>(x, first, last); break;
-      case 6: sum_columns<From, 6>(x, first, last); break;
-      case 7: sum_columns<From, 7>(x, first, last); break;
-      default: sum_columns<From, 8>(x, first, last);
-    }
-  }
-}
-#endif
-
-template <class Op, class Acc, class From>
-void fold_runs(int64_t count, const int64_t* start, const int64_t* at, const void* from, int64_t width, bool apart,
-               void* const* into) {
-  const Runs x{count, start, at, static_cast<const char*>(from), width, width * int64_t(sizeof(From)), apart, into};
-#if defined(__AVX512F__)
-  if constexpr (kSame<Op, Add> && kSame<Acc, float>) return sum_runs<From>(x);
-#endif
-  fold_pieces<Op, Acc, From>(x, 0);
-}
-
 // ---- Narrow rows: every row stores the fold of its run so far, so that no branch depends on where runs end.
 
 template <class Op, class Acc>
@@ -220,16 +103,17 @@ void fold_narrow(int64_t n, const int64_t* index, const int64_t* at, const void*
     *filled = max_of(*filled, index[i]);
   }
 #if defined(__AVX512F__)
-  if constexpr (kSame<Op, Add> && kSame<Acc, float>) {
+  if constexpr (kSame<Acc, float>) {
     const __mmask16 mask = __mmask16((1u << width) - 1);
+    const VF identity = splat<VF>(Identity<Op, float>::kValue);
     auto fold = [&](auto columns) {  // their number, or 0: stores under a mask take several times as long as others
       constexpr size_t kColumns = sizeof(typename decltype(columns)::type) - 1;
-      VF sum = {};
+      VF sum = identity;
       int64_t last = -1;
       for (int64_t i = 0; i < n; ++i) {
         const VF row = some_floats(reinterpret_cast<const From*>(from + at[i]), mask);
         const __mmask16 goes_on = __mmask16(-int(index[i] == last));
-        sum = (VF)_mm512_maskz_mov_ps(goes_on, (__m512)sum) + row;
+        sum = fold_vectors<Op>((VF)_mm512_mask_mov_ps((__m512)identity, goes_on, (__m512)sum), row);
         last = index[i];
         if constexpr (kColumns > 0)
           __builtin_memcpy(table + last * int64_t(kColumns), &sum, kColumns * sizeof(float));

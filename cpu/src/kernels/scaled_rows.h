@@ -18,13 +18,14 @@ struct ScaledRuns {
   const float* factor;
   int64_t step, factors;
   void* const* into;
+  Asking asking;
   int64_t inner() const { return width / factors; }
 };
 
 #if defined(__AVX512F__)
 template <class From, int V, bool OneFactor>
 void scaled_columns(const ScaledRuns& x, int64_t first, __mmask16 last) {
-  const int64_t inner = x.inner(), end = x.start[x.count];
+  const int64_t inner = x.inner();
   int64_t base[V];
   __m512i lane[V];
   __mmask16 there[V];
@@ -38,11 +39,11 @@ void scaled_columns(const ScaledRuns& x, int64_t first, __mmask16 last) {
     there[v] = __mmask16(left >= kFloats ? 0xffff : (1 << left) - 1);
   }
   const char* from = x.from + first * int64_t(sizeof(From));
-  const int64_t bytes = x.width * int64_t(sizeof(From)), ahead = first == 0 ? rows_ahead(bytes) : 0;
+  const bool ask = first == 0 && x.asking.known > 0;
   for (int64_t r = 0; r < x.count; ++r) {
     VF sum[V] = {};
     for (int64_t i = x.start[r]; i < x.start[r + 1]; ++i) {
-      if (ahead != 0 && i + ahead < end) fetch_row<0>(x.from + x.at[i + ahead], bytes);
+      if (ask) x.asking.behind(i);
       const From* row = reinterpret_cast<const From*>(from + x.at[i]);
       const float* factor = x.factor + x.row[i] * x.step;
       KITSUNE_UNROLL
@@ -88,9 +89,11 @@ void scaled_columns(const ScaledRuns& x, int64_t first) {
   for (int j = 0; j < N; ++j) taken[j] = (first + j) / inner;
   const bool same = taken[0] == taken[N - 1];
   const char* from = x.from + first * int64_t(sizeof(From));
+  const bool ask = first == 0 && x.asking.known > 0;
   for (int64_t r = 0; r < x.count; ++r) {
     float sum[N] = {};
     for (int64_t i = x.start[r]; i < x.start[r + 1]; ++i) {
+      if (ask) x.asking.behind(i);
       From row[N];
       __builtin_memcpy(row, from + x.at[i], sizeof row);
       const float* factor = x.factor + x.row[i] * x.step;
@@ -122,8 +125,9 @@ void scaled_pieces(const ScaledRuns& x) {
 
 template <class From>
 void fold_scaled(int64_t count, const int64_t* start, const int64_t* at, const void* from, int64_t width, const int64_t* row,
-                 const float* factor, int64_t step, int64_t factors, void* const* into) {
-  const ScaledRuns x{count, start, at, static_cast<const char*>(from), width, row, factor, step, factors, into};
+                 const float* factor, int64_t step, int64_t factors, Ahead ahead, void* const* into) {
+  const Asking asking(from, at, width * int64_t(sizeof(From)), ahead);
+  const ScaledRuns x{count, start, at, static_cast<const char*>(from), width, row, factor, step, factors, into, asking};
 #if defined(__AVX512F__)
   if (factors == 1) return scaled_runs<From, true>(x);
   scaled_runs<From, false>(x);

@@ -318,6 +318,16 @@ class CpuCost(RegionCost):
                 seconds += rows * (self.times.access(row) - self.times.access(near))
         return seconds
 
+    def folded_seconds(self) -> float:
+        """Worker-seconds of folding rows that the region does nothing else with: they are read while others are folded."""
+        seconds = 0.0
+        for i in self.sinks:
+            access, rows = self.access(i), self.graph.ops[i].inputs[0]
+            alone = rows in self.region.inputs and rows in self.labels and self.readers.get(rows) == [i]
+            if access is not None and access.folds and alone:
+                seconds += self.region.space.rows * self.times.folded(access)
+        return seconds
+
     def strided_seconds(self) -> float:
         """Worker-seconds lost at the border of the region on arrays whose rows do not lie together in memory.
 

@@ -134,9 +134,8 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
         loop = (loop + moved * times.xla_moved(near=True)) * machine.workers
     # What the last level does not hold comes from memory, while the core computes.
     beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
-    # XLA adds up on one thread, which waits for its rows. (So it takes a maximum; but that takes a pipeline twice as long as a sum,
-    # which the profile does not know.)
-    if any(cost.family(i) == SCATTER and OPS[cost.graph.ops[i].kind].fold == "sum" for i in ops):
+    # XLA folds by index on one thread, which waits for its rows.
+    if any(cost.family(i) == SCATTER for i in ops):
         return start + loop + beyond * times.xla_moved(near=False) * machine.workers + from_arrays
     return start + from_arrays + max(loop, beyond * times.xla_moved(near=False))
 
