@@ -30,7 +30,8 @@ class Planner {
     if (!loops()) return std::nullopt;
     plan_.kernels = &kernels_;
     order();
-    if (computed_ < 2 + kCopy * copied() || !delay_stores()) return std::nullopt;
+    // What is called reads and writes memory: a strip saves something only where two others hand on what they hold.
+    if (computed_ - called() < 2 || computed_ < 2 + kCopy * copied() || !delay_stores()) return std::nullopt;
     find_slots();
     emit();
     return std::move(plan_);
@@ -50,6 +51,10 @@ class Planner {
     for (auto [store, v] : stored_)
       found += copies(x_.stores[static_cast<size_t>(store)], x_.loads.size() + static_cast<size_t>(store), nodes_[v].type);
     return found;
+  }
+
+  int called() const {
+    return static_cast<int>(std::count_if(order_.begin(), order_.end(), [&](int v) { return !takes_held(v); }));
   }
 
   bool loops() {

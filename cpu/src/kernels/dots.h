@@ -11,7 +11,8 @@ namespace kitsune::cpu::KITSUNE_ISA {
 
 #if defined(__AVX512F__)
 constexpr int kDotRows = 4, kDotColumns = 4;  // of a block whose vectors run along K: 16 sums
-constexpr int kSpreadRows = 6, kSpreadVectors = 4;
+// Vectors along N: few rows take more of them, so that more of a row of Y is read at once.
+constexpr int kSpreadRows = 6, kSpreadVectors = 4, kFewRows = 2, kWideVectors = 8;
 
 // Vectors along K of one type, and their product.
 template <class T>
@@ -68,10 +69,11 @@ KITSUNE_INLINE void dot_block(const DotArgs& d, const T* x, const T* y, int64_t 
 template <class T>
 void dot_along_k(const DotArgs& d, float* c, int64_t ldc) {
   const T *x = static_cast<const T*>(d.x), *y = static_cast<const T*>(d.y);
-  for (int64_t i = 0; i < d.m; i += kDotRows) {
-    const int64_t rows = min_of<int64_t>(kDotRows, d.m - i), end = d.symmetric ? min_of(d.n, i + rows) : d.n;
-    for (int64_t j = 0; j < end; j += kDotColumns) {
-      const int64_t columns = min_of<int64_t>(kDotColumns, d.n - j);
+  // Rows of y come from memory once: all rows of x meet them while they are near.
+  for (int64_t j = 0; j < d.n; j += kDotColumns) {
+    const int64_t columns = min_of<int64_t>(kDotColumns, d.n - j);
+    for (int64_t i = d.symmetric ? j / kDotRows * kDotRows : 0; i < d.m; i += kDotRows) {
+      const int64_t rows = min_of<int64_t>(kDotRows, d.m - i);
       const T *from = x + i * d.ldx, *to = y + j * d.y_n;
       float* out = c + i * ldc + j;
       switch (rows) {
@@ -87,29 +89,29 @@ void dot_along_k(const DotArgs& d, float* c, int64_t ldc) {
     for (int64_t j = i + 1; j < d.n; ++j) c[i * ldc + j] = c[j * ldc + i];
 }
 
-template <class T, int Rows>
+template <class T, int Rows, int Vectors = kSpreadVectors>
 KITSUNE_INLINE void spread_block(const DotArgs& d, const float* x, const T* y, int64_t columns, float* c, int64_t ldc) {
-  VF sum[Rows][kSpreadVectors] = {};
-  __mmask16 mask[kSpreadVectors];
-  for (int v = 0; v < kSpreadVectors; ++v) {
+  VF sum[Rows][Vectors] = {};
+  __mmask16 mask[Vectors];
+  for (int v = 0; v < Vectors; ++v) {
     const int64_t left = columns - v * kFloats;
     mask[v] = __mmask16(left >= kFloats ? 0xffff : left <= 0 ? 0 : (1u << left) - 1);
   }
   for (int64_t k = 0; k < d.k; ++k) {
-    VF row[kSpreadVectors];
+    VF row[Vectors];
     KITSUNE_UNROLL
-    for (int v = 0; v < kSpreadVectors; ++v) row[v] = some_floats(y + k * d.y_k + v * kFloats, mask[v]);
+    for (int v = 0; v < Vectors; ++v) row[v] = some_floats(y + k * d.y_k + v * kFloats, mask[v]);
     KITSUNE_UNROLL
     for (int i = 0; i < Rows; ++i) {
       const VF u = splat<VF>(x[i * d.k + k]);
       KITSUNE_UNROLL
-      for (int v = 0; v < kSpreadVectors; ++v) sum[i][v] += u * row[v];
+      for (int v = 0; v < Vectors; ++v) sum[i][v] += u * row[v];
     }
   }
   KITSUNE_UNROLL
   for (int i = 0; i < Rows; ++i) {
     KITSUNE_UNROLL
-    for (int v = 0; v < kSpreadVectors; ++v)
+    for (int v = 0; v < Vectors; ++v)
       if (mask[v] != 0) _mm512_mask_storeu_ps(c + i * ldc + v * kFloats, mask[v], (__m512)sum[i][v]);
   }
 }
@@ -117,6 +119,17 @@ KITSUNE_INLINE void spread_block(const DotArgs& d, const float* x, const T* y, i
 // `x` is dense, and of float32 already.
 template <class T>
 void dot_along_n(const DotArgs& d, const float* x, float* c, int64_t ldc) {
+  if (d.m <= kFewRows) {
+    constexpr int64_t kWide = kWideVectors * kFloats;
+    for (int64_t j = 0; j < d.n; j += kWide) {
+      const T* y = static_cast<const T*>(d.y) + j;
+      if (d.m == 2)
+        spread_block<T, 2, kWideVectors>(d, x, y, min_of(kWide, d.n - j), c + j, ldc);
+      else
+        spread_block<T, 1, kWideVectors>(d, x, y, min_of(kWide, d.n - j), c + j, ldc);
+    }
+    return;
+  }
   constexpr int64_t kColumns = kSpreadVectors * kFloats;
   for (int64_t j = 0; j < d.n; j += kColumns)
     for (int64_t i = 0; i < d.m; i += kSpreadRows) {
