@@ -21,9 +21,21 @@ from kitsune_jax.ops.table import RENAMED
 
 
 class Equation:
-    """What the rules of one equation read and write. Keys are arrays of uint32 here, and ``params`` speak of such."""
+    """What the rules of one equation read and write. Keys are arrays of uint32 here, and ``params`` speak of such.
 
-    def __init__(self, builder: Builder, eqn: Any, ins: list[int], origin: Origin, params: dict[str, Any] | None = None):
+    ``stands_for``: the equation of the user's jaxpr that it is a part of.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        eqn: Any,
+        ins: list[int],
+        origin: Origin,
+        params: dict[str, Any] | None = None,
+        stands_for: Origin | None = None,
+    ):
+        self.stands_for = stands_for or origin
         self.builder, self.eqn, self.ins, self.step = builder, eqn, ins, Step(origin)
         self.params: dict[str, Any] = eqn.params if params is None else params
         self.name: str = eqn.primitive.name
@@ -37,6 +49,14 @@ class Equation:
 
     def dtype_of(self, v: int) -> str:
         return self.builder.values[v].dtype
+
+    def aval_of_result(self, k: int) -> Any:
+        """JAX's type of result number ``k``."""
+        return _compat.physical(self.eqn.outvars[k].aval)
+
+    def left_as_it_is(self) -> Step:
+        """A step of an op that costs more than the equation where no pipeline takes it: the equation is opaque then."""
+        return Step(self.stands_for, rewritten=True)
 
     def op(self, kind: str, *ins: int, dtype: str = "", **params: Param) -> int:
         """Append an op, whose entry gives the shape of its result. ``dtype``: the result's, where the kind leaves it open."""

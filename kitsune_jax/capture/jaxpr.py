@@ -21,6 +21,7 @@ from kitsune_jax.capture.builder import Builder, scalar_of
 from kitsune_jax.capture.captured import Captured, Origin, Step
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.capture.loops import cheap, loop
+from kitsune_jax.capture.random_bits import GENERATOR
 from kitsune_jax.capture.rewrites import APART, ONLINE, PARTS, REWRITES, UNORDERED, Rewriting, of_loops, rewritten
 from kitsune_jax.capture.translate import translate
 from kitsune_jax.fallbacks import Failure
@@ -75,7 +76,7 @@ def capture(
         ``score_divisions``), for a target without code for sums over the rows of each batch.
       loops: move the sums of a loop's steps behind the loop (``loop_sums``) and hand less from loop to loop (``loop_residuals``),
         for a target that has code for loops.
-      kept: the places (``Origin.key``) of loops that stay as they are.
+      kept: the places (``Origin.key``) of loops and generators that stay as they are.
 
     Returns:
       ``Captured``; its graph's inputs and outputs are those of the jaxpr, in order. An op that nothing reads and that has no effect
@@ -97,7 +98,7 @@ def capture(
     builder = Builder()
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
     within = (*REWRITES, *(of_loops(kept) if loops else ()))
-    walk = _Walk(builder, rewrite, [], within)
+    walk = _Walk(builder, rewrite, [], within, kept)
     outputs = walk.jaxpr(jaxpr, (), [keys.unwrapped(builder, v) for v in inputs], Origin(()))
     outputs = [keys.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
@@ -108,13 +109,16 @@ def capture(
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """``rewrites``: of the bodies of loops. ``inside``: in one."""
+    """``rewrites``: of the bodies of loops. ``inside``: in one. ``kept``: the places of what stays as it is. ``part_of``: the
+    equation on keys that this is the expansion of."""
 
     builder: Builder
     rewrite: Rewrite | None
     failures: list[Failure]
     rewrites: Sequence[tuple[str, Rewriting]]
+    kept: Collection[Any]
     inside: bool = False
+    part_of: Origin | None = None
 
     def jaxpr(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], around: Origin) -> list[int]:
         """Append ``jaxpr`` applied to values ``inputs``. Returns the value ids of its results."""
@@ -167,8 +171,11 @@ class _Walk:
             return self._opaque(eqn, ins, origin, _LOOPS[name] + outs) if isinstance(outs, str) else outs
         expansion = _compat.expansion(eqn) or _compat.random_jaxpr(eqn)
         if expansion is not None:
-            return self.jaxpr(*_compat.open_parts(expansion), ins, origin)
-        outs = translate(self.builder, eqn, ins, origin)
+            walk = dataclasses.replace(self, part_of=self.part_of or origin)
+            return walk.jaxpr(*_compat.open_parts(expansion), ins, origin)
+        stands_for = self.part_of or origin
+        kept = name == "rng_bit_generator" and stands_for.key in self.kept
+        outs = GENERATOR if kept else translate(self.builder, eqn, ins, origin, stands_for)
         return self._opaque(eqn, ins, origin, outs) if isinstance(outs, str) else outs
 
     def _call(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
@@ -212,7 +219,9 @@ class _Walk:
         jaxpr, consts = _compat.open_parts(closed)
         builder = Builder()
         inputs = [builder.value(_compat.physical(v.aval)) for v in jaxpr.invars]
-        outputs = _Walk(builder, self.rewrite, self.failures, self.rewrites, inside=True).jaxpr(jaxpr, consts, inputs, origin)
+        outputs = _Walk(builder, self.rewrite, self.failures, self.rewrites, self.kept, inside=True).jaxpr(
+            jaxpr, consts, inputs, origin
+        )
         return rewritten(builder.finish(inputs, outputs), self.rewrites)
 
     def _branches(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:

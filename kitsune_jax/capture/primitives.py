@@ -192,7 +192,7 @@ def _window(e: Equation) -> int | list[int]:
 RULES: dict[str, Rule] = {
     "threefry2x32": random_bits.threefry,
     "iota_2x32_shape": random_bits.counts,
-    "rng_bit_generator": lambda e: random_bits.GENERATOR,
+    "rng_bit_generator": random_bits.generated,
     "xor": lambda e: random_bits.both_words(e) or pointwise(e),
     "shift_right_logical": lambda e: random_bits.shifted_out(e) or pointwise(e),
     "and": lambda e: random_bits.all_bits(e) or pointwise(e),

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 
+from kitsune_jax.capture.builder import value_of
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.capture.numbers import known
 from kitsune_jax.ops.spec import np_dtype
 
 _KIND = "threefry2x32"
 _FEW = 8  # hashes of each key that are made one by one
-GENERATOR = (
-    "rng_bit_generator: the bits of rbg keys are those of XLA's own generator, which every platform has its own of; "
-    "keys of threefry, the default, can be pipelined"
-)
+# XLA makes four elements of each hash, a pipeline one: what is not in a pipeline stays the generator.
+GENERATOR = "rng_bit_generator: the bits of an rbg key that no pipeline makes are left to XLA's generator"
+_PHILOX = ("RNG_DEFAULT", "RNG_PHILOX")  # what XLA makes the default of, on CPUs and GPUs alike
 
 
 def threefry(e: Equation) -> list[int]:
@@ -70,6 +70,26 @@ def _spread(e: Equation, v: int) -> int:
     return e.broadcast(v, e.out_shape, range(len(shape)))
 
 
+def generated(e: Equation) -> list[int] | str:
+    """The next key and the bits of an rbg key: each element a hash of its place (``ops.philox``)."""
+    dtype, algorithm = value_of(e.aval_of_result(1)).dtype, e.params["algorithm"]
+    if getattr(algorithm, "name", str(algorithm)) not in _PHILOX:
+        return f"{e.name}: bits of {getattr(algorithm, 'name', algorithm)}"
+    if e.shape_of(e.ins[0]) != (4,) or dtype not in ("uint8", "uint16", "uint32"):
+        return f"{e.name}: {dtype} bits of a key of {e.shape_of(e.ins[0])} words (only of 4 words, up to 32 bits)"
+    shape = tuple(e.params["shape"])
+    if math.prod(shape) >= 2**32:
+        return f"{e.name}: counts beyond 32 bits"
+    key = [e.reshape(e.part(e.ins[0], 0, i, 1), ()) for i in range(4)]
+    place = _places(e, shape)
+    bits = e.builder.add("philox4x32", [*key, place], e.left_as_it_is(), e.aval_of_result(1), "uint32")
+    blocks = e.constant(-(-math.prod(shape) // 4), "uint32")
+    low = e.op("add", key[2], blocks, dtype="uint32")
+    carry = e.convert(e.op("lt", low, blocks, dtype="bool"), "uint32")
+    last = [e.reshape(v, (1,)) for v in (low, e.op("add", key[3], carry, dtype="uint32"))]
+    return [e.op("concatenate", e.part(e.ins[0], 0, 0, 2), *last, dimension=0, dtype="uint32"), e.convert(bits, dtype)]
+
+
 def both_words(e: Equation) -> int | None:
     """The exclusive or of both words of a hash, as random bits of 32 are: one op. None for any other."""
     made = [e.builder.maker(v) for v in e.ins]
@@ -102,12 +122,16 @@ def counts(e: Equation) -> list[int] | str:
     shape = e.out_shape
     if math.prod(shape) >= 2**32:
         return f"{e.name}: counts beyond 32 bits"
-    zero = e.broadcast(e.constant(0), shape, ())
+    return [e.broadcast(e.constant(0), shape, ()), _places(e, shape)]
+
+
+def _places(e: Equation, shape: tuple[int, ...]) -> int:
+    """Each element's place in row-major order, in 32 bits."""
     low = None
     for d, n in enumerate(shape):
         if n == 1 or 0 in shape:
             continue
-        place, stride = e.op("iota", shape=shape, dimension=d), math.prod(shape[d + 1 :])
-        part = place if stride == 1 else e.op("mul", place, e.constant(stride))
-        low = part if low is None else e.op("add", low, part)
-    return [zero, zero if low is None else low]
+        place, stride = e.op("iota", shape=shape, dimension=d, dtype="uint32"), math.prod(shape[d + 1 :])
+        part = place if stride == 1 else e.op("mul", place, e.constant(stride, "uint32"), dtype="uint32")
+        low = part if low is None else e.op("add", low, part, dtype="uint32")
+    return e.broadcast(e.constant(0, "uint32"), shape, ()) if low is None else low

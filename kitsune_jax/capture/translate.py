@@ -29,8 +29,9 @@ _COLLECTIVES = (
 )
 
 
-def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
-    """Value ids of the results of ``eqn`` on ``ins``, or why it has to stay opaque."""
+def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin, stands_for: Origin) -> list[int] | str:
+    """Value ids of the results of ``eqn`` on ``ins``, or why it has to stay opaque. ``stands_for``: the equation of the user's
+    jaxpr that it is a part of."""
     name = eqn.primitive.name
     if name in _IDENTITIES and len(ins) == 1:
         return ins
@@ -39,7 +40,7 @@ def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin) -> lis
     params = keys.params_of(eqn)
     if params is None:
         return f"{_compat.called(eqn)}: of keys, which it does not only move"
-    e = Equation(builder, eqn, ins, origin, params)
+    e = Equation(builder, eqn, ins, origin, params, stands_for)
     if name not in RULES and e.kind not in OPS:
         return f"{_compat.called(eqn)}: not an op the pipeline knows"
     why = _why_opaque(e)

@@ -16,7 +16,7 @@ from jax.extend.random import threefry2x32_p
 from scipy import special
 
 from kitsune_jax.graph import Op, Value
-from kitsune_jax.ops import numeric, threefry
+from kitsune_jax.ops import numeric, philox, threefry
 from kitsune_jax.ops import special as ops_special
 from kitsune_jax.ops.relations import DimRelation
 from kitsune_jax.ops.spec import (
@@ -130,7 +130,7 @@ def _entry(
     return OpSpec(kind, "pointwise", arity, numpy, relate_pointwise, flops, doc, dtypes, cuda=code, **facts)
 
 
-_unary, _binary, _ternary, _quaternary = (functools.partial(_entry, arity) for arity in (1, 2, 3, 4))
+_unary, _binary, _ternary, _quaternary, _quinary = (functools.partial(_entry, arity) for arity in range(1, 6))
 _compare = functools.partial(_binary, gives="bool")
 _compare_in_order = functools.partial(_compare, measured=False)
 
@@ -313,6 +313,11 @@ _QUATERNARY = (
                 samples=lambda dtype: [{"word": word} for word in threefry.WORDS]),
 )  # fmt: skip
 
+_QUINARY = (
+    _quinary("philox4x32", _in_own_dtype(philox.by_numpy), 120, "(key 0, key 1, count 0, count 1, place) bits of an rbg key",
+             ("uint32",), "philox({0}, {1}, {2}, {3}, {4})", exact=True, jax=_lax(philox.by_jax), opcodes=(), like=("tanh", 30.0)),
+)  # fmt: skip
+
 _CONVERT = OpSpec(
     "convert_element_type",
     "convert",
@@ -328,4 +333,4 @@ _CONVERT = OpSpec(
     jax=_lax(lax.convert_element_type, new_dtype=lambda params, _: np_dtype(params["new_dtype"])),
 )
 
-POINTWISE: dict[str, OpSpec] = {spec.kind: spec for spec in (*_UNARY, *_BINARY, *_TERNARY, *_QUATERNARY, _CONVERT)}
+POINTWISE: dict[str, OpSpec] = {spec.kind: spec for spec in (*_UNARY, *_BINARY, *_TERNARY, *_QUATERNARY, *_QUINARY, _CONVERT)}

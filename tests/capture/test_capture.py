@@ -274,7 +274,6 @@ OPAQUE = {
     "sort": (lambda x: jnp.sort(x), "sort: not an op"),
     "complex": (lambda x: jnp.fft.fft(x).real, "complex64"),
     "bitcast": (lambda x: lax.bitcast_convert_type(x, jnp.int16), "bitcast_convert_type"),
-    "key of rbg": (lambda x: x + jax.random.normal(jax.random.key(0, impl="rbg"), x.shape), "rng_bit_generator"),
     "select of three": (lambda x: lax.select_n(jnp.int32(1), x, x, x + 1), "more than two cases"),
     "accuracy": (lambda x: lax.exp(x, accuracy=lax.AccuracyMode.HIGHEST), "accuracy"),
     "float8": (lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32), "float8_e4m3fn"),

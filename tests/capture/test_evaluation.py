@@ -32,7 +32,7 @@ PARAMETERS: dict[str, list[dict[str, Any]]] = {
     **{kind: [{"accuracy": None}] for kind in WITH_ACCURACY},
 }
 # Both words of a hash are two ops, each of which binds the primitive (XLA does it once): tests/capture/test_random_bits.py.
-APART = ("copy", "threefry2x32")
+APART = ("copy", "threefry2x32", "philox4x32")
 PRIMITIVES = [kind for kind, spec in OPS.items() if spec.family == "pointwise" and kind not in APART]
 
 

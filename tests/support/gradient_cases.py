@@ -205,7 +205,7 @@ NOT_DIFFERENTIABLE: dict[str, str] = {
     **dict.fromkeys(("argmax", "argmin"), "gives indices"),
     **dict.fromkeys(("not", "and", "or", "xor", "reduce_and", "reduce_or", "reduce_xor"), "is not defined on floats"),
     **dict.fromkeys(("shift_left", "shift_right_logical", "shift_right_arithmetic"), "is not defined on floats"),
-    **dict.fromkeys(("population_count", "clz", "mulhi", "threefry2x32"), "is not defined on floats"),
+    **dict.fromkeys(("population_count", "clz", "mulhi", "threefry2x32", "philox4x32"), "is not defined on floats"),
     "bitcast_convert_type": "gives bits",
     "zeta": "JAX defines no derivative",
     "iota": "has no operands",

@@ -107,13 +107,13 @@ def entries(dtype: str, supports: Supports) -> list[tuple[str, dict[str, Any], l
 
 
 def operands(dtype: str) -> list[np.ndarray]:
-    """Four operands in which every pair of special values meets, rows of 8: the width of which least is unrolled."""
+    """Five operands in which every pair of special values meets, rows of 8: the width of which least is unrolled."""
     values = specials(dtype)
     pairs = np.array(list(itertools.product(values, values)), values.dtype)
     n = -(-len(pairs) // 8) * 8
     pairs = pairs[np.arange(n) % len(pairs)]
-    third, fourth = (values[np.arange(n) * step % len(values)] for step in (7, 5))
-    return [np.ascontiguousarray(a).reshape(-1, 8) for a in (pairs[:, 0], pairs[:, 1], third, fourth)]
+    others = [values[np.arange(n) * step % len(values)] for step in (7, 5, 3)]
+    return [np.ascontiguousarray(a).reshape(-1, 8) for a in (pairs[:, 0], pairs[:, 1], *others)]
 
 
 def all_pointwise(dtype: str, supports: Supports, without: Collection[str] = ()) -> tuple[Tiles, list[np.ndarray], list[str]]:
@@ -127,7 +127,7 @@ def all_pointwise(dtype: str, supports: Supports, without: Collection[str] = ())
     for kind, params, types, out in entries(dtype, supports):
         if kind in without:
             continue
-        inputs = [loads[4] if ty == "bool" and dtype != "bool" else loads[k] for k, ty in enumerate(types)]
+        inputs = [loads[-1] if ty == "bool" and dtype != "bool" else loads[k] for k, ty in enumerate(types)]
         y = t.op(kind, *inputs, dtype=out, **params)
         t.store(y, arrays[0].shape, ROW)
         names.append(f"{kind} {params}" if params else kind)

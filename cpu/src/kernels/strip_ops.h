@@ -68,6 +68,27 @@ KITSUNE_VECTOR_BINARY(ShiftRightLogicalI, VU, y < 32u ? x >> (y & 31u) : VU{})
 KITSUNE_VECTOR_BINARY(ShiftRightArithmeticI, VU, (VI)x >> (VI)(y < 32u ? y : VU{} + 31u))
 KITSUNE_VECTOR_BINARY(SameB, VI, ~(x ^ y))
 
+// The high halves of products of 32 bits: of lanes of even number, and of those behind them.
+KITSUNE_INLINE VUL wide_product(VUL x, VUL y) {
+#if defined(__AVX512F__)
+  return (VUL)_mm512_mul_epu32((__m512i)x, (__m512i)y);
+#elif defined(__AVX2__)
+  return (VUL)_mm256_mul_epu32((__m256i)x, (__m256i)y);
+#else
+  return (x & 0xffffffffu) * (y & 0xffffffffu);
+#endif
+}
+template <bool Signed>
+struct MulHighI {
+  static KITSUNE_INLINE VF apply(VF left, VF right) {
+    const VU x = (VU)left, y = (VU)right;
+    const VUL even = wide_product((VUL)x, (VUL)y), odd = wide_product((VUL)x >> 32, (VUL)y >> 32);
+    VU r = (VU)(even >> 32 | (odd & 0xffffffff00000000u));
+    if constexpr (Signed) r -= ((VU)((VI)x >> 31) & y) + ((VU)((VI)y >> 31) & x);
+    return (VF)r;
+  }
+};
+
 template <bool Maximum>
 struct ExtremumF {
   static KITSUNE_INLINE VF apply(VF x, VF y) {

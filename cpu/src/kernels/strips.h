@@ -241,6 +241,7 @@ inline StripFn integer_instruction(Opcode op, bool is_signed, const From* from) 
     case Opcode::op_add: return binary_from<AddI>(from);
     case Opcode::op_sub: return binary_from<SubI>(from);
     case Opcode::op_mul: return binary_from<MulI>(from);
+    case Opcode::op_mulhi: return is_signed ? binary_from<MulHighI<true>>(from) : binary_from<MulHighI<false>>(from);
     case Opcode::op_and: return binary_from<AndI>(from);
     case Opcode::op_or: return binary_from<OrI>(from);
     case Opcode::op_xor: return binary_from<XorI>(from);

@@ -146,6 +146,25 @@ KITSUNE_DEVICE u32 threefry_xor(u32 k, u32 l, u32 x, u32 y) {
   return words.first ^ words.second;
 }
 
+// Element number `place` of the bits of the rbg key of these four words: Philox-4x32 with 10 rounds, as XLA counts with it
+// (kitsune_jax/ops/philox.py).
+KITSUNE_DEVICE u32 philox(u32 key0, u32 key1, u32 count0, u32 count1, u32 place) {
+  const u32 n = place >> 2;
+  u32 x0 = count0 + n;
+  u32 carry = x0 < n;
+  u32 x1 = count1 + carry;
+  carry &= x1 < 1;
+  u32 x2 = key0 + carry, x3 = key1 + (carry & (x2 < 1));
+  KITSUNE_UNROLL
+  for (u32 i = 0; i < 10; ++i) {
+    const u32 high0 = high_half(x0, 0xD2511F53u), low0 = x0 * 0xD2511F53u;
+    const u32 high1 = high_half(x2, 0xCD9E8D57u), low1 = x2 * 0xCD9E8D57u;
+    x0 = high1 ^ x1 ^ (key0 + i * 0x9E3779B9u), x1 = low1;
+    x2 = high0 ^ x3 ^ (key1 + i * 0xBB67AE85u), x3 = low0;
+  }
+  return place & 2 ? (place & 1 ? x3 : x2) : (place & 1 ? x1 : x0);
+}
+
 KITSUNE_DEVICE float round_away(float x) { return roundf(x); }
 KITSUNE_DEVICE float round_even(float x) { return rintf(x); }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
+from kitsune_jax.targets.cpu.philox import emit_element
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.errors import CannotLower
 
@@ -32,6 +33,8 @@ def emit(builder: VectorBuilder, instr: Instr, args: list[int], dtypes: list[str
     types = [compute_type(dtypes[0]) if spec.gives else result] * len(args)
     if instr.kind == "select_n":
         types[0] = "bool"
+    if instr.kind == "philox4x32":
+        return emit_element(builder, args)
     args = [builder.convert(x, compute_type(t), to) for x, t, to in zip(args, dtypes, types, strict=True)]
     return builder.micro(spec.cpu.format(**params), types[-1], *args, imm=tuple(float(params[name]) for name in spec.immediates))
 

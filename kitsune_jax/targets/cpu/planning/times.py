@@ -109,7 +109,7 @@ class CpuTimes:
         if dtype == "float64":
             near = "tanh" if OPS[kind].flops > 6 else "add"
             return self._numbers.get(f"vector64/{code}", self[f"vector64/{near}"])
-        found = self._numbers.get(f"vector/{code}")
+        found = self._numbers.get(f"vector/{code}") if OPS[kind].opcodes else None
         if found is None:  # one that is not measured, or a conversion
             found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
         return found
