@@ -12,17 +12,14 @@ are equal to what they replace, bit for bit where one program makes both.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 from kitsune_jax.capture.captured import Captured, Draft, Step
 from kitsune_jax.graph import Graph, Op
+from kitsune_jax.ops.scores import CHEAP, grows
 from kitsune_jax.ops.table import OPS
 
 LARGER = 4  # times the statistics the scores must be
-_GROWS = 8  # times its operands a product's result must be, as in ``repeats``
-_LONG = 256  # its rows and its columns, at least: a layer of few terms has as many rows, but not as many columns
-CHEAP = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota"})
 
 
 def repeat_scores(captured: Captured) -> Captured:
@@ -35,14 +32,6 @@ def repeat_scores(captured: Captured) -> Captured:
     for i in roots:
         rewriter.repeat(i)
     return rewriter.finish()
-
-
-def grows(graph: Graph, op: Op) -> bool:
-    """Is the result of the product ``op`` much larger than its operands?"""
-    sizes = [graph.values[v].size for v in op.inputs]
-    shape = graph.values[op.inputs[0]].shape
-    summed = math.prod(shape[d] for d in (*op["lhs_batch"], *op["lhs_contract"]))
-    return graph.values[op.outputs[0]].size >= _GROWS * max(sizes) and min(sizes) >= _LONG * summed
 
 
 def made_of(graph: Graph, given: Callable[[int], bool]) -> set[int]:

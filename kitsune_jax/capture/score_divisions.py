@@ -12,8 +12,9 @@ import dataclasses
 
 from kitsune_jax.capture.captured import Captured, Draft, Step, with_params
 from kitsune_jax.capture.repeated_scores import LARGER
-from kitsune_jax.capture.scores_apart import MOVES, scores_of
+from kitsune_jax.capture.scores_apart import MOVES
 from kitsune_jax.graph import Op, Value
+from kitsune_jax.ops.scores import scores_of
 from kitsune_jax.ops.spec import is_float
 from kitsune_jax.ops.table import OPS
 

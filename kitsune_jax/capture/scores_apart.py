@@ -15,8 +15,9 @@ import dataclasses
 from collections.abc import Hashable
 
 from kitsune_jax.capture.captured import Captured, Draft, Step
-from kitsune_jax.capture.repeated_scores import CHEAP, LARGER, grows, made_of
+from kitsune_jax.capture.repeated_scores import LARGER, made_of
 from kitsune_jax.graph import Graph, Op
+from kitsune_jax.ops.scores import is_cheap, scores_of
 from kitsune_jax.ops.table import OPS
 
 MOVES = frozenset({"broadcast", "reshape", "transpose", "iota"})
@@ -29,24 +30,6 @@ def part_scores(captured: Captured) -> Captured:
     scores = scores_of(graph)
     parted = _divided(graph, scores) if scores else []
     return _with_copies(captured, scores, parted) if parted else captured
-
-
-def scores_of(graph: Graph) -> frozenset[int]:
-    """The results of products that are much larger than their operands, and what is made of them element by element."""
-    roots = {i for i, op in enumerate(graph.ops) if op.kind == "dot_general" and grows(graph, op)}
-    found: dict[int, int] = {}  # -> its size
-    if not roots:
-        return frozenset()
-    for i, op in enumerate(graph.ops):
-        sizes = [found[v] for v in op.inputs if v in found]
-        for v in op.outputs:
-            if i in roots or (sizes and _is_cheap(op) and graph.values[v].size == max(sizes)):
-                found[v] = graph.values[v].size
-    return frozenset(found)
-
-
-def _is_cheap(op: Op) -> bool:
-    return op.kind != "opaque" and OPS[op.kind].family in CHEAP
 
 
 class _Union:
@@ -76,7 +59,7 @@ def _divided(graph: Graph, scores: frozenset[int]) -> list[list[int]]:
     for i, op in enumerate(graph.ops):
         touched: list[Hashable] = [v for v in (*op.inputs, *op.outputs) if v in scores]
         folds = op.kind != "opaque" and OPS[op.kind].family in _FOLDS and scores.isdisjoint(op.outputs)
-        if not touched or not (folds or _is_cheap(op)):
+        if not touched or not (folds or is_cheap(op)):
             continue
         joined.join(touched)
         shapes = [[graph.values[v].shape for v in side] for side in (op.inputs, op.outputs)]
@@ -114,7 +97,7 @@ def _with_copies(captured: Captured, scores: frozenset[int], parted: list[list[i
         op = graph.ops[producers[v]] if v in producers else None
         if op is None or op.kind == "opaque" or graph.values[v].literal is not None:
             return False
-        cheap = _is_cheap(op) and (v in counted or graph.values[v].size * LARGER > size)
+        cheap = is_cheap(op) and (v in counted or graph.values[v].size * LARGER > size)
         return v in scores or cheap or OPS[op.kind].family in MOVES  # what only moves elements is no array of its own
 
     for ends in parted:

@@ -30,8 +30,7 @@ _WIDENING = frozenset({"broadcast", "convert", "pad", "concatenate", "reshape"})
 class Link:
     """A value that ``producer`` hands to ``consumers`` (positions in the list of stages).
 
-    ``bypassed``: the stages a tile of the longest way from the producer to a consumer passes, both ends included, less one. 1 is a
-    plain neighbour; more is a skip.
+    ``bypassed``: how many stages the farthest consumer stands behind the producer. 1 is a plain neighbour; more is a skip.
     """
 
     value: int
@@ -176,9 +175,9 @@ def stage_name(cost: RegionCost, s: int, ops: Ops) -> str:
 def links(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Link, ...]:
     """The queues between ``stages``: one per value that crosses, multicast where several stages read it, in order of producer."""
     crossing = _crossing(cost, stages)
-    longest = _Longest(crossing)
+    apart = Levels(len(stages), crossing)
     return tuple(
-        Link(v, source, tuple(sorted(readers)), max(longest(source, s) for s in readers))
+        Link(v, source, tuple(sorted(readers)), max(apart(source, s) for s in readers))
         for (source, v), readers in sorted(crossing.items())
     )
 
@@ -186,9 +185,9 @@ def links(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Link, ...]:
 def links_to_each(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Link, ...]:
     """``links`` with a queue of its own for each stage that reads a value."""
     crossing = _crossing(cost, stages)
-    longest = _Longest(crossing)
+    apart = Levels(len(stages), crossing)
     return tuple(
-        Link(v, source, (s,), longest(source, s)) for (source, v), readers in sorted(crossing.items()) for s in sorted(readers)
+        Link(v, source, (s,), apart(source, s)) for (source, v), readers in sorted(crossing.items()) for s in sorted(readers)
     )
 
 
@@ -206,17 +205,25 @@ def _crossing(cost: RegionCost, stages: Sequence[Ops]) -> dict[tuple[int, int], 
     return crossing
 
 
-class _Longest:
-    """Edges of the longest path from one stage to a later one; stages are numbered in topological order."""
+class Levels:
+    """How far apart two stages are in the pipeline; stages are numbered in topological order.
 
-    def __init__(self, crossing: Mapping[tuple[int, int], Iterable[int]]):
-        self.following: dict[int, set[int]] = {}
+    A stage stands one in front of the first that it feeds, and one that feeds none where the longest way to it ends. So all ways
+    between two stages are equally long, and the queues along each hold as many tiles: where ways that part meet again, a stage on
+    the one would else be full while its reader waits for the other.
+    """
+
+    def __init__(self, stages: int, crossing: Mapping[tuple[int, int], Iterable[int]]):
+        following: dict[int, set[int]] = {}
         for (source, _), readers in crossing.items():
-            self.following.setdefault(source, set()).update(readers)
+            following.setdefault(source, set()).update(readers)
+        self.level = [0] * stages
+        for s in range(stages):
+            for b in following.get(s, ()):
+                self.level[b] = max(self.level[b], self.level[s] + 1)
+        for s in reversed(range(stages)):
+            if s in following:
+                self.level[s] = min(self.level[b] for b in following[s]) - 1
 
     def __call__(self, source: int, target: int) -> int:
-        far = {source: 0}
-        for a in range(source, target):  # what lies behind the target is on no path to it
-            for b in self.following.get(a, ()) if a in far else ():
-                far[b] = max(far.get(b, 0), far[a] + 1)
-        return far[target]
+        return self.level[target] - self.level[source]

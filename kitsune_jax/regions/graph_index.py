@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 
 from kitsune_jax.graph import Graph, Op
 from kitsune_jax.regions.again import computed_again
@@ -35,8 +36,11 @@ class GraphIndex:
         return GraphIndex(graph, producers, consumers, frozenset(live), frozenset(graph.outputs), again)
 
 
-def splits_layer(op: Op) -> bool:
-    """A sink that is no weight gradient: a gradient contracts the leading dimensions of both operands."""
+def splits_layer(op: Op, scores: Container[int] = ()) -> bool:
+    """A sink that is no weight gradient: a gradient contracts the leading dimensions of both operands, and ``scores`` are none of
+    them."""
     if op.kind != "dot_general":
         return False
+    if any(v in scores for v in op.inputs):
+        return True
     return any(sorted(c) != list(range(len(c))) for c in (op["lhs_contract"], op["rhs_contract"]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.regions.convex import groups_of, region_of
@@ -45,12 +45,14 @@ def seed_order(graph: Graph, ops: Collection[int]) -> list[int]:
 
 @dataclasses.dataclass(eq=False)
 class Kept:
-    """A spread and the groups of its ops. ``group_of``: op -> which of ``groups``; ``chosen``: calls at the time."""
+    """A spread and the groups of its ops. ``group_of``: op -> which of ``groups``; ``chosen``: calls at the time; ``apart``: as its
+    seed has it."""
 
     spread: Spread
     groups: list[tuple[int, ...]]
     group_of: dict[int, int]
     chosen: int
+    apart: bool
     regions: dict[int, Region] = dataclasses.field(default_factory=dict)
 
 
@@ -64,19 +66,20 @@ class Spreads:
         free: Collection[int],
         spread: Callable[[Seed, Mapping[int, str]], Spread],
         few: bool = False,
+        scores: Container[int] = (),
     ):
-        self.index, self.order, self.free, self._spread, self._few = index, order, free, spread, few
+        self.index, self.order, self.free, self._spread, self._few, self._scores = index, order, free, spread, few, scores
         self._budget = max(_LEAST_LOOKS, _LOOKS * len(index.graph.ops))
         self._chosen = 0
         self._kept: list[Kept] = []
 
     def seeds(self, op: int) -> list[Seed]:
         """``candidate_seeds`` of ``op``, as many as the budget allows: the first one with batch axes and the first without, at
-        least."""
-        seeds = candidate_seeds(self.index.graph, op, self.index.producers if self._few else None)
+        least. Those that keep ``scores`` apart count as those with batch axes."""
+        seeds = candidate_seeds(self.index.graph, op, self.index.producers if self._few else None, self._scores)
         if self._budget > 0:
             return seeds
-        return [s for s in seeds if s.batch][:1] + [s for s in seeds if not s.batch][:1]
+        return [s for s in seeds if s.batch or s.apart][:1] + [s for s in seeds if not (s.batch or s.apart)][:1]
 
     def choose(self) -> None:
         """A call was chosen: ``order`` and ``free`` are others now."""
@@ -88,12 +91,12 @@ class Spreads:
         """The spread from ``seed``, and whether it was made just now."""
         space, labels = _seed_labels(self.index.graph, seed)
         for kept in reversed(self._kept):
-            if kept.spread.labels.get(seed.value) == labels and kept.spread.space == space:
+            if kept.spread.labels.get(seed.value) == labels and kept.spread.space == space and kept.apart == seed.apart:
                 return kept, False
         looks = self.order.looks
         made = self._spread(seed, self._barred(seed, space, labels))
         groups = groups_of(self.index, made, self.order)
-        kept = Kept(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen)
+        kept = Kept(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen, seed.apart)
         self._budget -= made.looks + self.order.looks - looks
         self._kept.append(kept)
         return kept, True
@@ -101,7 +104,7 @@ class Spreads:
     def _barred(self, seed: Seed, space: StreamSpace, labels: DimLabels) -> Mapping[int, str]:
         """The ops that a stream from ``seed`` would be kept out of, as far as spreads are known that would have led there."""
         for kept in reversed(self._kept):
-            if kept.chosen == self._chosen and kept.spread.space == space:
+            if kept.chosen == self._chosen and kept.spread.space == space and kept.apart == seed.apart:
                 for reached, barred in reversed(kept.spread.rounds):
                     if reached.get(seed.value) == labels:
                         return barred

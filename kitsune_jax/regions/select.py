@@ -109,7 +109,7 @@ class _Selector:
         free = {i for i in self.index.live if graph.ops[i].kind != "opaque" and graph.ops[i].body is None}
         self.free = free - self.why.keys()
         self.spreads = Spreads(
-            self.index, self.order, self.free, lambda seed, barred: self._spread(seed, self.free, barred), few_rows
+            self.index, self.order, self.free, lambda seed, barred: self._spread(seed, self.free, barred), few_rows, wiring.scores
         )
         self.plans: dict[Region, Plan | str] = {}
         self.asked: dict[int, tuple[Region, Plan | str]] = {}
@@ -334,13 +334,13 @@ class _Selector:
         return best
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
-        """The key by which candidates are compared, larger is better. With ``force`` the model does not decide: a stream over the
-        rows goes before one over the columns of a layer, which ends in a sum of partial products; then a larger region before a
-        smaller."""
+        """The key by which candidates are compared, larger is better. With ``force`` the model does not decide: a stream over rows
+        goes before one over a layer's columns or scores, which ends in sums of partial products; then a larger region first."""
         gain = seconds_gained(c.plan)
         if self.force:
             ops = sum(self.graph.ops[i].kind not in NEVER_SEEDS for i in c.region.ops)  # those that compute something
-            splits = not c.region.space.batch and any(splits_layer(self.graph.ops[i]) for i in c.region.sinks)
+            sums = () if c.region.space.batch else c.region.sinks
+            splits = any(splits_layer(self.graph.ops[i], self.wiring.scores) for i in sums)
             return (not splits, float(ops), gain)
         return (True, gain, float(len(c.region.ops)))
 

@@ -76,9 +76,8 @@ def spread(
     batch = seed.batch
     for _ in range(64):
         try:
-            return _Spreader(graph, StreamSpace(tuple(sizes), batch), allowed, supports, wiring).run(
-                seed.value, labels, barred or {}
-            )
+            spreader = _Spreader(graph, StreamSpace(tuple(sizes), batch), allowed, supports, wiring, seed.apart)
+            return spreader.run(seed.value, labels, barred or {})
         except _Refine as split:
             sizes, labels = _split_axis(sizes, labels, split.axis, split.outer)
             batch += split.axis < batch
@@ -101,10 +100,16 @@ Implied = list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
 class _Spreader:
     def __init__(
-        self, graph: Graph, space: StreamSpace, allowed: Container[int], supports: Callable[[int], str | None], wiring: Wiring
+        self,
+        graph: Graph,
+        space: StreamSpace,
+        allowed: Container[int],
+        supports: Callable[[int], str | None],
+        wiring: Wiring,
+        apart: bool,
     ):
         self.graph, self.space, self.sizes = graph, space, space.sizes
-        self.allowed, self.supports, self.wiring = allowed, supports, wiring
+        self.allowed, self.supports, self.wiring, self.apart = allowed, supports, wiring, apart
         self.looks = 0
 
     def run(self, seed: int, seed_labels: list[tuple[int, ...]], known: Mapping[int, str]) -> Spread:
@@ -239,6 +244,8 @@ class _Spreader:
         if contracted and not self._folds_all(op, contracted):
             return "reduces over a part of the stream axes", False, []
         if contracted and len(contracted) < len(self.sizes) and not self.wiring.sums_by_batch:
+            return _SUM_OF_BATCH, False, []
+        if contracted and self.apart and not self.wiring.scores.isdisjoint(op.inputs):
             return _SUM_OF_BATCH, False, []
         why_not = self._of_a_batch(wired, op, labels, implied) or self._check_operands(wired, op, labels, implied, bool(contracted))
         return why_not, bool(contracted), implied

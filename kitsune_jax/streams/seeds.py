@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
@@ -22,17 +22,21 @@ _MOVED = frozenset({"reshape", "transpose", "convert_element_type", "copy"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seed:
-    """``dims`` of ``value``: each becomes a stream axis of its own, in this order, the first ``batch`` of them batch axes."""
+    """``dims`` of ``value``: each becomes a stream axis of its own, in this order, the first ``batch`` of them batch axes.
+    ``apart``: sums of scores over the stream are left to another one (``Wiring.scores``)."""
 
     value: int
     dims: tuple[int, ...]
     batch: int = 0
+    apart: bool = False
 
 
-def candidate_seeds(graph: Graph, op_index: int, producers: Mapping[int, int] | None = None) -> list[Seed]:
+def candidate_seeds(
+    graph: Graph, op_index: int, producers: Mapping[int, int] | None = None, scores: Container[int] = ()
+) -> list[Seed]:
     """Ways in which the stream could run through an op, most promising first. Where ``producers`` are given, a product of a few
     rows streams over what it contracts, or over the columns of its weight, and one of a batch of those over the batch; not over
-    the rows.
+    the rows. ``scores``: see ``Wiring``.
 
     A dot streams over the free dimensions of either side (the other side is then stationary, or, where the dot has batch
     dimensions, stationary for each batch), or, where they are the longest, over the contracted ones (it is a sink then); anything
@@ -58,9 +62,10 @@ def candidate_seeds(graph: Graph, op_index: int, producers: Mapping[int, int] | 
             batch = range(len(op["lhs_batch"]))
             seeds = [Seed(op.outputs[0], tuple(batch)) if batch else Seed(op.inputs[0], tuple(op["lhs_contract"]))]
             sides = [max(sides)]
-        for _, v, free in sorted(sides, key=lambda s: -s[0]):
-            for k in range(len(free), 0, -1):
-                seeds.append(Seed(v, tuple(free[:k])))
+        along = [Seed(v, tuple(free[:k])) for _, v, free in sorted(sides, key=lambda s: -s[0]) for k in range(len(free), 0, -1)]
+        if any(v in scores for v in (*op.inputs, *op.outputs)) and not any(s.batch for s in seeds):
+            seeds = [dataclasses.replace(s, apart=True) for s in along] + seeds
+        seeds += along
     elif OPS[op.kind].family in ("gather", "scatter"):
         # The rows are what the indices run over; the other dimensions in front of them stream where the indices do not.
         v = op.outputs[0] if OPS[op.kind].family == "gather" else op.inputs[0]
@@ -123,4 +128,5 @@ def _without_ones(graph: Graph, seed: Seed) -> Seed:
     """The same stream without axes of extent 1, unless it has no others."""
     shape = graph.values[seed.value].shape
     dims = tuple(d for d in seed.dims if shape[d] != 1)
-    return Seed(seed.value, dims, sum(shape[d] != 1 for d in seed.dims[: seed.batch])) if dims else Seed(seed.value, seed.dims)
+    batch = sum(shape[d] != 1 for d in seed.dims[: seed.batch])
+    return Seed(seed.value, dims, batch, seed.apart) if dims else Seed(seed.value, seed.dims)

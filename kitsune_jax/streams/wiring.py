@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.local import Dims
 from kitsune_jax.ops.relations import DimRelation
+from kitsune_jax.ops.scores import scores_of
 from kitsune_jax.ops.table import OPS
 
 
@@ -26,10 +27,13 @@ class Wired:
 
 class Wiring:
     """What connects the ops of a graph, worked out when it is first asked for: ``wiring[i]``, and ``touching(v)``, the ops that
-    define or read a value. ``sums_by_batch``: sums over the rows of each batch are sinks."""
+    define or read a value. ``sums_by_batch``: sums over the rows of each batch are sinks. ``scores``: where they are not, values of
+    products that are much larger than what they are made of, of which one stream makes sums over the one dimension and another
+    those over the other."""
 
     def __init__(self, graph: Graph, sums_by_batch: bool = True):
         self.graph, self.sums_by_batch = graph, sums_by_batch
+        self.scores: frozenset[int] = frozenset() if sums_by_batch else scores_of(graph)
         self._wired: dict[int, Wired] = {}
         self._touching: dict[int, dict[int, None]] = {}
         for i, op in enumerate(graph.ops):

@@ -68,6 +68,8 @@ CASES = {
     "window": Case(mask=window, batch=2, heads=1, kv_heads=1, queries=400, keys=400),
     "groups of heads": Case(mask=causal, heads=4, kv_heads=2, batch=2),
     "one head of keys": Case(heads=3, kv_heads=1, batch=2),
+    "a single head": Case(mask=causal, heads=1, kv_heads=1, dim=24, queries=421, keys=421),
+    "a single head, across": Case(heads=1, kv_heads=1, queries=301, keys=389),
     "nothing saved": Case(mask=causal, residuals="recompute"),
     "wide": Case(mask=causal, dim=64, queries=540, keys=540),
 }
@@ -121,7 +123,7 @@ def errors(got: list[np.ndarray], wanted: list[np.ndarray]) -> list[float]:
     return [float(np.abs(g.astype(np.float64) - w).max() / np.abs(w).max()) for g, w in zip(got, wanted, strict=True)]
 
 
-FAST = {("plain", "float16"), ("causal", "bfloat16"), ("groups of heads", "float32")}
+FAST = {("plain", "float16"), ("causal", "bfloat16"), ("a single head", "float32"), ("groups of heads", "float32")}
 EVERY = [
     pytest.param(name, dtype, marks=[] if (name, dtype) in FAST else pytest.mark.slow) for name in CASES for dtype in TOLERANCE
 ]
@@ -136,6 +138,27 @@ def test_the_gradient_is_kernels(name: str, dtype: str) -> None:
     assert kernels == (2 if case.residuals == "recompute" else 3)
     for g, w, error in zip(got, reference(case, *args), errors(got, reference(case, *args)), strict=True):
         assert g.shape == w.shape and error < TOLERANCE[dtype]
+
+
+def plain(q: Array, k: Array, v: Array) -> Array:
+    """[tokens, size]: no axis stands for heads."""
+    scores = (q @ k.T).astype(jnp.promote_types(q.dtype, jnp.float32)) * q.shape[-1] ** -0.5
+    return jax.nn.softmax(scores, axis=-1).astype(q.dtype) @ v
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_a_head_without_an_axis_for_heads(dtype: str) -> None:
+    """Sums over the keys are made by queries and those over the queries by keys, and nothing else is: no array of scores."""
+    rng = np.random.default_rng(3)
+    args = [jnp.asarray(rng.standard_normal((n, 16)), dtype) for n in (331, 397, 397, 331)]
+    step = kj.pipeline(lambda q, k, v, do: jax.vjp(plain, q, k, v)[1](do), target="emulator", force=True, strict=True)
+    compiled = jax.jit(step).lower(*args).compile()
+    before = runtime.calls()
+    got = [np.asarray(x) for x in jax.block_until_ready(compiled(*args))]
+    assert runtime.calls() == before + 2
+    case = Case(heads=1, kv_heads=1, queries=331, keys=397)
+    want = [w[0, :, 0] for w in reference(case, *(a[None, :, None] for a in args))]
+    assert max(errors(got, want)) < TOLERANCE[dtype]
 
 
 def test_queries_that_see_nothing() -> None:
@@ -207,7 +230,12 @@ def test_a_planted_bug_is_found(what: str, found: str, instead: str, monkeypatch
 
 
 # (heads, head size, dtype, bytes of a thread that the kernel by keys spills)
-SIZES = {"64": (16, 64, "bfloat16", 240), "128": (16, 128, "bfloat16", 600), "tf32": (16, 64, "float32", 100)}
+SIZES = {
+    "64": (16, 64, "bfloat16", 240),
+    "single": (1, 64, "bfloat16", 480),
+    "128": (16, 128, "bfloat16", 600),
+    "tf32": (16, 64, "float32", 100),
+}
 
 
 def backward_of(heads: int, dim: int, dtype: str, is_causal: bool) -> tuple[Graph, Routed]:

@@ -19,7 +19,7 @@ from kitsune_jax.planning.balance import Infeasible, Load, balance
 from kitsune_jax.planning.cost import pipeline_traffic
 from kitsune_jax.planning.machine import Machine
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.stages import finest, links
+from kitsune_jax.planning.stages import Levels, finest, links
 from kitsune_jax.planning.xla_kernels import kernels_of
 from kitsune_jax.profile import machine_info
 from kitsune_jax.streams.space import Region, StreamSpace
@@ -114,6 +114,27 @@ def block(rows: int, dims: tuple[int, ...], dtype: str = "float32", loss: bool =
     for width in dims[1:]:
         h = net.layer(h, width)
     return net.done(net.op("reduce_sum", (h,), (), axes=(0, 1)) if loss else h)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_ways_that_meet_again_hold_as_many_tiles(data: st.DataObject) -> None:
+    """While a stage waits for the first tile of a long way, a short one between the same stages does not fill."""
+    stages = data.draw(st.integers(2, 9))
+    pairs = [(a, b) for b in range(1, stages) for a in range(b)]
+    edges = data.draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=14, unique=True))
+    apart = Levels(stages, {(a, value): {b} for value, (a, b) in enumerate(edges)})
+    assert all(apart(a, b) >= 1 for a, b in edges)
+    ways: dict[tuple[int, int], set[int]] = {}
+    work = [(a, a, 0) for a in range(stages)]
+    while work:
+        first, last, tiles = work.pop()
+        ways.setdefault((first, last), set()).add(tiles)
+        work += [(first, b, tiles + apart(a, b)) for a, b in edges if a == last]
+    assert all(len(found) == 1 for found in ways.values())
+    fed = {b for _, b in edges}
+    for a in {a for a, _ in edges} - fed:  # nothing waits longer for what it reads first than for its other operands
+        assert min(apart(a, b) for x, b in edges if x == a) == 1
 
 
 def spatial(machine: Machine = H200) -> Machine:

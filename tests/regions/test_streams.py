@@ -214,6 +214,24 @@ def test_a_target_without_sums_of_a_batch_leaves_out_what_only_they_read():
     assert set(sp.stops.values()) == {"sums over the rows of each batch have no code on this target"}
 
 
+def test_sums_of_scores_without_a_batch_are_left_to_the_other_stream():
+    """A single head: by queries what the keys are summed over, by keys the gradient by keys, and no scores are handed on."""
+
+    def gradients(q: Any, k: Any, other: Any) -> tuple[Any, Any]:
+        return jnp.tanh(q @ k.T) @ k, jnp.sin((q + other) @ k.T).T @ q
+
+    graph = graph_of(gradients, *[zeros(300, 16)] * 3)
+    scores = graph.ops[[op.kind for op in graph.ops].index("tanh")].outputs[0]
+    other = graph.ops[[op.kind for op in graph.ops].index("sin")].outputs[0]
+    wiring = Wiring(graph, sums_by_batch=False)
+    assert {scores, other} <= wiring.scores and not Wiring(graph).scores
+    for seed, left in ((Seed(scores, (0,), apart=True), "sin"), (Seed(other, (1,), apart=True), "tanh")):
+        sp = spread(graph, seed, range(len(graph.ops)), everything, wiring)
+        assert not sp.sinks and left in left_out(graph, sp) and len(sp.stops) > 0
+    whole = spread(graph, Seed(scores, (0,)), range(len(graph.ops)), everything, wiring)
+    assert len(whole.sinks) == 1
+
+
 def test_sums_of_a_batch_that_lie_apart_are_no_sinks():
     graph = graph_of(lambda ds: jnp.tanh(ds).sum(1), zeros(2, 40, 50, 3))  # [b, j, h] of [b, t, j, h]
     sp = spread(graph, Seed(graph.ops[0].outputs[0], (0, 3, 1), 2), range(len(graph.ops)), everything)
