@@ -229,8 +229,7 @@ class CpuCost(RegionCost):
         known = self.times
         weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
         if few_rows.has_few_rows(dot, work.sink):
-            few, many = sorted((dot.m, dot.n))
-            return rows * dot.batch * known.few_rows(dot.dtype, few, dot.k * many)
+            return rows * dot.batch * known.few_rows(dot.dtype, min(dot.m, dot.n), dot.k * max(dot.m, dot.n))
         if dot.per_row:
             return rows * dot.batch * known.product_per_row(dot.dtype, dot.m, dot.k, dot.n)
         if work.sink:
@@ -398,5 +397,4 @@ class CpuCost(RegionCost):
         return sum(self.row_bytes(v) for v in made if self.streamed(v)) + sum(n * b.made_row_bytes() for n, _, b in self.loops())
 
     def _made_on_the_fly(self, v: int) -> bool:
-        i = self.producer[v]
-        return self.family(i) in FREE and self.is_maker(i)
+        return self.family(self.producer[v]) in FREE and self.is_maker(self.producer[v])
