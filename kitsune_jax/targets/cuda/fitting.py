@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from kitsune_jax.program.ir import TileProgram, walk
+from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import arrays, bodies, chunks, liveness, stage_facts, tiles, turns
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
@@ -35,6 +35,10 @@ _NARROW_SHAPES = ((True, 64), (False, 64))
 _VALUE_REGISTERS = {1: 208, 2: 200, 3: 112}
 # Accumulators that live through the tile loop leave ptxas less room to order its work: so much less is asked of it where it can be.
 _HELD_MARGIN = 16
+# Of two carries or more that products are added to (gradients by keys and values): they live through a loop with other products in
+# flight. What the loop only reads becomes an image, as far as there is room, and ptxas spills little or nothing. The registers of
+# three lanes leave no choice.
+_SUMS_MARGINS = (56, 40, 24, 0)
 # Registers of a value that is kept in them again once others have become images: beside one of 128, as many as float32 tiles of 256
 # columns take, ptxas spills, though the estimate fits.
 _MOST_GIVEN_BACK = 64
@@ -132,8 +136,7 @@ def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: i
     for program in programs:
         fitter = _Fitter(program, s, a)
         try:
-            shape, lowered = fitter.registers(staged_arrays(program, s) if staging else frozenset())
-            found = fitter.memory(shape, lowered, a.shared_bytes - header_bytes)
+            found = fitter.fitted(staged_arrays(program, s) if staging else frozenset(), a.shared_bytes - header_bytes)
         except CannotLower as no:
             why = why or no
             continue
@@ -158,6 +161,9 @@ class _Fitter:
         self.program, self.a, self.instrs, self.resident = program, a, program.stages[s].body, a.resident[s]
         self.facts = stage_facts.of_stage(program, s, a.split[s], a.lanes)
         self.split, self.slab_queues = a.split[s], a.slab_queues(program)
+        self.sums, several = _summed_products(self.instrs)
+        margins = _SUMS_MARGINS if several and a.lanes < 3 else (0,)
+        self.limits = [_VALUE_REGISTERS[a.lanes] - margin for margin in margins]
 
     def lower(self, shape: Shape, depth: int = MAX_DEPTH) -> Lowered:
         """All passes over the stage."""
@@ -183,9 +189,18 @@ class _Fitter:
             liveness.of_stage(at.setup, nodes),
         )
 
-    def registers(self, staged: frozenset[int]) -> tuple[Shape, Lowered]:
+    def fitted(self, staged: frozenset[int], free: int) -> Fitted:
+        """With the lowest limit of registers that ``free`` bytes of shared memory have room for."""
+        for limit in self.limits:
+            try:
+                return self.memory(*self.registers(staged, limit), free)
+            except CannotLower:
+                if limit == self.limits[-1]:
+                    raise
+        raise AssertionError("there is no limit")
+
+    def registers(self, staged: frozenset[int], limit: int) -> tuple[Shape, Lowered]:
         """The first shape that fits the registers, or else the one that needs fewest, with images until it fits."""
-        limit = _VALUE_REGISTERS[self.a.lanes]
         best: tuple[Shape, Lowered] | None = None
         copying = (True, False) if self.a.lanes < 3 else (False,)  # the registers of three lanes do not hold a copied operand
         for copies, (overlap, columns) in itertools.product(copying, self._shapes()):
@@ -203,6 +218,8 @@ class _Fitter:
         """Values become images until the others fit ``limit`` registers; then small ones go back without which they fit as well."""
         while lowered.liveness.peak > limit or lowered.together - shape.images:
             wide = [v for v in lowered.liveness.alive if v not in shape.images and lowered.may_be_image(v)]
+            if len(self.limits) > 1:
+                wide.sort(key=lambda v: v in self.sums)  # what products are added to goes last
             more = lowered.together - shape.images or frozenset(wide[:1])
             if not more:
                 peak = lowered.liveness.peak
@@ -245,6 +262,26 @@ class _Fitter:
                 f"a CTA has {self.a.shared_bytes}"
             )
         return Fitted(lowered, shape, self.resident, memory, depth, slot, weights)
+
+
+def _summed_products(instrs: Sequence[Instr]) -> tuple[frozenset[int], bool]:
+    """The carries to which loops add products, under all their names; and has a loop several of them?"""
+    found: set[int] = set()
+    most = 0
+    for loop in walk(instrs):
+        if loop.block is None:
+            continue
+        makers = {v: i for i in loop.block.body for v in i.outputs}
+        carried = zip(loop.inputs[-len(loop.block.carries) :], loop.block.carries, loop.block.results, loop.outputs, strict=False)
+        own = 0
+        for names in carried:
+            maker = makers.get(names[2])
+            added = maker is not None and maker.kind in ("add", "add_any") and names[1] in maker.inputs
+            if maker is not None and added and any(x in makers and makers[x].kind == "matmul" for x in maker.inputs):
+                found.update(names)
+                own += 1
+        most = max(most, own)
+    return frozenset(found), most > 1
 
 
 def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMemory:
