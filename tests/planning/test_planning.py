@@ -400,3 +400,15 @@ def test_wide_sums_by_index_alone_are_taken_from_the_one_thread_that_xla_has_for
     rows, ids = jax.ShapeDtypeStruct((1_000_000, 64), "float32"), jax.ShapeDtypeStruct((1_000_000,), "int32")
     report = kj.explain(lambda x, i: fold(x, i, 100_000, indices_are_sorted=True), platform="cpu", device="zen5-2")(rows, ids)
     assert len(report.regions) == (fold is jax.ops.segment_sum)
+
+
+def test_sums_over_rows_of_what_is_computed_take_xla_one_thread():
+    """XLA shares out the sum of an array over its rows; of a product that it computes meanwhile it does not."""
+
+    def modelled(computed: bool) -> float:
+        net = Net(131_101)
+        x, y = net.input(net.rows, 64), net.input(net.rows, 64)
+        summed = net.op("mul", (x, y), (net.rows, 64)) if computed else x
+        return baseline(cost_of(*net.done(net.op("reduce_sum", (summed,), (64,), axes=(0,))), CPU))[0]
+
+    assert modelled(computed=True) > 2 * modelled(computed=False)

@@ -110,6 +110,9 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, slices: Collectio
             loop = loop * machine.workers + moved * times["xla/while/moved"]
         else:
             loop = (loop + moved * times.xla_moved(near=True)) * (machine.workers if one else 1)
+    elif not looped and _adds_up_what_it_computes(cost, ops):
+        # What was measured adds up an array that is there. Otherwise one thread reads the operands, and computes.
+        loop = (loop + moved * times.xla_moved(near=True)) * machine.workers
     # What the last level does not hold comes from memory, while the core computes.
     beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
     # XLA adds up on one thread, which waits for its rows. (So it takes a maximum; but that takes a pipeline twice as long as a sum,
@@ -117,6 +120,13 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, slices: Collectio
     if any(cost.family(i) == SCATTER and OPS[cost.graph.ops[i].kind].fold == "sum" for i in ops):
         return start + loop + beyond * times.xla_moved(near=False) * machine.workers + from_arrays
     return start + from_arrays + max(loop, beyond * times.xla_moved(near=False))
+
+
+def _adds_up_what_it_computes(cost: CpuCost, ops: Collection[int]) -> bool:
+    """A sum over the rows, or over everything, of what the same kernel computes (a bias gradient, a loss). With JAX 0.12 on a Xeon
+    the sum of x y over 131 101 rows of 64 took one thread 0.50 ns an element, that of x 0.15."""
+    over_rows = any(cost.family(i) == "reduce" and 0 in cost.graph.ops[i]["axes"] for i in ops)
+    return over_rows and any(cost.family(i) == "pointwise" for i in ops)
 
 
 def _is_uneven(cost: CpuCost, ops: Collection[int], root: int) -> bool:
