@@ -30,7 +30,7 @@ class Planner {
     if (!loops()) return std::nullopt;
     plan_.kernels = &kernels_;
     order();
-    if (computed_ < 2 + kCopy * copied() || !delay_stores()) return std::nullopt;
+    if (computed_ + numbers() < 2 + kCopy * copied() || !delay_stores()) return std::nullopt;
     find_slots();
     emit();
     return std::move(plan_);
@@ -49,6 +49,14 @@ class Planner {
         found += copies(x_.loads[static_cast<size_t>(nodes_[v].operand)], static_cast<size_t>(nodes_[v].operand), nodes_[v].type);
     for (auto [store, v] : stored_)
       found += copies(x_.stores[static_cast<size_t>(store)], x_.loads.size() + static_cast<size_t>(store), nodes_[v].type);
+    return found;
+  }
+
+  // Operands that are one number along the innermost loop, which blocks repeat in memory for every row.
+  int numbers() const {
+    int found = 0;
+    for (size_t v = 0; v < nodes_.size(); ++v)
+      found += reached_[v] && nodes_[v].operand >= 0 && nodes_[v].kind == Node::kLoad && number(nodes_[v].operand);
     return found;
   }
 
@@ -211,7 +219,8 @@ class Planner {
       Node& node = nodes_[v];
       if (!reached_[v] || node.operand < 0) continue;
       StripOperand& s = plan_.loads[static_cast<size_t>(node.operand)];
-      s.used = true, s.number = number(node.operand), s.type = node.type, s.direct = s.direct && node.type == storage_of(node);
+      s.used = true, s.number = number(node.operand), s.spread = node.type == DType::kBool, s.type = node.type,
+      s.direct = s.direct && node.type == storage_of(node);
       s.load = Loader(c_.table, node.type, storage_of(node), c_.where);
       if (node.kind == Node::kLoad) node.slot = s.slot;
     }
@@ -230,7 +239,15 @@ class Planner {
   void append_store(int v, int32_t to, bool bytes) {
     append(kernels_.special(bytes && nodes_[v].type == DType::kBool ? StripKind::kStoreBool : StripKind::kStore)).to = to;
   }
-  void append_load(int v) { append(kernels_.special(StripKind::kLoad)).operands[0] = nodes_[v].slot; }
+  void append_load(int v) {
+    append(kernels_.special(StripKind::kLoad)).operands[0] = nodes_[v].slot;
+    spread(v);
+  }
+  // A number that somebody reads as a whole strip.
+  void spread(int v) {
+    if (nodes_[v].kind == Node::kLoad && number(nodes_[v].operand))
+      plan_.loads[static_cast<size_t>(nodes_[v].operand)].spread = true;
+  }
 
   void emit() {
     int held = -1;
@@ -266,15 +283,20 @@ class Planner {
       i.to = node.slot;
       if (node.partner >= 0) {
         const bool sine = node.op == Opcode::op_sin;
+        spread(node.args[0]);
         i.to = sine ? node.slot : nodes_[node.partner].slot;
         i.to2 = sine ? nodes_[node.partner].slot : node.slot;
       } else if (node.kind == Node::kConvert) {
+        spread(node.args[0]);
         i.call = c_.table.convert(node.type, node.operand_type);
       } else {
         unsigned numbers = 0;
         for (int k = 0; k < node.count; ++k) numbers |= unsigned{from[k] == From::kNumber} << k;
         if (numbers != 0) i.call = c_.table.vector_with(node.op, node.operand_type, numbers);
-        if (i.call == nullptr) i.call = c_.table.vector(node.op, node.operand_type);
+        if (i.call == nullptr) {
+          i.call = c_.table.vector(node.op, node.operand_type);
+          for (int k = 0; k < node.count; ++k) spread(node.args[k]);
+        }
         for (size_t k = 0; k < node.micro->imm.size() && k < 2; ++k) i.imm[k] = node.micro->imm[k];
       }
       return -1;

@@ -83,7 +83,7 @@ class StripStep final : public Step {
         const StripOperand& x = plan_.loads[o];
         if (!x.number) continue;
         x.load(1, f.at[x.slot], f.here[o], 0, f.spare);
-        spread(f.at[x.slot], strip_, x.type);
+        if (x.spread) spread(f.at[x.slot], strip_, x.type);
       }
       for (const StripIndex& x : plan_.indices)
         if (x.dim != last) positions(x, f, x.dim < 0 ? 0 : index[x.dim], strip_, false);

@@ -15,6 +15,7 @@ struct StripOperand {
   bool used = false;
   bool direct = false;  // instructions may work in the operand's memory
   bool number = false;  // a load of one number along the innermost loop
+  bool spread = false;  // of such a number: somebody reads it as a whole strip
   DType type{};         // of the register
   int32_t slot = 0;
   Loader load{};

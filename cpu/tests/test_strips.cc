@@ -3,6 +3,9 @@
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "kitsune_cpu/strips.h"
 #include "programs.h"
@@ -260,6 +263,38 @@ void test_quotients(unsigned seed) {
     }
 }
 
+#if defined(__x86_64__)
+// Whether the upper halves of this thread's vector registers are in use, as far as the CPU keeps track of it.
+bool upper_halves_in_use() {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(1));
+  return (low & 4) != 0;
+}
+
+// Code for SSE follows strips. It would wait for whatever the upper halves wait for.
+void test_upper_halves_are_clean() {
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+  if (!__builtin_cpu_supports("avx") || !__get_cpuid_count(13, 1, &a, &b, &c, &d) || (a & 4) == 0) return;
+  __asm__ volatile("vzeroupper" ::: "memory");
+  if (upper_halves_in_use()) return;  // it does not
+  constexpr int64_t kRows = 9, kColumns = 512;
+  const Operand x = operand(Space::kIn, 0, F32, 0, kColumns, {1}), y = operand(Space::kOut, 0, F32, 0, kColumns, {1});
+  Vector v{{kColumns}, false, {x, operand(Space::kIn, 1, F32, 0, 1, {0})}, {y}, {}};
+  v.code = {micro(Opcode::op_load, F32, 0, 0), micro(Opcode::op_load, F32, 1, 1), micro(Opcode::op_sub, F32, 2, 0, 1),
+            micro(Opcode::op_mul, F32, 3, 2, 1), micro(Opcode::op_store, F32, 0, 0, 3)};
+  const Array all{F32, kRows * kColumns};
+  const Call call = one_part(program({kRows}, kRows, {all, {F32, kRows}}, {all}, {v}));
+  std::vector<int64_t> words = encode(call);
+  Executable exe(parse(words.data(), words.size()));
+  Arrays arrays(exe.call(), 1);
+  ThreadPool pool(1);
+  __asm__ volatile("vzeroupper" ::: "memory");
+  const std::string error = exe.run(arrays.in_pointers.data(), arrays.out_pointers.data(), pool);
+  const bool used = upper_halves_in_use();
+  CHECK(error.empty() && !used, "strips leave the upper halves of vector registers in use [%s]", kernels().isa);
+}
+#endif
+
 void test_random(unsigned seeds) {
   for (unsigned seed = 1; seed <= seeds; ++seed) compare_without("random", one_part(Random(seed).program()), seed);
 }
@@ -281,6 +316,9 @@ int main() {
     set_isa(names[i]);
     test_random(400);
     test_recurrences();
+#if defined(__x86_64__)
+    test_upper_halves_are_clean();
+#endif
     for (unsigned seed = 1; seed <= 4; ++seed) {
       test_quotients(seed);
 #if defined(__SSE__)  // as XLA's threads compute

@@ -15,7 +15,12 @@ using Threaded = void (*)(const StripInstruction*, char* const*, int64_t, KITSUN
 
 static_assert(kStripVectors == 8, "the held strip is eight arguments");
 
-KITSUNE_INLINE VF number(const char* p) { return load_vector<VF>(p); }
+// Of one number only its first lane is there. As bits: lanes may be integers.
+KITSUNE_INLINE VF number(const char* p) {
+  int32_t bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return (VF)splat<VI>(bits);
+}
 
 template <From F, int K>
 KITSUNE_INLINE VF operand(VF held, const char* memory, VF one) {
@@ -62,6 +67,12 @@ KITSUNE_INSTRUCTION(ternary) {
 inline KITSUNE_INSTRUCTION(end) {
   (void)i, (void)at, (void)vectors;
   (void)v0, (void)v1, (void)v2, (void)v3, (void)v4, (void)v5, (void)v6, (void)v7;
+#if defined(__AVX__)
+  // Compilers do this where a function returns, but not where it ends with a jump or takes vectors. Without it the SSE code of the
+  // caller would wait for the upper parts of its registers: the next row's addresses for the memory that the last one was read
+  // from.
+  _mm256_zeroupper();
+#endif
 }
 
 inline KITSUNE_INSTRUCTION(store) {
