@@ -52,10 +52,6 @@ class Planner {
     return found;
   }
 
-  int called() const {
-    return static_cast<int>(std::count_if(order_.begin(), order_.end(), [&](int v) { return !takes_held(v); }));
-  }
-
   // Operands that are one number along the innermost loop, which blocks repeat in memory for every row.
   int numbers() const {
     int found = 0;
