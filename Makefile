@@ -74,6 +74,7 @@ table: $(VENV)/.examples ## write the README's generated parts from what is stor
 
 kernel-table: $(VENV)/.examples $(VENV)/.nvrtc-13.0 ## compile every kind of CUDA kernel (ten minutes, no GPU) and write the table of docs/kernels.md
 	$(PY) scripts/kernel_table.py --other $(VENV)/nvrtc-13.0
+	$(PY) scripts/planned_table.py
 
 kernel-counts: $(VENV)/.examples ## count what every kind of CUDA kernel does in the emulator (five minutes, no GPU), for docs/kernels.md and docs/offchip.md
 	$(PY) scripts/kernel_counts.py

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.graph import Graph
@@ -76,7 +77,9 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
     except Infeasible as no:
         reasons[str(no)] = None
     mixed = bool(blocked) or len({(p.order, p.unordered) for p in found}) > 1
-    for candidate in sorted((*found, *blocked), key=lambda p: p.seconds) if mixed else found:
+    # Those in blocks keep their order, in which a faster one may come later.
+    ranked = [*((p.seconds, p) for p in found), *zip(itertools.accumulate((p.seconds for p in blocked), max), blocked, strict=True)]
+    for candidate in [p for _, p in sorted(ranked, key=lambda pair: pair[0])] if mixed else found:
         why = accept(candidate) if accept else None
         if why is None:
             return candidate
