@@ -30,6 +30,8 @@ class Planner {
     if (!loops()) return std::nullopt;
     plan_.kernels = &kernels_;
     order();
+    // What is called reads and writes memory: beside that, a strip saves something only where two others hand on what they hold.
+    if (called() > 0 && computed_ - called() < 2) return std::nullopt;
     if (computed_ + numbers() < 2 + kCopy * copied() || !delay_stores()) return std::nullopt;
     find_slots();
     emit();
@@ -50,6 +52,10 @@ class Planner {
     for (auto [store, v] : stored_)
       found += copies(x_.stores[static_cast<size_t>(store)], x_.loads.size() + static_cast<size_t>(store), nodes_[v].type);
     return found;
+  }
+
+  int called() const {
+    return static_cast<int>(std::count_if(order_.begin(), order_.end(), [&](int v) { return !takes_held(v); }));
   }
 
   // Operands that are one number along the innermost loop, which blocks repeat in memory for every row.

@@ -16,6 +16,10 @@ from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
 
 # Tile sizes in order of preference, where the model can't tell them apart (micro-kernels reach their rate at 32 to 128 rows).
 _ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 1024, 2048, 4096, 8192)
+# What passes over a tile without products, with what they read and write in memory, takes of a core's L2 at most. Softmaxes of rows of
+# 512 numbers took two cores 0.35 to 0.41 ns a number at 16 to 48 rows a tile, 0.34 to 0.77 at 61 to 96 and 0.60 to 0.78 from 128 on; of
+# 1536 numbers 0.34 to 0.40 at 16 to 64, 0.59 at 96 (float32, a Xeon with AMX and 2 MB of L2; jax.jit 0.44 to 0.78).
+_PASSED = 1 / 10
 _INDIFFERENT = 1.03  # the model is not better than this
 _ONE_TILE = 128  # streams no longer than this are one tile, if cutting them gains nothing
 _TILE_SECONDS = 0.3e-6  # picking the next tile
@@ -25,9 +29,9 @@ _MAX_SCRATCH = 1024 * MIB
 class TileModel:
     """A tile of any number of rows on one core. What does not depend on the rows is computed once.
 
-    ``live``: bytes per row that are alive at once; ``weights`` and ``sinks``: bytes of stationary operands, and of the accumulators
-    that every tile adds to as a whole. ``tables``: bytes of those that a tile adds its own rows to, which an access costs
-    (``CpuTimes.access``). ``packs``: packing weights is a part of a tile's seconds.
+    ``live``: bytes per row that are alive at once; ``border``: that are read and written in memory. ``weights``, ``sinks``: bytes
+    of stationary operands, and of the accumulators that every tile adds to as a whole. ``tables``: bytes of those that a tile
+    adds its own rows to, which an access costs (``CpuTimes.access``). ``packs``: packing weights is a part of a tile's seconds.
     """
 
     packs = False
@@ -37,6 +41,7 @@ class TileModel:
         self.cost = cost
         self.kinds = cost.kinds(ops)
         self.live = max(1, cost.live_row_bytes(ops))
+        self.border = sum(cost.row_bytes(v) for v in (*cost.region.inputs, *cost.outputs) if cost.streamed(v))
         self.weights = cost.stationary_bytes(ops)
         self.tables = cost.sink_bytes(i for i in ops if cost.family(i) == SCATTER)
         self.sinks = cost.sink_bytes(ops) - self.tables
@@ -81,6 +86,8 @@ def tile_rows(model: TileModel) -> int:
         # Accumulators and weights come from the shared cache for every tile anyway: fewer tiles are worth some intermediates there.
         # A SwiGLU step (8.7 MB of weights) took 1128 ms with the 48 rows that fit, 1052 ms with 96, 5 to 10 % more again with 192.
         limit *= 2
+    if not any(work.dot for work in model.kinds):
+        limit = max(min(limit, int(_PASSED * machine.local_bytes) // (model.live + model.border)), 1)
     # A share of the rows for every worker, in as few rounds as the limit allows: awkward row counts divide evenly.
     rounds = max(1, -(-total // (machine.workers * min(limit, _ROWS[0]))))
     share = -(-total // (machine.workers * rounds)) if not space.batch else total
