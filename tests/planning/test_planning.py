@@ -433,3 +433,22 @@ def test_sums_over_rows_of_what_is_computed_take_xla_one_thread():
         return baseline(cost_of(*net.done(net.op("reduce_sum", (summed,), (64,), axes=(0,))), CPU))[0]
 
     assert modelled(computed=True) > 2 * modelled(computed=False)
+
+
+def test_a_tile_that_is_passed_over_several_times_leaves_most_of_the_caches_free():
+    """Rows of 512 numbers: x, the exponentials and the result of a tile are in a tenth of a core's L2."""
+    report = kj.explain(jax.nn.softmax, force=True, platform="cpu", device="zen5-2")(jax.ShapeDtypeStruct((8192, 512), "float32"))
+    (region,) = report.regions
+    assert region.tile_rows * 2 * 512 * 4 <= CPU.local_bytes / 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_softmaxes_of_many_rows_are_one_kernel_of_xla(dtype):
+    """From 4096 rows on; the time for each row falls to half and less."""
+
+    def modelled(rows: int) -> float:
+        x = jax.ShapeDtypeStruct((rows, 512), dtype)
+        (region,) = kj.explain(jax.nn.softmax, force=True, platform="cpu", device="zen5-2")(x).regions
+        return region.baseline_seconds / rows
+
+    assert modelled(4096) < 0.7 * modelled(4095)

@@ -16,9 +16,10 @@ from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
 
 # Tile sizes in order of preference, where the model can't tell them apart (micro-kernels reach their rate at 32 to 128 rows).
 _ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 1024, 2048, 4096, 8192)
-# What passes over a tile without products, with what they read and write in memory, takes of a core's L2 at most. Softmaxes of rows of
-# 512 numbers took two cores 0.35 to 0.41 ns a number at 16 to 48 rows a tile, 0.34 to 0.77 at 61 to 96 and 0.60 to 0.78 from 128 on; of
-# 1536 numbers 0.34 to 0.40 at 16 to 64, 0.59 at 96 (float32, a Xeon with AMX and 2 MB of L2; jax.jit 0.44 to 0.78).
+# The part of a core's L2 that a tile without products may take, which is passed over several times, with what it reads and writes
+# in memory. Softmaxes of rows of 512 numbers took two cores 0.35 to 0.41 ns a number at 16 to 48 rows a tile, 0.34 to 0.77 at 61
+# to 96, 0.60 to 0.78 from 128 on; of 1536 numbers 0.34 to 0.40 at 16 to 64, 0.59 at 96 (float32, a Xeon with AMX and 2 MB of L2;
+# jax.jit 0.44 to 0.78).
 _PASSED = 1 / 10
 _INDIFFERENT = 1.03  # the model is not better than this
 _ONE_TILE = 128  # streams no longer than this are one tile, if cutting them gains nothing
