@@ -173,7 +173,10 @@ def test_an_arrangement_becomes_the_instructions_it_was_planned_for(
 
 # Kernels of which ptxas says C7512 and waits for each product before the next one: 64 x 256 float32 values and a product beside
 # them do not fit its registers. The results are right. One that is mended must leave this list.
-SERIALISED = {("nerf", "float32", "sm90-spatial-l2-lanes2"), ("nerf", "float32", "sm90-spatial-l2-lanes3")}
+SERIALISED = {
+    *(("nerf", "float32", f"sm90-spatial-l2-lanes{lanes}") for lanes in (2, 3)),
+    *(("nerf", dtype, "sm90-spatial-l2-lanes3") for dtype in ("bfloat16", "float16")),
+}
 
 
 @pytest.mark.slow
