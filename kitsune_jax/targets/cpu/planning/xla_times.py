@@ -22,6 +22,7 @@ from kitsune_jax.streams.space import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
 from kitsune_jax.targets.cpu.planning.xla_loops import Steps, sizes, steps_of
+from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels, row_kernels
 
 # Batched products smaller than this are loops and not the library's.
 _SMALL = 64 * 64
@@ -33,38 +34,27 @@ _STRIDED, _FEW_OF_BATCH = 2.0, 2.0
 _FUNCTION = 9  # operations from which on an op is an elementary function
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
-# From so many rows on XLA makes one kernel of elementwise work and reductions that keep the rows (softmaxes, layer norms), which
-# goes through the ops block by block in the first caches. Softmaxes of 64 to 512 columns took 0.45 to 0.62 of the sum in float32
-# and 0.38 to 0.46 in bfloat16, layer norms 0.46 to 0.71 and 0.27 to 0.37 (JAX 0.12, a Xeon with AMX).
-_MANY_ROWS = 4096
-_ROWS_IN_32_BITS, _ROWS_IN_16_BITS = 0.5, 0.38
-_IN_ROWS = frozenset({"pointwise", "convert", "broadcast", "reshape", "reduce", "iota"})
-
 
 def baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
+    if cost.machine.row_kernels.hold(cost.region.ops):
+        return _of_row_kernels(cost, cost.machine.row_kernels)
     kernels = kernels_of(cost)
     seconds, moved = _kernels_seconds(cost, kernels, cost.machine.steps)
-    if cost.machine.steps is None and (rate := _row_kernel(cost)):
-        moved = sum(map(cost.read_bytes, cost.region.inputs)) + sum(map(cost.bytes, cost.outputs))
-        computed = sum(_op_seconds(cost, i) for i in cost.region.ops) + moved * cost.times.xla_moved(near=True)
-        seconds = cost.machine.kernel_seconds + rate * computed
     looped, looped_bytes = _loops(cost)
     seconds, moved = seconds + looped, moved + looped_bytes
     return seconds + _fault_seconds(cost, kernels) + output_fault_seconds(cost, cost.machine.fault_bandwidth), moved
 
 
-def _row_kernel(cost: CpuCost) -> float:
-    """What XLA takes for all of the region as one kernel, as a part of what the ops and one passage of operands and results take; 0
-    where it makes several."""
-    ops = [cost.graph.ops[i] for i in cost.region.ops]
-    reductions = [op for op in ops if OPS[op.kind].family == "reduce"]
-    if not reductions or any(0 in op["axes"] for op in reductions) or not all(OPS[op.kind].family in _IN_ROWS for op in ops):
-        return 0.0
-    if any(cost.graph.values[op.inputs[0]].shape[0] < _MANY_ROWS for op in reductions):
-        return 0.0
-    dtypes = {cost.graph.values[v].dtype for op in ops for v in op.outputs if cost.streamed(v)}
-    return 0.0 if "float16" in dtypes or "float64" in dtypes else _ROWS_IN_16_BITS if "bfloat16" in dtypes else _ROWS_IN_32_BITS
+def _of_row_kernels(cost: CpuCost, rows: RowKernels) -> tuple[float, int]:
+    """A region whose ops are all in such kernels, or parts of them. Values between ops of one kernel are never in memory."""
+    read = sum(cost.read_bytes(v) for v in cost.region.inputs if v not in rows.between)
+    written = [v for v in cost.outputs if v not in rows.between]
+    moved = read + sum(map(cost.bytes, written))
+    seconds = sum(_op_seconds(cost, i) for i in cost.region.ops) + moved * cost.times.xla_moved(near=True)
+    fresh = sum(cost.bytes(v) for v in written if cost.bytes(v) > _kept_bytes(cost)) / cost.machine.fault_bandwidth
+    dtypes = [cost.graph.values[v].dtype for i in cost.region.ops for v in cost.graph.ops[i].outputs]
+    return (cost.machine.kernel_seconds if written else 0.0) + rows.rate(dtypes) * seconds + fresh, moved
 
 
 def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine) -> float:
@@ -107,6 +97,8 @@ def as_found_by(graph: Graph, machine: CpuMachine, body: bool) -> CpuMachine:
     that is fresh at every call, so is the part of a region, however small. ``body``: in a step of a loop a kernel starts sooner."""
     if body:
         machine = dataclasses.replace(machine, steps=steps_of(graph, machine.profile))
+    else:
+        machine = dataclasses.replace(machine, row_kernels=row_kernels(graph))
     return dataclasses.replace(machine, fresh_bytes=0) if between_kernels(graph) > machine.fresh_bytes else machine
 
 
