@@ -442,6 +442,16 @@ def test_a_tile_that_is_passed_over_several_times_leaves_most_of_the_caches_free
     assert region.tile_rows * 2 * 512 * 4 <= CPU.local_bytes / 8
 
 
+def test_what_a_loop_stores_over_time_makes_no_tile_smaller():
+    def simulated(x):
+        return jax.lax.scan(lambda x, _: (jax.lax.sin(x) + 0.1, x), x, None, length=1000)
+
+    (region,) = kj.explain(simulated, force=True, platform="cpu", device="zen5-2")(
+        jax.ShapeDtypeStruct((65536,), "float32")
+    ).regions
+    assert region.tile_rows >= 512
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_softmaxes_of_many_rows_are_one_kernel_of_xla(dtype):
     """From 4096 rows on; the time for each row falls to half and less."""

@@ -87,7 +87,8 @@ def tile_rows(model: TileModel) -> int:
         # Accumulators and weights come from the shared cache for every tile anyway: fewer tiles are worth some intermediates there.
         # A SwiGLU step (8.7 MB of weights) took 1128 ms with the 48 rows that fit, 1052 ms with 96, 5 to 10 % more again with 192.
         limit *= 2
-    if not any(work.dot for work in model.kinds):
+    looped = next(model.cost.loops(), None) is not None  # which reads and writes a slice at a time
+    if not looped and not any(work.dot for work in model.kinds):
         limit = max(min(limit, int(_PASSED * machine.local_bytes) // (model.live + model.border)), 1)
     # A share of the rows for every worker, in as few rounds as the limit allows: awkward row counts divide evenly.
     rounds = max(1, -(-total // (machine.workers * min(limit, _ROWS[0]))))
