@@ -454,7 +454,7 @@ def test_what_a_loop_stores_over_time_makes_no_tile_smaller():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_softmaxes_of_many_rows_are_one_kernel_of_xla(dtype):
-    """From 4096 rows on; the time for each row falls to half and less."""
+    """From 4096 rows on: the time for each row falls by a third and more."""
 
     def modelled(rows: int) -> float:
         x = jax.ShapeDtypeStruct((rows, 512), dtype)
