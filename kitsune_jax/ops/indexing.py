@@ -114,10 +114,14 @@ def _scatter_by_jax(fold: str, function: Any) -> Any:
         axis, rank = params["axis"], np.ndim(index)
         window = (*range(axis), *range(axis + rank, np.ndim(updates)))
         numbers = lax.ScatterDimensionNumbers(window, inserted_window_dims=(axis,), scatter_dims_to_operand_dims=(axis,))
-        start = lax.full(out.shape, identity(fold, np_dtype(out.dtype)), np_dtype(out.dtype))
+        # XLA rounds each sum to the dtype of the array it adds into: of a thousand bfloat16 numbers, two digits would be left.
+        dtype = np_dtype("float32" if fold in ("sum", "prod") and is_narrow(out.dtype) else out.dtype)
+        start = lax.full(out.shape, identity(fold, dtype), dtype)
         index = lax.expand_dims(index, (rank,))
         mode = lax.GatherScatterMode.FILL_OR_DROP
-        return function(start, index, updates, numbers, indices_are_sorted=params["sorted"], mode=mode)
+        updates = lax.convert_element_type(updates, dtype)
+        made = function(start, index, updates, numbers, indices_are_sorted=params["sorted"], mode=mode)
+        return lax.convert_element_type(made, np_dtype(out.dtype))
 
     return rule
 
