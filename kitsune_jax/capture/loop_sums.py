@@ -159,7 +159,9 @@ def _move(draft: Draft, op: Op, step: Step, sums: Sequence[_Sum]) -> None:
         draft.steps.append(step)
         return new.outputs[0]
 
-    append(_without(op, sums, [arrays[v] for v in slices]))
+    rest = _without(op, sums, [arrays[v] for v in slices])
+    if rest.outputs:  # a loop that does nothing but add up slices of its operands is gone: the gradient of a layer in `lax.map`
+        append(rest)
     step = Step(step.origin)
     for s in sums:
         final, initial = p.final[s.carry], p.initial[s.carry]

@@ -139,6 +139,18 @@ def test_a_sum_that_starts_with_something() -> None:
     assert kinds["scan"] <= 1
 
 
+def test_a_loop_that_only_adds_up_slices_is_gone() -> None:
+    """The gradient of a linear layer in ``lax.map``."""
+
+    def total(w, b, xs):
+        return jnp.mean(jax.lax.map(lambda x: x @ w + b, xs))
+
+    rng = np.random.default_rng(0)
+    args = [rng.standard_normal(s).astype(np.float32) for s in ((3, 4), (4,), (5, 7, 3))]
+    graph = agree(gradient(total, (0, 1)), args)
+    assert len([op for op in graph.ops if op.kind == "scan"]) <= 1, "that of the forward pass"
+
+
 def test_what_does_not_stream_stays() -> None:
     def mixed(w, xs):
         """Every step mixes the batch, so without the sum the loop does not stream either."""
