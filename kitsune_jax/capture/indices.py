@@ -8,12 +8,15 @@ mask hides. Invariant: every value keeps its shape and meaning. What is combined
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kitsune_jax.capture.captured import Captured, Draft, Step
 from kitsune_jax.graph import Op, Param, make_params
 from kitsune_jax.ops.table import OPS
 
 Params = tuple[tuple[str, Param], ...]
 Place = tuple["int | None", ...]  # for each dimension of a value the one of the new shape that it is; None: it has one element
+Want = tuple[int, tuple[int, ...], Place]  # a value, the shape in which it is wanted, and its place there
 
 
 def spread_indices(captured: Captured) -> Captured:
@@ -26,7 +29,7 @@ class _Spreader:
         self.captured, self.draft, self.maker = captured, Draft(captured), captured.graph.producers()
         self.ops: list[Op] = []
         self.steps: list[Step] = []
-        self.known: dict[tuple[int, tuple[int, ...], Place], int | None] = {}
+        self.known: dict[Want, int | None] = {}
 
     def run(self) -> Captured:
         graph = self.captured.graph
@@ -62,25 +65,29 @@ class _Spreader:
 
     def _made(self, v: int, shape: tuple[int, ...], place: Place) -> int | None:
         """``v`` in ``shape``, made by new ops; None where that cannot be said. A constant without dimensions stays as it is."""
-        key = v, shape, place
-        if key not in self.known:
-            self.known[key] = v if self.draft.values[v].literal is not None and not place else self._again(v, shape, place)
-        return self.known[key]
+        operands, work = dict[Want, "Sequence[Want] | None"](), [(v, shape, place)]
+        while work:
+            want = work.pop()
+            if want not in self.known and want not in operands:
+                operands[want] = self._operands(*want)
+                work += operands[want] or ()
+        for want in sorted(operands, key=lambda w: self.maker.get(w[0], -1)):  # each behind its operands
+            self.known[want] = self._again(*want, operands[want])
+        return self.known[v, shape, place]
 
-    def _again(self, v: int, shape: tuple[int, ...], place: Place) -> int | None:
+    def _operands(self, v: int, shape: tuple[int, ...], place: Place) -> Sequence[Want] | None:
+        """What ``v`` in ``shape`` is made of; None where that cannot be said."""
         i = self.maker.get(v)
         if i is None:
-            return None
+            return None if place or self.draft.values[v].literal is None else ()  # a number
         op, sizes = self.captured.graph.ops[i], self.draft.values[v].shape
         if op.kind == "iota":
             d = place[op["dimension"]]
-            if d is None or shape[d] != sizes[op["dimension"]]:
-                return None
-            return self._new(op, (), v, shape, make_params(shape=shape, dimension=d))
+            return None if d is None or shape[d] != sizes[op["dimension"]] else ()
         if op.kind == "broadcast_in_dim":
             (x,) = op.inputs
             pairs = list(zip(self.draft.values[x].shape, op["dims"], strict=True))
-            return self._made(x, shape, tuple(place[d] if n == sizes[d] else None for n, d in pairs))
+            return ((x, shape, tuple(place[d] if n == sizes[d] else None for n, d in pairs)),)
         if op.kind == "reshape":
             (x,) = op.inputs
             before = self.draft.values[x].shape
@@ -88,13 +95,25 @@ class _Spreader:
             if [sizes[d] for d in real] != [before[d] for d in of_x]:
                 return None
             moved = dict(zip(of_x, real, strict=True))
-            return self._made(x, shape, tuple(place[moved[d]] if d in moved else None for d in range(len(before))))
+            return ((x, shape, tuple(place[moved[d]] if d in moved else None for d in range(len(before)))),)
         if OPS[op.kind].family not in ("pointwise", "convert"):
             return None
-        inputs = [self._made(x, shape, place if self.draft.values[x].shape else ()) for x in op.inputs]
-        if any(x is None for x in inputs) or all(not self.draft.values[x].shape for x in inputs if x is not None):
+        return [(x, shape, place if self.draft.values[x].shape else ()) for x in op.inputs]
+
+    def _again(self, v: int, shape: tuple[int, ...], place: Place, operands: Sequence[Want] | None) -> int | None:
+        if operands is None:
             return None
-        return self._new(op, tuple(x for x in inputs if x is not None), v, shape, op.params)
+        if (i := self.maker.get(v)) is None:
+            return v
+        op, made = self.captured.graph.ops[i], [self.known[want] for want in operands]
+        if op.kind == "iota":
+            return self._new(op, (), v, shape, make_params(shape=shape, dimension=place[op["dimension"]]))
+        if op.kind in ("broadcast_in_dim", "reshape"):
+            return made[0]
+        inputs = tuple(x for x in made if x is not None)
+        if len(inputs) < len(made) or all(not self.draft.values[x].shape for x in inputs):
+            return None
+        return self._new(op, inputs, v, shape, op.params)
 
     def _new(self, like: Op, inputs: tuple[int, ...], v: int, shape: tuple[int, ...], params: Params) -> int:
         made = self.draft.value(v, shape)

@@ -113,17 +113,28 @@ class _Rewriter:
 
     def _copy(self, v: int, at: int, behind: set[int], size: int, copies: dict[int, int]) -> int:
         """``v`` as it is made again in front of op ``at``; itself where it is small, or no cheap op makes it."""
-        i, value = self.producers.get(v), self.graph.values[v]
-        op = None if i is None else self.graph.ops[i]
-        if op is None or i in behind or op.kind == "opaque" or value.literal is not None:
-            return v
-        cheap = OPS[op.kind].family in CHEAP and (value.size * LARGER > size or v in self.counted)
-        if not cheap and not (op.kind == "dot_general" and grows(self.graph, op)):
-            return v
-        if v not in copies:
-            inputs = tuple(self._copy(w, at, behind, size, copies) for w in op.inputs)
-            new = copies[v] = self.draft.value(v, value.shape)
-            step = self.captured.steps[i] if i is not None else Step()
-            self.before.setdefault(at, []).append((dataclasses.replace(op, inputs=inputs, outputs=(new,)), step))
+        again, work = set[int](), [v]
+        while work:
+            w = work.pop()
+            i = self.producers.get(w)
+            if i is None or i in again or w in copies or i in behind or not self._is_made_again(i, w, size):
+                continue
+            again.add(i)
+            work += self.graph.ops[i].inputs
+        for i in sorted(again):
+            op = self.graph.ops[i]
+            (made,) = op.outputs
+            new = self.draft.value(made, self.graph.values[made].shape)
+            inputs = tuple(copies.get(w, w) for w in op.inputs)
+            self.before.setdefault(at, []).append((dataclasses.replace(op, inputs=inputs, outputs=(new,)), self.captured.steps[i]))
+            copies[made] = new
             self.copied = True
-        return copies[v]
+        return copies.get(v, v)
+
+    def _is_made_again(self, i: int, v: int, size: int) -> bool:
+        """Is it cheaper to make ``v`` by op ``i`` again than to keep it?"""
+        op = self.graph.ops[i]
+        if op.kind == "opaque":
+            return False
+        cheap = OPS[op.kind].family in CHEAP and (self.graph.values[v].size * LARGER > size or v in self.counted)
+        return cheap or op.kind == "dot_general" and grows(self.graph, op)

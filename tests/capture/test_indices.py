@@ -32,6 +32,12 @@ MASKS: dict[str, Callable[[], jax.Array]] = {
 }
 
 
+def chain(index: jax.Array, length: int) -> jax.Array:
+    for k in range(length):
+        index = index + 1 if k % 2 else index - 1
+    return index
+
+
 def captured(function: Callable[..., Any], *args: Any) -> Captured:
     found = capture(jax.make_jaxpr(function)(*args))
     assert not found.failures
@@ -49,6 +55,13 @@ def test_masks_of_indices(name: str) -> None:
     if name != "one_row":
         assert compared and all(np.prod(shape) == N * M for shape in compared)
         assert all(op.kind != "broadcast_in_dim" or graph.values[op.inputs[0]].shape in ((), (N, M)) for op in graph.ops)
+
+
+def test_a_long_chain_of_indices() -> None:
+    """Longer than Python's limit of nested calls."""
+    x = np.zeros((N, M), np.float32)
+    graph = captured(lambda x: jnp.where(rows() >= chain(jnp.arange(M), 1200), x, 1.0), x).graph
+    assert all(graph.values[v].shape == (N, M) for op in graph.ops if op.kind in ("add", "sub") for v in op.outputs)
 
 
 def test_an_index_that_is_compared_with_data_stays_a_vector() -> None:

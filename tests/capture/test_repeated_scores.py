@@ -77,6 +77,20 @@ def test_without_a_backward_pass_nothing_is_made_twice() -> None:
     assert scores(graph_of(lambda x, w: layer(layer(x, *w[0], causal=True), *w[1], causal=True), x, weights)) == 2
 
 
+def test_a_long_chain_between_scores_and_weights() -> None:
+    """Longer than Python's limit of nested calls."""
+
+    def loss(q: Array, k: Array, v: Array) -> Array:
+        s = q @ k.T
+        for _ in range(1200):
+            s = s + 0.5
+        return jnp.sin(jax.nn.softmax(s) @ v).sum()
+
+    graph = graph_of(jax.value_and_grad(loss, (0, 1, 2)), *np.ones((3, TOKENS, 16), np.float32))
+    made = [op for op in graph.ops if op.kind == "dot_general" and graph.values[op.outputs[0]].shape == (TOKENS, TOKENS)]
+    assert len(made) == 3  # of the forward pass, of the backward pass, and the gradient of the weights
+
+
 def test_what_is_given_is_read_again() -> None:
     """A mask that is an argument, and weights that were dropped by one: neither is made again, and the numbers stay."""
     q, k, v, do = (jnp.asarray(a, jnp.float32) for a in np.random.default_rng(1).standard_normal((4, 1, 130, 2, 16)))
