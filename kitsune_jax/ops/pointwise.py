@@ -314,7 +314,7 @@ _QUATERNARY = (
 )  # fmt: skip
 
 _QUINARY = (
-    _quinary("philox4x32", _in_own_dtype(philox.by_numpy), 120, "(key 0, key 1, count 0, count 1, place) bits of an rbg key",
+    _quinary("philox4x32", _in_own_dtype(philox.by_numpy), 82, "(key 0, key 1, count 0, count 1, place) bits of an rbg key",
              ("uint32",), "philox({0}, {1}, {2}, {3}, {4})", exact=True, jax=_lax(philox.by_jax), opcodes=(), like=("tanh", 30.0)),
 )  # fmt: skip
 

@@ -157,10 +157,9 @@ KITSUNE_DEVICE u32 philox(u32 key0, u32 key1, u32 count0, u32 count1, u32 place)
   u32 x2 = key0 + carry, x3 = key1 + (carry & (x2 < 1));
   KITSUNE_UNROLL
   for (u32 i = 0; i < 10; ++i) {
-    const u32 high0 = high_half(x0, 0xD2511F53u), low0 = x0 * 0xD2511F53u;
-    const u32 high1 = high_half(x2, 0xCD9E8D57u), low1 = x2 * 0xCD9E8D57u;
-    x0 = high1 ^ x1 ^ (key0 + i * 0x9E3779B9u), x1 = low1;
-    x2 = high0 ^ x3 ^ (key1 + i * 0xBB67AE85u), x3 = low0;
+    const Halves first = product_halves(x0, 0xD2511F53u), second = product_halves(x2, 0xCD9E8D57u);
+    x0 = second.high ^ x1 ^ (key0 + i * 0x9E3779B9u), x1 = second.low;
+    x2 = first.high ^ x3 ^ (key1 + i * 0xBB67AE85u), x3 = first.low;
   }
   return place & 2 ? (place & 1 ? x3 : x2) : (place & 1 ? x1 : x0);
 }

@@ -55,7 +55,8 @@ KITSUNE_DEVICE float use_convert(float v, u32 w) {
   sum += max_nan(v, sum) + min_nan(v, sum);
   sum += fast_exp2(v) + fast_rcp(v) + fast_tanh(v) + fast_rsqrt(v);
   sum += expf(v) + logf(v) + tanhf(v) + erff(v) + sqrtf(v) + fmaf(v, v, v) + fabsf(v) + floorf(v);
-  return sum + static_cast<float>(popc(w) + clz(w));
+  const Halves halves = product_halves(w, w + 1);
+  return sum + static_cast<float>(popc(w) + clz(w) + (halves.low ^ halves.high));
 }
 
 KITSUNE_DEVICE float use_warp(Storage& s, const Params& p) {

@@ -282,6 +282,13 @@ inline u32 bits(float v) { return emu::bit_cast<u32>(v); }
 inline float from_bits(u32 v) { return emu::bit_cast<float>(v); }
 inline u32 popc(u32 v) { return static_cast<u32>(__builtin_popcount(v)); }
 inline u32 clz(u32 v) { return v ? static_cast<u32>(__builtin_clz(v)) : 32; }
+struct Halves {
+  u32 low, high;
+};
+inline Halves product_halves(u32 x, u32 y) {
+  const unsigned long long p = static_cast<unsigned long long>(x) * y;
+  return {static_cast<u32>(p), static_cast<u32>(p >> 32)};
+}
 inline u16 to_bf16(float v) { return emu::float_to_bf16(v); }
 inline u16 to_f16(float v) { return emu::float_to_f16(v); }
 inline float from_bf16(u16 v) { return emu::bf16_to_float(v); }

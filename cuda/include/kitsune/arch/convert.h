@@ -13,6 +13,16 @@ KITSUNE_DEVICE float from_bits(u32 v) { return __uint_as_float(v); }
 KITSUNE_DEVICE u32 popc(u32 v) { return static_cast<u32>(__popc(v)); }
 KITSUNE_DEVICE u32 clz(u32 v) { return static_cast<u32>(__clz(v)); }
 
+// Both halves of a product of two words, by one multiplication: of two expressions the compiler makes two.
+struct Halves {
+  u32 low, high;
+};
+KITSUNE_DEVICE Halves product_halves(u32 x, u32 y) {
+  Halves r;
+  asm("{\n  .reg .b64 p;\n  mul.wide.u32 p, %2, %3;\n  mov.b64 {%0, %1}, p;\n}" : "=r"(r.low), "=r"(r.high) : "r"(x), "r"(y));
+  return r;
+}
+
 // The first source operand of a packing cvt is the upper half ("PTX ISA, cvt").
 KITSUNE_DEVICE u32 pack_bf16(float lo, float hi) {
   u32 r;
