@@ -67,6 +67,10 @@ inline void test_outer() {
       }
   for (DType type : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64})
     for (int64_t M = 1; M <= 26; ++M) test_outer_case({6, M, 34, type, true}, random);  // every remainder of the blocks
+  // Panels enough for blocks of X to be copied, on the widest vectors too; not a whole one in the end, and blocks of two heights.
+  for (DType type : {DType::kF32, DType::kF64, DType::kF16})
+    for (int64_t R : {1, 7, 33})
+      for (int64_t M : {12, 13, 25, 47}) test_outer_case({R, M, 401, type, R == 7}, random);
   for (int i = 0; i < kNumProducts; ++i) test_outer_case({128, 80, 96, DType::kBF16, false, Product(i)}, random);
 }
 

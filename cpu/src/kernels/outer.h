@@ -1,8 +1,8 @@
 // C += X^T Y: the product of a weight gradient, X[R][M] and Y[R][N] as they lie in memory, R the rows of a tile.
 //
 // The contraction runs over rows, so a step of the micro-kernel needs one row of Y across the panel (packed first: R x panel floats
-// stay in the first-level cache) and MR neighbours of one row of X (broadcast where they lie, or from interleaved pairs of rows for
-// bf16).
+// stay in the first-level cache) and MR neighbours of one row of X: broadcast where they lie, from a copy in blocks of MR columns
+// where there are many panels, or from interleaved pairs of rows for bf16.
 #pragma once
 
 #include "../checked.h"
@@ -21,8 +21,17 @@ inline int64_t interleaved_columns(int64_t M) {
 }
 
 struct OuterScratch {
-  size_t panel, x, y, bytes;  // byte offsets: one panel of Y; X and Y converted or interleaved, where they need it
+  size_t panel, x, y, bytes;  // byte offsets: one panel of Y; X and Y converted, interleaved or in blocks, where they need it
 };
+
+// Is X copied, so that the rows of a block of its columns follow each other? As they lie, each is on a page of its own, and where
+// they are a multiple of 1 KB apart they compete for the same few places of the first-level cache, again for every panel. A copy
+// costs as much as a part of one panel.
+constexpr int64_t kCopiedPanels = 12;
+inline bool copies_blocks(const OuterArgs& g) {
+  return g.dtype == multiplied_type(g.panel) && g.panel != Panel::kBF16 && g.M > kBlockRows &&
+         panel_count(g.panel, g.N) >= kCopiedPanels;
+}
 
 inline OuterScratch outer_layout(const OuterArgs& g) {
   if (has_few_sums(g)) return {};
@@ -31,7 +40,8 @@ inline OuterScratch outer_layout(const OuterArgs& g) {
   bool converts = g.dtype != multiplied_type(p), interleaved = p == Panel::kBF16;
   OuterScratch s{};
   s.x = rounded_up(times(rows, size_t(panel_width(p)) * element), 64);
-  s.y = plus(s.x, converts || interleaved ? rounded_up(times(times(rows, size_t(interleaved_columns(g.M))), element), 64) : 0);
+  const bool own_x = converts || interleaved || copies_blocks(g);
+  s.y = plus(s.x, own_x ? rounded_up(times(times(rows, size_t(interleaved_columns(g.M))), element), 64) : 0);
   s.bytes = plus(s.y, converts ? rounded_up(times(times(rows, size_t(g.N)), element), 64) : 0);
   return s;
 }
@@ -180,9 +190,22 @@ void prefetch_rows(const X* y, int64_t ldy, int64_t begin, int64_t end, int64_t 
   }
 }
 
-// x and y are of the multiplied type; x rows are `x_step` apart per step (a pair of rows for bf16, interleaved).
+// Columns [m0, m0 + m) of the rows of X, side by side: (r, i) at r * m + i.
+template <class X>
+void copy_columns(const X* x, int64_t ldx, int64_t R, int64_t m, X* out) {
+  if (m == kBlockRows) {  // a copy of constant size is a few moves, any other a call
+    for (int64_t r = 0; r < R; ++r) __builtin_memcpy(static_cast<void*>(out + r * kBlockRows), x + r * ldx, kBlockRows * sizeof(X));
+    return;
+  }
+  for (int64_t r = 0; r < R; ++r)
+    for (int64_t i = 0; i < m; ++i) out[r * m + i] = x[r * ldx + i];
+}
+
+// x and y are of the multiplied type; x rows are `x_step` apart per step (a pair of rows for bf16, interleaved). With `blocks_of_x`
+// each block of x is copied there while the first panel is multiplied.
 template <class Step>
-void outer_as(const OuterArgs& g, const typename Step::X* x, int64_t x_step, const typename Step::X* y, int64_t ldy) {
+void outer_as(const OuterArgs& g, const typename Step::X* x, int64_t x_step, const typename Step::X* y, int64_t ldy,
+              typename Step::X* blocks_of_x = nullptr) {
   using S = typename Step::S;
   constexpr int64_t kLanes = sizeof(typename Step::A) / sizeof(S), kWidth = kPanelVectors * kLanes;
   const int64_t steps = (g.R + Step::kDepth - 1) / Step::kDepth;
@@ -199,7 +222,14 @@ void outer_as(const OuterArgs& g, const typename Step::X* x, int64_t x_step, con
       if (ahead > 0) prefetch_rows(y + n0 + kWidth, ldy, g.R * i / blocks, g.R * (i + 1) / blocks, ahead);
       int64_t m = min_of(g.M - m0, kUnit * (each + (i < extra ? 1 : 0)));
       S* c = static_cast<S*>(g.c) + sum_offset(g.M, g.N, m0, n0);
-      outer_rows<Step, kPanelVectors>(m, x + m0 * Step::kDepth, x_step, panel, steps, c, ldc, columns);
+      const typename Step::X* from = x + m0 * Step::kDepth;
+      int64_t step = x_step;
+      if (blocks_of_x != nullptr) {
+        typename Step::X* block = blocks_of_x + m0 * g.R;
+        if (n0 == 0) copy_columns(from, x_step, g.R, m, block);
+        from = block, step = m;
+      }
+      outer_rows<Step, kPanelVectors>(m, from, step, panel, steps, c, ldc, columns);
       m0 += m;
     }
   }
@@ -228,7 +258,9 @@ inline void outer(const OuterArgs& g) {
   OuterScratch at = outer_layout(g);
   char* scratch = static_cast<char*>(g.scratch);
   switch (g.panel) {
-    case Panel::kF64: return outer_as<F64Step>(g, static_cast<const double*>(g.x), g.ldx, static_cast<const double*>(g.y), g.ldy);
+    case Panel::kF64:
+      return outer_as<F64Step>(g, static_cast<const double*>(g.x), g.ldx, static_cast<const double*>(g.y), g.ldy,
+                               copies_blocks(g) ? reinterpret_cast<double*>(scratch + at.x) : nullptr);
     case Panel::kBF16:
 #if defined(KITSUNE_NATIVE_BF16)
       return outer_of_pairs(g);
@@ -238,7 +270,8 @@ inline void outer(const OuterArgs& g) {
     case Panel::kTiles: return;  // amx_outer.h
     case Panel::kF32:
       if (g.dtype == DType::kF32)
-        return outer_as<F32Step>(g, static_cast<const float*>(g.x), g.ldx, static_cast<const float*>(g.y), g.ldy);
+        return outer_as<F32Step>(g, static_cast<const float*>(g.x), g.ldx, static_cast<const float*>(g.y), g.ldy,
+                                 copies_blocks(g) ? reinterpret_cast<float*>(scratch + at.x) : nullptr);
       const float* x = converted_rows<float>(g.x, g.dtype, g.ldx, g.R, g.M, scratch + at.x);
       const float* y = converted_rows<float>(g.y, g.dtype, g.ldy, g.R, g.N, scratch + at.y);
       return outer_as<F32Step>(g, x, g.M, y, g.N);
