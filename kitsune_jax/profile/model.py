@@ -29,6 +29,7 @@ with the whole machine.
 ``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
 ``call/layer``                         one more product, with its weight, in a call
 ``xla/call``, ``xla/kernel``           a jitted function that has nothing to do; one more kernel in it
+``xla/call/handed``                    what handing a program to another thread takes, beside the program
 ``xla/while``                          a step of a loop whose one kernel has one thread; ``/moved``: a byte that it reads or writes;
                                        ``/slices``: a byte of a slice of the loop's arrays; ``/stored``: of one that it stores
 ``xla/start``                          one of several products of 16 x 64 times 64 x 64, one after the other

@@ -21,7 +21,7 @@ from jax import lax
 
 from kitsune_jax.profile import calls
 from kitsune_jax.profile.kernels import TILE
-from kitsune_jax.profile.timing import Log, Repeated
+from kitsune_jax.profile.timing import Log, Repeated, middle
 from kitsune_jax.targets.cpu import emit
 
 # (rows, K, N). The squares tell how the rate grows with the width; 16 rows what the weights cost; 8192 what
@@ -55,6 +55,8 @@ _STEPS, _CARRIED = 1000, 4096
 # Arrays that a loop reads slice by slice, as the gradient of a recurrent layer does: together more than a second level.
 _SLICES, _SLICED = (64, 256, 64), 5
 _LEAST_CALLS, _REPEATS = 2, 3
+# Calls of a program that is handed to another thread, and an array whose tanh takes one thread 10 us: longer than anybody spins.
+_CALLS, _HANDED = 200, (61, 96)
 _SLICE = 1.2e-3  # seconds of a repetition, unless three calls take longer
 
 Function = Callable[..., Any]
@@ -101,6 +103,9 @@ def measure(log: Log, workers: int) -> dict[str, float]:
     empty = 0.0
     for program, run in zip(programs, compiled, strict=True):
         operands = [arrays.setdefault(s, _array(s, device)) if s not in arrays else arrays[s] for s in program.shapes]
+        if program.key == "xla/call/handed":
+            found[program.key] = max(middle(_handed(run, operands) for _ in range(_REPEATS)), 0.1 * empty)
+            continue
         seconds = log.quiet(program.key, functools.partial(_repeated, run, operands))
         assert seconds is not None
         if program.key == "xla/call":
@@ -149,10 +154,24 @@ def _times(run: Any, operands: Sequence[Any]) -> list[float]:
     return found
 
 
+def _handed(run: Any, operands: Sequence[Any]) -> float:
+    """What an ordinary call takes longer than the fastest one, in which all threads were awake: the mean of the middle half, since
+    one or two of them have to wake up or none."""
+    jax.block_until_ready(run(*operands))
+    found = []
+    for _ in range(_CALLS):
+        before = time.perf_counter()
+        jax.block_until_ready(run(*operands))
+        found.append(time.perf_counter() - before)
+    half = sorted(found)[_CALLS // 4 : -_CALLS // 4]
+    return sum(half) / len(half) - min(found)
+
+
 def _programs(workers: int) -> Iterator[_Program]:
     f32 = "float32"
     yield _Program("xla/call", lambda x: x + 1, (((8,), f32),))
     yield _Program("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
+    yield _Program("xla/call/handed", LOOPS["tanh"], ((_HANDED, f32),) * 2)
     yield _Program("xla/while", _loop, (((16,), f32),), _STEPS)
     yield _Program("xla/while/moved", _loop, (((_CARRIED,), f32),), _STEPS * _CARRIED * 8)
     slices = ((_SLICES, f32),)

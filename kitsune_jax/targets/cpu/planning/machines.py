@@ -14,6 +14,7 @@ from kitsune_jax.profile import shipped, store
 from kitsune_jax.profile.kernels import TILE
 from kitsune_jax.profile.model import Profile
 from kitsune_jax.targets.cpu.planning.xla_loops import Steps
+from kitsune_jax.targets.cpu.planning.xla_program import Handed
 from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels
 
 # glibc mallopt(3): M_MMAP_THRESHOLD grows to at most this; larger blocks are fresh pages at every call.
@@ -36,7 +37,8 @@ class CpuMachine(Machine):
     """``fault_bandwidth``: of the first touch of fresh pages, all workers together; ``huge_fault_bandwidth``: of huge pages, which
     a pipeline asks for. ``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``profile``: what all times are made
     of. ``steps``: the regions are parts of a step of a loop that XLA runs, and so it runs that.
-    ``row_kernels``: those of the program that the regions are parts of."""
+    ``row_kernels``: those of the program that the regions are parts of. ``handed``: whether XLA hands it to another thread.
+    """
 
     fault_bandwidth: float
     huge_fault_bandwidth: float
@@ -44,6 +46,7 @@ class CpuMachine(Machine):
     fresh_bytes: int = FAULT_THRESHOLD
     steps: Steps | None = None
     row_kernels: RowKernels = RowKernels()
+    handed: Handed = Handed()
 
 
 @functools.lru_cache(maxsize=64)

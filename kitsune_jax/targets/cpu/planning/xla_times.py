@@ -22,6 +22,7 @@ from kitsune_jax.streams.space import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
 from kitsune_jax.targets.cpu.planning.xla_loops import Steps, sizes, steps_of
+from kitsune_jax.targets.cpu.planning.xla_program import handed
 from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels, row_kernels
 
 # Batched products smaller than this are loops and not the library's.
@@ -98,7 +99,7 @@ def as_found_by(graph: Graph, machine: CpuMachine, body: bool) -> CpuMachine:
     if body:
         machine = dataclasses.replace(machine, steps=steps_of(graph, machine.profile))
     else:
-        machine = dataclasses.replace(machine, row_kernels=row_kernels(graph))
+        machine = dataclasses.replace(machine, row_kernels=row_kernels(graph), handed=handed(graph))
     return dataclasses.replace(machine, fresh_bytes=0) if between_kernels(graph) > machine.fresh_bytes else machine
 
 
