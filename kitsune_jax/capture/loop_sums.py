@@ -146,7 +146,7 @@ def _without(op: Op, sums: Sequence[_Sum], outputs: Sequence[int] = ()) -> Op:
 
 
 def _move(draft: Draft, op: Op, step: Step, sums: Sequence[_Sum]) -> None:
-    """Append the loop ``op`` without ``sums``, and the sums."""
+    """Append the loop ``op`` without ``sums``, if it then makes anything, and the sums."""
     body, p, length = body_of(op), parts(op), op["length"]
     arrays = dict(zip(p.in_xs, p.xs, strict=True))
     like = op.inputs[-1] if op.inputs else op.outputs[0]
