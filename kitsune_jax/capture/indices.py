@@ -1,9 +1,10 @@
 """Indices made in the shape in which they are compared: ``arange(n)[None, :]`` repeated to [m, n] is an iota of [m, n].
 
-Comes in: a ``Captured``. Goes out: the same, with what is computed of indices and constants alone, and then repeated to be combined
-with more of its kind, computed in that shape. An index along a dimension that a stream cuts into tiles, or that is worked off in
-blocks, is known to each of them; an array of indices would have to be read, and nobody could tell from it which blocks a causal
-mask hides. Invariant: every value keeps its shape and meaning. What is combined with anything else stays the vector that it is.
+Comes in: a ``Captured``. Goes out: the same, with what is computed of indices, constants and single integers alone (the place of a
+piece of a text), and then repeated to be combined with more of its kind, computed in that shape. An index along a dimension that a
+stream cuts into tiles, or that is worked off in blocks, is known to each of them; an array of indices would have to be read, and
+nobody could tell from it which blocks a causal mask hides. Invariant: every value keeps its shape and meaning. What is combined
+with anything else stays the vector that it is.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class _Spreader:
 
     def run(self) -> Captured:
         graph = self.captured.graph
-        fixed = {v for v, value in enumerate(graph.values) if value.literal is not None}
+        fixed = {
+            v for v, value in enumerate(graph.values) if value.literal is not None or value.shape == () and "int" in value.dtype
+        }
         for op in graph.ops:
             if self._is_index_work(op) and fixed.issuperset(op.inputs):
                 fixed.update(op.outputs)
@@ -45,7 +48,7 @@ class _Spreader:
             if op.kind == "broadcast_in_dim" and fixed.issuperset(op.outputs) and kept.isdisjoint(op.outputs):
                 shape = graph.values[op.outputs[0]].shape
                 made = self._made(op.outputs[0], shape, tuple(range(len(shape))))
-                if made is not None and self.ops and self.ops[-1].outputs == (made,):
+                if made is not None and self.draft.values[made].shape and self.ops and self.ops[-1].outputs == (made,):
                     self.ops[-1] = Op(
                         self.ops[-1].kind, self.ops[-1].inputs, op.outputs, self.ops[-1].params, op.source, label=op.label
                     )
@@ -64,7 +67,7 @@ class _Spreader:
         return spec is not None and spec.family in ("iota", "pointwise", "convert", "broadcast", "reshape") and len(op.outputs) == 1
 
     def _made(self, v: int, shape: tuple[int, ...], place: Place) -> int | None:
-        """``v`` in ``shape``, made by new ops; None where that cannot be said. A constant without dimensions stays as it is."""
+        """``v`` in ``shape``, made by new ops; None where that cannot be said. What has no dimensions stays as it is."""
         operands, work = dict[Want, "Sequence[Want] | None"](), [(v, shape, place)]
         while work:
             want = work.pop()
@@ -77,9 +80,11 @@ class _Spreader:
 
     def _operands(self, v: int, shape: tuple[int, ...], place: Place) -> Sequence[Want] | None:
         """What ``v`` in ``shape`` is made of; None where that cannot be said."""
+        if not self.draft.values[v].shape:
+            return ()
         i = self.maker.get(v)
         if i is None:
-            return None if place or self.draft.values[v].literal is None else ()  # a number
+            return None
         op, sizes = self.captured.graph.ops[i], self.draft.values[v].shape
         if op.kind == "iota":
             d = place[op["dimension"]]
@@ -103,9 +108,9 @@ class _Spreader:
     def _again(self, v: int, shape: tuple[int, ...], place: Place, operands: Sequence[Want] | None) -> int | None:
         if operands is None:
             return None
-        if (i := self.maker.get(v)) is None:
+        if not self.draft.values[v].shape:
             return v
-        op, made = self.captured.graph.ops[i], [self.known[want] for want in operands]
+        op, made = self.captured.graph.ops[self.maker[v]], [self.known[want] for want in operands]
         if op.kind == "iota":
             return self._new(op, (), v, shape, make_params(shape=shape, dimension=place[op["dimension"]]))
         if op.kind in ("broadcast_in_dim", "reshape"):

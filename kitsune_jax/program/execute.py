@@ -204,7 +204,7 @@ def _put(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
 def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[Array, ...]:
     block, carries = instr.block, tuple(inputs)
     assert isinstance(block, Block)
-    numbers = met(state.program, instr, tile.rows)
+    numbers = met(state.program, instr, tile.rows, lambda k: int(state.inputs[k].item()))
     for i in reversed(numbers) if instr.get("reverse") else numbers:
         tile.env |= {block.index: np.asarray(i, np.int32), **dict(zip(block.carries, carries, strict=True))}
         state.run(block.body, tile, "a loop")

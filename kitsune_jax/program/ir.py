@@ -32,6 +32,9 @@ Instruction kinds:
   ``(i + 1) * step - 1``, and it runs where those reach into [x + low, y + high], with x and y the smallest and the largest index of
   the tile's rows on the stream axis ``axis``, no batch axis; None: no bound on that side. An iteration is
   whole if its elements lie in [y + low, x + high]; ``which`` of them run: "all", the "whole" ones or the others, the "edges".
+  ``shifted``, (input, sign, guard, size), adds to both bounds the number in that input array, an int32, times ``sign``.
+  Every iteration is an edge where a row of the tile would see none of the ``size`` elements (``guard`` "rows"), where no row of the
+  axis would see some element ("elements"), and where the number is beyond 2^30: indices wrap there.
   There is no push or pop inside, nor a ``sink_at`` of sorted indices; a sink inside folds once for every iteration;
 * ``load_slice``: numbers of loops -> value: of input array ``array``, elements ``[i * step, i * step + size)`` of dimension
   ``dims[k]`` for the k-th number i, with ``steps[k]`` and ``sizes[k]``, and all others whole. These dimensions do not stream, and

@@ -188,6 +188,12 @@ class _Bodies:
             axis, step, _, _, which = within
             fits = self.program.batch_axes <= axis < len(self.program.axes) and step > 0 and which in WITHIN
             need(fits and self.program.order is None, f"the bounds of its numbers are {within}")
+        if (shifted := instr.get("shifted")) is not None:
+            array, sign, guard, _ = shifted
+            fits = within is not None and sign in (-1, 1) and guard in ("rows", "elements")
+            of = self.program.inputs[array] if fits and 0 <= array < len(self.program.inputs) else None
+            known = of is not None and of.dtype == "int32" and math.prod(of.shape) == 1 and not of.streamed
+            need(known, f"the bounds of its numbers are shifted by {shifted}")
         inside = visible | {block.index, *block.carries}
         for v in (block.index, *block.carries):
             _define(self.program, self.defined, v)

@@ -73,3 +73,21 @@ def test_an_index_that_is_compared_with_data_stays_a_vector() -> None:
 def test_a_result_is_kept() -> None:
     graph = captured(lambda: (jnp.broadcast_to(jnp.arange(M), (N, M)),)).graph
     assert [op.kind for op in graph.ops][-1] == "broadcast_in_dim"
+
+
+@pytest.mark.parametrize("where", ["argument", "computed", "alone"])
+def test_a_place_that_is_an_argument(where: str) -> None:
+    """A single integer is combined with indices in the shape of the comparison, too; alone it stays what is repeated."""
+
+    def masked(x: jax.Array, place: jax.Array) -> jax.Array:
+        if where == "alone":
+            return jnp.where(jnp.broadcast_to(place * 2, (N, M)) > jnp.arange(M), x, -1.0)
+        first = place if where == "argument" else place * 2 - 1
+        return jnp.where(first + rows() >= jnp.arange(M), x, -1.0)
+
+    x, place = np.random.default_rng(0).standard_normal((N, M)).astype("float32"), jnp.int32(2)
+    found = captured(masked, x, place)
+    (got,) = jax.jit(lambda *args: lowering.run(found, [], args))(x, place)
+    np.testing.assert_array_equal(got, masked(x, place))
+    iotas = [found.graph.values[op.outputs[0]].shape for op in found.graph.ops if op.kind == "iota"]
+    assert iotas == [(N, M)] * (1 if where == "alone" else 2)

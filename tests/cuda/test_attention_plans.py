@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -219,6 +220,70 @@ def test_blocks_that_no_row_of_a_cta_sees_are_not_read(hidden: float, bare: bool
     want = wanted(q, k, jnp.where(jnp.isnan(v), 0, v), hidden=np.arange(640) > np.arange(640)[:, None])
     assert error(got[:, :256], want[:, :256]) < TOLERANCE["bfloat16"]
     assert np.isnan(got[:, 448:]).all()
+
+
+def placed(q: Any, k: Any, v: Any, place: Any, hidden: float = -math.inf) -> Any:
+    """Queries from ``place`` on of a text whose keys are in ``k``: [t, h, d]."""
+    scores = jnp.einsum("qhd,khd->hqk", q, k).astype(jnp.float32) / 4
+    seen = place + jnp.arange(q.shape[0])[:, None] >= jnp.arange(k.shape[0])
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen, scores, hidden), -1).astype(q.dtype), v)
+
+
+@pytest.mark.parametrize("hidden", [-math.inf, -1e30])
+def test_a_piece_of_a_text_reads_the_blocks_before_it(hidden: float) -> None:
+    """Where the piece lies is known when the kernel runs. Values behind it are NaN, which no block of theirs may be read for."""
+    q, k, v = tokens(130, 2, 16), tokens(640, 2, 16, seed=1), tokens(640, 2, 16, seed=2)
+    compiled = jax.jit(kj.pipeline(functools.partial(placed, hidden=hidden), target="emulator", force=True))
+    for seed, place in enumerate((0, 1, 100, 283, 470)):
+        end = -(-(place + 130) // 128) * 128  # of the last block: what it hides of that is read, and multiplied with 0
+        runtime.set_emulator_seed(seed)
+        before = runtime.calls()
+        got = np.asarray(compiled(q, k, v.at[end:].set(jnp.nan), jnp.int32(place)), np.float64)
+        assert runtime.calls() == before + 1
+        later = np.arange(640) > place + np.arange(130)[:, None]
+        want = wanted(q[None], k[None], v[None], hidden=later)[0]
+        assert error(got, want) < TOLERANCE["bfloat16"]
+
+
+def test_a_piece_in_front_of_all_keys_sees_them_as_jax_has_it() -> None:
+    """Its first rows see nothing: where a low number hides keys, all of them have one weight."""
+    q, k, v = tokens(130, 2, 16), tokens(300, 2, 16, seed=1), tokens(300, 2, 16, seed=2)
+    got = one_kernel(functools.partial(placed, hidden=-1e30), q, k, v, jnp.int32(-40))
+    later = np.arange(300) > np.arange(130)[:, None] - 40
+    want = wanted(q[None], k[None], v[None], hidden=later & (np.arange(130)[:, None] >= 40))[0]
+    want[:40] = np.asarray(v, np.float64).mean(0)
+    assert error(got, want) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "bug, found, instead",
+    [
+        ("", "^", ""),
+        ("the place is another one", r"(SeenBlocks::shifted<[^>]*>\([^;]*), 1, [^;]*;", r"\1, 1, 64);"),
+        ("the loader knows no place", r"(?s)^(.*)(SeenBlocks::shifted<[^>]*>\([^;]*), 1, from_word[^;]*;", r"\1\2, 1, 0);"),
+    ],
+)
+def test_a_bug_in_the_place_of_a_piece_is_found(bug: str, found: str, instead: str) -> None:
+    q, k, v = tokens(70, 2, 16), tokens(300, 2, 16, seed=1), tokens(300, 2, 16, seed=2)
+    of = subject(placed, q, k, v, jnp.int32(200), batches=True)
+    plan = next(p for name, p in arrangements(of).items() if name == "sm90-vertical-streamed-cluster1-lanes1-blocks64")
+    program, given = of.program(plan), dict(zip(of.graph.inputs, of.args, strict=True))
+    arrays = [given[v] for v in of.region.inputs]
+
+    def change(source: str) -> str:
+        changed = re.sub(found, instead, source)
+        assert changed != source or not bug
+        return changed
+
+    def right() -> bool:
+        (got,) = run_program(program, *arrays, lanes=1, resident=False, change=change)
+        want = wanted(q[None], k[None], v[None], hidden=np.arange(300) > 200 + np.arange(70)[:, None])[0]
+        return error(got.astype(np.float64), want) < TOLERANCE["bfloat16"]
+
+    try:
+        assert right() == (not bug)
+    except jax.errors.JaxRuntimeError as e:
+        assert bug and "deadlock" in str(e), e
 
 
 def test_one_query_of_each_head() -> None:

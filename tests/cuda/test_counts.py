@@ -97,6 +97,9 @@ CONFLICTS = {
     # Addresses of rows and results of products for each row, 64 and 128 wavefronts a tile; a row of 16 numbers that is copied.
     ("interaction-small", "stage/row_product.h", "st_shared", 8): 2.0,
     ("interaction-small", "stage/scratch.h", "st_shared", 4): 2.0,
+    # Scores of four heads: a warp folds four runs of eight columns in each of its rows.
+    ("heads", "stage/scratch.h", "ld_shared", 4): 2.0,
+    ("heads", "stage/scratch.h", "st_shared", 4): 1.34,
 }
 
 

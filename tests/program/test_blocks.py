@@ -15,7 +15,7 @@ from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import Program, TileProgram, walk
 from kitsune_jax.program.passes import simplified
 from kitsune_jax.program.verify import verify
-from kitsune_jax.program.within import met
+from kitsune_jax.program.within import met, with_known_bounds
 from kitsune_jax.targets import cpu
 from tests.support.tiles import Tiles
 
@@ -40,10 +40,10 @@ def attention(
     scores = t.matmul(q, k, (((1,), (1,)), ((), ())), "float32")
     hidden = t.broadcast(t.literal(fill), (keys,), ())
     key, query = t.iota((keys,), 1), t.index((1,), (keys,))
-    last = t.op("add", query, t.literal(keys - queries, "int32"))
-    if mask in ("causal", "window"):
+    last = t.op("add", query, t.load((), "int32") if mask.startswith("placed") else t.literal(keys - queries, "int32"))
+    if mask in ("causal", "window", "placed", "placed window"):
         seen = t.op("le", key, last, dtype="bool")
-        if mask == "window":
+        if mask.endswith("window"):
             seen = t.op("and", seen, t.op("gt", key, t.op("sub", last, t.literal(window, "int32")), dtype="bool"))
         scores = t.op("select_n", seen, hidden, scores, dtype="float32")
     elif mask == "added":
@@ -116,6 +116,33 @@ def test_hidden_blocks_are_left_out() -> None:
     made = check(program, scores, 8, operands(program))
     whole, edges = ([list(met(made, loop, np.asarray(made.rows_of(t)))) for t in range(4)] for loop in loops(made))
     assert [sorted(a + b) for a, b in zip(whole, edges, strict=True)] == [[0, 1], [1, 2, 3], [3, 4, 5], [5, 6, 7]]
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -1e30])
+@pytest.mark.parametrize("mask, within", [("placed", (None, 0)), ("placed window", (-4, 0))])
+def test_bounds_that_are_known_when_it_runs(mask: str, within: tuple[int | None, int], fill: float) -> None:
+    """Queries at some place among the keys: also before them, behind them, and where indices wrap around."""
+    program, scores = attention(queries=23, keys=61, mask=mask, fill=fill)
+    arrays = operands(program)
+    for place in (0, 1, 14, 38, 60, 70, -1, -5, -30, 2**30 + 5, 2**31 - 3, -(2**31)):
+        arrays[3] = np.asarray(place, np.int32)
+        with np.errstate(over="ignore"):
+            made = check(program, scores, 8, arrays)
+    found = [(loop["within"], loop["shifted"]) for loop in loops(made)]
+    assert found == [((1, 8, *within, which), (3, 1, "rows", 61)) for which in ("whole", "edges")]
+    assert not any(loop.get("shifted") for loop in loops(with_known_bounds(made)))
+
+
+def test_hidden_blocks_are_left_out_by_a_number_that_is_known_when_it_runs() -> None:
+    program, scores = attention(queries=64, keys=96, mask="placed", tile_rows=16)
+    loop_of = dict(zip(("whole", "edges"), loops(simplified(blocked(program, scores, 1, 8))), strict=True))
+
+    def looked_at(which: str, tile: int, place: int) -> list[int]:
+        return list(met(program, loop_of[which], np.asarray(program.rows_of(tile)), lambda array: {3: place}[array]))
+
+    assert looked_at("whole", 0, 17) == [0, 1] and looked_at("edges", 0, 17) == [2, 3, 4]
+    assert looked_at("whole", 0, -1) == [] and looked_at("edges", 0, -1) == list(range(12))
+    assert looked_at("whole", 0, 2**31 - 9) == []
 
 
 def test_low_number_hides_only_what_the_comparison_hides() -> None:

@@ -50,20 +50,24 @@ struct SeenBlocks {
   // over `Inner`, modulo `Extent`; it sees the elements from x + Low (where there is a bound, `Below`) to x + High (`Above`).
   template <i64 Inner, i64 Extent, int Step, bool Below, i64 Low, bool Above, i64 High>
   static KITSUNE_DEVICE SeenBlocks of(i64 first, i64 last, i32 count) {
-    const i64 a = first / Inner, b = last / Inner;
-    const bool wraps = b / Extent != a / Extent;
-    const i64 x = wraps ? 0 : a % Extent, y = wraps ? Extent - 1 : b % Extent;
-    SeenBlocks seen{0, 0, count, count};
-    if constexpr (Below) {
-      seen.begin = clamp(floor_over<Step>(x + Low), 0, count);
-      seen.whole = clamp(floor_over<Step>(y + Low + Step - 1), seen.begin, count);
-    }
-    if constexpr (Above) {
-      seen.end = clamp(floor_over<Step>(y + High) + 1, seen.begin, count);
-      seen.rest = clamp(floor_over<Step>(x + High + 1), 0, seen.end);
-    }
-    if (seen.whole >= seen.rest) seen.whole = seen.rest = seen.end;
-    return seen;
+    const Indices at = Indices::of<Inner, Extent>(first, last);
+    return between<Step, Below, Above>(at.first, at.last, count, Low, High);
+  }
+
+  // The same of bounds that are `sign` times `number` further on. All blocks are edges where some of the rows would see none of the
+  // `Size` elements (`Guard` kRows), or where no row of the axis would see some element (kElements), and where indices that are
+  // added to the number may wrap.
+  enum Guarded { kRows, kElements };
+  template <i64 Inner, i64 Extent, int Step, bool Below, i64 Low, bool Above, i64 High, Guarded Guard, i64 Size>
+  static KITSUNE_DEVICE SeenBlocks shifted(i64 first, i64 last, i32 count, int sign, i32 number) {
+    constexpr i32 kMost = 1 << 30;
+    const Indices at = Indices::of<Inner, Extent>(first, last);
+    const i64 low = Low + sign * static_cast<i64>(number), high = High + sign * static_cast<i64>(number);
+    bool hidden = number > kMost || number < -kMost;
+    if constexpr (Guard == kRows) hidden |= (Above && at.first + high < 0) || (Below && at.last + low > Size - 1);
+    if constexpr (Guard == kElements) hidden |= (Below && low > 0) || (Above && Size - 1 - high > Extent - 1);
+    if (hidden) return {0, count, count, count};
+    return between<Step, Below, Above>(at.first, at.last, count, low, high);
   }
 
   KITSUNE_DEVICE i32 all_count() const { return end - begin; }
@@ -74,6 +78,33 @@ struct SeenBlocks {
   KITSUNE_DEVICE i32 edges_block(i32 k) const { return begin + k < whole ? begin + k : begin + k + whole_count(); }
 
  private:
+  // The least and the largest index of the rows on the axis.
+  struct Indices {
+    i64 first, last;
+
+    template <i64 Inner, i64 Extent>
+    static KITSUNE_DEVICE Indices of(i64 first, i64 last) {
+      const i64 a = first / Inner, b = last / Inner;
+      const bool wraps = b / Extent != a / Extent;
+      return {wraps ? 0 : a % Extent, wraps ? Extent - 1 : b % Extent};
+    }
+  };
+
+  template <int Step, bool Below, bool Above>
+  static KITSUNE_DEVICE SeenBlocks between(i64 x, i64 y, i32 count, i64 low, i64 high) {
+    SeenBlocks seen{0, 0, count, count};
+    if constexpr (Below) {
+      seen.begin = clamp(floor_over<Step>(x + low), 0, count);
+      seen.whole = clamp(floor_over<Step>(y + low + Step - 1), seen.begin, count);
+    }
+    if constexpr (Above) {
+      seen.end = clamp(floor_over<Step>(y + high) + 1, seen.begin, count);
+      seen.rest = clamp(floor_over<Step>(x + high + 1), 0, seen.end);
+    }
+    if (seen.whole >= seen.rest) seen.whole = seen.rest = seen.end;
+    return seen;
+  }
+
   template <int Step>
   static KITSUNE_DEVICE i64 floor_over(i64 x) {
     return x >= 0 ? x / Step : -((-x + Step - 1) / Step);

@@ -232,6 +232,8 @@ class _Blocked:
             params: dict[str, Param] = {"count": whole, "reverse": False}
             if seen is not None:
                 params["within"] = seen.axis, self.block, seen.low, seen.high, which
+            if seen is not None and seen.by is not None:
+                params["shifted"] = *seen.by, seen.guard, self.size
             block = Block(number, tuple(inside), tuple(body), tuple(results))
             w.body.append(Instr("loop", tuple(carries), tuple(after), make_params(**params), block=block))
             carries = after
@@ -251,7 +253,7 @@ class _Blocked:
 
     def _seen(self, loop: _Loop) -> tuple[Range | None, Visible]:
         """The elements that a tile's rows see, where the others change nothing: neither what the loop carries nor a sink."""
-        visible = Visible(self.writer, self.makers, self.inner, self.program.axes, self.size)
+        visible = Visible(self.writer, self.makers, self.inner, self.program, self.size)
         terms = [i.inputs for i in loop.sinks if self.program.sinks[i["sink"]].how == "sum"]
         others = [f for f in loop.folds if f.part.top is None and not self._is_top(loop, f)]
         terms += [(f.part.value, *f.instr.inputs[1:]) for f in others if f.how == "sum"]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 from kitsune_jax.program.blocks.emit import Writer
-from kitsune_jax.program.ir import Instr
+from kitsune_jax.program.ir import Instr, TileProgram
 
 _LOW = -1e30
 _SAME = frozenset({"broadcast_in_dim", "reshape", "transpose", "convert_element_type", "copy"})
@@ -24,25 +24,35 @@ _TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Elements k with ``low <= k - x <= high``, where x is a row's index on ``axis``. ``exact``: all of them, not only some."""
+    """Elements k with ``low <= k - x <= high``, where x is a row's index on ``axis``. ``exact``: all of them, not only some.
+
+    ``by``: (input, sign): both bounds are further on by that number of the input times the sign, which is known when the program
+    runs. Whether the bounds show something to all rows, or all elements to some row, is then known no earlier: ``guard`` says for
+    which of both they hold only ("rows", "elements").
+    """
 
     axis: int
     low: int | None
     high: int | None
     exact: bool = True
+    by: tuple[int, int] | None = None
+    guard: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Index:
-    """An index plus ``plus``: ``axis``: of a stream axis; -1: of the dimension; None: a constant."""
+    """An index plus ``plus``: ``axis``: of a stream axis; -1: of the dimension; None: a constant. ``by``: (input, sign), which is
+    added as well."""
 
     axis: int | None
     plus: int
+    by: tuple[int, int] | None = None
 
 
 class Visible:
-    def __init__(self, writer: Writer, makers: dict[int, Instr], inner: dict[int, int], axes: tuple[int, ...], size: int):
-        self.writer, self.makers, self.inner, self.axes, self.size = writer, makers, inner, axes, size
+    def __init__(self, writer: Writer, makers: dict[int, Instr], inner: dict[int, int], program: TileProgram, size: int):
+        self.writer, self.makers, self.inner, self.size = writer, makers, inner, size
+        self.axes, self.inputs = program.axes, program.inputs
         self.when: dict[int, tuple[Range | None, Range | None]] = {}  # condition -> where it is true, and where false
         self.nonzero: dict[int, set[Range]] = {}  # known, because a value may be read twice, and so may what it is made of
 
@@ -52,6 +62,9 @@ class Visible:
         if not found or any(r is None for r in found):
             return None
         first = found[0]
+        if first is not None and first.by is not None:
+            found = [r and self._to_all_rows(r) for r in found]
+            first = found[0]
         return first if first is not None and all(r == first for r in found) and (first.low, first.high) != (None, None) else None
 
     def of_terms(self, values: Sequence[int]) -> set[Range]:
@@ -78,26 +91,36 @@ class Visible:
             # What hides everything from a row makes its largest score a hidden one, beside which no exponential is 0; or from an
             # element, where the largest scores are those of the elements.
             of_elements = made is not None and self._varies(made.inputs[1])
-            return {shown} if (self._shows_all_elements(shown) if of_elements else self._shows_all_rows(shown)) else set()
+            found = self._to_all_elements(shown) if of_elements else self._to_all_rows(shown)
+            return {found} if found is not None else set()
         if instr.kind == "mul":
             return self._nonzero(instr.inputs[0]) | self._nonzero(instr.inputs[1])
         if instr.kind == "select_n" and len(instr.inputs) == 3:
             which, *cases = instr.inputs
             zero = [self._constant(x) == 0 for x in cases]
             when = self._when(which)[1 - zero.index(False)] if any(zero) and not all(zero) else None
-            found = [self._nonzero(x) for x, is_zero in zip(cases, zero, strict=True) if not is_zero]
-            return (set.intersection(*found) if found else set()) | ({when} if when and self._shows_all_rows(when) else set())
+            others = [self._nonzero(x) for x, is_zero in zip(cases, zero, strict=True) if not is_zero]
+            shown = when and self._to_all_rows(when)
+            return (set.intersection(*others) if others else set()) | ({shown} if shown else set())
         if instr.kind in ("div", "neg") or instr.kind in _SAME:
             return self._nonzero(instr.inputs[0])
         return set()
 
-    def _shows_all_rows(self, shown: Range) -> bool:
+    def _to_all_rows(self, shown: Range) -> Range | None:
+        """``shown``, where it shows something to every row, or says itself that it must."""
+        if shown.by is not None:
+            return dataclasses.replace(shown, guard="rows")
         extent = self.axes[shown.axis]
-        return (shown.high is None or shown.high >= 0) and (shown.low is None or extent - 1 + shown.low <= self.size - 1)
+        fits = (shown.high is None or shown.high >= 0) and (shown.low is None or extent - 1 + shown.low <= self.size - 1)
+        return shown if fits else None
 
-    def _shows_all_elements(self, shown: Range) -> bool:
+    def _to_all_elements(self, shown: Range) -> Range | None:
+        """``shown``, where some row sees each of the elements, or where it says itself that one must."""
+        if shown.by is not None:
+            return dataclasses.replace(shown, guard="elements")
         extent = self.axes[shown.axis]
-        return (shown.low is None or shown.low <= 0) and (shown.high is None or self.size - 1 - shown.high <= extent - 1)
+        fits = (shown.low is None or shown.low <= 0) and (shown.high is None or self.size - 1 - shown.high <= extent - 1)
+        return shown if fits else None
 
     def _varies(self, v: int) -> bool:
         """Does ``v`` differ along the dimension, as far as can be seen?"""
@@ -130,7 +153,7 @@ class Visible:
     def _hides(self, fill: float, shown: Range) -> bool:
         if fill == -math.inf:
             return True
-        return fill <= _LOW and shown.exact and self._shows_all_rows(shown)
+        return fill <= _LOW and shown.exact and self._to_all_rows(shown) is not None
 
     def _minus_infinity(self, v: int) -> Range | None:
         """The elements where ``v``, which is added, is not -inf."""
@@ -195,13 +218,22 @@ class Visible:
         if a.axis != -1 or b.axis is None or b.axis == -1:
             return None, None
         far = b.plus - a.plus  # k + a.plus ? x + b.plus
-        below, above = Range(b.axis, None, far), Range(b.axis, far, None)
+        by = b.by if a.by is None else (a.by[0], -a.by[1])
+        if a.by is not None and b.by is not None:
+            return None, None
+
+        axis = b.axis
+
+        def between(low: int | None, high: int | None) -> Range:
+            return Range(axis, low, high, by=by)
+
+        below, above = between(None, far), between(far, None)
         found: dict[str, tuple[Range | None, Range | None]] = {
-            "le": (below, Range(b.axis, far + 1, None)),
-            "lt": (Range(b.axis, None, far - 1), above),
-            "ge": (above, Range(b.axis, None, far - 1)),
-            "gt": (Range(b.axis, far + 1, None), below),
-            "eq": (Range(b.axis, far, far), None),
+            "le": (below, between(far + 1, None)),
+            "lt": (between(None, far - 1), above),
+            "ge": (above, between(None, far - 1)),
+            "gt": (between(far + 1, None), below),
+            "eq": (between(far, far), None),
         }
         return found[kind]
 
@@ -212,6 +244,8 @@ class Visible:
         if instr is None:
             constant = self.writer.literals.get(v)
             return _Index(None, constant) if isinstance(constant, int) else None
+        if instr.kind == "load" and self._is_number(instr):
+            return _Index(None, 0, (instr["array"], 1))
         if instr.kind in _SAME:
             return self._index(instr.inputs[0])
         if instr.kind == "iota":
@@ -222,21 +256,30 @@ class Visible:
             a, b = map(self._index, instr.inputs)
             if a is None or b is None:
                 return None
+            if a.by is not None and b.by is not None:
+                return None
+            sign = 1 if instr.kind == "add" else -1
+            by = a.by if b.by is None else (b.by[0], sign * b.by[1])
             if b.axis is None:
-                return _Index(a.axis, a.plus + (b.plus if instr.kind == "add" else -b.plus))
-            return _Index(b.axis, a.plus + b.plus) if a.axis is None and instr.kind == "add" else None
+                return _Index(a.axis, a.plus + sign * b.plus, by)
+            return _Index(b.axis, a.plus + b.plus, by) if a.axis is None and sign == 1 else None
         return None
+
+    def _is_number(self, load: Instr) -> bool:
+        """Is what ``load`` loads one number for the whole program?"""
+        array = self.inputs[load["array"]]
+        return array.dtype == "int32" and math.prod(array.shape) == 1 and not array.streamed and not any(array.row_strides)
 
 
 def _inside(a: Range, b: Range) -> bool:
     low = b.low is None or (a.low is not None and b.low <= a.low)
-    return a.axis == b.axis and low and (b.high is None or (a.high is not None and a.high <= b.high))
+    return (a.axis, a.by) == (b.axis, b.by) and low and (b.high is None or (a.high is not None and a.high <= b.high))
 
 
 def _met(a: Range | None, b: Range | None) -> Range | None:
     """What both bounds hold of."""
-    if a is None or b is None or a.axis != b.axis:
+    if a is None or b is None or (a.axis, a.by) != (b.axis, b.by):
         one = a or b
         return None if one is None else dataclasses.replace(one, exact=False)
     lows, highs = ([n for n in pair if n is not None] for pair in ((a.low, b.low), (a.high, b.high)))
-    return Range(a.axis, max(lows, default=None), min(highs, default=None), a.exact and b.exact)
+    return Range(a.axis, max(lows, default=None), min(highs, default=None), a.exact and b.exact, a.by)

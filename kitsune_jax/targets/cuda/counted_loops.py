@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from kitsune_jax.program.ir import Block, Instr, walk
 from kitsune_jax.targets.cuda import cuts
 from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.device_ir import Keep, Ref
+from kitsune_jax.targets.cuda.device_ir import Address, Keep, Ref
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.values import (
     Expression,
     InArray,
     InImage,
     InRegisters,
+    InVector,
     LoopNumber,
     Multiply,
     Parts,
@@ -73,11 +74,23 @@ def _seen(at: Evaluation, instr: Instr) -> tuple[Ref | None, str]:
         raise CannotLower("a loop that leaves out iterations and counts down has no code on the GPU")
     axis, step, low, high, which = within
     inner = math.prod(at.program.axes[axis + 1 :])
-    bounds = inner, at.program.axes[axis], step, low, high, instr["count"]
+    bounds = (inner, at.program.axes[axis], step, low, high, instr["count"], *_shift(at, instr))
     found = [node for node in at.prologue if isinstance(node, st.SeenBlocks)]
     ref = next((node.ref for node in found if node == st.SeenBlocks(node.ref, *bounds)), Ref("seen", len(found)))
     at.once_per_tile(st.SeenBlocks(ref, *bounds))
     return ref, which
+
+
+def _shift(at: Evaluation, instr: Instr) -> tuple[Address, int, str, int] | tuple[()]:
+    """Where the number lies that shifts the bounds of a loop, and how it does."""
+    if (shifted := instr.get("shifted")) is None:
+        return ()
+    array, sign, guard, size = shifted
+    loads = (i for i in walk(at.facts.instrs) if i.kind == "load" and i["array"] == array)
+    for home in (at.value(v).home for i in loads for v in i.outputs):
+        if isinstance(home, InVector):
+            return home.address, sign, guard, size
+    raise CannotLower("bounds of a loop that are shifted by a number which the stage does not load")
 
 
 def _from_outside(block: Block) -> list[int]:

@@ -209,7 +209,7 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
         places = tuple((group, known[blocks][group], size) for group, size in each.items())
         seen = (None, "all") if loop is None else (loop.seen, loop.which)
         parts.append(frame.Blocks(count, places, tuple(runs), *seen))
-    found = tuple(node for node in stage.lowered.prologue if isinstance(node, st.SeenBlocks))
+    found = tuple(node for node in _placed(at, s, stage.lowered.prologue) if isinstance(node, st.SeenBlocks))
     return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, found, tuple(parts))
 
 

@@ -256,7 +256,7 @@ def _loader(at: Spelling, code: LoadResident | LoadStreamed | LoadBlocks) -> lis
         case LoadStreamed():
             lines = _streamed(code)
         case LoadBlocks():
-            lines = _blocks(code)
+            lines = _blocks(at, code)
     return ["(void)slab, (void)p, (void)header, (void)shared, (void)share;", *lines]
 
 
@@ -270,7 +270,7 @@ def _resident(at: Spelling, code: LoadResident) -> list[str]:
     return [*lines, "finish_resident(header.resident);"]
 
 
-def _blocks(code: LoadBlocks) -> list[str]:
+def _blocks(at: Spelling, code: LoadBlocks) -> list[str]:
     batch = "0"
     for inner, extent in code.axes:
         batch = f"({batch} * {extent} + rows_at.batch / {inner} % {extent})"
@@ -280,7 +280,7 @@ def _blocks(code: LoadBlocks) -> list[str]:
         *_ROUNDS,
         f"  {_BATCH}",
     ]
-    lines += [f"  {print_stage.seen_blocks(node)}" for node in code.seen]
+    lines += [f"  {print_stage.seen_blocks(at, node)}" for node in code.seen]
     lines += [f"  const u8* const of{k} = p.weights{k} + static_cast<i64>({batch}) * {size}ll;" for k, size in code.groups]
     for part in code.parts:
         lines += [f"  {line}" for line in _part(part)]

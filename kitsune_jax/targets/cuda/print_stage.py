@@ -263,17 +263,22 @@ def _setup(at: Spelling, node: Node) -> list[str]:
         case st.AxisIndices(extents):
             return _axes(extents)
         case st.SeenBlocks():
-            return [seen_blocks(node)]
+            return [seen_blocks(at, node)]
         case st.RowAddresses():
             return _addresses(at, node)
     return []
 
 
-def seen_blocks(node: st.SeenBlocks) -> str:
+def seen_blocks(at: Spelling, node: st.SeenBlocks) -> str:
     """Consumers and the loader know the first and the last row of the batch that the lanes of the CTA have."""
     low, high = (("false", 0) if bound is None else ("true", bound) for bound in (node.low, node.high))
     template = f"{node.inner}, {node.extent}, {node.step}, {low[0]}, {low[1]}, {high[0]}, {high[1]}"
-    return f"const SeenBlocks {name(node.ref)} = SeenBlocks::of<{template}>(rows_at.first, rows_at.last, {node.count});"
+    rows = f"rows_at.first, rows_at.last, {node.count}"
+    if node.shift is None:
+        return f"const SeenBlocks {name(node.ref)} = SeenBlocks::of<{template}>({rows});"
+    guard = f"SeenBlocks::k{node.guard.capitalize()}, {node.size}"
+    number = f"from_word<i32>(bits(ld_global(p.{at.address(node.shift)})))"
+    return f"const SeenBlocks {name(node.ref)} = SeenBlocks::shifted<{template}, {guard}>({rows}, {node.sign}, {number});"
 
 
 def _panel_type(panel: st.Panel) -> str:

@@ -201,7 +201,8 @@ class LayerLoop(Node):
 class SeenBlocks(Node):
     """Once per tile, in front: which of ``count`` blocks of ``step`` elements the rows of all lanes see: those elements that are
     ``low`` to ``high`` away from a row's index on a stream axis (None: any). The index is the row over ``inner``, modulo
-    ``extent``."""
+    ``extent``. ``shift``: where the number lies by which both bounds are further on, times ``sign``; ``guard``: "rows", "elements"
+    (of ``size`` elements in all), as of a loop of the tile program (``program.ir``)."""
 
     ref: Ref
     inner: int
@@ -210,6 +211,10 @@ class SeenBlocks(Node):
     low: int | None
     high: int | None
     count: int
+    shift: Address | None = None
+    sign: int = 1
+    guard: str = ""
+    size: int = 0
 
 
 class CountedLoop(Node):

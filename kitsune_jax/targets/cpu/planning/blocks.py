@@ -17,7 +17,7 @@ from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.program.blocks import NotBlocked
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.program.within import met
+from kitsune_jax.program.within import met, with_known_bounds
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
@@ -42,7 +42,7 @@ def in_blocks(graph: Graph, region: Region, machine: CpuMachine, arrange: Callab
     for size in (n for n in _BLOCKS if n < inner.size):
         blocks = value, inner.dims[value], size
         try:
-            program = build(graph, region, _sketch(region, machine, blocks))
+            program = with_known_bounds(build(graph, region, _sketch(region, machine, blocks)))
             plans.append(dataclasses.replace(arrange(cost, BlockModel(cost, inner, size, program)), blocks=blocks))
         except (NotBlocked, Infeasible):
             continue
