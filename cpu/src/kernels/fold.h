@@ -71,6 +71,36 @@ KITSUNE_INLINE float sum_dense(int64_t n, const float* x) {
   }
   return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(lanes[0], lanes[2]), _mm512_add_ps(lanes[1], lanes[3])));
 }
+
+// The largest, or smallest, of n floats. False: that is zero, or something is a NaN, and the loop over scalars has to find it,
+// which knows which of them wins.
+template <bool Maximum>
+KITSUNE_INLINE bool extremum_dense(int64_t n, const float* x, float* result) {
+  const __m512 first = _mm512_set1_ps(ExtremumIdentity<Maximum>::template of<float>());
+  __m512 lanes[4] = {first, first, first, first};
+  __mmask16 nan[4] = {0, 0, 0, 0};
+  auto fold = [&](int v, __m512 here) {
+    lanes[v] = Maximum ? _mm512_max_ps(here, lanes[v]) : _mm512_min_ps(here, lanes[v]);  // the second one where `here` is NaN
+    nan[v] |= _mm512_cmp_ps_mask(here, here, _CMP_UNORD_Q);
+  };
+  for (; n >= 64; n -= 64, x += 64) {
+    KITSUNE_UNROLL
+    for (int v = 0; v < 4; ++v) fold(v, _mm512_loadu_ps(x + 16 * v));
+  }
+  if (n > 0) {
+    KITSUNE_UNROLL
+    for (int v = 0; v < 4; ++v) {
+      const int64_t left = n - 16 * v;
+      const __mmask16 mask = __mmask16(left >= 16 ? 0xffff : left <= 0 ? 0 : (1 << left) - 1);
+      fold(v, _mm512_mask_loadu_ps(first, mask, x + 16 * v));
+    }
+  }
+  if constexpr (Maximum)
+    *result = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(lanes[0], lanes[2]), _mm512_max_ps(lanes[1], lanes[3])));
+  else
+    *result = _mm512_reduce_min_ps(_mm512_min_ps(_mm512_min_ps(lanes[0], lanes[2]), _mm512_min_ps(lanes[1], lanes[3])));
+  return (nan[0] | nan[1] | nan[2] | nan[3]) == 0 && *result != 0.0f;
+}
 #endif
 
 // Folds n dense elements: 4 vectors' worth of lanes, then a tree over the lanes.
@@ -78,6 +108,10 @@ template <class Op, class T>
 T fold_dense(int64_t n, const T* x) {
 #if defined(__AVX512F__)
   if constexpr (kSame<Op, Add> && kSame<T, float>) return sum_dense(n, x);
+  if constexpr ((kSame<Op, Max> || kSame<Op, Min>) && kSame<T, float>) {
+    float found;
+    if (extremum_dense<kSame<Op, Max>>(n, x, &found)) return found;
+  }
 #endif
   constexpr int kLanes = 4 * kVectorBytes / int(sizeof(T));
   T lanes[kLanes];

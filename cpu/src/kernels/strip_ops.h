@@ -89,6 +89,10 @@ struct MulHighI {
   }
 };
 
+struct ExpF {
+  static KITSUNE_INLINE VF apply(VF x) { return exp(x); }
+};
+
 template <bool Maximum>
 struct ExtremumF {
   static KITSUNE_INLINE VF apply(VF x, VF y) {

@@ -8,7 +8,9 @@
 namespace kitsune::cpu::KITSUNE_ISA::strips {
 
 #define KITSUNE_HELD VF v0, VF v1, VF v2, VF v3, VF v4, VF v5, VF v6, VF v7
-#define KITSUNE_EACH(f) f(0) f(1) f(2) f(3) f(4) f(5) f(6) f(7)
+#define KITSUNE_FIRST(f) f(0) f(1) f(2) f(3)
+#define KITSUNE_SECOND(f) f(4) f(5) f(6) f(7)
+#define KITSUNE_EACH(f) KITSUNE_FIRST(f) KITSUNE_SECOND(f)
 using Threaded = void (*)(const StripInstruction*, char* const*, int64_t, KITSUNE_HELD);
 #define KITSUNE_NEXT return reinterpret_cast<Threaded>(i[1].fn)(i + 1, at, vectors, v0, v1, v2, v3, v4, v5, v6, v7)
 #define KITSUNE_INSTRUCTION(name) void name(const StripInstruction* i, char* const* at, int64_t vectors, KITSUNE_HELD)
@@ -35,6 +37,20 @@ KITSUNE_INSTRUCTION(unary) {
   const VF one = A == From::kNumber ? number(a) : VF{};
 #define KITSUNE_LANE(k) v##k = Op::apply(operand<A, k>(v##k, a, one));
   KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
+
+// Of a function that takes long: the second half of a strip whose vectors nobody looks at stays as it is.
+template <class Op, From A>
+KITSUNE_INSTRUCTION(function) {
+  const char* a = A == From::kHeld ? nullptr : at[i->operands[0]];
+  const VF one = A == From::kNumber ? number(a) : VF{};
+#define KITSUNE_LANE(k) v##k = Op::apply(operand<A, k>(v##k, a, one));
+  KITSUNE_FIRST(KITSUNE_LANE)
+  if (vectors > kStripVectors / 2) {
+    KITSUNE_SECOND(KITSUNE_LANE)
+  }
 #undef KITSUNE_LANE
   KITSUNE_NEXT;
 }
@@ -168,6 +184,12 @@ StripFn unary_from(From a) {
   return reinterpret_cast<StripFn>(kAll[int(a)]);
 }
 
+template <class Op>
+StripFn function_from(From a) {
+  constexpr Threaded kAll[] = {&function<Op, From::kHeld>, &function<Op, From::kMemory>, &function<Op, From::kNumber>};
+  return reinterpret_cast<StripFn>(kAll[int(a)]);
+}
+
 template <class Op, From A>
 Threaded binary_from(From b) {
   constexpr Threaded kAll[] = {&binary<Op, A, From::kHeld>, &binary<Op, A, From::kMemory>, &binary<Op, A, From::kNumber>};
@@ -225,6 +247,7 @@ inline StripFn float_instruction(Opcode op, const From* from) {
     case Opcode::op_is_finite: return unary_from<IsFiniteF>(from[0]);
     case Opcode::op_sqrt: return unary_from<SqrtF>(from[0]);
     case Opcode::op_rsqrt: return unary_from<RsqrtF>(from[0]);
+    case Opcode::op_exp: return function_from<ExpF>(from[0]);
     case Opcode::op_square: return unary_from<SquareF>(from[0]);
     case Opcode::op_add: return binary_from<AddF>(from);
     case Opcode::op_sub: return binary_from<SubF>(from);
@@ -330,6 +353,8 @@ inline void run(const StripInstruction* i, char* const* at, int64_t vectors) {
 #undef KITSUNE_NEXT
 #undef KITSUNE_INSTRUCTION
 #undef KITSUNE_EACH
+#undef KITSUNE_SECOND
+#undef KITSUNE_FIRST
 #undef KITSUNE_HELD
 
 }  // namespace kitsune::cpu::KITSUNE_ISA::strips

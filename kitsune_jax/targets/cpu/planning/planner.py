@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.online import ONLINE
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import pipeline_traffic
 from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
@@ -26,7 +27,8 @@ from kitsune_jax.targets.cpu.planning.xla_times import baseline, output_fault_se
 
 # Tiles of few rows read all weights again and again, at less than the rate that was measured for them where these are many: an
 # attention over 8 heads of 1024 and 2048 keys took 1.22 and 1.29 times as long as modelled in tiles of 8 and 7 rows (Zen 5), and as
-# long as modelled in blocks. Asked only where a region can be worked off in blocks instead.
+# long as modelled in blocks. Asked only where a region can be worked off in blocks instead, and multiplies: without products tall
+# tiles have no merit, and blocks compute every exponential again (softmaxes of 1536 columns took 1.2 times as long, Xeon with AMX).
 _FEW_ROWS, _SHORT_TILES = 16, 1.25
 
 
@@ -47,7 +49,8 @@ def plan(graph: Graph, region: Region, machine: CpuMachine) -> Plan:
     plans += in_blocks(graph, region, machine, _arranged)
     if not plans:
         raise wrong or Infeasible("there is no plan")
-    return min(plans, key=lambda p: p.seconds * (_SHORT_TILES if p.blocks is None and p.tile_rows < _FEW_ROWS else 1.0))
+    short = _SHORT_TILES if any(OPS[graph.ops[i].kind].family == "dot" for i in region.ops) else 1.0
+    return min(plans, key=lambda p: p.seconds * (short if p.blocks is None and p.tile_rows < _FEW_ROWS else 1.0))
 
 
 def _out_of_order(graph: Graph, region: Region, order: int | None) -> bool:
