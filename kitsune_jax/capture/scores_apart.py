@@ -90,12 +90,13 @@ def _divided(graph: Graph, scores: frozenset[int]) -> list[list[int]]:
 def _with_copies(captured: Captured, scores: frozenset[int], parted: list[list[int]]) -> Captured:
     """``captured``, where the ops of each list read scores of their own."""
     graph, draft = captured.graph, Draft(captured)
-    producers, counted = graph.producers(), made_of(graph, lambda v: False)
+    # Masks of indices and single numbers (the place of a piece of a text) are cheap to make again, and as large as the scores.
+    producers, counted = graph.producers(), made_of(graph, lambda v: graph.values[v].shape == ())
     before: dict[int, list[tuple[Op, Step]]] = {}  # op -> the copies that stand in front of it
 
     def is_copied(v: int, size: int) -> bool:
         op = graph.ops[producers[v]] if v in producers else None
-        if op is None or op.kind == "opaque" or graph.values[v].literal is not None:
+        if op is None or op.kind == "opaque" or graph.values[v].literal is not None or graph.values[v].shape == ():
             return False
         cheap = is_cheap(op) and (v in counted or graph.values[v].size * LARGER > size)
         return v in scores or cheap or OPS[op.kind].family in MOVES  # what only moves elements is no array of its own
