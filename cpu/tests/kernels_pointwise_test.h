@@ -419,6 +419,22 @@ inline void test_folds() {
   kernels().fold(kMax, DType::kF32, false)(3, values, 1, &most);
   kernels().fold(kMin, DType::kF32, false)(3, values, 1, &least);
   check(std::isnan(most) && std::isnan(least), "fold max/min of NaN: %g %g", double(most), double(least));
+  for (float odd : {float(NAN), -float(NAN), -0.0f, 0.0f, -INFINITY, INFINITY, -2.0f, 7.0f})
+    for (float rest : {-1.0f, -0.0f, 1.0f, -INFINITY, INFINITY})
+      for (size_t at : {0, 1, 63, 64, 130, 199}) {
+        std::vector<float> row(200, rest);
+        row[at] = odd;
+        float high = -INFINITY, low = INFINITY;
+        kernels().fold(kMax, DType::kF32, false)(200, row.data(), 1, &high);
+        kernels().fold(kMin, DType::kF32, false)(200, row.data(), 1, &low);
+        const bool zeros = odd == 0 && rest == 0, negative = std::signbit(odd) || std::signbit(rest);
+        const bool right = std::isnan(odd) ? std::isnan(high) && std::isnan(low)
+                                           : high == std::max(odd, rest) && low == std::min(odd, rest) &&
+                                                 (!zeros || (std::signbit(low) == negative &&
+                                                             std::signbit(high) == (std::signbit(odd) && std::signbit(rest))));
+        check(right, "fold max/min of %g among %g at %zu [%s]: %g %g", double(odd), double(rest), at, kernels().isa, double(high),
+              double(low));
+      }
   std::vector<int8_t> bytes(1000, int8_t(3));
   int8_t sum = 1, all = -1, parity = 0;
   kernels().fold(kSum, DType::kI8, false)(1000, bytes.data(), 1, &sum);

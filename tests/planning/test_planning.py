@@ -7,6 +7,7 @@ import math
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.stages import Levels, finest, links
 from kitsune_jax.planning.xla_kernels import kernels_of
 from kitsune_jax.profile import machine_info
+from kitsune_jax.route import route
 from kitsune_jax.streams.space import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_at_hand, cpu_model
@@ -29,6 +31,7 @@ from kitsune_jax.targets.cpu.planning.planner import partial_bytes
 from kitsune_jax.targets.cpu.planning.xla_times import baseline
 from kitsune_jax.targets.cuda.planning import xla_times
 from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
+from tests.support.graphs import graph_of
 from tests.support.plans import cost_of, plan
 
 CPU = cpu_model("avx512bf16-2")
@@ -450,6 +453,15 @@ def test_what_a_loop_stores_over_time_makes_no_tile_smaller():
         jax.ShapeDtypeStruct((65536,), "float32")
     ).regions
     assert region.tile_rows >= 512
+
+
+@pytest.mark.parametrize("f,columns", [(jax.nn.softmax, 1536), (jax.nn.softmax, 4096), (jax.nn.log_softmax, 1536)])
+def test_rows_that_nothing_is_multiplied_with_are_worked_off_whole(f, columns):
+    """Blocks of columns would compute the exponentials twice, and tiles of few rows cost nothing without weights."""
+    graph = graph_of(f, jnp.ones((8009, columns)))
+    (region,) = route(graph, "cpu", force=True, device="avx512-2").regions
+    assert region.plan.tile_rows < 16
+    assert region.plan.blocks is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

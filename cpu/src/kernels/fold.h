@@ -14,6 +14,8 @@ namespace kitsune::cpu::KITSUNE_ISA {
 enum Reduction : int { kSum, kMax, kMin, kProduct, kAnd, kOr, kXor, kReductions };
 
 constexpr int64_t kFoldChunk = 512;
+// Bytes between what is folded and what is asked for: rows follow each other, and the hardware does not look beyond a page.
+constexpr int64_t kFoldAhead = 2048;
 
 template <class Op, class T>
 struct Identity;
@@ -85,7 +87,10 @@ KITSUNE_INLINE bool extremum_dense(int64_t n, const float* x, float* result) {
   };
   for (; n >= 64; n -= 64, x += 64) {
     KITSUNE_UNROLL
-    for (int v = 0; v < 4; ++v) fold(v, _mm512_loadu_ps(x + 16 * v));
+    for (int v = 0; v < 4; ++v) {
+      _mm_prefetch(reinterpret_cast<const char*>(x + 16 * v) + kFoldAhead, _MM_HINT_T0);
+      fold(v, _mm512_loadu_ps(x + 16 * v));
+    }
   }
   if (n > 0) {
     KITSUNE_UNROLL

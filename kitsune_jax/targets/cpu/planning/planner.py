@@ -27,9 +27,11 @@ from kitsune_jax.targets.cpu.planning.xla_times import baseline, output_fault_se
 
 # Tiles of few rows read all weights again and again, at less than the rate that was measured for them where these are many: an
 # attention over 8 heads of 1024 and 2048 keys took 1.22 and 1.29 times as long as modelled in tiles of 8 and 7 rows (Zen 5), and as
-# long as modelled in blocks. Asked only where a region can be worked off in blocks instead, and multiplies: without products tall
-# tiles have no merit, and blocks compute every exponential again (softmaxes of 1536 columns took 1.2 times as long, Xeon with AMX).
+# long as modelled in blocks. Asked only where a region can be worked off in blocks instead, and multiplies.
 _FEW_ROWS, _SHORT_TILES = 16, 1.25
+# Without products tall tiles have no merit, and blocks compute exponentials again: a softmax of 8 009 rows of 1536 numbers took
+# 1.23 times as long as whole, a log softmax of rows of 512 took 1.08 times as long in float32, 1.24 in bfloat16 (Xeon with AMX).
+_BLOCKS_ALONE = 1.25
 
 
 def plan(graph: Graph, region: Region, machine: CpuMachine) -> Plan:
@@ -49,8 +51,14 @@ def plan(graph: Graph, region: Region, machine: CpuMachine) -> Plan:
     plans += in_blocks(graph, region, machine, _arranged)
     if not plans:
         raise wrong or Infeasible("there is no plan")
-    short = _SHORT_TILES if any(OPS[graph.ops[i].kind].family == "dot" for i in region.ops) else 1.0
-    return min(plans, key=lambda p: p.seconds * (short if p.blocks is None and p.tile_rows < _FEW_ROWS else 1.0))
+    multiplies = any(OPS[graph.ops[i].kind].family == "dot" for i in region.ops)
+
+    def seconds(p: Plan) -> float:
+        if p.blocks is not None:
+            return p.seconds * (1.0 if multiplies else _BLOCKS_ALONE)
+        return p.seconds * (_SHORT_TILES if multiplies and p.tile_rows < _FEW_ROWS else 1.0)
+
+    return min(plans, key=seconds)
 
 
 def _out_of_order(graph: Graph, region: Region, order: int | None) -> bool:
