@@ -13,7 +13,8 @@ namespace {
 //
 // L strands keep L threads busy, but each is written once and read once more when all are added up: ns / L + L * bytes / rate is
 // least at L = sqrt(ns * rate / bytes), and a worker beyond that costs more than it does. Where every worker has a strand, more of
-// them only even out workers of different speed, which is worth some kUneven of the work.
+// them only even out workers of different speed, which is worth some kUneven of the work. Two for a worker even out nothing as long
+// as none is twice as fast as another: each of them takes its second one before any is free for a third.
 int64_t strands_for(const Program& p, size_t bytes, double ns) {
   constexpr size_t kMost = size_t{256} << 20, kMostSpare = size_t{64} << 20;  // beside the arrays; of strands for evenness
   constexpr double kWorkerRate = 8, kMostRate = 200, kChunkBytes = 8192;      // bytes per ns; of a piece that one thread adds up
@@ -25,7 +26,8 @@ int64_t strands_for(const Program& p, size_t bytes, double ns) {
   if (strands == p.workers) {
     double spare =
         std::min({even, static_cast<double>(std::max<int64_t>(64, 8 * strands)), static_cast<double>(kMostSpare) / size});
-    strands *= std::max<int64_t>(1, static_cast<int64_t>(spare) / strands);  // as many for every worker
+    const int64_t each = static_cast<int64_t>(spare) / strands;  // as many for every worker
+    strands *= each > 2 ? each : 1;
   }
   size_t most = plus(kMost, array_bytes(p.inputs, p.outputs));
   strands = std::min(strands, static_cast<int64_t>(std::min<size_t>(most / std::max<size_t>(bytes, 1), kMaxWorkers)));

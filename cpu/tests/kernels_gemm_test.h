@@ -289,6 +289,23 @@ inline void test_gemm() {
   }
   test_gemm_nan();
   test_gemm_subnormal();
+  // A column or a few, whose products go along K: rows that are not a multiple of 4 or fill more than one run, every end of K.
+  int64_t depth = 16;
+  for (int64_t N = 1; N <= 5; ++N) {
+    for (int64_t M : {7, 8, 10, 67, 129}) {
+      for (const auto& in : inputs) {
+        for (DType out : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
+          test_gemm_case({M, N, depth % 16 == 3 ? 1009 + depth % 32 : depth, in[0], in[1], out, depth % 2 == 0,
+                          depth % 3 == 0 ? Activation::kRelu : Activation::kNone, depth % 5 < 2, depth % 7 == 0, Product::kWidened},
+                         random);
+          depth = depth % 90 + 1;
+        }
+      }
+    }
+    if (N > 1) continue;
+    for (int kind = 2; kind < kNumActivations; ++kind)
+      test_gemm_case({70, 1, 35, DType::kF32, DType::kF32, DType::kF32, true, Activation(kind), false, false}, random);
+  }
   // Widths around those of a vector and a panel, for every activation and every type that its result is stored as.
   int64_t width = 1;
   for (int kind = 2; kind < kNumActivations; ++kind) {

@@ -41,6 +41,9 @@ void test_partial_sums() {
           static_cast<int>(strands(1000000, 96, 1024, workers)));
     // 20 ms of work: 4 MiB for each of 192 workers would take longer to add up than it saves.
     CHECK(strands(2000, 8, 1024, workers) <= 32, "%d workers have %d", n, static_cast<int>(strands(2000, 8, 1024, workers)));
+    // 40 ms of work: a second one for a worker would not pay for being added up.
+    if (workers == 2)
+      CHECK(strands(4000, 64, 1024, workers) == 2, "there are %d", static_cast<int>(strands(4000, 64, 1024, workers)));
     // Less than a microsecond.
     CHECK(strands(64, 1, 8, workers) == 1, "%d workers have %d", n, static_cast<int>(strands(64, 1, 8, workers)));
     // Small sums of much work: some for every worker, and all of them together small.

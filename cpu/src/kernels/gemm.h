@@ -2,6 +2,7 @@
 #pragma once
 
 #include "micro_kernel.h"
+#include "narrow.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
@@ -51,6 +52,9 @@ void multiply_panel(Block b, int64_t rows, size_t panel_bytes) {
 template <class Step>
 void multiply_all_panels(const GemmArgs& g, int64_t m0, int64_t rows, const void* x, int64_t lda) {
   using S = typename Step::S;
+  if constexpr (kSame<typename Step::X, float>) {
+    if (is_narrow(g)) return multiply_narrow(g, m0, rows, static_cast<const float*>(x), lda);
+  }
   constexpr int64_t kLanes = sizeof(typename Step::A) / sizeof(S), kWidth = kPanelVectors * kLanes;
   size_t c_bytes = kItemSize[int(g.c_dtype)], w_bytes = panel_bytes(g.panel, g.K);
   for (int64_t p = 0, n0 = 0; n0 < g.N; ++p, n0 += kWidth) {

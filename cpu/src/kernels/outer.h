@@ -229,7 +229,11 @@ void outer_as(const OuterArgs& g, const typename Step::X* x, int64_t x_step, con
         if (n0 == 0) copy_columns(from, x_step, g.R, m, block);
         from = block, step = m;
       }
-      outer_rows<Step, kPanelVectors>(m, from, step, panel, steps, c, ldc, columns);
+      if (columns > kLanes) {
+        outer_rows<Step, kPanelVectors>(m, from, step, panel, steps, c, ldc, columns);
+      } else {
+        outer_rows<Step, 1>(m, from, step, panel, steps, c, ldc, columns);
+      }
       m0 += m;
     }
   }
