@@ -96,9 +96,16 @@ class ReduceStep final : public Step {
     if (fold_ == nullptr || fold_row_ == nullptr)
       throw ProgramError(c.where + ": this reduction is not defined for " + dtype_name(r.x.ref.dtype));
     store_ = Storer(c.table, r.out.ref.dtype, acc_, c.where);
-    int64_t along = outer_.back().extent(std::min(c.program.tile_rows, c.program.batch_rows));
+    const int64_t rows = std::min(c.program.tile_rows, c.program.batch_rows);
+    const bool short_fold = reduced_.back().n < kShortFold;
+    if (short_fold && outer_.back().extent(rows) < kShortFold) {  // the longest goes innermost, such as the rows of small matrices
+      auto longest = std::max_element(outer_.begin(), outer_.end(),
+                                      [&](const Dim& a, const Dim& b) { return a.extent(rows) <= b.extent(rows); });
+      std::rotate(longest, longest + 1, outer_.end());
+    }
+    int64_t along = outer_.back().extent(rows);
     bool dense_rows = std::abs(outer_.back().stride[0]) == item_, dense_fold = std::abs(reduced_.back().stride[0]) == item_;
-    by_rows_ = along >= kShortFold && (reduced_.back().n < kShortFold || (dense_rows && !dense_fold));
+    by_rows_ = along >= kShortFold ? short_fold || (dense_rows && !dense_fold) : reduced_.back().n <= along;
     acc_bytes_ = static_cast<int64_t>(item_size(acc_));
     temp_bytes_ = 2 * kChunk * 8;
   }

@@ -66,6 +66,19 @@ def test_reductions(axes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("rows", [1, 5, 37])
+def test_reductions_of_small_matrices(rows: int, axis: int) -> None:
+    """Dimensions shorter than a vector: the rows of a tile are worked on together, a last tile of other length too."""
+    t = Tiles((rows,), 17)
+    x = t.load((rows, 3, 6), streams=((0,), (), ()))
+    a = array(rows, 3, 6)
+    for how in ("sum", "max", "min", "prod"):
+        t.store(t.reduce(how, x, (axis,)), (rows, 6 if axis == 1 else 3), ((0,), ()))
+    for got, fn in zip(run(t.program(), a), (np.sum, np.max, np.min, np.prod), strict=True):
+        close(got, fn(a, axis=axis))
+
+
+@pytest.mark.parametrize("axis", [1, 2])
 def test_arg_reductions_and_scans(axis: int) -> None:
     t = Tiles((5,), 2)
     x = t.load((5, 3, 4), streams=((0,), (), ()))
