@@ -40,6 +40,7 @@ _GRADIENTS = ((2048, 16, 16), (2048, 64, 64), (2048, 256, 256), (1024, 1024, 102
 _BATCHED = (512, 16, 64, 16)  # products of m x k and k x n: what interactions of features are like
 # Arrays of no power of two, which would lie at the same place of every page.
 _LOOP = (2003, 128)
+_NEAR = (331, 96)  # too little for more than one thread
 _REDUCED = (1009, 256)
 # (indices, rows of the table, width). A table of 16 MB is in the last level.
 _INDEXED = ((65521, 4096, 1), (16381, 1024, 64))
@@ -202,6 +203,8 @@ def _programs(workers: int) -> Iterator[_Program]:
     for dtype, names in ((f32, tuple(LOOPS)), ("bfloat16", _NARROW_LOOPS), ("float16", _NARROW_LOOPS)):
         uneven = ((_UNEVEN, dtype), (_UNEVEN[1:], dtype))
         yield _Program(f"xla/uneven/tanh/{dtype}", LOOPS["tanh"], uneven, float(np.prod(_UNEVEN)))
+        for name in ("move", "tanh"):
+            yield _Program(f"xla/near/{name}/{dtype}", LOOPS[name], ((_NEAR, dtype),) * 2, float(np.prod(_NEAR)))
         for name in names:
             yield _Program(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
 

@@ -12,7 +12,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.xla_program import Handed, handed
-from kitsune_jax.targets.cpu.planning.xla_times import as_found_by
+from kitsune_jax.targets.cpu.planning.xla_times import as_found_by, of_ops
 from tests.support.graphs import graph_of
 
 CPU = cpu_model("amx-2")
@@ -70,6 +70,31 @@ def test_what_is_all_of_a_small_program_is_pipelined(monkeypatch: pytest.MonkeyP
     assert beside.to_dict()["regions"] == []
     handed_seconds = CPU.profile.seconds("xla/call/handed")
     assert alone["baseline_seconds"] > 0.5 * handed_seconds and alone["seconds"] < 0.5 * handed_seconds
+
+
+@pytest.mark.parametrize(("rows", "cheaper"), [(331, True), (40_000, False)])
+def test_loops_of_a_small_program_find_their_operands_in_the_second_level(rows: int, cheaper: bool) -> None:
+    graph = graph_of(lambda x, y: jnp.tanh(x * y + x), *_arrays((rows, 96), (rows, 96)))
+    known, unknown = (of_ops(graph, range(len(graph.ops)), m) for m in (as_found_by(graph, CPU, body=False), CPU))
+    assert (known < 0.9 * unknown) is cheaper and (known == unknown) is not cheaper
+
+
+def test_workers_that_would_wait_for_each_other_cost_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(ws: list[Any], x: Any) -> Any:
+        def loss(ws: list[Any]) -> Any:
+            h = x
+            for w in ws:
+                h = jnp.tanh(h @ w)
+            return jnp.sum(h**2)
+
+        return jax.grad(loss)(ws)
+
+    monkeypatch.setenv("KITSUNE_PROFILE", "amx-2")
+    x, *ws = _arrays((127, 32), *[(32, 32)] * 5)
+    (region,) = kj.explain(kj.pipeline(gradients, force=True))(ws, x).to_dict()["regions"]
+    assert region["tiles"] == 1
+    (region,) = kj.explain(kj.pipeline(gradients, force=True))(ws, jnp.tile(x, (32, 1))).to_dict()["regions"]
+    assert region["tiles"] > 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

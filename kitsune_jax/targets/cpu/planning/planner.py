@@ -20,7 +20,7 @@ from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning.blocks import in_blocks
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
-from kitsune_jax.targets.cpu.planning.tile_size import TileModel, tile_rows
+from kitsune_jax.targets.cpu.planning.tile_size import TileModel, tile_rows, woken_seconds
 from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
 from kitsune_jax.targets.cpu.planning.xla_times import baseline, output_fault_seconds
 
@@ -98,7 +98,8 @@ def _arranged(cost: CpuCost, model: TileModel) -> Plan:
 def _handed_seconds(cost: CpuCost) -> float:
     """What is saved where the caller's thread does all that a program has to do. Half of it: what a pipeline is made of may be a
     part of a larger program, which is handed to another thread all the same."""
-    return 0.5 * cost.times["xla/call/handed"] if cost.machine.handed.without(cost.region.ops) else 0.0
+    known = cost.machine.handed
+    return 0.5 * cost.times["xla/call/handed"] if known.is_of(cost.graph) and known.without(cost.region.ops) else 0.0
 
 
 def _moving_seconds(machine: CpuMachine, moved: float) -> float:
@@ -115,7 +116,7 @@ def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float, tile
     packing, alone = _pack_seconds(cost, tiles) if not packs else 0.0, cost.times["call/short"]
     if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the caller does it alone
         return alone + packing + fresh + strided + busy * replicas + moving
-    call = cost.machine.call_seconds if replicas > 1 else alone
+    call = cost.machine.call_seconds + woken_seconds(cost, packing > SHARED_SECONDS) if replicas > 1 else alone
     return call + packing / workers + fresh + strided + (busy + moving)
 
 

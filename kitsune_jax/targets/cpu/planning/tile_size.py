@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from kitsune_jax.planning.cost import SCATTER, round_up
+from kitsune_jax.planning.cost import SCATTER, pipeline_traffic, round_up
 from kitsune_jax.planning.machine import MIB, size_text
 from kitsune_jax.planning.plan import Infeasible
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
@@ -76,6 +76,14 @@ class TileModel:
         return 2 * moved / (machine.place("l3").bandwidth if near else machine.dram_bandwidth / machine.workers)
 
 
+def woken_seconds(cost: CpuCost, packs: bool = False) -> float:
+    """What workers wait for each other: behind weights that they pack, behind the tiles, and behind the sums of strands. ``call``
+    was measured with threads that were awake; one that waits for longer sleeps, as XLA's do (``xla/call/handed``)."""
+    if not cost.machine.handed.is_of(cost.graph):
+        return 0.0
+    return cost.times["xla/call/handed"] * (1 + packs + any(i in cost.sinks for i in cost.region.ops))
+
+
 def tile_rows(model: TileModel) -> int:
     """Rows per tile: the size the model likes best among those whose intermediates stay in a core's L2, multiples of 8 unless the
     stream or the memory is shorter. Raises ``Infeasible``.
@@ -102,6 +110,11 @@ def tile_rows(model: TileModel) -> int:
         if tiles * tile < SHARED_SECONDS:
             return tiles * tile
         hand_over = machine.call_seconds - model.cost.times["call/short"] if tiles > 1 else 0.0
+        if machine.handed.is_of(model.cost.graph):
+            if min(tiles, machine.workers) > 1:  # another worker's sums are set to zero, and added up
+                hand_over += woken_seconds(model.cost) + 2 * model.sinks / machine.place("l3").bandwidth
+            elif tiles < machine.workers:  # one worker moves what all would share
+                hand_over += (1 - 1 / machine.workers) * pipeline_traffic(model.cost) / machine.place("l3").bandwidth
         return hand_over + -(-tiles // machine.workers) * tile
 
     best = min(seconds(n) for n in candidates)

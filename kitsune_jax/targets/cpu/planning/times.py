@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import Access
@@ -258,6 +258,14 @@ class CpuTimes:
     def _extra(self, name: str) -> float:
         move = self["xla/loop/move/float32"]  # the loop has the operation twice
         return max((self[f"xla/loop/{name}/float32"] - move) / (2 * self.crowded(2)), 0.05 * move)
+
+    def xla_near(self, dtypes: Iterable[str]) -> tuple[float, float]:
+        """What one thread takes for the operations of a loop in its second level, and for what it moves, as parts of what the whole
+        machine's rates make of one thread: those are of arrays of a megabyte. ``dtypes``: of what the loop reads and writes."""
+        home = next((d for d in dtypes if d in _NARROW), "float32")
+        move, tanh = (self[f"xla/near/{name}/{home}"] for name in ("move", "tanh"))
+        usual, functions = (self.profile.workers * self[f"xla/loop/{name}/{home}"] for name in ("move", "tanh"))
+        return min(1.0, max(tanh - move, 0.1 * tanh) / max(functions - usual, 0.1 * functions)), min(1.0, move / usual)
 
     def crowded(self, functions: int) -> float:
         """How many times as long ops take in a loop with so many elementary functions."""

@@ -27,9 +27,14 @@ class Handed:
     flops: tuple[int, ...] = ()
     total: int = 0
 
+    def is_of(self, graph: Graph) -> bool:
+        """Is this ``graph`` the program itself? A region of less than half of one is planned as a graph of its own: what runs
+        beside it keeps threads awake and caches full, and its ops have other numbers."""
+        return len(graph.ops) == len(self.flops)
+
     def without(self, ops: Collection[int]) -> bool:
         """Is the program handed to another thread, but not what is left of it without ``ops``?"""
-        return self.total >= _CHEAP > self.total - sum(self.flops[i] for i in ops if i < len(self.flops))
+        return self.total >= _CHEAP > self.total - sum(self.flops[i] for i in ops)
 
 
 def handed(graph: Graph) -> Handed:

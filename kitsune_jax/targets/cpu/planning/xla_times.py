@@ -145,7 +145,10 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
             moved -= sum(map(cost.bytes, cut))
             loop = loop * machine.workers + moved * times["xla/while/moved"]
         else:
-            loop = (loop + moved * times.xla_moved(near=True)) * (machine.workers if one else 1)
+            of_ops = of_moves = 1.0
+            if one and not looped and moved <= machine.local_bytes and machine.handed.is_of(cost.graph):
+                of_ops, of_moves = times.xla_near(cost.graph.values[v].dtype for v in (root, *kernel.reads))
+            loop = (of_ops * loop + of_moves * moved * times.xla_moved(near=True)) * (machine.workers if one else 1)
     elif not looped and _adds_up_what_it_computes(cost, ops):
         # What was measured adds up an array that is there. Otherwise one thread reads the operands, and computes.
         loop = (loop + moved * times.xla_moved(near=True)) * machine.workers
