@@ -23,7 +23,7 @@ from kitsune_jax.streams import Region, Seed, Spread, candidate_seeds
 from kitsune_jax.streams.space import DimLabels, StreamSpace
 
 # Ops no region starts from: they only move data, or make it.
-NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type"})
+NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type", "slice"})
 # How often ops may be looked at while spreads are made, at least and for each op of the graph. An MLP takes 4 to 8 an op; 15
 # message-passing steps, a region or two each, would take 37, and give the same regions with 10.
 _LEAST_LOOKS, _LOOKS = 10_000, 10

@@ -17,7 +17,7 @@ from kitsune_jax.planning.cost import COPIES, FREE, GATHER, SCANS, SCATTER, Acce
 from kitsune_jax.program.passes import Flow, activations
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.layouts import MOST_COLUMNS
-from kitsune_jax.targets.cpu.planning import few_rows, times
+from kitsune_jax.targets.cpu.planning import few_rows, runs, times
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 from kitsune_jax.targets.cpu.planning.taken import Taken
 
@@ -41,10 +41,11 @@ class CpuWork:
 
     ``sink``: it folds the rows. ``kind``: "" for an op that costs nothing. ``elements``: of a row, which its pointwise code loads
     and stores: one pass over them per op. ``edges``: those of them that come from or go to something that is no pointwise op.
-    ``sums``: results of a reduction. ``spreads``: operands that have one element for each row. ``activation``: of the last op of an
+    ``sums``: results of a reduction. ``spreads``: operands repeated inside the row (``runs``). ``activation``: of the last op of an
     activation that the matmul before it applies to its accumulators. ``scores``: of an online sum, those of a row, unless another
     sum of the region is of the same ones. ``again``: in a step of a loop, whose operands were found in front of the first one.
-    ``narrow``: it puts together rows of single elements. ``taken``: its rows, or their products, are read where a table has them.
+    ``narrow``: it puts together rows of single elements, or folds such. ``taken``: its rows, or their products, are read where a
+    table has them.
     """
 
     dtype: str
@@ -55,7 +56,7 @@ class CpuWork:
     elements: int = 0
     edges: int = 0
     sums: int = 1
-    spreads: int = 0
+    spreads: tuple[int, ...] = ()
     activation: str = ""
     access: Access | None = None
     scores: int = 0
@@ -127,7 +128,9 @@ class CpuCost(RegionCost):
             return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements, narrow=narrow)
         edges = elements * self._edges(i) if family in _GROUPED else 0
         sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
-        return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, self._spreads(i), activation, taken=taken)
+        picked = sums > 1 and runs.folds_single_elements(self, i)
+        return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, self._spreads(i), activation,
+                       narrow=picked, taken=taken)  # fmt: skip
 
     def _by_columns(self, v: int) -> bool:
         """Does ``v``, in a loop's body, lie column by column (``targets.cpu.layouts``)? Taking its columns then costs nothing, and
@@ -171,16 +174,9 @@ class CpuCost(RegionCost):
             found[last] = "" if match.name == "relu" else match.name
         return found
 
-    def _spreads(self, i: int) -> int:
-        """Operands of a pointwise op that were broadcast along the row from one streamed element."""
-        if self.family(i) not in _GROUPED:
-            return 0
-        count = 0
-        for v in dict.fromkeys(self.graph.ops[i].inputs):
-            while v in self.producer and self.family(self.producer[v]) in FREE and self.graph.ops[self.producer[v]].inputs:
-                v = self.graph.ops[self.producer[v]].inputs[0]
-            count += v in self.labels and self.row_size(v) == 1 < self.row_size(self.graph.ops[i].outputs[0])
-        return count
+    def _spreads(self, i: int) -> tuple[int, ...]:
+        """Of each operand of a pointwise op that was repeated inside the row, how many runs of it there are."""
+        return runs.spreads(self, i) if self.family(i) in _GROUPED else ()
 
     def _edges(self, i: int) -> int:
         """Full-sized operands and results of a pointwise op that are loaded or stored by its group."""
@@ -207,7 +203,7 @@ class CpuCost(RegionCost):
             each = work.elements / max(1, work.sums)
             if work.taken:  # its operands are read as gathers read them, and multiplied in registers
                 return step + rows * work.elements * known.vector("mul", work.dtype)
-            fold = known.fold(work.dtype, each, over_rows=work.sink)
+            fold = each * known["picked"] if work.narrow else known.fold(work.dtype, each, over_rows=work.sink)
             return step + rows * work.sums * _PASSES[work.family] * fold
         if work.access is not None:
             access = work.access
@@ -223,7 +219,7 @@ class CpuCost(RegionCost):
         if not work.kind:
             return 0.0
         passes = work.elements * known.vector(work.kind, work.dtype) + work.edges * known.edge(work.dtype)
-        return step + rows * (passes + work.spreads * known.spread(work.dtype, work.elements))
+        return step + rows * (passes + sum(n * known.spread(work.dtype, work.elements / n) for n in work.spreads))
 
     def _product_seconds(self, work: CpuWork, dot: DotWork, rows: int) -> float:
         known = self.times
