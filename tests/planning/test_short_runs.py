@@ -12,7 +12,7 @@ import kitsune_jax as kj
 from kitsune_jax.streams.space import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
-from kitsune_jax.targets.cpu.planning.runs import folds_single_elements, spreads
+from kitsune_jax.targets.cpu.planning.runs import folds_single_elements, pieces, spreads
 from tests.support.graphs import graph_of
 
 Array = Any
@@ -53,6 +53,23 @@ def test_reductions_of_single_elements(shape: tuple[int, ...], axis: int, single
     cost = _cost(lambda x: jnp.max(x, axis), shape)
     (fold,) = [i for i, op in enumerate(cost.graph.ops) if op.kind == "reduce_max"]
     assert folds_single_elements(cost, fold) is single
+
+
+@pytest.mark.parametrize(
+    ("shape", "streamed", "expected"),
+    [
+        ((255, 512, 6), 1, 2 * 255 * 64),  # 192 bytes of each step, read and written
+        ((512, 255, 6), 0, 0),  # a row lies together
+        ((255, 512, 64), 1, 0),  # 2 KB of each step
+        ((255, 16, 6), 1, 0),  # a step is less than a page
+    ],
+)
+def test_pieces_that_cross_the_border(shape: tuple[int, ...], streamed: int, expected: int) -> None:
+    graph = graph_of(lambda x: jnp.exp(x), jnp.zeros(shape, jnp.float32))
+    label = tuple((0,) if d == streamed else () for d in range(3))
+    labels = ((graph.inputs[0], label), (graph.outputs[0], label))
+    region = Region(StreamSpace((shape[streamed],)), (0,), labels, graph.inputs, graph.outputs)
+    assert pieces(CpuCost(graph, region, cpu_model("amx-2"))) == expected
 
 
 def _crf(scores: Array, emissions: Array) -> Array:

@@ -128,7 +128,7 @@ class CpuCost(RegionCost):
             return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements, narrow=narrow)
         edges = elements * self._edges(i) if family in _GROUPED else 0
         sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
-        picked = sums > 1 and runs.folds_single_elements(self, i)
+        picked = family in SCANS and not sink and runs.folds_single_elements(self, i)
         return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, self._spreads(i), activation,
                        narrow=picked, taken=taken)  # fmt: skip
 
@@ -219,7 +219,7 @@ class CpuCost(RegionCost):
         if not work.kind:
             return 0.0
         passes = work.elements * known.vector(work.kind, work.dtype) + work.edges * known.edge(work.dtype)
-        return step + rows * (passes + sum(n * known.spread(work.dtype, work.elements / n) for n in work.spreads))
+        return step + rows * (passes + sum(runs.seconds(known, work.dtype, work.elements, n) for n in work.spreads))
 
     def _product_seconds(self, work: CpuWork, dot: DotWork, rows: int) -> float:
         known = self.times
@@ -339,7 +339,7 @@ class CpuCost(RegionCost):
             real = [d for d, n in enumerate(shape) if n > 1]
             if real and labels[real[-1]] and self.row_size(v) > 1:
                 elements += self.graph.values[v].size
-        return elements * _STRIDED_SECONDS
+        return elements * _STRIDED_SECONDS + runs.pieces(self) * runs.PIECE_SECONDS
 
     def live_row_bytes(self, ops: Iterable[int]) -> int:
         """Most bytes per row that are alive at once while ``ops`` run in order on a tile.

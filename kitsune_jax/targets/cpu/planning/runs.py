@@ -1,7 +1,8 @@
 """Short runs inside rows: what is repeated or folded there a few elements at a time takes longer than its elements.
 
-Comes in: the costs of a region. Goes out: how many runs a repeated operand has in a row, and whether a reduction picks its elements
-one by one. A Viterbi or CRF step is of this kind: ``a[:, :, None] + transitions`` of [batch, 6, 6], and its maximum.
+Comes in: the costs of a region. Goes out: how many runs a repeated operand has in a row, whether a reduction picks its elements one
+by one, and how many short pieces of arrays cross the border. A Viterbi or CRF step is of this kind: ``a[:, :, None] + transitions``
+of [batch, 6, 6], and its maximum.
 """
 
 from __future__ import annotations
@@ -9,8 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kitsune_jax.planning.cost import FREE, RegionCost
+from kitsune_jax.planning.cost import FREE, RegionCost, itemsize
+from kitsune_jax.targets.cpu.planning.times import CpuTimes
 
+# A piece of an array in memory that is read or written alone, a page and more from the next one, on one worker: exp of
+# [255, 512, 6] in tiles of 8 of the 512 rows took two workers 1.8 ms, 92 ns for each of its pieces of 192 bytes (Xeon with AMX).
+PIECE_SECONDS = 60e-9
+_PIECE_ROWS, _PIECE_BYTES, _PAGE = 8, 1024, 4096
+# Runs inside a row are found by their strides, one by one: they took 8 to 15 ns each, a whole row of one number 3 (same machine).
+_WITHIN = 3.0
 SHORT = 16  # elements: from here on the elements of a run are what takes time
 
 
@@ -34,6 +42,11 @@ def spreads(cost: RegionCost, i: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def seconds(times: CpuTimes, dtype: str, elements: int, n: int) -> float:
+    """Of an operand that is repeated in ``n`` runs of a row of ``elements``."""
+    return n * times.spread(dtype, elements / n) * (_WITHIN if n > 1 else 1.0)
+
+
 def _repeated(shape: Sequence[int], dims: Sequence[int], out: Sequence[int]) -> int:
     """Elements of the result that follow each other until it changes between the same element again and another one."""
     kept = {d for n, d in zip(shape, dims, strict=True) if n == out[d]}
@@ -53,3 +66,21 @@ def folds_single_elements(cost: RegionCost, i: int) -> bool:
     axes = params["axes"] if "axes" in params else (params["axis"],)
     behind = math.prod(shape[max(axes) + 1 :])
     return behind < SHORT and math.prod(shape[d] for d in axes) < SHORT
+
+
+def pieces(cost: RegionCost) -> int:
+    """Short pieces that the region reads and writes where it streams over a dimension of an array that others stand in front of.
+
+    Of eight rows each, as short tiles have them. What loops slice is not among them: the rows of a slice lie together."""
+    found, sliced = 0, cost.sliced()
+    for v in (*cost.region.inputs, *cost.outputs):
+        value, labels = cost.graph.values[v], cost.labels.get(v)
+        streamed = [d for d, label in enumerate(labels or ()) if label and value.shape[d] > 1]
+        if v in sliced or not streamed:
+            continue
+        in_front = math.prod(n for d, n in enumerate(value.shape[: streamed[-1]]) if d not in streamed)
+        inner = math.prod(value.shape[streamed[-1] + 1 :])
+        size = inner * itemsize(value.dtype)
+        if in_front > 1 and _PIECE_ROWS * size < _PIECE_BYTES and size * value.shape[streamed[-1]] >= _PAGE:
+            found += value.size // (_PIECE_ROWS * inner)
+    return found
