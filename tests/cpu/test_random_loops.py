@@ -72,7 +72,8 @@ def test_a_key_for_each_environment(loop, make):
     fn = jax.vmap(loop, in_axes=(0, None))
     pipelined = kj.pipeline(fn, force=True)
     report = kj.explain(pipelined)(keys, weights)
-    assert {r.op for r in report.rejected} <= {"transpose"}  # of the actions, which a loop makes step by step
+    # The actions, which a loop makes step by step, are turned around; slices alone make no pipeline.
+    assert {r.op for r in report.rejected} <= {"transpose", "unstack"}
     for got, want in zip(jax.tree.leaves(pipelined(keys, weights)), jax.tree.leaves(jax.jit(fn)(keys, weights)), strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
         if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):

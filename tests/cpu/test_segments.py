@@ -46,7 +46,12 @@ def check(how: str, x: jax.Array, ids: np.ndarray, n: int, ordered: bool) -> Non
     with np.errstate(over="ignore", invalid="ignore"):
         want = folded(how, np.asarray(x), ids, n)
         want = want.astype(got.dtype).astype(np.float64)
-    np.testing.assert_allclose(got.astype(np.float64), want, rtol=TOLERANCE[x.dtype.name], atol=TOLERANCE[x.dtype.name])
+    allowed = TOLERANCE[x.dtype.name] * (1.0 + np.abs(want, where=np.isfinite(want), out=np.zeros_like(want)))
+    if how == "sum":  # of thousands of numbers of both signs: each addition rounds what has been added up so far
+        allowed += np.finfo(np.float32).eps * folded(how, np.abs(np.asarray(x)), ids, n)
+    with np.errstate(invalid="ignore"):
+        wrong = (got != want) & ~(np.abs(got.astype(np.float64) - want) <= allowed)
+    assert not wrong.any(), (got[wrong][:8], want[wrong][:8])
 
 
 @pytest.mark.parametrize("ids", list(IDS))

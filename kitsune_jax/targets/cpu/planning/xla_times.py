@@ -247,7 +247,11 @@ def _copied_seconds(cost: CpuCost, op: Op, side: int) -> float:
     v, batch = op.inputs[side], op[("lhs_batch", "rhs_batch")[side]]
     value = cost.graph.values[v]
     others = [n for d, n in enumerate(value.shape) if d < max(batch, default=0) and d not in batch]
-    if v in cost.producer or math.prod(others) == 1:
+    if math.prod(others) == 1:
+        return 0.0
+    while v in cost.producer and cost.graph.ops[cost.producer[v]].kind == "reshape":  # another name of the same array
+        v = cost.graph.ops[cost.producer[v]].inputs[0]
+    if v in cost.producer:  # which writes it as the product wants it
         return 0.0
     return _STRIDED * value.size * cost.times[f"xla/loop/move/{value.dtype if value.dtype in _HALVES else 'float32'}"]
 
