@@ -65,7 +65,7 @@ def folds_single_elements(cost: RegionCost, i: int) -> bool:
     shape, params = cost.graph.values[op.inputs[0]].shape, dict(op.params)
     axes = params["axes"] if "axes" in params else (params["axis"],)
     behind = math.prod(shape[max(axes) + 1 :])
-    return behind < SHORT and math.prod(shape[d] for d in axes) < SHORT
+    return behind < SHORT and 1 < math.prod(shape[d] for d in axes) < SHORT
 
 
 def pieces(cost: RegionCost) -> int:
