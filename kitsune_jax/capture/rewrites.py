@@ -33,17 +33,20 @@ from kitsune_jax.ops.verify import verify_op
 
 Rewriting = Callable[[Captured], Captured]
 
+_INDICES: tuple[str, Rewriting] = ("making indices where they are compared", spread_indices)
+_DIVISIONS: tuple[str, Rewriting] = ("moving divisions by the sums of a segment softmax", divide_segments)
 REWRITES: Sequence[tuple[str, Rewriting]] = (
-    ("making indices where they are compared", spread_indices),
+    _INDICES,
     ("folding transpositions into weight gradients", fold_transposes),
     ("making scores again behind the attention they are of", repeat_scores),
     ("moving indexing to the other side of products", move_indexing),
-    ("moving divisions by the sums of a segment softmax", divide_segments),
+    _DIVISIONS,
     ("folding slices into the weights of a product", fold_slices),
     ("reading the masks of rectified values off the results", masks_of_results),
 )
 ONLINE: tuple[str, Rewriting] = ("making the sums of a segment softmax online", sum_online)
 UNORDERED: tuple[str, Rewriting] = ("letting sums by index run in any order", allow_any_order)
+OF_ROWS: Sequence[tuple[str, Rewriting]] = (_INDICES, _DIVISIONS, ONLINE)  # once elements have become rows
 PARTS: tuple[str, Rewriting] = ("dividing the weight gradients of concatenations", split_gradients)
 APART: Sequence[tuple[str, Rewriting]] = (
     ("multiplying scores by the reciprocals of what they are divided by", multiply_scores),

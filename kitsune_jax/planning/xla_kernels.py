@@ -1,6 +1,7 @@
 """What XLA would do with the ops of a region: the kernels that it would run one after the other.
 
-Comes in: a ``RegionCost``. Goes out: ``kernels_of``, of which each target makes its baseline, modelled seconds and off-chip bytes.
+Comes in: a ``RegionCost``. Goes out: ``kernels_of``, of which each target makes its baseline, modelled seconds and off-chip bytes;
+and ``left_region``, by which it does so of ops that no region has.
 The model of XLA's fusion: a value is written to memory where its op is a matmul, a reduction or a scan, where it leaves the region,
 where a matmul, a scan or a scatter reads it, and where it is expensive and read twice; everything else, rows taken from a table
 included, is computed again inside the kernels that need it. Nothing fuses across matmuls and scatters.
@@ -17,6 +18,7 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, RegionCost, itemsize
+from kitsune_jax.streams.space import Region, StreamSpace
 
 ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative", "loop", SCATTER})
 # Kernels of their own, whose operands are in memory. The kernels of a loop are those of its body.
@@ -58,6 +60,16 @@ def kernels_of(cost: RegionCost) -> list[Kernel]:
             break
         written |= again
     return kernels
+
+
+def left_region(graph: Graph, ops: Sequence[int]) -> Region:
+    """``ops`` of ``graph``, in an order in which they can run, as a region over which nothing streams: what is left to XLA."""
+    made = {v for i in ops for v in graph.ops[i].outputs}
+    inside = set(ops)
+    read = {v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs} | set(graph.outputs)
+    inputs = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if v not in made and graph.values[v].literal is None)
+    outputs = tuple(v for i in ops for v in graph.ops[i].outputs if v in read)
+    return Region(StreamSpace((1,)), tuple(ops), (), tuple(inputs), outputs)
 
 
 def _expensive_twice(cost: RegionCost, kernels: Sequence[Kernel]) -> set[int]:

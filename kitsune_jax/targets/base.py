@@ -36,7 +36,8 @@ class Target(abc.ABC, Generic[M]):
     made of scores of their own (``capture.scores_apart``). ``runs_loops``: it has code for the loops of a graph. ``few_rows``:
     products of a few rows may stream over what they contract, so that all workers read the weight. ``sums_behind``: a loop may be a
     call without the sums of its steps, which are then made of arrays of all steps. ``splits_reductions``: where there are fewer
-    rows than workers, reductions over a long dimension may be made of parts of it (``capture.split_reductions``). ``compiles``:
+    rows than workers, reductions over a long dimension may be made of parts of it (``capture.split_reductions``).
+    ``streams_elements``: those of few rows may be folds by index over its elements (``capture.elements_as_rows``). ``compiles``:
     ``generate`` runs a compiler, for seconds and in several threads at once. ``M``: its machine models.
     """
 
@@ -54,6 +55,7 @@ class Target(abc.ABC, Generic[M]):
     few_rows: bool = False
     sums_behind: bool = False
     splits_reductions: bool = False
+    streams_elements: bool = False
     compiles: bool = False
 
     @abc.abstractmethod
@@ -79,7 +81,7 @@ class Target(abc.ABC, Generic[M]):
         return machine
 
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: M) -> float:
-        """Modelled seconds of ``ops`` where XLA runs them. Asked where ``splits_reductions``."""
+        """Modelled seconds of ``ops`` where XLA runs them. Asked where ``splits_reductions`` or ``streams_elements``."""
         return 0.0
 
     @abc.abstractmethod

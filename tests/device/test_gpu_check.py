@@ -186,8 +186,8 @@ def test_a_choice_for_slow_tools_has_training_steps() -> None:
 
 
 def test_whole_functions_become_the_kernels_that_they_are_there_for() -> None:
-    """Atomic sums; sums of a softmax in the pass that finds its largest scores; a kernel for queries and one for keys; loops in
-    calls of several phases."""
+    """Atomic sums; sums of a softmax in the pass that finds its largest scores; a kernel for queries and one for keys; the keys of a
+    token as rows; loops in calls of several phases."""
     found = {}
     for name, f in CALLS.items():
         explained = kj.explain(f.function, platform="cuda", device="h200", force=True, deterministic=f.deterministic)
@@ -198,6 +198,7 @@ def test_whole_functions_become_the_kernels_that_they_are_there_for() -> None:
     graph = capture(jax.make_jaxpr(family.function)(*family.shapes(4_099, "float32")), parts=True, loops=True, online=True).graph
     assert [op.kind for op in graph.ops].count("scatter_exp_sum") == 2
     assert len(found["attention-gradients"].regions) == 2
+    assert [r.rows for r in found["one-token"].regions] == [2 * CALLS["one-token"].rows[0]]
     for name in ("descent-ode", "descent-pendulum", "read-out"):
         assert any(region.loops and region.later for region in found[name].regions), found[name]
 

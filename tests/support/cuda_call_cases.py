@@ -17,6 +17,7 @@ from tests.support.cuda_recurrent_cases import heun, loss, pendulum
 
 _TABLE = 3_501  # rows of 16 floats: 219 KiB, which no lane has room for
 _GROUPS = 301
+_KEYS = (1_031, 4_099)  # of one token: as many as make rows of the keys
 _TOKENS = (523, 1_531)  # whose scores are eight times as large as q, k, v and the result
 
 
@@ -51,6 +52,13 @@ def attention_gradients(q: Array, k: Array, v: Array, do: Array) -> Any:
     return result[0], tuple(x[0] for x in back(do[None]))
 
 
+def one_token(q: Array, keys: Array, values: Array) -> Array:
+    """q [heads, size], keys and values [keys, heads, size]: the last quarter of the keys is hidden."""
+    scores = jnp.einsum("hd,khd->hk", q, keys) * q.shape[-1] ** -0.5
+    scores = jnp.where(jnp.arange(len(keys)) < len(keys) * 3 // 4, scores.astype(jnp.promote_types(q.dtype, jnp.float32)), -jnp.inf)
+    return jnp.einsum("hk,khd->hd", jax.nn.softmax(scores).astype(q.dtype), values)
+
+
 def updated(recurrence: Any, count: int, *args: Array) -> Any:
     """A step of gradient descent: the loss, and the first ``count`` arguments after it."""
     value, grads = jax.value_and_grad(functools.partial(loss, recurrence), tuple(range(count)))(*args)
@@ -80,6 +88,7 @@ CALLS: dict[str, Family] = {
         ),
         Family("extremes", extremes, (weight(24, 16), Arg((_TABLE, 16)), Arg((-1, 8)), _nodes(-1), _nodes(-1))),
         Family("segment-softmax", segment_softmax, (Arg((-1, 4, 16)), Arg((-1, 4)), Arg((-1,), "int32", classes=_GROUPS))),
+        Family("one-token", one_token, (Arg((2, 32)), _HEADS, _HEADS), rows=_KEYS),
         Family("attention-gradients", attention_gradients, (_HEADS,) * 4, rows=_TOKENS),
         Family("descent-ode", functools.partial(updated, heun, 3), (weight(6, 32), bias(32), weight(32, 6), Arg((-1, 6)))),
         Family(

@@ -19,7 +19,7 @@ from kitsune_jax.streams.space import Region
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.base import Evaluate, Target
 from kitsune_jax.targets.cuda import devices, hostcc, lower, nvrtc, runtime
-from kitsune_jax.targets.cuda.planning import machines, planner
+from kitsune_jax.targets.cuda.planning import machines, planner, xla_times
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
 
@@ -30,7 +30,7 @@ class _Cuda(Target[GpuMachine]):
     divides_gradients = repeats_products = True
     sums_online = sums_unordered = True
     runs_loops = True
-    sums_behind = True
+    sums_behind = streams_elements = True
     compiles = True
 
     def __init__(self, name: str):
@@ -53,6 +53,9 @@ class _Cuda(Target[GpuMachine]):
 
     def machine(self, device: str | None = None) -> GpuMachine:
         return machines.gpu(device or devices.model())
+
+    def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: GpuMachine) -> float:
+        return xla_times.of_ops(graph, ops, machine)
 
     def plan(self, graph: Graph, region: Region, machine: GpuMachine) -> Plan:
         """Candidates of the planner are shown to the code generator, from the fastest on, and the first one that it takes is it."""

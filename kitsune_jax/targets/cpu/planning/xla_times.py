@@ -16,9 +16,8 @@ from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import GATHER, SCATTER, itemsize
-from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, kernels_of
+from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, kernels_of, left_region
 from kitsune_jax.streams.seeds import FEW_ROWS
-from kitsune_jax.streams.space import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
 from kitsune_jax.targets.cpu.planning.xla_loops import Steps, sizes, steps_of
@@ -60,12 +59,7 @@ def _of_row_kernels(cost: CpuCost, rows: RowKernels) -> tuple[float, int]:
 
 def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine) -> float:
     """Seconds of ``ops`` of ``graph``, in an order in which they can run, one kernel after the other on the whole machine."""
-    made = {v for i in ops for v in graph.ops[i].outputs}
-    inside = set(ops)
-    read = {v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs} | set(graph.outputs)
-    inputs = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if v not in made and graph.values[v].literal is None)
-    outputs = tuple(v for i in ops for v in graph.ops[i].outputs if v in read)
-    return baseline(CpuCost(graph, Region(StreamSpace((1,)), tuple(ops), (), tuple(inputs), outputs), machine))[0]
+    return baseline(CpuCost(graph, left_region(graph, ops), machine))[0]
 
 
 def _kernels_seconds(

@@ -15,10 +15,10 @@ from kitsune_jax.ops.indexing import any_order, may_differ
 from kitsune_jax.ops.loops import as_step, parts
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import SCATTER, RegionCost, round_up
+from kitsune_jax.planning.cost import SCATTER, Access, RegionCost, round_up
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
-from kitsune_jax.targets.cuda.tiles import padded, table_bytes
+from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded, table_bytes
 
 # A matmul spends about four steps of K on loading and storing its accumulators; from K = 64 on that is in the efficiency.
 _FULL_K, _K_OVERHEAD = 64, 16
@@ -167,9 +167,19 @@ class GpuCost(RegionCost):
             access = self.access(i)
             if access is not None and not access.folds:
                 read = access.count * round_up(access.row_bytes, _SECTOR) * self.region.space.rows
+                if self._repeats(i, access):
+                    read //= TILE_ROWS  # the first row of a tile brings it into the L1
                 near += read
                 far += read if access.table_bytes > self.machine.shared_bytes else 0
         return near, far
+
+    def _repeats(self, i: int, access: Access) -> bool:
+        """Do whole tiles take the same row, because their rows are folded into the same one as well?"""
+        if self.order is not None or self.region.space.rows * access.row_bytes < TILE_ROWS * access.table_bytes:
+            return False
+        folds = [self.graph.ops[k] for k in self.region.sinks if self.access(k) is not None]
+        index = self.source(self.graph.ops[i].inputs[1])
+        return any(op["sorted"] and self.source(op.inputs[1]) == index for op in folds)
 
     def order_bytes(self) -> int:
         """Bytes that are read and written beside the rows themselves where these stream in an order of their own: whole sectors."""

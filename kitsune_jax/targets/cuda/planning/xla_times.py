@@ -5,11 +5,15 @@ Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``baseline``, modelled
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kitsune_jax.graph import Graph
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.planning import xla_kernels
 from kitsune_jax.planning.cost import SCATTER
-from kitsune_jax.planning.xla_kernels import ROOTS, Kernel
+from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, left_region
 from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost, atomic_bytes
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.sizes import loops_of
 
 # Operations per element that XLA:GPU still hands to the GEMM library as an epilogue: a bias and a ReLU.
@@ -43,6 +47,11 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
         bandwidth = max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth
         seconds += kernels * machine.kernel_seconds + max(moved / bandwidth, folded / machine.shared_bandwidth)
     return seconds, total
+
+
+def of_ops(graph: Graph, ops: Sequence[int], machine: GpuMachine) -> float:
+    """Seconds of ``ops`` of ``graph``, in an order in which they can run, one kernel after the other on the whole machine."""
+    return baseline(GpuCost(graph, left_region(graph, ops), machine))[0]
 
 
 def _scaling(cost: GpuCost, i: int) -> tuple[int, int, int]:

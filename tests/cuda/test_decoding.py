@@ -1,0 +1,89 @@
+"""One token, or a few, against a cache of keys on a GPU, in the emulator: the keys are the rows of a stream that all CTAs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kitsune_jax as kj
+
+Array = Any
+RNG = np.random.default_rng(11)
+
+
+def token(q: Array, k: Array, v: Array, last: Array) -> Array:
+    """q [batch, 1, heads, size]; keys behind ``last`` are hidden."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.where(jnp.arange(k.shape[1]) <= last, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores.astype(jnp.promote_types(q.dtype, jnp.float32)), -1).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def of_jax(q: Array, k: Array, v: Array, last: Array) -> Array:
+    lengths = jnp.full(len(q), last + 1, jnp.int32)
+    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
+
+
+def one_head(q: Array, k: Array, v: Array, last: Array) -> Array:
+    """[1, size] by [keys, size]; a head's scores are capped."""
+    scores = 4 * jnp.tanh(q[0, :, 0] @ k[0, :, 0].T)
+    return jax.nn.softmax(jnp.where(jnp.arange(k.shape[1]) <= last, scores, -jnp.inf)) @ v[0, :, 0]
+
+
+def arguments(batch: int, keys: int, heads: int, size: int, dtype: Any = jnp.float32) -> tuple[Array, ...]:
+    shapes = (batch, 1, heads, size), (batch, keys, heads, size), (batch, keys, heads, size)
+    return tuple(jnp.asarray(RNG.standard_normal(s), dtype) for s in shapes)
+
+
+def in_float64(f: Callable[..., Array], *args: Array) -> np.ndarray:
+    with jax.enable_x64(True):
+        return np.asarray(jax.jit(f)(*(np.asarray(a, np.float64) for a in args[:-1]), args[-1]))
+
+
+CASES = [(token, 2, 1103, 3, 16), (of_jax, 3, 1024, 2, 24), (one_head, 1, 2053, 1, 33)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("f", "batch", "keys", "heads", "size"), CASES)
+def test_the_keys_are_rows_that_all_share(
+    f: Callable[..., Array], batch: int, keys: int, heads: int, size: int, dtype: Any
+) -> None:
+    args = *arguments(batch, keys, heads, size, dtype), np.int32(keys // 2)
+    decode = kj.pipeline(f, target="emulator", strict=True)
+    report = kj.explain(decode)(*args)
+    (region,) = report.regions
+    assert region.rows == batch * heads * keys and region.replicas > batch * heads, str(report)
+    assert "online dot_general" in {op for stage in region.stages for op in stage.ops}
+    got = np.asarray(jax.jit(decode)(*args), np.float64)
+    want = in_float64(f, *args)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+
+
+def test_a_token_that_sees_nothing_is_as_jax_has_it() -> None:
+    args = *arguments(1, 1024, 2, 16), np.int32(-1)
+    assert np.isnan(np.asarray(jax.jit(token)(*args))).all()
+    assert np.isnan(np.asarray(jax.jit(kj.pipeline(token, target="emulator", strict=True))(*args))).all()
+
+
+@pytest.mark.parametrize(("batch", "keys", "heads", "size"), [(1, 4096, 8, 64), (1, 32768, 1, 128), (32, 4096, 8, 128)])
+def test_the_model_takes_it_on_an_h200(batch: int, keys: int, heads: int, size: int) -> None:
+    cache = jax.ShapeDtypeStruct((batch, keys, heads, size), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((batch, 1, heads, size), jnp.bfloat16)
+    report = kj.explain(token, platform="cuda", device="h200")(q, cache, cache, np.int32(keys - 1))
+    (region,) = report.regions
+    assert region.rows == batch * heads * keys and region.replicas == 132
+    read = 2 * batch * keys * heads * size * 2
+    assert read <= region.bytes_in < 1.01 * read  # keys and values once, and nothing of their size beside
+
+
+def test_many_queries_are_no_rows_of_keys() -> None:
+    """A product of 64 queries is worth a tensor core: attention block by block, as before."""
+    q, cache = (jax.ShapeDtypeStruct((1, n, 8, 64), jnp.bfloat16) for n in (2048, 4096))
+    report = kj.explain(of_jax, platform="cuda", device="h200")(q, cache, cache, np.int32(4000))
+    assert [r.rows for r in report.regions] == [8 * 2048], str(report)
