@@ -23,7 +23,6 @@ from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.graph import Graph
 from kitsune_jax.program import build
-from kitsune_jax.program.ir import walk
 from kitsune_jax.route import Routed, route
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import kernel, lower, nvrtc, runtime
@@ -289,37 +288,3 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
         assert nvrtc.resources(compiled.log, compiled.cubin).spill_bytes <= (spilled if by_keys else 0)
         paths = flow(sass.disassemble(compiled.cubin, "kitsune_region").instructions)
         assert not in_flight(paths).hazards and not skipped(paths)
-
-
-def placed(q: Any, k: Any, v: Any, place: Any, hidden: float = -1e30) -> Any:
-    """Queries from ``place`` on of a text whose keys are in ``k``: [h, t, d]."""
-    scores = jnp.einsum("hqd,hkd->hqk", q, k).astype(jnp.promote_types(q.dtype, jnp.float32)) / 4
-    seen = place + jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])
-    return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(jnp.where(seen, scores, hidden), -1).astype(q.dtype), v)
-
-
-def placed_gradients(q: Any, k: Any, v: Any, do: Any, place: Any) -> Any:
-    return jax.vjp(lambda *args: placed(*args, place), q, k, v)[1](do)
-
-
-def test_the_gradient_of_a_piece_of_a_text() -> None:
-    """Where it lies among the keys is known when the kernels run: both leave out what it hides. In front of all keys its first
-    rows see nothing, and every key has one weight."""
-    rng = np.random.default_rng(3)
-    args = [jnp.asarray(rng.standard_normal((2, n, 16)), "bfloat16") for n in (576, 704, 704, 576)]
-    graph = capture(jax.make_jaxpr(placed_gradients)(*args, jnp.int32(0)), parts=True, loops=True, online=True, apart=True).graph
-    bodies = [part.program.stages[0].body for r in route(graph, "cuda", device="h200", code=False, force=True).regions
-              for part in r.program.parts]  # fmt: skip
-    shifted = [{i["shifted"][1:3] for i in walk(body) if i.get("shifted") is not None} for body in bodies]
-    assert sorted(shifted, key=str) == [{(-1, "elements")}, {(1, "rows")}]
-    compiled = jax.jit(kj.pipeline(placed_gradients, target="emulator", force=True))
-    for seed, place in enumerate((0, 100, -20)):
-        runtime.set_emulator_seed(seed)
-        before = runtime.calls()
-        got = jax.block_until_ready(compiled(*args, jnp.int32(place)))
-        assert runtime.calls() == before + 2
-        with enable_x64():
-            want = placed_gradients(*(jnp.asarray(np.asarray(a, np.float64)) for a in args), jnp.int32(place))
-        for g, w in zip(got, want, strict=True):
-            w = np.asarray(w)
-            assert np.abs(np.asarray(g, np.float64) - w).max() < 3e-2 * np.abs(w).max()

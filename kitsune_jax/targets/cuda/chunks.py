@@ -63,6 +63,7 @@ class _Chunks:
         self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
         self.loop = STRAIGHT  # the number of the loop around what is spelled out
         self.counter = itertools.count()
+        self.crowded = False  # are the chunks of the products that are in flight together more than the ring holds?
 
     def of(self, nodes: Iterable[Node]) -> list[Node]:
         outer, self.nodes = self.nodes, []
@@ -110,6 +111,7 @@ class _Chunks:
 
     def _advance(self, products: Sequence[Multiply], first: int) -> None:
         """Makes the chunks of ``products`` that hold block ``first`` available, and issues the next ones where that is allowed."""
+        self.crowded = not self.resident and sum(p.shape.k_chunks for p in products) > self.depth
         for p in products:
             if self._state(p).issued <= _chunk_of(p, first):
                 self._issue(p)
@@ -131,8 +133,7 @@ class _Chunks:
 
     def _rolling(self, p: Multiply) -> bool:
         """Does the product wait as it goes?"""
-        small = not self.resident and p.shape.k_chunks > self.depth
-        return small or any(o.fetched for o in p.operands)
+        return self.crowded or any(o.fetched for o in p.operands)
 
     def _may_overlap(self, p: Multiply) -> bool:
         state, shape = self._state(p), p.shape

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.targets.cuda import arrays, bodies, chunks, liveness, stage_facts, tiles, turns
+from kitsune_jax.targets.cuda import arrays, bodies, chunks, liveness, ring_depth, stage_facts, tiles, turns
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.device_ir import Node, Ref
@@ -255,6 +255,10 @@ class _Fitter:
                 raise CannotLower(f"{tile_bytes} bytes of tiles leave no room for a ring of weights in shared memory")
             if depth < MAX_DEPTH:
                 lowered = self.lower(shape, depth)
+            if depth < (least := ring_depth.least(lowered.nodes)):
+                raise CannotLower(
+                    f"a ring of {depth} chunks of weights is all that fits; lanes would wait for each other below {least}"
+                )
             weights = depth * slot
         if weights + tile_bytes > free:
             raise CannotLower(
