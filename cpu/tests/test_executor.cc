@@ -55,7 +55,16 @@ void test_stalled_pool() {
     CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "a call without helpers fails");
   }
   CHECK(!pool.tasks.empty(), "no helper was asked for");
-  for (auto& task : pool.tasks) task();  // the executable and the arrays are gone: these must touch neither
+  std::mt19937 rng(3);
+  words = encode(random_phases(rng, 7, 1, std::vector<int64_t>(7, int64_t{1} << 16), true));
+  {
+    Executable exe(parse(words.data(), words.size()));
+    Arrays a(exe.call(), 5);
+    const size_t before = pool.tasks.size();
+    CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "parts together without helpers fail");
+    CHECK(pool.tasks.size() == before + 7, "%zu helpers were asked for, not 7 for all parts", pool.tasks.size() - before);
+  }
+  for (auto& task : pool.tasks) task();  // the executables and the arrays are gone: these must touch neither
 }
 
 void test_vectors() {
@@ -71,8 +80,9 @@ void test_arrays_between_phases() {
   // Small integers, at most doubled 15 times, stay exact.
   for (int64_t phases : {1, 2, 5, 40, 100})
     for (int64_t reach : {1, 3, 1000})
-      compare("arrays between phases", random_phases(rng, phases, reach, {5, 333, 64, 1, 17, 256, 1000}), 0,
-              static_cast<unsigned>(phases), true);
+      for (bool together : {false, true})
+        compare("arrays between phases", random_phases(rng, phases, reach, {5, 333, 64, 1, 17, 256, 1000}, together), 0,
+                static_cast<unsigned>(phases), true, {1, 3, 64});
   auto memory = [&](int64_t phases) {
     std::vector<int64_t> words = encode(random_phases(rng, phases, 1, {1 << 20}));
     return Executable(parse(words.data(), words.size())).memory_bytes();
