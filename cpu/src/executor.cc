@@ -57,16 +57,17 @@ void find_written(Plan& plan) {
   std::vector<int64_t> products(p.sinks.size(), 0);
   std::vector<bool> whole(p.sinks.size(), false);
   for (const Stage& s : p.stages) {
-    size_t end = 0;  // of the loops and single rows that instruction i is in
+    size_t end = 0;  // of the loops and single rows so far
     for (size_t i = 0; i < s.body.size(); ++i) {
       const auto* loop = std::get_if<Loop>(&s.body[i]);
       const auto* one = std::get_if<Stationary>(&s.body[i]);
       const int64_t length = loop != nullptr ? loop->length : one != nullptr ? one->length : 0;
+      const bool inside = i < end;
       end = std::max(end, i + 1 + static_cast<size_t>(length));
       const auto* m = std::get_if<AccumulateMatmul>(&s.body[i]);
       if (m == nullptr) continue;
       ++products[m->sink];
-      whole[m->sink] = end == i + 1 && m->batch * m->m * m->n == p.sinks[m->sink].elements;
+      whole[m->sink] = !inside && m->batch * m->m * m->n == p.sinks[m->sink].elements;
     }
   }
   // All that folds into a sink that products are folded into are products (the checker).

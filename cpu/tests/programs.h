@@ -241,13 +241,16 @@ inline Program matmul(DType t, int64_t n, int64_t batch, Product product = Produ
   return p;
 }
 
-inline Program weight_gradient(DType t, int64_t n, int64_t batch, Product product = Product::kBest) {
+// `again`: the sums of each tile are added a second time, by another product or, as the third time, by a loop of two.
+inline Program weight_gradient(DType t, int64_t n, int64_t batch, Product product = Product::kBest, int64_t again = 0) {
   constexpr int64_t R = 23, K = 13, M = 2;
   DType sum = t == F64 ? F64 : F32;
   Program p = program({R}, 4, {{t, R * M * batch * K}, {t, R * M * batch * n}}, {{sum, batch * K * n}}, {});
   p.sinks = {{Reduction::kSum, sum, batch * K * n, 0}};
   p.stages[0].body = {AccumulateMatmul{0, M, batch, K, n, operand(Space::kIn, 0, t, 0, batch * K, {K}),
                                        operand(Space::kIn, 1, t, 0, batch * n, {n}), product}};
+  if (again > 0) p.stages[0].body.push_back(p.stages[0].body[0]);
+  if (again > 1) p.stages[0].body[0] = Loop{2, false, std::nullopt, 1};
   return p;
 }
 
