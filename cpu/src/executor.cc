@@ -51,6 +51,30 @@ void strands_of_batches(Plan& plan) {
   plan.strands = strands, plan.strand_unit = p.batch_tiles, plan.strand_bytes = bytes;
 }
 
+// Finds the sinks of which one product, outside of all loops, makes every element of every tile.
+void find_written(Plan& plan) {
+  const Program& p = plan.program;
+  std::vector<int64_t> products(p.sinks.size(), 0);
+  std::vector<bool> whole(p.sinks.size(), false);
+  for (const Stage& s : p.stages) {
+    size_t end = 0;  // of the loops and single rows so far
+    for (size_t i = 0; i < s.body.size(); ++i) {
+      const auto* loop = std::get_if<Loop>(&s.body[i]);
+      const auto* one = std::get_if<Stationary>(&s.body[i]);
+      const int64_t length = loop != nullptr ? loop->length : one != nullptr ? one->length : 0;
+      const bool inside = i < end;
+      end = std::max(end, i + 1 + static_cast<size_t>(length));
+      const auto* m = std::get_if<AccumulateMatmul>(&s.body[i]);
+      if (m == nullptr) continue;
+      ++products[m->sink];
+      whole[m->sink] = !inside && m->batch * m->m * m->n == p.sinks[m->sink].elements;
+    }
+  }
+  // All that folds into a sink that products are folded into are products (the checker).
+  for (size_t k = 0; k < p.sinks.size(); ++k)
+    plan.sinks[k].written = whole[k] && products[k] == 1 && !p.sinks[k].per_batch();
+}
+
 void plan_sinks(Plan& plan, double ns) {
   const Program& p = plan.program;
   // Few rows of a sink take many of the tile's each, and their sums are in float64, as those of values are; many take few.
@@ -68,6 +92,7 @@ void plan_sinks(Plan& plan, double ns) {
       if (const auto* a = std::get_if<AccumulateScaled>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
       if (const auto* a = std::get_if<AccumulateTaken>(&i)) plan.sinks[a->sink].stage = static_cast<int64_t>(s);
     }
+  find_written(plan);
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     SinkPlan& s = plan.sinks[i];
     Storer(plan.table, p.outputs[p.sinks[i].out].dtype, s.acc,

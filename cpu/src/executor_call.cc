@@ -4,6 +4,7 @@
 
 #include "executor_internal.h"
 #include "executor_memory.h"
+#include "executor_together.h"
 #include "huge_pages.h"
 
 namespace kitsune::cpu {
@@ -59,8 +60,8 @@ class Places {
 };
 
 // Where the arrays that live during the call only lie in the memory between phases. Two of them share bytes only where one is read
-// for the last time by a part before the one that makes the other.
-std::vector<size_t> place_inner(const Call& call, size_t* bytes) {
+// for the last time by a group of parts before the one that makes the other.
+std::vector<size_t> place_inner(const Call& call, const std::vector<size_t>& ends, size_t* bytes) {
   const size_t outer = static_cast<size_t>(call.operands + call.results), none = call.parts.size();
   std::vector<size_t> last(call.arrays.size(), none), at(call.arrays.size() - outer);
   for (size_t p = 0; p < call.parts.size(); ++p)
@@ -70,8 +71,9 @@ std::vector<size_t> place_inner(const Call& call, size_t* bytes) {
     return align_up(times(static_cast<size_t>(call.arrays[k].elements), item_size(call.arrays[k].dtype)));
   };
   Places places;
+  std::vector<size_t> dying;
+  auto end = ends.begin();
   for (size_t p = 0; p < call.parts.size() && places.end() != kTooLarge; ++p) {
-    std::vector<size_t> dying;
     for (int64_t k : call.parts[p].writes)
       if (static_cast<size_t>(k) >= outer) at[static_cast<size_t>(k) - outer] = places.take(size_of(static_cast<size_t>(k)));
     for (const auto* arrays : {&call.parts[p].reads, &call.parts[p].writes})
@@ -80,7 +82,10 @@ std::vector<size_t> place_inner(const Call& call, size_t* bytes) {
           dying.push_back(static_cast<size_t>(k));
           last[static_cast<size_t>(k)] = none;  // a part may read an array twice
         }
+    if (p + 1 < *end) continue;
     for (size_t k : dying) places.give_back(at[k - outer], size_of(k));
+    dying.clear();
+    ++end;
   }
   *bytes = places.end();
   return at;
@@ -91,7 +96,8 @@ std::vector<size_t> place_inner(const Call& call, size_t* bytes) {
 Executable::Executable(Call call, const KernelTable& table) : call_(std::move(call)) {
   for (const Part& part : call_.parts) plans_.push_back(std::make_unique<const Plan>(part.program, table));
   const int64_t outer = call_.operands + call_.results;
-  inner_offset_ = place_inner(call_, &inner_bytes_);
+  group_ends_ = groups_of(call_, plans_);
+  inner_offset_ = place_inner(call_, group_ends_, &inner_bytes_);
   limit_memory(inner_bytes_, from(call_.arrays, 0, outer), {}, "arrays between phases");
 }
 
@@ -112,7 +118,7 @@ size_t Executable::memory_bytes() const {
 std::string Executable::run(const void* const* ins, void* const* outs, Pool& pool) const {
   try {
     CachedBlock inner(inner_bytes_, "arrays between phases");
-    std::vector<char*> arrays, reads, writes;
+    std::vector<char*> arrays;
     arrays.reserve(call_.arrays.size());
     for (int64_t i = 0; i < call_.operands; ++i) arrays.push_back(const_cast<char*>(static_cast<const char*>(ins[i])));
     for (int64_t i = 0; i < call_.results; ++i) {
@@ -121,13 +127,20 @@ std::string Executable::run(const void* const* ins, void* const* outs, Pool& poo
       arrays.push_back(static_cast<char*>(outs[i]));
     }
     for (size_t offset : inner_offset_) arrays.push_back(inner.data() + offset);
-    for (size_t i = 0; i < plans_.size(); ++i) {
-      const Part& part = call_.parts[i];
-      reads.clear(), writes.clear();
-      for (int64_t k : part.reads) reads.push_back(arrays[static_cast<size_t>(k)]);
-      for (int64_t k : part.writes) writes.push_back(arrays[static_cast<size_t>(k)]);
-      std::string error = run_program(*plans_[i], reads.data(), writes.data(), pool);
+    std::vector<Member> members;
+    size_t begin = 0;
+    for (size_t end : group_ends_) {
+      members.clear();
+      for (size_t i = begin; i < end; ++i) {
+        Member& m = members.emplace_back(Member{plans_[i].get(), {}, {}});
+        for (int64_t k : call_.parts[i].reads) m.ins.push_back(arrays[static_cast<size_t>(k)]);
+        for (int64_t k : call_.parts[i].writes) m.outs.push_back(arrays[static_cast<size_t>(k)]);
+      }
+      const Member& first = members.front();
+      std::string error = end - begin == 1 ? run_program(*first.plan, first.ins.data(), first.outs.data(), pool)
+                                           : run_together(members, call_.name.c_str(), pool);
       if (!error.empty()) return error;
+      begin = end;
     }
     return "";
   } catch (const std::exception& e) {

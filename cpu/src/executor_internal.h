@@ -34,6 +34,7 @@ struct Context {
   char* packed;              // what Pack has prepared
   const char** packed_from;  // per slot of it: where that came from
   char* temp;                // Step::temp_bytes() bytes, 64-byte aligned
+  bool first_of_strand = false;
 };
 
 // Where an operand of a tile starts: resolved form of a Ref whose row stride is `row_bytes`.
@@ -84,6 +85,8 @@ struct SinkPlan {
   size_t offset;  // in a strand; of a sink for each batch, in the sums of one
   int64_t stage;
   bool per_batch = false;
+  // One product makes all of it once for each tile: the first tile of a strand writes, so nobody has to fill it with zeros.
+  bool written = false;
 };
 
 // A weight's panels for all batches, or a dense operand.
@@ -263,7 +266,41 @@ void fill_constant(DType type, void* out, int64_t n, const std::vector<double>& 
 // Reductions: accumulator type, identity, combination of accumulators (run_reduce.cc).
 DType accumulator_type(Reduction how, DType values, bool wide);
 void fill_identity(Reduction how, DType acc, int64_t n, void* out);
-void combine(Reduction how, DType acc, int64_t n, void* into, const void* from);
+// to[i] = a[i] (how) b[i]; `to` may be `a`.
+void combine(Reduction how, DType acc, int64_t n, void* to, const void* a, const void* b);
+inline void combine(Reduction how, DType acc, int64_t n, void* into, const void* from) { combine(how, acc, n, into, into, from); }
+// Where `count` accumulators of a sink belong, from number `first` on: calls f(run, from, to) for runs of them that lie together in
+// its array too, `from` counted from the first one, `to` an element of the array.
+template <class F>
+void rows_of_sums(const Sink& sink, int64_t begin, int64_t count, F&& f) {
+  const int64_t wide = sink.columns;
+  if (wide <= kSumGroup) return f(count, 0, begin);  // no weight gradient, or one of dense rows
+  // Where the first one lies; from there on by steps, because five divisions for each row of a group took as long as a narrow
+  // product.
+  const int64_t matrix = sink.height * wide, at = begin % matrix;
+  int64_t first = at / (sink.rows * wide) * sink.rows, rows = std::min(sink.rows, sink.height - first);
+  int64_t in = at - first * wide;
+  int64_t group = in / rows / kSumGroup * kSumGroup, columns = group_columns(wide, group);
+  int64_t row = (in - group * rows) / columns, column = (in - group * rows) % columns;
+  int64_t block = begin - in;  // rows `first` and on of a matrix
+  for (int64_t from = 0; from < count;) {
+    for (; row < rows && from < count; ++row) {  // the columns of one group in one row
+      const int64_t run = std::min(columns - column, count - from);
+      f(run, from, block + row * wide + group + column);
+      from += run;
+      column = 0;
+    }
+    row = 0;
+    group += columns;
+    if (group == wide) {
+      group = 0;
+      block += rows * wide;
+      first = first + rows < sink.height ? first + rows : 0;
+      rows = std::min(sink.rows, sink.height - first);
+    }
+    columns = group_columns(wide, group);
+  }
+}
 // The accumulators of a sink in the range `of`, `sum_bytes` each, to where they belong in its array, `item_bytes` each
 // (run_matmul.cc).
 void store_sums(const Sink& sink, std::pair<int64_t, int64_t> of, const Storer& store, const char* sums, size_t sum_bytes,

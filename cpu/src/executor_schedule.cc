@@ -10,33 +10,20 @@
 #include <condition_variable>
 #include <mutex>
 #include <optional>
-#include <thread>
 
 #include "batch_sums.h"
+#include "combine_sums.h"
 #include "executor_memory.h"
+#include "pause.h"
 #include "pipeline.h"
 #include "segments.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace kitsune::cpu {
 namespace {
 
-constexpr int kSpins = 256;              // about 5 us before a worker sleeps
-constexpr int64_t kCombineChunk = 1024;  // elements of a sink combined by one job
 constexpr int kFanOut = 4;               // helpers that a worker asks for: 192 are there after four steps
 thread_local bool scheduling = false;    // is this thread inside of Pool::schedule?
 thread_local uint64_t scratch_user = 0;  // number of the call whose packed operands this thread's memory holds
-
-inline void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
 
 struct Round {
   enum Kind { kPrepare, kTiles, kStrands, kPipeline, kCombine } kind;
@@ -341,12 +328,13 @@ void Run::run_tile(Context& c, int64_t s, int64_t tile, int64_t strand, bool fir
   c.first_row = c.row0;
   if (p.batch_axes > 0) find_batch(tile / p.batch_tiles, c);
   c.strand = strands_ + static_cast<size_t>(strand) * plan_.strand_bytes;
+  c.first_of_strand = first_of_strand;
   if (first_of_strand)
     for (int64_t k : stage.sinks) {
       char* sums = c.strand + plan_.sinks[k].offset;
       if (p.sinks[k].fed == Fold::kSegments)
         *reinterpret_cast<Segments*>(sums) = {-1, -1, -1, -1};
-      else
+      else if (!plan_.sinks[k].written)
         fill_identity(p.sinks[k].how, plan_.sinks[k].acc, p.sinks[k].elements, sums);
     }
   if (!stage.batch_sinks.empty()) open_batch(plan_, s, tile, strand, c);
@@ -359,14 +347,7 @@ void Run::combine_strands(const CombineJob& job, char* temp) const {
   if (sink.fed == Fold::kSegments) return finish_segments(plan_, job.sink, job.begin, job.end, strands_, outs_[sink.out]);
   if (job.shared >= 0)
     return finish_batch(plan_, job.sink, shared_[static_cast<size_t>(job.shared)], job.begin, job.end, strands_, outs_, temp);
-  const SinkPlan& s = plan_.sinks[job.sink];
-  int64_t n = job.end - job.begin;
-  char* first = strands_ + s.offset + static_cast<size_t>(job.begin) * item_size(s.acc);
-  for (int64_t l = 1; l < plan_.strands; ++l)
-    combine(sink.how, s.acc, n, first, first + static_cast<size_t>(l) * plan_.strand_bytes);
-  const DType type = plan_.program.outputs[sink.out].dtype;
-  store_sums(sink, {job.begin, job.end}, Storer(plan_.table, type, s.acc, ""), first, item_size(s.acc), outs_[sink.out],
-             item_size(type), temp);
+  combine_sums(plan_, job.sink, job.begin, job.end, strands_, outs_[sink.out], temp);
 }
 
 }  // namespace

@@ -76,7 +76,8 @@ class AccumulateMatmulStep final : public Step {
         y_(m.y.ref, m.y.row_stride * m.row_multiple),
         row_multiple_(m.row_multiple),
         batch_(m.batch),
-        sums_(m.sums, c, m.sink) {
+        sums_(m.sums, c, m.sink),
+        writes_(c.sinks[m.sink].written) {
     const int64_t item = static_cast<int64_t>(item_size(m.x.ref.dtype));
     x_batch_bytes_ = m.x.strides[0] * item;
     y_batch_bytes_ = m.y.strides[0] * item;
@@ -96,6 +97,7 @@ class AccumulateMatmulStep final : public Step {
     OuterArgs a = args_;
     a.R = c.rows * row_multiple_;
     a.scratch = c.temp;
+    a.first = writes_ && c.first_of_strand;
     const char *x = x_.of(c), *y = y_.of(c);
     char* into = sums_.of(c);
     for (int64_t b = 0; b < batch_; ++b) {
@@ -111,6 +113,7 @@ class AccumulateMatmulStep final : public Step {
   Address x_, y_;
   int64_t row_multiple_, batch_;
   SumsAddress sums_;
+  bool writes_;
   int64_t x_batch_bytes_, y_batch_bytes_, c_batch_bytes_;
   OuterArgs args_{};
 };
@@ -119,35 +122,9 @@ class AccumulateMatmulStep final : public Step {
 
 void store_sums(const Sink& sink, std::pair<int64_t, int64_t> of, const Storer& store, const char* sums, size_t sum_bytes,
                 char* array, size_t item_bytes, char* temp) {
-  const int64_t wide = sink.columns;
-  if (wide <= kSumGroup)  // no weight gradient, or one of dense rows
-    return store(of.second - of.first, array + static_cast<size_t>(of.first) * item_bytes, 1, sums, temp);
-  // Where the first one lies; from there on by steps, because five divisions for each row of a group took as long as a narrow
-  // product.
-  const int64_t matrix = sink.height * wide, at = of.first % matrix;
-  int64_t first = at / (sink.rows * wide) * sink.rows, rows = std::min(sink.rows, sink.height - first);
-  int64_t in = at - first * wide;
-  int64_t group = in / rows / kSumGroup * kSumGroup, columns = group_columns(wide, group);
-  int64_t row = (in - group * rows) / columns, column = (in - group * rows) % columns;
-  char* block = array + static_cast<size_t>(of.first - in) * item_bytes;  // rows `first` and on of a matrix
-  for (int64_t left = of.second - of.first; left > 0;) {
-    for (; row < rows && left > 0; ++row) {  // the columns of one group in one row
-      const int64_t run = std::min(columns - column, left);
-      store(run, block + static_cast<size_t>(row * wide + group + column) * item_bytes, 1, sums, temp);
-      sums += static_cast<size_t>(run) * sum_bytes;
-      left -= run;
-      column = 0;
-    }
-    row = 0;
-    group += columns;
-    if (group == wide) {
-      group = 0;
-      block += static_cast<size_t>(rows * wide) * item_bytes;
-      first = first + rows < sink.height ? first + rows : 0;
-      rows = std::min(sink.rows, sink.height - first);
-    }
-    columns = group_columns(wide, group);
-  }
+  rows_of_sums(sink, of.first, of.second - of.first, [&](int64_t run, int64_t from, int64_t to) {
+    store(run, array + static_cast<size_t>(to) * item_bytes, 1, sums + static_cast<size_t>(from) * sum_bytes, temp);
+  });
 }
 
 std::unique_ptr<const Step> compile(const AccumulateMatmul& m, const Compile& c) {

@@ -280,13 +280,13 @@ void fill_identity(Reduction how, DType acc, int64_t n, void* out) {
   });
 }
 
-void combine(Reduction how, DType acc, int64_t n, void* into, const void* from) {
+void combine(Reduction how, DType acc, int64_t n, void* to, const void* a, const void* b) {
   with_type(acc, [&](auto zero) {
     using T = decltype(zero);
-    T* a = static_cast<T*>(into);
-    const T* b = static_cast<const T*>(from);
+    T* out = static_cast<T*>(to);
+    const T *x = static_cast<const T*>(a), *y = static_cast<const T*>(b);
     auto each = [&](auto f) {
-      for (int64_t i = 0; i < n; ++i) a[i] = f(a[i], b[i]);
+      for (int64_t i = 0; i < n; ++i) out[i] = f(x[i], y[i]);
     };
     switch (how) {
       case Reduction::kSum: return each([](T x, T y) { return wrap_add(x, y); });

@@ -12,7 +12,8 @@ struct OuterCase {
   Product product = Product::kBest;
 };
 
-inline void test_outer_case(const OuterCase& t, Random& random) {
+// `first`: C is written, and what was there is NaN.
+inline void test_outer_into(const OuterCase& t, bool first, Random& random) {
   const KernelTable& kt = kernels();
   const int64_t ldx = t.M + (t.strided ? 3 : 0), ldy = t.N + (t.strided ? 7 : 0);
   const DType sum = t.type == DType::kF64 ? DType::kF64 : DType::kF32;
@@ -24,13 +25,14 @@ inline void test_outer_case(const OuterCase& t, Random& random) {
   char* c0 = c.data() + size_t(guard) * item_size(sum);
   std::vector<double> before(size_t(t.M * t.N));
   for (int64_t i = 0; i < t.M * t.N; ++i) {
-    set_element(c0, sum, i, random.symmetric());
-    before[size_t(i)] = element(c0, sum, i);
+    set_element(c0, sum, i, first ? NAN : random.symmetric());
+    before[size_t(i)] = first ? 0 : element(c0, sum, i);
   }
   OuterArgs args{t.R, t.M, t.N, x.get(), y.get(), t.type, kt.panel_for(t.type, t.product, {t.M, t.N, t.R}), ldx, ldy, c0, nullptr};
   AlignedBuffer scratch(kt.outer_scratch_bytes(args));
   std::memset(scratch.data, 0xff, kt.outer_scratch_bytes(args));  // NaN, as every type
   args.scratch = scratch.data;
+  args.first = first;
   kt.outer(args);
   end_of_call(kt);
   const double step = sum == DType::kF64 ? 0x1p-53 : 0x1p-24;
@@ -50,8 +52,12 @@ inline void test_outer_case(const OuterCase& t, Random& random) {
     wrong += !(std::fabs(element(c0, sum, at) - want) <= (t.R + 2) * step * size);
   }
   check(wrong == 0 && touched == 0,
-        "outer [%s] R %ld M %ld N %ld type %d strided %d product %d: %ld wrong, %ld bytes outside touched", kt.isa, long(t.R),
-        long(t.M), long(t.N), int(t.type), t.strided, int(t.product), long(wrong), long(touched));
+        "outer [%s] R %ld M %ld N %ld type %d strided %d product %d first %d: %ld wrong, %ld bytes outside touched", kt.isa,
+        long(t.R), long(t.M), long(t.N), int(t.type), t.strided, int(t.product), first, long(wrong), long(touched));
+}
+
+inline void test_outer_case(const OuterCase& t, Random& random) {
+  for (bool first : {false, true}) test_outer_into(t, first, random);
 }
 
 inline void test_outer() {

@@ -60,8 +60,8 @@ inline Call residual_call(int64_t rows, int64_t tile_rows, int64_t depth) {
 }
 
 // Phases that each subtract two arrays of one length: operands, or what random phases before made; the last ones make the results.
-// `reach`: how many phases ago an array may have been made.
-inline Call random_phases(std::mt19937& rng, int64_t phases, int64_t reach, std::vector<int64_t> lengths) {
+// `reach`: how many phases ago an array may have been made. `together`: one part for each length is a phase.
+inline Call random_phases(std::mt19937& rng, int64_t phases, int64_t reach, std::vector<int64_t> lengths, bool together = false) {
   Call c;
   c.name = "phases";
   for (int64_t n : lengths) c.arrays.push_back({F32, n});
@@ -88,7 +88,7 @@ inline Call random_phases(std::mt19937& rng, int64_t phases, int64_t reach, std:
                {}};
     sub.code = {micro(Opcode::op_load, F32, 0, 0), micro(Opcode::op_load, F32, 1, 1), micro(Opcode::op_sub, F32, 0, 0, 1),
                 micro(Opcode::op_store, F32, 0, 0, 0)};
-    c.parts.push_back({p, {read(), read()}, {number}, program({a.elements}, 16, {a, a}, {a}, {sub})});
+    c.parts.push_back({together ? p / kinds : p, {read(), read()}, {number}, program({a.elements}, 16, {a, a}, {a}, {sub})});
     known.push_back(number);
   }
   c.arrays.resize(static_cast<size_t>(kinds + phases));
@@ -241,13 +241,16 @@ inline Program matmul(DType t, int64_t n, int64_t batch, Product product = Produ
   return p;
 }
 
-inline Program weight_gradient(DType t, int64_t n, int64_t batch, Product product = Product::kBest) {
+// `again`: the sums of each tile are added a second time, by another product or, as the third time, by a loop of two.
+inline Program weight_gradient(DType t, int64_t n, int64_t batch, Product product = Product::kBest, int64_t again = 0) {
   constexpr int64_t R = 23, K = 13, M = 2;
   DType sum = t == F64 ? F64 : F32;
   Program p = program({R}, 4, {{t, R * M * batch * K}, {t, R * M * batch * n}}, {{sum, batch * K * n}}, {});
   p.sinks = {{Reduction::kSum, sum, batch * K * n, 0}};
   p.stages[0].body = {AccumulateMatmul{0, M, batch, K, n, operand(Space::kIn, 0, t, 0, batch * K, {K}),
                                        operand(Space::kIn, 1, t, 0, batch * n, {n}), product}};
+  if (again > 0) p.stages[0].body.push_back(p.stages[0].body[0]);
+  if (again > 1) p.stages[0].body[0] = Loop{2, false, std::nullopt, 1};
   return p;
 }
 

@@ -55,7 +55,16 @@ void test_stalled_pool() {
     CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "a call without helpers fails");
   }
   CHECK(!pool.tasks.empty(), "no helper was asked for");
-  for (auto& task : pool.tasks) task();  // the executable and the arrays are gone: these must touch neither
+  std::mt19937 rng(3);
+  words = encode(random_phases(rng, 7, 1, std::vector<int64_t>(7, int64_t{1} << 16), true));
+  {
+    Executable exe(parse(words.data(), words.size()));
+    Arrays a(exe.call(), 5);
+    const size_t before = pool.tasks.size();
+    CHECK(exe.run(a.in_pointers.data(), a.out_pointers.data(), pool).empty(), "parts together without helpers fail");
+    CHECK(pool.tasks.size() == before + 7, "%zu helpers were asked for, not 7 for all parts", pool.tasks.size() - before);
+  }
+  for (auto& task : pool.tasks) task();  // the executables and the arrays are gone: these must touch neither
 }
 
 void test_vectors() {
@@ -71,14 +80,19 @@ void test_arrays_between_phases() {
   // Small integers, at most doubled 15 times, stay exact.
   for (int64_t phases : {1, 2, 5, 40, 100})
     for (int64_t reach : {1, 3, 1000})
-      compare("arrays between phases", random_phases(rng, phases, reach, {5, 333, 64, 1, 17, 256, 1000}), 0,
-              static_cast<unsigned>(phases), true);
+      for (bool together : {false, true})
+        compare("arrays between phases", random_phases(rng, phases, reach, {5, 333, 64, 1, 17, 256, 1000}, together), 0,
+                static_cast<unsigned>(phases), true, {1, 3, 64});
   auto memory = [&](int64_t phases) {
     std::vector<int64_t> words = encode(random_phases(rng, phases, 1, {1 << 20}));
     return Executable(parse(words.data(), words.size())).memory_bytes();
   };
   CHECK(memory(60) == memory(4), "60 phases take %zu bytes, 4 take %zu", memory(60), memory(4));
   CHECK(memory(60) < size_t{9} << 20, "two arrays of 4 MiB take %zu bytes", memory(60));
+  // Parts that run together: all that a phase of seven reads is there until the last of them is done, beside all that they write.
+  std::vector<int64_t> words = encode(random_phases(rng, 21, 1, std::vector<int64_t>(7, 40'000), true));
+  const size_t together = Executable(parse(words.data(), words.size())).memory_bytes();
+  CHECK(together >= 14 * 160'000, "two phases of seven arrays of 160 000 bytes lie in %zu", together);
 }
 
 void test_in_place() { compare("in place", in_place(), 1e-6); }
@@ -101,7 +115,9 @@ void test_weight_gradients() {
   for (DType t : {F32, BF16, F64})
     for (int64_t n : {1, 7, 45})
       for (int64_t batch : {1, 3})
-        compare("weight gradient", weight_gradient(t, n, batch), t == F64 ? 1e-12 : 1e-5, 1, false, {1, 2, 64});
+        for (int64_t again : {0, 1, 2})
+          compare("weight gradient", weight_gradient(t, n, batch, Product::kBest, again), t == F64 ? 1e-12 : 1e-5, 1, false,
+                  {1, 2, 64});
   for (Product product : kProducts)
     compare("weight gradient by choice", weight_gradient(BF16, 45, 3, product), 1e-5, 1, false, {1, 2, 64});
 }

@@ -88,7 +88,8 @@ struct OuterArgs {
   Panel panel;       // panel_for(dtype, ...)
   int64_t ldx, ldy;  // elements between rows
   void* c;
-  void* scratch;  // 64-byte aligned, outer_scratch_bytes(args) bytes
+  void* scratch;       // 64-byte aligned, outer_scratch_bytes(args) bytes
+  bool first = false;  // C is written, whatever lies there, not added to
 };
 
 // dst, a, b, c, d: dense arrays of `n` elements of the compute type (bool as 0/1 bytes; float16/bfloat16 never). imm: Micro.imm.

@@ -55,12 +55,13 @@ struct OuterBlock {
   }
 };
 
-// A whole block of C is loaded into the tiles and stored from them; of another the sums are, and the part that is C is added to.
+// A whole block of C is loaded into the tiles and stored from them; of another the sums are, and the part that is C is added to, or
+// written where it is the first.
 template <int NT>
-__attribute__((noinline)) void outer_tile_block(const char* x, const char* y, int64_t steps, const OuterBlock& b) {
+__attribute__((noinline)) void outer_tile_block(const char* x, const char* y, int64_t steps, const OuterBlock& b, bool first) {
   alignas(64) float edge[kTileRows * kTilePanel];
   const bool whole = b.whole();
-  if (whole) {
+  if (whole && !first) {
     tile_load<0>(b.c, b.ldc * 4);
     if constexpr (NT > 1) tile_load<1>(b.c + kTileRows, b.ldc * 4);
   } else {
@@ -81,8 +82,14 @@ __attribute__((noinline)) void outer_tile_block(const char* x, const char* y, in
   tile_store<0>(to, stride * 4);
   if constexpr (NT > 1) tile_store<1>(to + kTileRows, stride * 4);
   if (whole) return;
-  for (int64_t i = 0; i < b.rows; ++i)
-    for (int64_t j = 0; j < b.columns; ++j) b.c[i * b.ldc + j] += edge[i * kTilePanel + j];
+  for (int64_t i = 0; i < b.rows; ++i) {
+    float* c = b.c + i * b.ldc;
+    if (first) {
+      __builtin_memcpy(c, edge + i * kTilePanel, size_t(b.columns) * sizeof(float));
+    } else {
+      for (int64_t j = 0; j < b.columns; ++j) c[j] += edge[i * kTilePanel + j];
+    }
+  }
 }
 
 __attribute__((noinline)) inline void outer_on_tiles(const OuterArgs& g) {
@@ -104,7 +111,7 @@ __attribute__((noinline)) inline void outer_on_tiles(const OuterArgs& g) {
       else if (n + kTilePanel < g.N)
         block(0, n + kTilePanel).prefetch();
       const char *a = x + m / kTileRows * column, *from = y + n / kTileRows * column;
-      b.columns > kTileRows ? outer_tile_block<2>(a, from, steps, b) : outer_tile_block<1>(a, from, steps, b);
+      b.columns > kTileRows ? outer_tile_block<2>(a, from, steps, b, g.first) : outer_tile_block<1>(a, from, steps, b, g.first);
     }
   }
 }

@@ -84,7 +84,7 @@ inline void interleave_rows(const BFloat16* x, int64_t ldx, int64_t R, int64_t M
 }
 #endif
 
-// Lanes of a vector that are really columns, and `to` += v in those; without masks, in all.
+// Lanes of a vector that are really columns, and `to` += v, or `to` = v, in those; without masks, in all.
 #if defined(__AVX512F__)
 KITSUNE_INLINE __mmask16 first_lanes(int64_t n) { return __mmask16(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
 KITSUNE_INLINE void add_lanes(float* to, VF v, __mmask16 mask) {
@@ -93,6 +93,8 @@ KITSUNE_INLINE void add_lanes(float* to, VF v, __mmask16 mask) {
 KITSUNE_INLINE void add_lanes(double* to, VD v, __mmask16 mask) {
   _mm512_mask_storeu_pd(to, __mmask8(mask), _mm512_add_pd(_mm512_maskz_loadu_pd(__mmask8(mask), to), (__m512d)v));
 }
+KITSUNE_INLINE void put_lanes(float* to, VF v, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, (__m512)v); }
+KITSUNE_INLINE void put_lanes(double* to, VD v, __mmask16 mask) { _mm512_mask_storeu_pd(to, __mmask8(mask), (__m512d)v); }
 #elif defined(KITSUNE_NEON)
 KITSUNE_INLINE int64_t first_lanes(int64_t n) { return n; }
 template <class S, class V>
@@ -103,11 +105,23 @@ KITSUNE_INLINE void add_lanes(S* to, V v, int64_t lanes) {
     if (i < lanes) to[i] += v[i];
   }
 }
+template <class S, class V>
+KITSUNE_INLINE void put_lanes(S* to, V v, int64_t lanes) {
+  constexpr int kLanes = sizeof(V) / sizeof(S);
+  if (lanes >= kLanes) return store_vector(to, v);
+  for (int i = 0; i < kLanes - 1; ++i) {
+    if (i < lanes) to[i] = v[i];
+  }
+}
 #else
 KITSUNE_INLINE int first_lanes(int64_t) { return 0; }
 template <class S, class V>
 KITSUNE_INLINE void add_lanes(S* to, V v, int) {
   store_vector(to, load_vector<V>(to) + v);
+}
+template <class S, class V>
+KITSUNE_INLINE void put_lanes(S* to, V v, int) {
+  store_vector(to, v);
 }
 #endif
 
@@ -131,13 +145,13 @@ KITSUNE_INLINE void accumulate_outer(const typename Step::X* x, int64_t x_step, 
 }
 #endif
 
-// C[MR][NV vectors] += over `steps` of x[s * x_step + i * x_next] * panel row s.
+// C[MR][NV vectors] += over `steps` of x[s * x_step + i * x_next] * panel row s; `first`: C = that.
 //
 // C, which a weight gradient of many layers keeps in the last-level cache, is added to at the end. The lines of the next block,
 // which lie behind this one's, are asked for while this one is multiplied; past the end of memory a prefetch does nothing.
 template <class Step, int MR, int NV>
 __attribute__((noinline)) void outer_block(const typename Step::X* x, int64_t x_step, const char* panel, int64_t steps,
-                                           typename Step::S* c, int64_t ldc, int64_t columns) {
+                                           typename Step::S* c, int64_t ldc, int64_t columns, bool first) {
   using V = typename Step::A;
   using S = typename Step::S;
   constexpr int64_t kLanes = sizeof(V) / sizeof(S), kWidth = NV * kLanes;
@@ -160,24 +174,34 @@ __attribute__((noinline)) void outer_block(const typename Step::X* x, int64_t x_
     KITSUNE_UNROLL
     for (int i = 0; i < MR; ++i) {
       KITSUNE_UNROLL
-      for (int j = 0; j < NV; ++j) add_lanes(c + j * kLanes, acc[i][j], lanes[j]);
+      for (int j = 0; j < NV; ++j) {
+        if (first) {
+          put_lanes(c + j * kLanes, acc[i][j], lanes[j]);
+        } else {
+          add_lanes(c + j * kLanes, acc[i][j], lanes[j]);
+        }
+      }
       c += ldc;
     }
     return;
   }
   alignas(64) S sums[MR * kWidth];
   __builtin_memcpy(sums, &acc[0][0], sizeof sums);
-  for (int i = 0; i < MR; ++i) {
-    for (int64_t j = 0; j < columns; ++j) c[i * ldc + j] += sums[i * kWidth + j];
+  for (int i = 0; i < MR; ++i, c += ldc) {
+    if (first) {
+      __builtin_memcpy(c, sums + i * kWidth, size_t(columns) * sizeof(S));
+    } else {
+      for (int64_t j = 0; j < columns; ++j) c[j] += sums[i * kWidth + j];
+    }
   }
 }
 
 template <class Step, int NV, int MR = kBlockRows>
 KITSUNE_INLINE void outer_rows(int64_t m, const typename Step::X* x, int64_t x_step, const char* panel, int64_t steps,
-                               typename Step::S* c, int64_t ldc, int64_t columns) {
+                               typename Step::S* c, int64_t ldc, int64_t columns, bool first) {
   if constexpr (MR >= 1) {
-    if (m == MR) return outer_block<Step, MR, NV>(x, x_step, panel, steps, c, ldc, columns);
-    return outer_rows<Step, NV, MR - 1>(m, x, x_step, panel, steps, c, ldc, columns);
+    if (m == MR) return outer_block<Step, MR, NV>(x, x_step, panel, steps, c, ldc, columns, first);
+    return outer_rows<Step, NV, MR - 1>(m, x, x_step, panel, steps, c, ldc, columns, first);
   }
 }
 
@@ -230,9 +254,9 @@ void outer_as(const OuterArgs& g, const typename Step::X* x, int64_t x_step, con
         from = block, step = m;
       }
       if (columns > kLanes) {
-        outer_rows<Step, kPanelVectors>(m, from, step, panel, steps, c, ldc, columns);
+        outer_rows<Step, kPanelVectors>(m, from, step, panel, steps, c, ldc, columns, g.first);
       } else {
-        outer_rows<Step, 1>(m, from, step, panel, steps, c, ldc, columns);
+        outer_rows<Step, 1>(m, from, step, panel, steps, c, ldc, columns, g.first);
       }
       m0 += m;
     }

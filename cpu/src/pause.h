@@ -1,0 +1,22 @@
+// What a worker does before it sleeps.
+#pragma once
+
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kitsune::cpu {
+
+constexpr int kSpins = 256;  // about 5 us before a worker sleeps
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+}  // namespace kitsune::cpu
