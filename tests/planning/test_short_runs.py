@@ -13,6 +13,7 @@ from kitsune_jax.streams.space import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.runs import folds_single_elements, pieces, spreads
+from kitsune_jax.targets.cpu.planning.xla_loops import is_scalar_code
 from tests.support.graphs import graph_of
 
 Array = Any
@@ -101,3 +102,41 @@ def test_what_is_chosen_of_steps_of_short_runs(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("KITSUNE_PROFILE", "amx-2")
     report = kj.explain(function)(jnp.zeros((STATES, STATES)), jnp.zeros((STEPS, ROWS, STATES)))
     assert bool(report.to_dict()["regions"]) is pipelined, report
+
+
+@pytest.mark.parametrize(
+    ("shape", "scalar"),
+    [
+        ((16, 6, 4), True),
+        ((16, 12, 4), True),
+        ((16, 6, 24), True),
+        ((512, 7, 33), True),
+        ((2, 64, 6, 4), True),
+        ((37, 6), True),
+        ((16, 64, 16), False),
+        ((16, 8, 4), False),
+        ((16, 65, 4), False),
+        ((16, 6, 64), False),
+        ((512, 6), False),
+        ((1000,), False),
+        ((), False),
+        ((1, 30), False),
+    ],
+)
+def test_shapes_that_compiled_loops_work_off_number_by_number(shape: tuple[int, ...], scalar: bool) -> None:
+    """Measured on a Xeon with AMX, exp of an array of that shape in 64 steps: 3.9 to 4.7 ns an element, or 0.4 to 0.9."""
+    assert is_scalar_code(shape) is scalar
+
+
+def test_a_loop_that_xla_vectorises_is_not_modelled_as_scalar_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decay(h: Array, xs: Array) -> Array:
+        return jax.lax.scan(lambda h, x: (h * jnp.exp(-jnp.abs(x)[..., None]), None), h, xs)[0]
+
+    monkeypatch.setenv("KITSUNE_PROFILE", "amx-2")
+
+    def seconds(states: int) -> float:
+        shapes = jnp.ones((16, states, 4)), jnp.ones((STEPS, 16, states))
+        (region,) = kj.explain(kj.pipeline(decay, force=True))(*shapes).to_dict()["regions"]
+        return float(region["baseline_seconds"]) / states
+
+    assert seconds(60) > 2.5 * seconds(64)

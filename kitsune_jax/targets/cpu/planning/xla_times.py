@@ -20,7 +20,7 @@ from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, ker
 from kitsune_jax.streams.seeds import FEW_ROWS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
-from kitsune_jax.targets.cpu.planning.xla_loops import Steps, sizes, steps_of
+from kitsune_jax.targets.cpu.planning.xla_loops import Steps, is_scalar_code, sizes, steps_of
 from kitsune_jax.targets.cpu.planning.xla_program import handed
 from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels, row_kernels
 
@@ -161,14 +161,13 @@ def _adds_up_what_it_computes(cost: CpuCost, ops: Collection[int]) -> bool:
 
 
 def _is_uneven(cost: CpuCost, ops: Collection[int], root: int, looped: bool) -> bool:
-    """A loop over rows shorter than a vector, which XLA's threads cannot share out evenly, with something broadcast along them.
-
-    In the steps of a loop, which one thread runs, it is one whatever its rows are: exp of [37, 6, 4] took 5 ns an element, and of
-    [512, 6, 4] as long; but not where it ends in a reduction: log-sum-exp of [37, 6, 6] took 1.1 (JAX 0.12, Xeon with AMX)."""
+    """A loop over rows shorter than a vector, which XLA's threads cannot share out evenly, with something broadcast along them; or,
+    in the steps of a loop, which one thread runs, one that XLA compiles to scalar code, unless it ends in a reduction: log-sum-exp
+    of [37, 6, 6] took 1.1 ns an element (JAX 0.12, Xeon with AMX)."""
     shape = cost.graph.values[root].shape
-    if len(shape) < 2 or not 1 < shape[-1] <= _SHORT_ROW:
-        return False
-    if any(cost.family(i) in _PASSES for i in ops) if looped else math.prod(shape[:-1]) % cost.machine.workers == 0:
+    if looped:
+        return is_scalar_code(shape) and not any(cost.family(i) in _PASSES for i in ops)
+    if len(shape) < 2 or not 1 < shape[-1] <= _SHORT_ROW or math.prod(shape[:-1]) % cost.machine.workers == 0:
         return False
     spread = [cost.graph.ops[i].inputs[0] for i in ops if cost.graph.ops[i].kind == "broadcast_in_dim"]
     return any(cost.graph.values[v].size > 1 for v in spread)
