@@ -123,7 +123,9 @@ Run::Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, 
       continue;
     }
     const bool segments = sink.fed == Fold::kSegments;
-    const int64_t n = segments ? sink.rows : sink.elements, chunk = segments ? (n - 1) / kSegmentJobs + 1 : kCombineChunk;
+    const int64_t n = segments ? sink.rows : sink.elements;
+    const int64_t row_bytes = n > 0 ? sink.elements / n * static_cast<int64_t>(item_size(plan.program.outputs[sink.out].dtype)) : 0;
+    const int64_t chunk = segments ? segment_piece(n, row_bytes) : kCombineChunk;
     for (int64_t e = 0; e < n; e += chunk) combines_.push_back({static_cast<int64_t>(k), e, std::min(n, e + chunk)});
   }
   if (!combines_.empty()) rounds_.push_back({Round::kCombine, static_cast<int64_t>(combines_.size())});

@@ -213,8 +213,7 @@ class SegmentsStep final : public Step {
   }
   // The rows up to the next segment.
   void fill(const Context& c, Segments& kept, int64_t next) const {
-    if (kept.first >= 0)
-      for (int64_t s = kept.filled + 1; s < next; ++s) std::memcpy(row(c, s), identity_.data(), result_bytes_);
+    if (kept.first >= 0) fill_rows(row(c, kept.filled + 1), next - kept.filled - 1, identity_.data(), result_bytes_);
     kept.filled = std::max(kept.filled, next);
   }
 
@@ -257,8 +256,8 @@ void finish_segments(const Plan& plan, int64_t sink, int64_t begin, int64_t end,
       store(width, out + static_cast<size_t>(pending) * row_bytes, 1, sum.data(), spare.data());
   };
   auto fill = [&](int64_t from, int64_t to) {
-    for (int64_t r = std::max(from, begin); r < std::min(to, end); ++r)
-      std::memcpy(out + static_cast<size_t>(r) * row_bytes, nothing.data(), row_bytes);
+    from = std::max(from, begin);
+    fill_rows(out + static_cast<size_t>(from) * row_bytes, std::min(to, end) - from, nothing.data(), row_bytes);
   };
   auto add = [&](int64_t segment, Segments& kept, bool second) {
     const char* const from = kept.sum(second, sum_bytes);

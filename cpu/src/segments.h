@@ -7,6 +7,9 @@
 // up.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+
 #include "executor_internal.h"
 
 namespace kitsune::cpu {
@@ -33,7 +36,23 @@ struct Segments {
 // Rows [begin, end) of a sink's result that no strand has stored: sums kept by strands, and the identity between them.
 void finish_segments(const Plan& plan, int64_t sink, int64_t begin, int64_t end, char* strands, char* out);
 
-// Rows of a sink's result that one thread finishes at a time: `kSegmentJobs` times of them, at most.
-constexpr int64_t kSegmentJobs = 256;
+// A sink's result is finished in pieces of so many bytes or more, `kSegmentJobs` of them at most. A piece takes 0.1 us whatever its
+// size: 1000 rows of 4 bytes took 25 us in 250 pieces, 1.5 in one (Xeon with AMX).
+constexpr int64_t kSegmentJobs = 256, kSegmentBytes = 32 * 1024;
+inline int64_t segment_piece(int64_t rows, int64_t row_bytes) {
+  return std::max((rows - 1) / kSegmentJobs + 1, kSegmentBytes / std::max<int64_t>(row_bytes, 1));
+}
+
+// `row`, of `bytes`, to `n` rows from `to` on: in pieces that double, because a copy of a few bytes takes 5 ns whatever they are.
+inline void fill_rows(char* to, int64_t n, const char* row, size_t bytes) {
+  if (n <= 0 || bytes == 0) return;
+  std::memcpy(to, row, bytes);
+  const size_t total = static_cast<size_t>(n) * bytes, most = std::max(bytes, 4096 / bytes * bytes);
+  for (size_t done = bytes; done < total;) {
+    const size_t more = std::min({done, most, total - done});
+    std::memcpy(to + done, to, more);
+    done += more;
+  }
+}
 
 }  // namespace kitsune::cpu

@@ -6,6 +6,7 @@
 
 #include "batch_programs.h"
 #include "executor_check.h"
+#include "segments.h"
 
 namespace kitsune::cpu::test {
 namespace {
@@ -198,6 +199,22 @@ void test_segments() {
       }
 }
 
+// Small results are finished in one piece, large ones in 256 at most; rows of the identity are copied, and nothing behind them.
+void test_pieces() {
+  CHECK(segment_piece(1000, 4) >= 1000, "4 kB of results are finished in %lld rows at a time", (long long)segment_piece(1000, 4));
+  CHECK(segment_piece(100000, 512) * kSegmentJobs >= 100000 && segment_piece(100000, 512) < 1000, "51 MB are shared out badly");
+  CHECK(segment_piece(5, 0) >= 5 && segment_piece(3, 1 << 20) == 1, "rows of no byte, or of a megabyte");
+  for (size_t bytes : {1, 3, 4, 28, 4096, 5000})
+    for (int64_t n : {-1, 0, 1, 2, 7, 700, 3001}) {
+      std::string row(bytes, '\0'), want;
+      for (size_t b = 0; b < bytes; ++b) row[b] = static_cast<char>(b * 7 + 1);
+      for (int64_t i = 0; i < n; ++i) want += row;
+      std::string got(want.size() + 9, '.');
+      fill_rows(got.data(), n, row.data(), bytes);
+      CHECK(got == want + std::string(9, '.'), "%lld rows of %zu bytes", (long long)n, bytes);
+    }
+}
+
 // Batches that strands share, that are theirs alone, and that end where tiles do.
 void test_batch_sums() {
   for (DType t : {F32, BF16, F64})
@@ -270,6 +287,7 @@ int main(int argc, char** argv) {
   section("loops", test_loops);
   section("indices", test_indices);
   section("segments", test_segments);
+  section("pieces of segments", test_pieces);
   section("sums of batches", test_batch_sums);
   section("selections", test_selections);
   section("row products", test_row_products);
