@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.profile import shipped, xla
+from kitsune_jax.regions import profit
+from kitsune_jax.route import route
 from kitsune_jax.streams.space import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
@@ -110,3 +113,13 @@ def test_a_gelu_in_bfloat16_is_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("KITSUNE_PROFILE", "amx-2")
     report = kj.explain(lambda x, a, b: jax.nn.gelu(x * a + b))(*(jnp.zeros(s, "bfloat16") for s in ((2003, 128), (128,), (128,))))
     assert report.to_dict()["ops_pipelined"] == report.to_dict()["ops_total"], report
+
+
+@pytest.mark.parametrize(("function", "elementwise"), [(lambda x: jnp.tanh(x * 2) + 1, True), (lambda x: jax.nn.softmax(x), False)])
+def test_what_is_no_more_than_elementwise_has_to_gain_less(function: Any, elementwise: bool) -> None:
+    graph = graph_of(function, jnp.zeros((4001, 64)))
+    (chosen,) = route(graph, "cpu", force=True, device="amx-2", code=False).regions
+    plan = chosen.plan
+    assert plan.elementwise is elementwise
+    at = dataclasses.replace(plan, seconds=1.0, baseline_seconds=(profit.ELEMENTWISE_MARGIN + profit.VECTOR_MARGIN) / 2)
+    assert profit.pays(at) is elementwise
