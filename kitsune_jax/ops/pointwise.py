@@ -199,7 +199,7 @@ _UNARY = (
     _unary("expm1", _double(np.expm1), 14, "e**x - 1", cuda="expm1f({0})", special=True, like=("exp", 1.5)),
     _unary("log", _double(np.log), 12, "natural logarithm", cuda="logf({0})", fast=2, special=True, domain=(POSITIVE,)),
     _unary("log1p", _double(np.log1p), 15, "log(1 + x)", cuda="log1pf({0})", special=True, like=("log", 1.5), domain=(POSITIVE,)),
-    _unary("sqrt", _exact(np.sqrt), 4, "square root", cuda="sqrtf({0})", fast=2, special=True, like=("rsqrt", 1.0),
+    _unary("sqrt", _exact(np.sqrt), 4, "square root", cuda="sqrtf({0})", fast=2, special=True, like=("rsqrt", 0.6),
            domain=(POSITIVE,)),
     _unary("rsqrt", _double(lambda x: 1 / np.sqrt(x)), 5, "1 / sqrt(x)", cuda="rsqrtf({0})", fast=1, special=True,
            domain=(POSITIVE,)),

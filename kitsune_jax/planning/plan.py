@@ -70,6 +70,7 @@ class Plan:
     blocks: tuple[int, int, int] | None = None  # (graph value, its dimension, elements) of a long dimension worked off in blocks
     unordered: tuple[int, ...] = ()  # ops that fold by indices, in whatever order rows come, where that is allowed
     l2_bytes: int = 0  # on a GPU: modelled, through the L2, of which the off-chip bytes are a part
+    elementwise: bool = False  # on a CPU: arithmetic and functions of elements alone, without a reduction, a lookup or a loop
 
     @property
     def workers(self) -> int:

@@ -37,6 +37,8 @@ with the whole machine.
 ``xla/vector/<dtype>``                 an element of a weight in the L3 that a single row is multiplied by
 ``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
 ``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache
+``xla/chain/<tanh, gelu>/<dtype>``     an element of a loop of six tanhs, or three gelus, each of which waits for the one before it
+``xla/beside/tanh/float32``            an element of a loop of six tanhs of which none waits for another
 ``xla/near/<move or tanh>/<dtype>``    an element of such a loop that one thread runs in its second level
 ``xla/uneven/tanh/<dtype>``            the same of rows of 16 that the threads cannot share out evenly, with a broadcast operand
 ``xla/gather/<1, 64>``                 a row of so many elements read by a random index; ``/far``: more, of a table in the L3

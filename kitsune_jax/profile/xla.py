@@ -77,8 +77,31 @@ LOOPS: dict[str, Function] = {
     "arithmetic": lambda x, y: ((x * y + x) * x + y) * x + y,
 }
 _NARROW_LOOPS = ("move", "tanh", "arithmetic")
+# More functions than the core has under way at once, each of which waits for the one before it, or for none of them; and functions
+# with arithmetic between them that waits as well, as in layers.
+IN_CHAIN, BESIDE, GELUS = 6, 6, 3
+GELU_ARITHMETIC = 8  # operations of a gelu beside its tanh, all of them one after the other
 # Rows shorter than a vector that XLA's threads cannot share out evenly, with an operand broadcast along them: code without vectors.
 _UNEVEN = (16001, 16)
+
+
+def _functions_in_chain(x: Any, y: Any) -> Any:
+    for _ in range(IN_CHAIN):
+        x = lax.tanh(x)
+    return x + y
+
+
+def _functions_beside(x: Any, y: Any) -> Any:
+    return functools.reduce(lax.add, (lax.tanh(x * (k + 1)) for k in range(BESIDE)), y)
+
+
+def _gelus_in_chain(x: Any, y: Any) -> Any:
+    for _ in range(GELUS):
+        x = (lax.tanh((x * x * x * 0.04 + x) * 0.8) + 1) * x * 0.5
+    return x + y
+
+
+PROGRAMS_IN_CHAIN: dict[str, Function] = {"tanh": _functions_in_chain, "gelu": _gelus_in_chain}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +230,9 @@ def _programs(workers: int) -> Iterator[_Program]:
             yield _Program(f"xla/near/{name}/{dtype}", LOOPS[name], ((_NEAR, dtype),) * 2, float(np.prod(_NEAR)))
         for name in names:
             yield _Program(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
+        yield _Program(f"xla/chain/gelu/{dtype}", PROGRAMS_IN_CHAIN["gelu"], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
+    for key, function in (("xla/chain/tanh/float32", PROGRAMS_IN_CHAIN["tanh"]), ("xla/beside/tanh/float32", _functions_beside)):
+        yield _Program(key, function, ((_LOOP, f32),) * 2, float(np.prod(_LOOP)))
 
 
 def _indexed(workers: int) -> Iterator[_Program]:

@@ -186,8 +186,8 @@ def test_a_choice_for_slow_tools_has_training_steps() -> None:
 
 
 def test_whole_functions_become_the_kernels_that_they_are_there_for() -> None:
-    """Atomic sums; sums of a softmax in the pass that finds its largest scores; a kernel for queries and one for keys; the keys of a
-    token as rows; loops in calls of several phases."""
+    """Atomic sums; sums of a softmax in the pass that finds its largest scores; a kernel for queries and one for keys; the keys of
+    a token as rows; loops in calls of several phases."""
     found = {}
     for name, f in CALLS.items():
         explained = kj.explain(f.function, platform="cuda", device="h200", force=True, deterministic=f.deterministic)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import pipeline_traffic
+from kitsune_jax.planning.cost import FREE, pipeline_traffic
 from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import resource_of, stage_name
@@ -23,8 +23,10 @@ from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 from kitsune_jax.targets.cpu.planning.tile_size import TileModel, tile_rows, woken_seconds
 from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
+from kitsune_jax.targets.cpu.planning.xla_fused import FAMILIES
 from kitsune_jax.targets.cpu.planning.xla_times import baseline, output_fault_seconds
 
+_ELEMENTWISE = FREE.union(FAMILIES)
 # Tiles of few rows read all weights again and again, at less than the rate that was measured for them where these are many: an
 # attention over 8 heads of 1024 and 2048 keys took 1.22 and 1.29 times as long as modelled in tiles of 8 and 7 rows (Zen 5), and as
 # long as modelled in blocks. Asked only where a region can be worked off in blocks instead, and multiplies.
@@ -103,6 +105,7 @@ def _arranged(cost: CpuCost, model: TileModel) -> Plan:
         bound="dram" if moving > busy else name,
         products=cost.products,
         order=order,
+        elementwise=all(cost.family(i) in _ELEMENTWISE for i in ops),
     )
 
 

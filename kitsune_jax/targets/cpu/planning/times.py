@@ -17,21 +17,14 @@ from kitsune_jax.planning.cost import Access
 from kitsune_jax.profile.calls import ACCESSED, PRODUCTS
 from kitsune_jax.profile.kernels import DEPTHS, SHORT, TILE, WIDTHS
 from kitsune_jax.profile.model import Profile, table
+from kitsune_jax.targets.cpu.planning.xla_fused import NARROW, fused
 
 # Columns that a micro-kernel computes at least: one vector of floats, on the widest machines.
 _VECTOR = 16
 _FEW = 16  # elements of the rows measured as ``fold/short/`` and ``load/short/``
 _SHORT = 256  # width of the product measured as ``short/``
-_NARROW = ("bfloat16", "float16")
-_PER_FLOP = ("tanh", 14.0)  # XLA's code for what was not measured, by its operations
 _SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
-_ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
 _MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
-# In a loop with several elementary functions each costs more: n of them take n (1 + (n - 1) / 2) times as long as one (tanh,
-# silu and gelu, one to seven of them, float32 and bfloat16; JAX 0.12, Zen 5).
-_CROWDED = 0.5
-# XLA gives a loop one thread where it writes less than this.
-_PARALLEL_BYTES = 128 << 10
 # A call wakes another thread for every 20 us of work that can be shared (kNsPerThread in cpu/src/ffi.cc).
 SHARED_SECONDS = 2 * 20e-6
 # Finding the operands of one more op on a tile, before its first element: 50 to 100 ns on Zen 5.
@@ -57,7 +50,7 @@ class CpuTimes:
         self.gradient = functools.lru_cache(maxsize=4096)(self._gradient)
         self.xla_dot = functools.lru_cache(maxsize=4096)(self._xla_dot)
         self.vector = functools.lru_cache(maxsize=1024)(self._vector)
-        self.xla_op = functools.lru_cache(maxsize=1024)(self._xla_op)
+        self.fused = fused(profile)
 
     def __getitem__(self, key: str) -> float:
         return self._numbers[key]
@@ -99,7 +92,7 @@ class CpuTimes:
 
     def pack(self, dtype: str, way: str, transposed: bool, level: str) -> float:
         """An element of a weight that lies in ``level`` (l2, l3 or dram), and its panel with it."""
-        size = 2 if dtype in _NARROW else 8 if dtype == "float64" else 4
+        size = 2 if dtype in NARROW else 8 if dtype == "float64" else 4
         moved = self[f"copy/{level}"] - self["copy/l2"] if level != "l2" else 0.0
         return self[f"{'pack_t' if transposed else 'pack'}/{_float(dtype)}/{way}"] + 2 * size * max(0.0, moved)
 
@@ -239,47 +232,19 @@ class CpuTimes:
                 found.append((rows, k, n, seconds))
         return sorted(found)
 
-    def _xla_op(self, kind: str, dtype: str) -> float:
-        """An element of an op in a fused loop, beyond the loop itself."""
-        flops, like = (OPS[kind].flops, OPS[kind].like) if kind in OPS else (1.0, None)
-        home = dtype if dtype in _NARROW else "float32"
-        simple = max(0.0, self[f"xla/loop/arithmetic/{home}"] - self[f"xla/loop/move/{home}"]) / _ARITHMETIC
-        if kind == "max" and home != "float32":
-            simple *= 0.5  # compared as it is, without the conversions
-        name, as_long = like or (kind, 1.0)
-        if f"xla/loop/{name}/float32" in self._numbers and name not in ("move", "arithmetic"):
-            found = self._extra(name) * as_long
-        elif flops <= _SIMPLE:
-            found = 0.0
-        else:
-            found = self._extra(_PER_FLOP[0]) * flops / _PER_FLOP[1]
-        return (found + simple) * (2.0 if dtype == "float64" else 1.0)
-
-    def _extra(self, name: str) -> float:
-        move = self["xla/loop/move/float32"]  # the loop has the operation twice
-        return max((self[f"xla/loop/{name}/float32"] - move) / (2 * self.crowded(2)), 0.05 * move)
-
     def xla_near(self, dtypes: Iterable[str]) -> tuple[float, float]:
         """What one thread takes for the operations of a loop in its second level, and for what it moves, as parts of what the whole
         machine's rates make of one thread: those are of arrays of a megabyte. ``dtypes``: of what the loop reads and writes."""
-        home = next((d for d in dtypes if d in _NARROW), "float32")
+        home = next((d for d in dtypes if d in NARROW), "float32")
         move, tanh = (self[f"xla/near/{name}/{home}"] for name in ("move", "tanh"))
         usual, functions = (self.profile.workers * self[f"xla/loop/{name}/{home}"] for name in ("move", "tanh"))
         return min(1.0, max(tanh - move, 0.1 * tanh) / max(functions - usual, 0.1 * functions)), min(1.0, move / usual)
 
-    def crowded(self, functions: int) -> float:
-        """How many times as long ops take in a loop with so many elementary functions."""
-        return 1.0 + _CROWDED * max(0, functions - 1)
-
     def uneven(self, dtype: str) -> float:
         """How many times as long a loop's ops take on short rows that XLA's threads cannot share out evenly."""
-        home = dtype if dtype in _NARROW else "float32"
+        home = dtype if dtype in NARROW else "float32"
         found, usual = self[f"xla/uneven/tanh/{home}"], self[f"xla/loop/tanh/{home}"]
         return max(1.0, found / usual)
-
-    def one_thread(self, written: float) -> bool:
-        """Does XLA give a fused loop that writes so many bytes one thread?"""
-        return written < _PARALLEL_BYTES
 
     def xla_moved(self, near: bool) -> float:
         """A byte that a kernel reads or writes: from the caches, or from memory."""

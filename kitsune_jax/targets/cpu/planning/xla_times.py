@@ -14,12 +14,12 @@ from collections.abc import Collection, Sequence
 from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.online import ONLINE
-from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import GATHER, SCATTER, itemsize
 from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, kernels_of, left_region
 from kitsune_jax.streams.seeds import FEW_ROWS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
+from kitsune_jax.targets.cpu.planning.xla_fused import FAMILIES
 from kitsune_jax.targets.cpu.planning.xla_loops import Steps, is_scalar_code, sizes, steps_of
 from kitsune_jax.targets.cpu.planning.xla_program import handed
 from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels, row_kernels
@@ -31,7 +31,6 @@ _HALVES = ("bfloat16", "float16")
 # Of attention with 4 queries for each of 2 heads of 2048 keys (JAX 0.12, Zen 5): copies of keys and values in another order of
 # dimensions took 1.3 and 2.4 times as long as a loop that adds, products 1.8 and 2.4 times as long as those of one head.
 _STRIDED, _FEW_OF_BATCH = 2.0, 2.0
-_FUNCTION = 9  # operations from which on an op is an elementary function
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
 
@@ -119,14 +118,12 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
     before has left there, but for slices of the loop's arrays. A product has these copied first."""
     times, machine, ops, root = cost.times, cost.machine, kernel.ops, kernel.root
     products, looped = [i for i in ops if cost.family(i) == "dot"], steps is not None
-    loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) != "dot")
-    functions = sum(cost.family(i) == "pointwise" and OPS[cost.graph.ops[i].kind].flops >= _FUNCTION for i in ops)
-    loop *= times.crowded(functions)
+    loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) not in ("dot", *FAMILIES)) + times.fused.kernel(cost, ops)
     if _is_uneven(cost, ops, root, looped):
         loop *= times.uneven(cost.graph.values[root].dtype)
     loop += sum(_product_seconds(cost, i) for i in products)
     cut = [v for v in kernel.reads if v in slices]
-    one = looped and not products or times.one_thread(cost.bytes(root))
+    one = looped and not products or times.fused.one_thread(cost, ops, moved)
     called = looped and one
     from_arrays = sum(map(cost.bytes, cut)) * times["xla/while/slices"] + (times["xla/while"] * len(cut) if products else 0.0)
     start = steps.kernel if steps is not None and called else machine.kernel_seconds
@@ -187,9 +184,9 @@ def _op_seconds(cost: CpuCost, i: int) -> float:
         width = math.prod(cost.graph.values[table].shape[op["axis"] + 1 :])
         reach = 0 if family == SCATTER and op["sorted"] else cost.bytes(table)  # in order, the next row is never far
         return times.xla_rows(family, cost.graph.values[rows].size / max(1, width), width, reach) + _scaling_seconds(cost, i)
-    if family not in ("pointwise", "convert"):
+    if family not in FAMILIES:
         return 0.0
-    return cost.graph.values[op.outputs[0]].size * times.xla_op(op.kind, dtype)
+    return cost.graph.values[op.outputs[0]].size * times.fused.op(op.kind, dtype)
 
 
 def _scaling_seconds(cost: CpuCost, i: int) -> float:
@@ -198,12 +195,12 @@ def _scaling_seconds(cost: CpuCost, i: int) -> float:
     if op.kind not in ONLINE:
         return 0.0
     values, scores = cost.graph.values[op.inputs[0]], cost.graph.values[op.inputs[2]]
-    seconds = values.size * times.xla_op("mul", values.dtype)
+    seconds = values.size * times.fused.op("mul", values.dtype)
     if cost.first_of_scores(i):
         width = math.prod(scores.shape[1:])
         rows, reach = scores.size / max(1, width), op["n"] * width * itemsize(scores.dtype)
         seconds += times.xla_rows(SCATTER, rows, width, reach) + times.xla_rows(GATHER, rows, width, reach)
-        seconds += scores.size * times.xla_op("exp", scores.dtype)
+        seconds += scores.size * times.fused.op("exp", scores.dtype)
     return seconds
 
 
