@@ -164,6 +164,19 @@ class Fused:
         return Work(busy, max((wait - tanh.wait) / count, busy))
 
 
+def instructions(cost: RegionCost, ops: Collection[int]) -> int:
+    """About the instructions of the body of a loop of ``ops``, of which a function is one."""
+    found = 0
+    for i in ops:
+        if cost.family(i) in FAMILIES:
+            op = cost.graph.ops[i]
+            dtype = cost.graph.values[op.inputs[0] if op.inputs else op.outputs[0]].dtype
+            function = op.kind in _FUNCTIONS or op.kind in _EXPANDED
+            rounded = 7 if dtype == "bfloat16" else 3 if dtype == "float16" and function else 0
+            found += (1 + rounded + _EXPANDED.get(op.kind, 0)) * _repeated(op)
+    return found
+
+
 def _repeated(op: Op) -> int:
     """Multiplications of a power by a fixed integer, which are as many operations."""
     if op.kind != "integer_pow":

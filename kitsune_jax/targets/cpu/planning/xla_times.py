@@ -19,7 +19,7 @@ from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, ker
 from kitsune_jax.streams.seeds import FEW_ROWS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
-from kitsune_jax.targets.cpu.planning.xla_fused import FAMILIES
+from kitsune_jax.targets.cpu.planning.xla_fused import FAMILIES, instructions
 from kitsune_jax.targets.cpu.planning.xla_loops import Steps, is_scalar_code, sizes, steps_of
 from kitsune_jax.targets.cpu.planning.xla_program import handed
 from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels, row_kernels
@@ -27,6 +27,9 @@ from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels, row_kernels
 # Batched products smaller than this are loops and not the library's.
 _SMALL = 64 * 64
 _SHORT_ROW = 16
+# The compiler unrolls a loop over such a row, and then finds no vectors in it, where the row comes to so many instructions at most:
+# operations, and what stands around them. With up to 28, 14 and 10 operations rows of 8, 12 and 16 were slow (JAX 0.12, float32).
+_UNROLLED, _AROUND = 305, 9
 _HALVES = ("bfloat16", "float16")
 # Of attention with 4 queries for each of 2 heads of 2048 keys (JAX 0.12, Zen 5): copies of keys and values in another order of
 # dimensions took 1.3 and 2.4 times as long as a loop that adds, products 1.8 and 2.4 times as long as those of one head.
@@ -165,6 +168,8 @@ def _is_uneven(cost: CpuCost, ops: Collection[int], root: int, looped: bool) -> 
     if looped:
         return is_scalar_code(shape) and not any(cost.family(i) in _PASSES for i in ops)
     if len(shape) < 2 or not 1 < shape[-1] <= _SHORT_ROW or math.prod(shape[:-1]) % cost.machine.workers == 0:
+        return False
+    if shape[-1] * (_AROUND + instructions(cost, ops)) > _UNROLLED:
         return False
     spread = [cost.graph.ops[i].inputs[0] for i in ops if cost.graph.ops[i].kind == "broadcast_in_dim"]
     return any(cost.graph.values[v].size > 1 for v in spread)
