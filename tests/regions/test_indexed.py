@@ -18,6 +18,7 @@ from kitsune_jax.route import Routed, route
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.planner import orders_of
+from kitsune_jax.targets.cpu.planning.segments import order_seconds
 from kitsune_jax.targets.cpu.planning.times import times as times_of
 from tests.support.graphs import graph_of
 
@@ -291,7 +292,7 @@ def test_an_order_is_renamed_with_its_plan():
     own, plan, cost = cost_over_edges(lambda *a: layer(*a)[1], *graph_data(np.random.default_rng(11)))
     assert plan.order in orders_of(own.graph, own.region)
     assert own.in_itself(own.in_the_whole(plan)) == plan
-    assert cost.order_seconds() > 0
+    assert order_seconds(cost) > 0
 
 
 def test_indices_that_are_sorted_need_no_order():

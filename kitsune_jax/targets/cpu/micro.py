@@ -1,7 +1,8 @@
 """Pointwise instructions to micro-operations.
 
 Comes in: one pointwise instruction of a tile program and the registers of its operands. Goes out: the register of its result.
-16-bit floats are computed in float32 without rounding in between; only an explicit conversion to one rounds.
+16-bit floats are computed in float32 without rounding in between; only an explicit conversion to one rounds, and what is compared
+(``exact``).
 """
 
 from __future__ import annotations

@@ -134,6 +134,8 @@ def _emit(stage: Stage, ops: list[int], loop: Shape) -> None:
         dtype = stage.type(out).dtype
         rounds = any(j in inside for j, _ in stage.uses.get(out, ()))
         registers[out] = micro.emit(builder, instr, args, dtypes, dtype, rounds)
+        if rounds and stage.root(out) in stage.rounded:
+            registers[out] = builder.rounded(registers[out], dtype)
         for place in stage.places(out, inside):
             value = builder.convert(registers[out], compute_type(dtype), compute_type(place.dtype))
             builder.store(place, value)

@@ -31,6 +31,7 @@ from kitsune_jax.targets.cpu.bytecode import (
     Stationary,
     StridedLoad,
 )
+from kitsune_jax.targets.cpu.exact import rounded_values
 from kitsune_jax.targets.cpu.micro import is_pointwise
 from kitsune_jax.targets.cpu.taken import taken_dots, taken_sums
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
@@ -66,6 +67,7 @@ class Stage:
         self.program, self.body, self.preps, self.products, self.around = program, body, preps, products, around
         self.flow = Flow(program, body, block.results if block else ())
         self.uses = self.flow.uses
+        self.rounded = rounded_values(program, self.flow)
         self.taken, self.dots = taken_sums(program, self.flow), taken_dots(self.flow)  # by the number of their sum
         self.absorbed = {i for sums in (self.taken, self.dots) for found in sums.values() for i in found.absorbed}
         self.code: list[Instruction] = []

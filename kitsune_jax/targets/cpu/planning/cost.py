@@ -300,29 +300,6 @@ class CpuCost(RegionCost):
 
         return fastest(weights), fastest(gradients)
 
-    def order_seconds(self) -> float:
-        """Worker-seconds that it takes to stream in the order of indices: to make the order, and to read and write single rows."""
-        if self.order is None:
-            return 0.0
-        rows = self.region.space.rows
-        seconds = rows * self.times["order"]
-        for v in (*self.region.inputs, *self.outputs):
-            if v in self.labels:
-                row = Access(1, self.row_bytes(v), self.bytes(v), False, False)
-                near = dataclasses.replace(row, near=True)
-                seconds += rows * (self.times.access(row) - self.times.access(near))
-        return seconds
-
-    def folded_seconds(self) -> float:
-        """Worker-seconds of folding rows that the region does nothing else with: they are read while others are folded."""
-        seconds = 0.0
-        for i in self.sinks:
-            access, rows = self.access(i), self.graph.ops[i].inputs[0]
-            alone = rows in self.region.inputs and rows in self.labels and self.readers.get(rows) == [i]
-            if access is not None and access.folds and alone:
-                seconds += self.region.space.rows * self.times.folded(access)
-        return seconds
-
     def strided_seconds(self) -> float:
         """Worker-seconds lost at the border of the region on arrays whose rows do not lie together in memory.
 

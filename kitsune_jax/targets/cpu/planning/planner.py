@@ -21,6 +21,7 @@ from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning.blocks import in_blocks
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
+from kitsune_jax.targets.cpu.planning.segments import folded_seconds, order_seconds, segments_seconds
 from kitsune_jax.targets.cpu.planning.tile_size import TileModel, tile_rows, woken_seconds
 from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
 from kitsune_jax.targets.cpu.planning.xla_fused import FAMILIES
@@ -86,7 +87,7 @@ def _arranged(cost: CpuCost, model: TileModel) -> Plan:
     moving = _moving_seconds(machine, traffic + partial_bytes(cost, replicas))
     # Rows that are only folded come from memory meanwhile: of both times the longer one counts. 10^6 x 64 numbers took 11.9 ms by
     # sorted index, and were modelled at 18.6 as the sum of both (Xeon with AMX).
-    moving -= min(moving, cost.folded_seconds() / machine.workers)
+    moving -= min(moving, folded_seconds(cost) / machine.workers)
     base_seconds, base_bytes = baseline(cost)
     ops = tuple(sorted(region.ops))
     name = stage_name(cost, 0, ops)
@@ -126,7 +127,7 @@ def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float, tile
     """Seconds of a call whose workers are ``busy`` with tiles for so long: the core that computes also moves."""
     workers = cost.machine.workers
     fresh = output_fault_seconds(cost, cost.machine.huge_fault_bandwidth)
-    strided = (cost.strided_seconds() + cost.order_seconds()) / workers
+    strided = (cost.strided_seconds() + order_seconds(cost) + segments_seconds(cost)) / workers
     packing, alone = _pack_seconds(cost, tiles) if not packs else 0.0, cost.times["call/short"]
     if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the caller does it alone
         return alone + packing + fresh + strided + busy * replicas + moving

@@ -129,6 +129,10 @@ class CpuTimes:
         # A row that is folded into a table is read and written back.
         return access.count * (self._row("folded", access.row_bytes) + 2 * (taken - inner))
 
+    def written(self, size: float) -> float:
+        """Seconds of one thread that writes an array of so many bytes: its lines are brought in first, so it is as a copy."""
+        return size * self["copy/l2" if size <= self.profile.l2 else "copy/l3"]
+
     def folded(self, access: Access) -> float:
         """What it takes to fold a row of the stream, which was measured on rows in the last level, without reading the table."""
         return access.count * self._row("runs" if access.near else "folded", access.row_bytes)
