@@ -120,6 +120,7 @@ def run(case: Case, args: list[Array], seed: int = 1) -> tuple[list[np.ndarray],
 
 
 def errors(got: list[np.ndarray], wanted: list[np.ndarray]) -> list[float]:
+    assert all(np.isfinite(g.astype(np.float64)).all() for g in got)  # Python's max may drop a NaN
     return [float(np.abs(g.astype(np.float64) - w).max() / np.abs(w).max()) for g, w in zip(got, wanted, strict=True)]
 
 

@@ -76,7 +76,10 @@ def sizes(program: TileProgram, lanes: int) -> dict[int, int]:
     return {depth: size for depth, size in found.items() if depth}
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = ("two products in flight, 16 bits", "a turn")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CASES])
 def test_the_smallest_ring_does_and_a_smaller_one_hangs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (program, arrays), lanes, least = CASES[name]
     accepted = sizes(program, lanes)
@@ -101,7 +104,7 @@ def gated(x: Any, w: Any, a: Any, b: Any) -> Any:
     return jax.nn.silu(h @ a) * (h @ b)
 
 
-@pytest.mark.parametrize("dtype, width", [("float32", 256), ("bfloat16", 512)])
+@pytest.mark.parametrize("dtype, width", [("float32", 256), pytest.param("bfloat16", 512, marks=pytest.mark.slow)])
 def test_two_products_of_more_chunks_than_a_ring_has(dtype: str, width: int) -> None:
     """Each fits the ring, both do not: they are multiplied as their chunks come."""
     rng = np.random.default_rng(0)

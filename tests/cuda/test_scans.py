@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,16 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.targets.cuda import runtime
-from tests.support.cuda_run import kernel_cache
+from kernel_checks import sass
+from kernel_checks.lint import flow, in_flight, skipped
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.route import route
+from kitsune_jax.targets.cuda import compile as compilers
+from kitsune_jax.targets.cuda import fitting, kernel, lower, nvrtc, runtime
+from tests.support import cuda_recurrent_cases
+from tests.support.checks import enable_x64
+from tests.support.cuda_compilers import COMPILERS, folder_of
+from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -112,3 +121,47 @@ def test_an_op_of_the_body_without_code_is_told_with_its_line() -> None:
 
     report = str(kj.explain(kj.pipeline(lambda c, xs: jax.lax.scan(step, c, xs)[0]), platform="cuda")(draw(70, 3), draw(5, 70, 3)))
     assert "cumsum" in report and "test_scans.py" in report and "no code on the GPU" in report
+
+
+WIDE_LSTM = jax.grad(functools.partial(cuda_recurrent_cases.loss, cuda_recurrent_cases.lstm), (0, 1, 2))
+
+
+def lstm_arguments(rows: int, steps: int, hidden: int) -> list[tuple[int, ...]]:
+    return [(hidden, 4 * hidden), (hidden, 4 * hidden), (4 * hidden,), (rows, hidden), (rows, hidden), (steps, rows, hidden)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_carries_of_three_lanes_that_become_images(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three lanes have few registers: what the loop carries lies in shared memory, and is written over in each step."""
+    args = [draw(*shape, seed=k, dtype=dtype) for k, shape in enumerate(lstm_arguments(203, 3, 64))]
+    captured = capture(jax.make_jaxpr(WIDE_LSTM)(*args), parts=True, loops=True, online=True, apart=True)
+    first_loop = route(captured.graph, "cuda", device="h200", code=False, force=True, merge=False).regions[0]
+    assert not first_loop.region.sinks
+    of = Subject(captured, first_loop.region, tuple(args))
+    plan = arrangements(of)["sm90-vertical-resident-lanes3"]
+    run = Kernel(of, plan)
+    first, again = run(seed=0), run(seed=1)
+    with enable_x64():
+        want = [np.asarray(x) for x in WIDE_LSTM(*(np.asarray(a, np.float64) for a in args))]
+    for g, other, w in zip(first, again, want, strict=True):
+        assert np.abs(g.astype(np.float64) - w).max() < 3e-2 * np.abs(w).max() and g.tobytes() == other.tobytes()
+    monkeypatch.setattr(fitting, "_CARRIED_MARGINS", (0,))
+    program = of.program(plan)
+    assert kernel.generate(program, lower.arrangement(plan, program), "region").source != run.code.kernel.source
+
+
+@pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
+@pytest.mark.parametrize("dtype, spilled", [("bfloat16", (136, 296)), ("float16", (0, 64))])
+def test_the_machine_code_of_carries_of_three_lanes(dtype: str, spilled: tuple[int, int]) -> None:
+    """Bytes of a thread in each step, by the newest compiler and by 13.0."""
+    shapes = [jax.ShapeDtypeStruct(s, dtype) for s in lstm_arguments(8192, 100, 64)]
+    graph = capture(jax.make_jaxpr(WIDE_LSTM)(*shapes), parts=True, loops=True, online=True, apart=True).graph
+    region = route(graph, "cuda", device="h200", code=False).regions[0]
+    program, plan = region.program.only, region.phases[0].plan
+    assert program is not None and plan.lanes == 3
+    source = kernel.generate(program, lower.arrangement(plan, program), "region").source
+    for compiler, most in zip(COMPILERS, spilled, strict=True):
+        made = compilers.cubin(source, "sm_90a", folder_of(compiler))
+        assert nvrtc.resources(made.log, made.cubin).spill_bytes <= most
+        paths = flow(sass.disassemble(made.cubin, "kitsune_region").instructions)
+        assert not in_flight(paths).hazards and not skipped(paths)

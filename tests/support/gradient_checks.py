@@ -47,7 +47,7 @@ def check_close(
     assert [(g.shape, g.dtype) for g in jax.tree.leaves(got)] == [(x.shape, x.dtype) for x in like]
     limit = roundings * EPSILON[dtype]
     errors = [error(g, w, per_array) for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
-    if max(errors) <= limit:
+    if all(e <= limit for e in errors):  # max may drop a NaN
         return
     jitted = jax.jit(plain)(*args)
     for k, (e, p, w) in enumerate(zip(errors, jax.tree.leaves(jitted), jax.tree.leaves(want), strict=True)):

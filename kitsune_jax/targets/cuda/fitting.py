@@ -39,6 +39,9 @@ _HELD_MARGIN = 16
 # flight. What the loop only reads becomes an image, as far as there is room, and ptxas spills little or nothing. The registers of
 # three lanes leave no choice.
 _SUMS_MARGINS = (56, 40, 24, 0)
+# Of three lanes whose loop carries values that are no such sums (a recurrence). An image of 16 registers takes 64 bytes of a thread
+# in a step; without it ptxas spills 200 more in an LSTM of 64.
+_CARRIED_MARGINS = (16, 0)
 # Registers of a value that is kept in them again once others have become images: beside one of 128, as many as float32 tiles of 256
 # columns take, ptxas spills, though the estimate fits.
 _MOST_GIVEN_BACK = 64
@@ -162,7 +165,9 @@ class _Fitter:
         self.facts = stage_facts.of_stage(program, s, a.split[s], a.lanes)
         self.split, self.slab_queues = a.split[s], a.slab_queues(program)
         self.sums, several = _summed_products(self.instrs)
-        margins = _SUMS_MARGINS if several and a.lanes < 3 else (0,)
+        carried = any(i.block is not None and i.block.carries for i in walk(self.instrs))
+        self.sums_last = several and a.lanes < 3
+        margins = _SUMS_MARGINS if self.sums_last else _CARRIED_MARGINS if carried and not self.sums and a.lanes == 3 else (0,)
         self.limits = [_VALUE_REGISTERS[a.lanes] - margin for margin in margins]
 
     def lower(self, shape: Shape, depth: int = MAX_DEPTH) -> Lowered:
@@ -218,7 +223,7 @@ class _Fitter:
         """Values become images until the others fit ``limit`` registers; then small ones go back without which they fit as well."""
         while lowered.liveness.peak > limit or lowered.together - shape.images:
             wide = [v for v in lowered.liveness.alive if v not in shape.images and lowered.may_be_image(v)]
-            if len(self.limits) > 1:
+            if self.sums_last:
                 wide.sort(key=lambda v: v in self.sums)  # what products are added to goes last
             more = lowered.together - shape.images or frozenset(wide[:1])
             if not more:
