@@ -71,8 +71,7 @@ void find_written(Plan& plan) {
     }
   }
   // All that folds into a sink that products are folded into are products (the checker).
-  for (size_t k = 0; k < p.sinks.size(); ++k)
-    plan.sinks[k].written = whole[k] && products[k] == 1 && !p.sinks[k].per_batch();
+  for (size_t k = 0; k < p.sinks.size(); ++k) plan.sinks[k].written = whole[k] && products[k] == 1 && !p.sinks[k].per_batch();
 }
 
 void plan_sinks(Plan& plan, double ns) {
