@@ -1,8 +1,26 @@
 #include "nest.h"
 
 #include <cstddef>
+#include <cstdlib>
+#include <utility>
 
 namespace kitsune::cpu {
+namespace {
+
+constexpr int64_t kShortLoop = 8;     // below this a loop is short however its operands lie
+constexpr int64_t kMostColumns = 32;  // so many columns are kept one after the other (MOST_COLUMNS in layouts.py)
+
+// More operands have their neighbours along the outer loop than along the inner one.
+bool lies_along(const Dim& outer, const Dim& inner) {
+  int along = 0;
+  for (size_t o = 0; o < inner.stride.size(); ++o) {
+    const int64_t a = std::abs(outer.stride[o]), b = std::abs(inner.stride[o]);
+    if (a != 0 && b != 0) along += a < b ? 1 : b < a ? -1 : 0;
+  }
+  return along > 0;
+}
+
+}  // namespace
 
 std::vector<int64_t> byte_strides(const Operand& x) {
   int64_t item = static_cast<int64_t>(item_size(x.ref.dtype));
@@ -36,6 +54,13 @@ void simplify(Nest& nest) {
     }
   }
   nest = std::move(out);
+}
+
+void exchange_short(Nest& nest, int64_t tile_rows) {
+  if (nest.size() < 2) return;
+  Dim &outer = nest[nest.size() - 2], &inner = nest.back();
+  if (inner.rows || outer.extent(tile_rows) <= inner.n || inner.n > kMostColumns) return;
+  if (inner.n < kShortLoop || lies_along(outer, inner)) std::swap(outer, inner);
 }
 
 }  // namespace kitsune::cpu

@@ -24,6 +24,10 @@ Nest make_nest(const std::vector<int64_t>& extents, const std::vector<std::vecto
 // Drops dimensions of extent 1 and merges neighbours that are one loop for every operand.
 void simplify(Nest& nest);
 
+// Exchanges the innermost loop with the one around it where that is longer, and the innermost one is short, or more of the operands
+// lie along the outer one (a few columns, each of them dense).
+void exchange_short(Nest& nest, int64_t tile_rows);
+
 // Byte strides of an operand: (row, *strides).
 std::vector<int64_t> byte_strides(const Operand& x);
 

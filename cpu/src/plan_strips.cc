@@ -9,8 +9,6 @@
 namespace kitsune::cpu {
 namespace {
 
-constexpr int64_t kShortLoop = 8;  // an innermost loop below this is exchanged with the rows around it
-
 // Operations that save as much as it takes to copy an operand strip by strip, where blocks are converted and copied as a whole.
 constexpr int kCopy = 4;
 
@@ -76,8 +74,7 @@ class Planner {
     simplify(nest);
     const size_t k = nest.size();
     const int64_t rows = std::min(c_.program.tile_rows, c_.program.batch_rows);
-    if (k >= 2 && nest[k - 1].n < kShortLoop && !nest[k - 1].rows && nest[k - 2].extent(rows) > nest[k - 1].n)
-      std::swap(nest[k - 1], nest[k - 2]);
+    exchange_short(nest, rows);
     if (k >= 2 && nest.back().extent(rows) < 2 * kernels_.strip) return false;
     plan_.nest = std::move(nest);
     return true;

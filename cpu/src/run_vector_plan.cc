@@ -12,7 +12,6 @@ namespace kitsune::cpu {
 namespace {
 
 constexpr int64_t kL1Bytes = 24 << 10;  // of the 32 KiB or more that cores have, for the values of one block
-constexpr int64_t kShortLoop = 8;       // an innermost loop below this is exchanged with the rows around it
 
 template <class T>
 void fill(void* out, int64_t n, T v) {
@@ -180,8 +179,7 @@ void VectorStep::plan_loops(const Vector& x, const Compile& c) {
   simplify(nest_);
   size_t k = nest_.size();
   int64_t tile_rows = std::min(c.program.tile_rows, c.program.batch_rows);
-  if (k >= 2 && nest_[k - 1].n < kShortLoop && !nest_[k - 1].rows && nest_[k - 2].extent(tile_rows) > nest_[k - 1].n)
-    std::swap(nest_[k - 1], nest_[k - 2]);
+  exchange_short(nest_, tile_rows);
   // Values alive at once, at most: what a block must fit in the first-level cache.
   int64_t live = 1, most = 1;
   std::vector<int64_t> ends(ops_.size() + 1, 0);

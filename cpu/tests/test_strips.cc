@@ -8,6 +8,7 @@
 #endif
 
 #include "kitsune_cpu/strips.h"
+#include "nest.h"
 #include "programs.h"
 
 namespace kitsune::cpu::test {
@@ -41,7 +42,7 @@ class Random {
   explicit Random(unsigned seed) : rng_(seed) {}
 
   Program program() {
-    const int64_t rows = 1 + any(1300), tile = 64 + any(700), columns = any(4) == 0 ? 2 + any(3) : 1;
+    const int64_t rows = 1 + any(1300), tile = 64 + any(700), columns = any(4) == 0 ? 2 + any(any(2) ? 3 : 40) : 1;
     Program p = kitsune::cpu::test::program({rows}, tile, {}, {}, {}, 0);
     std::vector<int64_t> extents;
     if (columns > 1) extents = {columns};
@@ -304,6 +305,24 @@ void test_recurrences() {
     for (int64_t tile : {1, 100, 300}) compare_without("recurrence", one_part(recurrence(rows, tile)), 3);
 }
 
+// The rows are the innermost loop where columns are dense, or a row is short; the columns where rows are dense.
+void test_loops_along_columns() {
+  auto innermost_rows = [](int64_t columns, bool dense_columns, int64_t tile_rows) {
+    const std::vector<int64_t> lies =
+        dense_columns ? std::vector<int64_t>{4, 4 * 1024} : std::vector<int64_t>{4 * (columns + 1), 4};
+    Nest nest = make_nest({columns}, {lies, lies, {4, 0}});
+    simplify(nest);
+    exchange_short(nest, tile_rows);
+    return nest.back().rows;
+  };
+  CHECK(innermost_rows(12, true, 256), "%s", "12 dense columns");
+  CHECK(innermost_rows(31, true, 256), "%s", "31 dense columns");
+  CHECK(innermost_rows(5, false, 256), "%s", "rows of 5");
+  CHECK(!innermost_rows(12, false, 256), "%s", "dense rows of 12");
+  CHECK(!innermost_rows(12, true, 7), "%s", "7 rows");
+  CHECK(!innermost_rows(64, true, 256), "%s", "64 columns");
+}
+
 }  // namespace
 }  // namespace kitsune::cpu::test
 
@@ -312,6 +331,7 @@ int main() {
   using namespace kitsune::cpu::test;
   const char* names[8];
   const int count = available_isas(names, 8);
+  test_loops_along_columns();
   for (int i = 0; i < count; ++i) {
     set_isa(names[i]);
     test_random(400);

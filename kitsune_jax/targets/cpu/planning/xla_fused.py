@@ -113,7 +113,7 @@ class Fused:
             size = cost.graph.values[op.outputs[0]].size * _repeated(op)
             dtype = cost.graph.values[op.inputs[0] if op.inputs else op.outputs[0]].dtype
             converted = 2 * size if self._is_converted(dtype) else 0  # each operand, or all but one constant, and the result
-            if op.kind in _FUNCTIONS or op.kind in _EXPANDED:
+            if is_function(op.kind):
                 functions, flops = functions + size, flops + converted + _EXPANDED.get(op.kind, 0) * size
             else:
                 flops += size + converted
@@ -164,6 +164,11 @@ class Fused:
         return Work(busy, max((wait - tanh.wait) / count, busy))
 
 
+def is_function(kind: str) -> bool:
+    """Is an op an elementary function, or made of one?"""
+    return kind in _FUNCTIONS or kind in _EXPANDED
+
+
 def instructions(cost: RegionCost, ops: Collection[int]) -> int:
     """About the instructions of the body of a loop of ``ops``, of which a function is one."""
     found = 0
@@ -171,8 +176,7 @@ def instructions(cost: RegionCost, ops: Collection[int]) -> int:
         if cost.family(i) in FAMILIES:
             op = cost.graph.ops[i]
             dtype = cost.graph.values[op.inputs[0] if op.inputs else op.outputs[0]].dtype
-            function = op.kind in _FUNCTIONS or op.kind in _EXPANDED
-            rounded = 7 if dtype == "bfloat16" else 3 if dtype == "float16" and function else 0
+            rounded = 7 if dtype == "bfloat16" else 3 if dtype == "float16" and is_function(op.kind) else 0
             found += (1 + rounded + _EXPANDED.get(op.kind, 0)) * _repeated(op)
     return found
 

@@ -19,8 +19,8 @@ from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, ker
 from kitsune_jax.streams.seeds import FEW_ROWS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
-from kitsune_jax.targets.cpu.planning.xla_fused import FAMILIES, instructions
-from kitsune_jax.targets.cpu.planning.xla_loops import Steps, is_scalar_code, sizes, steps_of
+from kitsune_jax.targets.cpu.planning.xla_fused import FAMILIES, instructions, is_function
+from kitsune_jax.targets.cpu.planning.xla_loops import Steps, scalar_seconds, sizes, steps_of
 from kitsune_jax.targets.cpu.planning.xla_program import handed
 from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels, row_kernels
 
@@ -122,7 +122,10 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
     times, machine, ops, root = cost.times, cost.machine, kernel.ops, kernel.root
     products, looped = [i for i in ops if cost.family(i) == "dot"], steps is not None
     loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) not in ("dot", *FAMILIES)) + times.fused.kernel(cost, ops)
-    if _is_uneven(cost, ops, root, looped):
+    if looped:
+        functions = sum(is_function(cost.graph.ops[i].kind) for i in ops)
+        loop = max(loop, functions * _scalar_seconds(cost, ops, root) / machine.workers)
+    elif _is_uneven(cost, ops, root):
         loop *= times.uneven(cost.graph.values[root].dtype)
     loop += sum(_product_seconds(cost, i) for i in products)
     cut = [v for v in kernel.reads if v in slices]
@@ -160,13 +163,16 @@ def _adds_up_what_it_computes(cost: CpuCost, ops: Collection[int]) -> bool:
     return over_rows and any(cost.family(i) == "pointwise" for i in ops)
 
 
-def _is_uneven(cost: CpuCost, ops: Collection[int], root: int, looped: bool) -> bool:
-    """A loop over rows shorter than a vector, which XLA's threads cannot share out evenly, with something broadcast along them; or,
-    in the steps of a loop, which one thread runs, one that XLA compiles to scalar code, unless it ends in a reduction: log-sum-exp
-    of [37, 6, 6] took 1.1 ns an element (JAX 0.12, Xeon with AMX)."""
+def _scalar_seconds(cost: CpuCost, ops: Collection[int], root: int) -> float:
+    """What an elementary function takes one thread in a step of a loop if XLA compiles it to scalar code, or 0. What ends in a
+    reduction is vectorised: log-sum-exp of [37, 6, 6] took 1.1 ns an element (JAX 0.12, Xeon with AMX)."""
+    value = cost.graph.values[root]
+    return 0.0 if any(cost.family(i) in _PASSES for i in ops) else value.size * scalar_seconds(value.shape)
+
+
+def _is_uneven(cost: CpuCost, ops: Collection[int], root: int) -> bool:
+    """A loop over rows shorter than a vector, which XLA's threads cannot share out evenly, with something broadcast along them."""
     shape = cost.graph.values[root].shape
-    if looped:
-        return is_scalar_code(shape) and not any(cost.family(i) in _PASSES for i in ops)
     if len(shape) < 2 or not 1 < shape[-1] <= _SHORT_ROW or math.prod(shape[:-1]) % cost.machine.workers == 0:
         return False
     if shape[-1] * (_AROUND + instructions(cost, ops)) > _UNROLLED:
