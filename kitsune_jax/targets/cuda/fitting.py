@@ -170,13 +170,13 @@ class _Fitter:
         margins = _SUMS_MARGINS if self.sums_last else _CARRIED_MARGINS if carried and not self.sums and a.lanes == 3 else (0,)
         self.limits = [_VALUE_REGISTERS[a.lanes] - margin for margin in margins]
 
-    def lower(self, shape: Shape, depth: int = MAX_DEPTH) -> Lowered:
-        """All passes over the stage."""
+    def lower(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
+        """All passes over the stage. ``in_turns``: lanes may take turns."""
         at = Evaluation(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
         bodies.lower(at, self.instrs)
         at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
         nodes = chunks.spell_out(at.nodes, at.weights, self.resident, depth, shape.overlap)
-        if self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
+        if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
             nodes, takes_turns = turns.with_turns(nodes)
             at.setup += [st.Turn("first")] if takes_turns else []
         return Lowered(
@@ -260,6 +260,8 @@ class _Fitter:
                 raise CannotLower(f"{tile_bytes} bytes of tiles leave no room for a ring of weights in shared memory")
             if depth < MAX_DEPTH:
                 lowered = self.lower(shape, depth)
+            if depth < ring_depth.least(lowered.nodes):
+                lowered = self.lower(shape, depth, in_turns=False)  # each lane at its own pace: no chunk is waited for so long
             if depth < (least := ring_depth.least(lowered.nodes)):
                 raise CannotLower(
                     f"a ring of {depth} chunks of weights is all that fits; lanes would wait for each other below {least}"
