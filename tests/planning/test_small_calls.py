@@ -81,8 +81,8 @@ def test_loops_of_a_small_program_find_their_operands_in_the_second_level(rows: 
 
 
 def test_small_updates_of_many_parameters_share_the_threads_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One alone has one of XLA's threads, of eight that do not wait for each other two have one each. As pipelines all workers work on
-    each of them."""
+    """One alone has one of XLA's threads; of eight that do not wait for each other two have one each. As pipelines all workers work
+    on each of them."""
     monkeypatch.setenv("KITSUNE_PROFILE", "amx-2")
     p, g = (jnp.asarray(a, jnp.bfloat16) for a in _arrays((256, 256), (256, 256)))
     updates = kj.pipeline(lambda ps, gs: [p - 0.1 * g for p, g in zip(ps, gs, strict=True)])
