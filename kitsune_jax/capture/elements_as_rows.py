@@ -253,6 +253,8 @@ class _Rewriter:
         rows, table = (0, 1) if by_rows[0] else (1, 0)
         if len(sides[rows][0]) != 1 or sorted(d for d in sides[table][0] if d is not None) != sorted(self.others):
             raise AsItIs("a product of other dimensions")
+        if self._last_in_memory(op.inputs[rows]) not in op[("lhs_contract", "rhs_contract")[rows]]:
+            raise AsItIs("the numbers of a row do not lie side by side")
         contracted = tuple(self.graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
         flat = (math.prod(contracted),)
         x = self._side(op, rows, sides[rows], (*self.batch, self.long), (self._rows, *flat))
@@ -284,6 +286,18 @@ class _Rewriter:
         order = [where[d] for d in whole] + list(op["lhs_contract"] if k == 0 else op["rhs_contract"])
         return self.new.reshape(self.new.transpose(op.inputs[k], order), sizes)
 
+    def _last_in_memory(self, v: int) -> int:
+        """The dimension of ``v`` along which its numbers lie side by side: of what is transposed, where that lies."""
+        turned: list[Sequence[int]] = []
+        last = len(self.graph.values[v].shape) - 1
+        while v in self.producers and self.graph.ops[self.producers[v]].kind == "transpose":
+            op = self.graph.ops[self.producers[v]]
+            turned.append(op["permutation"])
+            (v,) = op.inputs
+        for permutation in reversed(turned):
+            last = permutation.index(last)
+        return last
+
     def _fold(self, i: int, op: Op) -> None:
         (x,) = op.inputs
         labels = self.labels[x]
@@ -306,6 +320,8 @@ class _Rewriter:
             raise AsItIs("a product over other dimensions as well")
         value = self.graph.values[op.inputs[1 - k]]
         free = [d for d in range(len(value.shape)) if d not in its and d not in its_batch]
+        if free and self._last_in_memory(op.inputs[1 - k]) not in free:
+            raise AsItIs("the numbers of a row do not lie side by side")
         where = {labels[d]: e for d, e in zip(batch, its_batch, strict=True)}
         order = [*(where[d] for d in self.batch), *its, *free]
         wide = tuple(value.shape[d] for d in free)

@@ -152,5 +152,16 @@ def test_many_rows_or_few_elements_stay(rows: int, keys: int) -> None:
     assert made(heads_last, arguments(7, rows, keys, 2, 5))[1] is None
 
 
+def test_rows_that_do_not_lie_together_stay() -> None:
+    """A cache that has the keys last is read along the keys, as a product does."""
+    q, k, v, seen = arguments(9, 2, 64, 2, 5)
+    as_they_are = lambda q, k, v: jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k)), v)  # noqa: E731
+    assert made(as_they_are, (q, k, v))[1] is not None
+    turned = lambda q, k, v: jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.einsum("qhd,hdk->hqk", q, k)), v)  # noqa: E731
+    assert made(turned, (q, k.transpose(1, 2, 0), v))[1] is None
+    turned = lambda q, k, v: jnp.einsum("hqk,hdk->qhd", jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k)), v)  # noqa: E731
+    assert made(turned, (q, k, v.transpose(1, 2, 0)))[1] is None
+
+
 def test_a_softmax_of_what_lies_in_memory_stays() -> None:
     assert made(lambda q, k, v, seen: jax.nn.softmax(k[:, 0].T, -1), arguments(8, 1, 64, 1, 5))[1] is None
