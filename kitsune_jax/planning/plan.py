@@ -71,6 +71,7 @@ class Plan:
     unordered: tuple[int, ...] = ()  # ops that fold by indices, in whatever order rows come, where that is allowed
     l2_bytes: int = 0  # on a GPU: modelled, through the L2, of which the off-chip bytes are a part
     elementwise: bool = False  # on a CPU: arithmetic and functions of elements alone, without a reduction, a lookup or a loop
+    folds: bool = False  # on a CPU: folds by indices of rows that are there, and nothing else but what is elementwise
 
     @property
     def workers(self) -> int:

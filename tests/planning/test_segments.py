@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.regions import profit
+from kitsune_jax.route import route
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 
 PROFILE = cpu_model("amx-2").profile
@@ -63,3 +67,15 @@ def test_an_order_of_many_numbers_takes_longer() -> None:
         return planned(10_000, 128, segments, ordered=False)["seconds"] - planned(10_000, 128, segments)["seconds"]
 
     assert order(100_000) > order(10_000) + 1e-4
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_folds_alone_have_to_gain_less(alone: bool) -> None:
+    def function(x: Any, i: Any) -> Any:
+        return jax.ops.segment_sum(x if alone else jax.nn.softmax(x), i, 50, indices_are_sorted=True)
+
+    graph = capture(jax.make_jaxpr(function)(jnp.zeros((4001, 64)), jnp.zeros(4001, jnp.int32)), online=True).graph
+    (chosen,) = route(graph, "cpu", force=True, device="amx-2", code=False).regions
+    assert chosen.plan.folds is alone and not chosen.plan.elementwise
+    at = dataclasses.replace(chosen.plan, seconds=1.0, baseline_seconds=(profit.FOLD_MARGIN + profit.VECTOR_MARGIN) / 2)
+    assert profit.pays(at) is alone

@@ -13,7 +13,7 @@ from __future__ import annotations
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import FREE, pipeline_traffic
+from kitsune_jax.planning.cost import FREE, SCATTER, pipeline_traffic
 from kitsune_jax.planning.orders import orders_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import resource_of, stage_name
@@ -106,7 +106,8 @@ def _arranged(cost: CpuCost, model: TileModel) -> Plan:
         bound="dram" if moving > busy else name,
         products=cost.products,
         order=order,
-        elementwise=all(cost.family(i) in _ELEMENTWISE for i in ops),
+        elementwise=(alone := {cost.family(i) for i in ops}) <= _ELEMENTWISE,
+        folds=SCATTER in alone <= {*_ELEMENTWISE, SCATTER},
     )
 
 

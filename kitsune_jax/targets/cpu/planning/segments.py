@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from kitsune_jax.planning.cost import Access
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 
-# One worker: a run that ends, and a number that may be an index when the order is made. 10 000 single numbers with 10 indices took
-# 28 us in order, with 10 000 indices 48; in no order 80 and 189 (Xeon with AMX).
-_RUN_SECONDS, _KEY_SECONDS = 3e-9, 9e-9
+# One worker: a run that ends, and a number that may be an index when the order is made. 100 000 single numbers with 10 indices took
+# 234 us of two in order, with 10 000 and 100 000 indices 300 and 523; 10 000 in no order 80 and 189 (Xeon with AMX).
+_RUN_SECONDS, _KEY_SECONDS = 8e-9, 9e-9
 
 
 def order_seconds(cost: CpuCost) -> float:

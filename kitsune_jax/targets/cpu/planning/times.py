@@ -22,6 +22,7 @@ from kitsune_jax.targets.cpu.planning.xla_fused import NARROW, fused
 # Columns that a micro-kernel computes at least: one vector of floats, on the widest machines.
 _VECTOR = 16
 _FEW = 16  # elements of the rows measured as ``fold/short/`` and ``load/short/``
+_NARROW_RUN = 1.4  # a run's row of a few numbers, over one of 16, whose reading is counted apart
 _SHORT = 256  # width of the product measured as ``short/``
 _SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
 _MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
@@ -138,11 +139,11 @@ class CpuTimes:
         return access.count * self._row("runs" if access.near else "folded", access.row_bytes)
 
     def _row(self, key: str, row_bytes: int) -> float:
-        """Between the widths that were measured a row's time grows with its bytes. Below them it hardly changes for runs: rows of 1
-        and 8 numbers took 0.73 and 0.82 of the time of 16 (Xeon with AMX)."""
+        """Between the widths that were measured a row's time grows with its bytes. Below them that of a run does not: 100 000 rows
+        of 1 number took two workers 234 us, of 16 numbers 258, with their reading (Xeon with AMX)."""
         few, many = (self[f"{key}/{width}"] for width in ACCESSED)
         each = max(0.0, many - few) / (4 * (ACCESSED[1] - ACCESSED[0]))
-        return max(few + (row_bytes - 4 * ACCESSED[0]) * each, (0.7 if key == "runs" else 0.3) * few)
+        return max(few + (row_bytes - 4 * ACCESSED[0]) * each, (_NARROW_RUN if key == "runs" else 0.3) * few)
 
     def activation(self, name: str, dtype: str) -> float:
         """An element of an activation that a product applies to its sums."""
