@@ -37,6 +37,8 @@ _HALVES = ("bfloat16", "float16")
 def elements_as_rows(captured: Captured) -> Captured:
     """``captured`` with the elements of long reductions of few rows as rows that are folded by index."""
     for root in [op.outputs[0] for op in captured.graph.ops if _is_long(captured.graph, op)]:
+        if not _is_long(captured.graph, captured.graph.ops[captured.graph.producers()[root]]):
+            continue  # a fold already, by the scores of another one
         try:
             captured = _Rewriter(captured, root).rewrite()
         except AsItIs:
@@ -63,6 +65,7 @@ class _Rewriter:
         if math.prod(self.shape[d] for d in self.others) > _ROWS or math.prod(self.shape) == 0:
             raise AsItIs("there are rows enough")
         self.made: dict[int, int] = {}  # value -> the same as rows
+        self.placed: dict[int, Labels] = {}  # of those that are no result of the scores: their dimensions
         self.tables: dict[int, int] = {}  # result of a fold -> the same as [batch, others..]
         self.new = Appender(self.draft, self.captured.steps[self.producers[root]])  # what stands in front of the op at hand
         self.index = -1
@@ -140,9 +143,14 @@ class _Rewriter:
 
     def _as_rows(self, v: int, labels: Labels | None = None) -> int:
         """``v``, whose dimensions are ``labels``, as rows."""
+        known = self.labels.get(v) or self.placed.get(v)
+        labels = known if labels is None else labels
+        assert labels is not None
         if v in self.made:
+            if known != labels:
+                raise AsItIs("two dimensions of one value")
             return self.made[v]
-        labels = self.labels[v] if labels is None else labels
+        self.placed[v] = labels
         op = self.graph.ops[self.producers[v]] if v in self.producers else None
         if op is not None and op.kind == "broadcast_in_dim":
             x, place = op.inputs[0], tuple(labels[d] for d in op["dims"])
@@ -316,7 +324,7 @@ class _Rewriter:
         sides = ("lhs", "rhs") if k == 0 else ("rhs", "lhs")
         labels = self.labels[op.inputs[k]]
         (mine, its), (batch, its_batch) = ([op[f"{s}_{what}"] for s in sides] for what in ("contract", "batch"))
-        if [labels[d] for d in mine] != [self.long] or sorted(labels[d] or 0 for d in batch) != sorted(self.batch):
+        if [labels[d] for d in mine] != [self.long] or {labels[d] for d in batch} != set(self.batch):
             raise AsItIs("a product over other dimensions as well")
         value = self.graph.values[op.inputs[1 - k]]
         free = [d for d in range(len(value.shape)) if d not in its and d not in its_batch]

@@ -152,6 +152,34 @@ def test_many_rows_or_few_elements_stay(rows: int, keys: int) -> None:
     assert made(heads_last, arguments(7, rows, keys, 2, 5))[1] is None
 
 
+def of_two_orders(q: Array, k: Array, v: Array, seen: Array) -> Array:
+    """Scores of head h for query i beside those of head i for query h."""
+    scores = jnp.einsum("qhd,khd->hqk", q, k)
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores + scores.swapaxes(0, 1)), v)
+
+
+def turned_behind(q: Array, k: Array, v: Array, seen: Array) -> Array:
+    weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k))
+    return jnp.einsum("hqk,khd->qhd", weights * weights.swapaxes(0, 1), v)
+
+
+@pytest.mark.parametrize("f", [of_two_orders, turned_behind])
+def test_scores_beside_others_of_another_order(f: Callable[..., Array]) -> None:
+    args = arguments(10, 2, 40, 2, 5)
+    if made(f, args)[1] is not None:
+        got, want = both(f, args)
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_two_reductions_of_the_same_scores() -> None:
+    def f(q: Array, k: Array, v: Array, seen: Array) -> Array:
+        scores = jnp.einsum("qhd,khd->hqk", q, k)
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v) + scores.max(-1).T[..., None]
+
+    got, want = both(f, arguments(11, 2, 40, 3, 5))
+    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
 def test_rows_that_do_not_lie_together_stay() -> None:
     """A cache that has the keys last is read along the keys, as a product does."""
     q, k, v, seen = arguments(9, 2, 64, 2, 5)
