@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from kitsune_jax.capture.appender import Appender
 from kitsune_jax.capture.captured import Captured, Draft, with_params
 from kitsune_jax.capture.scores import AsItIs, Labels, Scores
-from kitsune_jax.capture.split_ops import ELEMENTWISE, Ops
-from kitsune_jax.graph import Graph, Op, make_params
+from kitsune_jax.capture.split_ops import ELEMENTWISE, Ops, is_long_maximum
+from kitsune_jax.graph import Op, make_params
 from kitsune_jax.ops.table import OPS
 
 _LONG = 1024  # elements of the dimension, at least
@@ -36,20 +36,14 @@ _HALVES = ("bfloat16", "float16")
 
 def elements_as_rows(captured: Captured) -> Captured:
     """``captured`` with the elements of long reductions of few rows as rows that are folded by index."""
-    for root in [op.outputs[0] for op in captured.graph.ops if _is_long(captured.graph, op)]:
-        if not _is_long(captured.graph, captured.graph.ops[captured.graph.producers()[root]]):
+    for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op, _LONG)]:
+        if not is_long_maximum(captured.graph, captured.graph.ops[captured.graph.producers()[root]], _LONG):
             continue  # a fold already, by the scores of another one
         try:
             captured = _Rewriter(captured, root).rewrite()
         except AsItIs:
             continue
     return captured
-
-
-def _is_long(graph: Graph, op: Op) -> bool:
-    if op.kind != "reduce_max" or len(op["axes"]) != 1:
-        return False
-    return graph.values[op.inputs[0]].shape[op["axes"][0]] >= _LONG
 
 
 class _Rewriter:

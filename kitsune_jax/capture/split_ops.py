@@ -9,13 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kitsune_jax.capture.captured import Draft, Step, with_params
-from kitsune_jax.graph import Op, Param, make_params
+from kitsune_jax.graph import Graph, Op, Param, make_params
 from kitsune_jax.ops.table import OPS
 
 Ops = list[tuple[Op, Step]]
 ELEMENTWISE = frozenset({"pointwise", "convert"})
 # What is cut together with its operands. Of others the result is cut, as it lies in memory.
 CUT = ELEMENTWISE | {"broadcast", "reshape", "transpose", "dot", "reduce"}
+
+
+def is_long_maximum(graph: Graph, op: Op, least: int) -> bool:
+    """Is the op a maximum over one dimension, of ``least`` elements or more?"""
+    if op.kind != "reduce_max" or len(op["axes"]) != 1:
+        return False
+    return graph.values[op.inputs[0]].shape[op["axes"][0]] >= least
 
 
 def other_dims(draft: Draft, op: Op, operand: int) -> dict[int, int]:

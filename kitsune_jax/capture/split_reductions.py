@@ -18,8 +18,8 @@ import dataclasses
 import math
 
 from kitsune_jax.capture.captured import Captured, Draft, Step, with_params
-from kitsune_jax.capture.split_ops import CUT, Cut, Ops, operand_dims, other_dims
-from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.capture.split_ops import CUT, Cut, Ops, is_long_maximum, operand_dims, other_dims
+from kitsune_jax.graph import Op, Value
 from kitsune_jax.ops.table import OPS
 
 _LONG = 1024  # elements of the dimension, at least
@@ -41,18 +41,12 @@ def split_reductions(captured: Captured, workers: int) -> Captured:
     """``captured`` with long reductions of few rows in parts, for ``workers`` that would not all have a row of their own."""
     if workers < 2:
         return captured
-    for root in [op.outputs[0] for op in captured.graph.ops if _is_long(captured.graph, op)]:
+    for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op, _LONG)]:
         try:
             captured = _Splitter(captured, root, workers).split()
         except _NotSplit:
             continue
     return captured
-
-
-def _is_long(graph: Graph, op: Op) -> bool:
-    if op.kind != "reduce_max" or len(op["axes"]) != 1:
-        return False
-    return graph.values[op.inputs[0]].shape[op["axes"][0]] >= _LONG
 
 
 @dataclasses.dataclass(frozen=True)
