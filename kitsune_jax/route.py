@@ -113,6 +113,7 @@ def route(
         sums_by_batch=executor.sums_by_batch,
         together=search.together,
         merges=executor.most_merged if merge and executor.runs_phases else 1,
+        fresh=machine.fresh_seconds,
         failed=failed,
     )
     made = _make(graph, chosen.regions, executor, machine, generate=code and executor.available())

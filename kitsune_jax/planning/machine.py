@@ -53,6 +53,7 @@ class Machine:
     call_seconds: float  # one pipeline call
     kernel_seconds: float  # gap between two kernels of the bulk-synchronous program
     sources: tuple[tuple[str, str], ...]
+    fresh_seconds: float = 0.0  # a byte of an array of the program's that could be one within a call
 
     def rate(self, rates: Rates, dtype: str) -> float:
         """The entry of ``rates`` for ``dtype``, or for "other"."""

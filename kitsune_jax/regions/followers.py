@@ -54,11 +54,21 @@ class Following:
             elementwise = _Elementwise(graph, free, graph.values[v].size, order, call)
             spread = self.spread(Seed(v, tuple(range(len(graph.values[v].shape)))), elementwise)
             for candidate in regions_of(self.index, spread, order):
-                if candidate.outputs and any(OPS[graph.ops[k].kind].family in _COMPUTES for k in candidate.ops):
+                computes = any(OPS[graph.ops[k].kind].family in _COMPUTES for k in candidate.ops)
+                if candidate.outputs and computes and not any(map(self._is_spread_out, candidate.inputs)):
                     found.append(candidate)
                     order.join(anchored(graph, candidate))
                     free.difference_update(candidate.ops)
         return found
+
+    def _is_spread_out(self, v: int) -> bool:
+        """Is ``v`` rows of numbers (a score of each head, a sum of each node) repeated over more elements? What reads that streams
+        over these rows, and repeats a number where it reads it: as a follower it would have XLA write all elements first."""
+        i = self.index.producers.get(v)
+        if i is None or i not in self.free or OPS[self.index.graph.ops[i].kind].family != "broadcast":
+            return False
+        of = [self.index.graph.values[w] for w in self.index.graph.ops[i].inputs]
+        return any(1 < value.size < self.index.graph.values[v].size for value in of)
 
     def _gradients(self, region: Region) -> list[int]:
         """Results of the sinks that are arrays; what a scalar one is made, where its parameter is an array of one element."""

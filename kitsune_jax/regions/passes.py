@@ -1,17 +1,51 @@
 """Where a region may be cut into parts that run one after the other: a training step at its loss, a network behind its products for
 each row.
 
-Comes in: a region. Goes out: the ops of each part, with a seed of its stream. Invariant: no op of a part depends on one of
-a later part.
+Comes in: a region. Goes out: the ops of each part, with a seed of its stream; of the best cut, the parts that pay as calls.
+Invariant: no op of a part depends on one of a later part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
+
 from kitsune_jax.graph import Graph
-from kitsune_jax.streams import Region, Seed
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.regions.calls import Chosen
+from kitsune_jax.regions.convex import anchored, regions_of
+from kitsune_jax.regions.graph_index import GraphIndex
+from kitsune_jax.regions.order import Order
+from kitsune_jax.regions.profit import all_gained, pays
+from kitsune_jax.streams import Region, Seed, Spread
 
 Pass = tuple[Seed, frozenset[int]]
 _PUT_TOGETHER = frozenset({"concatenate", "reshape", "broadcast_in_dim"})
+
+
+def best_cut(
+    region: Region,
+    planned: bool,
+    index: GraphIndex,
+    order: Order,
+    free: Set[int],
+    spread: Callable[[Seed, Set[int]], Spread],
+    planner: Callable[[Region], Plan | str],
+) -> list[Chosen]:
+    """The parts of the cut of ``region`` that gains most, as far as they pay. ``planned``: it has a plan as a whole. ``order``: that
+    of the chosen calls; ``free``: ops that none of them has."""
+
+    def parts(cut: tuple[Pass, ...]) -> list[Chosen]:
+        now, found = order.copy(), list[Chosen]()
+        for seed, ops in cut:
+            sp = spread(seed, ops & free)
+            part = max(regions_of(index, sp, now), key=lambda r: len(r.ops), default=None)
+            plan = planner(part) if part is not None and part.outputs else ""
+            if part is not None and not isinstance(plan, str) and pays(plan):
+                found.append(Chosen.of([(part, plan)]))
+                now.join(anchored(index.graph, part))
+        return found
+
+    return max(map(parts, cuts_of(index.graph, region, planned)), key=all_gained, default=[])
 
 
 def cuts_of(graph: Graph, region: Region, planned: bool) -> list[tuple[Pass, ...]]:

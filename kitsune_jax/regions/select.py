@@ -15,9 +15,10 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.regions.beside import Beside, Bridges
 from kitsune_jax.regions.between import between, has_token, joins
 from kitsune_jax.regions.calls import Chosen, anchored_call
-from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
+from kitsune_jax.regions.convex import anchored
 from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex, splits_layer
 from kitsune_jax.regions.in_place import updated_in_place
@@ -25,13 +26,13 @@ from kitsune_jax.regions.known_spreads import NEVER_SEEDS, Spreads, seed_order
 from kitsune_jax.regions.loops import loop_regions
 from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
-from kitsune_jax.regions.passes import Pass, cuts_of
-from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, gained_apart, pays, seconds_gained
+from kitsune_jax.regions.passes import best_cut
+from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, pays, seconds_gained
 from kitsune_jax.regions.recompute import recompute
+from kitsune_jax.regions.tables import parted
 from kitsune_jax.streams import Region, Seed, Spread, has_few_rows, is_batched, spread
 from kitsune_jax.streams.wiring import Wiring
 
-_LEFT_ASIDE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
 _OWN_BODY = "a loop left to XLA, its body is pipelined on its own"
 
 
@@ -69,6 +70,7 @@ def select(
     sums_by_batch: bool = True,
     together: Together = _as_they_are,
     merges: int = 1,
+    fresh: float = 0.0,
     failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
@@ -77,10 +79,11 @@ def select(
     ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
     or why not. ``recomputes``: regions may compute again what they would read of others. ``few_rows``: products of few rows stream
     over what they contract (``regions.between``). ``sums_behind``: see ``regions.loops``. ``sums_by_batch``: regions may sum over
-    the rows of each batch. ``merges``: so many calls may become one. ``failed``: told of an error of one region, which it costs.
+    the rows of each batch. ``merges``: so many calls may become one. ``fresh``: seconds for each byte of an array that is between
+    calls instead of between phases of one (``regions.beside``). ``failed``: told of an error of one region, which it costs.
     """
     made = few_rows, sums_behind, Wiring(graph, sums_by_batch)
-    return _Selector(graph, supports, planner, force, several_phases, recomputes, *made, together, merges, failed).run()
+    return _Selector(graph, supports, planner, force, several_phases, recomputes, *made, together, merges, fresh, failed).run()
 
 
 class _Selector:
@@ -97,11 +100,13 @@ class _Selector:
         wiring: Wiring,
         together: Together,
         merges: int,
+        fresh: float,
         failed: Failed,
     ):
         self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
         self.recomputes, self.few_rows, self.together, self.merges, self.failed = recomputes, few_rows, together, merges, failed
-        self.index, self.behind = GraphIndex.of(graph), sums_behind
+        self.index, self.behind, self.fresh = GraphIndex.of(graph), sums_behind, fresh
+        self.beside = Beside.of(self.index, (), fresh)  # of nothing yet
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
         self.wiring = wiring
@@ -128,22 +133,23 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
+        beside = self._choose_beside(seeds) if self.merges > 1 and self.fresh and not self.force else frozenset()
         if self.recomputes and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
             self._recompute()
         if self.merges > 1:
-            self._merge()
+            self._merge(beside, seeds)
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
         return Selection(tuple(sorted(self.chosen, key=lambda c: c.region.ops[0])), tuple(rejected))
 
-    def _choose(self, seeds: Sequence[int]) -> None:
+    def _choose(self, seeds: Sequence[int], accepts: Callable[[Chosen], bool] = lambda _: True) -> None:
         tried: set[int] = set()
         for seed_op in seeds:
             if seed_op not in self.free or seed_op in tried:
                 continue
             best, looked_at = self._best_from(seed_op)
             tried |= looked_at
-            while best is not None:
+            while best is not None and accepts(best):
                 try:
                     self.order.join(anchored(self.graph, best.region))
                 except Exception as error:
@@ -154,6 +160,14 @@ class _Selector:
                 self.spreads.choose()
                 # The same seed may head another region: what a level or a component split off.
                 best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
+
+    def _choose_beside(self, seeds: Sequence[int]) -> frozenset[int]:
+        """Choose what pays as a phase of a call that was chosen, and what pays beside these; the ops of all that."""
+        own, before = len(self.chosen), -1
+        while before < len(self.chosen):
+            before, self.beside = len(self.chosen), Beside.of(self.index, self.chosen, self.fresh)
+            self._choose(seeds)
+        return frozenset(i for c in self.chosen[own:] for i in c.ops)
 
     def _choose_loops(self) -> None:
         """Loops are regions by themselves; those that are none keep the reason."""
@@ -236,15 +250,22 @@ class _Selector:
             return
         self.chosen = [Chosen.of([pair, *c.planned[1:]]) for c, pair in zip(self.chosen, found, strict=True)]
 
-    def _merge(self) -> None:
-        """Make one call of several, with what stands between the calls of a token that is generated."""
+    def _merge(self, beside: frozenset[int], seeds: Sequence[int]) -> None:
+        """Make one call of several, with what stands between the calls of a token that is generated, and between others. Regions of
+        ops ``beside`` were chosen to be phases."""
         try:
             found: list[Chosen] = []
             if self.few_rows and not self.force:
                 found = between(self.index, self.chosen, self.order, self.free, self.supports, lambda r: self._plan_of(r)[0])
-            calls = merged(self.index, [*self.chosen, *found], self.together, self.merges)
-            alone = [*found, *(c for c in self.chosen if has_token(self.index, c))]  # which may pay as phases only
-            self.chosen = [c for c in calls if self.force or c not in alone or pays(c.plan)]
+            bridges = Bridges(
+                self.index, lambda more: merged(self.index, [*self.chosen, *more, *found], self.together, self.merges), self.fresh
+            )
+            if len(bridges.calls) > 1 and self.fresh and not self.force:
+                self.beside = Beside.of(self.index, bridges.calls, self.fresh, bridges.border)
+                self._choose(seeds, bridges.accepts)
+            calls = bridges.calls
+            alone = [*found, *(c for c in self.chosen if has_token(self.index, c)), *(c for c in calls if beside.issuperset(c.ops))]
+            self.chosen = [c for c in calls if self.force or c not in alone or pays(c.plan)]  # they may pay as phases only
         except Exception as error:
             self.failed(error, sorted(i for c in self.chosen for i in c.ops))
 
@@ -280,25 +301,10 @@ class _Selector:
             return []
         known = self.cut.get(region)
         if known is None or known[0] != len(self.chosen):
-            found = max(
-                map(self._parts, cuts_of(self.graph, region, planned=not isinstance(plan, str))), key=all_gained, default=[]
-            )
-            known = self.cut[region] = len(self.chosen), found
+            around = self.index, self.order, self.free, self._spread, lambda r: self.planner(self.graph, r)
+            known = self.cut[region] = len(self.chosen), best_cut(region, not isinstance(plan, str), *around)
         gain_as_one = 0.0 if isinstance(plan, str) or not pays(plan) else seconds_gained(plan)
         return known[1] if all_gained(known[1]) > PROFIT_MARGIN * gain_as_one else []
-
-    def _parts(self, cut: Sequence[Pass]) -> list[Chosen]:
-        """Those parts of a cut that pay."""
-        order = self.order.copy()
-        found: list[Chosen] = []
-        for seed, ops in cut:
-            sp = self._spread(seed, ops & self.free)
-            region = max(regions_of(self.index, sp, order), key=lambda r: len(r.ops), default=None)
-            plan = self.planner(self.graph, region) if region is not None and region.outputs else ""
-            if region is not None and not isinstance(plan, str) and pays(plan):
-                found.append(Chosen.of([(region, plan)]))
-                order.join(anchored(self.graph, region))
-        return found
 
     def _without_tables(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
         """``region`` and its plan, or what is left of it without ops that fold rows into tables by indices, where that gains more.
@@ -311,27 +317,10 @@ class _Selector:
             return region, plan
         known = self.parted.get(id(region))  # as ``_plan_of``: every op of a region may be a seed
         if known is None:
-            known = self.parted[id(region)] = region, self._part_tables(sp, region, plan, folds)
+            found, reasons = parted(self.index, sp, (region, plan), folds, lambda r: self._plan_of(r)[0])
+            known = self.parted[id(region)] = region, found
+            self.why.update(reasons)
         return known[1]
-
-    def _part_tables(self, sp: Spread, region: Region, plan: Plan | str, folds: tuple[int, ...]) -> tuple[Region, Plan | str]:
-        order, most = None if isinstance(plan, str) else plan.order, 0.0
-        others = tuple(i for i in folds if self.graph.ops[i].inputs[1] != order)
-        best = region, plan
-        for left in dict.fromkeys((others, folds)):
-            if not left:
-                continue
-            rest = region_of(self.index, sp, needed(self.index, sp, set(region.ops).difference(left)))
-            smaller = self._plan_of(rest)[0] if rest.outputs else ""
-            if isinstance(smaller, str):
-                continue
-            alone = [self._plan_of(region_of(self.index, sp, needed(self.index, sp, {i})))[0] for i in left]
-            gain = gained_apart(plan, smaller, alone)
-            if gain > most:
-                best, most = (rest, smaller), gain
-                for i, own in zip(left, alone, strict=True):
-                    self.why[i] = own if isinstance(own, str) else f"{_LEFT_ASIDE} {compared(own)}"
-        return best
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
         """The key by which candidates are compared, larger is better. With ``force`` the model does not decide: a stream over rows
@@ -362,7 +351,8 @@ class _Selector:
             for i in region.ops if asked else ():
                 self.why[i] = plan
             return None, {seed_op}
-        if self.force or pays(plan) or self.few_rows and joins(self.index, self.chosen, region, plan):
+        near = self.beside.pays(region, plan) or self.few_rows and joins(self.index, self.chosen, region, plan)
+        if self.force or pays(plan) or near:
             return Chosen.of([(region, plan)]), set()
         text = f"left to XLA: {compared(plan)}"
         speedup = plan.baseline_seconds / plan.seconds

@@ -96,7 +96,9 @@ def as_found_by(graph: Graph, machine: CpuMachine, body: bool) -> CpuMachine:
         machine = dataclasses.replace(machine, steps=steps_of(graph, machine.profile))
     else:
         machine = dataclasses.replace(machine, row_kernels=row_kernels(graph), handed=handed(graph))
-    return dataclasses.replace(machine, fresh_bytes=0) if between_kernels(graph) > machine.fresh_bytes else machine
+    if between_kernels(graph) <= machine.fresh_bytes:
+        return machine
+    return dataclasses.replace(machine, fresh_bytes=0, fresh_seconds=1.0 / machine.fault_bandwidth)
 
 
 def _is_stored(cost: CpuCost, y: int) -> bool:
