@@ -114,7 +114,8 @@ def test_pads_of_one_column(dtype: str, low: int, high: int, interior: int) -> N
     """The gradient of ``x[..., 0]``: the columns beside it were the column again."""
     t = Tiles((9,), 64)
     x = t.load((9, 1), dtype, ROW)
-    y = t.op("pad", t.op("neg", x), t.literal(2, dtype), shape=(1 + low + high,), low=(0, low), high=(0, high), interior=(0, interior))
+    params = {"low": (0, low), "high": (0, high), "interior": (0, interior)}
+    y = t.op("pad", t.op("neg", x), t.literal(2, dtype), shape=(1 + low + high,), **params)
     t.store(y, (9, 1 + low + high), ROW)
     check_program(t, array(9, 1, dtype=dtype))
 
