@@ -108,6 +108,18 @@ def test_pads() -> None:
     check_program(t, a)
 
 
+@pytest.mark.parametrize("low, high, interior", [(0, 39, 0), (3, 0, 0), (1, -1, 0), (2, -1, 0), (-1, 3, 0), (0, 0, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_pads_of_one_column(dtype: str, low: int, high: int, interior: int) -> None:
+    """The gradient of ``x[..., 0]``: the columns beside it were the column again."""
+    t = Tiles((9,), 64)
+    x = t.load((9, 1), dtype, ROW)
+    params = {"low": (0, low), "high": (0, high), "interior": (0, interior)}
+    y = t.op("pad", t.op("neg", x), t.literal(2, dtype), shape=(1 + low + high,), **params)
+    t.store(y, (9, 1 + low + high), ROW)
+    check_program(t, array(9, 1, dtype=dtype))
+
+
 def test_transposes_reshapes_and_broadcasts_of_rows_with_dimensions() -> None:
     t = Tiles((67,), 64)
     x, w, v = t.load((67, 3, 4, 5), "float32", ((0,), (), (), ())), t.load((4,)), t.load((67,), "float32", ((0,),))

@@ -55,6 +55,12 @@ struct Element<bool> {
   static KITSUNE_DEVICE u8 store(bool v) { return v ? 1 : 0; }
 };
 
+// The number of a format that is nearest to `v`.
+template <class E>
+KITSUNE_DEVICE float rounded_to(float v) {
+  return Element<E>::load(Element<E>::store(v));
+}
+
 // Two values in a register, the first in the lower half.
 template <class E>
 KITSUNE_DEVICE u32 pack(float lo, float hi);

@@ -52,6 +52,7 @@ KITSUNE_DEVICE float use_convert(float v, u32 w) {
   float sum = from_bits(pack_bf16(v, v)) + from_bits(pack_f16(v, v)) + from_bits(to_tf32(v)) + from_bits(bits(v));
   sum += bf16_lo(w) + bf16_hi(w) + f16_lo(w) + f16_hi(w);
   sum += from_bf16(to_bf16(v)) + from_f16(to_f16(v));
+  sum += add_rounded(v, sum) + mul_rounded(v, sum);
   sum += max_nan(v, sum) + min_nan(v, sum);
   sum += fast_exp2(v) + fast_rcp(v) + fast_tanh(v) + fast_rsqrt(v);
   sum += expf(v) + logf(v) + tanhf(v) + erff(v) + sqrtf(v) + fmaf(v, v, v) + fabsf(v) + floorf(v);

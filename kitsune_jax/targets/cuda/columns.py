@@ -120,9 +120,10 @@ def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -
     """Gives the result of ``instr`` the columns that ``index`` says: [columns, 2], of which source and which column there."""
     (v,) = instr.outputs
     value, counts = at.value(v), [at.value(x).n for x in sources]
-    if len(sources) == 1 and np.array_equal(index[:, 1], np.arange(counts[0])):
+    alone = len(sources) == 1 and bool((index[:, 0] >= 0).all())  # of columns that a pad leaves open, column 0 says nothing
+    if alone and np.array_equal(index[:, 1], np.arange(counts[0])):
         at.alias(instr, sources[0])
-    elif len(sources) == 1 and counts[0] == 1 and (index[:, 1] == 0).all():
+    elif alone and counts[0] == 1 and (index[:, 1] == 0).all():
         at.settle(v, Splat(sources[0]))
     elif value.row and index[0, 0] >= 0 and (rows := _rows_of(at, sources[index[0, 0]])):
         ref = Ref("r", v)

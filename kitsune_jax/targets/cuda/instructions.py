@@ -41,6 +41,7 @@ from kitsune_jax.targets.cuda.values import (
 )
 from kitsune_jax.targets.errors import CannotLower
 
+_ORDERED = ("Max", "Min")
 REDUCTIONS = {f"reduce_{how}": name for how, name in stage_outputs.HOW.items()}
 
 
@@ -82,7 +83,8 @@ def _pop(at: Evaluation, instr: Instr) -> None:
 
 def _pointwise(at: Evaluation, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
-    if not value.row and (product := _with_bias(at, instr) or _with_start(at, instr)):
+    compared = v in at.facts.compared
+    if not value.row and not compared and (product := _with_bias(at, instr) or _with_start(at, instr)):
         at.settle(v, product)
         return
     types = [pointwise.COMPUTE[at.value(x).dtype] for x in instr.inputs]
@@ -91,6 +93,8 @@ def _pointwise(at: Evaluation, instr: Instr) -> None:
     template = pointwise.instruction(instr, places, types, pointwise.COMPUTE[value.dtype], dtype)
     if template is None:
         raise CannotLower(f"{instr.kind} of {types[0]} has no code on the GPU")
+    if compared:
+        template = pointwise.rounded(instr.kind, template, value.dtype)
     if value.row:
         at.set_row(v, ir.Apply(template, tuple(at.row(x) for x in instr.inputs)))
     else:
@@ -154,6 +158,8 @@ def _reduce(at: Evaluation, instr: Instr) -> None:
     at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
     at.add(st.FoldQuad(ref, how))
     at.settle(v, InRegisters(ref, "row", ref))
+    if how not in _ORDERED:
+        _rounded(at, v)
 
 
 def _matmul(at: Evaluation, instr: Instr) -> None:
@@ -167,6 +173,21 @@ def _matmul(at: Evaluation, instr: Instr) -> None:
     at.settle(v, Multiply(v, weight, at.weights[weight].shape, tuple(at.root(x) for x in _pieces(at, instr.inputs[0]))))
     if value.row:
         at.single_column(v)
+    _rounded(at, v)
+
+
+def _rounded(at: Evaluation, v: int) -> None:
+    """Rounds ``v``, which a product or a sum has made in float32, to its 16 bits, where it is compared."""
+    value = at.value(v)
+    if v not in at.facts.compared or not tiles.is_half(value.dtype):
+        return
+    template = pointwise.rounded("dot_general", "{0}", value.dtype)
+    if value.row:
+        ref = Ref("r", v, "_rounded")
+        at.add(st.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
+        at.settle(v, InRegisters(ref, "row", ref))
+    else:
+        at.settle(v, Expression(template, (at.unnamed(value),)))
 
 
 def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:

@@ -15,6 +15,7 @@ from kitsune_jax.graph import Scalar
 from kitsune_jax.ops.spec import is_narrow
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
+from kitsune_jax.program.passes import HAND_ON
 
 # The type an element of a dtype is computed in; dtypes that are missing have no code.
 COMPUTE = {"float32": "float", "bfloat16": "float", "float16": "float", "int32": "i32", "uint32": "u32", "bool": "bool"}
@@ -22,6 +23,8 @@ COMPUTE = {"float32": "float", "bfloat16": "float", "float16": "float", "int32":
 ELEMENT = {"float32": "float", "bfloat16": "Bf16", "float16": "F16", "int32": "i32", "uint32": "u32", "bool": "bool"}
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "bool": 1}
 OPERAND = {"float32": "Tf32", "bfloat16": "Bf16", "float16": "F16"}
+# Operators that the compiler neither contracts with others nor computes in other steps, of float32.
+_ROUNDED = {"add": "add_rounded({0}, {1})", "sub": "add_rounded({0}, -({1}))", "mul": "mul_rounded({0}, {1})"}
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -58,6 +61,20 @@ def instruction(instr: Instr, operands: Sequence[str], types: Sequence[str], out
         return None
     names = {**params, "T": types[0], "R": out, **{str(k): x for k, x in enumerate(operands)}}
     return _PLACEHOLDER.sub(lambda found: str(names[found[1]]), template)
+
+
+def rounded(kind: str, template: str, dtype: str) -> str:
+    """The expression ``template`` of an operator ``kind`` such that its result has the same bits wherever the operator stands: that
+    of 16 bits is rounded to them, that of float32 is no part of a multiplication and addition in one.
+
+    >>> rounded("mul", "({0} * {1})", "float32"), rounded("exp", "expf({0})", "bfloat16"), rounded("neg", "(-{0})", "float16")
+    ('mul_rounded({0}, {1})', 'rounded_to<Bf16>(expf({0}))', '(-{0})')
+    """
+    if kind in HAND_ON or dtype not in OPERAND:
+        return template
+    if is_narrow(dtype):
+        return f"rounded_to<{ELEMENT[dtype]}>({template})"
+    return _ROUNDED.get(kind) or (template if kind == "convert_element_type" else f"add_rounded({template}, -0.0f)")
 
 
 def literal(value: Scalar, type_: str) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kitsune_jax.program.ir import Instr, TileProgram, walk
+from kitsune_jax.program.passes import compared_values
 from kitsune_jax.program.passes.flow import is_other_name
 from kitsune_jax.targets.cuda import cuts, slabs, tiles
 from kitsune_jax.targets.cuda.cuts import Cuts
@@ -27,6 +28,7 @@ class Facts:
     ``picked``: a product for each row that only a ``take`` reads -> that ``take``. ``cuts``: weights that change from tile to tile.
     ``rounded``: a float32 value -> the only 16-bit form that is made of it; ``coarse``: exponentials that nobody reads
     but bfloat16 forms, of them or of multiples of them, and sums of columns, such as the probabilities of an attention in bfloat16.
+    ``compared``: values that have the same bits whatever stands around them (``program.passes.compared_values``).
     """
 
     program: TileProgram
@@ -43,6 +45,7 @@ class Facts:
     cuts: Cuts
     rounded: dict[int, int]
     coarse: frozenset[int]
+    compared: frozenset[int]
 
     def only_store(self, v: int) -> Instr | None:
         """The ``store`` that alone reads ``v``."""
@@ -87,6 +90,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
         for x in dict.fromkeys(names.get(x, x) for x in i.inputs):
             readers.setdefault(x, []).append(i)
     stacked = _stacked(program, body)
+    compared = compared_values(program)
     found = Facts(
         program,
         instrs,
@@ -101,7 +105,8 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
         _picked(program, body, readers),
         cuts.find(program),
         _rounded(program, body, names),
-        coarse(program, body),
+        coarse(program, body) - compared,
+        compared,
     )
     operands = [x for i in body if i.kind == "dot" for x in i.inputs]
     return dataclasses.replace(found, row_pieces=frozenset(p for x in operands for p in found.pieces_of(x)))

@@ -300,6 +300,8 @@ inline float bf16_hi(u32 v) { return from_bits(v & 0xffff0000u); }
 inline float f16_lo(u32 v) { return from_f16(static_cast<u16>(v)); }
 inline float f16_hi(u32 v) { return from_f16(static_cast<u16>(v >> 16)); }
 inline u32 to_tf32(float v) { return emu::float_to_tf32(v); }
+inline float add_rounded(float x, float y) { return x + y; }
+inline float mul_rounded(float x, float y) { return x * y; }
 // max.NaN and min.NaN: a NaN wins, and +0 is greater than -0 (PTX ISA, max).
 inline float max_nan(float x, float y) {
   if (x != x || y != y) return from_bits(0x7fffffffu);

@@ -87,6 +87,11 @@ KITSUNE_DEVICE float fast_rsqrt(float v) {
   return r;
 }
 
+// Rounded by themselves: the compiler makes one operation of a plain multiplication and an addition that reads it, in one place and
+// perhaps not in another, and ptxas does so across empty asm statements as well.
+KITSUNE_DEVICE float add_rounded(float x, float y) { return __fadd_rn(x, y); }
+KITSUNE_DEVICE float mul_rounded(float x, float y) { return __fmul_rn(x, y); }
+
 // NaN if either is NaN; fmaxf and fminf would drop it.
 KITSUNE_DEVICE float max_nan(float x, float y) {
   float r;
