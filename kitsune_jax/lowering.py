@@ -377,7 +377,7 @@ def _run_nodes(
             step(node)
             continue
         region = node.region
-        operands = [read(v) for v in region.inputs]
+        operands = [read(v) for v in node.operands]
         avals = [captured.avals[v] for v in region.outputs]
         try:
             with captured.steps[region.ops[-1]].origin.context(), jax.named_scope(node.name):
