@@ -13,7 +13,6 @@ or a value that means nothing, is an error at once. Invariant: no other module r
 ``KITSUNE_CUDA_ARCH``       CUDA architecture to generate code for, such as ``sm_90a``. Default: that of the device at hand.
 ``KITSUNE_NVRTC_DIR``       Folder with the CUDA compiler (libnvrtc) to use. Default: the best that the machine has.
 ``KITSUNE_CUDA_AVOID``      Kinds of CUDA kernel that are never chosen: ``sm90-spatial-l2-lanes2``, ...; * stands for any text.
-``KITSUNE_FETCH_AHEAD``     0: no CUDA kernel asks the L2 for weights of what XLA runs behind it. Default: 1.
 ``KITSUNE_EMULATOR_SEED``   Seed of the emulator's schedules, read when a function is lowered. Default: 1.
 ``KITSUNE_PROFILE``         Machine profile that CPU plans are made with, such as ``zen5-2``. Default: measured, once.
 ``KITSUNE_NUM_THREADS``     CPU threads a plan may count on. Default: the CPUs this process may run on.
@@ -47,23 +46,22 @@ VARIABLES = (
     "KITSUNE_CUDA_ARCH",
     "KITSUNE_NVRTC_DIR",
     "KITSUNE_CUDA_AVOID",
-    "KITSUNE_FETCH_AHEAD",
     "KITSUNE_EMULATOR_SEED",
     "KITSUNE_NUM_THREADS",
     "KITSUNE_PROFILE",
 )
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
-_SWITCHES = ("disable", "force", "strict", "fetch_ahead")
+_SWITCHES = ("disable", "force", "strict")
 _overrides: contextvars.ContextVar[dict[str, bool] | None] = contextvars.ContextVar("kitsune_jax_overrides", default=None)
 
 
-def _switch(name: str, default: str = "") -> bool:
+def _switch(name: str) -> bool:
     current = _overrides.get()
     if current and name in current:
         return current[name]
     variable = f"KITSUNE_{name.upper()}"
-    text = os.environ.get(variable, "").strip() or default
+    text = os.environ.get(variable, "").strip()
     if text.lower() in _TRUE:
         return True
     if text.lower() in _FALSE:
@@ -84,11 +82,6 @@ def forced() -> bool:
 def strict() -> bool:
     """``KITSUNE_STRICT``: is a function of which nothing could be pipelined an error?"""
     return _switch("strict")
-
-
-def fetch_ahead() -> bool:
-    """``KITSUNE_FETCH_AHEAD``: may a CUDA kernel ask the L2 for weights of what XLA runs behind it?"""
-    return _switch("fetch_ahead", "1")
 
 
 def cache_dir() -> pathlib.Path | None:
@@ -194,19 +187,7 @@ def check_environment() -> None:
             near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
             hint = f"did you mean {_PREFIX}{near[0]}?" if near else f"the variables are {', '.join(VARIABLES)}"
             raise ValueError(f"the environment variable {name} is not one of kitsune_jax: {hint}")
-    for read in (
-        disabled,
-        forced,
-        strict,
-        fetch_ahead,
-        log_level,
-        cuda_arch,
-        nvrtc_dir,
-        cuda_avoid,
-        emulator_seed,
-        num_threads,
-        profile,
-    ):
+    for read in (disabled, forced, strict, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads, profile):
         read()
 
 
@@ -223,9 +204,7 @@ def apply_log_level() -> None:
 
 
 @contextlib.contextmanager
-def override(
-    *, disable: bool | None = None, force: bool | None = None, strict: bool | None = None, fetch_ahead: bool | None = None
-) -> Iterator[None]:
+def override(*, disable: bool | None = None, force: bool | None = None, strict: bool | None = None) -> Iterator[None]:
     """Set switches for the ``with`` block, in this thread (or task) only; ``None`` leaves a switch as it is.
 
     Example::
@@ -233,7 +212,7 @@ def override(
         with kitsune_jax.config.override(force=True):
             y = mlp(params, x)  # every legal region is pipelined, small shapes too
     """
-    given = dict(zip(_SWITCHES, (disable, force, strict, fetch_ahead), strict=True))
+    given = dict(zip(_SWITCHES, (disable, force, strict), strict=True))
     token = _overrides.set({**(_overrides.get() or {}), **{k: v for k, v in given.items() if v is not None}})
     try:
         yield

@@ -99,13 +99,15 @@ def route(
     strict: bool = False,
     merge: bool = True,
     body: bool = False,
+    fetch_ahead: bool = False,
 ) -> Routed:
     """Decide which ops of ``graph`` become pipelines on ``target`` ("cpu", "cuda" or "emulator"), and make them.
 
     ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, where
     the target can. ``strict``: raise an error of ours instead of doing without the region. ``merge``: regions that follow each
-    other become one call, where the target runs such calls. ``body``: the graph is a step of a loop that XLA runs. Raises
-    ``ValueError`` for an unknown target or device.
+    other become one call, where the target runs such calls. ``body``: the graph is a step of a loop that XLA runs.
+    ``fetch_ahead``: its arguments lie in memory, and calls may ask for what XLA reads of them. Raises ``ValueError`` for an unknown
+    target or device.
     """
     executor = targets.get(target)
     machine = executor.as_found_by(graph, executor.machine(device), body)
@@ -125,7 +127,9 @@ def route(
         merges=executor.most_merged if merge and executor.runs_phases else 1,
         failed=failed,
     )
-    fetches = executor.ahead(graph, [call.planned for call in chosen.regions], machine, body, force)
+    fetches: Sequence[Ahead | None] = [None] * len(chosen.regions)
+    if fetch_ahead and not body:  # of a step's arguments some are cut out of arrays
+        fetches = executor.ahead(graph, [call.planned for call in chosen.regions], machine, force)
     calls = list(zip(chosen.regions, fetches, strict=True))
     made = _make(graph, calls, executor, machine, generate=code and executor.available())
     rejected = list(chosen.rejected)

@@ -100,10 +100,10 @@ class Target(abc.ABC, Generic[M]):
         return plans
 
     def ahead(
-        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, Plan]]], machine: M, body: bool, force: bool
+        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, Plan]]], machine: M, force: bool
     ) -> Sequence[Ahead | None]:
         """For each of the ``calls``, the regions and plans of its parts, the weight that it asks for on behalf of what XLA does
-        behind it. ``body``: the graph is a step of a loop that XLA runs. ``force``: wherever that is possible."""
+        behind it. The graph's inputs are arrays in memory. ``force``: wherever that is possible, however little it gains."""
         return [None] * len(calls)
 
     @abc.abstractmethod

@@ -16,7 +16,7 @@ import pytest
 
 import kitsune_jax as kj
 from kernel_checks import counters, sass
-from kitsune_jax import config, lowering
+from kitsune_jax import lowering
 from kitsune_jax.options import Options
 from kitsune_jax.planning.cost import itemsize
 from kitsune_jax.planning.plan import Ahead
@@ -82,14 +82,13 @@ def asked(found: list[counters.Counts], name: str) -> int:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_a_token_asks_for_the_weight_behind_it(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(dtype)
-    decode = kj.pipeline(layer, target="emulator", strict=True)
+    decode = kj.pipeline(layer, target="emulator", strict=True, fetch_ahead=True)
     (region,) = kj.explain(decode)(*args).regions
     assert region.ahead is not None and region.ahead.weight_bytes == args[-1].nbytes
     assert 1e6 < region.ahead.bytes < 0.25 * args[-1].nbytes and region.ahead.bytes % PIECE_BYTES == 0
-    with config.override(fetch_ahead=False):
-        without = kj.pipeline(lambda *args: layer(*args), target="emulator", strict=True)
-        assert kj.explain(without)(*args).regions[0].ahead is None
-        plain = np.asarray(jax.jit(without)(*args))
+    without = kj.pipeline(layer, target="emulator", strict=True)
+    assert kj.explain(without)(*args).regions[0].ahead is None
+    plain = np.asarray(jax.jit(without)(*args))
     for seed in range(3):
         monkeypatch.setenv("KITSUNE_EMULATOR_SEED", str(seed))
         runtime.set_emulator_seed(seed)
@@ -114,7 +113,9 @@ def decoded(keys: int) -> tuple[Array, ...]:
 def planned(device: str, *args: Array) -> tuple[Any, PlannedRegion]:
     """``decode`` as it is planned for ``device``, with the code of its one call."""
     jaxpr = jax.make_jaxpr(decode)(*args)
-    captured, routed, _ = lowering.captured_and_settled(jaxpr, lambda body: body, "emulator", Options(strict=True), device)
+    captured, routed, _ = lowering.captured_and_settled(
+        jaxpr, lambda body: body, "emulator", Options(strict=True, fetch_ahead=True), device
+    )
     (region,) = routed.regions
     return captured, region
 
@@ -252,7 +253,7 @@ def test_the_machine_code_asks_and_spills_nothing(device: str, arch: str, opcode
 
     args = shape(1, 1, 8, 64), shape(1, 4096, 8, 64), shape(1, 4096, 8, 64), np.int32(4000), shape(512, 32_768)
     routed = lowering.captured_and_settled(
-        jax.make_jaxpr(decode)(*args), lambda body: body, "cuda", Options(strict=True), device, code=False
+        jax.make_jaxpr(decode)(*args), lambda body: body, "cuda", Options(strict=True, fetch_ahead=True), device, code=False
     )[1]
     (region,) = routed.regions
     assert region.ahead is not None
@@ -279,10 +280,9 @@ def test_an_argument_that_is_updated_in_place_stays_so(of_product: bool) -> None
     args = arguments()
 
     def copies(fetch_ahead: bool) -> int:
-        with config.override(fetch_ahead=fetch_ahead):
-            pipelined = kj.pipeline(lambda *args: step(*args), target="emulator", strict=True)
-            assert (kj.explain(pipelined)(*args).regions[0].ahead is not None) == fetch_ahead
-            text = jax.jit(pipelined, donate_argnums=6).lower(*args).compile().as_text()
+        pipelined = kj.pipeline(step, target="emulator", strict=True, fetch_ahead=fetch_ahead)
+        assert (kj.explain(pipelined)(*args).regions[0].ahead is not None) == fetch_ahead
+        text = jax.jit(pipelined, donate_argnums=6).lower(*args).compile().as_text()
         assert text is not None and "input_output_alias" in text
         return sum(" copy(" in line and f"f32[{HIDDEN},400]" in line for line in text.splitlines())
 
@@ -291,7 +291,9 @@ def test_an_argument_that_is_updated_in_place_stays_so(of_product: bool) -> None
 
 def test_a_batch_of_tokens_asks_once() -> None:
     x, q, k, v, last, *weights = arguments(batch=2)
-    decode = kj.pipeline(lambda *args: layer(*(a[None] for a in args[:4]), *args[4:])[0], target="emulator", strict=True)
+    decode = kj.pipeline(
+        lambda *args: layer(*(a[None] for a in args[:4]), *args[4:])[0], target="emulator", strict=True, fetch_ahead=True
+    )
     both = jax.vmap(decode, in_axes=(0, 0, 0, 0, None, None, None))
     (region,) = kj.explain(both)(x, q, k, v, last, *weights).regions
     assert region.ahead is not None and region.ahead.weight_bytes == weights[1].nbytes

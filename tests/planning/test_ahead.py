@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax import config
 from kitsune_jax.planning.machine import MIB
 from kitsune_jax.planning.plan import Ahead, Plan
 from kitsune_jax.planning.xla_kernels import left_region
@@ -163,15 +162,14 @@ DECODED = shape(1, 1, 8, 64), shape(1, 4096, 8, 64), shape(1, 4096, 8, 64), shap
 
 
 def test_the_report_says_what_is_asked_for() -> None:
-    report = kj.explain(kj.pipeline(decode), platform="cuda", device="h200")(*DECODED)
+    report = kj.explain(kj.pipeline(decode, fetch_ahead=True), platform="cuda", device="h200")(*DECODED)
     (region,) = report.regions
     assert region.ahead is not None and region.ahead.weight_bytes == W and 1e-6 < region.ahead.seconds < 2e-6
     text = " ".join(str(report).split())
     assert "asks the L2 for 7.32 MB of the 33.6 MB of weights that dot_general (test_ahead.py:" in text
     assert "which then takes 1.70 us less (modelled)" in text and "asks the L2 for 7.32 MB" in report._repr_html_()
     assert region.bytes_in < W  # what is asked for is no operand that is read
-    with config.override(fetch_ahead=False):
-        (without,) = kj.explain(kj.pipeline(decode), platform="cuda", device="h200")(*DECODED).regions
+    (without,) = kj.explain(kj.pipeline(decode), platform="cuda", device="h200")(*DECODED).regions
     assert without.ahead is None and without.seconds == region.seconds
 
 
@@ -181,5 +179,5 @@ def test_a_step_of_a_loop_asks_for_nothing() -> None:
     def steps(q: Array, k: Array, v: Array, last: Array, outs: Array) -> Array:
         return jax.lax.scan(lambda c, out: (c + 1, decode(q, k, v, last + c, out)), 0, outs)[1]
 
-    report = kj.explain(kj.pipeline(steps), platform="cuda", device="h200")(*DECODED[:4], shape(2, 512, 32_768))
+    report = kj.explain(kj.pipeline(steps, fetch_ahead=True), platform="cuda", device="h200")(*DECODED[:4], shape(2, 512, 32_768))
     assert report.regions and all(region.ahead is None for region in report.regions), str(report)

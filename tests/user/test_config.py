@@ -67,7 +67,6 @@ def test_the_variables_that_exist_are_taken(monkeypatch: pytest.MonkeyPatch, tmp
         "KITSUNE_CUDA_ARCH": "sm_103a",
         "KITSUNE_NVRTC_DIR": tmp_path,
         "KITSUNE_CUDA_AVOID": "sm90-spatial-*, sm80-vertical-resident-lanes3",
-        "KITSUNE_FETCH_AHEAD": "0",
         "KITSUNE_EMULATOR_SEED": "7",
         "KITSUNE_NUM_THREADS": "2",
         "KITSUNE_PROFILE": "zen5",

@@ -71,10 +71,8 @@ class _Cuda(Target[GpuMachine]):
         return planner.why_apart(found, apart) or lower.together(program, found)
 
     def ahead(
-        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, Plan]]], machine: GpuMachine, body: bool, force: bool
+        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, Plan]]], machine: GpuMachine, force: bool
     ) -> Sequence[Ahead | None]:
-        if body or not config.fetch_ahead():  # of a step's arguments some are cut out of arrays, and would have to be copied
-            return [None] * len(calls)
         return ahead.of_calls(graph, calls, machine, force)
 
     def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
@@ -94,7 +92,7 @@ class _Cuda(Target[GpuMachine]):
         return tuple(filter(None, [devices.note()]))
 
     def surroundings(self) -> tuple[Any, ...]:
-        return config.cuda_arch(), config.cuda_avoid(), config.fetch_ahead()
+        return config.cuda_arch(), config.cuda_avoid()
 
 
 class _Emulator(_Cuda):
