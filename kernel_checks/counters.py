@@ -163,6 +163,7 @@ def buffer_names(kernel: Kernel, outputs: int) -> Callable[[str], str]:
         operands += ["vectors"] if packed.vectors else []
         operands += [f"table{k}" for k in range(len(packed.tables))]
     operands += [f"filled{k}" for k, _ in kernel.filled]
+    operands += ["ahead"] * kernel.hints
 
     def one(name: str) -> str:
         kind, _, number = name.partition(" ")

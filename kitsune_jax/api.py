@@ -42,6 +42,7 @@ def pipeline(
     target: str | None = None,
     export: str = "plain",
     deterministic: bool = True,
+    fetch_ahead: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -67,6 +68,8 @@ def pipeline(
         pipelines, as custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run.
       deterministic: equal arguments give equal bits in every run. ``False``: a GPU may add up by index (``segment_sum``, the
         gradient of a lookup) atomically, so the last bits of such sums may differ from run to run.
+      fetch_ahead: kernels on a GPU may ask the L2 for weights of products behind them. Arguments must lie in memory: none may be
+        what a loop around the call cuts out of an array.
       static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters to calls outside of ``jit`` only.
 
     Returns:
@@ -94,6 +97,7 @@ def pipeline(
             target=target,
             export=export,
             deterministic=deterministic,
+            fetch_ahead=fetch_ahead,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
@@ -105,7 +109,8 @@ def pipeline(
             f"residuals={residuals!r} is not known: use 'save', 'recompute', or a policy such as "
             "jax.checkpoint_policies.dots_saveable"
         )
-    for name, value in (("strict", strict), ("force", force), ("deterministic", deterministic)):
+    flags = {"strict": strict, "force": force, "deterministic": deterministic, "fetch_ahead": fetch_ahead}
+    for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)) and not (name == "force" and value is None):
             raise ValueError(f"{name}={value!r} is not a switch: use True or False{' or None' if name == 'force' else ''}")
     if target is not None and target not in targets.INSTEAD:
@@ -114,13 +119,8 @@ def pipeline(
     if export not in ("plain", "calls"):
         raise ValueError(f"export={export!r} is not known: use 'plain' or 'calls'")
     statics = arguments.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
-    switches = {
-        "strict": bool(strict),
-        "force": None if force is None else bool(force),
-        "target": target,
-        "export": export,
-        "deterministic": bool(deterministic),
-    }
+    switches: dict[str, Any] = {name: None if value is None else bool(value) for name, value in flags.items()}
+    switches |= {"target": target, "export": export}
     return Pipeline(fn, residuals, switches, statics)
 
 

@@ -183,22 +183,22 @@ def routed(
     graph: Graph, target: str, options: Options, device: str | None, *, code: bool, body: bool, merge: bool = True
 ) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    return _routed(graph, target, options.force, options.strict, device, code, merge, body, targets.get(target).surroundings())
+    switches = ("force", options.force), ("strict", options.strict), ("fetch_ahead", options.fetch_ahead)
+    return _routed(graph, target, switches, device, code, merge, body, targets.get(target).surroundings())
 
 
 @functools.lru_cache(maxsize=256)
 def _routed(
     graph: Graph,
     target: str,
-    force: bool,
-    strict: bool,
+    switches: tuple[tuple[str, bool], ...],
     device: str | None,
     code: bool,
     merge: bool,
     body: bool,
     _surroundings: tuple[Any, ...],
 ) -> Routed:
-    return route(graph, target, force=force, device=device, code=code, strict=strict, merge=merge, body=body)
+    return route(graph, target, device=device, code=code, merge=merge, body=body, **dict(switches))
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def _run_nodes(
             step(node)
             continue
         region = node.region
-        operands = [read(v) for v in region.inputs]
+        operands = [read(v) for v in node.operands]
         avals = [captured.avals[v] for v in region.outputs]
         try:
             with captured.steps[region.ops[-1]].origin.context(), jax.named_scope(node.name):

@@ -17,7 +17,8 @@ class Options:
 
     ``target``: None, the platform's own, or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
     reports; what it does is in the jaxpr. ``export``: what ``jax.export`` is given, "plain" HLO or custom "calls".
-    ``deterministic``: equal arguments give equal bits in every run.
+    ``deterministic``: equal arguments give equal bits in every run. ``fetch_ahead``: arguments lie in memory, so a call may ask for
+    parts of them that XLA reads behind it.
     """
 
     strict: bool = False
@@ -26,6 +27,7 @@ class Options:
     residuals: str = "save"
     export: str = "plain"
     deterministic: bool = True
+    fetch_ahead: bool = False
 
 
 def resolve(
@@ -36,6 +38,7 @@ def resolve(
     residuals: str = "save",
     export: str = "plain",
     deterministic: bool = True,
+    fetch_ahead: bool = False,
 ) -> Options:
     """Options of a call made now: ``force=None`` takes ``KITSUNE_FORCE``; ``strict`` is also set by ``KITSUNE_STRICT``."""
     return Options(
@@ -45,4 +48,5 @@ def resolve(
         residuals=residuals,
         export=export,
         deterministic=deterministic,
+        fetch_ahead=fetch_ahead,
     )

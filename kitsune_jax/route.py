@@ -19,7 +19,7 @@ from kitsune_jax.fallbacks import Failure
 from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.plan import Infeasible, Plan
+from kitsune_jax.planning.plan import Ahead, Infeasible, Plan
 from kitsune_jax.program import Program, TileProgram, assemble, build
 from kitsune_jax.regions import Chosen, Phase, joined, select
 from kitsune_jax.regions.isolated import isolated
@@ -43,7 +43,8 @@ class PlannedRegion:
 
     ``region`` is all of the call: its operands, results and ops are those of all ``phases``, its stream space is that of the first.
     The parts of ``program`` are the phases, one by one. ``orders``: the last operands of ``program``, which are made of the indices
-    in front of the call; the indices are the last of the region's inputs, where they are not among the others.
+    in front of the call; the indices are the last of the region's inputs, where they are not among the others. ``ahead``: what the
+    call asks for on behalf of a product behind it.
     """
 
     name: str
@@ -53,6 +54,13 @@ class PlannedRegion:
     target: str
     code: Any
     orders: tuple[StreamOrder, ...] = ()
+    ahead: Ahead | None = None
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """The values that ``call`` is given. A weight that is asked for is an argument of the graph, so the call waits for nothing
+        more; and the product that reads it waits for the call, so whoever overwrites it waits for both already."""
+        return self.region.inputs if self.ahead is None else (*self.region.inputs, self.ahead.value)
 
     @property
     def plan(self) -> Plan:
@@ -60,13 +68,15 @@ class PlannedRegion:
         return self.phases[0].plan
 
     def call(self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        """Bind the custom call on ``args``; one result per aval. Raises ``ValueError`` for a region that was made without code."""
+        """Bind the custom call on ``args``, the ``operands``; one result per aval. Raises ``ValueError`` for a region that was made
+        without code."""
         if self.code is None:
             raise ValueError("the region was planned without code: it cannot be called")
-        target, given = targets.get(self.target), dict(zip(self.region.inputs, args, strict=True))
+        target, given = targets.get(self.target), dict(zip(self.operands, args, strict=True))
         orders = [target.order(given[order.ids], order.n) for order in self.orders]
         own = args[: self.program.operands - len(orders)]
-        return target.emit(self.code, self.program, [*own, *orders], out_avals, evaluate)
+        fetched = [] if self.ahead is None else [args[-1]]
+        return target.emit(self.code, self.program, [*own, *orders, *fetched], out_avals, evaluate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +99,15 @@ def route(
     strict: bool = False,
     merge: bool = True,
     body: bool = False,
+    fetch_ahead: bool = False,
 ) -> Routed:
     """Decide which ops of ``graph`` become pipelines on ``target`` ("cpu", "cuda" or "emulator"), and make them.
 
     ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, where
     the target can. ``strict``: raise an error of ours instead of doing without the region. ``merge``: regions that follow each
-    other become one call, where the target runs such calls. ``body``: the graph is a step of a loop that XLA runs. Raises
-    ``ValueError`` for an unknown target or device.
+    other become one call, where the target runs such calls. ``body``: the graph is a step of a loop that XLA runs.
+    ``fetch_ahead``: its arguments lie in memory, and calls may ask for what XLA reads of them. Raises ``ValueError`` for an unknown
+    target or device.
     """
     executor = targets.get(target)
     machine = executor.as_found_by(graph, executor.machine(device), body)
@@ -116,7 +128,11 @@ def route(
         fresh=machine.fresh_seconds,
         failed=failed,
     )
-    made = _make(graph, chosen.regions, executor, machine, generate=code and executor.available())
+    fetches: Sequence[Ahead | None] = [None] * len(chosen.regions)
+    if fetch_ahead and not body:  # of a step's arguments some are cut out of arrays
+        fetches = executor.ahead(graph, [call.planned for call in chosen.regions], machine, force)
+    calls = list(zip(chosen.regions, fetches, strict=True))
+    made = _make(graph, calls, executor, machine, generate=code and executor.available())
     rejected = list(chosen.rejected)
     for call, result in made:
         if isinstance(result, targets.CannotLower):  # a decision of the target's
@@ -230,30 +246,31 @@ def without(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
 
 
 def _make(
-    graph: Graph, chosen: Sequence[Chosen], target: Target[Any], machine: Machine, *, generate: bool
+    graph: Graph, chosen: Sequence[tuple[Chosen, Ahead | None]], target: Target[Any], machine: Machine, *, generate: bool
 ) -> list[tuple[Chosen, PlannedRegion | Exception]]:
-    """The ``chosen`` calls, or what went wrong with one: it must not cost the others theirs. A call that was merged of several and
-    cannot be made is several calls again."""
-    readers = _readers(chosen)
+    """The ``chosen`` calls, with what each asks for ahead, or what went wrong with one: it must not cost the others theirs. A call
+    that was merged of several and cannot be made is several calls again, which ask for nothing."""
+    readers = _readers([call for call, _ in chosen])
 
-    def attempt(call: Chosen, name: str) -> list[tuple[Chosen, PlannedRegion | Exception]]:
+    def attempt(call: Chosen, ahead: Ahead | None, name: str) -> list[tuple[Chosen, PlannedRegion | Exception]]:
         try:
-            made = _call_of(graph, call, readers, name, target.name, machine)
+            made = dataclasses.replace(_call_of(graph, call, readers, name, target.name, machine), ahead=ahead)
             if generate:
                 source = graph.ops[_heaviest(graph, call.region.ops)].source
                 plans = tuple(p.plan for p in made.phases)
-                made = dataclasses.replace(made, code=target.generate(made.program, plans, f"{name} ({source})"))
+                made = dataclasses.replace(made, code=target.generate(made.program, plans, f"{name} ({source})", ahead))
             return [(call, made)]
         except Exception as error:
             if not call.apart:
                 return [(call, error)]
-            return [result for k, one in enumerate(call.apart) for result in attempt(one, f"{name}.{k}")]
+            return [result for k, one in enumerate(call.apart) for result in attempt(one, None, f"{name}.{k}")]
 
+    calls, fetches = [call for call, _ in chosen], [ahead for _, ahead in chosen]
     names = [f"region{k}" for k in range(len(chosen))]
     if not (generate and target.compiles and len(chosen) > 1):
-        return [result for pair in zip(chosen, names, strict=True) for result in attempt(*pair)]
+        return [result for one in zip(calls, fetches, names, strict=True) for result in attempt(*one)]
     with ThreadPoolExecutor(min(config.num_threads(), len(chosen))) as pool:  # compilers run beside each other
-        return [result for results in pool.map(attempt, chosen, names) for result in results]
+        return [result for results in pool.map(attempt, calls, fetches, names) for result in results]
 
 
 def _readers(chosen: Sequence[Chosen]) -> dict[int, set[Region]]:

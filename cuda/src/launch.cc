@@ -240,7 +240,7 @@ void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
   CurrentContext current(table, context);
   AlignedBuffers aligned(table, kept_, context, stream);
   auto done = [&](const AlignedBuffers::Status& status) { check(table, status.error, status.function); };
-  done(aligned.before(buffers, static_cast<size_t>(launch_.operands)));
+  done(aligned.before(buffers, static_cast<size_t>(launch_.operands), static_cast<size_t>(launch_.hints)));
   if (launch_.workspace_zero_bytes > 0)
     check(table,
           table.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(buffers.back().data), 0,

@@ -4,8 +4,8 @@
 // its architecture names, or std::invalid_argument. What depends on the device at hand is checked when the kernel is loaded.
 //
 // Words: version, sm, grid, block, cluster, shared bytes, cooperative, blocks of an instance, operands, results, zeroed bytes of
-// the workspace; then the bytes of each operand and of each result, which a custom call must name and a kernel outside of XLA may
-// leave out.
+// the workspace, hints; then the bytes of each operand and of each result, which a custom call must name and a kernel outside of
+// XLA may leave out.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@
 
 namespace kitsune::cuda {
 
-inline constexpr int64_t kLaunchVersion = 3;
-inline constexpr size_t kLaunchWords = 11;
+inline constexpr int64_t kLaunchVersion = 4;
+inline constexpr size_t kLaunchWords = 12;
 inline constexpr int64_t kSm90a = 900;     // exactly compute capability 9.0
 inline constexpr int64_t kPortable = 800;  // 8.0 and later
 inline constexpr int64_t kPortableCluster =
@@ -28,6 +28,7 @@ struct Launch {
   int64_t instance;  // a grid of fewer blocks, a multiple of this, does the same work; 0: the grid is as it is
   int64_t operands, results;
   int64_t workspace_zero_bytes;  // of the last result, zeroed on the stream before the kernel starts
+  int64_t hints;                 // of the operands, the last ones: the kernel asks the L2 for parts of them and reads nothing
   std::vector<int64_t> bytes;    // of operands, then of results; empty where they are not said
 };
 

@@ -87,6 +87,7 @@ nb::dict launch_info(const Words& words) {
   d["operands"] = launch.operands;
   d["results"] = launch.results;
   d["workspace_zero_bytes"] = launch.workspace_zero_bytes;
+  d["hints"] = launch.hints;
   d["bytes"] = launch.bytes;
   return d;
 }

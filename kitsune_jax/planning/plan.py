@@ -77,3 +77,22 @@ class Plan:
     def workers(self) -> int:
         """Workers of all replicas."""
         return self.replicas * sum(stage.workers for stage in self.stages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a call asks the L2 for on behalf of a product behind it: parts of a weight, which the product then need not fetch.
+
+    ``value``: the argument of the graph, of ``array_bytes``, that the weight lies in, ``weight_bytes`` from byte ``first`` on.
+    ``fetched_bytes``: asked for, in pieces that are spread over all of the weight. ``op``: the product. ``workers``: CTAs of the
+    machine, which share the pieces out. ``seconds``: what the model says that the product gains.
+    """
+
+    value: int
+    array_bytes: int
+    first: int
+    weight_bytes: int
+    fetched_bytes: int
+    op: int
+    workers: int
+    seconds: float

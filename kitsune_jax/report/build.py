@@ -18,8 +18,17 @@ from kitsune_jax.graph import Graph, Value
 from kitsune_jax.ops.indexing import may_differ
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Plan, Queue
-from kitsune_jax.report.data import LoopReport, PhaseReport, QueueReport, RegionReport, Rejected, StageReport, StreamReport
+from kitsune_jax.planning.plan import Ahead, Plan, Queue
+from kitsune_jax.report.data import (
+    AheadReport,
+    LoopReport,
+    PhaseReport,
+    QueueReport,
+    RegionReport,
+    Rejected,
+    StageReport,
+    StreamReport,
+)
 from kitsune_jax.report.model import Report
 from kitsune_jax.streams.space import Region, row_shape
 
@@ -51,6 +60,8 @@ class Planned(Protocol):
     def plan(self) -> Plan: ...
     @property
     def phases(self) -> Sequence[Phase]: ...
+    @property
+    def ahead(self) -> Ahead | None: ...
 
 
 def build_report(
@@ -120,7 +131,13 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         later=tuple(_phase(graph, planned, [p for p in later if p.number == n]) for n in sorted({p.number for p in later})),
         kept_bytes=kept,
         kept_at_once=most,
+        ahead=None if planned.ahead is None else _ahead(graph, planned.ahead),
     )
+
+
+def _ahead(graph: Graph, ahead: Ahead) -> AheadReport:
+    source = graph.ops[ahead.op].source
+    return AheadReport(_label(graph, ahead.op), source, ahead.fetched_bytes, ahead.weight_bytes, ahead.seconds)
 
 
 def _varying(graph: Graph, planned: Sequence[Planned]) -> list[str]:

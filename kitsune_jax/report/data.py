@@ -80,6 +80,18 @@ class PhaseReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AheadReport:
+    """What a call asks the L2 for on behalf of operator ``op`` (at the user's line ``source``) behind it: ``bytes`` of its
+    weight of ``weight_bytes``. ``seconds``: what the operator gains, modelled."""
+
+    op: str
+    source: str
+    bytes: int
+    weight_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RegionReport:
     """One pipelined subgraph.
 
@@ -91,7 +103,8 @@ class RegionReport:
     whose indices the rows are ordered, "" where they stream as they lie in memory. ``rows``, the order, tiles, stages and queues
     are those of the first stream of the first phase, ``later`` are the others (and what else the first phase has); all else counts
     all of them. ``kept_bytes``: values that phases make for later ones only, which lie in memory of the executor, at most
-    ``kept_at_once`` of them at a time.
+    ``kept_at_once`` of them at a time. ``ahead``: what the call asks for on behalf of an operator behind it, whose gain is in no
+    other number here.
     """
 
     name: str
@@ -117,6 +130,7 @@ class RegionReport:
     later: tuple[PhaseReport, ...] = ()
     kept_bytes: int = 0
     kept_at_once: int = 0
+    ahead: AheadReport | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

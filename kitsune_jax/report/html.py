@@ -9,6 +9,7 @@ from kitsune_jax.plain_text import printable
 from kitsune_jax.report.data import RegionReport, ReportData
 from kitsune_jax.report.text import (
     RESIDUALS_HEAD,
+    ahead_text,
     in_phases,
     kept_text,
     loop_text,
@@ -59,6 +60,8 @@ def _region(region: RegionReport) -> str:
     head += "".join(f"<p>{escape(loop_text(loop))}</p>" for loop in region.loops)
     if region.kept_bytes:
         head += f"<p>{escape(kept_text(region))}</p>"
+    if region.ahead:
+        head += f"<p>{escape(ahead_text(region.ahead))}</p>"
     workers = [(str(s.workers),) if region.lanes else () for s in region.stages]  # on a CPU every worker runs all stages
     stages = _table(
         ("stage", "unit", *(("workers",) if region.lanes else ()), "us/tile", "operators"),

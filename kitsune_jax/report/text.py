@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.plain_text import printable
 from kitsune_jax.report.data import (
+    AheadReport,
     LoopReport,
     PhaseReport,
     PlannedPasses,
@@ -84,6 +85,8 @@ def _region(region: RegionReport) -> list[str]:
     lines += [line for loop in region.loops for line in _wrap(loop_text(loop), "  ")]
     if region.kept_bytes:
         lines += _wrap(kept_text(region), "  ")
+    if region.ahead:
+        lines += _wrap(ahead_text(region.ahead), "  ")
     if region.lanes:
         stages = [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
         lines += _table(("stage", "unit", "workers", "us/tile", "operators"), stages, right=(2, 3))
@@ -119,6 +122,14 @@ def kept_text(region: RegionReport) -> str:
     return (
         f"between its phases {byte_text(region.kept_bytes)} in memory of the executor, "
         f"{byte_text(region.kept_at_once)} at a time: no arrays of XLA's"
+    )
+
+
+def ahead_text(ahead: AheadReport) -> str:
+    """What a call asks the L2 for."""
+    return (
+        f"asks the L2 for {byte_text(ahead.bytes)} of the {byte_text(ahead.weight_bytes)} of weights that {ahead.op} "
+        f"({ahead.source or 'no source line'}) reads behind it, which then takes {time_text(ahead.seconds)} less (modelled)"
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kitsune_jax.graph import Graph, Op, Value
 from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.plan import Plan
+from kitsune_jax.planning.plan import Ahead, Plan
 from kitsune_jax.program.ir import Program
 from kitsune_jax.streams.space import Region
 
@@ -99,16 +99,24 @@ class Target(abc.ABC, Generic[M]):
         """
         return plans
 
+    def ahead(
+        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, Plan]]], machine: M, force: bool
+    ) -> Sequence[Ahead | None]:
+        """For each of the ``calls``, the regions and plans of its parts, the weight that it asks for on behalf of what XLA does
+        behind it. The graph's inputs are arrays in memory. ``force``: wherever that is possible, however little it gains."""
+        return [None] * len(calls)
+
     @abc.abstractmethod
-    def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
-        """The code of a call. ``plans``: one for each of its parts. ``title`` is what profilers show.
+    def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
+        """The code of a call. ``plans``: one for each of its parts. ``title`` is what profilers show. ``ahead``: what it asks for.
 
         Raises ``CannotLower`` where there is no code, ``InvalidProgram`` for code that the target's own check refuses.
         """
 
     @abc.abstractmethod
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        """Bind the custom call of ``code``, which ``generate`` made of ``program``, on ``args``; one result per aval.
+        """Bind the custom call of ``code``, which ``generate`` made of ``program``, on ``args``; one result per aval. The last of
+        ``args`` is the array that the call asks for ahead, where ``code`` was generated with one.
 
         ``evaluate`` computes what the target leaves to XLA: values that do not depend on the stream.
         """

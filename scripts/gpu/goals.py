@@ -69,6 +69,26 @@ def attention_markdown(findings: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def decoding_markdown(findings: Iterable[Mapping[str, Any]]) -> str:
+    """A row for each size of one token's layer: what asking for weights ahead gains by the model of an H200, and on the device.
+
+    >>> finding = {"name": "token bf16", "asked_bytes": 7.3e6, "modelled_gain_seconds": 1.7e-6}
+    >>> print(decoding_markdown([finding]).splitlines()[-1])
+    | token bf16 | 7.3 MB | 1.7 us |  |  |  |  |
+    """
+    lines = [
+        "| token | asked for | gain, modelled | pipeline | without | `jax.jit` | x without |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for finding in findings:
+        measured = finding.get("seconds", {})
+        times = [f"{measured[name]['median'] * 1e6:.1f} us" if name in measured else "" for name in ("pipeline", "without", "jit")]
+        ratio = f"{finding['speedup']['without']['median']:.3f}" if "speedup" in finding else ""
+        asked = f"{finding.get('asked_bytes', 0) / 1e6:.1f} MB", f"{finding.get('modelled_gain_seconds', 0) * 1e6:.1f} us"
+        lines.append(f"| {' | '.join((finding['name'], *asked, *times, ratio))} |")
+    return "\n".join(lines)
+
+
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
     """A row for each inference record on a GPU of an application that has a goal, of that size.
 

@@ -112,6 +112,9 @@ def jobs(dry_run: bool, only: str) -> list[Job]:
         from scripts.gpu.attention import SIZES, compile_size
 
         found += [(size.name, functools.partial(compile_size, size)) for size in SIZES]
+        from scripts.gpu import decoding
+
+        found += [(size.name, functools.partial(decoding.compile_size, size)) for size in decoding.SIZES]
         found.append(("microbenchmarks", micro_kernels))
     chosen = programs(dry_run, "planned" if dry_run else only)
     if not dry_run:

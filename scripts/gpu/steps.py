@@ -67,6 +67,7 @@ def steps(python: str, folder: Path, dry_run: bool) -> list[Step]:
         check("training", 150),
         check("benchmarks", 240, *measured),
         check("attention", 150),
+        check("decoding", 100),
         Step("train-benchmarks", 150, (recorded("train-benchmarks", "benchmarks", "--train", *measured),)),
         check("micro", 90),
     ]

@@ -25,6 +25,8 @@ def main() -> int:
         ]
     if findings := results.findings_of(folder, "attention"):
         parts += ["## Attention beside cuDNN", goals.attention_markdown(findings)]
+    if findings := results.findings_of(folder, "decoding"):
+        parts += ["## One token of a layer, with weights asked for ahead", goals.decoding_markdown(findings)]
     trouble = results.write(folder / "tables.md", "\n\n".join(parts) + "\n")
     print(trouble or "tables.md")
     return 1 if trouble else 0

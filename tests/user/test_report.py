@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from kitsune_jax.graph import Graph, Op, Value, make_params
-from kitsune_jax.planning.plan import Plan, Queue, Stage
+from kitsune_jax.planning.plan import Ahead, Plan, Queue, Stage
 from kitsune_jax.report import Report, build_report
 from kitsune_jax.report.text import WIDTH, _repeats
 from kitsune_jax.report.units import byte_text, percent_text, time_text
@@ -24,6 +24,7 @@ class Planned:
     region: Region
     plan: Plan
     number: int = 0
+    ahead: Ahead | None = None
 
     @property
     def phases(self) -> tuple[Planned, ...]:

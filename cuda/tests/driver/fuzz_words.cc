@@ -25,7 +25,8 @@ int fail(int mutation, const std::string& what) {
 bool kept(const Launch& l) {
   bool sized = l.bytes.empty() || static_cast<int64_t>(l.bytes.size()) == l.operands + l.results;
   return sized && l.grid >= 1 && l.grid <= INT32_MAX && l.block >= 32 && l.block <= 1024 && l.grid % l.cluster == 0 &&
-         l.shared_bytes <= 227 * 1024 && l.operands + l.results <= 512 && l.workspace_zero_bytes >= 0;
+         l.shared_bytes <= 227 * 1024 && l.operands + l.results <= 512 && l.workspace_zero_bytes >= 0 && l.hints >= 0 &&
+         l.hints <= l.operands;
 }
 
 }  // namespace
@@ -34,7 +35,7 @@ int main(int argc, char** argv) {
   std::ifstream file(argc > 1 ? argv[1] : "", std::ios::binary);
   const std::string image{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (!check_image(image, true).empty()) return fail(-1, check_image(image, true));
-  const std::vector<int64_t> words{3, 900, 132, 384, 2, 1024, 0, 2, 2, 3, 64, 4096, 128, 64, 32, 64};
+  const std::vector<int64_t> words{4, 900, 132, 384, 2, 1024, 0, 2, 2, 3, 64, 1, 4096, 128, 64, 32, 64};
   int launches = 0, images = 0;
   for (int m = 0; m < kMutations; ++m) {
     std::mt19937_64 rng(static_cast<uint64_t>(m));

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kitsune_jax.graph import Graph, Op, Value
-from kitsune_jax.planning.plan import Plan
+from kitsune_jax.planning.plan import Ahead, Plan
 from kitsune_jax.profile import store as profiles
 from kitsune_jax.program.ir import Program
 from kitsune_jax.streams.space import Region
@@ -44,7 +44,7 @@ class _Cpu(Target[CpuMachine]):
     def plan(self, graph: Graph, region: Region, machine: CpuMachine) -> Plan:
         return planner.plan(graph, region, machine)
 
-    def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
+    def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
         return cpu.generate(program, title, [cpu.Products(*plan.products) for plan in plans])
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:

@@ -13,6 +13,7 @@ import math
 from kitsune_jax.program.ir import Array, Part, Program
 from kitsune_jax.targets.cuda import call_parts, layout, pointwise, tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.fetches import Fetch
 from kitsune_jax.targets.cuda.layout import Layout
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
 from kitsune_jax.targets.errors import CannotLower
@@ -47,7 +48,7 @@ class CallLayout:
     """``direct``: the operands of the call that the kernel reads as they lie. ``buffers``: the declaration of a pointer to each
     buffer of the kernel, and ``sizes``, its bytes; ``operands`` of them are operands. ``filled``: (result, fold) of the results
     that hold the identity of a fold before the kernel starts. ``kept``: arrays between phases that are results of the custom call,
-    because XLA fills them."""
+    because XLA fills them. ``fetch``: what the kernel asks the L2 for, the last of the operands."""
 
     name: str
     parts: tuple[LaidOut, ...]
@@ -60,6 +61,7 @@ class CallLayout:
     kept: tuple[Array, ...]
     zero_bytes: int
     workspace_bytes: int
+    fetch: Fetch | None = None
 
     @property
     def launch(self) -> tuple[int, ...]:
@@ -69,10 +71,10 @@ class CallLayout:
         most = max(p.layout.a.ctas for p in self.parts)
         results = len(self.buffers) - self.operands
         geometry = a.sm, self.grid, a.threads, 1, shared, 1, most
-        return LAUNCH_VERSION, *geometry, self.operands, results, self.zero_bytes, *self.sizes
+        return LAUNCH_VERSION, *geometry, self.operands, results, self.zero_bytes, 0 if self.fetch is None else 1, *self.sizes
 
 
-def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> CallLayout:
+def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, fetch: Fetch | None = None) -> CallLayout:
     """Raises ``CannotLower`` where the kernel does not fit, or where the parts cannot be parts of one."""
     first = arrangements[0]
     if any(a.cluster > 1 or "cluster" in a.places for a in arrangements):
@@ -85,16 +87,17 @@ def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> 
     if len({at.header_bytes for at in found}) > 1:  # one of them did without staging
         most = max(at.header_bytes for at in found)
         found = [layout.of_kernel(p, a, name, most - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
-    return _assemble(call, found, name)
+    return _assemble(call, found, name, fetch)
 
 
-def _assemble(call: Program, found: list[Layout], name: str) -> CallLayout:
+def _assemble(call: Program, found: list[Layout], name: str, fetch: Fetch | None) -> CallLayout:
     filled = {part.writes[k]: how for part, at in zip(call.parts, found, strict=True) for k, how in at.filled}
     results = range(call.operands, call.operands + call.results)
     kept = [n for n in filled if n not in results]
-    buffers = _Buffers(call, found, [*results, *kept], filled)
+    buffers = _Buffers(call, found, [*results, *kept], filled, fetch)
     workspace = _Workspace(call, found, [n for n in range(results.stop, len(call.arrays)) if n not in kept])
     grid, shares = _shares(call, found)
+    grid = grid if fetch is None else fetch.grid(grid, max(at.a.ctas for at in found))
     where = {n: Source(b) for n, b in buffers.of_array.items()}
     where |= {n: Source(buffers.workspace, byte) for n, byte in workspace.arrays.items()}
     parts = []
@@ -119,6 +122,7 @@ def _assemble(call: Program, found: list[Layout], name: str) -> CallLayout:
         tuple(call.arrays[n] for n in kept),
         workspace.zero_bytes,
         workspace.bytes,
+        fetch,
     )
 
 
@@ -139,7 +143,7 @@ class _Buffers:
     """The buffers of the custom call. ``of_array``: array of the call -> buffer; ``packed`` and ``tables``: what XLA makes for each
     part."""
 
-    def __init__(self, call: Program, found: list[Layout], results: list[int], filled: dict[int, str]):
+    def __init__(self, call: Program, found: list[Layout], results: list[int], filled: dict[int, str], fetch: Fetch | None):
         self.declared: list[str] = []
         self.sizes: list[int] = []
         self.of_array: dict[int, int] = {}
@@ -162,6 +166,8 @@ class _Buffers:
             self.tables.append({v: self._add(f"const void* part{k}_table{v}", size) for v, size in sizes.items()})
         for n in filled:
             self._add(f"const void* filled{n}", _bytes(call.arrays[n]))
+        if fetch is not None:
+            self._add(fetch.declared, fetch.array_bytes)
         self.operands = len(self.sizes)
         for n in results:
             self.of_array[n] = self._add(f"void* result{n}", _bytes(call.arrays[n]))

@@ -49,6 +49,7 @@ def call(
     for result, how in kernel.filled:
         aval = results[result]
         operands.append(jnp.full(aval.shape, identity(how, np.dtype(aval.dtype)), aval.dtype))
+    operands += args[program.operands :]  # what the kernel asks the L2 for
     # The workspace is never empty, so that the call has a result that nobody reads: see `targets.cpu.emit.call` for what XLA makes
     # of a loop's body that is nothing but a call all of whose results are carries.
     workspace = _compat.aval_like(out_avals[0], (kernel.workspace_bytes,), np.uint8)

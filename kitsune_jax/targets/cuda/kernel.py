@@ -14,6 +14,7 @@ import dataclasses
 from kitsune_jax.program.ir import SINKS, Array, Program, TileProgram, walk
 from kitsune_jax.targets.cuda import call_layout, cuts, frames, layout, print_kernel, print_phases, sharing, tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.fetches import Fetch
 from kitsune_jax.targets.cuda.layout import Layout
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.errors import CannotLower
@@ -34,9 +35,9 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """Its operands are ``inputs`` of the call, what is ``packed`` for each part, and for each result of ``filled`` an array of the
-    identity of the fold, whose memory becomes that result. Its results are those of the call, ``kept`` and the workspace; those of
-    ``widened`` are float32 where the call's are narrower."""
+    """Its operands are ``inputs`` of the call, what is ``packed`` for each part, for each result of ``filled`` an array of the
+    identity of the fold, whose memory becomes that result, and the array that it asks the L2 for, where there is one. Its results
+    are those of the call, ``kept`` and the workspace; those of ``widened`` are float32 where the call's are narrower."""
 
     source: str
     launch: tuple[int, ...]
@@ -52,25 +53,30 @@ class Kernel:
     def shared_bytes(self) -> int:
         return self.launch[5]
 
+    @property
+    def hints(self) -> int:
+        """Operands, the last ones, that the kernel asks the L2 for and does not read."""
+        return self.launch[11]
 
-def generate(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True) -> Kernel:
+
+def generate(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True, fetch: Fetch | None = None) -> Kernel:
     """The kernel of ``program`` as ``arrangement`` asks. ``share``: equal stages run the same code. Raises ``CannotLower``."""
     _check(program)
     program, widened = _widened(program)
-    found = layout.of_kernel(program, arrangement, name)
+    found = dataclasses.replace(layout.of_kernel(program, arrangement, name), fetch=fetch)
     source = print_kernel.source(found, _kinds(found, share))
     packed = (_packed(found, found.operands.tables),)
     operands, size, most = found.operands.inputs, found.workspace.bytes, _registers(found)
     return Kernel(source, found.launch, operands, packed, found.filled, (), size, most, widened)
 
 
-def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str) -> Kernel:
+def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, fetch: Fetch | None = None) -> Kernel:
     """The kernel of a call of several parts, arranged as each of ``arrangements`` asks. Raises ``CannotLower``."""
     for part in call.parts:
         _check(part.program)
         if len(call.parts) > 1 and cuts.by_groups(part.program):
             raise CannotLower("tiles of a batch, and weights that a loop cuts, have no code in a call of several phases on the GPU")
-    found = call_layout.of_call(call, arrangements, name)
+    found = call_layout.of_call(call, arrangements, name, fetch)
     layouts = [part.layout for part in found.parts]
     source = print_phases.source(found, [_kinds(at, True) for at in layouts])
     packed = tuple(_packed(at, tuple(v for v in at.operands.tables if call_layout.table_input(at, v) is None)) for at in layouts)

@@ -15,6 +15,7 @@ from kitsune_jax.program.passes import simplified
 from kitsune_jax.targets.cuda import arrays, fitting, loop_values, pointwise, tiles
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.fetches import Fetch
 from kitsune_jax.targets.cuda.fitting import Fitted
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
@@ -63,7 +64,8 @@ class Workspace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """``queue_at``: where the slots of queues in a cluster's shared memory start; ``rank``: of the first CTA of each stage."""
+    """``queue_at``: where the slots of queues in a cluster's shared memory start; ``rank``: of the first CTA of each stage.
+    ``fetch``: what the kernel asks the L2 for."""
 
     program: TileProgram
     a: Arrangement
@@ -74,6 +76,17 @@ class Layout:
     queue_at: dict[int, int]
     operands: Operands
     workspace: Workspace
+    fetch: Fetch | None = None
+
+    @property
+    def working(self) -> int:
+        """CTAs that have tiles."""
+        return self.a.instances(self.program) * self.a.ctas
+
+    @property
+    def grid(self) -> int:
+        """CTAs of the kernel: those that have tiles, and others that only ask for weights."""
+        return self.working if self.fetch is None else self.fetch.grid(self.working, self.a.ctas)
 
     @property
     def uniform(self) -> bool:
@@ -136,16 +149,17 @@ class Layout:
     def launch(self) -> tuple[int, ...]:
         """The words that ``cuda/src`` launches the kernel with."""
         a, o, p = self.a, self.operands, self.program
-        grid = a.instances(p) * a.ctas
         operands = len(o.inputs) + len(o.groups) + bool(o.vectors) + len(o.tables) + len(self.filled)
-        counts = operands, len(p.outputs) + 1, self.workspace.zero_bytes
+        hints = 0 if self.fetch is None else 1
+        counts = operands + hints, len(p.outputs) + 1, self.workspace.zero_bytes, hints
         sizes = [arrays.array_bytes(p.inputs[k]) for k in o.inputs]
         sizes += self.weight_bytes
         sizes += [4 * sum(r.words for r in o.vectors)] if o.vectors else []
         sizes += [math.prod(p.values[v].shape) * pointwise.ITEM_SIZE[p.values[v].dtype] for v in o.tables]
         sizes += [arrays.array_bytes(p.outputs[k]) for k, _ in self.filled]
+        sizes += [] if self.fetch is None else [self.fetch.array_bytes]
         sizes += [*(arrays.array_bytes(x) for x in p.outputs), self.workspace.bytes]
-        geometry = a.sm, grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
+        geometry = a.sm, self.grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
         return LAUNCH_VERSION, *geometry, *counts, *sizes
 
 

@@ -12,9 +12,10 @@ import functools
 from collections.abc import Sequence
 
 from kitsune_jax import config
-from kitsune_jax.planning.plan import Plan
+from kitsune_jax.planning.plan import Ahead, Plan
 from kitsune_jax.program.ir import Program, TileProgram, walk
 from kitsune_jax.targets.cuda import compile, devices, kernel, nvrtc, runtime, tiles
+from kitsune_jax.targets.cuda.fetches import Fetch
 from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
 from kitsune_jax.targets.cuda.planning.machines import gpu
 from kitsune_jax.targets.errors import CannotLower, InvalidProgram
@@ -93,11 +94,12 @@ def together(program: Program, plans: Sequence[Plan]) -> tuple[Plan, ...] | str:
     return reason
 
 
-def generate(target: str, program: Program, plans: Sequence[Plan], name: str) -> Code:
-    """The compiled kernel of ``program``. Raises ``CannotLower``; ``InvalidProgram``; ``CompileError`` with the compiler's log."""
-    made = _kernel(
-        program, tuple(plans), _NAME
-    )  # not the user's line: it would be in the cache key, and a moved line a new compilation
+def generate(target: str, program: Program, plans: Sequence[Plan], name: str, ahead: Ahead | None = None) -> Code:
+    """The compiled kernel of ``program``, which asks for ``ahead``. Raises ``CannotLower``; ``InvalidProgram``; ``CompileError``
+    with the compiler's log."""
+    fetch = None if ahead is None else Fetch.of(ahead)
+    # Not the user's line: it would be in the cache key, and a moved line a new compilation.
+    made = _kernel(program, tuple(plans), _NAME, fetch)
     if wrong := runtime.check(made.launch):
         raise InvalidProgram(wrong)
     if target == "emulator":
@@ -119,8 +121,8 @@ def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(program: Program, plans: tuple[Plan, ...], name: str) -> Kernel:
+def _kernel(program: Program, plans: tuple[Plan, ...], name: str, fetch: Fetch | None = None) -> Kernel:
     if program.only is not None:
-        return kernel.generate(program.only, arrangement(plans[0], program.only), name)
+        return kernel.generate(program.only, arrangement(plans[0], program.only), name, fetch=fetch)
     asked = [arrangement(plan, part.program) for plan, part in zip(plans, program.parts, strict=True)]
-    return kernel.of_call(program, tuple(asked), name)
+    return kernel.of_call(program, tuple(asked), name, fetch)

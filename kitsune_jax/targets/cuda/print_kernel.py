@@ -14,6 +14,7 @@ def source(at: Layout, found: list[Kind]) -> str:
     """The source of the kernel ``kitsune_region``."""
     head = f"// {at.name}: {told(at)}\n{INCLUDES}constexpr int kLanes = {at.a.lanes};\n{constants(at)}"
     fields = [*params(at), *(f"const void* filled{k};" for k, _ in at.filled)]  # in whose memory a sink finds the identity
+    fields += [] if at.fetch is None else [f"{at.fetch.declared};"]
     fields += [f"void* out{k};" for k in range(len(at.program.outputs))]
     fields += ["u8* workspace;", "KITSUNE_DEVICE u8* zeroed() const { return workspace; }"]
     return "\n".join([head, struct("Params", fields), *roles(at, found), "}  // namespace\n", _entry(at)])
@@ -137,13 +138,15 @@ def _init(at: Layout) -> str:
 
 def _entry(at: Layout) -> str:
     sync = "cluster_sync();" if at.a.cluster > 1 else "block_sync();"
+    # CTAs beyond those that have tiles only ask for weights.
+    share, mine = ("Share::all()", "") if at.grid == at.working else (f"Share::of(0, {at.working}, {at.a.ctas})", "share.is_mine()")
     lines = [
         f"static_assert(sizeof(Header) <= {at.header_bytes});\n",
         f"KITSUNE_KERNEL(kitsune_region, Params, p, {at.a.threads}) {{",
         "  Header& header = shared<Header>();",
         "  u8* const base = reinterpret_cast<u8*>(&header);",
         "  const u32 group = thread_id() / kGroupThreads;",
-        "  const Share share = Share::all();",
+        f"  const Share share = {share};",
         "  if (thread_id() == 0) {",
         "    init(header);",
         "    fence_mbar_init();",
@@ -152,10 +155,11 @@ def _entry(at: Layout) -> str:
         f"  section(share.block % {at.a.ctas}, group);",
         "  if (group == 0) {",
         "    become_loader<kLanes>();",
-        "    if (fetches()) load(p, header, base, share);",
+        f"    if ({mine and f'{mine} && '}fetches()) load(p, header, base, share);",
         "  } else {",
         "    become_consumer<kLanes>();",
-        "    consume(p, header, base, share, group - 1);",
+        f"    {mine and f'if ({mine}) '}consume(p, header, base, share, group - 1);",
+        *([] if at.fetch is None else [f"    {at.fetch.call}"]),
         "  }",
     ]
     if at.a.cluster > 1:

@@ -137,6 +137,7 @@ def _entry(call: CallLayout, groups: list[_Group]) -> str:
         "  } else {",
         "    become_consumer<kLanes>();",
         *_role(call, groups, consume, lambda n: [f"end_of_phase<kLanes>(arrived, {n});"]),
+        *([] if call.fetch is None else [f"    {call.fetch.call}"]),
         "  }",
         "}\n",
     ]

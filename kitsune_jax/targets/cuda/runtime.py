@@ -21,7 +21,7 @@ from kitsune_jax import config
 
 TARGET_NAME = "kitsune_cuda"
 ENTRY_POINT = "kitsune_region"
-LAUNCH_VERSION = 3
+LAUNCH_VERSION = 4
 
 _lock = threading.Lock()
 _state: tuple[Any, str] | None = None  # (extension or None, why not)

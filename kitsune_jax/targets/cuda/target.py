@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from kitsune_jax import config
 from kitsune_jax.graph import Graph, Op, Value
-from kitsune_jax.planning.plan import Plan
+from kitsune_jax.planning.plan import Ahead, Plan
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Program
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets import cuda
 from kitsune_jax.targets.base import Evaluate, Target
 from kitsune_jax.targets.cuda import devices, hostcc, lower, nvrtc, runtime
-from kitsune_jax.targets.cuda.planning import machines, planner, xla_times
+from kitsune_jax.targets.cuda.planning import ahead, machines, planner, xla_times
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
 
@@ -70,8 +70,13 @@ class _Cuda(Target[GpuMachine]):
         found = planner.with_barriers(alone, [part.phase for part in program.parts], machine)
         return planner.why_apart(found, apart) or lower.together(program, found)
 
-    def generate(self, program: Program, plans: Sequence[Plan], title: str) -> Any:
-        return lower.generate(self.name, program, plans, title)
+    def ahead(
+        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, Plan]]], machine: GpuMachine, force: bool
+    ) -> Sequence[Ahead | None]:
+        return ahead.of_calls(graph, calls, machine, force)
+
+    def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
+        return lower.generate(self.name, program, plans, title, ahead)
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         return cuda.call(self.name, code, program, args, out_avals, evaluate)
