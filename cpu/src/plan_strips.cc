@@ -2,6 +2,7 @@
 // in a buffer. Everything here happens once per compiled executable.
 #include <algorithm>
 
+#include "reciprocal.h"
 #include "run_strips.h"
 #include "run_vector.h"
 #include "strip_nodes.h"
@@ -306,9 +307,20 @@ class Planner {
     }
     StripInstruction& i = append(fn);
     for (int k = 0; k < node.count; ++k) i.operands[k] = nodes_[node.args[k]].slot;
+    divide_by_factors(i, node, from[0]);
     if (node.kind == Node::kBytes) i.operands[0] = plan_.loads[static_cast<size_t>(node.operand)].slot;
     if (node.slot >= 0) append_store(v, node.slot, false);
     return v;
+  }
+
+  // A division by a constant becomes one of the constant's factors, where it has them.
+  void divide_by_factors(StripInstruction& i, const Node& node, From from) const {
+    if (node.kind != Node::kCompute || node.op != Opcode::op_div || node.operand_type != DType::kF32) return;
+    const Node& by = nodes_[node.args[1]];
+    const StripFn fn = by.kind == Node::kConst ? kernels_.divide_by_constant(from) : nullptr;
+    if (fn == nullptr) return;
+    if (const auto factors = reciprocal_of(static_cast<float>(by.micro->imm[0])))
+      i.fn = fn, i.imm[0] = static_cast<double>(factors->high), i.imm[1] = static_cast<double>(factors->low);
   }
 
   const Vector& x_;

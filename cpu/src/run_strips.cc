@@ -29,6 +29,35 @@ void pad(char* strip, int64_t n, int64_t padded) {
   std::fill(x + n, x + padded, x[n - 1]);
 }
 
+// An Address in the few instructions that a short step of a loop has for it: where the rows and one loop's number lead. `more`:
+// where other loops move it, or batches.
+struct Place {
+  int64_t offset, row_bytes, loop_bytes = 0;
+  int32_t space, index, loop = 0;
+  const Address* more = nullptr;
+
+  explicit Place(const Address& a)
+      : offset(a.offset_bytes),
+        row_bytes(a.row_bytes),
+        space(static_cast<int32_t>(a.space)),
+        index(a.space == Space::kScratch ? 0 : a.index) {
+    int moved = 0;
+    for (size_t l = 0; l < a.loop_bytes.size(); ++l)
+      if (a.loop_bytes[l] != 0) loop = static_cast<int32_t>(l), loop_bytes = a.loop_bytes[l], ++moved;
+    if (moved > 1 || !a.batch_bytes.empty()) more = &a;
+  }
+
+  char* of(const Context& c, char* const* const* bases) const {
+    if (more != nullptr) return more->of(c);
+    return bases[space][index] + offset + c.row0 * row_bytes + (loop_bytes != 0 ? c.loops[loop] * loop_bytes : 0);
+  }
+};
+
+// The arrays of pointers that a Place's `space` counts.
+#define KITSUNE_BASES(c) {(c).ins, (c).outs, &(c).scratch, (c).slots, (c).preps}
+static_assert(int(Space::kIn) == 0 && int(Space::kOut) == 1 && int(Space::kScratch) == 2 && int(Space::kQueue) == 3 &&
+              int(Space::kPrep) == 4);
+
 class StripStep final : public Step {
  public:
   explicit StripStep(StripPlan plan)
@@ -37,9 +66,12 @@ class StripStep final : public Step {
         bytes_(static_cast<size_t>(strip_ * kLane)),
         first_buffer_(plan_.constants.size()),
         slots_(first_buffer_ + static_cast<size_t>(plan_.buffers) + plan_.loads.size() + plan_.stores.size()) {
+    for (Block& x : plan_.constants) constants_.push_back(x.data());
     for (const auto* list : {&plan_.loads, &plan_.stores})
       for (const StripOperand& x : *list) {
         const Copied copied{&x, operands_++};
+        places_.emplace_back(x.address);
+        if (x.number && list == &plan_.loads) numbers_.push_back(copied);
         if (!x.used || x.number) continue;
         if (x.direct) direct_.push_back({copied.number, x.slot, strip_ * x.item});
         (list == &plan_.loads ? loads_ : stores_)[1].push_back(copied);
@@ -48,19 +80,20 @@ class StripStep final : public Step {
     for (const StripOperand& x : plan_.loads) {
       const std::vector<int64_t>& moves = x.address.loop_bytes;
       if (x.used && x.direct && x.address.space == Space::kIn && plan_.nest.size() == 1 && !moves.empty() && moves.back() != 0)
-        fetched_.push_back(&x);
+        fetched_.emplace_back(&x, Place(x.address));
     }
     temp_bytes_ = buffers() * bytes_ + 2 * bytes_ + align_up(slots_ * sizeof(char*)) + align_up(operands_ * sizeof(char*));
   }
 
   bool fetches(int loop) const override {
     return std::any_of(fetched_.begin(), fetched_.end(),
-                       [&](const StripOperand* x) { return x->address.loop_bytes.size() == static_cast<size_t>(loop) + 1; });
+                       [&](const auto& x) { return x.first->address.loop_bytes.size() == static_cast<size_t>(loop) + 1; });
   }
 
   void fetch(const Context& c) const override {
-    for (const StripOperand* x : fetched_) {
-      const char* from = x->address.of(c);
+    char* const* const bases[] = KITSUNE_BASES(c);
+    for (const auto& [x, place] : fetched_) {
+      const char* from = place.of(c, bases);
       const int64_t bytes = plan_.nest.back().extent(c.rows) * x->item;
       for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(from + b, 0, 2);
     }
@@ -70,32 +103,30 @@ class StripStep final : public Step {
     Frame f{c, c.temp, c.temp + buffers() * bytes_, nullptr, nullptr};
     f.at = reinterpret_cast<char**>(f.spare + 2 * bytes_);
     f.here = reinterpret_cast<char**>(reinterpret_cast<char*>(f.at) + align_up(slots_ * sizeof(char*)));
-    for (size_t k = 0; k < first_buffer_; ++k) f.at[k] = plan_.constants[k].data();
+    std::copy_n(constants_.data(), first_buffer_, f.at);
     for (size_t k = first_buffer_; k < slots_; ++k) f.at[k] = buffer(f, static_cast<int32_t>(k));
-    int operands = 0;
-    for (const auto* list : {&plan_.loads, &plan_.stores})
-      for (const StripOperand& x : *list) f.here[operands++] = x.address.of(c);
+    char* const* const bases[] = KITSUNE_BASES(c);
+    for (size_t o = 0; o < operands_; ++o) f.here[o] = places_[o].of(c, bases);
     const int last = static_cast<int>(plan_.nest.size()) - 1;
     const int64_t n = plan_.nest[last].extent(c.rows);
     int64_t index[kMaxLoopDims + 1];
-    walk(plan_.nest.data(), last, c.rows, f.here, operands, index, [&] {
-      for (size_t o = 0; o < plan_.loads.size(); ++o) {
-        const StripOperand& x = plan_.loads[o];
-        if (!x.number) continue;
-        x.load(1, f.at[x.slot], f.here[o], 0, f.spare);
-        if (x.spread) spread(f.at[x.slot], strip_, x.type);
+    walk(plan_.nest.data(), last, c.rows, f.here, static_cast<int>(operands_), index, [&] {
+      for (auto [x, o] : numbers_) {
+        x->load(1, f.at[x->slot], f.here[o], 0, f.spare);
+        if (x->spread) spread(f.at[x->slot], strip_, x->type);
       }
       for (const StripIndex& x : plan_.indices)
         if (x.dim != last) positions(x, f, x.dim < 0 ? 0 : index[x.dim], strip_, false);
-      const int64_t whole = n / strip_ * strip_;
+      const int64_t whole = n & -strip_;
       for (const Direct& d : direct_) f.at[d.slot] = f.here[d.operand];
       for (int64_t j = 0; j < whole; j += strip_) {
-        strip(f, j, strip_, loads_[0], stores_[0]);
+        strip(f, j, strip_, kStripVectors, loads_[0], stores_[0]);
         for (const Direct& d : direct_) f.at[d.slot] += d.step;
       }
       if (whole == n) return;
       for (const Direct& d : direct_) f.at[d.slot] = buffer(f, d.slot);
-      strip(f, whole, n - whole, loads_[1], stores_[1]);
+      const int64_t lanes = strip_ / kStripVectors;
+      strip(f, whole, n - whole, (n - whole + lanes - 1) / lanes, loads_[1], stores_[1]);
     });
   }
 
@@ -119,10 +150,12 @@ class StripStep final : public Step {
     count_positions(x.type, f.at[x.slot], 1, n, position, 0, along, x.divisor, x.modulus);
   }
 
-  // Elements j to j + n of the innermost loop. Operands that are copied: those in whose memory no instruction works.
-  void strip(const Frame& f, int64_t j, int64_t n, const std::vector<Copied>& loads, const std::vector<Copied>& stores) const {
+  // Elements j to j + n of the innermost loop, which are so many vectors. Operands that are copied: those in whose memory no
+  // instruction works.
+  void strip(const Frame& f, int64_t j, int64_t n, int64_t vectors, const std::vector<Copied>& loads,
+             const std::vector<Copied>& stores) const {
     const Dim& inner = plan_.nest.back();
-    const int64_t lanes = strip_ / kStripVectors, vectors = (n + lanes - 1) / lanes;
+    const int64_t lanes = strip_ / kStripVectors;
     for (auto [x, o] : loads) {
       x->load(n, f.at[x->slot], f.here[o] + j * inner.stride[o], inner.stride[o] / x->item, f.spare);
       if (n == vectors * lanes) continue;
@@ -148,8 +181,11 @@ class StripStep final : public Step {
   size_t bytes_;   // of a strip
   size_t first_buffer_, slots_, operands_ = 0;
   std::vector<Direct> direct_;
-  std::vector<const StripOperand*> fetched_;  // slices of arrays by the number of the loop around
-  std::vector<Copied> loads_[2], stores_[2];  // to copy: of a whole strip; of a shorter one
+  std::vector<char*> constants_;
+  std::vector<Place> places_;                                   // of each operand
+  std::vector<Copied> numbers_;                                 // loads of one number along the innermost loop
+  std::vector<std::pair<const StripOperand*, Place>> fetched_;  // slices of arrays by the number of the loop around
+  std::vector<Copied> loads_[2], stores_[2];                    // to copy: of a whole strip; of a shorter one
 };
 
 }  // namespace

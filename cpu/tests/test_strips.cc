@@ -10,6 +10,7 @@
 #include "kitsune_cpu/strips.h"
 #include "nest.h"
 #include "programs.h"
+#include "reciprocal.h"
 
 namespace kitsune::cpu::test {
 namespace {
@@ -264,6 +265,73 @@ void test_quotients(unsigned seed) {
     }
 }
 
+// The same numbers divided by constants, most of which have factors (reciprocal.h): what these do not divide is left to others.
+void test_constants(unsigned seed) {
+  std::mt19937 rng(seed);
+  for (int k = 0; k < 40; ++k) {
+    const float corners[] = {1.1f, 3.0f, -0.7f, 0x1.fffffep0f, 0x1.000002p-3f, 2.0f, 0x1p-21f, 0x1p41f, NAN, 0.0f};
+    const float y = k < 10 ? corners[k] : float_of((rng() & 0x807fffffu) | ((107 + rng() % 60) << 23));
+    constexpr int64_t kRows = 1000;
+    std::vector<float> x(kRows);
+    for (float& v : x) {
+      const float odd[] = {0.0f, -0.0f, float_of(rng() & 0x807fffffu), INFINITY, -INFINITY, NAN};
+      const int kind = static_cast<int>(rng() % 64);
+      v = std::ldexp(static_cast<float>(rng() >> 8), static_cast<int>(rng() % 80) - 60);
+      if (rng() % 4 == 0 && y != 0) v = std::ldexp(hardest(y), static_cast<int>(rng() % 40) - 20);
+      if (kind == 0 && seed % 2 == 0) v = odd[rng() % 6];
+      if (kind == 1 && seed % 2 == 0) v = std::ldexp(v, rng() % 2 ? 100 : -100);
+    }
+    Vector v{{},
+             false,
+             {operand(Space::kIn, 0, F32, 0, 1, {})},
+             {operand(Space::kOut, 0, F32, 0, 1, {}), operand(Space::kOut, 1, F32, 0, 1, {})},
+             {}};
+    v.code = {micro(Opcode::op_load, F32, 0, 0),    micro(Opcode::op_const, F32, 1, 0, 0, 0, {static_cast<double>(y)}),
+              micro(Opcode::op_div, F32, 2, 0, 1),  micro(Opcode::op_store, F32, 0, 0, 2),
+              micro(Opcode::op_neg, F32, 3, 0),     micro(Opcode::op_div, F32, 4, 3, 1),
+              micro(Opcode::op_store, F32, 0, 1, 4)};
+    const Call call = one_part(program({kRows}, 300, {{F32, kRows}}, {{F32, kRows}, {F32, kRows}}, {v}));
+    std::vector<int64_t> words = encode(call);
+    Executable exe(parse(words.data(), words.size()));
+    Arrays arrays(exe.call(), seed);
+    std::memcpy(arrays.ins[0].data(), x.data(), x.size() * sizeof(float));
+    ThreadPool pool(1);
+    const std::string error = exe.run(arrays.in_pointers.data(), arrays.out_pointers.data(), pool);
+    CHECK(error.empty(), "%s", error.c_str());
+    for (size_t i = 0; i < 2 * x.size(); ++i) {
+      const float of = i < x.size() ? x[i] : -x[i - x.size()], want = of / y;
+      float got;
+      std::memcpy(&got, &arrays.outs[i / x.size()][i % x.size() * sizeof(float)], sizeof got);
+      if (same(F32, reinterpret_cast<const char*>(&got), reinterpret_cast<const char*>(&want))) continue;
+      CHECK(false, "%a / %a [%s] is %a, not %a", double(of), double(y), kernels().isa, double(got), double(want));
+      return;
+    }
+  }
+}
+
+// Factors are found for a divisor where they give every quotient, and only there.
+void test_reciprocals() {
+  int with = 0;
+  for (uint32_t bits : {0x3f8ccccdu, 0x3f333333u, 0x40400000u, 0xbfc00000u, 0x3fb504f3u, 0x3fffffffu, 0x3f800001u, 0x3fef7427u}) {
+    const float y = float_of(bits);
+    const std::optional<Reciprocal> found = reciprocal_of(y);
+    const double inverse = 1.0 / static_cast<double>(y);
+    Reciprocal r{};
+    r.high = static_cast<float>(inverse);
+    if (std::fabs(static_cast<double>(r.high)) > std::fabs(inverse)) r.high = std::nextafter(r.high, 0.0f);
+    r.low = static_cast<float>(inverse - static_cast<double>(r.high));
+    int wrong = 0;
+    for (uint32_t m = 0; m < 1u << 23; ++m) {
+      const float x = float_of(0x3f800000u | m);
+      wrong += std::fma(x, r.high, x * r.low) != x / y;
+    }
+    CHECK((wrong == 0) == found.has_value(), "%a: %d quotients are wrong", double(y), wrong);
+    with += found.has_value();
+  }
+  CHECK(with > 0 && with < 8, "of 8 divisors %d have factors", with);
+  for (float y : {0.0f, 2.0f, -0.25f, 0x1.8p-21f, 0x1.8p41f, INFINITY, NAN}) CHECK(!reciprocal_of(y), "%a", double(y));
+}
+
 #if defined(__x86_64__)
 // Whether the upper halves of this thread's vector registers are in use, as far as the CPU keeps track of it.
 bool upper_halves_in_use() {
@@ -332,6 +400,7 @@ int main() {
   const char* names[8];
   const int count = available_isas(names, 8);
   test_loops_along_columns();
+  test_reciprocals();
   for (int i = 0; i < count; ++i) {
     set_isa(names[i]);
     test_random(400);
@@ -341,10 +410,12 @@ int main() {
 #endif
     for (unsigned seed = 1; seed <= 4; ++seed) {
       test_quotients(seed);
+      test_constants(seed);
 #if defined(__SSE__)  // as XLA's threads compute
       const unsigned csr = _mm_getcsr();
       _mm_setcsr(csr | 0x8040);
       test_quotients(seed + 4);
+      test_constants(seed);
       _mm_setcsr(csr);
 #endif
     }

@@ -46,6 +46,8 @@ struct StripKernels {
   StripFn (*of)(Opcode, DType, const From* from);
   StripFn (*convert)(DType to, DType type, From from);
   StripFn (*special)(StripKind);
+  // held <- operands[0] / operands[1], which is a constant with factors imm[0] and imm[1] (reciprocal.h). nullptr: there is none.
+  StripFn (*divide_by_constant)(From);
   // Runs instructions up to a kEnd; `at`: where each slot is; `vectors`: how many vectors of the strip anybody looks at.
   void (*run)(const StripInstruction*, char* const* at, int64_t vectors);
 };

@@ -174,6 +174,26 @@ KITSUNE_INSTRUCTION(divide_by_number) {
 #undef KITSUNE_LANE
   KITSUNE_NEXT;
 }
+
+// By a constant, with the factors that reciprocal.h has found for it. The least of eight magnitudes says whether they were all
+// large enough; NaN is none, and right.
+template <From A>
+KITSUNE_INSTRUCTION(divide_by_constant) {
+  const char* a = A == From::kHeld ? nullptr : at[i->operands[0]];
+  const __m512 high = _mm512_set1_ps(float(i->imm[0])), low = _mm512_set1_ps(float(i->imm[1]));
+#define KITSUNE_LANE(k) \
+  const __m512 x##k = (__m512)operand<A, k>(v##k, a, v##k), q##k = _mm512_fmadd_ps(x##k, high, _mm512_mul_ps(x##k, low));
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  auto less = [](__m512 x, __m512 y) { return _mm512_range_ps(x, y, 0b1010); };
+  const __m512 least = less(less(less(q0, q1), less(q2, q3)), less(less(q4, q5), less(q6, q7)));
+  if (__builtin_expect(_mm512_cmp_ps_mask(least, _mm512_set1_ps(0x1p-60f), _CMP_GE_OQ) != 0xffff, 0))
+    return divide_by_number<A, true>(i, at, vectors, v0, v1, v2, v3, v4, v5, v6, v7);
+#define KITSUNE_LANE(k) v##k = (VF)q##k;
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
 #endif
 
 // ---- lookup
@@ -237,6 +257,15 @@ inline StripFn division(const From* from) {
     return reinterpret_cast<StripFn>(&divide_by_number<From::kMemory, false>);
 #endif
   return binary_from<DivF>(from);
+}
+
+inline StripFn division_by_constant(From a) {
+#if defined(__AVX512F__)
+  if (a == From::kHeld) return reinterpret_cast<StripFn>(&divide_by_constant<From::kHeld>);
+  if (a == From::kMemory) return reinterpret_cast<StripFn>(&divide_by_constant<From::kMemory>);
+#endif
+  (void)a;
+  return nullptr;
 }
 
 inline StripFn float_instruction(Opcode op, const From* from) {

@@ -15,7 +15,8 @@
 namespace kitsune::cpu::KITSUNE_ISA {
 
 const StripKernels strip_kernels = {
-    kStripVectors * kFloats, &strips::instruction, &strips::conversion, &strips::special, &strips::run,
+    kStripVectors * kFloats, &strips::instruction,          &strips::conversion,
+    &strips::special,        &strips::division_by_constant, &strips::run,
 };
 
 constexpr KernelTable kTable = {

@@ -272,6 +272,15 @@ class CpuCost(RegionCost):
             seconds += often * elements * self.times.pack(work.dot.dtype, way, transposed, level)
         return seconds
 
+    def is_one_pass(self) -> bool:
+        """Of a loop's body: is a step one pass over the rows, element by element, with nothing beside it?"""
+        values = self.graph.values
+        return all(
+            self.family(i) in _GROUPED | FREE
+            and (not self.is_maker(i) or all(values[v].literal is not None for v in self.graph.ops[i].inputs))
+            for i in self.region.ops
+        )
+
     def steps_seconds(self) -> float:
         """Seconds for each tile in which a worker goes from one step of a loop to the next."""
         return sum(steps * (_LOOP_STEP + body.steps_seconds()) for steps, _, body in self.loops())
