@@ -1,4 +1,4 @@
-"""Measuring a machine: our kernels and XLA's, in two or three seconds.
+"""Measuring a machine: our kernels and XLA's, in two or three seconds where nothing else runs.
 
 Comes in: the threads that a plan may count on. Goes out: a ``Profile``, or ``Disturbed``. The measurement runs in a thread of its
 own: the one that asks is in the middle of tracing a function, and JAX keeps what it is tracing for each thread.
@@ -15,7 +15,7 @@ from kitsune_jax.profile.model import Profile, numbers_of
 from kitsune_jax.profile.timing import MOST_DOUBTFUL, Passes
 from kitsune_jax.targets.cpu import runtime
 
-# In which passes follow each other: usually, and where numbers are still another one in every pass. Two passes are made in any case.
+# In which passes follow each other: usually, and where many numbers are still another one in every pass. Two passes are the least.
 _SECONDS, _MOST_SECONDS = 3.0, 12.0
 
 

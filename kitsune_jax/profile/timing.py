@@ -1,15 +1,16 @@
 """Clean numbers from a machine that also does other things.
 
-Comes in: pieces of work, each of which can be timed again and again, and a piece of reference that is always the same. Goes out: the
-seconds of each, and which of them were another one in every pass. What disturbs a machine lasts: another program has a core for milliseconds, a
-core runs at half of its speed for seconds. Repetitions that follow each other are all hit by it, and those of the neighbours as
-well. So a pass takes one repetition of every piece, and passes follow until two of them agree; a repetition counts for nothing
-while the reference beside it takes longer than at its best, or while a hypervisor gives the cores to somebody else.
+Comes in: pieces of work, each of which can be timed again and again, and a piece of reference that is always the same. Goes out:
+the seconds of each, and which of them were another one in every pass. What disturbs a machine lasts: another program has a core for
+milliseconds, a core runs at half of its speed for seconds. Repetitions that follow each other are all hit by it, and those of the
+neighbours as well. So a pass takes one repetition of every piece, and passes follow until two of them agree; a repetition counts
+for nothing while the reference beside it takes longer than at its best, or while a hypervisor gives the cores to somebody else.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -25,6 +26,8 @@ _SLOW = 1.4
 _STOLEN = 0.1  # of the time of all cores, what others may have of it
 # Calls of a slice, and its seconds; three calls are as fast as the fastest within this.
 _LEAST_CALLS, _SLICE, _MOST_SLICE, _AS_FAST = 3, 1.2e-3, 10e-3, 1.05
+# Of the time of all workers, what the threads of a call have at least that is shared out among them.
+_TOGETHER = 0.65
 _BLOCK = 8  # pieces between two looks at the reference
 _LEAST_PASSES, _MOST_PASSES = 2, 24
 
@@ -143,17 +146,27 @@ def _differ(seconds: Sequence[float]) -> bool:
     return len(seconds) > 1 and seconds[-1] > DOUBTFUL * seconds[0]
 
 
-def fastest(calls: Iterable[float]) -> float:
-    """The least of the seconds that ``calls`` take, for a slice of time. The slice goes on while fewer than three were as fast:
-    then the threads of a call mostly wait for their cores."""
-    found: list[float] = []
+def fastest(calls: Iterable[tuple[float, float]], workers: int) -> float:
+    """What a call takes while nothing is in its way: of ``calls``, seconds and seconds of all threads together, a slice of time.
+
+    It is the least of the seconds. The slice goes on while fewer than three calls were as fast: then threads mostly wait for their
+    cores. Where that does not help, but the threads of some call had all ``workers`` for themselves most of the time, no call takes
+    less than its threads do together, shared out evenly, and none is known to take less than the fastest: it lies between the two.
+    """
+    found: list[tuple[float, float]] = []
     passed = 0.0
-    for seconds in calls:
-        found.append(seconds)
+    for seconds, of_threads in calls:
+        found.append((seconds, of_threads))
         passed += seconds
         if len(found) < _LEAST_CALLS or passed < _SLICE:
             continue
-        least = min(found)
-        if passed > _MOST_SLICE or sum(s <= _AS_FAST * least for s in found) >= _LEAST_CALLS:
+        least = min(s for s, _ in found)
+        if sum(s <= _AS_FAST * least for s, _ in found) >= _LEAST_CALLS:
+            return least
+        if passed > _MOST_SLICE:
             break
-    return min(found)
+    least = min(s for s, _ in found)
+    together = sorted(t for _, t in found)[len(found) // 2]
+    if max(min(t, together) / s for s, t in found) < _TOGETHER * workers:
+        return least
+    return min(least, math.sqrt(least * together / workers))

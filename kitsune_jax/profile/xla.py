@@ -21,7 +21,7 @@ from jax import lax
 
 from kitsune_jax.profile import calls
 from kitsune_jax.profile.kernels import TILE
-from kitsune_jax.profile.timing import AGREE, Piece, fastest
+from kitsune_jax.profile.timing import Piece, fastest
 from kitsune_jax.targets.cpu import emit
 
 # (rows, K, N). The squares tell how the rate grows with the width; 16 rows what the weights cost; 8192 what
@@ -129,8 +129,10 @@ def pieces(workers: int) -> list[Piece]:
     found = []
     for program, run in zip(programs, compiled, strict=True):
         operands = [arrays.setdefault(s, _array(s, device)) if s not in arrays else arrays[s] for s in program.shapes]
-        timed, agree = (_handed, _HANDED_AGREE) if program.key == _HANDED_KEY else (_seconds, AGREE)
-        found.append(Piece(program.key, functools.partial(timed, run, operands), program.elements, agree))
+        if program.key == _HANDED_KEY:
+            found.append(Piece(program.key, functools.partial(_handed, run, operands), agree=_HANDED_AGREE))
+        else:
+            found.append(Piece(program.key, functools.partial(_seconds, workers, run, operands), program.elements))
     return found
 
 
@@ -168,20 +170,20 @@ def _array(spec: tuple[tuple[int, ...], str], device: Any) -> Any:
     return jax.device_put((np.sort(values) if kind == "sorted" else values).astype(jnp.dtype(_dtype(dtype))), device)
 
 
-def _seconds(run: Any, operands: Sequence[Any]) -> float:
+def _seconds(workers: int, run: Any, operands: Sequence[Any]) -> float:
     """Of the fastest call in a slice of time."""
     start = time.perf_counter()
     jax.block_until_ready(run(*operands))
     if time.perf_counter() - start > _LONG:
         time.sleep(_REST)
 
-    def calls() -> Iterator[float]:
+    def calls() -> Iterator[tuple[float, float]]:
         while True:
-            before = time.perf_counter()
+            ran, before = time.process_time(), time.perf_counter()
             jax.block_until_ready(run(*operands))
-            yield time.perf_counter() - before
+            yield time.perf_counter() - before, time.process_time() - ran
 
-    return fastest(calls())
+    return fastest(calls(), workers)
 
 
 def _handed(run: Any, operands: Sequence[Any]) -> float:
