@@ -22,6 +22,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int kSlices = 3;
 constexpr double kSliceSeconds = 200e-6;
 constexpr double kBatchSeconds = 5e-6;  // between two looks at the clock, which take some 25 ns each
+constexpr double kLongSeconds = 1e-3;
 constexpr size_t kAlignment = 64;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -60,7 +61,6 @@ Slices run(int64_t threads, const std::function<Work()>& make) {
   std::atomic<int64_t> arrived{0};
   std::atomic<bool> failed{false};
   std::vector<std::vector<double>> rates(static_cast<size_t>(count), std::vector<double>(kSlices, 0));
-  std::vector<double> shares(static_cast<size_t>(count), 1);
   auto meet = [&](int64_t round) {
     arrived.fetch_add(1);
     while (arrived.load() < round * count) std::this_thread::yield();
@@ -79,7 +79,6 @@ Slices run(int64_t threads, const std::function<Work()>& make) {
       failed = true;
     }
     meet(1);
-    double ran = 0, whole = 0;
     for (int s = 0; s < kSlices; ++s) {
       meet(2 + s);
       if (failed) continue;
@@ -92,12 +91,14 @@ Slices run(int64_t threads, const std::function<Work()>& make) {
         done += batch;
         passed = seconds_since(start);
       } while (passed < kSliceSeconds);
-      rates[static_cast<size_t>(thread)][static_cast<size_t>(s)] = static_cast<double>(done) / passed;
       const double after = own_seconds();
-      ran += before < 0 || after < 0 ? passed : after - before;
-      whole += passed;
+      const double own = before < 0 || after <= before ? passed : std::min(after - before, passed);
+      // No slice that is a single long piece is over before another program gets the core: what counts is the time in which this
+      // thread ran. Of shorter work there are slices that nobody interrupts, and the clock on the wall is never too early for
+      // them, as the thread's own is at times where a hypervisor takes part of it away.
+      const bool is_long = batch == 1 && done == 1 && passed > kLongSeconds;
+      rates[static_cast<size_t>(thread)][static_cast<size_t>(s)] = static_cast<double>(done) / (is_long ? own : passed);
     }
-    if (whole > 0) shares[static_cast<size_t>(thread)] = ran / whole;
   };
   std::vector<std::thread> others;
   for (int64_t t = 1; t < count; ++t) others.emplace_back(body, t);
@@ -108,9 +109,8 @@ Slices run(int64_t threads, const std::function<Work()>& make) {
   for (int s = 0; s < kSlices; ++s) {
     double rate = 0;
     for (const auto& of_thread : rates) rate += of_thread[static_cast<size_t>(s)];
-    out.seconds.push_back(static_cast<double>(count) / rate);
+    out.push_back(static_cast<double>(count) / rate);
   }
-  out.share = *std::min_element(shares.begin(), shares.end());
   return out;
 }
 
@@ -223,23 +223,6 @@ Slices measure_fold(int how, DType type, int64_t rows, int64_t n, bool into_row,
       }
     };
   });
-}
-
-double measure_share(double seconds, int64_t threads) {
-  std::vector<double> shares(static_cast<size_t>(std::max<int64_t>(threads, 1)), 1);
-  auto body = [&](size_t thread) {
-    const double before = own_seconds();
-    const auto start = Clock::now();
-    double passed = 0;
-    while (passed < seconds) passed = seconds_since(start);
-    const double after = own_seconds();
-    if (before >= 0 && after >= 0) shares[thread] = (after - before) / passed;
-  };
-  std::vector<std::thread> others;
-  for (size_t t = 1; t < shares.size(); ++t) others.emplace_back(body, t);
-  body(0);
-  for (std::thread& t : others) t.join();
-  return *std::min_element(shares.begin(), shares.end());
 }
 
 Slices measure_copy(int64_t bytes, int64_t threads) {

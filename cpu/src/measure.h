@@ -2,8 +2,8 @@
 //
 // Every function runs one kind of work on `threads` threads at once, each on memory of its own, because a core is slower when its
 // neighbours (or the other hyperthread of it) are busy, and a pipeline keeps all of them so. It returns the seconds of one piece of
-// work on one thread, once for each of several slices of time, and how much of the time the threads had a core to themselves: by
-// both the caller sees whether something disturbed them.
+// work on one thread, once for each of several slices of time. Of work that takes long these are the seconds in which a thread ran,
+// whoever else had its core meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,8 @@
 
 namespace kitsune::cpu {
 
-struct Slices {
-  std::vector<double> seconds;  // none: there is no such work for the dtype
-  double share = 1;             // of the slices' time, the least that a thread ran
-};
+// Seconds; none where there is no such work for the dtype.
+using Slices = std::vector<double>;
 
 // act(X W + bias) of X[M][K] and W[K][N], all of `type`.
 Slices measure_gemm(DType type, Product product, const ProductShape& s, Activation act, int64_t threads);
@@ -32,9 +30,6 @@ Slices measure_load(DType type, int64_t n, int64_t threads);
 Slices measure_store(DType type, int64_t n, int64_t threads);
 // `rows` rows of `n` elements folded along the row (how: index into REDUCTIONS of bytecode.py), or into one row.
 Slices measure_fold(int how, DType type, int64_t rows, int64_t n, bool into_row, int64_t threads);
-// Of `seconds`, the least share that one of so many busy threads ran: near 1 where nothing else does. Longer than the system lets
-// one of two threads run that want the same core, or it would see nothing.
-double measure_share(double seconds, int64_t threads);
 // Copies of `bytes` bytes between two blocks, and writes to as many bytes of fresh pages.
 Slices measure_copy(int64_t bytes, int64_t threads);
 Slices measure_touch(int64_t bytes, bool huge, int64_t threads);

@@ -110,13 +110,9 @@ nb::dict build_info() {
 }
 
 template <class F>
-nb::tuple unlocked(F f) {
-  Slices found;
-  {
-    nb::gil_scoped_release release;
-    found = f();
-  }
-  return nb::make_tuple(found.seconds, found.share);
+Slices unlocked(F f) {
+  nb::gil_scoped_release release;
+  return f();
 }
 
 DType dtype_of(int code) {
@@ -146,7 +142,7 @@ void def_measurements(nb::module_& m) {
         return unlocked([&] { return measure_gemm(type, how, {rows, N, K}, static_cast<Activation>(activation), threads); });
       },
       nb::arg("dtype"), nb::arg("product"), nb::arg("rows"), nb::arg("K"), nb::arg("N"), nb::arg("activation"), nb::arg("threads"),
-      "(seconds of act(X W + bias) on one of `threads` busy threads, in slices of time; the share of it that the threads ran). "
+      "Seconds of act(X W + bias) on one of `threads` busy threads, in each of several slices of time. "
       "dtype, product, activation: indices into the lists of bytecode.py.");
   m.def(
       "measure_outer",
@@ -198,15 +194,6 @@ void def_measurements(nb::module_& m) {
       },
       nb::arg("how"), nb::arg("dtype"), nb::arg("rows"), nb::arg("n"), nb::arg("into_row"), nb::arg("threads"),
       "Seconds to reduce rows x n elements along the rows, or into one row, as measure_gemm.");
-  m.def(
-      "measure_share",
-      [](double seconds, int64_t threads) {
-        check_sizes({threads});
-        if (!(seconds > 0 && seconds < 1)) throw nb::value_error("seconds must lie between 0 and 1");
-        nb::gil_scoped_release release;
-        return measure_share(seconds, threads);
-      },
-      nb::arg("seconds"), nb::arg("threads"), "Of so many seconds, the least share that one of `threads` busy threads ran.");
   m.def(
       "measure_copy",
       [](int64_t bytes, int64_t threads) {

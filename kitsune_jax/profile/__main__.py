@@ -53,6 +53,7 @@ def text(profile: Profile) -> str:
         f"{profile.name}: {profile.cpu}",
         f"kernels for {profile.isa}, {profile.workers} workers; caches of a core "
         f"{profile.l1 >> 10} and {profile.l2 >> 10} KiB, shared {profile.l3 >> 10} KiB",
+        *_agreement(profile),
         "",
         f"{'products, GF/s of all workers':36} {'ours':>14} {'XLA':>8}",
     ]
@@ -85,6 +86,13 @@ def text(profile: Profile) -> str:
     alone, together = profile.seconds("call/short"), profile.seconds("call")
     lines += ["", f"a call: {together * 1e6:.1f} us with all workers, {alone * 1e6:.1f} us alone"]
     return "\n".join(lines) + "\n"
+
+
+def _agreement(profile: Profile) -> list[str]:
+    if not profile.passes:
+        return []
+    doubtful = f"; another one in each of them: {', '.join(profile.doubtful)}" if profile.doubtful else ", all numbers agree"
+    return [f"measured in {profile.passes} passes{doubtful}"]
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Our own side of a profile: the micro-kernels, moved bytes and the hand-over of a call.
 
-Comes in: the CPU extension. Goes out: numbers by name, as ``profile.model`` lists them.
+Comes in: the CPU extension. Goes out: pieces of work to be timed, and the numbers that are made of their times, as
+``profile.model`` lists them.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.profile.timing import Log
+from kitsune_jax.profile.timing import Piece
 from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPES, OPCODES, PRODUCTS, SPECIAL_OPS
 
 # Kernel tables that multiply pairs of bfloat16, and those with tiles.
@@ -33,19 +35,16 @@ _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
 _COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
 _SHARED_COPIES = {"l3": 4 << 20, "dram": 96 << 20}  # of all threads together
 _FRESH = 32 << 20
-_MOMENT = 0.012  # seconds: some turns of the scheduler
-_MOMENTS = 3
+_RELU = "activation/relu/"  # beyond which the others are counted
 
 
-def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
-    """Numbers of the kernel table in use, with ``workers`` threads busy."""
+def pieces(extension: Any, workers: int) -> list[Piece]:
+    """All that is measured of the kernel table in use, with ``workers`` threads busy."""
     threads = min(workers, _MOST_THREADS)
-    found: dict[str, float] = {}
+    found: list[Piece] = []
 
     def note(key: str, elements: float, function: Any, *args: Any) -> None:
-        seconds = log.quiet(key, lambda: function(*args, threads))
-        if seconds is not None:
-            found[key] = seconds / elements
+        found.append(Piece(key, functools.partial(_least, function, *args, threads), elements))
 
     code = {name: k for k, name in enumerate(DTYPES)}
     for dtype, product in products(extension):
@@ -61,13 +60,9 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
             note(f"{name}/{dtype}/{product}", _SQUARE * _SQUARE, extension.measure_pack, *here, _SQUARE, _SQUARE, transposed)
     for dtype in ("float32", "bfloat16"):
         shape = (code[dtype], product_code("best"), TILE, _SHALLOW, _SQUARE)
-        relu = log.quiet("activation", functools.partial(extension.measure_gemm, *shape, ACTIVATIONS.index("relu"), threads)) or 0.0
         for k, name in enumerate(ACTIVATIONS):
-            if name in ("none", "relu"):
-                continue
-            seconds = log.quiet(name, functools.partial(extension.measure_gemm, *shape, k, threads))
-            if seconds is not None:
-                found[f"activation/{name}/{dtype}"] = max(seconds - relu, 0.02 * seconds) / (TILE * _SQUARE)
+            if name != "none":
+                note(f"activation/{name}/{dtype}", TILE * _SQUARE, extension.measure_gemm, *shape, k)
     for k, name in enumerate(OPCODES):
         if name not in _UNMEASURED and name not in _NO_WORK:
             dtype = "uint32" if name in _OF_INTEGERS else "float32"
@@ -93,17 +88,29 @@ def measure(extension: Any, workers: int, log: Log) -> dict[str, float]:
     return found
 
 
-def share(extension: Any, workers: int, enough: float) -> float:
-    """Of a moment, the least that one of so many busy threads ran: near 1 where nothing else does.
+def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a profile, of the ``seconds`` that those of the pieces took that there are."""
+    found: dict[str, float] = {}
+    for piece in pieces:
+        taken = seconds.get(piece.key)
+        if taken is None or piece.key.startswith(_RELU):
+            continue
+        if piece.key.startswith("activation/"):
+            taken = max(taken - seconds[_RELU + piece.key.split("/")[2]], 0.02 * taken)
+        found[piece.key] = taken / piece.elements
+    return found
 
-    Up to three moments, until one gives ``enough``: a scheduler may start two threads on one core and needs a turn to part them,
-    which looks like another program; another program is still there a moment later."""
-    best = 0.0
-    for _ in range(_MOMENTS):
-        best = max(best, float(extension.measure_share(_MOMENT, min(workers, _MOST_THREADS))))
-        if best >= enough:
-            break
-    return best
+
+def reference(extension: Any, workers: int) -> float:
+    """Seconds of work in registers, the same at every call, with all workers busy: as fast as the cores are just now."""
+    threads = min(workers, _MOST_THREADS)
+    taken = _least(extension.measure_vector, OPCODES.index("exp"), DTYPES.index("float32"), _ELEMENTS, threads)
+    assert taken is not None  # every table has an exponential
+    return taken
+
+
+def _least(function: Any, *args: Any) -> float | None:
+    return min(function(*args), default=None)
 
 
 def products(extension: Any) -> list[tuple[str, str]]:

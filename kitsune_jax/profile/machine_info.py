@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import re
 from pathlib import Path
@@ -53,6 +54,13 @@ def read_cache_sizes(folder: Path) -> tuple[int, int, int]:
         if level in ("1", "2", "3") and kind != "Instruction" and match and int(match[1]) > 0:
             sizes[int(level)] = int(match[1]) * {"": 1, "K": KIB, "M": MIB, "G": 1024 * MIB}[match[2]]
     return sizes[1], sizes[2], sizes[3]
+
+
+def stolen_seconds() -> float:
+    """Since the machine started, seconds of all its processors that a hypervisor gave to somebody else; 0 where nobody says so."""
+    found = re.match(r"cpu +((?:\d+ ?)+)", _read(Path("/proc/stat")))
+    fields = found[1].split() if found else []
+    return int(fields[7]) / os.sysconf("SC_CLK_TCK") if len(fields) > 7 else 0.0
 
 
 def _field(name: str) -> re.Match[str] | None:

@@ -1,4 +1,4 @@
-"""Measuring a machine: our kernels and XLA's, in two or three seconds.
+"""Measuring a machine: our kernels and XLA's, in two or three seconds where nothing else runs.
 
 Comes in: the threads that a plan may count on. Goes out: a ``Profile``, or ``Disturbed``. The measurement runs in a thread of its
 own: the one that asks is in the middle of tracing a function, and JAX keeps what it is tracing for each thread.
@@ -6,16 +6,17 @@ own: the one that asks is in the middle of tracing a function, and JAX keeps wha
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 
 from kitsune_jax.profile import calls, kernels, machine_info, xla
 from kitsune_jax.profile.model import Profile, numbers_of
-from kitsune_jax.profile.timing import Log
+from kitsune_jax.profile.timing import MOST_DOUBTFUL, Passes
 from kitsune_jax.targets.cpu import runtime
 
-_TRIES = 2
-# Of its core, what a thread has at least where nothing else runs.
-LEAST_SHARE = 0.85
+# In which passes follow each other: usually, and where many numbers are still another one in every pass. Two passes are the least.
+_SECONDS, _MOST_SECONDS = 3.0, 12.0
 
 
 class Disturbed(RuntimeError):
@@ -23,12 +24,13 @@ class Disturbed(RuntimeError):
 
 
 def measure(workers: int) -> Profile:
-    """Measure this machine with ``workers`` threads busy; again where other programs were in the way. Raises ``Disturbed``."""
+    """Measure this machine with ``workers`` threads busy; pass by pass until two agree. Raises ``Disturbed`` where too many
+    numbers are another one in every pass."""
     result: list[Profile | BaseException] = []
 
     def run() -> None:
         try:
-            result.append(_quiet(workers))
+            result.append(_passes(workers))
         except BaseException as error:
             result.append(error)
 
@@ -43,26 +45,36 @@ def measure(workers: int) -> Profile:
     raise Disturbed(f"measuring this machine failed ({type(found).__name__}: {found})") from found
 
 
-def _quiet(workers: int) -> Profile:
+def _passes(workers: int) -> Profile:
     extension = runtime.extension()
     if extension is None:
         raise Disturbed("the CPU extension is missing")
-    for _ in range(_TRIES):
-        log = Log()
-        shares = [kernels.share(extension, workers, LEAST_SHARE)]
-        numbers = kernels.measure(extension, workers, log)
-        shares.append(kernels.share(extension, workers, LEAST_SHARE))
-        numbers |= xla.measure(log, workers)
-        shares.append(kernels.share(extension, workers, LEAST_SHARE))
-        _without_what_surrounds(numbers)
-        share = min(shares)
-        if share >= LEAST_SHARE and not log.is_disturbed:
-            l1, l2, l3 = machine_info.cache_sizes()
-            name = f"measured-{machine_info.slug()}-{workers}"
-            return Profile(name, machine_info.model_name(), extension.isa(), workers, l1, l2, l3, numbers_of(numbers))
-    raise Disturbed(
-        f"other programs were running while this machine was measured (a thread had {share:.0%} of a core, and "
-        f"{len(log.disturbed)} of {log.made} numbers would not settle); python -m kitsune_jax.profile measures again"
+    found = Passes(functools.partial(kernels.reference, extension, workers), stolen=machine_info.stolen_seconds, cores=workers)
+    ours = kernels.pieces(extension, workers)
+    found.run(ours)
+    theirs = xla.pieces(workers)  # compiling takes a second or more: another moment of the machine
+    now = time.perf_counter()
+    found.settle((*ours, *theirs), now + _SECONDS, now + _MOST_SECONDS)
+    seconds, doubtful = found.seconds(), found.doubtful()
+    if len(doubtful) > MOST_DOUBTFUL * len(seconds):
+        raise Disturbed(
+            f"other programs were running while this machine was measured ({len(doubtful)} of {len(seconds)} numbers were another "
+            f"one in each of {found.made} passes); python -m kitsune_jax.profile measures again"
+        )
+    numbers = kernels.numbers(ours, seconds) | xla.numbers(theirs, seconds)
+    _without_what_surrounds(numbers)
+    l1, l2, l3 = machine_info.cache_sizes()
+    return Profile(
+        name=f"measured-{machine_info.slug()}-{workers}",
+        cpu=machine_info.model_name(),
+        isa=extension.isa(),
+        workers=workers,
+        l1=l1,
+        l2=l2,
+        l3=l3,
+        numbers=numbers_of(numbers),
+        passes=found.made,
+        doubtful=tuple(doubtful),
     )
 
 

@@ -55,7 +55,7 @@ import json
 import math
 from collections.abc import Mapping
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class Profile:
 
     ``name``: how ``explain`` and ``KITSUNE_PROFILE`` call it. ``cpu``: the processor, for people. ``isa``: the kernel table.
     ``workers``: threads a plan may count on. ``l1``, ``l2``, ``l3``: bytes of a core's data cache and second level, and of the last
-    level. ``numbers``: seconds by name, in ascending order of the names.
+    level. ``numbers``: seconds by name, in ascending order of the names. ``passes``: over all numbers, in which they were measured,
+    or 0 where this is not known. ``doubtful``: names of what took other times in all of them, in ascending order.
     """
 
     name: str
@@ -75,6 +76,8 @@ class Profile:
     l2: int
     l3: int
     numbers: tuple[tuple[str, float], ...]
+    passes: int = 0
+    doubtful: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key, seconds in self.numbers:
@@ -107,10 +110,10 @@ class Profile:
             if data.pop("format") != FORMAT:
                 raise ValueError("it is of another format")
             numbers = numbers_of(data.pop("numbers"))
-            profile = Profile(numbers=numbers, **data)
+            profile = Profile(numbers=numbers, doubtful=tuple(map(str, data.pop("doubtful"))), **data)
             sizes = (profile.workers, profile.l1, profile.l2, profile.l3)
-            if not all(type(n) is int and n > 0 for n in sizes):
-                raise ValueError("cores and caches are positive integers")
+            if type(profile.passes) is not int or not all(type(n) is int and n > 0 for n in sizes):
+                raise ValueError("cores and caches are positive integers, passes an integer")
             return profile
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a profile: {error!r}") from error

@@ -1,8 +1,8 @@
 """XLA's side of a profile: what its products, fused loops and reductions take on this machine with this jaxlib.
 
-Comes in: JAX with a CPU backend. Goes out: numbers by name, as ``profile.model`` lists them. Everything is compiled ahead and
-called as an executable on arrays of the CPU, so no setting of the program that asks for a profile (x64, matmul precision, a mesh,
-another default device, ``disable_jit``) changes what is measured.
+Comes in: JAX with a CPU backend. Goes out: pieces of work to be timed, and the numbers that are made of their times, as
+``profile.model`` lists them. Everything is compiled ahead and called as an executable on arrays of the CPU, so no setting of the
+program that asks for a profile (x64, matmul precision, a mesh, another default device, ``disable_jit``) changes what is measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +21,7 @@ from jax import lax
 
 from kitsune_jax.profile import calls
 from kitsune_jax.profile.kernels import TILE
-from kitsune_jax.profile.timing import Log, Repeated, middle
+from kitsune_jax.profile.timing import Piece, fastest
 from kitsune_jax.targets.cpu import emit
 
 # (rows, K, N). The squares tell how the rate grows with the width; 16 rows what the weights cost; 8192 what
@@ -55,10 +55,13 @@ CHAIN = 9
 _STEPS, _CARRIED = 1000, 4096
 # Arrays that a loop reads slice by slice, as the gradient of a recurrent layer does: together more than a second level.
 _SLICES, _SLICED = (64, 256, 64), 5
-_LEAST_CALLS, _REPEATS = 2, 3
 # Calls of a program that is handed to another thread, and an array whose tanh takes one thread 10 us: longer than anybody spins.
 _CALLS, _HANDED = 200, (61, 96)
-_SLICE = 1.2e-3  # seconds of a repetition, unless three calls take longer
+_HANDED_KEY, _HANDED_AGREE = "xla/call/handed", 1.3  # of waking a thread two passes are less alike
+
+# Threads that have waited get their cores back at once and for some milliseconds, where other programs want them as well. With four
+# of these a product of 1.7 ms took 1.9 in one call of ten after a rest, 3.4 without (1024 x 512 x 512, float32).
+_LONG, _REST = 1e-3, 4e-3
 
 Function = Callable[..., Any]
 # What one fused loop computes for each element. "move" is the loop itself: two elements read and one written. An operation is there
@@ -112,8 +115,8 @@ class _Program:
     elements: float = 1.0
 
 
-def measure(log: Log, workers: int) -> dict[str, float]:
-    """Numbers of XLA on the first CPU device.
+def pieces(workers: int) -> list[Piece]:
+    """All that is measured of XLA on the first CPU device, compiled.
 
     Raises what JAX raises where there is no CPU backend.
     """
@@ -123,26 +126,29 @@ def measure(log: Log, workers: int) -> dict[str, float]:
     with ThreadPoolExecutor(2) as pool:  # compilation releases the interpreter's lock
         compiled = list(pool.map(lambda low: low.compile(), lowered))
     arrays: dict[tuple[tuple[int, ...], str], Any] = {}
-    found: dict[str, float] = {}
-    empty = 0.0
+    found = []
     for program, run in zip(programs, compiled, strict=True):
         operands = [arrays.setdefault(s, _array(s, device)) if s not in arrays else arrays[s] for s in program.shapes]
-        if program.key == "xla/call/handed":
-            found[program.key] = max(middle(_handed(run, operands) for _ in range(_REPEATS)), 0.1 * empty)
-            continue
-        seconds = log.quiet(program.key, functools.partial(_repeated, run, operands))
-        assert seconds is not None
-        if program.key == "xla/call":
-            empty = seconds
-            found[program.key] = seconds
+        if program.key == _HANDED_KEY:
+            found.append(Piece(program.key, functools.partial(_handed, run, operands), agree=_HANDED_AGREE))
         else:
-            # What is left when the call itself is taken away; a kernel that is hidden behind it counts for something.
-            found[program.key] = max(seconds - empty, 0.1 * seconds) / program.elements
+            found.append(Piece(program.key, functools.partial(_seconds, workers, run, operands), program.elements))
     return found
 
 
-def _repeated(run: Any, operands: Sequence[Any]) -> Repeated:
-    return _times(run, operands), 1.0
+def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a profile, of the ``seconds`` that the pieces took."""
+    empty = seconds["xla/call"]
+    found = {}
+    for piece in pieces:
+        taken = seconds[piece.key]
+        if piece.key == _HANDED_KEY:
+            taken = max(taken, 0.1 * empty)
+        elif piece.key != "xla/call":
+            # What is left when the call itself is taken away; a kernel that is hidden behind it counts for something.
+            taken = max(taken - empty, 0.1 * taken)
+        found[piece.key] = taken / piece.elements
+    return found
 
 
 def _lowered(program: _Program, device: Any) -> Any:
@@ -164,18 +170,20 @@ def _array(spec: tuple[tuple[int, ...], str], device: Any) -> Any:
     return jax.device_put((np.sort(values) if kind == "sorted" else values).astype(jnp.dtype(_dtype(dtype))), device)
 
 
-def _times(run: Any, operands: Sequence[Any]) -> list[float]:
+def _seconds(workers: int, run: Any, operands: Sequence[Any]) -> float:
+    """Of the fastest call in a slice of time."""
+    start = time.perf_counter()
     jax.block_until_ready(run(*operands))
-    found = []
-    for _ in range(_REPEATS):
-        calls, start, least = 0, time.perf_counter(), float("inf")
-        while calls < _LEAST_CALLS or time.perf_counter() - start < _SLICE:
-            before = time.perf_counter()
+    if time.perf_counter() - start > _LONG:
+        time.sleep(_REST)
+
+    def calls() -> Iterator[tuple[float, float]]:
+        while True:
+            ran, before = time.process_time(), time.perf_counter()
             jax.block_until_ready(run(*operands))
-            least = min(least, time.perf_counter() - before)
-            calls += 1
-        found.append(least)
-    return found
+            yield time.perf_counter() - before, time.process_time() - ran
+
+    return fastest(calls(), workers)
 
 
 def _handed(run: Any, operands: Sequence[Any]) -> float:
@@ -195,7 +203,7 @@ def _programs(workers: int) -> Iterator[_Program]:
     f32 = "float32"
     yield _Program("xla/call", lambda x: x + 1, (((8,), f32),))
     yield _Program("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
-    yield _Program("xla/call/handed", LOOPS["tanh"], ((_HANDED, f32),) * 2)
+    yield _Program(_HANDED_KEY, LOOPS["tanh"], ((_HANDED, f32),) * 2)
     yield _Program("xla/while", _loop, (((16,), f32),), _STEPS)
     yield _Program("xla/while/moved", _loop, (((_CARRIED,), f32),), _STEPS * _CARRIED * 8)
     slices = ((_SLICES, f32),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -66,6 +67,8 @@ def test_a_profile_is_json_and_back() -> None:
         {"numbers": {"touch": float("nan")}},
         {"workers": 0},
         {"l2": "much"},
+        {"passes": "two"},
+        {"doubtful": None},
         {"more": 1},
     ],
     ids=lambda change: next(iter(change)),
@@ -115,39 +118,11 @@ def test_a_family_stands_for_the_cores_at_hand(monkeypatch: pytest.MonkeyPatch) 
 
 def test_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number that a plan may ask for is there, whatever else the machine does meanwhile."""
-    monkeypatch.setattr(timing, "MOST_DISTURBED", 1.0)
-    monkeypatch.setattr(measure, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(measure, "MOST_DOUBTFUL", 1.0)
     profile = measure.measure(2)
     assert (profile.isa, profile.workers) == (_cpu.isa(), 2)
     reference = {key for key, _ in shipped.shipped(f"{'zen5' if profile.isa == 'avx512bf16' else profile.isa}-2").numbers}
     assert {key for key, _ in profile.numbers} == reference
-
-
-def test_the_quietest_repetition_counts() -> None:
-    log = timing.Log()
-    tries = iter([([3.0, 9.0, 4.0], 1.0), ([2.0, 2.1, 2.2], 1.0)])
-    assert log.quiet("a", lambda: next(tries)) == 2.0
-    assert log.made == 1 and not log.disturbed
-
-
-@pytest.mark.parametrize("told", [([1.0, 5.0, 5.0], 1.0), ([1.0, 1.0, 1.0], 0.5)], ids=["repetitions differ", "threads waited"])
-def test_a_disturbance_is_seen(told: timing.Repeated) -> None:
-    log = timing.Log()
-    assert log.quiet("a", lambda: told) == 1.0
-    assert log.disturbed == ["a"] and log.is_disturbed
-
-
-@pytest.mark.parametrize(("moments", "share"), [([0.67, 1.0], 1.0), ([0.5, 0.6, 0.5], 0.6)], ids=["a scheduler", "a neighbour"])
-def test_only_what_stays_is_another_program(moments: list[float], share: float) -> None:
-    """A thread that was started on a busy core has it for itself a moment later; one beside another program has not."""
-
-    class Machine:
-        left = iter(moments)
-
-        def measure_share(self, seconds: float, threads: int) -> float:
-            return next(self.left)
-
-    assert kernels.share(Machine(), 2, measure.LEAST_SHARE) == share
 
 
 class EverythingTakesAMicrosecond:
@@ -156,8 +131,8 @@ class EverythingTakesAMicrosecond:
     def isa(self) -> str:
         return "generic"
 
-    def __getattr__(self, name: str) -> Callable[..., timing.Repeated]:
-        return lambda *args: ([1e-6] * 3, 1.0)
+    def __getattr__(self, name: str) -> Callable[..., list[float]]:
+        return lambda *args: [1e-6] * 3
 
 
 def test_more_workers_than_were_measured_share_the_memory() -> None:
@@ -168,31 +143,13 @@ def test_more_workers_than_were_measured_share_the_memory() -> None:
 
 
 def cpu_bandwidths(workers: int) -> dict[str, float]:
-    found = kernels.measure(EverythingTakesAMicrosecond(), workers, timing.Log())
+    pieces = kernels.pieces(EverythingTakesAMicrosecond(), workers)
+    found = kernels.numbers(pieces, {piece.key: piece.seconds() for piece in pieces})
     return {name: workers / found[key] for name, key in (("dram", "copy/dram"), ("touch", "touch/huge"), ("l2", "copy/l2"))}
 
 
-def test_nothing_to_measure_is_no_number() -> None:
-    assert timing.Log().quiet("a", lambda: ([], 1.0)) is None
-
-
-@pytest.mark.slow
-@pytest.mark.skipif((os.cpu_count() or 1) > 16, reason="would start a busy process for each of many cores")
-def test_other_programs_are_noticed() -> None:
-    """As many busy processes as there are cores leave each measuring thread half of one."""
-    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
-    try:
-        with pytest.raises(measure.Disturbed, match="other programs were running"):
-            measure.measure(config.num_threads())
-    finally:
-        for hog in hogs:
-            hog.kill()
-            hog.wait()
-
-
 def test_measuring_minds_no_setting_of_the_program_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "MOST_DISTURBED", 1.0)
-    monkeypatch.setattr(measure, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(measure, "MOST_DOUBTFUL", 1.0)
     params, x = small()
     with (
         jax.enable_x64(True),
@@ -307,10 +264,10 @@ def test_a_busy_machine_gets_the_shipped_profile_and_says_so(monkeypatch: pytest
 
 
 def test_a_measurement_that_fails_costs_no_program_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> dict[str, float]:
+    def broken(*args: Any) -> list[timing.Piece]:
         raise RuntimeError("the clock stands still")
 
-    monkeypatch.setattr(xla, "measure", broken)
+    monkeypatch.setattr(xla, "pieces", broken)
     params, x = small()
     np.testing.assert_array_equal(jax.jit(kj.pipeline(network))(params, x), jax.jit(network)(params, x))
     assert "the clock stands still" in store.notes()[0]
@@ -405,6 +362,14 @@ def test_the_command_prints_what_people_want_to_see(capsys: pytest.CaptureFixtur
     assert command.main(["--shipped", "zen4-8"]) == 0
     told = capsys.readouterr().out
     assert "zen4-8" in told and "GF/s" in told and "GB/s" in told and "tanh" in told
+
+
+@pytest.mark.parametrize(
+    ("doubtful", "told"), [((), "in 3 passes, all numbers agree"), (("call", "touch"), "3 passes; .*: call, touch")]
+)
+def test_the_command_says_how_well_passes_agreed(doubtful: tuple[str, ...], told: str) -> None:
+    assert re.search(told, command.text(named("measured-here-2", passes=3, doubtful=doubtful)))
+    assert "passes" not in command.text(REFERENCE)
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
