@@ -1,0 +1,47 @@
+"""Products for each of a batch: their stream has the batch for axes, or holds all of it in a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kitsune_jax as kj
+from kitsune_jax.planning.cost import DotWork
+from kitsune_jax.streams.space import Region, StreamSpace
+from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
+from kitsune_jax.targets.cpu.planning.machines import cpu_model
+from tests.support.graphs import graph_of
+
+BATCH, HEADS, TOKENS, SIZE = 8, 8, 128, 32
+
+
+def retention(q: Any, k: Any, v: Any, decay: Any) -> Any:
+    """Attention without a softmax, as RetNet has it: the same decay for all of a batch."""
+    before = jnp.arange(TOKENS)[:, None] >= jnp.arange(TOKENS)
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) * jnp.where(before, decay, 0)
+    return jnp.einsum("bhqk,bhkd->bhqd", scores, v)
+
+
+def test_weights_of_a_batch_inside_a_row_pass_by_for_each_tile() -> None:
+    graph = graph_of(lambda x: x * 2, jnp.zeros((4, 4)))
+    machine = cpu_model("amx-2")
+    cost = CpuCost(graph, Region(StreamSpace((4,)), (0,), (), graph.inputs, graph.outputs), machine)
+
+    def seconds(batch: int, k: int) -> float:
+        return cost.seconds(CpuWork("float32", False, DotWork(batch, 1, 32, k, "float32")), 16)
+
+    assert seconds(64, 128) - 64 * seconds(1, 128) == pytest.approx(64 * 128 * 32 * 4 / machine.place("l2").bandwidth)
+    assert seconds(512, 512) - 512 * seconds(1, 512) == pytest.approx(512 * 512 * 32 * 4 / machine.place("l3").bandwidth)
+    assert seconds(4, 32) == pytest.approx(4 * seconds(1, 32))  # all of them stay in the first cache
+
+
+@pytest.mark.parametrize("device", ["avx2-2", "avx2-8"])
+def test_a_batch_whose_products_would_pass_by_for_each_tile_becomes_axes_of_the_stream(device: str) -> None:
+    """In rows of all 64 products the scores took 1.75 ms and with batch axes 0.9, where ``jax.jit`` took 1.3 (Xeon with AMX)."""
+    heads = jax.ShapeDtypeStruct((BATCH, HEADS, TOKENS, SIZE), "float32")
+    decay = jax.ShapeDtypeStruct((HEADS, TOKENS, TOKENS), "float32")
+    (region,) = kj.explain(retention, platform="cpu", device=device)(heads, heads, heads, decay).regions
+    assert region.rows == BATCH * HEADS * TOKENS
