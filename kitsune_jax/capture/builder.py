@@ -120,7 +120,7 @@ def scalar_of(x: Any) -> tuple[Scalar, str] | None:
     """``(Python scalar, dtype)`` of a concrete rank-0 array or scalar of a dtype the table knows, else ``None``."""
     if isinstance(x, jax.core.Tracer) or np.ndim(x) != 0:
         return None
-    dtype = str(getattr(x, "dtype", np.result_type(x)))
+    dtype = str(x.dtype if hasattr(x, "dtype") else np.result_type(x))  # of an array of JAX's NumPy warns
     if dtype not in DTYPES:
         return None
     x = np.asarray(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from jax import lax
 
 from kitsune_jax import _compat
+from kitsune_jax.capture.builder import scalar_of
 from kitsune_jax.capture.captured import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.reference import evaluate_numpy
@@ -260,6 +263,14 @@ def test_literals_are_rank_0_values_and_shared():
     literals = [v for v in c.graph.values if v.literal is not None]
     assert sorted((v.literal, v.dtype) for v in literals).count((2.0, "float32")) == 1
     assert all(v.shape == () for v in literals)
+
+
+def test_a_number_of_jax_warns_of_nothing():
+    """NumPy warns where an array stands for its dtype, as such numbers among the constants of diffrax's loops did."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert scalar_of(jnp.float32(2)) == (2.0, "float32")
+        assert scalar_of(True) == (True, "bool")
 
 
 def test_a_choice_that_the_shapes_make_is_made():

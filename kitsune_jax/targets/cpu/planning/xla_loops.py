@@ -1,8 +1,8 @@
 """Products in the steps of XLA:CPU's loops, and what a step takes to start its kernels.
 
-Comes in: the costs of a loop's body. Goes out: ``Steps``. XLA compiles a loop to one function where its body holds nothing that the
-library multiplies: a step then starts nothing, products are loops of one thread like everything else. A loop with a product of the
-library is interpreted: each of its kernels is called in each step. All figures: JAX 0.12, float32, a Xeon 6 (Granite Rapids).
+Comes in: the costs of a loop's body. Goes out: ``Steps``. XLA compiles a loop to one function where its body holds nothing that a
+library multiplies or reduces: a step then starts nothing, products are loops of one thread like everything else. A loop with such a
+product or reduction is interpreted: each of its kernels is called in each step. All figures: JAX 0.12, float32, a Xeon 6 (Granite Rapids).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _CALLED_SECONDS, _CALLED_PER_TERM, _TINY_SECONDS = 250e-9, 0.0155e-9, 600e-9
 # Any other kernel in an interpreted loop: one more fusion in a step took 80 to 150 ns with its 32 to 56 elements.
 _KERNEL_SECONDS = 80e-9
 _TINY_COLUMNS, _TINY_ROWS, _LEAST_COLUMNS = 8, 8, 4
+# What the library reduces.
+_REDUCTIONS, _FLOATS, _REDUCED = ("reduce_sum", "reduce_max", "reduce_min"), ("float32", "bfloat16", "float16"), 4096
 # Of the last two dimensions of an array in a compiled loop: from 64 numbers on either is vectorised, the one before the last one
 # also where eight divide it. exp of [16, o, n] took 0.4 to 0.8 ns an element with o x n of 8 x 4, 16 x 6, 64 x 15, 24 x 4, 65 x 4
 # and 6 x 64, and 3.9 to 4.7 with 6 x 4, 12 x 4, 10 x 4, 6 x 24 and 7 x 33, broadcast or not; 1.2 and 1.3 with 20 x 4 and 4 x 4.
@@ -55,15 +57,40 @@ def steps_of(body: Graph, profile: Profile) -> Steps:
 
 
 def _calls_library(body: Graph) -> bool:
-    return any(
-        _calls_library(op.body) if op.body is not None else op.kind == "dot_general" and _from_library(body, op) for op in body.ops
-    )
+    return any(_calls_library(op.body) if op.body is not None else _from_library(body, op) for op in body.ops)
 
 
 def _from_library(graph: Graph, op: Op) -> bool:
-    """Vectors, and matrices of 2 or 3 columns with few rows, are multiplied by loops."""
+    """Which ops XLA hands on, as its programs for some 200 shapes say: what no library is for becomes loops.
+
+    YNNPACK takes sums and maxima of 4096 numbers or more, and a product of which one size is 8 or more, where the rows of its first
+    operand lie as they are (a weight gradient's do not). Eigen takes the other products that sum up 4 numbers or more and have 4 rows
+    or columns or more. No library has products of vectors.
+    """
+    if op.kind in _REDUCTIONS:
+        value = graph.values[op.inputs[0]]
+        return value.dtype in _FLOATS and value.size >= _REDUCED
+    if op.kind != "dot_general":
+        return False
     m, k, n, _ = sizes(graph, op)
-    return min(m, n) > 1 and (max(k, n) >= _LEAST_COLUMNS or m >= _TINY_ROWS)
+    if min(m, n, k) == 1:
+        return False
+    if max(m, k, n) >= _TINY_COLUMNS and not _reads_columns(graph, op):
+        return True
+    return k >= _LEAST_COLUMNS and max(m, n) >= _LEAST_COLUMNS
+
+
+def _reads_columns(graph: Graph, op: Op) -> bool:
+    """Is the first operand of the product ``op`` a matrix, or one for each batch, that is added up along its rows, perhaps by way of
+    a transpose? XLA makes one op of both."""
+    rank, batch = len(graph.values[op.inputs[0]].shape), len(op["lhs_batch"])
+    if rank - batch != 2 or len(op["lhs_contract"]) != 1:
+        return False
+    (dimension,) = op["lhs_contract"]
+    maker = next((other for other in graph.ops if op.inputs[0] in other.outputs), None)
+    if maker is not None and maker.kind == "transpose":
+        dimension = maker["permutation"][dimension]
+    return dimension == batch
 
 
 def sizes(graph: Graph, op: Op) -> tuple[int, int, int, int]:
