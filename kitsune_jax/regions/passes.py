@@ -31,8 +31,8 @@ def best_cut(
     spread: Callable[[Seed, Set[int]], Spread],
     planner: Callable[[Region], Plan | str],
 ) -> list[Chosen]:
-    """The parts of the cut of ``region`` that gains most, as far as they pay. ``planned``: it has a plan as a whole. ``order``: that
-    of the chosen calls; ``free``: ops that none of them has."""
+    """The parts of the cut of ``region`` that gains most, as far as they pay. ``planned``: it has a plan as a whole. ``order``: as
+    the chosen calls stand; ``free``: ops that none of them has."""
 
     def parts(cut: tuple[Pass, ...]) -> list[Chosen]:
         now, found = order.copy(), list[Chosen]()
