@@ -16,7 +16,8 @@ from kitsune_jax.graph import Graph
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.regions.between import between, has_token, joins
-from kitsune_jax.regions.calls import Chosen, anchored_call
+from kitsune_jax.regions.calls import Chosen, Together, anchored_call, as_they_are
+from kitsune_jax.regions.compared import with_one_maker
 from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
 from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex, splits_layer
@@ -49,13 +50,6 @@ def _raised(error: Exception, _: Sequence[int]) -> str:
     raise error
 
 
-Together = Callable[[Chosen], Chosen | str]  # a call with the plans that its phases have in it, or why they are no phases of one
-
-
-def _as_they_are(call: Chosen) -> Chosen:
-    return call
-
-
 def select(
     graph: Graph,
     supports: Callable[[int], str | None],
@@ -67,7 +61,7 @@ def select(
     few_rows: bool = False,
     sums_behind: bool = False,
     sums_by_batch: bool = True,
-    together: Together = _as_they_are,
+    together: Together = as_they_are,
     merges: int = 1,
     failed: Failed = _raised,
 ) -> Selection:
@@ -79,14 +73,18 @@ def select(
     over what they contract (``regions.between``). ``sums_behind``: see ``regions.loops``. ``sums_by_batch``: regions may sum over
     the rows of each batch. ``merges``: so many calls may become one. ``failed``: told of an error of one region, which it costs.
     """
-    made = few_rows, sums_behind, Wiring(graph, sums_by_batch)
-    return _Selector(graph, supports, planner, force, several_phases, recomputes, *made, together, merges, failed).run()
+    made = few_rows, sums_behind, Wiring(graph, sums_by_batch), together, merges, failed
+
+    def choose(index: GraphIndex) -> Selection:
+        return _Selector(index, supports, planner, force, several_phases, recomputes, *made).run()
+
+    return with_one_maker(GraphIndex.of(graph), choose, lambda found: {i for c in found.regions for i in c.ops})
 
 
 class _Selector:
     def __init__(
         self,
-        graph: Graph,
+        index: GraphIndex,
         supports: Callable[[int], str | None],
         planner: Planner,
         force: bool,
@@ -99,9 +97,9 @@ class _Selector:
         merges: int,
         failed: Failed,
     ):
-        self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
+        self.index, self.behind, self.graph = index, sums_behind, (graph := index.graph)
+        self.planner, self.force, self.several_phases = planner, force, several_phases
         self.recomputes, self.few_rows, self.together, self.merges, self.failed = recomputes, few_rows, together, merges, failed
-        self.index, self.behind = GraphIndex.of(graph), sums_behind
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
         self.wiring = wiring
