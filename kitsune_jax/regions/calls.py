@@ -9,7 +9,7 @@ own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.plan import Plan
@@ -74,6 +74,13 @@ class Chosen:
     def ops(self) -> tuple[int, ...]:
         """The ops of the whole call."""
         return tuple(dict.fromkeys(i for p in self.phases for i in p.region.ops))
+
+
+Together = Callable[[Chosen], Chosen | str]  # a call with the plans that its phases have in it, or why they are no phases of one
+
+
+def as_they_are(call: Chosen) -> Chosen:
+    return call
 
 
 def anchored_call(graph: Graph, regions: Sequence[Region]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.regions.compared import taken_the_largest_of
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.streams import Region
 
@@ -31,7 +32,8 @@ def recompute(
 ) -> list[Planned]:
     """``planned`` regions, changed where that pays; ``others``: ops that are in none of them, or in parts of their calls."""
     now = list(planned)
-    outside = {v for i in others for v in index.graph.ops[i].inputs} | index.results
+    # What equals its maximum: makers would have to agree to the last bit, in products as well.
+    outside = {v for i in others for v in index.graph.ops[i].inputs} | index.results | taken_the_largest_of(index.graph)
     for k in range(len(now)):
         changed = _without_results(index, now, k, outside, plan_of)
         if changed:

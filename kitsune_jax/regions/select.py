@@ -17,7 +17,8 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.regions.beside import Beside, Bridges
 from kitsune_jax.regions.between import between, has_token, joins
-from kitsune_jax.regions.calls import Chosen, anchored_call
+from kitsune_jax.regions.calls import Chosen, Together, anchored_call, as_they_are
+from kitsune_jax.regions.compared import with_one_maker
 from kitsune_jax.regions.convex import anchored
 from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex, splits_layer
@@ -50,13 +51,6 @@ def _raised(error: Exception, _: Sequence[int]) -> str:
     raise error
 
 
-Together = Callable[[Chosen], Chosen | str]  # a call with the plans that its phases have in it, or why they are no phases of one
-
-
-def _as_they_are(call: Chosen) -> Chosen:
-    return call
-
-
 def select(
     graph: Graph,
     supports: Callable[[int], str | None],
@@ -68,7 +62,7 @@ def select(
     few_rows: bool = False,
     sums_behind: bool = False,
     sums_by_batch: bool = True,
-    together: Together = _as_they_are,
+    together: Together = as_they_are,
     merges: int = 1,
     fresh: float = 0.0,
     failed: Failed = _raised,
@@ -82,14 +76,18 @@ def select(
     the rows of each batch. ``merges``: so many calls may become one. ``fresh``: seconds for each byte of an array that is between
     calls instead of between phases of one (``regions.beside``). ``failed``: told of an error of one region, which it costs.
     """
-    made = few_rows, sums_behind, Wiring(graph, sums_by_batch)
-    return _Selector(graph, supports, planner, force, several_phases, recomputes, *made, together, merges, fresh, failed).run()
+    made = few_rows, sums_behind, Wiring(graph, sums_by_batch), together, merges, fresh, failed
+
+    def choose(index: GraphIndex) -> Selection:
+        return _Selector(index, supports, planner, force, several_phases, recomputes, *made).run()
+
+    return with_one_maker(GraphIndex.of(graph), choose, lambda found: {i for c in found.regions for i in c.ops})
 
 
 class _Selector:
     def __init__(
         self,
-        graph: Graph,
+        index: GraphIndex,
         supports: Callable[[int], str | None],
         planner: Planner,
         force: bool,
@@ -103,10 +101,10 @@ class _Selector:
         fresh: float,
         failed: Failed,
     ):
-        self.graph, self.planner, self.force, self.several_phases = graph, planner, force, several_phases
+        self.index, self.behind, self.graph = index, sums_behind, (graph := index.graph)
+        self.planner, self.force, self.several_phases = planner, force, several_phases
         self.recomputes, self.few_rows, self.together, self.merges, self.failed = recomputes, few_rows, together, merges, failed
-        self.index, self.behind, self.fresh = GraphIndex.of(graph), sums_behind, fresh
-        self.beside = Beside.of(self.index, (), fresh)  # of nothing yet
+        self.fresh, self.beside = fresh, Beside.of(self.index, (), fresh)  # of nothing yet
         self.order = Order(self.index)
         self.supports = functools.cache(supports)
         self.wiring = wiring

@@ -5,9 +5,9 @@ matrix products before them. ``compared_values`` says what must have the same bi
 targets, ask about a body: who makes and who reads a value.
 """
 
-from kitsune_jax.program.passes.compared import HAND_ON, compared_values
+from kitsune_jax.program.passes.compared import compared_values
 from kitsune_jax.program.passes.epilogues import with_epilogues
 from kitsune_jax.program.passes.flow import VIEWS, Flow
 from kitsune_jax.program.passes.simplify import simplified
 
-__all__ = ["HAND_ON", "VIEWS", "Flow", "compared_values", "simplified", "with_epilogues"]
+__all__ = ["VIEWS", "Flow", "compared_values", "simplified", "with_epilogues"]

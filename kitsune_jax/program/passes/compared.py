@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kitsune_jax.ops.comparisons import COMPARISONS, HAND_ON
 from kitsune_jax.ops.spec import is_float
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes.flow import VIEWS
 
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"})
 EXTREMES = frozenset({"reduce_max", "reduce_min", "run_max"})
-# Their result is one of their operands, or that one's negative: nothing to round.
-HAND_ON = frozenset({"select_n", "neg", "abs", "max", "min", "clamp", "copy"})
 _MOVES = frozenset([*(kind for kind, spec in OPS.items() if spec.moves), "take", "cut", "paste", "copy"])
 _COMPUTED = frozenset(kind for kind, spec in OPS.items() if spec.family in ("pointwise", "convert"))
 _LEAVES = frozenset({"store", "store_slice", "push"})

@@ -6,9 +6,10 @@ leaves the program is taken of (``program.passes.compared_values`` says why). An
 
 from __future__ import annotations
 
+from kitsune_jax.ops.comparisons import HAND_ON
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.program.passes import HAND_ON, Flow, compared_values
+from kitsune_jax.program.passes import Flow, compared_values
 from kitsune_jax.targets.cpu.vectors import NARROW
 
 _AS_IT_IS = HAND_ON | {"convert_element_type"}  # rounded already

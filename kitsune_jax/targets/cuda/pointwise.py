@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from kitsune_jax.graph import Scalar
+from kitsune_jax.ops.comparisons import HAND_ON
 from kitsune_jax.ops.spec import is_narrow
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.program.passes import HAND_ON
 
 # The type an element of a dtype is computed in; dtypes that are missing have no code.
 COMPUTE = {"float32": "float", "bfloat16": "float", "float16": "float", "int32": "i32", "uint32": "u32", "bool": "bool"}
