@@ -82,6 +82,11 @@ def scatter(rng: np.random.Generator) -> Iterator[Case]:
         for dtype in ("f32", "bf16"):
             x = _array(rng, (rows, width) if width > 1 else (rows,), dtype)
             yield f"{dtype} {rows} of {width} into {table}", _fold(table), (x, ids)
+    ids, from_row = (jnp.asarray(rng.integers(1000, size=10_000).astype(np.int32)) for _ in range(2))
+    for width in (1, 16, 64):
+        x, edges = _array(rng, (1000, width), "f32"), _array(rng, (10_000, width), "f32")
+        yield f"largest of 10000 of {width} into 1000", _largest, (edges, ids)
+        yield f"10000 of {width} taken, times others, into 1000", _messages, (x, edges, ids, from_row)
 
 
 FAMILIES = {"few": few, "chains": chains, "batched": batched, "scatter": scatter}
@@ -89,6 +94,14 @@ FAMILIES = {"few": few, "chains": chains, "batched": batched, "scatter": scatter
 
 def _fold(table: int) -> Callable[..., jax.Array]:
     return lambda x, ids: jax.ops.segment_sum(x, ids, num_segments=table)
+
+
+def _largest(x: jax.Array, ids: jax.Array) -> jax.Array:
+    return jax.ops.segment_max(x, ids, num_segments=1000)
+
+
+def _messages(x: jax.Array, edges: jax.Array, ids: jax.Array, from_row: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(x[from_row] * edges, ids, num_segments=1000)
 
 
 def _array(rng: np.random.Generator, shape: Sequence[int], dtype: str) -> jax.Array:
