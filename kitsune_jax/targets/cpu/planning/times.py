@@ -34,9 +34,9 @@ STEP_SECONDS = 70e-9
 _LEAST_SIDE = 8
 # XLA folds 8 and 16 numbers by index hardly more slowly than one: 1.0, 1.6 and 2.6 ns where 64 take 11.7 (JAX 0.12, Xeon with AMX).
 _NARROW_FOLDS = 1.5
-# Numbers of a row are folded beside each other, where operations of the loop "arithmetic" wait for each other: folds of bfloat16 took
-# 0.04 to 0.1 ns a number longer than those of float32, an operation of the loop 0.19 (10 000 rows of 16 and 20 000 of 64, Xeon with
-# AMX).
+# Numbers of a row are folded beside each other, where operations of the loop "arithmetic" wait for each other: folds of bfloat16
+# took 0.04 to 0.1 ns a number longer than those of float32, an operation of the loop 0.19 (10 000 rows of 16 and 20 000 of 64, Xeon
+# with AMX).
 _BESIDE = 0.4
 _ROWS = 1024  # of most of the products that were measured
 
