@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         profile = _profile(args)
     except Disturbed as why:
-        family = store.shipped_name(config.num_threads())
-        print(f"no profile was measured: {why}.\nPlans are made with the shipped profile {family}.", file=sys.stderr)
+        used = f"the shipped profile {store.shipped_name(config.num_threads())}" if why.profile is None else "what was measured now"
+        print(f"no profile was kept: {why}.\nWhile this is so, plans are made with {used}.", file=sys.stderr)
         return 1
     except ValueError as error:
         print(error, file=sys.stderr)

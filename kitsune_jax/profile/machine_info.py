@@ -6,9 +6,11 @@ import functools
 import os
 import platform
 import re
+import threading
 from pathlib import Path
 
 KIB, MIB = 1024, 1024 * 1024
+_THREADS = Path("/proc/self/task")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -61,6 +63,16 @@ def stolen_seconds() -> float:
     found = re.match(r"cpu +((?:\d+ ?)+)", _read(Path("/proc/stat")))
     fields = found[1].split() if found else []
     return int(fields[7]) / os.sysconf("SC_CLK_TCK") if len(fields) > 7 else 0.0
+
+
+def other_threads_seconds() -> dict[str, float]:
+    """How long each thread of this process but the one that asks has run, by its number; nothing where the system does not say."""
+    own = str(threading.get_native_id())
+    found = {}
+    for thread in _THREADS.glob("*"):
+        if thread.name != own and (text := _read(thread / "schedstat")):
+            found[thread.name] = 1e-9 * int(text.split()[0])
+    return found
 
 
 def _field(name: str) -> re.Match[str] | None:

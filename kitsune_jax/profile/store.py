@@ -3,7 +3,8 @@
 Comes in: the machine, and what ``KITSUNE_PROFILE`` says. Goes out: ``at_hand``. Invariants: a machine is measured once for each
 version of JAX and of this package, by one thread of one process while the others wait; a process has one profile for its whole life
 (also after a fork); all processes of one distributed program have the same; and nothing that can go wrong with a clock or a disk
-fails a user's program: then the shipped profile of the family is used, and ``notes`` says why.
+fails a user's program: then the shipped profile of the family is used, or what was
+measured beside other programs and is not kept, and ``notes`` says why.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ def _of_this_machine(workers: int) -> _Found:
     try:
         return _Found(stored(workers), ())
     except Disturbed as why:
+        if why.profile is not None:
+            return _Found(why.profile, (f"planned with a measurement that is not kept: {why}",))
         config.logger.info("the shipped profile %s is used: %s", family, why)
         return _Found(shipped.shipped(family), (f"planned for the shipped profile {family}: {why}",))
 
@@ -121,7 +124,7 @@ def shipped_name(workers: int) -> str:
 
 
 def stored(workers: int, again: bool = False) -> Profile:
-    """The profile on disk, measured first where there is none (or ``again``). Raises ``Disturbed``."""
+    """The profile on disk, measured first where there is none (or ``again``). Raises ``Disturbed``, and keeps nothing then."""
     folder = config.cache_dir()
     cache = Cache(None if folder is None else folder.absolute() / "profiles", what="measured machine profiles", made="measured")
     name = identity(workers)

@@ -10,6 +10,7 @@ for nothing while the reference beside it takes longer than at its best, or whil
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 AGREE = 1.1
 # A number of which no two passes lie closer than this is doubtful.
 DOUBTFUL = 1.3
-# Of all numbers of a profile: with more it is none, and with so few no time is spent on them.
+# Of all numbers of a profile: with more it is not kept, and with so few no time is spent on them.
 MOST_DOUBTFUL, _FEW_DOUBTFUL = 0.08, 0.02
 # The reference, over its best time, while a core runs at its full speed. Beside products in full vectors it takes 1.2 to 1.3 times
 # as long: the clock of a Xeon is slower for a while after them.
@@ -144,6 +145,19 @@ class Passes:
 def _differ(seconds: Sequence[float]) -> bool:
     """Of times in ascending order."""
     return len(seconds) > 1 and seconds[-1] > DOUBTFUL * seconds[0]
+
+
+def of_long(calls: Iterable[tuple[float, float]]) -> float:
+    """What a call of a millisecond or more takes while nothing is in its way: of ``calls``, seconds and its busiest thread's.
+
+    Where other programs run, threads of such calls wait for a core again and again, and no call takes what it takes alone. Its
+    busiest thread runs that long all the same, if somewhat less: so calls count that are equally fast, if they are.
+    """
+    found = list(itertools.islice(calls, _LEAST_CALLS))
+    least = min(seconds for seconds, _ in found)
+    if all(seconds <= _AS_FAST * least for seconds, _ in found):
+        return least
+    return min(least, *(busiest for _, busiest in found))
 
 
 def fastest(calls: Iterable[tuple[float, float]], workers: int) -> float:

@@ -263,6 +263,50 @@ def test_a_busy_machine_gets_the_shipped_profile_and_says_so(monkeypatch: pytest
     assert "other programs were running" in report
 
 
+def test_what_was_measured_beside_other_programs_is_used_and_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = named("measured-here-2", passes=3, doubtful=("call", "touch"))
+
+    def busy(workers: int) -> Profile:
+        raise measure.Disturbed("other programs were running", found)
+
+    monkeypatch.setattr(store, "measure", busy)
+    report = str(kj.explain(kj.pipeline(network))(*small()))
+    assert "planned for cpu, measured-here-2" in report and "not kept: other programs were running" in report
+    assert not list(tmp_path.rglob("*.profile.json"))
+    monkeypatch.setattr(store, "measure", lambda workers: REFERENCE)
+    monkeypatch.setattr(store, "_known", {})  # another process, when they are gone
+    assert store.at_hand() == REFERENCE and not store.notes()
+
+
+@pytest.mark.parametrize(("doubtful", "kept", "used"), [(0.05, True, True), (0.3, False, True), (0.6, False, False)])
+def test_doubtful_numbers_decide_whether_a_profile_is_kept(
+    doubtful: float, kept: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Found(timing.Passes):
+        def settle(self, pieces: Any, until: float, at_most: float) -> None:
+            self.asked = sorted(piece.key for piece in pieces)
+
+        def run(self, pieces: Any, until: float = 0.0) -> None:
+            self.made += 1
+
+        def seconds(self) -> dict[str, float]:
+            return dict.fromkeys(self.asked, 1e-3)
+
+        def doubtful(self) -> list[str]:
+            return self.asked[: int(doubtful * len(self.asked))]
+
+    monkeypatch.setattr(measure, "Passes", Found)
+    monkeypatch.setattr(xla, "pieces", lambda workers: [timing.Piece(p.key, lambda: 1e-3) for p in xla._programs(workers)])
+    try:
+        profile: Profile | None = measure.measure(2)
+        assert kept
+    except measure.Disturbed as why:
+        profile = why.profile
+        assert not kept and "in each of 1 passes" in str(why)
+    assert (profile is not None) == used
+    assert profile is None or profile.passes == 1 and len(profile.doubtful) > 0
+
+
 def test_a_measurement_that_fails_costs_no_program_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> list[timing.Piece]:
         raise RuntimeError("the clock stands still")

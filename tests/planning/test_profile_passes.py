@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kitsune_jax.profile import kernels, timing, xla
+from kitsune_jax.profile import kernels, machine_info, timing, xla
 
 TRUE = {f"piece/{k}": 1e-4 * (1 + k % 7) for k in range(100)}
 REFERENCE = 1e-4
@@ -221,6 +223,35 @@ def test_a_call_of_one_thread_takes_what_its_fastest_did() -> None:
     assert timing.fastest(calls, 2) == 1.3e-4
     calls, _ = endless((1.3e-4, 9e-4), *[(1.5e-4 + k * 2e-5, 1.25e-4) for k in range(1000)])
     assert timing.fastest(calls, 2) == 1.3e-4
+
+
+def test_a_long_call_is_what_its_fastest_took_where_all_took_that() -> None:
+    assert timing.of_long(iter([(0.02, 0.017), (0.0205, 0.018), (0.0202, 0.017)])) == 0.02
+
+
+def test_a_long_call_that_waits_is_what_its_busiest_thread_ran() -> None:
+    """Four times as long as alone, which is 20 ms; and where the system does not say how long threads ran."""
+    assert timing.of_long(iter([(0.08, 0.021), (0.06, 0.019), (0.09, 0.02)])) == 0.019
+    assert timing.of_long(iter([(0.08, float("inf")), (0.06, float("inf")), (0.09, float("inf"))])) == 0.06
+
+
+def test_threads_say_how_long_they_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = str(threading.get_native_id())
+    for name, text in (("11", "1500000000 7 3\n"), ("12", "0 7 3\n"), (own, "9000000000 7 3\n"), ("13", None)):
+        (tmp_path / name).mkdir()
+        if text:
+            (tmp_path / name / "schedstat").write_text(text)
+    monkeypatch.setattr(machine_info, "_THREADS", tmp_path)
+    assert machine_info.other_threads_seconds() == {"11": 1.5, "12": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "stolen"), [("cpu  1 2 3 4 5 6 7 250 0 0\ncpu0 1 2 3 4 5 6 7 9 0 0\n", 2.5), ("cpu 1 2 3\n", 0), ("", 0)]
+)
+def test_a_hypervisor_says_what_it_took(text: str, stolen: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_info, "_read", lambda path: text)
+    monkeypatch.setattr(machine_info.os, "sysconf", lambda name: 100)
+    assert machine_info.stolen_seconds() == stolen
 
 
 # -- what numbers are made of the seconds

@@ -17,7 +17,7 @@ from kitsune_jax.planning.cost import Access
 from kitsune_jax.profile.calls import ACCESSED, PRODUCTS
 from kitsune_jax.profile.kernels import DEPTHS, SHORT, TILE, WIDTHS
 from kitsune_jax.profile.model import Profile, table
-from kitsune_jax.targets.cpu.planning.xla_fused import NARROW, fused
+from kitsune_jax.targets.cpu.planning.xla_fused import ARITHMETIC, NARROW, fused
 
 # Columns that a micro-kernel computes at least: one vector of floats, on the widest machines.
 _VECTOR = 16
@@ -34,6 +34,10 @@ STEP_SECONDS = 70e-9
 _LEAST_SIDE = 8
 # XLA folds 8 and 16 numbers by index hardly more slowly than one: 1.0, 1.6 and 2.6 ns where 64 take 11.7 (JAX 0.12, Xeon with AMX).
 _NARROW_FOLDS = 1.5
+# Numbers of a row are folded beside each other, where operations of the loop "arithmetic" wait for each other: folds of bfloat16
+# took 0.04 to 0.1 ns a number longer than those of float32, an operation of the loop 0.19 (10 000 rows of 16 and 20 000 of 64, Xeon
+# with AMX).
+_BESIDE = 0.4
 _ROWS = 1024  # of most of the products that were measured
 
 
@@ -49,7 +53,7 @@ class CpuTimes:
         self._numbers = table(profile)
         self.product = functools.lru_cache(maxsize=4096)(self._product)
         self.gradient = functools.lru_cache(maxsize=4096)(self._gradient)
-        self.xla_dot = functools.lru_cache(maxsize=4096)(self._xla_dot)
+        self._dot = functools.lru_cache(maxsize=4096)(self._xla_dot)
         self.vector = functools.lru_cache(maxsize=1024)(self._vector)
         self.fused = fused(profile)
 
@@ -172,18 +176,25 @@ class CpuTimes:
 
     # -- XLA, the whole machine
 
-    def _xla_dot(self, dtype: str, rows: int, k: int, n: int, form: str = "dot") -> float:
-        """``form``: dot, dot_t (the weight transposed) or outer (k rows contracted, rows x n results)."""
+    def xla_dot(self, dtype: str, rows: int, k: int, n: int, form: str = "dot", batch: float = 1) -> float:
+        """``batch`` products of rows x k and k x n, in one call of the library. ``form``: dot, dot_t (the weight transposed) or
+        outer (k rows contracted, rows x n results)."""
+        each, start = self._dot(dtype, rows, k, n, form)
+        return batch * each + min(start, 4 * batch * each)  # a tiny one runs where it is
+
+    def _xla_dot(self, dtype: str, rows: int, k: int, n: int, form: str) -> tuple[float, float]:
+        """Seconds of one product, and of handing it to the threads, if that is not in them."""
         if dtype in ("float64", "complex64"):
-            return 2 * self.xla_dot("float32", rows, k, n, form)
+            each, start = self._dot("float32", rows, k, n, form)
+            return 2 * each, start
         dtype = _float(dtype)
         if form == "outer":
             points = self._points(f"xla/outer/{dtype}/") or self._points("xla/outer/float32/")
             known = sorted((_mean(a, b), math.log(s / (r * a * b))) for r, a, b, s in points)
             sides = [side for side, _ in known]
-            return math.exp(_between(sides, [rate for _, rate in known], _mean(rows, n))) * rows * k * n
+            return math.exp(_between(sides, [rate for _, rate in known], _mean(rows, n))) * rows * k * n, 0.0
         if min(rows, k, n) < _LEAST_SIDE:
-            return self._narrow_dot(dtype, rows, k, n, by_rows=form == "dot" and rows == min(rows, k, n))
+            return self._narrow_dot(dtype, rows, k, n, by_rows=form == "dot" and rows == min(rows, k, n)), 0.0
         points = self._points(f"xla/dot/{dtype}/")
         large = [p for p in points if p[0] == _ROWS and min(p[1:3]) >= _LEAST_SIDE]
         sides = [_mean(a, b) for _, a, b, _ in large]
@@ -204,8 +215,7 @@ class CpuTimes:
         start = max(0.0, self["xla/start"] - 16 * 64 * 64 * rate(64))
         r, a, b, s = max(few, key=lambda p: p[1] * p[2])
         weights = max(0.0, (s - single) / (a * b) - r * rate(_mean(a, b)))  # an element of the weights, whatever the rows
-        seconds = k * n * (rows * rate(_mean(k, n)) * factor * far + weights)
-        return seconds + min(start, 4 * seconds)  # a tiny one runs where it is
+        return k * n * (rows * rate(_mean(k, n)) * factor * far + weights), start
 
     def _far(self, dtype: str, rows: int, k: int, n: int, rate: Callable[[float], float]) -> float:
         """How many times as long a product takes because its rows do not fit the caches."""
@@ -267,6 +277,14 @@ class CpuTimes:
         far = self["xla/gather/far"] * min(1.0, width / 64) if table_bytes > 2 * self.profile.l2 else 0.0
         between = ((width - 1) / 63) ** (_NARROW_FOLDS if what == "scatter" and width < 64 else 1.0)
         return rows * (few + between * max(0.0, many - few) + far)
+
+    def rounded(self, dtype: str) -> float:
+        """What one thread of XLA's takes longer to fold a number of ``dtype`` by index than one of float32: it converts both, and
+        rounds."""
+        if dtype not in NARROW:
+            return 0.0
+        beyond = [self[f"xla/loop/arithmetic/{d}"] - self[f"xla/loop/move/{d}"] for d in (dtype, "float32")]
+        return _BESIDE * self.profile.workers * max(0.0, beyond[0] - beyond[1]) / ARITHMETIC
 
     def xla_reduce(self, dtype: str, over_rows: bool) -> float:
         dtype = dtype if f"xla/reduce/row/{dtype}" in self._numbers else "float32"

@@ -25,7 +25,7 @@ NARROW = ("bfloat16", "float16")
 FAMILIES = ("pointwise", "convert")
 _TANH_FLOPS = 14.0  # XLA's code for what was not measured, by its operations
 _SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
-_ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
+ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
 # Instructions of a tanh for each of arithmetic: what the latter keeps busy hides behind the memory in any loop that is short.
 _OF_TANH = 1 / 28
 # XLA's CPU compiler gives a loop a second thread where it reads and writes this much, or where it has more operations than bytes
@@ -156,7 +156,7 @@ class Fused:
         move = known[f"xla/loop/move/{home}"]
         busy = tanh.busy * _OF_TANH
         if home != "float32":
-            busy = max(busy, (known[f"xla/loop/arithmetic/{home}"] - move) / _ARITHMETIC)
+            busy = max(busy, (known[f"xla/loop/arithmetic/{home}"] - move) / ARITHMETIC)
         count = xla.GELU_ARITHMETIC + (home != "float32")  # the tanh is converted as well
         gelu = (known[f"xla/chain/gelu/{home}"] - move) / xla.GELUS
         each = tanh.busy + count * busy

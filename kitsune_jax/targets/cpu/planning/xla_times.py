@@ -202,9 +202,10 @@ def _op_seconds(cost: CpuCost, i: int) -> float:
         # One thread writes the identity to the whole result first: 100 rows of 16 and 64 numbers into 10 000 took 33 and 185 us,
         # into 10 of them 8 and 9 (Xeon with AMX).
         first = times.written(cost.bytes(table)) if family == SCATTER else 0.0
-        return (
-            first + times.xla_rows(family, cost.graph.values[rows].size / max(1, width), width, reach) + _scaling_seconds(cost, i)
-        )
+        elements = cost.graph.values[rows].size
+        if family == SCATTER:
+            first += elements * times.rounded(cost.graph.values[rows].dtype)
+        return first + times.xla_rows(family, elements / max(1, width), width, reach) + _scaling_seconds(cost, i)
     if family not in FAMILIES:
         return 0.0
     return cost.graph.values[op.outputs[0]].size * times.fused.op(op.kind, dtype)
@@ -239,7 +240,7 @@ def _product_seconds(cost: CpuCost, i: int) -> float:
     elif len(rhs.shape) - 1 in op["rhs_contract"]:
         form = "dot_t"
     apart = _FEW_OF_BATCH if batch > 1 and few else 1.0
-    return copied + apart * batch * times.xla_dot(lhs.dtype, m, k, n, form)
+    return copied + times.xla_dot(lhs.dtype, m, k, n, form, apart * batch)
 
 
 def _looped_products(cost: CpuCost, products: Sequence[int], steps: Steps, shared: float) -> float:
