@@ -7,7 +7,7 @@ product is summed; and what it reads instead is at most a quarter as large.
 The scores of an attention have a number for each pair of a query and a key. They are one product of the queries and the keys, and
 elementwise work on it with the statistics of each row (its largest score, its sum), masks and biases. All of these are small beside
 the scores, so they are handed over, and the scores are made again. Nothing here looks for an attention: pairwise distances, or an
-outer product, are such arrays too.
+outer product, are such arrays too. What asks which numbers equal others, or their maximum, is not made again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+
 from kitsune_jax import _compat
 from kitsune_jax.flat import Flat, Step, is_value, renamed
+from kitsune_jax.ops.comparisons import COMPARISONS
 from kitsune_jax.ops.table import OPS
 
 Division = tuple[Any, Any, tuple[int | None, ...]]
@@ -38,6 +41,8 @@ _REPEATED = _ELEMENTWISE | {
     *("squeeze", "stack", "split", "unstack", "tile", "one_minus_square", "log2", "stop_gradient", "copy_p", "name", "dot_general"),
     *("random_wrap", "random_unwrap", "random_seed", "random_split", "random_fold_in"),
 }
+_EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
+_ELSEWHERE = frozenset({"reshape", "broadcast_in_dim", "squeeze", "transpose", "stop_gradient", "copy", "copy_p", "name"})
 _BITS = frozenset({"random_bits", "threefry2x32"})  # some sixty operations for each number
 
 
@@ -149,9 +154,23 @@ class _Choice:
         chain.steps[step] = None
         return len(chain.steps) <= _MOST_STEPS and all(self._free(x, chain) for x in step.values)
 
+    def _is_held_against(self, step: Step) -> bool:
+        """Does it ask which numbers equal others, or are as large as the largest? Made again, by a product whose sums have another
+        order, say, the largest would not equal itself."""
+        name = step.eqn.primitive.name
+        if name not in COMPARISONS or len(step.values) < 2 or not jnp.issubdtype(step.eqn.invars[0].aval.dtype, jnp.inexact):
+            return False
+        return name in ("eq", "ne") or any(map(self._is_extreme, step.values))
+
+    def _is_extreme(self, v: int) -> bool:
+        step = self.flat.maker.get(v)
+        while step is not None and step.values and step.eqn.primitive.name in _ELSEWHERE:
+            step = self.flat.maker.get(step.values[0])
+        return step is not None and step.eqn.primitive.name in _EXTREMES
+
     def _is_repeated(self, step: Step) -> bool:
         eqn = step.eqn
-        if eqn.effects:
+        if eqn.effects or self._is_held_against(step):
             return False
         return eqn.primitive.name in self.repeated or eqn.primitive.name == "custom_jvp_call" and _is_elementwise(eqn)
 

@@ -6,7 +6,7 @@ ones are. A region of the forward pass and one of the backward pass then hand ar
 of queries by keys. What is left to XLA it makes once: its compiler finds that both are the same.
 
 Scores are products whose result is much larger than its operands; no operator is recognised as attention. Invariants: the copies
-are equal to what they replace, bit for bit where one program makes both.
+are equal to what they replace, bit for bit where one program makes both. So which scores equal their maximum is no copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from kitsune_jax.capture.captured import Captured, Draft, Step
 from kitsune_jax.graph import Graph, Op
-from kitsune_jax.ops.scores import CHEAP, grows
+from kitsune_jax.ops.scores import CHEAP, asks_for_equals, grows
 from kitsune_jax.ops.table import OPS
 
 LARGER = 4  # times the statistics the scores must be
@@ -134,7 +134,7 @@ class _Rewriter:
     def _is_made_again(self, i: int, v: int, size: int) -> bool:
         """Is it cheaper to make ``v`` by op ``i`` again than to keep it?"""
         op = self.graph.ops[i]
-        if op.kind == "opaque":
+        if op.kind == "opaque" or asks_for_equals(self.graph, self.producers, op):
             return False
         cheap = OPS[op.kind].family in CHEAP and (self.graph.values[v].size * LARGER > size or v in self.counted)
         return cheap or op.kind == "dot_general" and grows(self.graph, op)

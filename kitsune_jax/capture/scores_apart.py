@@ -17,7 +17,7 @@ from collections.abc import Hashable
 from kitsune_jax.capture.captured import Captured, Draft, Step
 from kitsune_jax.capture.repeated_scores import LARGER, made_of
 from kitsune_jax.graph import Graph, Op
-from kitsune_jax.ops.scores import is_cheap, scores_of
+from kitsune_jax.ops.scores import asks_for_equals, is_cheap, scores_of
 from kitsune_jax.ops.table import OPS
 
 MOVES = frozenset({"broadcast", "reshape", "transpose", "iota"})
@@ -97,6 +97,8 @@ def _with_copies(captured: Captured, scores: frozenset[int], parted: list[list[i
     def is_copied(v: int, size: int) -> bool:
         op = graph.ops[producers[v]] if v in producers else None
         if op is None or op.kind == "opaque" or graph.values[v].literal is not None or graph.values[v].shape == ():
+            return False
+        if asks_for_equals(graph, producers, op):  # of copies, whose sums may have another order
             return False
         cheap = is_cheap(op) and (v in counted or graph.values[v].size * LARGER > size)
         return v in scores or cheap or OPS[op.kind].family in MOVES  # what only moves elements is no array of its own

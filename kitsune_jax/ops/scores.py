@@ -6,8 +6,11 @@ Comes in: a Graph. Goes out: which of its values are scores. No operator is reco
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from kitsune_jax.graph import Graph, Op
+from kitsune_jax.ops.comparisons import COMPARISONS
+from kitsune_jax.ops.spec import is_float
 from kitsune_jax.ops.table import OPS
 
 _GROWS = 8  # times its operands a product's result must be, as in ``repeats``
@@ -26,6 +29,23 @@ def grows(graph: Graph, op: Op) -> bool:
 def is_cheap(op: Op) -> bool:
     """Does ``op`` work element by element, or only move elements?"""
     return op.kind != "opaque" and OPS[op.kind].family in CHEAP
+
+
+def asks_for_equals(graph: Graph, producers: Mapping[int, int], op: Op) -> bool:
+    """Does ``op`` ask which numbers equal others, or are as large as the largest?"""
+    values = graph.values
+    if op.kind not in COMPARISONS or any(values[v].literal is not None or not is_float(values[v].dtype) for v in op.inputs):
+        return False
+    return op.kind in ("eq", "ne") or any(_is_extreme(graph, producers, v) for v in op.inputs)
+
+
+def _is_extreme(graph: Graph, producers: Mapping[int, int], v: int) -> bool:
+    while v in producers:
+        op = graph.ops[producers[v]]
+        if op.kind == "opaque" or not (OPS[op.kind].moves or op.kind == "copy") or not op.inputs:
+            return op.kind in ("reduce_max", "reduce_min")
+        v = op.inputs[0]
+    return False
 
 
 def scores_of(graph: Graph) -> frozenset[int]:

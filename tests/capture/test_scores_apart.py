@@ -103,6 +103,24 @@ def test_scores_that_are_added_to_their_transpose_are_not_told_apart() -> None:
     assert before.ops == after.ops
 
 
+def test_which_scores_equal_their_maximum_is_asked_once() -> None:
+    """Of the scores that it was taken of: the sums of another product may have another order, and nothing would equal it."""
+
+    def function(q: Array, k: Array, v: Array, do: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            s = jnp.einsum("htd,hjd->htj", q, k)
+            e = jnp.exp(s - s.max(-1, keepdims=True))
+            return jnp.einsum("htj,hjd->htd", e / e.sum(-1, keepdims=True), v)
+
+        return jax.vjp(attend, q, k, v)[1](do)
+
+    for graph in both(function, *given(4)):
+        producers = graph.producers()
+        (asked,) = (op for op in graph.ops if op.kind == "eq" and graph.values[op.outputs[0]].size == 2 * TOKENS**2)
+        (largest,) = (op for op in graph.ops if op.kind == "reduce_max")
+        assert asked.inputs[0] == largest.inputs[0] and producers[asked.inputs[0]] in large(graph)
+
+
 def test_arrays_that_are_given_are_read_by_both() -> None:
     bias = np.random.default_rng(1).standard_normal((2, TOKENS, TOKENS)).astype("float32")
 

@@ -12,8 +12,10 @@ import pytest
 
 import kitsune_jax as kj
 from kernel_checks import sass
+from kitsune_jax import targets
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import kernel, nvrtc, pointwise
+from tests.support.checks import close, in_float64
 from tests.support.cuda_run import by_hand, kernel_cache, run_program, tiled
 from tests.support.tiles import Tiles
 
@@ -227,3 +229,28 @@ def test_an_attention_with_a_maximum_that_has_a_gradient(dtype: str) -> None:
     rng = np.random.default_rng(7)
     args = [np.asarray(rng.standard_normal(s) * 0.5, DTYPES[dtype]) for s in ((97, 32), (103, 32), (103, 32))]
     assert relative_error(attention, args, 0) < 0.05
+
+
+def hard_attention(q: Any, k: Any) -> Any:
+    s = q @ k.T * 0.3
+    m = jax.lax.stop_gradient(s.max(-1, keepdims=True))
+    return jnp.sum(jnp.where(s >= m, s, 0.0) ** 2)
+
+
+def nearest_neighbours(q: Any, k: Any) -> Any:
+    return jnp.sum((q @ k.T * 0.3).max(-1) ** 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("f", [hard_attention, nearest_neighbours], ids=lambda f: f.__name__)
+def test_the_backward_pass_does_not_make_again_what_the_forward_pass_compared(f: Any, dtype: str, monkeypatch: Any) -> None:
+    """XLA takes the largest here, of products that it has summed its way: made again by a kernel, they did not equal it."""
+    emulator = targets.get("emulator")
+    supports = emulator.supports
+    monkeypatch.setattr(emulator, "supports", lambda op, *of: "for XLA" if op.kind == "reduce_max" else supports(op, *of))
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((601, 32), (607, 32)))
+    got = jax.jit(jax.grad(kj.pipeline(f, force=True, target="emulator")))(q, k)
+    assert (np.abs(np.asarray(got, np.float32)).max(1) > 0).all(), "every row has a largest number"
+    if dtype == "float32":
+        close(np.asarray(got), in_float64(jax.grad(f), q, k), 4e-3 * float(np.abs(got).max()))
