@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kitsune_jax.profile import kernels, machine_info, timing, xla
+from kitsune_jax.profile import kernels, machine_info, measure, shipped, timing, xla
 
 TRUE = {f"piece/{k}": 1e-4 * (1 + k % 7) for k in range(100)}
 REFERENCE = 1e-4
+REFERENCE_PROFILE = shipped.shipped("zen5-2")
 
 
 @dataclasses.dataclass
@@ -261,6 +262,14 @@ def test_an_activation_is_what_it_takes_beyond_a_relu() -> None:
     pieces = [timing.Piece(f"activation/{name}/float32", lambda: 1.0, elements=100.0) for name in ("relu", "gelu_tanh")]
     found = kernels.numbers(pieces, {"activation/relu/float32": 2.0, "activation/gelu_tanh/float32": 5.0})
     assert found == {"activation/gelu_tanh/float32": 0.03}
+
+
+def test_handing_a_program_over_takes_no_less_than_waking_nobody() -> None:
+    for handed, found in ((6e-7, 5e-6), (8e-6, 8e-6)):
+        numbers = dict(REFERENCE_PROFILE.numbers) | {"xla/call/handed": handed, "call/short": 1e-6}
+        numbers["call"] = 6e-6 + numbers["gemm/float32/widened/64x64"]
+        measure._without_what_surrounds(numbers)
+        assert numbers["xla/call/handed"] == pytest.approx(found)
 
 
 def test_a_kernel_is_what_it_takes_beyond_a_call() -> None:
