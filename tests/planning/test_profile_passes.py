@@ -246,6 +246,14 @@ def test_threads_say_how_long_they_ran(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert machine_info.other_threads_seconds() == {"11": 1.5, "12": 0.0}
 
 
+def test_a_thread_says_how_long_it_waited_for_a_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine_info, "_OWN", tmp_path)
+    assert machine_info.ran_and_waited() == (0.0, 0.0) and measure._share((0.0, 0.0), (0.0, 0.0)) == 1.0
+    (tmp_path / "schedstat").write_text("3000000000 1000000000 12\n")
+    assert machine_info.ran_and_waited() == (3.0, 1.0)
+    assert measure._share((1.0, 0.5), (3.0, 1.0)) == 0.8
+
+
 @pytest.mark.parametrize(
     ("text", "stolen"), [("cpu  1 2 3 4 5 6 7 250 0 0\ncpu0 1 2 3 4 5 6 7 9 0 0\n", 2.5), ("cpu 1 2 3\n", 0), ("", 0)]
 )
