@@ -172,9 +172,9 @@ def _array(spec: tuple[tuple[int, ...], str], device: Any) -> Any:
 
 def _seconds(workers: int, run: Any, operands: Sequence[Any]) -> float:
     """Of the fastest call in a slice of time."""
-    start = time.perf_counter()
+    start = time.process_time()
     jax.block_until_ready(run(*operands))
-    if time.perf_counter() - start > _LONG:
+    if time.process_time() - start > _LONG:  # of all threads together: a short call may wait for long
         time.sleep(_REST)
         return of_long(_long_calls(run, operands))
     return fastest(_calls(run, operands), workers)

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -234,6 +235,21 @@ def test_a_long_call_that_waits_is_what_its_busiest_thread_ran() -> None:
     """Four times as long as alone, which is 20 ms; and where the system does not say how long threads ran."""
     assert timing.of_long(iter([(0.08, 0.021), (0.06, 0.019), (0.09, 0.02)])) == 0.019
     assert timing.of_long(iter([(0.08, float("inf")), (0.06, float("inf")), (0.09, float("inf"))])) == 0.06
+
+
+def test_a_short_call_that_waits_is_no_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call takes 10 ms, of which all threads together run 50 us: calls of a slice are timed, and not three of them."""
+    clock = {"wall": 0.0, "own": 0.0}
+    taken = iter([(10e-3, 5e-5), *[(1e-4, 5e-5)] * 1000])
+
+    def run() -> None:
+        wall, own = next(taken)
+        clock["wall"] += wall
+        clock["own"] += own
+
+    monkeypatch.setattr(xla, "time", SimpleNamespace(perf_counter=lambda: clock["wall"], process_time=lambda: clock["own"]))
+    assert xla._seconds(2, run, ()) == pytest.approx(1e-4)
+    assert 1000 - len(list(taken)) == 12
 
 
 def test_threads_say_how_long_they_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
