@@ -249,7 +249,7 @@ def test_a_short_call_that_waits_is_no_long_one(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(xla, "time", SimpleNamespace(perf_counter=lambda: clock["wall"], process_time=lambda: clock["own"]))
     assert xla._seconds(2, run, ()) == pytest.approx(1e-4)
-    assert 1000 - len(list(taken)) == 12
+    assert 980 < len(list(taken)) < 992
 
 
 def test_threads_say_how_long_they_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
