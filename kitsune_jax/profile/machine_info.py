@@ -11,6 +11,7 @@ from pathlib import Path
 
 KIB, MIB = 1024, 1024 * 1024
 _THREADS = Path("/proc/self/task")
+_OWN = Path("/proc/thread-self")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -63,6 +64,12 @@ def stolen_seconds() -> float:
     found = re.match(r"cpu +((?:\d+ ?)+)", _read(Path("/proc/stat")))
     fields = found[1].split() if found else []
     return int(fields[7]) / os.sysconf("SC_CLK_TCK") if len(fields) > 7 else 0.0
+
+
+def ran_and_waited() -> tuple[float, float]:
+    """How long the thread that asks has run, and has waited for a core that others had; (0, 0) where the system does not say."""
+    fields = _read(_OWN / "schedstat").split()
+    return (1e-9 * int(fields[0]), 1e-9 * int(fields[1])) if len(fields) > 1 else (0.0, 0.0)
 
 
 def other_threads_seconds() -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What a profile of a machine is: measured times of the smallest pieces that CPU plans are made of.
 
 Comes in: nothing. Goes out: ``Profile``. Invariants: it is plain data that can be written as JSON and read back without a loss, and
-equal profiles give equal plans; nobody but ``profile.kernels`` and ``profile.xla`` makes numbers by looking at a clock.
+equal profiles give equal plans; only ``profile.kernels``, ``profile.xla`` and ``profile.timing`` make numbers from a clock.
 
 All numbers are seconds. Those of our own kernels are of **one worker while all workers are busy**; those under ``xla/`` are of XLA
 with the whole machine.

@@ -118,7 +118,7 @@ def test_a_family_stands_for_the_cores_at_hand(monkeypatch: pytest.MonkeyPatch) 
 
 def test_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number that a plan may ask for is there, whatever else the machine does meanwhile."""
-    monkeypatch.setattr(measure, "MOST_DOUBTFUL", 1.0)
+    monkeypatch.setattr(measure, "_KEPT", (1.0, 0.0))
     profile = measure.measure(2)
     assert (profile.isa, profile.workers) == (_cpu.isa(), 2)
     reference = {key for key, _ in shipped.shipped(f"{'zen5' if profile.isa == 'avx512bf16' else profile.isa}-2").numbers}
@@ -149,7 +149,7 @@ def cpu_bandwidths(workers: int) -> dict[str, float]:
 
 
 def test_measuring_minds_no_setting_of_the_program_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "MOST_DOUBTFUL", 1.0)
+    monkeypatch.setattr(measure, "_KEPT", (1.0, 0.0))
     params, x = small()
     with (
         jax.enable_x64(True),
@@ -278,9 +278,18 @@ def test_what_was_measured_beside_other_programs_is_used_and_not_kept(monkeypatc
     assert store.at_hand() == REFERENCE and not store.notes()
 
 
-@pytest.mark.parametrize(("doubtful", "kept", "used"), [(0.05, True, True), (0.3, False, True), (0.6, False, False)])
-def test_doubtful_numbers_decide_whether_a_profile_is_kept(
-    doubtful: float, kept: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("doubtful", "share", "kept", "used"),
+    [
+        (0.05, 0.95, True, True),
+        (0.05, 0.6, False, True),
+        (0.2, 0.95, False, True),
+        (0.05, 0.2, False, False),
+        (0.6, 0.95, False, False),
+    ],
+)
+def test_doubtful_numbers_and_lost_cores_decide_whether_a_profile_is_kept(
+    doubtful: float, share: float, kept: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Found(timing.Passes):
         def settle(self, pieces: Any, until: float, at_most: float) -> None:
@@ -295,6 +304,8 @@ def test_doubtful_numbers_decide_whether_a_profile_is_kept(
         def doubtful(self) -> list[str]:
             return self.asked[: int(doubtful * len(self.asked))]
 
+    told = iter([(5.0, 7.0), (5.0 + share, 8.0 - share)])
+    monkeypatch.setattr(measure.machine_info, "ran_and_waited", lambda: next(told))
     monkeypatch.setattr(measure, "Passes", Found)
     monkeypatch.setattr(xla, "pieces", lambda workers: [timing.Piece(p.key, lambda: 1e-3) for p in xla._programs(workers)])
     try:
@@ -302,7 +313,7 @@ def test_doubtful_numbers_decide_whether_a_profile_is_kept(
         assert kept
     except measure.Disturbed as why:
         profile = why.profile
-        assert not kept and "in each of 1 passes" in str(why)
+        assert not kept and f"had {share:.0%} of a core" in str(why) and "in each of 1 passes" in str(why)
     assert (profile is not None) == used
     assert profile is None or profile.passes == 1 and len(profile.doubtful) > 0
 

@@ -6,14 +6,16 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kitsune_jax.profile import kernels, machine_info, timing, xla
+from kitsune_jax.profile import kernels, machine_info, measure, shipped, timing, xla
 
 TRUE = {f"piece/{k}": 1e-4 * (1 + k % 7) for k in range(100)}
 REFERENCE = 1e-4
+REFERENCE_PROFILE = shipped.shipped("zen5-2")
 
 
 @dataclasses.dataclass
@@ -235,6 +237,21 @@ def test_a_long_call_that_waits_is_what_its_busiest_thread_ran() -> None:
     assert timing.of_long(iter([(0.08, float("inf")), (0.06, float("inf")), (0.09, float("inf"))])) == 0.06
 
 
+def test_a_short_call_that_waits_is_no_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call takes 10 ms, of which all threads together run 50 us: calls of a slice are timed, and not three of them."""
+    clock = {"wall": 0.0, "own": 0.0}
+    taken = iter([(10e-3, 5e-5), *[(1e-4, 5e-5)] * 1000])
+
+    def run() -> None:
+        wall, own = next(taken)
+        clock["wall"] += wall
+        clock["own"] += own
+
+    monkeypatch.setattr(xla, "time", SimpleNamespace(perf_counter=lambda: clock["wall"], process_time=lambda: clock["own"]))
+    assert xla._seconds(2, run, ()) == pytest.approx(1e-4)
+    assert 980 < len(list(taken)) < 992
+
+
 def test_threads_say_how_long_they_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     own = str(threading.get_native_id())
     for name, text in (("11", "1500000000 7 3\n"), ("12", "0 7 3\n"), (own, "9000000000 7 3\n"), ("13", None)):
@@ -243,6 +260,14 @@ def test_threads_say_how_long_they_ran(monkeypatch: pytest.MonkeyPatch, tmp_path
             (tmp_path / name / "schedstat").write_text(text)
     monkeypatch.setattr(machine_info, "_THREADS", tmp_path)
     assert machine_info.other_threads_seconds() == {"11": 1.5, "12": 0.0}
+
+
+def test_a_thread_says_how_long_it_waited_for_a_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine_info, "_OWN", tmp_path)
+    assert machine_info.ran_and_waited() == (0.0, 0.0) and measure._share((0.0, 0.0), (0.0, 0.0)) == 1.0
+    (tmp_path / "schedstat").write_text("3000000000 1000000000 12\n")
+    assert machine_info.ran_and_waited() == (3.0, 1.0)
+    assert measure._share((1.0, 0.5), (3.0, 1.0)) == 0.8
 
 
 @pytest.mark.parametrize(
@@ -261,6 +286,14 @@ def test_an_activation_is_what_it_takes_beyond_a_relu() -> None:
     pieces = [timing.Piece(f"activation/{name}/float32", lambda: 1.0, elements=100.0) for name in ("relu", "gelu_tanh")]
     found = kernels.numbers(pieces, {"activation/relu/float32": 2.0, "activation/gelu_tanh/float32": 5.0})
     assert found == {"activation/gelu_tanh/float32": 0.03}
+
+
+def test_handing_a_program_over_takes_no_less_than_waking_nobody() -> None:
+    for handed, found in ((6e-7, 5e-6), (8e-6, 8e-6)):
+        numbers = dict(REFERENCE_PROFILE.numbers) | {"xla/call/handed": handed, "call/short": 1e-6}
+        numbers["call"] = 6e-6 + numbers["gemm/float32/widened/64x64"]
+        measure._without_what_surrounds(numbers)
+        assert numbers["xla/call/handed"] == pytest.approx(found)
 
 
 def test_a_kernel_is_what_it_takes_beyond_a_call() -> None:
