@@ -224,7 +224,7 @@ def launched(words: tuple[int, ...], found: list[Gpu], driver: pathlib.Path) -> 
     program = f"""
     launch = np.array({list(map(int, words))}, np.int64)
     k = _cuda.Kernel(b"image", launch, "region")
-    buffers = [(0x10000 * (i + 1), int(n)) for i, n in enumerate(launch[11:])]
+    buffers = [(0x10000 * (i + 1), int(n)) for i, n in enumerate(launch[12:])]
     def tried(stream):
         k.load(stream)
         k.launch(buffers, stream)

@@ -88,6 +88,17 @@ def test_a_dry_run_of_a_training_step_is_right(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_emulator
 @pytest.mark.usefixtures("kernel_cache")
+def test_a_dry_run_of_a_token_asks_for_a_weight_ahead(tmp_path: Path) -> None:
+    folder = tmp_path / "check"
+    output, _ = start(folder, "--dry-run", "--only", "decoding").communicate(timeout=400)
+    assert status(folder) == {"decoding": 0}, output
+    (found,) = json.loads((folder / "decoding.json").read_text())["findings"]
+    assert found["asked_bytes"] > 1e6 and found["modelled_gain_seconds"] > 1e-6 and found["same_bits"]
+
+
+@pytest.mark.slow
+@needs_emulator
+@pytest.mark.usefixtures("kernel_cache")
 def test_a_kind_of_kernel_that_hangs_costs_ten_seconds_and_is_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "check"
     output, _ = start(folder, "--dry-run", "--only", "smoke,correctness", "--plant", "hang@smoke:0").communicate(timeout=300)
