@@ -43,6 +43,8 @@ void Checker::check(const Matmul& x) {
   auto with = [](Operand o) { return o.strides.push_back(1), o; };
   operand("x", with(x.x), {x.batch, k}, false, x.row_multiple);
   operand("out", with(x.out), {x.batch, n}, true, x.row_multiple);
+  if (x.adds && (w.dtype != DType::kF32 || x.out.ref.dtype != DType::kF32))
+    reject(where, "only a product of float32 adds to what is in out");
   activation(x, wide);
   bound("bias", x.bias, -1, static_cast<int64_t>(p.preps.size()) - 1);
   if (x.bias < 0) return;

@@ -28,6 +28,7 @@ Matmul read_matmul(Reader& r) {
   x.activation = static_cast<Activation>(r.in_range("Matmul.activation", 0, kNumActivations - 1));
   x.out = read_operand(r);
   x.parameters = r.many("Matmul.parameters", [&] { return r.real("Matmul.parameters"); });
+  x.adds = r.in_range("Matmul.adds", 0, 1) != 0;
   return x;
 }
 

@@ -72,6 +72,7 @@ struct GemmCase {
   Activation act;
   bool transposed, strided;
   Product product = Product::kBest;
+  bool adds = false;
 };
 
 // X and W lie at the very end of what may be read, X with NaN between its rows; C has guard values around.
@@ -100,6 +101,9 @@ inline void test_gemm_case(const GemmCase& t, Random& random) {
   const int64_t guard = 64, c_elements = (t.M - 1) * ldc + t.N;
   std::vector<char> c(size_t(c_elements + 2 * guard) * item_size(t.c), char(0x5a));
   char* c0 = c.data() + size_t(guard) * item_size(t.c);
+  for (int64_t i = 0; t.adds && i < c_elements; ++i)
+    if (i % ldc < t.N) set_element(c0, t.c, i, random.symmetric());
+  const std::vector<char> before = c;
   GemmArgs args{t.M,
                 t.N,
                 t.K,
@@ -115,7 +119,8 @@ inline void test_gemm_case(const GemmCase& t, Random& random) {
                 ldc,
                 nullptr,
                 usual_parameters(t.act)[0],
-                usual_parameters(t.act)[1]};
+                usual_parameters(t.act)[1],
+                t.adds};
   AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
   args.scratch = scratch.data;
   kt.gemm(args);
@@ -133,6 +138,7 @@ inline void test_gemm_case(const GemmCase& t, Random& random) {
       continue;
     }
     double sum = t.bias ? element(bias.get(), wide ? DType::kF64 : DType::kF32, n) : 0, size = std::fabs(sum);
+    if (t.adds) sum += element(&before[size_t(guard) * item_size(t.c)], t.c, i), size = std::fabs(sum) + size;
     for (int64_t k = 0; k < t.K; ++k) {
       double product = element(x.get(), t.x, m * lda + k) * element(w.get(), t.w, k_offset[size_t(k)] + n_offset[size_t(n)]);
       sum += product;
@@ -306,6 +312,13 @@ inline void test_gemm() {
     for (int kind = 2; kind < kNumActivations; ++kind)
       test_gemm_case({70, 1, 35, DType::kF32, DType::kF32, DType::kF32, true, Activation(kind), false, false}, random);
   }
+  // Products that are added to what is there: every height of a block, and widths around those of a vector and a panel.
+  for (int64_t M : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 61})
+    for (int64_t N : {1, 3, 8, 16, 17, 31, 32, 33, 70})
+      for (Activation act : {Activation::kNone, Activation::kRelu, Activation::kTanh})
+        test_gemm_case({M, N, M % 2 ? 20 : 3, M % 3 ? DType::kF32 : DType::kBF16, DType::kF32, DType::kF32, N % 2 == 0, act, false,
+                        M % 2 == 0, Product::kBest, true},
+                       random);
   // Widths around those of a vector and a panel, for every activation and every type that its result is stored as.
   int64_t width = 1;
   for (int kind = 2; kind < kNumActivations; ++kind) {

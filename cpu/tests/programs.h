@@ -241,6 +241,23 @@ inline Program matmul(DType t, int64_t n, int64_t batch, Product product = Produ
   return p;
 }
 
+// y = relu(x a + bias + x b), of which the second product adds to what the first has stored.
+inline Program sum_of_products(int64_t n, Space space) {
+  constexpr int64_t R = 29, K = 13;
+  Program p = program({R}, 8, {{F32, R * K}, {F32, K * n}, {F32, K * n}, {F32, n}}, {{F32, R * n}}, {}, 8 * n * 4);
+  p.preps = {weight(1, F32, K, n), weight(2, F32, K, n), dense(3, F32, F32, {n}, {1})};
+  const Operand x = operand(Space::kIn, 0, F32, 0, K, {0}), y = operand(space, 0, F32, 0, n, {0});
+  Matmul second{x, 1, 1, 1, -1, Activation::kRelu, y};
+  second.adds = true;
+  p.stages[0].body = {Matmul{x, 1, 1, 0, 2, Activation::kNone, y}, second};
+  if (space == Space::kScratch) {
+    Vector out{{n}, false, {operand(space, 0, F32, 0, n, {1})}, {operand(Space::kOut, 0, F32, 0, n, {1})}, {}};
+    out.code = {micro(Opcode::op_load, F32, 0, 0), micro(Opcode::op_store, F32, 0, 0, 0)};
+    p.stages[0].body.push_back(out);
+  }
+  return p;
+}
+
 // `again`: the sums of each tile are added a second time, by another product or, as the third time, by a loop of two.
 inline Program weight_gradient(DType t, int64_t n, int64_t batch, Product product = Product::kBest, int64_t again = 0) {
   constexpr int64_t R = 23, K = 13, M = 2;

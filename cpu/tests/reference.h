@@ -163,6 +163,7 @@ class Reference {
           const char* x = at(m.x, r, {b}, m.row_multiple);
           for (int64_t k = 0; k < K; ++k)
             sum += get(m.x.ref.dtype, x + k * xs) * get(w.dtype, weights + ((b * K + k) * N + n) * size);
+          if (m.adds) sum += get(m.out.ref.dtype, at(m.out, r, {b}, m.row_multiple) + n * os);
           sum = activated(m.activation, m.parameters.data(), sum);
           set(m.out.ref.dtype, at(m.out, r, {b}, m.row_multiple) + n * os, sum);
         }

@@ -109,6 +109,8 @@ void test_matmuls() {
   for (int act = 0; act < kNumActivations; ++act)
     for (DType t : {F32, BF16})
       compare("matmul with an activation", matmul(t, 45, 3, Product::kBest, Activation(act)), t == BF16 ? 0.01 : 1e-5);
+  for (int64_t n : {1, 7, 32, 45})
+    for (Space space : {Space::kScratch, Space::kOut}) compare("sum of products", sum_of_products(n, space), 1e-5);
   for (Product product : kProducts) compare("matmul by choice", matmul(BF16, 45, 3, product), 0.01);
 }
 

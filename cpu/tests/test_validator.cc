@@ -249,6 +249,15 @@ void test_activations() {
     if (act > Activation::kRelu) expect(p, "float64 sums have no such activation");
   }
   Program p = matmul(F32, 7, 1);
+  std::get<Matmul>(p.stages[0].body[0]).adds = true;
+  std::string why;
+  CHECK(!rejected(encode(p), &why), "%s", why.c_str());
+  for (DType t : {BF16, F64}) {
+    p = matmul(t, 7, 1);
+    std::get<Matmul>(p.stages[0].body[0]).adds = true;
+    expect(p, "only a product of float32 adds to what is in out");
+  }
+  p = matmul(F32, 7, 1);
   std::get<Matmul>(p.stages[0].body[0]).activation = Activation(kNumActivations);
   expect(p, "(Matmul.activation): 9 is not in 0..8");
 }

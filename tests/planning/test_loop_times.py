@@ -131,3 +131,23 @@ def test_one_product_or_reduction_of_a_library_makes_a_loop_interpreted() -> Non
 
     assert not steps_of(body_of(nested, ones(9, 9), ones(9, 9)), profile).compiled
     assert steps_of(body_of(nested, ones(1, 9), ones(9, 9)), profile).compiled
+
+
+def test_states_of_loops_that_are_one_pass_stay_in_the_first_cache() -> None:
+    """Six numbers of float32 for each row; what a step also makes once for all rows, as a key, is shared by tall tiles."""
+
+    def pass_over(*state: Any) -> Any:
+        return lax.fori_loop(0, 100, lambda i, s: (*s[1:], jnp.sin(s[0]) + s[1]), state)
+
+    def with_keys(key: Any, *state: Any) -> Any:
+        def step(_: Any, carry: Any) -> Any:
+            key, s = carry
+            key, own = jax.random.split(key)
+            return key, (*s[1:], jnp.sin(s[0]) + jax.random.uniform(own, s[0].shape))
+
+        return lax.fori_loop(0, 100, step, (key, state))[1]
+
+    state = [ones(65536)] * 6
+    (small,) = report(pass_over, state, "avx512-2").regions
+    (tall,) = report(with_keys, (jax.random.key(0), *state), "avx512-2").regions
+    assert 256 <= small.tile_rows <= 40 * 1024 // (6 * 4) < tall.tile_rows

@@ -187,9 +187,12 @@ class _Machine(OnlineSums):
             bias = self.preps[x.bias]
             assert bias.shape == (w.shape[2],) and bias.dtype == wide
             y = y + bias
+        out = bc.Operand(x.out.ref, x.out.row_stride, (*x.out.strides, 1))
+        if x.adds:
+            y = y + self._read(out, (x.batch, w.shape[2]), x.row_multiple)
         assert len(x.parameters) == bc.ACTIVATION_PARAMETERS[x.activation]
         y = activated(bc.ACTIVATIONS[x.activation], x.parameters, y)
-        self._write(bc.Operand(x.out.ref, x.out.row_stride, (*x.out.strides, 1)), (x.batch, w.shape[2]), y, x.row_multiple)
+        self._write(out, (x.batch, w.shape[2]), y, x.row_multiple)
 
     def _vector(self, x: bc.Vector) -> None:
         if x.collapse_rows:

@@ -62,6 +62,7 @@ struct GemmArgs {
   int64_t ldc;
   void* scratch;               // 64-byte aligned, gemm_scratch_bytes(args) bytes
   float act_a = 0, act_b = 0;  // parameters of `act`
+  bool adds = false;           // C is part of the sums; of kF32 panels and a C of float32 only
 };
 
 // How the sums C[M][N] of a weight gradient lie: groups of this many columns one after the other, in each of them row after row.

@@ -33,6 +33,7 @@ struct Block {
   float act_a, act_b;
   const char* next;   // of the panel that comes after this one: this block's share, asked for while it multiplies
   int64_t next_step;  // bytes of it per step of k
+  bool adds;          // to what is in c, which is float32
 };
 
 // ---- How one step of k multiplies: the element types and the broadcast of X.
@@ -219,6 +220,30 @@ __attribute__((noinline)) inline void finish_rows(const Block& b, int rows, int6
   }
 }
 
+KITSUNE_INLINE VF load_lanes(const float* from, int64_t lanes) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_maskz_loadu_ps(__mmask16((1u << lanes) - 1), from);
+#else
+  VF v{};
+  __builtin_memcpy(&v, from, size_t(lanes) * sizeof(float));
+  return v;
+#endif
+}
+
+// acc[i][j] += what is in the block.
+template <int MR, int NV>
+KITSUNE_INLINE void add_stored(const Block& b, VF (&acc)[MR][NV]) {
+  const float* c = static_cast<const float*>(b.c);
+  const int64_t last = b.columns - (NV - 1) * kFloats;
+  KITSUNE_UNROLL
+  for (int i = 0; i < MR; ++i) {
+    KITSUNE_UNROLL
+    for (int j = 0; j < NV; ++j)
+      acc[i][j] += j + 1 < NV || last == kFloats ? load_vector<VF>(c + j * kFloats) : load_lanes(c + j * kFloats, last);
+    c += b.ldc;
+  }
+}
+
 #if !defined(KITSUNE_NEON)
 // acc[i][j] += the sum over k of X's row i times W's vector j.
 template <class Step, int MR, int NV>
@@ -274,6 +299,9 @@ __attribute__((noinline)) void multiply_block(const Block& b) {
     for (int i = 0; i < MR; ++i) acc[i][j] = bias;
   }
   accumulate<Step>(b, acc);
+  if constexpr (kSame<typename Step::X, float>) {
+    if (b.adds) add_stored(b, acc);
+  }
   if (b.act == Activation::kRelu) {
     KITSUNE_UNROLL
     for (int i = 0; i < MR; ++i) {

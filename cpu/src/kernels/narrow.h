@@ -15,7 +15,8 @@ constexpr int64_t kNarrowColumns = 4, kNarrowDepth = 1024;  // at most
 #if defined(__AVX512F__)
 // Fewer rows do not pay for the columns of W; of a short K the lanes take longer to add up than to multiply.
 inline bool is_narrow(const GemmArgs& g) {
-  return g.panel == Panel::kF32 && g.N <= kNarrowColumns && g.M >= 8 && g.ldc == g.N && g.K >= 16 * g.N && g.K <= kNarrowDepth;
+  return g.panel == Panel::kF32 && !g.adds && g.N <= kNarrowColumns && g.M >= 8 && g.ldc == g.N && g.K >= 16 * g.N &&
+         g.K <= kNarrowDepth;
 }
 
 // sums[i * N + n] <- bias[n] + x[i] . w[n] for 4 rows; where there are fewer, the others are the last one again.

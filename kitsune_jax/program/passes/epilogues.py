@@ -148,7 +148,7 @@ def _match(flow: Flow, makers: Makers, program: TileProgram, i: int, activated: 
             instr.kind == "add"
             and bias is None
             and activation == "none"
-            and (found_bias := _bias(flow, makers, program, other, product))
+            and (found_bias := bias_of(flow, makers, program, other, product))
         ):
             bias = found_bias
         elif instr.kind == "max" and activated and activation == "none" and flow.literal(other) == 0:
@@ -160,7 +160,7 @@ def _match(flow: Flow, makers: Makers, program: TileProgram, i: int, activated: 
     return _Epilogue(current, bias, activation, parameters, tuple(absorbed))
 
 
-def _bias(flow: Flow, makers: Makers, program: TileProgram, v: int, product: Instr) -> _Bias | None:
+def bias_of(flow: Flow, makers: Makers, program: TileProgram, v: int, product: Instr) -> _Bias | None:
     """``v`` as an addend of the product's result, if it is a loaded stationary array that varies along the columns only."""
     out = flow.type(product.outputs[0])
     if flow.shape(v) != squeezed(out.shape) and (flow.type(v).tile or flow.shape(v)):

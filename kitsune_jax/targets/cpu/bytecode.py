@@ -38,7 +38,7 @@ from kitsune_jax.targets.cpu.operands import Operand as Operand
 from kitsune_jax.targets.cpu.operands import Ref as Ref
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 12
+VERSION = 13
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -109,7 +109,8 @@ class StridedStore:
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """out[b, m, :] = act(x[b, m, :] @ W[b] + bias), m over rows * row_multiple, accumulated in f32 (f64 for f64).
+    """out[b, m, :] = act(x[b, m, :] @ W[b] + bias), m over rows * row_multiple, accumulated in f32 (f64 for f64). Where it ``adds``
+    (only in f32), what is in ``out`` is one of the addends.
 
     ``x``: row_stride is the leading dimension lda (distance of consecutive m), strides = (batch stride,); its K elements are
     contiguous. ``out`` likewise with N contiguous elements. ``weight``: a Prep of kind WEIGHT with the same batch, giving K, N.
@@ -126,6 +127,7 @@ class Matmul:
     activation: int  # index into ACTIVATIONS
     out: Operand
     parameters: tuple[float, ...] = ()  # of the activation: ACTIVATION_PARAMETERS of them
+    adds: bool = False  # of float32 only
 
 
 @dataclasses.dataclass(frozen=True)

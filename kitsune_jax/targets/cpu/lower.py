@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
-from kitsune_jax.program.passes import simplified, with_epilogues
+from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
 from kitsune_jax.program.within import with_known_bounds
 from kitsune_jax.streams.space import dim_strides
 from kitsune_jax.targets.cpu import buffers, bytecode, indexed, matmul, pointwise, slices, structured, views
@@ -53,7 +53,7 @@ def lower(program: TileProgram, name: str, products: Products = _BEST) -> byteco
     largest = max((math.prod(a.shape) for a in (*program.inputs, *program.outputs)), default=0)
     if largest > _MOST_ELEMENTS:
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
-    program = with_epilogues(simplified(with_known_bounds(program)))
+    program = with_epilogues(with_biases_first(simplified(with_known_bounds(program))))
     preps: list[Prep] = []
     stages = tuple(_stage(program, stage, preps, products) for stage in program.stages)
     sides = sum(math.prod(e) for p in preps if p.kind == WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))

@@ -51,7 +51,8 @@ def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
         rows = _rows(lies, order.free, order.batch, order.contract)
         assert rows is not None
     free, batch = [dims.out_of_x[d] for d in order.free], [dims.out_of_x[d] for d in order.batch]
-    (result,) = instr.outputs
+    total = stage.sums.get(i)
+    result = instr.outputs[0] if total is None else total.result
     shape = stage.type(result).shape
 
     def panel(view: View) -> tuple[list[int], tuple[int, int] | None]:
@@ -80,6 +81,7 @@ def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
             activation=ACTIVATIONS.index(instr.get("activation", "none")),
             parameters=instr.get("parameters", ()),
             out=Operand(out.ref, lines[0], (lines[1],)),
+            adds=total is not None and total.second == i,
         )
     )
 

@@ -40,6 +40,9 @@ def schedule(stage: Stage) -> list[Item]:
         inputs = {stage.root(v) for v in (*instr.inputs, *captured(instr))}
         ready = max((at[r] for r in inputs if r in at), default=-1)
         out = stage.root(instr.outputs[0]) if instr.outputs else -1
+        if i in stage.added:
+            at[out] = ready  # the later of its products
+            continue
         if out in stage.leaves or (instr.outputs and out != instr.outputs[0]):
             continue
         if instr.kind in VIEWS or (is_pointwise(instr.kind) and stage.widened(out) is not None):

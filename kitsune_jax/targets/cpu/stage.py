@@ -33,6 +33,7 @@ from kitsune_jax.targets.cpu.bytecode import (
 )
 from kitsune_jax.targets.cpu.exact import rounded_values
 from kitsune_jax.targets.cpu.micro import is_pointwise
+from kitsune_jax.targets.cpu.product_sums import product_sums
 from kitsune_jax.targets.cpu.taken import taken_dots, taken_sums
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
@@ -70,6 +71,8 @@ class Stage:
         self.rounded = rounded_values(program, self.flow)
         self.taken, self.dots = taken_sums(program, self.flow), taken_dots(self.flow)  # by the number of their sum
         self.absorbed = {i for sums in (self.taken, self.dots) for found in sums.values() for i in found.absorbed}
+        self.sums = product_sums(self.flow)
+        self.added = {s.add for s in self.sums.values()}
         self.code: list[Instruction] = []
         self.buffer_bytes: list[int] = around.buffer_bytes if around else []
         self.views: dict[int, View] = dict(around.views) if around else {}
