@@ -56,6 +56,32 @@ void simplify(Nest& nest) {
   nest = std::move(out);
 }
 
+bool join_short(Nest& nest) {
+  if (nest.size() < 3 || nest.back().rows || nest.back().tag >= 0 || nest.back().n > kMostColumns) return false;
+  for (size_t d = 0; d + 2 < nest.size(); ++d) {
+    const Dim& inner = nest.back();
+    bool one = nest[d].tag < 0;
+    for (size_t o = 0; o < inner.stride.size(); ++o) one = one && nest[d].stride[o] == inner.n * inner.stride[o];
+    if (!one) continue;
+    Dim joined = nest[d];
+    joined.n *= inner.n;
+    joined.stride = inner.stride;
+    nest.back() = std::move(joined);
+    nest.erase(nest.begin() + static_cast<std::ptrdiff_t>(d));
+    return true;
+  }
+  return false;
+}
+
+bool repeats_along(const Dim& outer, const Dim& inner, const std::vector<int64_t>& item_sizes) {
+  if (inner.rows || inner.n < 2) return false;
+  for (size_t o = 0; o < inner.stride.size(); ++o) {
+    const bool dense = inner.stride[o] == item_sizes[o] && (outer.stride[o] == inner.n * item_sizes[o] || outer.stride[o] == 0);
+    if (inner.stride[o] != 0 && !dense) return false;
+  }
+  return true;
+}
+
 void exchange_short(Nest& nest, int64_t tile_rows) {
   if (nest.size() < 2) return;
   Dim &outer = nest[nest.size() - 2], &inner = nest.back();

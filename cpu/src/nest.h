@@ -24,6 +24,13 @@ Nest make_nest(const std::vector<int64_t>& extents, const std::vector<std::vecto
 // Drops dimensions of extent 1 and merges neighbours that are one loop for every operand.
 void simplify(Nest& nest);
 
+// A short innermost loop, and one further out that is one loop with it for every operand, become one: the elements of [steps, rows,
+// 6] in a tile of some rows are pieces of 6 x rows, however many steps there are.
+bool join_short(Nest& nest);
+
+// Every operand is dense in both loops, or one number or one row is repeated: a block of both is made of whole rows.
+bool repeats_along(const Dim& outer, const Dim& inner, const std::vector<int64_t>& item_sizes);
+
 // Exchanges the innermost loop with the one around it where that is longer, and the innermost one is short, or more of the operands
 // lie along the outer one (a few columns, each of them dense).
 void exchange_short(Nest& nest, int64_t tile_rows);

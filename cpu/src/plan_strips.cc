@@ -73,9 +73,10 @@ class Planner {
     for (const Node& n : nodes_)
       if (n.kind == Node::kIndex && n.micro->a >= 0) nest[n.micro->a].tag = static_cast<int>(n.micro->a);
     simplify(nest);
+    const bool joined = join_short(nest);
     const size_t k = nest.size();
     const int64_t rows = std::min(c_.program.tile_rows, c_.program.batch_rows);
-    exchange_short(nest, rows);
+    if (!joined) exchange_short(nest, rows);
     if (k >= 2 && nest.back().extent(rows) < 2 * kernels_.strip) return false;
     plan_.nest = std::move(nest);
     return true;

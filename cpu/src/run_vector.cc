@@ -2,10 +2,29 @@
 #include "run_vector.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "positions.h"
 
 namespace kitsune::cpu {
+namespace {
+
+// Each of m numbers n times, by writes of `Width` numbers that the next row overwrites in part.
+template <class T, int64_t Width>
+void repeat(int64_t m, int64_t n, char* to, const char* from, int64_t row) {
+  int64_t r = 0;
+  for (; r * n + Width <= m * n; ++r) {
+    T x, wide[Width];
+    std::memcpy(&x, from + r * row, sizeof x);
+    std::fill_n(wide, Width, x);
+    std::memcpy(to + r * n * static_cast<int64_t>(sizeof x), wide, sizeof wide);
+  }
+  for (; r < m; ++r)
+    for (int64_t j = 0; j < n; ++j) std::memcpy(to + (r * n + j) * static_cast<int64_t>(sizeof(T)), from + r * row, sizeof(T));
+}
+
+}  // namespace
+
 struct VectorStep::Frame {
   char** at;            // per operand, for the outer index at hand
   const void** values;  // per operation
@@ -77,6 +96,8 @@ void VectorStep::load(const VectorOp& op, char* to, const char* from, int64_t m,
   int64_t item = item_sizes_[op.operand], stride = nest_.back().stride[op.operand];
   int64_t row = rows_per_block_ > 0 ? nest_[nest_.size() - 2].stride[op.operand] : 0;
   if (m == 1 || row == n * stride) return op.load(m * n, to, from, stride / item, spare);
+  if (stride == 0 && item == 4 && op.type == storage_[op.operand] && n <= 16)
+    return n <= 8 ? repeat<uint32_t, 8>(m, n, to, from, row) : repeat<uint32_t, 16>(m, n, to, from, row);
   size_t width = static_cast<size_t>(n) * item_size(op.type);
   for (int64_t r = 0; r < m; ++r) op.load(n, to + static_cast<size_t>(r) * width, from + r * row, stride / item, spare);
 }

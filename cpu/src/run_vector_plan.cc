@@ -177,9 +177,10 @@ void VectorStep::plan_loops(const Vector& x, const Compile& c) {
   for (const VectorOp& op : ops_)
     if (op.kind == VectorOp::kIndex && op.index_dim >= 0) nest_[op.index_dim].tag = static_cast<int>(op.index_dim);
   simplify(nest_);
+  const bool joined = join_short(nest_);
   size_t k = nest_.size();
   int64_t tile_rows = std::min(c.program.tile_rows, c.program.batch_rows);
-  exchange_short(nest_, tile_rows);
+  if (!joined && (k < 2 || !repeats_along(nest_[k - 2], nest_[k - 1], item_sizes_))) exchange_short(nest_, tile_rows);
   // Values alive at once, at most: what a block must fit in the first-level cache.
   int64_t live = 1, most = 1;
   std::vector<int64_t> ends(ops_.size() + 1, 0);
@@ -195,8 +196,9 @@ void VectorStep::plan_loops(const Vector& x, const Compile& c) {
   }
   chunk_ = std::clamp<int64_t>(kL1Bytes / (most * static_cast<int64_t>(item_)) / 64 * 64, 128, 2048);
   const Dim& inner = nest_.back();
-  bool blocked = k >= 2 && !inner.rows && inner.n * 2 <= chunk_;
-  rows_per_block_ = blocked ? chunk_ / inner.n : 0;
+  const int64_t columns = inner.extent(tile_rows);
+  bool blocked = k >= 2 && (joined || !inner.rows) && columns * 2 <= chunk_;
+  rows_per_block_ = blocked ? chunk_ / columns : 0;
   outer_ = static_cast<int>(k) - (blocked ? 2 : 1);
 }
 
@@ -204,7 +206,7 @@ void VectorStep::plan_loops(const Vector& x, const Compile& c) {
 bool VectorStep::dense(int o) const {
   const Dim& inner = nest_.back();
   if (inner.stride[o] != item_sizes_[o]) return false;
-  return rows_per_block_ == 0 || nest_[nest_.size() - 2].stride[o] == inner.n * item_sizes_[o];
+  return rows_per_block_ == 0 || (!inner.rows && nest_[nest_.size() - 2].stride[o] == inner.n * item_sizes_[o]);
 }
 
 bool may_overlap(const Vector& x, int load, int store, const Compile& c) {

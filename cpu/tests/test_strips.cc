@@ -391,6 +391,35 @@ void test_loops_along_columns() {
   CHECK(!innermost_rows(64, true, 256), "%s", "64 columns");
 }
 
+// Of [steps, rows, columns] with the rows of a tile: rows and columns are one loop where that holds for every operand.
+void test_loops_that_stand_apart() {
+  auto joins = [](std::vector<std::vector<int64_t>> strides, int64_t columns) {
+    Nest nest = make_nest({255, columns}, strides);
+    simplify(nest);
+    const bool joined = join_short(nest);
+    CHECK(joined == (nest.size() == 2), "%d loops", static_cast<int>(nest.size()));
+    if (joined) CHECK(nest.back().rows && nest.back().n == columns && nest.front().n == 255, "%s", "the wrong loops are one");
+    return joined;
+  };
+  const std::vector<int64_t> one{24, 24 * 37, 4}, wider{24, 24 * 64, 4}, broadcast{4, 4 * 37, 0}, bias{0, 0, 4}, same{0, 0, 0};
+  CHECK(joins({one, wider, same}, 6), "%s", "rows of one block");
+  CHECK(!joins({one, one, broadcast}, 6), "%s", "a number for each row");
+  CHECK(!joins({one, one, bias}, 6), "%s", "a number for each column");
+  CHECK(!joins({{4 * 64, 4 * 64 * 37, 4}}, 64), "%s", "64 columns");
+}
+
+// A number or a row that is repeated leaves the rows where they are, what lies column by column does not.
+void test_repeated_operands() {
+  auto repeats = [](std::vector<std::vector<int64_t>> strides) {
+    Nest nest = make_nest({6}, strides);
+    return repeats_along(nest[0], nest[1], std::vector<int64_t>(strides.size(), 4));
+  };
+  CHECK(repeats({{24, 4}, {4, 0}, {24, 4}}), "%s", "a number for each row");
+  CHECK(repeats({{24, 4}, {0, 4}, {24, 4}}), "%s", "a number for each column");
+  CHECK(!repeats({{28, 4}, {4, 0}, {28, 4}}), "%s", "rows that lie apart");
+  CHECK(!repeats({{4, 1024}, {4, 0}, {4, 1024}}), "%s", "dense columns");
+}
+
 }  // namespace
 }  // namespace kitsune::cpu::test
 
@@ -401,6 +430,8 @@ int main() {
   const int count = available_isas(names, 8);
   test_loops_along_columns();
   test_reciprocals();
+  test_loops_that_stand_apart();
+  test_repeated_operands();
   for (int i = 0; i < count; ++i) {
     set_isa(names[i]);
     test_random(400);

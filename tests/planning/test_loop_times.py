@@ -77,8 +77,8 @@ def test_a_short_reverse_loop_is_left_to_xla(machine: str) -> None:
     forward and back, 390 with a pipeline (Xeon 6)."""
 
     def loss(a: Any, x: Any) -> Any:
-        def step(c: Any, l: Any) -> Any:
-            c = (c @ a) * l
+        def step(c: Any, seen: Any) -> Any:
+            c = (c @ a) * seen
             s = c.sum(-1, keepdims=True)
             return c / s, jnp.log(s)
 

@@ -1,7 +1,8 @@
 """Passes over tile programs, for every target: each takes a ``TileProgram`` and gives one that computes the same.
 
 ``simplified`` drops copies, what is computed twice and what nobody reads; ``with_epilogues`` puts biases and activations into the
-__all__ = ["VIEWS", "Flow", "compared_values", "simplified", "with_biases_first", "with_epilogues"]
+matrix products before them, behind ``with_biases_first`` also into those of a sum. ``compared_values`` says what must have the same
+bits wherever it is made. ``Flow`` is what they, and targets, ask about a body: who makes and who reads a value.
 """
 
 from kitsune_jax.program.passes.compared import compared_values

@@ -2,7 +2,8 @@
 
 Comes in: the costs of a loop's body. Goes out: ``Steps``. XLA compiles a loop to one function where its body holds nothing that a
 library multiplies or reduces: a step then starts nothing, products are loops of one thread like everything else. A loop with such a
-product or reduction is interpreted: each of its kernels is called in each step. All figures: JAX 0.12, float32, a Xeon 6 (Granite Rapids).
+product or reduction is interpreted: each of its kernels is called in each step. All figures: JAX 0.12, float32, a Xeon 6 (Granite
+Rapids).
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def _calls_library(body: Graph) -> bool:
 def _from_library(graph: Graph, op: Op) -> bool:
     """Which ops XLA hands on, as its programs for some 200 shapes say: what no library is for becomes loops.
 
-    YNNPACK takes sums and maxima of 4096 numbers or more, and a product of which one size is 8 or more, where the rows of its first
-    operand lie as they are (a weight gradient's do not). Eigen takes the other products that sum up 4 numbers or more and have 4 rows
-    or columns or more. No library has products of vectors.
+    YNNPACK takes sums and maxima of 4096 numbers or more, and a product of which one size is 8 or more, where the rows of its
+    first operand lie as they are (a weight gradient's do not). Eigen takes the other products that sum up 4 numbers or more and
+    have 4 rows or columns or more. No library has products of vectors.
     """
     if op.kind in _REDUCTIONS:
         value = graph.values[op.inputs[0]]
@@ -81,8 +82,10 @@ def _from_library(graph: Graph, op: Op) -> bool:
 
 
 def _reads_columns(graph: Graph, op: Op) -> bool:
-    """Is the first operand of the product ``op`` a matrix, or one for each batch, that is added up along its rows, perhaps by way of
-    a transpose? XLA makes one op of both."""
+    """Is the first operand of the product ``op`` a matrix, or one for each batch, that is added up over its rows?
+
+    A transpose in front of it makes no difference: XLA makes one op of both.
+    """
     rank, batch = len(graph.values[op.inputs[0]].shape), len(op["lhs_batch"])
     if rank - batch != 2 or len(op["lhs_contract"]) != 1:
         return False
