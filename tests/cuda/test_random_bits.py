@@ -128,3 +128,23 @@ def test_dropout_is_a_part_of_a_pipeline(impl: str, modelled: float) -> None:
     (region,) = report.regions
     assert report.coverage > 0.9 and 2 * region.seconds < region.baseline_seconds
     assert abs(region.seconds - modelled) < 0.05 * modelled
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_key_that_is_split_in_each_step(impl: str) -> None:
+    """What a hash counts is the same for all rows, and made of nothing inside the loop's body."""
+
+    def f(key: Any, x: Any) -> Any:
+        def step(carry: Any, _: Any) -> Any:
+            key, x = carry
+            key, now = jax.random.split(key)
+            return (key, x ^ jax.random.bits(now, x.shape)), jax.random.bits(now, (3,))
+
+        return lax.scan(step, (key, x), None, length=5)
+
+    key, x = jax.random.key(3, impl=impl), jnp.arange(67, dtype=jnp.uint32)
+    (key_after, after), bits = jax.jit(kj.pipeline(f, target="emulator", force=True, strict=True))(key, x)
+    (wanted_key, wanted), wanted_bits = jax.jit(f)(key, x)
+    np.testing.assert_array_equal(jax.random.key_data(key_after), jax.random.key_data(wanted_key))
+    np.testing.assert_array_equal(after, wanted)
+    np.testing.assert_array_equal(bits, wanted_bits)

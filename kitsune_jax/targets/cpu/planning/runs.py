@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from kitsune_jax.planning.cost import FREE, RegionCost, itemsize
 from kitsune_jax.targets.cpu.planning.times import CpuTimes
 
-# A piece of an array in memory that is read or written alone, a page and more from the next one, on one worker: exp of
-# [255, 512, 6] in tiles of 8 of the 512 rows took two workers 1.8 ms, 92 ns for each of its pieces of 192 bytes (Xeon with AMX).
-PIECE_SECONDS = 60e-9
+# Eight rows of an array in memory that are read or written alone, a page and more from the next ones: exp of [255, 512, 6] in front
+# of a loop, in tiles of 4 of the 512 rows, took one worker 7 ns for eight rows, of [255, 2048, 6] 22 ns (Xeon with AMX, busy).
+PIECE_SECONDS = 20e-9
 _PIECE_ROWS, _PIECE_BYTES, _PAGE = 8, 1024, 4096
 # Runs inside a row are found by their strides, one by one: they took 8 to 15 ns each, a whole row of one number 3 (same machine).
 _WITHIN = 3.0
