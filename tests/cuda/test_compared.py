@@ -203,8 +203,7 @@ def relative_error(f: Any, args: Any, by: int) -> float:
     return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("by", [0, 1, 2])
+@pytest.mark.parametrize("by, dtype", [(0, "bfloat16"), (1, "float32"), (1, "bfloat16"), (1, "float16"), (2, "bfloat16")])
 def test_a_segment_softmax_by_one_argument(by: int, dtype: str) -> None:
     rng = np.random.default_rng(3)
     args = [rng.standard_normal(s) * 0.5 for s in ((NODES, 8), (8, 6), (2, 2, 3), (NODES, 2, 3))]
