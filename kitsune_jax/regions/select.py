@@ -13,25 +13,24 @@ import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.regions.between import between, has_token, joins
 from kitsune_jax.regions.calls import Chosen, anchored_call
-from kitsune_jax.regions.convex import anchored, needed, region_of, regions_of
+from kitsune_jax.regions.convex import anchored, regions_of
 from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex, splits_layer
 from kitsune_jax.regions.in_place import updated_in_place
 from kitsune_jax.regions.known_spreads import NEVER_SEEDS, Spreads, seed_order
+from kitsune_jax.regions.left_aside import smaller_of
 from kitsune_jax.regions.loops import loop_regions
 from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import Pass, cuts_of
-from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, gained_apart, pays, seconds_gained
+from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, pays, seconds_gained
 from kitsune_jax.regions.recompute import recompute
 from kitsune_jax.streams import Region, Seed, Spread, has_few_rows, is_batched, spread
 from kitsune_jax.streams.wiring import Wiring
 
-_LEFT_ASIDE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
 _OWN_BODY = "a loop left to XLA, its body is pipelined on its own"
 
 
@@ -300,38 +299,14 @@ class _Selector:
                 order.join(anchored(self.graph, region))
         return found
 
-    def _without_tables(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
-        """``region`` and its plan, or what is left of it without ops that fold rows into tables by indices, where that gains more.
-
-        The rows of a call stream in one order. Folded in another one, they need a table for every worker, which a call of their own
-        does not, or XLA does it.
-        """
-        folds = tuple(i for i in region.sinks if OPS[self.graph.ops[i].kind].family == "scatter")
-        if not folds:
-            return region, plan
+    def _smaller(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
+        """``region`` and its plan, or what is left of it without ops that cost less elsewhere."""
         known = self.parted.get(id(region))  # as ``_plan_of``: every op of a region may be a seed
         if known is None:
-            known = self.parted[id(region)] = region, self._part_tables(sp, region, plan, folds)
+            rest, smaller, why = smaller_of(self.index, sp, region, plan, lambda r: self._plan_of(r)[0])
+            self.why.update(why)
+            known = self.parted[id(region)] = region, (rest, smaller)
         return known[1]
-
-    def _part_tables(self, sp: Spread, region: Region, plan: Plan | str, folds: tuple[int, ...]) -> tuple[Region, Plan | str]:
-        order, most = None if isinstance(plan, str) else plan.order, 0.0
-        others = tuple(i for i in folds if self.graph.ops[i].inputs[1] != order)
-        best = region, plan
-        for left in dict.fromkeys((others, folds)):
-            if not left:
-                continue
-            rest = region_of(self.index, sp, needed(self.index, sp, set(region.ops).difference(left)))
-            smaller = self._plan_of(rest)[0] if rest.outputs else ""
-            if isinstance(smaller, str):
-                continue
-            alone = [self._plan_of(region_of(self.index, sp, needed(self.index, sp, {i})))[0] for i in left]
-            gain = gained_apart(plan, smaller, alone)
-            if gain > most:
-                best, most = (rest, smaller), gain
-                for i, own in zip(left, alone, strict=True):
-                    self.why[i] = own if isinstance(own, str) else f"{_LEFT_ASIDE} {compared(own)}"
-        return best
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
         """The key by which candidates are compared, larger is better. With ``force`` the model does not decide: a stream over rows
@@ -353,7 +328,7 @@ class _Selector:
             return None, {seed_op}
         plan, asked = self._plan_of(region)
         if not self.force:
-            region, plan = self._without_tables(kept.spread, region, plan)
+            region, plan = self._smaller(kept.spread, region, plan)
         passes = self._passes(region, plan)
         if passes:  # the others are found when their own ops are looked at, and what is left once all of them are taken
             mine = [c for c in passes if seed_op in c.region.ops]
