@@ -49,7 +49,9 @@ class Kernel:
         """Of an array that the kernel only takes rows or a slice of, no more than these: pages of a pool in the steps of a loop."""
         readers = [op for op in (cost.graph.ops[i] for i in self.ops) if v in op.inputs]
         whole = cost.read_bytes(v)
-        if not readers or not all(_PARTLY.intersection((op.kind, OPS[op.kind].family)) and v not in op.inputs[1:] for op in readers):
+        if not readers or not all(
+            _PARTLY.intersection((op.kind, OPS[op.kind].family)) and v not in op.inputs[1:] for op in readers
+        ):
             return whole
         return min(whole, sum(cost.bytes(op.outputs[0]) for op in readers))
 

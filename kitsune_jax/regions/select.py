@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from kitsune_jax.graph import Graph
-from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.regions.beside import Beside, Bridges
 from kitsune_jax.regions.between import between, has_token, joins
@@ -24,13 +23,13 @@ from kitsune_jax.regions.followers import Following
 from kitsune_jax.regions.graph_index import GraphIndex, splits_layer
 from kitsune_jax.regions.in_place import updated_in_place
 from kitsune_jax.regions.known_spreads import NEVER_SEEDS, Spreads, seed_order
+from kitsune_jax.regions.left_aside import smaller_of
 from kitsune_jax.regions.loops import loop_regions
 from kitsune_jax.regions.merge import merged
 from kitsune_jax.regions.order import Order
 from kitsune_jax.regions.passes import best_cut
 from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, pays, seconds_gained
 from kitsune_jax.regions.recompute import recompute
-from kitsune_jax.regions.tables import parted
 from kitsune_jax.streams import Region, Seed, Spread, has_few_rows, is_batched, spread
 from kitsune_jax.streams.wiring import Wiring
 
@@ -304,20 +303,13 @@ class _Selector:
         gain_as_one = 0.0 if isinstance(plan, str) or not pays(plan) else seconds_gained(plan)
         return known[1] if all_gained(known[1]) > PROFIT_MARGIN * gain_as_one else []
 
-    def _without_tables(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
-        """``region`` and its plan, or what is left of it without ops that fold rows into tables by indices, where that gains more.
-
-        The rows of a call stream in one order. Folded in another one, they need a table for every worker, which a call of their own
-        does not, or XLA does it.
-        """
-        folds = tuple(i for i in region.sinks if OPS[self.graph.ops[i].kind].family == "scatter")
-        if not folds:
-            return region, plan
+    def _smaller(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
+        """``region`` and its plan, or what is left of it without ops that cost less elsewhere."""
         known = self.parted.get(id(region))  # as ``_plan_of``: every op of a region may be a seed
         if known is None:
-            found, reasons = parted(self.index, sp, (region, plan), folds, lambda r: self._plan_of(r)[0])
-            known = self.parted[id(region)] = region, found
-            self.why.update(reasons)
+            rest, smaller, why = smaller_of(self.index, sp, region, plan, lambda r: self._plan_of(r)[0])
+            self.why.update(why)
+            known = self.parted[id(region)] = region, (rest, smaller)
         return known[1]
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
@@ -340,7 +332,7 @@ class _Selector:
             return None, {seed_op}
         plan, asked = self._plan_of(region)
         if not self.force:
-            region, plan = self._without_tables(kept.spread, region, plan)
+            region, plan = self._smaller(kept.spread, region, plan)
         passes = self._passes(region, plan)
         if passes:  # the others are found when their own ops are looked at, and what is left once all of them are taken
             mine = [c for c in passes if seed_op in c.region.ops]
