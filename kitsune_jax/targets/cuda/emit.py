@@ -85,15 +85,8 @@ class _Stationary:
         self.makers: dict[int, Instr] = {
             v: i for s in program.stages for i in walk(s.body) for v in i.outputs if not program.values[v].tile
         }
-        # What stands in a loop of the graph is of an op of the loop's body, and says the loop's number.
-        self.inside: set[int] = {
-            v
-            for s in program.stages
-            for i in walk(s.body)
-            if i.block is not None and i.op >= 0
-            for inner in walk(i.block.body)
-            for v in inner.outputs
-        }
+        # What stands in a loop of the graph, or hands it a carry, says the loop's number.
+        self.loops = {i.op for s in program.stages for i in walk(s.body) if i.kind == "loop"}
         self.known: dict[int, Any] = {}
         self.by_op: dict[int, Any] = {}  # makers stand in every stage that needs them
 
@@ -111,7 +104,7 @@ class _Stationary:
         operands = [self.value(x) for x in instr.inputs]
         if instr.kind == "reshape":
             return jnp.reshape(operands[0], instr["new_sizes"])
-        if instr.op < 0 or v in self.inside:  # of a pass over the tile program, or of a loop's body, not of the graph
+        if instr.op < 0 or instr.op in self.loops:  # of a pass over the tile program, or of a loop's body, not of the graph
             t = self.program.values[v]
             return OPS[instr.kind].evaluate(dict(instr.params), *operands, out=Value(t.shape, t.dtype))
         if instr.op not in self.by_op:
