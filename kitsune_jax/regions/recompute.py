@@ -18,6 +18,7 @@ from kitsune_jax.planning.plan import Plan
 from kitsune_jax.regions.compared import taken_the_largest_of
 from kitsune_jax.regions.graph_index import GraphIndex
 from kitsune_jax.streams import Region
+from kitsune_jax.streams.space import streamed_axes
 
 Planned = tuple[Region, Plan]
 # Ops that are done again rather than stored: pointwise ones of at most so many operations an element (an exponential, a tanh), and
@@ -94,7 +95,8 @@ def _changed(
 
 
 def _worth_storing(index: GraphIndex, maker: Region, gone: set[int]) -> frozenset[int]:
-    """What has to lie in memory for ``gone`` to be made of it by cheap ops only."""
+    """What has to lie in memory for ``gone`` to be made of it by cheap ops only, and by what makes values that a region can't store:
+    those that do not run over all of its axes, as the angles of a rotary embedding."""
     found: set[int] = set()
     seen: set[int] = set()
     labels, inside, work = maker.label_of(), set(maker.ops), list(gone)
@@ -104,7 +106,7 @@ def _worth_storing(index: GraphIndex, maker: Region, gone: set[int]) -> frozense
         if v in seen or v not in labels or i not in inside or i in index.again:
             continue
         seen.add(v)
-        if _is_cheap(index, i):
+        if _is_cheap(index, i) or len(streamed_axes(labels[v])) < len(maker.space.sizes):
             work += index.graph.ops[i].inputs
         else:
             found.add(_last_of(index, v, inside))
