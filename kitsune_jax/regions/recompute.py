@@ -95,8 +95,8 @@ def _changed(
 
 
 def _worth_storing(index: GraphIndex, maker: Region, gone: set[int]) -> frozenset[int]:
-    """What has to lie in memory for ``gone`` to be made of it by cheap ops only, and by what makes values that a region can't store:
-    those that do not run over all of its axes, as the angles of a rotary embedding."""
+    """What has to lie in memory for ``gone`` to be made of it by cheap ops only, and by what makes values that a region has no rows
+    for: those that do not run over all of its axes, as the angles of a rotary embedding."""
     found: set[int] = set()
     seen: set[int] = set()
     labels, inside, work = maker.label_of(), set(maker.ops), list(gone)

@@ -26,7 +26,7 @@ def by_bytes(graph: Graph, region: Region) -> Plan:
 
 
 def test_what_does_not_run_over_all_axes_is_made_again_and_not_stored():
-    """The sines of a rotary embedding are the same for all of a batch: a region of samples and tokens has no rows to store of them."""
+    """The sines of a rotary embedding are the same for all of a batch: a region of samples and tokens has no rows for them."""
 
     def fn(x: Any, v: Any, w: Any) -> Any:
         angles = jnp.arange(TOKENS)[:, None] * 1e4 ** (-jnp.arange(WIDTH) / WIDTH)
