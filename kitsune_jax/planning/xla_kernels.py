@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from kitsune_jax.graph import Graph
+from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import GATHER, SCATTER, RegionCost, itemsize
@@ -23,8 +23,6 @@ from kitsune_jax.streams.space import Region, StreamSpace
 ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative", "loop", SCATTER})
 # Kernels of their own, whose operands are in memory. The kernels of a loop are those of its body.
 _ALONE = frozenset({"dot", "cumulative", "loop", SCATTER})
-# Kernels read as much of their first operand as they make.
-_PARTLY = frozenset({GATHER, "slice", "dynamic_slice"})
 _VIEWS = frozenset({"reshape", "transpose"})
 # XLA does not compute an op of this many operations twice to save a round trip (its list: divide, exp, log, tanh, power, ...).
 _EXPENSIVE = 4
@@ -43,17 +41,24 @@ class Kernel:
         updated = [cost.graph.ops[i] for i in self.ops if cost.graph.ops[i].kind == "dynamic_update_slice"]
         if updated and self.root in updated[0].outputs:
             return 2 * cost.bytes(updated[0].inputs[1])
-        return sum(self._read(cost, v) for v in self.reads) + cost.bytes(self.root)
+        readers: dict[int, list[Op]] = {}
+        for op in (cost.graph.ops[i] for i in self.ops):
+            for v in op.inputs:
+                readers.setdefault(v, []).append(op)
+        return sum(_read(cost, v, readers.get(v, ())) for v in self.reads) + cost.bytes(self.root)
 
-    def _read(self, cost: RegionCost, v: int) -> int:
-        """Of an array that the kernel only takes rows or a slice of, no more than these: pages of a pool in the steps of a loop."""
-        readers = [op for op in (cost.graph.ops[i] for i in self.ops) if v in op.inputs]
-        whole = cost.read_bytes(v)
-        if not readers or not all(
-            _PARTLY.intersection((op.kind, OPS[op.kind].family)) and v not in op.inputs[1:] for op in readers
-        ):
-            return whole
-        return min(whole, sum(cost.bytes(op.outputs[0]) for op in readers))
+
+def _read(cost: RegionCost, v: int, readers: Sequence[Op]) -> int:
+    """Of an array that the ``readers`` of a kernel only take rows or a slice of, no more than these: pages of a pool in the steps of
+    a loop."""
+    whole = cost.read_bytes(v)
+    if not readers or not all(_is_partly(op) and v not in op.inputs[1:] for op in readers):
+        return whole
+    return min(whole, sum(cost.bytes(op.outputs[0]) for op in readers))
+
+
+def _is_partly(op: Op) -> bool:
+    return op.kind == "dynamic_slice" or OPS[op.kind].family == GATHER
 
 
 def kernels_of(cost: RegionCost) -> list[Kernel]:

@@ -215,7 +215,7 @@ def check_same_bits(what: str, rows: int, arrangement: str, monkeypatch: pytest.
     plan = found[arrangement]
     shared = Kernel(of, plan)
 
-    def unshared(call: Program, plans: tuple[Plan, ...], name: str) -> kernel.Kernel:
+    def unshared(call: Program, plans: tuple[Plan, ...], name: str, _: object) -> kernel.Kernel:
         assert call.only is not None
         return kernel.generate(call.only, lower.arrangement(plans[0], call.only), name, share=False)
 

@@ -224,7 +224,7 @@ def test_machine_models_are_complete_and_say_where_numbers_are_from():
         for field in dataclasses.fields(m):
             number = getattr(m, field.name)
             if isinstance(number, (int, float)):
-                assert number > 0, (m.name, field.name)
+                assert number > 0 or field.name == "fresh_seconds", (m.name, field.name)  # which a large program has alone
         assert m.sources and all(source for _, source in m.sources)
         assert m.place(m.places[-1].name).latency > 0
     assert targets.get("cuda").machine("h200") is H200 and targets.get("cpu").machine(CPU.name) == CPU

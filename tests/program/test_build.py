@@ -178,11 +178,11 @@ def test_a_region_without_code_costs_only_itself(monkeypatch):
     cpu = targets.get("cpu")
     generate = cpu.generate
 
-    def fails_first(program, plan, name):
+    def fails_first(program, plan, name, *more):
         if not seen:
             seen.append(name)
             raise targets.CannotLower("no code today")
-        return generate(program, plan, name)
+        return generate(program, plan, name, *more)
 
     seen = []
     monkeypatch.setattr(cpu, "generate", fails_first)
