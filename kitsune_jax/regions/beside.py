@@ -68,13 +68,18 @@ class Bridges:
     def __init__(self, index: GraphIndex, merge: Callable[[Sequence[Chosen]], list[Chosen]], fresh: float):
         self.index, self.merge, self.fresh = index, merge, fresh
         self.calls, self.border = self._tried([])
+        self.refused: set[tuple[int, ...]] = set()  # by their ops, each of which may be a seed
 
     def accepts(self, bridge: Chosen) -> bool:
         """Take ``bridge`` where it saves more than it loses by itself."""
+        if bridge.ops in self.refused:
+            return False
         calls, border = self._tried([bridge])
         if bridge in calls or border >= self.border + seconds_gained(bridge.plan):
+            self.refused.add(bridge.ops)
             return False
         self.calls, self.border = calls, border
+        self.refused.clear()
         return True
 
     def _tried(self, more: Sequence[Chosen]) -> tuple[list[Chosen], float]:
