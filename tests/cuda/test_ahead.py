@@ -79,7 +79,10 @@ def asked(found: list[counters.Counts], name: str) -> int:
     return sum(event.amount for event in one.events if event.name == name)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)],
+)
 def test_a_token_asks_for_the_weight_behind_it(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(dtype)
     decode = kj.pipeline(layer, target="emulator", strict=True, fetch_ahead=True)
