@@ -49,8 +49,8 @@ class Kernel:
 
 
 def _read(cost: RegionCost, v: int, readers: Sequence[Op]) -> int:
-    """Of an array that the ``readers`` of a kernel only take rows or a slice of, no more than these: pages of a pool in the steps
-    of a loop."""
+    """Of an array that the ``readers`` of a kernel only take rows of, or a slice at a computed place, no more than these: pages of
+    a pool in the steps of a loop. Plain slices count whole: mostly all parts of such an array are read."""
     whole = cost.read_bytes(v)
     if not readers or not all(_is_partly(op) and v not in op.inputs[1:] for op in readers):
         return whole
