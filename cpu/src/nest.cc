@@ -39,6 +39,11 @@ Nest make_nest(const std::vector<int64_t>& extents, const std::vector<std::vecto
   return nest;
 }
 
+void fix_rows(Nest& nest, int64_t rows) {
+  for (Dim& dim : nest)
+    if (dim.rows) dim.n *= rows, dim.rows = false;
+}
+
 void simplify(Nest& nest) {
   Nest out;
   for (Dim& dim : nest) {

@@ -21,6 +21,9 @@ using Nest = std::vector<Dim>;
 // The nest (rows, *extents) of operands whose strides are given in bytes: strides[o][0] for the row, then one per extent.
 Nest make_nest(const std::vector<int64_t>& extents, const std::vector<std::vector<int64_t>>& strides);
 
+// The nest of tiles that have all their `rows`: the rows are a loop like others, which merges with what lies around it.
+void fix_rows(Nest& nest, int64_t rows);
+
 // Drops dimensions of extent 1 and merges neighbours that are one loop for every operand.
 void simplify(Nest& nest);
 

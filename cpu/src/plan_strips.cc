@@ -17,9 +17,10 @@ using Node = StripNode;
 
 class Planner {
  public:
-  Planner(const Vector& x, const Compile& c, StripNodes nodes)
+  Planner(const Vector& x, const Compile& c, bool whole, StripNodes nodes)
       : x_(x),
         c_(c),
+        whole_(whole),
         kernels_(*c.table.strips),
         nodes_(std::move(nodes.all)),
         reached_(std::move(nodes.reached)),
@@ -72,12 +73,12 @@ class Planner {
     Nest nest = make_nest(x_.extents, strides);
     for (const Node& n : nodes_)
       if (n.kind == Node::kIndex && n.micro->a >= 0) nest[n.micro->a].tag = static_cast<int>(n.micro->a);
-    simplify(nest);
-    const bool joined = join_short(nest);
-    const size_t k = nest.size();
     const int64_t rows = std::min(c_.program.tile_rows, c_.program.batch_rows);
-    if (!joined) exchange_short(nest, rows);
-    if (k >= 2 && nest.back().extent(rows) < 2 * kernels_.strip) return false;
+    if (whole_) fix_rows(nest, rows);
+    simplify(nest);
+    if (!join_short(nest)) exchange_short(nest, rows);
+    if (whole_) simplify(nest);  // columns one after the other, each of all rows
+    if (nest.size() >= 2 && nest.back().extent(rows) < 2 * kernels_.strip) return false;
     plan_.nest = std::move(nest);
     return true;
   }
@@ -326,6 +327,7 @@ class Planner {
 
   const Vector& x_;
   const Compile& c_;
+  const bool whole_;
   const StripKernels& kernels_;
   StripPlan plan_;
   std::vector<Node> nodes_;
@@ -337,10 +339,10 @@ class Planner {
 
 }  // namespace
 
-std::optional<StripPlan> plan_strips(const Vector& x, const Compile& c) {
+std::optional<StripPlan> plan_strips(const Vector& x, const Compile& c, bool whole) {
   if (c.table.strips == nullptr) return std::nullopt;
   std::optional<StripNodes> nodes = strip_nodes(x, c);
-  return nodes ? Planner(x, c, std::move(*nodes)).plan() : std::nullopt;
+  return nodes ? Planner(x, c, whole, std::move(*nodes)).plan() : std::nullopt;
 }
 
 }  // namespace kitsune::cpu

@@ -40,8 +40,9 @@ struct StripPlan {
   const StripKernels* kernels = nullptr;
 };
 
-// The plan of `x`, or nothing where it has operations that strips do not have, or loops too short for them.
-std::optional<StripPlan> plan_strips(const Vector& x, const Compile& c);
+// The plan of `x`, or nothing where it has operations that strips do not have, or loops too short for them. `whole`: of tiles that
+// have all their rows.
+std::optional<StripPlan> plan_strips(const Vector& x, const Compile& c, bool whole);
 
 std::unique_ptr<const Step> run_strips(StripPlan plan);
 

@@ -38,13 +38,14 @@ bool in_place(const Vector& x, int load, int store);
 
 class VectorStep final : public Step {
  public:
-  VectorStep(const Vector& x, const Compile& c);
+  // `whole`: of tiles that have all their rows.
+  VectorStep(const Vector& x, const Compile& c, bool whole);
   void run(const Context& c) const override;
 
  private:
   struct Frame;
   // Planning.
-  void plan_loops(const Vector& x, const Compile& c);
+  void plan_loops(const Vector& x, const Compile& c, bool whole);
   void plan_values(const Vector& x, const Compile& c);
   VectorOp make_op(const Vector& x, const Micro& m, std::vector<int32_t>& defined, const Compile& c);
   void use_numbers(const Compile& c);

@@ -2,6 +2,7 @@
 // which buffers the remaining values share. Everything here happens once per compiled executable.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 
 #include "arithmetic.h"
@@ -51,7 +52,7 @@ void fill_constant(DType type, void* out, int64_t n, const std::vector<double>& 
   }
 }
 
-VectorStep::VectorStep(const Vector& x, const Compile& c) {
+VectorStep::VectorStep(const Vector& x, const Compile& c, bool whole) {
   loads_ = static_cast<int>(x.loads.size());
   operands_ = loads_ + static_cast<int>(x.stores.size());
   for (const auto* list : {&x.loads, &x.stores})
@@ -62,7 +63,7 @@ VectorStep::VectorStep(const Vector& x, const Compile& c) {
     }
   plan_values(x, c);
   use_numbers(c);
-  plan_loops(x, c);
+  plan_loops(x, c, whole);
   for (size_t i = 0; i < ops_.size(); ++i) {
     if (ops_[i].place != Place::kConstant) continue;
     const int64_t n = ops_[i].single ? 1 : chunk_;
@@ -169,18 +170,20 @@ VectorOp VectorStep::make_op(const Vector& x, const Micro& m, std::vector<int32_
   return op;
 }
 
-void VectorStep::plan_loops(const Vector& x, const Compile& c) {
+void VectorStep::plan_loops(const Vector& x, const Compile& c, bool whole) {
   std::vector<std::vector<int64_t>> strides;
   for (const auto* list : {&x.loads, &x.stores})
     for (const Operand& o : *list) strides.push_back(byte_strides(o));
   nest_ = make_nest(x.extents, strides);
   for (const VectorOp& op : ops_)
     if (op.kind == VectorOp::kIndex && op.index_dim >= 0) nest_[op.index_dim].tag = static_cast<int>(op.index_dim);
+  const int64_t tile_rows = std::min(c.program.tile_rows, c.program.batch_rows);
+  if (whole) fix_rows(nest_, tile_rows);
   simplify(nest_);
   const bool joined = join_short(nest_);
   size_t k = nest_.size();
-  int64_t tile_rows = std::min(c.program.tile_rows, c.program.batch_rows);
   if (!joined && (k < 2 || !repeats_along(nest_[k - 2], nest_[k - 1], item_sizes_))) exchange_short(nest_, tile_rows);
+  if (whole) simplify(nest_), k = nest_.size();  // columns one after the other, each of all rows
   // Values alive at once, at most: what a block must fit in the first-level cache.
   int64_t live = 1, most = 1;
   std::vector<int64_t> ends(ops_.size() + 1, 0);
@@ -316,9 +319,46 @@ void VectorStep::assign_buffers() {
   }
 }
 
+namespace {
+
+// Some operand lies column by column: how long a column is decides whether columns are one loop.
+bool lies_by_columns(const Vector& x) {
+  for (const auto* list : {&x.loads, &x.stores})
+    for (const Operand& o : *list)
+      for (size_t d = 0; d < o.strides.size(); ++d)
+        if (o.row_stride != 0 && x.extents[d] > 1 && std::abs(o.strides[d]) > std::abs(o.row_stride)) return true;
+  return false;
+}
+
+// One Vector program as two: for tiles that have all their rows, and for the last one of a batch.
+class ByRowsStep final : public Step {
+ public:
+  ByRowsStep(int64_t rows, std::unique_ptr<const Step> whole, std::unique_ptr<const Step> part)
+      : rows_(rows), whole_(std::move(whole)), part_(std::move(part)) {
+    temp_bytes_ = std::max(whole_->temp_bytes(), part_->temp_bytes());
+  }
+  void run(const Context& c) const override { of(c).run(c); }
+  void fetch(const Context& c) const override { of(c).fetch(c); }
+  bool fetches(int loop) const override { return whole_->fetches(loop) || part_->fetches(loop); }
+
+ private:
+  const Step& of(const Context& c) const { return c.rows == rows_ ? *whole_ : *part_; }
+
+  int64_t rows_;
+  std::unique_ptr<const Step> whole_, part_;
+};
+
+std::unique_ptr<const Step> compile(const Vector& x, const Compile& c, bool whole) {
+  if (std::optional<StripPlan> strips = plan_strips(x, c, whole)) return run_strips(std::move(*strips));
+  return std::make_unique<VectorStep>(x, c, whole);
+}
+
+}  // namespace
+
 std::unique_ptr<const Step> compile(const Vector& x, const Compile& c) {
-  if (std::optional<StripPlan> strips = plan_strips(x, c)) return run_strips(std::move(*strips));
-  return std::make_unique<VectorStep>(x, c);
+  if (!lies_by_columns(x)) return compile(x, c, false);
+  return std::make_unique<ByRowsStep>(std::min(c.program.tile_rows, c.program.batch_rows), compile(x, c, true),
+                                      compile(x, c, false));
 }
 
 }  // namespace kitsune::cpu

@@ -24,7 +24,7 @@ from kitsune_jax.targets.cpu.planning.taken import Taken
 # Families whose ops run in groups, through registers.
 _GROUPED = frozenset({"pointwise", "convert"})
 # Families whose ops read a value as well where it lies column by column.
-_COLUMNS = _GROUPED | FREE | COPIES
+_COLUMNS = _GROUPED | FREE | COPIES | {"reduce"}
 # An element of a border array whose rows do not lie together, on one worker: 6 to 19 ns were measured for tiles of 2 to 4 columns
 # of a row-major array, on Zen 4.
 _STRIDED_SECONDS = 6e-9
