@@ -11,6 +11,7 @@
 #include "nest.h"
 #include "programs.h"
 #include "reciprocal.h"
+#include "strips_check.h"
 
 namespace kitsune::cpu::test {
 namespace {
@@ -140,43 +141,6 @@ class Random {
   std::vector<DType> registers_;
   Vector v_;
 };
-
-std::vector<Bytes> outputs(const Call& source, unsigned seed) {
-  std::vector<int64_t> words = encode(source);
-  Executable exe(parse(words.data(), words.size()));
-  Arrays arrays(exe.call(), seed);
-  ThreadPool pool(1);
-  std::string error = exe.run(arrays.in_pointers.data(), arrays.out_pointers.data(), pool);
-  CHECK(error.empty(), "%s", error.c_str());
-  return arrays.outs;
-}
-
-bool same(DType type, const char* a, const char* b) {
-  if (std::memcmp(a, b, item_size(type)) == 0) return true;
-  return is_float(type) && std::isnan(get(type, a)) && std::isnan(get(type, b));
-}
-
-void compare_without(const char* name, const Call& call, unsigned seed) {
-  const KernelTable with = kernels();
-  KernelTable without = with;
-  without.strips = nullptr;
-  set_kernels(&without);
-  const std::vector<Bytes> want = outputs(call, seed);
-  set_kernels(&with);
-  const std::vector<Bytes> got = outputs(call, seed);
-  set_kernels(nullptr);
-  set_isa(with.isa);
-  for (size_t o = 0; o < want.size(); ++o) {
-    const Array& array = call.arrays[static_cast<size_t>(call.operands) + o];
-    for (int64_t i = 0; i < array.elements; ++i) {
-      const size_t byte = static_cast<size_t>(i) * item_size(array.dtype);
-      if (same(array.dtype, &want[o][byte], &got[o][byte])) continue;
-      CHECK(false, "%s [%s], seed %u: result %zu of type %s is %g at %lld, not %g", name, with.isa, seed, o,
-            dtype_name(array.dtype), get(array.dtype, &got[o][byte]), static_cast<long long>(i), get(array.dtype, &want[o][byte]));
-      break;
-    }
-  }
-}
 
 // Loops over a state in place: what is read of the state before is not what was written.
 Program recurrence(int64_t rows, int64_t tile) {
