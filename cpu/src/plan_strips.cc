@@ -43,6 +43,8 @@ class Planner {
   int copied() const {
     const bool brief = plan_.nest.back().extent(std::min(c_.program.tile_rows, c_.program.batch_rows)) < kernels_.strip;
     auto copies = [&](const Operand& o, size_t at, DType type) {
+      if (picked(at)) return o.ref.dtype != type;
+      if (at >= x_.loads.size() && plan_.step < kernels_.strip) return true;
       return brief || o.ref.dtype != type || plan_.nest.back().stride[at] != static_cast<int64_t>(item_size(o.ref.dtype));
     };
     int found = 0;
@@ -62,22 +64,39 @@ class Planner {
   int numbers() const {
     int found = 0;
     for (size_t v = 0; v < nodes_.size(); ++v)
-      found += reached_[v] && nodes_[v].operand >= 0 && nodes_[v].kind == Node::kLoad && number(nodes_[v].operand);
+      found += reached_[v] && nodes_[v].operand >= 0 &&
+               ((nodes_[v].kind == Node::kLoad && number(nodes_[v].operand)) || picked(static_cast<size_t>(nodes_[v].operand)));
     return found;
   }
 
   bool loops() {
     std::vector<std::vector<int64_t>> strides;
+    std::vector<int64_t> items;
     for (const auto* list : {&x_.loads, &x_.stores})
-      for (const Operand& o : *list) strides.push_back(byte_strides(o));
+      for (const Operand& o : *list) {
+        strides.push_back(byte_strides(o));
+        items.push_back(static_cast<int64_t>(item_size(o.ref.dtype)));
+      }
     Nest nest = make_nest(x_.extents, strides);
     for (const Node& n : nodes_)
       if (n.kind == Node::kIndex && n.micro->a >= 0) nest[n.micro->a].tag = static_cast<int>(n.micro->a);
     const int64_t rows = std::min(c_.program.tile_rows, c_.program.batch_rows);
     if (whole_) fix_rows(nest, rows);
     simplify(nest);
-    if (!join_short(nest)) exchange_short(nest, rows);
-    if (whole_) simplify(nest);  // columns one after the other, each of all rows
+    const bool joined = join_short(nest);
+    if (whole_) {  // columns one after the other, each of all rows
+      if (!joined) exchange_short(nest, rows);
+      simplify(nest);
+    }
+    plan_.step = kernels_.strip;
+    if (!joined && nest.size() >= 2 && nest.back().extent(rows) < 2 * kernels_.strip)
+      if (auto found = short_rows(nest, items, x_.loads.size(), rows, kernels_.strip); found) {
+        plan_.nest = std::move(found->nest);
+        plan_.step = found->step, plan_.row = found->row;
+        rows_ = std::move(found->operands);
+        return true;
+      }
+    if (!joined && !whole_) exchange_short(nest, rows);
     if (nest.size() >= 2 && nest.back().extent(rows) < 2 * kernels_.strip) return false;
     plan_.nest = std::move(nest);
     return true;
@@ -97,8 +116,13 @@ class Planner {
       }
     }
     for (size_t l = 0; l < nodes_.size(); ++l)
-      if (reached_[l] && nodes_[l].kind == Node::kLoad && nodes_[l].type == DType::kBool && !number(nodes_[l].operand))
-        nodes_[l].kind = Node::kBytes;
+      if (reached_[l] && nodes_[l].kind == Node::kLoad) {
+        const auto o = static_cast<size_t>(nodes_[l].operand);
+        if (picked(o) && rows_[o].how == RowsOperand::kPicked)
+          nodes_[l].kind = Node::kPick;
+        else if (nodes_[l].type == DType::kBool && !number(nodes_[l].operand) && !picked(o))
+          nodes_[l].kind = Node::kBytes;
+      }
     for (auto [store, v] : stored_) put(v);
     for (size_t k = 0; k < order_.size(); ++k) {
       const Node& node = nodes_[order_[k]];
@@ -125,11 +149,17 @@ class Planner {
     nodes_[v].place = static_cast<int>(order_.size());
     if (nodes_[v].partner >= 0) nodes_[nodes_[v].partner].place = nodes_[v].place;
     order_.push_back(v);
-    computed_ += nodes_[v].kind != Node::kBytes;
+    computed_ += nodes_[v].kind != Node::kBytes && nodes_[v].kind != Node::kPick;
   }
 
   DType storage_of(const Node& load) const { return x_.loads[static_cast<size_t>(load.operand)].ref.dtype; }
-  bool number(int load) const { return plan_.nest.back().stride[load] == 0; }
+  bool number(int load) const {
+    return plan_.nest.back().stride[load] == 0 && (rows_.empty() || rows_[static_cast<size_t>(load)].how == RowsOperand::kNumber);
+  }
+  // A load of a window.
+  bool picked(size_t operand) const {
+    return !rows_.empty() && rows_[operand].how != RowsOperand::kDense && rows_[operand].how != RowsOperand::kNumber;
+  }
 
   // A store waits until nobody reads any more what was there. False: what is stored as it was loaded may be overwritten before.
   bool delay_stores() {
@@ -153,6 +183,7 @@ class Planner {
     const From memory[4] = {From::kMemory, From::kMemory, From::kMemory, From::kMemory};
     const Node& node = nodes_[v];
     if (node.kind == Node::kBytes) return kernels_.special(StripKind::kLoadBool);
+    if (node.kind == Node::kPick) return kernels_.special(StripKind::kPick);
     if (node.partner >= 0) return nullptr;
     const From* f = from != nullptr ? from : memory;
     if (node.kind == Node::kConvert) return kernels_.convert(node.type, node.operand_type, f[0]);
@@ -180,6 +211,11 @@ class Planner {
   }
 
   void find_slots() {
+    for (size_t v = 0; v < nodes_.size(); ++v)
+      if (reached_[v] && nodes_[v].kind == Node::kPick) {
+        plan_.constants.push_back(pick_table(rows_[static_cast<size_t>(nodes_[v].operand)], kernels_.strip));
+        nodes_[v].table = static_cast<int32_t>(plan_.constants.size()) - 1;
+      }
     for (size_t v = 0; v < nodes_.size(); ++v)
       if (reached_[v] && nodes_[v].kind == Node::kConst) nodes_[v].slot = constant(nodes_[v].type, nodes_[v].micro->imm);
     const auto first = static_cast<int32_t>(plan_.constants.size());
@@ -227,13 +263,15 @@ class Planner {
       StripOperand& s = plan_.loads[static_cast<size_t>(node.operand)];
       s.used = true, s.number = number(node.operand), s.spread = node.type == DType::kBool, s.type = node.type,
       s.direct = s.direct && node.type == storage_of(node);
+      if (!rows_.empty()) s.rows = rows_[static_cast<size_t>(node.operand)];
+      if (node.kind == Node::kPick) s.direct = node.type == storage_of(node) && node.type != DType::kBool;
       s.load = Loader(c_.table, node.type, storage_of(node), c_.where);
       if (node.kind == Node::kLoad) node.slot = s.slot;
     }
     for (auto [store, v] : stored_) {
       StripOperand& s = plan_.stores[static_cast<size_t>(store)];
       const DType storage = x_.stores[static_cast<size_t>(store)].ref.dtype;
-      s.used = true, s.type = nodes_[v].type, s.direct = s.direct && s.type == storage;
+      s.used = true, s.type = nodes_[v].type, s.direct = s.direct && s.type == storage && plan_.step == kernels_.strip;
       s.store = Storer(c_.table, storage, s.type, c_.where);
     }
   }
@@ -308,6 +346,12 @@ class Planner {
       return -1;
     }
     StripInstruction& i = append(fn);
+    if (node.kind == Node::kPick) {
+      i.operands[0] = plan_.loads[static_cast<size_t>(node.operand)].slot, i.operands[1] = node.table;
+      const PickTable read(plan_.constants[static_cast<size_t>(node.table)].data(), kernels_.strip);
+      if (std::all_of(read.read, read.read + kStripVectors, [](int32_t bits) { return bits == 1; }))
+        i.fn = kernels_.special(StripKind::kPickOne);
+    }
     for (int k = 0; k < node.count; ++k) i.operands[k] = nodes_[node.args[k]].slot;
     divide_by_factors(i, node, from[0]);
     if (node.kind == Node::kBytes) i.operands[0] = plan_.loads[static_cast<size_t>(node.operand)].slot;
@@ -334,6 +378,7 @@ class Planner {
   std::vector<bool> reached_;
   std::vector<std::pair<int, int>> stored_, early_, late_;  // (store, node)
   std::vector<int> order_;
+  std::vector<RowsOperand> rows_;  // of loads and stores, in strips of short rows
   int computed_ = 0;
 };
 

@@ -10,8 +10,9 @@
 namespace kitsune::cpu {
 namespace {
 
-constexpr int64_t kChunk = 256;     // accumulators, or elements of an arg-reduction, worked on at once
-constexpr int64_t kShortFold = 16;  // below this many elements, fold rows instead
+constexpr int64_t kChunk = 256;      // accumulators, or elements of an arg-reduction, worked on at once
+constexpr int64_t kShortFold = 16;   // below this many elements, fold rows instead
+constexpr int64_t kFewestShort = 4;  // so many short rows are folded at once rather than one by one
 
 // Calls f with a value of the C++ type that holds `t` in a register.
 template <class F>
@@ -97,15 +98,18 @@ class ReduceStep final : public Step {
       throw ProgramError(c.where + ": this reduction is not defined for " + dtype_name(r.x.ref.dtype));
     store_ = Storer(c.table, r.out.ref.dtype, acc_, c.where);
     const int64_t rows = std::min(c.program.tile_rows, c.program.batch_rows);
-    const bool short_fold = reduced_.back().n < kShortFold;
+    const bool dense_fold = std::abs(reduced_.back().stride[0]) == item_;
+    if (reduced_.size() == 1 && reduced_[0].stride[0] == item_) fold_short_ = c.table.fold_short(how, r.x.ref.dtype, reduced_[0].n);
+    const bool short_fold = reduced_.back().n < kShortFold || fold_short_ != nullptr;
     if (short_fold && outer_.back().extent(rows) < kShortFold) {  // the longest goes innermost, such as the rows of small matrices
       auto longest = std::max_element(outer_.begin(), outer_.end(),
                                       [&](const Dim& a, const Dim& b) { return a.extent(rows) <= b.extent(rows); });
       std::rotate(longest, longest + 1, outer_.end());
     }
     int64_t along = outer_.back().extent(rows);
-    bool dense_rows = std::abs(outer_.back().stride[0]) == item_, dense_fold = std::abs(reduced_.back().stride[0]) == item_;
-    by_rows_ = along >= kShortFold ? short_fold || (dense_rows && !dense_fold) : reduced_.back().n <= along;
+    const bool dense_rows = std::abs(outer_.back().stride[0]) == item_;
+    if (along < kFewestShort || outer_.back().stride[0] % item_ != 0) fold_short_ = nullptr;
+    by_rows_ = along >= kShortFold ? reduced_.back().n < kShortFold || (dense_rows && !dense_fold) : reduced_.back().n <= along;
     acc_bytes_ = static_cast<int64_t>(item_size(acc_));
     temp_bytes_ = 2 * kChunk * 8;
   }
@@ -130,6 +134,7 @@ class ReduceStep final : public Step {
     const int64_t step = outer_.back().stride[0];
     const int dims = static_cast<int>(reduced_.size());
     int64_t index[kMaxLoopDims];
+    if (fold_short_ != nullptr) return fold_short_(m, inner.n, x, step / item_, acc);
     fill_identity(how_, acc_, m, acc);
     if (by_rows_) {
       walk(reduced_.data(), dims, 1, &x, 1, index, [&] { fold_row_(m, x, step / item_, acc); });
@@ -149,6 +154,7 @@ class ReduceStep final : public Step {
   Nest outer_, reduced_;
   FoldFn fold_;
   FoldRowFn fold_row_;
+  FoldShortFn fold_short_ = nullptr;
   Storer store_;
   bool by_rows_ = false;
 };

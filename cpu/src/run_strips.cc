@@ -22,6 +22,14 @@ void spread(char* strip, int64_t elements, DType type) {
   std::fill_n(reinterpret_cast<uint32_t*>(strip), elements, bits);
 }
 
+// The same of n bools.
+void widen(char* strip, int64_t n) {
+  for (int64_t k = n - 1; k >= 0; --k) {
+    const uint32_t bits = strip[k] != 0 ? ~uint32_t{0} : 0;
+    std::memcpy(strip + k * kLane, &bits, sizeof bits);
+  }
+}
+
 // The last element again, up to a whole vector: what is computed of it is not read, and takes no longer than the others.
 template <class T>
 void pad(char* strip, int64_t n, int64_t padded) {
@@ -64,6 +72,7 @@ class StripStep final : public Step {
       : plan_(std::move(plan)),
         strip_(plan_.kernels->strip),
         bytes_(static_cast<size_t>(strip_ * kLane)),
+        step_(plan_.step),
         first_buffer_(plan_.constants.size()),
         slots_(first_buffer_ + static_cast<size_t>(plan_.buffers) + plan_.loads.size() + plan_.stores.size()) {
     for (Block& x : plan_.constants) constants_.push_back(x.data());
@@ -72,8 +81,10 @@ class StripStep final : public Step {
         const Copied copied{&x, operands_++};
         places_.emplace_back(x.address);
         if (x.number && list == &plan_.loads) numbers_.push_back(copied);
-        if (!x.used || x.number) continue;
-        if (x.direct) direct_.push_back({copied.number, x.slot, strip_ * x.item});
+        if (x.rows.how == RowsOperand::kRepeated) repeated_.push_back(copied);
+        if (!x.used || x.number || x.rows.how == RowsOperand::kRepeated) continue;
+        const bool window = x.rows.how == RowsOperand::kPicked;
+        if (x.direct) direct_.push_back({copied.number, x.slot, window ? step_ / plan_.row * x.rows.next : step_ * x.item});
         (list == &plan_.loads ? loads_ : stores_)[1].push_back(copied);
         if (!x.direct) (list == &plan_.loads ? loads_ : stores_)[0].push_back(copied);
       }
@@ -82,7 +93,7 @@ class StripStep final : public Step {
       if (x.used && x.direct && x.address.space == Space::kIn && plan_.nest.size() == 1 && !moves.empty() && moves.back() != 0)
         fetched_.emplace_back(&x, Place(x.address));
     }
-    temp_bytes_ = buffers() * bytes_ + 2 * bytes_ + align_up(slots_ * sizeof(char*)) + align_up(operands_ * sizeof(char*));
+    temp_bytes_ = buffers() * bytes_ + 3 * bytes_ + align_up(slots_ * sizeof(char*)) + align_up(operands_ * sizeof(char*));
   }
 
   bool fetches(int loop) const override {
@@ -94,14 +105,15 @@ class StripStep final : public Step {
     char* const* const bases[] = KITSUNE_BASES(c);
     for (const auto& [x, place] : fetched_) {
       const char* from = place.of(c, bases);
-      const int64_t bytes = plan_.nest.back().extent(c.rows) * x->item;
+      const int64_t elements = plan_.nest.back().extent(c.rows);
+      const int64_t bytes = x->rows.how == RowsOperand::kPicked ? elements / plan_.row * x->rows.next : elements * x->item;
       for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(from + b, 0, 2);
     }
   }
 
   void run(const Context& c) const override {
     Frame f{c, c.temp, c.temp + buffers() * bytes_, nullptr, nullptr};
-    f.at = reinterpret_cast<char**>(f.spare + 2 * bytes_);
+    f.at = reinterpret_cast<char**>(f.spare + 3 * bytes_);
     f.here = reinterpret_cast<char**>(reinterpret_cast<char*>(f.at) + align_up(slots_ * sizeof(char*)));
     std::copy_n(constants_.data(), first_buffer_, f.at);
     for (size_t k = first_buffer_; k < slots_; ++k) f.at[k] = buffer(f, static_cast<int32_t>(k));
@@ -115,18 +127,20 @@ class StripStep final : public Step {
         x->load(1, f.at[x->slot], f.here[o], 0, f.spare);
         if (x->spread) spread(f.at[x->slot], strip_, x->type);
       }
+      for (auto [x, o] : repeated_) repeat(*x, f, o);
       for (const StripIndex& x : plan_.indices)
         if (x.dim != last) positions(x, f, x.dim < 0 ? 0 : index[x.dim], strip_, false);
-      const int64_t whole = n & -strip_;
+      const int64_t lanes = strip_ / kStripVectors;
+      auto vectors = [&](int64_t elements) { return (elements + lanes - 1) / lanes; };
       for (const Direct& d : direct_) f.at[d.slot] = f.here[d.operand];
-      for (int64_t j = 0; j < whole; j += strip_) {
-        strip(f, j, strip_, kStripVectors, loads_[0], stores_[0]);
+      int64_t j = 0;
+      for (; j + strip_ <= n; j += step_) {  // instructions that work in memory read all of a strip's lanes
+        strip(f, j, step_, vectors(step_), loads_[0], stores_[0]);
         for (const Direct& d : direct_) f.at[d.slot] += d.step;
       }
-      if (whole == n) return;
+      if (j == n) return;
       for (const Direct& d : direct_) f.at[d.slot] = buffer(f, d.slot);
-      const int64_t lanes = strip_ / kStripVectors;
-      strip(f, whole, n - whole, (n - whole + lanes - 1) / lanes, loads_[1], stores_[1]);
+      for (; j < n; j += step_) strip(f, j, std::min(step_, n - j), vectors(std::min(step_, n - j)), loads_[1], stores_[1]);
     });
   }
 
@@ -150,6 +164,15 @@ class StripStep final : public Step {
     count_positions(x.type, f.at[x.slot], 1, n, position, 0, along, x.divisor, x.modulus);
   }
 
+  // The elements of a window that all strips pick.
+  void repeat(const StripOperand& x, const Frame& f, size_t operand) const {
+    const int64_t n = x.rows.window.back();
+    char *window = f.spare + 2 * bytes_, *to = f.at[x.slot];
+    x.load(n, window, f.here[operand], 1, f.spare);
+    if (x.type == DType::kBool) widen(window, n);
+    for (int64_t k = 0; k < strip_; ++k) std::memcpy(to + k * kLane, window + x.rows.picks[static_cast<size_t>(k)] * kLane, kLane);
+  }
+
   // Elements j to j + n of the innermost loop, which are so many vectors. Operands that are copied: those in whose memory no
   // instruction works.
   void strip(const Frame& f, int64_t j, int64_t n, int64_t vectors, const std::vector<Copied>& loads,
@@ -157,6 +180,12 @@ class StripStep final : public Step {
     const Dim& inner = plan_.nest.back();
     const int64_t lanes = strip_ / kStripVectors;
     for (auto [x, o] : loads) {
+      if (x->rows.how == RowsOperand::kPicked) {
+        const int64_t r = j / plan_.row, window = x->rows.window[static_cast<size_t>(n / plan_.row)];
+        x->load(window, f.at[x->slot], f.here[o] + r * x->rows.next, 1, f.spare);
+        if (x->type == DType::kBool) widen(f.at[x->slot], window);
+        continue;
+      }
       x->load(n, f.at[x->slot], f.here[o] + j * inner.stride[o], inner.stride[o] / x->item, f.spare);
       if (n == vectors * lanes) continue;
       if (x->type == DType::kBool)
@@ -179,11 +208,13 @@ class StripStep final : public Step {
   StripPlan plan_;
   int64_t strip_;  // elements
   size_t bytes_;   // of a strip
+  int64_t step_;   // elements that are worked off with each
   size_t first_buffer_, slots_, operands_ = 0;
   std::vector<Direct> direct_;
   std::vector<char*> constants_;
   std::vector<Place> places_;                                   // of each operand
   std::vector<Copied> numbers_;                                 // loads of one number along the innermost loop
+  std::vector<Copied> repeated_;                                // loads of which all strips pick the same
   std::vector<std::pair<const StripOperand*, Place>> fetched_;  // slices of arrays by the number of the loop around
   std::vector<Copied> loads_[2], stores_[2];                    // to copy: of a whole strip; of a shorter one
 };

@@ -4,6 +4,7 @@
 #include "executor_internal.h"
 #include "executor_memory.h"
 #include "kitsune_cpu/strips.h"
+#include "strip_rows.h"
 
 namespace kitsune::cpu {
 
@@ -16,6 +17,7 @@ struct StripOperand {
   bool direct = false;  // instructions may work in the operand's memory
   bool number = false;  // a load of one number along the innermost loop
   bool spread = false;  // of such a number: somebody reads it as a whole strip
+  RowsOperand rows;     // in strips of short rows
   DType type{};         // of the register
   int32_t slot = 0;
   Loader load{};
@@ -31,7 +33,9 @@ struct StripIndex {
 };
 
 struct StripPlan {
-  Nest nest;  // the last dimension is cut into strips
+  Nest nest;         // the last dimension is cut into strips
+  int64_t step = 0;  // elements of each
+  int64_t row = 1;   // elements of the short rows that they are made of
   std::vector<StripOperand> loads, stores;
   std::vector<StripIndex> indices;
   std::vector<StripInstruction> code;

@@ -9,7 +9,7 @@
 namespace kitsune::cpu {
 
 struct StripNode {
-  enum Kind : int8_t { kLoad, kConst, kIndex, kBytes, kCompute, kConvert } kind = kCompute;  // kBytes: a load of bools
+  enum Kind : int8_t { kLoad, kConst, kIndex, kBytes, kPick, kCompute, kConvert } kind = kCompute;  // kBytes: a load of bools
   Opcode op{};
   DType type{};          // of the result
   DType operand_type{};  // of operands, but for a select's predicate
@@ -24,6 +24,7 @@ struct StripNode {
   int place = -1;      // in the order
   int last_read = -1;  // the last place that reads it
   int slot = -1;
+  int table = -1;  // of a kPick, a load of some of a window's elements: the constant that says which
 };
 
 struct StripNodes {

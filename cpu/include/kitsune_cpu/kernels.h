@@ -103,6 +103,8 @@ using StoreFn = void (*)(int64_t n, void* dst, int64_t stride, const void* src);
 using FoldFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc);
 // acc[i] = acc[i] (how) src[i * stride], i < n, same accumulator types: for reductions over rows.
 using FoldRowFn = void (*)(int64_t n, const void* src, int64_t stride, void* acc);
+// acc[r] = the fold of the n elements at src + r * row, r < count, which lie one after the other.
+using FoldShortFn = void (*)(int64_t count, int64_t n, const void* src, int64_t row, void* acc);
 // Rows at offsets in bytes, each `bytes` long and dense. Row i: to + i * step <- from + at[i], or the reverse.
 using GatherRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, void* to, int64_t step, int64_t bytes);
 using ScatterRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, int64_t step, void* to, int64_t bytes);
@@ -173,6 +175,7 @@ struct KernelTable {
   StoreFn (*store)(DType storage, DType compute);
   FoldFn (*fold)(int how, DType storage, bool wide);  // how: index into REDUCTIONS of bytecode.py (not arg*)
   FoldRowFn (*fold_row)(int how, DType storage, bool wide);
+  FoldShortFn (*fold_short)(int how, DType storage, int64_t longest);  // of rows of 1 to `longest` elements; nullptr: there is none
   size_t (*outer_scratch_bytes)(const OuterArgs&);
   void (*outer)(const OuterArgs&);
   GatherRowsFn gather_rows;

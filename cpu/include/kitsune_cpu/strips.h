@@ -38,6 +38,16 @@ enum class StripKind : int8_t {
   kStoreBool,  // the bytes of `to` <- held
   kCall,       // to <- call(operands); nothing is held afterwards
   kSinCos,     // held <- sin(operands[0]); to2 <- cos(operands[0])
+  kPick,       // held <- elements of the window operands[0], as the PickTable operands[1] says
+  kPickOne,    // the same, where the lanes of each vector are one element
+};
+
+// Which elements of a window the lanes of a strip are: `strip` places, counted from the first element that their vector picks, then
+// for each vector that first element, and a bit for each element from there on that it reads.
+struct PickTable {
+  const int32_t *place, *first, *read;
+  PickTable(const void* table, int64_t strip)
+      : place(static_cast<const int32_t*>(table)), first(place + strip), read(first + kStripVectors) {}
 };
 
 struct StripKernels {

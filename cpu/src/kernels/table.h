@@ -10,7 +10,8 @@
 #include "read_indices.h"
 #include "rows.h"
 #include "scaled_rows.h"
-#include "strips.h"
+#include "short_rows.h"
+#include "strip_table.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
@@ -34,6 +35,7 @@ constexpr KernelTable kTable = {
     &store_function,
     &fold_function,
     &fold_row_function,
+    &fold_short_function,
     &outer_scratch_bytes,
     &outer,
     &gather_rows,
