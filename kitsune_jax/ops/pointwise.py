@@ -308,14 +308,14 @@ _TERNARY = (
 _QUATERNARY = (
     _quaternary("threefry2x32", _with_word(threefry.hashed), 77,
                 "(key 0, key 1, count 0, count 1) hashed; word: the first or the second of the result, or their xor", ("uint32",),
-                "threefry_{word}({0}, {1}, {2}, {3})", cpu="threefry_{word}", exact=True, jax=_threefry_by_jax, like=("tanh", 25.0),
+                "threefry_{word}({0}, {1}, {2}, {3})", cpu="threefry_{word}", exact=True, jax=_threefry_by_jax, like=("tanh", 7.0),
                 opcodes=tuple(f"threefry_{word}" for word in threefry.WORDS),
                 samples=lambda dtype: [{"word": word} for word in threefry.WORDS]),
 )  # fmt: skip
 
 _QUINARY = (
     _quinary("philox4x32", _in_own_dtype(philox.by_numpy), 82, "(key 0, key 1, count 0, count 1, place) bits of an rbg key",
-             ("uint32",), "philox({0}, {1}, {2}, {3}, {4})", exact=True, jax=_lax(philox.by_jax), opcodes=(), like=("tanh", 30.0)),
+             ("uint32",), "philox({0}, {1}, {2}, {3}, {4})", exact=True, jax=_lax(philox.by_jax), opcodes=(), like=("tanh", 7.0)),
 )  # fmt: skip
 
 _CONVERT = OpSpec(

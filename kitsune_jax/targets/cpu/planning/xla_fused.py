@@ -97,7 +97,7 @@ class Fused:
             if cost.family(i) in FAMILIES:
                 size = cost.graph.values[op.outputs[0]].size
                 dtype = cost.graph.values[op.inputs[0] if op.inputs else op.outputs[0]].dtype
-                work = self.work(op.kind, dtype).times(size * _repeated(op))
+                work = self.work(op.kind, dtype).times(size * _repeated(op) * hashes(op))
                 busy, before, elements = busy + work.busy, before + work.wait, max(elements, size)
             wait.update(dict.fromkeys(op.outputs, before))
             longest = max(longest, before)
@@ -179,6 +179,11 @@ def instructions(cost: RegionCost, ops: Collection[int]) -> int:
             rounded = 7 if dtype == "bfloat16" else 3 if dtype == "float16" and is_function(op.kind) else 0
             found += (1 + rounded + _EXPANDED.get(op.kind, 0)) * _repeated(op)
     return found
+
+
+def hashes(op: Op) -> float:
+    """Of an op that hashes, how many of XLA's it is: two that take a word each of the same result are one."""
+    return 0.5 if op.kind == "threefry2x32" and op["word"] != "xor" else 1.0
 
 
 def _repeated(op: Op) -> int:

@@ -19,7 +19,7 @@ from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, ker
 from kitsune_jax.streams.seeds import FEW_ROWS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
-from kitsune_jax.targets.cpu.planning.xla_fused import FAMILIES, instructions, is_function
+from kitsune_jax.targets.cpu.planning.xla_fused import FAMILIES, hashes, instructions, is_function
 from kitsune_jax.targets.cpu.planning.xla_loops import Steps, scalar_seconds, sizes, steps_of
 from kitsune_jax.targets.cpu.planning.xla_program import handed
 from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels, row_kernels
@@ -34,6 +34,10 @@ _HALVES = ("bfloat16", "float16")
 # Of attention with 4 queries for each of 2 heads of 2048 keys (JAX 0.12, Zen 5): copies of keys and values in another order of
 # dimensions took 1.3 and 2.4 times as long as a loop that adds, products 1.8 and 2.4 times as long as those of one head.
 _STRIDED, _FEW_OF_BATCH = 2.0, 2.0
+# XLA hashes with Threefry in a loop of five steps, on one thread, between which the two words of each result lie in memory, some of
+# them in the first-level cache. A hash took 3 ns in a step of a loop, 5 where 65 536 are alone, 8 of a million, 20 of eight million; a
+# word of an rbg key 3.3 ns in a step of a loop and 18 alone (JAX 0.12, Xeon with AMX).
+_HASHED_BYTES, _RBG_ALONE = 40, 5.0
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
 
@@ -129,9 +133,14 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
         loop = max(loop, functions * _scalar_seconds(cost, ops, root) / machine.workers)
     elif _is_uneven(cost, ops, root):
         loop *= times.uneven(cost.graph.values[root].dtype)
+    if not looped:
+        words = sum(_size(cost, i) for i in ops if cost.graph.ops[i].kind == "philox4x32")
+        loop += (_RBG_ALONE - 1) * words * times.fused.op("philox4x32", "uint32")
     loop += sum(_product_seconds(cost, i) for i in products)
     cut = [v for v in kernel.reads if v in slices]
-    one = looped and not products or times.fused.one_thread(cost, ops, moved)
+    hashed = sum(_size(cost, i) * hashes(cost.graph.ops[i]) for i in ops if cost.graph.ops[i].kind == "threefry2x32")
+    one = looped and not products or hashed > 0 or times.fused.one_thread(cost, ops, moved)
+    moved += int(_HASHED_BYTES * hashed)
     called = looped and one
     from_arrays = sum(map(cost.bytes, cut)) * times["xla/while/slices"] + (times["xla/while"] * len(cut) if products else 0.0)
     start = steps.kernel if steps is not None and called else machine.kernel_seconds
@@ -159,6 +168,10 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
     if any(cost.family(i) == SCATTER for i in ops):
         return start + loop + beyond * times.xla_moved(near=False) * machine.workers + from_arrays
     return start + from_arrays + max(loop, beyond * times.xla_moved(near=False))
+
+
+def _size(cost: CpuCost, i: int) -> int:
+    return cost.graph.values[cost.graph.ops[i].outputs[0]].size
 
 
 def _adds_up_what_it_computes(cost: CpuCost, ops: Collection[int]) -> bool:

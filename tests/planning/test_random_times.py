@@ -1,0 +1,53 @@
+"""What XLA:CPU takes for random bits: modelled against what was measured, in a step of a loop and alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import kitsune_jax as kj
+
+STEPS = 100
+
+
+def bits(impl: str, n: int, base: Any) -> Any:
+    key = jax.random.wrap_key_data(jax.random.key_data(jax.random.key(0, impl=impl)) + base, impl=impl)
+    return jax.random.bits(key, (n,))
+
+
+def looped(impl: str, n: int) -> float:
+    """Modelled seconds of a step."""
+
+    def run(base: Any) -> Any:
+        return lax.fori_loop(0, STEPS, lambda i, base: bits(impl, n, base).sum().astype(jnp.uint32), base)
+
+    (region,) = kj.explain(run, force=True, platform="cpu", device="emeraldrapids-2")(jnp.uint32(0)).regions
+    return region.baseline_seconds / STEPS
+
+
+def alone(impl: str, n: int) -> float:
+    report = kj.explain(lambda base: bits(impl, n, base), force=True, platform="cpu", device="emeraldrapids-2")(jnp.uint32(0))
+    return max(region.baseline_seconds for region in report.regions)
+
+
+@pytest.mark.parametrize(
+    ("impl", "place", "n", "measured"),
+    [
+        ("threefry2x32", looped, 256, 0.9e-6),
+        ("threefry2x32", looped, 4096, 11.8e-6),
+        ("threefry2x32", looped, 65_536, 206e-6),
+        ("threefry2x32", alone, 65_536, 300e-6),
+        ("threefry2x32", alone, 1 << 20, 8.3e-3),
+        ("rbg", looped, 256, 1.1e-6),
+        ("rbg", looped, 4096, 14.5e-6),
+        ("rbg", alone, 65_536, 1.17e-3),
+        ("rbg", alone, 1 << 20, 19.2e-3),
+    ],
+)
+def test_random_bits_take_about_what_was_measured(impl: str, place: Any, n: int, measured: float) -> None:
+    """JAX 0.12 on a Xeon with AMX, CPU time."""
+    assert measured / 2.5 < place(impl, n) < 2.5 * measured
