@@ -35,8 +35,8 @@ _HALVES = ("bfloat16", "float16")
 # dimensions took 1.3 and 2.4 times as long as a loop that adds, products 1.8 and 2.4 times as long as those of one head.
 _STRIDED, _FEW_OF_BATCH = 2.0, 2.0
 # XLA hashes with Threefry in a loop of five steps, on one thread, between which the two words of each result lie in memory, some of
-# them in the first-level cache. A hash took 3 ns in a step of a loop, 5 where 65 536 are alone, 8 of a million, 20 of eight million; a
-# word of an rbg key 3.3 ns in a step of a loop and 18 alone (JAX 0.12, Xeon with AMX).
+# them in the first-level cache. A hash took 3 ns in a step of a loop, 5 where 65 536 are alone, 8 of a million, 20 of eight
+# million; a word of an rbg key 3.3 ns in a step of a loop and 18 alone (JAX 0.12, Xeon with AMX).
 _HASHED_BYTES, _RBG_ALONE = 40, 5.0
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
