@@ -229,7 +229,8 @@ class CpuCost(RegionCost):
         known = self.times
         weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
         if few_rows.has_few_rows(dot, work.sink):
-            return rows * dot.batch * known.few_rows(dot.dtype, min(dot.m, dot.n), dot.k * max(dot.m, dot.n))
+            few, size = min(dot.m, dot.n), dot.k * max(dot.m, dot.n)
+            return rows * dot.batch * known.few_rows(dot.dtype, few, size, once=not dot.per_row)
         if dot.per_row:
             return rows * dot.batch * known.product_per_row(dot.dtype, dot.m, dot.k, dot.n)
         if work.sink:
