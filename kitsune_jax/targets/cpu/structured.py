@@ -28,8 +28,10 @@ from kitsune_jax.targets.cpu.views import View
 from kitsune_jax.targets.errors import CannotLower
 
 _FEW = 8  # rows of a matrix by which another is multiplied as it lies (``small`` in cpu/src/run_dot.cc)
-# Products of a vector with fewer elements than this are multiplied and summed as rows are.
-_SMALL = 1 << 12
+# Products of two vectors, and of a vector with a matrix of no more elements than the second number, are multiplied and summed as
+# rows are. A vector times a matrix of 4 x 4 took 6 to 12 ns so and 11 to 24 as a product; 6 x 6 took 51 to 82 and 25 to 37, 64 x 64
+# 740 to 2600 and 260 to 280 (float32, a Xeon with AMX).
+_SMALL, _SMALL_MATRIX = 1 << 12, 16
 
 
 def loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
@@ -136,7 +138,7 @@ def dot(stage: Stage, i: int, instr: Instr) -> None:
     free_y = [d for d in range(len(u.shape)) if d not in (*contract_y, *batch_y)]
     sides = (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y))
     m, n, k = (math.prod(s.shape[d] for d in dims) for s, dims in ((t, free), (u, free_y), (t, contract)))
-    if k == 1 or min(m, n) == 1 and m * n * k <= _SMALL:
+    if k == 1 or min(m, n) == 1 and m * n * k <= (_SMALL if m == n else _SMALL_MATRIX):
         _multiplied_and_summed(stage, instr, sides)
         return
     lead = len(batch), len(batch) + len(free)

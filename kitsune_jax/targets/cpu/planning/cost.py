@@ -229,7 +229,8 @@ class CpuCost(RegionCost):
         known = self.times
         weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
         if few_rows.has_few_rows(dot, work.sink):
-            return rows * dot.batch * known.few_rows(dot.dtype, min(dot.m, dot.n), dot.k * max(dot.m, dot.n))
+            few, size = min(dot.m, dot.n), dot.k * max(dot.m, dot.n)
+            return rows * dot.batch * known.few_rows(dot.dtype, few, size, once=not dot.per_row)
         if dot.per_row:
             return rows * dot.batch * known.product_per_row(dot.dtype, dot.m, dot.k, dot.n)
         if work.sink:
@@ -323,8 +324,8 @@ class CpuCost(RegionCost):
 
         return fastest(weights), fastest(gradients)
 
-    def strided_seconds(self) -> float:
-        """Worker-seconds lost at the border of the region on arrays whose rows do not lie together in memory.
+    def strided_seconds(self, rows: int) -> float:
+        """Worker-seconds lost at the border of the region on arrays whose rows do not lie together in memory, in tiles of ``rows``.
 
         Such an array streams over its fastest dimension: neighbours of a row are a whole stride apart, and each element costs a
         line.
@@ -339,7 +340,7 @@ class CpuCost(RegionCost):
             real = [d for d, n in enumerate(shape) if n > 1]
             if real and labels[real[-1]] and self.row_size(v) > 1:
                 elements += self.graph.values[v].size
-        return elements * _STRIDED_SECONDS + runs.pieces(self) * runs.PIECE_SECONDS
+        return elements * _STRIDED_SECONDS + runs.pieces_seconds(self, rows)
 
     def live_row_bytes(self, ops: Iterable[int]) -> int:
         """Most bytes per row that are alive at once while ``ops`` run in order on a tile.

@@ -99,7 +99,7 @@ def _arranged(cost: CpuCost, model: TileModel) -> Plan:
         stages=(Stage(name, ops, resource_of(cost, ops), 1, tile),),
         queues=(),
         replicas=replicas,
-        seconds=_call_seconds(cost, replicas, busy, moving, tiles, model.packs),
+        seconds=_call_seconds(cost, replicas, busy, moving, rows, model.packs),
         baseline_seconds=base_seconds + _handed_seconds(cost),
         bytes_moved=traffic,
         baseline_bytes=base_bytes,
@@ -124,11 +124,11 @@ def _moving_seconds(machine: CpuMachine, moved: float) -> float:
     return (moved - beyond) / max(machine.shared_bandwidth, machine.dram_bandwidth) + beyond / machine.dram_bandwidth
 
 
-def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float, tiles: int, packs: bool) -> float:
+def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float, rows: int, packs: bool) -> float:
     """Seconds of a call whose workers are ``busy`` with tiles for so long: the core that computes also moves."""
-    workers = cost.machine.workers
+    workers, tiles = cost.machine.workers, cost.region.space.tiles(rows)
     fresh = output_fault_seconds(cost, cost.machine.huge_fault_bandwidth)
-    strided = (cost.strided_seconds() + order_seconds(cost) + segments_seconds(cost)) / workers
+    strided = (cost.strided_seconds(rows) + order_seconds(cost) + segments_seconds(cost)) / workers
     packing, alone = _pack_seconds(cost, tiles) if not packs else 0.0, cost.times["call/short"]
     if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the caller does it alone
         return alone + packing + fresh + strided + busy * replicas + moving

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from kitsune_jax.planning.cost import FREE, RegionCost, itemsize
 from kitsune_jax.targets.cpu.planning.times import CpuTimes
 
-# Eight rows of an array in memory that are read or written alone, a page and more from the next ones: exp of [255, 512, 6] in front
-# of a loop, in tiles of 4 of the 512 rows, took one worker 7 ns for eight rows, of [255, 2048, 6] 22 ns (Xeon with AMX, busy).
-PIECE_SECONDS = 20e-9
+# Up to eight rows of an array in memory that are read or written alone, a page and more from the next ones: exp of [255, 512, 6] in
+# front of a loop, in tiles of 4 of the 512 rows, took one worker 7 ns for eight rows, of [255, 2048, 6] 22 (Xeon with AMX, busy).
+# In tiles of one of 64 rows, pieces of 64 bytes took 23 ns, of 128 and 256 bytes 30 to 60; of 16 bytes, a quarter of a page from
+# the next ones, 8 to 12, which is finding them (the same machine).
+PIECE_SECONDS, NEAR_PIECE_SECONDS = 20e-9, 6e-9
 _PIECE_ROWS, _PIECE_BYTES, _PAGE = 8, 1024, 4096
 # Runs inside a row are found by their strides, one by one: they took 8 to 15 ns each, a whole row of one number 3 (same machine).
 _WITHIN = 3.0
@@ -68,11 +70,14 @@ def folds_single_elements(cost: RegionCost, i: int) -> bool:
     return behind < SHORT and 1 < math.prod(shape[d] for d in axes) < SHORT
 
 
-def pieces(cost: RegionCost) -> int:
-    """Short pieces that the region reads and writes where it streams over a dimension of an array that others stand in front of.
+def pieces(cost: RegionCost, rows: int) -> tuple[int, int]:
+    """Short pieces that the region reads and writes where it streams over a dimension of an array that others stand in front of:
+    those that lie pages apart, and the others.
 
-    Of eight rows each, as short tiles have them. What loops slice is not among them: the rows of a slice lie together."""
-    found, sliced = 0, cost.sliced()
+    Of eight rows each, as short tiles have them, or of a tile's ``rows`` where these are fewer. What loops slice is not among them:
+    the rows of a slice lie together."""
+    far, near, sliced = 0, 0, cost.sliced()
+    together = max(1, min(_PIECE_ROWS, rows))
     for v in (*cost.region.inputs, *cost.outputs):
         value, labels = cost.graph.values[v], cost.labels.get(v)
         streamed = [d for d, label in enumerate(labels or ()) if label and value.shape[d] > 1]
@@ -81,6 +86,16 @@ def pieces(cost: RegionCost) -> int:
         in_front = math.prod(n for d, n in enumerate(value.shape[: streamed[-1]]) if d not in streamed)
         inner = math.prod(value.shape[streamed[-1] + 1 :])
         size = inner * itemsize(value.dtype)
-        if in_front > 1 and _PIECE_ROWS * size < _PIECE_BYTES and size * value.shape[streamed[-1]] >= _PAGE:
-            found += value.size // (_PIECE_ROWS * inner)
-    return found
+        if in_front == 1 or together * size >= _PIECE_BYTES:
+            continue
+        if size * value.shape[streamed[-1]] >= _PAGE:
+            far += value.size // (together * inner)
+        else:
+            near += value.size // (together * inner)
+    return far, near
+
+
+def pieces_seconds(cost: RegionCost, rows: int) -> float:
+    """What ``pieces`` take one worker."""
+    far, near = pieces(cost, rows)
+    return far * PIECE_SECONDS + near * NEAR_PIECE_SECONDS
