@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,12 @@ def test_cartpole_learns(tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.slow
+def test_without_gymnax_cartpole_says_what_to_install(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "gymnax", None)
+    with pytest.raises(SystemExit, match="pip install gymnax"):
+        EXAMPLES.run("cartpole", tmp_path, monkeypatch, capsys, "--gymnax")
+
+
 def test_cartpole_of_gymnax_is_simulated_unchanged(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip("gymnax")
     assert reached(EXAMPLES.run("cartpole", tmp_path, monkeypatch, capsys, "--gymnax", "--force")) > 5
