@@ -145,13 +145,13 @@ def test_cartpole_learns(tmp_path: Path, capsys: Any) -> None:
     assert reached(" ".join(capsys.readouterr().out.split())) > 60  # random pushes: 22
 
 
-@pytest.mark.slow
 def test_without_gymnax_cartpole_says_what_to_install(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "gymnax", None)
     with pytest.raises(SystemExit, match="pip install gymnax"):
         EXAMPLES.run("cartpole", tmp_path, monkeypatch, capsys, "--gymnax")
 
 
+@pytest.mark.slow
 def test_cartpole_of_gymnax_is_simulated_unchanged(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip("gymnax")
     assert reached(EXAMPLES.run("cartpole", tmp_path, monkeypatch, capsys, "--gymnax", "--force")) > 5
