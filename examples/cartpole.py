@@ -239,8 +239,11 @@ def learn(optimiser: Any, sizes: Sizes, step: Step) -> Callable[..., Any]:
 
 
 def gymnax_cartpole() -> tuple[Callable[[jax.Array, int], tuple[jax.Array, Any]], Step]:
-    """Gymnax's CartPole-v1 for many carts: what starts it, and its step."""
-    import gymnax
+    """Gymnax's CartPole-v1 for many carts: what starts it, and its step. Ends the program where gymnax is not installed."""
+    try:
+        import gymnax
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"--gymnax simulates with gymnax, which is not here ({error}): pip install gymnax") from None
 
     environment, constants = gymnax.make("CartPole-v1")
 

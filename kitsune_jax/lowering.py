@@ -133,7 +133,7 @@ def _obstacle(ctx: Any, call_jaxpr: Any, options: Options) -> str | None:
 def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
     """``call_jaxpr`` with custom calls where its regions stand, or unchanged where this package fails. Records what failed.
 
-    Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined.
+    Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined of a function that has an operator.
     """
     name = _compat.function_name(call_jaxpr)
     try:
@@ -149,7 +149,7 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
             raise RuntimeError(f"kitsune_jax could not pipeline {failure.part} of {name}: {failure.reason}\n{failure.traceback}")
         record(name, failure)
     logger.debug("%s: %s", name, pipelined.report)
-    if options.strict and not pipelined.report.ops_pipelined:
+    if options.strict and pipelined.report.ops_total and not pipelined.report.ops_pipelined:
         raise NotPipelined("kitsune_jax: nothing was pipelined", pipelined.report)
     return pipelined.jaxpr
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from typing import Any
 
 from kitsune_jax.profile import calls, kernels, machine_info, xla
 from kitsune_jax.profile.model import Profile, numbers_of
@@ -22,6 +23,8 @@ from kitsune_jax.targets.cpu import runtime
 _KEPT, _USED = (MOST_DOUBTFUL, 0.85), (0.3, 0.45)
 # In which passes follow each other: usually, and where many numbers are still another one in every pass. Two passes are the least.
 _SECONDS, _MOST_SECONDS = 3.0, 15.0
+# How long an interrupted measurement may go on: XLA may be compiling what it was about to time.
+_MOST_LEFT = 20.0
 
 
 class Disturbed(RuntimeError):
@@ -37,16 +40,21 @@ def measure(workers: int) -> Profile:
     """Measure this machine with ``workers`` threads busy; pass by pass until two agree. Raises ``Disturbed`` where too many
     numbers are another one in every pass."""
     result: list[Profile | BaseException] = []
+    stop = threading.Event()
 
     def run() -> None:
         try:
-            result.append(_passes(workers))
+            result.append(_passes(workers, stop))
         except BaseException as error:
             result.append(error)
 
     thread = threading.Thread(target=run, name="kitsune_jax profile", daemon=True)
     thread.start()
-    thread.join()  # Ctrl-C ends the wait; the thread then ends with the process
+    try:
+        thread.join()
+    finally:  # After Ctrl-C, too: where a process ends while a thread of Python's is in C++, Python 3.13 and older abort it
+        stop.set()
+        thread.join(_MOST_LEFT)
     found = result[0]
     if isinstance(found, Profile):
         return found
@@ -55,11 +63,12 @@ def measure(workers: int) -> Profile:
     raise Disturbed(f"measuring this machine failed ({type(found).__name__}: {found})") from found
 
 
-def _passes(workers: int) -> Profile:
+def _passes(workers: int, stop: threading.Event) -> Profile:
+    """``stop``: nobody waits for it any more."""
     extension = runtime.extension()
     if extension is None:
         raise Disturbed("the CPU extension is missing")
-    found = Passes(functools.partial(kernels.reference, extension, workers), stolen=machine_info.stolen_seconds, cores=workers)
+    found = Passes(functools.partial(_reference, extension, workers, stop), stolen=machine_info.stolen_seconds, cores=workers)
     ours = kernels.pieces(extension, workers)
     before = machine_info.ran_and_waited()
     found.run(ours)
@@ -91,6 +100,12 @@ def _passes(workers: int) -> Profile:
             profile if _is_within(_USED, len(doubtful) / len(seconds), share) else None,
         )
     return profile
+
+
+def _reference(extension: Any, workers: int, stop: threading.Event) -> float:
+    if stop.is_set():
+        raise Disturbed("measuring this machine was interrupted")
+    return kernels.reference(extension, workers)
 
 
 def _is_within(limits: tuple[float, float], doubtful: float, share: float) -> bool:

@@ -23,6 +23,7 @@ from kitsune_jax.streams.wiring import relations_of
 
 _SAME = "one of its results is the same for all rows of a stream"
 _MAKERS = frozenset({"broadcast_in_dim", "iota"})
+_VIEWS = frozenset({"reshape", "broadcast", "iota"})  # families of ops
 
 
 def loop_regions(
@@ -36,6 +37,9 @@ def loop_regions(
     """The regions that loop ``i`` may be, or why a stream does not go through it. ``free``: ops that no region has.
     ``sums_behind``: the loop may also leave its sums behind, with arrays of all steps for them."""
     graph = index.graph
+    if _idle(body_of(graph.ops[i])):
+        yield "its steps only hand arrays on"
+        return
     p = parts(graph.ops[i])
     makers = (index.producers.get(v) for v in (*p.consts, *p.initial) if v not in p.xs)
     members = {i, *(m for m in makers if m is not None and m in free and _makes(graph, m))}
@@ -60,6 +64,11 @@ def loop_regions(
                     summed |= yields and bool(made)
     if not summed:  # else another stream would leave arrays of all steps behind, of which the sums are made
         yield _one_row(index, i)
+
+
+def _idle(body: Graph) -> bool:
+    """Does a body compute nothing, as one that swaps two carries? Views do not count."""
+    return all(_idle(op.body) if op.body is not None else OPS[op.kind].family in _VIEWS for op in body.ops)
 
 
 def _makes(graph: Graph, i: int) -> bool:

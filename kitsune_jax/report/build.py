@@ -246,10 +246,12 @@ def _loops(graph: Graph, ops: Iterable[int], stored: Container[int]) -> tuple[Lo
 
 
 def _is_view(graph: Graph, i: int) -> bool:
-    """A view, or some rows of an argument: part of a weight, which lies in one piece."""
+    """A view, or some rows of an argument: part of a weight, which lies in one piece; a loop that computes nothing."""
     op = graph.ops[i]
     if op.label in _KEYS:
         return True
+    if op.body is not None:
+        return not _operators(op.body, range(len(op.body.ops)))
     if op.kind != "slice" or op.inputs[0] not in graph.inputs and op.inputs[0] not in _arrays_of_keys(graph):
         return op.kind in _VIEWS
     cut = [d for d, n in enumerate(graph.values[op.inputs[0]].shape) if n != graph.values[op.outputs[0]].shape[d]]

@@ -105,7 +105,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     runs = []
     for threads in range(1, 9):
         outs = [np.empty(a.shape, a.dtype) for a in arrays[n : n + call.program.results]]
-        runtime.extension().run(call.code, operands, outs, threads)
+        runtime.extension().run(call.code.words, operands, outs, threads)
         runs.append([x.tobytes() for x in outs])
     assert all(r == runs[0] for r in runs)
 

@@ -15,6 +15,8 @@ from jax import lax
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.profile import shipped
+from kitsune_jax.route import route
+from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.xla_loops import steps_of
 
 MACHINES = ("avx512-2", "avx2-8", "zen5-2")
@@ -151,3 +153,21 @@ def test_states_of_loops_that_are_one_pass_stay_in_the_first_cache() -> None:
     (small,) = report(pass_over, state, "avx512-2").regions
     (tall,) = report(with_keys, (jax.random.key(0), *state), "avx512-2").regions
     assert 256 <= small.tile_rows <= 40 * 1024 // (6 * 4) < tall.tile_rows
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_carry_that_a_call_reads_and_makes_is_copied_in_a_loop_of_xlas(machine: str) -> None:
+    """The sums of weight gradients, one for each row: XLA adds to them where they lie."""
+
+    def seconds(sums: Any, body: bool) -> float:
+        def step(sums: Any, h: Any, z: Any) -> Any:
+            return sums.astype(jnp.float32) + h[:, :, None] * z[:, None, :]
+
+        graph = capture(jax.make_jaxpr(step)(sums, ones(256, 64), ones(256, 64))).graph
+        (region,) = route(graph, "cpu", force=True, device=machine, code=False, body=body).regions
+        return region.plan.seconds
+
+    carry, other = ones(256, 64, 64), ones(256, 64, 64).astype(jnp.bfloat16)
+    copied = carry.nbytes * dict(cpu_model(machine).profile.numbers)["xla/while/stored"]
+    assert seconds(carry, True) > seconds(carry, False) + 0.7 * copied > seconds(carry, False) + 100e-6
+    assert seconds(other, True) < seconds(other, False) + 0.3 * copied  # what is made is no carry that is read

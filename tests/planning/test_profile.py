@@ -6,9 +6,11 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -232,6 +234,25 @@ print(store.at_hand().name)
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) for _ in range(3)]
     assert {process.communicate(timeout=120)[0].strip() for process in running} == {"zen5-2"}
     assert log.read_text().count("measured") == 1
+
+
+def test_an_interrupted_measurement_ends_the_process_as_ctrl_c_does() -> None:
+    """Not with an abort, because a thread of Python's was in C++."""
+    program = """
+import jax.numpy as jnp
+import kitsune_jax as kj
+x = jnp.ones(8)
+print("ready", flush=True)
+kj.explain(lambda x: x + 1)(x)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=120)[1]
+    assert process.returncode == -signal.SIGINT and "measure.py" in told and told.endswith("KeyboardInterrupt\n"), told
 
 
 def test_a_damaged_profile_is_measured_again(measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

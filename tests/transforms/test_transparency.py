@@ -350,6 +350,27 @@ def test_strict() -> None:
     close(jax.jit(forced(mlp, strict=True))(X, W1, W2), mlp(X, W1, W2))
 
 
+def _swaps(a: Any, b: Any) -> Any:
+    def twice(c: Any, _: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda i, c: c[::-1], c), None
+
+    c, slices = jax.lax.scan(lambda c, x: (c[::-1], x[None]), (a, b), b)
+    return jax.lax.scan(twice, c, None, length=3)[0], slices
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_strict_is_content_where_there_is_nothing_to_pipeline(force: bool) -> None:
+    for f in (lambda a, b: (b, a[None]), _swaps):
+        report = kj.explain(f, force=force)(X, X + 1)
+        assert report.ops_total == report.ops_pipelined == len(report.regions) == 0
+        for got, want in zip(
+            *(jax.tree.leaves(jax.jit(g)(X, X + 1)) for g in (kj.pipeline(f, force=force, strict=True), f)), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+    # The backward pass of a sum is a broadcast.
+    np.testing.assert_array_equal(jax.grad(kj.pipeline(jnp.sum, force=True, strict=True))(X), jnp.ones_like(X))
+
+
 def test_strict_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KITSUNE_STRICT", "1")
     with pytest.raises(kj.NotPipelined):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,12 @@ def test_cartpole_learns(tmp_path: Path, capsys: Any) -> None:
     module = EXAMPLES.module("cartpole")
     assert module.main(["--steps", "15", "--plain", "--out", str(tmp_path)]) == 0
     assert reached(" ".join(capsys.readouterr().out.split())) > 60  # random pushes: 22
+
+
+def test_without_gymnax_cartpole_says_what_to_install(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "gymnax", None)
+    with pytest.raises(SystemExit, match="pip install gymnax"):
+        EXAMPLES.run("cartpole", tmp_path, monkeypatch, capsys, "--gymnax")
 
 
 @pytest.mark.slow

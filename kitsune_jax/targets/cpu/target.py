@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from kitsune_jax.graph import Graph, Op, Value
 from kitsune_jax.planning.plan import Ahead, Plan
@@ -14,6 +17,14 @@ from kitsune_jax.targets import cpu
 from kitsune_jax.targets.base import Evaluate, Target
 from kitsune_jax.targets.cpu.planning import machines, planner, xla_times
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Code:
+    """The code of a call (``cpu.generate``), and the seconds that it is modelled to take."""
+
+    words: np.ndarray
+    seconds: float
 
 
 class _Cpu(Target[CpuMachine]):
@@ -45,10 +56,11 @@ class _Cpu(Target[CpuMachine]):
         return planner.plan(graph, region, machine)
 
     def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
-        return cpu.generate(program, title, [cpu.Products(*plan.products) for plan in plans])
+        words = cpu.generate(program, title, [cpu.Products(*plan.products) for plan in plans])
+        return _Code(words, sum(plan.seconds for plan in plans))
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        return cpu.call(code, args, out_avals)
+        return cpu.call(code.words, args, out_avals, code.seconds)
 
     def order(self, ids: Any, n: int) -> Any:
         # XLA sorts 64-bit keys; the counting sort packs a key and a position into 64 bits.

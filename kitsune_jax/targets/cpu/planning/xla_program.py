@@ -2,7 +2,8 @@
 
 Comes in: the Graph of a whole program. Goes out: ``Handed``. XLA's CPU client counts the operations of a compiled program and runs
 one of fewer than a thousand where it is called; any other it hands to a thread of its own, for which the caller waits. A custom
-call counts as nothing: where a pipeline is all that a program has to do, the caller runs it.
+call counts as nothing: where a short pipeline is all that a program has to do, the caller runs it. A long one is given as many
+operations as it takes to be handed over (``targets.cpu.emit``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from kitsune_jax.planning.cost import COPIES, FREE, SCATTER
 
 # ``flop_count() < 1000`` in XLA's CPU client (JAX 0.12): x + 1 took 5.5 us for 900 elements and 7.7 for 1100, whose sum takes 0.1.
 _CHEAP = 1000
+# Calls that are modelled to take so long are handed over, for some 20 us: the caller's Python goes on meanwhile.
+LONG_SECONDS = 1e-3
 _READERS = frozenset({"reduce", "argreduce", "cumulative", SCATTER})  # families with an operation for each element that they read
 
 
