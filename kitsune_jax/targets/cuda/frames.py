@@ -10,7 +10,7 @@ import itertools
 import math
 from typing import Any
 
-from kitsune_jax.targets.cuda import arrays, own_rows
+from kitsune_jax.targets.cuda import arrays, own_rows, tiles
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import statements as st
@@ -26,10 +26,14 @@ def of_stage(at: Layout, s: int) -> StageCode:
     stage = at.stages[s]
     ring = frame.WeightRing(at.header_bytes)
     staged = tuple(_staged(at, s))
-    setup = [*_memory(at, s), *_queues(at, s), *staged]
+    setup, exchanged = [*_memory(at, s), *_queues(at, s), *staged], 0
     for node in _placed(at, s, stage.lowered.setup):
         if isinstance(node, st.SegmentStart):
             node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
+        elif isinstance(node, st.Exchange):
+            offset = stage.memory.exchanges + exchanged
+            node = frame.ExchangeRing(node.ring, node.vectors, tiles.EXCHANGE_DEPTH, offset, at.a.ctas)
+            exchanged += node.depth * node.vectors * tiles.GROUP_THREADS * 16
         elif isinstance(node, TopsStart):
             node = dataclasses.replace(node, at=stage.memory.segments + node.at)
         setup.append(node)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import (
     columns,
+    exchanges,
     gradients,
     online,
     picks,
@@ -170,7 +171,7 @@ def _matmul(at: Evaluation, instr: Instr) -> None:
     else:
         weight = at.next_weight
         at.next_weight += 1
-    at.settle(v, Multiply(v, weight, at.weights[weight].shape, tuple(at.root(x) for x in _pieces(at, instr.inputs[0]))))
+    at.settle(v, Multiply(v, weight, at.weights[weight].shape, tuple(exchanges.whole(at, x) for x in _pieces(at, instr.inputs[0]))))
     if value.row:
         at.single_column(v)
     _rounded(at, v)
@@ -211,7 +212,8 @@ def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
     n = math.prod(of_w.shape[d] for d in order)
     shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split, at.most_columns(operands))
     permutation = (*(b for _, b in pairs), *batch, *order)
-    return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, at.facts.cuts.of(at.program, w))
+    groups = at.facts.slabs.get(instr.outputs[0], 1)
+    return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, at.facts.cuts.of(at.program, w), groups)
 
 
 def _pieces(at: Evaluation, x: int) -> list[int]:
