@@ -25,6 +25,7 @@ from kitsune_jax.targets.errors import CannotLower
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.programs import Case, lstm
+from tests.support.simulators import cart_pole
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -90,6 +91,9 @@ def test_planted_bugs_are_told(bug: str) -> None:
 def test_what_is_no_slab_is_refused() -> None:
     with pytest.raises(CannotLower, match="are not 4 slabs|are not 16 slabs"):
         run_program(tiled(lstm(64, 2, 5, 96, "bfloat16")), *lstm(64, 2, 5, 96).operands(np.random.default_rng(0)), cluster=4)
+    simulator = cart_pole(rows=65, steps=2)
+    with pytest.raises(CannotLower, match="no weights"):
+        run_program(tiled(simulator), *simulator.operands(np.random.default_rng(0)), cluster=2)
 
 
 # -- from a user's function

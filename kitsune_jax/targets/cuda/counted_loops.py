@@ -52,6 +52,7 @@ def lower(at: Evaluation, instr: Instr, lower_body: Body) -> None:
     at.repeated = True
     known = at.gathered
     with at.body_of_loop() as body:
+        exchanges.begin(at, block.body, carries)
         lower_body(at, block.body)
         _hand_on(at, carries, [at.root(v) for v in block.results])
         exchanges.give_back(at, known)

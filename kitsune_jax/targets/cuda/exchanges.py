@@ -11,6 +11,9 @@ all of them.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
+from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.device_ir import Keep, Ref
@@ -30,6 +33,20 @@ def whole(at: Evaluation, v: int) -> int:
         at.settle(made, value.home if isinstance(value.home, InArray) else _exchanged(at, v, value))
         at.gathered[v] = made
     return at.gathered[v]
+
+
+def begin(at: Evaluation, body: Sequence[Instr], carries: Collection[int]) -> None:
+    """Sends the carries that products of ``body`` contract on their way, in front of all else that a step does."""
+    for i in body:
+        for v in pieces(at, i.inputs[0]) if i.kind == "matmul" else ():
+            if at.root(v) in carries:
+                whole(at, v)
+
+
+def pieces(at: Evaluation, x: int) -> list[int]:
+    """The values whose columns make up the operand: the parts of a concatenation that nobody else needs as one."""
+    parts = at.facts.joined.get(x)
+    return [x] if parts is None else [p for part in parts for p in pieces(at, part)]
 
 
 def _exchanged(at: Evaluation, v: int, value: Value) -> InImage:

@@ -107,6 +107,8 @@ class _Alike:
 
 def _of_loops(instrs: Sequence[Instr], program: TileProgram, split: int, joined: Collection[int]) -> dict[int, int]:
     body = tuple(walk(instrs))
+    if not any(i.kind == "matmul" for i in body):
+        raise CannotLower("a loop that multiplies with no weights is not split by columns")
     if any(i.kind in SINKS for i in body):
         raise CannotLower("sums over the steps of a loop whose weights are split over CTAs have no code on the GPU")
     alike, cut = _Alike(), list[tuple[int, int]]()  # (a value, an equal part of it)

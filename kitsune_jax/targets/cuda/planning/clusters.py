@@ -18,7 +18,7 @@ from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
 from kitsune_jax.targets.cuda.planning.sizes import entry_bytes, loops_of, packed_bytes
 from kitsune_jax.targets.cuda.planning.storage import Steps, shared_bytes
 from kitsune_jax.targets.cuda.planning.times import TileWork, matmul_efficiency, tile_work
-from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, EXCHANGE_DEPTH
+from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, EXCHANGE_DEPTH, TILE_ROWS
 
 _SIZES = (2, 4, 8, 16)
 
@@ -28,13 +28,16 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
     cost, machine = region.cost, region.machine
     if cost.sinks:
         raise Infeasible("sums over the steps of a loop leave no room to share its weights out over a cluster")
+    if not packed_bytes(cost, ops):
+        raise Infeasible("it multiplies with no weights")
     found, least = list[Arranged](), None
     for size in _SIZES:
         if size > machine.max_cluster or not _has_slabs(cost, ops, size):
             continue
         weights = packed_bytes(cost, ops, size)
-        rings = sum(EXCHANGE_DEPTH * entry_bytes(body, v) for _, body, v in _exchanged(cost, ops))
-        for lanes, registers in enumerate(machine.lane_registers, 1):
+        rings = sum(EXCHANGE_DEPTH * entry_bytes(body, v) for _, body, v, _ in _exchanged(cost, ops))
+        busy = -(-region.tiles // machine.clusters(size))  # lanes beyond these would have no tile
+        for lanes, registers in enumerate(machine.lane_registers[: max(1, busy)], 1):
             placed = [Steps(body, body.region.ops, size).storage(registers, lanes) for _, body in loops_of(cost, ops)]
             storages = [s for s in placed if s is not None]
             if len(storages) < len(placed):
@@ -44,8 +47,8 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
             least = need if least is None else min(least, need)
             if need <= machine.local_bytes:
                 work = tile_work(cost, ops, storage, matmul_efficiency(machine, "spatial", True), size)
-                for steps, body, v in _exchanged(cost, ops):
-                    work = work.plus(steps, _exchange(body, v, size))
+                for steps, body, v, come_in in _exchanged(cost, ops):
+                    work = work.plus(steps, _exchange(body, v, come_in, size))
                 found.append(_arranged(region, ops, work, size, lanes))
     if not found and least is not None:
         raise Infeasible(
@@ -63,8 +66,8 @@ def _has_slabs(cost: GpuCost, ops: Ops, size: int) -> bool:
     return all(dot is None or dot.n % (size * BLOCK_COLUMNS) == 0 for dot in dots)
 
 
-def _exchanged(cost: GpuCost, ops: Ops) -> Iterator[tuple[int, GpuCost, int]]:
-    """(steps, costs of the body, value) of each operand of a product that a step of a loop makes, or carries."""
+def _exchanged(cost: GpuCost, ops: Ops) -> Iterator[tuple[int, GpuCost, int, frozenset[int]]]:
+    """(steps, costs of the body, value, what comes in from arrays) of each operand of a product that a step makes, or carries."""
     for i in ops:
         if cost.graph.ops[i].body is None:
             continue
@@ -72,7 +75,7 @@ def _exchanged(cost: GpuCost, ops: Ops) -> Iterator[tuple[int, GpuCost, int]]:
         operands = [v for k in body.region.ops if body.work(k).dot is not None for v in body.graph.ops[k].inputs]
         for v in dict.fromkeys(v for v in operands if body.streamed(v)):
             if _source(body, v) not in come_in:
-                yield cost.graph.ops[i]["length"], body, v
+                yield cost.graph.ops[i]["length"], body, v, come_in
 
 
 def _source(body: GpuCost, v: int) -> int:
@@ -82,12 +85,20 @@ def _source(body: GpuCost, v: int) -> int:
     return v
 
 
-def _exchange(body: GpuCost, v: int, size: int) -> TileWork:
-    """Of a tile: what a CTA gets of the others, and a barrier's round trip. No lane has anything else to do meanwhile."""
+def _exchange(body: GpuCost, v: int, come_in: frozenset[int], size: int) -> TileWork:
+    """Of a tile: what a CTA gets of the others, and a barrier's round trip. What a step finds carried is on its way while the lane
+    multiplies with what has come in; else it has nothing to do meanwhile."""
     machine = body.machine
     bandwidth = machine.rate(machine.cluster_bandwidth, str(size)) / machine.workers
     moved = entry_bytes(body, v) * (size - 1) / size / bandwidth
-    return TileWork(0.0, 0.0, moved, moved + machine.tile_seconds)
+    hidden = 0.0
+    if v in body.region.inputs:
+        for i in body.region.ops:
+            dot = body.work(i).dot
+            if dot is not None and not dot.per_row and _source(body, body.graph.ops[i].inputs[0]) in come_in:
+                flops = 2.0 * TILE_ROWS * dot.k * dot.n / size
+                hidden += flops / machine.rate(machine.tensor_rates, dot.dtype) / matmul_efficiency(machine, "spatial", True)
+    return TileWork(0.0, 0.0, moved, max(0.0, moved + machine.tile_seconds - hidden))
 
 
 def _arranged(region: GpuRegion, ops: Ops, work: TileWork, size: int, lanes: int) -> Arranged:

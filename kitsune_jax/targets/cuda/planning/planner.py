@@ -44,6 +44,7 @@ _CHUNK_BYTES = tiles.ROW_BYTES * tiles.CHUNK_COLUMNS
 # Kernels count tiles in 32 bits, and rows and addresses in 64.
 _MOST_TILES = 1 << 31
 _MATMUL_DTYPES = frozenset({"bfloat16", "float16", "float32"})
+_SHARE = 2  # tiles so many times fewer than SMs may be shared out over clusters though each CTA has room for all weights
 _PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
 
 
@@ -142,9 +143,12 @@ def candidates(cost: GpuCost) -> list[Plan]:
     reasons: list[str] = []
     ops = tuple(sorted(cost.region.ops))
     others: tuple[str, Callable[[], list[Arranged]]] = ("spatial", lambda: spatial(region, drafts))
-    if loops_of(cost, ops):  # all steps of a loop are those of one tile
+    has_loops = bool(loops_of(cost, ops))
+    if has_loops:  # all steps of a loop are those of one tile
         others = ("over a cluster", lambda: over_clusters(region, ops))
     for name, make in (("fused", lambda: _vertical(region, ops)), others):
+        if arranged and has_loops and _SHARE * region.tiles > region.machine.workers:
+            continue  # CTAs that have weights of their own wait for no others
         try:
             arranged += make()
         except Infeasible as no:
