@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """``rows``: edges, DLRM's batch, tokens, environments, or sequences. ``speedup``: of inference. ``dtype``: in which sequences are
-    measured first."""
+    """``rows``: edges, DLRM's batch, tokens, environments, or sequences. ``speedup``: of inference. ``dtype``: in which
+    sequences are measured first."""
 
     rows: int
     speedup: float

@@ -22,6 +22,7 @@ from kitsune_jax.route import PlannedRegion, route
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import kernel, lower, nvrtc, runtime, tiles
 from kitsune_jax.targets.errors import CannotLower
+from tests.support.checks import enable_x64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.programs import Case, lstm
@@ -150,6 +151,65 @@ def test_a_wide_layer_is_one_call(cell: str) -> None:
     wide = [np.asarray(x, np.float32) for x in args]
     want = np.asarray(jax.jit(fn)(*map(jnp.asarray, wide)))
     assert np.abs(found - want).max() < 2e-2
+
+
+def padded(w: jax.Array, u: jax.Array, h: jax.Array, xs: jax.Array, seen: jax.Array) -> Any:
+    """What has come in is also added, and a sequence that is over keeps its state."""
+
+    def step(h: jax.Array, at: Any) -> Any:
+        x, seen = at
+        made = jnp.tanh(x @ w + h @ u) + x
+        h = jnp.where(seen[:, None], made, h)
+        return h, (h, seen.astype(jnp.int32))
+
+    return jax.lax.scan(step, h, (xs, seen))
+
+
+def stacked(w: jax.Array, u: jax.Array, h: jax.Array, xs: jax.Array, _: jax.Array) -> Any:
+    """Two layers in a step: the second one's product reads what the first one has made."""
+
+    def step(carry: Any, x: jax.Array) -> Any:
+        a, b = carry
+        a = jnp.tanh(x + a @ u)
+        b = jnp.tanh(a @ w + b @ u)
+        return (a, b), b
+
+    return jax.lax.scan(step, (h, h), xs)
+
+
+def heun(w: jax.Array, u: jax.Array, h: jax.Array, xs: jax.Array, _: jax.Array) -> Any:
+    """A neural ODE: nothing comes in, and each product waits for the one before it."""
+
+    def slope(h: jax.Array) -> jax.Array:
+        return jnp.tanh(h @ w) @ u
+
+    def step(_: Any, h: jax.Array) -> jax.Array:
+        first = slope(h)
+        return h + 0.1 * (first + slope(h + 0.2 * first))
+
+    return jax.lax.fori_loop(0, xs.shape[0], step, h)
+
+
+@pytest.mark.parametrize("loop, dtype", [(padded, "float32"), (padded, "bfloat16"), (stacked, "float16"), (heun, "bfloat16")])
+def test_what_a_step_may_do(loop: Callable[..., Any], dtype: str) -> None:
+    """Arrays that are multiplied and added, masks of rows, products of what a step makes: planned over a cluster, two schedules."""
+    rng, (steps, rows, width) = np.random.default_rng(3), (4, 67, 256)
+    shapes = (width, width), (width, width), (rows, width), (steps, rows, width)
+    args = [jnp.asarray(k * rng.standard_normal(s), dtype) for k, s in zip((0.05, 0.05, 1, 1), shapes, strict=True)]
+    args.append(jnp.asarray(rng.random((steps, rows)) < 0.7))
+    report = kj.explain(kj.pipeline(loop, force=True), platform="cuda", device="h200")(*args)
+    assert [region.cluster > 1 for region in report.regions] == [True]
+    pipelined = jax.jit(kj.pipeline(loop, target="emulator", force=True))
+    found = []
+    for seed in (1, 2):
+        runtime.set_emulator_seed(seed)
+        found.append([np.asarray(x) for x in jax.tree.leaves(pipelined(*args))])
+    with enable_x64():
+        exact = [np.asarray(a) if a.dtype == bool else np.asarray(a, np.float64) for a in args]
+        want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(loop)(*exact))]
+    for g, again, w in zip(*found, want, strict=True):
+        assert np.abs(g.astype(np.float64) - w).max() < TOLERANCE[dtype] * max(1.0, np.abs(w).max())
+        assert g.tobytes() == again.tobytes()
 
 
 @pytest.mark.parametrize("cell, width, dtype, size", [

@@ -116,6 +116,9 @@ def _move(at: Evaluation, instr: Instr) -> None:
     if instr.kind == "slice" and value.slab and at.facts.slabs.get(instr.inputs[0], 1) > 1:
         _group(at, instr, value, int(index[0, 1]) // len(index))
         return
+    if value.slab and len(sources) == 1 and at.value(sources[0]).row:
+        at.settle(instr.outputs[0], Splat(sources[0]))
+        return
     if any(at.is_slab(x) for x in (instr.outputs[0], *sources)):
         raise CannotLower(f"{instr.kind} of columns that are split over CTAs has no code on the GPU")
     place(at, instr, index, sources)

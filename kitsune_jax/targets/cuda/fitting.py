@@ -311,7 +311,7 @@ def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMe
     staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
     products = staged + tiles.aligned(sum(arrays.staged_bytes(program.inputs[k]) for k in shape.staged))
     exchanges = products + tiles.aligned(address_bytes(lowered.addresses) + lowered.product_bytes)
-    end = exchanges + sum(tiles.EXCHANGE_DEPTH * n.vectors * tiles.GROUP_THREADS * 16 for n in exchanges_of(lowered))
+    end = exchanges + sum(n.bytes for n in exchanges_of(lowered))
     return LaneMemory(images, rows, segments, panels, staged, products, exchanges, end)
 
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from typing import Any
 
-from kitsune_jax.targets.cuda import arrays, own_rows, tiles
+from kitsune_jax.targets.cuda import arrays, own_rows
 from kitsune_jax.targets.cuda import device_ir as ir
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import statements as st
@@ -31,9 +31,8 @@ def of_stage(at: Layout, s: int) -> StageCode:
         if isinstance(node, st.SegmentStart):
             node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
         elif isinstance(node, st.Exchange):
-            offset = stage.memory.exchanges + exchanged
-            node = frame.ExchangeRing(node.ring, node.vectors, tiles.EXCHANGE_DEPTH, offset, at.a.ctas)
-            exchanged += node.depth * node.vectors * tiles.GROUP_THREADS * 16
+            offset, exchanged = stage.memory.exchanges + exchanged, exchanged + node.bytes
+            node = frame.ExchangeRing(node.ring, node.vectors, node.depth, offset, at.a.ctas)
         elif isinstance(node, TopsStart):
             node = dataclasses.replace(node, at=stage.memory.segments + node.at)
         setup.append(node)

@@ -107,10 +107,15 @@ class TableRows(Node):
 
 
 class Exchange(Node):
-    """A ring of its own, for a value of ``vectors`` of a thread that the CTAs of a cluster put together of their slabs."""
+    """A ring of ``depth`` entries, for a value of ``vectors`` of a thread that the CTAs of a cluster make of their slabs."""
 
     ring: Ref
     vectors: int
+    depth: int
+
+    @property
+    def bytes(self) -> int:
+        return self.depth * self.vectors * tiles.GROUP_THREADS * 16
 
 
 class QueueCall(Node):

@@ -35,7 +35,9 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
         if size > machine.max_cluster or not _has_slabs(cost, ops, size):
             continue
         weights = packed_bytes(cost, ops, size)
-        rings = sum(EXCHANGE_DEPTH * entry_bytes(body, v) for _, body, v, _ in _exchanged(cost, ops))
+        rings = sum(
+            (EXCHANGE_DEPTH if v in body.region.inputs else 1) * entry_bytes(body, v) for _, body, v, _ in _exchanged(cost, ops)
+        )
         busy = -(-region.tiles // machine.clusters(size))  # lanes beyond these would have no tile
         for lanes, registers in enumerate(machine.lane_registers[: max(1, busy)], 1):
             placed = [Steps(body, body.region.ops, size).storage(registers, lanes) for _, body in loops_of(cost, ops)]
