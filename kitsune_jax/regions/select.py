@@ -191,7 +191,7 @@ class _Selector:
                 continue  # it would leave behind the sums with which it pays
             plan = region if isinstance(region, str) else self._plan_of(region)[0]
             if isinstance(plan, str):
-                if planned or isinstance(region, str):
+                if planned or isinstance(region, str) or region.space.rows == 1:
                     self.why.setdefault(i, f"{_OWN_BODY}: {plan}")
                 else:  # says more than why another stream does not go through the loop
                     self.why[i], planned = f"{_OWN_BODY}: {plan}", True

@@ -222,6 +222,15 @@ def test_the_planner_takes_it_where_xla_is_slower(cell: str, width: int, dtype: 
     assert plan.seconds < 0.75 * plan.baseline_seconds
 
 
+def test_what_no_cluster_holds_is_told_in_words() -> None:
+    """An LSTM of 256 in float32: 2 MiB of weights, which 8 CTAs do not hold and whose columns 16 do not share in whole blocks."""
+    shapes = (256, 1024), (256, 1024), (1024,), (128, 256, 256)
+    for device, told in (("h200", "need 258 KiB of shared memory in each"), ("a100", "this device has no clusters")):
+        report = kj.explain(lstm_layer, platform="cuda", device=device)(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
+        (why,) = {r.reason for r in report.rejected if r.op == "scan"}
+        assert not report.regions and "over a cluster: " in why and told in why
+
+
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("cell, width, dtype", [("lstm", 256, "bfloat16"), ("lstm", 128, "float32"), ("gru", 128, "float16")])
 def test_the_machine_code_spills_nothing(cell: str, width: int, dtype: str) -> None:

@@ -28,6 +28,8 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
     cost, machine = region.cost, region.machine
     if cost.sinks:
         raise Infeasible("sums over the steps of a loop leave no room to share its weights out over a cluster")
+    if machine.max_cluster == 1:
+        raise Infeasible("this device has no clusters")
     if not packed_bytes(cost, ops):
         raise Infeasible("it multiplies with no weights")
     found, least = list[Arranged](), None
