@@ -153,6 +153,26 @@ def test_a_wide_layer_is_one_call(cell: str) -> None:
     assert np.abs(found - want).max() < 2e-2
 
 
+def test_the_gradient_of_a_network_around_it() -> None:
+    """The forward loop leaves what the way back reads, in slabs; the rest of the network is in calls of its own."""
+
+    def loss(w: jax.Array, u: jax.Array, b: jax.Array, xs: jax.Array, p: jax.Array) -> jax.Array:
+        out = jnp.tanh(lstm_layer(w, u, b, jnp.tanh(xs) * 2)) @ p
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
+    args = (
+        *arguments("lstm", 128, 3, 70, "bfloat16"),
+        jnp.asarray(0.1 * np.random.default_rng(0).standard_normal((128, 32)), "bfloat16"),
+    )
+    report = kj.explain(kj.pipeline(gradients, force=True), platform="cuda", device="h200")(*args)
+    assert [region.cluster for region in report.regions if any("scan" in s.name for s in region.stages)] == [4]
+    found = jax.tree.leaves(jax.jit(kj.pipeline(gradients, target="emulator", force=True))(*args))
+    want = jax.tree.leaves(jax.jit(gradients)(*(jnp.asarray(a, "float32") for a in args)))
+    for g, w in zip(found, want, strict=True):
+        assert np.abs(np.asarray(g, np.float32) - w).max() < 2e-2 * np.abs(w).max()
+
+
 def padded(w: jax.Array, u: jax.Array, h: jax.Array, xs: jax.Array, seen: jax.Array) -> Any:
     """What has come in is also added, and a sequence that is over keeps its state."""
 
