@@ -38,7 +38,9 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
             continue
         weights = packed_bytes(cost, ops, size)
         rings = sum(
-            (EXCHANGE_DEPTH if v in body.region.inputs else 1) * entry_bytes(body, v) for _, body, v, _ in _exchanged(cost, ops)
+            (EXCHANGE_DEPTH if v in body.region.inputs else 1) * entry_bytes(body, v)
+            for _, body, values, _ in _exchanged(cost, ops)
+            for v in values
         )
         busy = -(-region.tiles // machine.clusters(size))  # lanes beyond these would have no tile
         for lanes, registers in enumerate(machine.lane_registers[: max(1, busy)], 1):
@@ -51,8 +53,8 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
             least = need if least is None else min(least, need)
             if need <= machine.local_bytes:
                 work = tile_work(cost, ops, storage, matmul_efficiency(machine, "spatial", True), size)
-                for steps, body, v, come_in in _exchanged(cost, ops):
-                    work = work.plus(steps, _exchange(body, v, come_in, size))
+                for steps, body, values, come_in in _exchanged(cost, ops):
+                    work = work.plus(steps, _exchanges(body, values, come_in, size))
                 found.append(_arranged(region, ops, work, size, lanes))
     if not found and least is not None:
         raise Infeasible(
@@ -70,16 +72,14 @@ def _has_slabs(cost: GpuCost, ops: Ops, size: int) -> bool:
     return all(dot is None or dot.n % (size * BLOCK_COLUMNS) == 0 for dot in dots)
 
 
-def _exchanged(cost: GpuCost, ops: Ops) -> Iterator[tuple[int, GpuCost, int, frozenset[int]]]:
-    """(steps, costs of the body, value, what comes in from arrays) of each operand of a product that a step makes, or carries."""
+def _exchanged(cost: GpuCost, ops: Ops) -> Iterator[tuple[int, GpuCost, list[int], frozenset[int]]]:
+    """(steps, costs of the body, operands of products that a step makes or carries, what comes in from arrays) of each loop."""
     for i in ops:
-        if cost.graph.ops[i].body is None:
-            continue
-        body, come_in = cost.body(i), frozenset(parts(cost.graph.ops[i]).in_xs)
-        operands = [v for k in body.region.ops if body.work(k).dot is not None for v in body.graph.ops[k].inputs]
-        for v in dict.fromkeys(v for v in operands if body.streamed(v)):
-            if _source(body, v) not in come_in:
-                yield cost.graph.ops[i]["length"], body, v, come_in
+        if cost.graph.ops[i].body is not None:
+            body, come_in = cost.body(i), frozenset(parts(cost.graph.ops[i]).in_xs)
+            operands = [v for k in body.region.ops if body.work(k).dot is not None for v in body.graph.ops[k].inputs]
+            values = [v for v in dict.fromkeys(operands) if body.streamed(v) and _source(body, v) not in come_in]
+            yield cost.graph.ops[i]["length"], body, values, come_in
 
 
 def _source(body: GpuCost, v: int) -> int:
@@ -89,20 +89,27 @@ def _source(body: GpuCost, v: int) -> int:
     return v
 
 
-def _exchange(body: GpuCost, v: int, come_in: frozenset[int], size: int) -> TileWork:
-    """Of a tile: what a CTA gets of the others, and a barrier's round trip. What a step finds carried is on its way while the lane
-    multiplies with what has come in; else it has nothing to do meanwhile."""
+def _exchanges(body: GpuCost, values: list[int], come_in: frozenset[int], size: int) -> TileWork:
+    """Of a tile in a step: what a CTA gets of the others, and barriers' round trips. What a step finds carried is on its way while
+    the lane multiplies with what has come in; else it has nothing to do meanwhile."""
     machine = body.machine
     bandwidth = machine.rate(machine.cluster_bandwidth, str(size)) / machine.workers
-    moved = entry_bytes(body, v) * (size - 1) / size / bandwidth
-    hidden = 0.0
-    if v in body.region.inputs:
-        for i in body.region.ops:
-            dot = body.work(i).dot
-            if dot is not None and not dot.per_row and _source(body, body.graph.ops[i].inputs[0]) in come_in:
-                flops = 2.0 * TILE_ROWS * dot.k * dot.n / size
-                hidden += flops / machine.rate(machine.tensor_rates, dot.dtype) / matmul_efficiency(machine, "spatial", True)
-    return TileWork(0.0, 0.0, moved, max(0.0, moved + machine.tile_seconds - hidden))
+    moved = {v: entry_bytes(body, v) * (size - 1) / size / bandwidth for v in values}
+    carried = [v for v in values if v in body.region.inputs]
+    alone = sum(moved[v] + machine.tile_seconds for v in values if v not in carried)
+    if carried:
+        alone += max(0.0, sum(moved[v] for v in carried) + machine.tile_seconds - _meanwhile(body, come_in, size))
+    return TileWork(0.0, 0.0, sum(moved.values()), alone)
+
+
+def _meanwhile(body: GpuCost, come_in: frozenset[int], size: int) -> float:
+    """Seconds of a tile's products with what has come in."""
+    machine, seconds = body.machine, 0.0
+    for i in body.region.ops:
+        dot = body.work(i).dot
+        if dot is not None and not dot.per_row and _source(body, body.graph.ops[i].inputs[0]) in come_in:
+            seconds += 2.0 * TILE_ROWS * dot.k * dot.n / size / machine.rate(machine.tensor_rates, dot.dtype)
+    return seconds / matmul_efficiency(machine, "spatial", True)
 
 
 def _arranged(region: GpuRegion, ops: Ops, work: TileWork, size: int, lanes: int) -> Arranged:
