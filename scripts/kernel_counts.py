@@ -65,8 +65,11 @@ class Kernel:
     program: Any
 
     def loads(self, buffer: str) -> int:
-        """How many stages load an input: each on its own."""
-        of = [{f"in{i['array']}" for i in stage.body if i.kind == "load"} for stage in self.program.stages]
+        """How many stages load an input, or slices of it: each on its own."""
+        from kitsune_jax.program.ir import walk
+
+        kinds = ("load", "load_slice")
+        of = [{f"in{i['array']}" for i in walk(stage.body) if i.kind in kinds} for stage in self.program.stages]
         return sum(not names.isdisjoint(buffer.split("/")) for names in of)
 
     @property

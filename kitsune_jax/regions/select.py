@@ -184,13 +184,17 @@ class _Selector:
         """The region of loop ``i`` that gains most, if one does; with ``force`` the most promising one that has a plan."""
         why = self.supports(i)
         best: Chosen | None = None
+        planned = i in self.closest
         around = self.index, i, self.free, self.order, self._spread, self.behind
         for region in (why,) if why else loop_regions(*around):
             if self.behind and isinstance(region, Region) and best is not None and best.region.sinks and not region.sinks:
                 continue  # it would leave behind the sums with which it pays
             plan = region if isinstance(region, str) else self._plan_of(region)[0]
             if isinstance(plan, str):
-                self.why.setdefault(i, f"{_OWN_BODY}: {plan}")
+                if planned or isinstance(region, str) or region.space.rows == 1:
+                    self.why.setdefault(i, f"{_OWN_BODY}: {plan}")
+                else:  # says more than why another stream does not go through the loop
+                    self.why[i], planned = f"{_OWN_BODY}: {plan}", True
                 continue
             assert not isinstance(region, str)
             if self.force:

@@ -26,7 +26,7 @@ def runs(train: bool, dry_run: bool) -> list[tuple[str, str, int]]:
     graphs = [(app, "bf16", goal.rows) for app, goal in GRAPH_GOALS.items()]
     if train:
         return [*((app, "bf16", rows) for app, rows in CASES), *graphs]
-    sequences = [(app, "f32", goal.rows) for app, goal in SEQUENCE_GOALS.items()]
+    sequences = [(app, goal.dtype, goal.rows) for app, goal in SEQUENCE_GOALS.items()]
     first = [*((app, "bf16", rows) for app, rows in CASES), *graphs, *((app, "f32", rows) for app, _, rows in graphs), *sequences]
     kinds = [(app, dtype) for app in store.ROW_APP_NAMES for dtype in store.DTYPE_NAMES]
     all_runs = [(app, dtype, rows) for app, dtype in kinds for rows in APPS[app].default_rows("cuda")]

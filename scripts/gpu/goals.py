@@ -12,10 +12,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """``rows``: edges, DLRM's batch, tokens, environments, or sequences. ``speedup``: of inference."""
+    """``rows``: edges, DLRM's batch, tokens, environments, or sequences. ``speedup``: of inference. ``dtype``: in which
+    sequences are measured first."""
 
     rows: int
     speedup: float
+    dtype: str = "f32"
 
 
 GRAPH_GOALS = {
@@ -30,6 +32,8 @@ SEQUENCE_GOALS = {
     "transformer_layer": Goal(1024, 1.2),
     "cartpole": Goal(65_536, 15.0),
     "lstm_64": Goal(256, 2.0),
+    "lstm_256": Goal(256, 2.0, "bf16"),  # in float32 no cluster holds its weights
+    "gru_256": Goal(256, 2.0, "bf16"),
 }
 GOALS = {**GRAPH_GOALS, **SEQUENCE_GOALS}
 

@@ -195,6 +195,16 @@ _NODES = 37
 _ENDS = (Arg((-1,), "int32", classes=_NODES), Arg((-1,), "int32", classes=_NODES + 2))  # two of whose nodes there are not
 
 
+def recurrence(w: Array, u: Array, b: Array, h: Array, xs: Array) -> tuple[Array, Array]:
+    """Of few rows: its weights lie in each CTA, or are shared out over a cluster."""
+
+    def step(h: Array, x: Array) -> tuple[Array, Array]:
+        h = jnp.tanh(x @ w + h @ u + b)
+        return h, h
+
+    return jax.lax.scan(step, h, xs)
+
+
 FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
@@ -269,6 +279,7 @@ FAMILIES: dict[str, Family] = {
             dtypes=("bfloat16", "float16"),
         ),
         Family("diamond", two_sums, (weight(64, 64), weight(64, 64), Arg((-1, 64)))),
+        Family("recurrence", recurrence, (weight(64, 64), weight(64, 64), bias(64), Arg((-1, 64)), Arg((3, -1, 64)))),
         # A stand-in for layers of 1024, whose weights no CTA holds: wide enough to be split by columns.
         Family("wide", mlp, (weight(256, 256), bias(256), weight(256, 256), bias(256), Arg((-1, 256))), small=False),
     )

@@ -181,11 +181,14 @@ def run(of: Subject, plan: Plan, *, seed: int = 1) -> list[np.ndarray]:
 
 def run_program(
     program: TileProgram, *arrays: Array, sm: int = 900, lanes: int = 1, replicas: int = 1, seed: int = 1,
-    resident: bool = True, change: Callable[[str], str] = str, shared_bytes: int = 0,
+    resident: bool = True, change: Callable[[str], str] = str, shared_bytes: int = 0, cluster: int = 1,
 ) -> list[np.ndarray]:  # fmt: skip
-    """The results of a tile program written by hand: of one stage vertically, of several over the L2. ``resident``: weights stay in
-    shared memory; ``change``: made to the source; ``shared_bytes``: of a CTA, if not all that it can have."""
+    """The results of a tile program written by hand: of one stage vertically, or split over a ``cluster``, of several over the L2.
+    ``resident``: weights stay in shared memory; ``change``: made to the source; ``shared_bytes``: of a CTA, if not all that it can
+    have."""
     arrangement = by_hand(program, sm, lanes, replicas, resident)
+    if cluster > 1:
+        arrangement = dataclasses.replace(arrangement, spatial=True, cluster=cluster, split=(cluster,))
     arrangement = dataclasses.replace(arrangement, shared_bytes=shared_bytes or arrangement.shared_bytes)
     made = generate(program, arrangement, "program")
     code = lower.Code(made, compile.emulated(change(made.source), sm), f"emulated sm_{sm // 10}", "program")

@@ -18,6 +18,7 @@ from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.cuts import STRAIGHT
 from kitsune_jax.targets.cuda.device_ir import Action, Expr, Keep, Node, Read, Ref, ToPanel
 from kitsune_jax.targets.cuda.pack import WeightRecipe
+from kitsune_jax.targets.cuda.statements import Operand
 from kitsune_jax.targets.cuda.values import (
     Expression,
     InArray,
@@ -42,7 +43,11 @@ def spell_out(
     nodes: Sequence[Node], weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool
 ) -> tuple[Node, ...]:
     """``depth``: chunks that a ring of weights holds, unless they are ``resident``; ``overlap``: two may be in flight."""
-    return tuple(_Chunks(weights, resident, depth, overlap).of(nodes))
+    spelled = _Chunks(weights, resident, depth, overlap)
+    found = tuple(spelled.of(nodes))
+    if spelled.exchanges.keys() != spelled.met:
+        raise CannotLower("columns of other CTAs that no product waits for have no code on the GPU")
+    return found
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +68,8 @@ class _Chunks:
         self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
         self.loop = STRAIGHT  # the number of the loop around what is spelled out
         self.counter = itertools.count()
+        self.exchanges: dict[Ref, int] = {}  # rings between the CTAs of a cluster -> the loop in whose steps they have an entry
+        self.met: set[Ref] = set()  # those that have been waited for
         self.crowded = False  # are the chunks of the products that are in flight together more than the ring holds?
 
     def of(self, nodes: Iterable[Node]) -> list[Node]:
@@ -82,6 +89,8 @@ class _Chunks:
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.loop = around
                 case _:
+                    if isinstance(node, st.Entry) and node.queue.kind == "exchange":
+                        self.exchanges[node.queue] = self.loop
                     self.nodes.append(node)
         found, self.nodes = self.nodes, outer
         return found
@@ -152,7 +161,7 @@ class _Chunks:
             offset = sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
             weights = st.Resident(p.weight, offset, self.layer_bytes)
         feeds, first, done = [], 0, 0
-        for o in p.operands:
+        for o in map(self._awaited, p.operands):
             feeds.append((o, first, done))
             last = first + tiles.blocks(o.width)
             if rolling:  # what ``Product`` waits for, in numbers
@@ -182,6 +191,15 @@ class _Chunks:
             )
         )
         state.issued += 1
+
+    def _awaited(self, o: Operand) -> Operand:
+        """``o``, told to wait for the columns of other CTAs where it is the first to multiply with them."""
+        if o.owner.kind != "exchange" or o.owner in self.met:
+            return o
+        if self.exchanges[o.owner] != self.loop:
+            raise CannotLower("columns of other CTAs that only an inner loop multiplies with have no code on the GPU")
+        self.met.add(o.owner)
+        return dataclasses.replace(o, awaited=True)
 
     def _start(self, p: Multiply, chunk: int) -> None:
         """What the product is added to, to the accumulators of ``chunk``."""

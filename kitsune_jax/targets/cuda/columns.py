@@ -33,6 +33,7 @@ from kitsune_jax.targets.cuda.values import (
     Number,
     Parts,
     Splat,
+    Value,
 )
 from kitsune_jax.targets.errors import CannotLower
 
@@ -101,19 +102,34 @@ def broadcast_recipe(at: Evaluation, instr: Instr) -> VectorRecipe:
     shape, dims = at.program.values[x].shape, tuple(instr["dims"])
     kept = [d for d in range(len(shape)) if dims[d] != 0]  # the row dimension takes one of extent 1
     row_shape = tuple(instr["shape"])[1:]
-    split = at.split if at.is_slab(instr.outputs[0]) else 1
+    split, groups = at.split if at.is_slab(instr.outputs[0]) else 1, at.facts.slabs.get(instr.outputs[0], 1)
     width = tiles.padded(math.prod(t.shape) // split)
-    return VectorRecipe(x, tuple(shape[d] for d in kept), tuple(dims[d] - 1 for d in kept), row_shape, width, split)
+    kept_shape, kept_dims = tuple(shape[d] for d in kept), tuple(dims[d] - 1 for d in kept)
+    return VectorRecipe(x, kept_shape, kept_dims, row_shape, width, split, groups=groups)
 
 
 def _move(at: Evaluation, instr: Instr) -> None:
     sources = [x for k, x in enumerate(instr.inputs) if not (instr.kind == "pad" and k == 1)]
     index = _index(at, instr, sources)
     sources = [at.root(x) for x in sources]
-    at.new(instr)
+    value = at.new(instr)
+    if instr.kind == "slice" and value.slab and at.facts.slabs.get(instr.inputs[0], 1) > 1:
+        _group(at, instr, value, int(index[0, 1]) // len(index))
+        return
+    if value.slab and len(sources) == 1 and at.value(sources[0]).row:
+        at.settle(instr.outputs[0], Splat(sources[0]))
+        return
     if any(at.is_slab(x) for x in (instr.outputs[0], *sources)):
         raise CannotLower(f"{instr.kind} of columns that are split over CTAs has no code on the GPU")
     place(at, instr, index, sources)
+
+
+def _group(at: Evaluation, instr: Instr, value: Value, group: int) -> None:
+    """A slab of one of the groups of columns of a value."""
+    x, blocks = at.root(instr.inputs[0]), tiles.blocks(value.width)
+    if waits_for_product(at, x):  # whose chunks are those of another width
+        at.materialize(x)
+    at.settle(instr.outputs[0], Parts(((x, group * blocks, blocks),)))
 
 
 def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -> None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.program.ir import Block, Instr, walk
-from kitsune_jax.targets.cuda import cuts
+from kitsune_jax.targets.cuda import cuts, exchanges
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Address, Keep, Ref
 from kitsune_jax.targets.cuda.evaluation import Evaluation
@@ -50,9 +50,12 @@ def lower(at: Evaluation, instr: Instr, lower_body: Body) -> None:
     at.values[block.index] = Value(1, "int32", True, LoopNumber(number))
     row_tiles, repeated = dict(at.row_tiles), at.repeated
     at.repeated = True
+    known = at.gathered
     with at.body_of_loop() as body:
+        exchanges.begin(at, block.body, carries)
         lower_body(at, block.body)
         _hand_on(at, carries, [at.root(v) for v in block.results])
+        exchanges.give_back(at, known)
     at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are out of sight behind it
     at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
@@ -132,8 +135,8 @@ def _bring_home(at: Evaluation, v: int) -> None:
 def _carry(at: Evaluation, carry: int, initial: int) -> int:
     """Gives ``carry`` its home, which holds ``initial``."""
     source = at.value(initial)
-    if source.slab:
-        raise CannotLower("a loop that carries a value whose columns are split over CTAs has no code on the GPU")
+    if at.is_slab(carry) and not source.slab:
+        raise CannotLower("a loop that begins with the same numbers for all rows, split over CTAs, has no code on the GPU")
     value = dataclasses.replace(source, home=None)
     at.values[carry] = value
     if value.row:

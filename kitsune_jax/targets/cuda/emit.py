@@ -42,7 +42,7 @@ def call(
     operands = [args[k] for k in kernel.inputs]
     for part, packed in zip(program.parts, kernel.packed, strict=True):
         given = [args[k] if k < program.operands else None for k in part.reads]  # None: another part makes it
-        operands += _packed(packed, _Stationary(part.program, given, evaluate))
+        operands += _packed(packed, _Stationary(packed.program, given, evaluate))
     own = [_compat.aval_like(a, a.shape, np.float32) if k in kernel.widened else a for k, a in enumerate(out_avals)]
     results = [*own, *(_compat.aval_like(out_avals[0], a.shape, jnp.dtype(a.dtype)) for a in kernel.kept)]
     aliases = {len(operands) + k: result for k, (result, _) in enumerate(kernel.filled)}

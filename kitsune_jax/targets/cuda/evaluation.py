@@ -87,6 +87,7 @@ class Evaluation:
         self.repeated = False  # what is being lowered is the body of a loop
         self.panels: dict[int, tuple[int, int, int]] = {}  # place of a panel -> the value in it, its width, where it ends
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
+        self.gathered: dict[int, int] = {}  # slabs -> the values of which they are slabs (``exchanges.py``)
         self.counter = 0
 
     # -- nodes
@@ -102,8 +103,9 @@ class Evaluation:
     def body_of_loop(self) -> Iterator[list[Node]]:
         """Collects the nodes that are added meanwhile."""
         outer, self.nodes, self.panels = self.nodes, [], {}
+        known, self.gathered = self.gathered, dict(self.gathered)
         yield self.nodes
-        self.nodes, self.panels = outer, {}
+        self.nodes, self.panels, self.gathered = outer, {}, known
 
     # -- names
 
@@ -386,7 +388,7 @@ class Evaluation:
 
     def _name_of_copy(self, v: int) -> Ref:
         self.counter += 1
-        return Ref("c", self.root(v), f"_{self.counter}")
+        return Ref("c", abs(self.root(v)), f"_{self.counter}")  # unnamed ones are below zero
 
     def most_columns(self, pieces: Sequence[int]) -> int:
         """Columns of a chunk at most, of a product of ``pieces``."""

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.targets.cuda import arrays, bodies, chunks, liveness, ring_depth, stage_facts, tiles, turns
+from kitsune_jax.targets.cuda import arrays, bodies, chunks, exchanges, liveness, ring_depth, stage_facts, tiles, turns
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.device_ir import Node, Ref
@@ -76,7 +76,8 @@ class Lowered:
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaneMemory:
     """Bytes of a lane's part of shared memory, from its start on: images, then rows that change places, runs of segments, panels of
-    weight gradients, tiles of staged arrays, addresses and operands of products for each row. ``images``: where each begins."""
+    weight gradients, tiles of staged arrays, addresses and operands of products for each row, entries of exchanges. ``images``:
+    where each begins."""
 
     images: dict[int, int]
     rows: int
@@ -84,6 +85,7 @@ class LaneMemory:
     panels: int
     staged: int
     products: int
+    exchanges: int
     bytes: int
 
 
@@ -174,6 +176,7 @@ class _Fitter:
         """All passes over the stage. ``in_turns``: lanes may take turns."""
         at = Evaluation(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
         bodies.lower(at, self.instrs)
+        exchanges.give_back(at, {})
         at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
         nodes = chunks.spell_out(at.nodes, at.weights, self.resident, depth, shape.overlap)
         if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
@@ -295,6 +298,10 @@ def _summed_products(instrs: Sequence[Instr]) -> tuple[frozenset[int], bool]:
     return frozenset(found), most > 1
 
 
+def exchanges_of(lowered: Lowered) -> list[st.Exchange]:
+    return [n for n in lowered.setup if isinstance(n, st.Exchange)]
+
+
 def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMemory:
     images = place_images(shape.images, lowered)
     rows = max((at + lowered.image_bytes(v) for v, at in images.items()), default=0)
@@ -303,8 +310,9 @@ def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMe
     found = [p for p in lowered.prologue if isinstance(p, st.Panel)]
     staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
     products = staged + tiles.aligned(sum(arrays.staged_bytes(program.inputs[k]) for k in shape.staged))
-    end = products + tiles.aligned(address_bytes(lowered.addresses) + lowered.product_bytes)
-    return LaneMemory(images, rows, segments, panels, staged, products, end)
+    exchanges = products + tiles.aligned(address_bytes(lowered.addresses) + lowered.product_bytes)
+    end = exchanges + sum(n.bytes for n in exchanges_of(lowered))
+    return LaneMemory(images, rows, segments, panels, staged, products, exchanges, end)
 
 
 def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:

@@ -88,6 +88,16 @@ class AwaitWeights(Node):
     """Until the resident weights have arrived."""
 
 
+class ExchangeRing(Node):
+    """Of ``st.Exchange``, with the lane's entries from byte ``offset`` of its memory on. ``ctas``: of the cluster."""
+
+    ring: Ref
+    vectors: int
+    depth: int
+    offset: int
+    ctas: int
+
+
 class TileLoop(Node):
     """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles follow each other in the stream, else they
     are every so many. ``order``: the array that says which element of the arrays each row of the stream is.

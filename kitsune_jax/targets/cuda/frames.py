@@ -26,10 +26,13 @@ def of_stage(at: Layout, s: int) -> StageCode:
     stage = at.stages[s]
     ring = frame.WeightRing(at.header_bytes)
     staged = tuple(_staged(at, s))
-    setup = [*_memory(at, s), *_queues(at, s), *staged]
+    setup, exchanged = [*_memory(at, s), *_queues(at, s), *staged], 0
     for node in _placed(at, s, stage.lowered.setup):
         if isinstance(node, st.SegmentStart):
             node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
+        elif isinstance(node, st.Exchange):
+            offset, exchanged = stage.memory.exchanges + exchanged, exchanged + node.bytes
+            node = frame.ExchangeRing(node.ring, node.vectors, node.depth, offset, at.a.ctas)
         elif isinstance(node, TopsStart):
             node = dataclasses.replace(node, at=stage.memory.segments + node.at)
         setup.append(node)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import (
     columns,
+    exchanges,
     gradients,
     online,
     picks,
@@ -170,7 +171,10 @@ def _matmul(at: Evaluation, instr: Instr) -> None:
     else:
         weight = at.next_weight
         at.next_weight += 1
-    at.settle(v, Multiply(v, weight, at.weights[weight].shape, tuple(at.root(x) for x in _pieces(at, instr.inputs[0]))))
+    at.settle(
+        v,
+        Multiply(v, weight, at.weights[weight].shape, tuple(exchanges.whole(at, x) for x in exchanges.pieces(at, instr.inputs[0]))),
+    )
     if value.row:
         at.single_column(v)
     _rounded(at, v)
@@ -206,18 +210,13 @@ def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
     order = [free[p - before] for p in instr["out_perm"] if p >= before]
     if of_w.dtype != of_x.dtype or of_x.dtype not in pointwise.OPERAND:
         raise CannotLower(f"matrix product of {of_x.dtype} and {of_w.dtype}")
-    operands = _pieces(at, x)
+    operands = exchanges.pieces(at, x)
     pieces = tuple(math.prod(at.program.values[p].shape) for p in operands)
     n = math.prod(of_w.shape[d] for d in order)
     shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split, at.most_columns(operands))
     permutation = (*(b for _, b in pairs), *batch, *order)
-    return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, at.facts.cuts.of(at.program, w))
-
-
-def _pieces(at: Evaluation, x: int) -> list[int]:
-    """The values whose columns make up the operand: the parts of a concatenation that nobody else needs as one."""
-    parts = at.facts.joined.get(x)
-    return [x] if parts is None else [p for part in parts for p in _pieces(at, part)]
+    groups = at.facts.slabs.get(instr.outputs[0], 1)
+    return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, at.facts.cuts.of(at.program, w), groups)
 
 
 _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {

@@ -25,8 +25,10 @@ __all__ = ["Arrangement", "Kernel", "generate", "of_call"]
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
     """What XLA makes of a part's stationary operands. ``weights``: recipes of each image, and ``order``, how ``pack.weights`` lines
-    them up; then the vectors; ``tables``: stationary values that are read as they lie."""
+    them up; then the vectors; ``tables``: stationary values that are read as they lie. ``program``: the part as it was laid out,
+    whose values these are."""
 
+    program: TileProgram
     weights: tuple[tuple[WeightRecipe, ...], ...]
     order: tuple[tuple[tuple[int, int], ...], ...]
     vectors: tuple[VectorRecipe, ...]
@@ -78,6 +80,8 @@ def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, fet
             raise CannotLower("tiles of a batch, and weights that a loop cuts, have no code in a call of several phases on the GPU")
     found = call_layout.of_call(call, arrangements, name, fetch)
     layouts = [part.layout for part in found.parts]
+    if any(at.exchanges for at in layouts):
+        raise CannotLower("a loop whose weights are split over a cluster has no code in a call of several phases on the GPU")
     source = print_phases.source(found, [_kinds(at, True) for at in layouts])
     packed = tuple(_packed(at, tuple(v for v in at.operands.tables if call_layout.table_input(at, v) is None)) for at in layouts)
     most = max(_registers(at) for at in layouts)
@@ -110,7 +114,7 @@ def _kinds(at: Layout, share: bool) -> list[sharing.Kind]:
 
 def _packed(at: Layout, tables: tuple[int, ...]) -> Packed:
     operands = at.operands
-    return Packed(tuple(operands.of_group(d) for d in operands.groups), operands.order, operands.vectors, tables)
+    return Packed(at.program, tuple(operands.of_group(d) for d in operands.groups), operands.order, operands.vectors, tables)
 
 
 def _registers(at: Layout) -> int:

@@ -12,7 +12,7 @@ import math
 
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes import simplified
-from kitsune_jax.targets.cuda import arrays, fitting, loop_values, pointwise, tiles
+from kitsune_jax.targets.cuda import arrays, fitting, loop_values, pointwise, summed_products, tiles
 from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.fetches import Fetch
@@ -132,6 +132,11 @@ class Layout:
         return tuple((self.program.sinks[k].array, self.program.sinks[k].how) for k in sinks)
 
     @property
+    def exchanges(self) -> list[st.Exchange]:
+        """Rings between the CTAs of a cluster."""
+        return [node for stage in self.stages for node in fitting.exchanges_of(stage.lowered)]
+
+    @property
     def depth(self) -> int:
         """Of the ring of streamed weights."""
         return [stage.depth for stage in self.stages if not stage.resident][-1]
@@ -194,6 +199,8 @@ def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
 def of_kernel(program: TileProgram, a: Arrangement, name: str, beside: int = 0) -> Layout:
     """``beside``: bytes of the barriers of other parts of the kernel. Raises ``CannotLower`` where it does not fit."""
     program = loop_values.as_tiles(program)
+    if a.spatial and a.cluster > 1 and len(program.stages) == 1:  # a loop over a cluster, which has few registers for a step
+        program = summed_products.as_one(program)
     simpler = simplified(program)
     for staging in (True, False):
         header = tiles.aligned(beside + barrier_bytes(program, a, staging))
@@ -203,6 +210,8 @@ def of_kernel(program: TileProgram, a: Arrangement, name: str, beside: int = 0) 
             break
     if shared > a.shared_bytes:
         raise CannotLower(f"the kernel needs {shared} bytes of shared memory; a CTA has {a.shared_bytes}")
+    if a.cluster != a.ctas and any(fitting.exchanges_of(stage.lowered) for stage in stages):
+        raise CannotLower("a loop whose weights are split over CTAs needs these to be a cluster")
     return Layout(program, a, name, stages, header, shared, queue_at, _operands(program, stages), _workspace(program, a, stages))
 
 
@@ -210,6 +219,14 @@ def barrier_bytes(program: TileProgram, a: Arrangement, staging: bool = True) ->
     """Of the header of a part, at most."""
     most = max((len(fitting.staged_arrays(program, s)) for s in range(len(program.stages))), default=0) if staging else 0
     rings = 16 * most * a.lanes + 16 * fitting.MAX_DEPTH + sum(16 * q.depth * a.lanes for q in program.queues)
+    rings += sum(
+        16 * tiles.EXCHANGE_DEPTH * a.lanes
+        for split, s in zip(a.split, program.stages, strict=True)
+        if split > 1
+        for i in walk(s.body)
+        for block in (i.block.body if i.block else ())
+        if block.kind == "matmul"
+    )
     return rings + 128
 
 

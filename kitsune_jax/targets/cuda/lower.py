@@ -57,7 +57,8 @@ def kind(plan: Plan, gradients: bool) -> str:
     """
     sm = "sm90" if gpu(plan.machine).max_cluster > 1 else "sm80"
     if plan.arrangement == "spatial":
-        how = plan.queues[0].place if plan.queues else "apart"  # stages that only share what they load
+        # Stages without rings only share what they load, or are a loop over a cluster.
+        how = plan.queues[0].place if plan.queues else "cluster" if plan.cluster > 1 else "apart"
     else:
         how = "resident" if plan.stages[0].resident else f"streamed-cluster{plan.cluster}"
     split = "-split" if any(stage.split > 1 for stage in plan.stages) else ""

@@ -27,13 +27,15 @@ from kitsune_jax.targets.cuda.tiles import ROW_BYTES, WeightShape, block, is_hal
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightRecipe:
     """``value``: the stationary value of the tile program; ``permutation``: its dimensions as (contracted..., free...), of which
-    the first ``contracted`` flatten to K. ``cut``: it is one of many blocks of the value, whose dimensions these are."""
+    the first ``contracted`` flatten to K. ``cut``: it is one of many blocks of the value, whose dimensions these are. ``groups``:
+    of columns; a slab is a slab of each."""
 
     value: int
     permutation: tuple[int, ...]
     contracted: int
     shape: WeightShape
     cut: Cut | None = None
+    groups: int = 1
 
     @property
     def count(self) -> int:
@@ -103,7 +105,7 @@ class VectorRecipe:
     """A stationary value as every row sees it: reshaped to ``shape``, broadcast to ``row_shape`` along ``dims``, flattened, padded.
 
     ``how``: columns of a row are made of the value instead. ``value`` is None for a table of constants, which is ``table``.
-    ``width``: padded words, ``split`` times as many for slabs.
+    ``width``: padded words, ``split`` times as many for slabs, each of which is a slab of every one of ``groups``.
     """
 
     value: int | None
@@ -114,6 +116,7 @@ class VectorRecipe:
     split: int = 1
     table: tuple[int, ...] = ()
     how: Picked | AddedUp | None = None
+    groups: int = 1
 
     @property
     def words(self) -> int:
@@ -170,6 +173,8 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
     w = rows[0] if len(rows) == 1 else jnp.concatenate(rows)  # [32 * k_blocks, n]
     lanes = ROW_BYTES // (2 if half else 4)
     w = jnp.pad(w, ((0, shape.k_chunks * lanes - w.shape[0]), (0, 0)))
+    if recipe.groups > 1:
+        w = w.reshape(-1, recipe.groups, shape.split, shape.n // recipe.groups // shape.split).swapaxes(1, 2).reshape(w.shape)
     per = -(-shape.n // shape.split)
     return [part for s in range(shape.split) for part in _slab(w[:, s * per : (s + 1) * per], shape, lanes)]
 
@@ -217,6 +222,8 @@ def _vector(recipe: VectorRecipe, value: Any) -> jax.Array:
         value = value.astype(jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else _word_type(value.dtype))
         words = jax.lax.broadcast_in_dim(value.reshape(recipe.shape), recipe.row_shape, recipe.dims).reshape(-1)
         words = jax.lax.bitcast_convert_type(words, jnp.uint32)
+    if recipe.groups > 1:
+        words = words.reshape(recipe.groups, recipe.split, -1).swapaxes(0, 1).reshape(-1)
     if recipe.split > 1:
         per = -(-words.shape[0] // recipe.split)
         words = jnp.pad(words, (0, recipe.split * per - words.shape[0])).reshape(recipe.split, per)

@@ -100,6 +100,10 @@ def _setup(at: Spelling, node: Node) -> list[str]:
             where = f"reinterpret_cast<U4*>(shared + {at.constant(slots)} + group * {entry})"
             ends = f"{at.constant(writers)}, {at.constant(readers)}, 1 + group"
             return [f"const ClusterQueue<{vectors}, {depth}> {name(ref)}{{&{at.constant(ring)}[group], {where}, {ends}}};"]
+        case frame.ExchangeRing(ring, vectors, depth, offset, ctas):
+            all_ctas, x = f"{(1 << ctas) - 1}u", name(ring)
+            ends = f"reinterpret_cast<U4*>(scratch + {offset}), {all_ctas}, {all_ctas}, 1 + group"
+            return [f"const ClusterQueue<{vectors}, {depth}> {x}{{&header.{x}[group], {ends}}};", f"u32 n_{x} = 0;"]
         case frame.L2Ring(ref, vectors, counters, slots, depth, writers, readers):
             where = f"p.zeroed() + {at.constant(counters)}, p.workspace + {at.constant(slots)}"
             ends = f"{at.constant(depth)}, {at.constant(writers)}, {at.constant(readers)}, instance * kLanes + group, 1 + group"

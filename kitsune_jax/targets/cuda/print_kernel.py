@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kitsune_jax.targets.cuda.layout import Layout, entry_vectors
 from kitsune_jax.targets.cuda.print_frame import functions
+from kitsune_jax.targets.cuda.print_loops import name
 from kitsune_jax.targets.cuda.sharing import Kind
 
 
@@ -81,6 +82,7 @@ def _header(at: Layout) -> str:
         lines.append(f"  Ring<{at.depth}> weights;")
     for q in at.queue_at:
         lines.append(f"  Ring<{at.program.queues[q].depth}> queue{q}[kLanes];")
+    lines += [f"  Ring<{x.depth}> {name(x.ring)}[kLanes];" for x in at.exchanges]
     lines.append("};")
     if at.a.streamed:
         lines.append(f"using Weights = WeightQueue<{at.depth}, {at.slot_bytes}, kLanes, {at.a.cluster}>;")
@@ -133,6 +135,10 @@ def _init(at: Layout) -> str:
         type_ = f"ClusterQueue<{entry_vectors(at.program, at.a, q)}, {queue.depth}>"
         init = f"{type_}::init(header.queue{q}[l], {at.mask(queue.consumers)})"
         lines += [f"for (int l = 0; l < kLanes; ++l) {init};", f'name(header.queue{q}, "queue{q}");']
+    for x in at.exchanges:
+        type_, ring = f"ClusterQueue<{x.vectors}, {x.depth}>", f"header.{name(x.ring)}"
+        init = f"{type_}::init({ring}[l], {(1 << at.a.ctas) - 1}u)"
+        lines += [f"for (int l = 0; l < kLanes; ++l) {init};", f'name({ring}, "{name(x.ring)}");']
     return _function("init(Header& header)", lines)
 
 

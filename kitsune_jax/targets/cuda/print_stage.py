@@ -128,16 +128,22 @@ def _once(once: bool) -> str:
 def _queues(at: Spelling, node: Node) -> list[str]:
     match node:
         case st.QueueCall(queue, call):
-            return [f"{name(queue)}.{call}(n);"]
+            n = _count(queue)
+            return [f"{name(queue)}.{call}({n});", *([f"++{n};"] if n != "n" and call == "rd_release" else [])]
         case st.Entry(ref, queue, slab, write, once):
-            first = f"slab * {slab} + " if slab else ""
+            first, n = f"slab * {slab} + " if slab else "", _count(queue)
             if write:
-                return [f"const auto {name(ref)} = [&](int i, U4 v) {{ {_once(once)}{name(queue)}.push(n, {first}i, v); }};"]
-            return [f"const auto {name(ref)} = [&](int i) {{ return {name(queue)}.pop(n, {first}i); }};"]
+                return [f"const auto {name(ref)} = [&](int i, U4 v) {{ {_once(once)}{name(queue)}.push({n}, {first}i, v); }};"]
+            return [f"const auto {name(ref)} = [&](int i) {{ return {name(queue)}.pop({n}, {first}i); }};"]
         case st.PushRow(queue, row, once):
             words = ", ".join(f"to_word({at.of_row(row, h)})" for h in range(2))
             return [f"{_once(once)}{name(queue)}.push(n, 0, U4{{{words}, 0, 0}});"]
     return []
+
+
+def _count(queue: Ref) -> str:
+    """Which entry of a queue is meant: a tile has one of each, and a ring of an exchange counts its own."""
+    return f"n_{name(queue)}" if queue.kind == "exchange" else "n"
 
 
 def _segments(at: Spelling, node: Node) -> list[str]:
@@ -212,7 +218,10 @@ def _issue(at: Spelling, node: st.Issue) -> list[str]:
     flags = f"{'true' if node.rolling else 'false'}, {'true' if node.started or node.bias is not None else 'false'}"
     template = f"{pointwise.OPERAND[node.dtype]}, {node.columns}, {flags}, decltype({weights})"
     found.append(f"Product<{template}> {d}_product({d}, {weights});")
-    found += [f"{d}_product.feed<{first}, {done}>({_operand(operand)});" for operand, first, done in node.feeds]
+    for operand, first, done in node.feeds:
+        if operand.awaited:
+            found.append(f"{name(operand.owner)}.rd_acquire({_count(operand.owner)});")
+        found.append(f"{d}_product.feed<{first}, {done}>({_operand(operand)});")
     return [*found, f"{d}_product.commit();"]
 
 

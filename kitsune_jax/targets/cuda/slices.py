@@ -16,6 +16,7 @@ from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda.device_ir import Ref, Store
 from kitsune_jax.targets.cuda.evaluation import Evaluation
 from kitsune_jax.targets.cuda.values import InArray, InRegisters
+from kitsune_jax.targets.errors import CannotLower
 
 
 def load(at: Evaluation, instr: Instr) -> None:
@@ -34,9 +35,11 @@ def store(at: Evaluation, instr: Instr) -> None:
     (x, *numbers) = instr.inputs
     value, rows = at.value(x), _rows(at, instr, "out", numbers)
     if value.row:
-        at.add(st.StoreRow(rows, at.row(x), False))
+        at.add(st.StoreRow(rows, at.row(x), at.split > 1))
+    elif at.split > 1 and not value.slab:
+        raise CannotLower("a loop that is split by columns stores a value that is not")
     else:
-        at.evaluate(value.width, [Store(x, rows, 0)])
+        at.evaluate(value.width, [Store(x, rows, value.n if value.slab else 0)])
 
 
 def _rows(at: Evaluation, instr: Instr, role: str, numbers: object) -> ir.Rows:

@@ -15,20 +15,20 @@ from kitsune_jax.program.passes import compared_values
 from kitsune_jax.program.passes.flow import is_other_name
 from kitsune_jax.targets.cuda import cuts, slabs, tiles
 from kitsune_jax.targets.cuda.cuts import Cuts
-from kitsune_jax.targets.errors import CannotLower
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
     """``names``: what is only another name of a value -> that value. ``uses``: instructions that read each value. ``joined``: a
     concatenation that only matmuls read, or other such concatenations, -> its parts: nothing need move. ``panel_sums``: (weight
-    gradient, its operand, sum over the rows that is made of the operand's panel). ``slabs``: values that are shared out over CTAs.
-    ``stacked``: a concatenation -> its parts, where their columns follow each other; ``only_multiplied``: those that only products
-    for each row read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of.
-    ``picked``: a product for each row that only a ``take`` reads -> that ``take``. ``cuts``: weights that change from tile to tile.
-    ``rounded``: a float32 value -> the only 16-bit form that is made of it; ``coarse``: exponentials that nobody reads
-    but bfloat16 forms, of them or of multiples of them, and sums of columns, such as the probabilities of an attention in bfloat16.
-    ``compared``: values that have the same bits whatever stands around them (``program.passes.compared_values``).
+    gradient, its operand, sum over the rows that is made of the operand's panel). ``slabs``: values that are shared out over CTAs,
+    with the groups of columns of each. ``stacked``: a concatenation -> its parts, where their columns follow each other;
+    ``only_multiplied``: those that only products for each row read, or other such concatenations; ``row_pieces``: the values that
+    the operands of these products are made of. ``picked``: a product for each row that only a ``take`` reads -> that ``take``.
+    ``cuts``: weights that change from tile to tile. ``rounded``: a float32 value -> the only 16-bit form that is made of it;
+    ``coarse``: exponentials that nobody reads but bfloat16 forms, of them or of multiples of them, and sums of columns, such as the
+    probabilities of an attention in bfloat16. ``compared``: values that have the same bits whatever stands around them
+    (``program.passes.compared_values``).
     """
 
     program: TileProgram
@@ -37,7 +37,7 @@ class Facts:
     uses: Counter[int]
     joined: dict[int, tuple[int, ...]]
     panel_sums: tuple[tuple[Instr, int, Instr], ...]
-    slabs: frozenset[int]
+    slabs: dict[int, int]
     stacked: dict[int, tuple[int, ...]]
     only_multiplied: frozenset[int]
     row_pieces: frozenset[int]
@@ -69,8 +69,6 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
     names: dict[int, int] = {}
     uses: Counter[int] = Counter()
     body = tuple(walk(instrs))
-    if split > 1 and len(body) > len(instrs):
-        raise CannotLower("a stage with a loop is not split by columns")
     for i in body:
         if _is_name(program, i):
             names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
@@ -91,14 +89,15 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
             readers.setdefault(x, []).append(i)
     stacked = _stacked(program, body)
     compared = compared_values(program)
+    joined = _joined(program, body)
     found = Facts(
         program,
         instrs,
         names,
         uses,
-        _joined(program, body),
+        joined,
         sums,
-        slabs.of_stage(instrs, program, split, lanes),
+        slabs.of_stage(instrs, program, split, lanes, joined),
         stacked,
         _only_multiplied(stacked, readers),
         frozenset(),

@@ -106,6 +106,18 @@ class TableRows(Node):
 # -- queues
 
 
+class Exchange(Node):
+    """A ring of ``depth`` entries, for a value of ``vectors`` of a thread that the CTAs of a cluster make of their slabs."""
+
+    ring: Ref
+    vectors: int
+    depth: int
+
+    @property
+    def bytes(self) -> int:
+        return self.depth * self.vectors * tiles.GROUP_THREADS * 16
+
+
 class QueueCall(Node):
     """``call``: rd_acquire, rd_release, wr_acquire or wr_release."""
 
@@ -135,7 +147,8 @@ class PushRow(Node):
 
 class Operand(Node):
     """``kind``: "registers", "copy" (registers of an entry's copy), "array" (of rows that have been read), "rows" (fetched on the
-    way), or "image"; ``dtype``: of the product; ``owner``: what must be alive until the product is complete."""
+    way), or "image"; ``dtype``: of the product; ``owner``: what must be alive until the product is complete. ``awaited``: its image
+    is the entry of the ring ``owner``, and has not been waited for before."""
 
     kind: str
     ref: Ref
@@ -143,6 +156,7 @@ class Operand(Node):
     dtype: str
     owner: Ref
     rows: Rows | None = None
+    awaited: bool = False
 
     @property
     def fetched(self) -> bool:

@@ -12,7 +12,6 @@ fetches each streamed weight once. *Spatial* (``spatial``): a CTA per stage.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -26,6 +25,7 @@ from kitsune_jax.planning.stages import Ops, finest, resource_of, stage_name
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.blocks import in_batches
+from kitsune_jax.targets.cuda.planning.clusters import over_clusters
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.products import fed_by
@@ -44,6 +44,7 @@ _CHUNK_BYTES = tiles.ROW_BYTES * tiles.CHUNK_COLUMNS
 # Kernels count tiles in 32 bits, and rows and addresses in 64.
 _MOST_TILES = 1 << 31
 _MATMUL_DTYPES = frozenset({"bfloat16", "float16", "float32"})
+_SHARE = 2  # tiles so many times fewer than SMs may be shared out over clusters though each CTA has room for all weights
 _PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
 
 
@@ -140,10 +141,16 @@ def candidates(cost: GpuCost) -> list[Plan]:
     drafts = () if loops_of(cost, cost.region.ops) else finest(cost, {**panel_sums_of(cost), **fed_by(cost)})
     arranged: list[Arranged] = []
     reasons: list[str] = []
-    ways = (("fused", functools.partial(_vertical, region)), ("spatial", functools.partial(spatial, region)))
-    for name, make in ways[:1] if loops_of(cost, cost.region.ops) else ways:  # all steps of a loop are those of one tile
+    ops = tuple(sorted(cost.region.ops))
+    others: tuple[str, Callable[[], list[Arranged]]] = ("spatial", lambda: spatial(region, drafts))
+    has_loops = bool(loops_of(cost, ops))
+    if has_loops:  # all steps of a loop are those of one tile
+        others = ("over a cluster", lambda: over_clusters(region, ops))
+    for name, make in (("fused", lambda: _vertical(region, ops)), others):
+        if arranged and has_loops and _SHARE * region.tiles > region.machine.workers:
+            continue  # CTAs that have weights of their own wait for no others
         try:
-            arranged += make(drafts)
+            arranged += make()
         except Infeasible as no:
             reasons.append(f"{name}: {no}")
     if not arranged:
@@ -165,9 +172,8 @@ class _Choice:
     free: int = 0
 
 
-def _vertical(region: GpuRegion, _: tuple[Ops, ...]) -> list[Arranged]:
+def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
     cost, machine = region.cost, region.machine
-    ops = tuple(sorted(cost.region.ops))
     packed = packed_bytes(cost, ops)
     choices = [_Choice(0, 1, True, packed)]
     loops = loops_of(cost, ops)

@@ -38,7 +38,7 @@ def packed_bytes(cost: RegionCost, ops: Iterable[int], split: int = 1, batches: 
     """A CTA's share of the packed weights that the matmuls of ``ops`` read, those in the bodies of loops as well. ``batches``: of
     those that depend on the batch, those of all."""
     ops = tuple(ops)
-    found = sum(packed_bytes(body, body.region.ops) for _, body in loops_of(cost, ops))
+    found = sum(packed_bytes(body, body.region.ops, split) for _, body in loops_of(cost, ops))
     for i in ops:
         for dot in dots_of(cost, (i,)):
             weight = next((v for v in cost.graph.ops[i].inputs if v in cost.of_batch), None) if batches else None

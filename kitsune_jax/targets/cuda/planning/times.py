@@ -94,15 +94,15 @@ def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: f
     issue = max(slots, special * SPECIAL_SLOTS) / per_second
     work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
     for steps, body in loops_of(cost, ops):
-        work = work.plus(steps, _step(body, storage, efficiency))
+        work = work.plus(steps, _step(body, storage, efficiency, split))
     return work
 
 
-def _step(body: GpuCost, storage: Storage, efficiency: float) -> TileWork:
+def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> TileWork:
     """A step of a loop on a tile. A number of each row is computed by the four threads that share the row, unless there is nothing
     but numbers; each operation waits for the one before it, and a lane has no other tile to work on meanwhile; slices come from
     memory when the step begins."""
-    work = tile_work(body, body.region.ops, storage, efficiency)
+    work = tile_work(body, body.region.ops, storage, efficiency, split)
     alone = [i for i in body.region.ops if body.graph.ops[i].body is None and not body.is_maker(i)]
     numbers = [i for i in alone if body.row_size(body.graph.ops[i].outputs[0]) == 1]
     numbers = [] if len(numbers) == len(alone) else numbers  # a thread has rows of its own (``own_rows.py``)
