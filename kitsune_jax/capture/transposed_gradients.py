@@ -17,7 +17,7 @@ from kitsune_jax.graph import Graph, Op, Value
 
 
 def fold_transposes(captured: Captured) -> Captured:
-    """Rewrite the transpositions of ``captured`` whose operand is a weight gradient, or an outer product, that nothing else reads."""
+    """Rewrite the transpositions of ``captured`` whose operand, a weight gradient or an outer product, nothing else reads."""
     graph, draft = captured.graph, Draft(captured)
     before: dict[int, list[tuple[Op, Step]]] = {}
     reads = Counter([*graph.outputs, *(v for op in graph.ops for v in op.inputs)])

@@ -144,9 +144,9 @@ def dot(stage: Stage, i: int, instr: Instr) -> None:
     if k == 1 or m == 1 and not _is_matrix(stage.view(sides[1][0]), n * k, *sides[1][1]):
         _multiplied_and_summed(stage, instr, sides)
         return
-    (x, of_x), (y, of_y) = sides
-    shared = _shared(stage.view(y), *of_y)
-    of_y = (*of_y[0], *of_y[1][:shared]), of_y[1][shared:], of_y[2]
+    (x, of_x), (y, (batch_y, free_y, contract_y)) = sides
+    shared = _shared(stage.view(y), batch_y, free_y, contract_y)
+    of_y = [*batch_y, *free_y[:shared]], free_y[shared:], contract_y
     groups = [(*groups[0], *groups[2][:shared]), groups[1], groups[2][shared:]]
     (vx, sx), (vy, sy) = _matrices(stage, x, of_x, dense=True), _matrices(stage, y, of_y, dense=False)
 
