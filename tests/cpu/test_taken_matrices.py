@@ -1,4 +1,4 @@
-"""Matrices taken of a table, one or several for each token, as the weights of its experts: products with them, and their gradients."""
+"""Matrices taken of a table, one or several for each token, as its experts' weights: products with them, and their gradients."""
 
 from __future__ import annotations
 

@@ -114,21 +114,21 @@ def test_what_is_computed_anyway_is_no_array_in_memory() -> None:
 
 
 def test_the_gradient_by_pages_that_a_loop_takes() -> None:
-    """A pipeline of the reverse loop, or of the sums in its steps, passes over the pool in each step: it took 47 ms of CPU time where
-    ``jax.jit`` took 12 (Xeon with AMX)."""
+    """A pipeline of the reverse loop, or of the sums in its steps, passes over the pool in each step: it took 47 ms of CPU time
+    where ``jax.jit`` took 12 (Xeon with AMX)."""
     batch, pages, page, heads, size = 8, 16, 64, 2, 64
 
     def attention(q: Any, keys: Any, values: Any, table: Any) -> Any:
         def step(c: Any, t: Any) -> Any:
-            m, l, o = c
+            m, total, o = c
             s = jnp.einsum("bnd,bpnd->bnp", q, keys[t])
             m2 = jnp.maximum(m, s.max(-1))
             p, r = jnp.exp(s - m2[..., None]), jnp.exp(m - m2)
-            return (m2, l * r + p.sum(-1), o * r[..., None] + jnp.einsum("bnp,bpnd->bnd", p, values[t])), None
+            return (m2, total * r + p.sum(-1), o * r[..., None] + jnp.einsum("bnp,bpnd->bnd", p, values[t])), None
 
         start = zeros(batch, heads) - 1e30, zeros(batch, heads), jnp.zeros_like(q)
-        (_, l, o), _ = lax.scan(step, start, table)
-        return (o / l[..., None]).sum()
+        (_, total, o), _ = lax.scan(step, start, table)
+        return (o / total[..., None]).sum()
 
     pool = zeros(256, page, heads, size)
     report = kj.explain(jax.grad(attention, (0, 1, 2)), platform="cpu", device="amx-2")(

@@ -33,6 +33,9 @@ _PASSES = {"reduce": 1.0, "argreduce": 2.0, "cumulative": 3.0}
 _STEP_AGAIN = 10e-9
 # A product in a step of a loop, beside its arithmetic, and a step itself: h = w @ h of 8 x 8 took 84 ns a step, of 16 x 16 88.
 _PRODUCT_AGAIN, _LOOP_STEP = 45e-9, 25e-9
+# A product whose operands both belong to one row, outside of loops, beside its arithmetic: 8 x 8 matrices of 512 rows, taken of a
+# table, took 24 to 34 us and were modelled at 15, 16 x 4 ones 34 to 50 and at 16 (Xeon with AMX).
+_PRODUCT_ALONE = 30e-9
 # Short reductions inside rows, in a step of a loop: sums and maxima of 6 to 15 elements took 1.2 to 1.6 ns for each of them, behind
 # a loop 0.5 (Xeon with AMX, ``picked`` is 0.58).
 _PICKED_AGAIN = 2.3
@@ -201,7 +204,8 @@ class CpuCost(RegionCost):
         if work.activation:
             return rows * work.elements * known.activation(work.activation, work.dtype)
         if work.dot is not None:
-            return self._product_seconds(work, work.dot, rows) + (_PRODUCT_AGAIN if work.again else 0.0)
+            alone = rows * work.dot.batch * _PRODUCT_ALONE if work.dot.per_row else 0.0
+            return self._product_seconds(work, work.dot, rows) + (_PRODUCT_AGAIN if work.again else alone)
         if work.family in SCANS:
             each = work.elements / max(1, work.sums)
             if work.taken:  # its operands are read as gathers read them, and multiplied in registers
