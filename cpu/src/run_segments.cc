@@ -1,6 +1,7 @@
 // AccumulateAt: rows of a tile folded into the rows of a sink that a tile of indices names. Sorted indices make runs (segments.h);
 // others fold into a table of the strand's own. AccumulateTaken reads its rows where a table has them (inside_rows.h).
 #include <cstring>
+#include <memory>
 
 #include "inside_rows.h"
 #include "online.h"
@@ -244,31 +245,42 @@ void finish_segments(const Plan& plan, int64_t sink, int64_t begin, int64_t end,
   const DType result = plan.program.outputs[s.out].dtype;
   const size_t row_bytes = static_cast<size_t>(width) * item_size(result), sum_bytes = Segments::sum_bytes(width, at.acc);
   const Storer store(plan.table, result, at.acc, "");
-  std::vector<char> sum(sum_bytes), spare(sum_bytes), nothing(row_bytes);
-  fill_identity(s.how, at.acc, width, sum.data());
-  store(width, nothing.data(), 1, sum.data(), spare.data());
-  int64_t pending = -1;  // the segment whose sum is in `sum`
+  // Written before they are read: zeros in them would take longer than the rows of a piece.
+  const std::unique_ptr<char[]> sum(new char[sum_bytes]), spare(new char[sum_bytes]);
+  std::unique_ptr<char[]> nothing;
+  int64_t pending = -1;  // the segment whose sum is in `sum`, if it is one of these rows
   std::vector<float> top(static_cast<size_t>(s.heads));
   const int64_t inner = s.heads > 0 ? width / s.heads : 0;
+  auto here = [&](int64_t segment) { return segment >= begin && segment < end; };
   auto flush = [&] {
-    if (!s.finite) spoil(s.heads, inner, reinterpret_cast<double*>(sum.data()), top.data());
-    if (pending >= begin && pending < end)
-      store(width, out + static_cast<size_t>(pending) * row_bytes, 1, sum.data(), spare.data());
+    if (!here(pending)) return;
+    if (!s.finite) spoil(s.heads, inner, reinterpret_cast<double*>(sum.get()), top.data());
+    store(width, out + static_cast<size_t>(pending) * row_bytes, 1, sum.get(), spare.get());
   };
   auto fill = [&](int64_t from, int64_t to) {
-    from = std::max(from, begin);
-    fill_rows(out + static_cast<size_t>(from) * row_bytes, std::min(to, end) - from, nothing.data(), row_bytes);
+    from = std::max(from, begin), to = std::min(to, end);
+    if (from >= to) return;
+    if (!nothing) {
+      const std::unique_ptr<char[]> identity(new char[sum_bytes]);
+      nothing.reset(new char[row_bytes]);
+      fill_identity(s.how, at.acc, width, identity.get());
+      store(width, nothing.get(), 1, identity.get(), spare.get());
+    }
+    fill_rows(out + static_cast<size_t>(from) * row_bytes, to - from, nothing.get(), row_bytes);
   };
+  // Every piece of the result meets the sums of all strands, and touches only its own: they may be as large as the result.
   auto add = [&](int64_t segment, Segments& kept, bool second) {
     const char* const from = kept.sum(second, sum_bytes);
     const float* const from_top = kept.top(second, sum_bytes, s.heads);
-    if (segment == pending && s.heads > 0)
-      return add_scaled(s.heads, inner, reinterpret_cast<double*>(sum.data()), top.data(), reinterpret_cast<const double*>(from),
-                        from_top);
-    if (segment == pending) return combine(s.how, at.acc, width, sum.data(), from);
-    flush();
+    const bool goes_on = segment == pending;
+    if (!goes_on) flush();
     pending = segment;
-    std::memcpy(sum.data(), from, static_cast<size_t>(width) * item_size(at.acc));
+    if (!here(segment)) return;
+    if (goes_on && s.heads > 0)
+      return add_scaled(s.heads, inner, reinterpret_cast<double*>(sum.get()), top.data(), reinterpret_cast<const double*>(from),
+                        from_top);
+    if (goes_on) return combine(s.how, at.acc, width, sum.get(), from);
+    std::memcpy(sum.get(), from, static_cast<size_t>(width) * item_size(at.acc));
     std::copy_n(from_top, s.heads, top.begin());
   };
   int64_t last = -1;

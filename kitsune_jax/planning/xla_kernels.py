@@ -4,7 +4,8 @@ Comes in: a ``RegionCost``. Goes out: ``kernels_of``, of which each target makes
 and ``left_region``, by which it does so of ops that no region has.
 The model of XLA's fusion: a value is written to memory where its op is a matmul, a reduction or a scan, where it leaves the region,
 where a matmul, a scan or a scatter reads it, and where it is expensive and read twice; everything else, rows taken from a table
-included, is computed again inside the kernels that need it. Nothing fuses across matmuls and scatters.
+included, is computed again inside the kernels that need it. Nothing fuses across matmuls and scatters. A scatter whose sums are
+added to an array folds into that array.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from types import MappingProxyType
 
 from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.spec import DTYPES
@@ -23,6 +25,7 @@ from kitsune_jax.streams.space import Region, StreamSpace
 ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative", "loop", SCATTER})
 # Kernels of their own, whose operands are in memory. The kernels of a loop are those of its body.
 _ALONE = frozenset({"dot", "cumulative", "loop", SCATTER})
+_NONE: Mapping[int, int] = MappingProxyType({})
 _VIEWS = frozenset({"reshape", "transpose"})
 # XLA does not compute an op of this many operations twice to save a round trip (its list: divide, exp, log, tanh, power, ...).
 _EXPENSIVE = 4
@@ -30,17 +33,22 @@ _EXPENSIVE = 4
 
 @dataclasses.dataclass
 class Kernel:
-    """One kernel of the bulk-synchronous program: ``ops`` run in it, ``reads`` come from memory, ``root`` is written."""
+    """One kernel of the bulk-synchronous program: ``ops`` run in it, ``reads`` come from memory, ``root`` is written. ``into``: the
+    array that a scatter folds its rows into, instead of zeros: ``root`` is that array then."""
 
     root: int
     ops: frozenset[int]
     reads: tuple[int, ...]
+    into: int | None = None
 
     def moved(self, cost: RegionCost) -> int:
         """Bytes that the kernel reads and writes. An update of a part of an array is written in place."""
         updated = [cost.graph.ops[i] for i in self.ops if cost.graph.ops[i].kind == "dynamic_update_slice"]
         if updated and self.root in updated[0].outputs:
             return 2 * cost.bytes(updated[0].inputs[1])
+        if self.into is not None:
+            rows = next(cost.graph.ops[i].inputs[0] for i in self.ops if cost.family(i) == SCATTER)
+            return sum(cost.read_bytes(v) for v in self.reads if v != self.into) + 2 * cost.bytes(rows)
         readers: dict[int, list[Op]] = {}
         for op in (cost.graph.ops[i] for i in self.ops):
             for v in op.inputs:
@@ -61,12 +69,13 @@ def _is_partly(op: Op) -> bool:
     return op.kind == "dynamic_slice" or OPS[op.kind].family == GATHER
 
 
-def kernels_of(cost: RegionCost) -> list[Kernel]:
-    """The kernels, in order, each rooted at a value that is written to memory."""
-    written = _written(cost)
+def kernels_of(cost: RegionCost, into: Mapping[int, int] = _NONE) -> list[Kernel]:
+    """The kernels, in order, each rooted at a value that is written to memory. ``into``: as ``folded_into`` says, of a target for
+    which that is known."""
+    written = _written(cost, into)
     while True:
         kernels = [
-            _kernel(cost, v, written)
+            _kernel(cost, v, written, into)
             for i in cost.region.ops
             if cost.family(i) != "loop"
             for v in cost.graph.ops[i].outputs
@@ -77,6 +86,24 @@ def kernels_of(cost: RegionCost) -> list[Kernel]:
             break
         written |= again
     return kernels
+
+
+def folded_into(cost: RegionCost, dtypes: Container[str]) -> dict[int, int]:
+    """value -> the array that it is but for some rows: ``x + sums`` where nothing else reads the sums, which are folded by index,
+    is one scatter into ``x`` to XLA, where it sums ``dtypes`` in themselves. The gradient of what the steps of a loop take of an
+    array is such a carry."""
+    found: dict[int, int] = {}
+    for i in cost.region.ops:
+        (v, *_), (reader, *others) = cost.graph.ops[i].outputs, cost.readers.get(cost.graph.ops[i].outputs[0], [-1])
+        if cost.graph.ops[i].kind != "scatter_sum" or cost.graph.values[v].dtype not in dtypes or reader < 0 or others:
+            continue
+        add = cost.graph.ops[reader]
+        if add.kind != "add" or v in cost.outputs or add.outputs[0] in found or add.inputs[0] == add.inputs[1]:
+            continue
+        (x,) = (w for w in add.inputs if w != v)
+        if cost.graph.values[x].shape == cost.graph.values[v].shape:
+            found[add.outputs[0]] = x
+    return found
 
 
 def left_region(graph: Graph, ops: Sequence[int]) -> Region:
@@ -120,10 +147,13 @@ def between_kernels(graph: Graph) -> int:
     return max(itertools.accumulate(change))
 
 
-def _written(cost: RegionCost) -> set[int]:
-    written = set(cost.outputs)
+def _written(cost: RegionCost, into: Mapping[int, int]) -> set[int]:
+    written = {*cost.outputs, *into, *(v for v in into.values() if v in cost.producer)}
     for i in cost.region.ops:
         op, family = cost.graph.ops[i], cost.family(i)
+        if family == SCATTER and any(out in into for r in cost.readers.get(op.outputs[0], ()) for out in cost.graph.ops[r].outputs):
+            written.update(w for v in op.inputs if (w := _behind_views(cost, v)) in cost.producer)
+            continue
         if family in ROOTS:
             written.update(op.outputs)
         if family in _ALONE:
@@ -140,7 +170,7 @@ def _behind_views(cost: RegionCost, v: int) -> int:
     return v
 
 
-def _kernel(cost: RegionCost, root: int, written: set[int]) -> Kernel:
+def _kernel(cost: RegionCost, root: int, written: set[int], into: Mapping[int, int]) -> Kernel:
     ops: set[int] = set()
     reads: dict[int, None] = {}
     work = [cost.producer[root]]
@@ -156,4 +186,4 @@ def _kernel(cost: RegionCost, root: int, written: set[int]) -> Kernel:
                 work.append(cost.producer[v])
             elif cost.graph.values[v].literal is None:
                 reads[v] = None
-    return Kernel(root, frozenset(ops), tuple(reads))
+    return Kernel(root, frozenset(ops), tuple(reads), into.get(root))

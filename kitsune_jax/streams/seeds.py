@@ -62,6 +62,8 @@ def candidate_seeds(
             batch = range(len(op["lhs_batch"]))
             seeds = [Seed(op.outputs[0], tuple(batch)) if batch else Seed(op.inputs[0], tuple(op["lhs_contract"]))]
             sides = [max(sides)]
+        if producers is not None and (taken := _taken_with(graph, producers, op_index)):
+            seeds.insert(0, Seed(op.outputs[0], taken))
         along = [Seed(v, tuple(free[:k])) for _, v, free in sorted(sides, key=lambda s: -s[0]) for k in range(len(free), 0, -1)]
         if any(v in scores for v in (*op.inputs, *op.outputs)) and not any(s.batch for s in seeds):
             seeds = [dataclasses.replace(s, apart=True) for s in along] + seeds
@@ -83,6 +85,18 @@ def candidate_seeds(
     return [
         s for s in dict.fromkeys(_without_ones(graph, s) for s in seeds) if all(graph.values[s.value].shape[d] > 0 for d in s.dims)
     ]
+
+
+def _taken_with(graph: Graph, producers: Mapping[int, int], op_index: int) -> tuple[int, ...]:
+    """The batch dimensions of a product that multiplies matrices taken of a table, one or more for each of the batch: the weights
+    of a token's experts. A row of such a stream reads its matrices where the table has them; others would cut all of them."""
+    op = graph.ops[op_index]
+    for v in op.inputs:
+        while (made_by := producers.get(v)) is not None and graph.ops[made_by].kind in _MOVED:
+            v = graph.ops[made_by].inputs[0]
+        if made_by is not None and graph.ops[made_by].kind == "take":
+            return tuple(range(len(op["lhs_batch"])))
+    return ()
 
 
 def has_few_rows(graph: Graph, producers: Mapping[int, int], op_index: int) -> bool:

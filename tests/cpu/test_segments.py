@@ -116,3 +116,14 @@ def test_rows_that_lie_in_memory(how: str) -> None:
     want = np.full(got.shape, FOLDS[how][2])
     want[ids[order][starts]] = FOLDS[how][1].reduceat(x[order].astype(np.float64), starts, axis=0)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("ids", ["even", "half of one segment", "negative and beyond", "all beyond", "a few segments of many"])
+@pytest.mark.parametrize(("how", "dtype"), [("sum", "float32"), ("max", "float32"), ("sum", "bfloat16")])
+def test_rows_that_are_wide(how: str, dtype: str, ids: str) -> None:
+    """The result is finished in pieces of a few rows, each of which meets what all strands have kept."""
+    rng = np.random.default_rng(len(ids))
+    rows, n, width = 61, 37, 9001
+    at = np.sort(IDS[ids](rows, n, rng))
+    check(how, jnp.asarray(rng.standard_normal((rows, width)), dtype), at, n, True)
+    check(how, jnp.asarray(rng.standard_normal((rows, width)), dtype), rng.permutation(at), n, False)

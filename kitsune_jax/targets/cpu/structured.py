@@ -28,10 +28,10 @@ from kitsune_jax.targets.cpu.views import View
 from kitsune_jax.targets.errors import CannotLower
 
 _FEW = 8  # rows of a matrix by which another is multiplied as it lies (``small`` in cpu/src/run_dot.cc)
-# Products of two vectors, and of a vector with a matrix of no more elements than the second number, are multiplied and summed as
-# rows are. A vector times a matrix of 4 x 4 took 6 to 12 ns so and 11 to 24 as a product; 6 x 6 took 51 to 82 and 25 to 37, 64 x 64
-# 740 to 2600 and 260 to 280 (float32, a Xeon with AMX).
-_SMALL, _SMALL_MATRIX = 1 << 12, 16
+# Elements of a matrix up to which a vector is multiplied by it and summed as rows are, however it lies; and unless it lies well.
+# Products of two vectors are so up to the second number. A vector times a matrix of 4 x 4 took 6 to 12 ns so and 11 to 24 as a
+# product; 6 x 6 took 51 to 82 and 25 to 37, 64 x 64 740 to 2600 and 260 to 280 (float32, a Xeon with AMX).
+_TINY, _SMALL = 16, 1 << 12
 
 
 def loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
@@ -138,16 +138,19 @@ def dot(stage: Stage, i: int, instr: Instr) -> None:
     free_y = [d for d in range(len(u.shape)) if d not in (*contract_y, *batch_y)]
     sides = (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y))
     m, n, k = (math.prod(s.shape[d] for d in dims) for s, dims in ((t, free), (u, free_y), (t, contract)))
-    if k == 1 or min(m, n) == 1 and m * n * k <= (_SMALL if m == n else _SMALL_MATRIX):
-        _multiplied_and_summed(stage, instr, sides)
-        return
     lead = len(batch), len(batch) + len(free)
     groups = [tuple(range(lead[0])), tuple(range(*lead)), tuple(range(lead[1], len(result.shape)))]
-    few = n < m and n <= _FEW  # the result then lies transposed, and the larger operand is read once, as it lies
-    if few:
-        x, y, m, n, sides = y, x, n, m, sides[::-1]
+    if n < m and n <= _FEW:  # the result then lies transposed, and the larger operand is read once, as it lies
+        m, n, sides = n, m, sides[::-1]
         groups[1:] = reversed(groups[1:])
-    (vx, sx), (vy, sy) = (_matrices(stage, v, dims, dense=v == x) for v, dims in sides)
+    if k == 1 or m == 1 and (n * k <= _SMALL if n == 1 else not _is_matrix(stage.view(sides[1][0]), n * k, *sides[1][1])):
+        _multiplied_and_summed(stage, instr, sides)
+        return
+    (x, of_x), (y, (batch_y, free_y, contract_y)) = sides
+    shared = _shared(stage.view(y), batch_y, free_y, contract_y)
+    of_y = [*batch_y, *free_y[:shared]], free_y[shared:], contract_y
+    groups = [(*groups[0], *groups[2][:shared]), groups[1], groups[2][shared:]]
+    (vx, sx), (vy, sy) = _matrices(stage, x, of_x, dense=True), _matrices(stage, y, of_y, dense=False)
 
     def fits(view: View) -> bool:
         strides = _strides(view, groups)
@@ -161,9 +164,27 @@ def dot(stage: Stage, i: int, instr: Instr) -> None:
     out = stage.place(instr.outputs[0], fits, layout)
     strides = _strides(out, groups)
     assert strides is not None
-    x_, y_ = Operand(vx.ref, vx.row_stride, sx[:2]), Operand(vy.ref, vy.row_stride, sy)
-    b = math.prod(t.shape[d] for d in batch)
+    b, n = (math.prod(vy.shape[d] for d in dims) for dims in of_y[:2])
+    x_ = Operand(vx.ref, vx.row_stride, (0 if shared else sx[0], sx[1]))
+    y_ = Operand(vy.ref, vy.row_stride, sy)
     stage.code.append(Dot(b, m, n, k, x_, y_, Operand(out.ref, out.row_stride, strides[:2])))
+
+
+def _is_matrix(y: View, elements: int, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]) -> bool:
+    """Is ``y`` worth a product with a vector where it lies? What lies otherwise, as in a loop whose values are columns, and what is
+    tiny, is multiplied and summed as rows are: 512 rows by 8 x 8 matrices took 48 to 74 us so and 24 to 34 us as products, by
+    32 x 32 ones 200 to 410 and 90 to 110 us (Xeon with AMX)."""
+    lies_well = any(y.shape[d] > 1 and y.strides[d] == 1 for d in (*free, *contract))
+    return elements > _SMALL or elements > _TINY and lies_well
+
+
+def _shared(y: View, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]) -> int:
+    """Of a product without a batch, how many of the first ``free`` dimensions of ``y`` become one, of matrices that meet the same
+    other operand, because the rest is a matrix where ``y`` lies: an expert's weights, several for a token."""
+    if math.prod(y.shape[d] for d in batch) != 1:
+        return 0
+    whole = (k for k in range(len(free)) if _strides(y, ((*batch, *free[:k]), free[k:], contract)) is not None)
+    return next(whole, 0)
 
 
 Groups = Sequence[Sequence[int]]  # row dimensions: batch, free, contracted

@@ -143,7 +143,7 @@ def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float, rows
     """Seconds of a call whose workers are ``busy`` with tiles for so long: the core that computes also moves."""
     workers, tiles = cost.machine.workers, cost.region.space.tiles(rows)
     fresh = output_fault_seconds(cost, cost.machine.huge_fault_bandwidth)
-    strided = (cost.strided_seconds(rows) + order_seconds(cost) + segments_seconds(cost)) / workers
+    strided = (cost.strided_seconds(rows) + order_seconds(cost) + segments_seconds(cost, tiles)) / workers
     packing, alone = _pack_seconds(cost, tiles) if not packs else 0.0, cost.times["call/short"]
     if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the caller does it alone
         return alone + packing + fresh + strided + busy * replicas + moving

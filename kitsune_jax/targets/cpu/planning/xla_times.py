@@ -15,7 +15,7 @@ from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.online import ONLINE
 from kitsune_jax.planning.cost import GATHER, SCATTER, itemsize
-from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, kernels_of, left_region
+from kitsune_jax.planning.xla_kernels import ROOTS, Kernel, between_kernels, folded_into, kernels_of, left_region
 from kitsune_jax.streams.seeds import FEW_ROWS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
@@ -31,6 +31,8 @@ _SHORT_ROW = 16
 # operations, and what stands around them. With up to 28, 14 and 10 operations rows of 8, 12 and 16 were slow (JAX 0.12, float32).
 _UNROLLED, _AROUND = 305, 9
 _HALVES = ("bfloat16", "float16")
+# Dtypes in which XLA folds by index: 16-bit numbers it folds in float32, into zeros, and adds the array to the sums in a loop.
+_FOLDED = frozenset({"float32", "float64", "int32", "int64", "uint32", "uint64"})
 # Of attention with 4 queries for each of 2 heads of 2048 keys (JAX 0.12, Zen 5): copies of keys and values in another order of
 # dimensions took 1.3 and 2.4 times as long as a loop that adds, products 1.8 and 2.4 times as long as those of one head.
 _STRIDED, _FEW_OF_BATCH = 2.0, 2.0
@@ -45,7 +47,7 @@ def baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
     if cost.machine.row_kernels.hold(cost.region.ops):
         return _of_row_kernels(cost, cost.machine.row_kernels)
-    kernels = kernels_of(cost)
+    kernels = _kernels_of(cost)
     seconds, moved = _kernels_seconds(cost, kernels, cost.machine.steps)
     looped, looped_bytes = _loops(cost)
     seconds, moved = seconds + looped, moved + looped_bytes
@@ -68,6 +70,10 @@ def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine) -> float:
     return baseline(CpuCost(graph, left_region(graph, ops), machine))[0]
 
 
+def _kernels_of(cost: CpuCost) -> list[Kernel]:
+    return kernels_of(cost, folded_into(cost, _FOLDED))
+
+
 def _kernels_seconds(
     cost: CpuCost, kernels: Sequence[Kernel], steps: Steps | None = None, slices: Collection[int] = ()
 ) -> tuple[float, int]:
@@ -85,7 +91,7 @@ def _loops(cost: CpuCost) -> tuple[float, int]:
             continue
         body, p = cost.body(i), parts(op)
         steps = steps_of(body.graph, cost.machine.profile)
-        each, bytes_each = _kernels_seconds(body, kernels_of(body), steps, frozenset(p.in_xs))
+        each, bytes_each = _kernels_seconds(body, _kernels_of(body), steps, frozenset(p.in_xs))
         inner, inner_bytes = _loops(body)
         stored = [v for y, v in zip(p.ys, p.in_ys, strict=True) if _is_stored(cost, y)]
         each += sum(steps.kernel + body.bytes(v) * cost.times["xla/while/stored"] for v in stored)
@@ -127,7 +133,10 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
     before has left there, but for slices of the loop's arrays. A product has these copied first."""
     times, machine, ops, root = cost.times, cost.machine, kernel.ops, kernel.root
     products, looped = [i for i in ops if cost.family(i) == "dot"], steps is not None
-    loop = sum(_op_seconds(cost, i) for i in ops if cost.family(i) not in ("dot", *FAMILIES)) + times.fused.kernel(cost, ops)
+    in_place = _is_in_place(cost, kernel)
+    loop = sum(_op_seconds(cost, i, in_place) for i in ops if cost.family(i) not in ("dot", *FAMILIES))
+    if kernel.into is None:  # otherwise its one operation is what the scatter folds with
+        loop += times.fused.kernel(cost, ops)
     if looped:
         functions = sum(is_function(cost.graph.ops[i].kind) for i in ops)
         loop = max(loop, functions * _scalar_seconds(cost, ops, root) / machine.workers)
@@ -174,6 +183,15 @@ def _size(cost: CpuCost, i: int) -> int:
     return cost.graph.values[cost.graph.ops[i].outputs[0]].size
 
 
+def _is_in_place(cost: CpuCost, kernel: Kernel) -> bool:
+    """Does a scatter fold into an array that nobody needs as it was: a carry of a loop, or what another kernel has made? XLA copies
+    any other first."""
+    if kernel.into is None:
+        return False
+    looped = cost.machine.steps is not None if cost.carried is None else kernel.root in cost.carried
+    return looped or kernel.into in cost.producer
+
+
 def _adds_up_what_it_computes(cost: CpuCost, ops: Collection[int]) -> bool:
     """A sum over the rows, or over everything, of what the same kernel computes (a bias gradient, a loss). With JAX 0.12 on a Xeon
     the sum of x y over 131 101 rows of 64 took one thread 0.50 ns an element, that of x 0.15."""
@@ -199,7 +217,8 @@ def _is_uneven(cost: CpuCost, ops: Collection[int], root: int) -> bool:
     return any(cost.graph.values[v].size > 1 for v in spread)
 
 
-def _op_seconds(cost: CpuCost, i: int) -> float:
+def _op_seconds(cost: CpuCost, i: int, in_place: bool = False) -> float:
+    """``in_place``: it folds into an array that is there."""
     op, family, times = cost.graph.ops[i], cost.family(i), cost.times
     dtype = cost.graph.values[op.inputs[0] if op.inputs else op.outputs[0]].dtype
     if family in _PASSES:
@@ -214,7 +233,7 @@ def _op_seconds(cost: CpuCost, i: int) -> float:
         reach = 0 if family == SCATTER and op["sorted"] else cost.bytes(table)  # in order, the next row is never far
         # One thread writes the identity to the whole result first: 100 rows of 16 and 64 numbers into 10 000 took 33 and 185 us,
         # into 10 of them 8 and 9 (Xeon with AMX).
-        first = times.written(cost.bytes(table)) if family == SCATTER else 0.0
+        first = times.written(cost.bytes(table)) if family == SCATTER and not in_place else 0.0
         elements = cost.graph.values[rows].size
         if family == SCATTER:
             first += elements * times.rounded(cost.graph.values[rows].dtype)
