@@ -18,6 +18,7 @@ from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.program import build
 from kitsune_jax.regions import anchored, quotient_order, select
 from kitsune_jax.streams import Region
+from kitsune_jax.targets import cpu
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import lower
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
@@ -153,7 +154,8 @@ def test_layer_norm_and_swiglu_instructions() -> None:
     assert got[-5:] == ["Matmul", "Matmul", "Vector", "Matmul", "Vector"], "silu and product are one group"
 
 
-def test_custom_call_through_jit() -> None:
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["short", "long"])
+def test_custom_call_through_jit(seconds: float) -> None:
     fn, *args = CASES["swiglu"]  # one region at any row count: the cost model may split a tiny function without a long chain
     (program,) = execute(fn, *args)[1]
     want = fn(*args)
@@ -161,9 +163,7 @@ def test_custom_call_through_jit() -> None:
     assert len(captured.inputs) == len(program.inputs) == len(args)
 
     aval = jax.ShapeDtypeStruct(want.shape, want.dtype)
-    (got,) = jax.jit(
-        lambda *xs: targets.get("cpu").emit(encode(program), None, xs, [aval], lambda *_: pytest.fail("nothing is left to XLA"))
-    )(*args)
+    (got,) = jax.jit(lambda *xs: cpu.call(encode(program), xs, [aval], seconds))(*args)
     _close(np.asarray(got), np.asarray(want))
 
 
