@@ -1,4 +1,4 @@
-"""Measuring a machine: our kernels and XLA's, in two or three seconds where nothing else runs.
+"""Measuring a machine: our kernels and XLA's, in some seven seconds where nothing else runs.
 
 Comes in: the threads that a plan may count on. Goes out: a ``Profile``, or ``Disturbed``. The measurement runs in a thread of its
 own: the one that asks is in the middle of tracing a function, and JAX keeps what it is tracing for each thread.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kitsune_jax.profile import calls, kernels, machine_info, xla
@@ -51,7 +52,8 @@ def measure(workers: int) -> Profile:
     thread = threading.Thread(target=run, name="kitsune_jax profile", daemon=True)
     thread.start()
     try:
-        thread.join()
+        while thread.is_alive():
+            thread.join(0.1)  # without a limit, Python 3.13.0 saw one Ctrl-C in ten only when all was measured
     finally:  # After Ctrl-C, too: where a process ends while a thread of Python's is in C++, Python 3.13 and older abort it
         stop.set()
         thread.join(_MOST_LEFT)
@@ -65,14 +67,19 @@ def measure(workers: int) -> Profile:
 
 def _passes(workers: int, stop: threading.Event) -> Profile:
     """``stop``: nobody waits for it any more."""
+
+    def go_on() -> None:
+        if stop.is_set():
+            raise Disturbed("measuring this machine was interrupted")
+
     extension = runtime.extension()
     if extension is None:
         raise Disturbed("the CPU extension is missing")
-    found = Passes(functools.partial(_reference, extension, workers, stop), stolen=machine_info.stolen_seconds, cores=workers)
+    found = Passes(functools.partial(_reference, extension, workers, go_on), stolen=machine_info.stolen_seconds, cores=workers)
     ours = kernels.pieces(extension, workers)
     before = machine_info.ran_and_waited()
     found.run(ours)
-    theirs = xla.pieces(workers)  # compiling takes a second or more: another moment of the machine
+    theirs = xla.pieces(workers, go_on)  # compiling takes a second or more: another moment of the machine
     now = time.perf_counter()
     found.settle((*ours, *theirs), now + _SECONDS, now + _MOST_SECONDS)
     seconds, doubtful = found.seconds(), found.doubtful()
@@ -102,9 +109,8 @@ def _passes(workers: int, stop: threading.Event) -> Profile:
     return profile
 
 
-def _reference(extension: Any, workers: int, stop: threading.Event) -> float:
-    if stop.is_set():
-        raise Disturbed("measuring this machine was interrupted")
+def _reference(extension: Any, workers: int, go_on: Callable[[], None]) -> float:
+    go_on()
     return kernels.reference(extension, workers)
 
 

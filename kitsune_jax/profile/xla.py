@@ -115,19 +115,29 @@ class _Program:
     elements: float = 1.0
 
 
-def pieces(workers: int) -> list[Piece]:
-    """All that is measured of XLA on the first CPU device, compiled.
+def pieces(workers: int, go_on: Callable[[], None] = lambda: None) -> list[Piece]:
+    """All that is measured of XLA on the first CPU device, compiled. ``go_on`` is called before each step of
+    this, and may raise.
 
     Raises what JAX raises where there is no CPU backend.
     """
     device = jax.local_devices(backend="cpu")[0]
     programs = list(_programs(workers))
-    lowered = [_lowered(p, device) for p in programs]
+
+    def compiled_of(lowered: Any) -> Any:
+        go_on()
+        return lowered.compile()
+
+    lowered = []
+    for program in programs:
+        go_on()
+        lowered.append(_lowered(program, device))
     with ThreadPoolExecutor(2) as pool:  # compilation releases the interpreter's lock
-        compiled = list(pool.map(lambda low: low.compile(), lowered))
+        compiled = list(pool.map(compiled_of, lowered))
     arrays: dict[tuple[tuple[int, ...], str], Any] = {}
     found = []
     for program, run in zip(programs, compiled, strict=True):
+        go_on()
         operands = [arrays.setdefault(s, _array(s, device)) if s not in arrays else arrays[s] for s in program.shapes]
         if program.key == _HANDED_KEY:
             found.append(Piece(program.key, functools.partial(_handed, run, operands), agree=_HANDED_AGREE))
