@@ -95,7 +95,7 @@ def graph_of(edges: int, n: int, width: int, dtype: str) -> tuple[jax.Array, ...
     return w, nodes, *(jnp.asarray(RNG.integers(0, n, edges), jnp.int32) for _ in range(2))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_the_gradient_by_senders_into_a_large_table(dtype: str) -> None:
     """A table that no lane has room for."""
     args = graph_of(300, 1_500, 16, dtype)

@@ -106,8 +106,15 @@ def both_ends(w: jax.Array, nodes: jax.Array, senders: jax.Array, receivers: jax
     return jax.ops.segment_sum(messages, receivers, n), jax.ops.segment_max(messages, senders, n)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("edges", [1, 67, 300])
+FAST = {(1, "float16"), (67, "bfloat16"), (300, "float32")}
+EVERY = [
+    pytest.param(edges, dtype, marks=[] if (edges, dtype) in FAST else pytest.mark.slow)
+    for edges in (1, 67, 300)
+    for dtype in ("float32", "bfloat16", "float16")
+]
+
+
+@pytest.mark.parametrize("edges, dtype", EVERY)
 def test_a_maximum_by_a_second_index_into_a_large_table(edges: int, dtype: str) -> None:
     """A table that no lane has room for; the sums have an order, and the maxima none: no option is needed, and bits are equal."""
     n, width = 3_100, 16

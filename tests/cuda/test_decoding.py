@@ -46,10 +46,15 @@ def in_float64(f: Callable[..., Array], *args: Array) -> np.ndarray:
 
 
 CASES = [(token, 2, 1103, 3, 16), (of_jax, 3, 1024, 2, 24), (one_head, 1, 2053, 1, 33)]
+FAST = {(token, jnp.bfloat16), (of_jax, jnp.float16), (one_head, jnp.float32)}
+EVERY = [
+    pytest.param(*case, dtype, marks=[] if (case[0], dtype) in FAST else pytest.mark.slow)
+    for case in CASES
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("f", "batch", "keys", "heads", "size"), CASES)
+@pytest.mark.parametrize(("f", "batch", "keys", "heads", "size", "dtype"), EVERY)
 def test_the_keys_are_rows_that_all_share(
     f: Callable[..., Array], batch: int, keys: int, heads: int, size: int, dtype: Any
 ) -> None:

@@ -60,7 +60,13 @@ def graph(n: int, m: int, d: int, dtype: str, ids: str = "random") -> tuple[jax.
 
 
 @pytest.mark.parametrize(
-    "dtype, ids", [("float32", "random"), ("bfloat16", "super"), ("float16", "outside"), ("bfloat16", "sorted")]
+    "dtype, ids",
+    [
+        ("float32", "random"),
+        ("bfloat16", "super"),
+        ("float16", "outside"),
+        pytest.param("bfloat16", "sorted", marks=pytest.mark.slow),
+    ],
 )
 def test_the_edges_of_a_step_are_one_kernel(dtype: str, ids: str) -> None:
     """With both gathers and the segment sum."""

@@ -105,7 +105,7 @@ def test_four_times_the_layers_are_at_most_five_times_the_work(name):
     assert few < many <= MOST * few
 
 
-@pytest.mark.parametrize("name", ["forward", "gradient"])
+@pytest.mark.parametrize("name", [pytest.param("forward", marks=pytest.mark.slow), "gradient"])
 def test_so_they_are_on_a_gpu(name):
     work(name, 1, "cuda", "h200")
     few, many = (work(name, n, "cuda", "h200") for n in (10, 40))

@@ -117,15 +117,6 @@ def test_a_family_stands_for_the_cores_at_hand(monkeypatch: pytest.MonkeyPatch) 
 # -- measuring
 
 
-def test_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every number that a plan may ask for is there, whatever else the machine does meanwhile."""
-    monkeypatch.setattr(measure, "_KEPT", (1.0, 0.0))
-    profile = measure.measure(2)
-    assert (profile.isa, profile.workers) == (_cpu.isa(), 2)
-    reference = {key for key, _ in shipped.shipped(f"{'zen5' if profile.isa == 'avx512bf16' else profile.isa}-2").numbers}
-    assert {key for key, _ in profile.numbers} == reference
-
-
 class EverythingTakesAMicrosecond:
     """An extension on whose machine every piece of work takes as long, however many threads do it."""
 
@@ -149,7 +140,9 @@ def cpu_bandwidths(workers: int) -> dict[str, float]:
     return {name: workers / found[key] for name, key in (("dram", "copy/dram"), ("touch", "touch/huge"), ("l2", "copy/l2"))}
 
 
-def test_measuring_minds_no_setting_of_the_program_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number that a plan may ask for is there, whatever else the machine does meanwhile, and whatever the program that asks
+    has set."""
     monkeypatch.setattr(measure, "_KEPT", (1.0, 0.0))
     params, x = small()
     with (
@@ -161,6 +154,10 @@ def test_measuring_minds_no_setting_of_the_program_that_asks(monkeypatch: pytest
         y = jax.jit(kj.pipeline(network))(params, x)
     np.testing.assert_array_equal(y, jax.jit(network)(params, x))
     assert len(store._known) == 1 and not kj.fallbacks()
+    profile = cpu_at_hand().profile
+    assert (profile.isa, profile.workers) == (_cpu.isa(), config.num_threads())
+    reference = {key for key, _ in shipped.shipped(f"{'zen5' if profile.isa == 'avx512bf16' else profile.isa}-2").numbers}
+    assert {key for key, _ in profile.numbers} == reference
 
 
 # -- who measures when
