@@ -38,8 +38,8 @@ _FOLDED = frozenset({"float32", "float64", "int32", "int64", "uint32", "uint64"}
 _STRIDED, _FEW_OF_BATCH = 2.0, 2.0
 # XLA hashes with Threefry in a loop of five steps, on one thread, between which the two words of each result lie in memory, some of
 # them in the first-level cache. A hash took 3 ns in a step of a loop, 5 where 65 536 are alone, 8 of a million, 20 of eight
-# million; a word of an rbg key 3.3 ns in a step of a loop and 18 alone (JAX 0.12, Xeon with AMX).
-_HASHED_BYTES, _RBG_ALONE = 40, 5.0
+# million; a word of an rbg key 9.5 ns in a step of a loop, 3.6 where the step only sums them up, 18 alone (JAX 0.12, same Xeon).
+_HASHED_BYTES, _RBG_ALONE = 40, 3.5
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
 
