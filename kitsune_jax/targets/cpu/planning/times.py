@@ -34,8 +34,8 @@ SHARED_SECONDS = 2 * 20e-6
 # Finding the operands of one more op on a tile, before its first element: 50 to 100 ns on Zen 5.
 STEP_SECONDS = 70e-9
 # An op computes whole vectors. One that is many operations of a strip (the bits of an rbg key) computes all eight of it: those
-# of 1, 16 and 64 numbers took 0.51 us beside other programs, of 512 numbers 2.1 (Xeon with AMX).
-_STRIP, _OF_STRIPS = 8 * _VECTOR, frozenset({"philox4x32"})
+# of 1, 16 and 64 numbers took 0.51 us beside other programs, of 512 numbers 2.1 (Xeon with AMX). Threefry hashes four vectors.
+_LEAST = {"philox4x32": 8 * _VECTOR, "threefry2x32": 4 * _VECTOR}
 # Such bits take 3.6 ns each, 14 times as long as a tanh: one hash makes four of them, and every number has its own.
 _AS_TANHS = {"philox4x32": 14.0}
 # A dimension below 8 keeps XLA's product from the library (YNNPACK).
@@ -51,7 +51,7 @@ _ROWS = 1024  # of most of the products that were measured
 
 def least_elements(kind: str) -> int:
     """Elements of a pointwise op that take as long as one."""
-    return _STRIP if kind in _OF_STRIPS else _VECTOR
+    return _LEAST.get(kind, _VECTOR)
 
 
 @functools.lru_cache(maxsize=16)
