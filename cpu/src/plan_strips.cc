@@ -89,15 +89,16 @@ class Planner {
       simplify(nest);
     }
     plan_.step = kernels_.strip;
-    if (!joined && nest.size() >= 2 && nest.back().extent(rows) < 2 * kernels_.strip)
+    const bool apart = nest.size() >= 2 && nest.back().extent(rows) == kernels_.strip && lie_apart(nest, items, kernels_.strip);
+    if (!joined && !apart && nest.size() >= 2 && nest.back().extent(rows) < 2 * kernels_.strip)
       if (auto found = short_rows(nest, items, x_.loads.size(), rows, kernels_.strip); found) {
         plan_.nest = std::move(found->nest);
         plan_.step = found->step, plan_.row = found->row;
         rows_ = std::move(found->operands);
         return true;
       }
-    if (!joined && !whole_) exchange_short(nest, rows);
-    if (nest.size() >= 2 && nest.back().extent(rows) < 2 * kernels_.strip) return false;
+    if (!joined && !whole_ && !apart) exchange_short(nest, rows);
+    if (!apart && nest.size() >= 2 && nest.back().extent(rows) < 2 * kernels_.strip) return false;
     plan_.nest = std::move(nest);
     return true;
   }

@@ -91,6 +91,13 @@ std::optional<ShortRows> short_rows(const Nest& nest, const std::vector<int64_t>
   return std::nullopt;
 }
 
+bool lie_apart(const Nest& nest, const std::vector<int64_t>& item_sizes, int64_t row) {
+  const Dim &inner = nest.back(), &outer = nest[nest.size() - 2];
+  for (size_t o = 0; o < item_sizes.size(); ++o)
+    if (inner.stride[o] == item_sizes[o] && outer.stride[o] != 0 && outer.stride[o] != row * item_sizes[o]) return true;
+  return false;
+}
+
 Block pick_table(const RowsOperand& x, int64_t strip) {
   const int64_t lanes = strip / kStripVectors;
   Block block(static_cast<size_t>(strip + 2 * kStripVectors) * sizeof(int32_t), "constants");

@@ -35,6 +35,10 @@ struct ShortRows {
 std::optional<ShortRows> short_rows(const Nest& nest, const std::vector<int64_t>& item_sizes, size_t loads, int64_t tile_rows,
                                     int64_t strip);
 
+// Have the innermost loops of `nest` rows of `row` elements side by side, and others between them, of some operand? Rows of one
+// strip are read where they lie then: joined, each would be copied, and picked element by element.
+bool lie_apart(const Nest& nest, const std::vector<int64_t>& item_sizes, int64_t row);
+
 // What a PickTable (strips.h) reads, of an operand that is picked.
 Block pick_table(const RowsOperand& x, int64_t strip);
 

@@ -86,6 +86,46 @@ void test_mixed() {
   }
 }
 
+// Rows of `row` elements, of arrays in which they are `pitch` apart, and of others in which they are not, chosen by bools and
+// scaled with a number for each.
+Program pitched(int64_t row, int64_t pitch, int64_t rows, int64_t tile, DType narrow, bool out_apart) {
+  const int64_t out_pitch = out_apart ? pitch : row;
+  Vector v{{row}, false, {}, {}, {}};
+  const std::vector<int64_t> pitches{row, pitch, pitch, 1, 0};
+  const DType types[] = {F32, narrow, BOOL, F32, F32};
+  std::vector<Array> inputs;
+  for (int64_t i = 0; i < 5; ++i) {
+    const auto k = static_cast<size_t>(i);
+    inputs.push_back({types[k], pitches[k] == 0 ? row : pitches[k] * rows});
+    v.loads.push_back(operand(Space::kIn, i, types[k], 0, pitches[k], {pitches[k] == 1 ? 0 : 1}));
+    v.code.push_back(micro(Opcode::op_load, compute_type(types[k]), i, i));
+  }
+  v.code.push_back(micro(Opcode::op_mul, F32, 5, 0, 3));
+  v.code.push_back(micro(Opcode::op_add, F32, 6, 5, 1));
+  v.code.push_back(micro(Opcode::op_select, F32, 7, 2, 6, 4));
+  v.code.push_back(micro(Opcode::op_store, F32, 0, 0, 7));
+  v.stores.push_back(operand(Space::kOut, 0, F32, 0, out_pitch, {1}));
+  return program({rows}, tile, inputs, {{F32, out_pitch * rows}}, {v}, 0);
+}
+
+// Rows of exactly one strip, of more and of fewer: whether they lie apart, and what is computed of them.
+void test_rows_that_lie_apart() {
+  const int64_t strip = kernels().strips->strip;
+  auto apart = [&](int64_t row, int64_t pitch) {
+    Nest nest = make_nest({row}, {{4 * row, 4}, {4 * pitch, 4}, {4, 0}, {0, 4}});
+    return lie_apart(nest, {4, 4, 4, 4}, row);
+  };
+  CHECK(apart(strip, strip + 1), "%s", "rows with an element between them");
+  CHECK(!apart(strip, strip), "%s", "dense rows, a number for each, and a row for all");
+  unsigned seed = 1;
+  for (int64_t row : {strip - 1, strip, strip + 1})
+    for (int64_t pitch : {row, row + 3, 4 * row})
+      for (int64_t tile : {1, 16, 39})
+        for (DType narrow : {F32, BF16})
+          for (bool out_apart : {false, true})
+            compare_without("rows apart", one_part(pitched(row, pitch, 77, tile, narrow, out_apart)), seed++);
+}
+
 // What lies further apart than a strip is long stays with the loops over blocks.
 void test_far_apart() {
   const Operand column = operand(Space::kIn, 0, F32, 0, 1, {1000}), dense = operand(Space::kOut, 0, F32, 0, 16, {1});
@@ -142,6 +182,7 @@ int main() {
   for (int i = 0; i < count; ++i) {
     set_isa(names[i]);
     test_mixed();
+    test_rows_that_lie_apart();
     test_folds();
   }
   std::printf("short rows: %d checks failed\n", failures);

@@ -39,11 +39,16 @@ class Windows:
         for d, start in zip(dims, starts, strict=True):
             n, size = whole.shape[d - 1], self.types[update].shape[d - 1]
             number, inside = TileType(False, (n,), "int32"), TileType(False, (n,), "bool")
-            place = self._add("sub", (self._count(n), self._clamped(start, n - size)), number)
-            last = self.literal(size - 1, "int32")
-            nearest = self._add("min", (self._add("max", (place, self.literal(0, "int32")), number), last), number)
-            here = self._add("eq", (place, nearest), inside)
-            update = self._take(update, nearest, d)
+            first = self._clamped(start, n - size)
+            if size == 1:  # of a cache of keys: it stands everywhere, and is chosen in one place
+                here = self._add("eq", (self._count(n), first), inside)
+                update = self._repeat(update, n, d)
+            else:
+                place = self._add("sub", (self._count(n), first), number)
+                last = self.literal(size - 1, "int32")
+                nearest = self._add("min", (self._add("max", (place, self.literal(0, "int32")), number), last), number)
+                here = self._add("eq", (place, nearest), inside)
+                update = self._take(update, nearest, d)
             spread = TileType(True, whole.shape, "bool")
             wide = self._add("broadcast_in_dim", (here,), spread, shape=spread.rows_first, dims=(d,))
             mask = wide if mask < 0 else self._add("and", (mask, wide), spread)
@@ -59,6 +64,12 @@ class Windows:
 
     def _count(self, n: int) -> int:
         return self._add("iota", (), TileType(False, (n,), "int32"), shape=(n,), dimension=0)
+
+    def _repeat(self, x: int, n: int, d: int) -> int:
+        """The tile ``x`` of one element along dimension ``d``, ``n`` times."""
+        t = self.types[x]
+        made = TileType(True, (*t.shape[: d - 1], n, *t.shape[d:]), t.dtype)
+        return self._add("broadcast_in_dim", (x,), made, shape=made.rows_first, dims=tuple(range(len(t.shape) + 1)))
 
     def _take(self, x: int, index: int, d: int) -> int:
         t, (size,) = self.types[x], self.types[index].shape

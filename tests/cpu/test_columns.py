@@ -74,16 +74,38 @@ def test_every_height_of_the_last_tile(f: Callable[..., Any], rows: int, columns
         np.testing.assert_allclose(np.asarray(a, np.float64) / scale, b / scale, atol=TOLERANCE[dtype], rtol=0)
 
 
+def loops_of(f: Callable[..., Any], args: Any) -> tuple[list[bytecode.Loop], list[bytecode.Operand]]:
+    """The loops of a function's programs, and what their elementwise work reads and writes in the memory of the program."""
+    routed = route(capture(jax.make_jaxpr(f)(*args)).graph, "cpu", device="zen5-2", force=True)
+    made = [lower(part.program, "loops") for region in routed.regions for part in region.program.parts]
+    loops = [i for program in made for stage in program.stages for i in stage.body if isinstance(i, bytecode.Loop)]
+    vectors = [i for loop in loops for i in loop.body if isinstance(i, bytecode.Vector)]
+    return loops, [o for i in vectors for o in (*i.loads, *i.stores) if o.ref.space == bytecode.SCRATCH]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [4, 8])
+def test_what_a_step_multiplies_and_what_it_hands_on_lie_row_by_row(width: int, dtype: Any) -> None:
+    """The state of a recurrent layer, and in its gradient the cotangent that a product makes: copied into columns and back in every
+    step, 8 columns of bfloat16 took 1.3 times as long as with ``jax.jit``, and 0.6 times as rows (Xeon with AMX)."""
+    x, w = jnp.ones((STEPS, 64, width), dtype), jnp.ones((width, width), dtype)
+
+    def run(x: Array, w: Array) -> Array:
+        def step(h: Array, x: Array) -> tuple[Array, Array]:
+            h = jnp.tanh(h @ w + x)
+            return h, h
+
+        return lax.scan(step, jnp.zeros_like(x[0]), x)[1].astype(jnp.float32).sum()
+
+    for f in (run, jax.grad(run, (0, 1))):
+        loops, operands = loops_of(f, (x, w))
+        assert loops and operands
+        assert all(o.row_stride != 1 for o in operands)
+
+
 def test_nothing_in_the_loop_is_read_with_a_stride() -> None:
     """Shifted, padded or folded, the columns of 256 rows are dense, so whatever works on them takes whole vectors."""
-    args = arguments(256, 10, "float32")
-    routed = route(capture(jax.make_jaxpr(leapfrog)(*args)).graph, "cpu", device="zen5-2", force=True)
-    (region,) = routed.regions
-    made = [lower(part.program, "leapfrog") for part in region.program.parts]
-    (loop,) = (i for program in made for stage in program.stages for i in stage.body if isinstance(i, bytecode.Loop))
-    operands = [
-        o for i in loop.body if isinstance(i, bytecode.Vector) for o in (*i.loads, *i.stores) if o.ref.space == bytecode.SCRATCH
-    ]
+    (loop,), operands = loops_of(leapfrog, arguments(256, 10, "float32"))
     operands += [o for i in loop.body if isinstance(i, bytecode.Reduce) for o in (i.x, i.out)]
     assert len(operands) > 10
     assert all(o.row_stride in (0, 1) for o in operands)

@@ -85,6 +85,38 @@ def test_windows_inside_rows(rows: int, dtype: Any) -> None:
         check(updated, x, y, np.int32(start))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16, np.int32])
+def test_an_update_of_one_element(dtype: Any) -> None:
+    x, y = normal(37, 7, 4, dtype=dtype), normal(37, 1, 4, dtype=dtype)
+    for start in STARTS:
+        check(updated, x, y, np.int32(start))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_bits_around_an_update_stay_as_they_are(dtype: Any) -> None:
+    """A cache of 16-bit numbers, of which each step writes two rows. NaN, subnormal numbers and zeros of either sign in the others
+    come back bit for bit, compared with NumPy: XLA makes zeros of some of the subnormal ones."""
+    bits = np.random.default_rng(2).integers(0, 2**16, (5, 11, 6)).astype(np.uint16)
+    bits[np.isnan(bits.view(dtype))] = np.asarray(np.nan, dtype).view(np.uint16)
+    bits[:, 0], bits[:, 2] = 1, 0x8000
+    cache, rows = jnp.asarray(bits.view(dtype)), normal(4, 5, 6, dtype=dtype)
+
+    def f(cache: Any, rows: Any) -> Any:
+        def step(cache: Any, s: Any) -> Any:
+            i, row = s
+            cache = lax.dynamic_update_slice_in_dim(cache, row[:, None], 3 + 2 * i, 1)
+            return jnp.where(jnp.arange(11)[:, None] == i + 6, jnp.asarray(1.5, dtype), cache), None
+
+        return lax.scan(step, cache, (jnp.arange(4), rows))[0]
+
+    want = bits.copy()
+    for i in range(4):
+        want[:, 3 + 2 * i] = np.asarray(rows[i]).view(np.uint16)
+        want[:, i + 6] = np.asarray(1.5, dtype).view(np.uint16)
+    got = jax.jit(kj.pipeline(f, force=True, strict=True))(cache, rows)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want)
+
+
 def test_windows_along_two_dimensions() -> None:
     x, y = normal(50, 5, 6), normal(50, 2, 1)
 

@@ -171,3 +171,24 @@ def test_a_carry_that_a_call_reads_and_makes_is_copied_in_a_loop_of_xlas(machine
     copied = carry.nbytes * dict(cpu_model(machine).profile.numbers)["xla/while/stored"]
     assert seconds(carry, True) > seconds(carry, False) + 0.7 * copied > seconds(carry, False) + 100e-6
     assert seconds(other, True) < seconds(other, False) + 0.3 * copied  # what is made is no carry that is read
+
+
+def decoded(x: Any, ws: Any) -> Any:
+    """64 tokens of 4 sequences, each with 4 heads of 32 and a cache of 256 keys and values."""
+
+    def step(c: Any, i: Any) -> Any:
+        x, keys, values = c
+        q, k, v = ((x @ w).reshape(4, 4, 32) for w in ws[:3])
+        keys, values = (lax.dynamic_update_slice(c, n[:, None], (0, i, 0, 0)) for c, n in ((keys, k), (values, v)))
+        scores = jnp.where(jnp.arange(256) <= i, jnp.einsum("bhd,bshd->bhs", q, keys), -1e30)
+        out = jnp.einsum("bhs,bshd->bhd", jax.nn.softmax(scores, -1), values).reshape(4, 128) @ ws[3]
+        return (x + out, keys, values), out
+
+    cache = jnp.zeros((4, 256, 4, 32))
+    return lax.scan(step, (x, cache, cache), jnp.arange(64))[1]
+
+
+def test_xla_copies_keys_that_do_not_lie_as_a_product_of_a_step_wants_them() -> None:
+    """Modelled without the copies XLA took 0.9 ms, a pipeline 1.4. Measured: 7.2 and 4.8 of CPU time (float32, Xeon with AMX)."""
+    found = report(decoded, (ones(4, 128), ones(4, 128, 128)), "emeraldrapids-2")
+    assert found.ops_pipelined == found.ops_total, str(found)

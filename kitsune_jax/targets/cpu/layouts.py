@@ -3,13 +3,14 @@
 A carry of a few columns (the state of a simulator, ``[envs, 4]``) is taken apart by slices and put together again in every
 iteration. Row by row each of these is a load or a store with a stride; column by column they are dense, and a sum over the
 columns adds whole vectors. Rows as long as a vector
-stay rows where nothing takes them apart (the state of a recurrent layer): what they are computed with lies row by row.
+stay rows where nothing takes them apart (the state of a recurrent layer): what they are computed with lies row by row. So do
+carries that a step multiplies with a matrix, or makes so, and what is handed on in their place: a product reads and writes rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, TileType
@@ -22,10 +23,14 @@ _READERS = _COPIES | {"results", "store", "store_slice"} | {kind for kind, op in
 
 
 def by_columns(
-    t: TileType, root: int, uses: Mapping[int, Sequence[Use]], instruction: Callable[[int], Instr], pointwise: Callable[[str], bool]
+    t: TileType,
+    roots: Collection[int],
+    uses: Mapping[int, Sequence[Use]],
+    instruction: Callable[[int], Instr],
+    pointwise: Callable[[str], bool],
 ) -> bool:
-    """Whether nothing reads ``root``, a tile of type ``t``, but element by element, through views, as a piece of another tile or to
-    fold it, and its rows are short, or something takes them apart."""
+    """Whether nothing reads ``roots``, a tile of type ``t`` and what a loop's next step has in its place, but element by element,
+    through views, as a piece of another tile or to fold it, and its rows are short, or something takes them apart."""
     if not t.tile or not 1 < math.prod(t.shape) <= MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
         return False
     apart = math.prod(t.shape) < _VECTOR
@@ -42,4 +47,4 @@ def by_columns(
                 return False
         return True
 
-    return fits(root) and apart
+    return all(map(fits, roots)) and apart

@@ -80,6 +80,7 @@ class Stage:
         self.satisfied: set[Use] = set()
         self.depth: int = around.depth + 1 if around else 0  # enclosing loops
         self.made = {*self.flow.makers, *((block.index, *block.carries) if block else ())}
+        self.handed = tuple(zip(block.carries, block.results, strict=True)) if block else ()
         self.carried: dict[int, View] = {}  # the place of a carry that its next value may be written to at once, by its number
         if block is not None:
             self.leaves[block.index] = Leaf(loop=self.depth)
@@ -130,10 +131,20 @@ class Stage:
     def new(self, v: int) -> View:
         """Fresh scratch for a value like ``v``."""
         t = self.type(v)
-        if self.depth and layouts.by_columns(t, self.root(v), self.uses, self.flow.instruction, is_pointwise):
+        if self.depth and self._by_columns(v):
             view = self.scratch(t.shape, t.dtype, dense=True)
             return dataclasses.replace(view, row_stride=1, strides=tuple(self.program.tile_rows * s for s in view.strides))
         return self.scratch(t.shape, t.dtype, tile=t.tile)
+
+    def _by_columns(self, v: int) -> bool:
+        here = {self.root(v)}
+        for carry, result in self.handed:
+            if not here.isdisjoint((carry, self.root(result))):
+                here |= {carry, self.root(result)}
+        made = (self.flow.makers.get(r) for r in here)
+        if len(here) > 1 and any(i is not None and i.kind == "matmul" for i in made):
+            return False
+        return layouts.by_columns(self.type(v), here, self.uses, self.flow.instruction, is_pointwise)
 
     def scratch(self, shape: tuple[int, ...], dtype: str, dense: bool = False, tile: bool = True) -> View:
         view = views.scratch(len(self.buffer_bytes), DTYPE_CODE[dtype], shape, dense or not tile)

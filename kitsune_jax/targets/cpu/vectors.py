@@ -11,8 +11,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from kitsune_jax.graph import Scalar
-from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, Micro, Operand, Vector
+from kitsune_jax.ops.spec import np_dtype
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, SCRATCH, Micro, Operand, Vector
 from kitsune_jax.targets.cpu.views import View
 from kitsune_jax.targets.errors import CannotLower
 
@@ -108,6 +111,7 @@ class VectorBuilder:
 
     def finish(self) -> Vector:
         """The instruction. Raises ``TooManyRegisters``, and ``CannotLower`` for more loop dimensions than the format has."""
+        self._move_bits()
         indexed = any(n.op == "index" for n in self._nodes)
         table = [s for _, s in (*self._loads, *self._stores)]
         groups = merge_dims(self.extents, table, self._order())
@@ -125,6 +129,30 @@ class VectorBuilder:
             extents = (1,)
         collapse = not indexed and all(o.row_stride == extents[0] * o.strides[0] for o in (*loads, *stores))
         return Vector(extents, int(collapse), loads, stores, tuple(self._allocate(groups)))
+
+    def _move_bits(self) -> None:
+        """Where 16-bit floats are only chosen between and copied, in memory of the program, their bits are taken as integers:
+        converting them to float32 and back takes longer than all else."""
+        views = {"load": self._loads, "store": self._stores}
+        moved = [n for n in self._nodes if n.type == "float32"]
+        places = [views[n.op][n.operand][0] for n in moved if n.op in views]
+        makes = {n.dst for n in moved if n.op != "store"}
+        others = [n for n in self._nodes if n.type != "float32"]
+        dtypes = {view.dtype for view in places}
+        if len(dtypes) != 1 or not dtypes <= NARROW.keys() or any(view.ref.space != SCRATCH for view in places):
+            return
+        if not all(n.op in ("load", "store", "const", "select") for n in moved) or any(makes.intersection(n.args) for n in others):
+            return
+        (dtype,) = dtypes
+        for n in moved:
+            n.type = "uint16"
+            if n.op == "const":
+                with np.errstate(over="ignore"):  # which gives an infinity, as a store would
+                    n.imm = (float(np.array(n.imm[0], np_dtype(dtype)).view(np.uint16)),)
+            elif n.op in views:
+                view, strides = views[n.op][n.operand]
+                ref = dataclasses.replace(view.ref, dtype=DTYPE_CODE["uint16"])
+                views[n.op][n.operand] = dataclasses.replace(view, ref=ref), strides
 
     def _order(self) -> list[int]:
         """Dimensions from the largest to the smallest stride of the first store, so that it writes consecutive elements."""

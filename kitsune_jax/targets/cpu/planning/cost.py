@@ -48,7 +48,7 @@ class CpuWork:
     activation that the matmul before it applies to its accumulators. ``scores``: of an online sum, those of a row, unless another
     sum of the region is of the same ones. ``again``: in a step of a loop, whose operands were found in front of the first one.
     ``narrow``: it puts together rows of single elements, or folds such. ``taken``: its rows, or their products, are read where a
-    table has them.
+    table has them. ``still``: in a step of a loop, but the same for all rows: once for a tile.
     """
 
     dtype: str
@@ -66,6 +66,7 @@ class CpuWork:
     again: bool = False
     narrow: bool = False
     taken: bool = False
+    still: bool = False
 
 
 class CpuCost(RegionCost):
@@ -114,6 +115,8 @@ class CpuCost(RegionCost):
             return CpuWork(work.dtype, sink, work.dot)
         stationary = op.outputs[0] not in self.labels and not sink
         absorbed = self.absorbed(i) and not activation or i in self.taken.absorbed
+        if stationary and self.carried is not None and family in _GROUPED:  # a key that is split, a counter
+            return CpuWork(work.dtype, sink, None, op.kind, family, self.graph.values[op.outputs[0]].size, still=True)
         if stationary or family in FREE or absorbed:
             return CpuWork(work.dtype, sink)
         taken = i in self.taken.sums
@@ -132,7 +135,8 @@ class CpuCost(RegionCost):
         edges = elements * self._edges(i) if family in _GROUPED else 0
         sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
         picked = family in SCANS and not sink and runs.folds_single_elements(self, i)
-        return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, self._spreads(i), activation,
+        spreads = runs.spreads(self, i) if family in _GROUPED else ()
+        return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, spreads, activation,
                        narrow=picked, taken=taken)  # fmt: skip
 
     def _by_columns(self, v: int) -> bool:
@@ -177,10 +181,6 @@ class CpuCost(RegionCost):
             found[last] = "" if match.name == "relu" else match.name
         return found
 
-    def _spreads(self, i: int) -> tuple[int, ...]:
-        """Of each operand of a pointwise op that was repeated inside the row, how many runs of it there are."""
-        return runs.spreads(self, i) if self.family(i) in _GROUPED else ()
-
     def _edges(self, i: int) -> int:
         """Full-sized operands and results of a pointwise op that are loaded or stored by its group."""
         op = self.graph.ops[i]
@@ -222,8 +222,10 @@ class CpuCost(RegionCost):
             return rows * work.elements * 2 * known.edge(work.dtype)
         if not work.kind:
             return 0.0
-        passes = work.elements * known.vector(work.kind, work.dtype) + work.edges * known.edge(work.dtype)
-        return step + rows * (passes + sum(runs.seconds(known, work.dtype, work.elements, n) for n in work.spreads))
+        rows = 1 if work.still else rows
+        passes = max(rows * work.elements, times.least_elements(work.kind)) * known.vector(work.kind, work.dtype)
+        spread = sum(runs.seconds(known, work.dtype, work.elements, n) for n in work.spreads)
+        return step + passes + rows * (work.edges * known.edge(work.dtype) + spread)
 
     def _product_seconds(self, work: CpuWork, dot: DotWork, rows: int) -> float:
         known = self.times

@@ -33,6 +33,11 @@ _MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
 SHARED_SECONDS = 2 * 20e-6
 # Finding the operands of one more op on a tile, before its first element: 50 to 100 ns on Zen 5.
 STEP_SECONDS = 70e-9
+# An op computes whole vectors. One that is many operations of a strip (the bits of an rbg key) computes all eight of it: those
+# of 1, 16 and 64 numbers took 0.51 us beside other programs, of 512 numbers 2.1 (Xeon with AMX). Threefry hashes four vectors.
+_LEAST = {"philox4x32": 8 * _VECTOR, "threefry2x32": 4 * _VECTOR}
+# Such bits take 3.6 ns each, 14 times as long as a tanh: one hash makes four of them, and every number has its own.
+_AS_TANHS = {"philox4x32": 14.0}
 # A dimension below 8 keeps XLA's product from the library (YNNPACK).
 _LEAST_SIDE = 8
 # XLA folds 8 and 16 numbers by index hardly more slowly than one: 1.0, 1.6 and 2.6 ns where 64 take 11.7 (JAX 0.12, Xeon with AMX).
@@ -42,6 +47,11 @@ _NARROW_FOLDS = 1.5
 # with AMX).
 _BESIDE = 0.4
 _ROWS = 1024  # of most of the products that were measured
+
+
+def least_elements(kind: str) -> int:
+    """Elements of a pointwise op that take as long as one."""
+    return _LEAST.get(kind, _VECTOR)
 
 
 @functools.lru_cache(maxsize=16)
@@ -111,6 +121,8 @@ class CpuTimes:
             near = "tanh" if OPS[kind].flops > 6 else "add"
             return self._numbers.get(f"vector64/{code}", self[f"vector64/{near}"])
         found = self._numbers.get(f"vector/{code}") if OPS[kind].opcodes else None
+        if found is None and kind in _AS_TANHS:
+            found = self["vector/tanh"] * _AS_TANHS[kind]
         if found is None:  # one that is not measured, or a conversion
             found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
         return found

@@ -38,8 +38,8 @@ _FOLDED = frozenset({"float32", "float64", "int32", "int64", "uint32", "uint64"}
 _STRIDED, _FEW_OF_BATCH = 2.0, 2.0
 # XLA hashes with Threefry in a loop of five steps, on one thread, between which the two words of each result lie in memory, some of
 # them in the first-level cache. A hash took 3 ns in a step of a loop, 5 where 65 536 are alone, 8 of a million, 20 of eight
-# million; a word of an rbg key 3.3 ns in a step of a loop and 18 alone (JAX 0.12, Xeon with AMX).
-_HASHED_BYTES, _RBG_ALONE = 40, 5.0
+# million; a word of an rbg key 9.5 ns in a step of a loop, 3.6 where the step only sums them up, 18 alone (JAX 0.12, same Xeon).
+_HASHED_BYTES, _RBG_ALONE = 40, 3.5
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
 
@@ -276,28 +276,40 @@ def _product_seconds(cost: CpuCost, i: int) -> float:
 
 
 def _looped_products(cost: CpuCost, products: Sequence[int], steps: Steps, shared: float) -> float:
-    """A kernel of products in a step of a loop. ``shared``: what it takes where the library shares it out."""
+    """A kernel of products in a step of a loop. ``shared``: what it takes where the library shares it out.
+
+    One thread copies keys of 256 x 4 heads of 32 for each of 4 into the order of a product of theirs: a step took 30 to 35 us,
+    and 7 where they lay so (JAX 0.12, Xeon with AMX).
+    """
     seconds = 0.0
     for i in products:
-        dtype = cost.graph.values[cost.graph.ops[i].inputs[0]].dtype
+        op = cost.graph.ops[i]
+        dtype = cost.graph.values[op.inputs[0]].dtype
         if dtype not in ("float32", "float64"):  # not measured
             return shared
-        seconds += steps.product_seconds(*sizes(cost.graph, cost.graph.ops[i])) * (2.0 if dtype == "float64" else 1.0)
+        seconds += steps.product_seconds(*sizes(cost.graph, op)) * (2.0 if dtype == "float64" else 1.0)
+        if not steps.compiled:
+            seconds += sum(cost.times.written(cost.bytes(op.inputs[side])) for side in range(2) if _is_copied(cost, op, side))
     return seconds if steps.compiled else min(seconds, shared)
 
 
 def _copied_seconds(cost: CpuCost, op: Op, side: int) -> float:
     """What it takes to bring the batch dimensions of an array in memory to the front, where the library wants them."""
+    value = cost.graph.values[op.inputs[side]]
+    each = _STRIDED * cost.times[f"xla/loop/move/{value.dtype if value.dtype in _HALVES else 'float32'}"]
+    return each * value.size if _is_copied(cost, op, side) else 0.0
+
+
+def _is_copied(cost: CpuCost, op: Op, side: int) -> bool:
     v, batch = op.inputs[side], op[("lhs_batch", "rhs_batch")[side]]
     value = cost.graph.values[v]
     others = [n for d, n in enumerate(value.shape) if d < max(batch, default=0) and d not in batch]
     if math.prod(others) == 1:
-        return 0.0
+        return False
     while v in cost.producer and cost.graph.ops[cost.producer[v]].kind == "reshape":  # another name of the same array
         v = cost.graph.ops[cost.producer[v]].inputs[0]
-    if v in cost.producer:  # which writes it as the product wants it
-        return 0.0
-    return _STRIDED * value.size * cost.times[f"xla/loop/move/{value.dtype if value.dtype in _HALVES else 'float32'}"]
+    # What is computed is written as the product wants it. An update is not: it is written where the array lies.
+    return v not in cost.producer or cost.graph.ops[cost.producer[v]].kind == "dynamic_update_slice"
 
 
 def _fault_seconds(cost: CpuCost, kernels: list[Kernel]) -> float:
