@@ -94,7 +94,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         ]
         jaxpr = jax.make_jaxpr(function)(*args)
         by_rows = options.pop("rows", False)
-        captured = capture(jaxpr, parts=True, loops=True, online=True, apart=True, **options)
+        captured = capture(jaxpr, parts=True, loops=True, online=True, apart=True, summed=1 << 16, **options)
         graph, as_it_was = captured.graph, 0.0
         if by_rows:  # XLA's times are those of the function itself
             as_it_was = cuda.unpipelined_seconds(graph, range(len(graph.ops)), cuda.machine("h200"))

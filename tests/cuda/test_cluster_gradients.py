@@ -180,32 +180,37 @@ def planned(cell: str, dtype: str, width: int = 128) -> PlannedRegion:
     gates = LAYERS[cell][1]
     shapes = (width, gates * width), (width, gates * width), (gates * width,), (128, 256, width)
     jaxpr = jax.make_jaxpr(gradient(cell))(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes))
-    graph = capture(jaxpr, parts=True, loops=True, online=True, apart=True).graph
+    graph = capture(jaxpr, parts=True, loops=True, online=True, apart=True, summed=1 << 16).graph
     regions = [r for r in route(graph, "cuda", device="h200", code=False).regions if r.phases[0].plan.cluster > 1]
     assert len(regions) == 2
     return regions[1]
 
 
-@pytest.mark.parametrize("cell, dtype", [("lstm", "bfloat16"), ("lstm", "float32"), ("gru", "bfloat16"), ("gru", "float32")])
-def test_the_planner_takes_it_where_xla_is_slower(cell: str, dtype: str) -> None:
-    plan = planned(cell, dtype).phases[0].plan
-    assert plan.cluster == plan.stages[0].split > 1
-    assert plan.seconds < 0.65 * plan.baseline_seconds
+@pytest.mark.parametrize("cell, width, dtype, size, part", [
+    ("lstm", 128, "bfloat16", 4, 0.52), ("lstm", 128, "float32", 4, 0.56), ("lstm", 256, "bfloat16", 8, 0.85),
+    ("gru", 128, "bfloat16", 4, 0.4), ("gru", 128, "float32", 4, 0.42),
+])  # fmt: skip
+def test_the_planner_takes_it_where_xla_is_slower(cell: str, width: int, dtype: str, size: int, part: float) -> None:
+    """128 steps of 256 sequences: modelled, at most that part of XLA's time of the same loop without the sums and dx."""
+    plan = planned(cell, dtype, width).phases[0].plan
+    assert plan.cluster == plan.stages[0].split == size
+    assert plan.seconds < part * plan.baseline_seconds
 
 
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
-@pytest.mark.parametrize("cell, dtype, spilled", [
-    ("lstm", "bfloat16", 0), ("lstm", "float32", 0), ("gru", "bfloat16", 0), ("gru", "float32", 280),
+@pytest.mark.parametrize("cell, width, dtype", [
+    ("lstm", 128, "bfloat16"), ("lstm", 128, "float32"), ("lstm", 256, "float16"), ("gru", 128, "float16"), ("gru", 128, "float32"),
 ])  # fmt: skip
-def test_the_machine_code(cell: str, dtype: str, spilled: int) -> None:
-    """No register of a product in flight is touched, no product serialised; sums are stored to other CTAs."""
-    region = planned(cell, dtype)
+def test_the_machine_code_spills_nothing(cell: str, width: int, dtype: str) -> None:
+    """Nor is a register of a product in flight touched, or a product serialised; sums are stored to other CTAs."""
+    region = planned(cell, dtype, width)
     program, plan = region.program.only, region.phases[0].plan
     assert program is not None
     source = kernel.generate(program, lower.arrangement(plan, program), "region").source
+    assert ".push_to(" in source
     for compiler in COMPILERS:
         made = compilers.cubin(source, "sm_90a", folder_of(compiler))
-        assert nvrtc.resources(made.log, made.cubin).spill_bytes <= spilled
+        assert nvrtc.resources(made.log, made.cubin).spill_bytes == 0
         code = sass.disassemble(made.cubin, "kitsune_region").instructions
         assert any(i.opcode.startswith("STAS") for i in code)
         paths = flow(code)
