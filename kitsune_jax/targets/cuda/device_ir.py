@@ -187,13 +187,6 @@ class Rows(Node):
 # -- what a loop over the blocks of a tile does: with values (before ``chunks.py``) ...
 
 
-class RowOffsets(Node):
-    """Once per tile, in front: how many bytes a row is from the beginning of an array. ``strides``: (axis, bytes)."""
-
-    ref: Ref
-    strides: tuple[tuple[int, int], ...]
-
-
 class Action(Node):
     """What is done with ``value``, element by element."""
 

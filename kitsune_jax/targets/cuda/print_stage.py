@@ -117,7 +117,7 @@ def _table_rows(at: Spelling, node: st.TableRows) -> list[str]:
 def _slice_rows(at: Spelling, node: st.SliceRows) -> list[str]:
     row, const = f"{name(node.ref)}_row", "const " if node.loads else ""
     behind = [f"static_cast<i64>({at.expression(n)}) * {size}ll" for n, size in node.terms]
-    where = " + ".join([f"static_cast<{const}u8*>({at.constant(node.array)})", *behind, f"opaque({name(node.offsets)}[h])"])
+    where = " + ".join([f"static_cast<{const}u8*>({name(node.whole)}_row[h])", *behind])
     return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
 
 
@@ -278,8 +278,6 @@ def _setup(at: Spelling, node: Node) -> list[str]:
             return _axes(extents)
         case st.SeenBlocks():
             return [seen_blocks(at, node)]
-        case ir.RowOffsets(ref, strides):
-            return [f"i64 {name(ref)}[2];", *each_row(f"{name(ref)}[h] = {_offset(strides)};")]
         case st.RowAddresses():
             return _addresses(at, node)
     return []
@@ -318,16 +316,11 @@ def _addresses(at: Spelling, node: st.RowAddresses) -> list[str]:
     if node.staged:
         return [f"const u8* const {row}[2] = {{staged{k}.row(n, lane.row), staged{k}.row(n, lane.row + 8)}};"]
     const, byte = ("const ", "const u8") if node.ref.kind == "in" else ("", "u8")
+    offset = " + ".join(f"axis{axis}[h] * {stride}ll" for axis, stride in node.strides) or "0"
     return [
         f"{const}void* {row}[2];",
-        *each_row(f"{row}[h] = static_cast<{byte}*>({at.constant(node.array)}) + {_offset(node.strides)};"),
+        *each_row(f"{row}[h] = static_cast<{byte}*>({at.constant(node.array)}) + (valid[h] ? {offset} : 0);"),
     ]
-
-
-def _offset(strides: tuple[tuple[int, int], ...]) -> str:
-    """Of a row in an array; one beyond the stream is where the array begins."""
-    offset = " + ".join(f"axis{axis}[h] * {stride}ll" for axis, stride in strides) or "0"
-    return f"(valid[h] ? {offset} : 0)"
 
 
 _KINDS = (_loops, _rows, _queues, _segments, _products, print_products.lines, _setup)

@@ -45,15 +45,16 @@ def store(at: Evaluation, instr: Instr) -> None:
 def _rows(at: Evaluation, instr: Instr, role: str, numbers: object) -> ir.Rows:
     k = instr["array"]
     array = at.program.inputs[k] if role == "in" else at.program.outputs[k]
+    whole = Ref(role, k, "_whole")
     at.name_axes()
-    offsets = _offsets(at, array)
+    at.once_per_tile(_whole_rows(array, role, k, whole))
     at.counter += 1
     ref, size = Ref("cut", at.counter), pointwise.ITEM_SIZE[array.dtype]
     strides = dim_strides(array.shape)
     assert isinstance(numbers, (tuple, list))
     cuts = tuple(zip(numbers, instr["dims"], instr["steps"], strict=True))
     terms = tuple((at.row(n), step * strides[d] * size) for n, d, step in cuts)
-    at.add(st.SliceRows(ref, ir.parameter(role, k), offsets, terms, role == "in"))
+    at.add(st.SliceRows(ref, whole, terms, role == "in"))
     extent = dict(zip(instr["dims"], instr["sizes"], strict=True))
     columns = [(extent.get(d, array.shape[d]), strides[d]) for d in array.kept]
     return _of_columns(array, role, ref, columns, [bytes_ for _, bytes_ in terms])
@@ -72,14 +73,7 @@ def _of_columns(array: ArrayType, role: str, ref: Ref, columns: list[tuple[int, 
     return ir.Rows(ref, array.dtype, n, str(access), (), role == "in" and tiles.is_half(array.dtype))
 
 
-def _offsets(at: Evaluation, array: ArrayType) -> Ref:
-    """Where a row begins in ``array``, in bytes. Arrays of the same strides share it: a loop has many, and no registers for
-    pointers into each."""
+def _whole_rows(array: ArrayType, role: str, k: int, ref: Ref) -> st.RowAddresses:
     size = pointwise.ITEM_SIZE[array.dtype]
     strides = tuple((axis, stride * size) for axis, stride in enumerate(array.row_strides) if stride)
-    known = [node for node in at.prologue if isinstance(node, ir.RowOffsets)]
-    same = next((node for node in known if node.strides == strides), None)
-    if same is None:
-        same = ir.RowOffsets(Ref("offset", len(known)), strides)
-        at.once_per_tile(same)
-    return same.ref
+    return st.RowAddresses(ref, ir.parameter(role, k), strides, False)

@@ -255,11 +255,10 @@ class Turn(Node):
 
 
 class SliceRows(Node):
-    """Where the rows of a slice of ``array`` begin: at ``offsets``, and so many bytes further on for each number of a loop."""
+    """Where the rows of a slice begin: at those of ``whole``, and so many bytes further on for each number of a loop."""
 
     ref: Ref
-    array: Constant
-    offsets: Ref
+    whole: Ref
     terms: tuple[tuple[Expr, int], ...]
     loads: bool
 

@@ -143,7 +143,6 @@ inline T* opaque(T* p) {
   return p;
 }
 inline u32 opaque(u32 v) { return v; }
-inline i64 opaque(i64 v) { return v; }
 
 // --- global synchronisation
 inline void red_add_release(u32* p, u32 v) { emu::flag_add(p, v); }

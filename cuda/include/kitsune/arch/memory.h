@@ -148,10 +148,5 @@ KITSUNE_DEVICE u32 opaque(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
 }
-// The same for where a row begins in an array: else the pointers into all arrays that a loop reads lie in registers for all of it.
-KITSUNE_DEVICE i64 opaque(i64 v) {
-  asm volatile("" : "+l"(v));
-  return v;
-}
 
 }  // namespace kitsune::arch
