@@ -4,6 +4,7 @@ gates with its rows of the weights, and the CTAs hand each other the sums."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from kitsune_jax.program.ir import ROWS, Program
 from kitsune_jax.route import PlannedRegion, route
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import kernel, lower, nvrtc, runtime
-from tests.cuda.test_cluster_loops import LAYERS, TOLERANCE, arguments, check_case, tiled, without
+from tests.cuda.test_cluster_loops import LAYERS, TOLERANCE, arguments, check_case, heun, padded, stacked, tiled, without
 from tests.support.checks import enable_x64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache, run_program
@@ -172,6 +173,57 @@ def test_both_loops_are_over_clusters(cell: str, dtype: str) -> None:
     for g, again, w in zip(*found, want, strict=True):
         assert np.abs(g.astype(np.float64) - w).max() < 2 * TOLERANCE[dtype] * np.abs(w).max()
         assert g.tobytes() == again.tobytes()
+
+
+def side_by_side(w: jax.Array, b: jax.Array, xs: jax.Array) -> jax.Array:
+    """An LSTM that multiplies x and h as one: on the way back dx and dh are columns of one product."""
+
+    def step(carry: Any, x: jax.Array) -> Any:
+        c, h = carry
+        i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ w + b, 4, axis=-1)
+        c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (c, h), h
+
+    return jax.lax.scan(step, (jnp.zeros((xs.shape[1], b.size // 4), xs.dtype),) * 2, xs)[1]
+
+
+def test_columns_of_a_product_that_are_cut_apart() -> None:
+    def step(*args: jax.Array) -> Any:
+        return jax.grad(lambda *a: jnp.sum(side_by_side(*a).astype(jnp.float32) ** 2), (0, 1, 2))(*args)
+
+    w, u, b, xs = arguments("lstm", 128, 3, 70, "bfloat16")
+    args = (jnp.concatenate([w, u]), b, xs)
+    report = kj.explain(kj.pipeline(step, force=True), platform="cuda", device="h200")(*args)
+    assert sum(region.cluster > 1 for region in report.regions if any("scan" in s.name for s in region.stages)) == 2
+    found = jax.jit(kj.pipeline(step, target="emulator", force=True))(*args)
+    want = jax.jit(step)(*(jnp.asarray(a, "float32") for a in args))
+    for g, right in zip(found, want, strict=True):
+        assert np.abs(np.asarray(g, np.float32) - right).max() < 2 * TOLERANCE["bfloat16"] * np.abs(right).max()
+
+
+@pytest.mark.parametrize("loop, dtype, width", [(padded, "float32", 128), (stacked, "bfloat16", 256), (heun, "float16", 256)])
+def test_gradients_of_what_a_step_may_do(loop: Callable[..., Any], dtype: str, width: int) -> None:
+    """Sums of products that wait for each other, of carries, and beside columns that are handed on."""
+    rng, (steps, rows) = np.random.default_rng(3), (3, 67)
+    shapes = (width, width), (width, width), (rows, width), (steps, rows, width)
+    args = [jnp.asarray(k * rng.standard_normal(s), dtype) for k, s in zip((0.05, 0.05, 1, 1), shapes, strict=True)]
+    seen = jnp.asarray(rng.random((steps, rows)) < 0.7)
+
+    def step(*args: jax.Array) -> Any:
+        def loss(*args: jax.Array) -> jax.Array:
+            floats = [x for x in jax.tree.leaves(loop(*args, seen)) if x.dtype != jnp.int32]
+            return sum(jnp.sum(jnp.sin(x if x.dtype == jnp.float64 else x.astype(jnp.float32))) for x in floats)
+
+        return jax.grad(loss, (0, 1, 2, 3))(*args)
+
+    report = kj.explain(kj.pipeline(step, force=True), platform="cuda", device="h200")(*args)
+    assert [r.cluster > 1 for r in report.regions if any("scan" in s.name for s in r.stages)] == [True, True]
+    found = jax.jit(kj.pipeline(step, target="emulator", force=True))(*args)
+    with enable_x64():
+        want = [np.asarray(x) for x in jax.jit(step)(*(np.asarray(a, np.float64) for a in args))]
+    for g, w in zip(found, want, strict=True):
+        assert np.abs(np.asarray(g, np.float64) - w).max() <= TOLERANCE[dtype] * np.abs(w).max()
 
 
 @functools.cache

@@ -230,7 +230,7 @@ def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
     groups, runs = at.facts.slabs.get(instr.outputs[0], 1), tuple[int, ...]()
     if instr.outputs[0] in at.facts.partial:  # all columns for the CTA's part of K
         parts = [(k, at.facts.slabs[p]) for k, p in zip(pieces, operands, strict=True)]
-        groups, runs = 1, tuple(k // g for k, g in parts for _ in range(g))
+        runs = tuple(k // g for k, g in parts for _ in range(g))
         pieces, n = tuple(k // at.split for k in pieces), n * at.split
     shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split, at.most_columns(operands))
     return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, cut, groups, runs)

@@ -164,6 +164,8 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
     shape = recipe.shape
     w = jnp.transpose(jnp.asarray(value), recipe.permutation)
     w = w.reshape(math.prod(w.shape[: recipe.contracted]), math.prod(w.shape[recipe.contracted :]))
+    if recipe.groups > 1:
+        w = w.reshape(w.shape[0], recipe.groups, shape.split, -1).swapaxes(1, 2).reshape(w.shape)
     if recipe.runs:
         w = _side_by_side(w, recipe.runs, shape.split)
     half = is_half(shape.dtype)
@@ -177,8 +179,6 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
     w = rows[0] if len(rows) == 1 else jnp.concatenate(rows)  # [32 * k_blocks, n]
     lanes = ROW_BYTES // (2 if half else 4)
     w = jnp.pad(w, ((0, shape.k_chunks * lanes - w.shape[0]), (0, 0)))
-    if recipe.groups > 1:
-        w = w.reshape(-1, recipe.groups, shape.split, shape.n // recipe.groups // shape.split).swapaxes(1, 2).reshape(w.shape)
     per = -(-shape.n // shape.split)
     return [part for s in range(shape.split) for part in _slab(w[:, s * per : (s + 1) * per], shape, lanes)]
 

@@ -124,19 +124,33 @@ def _exchanged(cost: GpuCost, ops: Ops) -> Iterator[_Exchanged]:
             if (dot := body.work(k).dot) is None:
                 continue
             for v in body.graph.ops[k].inputs:
-                if body.streamed(v) and _source(body, v) not in come_in:
-                    if _is_partial(body, v, dot):
-                        products.setdefault(v, []).append(dot)
-                    else:
-                        values[v] = None
+                pieces = _pieces(body, v) if body.streamed(v) else []
+                made = [p for p in pieces if p not in come_in]
+                if made == pieces != [] and _is_partial(body, v, dot, len(pieces)):
+                    products.setdefault(v, []).append(dot)
+                else:
+                    values.update(dict.fromkeys(made))
         yield _Exchanged(cost.graph.ops[i]["length"], body, tuple(values), tuple(map(tuple, products.values())), come_in)
 
 
-def _is_partial(body: GpuCost, v: int, dot: DotWork) -> bool:
-    """As the code generator decides it (``slabs.py``), as far as the graph says."""
-    maker = body.producer.get(_source(body, v))
-    together = maker is not None and body.graph.ops[maker].kind == "concatenate"
-    return together or dot.k * itemsize(dot.dtype) > SUM_BYTES * dot.n
+def _is_partial(body: GpuCost, v: int, dot: DotWork, pieces: int) -> bool:
+    """As the code generator decides it (``slabs.py``), as far as the graph says: a concatenation that only products read is
+    multiplied piece by piece."""
+    whole = pieces > 1 and (v in body.outputs or any(body.work(i).dot is None for i in body.readers.get(v, ())))
+    return whole or dot.k * itemsize(dot.dtype) > SUM_BYTES * dot.n
+
+
+def _pieces(body: GpuCost, v: int) -> list[int]:
+    """The values of which ``v`` is put together, or another name."""
+    todo, found = [v], list[int]()
+    while todo:
+        source = _source(body, todo.pop())
+        maker = body.producer.get(source)
+        if maker is not None and body.graph.ops[maker].kind == "concatenate":
+            todo += reversed(body.graph.ops[maker].inputs)
+        else:
+            found.append(source)
+    return found
 
 
 def _source(body: GpuCost, v: int) -> int:
