@@ -286,7 +286,7 @@ def captured_and_settled(
     has = {"parts": can.divides_gradients, "online": can.sums_online, "loops": can.runs_loops}
     has |= {"unordered": can.sums_unordered and not options.deterministic, "apart": not can.sums_by_batch}
     while True:
-        whole = capture(jaxpr, rewrite, **has, kept=frozenset(kept))
+        whole = capture(jaxpr, rewrite, **has, summed=can.most_summed, kept=frozenset(kept))
         captured, planned, nodes = whole_or_in_parts(whole, settle, target, device, body)
         left = [captured.steps[node] for node in nodes if isinstance(node, int)]
         again = {step.origin.key for step in left if step.rewritten} - kept

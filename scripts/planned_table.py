@@ -63,10 +63,11 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], str, tuple[tuple[int, ...
         cache = batch, keys, heads, 128
         name = f"{batch} token{'s' if batch > 1 else ''}, {keys} keys of {heads} x 128 each"
         yield name, one_token, "bfloat16", ((batch, 1, heads, 128), cache, cache, 1), {"rows": True}
-    for hidden in (32, 64):
-        shapes = ((hidden, 4 * hidden),) * 2 + ((4 * hidden,), *((8192, hidden),) * 2, (100, 8192, hidden))
+    for hidden, steps, rows in ((32, 100, 8192), (64, 100, 8192), (128, 128, 256)):
+        shapes = ((hidden, 4 * hidden),) * 2 + ((4 * hidden,), *((rows, hidden),) * 2, (steps, rows, hidden))
         for dtype in ("bfloat16", "float32"):
-            yield f"LSTM {hidden} wide, 100 steps of 8 192", lstm, dtype, shapes, {}
+            sequences = f"{rows:,}".replace(",", " ")
+            yield f"LSTM {hidden} wide, {steps} steps of {sequences}", lstm, dtype, shapes, {}
             step = jax.grad(functools.partial(loss, lstm), (0, 1, 2))
             yield f"its gradient, {hidden} wide", step, dtype, shapes, {}
     edges = (1_000_000, 8, 16), (1_000_000, 8), 1_000_000
@@ -94,7 +95,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         ]
         jaxpr = jax.make_jaxpr(function)(*args)
         by_rows = options.pop("rows", False)
-        captured = capture(jaxpr, parts=True, loops=True, online=True, apart=True, **options)
+        captured = capture(jaxpr, parts=True, loops=True, online=True, apart=True, summed=1 << 16, **options)
         graph, as_it_was = captured.graph, 0.0
         if by_rows:  # XLA's times are those of the function itself
             as_it_was = cuda.unpipelined_seconds(graph, range(len(graph.ops)), cuda.machine("h200"))
@@ -108,7 +109,8 @@ def rows() -> Iterator[tuple[str, ...]]:
             compiled = nvrtc.compile(made.source, "sm_90a")
             code, used = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
             plan, phases = plans[0], f", {len(plans)} phases" if len(plans) > 1 else ""
-            what = f"{k}: {plan.arrangement}, {'resident' if plan.stages[0].resident else 'streamed'}{phases}"
+            where = f", clusters of {plan.cluster}" if plan.cluster > 1 else ""
+            what = f"{k}: {plan.arrangement}, {'resident' if plan.stages[0].resident else 'streamed'}{where}{phases}"
             yield (
                 *(name, dtype, what, str(plan.lanes), str(plan.blocks[2]) if plan.blocks else "", str(used.registers)),
                 *(f"{made.shared_bytes / 1024:.0f} KiB", str(len(code.instructions))),

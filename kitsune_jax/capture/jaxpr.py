@@ -22,7 +22,7 @@ from kitsune_jax.capture.captured import Captured, Origin, Step
 from kitsune_jax.capture.equation import Equation
 from kitsune_jax.capture.loops import cheap, loop
 from kitsune_jax.capture.random_bits import GENERATOR
-from kitsune_jax.capture.rewrites import APART, ONLINE, PARTS, REWRITES, UNORDERED, Rewriting, of_loops, rewritten
+from kitsune_jax.capture.rewrites import APART, ONLINE, PARTS, REWRITES, UNORDERED, Rewriting, behind_loops, of_loops, rewritten
 from kitsune_jax.capture.translate import translate
 from kitsune_jax.fallbacks import Failure
 
@@ -59,6 +59,7 @@ def capture(
     unordered: bool = False,
     apart: bool = False,
     loops: bool = False,
+    summed: int | None = None,
     kept: Collection[Any] = (),
 ) -> Captured:
     """The Graph of ``closed_jaxpr``, and what JAX needs to evaluate its ops as they stood (``Captured.run``).
@@ -76,6 +77,8 @@ def capture(
         ``score_divisions``), for a target without code for sums over the rows of each batch.
       loops: move the sums of a loop's steps behind the loop (``loop_sums``) and hand less from loop to loop (``loop_residuals``),
         for a target that has code for loops.
+      summed: make products that only leave a loop behind it, where its weights have more elements (``loop_products``), for a target
+        that has no room for sums over the steps of such a loop.
       kept: the places (``Origin.key``) of loops and generators that stay as they are.
 
     Returns:
@@ -103,7 +106,8 @@ def capture(
     outputs = [keys.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
-    asked = (((PARTS,), parts), ((ONLINE,), online), ((UNORDERED,), unordered), (APART, apart))
+    behind = () if summed is None else (behind_loops(summed, kept),)
+    asked = ((behind, loops), ((PARTS,), parts), ((ONLINE,), online), ((UNORDERED,), unordered), (APART, apart))
     return rewritten(captured, (*within, *(r for rewritings, wanted in asked if wanted for r in rewritings)))
 
 

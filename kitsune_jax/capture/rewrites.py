@@ -17,6 +17,7 @@ from kitsune_jax.capture.divided_gradients import split_gradients
 from kitsune_jax.capture.indexed_products import move_indexing
 from kitsune_jax.capture.indices import spread_indices
 from kitsune_jax.capture.loop_constants import move_constants
+from kitsune_jax.capture.loop_products import move_products
 from kitsune_jax.capture.loop_residuals import hand_less
 from kitsune_jax.capture.loop_sums import move_sums
 from kitsune_jax.capture.online_sums import sum_online
@@ -61,6 +62,11 @@ def of_loops(kept: Collection[Any]) -> Sequence[tuple[str, Rewriting]]:
         ("moving the sums of a loop's steps behind the loop", functools.partial(move_sums, kept=kept)),
         ("making again what loops hand to each other", functools.partial(hand_less, kept=kept)),
     )
+
+
+def behind_loops(most: int, kept: Collection[Any]) -> tuple[str, Rewriting]:
+    """The rewrite of loops that multiply with more than ``most`` elements of weights, but for those at ``kept`` places."""
+    return "moving products behind a loop", functools.partial(move_products, most=most, kept=kept)
 
 
 def rewritten(captured: Captured, rewrites: Sequence[tuple[str, Rewriting]] = REWRITES) -> Captured:

@@ -266,3 +266,13 @@ def test_the_machine_code(name: str, dtype: str, arrangement: str, compiler: str
     one = test_sass.made(of, arrangements(of)[arrangement], compiler)
     test_sass.check(one)
     test_sass.check_gradients(one)
+
+
+@pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
+@pytest.mark.parametrize("compiler, most", zip(COMPILERS, (8, 136), strict=True))
+def test_what_a_wide_loop_spills(compiler: str, most: int) -> None:
+    """Addresses and descriptors of panels are made where they are used; in front of the loop they were 176 and 592 bytes."""
+    family = RECURRENT["wide-lstm-loop"]
+    of = subject(family.function, *family.shapes(2000, "bfloat16"))
+    one = test_sass.made(of, arrangements(of)["sm90-vertical-resident-lanes2"], compiler)
+    assert one.resources.spill_bytes <= most

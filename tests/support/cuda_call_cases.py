@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from tests.support.cuda_cases import Arg, Array, Family, bias, weight
-from tests.support.cuda_recurrent_cases import heun, loss, pendulum
+from tests.support.cuda_recurrent_cases import heun, loss, lstm, pendulum
+from tests.support.cuda_training_cases import value_and_grads
 
 _TABLE = 3_501  # rows of 16 floats: 219 KiB, which no lane has room for
 _GROUPS = 301
 _KEYS = (1_031, 4_099)  # of one token: as many as make rows of the keys
 _TOKENS = (523, 1_531)  # whose scores are eight times as large as q, k, v and the result
+_SEQUENCES = (131, 1_531)  # of so few no CTA takes all steps by itself: both loops of the gradient are over clusters
 
 
 def senders_loss(w: Array, nodes: Array, senders: Array, receivers: Array) -> Array:
@@ -96,6 +98,12 @@ CALLS: dict[str, Family] = {
             functools.partial(updated, pendulum, 2),
             (Arg(()), Arg(()), Arg((-1,)), Arg((-1,))),
             dtypes=("float32",),
+        ),
+        Family(
+            "cluster-lstm",
+            functools.partial(value_and_grads, functools.partial(loss, lstm), 3),
+            (weight(128, 512), weight(128, 512), bias(512), Arg((-1, 128)), Arg((-1, 128)), Arg((3, -1, 128))),
+            rows=_SEQUENCES,
         ),
         Family("read-out", read_out, (weight(5, 24), weight(24, 24), weight(24, 8), Arg((3, -1, 5)))),
     )

@@ -82,7 +82,9 @@ class Subject:
 
 def subject(fn: Callable[..., Any], *args: Array, batches: bool = False) -> Subject:
     """``batches``: a region whose tiles keep within a batch, where there is one."""
-    captured = capture(jax.make_jaxpr(fn)(*args), parts=True, loops=True, online=True, apart=True)  # as for the CUDA target
+    captured = capture(
+        jax.make_jaxpr(fn)(*args), parts=True, loops=True, online=True, apart=True, summed=1 << 16
+    )  # as for the CUDA target
     graph = captured.graph
     regions: list[Region] = []
 

@@ -91,6 +91,8 @@ class _Chunks:
                 case _:
                     if isinstance(node, st.Entry) and node.queue.kind == "exchange":
                         self.exchanges[node.queue] = self.loop
+                    if isinstance(node, st.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
+                        self.met.add(node.queue)
                     self.nodes.append(node)
         found, self.nodes = self.nodes, outer
         return found
@@ -369,7 +371,7 @@ class _Blocks:
     def _array_block(self, v: int, rows: ir.Rows, shift: int) -> Ref:
         value = self.homes[v]
         self.reads[rows.ref] = None
-        return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.n if value.slab else 0))
+        return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.n if value.slab else 0, value.slab or 1))
 
     def _image_block(self, v: int, image: Ref, form: str, shift: int) -> Ref:
         return self._fetch(v, shift, lambda ref: ir.ImageBlock(ref, image, form, shift))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,9 @@ def _move(at: Evaluation, instr: Instr) -> None:
     if instr.kind == "slice" and value.slab and at.facts.slabs.get(instr.inputs[0], 1) > 1:
         _group(at, instr, value, int(index[0, 1]) // len(index))
         return
+    if instr.kind == "concatenate" and value.slab == len(sources) > 1 and all(at.value(x).slab == 1 for x in sources):
+        _whole(at, instr.outputs[0], [(x, 0, tiles.blocks(at.value(x).width)) for x in sources])
+        return
     if value.slab and len(sources) == 1 and at.value(sources[0]).row:
         at.settle(instr.outputs[0], Splat(sources[0]))
         return
@@ -146,14 +150,19 @@ def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -
         at.add(st.LoadRow(ref, rows, int(index[0, 1])))
         at.settle(v, InRegisters(ref, "row", ref))
     elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
-        for x in dict.fromkeys(x for x, _, _ in parts):
-            if waits_for_product(at, x):  # whose chunks are those of another width
-                at.materialize(x)
-        at.settle(v, Parts(parts))
-        if at.repeated and at.uses[v] > 1:
-            _together(at, v, parts)
+        _whole(at, v, parts)
     else:
         _through_scratch(at, instr, v, index, sources)
+
+
+def _whole(at: Evaluation, v: int, parts: Sequence[tuple[int, int, int]]) -> None:
+    """``v`` is whole blocks of other values."""
+    for x in dict.fromkeys(x for x, _, _ in parts):
+        if waits_for_product(at, x):  # whose chunks are those of another width
+            at.materialize(x)
+    at.settle(v, Parts(tuple(parts)))
+    if at.repeated and at.uses[v] > 1:
+        _together(at, v, tuple(parts))
 
 
 def _together(at: Evaluation, v: int, parts: tuple[tuple[int, int, int], ...]) -> None:

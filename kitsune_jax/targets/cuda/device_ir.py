@@ -212,6 +212,7 @@ class Keep(Action):
 class Store(Action):
     rows: Rows
     slab: int  # columns of one, where the value is a slab
+    groups: int = 1  # of columns; the slab has as many of each
 
 
 class Fold(Action):
@@ -291,12 +292,13 @@ class MaskWords(Step):
 
 
 class ArrayBlock(Step):
-    """Once per block: a thread's columns of both rows. ``slab``: columns of one, where the value is a slab."""
+    """Once per block: a thread's columns of both rows. ``slab``: columns of one, where the value is a slab, of ``groups``."""
 
     ref: Ref
     rows: Rows
     shift: int
     slab: int
+    groups: int = 1
 
 
 class VectorBlock(Step):

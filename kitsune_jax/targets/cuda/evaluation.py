@@ -132,7 +132,7 @@ class Evaluation:
         t = self.program.values[v]
         if t.dtype not in pointwise.COMPUTE:
             raise CannotLower(f"dtype {t.dtype}")
-        n, slab = math.prod(t.shape), self.is_slab(v)
+        n, slab = math.prod(t.shape), self.facts.slabs.get(v, 0)
         self.values[v] = Value(n // self.split if slab else n, t.dtype, n == 1, home, slab)
         return self.values[v]
 

@@ -6,11 +6,14 @@ product needs those of the others as well: every lane stores its slab into the e
 (``ClusterQueue``, of which all are writers and readers), waits for the slabs of all where it multiplies with them first
 (``chunks.py``), and multiplies from there. An entry is given back at the end of the step: a carry, which is sent when a step
 begins, has a ring of two, in which a fast CTA may be a step ahead of a slow one; for what is made in a step one entry does.
+Of a partial product (``slabs.py``) they hand each other sums: every CTA has those of its part of K for all columns, sends each
+other CTA the slab that it needs, and adds up what it has got, in the order of the CTAs, so all runs give the same bits.
 Invariant: all CTAs of a cluster take the same steps on the same tiles, so entry n is the same value in all of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 
 from kitsune_jax.program.ir import Instr
@@ -18,7 +21,7 @@ from kitsune_jax.targets.cuda import statements as st
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.device_ir import Keep, Ref
 from kitsune_jax.targets.cuda.evaluation import Evaluation
-from kitsune_jax.targets.cuda.values import InArray, InImage, Value
+from kitsune_jax.targets.cuda.values import Expression, InArray, InImage, Multiply, Value
 
 
 def whole(at: Evaluation, v: int, depth: int = 1) -> int:
@@ -50,14 +53,45 @@ def pieces(at: Evaluation, x: int) -> list[int]:
 
 
 def _exchanged(at: Evaluation, v: int, value: Value, depth: int) -> InImage:
-    at.counter += 1
-    ring, push, entry = (Ref(kind, at.counter, "_all") for kind in ("exchange", "push", "entry"))
+    ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
     vectors = tiles.image_vectors(value.width, value.form)
     at.setup.append(st.Exchange(ring, vectors * at.split, depth))
     at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True))
-    at.evaluate(value.width, [Keep(v, Ref("q", at.counter, "_all"), value.form, to=push, push=True, reads=1)])
+    at.evaluate(value.width, [Keep(v, _name(at, "q"), value.form, to=push, push=True, reads=1)])
     at.add(st.QueueCall(ring, "wr_release"), st.Entry(entry, ring, 0))
     return InImage(entry, value.form, ring)
+
+
+def add_up(at: Evaluation, products: Sequence[tuple[int, Multiply]]) -> None:
+    """Gives slabs of the sums of partial ``products`` homes. Those of one are on their way while the next one multiplies."""
+    for v, ring in [(v, _handed_out(at, v, product)) for v, product in products]:
+        value, parts = at.value(v), list[int]()
+        part = dataclasses.replace(value, dtype="float32", slab=0, home=None)
+        at.add(st.QueueCall(ring, "rd_acquire"))
+        for rank in range(at.split):
+            entry = _name(at, "entry")
+            at.add(st.Entry(entry, ring, tiles.image_vectors(part.width, part.form), of=rank))
+            parts.append(at.unnamed(dataclasses.replace(part, home=InImage(entry, part.form, ring))))
+        at.settle(v, Expression(" + ".join(f"{{{k}}}" for k in range(at.split)), tuple(parts)))
+        at.materialize(v)
+        at.add(st.QueueCall(ring, "rd_release"))
+
+
+def _handed_out(at: Evaluation, v: int, product: Multiply) -> Ref:
+    """The ring by which each CTA gets its slab of what ``product`` has made in every other."""
+    ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split
+    mine = at.unnamed(Value(n, "float32", False, product))
+    vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split
+    at.setup.append(st.Exchange(ring, vectors * at.split, 1))
+    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True, each=True))
+    at.evaluate(at.value(mine).width, [Keep(mine, _name(at, "q"), "word", to=push, push=True, reads=1)])
+    at.add(st.QueueCall(ring, "wr_release"))
+    return ring
+
+
+def _name(at: Evaluation, kind: str) -> Ref:
+    at.counter += 1
+    return Ref(kind, at.counter, "_all")
 
 
 def give_back(at: Evaluation, known: dict[int, int]) -> None:

@@ -164,20 +164,33 @@ def _reduce(at: Evaluation, instr: Instr) -> None:
 
 
 def _matmul(at: Evaluation, instr: Instr) -> None:
-    value, (v,) = at.new(instr), instr.outputs
+    if instr in at.done:
+        return
+    (v,), pieces = instr.outputs, exchanges.pieces(at, instr.inputs[0])
+    if v in at.facts.partial:
+        x = at.root(instr.inputs[0])
+        group = [i for i in at.instrs if i.kind == "matmul" and i.outputs[0] in at.facts.partial and at.root(i.inputs[0]) == x]
+        at.done.update(group)
+        exchanges.add_up(at, [(i.outputs[0], _product(at, i, [at.root(p) for p in pieces])) for i in group])
+        for i in group:
+            _rounded(at, i.outputs[0])
+        return
+    product = _product(at, instr, [exchanges.whole(at, x) for x in pieces])
+    at.settle(v, product)
+    if at.value(v).row:
+        at.single_column(v)
+    _rounded(at, v)
+
+
+def _product(at: Evaluation, instr: Instr, pieces: list[int]) -> Multiply:
+    at.new(instr)
     if at.next_weight is None:
         at.weights.append(weight_recipe(at, instr))
         weight = len(at.weights) - 1
     else:
         weight = at.next_weight
         at.next_weight += 1
-    at.settle(
-        v,
-        Multiply(v, weight, at.weights[weight].shape, tuple(exchanges.whole(at, x) for x in exchanges.pieces(at, instr.inputs[0]))),
-    )
-    if value.row:
-        at.single_column(v)
-    _rounded(at, v)
+    return Multiply(instr.outputs[0], weight, at.weights[weight].shape, tuple(pieces))
 
 
 def _rounded(at: Evaluation, v: int) -> None:
@@ -213,10 +226,14 @@ def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
     operands = exchanges.pieces(at, x)
     pieces = tuple(math.prod(at.program.values[p].shape) for p in operands)
     n = math.prod(of_w.shape[d] for d in order)
+    permutation, cut = (*(b for _, b in pairs), *batch, *order), at.facts.cuts.of(at.program, w)
+    groups, runs = at.facts.slabs.get(instr.outputs[0], 1), tuple[int, ...]()
+    if instr.outputs[0] in at.facts.partial:  # all columns for the CTA's part of K
+        parts = [(k, at.facts.slabs[p]) for k, p in zip(pieces, operands, strict=True)]
+        runs = tuple(k // g for k, g in parts for _ in range(g))
+        pieces, n = tuple(k // at.split for k in pieces), n * at.split
     shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split, at.most_columns(operands))
-    permutation = (*(b for _, b in pairs), *batch, *order)
-    groups = at.facts.slabs.get(instr.outputs[0], 1)
-    return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, at.facts.cuts.of(at.program, w), groups)
+    return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, cut, groups, runs)
 
 
 _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {

@@ -28,7 +28,8 @@ from kitsune_jax.targets.cuda.tiles import ROW_BYTES, WeightShape, block, is_hal
 class WeightRecipe:
     """``value``: the stationary value of the tile program; ``permutation``: its dimensions as (contracted..., free...), of which
     the first ``contracted`` flatten to K. ``cut``: it is one of many blocks of the value, whose dimensions these are. ``groups``:
-    of columns; a slab is a slab of each."""
+    of columns; a slab is a slab of each. ``runs``: of a partial product, columns of its operand: a CTA has its slab of each run,
+    and the rows of the matrix for these. ``shape`` is that of the matrices of all CTAs, side by side."""
 
     value: int
     permutation: tuple[int, ...]
@@ -36,6 +37,7 @@ class WeightRecipe:
     shape: WeightShape
     cut: Cut | None = None
     groups: int = 1
+    runs: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -162,6 +164,10 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
     shape = recipe.shape
     w = jnp.transpose(jnp.asarray(value), recipe.permutation)
     w = w.reshape(math.prod(w.shape[: recipe.contracted]), math.prod(w.shape[recipe.contracted :]))
+    if recipe.groups > 1:
+        w = w.reshape(w.shape[0], recipe.groups, shape.split, -1).swapaxes(1, 2).reshape(w.shape)
+    if recipe.runs:
+        w = _side_by_side(w, recipe.runs, shape.split)
     half = is_half(shape.dtype)
     if not half:
         w = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
@@ -173,10 +179,15 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
     w = rows[0] if len(rows) == 1 else jnp.concatenate(rows)  # [32 * k_blocks, n]
     lanes = ROW_BYTES // (2 if half else 4)
     w = jnp.pad(w, ((0, shape.k_chunks * lanes - w.shape[0]), (0, 0)))
-    if recipe.groups > 1:
-        w = w.reshape(-1, recipe.groups, shape.split, shape.n // recipe.groups // shape.split).swapaxes(1, 2).reshape(w.shape)
     per = -(-shape.n // shape.split)
     return [part for s in range(shape.split) for part in _slab(w[:, s * per : (s + 1) * per], shape, lanes)]
+
+
+def _side_by_side(w: jax.Array, runs: Sequence[int], split: int) -> jax.Array:
+    """[K, n] as [K / split, split x n]: the rows of each of ``split`` slabs of all ``runs`` of K."""
+    starts = itertools.accumulate(runs, initial=0)
+    parts = [w[start : start + run].reshape(split, run // split, -1) for start, run in zip(starts, runs, strict=False)]
+    return jnp.concatenate(parts, axis=1).swapaxes(0, 1).reshape(w.shape[0] // split, -1)
 
 
 def _blocks_of_k(w: jax.Array, half: bool) -> jax.Array:

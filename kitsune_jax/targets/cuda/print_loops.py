@@ -112,9 +112,14 @@ def _block(shift: int) -> str:
     return f"(b {'-' if shift > 0 else '+'} {abs(shift)})" if shift else "b"
 
 
-def _from(slab: int) -> str:
-    """What a slab adds to the columns of a value in global memory."""
-    return f"static_cast<int>(slab) * {slab} + " if slab else ""
+def _from(slab: int, groups: int, rows: ir.Rows, width: int, block: str) -> str:
+    """What a slab of ``groups`` adds to the columns of block ``block`` of ``rows``: a group of it begins where that of the rows
+    does, and so many columns further on for each CTA before."""
+    if not slab:
+        return ""
+    each, blocks = slab // groups, tiles.blocks(width) // groups
+    apart = "" if groups == 1 else f"{block} / {blocks} * {rows.columns // groups - each} + "
+    return f"static_cast<int>(slab) * {each} + {apart}"
 
 
 def load_rows(rows: ir.Rows, owned: int, ref: Ref, column: str) -> str:
@@ -180,9 +185,10 @@ class _Loop:
                 self.ahead += [f"u32 {name(ref)}[{tiles.registers(width, 'bit')}];", "KITSUNE_UNROLL"]
                 vectors = tiles.image_vectors(width, "bit")
                 self.ahead.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({name(ref)}, i, {getter(image)}(i));")
-            case ir.ArrayBlock(ref, rows, shift, slab):
+            case ir.ArrayBlock(ref, rows, shift, slab, groups):
                 type_, count = ("u32", owned // 2) if rows.pairs else (pointwise.COMPUTE[rows.dtype], owned)
-                load = load_rows(rows, owned, ref, f"{_from(slab)}{self._first_column(shift)}")
+                first = _from(slab, groups, rows, slab or self.loop.width, _block(shift))
+                load = load_rows(rows, owned, ref, f"{first}{self._first_column(shift)}")
                 self.before += [f"{type_} {name(ref)}[2][{count}];", *each_row(load)]
             case ir.VectorBlock(ref, address, dtype, shift):
                 self.before += self._vector(name(ref), pointwise.COMPUTE[dtype], self.spelling.address(address), shift)
@@ -211,11 +217,11 @@ class _Loop:
         match put.action:
             case ir.Keep() as keep:
                 self._keep(keep, put, x, inside, type_)
-            case ir.Store(_, rows, slab):
-                out = f"o{rows.ref.of}"
+            case ir.Store(_, rows, slab, groups):
+                out, first = f"o{rows.ref.of}", _from(slab, groups, rows, self.loop.width, "b")
                 self.before.append(f"{type_} {out}[2][{pairs}];")
                 self.element.append(f"{out}[h][c] = {x};")
-                self.after += each_row(_store_rows(rows, pairs, f"{_from(slab)}{self._first_column()}", out))
+                self.after += each_row(_store_rows(rows, pairs, f"{first}{self._first_column()}", out))
             case ir.Fold(_, how, ref, stream, scalar):
                 to = name(ref) if scalar and stream else f"{name(ref)}[{f'b * {pairs} + c' if stream else 'h'}]"
                 guards = " && ".join([*([inside] if inside else []), *(["valid[h]"] if stream else [])])

@@ -132,6 +132,11 @@ def _queues(at: Spelling, node: Node) -> list[str]:
             return [f"{name(queue)}.{call}({n});", *([f"++{n};"] if n != "n" and call == "rd_release" else [])]
         case st.Entry(ref, queue, slab, write, once):
             first, n = f"slab * {slab} + " if slab else "", _count(queue)
+            if node.of is not None:
+                first = f"{node.of * slab} + "
+            if node.each:
+                push = f"{name(queue)}.push_to({n}, slab * {slab} + i % {slab}, v, i / {slab});"
+                return [f"const auto {name(ref)} = [&](int i, U4 v) {{ {push} }};"]
             if write:
                 return [f"const auto {name(ref)} = [&](int i, U4 v) {{ {_once(once)}{name(queue)}.push({n}, {first}i, v); }};"]
             return [f"const auto {name(ref)} = [&](int i) {{ return {name(queue)}.pop({n}, {first}i); }};"]

@@ -6,22 +6,24 @@ columns. Of a weight gradient one operand is: the one whose columns become the c
 
 A stage with a loop carries slabs from step to step, so a product may read what is one: its CTAs then hand each other their columns
 (``exchanges.py``). A value that is cut into equal parts, as the gates of an LSTM, has that many groups of columns, and a slab of it
-is a slab of each group.
+is a slab of each group. Where such a product contracts more bytes than the sums that it makes have, as that of the cotangents of
+gates does, it is *partial*: each CTA multiplies its columns with its rows of the weights, and they hand each other the sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kitsune_jax.program.ir import SINKS, Instr, TileProgram, walk
-from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, gradient_shapes, is_half
+from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, SUM_BYTES, gradient_shapes, is_half
 from kitsune_jax.targets.errors import CannotLower
 
+Joined = Mapping[int, Sequence[int]]  # concatenations that only matmuls read -> their parts
 
-def of_stage(instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int, joined: Collection[int] = ()) -> dict[int, int]:
-    """The slabs, with the groups of each. ``joined``: concatenations that only matmuls read. Raises ``CannotLower`` where the stage
-    cannot be split so."""
+
+def of_stage(instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int, joined: Joined) -> dict[int, int]:
+    """The slabs, with the groups of each. Raises ``CannotLower`` where the stage cannot be split so."""
     if split == 1:
         return {}
     if any(i.block is not None for i in instrs):
@@ -105,7 +107,7 @@ class _Alike:
             self.parent[self.of(v)] = self.of(first)
 
 
-def _of_loops(instrs: Sequence[Instr], program: TileProgram, split: int, joined: Collection[int]) -> dict[int, int]:
+def _of_loops(instrs: Sequence[Instr], program: TileProgram, split: int, joined: Joined) -> dict[int, int]:
     body = tuple(walk(instrs))
     if not any(i.kind == "matmul" for i in body):
         raise CannotLower("a loop that multiplies with no weights is not split by columns")
@@ -125,11 +127,10 @@ def _of_loops(instrs: Sequence[Instr], program: TileProgram, split: int, joined:
     slabs = {v: whole.get(alike.of(v), 1) for v in sorted(alike.parent) if alike.of(v) in found}
     for v, groups in slabs.items():
         _check_columns(program, v, split * groups)
+    sums = partial(instrs, program, slabs, joined)
     for i in body:
-        if i.kind in ("matmul", "store", "store_slice", "load", "load_slice"):
-            outer = i.outputs if i.kind.startswith("load") else i.inputs[:1]
-            if any(slabs.get(v, 1) > 1 for v in outer):
-                raise CannotLower("columns that are cut into parts are loaded, stored or multiplied, and not split over CTAs")
+        if i.kind == "matmul" and i.outputs[0] not in sums and any(slabs.get(v, 1) > 1 for v in _pieces(i.inputs[0], joined)):
+            raise CannotLower("columns that are cut into parts are multiplied beside others, and not split over CTAs")
     return slabs
 
 
@@ -148,6 +149,36 @@ def _same(instr: Instr, program: TileProgram) -> list[list[int]]:
         if len({_columns(program, v) for v in groups[0]}) > 1:
             groups = [[v] for v in groups[0]]  # one that moves columns, which has no code for slabs
     return [group for group in groups if group]
+
+
+def partial(instrs: Sequence[Instr], program: TileProgram, found: Mapping[int, int], joined: Joined) -> frozenset[int]:
+    """The results of partial products. ``found``: the slabs, with their groups."""
+    body, sums = tuple(walk(instrs)), set[int]()
+    makers = {v: i for i in body for v in i.outputs}
+    for i in body:
+        pieces = _pieces(i.inputs[0], joined) if i.kind == "matmul" else []
+        if not pieces or any(p not in found or _is_loaded(p, makers) for p in pieces):
+            continue
+        size = 2 if is_half(program.values[i.inputs[0]].dtype) else 4
+        contracted = size * _columns(program, i.inputs[0])
+        if contracted > SUM_BYTES * _columns(program, i.outputs[0]) or any(found[p] > 1 for p in pieces):
+            sums.update(i.outputs)
+    return frozenset(sums)
+
+
+def _is_loaded(v: int, makers: Mapping[int, Instr]) -> bool:
+    """Does ``v`` come from an array, where every CTA finds all of its columns?"""
+    while v in makers and makers[v].kind == "reshape":
+        v = makers[v].inputs[0]
+    return v in makers and makers[v].kind in ("load", "load_slice")
+
+
+def _pieces(x: int, joined: Joined) -> list[int]:
+    """The values whose columns make up the operand ``x`` of a product."""
+    found = [x]
+    while any(p in joined for p in found):
+        found = [part for p in found for part in joined.get(p, (p,))]
+    return found
 
 
 def _parts(instr: Instr, program: TileProgram, joined: Collection[int]) -> list[tuple[int, int]]:

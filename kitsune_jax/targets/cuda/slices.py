@@ -39,7 +39,7 @@ def store(at: Evaluation, instr: Instr) -> None:
     elif at.split > 1 and not value.slab:
         raise CannotLower("a loop that is split by columns stores a value that is not")
     else:
-        at.evaluate(value.width, [Store(x, rows, value.n if value.slab else 0)])
+        at.evaluate(value.width, [Store(x, rows, value.n if value.slab else 0, value.slab or 1)])
 
 
 def _rows(at: Evaluation, instr: Instr, role: str, numbers: object) -> ir.Rows:

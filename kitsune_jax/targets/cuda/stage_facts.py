@@ -22,13 +22,13 @@ class Facts:
     """``names``: what is only another name of a value -> that value. ``uses``: instructions that read each value. ``joined``: a
     concatenation that only matmuls read, or other such concatenations, -> its parts: nothing need move. ``panel_sums``: (weight
     gradient, its operand, sum over the rows that is made of the operand's panel). ``slabs``: values that are shared out over CTAs,
-    with the groups of columns of each. ``stacked``: a concatenation -> its parts, where their columns follow each other;
-    ``only_multiplied``: those that only products for each row read, or other such concatenations; ``row_pieces``: the values that
-    the operands of these products are made of. ``picked``: a product for each row that only a ``take`` reads -> that ``take``.
-    ``cuts``: weights that change from tile to tile. ``rounded``: a float32 value -> the only 16-bit form that is made of it;
-    ``coarse``: exponentials that nobody reads but bfloat16 forms, of them or of multiples of them, and sums of columns, such as the
-    probabilities of an attention in bfloat16. ``compared``: values that have the same bits whatever stands around them
-    (``program.passes.compared_values``).
+    with the groups of columns of each; ``partial``: products whose CTAs hand each other sums (``slabs.py``). ``stacked``: a
+    concatenation -> its parts, where their columns follow each other; ``only_multiplied``: those that only products for each row
+    read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of. ``picked``: a
+    product for each row that only a ``take`` reads -> that ``take``. ``cuts``: weights that change from tile to tile. ``rounded``:
+    a float32 value -> the only 16-bit form that is made of it; ``coarse``: exponentials that nobody reads but bfloat16 forms, of
+    them or of multiples of them, and sums of columns, such as the probabilities of an attention in bfloat16. ``compared``: values
+    that have the same bits whatever stands around them (``program.passes.compared_values``).
     """
 
     program: TileProgram
@@ -38,6 +38,7 @@ class Facts:
     joined: dict[int, tuple[int, ...]]
     panel_sums: tuple[tuple[Instr, int, Instr], ...]
     slabs: dict[int, int]
+    partial: frozenset[int]
     stacked: dict[int, tuple[int, ...]]
     only_multiplied: frozenset[int]
     row_pieces: frozenset[int]
@@ -90,6 +91,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
     stacked = _stacked(program, body)
     compared = compared_values(program)
     joined = _joined(program, body)
+    shared = slabs.of_stage(instrs, program, split, lanes, joined)
     found = Facts(
         program,
         instrs,
@@ -97,7 +99,8 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
         uses,
         joined,
         sums,
-        slabs.of_stage(instrs, program, split, lanes, joined),
+        shared,
+        slabs.partial(instrs, program, shared, joined),
         stacked,
         _only_multiplied(stacked, readers),
         frozenset(),

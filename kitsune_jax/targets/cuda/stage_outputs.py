@@ -75,7 +75,7 @@ def _store(at: Evaluation, instr: Instr) -> _Effect:
         return _Effect((st.StoreRow(at.rows("out", instr["array"]), row, _once(at, v)),))
     if _once(at, v):
         raise CannotLower("a stage that is split by columns stores a value that is not")
-    return _Effect((), Store(v, at.rows("out", instr["array"]), value.n if at.is_slab(v) else 0))
+    return _Effect((), Store(v, at.rows("out", instr["array"]), value.n if value.slab else 0, value.slab or 1))
 
 
 def _once(at: Evaluation, v: int) -> bool:

@@ -127,13 +127,16 @@ class QueueCall(Node):
 
 class Entry(Node):
     """Names a queue's entry: ``ref(i)`` reads vector i, or with ``write`` ``ref(i, v)`` writes it. ``slab``: vectors of one, where
-    it is a slab; ``once``: by the first of the CTAs that all have it."""
+    it is a slab; ``once``: by the first of the CTAs that all have it; ``of``: the slab that this CTA has written; ``each``: every
+    reader gets its own."""
 
     ref: Ref
     queue: Ref
     slab: int
     write: bool = False
     once: bool = False
+    of: int | None = None
+    each: bool = False
 
 
 class PushRow(Node):

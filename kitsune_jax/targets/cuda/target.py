@@ -31,6 +31,7 @@ class _Cuda(Target[GpuMachine]):
     sums_online = sums_unordered = True
     runs_loops = True
     sums_behind = streams_elements = True
+    most_summed = 1 << 16  # registers of an SM
     compiles = True
 
     def __init__(self, name: str):

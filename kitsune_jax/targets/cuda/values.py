@@ -103,13 +103,14 @@ class Parts(Home):
 
 
 class Value(Node):
-    """``n``: logical columns of a row; ``row``: it is one number per row; ``slab``: it is one slab of a wider value."""
+    """``n``: logical columns of a row; ``row``: it is one number per row; ``slab``: it is one slab of a wider value, which has so
+    many groups of columns; 0 if it is none."""
 
     n: int
     dtype: str
     row: bool
     home: Home | None = None
-    slab: bool = False
+    slab: int = 0
 
     @property
     def width(self) -> int:

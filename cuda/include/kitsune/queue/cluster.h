@@ -38,6 +38,8 @@ struct ClusterQueue {
     for (u32 left = readers, r = 0; left; left >>= 1, ++r)
       if (left & 1) st_async(at(n, i), r, v, ring->full[n % Depth]);
   }
+  // To one of the readers, where each gets vectors of its own.
+  KITSUNE_DEVICE void push_to(u32 n, int i, U4 v, u32 reader) const { st_async(at(n, i), reader, v, ring->full[n % Depth]); }
   KITSUNE_DEVICE void wr_release(u32) const {}  // the stores release their bytes themselves
 
   KITSUNE_DEVICE void rd_acquire(u32 n) const {

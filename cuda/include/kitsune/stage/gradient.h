@@ -44,10 +44,12 @@ struct Panel {
   KITSUNE_DEVICE void put(const Lane& lane, int b, const u32 (&pairs)[kOwned<W>], const bool (&valid)[2]) const {
     constexpr int kPairs = kOwned<W> / 2;
     const int column = first_column<W>(lane, b);
+    // Opaque: else the compiler makes the addresses of all blocks in front of the loop over the tiles, or the steps, and spills.
+    const u32 row = opaque(panel_row(lane.row));
+    const u32 start = row * 128 + ((column % 64 / 8) ^ (row & 7)) * 16 + column % 8 * 2;
     KITSUNE_UNROLL
     for (int h = 0; h < 2; ++h) {
-      const u32 row = panel_row(lane.row) + 8 * h;
-      u8* const at = base + column / 64 * kPanelBlock + row * 128 + ((column % 64 / 8) ^ (row & 7)) * 16 + column % 8 * 2;
+      u8* const at = base + column / 64 * kPanelBlock + start + h * 1024;  // 8 rows further on
       u32 v[kPairs];
       KITSUNE_UNROLL
       for (int j = 0; j < kPairs; ++j) v[j] = valid[h] ? pairs[2 * j + h] : 0;
@@ -135,12 +137,13 @@ struct Gradient {
     KITSUNE_UNROLL
     for (int m = 0; m < Blocks; ++m) pin(sum[m]);
     wgmma_fence();
+    const u32 zero = opaque(0u);  // else the descriptors, two registers each, are made once and lie in registers, or are spilled
     KITSUNE_UNROLL
     for (int l = 0; l < Lanes; ++l) {
-      const u64 b = desc_mn128(y + l * stride, kPanelBlock, 1024);
+      const u64 b = desc_mn128(y + (l * stride + zero), kPanelBlock, 1024);
       KITSUNE_UNROLL
       for (int m = 0; m < Blocks; ++m) {
-        const u64 a = desc_mn128(x + l * stride + block(m) * kPanelBlock, kPanelBlock, 1024);
+        const u64 a = desc_mn128(x + (l * stride + block(m) * kPanelBlock + zero), kPanelBlock, 1024);
         KITSUNE_UNROLL
         for (int k = 0; k < 4; ++k) wgmma_ss<T, N, true, true>(sum[m], a + k * 128, b + k * 128, true);  // 16 rows are 2048 bytes
       }
@@ -246,7 +249,7 @@ struct PanelSums {
   KITSUNE_DEVICE void add(float (&sum)[2 * kRounds]) const {
     KITSUNE_UNROLL
     for (int i = 0; i < kRounds; ++i) {
-      const u32 p = pair(i);
+      const u32 p = opaque(pair(i));  // as in Panel::put
       if (p == W / 2) continue;
       for (int l = 0; l < Lanes; ++l) {
         const u8* const panel = panels + l * stride + p / 32 * kPanelBlock + p % 4 * 4;

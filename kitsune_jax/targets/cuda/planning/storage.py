@@ -80,10 +80,10 @@ def shared_bytes(cost: RegionCost, ops: Sequence[int], storage: Storage, lanes: 
 
 class Steps:
     """The steps of a stage and what is kept between them. ``storage(registers, lanes)`` places it, cheapest in shared memory
-    first."""
+    first. ``slabs``: in a split stage, what is made in front of all products is shared out as well (a loop)."""
 
-    def __init__(self, cost: RegionCost, ops: Sequence[int], split: int = 1):
-        self.cost, self.ops, self.split = cost, tuple(ops), split
+    def __init__(self, cost: RegionCost, ops: Sequence[int], split: int = 1, slabs: bool = False):
+        self.cost, self.ops, self.split, self.slabs = cost, tuple(ops), split, slabs
         self.producer = {v: i for i in ops for v in cost.graph.ops[i].outputs}
         self.step: dict[int, int] = {}
         self.steps = [_Step(_ELEMENTWISE_COLUMNS // 2)]
@@ -156,7 +156,7 @@ class Steps:
         for v, at in reads.items():
             born = self.step[self.producer[v]]
             columns = self.cost.row_size(v)
-            if born:
+            if born or self.slabs:
                 columns = slab(columns, self.split)
             width, how = tiles.padded(columns), form(self.cost.graph.values[v].dtype)
             image = tiles.image_bytes(width, how)

@@ -41,19 +41,21 @@ K_BYTES = 32
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileWork:
     """Seconds of one tile, were the engine alone: tensor cores, instruction issue, shared memory. ``alone``: that a lane waits for
-    itself beside, while engines are free for other lanes."""
+    itself beside, while engines are free for other lanes; ``between``: that what passes between SMs takes, as far as a lane waits
+    for it counted in ``alone``."""
 
     tensor: float
     issue: float
     shared: float
     alone: float = 0.0
+    between: float = 0.0
 
     def period(self, lanes: int, wait: float = 0.0) -> float:
         """Seconds between two tiles of an SM with ``lanes`` busy lanes, each of which also waits ``wait`` per tile.
 
         No engine is faster than its own work, and no lane than the sum of its own.
         """
-        return max(self.tensor, self.issue, self.shared, self.latency(wait) / lanes)
+        return max(self.tensor, self.issue, self.shared, self.between, self.latency(wait) / lanes)
 
     def latency(self, wait: float = 0.0) -> float:
         """Seconds from a tile's first instruction to its last."""
@@ -62,7 +64,8 @@ class TileWork:
     def plus(self, times: float, step: TileWork) -> TileWork:
         """This work, and so often ``step``."""
         tensor, issue = self.tensor + times * step.tensor, self.issue + times * step.issue
-        return TileWork(tensor, issue, self.shared + times * step.shared, self.alone + times * step.alone)
+        alone, between = self.alone + times * step.alone, self.between + times * step.between
+        return TileWork(tensor, issue, self.shared + times * step.shared, alone, between)
 
     def busy(self, tiles: int, lanes: int, wait: float = 0.0) -> float:
         """Seconds of an SM for ``tiles`` tiles: full rounds, and one with the lanes that are left."""
