@@ -12,6 +12,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # Plans are the same on every machine that runs the tests.
 os.environ["KITSUNE_PROFILE"] = "zen5-2"
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,10 @@ from kitsune_jax.program import TileProgram
 from kitsune_jax.program.verify import verify
 from kitsune_jax.streams import Region
 from kitsune_jax.targets.cuda import target as cuda_target
+
+# A process of tests holds millions of objects of traces and programs, and looking through them took 6 % of its time.
+gc.freeze()
+gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
