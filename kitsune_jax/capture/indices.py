@@ -20,6 +20,9 @@ from kitsune_jax.ops.table import OPS
 Params = tuple[tuple[str, Param], ...]
 Place = tuple["int | None", ...]  # for each dimension of a value the one of the new shape that it is; None: it has one element
 _COSTLY = 9  # operations for an element, of a function of floats; of integers: a remainder tells which block an index is in
+# Operations (3 ms of a core) up to which such a function is made again for every element: the angles of rotary embeddings for each
+# token and pair of columns are, so that nothing of them is left in front of the pipeline.
+_FEW = 2**25
 Want = tuple[int, tuple[int, ...], Place]  # a value, the shape in which it is wanted, and its place there
 
 
@@ -111,10 +114,11 @@ class _Spreader:
         return [(x, shape, place if self.draft.values[x].shape else ()) for x in op.inputs]
 
     def _repeated(self, v: int, shape: tuple[int, ...]) -> bool:
-        """Is ``v`` made by a costly function, of fewer elements than ``shape`` has?"""
-        kind = self.captured.graph.ops[self.maker[v]].kind
-        costly = OPS[kind].family == "pointwise" and OPS[kind].flops >= _COSTLY and "int32" not in OPS[kind].dtypes
-        return costly and 1 < math.prod(self.draft.values[v].shape) < math.prod(shape)
+        """Is ``v`` made by a costly function, of so many fewer elements than ``shape`` has that it stays what it is?"""
+        spec = OPS[self.captured.graph.ops[self.maker[v]].kind]
+        costly = spec.family == "pointwise" and spec.flops >= _COSTLY and "int32" not in spec.dtypes
+        own, wanted = math.prod(self.draft.values[v].shape), math.prod(shape)
+        return costly and own > 1 and (wanted - own) * spec.flops > _FEW
 
     def _again(self, v: int, shape: tuple[int, ...], place: Place, operands: Sequence[Want] | None) -> int | None:
         if operands is None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kitsune_jax import lowering
+from kitsune_jax.capture import indices
 from kitsune_jax.capture.captured import Captured
 from kitsune_jax.capture.jaxpr import capture
 
@@ -65,8 +66,10 @@ def test_a_long_chain_of_indices() -> None:
 
 
 @pytest.mark.parametrize("power", [False, True])
-def test_slopes_of_heads_are_made_once(power: bool) -> None:
-    """ALiBi: a function of few indices is not computed in the shape of all distances, whatever the dtype of its exponent."""
+@pytest.mark.parametrize("few", [0, 2**25])
+def test_slopes_of_heads_are_made_once(power: bool, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALiBi: a function of few indices is not computed in the shape of many distances, whatever the dtype of its exponent."""
+    monkeypatch.setattr(indices, "_FEW", few)
 
     def biased(x: jax.Array) -> jax.Array:
         heads = 1 + jnp.arange(3)
@@ -78,7 +81,7 @@ def test_slopes_of_heads_are_made_once(power: bool) -> None:
     (got,) = jax.jit(lambda x: lowering.run(found, [], (x,)))(x)
     np.testing.assert_allclose(got, x + 0.5 ** np.arange(1, 4)[:, None, None] * (np.arange(M) - np.arange(N)[:, None]), atol=1e-6)
     ops, values = found.graph.ops, found.graph.values
-    assert [values[op.outputs[0]].shape for op in ops if op.kind in ("exp2", "pow")] == [(3,)]
+    assert [values[op.outputs[0]].shape for op in ops if op.kind in ("exp2", "pow")] == [(3, N, M) if few else (3,)]
     assert all(values[v].shape == (3, N, M) for op in ops if op.kind == "sub" for v in op.outputs)
 
 
