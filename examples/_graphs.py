@@ -99,7 +99,7 @@ def classify(network: Network, params: Any, graph: Graph, args: argparse.Namespa
     _draw(args, logits, graph, losses, accuracies, title)
     accuracy = (logits.argmax(-1) == graph.labels)[~graph.known].mean()
     print(training.application_ending(losses, args, f"accuracy {accuracy:.1%} on the nodes whose label was not told"))
-    print(training.outcome(kj.explain(train_step, force=args.force or None)(*example, *data)))
+    print(training.outcome(kj.explain(train_step, force=args.force or None)(*example, *data), args.plain))
     return 0
 
 

@@ -59,13 +59,20 @@ def _parser(doc: str, *, out: str, steps: int, left: str) -> argparse.ArgumentPa
 
 
 def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parsed arguments. Ends the program for numbers that make no sense."""
+    """Parsed arguments, and the folder that ``--out`` names. Ends the program for numbers that make no sense, and where nothing
+    can be written to the folder, before a run whose picture would be lost."""
     args = options.parse_args(argv)
     for name, value in vars(args).items():
         if name != "seed" and type(value) is int and value < 1:
             options.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if args.seed < 0:
         options.error(f"--seed must not be negative, but is {args.seed}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        options.error(f"--out {args.out} cannot be a folder: {error.strerror}")
+    if not os.access(args.out, os.W_OK | os.X_OK):
+        options.error(f"--out {args.out} is a folder that may not be written to")
     return args
 
 
@@ -195,8 +202,10 @@ def rates(function: Callable[..., Any], arguments: Sequence[Any], count: int, fo
     return ", ".join(f"{way} {count / min(seconds):.3g} steps/s" for way, seconds in taken.items())
 
 
-def outcome(report: Report) -> str:
-    """What share of the operators under ``kj.pipeline`` ran pipelined, in words."""
+def outcome(report: Report, plain: bool = False) -> str:
+    """What share of the operators under ``kj.pipeline`` ran pipelined, in words; or, of a ``plain`` run, would have."""
+    if plain:
+        return f"with --plain nothing is pipelined; without it, {report.ops_pipelined} of {report.ops_total} operators are"
     if not report.ops_pipelined:
         return (
             f"pipelined: none of {report.ops_total} operators. The cost model expects no gain at this size, so XLA ran them all; "

@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     watched = jax.jit(training.transformed(watching(begin, step_of_simulator, keys[-1]), args))
     before = np.asarray(watched(params))
     state = optimiser.init(params)
-    report = training.outcome(kj.explain(iteration, force=args.force or None)(*example))
+    report = training.outcome(kj.explain(iteration, force=args.force or None)(*example), args.plain)
     window = -(-LONGEST // sizes.steps)  # iterations, in which an episode of any length ends
     ended: list[Any] = []
     lengths: list[float] = []

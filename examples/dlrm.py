@@ -186,7 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logits = np.asarray(predict(params, *held_out))
     draw_curves(args.out / "auc.png", losses, areas, best, {"drawn probabilities": probability, "network": logits}, clicks)
     print(training.application_ending(losses, args, f"AUC {area_under_curve(logits, clicks):.3f} of {best:.3f}"))
-    print(training.outcome(kj.explain(train_step, force=args.force or None)(*example, *model.draw(sizes.batch, (0,))[:3])))
+    print(
+        training.outcome(kj.explain(train_step, force=args.force or None)(*example, *model.draw(sizes.batch, (0,))[:3]), args.plain)
+    )
     return 0
 
 

@@ -183,7 +183,6 @@ def write_side_by_side(path: Path, original: np.ndarray, fitted: np.ndarray) -> 
     for i, (name, panel) in enumerate(panels.items()):
         sheet.paste(Image.fromarray(np.uint8(np.round(255 * panel))), (i * size, caption))
         draw.text((i * size + 4, 2), name, fill="black")
-    path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
 
 
@@ -213,11 +212,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=400, help="training steps (default 400)")
     parser.add_argument("--block", type=int, default=10, help="steps per timed block (default 10)")
     parser.add_argument("--seconds", type=float, default=120.0, help="stop training after this long (default 120)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("out/fit_image.png"), help="where to write the picture")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data (default 0)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/fit_image.png"), help="the picture to write (default out/fit_image.png)"
+    )
     args = parser.parse_args(argv)
     if min(args.size, args.rows, args.steps, args.block) < 1:
         parser.error("--size, --rows, --steps and --block must be at least 1")
+    if args.out.suffix.lower() not in Image.registered_extensions():
+        parser.error(f"--out {args.out} must be the name of a picture, as fit_image.png")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: there is no such folder, and it cannot be made: {error.strerror}")
 
     console = Console()
     picture = photograph(args.size)

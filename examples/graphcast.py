@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     left, more_of_the_same = (float(np.sum((guess - change) ** 2) / np.sum(change**2)) for guess in (found, last))
     quality = f"{1 - left:.1%} of the change explained in weather that it never saw ({1 - more_of_the_same:.1%} by the last change)"
     print(training.application_ending(losses, args, quality))
-    print(training.outcome(kj.explain(train_step, force=args.force or None)(*example, graph, fields, change)))
+    print(training.outcome(kj.explain(train_step, force=args.force or None)(*example, graph, fields, change), args.plain))
     return 0
 
 

@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     step = training.compiled(train_step, args)
     predict = jax.jit(training.transformed(lambda params, x, kept: network(params, x, kernels, kept), args))
     state = optimiser.init(params)
-    report = training.outcome(kj.explain(train_step, force=args.force or None)(params, state, *batch(0)))
+    report = training.outcome(kj.explain(train_step, force=args.force or None)(params, state, *batch(0)), args.plain)
     losses: list[Any] = []
     for i in training.steps(losses, args.steps):
         params, state, loss = step(params, state, *batch(i))

@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     evaluate = jax.jit(training.transformed(loss_fn, args))
     unseen = text.held_out_batch(4 * sizes.batch, sizes.context)
     state = optimiser.init(params)
-    report = training.outcome(kj.explain(train_step, force=args.force or None)(params, state, unseen[: sizes.batch]))
+    report = training.outcome(kj.explain(train_step, force=args.force or None)(params, state, unseen[: sizes.batch]), args.plain)
     losses: list[Any] = []
     held_out: list[tuple[int, float]] = []
     for i in training.steps(losses, args.steps):

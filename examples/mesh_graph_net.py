@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             losses, args, f"error of the roll-out {error[SHOWN[1]]:.1%} at frame {SHOWN[1]}, {error[-1]:.1%} at frame {SHOWN[-1]}"
         )
     )
-    print(training.outcome(kj.explain(train_step, force=args.force or None)(*example)))
+    print(training.outcome(kj.explain(train_step, force=args.force or None)(*example), args.plain))
     return 0
 
 

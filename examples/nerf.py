@@ -188,7 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     step = training.compiled(train_step, args)
     picture = jax.jit(training.transformed(functools.partial(network, sizes=sizes), args))
     state = optimiser.init(params)
-    report = training.outcome(kj.explain(train_step, force=args.force or None)(params, state, *pictures.batch(sizes, (0,))))
+    report = training.outcome(
+        kj.explain(train_step, force=args.force or None)(params, state, *pictures.batch(sizes, (0,))), args.plain
+    )
     losses: list[Any] = []
     for i in training.steps(losses, args.steps):
         params, state, loss = step(params, state, *pictures.batch(sizes, (args.seed, i)))

@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     params = initial_params(jax.random.key(args.seed), sizes)
     step = training.compiled(train_step, args)
     state = optimiser.init(params)
-    report = training.outcome(kj.explain(train_step, force=args.force or None)(params, state, batch(0)))
+    report = training.outcome(kj.explain(train_step, force=args.force or None)(params, state, batch(0)), args.plain)
     losses: list[Any] = []
     for i in training.steps(losses, args.steps):
         params, state, loss = step(params, state, batch(i))

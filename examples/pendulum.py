@@ -173,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _, before = watched(params)
     step = training.compiled(train_step, args)
     state = optimiser.init(params)
-    report = training.outcome(kj.explain(train_step, force=args.force or None)(params, state, start(keys[0], sizes.pendulums)))
+    report = training.outcome(
+        kj.explain(train_step, force=args.force or None)(params, state, start(keys[0], sizes.pendulums)), args.plain
+    )
     losses: list[Any] = []
     for i in training.steps(losses, args.steps, quantity="cost"):
         params, state, loss = step(params, state, start(keys[i], sizes.pendulums))

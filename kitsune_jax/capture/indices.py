@@ -4,11 +4,13 @@ Comes in: a ``Captured``. Goes out: the same, with what is computed of indices, 
 piece of a text), and then repeated to be combined with more of its kind, computed in that shape. An index along a dimension that a
 stream cuts into tiles, or that is worked off in blocks, is known to each of them; an array of indices would have to be read, and
 nobody could tell from it which blocks a causal mask hides. Invariant: every value keeps its shape and meaning. What is combined
-with anything else stays the vector that it is.
+with anything else stays the vector that it is, and so does what a function such as a power makes of few numbers: in the shape of
+the scores of an attention, the slopes of its heads would be made again for every query and key.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kitsune_jax.capture.captured import Captured, Draft, Step
@@ -17,6 +19,10 @@ from kitsune_jax.ops.table import OPS
 
 Params = tuple[tuple[str, Param], ...]
 Place = tuple["int | None", ...]  # for each dimension of a value the one of the new shape that it is; None: it has one element
+_COSTLY = 9  # operations for an element, of a function of floats; of integers: a remainder tells which block an index is in
+# Operations (3 ms of a core) up to which such a function is made again for every element: the angles of rotary embeddings for each
+# token and pair of columns are, so that nothing of them is left in front of the pipeline.
+_FEW = 2**25
 Want = tuple[int, tuple[int, ...], Place]  # a value, the shape in which it is wanted, and its place there
 
 
@@ -85,6 +91,8 @@ class _Spreader:
         i = self.maker.get(v)
         if i is None:
             return None
+        if self._repeated(v, shape):
+            return ()
         op, sizes = self.captured.graph.ops[i], self.draft.values[v].shape
         if op.kind == "iota":
             d = place[op["dimension"]]
@@ -105,23 +113,37 @@ class _Spreader:
             return None
         return [(x, shape, place if self.draft.values[x].shape else ()) for x in op.inputs]
 
+    def _repeated(self, v: int, shape: tuple[int, ...]) -> bool:
+        """Is ``v`` made by a costly function, of so many fewer elements than ``shape`` has that it stays what it is?"""
+        spec = OPS[self.captured.graph.ops[self.maker[v]].kind]
+        costly = spec.family == "pointwise" and spec.flops >= _COSTLY and "int32" not in spec.dtypes
+        own, wanted = math.prod(self.draft.values[v].shape), math.prod(shape)
+        return costly and own > 1 and (wanted - own) * spec.flops > _FEW
+
     def _again(self, v: int, shape: tuple[int, ...], place: Place, operands: Sequence[Want] | None) -> int | None:
         if operands is None:
             return None
         if not self.draft.values[v].shape:
             return v
         op, made = self.captured.graph.ops[self.maker[v]], [self.known[want] for want in operands]
+        if self._repeated(v, shape):
+            dims, sizes = zip(
+                *((d, n) for d, n in zip(place, self.draft.values[v].shape, strict=True) if d is not None), strict=True
+            )
+            if sizes != self.draft.values[v].shape:
+                v = self._new(op, "reshape", (v,), v, sizes, make_params(new_sizes=sizes))
+            return self._new(op, "broadcast_in_dim", (v,), v, shape, make_params(shape=shape, dims=dims))
         if op.kind == "iota":
-            return self._new(op, (), v, shape, make_params(shape=shape, dimension=place[op["dimension"]]))
+            return self._new(op, op.kind, (), v, shape, make_params(shape=shape, dimension=place[op["dimension"]]))
         if op.kind in ("broadcast_in_dim", "reshape"):
             return made[0]
         inputs = tuple(x for x in made if x is not None)
         if len(inputs) < len(made) or all(not self.draft.values[x].shape for x in inputs):
             return None
-        return self._new(op, inputs, v, shape, op.params)
+        return self._new(op, op.kind, inputs, v, shape, op.params)
 
-    def _new(self, like: Op, inputs: tuple[int, ...], v: int, shape: tuple[int, ...], params: Params) -> int:
+    def _new(self, like: Op, kind: str, inputs: tuple[int, ...], v: int, shape: tuple[int, ...], params: Params) -> int:
         made = self.draft.value(v, shape)
-        self.ops.append(Op(like.kind, inputs, (made,), params, like.source, label=like.label))
-        self.steps.append(self.captured.steps[self.maker[v]])
+        self.ops.append(Op(kind, inputs, (made,), params, like.source, label=like.label))
+        self.steps.append(self.captured.steps[self.maker[like.outputs[0]]])
         return made

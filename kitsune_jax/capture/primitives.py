@@ -79,6 +79,13 @@ def _one_minus_square(e: Equation) -> int:
     return e.op("mul", e.op("add", one, x), e.op("sub", one, x))
 
 
+def _pow(e: Equation) -> int | str:
+    """JAX converts an integer exponent to the dtype of the base."""
+    base, exponent = e.ins
+    e.ins = [base, e.convert(exponent, e.out_dtype)]
+    return pointwise(e)
+
+
 def _log2(e: Equation) -> int:
     return e.op("mul", e.op("log", *e.ins), e.constant(LOG2_E))
 
@@ -203,6 +210,7 @@ RULES: dict[str, Rule] = {
     "device_put": _device_put,
     "one_minus_square": _one_minus_square,
     "log2": _log2,
+    "pow": _pow,
     "polynomial": _polynomial,
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,

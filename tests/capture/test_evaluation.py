@@ -72,7 +72,7 @@ def test_pointwise(kind: str) -> None:
 
 X, W = f32(6, 4), f32(4, 3)
 FORMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "literals": (lambda x: (x * 2 + 1.5 - x / 3, 1 - x, lax.pow(x, 2), jnp.maximum(x, 0)), (X,)),
+    "literals": (lambda x: (x * 2 + 1.5 - x / 3, 1 - x, lax.pow(x, np.float32(2)), jnp.maximum(x, 0)), (X,)),
     "weak types": (lambda x: (2 * jnp.sin(1.5 * x), x.astype(jnp.bfloat16) * 2, lax.select(x > 0, x, x * 2.5) ** 2), (X,)),
     "convert": (lambda x: (x.astype(jnp.int8), x.astype(jnp.bfloat16), x > 0), (X,)),
     "reduce": (lambda x: (x.sum(0), x.max((0, 1)), x.min(1), lax.reduce_prod(x, (0,)), (x > 0).any(1), (x > 0).all()), (X,)),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kitsune_jax import lowering
+from kitsune_jax.capture import indices
 from kitsune_jax.capture.captured import Captured
 from kitsune_jax.capture.jaxpr import capture
 
@@ -62,6 +63,26 @@ def test_a_long_chain_of_indices() -> None:
     x = np.zeros((N, M), np.float32)
     graph = captured(lambda x: jnp.where(rows() >= chain(jnp.arange(M), 1200), x, 1.0), x).graph
     assert all(graph.values[v].shape == (N, M) for op in graph.ops if op.kind in ("add", "sub") for v in op.outputs)
+
+
+@pytest.mark.parametrize("power", [False, True])
+@pytest.mark.parametrize("few", [0, 2**25])
+def test_slopes_of_heads_are_made_once(power: bool, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALiBi: a function of few indices is not computed in the shape of many distances, whatever the dtype of its exponent."""
+    monkeypatch.setattr(indices, "_FEW", few)
+
+    def biased(x: jax.Array) -> jax.Array:
+        heads = 1 + jnp.arange(3)
+        slopes = 2.0**-heads if power else jnp.exp2(-heads.astype(x.dtype))
+        return x + slopes[:, None, None] * (jnp.arange(M) - rows())
+
+    x = np.random.default_rng(0).standard_normal((3, N, M)).astype("float32")
+    found = captured(biased, x)
+    (got,) = jax.jit(lambda x: lowering.run(found, [], (x,)))(x)
+    np.testing.assert_allclose(got, x + 0.5 ** np.arange(1, 4)[:, None, None] * (np.arange(M) - np.arange(N)[:, None]), atol=1e-6)
+    ops, values = found.graph.ops, found.graph.values
+    assert [values[op.outputs[0]].shape for op in ops if op.kind in ("exp2", "pow")] == [(3, N, M) if few else (3,)]
+    assert all(values[v].shape == (3, N, M) for op in ops if op.kind == "sub" for v in op.outputs)
 
 
 def test_an_index_that_is_compared_with_data_stays_a_vector() -> None:

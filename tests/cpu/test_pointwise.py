@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import kitsune_jax as kj
 from kitsune_jax import _cpu
@@ -137,3 +138,18 @@ def test_sines_and_cosines_next_to_multiples_of_a_quarter_turn() -> None:
     for g, f in zip(got, (np.sin, np.cos), strict=True):
         want = f(x.astype(np.float64))
         assert np.max(np.abs(g - want) / np.spacing(np.abs(want).astype(np.float32))) < 2
+
+
+@pytest.mark.parametrize("exponent", ["int8", "int32", "uint8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_powers_to_integers(dtype: str, exponent: str) -> None:
+    """An exponent of integers, an array or one number, is that of the dtype of the base, as in JAX."""
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.uniform(0.5, 2, (37, 5)) * rng.choice([-1, 1], (37, 5)), dtype)
+    y = jnp.asarray(rng.integers(0 if exponent == "uint8" else -4, 5, (37, 5)), exponent)
+    tolerance = {"float32": 1e-6, "bfloat16": 5e-3, "float16": 6e-4}[dtype]
+    got = jax.jit(kj.pipeline(lambda x, y: (lax.pow(x, y), lax.pow(x, y[0, 0]), lax.pow(x, 3)), strict=True, force=True))(x, y)
+    for g, to in zip(got, (y, y[0, 0], 3), strict=True):
+        assert g.dtype == dtype
+        want = np.asarray(x, np.float64) ** np.asarray(to, np.float64)
+        np.testing.assert_allclose(np.asarray(g, np.float64), want, rtol=tolerance)

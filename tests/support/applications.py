@@ -51,6 +51,7 @@ class Examples:
         done, total = map(int, re.search(r"pipelined: (\d+) of (\d+) operators", pipelined).groups())  # type: ignore[union-attr]
         assert least * total < done <= total
         assert "with jax.jit" in plain and "with jax.jit" not in pipelined
+        assert "with --plain nothing is pipelined" in plain
         picture = Image.open(out / "deeper" / f"{self.pictures[name]}.png").convert("RGB")
         assert len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 50
 
@@ -70,6 +71,7 @@ class Examples:
 
     def check_arguments(self, name: str, capsys: Any) -> None:
         """What makes no sense is told, before anything runs."""
-        with pytest.raises(SystemExit):
-            self.module(name).main(["--steps", "0"])
-        assert "--steps must be at least 1" in capsys.readouterr().err
+        for argument, value, why in (("--steps", "0", "--steps must be at least 1"), ("--out", __file__, "cannot be a folder")):
+            with pytest.raises(SystemExit):
+                self.module(name).main([argument, value])
+            assert why in capsys.readouterr().err

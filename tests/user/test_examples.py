@@ -78,7 +78,13 @@ def test_fit_image_ends_politely_when_interrupted(tmp_path: Path) -> None:
     assert picture.exists()
 
 
-def test_fit_image_rejects_senseless_arguments() -> None:
+def test_fit_image_rejects_senseless_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(FIT_IMAGE)["main"]
-    with pytest.raises(SystemExit):
-        main(["--rows", "0"])
+    for argument, value, why in (
+        ("--rows", "0", "must be at least 1"),
+        ("--out", str(tmp_path), "must be the name of a picture"),
+        ("--out", f"{__file__}/fit.png", "cannot be made"),
+    ):
+        with pytest.raises(SystemExit):
+            main([argument, value])
+        assert why in capsys.readouterr().err
