@@ -33,7 +33,7 @@ from kitsune_jax.regions.recompute import recompute
 from kitsune_jax.streams import Region, Seed, Spread, has_few_rows, is_batched, spread
 from kitsune_jax.streams.wiring import Wiring
 
-_OWN_BODY = "a loop left to XLA, its body is pipelined on its own"
+_OWN_BODY = "a loop left to XLA, with pipelines in its body where they pay"
 
 
 @dataclasses.dataclass(frozen=True)
