@@ -269,7 +269,7 @@ def test_the_machine_code(name: str, dtype: str, arrangement: str, compiler: str
 
 
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
-@pytest.mark.parametrize("compiler, most", zip(COMPILERS, (8, 136), strict=True))
+@pytest.mark.parametrize("compiler, most", list(zip(COMPILERS, (8, 136), strict=True)))
 def test_what_a_wide_loop_spills(compiler: str, most: int) -> None:
     """Addresses and descriptors of panels are made where they are used; in front of the loop they were 176 and 592 bytes."""
     family = RECURRENT["wide-lstm-loop"]

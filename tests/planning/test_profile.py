@@ -238,6 +238,7 @@ def test_an_interrupted_measurement_ends_the_process_as_ctrl_c_does() -> None:
 import os, signal, threading, time
 import jax.numpy as jnp
 import kitsune_jax as kj
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 def ctrl_c():  # while it measures: what interrupts an import or a trace may end in a callback that drops it
     while all(thread.name != "kitsune_jax profile" for thread in threading.enumerate()):
         time.sleep(0.01)
