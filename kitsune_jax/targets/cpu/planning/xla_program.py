@@ -18,8 +18,10 @@ from kitsune_jax.planning.cost import COPIES, FREE, SCATTER
 
 # ``flop_count() < 1000`` in XLA's CPU client (JAX 0.12): x + 1 took 5.5 us for 900 elements and 7.7 for 1100, whose sum takes 0.1.
 _CHEAP = 1000
-# Calls that are modelled to take so long are handed over, for some 20 us: the caller's Python goes on meanwhile.
-LONG_SECONDS = 1e-3
+# Calls that are modelled to take so long are handed over: the caller's Python goes on meanwhile. It takes 20 us, and
+# sometimes as long again as the call: its threads have slept, and the system wakes two of them on one core. An LSTM of 1.3 ms took
+# 1.65 on the average, up to 2.3 for seconds on end, one of 8 ms 5 % longer (Xeon with AMX, 2 cores).
+LONG_SECONDS = 10e-3
 _READERS = frozenset({"reduce", "argreduce", "cumulative", SCATTER})  # families with an operation for each element that they read
 
 
