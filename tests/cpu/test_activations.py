@@ -16,7 +16,6 @@ import kitsune_jax as kj
 from kitsune_jax import _cpu
 from kitsune_jax.program.passes import Flow, activations
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu import lower
 from tests.capture.test_capture import captured
 from tests.support.bytecode_sim import activated
 from tests.support.lowered import BF16, ROW, array, close, kinds, run
@@ -54,14 +53,6 @@ OTHERS: dict[str, Function] = {
     "a leaky relu that falls": lambda x: jnp.where(x >= 0, x, -0.1 * x),
     "elu the other way round": lambda x: jnp.where(x > 0, jnp.expm1(x), x),
 }
-
-
-@pytest.fixture
-def programs(monkeypatch):
-    """Every CPU program that is lowered."""
-    made: list[bc.Program] = []
-    monkeypatch.setattr("kitsune_jax.targets.cpu.lower", lambda p, *args: made.append(lower(p, *args)) or made[-1])
-    return made
 
 
 def instructions(made: list[bc.Program]) -> list[bc.Instruction]:

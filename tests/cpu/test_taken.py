@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kitsune_jax as kj
-from kitsune_jax import lowering
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu import lower
 from tests.support.checks import close, in_float64
 from tests.support.irregular import ids_of
 from tests.support.segments import attention, attention_arguments, softmax
@@ -24,15 +22,6 @@ pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 4e-3}
 WEIGHTS = {"none": None, "edges": (), "heads": (3,), "all": (3, 5)}
-
-
-@pytest.fixture
-def programs(monkeypatch):
-    """Every CPU program that is lowered."""
-    made: list[bc.Program] = []
-    monkeypatch.setattr("kitsune_jax.targets.cpu.lower", lambda p, *args: made.append(lower(p, *args)) or made[-1])
-    lowering._routed.cache_clear()
-    return made
 
 
 def taken(made: list[bc.Program], kind: type = bc.AccumulateTaken) -> list[Any]:

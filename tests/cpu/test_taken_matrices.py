@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax import lowering
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu import lower
 from tests.support.checks import in_float64
 from tests.support.graphs import graph_of
 
@@ -74,15 +72,6 @@ def test_gradients(form: str, size: str) -> None:
     f = product(form, "clip")
     for dtype in ("float32", "bfloat16"):
         check(jax.grad(lambda x, w, i: jnp.sum(jnp.sin(f(x, w, i).astype("float32"))), (0, 1)), arguments(form, size, dtype), dtype)
-
-
-@pytest.fixture
-def programs(monkeypatch):
-    """Every CPU program that is lowered."""
-    made: list[bc.Program] = []
-    monkeypatch.setattr("kitsune_jax.targets.cpu.lower", lambda p, *args: made.append(lower(p, *args)) or made[-1])
-    lowering._routed.cache_clear()
-    return made
 
 
 @pytest.mark.parametrize("form", ["one x for all experts", "an x for each expert", "what is summed up lies together"])

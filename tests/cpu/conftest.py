@@ -1,0 +1,18 @@
+"""What tests of the CPU target share as fixtures."""
+
+from __future__ import annotations
+
+import pytest
+
+from kitsune_jax import lowering
+from kitsune_jax.targets.cpu import bytecode as bc
+from kitsune_jax.targets.cpu import lower
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Every CPU program that is lowered."""
+    made: list[bc.Program] = []
+    monkeypatch.setattr("kitsune_jax.targets.cpu.lower", lambda p, *args: made.append(lower(p, *args)) or made[-1])
+    lowering._routed.cache_clear()
+    return made
