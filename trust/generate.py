@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from trust.build import FORWARD_ONLY, OPERATORS
@@ -15,6 +16,7 @@ FEATURES = (*range(1, 18), 24, 31, 32, 33)
 WEIGHTS = {
     "unary": 5,
     "binary": 5,
+    "compensated": 4,
     "dense": 6,
     "odd_product": 4,
     "columns": 5,
@@ -62,6 +64,8 @@ def draw(seed: int, number: int) -> Program:
         Op(_weighted(rng, likely), rng.choice((0, 0, 0, 1, 2, 5)), rng.randrange(4), rng.randrange(1 << 20))
         for _ in range(rng.randint(1, most))
     )
+    if dtype in ("bfloat16", "float16") and rng.random() < 0.2:  # a chain of which every bit is determined
+        ops = tuple(dataclasses.replace(op, name="compensated") for op in ops)
     several = loop != "none" and rng.random() < 0.6
     outputs = tuple(rng.choice((0, 0, 1, 2, 3)) for _ in range(rng.choice((1, 1, 2, 3))))
     if several and rng.random() < 0.7:

@@ -134,6 +134,22 @@ def _pair(c: Context, v: Array, u: Array) -> Any:
     )()
 
 
+def _compensated(c: Context, v: Array, u: Array) -> Any:
+    """Arithmetic whose result is an error of rounding, or depends on one: operators that are rounded correctly, one by one."""
+    a, b = matched(v, u)
+    total = a + b
+    part = total - a
+    return c.pick(
+        lambda: (total, (a - (total - part)) + (b - part)),  # Knuth's TwoSum
+        lambda: (total, b - part),  # Fast2Sum
+        lambda: a - jnp.floor(a / (b * b + 1)) * (b * b + 1),
+        lambda: a * b - jnp.maximum(a, b) * jnp.minimum(a, b) + a,
+        lambda: jnp.where(total > a, total - b, a * b) - a / 3,
+        lambda: jnp.sqrt(a * a + b * b + 0.5) - jnp.abs(a),
+        lambda: ((a * 0.3 + 0.7) * a - b) * 1.1 - a,
+    )()
+
+
 def _dense(c: Context, v: Array, u: Array) -> Any:
     k, n = v.shape[-1], c.pick(*WIDTHS)
     wide = jnp.promote_types(v.dtype, jnp.float32)
@@ -359,6 +375,7 @@ COMPUTE: dict[str, Operator] = {
     "activation": _activation,
     "binary": _binary,
     "pair": _pair,
+    "compensated": _compensated,
     "dense": _dense,
     "odd_product": _odd_product,
     "heads": _heads,

@@ -64,11 +64,14 @@ def roundest(closed: Any) -> float:
         for v in (*eqn.invars, *eqn.outvars):
             if jnp.issubdtype(v.aval.dtype, jnp.floating):
                 found.append(float(jnp.finfo(v.aval.dtype).eps))
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if type(inner).__name__ in ("Jaxpr", "ClosedJaxpr"):
-                    found.append(roundest(inner))
+        found += [roundest(inner) for inner in inner_jaxprs(eqn)]
     return max(found)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs among the parameters of an equation."""
+    values = (v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,)))
+    return [v for v in values if type(v).__name__ in ("Jaxpr", "ClosedJaxpr")]
 
 
 def _open(closed: Any) -> tuple[Any, list[Any]]:

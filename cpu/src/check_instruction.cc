@@ -45,6 +45,8 @@ void Checker::check(const Matmul& x) {
   operand("out", with(x.out), {x.batch, n}, true, x.row_multiple);
   if (x.adds && (w.dtype != DType::kF32 || x.out.ref.dtype != DType::kF32))
     reject(where, "only a product of float32 adds to what is in out");
+  if (x.rounds != DType::kF32 && (wide || x.adds || (x.rounds != DType::kF16 && x.rounds != DType::kBF16)))
+    reject(where, std::string("sums of ") + dtype_name(w.dtype) + " that are rounded to " + dtype_name(x.rounds));
   activation(x, wide);
   bound("bias", x.bias, -1, static_cast<int64_t>(p.preps.size()) - 1);
   if (x.bias < 0) return;

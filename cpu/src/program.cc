@@ -29,6 +29,7 @@ Matmul read_matmul(Reader& r) {
   x.out = read_operand(r);
   x.parameters = r.many("Matmul.parameters", [&] { return r.real("Matmul.parameters"); });
   x.adds = r.in_range("Matmul.adds", 0, 1) != 0;
+  x.rounds = r.dtype("Matmul.rounds");
   return x;
 }
 

@@ -34,6 +34,7 @@ class MatmulStep final : public Step {
     args_.c_dtype = m.out.ref.dtype;
     args_.ldc = m.out.row_stride;
     args_.adds = m.adds;
+    args_.rounds = m.rounds;
     // The last tile is shorter; ask for both, and say where a bias would be so that its space is counted.
     const Program& p = c.program;
     args_.bias = bias_ ? static_cast<const void*>(&args_) : nullptr;

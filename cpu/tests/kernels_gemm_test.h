@@ -239,6 +239,64 @@ inline void test_gemm_activation_in_bfloat16() {
   }
 }
 
+// Sums that are rounded before their bias is added, and again before the activation. Sums of small integers are exact in any order,
+// so the expected numbers are exact.
+inline void test_gemm_rounds(int64_t M, int64_t N, int64_t K, DType type, DType rounds, DType out, bool with_bias, Activation act,
+                             Product product, Random& random) {
+  const KernelTable& kt = kernels();
+  const Panel panel = kt.panel_for(type, product, {M, N, K});
+  const int64_t ldc = N + (M % 2 ? 0 : 3);
+  std::vector<char> x(size_t(M * K) * item_size(type)), w(size_t(K * N) * item_size(type));
+  std::vector<char> c(size_t(M * ldc) * item_size(out));
+  std::vector<float> bias(static_cast<size_t>(N));
+  auto number = [&] { return std::floor(random.symmetric() * 15); };
+  for (int64_t i = 0; i < M * K; ++i) set_element(x.data(), type, i, number());
+  for (int64_t i = 0; i < K * N; ++i) set_element(w.data(), type, i, number());
+  for (float& b : bias) b = float(number() + 0.1015625);
+  std::vector<int64_t> k_offset(static_cast<size_t>(K)), n_offset(static_cast<size_t>(N));
+  for (int64_t k = 0; k < K; ++k) k_offset[size_t(k)] = k * N;
+  for (int64_t n = 0; n < N; ++n) n_offset[size_t(n)] = n;
+  AlignedBuffer packed(kt.packed_bytes(panel, K, N));
+  kt.pack(panel, PackSource{w.data(), type, K, N, k_offset.data(), n_offset.data()}, 0, kt.panel_count(panel, N), packed.data);
+  GemmArgs args{M,   N,        K,   x.data(), type,   K, packed.data, panel, with_bias ? bias.data() : nullptr,
+                act, c.data(), out, ldc,      nullptr};
+  args.rounds = rounds;
+  AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
+  args.scratch = scratch.data;
+  kt.gemm(args);
+  end_of_call(kt);
+  auto rounded = [&](double v) {
+    return rounds == DType::kF16 ? half_value(reference_half(v)) : double(bfloat16_value(reference_bfloat16(v)));
+  };
+  int64_t wrong = 0;
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      double sum = 0;
+      for (int64_t k = 0; k < K; ++k) sum += element(x.data(), type, m * K + k) * element(w.data(), type, k * N + n);
+      sum = rounded(sum);
+      if (with_bias) sum = rounded(sum + double(bias[size_t(n)]));
+      if (act == Activation::kRelu) sum = std::max(sum, 0.0);
+      wrong += element(c.data(), out, m * ldc + n) != sum;
+    }
+  check(wrong == 0, "gemm that rounds [%s] M %ld N %ld K %ld type %d rounds %d c %d bias %d act %d product %d: %ld wrong", kt.isa,
+        long(M), long(N), long(K), int(type), int(rounds), int(out), with_bias, int(act), int(product), long(wrong));
+}
+
+inline void test_gemm_rounds() {
+  Random random;
+  int64_t turn = 0;
+  for (DType type : {DType::kBF16, DType::kF16, DType::kF32})
+    for (DType rounds : {DType::kBF16, DType::kF16})
+      for (int64_t M : {1, 6, 13, 16, 17, 47, 131})
+        for (int64_t N : {1, 3, 16, 31, 33, 70}) {
+          const DType out = turn % 4 == 0 ? DType::kF32 : rounds;
+          const Product product = type == DType::kBF16 ? Product(turn % kNumProducts) : Product::kBest;
+          test_gemm_rounds(M, N, turn % 3 ? 37 : 64, type, rounds, out, turn % 5 != 0,
+                           turn % 2 ? Activation::kRelu : Activation::kNone, product, random);
+          ++turn;
+        }
+}
+
 // Instructions that multiply bfloat16 take subnormal operands for zeros on any thread; widened operands are f32's, which keep
 // theirs where the thread does.
 inline void test_gemm_subnormal() {
@@ -294,6 +352,7 @@ inline void test_gemm() {
                    random);
   }
   test_gemm_nan();
+  test_gemm_rounds();
   test_gemm_subnormal();
   // A column or a few, whose products go along K: rows that are not a multiple of 4 or fill more than one run, every end of K.
   int64_t depth = 16;

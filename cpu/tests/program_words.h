@@ -82,7 +82,7 @@ class Words {
     operand(x.x), add(x.row_multiple), add(x.batch), add(x.weight), add(x.bias), add(x.activation);
     operand(x.out);
     each(x.parameters, [&](double v) { real(v); });
-    add(x.adds);
+    add(x.adds), add(x.rounds);
   }
   void instruction(const Vector& x) {
     list(x.extents), add(x.collapse_rows);

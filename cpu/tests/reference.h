@@ -157,13 +157,21 @@ class Reference {
     for (int64_t b = 0; b < m.batch; ++b)
       for (int64_t r = 0; r < rows_ * m.row_multiple; ++r)
         for (int64_t n = 0; n < N; ++n) {
-          double sum = m.bias < 0
-                           ? 0
-                           : get(p_.preps[m.bias].dtype, &prep(m.bias)[static_cast<size_t>(n) * item_size(p_.preps[m.bias].dtype)]);
+          const double bias =
+              m.bias < 0 ? 0
+                         : get(p_.preps[m.bias].dtype, &prep(m.bias)[static_cast<size_t>(n) * item_size(p_.preps[m.bias].dtype)]);
+          auto rounded = [&](double v) {
+            uint16_t bits[4];  // a number of any type
+            return m.rounds == DType::kF32
+                       ? v
+                       : (set(m.rounds, reinterpret_cast<char*>(bits), v), get(m.rounds, reinterpret_cast<char*>(bits)));
+          };
+          double sum = 0;
           const char* x = at(m.x, r, {b}, m.row_multiple);
           for (int64_t k = 0; k < K; ++k)
             sum += get(m.x.ref.dtype, x + k * xs) * get(w.dtype, weights + ((b * K + k) * N + n) * size);
           if (m.adds) sum += get(m.out.ref.dtype, at(m.out, r, {b}, m.row_multiple) + n * os);
+          sum = rounded(rounded(sum) + bias);
           sum = activated(m.activation, m.parameters.data(), sum);
           set(m.out.ref.dtype, at(m.out, r, {b}, m.row_multiple) + n * os, sum);
         }

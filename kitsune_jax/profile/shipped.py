@@ -18,6 +18,8 @@ KIB, MIB = 1024, 1024 * 1024
 # "xla/call/handed" and "xla/near" of the reference were not measured there. A Xeon with AMX took 13 to 17 us for the first, which
 # is the same for all families, as the other times of calls are. Of what "xla/loop" makes of one thread "xla/near" took there 0.41
 # for moves (0.85 and 0.99 in bfloat16 and float16) and 0.73 for tanh (0.5 and 0.56).
+# "vector/to_bfloat16" and "vector/to_float16" are 1.2 additions: two or three instructions instead of one. Without instructions for
+# bfloat16 they are seven; on a Zen 3 its rounding then took 1.45 additions.
 # "xla/chain" and "xla/beside" are made of another measurement of the reference: one to seven tanhs, silus or gelus, one after the
 # other, in float32 and bfloat16, took n (n + 1) / 2 times as long as one.
 _PEAK = 235e9  # f32 operations a second of a core of the reference, in its matmuls
@@ -39,6 +41,7 @@ class Family:
 
 # Kinds of numbers that grow with the time that a vector takes.
 _BY_VECTORS = ("vector", "vector64", "activation", "load", "store", "fold", "take", "folded", "runs", "picked", "few")
+_BY_INTEGERS = 1.2  # times as long as by instructions
 _NO_BFLOAT16 = 0.45  # of the f32 rate: XLA widens, multiplies and rounds
 FAMILIES = {
     "zen5": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "measured: reference.json"),
@@ -98,6 +101,8 @@ def _derived(name: str, family: Family, workers: int) -> Profile:
                 )
         elif ours[0] == "dot":
             numbers[key] = seconds * slower
+        elif key == "vector/to_bfloat16" and not family.dots:
+            numbers[key] = seconds * family.vectors * _BY_INTEGERS
         elif ours[0] in _BY_VECTORS or key in ("copy/l1", "copy/l2"):
             numbers[key] = seconds * family.vectors
         elif ours[:2] == ["xla", "near"]:

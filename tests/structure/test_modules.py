@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LONGEST = 400
+LONGEST = 1000
 
 
 def sources(folder: str, *endings: str) -> list[pathlib.Path]:

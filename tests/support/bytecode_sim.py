@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from kitsune_jax.ops.reduce import FOLDS, identity
+from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu import bytecode as bc
 from tests.support.online_sim import OnlineSums
@@ -183,15 +184,19 @@ class _Machine(OnlineSums):
         a = self._read(rows, (x.batch, w.shape[1]), x.row_multiple).astype(wide)
         assert np.all(np.isin([x.x.ref.dtype, x.out.ref.dtype], [9, 10, 11, 12]))
         y = np.einsum("mbk,bkn->mbn", a, w.astype(wide))
+        narrow = dtype_of(x.rounds)
+        if narrow != np.float32:
+            assert wide == np.float32 and not x.adds
+            y = y.astype(narrow).astype(wide)
         if x.bias >= 0:
             bias = self.preps[x.bias]
             assert bias.shape == (w.shape[2],) and bias.dtype == wide
-            y = y + bias
+            y = (y + bias).astype(narrow).astype(wide)
         out = bc.Operand(x.out.ref, x.out.row_stride, (*x.out.strides, 1))
         if x.adds:
             y = y + self._read(out, (x.batch, w.shape[2]), x.row_multiple)
         assert len(x.parameters) == bc.ACTIVATION_PARAMETERS[x.activation]
-        y = activated(bc.ACTIVATIONS[x.activation], x.parameters, y)
+        y = activated(bc.ACTIVATIONS[x.activation], x.parameters, y, narrow)
         self._write(out, (x.batch, w.shape[2]), y, x.row_multiple)
 
     def _vector(self, x: bc.Vector) -> None:
@@ -363,8 +368,8 @@ def _fold(how: str, x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 def _semantics(name: str, kind: np.dtype, args: list[np.ndarray], imm: tuple[float, ...]) -> np.ndarray:
     """As the op table says, whose NumPy rules are tested against JAX."""
-    if name == "to_float16":
-        return args[0].astype(np.float16).astype(kind)
+    if name in ("to_float16", "to_bfloat16"):
+        return args[0].astype(np_dtype(name.removeprefix("to_"))).astype(kind)
     spec = _ENTRIES[name]
     params = (
         {"method": name.removeprefix("round_")} if spec.kind == "round" else dict(zip(spec.immediates, map(int, imm), strict=True))
@@ -372,8 +377,8 @@ def _semantics(name: str, kind: np.dtype, args: list[np.ndarray], imm: tuple[flo
     return spec.numpy(params, *args, out_dtype="bool" if spec.gives == "bool" else str(kind))
 
 
-def activated(name: str, parameters: tuple[float, ...], y: np.ndarray) -> np.ndarray:
-    """An activation of a matrix product's sums by its definition, evaluated in float64."""
+def activated(name: str, parameters: tuple[float, ...], y: np.ndarray, rounds: object = np.float32) -> np.ndarray:
+    """An activation of a matrix product's sums by its definition, evaluated in float64. ``rounds``: of sums that are rounded."""
     x = y.astype(np.float64)
     a, b = (*parameters, 0.0, 0.0)[:2]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -391,5 +396,7 @@ def activated(name: str, parameters: tuple[float, ...], y: np.ndarray) -> np.nda
             out = x * np.vectorize(math.erfc, otypes=[np.float64])(-a * x) / 2
         else:
             sigmoid = 1 / (1 + np.exp(-(x if name == "logistic" else a * x + b * x**3)))
+            if name == "silu" and rounds != np.float32:
+                sigmoid = sigmoid.astype(np.float32).astype(rounds).astype(np.float64)
             out = sigmoid if name == "logistic" else x * sigmoid
     return out.astype(y.dtype)

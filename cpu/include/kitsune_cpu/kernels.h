@@ -63,6 +63,8 @@ struct GemmArgs {
   void* scratch;               // 64-byte aligned, gemm_scratch_bytes(args) bytes
   float act_a = 0, act_b = 0;  // parameters of `act`
   bool adds = false;           // C is part of the sums; of kF32 panels and a C of float32 only
+  // kF16 or kBF16: sums are rounded to it before the bias is added, and again before `act`; kF32: they are not. Not of kF64 panels.
+  DType rounds = DType::kF32;
 };
 
 // How the sums C[M][N] of a weight gradient lie: groups of this many columns one after the other, in each of them row after row.

@@ -55,6 +55,7 @@
   X(integer_pow, 1, false) \
   X(reduce_precision, 1, false) \
   X(to_float16, 1, false) \
+  X(to_bfloat16, 1, false) \
   X(bitcast, 1, false) \
   X(add, 2, false) \
   X(sub, 2, false) \

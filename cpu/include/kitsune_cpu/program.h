@@ -19,7 +19,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 13;
+constexpr int64_t kFormatVersion = 14;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -69,6 +69,7 @@ struct Matmul {
   Operand out;
   std::vector<double> parameters = {};  // of the activation
   bool adds = false;                    // to what is in `out`
+  DType rounds = DType::kF32;           // as GemmArgs::rounds
 };
 
 struct Micro {

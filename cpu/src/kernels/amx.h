@@ -164,9 +164,10 @@ inline TileSource tile_source(const GemmArgs& g) {
 // ---- Sums of a finished block on their way to C.
 
 struct TileSums {
-  const float* from = nullptr;  // rows of kTilePanel
+  float* from = nullptr;  // rows of kTilePanel
   char* c = nullptr;
   int64_t columns = 0, rows = 0;
+  const float* late = nullptr;  // as Block::late
 };
 
 template <class C, class F>
@@ -198,7 +199,8 @@ KITSUNE_INLINE void store_sums_row(C* to, const float* from, int64_t columns, co
 
 template <class C>
 __attribute__((noinline)) void store_sums(const GemmArgs& g, TileSums& s, int64_t count) {
-  with_activation<kSame<C, BFloat16>>(g.act, g.act_a, g.act_b, [&](auto activation) {
+  if (g.rounds != DType::kF32) round_rows(g.rounds, count, kTilePanel, s.columns, s.late, s.from);
+  with_activation<kSame<C, BFloat16>>(g.act, g.act_a, g.act_b, g.rounds, [&](auto activation) {
     for (int64_t r = 0; r < count; ++r) {
       store_sums_row(reinterpret_cast<C*>(s.c), s.from, s.columns, activation);
       s.from += kTilePanel;
@@ -265,7 +267,9 @@ __attribute__((noinline)) inline void gemm_on_tiles(const GemmArgs& g) {
   // Panels come from the last-level cache where the weights of all layers do not fit the second. Past the end of memory a prefetch
   // does nothing.
   const int64_t block_bytes = (panel_bytes + blocks - 1) / blocks, steps = tile_steps(g.K);
-  alignas(64) float ring[3][kTileRows * kTilePanel];
+  static const float kZeros[kTilePanel] = {};
+  const bool rounds = g.rounds != DType::kF32;
+  alignas(64) float ring[3][kTileRows * kTilePanel], late[3][kTilePanel];
   TileSums earlier, last;
   int turn = 0;
   for (int64_t n0 = 0; n0 < g.N; n0 += kTilePanel) {
@@ -273,7 +277,7 @@ __attribute__((noinline)) inline void gemm_on_tiles(const GemmArgs& g) {
     alignas(64) float bias[kTilePanel] = {};
     if (g.bias) __builtin_memcpy(bias, static_cast<const float*>(g.bias) + n0, size_t(columns) * sizeof(float));
     const char* w = static_cast<const char*>(g.w) + n0 / kTilePanel * panel_bytes;
-    TilePanel p{w, bias, w + panel_bytes, (block_bytes / 64 + steps - 1) / steps};
+    TilePanel p{w, rounds ? kZeros : bias, w + panel_bytes, (block_bytes / 64 + steps - 1) / steps};
     for (int64_t m0 = 0; m0 < g.M; m0 += kTileRows, p.next += block_bytes) {
       // The last rows that are not whole tiles are multiplied together with some before them, which are not stored again.
       const int64_t m = max_of(min_of(m0, g.M - kTileRows), int64_t(0));
@@ -284,7 +288,8 @@ __attribute__((noinline)) inline void gemm_on_tiles(const GemmArgs& g) {
         tile_block<1>(g, x, m, p, sums, store, earlier);
       earlier = last;
       last = {sums + (m0 - m) * kTilePanel, static_cast<char*>(g.c) + (m0 * g.ldc + n0) * c_bytes, columns,
-              min_of(kTileRows, g.M - m0)};
+              min_of(kTileRows, g.M - m0), nullptr};
+      if (rounds && g.bias) __builtin_memcpy(late[turn], bias, sizeof bias), last.late = late[turn];
       turn = turn == 2 ? 0 : turn + 1;
     }
   }

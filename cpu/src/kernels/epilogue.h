@@ -11,9 +11,28 @@
 // Functors with kCoarse are for results that are rounded to bfloat16 (vector_math.h).
 #pragma once
 
+#include "rounding.h"
 #include "vector_math.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
+
+// Sums that are rounded before their bias is added, and again (GemmArgs::rounds), `width` apart. `bias`: whole vectors, or nullptr.
+template <class Round>
+KITSUNE_INLINE void round_rows_to(int64_t rows, int64_t width, int64_t columns, const float* bias, float* sums) {
+  for (int64_t i = 0; i < rows; ++i, sums += width) {
+    for (int64_t j = 0; j < columns; j += kFloats) {
+      VF v = Round::apply(load_vector<VF>(sums + j));
+      if (bias != nullptr) v = Round::apply(v + load_vector<VF>(bias + j));
+      store_vector(sums + j, v);
+    }
+  }
+}
+
+__attribute__((noinline)) inline void round_rows(DType to, int64_t rows, int64_t width, int64_t columns, const float* bias,
+                                                 float* sums) {
+  to == DType::kBF16 ? round_rows_to<ToBFloat16>(rows, width, columns, bias, sums)
+                     : round_rows_to<ToFloat16>(rows, width, columns, bias, sums);
+}
 
 struct NoActivation {
   template <class V>
@@ -50,11 +69,14 @@ struct Logistic {
   KITSUNE_INLINE VF operator()(VF v) const { return logistic_as<kCoarse>(v); }
 };
 
-// v logistic(a v), a > 0.
+// v logistic(a v), a > 0. Where sums are rounded (GemmArgs::rounds), so is the logistic.
 template <bool kCoarse>
 struct Silu {
   float a;
+  DType rounds;
   KITSUNE_INLINE VF operator()(VF v) const {
+    if (rounds == DType::kBF16) return v * ToBFloat16::apply(logistic_as<kCoarse>(v * a));
+    if (rounds == DType::kF16) return v * ToFloat16::apply(logistic_as<kCoarse>(v * a));
     VF e = exp_of_negative<kCoarse>(minus_abs(v * a));
     return divide<kCoarse>(choose(v < 0.0f, v * e, v), 1.0f + e);
   }
@@ -93,9 +115,10 @@ struct Tanh {
   KITSUNE_INLINE VF operator()(VF v) const { return tanh_as<kCoarse>(v); }
 };
 
-// Calls f with the functor of `kind`, whose parameters are a and b (GemmArgs::act_a, act_b); coarse where the results are bfloat16.
+// Calls f with the functor of `kind`, whose parameters are a and b (GemmArgs::act_a, act_b), of sums that are rounded to `rounds`;
+// coarse where the results are bfloat16.
 template <bool kCoarse = false, class F>
-KITSUNE_INLINE void with_activation(Activation kind, float a, float b, F&& f) {
+KITSUNE_INLINE void with_activation(Activation kind, float a, float b, DType rounds, F&& f) {
   switch (kind) {
     case Activation::kNone: return f(NoActivation{});
     case Activation::kRelu: return f(Relu{});
@@ -103,7 +126,7 @@ KITSUNE_INLINE void with_activation(Activation kind, float a, float b, F&& f) {
     case Activation::kElu: return f(Elu<kCoarse>{a});
     case Activation::kLogistic: return f(Logistic<kCoarse>{});
     case Activation::kTanh: return f(Tanh<kCoarse>{});
-    case Activation::kSilu: return f(Silu<kCoarse>{a});
+    case Activation::kSilu: return f(Silu<kCoarse>{a, rounds});
     case Activation::kGeluTanh: return f(GeluTanh<kCoarse>{a, b});
     case Activation::kGeluErf: return f(GeluErf<kCoarse>{a});
   }

@@ -64,7 +64,11 @@ void multiply_all_panels(const GemmArgs& g, int64_t m0, int64_t rows, const void
     if (g.bias) __builtin_memcpy(bias, static_cast<const S*>(g.bias) + n0, size_t(columns) * sizeof(S));
     const char* w = static_cast<const char*>(g.w) + size_t(p) * w_bytes;
     char* c = static_cast<char*>(g.c) + size_t(m0 * g.ldc + n0) * c_bytes;
-    Block b{x, lda, w, g.K, bias, c, g.ldc, columns, g.c_dtype, g.act, g.act_a, g.act_b, nullptr, 0, g.adds};
+    Block b{x, lda, w, g.K, bias, c, g.ldc, columns, g.c_dtype, g.act, g.act_a, g.act_b, nullptr, 0, g.adds, g.rounds, nullptr};
+    if constexpr (kSame<S, float>) {
+      static const float kZeros[kWidth] = {};
+      if (g.rounds != DType::kF32) b.bias = kZeros, b.late = g.bias ? bias : nullptr;
+    }
     if (columns > kLanes) {
       multiply_panel<Step, 2>(b, rows, w_bytes);
     } else {

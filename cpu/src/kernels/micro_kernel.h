@@ -34,6 +34,8 @@ struct Block {
   const char* next;   // of the panel that comes after this one: this block's share, asked for while it multiplies
   int64_t next_step;  // bytes of it per step of k
   bool adds;          // to what is in c, which is float32
+  DType rounds;       // GemmArgs::rounds
+  const float* late;  // where the sums are rounded: the bias, which is added behind that, or nullptr; `bias` is zeros then
 };
 
 // ---- How one step of k multiplies: the element types and the broadcast of X.
@@ -206,12 +208,13 @@ KITSUNE_INLINE void activate_rows(const Block& b, int rows, int64_t width, float
 // C: what activate_rows stores, or another type than float32 and the 16-bit ones for sums that stay where they are.
 template <class C>
 KITSUNE_INLINE void activate_as(const Block& b, int rows, int64_t width, float* sums) {
-  with_activation<kSame<C, BFloat16>>(b.act, b.act_a, b.act_b,
+  with_activation<kSame<C, BFloat16>>(b.act, b.act_a, b.act_b, b.rounds,
                                       [&](auto activation) { activate_rows<C>(b, rows, width, sums, activation); });
   if constexpr (!kStoresMasked<C, VF>) store_rows<float>(b, rows, width, sums);
 }
 
 __attribute__((noinline)) inline void finish_rows(const Block& b, int rows, int64_t width, float* sums) {
+  if (b.rounds != DType::kF32) round_rows(b.rounds, rows, width, b.columns, b.late, sums);
   switch (b.c_dtype) {
     case DType::kBF16: return activate_as<BFloat16>(b, rows, width, sums);
     case DType::kF16: return activate_as<Half>(b, rows, width, sums);
@@ -302,14 +305,15 @@ __attribute__((noinline)) void multiply_block(const Block& b) {
   if constexpr (kSame<typename Step::X, float>) {
     if (b.adds) add_stored(b, acc);
   }
-  if (b.act == Activation::kRelu) {
+  const bool rounds = kSame<V, VF> && b.rounds != DType::kF32;
+  if (b.act == Activation::kRelu && !rounds) {
     KITSUNE_UNROLL
     for (int i = 0; i < MR; ++i) {
       KITSUNE_UNROLL
       for (int j = 0; j < NV; ++j) acc[i][j] = Relu{}(acc[i][j]);
     }
   } else if constexpr (kSame<V, VF>) {
-    if (b.act != Activation::kNone) {
+    if (b.act != Activation::kNone || rounds) {
       constexpr int64_t kWidth = NV * kLanes;
       alignas(64) float sums[MR * kWidth];
       __builtin_memcpy(sums, &acc[0][0], sizeof sums);

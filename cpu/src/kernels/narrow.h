@@ -22,7 +22,7 @@ inline bool is_narrow(const GemmArgs& g) {
 // sums[i * N + n] <- bias[n] + x[i] . w[n] for 4 rows; where there are fewer, the others are the last one again.
 template <int N>
 KITSUNE_INLINE void four_narrow_rows(const float* x, int64_t lda, int64_t rows, int64_t K, const float* w, int64_t w_next,
-                                     const float* bias, float* sums) {
+                                     const float* bias, DType rounds, float* sums) {
   VF sum[4][N] = {};
   const float* row[4];
   for (int i = 0; i < 4; ++i) row[i] = x + min_of<int64_t>(i, rows - 1) * lda;
@@ -42,7 +42,10 @@ KITSUNE_INLINE void four_narrow_rows(const float* x, int64_t lda, int64_t rows, 
   KITSUNE_UNROLL
   for (int n = 0; n < N; ++n) {
     alignas(16) float of_rows[4];
-    _mm_store_ps(of_rows, _mm_add_ps(sums_of_four(sum[0][n], sum[1][n], sum[2][n], sum[3][n]), _mm_set1_ps(bias[n])));
+    __m128 total = sums_of_four(sum[0][n], sum[1][n], sum[2][n], sum[3][n]);
+    if (rounds == DType::kBF16) total = _mm512_castps512_ps128((__m512)ToBFloat16::apply((VF)_mm512_zextps128_ps512(total)));
+    if (rounds == DType::kF16) total = _mm_cvtph_ps(_mm_cvtps_ph(total, _MM_FROUND_TO_NEAREST_INT));
+    _mm_store_ps(of_rows, _mm_add_ps(total, _mm_set1_ps(bias[n])));
     KITSUNE_UNROLL
     for (int i = 0; i < 4; ++i) sums[i * N + n] = of_rows[i];
   }
@@ -62,11 +65,12 @@ void multiply_narrow_as(const GemmArgs& g, int64_t m0, int64_t rows, const float
   char* c = static_cast<char*>(g.c) + size_t(m0 * N) * kItemSize[int(g.c_dtype)];
   for (int64_t r = 0; r < rows; r += kRows) {
     const int64_t here = min_of(kRows, rows - r);
-    for (int64_t i = 0; i < here; i += 4) four_narrow_rows<N>(x + (r + i) * lda, lda, here - i, g.K, w, depth, bias, sums + i * N);
+    for (int64_t i = 0; i < here; i += 4)
+      four_narrow_rows<N>(x + (r + i) * lda, lda, here - i, g.K, w, depth, bias, g.rounds, sums + i * N);
     Block b{};
     b.c = c + size_t(r * N) * kItemSize[int(g.c_dtype)];
     b.columns = here * N;
-    b.c_dtype = g.c_dtype, b.act = g.act, b.act_a = g.act_a, b.act_b = g.act_b;
+    b.c_dtype = g.c_dtype, b.act = g.act, b.act_a = g.act_a, b.act_b = g.act_b, b.rounds = g.rounds;
     finish_rows(b, 1, kRows * N, sums);
   }
 }

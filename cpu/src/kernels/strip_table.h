@@ -85,6 +85,8 @@ inline StripFn float_instruction(Opcode op, const From* from) {
     case Opcode::op_rsqrt: return unary_from<RsqrtF>(from[0]);
     case Opcode::op_exp: return function_from<ExpF>(from[0]);
     case Opcode::op_square: return unary_from<SquareF>(from[0]);
+    case Opcode::op_to_float16: return unary_from<ToFloat16>(from[0]);
+    case Opcode::op_to_bfloat16: return unary_from<ToBFloat16>(from[0]);
     case Opcode::op_add: return binary_from<AddF>(from);
     case Opcode::op_sub: return binary_from<SubF>(from);
     case Opcode::op_mul: return binary_from<MulF>(from);

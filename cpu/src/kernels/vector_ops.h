@@ -5,6 +5,7 @@
 #include "division.h"
 #include "load_store.h"
 #include "pointwise.h"
+#include "rounding.h"
 #include "special.h"
 #include "threefry.h"
 #include "vector_math.h"
@@ -88,15 +89,6 @@ void map_reduce_precision(int64_t n, void* dst, const void* a, const void*, cons
   const int exponent = int(imm[0]), mantissa = int(imm[1]);
   KITSUNE_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) d[i] = reduce_precision(x[i], exponent, mantissa);
-}
-
-inline void map_to_float16(int64_t n, void* dst, const void* a, const void*, const void*, const void*, const double*) {
-  Half chunk[kChunk];
-  for (int64_t i = 0; i < n; i += kChunk) {
-    int64_t count = min_of(kChunk, n - i);
-    convert_dense(count, chunk, static_cast<const float*>(a) + i);
-    convert_dense(count, static_cast<float*>(dst) + i, static_cast<const Half*>(chunk));
-  }
 }
 
 // libm and the special functions, in double. They look at the bits of their operand, so they would see a denormal where this thread
@@ -239,7 +231,8 @@ inline VectorFn elementary_function<float>(Opcode op) {
     case Opcode::op_erf: return &map_vector<erf>;
     case Opcode::op_erfc: return &map_vector<through_double<wide::erfc>>;
     case Opcode::op_erf_inv: return &map_vector<through_double<wide::erf_inv>>;
-    case Opcode::op_to_float16: return &map_to_float16;
+    case Opcode::op_to_float16: return &map_vector<ToFloat16::apply>;
+    case Opcode::op_to_bfloat16: return &map_vector<ToBFloat16::apply>;
     case Opcode::op_pow: return &map_vector2<pow>;
     case Opcode::op_atan2: return &map_vector2<atan2>;
     default: return special_function<float>(op);

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 
 from kitsune_jax.graph import Param
+from kitsune_jax.ops.rounding import EVERYWHERE, Rounding
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.program.passes.flow import Flow
 
@@ -53,8 +54,12 @@ class Recognised:
     absorbed: tuple[int, ...]
 
 
-def recognise(flow: Flow, x: int) -> Recognised | None:
-    """The longest activation of ``x`` (not of a float64 one) whose inner values, ``x`` among them, nothing else reads."""
+def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised | None:
+    """The longest activation of ``x`` (not of a float64 one) whose inner values, ``x`` among them, nothing else reads.
+
+    An activation rounds its result once, so it stands for one operator of a dtype whose results ``rounding`` rounds, or for
+    ``x * logistic(x)``, of which the product's epilogue rounds both.
+    """
     dtype = flow.dtype(x)
     if dtype == "float64":
         return None
@@ -76,7 +81,8 @@ def recognise(flow: Flow, x: int) -> Recognised | None:
         known[out], makers[out] = value, i
         queue = sorted({*queue, *flow.readers(out)})
         match = _name(value) if isinstance(value, dict) else None
-        if match is not None and (cone := _closed(flow, root, out, makers)) is not None:
+        cone = _closed(flow, root, out, makers) if match is not None else None
+        if match is not None and cone is not None and _rounds_alike(flow, cone, match, rounding):
             found = Recognised(*match, out, cone)
     return found
 
@@ -96,6 +102,15 @@ def _closed(flow: Flow, root: int, result: int, makers: dict[int, int]) -> tuple
                 todo.append(r)
     inner = (values | {root}) - {result}
     return tuple(sorted(cone)) if all(i in cone for r in inner for i in flow.readers(r)) else None
+
+
+def _rounds_alike(flow: Flow, cone: tuple[int, ...], match: tuple[str, tuple[float, ...]], rounding: Rounding) -> bool:
+    """Does the activation ``match`` have the roundings of the instructions ``cone``, which it stands for?"""
+    instrs = [flow.instruction(i) for i in cone]
+    rounded = [
+        i.kind for i in instrs if rounding.rounds(i.kind, flow.dtype(i.outputs[0]), tuple(flow.literal(v) for v in i.inputs))
+    ]
+    return len(rounded) <= 1 or (match == ("silu", (1.0,)) and sorted(rounded) == ["logistic", "mul"])
 
 
 # ---- evaluation

@@ -14,6 +14,7 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 
 from kitsune_jax.graph import make_params
+from kitsune_jax.ops.rounding import EVERYWHERE, Rounding
 from kitsune_jax.program.ir import ROWS, Instr, TileProgram, TileType
 from kitsune_jax.program.passes import activations
 from kitsune_jax.program.passes.flow import VIEWS, Flow, is_other_name, squeezed
@@ -23,9 +24,10 @@ Makers = Mapping[int, Instr]
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
-def with_epilogues(program: TileProgram, *, activated: bool = True) -> TileProgram:
-    """``program`` with biases and, where ``activated``, activations folded into its products."""
-    folding = _Folding(program, activated)
+def with_epilogues(program: TileProgram, rounding: Rounding = EVERYWHERE, *, activated: bool = True) -> TileProgram:
+    """``program`` with biases and, where ``activated``, activations folded into its products, which round 16-bit sums on their way
+    where ``rounding`` says so."""
+    folding = _Folding(program, rounding, activated)
     stages = tuple(dataclasses.replace(s, body=folding.body(s.body, (), {})) for s in program.stages)
     return dataclasses.replace(program, stages=stages, values=tuple(folding.values))
 
@@ -39,6 +41,7 @@ class _Epilogue:
     activation: str
     parameters: tuple[float, ...]
     absorbed: tuple[int, ...]
+    rounds: str  # the dtype to which sums are rounded before the bias is added, and again before the activation; or float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +53,8 @@ class _Bias:
 
 
 class _Folding:
-    def __init__(self, program: TileProgram, activated: bool):
-        self.program, self.activated = program, activated
+    def __init__(self, program: TileProgram, rounding: Rounding, activated: bool):
+        self.program, self.rounding, self.activated = program, rounding, activated
         self.values = list(program.values)
 
     def new(self, t: TileType) -> int:
@@ -62,7 +65,7 @@ class _Folding:
         """``around``: what makes the values of the code that a loop's body stands in."""
         flow = Flow(self.program, body, results)
         makers = {**around, **flow.makers}
-        found = {i: _match(flow, makers, self.program, i, self.activated) for i, instr in enumerate(body) if instr.kind == "matmul"}
+        found = {i: self._match(flow, makers, i) for i, instr in enumerate(body) if instr.kind == "matmul"}
         found = {i: e for i, e in found.items() if e.absorbed}
         gone = {v for i, e in found.items() for j in (i, *e.absorbed) for v in body[j].outputs}
         absorbed = {j for e in found.values() for j in e.absorbed}
@@ -109,8 +112,57 @@ class _Folding:
         if result.shape != self.values[out].shape:
             made = self.new(dataclasses.replace(self.values[out], dtype=result.dtype))
             after.append(Instr("reshape", (made,), (e.result,), make_params(new_sizes=(ROWS, *result.shape)), instr.op))
-        params = make_params(**{**dict(instr.params), "activation": e.activation, "parameters": e.parameters})
+        params = make_params(**{**dict(instr.params), "activation": e.activation, "parameters": e.parameters, "rounds": e.rounds})
         return [*before, dataclasses.replace(instr, inputs=inputs, outputs=(made,), params=params), *after]
+
+    def _match(self, flow: Flow, makers: Makers, i: int) -> _Epilogue:
+        """The longest chain ``[convert] add(bias) [convert] activation [convert]`` after product ``i``, no link read by others."""
+        product = flow.body[i]
+        (out,) = product.outputs
+        current, bias, activation, rounded, rounds = out, None, "none", False, "float32"
+        parameters: tuple[float, ...] = ()
+        absorbed: list[int] = []
+        while flow.dtype(out) in _FLOATS and len(product.inputs) == 2:
+            own = flow.dtype(current) if flow.dtype(current) in self.rounding.results else "float32"
+            # Sums are rounded before their bias and before their activation, or nowhere.
+            both = bias is None or rounds == own
+            if self.activated and activation == "none" and both and not (rounded and own == "float32"):
+                found = activations.recognise(flow, current, self.rounding)
+                if found is not None:
+                    current, activation, parameters, rounds = found.result, found.name, found.parameters, own
+                    absorbed.extend(found.absorbed)
+            if len(uses := flow.uses.get(flow.root(current), [])) != 1:
+                break
+            j, p = uses[0]
+            instr = flow.instruction(j)
+            if len(instr.outputs) != 1 or flow.shape(instr.outputs[0]) != flow.shape(out):
+                break
+            other = instr.inputs[1 - p] if instr.kind in ("add", "max") else -1
+            if instr.kind == "convert_element_type":
+                x, y = flow.dtype(instr.inputs[0]), flow.dtype(instr.outputs[0])
+                narrower = y in _FLOATS and np.dtype(y).itemsize < np.dtype(x).itemsize
+                wider = y in _FLOATS and np.dtype(y).itemsize > np.dtype(x).itemsize
+                if (
+                    "float64" in (x, y)
+                    or y not in _FLOATS
+                    or (wider and (rounded or rounds == x or not self.rounding.keeps_digits(x, y)))
+                ):
+                    break
+                rounded = rounded or narrower
+            elif (
+                instr.kind == "add"
+                and bias is None
+                and activation == "none"
+                and (found_bias := bias_of(flow, makers, self.program, other, product))
+            ):
+                bias, rounds = found_bias, own
+            elif instr.kind == "max" and self.activated and activation == "none" and flow.literal(other) == 0:
+                activation = "relu"
+            else:
+                break
+            absorbed.append(j)
+            (current,) = instr.outputs
+        return _Epilogue(current, bias, activation, parameters, tuple(absorbed), rounds)
 
 
 def column_dims(product: Instr, w_rank: int) -> list[int]:
@@ -118,46 +170,6 @@ def column_dims(product: Instr, w_rank: int) -> list[int]:
     columns = w_rank - len(product["w_contract"]) - len(product["w_batch"])
     perm = product["out_perm"]
     return [d for d, source in enumerate(perm) if source >= len(perm) - columns]
-
-
-def _match(flow: Flow, makers: Makers, program: TileProgram, i: int, activated: bool) -> _Epilogue:
-    """The longest chain ``[convert] add(bias) [convert] activation [convert]`` after product ``i``, no link read by others."""
-    product = flow.body[i]
-    (out,) = product.outputs
-    current, bias, activation, rounded = out, None, "none", False
-    parameters: tuple[float, ...] = ()
-    absorbed: list[int] = []
-    while flow.dtype(out) in _FLOATS and len(product.inputs) == 2:
-        if activated and activation == "none" and not rounded and (found := activations.recognise(flow, current)) is not None:
-            current, activation, parameters = found.result, found.name, found.parameters
-            absorbed.extend(found.absorbed)
-        if len(uses := flow.uses.get(flow.root(current), [])) != 1:
-            break
-        j, p = uses[0]
-        instr = flow.instruction(j)
-        if len(instr.outputs) != 1 or flow.shape(instr.outputs[0]) != flow.shape(out):
-            break
-        other = instr.inputs[1 - p] if instr.kind in ("add", "max") else -1
-        if instr.kind == "convert_element_type":
-            x, y = flow.dtype(instr.inputs[0]), flow.dtype(instr.outputs[0])
-            narrower = y in _FLOATS and np.dtype(y).itemsize < np.dtype(x).itemsize
-            if "float64" in (x, y) or y not in _FLOATS or (rounded and np.dtype(y).itemsize > np.dtype(x).itemsize):
-                break
-            rounded = rounded or narrower
-        elif (
-            instr.kind == "add"
-            and bias is None
-            and activation == "none"
-            and (found_bias := bias_of(flow, makers, program, other, product))
-        ):
-            bias = found_bias
-        elif instr.kind == "max" and activated and activation == "none" and flow.literal(other) == 0:
-            activation = "relu"
-        else:
-            break
-        absorbed.append(j)
-        (current,) = instr.outputs
-    return _Epilogue(current, bias, activation, parameters, tuple(absorbed))
 
 
 def bias_of(flow: Flow, makers: Makers, program: TileProgram, v: int, product: Instr) -> _Bias | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kitsune_jax.ops.rounding import EVERYWHERE, Rounding
 from kitsune_jax.targets.cpu import bytecode
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, Array, Products
 from kitsune_jax.targets.cpu.emit import call, order
@@ -37,11 +38,11 @@ __all__ = [
 ]
 
 
-def generate(program: Program, name: str, products: Sequence[Products] = ()) -> np.ndarray:
+def generate(program: Program, name: str, products: Sequence[Products] = (), rounding: Rounding = EVERYWHERE) -> np.ndarray:
     """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``, ``InvalidProgram``.
 
     ``products`` says for each part how bfloat16 operands are multiplied; by default, as the kernels of the CPU that runs the code
-    like best.
+    like best. ``rounding``: where 16-bit results are rounded.
     """
     ways = products or (Products(),) * len(program.parts)
     several = len(program.parts) > 1
@@ -50,7 +51,7 @@ def generate(program: Program, name: str, products: Sequence[Products] = ()) -> 
     for part, way in zip(program.parts, ways, strict=True):
         key = id(part.program), way  # equal parts share their program
         if key not in lowered:
-            lowered[key] = lower(part.program, f"{name}, phase {part.phase}" if several else name, way)
+            lowered[key] = lower(part.program, f"{name}, phase {part.phase}" if several else name, way, rounding)
         parts.append(Part(part.phase, part.reads, part.writes, lowered[key]))
     arrays = tuple(Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
     return _valid(encode(Call(name, arrays, program.operands, program.results, tuple(parts))))

@@ -38,11 +38,13 @@ from kitsune_jax.targets.cpu.operands import Operand as Operand
 from kitsune_jax.targets.cpu.operands import Ref as Ref
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 13
+VERSION = 14
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
 DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
+
+_FLOAT32 = DTYPE_CODE["float32"]
 
 IN, OUT, SCRATCH, QUEUE, PREP = range(5)
 
@@ -51,7 +53,8 @@ CUMULATIVE = tuple(spec.fold for spec in OPS.values() if spec.family == "cumulat
 # Activations of a matrix product's sums, with their parameters a and b. Of float64 sums, only none and relu.
 #   leaky_relu: x if x >= 0 else a x          elu: x if x > 0 else a (e^x - 1)       logistic: 1 / (1 + e^-x)
 #   silu: x logistic(a x)                     gelu_tanh: x logistic(a x + b x^3)     gelu_erf: x erfc(-a x) / 2
-# Parameters are positive. silu and gelu of minus infinity are NaN, as their definitions are.
+# Parameters are positive. silu and gelu of minus infinity are NaN, as their definitions are. Of sums that are rounded
+# (``Matmul.rounds``), the logistic of silu is rounded as well.
 ACTIVATIONS = ("none", "relu", "leaky_relu", "elu", "logistic", "tanh", "silu", "gelu_tanh", "gelu_erf")
 ACTIVATION_PARAMETERS = (0, 0, 1, 1, 0, 0, 1, 2, 1)
 # How a product of bfloat16 operands is multiplied: as the kernels at hand like best; widened to float32 (FMA); by instructions
@@ -61,8 +64,8 @@ PRODUCTS = ("best", "widened", "dots", "tiles")
 
 # Micro-operations of a Vector program, by name; the code is the position. They are those below and what the op table's entries
 # name, whose meaning they have (scripts/opcodes.py writes the same list as a C++ header; a test compares them). Comparisons and
-# is_finite give bool; select takes (pred, on_false, on_true). to_float16 rounds a float32 as a store to float16 and a load would;
-# reduce_precision to its bits also flushes what is denormal in float16.
+# is_finite give bool; select takes (pred, on_false, on_true). to_float16 and to_bfloat16 round a float32 as a store to that type
+# and a load would; reduce_precision to the bits of float16 also flushes what is denormal there.
 #
 # load: dst <- operand ``a`` (an index into Vector.loads), converted from its storage dtype to the register type; store: operand
 # ``a`` (index into Vector.stores) <- register ``b``, converted to its storage dtype; const: dst <- imm[0]; convert: dst <- register
@@ -112,6 +115,9 @@ class Matmul:
     """out[b, m, :] = act(x[b, m, :] @ W[b] + bias), m over rows * row_multiple, accumulated in f32 (f64 for f64). Where it ``adds``
     (only in f32), what is in ``out`` is one of the addends.
 
+    ``rounds``: float16 or bfloat16, to which the sums are rounded before the bias is added, and again before the activation; or
+    float32, where they are not.
+
     ``x``: row_stride is the leading dimension lda (distance of consecutive m), strides = (batch stride,); its K elements are
     contiguous. ``out`` likewise with N contiguous elements. ``weight``: a Prep of kind WEIGHT with the same batch, giving K, N.
     ``bias``: a Prep of kind DENSE of N f32 (f64 for f64) elements, or -1. For IN/OUT refs lda * row_multiple is the global row
@@ -128,6 +134,7 @@ class Matmul:
     out: Operand
     parameters: tuple[float, ...] = ()  # of the activation: ACTIVATION_PARAMETERS of them
     adds: bool = False  # of float32 only
+    rounds: int = _FLOAT32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from kitsune_jax.ops.rounding import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
@@ -41,8 +42,9 @@ _BEST = Products()
 _MOST_ELEMENTS = 1 << 48  # kMaxCount in cpu/src/program_check.cc
 
 
-def lower(program: TileProgram, name: str, products: Products = _BEST) -> bytecode.Program:
-    """The CPU program of ``program``, called ``name``, whose bfloat16 operands are multiplied as ``products`` says.
+def lower(program: TileProgram, name: str, products: Products = _BEST, rounding: Rounding = EVERYWHERE) -> bytecode.Program:
+    """The CPU program of ``program``, called ``name``, whose bfloat16 operands are multiplied as ``products`` says, and whose
+    16-bit results are rounded as ``rounding`` says.
 
     Raises ``CannotLower`` where an instruction has no code.
 
@@ -53,9 +55,9 @@ def lower(program: TileProgram, name: str, products: Products = _BEST) -> byteco
     largest = max((math.prod(a.shape) for a in (*program.inputs, *program.outputs)), default=0)
     if largest > _MOST_ELEMENTS:
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
-    program = with_epilogues(with_biases_first(simplified(with_known_bounds(program))))
+    program = with_epilogues(with_biases_first(simplified(with_known_bounds(program))), rounding)
     preps: list[Prep] = []
-    stages = tuple(_stage(program, stage, preps, products) for stage in program.stages)
+    stages = tuple(_stage(program, stage, preps, products, rounding) for stage in program.stages)
     sides = sum(math.prod(e) for p in preps if p.kind == WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
     if sides > MAX_WEIGHT_INDICES:
         raise CannotLower(f"matrix products with weights whose sides add up to {sides}; the CPU target takes {MAX_WEIGHT_INDICES}")
@@ -90,8 +92,8 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
     return -(-size // buffers.ALIGNMENT) * buffers.ALIGNMENT
 
 
-def _stage(program: TileProgram, body: StageProgram, preps: list[Prep], products: Products) -> bytecode.Stage:
-    stage = Stage(program, body.body, preps, products)
+def _stage(program: TileProgram, body: StageProgram, preps: list[Prep], products: Products, rounding: Rounding) -> bytecode.Stage:
+    stage = Stage(program, body.body, preps, products, rounding)
     _emit(stage)
     code, scratch_bytes = buffers.place(stage.code, stage.buffer_bytes, preps)
     return bytecode.Stage(body.name, scratch_bytes, code)

@@ -80,6 +80,7 @@ def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
             bias=stage.prep(_dense(stage.view(bias[0]), [numbers.index(d) for d in columns]), bias[0]) if bias else -1,
             activation=ACTIVATIONS.index(instr.get("activation", "none")),
             parameters=instr.get("parameters", ()),
+            rounds=DTYPE_CODE[instr.get("rounds", "float32")],
             out=Operand(out.ref, lines[0], (lines[1],)),
             adds=total is not None and total.second == i,
         )

@@ -1,8 +1,7 @@
 """Pointwise instructions to micro-operations.
 
 Comes in: one pointwise instruction of a tile program and the registers of its operands. Goes out: the register of its result.
-16-bit floats are computed in float32 without rounding in between; only an explicit conversion to one rounds, and what is compared
-(``exact``).
+16-bit floats are computed in float32; ``exact`` says which of them are rounded before the next operation reads them.
 """
 
 from __future__ import annotations

@@ -123,6 +123,7 @@ def emit_group(stage: Stage, ops: list[int], loop: Shape) -> None:
 
 def _emit(stage: Stage, ops: list[int], loop: Shape) -> None:
     builder, registers, inside = VectorBuilder(loop[1]), dict[int, int](), set(ops)
+    computed: dict[int, int] = {}  # as registers, with the digits that rounding takes
     stored = False
     for i in ops:
         instr = stage.body[i]
@@ -130,21 +131,29 @@ def _emit(stage: Stage, ops: list[int], loop: Shape) -> None:
         shape = stage.type(out).shape
         args = []
         for v in instr.inputs:
-            held = registers.get(stage.root(v))
+            held = (computed if _keeps_digits(stage, instr, v) else registers).get(stage.root(v))
             whole = shape_of(stage, v) == loop
             args.append(held if held is not None and whole else stage.read(builder, v, shape))
         dtypes = [stage.type(v).dtype for v in instr.inputs]
         dtype = stage.type(out).dtype
         rounds = any(j in inside for j, _ in stage.uses.get(out, ()))
-        registers[out] = micro.emit(builder, instr, args, dtypes, dtype, rounds)
-        if rounds and stage.root(out) in stage.rounded:
+        computed[out] = registers[out] = micro.emit(builder, instr, args, dtypes, dtype, rounds)
+        if rounds and stage.root(out) in stage.rounded.values:
             registers[out] = builder.rounded(registers[out], dtype)
         for place in stage.places(out, inside):
-            value = builder.convert(registers[out], compute_type(dtype), compute_type(place.dtype))
+            made = computed[out] if place.dtype == dtype else registers[out]  # a store rounds
+            value = builder.convert(made, compute_type(dtype), compute_type(place.dtype))
             builder.store(place, value)
             stored = True
     if stored:
         stage.emit(builder.finish(), tile=loop[0])
+
+
+def _keeps_digits(stage: Stage, instr: Instr, v: int) -> bool:
+    """Does ``instr`` convert ``v`` to a wider float with the digits that it was computed with?"""
+    if instr.kind != "convert_element_type" or stage.root(v) in stage.rounded.everywhere:
+        return False
+    return stage.rounding.keeps_digits(stage.type(v).dtype, stage.type(instr.outputs[0]).dtype)
 
 
 def shape_of(stage: Stage, v: int) -> Shape:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 
 from kitsune_jax.graph import Scalar
+from kitsune_jax.ops.rounding import Rounding
 from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes.flow import VIEWS, Flow, Use
 from kitsune_jax.streams.space import dim_strides
@@ -62,13 +63,15 @@ class Stage:
         body: tuple[Instr, ...],
         preps: list[Prep],
         products: Products,
+        rounding: Rounding,
         around: Stage | None = None,
         block: Block | None = None,
     ):
         self.program, self.body, self.preps, self.products, self.around = program, body, preps, products, around
+        self.rounding = rounding
         self.flow = Flow(program, body, block.results if block else ())
         self.uses = self.flow.uses
-        self.rounded = rounded_values(program, self.flow)
+        self.rounded = rounded_values(program, self.flow, rounding)
         self.taken, self.dots = taken_sums(program, self.flow), taken_dots(self.flow)  # by the number of their sum
         self.absorbed = {i for sums in (self.taken, self.dots) for found in sums.values() for i in found.absorbed}
         self.sums = product_sums(self.flow)

@@ -44,7 +44,7 @@ def loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
     for v in pointwise.captured(instr):
         if stage.leaf(v) is None:
             stage.view(v)
-    inside = Stage(stage.program, block.body, stage.preps, stage.products, stage, block)
+    inside = Stage(stage.program, block.body, stage.preps, stage.products, stage.rounding, stage, block)
     places = [inside.new(v) for v in block.carries]
     for v, place in zip(instr.inputs, places, strict=True):
         maker = stage.flow.makers.get(stage.root(v))

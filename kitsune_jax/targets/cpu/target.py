@@ -10,6 +10,7 @@ import numpy as np
 
 from kitsune_jax.graph import Graph, Op, Value
 from kitsune_jax.planning.plan import Ahead, Plan
+from kitsune_jax.profile import rounding
 from kitsune_jax.profile import store as profiles
 from kitsune_jax.program.ir import Program
 from kitsune_jax.streams.space import Region
@@ -56,7 +57,7 @@ class _Cpu(Target[CpuMachine]):
         return planner.plan(graph, region, machine)
 
     def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
-        words = cpu.generate(program, title, [cpu.Products(*plan.products) for plan in plans])
+        words = cpu.generate(program, title, [cpu.Products(*plan.products) for plan in plans], rounding.at_hand())
         return _Code(words, sum(plan.seconds for plan in plans))
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
@@ -70,7 +71,7 @@ class _Cpu(Target[CpuMachine]):
         return profiles.notes()
 
     def surroundings(self) -> tuple[Any, ...]:
-        return profiles.at_hand(), profiles.notes()
+        return profiles.at_hand(), profiles.notes(), rounding.at_hand()
 
 
 CPU = _Cpu()

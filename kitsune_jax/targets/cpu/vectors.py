@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kitsune_jax.graph import Scalar
+from kitsune_jax.ops.rounding import NARROW
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, SCRATCH, Micro, Operand, Vector
 from kitsune_jax.targets.cpu.views import View
 from kitsune_jax.targets.errors import CannotLower
-
-NARROW = {"float16": (5, 10), "bfloat16": (8, 7)}  # storage-only float types and their (exponent, mantissa) bits
 
 
 class TooManyRegisters(Exception):
@@ -96,11 +95,7 @@ class VectorBuilder:
 
     def rounded(self, x: int, dtype: str) -> int:
         """``x`` rounded to ``dtype`` where that is a 16-bit float, which has no register type of its own."""
-        if dtype == "float16":  # whose denormals are normal numbers of float32: reduce_precision would flush them
-            return self.micro("to_float16", "float32", x)
-        if dtype not in NARROW:
-            return x
-        return self.micro("reduce_precision", "float32", x, imm=tuple(float(b) for b in NARROW[dtype]))
+        return self.micro(f"to_{dtype}", "float32", x) if dtype in NARROW else x
 
     def micro(self, op: str, kind: str, *args: int, from_type: str = "bool", imm: tuple[float, ...] = ()) -> int:
         return self._define((op, kind, args, imm), _Node(op, kind, -1, args, from_type=from_type, imm=imm))
@@ -139,7 +134,7 @@ class VectorBuilder:
         makes = {n.dst for n in moved if n.op != "store"}
         others = [n for n in self._nodes if n.type != "float32"]
         dtypes = {view.dtype for view in places}
-        if len(dtypes) != 1 or not dtypes <= NARROW.keys() or any(view.ref.space != SCRATCH for view in places):
+        if len(dtypes) != 1 or not dtypes <= NARROW or any(view.ref.space != SCRATCH for view in places):
             return
         if not all(n.op in ("load", "store", "const", "select") for n in moved) or any(makes.intersection(n.args) for n in others):
             return

@@ -48,7 +48,8 @@ class CpuWork:
     activation that the matmul before it applies to its accumulators. ``scores``: of an online sum, those of a row, unless another
     sum of the region is of the same ones. ``again``: in a step of a loop, whose operands were found in front of the first one.
     ``narrow``: it puts together rows of single elements, or folds such. ``taken``: its rows, or their products, are read where a
-    table has them. ``still``: in a step of a loop, but the same for all rows: once for a tile.
+    table has them. ``still``: in a step of a loop, but the same for all rows: once for a tile. ``rounds``: its result is rounded to
+    16 bits before another op of its group reads it.
     """
 
     dtype: str
@@ -67,6 +68,7 @@ class CpuWork:
     narrow: bool = False
     taken: bool = False
     still: bool = False
+    rounds: bool = False
 
 
 class CpuCost(RegionCost):
@@ -77,6 +79,7 @@ class CpuCost(RegionCost):
     def __init__(self, graph: Graph, region: Region, machine: CpuMachine, order: int | None = None):
         super().__init__(graph, region, machine, order)
         self.times = times.times(machine.profile)
+        self.rounding = machine.rounding
         self.cpu_work = functools.lru_cache(maxsize=None)(self._cpu_work)
         self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
 
@@ -137,7 +140,7 @@ class CpuCost(RegionCost):
         picked = family in SCANS and not sink and runs.folds_single_elements(self, i)
         spreads = runs.spreads(self, i) if family in _GROUPED else ()
         return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, spreads, activation,
-                       narrow=picked, taken=taken)  # fmt: skip
+                       narrow=picked, taken=taken, rounds=family in _GROUPED and self._rounds(i))  # fmt: skip
 
     def _by_columns(self, v: int) -> bool:
         """Does ``v``, in a loop's body, lie column by column (``targets.cpu.layouts``)? Taking its columns then costs nothing, and
@@ -173,13 +176,30 @@ class CpuCost(RegionCost):
             readers = self.readers.get(x, [])
             if len(readers) == 1 and self.graph.ops[readers[0]].kind == "add" and self.follows(readers[0]) == i:
                 x = self.graph.ops[readers[0]].outputs[0]
-            match = activations.recognise(flow, x)
+            match = activations.recognise(flow, x, self.rounding)
             if match is None:
                 continue
             found.update(dict.fromkeys((ops[k] for k in match.absorbed), ""))
             last = self.producer[match.result]
             found[last] = "" if match.name == "relu" else match.name
         return found
+
+    def _rounds(self, i: int) -> bool:
+        """Is the result of op ``i`` rounded to 16 bits in its group?"""
+        op, values = self.graph.ops[i], self.graph.values
+        literals = tuple(values[v].literal for v in op.inputs)
+        if not self.rounding.rounds(op.kind, values[op.outputs[0]].dtype, literals):
+            return False
+        return any(
+            self.family(j) in _GROUPED and not self.rounding.keeps_digits(values[v].dtype, self._converted_to(j))
+            for v in op.outputs
+            for j in self.readers.get(v, ())
+        )
+
+    def _converted_to(self, i: int) -> str:
+        """The dtype that op ``i`` converts to; of an op that converts nothing, none."""
+        op = self.graph.ops[i]
+        return self.graph.values[op.outputs[0]].dtype if op.kind == "convert_element_type" else ""
 
     def _edges(self, i: int) -> int:
         """Full-sized operands and results of a pointwise op that are loaded or stored by its group."""
@@ -224,6 +244,7 @@ class CpuCost(RegionCost):
             return 0.0
         rows = 1 if work.still else rows
         passes = max(rows * work.elements, times.least_elements(work.kind)) * known.vector(work.kind, work.dtype)
+        passes += rows * work.elements * known.rounding(work.dtype) if work.rounds else 0.0
         spread = sum(runs.seconds(known, work.dtype, work.elements, n) for n in work.spreads)
         return step + passes + rows * (work.edges * known.edge(work.dtype) + spread)
 

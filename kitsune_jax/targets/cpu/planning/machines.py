@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from kitsune_jax.ops.rounding import Rounding
 from kitsune_jax.planning.machine import KIB, MIB, Machine, Place
-from kitsune_jax.profile import shipped, store
+from kitsune_jax.profile import rounding, shipped, store
 from kitsune_jax.profile.kernels import TILE
 from kitsune_jax.profile.model import Profile
 from kitsune_jax.targets.cpu.planning.xla_loops import Steps
@@ -36,13 +37,14 @@ _CPU_SOURCES = (
 class CpuMachine(Machine):
     """``fault_bandwidth``: of the first touch of fresh pages, all workers together; ``huge_fault_bandwidth``: of huge pages, which
     a pipeline asks for. ``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``profile``: what all times are made
-    of. ``steps``: the regions are parts of a step of a loop that XLA runs, and so it runs that.
-    ``row_kernels``: those of the program that the regions are parts of. ``handed``: whether XLA hands it to another thread.
+    of. ``rounding``: where 16-bit results are rounded, as XLA does. ``steps``: the regions are parts of a step of a loop that XLA
+    runs, and so it runs that. ``row_kernels``: those of the program that the regions are parts of. ``handed``: whether XLA hands it to another thread.
     """
 
     fault_bandwidth: float
     huge_fault_bandwidth: float
     profile: Profile
+    rounding: Rounding = rounding.KNOWN
     fresh_bytes: int = FAULT_THRESHOLD
     steps: Steps | None = None
     row_kernels: RowKernels = RowKernels()
@@ -50,8 +52,8 @@ class CpuMachine(Machine):
 
 
 @functools.lru_cache(maxsize=64)
-def cpu_of(profile: Profile) -> CpuMachine:
-    """The machine model of a CPU: the numbers of ``profile`` by the names that GPUs have as well."""
+def cpu_of(profile: Profile, rounds: Rounding = rounding.KNOWN) -> CpuMachine:
+    """The machine model of a CPU: the numbers of ``profile`` by the names that GPUs have as well. ``rounds``: where XLA rounds."""
     workers, seconds = profile.workers, profile.seconds
 
     def rate(dtype: str, way: str = "widened") -> float:
@@ -83,6 +85,7 @@ def cpu_of(profile: Profile) -> CpuMachine:
         huge_fault_bandwidth=workers / seconds("touch/huge"),
         sources=(*_CPU_SOURCES, ("caches", f"{profile.l1 // KIB} and {profile.l2 // KIB} KiB a core, {profile.l3 // KIB} KiB")),
         profile=profile,
+        rounding=rounds,
     )
 
 
@@ -102,4 +105,4 @@ def cpu_at_hand() -> CpuMachine:
 
     Raises ``ValueError`` where ``KITSUNE_NUM_THREADS`` or ``KITSUNE_PROFILE`` mean nothing.
     """
-    return cpu_of(store.at_hand())
+    return cpu_of(store.at_hand(), rounding.at_hand())

@@ -127,6 +127,10 @@ class CpuTimes:
             found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
         return found
 
+    def rounding(self, dtype: str) -> float:
+        """An element of a 16-bit ``dtype`` rounded in a register."""
+        return self[f"vector/to_{dtype}"] if dtype in NARROW else 0.0
+
     def product_per_row(self, dtype: str, m: int, k: int, n: int) -> float:
         """A product of (m, k) with (k, n) whose operands both belong to one row."""
         sides = [_mean(a, c) for a, _, c in PRODUCTS]
