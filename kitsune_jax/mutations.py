@@ -59,20 +59,17 @@ def watched(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         objects = list(_objects(fn, args, kwargs))
-        before = [dict(_leaves(name, x)) for name, x in objects]
-        again = [dict(_leaves(name, x)) for name, x in objects]  # a class may make new arrays whenever it is flattened
+        before = [jax.tree.flatten_with_path(x) for _, x in objects]
         result = fn(*args, **kwargs)
-        returned = {id(x) for x in jax.tree.leaves(result)} if objects else set()
         pairs: list[tuple[str, Any, Any]] = []
         lost: list[str] = []
-        for (name, x), old, same in zip(objects, before, again, strict=True):
-            for path, new in _leaves(name, x):
-                if path not in old or old[path] is not same.get(path) or new is old[path] or id(new) in returned:
-                    continue
+        for (name, x), (leaves, tree) in zip(objects, before, strict=True):
+            for path, old, new in _replaced(x, leaves, tree, result):
+                at = name + jax.tree_util.keystr(path)
                 if _is_dead(new):
-                    lost.append(path)
-                elif _compat.valid_jaxtype(new) and _compat.valid_jaxtype(old[path]):
-                    pairs.append((path, old[path], new))
+                    lost.append(at)
+                elif _compat.valid_jaxtype(new) and _compat.valid_jaxtype(old):
+                    pairs.append((at, old, new))
         if not pairs and not lost:
             return result
         names, olds, news = zip(*pairs, strict=True) if pairs else ((), (), ())
@@ -149,12 +146,24 @@ def _is_state(x: Any) -> bool:
     return isinstance(x, Mapping) and not isinstance(x, dict)
 
 
-def _leaves(name: str, x: Any) -> list[tuple[str, Any]]:
-    """The leaves of ``x`` by name; none of an object that cannot be flattened any more, as ``equinox.nn.State`` after its use."""
+def _replaced(x: Any, before: list[tuple[Any, Any]], tree: Any, result: Any) -> list[tuple[Any, Any, Any]]:
+    """``(path, old, new)`` of the leaves of ``x``, once ``before`` and ``tree``, that are others now and not in ``result``."""
     try:
-        return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.flatten_with_path(x)[0]]
-    except Exception:  # flattening is the user's code: what it refuses there is no change that could be lost
+        leaves, now = jax.tree.flatten(x)
+        if now == tree and all(new is old for new, (_, old) in zip(leaves, before, strict=True)):
+            return []
+        after, again = jax.tree.flatten_with_path(x)[0], jax.tree.leaves(x)
+    except Exception:  # flattening is the user's code: ``equinox.nn.State`` refuses it after its use, so nothing of it can be lost
         return []
+    olds, returned = dict(before), {id(leaf) for leaf in jax.tree.leaves(result)}
+    return [
+        (path, olds[path], new)
+        for (path, new), same in zip(after, again, strict=True)
+        if path in olds
+        and new is not olds[path]
+        and id(new) not in returned
+        and new is same  # some classes make new arrays each time
+    ]
 
 
 def _is_dead(x: Any) -> bool:
