@@ -11,6 +11,7 @@ from kitsune_jax import config as config
 from kitsune_jax.api import Pipeline as Pipeline
 from kitsune_jax.api import explain as explain
 from kitsune_jax.api import pipeline as pipeline
+from kitsune_jax.errors import MutatedArgument as MutatedArgument
 from kitsune_jax.errors import NotPipelined as NotPipelined
 from kitsune_jax.fallbacks import Fallback as Fallback
 from kitsune_jax.fallbacks import fallbacks as fallbacks
@@ -18,7 +19,7 @@ from kitsune_jax.report.model import Report as Report
 from kitsune_jax.targets.cpu import runtime as _cpu_runtime
 from kitsune_jax.version import __version__ as __version__
 
-__all__ = ["Fallback", "NotPipelined", "Pipeline", "Report", "config", "explain", "fallbacks", "pipeline"]
+__all__ = ["Fallback", "MutatedArgument", "NotPipelined", "Pipeline", "Report", "config", "explain", "fallbacks", "pipeline"]
 
 config.check_environment()
 config.apply_log_level()

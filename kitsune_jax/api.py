@@ -1,36 +1,31 @@
 """``pipeline`` and ``explain``: what users call.
 
 Comes in: a Python function of arrays and pytrees. Goes out: the same function whose calls are ``kitsune_pipeline`` equations, or a
-``Report``. Invariant: the function is traced as often as ``jax.jit`` would trace it, because the traced callable (``_Body``) is one
+``Report``. Invariant: the function is traced as often as ``jax.jit`` would trace it, because the traced callable (``Body``) is one
 object per function and options, however often ``pipeline`` is applied to it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import inspect
-import threading
 import types
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 
-from kitsune_jax import _compat, arguments, config, jax_support, lowering, preview, targets
+from kitsune_jax import _compat, arguments, config, jax_support, lowering, mutations, preview, targets
+from kitsune_jax.body import Residuals, body_of
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.options import Options, resolve
-from kitsune_jax.primitive import expected_platform, pipeline_p
+from kitsune_jax.primitive import expected_platform
 from kitsune_jax.report.data import ResidualReport
 from kitsune_jax.report.model import Report
 from kitsune_jax.residuals import compare, gradient, is_derivative, override, policy_name
 
 _compat.hide_from_tracebacks(__file__)
-
-Residuals: TypeAlias = "str | Callable[..., Any]"
 
 
 def pipeline(
@@ -183,7 +178,7 @@ class Pipeline:
     def _jitted(self, options: Options | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
         key = (self.residuals(), options)
         if key not in self._jits:
-            body = _body(self.__wrapped__, *key)
+            body = body_of(self.__wrapped__, *key)
             whole = jax.jit(body, inline=True, **self._statics.jit_arguments())
             split = jax.jit(body.call_split, static_argnums=0, donate_argnums=1, inline=True)
             self._jits[key] = (whole, split)
@@ -195,79 +190,6 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"<pipeline of {getattr(self, '__qualname__', self.__name__)}>"
-
-
-class _Body:
-    """The callable that ``jax.jit`` traces: it traces ``fn`` to a jaxpr and binds the primitive on it.
-
-    Holds ``fn`` weakly, as it is the value of a cache whose key is ``fn``; the ``Pipeline`` that calls it holds ``fn``.
-    """
-
-    def __init__(self, fn: Callable[..., Any], residuals: Residuals, options: Options | None) -> None:
-        self._fn: Callable[[], Any] = _reference(fn)
-        self._residuals = residuals
-        self._options = options
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
-        self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
-        self.__doc__ = fn.__doc__
-        with contextlib.suppress(TypeError, ValueError):  # a built-in without a signature
-            self.__signature__ = inspect.signature(fn)
-        self.call_split = functools.partial(_call_split, self)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self._fn()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        fn = self._fn()
-        if self._residuals != "save":
-            fn = arguments.checkpoint(fn, self._residuals if callable(self._residuals) else None)
-        if self._options is None or not _compat.is_staging():
-            # Not under jit's trace: disable_jit, or debug_nans runs the function op by op to name the guilty operator. Let it see
-            # them.
-            return fn(*args, **kwargs)
-        dynamic, rebuild, places = arguments.flatten_traced(args, kwargs)
-
-        def flat(*leaves: Any) -> Any:
-            a, k = rebuild(leaves)
-            return fn(*a, **k)
-
-        closed, out_tree = _compat.trace_call(flat, dynamic, _compat.call_info(fn, args, kwargs, places))
-        closed, consts = _compat.hoist_consts(closed)
-        outs = pipeline_p.bind(*consts, *dynamic, call_jaxpr=closed, options=self._options)
-        return jax.tree.unflatten(out_tree, outs)
-
-
-def _call_split(body: _Body, static: arguments.Static, donated: list[Any], kept: list[Any]) -> Any:
-    args, kwargs = static.join(donated, kept)
-    return body(*args, **kwargs)
-
-
-_bodies: weakref.WeakKeyDictionary[Any, dict[Any, _Body]] = weakref.WeakKeyDictionary()
-_bodies_lock = threading.Lock()
-
-
-def _body(fn: Callable[..., Any], residuals: Residuals, options: Options | None) -> _Body:
-    """One body per function, residual policy and options, so that JAX's trace cache knows it again. Lives as long as ``fn``."""
-    try:
-        hash(fn)
-        weakref.ref(fn)
-    except TypeError:  # an unhashable callable, such as a module that holds arrays: as distinct as its identity
-        return _Body(fn, residuals, options)
-    with _bodies_lock:
-        per_fn = _bodies.setdefault(fn, {})
-        key = (residuals, options)
-        if key not in per_fn:
-            per_fn[key] = _Body(fn, residuals, options)
-        return per_fn[key]
-
-
-def _reference(fn: Callable[..., Any]) -> Callable[[], Any]:
-    try:
-        hash(fn)
-        return weakref.ref(fn)
-    except TypeError:
-        return lambda: fn
 
 
 def explain(
@@ -319,12 +241,14 @@ def explain(
         resolved = pipelined.resolved()
         if why_not := jax_support.why_not():
             return preview.unplanned(_plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs), chosen, device, why_not)
-        traced = _plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
+        traced, lost = _traced(pipelined, pipelined.residuals(), args, kwargs)
         closed, consts = _compat.hoist_consts(traced)
         flat = [*consts, *jax.tree.leaves(pipelined._statics.split(args, kwargs)[1:])]
         live = _compat.without_dead_code(_compat.without_refs(closed))
         calls = [] if isinstance(fn, Pipeline) or options else preview.pipelined_calls(live)
         kept = None
+        if not calls and not config.disabled():  # a step around pipelined calls may be jitted by nnx, which carries changes out
+            mutations.refuse(pipelined, lost)
         if calls:
             obstacles = preview.obstacles_of(live, calls, flat, chosen, device)
             report = preview.explain_calls(calls, obstacles, chosen, device)
@@ -385,11 +309,25 @@ def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ..
 
 def _plain_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same with its constants."""
-    body = _body(pipelined.__wrapped__, policy, None)
+    return _traced(pipelined, policy, args, kwargs)[0]
+
+
+def _traced(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """The same, and the names of the arguments' arrays that the function changes and does not return."""
+    fn = body_of(pipelined.__wrapped__, policy, None).watched()
     static, donated, kept = pipelined._statics.split(args, kwargs)
+    trees: list[Any] = []
 
-    def arrays(*args: Any) -> list[Any]:
+    def arrays(*args: Any) -> Any:
         """A program may hand back modules that hold functions (equinox's do): they are no results of the computation."""
-        return [x for x in jax.tree.leaves(_call_split(body, static, *args)) if _compat.valid_jaxtype(x)]
+        a, k = static.join(*args)
+        out = fn(*a, **k)
+        changed = out if isinstance(out, mutations.Changed) else None
+        results = [x for x in jax.tree.leaves(changed.result if changed else out) if _compat.valid_jaxtype(x)]
+        outs = dataclasses.replace(changed, result=results) if changed else results
+        trees.append(jax.tree.structure(outs))
+        return outs
 
-    return jax.make_jaxpr(arrays)(donated, kept)
+    closed = jax.make_jaxpr(arrays)(donated, kept)
+    closed, _, lost = mutations.settled(closed, trees[-1])
+    return closed, lost

@@ -1,7 +1,7 @@
 """The exceptions and warnings a user of this package can meet.
 
-Comes in: nothing. Goes out: exception types. Invariant: without ``strict`` none of them is raised by a program that runs under
-``jax.jit``; they report wrong arguments, or answer a user who asked to be told.
+Comes in: nothing. Goes out: exception types. Invariant: without ``strict`` a program that runs under ``jax.jit`` raises none of
+them, but for a function whose changes of its arguments would be lost without a word (``MutatedArgument``).
 """
 
 from __future__ import annotations
@@ -27,3 +27,14 @@ class NotPipelined(Exception):
     def __init__(self, message: str, report: Report | None = None) -> None:
         super().__init__(message if report is None else f"{message}\n{report}")
         self.report = report
+
+
+class MutatedArgument(NotPipelined):
+    """Raised where a function is traced that changes an object among its arguments (a module of flax nnx, an optimizer, a counter
+    of random numbers) and does not return the change. The caller's object would keep its old values, as it does under ``jax.jit``.
+
+    What is written into lists, dicts and dataclasses is no error: as under ``jax.jit`` the caller does not see it. Example::
+
+        nnx.jit(kj.pipeline(step))  # ``step`` calls ``optimizer.update(model, grads)``: raises
+        nnx.jit(step)               # with ``nnx.value_and_grad(kj.pipeline(loss))`` in ``step``: right
+    """

@@ -103,6 +103,15 @@ def replace_jaxpr(closed: Any, **parts: Any) -> Any:
     return closed.replace(**parts)
 
 
+def first_results(closed: Any, count: int) -> Any:
+    """The jaxpr with its first ``count`` results alone."""
+    jaxpr, _ = open_parts(closed)
+    info = jaxpr.debug_info
+    if isinstance(getattr(info, "result_paths", None), tuple):
+        info = info._replace(result_paths=info.result_paths[:count])
+    return replace_jaxpr(closed, outvars=jaxpr.outvars[:count], debug_info=info)
+
+
 def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False, like: Any = None) -> Any:
     """The closed jaxpr of ``fn``, which takes arrays of ``avals`` and returns a flat list of arrays.
 
@@ -178,6 +187,11 @@ def function_name(closed: Any) -> str:
 def is_staging() -> bool:
     """Are operations being recorded in a jaxpr now (and not evaluated, differentiated or batched one by one)?"""
     return isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace)
+
+
+def is_alive(tracer: Any) -> bool:
+    """Is the trace that made the tracer still going on?"""
+    return bool(tracer._trace.is_valid())
 
 
 def in_avals(closed: Any) -> list[Any]:

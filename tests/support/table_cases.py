@@ -21,7 +21,7 @@ ROW = ((0,), ())
 # Logistic of a bfloat16 by tanh.approx, whose error of 2**-11 is absolute (PTX ISA, tanh).
 COARSE_LOGISTIC = 2.0**-11
 # Units in the last place of float32 where the entry does not say. In the emulator they are those of glibc's functions (its manual,
-# "Known Maximum Errors in Math Functions"), on a CPU those that docs/architecture.md promises.
+# "Known Maximum Errors in Math Functions"), on a CPU those that docs/differences.md promises.
 ULPS = {"cuda": 3.0, "cpu": 4.0}
 # What no two libraries compute alike at the ends of its domain, and beyond.
 SERIES = tuple(kind for kind, spec in OPS.items() if spec.flops >= 40 and not spec.exact)

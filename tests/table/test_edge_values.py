@@ -1,4 +1,4 @@
-"""Numbers at the edges of a dtype, in rows of any width, give what ``jax.jit`` gives, or what docs/architecture.md says instead.
+"""Numbers at the edges of a dtype, in rows of any width, give what ``jax.jit`` gives, or what docs/differences.md says instead.
 
 XLA's threads take subnormal numbers for zeros (FTZ and DAZ of MXCSR), and so do the pipelines that run on them. The subnormal
 numbers of float16 are normal numbers of float32, in which they are computed: they stay.

@@ -279,6 +279,7 @@ _DOC = (ROOT / "docs" / "training.md").read_text() if (ROOT / "docs").exists() e
 RESULTS = {
     "optax": ("params", "opt_state", "loss"),
     "nnx": ("state", "loss"),
+    "nnx_state": ("statistics", "loss"),
     "equinox": ("arrays", "opt_state", "loss"),
     "residuals": ("gradients",),
     "accumulation": ("loss", "grads"),
@@ -298,7 +299,7 @@ def _executed(name: str, switch: str) -> tuple[dict[str, Any], str]:
     """The names that the fragment defines, and the log, with every region pipelined (``force``) or none (``disable``)."""
     if not _DOC:
         pytest.skip("the documentation is not here")
-    pytest.importorskip({"nnx": "flax", "equinox": "equinox"}.get(name, "optax"))
+    pytest.importorskip({"nnx": "flax", "nnx_state": "flax", "equinox": "equinox"}.get(name, "optax"))
     log: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
