@@ -96,7 +96,7 @@ def norm(x: Array, gain: Array, shift: Array) -> Array:
 
 
 def norm_in_front_of_a_product(x: Array, gain: Array, w: Array) -> Array:
-    return jnp.tanh((normalised(x) * gain) @ w)
+    return jnp.tanh((normalised(x) * gain) @ w * x.shape[-1] ** -0.5)
 
 
 def weights_of_places(x: Array, gain: Array) -> Array:
