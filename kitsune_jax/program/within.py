@@ -1,8 +1,9 @@
-"""Which iterations of a loop a tile runs: the loop's parameters ``within`` and ``shifted``."""
+"""Which iterations of a loop a tile runs, and how many on average: the loop's parameters ``within`` and ``shifted``."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy as np
 from kitsune_jax.program.ir import Instr, TileProgram
 
 MOST_SHIFT = 1 << 30
+_MOST = 1 << 12  # tiles that are looked at
+_Index = Any  # an int, or an array of one for each tile
+_Span = tuple[_Index, _Index]
 
 
 def met(
@@ -18,29 +22,89 @@ def met(
 ) -> Sequence[int]:
     """The iterations of a loop that a tile of ``rows`` runs. ``number``: of an input array, by which bounds are shifted; without it
     the last row is taken to see the last element, as in a text that is read in pieces."""
-    numbers, within, shifted = range(instr["count"]), instr.get("within"), instr.get("shifted")
-    if within is None:
-        return numbers
-    axis, step, low, high, which = within
+    if instr.get("within") is None:
+        return range(instr["count"])
+    axis, *_, which = instr["within"]
     index = np.unravel_index(rows, program.axes)[axis]
-    x, y = int(index.min()), int(index.max())
-    if shifted is not None:
-        array, sign, guard, size = shifted
+    seen, whole = _spans(program, instr, index.min(), index.max(), number)
+    a, b, c, d = (int(end) for end in (*seen, *whole))
+    if which == "edges":
+        return [*range(a, c), *range(d, b)] if c < d else range(a, b)
+    return range(a, b) if which == "all" else range(c, d)
+
+
+def mean_met(program: TileProgram, instr: Instr) -> float:
+    """How many iterations of a loop a tile runs on average: exactly, or of ``_MOST`` tiles where a batch has more."""
+    if instr.get("within") is None:
+        return float(instr["count"])
+    axis, *_, which = instr["within"]
+    seen, whole = (np.maximum(end - first, 0) for first, end in _spans(program, instr, *_indices(program, axis)))
+    return float(np.mean({"all": seen, "whole": whole, "edges": seen - whole}[which]))
+
+
+def _spans(
+    program: TileProgram, instr: Instr, x: _Index, y: _Index, number: Callable[[int], int] | None = None
+) -> tuple[_Span, _Span]:
+    """(first, end) of the iterations in which tiles of the indices ``x`` to ``y`` see something, and of those that all of their
+    rows see as a whole."""
+    count, (axis, step, low, high, _) = instr["count"], instr["within"]
+    told: Any = True  # do the bounds hold?
+    if instr.get("shifted") is not None:
+        array, sign, guard, size = instr["shifted"]
         extent = program.axes[axis]
         value = max(0, sign * (size - extent)) if number is None else number(array)
         low, high = (None if bound is None else bound + sign * value for bound in (low, high))
-        of_rows = (high is not None and x + high < 0) or (low is not None and y + low > size - 1)
-        of_elements = (low is not None and low > 0) or (high is not None and size - 1 - high > extent - 1)
-        if abs(value) > MOST_SHIFT or (guard == "rows" and of_rows) or (guard == "elements" and of_elements):
-            return range(0) if which == "whole" else numbers
+        told = abs(value) <= MOST_SHIFT
+        if guard == "rows":
+            told &= (high is None or x + high >= 0) & (low is None or y + low <= size - 1)
+        elif guard == "elements":
+            told &= (low is None or low <= 0) and (high is None or size - 1 - high <= extent - 1)
 
-    def inside(i: int, least: int, most: int, whole: bool) -> bool:
-        first, last = i * step, (i + 1) * step - 1
-        reached = first if whole else last, last if whole else first
-        return (low is None or reached[0] >= least + low) and (high is None or reached[1] <= most + high)
+    def span(first: Any, end: Any, otherwise: int) -> _Span:
+        return np.where(told, np.clip(first, 0, count), 0), np.where(told, np.clip(end, 0, count), otherwise)
 
-    wanted = {"all": (True, False), "whole": (True,), "edges": (False,)}[which]
-    return [i for i in numbers if inside(i, x, y, False) and inside(i, y, x, True) in wanted]
+    zero = 0 * x
+    seen = zero if low is None else (x + low) // step, zero + count if high is None else (y + high) // step + 1
+    whole = zero if low is None else -(-(y + low) // step), zero + count if high is None else (x + high + 1) // step
+    return span(*seen, count), span(*whole, 0)
+
+
+def _indices(program: TileProgram, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest index on ``axis`` of the tiles of ``tile_starts``."""
+    extent, inner, rows = program.axes[axis], math.prod(program.axes[axis + 1 :]), math.prod(program.axes[program.batch_axes :])
+    starts = tile_starts(program, axis, _MOST)
+    ends = np.minimum(starts + program.tile_rows, (starts // rows + 1) * rows)
+    first, last = starts // inner, (ends - 1) // inner
+    over = first // extent < last // extent  # the end of the axis, where its first index follows
+    return np.where(over, 0, first % extent), np.where(over, extent - 1, last % extent)
+
+
+def tile_starts(program: TileProgram, axis: int, most: int) -> np.ndarray:
+    """The first rows of tiles that stand for all of them where the index on ``axis`` counts: of all tiles of a batch, or of
+    ``most`` that are spread over one period of the index. At a stride over several periods they could all be at the same place of
+    theirs.
+
+    >>> program = TileProgram((8, 4, 64), 16, (), (), (), (), (), (), (), batch_axes=1)
+    >>> tile_starts(program, 2, 16)
+    array([  0,  16,  32,  48,  64,  80,  96, 112, 128, 144, 160, 176, 192,
+           208, 224, 240])
+    >>> tile_starts(program, 2, 4)
+    array([ 0, 16, 32, 48])
+    """
+    batch, size = program.batch_axes, program.tile_rows
+    period, rows = math.prod(program.axes[axis:]), math.prod(program.axes[batch:])
+    if axis < batch:
+        return _spread(program.axes[axis], most) * (period // program.axes[axis])
+    tiles = -(-rows // size)
+    if tiles <= most or period == rows:
+        return _spread(tiles, most) * size
+    apart = math.gcd(size, period)  # of two places in a period where tiles start
+    return _spread(period // apart, most) * apart
+
+
+def _spread(n: int, most: int) -> np.ndarray:
+    """The numbers below ``n``, or ``most`` of them."""
+    return np.arange(n) if n <= most else np.arange(most) * n // most
 
 
 def with_known_bounds(program: TileProgram) -> TileProgram:

@@ -18,9 +18,12 @@ WAYS = ("planned", "in blocks")
 
 
 @contextlib.contextmanager
-def planned_as(way: str) -> Iterator[str]:
+def planned_as(way: str, block: int | None = None) -> Iterator[str]:
+    """``block``: the extent of a block where it is not the smallest that there is a plan for."""
+
     def always(*args: Any) -> list[Plan]:
-        return [dataclasses.replace(plan, seconds=0.0) for plan in in_blocks(*args)]
+        plans = [plan for plan in in_blocks(*args) if block is None or (plan.blocks is not None and plan.blocks[2] == block)]
+        return [dataclasses.replace(plan, seconds=0.0) for plan in plans]
 
     with pytest.MonkeyPatch.context() as patch:
         if way == "in blocks":

@@ -196,7 +196,9 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
             rows = _rows(view, contract, batch, free)
             assert rows is not None
         sides.append((view, rows, math.prod(view.shape[d] for d in free)))
-    if sides[1][2] == 1:  # the sums are the same, and the kernel likes few rows of them better than few columns
+    # Whole sums are the same either way, and the kernel likes few rows of them better than few columns. A part of the sums is not
+    # turned around: the sink has its matrices as its other parts have them.
+    if sides[1][2] == 1 and instr.get("dims") is None:
         sides.reverse()
     (vx, rx, m), (vy, ry, n) = sides
     sums, matrices = _part(stage, instr, m, n)

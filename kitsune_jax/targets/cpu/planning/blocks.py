@@ -9,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import numpy as np
-
 from kitsune_jax.graph import Graph
 from kitsune_jax.planning.inner import Inner, inner_of
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.program.blocks import NotBlocked
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.program.within import met, with_known_bounds
+from kitsune_jax.program.within import mean_met, with_known_bounds
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
@@ -104,8 +102,4 @@ class BlockModel(TileModel):
 
     def _met(self, loop: Instr, rows: int) -> float:
         """How many blocks a tile of ``rows`` rows looks at on average."""
-        if loop.get("within") is None:
-            return float(loop["count"])
-        program = dataclasses.replace(self.program, tile_rows=rows)
-        tiles = [t * program.tiles // 16 for t in range(16)] if program.tiles > 16 else range(program.tiles)
-        return max(1.0, sum(len(met(program, loop, np.asarray(program.rows_of(t)))) for t in tiles) / len(tiles))
+        return mean_met(dataclasses.replace(self.program, tile_rows=rows), loop)

@@ -8,6 +8,7 @@ which all lanes of a CTA multiply. The lanes work on neighbouring tiles of a bat
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from kitsune_jax.planning.plan import Infeasible, Plan, Stage
 from kitsune_jax.planning.stages import resource_of, stage_name
 from kitsune_jax.program.blocks import NotBlocked
 from kitsune_jax.program.build import build
-from kitsune_jax.program.ir import Instr, TileProgram
-from kitsune_jax.program.within import met
+from kitsune_jax.program.ir import Instr, TileProgram, walk
+from kitsune_jax.program.within import met, tile_starts
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda import stage_facts
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
@@ -32,7 +33,7 @@ _BLOCKS = (128, 64, 32)
 _WIDEST = 512  # columns of a row that is not worked off in blocks: they would lie in shared memory
 # Times that count as equal where several products are added up in the loop: their accumulators take most of the registers.
 _AS_GOOD = 1.04
-_SAMPLE = 16  # rounds of a batch that are looked at
+_SAMPLE = 16  # rounds that are looked at
 
 
 def in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: bool = False) -> list[Plan]:
@@ -101,11 +102,9 @@ def _arranged(gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: tuple[
     coarse = stage_facts.coarse(program, body)
     work = ProgramWork(program, machine, matmul_efficiency(machine, "vertical", False), coarse)
     wide = dataclasses.replace(program, tile_rows=lanes * TILE_ROWS)
-    each = wide.tiles // max(1, wide.batches)  # rounds of a batch
-    rounds, seconds, fetched = wide.tiles, list[float](), 0.0
-    looked_at = sorted({k * each // _SAMPLE for k in range(_SAMPLE)} | {each - 1})
-    for k in looked_at:
-        rows = np.asarray(wide.rows_of(k))
+    looked_at, rounds, seconds, fetched = _looked_at(wide), wide.tiles, list[float](), 0.0
+    for round_rows in looked_at:
+        rows = np.asarray(round_rows)
 
         def times(loop: Instr, rows: np.ndarray = rows) -> float:
             return float(len(met(wide, loop, rows)))
@@ -120,6 +119,16 @@ def _arranged(gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: tuple[
     stage = dataclasses.replace(stage, tile_seconds=mean / lanes)
     plan = gpu.plan(Arranged("vertical", (stage,), (), ctas, 1, lanes, busy, rounds * fetched, stage.name))
     return dataclasses.replace(plan, tiles=_tiles(program, lanes), blocks=blocks)
+
+
+def _looked_at(program: TileProgram) -> list[range]:
+    """The rows of rounds that stand for all of them, where loops are bounded by the index on an axis; the last round of a batch,
+    which has most work under a causal mask, is among them."""
+    batch, rows = program.batch_axes, math.prod(program.axes[program.batch_axes :])
+    axis = min((i["within"][0] for i in walk(program.stages[0].body) if i.get("within") is not None), default=batch)
+    last = (program.tiles // program.batches - 1) * program.tile_rows
+    starts = sorted({*map(int, tile_starts(program, axis, _SAMPLE)), last})
+    return [range(start, min(start + program.tile_rows, (start // rows + 1) * rows)) for start in starts]
 
 
 def _tiles(program: TileProgram, lanes: int) -> int:
