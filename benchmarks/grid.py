@@ -1,6 +1,6 @@
 """The grid: is the planner's own choice never slower than ``jax.jit``, and does it take the wins that there are?
 
-    python -m benchmarks grid                                 # some 120 cases, five to ten minutes, on the CPU
+    python -m benchmarks grid                                 # some 130 cases, five to ten minutes, on the CPU
     python -m benchmarks grid --only mlp --dtype bf16         # a part of the same sample
     python -m benchmarks grid --resume                        # what an interrupted run of today left out
 
@@ -26,7 +26,7 @@ from benchmarks.machine import describe_commit, describe_machine, describe_softw
 from benchmarks.store import RESULTS
 
 FORMAT = 1
-CASES = 120
+CASES = 132
 SECONDS = 1.5  # a case, and up to three times as long where its verdict is in doubt
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended, by convention of shells
 _SAME = ("commit", "modified", "versions")  # what a stored case must share with this run to stand for a new measurement

@@ -1,8 +1,8 @@
 """What the grid measures: ordinary functions over widths, depths, rows, activations and dtypes. Knows no JAX.
 
-Comes in: a number of cases and a seed. Goes out: ``Sample``: the cases that somebody reported (``NAMED``), the applications, and a
-stratified sample of the product of all widths, depths, rows and so on, which is far too large to measure: every level of every
-factor is drawn as often as any other. Invariant: equal arguments give the equal sample.
+Comes in: a number of cases and a seed. Goes out: ``Sample``: the cases that somebody reported (``NAMED``), the applications, some
+reductions, and a stratified sample of the product of all widths, depths, rows and so on, which is far too large to measure: every
+level of every factor is drawn as often as any other. Invariant: equal arguments give the equal sample.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 ACTIVATIONS = ("relu", "silu", "gelu", "tanh", "none")
 DTYPES = ("f32", "bf16", "f16")
 MODES = ("infer", "train")
-KINDS = ("mlp", "softmax", "pointwise", "app", "dlrm")
+KINDS = ("mlp", "softmax", "pointwise", "app", "dlrm", "reduction")
 WIDTHS = (8, 16, 24, 32, 48, 64, 72, 96, 100, 128, 192, 200, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 # From one row to a million. Primes and their like among them: the last tile of a pipeline is then a part of one.
@@ -31,8 +31,9 @@ class GridCase:
     """``kind`` "mlp": ``depth`` layers of ``width`` with ``activation`` behind each, and a layer norm between two with ``norm``.
 
     "pointwise": ``depth`` times a scale, a shift and ``activation``, over rows of ``width``. "softmax": over the same. "app": the
-    application ``app`` of ``benchmarks.apps``. "dlrm": one training step. ``mode`` "train": loss, gradient and SGD update (Adam for
-    an application), in one function.
+    application ``app`` of ``benchmarks.apps``. "dlrm": one training step. "reduction": ``app`` of ``grid_functions.REDUCTIONS``, of
+    as many numbers as ``rows`` of ``width``; it has no mode "train". ``mode`` "train": loss, gradient and SGD update (Adam for an
+    application), in one function.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class GridCase:
             "softmax": f"softmax, width {self.width}",
             "app": self.app,
             "dlrm": "dlrm",
+            "reduction": f"{self.app}, width {self.width}",
         }[self.kind]
         return f"{what}, {self.rows} rows, {self.dtype}, {self.mode}"
 
@@ -65,6 +67,7 @@ class GridCase:
             "mlp": elements * (2.0 * self.width + 10) * self.depth,
             "pointwise": 10.0 * elements * self.depth,
             "softmax": 20.0 * elements,
+            "reduction": 3.0 * elements,
         }.get(self.kind, 0.0)
         return forward * (3 if self.mode == "train" else 1)
 
@@ -92,6 +95,22 @@ NAMED = (
     GridCase("dlrm", "train", "f32", 12_007, named=True),
 )
 APPLICATIONS = tuple(GridCase("app", m, d, r, app=a) for a, r in APP_ROWS.items() for m in MODES for d in ("f32", "bf16"))
+# Reductions of what is computed of their operands, over leading, middle and all dimensions, of 1 to 64 MB.
+_REDUCED = (
+    ("mean of squares, leading", "f32", 1024, 256),
+    ("mean of squares, leading", "bf16", 131_101, 256),
+    ("variance, leading", "f32", 65_537, 256),
+    ("variance, leading", "bf16", 16_411, 256),
+    ("sum of absolute values, middle", "f32", 8_192, 256),
+    ("mean of squares, middle", "bf16", 32_768, 256),
+    ("squared difference, all", "f32", 32_771, 256),
+    ("squared difference, all", "bf16", 16_411, 256),
+    ("sum of absolute values, all", "f32", 2_053, 512),
+    ("mean of squares, all", "bf16", 65_537, 512),
+    ("squared difference of neighbours", "f32", 65_536, 256),
+    ("squared difference of neighbours", "bf16", 65_536, 256),
+)
+REDUCTIONS = tuple(GridCase("reduction", "infer", dtype, rows, width, app=name) for name, dtype, rows, width in _REDUCED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +149,8 @@ _KIND_LEVELS = ("mlp",) * 8 + ("softmax", "pointwise")
 
 
 def draw(count: int, seed: int, limits: Limits | None = None) -> Sample:
-    """``count`` different cases: named ones first, then applications, then drawn ones; fewer where the limits admit no more."""
+    """``count`` different cases: named ones first, then applications and reductions, then drawn ones; fewer where the limits admit
+    no more."""
     limits = limits or Limits()
     rng = random.Random(seed)
     decks = {
@@ -146,7 +166,7 @@ def draw(count: int, seed: int, limits: Limits | None = None) -> Sample:
             "norm": (False, False, True),
         }.items()
     }
-    cases = dict.fromkeys((*NAMED, *APPLICATIONS))
+    cases = dict.fromkeys((*NAMED, *APPLICATIONS, *REDUCTIONS))
     too_large = 0
     for _ in range(50 * count):
         if len(cases) >= count:

@@ -41,8 +41,8 @@ class Problem:
 
 
 def make_problem(case: GridCase, seed: int = 0) -> Problem:
-    make = {"mlp": _mlp, "pointwise": _pointwise, "softmax": _softmax, "app": _app, "dlrm": _dlrm}[case.kind]
-    return make(case, np.random.default_rng(seed))
+    make = {"mlp": _mlp, "pointwise": _pointwise, "softmax": _softmax, "app": _app, "dlrm": _dlrm, "reduction": _reduction}
+    return make[case.kind](case, np.random.default_rng(seed))
 
 
 def row_error(got: Any, want: Any) -> float:
@@ -153,6 +153,31 @@ def _softmax(case: GridCase, rng: np.random.Generator) -> Problem:
         return jax.nn.softmax(x * temperature, axis=-1)
 
     return _problem(case, rng, softmax, 1 + _array(rng, case, case.width, scale=0.1))
+
+
+def _neighbours(x: jax.Array) -> jax.Array:
+    return jnp.sum((x[:, 1:] - x[:, :-1]) ** 2)
+
+
+# Of an array of blocks of ``_BLOCK`` rows, where the name has "middle" or "neighbours" in it.
+REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
+    "mean of squares, leading": lambda x: (x * x).mean(0),
+    "mean of squares, middle": lambda x: (x * x).mean(1),
+    "mean of squares, all": lambda x: (x * x).mean(),
+    "variance, leading": lambda x: x.var(0),
+    "sum of absolute values, middle": lambda x: jnp.abs(x).sum(1),
+    "sum of absolute values, all": lambda x: jnp.abs(x).sum(),
+    "squared difference, all": lambda x, y: jnp.sum((x - y) ** 2),
+    "squared difference of neighbours": _neighbours,
+}
+_BLOCK = 256
+
+
+def _reduction(case: GridCase, rng: np.random.Generator) -> Problem:
+    blocks = "middle" in case.app or "neighbours" in case.app
+    shape = (case.rows // _BLOCK, _BLOCK, case.width) if blocks else (case.rows, case.width)
+    count = 2 if case.app == "squared difference, all" else 1
+    return Problem(REDUCTIONS[case.app], tuple(_array(rng, case, *shape) for _ in range(count)), row_error, _TOLERANCE[case.dtype])
 
 
 def _app(case: GridCase, rng: np.random.Generator) -> Problem:

@@ -210,7 +210,7 @@ class _Search:
     def plan(self, graph: Graph, region: Region) -> Plan | str:
         """The plan of ``region``, or why it has none."""
         try:
-            if 2 * len(region.ops) > len(graph.ops):
+            if 2 * len(region.ops) > len(graph.ops) or self.target.is_planned_in_program(region, self.machine):
                 return self._plan(graph, region)  # there is no other like it
             own = isolated(graph, region)
             if own.key not in self.known:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from types import MappingProxyType
 
 from kitsune_jax.graph import Graph, Op
@@ -69,10 +69,10 @@ def _is_partly(op: Op) -> bool:
     return op.kind == "dynamic_slice" or OPS[op.kind].family == GATHER
 
 
-def kernels_of(cost: RegionCost, into: Mapping[int, int] = _NONE) -> list[Kernel]:
+def kernels_of(cost: RegionCost, into: Mapping[int, int] = _NONE, arrays: Collection[int] = ()) -> list[Kernel]:
     """The kernels, in order, each rooted at a value that is written to memory. ``into``: as ``folded_into`` says, of a target for
-    which that is known."""
-    written = _written(cost, into)
+    which that is known. ``arrays``: values that are written on such a target beside those that are on all of them."""
+    written = _written(cost, into).union(arrays)
     while True:
         kernels = [
             _kernel(cost, v, written, into)

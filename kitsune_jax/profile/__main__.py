@@ -91,7 +91,7 @@ def text(profile: Profile) -> str:
 def _agreement(profile: Profile) -> list[str]:
     if not profile.passes:
         return []
-    doubtful = f"; another one in each of them: {', '.join(profile.doubtful)}" if profile.doubtful else ", all numbers agree"
+    doubtful = f"; another one in each of them: {', '.join(dict(profile.doubtful))}" if profile.doubtful else ", all numbers agree"
     return [f"measured in {profile.passes} passes{doubtful}"]
 
 

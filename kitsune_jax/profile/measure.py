@@ -96,7 +96,7 @@ def _passes(workers: int, stop: threading.Event) -> Profile:
         l3=l3,
         numbers=numbers_of(numbers),
         passes=found.made,
-        doubtful=tuple(doubtful),
+        doubtful=numbers_of(doubtful),
     )
     share = _share(before, machine_info.ran_and_waited())
     if not _is_within(_KEPT, len(doubtful) / len(seconds), share):

@@ -43,7 +43,9 @@ with the whole machine.
 ``xla/uneven/tanh/<dtype>``            the same of rows of 16 that the threads cannot share out evenly, with a broadcast operand
 ``xla/gather/<1, 64>``                 a row of so many elements read by a random index; ``/far``: more, of a table in the L3
 ``xla/scatter/<1, 64>``                a row added by a random index
-``xla/reduce/<row or column>/<dtype>`` an element of a sum along the rows, or over them
+``xla/reduce/<which>/<dtype>``         an element of a sum over the trailing dimension (row), the leading one (column), the middle
+                                       one (middle) or all; ``xla/squares/``: of a sum of squares; ``xla/absolute/<dtype>``: of a
+                                       sum of absolute values over all dimensions
 =====================================  ============================================================================================
 """
 
@@ -55,7 +57,7 @@ import json
 import math
 from collections.abc import Mapping
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class Profile:
     ``name``: how ``explain`` and ``KITSUNE_PROFILE`` call it. ``cpu``: the processor, for people. ``isa``: the kernel table.
     ``workers``: threads a plan may count on. ``l1``, ``l2``, ``l3``: bytes of a core's data cache and second level, and of the last
     level. ``numbers``: seconds by name, in ascending order of the names. ``passes``: over all numbers, in which they were measured,
-    or 0 where this is not known. ``doubtful``: names of what took other times in all of them, in ascending order.
+    or 0 where this is not known. ``doubtful``: names of what took other times in all of them, in ascending order, and their
+    spreads: how many times as long the second fastest measurement took as the fastest, which is the number.
     """
 
     name: str
@@ -77,12 +80,15 @@ class Profile:
     l3: int
     numbers: tuple[tuple[str, float], ...]
     passes: int = 0
-    doubtful: tuple[str, ...] = ()
+    doubtful: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         for key, seconds in self.numbers:
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ValueError(f"profile {self.name!r}: {key} is {seconds}, not a positive number of seconds")
+        for key, spread in self.doubtful:
+            if not (math.isfinite(spread) and spread >= 1):
+                raise ValueError(f"profile {self.name!r}: the spread of {key} is {spread}, not a number from 1 on")
 
     def seconds(self, key: str) -> float:
         """The number called ``key``. Raises ``KeyError``."""
@@ -100,7 +106,8 @@ class Profile:
         True
         """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return json.dumps({"format": FORMAT, **fields, "numbers": dict(self.numbers)}, indent=1) + "\n"
+        pairs = {"numbers": dict(self.numbers), "doubtful": dict(self.doubtful)}
+        return json.dumps({"format": FORMAT, **fields, **pairs}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Profile:
@@ -110,7 +117,7 @@ class Profile:
             if data.pop("format") != FORMAT:
                 raise ValueError("it is of another format")
             numbers = numbers_of(data.pop("numbers"))
-            profile = Profile(numbers=numbers, doubtful=tuple(map(str, data.pop("doubtful"))), **data)
+            profile = Profile(numbers=numbers, doubtful=numbers_of(data.pop("doubtful")), **data)
             sizes = (profile.workers, profile.l1, profile.l2, profile.l3)
             if type(profile.passes) is not int or not all(type(n) is int and n > 0 for n in sizes):
                 raise ValueError("cores and caches are positive integers, passes an integer")
@@ -122,6 +129,16 @@ class Profile:
 def numbers_of(numbers: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     """As ``Profile.numbers`` has them, to six digits: more would only look like knowledge."""
     return tuple(sorted((str(k), float(f"{float(v):.6g}")) for k, v in numbers.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def with_least_times_of_xla(profile: Profile) -> Profile:
+    """``profile`` with XLA's doubtful numbers as low as their spreads say: a pipeline that wins by such a number may lose."""
+    doubtful = dict(profile.doubtful)
+    if not any(key.startswith("xla/") for key in doubtful):
+        return profile
+    least = {key: seconds / doubtful.get(key, 1.0) if key.startswith("xla/") else seconds for key, seconds in profile.numbers}
+    return dataclasses.replace(profile, numbers=numbers_of(least))
 
 
 @functools.lru_cache(maxsize=64)

@@ -113,10 +113,18 @@ class Passes:
             found[key] = clean[0] if clean else min(r.seconds * self._best / r.reference for r in repetitions)
         return found
 
-    def doubtful(self) -> list[str]:
-        """The names of what took another time at every clean repetition."""
-        clean = {key: self._clean(key) for key in self._found}
-        return sorted(key for key, seconds in clean.items() if len(seconds) < 2 or seconds[1] > DOUBTFUL * seconds[0])
+    def doubtful(self) -> dict[str, float]:
+        """What took another time at every clean repetition, in ascending order of the names, and how many times as long the second
+        fastest repetition took as the fastest; of all repetitions, where fewer than two were clean."""
+        found = {}
+        for key in sorted(self._found):
+            clean = self._clean(key)
+            if len(clean) < 2:
+                every = sorted(r.seconds for r in self._found[key])
+                found[key] = max(DOUBTFUL, every[1] / every[0] if len(every) > 1 else DOUBTFUL)
+            elif clean[1] > DOUBTFUL * clean[0]:
+                found[key] = clean[1] / clean[0]
+        return found
 
     def _clean(self, key: str) -> list[float]:
         found = self._found.get(key, ())

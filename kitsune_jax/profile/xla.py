@@ -42,6 +42,13 @@ _BATCHED = (512, 16, 64, 16)  # products of m x k and k x n: what interactions o
 _LOOP = (2003, 128)
 _NEAR = (331, 96)  # too little for more than one thread
 _REDUCED = (1009, 256)
+# The same, over which dimension: of the whole machine the library makes all of them tile by tile, at rates of their own.
+_REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "row": (_REDUCED, (1,)),
+    "column": (_REDUCED, (0,)),
+    "middle": ((17, 59, 256), (1,)),
+    "all": (_REDUCED, (0, 1)),
+}
 # (indices, rows of the table, width). A table of 16 MB is in the last level.
 _INDEXED = ((65521, 4096, 1), (16381, 1024, 64))
 _FAR = (32749, 65536, 64)
@@ -256,12 +263,16 @@ def _programs(workers: int) -> Iterator[_Program]:
             yield _Program(f"xla/dot_t/{dtype}/{rows}x{k}x{n}", _dot_transposed, (((rows, k), dtype), ((n, k), dtype)))
         for rows, k, n in _GRADIENTS:
             yield _Program(f"xla/outer/{dtype}/{rows}x{k}x{n}", _outer, (((rows, k), dtype), ((rows, n), dtype)))
-        for which, axis in (("row", 1), ("column", 0)):
-            size = float(np.prod(_REDUCED))
-            yield _Program(f"xla/reduce/{which}/{dtype}", _sum(axis), ((_REDUCED, dtype),), size)
     for dtype, names in ((f32, tuple(LOOPS)), ("bfloat16", _NARROW_LOOPS), ("float16", _NARROW_LOOPS)):
         uneven = ((_UNEVEN, dtype), (_UNEVEN[1:], dtype))
         yield _Program(f"xla/uneven/tanh/{dtype}", LOOPS["tanh"], uneven, float(np.prod(_UNEVEN)))
+        for which, (shape, axes) in _REDUCTIONS.items():
+            size = float(np.prod(shape))
+            yield _Program(f"xla/reduce/{which}/{dtype}", _sum(axes), ((shape, dtype),), size)
+            if dtype != "float16":  # of which the library computes nothing but the sum
+                yield _Program(f"xla/squares/{which}/{dtype}", _sum(axes, lambda x: x * x), ((shape, dtype),), size)
+        if dtype != "float16":
+            yield _Program(f"xla/absolute/{dtype}", _sum((0, 1), lax.abs), ((_REDUCED, dtype),), float(np.prod(_REDUCED)))
         for name in ("move", "tanh"):
             yield _Program(f"xla/near/{name}/{dtype}", LOOPS[name], ((_NEAR, dtype),) * 2, float(np.prod(_NEAR)))
         for name in names:
@@ -347,5 +358,5 @@ def _chain(x: Any, w: Any) -> Any:
     return x
 
 
-def _sum(axis: int) -> Function:
-    return lambda x: x.sum(axis)
+def _sum(axes: tuple[int, ...], of: Function = lambda x: x) -> Function:
+    return lambda x: of(x).sum(axes)

@@ -83,6 +83,10 @@ class Target(abc.ABC, Generic[M]):
         of a loop that XLA runs."""
         return machine
 
+    def is_planned_in_program(self, region: Region, machine: M) -> bool:
+        """Does the plan of ``region`` depend on what reads its results? Such a region has no plan as a graph of its own."""
+        return False
+
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: M) -> float:
         """Modelled seconds of ``ops`` where XLA runs them. Asked where ``splits_reductions`` or ``streams_elements``."""
         return 0.0

@@ -427,10 +427,10 @@ def test_wide_folds_by_index_alone_are_taken_from_the_one_thread_that_xla_has_fo
 
 
 def test_sums_over_rows_of_what_is_computed_take_xla_one_thread():
-    """XLA shares out the sum of an array over its rows; of a product that it computes meanwhile it does not."""
+    """XLA shares out the sum of an array of integers over its rows; of a product that it computes meanwhile it does not."""
 
     def modelled(computed: bool) -> float:
-        net = Net(131_101)
+        net = Net(131_101, dtype="int32")
         x, y = net.input(net.rows, 64), net.input(net.rows, 64)
         summed = net.op("mul", (x, y), (net.rows, 64)) if computed else x
         return baseline(cost_of(*net.done(net.op("reduce_sum", (summed,), (64,), axes=(0,))), CPU))[0]

@@ -26,15 +26,18 @@ from benchmarks.grid_cases import (
     APPLICATIONS,
     DEPTHS,
     DTYPES,
+    ITEM_BYTES,
     KINDS,
     MODES,
     NAMED,
+    REDUCTIONS,
     ROWS,
     WIDTHS,
     GridCase,
     Limits,
     draw,
 )
+from benchmarks.grid_functions import REDUCTIONS as REDUCED
 from benchmarks.grid_functions import make_problem, row_error, update_error
 
 SELECT = importlib.import_module("kitsune_jax.regions.select")  # of the package, ``select`` is the function
@@ -45,21 +48,27 @@ SMALL = GridCase("mlp", "infer", "f32", 509, 32, 2, "relu")
 
 
 def test_equal_arguments_draw_the_equal_sample() -> None:
-    assert draw(120, 3) == draw(120, 3)
-    assert draw(120, 3) != draw(120, 4)
-    assert draw(60, 3).cases == draw(120, 3).cases[:60]
+    assert draw(grid.CASES, 3) == draw(grid.CASES, 3)
+    assert draw(grid.CASES, 3) != draw(grid.CASES, 4)
+    assert draw(60, 3).cases == draw(grid.CASES, 3).cases[:60]
 
 
-def test_named_cases_and_applications_are_always_in_it() -> None:
-    cases = draw(120, 0).cases
+def test_named_cases_applications_and_reductions_are_always_in_it() -> None:
+    cases = draw(grid.CASES, 0).cases
     assert cases[: len(NAMED)] == NAMED
-    assert set(APPLICATIONS) <= set(cases)
-    assert len(cases) == len(set(cases)) == 120
-    assert len({c.label for c in cases}) == 120
+    assert {*APPLICATIONS, *REDUCTIONS} <= set(cases)
+    assert len(cases) == len(set(cases)) == grid.CASES
+    assert len({c.label for c in cases}) == grid.CASES
+
+
+def test_reductions_are_of_one_to_64_megabytes() -> None:
+    assert len(REDUCTIONS) == 12
+    sizes = [case.rows * case.width * ITEM_BYTES[case.dtype] for case in REDUCTIONS]
+    assert all(1 << 20 <= size <= 65 << 20 for size in sizes)
 
 
 def test_every_level_of_every_factor_is_drawn() -> None:
-    drawn = draw(400, 0, Limits(float("inf"), 1 << 60)).cases[len(NAMED) + len(APPLICATIONS) :]
+    drawn = draw(400, 0, Limits(float("inf"), 1 << 60)).cases[len((*NAMED, *APPLICATIONS, *REDUCTIONS)) :]
     mlps = [c for c in drawn if c.kind == "mlp"]
     for name, levels in {
         "width": WIDTHS,
@@ -81,13 +90,13 @@ def test_every_level_of_every_factor_is_drawn() -> None:
 
 def test_limits_leave_out_large_cases_and_count_them() -> None:
     limits = Limits(flops=1e9, memory=32 << 20)
-    sample = draw(120, 0, limits)
+    sample = draw(grid.CASES, 0, limits)
     assert sample.too_large > 10
-    assert all(limits.admit(c) for c in sample.cases if c not in (*NAMED, *APPLICATIONS))
+    assert all(limits.admit(c) for c in sample.cases if c not in (*NAMED, *APPLICATIONS, *REDUCTIONS))
 
 
 def test_impossible_limits_end() -> None:
-    assert len(draw(120, 0, Limits(flops=0)).cases) == len(NAMED) + len(APPLICATIONS)
+    assert len(draw(grid.CASES, 0, Limits(flops=0)).cases) == len((*NAMED, *APPLICATIONS, *REDUCTIONS))
 
 
 def test_work_and_memory_are_counted() -> None:
@@ -100,10 +109,10 @@ def test_work_and_memory_are_counted() -> None:
 # --- the functions
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), [(k, m) for k in KINDS for m in MODES if (k, m) != ("reduction", "train")])
 def test_every_kind_has_a_function(kind: str, mode: str) -> None:
-    case = GridCase(kind, mode, "f32", 37, 24, 2, "silu", kind == "mlp", app="mgn" if kind == "app" else "")
+    app = {"app": "mgn", "reduction": "variance, leading"}.get(kind, "")
+    case = GridCase(kind, mode, "f32", 37, 24, 2, "silu", kind == "mlp", app=app)
     problem = make_problem(case)
     got = jax.eval_shape(problem.function, *problem.args)
     assert jax.tree.leaves(got)
@@ -122,6 +131,23 @@ def test_an_mlp_is_what_its_case_says() -> None:
             h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-5) * weights["gain"] + weights["bias"]
         h = np.maximum(h @ weights["w"] + weights["b"], 0)
     np.testing.assert_allclose(problem.function(*problem.args), h, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(REDUCED))
+def test_a_reduction_is_what_its_name_says(name: str) -> None:
+    problem = make_problem(GridCase("reduction", "infer", "f32", 512, 24, app=name))
+    x, *others = (np.asarray(a, np.float64) for a in problem.args)
+    what, _, dimension = name.partition(", ")
+    axes = {"leading": 0, "middle": 1}.get(dimension)
+    of = {
+        "mean of squares": lambda: np.mean(x**2, axes),
+        "variance": lambda: np.var(x, axes),
+        "sum of absolute values": lambda: np.sum(abs(x), axes),
+        "squared difference": lambda: np.sum((x - others[0]) ** 2),
+        "squared difference of neighbours": lambda: np.sum(np.diff(x, axis=1) ** 2),
+    }
+    assert x.ndim == (3 if dimension in ("middle", "") else 2)
+    np.testing.assert_allclose(problem.function(*problem.args), of[what](), rtol=1e-4)
 
 
 def test_a_training_step_goes_down() -> None:
@@ -417,7 +443,7 @@ def test_where_jax_jit_is_wrong_the_pipeline_is_not_blamed(monkeypatch: pytest.M
 
 
 def test_the_command_line_measures_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--only", "softmax", "--cases", "44", "--dtype", "f32", "--seconds", "0.05", "--results", str(tmp_path)]
+    options = ["--only", "softmax", "--cases", "56", "--dtype", "f32", "--seconds", "0.05", "--results", str(tmp_path)]
     assert main(["grid", *options]) == 0
     told = capsys.readouterr().out
     assert "geometric mean" in told

@@ -50,6 +50,9 @@ class _Cpu(Target[CpuMachine]):
     def as_found_by(self, graph: Graph, machine: CpuMachine, body: bool) -> CpuMachine:
         return xla_times.as_found_by(graph, machine, body)
 
+    def is_planned_in_program(self, region: Region, machine: CpuMachine) -> bool:
+        return not machine.unwritten.isdisjoint(region.outputs)
+
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: CpuMachine) -> float:
         return xla_times.of_ops(graph, ops, machine)
 

@@ -13,7 +13,7 @@ from kitsune_jax.ops.rounding import Rounding
 from kitsune_jax.planning.machine import KIB, MIB, Machine, Place
 from kitsune_jax.profile import rounding, shipped, store
 from kitsune_jax.profile.kernels import TILE
-from kitsune_jax.profile.model import Profile
+from kitsune_jax.profile.model import Profile, with_least_times_of_xla
 from kitsune_jax.targets.cpu.planning.xla_loops import Steps
 from kitsune_jax.targets.cpu.planning.xla_program import Handed
 from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels
@@ -38,7 +38,8 @@ class CpuMachine(Machine):
     """``fault_bandwidth``: of the first touch of fresh pages, all workers together; ``huge_fault_bandwidth``: of huge pages, which
     a pipeline asks for. ``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``profile``: what all times are made
     of. ``rounding``: where 16-bit results are rounded, as XLA does. ``steps``: the regions are parts of a step of a loop that XLA
-    runs, and so it runs that. ``row_kernels``: those of the program that the regions are parts of. ``handed``: whether XLA hands it to another thread.
+    runs, and so it runs that. ``row_kernels``: those of the program that the regions are parts of. ``handed``: whether XLA hands it
+    to another thread. ``unwritten``: the values of it that XLA never has in memory.
     """
 
     fault_bandwidth: float
@@ -49,6 +50,7 @@ class CpuMachine(Machine):
     steps: Steps | None = None
     row_kernels: RowKernels = RowKernels()
     handed: Handed = Handed()
+    unwritten: frozenset[int] = frozenset()
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,6 +89,14 @@ def cpu_of(profile: Profile, rounds: Rounding = rounding.KNOWN) -> CpuMachine:
         profile=profile,
         rounding=rounds,
     )
+
+
+def least_times_of_xla(machine: CpuMachine) -> CpuMachine:
+    """``machine`` with XLA's doubtful numbers as low as they may be; itself where none of them is doubtful."""
+    profile = with_least_times_of_xla(machine.profile)
+    if profile is machine.profile:
+        return machine
+    return dataclasses.replace(machine, profile=profile, kernel_seconds=profile.seconds("xla/kernel"))
 
 
 def cpu_model(name: str) -> CpuMachine:

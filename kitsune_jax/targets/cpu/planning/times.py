@@ -306,9 +306,16 @@ class CpuTimes:
         beyond = [self[f"xla/loop/arithmetic/{d}"] - self[f"xla/loop/move/{d}"] for d in (dtype, "float32")]
         return _BESIDE * self.profile.workers * max(0.0, beyond[0] - beyond[1]) / ARITHMETIC
 
-    def xla_reduce(self, dtype: str, over_rows: bool) -> float:
-        dtype = dtype if f"xla/reduce/row/{dtype}" in self._numbers else "float32"
-        return self[f"xla/reduce/{'column' if over_rows else 'row'}/{dtype}"]
+    def xla_reduce(self, dtype: str, dimensions: str, squares: bool = False) -> float:
+        """An element of a sum over ``dimensions`` ("row", "column", "middle" or "all"), or of a sum of squares."""
+        what = f"xla/{'squares' if squares else 'reduce'}/{dimensions}"
+        return self._numbers.get(f"{what}/{dtype}", self[f"{what}/float32"])
+
+    def xla_pass(self, dtype: str) -> float:
+        """An element of an operation that XLA's library computes in front of a sum."""
+        dtype = dtype if dtype == "bfloat16" else "float32"
+        absolute, plain = self[f"xla/absolute/{dtype}"], self[f"xla/reduce/all/{dtype}"]
+        return max(absolute - plain, 0.1 * plain)
 
 
 def _float(dtype: str) -> str:

@@ -23,7 +23,7 @@ _CALLED_SECONDS, _CALLED_PER_TERM, _TINY_SECONDS = 250e-9, 0.0155e-9, 600e-9
 _KERNEL_SECONDS = 80e-9
 _TINY_COLUMNS, _TINY_ROWS, _LEAST_COLUMNS = 8, 8, 4
 # What the library reduces.
-_REDUCTIONS, _FLOATS, _REDUCED = ("reduce_sum", "reduce_max", "reduce_min"), ("float32", "bfloat16", "float16"), 4096
+_REDUCTIONS, _FLOATS, _REDUCED = ("reduce_sum", "reduce_max", "reduce_min"), ("float32", "bfloat16", "float16", "float64"), 4096
 # Of the last two dimensions of an array in a compiled loop: from 64 numbers on either is vectorised, the one before the last one
 # also where eight divide it. exp of [16, o, n] took 0.4 to 0.8 ns an element with o x n of 8 x 4, 16 x 6, 64 x 15, 24 x 4, 65 x 4
 # and 6 x 64, and 3.9 to 4.7 with 6 x 4, 12 x 4, 10 x 4, 6 x 24 and 7 x 33, broadcast or not; 1.2 and 1.3 with 20 x 4 and 4 x 4.
@@ -61,6 +61,14 @@ def _calls_library(body: Graph) -> bool:
     return any(_calls_library(op.body) if op.body is not None else _from_library(body, op) for op in body.ops)
 
 
+def reduces_in_library(graph: Graph, op: Op) -> bool:
+    """Does XLA hand ``op``, a reduction, to its library?"""
+    if op.kind not in _REDUCTIONS:
+        return False
+    value = graph.values[op.inputs[0]]
+    return value.dtype in _FLOATS and value.size >= _REDUCED
+
+
 def _from_library(graph: Graph, op: Op) -> bool:
     """Which ops XLA hands on, as its programs for some 200 shapes say: what no library is for becomes loops.
 
@@ -68,9 +76,8 @@ def _from_library(graph: Graph, op: Op) -> bool:
     first operand lie as they are (a weight gradient's do not). Eigen takes the other products that sum up 4 numbers or more and
     have 4 rows or columns or more. No library has products of vectors.
     """
-    if op.kind in _REDUCTIONS:
-        value = graph.values[op.inputs[0]]
-        return value.dtype in _FLOATS and value.size >= _REDUCED
+    if reduces_in_library(graph, op):
+        return True
     if op.kind != "dot_general":
         return False
     m, k, n, _ = sizes(graph, op)
