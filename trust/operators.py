@@ -144,7 +144,7 @@ def _compensated(c: Context, v: Array, u: Array) -> Any:
         lambda: (total, b - part),  # Fast2Sum
         lambda: a - jnp.floor(a / (b * b + 1)) * (b * b + 1),
         lambda: a * b - jnp.maximum(a, b) * jnp.minimum(a, b) + a,
-        lambda: jnp.where(total > a, total - b, a * b) - a / 3,
+        lambda: jnp.where(total > a, total - b, a * b) - a * 0.3,
         lambda: jnp.sqrt(a * a + b * b + 0.5) - jnp.abs(a),
         lambda: ((a * 0.3 + 0.7) * a - b) * 1.1 - a,
     )()
