@@ -165,6 +165,15 @@ inline void test_tiles_activations() {
   }
 }
 
+// Sums that are rounded, as on every other table.
+inline void test_tiles_round() {
+  for (const KernelTable* kt : tables_with_tiles()) {
+    set_kernels(kt);
+    test_gemm_rounds();
+  }
+  set_kernels(nullptr);
+}
+
 inline void test_tiles_choice() {
   for (const KernelTable* kt : tables_with_tiles()) {
     auto panel = [&](DType t, Product p, int64_t M, int64_t N, int64_t K) { return kt->panel_for(t, p, {M, N, K}); };
@@ -214,6 +223,7 @@ inline void test_tiles() {
   test_tiles_agree();
   test_tiles_denormals();
   test_tiles_activations();
+  test_tiles_round();
   test_tiles_choice();
   test_tiles_are_configured_once();
 }

@@ -83,6 +83,12 @@ def check_call(program: Program, plans: Sequence[Plan], name: str) -> str | None
     return None
 
 
+def source(program: Program, plans: Sequence[Plan], name: str) -> str:
+    """The C++ source of the kernel for ``program``, whose parts are arranged as ``plans`` say. Compiles nothing; raises
+    ``CannotLower``."""
+    return _kernel(program, tuple(plans), name).source
+
+
 def together(program: Program, plans: Sequence[Plan]) -> tuple[Plan, ...] | str:
     """``plans`` of the parts of ``program`` as parts of one kernel, with as many lanes as all can have; or why there is none."""
     first, reason = plans[0].lanes, ""

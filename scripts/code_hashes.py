@@ -1,0 +1,139 @@
+"""Hashes of all generated code: a change that should not change any shows here whether it did.
+
+    python -m scripts.code_hashes write before.json      # at the commit to compare with; a quarter of an hour
+    python -m scripts.code_hashes compare before.json    # exit status 1, and the names, where a hash is another one
+    python -m scripts.code_hashes compare before.json --match 'cuda/nerf|cpu/amx-2'
+
+Comes in: every kernel family of the tests under every arrangement of the CUDA target, and every function of the grid of benchmarks
+planned for every family of CPUs. Goes out: the SHA-256 of each CUDA source and of each CPU program, by name, as JSON. Nothing is
+compiled and nothing runs, so neither a GPU nor the instruction sets are needed. Rows are cut to a few thousand: their number
+changes how tiles are shared out, not the code of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_ROWS, _FAMILY_ROWS = 2003, 257
+_TITLE = "region"  # of all programs: the usual one names a line of the user's source
+CPUS = tuple(f"{name}-2" for name in ("generic", "avx2", "avx512", "avx512bf16", "amx", "neon", "neonbf16"))
+
+Code = tuple[str, Callable[[], dict[str, bytes]]]  # a name, and what makes the code whose names begin with it
+
+
+def everything() -> Iterator[Code]:
+    yield from _cuda_families()
+    yield from _cpu_programs()
+
+
+def _cuda_families() -> Iterator[Code]:
+    from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
+    from tests.support.cuda_cases import FAMILIES
+    from tests.support.cuda_recurrent_cases import RECURRENT
+    from tests.support.cuda_training_cases import TRAINING
+
+    batched = {**ATTENTION, **ATTENTION_GRADIENTS}
+    for name, family in {**batched, **FAMILIES, **TRAINING, **RECURRENT}.items():
+        for dtype in family.dtypes:
+            yield f"cuda/{name}/{dtype}", functools.partial(_sources, family, dtype, name in batched)
+
+
+def _sources(family: Any, dtype: str, batches: bool) -> dict[str, bytes]:
+    """The sources of a family, by its arrangements."""
+    from kitsune_jax.program import Program
+    from kitsune_jax.targets.cuda import lower
+    from tests.support.cuda_run import arrangements, subject
+
+    of = subject(family.function, *family.arguments(_FAMILY_ROWS, dtype), batches=batches)
+    found = {}
+    for name, plan in arrangements(of).items():
+        found[name] = lower.source(Program.of(of.program(plan)), (plan,), _TITLE).encode()
+    return found
+
+
+def _cpu_programs() -> Iterator[Code]:
+    from benchmarks.grid_cases import draw
+
+    for case in draw(132, 0).cases:
+        cut = dataclasses.replace(case, rows=min(case.rows, _ROWS))
+        yield f"cpu/{cut.label}", functools.partial(_words, cut)
+
+
+def _words(case: Any) -> dict[str, bytes]:
+    """The CPU programs of a function of the grid, by the CPU that they are planned for and their number."""
+    import jax
+
+    from benchmarks.grid_functions import make_problem
+    from kitsune_jax import lowering
+    from kitsune_jax.options import Options
+    from kitsune_jax.targets import cpu
+    from kitsune_jax.targets.cpu.bytecode import Products
+
+    problem, found = make_problem(case), {}
+    jaxpr = jax.make_jaxpr(problem.function)(*problem.args)
+    for device in CPUS:
+        _, routed, _ = lowering.captured_and_settled(jaxpr, lambda body: body, "cpu", Options(force=True), device, code=False)
+        for k, region in enumerate(routed.regions):
+            products = [Products(*phase.plan.products) for phase in region.phases]
+            found[f"{device}/{k}"] = cpu.generate(region.program, _TITLE, products).tobytes()
+    return found
+
+
+def hashes(wanted: Sequence[Code]) -> dict[str, str]:
+    """name -> SHA-256 of all code that ``wanted`` makes; or why there is none."""
+    found: dict[str, str] = {}
+    for k, (name, make) in enumerate(wanted, 1):
+        print(f"{k} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
+        try:
+            code = make()
+        except Exception as error:  # that there is no code is a result to be compared, too
+            found[name] = f"{type(error).__name__}: {error}"
+            continue
+        found |= {f"{name}/{part}": hashlib.sha256(text).hexdigest() for part, text in code.items()}
+    return found
+
+
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """A line for each name that is gone, new, or has another hash.
+
+    >>> differences({"a": "1", "b": "2"}, {"b": "3", "c": "4"})
+    ['gone: a', 'changed: b', 'new: c']
+    """
+    words = {name: "gone" for name in before.keys() - after.keys()} | {name: "new" for name in after.keys() - before.keys()}
+    words |= {name: "changed" for name in before.keys() & after.keys() if before[name] != after[name]}
+    return [f"{words[name]}: {name}" for name in sorted(words)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.code_hashes", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("write", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--match", default="", help="a regular expression: only families and functions whose name it finds")
+    args = parser.parse_args(arguments)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    before: dict[str, str] = json.loads(args.file.read_text()) if args.what == "compare" else {}
+    wanted = [(name, make) for name, make in everything() if re.search(args.match, name)]
+    found = hashes(wanted)
+    if args.what == "write":
+        args.file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        print(f"{len(found)} hashes in {args.file}")
+        return 0
+    names = tuple(f"{name}/" for name, _ in wanted)
+    before = {name: h for name, h in before.items() if f"{name}/".startswith(names)}
+    lines = differences(before, found)
+    print("\n".join([*lines, f"{len(lines)} of {len(before.keys() | found.keys())} differ"]))
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
