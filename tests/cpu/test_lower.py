@@ -265,12 +265,14 @@ def test_explicit_rounding_to_bf16_is_kept() -> None:
     assert kinds(t.program()) == ["Vector"]
 
 
-def test_bf16_is_computed_in_float32() -> None:
+def test_every_result_of_bf16_is_rounded() -> None:
     t = Tiles((6,), 4)
     x = t.load((6, 3), "bfloat16", ROW)
     t.store(t.op("sub", t.op("add", x, t.literal(256.0, "bfloat16")), t.literal(256.0, "bfloat16")), (6, 3), ROW)
     a = array(6, 3, dtype=BF16)
-    close(run(t.program(), a)[0], a, 1e-2)
+    rounded = (a.astype(np.float32) + 256).astype(BF16)
+    assert np.any(rounded.astype(np.float32) - 256 != a.astype(np.float32))
+    close(run(t.program(), a)[0], (rounded.astype(np.float32) - 256).astype(BF16), 0)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])

@@ -69,21 +69,29 @@ def pipelined_as_a_whole(**options: Any) -> ValueAndGrad:
 WAYS = {"network": network_pipelined, "whole": pipelined_as_a_whole}
 
 
-def agree(got: Any, want: Any, tolerance: float) -> None:
-    """Same tree and shapes; each array within ``tolerance`` of its largest value."""
+def agree(got: Any, want: Any, tolerance: float, beside: Any = None) -> None:
+    """Same tree and shapes; each array within ``tolerance`` of its largest value, or as near as that of ``beside``."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    others = jax.tree.leaves(want if beside is None else beside)
+    for (path, a), b, other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), others, strict=True):
         assert np.shape(a) == np.shape(b)
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        error = np.max(np.abs(a - b), initial=0) / max(np.max(np.abs(b), initial=0), 1e-3)
-        assert error <= tolerance, f"{jax.tree_util.keystr(path)} is off by {error:.2e} of its largest value"
+        error, usual = (_error(x, b) for x in (a, other))
+        assert error <= max(tolerance, 1.25 * usual), f"{jax.tree_util.keystr(path)} is off by {error:.2e} of its largest value"
+
+
+def _error(got: Any, want: Any) -> float:
+    """The largest error of an array, relative to its largest value."""
+    a, b = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.max(np.abs(a - b), initial=0) / max(np.max(np.abs(b), initial=0), 1e-3))
 
 
 def check(program: Callable[[ValueAndGrad], Any], way: str, args: Any, tolerance: float, **jit: Any) -> None:
     want = in_float64(program(plain()), *args)
     compiled = jax.jit(program(WAYS[way]()), **jit).lower(*args).compile()
     assert count(compiled.as_text()) > 0, "nothing was pipelined"
-    agree(compiled(*args), want, tolerance)
+    # In 16 bits some sums of three terms are what rounding leaves of them, with jit as well.
+    beside = jax.jit(program(plain()), **jit)(*args) if tolerance == TOLERANCE["bfloat16"] else None
+    agree(compiled(*args), want, tolerance, beside)
 
 
 # --- programs: a value and gradient in, a function of (parameters, inputs, targets) out ------------------------------------------

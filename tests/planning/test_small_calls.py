@@ -85,7 +85,7 @@ def test_small_updates_of_many_parameters_share_the_threads_of_xla(monkeypatch: 
     on each of them."""
     monkeypatch.setenv("KITSUNE_PROFILE", "amx-2")
     p, g = (jnp.asarray(a, jnp.bfloat16) for a in _arrays((256, 256), (256, 256)))
-    updates = kj.pipeline(lambda ps, gs: [p - 0.1 * g for p, g in zip(ps, gs, strict=True)])
+    updates = kj.pipeline(lambda ps, gs: [p - 0.5 * g for p, g in zip(ps, gs, strict=True)])
     assert kj.explain(updates)([p], [g]).ops_pipelined == 2
     assert kj.explain(updates)([p + k for k in range(8)], [g] * 8).ops_pipelined == 0
 

@@ -191,7 +191,7 @@ class _Machine(OnlineSums):
         if x.bias >= 0:
             bias = self.preps[x.bias]
             assert bias.shape == (w.shape[2],) and bias.dtype == wide
-            y = (y + bias).astype(narrow).astype(wide)
+            y = y + bias if narrow == np.float32 else (y + bias).astype(narrow).astype(wide)
         out = bc.Operand(x.out.ref, x.out.row_stride, (*x.out.strides, 1))
         if x.adds:
             y = y + self._read(out, (x.batch, w.shape[2]), x.row_multiple)
