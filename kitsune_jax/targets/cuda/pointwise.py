@@ -1,7 +1,8 @@
 """What a pointwise operator is in CUDA C++, element by element.
 
 Comes in: the operator, the C++ types of its operands. Goes out: an expression over them. Floats of 16 bits are computed in float,
-and a value is rounded to its dtype where it leaves a loop (``print_loops.py``).
+and a value is rounded to its dtype where it leaves a loop (``print_loops.py``), and before if another operator reads its digits
+(``rounding.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 def convert(value: str, old: str, new: str) -> str:
     """``value`` of C++ type ``old`` as ``new``.
 
-    A float is not rounded to 16 bits on the way to another operator: XLA leaves such roundings out as well (its
-    ``xla_allow_excess_precision``, on by default), and a value is rounded where it is kept or stored.
+    A float that becomes one of 16 bits is not rounded here: XLA leaves such a conversion out where a conversion back follows (its
+    ``xla_allow_excess_precision``, on by default). ``rounded`` rounds it, where an operator of 16 bits reads it.
     """
     if old == new:
         return value
