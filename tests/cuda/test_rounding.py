@@ -193,3 +193,23 @@ def test_a_loop_over_blocks_keeps_digits_and_one_over_steps_does_not(size: int) 
         loop.next(t.op("add", loop.carries[0], scaled))
     t.store(loop.results[0], (ROWS, size, 3), ((0,), (), ()))
     assert (scaled in rounded_results(t.program())) == (size == 1)
+
+
+@pytest.mark.parametrize("kind, rounds", [("mul", True), ("tanh", False)])
+def test_elementary_functions_in_a_loop_are_not_rounded(kind: str, rounds: bool) -> None:
+    t = Tiles((ROWS,), 64)
+    with t.loop(8, t.load((ROWS, 3), "bfloat16", ROW)) as loop:
+        (x,) = loop.carries
+        found = t.op("mul", x, x) if kind == "mul" else t.op("tanh", x)
+        loop.next(t.op("add", x, found))
+    t.store(loop.results[0], (ROWS, 3), ROW)
+    assert (found in rounded_results(t.program())) == rounds
+
+
+def test_the_sum_of_two_products_is_rounded_behind_its_bias() -> None:
+    t = Tiles((ROWS,), 64)
+    x, w = t.load((ROWS, 16), "bfloat16", ROW), t.load((16, 8), "bfloat16")
+    bias = t.broadcast(t.load((8,), "bfloat16"), (8,), (1,))
+    biased = t.op("add", t.op("add", t.matmul(x, w), t.matmul(x, w)), bias)
+    t.store(t.op("tanh", biased), (ROWS, 8), ROW)
+    assert rounded_results(t.program()) == {biased}

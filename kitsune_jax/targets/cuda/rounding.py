@@ -31,9 +31,11 @@ def rounded_results(program: TileProgram, elsewhere: Collection[Instr] = ()) -> 
     sum or a conversion to a wider float reads them, through whatever hands them on. ``elsewhere``: sums that are made of values
     which have been kept.
 
-    Not rounded are, as the libraries that XLA calls do not round them either, the sums of a product on their way to a bias; what a
-    loop over blocks makes (the scores and exponentials of an attention); what is computed of the largest scores of a segment, to
-    which an online sum scales its rows; and a float that is converted to 16 bits and back right away.
+    Not rounded are, as the libraries that XLA calls do not round them either, the sums of a product on their way to a bias, or to
+    the sums of another product (``summed_products.py`` makes one product of both where it can); what a loop over blocks makes (the
+    scores and exponentials of an attention); what is computed of the largest scores of a segment, to which an online sum scales its
+    rows; and a float that is converted to 16 bits and back right away. An elementary function in a step of a loop is not rounded
+    for lack of registers: an LSTM of 64 in bfloat16 would spill 372 bytes a thread instead of 296 (NVRTC 13.0).
     """
     body = [i for stage in program.stages for i in walk(stage.body)]
     if not any(program.values[v].dtype in NARROW for i in body for v in i.outputs):
@@ -47,7 +49,7 @@ def rounded_results(program: TileProgram, elsewhere: Collection[Instr] = ()) -> 
             read.update(i.inputs)
     by_operators = _behind(program, body, read)
     by_all = by_operators | _behind(program, body, widened)
-    unrounded = _of_blocks(body) | _of_largest_scores(body)
+    unrounded = _of_blocks(body) | _of_largest_scores(body) | _of_products(body) | _of_functions_in_loops(body)
     found = set[int]()
     for i in body:
         if i.kind in SAME_DIGITS or i.kind not in OPS or OPS[i.kind].family not in _ROUNDED:
@@ -109,6 +111,22 @@ def _of_blocks(body: Sequence[Instr]) -> set[int]:
     loops = [i.block for i in body if i.block is not None]
     blocks = [b for b in loops if any(b.index in i.inputs and max(i.get("sizes", (1,))) > 1 for i in walk(b.body))]
     return {v for b in blocks for i in walk(b.body) for v in i.outputs}
+
+
+def is_elementary(kind: str) -> bool:
+    """Is an op of this kind a function that the device approximates, such as ``exp``?"""
+    return kind in OPS and OPS[kind].special and not OPS[kind].exact
+
+
+def _of_functions_in_loops(body: Sequence[Instr]) -> set[int]:
+    """What elementary functions make in the step of a loop."""
+    return {v for i in body if i.block is not None for j in walk(i.block.body) if is_elementary(j.kind) for v in j.outputs}
+
+
+def _of_products(body: Sequence[Instr]) -> set[int]:
+    """Additions of one product to another."""
+    products = {v for i in body if i.kind == "matmul" for v in i.outputs}
+    return {v for i in body if i.kind == "add" and products.issuperset(i.inputs) for v in i.outputs}
 
 
 def _of_largest_scores(body: Sequence[Instr]) -> set[int]:

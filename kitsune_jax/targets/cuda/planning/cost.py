@@ -20,7 +20,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, Access, RegionCost, round_up
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
-from kitsune_jax.targets.cuda.rounding import SAME_DIGITS, computes
+from kitsune_jax.targets.cuda.rounding import SAME_DIGITS, computes, is_elementary
 from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded, table_bytes
 
 # A matmul spends about four steps of K on loading and storing its accumulators; from K = 64 on that is in the efficiency.
@@ -28,8 +28,9 @@ _FULL_K, _K_OVERHEAD = 64, 16
 _ROWS, _COLUMNS = 64, 8  # of a product of the tensor cores
 # The part of the lanes' rate that elementwise loops reach, ours and XLA's. A design value.
 LOOP_EFFICIENCY = 0.5
-# Instructions that round an element to 16 bits where it stays a float: a conversion and a shift, or a conversion back.
-ROUND_SLOTS = 2.0
+# Instructions that round an element to 16 bits where it stays a float: a conversion to the upper half of one; a conversion and one
+# back.
+ROUND_SLOTS = {"bfloat16": 1.0, "float16": 2.0}
 # Instructions for an element that is folded into a segment: to shared memory, and down the rows (``stage/segment.h``).
 FOLD_SLOTS = 10.0
 # The same where the lane has a table: 128 threads go down 64 rows for each block of 32 columns, four instructions a row, and fold a
@@ -173,11 +174,12 @@ class GpuCost(RegionCost):
     def round_slots(self, i: int) -> float:
         """Instructions that round an element of what the pointwise op ``i`` makes, where its kernel does (``rounding.py``)."""
         op = self.graph.ops[i]
-        if self.family(i) != "pointwise":
+        if self.family(i) != "pointwise" or (self.carried is not None and is_elementary(op.kind)):
             return 0.0
         literals = tuple(self.graph.values[v].literal for v in op.inputs)
         rounds = EVERYWHERE.rounds(op.kind, self.graph.values[op.outputs[0]].dtype, literals)
-        return ROUND_SLOTS if rounds and any(map(self.has_digits_read, op.outputs)) else 0.0
+        slots = ROUND_SLOTS.get(self.graph.values[op.outputs[0]].dtype, 0.0)
+        return slots if rounds and any(map(self.has_digits_read, op.outputs)) else 0.0
 
     def _has_digits_read(self, v: int) -> bool:
         """Does an op of the region compute with the digits of ``v``, or with what hands them on?"""

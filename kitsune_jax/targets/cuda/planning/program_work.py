@@ -87,6 +87,7 @@ class ProgramWork:
             return elements * CONVERT_SLOTS, 0.0, numbers
         if spec.family == "pointwise":
             fast = spec.fast if instr.outputs[0] in self.coarse and spec.fast else spec.flops
-            rounding = ROUND_SLOTS * (instr.outputs[0] in self.rounded)
+            out = instr.outputs[0]
+            rounding = ROUND_SLOTS[self.program.values[out].dtype] if out in self.rounded else 0.0
             return elements * (fast + rounding), elements * bool(spec.special), numbers
         return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0, False
