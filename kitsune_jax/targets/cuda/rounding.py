@@ -31,11 +31,12 @@ def rounded_results(program: TileProgram, elsewhere: Collection[Instr] = ()) -> 
     sum or a conversion to a wider float reads them, through whatever hands them on. ``elsewhere``: sums that are made of values
     which have been kept.
 
-    Not rounded are, as the libraries that XLA calls do not round them either, the sums of a product on their way to a bias, or to
-    the sums of another product (``summed_products.py`` makes one product of both where it can); what a loop over blocks makes (the
-    scores and exponentials of an attention); what is computed of the largest scores of a segment, to which an online sum scales its
-    rows; and a float that is converted to 16 bits and back right away. An elementary function in a step of a loop is not rounded
-    for lack of registers: an LSTM of 64 in bfloat16 would spill 372 bytes a thread instead of 296 (NVRTC 13.0).
+    Not rounded are, because cuBLASLt's epilogues or JAX's attention keep float32 there, the sums of a product on their way to a
+    bias and what a loop over blocks makes (the scores and exponentials of an attention); because XLA leaves the conversion out, a
+    float that is converted to 16 bits and back right away; because ``summed_products.py`` makes one product of both where it can,
+    the addition of two products; and what is computed of the largest scores of a segment, to which an online sum scales its rows.
+    An elementary function in a step of a loop is not rounded for lack of registers: an LSTM of 64 in bfloat16 would spill 372 bytes
+    a thread instead of 296 (three lanes, NVRTC 13.0).
     """
     body = [i for stage in program.stages for i in walk(stage.body)]
     if not any(program.values[v].dtype in NARROW for i in body for v in i.outputs):
