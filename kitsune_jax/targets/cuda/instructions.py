@@ -87,6 +87,7 @@ def _pointwise(at: Evaluation, instr: Instr) -> None:
     compared = v in at.facts.compared
     if not value.row and not compared and (product := _with_bias(at, instr) or _with_start(at, instr)):
         at.settle(v, product)
+        _rounded(at, v)
         return
     types = [pointwise.COMPUTE[at.value(x).dtype] for x in instr.inputs]
     places = [f"{{{k}}}" for k in range(len(types))]
@@ -94,7 +95,7 @@ def _pointwise(at: Evaluation, instr: Instr) -> None:
     template = pointwise.instruction(instr, places, types, pointwise.COMPUTE[value.dtype], dtype)
     if template is None:
         raise CannotLower(f"{instr.kind} of {types[0]} has no code on the GPU")
-    if compared:
+    if compared or v in at.facts.rounded_results:
         template = pointwise.rounded(instr.kind, template, value.dtype)
     if value.row:
         at.set_row(v, ir.Apply(template, tuple(at.row(x) for x in instr.inputs)))
@@ -194,9 +195,9 @@ def _product(at: Evaluation, instr: Instr, pieces: list[int]) -> Multiply:
 
 
 def _rounded(at: Evaluation, v: int) -> None:
-    """Rounds ``v``, which a product or a sum has made in float32, to its 16 bits, where it is compared."""
+    """Rounds ``v``, which a product or a sum has made in float32, to its 16 bits, where it is compared or read with its digits."""
     value = at.value(v)
-    if v not in at.facts.compared or not tiles.is_half(value.dtype):
+    if v not in at.facts.compared | at.facts.rounded_results or not tiles.is_half(value.dtype):
         return
     template = pointwise.rounded("dot_general", "{0}", value.dtype)
     if value.row:

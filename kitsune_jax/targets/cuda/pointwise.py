@@ -1,7 +1,8 @@
 """What a pointwise operator is in CUDA C++, element by element.
 
 Comes in: the operator, the C++ types of its operands. Goes out: an expression over them. Floats of 16 bits are computed in float,
-and a value is rounded to its dtype where it leaves a loop (``print_loops.py``).
+and a value is rounded to its dtype where it leaves a loop (``print_loops.py``), and before if another operator reads its digits
+(``rounding.py``).
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4,
 OPERAND = {"float32": "Tf32", "bfloat16": "Bf16", "float16": "F16"}
 # Operators that the compiler neither contracts with others nor computes in other steps, of float32.
 _ROUNDED = {"add": "add_rounded({0}, {1})", "sub": "add_rounded({0}, -({1}))", "mul": "mul_rounded({0}, {1})"}
+# To 16 bits and back. A bfloat16 is the upper half of a float, where one instruction packs it, in front of zeros.
+_NARROWED = {"bfloat16": "from_bits(pack<Bf16>(0.0f, {0}))", "float16": "rounded_to<F16>({0})"}
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def convert(value: str, old: str, new: str) -> str:
     """``value`` of C++ type ``old`` as ``new``.
 
-    A float is not rounded to 16 bits on the way to another operator: XLA leaves such roundings out as well (its
-    ``xla_allow_excess_precision``, on by default), and a value is rounded where it is kept or stored.
+    A float that becomes one of 16 bits is not rounded here: XLA leaves such a conversion out where a conversion back follows (its
+    ``xla_allow_excess_precision``, on by default). ``rounded`` rounds it, where an operator of 16 bits reads it.
     """
     if old == new:
         return value
@@ -68,12 +71,12 @@ def rounded(kind: str, template: str, dtype: str) -> str:
     of 16 bits is rounded to them, that of float32 is no part of a multiplication and addition in one.
 
     >>> rounded("mul", "({0} * {1})", "float32"), rounded("exp", "expf({0})", "bfloat16"), rounded("neg", "(-{0})", "float16")
-    ('mul_rounded({0}, {1})', 'rounded_to<Bf16>(expf({0}))', '(-{0})')
+    ('mul_rounded({0}, {1})', 'from_bits(pack<Bf16>(0.0f, expf({0})))', '(-{0})')
     """
     if kind in HAND_ON or dtype not in OPERAND:
         return template
     if is_narrow(dtype):
-        return f"rounded_to<{ELEMENT[dtype]}>({template})"
+        return _NARROWED[dtype].replace("{0}", template)
     return _ROUNDED.get(kind) or (template if kind == "convert_element_type" else f"add_rounded({template}, -0.0f)")
 
 

@@ -15,6 +15,7 @@ from kitsune_jax.program.passes import compared_values
 from kitsune_jax.program.passes.flow import is_other_name
 from kitsune_jax.targets.cuda import cuts, slabs, tiles
 from kitsune_jax.targets.cuda.cuts import Cuts
+from kitsune_jax.targets.cuda.rounding import rounded_results
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class Facts:
     product for each row that only a ``take`` reads -> that ``take``. ``cuts``: weights that change from tile to tile. ``rounded``:
     a float32 value -> the only 16-bit form that is made of it; ``coarse``: exponentials that nobody reads but bfloat16 forms, of
     them or of multiples of them, and sums of columns, such as the probabilities of an attention in bfloat16. ``compared``: values
-    that have the same bits whatever stands around them (``program.passes.compared_values``).
+    that have the same bits whatever stands around them (``program.passes.compared_values``); ``rounded_results``: 16-bit values
+    that are rounded where they are made, as ``jax.jit`` rounds them (``rounding.py``).
     """
 
     program: TileProgram
@@ -47,6 +49,7 @@ class Facts:
     rounded: dict[int, int]
     coarse: frozenset[int]
     compared: frozenset[int]
+    rounded_results: frozenset[int]
 
     def only_store(self, v: int) -> Instr | None:
         """The ``store`` that alone reads ``v``."""
@@ -109,6 +112,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
         _rounded(program, body, names),
         coarse(program, body) - compared,
         compared,
+        rounded_results(program, [i for _, _, i in sums]),
     )
     operands = [x for i in body if i.kind == "dot" for x in i.inputs]
     return dataclasses.replace(found, row_pieces=frozenset(p for x in operands for p in found.pieces_of(x)))

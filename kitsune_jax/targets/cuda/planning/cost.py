@@ -7,6 +7,7 @@ slots and its shared memory, is in ``times``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Self
 
@@ -14,10 +15,12 @@ from kitsune_jax.graph import Graph, Op
 from kitsune_jax.ops.indexing import any_order, may_differ
 from kitsune_jax.ops.loops import as_step, parts
 from kitsune_jax.ops.online import ONLINE
+from kitsune_jax.ops.rounding import EVERYWHERE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, Access, RegionCost, round_up
 from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.rounding import SAME_DIGITS, computes, is_elementary
 from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded, table_bytes
 
 # A matmul spends about four steps of K on loading and storing its accumulators; from K = 64 on that is in the efficiency.
@@ -25,6 +28,9 @@ _FULL_K, _K_OVERHEAD = 64, 16
 _ROWS, _COLUMNS = 64, 8  # of a product of the tensor cores
 # The part of the lanes' rate that elementwise loops reach, ours and XLA's. A design value.
 LOOP_EFFICIENCY = 0.5
+# Instructions that round an element to 16 bits where it stays a float: a conversion to the upper half of one; a conversion and one
+# back.
+ROUND_SLOTS = {"bfloat16": 1.0, "float16": 2.0}
 # Instructions for an element that is folded into a segment: to shared memory, and down the rows (``stage/segment.h``).
 FOLD_SLOTS = 10.0
 # The same where the lane has a table: 128 threads go down 64 rows for each block of 32 columns, four instructions a row, and fold a
@@ -64,6 +70,7 @@ class GpuCost(RegionCost):
 
     def __init__(self, graph: Graph, region: Region, machine: GpuMachine, order: int | None = None, atomic: bool = False):
         super().__init__(graph, region, machine, order)
+        self.has_digits_read = functools.lru_cache(maxsize=None)(self._has_digits_read)
         self.loop_sums = {i: self._sums_of(graph.ops[i]) for i in region.ops if graph.ops[i].body is not None}
         self.step_sums = frozenset(k for sums in self.loop_sums.values() for k in sums)
         sums = [i for i in region.sinks if atomic and any_order(graph.ops[i]) and not self._near(i)]
@@ -152,13 +159,39 @@ class GpuCost(RegionCost):
         if self.absorbed(i):
             return 0.0
         if work.dot is None:
-            return rows * work.simt / (machine.rate(machine.simt_rates, work.dtype) * LOOP_EFFICIENCY)
+            return (
+                rows
+                * (work.simt + self.round_slots(i) * self.elements(i))
+                / (machine.rate(machine.simt_rates, work.dtype) * LOOP_EFFICIENCY)
+            )
         dot = work.dot
         rate = machine.rate(machine.tensor_rates, dot.dtype) * machine.rate(machine.spatial_efficiency, dot.dtype)
         # A sink contracts the rows: they are its K, and the output's dimensions are what is padded to the tensor cores' shape.
         m, k = (dot.m, rows * dot.k) if i in self.sinks else (rows * dot.m, dot.k)
         padded_k = k + max(0.0, (_FULL_K - k) / _K_OVERHEAD)
         return 2.0 * dot.batch * round_up(m, _ROWS) * round_up(dot.n, _COLUMNS) * padded_k / rate
+
+    def round_slots(self, i: int) -> float:
+        """Instructions that round an element of what the pointwise op ``i`` makes, where its kernel does (``rounding.py``)."""
+        op = self.graph.ops[i]
+        if self.family(i) != "pointwise" or (self.carried is not None and is_elementary(op.kind)):
+            return 0.0
+        literals = tuple(self.graph.values[v].literal for v in op.inputs)
+        rounds = EVERYWHERE.rounds(op.kind, self.graph.values[op.outputs[0]].dtype, literals)
+        slots = ROUND_SLOTS.get(self.graph.values[op.outputs[0]].dtype, 0.0)
+        return slots if rounds and any(map(self.has_digits_read, op.outputs)) else 0.0
+
+    def _has_digits_read(self, v: int) -> bool:
+        """Does an op of the region compute with the digits of ``v``, or with what hands them on?"""
+        for op in (self.graph.ops[k] for k in self.readers.get(v, ())):
+            operands = [self.graph.values[x] for x in op.inputs]
+            if op.kind in SAME_DIGITS:
+                found = any(map(self.has_digits_read, op.outputs))
+            else:
+                found = op.kind not in ONLINE and computes(op.kind, [(x.dtype, x.literal) for x in operands])
+            if found:
+                return True
+        return False
 
     def lookups(self) -> tuple[int, int]:
         """(bytes of rows that are gathered, those of them that come from tables that the L2 does not hold)."""

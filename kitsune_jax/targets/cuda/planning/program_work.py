@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.program.ir import Instr, TileProgram
+from kitsune_jax.targets.cuda.planning.cost import ROUND_SLOTS
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.times import (
     CONVERT_SLOTS,
@@ -22,6 +23,7 @@ from kitsune_jax.targets.cuda.planning.times import (
     SPECIAL_SLOTS,
     TileWork,
 )
+from kitsune_jax.targets.cuda.rounding import rounded_results
 from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded
 
 _MOVED_SLOTS = 4.0  # of an element that changes place in a row: to shared memory and back, with their addresses
@@ -32,6 +34,7 @@ class ProgramWork:
 
     def __init__(self, program: TileProgram, machine: GpuMachine, efficiency: float, coarse: frozenset[int]):
         self.program, self.machine, self.efficiency, self.coarse = program, machine, efficiency, coarse
+        self.rounded = rounded_results(program)
 
     def of(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> TileWork:
         found = TileWork(0.0, 0.0, 0.0)
@@ -84,5 +87,7 @@ class ProgramWork:
             return elements * CONVERT_SLOTS, 0.0, numbers
         if spec.family == "pointwise":
             fast = spec.fast if instr.outputs[0] in self.coarse and spec.fast else spec.flops
-            return elements * fast, elements * bool(spec.special), numbers
+            out = instr.outputs[0]
+            rounding = ROUND_SLOTS[self.program.values[out].dtype] if out in self.rounded else 0.0
+            return elements * (fast + rounding), elements * bool(spec.special), numbers
         return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0, False

@@ -147,7 +147,7 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
             slots += elements * CONVERT_SLOTS
         elif family == "pointwise":
             each, functions = _pointwise(cost, i)
-            slots += elements * each
+            slots += elements * (each + cost.round_slots(i))
             special += elements * functions
     return slots, special
 
