@@ -61,7 +61,7 @@ def test_every_choice_computes_the_same(isa, weights, gradients):
     x, w, b = operands()
     y, g = run(cpu.generate(Program.of(training()), "training", [cpu.Products(weights, gradients)]), [x, w, b])
     sums, biased = x.astype(np.float64) @ w.astype(np.float64), b.astype(np.float64)
-    # The sum is rounded, the bias added, and the result rounded: by half a unit each, or by one where the order of additions decides.
+    # Sum and result are rounded by half a unit each, or by one where the order of additions decides.
     slack = 2**-8 * np.abs(sums) + 2**-8 * np.abs(sums + biased) + 1e-5
     assert np.all(np.abs(y.astype(np.float64) - np.maximum(sums + biased, 0)) <= slack)
     np.testing.assert_allclose(g, x.astype(np.float64).T @ y.astype(np.float64), rtol=1e-5, atol=1e-3)
