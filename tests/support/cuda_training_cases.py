@@ -75,6 +75,12 @@ def squared_error(network: Network, *args: Array) -> Array:
     return jnp.mean(error * error)
 
 
+def summed_squares(network: Network, *args: Array) -> Array:
+    """Large enough that gradients by what a softmax divides, multiples of its sum ** -2, are no subnormal numbers of float16."""
+    *inputs, y = args
+    return jnp.sum((network(*inputs) - y).astype(jnp.float32) ** 2)
+
+
 def cross_entropy(network: Network, *args: Array) -> Array:
     """Of the classes in ``labels``, looked up as optax does."""
     *inputs, labels = args
@@ -150,7 +156,7 @@ TRAINING: dict[str, Family] = {
         _step("binary-step", binary_cross_entropy, _CLASSIFIER, _layers(24, 32, 5), 24, Arg((-1, 5))),
         _step("layer-norm-step", squared_error, normalised, (weight(24, 40), *_VECTORS), 24, Arg((-1, 40)), by_x=True),
         _step("rms-norm-step", squared_error, rms_norm, (Arg((72,)),), 72, Arg((-1, 72)), by_x=True),
-        _step("softmax-step", squared_error, attended, (weight(32, 40), weight(40, 16)), 32, Arg((-1, 16)), by_x=True),
+        _step("softmax-step", summed_squares, attended, (weight(32, 40), weight(40, 16)), 32, Arg((-1, 16)), by_x=True),
         _step("skip-step", squared_error, skip, (*_layers(27, 32), *_layers(59, 32), *_layers(32, 4)), 27, Arg((-1, 4))),
         _step(
             "gated-step",

@@ -27,7 +27,7 @@ _SUMS = frozenset({"sink", "sink_at"})
 
 
 def rounded_results(program: TileProgram, elsewhere: Collection[Instr] = ()) -> frozenset[int]:
-    """The 16-bit results of pointwise operators, conversions and reductions that are rounded because an operator that computes, a
+    """The 16-bit results of operators, conversions, reductions and products that are rounded because an operator that computes, a
     sum or a conversion to a wider float reads them, through whatever hands them on. ``elsewhere``: sums that are made of values
     which have been kept.
 
@@ -62,7 +62,17 @@ def rounded_results(program: TileProgram, elsewhere: Collection[Instr] = ()) -> 
             narrows = i.kind == "convert_element_type" and dtype in NARROW and program.values[i.inputs[0]].dtype != dtype
             if narrows or EVERYWHERE.rounds(i.kind, dtype, constants):
                 found.add(v)
-    return frozenset(found)
+    return frozenset(found | (_products_without_bias(program, body) & by_all) - unrounded)
+
+
+def _products_without_bias(program: TileProgram, body: Sequence[Instr]) -> set[int]:
+    """16-bit products that something else reads than one addition: all of its readers have the same bits, those of a kept one."""
+    readers: dict[int, list[str]] = {}
+    for i in body:
+        for v in i.inputs:
+            readers.setdefault(v, []).append(i.kind)
+    made = {v for i in body if i.kind == "matmul" for v in i.outputs if program.values[v].dtype in NARROW}
+    return {v for v in made if readers.get(v) != ["add"]}
 
 
 def computes(kind: str, operands: Sequence[tuple[str, Scalar | None]]) -> bool:
