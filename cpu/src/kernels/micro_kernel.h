@@ -214,7 +214,7 @@ KITSUNE_INLINE void activate_as(const Block& b, int rows, int64_t width, float* 
 }
 
 __attribute__((noinline)) inline void finish_rows(const Block& b, int rows, int64_t width, float* sums) {
-  if (b.rounds != DType::kF32) round_rows(b.rounds, rows, width, b.columns, b.late, sums);
+  if (b.rounds != DType::kF32) round_rows(b.rounds, rows, width, b.columns, nullptr, sums);
   switch (b.c_dtype) {
     case DType::kBF16: return activate_as<BFloat16>(b, rows, width, sums);
     case DType::kF16: return activate_as<Half>(b, rows, width, sums);
@@ -245,6 +245,22 @@ KITSUNE_INLINE void add_stored(const Block& b, VF (&acc)[MR][NV]) {
       acc[i][j] += j + 1 < NV || last == kFloats ? load_vector<VF>(c + j * kFloats) : load_lanes(c + j * kFloats, last);
     c += b.ldc;
   }
+}
+
+// acc[i][j] rounded, plus the bias.
+template <class Round, int MR, int NV>
+KITSUNE_INLINE void round_block_to(const float* bias, VF (&acc)[MR][NV]) {
+  KITSUNE_UNROLL
+  for (int j = 0; j < NV; ++j) {
+    const VF add = bias != nullptr ? load_vector<VF>(bias + j * kFloats) : splat<VF>(-0.0f);  // which changes nothing
+    KITSUNE_UNROLL
+    for (int i = 0; i < MR; ++i) acc[i][j] = Round::apply(acc[i][j]) + add;
+  }
+}
+
+template <int MR, int NV>
+KITSUNE_INLINE void round_block(const Block& b, VF (&acc)[MR][NV]) {
+  b.rounds == DType::kBF16 ? round_block_to<ToBFloat16>(b.late, acc) : round_block_to<ToFloat16>(b.late, acc);
 }
 
 #if !defined(KITSUNE_NEON)
@@ -305,15 +321,19 @@ __attribute__((noinline)) void multiply_block(const Block& b) {
   if constexpr (kSame<typename Step::X, float>) {
     if (b.adds) add_stored(b, acc);
   }
-  const bool rounds = kSame<V, VF> && b.rounds != DType::kF32;
-  if (b.act == Activation::kRelu && !rounds) {
+  if constexpr (kSame<V, VF>) {
+    if (b.rounds != DType::kF32) round_block(b, acc);
+  }
+  // What the result is stored as rounds it again, unless that is wider.
+  const bool again = kSame<V, VF> && b.rounds != DType::kF32 && b.rounds != b.c_dtype;
+  if (b.act == Activation::kRelu && !again) {
     KITSUNE_UNROLL
     for (int i = 0; i < MR; ++i) {
       KITSUNE_UNROLL
       for (int j = 0; j < NV; ++j) acc[i][j] = Relu{}(acc[i][j]);
     }
   } else if constexpr (kSame<V, VF>) {
-    if (b.act != Activation::kNone || rounds) {
+    if (b.act != Activation::kNone || again) {
       constexpr int64_t kWidth = NV * kLanes;
       alignas(64) float sums[MR * kWidth];
       __builtin_memcpy(sums, &acc[0][0], sizeof sums);
