@@ -34,8 +34,8 @@ class Rounding:
         """
         if dtype not in self.results or kind in _EXACT:
             return False
-        # bfloat16 has the exponents of float32: times a power of two, nothing of it is lost.
-        scaled = kind == "mul" and dtype == "bfloat16" and any(_is_power_of_two(c) for c in literals)
+        # bfloat16 has the exponents of float32: times a half or two, no digit of a normal number is lost.
+        scaled = kind == "mul" and dtype == "bfloat16" and any(_only_scales(c) for c in literals)
         return not scaled
 
     def keeps_digits(self, dtype: str, wider: str) -> bool:
@@ -43,7 +43,7 @@ class Rounding:
         return dtype in NARROW and wider in ("float32", "float64") and not (dtype in self.results and dtype in self.widened)
 
 
-def _is_power_of_two(c: Scalar | None) -> bool:
+def _only_scales(c: Scalar | None) -> bool:
     return c is not None and abs(float(c)) in (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
