@@ -234,11 +234,12 @@ def planned(cell: str, dtype: str, width: int = 128) -> PlannedRegion:
 
 
 @pytest.mark.parametrize("cell, width, dtype, size, part", [
-    ("lstm", 128, "bfloat16", 4, 0.52), ("lstm", 128, "float32", 4, 0.56), ("lstm", 256, "bfloat16", 8, 0.85),
-    ("gru", 128, "bfloat16", 4, 0.4), ("gru", 128, "float32", 4, 0.42),
+    ("lstm", 128, "bfloat16", 4, 0.57), ("lstm", 128, "float32", 4, 0.56), ("lstm", 256, "bfloat16", 8, 0.9),
+    ("gru", 128, "bfloat16", 4, 0.42), ("gru", 128, "float32", 4, 0.42),
 ])  # fmt: skip
 def test_the_planner_takes_it_where_xla_is_slower(cell: str, width: int, dtype: str, size: int, part: float) -> None:
-    """128 steps of 256 sequences: modelled, at most that part of XLA's time of the same loop without the sums and dx."""
+    """128 steps of 256 sequences: modelled, at most that part of XLA's time of the same loop without the sums and dx. In bfloat16
+    every result of a step is rounded, as XLA rounds it: 5 % of the loop."""
     plan = planned(cell, dtype, width).phases[0].plan
     assert plan.cluster == plan.stages[0].split == size
     assert plan.seconds < part * plan.baseline_seconds

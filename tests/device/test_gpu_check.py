@@ -61,7 +61,11 @@ def test_a_dry_run_is_right_and_told_on_one_page(tmp_path: Path) -> None:
         False,
     }  # the planner's, and a forced one
     assert {f["name"].split()[0] for f in found["findings"]} == {"dense", *CALLS}
-    assert all(0 < e < 0.01 for f in found["findings"] for whole in f["errors"] for e in whole)
+    # Of all, and of the worst row: a bfloat16 gradient of few edges is off there by 0.012, as jax.jit's is.
+    bound = correctness.TOLERANCE["bfloat16"]
+    errors = [e for f in found["findings"] for e in f["errors"]]
+    assert all(0 < whole < bound and 0 < row < correctness.WORST_ROW * bound for whole, row in errors)
+    assert all(f["ok"] for f in found["findings"])
     assert all(f["kernels"] > 0 for f in found["findings"])
     soak = json.loads((folder / "soak.json").read_text())["findings"]
     assert [f["launches"] for f in soak] == [f["wanted"] for f in soak] == [3] * 4
