@@ -76,8 +76,8 @@ def _words(case: Any) -> dict[str, bytes]:
     from benchmarks.grid_functions import make_problem
     from kitsune_jax import lowering
     from kitsune_jax.options import Options
-    from kitsune_jax.targets import cpu
     from kitsune_jax.targets.cpu.bytecode import Products
+    from kitsune_jax.targets.cpu.lower import generate
 
     problem, found = make_problem(case), {}
     jaxpr = jax.make_jaxpr(problem.function)(*problem.args)
@@ -85,7 +85,7 @@ def _words(case: Any) -> dict[str, bytes]:
         _, routed, _ = lowering.captured_and_settled(jaxpr, lambda body: body, "cpu", Options(force=True), device, code=False)
         for k, region in enumerate(routed.regions):
             products = [Products(*phase.plan.products) for phase in region.phases]
-            found[f"{device}/{k}"] = cpu.generate(region.program, _TITLE, products).tobytes()
+            found[f"{device}/{k}"] = generate(region.program, _TITLE, products).tobytes()
     return found
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
+from kitsune_jax.ops.spec import Array
+
 T = TypeVar("T")
-Array = np.ndarray[Any, Any]
 
 _ROUNDS = 10
 _FACTORS = 0xD2511F53, 0xCD9E8D57

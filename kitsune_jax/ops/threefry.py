@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from kitsune_jax.ops.spec import Array
 
 WORDS = ("first", "second", "xor")
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))

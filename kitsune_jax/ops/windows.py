@@ -93,8 +93,8 @@ def _local(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
 WINDOWS: dict[str, OpSpec] = {
     spec.kind: spec
     for spec in (
-        OpSpec("dynamic_slice", "window", None, _slice, _relate_slice, 0, "(x, a start for each of dims): sizes elements of these",
-               mixes=True, local=_local, alone=_alone(1), jax=_slice_by_jax, measured=False),
+        OpSpec("dynamic_slice", "window", None, _slice, _relate_slice, 0,
+               "(x, a start for each of dims): sizes elements of these", mixes=True, local=_local, alone=_alone(1), jax=_slice_by_jax, measured=False),
         OpSpec("dynamic_update_slice", "window", None, _update, _relate_update, 0,
                "(x, update, a start for each of dims): x with the update there",
                mixes=True, local=_local, alone=_alone(2), jax=_update_by_jax, measured=False),

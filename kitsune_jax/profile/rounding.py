@@ -22,7 +22,8 @@ import ml_dtypes
 import numpy as np
 
 from kitsune_jax import _compat, config
-from kitsune_jax.cache import Cache, key
+from kitsune_jax.cache import Cache
+from kitsune_jax.cache import key as cache_key
 from kitsune_jax.ops.rounding import NARROW, Rounding
 from kitsune_jax.profile import machine_info
 
@@ -94,7 +95,7 @@ def _to_json(rounding: Rounding) -> dict[str, list[str]]:
 
 
 def _identity() -> str:
-    return key(
+    return cache_key(
         format=_FORMAT,
         jax=jax.__version__,
         jaxlib=jaxlib.__version__,

@@ -21,7 +21,8 @@ import jax
 import jaxlib
 
 from kitsune_jax import _compat, config, version
-from kitsune_jax.cache import Cache, key
+from kitsune_jax.cache import Cache
+from kitsune_jax.cache import key as cache_key
 from kitsune_jax.profile import machine_info, shipped
 from kitsune_jax.profile.measure import Disturbed, measure
 from kitsune_jax.profile.model import FORMAT, Profile
@@ -141,7 +142,7 @@ def stored(workers: int, again: bool = False) -> Profile:
 
 def identity(workers: int) -> str:
     """What a profile is measured for: equal for two processes only if they would measure the same."""
-    return key(
+    return cache_key(
         format=str(FORMAT),
         cpu=machine_info.model_name(),
         isas=",".join(runtime.isas()),
@@ -163,7 +164,7 @@ def _measurement() -> str:
     """A hash of what measures: another selection of numbers is another profile. "" for a package that is not in files."""
     folder = importlib.resources.files(__package__)
     try:
-        return key(
+        return cache_key(
             **{name: folder.joinpath(f"{name}.py").read_bytes() for name in ("kernels", "xla", "calls", "timing", "measure")}
         )
     except OSError:

@@ -13,6 +13,6 @@ from kitsune_jax.targets.cpu import lower
 def programs(monkeypatch):
     """Every CPU program that is lowered."""
     made: list[bc.Program] = []
-    monkeypatch.setattr("kitsune_jax.targets.cpu.lower", lambda p, *args: made.append(lower(p, *args)) or made[-1])
+    monkeypatch.setattr("kitsune_jax.targets.cpu.lower.lower", lambda p, *args: made.append(lower(p, *args)) or made[-1])
     lowering._routed.cache_clear()
     return made

@@ -121,7 +121,7 @@ def test_a_phase_that_cannot_be_made_costs_its_own_region_only(monkeypatch: pyte
             raise ValueError("planted")
         return real(program, *rest)
 
-    monkeypatch.setattr(cpu, "lower", failing)
+    monkeypatch.setattr("kitsune_jax.targets.cpu.lower.lower", failing)
     lowering._routed.cache_clear()
     before = runtime.calls()
     got = jax.jit(kj.pipeline(steps, force=True))(*args)

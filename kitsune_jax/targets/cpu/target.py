@@ -14,15 +14,17 @@ from kitsune_jax.profile import rounding
 from kitsune_jax.profile import store as profiles
 from kitsune_jax.program.ir import Program
 from kitsune_jax.streams.space import Region
-from kitsune_jax.targets import cpu
 from kitsune_jax.targets.base import Evaluate, Target
+from kitsune_jax.targets.cpu import emit, runtime, support
+from kitsune_jax.targets.cpu.bytecode import Products
+from kitsune_jax.targets.cpu.lower import generate
 from kitsune_jax.targets.cpu.planning import machines, planner, xla_times
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Code:
-    """The code of a call (``cpu.generate``), and the seconds that it is modelled to take."""
+    """The code of a call (``lower.generate``), and the seconds that it is modelled to take."""
 
     words: np.ndarray
     seconds: float
@@ -36,13 +38,13 @@ class _Cpu(Target[CpuMachine]):
     most_merged = 512
 
     def why_not(self) -> str:
-        return cpu.why_not()
+        return runtime.why_not()
 
     def available(self) -> bool:
-        return cpu.available()
+        return runtime.available()
 
     def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
-        return cpu.supports(op, in_values, out_values)
+        return support.supports(op, in_values, out_values)
 
     def machine(self, device: str | None = None) -> CpuMachine:
         return machines.cpu_at_hand() if device is None else machines.cpu_model(device)
@@ -60,15 +62,15 @@ class _Cpu(Target[CpuMachine]):
         return planner.plan(graph, region, machine)
 
     def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
-        words = cpu.generate(program, title, [cpu.Products(*plan.products) for plan in plans], rounding.at_hand())
+        words = generate(program, title, [Products(*plan.products) for plan in plans], rounding.at_hand())
         return _Code(words, sum(plan.seconds for plan in plans))
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        return cpu.call(code.words, args, out_avals, code.seconds)
+        return emit.call(code.words, args, out_avals, code.seconds)
 
     def order(self, ids: Any, n: int) -> Any:
         # XLA sorts 64-bit keys; the counting sort packs a key and a position into 64 bits.
-        return cpu.order(ids, n) if n < 1 << 32 else super().order(ids, n)
+        return emit.order(ids, n) if n < 1 << 32 else super().order(ids, n)
 
     def notes(self) -> tuple[str, ...]:
         return profiles.notes()

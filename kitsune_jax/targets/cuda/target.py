@@ -16,9 +16,8 @@ from kitsune_jax.planning.plan import Ahead, Plan
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Program
 from kitsune_jax.streams.space import Region
-from kitsune_jax.targets import cuda
 from kitsune_jax.targets.base import Evaluate, Target
-from kitsune_jax.targets.cuda import devices, hostcc, lower, nvrtc, runtime
+from kitsune_jax.targets.cuda import devices, emit, hostcc, lower, nvrtc, runtime, support
 from kitsune_jax.targets.cuda.planning import ahead, machines, planner, xla_times
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
@@ -50,7 +49,7 @@ class _Cuda(Target[GpuMachine]):
         return not why
 
     def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
-        return cuda.supports(op, in_values, out_values)
+        return support.supports(op, in_values, out_values)
 
     def machine(self, device: str | None = None) -> GpuMachine:
         return machines.gpu(device or devices.model())
@@ -80,7 +79,7 @@ class _Cuda(Target[GpuMachine]):
         return lower.generate(self.name, program, plans, title, ahead)
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        return cuda.call(self.name, code, program, args, out_avals, evaluate)
+        return emit.call(self.name, code, program, args, out_avals, evaluate)
 
     def order(self, ids: Any, n: int) -> Any:
         """XLA:GPU sorts one key and one value by radix, and anything more by comparisons, in hundreds of kernels."""
