@@ -55,7 +55,7 @@ trust: $(VENV)/.examples ## random programs against NumPy: TRUST_ARGS="--program
 lint: $(VENV)/.lint ## formatter, linter and type checker; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy kitsune_jax benchmarks examples scripts trust kernel_checks
+	$(PY) -m mypy kitsune_jax benchmarks examples scripts trust reference kernel_checks
 	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES)
 
 format: $(VENV)/.lint ## format Python and C++ in place

@@ -20,8 +20,9 @@ from benchmarks import grid_verdict
 from benchmarks.grid_cases import GridCase
 from benchmarks.grid_functions import Problem, make_problem
 from benchmarks.timing import summary
-from kitsune_jax import _compat, preview
-from kitsune_jax.targets.cpu.runtime import TARGET_NAME
+from kitsune_jax import _compat
+from kitsune_jax.frontend import explain
+from kitsune_jax.targets.cpu.call import TARGET_NAME
 
 PIPELINED = ("choice", "forced")
 _SAMPLE_SECONDS = 3e-4  # of one sample: calls that are shorter are timed several at a time
@@ -69,7 +70,7 @@ def modelled(pipelined: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     """What the planner says of ``pipelined``: its machine and, where it has one, measured profile; its regions; and the sums of
     their seconds, as pipelines and bulk-synchronously."""
     closed = _compat.hoist_consts(jax.make_jaxpr(pipelined.__wrapped__)(*args))[0]
-    plain = preview.explain_jaxpr(_compat.without_dead_code(closed), pipelined.resolved(), "cpu", None).to_dict()
+    plain = explain.explain_jaxpr(_compat.without_dead_code(closed), pipelined.resolved(), "cpu", None).to_dict()
     regions = [{key: region[key] for key in _REPORTED} for region in plain["regions"]]
     return {
         "machine": plain["machine"],

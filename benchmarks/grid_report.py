@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import grid_verdict
 from benchmarks.grid_verdict import SLOWER, WIN, Tally
-from kitsune_jax.report.units import percent_text, plural, time_text
+from kitsune_jax.report.data import percent_text, plural, time_text
 
 _HEAD = ("mode", "dtype", "cases", "geometric mean", f"below {SLOWER:.2f}x", f"wins above {WIN:.2f}x taken")
 _PLANS = {"none": "left to XLA", "some": "in part", "all": "pipelined"}

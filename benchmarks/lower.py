@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import kitsune_jax as kj
 from benchmarks.machine import describe_commit, describe_machine, describe_software, machine_slug, today
 from benchmarks.store import RESULTS
-from kitsune_jax import lowering
+from kitsune_jax.frontend import lowering
 
 FORMAT = 1
 PHASES = ("trace", "lower", "compile")

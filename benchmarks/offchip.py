@@ -34,7 +34,7 @@ from benchmarks.apps import Params, make_case
 from benchmarks.machine import describe_commit, describe_machine, describe_software, machine_slug, today
 from benchmarks.store import RESULTS
 from benchmarks.table import update
-from kitsune_jax.report.units import byte_text
+from kitsune_jax.report.data import byte_text
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "offchip.md"
 LINE = 64  # bytes

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.apps import DTYPES, Case
-from kitsune_jax.planning.machine import Machine
+from kitsune_jax.planning.plan import Machine
 
 _GEMM = 8192  # large enough that a library's matmul is at its best
 _COPY_BYTES = 2 << 30  # many times any L2

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kitsune_jax.report.units import byte_text, count_text
+from kitsune_jax.report.data import byte_text, count_text
 
 _WIDEST = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
 _DTYPE = {"f32": "float32", "bf16": "bfloat16"}

@@ -7,8 +7,8 @@ and the ratio of both. Usage::
     python -m benchmarks.xla_model --only few --profile measured.json
 
 The families: products of few rows ("few": a layer whose weights are in the caches), chains of them, batched products, and folds by
-index ("scatter"). Measured is the fastest of calls in several turns (``profile.timing.fastest``), each turn over all cases, so that
-what disturbs the machine for a while does not fall on one of them.
+index ("scatter"). Measured is the fastest of calls in several turns (``targets.cpu.profile.kernels.fastest``), each turn over all
+cases, so that what disturbs the machine for a while does not fall on one of them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import numpy as np
 
 from benchmarks.apps import DTYPES
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.profile.model import Profile
-from kitsune_jax.profile.timing import fastest
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine, cpu_at_hand, cpu_of
-from kitsune_jax.targets.cpu.planning.xla_times import as_found_by, of_ops
+from kitsune_jax.targets.cpu.planning.xla import as_found_by, of_ops
+from kitsune_jax.targets.cpu.profile.kernels import fastest
+from kitsune_jax.targets.cpu.profile.profile import Profile
 
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 _TURNS = 7

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 
 from kitsune_jax.targets.cuda import runtime
-from kitsune_jax.targets.cuda.kernel import Kernel
+from kitsune_jax.targets.cuda.lower import Kernel
 
 # L1 and shared memory of an SM together (CUDA C++ Programming Guide, "Shared Memory": compute capability 9.0 and 8.0).
 UNIFIED_BYTES = {900: 256 << 10, 800: 192 << 10}

@@ -8,16 +8,16 @@ registers the custom calls, so programs exported or cached elsewhere run here.
 from __future__ import annotations
 
 from kitsune_jax import config as config
-from kitsune_jax.api import Pipeline as Pipeline
-from kitsune_jax.api import explain as explain
-from kitsune_jax.api import pipeline as pipeline
+from kitsune_jax.config import __version__ as __version__
+from kitsune_jax.errors import Fallback as Fallback
 from kitsune_jax.errors import MutatedArgument as MutatedArgument
 from kitsune_jax.errors import NotPipelined as NotPipelined
-from kitsune_jax.fallbacks import Fallback as Fallback
-from kitsune_jax.fallbacks import fallbacks as fallbacks
-from kitsune_jax.report.model import Report as Report
-from kitsune_jax.targets.cpu import runtime as _cpu_runtime
-from kitsune_jax.version import __version__ as __version__
+from kitsune_jax.errors import fallbacks as fallbacks
+from kitsune_jax.frontend.api import Pipeline as Pipeline
+from kitsune_jax.frontend.api import explain as explain
+from kitsune_jax.frontend.api import pipeline as pipeline
+from kitsune_jax.report.render import Report as Report
+from kitsune_jax.targets.cpu import call as _cpu_runtime
 
 __all__ = ["Fallback", "MutatedArgument", "NotPipelined", "Pipeline", "Report", "config", "explain", "fallbacks", "pipeline"]
 

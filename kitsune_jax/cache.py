@@ -1,19 +1,22 @@
-"""Compiled kernels and machine profiles on disk, so that each is made once per machine and not once per process.
+"""The cache on disk: folders and files that only this user can write, and what is kept in them under a key.
 
-Comes in: a key over everything that specialises an artefact (``key``), and a function that makes it. Goes out: its bytes, or a
-file that holds them. Invariants: an entry is complete and unchanged or it is made again, because it ends in a digest of itself;
-an entry is made by one thread of one process while the others wait for it; nothing is read from or written to a folder that
-somebody else owns or can write (``folders``); no failure of the disk is a failure of the caller, as long as the artefact can be
-made.
+Native code may be loaded from such a folder. Invariant: the check is made on the open folder and the open file that are read, not
+on their names.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import os
+import secrets
+import shutil
+import stat
+import tempfile
 import threading
 import time
 import warnings
@@ -22,10 +25,102 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kitsune_jax import config, folders
-from kitsune_jax.folders import Untrusted
+from kitsune_jax import config
 
-__all__ = ["Cache", "default", "key", "seal", "unseal"]
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Folders and files that only this user can write, so that native code may be loaded from them.
+#
+# Comes in: a path. Goes out: a descriptor of its folder, and bytes of its files. Invariants: what is read belongs to this user,
+# and nobody else can write it or the folder it lies in; the check is made on the open folder and the open file that are read, not
+# on their names, so it holds whoever can rename the folders above; and symbolic links are followed to the folder, never to a
+# file.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # an access control list that lets others write shows as the group's bit, too
+
+
+class Untrusted(OSError):
+    """A folder or file that somebody else owns or can write. ``strerror`` says so in words."""
+
+
+def _check(descriptor: int, what: str) -> None:
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid():
+        raise Untrusted(errno.EPERM, f"{what} belongs to user {status.st_uid}, not to user {os.geteuid()}, who runs this process")
+    if status.st_mode & _OTHERS_WRITE:
+        raise Untrusted(errno.EPERM, f"other users can write {what}; chmod go-w would forbid it")
+
+
+@contextlib.contextmanager
+def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
+    """A descriptor of the folder ``path``, made if ``create``. Raises ``Untrusted``, ``OSError`` where there is none."""
+    if create:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _check(descriptor, "the folder")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_private_file(folder: int, name: str) -> bytes:
+    """The file ``name`` of an open folder, which is marked as used now. Raises ``Untrusted``, ``OSError`` where there is none."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    with os.fdopen(descriptor, "rb") as file:
+        _check(descriptor, name)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Untrusted(errno.EPERM, f"{name} is not a file")
+        content = file.read()
+        with contextlib.suppress(OSError):  # a folder that can only be read is a good cache all the same
+            os.utime(descriptor)  # access times are often switched off
+        return content
+
+
+def replace_file(folder: int, name: str, content: bytes) -> None:
+    """Put ``content`` at ``name`` in one step: a reader sees the old file or all of the new one."""
+    temporary = f"{name}.{secrets.token_hex(8)}.tmp"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+@functools.cache
+def scratch_folder(instead_of: Path | None = None) -> Path:
+    """A folder of this process alone, removed when it ends; one for each folder that it stands for.
+
+    Raises ``OSError`` where none can be made.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="kitsune_jax-"))
+    owner = os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    return folder
+
+
+def private_file(content: bytes, suffix: str) -> Path:
+    """A file in ``scratch()``, the same for equal contents: for what opens files by their names, as ``dlopen`` does."""
+    path = scratch_folder() / f"{hashlib.sha256(content).hexdigest()}{suffix}"
+    if not path.exists():
+        with opened_folder(scratch_folder()) as folder:
+            replace_file(folder, path.name, content)
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Compiled kernels and machine profiles on disk, so that each is made once per machine and not once per process.
+#
+# Comes in: a key over everything that specialises an artefact (``key``), and a function that makes it. Goes out: its bytes, or a
+# file that holds them. Invariants: an entry is complete and unchanged or it is made again, because it ends in a digest of itself;
+# an entry is made by one thread of one process while the others wait for it; nothing is read from or written to a folder that
+# somebody else owns or can write (``folders``); no failure of the disk is a failure of the caller, as long as the artefact can be
+# made.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 LIMIT_BYTES = 512 << 20
 _MAGIC = b"KJcache1"
@@ -97,7 +192,7 @@ class Cache:
 
     def get_file(self, key: str, suffix: str, make: Callable[[], bytes]) -> Path:
         """As ``get``, but a file of this process with the entry. Raises ``OSError`` if none can be written."""
-        return folders.private_file(self.get(key, suffix, make), suffix)
+        return private_file(self.get(key, suffix, make), suffix)
 
     def keep(self, name: str, text: str) -> Path | None:
         """Write ``text`` for a person to read, where the limit applies to it as well; ``None`` if it cannot be written."""
@@ -106,22 +201,22 @@ class Cache:
     def _read(self, name: str) -> bytes | None:
         if self.folder is not None:
             try:
-                with folders.opened(self.folder) as folder:
-                    return unseal(folders.read(folder, name))
+                with opened_folder(self.folder) as folder:
+                    return unseal(read_private_file(folder, name))
             except Untrusted as error:
                 self._warn_once(error)
             except OSError:
                 pass
         if self.folder in _unusable:
-            with contextlib.suppress(OSError), folders.opened(folders.scratch(self.folder)) as folder:
-                return unseal(folders.read(folder, name))
+            with contextlib.suppress(OSError), opened_folder(scratch_folder(self.folder)) as folder:
+                return unseal(read_private_file(folder, name))
         return None
 
     def _store(self, name: str, content: bytes) -> Path | None:
         if self.folder is not None:
             try:
-                with folders.opened(self.folder, create=True) as folder:
-                    folders.replace(folder, name, content)
+                with opened_folder(self.folder, create=True) as folder:
+                    replace_file(folder, name, content)
                     with contextlib.suppress(OSError):  # somebody may be removing the whole folder
                         self._evict(folder, spare=name)
                 return self.folder / name
@@ -129,9 +224,9 @@ class Cache:
                 self._warn_once(error)
         else:
             self._warn_once(OSError(errno.ENOENT, "this user has no home folder"))
-        with contextlib.suppress(OSError), folders.opened(folders.scratch(self.folder)) as folder:
-            folders.replace(folder, name, content)
-            return folders.scratch(self.folder) / name
+        with contextlib.suppress(OSError), opened_folder(scratch_folder(self.folder)) as folder:
+            replace_file(folder, name, content)
+            return scratch_folder(self.folder) / name
         return None
 
     def _warn_once(self, error: OSError) -> None:
@@ -172,7 +267,7 @@ class Cache:
             # Without it several processes may make the same entry; the rename keeps each whole.
             with contextlib.suppress(OSError):
                 if self.folder is not None:
-                    folder = stack.enter_context(folders.opened(self.folder, create=True))
+                    folder = stack.enter_context(opened_folder(self.folder, create=True))
                     stack.enter_context(_process_lock(folder, f"{name}.lock"))
             yield
 

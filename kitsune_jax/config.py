@@ -26,12 +26,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import difflib
 import logging
 import os
 import pathlib
 import re
 from collections.abc import Iterator
+
+from kitsune_jax import config
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Every environment variable of the package, and the switches that code can set for a while.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("kitsune_jax")
 logger.addHandler(logging.NullHandler())  # records reach the logs that a program configures, and never its stderr unasked
@@ -154,7 +161,7 @@ def profile() -> str | None:
     """``KITSUNE_PROFILE``: the name of the machine profile that CPU plans are made with; ``None`` for the machine at hand.
 
     A family without a number of cores stands for as many as ``num_threads`` says. Raises ``ValueError`` for what can be the name of
-    none; ``profile.shipped`` knows which there are.
+    none; ``targets.cpu.profile.profile`` knows which there are.
     """
     text = os.environ.get("KITSUNE_PROFILE", "").strip()
     if text and not re.fullmatch(r"[a-z0-9]+(-[1-9]\d{0,3})?", text):
@@ -218,3 +225,83 @@ def override(*, disable: bool | None = None, force: bool | None = None, strict: 
         yield
     finally:
         _overrides.reset(token)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What a pipelined function was asked for: the static parameter that travels with the primitive through every transformation.
+#
+# Comes in: arguments of ``pipeline`` and the switches of ``config``. Goes out: ``Options``, frozen and hashable. Invariant:
+# everything that changes what a lowering does is in here, because JAX keys its caches on it.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """Resolved options. ``force``: ignore the cost model.
+
+    ``target``: None, the platform's own, or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
+    reports; what it does is in the jaxpr. ``export``: what ``jax.export`` is given, "plain" HLO or custom "calls".
+    ``deterministic``: equal arguments give equal bits in every run. ``fetch_ahead``: arguments lie in memory, so a call may ask for
+    parts of them that XLA reads behind it.
+    """
+
+    strict: bool = False
+    force: bool = False
+    target: str | None = None
+    residuals: str = "save"
+    export: str = "plain"
+    deterministic: bool = True
+    fetch_ahead: bool = False
+
+
+def resolve(
+    *,
+    strict: bool,
+    force: bool | None,
+    target: str | None = None,
+    residuals: str = "save",
+    export: str = "plain",
+    deterministic: bool = True,
+    fetch_ahead: bool = False,
+) -> Options:
+    """Options of a call made now: ``force=None`` takes ``KITSUNE_FORCE``; ``strict`` is also set by ``KITSUNE_STRICT``."""
+    return Options(
+        strict=strict or config.strict(),
+        force=config.forced() if force is None else force,
+        target=target,
+        residuals=residuals,
+        export=export,
+        deterministic=deterministic,
+        fetch_ahead=fetch_ahead,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Text of unknown origin (names of functions and files, error messages) made fit for a terminal, a log or a page.
+#
+# Comes in: any string. Goes out: the same, with every character that is not printable written as its Python escape. Invariant:
+# what this returns moves no cursor, changes no colour and reorders nothing on the reader's screen.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    r"""``text`` on one line, with white space as spaces and other unprintable characters as escapes.
+
+    >>> printable("a\tb \x1b[31mred")
+    'a b \\x1b[31mred'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same of each line of ``text``."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The version of this package, as pyproject.toml has it.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+__version__ = "0.1.0"

@@ -1,15 +1,30 @@
-"""The exceptions and warnings a user of this package can meet.
+"""Exceptions, warnings, and the record of what could not be pipelined because of a bug of this package.
 
-Comes in: nothing. Goes out: exception types. Invariant: without ``strict`` a program that runs under ``jax.jit`` raises none of
-them, but for a function whose changes of its arguments would be lost without a word (``MutatedArgument``).
+Comes in: nothing. Goes out: exception types; the list that ``kitsune_jax.fallbacks()`` gives. Invariant: without ``strict`` a
+program that runs under ``jax.jit`` raises none of them, but for a function whose changes of its arguments would be lost without a
+word (``MutatedArgument``).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+import traceback
+import warnings
 from typing import TYPE_CHECKING
 
+from kitsune_jax.config import logger, printable, printable_lines
+
 if TYPE_CHECKING:
-    from kitsune_jax.report.model import Report
+    from kitsune_jax.report.render import Report
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The exceptions and warnings a user of this package can meet.
+#
+# Comes in: nothing. Goes out: exception types. Invariant: without ``strict`` a program that runs under ``jax.jit`` raises none of
+# them, but for a function whose changes of its arguments would be lost without a word (``MutatedArgument``).
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 class NotPipelined(Exception):
@@ -37,4 +52,112 @@ class MutatedArgument(NotPipelined):
 
         nnx.jit(kj.pipeline(step))  # ``step`` calls ``optimizer.update(model, grads)``: raises
         nnx.jit(step)               # with ``nnx.value_and_grad(kj.pipeline(loss))`` in ``step``: right
+    """
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What this package failed to pipeline because of a bug of its own: counted, logged, and told once per function.
+#
+# Comes in: a ``Failure``, which a pass returns beside its result. Goes out: the list that ``kitsune_jax.fallbacks()`` gives.
+# Invariant: passes stay pure: they return failures, and only the lowering of a user's function records them.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """One part of a function that lowers as plain HLO because of an error in this package.
+
+    ``part``: what fell back, such as "region0 (mlp.py:12 (mlp))" or "the whole function". ``reason``: the error, with its type.
+    ``traceback``: as Python prints it.
+    """
+
+    part: str
+    reason: str
+    traceback: str = dataclasses.field(default="", compare=False)
+
+    @staticmethod
+    def of(error: BaseException, part: str) -> Failure:
+        """The failure of ``part`` that ``error`` caused."""
+        reason = printable_lines(f"{type(error).__name__}: {error}")
+        return Failure(printable(part), reason, printable_lines("".join(traceback.format_exception(error))))
+
+    @property
+    def told(self) -> str:
+        """Why an operator is left to XLA, for a report."""
+        return f"a bug of kitsune_jax, please report it: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fallback:
+    """A ``Failure`` of the user's function ``function``, and how often that function was lowered with it in this process."""
+
+    function: str
+    part: str
+    reason: str
+    traceback: str = dataclasses.field(compare=False)
+    count: int = 1
+
+
+_lock = threading.Lock()
+_recorded: dict[tuple[str, Failure], int] = {}
+_warned: set[str] = set()
+
+
+def fallbacks() -> tuple[Fallback, ...]:
+    """What this process lowered as plain HLO because of a bug of this package, oldest first; empty where all went well.
+
+    An operator that is left to XLA by decision is not in here: ``kitsune_jax.explain`` tells those. Example:
+
+    >>> import kitsune_jax as kj
+    >>> kj.fallbacks()
+    ()
+    """
+    with _lock:
+        return tuple(Fallback(function, f.part, f.reason, f.traceback, n) for (function, f), n in _recorded.items())
+
+
+def record(function: str, failure: Failure) -> None:
+    """Count ``failure`` of the user's function ``function``, log it with its traceback, and warn: once per function."""
+    with _lock:
+        _recorded[function, failure] = _recorded.get((function, failure), 0) + 1
+        told = function in _warned
+        _warned.add(function)
+    logger.warning("%s: %s lowers as plain HLO: %s\n%s", function, failure.part, failure.reason, failure.traceback)
+    if not told:
+        warnings.warn(
+            f"kitsune_jax could not pipeline {failure.part} of {function}, which lowers as plain HLO: {failure.reason}. This is a "
+            "bug of kitsune_jax: please report it. kitsune_jax.fallbacks() tells all of them, with tracebacks; KITSUNE_STRICT=1 "
+            "raises.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def forget() -> None:
+    """Forget what was recorded and which functions were warned about (for tests)."""
+    with _lock:
+        _recorded.clear()
+        _warned.clear()
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The errors of the code generators.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+class CannotLower(ValueError):
+    """A tile program, or a plan of it, holds something a target has no code for; ``reason`` says what, in words.
+
+    ``supports`` gives the same reasons per op before a region is formed, and ``check`` per plan before it is chosen.
+    """
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
+class InvalidProgram(Exception):
+    """Generated code that the extension refuses: a defect of this package, found before the code becomes part of a compilation.
+
+    The message is the extension's, and names the instruction. The region it was generated for can still lower as plain HLO.
     """

@@ -50,7 +50,7 @@ def _cuda_families() -> Iterator[Code]:
 
 def _sources(family: Any, dtype: str, batches: bool) -> dict[str, bytes]:
     """The sources of a family, by its arrangements."""
-    from kitsune_jax.program import Program
+    from kitsune_jax.program.ir import Program
     from kitsune_jax.targets.cuda import lower
     from tests.support.cuda_run import arrangements, subject
 
@@ -74,8 +74,8 @@ def _words(case: Any) -> dict[str, bytes]:
     import jax
 
     from benchmarks.grid_functions import make_problem
-    from kitsune_jax import lowering
-    from kitsune_jax.options import Options
+    from kitsune_jax.config import Options
+    from kitsune_jax.frontend import lowering
     from kitsune_jax.targets.cpu.bytecode import Products
     from kitsune_jax.targets.cpu.lower import generate
 

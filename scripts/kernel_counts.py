@@ -163,7 +163,7 @@ def kernels(
 ) -> Iterator[Kernel]:
     """Runs a kernel for each network, dtype and kind: of the plan that the planner takes for the fastest of its kind at ``ROWS``
     rows, with one instance of the pipeline and so many rows that every lane has ``rounds`` tiles or a multiple of them."""
-    from kitsune_jax.targets.cuda import check
+    from kitsune_jax.targets.cuda.lower import check
     from kitsune_jax.targets.cuda.planning.machines import A100, H200
     from tests.support.cuda_cases import FAMILIES
     from tests.support.cuda_run import plans, subject

@@ -118,7 +118,7 @@ def kind_of(plan: Any, portable: bool) -> str:
 def rows(networks: Sequence[str], folders: Sequence[Path | None]) -> Iterator[list[Row]]:
     """For each network, dtype and kind that has a kernel: of the plan that the model takes for the fastest of its kind, a row for
     the NVRTC of each folder."""
-    from kitsune_jax.targets.cuda import check
+    from kitsune_jax.targets.cuda.lower import check
     from kitsune_jax.targets.cuda.planning.machines import A100, H200
     from tests.support.cuda_cases import FAMILIES
     from tests.support.cuda_run import plans, subject
@@ -141,10 +141,10 @@ def rows(networks: Sequence[str], folders: Sequence[Path | None]) -> Iterator[li
 def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any, folder: Path | None) -> Row:
     from kernel_checks import sass
     from kernel_checks.lint import flow, in_flight
-    from kitsune_jax.targets.cuda import kernel, lower, nvrtc
+    from kitsune_jax.targets.cuda import lower, nvrtc
 
     arrangement = lower.arrangement(plan, program)
-    made = kernel.generate(program, arrangement, "region")
+    made = lower.generate_kernel(program, arrangement, "region")
     start = time.process_time()  # of this process: others may load the machine
     compiled = nvrtc.compile(made.source, "sm_90a" if arrangement.sm == 900 else "sm_80", folder=folder)
     seconds = time.process_time() - start

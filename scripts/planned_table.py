@@ -81,10 +81,10 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], str, tuple[tuple[int, ...
 def rows() -> Iterator[tuple[str, ...]]:
     from kernel_checks import sass
     from kitsune_jax.capture.jaxpr import capture
-    from kitsune_jax.parts import in_parts
-    from kitsune_jax.route import route
+    from kitsune_jax.frontend.lowering import in_parts
+    from kitsune_jax.frontend.route import route
     from kitsune_jax.targets import get
-    from kitsune_jax.targets.cuda import kernel, lower, nvrtc
+    from kitsune_jax.targets.cuda import lower, nvrtc
 
     cuda = get("cuda")
     for name, function, dtype, shapes, options in cases():
@@ -105,7 +105,9 @@ def rows() -> Iterator[tuple[str, ...]]:
             arranged = tuple(lower.arrangement(p, part.program) for p, part in zip(plans, region.program.parts, strict=True))
             alone = len(arranged) == 1
             only = region.program.parts[0].program
-            made = kernel.generate(only, arranged[0], "region") if alone else kernel.of_call(region.program, arranged, "region")
+            made = (
+                lower.generate_kernel(only, arranged[0], "region") if alone else lower.of_call(region.program, arranged, "region")
+            )
             compiled = nvrtc.compile(made.source, "sm_90a")
             code, used = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
             plan, phases = plans[0], f", {len(plans)} phases" if len(plans) > 1 else ""

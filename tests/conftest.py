@@ -17,15 +17,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from kitsune_jax import lowering
-from kitsune_jax import route as route_module
-from kitsune_jax.fallbacks import fallbacks, forget
-from kitsune_jax.graph import Graph
+from kitsune_jax.errors import fallbacks, forget
+from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend import route as route_module
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.program import TileProgram
-from kitsune_jax.program.verify import verify
-from kitsune_jax.streams import Region
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import target as cuda_target
+from reference.check import verify
 
 # A process of tests holds millions of objects of traces and programs, and looking through them took 6 % of its time.
 gc.freeze()

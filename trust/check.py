@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kitsune_jax as kj
-from kitsune_jax.fallbacks import forget
+from kitsune_jax.errors import forget
 from trust.build import Built, build
 from trust.primitives import EXACT, Unknown
 from trust.program import Invalid, Program

@@ -19,7 +19,7 @@ from benchmarks.graphs.measure import loss_and_grads
 from benchmarks.offchip import DOCUMENT
 from benchmarks.sequences.apps import PLANNED_APPS, SEQUENCE_APPS
 from benchmarks.table import update
-from kitsune_jax.report.units import count_text
+from kitsune_jax.report.data import count_text
 
 # arXiv:2502.18403, operators covered and off-chip bytes saved by vertical fusion and by Kitsune, in per cent: inference, training.
 PAPER = {

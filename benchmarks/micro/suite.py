@@ -22,7 +22,7 @@ from benchmarks.micro.kernels import BATCH_FLOPS, GROUP, Measured, Multicast, Qu
 # arXiv 2502.18403, measured on an A100: 54 queues in the L2 with payloads of 128-256 KB move 2 TB/s together; a CTA does 100 M
 # uncontended atomics a second; with payloads of 1 KB synchronisation costs 12 times.
 PAPER = {"l2_terabytes_per_second": 2.0, "atomics_per_second": 100e6}
-_CHUNK = 16384  # the product's chunk of streamed weights (kitsune_jax/targets/cuda/kernel.py)
+_CHUNK = 16384  # the product's chunk of streamed weights (kitsune_jax/targets/cuda/lower.py)
 _WEIGHTS = 1 << 20  # what a network of eight 256 x 256 layers streams, and well inside the L2
 _SHARED = 227 * 1024  # bytes a CTA may have, compute capability 9.0
 

@@ -83,7 +83,7 @@ std::string check_buffer(const char* role, size_t i, const Array& want, ffi::Any
 ffi::Error execute(ffi::ThreadPool pool, State* state, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   const Call& call = state->executable.call();
   // The last result is a byte that nobody writes or reads: it keeps XLA from making the call the root of a loop's body. A long call
-  // has one more operand, which nobody reads: it tells XLA that the program is not cheap (targets/cpu/emit.py).
+  // has one more operand, which nobody reads: it tells XLA that the program is not cheap (targets/cpu/call.py).
   const size_t operands = static_cast<size_t>(call.operands), results = static_cast<size_t>(call.results);
   if (args.size() < operands || args.size() > operands + 1 || rets.size() != results + 1)
     return ffi::Error::InvalidArgument("kitsune_cpu: the call has " + std::to_string(args.size()) + " operands and " +

@@ -8,7 +8,7 @@ namespace kitsune::cpu {
 namespace {
 
 constexpr int64_t kShortLoop = 8;     // below this a loop is short however its operands lie
-constexpr int64_t kMostColumns = 32;  // so many columns are kept one after the other (MOST_COLUMNS in layouts.py)
+constexpr int64_t kMostColumns = 32;  // so many columns are kept one after the other (MOST_COLUMNS in memory.py)
 
 // More operands have their neighbours along the outer loop than along the inner one.
 bool lies_along(const Dim& outer, const Dim& inner) {

@@ -8,8 +8,4 @@ with one meaning for every supported version (0.10.2 to 0.12). Invariants: nothi
 from __future__ import annotations
 
 from kitsune_jax._compat.call_rules import *
-from kitsune_jax._compat.equations import *
 from kitsune_jax._compat.jaxprs import *
-from kitsune_jax._compat.keys import *
-from kitsune_jax._compat.lowering import *
-from kitsune_jax._compat.versions import *

@@ -3,12 +3,168 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kitsune_jax._compat.call_rules_0_10 import _register_call_rules_0_10
-from kitsune_jax._compat.jaxprs import hoist_consts, out_avals, trace_jaxpr
-from kitsune_jax._compat.versions import ad, ad_util, checkify, core, jaxpr_as_fun, jet_lib, jex_core, util
+from kitsune_jax._compat.jaxprs import (
+    ad,
+    ad_util,
+    batching,
+    checkify,
+    core,
+    discharge,
+    hoist_consts,
+    jaxpr_as_fun,
+    jet_lib,
+    jex_core,
+    lu,
+    out_avals,
+    pe,
+    remat,
+    source_info_util,
+    state_types,
+    trace_jaxpr,
+    tree_util,
+    util,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The rules of a call-like primitive for JAX 0.10, which has no ``register_call_primitive_rules``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def _register_call_rules_0_10(prim: Any) -> None:
+    prim.multiple_results = True
+    prim.skip_canonicalization = True
+
+    @prim.def_effectful_abstract_eval
+    def abstract_eval(*_: Any, call_jaxpr: Any, **__: Any) -> Any:
+        return call_jaxpr.out_avals, core.positional_effects(call_jaxpr)
+
+    core.custom_typechecks[prim] = lambda _ctx, *_atoms, call_jaxpr, **__: abstract_eval(call_jaxpr=call_jaxpr)
+    prim.to_lojax = functools.partial(_to_lojax_0_10, prim)
+    ad.primitive_jvps[prim] = functools.partial(_jvp_0_10, prim)
+    ad.primitive_linearizations[prim] = functools.partial(_linearize_0_10, prim)
+    transpose_jaxpr = util.weakref_lru_cache(_transpose_jaxpr_0_10)
+    ad.fancy_transposes[prim] = functools.partial(_transpose_0_10, prim, transpose_jaxpr)
+    batching.fancy_primitive_batchers[prim] = functools.partial(_batch_0_10, prim)
+    pe.custom_partial_eval_rules[prim] = functools.partial(_partial_eval_0_10, prim)
+    pe.partial_eval_jaxpr_custom_rules[prim] = functools.partial(
+        pe.closed_call_partial_eval_custom_rule, "call_jaxpr", lambda *a: (a[-2], a[-1])
+    )
+    pe.dce_rules[prim] = pe.dce_jaxpr_closed_call_rule
+    discharge.register_discharge_rule(prim)(functools.partial(_discharge_0_10, prim))
+    remat.rules[prim] = functools.partial(_remat_0_10, prim)
+
+
+def _nonzero(tangents: Sequence[Any]) -> list[bool]:
+    return [type(t) is not ad_util.Zero for t in tangents]
+
+
+def _with_zeros(call_jaxpr: Any, nonzero: Sequence[bool], tangents: Sequence[Any]) -> list[Any]:
+    rest = iter(tangents)
+    return [next(rest) if nz else ad_util.Zero(a.to_tangent_aval()) for a, nz in zip(call_jaxpr.out_avals, nonzero, strict=True)]
+
+
+def _to_lojax_0_10(prim: Any, *hi_args: Any, call_jaxpr: Any, **params: Any) -> list[Any]:
+    lo_args = [lo for aval, x in zip(call_jaxpr.in_avals, hi_args, strict=True) for lo in aval.lower_val(x)]
+    outs = iter(prim.bind(*lo_args, call_jaxpr=pe.lower_jaxpr2(call_jaxpr), **params))
+    return [t.raise_val(*itertools.islice(outs, len(t.lo_ty()))) for t in call_jaxpr.out_avals]
+
+
+def _jvp_0_10(prim: Any, primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Any, **params: Any) -> Any:
+    jvp_jaxpr, nz_out = ad.jvp_jaxpr(call_jaxpr, _nonzero(tangents), False)
+    live = [t for t in tangents if type(t) is not ad_util.Zero]
+    outs = prim.bind(*primals, *live, call_jaxpr=jvp_jaxpr, **params)
+    n = len(call_jaxpr.out_avals)
+    return outs[:n], _with_zeros(call_jaxpr, nz_out, outs[n:])
+
+
+def _batch_0_10(prim: Any, axis_data: Any, args: Any, dims: Any, *, call_jaxpr: Any, **params: Any) -> Any:
+    batched, out_dims = batching.batch_jaxpr2(call_jaxpr, axis_data, tuple(dims))
+    return prim.bind(*args, call_jaxpr=batched, **params), list(out_dims)
+
+
+def _linearize_0_10(prim: Any, is_vjp: bool, nzs: Any, *primals: Any, call_jaxpr: Any, **params: Any) -> Any:
+    primal_jaxpr, n_res, nz_out, forwarded, tangent_jaxpr = ad.linearize_jaxpr(call_jaxpr, nzs, is_vjp=is_vjp)
+    outs = prim.bind(*primals, call_jaxpr=primal_jaxpr, **params)
+    results, computed = util.split_list(outs, [len(outs) - n_res])
+    residuals = util.subs_list(forwarded, [*call_jaxpr.consts, *primals], computed)
+
+    def tangent_fun(residuals: Any, *tangents: Any) -> list[Any]:
+        live = [ad.instantiate_zeros(t) for nz, t in zip(nzs, tangents, strict=True) if nz]
+        return _with_zeros(call_jaxpr, nz_out, prim.bind(*residuals, *live, call_jaxpr=tangent_jaxpr, **params))
+
+    return results, nz_out, residuals, tangent_fun
+
+
+def _transpose_jaxpr_0_10(jaxpr: Any, in_tree: Any, avals: Any, specs: Any) -> tuple[Any, Any]:
+    trees: list[Any] = []
+
+    def transposed(*flat: Any) -> list[Any]:
+        accumulators, cotangents = tree_util.tree_unflatten(in_tree, flat)
+        args = ad.unproject_accums(specs, accumulators)
+        ad.backward_pass3(jaxpr.jaxpr, False, jaxpr.consts, args, cotangents)
+        outs, tree = tree_util.tree_flatten([x.freeze() if isinstance(x, ad.ValAccum) else None for x in args])
+        trees.append(tree)
+        return outs
+
+    f = lu.wrap_init(transposed, debug_info=jaxpr.jaxpr.debug_info.with_unknown_names())
+    out, _, consts = pe.trace_to_jaxpr_dynamic(f, avals)
+    return core.ClosedJaxpr(out, consts), trees[-1]
+
+
+def _transpose_0_10(prim: Any, transpose_jaxpr: Any, cotangents: Any, *args: Any, call_jaxpr: Any, **params: Any) -> None:
+    accumulators, specs = ad.project_accums(args)
+    flat, tree = tree_util.tree_flatten((accumulators, cotangents))
+    jaxpr, out_tree = transpose_jaxpr(call_jaxpr, tree, tuple(core.typeof(x) for x in flat), specs)
+    outs = tree_util.tree_unflatten(out_tree, prim.bind(*flat, call_jaxpr=jaxpr, **params))
+    for x, ct in zip(args, outs, strict=True):
+        if isinstance(x, ad.ValAccum):
+            x.accum(ct)
+
+
+def _partial_eval_0_10(prim: Any, trace: Any, *tracers: Any, call_jaxpr: Any, **params: Any) -> list[Any]:
+    unknown = [not t.pval.is_known() for t in tracers]
+    known_jaxpr, rest_jaxpr, out_unknown, res_avals, forwarded = pe.partial_eval_jaxpr_nounits_fwd(
+        call_jaxpr, unknown, instantiate=False
+    )
+    known_in = [t.pval.get_known() for t in tracers if t.pval.is_known()]
+    outs = prim.bind(*known_in, call_jaxpr=known_jaxpr, **params)
+    known_out, computed = util.split_list(outs, [len(outs) - len(res_avals)])
+    rest = iter(computed)
+    residuals = [next(rest) if f is None else [*call_jaxpr.consts, *known_in][f] for f in forwarded]
+    in_tracers = [*map(trace.new_instantiated_const, residuals), *(t for t in tracers if not t.pval.is_known())]
+    out_tracers = [pe.JaxprTracer(trace, pe.PartialVal.unknown(a), None) for a in rest_jaxpr.out_avals]
+    effects = core.positional_effects(rest_jaxpr)
+    eqn = pe.new_eqn_recipe(
+        trace, in_tracers, out_tracers, prim, dict(params, call_jaxpr=rest_jaxpr), effects, source_info_util.current()
+    )
+    for t in out_tracers:
+        t.recipe = eqn
+    if pe.effects.partial_eval_kept_effects.filter_in(rest_jaxpr.effects):
+        trace.effect_handles.append(pe.EffectHandle(in_tracers, eqn))
+    return util.merge_lists(out_unknown, known_out, out_tracers)
+
+
+def _discharge_0_10(prim: Any, in_avals: Any, _out_avals: Any, *args: Any, call_jaxpr: Any, **params: Any) -> Any:
+    discharged, n_out, _ = discharge._cached_closed_jaxpr_discharge(call_jaxpr)
+    outs, refs = util.split_list(prim.bind(*args, call_jaxpr=discharged, **params), [n_out])
+    rest = iter(refs)
+    return tuple(next(rest) if isinstance(a, state_types.AbstractRef) else None for a in in_avals), outs
+
+
+def _remat_0_10(prim: Any, policy: Any, *args: Any, call_jaxpr: Any, **params: Any) -> Any:
+    forward, again, n_res = remat.remat_jaxpr(call_jaxpr, policy)
+    outs = prim.bind(*args, call_jaxpr=forward, **params)
+    results, residuals = util.split_list(outs, [len(outs) - n_res])
+    return results, lambda *xs: prim.bind(*residuals, *xs, call_jaxpr=again, **params)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The rules of a call-like primitive, whose parameter ``call_jaxpr`` every transformation rewrites.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def register_call_rules(prim: Any, leaner: Callable[..., Any], manner: Callable[..., Any]) -> None:

@@ -1,18 +1,194 @@
-"""Jaxprs, open or closed: tracing functions to them, taking them apart and putting them together."""
+"""Jaxprs, equations, keys, versions and lowering contexts of JAX, with one meaning for every supported version.
+
+Invariant: importing this module works with every JAX; what a JAX lacks fails where it is used (``frontend.explain`` tries that
+first).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
-from collections.abc import Callable, Sequence
+import pathlib
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from kitsune_jax._compat.lowering import register_lowering
-from kitsune_jax._compat.versions import VERSION, api_util, core, jax_module, jaxpr_as_fun, lu, mlir, new_primitive, pe, tree_util
-from kitsune_jax.plain_text import printable
+from kitsune_jax.config import printable
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The version of JAX at hand, its modules, public and private, and what its tracebacks show.
+#
+# Invariant: importing this module works with every JAX; what a JAX lacks fails where it is used (``jax_support`` tries that
+# first).
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """The release in a version: (0, 13, 0) of "0.13.0rc1", "0.13.0.dev20260101" and "0.13"; () where it has no number."""
+    numbers = re.match(r"[0-9]+(\.[0-9]+)*", text)
+    parts = [int(x) for x in numbers[0].split(".")[:3]] if numbers else []
+    return (*parts, *[0] * (3 - len(parts))) if parts else ()
+
+
+def jax_module(name: str) -> Any:
+    """A module of JAX; an empty one of that name where this JAX has none, so that what needs it fails where it is used."""
+    try:
+        return importlib.import_module(name)
+    except Exception:  # a module that was replaced may fail in any way, and importing this package must not
+        return types.ModuleType(name)
+
+
+VERSION = parse_version(jax.__version__)
+
+ad_util = jax_module("jax._src.ad_util")
+api_util = jax_module("jax._src.api_util")
+checkify = jax_module("jax._src.checkify")
+core = jax_module("jax._src.core")
+lu = jax_module("jax._src.linear_util")
+source_info_util = jax_module("jax._src.source_info_util")
+traceback_util = jax_module("jax._src.traceback_util")
+tree_util = jax_module("jax._src.tree_util")
+util = jax_module("jax._src.util")
+ad = jax_module("jax._src.interpreters.ad")
+batching = jax_module("jax._src.interpreters.batching")
+mlir = jax_module("jax._src.interpreters.mlir")
+pe = jax_module("jax._src.interpreters.partial_eval")
+remat = jax_module("jax._src.interpreters.remat")
+discharge = jax_module("jax._src.state.discharge")
+state_types = jax_module("jax._src.state.types")
+prng = jax_module("jax._src.random.prng")
+jet_lib = jax_module("jax.experimental.jet")
+jex_core = jax_module("jax.extend.core")
+
+
+def new_primitive(name: str) -> Any:
+    """A primitive without rules."""
+    return jex_core.Primitive(name)
+
+
+def valid_jaxtype(x: Any) -> bool:
+    """Can ``x`` be an operand of a primitive: an array, a number, a ref?"""
+    try:
+        aval = jax.typeof(x)
+    except TypeError:
+        return False
+    return getattr(getattr(aval, "dtype", None), "kind", "") != "T"  # an array of strings has a type, but no operations
+
+
+def jaxpr_as_fun(closed: Any) -> Any:
+    """The function that a closed jaxpr stands for: of flat arrays, to a list of arrays."""
+    return jex_core.jaxpr_as_fun(closed)
+
+
+def hide_from_tracebacks(path: str) -> None:
+    """Leave frames of the file ``path`` out of the tracebacks that JAX filters for its users."""
+    with contextlib.suppress(AttributeError, TypeError):  # a JAX that cannot shows them
+        traceback_util.register_exclusion(path)
+
+
+def api_boundary(fn: Any) -> Any:
+    """``fn``, out of which errors come with the traceback that JAX filters for its users, as out of ``jax.jit`` functions."""
+    try:
+        return traceback_util.api_boundary(fn)
+    except (AttributeError, TypeError):  # a JAX that cannot shows every frame
+        return fn
+
+
+# A user's function is traced and evaluated through this folder. What JAX and our reports call the user's line is never a line of
+# this package. Files have the names here that their frames have: a link on the way to the package is not followed.
+_HERE = pathlib.Path(__file__).parent
+for _file in _HERE.glob("*.py"):
+    hide_from_tracebacks(str(_file))
+with contextlib.suppress(AttributeError, TypeError):
+    source_info_util.register_exclusion(str(_HERE.parent) + os.sep)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Lowering rules and what surrounds them: devices, meshes, exports, processes.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def default_platform() -> str:
+    """The platform that a program is most likely traced for: that of JAX's default device."""
+    device = jax.config.jax_default_device
+    name = device if isinstance(device, str) else device.platform if device is not None else jax.default_backend()
+    return {"gpu": "cuda"}.get(name, name)
+
+
+def runs_on_one_device(ctx: Any) -> bool:
+    """May a custom call stand in the module that ``ctx`` lowers: one device, or every mesh axis manual?
+
+    Elsewhere XLA would gather the call's operands on every device without a word (jax issue 32098).
+    """
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return axes.mesh.size == 1 or frozenset(axes.manual_axes) == frozenset(axes.mesh.axis_names)
+    return getattr(axes, "num_devices", 2) == 1
+
+
+def is_exported(ctx: Any) -> bool:
+    """Is the module that ``ctx`` lowers one of ``jax.export``, to be run by another process?"""
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
+def lower_jaxpr(ctx: Any, closed: Any, args: Sequence[Any]) -> Any:
+    """The MLIR values of ``closed`` on the MLIR values ``args``: what a lowering rule returns."""
+    return mlir.lower_fun(jaxpr_as_fun(closed), multiple_results=True)(ctx, *args)
+
+
+def register_lowering(prim: Any, rule: Any, **how: Any) -> None:
+    """Lower ``prim`` by ``rule``, for ``platform=`` or for all of them."""
+    mlir.register_lowering(prim, rule, **how)
+
+
+def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A result of another shape and dtype that varies over the same mesh axes as ``aval`` (``shard_map`` checks that)."""
+    if hasattr(aval, "update"):
+        return aval.update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False)
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def varies(aval: Any) -> bool:
+    """Whether a value differs along a manual mesh axis."""
+    return bool(_varying_axes(aval))
+
+
+def varying_like(x: Any, aval: Any) -> Any:
+    """``x``, which varies over the manual mesh axes that ``aval`` varies over as well, if not yet (``shard_map`` checks that)."""
+    axes = _varying_axes(aval)
+    missing = tuple(a for a in axes if a not in _varying_axes(jax.typeof(x))) if axes else ()
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying_axes(aval: Any) -> Any:
+    return aval.mat.varying if hasattr(aval, "mat") else getattr(aval, "vma", None) or ()
+
+
+def distributed_client() -> tuple[int, Any] | None:
+    """(number of this process, the key-value store of all processes) of a program of several; None for one alone."""
+    state = jax_module("jax._src.distributed").global_state
+    if state.client is None or (state.num_processes or 1) < 2:
+        return None
+    return int(state.process_id), state.client
+
+
+def has_cpu_backend() -> bool:
+    """Whether JAX can run something on the CPU here (``JAX_PLATFORMS`` may leave it out)."""
+    try:
+        return bool(jax.local_devices(backend="cpu"))
+    except RuntimeError:
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Jaxprs, open or closed: tracing functions to them, taking them apart and putting them together.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def is_literal(v: Any) -> bool:
@@ -216,3 +392,131 @@ def without_dead_code(closed: Any) -> Any:
     jaxpr, consts = open_parts(closed)
     live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return core.ClosedJaxpr(live, consts) if type(closed).__name__ == "ClosedJaxpr" else live
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Equations: what they call, where they stand in the user's program, and binding them again.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def called(eqn: Any) -> str:
+    """What the user called: the primitive's name; of a high-level primitive (``jax.experimental.hijax``) the name of its class, or
+    of the function it wraps.
+    """
+    high = eqn.params.get("_prim")
+    if high is None:
+        return str(eqn.primitive.name)
+    traced = getattr(high, "params", {}).get("traced")
+    return str(getattr(traced, "fun_name", None) or type(high).__name__)
+
+
+def expansion(eqn: Any) -> Any | None:
+    """What a high-level primitive on arrays stands for, as a closed jaxpr of low-level ones; ``None`` for other equations."""
+    high = eqn.params.get("_prim")
+    atoms = (*eqn.invars, *eqn.outvars)
+    if eqn.primitive.name != "call_hi_primitive" or any(type(v.aval).__name__ != "ShapedArray" for v in atoms):
+        return None
+    expand = functools.partial(eqn.primitive.to_lojax, _prim=high)
+    with eqn.ctx.manager:
+        return trace_jaxpr(expand, [v.aval for v in eqn.invars], lower=True)
+
+
+def is_ref(aval: Any) -> bool:
+    """Is it the type of a reference to a mutable array?"""
+    return type(aval).__name__ == "AbstractRef"
+
+
+def without_refs(closed: Any) -> Any:
+    """``closed`` as JAX lowers it: references are values, and those among the arguments are results as well."""
+    jaxpr, _ = open_parts(closed)
+    if any(is_ref(v.aval) for v in jaxpr.invars) or any("MutableArray" in type(e).__name__ for e in jaxpr.effects):
+        return discharge.discharge_state(closed)
+    return closed
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Does the equation come from transposition, as the backward pass of every gradient does? JAX notes it in the name stack."""
+    stack = eqn.source_info.name_stack.stack
+    return any(type(part).__name__ == "Transform" and part.name == "transpose" for part in stack)  # a user's scope is a Scope
+
+
+def source_line(eqn: Any) -> str:
+    """The user's line, "model.py:12 (mlp)", or "" where there is none: never a frame inside JAX or this package."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return ""
+    return printable(f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})")
+
+
+@contextlib.contextmanager
+def user_context(eqn: Any) -> Iterator[None]:
+    """Bind primitives as if they stood where ``eqn`` stands: its mesh and configuration, its name stack, its traceback.
+
+    ``eqn.ctx.manager`` carries the (manual) mesh: without it ``shard_map(check_vma=True)`` refuses what is bound.
+    """
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def bind_eqn(eqn: Any, vals: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Evaluate one equation on ``vals`` (with other ``params`` if given) in its own context. Returns the list of its results."""
+    bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    with user_context(eqn):
+        outs = eqn.primitive.bind(*vals, **bind_params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a ``scan`` are constants, and how many are carries. The others are arrays with a slice for each step."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carries, _ = (len(list(part)) for part in eqn.params["ft_in"].unpack())
+    return consts, carries
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Keys of ``jax.random``: the arrays of uint32 that they are, and what the primitives that take them compute of those.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def is_key(aval: Any) -> bool:
+    """Is it the type of an array of typed keys (``jax.random.key``)?"""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def physical(aval: Any) -> Any:
+    """What JAX lowers ``aval`` as: of keys uint32 with the dimensions of a key behind the others; else itself."""
+    return core.physical_aval(aval) if is_key(aval) else aval
+
+
+def wrapped_like(x: jax.Array, aval: Any) -> jax.Array:
+    """The keys of the type ``aval`` that the uint32 array ``x`` holds."""
+    return jax.random.wrap_key_data(x, impl=aval.dtype._impl.name)
+
+
+def random_jaxpr(eqn: Any) -> Any | None:
+    """What an equation on keys computes, as a closed jaxpr of the arrays that keys are; ``None`` for other equations."""
+    base = _base(eqn)
+    if base is None:
+        return None
+    with eqn.ctx.manager:  # which says how threefry counts (jax_threefry_partitionable)
+        return trace_jaxpr(lambda *arrays: [base(*arrays)], [physical(v.aval) for v in eqn.invars], lower=True)
+
+
+def _base(eqn: Any) -> Callable[..., Any] | None:
+    """The function of arrays that JAX's lowering of the equation traces."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "random_seed":
+        return functools.partial(prng.random_seed_impl_base, impl=params["impl"])
+    if name not in ("random_bits", "random_split", "random_fold_in"):
+        return None
+    keys = eqn.invars[0].aval
+    impl, rank = keys.dtype._impl, len(keys.shape)
+    if name == "random_bits":
+        how = {"bit_width": params["bit_width"], "shape": params["shape"]}
+        return lambda x: prng.random_bits_impl_base(impl, x, rank, **how)
+    if name == "random_split":
+        return lambda x: prng.random_split_impl_base(impl, x, rank, shape=params["shape"])
+    return lambda x, data: prng.random_fold_in_impl_base(impl, x, data, keys.shape)

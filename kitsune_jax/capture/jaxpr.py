@@ -1,32 +1,398 @@
-"""Walking a jaxpr: calls are inlined, every other equation becomes ops of the table or one opaque op.
-
-Comes in: a closed jaxpr without constants. Goes out: ``Captured``. Invariants: running the ops in order gives what the jaxpr
-gives; ops with effects keep their order; recomputation that ``jax.checkpoint`` asks for stays behind an ``optimization_barrier``.
-"""
+"""From a jaxpr to a Graph: calls are inlined, loops become ``scan`` ops, every other equation ops of the table or one opaque op."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from kitsune_jax import _compat
-from kitsune_jax.capture import keys
-from kitsune_jax.capture.bodies import Bodies, Rewrite, failure
-from kitsune_jax.capture.builder import Builder, scalar_of
-from kitsune_jax.capture.captured import Captured, Origin, Step
-from kitsune_jax.capture.equation import Equation
-from kitsune_jax.capture.loops import cheap, loop
-from kitsune_jax.capture.random_bits import GENERATOR
+from kitsune_jax.capture import random
+from kitsune_jax.capture.edit import Builder, Captured, Origin, Step, is_array, scalar_of, value_of
+from kitsune_jax.capture.equation import Equation, bind_in_place, known
+from kitsune_jax.capture.primitives import RULES, pointwise
+from kitsune_jax.capture.random import GENERATOR
 from kitsune_jax.capture.rewrites import APART, ONLINE, PARTS, REWRITES, UNORDERED, Rewriting, behind_loops, of_loops, rewritten
-from kitsune_jax.capture.translate import translate
-from kitsune_jax.fallbacks import Failure
+from kitsune_jax.errors import Failure
+from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.loops import body_of, parts
+from kitsune_jax.ops.spec import is_float, name_of, np_dtype
+from kitsune_jax.ops.table import OPS
 
-__all__ = ["Captured", "capture"]
+# ----------------------------------------------------------------------------------------------------------------------------------
+# One equation in the op table's terms.
+#
+# Comes in: an equation and the value ids of its operands. Goes out: the value ids of its results, with the ops that make them
+# appended to the builder, or the reason why the table has no ops for it. Invariant: nothing is appended where a reason is
+# returned.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_KEY_TYPES = ("random_wrap", "random_unwrap")  # keys are the arrays that they are
+_IDENTITIES = ("copy", "copy_p", "stop_gradient", "name", *_KEY_TYPES)  # "name": checkpoint_name, whose policies are applied by now
+_COLLECTIVES = (
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
+    *("ragged_all_to_all", "reduce_scatter", "axis_index", "pbroadcast", "pgather"),
+)
+
+
+def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin, stands_for: Origin) -> list[int] | str:
+    """Value ids of the results of ``eqn`` on ``ins``, or why it has to stay opaque. ``stands_for``: the equation of the user's
+    jaxpr that it is a part of."""
+    name = eqn.primitive.name
+    if name in _IDENTITIES and len(ins) == 1:
+        return ins
+    if name in _COLLECTIVES:
+        return f"{name}: communicates between devices"
+    params = random.params_of(eqn)
+    if params is None:
+        return f"{_compat.called(eqn)}: of keys, which it does not only move"
+    e = Equation(builder, eqn, ins, origin, params, stands_for)
+    if name not in RULES and e.kind not in OPS:
+        return f"{_compat.called(eqn)}: not an op the pipeline knows"
+    why = _why_opaque(e)
+    if why:
+        return why
+    constant = _folded(e)
+    made = RULES.get(name, pointwise)(e) if constant is None else constant
+    return [made] if isinstance(made, int) else made
+
+
+def _folded(e: Equation) -> int | None:
+    """The literal that an op on literals is: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed index.
+    Where they are repeated, so is it, as the bounds of random numbers are.
+    """
+    values = [e.builder.values[v] for v in e.ins]
+    numbers = [known(e.builder, v) for v in e.ins]
+    if e.kind not in OPS or not OPS[e.kind].folded or None in numbers:
+        return None
+    dtype = e.out_dtype
+    arrays = [np.asarray(x, np_dtype(v.dtype)) for x, v in zip(numbers, values, strict=True)]
+    scalar = scalar_of(OPS[e.kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
+    if scalar is None:
+        return None
+    small = is_float(dtype) and not abs(scalar[0]) >= float(ml_dtypes.finfo(np_dtype(dtype)).tiny)
+    if small and (e.kind != "convert_element_type" or is_float(values[0].dtype)):
+        return None  # zeros have a sign and subnormal numbers may be flushed: XLA's own arithmetic decides
+    literal = e.builder.literal(*scalar)
+    return e.broadcast(literal, e.out_shape, ()) if e.out_shape else literal
+
+
+# --- reasons to stay opaque -------------------------------------------------------------------------------------------------------
+
+
+def _why_opaque(e: Equation) -> str:
+    """What rules out any op: dtypes, placement, requests about rounding. "" if nothing does."""
+    avals = [*e.in_avals, *(_compat.physical(v.aval) for v in e.eqn.outvars)]
+    for aval in avals:
+        if not is_array(aval):
+            return f"{e.name}: works on {getattr(aval, 'dtype', 'a token')}, which the pipeline does not know"
+    if any(_placed(getattr(a, "sharding", None)) for a in avals) or any(
+        _placed(e.params.get(k)) for k in ("sharding", "out_sharding")
+    ):
+        return f"{e.name}: is explicitly sharded"
+    if getattr(e.params.get("accuracy"), "name", "DEFAULT" if e.params.get("accuracy") is None else "") != "DEFAULT":
+        return f"{e.name}: asks for an accuracy of its own"
+    if e.params.get("out_dtype") is not None:
+        return f"{e.name}: asks for a result dtype of its own"
+    spec = OPS.get(e.kind)
+    if spec is not None and not spec.gives and not spec.mixes and e.in_avals:
+        if len({name_of(a.dtype) for a in avals}) > 1:
+            return f"{e.name}: mixes dtypes"
+        if name_of(e.in_avals[0].dtype) not in spec.dtypes:
+            return f"{e.name}: is not defined on {e.in_avals[0].dtype}"
+    return ""
+
+
+def _placed(sharding: Any) -> bool:
+    """Does it name a mesh axis, or a device?"""
+    if sharding is None:
+        return False
+    spec = getattr(sharding, "spec", None)
+    return spec is None or any(part is not None for part in spec)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The bodies of loops and branches that are left to XLA: rewritten when it is known that they are.
+#
+# Comes in: an equation with bodies, where it stands, and what rewrites a body. Goes out: ``Bodies``, which evaluates the
+# equation. Invariant: a body that cannot be rewritten stays as it is, and is reported as a ``Failure``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+Rewrite = Callable[[Any], Any]
+
+
+class Bodies:
+    """The equation ``eqn``. ``rewrite`` takes a closed jaxpr and returns one of the same type."""
+
+    def __init__(self, eqn: Any, origin: Origin, rewrite: Rewrite | None):
+        self.eqn, self.origin, self.rewrite = eqn, origin, rewrite
+        self.params: dict[str, Any] | None = None
+
+    def evaluate(self, *arrays: Any) -> list[Any]:
+        """The equation on ``arrays``, with bodies as ``prepare`` has left them."""
+        return bind_in_place(self.eqn, self.origin, self.params, *arrays)
+
+    def prepare(self) -> list[Failure]:
+        """Rewrite the bodies, once. Bodies that hold constants are left alone."""
+        failures: list[Failure] = []
+        if self.rewrite is not None and self.params is None:
+            self.params = {k: self._param(v, failures) for k, v in self.eqn.params.items()}
+        return failures
+
+    def _param(self, x: Any, failures: list[Failure]) -> Any:
+        if isinstance(x, tuple) and x and all(map(_compat.is_jaxpr, x)):
+            return tuple(self._body(j, failures) for j in x)
+        return self._body(x, failures) if _compat.is_jaxpr(x) else x
+
+    def _body(self, jaxpr: Any, failures: list[Failure]) -> Any:
+        if self.rewrite is None or _compat.open_parts(jaxpr)[1]:
+            return jaxpr
+        try:
+            new = self.rewrite(jaxpr)
+            if _types(new) != _types(jaxpr):
+                raise ValueError(f"a body of type {_types(jaxpr)} was rewritten to one of type {_types(new)}")
+            return new
+        except Exception as e:
+            failures.append(failure(e, self.eqn, self.origin, "the body of "))
+            return jaxpr
+
+
+def failure(error: Exception, eqn: Any, origin: Origin, part: str = "") -> Failure:
+    """``error``, which a rule made of ``eqn``, or of that part of it."""
+    line = origin.source
+    return Failure.of(error, part + _compat.called(eqn) + (f" ({line})" if line else ""))
+
+
+def _types(jaxpr: Any) -> list[list[str]]:
+    return [[str(value_of(a)) for a in avals] for avals in (_compat.in_avals(jaxpr), _compat.out_avals(jaxpr))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Loops in the table's terms: ``scan``, and a ``while`` whose number of steps is known, become the op ``scan``.
+#
+# Comes in: an equation, its operands' value ids, and what captures a jaxpr as a Graph of its own. Goes out: the value ids of its
+# results, or the reason why the loop stays opaque. Invariants: the op's body holds ops of the table only; a carry that the body
+# hands on unchanged is a constant of the op, and so is an array that the body makes of nothing.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+Inside = Callable[[Any], Captured]  # of a closed jaxpr
+
+# Branches of a condition inside a loop that are computed both: they hold at most so many ops, and no products or loops.
+_MOST_OPS = 64
+# Elements of what is as good as a scalar: a key, a pair of bounds.
+_FEW = 16
+_DEAR = frozenset({"dot_general", "scan", "opaque"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A loop whose body is ``body``: which of the equation's operands are what, and its number of steps."""
+
+    body: Captured
+    consts: tuple[int, ...]
+    carries: tuple[int, ...]
+    xs: tuple[int, ...]
+    length: int
+    reverse: bool
+
+
+def loop(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, inside: Inside) -> list[int] | str:
+    """Value ids of the results of the loop ``eqn`` on ``ins``, or why it has to stay opaque."""
+    found = _scan(eqn, inside) if eqn.primitive.name == "scan" else _while(builder, eqn, ins, inside)
+    if isinstance(found, str):
+        return found
+    graph = found.body.graph
+    for op, step in zip(graph.ops, found.body.steps, strict=True):
+        if step.has_effects or op.kind == "opaque" and op.inputs:
+            return f"its body holds {op.label} ({op.source or 'no source line'}), {op.reason}"
+    return _append(builder, eqn, ins, bodies, found)
+
+
+def _scan(eqn: Any, inside: Inside) -> _Loop:
+    p = eqn.params
+    numbers = tuple(range(len(eqn.invars)))
+    first, carries = _compat.scan_parts(eqn)
+    last = first + carries
+    body = inside(p["jaxpr"])
+    return _Loop(body, numbers[:first], numbers[first:last], numbers[last:], p["length"], p["reverse"])
+
+
+def _while(builder: Builder, eqn: Any, ins: Sequence[int], inside: Inside) -> _Loop | str:
+    p = eqn.params
+    n, m = p["cond_nconsts"], p["body_nconsts"]
+    numbers = tuple(range(len(eqn.invars)))
+    body = inside(p["body_jaxpr"])
+    length = _steps(builder, inside(p["cond_jaxpr"]).graph, body.graph, [*ins[:n], *ins[n + m :]], n, m)
+    if length is None:
+        return "the number of its steps depends on data"
+    return _Loop(body, numbers[n : n + m], numbers[n + m :], (), length, False)
+
+
+def _steps(builder: Builder, cond: Graph, body: Graph, ins: Sequence[int], consts: int, body_consts: int) -> int | None:
+    """How often a loop runs that counts an integer from a constant to a constant by a constant; None for any other."""
+
+    def number(graph: Graph, v: int, around: Sequence[int]) -> int | float | None:
+        """The constant that ``v`` is, perhaps by way of the operand that it stands for."""
+        if v in graph.inputs:
+            return builder.values[around[graph.inputs.index(v)]].literal
+        return graph.values[v].literal
+
+    if len(cond.ops) != 1 or cond.outputs != cond.ops[0].outputs or cond.ops[0].kind not in ("lt", "le", "gt", "ge", "ne"):
+        return None
+    kind, (left, right) = cond.ops[0].kind, cond.ops[0].inputs
+    if left not in cond.inputs[consts:]:
+        left, right, kind = right, left, {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}[kind]
+    if left not in cond.inputs[consts:] or right in cond.inputs[consts:]:
+        return None
+    k = cond.inputs.index(left) - consts
+    counter = body.inputs[body_consts + k]
+    adds = next((op for op in body.ops if op.outputs == (body.outputs[k],) and op.kind in ("add", "sub")), None)
+    if adds is None or counter not in adds.inputs or (adds.kind == "sub" and adds.inputs[0] != counter):
+        return None
+    other = adds.inputs[1 - adds.inputs.index(counter)]
+    by, start, end = body.values[other].literal, number(cond, left, ins), number(cond, right, ins)
+    if not all(type(x) is int for x in (by, start, end)) or not by:
+        return None
+    assert isinstance(by, int) and isinstance(start, int) and isinstance(end, int)
+    by = -by if adds.kind == "sub" else by
+    return _count(kind, start, end, by, builder.values[ins[consts + k]].dtype)
+
+
+def _count(kind: str, start: int, end: int, by: int, dtype: str) -> int | None:
+    """Steps of ``i = start; while i <kind> end: i += by``; None where that does not end before the integer overflows."""
+    if kind == "ne":
+        steps, rest = divmod(end - start, by)
+        return None if rest or steps < 0 else steps
+    down = kind in ("gt", "ge")
+    if down:
+        start, end, by = -start, -end, -by
+    end += kind in ("le", "ge")
+    if start >= end:
+        return 0
+    if by <= 0:
+        return None
+    bits = int(dtype.lstrip("uint")) - (not dtype.startswith("u"))
+    steps = -(-(end - start) // by)
+    last = start + steps * by
+    lowest = 0 if dtype.startswith("u") else -(1 << bits)
+    reaches = -last if down else last
+    return steps if lowest <= reaches < 1 << bits else None
+
+
+def _append(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, found: _Loop) -> list[int]:
+    """The op, with constants in place of carries that do not change, and of arrays that the body makes of nothing."""
+    graph, steps = found.body.graph, found.body.steps
+    arrays = [(op, step) for op, step in zip(graph.ops, steps, strict=True) if op.kind == "opaque"]
+    made = [builder.opaque((), [found.body.avals[v] for v in op.outputs], step, op.reason) for op, step in arrays]
+    first, last = len(found.consts), len(found.consts) + len(found.carries)
+    in_consts, in_carries, in_xs = graph.inputs[:first], graph.inputs[first:last], graph.inputs[last:]
+    same = [a == b for a, b in zip(in_carries, graph.outputs, strict=False)]
+    still = [(v, ins[k]) for v, k, s in zip(in_carries, found.carries, same, strict=True) if s]
+    changing = [(v, k) for v, k, s in zip(in_carries, found.carries, same, strict=True) if not s]
+    consts = [
+        *((v, w) for (op, _), values in zip(arrays, made, strict=True) for v, w in zip(op.outputs, values, strict=True)),
+        *((v, ins[k]) for v, k in zip(in_consts, found.consts, strict=True)),
+        *still,
+    ]
+    results = [k for k in range(len(graph.outputs)) if k >= len(same) or not same[k]]
+    body = Graph(
+        graph.values,
+        (*(v for v, _ in consts), *(v for v, _ in changing), *in_xs),
+        tuple(graph.outputs[k] for k in results),
+        tuple(op for op in graph.ops if op.kind != "opaque"),
+    )
+    inputs = [*(v for _, v in consts), *(ins[k] for _, k in changing), *(ins[k] for k in found.xs)]
+    place: dict[int, int] = {}
+    for k, v in enumerate(inputs):
+        place.setdefault(v, k)
+
+    def evaluate(*arrays: Any) -> list[Any]:
+        given = (arrays[place[v]] if v in place else None for v in ins)
+        typed = [random.typed(x, atom.aval) for x, atom in zip(given, eqn.invars, strict=True)]
+        whole = bodies.evaluate(*typed)
+        return [random.plain(whole[k]) for k in results]
+
+    step = Step(bodies.origin, evaluate, prepare=bodies.prepare)
+    avals = [_compat.physical(eqn.outvars[k].aval) for k in results]
+    params = {"consts": len(consts), "carries": len(changing), "length": found.length, "reverse": found.reverse}
+    outs = dict(zip(results, builder.loop(inputs, avals, step, body, **params), strict=True))
+    apart = _scalars_apart(builder, builder.ops[-1], step.origin)
+    outs = {k: apart.get(v, v) for k, v in outs.items()}
+    handed_on = dict(zip((k for k, s in enumerate(same) if s), (v for _, v in still), strict=True))
+    return [outs[k] if k in outs else handed_on[k] for k in range(len(graph.outputs))]
+
+
+def _scalars_apart(builder: Builder, op: Op, origin: Origin) -> dict[int, int]:
+    """Results of the loop ``op`` that need nothing but a few scalars, as results of a second loop, which makes these only.
+
+    A counter is the same for all rows of a stream, so the call of the large loop could not store it. The second loop is dropped
+    where nobody reads what it makes.
+    """
+    p, body = parts(op), body_of(op)
+
+    def small(v: int) -> bool:
+        return body.values[v].size <= _FEW
+
+    carries = {k for k, v in enumerate(p.in_carries) if small(v)}
+    while True:
+        known = {v for v in (*p.in_consts, *p.in_xs, *(p.in_carries[k] for k in carries)) if small(v)}
+        for inner in body.ops:
+            if all(v in known or body.values[v].literal is not None for v in inner.inputs) and all(map(small, inner.outputs)):
+                known.update(inner.outputs)
+        known.update(v for v in body.outputs if body.values[v].literal is not None)
+        lost = {k for k in carries if p.in_next[k] not in known}
+        if not lost:
+            break
+        carries -= lost
+    finals = sorted(carries)
+    slices = [k for k, v in enumerate(p.in_ys) if v in known]
+    if not (finals or slices) or all(v in known for v in body.outputs):
+        return {}
+    outputs = (*(p.in_next[k] for k in finals), *(p.in_ys[k] for k in slices))
+    needed = set(outputs).union(p.in_carries[k] for k in finals)
+    ops = []
+    for inner in reversed(body.ops):
+        if not needed.isdisjoint(inner.outputs):
+            ops.append(inner)
+            needed.update(inner.inputs)
+    consts, xs = (
+        [(v, w) for v, w in zip(*pair, strict=True) if w in needed] for pair in ((p.consts, p.in_consts), (p.xs, p.in_xs))
+    )
+    inside = (*(w for _, w in consts), *(p.in_carries[k] for k in finals), *(w for _, w in xs))
+    inputs = [*(v for v, _ in consts), *(p.initial[k] for k in finals), *(v for v, _ in xs)]
+    known_as = [*(p.final[k] for k in finals), *(p.ys[k] for k in slices)]
+    made = builder.loop(
+        inputs,
+        [builder.avals[v] for v in known_as],
+        Step(origin),
+        Graph(body.values, inside, outputs, tuple(reversed(ops))),
+        consts=len(consts),
+        carries=len(finals),
+        length=op["length"],
+        reverse=op["reverse"],
+    )
+    return dict(zip(known_as, made, strict=True))
+
+
+def cheap(branch: Captured) -> bool:
+    """May the ops of this branch be computed although another branch is taken?"""
+    return len(branch.graph.ops) <= _MOST_OPS and not any(
+        op.kind in _DEAR or step.has_effects for op, step in zip(branch.graph.ops, branch.steps, strict=True)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Walking a jaxpr: calls are inlined, every other equation becomes ops of the table or one opaque op.
+#
+# Comes in: a closed jaxpr without constants. Goes out: ``Captured``. Invariants: running the ops in order gives what the jaxpr
+# gives; ops with effects keep their order; recomputation that ``jax.checkpoint`` asks for stays behind an
+# ``optimization_barrier``.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 # Call-like primitives that are seen through, and the parameter that holds their body.
 _BODY = {
@@ -71,7 +437,7 @@ def capture(
         alone.
       parts: make weight gradients of concatenations part by part. (What is computed of such a gradient is then not computed of the
         result of a single op, so a target whose calls update parameters is better off without.)
-      online: make the sums of a segment softmax online (``ops.online``), for a target that has code for that.
+      online: make the sums of a segment softmax online (``ops.reduce``), for a target that has code for that.
       unordered: let sums by index be added up in another order in every run, for a target that has code for that.
       apart: make the scores of an attention once for sums over the queries and once for those over the keys (``scores_apart``,
         ``score_divisions``), for a target without code for sums over the rows of each batch.
@@ -102,8 +468,8 @@ def capture(
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
     within = (*REWRITES, *(of_loops(kept) if loops else ()))
     walk = _Walk(builder, rewrite, [], within, kept)
-    outputs = walk.jaxpr(jaxpr, (), [keys.unwrapped(builder, v) for v in inputs], Origin(()))
-    outputs = [keys.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
+    outputs = walk.jaxpr(jaxpr, (), [random.unwrapped(builder, v) for v in inputs], Origin(()))
+    outputs = [random.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
     behind = () if summed is None else (behind_loops(summed, kept),)
@@ -147,7 +513,7 @@ class _Walk:
             literal = self.builder.literal(*number)
             return self.builder.add("broadcast_in_dim", [literal], Step(origin), aval, shape=aval.shape, dims=())
         step = Step(origin, lambda: [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)])
-        return keys.unwrapped(self.builder, self.builder.opaque((), [aval], step, "a constant array")[0])
+        return random.unwrapped(self.builder, self.builder.opaque((), [aval], step, "a constant array")[0])
 
     def _equation(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         """Value ids of the equation's results, which are those of one opaque op where a rule fails."""
@@ -211,9 +577,9 @@ class _Walk:
     def _opaque(self, eqn: Any, ins: list[int], origin: Origin, reason: str) -> list[int]:
         bodies = Bodies(eqn, origin, self.rewrite if eqn.primitive.name in _LOOPS else None)
         step = Step(origin, bodies.evaluate, bool(_effects(eqn)), bodies.prepare)
-        ins = [keys.wrapped(self.builder, v, atom.aval) for v, atom in zip(ins, eqn.invars, strict=True)]
+        ins = [random.wrapped(self.builder, v, atom.aval) for v, atom in zip(ins, eqn.invars, strict=True)]
         outs = self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason)
-        return [keys.unwrapped(self.builder, v) for v in outs]
+        return [random.unwrapped(self.builder, v) for v in outs]
 
     def _loop(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
         return loop(self.builder, eqn, ins, Bodies(eqn, origin, self.rewrite), lambda jaxpr: self._captured(jaxpr, origin))

@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from kitsune_jax.graph import Graph, Op, Value, make_params
-from kitsune_jax.ops.local import Dims
-from kitsune_jax.ops.relations import DimRelation
-from kitsune_jax.ops.spec import Array, OpSpec, Params, Shapes, is_float, np_dtype
+from kitsune_jax.ops.graph import Graph, Op, Value, make_params
+from kitsune_jax.ops.spec import Array, DimRelation, Dims, OpSpec, Params, Shapes, is_float, np_dtype
 
 Table = Mapping[str, OpSpec]
 DimLabels = tuple[tuple[int, ...], ...]

@@ -1,7 +1,5 @@
-"""What an entry of the op table holds, and the dtype rules all entries share.
-
-Comes in: nothing. Goes out: ``OpSpec`` and helpers. Invariant: 16-bit floats are computed in float32 (or wider) and rounded once,
-to the result's dtype; integers wrap.
+"""What an entry of the op table holds: shape rule, NumPy semantics, relations of dimensions, and the form of an op on rows of a
+tile.
 """
 
 from __future__ import annotations
@@ -15,9 +13,139 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from kitsune_jax.graph import Op, Value
-from kitsune_jax.ops.local import Dims, LocalOp, unchanged
-from kitsune_jax.ops.relations import DimRelation
+from kitsune_jax.ops.graph import Op, Param, Scalar, Value, make_params
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# How the dimensions of an op's operands and result travel together: what the streams pass reads from the op table.
+#
+# Operands are numbered inputs first, then outputs. Every dimension of every operand stands in exactly one relation of its op.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+OperandDim = tuple[int, int]  # (operand number, dimension)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DimRelation:
+    """One class of dimensions of one op.
+
+    role:
+      * ``"parallel"``: index i of one member meets index i of the others only (pointwise dimensions, batch and free dimensions of a
+        dot, untouched dimensions of a reduction ...). All members have one size. A member may be alone (a weight's free dimension).
+      * ``"contracted"``: reduced away; a sink if it is streamed. Members are inputs.
+      * ``"reshaped"``: input dimensions ``members`` with operand 0 flatten, in order, to the same index as the output members.
+      * ``"created"``: a dimension of the output that no input has, along which the op can make any slice on its own, given the
+        index (iota) or not even that (broadcast).
+      * ``"mixed"``: every output element may need every index (cumulative axis, sort axis, concatenated, sliced, padded, reversed
+        axis, contracted dimension of a softmax-like op). It cannot be streamed; ``why`` says so in words for the report.
+    """
+
+    role: str
+    members: tuple[OperandDim, ...]
+    why: str = ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Kinds of ops that matter where values are held against each other (``program.passes.compared_values``, ``regions.grow``).
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"})
+# Their result is one of their operands, or that one's negative: nothing is rounded.
+HAND_ON = frozenset({"select_n", "neg", "abs", "max", "min", "clamp", "copy"})
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The row-local form of an op: the same op on tiles, whose arrays have the rows in front (``(rows, *row_shape)``).
+#
+# Comes in: an op and, for its operands and its result, a ``Dims``: which dimensions stream. Goes out: a ``LocalOp``, the same
+# kind (or ``row_index``, ``matmul``, ``sink``, ``matmul_sink``) with parameters that speak of the rows-first shapes. Stationary
+# operands keep their shape. An entry of the op table has such a rule as its ``local``; here is what the rules share.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+ROWS = -1  # stands for the number of rows of the tile at hand, in the parameters below
+_SIZES = ("shape", "new_sizes", "limit")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalOp:
+    """``swap``: the operands change places (a ``matmul`` takes the tile first). ``squeeze``: reshape input 0 to this first."""
+
+    kind: str
+    params: tuple[tuple[str, Param], ...]
+    swap: bool = False
+    squeeze: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dims:
+    """Where the dimensions of a value go. ``labels``: for each one the stream axes it runs over; None: the value is stationary.
+
+    ``batch``: how many of the first stream axes are batch axes. A value that runs over those only is stationary as well: what a
+    tile finds of it has the other dimensions.
+    """
+
+    shape: tuple[int, ...]
+    labels: tuple[tuple[int, ...], ...] | None
+    dtype: str = ""
+    batch: int = 0
+
+    @property
+    def tile(self) -> bool:
+        return self.labels is not None and (not self.batch or any(a >= self.batch for axes in self.labels for a in axes))
+
+    def streamed(self, d: int) -> bool:
+        return self.labels is not None and bool(self.labels[d])
+
+    def row_major(self) -> bool:
+        """Does the stream pass over its elements in the order in which they lie?"""
+        axes = [a for dims in self.labels or () for a in dims]
+        return axes == sorted(axes) and self.kept() == list(range(len(self.shape)))[len(self.shape) - len(self.kept()) :]
+
+    def kept(self) -> list[int]:
+        """The dimensions that do not stream."""
+        return [d for d in range(len(self.shape)) if not self.streamed(d)]
+
+    def local(self, d: int) -> int:
+        """The rows-first index of dimension ``d``: 0 for a streamed one."""
+        if not self.tile:
+            return self.kept().index(d)
+        return 0 if self.streamed(d) else 1 + self.kept().index(d)
+
+    def row_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[d] for d in self.kept())
+
+    def rows_first(self) -> tuple[int, ...]:
+        return (ROWS, *self.row_shape()) if self.tile else self.row_shape()
+
+
+def unchanged(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    """For ops whose parameters name no dimension."""
+    return LocalOp(op.kind, op.params)
+
+
+def one_axis(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
+    """For ops along the one dimension ``axis``."""
+    return LocalOp(op.kind, make_params(**{**dict(op.params), "axis": ins[0].local(op["axis"])}))
+
+
+def resolve_rows(params: Mapping[str, Param] | tuple[tuple[str, Param], ...], rows: int) -> dict[str, Param]:
+    """Parameters of a rows-first op on a tile of ``rows`` rows: every ``ROWS`` in ``shape``, ``new_sizes`` or ``limit`` replaced.
+
+    >>> resolve_rows({"shape": (-1, 4), "dims": (0,)}, rows=7)
+    {'shape': (7, 4), 'dims': (0,)}
+    """
+    return {k: _resolve(v, rows) if k in _SIZES else v for k, v in dict(params).items()}
+
+
+def _resolve(sizes: Any, rows: int) -> tuple[int, ...]:
+    return tuple(rows if n == ROWS else n for n in sizes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What an entry of the op table holds, and the dtype rules all entries share.
+#
+# Comes in: nothing. Goes out: ``OpSpec`` and helpers. Invariant: 16-bit floats are computed in float32 (or wider) and rounded
+# once, to the result's dtype; integers wrap.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 Array = np.ndarray[Any, Any]
 Params = Mapping[str, Any]
@@ -206,3 +334,49 @@ def round_to(x: Any, dtype: str) -> Array:
 def arrays_of(xs: Sequence[Any]) -> list[Array]:
     """NumPy's scalars (what its functions return for rank 0) as arrays again."""
     return [np.asarray(x) for x in xs]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Which results of 16-bit floats are rounded to their dtype, and which keep the digits that they were computed with.
+#
+# A 16-bit float is computed in float32. JAX rounds every operator's result; a compiler may leave that out between operators that
+# it fuses. Users rely on what ``jax.jit`` does: compensated sums (``s = a + b; e = b - (s - a)``) find an error of 0 where the
+# roundings are left out. So a pipeline rounds wherever ``jit`` on the platform at hand does (``targets.cpu.profile.xla`` asks it).
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+NARROW = frozenset({"bfloat16", "float16"})
+# Of operands that their dtype can hold, it can hold the result: nothing is left to round.
+_EXACT = HAND_ON | {"convert_element_type", "floor", "ceil", "round", "sign", "rem", "reduce_precision", "nextafter"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rounding:
+    """``results``: the dtypes in which every operator's result is rounded. ``widened``: those in which that also holds for a result
+    that is converted to a wider float right away, as a sum in float32 converts what it adds up; in others that conversion takes the
+    digits that were computed."""
+
+    results: frozenset[str] = NARROW
+    widened: frozenset[str] = NARROW
+
+    def rounds(self, kind: str, dtype: str, literals: tuple[Scalar | None, ...] = ()) -> bool:
+        """Does a result of ``dtype`` of an op of this kind have to be rounded? ``literals``: its operands that are constants.
+
+        >>> Rounding().rounds("add", "bfloat16"), Rounding().rounds("max", "bfloat16"), Rounding().rounds("add", "float32")
+        (True, False, False)
+        """
+        if dtype not in self.results or kind in _EXACT:
+            return False
+        # bfloat16 has the exponents of float32: times a half or two, no digit of a normal number is lost.
+        scaled = kind == "mul" and dtype == "bfloat16" and any(_only_scales(c) for c in literals)
+        return not scaled
+
+    def keeps_digits(self, dtype: str, wider: str) -> bool:
+        """Does a conversion of a value of ``dtype`` to ``wider`` take the digits that the value was computed with?"""
+        return dtype in NARROW and wider in ("float32", "float64") and not (dtype in self.results and dtype in self.widened)
+
+
+def _only_scales(c: Scalar | None) -> bool:
+    return c is not None and abs(float(c)) in (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+EVERYWHERE = Rounding()

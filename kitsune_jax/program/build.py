@@ -1,40 +1,216 @@
-"""Graph + Region + Plan -> TileProgram.
-
-Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
-(``OpSpec.local``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
-place. A loop of the graph becomes a loop of the program: a step cuts its slices out of the arrays xs and stores its own of the
-arrays ys, and what nobody reads of the last carries and of the ys is not computed.
-"""
+"""From a Graph, a Region and a Plan to a ``TileProgram``; and from the tile programs of phases to the ``Program`` of a call."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kitsune_jax.graph import Graph, Op, Scalar, Value, make_params
-from kitsune_jax.ops.local import Dims, LocalOp
+from kitsune_jax.ops.graph import Graph, Op, Param, Scalar, Value, make_params
 from kitsune_jax.ops.loops import as_step, body_of, labels_inside, live_inside, parts
-from kitsune_jax.ops.online import ONLINE
+from kitsune_jax.ops.reduce import ONLINE
+from kitsune_jax.ops.spec import ROWS, Dims, LocalOp
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.planning.streams import DimLabels, Region, StreamSpace, row_shape, row_strides
 from kitsune_jax.program.blocks import blocked
 from kitsune_jax.program.ir import (
-    ROWS,
     SINKS,
+    Array,
     ArrayType,
     Block,
     Instr,
+    Part,
+    Program,
     QueueType,
     SinkType,
     StageProgram,
     TileProgram,
     TileType,
 )
-from kitsune_jax.program.online import Scaled
-from kitsune_jax.program.stage import Stage, same_for_all
-from kitsune_jax.program.windows import Windows
-from kitsune_jax.streams.space import Region, row_shape, row_strides
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A stage's body under construction.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Stage:
+    """Stage number ``number``, or the body of a loop in it, under construction.
+
+    ``graph``, ``labels``: of the region, or of the loop's body. ``ids``: graph value -> its SSA value here; ``repeated``: the tile
+    that repeats it for each row.
+    """
+
+    number: int
+    graph: Graph
+    labels: Mapping[int, DimLabels]
+    space: StreamSpace
+    body: list[Instr] = dataclasses.field(default_factory=list)
+    ids: dict[int, int] = dataclasses.field(default_factory=dict)
+    repeated: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def dims(self, v: int) -> Dims:
+        value = self.graph.values[v]
+        return Dims(value.shape, self.labels.get(v), value.dtype, self.space.batch)
+
+    def type_of(self, v: int) -> TileType:
+        value, labels = self.graph.values[v], self.labels.get(v)
+        tile = labels is not None and not self.space.of_batch(labels)
+        return TileType(tile, row_shape(value.shape, labels), value.dtype)
+
+
+def same_for_all(stage: Stage, op: Op) -> bool:
+    """In a stream of one row, what is made of nothing that streams is made once, and repeated where it has to stream."""
+    streams = any(v in stage.labels for v in op.inputs) or any(axes for v in op.outputs for axes in stage.labels.get(v, ()))
+    return not streams and not stage.space.sizes and any(v in stage.labels for v in op.outputs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The tile program's form of a sum of ``values * e^(scores - largest)``, where only the scores of the tile at hand are known.
+#
+# Comes in: the SSA values of one op ``scatter_exp_sum`` in a stage. Goes out: instructions that scale the rows of a tile by the
+# largest score of their run in the tile (``run_max``), and the operands of the sink, which keeps for each sum what it is scaled
+# by and scales it again where a larger score comes (``sink_at`` with a third operand).
+#
+# The sink's state is a pair (m, sum), and two states add up at max(m1, m2), to which each sum is scaled first. That is all that
+# an online softmax needs, whatever tells the sums apart: here an index, for attention the query.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+New = Callable[[TileType], int]
+
+
+class Scaled:
+    """Rows of a stage scaled by their runs; sums of the same scores by the same index share what is computed of these.
+
+    ``new`` makes a value of a type, ``literal`` one that is a constant; ``ones``: is every element of a value the constant 1?
+    """
+
+    def __init__(
+        self,
+        body: list[Instr],
+        types: Sequence[TileType],
+        new: New,
+        literal: Callable[[Scalar, str], int],
+        ones: Callable[[int], bool],
+    ):
+        self.body, self.types, self.new, self.literal, self.ones = body, types, new, literal, ones
+        self._factors: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def operands(self, values: int, index: int, scores: int, n: int, op: int) -> list[int]:
+        """(rows, index, tops) of the sink: ``values`` scaled by the factor of their row, and the largest score of their run."""
+        tops, factor = self._factor(index, scores, n, op)
+        t = self.types[values]
+        if self.ones(values) and self.types[factor].shape == t.shape:
+            return [factor, index, tops]
+        if self.types[factor].shape != t.shape:
+            dims = tuple(range(1 + len(self.types[factor].shape)))
+            factor = self._add("broadcast_in_dim", (factor,), t, op, shape=t.rows_first, dims=dims)
+        return [self._add("mul", (values, factor), t, op), index, tops]
+
+    def _factor(self, index: int, scores: int, n: int, op: int) -> tuple[int, int]:
+        if (index, scores) not in self._factors:
+            t = self.types[scores]
+            tops = self._add("run_max", (scores, index), t, op, n=n)
+            # A run of -inf only counts for nothing beside other runs: e^(-inf - 0).
+            finite = self._add("is_finite", (tops,), TileType(True, t.shape, "bool"), op)
+            used = self._add("select_n", (finite, self.literal(0.0, t.dtype), tops), t, op)
+            difference = self._add("sub", (scores, used), t, op)
+            self._factors[index, scores] = tops, self._add("exp", (difference,), t, op)
+        return self._factors[index, scores]
+
+    def _add(self, kind: str, inputs: Sequence[int], t: TileType, op: int, **params: Param) -> int:
+        made = self.new(t)
+        self.body.append(Instr(kind, tuple(inputs), (made,), make_params(**params), op))
+        return made
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The tile program's form of a slice that begins where a number says, and of an array with an update there: elements picked inside
+# rows (``take``), and a choice between two.
+#
+# Comes in: the SSA values of one op ``dynamic_slice`` or ``dynamic_update_slice`` in a stage, whose parameters speak of tiles.
+# Goes out: instructions, and the value of the result. Invariant: a start is moved so that the window lies inside the array.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+class Windows:
+    """``new`` makes a value of a type, ``literal`` one that is a constant; ``op``: what the instructions are of."""
+
+    def __init__(
+        self,
+        body: list[Instr],
+        types: Sequence[TileType],
+        new: Callable[[TileType], int],
+        literal: Callable[[Scalar, str], int],
+        op: int,
+    ):
+        self.body, self.types, self.new, self.literal, self.op = body, types, new, literal, op
+
+    def slice(self, x: int, starts: Sequence[int], dims: Sequence[int], sizes: Sequence[int]) -> int:
+        """``sizes`` elements of the tile ``x`` along ``dims`` (rows first) from ``starts`` on."""
+        for d, size, start in zip(dims, sizes, starts, strict=True):
+            first = self._clamped(start, self.types[x].shape[d - 1] - size)
+            x = self._take(x, self._add("add", (self._count(size), first), TileType(False, (size,), "int32")), d)
+        return x
+
+    def update(self, x: int, update: int, starts: Sequence[int], dims: Sequence[int]) -> int:
+        """The tile ``x`` with the tile ``update`` along ``dims`` (rows first) from ``starts`` on."""
+        whole, mask = self.types[x], -1
+        for d, start in zip(dims, starts, strict=True):
+            n, size = whole.shape[d - 1], self.types[update].shape[d - 1]
+            number, inside = TileType(False, (n,), "int32"), TileType(False, (n,), "bool")
+            first = self._clamped(start, n - size)
+            if size == 1:  # of a cache of keys: it stands everywhere, and is chosen in one place
+                here = self._add("eq", (self._count(n), first), inside)
+                update = self._repeat(update, n, d)
+            else:
+                place = self._add("sub", (self._count(n), first), number)
+                last = self.literal(size - 1, "int32")
+                nearest = self._add("min", (self._add("max", (place, self.literal(0, "int32")), number), last), number)
+                here = self._add("eq", (place, nearest), inside)
+                update = self._take(update, nearest, d)
+            spread = TileType(True, whole.shape, "bool")
+            wide = self._add("broadcast_in_dim", (here,), spread, shape=spread.rows_first, dims=(d,))
+            mask = wide if mask < 0 else self._add("and", (mask, wide), spread)
+        return update if mask < 0 else self._add("select_n", (mask, x, update), whole)
+
+    def _clamped(self, start: int, most: int) -> int:
+        """``start`` as an int32 in [0, most]."""
+        t = self.types[start]
+        inside = self._add("min", (self._add("max", (start, self.literal(0, t.dtype)), t), self.literal(most, t.dtype)), t)
+        if t.dtype == "int32":
+            return inside
+        return self._add("convert_element_type", (inside,), TileType(False, (), "int32"), new_dtype="int32")
+
+    def _count(self, n: int) -> int:
+        return self._add("iota", (), TileType(False, (n,), "int32"), shape=(n,), dimension=0)
+
+    def _repeat(self, x: int, n: int, d: int) -> int:
+        """The tile ``x`` of one element along dimension ``d``, ``n`` times."""
+        t = self.types[x]
+        made = TileType(True, (*t.shape[: d - 1], n, *t.shape[d:]), t.dtype)
+        return self._add("broadcast_in_dim", (x,), made, shape=made.rows_first, dims=tuple(range(len(t.shape) + 1)))
+
+    def _take(self, x: int, index: int, d: int) -> int:
+        t, (size,) = self.types[x], self.types[index].shape
+        made = TileType(True, (*t.shape[: d - 1], size, *t.shape[d:]), t.dtype)
+        return self._add("take", (x, index), made, axis=d, mode="promise_in_bounds", fill=0)
+
+    def _add(self, kind: str, inputs: Sequence[int], t: TileType, **params: Param) -> int:
+        made = self.new(t)
+        self.body.append(Instr(kind, tuple(inputs), (made,), make_params(**params), self.op))
+        return made
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Graph + Region + Plan -> TileProgram.
+#
+# Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
+# (``OpSpec.local``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
+# place. A loop of the graph becomes a loop of the program: a step cuts its slices out of the arrays xs and stores its own of the
+# arrays ys, and what nobody reads of the last carries and of the ys is not computed.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
@@ -392,3 +568,33 @@ class _Builder:
         inner.body.append(Instr("paste", (before, value, number), (after,), (), op))
         for values, v in zip(loop, (empty, before, after), strict=True):
             values.append(v)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Tile programs -> the Program of a call.
+#
+# Comes in: the programs of a call's regions, with the values that each reads and gives. Goes out: the ``Program``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def assemble(
+    parts: Sequence[tuple[int, TileProgram, Sequence[int], Sequence[int]]], operands: Sequence[int], results: Sequence[int]
+) -> Program:
+    """The call that reads the graph values ``operands`` and gives ``results``; each of ``parts`` is (phase, program, the values it
+    reads, those it gives)."""
+    given = [v for _, _, _, gives in parts for v in gives]
+    order = [*operands, *results, *(v for v in given if v not in set(results))]
+    number = {v: k for k, v in enumerate(order)}
+    types: dict[int, Array] = {}
+    for _, program, reads, gives in parts:
+        arrays = zip((*reads, *gives), (*program.inputs, *program.outputs), strict=True)
+        types.update((v, Array(array.shape, array.dtype)) for v, array in arrays)
+    return Program(
+        arrays=tuple(types[v] for v in order),
+        operands=len(operands),
+        results=len(results),
+        parts=tuple(
+            Part(phase, program, tuple(number[v] for v in reads), tuple(number[v] for v in gives))
+            for phase, program, reads, gives in parts
+        ),
+    )

@@ -1,14 +1,20 @@
-"""Types of the tile program's own instructions (those that are no ops of the table): what each takes, and what it makes of it.
-
-Comes in: an instruction and the types of its operands. Goes out: the types of its results, or ``Wrong``.
-"""
+"""The tile program's own instructions, which are no ops of the table: their types, and a writer of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+from kitsune_jax.ops.graph import Param, Scalar, make_params
+from kitsune_jax.ops.spec import ROWS
+from kitsune_jax.program import passes
 from kitsune_jax.program.ir import Instr, SinkType, TileProgram, TileType
-from kitsune_jax.program.passes import activations
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Types of the tile program's own instructions (those that are no ops of the table): what each takes, and what it makes of it.
+#
+# Comes in: an instruction and the types of its operands. Goes out: the types of its results, or ``Wrong``.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 _INTEGERS = ("int", "uint")
 Types = Sequence[TileType]
@@ -83,7 +89,7 @@ def _matmul(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list
         fits = len(ins) == 3 and not ins[2].tile and ins[2].shape == columns
         need(fits, f"the bias is {ins[2]}, and must be a number for each of the columns {list(columns)}")
     name, parameters = instr.get("activation", "none"), instr.get("parameters", ())
-    need(len(parameters) == activations.PARAMETERS.get(name, -1), f"there is no activation {name} with parameters {parameters}")
+    need(len(parameters) == passes.PARAMETERS.get(name, -1), f"there is no activation {name} with parameters {parameters}")
     return [TileType(True, tuple(falls_out[p] for p in perm[1:]), outs[0].dtype)]
 
 
@@ -237,3 +243,80 @@ RULES: Mapping[str, Callable[[TileProgram, Instr, Types, Types], list[TileType]]
     "empty": _empty,
     **dict.fromkeys(_SHAPES, _sink),
 }
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Writing instructions: new values, constants, and the operators that loops over blocks are made of.
+#
+# Comes in: the values and constants of a program. Goes out: the same and what was added, and the instructions in ``body``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+Place = tuple["int | None", ...]  # for each dimension of a value, the one of another that it is; None: it has one element
+
+
+class Writer:
+    def __init__(self, program: TileProgram):
+        self.types = list(program.values)
+        self.literals = dict(program.literals)
+        self.body: list[Instr] = []
+        self.about = -1  # the op of the graph for which instructions are written
+        self._constants: dict[tuple[str, str], int] = {}
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[list[Instr]]:
+        """What is written inside goes to the list that this gives."""
+        around, self.body = self.body, []
+        yield self.body
+        self.body = around
+
+    def new(self, t: TileType) -> int:
+        self.types.append(t)
+        return len(self.types) - 1
+
+    def literal(self, value: Scalar, dtype: str) -> int:
+        key = repr(value), dtype
+        if key not in self._constants:
+            self._constants[key] = self.new(TileType(False, (), dtype))
+            self.literals[self._constants[key]] = value
+        return self._constants[key]
+
+    def add(self, kind: str, inputs: Sequence[int], t: TileType, **params: Param) -> int:
+        out = self.new(t)
+        self.body.append(Instr(kind, tuple(inputs), (out,), make_params(**params), self.about))
+        return out
+
+    def op(self, kind: str, *inputs: int, dtype: str | None = None) -> int:
+        """A pointwise op of operands of one shape; scalars are stretched."""
+        t = max((self.types[v] for v in inputs), key=lambda t: (t.tile, len(t.shape)))
+        return self.add(kind, inputs, TileType(t.tile, t.shape, dtype or self.types[inputs[-1]].dtype))
+
+    def convert(self, x: int, dtype: str) -> int:
+        t = self.types[x]
+        return x if t.dtype == dtype else self.add("convert_element_type", (x,), TileType(t.tile, t.shape, dtype), new_dtype=dtype)
+
+    def filled(self, value: Scalar, t: TileType) -> int:
+        return self.add("broadcast_in_dim", (self.literal(value, t.dtype),), t, shape=rows_first(t), dims=())
+
+    def spread(self, x: int, place: Place, t: TileType) -> int:
+        """``x`` repeated to the shape of ``t``: dimension ``d`` of it becomes ``place[d]``."""
+        have = self.types[x]
+        if not have.shape and not have.tile:
+            return x
+        dims = tuple(d for d in place if d is not None)
+        sizes = rows_first(have)
+        if len(dims) < len(place):
+            sizes = tuple(n for n, d in zip(sizes, place, strict=True) if d is not None)
+            shape = tuple(n for n in sizes[1:]) if have.tile else sizes
+            x = self.add("reshape", (x,), TileType(have.tile, shape, have.dtype), new_sizes=sizes)
+        order = tuple(sorted(range(len(dims)), key=lambda k: dims[k]))
+        if dims != tuple(dims[k] for k in order):
+            dims, sizes = tuple(dims[k] for k in order), tuple(sizes[k] for k in order)
+            shape = sizes[1:] if have.tile else sizes
+            x = self.add("transpose", (x,), TileType(have.tile, shape, have.dtype), permutation=order)
+        if dims == tuple(range(len(rows_first(t)))) and have.tile == t.tile:
+            return x
+        return self.add("broadcast_in_dim", (x,), TileType(t.tile, t.shape, have.dtype), shape=rows_first(t), dims=dims)
+
+
+def rows_first(t: TileType) -> tuple[int, ...]:
+    return (ROWS, *t.shape) if t.tile else t.shape

@@ -3,7 +3,7 @@
 Comes in: a Graph, a Region of it and a Plan (``program.build``). Goes out: what every target and the NumPy interpreter execute. A
 **tile** value has shape ``(rows, *row_shape)``, rows first, and a **stationary** value is a whole array in its original layout; the
 number of rows is the program's ``tile_rows``, less on the last tile of a batch, and stands as ``ROWS`` (-1) in the parameters of
-rows-first ops. ``program.verify`` checks everything that is said here.
+rows-first ops. ``reference.check`` checks everything that is said here.
 
 Instruction kinds:
 
@@ -70,8 +70,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from kitsune_jax.graph import Param, Scalar
-from kitsune_jax.ops.local import ROWS as ROWS
+from kitsune_jax.ops.graph import Param, Scalar
+from kitsune_jax.ops.spec import ROWS
 
 SINKS = frozenset({"sink", "matmul_sink", "sink_at"})
 WITHIN = ("all", "whole", "edges")

@@ -1,37 +1,178 @@
-"""Choosing regions: legal ones first, then those the cost model says pay.
-
-Comes in: a Graph, what the target supports, a planner. Goes out: disjoint, convex regions with their plans, and for every op that
-is in none of them the reason. ``force`` takes every legal region whatever the model says (for tests); otherwise a region must be
-modelled faster than what XLA would do with the same ops. Followers of a region (``regions.followers``) are always taken: they share
-the call of their region, and their operands are in the cache.
-"""
+"""The choice of regions: legal ones first, then those that the cost model says pay; loops by themselves."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 
-from kitsune_jax.graph import Graph
+from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.loops import as_step, body_of, parts
+from kitsune_jax.ops.spec import Dims
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.regions.beside import Beside, Bridges
-from kitsune_jax.regions.between import between, has_token, joins
-from kitsune_jax.regions.calls import Chosen, Together, anchored_call, as_they_are
-from kitsune_jax.regions.compared import with_one_maker
-from kitsune_jax.regions.convex import anchored
-from kitsune_jax.regions.followers import Following
-from kitsune_jax.regions.graph_index import GraphIndex, splits_layer
-from kitsune_jax.regions.in_place import updated_in_place
-from kitsune_jax.regions.known_spreads import NEVER_SEEDS, Spreads, seed_order
-from kitsune_jax.regions.left_aside import smaller_of
-from kitsune_jax.regions.loops import loop_regions
-from kitsune_jax.regions.merge import merged
-from kitsune_jax.regions.order import Order
-from kitsune_jax.regions.passes import best_cut
-from kitsune_jax.regions.profit import PROFIT_MARGIN, all_gained, compared, pays, seconds_gained
-from kitsune_jax.regions.recompute import recompute
-from kitsune_jax.streams import Region, Seed, Spread, has_few_rows, is_batched, spread
-from kitsune_jax.streams.wiring import Wiring
+from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, Wiring, has_few_rows, is_batched, relations_of, spread
+from kitsune_jax.regions.alternatives import best_cut, recompute, smaller_of
+from kitsune_jax.regions.grow import (
+    NEVER_SEEDS,
+    GraphIndex,
+    Order,
+    Spreads,
+    anchored,
+    regions_of,
+    seed_order,
+    splits_layer,
+    updated_in_place,
+    with_one_maker,
+)
+from kitsune_jax.regions.joining import (
+    PROFIT_MARGIN,
+    Beside,
+    Bridges,
+    Chosen,
+    Following,
+    Together,
+    all_gained,
+    anchored_call,
+    as_they_are,
+    between,
+    compared,
+    has_token,
+    joins,
+    merged,
+    pays,
+    seconds_gained,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Loops as regions: each is one by itself, with what makes its operands of constants.
+#
+# Comes in: a loop of a Graph, and what spreads a stream over it. Goes out: the regions that it may be, most promising first:
+# streams over dimensions that no step mixes, and last a stream of one row, in which all dimensions stay whole. Sums over all
+# steps and rows of what a loop makes and takes for each step (the gradients of its weights) are members of its region: their
+# parts are added up step by step. Invariant: what else reads a loop's slices finds them in memory, so xs are inputs of its region
+# and ys are results.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_SAME = "one of its results is the same for all rows of a stream"
+_MAKERS = frozenset({"broadcast_in_dim", "iota"})
+_VIEWS = frozenset({"reshape", "broadcast", "iota"})  # families of ops
+
+
+def loop_regions(
+    index: GraphIndex,
+    i: int,
+    free: Collection[int],
+    order: Order,
+    spread: Callable[[Seed, Container[int]], Spread],
+    sums_behind: bool = False,
+) -> Iterator[Region | str]:
+    """The regions that loop ``i`` may be, or why a stream does not go through it. ``free``: ops that no region has.
+    ``sums_behind``: the loop may also leave its sums behind, with arrays of all steps for them."""
+    graph = index.graph
+    if _idle(body_of(graph.ops[i])):
+        yield "its steps only hand arrays on"
+        return
+    p = parts(graph.ops[i])
+    makers = (index.producers.get(v) for v in (*p.consts, *p.initial) if v not in p.xs)
+    members = {i, *(m for m in makers if m is not None and m in free and _makes(graph, m))}
+    readers = {j for v in graph.ops[i].outputs for j in index.consumers.get(v, ()) if j in free}
+    sums = {j for j in readers if as_step(graph.ops[i], graph.ops[j]) is not None}
+    seen: set[Region] = set()
+    summed = False
+    for mine in (members | sums, *((members,) if sums and sums_behind else ())):
+        for seed in _seeds(graph, i):
+            sp = spread(seed, mine)
+            if apart := sums.intersection(sp.ops).difference(sp.sinks):  # sums over the steps alone, which have all rows
+                sp = spread(seed, mine - apart)
+            if i in sp.stops:
+                yield sp.stops[i]
+            for region in regions_of(index, sp, order):
+                if i in region.ops and region.outputs and region not in seen:
+                    seen.add(region)
+                    labels = region.label_of()
+                    made = {v for j in sums & set(region.ops) for v in graph.ops[j].outputs}
+                    yields = all(v in labels or v in made for v in region.outputs)
+                    yield region if yields else _SAME
+                    summed |= yields and bool(made)
+    if not summed:  # else another stream would leave arrays of all steps behind, of which the sums are made
+        yield _one_row(index, i)
+
+
+def _idle(body: Graph) -> bool:
+    """Does a body compute nothing, as one that swaps two carries? Views do not count."""
+    return all(_idle(op.body) if op.body is not None else OPS[op.kind].family in _VIEWS for op in body.ops)
+
+
+def _makes(graph: Graph, i: int) -> bool:
+    """Op ``i`` makes an array of a scalar, or of nothing."""
+    op = graph.ops[i]
+    return op.kind in _MAKERS and all(not graph.values[v].shape for v in op.inputs)
+
+
+def _seeds(graph: Graph, i: int) -> Iterator[Seed]:
+    """All dimensions of the largest operand or result that no step mixes; of each one its first, its others."""
+    op = graph.ops[i]
+    operands = (*op.inputs, *op.outputs)
+    mixed = {(operands[k], d) for r in relations_of(graph, op) if r.role != "parallel" for k, d in r.members}
+    p = parts(op)
+    values = sorted(dict.fromkeys((*p.final, *p.ys, *p.xs)), key=lambda v: (-graph.values[v].size, v))
+    choices: dict[Seed, None] = {}
+    for v in values:
+        shape = graph.values[v].shape
+        dims = tuple(d for d in range(len(shape)) if (v, d) not in mixed and shape[d] > 1)
+        choices |= dict.fromkeys(Seed(v, c) for c in (dims, *((d,) for d in dims)) if c)
+    shortest: dict[Seed, None] = {}
+    for v in values:  # where there is nothing else, a stream of one row
+        shape = graph.values[v].shape
+        shortest |= dict.fromkeys(Seed(v, (d,)) for d in range(len(shape)) if (v, d) not in mixed and shape[d] == 1)
+    yield from list(choices)[:_MOST] or list(shortest)[:1]
+
+
+_MOST = 8  # seeds that are tried
+
+
+def _by_index(body: Graph) -> Op | None:
+    """An op of the body that takes or folds rows by indices."""
+    for op in body.ops:
+        found = op if OPS[op.kind].family in ("gather", "scatter") else None if op.body is None else _by_index(op.body)
+        if found is not None:
+            return found
+    return None
+
+
+def _one_row(index: GraphIndex, i: int) -> Region | str:
+    graph, op = index.graph, index.graph.ops[i]
+    p = parts(op)
+    results = set(graph.outputs)
+    labelled = [v for v in (*p.initial, *p.xs, *op.outputs) if graph.values[v].literal is None and v not in p.consts]
+    if not set(labelled).intersection(op.inputs):
+        return "it computes the same whatever the arguments are"
+    if (by_index := _by_index(body_of(op))) is not None:
+        return f"{by_index.label or by_index.kind} ({by_index.source}) goes by indices, and no dimension of the loop streams"
+    labels = {v: ((),) * len(graph.values[v].shape) for v in sorted(set(labelled))}
+    alone = OPS[op.kind].alone
+    if alone is not None and (
+        why := alone(op, [Dims(graph.values[v].shape, labels.get(v), graph.values[v].dtype) for v in op.inputs])
+    ):
+        return why
+    return Region(
+        space=StreamSpace(()),
+        ops=(i,),
+        labels=tuple(labels.items()),
+        inputs=tuple(dict.fromkeys(v for v in op.inputs if graph.values[v].literal is None)),
+        outputs=tuple(v for v in op.outputs if v in results or index.consumers.get(v)),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Choosing regions: legal ones first, then those the cost model says pay.
+#
+# Comes in: a Graph, what the target supports, a planner. Goes out: disjoint, convex regions with their plans, and for every op
+# that is in none of them the reason. ``force`` takes every legal region whatever the model says (for tests); otherwise a region
+# must be modelled faster than what XLA would do with the same ops. Followers of a region (``regions.joining``) are always
+# taken: they share the call of their region, and their operands are in the cache.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 _OWN_BODY = "a loop left to XLA, with pipelines in its body where they pay"
 
@@ -71,9 +212,9 @@ def select(
     ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
     ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
     or why not. ``recomputes``: regions may compute again what they would read of others. ``few_rows``: products of few rows stream
-    over what they contract (``regions.between``). ``sums_behind``: see ``regions.loops``. ``sums_by_batch``: regions may sum over
+    over what they contract (``regions.joining``). ``sums_behind``: see ``regions.select``. ``sums_by_batch``: regions may sum over
     the rows of each batch. ``merges``: so many calls may become one. ``fresh``: seconds for each byte of an array that is between
-    calls instead of between phases of one (``regions.beside``). ``failed``: told of an error of one region, which it costs.
+    calls instead of between phases of one (``regions.joining``). ``failed``: told of an error of one region, which it costs.
     """
     made = few_rows, sums_behind, Wiring(graph, sums_by_batch), together, merges, fresh, failed
 

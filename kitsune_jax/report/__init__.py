@@ -15,4 +15,4 @@ from kitsune_jax.report.data import RegionReport as RegionReport
 from kitsune_jax.report.data import Rejected as Rejected
 from kitsune_jax.report.data import ResidualReport as ResidualReport
 from kitsune_jax.report.data import StageReport as StageReport
-from kitsune_jax.report.model import Report as Report
+from kitsune_jax.report.render import Report as Report

@@ -14,11 +14,12 @@ from typing import Protocol
 
 import numpy as np
 
-from kitsune_jax.graph import Graph, Value
-from kitsune_jax.ops.indexing import may_differ
+from kitsune_jax.ops.graph import Graph, Value
 from kitsune_jax.ops.loops import parts
+from kitsune_jax.ops.reduce import may_differ
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Ahead, Plan, Queue
+from kitsune_jax.planning.streams import Region, row_shape
 from kitsune_jax.report.data import (
     AheadReport,
     LoopReport,
@@ -29,8 +30,7 @@ from kitsune_jax.report.data import (
     StageReport,
     StreamReport,
 )
-from kitsune_jax.report.model import Report
-from kitsune_jax.streams.space import Region, row_shape
+from kitsune_jax.report.render import Report
 
 # Views: they are read through and move nothing of their own, so they are not counted as operators, in or outside of a region.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})

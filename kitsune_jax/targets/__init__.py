@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, cast
 
-from kitsune_jax.targets.errors import CannotLower, InvalidProgram
+from kitsune_jax.errors import CannotLower, InvalidProgram
 
 if TYPE_CHECKING:
     from kitsune_jax.targets.base import Target

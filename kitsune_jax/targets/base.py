@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitsune_jax.graph import Graph, Op, Value
-from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.plan import Ahead, Plan
+from kitsune_jax.ops.graph import Graph, Op, Value
+from kitsune_jax.planning.plan import Ahead, Machine, Plan
+from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.ir import Program
-from kitsune_jax.streams.space import Region
 
 M = TypeVar("M", bound=Machine)
 Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands) -> its result, as JAX computes it
@@ -28,18 +27,18 @@ class Target(abc.ABC, Generic[M]):
     """``name``: what users and options call it. ``platform``: that of the devices whose machine models it is planned for ("cpu",
     "cuda"). ``runs_phases``: one call can have several phases, each with a stream space of its own. ``most_merged``: regions that
     follow each other become phases of one call, at most so many. ``recomputes``: a call may compute again what it would read of
-    another one (``regions.recompute``). ``repeats_products``: its calls make arrays that are much larger than what they are made
+    another one (``regions.alternatives``). ``repeats_products``: its calls make arrays that are much larger than what they are made
     of block by block, so a backward pass may make them again (``repeats``). ``divides_gradients``: the weight gradient of a
-    concatenation is captured as a product for each part. ``sums_online``: it has code for the sums of ``ops.online``.
+    concatenation is captured as a product for each part. ``sums_online``: it has code for the sums of ``ops.reduce``.
     ``sums_unordered``: its sums by index may gain where they need not have the same bits in every run. ``sums_by_batch``: it has
     code for sums over the rows of each batch; for others the gradients of an attention by queries and those by keys and values are
-    made of scores of their own (``capture.scores_apart``). ``runs_loops``: it has code for the loops of a graph. ``few_rows``:
-    products of a few rows may stream over what they contract, so that all workers read the weight. ``sums_behind``: a loop may be
-    a call without the sums of its steps, which are then made of arrays of all steps. ``most_summed``: elements of such sums that
-    stay on chip; behind a loop of more, products of the same arrays are made as well (``capture.loop_products``).
+    made of scores of their own (``capture.rewrites.attention_scores``). ``runs_loops``: it has code for the loops of a graph.
+    ``few_rows``: products of a few rows may stream over what they contract, so that all workers read the weight. ``sums_behind``: a
+    loop may be a call without the sums of its steps, which are then made of arrays of all steps. ``most_summed``: elements of such
+    sums that stay on chip; behind a loop of more, products of the same arrays are made as well (``capture.rewrites.loops``).
     ``splits_reductions``: where there are fewer rows than workers, reductions over a long dimension may be made of parts of it
-    (``capture.split_reductions``). ``streams_elements``: those of few rows may be folds by index over its elements
-    (``capture.elements_as_rows``). ``compiles``: ``generate`` runs a compiler, for seconds and in several threads at once. ``M``:
+    (``capture.rewrites.few_rows``). ``streams_elements``: those of few rows may be folds by index over its elements
+    (``capture.rewrites.few_rows``). ``compiles``: ``generate`` runs a compiler, for seconds and in several threads at once. ``M``:
     its machine models.
     """
 

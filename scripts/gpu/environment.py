@@ -44,11 +44,11 @@ def prepared_findings() -> list[dict[str, Any]]:
 def surroundings() -> dict[str, Any]:
     """What decides, beside the sources, which kernels are made, and under which keys the cache holds them."""
     import kitsune_jax
-    from kitsune_jax.targets.cuda import devices, nvrtc, sources
+    from kitsune_jax.targets.cuda import nvrtc, runtime, sources
 
     return {
-        "model": devices.model(),
-        "arch": devices.arch(),
+        "model": runtime.device_model(),
+        "arch": runtime.arch(),
         "nvrtc": "{}.{}".format(*nvrtc.version()) if nvrtc.available() else "missing",
         "headers": sources.fingerprint("include"),
         "package": kitsune_jax.__version__,

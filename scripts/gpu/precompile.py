@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kitsune_jax import cache
-from kitsune_jax.targets.cuda import compile, devices, nvrtc, runtime
+from kitsune_jax.targets.cuda import compile, nvrtc, runtime
 from scripts.gpu.goals import GOALS, GRAPH_GOALS
 from scripts.gpu.programs import Program, programs, smoke_programs
 from scripts.gpu.record import Record, arguments
@@ -37,9 +37,9 @@ def micro_kernels() -> dict[str, Any]:
     from benchmarks.micro import suite
     from scripts.gpu.soak import rings_of
 
-    device: Any = _Device(nvrtc.sm_of(devices.arch()))
+    device: Any = _Device(nvrtc.sm_of(runtime.arch()))
     for source in (*suite.sources(device, quick=False), *(ring.source for ring in rings_of(device))):
-        compile.cubin(source, devices.arch())
+        compile.cubin(source, runtime.arch())
     return {}
 
 
@@ -118,7 +118,7 @@ def jobs(dry_run: bool, only: str) -> list[Job]:
         found.append(("microbenchmarks", micro_kernels))
     chosen = programs(dry_run, "planned" if dry_run else only)
     if not dry_run:
-        sm = "sm90" if nvrtc.sm_of(devices.arch()) == 900 else "sm80"  # a process compiles for one architecture
+        sm = "sm90" if nvrtc.sm_of(runtime.arch()) == 900 else "sm80"  # a process compiles for one architecture
         chosen += [p for p in smoke_programs(dry_run) if p.kind.startswith(sm) and only in p.name]
     named = {program.name: program for program in chosen}
     return found + [(name, functools.partial(kernels_of, program)) for name, program in named.items()]

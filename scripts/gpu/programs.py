@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 import kitsune_jax as kj
-from kitsune_jax import lowering
+from kitsune_jax.frontend import lowering
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.targets import cuda
-from kitsune_jax.targets.cuda import devices, nvrtc
+from kitsune_jax.targets.cuda import lower as cuda_lower
+from kitsune_jax.targets.cuda import nvrtc, runtime
 from tests.support import cuda_run
 from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
 from tests.support.cuda_call_cases import CALLS
@@ -59,7 +59,7 @@ class Program:
     def kind(self) -> str:
         """As ``targets.cuda.kind`` names it; "" for the planner's choice."""
         gradients = self.family.name in TRAINING
-        return cuda.kind(self.plan, gradients) if self.plan is not None else ""
+        return cuda_lower.kind(self.plan, gradients) if self.plan is not None else ""
 
     def arguments(self, seed: int) -> tuple[Any, ...]:
         return self.family.arguments(self.rows, self.dtype, seed)
@@ -151,7 +151,7 @@ def _rows(family: Family) -> tuple[int, ...]:
 
 def _forced(target: str, dry_run: bool) -> Iterator[Program]:
     """Large families and training steps in bfloat16 only: each kernel takes seconds to compile."""
-    generation = "sm90" if dry_run or nvrtc.sm_of(devices.arch()) == 900 else "sm80"
+    generation = "sm90" if dry_run or nvrtc.sm_of(runtime.arch()) == 900 else "sm80"
     families = [f for f in _families(dry_run) if f.name not in CALLS and (f.name not in TRAINING or f.name in _FORCED_STEPS)]
     for family in families[:1] if dry_run else families:
         rows = 130 if dry_run else _FORCED_ROWS

@@ -11,12 +11,11 @@ import pytest
 from jax import lax
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.builder import scalar_of
-from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.edit import Captured, scalar_of
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.reference import evaluate_numpy
-from kitsune_jax.graph import Graph
-from kitsune_jax.ops.verify import verify
+from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.table import verify
+from reference.graph import evaluate_numpy
 from tests.support.graphs import layer_norm, mlp, mlp_params, nerf, nerf_params
 
 RNG = np.random.default_rng(11)

@@ -14,8 +14,8 @@ from jax import lax
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.reference import evaluate_numpy
-from kitsune_jax.ops.verify import verify
+from kitsune_jax.ops.table import verify
+from reference.graph import evaluate_numpy
 from tests.support.checks import count
 from tests.support.gradient_checks import check_close
 

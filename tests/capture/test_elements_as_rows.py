@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitsune_jax.capture import elements_as_rows as module
-from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.reference import evaluate_numpy
 from kitsune_jax.capture.rewrites import OF_ROWS, rewritten
-from kitsune_jax.lowering import run
+from kitsune_jax.capture.rewrites import few_rows as module
+from kitsune_jax.frontend.lowering import run
+from reference.graph import evaluate_numpy
 from tests.capture.test_split_reductions import arguments, heads_last, keys_first, of_jax, plain, pooled, sorted_scores, weights_too
 
 Array = Any

@@ -18,8 +18,7 @@ from jax import lax
 
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.ops.table import OPS
-from kitsune_jax.ops.verify import SHAPE_RULES
+from kitsune_jax.ops.table import OPS, SHAPE_RULES
 from tests.capture.test_capture import run_steps
 from tests.support.checks import enable_x64
 from tests.table.test_ops import METHODS, WITH_ACCURACY

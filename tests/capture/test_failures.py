@@ -13,12 +13,11 @@ from jax import lax
 
 from kitsune_jax import _compat
 from kitsune_jax.capture import primitives
-from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import REWRITES, rewritten
-from kitsune_jax.graph import Graph, Op, Value, make_params
-from kitsune_jax.ops.table import OPS
-from kitsune_jax.ops.verify import SHAPE_RULES, verify
+from kitsune_jax.ops.graph import Graph, Op, Value, make_params
+from kitsune_jax.ops.table import OPS, SHAPE_RULES, verify
 from tests.capture.test_capture import run_steps
 from tests.support.checks import arrays
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from kitsune_jax.graph import FORMAT_VERSION, Graph, Op, Value, make_params
+from kitsune_jax.ops.graph import FORMAT_VERSION, Graph, Op, Value, make_params
 
 PARAM = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

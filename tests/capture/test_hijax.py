@@ -11,7 +11,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax import _compat
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.ops.verify import verify
+from kitsune_jax.ops.table import verify
 from tests.support.checks import arrays, close, custom_calls, in_float64
 
 hijax = pytest.importorskip("jax.experimental.hijax")

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitsune_jax import lowering
-from kitsune_jax.capture import indices
-from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import products
+from kitsune_jax.frontend import lowering
 
 N, M = 5, 7
 
@@ -69,7 +69,7 @@ def test_a_long_chain_of_indices() -> None:
 @pytest.mark.parametrize("few", [0, 2**25])
 def test_slopes_of_heads_are_made_once(power: bool, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """ALiBi: a function of few indices is not computed in the shape of many distances, whatever the dtype of its exponent."""
-    monkeypatch.setattr(indices, "_FEW", few)
+    monkeypatch.setattr(products, "_FEW", few)
 
     def biased(x: jax.Array) -> jax.Array:
         heads = 1 + jnp.arange(3)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.reference import evaluate_numpy
 from kitsune_jax.ops.spec import is_float, np_dtype
+from reference.graph import evaluate_numpy
 
 MODES = ("fill", "clip", "promise_in_bounds")
 FOLDS = {

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.graph import Graph
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.loops import evaluate_numpy
-from kitsune_jax.ops.table import OPS
-from kitsune_jax.ops.verify import verify_op
+from kitsune_jax.ops.table import OPS, verify_op
 from tests.capture.test_loop_sums import Loss, arguments, gradient, lstm, rnn, run
 
 PRODUCTS_OF_AN_LSTM = 3 * 16 + 4 * 16  # elements of w and u

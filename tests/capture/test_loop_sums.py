@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.graph import Graph
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.loops import Classes, evaluate_numpy
-from kitsune_jax.ops.table import OPS
-from kitsune_jax.ops.verify import verify_op
+from kitsune_jax.ops.table import OPS, verify_op
 
 ROWS, FEATURES, HIDDEN = 7, 3, 4
 Loss = Callable[..., jax.Array]

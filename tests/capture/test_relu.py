@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.reference import evaluate_numpy
 from kitsune_jax.targets.cpu import bytecode
 from kitsune_jax.targets.cpu.lower import lower
+from reference.graph import evaluate_numpy
 from tests.support.graphs import mlp
 
 X = np.array([-2.0, -0.0, 0.0, 1e-30, 3.0, np.inf, -np.inf, np.nan], np.float32)

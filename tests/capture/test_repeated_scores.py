@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.graph import Graph
-from kitsune_jax.route import route
+from kitsune_jax.frontend.route import route
+from kitsune_jax.ops.graph import Graph
 from tests.support.graphs import graph_of
 
 pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.reference import evaluate_numpy
-from kitsune_jax.graph import Graph
-from kitsune_jax.ops.verify import verify
+from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.table import verify
+from reference.graph import evaluate_numpy
 
 Array = Any
 TOKENS, SIZE = 260, 8

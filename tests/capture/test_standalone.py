@@ -21,8 +21,8 @@ from jax import lax
 import kitsune_jax as kj
 from kitsune_jax import _compat
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.graph import Graph
-from kitsune_jax.standalone import as_function, captured_for, write
+from kitsune_jax.frontend.standalone import as_function, captured_for, write
+from kitsune_jax.ops.graph import Graph
 from tests.support.checks import arrays, custom_calls, enable_x64
 from tests.support.cuda_run import kernel_cache as kernel_cache
 from tests.support.standalone_cases import CASES, is_double

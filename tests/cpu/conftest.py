@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kitsune_jax import lowering
+from kitsune_jax.frontend import lowering
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu import lower
+from kitsune_jax.targets.cpu.lower import lower
 
 
 @pytest.fixture

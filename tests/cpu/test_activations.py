@@ -14,7 +14,8 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import _cpu
-from kitsune_jax.program.passes import Flow, activations
+from kitsune_jax.program import passes
+from kitsune_jax.program.passes import Flow
 from kitsune_jax.targets.cpu import bytecode as bc
 from tests.capture.test_capture import captured
 from tests.support.bytecode_sim import activated
@@ -134,12 +135,12 @@ def test_spelling_is_recognised_in_a_graph(spelling):
     graph = captured(lambda x, w, b: f(x @ w + b), *operands(37, 19, 45, "float32")).graph
     bias = next(i for i, op in enumerate(graph.ops) if op.kind == "add")
     everything = range(len(graph.ops))
-    found = activations.recognise(Flow.of_graph(graph, everything, graph.outputs), graph.ops[bias].outputs[0])
+    found = passes.recognise(Flow.of_graph(graph, everything, graph.outputs), graph.ops[bias].outputs[0])
     assert found is not None and found.name == name
     views = {"broadcast_in_dim", "copy", "reshape"}
     assert {i for i in everything[bias + 1 :] if graph.ops[i].kind not in views} <= set(found.absorbed)
     also_kept = [*graph.outputs, graph.ops[bias].outputs[0]]
-    assert activations.recognise(Flow.of_graph(graph, everything, also_kept), graph.ops[bias].outputs[0]) is None
+    assert passes.recognise(Flow.of_graph(graph, everything, also_kept), graph.ops[bias].outputs[0]) is None
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kitsune_jax as kj
+from kitsune_jax.frontend.route import route
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import walk
-from kitsune_jax.route import route
 from tests.support.blocks import WAYS, planned_as
 from tests.support.graphs import graph_of
 

@@ -13,8 +13,9 @@ from jax import Array, lax
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.route import route
-from kitsune_jax.targets.cpu import bytecode, lower
+from kitsune_jax.frontend.route import route
+from kitsune_jax.targets.cpu import bytecode
+from kitsune_jax.targets.cpu.lower import lower
 from tests.support.checks import enable_x64
 
 STEPS = 5

@@ -10,8 +10,8 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import _cpu
-from kitsune_jax.targets.cpu import lower
-from kitsune_jax.targets.cpu.words import encode
+from kitsune_jax.targets.cpu.bytecode import encode
+from kitsune_jax.targets.cpu.lower import lower
 from tests.support.lowered import ROW, array, plain
 from tests.support.tiles import Tiles
 

@@ -18,11 +18,14 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import targets
-from kitsune_jax.graph import Op, Value, make_params
-from kitsune_jax.program import Program, assemble
-from kitsune_jax.targets import cpu, cuda
-from kitsune_jax.targets.cpu import bytecode, lower
-from kitsune_jax.targets.cpu.words import name_bytes
+from kitsune_jax.ops.graph import Op, Value, make_params
+from kitsune_jax.program.build import assemble
+from kitsune_jax.program.ir import Program
+from kitsune_jax.targets.cpu import bytecode
+from kitsune_jax.targets.cpu import lower as cpu_lower
+from kitsune_jax.targets.cpu.bytecode import name_bytes
+from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cuda import lower as cuda_lower
 from kitsune_jax.targets.cuda import runtime as cuda_runtime
 from tests.support.lowered import ROW
 from tests.support.programs import CASES
@@ -53,16 +56,16 @@ def break_lowering(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_a_program_that_the_extension_refuses_is_not_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower")
     with pytest.raises(targets.InvalidProgram, match="prepared operand 0: source reads element 15 of input 1, which has 15"):
-        cpu.generate(Program.of(small().program()), "small")
+        cpu_lower.generate(Program.of(small().program()), "small")
 
 
 def test_nor_are_the_phases_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     program = small().program()
     call = assemble([(0, program, (0, 1), (2,)), (0, program, (0, 1), (3,))], (0, 1), (2, 3))
-    assert cpu.generate(call, "fine").dtype == np.int64
+    assert cpu_lower.generate(call, "fine").dtype == np.int64
     break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower")
     with pytest.raises(targets.InvalidProgram, match="prepared operand 0: source reads element 15"):
-        cpu.generate(call, "small")
+        cpu_lower.generate(call, "small")
 
 
 @pytest.mark.expects_fallbacks
@@ -85,7 +88,7 @@ def test_launch_words_are_checked_where_a_kernel_is_generated(monkeypatch: pytes
     monkeypatch.setattr("kitsune_jax.targets.cuda.lower._kernel", lambda *_: Broken())
     for target in ("cuda", "emulator"):
         with pytest.raises(targets.InvalidProgram, match="the grid is 0"):
-            cuda.generate(target, Program.of(small().program()), [], "small")
+            cuda_lower.generate(target, Program.of(small().program()), [], "small")
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -129,7 +132,7 @@ def test_structured_programs_survive_any_damage(name: str) -> None:
 def test_a_name_that_is_not_utf8_travels_as_utf8() -> None:
     """The path of a source file may hold any byte; Python keeps it as lone surrogates."""
     name = "region0 (caf\udce9/\u00e9.py:3 (f))"
-    words = cpu.generate(Program.of(small().program()), name)
+    words = cpu_lower.generate(Program.of(small().program()), name)
     travelled = bytes(words[5 : 5 + words[4]].astype(np.uint8)).decode()
     assert travelled == "region0 (caf?/\u00e9.py:3 (f))"
     assert len(name_bytes("\u00e9" * 2**16)) == bytecode.MAX_NAME_BYTES

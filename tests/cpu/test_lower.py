@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu import lower
+from kitsune_jax.targets.cpu.lower import lower
 from tests.support.bytecode_sim import simulate
 from tests.support.lowered import BF16, RNG, ROW, array, close, kinds, relu_layer, run
 from tests.support.tiles import Tiles

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from kitsune_jax.targets.cpu import CannotLower, lower
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.targets.cpu.lower import lower
 from tests.support.lowered import ROW, array, close, kinds, relu_layer, run
 from tests.support.tiles import Tiles
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kitsune_jax import _cpu
-from kitsune_jax.program.interpret import interpret
-from kitsune_jax.targets.cpu import lower
-from kitsune_jax.targets.cpu.words import encode
+from kitsune_jax.targets.cpu.bytecode import encode
+from kitsune_jax.targets.cpu.lower import lower
+from reference.interpret import interpret
 from tests.support.bytecode_sim import simulate
 from tests.support.lowered import plain
 from tests.support.tiles import Tiles

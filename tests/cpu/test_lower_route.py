@@ -13,17 +13,18 @@ import pytest
 
 from kitsune_jax import _cpu, targets
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.graph import Graph
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Infeasible, Plan
-from kitsune_jax.program import build
-from kitsune_jax.regions import anchored, quotient_order, select
-from kitsune_jax.streams import Region
-from kitsune_jax.targets import cpu
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.program.build import build
+from kitsune_jax.regions.grow import anchored, quotient_order
+from kitsune_jax.regions.select import select
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu import lower
+from kitsune_jax.targets.cpu import call as cpu_call
+from kitsune_jax.targets.cpu.bytecode import encode
+from kitsune_jax.targets.cpu.lower import lower
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.planner import plan
-from kitsune_jax.targets.cpu.words import encode
 from tests.support.bytecode_sim import simulate
 from tests.support.graphs import layer_norm, mlp, mlp_params, nerf, nerf_params
 from tests.support.lowered import plain
@@ -163,7 +164,7 @@ def test_custom_call_through_jit(seconds: float) -> None:
     assert len(captured.inputs) == len(program.inputs) == len(args)
 
     aval = jax.ShapeDtypeStruct(want.shape, want.dtype)
-    (got,) = jax.jit(lambda *xs: cpu.call(encode(program), xs, [aval], seconds))(*args)
+    (got,) = jax.jit(lambda *xs: cpu_call.call(encode(program), xs, [aval], seconds))(*args)
     _close(np.asarray(got), np.asarray(want))
 
 

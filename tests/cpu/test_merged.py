@@ -14,14 +14,16 @@ from jax.experimental import io_callback
 import kitsune_jax as kj
 from benchmarks.graphs.apps import GRAPH_APPS, case_of
 from benchmarks.graphs.measure import loss_and_grads
-from kitsune_jax import lowering, targets
+from kitsune_jax import targets
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.route import route
-from kitsune_jax.targets import cpu
-from kitsune_jax.targets.cpu import runtime
+from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.route import route
+from kitsune_jax.targets.cpu import call as cpu_call
+from kitsune_jax.targets.cpu import call as runtime
+from kitsune_jax.targets.cpu import lower as cpu_lower
 from tests.support.checks import in_float64
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="the extension is not built")
+pytestmark = pytest.mark.skipif(not cpu_call.available(), reason="the extension is not built")
 WIDTH = 24
 
 
@@ -114,7 +116,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 @pytest.mark.filterwarnings("ignore:kitsune_jax could not pipeline")
 def test_a_phase_that_cannot_be_made_costs_its_own_region_only(monkeypatch: pytest.MonkeyPatch) -> None:
     args = data(101, 1009)
-    real = cpu.lower
+    real = cpu_lower.lower
 
     def failing(program: Any, *rest: Any) -> Any:
         if program.rows == 101:

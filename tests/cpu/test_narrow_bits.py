@@ -7,8 +7,8 @@ import pytest
 
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, DTYPES, IN, OPCODE, SCRATCH, Ref, Vector
+from kitsune_jax.targets.cpu.memory import View
 from kitsune_jax.targets.cpu.vectors import VectorBuilder
-from kitsune_jax.targets.cpu.views import View
 
 
 def view(dtype: str, space: int = SCRATCH, offset: int = 0) -> View:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.route import route
+from kitsune_jax.frontend.route import route
 from tests.support.checks import close, in_float64
 from tests.support.irregular import ids_of
 from tests.support.online import scores_of

@@ -14,10 +14,10 @@ import kitsune_jax as kj
 from kitsune_jax import _cpu
 from kitsune_jax.ops.spec import DTYPES, FLOATS, FORMATS
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.program.interpret import interpret
-from kitsune_jax.targets.cpu import lower, supports
-from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, OPCODES, Vector
-from kitsune_jax.targets.cpu.words import encode
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, OPCODES, Vector, encode
+from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.target import supports
+from reference.interpret import interpret
 from scripts import opcodes
 from tests.support.lowered import plain
 from tests.support.table_cases import ROW, SERIES, all_pointwise, disagreement, sample

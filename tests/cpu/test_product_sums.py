@@ -9,7 +9,7 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu import lower
+from kitsune_jax.targets.cpu.lower import lower
 from tests.support.lowered import BF16, ROW, array, close, kinds, run
 from tests.support.tiles import Tiles
 

@@ -12,11 +12,12 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import _cpu
-from kitsune_jax.graph import make_params
+from kitsune_jax.ops.graph import make_params
 from kitsune_jax.program.ir import ArrayType, Instr, Program, SinkType, TileProgram
-from kitsune_jax.targets import cpu
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu.words import encode
+from kitsune_jax.targets.cpu import bytecode as cpu_bytecode
+from kitsune_jax.targets.cpu import lower as cpu_lower
+from kitsune_jax.targets.cpu.bytecode import encode
 from tests.support.lowered import ROW, array, plain, relu_layer
 from tests.support.tiles import Tiles
 
@@ -59,7 +60,7 @@ def run(words: np.ndarray, x: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]
 @pytest.mark.parametrize("weights", bc.PRODUCTS)
 def test_every_choice_computes_the_same(isa, weights, gradients):
     x, w, b = operands()
-    y, g = run(cpu.generate(Program.of(training()), "training", [cpu.Products(weights, gradients)]), [x, w, b])
+    y, g = run(cpu_lower.generate(Program.of(training()), "training", [cpu_bytecode.Products(weights, gradients)]), [x, w, b])
     sums, biased = x.astype(np.float64) @ w.astype(np.float64), b.astype(np.float64)
     # Sum and result are rounded by half a unit each, or by one where the order of additions decides.
     slack = 2**-8 * np.abs(sums) + 2**-8 * np.abs(sums + biased) + 1e-5
@@ -70,7 +71,7 @@ def test_every_choice_computes_the_same(isa, weights, gradients):
 @pytest.mark.skipif("avx512" not in _cpu.available_isas(), reason="compares two kernel tables of AVX-512")
 def test_widened_products_are_those_of_the_table_without_native_ones():
     x, before = operands(), _cpu.isa()
-    widened = cpu.generate(Program.of(training()), "training", [cpu.Products("widened", "widened")])
+    widened = cpu_lower.generate(Program.of(training()), "training", [cpu_bytecode.Products("widened", "widened")])
     try:
         assert _cpu.set_isa("avx512")
         want = run(widened, x)
@@ -82,7 +83,7 @@ def test_widened_products_are_those_of_the_table_without_native_ones():
 
 def test_one_program_may_mix_choices():
     """Two layers with one weight each: the choice is the weight's, and equal weights of different choices are packed twice."""
-    code = cpu.lower(training(), "training")
+    code = cpu_lower.lower(training(), "training")
     (weight,) = (i for i, p in enumerate(code.preps) if p.kind == bc.WEIGHT)
     (stage,) = code.stages
     (product,) = (i for i in stage.body if isinstance(i, bc.Matmul))
@@ -98,18 +99,23 @@ def test_one_program_may_mix_choices():
     x = operands()
     y, g, again = np.zeros((ROWS, N), BF16), np.zeros((K, N), np.float32), np.zeros((ROWS, N), BF16)
     _cpu.run(encode(mixed), [plain(a) for a in x], [plain(y), g, plain(again)], 1)
-    assert y.tobytes() == run(cpu.generate(Program.of(training()), "t"), x)[0].tobytes()
-    assert again.tobytes() == run(cpu.generate(Program.of(training()), "t", [cpu.Products("widened", "best")]), x)[0].tobytes()
+    assert y.tobytes() == run(cpu_lower.generate(Program.of(training()), "t"), x)[0].tobytes()
+    assert (
+        again.tobytes()
+        == run(cpu_lower.generate(Program.of(training()), "t", [cpu_bytecode.Products("widened", "best")]), x)[0].tobytes()
+    )
 
 
 def test_only_bfloat16_has_a_choice():
-    choice = cpu.Products("widened", "widened")
+    choice = cpu_bytecode.Products("widened", "widened")
     for dtype in ("float32", "float16"):
-        assert encode(cpu.lower(training(dtype), "t", choice)).tolist() == encode(cpu.lower(training(dtype), "t")).tolist()
-    fields = [p.product for p in cpu.lower(training(), "t", choice).preps]
+        assert (
+            encode(cpu_lower.lower(training(dtype), "t", choice)).tolist() == encode(cpu_lower.lower(training(dtype), "t")).tolist()
+        )
+    fields = [p.product for p in cpu_lower.lower(training(), "t", choice).preps]
     assert sorted(fields) == [0, 1]  # the bias is no product
     with pytest.raises(ValueError, match="one of best, widened, dots, tiles, not 'amx'"):
-        cpu.Products("amx")
+        cpu_bytecode.Products("amx")
 
 
 @pytest.mark.parametrize("dtype, value, message", [
@@ -119,7 +125,7 @@ def test_only_bfloat16_has_a_choice():
     ("float16", 3, "product is 3, which only bfloat16 can have, and this is float16"),
 ])  # fmt: skip
 def test_forged_fields_are_refused(dtype, value, message):
-    code = cpu.lower(training(dtype), "t")
+    code = cpu_lower.lower(training(dtype), "t")
     weights = tuple(dataclasses.replace(p, product=value) if p.kind == bc.WEIGHT else p for p in code.preps)
     assert message in _cpu.validate(encode(dataclasses.replace(code, preps=weights)))
     (stage,) = code.stages
@@ -128,7 +134,7 @@ def test_forged_fields_are_refused(dtype, value, message):
 
 
 def test_a_dense_operand_is_no_product():
-    code = cpu.lower(training(), "t")
+    code = cpu_lower.lower(training(), "t")
     preps = tuple(dataclasses.replace(p, product=1) for p in code.preps if p.kind == bc.DENSE)
     words = encode(dataclasses.replace(code, preps=(*(p for p in code.preps if p.kind == bc.WEIGHT), *preps)))
     assert "a dense operand is no product" in _cpu.validate(words)

@@ -14,8 +14,9 @@ import pytest
 
 from kitsune_jax import _cpu
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu import emit, runtime
-from kitsune_jax.targets.cpu.words import encode
+from kitsune_jax.targets.cpu import call as emit
+from kitsune_jax.targets.cpu import call as runtime
+from kitsune_jax.targets.cpu.bytecode import encode
 
 F32 = bc.DTYPE_CODE["float32"]
 

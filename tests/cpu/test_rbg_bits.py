@@ -12,9 +12,9 @@ from jax import lax
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.ops import philox
+from kitsune_jax.ops import pointwise
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.profile import shipped
+from kitsune_jax.targets.cpu.profile import profile
 from tests.support.cuda_run import kernel_cache
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -43,9 +43,9 @@ def test_the_table_has_the_bits_of_xla(key: tuple[int, ...]) -> None:
     for n in (1, 2, 37, 1025):
         following, want = lax.rng_bit_generator(jnp.array(key, jnp.uint32), (n,), dtype=jnp.uint32)
         place = np.arange(n, dtype=np.uint32)
-        np.testing.assert_array_equal(philox.by_numpy(*words, place), want)
+        np.testing.assert_array_equal(pointwise.philox_by_numpy(*words, place), want)
         np.testing.assert_array_equal(OPS["philox4x32"].numpy({}, *words, place, out_dtype="uint32"), want)
-        np.testing.assert_array_equal(philox.by_jax(*map(jnp.uint32, words), jnp.asarray(place)), want)
+        np.testing.assert_array_equal(pointwise.philox_by_jax(*map(jnp.uint32, words), jnp.asarray(place)), want)
         # The next key has the counter behind the last block.
         counted = (key[3] << 32 | key[2]) + -(-n // 4)
         np.testing.assert_array_equal(following, [*key[:2], counted % 2**32, (counted >> 32) % 2**32])
@@ -127,9 +127,9 @@ def test_what_no_pipeline_makes_is_left_to_the_generator() -> None:
 
 def test_its_time_is_in_the_model() -> None:
     """About 100 operations for each element, which no micro-operation does at once."""
-    from kitsune_jax.targets.cpu.planning.times import times
+    from kitsune_jax.targets.cpu.planning.machines import times
 
-    known = times(shipped.shipped("zen5-2"))
+    known = times(profile.shipped("zen5-2"))
     assert 20 * known.vector("add", "uint32") < known.vector("philox4x32", "uint32") < 200 * known.vector("add", "uint32")
 
 

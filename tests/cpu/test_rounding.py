@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kitsune_jax as kj
-from kitsune_jax.ops.rounding import NARROW, Rounding
-from kitsune_jax.profile import rounding
+from kitsune_jax.ops.spec import NARROW, Rounding
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu import lower
+from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.profile import xla
 from tests.support.lowered import ROW
 from tests.support.tiles import Tiles
 
@@ -58,10 +58,10 @@ def same_bits(got: Any, want: Any) -> None:
 @pytest.mark.parametrize("name", DTYPES)
 def test_xla_rounds_every_result(name: str) -> None:
     """What the generated code relies on, asked of the JAX at hand. A version that answers otherwise is followed, and known here."""
-    found = rounding.ask()
+    found = xla.ask_rounding()
     assert name in found.results
     assert (name in found.widened) == (name == "float16")
-    assert found == rounding.KNOWN == rounding.at_hand()
+    assert found == xla.KNOWN_ROUNDING == xla.rounding_at_hand()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 13), (331, 3), (64, 129)])

@@ -10,9 +10,10 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 import pytest
 
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import Program
-from kitsune_jax.targets import cpu
+from kitsune_jax.targets.cpu import call as cpu_call
+from kitsune_jax.targets.cpu import lower as cpu_lower
+from reference.interpret import interpret
 from tests.support.batch_sums import BATCH_SUMS
 from tests.support.bytecode_sim import simulate
 from tests.support.irregular import IRREGULAR, ordered_segments
@@ -44,7 +45,7 @@ def run(case: Case, words: np.ndarray, operands: list[np.ndarray], threads: int)
 
 def check(case: Case, seed: int = 0) -> None:
     operands = case.operands(np.random.default_rng(seed))
-    words = cpu.generate(case.program, "case")
+    words = cpu_lower.generate(case.program, "case")
     first = run(case, words, operands, 1)
     errors = case.errors(first, operands)
     assert max(errors) < tolerance(case), errors
@@ -81,7 +82,7 @@ def test_simulated(name: str) -> None:
     case = {**IRREGULAR, **ONLINE_CASES}[name]()
     operands = case.operands(np.random.default_rng(1))
     program = case.program.parts[0].program
-    code = cpu.lower(program, name)
+    code = cpu_lower.lower(program, name)
     got = simulate(code, operands, [a.shape for a in program.outputs])
     assert max(case.errors(got, operands)) < tolerance(case)
 
@@ -115,9 +116,9 @@ def test_through_jax(name: str) -> None:
     """One custom call under ``jax.jit``."""
     case = CASES[name]()
     operands = case.operands(np.random.default_rng(3))
-    words = cpu.generate(case.program, name)
+    words = cpu_lower.generate(case.program, name)
     before = _cpu.calls()
-    got = jax.jit(lambda *args: cpu.call(words, args, results(case)))(*operands)
+    got = jax.jit(lambda *args: cpu_call.call(words, args, results(case)))(*operands)
     assert _cpu.calls() == before + 1
     assert max(case.errors([np.asarray(a) for a in got], operands)) < tolerance(case)
 
@@ -147,7 +148,7 @@ def test_every_integer_is_an_index(dtype: str, mode: str) -> None:
     ids[[0, 5, 9, 11]] = [limits.max, limits.min, 7, limits.max - 1]
     table = np.random.default_rng(5).standard_normal((7, 3)).astype(np.float32)
     got = np.empty((41, 3), np.float32)
-    _cpu.run(cpu.generate(Program.of(t.program()), "gather"), [table, ids], [got], 2)
+    _cpu.run(cpu_lower.generate(Program.of(t.program()), "gather"), [table, ids], [got], 2)
     whole = [int(i) for i in ids]
     want = [table[min(max(i, 0), 6)] if mode == "clip" or 0 <= i < 7 else np.full(3, -2, np.float32) for i in whole]
     np.testing.assert_array_equal(got, np.stack(want))
@@ -165,7 +166,7 @@ def test_sorted_segments_of_every_length(how: str, width: int) -> None:
     t = Tiles((rows,), 500)
     t.sink_at(t.load((rows, width), "float32", ((0,), ())), t.load((rows,), "int32", ((0,),)), how, n, ids_sorted=True)
     program = dataclasses.replace(t.program(), workers=3)
-    words = cpu.generate(Program.of(program), "segments")
+    words = cpu_lower.generate(Program.of(program), "segments")
     inside = (ids >= 0) & (ids < n)
     want = np.full((n, width), 0.0 if how == "sum" else -np.inf)
     (np.add if how == "sum" else np.maximum).at(want, ids[inside], x[inside].astype(np.float64))
@@ -181,11 +182,11 @@ def test_a_false_promise_of_sorted_ids_stays_inside() -> None:
     rows, n, width = 5000, 70, 8
     t = Tiles((rows,), 64)
     t.sink_at(t.load((rows, width), "float32", ((0,), ())), t.load((rows,), "int32", ((0,),)), "sum", n, ids_sorted=True)
-    words = cpu.generate(Program.of(dataclasses.replace(t.program(), workers=2)), "false")
+    words = cpu_lower.generate(Program.of(dataclasses.replace(t.program(), workers=2)), "false")
     guarded = np.full((n + 2, width), 7, np.float32)
     _cpu.run(words, [np.ones((rows, width), np.float32), rng.integers(-n, 2 * n, rows, dtype=np.int32)], [guarded[1:-1]], 2)
     assert (guarded[[0, -1]] == 7).all()
     order = np.asarray([-1, 2**31 - 1, -(2**31), 3, 3, 0, 1, 8, 9, 4], np.int32)
     case = ordered_segments(rows=10, n=3, tile_rows=4)
     operands = case.operands(rng)
-    run(case, cpu.generate(case.program, "order"), [*operands[:3], order], 2)
+    run(case, cpu_lower.generate(case.program, "order"), [*operands[:3], order], 2)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kitsune_jax.graph import Op, Value, make_params
+from kitsune_jax.ops.graph import Op, Value, make_params
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.targets.cpu import supports
+from kitsune_jax.targets.cpu.target import supports
 
 
 def ask(kind: str, dtypes: tuple[str, ...], out: str, shape: tuple[int, ...] = (4, 3), **params: object) -> str | None:

@@ -16,15 +16,15 @@ import pytest
 
 import kitsune_jax as kj
 from kernel_checks import counters, sass
-from kitsune_jax import lowering
-from kitsune_jax.options import Options
+from kitsune_jax.config import Options
+from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.route import PlannedRegion
 from kitsune_jax.planning.cost import itemsize
 from kitsune_jax.planning.plan import Ahead
-from kitsune_jax.route import PlannedRegion
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import hostcc, lower, nvrtc, runtime, sources
-from kitsune_jax.targets.cuda.fetches import PIECE_BYTES, Fetch
-from kitsune_jax.targets.cuda.kernel import of_call
+from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES, Fetch
+from kitsune_jax.targets.cuda.lower import of_call
 from tests.cuda.test_decoding import token
 from tests.cuda.test_launch import _cuda
 from tests.support.cuda_cases import FAMILIES

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 import pytest
 
-from kitsune_jax import lowering
-from kitsune_jax.program import Program
-from kitsune_jax.regions import Phase
-from kitsune_jax.route import PlannedRegion
-from kitsune_jax.targets import cuda
+from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.route import PlannedRegion
+from kitsune_jax.program.ir import Program
+from kitsune_jax.regions.joining import Phase
 from kitsune_jax.targets.cuda import hostcc, runtime
+from kitsune_jax.targets.cuda import lower as cuda_lower
 from tests.cuda.test_launch import _cuda, fake_driver, needs_compiler, run
 from tests.support.cuda_cases import FAMILIES
 from tests.support.cuda_run import arrangements, kernel_cache, subject
@@ -46,7 +46,7 @@ def recorded(name: str, dtype: str, arrangement: str) -> tuple[Any, list[np.ndar
     of = subject(family.function, *family.arguments(130, dtype))
     plan = arrangements(of)[arrangement]
     program = Program.of(of.program(plan))
-    code = cuda.generate("emulator", program, [plan], "region")
+    code = cuda_lower.generate("emulator", program, [plan], "region")
     calls: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
     plain = jax.ffi.ffi_call
 

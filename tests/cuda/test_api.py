@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import kitsune_jax as kj
-from kitsune_jax import config, lowering
+from kitsune_jax import config
+from kitsune_jax.frontend import lowering
 from kitsune_jax.targets.cuda import hostcc, print_kernel, runtime, target
 from tests.support.checks import arrays, close, in_float64
 from tests.support.cuda_run import kernel_cache

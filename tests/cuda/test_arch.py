@@ -20,7 +20,8 @@ import pytest
 from kernel_checks import sass
 from kernel_checks.sass import Sass
 from kitsune_jax.targets.cuda import nvrtc
-from kitsune_jax.targets.cuda.nvrtc import Compiled, CompileError
+from kitsune_jax.targets.cuda.nvrtc import Compiled
+from kitsune_jax.targets.cuda.sources import CompileError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ARCH = REPOSITORY / "cuda" / "include" / "kitsune" / "arch"

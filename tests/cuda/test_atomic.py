@@ -16,12 +16,12 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kernel_checks.register_pool import register_pool
+from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, nvrtc, sources
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import lower, nvrtc, sources
+from reference.interpret import interpret
 from tests.cuda.test_unsorted import ROW, ids
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, run_program
@@ -82,7 +82,7 @@ def test_other_folds_are_refused_with_a_reason(dtype: str, how: str) -> None:
     program = summed(100, 16, 9, dtype, "sum")
     program = dataclasses.replace(program, sinks=(dataclasses.replace(program.sinks[0], how=how),))
     with pytest.raises(CannotLower, match=f"a {how} of {dtype} by atomic operations"):
-        kernel.generate(program, by_hand(program, 900, 1, 1), "program")
+        lower.generate_kernel(program, by_hand(program, 900, 1, 1), "program")
 
 
 def loss(w: jax.Array, nodes: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
@@ -198,7 +198,7 @@ def test_the_emulator_sees_it(bug: str, tmp_path: pathlib.Path, monkeypatch: pyt
 def test_the_machine_code(lanes: int, compiler: str) -> None:
     """Four floats an addition, nothing comes back, no shared memory and no spills."""
     program = summed(100_000, 128, 50_000, "bfloat16")
-    made = kernel.generate(program, by_hand(program, 900, lanes, 132), "region")
+    made = lower.generate_kernel(program, by_hand(program, 900, lanes, 132), "region")
     compiled = compilers.cubin(made.source, "sm_90a", folder_of(compiler))
     code, resources = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
     assert not code.has_local_memory and resources.spill_bytes == resources.stack_bytes == 0

@@ -16,10 +16,10 @@ from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kernel_checks.register_pool import register_pool
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, nvrtc, sources
+from kitsune_jax.targets.cuda import lower, nvrtc, sources
+from reference.interpret import interpret
 from tests.cuda.test_atomic import summed
 from tests.cuda.test_unsorted import ids
 from tests.support.cuda_compilers import COMPILERS, folder_of
@@ -199,7 +199,7 @@ def test_it_is_found(bug: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monke
 def test_the_machine_code(lanes: int, compiler: str) -> None:
     """Nothing comes back, no loop that tries again, no spills; a float's maximum is one of integers, by its sign."""
     program = summed(100_000, 128, 50_000, "bfloat16", "max")
-    made = kernel.generate(program, by_hand(program, 900, lanes, 132), "region")
+    made = lower.generate_kernel(program, by_hand(program, 900, lanes, 132), "region")
     compiled = compilers.cubin(made.source, "sm_90a", folder_of(compiler))
     code, resources = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
     assert not code.has_local_memory and resources.spill_bytes == resources.stack_bytes == 0

@@ -14,11 +14,11 @@ import pytest
 
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
-from kitsune_jax.program.interpret import interpret
+from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, nvrtc, tiles
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import lower, nvrtc, tiles
+from reference.interpret import interpret
 from tests.support.cuda_run import by_hand, kernel_cache, run_program
 from tests.support.programs import Case, attention
 from tests.support.tiles import Tiles
@@ -97,7 +97,7 @@ def test_a_planted_bug_is_found(what: str, found: str, instead: str) -> None:
 def test_the_machine_code_keeps_scores_and_result_in_registers(dtype: str, dim: int, block: int) -> None:
     """Two lanes that take turns; no wgmma is serialised, nobody touches the registers of one in flight, and nothing is spilled."""
     case = attention(16, 1, 4096, 4096, dim, dim, dtype, block=block, causal=True)
-    source = kernel.generate(of(case), by_hand(of(case), 900, 2, 132, resident=False), "test").source
+    source = lower.generate_kernel(of(case), by_hand(of(case), 900, 2, 132, resident=False), "test").source
     made = compilers.cubin(source, "sm_90a", None)
     assert not re.search(r"\(C7\d\d\d\)", made.log), made.log
     used = nvrtc.resources(made.log, made.cubin)
@@ -143,7 +143,7 @@ def test_batches_of_weights_that_a_tile_multiplies_with_once(dims: tuple[tuple[i
 def test_what_is_not_there_is_refused_in_words() -> None:
     case = attention(**SHAPES["blocks"])
     with pytest.raises(CannotLower, match="do not stay in shared memory"):
-        kernel.generate(of(case), by_hand(of(case), 900, 1, 1), "test")
+        lower.generate_kernel(of(case), by_hand(of(case), 900, 1, 1), "test")
 
 
 def test_what_depends_on_the_batch_is_read_by_every_row() -> None:

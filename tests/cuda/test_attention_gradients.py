@@ -21,11 +21,11 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.graph import Graph
-from kitsune_jax.program import build
-from kitsune_jax.route import Routed, route
+from kitsune_jax.frontend.route import Routed, route
+from kitsune_jax.ops.graph import Graph
+from kitsune_jax.program.build import build
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, lower, nvrtc, runtime
+from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from tests.support.checks import enable_x64
 from tests.support.cuda_attention_cases import ATTENTION_GRADIENTS
 from tests.support.cuda_cases import Family
@@ -283,7 +283,9 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
     assert len(blocked) == 2
     for region in blocked:
         program = build(graph, region.region, region.plan)
-        compiled = compilers.cubin(kernel.generate(program, lower.arrangement(region.plan, program), "test").source, "sm_90a", None)
+        compiled = compilers.cubin(
+            lower.generate_kernel(program, lower.arrangement(region.plan, program), "test").source, "sm_90a", None
+        )
         assert not re.search(r"\(C7\d\d\d\)", compiled.log), compiled.log
         by_keys = sum(graph.ops[i].kind == "dot_general" for i in region.region.ops) == 4
         assert nvrtc.resources(compiled.log, compiled.cubin).spill_bytes <= (spilled if by_keys else 0)

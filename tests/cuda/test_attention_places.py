@@ -18,14 +18,14 @@ import pytest
 import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
-from kitsune_jax import lowering
-from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.program import build
+from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.route import Routed, route
+from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import walk
-from kitsune_jax.route import Routed, route
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, lower, nvrtc, runtime
+from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from tests.support.checks import enable_x64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache
@@ -171,7 +171,7 @@ def test_the_machine_code_of_planned_kernels(name: str, compiler: str) -> None:
         captured, planned = routed(function, *given, code=False)
         for region in planned.regions:
             program = build(captured.graph, region.region, region.plan)
-            source = kernel.generate(program, lower.arrangement(region.plan, program), "test").source
+            source = lower.generate_kernel(program, lower.arrangement(region.plan, program), "test").source
             assert region.plan.blocks is not None and "SeenBlocks::shifted" in source
             assert region.plan.seconds < region.plan.baseline_seconds
             made = compilers.cubin(source, "sm_90a", folder_of(compiler))

@@ -19,7 +19,7 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, lower, nvrtc, runtime
+from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from kitsune_jax.targets.cuda.planning.machines import H200
 from kitsune_jax.targets.cuda.target import CUDA
 from tests.support.checks import enable_x64
@@ -381,7 +381,7 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
     plan = CUDA.plan(of.graph, of.region, H200)
     assert plan.blocks is not None
     program = of.program(plan)
-    made = kernel.generate(program, lower.arrangement(plan, program), "test")
+    made = lower.generate_kernel(program, lower.arrangement(plan, program), "test")
     compiled = compilers.cubin(made.source, "sm_90a", None)
     assert not re.search(r"\(C7\d\d\d\)", compiled.log), compiled.log
     used = nvrtc.resources(compiled.log, compiled.cubin)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kitsune_jax import cache, folders
+from kitsune_jax import cache
 from kitsune_jax.cache import Cache
 
 
@@ -202,14 +202,14 @@ def test_a_lock_holds_though_its_file_was_removed_by_the_one_before(tmp_path: Pa
         flock(descriptor, how)
 
     def work(name: str) -> None:
-        with folders.opened(tmp_path) as folder, cache._process_lock(folder, "key.lock"):
+        with cache.opened_folder(tmp_path) as folder, cache._process_lock(folder, "key.lock"):
             inside.append(name)
             held.set()
             release.wait(timeout=30)
             inside.append(f"{name} leaves")
 
     second, third = (threading.Thread(target=work, args=[name]) for name in ("second", "third"))
-    with folders.opened(tmp_path) as folder, cache._process_lock(folder, "key.lock"):
+    with cache.opened_folder(tmp_path) as folder, cache._process_lock(folder, "key.lock"):
         monkeypatch.setattr(cache.fcntl, "flock", announced)
         second.start()
         assert waits.wait(timeout=30)
@@ -390,12 +390,12 @@ def test_an_entry_that_others_can_write_is_made_again(tmp_path: Path, how: str) 
 
 def test_a_folder_that_is_swapped_after_it_was_opened_is_not_read(tmp_path: Path) -> None:
     folder = planted(tmp_path / "cache")
-    with folders.opened(folder) as descriptor:
+    with cache.opened_folder(folder) as descriptor:
         folder.rename(tmp_path / "moved")
         (folder).mkdir()
         (folder / "key.so").write_bytes(cache.seal(b"swapped"))
-        assert cache.unseal(folders.read(descriptor, "key.so")) == b"planted"
-        folders.replace(descriptor, "new.so", b"new")
+        assert cache.unseal(cache.read_private_file(descriptor, "key.so")) == b"planted"
+        cache.replace_file(descriptor, "new.so", b"new")
     assert (tmp_path / "moved" / "new.so").exists() and not (folder / "new.so").exists()
 
 

@@ -16,10 +16,11 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.program.ir import ROWS, Program
-from kitsune_jax.route import PlannedRegion, route
+from kitsune_jax.frontend.route import PlannedRegion, route
+from kitsune_jax.ops.spec import ROWS
+from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, lower, nvrtc, runtime
+from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from tests.cuda.test_cluster_loops import LAYERS, TOLERANCE, arguments, check_bug, check_case, heun, padded, stacked, tiled
 from tests.support.checks import enable_x64
 from tests.support.cuda_compilers import COMPILERS, folder_of
@@ -254,7 +255,7 @@ def test_the_machine_code_spills_nothing(cell: str, width: int, dtype: str) -> N
     region = planned(cell, dtype, width)
     program, plan = region.program.only, region.phases[0].plan
     assert program is not None
-    source = kernel.generate(program, lower.arrangement(plan, program), "region").source
+    source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
     assert ".push_to(" in source
     for compiler in COMPILERS:
         made = compilers.cubin(source, "sm_90a", folder_of(compiler))

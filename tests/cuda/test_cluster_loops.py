@@ -17,11 +17,11 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.frontend.route import PlannedRegion, route
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.route import PlannedRegion, route
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, lower, nvrtc, runtime, tiles
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import lower, nvrtc, runtime, tiles
 from tests.support.checks import enable_x64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache, run_program
@@ -262,7 +262,7 @@ def test_the_machine_code_spills_nothing(cell: str, width: int, dtype: str) -> N
     region = planned(cell, width, dtype)
     program, plan = region.program.only, region.phases[0].plan
     assert program is not None
-    source = kernel.generate(program, lower.arrangement(plan, program), "region").source
+    source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
     for compiler in COMPILERS:
         made = compilers.cubin(source, "sm_90a", folder_of(compiler))
         assert nvrtc.resources(made.log, made.cubin).spill_bytes == 0

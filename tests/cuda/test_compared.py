@@ -14,7 +14,7 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kitsune_jax import targets
 from kitsune_jax.program.ir import Program
-from kitsune_jax.targets.cuda import kernel, nvrtc, pointwise
+from kitsune_jax.targets.cuda import lower, nvrtc, pointwise
 from tests.support.checks import close, in_float64
 from tests.support.cuda_run import by_hand, kernel_cache, run_program, tiled
 from tests.support.tiles import Tiles
@@ -112,7 +112,7 @@ def test_a_maximum_that_leaves_is_of_rounded_values(dtype: str) -> None:
 
 def machine_code(t: Tiles, sm: int) -> list[str]:
     call = tiled(Program.of(t.program()))
-    source = kernel.of_call(call, (by_hand(call.parts[0].program, sm, 1, 1),), "program").source
+    source = lower.of_call(call, (by_hand(call.parts[0].program, sm, 1, 1),), "program").source
     found = sass.disassemble(nvrtc.compile(source, "sm_90a" if sm == 900 else "sm_80").cubin)
     return [str(i) for i in found.instructions]
 

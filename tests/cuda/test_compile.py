@@ -452,7 +452,7 @@ def test_another_source_or_architecture_is_another_kernel(counting: Counting) ->
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch, base: patch.setattr("kitsune_jax.version.__version__", "other"),
+        lambda patch, base: patch.setattr("kitsune_jax.config.__version__", "other"),
         lambda patch, base: patch.setattr(nvrtc, "version", lambda *_: (13, 1)),
         lambda patch, base: patch.setattr(nvrtc, "options_for", lambda arch: (arch,)),
         lambda patch, base: patch.setattr(sources, "root", lambda: base),
@@ -476,7 +476,7 @@ def test_whatever_specialises_a_cubin_makes_another(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch, base: patch.setattr("kitsune_jax.version.__version__", "other"),
+        lambda patch, base: patch.setattr("kitsune_jax.config.__version__", "other"),
         lambda patch, base: patch.setattr(hostcc, "find", lambda: hostcc.Compiler("/bin/cxx", "cxx 2")),
         lambda patch, base: patch.setattr(hostcc, "kernel_options", lambda sm: ("-O3",)),
         lambda patch, base: patch.setattr(sources, "root", lambda: base),

@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax import lowering, targets
-from kitsune_jax.program import Program, build
-from kitsune_jax.route import route
-from kitsune_jax.targets.cuda import compile, devices, hostcc, lower, nvrtc, runtime
+from kitsune_jax import targets
+from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.route import route
+from kitsune_jax.program.build import build
+from kitsune_jax.program.ir import Program
+from kitsune_jax.targets.cuda import compile, hostcc, lower, nvrtc, runtime
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import GPUS
 from kitsune_jax.targets.cuda.planning.machines import gpu as gpu_model
@@ -139,10 +141,10 @@ MACHINES = {
 def test_the_architecture_and_the_model_are_those_of_all_devices(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     found, arch, model = MACHINES[name]
     machine_with(monkeypatch, *found)
-    assert (devices.arch(), devices.model()) == (arch, model)
+    assert (runtime.arch(), runtime.device_model()) == (arch, model)
     assert gpu_model(model).name == model
-    assert devices.why_not() == ""
-    assert ("differ" in devices.note()) == (len(set(found)) > 1)
+    assert runtime.why_no_kernels() == ""
+    assert ("differ" in runtime.note()) == (len(set(found)) > 1)
 
 
 def test_a_named_architecture_takes_the_limits_of_the_devices_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,21 +153,21 @@ def test_a_named_architecture_takes_the_limits_of_the_devices_it_runs_on(monkeyp
     named = {"sm_90a": "h100-114-227-50-1755-2039", "sm_86": small, "compute_80": small, "sm_120": "a100"}
     for arch, model in named.items():
         monkeypatch.setenv("KITSUNE_CUDA_ARCH", arch)
-        assert (devices.arch(), devices.model(), devices.why_not(), devices.note()) == (arch, model, "", "")
+        assert (runtime.arch(), runtime.device_model(), runtime.why_no_kernels(), runtime.note()) == (arch, model, "", "")
 
 
 def test_a_device_that_is_too_old_is_told_before_anything_runs_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with(monkeypatch, H200, V100)
-    assert "compute capability 7.0" in devices.why_not() and "CUDA_VISIBLE_DEVICES" in devices.why_not()
+    assert "compute capability 7.0" in runtime.why_no_kernels() and "CUDA_VISIBLE_DEVICES" in runtime.why_no_kernels()
     assert "compute capability 7.0" in targets.get("cuda").why_not() or runtime.why_not() or nvrtc.why_not()
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 def test_a_driver_that_cannot_read_the_ptx_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with(monkeypatch, H200, A100, version=12040)
-    assert BOTH in devices.why_not() and "CUDA 12.4" in devices.why_not()
+    assert BOTH in runtime.why_no_kernels() and "CUDA 12.4" in runtime.why_no_kernels()
     machine_with(monkeypatch, H200, H100_PCIE, version=12040)
-    assert devices.why_not() == "", "a cubin needs no newer driver"
+    assert runtime.why_no_kernels() == "", "a cubin needs no newer driver"
 
 
 def test_a_fitted_model_has_the_drivers_numbers_and_keeps_the_rates_of_an_sm_at_the_same_clock() -> None:

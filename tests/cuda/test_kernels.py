@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitsune_jax.program import Program
-from kitsune_jax.targets import cuda
+from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import lower
+from kitsune_jax.targets.cuda import lower as cuda_lower
 from tests.support.checks import enable_x64
 from tests.support.cuda_cases import DTYPES, FAMILIES, Arg, Family, dense_relu
 from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, run, subject
@@ -233,7 +233,7 @@ def test_where_a_function_stands_does_not_change_its_kernel() -> None:
     of, found, _ = case("mlp", "bfloat16", 65)
     plan = next(iter(found.values()))
     one, other = (
-        cuda.generate("emulator", Program.of(of.program(plan)), [plan], f"region0 (model.py:{line})") for line in (12, 13)
+        cuda_lower.generate("emulator", Program.of(of.program(plan)), [plan], f"region0 (model.py:{line})") for line in (12, 13)
     )
     assert one.kernel.source == other.kernel.source and one.image == other.image
     assert one.name != other.name

@@ -20,13 +20,13 @@ import pytest
 import kitsune_jax as kj
 from kernel_checks import sass
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.graph import make_params
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.frontend.route import route
+from kitsune_jax.ops.graph import make_params
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import Instr, TileProgram
-from kitsune_jax.route import route
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import hostcc, kernel, nvrtc, runtime
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import hostcc, lower, nvrtc, runtime
 from tests.cuda import test_sass
 from tests.cuda.test_gradients import BUGS, plant
 from tests.cuda.test_loops import tiled
@@ -123,7 +123,7 @@ def test_sorted_indices_in_a_loop_are_refused() -> None:
     """Each step would begin again with the first segment."""
     program = tiled(lstm_backward().program.only)
     with pytest.raises(CannotLower, match="sorted indices in a loop"):
-        kernel.generate(with_sorted(program), by_hand(program, 900, 1, 1), "program")
+        lower.generate_kernel(with_sorted(program), by_hand(program, 900, 1, 1), "program")
 
 
 def with_sorted(program: TileProgram) -> TileProgram:

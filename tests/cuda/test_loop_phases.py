@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.program.assemble import assemble
-from kitsune_jax.program.verify import verify
-from kitsune_jax.targets.cuda import call_parts, hostcc, runtime
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.program.build import assemble
+from kitsune_jax.targets.cuda import call_layout, hostcc, runtime
+from reference.check import verify
 from tests.cuda.test_phases import PLANTED, planted
 from tests.cuda.test_training import CHAIN, ROUNDING, check_close
 from tests.support.checks import enable_x64
@@ -41,7 +41,7 @@ TOLERANCE = {"float32": 4e-3, "float16": 6e-3, "bfloat16": 4e-2}
 def test_a_projection_a_loop_a_readout_and_an_update(dtype: str, rows: int, steps: int, reverse: bool, sm: int) -> None:
     case = recurrence(rows, steps, dtype=dtype, reverse=reverse)
     operands = case.operands(np.random.default_rng(3))
-    for program in call_parts.of_call(tiled(case.program)):
+    for program in call_layout.programs_of_call(tiled(case.program)):
         verify(program)
     got = run_call(case.program, *operands, sm=sm, lanes=2, replicas=2)
     assert max(case.errors(got, operands)) < TOLERANCE[dtype]

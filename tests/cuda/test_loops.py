@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.program.verify import verify
-from kitsune_jax.targets.cuda import kernel, tiles
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import lower, tiles
+from reference.check import verify
+from reference.interpret import interpret
 from tests.support.cuda_run import by_hand, kernel_cache, run_program
 from tests.support.programs import CASES, Case, lstm
 from tests.support.simulators import cart_pole
@@ -136,7 +136,7 @@ def test_a_state_too_wide_for_registers_is_kept_in_shared_memory(sm: int, lanes:
     for v in loop.results:
         t.store(v, (130, width), ROW)
     program = t.program()
-    made = kernel.generate(program, by_hand(program, sm, lanes, 1), "test")
+    made = lower.generate_kernel(program, by_hand(program, sm, lanes, 1), "test")
     assert "Image" in made.source
     check(program, [small(130, width) + k for k in range(4)], sm=sm, lanes=lanes)
 
@@ -149,14 +149,14 @@ def test_what_the_body_reads_of_the_code_around_it_is_computed_once() -> None:
         loop.next(t.op("add", loop.carries[0], outside))
     t.store(t.op("add", loop.results[0], outside), (66, 40), ROW)
     program = t.program()
-    source = kernel.generate(program, by_hand(program, 900, 1, 1), "test").source
+    source = lower.generate_kernel(program, by_hand(program, 900, 1, 1), "test").source
     assert source.count("Product<") == 1 and source.index("Product<") < source.index("for (i32")
     check(program, [small(66, 24), small(24, 40)], lanes=1)
 
 
-def generated(program: TileProgram, resident: bool = True) -> kernel.Kernel:
+def generated(program: TileProgram, resident: bool = True) -> lower.Kernel:
     asked = dataclasses.replace(by_hand(program, 900, 1, 1), resident=(resident,) * len(program.stages))
-    return kernel.generate(tiled(program), asked, "test")
+    return lower.generate_kernel(tiled(program), asked, "test")
 
 
 def test_numbers_of_a_row_are_computed_by_one_thread() -> None:

@@ -219,7 +219,7 @@ def test_the_images_of_a_module_are_read_back_whole() -> None:
 @needs_nvrtc
 def test_kernels_of_several_regions_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from kitsune_jax.capture.jaxpr import capture
-    from kitsune_jax.route import route
+    from kitsune_jax.frontend.route import route
     from kitsune_jax.targets.cuda import compile
 
     both, real = threading.Barrier(2, timeout=60), compile.cubin

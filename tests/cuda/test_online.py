@@ -20,7 +20,7 @@ from kernel_checks.register_pool import register_pool
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, nvrtc, sources
+from kitsune_jax.targets.cuda import lower, nvrtc, sources
 from kitsune_jax.targets.cuda.planning.machines import H200
 from tests.cuda.test_segments import ids
 from tests.support.cuda_compilers import COMPILERS, folder_of
@@ -260,7 +260,7 @@ def test_a_wrong_scale_is_a_wrong_result(bug: str, tmp_path: pathlib.Path, monke
 def test_the_machine_code(dtype: str, lanes: int, compiler: str) -> None:
     """No spills, roles within their registers, nobody leaves a barrier out."""
     program, _ = program_of(made("random", 20_000, 8, 8, 500, dtype), 500)
-    found = kernel.generate(program, by_hand(program, 900, lanes, 132), "region")
+    found = lower.generate_kernel(program, by_hand(program, 900, lanes, 132), "region")
     compiled = compilers.cubin(found.source, "sm_90a", folder_of(compiler))
     code, resources = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
     assert not code.has_local_memory and resources.spill_bytes == resources.stack_bytes == 0

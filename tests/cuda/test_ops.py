@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kitsune_jax.graph import Op, Value
+from kitsune_jax.ops.graph import Op, Value
 from kitsune_jax.ops.spec import is_float, np_dtype
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.program.interpret import interpret
-from kitsune_jax.targets import CannotLower, cuda
+from kitsune_jax.targets import CannotLower
+from kitsune_jax.targets.cuda import target as cuda_target
+from reference.interpret import interpret
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.table_cases import all_pointwise, disagreement, entries
 from tests.support.tiles import Tiles
@@ -31,7 +32,7 @@ RNG = np.random.default_rng(11)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pointwise(dtype: str) -> None:
-    t, arrays, names = all_pointwise(dtype, cuda.supports)
+    t, arrays, names = all_pointwise(dtype, cuda_target.supports)
     program = t.program()
     got, want = run_program(program, *arrays), interpret(program, arrays)
     found = [disagreement(name, g, w, "cuda") for name, g, w in zip(names, got, want, strict=True)]
@@ -40,13 +41,13 @@ def test_pointwise(dtype: str) -> None:
 
 def test_most_of_the_table_has_code() -> None:
     """What has none is known: special functions that CUDA's library lacks, and what needs the bits of a dtype."""
-    of_floats = {kind for kind, *_ in entries("float32", cuda.supports)}
+    of_floats = {kind for kind, *_ in entries("float32", cuda_target.supports)}
     missing = {k for k, s in OPS.items() if s.family == "pointwise" and "float32" in s.dtypes} - of_floats
     assert missing == {
         *("digamma", "bessel_i0e", "bessel_i1e", "igamma", "igammac", "zeta", "polygamma", "regularized_incomplete_beta"),
         "reduce_precision",
     }
-    of_integers = {kind for kind, *_ in entries("int32", cuda.supports)}
+    of_integers = {kind for kind, *_ in entries("int32", cuda_target.supports)}
     missing = {k for k, s in OPS.items() if s.family == "pointwise" and "int32" in s.dtypes} - of_integers
     assert missing == set()
 
@@ -286,4 +287,4 @@ def test_reasons() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "int64", "int8", "uint8", "int16", "complex64"])
 def test_dtypes_without_code_are_named(dtype: str) -> None:
     values = [Value((64, 8), dtype), Value((64, 8), dtype)]
-    assert cuda.supports(Op("neg", (0,), (1,)), values[:1], values[1:]) == f"{dtype} has no code on the GPU"
+    assert cuda_target.supports(Op("neg", (0,), (1,)), values[:1], values[1:]) == f"{dtype} has no code on the GPU"

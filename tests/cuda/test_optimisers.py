@@ -12,7 +12,7 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.route import route
+from kitsune_jax.frontend.route import route
 from kitsune_jax.targets.cuda import runtime
 from tests.support.cuda_run import kernel_cache
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kitsune_jax.targets.cuda import device_ir as ir
-from kitsune_jax.targets.cuda import fitting, liveness
-from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.device_ir import Node, Ref
-from kitsune_jax.targets.cuda.evaluation import Shape
+from kitsune_jax.targets.cuda import ir
+from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.lower import arrangement
+from kitsune_jax.targets.cuda.stage import fitting
+from kitsune_jax.targets.cuda.stage.evaluation import Shape
 from tests.support.cuda_run import Subject, arrangements, subject
 
 V = [Ref("v", k) for k in range(4)]
@@ -22,20 +22,20 @@ V = [Ref("v", k) for k in range(4)]
 
 def test_a_value_is_alive_from_its_definition_to_its_last_use() -> None:
     nodes = (st.Alive(V[0], 10), st.Alive(V[1], 20), st.Alive(V[0]), st.Alive(V[2], 30), st.Alive(V[1]))
-    found = liveness.of_stage((), nodes)
+    found = fitting.liveness_of((), nodes)
     assert (found.peak, found.alive) == (50, (2, 1))  # v0 is read for the last time before v2 is made
     assert found.lives == {V[0]: (1, 3), V[1]: (2, 5), V[2]: (4, 4)}
 
 
 def test_accumulators_of_sinks_are_alive_all_the_time() -> None:
     sink = st.SinkStart(Ref("sink", 0), "Sum", "float32", 64, True)
-    found = liveness.of_stage((sink,), (st.Alive(V[0], 10),))
+    found = fitting.liveness_of((sink,), (st.Alive(V[0], 10),))
     assert (found.held, found.peak) == (16, 26)
 
 
 def test_layers_are_counted_where_the_loop_stands() -> None:
     loop = st.LayerLoop(3, 0, 1, (st.Alive(V[1], 5), st.Alive(V[0])))
-    assert liveness.of_stage((), (st.Alive(V[0], 7), loop)).peak == 12
+    assert fitting.liveness_of((), (st.Alive(V[0], 7), loop)).peak == 12
 
 
 def test_rebuild_changes_every_node_and_keeps_what_does_not_change() -> None:

@@ -15,7 +15,7 @@ from kernel_checks.lint import flow, in_flight, skipped
 from kernel_checks.register_pool import register_pool
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import nvrtc
-from kitsune_jax.targets.cuda.kernel import Kernel
+from kitsune_jax.targets.cuda.lower import Kernel
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import by_hand, kernel_cache, of_call, tiled
 from tests.support.phases import clipped, message_passing

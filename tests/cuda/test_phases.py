@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.program.assemble import assemble
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.program.build import assemble
 from kitsune_jax.program.ir import Program
-from kitsune_jax.program.verify import verify
-from kitsune_jax.targets.cuda import call_parts, sources
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import call_layout, sources
+from reference.check import verify
 from tests.support.checks import in_float64
 from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, of_call, run_call, tiled
 from tests.support.phases import clipped, message_passing
@@ -37,7 +37,7 @@ ROW = ((0,), ())
 def check(case: Case, **how: Any) -> list[bytes]:
     operands = case.operands(np.random.default_rng(3))
     verify(tiled(case.program))
-    for program in call_parts.of_call(tiled(case.program)):
+    for program in call_layout.programs_of_call(tiled(case.program)):
         verify(program)
     dtype = case.program.arrays[0].dtype
     got = run_call(case.program, *operands, **how)

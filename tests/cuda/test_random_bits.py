@@ -22,7 +22,7 @@ from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, lower, nvrtc, sources
+from kitsune_jax.targets.cuda import lower, nvrtc, sources
 from kitsune_jax.targets.cuda.planning.machines import H200
 from kitsune_jax.targets.cuda.target import CUDA
 from tests.support.cuda_compilers import COMPILERS, folder_of
@@ -105,7 +105,7 @@ def test_the_machine_code(impl: str, compiler: str) -> None:
     of = subject(dropout, *shapes(impl, 262_144, width))
     plan = CUDA.plan(of.graph, of.region, H200)
     program = of.program(plan)
-    made = kernel.generate(program, lower.arrangement(plan, program), "region")
+    made = lower.generate_kernel(program, lower.arrangement(plan, program), "region")
     compiled = compilers.cubin(made.source, "sm_90a", folder_of(compiler))
     code, resources = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
     assert not code.has_local_memory and resources.spill_bytes == resources.stack_bytes == 0

@@ -13,11 +13,11 @@ import pytest
 from kernel_checks import sass
 from kernel_checks.register_pool import RegisterPool, register_pool
 from kernel_checks.sass import Instruction, Sass
+from kitsune_jax.errors import InvalidProgram
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.program import Program
+from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import devices, kernel, lower, nvrtc
-from kitsune_jax.targets.errors import InvalidProgram
+from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from tests.support.cuda_cases import FAMILIES
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import Subject, arrangements, kernel_cache, subject  # noqa: F401  (a fixture)
@@ -45,7 +45,7 @@ def found(name: str, dtype: str) -> dict[str, Plan]:
 def pool_of(name: str, dtype: str, arrangement: str, compiler: str) -> RegisterPool:
     of, plan = of_family(name, dtype), found(name, dtype)[arrangement]
     program = of.program(plan)
-    made = kernel.generate(program, lower.arrangement(plan, program), "region")
+    made = lower.generate_kernel(program, lower.arrangement(plan, program), "region")
     cubin = compilers.cubin(made.source, "sm_90a", folder_of(compiler)).cubin
     return register_pool(sass.disassemble(cubin, "kitsune_region"), made.launch[3])
 
@@ -98,7 +98,7 @@ def test_a_kernel_whose_launch_has_too_few_registers_is_refused(monkeypatch: pyt
     """What a later compiler may do: launch with what the code needs, and not with the even share of an SM."""
     plan = found("loss", "bfloat16")["sm90-vertical-resident-lanes2"]
     program = of_family("loss", "bfloat16").program(plan)
-    monkeypatch.setattr(devices, "arch", lambda: "sm_90a")
+    monkeypatch.setattr(runtime, "arch", lambda: "sm_90a")
     lower.generate("cuda", Program.of(program), [plan], "region")
     real = compilers.cubin
 

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitsune_jax.program.interpret import interpret
+from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import layout, ring_depth, tiles
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import layout, tiles
+from kitsune_jax.targets.cuda.stage import fitting
+from reference.interpret import interpret
 from tests.support.checks import enable_x64
 from tests.support.cuda_run import Kernel, arrangements, by_hand, kernel_cache, run_program, subject
 from tests.support.programs import attention
@@ -92,7 +93,7 @@ def test_the_smallest_ring_does_and_a_smaller_one_hangs(name: str, monkeypatch: 
     in_turns = name.startswith("a turn")  # a smaller ring does where lanes take none
     assert (2 if in_turns else least) == min(accepted)
     assert right(accepted[least]) and right(accepted[min(accepted)])
-    monkeypatch.setattr(ring_depth, "least", lambda nodes: 0)
+    monkeypatch.setattr(fitting, "least", lambda nodes: 0)
     smaller = {depth: size for depth, size in sizes(program, lanes).items() if depth < least}
     assert bool(smaller) == (least > 2)  # two are asked of every ring
     if smaller:

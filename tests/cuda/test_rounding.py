@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.targets.cuda.rounding import rounded_results
+from kitsune_jax.targets.cuda.stage.simplify import rounded_results
 from tests.support.cuda_run import kernel_cache
 from tests.support.tiles import Tiles
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import kernel
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import lower
+from reference.interpret import interpret
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.tiles import Tiles
 
@@ -157,8 +157,8 @@ def test_elements_are_picked_and_added_up(dtype: str, sm: int, lanes: int) -> No
     check(t.program(), arrays, sm=sm, lanes=lanes)
 
 
-def generated(program: TileProgram, split: int = 1) -> kernel.Kernel:
-    return kernel.generate(program, kernel.Arrangement(False, 900, 1, 1, 1, (True,), (split,), (), 232448), "program")
+def generated(program: TileProgram, split: int = 1) -> lower.Kernel:
+    return lower.generate_kernel(program, lower.Arrangement(False, 900, 1, 1, 1, (True,), (split,), (), 232448), "program")
 
 
 def test_a_product_that_does_not_fit_is_refused_in_words() -> None:

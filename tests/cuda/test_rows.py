@@ -14,10 +14,10 @@ import pytest
 
 from kernel_checks import sass
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, nvrtc
+from kitsune_jax.targets.cuda import lower, nvrtc
+from reference.interpret import interpret
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.tiles import Tiles
 
@@ -78,10 +78,10 @@ def test_staged_rows_are_operands_of_products(dtype: str, sm: int) -> None:
 @pytest.mark.parametrize("sm", [900, 800])
 def test_an_array_that_starts_anywhere_is_copied_by_elements(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
     program, (array,) = in_and_out(200, "bfloat16", (63,))
-    generate = kernel.generate
+    generate = lower.generate_kernel
     start = "static_cast<const u8*>(p.in0)"
 
-    def moved(*args: Any) -> kernel.Kernel:
+    def moved(*args: Any) -> lower.Kernel:
         """The kernel, of an array that starts one element further on and has one row less."""
         made = generate(*args)
         assert start in made.source and "kRows = 200;" in made.source
@@ -103,8 +103,8 @@ def test_arrays_are_staged_where_their_accesses_would_be_narrow() -> None:
 
 
 def generated(program: TileProgram, lanes: int = 1) -> str:
-    arrangement = kernel.Arrangement(False, 900, lanes, 1, 1, (True,), (1,), (), 232448)
-    return kernel.generate(program, arrangement, "program").source
+    arrangement = lower.Arrangement(False, 900, lanes, 1, 1, (True,), (1,), (), 232448)
+    return lower.generate_kernel(program, arrangement, "program").source
 
 
 @pytest.mark.parametrize("dtype, lanes", [("bfloat16", 3), ("float16", 3), ("float32", 2)])
@@ -125,8 +125,8 @@ def test_a_wide_input_is_fetched_once_for_all_columns_of_a_product(dtype: str, l
 
 def test_no_room_means_rows_are_read_where_they_lie() -> None:
     program, _ = in_and_out(523, "bfloat16", (63,))
-    small = kernel.Arrangement(False, 900, 1, 1, 1, (True,), (1,), (), 16 * 1024)
-    made = kernel.generate(program, small, "program")
+    small = lower.Arrangement(False, 900, 1, 1, 1, (True,), (1,), (), 16 * 1024)
+    made = lower.generate_kernel(program, small, "program")
     assert "StagedRows" not in made.source and made.shared_bytes <= small.shared_bytes
 
 

@@ -22,11 +22,12 @@ from benchmarks.training import TRAIN_STEPS, State
 from kernel_checks import sass
 from kernel_checks.lint import InFlight, Skipped, flow, in_flight, skipped
 from kernel_checks.sass import Sass
-from kitsune_jax import lowering
+from kitsune_jax.frontend import lowering
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, lower, nvrtc
-from kitsune_jax.targets.cuda.kernel import Arrangement, Kernel
+from kitsune_jax.targets.cuda import lower, nvrtc
+from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.lower import Kernel
 from kitsune_jax.targets.cuda.nvrtc import Resources
 from tests.cuda.test_lowering import kernels_in
 from tests.support.cuda_cases import DTYPES, FAMILIES
@@ -64,7 +65,7 @@ class Made:
 def made(of: Subject, plan: Plan, compiler: str = NEWEST, arch: str | None = None) -> Made:
     program = of.program(plan)
     asked = lower.arrangement(plan, program)
-    generated = kernel.generate(program, asked, "region")
+    generated = lower.generate_kernel(program, asked, "region")
     result = compilers.cubin(generated.source, arch or ("sm_90a" if asked.sm == 900 else "sm_80"), folder_of(compiler))
     resources = nvrtc.resources(result.log, result.cubin)
     code = sass.disassemble(result.cubin, "kitsune_region")
@@ -360,7 +361,7 @@ def test_a_nerf_compiles_in_seconds() -> None:
     plan = plans("nerf", "bfloat16")["sm90-vertical-streamed-cluster2-lanes2"]
     of = of_family("nerf", "bfloat16")
     program = of.program(plan)
-    source = kernel.generate(program, lower.arrangement(plan, program), "region").source
+    source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
     nvrtc.compile('extern "C" __global__ void kitsune_region() {}', "sm_90a")  # the first call in a process loads the compiler
     start = time.process_time()
     nvrtc.compile(source, "sm_90a")

@@ -15,9 +15,10 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.route import route
+from kitsune_jax.frontend.route import route
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import fitting, kernel, lower, nvrtc, runtime
+from kitsune_jax.targets.cuda import lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.stage import fitting
 from tests.support import cuda_recurrent_cases
 from tests.support.checks import enable_x64
 from tests.support.cuda_compilers import COMPILERS, folder_of
@@ -147,7 +148,7 @@ def test_carries_of_three_lanes_that_become_images(dtype: str, monkeypatch: pyte
         assert np.abs(g.astype(np.float64) - w).max() < 3e-2 * np.abs(w).max() and g.tobytes() == other.tobytes()
     monkeypatch.setattr(fitting, "_CARRIED_MARGINS", (0,))
     program = of.program(plan)
-    assert kernel.generate(program, lower.arrangement(plan, program), "region").source != run.code.kernel.source
+    assert lower.generate_kernel(program, lower.arrangement(plan, program), "region").source != run.code.kernel.source
 
 
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
@@ -159,7 +160,7 @@ def test_the_machine_code_of_carries_of_three_lanes(dtype: str, spilled: tuple[i
     region = route(graph, "cuda", device="h200", code=False).regions[0]
     program, plan = region.program.only, region.phases[0].plan
     assert program is not None and plan.lanes == 3
-    source = kernel.generate(program, lower.arrangement(plan, program), "region").source
+    source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
     for compiler, most in zip(COMPILERS, spilled, strict=True):
         made = compilers.cubin(source, "sm_90a", folder_of(compiler))
         assert nvrtc.resources(made.log, made.cubin).spill_bytes <= most

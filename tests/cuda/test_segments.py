@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
+from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cuda import kernel, sources
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import lower, sources
+from reference.interpret import interpret
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.tiles import Tiles
 
@@ -141,8 +141,8 @@ def test_a_false_promise_touches_nothing_else() -> None:
             run_program(summed(rows, 40, n), values(rows, 40), anything, lanes=1, seed=seed)
 
 
-def generated(program: TileProgram) -> kernel.Kernel:
-    return kernel.generate(program, kernel.Arrangement(False, 900, 1, 1, 1, (True,), (1,), (), 232448), "program")
+def generated(program: TileProgram) -> lower.Kernel:
+    return lower.generate_kernel(program, lower.Arrangement(False, 900, 1, 1, 1, (True,), (1,), (), 232448), "program")
 
 
 def test_what_is_refused_has_a_reason() -> None:
@@ -178,8 +178,8 @@ def test_the_emulator_sees_a_missing_barrier(bug: str, tmp_path: pathlib.Path, m
     assert file.read_text().count(right) == 1
     file.write_text(file.read_text().replace(right, wrong))
 
-    def generate(*args: Any) -> kernel.Kernel:
-        made = kernel.generate(*args)
+    def generate(*args: Any) -> lower.Kernel:
+        made = lower.generate_kernel(*args)
         return dataclasses.replace(made, source=f"// {bug}\n{made.source}")  # which has an image of its own
 
     monkeypatch.setattr("tests.support.cuda_run.generate", generate)

@@ -15,13 +15,12 @@ import pytest
 
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import Program
-from kitsune_jax.targets import cuda
-from kitsune_jax.targets.cuda import device_ir as ir
-from kitsune_jax.targets.cuda import kernel, lower
-from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.device_ir import Ref
-from kitsune_jax.targets.cuda.print_loops import Spelling
-from kitsune_jax.targets.cuda.sharing import kinds
+from kitsune_jax.targets.cuda import ir, lower
+from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda import lower as cuda_lower
+from kitsune_jax.targets.cuda.ir import Ref
+from kitsune_jax.targets.cuda.layout import kinds
+from kitsune_jax.targets.cuda.print_stage import Spelling
 from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -75,13 +74,13 @@ def split_gradients(of: Subject, plan: Plan) -> Plan:
     read = {q.producer for q in plan.queues}
     stages = tuple(s if k in read else dataclasses.replace(s, split=2, workers=2) for k, s in enumerate(plan.stages))
     split = dataclasses.replace(plan, stages=stages)
-    assert cuda.check(of.program(split), split, "region") is None
+    assert cuda_lower.check(of.program(split), split, "region") is None
     return split
 
 
-def generate(of: Subject, plan: Plan, share: bool) -> kernel.Kernel:
+def generate(of: Subject, plan: Plan, share: bool) -> lower.Kernel:
     program = of.program(plan)
-    return kernel.generate(program, lower.arrangement(plan, program), "region", share)
+    return lower.generate_kernel(program, lower.arrangement(plan, program), "region", share)
 
 
 def functions(source: str) -> int:
@@ -215,9 +214,9 @@ def check_same_bits(what: str, rows: int, arrangement: str, monkeypatch: pytest.
     plan = found[arrangement]
     shared = Kernel(of, plan)
 
-    def unshared(call: Program, plans: tuple[Plan, ...], name: str, _: object) -> kernel.Kernel:
+    def unshared(call: Program, plans: tuple[Plan, ...], name: str, _: object) -> lower.Kernel:
         assert call.only is not None
-        return kernel.generate(call.only, lower.arrangement(plans[0], call.only), name, share=False)
+        return lower.generate_kernel(call.only, lower.arrangement(plans[0], call.only), name, share=False)
 
     monkeypatch.setattr(lower, "_kernel", unshared)
     apart = Kernel(of, plan)

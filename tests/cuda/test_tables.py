@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kernel_checks import sass
+from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, nvrtc
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import lower, nvrtc
+from reference.interpret import interpret
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.tiles import Tiles
 
@@ -107,11 +107,11 @@ def test_gathered_rows_are_operands_of_products(dtype: str, width: int, sm: int,
     check(*edges(300, 41, width, dtype), sm=sm, lanes=lanes)
 
 
-def generated(program: TileProgram, split: int = 1) -> kernel.Kernel:
+def generated(program: TileProgram, split: int = 1) -> lower.Kernel:
     places = ("l2",) * len(program.queues)
     stages = len(program.stages)
-    return kernel.generate(
-        program, kernel.Arrangement(stages > 1, 900, 1, 1, 1, (True,) * stages, (split,) * stages, places, 232448), "program"
+    return lower.generate_kernel(
+        program, lower.Arrangement(stages > 1, 900, 1, 1, 1, (True,) * stages, (split,) * stages, places, 232448), "program"
     )
 
 

@@ -15,12 +15,12 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kernel_checks.register_pool import register_pool
+from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import kernel, nvrtc, sources, tiles
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda import lower, nvrtc, sources, tiles
+from reference.interpret import interpret
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, run_program
 from tests.support.tiles import Tiles
@@ -140,13 +140,13 @@ def test_a_table_that_takes_most_of_the_shared_memory(width: int, n: int, kind: 
     (got,) = run_program(program, *arrays, lanes=1, replicas=3)
     assert np.array_equal(got, interpret(program, arrays)[0])
     with pytest.raises(CannotLower, match="for tiles in shared memory; a CTA has"):
-        kernel.generate(program, by_hand(program, 900, 2, 3), "program")
+        lower.generate_kernel(program, by_hand(program, 900, 2, 3), "program")
 
 
 def test_a_table_that_does_not_fit_is_refused_with_a_reason() -> None:
     n = tiles.MOST_TABLE_BYTES // (4 * 32)
     with pytest.raises(CannotLower, match="not sorted into .* rows of 32: a lane holds 196608 bytes"):
-        kernel.generate(summed(100, 32, n), by_hand(summed(100, 32, n), 900, 1, 1), "program")
+        lower.generate_kernel(summed(100, 32, n), by_hand(summed(100, 32, n), 900, 1, 1), "program")
 
 
 PLANTED = {
@@ -190,7 +190,7 @@ def test_the_emulator_sees_a_race(bug: str, tmp_path: pathlib.Path, monkeypatch:
 def test_the_machine_code(lanes: int, compiler: str) -> None:
     """No spills, roles within their registers, nobody leaves a barrier out; and no atomic operation on a result."""
     program = summed(100_000, 128, 64, "bfloat16")
-    made = kernel.generate(program, by_hand(program, 900, lanes, 132), "region")
+    made = lower.generate_kernel(program, by_hand(program, 900, lanes, 132), "region")
     compiled = compilers.cubin(made.source, "sm_90a", folder_of(compiler))
     code, resources = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
     assert not code.has_local_memory and resources.spill_bytes == resources.stack_bytes == 0

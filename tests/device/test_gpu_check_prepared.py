@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kitsune_jax import cache
-from kitsune_jax.targets.cuda import compile, devices, nvrtc, runtime
+from kitsune_jax.targets.cuda import compile, nvrtc, runtime
 from scripts.gpu import environment, prepare, prepared, results
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def test_nothing_prepared_is_told(tree: Path) -> None:
 def test_a_device_that_was_not_prepared_for_is_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is made for what the driver says: with other numbers there are other kernels."""
     monkeypatch.setattr(runtime, "driver_info", lambda: prepare.H200)
-    assert devices.model() == "h200"
+    assert runtime.device_model() == "h200"
     packed(tree, [], tree)
     assert [f["ok"] for f in environment.prepared_findings()] == [True]
     (h200,) = prepare.H200["devices"]

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import kitsune_jax as kj
-from kitsune_jax.targets.cpu.planning import xla_program
+from kitsune_jax.targets.cpu import call
 
 CHEAP = 1000  # operations; XLA:CPU runs a program of fewer in the thread that asks for it
 
@@ -42,7 +42,7 @@ def test_python_does_not_wait_for_a_long_call() -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (5, 0), (2, 3, 7)])
 def test_long_calls_of_any_operands(monkeypatch: pytest.MonkeyPatch, dtype: str, shape: tuple[int, ...]) -> None:
     """The operand that nobody reads is made of the first element that there is, whatever its number is."""
-    monkeypatch.setattr(xla_program, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(call, "LONG_SECONDS", 0.0)
     x = jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 1, dtype)
     y = jnp.linspace(0, 1, 11)
     out = compiled(3, x.astype(jnp.float32), y)(x.astype(jnp.float32), y)
@@ -59,7 +59,7 @@ def test_short_calls_run_at_once() -> None:
 
 
 def test_a_long_call_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla_program, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(call, "LONG_SECONDS", 0.0)
     mesh, rows = Mesh(np.array(jax.devices()[:1]), ("rows",)), PartitionSpec("rows")
     f = jax.shard_map(kj.pipeline(lambda x: simulated(x, 5), force=True, strict=True), mesh=mesh, in_specs=rows, out_specs=rows)
     x = jnp.linspace(0, 1, 12)

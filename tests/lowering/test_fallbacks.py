@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax import lowering, route, targets
+from kitsune_jax import targets
 from kitsune_jax.capture import jaxpr as capture_jaxpr
-from kitsune_jax.fallbacks import Failure, forget, record
+from kitsune_jax.errors import Failure, forget, record
+from kitsune_jax.frontend import lowering, route
 from tests.support.checks import arrays, close, custom_calls, in_float64
 
 select: Any = importlib.import_module("kitsune_jax.regions.select")

@@ -13,10 +13,12 @@ import pytest
 
 import kitsune_jax as kj
 from benchmarks.apps import APPS
-from kitsune_jax import _compat, handover, preview
+from kitsune_jax import _compat
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.lowering import run
-from kitsune_jax.route import route
+from kitsune_jax.frontend import explain
+from kitsune_jax.frontend.lowering import run
+from kitsune_jax.frontend.route import route
+from kitsune_jax.gradient import handover
 from tests.support.checks import arrays, close, in_float64
 from tests.support.cuda_run import kernel_cache
 
@@ -84,7 +86,7 @@ def total(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def passes(gradient: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Any]]:
     """The streamed results of the forward call, and the streamed arguments of the backward one: shapes and dtypes."""
-    forward, backward = preview.pipelined_calls(_compat.without_dead_code(jax.make_jaxpr(gradient)(*args)))
+    forward, backward = explain.pipelined_calls(_compat.without_dead_code(jax.make_jaxpr(gradient)(*args)))
     rows = args[-1].shape[0]
     made, read = _compat.out_avals(forward.jaxpr), _compat.in_avals(backward.jaxpr)
     return (*([(a.shape[1:], str(a.dtype)) for a in avals if a.shape[:1] == (rows,)] for avals in (made, read)),)
@@ -187,7 +189,7 @@ def test_an_eager_gradient_is_compiled_once() -> None:
 
 
 def _compilations() -> int:
-    from kitsune_jax.primitive import _jitted
+    from kitsune_jax.frontend.tracing import _jitted
 
     return sum(len(v) for v in _jitted.values())
 
@@ -212,7 +214,7 @@ def test_no_call_of_nerf_training_writes_rows_of_an_odd_pitch() -> None:
     for whole in (True, False):
         g = step(app.function if whole else kj.pipeline(app.function))
         program = jax.make_jaxpr(lambda *a, g=g: g(*jax.tree.unflatten(tree, a)))(*leaves)
-        calls = [program] if whole else [call.jaxpr for call in preview.pipelined_calls(program)]
+        calls = [program] if whole else [call.jaxpr for call in explain.pipelined_calls(program)]
         regions = 0
         for call in calls:
             graph = capture(call, parts=True).graph

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax import lowering
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.route import route
+from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.route import route
 from kitsune_jax.targets.cuda.lower import _kernel
 
 ROWS = (10**3, 10**6, 10**9, 10**12)

@@ -1,7 +1,7 @@
 """Loops, branches and calls whose body is nothing but one pipelined call.
 
 XLA once took such a loop's carries for invariant and moved the call out of it, so that the loop never ended
-(``targets.cpu.emit.call`` says how). So the compiled program is read before anything runs: a call that has left its loop fails
+(``targets.cpu.call.call`` says how). So the compiled program is read before anything runs: a call that has left its loop fails
 here and does not hang.
 """
 

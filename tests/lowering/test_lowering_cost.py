@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax import lowering
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.route import route
+from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.route import route
 
 PACKAGE = str(Path(kj.__file__).parent)
 MOST = 5.0  # times the work for 4 times the layers

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 import kitsune_jax as kj
 from benchmarks.apps import APPS
 from kitsune_jax import _cpu, targets
+from kitsune_jax import errors as cpu_errors
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.program import Array, Program
-from kitsune_jax.program.interpret import interpret
-from kitsune_jax.route import PlannedRegion, route
-from kitsune_jax.targets import cpu
+from kitsune_jax.frontend.route import PlannedRegion, route
+from kitsune_jax.program.ir import Array, Program
+from kitsune_jax.targets.cpu import lower as cpu_lower
+from reference.interpret import interpret
 from tests.support.checks import custom_calls, in_float64
 
 ROWS = 97  # no multiple of a tile
@@ -415,7 +416,7 @@ def small_program() -> Program:
 
 
 def test_a_call_of_several_phases_is_valid() -> None:
-    assert _cpu.validate(cpu.generate(small_program(), "step")) == ""
+    assert _cpu.validate(cpu_lower.generate(small_program(), "step")) == ""
 
 
 def _edited(program: Program, part: int, **changes: Any) -> Program:
@@ -444,12 +445,12 @@ def _scalar_operand(p: Program) -> int:
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_parser_rejects_parts_that_do_not_fit_together(name: str) -> None:
     change, message = BROKEN[name]
-    with pytest.raises(cpu.InvalidProgram, match=re.escape(message)):
-        cpu.generate(change(small_program()), "step")
+    with pytest.raises(cpu_errors.InvalidProgram, match=re.escape(message)):
+        cpu_lower.generate(change(small_program()), "step")
 
 
 def test_the_parser_survives_any_damage() -> None:
-    words = cpu.generate(small_program(), "step")
+    words = cpu_lower.generate(small_program(), "step")
     rng = np.random.default_rng(0)
     for n in range(0, len(words), 97):
         assert _cpu.validate(words[:n]) != ""

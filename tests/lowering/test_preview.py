@@ -16,8 +16,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kitsune_jax as kj
-from kitsune_jax import config, lowering
-from kitsune_jax.targets.cpu import runtime
+from kitsune_jax import config
+from kitsune_jax.frontend import lowering
+from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cuda import nvrtc
 from tests.support.checks import arrays, count
 
@@ -114,7 +115,7 @@ def test_the_kill_switch(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
 
 
 def test_a_missing_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_state", (None, "the extension was never built"))
+    monkeypatch.setattr(call, "_state", (None, "the extension was never built"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = kj.explain(kj.pipeline(mlp, force=True))(X, W1, W2)
@@ -182,7 +183,7 @@ def test_what_is_asked_runs_nothing(mesh: jax.sharding.Mesh) -> None:
         jax.debug.callback(lambda: pytest.fail("explain ran the function"))
         return jnp.tanh(x @ w)
 
-    before = runtime.calls()
+    before = call.calls()
     kj.explain(kj.pipeline(f, force=True))(X, W1)
     kj.explain(lambda x, w: kj.pipeline(f, force=True)(x, w) * 2)(np.asarray(X), np.asarray(W1))
-    assert runtime.calls() == before
+    assert call.calls() == before

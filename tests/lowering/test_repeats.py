@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kitsune_jax as kj
-from kitsune_jax import _compat, preview
+from kitsune_jax import _compat
+from kitsune_jax.frontend import explain
 from tests.support.checks import arrays, close, in_float64
 
 pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
@@ -119,7 +120,7 @@ def total(f: Callable[..., Array]) -> Callable[..., Array]:
 
 def handed(gradient: Callable[..., Any], *args: Array) -> list[Any]:
     """The types of what the backward call reads."""
-    _, backward = preview.pipelined_calls(_compat.without_dead_code(jax.make_jaxpr(gradient)(*args)))
+    _, backward = explain.pipelined_calls(_compat.without_dead_code(jax.make_jaxpr(gradient)(*args)))
     return _compat.in_avals(backward.jaxpr)
 
 
@@ -253,7 +254,7 @@ def test_what_the_function_returns_is_read_where_it_is() -> None:
         p = jax.nn.softmax(scores(q, k))
         return jnp.einsum("bhqk,bkhd->bqhd", p, v), p
 
-    forward, _ = preview.pipelined_calls(
+    forward, _ = explain.pipelined_calls(
         _compat.without_dead_code(jax.make_jaxpr(jax.grad(lambda *a: sum(map(jnp.sum, kj.pipeline(f)(*a))), (0, 1, 2)))(q, k, v))
     )
     assert sum(size(a) > q.size for a in _compat.out_avals(forward.jaxpr)) == 1

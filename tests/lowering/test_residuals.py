@@ -18,10 +18,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 import kitsune_jax as kj
 from benchmarks.apps import APPS, nerf
-from kitsune_jax import _compat, preview
+from kitsune_jax import _compat
+from kitsune_jax.frontend import explain
+from kitsune_jax.frontend.residuals import policy_name
 from kitsune_jax.report import PolicyReport, Report
-from kitsune_jax.report.units import flop_text, signed, time_text
-from kitsune_jax.residuals import policy_name
+from kitsune_jax.report.data import flop_text, signed, time_text
 from tests.support.checks import TARGET, arrays, close, count, in_float64
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
@@ -77,7 +78,7 @@ def test_saved_values_have_the_dtype_they_were_computed_in(dtype: Any, wider: st
     streamed = {t.split("[")[0] for t in results(compiled.as_text()) if f"[{ROWS}," in t}
     assert streamed == {"bf16" if dtype == jnp.bfloat16 else "f32", "pred"}
     assert wider not in streamed
-    forward = preview.pipelined_calls(jax.make_jaxpr(gradient("save", rectified))(*args))[0]
+    forward = explain.pipelined_calls(jax.make_jaxpr(gradient("save", rectified))(*args))[0]
     kept = [a.dtype for a in _compat.out_avals(forward.jaxpr) if a.shape == (ROWS, WIDTH)]
     assert set(kept) == {jnp.dtype(dtype), jnp.dtype(bool)}
     assert kept.count(jnp.dtype(bool)) == LAYERS
@@ -141,7 +142,7 @@ def test_report_compares_the_policy_in_use_with_the_alternatives() -> None:
     assert report.residuals is not None
     assert not report.residuals.of_gradient
     assert (save.in_use, recompute.in_use) == (True, False)
-    forward = preview.pipelined_calls(jax.make_jaxpr(gradient("save"))(*args))[0]
+    forward = explain.pipelined_calls(jax.make_jaxpr(gradient("save"))(*args))[0]
     made = [a for a in _compat.out_avals(forward.jaxpr) if a.shape == (ROWS, WIDTH)]
     assert 0 < save.kept_bytes <= sum(math.prod(a.shape) * a.dtype.itemsize for a in made)
     assert recompute.kept_bytes == 0

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from kitsune_jax.graph import Graph, Op, Value
-from kitsune_jax.schedule import schedule
+from kitsune_jax.frontend.lowering import schedule
+from kitsune_jax.ops.graph import Graph, Op, Value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kitsune_jax as kj
-from kitsune_jax import lowering
+from kitsune_jax.frontend import lowering
 from tests.support.checks import arrays, close, count, in_float64
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here

@@ -18,9 +18,9 @@ import pytest
 from jax import lax
 
 import kitsune_jax as kj
-from kitsune_jax.graph import Value
+from kitsune_jax.ops.graph import Value
+from kitsune_jax.ops.shape import WINDOWS
 from kitsune_jax.ops.spec import DTYPES, np_dtype
-from kitsune_jax.ops.windows import WINDOWS
 from tests.support.checks import TARGET
 
 RNG = np.random.default_rng(3)

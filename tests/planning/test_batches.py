@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.planning.cost import DotWork
-from kitsune_jax.planning.xla_kernels import kernels_of
-from kitsune_jax.streams.space import Region, StreamSpace
+from kitsune_jax.planning.cost import DotWork, kernels_of
+from kitsune_jax.planning.streams import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from tests.support.graphs import graph_of

@@ -15,24 +15,21 @@ from hypothesis import strategies as st
 
 import kitsune_jax as kj
 from benchmarks.apps import APPS
-from kitsune_jax.graph import Graph
+from kitsune_jax.frontend.route import PlannedRegion
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.cost import itemsize, round_up
-from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.plan import Infeasible, Plan
-from kitsune_jax.program import Program
+from kitsune_jax.planning.plan import Infeasible, Machine, Plan
+from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
-from kitsune_jax.program.schedule import check_deadlock_free
-from kitsune_jax.regions import Phase
+from kitsune_jax.program.ir import Program
+from kitsune_jax.regions.joining import Phase
 from kitsune_jax.regions.select import select
 from kitsune_jax.report import build_report
-from kitsune_jax.route import PlannedRegion
-from kitsune_jax.streams.space import Region
-from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.cost import GpuCost, Steps, is_splittable
 from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
 from kitsune_jax.targets.cuda.planning.planner import candidates, plan
-from kitsune_jax.targets.cuda.planning.splits import is_splittable
-from kitsune_jax.targets.cuda.planning.storage import Steps
 from kitsune_jax.targets.cuda.tiles import padded
+from reference.check import check_deadlock_free
 from tests.planning.test_planning import block, depends_on
 from tests.planning.test_planning import nerf as paper_nerf
 from tests.support.graphs import graph_of, layer_norm

@@ -14,10 +14,10 @@ from jax import lax
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.profile import shipped
-from kitsune_jax.route import route
+from kitsune_jax.frontend.route import route
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
-from kitsune_jax.targets.cpu.planning.xla_loops import steps_of
+from kitsune_jax.targets.cpu.planning.xla_kernels import steps_of
+from kitsune_jax.targets.cpu.profile import profile as shipped
 
 MACHINES = ("avx512-2", "avx2-8", "zen5-2")
 

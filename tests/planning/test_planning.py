@@ -15,21 +15,18 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 import kitsune_jax as kj
 from kitsune_jax import targets
-from kitsune_jax.graph import Graph, Op, Param, Scalar, Value, make_params
-from kitsune_jax.planning.balance import Infeasible, Load, balance
-from kitsune_jax.planning.cost import pipeline_traffic
-from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.stages import Levels, finest, links
-from kitsune_jax.planning.xla_kernels import kernels_of
-from kitsune_jax.profile import machine_info
-from kitsune_jax.route import route
-from kitsune_jax.streams.space import Region, StreamSpace
+from kitsune_jax.frontend.route import route
+from kitsune_jax.ops.graph import Graph, Op, Param, Scalar, Value, make_params
+from kitsune_jax.planning.cost import kernels_of, pipeline_traffic
+from kitsune_jax.planning.plan import Infeasible, Machine, Plan
+from kitsune_jax.planning.stages import Levels, Load, balance, finest, links
+from kitsune_jax.planning.streams import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_at_hand, cpu_model
 from kitsune_jax.targets.cpu.planning.planner import partial_bytes
-from kitsune_jax.targets.cpu.planning.xla_times import baseline
-from kitsune_jax.targets.cuda.planning import xla_times
+from kitsune_jax.targets.cpu.planning.xla import baseline
+from kitsune_jax.targets.cpu.profile import profile
+from kitsune_jax.targets.cuda.planning import xla
 from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
 from tests.support.graphs import graph_of
 from tests.support.plans import cost_of, plan
@@ -166,7 +163,7 @@ LOADS = st.lists(
 
 
 def integer_program(loads: list[Load], workers: int) -> float:
-    """The largest T, in tiles per second, of the program that ``planning.balance`` states, by a solver."""
+    """The largest T, in tiles per second, of the program that ``planning.stages`` states, by a solver."""
     n = len(loads)
     unit = max(load.seconds for load in loads)  # T is solved in tiles per ``unit``: numbers near 1
     keeps_up = [[load.seconds / unit, *(-1.0 if j == i else 0.0 for j in range(n))] for i, load in enumerate(loads)]
@@ -236,12 +233,12 @@ def test_machine_models_are_complete_and_say_where_numbers_are_from():
 
 
 def test_cache_sizes_are_read_from_the_kernels_files(tmp_path):
-    assert machine_info.read_cache_sizes(tmp_path) == (32 << 10, 1 << 20, 8 << 20)
+    assert profile.read_cache_sizes(tmp_path) == (32 << 10, 1 << 20, 8 << 20)
     for k, (level, kind, size) in enumerate([("1", "Data", "48K"), ("1", "Instruction", "64K"), ("2", "Unified", "2M")]):
         (tmp_path / f"index{k}").mkdir()
         for name, text in (("level", level), ("type", kind), ("size", size)):
             (tmp_path / f"index{k}" / name).write_text(text + "\n")
-    assert machine_info.read_cache_sizes(tmp_path) == (48 << 10, 2 << 20, 8 << 20)
+    assert profile.read_cache_sizes(tmp_path) == (48 << 10, 2 << 20, 8 << 20)
 
 
 @pytest.mark.parametrize(
@@ -256,8 +253,8 @@ def test_cache_sizes_are_read_from_the_kernels_files(tmp_path):
     ],
 )
 def test_a_machine_has_the_shipped_profile_that_is_most_like_it(monkeypatch, text, isa, family):
-    monkeypatch.setattr(machine_info, "_cpuinfo", lambda: text)
-    assert machine_info.family(isa) == family
+    monkeypatch.setattr(profile, "_cpuinfo", lambda: text)
+    assert profile.family(isa) == family
     assert cpu_model(f"{family}-4").profile.isa == isa
 
 
@@ -292,7 +289,7 @@ def test_traffic_counts_every_border_once():
 def test_bulk_synchronous_kernels_end_at_matmuls_and_reductions():
     graph, region = block(512, (64, 64, 64))
     assert [len(k.ops) for k in kernels_of(CpuCost(graph, region, CPU))] == [1, 3, 1, 3]
-    fused = xla_times.kernels_of(cost_of(graph, region, H200))
+    fused = xla.kernels_of(cost_of(graph, region, H200))
     assert [len(k.ops) for k in fused] == [4, 4], "bias and ReLU are the library's epilogue on a GPU"
     seconds, moved = baseline(CpuCost(graph, region, CPU))
     assert moved == 4 * (8 * 512 * 64 + 2 * (64 * 64 + 64)) and seconds > 0

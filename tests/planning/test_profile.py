@@ -22,11 +22,12 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import _compat, _cpu, config
-from kitsune_jax.profile import __main__ as command
-from kitsune_jax.profile import kernels, measure, shipped, store, timing, xla
-from kitsune_jax.profile.model import Profile, numbers_of
-from kitsune_jax.route import route
+from kitsune_jax import profile as command
+from kitsune_jax.frontend.route import route
 from kitsune_jax.targets.cpu.planning.machines import cpu_at_hand, cpu_of
+from kitsune_jax.targets.cpu.profile import kernels, store, xla
+from kitsune_jax.targets.cpu.profile import profile as shipped
+from kitsune_jax.targets.cpu.profile.profile import Profile, numbers_of
 
 REFERENCE = shipped.shipped("zen5-2")
 
@@ -82,7 +83,7 @@ def test_what_is_no_profile_is_refused(change: dict[str, Any]) -> None:
         Profile.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("family", list(shipped.names()))
+@pytest.mark.parametrize("family", list(shipped.shipped_names()))
 @pytest.mark.parametrize("cores", [1, 2, 16, 192])
 def test_every_shipped_profile_plans(family: str, cores: int) -> None:
     profile = shipped.shipped(f"{family}-{cores}")
@@ -94,7 +95,7 @@ def test_every_shipped_profile_plans(family: str, cores: int) -> None:
 
 
 def test_shipped_profiles_have_the_products_of_their_instruction_set() -> None:
-    for name in shipped.names():
+    for name in shipped.shipped_names():
         profile = shipped.shipped(f"{name}-4")
         ways = {key.split("/")[2] for key, _ in profile.numbers if key.startswith("gemm/bfloat16/")}
         assert ways == {"widened"} | ({"dots"} & kernels_of(profile.isa)) | ({"tiles"} & kernels_of(profile.isa)), name
@@ -145,7 +146,7 @@ def cpu_bandwidths(workers: int) -> dict[str, float]:
 def test_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number that a plan may ask for is there, whatever else the machine does meanwhile, and whatever the program that asks
     has set."""
-    monkeypatch.setattr(measure, "_KEPT", (1.0, 0.0))
+    monkeypatch.setattr(store, "_KEPT", (1.0, 0.0))
     params, x = small()
     with (
         jax.enable_x64(True),
@@ -206,7 +207,7 @@ def test_other_workers_other_flags_and_other_versions_are_measured_again(
         lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false"),
         lambda patch: patch.setattr(jax, "__version__", "0.99"),
         lambda patch: patch.setattr(store.jaxlib, "__version__", "0.99"),
-        lambda patch: patch.setattr("kitsune_jax.version.__version__", "9"),
+        lambda patch: patch.setattr("kitsune_jax.config.__version__", "9"),
         lambda patch: patch.setattr(store.machine_info, "model_name", lambda: "another"),
     ):
         with monkeypatch.context() as patch:
@@ -276,7 +277,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
 
 def test_a_busy_machine_gets_the_shipped_profile_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(workers: int) -> Profile:
-        raise measure.Disturbed("other programs were running")
+        raise store.Disturbed("other programs were running")
 
     monkeypatch.setattr(store, "measure", busy)
     report = str(kj.explain(kj.pipeline(network))(*small()))
@@ -289,7 +290,7 @@ def test_what_was_measured_beside_other_programs_is_used_and_not_kept(monkeypatc
     found = named("measured-here-2", passes=3, doubtful=(("call", 1.5), ("touch", 2.0)))
 
     def busy(workers: int) -> Profile:
-        raise measure.Disturbed("other programs were running", found)
+        raise store.Disturbed("other programs were running", found)
 
     monkeypatch.setattr(store, "measure", busy)
     report = str(kj.explain(kj.pipeline(network))(*small()))
@@ -313,7 +314,7 @@ def test_what_was_measured_beside_other_programs_is_used_and_not_kept(monkeypatc
 def test_doubtful_numbers_and_lost_cores_decide_whether_a_profile_is_kept(
     doubtful: float, share: float, kept: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Found(timing.Passes):
+    class Found(kernels.Passes):
         def settle(self, pieces: Any, until: float, at_most: float) -> None:
             self.asked = sorted(piece.key for piece in pieces)
 
@@ -327,13 +328,13 @@ def test_doubtful_numbers_and_lost_cores_decide_whether_a_profile_is_kept(
             return dict.fromkeys(self.asked[: int(doubtful * len(self.asked))], 2.0)
 
     told = iter([(5.0, 7.0), (5.0 + share, 8.0 - share)])
-    monkeypatch.setattr(measure.machine_info, "ran_and_waited", lambda: next(told))
-    monkeypatch.setattr(measure, "Passes", Found)
-    monkeypatch.setattr(xla, "pieces", lambda workers, _: [timing.Piece(p.key, lambda: 1e-3) for p in xla._programs(workers)])
+    monkeypatch.setattr(store.machine_info, "ran_and_waited", lambda: next(told))
+    monkeypatch.setattr(store, "Passes", Found)
+    monkeypatch.setattr(xla, "pieces", lambda workers, _: [kernels.Piece(p.key, lambda: 1e-3) for p in xla._programs(workers)])
     try:
-        profile: Profile | None = measure.measure(2)
+        profile: Profile | None = store.measure(2)
         assert kept
-    except measure.Disturbed as why:
+    except store.Disturbed as why:
         profile = why.profile
         assert not kept and f"had {share:.0%} of a core" in str(why) and "in each of 1 passes" in str(why)
     assert (profile is not None) == used
@@ -341,7 +342,7 @@ def test_doubtful_numbers_and_lost_cores_decide_whether_a_profile_is_kept(
 
 
 def test_a_measurement_that_fails_costs_no_program_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> list[timing.Piece]:
+    def broken(*args: Any) -> list[kernels.Piece]:
         raise RuntimeError("the clock stands still")
 
     monkeypatch.setattr(xla, "pieces", broken)
@@ -463,7 +464,7 @@ def test_the_command_measures_again(measured: list[int], capsys: pytest.CaptureF
 
 def test_the_command_says_why_there_is_no_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def busy(workers: int) -> Profile:
-        raise measure.Disturbed("other programs were running")
+        raise store.Disturbed("other programs were running")
 
     monkeypatch.setattr(store, "measure", busy)
     assert command.main([]) == 1

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kitsune_jax.profile import kernels, machine_info, measure, shipped, timing, xla
+from kitsune_jax.targets.cpu.profile import kernels, profile, store, xla
 
 TRUE = {f"piece/{k}": 1e-4 * (1 + k % 7) for k in range(100)}
 REFERENCE = 1e-4
-REFERENCE_PROFILE = shipped.shipped("zen5-2")
+REFERENCE_PROFILE = profile.shipped("zen5-2")
 
 
 @dataclasses.dataclass
@@ -27,24 +27,24 @@ class Machine:
     now: float = 1000.0
     ran: int = 0
 
-    def piece(self, key: str) -> timing.Piece:
+    def piece(self, key: str) -> kernels.Piece:
         def seconds() -> float:
             self.ran += 1
             return self.work(TRUE[key], key)
 
-        return timing.Piece(key, seconds)
+        return kernels.Piece(key, seconds)
 
     def work(self, seconds: float, key: str) -> float:
         found = seconds * self.slowness(self.now, key)
         self.now += found
         return found
 
-    def passes(self) -> timing.Passes:
-        return timing.Passes(
+    def passes(self) -> kernels.Passes:
+        return kernels.Passes(
             lambda: self.work(REFERENCE, "reference"), clock=lambda: self.now, stolen=lambda: self.taken(self.now), cores=2
         )
 
-    def measure(self, seconds: float = 1.0, at_most: float = 4.0) -> timing.Passes:
+    def measure(self, seconds: float = 1.0, at_most: float = 4.0) -> kernels.Passes:
         found, pieces = self.passes(), [self.piece(key) for key in TRUE]
         found.run(pieces)
         self.now += 1.0  # while XLA compiles
@@ -52,7 +52,7 @@ class Machine:
         return found
 
 
-def worst(found: timing.Passes) -> float:
+def worst(found: kernels.Passes) -> float:
     """Over the pieces, how many times as long as it takes a piece was found to take."""
     return max(seconds / TRUE[key] for key, seconds in found.seconds().items())
 
@@ -137,14 +137,14 @@ def test_where_nothing_settles_the_numbers_are_doubtful(seed: int) -> None:
     rng = np.random.default_rng(seed)
     machine = Machine(lambda now, key: 1.0 if key == "reference" else rng.uniform(1.0, 1000.0))
     found = machine.measure(at_most=1.0)
-    assert len(found.doubtful()) > timing.MOST_DOUBTFUL * len(TRUE)
+    assert len(found.doubtful()) > kernels.MOST_DOUBTFUL * len(TRUE)
     assert machine.now < 1000 + 1.0 + 1.0 + 120  # two passes of all, and none after the last moment
 
 
 def test_two_disturbed_repetitions_that_agree_do_not_settle_a_piece() -> None:
     times = iter([4.0, 2.0, 2.1, 1.0, 1.0, 1.02])
     found = Machine().passes()
-    piece = timing.Piece("a", lambda: next(times))
+    piece = kernels.Piece("a", lambda: next(times))
     settled = []
     for _ in range(6):
         found.run([piece])
@@ -165,14 +165,14 @@ def test_what_a_hypervisor_takes_disturbs() -> None:
 
 def test_a_piece_that_the_machine_has_not_is_no_number() -> None:
     found = Machine().passes()
-    found.settle([timing.Piece("a", lambda: None), timing.Piece("b", lambda: 1.0)], until=1e9, at_most=1e9)
+    found.settle([kernels.Piece("a", lambda: None), kernels.Piece("b", lambda: 1.0)], until=1e9, at_most=1e9)
     assert found.seconds() == {"b": 1.0} and not found.doubtful()
 
 
 def test_a_piece_says_how_alike_two_repetitions_must_be() -> None:
     for agree, settled in ((1.1, False), (1.3, True)):
         times = iter([1.0, 1.2])
-        found, piece = Machine().passes(), timing.Piece("a", lambda times=times: next(times), agree=agree)
+        found, piece = Machine().passes(), kernels.Piece("a", lambda times=times: next(times), agree=agree)
         found.run([piece])
         found.run([piece])
         assert found.is_settled(piece) == settled
@@ -199,42 +199,42 @@ ALONE, SHARED = (1e-4, 2e-4), (3e-4, 2.2e-4)  # a call of two threads that have 
 
 def test_a_slice_of_equal_calls_ends_in_time() -> None:
     calls, made = endless(ALONE)
-    assert timing.fastest(calls, 2) == 1e-4 and len(made) == 12
+    assert kernels.fastest(calls, 2) == 1e-4 and len(made) == 12
 
 
 def test_a_slice_of_long_calls_has_three() -> None:
     calls, made = endless((0.02, 0.04))
-    assert timing.fastest(calls, 2) == 0.02 and len(made) == 3
+    assert kernels.fastest(calls, 2) == 0.02 and len(made) == 3
 
 
 def test_a_slice_goes_on_while_calls_wait_for_their_cores() -> None:
     """One of ten calls has both cores to itself: three of them are waited for."""
     calls, made = endless(SHARED, ALONE, *[SHARED] * 8)
-    assert timing.fastest(calls, 2) == 1e-4 and 20 < len(made) <= 40
+    assert kernels.fastest(calls, 2) == 1e-4 and 20 < len(made) <= 40
 
 
 def test_a_slice_ends_though_calls_wait_for_their_cores() -> None:
     """One call of many had its cores nearly all the time: it took 1.3 times as long as one that has them does."""
     calls, made = endless(SHARED, (1.3e-4, 2e-4), *[(3e-4 + k * 2e-5, 2e-4) for k in range(1000)])
-    assert timing.fastest(calls, 2) == pytest.approx(1e-4 * 1.3**0.5) and sum(made) < 11e-3
+    assert kernels.fastest(calls, 2) == pytest.approx(1e-4 * 1.3**0.5) and sum(made) < 11e-3
 
 
 def test_a_call_of_one_thread_takes_what_its_fastest_did() -> None:
     """Nothing says that its work could be shared out; nor does what the operating system counts too late."""
     calls, _ = endless(*[(1.3e-4 + k * 2e-5, 1.25e-4) for k in range(1000)])
-    assert timing.fastest(calls, 2) == 1.3e-4
+    assert kernels.fastest(calls, 2) == 1.3e-4
     calls, _ = endless((1.3e-4, 9e-4), *[(1.5e-4 + k * 2e-5, 1.25e-4) for k in range(1000)])
-    assert timing.fastest(calls, 2) == 1.3e-4
+    assert kernels.fastest(calls, 2) == 1.3e-4
 
 
 def test_a_long_call_is_what_its_fastest_took_where_all_took_that() -> None:
-    assert timing.of_long(iter([(0.02, 0.017), (0.0205, 0.018), (0.0202, 0.017)])) == 0.02
+    assert kernels.of_long(iter([(0.02, 0.017), (0.0205, 0.018), (0.0202, 0.017)])) == 0.02
 
 
 def test_a_long_call_that_waits_is_what_its_busiest_thread_ran() -> None:
     """Four times as long as alone, which is 20 ms; and where the system does not say how long threads ran."""
-    assert timing.of_long(iter([(0.08, 0.021), (0.06, 0.019), (0.09, 0.02)])) == 0.019
-    assert timing.of_long(iter([(0.08, float("inf")), (0.06, float("inf")), (0.09, float("inf"))])) == 0.06
+    assert kernels.of_long(iter([(0.08, 0.021), (0.06, 0.019), (0.09, 0.02)])) == 0.019
+    assert kernels.of_long(iter([(0.08, float("inf")), (0.06, float("inf")), (0.09, float("inf"))])) == 0.06
 
 
 def test_a_short_call_that_waits_is_no_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,32 +258,32 @@ def test_threads_say_how_long_they_ran(monkeypatch: pytest.MonkeyPatch, tmp_path
         (tmp_path / name).mkdir()
         if text:
             (tmp_path / name / "schedstat").write_text(text)
-    monkeypatch.setattr(machine_info, "_THREADS", tmp_path)
-    assert machine_info.other_threads_seconds() == {"11": 1.5, "12": 0.0}
+    monkeypatch.setattr(profile, "_THREADS", tmp_path)
+    assert profile.other_threads_seconds() == {"11": 1.5, "12": 0.0}
 
 
 def test_a_thread_says_how_long_it_waited_for_a_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine_info, "_OWN", tmp_path)
-    assert machine_info.ran_and_waited() == (0.0, 0.0) and measure._share((0.0, 0.0), (0.0, 0.0)) == 1.0
+    monkeypatch.setattr(profile, "_OWN", tmp_path)
+    assert profile.ran_and_waited() == (0.0, 0.0) and store._share((0.0, 0.0), (0.0, 0.0)) == 1.0
     (tmp_path / "schedstat").write_text("3000000000 1000000000 12\n")
-    assert machine_info.ran_and_waited() == (3.0, 1.0)
-    assert measure._share((1.0, 0.5), (3.0, 1.0)) == 0.8
+    assert profile.ran_and_waited() == (3.0, 1.0)
+    assert store._share((1.0, 0.5), (3.0, 1.0)) == 0.8
 
 
 @pytest.mark.parametrize(
     ("text", "stolen"), [("cpu  1 2 3 4 5 6 7 250 0 0\ncpu0 1 2 3 4 5 6 7 9 0 0\n", 2.5), ("cpu 1 2 3\n", 0), ("", 0)]
 )
 def test_a_hypervisor_says_what_it_took(text: str, stolen: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_info, "_read", lambda path: text)
-    monkeypatch.setattr(machine_info.os, "sysconf", lambda name: 100)
-    assert machine_info.stolen_seconds() == stolen
+    monkeypatch.setattr(profile, "_read", lambda path: text)
+    monkeypatch.setattr(profile.os, "sysconf", lambda name: 100)
+    assert profile.stolen_seconds() == stolen
 
 
 # -- what numbers are made of the seconds
 
 
 def test_an_activation_is_what_it_takes_beyond_a_relu() -> None:
-    pieces = [timing.Piece(f"activation/{name}/float32", lambda: 1.0, elements=100.0) for name in ("relu", "gelu_tanh")]
+    pieces = [kernels.Piece(f"activation/{name}/float32", lambda: 1.0, elements=100.0) for name in ("relu", "gelu_tanh")]
     found = kernels.numbers(pieces, {"activation/relu/float32": 2.0, "activation/gelu_tanh/float32": 5.0})
     assert found == {"activation/gelu_tanh/float32": 0.03}
 
@@ -292,12 +292,12 @@ def test_handing_a_program_over_takes_no_less_than_waking_nobody() -> None:
     for handed, found in ((6e-7, 5e-6), (8e-6, 8e-6)):
         numbers = dict(REFERENCE_PROFILE.numbers) | {"xla/call/handed": handed, "call/short": 1e-6}
         numbers["call"] = 6e-6 + numbers["gemm/float32/widened/64x64"]
-        measure._without_what_surrounds(numbers)
+        store._without_what_surrounds(numbers)
         assert numbers["xla/call/handed"] == pytest.approx(found)
 
 
 def test_a_kernel_is_what_it_takes_beyond_a_call() -> None:
-    pieces = [timing.Piece("xla/call", lambda: 1.0), timing.Piece("a", lambda: 1.0, 10.0), timing.Piece("b", lambda: 1.0)]
-    pieces.append(timing.Piece("xla/call/handed", lambda: 1.0))
+    pieces = [kernels.Piece("xla/call", lambda: 1.0), kernels.Piece("a", lambda: 1.0, 10.0), kernels.Piece("b", lambda: 1.0)]
+    pieces.append(kernels.Piece("xla/call/handed", lambda: 1.0))
     found = xla.numbers(pieces, {"xla/call": 6.0, "a": 106.0, "b": 6.5, "xla/call/handed": -1.0})
     assert found == pytest.approx({"xla/call": 6.0, "a": 10.0, "b": 0.65, "xla/call/handed": 0.6})

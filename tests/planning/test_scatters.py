@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 
 import kitsune_jax as kj
-from kitsune_jax.planning.xla_kernels import folded_into, kernels_of, left_region
-from kitsune_jax.regions.in_place import WHY, updated_in_place
-from kitsune_jax.targets.cpu.planning import xla_times
+from kitsune_jax.planning.cost import folded_into, kernels_of, left_region
+from kitsune_jax.regions.grow import WHY, updated_in_place
+from kitsune_jax.targets.cpu.planning import xla
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from tests.support.graphs import graph_of
@@ -48,7 +48,7 @@ def folded(n: int, width: int, rows: int, steps: int) -> tuple[Any, tuple[Any, .
 def seconds(n: int, width: int, rows: int, steps: int) -> float:
     f, args = folded(n, width, rows, steps)
     graph = graph_of(f, *args)
-    return xla_times.of_ops(graph, range(len(graph.ops)), xla_times.as_found_by(graph, MACHINE, False))
+    return xla.of_ops(graph, range(len(graph.ops)), xla.as_found_by(graph, MACHINE, False))
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -11,8 +11,8 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.regions import profit
-from kitsune_jax.route import route
+from kitsune_jax.frontend.route import route
+from kitsune_jax.regions import joining
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 
 PROFILE = cpu_model("amx-2").profile
@@ -77,5 +77,5 @@ def test_folds_alone_have_to_gain_less(alone: bool) -> None:
     graph = capture(jax.make_jaxpr(function)(jnp.zeros((4001, 64)), jnp.zeros(4001, jnp.int32)), online=True).graph
     (chosen,) = route(graph, "cpu", force=True, device="amx-2", code=False).regions
     assert chosen.plan.folds is alone and not chosen.plan.elementwise
-    at = dataclasses.replace(chosen.plan, seconds=1.0, baseline_seconds=(profit.FOLD_MARGIN + profit.VECTOR_MARGIN) / 2)
-    assert profit.pays(at) is alone
+    at = dataclasses.replace(chosen.plan, seconds=1.0, baseline_seconds=(joining.FOLD_MARGIN + joining.VECTOR_MARGIN) / 2)
+    assert joining.pays(at) is alone

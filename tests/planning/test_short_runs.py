@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.streams.space import Region, StreamSpace
-from kitsune_jax.targets.cpu.planning.cost import CpuCost
+from kitsune_jax.planning.streams import Region, StreamSpace
+from kitsune_jax.targets.cpu.planning.cost import CpuCost, folds_single_elements, pieces, spreads_short_runs
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
-from kitsune_jax.targets.cpu.planning.runs import folds_single_elements, pieces, spreads
-from kitsune_jax.targets.cpu.planning.xla_loops import scalar_seconds
+from kitsune_jax.targets.cpu.planning.xla_kernels import scalar_seconds
 from tests.support.graphs import graph_of
 
 Array = Any
@@ -43,7 +42,7 @@ def _cost(function: Any, *shapes: tuple[int, ...]) -> CpuCost:
 def test_runs_of_a_repeated_operand(function: Any, shapes: list[tuple[int, ...]], runs: tuple[int, ...]) -> None:
     cost = _cost(function, *shapes)
     (product,) = [i for i, op in enumerate(cost.graph.ops) if op.kind == "mul"]
-    assert spreads(cost, product) == runs
+    assert spreads_short_runs(cost, product) == runs
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax.targets.cpu.call import Handed, handed
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
-from kitsune_jax.targets.cpu.planning.xla_program import Handed, handed
-from kitsune_jax.targets.cpu.planning.xla_times import as_found_by, of_ops
+from kitsune_jax.targets.cpu.planning.xla import as_found_by, of_ops
 from tests.support.graphs import graph_of
 
 CPU = cpu_model("amx-2")

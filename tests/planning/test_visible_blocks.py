@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitsune_jax.graph import make_params
+from kitsune_jax.frontend.route import route
+from kitsune_jax.ops.graph import make_params
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.program.within import mean_met, tile_starts
-from kitsune_jax.route import route
+from kitsune_jax.program.loop_bounds import mean_met, tile_starts
 from tests.support.graphs import graph_of
 
 HEADS = [1, 2, 3, 7, 8, 16, 31, 64]

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.profile import shipped, xla
-from kitsune_jax.regions import profit
-from kitsune_jax.route import route
-from kitsune_jax.streams.space import Region, StreamSpace
+from kitsune_jax.frontend.route import route
+from kitsune_jax.planning.streams import Region, StreamSpace
+from kitsune_jax.regions import joining
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
-from kitsune_jax.targets.cpu.planning.xla_fused import fused
-from kitsune_jax.targets.cpu.planning.xla_times import of_ops
+from kitsune_jax.targets.cpu.planning.xla import of_ops
+from kitsune_jax.targets.cpu.planning.xla_kernels import fused
+from kitsune_jax.targets.cpu.profile import profile, xla
 from tests.support.graphs import graph_of
 
-PROFILE = shipped.shipped("amx-2")
+PROFILE = profile.shipped("amx-2")
 SHAPE = (331, 96)
 
 
@@ -122,8 +122,8 @@ def test_what_is_no_more_than_elementwise_has_to_gain_less(function: Any, elemen
     (chosen,) = route(graph, "cpu", force=True, device="amx-2", code=False).regions
     plan = chosen.plan
     assert plan.elementwise is elementwise
-    at = dataclasses.replace(plan, seconds=1.0, baseline_seconds=(profit.ELEMENTWISE_MARGIN + profit.VECTOR_MARGIN) / 2)
-    assert profit.pays(at) is elementwise
+    at = dataclasses.replace(plan, seconds=1.0, baseline_seconds=(joining.ELEMENTWISE_MARGIN + joining.VECTOR_MARGIN) / 2)
+    assert joining.pays(at) is elementwise
 
 
 @pytest.mark.parametrize(

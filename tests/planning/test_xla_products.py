@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import xla_model
-from kitsune_jax.targets.cpu.planning.machines import cpu_model
-from kitsune_jax.targets.cpu.planning.times import times
+from kitsune_jax.targets.cpu.planning.machines import cpu_model, times
 
 MACHINE = cpu_model("amx-2")
 TIMES = times(MACHINE.profile)

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.planning.xla_kernels import left_region
-from kitsune_jax.profile import shipped, store
-from kitsune_jax.profile.model import Profile, numbers_of
+from kitsune_jax.planning.cost import left_region
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_of
-from kitsune_jax.targets.cpu.planning.xla_reductions import arrays
-from kitsune_jax.targets.cpu.planning.xla_times import of_ops
+from kitsune_jax.targets.cpu.planning.xla import arrays, of_ops
+from kitsune_jax.targets.cpu.profile import profile as shipped
+from kitsune_jax.targets.cpu.profile import store
+from kitsune_jax.targets.cpu.profile.profile import Profile, numbers_of
 from tests.support.graphs import graph_of
 
 PROFILE = shipped.shipped("zen4-2")

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitsune_jax.program.blocks import NotBlocked, blocked
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import Program, TileProgram, walk
+from kitsune_jax.program.loop_bounds import met, with_known_bounds
 from kitsune_jax.program.passes import simplified
-from kitsune_jax.program.verify import verify
-from kitsune_jax.program.within import met, with_known_bounds
-from kitsune_jax.targets import cpu
+from kitsune_jax.targets.cpu import lower as cpu_lower
+from reference.check import verify
+from reference.interpret import interpret
 from tests.support.tiles import Tiles
 
 _cpu = pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
@@ -83,7 +83,7 @@ def check(program: TileProgram, value: int, block: int, arrays: list[np.ndarray]
 def run(program: TileProgram, arrays: list[np.ndarray]) -> list[np.ndarray]:
     out = [np.empty(a.shape, np.dtype(a.dtype)) for a in program.outputs]
     plain = [a.view(np.uint16) if a.dtype.kind == "V" else a for a in (*arrays, *out)]
-    _cpu.run(cpu.generate(Program.of(program), "case"), plain[: len(arrays)], plain[len(arrays) :], 2)
+    _cpu.run(cpu_lower.generate(Program.of(program), "case"), plain[: len(arrays)], plain[len(arrays) :], 2)
     return out
 
 

@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitsune_jax.graph import Graph, make_params
+from kitsune_jax.ops.graph import Graph, make_params
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
-from kitsune_jax.program.execute import dot_general
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import ArrayType, Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
-from kitsune_jax.program.schedule import Deadlock, check_deadlock_free
-from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.cuda.planning.machines import H200
 from kitsune_jax.targets.cuda.planning.planner import plan
+from reference.check import Deadlock, check_deadlock_free
+from reference.interpret import dot_general, interpret
 from tests.planning.test_planning import Net, nerf, spatial
 
 RNG = np.random.default_rng(7)

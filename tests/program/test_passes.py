@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from kitsune_jax.program.interpret import interpret
 from kitsune_jax.program.ir import TileProgram, walk
 from kitsune_jax.program.passes import Flow, simplified, with_epilogues
-from kitsune_jax.program.verify import verify
+from reference.check import verify
+from reference.interpret import interpret
 from tests.cpu.test_lower_random import Random
 from tests.support.irregular import IRREGULAR
 from tests.support.lowered import ROW, relu_layer

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitsune_jax.graph import make_params
-from kitsune_jax.program.interpret import interpret
+from kitsune_jax.ops.graph import make_params
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.program.verify import verify
+from reference.check import verify
+from reference.interpret import interpret
 from tests.support.irregular import IRREGULAR, ordered_segments, selections
 from tests.support.online import ONLINE_CASES, online_sums
 from tests.support.programs import CASES, Case, attention, lstm, lstm_backward, segments

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kitsune_jax.graph import make_params
+from kitsune_jax.ops.graph import make_params
 from kitsune_jax.program.ir import SINKS, Array, Block, Instr, Program, TileProgram, TileType, walk
-from kitsune_jax.program.verify import verify
+from reference.check import verify
 from tests.program.test_interpreter import chain
 from tests.support.batch_sums import BATCH_SUMS, batch_sums
 from tests.support.programs import CASES

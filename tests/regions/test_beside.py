@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kitsune_jax.graph import Graph
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan, Stage
-from kitsune_jax.regions import select
-from kitsune_jax.regions.calls import Chosen
-from kitsune_jax.streams import Region
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.regions.joining import Chosen
+from kitsune_jax.regions.select import select
 from kitsune_jax.targets import get
 from tests.support.graphs import graph_of
 

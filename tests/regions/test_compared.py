@@ -11,11 +11,11 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import targets
-from kitsune_jax.graph import Graph
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan, Stage
-from kitsune_jax.regions import Selection, select
-from kitsune_jax.regions.compared import compared, taken_the_largest_of
-from kitsune_jax.streams import Region
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.regions.grow import compared, taken_the_largest_of
+from kitsune_jax.regions.select import Selection, select
 from tests.support.graphs import graph_of
 
 NODES, EDGES = 41, 907

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax.frontend.route import Routed, isolated, route
 from kitsune_jax.planning.cost import Access, pipeline_traffic
-from kitsune_jax.regions import Phase
-from kitsune_jax.regions.again import computed_again
-from kitsune_jax.regions.isolated import isolated
-from kitsune_jax.route import Routed, route
+from kitsune_jax.planning.stages import orders_of
+from kitsune_jax.regions.grow import computed_again
+from kitsune_jax.regions.joining import Phase
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
-from kitsune_jax.targets.cpu.planning.planner import orders_of
-from kitsune_jax.targets.cpu.planning.segments import order_seconds
-from kitsune_jax.targets.cpu.planning.times import times as times_of
+from kitsune_jax.targets.cpu.planning.machines import times as times_of
+from kitsune_jax.targets.cpu.planning.planner import order_seconds
 from tests.support.graphs import graph_of
 
 MACHINE = "zen5-2"

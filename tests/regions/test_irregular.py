@@ -13,7 +13,7 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.streams.propagate import Seed, spread
+from kitsune_jax.planning.streams import Seed, spread
 from tests.program.test_build import run_through_interpreter
 from tests.support.checks import count
 from tests.support.gradient_checks import check_close

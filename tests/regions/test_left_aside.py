@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.regions.graph_index import GraphIndex
-from kitsune_jax.regions.left_aside import repeated
-from kitsune_jax.streams.space import Region, StreamSpace
+from kitsune_jax.planning.streams import Region, StreamSpace
+from kitsune_jax.regions.alternatives import repeated
+from kitsune_jax.regions.grow import GraphIndex
 from tests.support.graphs import graph_of
 
 BATCH, HEADS, TOKENS, SIZE, BUCKETS = 4, 8, 512, 32, 16

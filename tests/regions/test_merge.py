@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitsune_jax import targets
-from kitsune_jax.graph import Graph
-from kitsune_jax.program.verify import verify
-from kitsune_jax.route import Routed, route
-from kitsune_jax.schedule import schedule
+from kitsune_jax.frontend.lowering import schedule
+from kitsune_jax.frontend.route import Routed, route
+from kitsune_jax.ops.graph import Graph
+from reference.check import verify
 from tests.support.graphs import graph_of
 
 MACHINE = "zen5-2"

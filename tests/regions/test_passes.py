@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import kitsune_jax as kj
 from benchmarks.apps import APPS
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.regions.passes import passes_of
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.regions.alternatives import passes_of
 from kitsune_jax.report import Report
-from kitsune_jax.streams import Region
 
 
 def step_of(name: str) -> Any:
@@ -68,8 +68,8 @@ def test_the_forward_pass_depends_on_nothing_of_the_backward_pass() -> None:
 
 def region_of(graph: Any) -> Region:
     """The largest region that a stream over the rows allows."""
-    from kitsune_jax.regions.convex import GraphIndex, regions_of
-    from kitsune_jax.streams import Seed, spread
+    from kitsune_jax.planning.streams import Seed, spread
+    from kitsune_jax.regions.grow import GraphIndex, regions_of
 
     index = GraphIndex.of(graph)
     x = next(v for v in graph.inputs if graph.values[v].shape == (64, APPS["mgn"].width))

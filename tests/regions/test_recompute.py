@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kitsune_jax.graph import Graph
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan, Stage
-from kitsune_jax.regions import select
-from kitsune_jax.streams import Region
-from kitsune_jax.streams.space import streamed_axes
+from kitsune_jax.planning.streams import Region, streamed_axes
+from kitsune_jax.regions.select import select
 from tests.support.graphs import graph_of
 
 BATCH, TOKENS, WIDTH = 3, 50, 8

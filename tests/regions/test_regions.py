@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitsune_jax.graph import Graph
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan, Stage
-from kitsune_jax.regions import joined, select
-from kitsune_jax.streams import Region
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.regions.joining import joined
+from kitsune_jax.regions.select import select
 from tests.support.graphs import graph_of, mlp, mlp_params, nerf, nerf_params
 
 RNG = np.random.default_rng(1)

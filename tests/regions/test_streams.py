@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.lower import NETWORKS
-from kitsune_jax.regions import select
-from kitsune_jax.streams import Seed, spread
-from kitsune_jax.streams.space import DimLabels, StreamSpace, row_shape, row_strides
-from kitsune_jax.streams.wiring import Wiring
+from kitsune_jax.planning.streams import DimLabels, Seed, StreamSpace, Wiring, row_shape, row_strides, spread
+from kitsune_jax.regions.select import select
 from tests.support.graphs import graph_of, layer_norm, mlp, mlp_params
 
 RNG = np.random.default_rng(0)

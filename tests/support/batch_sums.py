@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kitsune_jax.graph import make_params
+from kitsune_jax.ops.graph import make_params
 from kitsune_jax.program.ir import ArrayType, Instr, Program, SinkType
 from tests.support.programs import Array, Case
 from tests.support.tiles import Tiles

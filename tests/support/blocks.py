@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kitsune_jax import lowering
+from kitsune_jax.frontend import lowering
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.targets.cpu.planning import planner
-from kitsune_jax.targets.cpu.planning.blocks import in_blocks
+from kitsune_jax.targets.cpu.planning.planner import in_blocks
 
 WAYS = ("planned", "in blocks")
 

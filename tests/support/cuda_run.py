@@ -23,25 +23,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitsune_jax import lowering
-from kitsune_jax.capture.captured import Captured
+from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.graph import Graph
-from kitsune_jax.planning.orders import orders_of
+from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.route import PlannedRegion, StreamOrder
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Infeasible, Plan, Stage
-from kitsune_jax.program import Program, TileProgram, build
-from kitsune_jax.regions import Phase
+from kitsune_jax.planning.stages import orders_of
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.program.build import build
+from kitsune_jax.program.ir import Program, TileProgram
+from kitsune_jax.regions.joining import Phase
 from kitsune_jax.regions.select import select
-from kitsune_jax.route import PlannedRegion, StreamOrder
-from kitsune_jax.streams.space import Region
-from kitsune_jax.targets import cuda
-from kitsune_jax.targets.cuda import compile, emit, lower, runtime, tiles
-from kitsune_jax.targets.cuda.kernel import Arrangement, generate, of_call
-from kitsune_jax.targets.cuda.planning.blocks import in_batches
-from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda import compile, lower, runtime, tiles
+from kitsune_jax.targets.cuda import lower as cuda_lower
+from kitsune_jax.targets.cuda import target as cuda_target
+from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.lower import generate_kernel, of_call
+from kitsune_jax.targets.cuda.planning.cost import GpuCost, is_splittable
 from kitsune_jax.targets.cuda.planning.machines import A100, H200, GpuMachine
-from kitsune_jax.targets.cuda.planning.planner import candidates
-from kitsune_jax.targets.cuda.planning.splits import is_splittable
+from kitsune_jax.targets.cuda.planning.planner import candidates, in_batches
 
 Array = Any
 
@@ -74,7 +75,7 @@ class Subject:
     def planned(self, plan: Plan, target: str) -> PlannedRegion:
         """The region as a call of ``target``, with its code."""
         program = Program.of(self.program(plan))
-        code = cuda.generate(target, program, [plan], "region")
+        code = cuda_lower.generate(target, program, [plan], "region")
         folds = [self.graph.ops[i] for i in self.region.sinks if plan.order in self.graph.ops[i].inputs[1:]]
         orders = () if plan.order is None else (StreamOrder(plan.order, max(op["n"] for op in folds)),)
         return PlannedRegion("region", self.region, (Phase(0, self.region, plan),), program, target, code, orders)
@@ -90,7 +91,7 @@ def subject(fn: Callable[..., Any], *args: Array, batches: bool = False) -> Subj
 
     def supports(i: int) -> str | None:
         op = graph.ops[i]
-        return cuda.supports(op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
+        return cuda_target.supports(op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
 
     def look(_: Graph, region: Region) -> str:
         regions.append(region)
@@ -145,13 +146,13 @@ def arrangements(of: Subject) -> dict[str, Plan]:
 
 def _admit(of: Subject, found: dict[str, Plan], name: str, plan: Plan) -> None:
     plan = dataclasses.replace(plan, replicas=1)
-    if name not in found and cuda.check(of.program(plan), plan, "region") is None:
+    if name not in found and cuda_lower.check(of.program(plan), plan, "region") is None:
         found[name] = plan
 
 
 def _name(plan: Plan) -> str:
     """The kind of its kernels; a plan that the planner has split is not told apart."""
-    return cuda.kind(plan, gradients=False).removesuffix("-split")
+    return cuda_lower.kind(plan, gradients=False).removesuffix("-split")
 
 
 def _split(cost: GpuCost, stage: Stage, ways: int) -> Stage:
@@ -192,12 +193,12 @@ def run_program(
     if cluster > 1:
         arrangement = dataclasses.replace(arrangement, spatial=True, cluster=cluster, split=(cluster,))
     arrangement = dataclasses.replace(arrangement, shared_bytes=shared_bytes or arrangement.shared_bytes)
-    made = generate(program, arrangement, "program")
+    made = generate_kernel(program, arrangement, "program")
     code = lower.Code(made, compile.emulated(change(made.source), sm), f"emulated sm_{sm // 10}", "program")
 
     def call(*args: Array) -> list[Array]:
         avals = [jax.core.ShapedArray(t.shape, jnp.dtype(t.dtype)) for t in program.outputs]
-        return emit.call("emulator", code, Program.of(program), args, avals, _nothing_else)
+        return lower.call("emulator", code, Program.of(program), args, avals, _nothing_else)
 
     executable = jax.jit(call).lower(*arrays).compile()
     runtime.set_emulator_seed(seed)
@@ -219,7 +220,7 @@ def code_of(call: Program, *, sm: int = 900, lanes: int = 2, replicas: int = 2, 
 def called(call: Program, *arrays: Array, code: lower.Code, seed: int = 1) -> list[np.ndarray]:
     """The results of ``call``, whose kernel is ``code``."""
     avals = [jax.ShapeDtypeStruct(a.shape, jnp.dtype(a.dtype)) for a in call.arrays[call.operands : call.operands + call.results]]
-    executable = jax.jit(lambda *args: emit.call("emulator", code, call, args, avals, _nothing_else)).lower(*arrays).compile()
+    executable = jax.jit(lambda *args: lower.call("emulator", code, call, args, avals, _nothing_else)).lower(*arrays).compile()
     runtime.set_emulator_seed(seed)
     return [np.asarray(x) for x in executable(*arrays)]
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.graph import Graph
-from kitsune_jax.ops.verify import verify
+from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.table import verify
 
 
 def graph_of(fn: Callable[..., Any], *args: Any) -> Graph:

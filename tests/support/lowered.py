@@ -7,8 +7,8 @@ import numpy as np
 
 from kitsune_jax import _cpu
 from kitsune_jax.program.ir import TileProgram
-from kitsune_jax.targets.cpu import lower
-from kitsune_jax.targets.cpu.words import encode
+from kitsune_jax.targets.cpu.bytecode import encode
+from kitsune_jax.targets.cpu.lower import lower
 from tests.support.bytecode_sim import simulate
 from tests.support.tiles import Tiles
 

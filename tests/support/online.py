@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kitsune_jax.graph import make_params
-from kitsune_jax.ops.online import ONLINE
+from kitsune_jax.ops.graph import make_params
+from kitsune_jax.ops.reduce import ONLINE
+from kitsune_jax.program.build import Scaled
 from kitsune_jax.program.ir import Instr, Program
-from kitsune_jax.program.online import Scaled
 from tests.support.irregular import ids_of, order_of
 from tests.support.programs import Array, Case
 from tests.support.tiles import Tiles

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kitsune_jax.streams.space import dim_strides
+from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.targets.cpu import bytecode as bc
 
 

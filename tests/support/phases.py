@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.program.assemble import assemble
+from kitsune_jax.program.build import assemble
 from tests.support.programs import Array, Case
 from tests.support.tiles import Tiles
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from kitsune_jax.graph import Graph
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.cost import RegionCost
-from kitsune_jax.planning.machine import Machine
-from kitsune_jax.planning.plan import Plan
-from kitsune_jax.streams.space import Region
+from kitsune_jax.planning.plan import Machine, Plan
+from kitsune_jax.planning.streams import Region
 from kitsune_jax.targets.cpu.planning import planner as cpu
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine

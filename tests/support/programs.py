@@ -14,8 +14,9 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 
 from kitsune_jax.ops.reduce import FOLDS, identity
-from kitsune_jax.program.assemble import assemble
-from kitsune_jax.program.ir import ROWS, Program
+from kitsune_jax.ops.spec import ROWS
+from kitsune_jax.program.build import assemble
+from kitsune_jax.program.ir import Program
 from tests.support.tiles import Tiles
 
 Array = np.ndarray

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kitsune_jax.program.ir import ROWS, Program
+from kitsune_jax.ops.spec import ROWS
+from kitsune_jax.program.ir import Program
 from tests.support.programs import Array, Case
 from tests.support.tiles import Tiles
 

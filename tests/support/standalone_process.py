@@ -14,8 +14,8 @@ import traceback
 
 import jax
 
-from kitsune_jax.graph import Graph
-from kitsune_jax.standalone import as_function
+from kitsune_jax.frontend.standalone import as_function
+from kitsune_jax.ops.graph import Graph
 
 
 def main(folder: pathlib.Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kitsune_jax.graph import Op, Value, make_params
+from kitsune_jax.ops.graph import Op, Value, make_params
 from kitsune_jax.ops.spec import FORMATS, is_float, np_dtype
 from kitsune_jax.ops.table import OPS
 from tests.support.tiles import Tiles

@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kitsune_jax.graph import Param, Scalar, make_params
-from kitsune_jax.program.ir import ROWS, ArrayType, Block, Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.ops.graph import Param, Scalar, make_params
+from kitsune_jax.ops.spec import ROWS
+from kitsune_jax.program.ir import ArrayType, Block, Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 
 
 @dataclasses.dataclass

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitsune_jax.graph import Op, Value, make_params
-from kitsune_jax.ops.indexing import INDEXED, MODES, filling
+from kitsune_jax.ops.graph import Op, Value, make_params
+from kitsune_jax.ops.reduce import INDEXED, MODES, filling
 from kitsune_jax.ops.spec import INTEGERS, is_float, np_dtype, to_double
-from kitsune_jax.ops.verify import result
+from kitsune_jax.ops.table import result
 from tests.support.checks import enable_x64
 
 FOLDS = [kind for kind in INDEXED if kind != "take"]

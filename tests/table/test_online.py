@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitsune_jax.graph import Op, Value, make_params
+from kitsune_jax.ops.graph import Op, Value, make_params
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.ops.table import OPS
-from kitsune_jax.ops.verify import result
+from kitsune_jax.ops.table import OPS, result
 from tests.support.checks import enable_x64
 
 SPEC = OPS["scatter_exp_sum"]

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from kitsune_jax.ops.local import ROWS
-from kitsune_jax.ops.spec import DTYPES, FORMATS, is_float, np_dtype
-from kitsune_jax.ops.table import OPS, resolve_rows
-from kitsune_jax.ops.threefry import word_of
+from kitsune_jax.ops.pointwise import threefry_word
+from kitsune_jax.ops.spec import DTYPES, FORMATS, ROWS, is_float, np_dtype, resolve_rows
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu.bytecode import OPCODES
 from tests.support.table_cases import sample
 
@@ -102,7 +101,7 @@ def jitted(kind: str, params: tuple):
     if kind in WITH_ACCURACY:
         options = {"accuracy": None}
     if kind == "threefry2x32":
-        return jax.jit(lambda *arrays: word_of(options["word"], *threefry2x32_p.bind(*arrays)))
+        return jax.jit(lambda *arrays: threefry_word(options["word"], *threefry2x32_p.bind(*arrays)))
     primitive = getattr(lax, f"{kind}_p")
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **options))
 

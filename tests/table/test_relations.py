@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from kitsune_jax.graph import Op, make_params
+from kitsune_jax.ops.graph import Op, make_params
 from kitsune_jax.ops.table import OPS
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)

@@ -17,9 +17,9 @@ from jax import lax
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.reference import evaluate_numpy
 from kitsune_jax.ops.spec import FLOATS
 from kitsune_jax.ops.table import OPS
+from reference.graph import evaluate_numpy
 from tests.program.test_build import run_through_interpreter
 from tests.support.checks import count, enable_x64
 from tests.support.gradient_cases import CASES, NOT_DIFFERENTIABLE, RECENT, Case, differentiates

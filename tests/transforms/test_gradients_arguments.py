@@ -14,7 +14,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax import _compat
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.ops.verify import verify
+from kitsune_jax.ops.table import verify
 from tests.support.argument_cases import CASES
 from tests.support.checks import count
 from tests.support.gradient_checks import check_close

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import pytest
 
-from kitsune_jax import _compat, jax_support
+from kitsune_jax import _compat
+from kitsune_jax.frontend import explain
 
 # Imports JAX, takes away from what this package sees of it, and runs a pipelined function in a fork for each of the names given.
 # JAX's own modules keep the name, or JAX itself would not work.
@@ -148,8 +149,8 @@ def test_the_release_of_any_version_is_found(text: str, release: tuple[int, ...]
 
 
 def test_this_jax_is_supported() -> None:
-    assert jax_support.why_not() == ""
-    assert _compat.VERSION in jax_support.TESTED, f"the tests run on JAX {jax.__version__}: say so in jax_support.TESTED"
+    assert explain.why_jax_is_unsupported() == ""
+    assert _compat.VERSION in explain.TESTED_JAX, f"the tests run on JAX {jax.__version__}: say so in jax_support.TESTED"
 
 
 NOTHING = ("nothing", "at all", "missing")

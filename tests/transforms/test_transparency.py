@@ -19,7 +19,7 @@ import pytest
 from jax.experimental import checkify, jet
 
 import kitsune_jax as kj
-from kitsune_jax import lowering
+from kitsune_jax.frontend import lowering
 from tests.support.checks import arrays, close, count, custom_calls, in_float64
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here

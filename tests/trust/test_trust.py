@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 
 import kitsune_jax as kj
 from kitsune_jax import _cpu
-from kitsune_jax.targets.cpu import emit
+from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.bytecode import DTYPES
 from tests.support.checks import count, enable_x64
 from tests.support.trust_cases import CASES, FLOATS, TOLERANCE, integers, normal
@@ -219,7 +219,7 @@ def test_many_threads_call_one_function() -> None:
 
 
 def _call(words: np.ndarray, *arrays: Any, out: tuple[int, ...] = (37, 7)) -> Any:
-    (result,) = jax.jit(lambda *a: emit.call(words, a, [jax.ShapeDtypeStruct(out, jnp.float32)]))(*arrays)
+    (result,) = jax.jit(lambda *a: call.call(words, a, [jax.ShapeDtypeStruct(out, jnp.float32)]))(*arrays)
     return np.asarray(result)
 
 
@@ -233,8 +233,8 @@ def program() -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         return jnp.tanh(x @ w)
 
     with pytest.MonkeyPatch.context() as patch:
-        real = emit.call
-        patch.setattr(emit, "call", lambda words, *rest: taken.append(words) or real(words, *rest))
+        real = call.call
+        patch.setattr(call, "call", lambda words, *rest: taken.append(words) or real(words, *rest))
         jax.jit(forced(f)).lower(x, w)
     (words,) = taken
     np.testing.assert_allclose(_call(words, x, w), np.tanh(x @ w), rtol=1e-5, atol=1e-6)

@@ -288,7 +288,7 @@ def test_an_error_of_plain_jax_is_no_failure() -> None:
 
 @pytest.mark.expects_fallbacks
 def test_a_fallback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kitsune_jax import lowering
+    from kitsune_jax.frontend import lowering
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise IndexError("planted")

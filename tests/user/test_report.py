@@ -8,12 +8,12 @@ import pickle
 
 import pytest
 
-from kitsune_jax.graph import Graph, Op, Value, make_params
+from kitsune_jax.ops.graph import Graph, Op, Value, make_params
 from kitsune_jax.planning.plan import Ahead, Plan, Queue, Stage
+from kitsune_jax.planning.streams import Region, StreamSpace
 from kitsune_jax.report import Report, build_report
-from kitsune_jax.report.text import WIDTH, _repeats
-from kitsune_jax.report.units import byte_text, percent_text, time_text
-from kitsune_jax.streams.space import Region, StreamSpace
+from kitsune_jax.report.data import byte_text, percent_text, time_text
+from kitsune_jax.report.render import WIDTH, _repeats
 
 ROW = ((0,), ())
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax import lowering
+from kitsune_jax.frontend import lowering
 from kitsune_jax.report import Rejected
 
 HOSTILE = "\x1b[31mred\x07\u202e<script>alert(1)</script>&"

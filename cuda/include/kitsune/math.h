@@ -147,7 +147,7 @@ KITSUNE_DEVICE u32 threefry_xor(u32 k, u32 l, u32 x, u32 y) {
 }
 
 // Element number `place` of the bits of the rbg key of these four words: Philox-4x32 with 10 rounds, as XLA counts with it
-// (kitsune_jax/ops/philox.py).
+// (kitsune_jax/ops/pointwise.py).
 KITSUNE_DEVICE u32 philox(u32 key0, u32 key1, u32 count0, u32 count1, u32 place) {
   const u32 n = place >> 2;
   u32 x0 = count0 + n;

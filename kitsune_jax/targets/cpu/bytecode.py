@@ -1,41 +1,224 @@
-"""The CPU program: what ``targets.cpu.lower`` makes of tile programs and ``cpu/src/program.cc`` parses. This file *is* the format.
+"""The CPU program: its instructions, its operands, and its encoding as int64 words. This file *is* the format.
 
-A call holds a ``Program`` for each of its parts, and travels as an attribute of the custom call (``words.Call``, ``words.encode``).
-
-Semantics shared by all instructions. A worker runs one stage on one tile: rows ``row0 .. row0 + rows`` of a batch, ``rows ==
-tile_rows`` except on the batch's last tile. The first ``Program.batch_axes`` axes number the batches; without them there is one.
-``Ref`` names memory; its ``offset`` counts elements of ``dtype``. It moves by ``loop_strides`` with the numbers of the enclosing
-loops, outermost first, and an array also by ``batch_strides`` with the tile's index along each batch axis. Spaces:
-
-* ``IN``/``OUT``: array ``index``. A row stride applies to the row of the batch: element (r, i...) is at
-  ``offset + (row0 + r) * row_stride + sum(i * stride)``. Stationary operands have row stride 0.
-* ``SCRATCH``: the worker's own memory, ``Stage.scratch_bytes`` of it, 64-byte aligned; ``index`` is 0; rows count from the tile's
-  start.
-* ``QUEUE``: the slot ``tile % depth`` of queue ``index``; rows count from the tile's start. A stage writes the queues it produces
-  and reads those it consumes.
-* ``PREP``: stationary operand ``index`` prepared once per call (see ``Prep``); row stride 0.
-
-The parser rejects whatever reaches outside its memory, for all rows and all indices; strides may be negative or 0, extents are at
-least 1.
+``targets.cpu.lower`` makes it of tile programs, and ``cpu/src/program.cc`` parses it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import struct
+import zlib
+from typing import Any, ClassVar
+
+import numpy as np
 
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.targets.cpu.indexing import AccumulateAt as AccumulateAt
-from kitsune_jax.targets.cpu.indexing import AccumulateScaled as AccumulateScaled
-from kitsune_jax.targets.cpu.indexing import AccumulateTaken as AccumulateTaken
-from kitsune_jax.targets.cpu.indexing import Gather as Gather
-from kitsune_jax.targets.cpu.indexing import Put as Put
-from kitsune_jax.targets.cpu.indexing import Rows as Rows
-from kitsune_jax.targets.cpu.indexing import RunMax as RunMax
-from kitsune_jax.targets.cpu.indexing import Take as Take
-from kitsune_jax.targets.cpu.indexing import TakenDot as TakenDot
-from kitsune_jax.targets.cpu.operands import Operand as Operand
-from kitsune_jax.targets.cpu.operands import Ref as Ref
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What instructions of the CPU program name memory by. ``bytecode`` says what the fields mean, and hands these on.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    space: int
+    index: int
+    offset: int
+    dtype: int
+    loop_strides: tuple[int, ...] = ()
+    batch_strides: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An operand of an instruction that loops over (rows, *extents): its stride, in elements, for the row and each extent."""
+
+    ref: Ref
+    row_stride: int
+    strides: tuple[int, ...]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The instructions of the CPU program that go by indices. ``bytecode`` is the format that they are part of, and hands them on.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """out(rows, *index_extents, *extents) = row index(rows, *index_extents) of ``table``, which has ``count`` rows of ``extents``.
+
+    ``table.row_stride`` is the distance of its rows. An index below 0 or beyond count - 1 takes the nearest row (``mode`` CLIP) or
+    ``fill`` (FILL), a number as ``Micro.imm`` has it. One dtype; the index is of any integer dtype.
+    """
+
+    CODE: ClassVar[int] = 9
+    table: Operand
+    count: int
+    mode: int
+    fill: tuple[float, ...]
+    index_extents: tuple[int, ...]
+    extents: tuple[int, ...]
+    index: Operand
+    out: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulateAt:
+    """Row index(rows, *index_extents) of the sink's accumulator (dense, [count, *extents]) folded with
+    x(rows, *index_extents, *extents), whose ``extents`` lie dense. Indices below 0 or beyond count - 1 are dropped; rows that none
+    names hold the identity. x has the sink's dtype, or a 16-bit one that is computed in it.
+
+    ``sorted``: the others never decrease from one row of the stream to the next; if they do, the result is any numbers. Nothing
+    else folds into such a sink. ``ordered``: row r of x, an input, is at element ``order[r]`` of the program's order; there is an
+    index for each row.
+    """
+
+    CODE: ClassVar[int] = 10
+    sink: int
+    count: int
+    index_extents: tuple[int, ...]
+    extents: tuple[int, ...]
+    index: Operand
+    x: Operand
+    sorted: int = 0
+    ordered: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunMax:
+    """out(rows, *extents) = the largest x of the rows around it in the tile that have its index(rows), element by element.
+
+    ``extents`` lie dense in x and out, which have one 16-bit or 32-bit float dtype. Indices outside of [0, count) are nobody's.
+    """
+
+    CODE: ClassVar[int] = 17
+    count: int
+    extents: tuple[int, ...]
+    index: Operand
+    x: Operand
+    out: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulateScaled(AccumulateAt):
+    """AccumulateAt of rows that were scaled by e^-top, into sums that are kept with what they are scaled by: two sums are added up
+    at the larger of their tops. ``sorted``, and not ``ordered``; one index for each row; a sum of float32.
+
+    ``top(rows, heads)``: one for each of the first dimensions of a row, ``heads`` in all, the same for all rows of one index in a
+    tile; one that is not finite stands for 0. ``finite``: otherwise a sum whose largest top is not finite is NaN.
+    """
+
+    CODE: ClassVar[int] = 18
+    top: Operand = dataclasses.field(kw_only=True)
+    heads: int = dataclasses.field(kw_only=True)
+    finite: int = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulateTaken(AccumulateScaled):
+    """A sum of float32 by ``sorted`` indices, one for each row, of rows that are read where a table has them and multiplied: ``x``
+    is the table, and its row stride the distance of its ``rows`` rows, of one 16-bit or 32-bit float dtype.
+
+    Row r is row taken(r) of the table, by ``mode`` and ``fill`` as of Gather, times factor(r, factors) of float32, which lie
+    dense: each for as many elements of the row, one after the other. Without ``factors`` rows are added up as they are. Without
+    ``heads`` the sum is that of AccumulateAt, and ``top`` any operand.
+    """
+
+    CODE: ClassVar[int] = 19
+    rows: int = dataclasses.field(kw_only=True)
+    mode: int = dataclasses.field(kw_only=True)
+    fill: tuple[float, ...] = dataclasses.field(kw_only=True)
+    taken: Operand = dataclasses.field(kw_only=True)
+    factor: Operand = dataclasses.field(kw_only=True)
+    factors: int = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of a tile, dense; or, with ``rows`` above 0, those that ``taken`` names of a table of so many, whose row stride is their
+    distance, by ``mode`` and ``fill`` as of Gather. Without a table these are any."""
+
+    x: Operand
+    rows: int
+    mode: int
+    fill: tuple[float, ...]
+    taken: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class TakenDot:
+    """out(rows, h) = the sum of the products of elements [h * inner, (h + 1) * inner) of two rows, h < ``heads``, in float32.
+
+    x and y have one 16-bit or 32-bit float dtype, and out any of these; the elements of a row lie dense in all.
+    """
+
+    CODE: ClassVar[int] = 20
+    heads: int
+    inner: int
+    x: Rows
+    y: Rows
+    out: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Take:
+    """out(rows, *outer, i, :) = x(rows, *outer, index[i], :), ``inner`` elements each, i < ``indices``; the dimension: ``count``.
+
+    The index does not depend on the row. x and out have a stride for each of ``outer``, then that of the dimension and of the
+    indices, which is ``inner``: what is selected lies dense. ``mode`` and ``fill`` as of Gather.
+    """
+
+    CODE: ClassVar[int] = 15
+    count: int
+    indices: int
+    inner: int
+    outer: tuple[int, ...]
+    index: Operand
+    x: Operand
+    out: Operand
+    mode: int
+    fill: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Put:
+    """out(rows, *outer, k, :) = sum of x(rows, *outer, i, :) over the i with index[i] == k < ``count``; the rest as of Take.
+
+    16-bit floats are added up in float32. Indices below 0 or beyond count - 1 are dropped.
+    """
+
+    CODE: ClassVar[int] = 16
+    count: int
+    indices: int
+    inner: int
+    outer: tuple[int, ...]
+    index: Operand
+    x: Operand
+    out: Operand
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The CPU program: what ``targets.cpu.lower`` makes of tile programs and ``cpu/src/program.cc`` parses. This file *is* the format.
+#
+# A call holds a ``Program`` for each of its parts, and travels as an attribute of the custom call (``words.Call``,
+# ``words.encode``).
+#
+# Semantics shared by all instructions. A worker runs one stage on one tile: rows ``row0 .. row0 + rows`` of a batch, ``rows ==
+# tile_rows`` except on the batch's last tile. The first ``Program.batch_axes`` axes number the batches; without them there is one.
+# ``Ref`` names memory; its ``offset`` counts elements of ``dtype``. It moves by ``loop_strides`` with the numbers of the enclosing
+# loops, outermost first, and an array also by ``batch_strides`` with the tile's index along each batch axis. Spaces:
+#
+# * ``IN``/``OUT``: array ``index``. A row stride applies to the row of the batch: element (r, i...) is at
+#   ``offset + (row0 + r) * row_stride + sum(i * stride)``. Stationary operands have row stride 0.
+# * ``SCRATCH``: the worker's own memory, ``Stage.scratch_bytes`` of it, 64-byte aligned; ``index`` is 0; rows count from the tile's
+#   start.
+# * ``QUEUE``: the slot ``tile % depth`` of queue ``index``; rows count from the tile's start. A stage writes the queues it produces
+#   and reads those it consumes.
+# * ``PREP``: stationary operand ``index`` prepared once per call (see ``Prep``); row stride 0.
+#
+# The parser rejects whatever reaches outside its memory, for all rows and all indices; strides may be negative or 0, extents are
+# at least 1.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
 VERSION = 14
@@ -399,3 +582,100 @@ class Program:
     queues: tuple[Ring, ...]
     stages: tuple[Stage, ...]
     order: int = -1
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A whole call, and it as the int64 words of the custom call's attribute.
+#
+# Comes in: a ``Call`` of programs (``bytecode``). Goes out: ``encode``, in int64 words: ``MAGIC, VERSION, number of words in all,
+# CRC-32 of the words after the header (as little-endian bytes)``, then the dataclasses depth first in the order their fields are
+# declared. An ``int`` is one word; a ``float`` is its IEEE-754 double bits; a ``tuple`` is its length, then its elements; a name
+# is its length, then one word for each UTF-8 byte; an instruction is its ``CODE``, then its fields.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A program on arrays of the call, given by number: ``reads`` are its inputs, ``writes`` its outputs."""
+
+    phase: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    program: Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A whole call. Of ``arrays`` the first are its ``operands``, the next its ``results``; the others live during the call only.
+
+    Parts stand in the order of their phases, between which a barrier stands. A part reads operands and what earlier phases wrote.
+    """
+
+    name: str
+    arrays: tuple[Array, ...]
+    operands: int
+    results: int
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(program: Program) -> Call:
+        """The call that is nothing but ``program``: its inputs are the operands, its outputs the results."""
+        arrays = (*program.inputs, *program.outputs)
+        n = len(program.inputs)
+        part = Part(0, tuple(range(n)), tuple(range(n, len(arrays))), program)
+        return Call(program.name, arrays, n, len(program.outputs), (part,))
+
+
+def encode(call: Call | Program) -> np.ndarray:
+    """``call``, or the call that is nothing but one program, as int64 words, shape (words,)."""
+    body: list[int] = []
+    _emit(call if isinstance(call, Call) else Call.of(call), body, {})
+    words = np.asarray(body, np.int64)
+    header = np.asarray([MAGIC, VERSION, 4 + len(body), zlib.crc32(words.astype("<i8").tobytes())], np.int64)
+    return np.concatenate([header, words])
+
+
+def name_bytes(name: str) -> bytes:
+    """``name`` as it travels: UTF-8. The path of a source file may hold bytes that are not; each becomes a question mark."""
+    return name.encode("utf-8", "replace")[:MAX_NAME_BYTES].decode("utf-8", "ignore").encode()
+
+
+_layouts: dict[type, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+
+
+def _layout(x: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """What stands in front of the fields of an instruction or record, and the fields' names."""
+    if type(x) not in _layouts:
+        code = (x.CODE,) if hasattr(x, "CODE") else ()
+        _layouts[type(x)] = code, tuple(field.name for field in dataclasses.fields(x))
+    return _layouts[type(x)]
+
+
+def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
+    """Append ``x`` to ``out``. ``programs``: words by the program's identity, for parameters of one shape share an update."""
+    if isinstance(x, tuple):
+        out.append(len(x))
+        for v in x:
+            _emit(v, out, programs)
+    elif isinstance(x, (bool, int, np.integer)):
+        out.append(int(x))
+    elif isinstance(x, float):
+        out.append(struct.unpack("<q", struct.pack("<d", x))[0])
+    elif isinstance(x, str):
+        data = name_bytes(x)
+        out.append(len(data))
+        out.extend(data)
+    elif id(x) in programs:
+        out.extend(programs[id(x)])
+    else:
+        start = len(out)
+        code, names = _layout(x)
+        out.extend(code)
+        for name in names:
+            v = getattr(x, name)
+            if type(v) is int:
+                out.append(v)
+            else:
+                _emit(tuple(float(e) for e in v) if name in ("imm", "fill") else v, out, programs)
+        if isinstance(x, Program):
+            programs[id(x)] = out[start:]

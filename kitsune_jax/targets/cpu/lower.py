@@ -1,51 +1,278 @@
-"""Tile program -> CPU program.
+"""From a tile program to a CPU program: one handler for each kind of instruction.
 
-Comes in: a ``TileProgram``. Goes out: the ``bytecode.Program`` that computes the same, stage by stage: pointwise instructions in
-groups (``pointwise``), matrix products with their epilogues (``matmul``), reductions, scans, concatenations and pads here. Raises
-``CannotLower`` for what ``support.supports`` refuses.
+Comes in: a ``TileProgram``. Goes out: the ``bytecode.Program`` that computes the same, stage by stage; of a whole call, its words.
+Raises ``CannotLower`` for what ``target.supports`` refuses.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kitsune_jax.ops.rounding import EVERYWHERE, Rounding
+from kitsune_jax.errors import CannotLower, InvalidProgram
+from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.loop_bounds import with_known_bounds
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
-from kitsune_jax.program.within import with_known_bounds
-from kitsune_jax.streams.space import dim_strides
-from kitsune_jax.targets.cpu import buffers, bytecode, indexed, matmul, pointwise, slices, structured, views
+from kitsune_jax.targets.cpu import bytecode, memory, pointwise
+from kitsune_jax.targets.cpu import products as matmul
+from kitsune_jax.targets.cpu import products as structured
 from kitsune_jax.targets.cpu.bytecode import (
+    CLIP,
     CUMULATIVE,
     DTYPE_CODE,
     DTYPES,
+    FILL,
     MAX_WEIGHT_INDICES,
     REDUCTIONS,
     WEIGHT,
     Accumulate,
+    AccumulateAt,
+    AccumulateScaled,
+    AccumulateTaken,
     Array,
+    Call,
+    Gather,
     Operand,
+    Part,
     Prep,
     Products,
+    Put,
     Reduce,
+    Rows,
+    RunMax,
     Scan,
     StridedStore,
     Sums,
+    Take,
+    encode,
 )
-from kitsune_jax.targets.cpu.runtime import check
+from kitsune_jax.targets.cpu.call import check
+from kitsune_jax.targets.cpu.facts import TakenDot, TakenSum
+from kitsune_jax.targets.cpu.memory import ITEM_SIZE, View
 from kitsune_jax.targets.cpu.stage import Stage
-from kitsune_jax.targets.cpu.vectors import VectorBuilder
-from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
-from kitsune_jax.targets.cpu.words import Call, Part, encode
-from kitsune_jax.targets.errors import CannotLower, InvalidProgram
+from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
 
 if TYPE_CHECKING:
     import numpy as np
 
     from kitsune_jax.program.ir import Program
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What an index chooses, as instructions of the CPU program: rows of a table, rows of a sink, elements of a tile's row.
+#
+# Comes in: an instruction ``gather``, ``sink_at``, ``take`` or ``put`` of a stage (or of a loop's body). Goes out: its code, in
+# the stage. What is read lies dense where the instruction wants it so; a copy is made where it does not.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_MOST_SELECTED = (1 << 31) - 1  # elements along what take and put select from: their offsets are int32
+
+
+def emit_gather(stage: Stage, i: int, instr: Instr) -> None:
+    table, index = (stage.view(v) for v in instr.inputs)
+    out = stage.place(instr.outputs[0])
+    if table.shape[0] == 0:
+        _fill(stage, out, instr)
+        return
+    rows = Operand(table.ref, table.strides[0], table.strides[1:])
+    mode, fill = _out_of_range(instr, out.dtype)
+    stage.code.append(Gather(rows, table.shape[0], mode, fill, index.shape, table.shape[1:], index.operand(), out.operand()))
+
+
+def _out_of_range(instr: Instr, dtype: str) -> tuple[int, tuple[float, ...]]:
+    """What an index outside of its range gives, as the instructions have it."""
+    return (FILL, immediate(instr["fill"], compute_type(dtype))) if instr["mode"] == "fill" else (CLIP, (0.0,))
+
+
+def _fill(stage: Stage, out: View, instr: Instr) -> None:
+    builder = VectorBuilder(memory.squeezed(out.shape))
+    builder.store(out, builder.const(instr["fill"], out.dtype))
+    stage.code.append(builder.finish())
+
+
+def emit_sink_at(stage: Stage, i: int, instr: Instr) -> None:
+    if i in stage.taken:
+        return _sum_of_taken(stage, instr, stage.taken[i])
+    v, index, *tops = instr.inputs
+    sink = stage.program.sinks[instr["sink"]]
+    at = stage.view(index)
+    rank = len(at.shape)
+    straight = stage.unordered(v) if math.prod(at.shape) == 1 and not tops else None
+
+    def fits(view: View) -> bool:
+        return sink.dtype in (view.dtype, compute_type(view.dtype)) and _dense(view, rank)
+
+    if straight is not None and fits(straight):
+        x = straight
+    else:
+        x = stage.view(v)
+        if not fits(x):
+            x = stage.scratch(stage.type(v).shape, sink.dtype)
+            stage.write(v, x)
+    promised, ordered = int(instr["sorted"]), int(x is straight)
+    operands = at.operand(), x.operand()
+    if tops:
+        top = _dense_view(stage, tops[0])
+        heads = math.prod(top.shape)
+        sums = (instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, 1, 0)
+        flat = dataclasses.replace(top.operand(), strides=(1,))
+        stage.code.append(AccumulateScaled(*sums, top=flat, heads=heads, finite=int(instr["finite"])))
+        return
+    stage.code.append(AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, promised, ordered))
+
+
+def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
+    """A sum of rows that it reads where the table has them."""
+    _, index, *tops = instr.inputs
+    sink = stage.program.sinks[instr["sink"]]
+    at, row, taken = stage.view(index), sink.shape[1:], _taken(stage, found.gather)
+    assert at.shape == ()
+    factor, factors = taken.taken, 0
+    if found.factor is not None:
+        numbers = stage.view(found.factor)
+        if numbers.dtype != "float32" or not _dense(numbers, 0):
+            numbers = stage.scratch(numbers.shape, "float32")
+            stage.write(found.factor, numbers)
+        factor, factors = dataclasses.replace(numbers.operand(), strides=(1,)), math.prod(numbers.shape)
+    top, heads = factor, 0
+    if tops:
+        largest = _dense_view(stage, tops[0])
+        top, heads = dataclasses.replace(largest.operand(), strides=(1,)), math.prod(largest.shape)
+    stage.code.append(
+        AccumulateTaken(
+            instr["sink"],
+            sink.shape[0],
+            (),
+            row,
+            at.operand(),
+            dataclasses.replace(taken.x, strides=dim_strides(row)),
+            sorted=1,
+            top=top,
+            heads=heads,
+            finite=int(bool(tops) and instr["finite"]),
+            rows=taken.rows,
+            mode=taken.mode,
+            fill=taken.fill,
+            taken=taken.taken,
+            factor=factor,
+            factors=factors,
+        )
+    )
+
+
+def _taken(stage: Stage, gather: Instr) -> Rows:
+    """What ``gather`` takes, where the table has it."""
+    table, index = (stage.view(v) for v in gather.inputs)
+    assert _dense(table, 0) and index.shape == ()
+    mode, fill = _out_of_range(gather, table.dtype)
+    return Rows(Operand(table.ref, math.prod(table.shape[1:]), (1,)), table.shape[0], mode, fill, index.operand())
+
+
+def emit_taken_dot(stage: Stage, instr: Instr, found: TakenDot) -> None:
+    """A sum over the last dimensions of products of rows that it reads where a table has them."""
+
+    def side(of: Instr | int) -> Rows:
+        if isinstance(of, Instr):
+            return _taken(stage, of)
+        x = _dense_view(stage, of).operand()
+        return Rows(dataclasses.replace(x, strides=(1,)), 0, CLIP, (0.0,), x)
+
+    x, y = (side(of) for of in found.sides)
+    out = _rows_of(stage, instr, lambda view: _dense(view, 0) and view.row_stride >= math.prod(view.shape))
+    heads = math.prod(out.shape)
+    inner = math.prod(stage.type(instr.inputs[0]).shape) // heads
+    stage.code.append(bytecode.TakenDot(heads, inner, x, y, dataclasses.replace(out.operand(), strides=(1,))))
+
+
+def emit_run_max(stage: Stage, i: int, instr: Instr) -> None:
+    v, index = instr.inputs
+    x, at = _dense_view(stage, v), stage.view(index)
+    out = _rows_of(stage, instr, lambda view: _dense(view, 0))
+    stage.code.append(RunMax(instr["n"], x.shape, at.operand(), x.operand(), out.operand()))
+
+
+def _rows_of(stage: Stage, instr: Instr, fits: Callable[[View], bool]) -> View:
+    """The place of a result whose rows are written one by one: in a loop as well, where others lie column by column."""
+    t = stage.type(instr.outputs[0])
+    return stage.place(instr.outputs[0], fits, lambda: stage.scratch(t.shape, t.dtype))
+
+
+def _dense_view(stage: Stage, v: int) -> View:
+    """Where ``v`` lies with dense rows; a copy if they are not."""
+    x = stage.view(v)
+    if not _dense(x, 0):
+        x = stage.scratch(x.shape, x.dtype)
+        stage.write(v, x)
+    return x
+
+
+def _dense(x: View, first: int) -> bool:
+    """Whether the dimensions of ``x`` from ``first`` on lie dense."""
+    pairs = zip(x.shape[first:], x.strides[first:], dim_strides(x.shape[first:]), strict=True)
+    return all(n == 1 or s == t for n, s, t in pairs)
+
+
+def emit_take(stage: Stage, i: int, instr: Instr) -> None:
+    v, index = instr.inputs
+    d = instr["axis"] - 1
+    x, at = stage.view(v), _index(stage, index)
+    if x.shape[d] == 0:
+        _fill(stage, stage.place(instr.outputs[0]), instr)
+        return
+    if not _dense(x, d):
+        x = stage.scratch(x.shape, x.dtype)
+        stage.write(v, x)
+    out = _rows_of(stage, instr, lambda view: _dense(view, d))
+    mode, fill = _out_of_range(instr, out.dtype)
+    inner, outer = math.prod(x.shape[d + 1 :]), x.shape[:d]
+    operands = _selected(x, d, inner, x.shape[d]), _selected(out, d, inner, at.shape[0])
+    stage.code.append(Take(x.shape[d], at.shape[0], inner, outer, at.operand(), *operands, mode, fill))
+
+
+def emit_put(stage: Stage, i: int, instr: Instr) -> None:
+    v, index = instr.inputs
+    d, n = instr["axis"] - 1, instr["n"]
+    x, at = stage.view(v), _index(stage, index)
+    if not _dense(x, d):
+        x = stage.scratch(x.shape, x.dtype)
+        stage.write(v, x)
+    out = _rows_of(stage, instr, lambda view: _dense(view, d))
+    inner, outer = math.prod(out.shape[d + 1 :]), x.shape[:d]
+    operands = _selected(x, d, inner, at.shape[0]), _selected(out, d, inner, n)
+    stage.code.append(Put(n, at.shape[0], inner, outer, at.operand(), *operands))
+
+
+def _index(stage: Stage, v: int) -> View:
+    """The stationary index ``v`` as one dimension."""
+    view = stage.view(v)
+    flat = memory.reshape(view, (math.prod(view.shape),))
+    if flat is None:
+        copy = stage.scratch(view.shape, view.dtype, tile=False)
+        stage.copy(view, copy)
+        flat = memory.reshape(copy, (math.prod(view.shape),))
+        assert flat is not None
+    return flat
+
+
+def _selected(x: View, d: int, inner: int, extent: int) -> Operand:
+    """``x``, dense from dimension ``d`` on, with one stride for what is selected, ``extent`` times ``inner`` elements."""
+    if extent * inner > _MOST_SELECTED:
+        raise CannotLower(f"a selection among {extent * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
+    return dataclasses.replace(x.operand(), strides=(*x.strides[:d], inner))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Tile program -> CPU program.
+#
+# Comes in: a ``TileProgram``. Goes out: the ``bytecode.Program`` that computes the same, stage by stage: pointwise instructions
+# in groups (``pointwise``), matrix products with their epilogues (``matmul``), reductions, scans, concatenations and pads here.
+# Raises ``CannotLower`` for what ``support.supports`` refuses.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 _BEST = Products()
 _MOST_ELEMENTS = 1 << 48  # kMaxCount in cpu/src/program_check.cc
@@ -123,14 +350,14 @@ def _ring(queue: QueueType, tile_rows: int) -> bytecode.Ring:
 
 def entry_bytes(tile: TileType, tile_rows: int) -> int:
     """Bytes of a queue slot: ``tile_rows`` rows at their pitch, up to a cache line."""
-    size = tile_rows * views.row_pitch(tile.shape, tile.dtype) * ITEM_SIZE[tile.dtype]
-    return -(-size // buffers.ALIGNMENT) * buffers.ALIGNMENT
+    size = tile_rows * memory.row_pitch(tile.shape, tile.dtype) * ITEM_SIZE[tile.dtype]
+    return -(-size // memory.ALIGNMENT) * memory.ALIGNMENT
 
 
 def _stage(program: TileProgram, body: StageProgram, preps: list[Prep], products: Products, rounding: Rounding) -> bytecode.Stage:
     stage = Stage(program, body.body, preps, products, rounding)
     _emit(stage)
-    code, scratch_bytes = buffers.place(stage.code, stage.buffer_bytes, preps)
+    code, scratch_bytes = memory.place_buffers(stage.code, stage.buffer_bytes, preps)
     return bytecode.Stage(body.name, scratch_bytes, code)
 
 
@@ -159,7 +386,7 @@ def _store(stage: Stage, i: int, instr: Instr) -> None:
     x = instr.inputs[0]
     if stage.settled((i, 0), x):
         return
-    array = stage.output(instr["array"]) if instr.kind == "store" else slices.border_of(stage, instr)
+    array = stage.output(instr["array"]) if instr.kind == "store" else memory.border_of(stage, instr)
     if array.view is not None:
         stage.write(x, array.view)
         return
@@ -186,7 +413,7 @@ def _pad(stage: Stage, i: int, instr: Instr) -> None:
     tile = stage.type(x).tile
     low, interior = instr["low"][int(tile) :], instr["interior"][int(tile) :]  # ``high`` is what the shape of the result says
     whole = stage.place(instr.outputs[0])
-    builder = VectorBuilder(views.squeezed(whole.shape))
+    builder = VectorBuilder(memory.squeezed(whole.shape))
     builder.store(whole, stage.read(builder, fill, whole.shape))
     stage.emit(builder.finish(), tile)
     start: list[int] = []
@@ -207,12 +434,12 @@ def _pad(stage: Stage, i: int, instr: Instr) -> None:
     if any(a >= b for a, b in zip(start, limit, strict=True)):
         return
     ones = (1,) * len(start)
-    stage.copy(views.cut(stage.view(x), start, limit, ones), views.cut(whole, first, last, step))
+    stage.copy(memory.cut(stage.view(x), start, limit, ones), memory.cut(whole, first, last, step))
 
 
 def _reduce(stage: Stage, i: int, instr: Instr) -> None:
     if i in stage.dots:
-        return indexed.taken_dot(stage, instr, stage.dots[i])
+        return emit_taken_dot(stage, instr, stage.dots[i])
     how = OPS[instr.kind].fold
     tile = stage.type(instr.inputs[0]).tile
     axes = {a - int(tile) for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}
@@ -304,21 +531,21 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
 def _sums(stage: Stage, instr: Instr, strides: Sequence[int]) -> Sums:
     """The part of the accumulators that a ``sink`` folds into."""
     dims = instr.get("dims", ())
-    return Sums(*slices.moves_of(stage, instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
+    return Sums(*memory.moves_of(stage, instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
 
 
 _FAMILIES: dict[str, Handler] = {"reduce": _reduce, "argreduce": _reduce, "cumulative": _scan}
 _HANDLERS: dict[str, Handler] = {
     "store": _store,
     "store_slice": _store,
-    "paste": structured.paste,
-    "loop": lambda stage, i, instr: structured.loop(stage, instr, _emit),
-    "gather": indexed.gather,
-    "take": indexed.take,
-    "put": indexed.put,
-    "sink_at": indexed.sink_at,
-    "run_max": indexed.run_max,
-    "dot": structured.dot,
+    "paste": structured.emit_paste,
+    "loop": lambda stage, i, instr: structured.emit_loop(stage, instr, _emit),
+    "gather": emit_gather,
+    "take": emit_take,
+    "put": emit_put,
+    "sink_at": emit_sink_at,
+    "run_max": emit_run_max,
+    "dot": structured.emit_dot,
     "push": _push,
     "concatenate": _concatenate,
     "pad": _pad,

@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 
 from kitsune_jax.program.ir import Instr, walk
-from kitsune_jax.program.passes.flow import VIEWS
-from kitsune_jax.targets.cpu import micro, views
-from kitsune_jax.targets.cpu.micro import is_pointwise
+from kitsune_jax.program.passes import VIEWS
+from kitsune_jax.targets.cpu import memory, vectors
 from kitsune_jax.targets.cpu.stage import Stage
-from kitsune_jax.targets.cpu.vectors import TooManyRegisters, VectorBuilder, compute_type
+from kitsune_jax.targets.cpu.vectors import TooManyRegisters, VectorBuilder, compute_type, is_pointwise
 
 _NO_ITEM = frozenset({"load", "load_slice", "pop", "row_index", "iota", "cut", "empty"})
 Shape = tuple[bool, tuple[int, ...]]  # of the loops over a value: whether they run over rows, and the extents other than 1
@@ -137,7 +136,7 @@ def _emit(stage: Stage, ops: list[int], loop: Shape) -> None:
         dtypes = [stage.type(v).dtype for v in instr.inputs]
         dtype = stage.type(out).dtype
         rounds = any(j in inside for j, _ in stage.uses.get(out, ()))
-        computed[out] = registers[out] = micro.emit(builder, instr, args, dtypes, dtype, rounds)
+        computed[out] = registers[out] = vectors.emit_micro_operations(builder, instr, args, dtypes, dtype, rounds)
         if rounds and stage.root(out) in stage.rounded.values:
             registers[out] = builder.rounded(registers[out], dtype)
         for place in stage.places(out, inside):
@@ -157,7 +156,7 @@ def _keeps_digits(stage: Stage, instr: Instr, v: int) -> bool:
 
 
 def shape_of(stage: Stage, v: int) -> Shape:
-    return stage.type(v).tile, views.squeezed(stage.type(v).shape)
+    return stage.type(v).tile, memory.squeezed(stage.type(v).shape)
 
 
 def captured(instr: Instr) -> set[int]:

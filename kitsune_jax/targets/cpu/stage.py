@@ -12,13 +12,13 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from kitsune_jax.graph import Scalar
-from kitsune_jax.ops.rounding import Rounding
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.ops.graph import Scalar
+from kitsune_jax.ops.spec import Rounding
+from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
-from kitsune_jax.program.passes.flow import VIEWS, Flow, Use
-from kitsune_jax.streams.space import dim_strides
-from kitsune_jax.targets.cpu import layouts, slices, views
-from kitsune_jax.targets.cpu.borders import Border, border
+from kitsune_jax.program.passes import VIEWS, Flow, Use
+from kitsune_jax.targets.cpu import memory
 from kitsune_jax.targets.cpu.bytecode import (
     DTYPE_CODE,
     IN,
@@ -32,13 +32,9 @@ from kitsune_jax.targets.cpu.bytecode import (
     Stationary,
     StridedLoad,
 )
-from kitsune_jax.targets.cpu.exact import rounded_values
-from kitsune_jax.targets.cpu.micro import is_pointwise
-from kitsune_jax.targets.cpu.product_sums import product_sums
-from kitsune_jax.targets.cpu.taken import taken_dots, taken_sums
-from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
-from kitsune_jax.targets.cpu.views import ITEM_SIZE, View
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cpu.facts import product_sums, rounded_values, taken_dots, taken_sums
+from kitsune_jax.targets.cpu.memory import ITEM_SIZE, Border, View, border
+from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, is_pointwise
 
 _MOST = 1 << 48  # kMaxCount in cpu/include/kitsune_cpu/program.h
 
@@ -147,10 +143,10 @@ class Stage:
         made = (self.flow.makers.get(r) for r in here)
         if len(here) > 1 and any(i is not None and i.kind == "matmul" for i in made):
             return False
-        return layouts.by_columns(self.type(v), here, self.uses, self.flow.instruction, is_pointwise)
+        return memory.by_columns(self.type(v), here, self.uses, self.flow.instruction, is_pointwise)
 
     def scratch(self, shape: tuple[int, ...], dtype: str, dense: bool = False, tile: bool = True) -> View:
-        view = views.scratch(len(self.buffer_bytes), DTYPE_CODE[dtype], shape, dense or not tile)
+        view = memory.scratch(len(self.buffer_bytes), DTYPE_CODE[dtype], shape, dense or not tile)
         self.buffer_bytes.append(view.row_stride * ITEM_SIZE[dtype] * (self.program.tile_rows if tile else 1))
         return view if tile else dataclasses.replace(view, row_stride=0)
 
@@ -163,7 +159,7 @@ class Stage:
     def queue(self, number: int) -> View:
         t = self.program.queues[number].tile
         ref = Ref(QUEUE, number, 0, DTYPE_CODE[t.dtype])
-        return View(ref, views.row_pitch(t.shape, t.dtype), t.shape, dim_strides(t.shape))
+        return View(ref, memory.row_pitch(t.shape, t.dtype), t.shape, dim_strides(t.shape))
 
     def prep(self, prep: Prep, v: int) -> int:
         """Number of ``prep``, which prepares the value ``v``: once for all stages, or where ``v`` is there."""
@@ -185,7 +181,7 @@ class Stage:
         r = self.root(v)
         if r not in self.views:
             self.views[r] = self._bring(r)
-        found = views.reshape(self.views[r], self.type(v).shape)
+        found = memory.reshape(self.views[r], self.type(v).shape)
         assert found is not None
         return found
 
@@ -196,12 +192,12 @@ class Stage:
             return target
         instr = self.flow.makers[r]
         if instr.kind in ("load", "load_slice"):
-            source = self.input(instr["array"]) if instr.kind == "load" else slices.border_of(self, instr)
+            source = self.input(instr["array"]) if instr.kind == "load" else memory.border_of(self, instr)
             return source.view if source.view is not None else self._gather(source, r)
         if instr.kind == "pop":
             return self.queue(instr["queue"])
         if instr.kind == "cut":
-            return slices.part(self, instr)
+            return memory.part(self, instr)
         if instr.kind == "empty":
             return self.new(r)
         if instr.kind in VIEWS:
@@ -228,7 +224,7 @@ class Stage:
             return None
         program = dataclasses.replace(self.program, order=None)
         view = border(program, program.inputs[instr["array"]], IN, instr["array"]).view
-        return None if view is None or not view.row_stride else views.reshape(view, self.type(v).shape)
+        return None if view is None or not view.row_stride else memory.reshape(view, self.type(v).shape)
 
     def _look(self, instr: Instr) -> View:
         """The view that a structural instruction makes of its operand; a copy first where a reshape needs one."""
@@ -238,19 +234,19 @@ class Stage:
             raise CannotLower(f"{instr.kind} from a stationary value to a tile")
         lead = 1 if x.tile else 0
         if instr.kind == "broadcast_in_dim":
-            return views.broadcast(base, y.shape, [d - int(y.tile) for d in instr["dims"][lead:]])
+            return memory.broadcast(base, y.shape, [d - int(y.tile) for d in instr["dims"][lead:]])
         if instr.kind == "transpose":
-            return views.transpose(base, [p - lead for p in instr["permutation"][lead:]])
+            return memory.transpose(base, [p - lead for p in instr["permutation"][lead:]])
         if instr.kind == "rev":
-            return views.reverse(base, [d - lead for d in instr["dimensions"]])
+            return memory.reverse(base, [d - lead for d in instr["dimensions"]])
         if instr.kind == "slice":
             step = (instr["strides"] or (1,) * (lead + len(x.shape)))[lead:]
-            return views.cut(base, instr["start"][lead:], instr["limit"][lead:], step)
-        found = views.reshape(base, y.shape)
+            return memory.cut(base, instr["start"][lead:], instr["limit"][lead:], step)
+        found = memory.reshape(base, y.shape)
         if found is None:
             copy = self.scratch(x.shape, x.dtype, tile=x.tile)
             self.copy(base, copy)
-            found = views.reshape(copy, y.shape)
+            found = memory.reshape(copy, y.shape)
             assert found is not None
         return found
 
@@ -265,12 +261,12 @@ class Stage:
             return builder.index(-leaf.loop, 1, _MOST, t.dtype)
         if leaf is not None and leaf.iota is not None and self.root(v) not in self.views:
             own = self.type(self.root(v)).shape
-            if views.squeezed(own) == builder.extents:
-                return builder.index(len(views.squeezed(own[: leaf.iota])) + 1, 1, own[leaf.iota], t.dtype)
+            if memory.squeezed(own) == builder.extents:
+                return builder.index(len(memory.squeezed(own[: leaf.iota])) + 1, 1, own[leaf.iota], t.dtype)
         narrow = self.widened(v)
         if narrow is not None and self.type(narrow).shape == t.shape:
             return self.read(builder, narrow, shape)
-        return builder.load(views.aligned(self.view(v), t.tile, shape))
+        return builder.load(memory.aligned(self.view(v), t.tile, shape))
 
     def _component(self, builder: VectorBuilder, divisor: int, modulus: int, kind: str) -> int:
         """The row's element // ``divisor`` % ``modulus``."""
@@ -311,13 +307,13 @@ class Stage:
     def write(self, v: int, target: View) -> None:
         """Emit a copy of ``v`` (in memory, or a leaf) to ``target``, converting to its dtype."""
         shape = self.type(v).shape
-        builder = VectorBuilder(views.squeezed(shape))
+        builder = VectorBuilder(memory.squeezed(shape))
         x = self.read(builder, v, shape)
         builder.store(target, builder.convert(x, compute_type(self.type(v).dtype), compute_type(target.dtype)))
         self.emit(builder.finish(), tile=target.row_stride != 0 or self.type(v).tile)
 
     def copy(self, source: View, target: View) -> None:
-        builder = VectorBuilder(views.squeezed(source.shape))
+        builder = VectorBuilder(memory.squeezed(source.shape))
         builder.store(target, builder.load(source))
         self.emit(builder.finish(), tile=target.row_stride != 0 or source.row_stride != 0)
 
@@ -335,33 +331,33 @@ class Stage:
                 out.extend((use, None if w is None else self._back(instr, w, r)) for use, w in inner)
                 continue
             place = self._place_of(instr, p)
-            out.append(((i, p), None if place is None else views.reshape(place, self.type(r).shape)))
+            out.append(((i, p), None if place is None else memory.reshape(place, self.type(r).shape)))
         return out
 
     def _place_of(self, instr: Instr, p: int) -> View | None:
         if instr.kind == "results":
             return self.carried.get(p)
         if instr.kind in ("store", "store_slice") and p == 0:
-            array = (self.output(instr["array"]) if instr.kind == "store" else slices.border_of(self, instr)).view
+            array = (self.output(instr["array"]) if instr.kind == "store" else memory.border_of(self, instr)).view
             return array if array is not None and array.dtype == self.type(instr.inputs[0]).dtype else None
         if instr.kind == "push":
             return self.queue(instr["queue"])
         if instr.kind == "paste" and p == 1:
-            return slices.part(self, instr)
+            return memory.part(self, instr)
         return self.piece(instr, p) if instr.kind == "concatenate" else None
 
     def _back(self, instr: Instr, place: View, r: int) -> View | None:
         """``place`` of the result of a bijective view instruction, as a place of its operand ``r``."""
-        result = views.reshape(place, self.type(instr.outputs[0]).shape)
+        result = memory.reshape(place, self.type(instr.outputs[0]).shape)
         if result is None:
             return None
         if instr.kind == "transpose":
             lead = int(self.type(r).tile)
             perm = [p - lead for p in instr["permutation"][lead:]]
-            result = views.transpose(result, [perm.index(d) for d in range(len(perm))])
+            result = memory.transpose(result, [perm.index(d) for d in range(len(perm))])
         elif instr.kind == "rev":
-            result = views.reverse(result, [d - int(self.type(r).tile) for d in instr["dimensions"]])
-        return views.reshape(result, self.type(r).shape)
+            result = memory.reverse(result, [d - int(self.type(r).tile) for d in instr["dimensions"]])
+        return memory.reshape(result, self.type(r).shape)
 
     def piece(self, concat: Instr, p: int) -> View:
         """The part of a concatenation's memory that its operand ``p`` fills."""
@@ -371,7 +367,7 @@ class Stage:
         size = self.type(concat.inputs[p]).shape[d]
         first = tuple(start if k == d else 0 for k in range(len(whole.shape)))
         last = tuple(start + size if k == d else n for k, n in enumerate(whole.shape))
-        return views.cut(whole, first, last, (1,) * len(first))
+        return memory.cut(whole, first, last, (1,) * len(first))
 
     def place(self, r: int, fits: Callable[[View], bool] = lambda view: True, layout: Callable[[], View] | None = None) -> View:
         """Where the result ``r`` of an instruction goes: a place that a use wants and that ``fits``, else scratch by ``layout``."""
@@ -379,7 +375,7 @@ class Stage:
             return self.views[r]
         wanted = self.wanted(r)
         for use, view in wanted:
-            if view is None or not fits(view) or (len(wanted) > 1 and not views.readable(view)):
+            if view is None or not fits(view) or (len(wanted) > 1 and not memory.readable(view)):
                 continue
             self.satisfied.add(use)
             self.views[r] = view
@@ -392,7 +388,7 @@ class Stage:
         wanted = [(use, view) for use, view in self.wanted(r) if use[0] not in inside]
         out = [view for _, view in wanted if view is not None]
         self.satisfied.update(use for use, view in wanted if view is not None)
-        kept = next((view for view in out if views.readable(view)), None)
+        kept = next((view for view in out if memory.readable(view)), None)
         if kept is None and any(view is None for _, view in wanted):
             kept = self.new(r)
             out.append(kept)

@@ -1,4 +1,4 @@
-"""The CPU target as one object."""
+"""The CPU target as one object, and the ops that it has code for."""
 
 from __future__ import annotations
 
@@ -8,18 +8,87 @@ from typing import Any
 
 import numpy as np
 
-from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.ops.graph import Graph, Op, Value
+from kitsune_jax.ops.spec import is_narrow
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Ahead, Plan
-from kitsune_jax.profile import rounding
-from kitsune_jax.profile import store as profiles
+from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.ir import Program
-from kitsune_jax.streams.space import Region
 from kitsune_jax.targets.base import Evaluate, Target
-from kitsune_jax.targets.cpu import emit, runtime, support
-from kitsune_jax.targets.cpu.bytecode import Products
+from kitsune_jax.targets.cpu import call
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, Products
 from kitsune_jax.targets.cpu.lower import generate
-from kitsune_jax.targets.cpu.planning import machines, planner, xla_times
+from kitsune_jax.targets.cpu.planning import machines, planner
+from kitsune_jax.targets.cpu.planning import xla as xla_times
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine
+from kitsune_jax.targets.cpu.products import MATMUL_DTYPES
+from kitsune_jax.targets.cpu.profile import store as profiles
+from kitsune_jax.targets.cpu.profile import xla
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What the CPU target has code for, asked op by op before a region is formed.
+#
+# Comes in: an op of the Graph with its values. Goes out: None, or the reason in words for the report. Invariant: ops that pass
+# here never make ``lower`` raise ``CannotLower``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    """None if the CPU target runs ``op``, else why not.
+
+    Example: ``supports(op, ins, outs)`` of an int32 ``dot_general`` is ``"matrix product of int32 (only floating point)"``.
+    """
+    for value in (*in_values, *out_values):
+        if value.dtype not in DTYPE_CODE:
+            return f"dtype {value.dtype}"
+        if value.size == 0:
+            return "an array without elements"
+        if len(value.shape) > MAX_LOOP_DIMS:
+            return f"more than {MAX_LOOP_DIMS} dimensions"
+    if op.body is not None:
+        return _loop(op.body)
+    if op.kind == "dot_general":
+        return _dot_general(op, in_values, out_values)
+    spec = OPS.get(op.kind)
+    if spec is None or spec.family == "pointwise" and spec.cpu is None and op.kind != "copy":
+        return f"{op.kind} has no code on the CPU"
+    if op.kind == "select_n" and len(in_values) != 3:
+        return "select_n with more than two cases"
+    values = (in_values[0], *in_values[2:]) if spec.family in ("gather", "scatter") else in_values  # without the index
+    for dtype in (v.dtype for v in (*values, *(out_values if spec.gives == "any" else ()))):
+        if dtype not in spec.dtypes or spec.family == "cumulative" and dtype == "bool":
+            return f"{op.kind} of {dtype}"
+        if is_narrow(dtype) and not spec.widens(dict(op.params), dtype):
+            return f"{op.kind} of {dtype} (16-bit floats are computed in float32)"
+    return None
+
+
+def _loop(body: Graph) -> str | None:
+    for op in body.ops:
+        why = supports(op, [body.values[v] for v in op.inputs], [body.values[v] for v in op.outputs])
+        if why is not None:
+            return f"{op.label or op.kind} ({op.source or 'no source line'}): {why}"
+    return None
+
+
+def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    if any(v.literal is not None for v in in_values):
+        return "matrix product with a constant (a multiplication by it can be pipelined)"
+    lhs, rhs = (v.dtype for v in in_values)
+    out, accumulate = out_values[0].dtype, op["accumulate"]
+    if lhs != rhs:
+        return f"matrix product of {lhs} and {rhs}"
+    if lhs not in MATMUL_DTYPES or out not in MATMUL_DTYPES:
+        return f"matrix product of {lhs} to {out} (only floating point)"
+    wide = "float64" if lhs == "float64" else "float32"
+    if (out == "float64") != (lhs == "float64") or accumulate != wide:
+        return f"matrix product of {lhs} accumulated in {accumulate}"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The CPU target as one object.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,13 +107,13 @@ class _Cpu(Target[CpuMachine]):
     most_merged = 512
 
     def why_not(self) -> str:
-        return runtime.why_not()
+        return call.why_not()
 
     def available(self) -> bool:
-        return runtime.available()
+        return call.available()
 
     def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
-        return support.supports(op, in_values, out_values)
+        return supports(op, in_values, out_values)
 
     def machine(self, device: str | None = None) -> CpuMachine:
         return machines.cpu_at_hand() if device is None else machines.cpu_model(device)
@@ -62,21 +131,21 @@ class _Cpu(Target[CpuMachine]):
         return planner.plan(graph, region, machine)
 
     def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
-        words = generate(program, title, [Products(*plan.products) for plan in plans], rounding.at_hand())
+        words = generate(program, title, [Products(*plan.products) for plan in plans], xla.rounding_at_hand())
         return _Code(words, sum(plan.seconds for plan in plans))
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        return emit.call(code.words, args, out_avals, code.seconds)
+        return call.call(code.words, args, out_avals, code.seconds)
 
     def order(self, ids: Any, n: int) -> Any:
         # XLA sorts 64-bit keys; the counting sort packs a key and a position into 64 bits.
-        return emit.order(ids, n) if n < 1 << 32 else super().order(ids, n)
+        return call.order(ids, n) if n < 1 << 32 else super().order(ids, n)
 
     def notes(self) -> tuple[str, ...]:
         return profiles.notes()
 
     def surroundings(self) -> tuple[Any, ...]:
-        return profiles.at_hand(), profiles.notes(), rounding.at_hand()
+        return profiles.at_hand(), profiles.notes(), xla.rounding_at_hand()
 
 
 CPU = _Cpu()

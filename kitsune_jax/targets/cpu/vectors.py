@@ -1,24 +1,29 @@
-"""Vector programs: straight-line pointwise code over (rows, *extents), built in SSA and then given registers.
-
-Comes in: loads, constants, micro-operations and stores, in program order, through ``VectorBuilder``. Goes out: one ``Vector``
-instruction whose loop dimensions are merged where every operand allows it. Invariant: no micro-operation writes a register that it
-reads (kernels may run in vectors of any width).
-"""
+"""Vector programs: straight-line pointwise code over rows of a tile, in SSA form, with registers assigned."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kitsune_jax.graph import Scalar
-from kitsune_jax.ops.rounding import NARROW
-from kitsune_jax.ops.spec import np_dtype
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.ops.graph import Scalar
+from kitsune_jax.ops.pointwise import Words, element
+from kitsune_jax.ops.spec import NARROW, np_dtype
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, SCRATCH, Micro, Operand, Vector
-from kitsune_jax.targets.cpu.views import View
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cpu.memory import View
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Vector programs: straight-line pointwise code over (rows, *extents), built in SSA and then given registers.
+#
+# Comes in: loads, constants, micro-operations and stores, in program order, through ``VectorBuilder``. Goes out: one ``Vector``
+# instruction whose loop dimensions are merged where every operand allows it. Invariant: no micro-operation writes a register that
+# it reads (kernels may run in vectors of any width).
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 class TooManyRegisters(Exception):
@@ -221,3 +226,74 @@ def immediate(value: Scalar, kind: str) -> tuple[float, ...]:
     if abs(number) <= 2**53:
         return (float(number),)
     return (float(number >> 32), float(number & 0xFFFFFFFF))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Bits of ``rbg`` keys as micro-operations on words of 32 bits.
+#
+# Comes in: the registers of a key's four words and of the elements' numbers. Goes out: the register of their bits.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_WORD = "uint32"
+
+
+def emit_element(builder: VectorBuilder, words: list[int]) -> int:
+    """``words``: four of the key, and the number of the element."""
+
+    def micro(name: str) -> Callable[[int, int], int]:
+        return lambda x, y: builder.micro(name, _WORD, x, y)
+
+    def number(value: int) -> int:
+        return builder.const(value, _WORD)
+
+    arithmetic = Words(
+        number,
+        micro("add"),
+        micro("mul"),
+        micro("mulhi"),
+        micro("xor"),
+        micro("and"),
+        micro("shift_right_logical"),
+        lambda x, y: builder.convert(builder.micro("lt", _WORD, x, y), "bool", _WORD),
+        lambda which, zero, other: builder.micro("select", _WORD, builder.micro("ne", _WORD, which, number(0)), zero, other),
+    )
+    return element(arithmetic, *words)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Pointwise instructions to micro-operations.
+#
+# Comes in: one pointwise instruction of a tile program and the registers of its operands. Goes out: the register of its result.
+# 16-bit floats are computed in float32; ``exact`` says which of them are rounded before the next operation reads them.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def is_pointwise(kind: str) -> bool:
+    """Whether ``kind`` becomes micro-operations of a ``Vector``."""
+    return kind in OPS and OPS[kind].family in ("pointwise", "convert") and kind != "copy"
+
+
+def emit_micro_operations(builder: VectorBuilder, instr: Instr, args: list[int], dtypes: list[str], out: str, rounds: bool) -> int:
+    """Append ``instr`` to ``builder``: ``args`` are its operands' registers, ``dtypes`` their dtypes, ``out`` the result's dtype.
+
+    ``rounds``: whether a conversion to a 16-bit float has to round in the register (a store rounds anyway).
+    """
+    spec, params, result = OPS[instr.kind], dict(instr.params), compute_type(out)
+    if spec.family == "convert":
+        return _convert(builder, args[0], dtypes[0], out, rounds)
+    if spec.cpu is None:
+        raise CannotLower(f"{instr.kind} has no micro-operation on the CPU")
+    if spec.gives == "any":  # the operand as it is
+        return builder.micro(spec.cpu, result, *args, from_type=compute_type(dtypes[0]))
+    types = [compute_type(dtypes[0]) if spec.gives else result] * len(args)
+    if instr.kind == "select_n":
+        types[0] = "bool"
+    if instr.kind == "philox4x32":
+        return emit_element(builder, args)
+    args = [builder.convert(x, compute_type(t), to) for x, t, to in zip(args, dtypes, types, strict=True)]
+    return builder.micro(spec.cpu.format(**params), types[-1], *args, imm=tuple(float(params[name]) for name in spec.immediates))
+
+
+def _convert(builder: VectorBuilder, x: int, source: str, out: str, rounds: bool) -> int:
+    x = builder.convert(x, compute_type(source), compute_type(out))
+    return builder.rounded(x, out) if rounds and source != out else x

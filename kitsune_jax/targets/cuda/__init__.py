@@ -6,11 +6,3 @@ shared library for the emulator with the host's compiler, through a cache on dis
 and binds the custom call that C++ in ``cuda/src`` executes. ``supports`` says, op by op, what there is code for; ``target`` is all
 of this as an object, with its planner (``planning``).
 """
-
-from __future__ import annotations
-
-from kitsune_jax.targets.cuda.emit import call
-from kitsune_jax.targets.cuda.lower import Code, check, generate, kind
-from kitsune_jax.targets.cuda.support import supports
-
-__all__ = ["Code", "call", "check", "generate", "kind", "supports"]

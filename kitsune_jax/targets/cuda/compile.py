@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from kitsune_jax import cache, config, version
+from kitsune_jax import cache, config
+from kitsune_jax import config as version
 from kitsune_jax.targets.cuda import hostcc, nvrtc, sources
 from kitsune_jax.targets.cuda.nvrtc import Compiled
-from kitsune_jax.targets.cuda.sources import CompileError
-
-__all__ = ["CompileError", "Compiled", "cubin", "emulated", "emulator_library"]
 
 
 def cubin(source: str, arch: str, folder: Path | None = None) -> Compiled:

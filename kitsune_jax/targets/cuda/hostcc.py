@@ -21,8 +21,6 @@ from kitsune_jax import cache
 from kitsune_jax.targets.cuda import sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
-__all__ = ["Compiler", "available", "build_emulator", "compile", "find", "kernel_options", "why_not"]
-
 _NAMES = ("g++", "c++", "clang++")
 _IDENTITY = ("--version", "-dumpmachine")
 _SHARED = ("-std=c++17", "-fPIC", "-shared")

@@ -1,26 +1,35 @@
-"""What lies where: shared memory of a CTA, operands, workspace in global memory.
-
-Comes in: the fitted stages of a kernel. Goes out: ``Layout``. Shared memory of a CTA: a header of barriers, then weights (resident
-images, or the ring they pass through), then each lane's memory (``fitting.LaneMemory``), then the slots of the queues that it
-reads.
-"""
+"""Where everything of a kernel lies: shared memory of a CTA, operands, workspace; and which equal stages share one function."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
+from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes import simplified
-from kitsune_jax.targets.cuda import arrays, fitting, loop_values, pointwise, summed_products, tiles
-from kitsune_jax.targets.cuda import statements as st
-from kitsune_jax.targets.cuda.arrangement import Arrangement
-from kitsune_jax.targets.cuda.fetches import Fetch
-from kitsune_jax.targets.cuda.fitting import Fitted
+from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
+from kitsune_jax.targets.cuda import frame_ir as frame
+from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda.arrangement import Arrangement, Fetch
+from kitsune_jax.targets.cuda.frame_ir import StageCode
+from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, RowMemory, TopsStart, address_bytes, number, parameter, rebuild
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
-from kitsune_jax.targets.cuda.values import queue_form
-from kitsune_jax.targets.errors import CannotLower
+from kitsune_jax.targets.cuda.stage import facts, fitting, simplify
+from kitsune_jax.targets.cuda.stage.evaluation import queue_form
+from kitsune_jax.targets.cuda.stage.fitting import Fitted
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What lies where: shared memory of a CTA, operands, workspace in global memory.
+#
+# Comes in: the fitted stages of a kernel. Goes out: ``Layout``. Shared memory of a CTA: a header of barriers, then weights
+# (resident images, or the ring they pass through), then each lane's memory (``fitting.LaneMemory``), then the slots of the queues
+# that it reads.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 _COUNTER_BYTES = 128
 _NEAR_BYTES = 16 << 20  # of weights that change from batch to batch: a third of an H100's L2, a part of which is further away
@@ -157,13 +166,13 @@ class Layout:
         operands = len(o.inputs) + len(o.groups) + bool(o.vectors) + len(o.tables) + len(self.filled)
         hints = 0 if self.fetch is None else 1
         counts = operands + hints, len(p.outputs) + 1, self.workspace.zero_bytes, hints
-        sizes = [arrays.array_bytes(p.inputs[k]) for k in o.inputs]
+        sizes = [frame_ir.array_bytes(p.inputs[k]) for k in o.inputs]
         sizes += self.weight_bytes
         sizes += [4 * sum(r.words for r in o.vectors)] if o.vectors else []
         sizes += [math.prod(p.values[v].shape) * pointwise.ITEM_SIZE[p.values[v].dtype] for v in o.tables]
-        sizes += [arrays.array_bytes(p.outputs[k]) for k, _ in self.filled]
+        sizes += [frame_ir.array_bytes(p.outputs[k]) for k, _ in self.filled]
         sizes += [] if self.fetch is None else [self.fetch.array_bytes]
-        sizes += [*(arrays.array_bytes(x) for x in p.outputs), self.workspace.bytes]
+        sizes += [*(frame_ir.array_bytes(x) for x in p.outputs), self.workspace.bytes]
         geometry = a.sm, self.grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
         return LAUNCH_VERSION, *geometry, *counts, *sizes
 
@@ -198,9 +207,9 @@ def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
 
 def of_kernel(program: TileProgram, a: Arrangement, name: str, beside: int = 0) -> Layout:
     """``beside``: bytes of the barriers of other parts of the kernel. Raises ``CannotLower`` where it does not fit."""
-    program = loop_values.as_tiles(program)
+    program = simplify.loop_values_as_tiles(program)
     if a.spatial and a.cluster > 1 and len(program.stages) == 1:  # a loop over a cluster, which has few registers for a step
-        program = summed_products.as_one(program)
+        program = simplify.sums_of_products_as_one(program)
     simpler = simplified(program)
     for staging in (True, False):
         header = tiles.aligned(beside + barrier_bytes(program, a, staging))
@@ -333,4 +342,303 @@ def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...])
         at += pipelines * program.queues[q].depth * entry_vectors(program, a, q) * tiles.GROUP_THREADS * 16
     return Workspace(
         sinks, groups, gradients, rings, zero_bytes, partials, slots, max(at, _COUNTER_BYTES)
-    )  # never empty: emit.py says why
+    )  # never empty: lower.py says why
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The stages of a laid-out kernel as complete code: every place in them is known, as a ``Constant`` where equal stages may differ.
+#
+# Comes in: ``Layout``. Goes out: a ``StageCode`` for each stage.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def place_stage(at: Layout, s: int) -> StageCode:
+    stage = at.stages[s]
+    ring = frame.WeightRing(at.header_bytes)
+    staged = tuple(_staged(at, s))
+    setup, exchanged = [*_memory(at, s), *_queues(at, s), *staged], 0
+    for node in _placed(at, s, stage.lowered.setup):
+        if isinstance(node, st.SegmentStart):
+            node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
+        elif isinstance(node, st.Exchange):
+            offset, exchanged = stage.memory.exchanges + exchanged, exchanged + node.bytes
+            node = frame.ExchangeRing(node.ring, node.vectors, node.depth, offset, at.a.ctas)
+        elif isinstance(node, TopsStart):
+            node = dataclasses.replace(node, at=stage.memory.segments + node.at)
+        setup.append(node)
+    if not stage.resident:
+        setup.append(ring)
+    elif stage.fetches:
+        setup.append(frame.AwaitWeights())
+    body = _placed(at, s, (*stage.lowered.prologue, *stage.lowered.nodes))
+    vectors, batches, own = bool(at.operands.vectors), bool(at.batch_tiles), facts.computes_only_numbers(at.program)
+    prefetched = () if own else _prefetched(at, s)
+    loop = frame.TileLoop(at.uniform, at.consecutive, _order(at), staged, prefetched, vectors, batches, own, body)
+    ctas = at.a.ctas if at.a.spatial else 0
+    consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
+    cut = any(r.cut is not None for r in stage.lowered.weights)
+    loader = _resident(at, s) if stage.resident else _blocks(at, s, ring) if cut else _streamed(at, s, ring, ctas)
+    return StageCode(consumer, loader, at.a.split[s])
+
+
+def _placed(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """``nodes`` with the places that the layout has given things."""
+    stage, vectors = at.stages[s], at.operands.vector_at[s]
+
+    def change(x: Any) -> Any:
+        match x:
+            case ir.Vector(group, offset):
+                word = vectors[group] + offset
+                return number("vector", word, word)
+            case st.Resident(weight, offset, _, _):
+                byte = _resident_offset(at, s, weight) + offset
+                return dataclasses.replace(x, at=number("resident", byte, byte))
+            case st.Image(ref):
+                return st.Image(ref, stage.memory.images[ref.of])
+            case st.TableRows(table=Ref(of=v)):
+                return dataclasses.replace(x, table=parameter("table", at.operands.tables.index(v)))
+        return x
+
+    found: tuple[Node, ...] = ir.rebuild(nodes, change)
+    return found
+
+
+def _resident_offset(at: Layout, s: int, weight: int) -> int:
+    """Where the image of a stage's weight lies in shared memory."""
+    return at.header_bytes + sum(r.shape.slab_bytes for r in at.stages[s].lowered.weights[:weight])
+
+
+def _lanes(at: Layout, s: int) -> frame.LaneScratch:
+    stage = at.stages[s]
+    return frame.LaneScratch(number("scratch", None, at.header_bytes + stage.weight_bytes), stage.memory.bytes)
+
+
+def _memory(at: Layout, s: int) -> list[Node]:
+    stage, found = at.stages[s], list[Node]()
+    if stage.memory.bytes:
+        found.append(_lanes(at, s))
+    if stage.lowered.scratch_words:
+        found.append(frame.ScratchRows(stage.memory.rows, stage.lowered.scratch_words))
+    if stage.lowered.product_bytes:
+        products, addresses = stage.memory.products, stage.lowered.addresses
+        found.append(RowMemory(addresses, products, products + address_bytes(addresses), stage.lowered.product_bytes))
+    if gradients_of(stage):
+        found.append(frame.PanelMemory(_lanes(at, s), stage.memory.panels))
+    return found
+
+
+def _staged(at: Layout, s: int) -> list[frame.StagedArray]:
+    """The staged arrays of a stage: the lane's buffers one after the other, behind what else the lane has."""
+    stage, found = at.stages[s], list[frame.StagedArray]()
+    offset = stage.memory.staged
+    for n, k in enumerate(sorted(stage.shape.staged)):
+        array = at.program.inputs[k]
+        columns = frame_ir.columns_of(array).n
+        found.append(frame.StagedArray(Ref("staged", k), array.dtype, columns, parameter("in", k), _lanes(at, s), offset, n))
+        offset += frame_ir.staged_bytes(array)
+    return found
+
+
+def _order(at: Layout) -> Constant | None:
+    return None if at.program.order is None else parameter("in", at.program.order)
+
+
+def _prefetched(at: Layout, s: int) -> tuple[tuple[Constant, int], ...]:
+    """The next tile of every input whose rows lie together, but for those that come in bulk anyway; of a stream with an order of
+    its own, that of the order."""
+    loads = {i["array"] for i in at.program.stages[s].body if i.kind == "load"} - at.stages[s].shape.staged
+    inputs, order = at.program.inputs, at.program.order
+    together = [(k, frame_ir.row_bytes(inputs[k])) for k in sorted(loads) if frame_ir.lies_together(at.program, inputs[k])]
+    return tuple((parameter("in", k), size) for k, size in ([(order, 4)] if order is not None else together))
+
+
+def _queues(at: Layout, s: int) -> list[Node]:
+    found: list[Node] = []
+    for q, queue in enumerate(at.program.queues):
+        if s != queue.producer and s not in queue.consumers:
+            continue
+        ref, vectors, depth = Ref("queue", q), entry_vectors(at.program, at.a, q), queue.depth
+        if at.a.places[q] == "cluster":
+            slots = number("slots", q, at.queue_at[q])
+            writers = number("writers", q, at.mask((queue.producer,)))
+            readers = number("readers", q, at.mask(queue.consumers))
+            found.append(frame.ClusterRing(ref, ir.ring(q, depth), vectors, depth, slots, writers, readers))
+        else:
+            counters, slots = number("counters", q, at.workspace.rings[q]), number("slots", q, at.workspace.slots[q], "i64")
+            writers = number("writers", q, at.a.split[queue.producer])
+            readers = number("readers", q, sum(at.a.split[c] for c in queue.consumers))
+            found.append(frame.L2Ring(ref, vectors, counters, slots, number("depth", q, depth), writers, readers))
+    return found
+
+
+def _finish(at: Layout, s: int) -> list[Node]:
+    """Partial sums, each added up by whoever comes last of those that have one."""
+    stage, found = at.stages[s], list[Node]()
+    if st.Turn("first") in stage.lowered.setup:
+        found.append(st.Turn("last"))
+    if s in at.workspace.sinks_arrived:
+        arrived = number("arrived", "sinks", at.workspace.sinks_arrived[s])
+        shapes = [at.program.sinks[sink.ref.of].shape for sink in sinks_of(stage)]
+        sinks = [(sink, _result(at, sink.ref.of), math.prod(n)) for sink, n in zip(sinks_of(stage), shapes, strict=True)]
+        starts = segments_of(stage)
+        segments = tuple(start.ref for start in starts if not start.rows)
+        groups = [(start.ref, at.workspace.groups_arrived.get(start.ref.of, 0)) for start in starts if start.rows]
+        tables = tuple((ref, number("groups", ref.of, byte)) for ref, byte in groups)
+        found.append(frame.FinishSinks(arrived, tuple(sinks), segments, tables))
+    if gradients_of(stage):
+        arrived = number("arrived", "gradients", at.workspace.gradients_arrived[s])
+        gradients = []
+        for g in gradients_of(stage):
+            sums = tuple((total, _result(at, total.sums.of)) for total in sums_of(stage, g))
+            gradients.append((g, _result(at, g.gradient.of), sums))
+        found.append(frame.FinishGradients(arrived, at.a.gradient_parts(at.program), at.a.split[s], tuple(gradients)))
+    return found
+
+
+def _result(at: Layout, sink: int) -> frame.Result:
+    array = at.program.sinks[sink].array
+    partial = number("partial", sink, at.workspace.partials[sink], "i64")
+    return frame.Result(partial, parameter("out", array), at.program.outputs[array].dtype)
+
+
+# -- loader
+
+
+def _resident(at: Layout, s: int) -> frame.LoadResident:
+    stage, found = at.stages[s], list[frame.FetchResident]()
+    for w in sorted({i.weight for i in stage.fetches}):
+        group, source = at.operands.resident_at[at.operands.first_weight[s] + w]
+        shape, to = stage.lowered.weights[w].shape, _resident_offset(at, s, w)
+        where = number("resident", to, to), group, number("weights", w, source)
+        found.append(frame.FetchResident(*where, shape.slab_bytes, shape.split > 1))
+    return frame.LoadResident(tuple(found))
+
+
+def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
+    """The weights of a batch, in the order in which a tile takes them."""
+    stage, program = at.stages[s], at.program
+    recipes = stage.lowered.weights
+    cuts = [r.cut for r in recipes if r.cut is not None]
+    if len(cuts) < len(recipes) or len({cut.axes for cut in cuts}) > 1:
+        raise CannotLower("weights of which only some change from tile to tile, or with other batches, have no code on the GPU")
+    inner = {a: math.prod(program.axes[a + 1 : program.batch_axes]) for a in range(program.batch_axes)}
+    axes = tuple((inner[a], n) for a, n in cuts[0].axes)
+    parts, sizes, known = list[frame.Blocks](), dict[int, int](), dict[tuple[object, ...], dict[int, int]]()
+    for loop, fetches in stage.loops:
+        chunks = []
+        for i in fetches:
+            shape = recipes[i.weight].shape
+            chunks.append((at.operands.groups.index(shape.dtype), shape.chunk_bytes(i.columns), i.k_chunks))
+        runs, each = [], dict[int, int]()
+        for (group, size), run in itertools.groupby(chunks, key=lambda c: c[:2]):
+            number = sum(k for _, _, k in run)
+            each[group] = each.get(group, 0) + number * size
+            runs.append((group, number, size))
+        count = 1 if loop is None else loop.count
+        blocks = stage.blocks_of(fetches) if loop is not None else (len(parts),)
+        if blocks not in known:
+            known[blocks] = {group: sizes.get(group, 0) for group in each}
+            sizes |= {group: sizes.get(group, 0) + count * size for group, size in each.items()}
+        places = tuple((group, known[blocks][group], size) for group, size in each.items())
+        seen = (None, "all") if loop is None else (loop.seen, loop.which)
+        parts.append(frame.Blocks(count, places, tuple(runs), *seen))
+    found = tuple(node for node in _placed(at, s, stage.lowered.prologue) if isinstance(node, st.SeenBlocks))
+    return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, found, tuple(parts))
+
+
+def _streamed(at: Layout, s: int, ring: frame.WeightRing, ctas: int) -> frame.LoadStreamed:
+    runs: list[tuple[int, int, int]] = []
+    chunks = []
+    for i in at.stages[s].fetches:
+        shape = at.stages[s].lowered.weights[i.weight].shape
+        chunks.append((at.operands.groups.index(shape.dtype), shape.chunk_bytes(i.columns), i.k_chunks))
+    for (group, size), run in itertools.groupby(chunks, key=lambda c: c[:2]):
+        runs.append((group, sum(count for _, _, count in run), size))
+    return frame.LoadStreamed(ring, ctas, tuple(runs))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Stages that are equal but for where things lie become one function, which gets these constants from a table.
+#
+# Comes in: the code of every stage. Goes out: the ``Kind``s of stages: a code, and for each of its stages a row of constants.
+# Invariant: stages are of one kind only if their codes are the same data, once names and constants are numbered within the stage.
+#
+# ptxas takes time for every line that it inlines, and the layers of a deep network, forwards and backwards, are few kinds of
+# stages. Constants lie in constant memory and not in registers: a stage that needs all of its registers for a tile can read them
+# again.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Kinds of names, by what their numbers count in the tile program: values, queues, sinks, inputs, outputs.
+_FAMILIES = (
+    ("v", "d", "c", "r", "e", "k", "s", "h", "index", "image", "gather", "work", "pick"),
+    ("q", "queue", "pop", "push"),
+    ("sink", "gradient", "panel", "columns"),
+    ("in", "staged"),
+    ("out",),
+)
+_FAMILY = {kind: number for number, kinds in enumerate(_FAMILIES) for kind in kinds}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """Equal ``stages``. ``fields``: the constants in which they differ, with a row of ``places`` for each; others are literals."""
+
+    stages: tuple[int, ...]
+    code: Any
+    fields: tuple[Constant, ...]
+    places: tuple[tuple[str, ...], ...]
+
+    @property
+    def number(self) -> int:
+        """That of its first stage, by which its functions are called."""
+        return self.stages[0]
+
+
+def kinds(codes: Sequence[Any], share: bool = True) -> list[Kind]:
+    """The kinds of the stages, in the order of their first ones. Without ``share`` every stage is a kind of its own."""
+    if not share or len(codes) == 1:
+        return [Kind((s,), code, (), ()) for s, code in enumerate(codes)]
+    groups: dict[Any, list[int]] = {}
+    numbered = [_numbered(code) for code in codes]
+    for s, (code, _) in enumerate(numbered):
+        groups.setdefault(_without_values(code), []).append(s)
+    return [_kind(codes, numbered, tuple(stages)) for stages in groups.values()]
+
+
+def _kind(codes: Sequence[Any], numbered: Sequence[tuple[Any, tuple[Constant, ...]]], stages: tuple[int, ...]) -> Kind:
+    if len(stages) == 1:
+        return Kind(stages, codes[stages[0]], (), ())
+    code, constants = numbered[stages[0]]
+    columns = zip(*(numbered[s][1] for s in stages), strict=True)
+    differing = [(c, column) for c, column in zip(constants, columns, strict=True) if len({x.value for x in column}) > 1]
+    places = tuple(zip(*([x.initializer for x in column] for _, column in differing), strict=True))
+    return Kind(stages, code, tuple(c for c, _ in differing), places)
+
+
+def _numbered(code: Any) -> tuple[Any, tuple[Constant, ...]]:
+    """``code`` with names and constants numbered from 0, in the order in which it speaks of them; and its constants."""
+    names: dict[tuple[int | str, int], int] = {}
+    counts: dict[int | str, int] = {}
+    found: dict[tuple[str, Any], Constant] = {}
+
+    def change(x: Any) -> Any:
+        if isinstance(x, Ref):
+            family = _FAMILY.get(x.kind, x.kind)
+            if (family, x.of) not in names:
+                names[family, x.of] = counts.get(family, 0)
+                counts[family] = names[family, x.of] + 1
+            return Ref(x.kind, names[family, x.of], x.part)
+        if isinstance(x, Constant):
+            if (x.name, x.key) not in found:
+                index = sum(name == x.name for name, _ in found)
+                found[x.name, x.key] = dataclasses.replace(x, key=index)
+            elif found[x.name, x.key].value != x.value:
+                raise AssertionError(f"{x.name} of {x.key} is {found[x.name, x.key].value} and {x.value}")
+            return found[x.name, x.key]
+        return x
+
+    return rebuild(code, change), tuple(found.values())
+
+
+def _without_values(code: Any) -> Any:
+    return rebuild(code, lambda x: dataclasses.replace(x, value="") if isinstance(x, Constant) else x)

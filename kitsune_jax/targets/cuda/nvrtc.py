@@ -26,19 +26,6 @@ from kitsune_jax import cache, config
 from kitsune_jax.targets.cuda import sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
-__all__ = [
-    "CompileError",
-    "Compiled",
-    "Resources",
-    "available",
-    "compile",
-    "options_for",
-    "resources",
-    "sm_of",
-    "version",
-    "why_not",
-]
-
 # fence.{acquire,release}.sync_restrict is of PTX ISA 8.6; 12.8 is the oldest NVRTC this binding was tried with.
 _OLDEST = (12, 8)
 _MAJORS = (13, 12)

@@ -1,8 +1,8 @@
 """What a pointwise operator is in CUDA C++, element by element.
 
 Comes in: the operator, the C++ types of its operands. Goes out: an expression over them. Floats of 16 bits are computed in float,
-and a value is rounded to its dtype where it leaves a loop (``print_loops.py``), and before if another operator reads its digits
-(``rounding.py``).
+and a value is rounded to its dtype where it leaves a loop (``print_stage.py``), and before if another operator reads its digits
+(``stage/simplify.py``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kitsune_jax.graph import Scalar
-from kitsune_jax.ops.comparisons import HAND_ON
-from kitsune_jax.ops.spec import is_narrow
+from kitsune_jax.ops.graph import Scalar
+from kitsune_jax.ops.spec import HAND_ON, is_narrow
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 

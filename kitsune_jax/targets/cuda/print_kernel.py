@@ -1,14 +1,337 @@
-"""A laid-out kernel as one short ``.cu`` file, which is meant to be read.
-
-Comes in: ``Layout`` and the kinds of its stages. Goes out: CUDA C++ that includes ``kitsune/kitsune.h`` and nothing else.
-"""
+"""A laid-out kernel as one ``.cu`` file that is meant to be read; of one phase or of several."""
 
 from __future__ import annotations
 
-from kitsune_jax.targets.cuda.layout import Layout, entry_vectors
-from kitsune_jax.targets.cuda.print_frame import functions
-from kitsune_jax.targets.cuda.print_loops import name
-from kitsune_jax.targets.cuda.sharing import Kind
+import dataclasses
+from collections.abc import Callable
+
+from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.targets.cuda import frame_ir as frame
+from kitsune_jax.targets.cuda import pointwise, print_stage
+from kitsune_jax.targets.cuda.call_layout import CallLayout, LaidOut, Source
+from kitsune_jax.targets.cuda.frame_ir import Consumer, LoadBlocks, LoadResident, LoadStreamed, Result
+from kitsune_jax.targets.cuda.ir import Node, TopsStart
+from kitsune_jax.targets.cuda.layout import Kind, Layout, entry_vectors
+from kitsune_jax.targets.cuda.print_stage import Spelling, name
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The functions of a kind of stages as C++: what its consumers set up, loop over and finish, and what its loader brings.
+#
+# Comes in: a ``Kind``. Goes out: C++. Nothing is decided here.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def functions(program: TileProgram, kind: Kind) -> tuple[str, str]:
+    """The consumers' function and the loader's."""
+    spelling = Spelling(frozenset((c.name, c.key) for c in kind.fields))
+    many = "Stages" if len(kind.stages) > 1 else "Stage"
+    title = ", ".join(program.stages[s].name for s in kind.stages)
+    comment = f"// {many} {', '.join(map(str, kind.stages))}: {title}\n"
+    common = "const Params& p, Header& header, u8* shared, "
+    arguments = f"{common}Share share, u32 group, u32 instance, u32 slab"
+    consume = _role_function(f"consume{kind.number}", arguments, kind, _consumer(spelling, kind.code.consumer))
+    load = _role_function(f"load{kind.number}", f"{common}Share share, u32 slab", kind, _loader(spelling, kind.code.loader))
+    return comment + consume, load
+
+
+def _role_function(title: str, arguments: str, kind: Kind, lines: list[str]) -> str:
+    at = f", const Place{kind.number}& at" if kind.fields else ""
+    body = ["(void)at;", *lines] if at and not any("at." in line for line in lines) else lines
+    return "\n".join([f"KITSUNE_DEVICE void {title}({arguments}{at}) {{", *(f"  {line}" for line in body), "}\n"])
+
+
+# -- consumers
+
+
+def _consumer(at: Spelling, code: Consumer) -> list[str]:
+    mine = "with_own_rows" if code.loop.own_rows else "mine"
+    lines = [f"const Lane lane = Lane::{mine}();", "(void)slab, (void)shared, (void)share, (void)instance;"]
+    worker = "instance * kLanes + group" if code.ctas else "share.block * kLanes + group"
+    if code.loop.own_rows:
+        worker = "group * share.blocks + share.block"
+    lines += [f"const u32 worker = {worker};", _workers(code.ctas)]
+    for node in code.setup:
+        lines += _setup(at, node) or print_stage.lines(at, [node])
+    lines += _tile_loop(at, code.loop)
+    finish = [line for node in code.finish for line in _finish(at, node, "instance" if code.ctas else "share.block")]
+    return [*lines, *(["finishing();", *finish] if finish else [])]
+
+
+def _workers(ctas: int) -> str:
+    """The warpgroups that share out the tiles: fewer than were planned where the device at hand holds fewer instances."""
+    return f"const u32 workers = {f'share.blocks / {ctas}' if ctas else 'share.blocks'} * kLanes;"
+
+
+def _setup(at: Spelling, node: Node) -> list[str]:
+    match node:
+        case frame.LaneScratch():
+            return [f"u8* const scratch = {_lane(at, node)};"]
+        case frame.ScratchRows(offset, words):
+            return [f"const Scratch rows = Scratch::at(scratch + {offset}, {words});"]
+        case frame.PanelMemory(lanes, offset):
+            behind = f" + {offset}" if offset else ""
+            return [f"const Panels panels{{shared + {at.constant(lanes.at)}{behind}, {lanes.bytes}, group}};"]
+        case frame.SegmentMemory(start, result, offset):
+            template = f"{start.how}, {pointwise.COMPUTE[start.dtype]}, {pointwise.ELEMENT[result.dtype]}, {start.width}"
+            where = f"reinterpret_cast<u32*>(scratch + {offset}), {at.constant(result.out)}, {start.columns}"
+            ends = f"{_partial(at, result)}, workers, worker, 1 + group"
+            if start.rows:
+                type_ = f"Table<{template}, {start.rows}>"
+                return [
+                    f"const {type_} {name(start.ref)}{{{where}, {ends}}};",
+                    f"static_assert({type_}::kBytes == {start.bytes});",
+                    f"{name(start.ref)}.clear();",
+                ]
+            if start.tops is not None:
+                tops, element = start.tops, pointwise.ELEMENT[result.dtype]
+                each, finite = start.columns // tops.columns, "true" if tops.finite else "false"
+                type_ = f"OnlineSegments<{element}, {start.width}, {tops.columns}, {each}, {finite}>"
+                return [
+                    f"{type_} {name(start.ref)}{{{{{where}, {ends}, {{}}}}, {name(tops.ref)}, {{}}}};",
+                    f"static_assert({type_}::kBytes == {start.bytes});",
+                ]
+            type_ = f"Segments<{template}>"
+            return [
+                f"{type_} {name(start.ref)}{{{where}, {ends}, {{}}}};",
+                f"static_assert({type_}::kBytes == {start.bytes});",
+            ]
+        case TopsStart(ref, columns, offset):
+            type_ = f"RunTops<{columns}>"
+            return [
+                f"{type_} {name(ref)}{{reinterpret_cast<u32*>(scratch + {offset})}};",
+                f"static_assert({type_}::kBytes == {node.bytes});",
+            ]
+        case frame.ClusterRing(ref, ring, vectors, depth, slots, writers, readers):
+            entry = depth * vectors * 128 * 16
+            where = f"reinterpret_cast<U4*>(shared + {at.constant(slots)} + group * {entry})"
+            ends = f"{at.constant(writers)}, {at.constant(readers)}, 1 + group"
+            return [f"const ClusterQueue<{vectors}, {depth}> {name(ref)}{{&{at.constant(ring)}[group], {where}, {ends}}};"]
+        case frame.ExchangeRing(ring, vectors, depth, offset, ctas):
+            all_ctas, x = f"{(1 << ctas) - 1}u", name(ring)
+            ends = f"reinterpret_cast<U4*>(scratch + {offset}), {all_ctas}, {all_ctas}, 1 + group"
+            return [f"const ClusterQueue<{vectors}, {depth}> {x}{{&header.{x}[group], {ends}}};", f"u32 n_{x} = 0;"]
+        case frame.L2Ring(ref, vectors, counters, slots, depth, writers, readers):
+            where = f"p.zeroed() + {at.constant(counters)}, p.workspace + {at.constant(slots)}"
+            ends = f"{at.constant(depth)}, {at.constant(writers)}, {at.constant(readers)}, instance * kLanes + group, 1 + group"
+            return [f"const auto {name(ref)} = l2_queue<{vectors}>({where}, {ends});"]
+        case frame.StagedArray(ref, _, _, source, lanes, offset, number):
+            where = f"static_cast<const u8*>({at.constant(source)}), {_lane(at, lanes)} + {offset}, header.staged[{number}][group]"
+            return [f"const {_staged_type(node)} {name(ref)}{{{where}}};"]
+        case frame.WeightRing(header_bytes):
+            return [f"StreamedWeights<Weights> weights{{Weights{{&header.weights, shared + {header_bytes}}}}};"]
+        case frame.AwaitWeights():
+            return ["mbar_wait(header.resident, 0);"]
+    return []
+
+
+def _lane(at: Spelling, lanes: frame.LaneScratch) -> str:
+    return f"shared + {at.constant(lanes.at)} + group * {lanes.bytes}"
+
+
+def _staged_type(node: frame.StagedArray) -> str:
+    return f"StagedRows<Element<{pointwise.ELEMENT[node.dtype]}>::Bits, {node.columns}>"
+
+
+def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
+    # A lane's own tiles are counted without a register for their number.
+    lines, more, tile = list[str](), "n * workers + worker < kTiles", "static_cast<i64>(n) * workers + worker"
+    first, following = "worker", "(tile + workers)"
+    if loop.uniform or loop.consecutive:
+        lines.append("const u32 rounds = rounds_of(workers, kTiles);")
+    if loop.consecutive:
+        more, tile = "n < rounds && worker * rounds + n < kTiles", "static_cast<i64>(worker) * rounds + n"
+        first, following = "static_cast<i64>(worker) * rounds", "(n + 1 < rounds ? tile + 1 : kTiles)"
+    if loop.uniform:
+        more = "n < rounds"
+    staged = [name(s.ref) for s in loop.staged]
+    lines += [f"{s}.fetch(lane, 0, {first}, kRows);" for s in staged]
+    lines += (
+        ["(void)workers, (void)worker;", *_ROUNDS] if loop.batches else ["KITSUNE_NO_UNROLL", f"for (u32 n = 0; {more}; ++n) {{"]
+    )
+    rows = (_BATCH, *_ROWS_OF_BATCH) if loop.batches else _OWN_ROWS if loop.own_rows else _ROWS_OF_TILE
+    body = [*([] if loop.batches else [f"const i64 tile = {tile};"]), *rows, "(void)valid;"]
+    apart = "kOwnRows / 2" if loop.own_rows else "8"
+    if loop.order is None:
+        body.append(f"const i64 row[2] = {{first_row, first_row + {apart}}};")
+    else:
+        order = at.constant(loop.order)
+        body.append(f"const i64 row[2] = {{row_of({order}, first_row, valid[0]), row_of({order}, first_row + {apart}, valid[1])}};")
+    if staged:
+        body.append(f"{_staged_type(loop.staged[0])}::turn(1 + group);")
+    body += [f"{s}.fetch(lane, n + 1, {following}, kRows);" for s in staged]
+    body += [f"{s}.wait(n, tile, kRows);" for s in staged]
+    if loop.prefetched:
+        fetches = [f"  prefetch_tile({at.constant(array)}, next_row, kRows, {size});" for array, size in loop.prefetched]
+        next_row = f"const i64 next_row = {following} * kTileRows;"
+        body += ["if (lane.thread == 0) {", f"  {next_row}", *fetches, "}"]
+    if loop.vectors:
+        body.append("const float* const vectors = opaque(p.vectors);")
+    body += print_stage.lines(at, loop.body)
+    return [*lines, *(f"  {line}" for line in body), "}"]
+
+
+_ROWS_OF_TILE = (
+    "const i64 first_row = tile * kTileRows + lane.row;",
+    "const bool valid[2] = {first_row < kRows, first_row + 8 < kRows};",
+)
+_OWN_ROWS = (
+    "const i64 first_row = tile * kOwnRows + lane.row;",
+    "const bool valid[2] = {first_row < kRows, first_row + kOwnRows / 2 < kRows};",
+)
+_ROUNDS = (
+    "KITSUNE_NO_UNROLL",
+    "for (u32 n = 0, tile; (tile = first_tile<kLanes, kTiles, kBatchTiles, kTogether>(share, n)) < kTiles; ++n) {",
+)
+_BATCH = "const BatchRows rows_at = BatchRows::of<kLanes, kBatchTiles>(tile, kBatchRows);"
+_ROWS_OF_BATCH = (
+    "const i64 of_batch = rows_at.first + group * kTileRows + lane.row;",
+    "const i64 first_row = rows_at.batch * kBatchRows + of_batch;",
+    "const bool valid[2] = {of_batch < kBatchRows, of_batch + 8 < kBatchRows};",
+)
+
+
+# -- partial sums
+
+
+def _finish(at: Spelling, node: Node, part: str) -> list[str]:
+    match node:
+        case frame.FinishSinks(arrived, sinks, segments, tables):
+            counter = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(arrived)})"
+            lines = [f"const Finish finish{{{counter}, &header.flags[group], workers, worker, 1 + group}};"]
+            for sink, result, _ in sinks:
+                what = f"{'true' if sink.quad else 'false'}" if not sink.width else f"{sink.width}"
+                lane = "" if not sink.width else "lane, "
+                lines.append(f"store_partial<{sink.how}, {what}>({_partial(at, result)}, finish, {lane}{name(sink.ref)});")
+            lines += [f"{name(ref)}.store_partial();" for ref in segments]
+            for ref, groups in tables:
+                lines.append(f"{name(ref)}.store_partial(p.zeroed() + {at.constant(groups)}, &header.flags[group]);")
+            lines.append("if (finish.last()) {")
+            lines += [f"  {name(ref)}.combine();" for ref in (*segments, *(ref for ref, _ in tables))]
+            for sink, result, columns in sinks:
+                template = f"{sink.how}, {pointwise.COMPUTE[sink.dtype]}, {pointwise.ELEMENT[result.dtype]}"
+                what = f"{at.constant(result.out)}, {_partial(at, result, 'const ')}, finish, {columns}, {sink.width or 1}"
+                lines.append(f"  combine<{template}>({what});")
+            return [*lines, "}"]
+        case frame.FinishGradients():
+            return _finish_gradients(at, node, part)
+    return print_stage.lines(at, [node])
+
+
+def _partial(at: Spelling, result: Result, const: str = "") -> str:
+    return f"reinterpret_cast<{const}u32*>(p.workspace + {at.constant(result.partial)})"
+
+
+def _finish_gradients(at: Spelling, node: frame.FinishGradients, part: str) -> list[str]:
+    """Each lane's rows of the stage's weight gradients: stored, and added up by the lane that comes last of those with the same."""
+    arrived = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(node.arrived)} + (slab * kLanes + group) * 128)"
+    lines = ["{", f"  const Finish finish{{{arrived}, &header.flags[group], workers / kLanes, {part}, 1 + group}};"]
+    for g, result, sums in node.gradients:
+        k, words = g.gradient.of, g.shape.words
+        lines.append(f"  u32* const partial{k} = {_partial(at, result)} + slab * {node.parts * words};")
+        lines.append(f"  {name(g.gradient)}.store(partial{k} + static_cast<i64>(finish.worker) * {words}, lane, sum{k});")
+        for total, into in sums:
+            n, words = total.sums.of, total.panel.width
+            lines.append(f"  u32* const partial{n} = {_partial(at, into)} + slab * {node.parts * words};")
+            lines.append(f"  {name(total.sums)}.store(partial{n} + finish.worker * {words}, sink{n});")
+    lines.append("  if (finish.last()) {")
+    for g, result, sums in node.gradients:
+        k, shape = g.gradient.of, g.shape
+        pitch = shape.rows if shape.swapped else shape.columns * node.split
+        sizes = f"{shape.blocks}, {shape.all_blocks}, {shape.width}"
+        template = f"{pointwise.ELEMENT[result.dtype]}, {'true' if shape.swapped else 'false'}, {sizes}"
+        where = f"{shape.rows}, {shape.columns}, static_cast<int>(slab) * {shape.columns}, {pitch}"
+        what = f"{at.constant(result.out)}, partial{k}, finish.workers, {name(g.gradient)}.first, {where}"
+        lines.append(f"    combine_gradient<{template}>({what});")
+        lines += [f"    {_combine_columns(at, total, into, node.split)}" for total, into in sums]
+    return [*lines, "  }", "}"]
+
+
+def _combine_columns(at: Spelling, total: frame.PanelSumStart, result: Result, split: int) -> str:
+    out, k = at.constant(result.out), total.sums.of
+    if total.slabs and split > 1:
+        out = f"static_cast<u8*>({out}) + slab * {total.columns * pointwise.ITEM_SIZE[result.dtype]}"
+    element = pointwise.ELEMENT[result.dtype]
+    combine = f"{name(total.sums)}.combine<{element}>({out}, partial{k}, finish.workers, {total.columns});"
+    # Where the stage is split by the other operand, all of its CTAs have the same sums.
+    return combine if total.slabs or split == 1 else f"if (slab == 0) {combine}"
+
+
+# -- loader
+
+
+def _loader(at: Spelling, code: LoadResident | LoadStreamed | LoadBlocks) -> list[str]:
+    match code:
+        case LoadResident():
+            lines = _resident(at, code)
+        case LoadStreamed():
+            lines = _streamed(code)
+        case LoadBlocks():
+            lines = _blocks(at, code)
+    return ["(void)slab, (void)p, (void)header, (void)shared, (void)share;", *lines]
+
+
+def _resident(at: Spelling, code: LoadResident) -> list[str]:
+    if not code.fetches:
+        return []
+    lines = [f"expect_resident(header.resident, {sum(f.bytes for f in code.fetches)});"]
+    for f in code.fetches:
+        source = f"p.weights{f.group} + {at.constant(f.source)}{f' + slab * {f.bytes}' if f.slabs else ''}"
+        lines.append(f"fetch_resident(shared + {at.constant(f.to)}, {source}, {f.bytes}, header.resident);")
+    return [*lines, "finish_resident(header.resident);"]
+
+
+def _blocks(at: Spelling, code: LoadBlocks) -> list[str]:
+    batch = "0"
+    for inner, extent in code.axes:
+        batch = f"({batch} * {extent} + rows_at.batch / {inner} % {extent})"
+    lines = [
+        f"const Weights weights{{&header.weights, shared + {code.ring.header_bytes}}};",
+        "Weights::At next;",
+        *_ROUNDS,
+        f"  {_BATCH}",
+    ]
+    lines += [f"  {print_stage.seen_blocks(at, node)}" for node in code.seen]
+    lines += [f"  const u8* const of{k} = p.weights{k} + static_cast<i64>({batch}) * {size}ll;" for k, size in code.groups]
+    for part in code.parts:
+        lines += [f"  {line}" for line in _part(part)]
+    return [*lines, "}"]
+
+
+def _part(part: frame.Blocks) -> list[str]:
+    """Iterations that follow each other lie one behind the other."""
+    calls = [f"stream_weights(weights, next, from{group}, {chunks}, {size});" for group, chunks, size in part.runs]
+    if part.seen is None:
+        starts = [f"const u8* from{k} = of{k} + {first}ll;" for k, first, _ in part.places]
+        count, head = str(part.count), list[str]()
+    else:
+        seen = f"{name(part.seen)}.{part.which}"
+        starts, count = [], f"{seen}_count()"
+        head = [f"const u8* from{k} = of{k} + {first}ll + {seen}_block(i) * {size}ll;" for k, first, size in part.places]
+    if count == "1":
+        return ["{", *(f"  {line}" for line in (*starts, *calls)), "}"]
+    loop = ["KITSUNE_NO_UNROLL", f"for (i32 i = 0; i < {count}; ++i) {{", *(f"  {line}" for line in (*head, *calls)), "}"]
+    return ["{", *(f"  {line}" for line in (*starts, *loop)), "}"]
+
+
+def _streamed(code: LoadStreamed) -> list[str]:
+    lines = [
+        f"const Weights weights{{&header.weights, shared + {code.ring.header_bytes}}};",
+        "Weights::At next;",
+        _workers(code.ctas),
+        "const u32 rounds = rounds_of(workers, kTiles);",
+        "KITSUNE_NO_UNROLL",
+        "for (u32 round = 0; round < rounds; ++round) {",
+    ]
+    lines += [f"  const u8* from{k} = p.weights{k};" for k in sorted({group for group, _, _ in code.runs})]
+    lines += [f"  stream_weights(weights, next, from{group}, {chunks}, {size});" for group, chunks, size in code.runs]
+    return [*lines, "}"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A laid-out kernel as one short ``.cu`` file, which is meant to be read.
+#
+# Comes in: ``Layout`` and the kinds of its stages. Goes out: CUDA C++ that includes ``kitsune/kitsune.h`` and nothing else.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def source(at: Layout, found: list[Kind]) -> str:
@@ -188,3 +511,180 @@ def _calls(at: Layout, found: list[Kind], call: str) -> list[str]:
         mine = f"role.kind == {kind.number}" if shares else f"rank < {first + split}"
         lines.append(f"{word} ({mine}) {text}" if k + 1 < len(found) else f"else {text}")
     return lines
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A kernel of several phases as one ``.cu`` file.
+#
+# Comes in: ``CallLayout`` and the kinds of the stages of each part. Goes out: CUDA C++. A part is a namespace with what a kernel
+# of its own would have. Parts with the same text are one namespace, and those of one phase a loop, so that the updates of thirty
+# parameters are compiled once. In the kernel each role runs the parts in their order. Between two parts the CTA meets, between
+# two phases the grid.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """The parts that run the same code, in the order of their phases. ``types``: of the pointers of its Params."""
+
+    name: str
+    text: str
+    types: tuple[str, ...]
+    members: tuple[LaidOut, ...]
+
+
+def source_of_phases(call: CallLayout, found: list[list[Kind]]) -> str:
+    """The source of the kernel ``kitsune_region``."""
+    groups, a = _groups(call, found), call.parts[0].layout.a
+    phases = len({part.phase for part in call.parts})
+    head = [
+        f"// {call.name}: {len(call.parts)} parts in {phases} phases, {call.grid} CTAs, {a.lanes} lanes",
+        "#define KITSUNE_PHASES 1",
+        INCLUDES + f"constexpr int kLanes = {a.lanes};\n",
+    ]
+    spaces = [f"namespace {g.name} {{\n\n{g.text}\n}}  // namespace {g.name}\n" for g in groups]
+    params = struct("Params", [f"{buffer};" for buffer in call.buffers])
+    headers = struct("Headers", [f"{g.name}::Header {g.name}[{len(g.members)}];" for g in groups])
+    given = [_given(call, g) for g in groups]
+    return "\n".join([*head, *spaces, params, headers, *given, "}  // namespace\n", _entry_of_phases(call, groups)])
+
+
+def _groups(call: CallLayout, found: list[list[Kind]]) -> list[_Group]:
+    """In the order of their first parts."""
+    by_text: dict[str, list[int]] = {}
+    for k, (part, kinds) in enumerate(zip(call.parts, found, strict=True)):
+        by_text.setdefault(_text(part, kinds), []).append(k)
+    return [
+        _Group(f"part{members[0]}", text, _types(call.parts[members[0]]), tuple(call.parts[k] for k in members))
+        for text, members in by_text.items()
+    ]
+
+
+def _text(part: LaidOut, kinds: list[Kind]) -> str:
+    at = part.layout
+    fields = [*params(at), *(f"void* out{k};" for k in range(len(at.program.outputs)))]
+    fields += ["u8* workspace;", "u8* counters;", "KITSUNE_DEVICE u8* zeroed() const { return counters; }"]
+    head = f"// {told(at)}\n{constants(at)}"
+    return "\n".join([head, struct("Params", fields), *roles(at, kinds)])
+
+
+def _types(part: LaidOut) -> tuple[str, ...]:
+    given = [field.rsplit(" ", 1)[0] for field in params(part.layout)]
+    return (*given, *("void*" for _ in part.layout.program.outputs), "u8*", "u8*")
+
+
+# -- what a part is given
+
+
+def _given(call: CallLayout, group: _Group) -> str:
+    """Where the pointers of a part point to. What an earlier phase writes is read behind the barrier, so its pointer is opaque."""
+    opaque = [any(s.made for s in sources) for sources in zip(*(m.sources for m in group.members), strict=True)]
+    if len(group.members) == 1:
+        lines, pointers = list[str](), [_pointer(call, s, t) for s, t in zip(group.members[0].sources, group.types, strict=True)]
+        title = f"{group.name}::Params {group.name}_params(const Params& p)"
+    else:
+        lines = [_table(group)]
+        pointers = [f"static_cast<{t}>(pointer(p, at[{k}]))" for k, t in enumerate(group.types)]
+        pointers = [x.replace("static_cast<const float*>", "reinterpret_cast<const float*>") for x in pointers]
+        title = f"{group.name}::Params {group.name}_params(const Params& p, u32 member)"
+    pointers = [f"opaque({x})" if hidden else x for x, hidden in zip(pointers, opaque, strict=True)]
+    lines += [f"KITSUNE_DEVICE {title} {{"]
+    lines += [f"  const Pointer* const at = k{group.name.title()}[member].pointers;"] if len(group.members) > 1 else []
+    return "\n".join([*lines, "  return {", *(f"      {x}," for x in pointers), "  };", "}\n"])
+
+
+def _pointer(call: CallLayout, source: Source, type_: str) -> str:
+    field = call.buffers[source.buffer].split()[-1]
+    if source.byte:  # in the workspace, whose type is u8*
+        return f"static_cast<{type_}>(p.{field} + {source.byte})"
+    return f"p.{field}"
+
+
+def _table(group: _Group) -> str:
+    """For each member its CTAs and the pointers that it is given."""
+    name = group.name.title()
+    lines = [f"struct {name} {{", "  u32 first, ctas;", f"  Pointer pointers[{len(group.types)}];", "};"]
+    lines.append(f"KITSUNE_CONSTANT {name} k{name}[] = {{")
+    for m in group.members:
+        pointers = ", ".join(f"{{{s.buffer}, {s.byte}}}" for s in m.sources)
+        lines.append(f"    {{{m.first}, {m.ctas}, {{{pointers}}}}},")
+    return "\n".join([*lines, "};"])
+
+
+# -- the kernel
+
+
+def _entry_of_phases(call: CallLayout, groups: list[_Group]) -> str:
+    a = call.parts[0].layout.a
+    load, consume = (
+        "if (fetches()) {part}::load({params}, header, base, share);",
+        "{part}::consume({params}, header, base, share, group - 1);",
+    )
+    init = [
+        f"    for (u32 m = 0; m < {len(g.members)}; ++m) {g.name}::init(headers.{g.name}[m]);"
+        if len(g.members) > 1
+        else f"    {g.name}::init(headers.{g.name}[0]);"
+        for g in groups
+    ]
+    lines = [
+        f"static_assert(sizeof(Headers) <= {call.parts[0].layout.header_bytes});\n",
+        f"KITSUNE_KERNEL(kitsune_region, Params, p, {a.threads}) {{",
+        "  Headers& headers = shared<Headers>();",
+        "  u8* const base = reinterpret_cast<u8*>(&headers);",
+        "  u32* const arrived = reinterpret_cast<u32*>(p.workspace);",
+        "  const u32 group = thread_id() / kGroupThreads;",
+        "  if (thread_id() == 0) {",
+        *init,
+        "    fence_mbar_init();",
+        "  }",
+        "  block_sync();",
+        "  if (group == 0) {",
+        "    become_loader<kLanes>();",
+        *_role(call, groups, load, lambda n: []),
+        "  } else {",
+        "    become_consumer<kLanes>();",
+        *_role(call, groups, consume, lambda n: [f"end_of_phase<kLanes>(arrived, {n});"]),
+        *([] if call.fetch is None else [f"    {call.fetch.call}"]),
+        "  }",
+        "}\n",
+    ]
+    return "\n".join(lines)
+
+
+def _role(call: CallLayout, groups: list[_Group], run: str, end_of_phase: Callable[[int], list[str]]) -> list[str]:
+    """The parts in their order, with what comes behind phase number n of them: ``end_of_phase(n)``."""
+    phases = sorted({part.phase for part in call.parts})
+    lines: list[str] = []
+    for n, phase in enumerate(phases):
+        lines.append(f"// phase {phase}")
+        mine = [(g, [k for k, m in enumerate(g.members) if m.phase == phase]) for g in groups]
+        for group, members in mine:
+            if members:
+                lines += _run(call, group, members, run)
+        if n + 1 < len(phases):
+            lines += end_of_phase(n)
+    return [f"    {line}" for line in lines]
+
+
+def _run(call: CallLayout, group: _Group, members: list[int], run: str) -> list[str]:
+    """Those ``members`` of the group, which follow each other."""
+    ctas, name = group.members[0].layout.a.ctas, group.name
+    if len(group.members) == 1:
+        place, member, params = f"{group.members[0].first}, {group.members[0].ctas}", "0", f"{name}_params(p)"
+    else:
+        table = f"k{name.title()}[m]"
+        place, member, params = f"{table}.first, {table}.ctas", "m", f"{name}_params(p, m)"
+    body = [
+        f"const Share share = Share::of({place}, {ctas});",
+        "if (share.is_mine()) {",
+        f"  {name}::Header& header = headers.{name}[{member}];",
+        f"  section({call.parts.index(group.members[members[0]])}, group);",
+        f"  {run.format(part=name, params=params)}",
+        "  end_of_part<kLanes>();",
+        "}",
+    ]
+    loop = f"for (u32 m = {members[0]}; m < {members[-1] + 1}; ++m) {{"
+    head = (
+        ["KITSUNE_NO_UNROLL", loop] if len(members) > 1 else ["{", *([f"  const u32 m = {members[0]};"] if member == "m" else [])]
+    )
+    return [*head, *(f"  {line}" for line in body), "}"]

@@ -13,8 +13,6 @@ import re
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["KERNEL", "CompileError", "fingerprint", "include_dirs", "root"]
-
 KERNEL = "kitsune_region"  # the function every generated source defines, and the stem of its file name in messages
 
 Part = Literal["include", "emulator"]

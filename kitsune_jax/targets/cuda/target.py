@@ -1,4 +1,4 @@
-"""The CUDA target, and the emulator of its kernels, as one object each."""
+"""The CUDA target and the emulator of its kernels, and the ops that they have code for."""
 
 from __future__ import annotations
 
@@ -11,15 +11,89 @@ import jax
 import jax.numpy as jnp
 
 from kitsune_jax import config
-from kitsune_jax.graph import Graph, Op, Value
+from kitsune_jax.ops.graph import Graph, Op, Value
+from kitsune_jax.ops.loops import parts
+from kitsune_jax.ops.reduce import INDEXED, ONLINE
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Ahead, Plan
+from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
-from kitsune_jax.program.ir import Program
-from kitsune_jax.streams.space import Region
+from kitsune_jax.program.ir import Instr, Program
 from kitsune_jax.targets.base import Evaluate, Target
-from kitsune_jax.targets.cuda import devices, emit, hostcc, lower, nvrtc, runtime, support
-from kitsune_jax.targets.cuda.planning import ahead, machines, planner, xla_times
+from kitsune_jax.targets.cuda import hostcc, lower, nvrtc, pointwise, runtime
+from kitsune_jax.targets.cuda.planning import machines, planner, xla
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.stage.instructions import REDUCTIONS
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What the CUDA target has code for, asked op by op before a region is formed.
+#
+# Comes in: an op of the Graph with its values. Goes out: None, or the reason in words for the report. It speaks of what can be
+# known from one op; ``check`` has the last word on a plan.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# tf32 is what JAX means by the default precision of a float32 product on a GPU.
+_TF32_PRECISIONS = (None, "DEFAULT")
+
+
+def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    """None if the CUDA target runs ``op``, else why not."""
+    for value in (*in_values, *out_values):
+        if value.dtype not in pointwise.COMPUTE:
+            return f"{value.dtype} has no code on the GPU"
+        if value.size == 0:
+            return "an array without elements"
+    if op.kind in INDEXED or op.kind in ONLINE:  # what streams is not known of one op; an index that does says rows of a table
+        return None
+    if op.body is not None:
+        return _loop(op.body)
+    if op.kind == "dot_general":
+        return _dot_general(op, in_values, out_values)
+    spec = OPS.get(op.kind)
+    if spec is None or not spec.moves and spec.family not in ("pointwise", "convert") and op.kind not in REDUCTIONS:
+        return f"{op.kind} has no code on the GPU"
+    return None if spec.moves or op.kind in REDUCTIONS else _pointwise(op, in_values, out_values)
+
+
+def _loop(body: Graph) -> str | None:
+    """What keeps a loop's body from running inside a kernel, and the line that it is on."""
+    for op in body.ops:
+        why = supports(op, [body.values[v] for v in op.inputs], [body.values[v] for v in op.outputs])
+        if why is None and op.body is not None and (parts(op).xs or parts(op).ys):
+            why = "a loop inside of it that takes or gives slices"
+        if why is not None:
+            return f"{op.label or op.kind} ({op.source}): {why}" if op.source else why
+    return None
+
+
+def _pointwise(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    if op.kind == "select_n" and len(in_values) != 3:
+        return "select_n with more than two cases"
+    if op.kind == "select_n" and in_values[0].dtype != "bool":
+        return "select_n by an integer has no code on the GPU"
+    instr = Instr(op.kind, op.inputs, op.outputs, op.params)
+    types = [pointwise.COMPUTE[v.dtype] for v in in_values]
+    out = out_values[0].dtype
+    operands = [f"x{k}" for k in range(len(types))]
+    if pointwise.instruction(instr, operands, types, pointwise.COMPUTE[out], out) is None:
+        return f"{op.kind} of {in_values[0].dtype} has no code on the GPU"
+    return None
+
+
+def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+    lhs, rhs = (v.dtype for v in in_values)
+    if lhs != rhs or lhs not in pointwise.OPERAND:
+        return f"matrix product of {lhs} and {rhs} has no code on the GPU"
+    if op["accumulate"] != "float32":
+        return f"matrix product accumulated in {op['accumulate']} has no code on the GPU"
+    if lhs == "float32" and op["precision"] not in _TF32_PRECISIONS:
+        return f"matrix product of float32 at precision {op['precision']}: the tensor cores round to tf32"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The CUDA target, and the emulator of its kernels, as one object each.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 class _Cuda(Target[GpuMachine]):
@@ -40,7 +114,7 @@ class _Cuda(Target[GpuMachine]):
         return runtime.why_not() if not runtime.available() else self._no_compiler()
 
     def _no_compiler(self) -> str:
-        return nvrtc.why_not() or devices.why_not() or ""
+        return nvrtc.why_not() or runtime.why_no_kernels() or ""
 
     def available(self) -> bool:
         why = self.why_not()
@@ -49,13 +123,13 @@ class _Cuda(Target[GpuMachine]):
         return not why
 
     def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
-        return support.supports(op, in_values, out_values)
+        return supports(op, in_values, out_values)
 
     def machine(self, device: str | None = None) -> GpuMachine:
-        return machines.gpu(device or devices.model())
+        return machines.gpu(device or runtime.device_model())
 
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: GpuMachine) -> float:
-        return xla_times.of_ops(graph, ops, machine)
+        return xla.of_ops(graph, ops, machine)
 
     def plan(self, graph: Graph, region: Region, machine: GpuMachine) -> Plan:
         """Candidates of the planner are shown to the code generator, from the fastest on, and the first one that it takes is it."""
@@ -73,13 +147,13 @@ class _Cuda(Target[GpuMachine]):
     def ahead(
         self, graph: Graph, calls: Sequence[Sequence[tuple[Region, Plan]]], machine: GpuMachine, force: bool
     ) -> Sequence[Ahead | None]:
-        return ahead.of_calls(graph, calls, machine, force)
+        return planner.fetches_of_calls(graph, calls, machine, force)
 
     def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
         return lower.generate(self.name, program, plans, title, ahead)
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        return emit.call(self.name, code, program, args, out_avals, evaluate)
+        return lower.call(self.name, code, program, args, out_avals, evaluate)
 
     def order(self, ids: Any, n: int) -> Any:
         """XLA:GPU sorts one key and one value by radix, and anything more by comparisons, in hundreds of kernels."""
@@ -89,7 +163,7 @@ class _Cuda(Target[GpuMachine]):
         return jax.lax.sort((keys, jax.lax.iota(jnp.int32, ids.size)), num_keys=1, is_stable=True)[1]
 
     def notes(self) -> tuple[str, ...]:
-        return tuple(filter(None, [devices.note()]))
+        return tuple(filter(None, [runtime.note()]))
 
     def surroundings(self) -> tuple[Any, ...]:
         return config.cuda_arch(), config.cuda_avoid()

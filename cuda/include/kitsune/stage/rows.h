@@ -1,5 +1,5 @@
 // Staged rows: tiles of an array whose rows would take many narrow accesses, brought to shared memory as they lie. Rows whose pitch
-// allows 16 bytes at once are not staged (`is_staged` in targets/cuda/arrays.py).
+// allows 16 bytes at once are not staged (`is_staged` in targets/cuda/frame_ir.py).
 //
 // Comes in: an array of C columns without gaps, so that a tile is one piece of memory and starts on a multiple of 64 bytes. Goes
 // out: addresses of the lane's rows, for `load_row` with `kStaged`. A lane has two buffers: while it works on a tile, the next one

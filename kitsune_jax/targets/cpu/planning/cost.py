@@ -1,25 +1,213 @@
-"""What ops cost on a CPU: seconds on one core, from what was measured.
-
-Comes in: a Graph, a Region and the machine model of a CPU. Goes out: ``CpuCost``. Invariant: every rate comes from the machine's
-profile.
-"""
+"""Seconds of the ops of a region on one CPU core, from measured times of the kernels."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
-from collections.abc import Container, Iterable
+import math
+from collections.abc import Container, Iterable, Sequence
 
-from kitsune_jax.graph import Graph
-from kitsune_jax.ops.online import ONLINE
+from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.planning.cost import COPIES, FREE, GATHER, SCANS, SCATTER, Access, DotWork, RegionCost, itemsize
-from kitsune_jax.program.passes import Flow, activations
-from kitsune_jax.streams.space import Region
-from kitsune_jax.targets.cpu.layouts import MOST_COLUMNS
-from kitsune_jax.targets.cpu.planning import few_rows, runs, times
-from kitsune_jax.targets.cpu.planning.machines import CpuMachine
-from kitsune_jax.targets.cpu.planning.taken import Taken
+from kitsune_jax.planning.streams import FEW_OF_BATCH, FEW_ROWS, Region
+from kitsune_jax.program import passes as activations
+from kitsune_jax.program.passes import Flow
+from kitsune_jax.targets.cpu.memory import MOST_COLUMNS
+from kitsune_jax.targets.cpu.planning import machines
+from kitsune_jax.targets.cpu.planning.machines import CpuMachine, CpuTimes
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Products of few rows with a matrix that is read once, as it lies: a token with a weight, a query with the keys of its head.
+#
+# Comes in: what a product does for a row, or the costs of a region. Goes out: whether it is of that kind, and the matrices of a
+# region that only such products read; a tile needs no memory for those.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_LARGE = 1 << 12  # elements of a matrix that belongs to one row of the stream
+
+
+def has_few_rows(dot: DotWork | None, sink: bool) -> bool:
+    """``sink``: the product contracts the stream."""
+    if dot is None or dot.dtype == "float64" or min(dot.m, dot.n) > (FEW_OF_BATCH if dot.per_row else FEW_ROWS):
+        return False
+    return sink or dot.per_row and max(dot.m, dot.n) * dot.k >= _LARGE
+
+
+def matrices(cost: RegionCost) -> frozenset[int]:
+    """The streamed operands of the region that nothing reads but products for each row of the stream, of few rows each."""
+
+    def once(v: int, i: int) -> bool:
+        dot = cost.work(i).dot
+        larger = max(cost.graph.ops[i].inputs, key=cost.row_size)
+        return dot is not None and dot.per_row and v == larger and has_few_rows(dot, False)
+
+    return frozenset(v for v in cost.region.inputs if v in cost.labels and all(once(v, i) for i in cost.readers.get(v, ())))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Short runs inside rows: what is repeated or folded there a few elements at a time takes longer than its elements.
+#
+# Comes in: the costs of a region. Goes out: how many runs a repeated operand has in a row, whether a reduction picks its elements
+# one by one, and how many short pieces of arrays cross the border. A Viterbi or CRF step is of this kind: ``a[:, :, None] +
+# transitions`` of [batch, 6, 6], and its maximum.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Up to eight rows of an array in memory that are read or written alone, a page and more from the next ones: exp of [255, 512, 6] in
+# front of a loop, in tiles of 4 of the 512 rows, took one worker 7 ns for eight rows, of [255, 2048, 6] 22 (Xeon with AMX, busy).
+# In tiles of one of 64 rows, pieces of 64 bytes took 23 ns, of 128 and 256 bytes 30 to 60; of 16 bytes, a quarter of a page from
+# the next ones, 8 to 12, which is finding them (the same machine).
+PIECE_SECONDS, NEAR_PIECE_SECONDS = 20e-9, 6e-9
+_PIECE_ROWS, _PIECE_BYTES, _PAGE = 8, 1024, 4096
+# Runs inside a row are found by their strides, one by one: they took 8 to 15 ns each, a whole row of one number 3 (same machine).
+_WITHIN = 3.0
+SHORT = 16  # elements: from here on the elements of a run are what takes time
+
+
+def spreads_short_runs(cost: RegionCost, i: int) -> tuple[int, ...]:
+    """Of each operand of op ``i`` that was repeated along the row, or inside it in short runs, the number of runs of a row."""
+    size = cost.row_size(cost.graph.ops[i].outputs[0])
+    found = []
+    for v in dict.fromkeys(cost.graph.ops[i].inputs):
+        run = size
+        while v in cost.producer and cost.family(cost.producer[v]) in FREE and cost.graph.ops[cost.producer[v]].inputs:
+            op = cost.graph.ops[cost.producer[v]]
+            if op.kind == "broadcast_in_dim":
+                run = min(run, _repeated(cost.graph.values[op.inputs[0]].shape, op["dims"], cost.graph.values[v].shape))
+            v = op.inputs[0]
+        if v not in cost.labels or size <= 1:
+            continue
+        if cost.row_size(v) == 1:
+            found.append(1)
+        elif 0 < run < min(size, SHORT):
+            found.append(size // run)
+    return tuple(found)
+
+
+def run_seconds(times: CpuTimes, dtype: str, elements: int, n: int) -> float:
+    """Of an operand that is repeated in ``n`` runs of a row of ``elements``."""
+    return n * times.spread(dtype, elements / n) * (_WITHIN if n > 1 else 1.0)
+
+
+def _repeated(shape: Sequence[int], dims: Sequence[int], out: Sequence[int]) -> int:
+    """Elements of the result that follow each other until it changes between the same element again and another one."""
+    kept = {d for n, d in zip(shape, dims, strict=True) if n == out[d]}
+    real = [d for d, n in enumerate(out) if n > 1]
+    run = 1
+    for d in reversed(real):
+        if (d in kept) != (real[-1] in kept):
+            break
+        run *= out[d]
+    return run
+
+
+def folds_single_elements(cost: RegionCost, i: int) -> bool:
+    """Does reduction ``i`` fold fewer elements than a vector has, and are those that lie side by side of as few results?"""
+    op = cost.graph.ops[i]
+    shape, params = cost.graph.values[op.inputs[0]].shape, dict(op.params)
+    axes = params["axes"] if "axes" in params else (params["axis"],)
+    behind = math.prod(shape[max(axes) + 1 :])
+    return behind < SHORT and 1 < math.prod(shape[d] for d in axes) < SHORT
+
+
+def pieces(cost: RegionCost, rows: int) -> tuple[int, int]:
+    """Short pieces that the region reads and writes where it streams over a dimension of an array that others stand in front of:
+    those that lie pages apart, and the others.
+
+    Of eight rows each, as short tiles have them, or of a tile's ``rows`` where these are fewer. What loops slice is not among them:
+    the rows of a slice lie together."""
+    far, near, sliced = 0, 0, cost.sliced()
+    together = max(1, min(_PIECE_ROWS, rows))
+    for v in (*cost.region.inputs, *cost.outputs):
+        value, labels = cost.graph.values[v], cost.labels.get(v)
+        streamed = [d for d, label in enumerate(labels or ()) if label and value.shape[d] > 1]
+        if v in sliced or not streamed:
+            continue
+        in_front = math.prod(n for d, n in enumerate(value.shape[: streamed[-1]]) if d not in streamed)
+        inner = math.prod(value.shape[streamed[-1] + 1 :])
+        size = inner * itemsize(value.dtype)
+        if in_front == 1 or together * size >= _PIECE_BYTES:
+            continue
+        if size * value.shape[streamed[-1]] >= _PAGE:
+            far += value.size // (together * inner)
+        else:
+            near += value.size // (together * inner)
+    return far, near
+
+
+def pieces_seconds(cost: RegionCost, rows: int) -> float:
+    """What ``pieces`` take one worker."""
+    far, near = pieces(cost, rows)
+    return far * PIECE_SECONDS + near * NEAR_PIECE_SECONDS
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Which ops of a region are computed of rows of tables where the tables have them: what ``targets.cpu.facts`` finds in a program,
+# before there is one.
+#
+# Comes in: the costs of a region, for their facts about it. Goes out: ``Taken``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_TABLES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """``sums``: ops that read rows of a table. ``absorbed``: the products that they compute. ``values``: what never lies in memory,
+    gathered rows and their products."""
+
+    sums: frozenset[int]
+    absorbed: frozenset[int]
+    values: frozenset[int]
+
+    @staticmethod
+    def of(cost: RegionCost) -> Taken:
+        sums, absorbed, values = set[int](), set[int](), set[int]()
+        for i in cost.region.ops:
+            op = cost.graph.ops[i]
+            access = cost.access(i)
+            folds = access is not None and access.folds and access.near and op.kind in ("scatter_sum", "scatter_exp_sum")
+            products = op.kind == "reduce_sum" and i not in cost.sinks
+            if not (folds or products) or cost.graph.values[op.inputs[0]].dtype not in _TABLES:
+                continue
+            chain = _made(cost, op.inputs[0], i)
+            if chain is None:
+                continue
+            made, between = chain
+            if folds and cost.looks_up(made):
+                sums.add(i)
+                values.update(between)
+            elif cost.graph.ops[made].kind == "mul":
+                found = [_made(cost, v, made) for v in cost.graph.ops[made].inputs]
+                tables = [f for f in found if f is not None and cost.looks_up(f[0])]
+                if tables:
+                    sums.add(i)
+                    absorbed.add(made)
+                    # Of two gathers a sum reads the second as factors, from a tile.
+                    values.update(between, *(names for _, names in (tables[:1] if folds else tables)))
+        return Taken(frozenset(sums), frozenset(absorbed), frozenset(values))
+
+
+def _made(cost: RegionCost, v: int, reader: int) -> tuple[int, list[int]] | None:
+    """The op of the region that makes ``v``, behind other names of it, where ``reader`` alone reads it; and all names."""
+    names = []
+    while v in cost.producer and cost.readers.get(v, []) == [reader] and v not in cost.outputs:
+        names.append(v)
+        reader = cost.producer[v]
+        op = cost.graph.ops[reader]
+        if cost.family(reader) not in FREE or len(op.inputs) != 1:
+            return reader, names
+        v = op.inputs[0]
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What ops cost on a CPU: seconds on one core, from what was measured.
+#
+# Comes in: a Graph, a Region and the machine model of a CPU. Goes out: ``CpuCost``. Invariant: every rate comes from the
+# machine's profile.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 # Families whose ops run in groups, through registers.
 _GROUPED = frozenset({"pointwise", "convert"})
@@ -78,7 +266,7 @@ class CpuCost(RegionCost):
 
     def __init__(self, graph: Graph, region: Region, machine: CpuMachine, order: int | None = None):
         super().__init__(graph, region, machine, order)
-        self.times = times.times(machine.profile)
+        self.times = machines.times(machine.profile)
         self.rounding = machine.rounding
         self.cpu_work = functools.lru_cache(maxsize=None)(self._cpu_work)
         self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
@@ -137,13 +325,13 @@ class CpuCost(RegionCost):
             return CpuWork(work.dtype, sink, kind=op.kind, family=family, elements=elements, narrow=narrow)
         edges = elements * self._edges(i) if family in _GROUPED else 0
         sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
-        picked = family in SCANS and not sink and runs.folds_single_elements(self, i)
-        spreads = runs.spreads(self, i) if family in _GROUPED else ()
+        picked = family in SCANS and not sink and folds_single_elements(self, i)
+        spreads = spreads_short_runs(self, i) if family in _GROUPED else ()
         return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, spreads, activation,
                        narrow=picked, taken=taken, rounds=family in _GROUPED and self._rounds(i))  # fmt: skip
 
     def _by_columns(self, v: int) -> bool:
-        """Does ``v``, in a loop's body, lie column by column (``targets.cpu.layouts``)? Taking its columns then costs nothing, and
+        """Does ``v``, in a loop's body, lie column by column (``targets.cpu.memory``)? Taking its columns then costs nothing, and
         neither does putting them together."""
         if self.carried is None or v not in self.labels or not 1 < self.row_size(v) <= MOST_COLUMNS:
             return False
@@ -152,13 +340,13 @@ class CpuCost(RegionCost):
 
     @functools.cached_property
     def taken(self) -> Taken:
-        """What is computed of rows of tables where the tables have them (``targets.cpu.taken``)."""
+        """What is computed of rows of tables where the tables have them (``targets.cpu.facts``)."""
         return Taken.of(self)
 
     @functools.cached_property
     def matrices(self) -> frozenset[int]:
         """Operands that products of few rows read as they lie."""
-        return few_rows.matrices(self)
+        return matrices(self)
 
     def _absorbed(self, i: int) -> bool:
         return i in self.activations or super()._absorbed(i)
@@ -217,7 +405,7 @@ class CpuCost(RegionCost):
         return loads + stored
 
     def _seconds(self, work: CpuWork, rows: int) -> float:
-        known, step = self.times, _STEP_AGAIN if work.again else times.STEP_SECONDS
+        known, step = self.times, _STEP_AGAIN if work.again else machines.STEP_SECONDS
         if work.activation:
             return rows * work.elements * known.activation(work.activation, work.dtype)
         if work.dot is not None:
@@ -243,15 +431,15 @@ class CpuCost(RegionCost):
         if not work.kind:
             return 0.0
         rows = 1 if work.still else rows
-        passes = max(rows * work.elements, times.least_elements(work.kind)) * known.vector(work.kind, work.dtype)
+        passes = max(rows * work.elements, machines.least_elements(work.kind)) * known.vector(work.kind, work.dtype)
         passes += rows * work.elements * known.rounding(work.dtype) if work.rounds else 0.0
-        spread = sum(runs.seconds(known, work.dtype, work.elements, n) for n in work.spreads)
+        spread = sum(run_seconds(known, work.dtype, work.elements, n) for n in work.spreads)
         return step + passes + rows * (work.edges * known.edge(work.dtype) + spread)
 
     def _product_seconds(self, work: CpuWork, dot: DotWork, rows: int) -> float:
         known = self.times
         weights, gradients = self.products if dot.dtype == "bfloat16" else ("widened", "widened")
-        if few_rows.has_few_rows(dot, work.sink):
+        if has_few_rows(dot, work.sink):
             few, size = min(dot.m, dot.n), dot.k * max(dot.m, dot.n)
             return rows * dot.batch * known.few_rows(dot.dtype, few, size, once=not dot.per_row)
         if dot.per_row:
@@ -329,7 +517,7 @@ class CpuCost(RegionCost):
     @functools.cached_property
     def products(self) -> tuple[str, str]:
         """How bfloat16 operands are multiplied fastest: in products with weights, and in weight gradients (``PRODUCTS``)."""
-        known, typical = self.times, times.TILE
+        known, typical = self.times, machines.TILE
         ways = known.ways("bfloat16")
         weights, gradients = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
         for work, count in self.kinds(self.region.ops).items():
@@ -363,7 +551,7 @@ class CpuCost(RegionCost):
             real = [d for d, n in enumerate(shape) if n > 1]
             if real and labels[real[-1]] and self.row_size(v) > 1:
                 elements += self.graph.values[v].size
-        return elements * _STRIDED_SECONDS + runs.pieces_seconds(self, rows)
+        return elements * _STRIDED_SECONDS + pieces_seconds(self, rows)
 
     def live_row_bytes(self, ops: Iterable[int]) -> int:
         """Most bytes per row that are alive at once while ``ops`` run in order on a tile.

@@ -1,22 +1,30 @@
-"""Machine models of CPUs: the numbers of a profile, by the names that planning knows.
-
-Comes in: the name of a device, or a profile (``kitsune_jax.profile``). Goes out: a frozen ``CpuMachine``. Invariant: equal names
-and equal profiles give equal models, so a plan is a pure function of the graph and the profile.
-"""
+"""Machine models of CPUs: the numbers of a profile, and times made of them."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
 
-from kitsune_jax.ops.rounding import Rounding
-from kitsune_jax.planning.machine import KIB, MIB, Machine, Place
-from kitsune_jax.profile import rounding, shipped, store
-from kitsune_jax.profile.kernels import TILE
-from kitsune_jax.profile.model import Profile, with_least_times_of_xla
-from kitsune_jax.targets.cpu.planning.xla_loops import Steps
-from kitsune_jax.targets.cpu.planning.xla_program import Handed
-from kitsune_jax.targets.cpu.planning.xla_rows import RowKernels
+from kitsune_jax.ops.spec import Rounding
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import Access
+from kitsune_jax.planning.plan import KIB, MIB, Machine, Place
+from kitsune_jax.targets.cpu.call import Handed
+from kitsune_jax.targets.cpu.planning.xla_kernels import ARITHMETIC, NARROW, RowKernels, Steps, fused
+from kitsune_jax.targets.cpu.profile import profile as shipped
+from kitsune_jax.targets.cpu.profile import store, xla
+from kitsune_jax.targets.cpu.profile.kernels import ACCESSED, DEPTHS, SHORT, SMALL_PRODUCTS, TILE, WIDTHS
+from kitsune_jax.targets.cpu.profile.profile import Profile, table, with_least_times_of_xla
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Machine models of CPUs: the numbers of a profile, by the names that planning knows.
+#
+# Comes in: the name of a device, or a profile (``kitsune_jax.profile``). Goes out: a frozen ``CpuMachine``. Invariant: equal
+# names and equal profiles give equal models, so a plan is a pure function of the graph and the profile.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 # glibc mallopt(3): M_MMAP_THRESHOLD grows to at most this; larger blocks are fresh pages at every call.
 FAULT_THRESHOLD = 32 * MIB
@@ -45,7 +53,7 @@ class CpuMachine(Machine):
     fault_bandwidth: float
     huge_fault_bandwidth: float
     profile: Profile
-    rounding: Rounding = rounding.KNOWN
+    rounding: Rounding = xla.KNOWN_ROUNDING
     fresh_bytes: int = FAULT_THRESHOLD
     steps: Steps | None = None
     row_kernels: RowKernels = RowKernels()
@@ -54,7 +62,7 @@ class CpuMachine(Machine):
 
 
 @functools.lru_cache(maxsize=64)
-def cpu_of(profile: Profile, rounds: Rounding = rounding.KNOWN) -> CpuMachine:
+def cpu_of(profile: Profile, rounds: Rounding = xla.KNOWN_ROUNDING) -> CpuMachine:
     """The machine model of a CPU: the numbers of ``profile`` by the names that GPUs have as well. ``rounds``: where XLA rounds."""
     workers, seconds = profile.workers, profile.seconds
 
@@ -115,4 +123,331 @@ def cpu_at_hand() -> CpuMachine:
 
     Raises ``ValueError`` where ``KITSUNE_NUM_THREADS`` or ``KITSUNE_PROFILE`` mean nothing.
     """
-    return cpu_of(store.at_hand(), rounding.at_hand())
+    return cpu_of(store.at_hand(), xla.rounding_at_hand())
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Seconds on a CPU, from a machine's profile: of our kernels on one worker, and of XLA's on the whole machine.
+#
+# Comes in: a ``Profile``. Goes out: ``CpuTimes``, which answers for products, gradients, loops and reductions of any size.
+# Invariant: every number comes from the profile; what is added here is how a time grows with a shape. Rates are interpolated
+# between the shapes that were measured, on logarithmic scales, and do not change beyond them.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Columns that a micro-kernel computes at least: one vector of floats, on the widest machines.
+_VECTOR = 16
+_FEW = 16  # elements of the rows measured as ``fold/short/`` and ``load/short/``
+# What the product of a vector takes before its elements: with a matrix of its own of 36 to 1024 elements, and of 4096, which is
+# read where it lies. 6 x 6, 16 x 16, 32 x 32 and 64 x 64 took 31, 54, 115 and 275 ns of one worker (float32, Xeon with AMX).
+_OWN_MATRIX, _OWN_LARGE_MATRIX = 25e-9, 100e-9
+_NARROW_RUN = 1.4  # a run's row of a few numbers, over one of 16, whose reading is counted apart
+_SHORT = 256  # width of the product measured as ``short/``
+_SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
+_MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
+# A call wakes another thread for every 20 us of work that can be shared (kNsPerThread in cpu/src/ffi.cc).
+SHARED_SECONDS = 2 * 20e-6
+# Finding the operands of one more op on a tile, before its first element: 50 to 100 ns on Zen 5.
+STEP_SECONDS = 70e-9
+# An op computes whole vectors. One that is many operations of a strip (the bits of an rbg key) computes all eight of it: those
+# of 1, 16 and 64 numbers took 0.51 us beside other programs, of 512 numbers 2.1 (Xeon with AMX). Threefry hashes four vectors.
+_LEAST = {"philox4x32": 8 * _VECTOR, "threefry2x32": 4 * _VECTOR}
+# Such bits take 3.6 ns each, 14 times as long as a tanh: one hash makes four of them, and every number has its own.
+_AS_TANHS = {"philox4x32": 14.0}
+# A dimension below 8 keeps XLA's product from the library (YNNPACK).
+_LEAST_SIDE = 8
+# XLA folds 8 and 16 numbers by index hardly more slowly than one: 1.0, 1.6 and 2.6 ns where 64 take 11.7 (JAX 0.12, Xeon with AMX).
+_NARROW_FOLDS = 1.5
+# Numbers of a row are folded beside each other, where operations of the loop "arithmetic" wait for each other: folds of bfloat16
+# took 0.04 to 0.1 ns a number longer than those of float32, an operation of the loop 0.19 (10 000 rows of 16 and 20 000 of 64, Xeon
+# with AMX).
+_BESIDE = 0.4
+_ROWS = 1024  # of most of the products that were measured
+
+
+def least_elements(kind: str) -> int:
+    """Elements of a pointwise op that take as long as one."""
+    return _LEAST.get(kind, _VECTOR)
+
+
+@functools.lru_cache(maxsize=16)
+def times(profile: Profile) -> CpuTimes:
+    """The times of ``profile``, made once."""
+    return CpuTimes(profile)
+
+
+class CpuTimes:
+    def __init__(self, profile: Profile):
+        self.profile = profile
+        self._numbers = table(profile)
+        self.product = functools.lru_cache(maxsize=4096)(self._product)
+        self.gradient = functools.lru_cache(maxsize=4096)(self._gradient)
+        self._dot = functools.lru_cache(maxsize=4096)(self._xla_dot)
+        self.vector = functools.lru_cache(maxsize=1024)(self._vector)
+        self.fused = fused(profile)
+
+    def __getitem__(self, key: str) -> float:
+        return self._numbers[key]
+
+    # -- ours, one worker
+
+    def ways(self, dtype: str) -> tuple[str, ...]:
+        """How products of ``dtype`` can be multiplied here."""
+        return tuple(p for p in ("widened", "dots", "tiles") if f"pack/{_float(dtype)}/{p}" in self._numbers)
+
+    def _product(self, dtype: str, way: str, rows: float, k: int, n: int) -> float:
+        """A tile of ``rows`` rows times k x n."""
+        dtype = _float(dtype)
+        padded = -(-n // _VECTOR) * _VECTOR
+        grid = [[math.log(self[f"gemm/{dtype}/{way}/{a}x{b}"] / (a * b)) for b in WIDTHS] for a in DEPTHS]
+        across = [_between(WIDTHS, line, padded) for line in grid]
+        per_row = math.exp(_between(DEPTHS, across, k)) * max(k, DEPTHS[0]) * padded / TILE
+        short = self[f"short/{dtype}/{way}"] / (math.exp(grid[-1][-1]) * _SHORT * _SHORT / TILE)
+        return per_row * max(rows, short)
+
+    def _gradient(self, dtype: str, way: str, rows: float, m: int, n: int) -> float:
+        """The weight gradient of a tile: ``rows`` contracted, m x n accumulators."""
+        dtype = _float(dtype)
+        points = [k for k in (16, 64, 512) if f"outer/{dtype}/{way}/{k}x{k}" in self._numbers]
+        per_product = [math.log(self[f"outer/{dtype}/{way}/{k}x{k}"] / (TILE * k * k)) for k in points]
+        # The accumulators are read and written once for each tile, however few its rows are.
+        a, b = self[f"outer_short/{dtype}/{way}"] / (_SHORT * _SHORT), self._at(points, per_product, _SHORT)
+        sums = max(0.0, (a - SHORT * b) / (1 - SHORT / TILE))
+        per_row = max(self._at(points, per_product, _mean(m, n)) - sums / TILE, 0.2 * b)
+        return (per_row * rows + sums) * max(m, 2) * max(n, _VECTOR // 2)
+
+    def few_rows(self, dtype: str, rows: int, elements: int, once: bool = True) -> float:
+        """A product of so few rows with a matrix of so many elements, which is read once, as it lies. Not ``once``: one of many."""
+        return elements * self[f"few/{_float(dtype)}"] * (0.75 + 0.25 * rows) + (0.0 if once else _OWN_LARGE_MATRIX)
+
+    @staticmethod
+    def _at(points: Sequence[float], logarithms: Sequence[float], side: float) -> float:
+        return math.exp(_between(points, logarithms, side))
+
+    def pack(self, dtype: str, way: str, transposed: bool, level: str) -> float:
+        """An element of a weight that lies in ``level`` (l2, l3 or dram), and its panel with it."""
+        size = 2 if dtype in NARROW else 8 if dtype == "float64" else 4
+        moved = self[f"copy/{level}"] - self["copy/l2"] if level != "l2" else 0.0
+        return self[f"{'pack_t' if transposed else 'pack'}/{_float(dtype)}/{way}"] + 2 * size * max(0.0, moved)
+
+    def _vector(self, kind: str, dtype: str) -> float:
+        """An element of a pointwise op, with the pass over the tile that it takes."""
+        code = OPS[kind].opcodes[0] if OPS[kind].opcodes else "add"
+        if dtype == "float64":
+            near = "tanh" if OPS[kind].flops > 6 else "add"
+            return self._numbers.get(f"vector64/{code}", self[f"vector64/{near}"])
+        found = self._numbers.get(f"vector/{code}") if OPS[kind].opcodes else None
+        if found is None and kind in _AS_TANHS:
+            found = self["vector/tanh"] * _AS_TANHS[kind]
+        if found is None:  # one that is not measured, or a conversion
+            found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
+        return found
+
+    def rounding(self, dtype: str) -> float:
+        """An element of a 16-bit ``dtype`` rounded in a register."""
+        return self[f"vector/to_{dtype}"] if dtype in NARROW else 0.0
+
+    def product_per_row(self, dtype: str, m: int, k: int, n: int) -> float:
+        """A product of (m, k) with (k, n) whose operands both belong to one row."""
+        sides = [_mean(a, c) for a, _, c in SMALL_PRODUCTS]
+        rates = [math.log(self[f"dot/{a}x{b}x{c}"] / (a * b * c)) for a, b, c in SMALL_PRODUCTS]
+        start = _OWN_MATRIX if k > 1 and min(m, n) == 1 < max(m, n) else 0.0
+        return start + math.exp(_between(sides, rates, _mean(m, n))) * m * k * n * (2.0 if dtype == "float64" else 1.0)
+
+    def access(self, access: Access) -> float:
+        """What an op reads or folds by indices, for a row of the stream."""
+        if access.folds and access.near:
+            return access.count * self._row("runs", access.row_bytes)
+        inner, outer = (self._row(f"take/{level}", access.row_bytes) for level in ("l2", "l3"))
+        # Beyond the last level a row comes from memory, at its rate: rows are asked for before their turn.
+        outer = max(inner, outer)
+        beyond = outer + access.row_bytes * max(0.0, self["copy/dram"] - self["copy/l3"])
+        p = self.profile
+        sizes = (p.l2 / 2, 4 * p.l2, p.l3 / 2, 4 * p.l3)
+        taken = _between(sizes, (inner, outer, outer, beyond), access.table_bytes) if not access.near else inner
+        if not access.folds:
+            return access.count * taken
+        # A row that is folded into a table is read and written back.
+        return access.count * (self._row("folded", access.row_bytes) + 2 * (taken - inner))
+
+    def written(self, size: float) -> float:
+        """Seconds of one thread that writes an array of so many bytes: its lines are brought in first, so it is as a copy."""
+        return size * self["copy/l2" if size <= self.profile.l2 else "copy/l3"]
+
+    def folded(self, access: Access) -> float:
+        """What it takes to fold a row of the stream, which was measured on rows in the last level, without reading the table."""
+        return access.count * self._row("runs" if access.near else "folded", access.row_bytes)
+
+    def _row(self, key: str, row_bytes: int) -> float:
+        """Between the widths that were measured a row's time grows with its bytes. Below them that of a run does not: 100 000 rows
+        of 1 number took two workers 234 us, of 16 numbers 258, with their reading (Xeon with AMX)."""
+        few, many = (self[f"{key}/{width}"] for width in ACCESSED)
+        each = max(0.0, many - few) / (4 * (ACCESSED[1] - ACCESSED[0]))
+        return max(few + (row_bytes - 4 * ACCESSED[0]) * each, (_NARROW_RUN if key == "runs" else 0.3) * few)
+
+    def activation(self, name: str, dtype: str) -> float:
+        """An element of an activation that a product applies to its sums."""
+        return self[f"activation/{name}/{'bfloat16' if dtype == 'bfloat16' else 'float32'}"]
+
+    def edge(self, dtype: str) -> float:
+        """An element loaded by a group of pointwise ops, or stored by it, beyond the passes of the ops."""
+        dtype = dtype if f"load/{dtype}" in self._numbers else "float32"
+        return 0.5 * (self[f"load/{dtype}"] + self[f"store/{dtype}"])
+
+    def fold(self, dtype: str, elements: float, over_rows: bool = False) -> float:
+        """A row of so many elements summed, or added to sums over the rows."""
+        dtype = dtype if f"fold/row/{dtype}" in self._numbers else "float32"
+        if over_rows:
+            return elements * self[f"fold/column/{dtype}"]
+        if elements < _FEW:  # folded over the rows instead, of all rows together
+            return elements * self[f"fold/column/{dtype}"]
+        each = self[f"fold/row/{dtype}"]
+        return max(self[f"fold/short/{dtype}"] - _FEW * each, 0.0) + elements * each
+
+    def spread(self, dtype: str, elements: float) -> float:
+        """One value of a row repeated along it, for an op that wants full rows."""
+        dtype = dtype if f"load/{dtype}" in self._numbers else "float32"
+        each = self[f"load/{dtype}"]
+        return max(self[f"load/short/{dtype}"] - _FEW * each, 0.0) + elements * each
+
+    # -- XLA, the whole machine
+
+    def xla_dot(self, dtype: str, rows: int, k: int, n: int, form: str = "dot", batch: float = 1) -> float:
+        """``batch`` products of rows x k and k x n, in one call of the library. ``form``: dot, dot_t (the weight transposed) or
+        outer (k rows contracted, rows x n results)."""
+        each, start = self._dot(dtype, rows, k, n, form)
+        return batch * each + min(start, 4 * batch * each)  # a tiny one runs where it is
+
+    def _xla_dot(self, dtype: str, rows: int, k: int, n: int, form: str) -> tuple[float, float]:
+        """Seconds of one product, and of handing it to the threads, if that is not in them."""
+        if dtype in ("float64", "complex64"):
+            each, start = self._dot("float32", rows, k, n, form)
+            return 2 * each, start
+        dtype = _float(dtype)
+        if form == "outer":
+            points = self._points(f"xla/outer/{dtype}/") or self._points("xla/outer/float32/")
+            known = sorted((_mean(a, b), math.log(s / (r * a * b))) for r, a, b, s in points)
+            sides = [side for side, _ in known]
+            return math.exp(_between(sides, [rate for _, rate in known], _mean(rows, n))) * rows * k * n, 0.0
+        if min(rows, k, n) < _LEAST_SIDE:
+            return self._narrow_dot(dtype, rows, k, n, by_rows=form == "dot" and rows == min(rows, k, n)), 0.0
+        points = self._points(f"xla/dot/{dtype}/")
+        large = [p for p in points if p[0] == _ROWS and min(p[1:3]) >= _LEAST_SIDE]
+        sides = [_mean(a, b) for _, a, b, _ in large]
+        least = min(self._points("xla/dot/float32/"), key=lambda p: p[0] * p[1] * p[2])[3]
+        rates = [math.log(max(s - least, 0.3 * s) / (r * a * b)) for r, a, b, s in large]
+
+        def rate(side: float) -> float:
+            return math.exp(_between(sides, rates, side))
+
+        factor = 1.0
+        if form == "dot_t" and (other := self._points(f"xla/dot_t/{dtype}/")):
+            r, a, b, s = other[0]
+            factor = s / (rate(_mean(a, b)) * r * a * b)
+        far = self._far(dtype, rows, k, n, rate)
+        few = [p for p in points if p[0] < 64] or [p for p in self._points("xla/dot/float32/") if p[0] < 64]
+        single = min(few, key=lambda p: p[1] * p[2])[3]
+        # Handing a product to the threads: less where they are awake from the one before.
+        start = max(0.0, self["xla/start"] - 16 * 64 * 64 * rate(64))
+        r, a, b, s = max(few, key=lambda p: p[1] * p[2])
+        weights = max(0.0, (s - single) / (a * b) - r * rate(_mean(a, b)))  # an element of the weights, whatever the rows
+        return k * n * (rows * rate(_mean(k, n)) * factor * far + weights), start
+
+    def _far(self, dtype: str, rows: int, k: int, n: int, rate: Callable[[float], float]) -> float:
+        """How many times as long a product takes because its rows do not fit the caches."""
+        found = [p for p in self._points(f"xla/dot/{dtype}/") if p[0] > 2 * _ROWS and min(p[1:3]) >= _LEAST_SIDE]
+        if not found:
+            return 1.0
+        r, a, b, s = found[0]
+        most = max(1.0, s / (r * a * b * rate(_mean(a, b))))
+        moved, few, many = rows * (k + n), _ROWS * (a + b), r * (a + b)
+        # What is moved beside the arithmetic weighs less the wider the product is.
+        return 1.0 + (most - 1.0) * min(1.0, max(0.0, math.log(moved / few) / math.log(many / few)))
+
+    def _narrow_dot(self, dtype: str, rows: int, k: int, n: int, by_rows: bool) -> float:
+        """A side too short for the library: a loop over the larger operand, once for each column of the smaller. ``by_rows``: the
+        larger one is a weight, whose rows are added up."""
+        dtype = dtype if self._numbers.get(f"xla/dot/{dtype}/2048x256x1") else "float32"
+        one, four = (self[f"xla/dot/{dtype}/2048x256x{c}"] / (2048 * 256) for c in (1, 4))
+        if by_rows:
+            four, one = four - one + self[f"xla/vector/{dtype}"], self[f"xla/vector/{dtype}"]
+        sides = sorted((rows, k, n))
+        per_element = one + max(0.0, four - one) * (sides[0] - 1) / 3
+        return per_element * sides[1] * sides[2]
+
+    def _points(self, prefix: str) -> list[tuple[int, int, int, float]]:
+        found = []
+        for key, seconds in self.profile.numbers:
+            if key.startswith(prefix):
+                rows, k, n = map(int, key.removeprefix(prefix).split("x"))
+                found.append((rows, k, n, seconds))
+        return sorted(found)
+
+    def xla_near(self, dtypes: Iterable[str]) -> tuple[float, float]:
+        """What one thread takes for the operations of a loop in its second level, and for what it moves, as parts of what the whole
+        machine's rates make of one thread: those are of arrays of a megabyte. ``dtypes``: of what the loop reads and writes."""
+        home = next((d for d in dtypes if d in NARROW), "float32")
+        move, tanh = (self[f"xla/near/{name}/{home}"] for name in ("move", "tanh"))
+        usual, functions = (self.profile.workers * self[f"xla/loop/{name}/{home}"] for name in ("move", "tanh"))
+        return min(1.0, max(tanh - move, 0.1 * tanh) / max(functions - usual, 0.1 * functions)), min(1.0, move / usual)
+
+    def uneven(self, dtype: str) -> float:
+        """How many times as long a loop's ops take on short rows that XLA's threads cannot share out evenly."""
+        home = dtype if dtype in NARROW else "float32"
+        found, usual = self[f"xla/uneven/tanh/{home}"], self[f"xla/loop/tanh/{home}"]
+        return max(1.0, found / usual)
+
+    def xla_moved(self, near: bool) -> float:
+        """A byte that a kernel reads or writes: from the caches, or from memory."""
+        if near:
+            return self["xla/loop/move/float32"] / _MOVED
+        return self["copy/dram"] / 2 / self.profile.workers
+
+    def xla_batched(self, dtype: str) -> float:
+        """A multiplication and addition of many small products."""
+        return self._numbers.get(f"xla/batched/{dtype}", self["xla/batched/float32"])
+
+    def xla_rows(self, what: str, rows: float, width: float, table_bytes: float) -> float:
+        """``rows`` rows of ``width`` elements taken from a table ("gather") or folded into one ("scatter")."""
+        few, many = self[f"xla/{what}/1"], self[f"xla/{what}/64"]
+        far = self["xla/gather/far"] * min(1.0, width / 64) if table_bytes > 2 * self.profile.l2 else 0.0
+        between = ((width - 1) / 63) ** (_NARROW_FOLDS if what == "scatter" and width < 64 else 1.0)
+        return rows * (few + between * max(0.0, many - few) + far)
+
+    def rounded(self, dtype: str) -> float:
+        """What one thread of XLA's takes longer to fold a number of ``dtype`` by index than one of float32: it converts both, and
+        rounds."""
+        if dtype not in NARROW:
+            return 0.0
+        beyond = [self[f"xla/loop/arithmetic/{d}"] - self[f"xla/loop/move/{d}"] for d in (dtype, "float32")]
+        return _BESIDE * self.profile.workers * max(0.0, beyond[0] - beyond[1]) / ARITHMETIC
+
+    def xla_reduce(self, dtype: str, dimensions: str, squares: bool = False) -> float:
+        """An element of a sum over ``dimensions`` ("row", "column", "middle" or "all"), or of a sum of squares."""
+        what = f"xla/{'squares' if squares else 'reduce'}/{dimensions}"
+        return self._numbers.get(f"{what}/{dtype}", self[f"{what}/float32"])
+
+    def xla_pass(self, dtype: str) -> float:
+        """An element of an operation that XLA's library computes in front of a sum."""
+        dtype = dtype if dtype == "bfloat16" else "float32"
+        absolute, plain = self[f"xla/absolute/{dtype}"], self[f"xla/reduce/all/{dtype}"]
+        return max(absolute - plain, 0.1 * plain)
+
+
+def _float(dtype: str) -> str:
+    return dtype if dtype in ("float32", "float64", "bfloat16", "float16") else "float32"
+
+
+def _mean(a: float, b: float) -> float:
+    """The harmonic mean: a product's time beyond its arithmetic is for loading and storing, in proportion to 1 / a + 1 / b."""
+    return 2.0 * a * b / (a + b) if a and b else 1.0
+
+
+def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:
+    """``values`` (logarithms) at ``x``, linear in log x between the points and constant beyond them."""
+    if x <= at[0] or len(at) == 1:
+        return values[0]
+    if x >= at[-1]:
+        return values[-1]
+    k = bisect.bisect_right(at, x)
+    share = math.log(x / at[k - 1]) / math.log(at[k] / at[k - 1])
+    return values[k - 1] + share * (values[k] - values[k - 1])

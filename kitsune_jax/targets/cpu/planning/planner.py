@@ -1,32 +1,324 @@
-"""The plan of a region on a CPU: every worker takes a tile through all ops, so no worker hands anything to another.
-
-Comes in: a Graph, a Region and the machine model of a CPU. Goes out: its ``Plan``. Cores are alike, so a spatial pipeline would do
-the same work and pay for its queues besides: of 5000 plans for 2 to 192 cores the model liked 24 spatial ones better, all of them
-for regions that neither arrangement made faster than XLA. Where rows are folded into tables by indices, the rows stream as they lie
-in memory, and every worker folds into tables of its own; or they stream in the order of the indices of one such op, whose results
-are then reductions of runs. The model decides. Invariants: a plan fits the machine, or ``Infeasible`` says why there is none; and
-the same arguments give the same plan in every process.
-"""
+"""The plan of a region on a CPU: tile size, blocks of long dimensions, and the order of folds by an index."""
 
 from __future__ import annotations
 
-from kitsune_jax.graph import Graph
-from kitsune_jax.ops.online import ONLINE
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import FREE, SCATTER, pipeline_traffic
-from kitsune_jax.planning.orders import orders_of
-from kitsune_jax.planning.plan import Infeasible, Plan, Stage
-from kitsune_jax.planning.stages import resource_of, stage_name
-from kitsune_jax.streams.space import Region
-from kitsune_jax.targets.cpu.planning.blocks import in_blocks
-from kitsune_jax.targets.cpu.planning.cost import CpuCost
-from kitsune_jax.targets.cpu.planning.machines import CpuMachine, least_times_of_xla
-from kitsune_jax.targets.cpu.planning.segments import folded_seconds, order_seconds, segments_seconds
-from kitsune_jax.targets.cpu.planning.tile_size import TileModel, tile_rows, woken_seconds
-from kitsune_jax.targets.cpu.planning.times import SHARED_SECONDS
-from kitsune_jax.targets.cpu.planning.xla_fused import FAMILIES
-from kitsune_jax.targets.cpu.planning.xla_program import LONG_SECONDS
-from kitsune_jax.targets.cpu.planning.xla_times import baseline, fault_seconds
+from kitsune_jax.planning.cost import FREE, SCATTER, Access, pipeline_traffic, round_up
+from kitsune_jax.planning.plan import MIB, Infeasible, Plan, Stage, size_text
+from kitsune_jax.planning.stages import Inner, inner_of, orders_of, resource_of, stage_name
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.program.blocks import NotBlocked
+from kitsune_jax.program.build import build
+from kitsune_jax.program.ir import Instr, TileProgram, walk
+from kitsune_jax.program.loop_bounds import mean_met, with_known_bounds
+from kitsune_jax.targets.cpu.call import LONG_SECONDS
+from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
+from kitsune_jax.targets.cpu.planning.machines import SHARED_SECONDS, STEP_SECONDS, CpuMachine, least_times_of_xla
+from kitsune_jax.targets.cpu.planning.xla import baseline, fault_seconds
+from kitsune_jax.targets.cpu.planning.xla_kernels import FAMILIES
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Rows of a tile on a CPU: what is alive while a core runs all ops of a region on a tile, and how long that takes.
+#
+# Comes in: a ``CpuCost``. Goes out: ``TileModel`` and the rows per tile. Invariant: a tile that needs more memory than a worker
+# may have raises ``Infeasible`` with the size in the message; nothing is silently made slower.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Tile sizes in order of preference, where the model can't tell them apart (micro-kernels reach their rate at 32 to 128 rows).
+_ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 768, 1024, 2048, 4096, 8192)
+# The part of a core's L2 that a tile without products may take, which is passed over several times, with what it reads and writes
+# in memory. Softmaxes of rows of 512 numbers took two cores 0.35 to 0.41 ns a number at 16 to 48 rows a tile, 0.34 to 0.77 at 61
+# to 96, 0.60 to 0.78 from 128 on; of 1536 numbers 0.34 to 0.40 at 16 to 64, 0.59 at 96 (float32, a Xeon with AMX and 2 MB of L2;
+# jax.jit 0.44 to 0.78).
+_PASSED = 1 / 10
+# What a loop whose steps are passes over the state may take: most of a first cache. CartPole (48 bytes a cart) took 4 to 6 % less
+# CPU time with tiles of 512 or 768 carts than with 4 096, which lie in the L2; 1 024 gained nothing, and with 256 the way from step
+# to step took what was won (a Xeon with AMX and 48 KB of L1). A step that also makes something once for all rows, as keys of
+# random numbers are, takes 1 us for it, which tall tiles share.
+_STATE = 40 * 1024
+_INDIFFERENT = 1.03  # the model is not better than this
+_ONE_TILE = 128  # streams no longer than this are one tile, if cutting them gains nothing
+# Nor is another worker woken in each call for less than this: where what a step of a loop makes once for all rows takes most of the
+# time, two workers do it twice. 200 steps that split a key and add 64 normal numbers: 0.24 ms of CPU time in two tiles.
+_WOKEN_FOR = 1.25
+_TILE_SECONDS = 0.3e-6  # picking the next tile
+_MAX_SCRATCH = 1024 * MIB
+
+
+class TileModel:
+    """A tile of any number of rows on one core. What does not depend on the rows is computed once.
+
+    ``live``: bytes per row that are alive at once; ``border``: that are read and written in memory. ``weights``, ``sinks``: bytes
+    of stationary operands, and of the accumulators that every tile adds to as a whole. ``tables``: bytes of those that a tile
+    adds its own rows to, which an access costs (``CpuTimes.access``). ``packs``: packing weights is a part of a tile's seconds.
+    """
+
+    packs = False
+
+    def __init__(self, cost: CpuCost):
+        ops = sorted(cost.region.ops)
+        self.cost = cost
+        self.kinds = cost.kinds(ops)
+        self.live = max(1, cost.live_row_bytes(ops))
+        self.border = sum(cost.row_bytes(v) for v in (*cost.region.inputs, *cost.outputs) if cost.streamed(v))
+        self.weights = cost.stationary_bytes(ops)
+        self.tables = cost.sink_bytes(i for i in ops if cost.family(i) == SCATTER)
+        self.sinks = cost.sink_bytes(ops) - self.tables
+        self._made = cost.made_row_bytes()
+        self._between = cost.repack_seconds() + cost.steps_seconds()
+
+    def seconds(self, rows: int) -> float:
+        """One tile on one worker: its ops one after the other."""
+        machine = self.cost.machine
+        weights_at = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
+        tensor = simt = 0.0
+        for work, count in self.kinds.items():
+            seconds = count * self.cost.seconds(work, rows)
+            if work.dot is not None:
+                tensor += seconds
+            else:
+                simt += seconds
+        # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of
+        # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
+        fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)
+        return max(tensor, fetched) + simt + self._between + _TILE_SECONDS
+
+    def _spill_seconds(self, rows: int) -> float:
+        """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""
+        machine = self.cost.machine
+        working = rows * self.live + self.sinks
+        if working <= machine.local_bytes:
+            return 0.0
+        moved = rows * self._made + self.sinks
+        near = working <= machine.shared_bytes // machine.workers
+        return 2 * moved / (machine.place("l3").bandwidth if near else machine.dram_bandwidth / machine.workers)
+
+
+def woken_seconds(cost: CpuCost, packs: bool = False) -> float:
+    """What workers wait for each other: behind weights that they pack, behind the tiles, and behind the sums of strands. ``call``
+    was measured with threads that were awake; one that waits for longer sleeps, as XLA's do (``xla/call/handed``)."""
+    if not cost.machine.handed.is_of(cost.graph):
+        return 0.0
+    return cost.times["xla/call/handed"] * (1 + packs + any(i in cost.sinks for i in cost.region.ops))
+
+
+def tile_rows(model: TileModel) -> int:
+    """Rows per tile: the size the model likes best among those whose intermediates stay in a core's L2, multiples of 8 unless the
+    stream or the memory is shorter. Raises ``Infeasible``.
+    """
+    machine, space = model.cost.machine, model.cost.region.space
+    total = space.rows // max(1, space.batches)  # a tile is of one batch
+    limit = max(machine.local_bytes // model.live, 1)
+    if model.sinks > machine.local_bytes:
+        # Accumulators and weights come from the shared cache for every tile anyway: fewer tiles are worth some intermediates there.
+        # A SwiGLU step (8.7 MB of weights) took 1128 ms with the 48 rows that fit, 1052 ms with 96, 5 to 10 % more again with 192.
+        limit *= 2
+    looped = next(model.cost.loops(), None) is not None  # which reads and writes a slice at a time
+    if not looped and not any(work.dot for work in model.kinds):
+        limit = max(min(limit, int(_PASSED * machine.local_bytes) // (model.live + model.border)), 1)
+    if looped and all(body.is_one_pass() for _, _, body in model.cost.loops()):
+        limit = max(min(limit, _STATE // model.live), 1)
+    # A share of the rows for every worker, in as few rounds as the limit allows: awkward row counts divide evenly.
+    rounds = max(1, -(-total // (machine.workers * min(limit, _ROWS[0]))))
+    share = -(-total // (machine.workers * rounds)) if not space.batch else total
+    whole = total if total <= _ONE_TILE else 0
+    candidates = [n for n in (whole, _ROWS[0], round_up(share, 8), *_ROWS[1:], share) if 0 < n <= min(limit, total)]
+
+    @functools.cache
+    def seconds(rows: int) -> float:
+        tiles, tile = space.tiles(rows), model.seconds(rows)
+        if tiles * tile < SHARED_SECONDS:
+            return tiles * tile
+        hand_over = machine.call_seconds - model.cost.times["call/short"] if tiles > 1 else 0.0
+        if machine.handed.is_of(model.cost.graph):
+            if min(tiles, machine.workers) > 1:  # another worker's sums are set to zero, and added up
+                hand_over += woken_seconds(model.cost) + 2 * model.sinks / machine.place("l3").bandwidth
+            elif tiles < machine.workers:  # one worker moves what all would share
+                hand_over += (1 - 1 / machine.workers) * pipeline_traffic(model.cost) / machine.place("l3").bandwidth
+        return hand_over + -(-tiles // machine.workers) * tile
+
+    best = min(seconds(n) for n in candidates)
+    rows = next(n for n in candidates if seconds(n) <= (_WOKEN_FOR if looped and n == whole else _INDIFFERENT) * best)
+    scratch = rows * model.live + model.sinks + model.tables
+    if scratch > _MAX_SCRATCH:
+        raise Infeasible(f"a tile of {rows} rows needs {size_text(scratch)} of scratch per worker")
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Plans that work off a long dimension of the rows in blocks: the tile is then taller, and its intermediates stay in the cache.
+#
+# Comes in: a Graph, a Region and the machine model of a CPU. Goes out: a plan for each extent of a block, none where the region
+# has no such dimension. What a block costs is what the region would cost if the dimension were that short.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_BLOCKS = (128, 256, 512)
+# What a block does for each row beside the ops of the region: the largest score so far, and how much it has grown.
+_STATE_STEPS, _STATE_OPS = 12, ("max", "eq", "select_n", "sub", "exp", "mul", "add")
+
+
+def in_blocks(graph: Graph, region: Region, machine: CpuMachine, arrange: Callable[[CpuCost, TileModel], Plan]) -> list[Plan]:
+    """A plan for each extent of a block that ``region`` can be worked off in."""
+    inner = inner_of(graph, region)
+    cost = CpuCost(graph, region, machine)
+    if inner is None or cost.matrices:
+        return []
+    if not region.space.batch and all(cost.family(i) == "dot" for i in inner.folds):
+        return []  # a layer's width: its weights lie packed for all tiles
+    value = max((v for v in inner.dims if v in cost.labels), key=lambda v: (v in cost.producer, cost.row_size(v), -v))
+    plans = []
+    for size in (n for n in _BLOCKS if n < inner.size):
+        blocks = value, inner.dims[value], size
+        try:
+            program = with_known_bounds(build(graph, region, _sketch(region, machine, blocks)))
+            plans.append(dataclasses.replace(arrange(cost, BlockModel(cost, inner, size, program)), blocks=blocks))
+        except (NotBlocked, Infeasible):
+            continue
+    return plans
+
+
+def _sketch(region: Region, machine: CpuMachine, blocks: tuple[int, int, int]) -> Plan:
+    """A plan to build a program from whose loops are looked at."""
+    stage = Stage("sketch", tuple(sorted(region.ops)), "tensor", 1, 0.0)
+    return Plan(machine.name, "vertical", 64, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
+
+
+class BlockModel(TileModel):
+    """A tile whose inner dimension is worked off in blocks of ``size``."""
+
+    packs = True
+
+    def __init__(self, whole: CpuCost, inner: Inner, size: int, program: TileProgram):
+        values = list(whole.graph.values)
+        for v, d in inner.dims.items():
+            shape = values[v].shape
+            values[v] = dataclasses.replace(values[v], shape=(*shape[:d], size, *shape[d + 1 :]))
+        super().__init__(CpuCost(dataclasses.replace(whole.graph, values=tuple(values)), whole.region, whole.machine))
+        self.inner, self.program = inner, program
+        self.loops = [i for i in program.stages[0].body if i.kind == "loop"]
+        self.outside = self.cost.kinds(i for i in whole.region.ops if i not in inner.ops)
+        self.inside = [self._inside(loop) for loop in self.loops]
+        self.carried = sum(self.cost.row_size(self.cost.graph.ops[i].outputs[0]) for i in inner.folds)
+
+    def seconds(self, rows: int) -> float:
+        outside = sum(n * self.cost.seconds(work, rows) for work, n in self.outside.items())
+        times = self.cost.times
+        state = _STATE_STEPS * STEP_SECONDS + rows * sum(times.vector(kind, "float32") for kind in _STATE_OPS)
+        state += 2 * rows * self.carried * times.edge("float32")
+        blocks = 0.0
+        for loop, (works, moving) in zip(self.loops, self.inside, strict=True):
+            block = moving + sum(n * self.cost.seconds(work, rows) for work, n in works.items())
+            blocks += self._met(loop, rows) * (block + (state if loop.inputs else 0.0))
+        return outside + blocks + self._spill_seconds(rows)
+
+    def _inside(self, loop: Instr) -> tuple[dict[CpuWork, int], float]:
+        """What a loop does with a block, and the seconds in which operands are packed for it and its part of the sinks is read and
+        written. A loop behind another one computes again what it needs."""
+        ops = {i.op for i in walk((loop,)) if i.op in self.inner.ops}
+        sums = 2 * self.cost.sink_bytes(ops) / self.cost.machine.place("l3").bandwidth
+        return self.cost.kinds(ops), sums + sum(self._packed(i) for i in ops if i not in self.cost.sinks)
+
+    def _packed(self, i: int) -> float:
+        """Seconds in which a block of the stationary operand of op ``i`` is packed."""
+        cost, op = self.cost, self.cost.graph.ops[i]
+        dot = cost.work(i).dot
+        if dot is None or dot.per_row:
+            return 0.0
+        weight = next(v for v in op.inputs if v not in cost.labels)
+        contract = op["rhs_contract" if weight == op.inputs[1] else "lhs_contract"]
+        transposed = len(cost.graph.values[weight].shape) - 1 in contract
+        way = cost.products[0] if dot.dtype == "bfloat16" else "widened"
+        return dot.batch * dot.k * dot.n * cost.times.pack(dot.dtype, way, transposed, "l2") + STEP_SECONDS
+
+    def _met(self, loop: Instr, rows: int) -> float:
+        """How many blocks a tile of ``rows`` rows looks at on average."""
+        return mean_met(dataclasses.replace(self.program, tile_rows=rows), loop)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Folds by indices in whose order a region streams: what making the order takes, and what each segment takes beside its rows.
+#
+# Comes in: the costs of a region. Goes out: worker-seconds.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# One worker: a run that ends, and a number that may be an index when the order is made. 100 000 single numbers with 10 indices took
+# 234 us of two in order, with 10 000 and 100 000 indices 300 and 523; 10 000 in no order 80 and 189 (Xeon with AMX).
+_RUN_SECONDS, _KEY_SECONDS = 8e-9, 9e-9
+# Rows that are copied where a row is widened to double precision and rounded again; and for the two that a strand keeps, of so many
+# strands at most (cpu/src/executor.cc): 128 rows of 8 192 numbers with 256 indices were modelled at 0.6 ms and took 1.5.
+_KEPT_ROWS, _STRAND_ROWS, _STRANDS = 3, 8, 64
+
+
+def order_seconds(cost: CpuCost) -> float:
+    """What it takes to stream in the order of indices: to make the order, and to read and write single rows."""
+    if cost.order is None:
+        return 0.0
+    rows = cost.region.space.rows
+    keys = max((_segments(access) for access in _folds(cost) if access.near), default=0)
+    seconds = rows * cost.times["order"] + keys * _KEY_SECONDS
+    for v in (*cost.region.inputs, *cost.outputs):
+        if v in cost.labels:
+            row = Access(1, cost.row_bytes(v), cost.bytes(v), False, False)
+            near = dataclasses.replace(row, near=True)
+            seconds += rows * (cost.times.access(row) - cost.times.access(near))
+    return seconds
+
+
+def folded_seconds(cost: CpuCost) -> float:
+    """Of folding rows that the region does nothing else with: they are read while others are folded."""
+    seconds = 0.0
+    for i in cost.sinks:
+        access, rows = cost.access(i), cost.graph.ops[i].inputs[0]
+        alone = rows in cost.region.inputs and rows in cost.labels and cost.readers.get(rows) == [i]
+        if access is not None and access.folds and alone:
+            seconds += cost.region.space.rows * cost.times.folded(access)
+    return seconds
+
+
+def segments_seconds(cost: CpuCost, tiles: int) -> float:
+    """Of the results of folds in order, beside reading and folding rows: their lines are brought in before they are written, runs
+    end, as many as rows at random have different indices, and what no row has is filled. The last run of each of ``tiles`` tiles is
+    kept in double precision, as are the first and the last one of a strand until all strands have ended."""
+    seconds = 0.0
+    for access in _folds(cost):
+        if access.near:
+            segments = _segments(access)
+            ends = segments * -math.expm1(-cost.region.space.rows * access.count / segments)
+            empty = 1 - ends / segments
+            seconds += (0.5 + 0.5 * empty) * cost.times.written(access.table_bytes) + ends * _RUN_SECONDS
+            kept = _KEPT_ROWS * tiles + _STRAND_ROWS * min(tiles, _STRANDS)
+            seconds += kept * access.row_bytes * cost.times["copy/l2"]
+    return seconds
+
+
+def _folds(cost: CpuCost) -> Iterator[Access]:
+    for i in cost.sinks:
+        access = cost.access(i)
+        if access is not None and access.folds:
+            yield access
+
+
+def _segments(access: Access) -> int:
+    return max(1, access.table_bytes // max(1, access.row_bytes))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The plan of a region on a CPU: every worker takes a tile through all ops, so no worker hands anything to another.
+#
+# Comes in: a Graph, a Region and the machine model of a CPU. Goes out: its ``Plan``. Cores are alike, so a spatial pipeline would
+# do the same work and pay for its queues besides: of 5000 plans for 2 to 192 cores the model liked 24 spatial ones better, all of
+# them for regions that neither arrangement made faster than XLA. Where rows are folded into tables by indices, the rows stream as
+# they lie in memory, and every worker folds into tables of its own; or they stream in the order of the indices of one such op,
+# whose results are then reductions of runs. The model decides. Invariants: a plan fits the machine, or ``Infeasible`` says why
+# there is none; and the same arguments give the same plan in every process.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 _ELEMENTWISE = FREE.union(FAMILIES)
 # Tiles of few rows read all weights again and again, at less than the rate that was measured for them where these are many: an

@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 
-from kitsune_jax.planning.machine import KIB, MIB, Machine, Place, Rates
+from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, Rates
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,40 +1,260 @@
-"""Plans for a GPU: every arrangement that fits, fastest first.
-
-Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``candidates``, Plans sorted by modelled time. Invariants: no plan
-needs more shared memory, registers, SMs or CTAs in a cluster than the machine has; the same arguments give the same list in every
-process.
-
-A stream with batch axes, or with a dimension that is folded in blocks (attention), has plans of its own (``blocks``). *Vertical*:
-every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a cluster of two
-fetches each streamed weight once. *Spatial* (``spatial``): a CTA per stage.
-"""
+"""Plans for a GPU: every arrangement that fits, fastest first; blocks for attention; and weights that are fetched ahead."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
-from kitsune_jax.graph import Graph
-from kitsune_jax.ops.indexing import any_order
-from kitsune_jax.ops.online import ONLINE
-from kitsune_jax.planning.machine import size_text
-from kitsune_jax.planning.orders import orders_of
-from kitsune_jax.planning.plan import Infeasible, Plan, Stage
-from kitsune_jax.planning.stages import Ops, finest, resource_of, stage_name
-from kitsune_jax.streams.space import Region
+import numpy as np
+
+from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.reduce import ONLINE, any_order
+from kitsune_jax.ops.spec import DTYPES
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import itemsize, left_region, round_up
+from kitsune_jax.planning.plan import Ahead, Infeasible, Plan, Stage, size_text
+from kitsune_jax.planning.stages import Inner, Ops, finest, inner_of, orders_of, resource_of, stage_name
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.program.blocks import NotBlocked
+from kitsune_jax.program.build import build
+from kitsune_jax.program.ir import Instr, TileProgram, walk
+from kitsune_jax.program.loop_bounds import met, tile_starts
 from kitsune_jax.targets.cuda import tiles
-from kitsune_jax.targets.cuda.planning.blocks import in_batches
-from kitsune_jax.targets.cuda.planning.clusters import over_clusters
-from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES
+from kitsune_jax.targets.cuda.planning.arrangements import Arranged, GpuRegion, over_clusters, spatial
+from kitsune_jax.targets.cuda.planning.cost import (
+    CONVERT_SLOTS,
+    DEPENDENT,
+    K_BYTES,
+    QUAD,
+    ROUND_SLOTS,
+    ROW_SLOTS,
+    SPECIAL_SLOTS,
+    GpuCost,
+    Steps,
+    Storage,
+    TileWork,
+    dots_of,
+    fed_by,
+    loops_of,
+    matmul_efficiency,
+    packed_bytes,
+    panel_sums_of,
+    shared_bytes,
+    tile_work,
+)
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
-from kitsune_jax.targets.cuda.planning.products import fed_by
-from kitsune_jax.targets.cuda.planning.region import Arranged, GpuRegion
-from kitsune_jax.targets.cuda.planning.sizes import dots_of, loops_of, packed_bytes
-from kitsune_jax.targets.cuda.planning.spatial import spatial
-from kitsune_jax.targets.cuda.planning.splits import panel_sums_of
-from kitsune_jax.targets.cuda.planning.storage import Steps, Storage, shared_bytes
-from kitsune_jax.targets.cuda.planning.times import matmul_efficiency, tile_work
+from kitsune_jax.targets.cuda.planning.xla import baseline
+from kitsune_jax.targets.cuda.stage import facts
+from kitsune_jax.targets.cuda.stage.simplify import rounded_results
+from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The work of a tile program on a tile, where the program's loops, and not the ops of the graph, say how often what is done.
+#
+# Comes in: a tile program of one stage. Goes out: ``TileWork`` of instructions, with ``times`` for how often a tile runs the body
+# of a loop. Invariant: the same assumptions as ``times``, which counts the ops of a graph.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_MOVED_SLOTS = 4.0  # of an element that changes place in a row: to shared memory and back, with their addresses
+
+
+class ProgramWork:
+    """``coarse``: exponentials that the special function unit makes alone (``stage/facts.py``)."""
+
+    def __init__(self, program: TileProgram, machine: GpuMachine, efficiency: float, coarse: frozenset[int]):
+        self.program, self.machine, self.efficiency, self.coarse = program, machine, efficiency, coarse
+        self.rounded = rounded_results(program)
+
+    def of(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> TileWork:
+        found = TileWork(0.0, 0.0, 0.0)
+        slots = special = numbers = 0.0
+        for i in body:
+            if i.block is not None:
+                found = found.plus(times(i), self.of(i.block.body, times))
+            elif i.kind == "matmul":
+                found = found.plus(1, self._product(i))
+            else:
+                each, functions, alone = self._slots(i)
+                slots, special = slots + each, special + functions
+                numbers += each if alone else 0.0
+        per_second = self.machine.rate(self.machine.simt_rates, "other")
+        issue = max(slots, special * SPECIAL_SLOTS) / per_second
+        return found.plus(1, TileWork(0.0, issue, 0.0, (DEPENDENT - 1) * numbers / per_second))
+
+    def weight_bytes(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> float:
+        """Of packed weights that a tile multiplies with."""
+        inside = sum(times(i) * self.weight_bytes(i.block.body, times) for i in body if i.block is not None)
+        return inside + sum(self._weight(i)[1] for i in body if i.kind == "matmul")
+
+    def _weight(self, instr: Instr) -> tuple[int, int]:
+        """(columns, bytes) of the packed weight of a product."""
+        x, (out,) = self.program.values[instr.inputs[0]], instr.outputs
+        k = math.prod(x.rows_first[d] for d in instr["x_contract"])
+        columns = padded(math.prod(self.program.values[out].shape))
+        return columns, columns * round_up(k * itemsize(x.dtype), K_BYTES)
+
+    def _product(self, instr: Instr) -> TileWork:
+        columns, size = self._weight(instr)
+        dtype, out = self.program.values[instr.inputs[0]].dtype, self.program.values[instr.outputs[0]]
+        machine = self.machine
+        tensor = 2.0 * TILE_ROWS * size / itemsize(dtype) / machine.rate(machine.tensor_rates, dtype) / self.efficiency
+        slots = TILE_ROWS * columns * CONVERT_SLOTS * (itemsize(out.dtype) < 4)
+        return TileWork(tensor, slots / machine.rate(machine.simt_rates, "other"), size / machine.place("smem").bandwidth)
+
+    def _slots(self, instr: Instr) -> tuple[float, float, bool]:
+        """(instructions, special function results) of a tile, and whether they are of one number of each row."""
+        spec = OPS.get(instr.kind)
+        if spec is None or not instr.outputs or not self.program.values[instr.outputs[0]].tile:
+            return 0.0, 0.0, False
+        read = [self.program.values[v] for v in instr.inputs]
+        n = math.prod(self.program.values[instr.outputs[0]].shape)
+        numbers = n == 1 and all(math.prod(t.shape) == 1 for t in read)
+        elements = float(TILE_ROWS * n * (QUAD if numbers else 1))  # the threads that share a row have the same numbers of it
+        if spec.family == "reduce" and not numbers:
+            return TILE_ROWS * math.prod(read[0].shape) + 128 * ROW_SLOTS, 0.0, False
+        if spec.family == "convert":
+            return elements * CONVERT_SLOTS, 0.0, numbers
+        if spec.family == "pointwise":
+            fast = spec.fast if instr.outputs[0] in self.coarse and spec.fast else spec.flops
+            out = instr.outputs[0]
+            rounding = ROUND_SLOTS[self.program.values[out].dtype] if out in self.rounded else 0.0
+            return elements * (fast + rounding), elements * bool(spec.special), numbers
+        return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0, False
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Plans whose tiles keep within a batch, and plans that work off a long dimension of the rows in blocks: attention.
+#
+# Comes in: a Graph, a Region and a machine. Goes out: a plan for each extent of a block and number of lanes, fastest first by the
+# model. What changes with the batch or the block, the keys and values of a head, passes through the ring of streamed weights,
+# from which all lanes of a CTA multiply. The lanes work on neighbouring tiles of a batch, and look at the blocks that one of them
+# sees.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_BLOCKS = (128, 64, 32)
+_WIDEST = 512  # columns of a row that is not worked off in blocks: they would lie in shared memory
+# Times that count as equal where several products are added up in the loop: their accumulators take most of the registers.
+_AS_GOOD = 1.04
+_SAMPLE = 16  # rounds that are looked at
+
+
+def in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: bool = False) -> list[Plan]:
+    """Plans of a stream with batch axes, or with a dimension that is folded in blocks; none of another one. ``layers``: also where
+    only products fold it, as those of a layer fold its width: its weights need not pass by where it has a plan otherwise. Raises
+    ``Infeasible``."""
+    cost = GpuCost(graph, region, machine)
+    inner = inner_of(graph, region)
+    if inner is not None and not any(cost.family(i) == "dot" for i in region.ops):
+        inner = None
+    if inner is not None and not (layers or region.space.batch) and all(cost.family(i) == "dot" for i in inner.folds):
+        inner = None
+    if inner is None and not region.space.batch:
+        return []
+    if region.sinks:
+        if region.space.batch:
+            raise Infeasible("sums over a stream whose tiles keep within a batch have no code on a GPU")
+        return []
+    tried: list[tuple[int, int, int] | None] = [None] if region.space.batch else []
+    if inner is not None:
+        value = max(inner.dims, key=lambda v: (v in cost.producer, cost.row_size(v), -v))
+        tried += [(value, inner.dims[value], size) for size in _BLOCKS if size < inner.size]
+    plans, reasons = list[Plan](), dict[str, None]()
+    for blocks in tried:
+        try:
+            plans += _planned(cost, _cut(graph, inner, blocks), blocks)
+        except (NotBlocked, Infeasible) as no:
+            reasons[str(no)] = None
+    if not plans and region.space.batch:
+        raise Infeasible("; ".join(reasons))
+    # Of plans that are as good a smaller block leaves the compiler more registers.
+    several = inner is not None and sum(cost.family(i) == "dot" for i in inner.folds) > 1
+    best = min((p.seconds for p in plans), default=0.0) * (_AS_GOOD if several else 1.0)
+    return sorted(plans, key=lambda p: (max(p.seconds, best), -p.lanes, p.blocks[2] if p.blocks else 0))
+
+
+def _cut(graph: Graph, inner: Inner | None, blocks: tuple[int, int, int] | None) -> Graph:
+    """``graph`` with a block of the inner dimension where all of it was."""
+    if inner is None or blocks is None:
+        return graph
+    values = list(graph.values)
+    for v, d in inner.dims.items():
+        shape = values[v].shape
+        values[v] = dataclasses.replace(values[v], shape=(*shape[:d], blocks[2], *shape[d + 1 :]))
+    return dataclasses.replace(graph, values=tuple(values))
+
+
+def _planned(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None) -> list[Plan]:
+    region, machine = cost.region, cost.machine
+    of_block = GpuCost(cut, region, machine)
+    widest = max((of_block.row_size(v) for v in of_block.labels), default=0)
+    if widest > _WIDEST:
+        raise Infeasible(f"a row has {widest} columns beside a block; a lane has room for {_WIDEST}")
+    ops = tuple(sorted(region.ops))
+    name = stage_name(cost, 0, ops)
+    stage = Stage(name, ops, resource_of(cost, ops), 1, 0.0, resident=False)
+    sketch = Plan(machine.name, "vertical", TILE_ROWS, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
+    program = build(cost.graph, region, sketch)
+    gpu = GpuRegion(cost)
+    return [_arranged_in_blocks(gpu, program, stage, blocks, lanes) for lanes in range(1, len(machine.lane_registers) + 1)]
+
+
+def _arranged_in_blocks(
+    gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: tuple[int, int, int] | None, lanes: int
+) -> Plan:
+    """The plan of CTAs with so many lanes: in a round they take ``lanes`` tiles of one batch."""
+    machine, body = gpu.machine, program.stages[0].body
+    coarse = facts.coarse(program, body)
+    work = ProgramWork(program, machine, matmul_efficiency(machine, "vertical", False), coarse)
+    wide = dataclasses.replace(program, tile_rows=lanes * TILE_ROWS)
+    looked_at, rounds, seconds, fetched = _looked_at(wide), wide.tiles, list[float](), 0.0
+    for round_rows in looked_at:
+        rows = np.asarray(round_rows)
+
+        def times(loop: Instr, rows: np.ndarray = rows) -> float:
+            return float(len(met(wide, loop, rows)))
+
+        tile = work.of(body, times)
+        seconds.append(lanes * tile.period(lanes, machine.tile_seconds))
+        fetched += work.weight_bytes(body, times) / len(looked_at)
+    ctas = max(1, min(machine.workers, rounds))
+    mean, longest = sum(seconds) / len(seconds), max(seconds)
+    # Where rounds differ, those with most work go first, so that all CTAs have about as much in the end.
+    busy = max(longest, mean * rounds / ctas) if longest > min(seconds) else longest * -(-rounds // ctas)
+    stage = dataclasses.replace(stage, tile_seconds=mean / lanes)
+    plan = gpu.plan(Arranged("vertical", (stage,), (), ctas, 1, lanes, busy, rounds * fetched, stage.name))
+    return dataclasses.replace(plan, tiles=_tiles(program, lanes), blocks=blocks)
+
+
+def _looked_at(program: TileProgram) -> list[range]:
+    """The rows of rounds that stand for all of them, where loops are bounded by the index on an axis; the last round of a batch,
+    which has most work under a causal mask, is among them."""
+    batch, rows = program.batch_axes, math.prod(program.axes[program.batch_axes :])
+    axis = min((i["within"][0] for i in walk(program.stages[0].body) if i.get("within") is not None), default=batch)
+    last = (program.tiles // program.batches - 1) * program.tile_rows
+    starts = sorted({*map(int, tile_starts(program, axis, _SAMPLE)), last})
+    return [range(start, min(start + program.tile_rows, (start // rows + 1) * rows)) for start in starts]
+
+
+def _tiles(program: TileProgram, lanes: int) -> int:
+    """Those that a batch has more so that all lanes have one count as well."""
+    batches = max(1, program.batches)
+    return batches * -(-(program.tiles // batches) // lanes) * lanes
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Plans for a GPU: every arrangement that fits, fastest first.
+#
+# Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``candidates``, Plans sorted by modelled time. Invariants: no plan
+# needs more shared memory, registers, SMs or CTAs in a cluster than the machine has; the same arguments give the same list in
+# every process.
+#
+# A stream with batch axes, or with a dimension that is folded in blocks (attention), has plans of its own (``blocks``).
+# *Vertical*: every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a
+# cluster of two fetches each streamed weight once. *Spatial* (``spatial``): a CTA per stage.
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 _INDIFFERENT = 1.03  # the model is not better than this
 # The fewest chunks of weights under way: at 24 bytes a cycle of L2 bandwidth per SM, less than one hides 263 cycles of latency; two
@@ -289,3 +509,214 @@ def _check_ops(cost: GpuCost) -> None:
             raise Infeasible(f"the CUDA target has no code for a matmul of {dot.dtype}")
         if dot.dtype == "float32" and dict(op.params).get("precision") == "HIGHEST":
             raise Infeasible("the CUDA target multiplies float32 as tf32; the function asks for precision HIGHEST")
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Which weight a call asks the L2 for, because a product that XLA runs behind it will read that weight.
+#
+# Comes in: a Graph, and the calls that were chosen with their plans. Goes out: for each call an ``Ahead``, or None. A product of
+# few rows takes as long as its weight takes to come from memory. While a kernel ends and the next ones are launched, memory has
+# nothing to do, so the pieces that are asked for then come for nothing; the product reads them at the speed of the L2 and the
+# others at that of memory, both at once.
+#
+# Invariants: the weight is an argument of the graph, so it is there when the call starts and nothing is copied for it. Its
+# product depends on the call, so nobody overwrites the weight before the call has run who would not have to wait for it anyway:
+# an argument that is updated in place stays so.
+#
+# The model, on a machine with bandwidths M of memory and C of the L2: of a weight of W bytes at most W (1 - M / C) are worth
+# asking for, because then the L2 is what limits the product; not more than memory brings in the gaps between the kernels from the
+# call to the product (``kernel_seconds`` each; the last sums of the call itself and its own start are not counted); and not more
+# than what is left of half of the L2 when all that may run in between has passed through it. The product gains what memory need
+# not bring again.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_LEAST_SECONDS, _LEAST_SHARE = 1e-6, 0.02  # what must be gained: so much, or this part of what the call and the product take
+Call = Sequence[tuple[Region, Plan]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Product:
+    """``op`` takes as long as its weight takes to come, which is ``size`` bytes of argument ``value`` from byte ``first`` on."""
+
+    op: int
+    value: int
+    first: int
+    size: int
+
+
+def fetches_of_calls(graph: Graph, calls: Sequence[Call], machine: GpuMachine, force: bool = False) -> list[Ahead | None]:
+    """What each of the ``calls`` asks for. A weight is asked for once, and a call asks for one weight: the one that gains most.
+    ``force``: however little is gained."""
+    found: list[Ahead | None] = [None] * len(calls)
+    inside = {i for call in calls for region, _ in call for i in region.ops}
+    if not force and sum(map(_bytes_of(graph), graph.inputs)) <= machine.shared_bytes // 2:
+        return found  # the L2 has held all of it since the program ran last
+    products = [p for i in range(len(graph.ops)) if i not in inside and (p := _product(graph, i, machine)) is not None]
+    if not products or not calls:
+        return found
+    flow = _Flow(graph, calls)
+    offers = [(k, _ahead(flow, k, product, machine, force)) for k in range(len(calls)) for product in products]
+    taken: set[tuple[int, int]] = set()
+    # Of calls as good as each other the last one: less runs between it and the product.
+    for k, offer in sorted(offers, key=lambda pair: (-pair[1].seconds, -pair[0]) if pair[1] else (0.0, 0)):
+        if offer is not None and found[k] is None and (offer.value, offer.first) not in taken:
+            found[k] = offer
+            taken.add((offer.value, offer.first))
+    return found
+
+
+def _ahead(flow: _Flow, k: int, product: _Product, machine: GpuMachine, force: bool) -> Ahead | None:
+    """What call ``k`` can do for ``product``."""
+    behind = flow.behind(k)
+    if product.op not in behind.ops:
+        return None
+    after = flow.behind_op(product.op)
+    may = behind.without(after, product.op)
+    must = flow.leading_to(product.op, behind)
+    seconds, moved = flow.seconds_and_bytes(must, machine)
+    gaps = machine.kernel_seconds * (1 + len(must.calls)) + max(0.0, seconds - moved / machine.dram_bandwidth)
+    room = machine.shared_bytes // 2 - flow.seconds_and_bytes(may, machine)[1]
+    wanted = product.size * (1 - machine.dram_bandwidth / max(machine.shared_bandwidth, machine.dram_bandwidth))
+    fetched = int(min(wanted, gaps * machine.dram_bandwidth, room)) // PIECE_BYTES * PIECE_BYTES
+    gained = fetched / machine.dram_bandwidth
+    whole = flow.seconds_of(k) + seconds + machine.kernel_seconds + product.size / machine.dram_bandwidth
+    if fetched <= 0 or not (force or gained >= min(_LEAST_SECONDS, _LEAST_SHARE * whole)):
+        return None
+    size = _bytes_of(flow.graph)(product.value)
+    return Ahead(product.value, size, product.first, product.size, fetched, product.op, machine.workers, gained)
+
+
+# -- products
+
+
+def _product(graph: Graph, i: int, machine: GpuMachine) -> _Product | None:
+    """Op ``i``, where it is a product that reads mostly one weight and takes as long as that takes."""
+    op, size = graph.ops[i], _bytes_of(graph)
+    if op.kind != "dot_general":
+        return None
+    values = [graph.values[v] for v in (*op.inputs, *op.outputs)]
+    if any(v.dtype not in DTYPES or not all(isinstance(n, int) for n in v.shape) for v in values):
+        return None
+    weight = max(op.inputs, key=size)
+    others = sum(size(v) for v in (*op.inputs, *op.outputs)) - size(weight)
+    flops = 2 * values[2].size * math.prod(values[0].shape[d] for d in op["lhs_contract"])
+    rate = machine.rate(machine.tensor_rates, values[0].dtype) * machine.workers
+    if others > size(weight) // 4 or flops / rate > size(weight) / machine.dram_bandwidth:
+        return None
+    place = _place(graph, graph.producers(), weight)
+    return None if place is None else _Product(i, *place, size(weight))
+
+
+def _place(graph: Graph, producers: dict[int, int], v: int) -> tuple[int, int] | None:
+    """(argument, byte) where the elements of ``v`` lie in one piece, in whatever order; None where they are made of something."""
+    first, cut = 0, False
+    while (i := producers.get(v)) is not None:
+        op = graph.ops[i]
+        if op.kind == "slice":
+            start = _start(op, graph.values[op.inputs[0]].shape)
+            if start is None:
+                return None
+            first, cut = first + start * itemsize(graph.values[v].dtype), True
+        elif op.kind == "transpose" and cut or op.kind not in ("reshape", "transpose"):
+            return None  # a part of what is transposed does not lie in one piece
+        v = op.inputs[0]
+    return (v, first) if v in graph.inputs else None
+
+
+def _start(op: Op, shape: tuple[int, ...]) -> int | None:
+    """The first element of a slice that lies in one piece: all of each dimension behind the first one that has several."""
+    start, limit, strides = op["start"], op["limit"], op["strides"] or (1,) * len(shape)
+    sizes = [b - a for a, b in zip(start, limit, strict=True)]
+    outer = next((d for d, n in enumerate(sizes) if n != 1), len(sizes))
+    if set(strides) - {1} or any(sizes[d] != shape[d] for d in range(outer + 1, len(shape))):
+        return None
+    return sum(start[d] * math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _bytes_of(graph: Graph) -> Callable[[int], int]:
+    """The bytes of a value; none of what is no array."""
+
+    def size(v: int) -> int:
+        value = graph.values[v]
+        return value.size * itemsize(value.dtype) if value.dtype in DTYPES else 0
+
+    return size
+
+
+# -- what runs behind what
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Nodes:
+    """Ops that XLA runs, and calls, by number."""
+
+    ops: frozenset[int]
+    calls: frozenset[int]
+
+    def without(self, others: _Nodes, op: int) -> _Nodes:
+        return _Nodes(self.ops - others.ops - {op}, self.calls - others.calls)
+
+
+class _Flow:
+    """Which ops and calls need which. What is behind a call, or an op, is found once."""
+
+    def __init__(self, graph: Graph, calls: Sequence[Call]):
+        self.graph, self.calls = graph, calls
+        self.consumers, self.producers = graph.consumers(), graph.producers()
+        self.owner = {i: k for k, call in enumerate(calls) for region, _ in call for i in region.ops}
+        self.results = [tuple(v for region, _ in call for v in region.outputs) for call in calls]
+        self.giver = {v: k for k, values in enumerate(self.results) for v in values}
+        self._behind: dict[tuple[bool, int], _Nodes] = {}
+
+    def behind(self, k: int) -> _Nodes:
+        return self._known((True, k), self.results[k], k)
+
+    def behind_op(self, i: int) -> _Nodes:
+        return self._known((False, i), self.graph.ops[i].outputs, -1)
+
+    def _known(self, key: tuple[bool, int], values: Iterable[int], own: int) -> _Nodes:
+        if key not in self._behind:
+            self._behind[key] = self._search(values, own)
+        return self._behind[key]
+
+    def _search(self, values: Iterable[int], own: int) -> _Nodes:
+        """What reads ``values`` or anything made of them; ``own``: the call that they are of."""
+        ops, calls, work = set[int](), set[int](), list(values)
+        while work:
+            for i in self.consumers.get(work.pop(), ()):
+                k = self.owner.get(i)
+                if k is None:
+                    if i not in ops:
+                        ops.add(i)
+                        work += self.graph.ops[i].outputs
+                elif k != own and k not in calls:
+                    calls.add(k)
+                    work += self.results[k]
+        return _Nodes(frozenset(ops), frozenset(calls))
+
+    def leading_to(self, op: int, among: _Nodes) -> _Nodes:
+        """What of ``among`` the op needs."""
+        ops, calls, work = set[int](), set[int](), list(self.graph.ops[op].inputs)
+        while work:
+            v = work.pop()
+            k, i = self.giver.get(v), self.producers.get(v)
+            if k is not None:
+                if k in among.calls and k not in calls:
+                    calls.add(k)
+                    work += [x for region, _ in self.calls[k] for x in region.inputs]
+            elif i is not None and i in among.ops and i not in ops:
+                ops.add(i)
+                work += self.graph.ops[i].inputs
+        return _Nodes(frozenset(ops), frozenset(calls))
+
+    def seconds_of(self, k: int) -> float:
+        return sum(plan.seconds for _, plan in self.calls[k])
+
+    def seconds_and_bytes(self, nodes: _Nodes, machine: GpuMachine) -> tuple[float, int]:
+        """Modelled, of XLA's kernels of the ops; and the bytes that calls move besides."""
+        size = _bytes_of(self.graph)
+        known = [i for i in sorted(nodes.ops) if self.graph.ops[i].kind not in ("opaque", "reshape")]
+        seconds, moved = baseline(GpuCost(self.graph, left_region(self.graph, known), machine)) if known else (0.0, 0)
+        unknown = [op for i in nodes.ops if (op := self.graph.ops[i]).kind == "opaque"]
+        moved += sum(size(v) for op in unknown for v in (*op.inputs, *op.outputs))
+        return seconds, moved + sum(plan.bytes_moved for k in nodes.calls for _, plan in self.calls[k])

@@ -1,0 +1,335 @@
+"""``pipeline`` and ``explain``: what users call.
+
+Comes in: a Python function of arrays and pytrees. Goes out: the same function whose calls are ``kitsune_pipeline`` equations, or a
+``Report``. Invariant: the function is traced as often as ``jax.jit`` would trace it, because the traced callable (``Body``) is one
+object per function and options, however often ``pipeline`` is applied to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kitsune_jax import _compat, config, targets
+from kitsune_jax.config import Options, resolve
+from kitsune_jax.errors import NotPipelined
+from kitsune_jax.frontend import explain as jax_support
+from kitsune_jax.frontend import explain as preview
+from kitsune_jax.frontend import lowering, tracing
+from kitsune_jax.frontend.residuals import compare, gradient, is_derivative, override, policy_name
+from kitsune_jax.frontend.tracing import Residuals, body_of, expected_platform
+from kitsune_jax.report.data import ResidualReport
+from kitsune_jax.report.render import Report
+
+_compat.hide_from_tracebacks(__file__)
+
+
+def pipeline(
+    fn: Callable[..., Any] | None = None,
+    *,
+    residuals: Residuals = "save",
+    strict: bool = False,
+    force: bool | None = None,
+    target: str | None = None,
+    export: str = "plain",
+    deterministic: bool = True,
+    fetch_ahead: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+) -> Any:
+    """Run ``fn`` as spatial pipelines: operators stream tiles to each other through on-chip queues, instead of whole arrays through
+    memory.
+
+    Like ``jax.checkpoint``, the result takes and returns the same pytrees as ``fn`` and composes with every JAX transformation.
+    What cannot be pipelined, or would not gain from it, runs as the XLA code it would have been. ``fn`` must be traceable by
+    ``jax.jit``. Leaves of arguments that are not arrays or numbers (strings, callables, configuration objects) must be hashable and
+    are static.
+
+    Args:
+      fn: the function. Without it, ``pipeline(**options)`` is a decorator.
+      residuals: what the forward pass keeps for the backward pass: ``"save"`` (what JAX would save), ``"recompute"`` (the arguments
+        only), or a policy of ``jax.checkpoint_policies``.
+      strict: raise ``NotPipelined`` where the function is lowered and nothing of it could be pipelined.
+      force: pipeline every legal region, whatever the cost model says. ``None`` reads ``KITSUNE_FORCE``.
+      target: ``None``: pipelines for the platform that runs the function. ``"emulator"``: where that is a CPU, the CUDA
+        kernels that a GPU would run, compiled by the host's C++ compiler and emulated, thread by thread: for tests and debugging,
+        slow.
+      export: what ``jax.export`` is given. ``"plain"``: the HLO that the function is without this package. ``"calls"``: the
+        pipelines, as custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run.
+      deterministic: equal arguments give equal bits in every run. ``False``: a GPU may add up by index (``segment_sum``, the
+        gradient of a lookup) atomically, so the last bits of such sums may differ from run to run.
+      fetch_ahead: kernels on a GPU may ask the L2 for weights of products behind them. Arguments must lie in memory: none may be
+        what a loop around the call cuts out of an array.
+      static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters to calls outside of ``jit`` only.
+
+    Returns:
+      A ``Pipeline``, called like ``fn``; a decorator if ``fn`` is not given.
+
+    Raises:
+      TypeError: ``fn`` is not callable. ValueError: an option has no such value.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kitsune_jax as kj
+      >>> @kj.pipeline
+      ... def mlp(w, x):
+      ...     return jax.nn.relu(x @ w[0]) @ w[1]
+      >>> w = [jnp.ones((8, 16)), jnp.ones((16, 4))]
+      >>> jax.jit(jax.grad(lambda w, x: mlp(w, x).sum()))(w, jnp.ones((32, 8)))[0].shape
+      (8, 16)
+    """
+    config.check_environment()
+    if fn is None:
+        return functools.partial(
+            pipeline,
+            residuals=residuals,
+            strict=strict,
+            force=force,
+            target=target,
+            export=export,
+            deterministic=deterministic,
+            fetch_ahead=fetch_ahead,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+        )
+    if not callable(fn):
+        raise TypeError(f"kitsune_jax.pipeline takes a function of arrays, not {type(fn).__name__}: write pipeline(fn)(*args)")
+    if not (residuals in ("save", "recompute") or callable(residuals)):
+        raise ValueError(
+            f"residuals={residuals!r} is not known: use 'save', 'recompute', or a policy such as "
+            "jax.checkpoint_policies.dots_saveable"
+        )
+    flags = {"strict": strict, "force": force, "deterministic": deterministic, "fetch_ahead": fetch_ahead}
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)) and not (name == "force" and value is None):
+            raise ValueError(f"{name}={value!r} is not a switch: use True or False{' or None' if name == 'force' else ''}")
+    if target is not None and target not in targets.INSTEAD:
+        names = ", ".join(map(repr, targets.INSTEAD))
+        raise ValueError(f"target={target!r} is not known: use {names}, or None for the platform's own")
+    if export not in ("plain", "calls"):
+        raise ValueError(f"export={export!r} is not known: use 'plain' or 'calls'")
+    statics = tracing.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
+    switches: dict[str, Any] = {name: None if value is None else bool(value) for name, value in flags.items()}
+    switches |= {"target": target, "export": export}
+    return Pipeline(fn, residuals, switches, statics)
+
+
+class Pipeline:
+    """A pipelined function: what ``pipeline(fn)`` returns. Call it like ``fn``; ``fn`` itself is ``__wrapped__``."""
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        residuals: Residuals,
+        switches: dict[str, Any],
+        statics: tracing.Statics,
+    ) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        if not hasattr(self, "__name__"):
+            self.__name__ = type(fn).__name__
+        self._residuals = residuals
+        self._switches = switches  # arguments of ``options.resolve``
+        self._statics = statics
+        self._jits: dict[tuple[Residuals, Options | None], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    @_compat.api_boundary
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        whole, split = self._jitted(self.options())
+        if self._statics.all_arrays(args, kwargs):
+            return whole(*args, **kwargs)
+        static, donated, kept = self._statics.split(args, kwargs)
+        return split(static, donated, kept)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.jit(fn).lower(*args)``: lower for these arguments (arrays or ``jax.ShapeDtypeStruct``) without running."""
+        whole, split = self._jitted(self.options())
+        if self._statics.all_arrays(args, kwargs):
+            return whole.lower(*args, **kwargs)  # type: ignore[attr-defined]
+        return split.lower(*self._statics.split(args, kwargs))  # type: ignore[attr-defined]
+
+    def options(self) -> Options | None:
+        """The options a call made now would have; ``None`` if the package is switched off (``KITSUNE_DISABLE``) or cannot work with
+        this JAX."""
+        if config.disabled():
+            return None
+        options = self.resolved()
+        if jax_support.jax_is_supported():
+            return options
+        if options.strict:
+            raise NotPipelined(f"kitsune_jax: nothing was pipelined: {jax_support.why_jax_is_unsupported()}")
+        return None
+
+    def resolved(self) -> Options:
+        """The options a call made now would have, were the package not switched off."""
+        return resolve(**self._switches, residuals=policy_name(self.residuals()))
+
+    def residuals(self) -> Residuals:
+        """The residual policy of a call made now: the function's own, unless ``explain`` looks at another."""
+        policy: Residuals | None = override.value
+        return self._residuals if policy is None else policy
+
+    def _jitted(self, options: Options | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        key = (self.residuals(), options)
+        if key not in self._jits:
+            body = body_of(self.__wrapped__, *key)
+            whole = jax.jit(body, inline=True, **self._statics.jit_arguments())
+            split = jax.jit(body.call_split, static_argnums=0, donate_argnums=1, inline=True)
+            self._jits[key] = (whole, split)
+        return self._jits[key]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A pipelined method binds like a function; ``self`` is then a pytree, or a static leaf (so it must be hashable)."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<pipeline of {getattr(self, '__qualname__', self.__name__)}>"
+
+
+def explain(
+    fn: Callable[..., Any],
+    *,
+    platform: str | None = None,
+    device: str | None = None,
+    **options: Any,
+) -> Callable[..., Report]:
+    """What ``pipeline(fn, **options)`` would do with these arguments, found without running anything.
+
+    A function that is not pipelined itself but calls pipelined ones (a training step, the gradient of a pipelined loss) is
+    explained as it runs: call by call. It is traced once more for each residual policy that the report compares.
+
+    Args:
+      fn: a function, pipelined or not; a pipelined one brings its own options.
+      platform: "cpu" or "cuda"; default: JAX's default backend.
+      device: a machine model that need not be here, such as "h200"; default: the machine at hand.
+      options: those of ``pipeline``.
+
+    Returns:
+      A function of ``fn``'s arguments (arrays or ``jax.ShapeDtypeStruct``) that returns a ``Report``.
+
+    Raises:
+      ValueError: an unknown platform, device or option value. TypeError: ``fn`` is not callable.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kitsune_jax as kj
+      >>> report = kj.explain(lambda w, x: jax.nn.relu(x @ w))(jnp.ones((8, 8)), jax.ShapeDtypeStruct((4096, 8), jnp.float32))
+      >>> report.ops_total >= 2
+      True
+    """
+    if isinstance(fn, Pipeline) and not options:
+        pipelined = fn
+    else:
+        pipelined = pipeline(fn.__wrapped__ if isinstance(fn, Pipeline) else fn, **options)
+    chosen = platform or jax.default_backend()
+    chosen = {"gpu": "cuda"}.get(chosen, chosen)
+    if chosen not in targets.PLATFORMS:
+        raise ValueError(f"platform={chosen!r} has no machine model: use {' or '.join(map(repr, targets.PLATFORMS))}")
+
+    @functools.wraps(fn)
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        # Under the default platform's own name JAX finds the traces that a run has made, or will want.
+        with expected_platform(None if chosen == _compat.default_platform() else chosen):
+            return report_of(args, kwargs)
+
+    def report_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
+        resolved = pipelined.resolved()
+        if why_not := jax_support.why_jax_is_unsupported():
+            return preview.unplanned(_plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs), chosen, device, why_not)
+        traced, lost = _traced(pipelined, pipelined.residuals(), args, kwargs)
+        closed, consts = _compat.hoist_consts(traced)
+        flat = [*consts, *jax.tree.leaves(pipelined._statics.split(args, kwargs)[1:])]
+        live = _compat.without_dead_code(_compat.without_refs(closed))
+        calls = [] if isinstance(fn, Pipeline) or options else preview.pipelined_calls(live)
+        kept = None
+        if not calls and not config.disabled():  # a step around pipelined calls may be jitted by nnx, which carries changes out
+            tracing.refuse_mutations(pipelined, lost)
+        if calls:
+            obstacles = preview.obstacles_of(live, calls, flat, chosen, device)
+            report = preview.explain_calls(calls, obstacles, chosen, device)
+            if report.ops_pipelined:
+                kept = _residuals_of_calls(pipelined, closed, calls, args, kwargs, chosen, device)
+        else:
+            disabled = preview.DISABLED if config.disabled() else None
+            obstacle = disabled or preview.obstacle_of(live, resolved, flat, chosen, device)
+            report = preview.explain_jaxpr(live, resolved, chosen, device, obstacle)
+            if report.ops_pipelined and not is_derivative(closed):
+                kept = _residuals_of_gradient(pipelined, closed, resolved, args, kwargs, chosen, device)
+        notes = _notes({call.options for call in calls} or {resolved}, chosen, device) if report.ops_pipelined else ()
+        return dataclasses.replace(report, residuals=kept, notes=(*report.notes, *notes))
+
+    return explained
+
+
+def _notes(options: Iterable[Options], platform: str, device: str | None) -> list[str]:
+    """What a report of pipelined calls says besides."""
+    kinds = {o.export for o in options}
+    told = [note for kind, note in (("plain", lowering.EXPORTED), ("calls", lowering.EXPORTED_CALLS)) if kind in kinds]
+    missing = {why for o in options if (why := lowering.missing_target(lowering.target_of(o, platform)))} if device else ()
+    return [*told, *(f"planned for another machine; on this one nothing would be pipelined: {why}" for why in sorted(missing))]
+
+
+def _residuals_of_calls(
+    pipelined: Pipeline, closed: Any, calls: Sequence[preview.Call], args: Any, kwargs: Any, platform: str, device: str | None
+) -> ResidualReport | None:
+    """Residuals of a program with pipelined calls, traced again under each policy."""
+
+    def trace(policy: Residuals | None) -> Any:
+        if policy is None:
+            return closed
+        with override(policy):
+            return _explained_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
+
+    in_use = ", ".join(dict.fromkeys(call.options.residuals for call in calls))
+    return compare(trace, in_use, platform, device, of_gradient=False)
+
+
+def _residuals_of_gradient(
+    pipelined: Pipeline, closed: Any, options: Options, args: Any, kwargs: Any, platform: str, device: str | None
+) -> ResidualReport | None:
+    """Residuals that the gradient of a pipelined function would have."""
+    own = pipelined.residuals()
+    plain = closed if own == "save" else _explained_jaxpr(pipelined, "save", args, kwargs)
+
+    def trace(policy: Residuals | None) -> Any:
+        return gradient(plain, options, own if policy is None else policy)
+
+    return compare(trace, options.residuals, platform, device, of_gradient=True)
+
+
+def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The jaxpr that a call with ``args`` would bind the primitive on."""
+    return _compat.hoist_consts(_plain_jaxpr(pipelined, policy, args, kwargs))[0]
+
+
+def _plain_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same with its constants."""
+    return _traced(pipelined, policy, args, kwargs)[0]
+
+
+def _traced(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """The same, and the names of the arguments' arrays that the function changes and does not return."""
+    fn = body_of(pipelined.__wrapped__, policy, None).watched()
+    static, donated, kept = pipelined._statics.split(args, kwargs)
+    trees: list[Any] = []
+
+    def arrays(*args: Any) -> Any:
+        """A program may hand back modules that hold functions (equinox's do): they are no results of the computation."""
+        a, k = static.join(*args)
+        out = fn(*a, **k)
+        changed = out if isinstance(out, tracing.Changed) else None
+        results = [x for x in jax.tree.leaves(changed.result if changed else out) if _compat.valid_jaxtype(x)]
+        outs = dataclasses.replace(changed, result=results) if changed else results
+        trees.append(jax.tree.structure(outs))
+        return outs
+
+    closed = jax.make_jaxpr(arrays)(donated, kept)
+    closed, _, lost = tracing.settled_mutations(closed, trees[-1])
+    return closed, lost

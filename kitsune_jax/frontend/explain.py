@@ -1,0 +1,285 @@
+"""The report of what lowering a function would do, without running it; and whether this JAX is supported.
+
+Comes in: a closed jaxpr, options, a machine that need not be there. Goes out: a ``Report``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kitsune_jax import _compat, targets
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.config import Options, logger
+from kitsune_jax.errors import Failure, NotPipelined
+from kitsune_jax.frontend import lowering, tracing
+from kitsune_jax.frontend.tracing import pipeline_p
+from kitsune_jax.report.build import build_report, graph_flops
+from kitsune_jax.report.data import Rejected
+from kitsune_jax.report.render import Report, joined, with_bodies
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What the lowering of a program would do, found without running anything: the inside of ``explain``.
+#
+# Comes in: a closed jaxpr, options, a machine that need not be there. Goes out: a ``Report``. Invariant: what keeps pipelines
+# away from a call when it is lowered (a mesh, a missing extension, symbolic shapes) is found by JAX's own lowering of the
+# program, so the report counts as pipelined what will be.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+DISABLED = "KITSUNE_DISABLE is set (or config.override(disable=True)), so pipeline(fn) behaves as fn"
+_AT_THE_TOP = "nothing of this call is pipelined, for the reason at the top"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A pipelined call in a program, and how often it runs: once, or as the ``scan`` around it says (a ``while`` says nothing)."""
+
+    jaxpr: Any
+    options: Options
+    times: int
+
+
+def pipelined_calls(jaxpr: Any, times: int = 1) -> list[Call]:
+    """Every outermost pipelined call in ``jaxpr`` and in what it calls, in program order."""
+    found: list[Call] = []
+    for eqn in _compat.open_parts(jaxpr)[0].eqns:
+        if eqn.primitive.name == lowering.PRIMITIVE_NAME:
+            found.append(Call(eqn.params["call_jaxpr"], eqn.params["options"], times))
+            continue
+        rounds = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if _compat.is_jaxpr(inner):
+                    found += pipelined_calls(inner, rounds)
+    return found
+
+
+def explain_calls(calls: Sequence[Call], obstacles: Sequence[str | None], platform: str, device: str | None) -> Report:
+    """One report over several pipelined calls, as each is lowered on its own; ``obstacles`` are those of the calls."""
+    reports = [explain_jaxpr(c.jaxpr, c.options, platform, device, why) for c, why in zip(calls, obstacles, strict=True)]
+    if len(reports) == 1:
+        return reports[0]
+    return joined(reports, f"{len(reports)} pipelined calls are reported as one; operators outside of them are not counted")
+
+
+def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str | None, obstacle: str | None = None) -> Report:
+    """The report of ``call_jaxpr`` and of the bodies of its loops on a machine that need not be there. Emits nothing.
+
+    ``obstacle``: why nothing of it will be pipelined. Raises errors of this package only if ``options.strict``.
+    """
+    reports: list[Report] = []
+    target = lowering.target_of(options, platform)
+    assert target is not None
+
+    def visit(jaxpr: Any) -> Any:
+        whole = _compat.hoist_consts(jaxpr)[0]
+        if obstacle is None:
+            captured, planned, nodes = lowering.captured_and_settled(
+                whole, visit, target, options, device, code=False, body=bool(reports)
+            )
+            reports.append(planned.report)
+            lowering.prepare_left(captured, nodes)
+        else:
+            captured = capture(whole, rewrite=visit)
+            everything = range(len(captured.graph.ops))
+            report = build_report(captured.graph, (), [(i, _AT_THE_TOP) for i in everything], *_machine(target, device))
+            reports.append(dataclasses.replace(report, obstacles=(obstacle,)))
+            lowering.prepare_left(captured, everything)
+        return jaxpr
+
+    try:
+        visit(call_jaxpr)
+    except Exception as error:  # what lowering would record; symbolic shapes have no size to report either
+        if options.strict and obstacle is None:
+            raise
+        return unplanned(call_jaxpr, target, device, obstacle or Failure.of(error, "").told)
+    return with_bodies(reports)
+
+
+def unplanned(program: Any, target: str, device: str | None, obstacle: str) -> Report:
+    """The report of a program of which nothing is known but its equations."""
+    equations = len(_compat.open_parts(program)[0].eqns)
+    rejected = (Rejected("equation", "", _AT_THE_TOP, equations),) if equations else ()
+    return Report(equations, 0, (), rejected, 0, 0, *_machine(target, device), obstacles=(obstacle,))
+
+
+def _machine(target: str, device: str | None) -> tuple[str, str]:
+    executor = targets.get(target)
+    return executor.platform, executor.machine(device).name
+
+
+def flops_of(call_jaxpr: Any) -> int:
+    """Useful operations of ``call_jaxpr`` and of the bodies of its loops, once where the number of steps is unknown."""
+    flops = 0
+
+    def visit(jaxpr: Any) -> Any:
+        nonlocal flops
+        captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit)
+        flops += graph_flops(captured.graph)
+        for op, step in zip(captured.graph.ops, captured.steps, strict=True):
+            if step.prepare is not None and op.body is None:
+                step.prepare()
+        return jaxpr
+
+    visit(call_jaxpr)
+    return flops
+
+
+# --- what JAX's lowering finds --------------------------------------------------------------------------------------------------
+
+
+def obstacle_of(program: Any, options: Options, args: Sequence[Any], platform: str, device: str | None) -> str | None:
+    """Why nothing would be pipelined of a call of ``program`` (closed, without constants) on ``args``, or ``None``."""
+    seen = _lowered(lambda *flat: pipeline_p.bind(*flat, call_jaxpr=program, options=options), program, args, platform, device)
+    return seen[0].obstacle if seen else None
+
+
+def obstacles_of(program: Any, calls: Sequence[Call], args: Sequence[Any], platform: str, device: str | None) -> list[str | None]:
+    """The same of each of the ``calls`` in ``program``."""
+    seen = _lowered(_compat.jaxpr_as_fun(program), program, args, platform, device)
+    if len(seen) == len(calls):  # calls are lowered in program order
+        return [s.obstacle for s in seen]
+    by_kind = {_kind(s.call_jaxpr): s.obstacle for s in seen}  # equal calls were lowered once
+    return [by_kind.get(_kind(call.jaxpr)) for call in calls]
+
+
+def _kind(call_jaxpr: Any) -> tuple[str, ...]:
+    """What a call is known by: JAX makes new jaxprs of it on the way to its lowering."""
+    return (_compat.function_name(call_jaxpr), *map(str, (*_compat.in_avals(call_jaxpr), *_compat.out_avals(call_jaxpr))))
+
+
+def _lowered(run: Any, program: Any, args: Sequence[Any], platform: str, device: str | None) -> list[lowering.Seen]:
+    """What is seen of the pipelined calls while JAX lowers ``run`` of ``args``; nothing where JAX cannot lower it here."""
+    shapes = [
+        a if hasattr(a, "sharding") and not _compat.is_ref(aval) else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        for a, aval in zip(args, _compat.in_avals(program), strict=True)
+    ]
+    with lowering.watched(elsewhere=device is not None) as seen:
+        try:
+            jax.jit(lambda *flat: run(*flat)).trace(*shapes).lower(lowering_platforms=(platform,))
+        except Exception:  # an operator that does not lower for this platform, say: the user will hear of it from JAX
+            logger.debug("the program cannot be lowered for %s to see what keeps pipelines away", platform, exc_info=True)
+    return seen
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Whether this package works with the JAX at hand.
+#
+# Comes in: JAX's version, and JAX. Goes out: ``available()``, ``why_not()``. Invariants: a version that the tests run on is
+# believed; any other is tried with a small function under the transformations, once per process, when a pipelined function is
+# first called; and where that fails, functions run as plain ``jax.jit``, with one warning.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+TESTED_JAX = ((0, 10, 2), (0, 12, 0))
+SUPPORTED = "0.10.2 to 0.12.0"
+
+_lock = threading.Lock()
+_known: str | None = None  # what ``why_not`` found
+
+
+def jax_is_supported() -> bool:
+    """Whether functions can be pipelined with this JAX. Warns, once per process, if they cannot."""
+    if why_jax_is_unsupported():
+        _warn()
+    return not why_jax_is_unsupported()
+
+
+def why_jax_is_unsupported() -> str:
+    """Why ``available()`` is False, as a clause that names the versions supported; "" where it is True."""
+    global _known
+    if _known is None:
+        with _lock:
+            if _known is None:
+                reason = tracing.primitive_failure or ("" if _is_tested() else _in_a_thread_of_its_own())
+                works = f"kitsune_jax works with JAX {SUPPORTED}, and not with this JAX {jax.__version__} ({reason})"
+                _known = works if reason else ""
+    return _known
+
+
+def _is_tested() -> bool:
+    released = not re.search("[^0-9.]", jax.__version__)  # a pre-release is neither this version nor the one before
+    return released and _compat.VERSION in TESTED_JAX
+
+
+@functools.cache
+def _warn() -> None:
+    warnings.warn(f"{why_jax_is_unsupported()}. Pipelined functions run as plain jax.jit.", RuntimeWarning, stacklevel=4)
+
+
+def _in_a_thread_of_its_own() -> str:
+    """What ``_try`` finds, away from the caller's traces and contexts (a mesh, ``disable_jit``, a default device)."""
+    found: list[str] = []
+
+    def work() -> None:
+        try:
+            _try()
+            found.append("")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _try() -> None:
+    """Take a small function through every rule and through its lowering. Raises whatever is amiss."""
+    from jax.experimental import checkify, jet
+
+    w, x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 4)
+
+    bias = jnp.arange(3, dtype=jnp.float32)
+
+    def plain(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w + bias) * 2
+
+    def pipelined(strict: bool) -> Any:
+        def call(w: Any, x: Any) -> Any:
+            if not _compat.is_staging() or not _compat.valid_jaxtype(x):
+                return plain(w, x)
+            closed, consts = _compat.hoist_consts(_compat.trace_jaxpr(lambda *a: [plain(*a)], [jax.typeof(w), jax.typeof(x)]))
+            outs = tracing.pipeline_p.bind(*consts, w, x, call_jaxpr=closed, options=Options(strict=strict, force=True))
+            return outs[0]
+
+        return jax.jit(call, inline=True)
+
+    def transformed(f: Any, w: Any, x: Any) -> Any:
+        def loss(f: Any, w: Any) -> Any:
+            return jnp.sum(f(w, x) ** 2)
+
+        def step(ws: Any) -> Any:
+            tangents = jax.jvp(lambda w: f(w, x), (w,), (w,))
+            gradients = jax.vmap(jax.grad(lambda w: loss(f, w)))(ws)
+            recomputed = jax.value_and_grad(lambda w: loss(jax.checkpoint(f), w))(w)
+            scanned = jax.lax.scan(lambda c, _: (c + jax.grad(lambda w: loss(f, w))(c), None), w, None, length=2)[0]
+            checked = checkify.checkify(f, errors=checkify.user_checks)(w, x)[1]
+            taylor = jet.jet(lambda w: f(w, x), (w,), ((jnp.ones_like(w),),), factorial_scaled=False)
+            return tangents, gradients, recomputed, scanned, checked, taylor
+
+        return jax.jit(step)
+
+    explain_jaxpr(
+        _compat.without_dead_code(_compat.hoist_consts(jax.make_jaxpr(plain)(w, x))[0]),
+        Options(force=True, strict=True),
+        "cpu",
+        None,
+    )
+    ws = np.stack([w, w / 2])
+    want = transformed(plain, w, x).lower(ws).compile()(ws)
+    try:
+        lowered = transformed(pipelined(True), w, x).lower(ws)
+    except NotPipelined:  # a platform without a target: the rules are all that can be tried
+        lowered = transformed(pipelined(False), w, x).lower(ws)
+    got = lowered.compile()(ws)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,251 @@
+"""What a residual policy keeps between the forward and the backward pass, and what it costs.
+
+Comes in: programs (closed jaxprs) with pipelined calls in them, one per policy. Goes out: a ``ResidualReport``. Only ``explain``
+asks. Invariant: what is told of a policy is read off a program that was traced with it, so batching, loops and the arguments by
+which it is differentiated are those of the user.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kitsune_jax import _compat
+from kitsune_jax.config import Options, logger
+from kitsune_jax.frontend import explain, lowering
+from kitsune_jax.frontend.tracing import pipeline_p
+from kitsune_jax.report.data import PlannedPasses, PolicyReport, ResidualReport
+from kitsune_jax.report.render import Report
+
+Policy = Callable[..., Any]
+ALTERNATIVES = ("save", "recompute")
+
+# The policy that pipelined functions are traced with instead of their own while ``explain`` looks at an alternative. JAX keys its
+# trace caches on it; made at import, because making one empties them.
+override = jax.make_user_context(None)
+
+# Calls whose body runs where they stand. A checkpoint is none: what is recomputed in it was not kept.
+_INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+def policy_name(policy: str | Policy) -> str:
+    """What a report calls a policy: ``dots_saveable``, ``save_only_these_names``."""
+    if isinstance(policy, str):
+        return policy
+    public = next((name for name, value in vars(jax.checkpoint_policies).items() if value is policy), None)
+    if public is not None:
+        return public
+    if hasattr(policy, "__qualname__"):
+        return str(policy.__qualname__).split(".<locals>")[0].rsplit(".", 1)[-1].lstrip("_")
+    name = type(policy).__name__
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() if type(policy).__module__.startswith("jax.") else name
+
+
+# --- what one program keeps -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Bytes that backward equations read: of what forward equations ``made``, and of what those read themselves, ``arguments``."""
+
+    made: int
+    arguments: int
+
+
+def kept(program: Any) -> Kept | None:
+    """What flows from forward to backward equations of ``program``, or ``None`` if it has no pipelined backward pass.
+
+    An equation counts if it is a pipelined call or holds some (a loop, a ``shard_map``). One that holds both passes, such as a loop
+    over steps of training, is looked into, and counts once whatever its trip count.
+    """
+    flow = _Flow()
+    flow.visit(program, {}, backward=False)
+    if not flow.read:
+        return None
+    made, arguments = flow.read.keys() & flow.made.keys(), flow.read.keys() & flow.arguments.keys()
+    return Kept(sum(flow.read[v] for v in made), sum(flow.read[v] for v in arguments - made))
+
+
+class _Flow:
+    """Values by number, with their bytes: those that forward equations make and read, and those that backward equations read."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, int] = {}
+        self.arguments: dict[int, int] = {}
+        self.read: dict[int, int] = {}
+        self._values = 0
+
+    def visit(self, program: Any, env: dict[Any, int], *, backward: bool) -> list[int]:
+        """Walk a jaxpr whose arguments are in ``env``, in reading order. Returns the numbers of its results."""
+        jaxpr, _ = _compat.open_parts(program)
+        for eqn in jaxpr.eqns:
+            back = backward or _compat.is_transposed(eqn)
+            if eqn.primitive.name in _INLINED:
+                inner = eqn.params[_INLINED[eqn.primitive.name]]
+                bound = dict(zip(_compat.open_parts(inner)[0].invars, self._numbers(env, eqn.invars), strict=True))
+                env.update(zip(eqn.outvars, self.visit(inner, bound, backward=back), strict=True))
+                continue
+            directions = _directions(eqn, back)
+            if directions == {True, False}:
+                for inner in _bodies(eqn):
+                    self.visit(inner, {}, backward=False)
+            elif directions == {True}:
+                self.read.update(self._sized(env, eqn.invars))
+            elif directions == {False}:
+                self.arguments.update(self._sized(env, eqn.invars))
+                self.made.update(self._sized(env, eqn.outvars))
+        return self._numbers(env, jaxpr.outvars)
+
+    def _numbers(self, env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:
+        numbers = []
+        for v in atoms:
+            if _compat.is_literal(v) or v not in env:
+                self._values += 1
+                if not _compat.is_literal(v):
+                    env[v] = self._values
+            numbers.append(self._values if _compat.is_literal(v) else env[v])
+        return numbers
+
+    def _sized(self, env: dict[Any, int], atoms: Sequence[Any]) -> dict[int, int]:
+        arrays = [v for v in atoms if not _compat.is_literal(v)]
+        return dict(zip(self._numbers(env, arrays), (_bytes(v.aval) for v in arrays), strict=True))
+
+
+def _directions(eqn: Any, backward: bool) -> set[bool]:
+    """Of the pipelined calls in ``eqn``: is it backward? Empty if there is none."""
+    if eqn.primitive.name == lowering.PRIMITIVE_NAME:
+        return {backward}
+    return {
+        direction
+        for body in _bodies(eqn)
+        for inner in _compat.open_parts(body)[0].eqns
+        for direction in _directions(inner, backward or _compat.is_transposed(inner))
+    }
+
+
+def _bodies(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        yield from (x for x in (value if isinstance(value, (tuple, list)) else (value,)) if _compat.is_jaxpr(x))
+
+
+def _bytes(aval: Any) -> int:
+    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(getattr(aval, "shape", ())) * itemsize
+
+
+def is_derivative(program: Any) -> bool:
+    """Is there a backward pass in ``program`` already?"""
+    return any(_compat.is_transposed(eqn) or any(map(is_derivative, _bodies(eqn))) for eqn in _compat.open_parts(program)[0].eqns)
+
+
+# --- the gradient of one call ---------------------------------------------------------------------------------------------------
+
+
+def gradient(plain: Any, options: Options, policy: str | Policy) -> Any:
+    """The program of a pipelined call of ``plain``, traced without a policy, and of its backward pass by all inexact arguments.
+
+    Raises what JAX raises where ``plain`` has no gradient.
+    """
+    fn = _compat.jaxpr_as_fun(plain)
+    if policy != "save":
+        fn = jax.checkpoint(fn, policy=policy if callable(policy) else None)
+    avals = _compat.in_avals(plain)
+    call = _compat.trace_jaxpr(lambda *a: fn(*a), avals)
+    by = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    cotangents = [aval for aval in _compat.out_avals(plain) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+    def forward_and_backward(args: list[Any], given: list[Any]) -> Any:
+        def of_inexact(*inexact: Any) -> list[Any]:
+            merged = {**dict(enumerate(args)), **dict(zip(by, inexact, strict=True))}
+            outs = pipeline_p.bind(*(merged[i] for i in range(len(args))), call_jaxpr=call, options=options)
+            return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        outs, back = jax.vjp(of_inexact, *(args[i] for i in by))
+        return outs, back(given)
+
+    shapes = [[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in group] for group in (avals, cotangents)]
+    return _compat.hoist_consts(jax.make_jaxpr(forward_and_backward)(*shapes))[0]
+
+
+# --- the report -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Costed:
+    """A program's residuals, its useful operations, and the reports of its calls, each with how often it runs.
+
+    ``calls`` is empty where nothing was planned.
+    """
+
+    kept: Kept
+    flops: int
+    calls: tuple[tuple[int, Report], ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(times * report.seconds for times, report in self.calls)
+
+
+def costed(program: Any, platform: str, device: str | None) -> Costed | None:
+    """``program`` counted and planned. ``None`` if it has no pipelined backward pass."""
+    live = _compat.without_dead_code(program)
+    flow = kept(live)
+    if flow is None:
+        return None
+    calls = explain.pipelined_calls(live)
+    flops = sum(call.times * explain.flops_of(call.jaxpr) for call in calls)
+    return Costed(flow, flops, tuple((c.times, explain.explain_jaxpr(c.jaxpr, c.options, platform, device)) for c in calls))
+
+
+def build_residuals(programs: Mapping[str, Costed], in_use: str, of_gradient: bool) -> ResidualReport:
+    """One row per policy, in the order of ``programs``, which holds "save": the others are compared with it."""
+    base = programs["save"]
+
+    def plan(program: Costed) -> PlannedPasses:
+        return PlannedPasses(
+            seconds=program.seconds,
+            seconds_added=program.seconds - base.seconds,
+            ops_pipelined=sum(report.ops_pipelined for _, report in program.calls),
+            ops_total=sum(report.ops_total for _, report in program.calls),
+        )
+
+    def row(policy: str, program: Costed) -> PolicyReport:
+        return PolicyReport(
+            policy=policy,
+            in_use=policy == in_use,
+            kept_bytes=program.kept.made,
+            argument_bytes=program.kept.arguments,
+            flops_added=program.flops - base.flops,
+            plan=plan(program) if program.calls else None,
+        )
+
+    return ResidualReport(tuple(row(policy, program) for policy, program in programs.items()), of_gradient)
+
+
+def compare(
+    trace: Callable[[str | Policy | None], Any], in_use: str, platform: str, device: str | None, *, of_gradient: bool
+) -> ResidualReport | None:
+    """The policy ``in_use`` against the alternatives.
+
+    ``trace(policy)`` is the program under a policy, ``trace(None)`` under that in use. ``None`` where there is no backward pass, in
+    the program or because JAX cannot differentiate the function; a policy that JAX refuses here (some effects cannot be recomputed)
+    is left out.
+    """
+    programs: dict[str, Costed] = {}
+    for name in dict.fromkeys((in_use, *ALTERNATIVES)):
+        try:
+            traced = trace(None if name == in_use else name)
+        except Exception:  # of whatever type the rule raises that refuses
+            logger.debug("residuals=%r cannot be traced", name, exc_info=True)
+            continue
+        program = costed(traced, platform, device)
+        if program is None:
+            return None
+        programs[name] = program
+    return build_residuals(programs, in_use, of_gradient) if {in_use, "save"} <= programs.keys() else None

@@ -1,0 +1,416 @@
+"""From a Graph to planned regions with code: select regions, plan them, build tile programs, generate code for a target.
+
+Comes in: a Graph and a target. Goes out: ``Routed``: disjoint convex regions, each with everything its custom call needs, and the
+report. Pure: the same arguments give the same result in every process (no timing, no randomness).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kitsune_jax import config, targets
+from kitsune_jax.errors import Failure
+from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.plan import Ahead, Infeasible, Machine, Plan
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.program.build import assemble, build
+from kitsune_jax.program.ir import Program, TileProgram
+from kitsune_jax.regions.joining import Chosen, Phase, joined
+from kitsune_jax.regions.select import select
+from kitsune_jax.report.build import build_report
+from kitsune_jax.report.render import Report
+from kitsune_jax.targets.base import Evaluate, Target
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A region as a graph of its own, so that equal regions are planned and generated once.
+#
+# Comes in: a Graph and a Region of it. Goes out: ``Isolated``: the ops and values of the region, numbered from 0 in their old
+# order and without source lines, and a plan for it in the numbers of the whole graph. Invariant: two regions with equal
+# ``Isolated.key`` have equal plans, but for these numbers.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Isolated:
+    """``ops`` and ``values``: the numbers that those of ``graph`` have in the whole graph."""
+
+    graph: Graph
+    region: Region
+    ops: tuple[int, ...]
+    values: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[Graph, Region]:
+        return self.graph, self.region
+
+    def in_the_whole(self, plan: Plan) -> Plan:
+        """``plan``, made for this graph, with the ops and values of the whole graph."""
+        return _renamed(plan, dict(enumerate(self.ops)), dict(enumerate(self.values)))
+
+    def in_itself(self, plan: Plan) -> Plan:
+        """The inverse of ``in_the_whole``."""
+        return _renamed(plan, {i: k for k, i in enumerate(self.ops)}, {v: k for k, v in enumerate(self.values)})
+
+
+def _renamed(plan: Plan, ops: dict[int, int], values: dict[int, int]) -> Plan:
+    return dataclasses.replace(
+        plan,
+        stages=tuple(dataclasses.replace(s, ops=tuple(ops[i] for i in s.ops)) for s in plan.stages),
+        queues=tuple(dataclasses.replace(q, value=values[q.value]) for q in plan.queues),
+        order=None if plan.order is None else values[plan.order],
+        unordered=tuple(ops[i] for i in plan.unordered),
+        blocks=None if plan.blocks is None else (values[plan.blocks[0]], *plan.blocks[1:]),
+    )
+
+
+def isolated(graph: Graph, region: Region) -> Isolated:
+    """``region`` as a graph of its own."""
+    ops = tuple(sorted(region.ops))
+    touched = {v for i in ops for v in (*graph.ops[i].inputs, *graph.ops[i].outputs)}
+    values = tuple(sorted(touched.union(region.inputs, region.outputs)))
+    number = {v: k for k, v in enumerate(values)}
+    place = {i: k for k, i in enumerate(ops)}
+
+    def renumbered(ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple([number[v] for v in ids])
+
+    own = tuple(
+        Op(op.kind, renumbered(op.inputs), renumbered(op.outputs), op.params, label=op.label, body=op.body)
+        for op in (graph.ops[i] for i in ops)
+    )
+    return Isolated(
+        Graph(tuple(graph.values[v] for v in values), renumbered(region.inputs), renumbered(region.outputs), own),
+        dataclasses.replace(
+            region,
+            ops=tuple(place[i] for i in region.ops),
+            labels=tuple((number[v], axes) for v, axes in region.labels if v in number),
+            inputs=renumbered(region.inputs),
+            outputs=renumbered(region.outputs),
+            sinks=tuple(place[i] for i in region.sinks),
+            again=tuple(place[i] for i in region.again),
+        ),
+        ops,
+        values,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The route of a Graph through the rooms: regions, plan, tile program, code for a target; and the report of what was decided.
+#
+# Comes in: a Graph and a target. Goes out: ``Routed``: disjoint convex regions, each with everything its custom call needs, and
+# the report. Pure: the same arguments give the same result in every process (no timing, no randomness), so a plan made for a
+# compilation cache or on another host is the same plan. An error while one region is formed, planned or generated costs that
+# region its pipeline and is handed on as a ``Failure``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamOrder:
+    """The order by the indices ``ids`` (a graph value) into a table of ``n`` rows."""
+
+    ids: int
+    n: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRegion:
+    """A region with its plan, the program of its call and, where the target can execute it here, its code.
+
+    ``region`` is all of the call: its operands, results and ops are those of all ``phases``, its stream space is that of the first.
+    The parts of ``program`` are the phases, one by one. ``orders``: the last operands of ``program``, which are made of the indices
+    in front of the call; the indices are the last of the region's inputs, where they are not among the others. ``ahead``: what the
+    call asks for on behalf of a product behind it.
+    """
+
+    name: str
+    region: Region
+    phases: tuple[Phase, ...]
+    program: Program
+    target: str
+    code: Any
+    orders: tuple[StreamOrder, ...] = ()
+    ahead: Ahead | None = None
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """The values that ``call`` is given. A weight that is asked for is an argument of the graph, so the call waits for nothing
+        more; and the product that reads it waits for the call, so whoever overwrites it waits for both already."""
+        return self.region.inputs if self.ahead is None else (*self.region.inputs, self.ahead.value)
+
+    @property
+    def plan(self) -> Plan:
+        """That of the first phase."""
+        return self.phases[0].plan
+
+    def call(self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
+        """Bind the custom call on ``args``, the ``operands``; one result per aval. Raises ``ValueError`` for a region that was made
+        without code."""
+        if self.code is None:
+            raise ValueError("the region was planned without code: it cannot be called")
+        target, given = targets.get(self.target), dict(zip(self.operands, args, strict=True))
+        orders = [target.order(given[order.ids], order.n) for order in self.orders]
+        own = args[: self.program.operands - len(orders)]
+        fetched = [] if self.ahead is None else [args[-1]]
+        return target.emit(self.code, self.program, [*own, *orders, *fetched], out_avals, evaluate)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """Planned regions, and for every other op of the graph why it is left to XLA: a decision, or one of the ``failures``."""
+
+    regions: tuple[PlannedRegion, ...]
+    report: Report
+    rejected: tuple[tuple[int, str], ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+
+def route(
+    graph: Graph,
+    target: str,
+    *,
+    force: bool = False,
+    device: str | None = None,
+    code: bool = True,
+    strict: bool = False,
+    merge: bool = True,
+    body: bool = False,
+    fetch_ahead: bool = False,
+) -> Routed:
+    """Decide which ops of ``graph`` become pipelines on ``target`` ("cpu", "cuda" or "emulator"), and make them.
+
+    ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, where
+    the target can. ``strict``: raise an error of ours instead of doing without the region. ``merge``: regions that follow each
+    other become one call, where the target runs such calls. ``body``: the graph is a step of a loop that XLA runs.
+    ``fetch_ahead``: its arguments lie in memory, and calls may ask for what XLA reads of them. Raises ``ValueError`` for an unknown
+    target or device.
+    """
+    executor = targets.get(target)
+    machine = executor.as_found_by(graph, executor.machine(device), body)
+    failed = _Failures(graph, strict)
+    search = _Search(graph, executor, machine, failed, force)
+    chosen = select(
+        graph,
+        search.supports,
+        search.plan,
+        force=force,
+        several_phases=executor.runs_phases,
+        recomputes=executor.recomputes,
+        few_rows=executor.few_rows,
+        sums_behind=executor.sums_behind,
+        sums_by_batch=executor.sums_by_batch,
+        together=search.together,
+        merges=executor.most_merged if merge and executor.runs_phases else 1,
+        fresh=machine.fresh_seconds,
+        failed=failed,
+    )
+    fetches: Sequence[Ahead | None] = [None] * len(chosen.regions)
+    if fetch_ahead and not body:  # of a step's arguments some are cut out of arrays
+        fetches = executor.ahead(graph, [call.planned for call in chosen.regions], machine, force)
+    calls = list(zip(chosen.regions, fetches, strict=True))
+    made = _make(graph, calls, executor, machine, generate=code and executor.available())
+    rejected = list(chosen.rejected)
+    for call, result in made:
+        if isinstance(result, targets.CannotLower):  # a decision of the target's
+            rejected += [(i, str(result)) for i in call.ops]
+        elif isinstance(result, Exception):
+            rejected += [(i, failed(result, call.ops)) for i in call.ops]
+    regions = tuple(result for _, result in made if isinstance(result, PlannedRegion))
+    rejected = _once(rejected, regions)
+    notes = executor.notes() if device is None else ()
+    report = build_report(graph, regions, sorted(rejected), executor.platform, machine.name, notes)
+    return Routed(regions, report, tuple(sorted(rejected)), tuple(dict.fromkeys(failed.seen)))
+
+
+@dataclasses.dataclass
+class _Failures:
+    """What becomes of an error of ours: the ops around which it showed are left to XLA, and it is remembered in ``seen``.
+
+    ``strict``: it is raised instead.
+    """
+
+    graph: Graph
+    strict: bool
+    seen: list[Failure] = dataclasses.field(default_factory=list)
+
+    def __call__(self, error: Exception, ops: Sequence[int]) -> str:
+        """The reason, in words, for leaving ``ops`` to XLA."""
+        if self.strict:
+            raise error
+        op = self.graph.ops[_heaviest(self.graph, ops)]
+        self.seen.append(Failure.of(error, f"the pipeline around {op.label or op.kind} ({op.source or 'no source line'})"))
+        return self.seen[-1].told
+
+
+@dataclasses.dataclass
+class _Search:
+    """What the choice of regions asks of the target. ``known``: the plans of isolated regions: equal layers are planned once."""
+
+    graph: Graph
+    target: Target[Any]
+    machine: Machine
+    failed: _Failures
+    force: bool
+    known: dict[tuple[Graph, Region], Plan | str] = dataclasses.field(default_factory=dict)
+
+    def supports(self, i: int) -> str | None:
+        op, values = self.graph.ops[i], self.graph.values
+        try:
+            return self.target.supports(op, [values[v] for v in op.inputs], [values[v] for v in op.outputs])
+        except Exception as error:
+            return self.failed(error, (i,))
+
+    def together(self, chosen: Chosen) -> Chosen | str:
+        """``chosen`` with the plans that its regions have as one call, or why the target does not run them as one."""
+        call = self.machine.call_seconds  # of which a later phase has none
+        plans = [p.plan if k == 0 else _sooner(p.plan, call) for k, p in enumerate(chosen.phases)]
+        if chosen.apart:
+            apart = sum(p.plan.seconds - call * (k > 0) for c in chosen.apart for k, p in enumerate(c.phases))
+        else:  # followers, which would be XLA's
+            apart = plans[0].seconds + sum(plan.baseline_seconds for plan in plans[1:])
+        try:
+            found = self.target.together(
+                lambda: _call_of(self.graph, chosen, {}, "", self.target.name, self.machine).program,
+                plans,
+                self.machine,
+                math.inf if self.force else apart,
+            )
+        except Exception as error:
+            return self.failed(error, chosen.ops)
+        if isinstance(found, str) or found is plans:
+            return found if isinstance(found, str) else chosen
+        later = [_sooner(plan, -call) for plan in found[1:]]
+        phases = [dataclasses.replace(p, plan=plan) for p, plan in zip(chosen.phases, (found[0], *later), strict=True)]
+        return dataclasses.replace(chosen, phases=tuple(phases))
+
+    def plan(self, graph: Graph, region: Region) -> Plan | str:
+        """The plan of ``region``, or why it has none."""
+        try:
+            if 2 * len(region.ops) > len(graph.ops) or self.target.is_planned_in_program(region, self.machine):
+                return self._plan(graph, region)  # there is no other like it
+            own = isolated(graph, region)
+            if own.key not in self.known:
+                self.known[own.key] = self._plan(*own.key)
+            plan = self.known[own.key]
+            return plan if isinstance(plan, str) else own.in_the_whole(plan)
+        except Exception as error:
+            return self.failed(error, region.ops)
+
+    def _plan(self, graph: Graph, region: Region) -> Plan | str:
+        try:
+            return self.target.plan(graph, region, self.machine)
+        except Infeasible as no:
+            return str(no)
+
+
+def _once(rejected: Iterable[tuple[int, str]], regions: Sequence[PlannedRegion]) -> list[tuple[int, str]]:
+    """Each op with one reason, and none that some region computes: several may compute an op."""
+    inside = {i for r in regions for i in r.region.ops}
+    return list({i: (i, why) for i, why in rejected if i not in inside}.values())
+
+
+def without(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
+    """``routed`` without the regions named in ``reasons``, whose ops are left to XLA for the reason given."""
+    if not reasons:
+        return routed
+    kept = tuple(r for r in routed.regions if r.name not in reasons)
+    gone = [(i, reasons[r.name]) for r in routed.regions if r.name in reasons for i in r.region.ops]
+    rejected = tuple(sorted(_once((*routed.rejected, *gone), kept)))
+    told = routed.report
+    report = build_report(graph, kept, rejected, told.platform, told.machine, told.notes)
+    return dataclasses.replace(routed, regions=kept, report=report, rejected=rejected)
+
+
+def _make(
+    graph: Graph, chosen: Sequence[tuple[Chosen, Ahead | None]], target: Target[Any], machine: Machine, *, generate: bool
+) -> list[tuple[Chosen, PlannedRegion | Exception]]:
+    """The ``chosen`` calls, with what each asks for ahead, or what went wrong with one: it must not cost the others theirs. A call
+    that was merged of several and cannot be made is several calls again, which ask for nothing."""
+    readers = _readers([call for call, _ in chosen])
+
+    def attempt(call: Chosen, ahead: Ahead | None, name: str) -> list[tuple[Chosen, PlannedRegion | Exception]]:
+        try:
+            made = dataclasses.replace(_call_of(graph, call, readers, name, target.name, machine), ahead=ahead)
+            if generate:
+                source = graph.ops[_heaviest(graph, call.region.ops)].source
+                plans = tuple(p.plan for p in made.phases)
+                made = dataclasses.replace(made, code=target.generate(made.program, plans, f"{name} ({source})", ahead))
+            return [(call, made)]
+        except Exception as error:
+            if not call.apart:
+                return [(call, error)]
+            return [result for k, one in enumerate(call.apart) for result in attempt(one, None, f"{name}.{k}")]
+
+    calls, fetches = [call for call, _ in chosen], [ahead for _, ahead in chosen]
+    names = [f"region{k}" for k in range(len(chosen))]
+    if not (generate and target.compiles and len(chosen) > 1):
+        return [result for one in zip(calls, fetches, names, strict=True) for result in attempt(*one)]
+    with ThreadPoolExecutor(min(config.num_threads(), len(chosen))) as pool:  # compilers run beside each other
+        return [result for results in pool.map(attempt, calls, fetches, names) for result in results]
+
+
+def _readers(chosen: Sequence[Chosen]) -> dict[int, set[Region]]:
+    """value -> the chosen regions that read it."""
+    readers: dict[int, set[Region]] = {}
+    for call in chosen:
+        for region in call.regions:
+            for v in region.inputs:
+                readers.setdefault(v, set()).add(region)
+    return readers
+
+
+def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
+    """What the reader knows a region by: its first matrix product, or else its first op."""
+    return max(ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))
+
+
+def _call_of(
+    graph: Graph, chosen: Chosen, readers: Mapping[int, set[Region]], name: str, target: str, machine: Machine
+) -> PlannedRegion:
+    """A call without code. ``readers``: which regions, of all calls, read a value."""
+    orders: dict[StreamOrder, int] = {}
+    built: dict[tuple[Graph, Region], TileProgram] = {}
+    phases: list[Phase] = []
+    parts = []
+    for phase in chosen.phases:
+        region, plan = phase.region, phase.plan
+        if phases:  # no call of its own
+            plan = _sooner(plan, machine.call_seconds)
+        order = _order_of(graph, region, plan)
+        # An order is read by a number that no value of the graph has.
+        reads = region.inputs if order is None else (*region.inputs, orders.setdefault(order, -1 - len(orders)))
+        program = _later(graph, region, plan, built) if phases else build(graph, region, plan)
+        phases.append(dataclasses.replace(phase, plan=plan))
+        parts.append((phase.number, program, reads, region.outputs))
+    inside = set(chosen.regions)
+    wanted = [v for region in chosen.regions for v in region.outputs if not inside.issuperset(readers.get(v, ()))]
+    whole = joined(graph, chosen.regions, wanted)
+    call = assemble(parts, (*whole.inputs, *orders.values()), whole.outputs)
+    ids = tuple(dict.fromkeys(order.ids for order in orders if order.ids not in whole.inputs))
+    whole = dataclasses.replace(whole, inputs=(*whole.inputs, *ids))
+    return PlannedRegion(name, whole, tuple(phases), call, target, None, tuple(orders))
+
+
+def _sooner(plan: Plan, seconds: float) -> Plan:
+    return dataclasses.replace(plan, seconds=max(0.0, plan.seconds - seconds))
+
+
+def _order_of(graph: Graph, region: Region, plan: Plan) -> StreamOrder | None:
+    """The order in which ``plan`` streams: that of the largest table that rows are folded into by its indices."""
+    if plan.order is None:
+        return None
+    folded = [graph.ops[i] for i in region.sinks if plan.order in graph.ops[i].inputs[1:]]
+    return StreamOrder(plan.order, max(op["n"] for op in folded if OPS[op.kind].family == "scatter"))
+
+
+def _later(graph: Graph, region: Region, plan: Plan, built: dict[tuple[Graph, Region], TileProgram]) -> TileProgram:
+    """The program of a later phase. Equal ones (layers, updates of parameters of one shape) have one, in which ops are numbered by
+    the region."""
+    found = isolated(graph, region)
+    if found.key not in built:
+        built[found.key] = build(*found.key, found.in_itself(plan))
+    return built[found.key]

@@ -1,0 +1,163 @@
+"""Graphs that stand alone: written by one process, planned, lowered and run by another, with the same results.
+
+Comes in: a ``Captured``, or the text of a Graph. Goes out: text, or a function of arrays. An op of the table is evaluated by its
+entry. An opaque op carries its equation as StableHLO, which ``jax.export`` makes when the graph is written and not before.
+Invariant: a text that was written can be evaluated by any process that has this version of the package.
+
+>>> import jax.numpy as jnp
+>>> from kitsune_jax.capture.jaxpr import capture
+>>> captured = capture(jax.make_jaxpr(lambda x: jnp.sort(jnp.tanh(x)) * 2)(jnp.zeros(3)))
+>>> graph = Graph.from_json(write(captured))
+>>> as_function(graph, "cpu")(jnp.array([0.5, -1.0, 0.0]))[0].round(2).tolist()
+[-1.52, 0.0, 0.92]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+from kitsune_jax.capture.edit import Captured, Step
+from kitsune_jax.config import Options
+from kitsune_jax.frontend import lowering
+from kitsune_jax.ops.graph import Code, Graph, Op, Value
+from kitsune_jax.ops.table import verify
+from kitsune_jax.targets import INSTEAD
+
+PLATFORMS = ("cpu", "cuda")
+_CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("kitsune_cpu", "kitsune_cuda")]  # of loop bodies
+_NO_ARRAYS = ("ref", "token")
+_KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def captured_for(closed_jaxpr: Any, target: str, *, force: bool = False, strict: bool = False) -> tuple[Captured, list[Any]]:
+    """``closed_jaxpr`` as its lowering for ``target`` sees it, with pipelines in the bodies of its loops, and its constants.
+
+    The constants are the values of the first inputs of the Graph. A loop that is left to XLA is opaque: its body calls
+    the pipelines in it. ``force``, ``strict``: as in ``as_function``.
+    """
+    plan = lowering.planned_function(closed_jaxpr, Options(strict=strict, force=force), target)
+    graph, why = plan.captured.graph, dict(plan.routed.rejected)
+    ops = [
+        op if op.body is None or i not in why else dataclasses.replace(op, kind="opaque", params=(), body=None, reason=why[i])
+        for i, op in enumerate(graph.ops)
+    ]
+    captured = dataclasses.replace(plan.captured, graph=dataclasses.replace(graph, ops=tuple(ops)))
+    return captured, list(plan.consts)
+
+
+def write(captured: Captured, platforms: Sequence[str] = PLATFORMS) -> str:
+    """``captured`` as a text that needs nothing else.
+
+    Bodies of loops are written as they are: where ``captured_for`` has put pipelines into them, the text is for its target only.
+
+    Args:
+      captured: a function, of arrays of known shapes.
+      platforms: where its opaque ops are to run, "cpu" and "cuda".
+
+    Returns:
+      The JSON of a Graph (``Graph.from_json``).
+
+    Raises:
+      ValueError: an opaque op cannot be written: it has side effects, works on tokens or references, has symbolic dimensions, or
+        ``jax.export`` refuses it (collectives, callbacks). The error names the op and its source line.
+    """
+    graph = captured.graph
+    ops = []
+    for i, op in enumerate(graph.ops):
+        if any(not isinstance(n, int) for v in (*op.inputs, *op.outputs) for n in graph.values[v].shape):
+            raise ValueError(f"{_told(op)} cannot be written: its shapes are symbolic, and a Graph needs numbers")
+        ops.append(dataclasses.replace(op, code=_exported(captured, i, tuple(platforms))) if op.kind == "opaque" else op)
+    return dataclasses.replace(graph, ops=tuple(ops)).to_json()
+
+
+def as_function(graph: Graph, target: str, *, force: bool = False, strict: bool = False) -> Callable[..., list[jax.Array]]:
+    """The function that ``graph`` says, with custom calls of ``target`` where its pipelines stand.
+
+    Args:
+      graph: one that stands alone: from ``Graph.from_json``.
+      target: "cpu", "cuda" or "emulator" (``route``).
+      force: pipeline every legal region, whatever the cost model says.
+      strict: raise an error of this package instead of doing without the pipeline it is in.
+
+    Returns:
+      A function of one array for each of the graph's inputs, in order, which returns its outputs. It may be jitted.
+
+    Raises:
+      ValueError: there is no such target here, the graph is not valid, an opaque op carries no code for the target's platform, or
+        the graph computes in 64 bits while JAX does not (``jax_enable_x64``).
+    """
+    why_not = lowering.missing_target(target)
+    if why_not:
+        raise ValueError(why_not)
+    captured = _opened(graph, INSTEAD.get(target, target))
+    planned, _ = lowering.settled(captured, target, Options(strict=strict, force=force))
+
+    def function(*arrays: Any) -> list[jax.Array]:
+        return lowering.run(captured, planned.regions, arrays)
+
+    return function
+
+
+# --- opaque ops -------------------------------------------------------------------------------------------------------------------
+
+
+def _exported(captured: Captured, i: int, platforms: tuple[str, ...]) -> Code:
+    """Op ``i`` as StableHLO."""
+    op, step, values = captured.graph.ops[i], captured.steps[i], captured.graph.values
+    ins, outs = ([values[v] for v in ids] for ids in (op.inputs, op.outputs))
+
+    def opaque(*arrays: Any) -> list[Any]:
+        return captured.run(i, arrays)
+
+    try:
+        if step.has_effects or any(v.dtype in _NO_ARRAYS for v in (*ins, *outs)):
+            raise ValueError(op.reason)
+        made = export.export(jax.jit(opaque), platforms=platforms, disabled_checks=_CALLS)(*map(_type_of, ins))
+    except Exception as error:
+        raise ValueError(f"{_told(op)} cannot be written: {error}") from error
+    return Code(made.mlir_module_serialized, made.platforms, made.module_kept_var_idx, made.calling_convention_version)
+
+
+def _told(op: Op) -> str:
+    return f"{op.label} ({op.source or 'no source line'})"
+
+
+def _opened(graph: Graph, platform: str) -> Captured:
+    """``graph`` with the means to evaluate it on ``platform``: what its opaque ops carry, and nothing else."""
+    verify(graph)
+    wide = next((v.dtype for v in graph.values if v.dtype in ("int64", "uint64", "float64")), None)
+    if wide and not jax.config.jax_enable_x64:
+        raise ValueError(f"the graph computes in {wide}: set jax_enable_x64")
+    for op in graph.ops:
+        if op.kind == "opaque" and (op.code is None or platform not in op.code.platforms):
+            raise ValueError(f"{_told(op)} is opaque and carries no code for the platform {platform}")
+    steps = [Step() if op.code is None else Step(evaluate=_called(op, op.code, graph)) for op in graph.ops]
+    return Captured(graph, tuple(steps), tuple(None if v.literal is not None else _type_of(v) for v in graph.values))
+
+
+def _called(op: Op, code: Code, graph: Graph) -> Callable[..., Sequence[Any]]:
+    """What calls ``code``: the export of some function of the same types, with the other module in it."""
+    ins, outs = ([_type_of(graph.values[v]) for v in ids] for ids in (op.inputs, op.outputs))
+    some = jax.jit(lambda *_: [jax.lax.full(t.shape, 0, t.dtype) for t in outs])
+    exported = export.export(some, platforms=code.platforms, disabled_checks=_CALLS)(*ins)
+    return dataclasses.replace(
+        exported,
+        fun_name=op.label,
+        mlir_module_serialized=code.module,
+        module_kept_var_idx=code.operands,
+        calling_convention_version=code.convention,
+    ).call
+
+
+def _type_of(value: Value) -> jax.ShapeDtypeStruct:
+    if value.dtype.startswith("key<"):
+        keys = [jax.eval_shape(functools.partial(jax.random.key, impl=kind), 0).dtype for kind in _KEYS]
+        return jax.ShapeDtypeStruct(value.shape, next(k for k in keys if str(k) == value.dtype))
+    return jax.ShapeDtypeStruct(value.shape, jnp.dtype(value.dtype))

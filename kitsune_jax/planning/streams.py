@@ -1,0 +1,668 @@
+"""Which axis of which value streams, which values are stationary, and which are sinks."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
+
+from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.spec import DimRelation, Dims
+from kitsune_jax.ops.table import OPS, scores_of
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Stream spaces and regions as data.
+#
+# A **stream space** has one or more axes; the flattened index over them (last axis fastest) is the **row**. A value's dimension
+# is labelled with the tuple of axes that it runs over, outermost first, whose extents multiply to the dimension's size; ``()``
+# means that the dimension is not streamed. A value none of whose dimensions is streamed is **stationary**. In the tile form of a
+# streamed value its streamed dimensions are gone and one row dimension stands in front: ``(rows, *row_shape)``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+DimLabels = tuple[tuple[int, ...], ...]  # per dimension of a value: the stream axes it runs over
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamSpace:
+    """The first ``batch`` axes are batch axes: a tile never crosses from one index of them to the next, so a value that streams
+    over nothing else is stationary while a tile is at work (the keys of an attention head)."""
+
+    sizes: tuple[int, ...]
+    batch: int = 0
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def batches(self) -> int:
+        return math.prod(self.sizes[: self.batch])
+
+    def tiles(self, tile_rows: int) -> int:
+        return self.batches * -(-math.prod(self.sizes[self.batch :]) // tile_rows)
+
+    def of_batch(self, labels: DimLabels | None) -> bool:
+        """Does a value with these labels run over batch axes only?"""
+        return labels is not None and self.batch > 0 and all(a < self.batch for axes in labels for a in axes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """A convex subgraph that becomes one custom call.
+
+    ``ops``: graph op indices, topological. ``labels``: for every *streamed* value the region reads or makes, its ``DimLabels``
+    (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs). The
+    result of a maker (a broadcast, an iota: an op without streamed inputs) is never among the outputs: ops outside that read it
+    compute it again.
+    ``sinks``: the ops of the region that reduce over the whole stream space, whose outputs are stationary, or over all rows of each
+    batch, whose outputs run over the batch axes. ``again``: ops of the
+    region that others may compute as well, because that is cheaper than to store what they make; their results are no outputs.
+    """
+
+    space: StreamSpace
+    ops: tuple[int, ...]
+    labels: tuple[tuple[int, DimLabels], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sinks: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
+
+    def label_of(self) -> dict[int, DimLabels]:
+        return dict(self.labels)
+
+
+def row_shape(shape: tuple[int, ...], labels: DimLabels | None) -> tuple[int, ...]:
+    """What is left of ``shape`` per row: its dimensions that are not streamed. ``labels=None`` (stationary) leaves it whole."""
+    if labels is None:
+        return shape
+    return tuple(n for n, axes in zip(shape, labels, strict=True) if not axes)
+
+
+def row_strides(shape: tuple[int, ...], labels: DimLabels, space: StreamSpace) -> tuple[int, ...]:
+    """Element stride of every stream axis in a dense row-major array of ``shape`` (0 for axes the value does not depend on)."""
+    strides = [0] * len(space.sizes)
+    step = 1
+    for n, axes in zip(reversed(shape), reversed(labels), strict=True):
+        inner = step
+        for axis in reversed(axes):
+            strides[axis] = inner
+            inner *= space.sizes[axis]
+        step *= n
+    return tuple(strides)
+
+
+def dim_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Element strides of a dense row-major array."""
+    out = []
+    step = 1
+    for n in reversed(shape):
+        out.append(step)
+        step *= n
+    return tuple(reversed(out))
+
+
+def streamed_axes(labels: DimLabels) -> frozenset[int]:
+    return frozenset(a for axes in labels for a in axes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Where a stream may start: dimensions of one value, which become its axes.
+#
+# Comes in: a Graph and one of its ops. Goes out: the ``Seed``s from which ``propagate.spread`` may go on.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Products of a batch with fewer results than this are no attention: all of a batch is one row.
+_LARGE_BATCH = 64 * 64
+FEW_ROWS = 4  # of a product that takes as long as its weight takes to arrive
+FEW_OF_BATCH = 8  # the same of a product for each of a batch: the matrix is small enough to stay near while all rows meet it
+_LARGE_WEIGHT = 64 * 64  # elements
+_MOVED = frozenset({"reshape", "transpose", "convert_element_type", "copy"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seed:
+    """``dims`` of ``value``: each becomes a stream axis of its own, in this order, the first ``batch`` of them batch axes.
+    ``apart``: sums of scores over the stream are left to another one (``Wiring.scores``)."""
+
+    value: int
+    dims: tuple[int, ...]
+    batch: int = 0
+    apart: bool = False
+
+
+def candidate_seeds(
+    graph: Graph, op_index: int, producers: Mapping[int, int] | None = None, scores: Container[int] = ()
+) -> list[Seed]:
+    """Ways in which the stream could run through an op, most promising first. Where ``producers`` are given, a product of a few
+    rows streams over what it contracts, or over the columns of its weight, and one of a batch of those over the batch; not over
+    the rows. ``scores``: see ``Wiring``.
+
+    A dot streams over the free dimensions of either side (the other side is then stationary, or, where the dot has batch
+    dimensions, stationary for each batch), or, where they are the longest, over the contracted ones (it is a sink then); anything
+    else over all but the last dimension of its largest operand, its first dimension, and each single dimension.
+    """
+    op = graph.ops[op_index]
+    seeds: list[Seed] = []
+    if op.kind == "dot_general":
+        sides = []
+        for v, contract, batch in (
+            (op.inputs[0], op["lhs_contract"], op["lhs_batch"]),
+            (op.inputs[1], op["rhs_contract"], op["rhs_batch"]),
+        ):
+            shape = graph.values[v].shape
+            free = [d for d in range(len(shape)) if d not in contract and d not in batch]
+            sides.append((math.prod(shape[d] for d in free), v, free))
+        # A weight gradient: the rows are what it contracts, and the other seeds would stream over columns of the weight.
+        seeds += _batched(graph, op_index)
+        contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
+        if op["lhs_contract"] and contracted >= max(size for size, _, _ in sides):
+            seeds.append(Seed(op.inputs[0], tuple(op["lhs_contract"])))
+        if producers is not None and has_few_rows(graph, producers, op_index):
+            batch = range(len(op["lhs_batch"]))
+            seeds = [Seed(op.outputs[0], tuple(batch)) if batch else Seed(op.inputs[0], tuple(op["lhs_contract"]))]
+            sides = [max(sides)]
+        if producers is not None and (taken := _taken_with(graph, producers, op_index)):
+            seeds.insert(0, Seed(op.outputs[0], taken))
+        along = [Seed(v, tuple(free[:k])) for _, v, free in sorted(sides, key=lambda s: -s[0]) for k in range(len(free), 0, -1)]
+        if any(v in scores for v in (*op.inputs, *op.outputs)) and not any(s.batch for s in seeds):
+            seeds = [dataclasses.replace(s, apart=True) for s in along] + seeds
+        seeds += along
+    elif OPS[op.kind].family in ("gather", "scatter"):
+        # The rows are what the indices run over; the other dimensions in front of them stream where the indices do not.
+        v = op.outputs[0] if OPS[op.kind].family == "gather" else op.inputs[0]
+        indexed = range(op["axis"], op["axis"] + len(graph.values[op.inputs[1]].shape))
+        choices = [tuple(indexed), tuple(indexed[:1]), tuple(range(op["axis"]))]
+        seeds = [Seed(v, dims) for dims in choices if dims]
+    else:
+        operands = [v for v in (*op.outputs, *op.inputs) if graph.values[v].shape]
+        if not operands:
+            return []
+        v = max(operands, key=lambda v: (graph.values[v].size, len(graph.values[v].shape)))
+        rank = len(graph.values[v].shape)
+        choices = [tuple(range(rank - 1)), (0,), *((d,) for d in range(1, rank)), tuple(range(rank))]
+        seeds = [Seed(v, dims) for dims in choices if dims]
+    return [
+        s for s in dict.fromkeys(_without_ones(graph, s) for s in seeds) if all(graph.values[s.value].shape[d] > 0 for d in s.dims)
+    ]
+
+
+def _taken_with(graph: Graph, producers: Mapping[int, int], op_index: int) -> tuple[int, ...]:
+    """The batch dimensions of a product that multiplies matrices taken of a table, one or more for each of the batch: the weights
+    of a token's experts. A row of such a stream reads its matrices where the table has them; others would cut all of them."""
+    op = graph.ops[op_index]
+    for v in op.inputs:
+        while (made_by := producers.get(v)) is not None and graph.ops[made_by].kind in _MOVED:
+            v = graph.ops[made_by].inputs[0]
+        if made_by is not None and graph.ops[made_by].kind == "take":
+            return tuple(range(len(op["lhs_batch"])))
+    return ()
+
+
+def has_few_rows(graph: Graph, producers: Mapping[int, int], op_index: int) -> bool:
+    """Is the op a product of a few rows with a weight (or, for each of a batch, with a matrix of its own) that lies in memory?
+
+    What is computed of many rows may have few columns: such a product streams with what makes its rows.
+    """
+    op = graph.ops[op_index]
+    if op.kind != "dot_general" or not op["lhs_contract"]:
+        return False
+    (out,) = op.outputs
+    batch = math.prod(graph.values[out].shape[: len(op["lhs_batch"])])
+    rows, matrix = sorted(op.inputs, key=lambda v: graph.values[v].size)
+    x, y = graph.values[rows].size, graph.values[matrix].size
+    while (made_by := producers.get(matrix)) is not None and graph.ops[made_by].kind in _MOVED:
+        matrix = graph.ops[made_by].inputs[0]
+    if made_by is not None and graph.ops[made_by].kind not in ("opaque", "dynamic_update_slice"):
+        return False
+    contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
+    few = FEW_OF_BATCH if batch > 1 else FEW_ROWS
+    return 0 < x <= few * contracted * batch and y >= _LARGE_WEIGHT * batch
+
+
+def is_batched(graph: Graph, op_index: int) -> bool:
+    """Is the op a product that may stream over batch axes, with one side that lies still for each batch?"""
+    return graph.ops[op_index].kind == "dot_general" and bool(_batched(graph, op_index))
+
+
+def _batched(graph: Graph, op_index: int) -> list[Seed]:
+    """Streams over the batch dimensions of a dot and the free ones of one side: the other side lies still for each batch."""
+    op = graph.ops[op_index]
+    batch, (out,) = len(op["lhs_batch"]), op.outputs
+    shape = graph.values[out].shape
+    if math.prod(shape[:batch]) <= 1 or math.prod(shape[batch:]) < _LARGE_BATCH:
+        return []
+    free = len(graph.values[op.inputs[0]].shape) - batch - len(op["lhs_contract"])
+    lhs, rhs = range(batch, batch + free), range(batch + free, len(shape))
+    sides = sorted((lhs, rhs), key=lambda side: -math.prod(shape[d] for d in side))
+    return [Seed(out, (*range(batch), *side[:k]), batch) for side in sides for k in range(len(side), 0, -1)]
+
+
+def _without_ones(graph: Graph, seed: Seed) -> Seed:
+    """The same stream without axes of extent 1, unless it has no others."""
+    shape = graph.values[seed.value].shape
+    dims = tuple(d for d in seed.dims if shape[d] != 1)
+    batch = sum(shape[d] != 1 for d in seed.dims[: seed.batch])
+    return Seed(seed.value, dims, batch, seed.apart) if dims else Seed(seed.value, seed.dims)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What connects the ops of a graph: which of them touch a value, and which dimensions of their operands belong together.
+#
+# Comes in: a Graph. Goes out: a ``Wiring``, which works each of them out once, whatever streams are tried.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wired:
+    """An op and the dimensions it joins: for each relation its role, its members as (value, dimension), and itself."""
+
+    operands: tuple[int, ...]
+    relations: tuple[tuple[str, tuple[tuple[int, int], ...], DimRelation], ...]
+    has_elements: bool
+    alone: Callable[[Op, list[Dims]], str] | None  # why no row can be computed alone where these dimensions stream
+
+
+class Wiring:
+    """What connects the ops of a graph, worked out when it is first asked for: ``wiring[i]``, and ``touching(v)``, the ops that
+    define or read a value. ``sums_by_batch``: sums over the rows of each batch are sinks. ``scores``: where they are not, values of
+    products that are much larger than what they are made of, of which one stream makes sums over the one dimension and another
+    those over the other."""
+
+    def __init__(self, graph: Graph, sums_by_batch: bool = True):
+        self.graph, self.sums_by_batch = graph, sums_by_batch
+        self.scores: frozenset[int] = frozenset() if sums_by_batch else scores_of(graph)
+        self._wired: dict[int, Wired] = {}
+        self._touching: dict[int, dict[int, None]] = {}
+        for i, op in enumerate(graph.ops):
+            for v in (*op.outputs, *op.inputs):
+                self._touching.setdefault(v, {})[i] = None
+
+    def touching(self, v: int) -> Iterable[int]:
+        return self._touching.get(v, ())
+
+    def only_for(self, ops: Iterable[int]) -> set[int]:
+        """Those whose results nothing reads but ``ops`` and each other."""
+        kept, found = set(self.graph.outputs), set(ops)
+        work = [v for i in found for v in self.graph.ops[i].inputs]
+        while work:
+            v = work.pop()
+            for i in self.touching(v):
+                op = self.graph.ops[i]
+                if v not in op.outputs or i in found or not kept.isdisjoint(op.outputs):
+                    continue
+                if all(j == i or j in found for out in op.outputs for j in self.touching(out)):
+                    found.add(i)
+                    work += op.inputs
+        return found.difference(ops)
+
+    def __getitem__(self, i: int) -> Wired:
+        if i not in self._wired:
+            op = self.graph.ops[i]
+            operands = (*op.inputs, *op.outputs)
+            relations = tuple((r.role, tuple((operands[k], d) for k, d in r.members), r) for r in relations_of(self.graph, op))
+            has_elements = not any(0 in self.graph.values[v].shape for v in operands)
+            self._wired[i] = Wired(operands, relations, has_elements, OPS[op.kind].alone)
+        return self._wired[i]
+
+
+def relations_of(graph: Graph, op: Op) -> tuple[DimRelation, ...]:
+    """The op's dimension relations, from the op table."""
+    shapes = tuple(graph.values[v].shape for v in op.inputs)
+    outs = tuple(graph.values[v].shape for v in op.outputs)
+    return OPS[op.kind].relate(op, shapes, outs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Spreading a stream: from one value whose dimensions are declared streamed to every op that can stream along.
+#
+# Comes in: a Graph, a seed (value, labels, axis extents) and the ops that may take part. Goes out: a ``Spread``: the labels of
+# every value reached, the ops that stream, which of them are sinks, and for each op at the rim why the stream stops there.
+# Invariant: under the returned labels every member op is legal on its own, and no label came from an op that is not a member.
+#
+# The pass is an abstract interpretation: labels only grow. An op hands labels on while it is legal; when it turns out illegal
+# after it has handed some on, it is barred and everything starts again, so no stale label survives. Each restart bars at least
+# one op.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_FOLDING = frozenset({"dot", "reduce", "argreduce", "cumulative"})
+_BY_BATCH = frozenset({"dot", "reduce"})  # families whose sinks may have one sum for each batch
+_STREAMED_SUM = "a reduction over the stream has a streamed result"
+_SUM_OF_BATCH = "sums over the rows of each batch have no code on this target"
+_WAITS = "it waits for sums over the rows of the stream"
+_FUNCTION = 9  # operations of an elementary function
+Labels = dict[int, list[tuple[int, ...]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spread:
+    """``labels`` cover members' values only. ``stops``: op index -> why the stream does not go through it.
+
+    ``rounds``: of each time that the stream had to start again, the labels of all values that it had reached, and the ops that it
+    was kept out of from then on, with the reasons. ``looks``: how often an op was looked at to find this out.
+    """
+
+    space: StreamSpace
+    labels: dict[int, DimLabels]
+    ops: tuple[int, ...]
+    sinks: tuple[int, ...]
+    stops: dict[int, str]
+    rounds: tuple[tuple[dict[int, DimLabels], dict[int, str]], ...] = ()
+    looks: int = 0
+
+
+class _Refine(Exception):  # noqa: N818 - control flow, not an error
+    """A reshape splits a stream axis: start again with the axis cut in two."""
+
+    def __init__(self, axis: int, outer: int):
+        self.axis, self.outer = axis, outer
+
+
+def spread(
+    graph: Graph,
+    seed: Seed,
+    allowed: Container[int],
+    supports: Callable[[int], str | None],
+    wiring: Wiring | None = None,
+    barred: Mapping[int, str] | None = None,
+) -> Spread:
+    """Spread a stream from ``seed`` over the ops of ``allowed``.
+
+    ``supports(op index)`` says in words why a target can't run the op, or None. ``wiring`` may be passed in to be shared between
+    calls. ``barred``: of a round of another spread that reached ``seed`` with these labels; they would be found again.
+    """
+    wiring = wiring or Wiring(graph)
+    shape = graph.values[seed.value].shape
+    sizes = [shape[d] for d in seed.dims]
+    labels: list[tuple[int, ...]] = [(seed.dims.index(d),) if d in seed.dims else () for d in range(len(shape))]
+    batch = seed.batch
+    for _ in range(64):
+        try:
+            spreader = _Spreader(graph, StreamSpace(tuple(sizes), batch), allowed, supports, wiring, seed.apart)
+            return spreader.run(seed.value, labels, barred or {})
+        except _Refine as split:
+            sizes, labels = _split_axis(sizes, labels, split.axis, split.outer)
+            batch += split.axis < batch
+    raise AssertionError("a stream axis was split more often than it has prime factors")
+
+
+def _split_axis(sizes: list[int], labels: list[tuple[int, ...]], axis: int, outer: int) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Axis ``axis`` becomes ``axis`` (extent ``outer``) and ``axis + 1``; later axes move up by one."""
+    new_sizes = [*sizes[:axis], outer, sizes[axis] // outer, *sizes[axis + 1 :]]
+
+    def move(a: int) -> tuple[int, ...]:
+        return (a,) if a < axis else (a, a + 1) if a == axis else (a + 1,)
+
+    return new_sizes, [tuple(b for a in axes for b in move(a)) for axes in labels]
+
+
+# What an op implies for its operands: axes, and the (value, dimension) pairs that run over them.
+Implied = list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
+
+
+class _Spreader:
+    def __init__(
+        self,
+        graph: Graph,
+        space: StreamSpace,
+        allowed: Container[int],
+        supports: Callable[[int], str | None],
+        wiring: Wiring,
+        apart: bool,
+    ):
+        self.graph, self.space, self.sizes = graph, space, space.sizes
+        self.allowed, self.supports, self.wiring, self.apart = allowed, supports, wiring, apart
+        self.looks = 0
+
+    def run(self, seed: int, seed_labels: list[tuple[int, ...]], known: Mapping[int, str]) -> Spread:
+        barred = dict(known)
+        rounds: list[tuple[dict[int, DimLabels], dict[int, str]]] = []
+        while True:
+            labels, spreading, found = self._flood(seed, seed_labels, barred)
+            stops, members, sinks = dict(barred), [], []
+            tainted = {}
+            for i in sorted({i for v, axes in labels.items() if any(axes) for i in self.wiring.touching(v)}):
+                if i in barred:
+                    continue
+                why, sink = found[i]
+                if why is None and not sink:
+                    why = self._lost(i, labels)
+                if why is None:
+                    members.append(i)
+                    if sink:
+                        sinks.append(i)
+                else:
+                    stops[i] = why
+                    readers = self._readers_of_sum(i, labels, spreading, barred) if why == _STREAMED_SUM else ()
+                    tainted.update(dict.fromkeys(readers, _WAITS))
+                    if i in spreading and not readers:
+                        tainted[i] = why
+            refused = [i for i, why in stops.items() if why == _SUM_OF_BATCH]
+            if refused:  # their terms would be stored for a stream that makes them itself
+                terms = self.wiring.only_for(refused)
+                tainted.update((i, _SUM_OF_BATCH) for i in members if i in terms)
+            if not tainted:
+                touched = {v for i in members for v in self.wiring[i].operands}
+                final = {v: tuple(axes) for v, axes in labels.items() if v in touched and any(axes)}
+                return Spread(self.space, final, tuple(members), tuple(sinks), stops, tuple(rounds), self.looks)
+            barred.update(tainted)
+            rounds.append(({v: tuple(axes) for v, axes in labels.items()}, dict(barred)))
+
+    def _readers_of_sum(self, i: int, labels: Labels, spreading: Container[int], barred: Container[int]) -> list[int]:
+        """The ops that have sums over the rows of each batch, which ``i`` makes, stream along the rows of something else: an
+        attention's gradients by queries, keys and values, where all are made of the same tokens."""
+        rows = range(self.space.batch, len(self.sizes))
+        if not self.space.batch or OPS[self.graph.ops[i].kind].family not in _BY_BATCH:
+            return []
+        made = [v for v in self.graph.ops[i].outputs if any(a in rows for axes in labels.get(v, ()) for a in axes)]
+        return [j for v in made for j in self.wiring.touching(v) if j != i and j in spreading and j not in barred]
+
+    def _flood(
+        self, seed: int, seed_labels: list[tuple[int, ...]], barred: dict[int, str]
+    ) -> tuple[Labels, set[int], dict[int, tuple[str | None, bool]]]:
+        """Labels to the fixed point, the ops that handed some on, and for each op that was reached why it is not legal (None: it
+        is) and whether it is a sink. An op that is not legal (yet) hands nothing on."""
+        labels: Labels = {seed: list(seed_labels)}
+        spreading: set[int] = set()
+        found: dict[int, tuple[str | None, bool]] = {}
+        work = collections.deque(self.wiring.touching(seed))
+        queued = set(work)
+        while work:
+            i = work.popleft()
+            queued.discard(i)
+            self.looks += 1
+            if i in barred:
+                continue
+            why = self._why_not(i)
+            if why is not None:
+                found[i] = (why, False)
+                continue
+            why, sink, implied = self._look(i, labels)
+            found[i] = (why, sink)
+            if why is not None:
+                continue
+            for axes, members in implied:
+                for v, dim in members:
+                    mine = labels.get(v)
+                    if mine is None:
+                        mine = labels[v] = [()] * len(self.graph.values[v].shape)
+                    if mine[dim] == axes:
+                        continue
+                    mine[dim] = axes
+                    spreading.add(i)
+                    for j in self.wiring.touching(v):
+                        if j not in queued:
+                            queued.add(j)
+                            work.append(j)
+        return labels, spreading, found
+
+    def _why_not(self, i: int) -> str | None:
+        op = self.graph.ops[i]
+        if op.kind == "opaque":
+            return op.reason or f"{op.label} is not an op the pipeline knows"
+        if i not in self.allowed:
+            return "belongs to another region"
+        return self.supports(i)
+
+    def _lost(self, i: int, labels: Labels) -> str | None:
+        """Under final labels: what streams in must stream out, or end in a sink."""
+        op = self.graph.ops[i]
+        into, out_of = ({a for v in side for axes in labels.get(v, ()) for a in axes} for side in (op.inputs, op.outputs))
+        return None if into <= out_of else "a streamed dimension does not reach its result"
+
+    def _look(self, i: int, labels: Labels) -> tuple[str | None, bool, Implied]:
+        """(None if op ``i`` is legal under ``labels``, as far as they are known, else why not; is it a sink; what it implies)."""
+        op, wired = self.graph.ops[i], self.wiring[i]
+        contracted: set[int] = set()
+        implied: Implied = []
+        for role, members, r in wired.relations:
+            found: tuple[int, ...] = ()
+            agree = True
+            for v, dim in members:
+                mine = labels.get(v)
+                if mine is not None and (axes := mine[dim]):
+                    agree = agree and (not found or found == axes)
+                    found = axes
+            if not found:
+                continue
+            if role == "mixed":
+                why = f"{op.label or op.kind} needs every index of the streamed dimension" + (f": {r.why}" if r.why else "")
+                return why, False, []
+            if role == "reshaped":
+                through = self._through_reshape(i, r, labels)
+                if through is None:
+                    return "the reshape mixes streamed and per-row dimensions", False, []
+                implied += [(axes, ((wired.operands[k], dim),)) for (k, dim), axes in through.items() if axes]
+                continue
+            if not agree:
+                return "its operands would stream over different axes", False, []
+            if role == "contracted":
+                if not OPS[op.kind].sink:
+                    return f"{op.label or op.kind} contracts the streamed dimension", False, []
+                contracted.update(found)
+            # A dot that contracts the stream is a sink, and both of its operands stream (in a backward pass one is a residual).
+            if role == "parallel" or (role == "contracted" and len(members) > 1):
+                implied.append((found, members))
+        if contracted and not self._folds_all(op, contracted):
+            return "reduces over a part of the stream axes", False, []
+        if contracted and len(contracted) < len(self.sizes) and not self.wiring.sums_by_batch:
+            return _SUM_OF_BATCH, False, []
+        if contracted and self.apart and not self.wiring.scores.isdisjoint(op.inputs):
+            return _SUM_OF_BATCH, False, []
+        why_not = self._of_a_batch(wired, op, labels, implied) or self._check_operands(wired, op, labels, implied, bool(contracted))
+        return why_not, bool(contracted), implied
+
+    def _folds_all(self, op: Op, contracted: set[int]) -> bool:
+        """Does the op fold the whole stream, or all rows of each batch?"""
+        rows = set(range(self.space.batch, len(self.sizes)))
+        return len(contracted) == len(self.sizes) or (contracted == rows and OPS[op.kind].family in _BY_BATCH)
+
+    def _of_a_batch(self, wired: Wired, op: Op, labels: Labels, implied: Implied) -> str | None:
+        """Is the op none of a stream with batch axes? What runs over batch axes only is made outside, and lies still while a batch
+        is at work; so is what takes long and would be done again for every batch (a norm in front of an attention's heads)."""
+        if not self.space.batch:
+            return None
+        streams = self._with(labels, implied, wired.operands)
+        axes = {v: {a for mine in dims for a in mine} for v, dims in streams.items()}
+        together = set().union(*axes.values())
+        if together and max(together) < self.space.batch:
+            return "it is the same for all rows of a batch"
+        spec, batch = OPS[op.kind], set(range(self.space.batch))
+        folds = spec.family in _FOLDING and not any(batch <= axes[v] for v in op.inputs)
+        slow = spec.flops >= _FUNCTION and not batch <= together
+        return "it is the same for several batches" if folds or slow else None
+
+    def _check_operands(self, wired: Wired, op: Op, labels: Labels, implied: Implied, sink: bool) -> str | None:
+        for v in wired.operands:
+            if v in labels:
+                axes = [a for dim in labels[v] for a in dim]
+                if len(axes) > 1 and len(set(axes)) != len(axes):
+                    return "two of its dimensions would run over one stream axis"
+                if not wired.has_elements and 0 in self.graph.values[v].shape:
+                    return "it has no elements"
+        if wired.alone is not None:
+            streams = self._with(labels, implied, op.inputs)  # an index streams because what it places does
+            if why := wired.alone(op, [self._dims(v, streams) for v in op.inputs]):
+                return f"{op.label or op.kind}: {why}"
+        if sink:
+            streams = self._with(labels, implied, op.outputs)
+            return next((wrong for v, dims in streams.items() if (wrong := self._folded(v, dims))), None)
+        return None
+
+    def _folded(self, v: int, dims: list[tuple[int, ...]]) -> str | None:
+        """Can a sink have the result ``v``, whose dimensions stream so? That of a sum for each batch runs over all batch axes."""
+        axes = [a for mine in dims for a in mine]
+        if not axes:
+            return None
+        if max(axes) >= self.space.batch:
+            return _STREAMED_SUM
+        if any(n > 1 and a not in axes for a, n in enumerate(self.sizes[: self.space.batch])):
+            return "several batches would add to the same sums"
+        kept = [not mine for mine, n in zip(dims, self.graph.values[v].shape, strict=True) if n > 1]
+        return None if kept == sorted(kept) else "the sums of a batch would not lie together"
+
+    def _with(self, labels: Labels, implied: Implied, values: Iterable[int]) -> Labels:
+        """The labels of ``values`` with what an op implies for them."""
+        found = {v: list(labels.get(v, [()] * len(self.graph.values[v].shape))) for v in values}
+        for axes, members in implied:
+            for v, dim in members:
+                if v in found:
+                    found[v][dim] = axes
+        return found
+
+    def _dims(self, v: int, labels: Labels) -> Dims:
+        mine = labels.get(v)
+        value = self.graph.values[v]
+        return Dims(value.shape, tuple(mine) if mine is not None and any(mine) else None, value.dtype, self.space.batch)
+
+    def _through_reshape(self, i: int, r: DimRelation, labels: Labels) -> dict[tuple[int, int], tuple[int, ...]] | None:
+        """Labels of all members of a reshaped class, or None where streamed and unstreamed dimensions are mixed."""
+        operands = self.wiring[i].operands
+        shapes = [self.graph.values[v].shape for v in operands]
+        inside = [m for m in r.members if m[0] == 0]
+        outside = [m for m in r.members if m[0] != 0]
+        result: dict[tuple[int, int], tuple[int, ...]] = {}
+        for side, other in ((inside, outside), (outside, inside)):
+            found = [labels[operands[k]][dim] if operands[k] in labels else () for k, dim in side]
+            if not any(found):
+                continue
+            if any(not axes and shapes[m[0]][m[1]] != 1 for m, axes in zip(side, found, strict=True)):
+                return None
+            axes = [a for dim in found for a in dim]
+            dealt = self._deal(axes, [shapes[o][d] for o, d in other])
+            if dealt is None:
+                return None
+            for m, got in [*zip(side, found, strict=True), *zip(other, dealt, strict=True)]:
+                if result.setdefault(m, got) != got:
+                    return None
+        return result
+
+    def _deal(self, axes: list[int], extents: list[int]) -> list[tuple[int, ...]] | None:
+        """Hand ``axes`` (outermost first) to dimensions of ``extents`` whose products match; asks for finer ones otherwise.
+
+        None where no refinement of the axes fits both: (6, 4) can't be walked as (4, 6).
+        """
+        out: list[tuple[int, ...]] = []
+        rest = list(axes)
+        for extent in extents:
+            mine: list[int] = []
+            have = 1
+            while have < extent:
+                axis = rest[0]
+                need, ragged = divmod(extent, have)
+                if ragged:
+                    return None
+                if self.sizes[axis] > need:
+                    need = math.gcd(need, self.sizes[axis])
+                    if need == 1:
+                        return None
+                    raise _Refine(axis, need)
+                mine.append(axis)
+                have *= self.sizes[axis]
+                rest.pop(0)
+            if have != extent:
+                return None
+            out.append(tuple(mine))
+        if rest and out:  # axes of extent 1: they ride on the last dimension
+            out[-1] += tuple(rest)
+        return out

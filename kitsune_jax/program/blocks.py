@@ -1,0 +1,779 @@
+"""A pass: a stage that computes over a long dimension of its rows becomes loops over blocks of that dimension."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from kitsune_jax.ops.graph import Op, Param, make_params
+from kitsune_jax.ops.reduce import identity
+from kitsune_jax.ops.spec import is_float, is_narrow, resolve_rows
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.instructions import FOLDED, Place, Writer, rows_first
+from kitsune_jax.program.ir import ArrayType, Block, Instr, StageProgram, TileProgram, TileType
+from kitsune_jax.program.loop_bounds import Range, Visible
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Which values of a stage have the dimension that is worked off in blocks, and how instructions carry it on.
+#
+# Comes in: a stage's body and one dimension of one value. Goes out: the same dimension of all values that have it, or
+# ``NotBlocked`` with what stands in the way. Dimensions are rows-first ones: of a tile, 0 is its rows.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_ROWS = 1_000_003  # stands for the rows of a tile, and for no other extent
+Join = tuple[str, tuple[tuple[int, int], ...]]  # (role, (value, dimension) pairs)
+# What is folded over the dimension, and how two folds of parts of it are put together.
+FOLDS = {
+    "reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "mul", "reduce_and": "and", "reduce_or": "or",
+    "matmul": "add", "dot": "add",
+}  # fmt: skip
+# The index of an extreme element, and which of two elements that hold one is the extreme one.
+ARGS = {"argmax": ("max", "gt"), "argmin": ("min", "lt")}
+# Kinds whose parameters do not name the extent of a dimension, or whose code below knows how.
+_PARALLEL = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota", "reduce"})
+
+
+class NotBlocked(ValueError):
+    """The stage cannot be worked off in blocks. The message is the reason."""
+
+
+def inner_dims(types: Sequence[TileType], body: Sequence[Instr], value: int, dim: int) -> dict[int, int]:
+    """Value -> its dimension that goes along with dimension ``dim`` of ``value``. Raises ``NotBlocked``."""
+    touching: dict[int, list[Instr]] = {}
+    for instr in body:
+        for v in (*instr.inputs, *instr.outputs):
+            touching.setdefault(v, []).append(instr)
+    found, work = {value: dim}, [value]
+    while work:
+        v = work.pop()
+        for instr in touching.get(v, ()):
+            for w, d in _along(types, instr, v, found[v]):
+                if w not in found:
+                    found[w] = d
+                    work.append(w)
+                elif found[w] != d:
+                    raise NotBlocked("a value has the dimension twice")
+    return found
+
+
+def _along(types: Sequence[TileType], instr: Instr, v: int, dim: int) -> list[tuple[int, int]]:
+    """The dimensions of the operands and results of ``instr`` that go along with dimension ``dim`` of ``v``."""
+    if instr.kind in ("load", "store", "row_index"):
+        return []
+    if instr.kind in FOLDED:
+        return _along_sink(types, instr, v, dim)
+    family = OPS[instr.kind].family if instr.kind in OPS else ""
+    if family not in _PARALLEL and instr.kind not in FOLDS and instr.kind not in ARGS:
+        raise NotBlocked(f"{instr.kind} has no code for a part of a dimension")
+    for role, members in joins(types, instr):
+        if (v, dim) not in members:
+            continue
+        if role == "mixed" and instr.kind in ARGS:
+            return []
+        if role == "mixed" or role == "reshaped" or (role == "contracted" and instr.kind not in FOLDS):
+            raise NotBlocked(f"{instr.kind} needs every index of the dimension")
+        return [m for m in members if m != (v, dim)]
+    return []
+
+
+def _along_sink(types: Sequence[TileType], instr: Instr, v: int, dim: int) -> list[tuple[int, int]]:
+    if instr.kind == "sink":
+        return []
+    x, y = instr.inputs
+    contract = list(zip(instr["x_contract"], instr["y_contract"], strict=True))
+    found = [(y, b) for a, b in contract if (v, dim) == (x, a)] + [(x, a) for a, b in contract if (v, dim) == (y, b)]
+    if (x == v and dim in instr["x_batch"]) or (y == v and dim in instr["y_batch"]):
+        raise NotBlocked("products of tiles one by one along the dimension")
+    return found
+
+
+def sink_dim(types: Sequence[TileType], instr: Instr, inner: Mapping[int, int]) -> int | None:
+    """The dimension of a sink that goes along with ``inner``; None where it is folded. Raises ``NotBlocked``."""
+    if instr.kind == "sink":
+        (x,), axes = instr.inputs, instr["axes"]
+        return None if inner[x] in axes else sum(d not in axes for d in range(inner[x]))
+    x, y = instr.inputs
+    free = []
+    for v, name in ((x, "x"), (y, "y")):
+        used = (*instr[f"{name}_contract"], *instr[f"{name}_batch"])
+        free.append([(v, d) for d in range(len(types[v].rows_first)) if d not in used])
+    places = [k for k, (v, d) in enumerate((*free[0], *free[1])) if inner.get(v) == d]
+    if len(places) > 1:
+        raise NotBlocked("a sum with the dimension twice")
+    if places and places[0] not in (0, len(free[0])):
+        raise NotBlocked("a sum that has another dimension in front of it")
+    return len(instr["x_batch"]) + places[0] if places else None
+
+
+def joins(types: Sequence[TileType], instr: Instr) -> list[Join]:
+    """How the dimensions of an instruction's operands and results go together."""
+    operands = (*instr.inputs, *instr.outputs)
+    if instr.kind in ("matmul", "dot"):
+        return _product(types, instr)
+    shapes = [_shape(types[v]) for v in operands]
+    n = len(instr.inputs)
+    inside = tuple(range(n)), tuple(range(n, len(operands)))
+    op = Op(instr.kind, *inside, tuple(resolve_rows(dict(instr.params), _ROWS).items()))
+    relations = OPS[instr.kind].relate(op, tuple(shapes[:n]), tuple(shapes[n:]))
+    return [(r.role, tuple((operands[k], d) for k, d in r.members)) for r in relations]
+
+
+def _shape(t: TileType) -> tuple[int, ...]:
+    return (_ROWS, *t.shape) if t.tile else t.shape
+
+
+def _product(types: Sequence[TileType], instr: Instr) -> list[Join]:
+    x, y, *bias = instr.inputs
+    if bias:
+        raise NotBlocked("a product with a bias")
+    (out,) = instr.outputs
+    name = "w" if instr.kind == "matmul" else "y"
+    contract, batch = (list(zip(instr[f"x_{what}"], instr[f"{name}_{what}"], strict=True)) for what in ("contract", "batch"))
+    falls_out: list[tuple[tuple[int, int], ...]] = [] if instr.kind == "matmul" else [((x, 0), (y, 0))]
+    falls_out += [((x, a), (y, b)) for a, b in batch]
+    used = {(x, a) for a, _ in (*contract, *batch)}, {(y, b) for _, b in (*contract, *batch)}
+    for v, taken in zip((x, y), used, strict=True):
+        first = int(types[v].tile and instr.kind == "dot")
+        falls_out += [((v, d),) for d in range(first, len(types[v].rows_first)) if (v, d) not in taken]
+    order = instr["out_perm"] if instr.kind == "matmul" else range(len(falls_out))
+    found: list[Join] = [("parallel", (*falls_out[p], (out, k))) for k, p in enumerate(order)]
+    return found + [("contracted", ((x, a), (y, b))) for a, b in contract]
+
+
+def array_dim(array: ArrayType, tile: bool, dim: int) -> int:
+    """The dimension of ``array`` that is dimension ``dim`` of what is loaded of it."""
+    return array.kept[dim - 1 if tile else dim]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What is summed over a dimension, taken apart: what the sum can do without is put behind it.
+#
+# A sum over k of ``g * x[k]`` is g times the sum of x; a sum of ``x[k] * exp(s[k] - c)`` is ``exp(t - c)`` times the sum of
+# ``x[k] * exp(s[k] - t)``, whatever t is. So a sum need not wait for a ``c`` or a ``g`` that an earlier reduction makes (the
+# largest score, the sum of a softmax): it is made with ``t`` the largest s so far, and scaled again whenever that grows.
+#
+# Comes in: a value of a stage. Goes out: a ``Part``. New instructions over the whole dimension are made on the way.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """``value``, which does not have the dimension; ``kind``: what it does to the part, "mul" or "div"."""
+
+    kind: str
+    value: int
+    place: Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Top:
+    """``exp(scores - value)`` is a factor; the part has ``exp(scores - running)`` instead. ``minus`` is placed in the scores."""
+
+    scores: int
+    running: int
+    minus: Outer
+    place: Place  # of the scores' dimensions in the part
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """``value``: what is left of a value. ``outer``, ``top``: what it has lost. ``kept``: conditions (a value, and which case);
+    where one does not hold, an element is 0 whatever it was multiplied with."""
+
+    value: int
+    outer: tuple[Outer, ...] = ()
+    top: Top | None = None
+    kept: tuple[tuple[int, bool, Place], ...] = ()
+
+
+class Factors:
+    """``inner``: values that have the dimension, and which of theirs it is; ``level``: the loops that a value waits for."""
+
+    def __init__(self, writer: Writer, makers: dict[int, Instr], inner: dict[int, int], level: Callable[[int], int]):
+        self.writer, self.makers, self.inner, self.level = writer, makers, inner, level
+        self.known: dict[int, Part] = {}
+        self.running: dict[int, int] = {}  # scores -> the value that stands for the largest of them so far
+
+    def take(self, v: int) -> Part:
+        if v not in self.known:
+            found = self._taken(v, self.makers[v]) if v in self.makers and v in self.inner and self.level(v) else None
+            self.known[v] = found or Part(v)
+        return self.known[v]
+
+    def _taken(self, v: int, instr: Instr) -> Part | None:
+        if instr.kind in ("mul", "div"):
+            return self._product(v, instr)
+        if instr.kind == "exp":
+            return self._exponential(v, instr)
+        if instr.kind == "select_n":
+            return self._selected(v, instr)
+        if instr.kind in ("convert_element_type", "broadcast_in_dim", "reshape", "transpose", "neg"):
+            return self._moved(v, instr)
+        return None
+
+    def _product(self, v: int, instr: Instr) -> Part | None:
+        for k in (1, 0) if instr.kind == "mul" else (1,):
+            x, y = instr.inputs[1 - k], instr.inputs[k]
+            outer = self.constant(y)
+            part = self.take(x)
+            if outer is not None:
+                return dataclasses.replace(part, outer=(*part.outer, dataclasses.replace(outer, kind=instr.kind)))
+            if self.level(y) == 0 and part.value != x:
+                inputs = (part.value, y) if k == 1 else (y, part.value)
+                return dataclasses.replace(part, value=self._again(v, instr, inputs))
+        return None
+
+    def constant(self, v: int) -> Outer | None:
+        """``v`` without the dimension, along which it is repeated."""
+        instr = self.makers.get(v)
+        if instr is None or instr.kind != "broadcast_in_dim" or instr.inputs[0] in self.inner:
+            return None
+        (x,) = instr.inputs
+        sizes = rows_first(self.writer.types[x])
+        return Outer("", x, tuple(None if n == 1 else d for n, d in zip(sizes, instr["dims"], strict=True)))
+
+    def _exponential(self, v: int, instr: Instr) -> Part | None:
+        difference = self.makers.get(instr.inputs[0])
+        if difference is None or difference.kind != "sub":
+            return None
+        scores, largest = difference.inputs
+        minus = self.constant(largest)
+        if minus is None or scores not in self.inner:
+            return None
+        w, t = self.writer, self.writer.types[scores]
+        dtype = "float32" if is_narrow(t.dtype) else t.dtype
+        dim, whole = self.inner[scores], TileType(t.tile, t.shape, dtype)
+        kept = tuple(n for d, n in enumerate(t.rows_first) if d != dim)
+        if not t.tile:
+            return None
+        if scores not in self.running:
+            self.running[scores] = w.new(TileType(True, kept[1:], dtype))
+        running = self.running[scores]
+        wide = scores if dtype == t.dtype else self._new(scores, "convert_element_type", (scores,), whole, new_dtype=dtype)
+        dims = tuple(d for d in range(len(t.rows_first)) if d != dim)
+        top = self._new(scores, "broadcast_in_dim", (running,), whole, shape=rows_first(t), dims=dims)
+        x = self._new(scores, "exp", (self._new(scores, "sub", (wide, top), whole),), whole)
+        if dtype != t.dtype:
+            x = self._new(scores, "convert_element_type", (x,), w.types[v], new_dtype=t.dtype)
+        return Part(x, (), Top(scores, running, minus, tuple(range(len(t.rows_first)))))
+
+    def _selected(self, v: int, instr: Instr) -> Part | None:
+        which, *cases = instr.inputs
+        if len(cases) != 2 or self.level(which) or which not in self.inner:
+            return None
+        for k in range(2):
+            part = self.take(cases[k])
+            if part.value != cases[k] and self._is_zero(cases[1 - k]):
+                inputs = [which, *cases]
+                inputs[1 + k] = part.value
+                same: Place = tuple(range(len(rows_first(self.writer.types[v]))))
+                return dataclasses.replace(
+                    part, value=self._again(v, instr, tuple(inputs)), kept=(*part.kept, (which, k == 1, same))
+                )
+        return None
+
+    def _is_zero(self, v: int) -> bool:
+        while v in self.makers and self.makers[v].kind in ("broadcast_in_dim", "reshape", "convert_element_type"):
+            v = self.makers[v].inputs[0]
+        return self.writer.literals.get(v) == 0
+
+    def _moved(self, v: int, instr: Instr) -> Part | None:
+        (x,) = instr.inputs
+        part = self.take(x)
+        if part.value == x:
+            return None
+        types = self.writer.types
+        if instr.kind == "convert_element_type" and not (types[x].dtype.endswith(_FLOATS) and types[v].dtype.endswith(_FLOATS)):
+            return None
+        moved = moves(types, instr, x)
+        placed = _placed(part, {d: moved.get(d) for d in range(len(rows_first(types[x])))})
+        return None if placed is None else dataclasses.replace(placed, value=self._again(v, instr, (part.value,)))
+
+    def _again(self, v: int, instr: Instr, inputs: tuple[int, ...]) -> int:
+        return self._new(v, instr.kind, inputs, self.writer.types[v], **dict(instr.params))
+
+    def _new(self, like: int, kind: str, inputs: tuple[int, ...], t: TileType, **params: object) -> int:
+        """A new value over the whole dimension, which lies in it as in ``like``."""
+        self.writer.about = self.makers[like].op if like in self.makers else -1
+        with self.writer.elsewhere() as body:
+            made = self.writer.add(kind, inputs, t, **params)  # type: ignore[arg-type]
+        self.makers[made] = body[0]
+        self.inner[made] = self.inner[like]
+        return made
+
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def moves(types: list[TileType], instr: Instr, v: int) -> dict[int, int]:
+    """Dimension of operand ``v`` -> the one of the result that it is."""
+    (out,) = instr.outputs
+    found = {}
+    for role, members in joins(types, instr):
+        if role == "parallel":
+            found.update({d: e for w, d in members if w == v for o, e in members if o == out})
+    return found
+
+
+def _placed(part: Part, moved: Mapping[int, int | None]) -> Part | None:
+    """``part`` with its places moved on; None where a dimension of one of them is gone."""
+
+    def on(place: Place) -> Place | None:
+        to = tuple(None if d is None else moved.get(d) for d in place)
+        return to if all((a is None) == (b is None) for a, b in zip(place, to, strict=True)) else None
+
+    outer = [on(o.place) for o in part.outer]
+    kept = [on(place) for _, _, place in part.kept]
+    top = on(part.top.place) if part.top else ()
+    if None in outer or None in kept or top is None:
+        return None
+    return Part(
+        part.value,
+        tuple(dataclasses.replace(o, place=p) for o, p in zip(part.outer, outer, strict=True) if p is not None),
+        dataclasses.replace(part.top, place=top) if part.top else None,
+        tuple((w, k, p) for (w, k, _), p in zip(part.kept, kept, strict=True) if p is not None),
+    )
+
+
+def behind(types: list[TileType], part: Part, fold: Instr, v: int, inner: int) -> Part | None:
+    """``part`` of operand ``v`` of ``fold``, with places in its result; None where the fold has no place for one of them."""
+    moved: dict[int, int | None] = dict(moves(types, fold, v))
+
+    def dropped(place: Place, sizes: tuple[int, ...]) -> Place:
+        return tuple(None if n == 1 or d == inner else d for d, n in zip(place, sizes, strict=True))
+
+    kept = tuple((w, k, dropped(p, rows_first(types[w]))) for w, k, p in part.kept)
+    top = part.top and dataclasses.replace(part.top, place=dropped(part.top.place, rows_first(types[part.top.scores])))
+    return _placed(dataclasses.replace(part, kept=kept, top=top), moved)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# One iteration of a loop over blocks: instructions over the whole dimension, written again for one block.
+#
+# Comes in: values over the whole dimension, when somebody asks for them. Goes out: the values of the block.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_SIZES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
+
+
+class Iteration:
+    """The block of ``size`` elements from element ``number * step`` on. ``facts``: conditions that are the same for all of them.
+    ``values``: those of the block that are there already."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        program: TileProgram,
+        makers: dict[int, Instr],
+        inner: dict[int, int],
+        number: int,
+        step: int,
+        size: int,
+        facts: Mapping[int, bool],
+    ):
+        self.writer, self.program, self.makers, self.inner = writer, program, makers, inner
+        self.number, self.step, self.size = number, step, size
+        self.facts = facts
+        self.values: dict[int, int] = {}
+
+    def value(self, v: int) -> int:
+        work = [v]  # not by recursion: a chain may be longer than Python's stack
+        while work:
+            x = work[-1]
+            if x in self.values or x not in self.inner:
+                work.pop()
+                continue
+            same = self._same(self.makers[x])
+            operands = () if x in self.facts else self.makers[x].inputs if same is None else (same,)
+            missing = [o for o in operands if o in self.inner and o not in self.values]
+            work += reversed(missing)
+            if not missing:
+                self.values[x] = self._written(x, self.makers[x]) if same is None else self.values.get(same, same)
+        return self.values.get(v, v)
+
+    def _same(self, instr: Instr) -> int | None:
+        """The operand that the result of ``instr`` equals, by what is known of its conditions."""
+        if instr.kind == "select_n" and instr.inputs[0] in self.facts:
+            return instr.inputs[1 + self.facts[instr.inputs[0]]]
+        if instr.kind in ("and", "or"):
+            a, b = instr.inputs
+            return next((x for x, c in ((a, b), (b, a)) if self.facts.get(c) is (instr.kind == "and")), None)
+        return None
+
+    def type(self, v: int) -> TileType:
+        t = self.writer.types[v]
+        first = int(t.tile)
+        shape = tuple(self.size if d + first == self.inner[v] else n for d, n in enumerate(t.shape))
+        return TileType(t.tile, shape, t.dtype)
+
+    def _written(self, v: int, instr: Instr) -> int:
+        w, t, params = self.writer, self.type(v), dict(instr.params)
+        if v in self.facts:
+            return w.filled(self.facts[v], t)
+        if instr.kind == "load":
+            array = self.program.inputs[instr["array"]]
+            dims = (array_dim(array, t.tile, self.inner[v]),)
+            cut = {"dims": dims, "steps": (self.step,), "sizes": (self.size,)}
+            w.about = instr.op
+            return w.add("load_slice", (self.number,), t, array=instr["array"], **cut)
+        if instr.kind in _SIZES:
+            params[_SIZES[instr.kind]] = rows_first(t)
+        if instr.kind == "iota" and instr["dimension"] == self.inner[v]:  # counted in int32: others round it, or wrap, once
+            counted = dataclasses.replace(t, dtype="int32")
+            first = self.number
+            if self.step != 1:
+                first = w.add("mul", (first, w.literal(self.step, "int32")), TileType(False, (), "int32"))
+            made = w.add("add", (w.add("iota", (), counted, **params), first), counted)
+            return made if t.dtype == "int32" else w.convert(made, t.dtype)
+        inputs = [self.value(x) for x in instr.inputs]
+        w.about = instr.op
+        return w.add(instr.kind, inputs, t, **params)
+
+    def reduced(self, kind: str, x: int, dim: int, dtype: str) -> int:
+        t = self.writer.types[x]
+        kept = tuple(n for d, n in enumerate(t.rows_first) if d != dim)
+        return self.writer.add(kind, (x,), TileType(True, kept[1:], dtype), axes=(dim,))
+
+    def fold(self, instr: Instr, operand: int, t: TileType) -> int:
+        """``instr`` of ``operand`` and its other operands, in the dtype of ``t``."""
+        w = self.writer
+        x = self.value(operand)
+        if instr.kind == "reduce_sum" and is_narrow(w.types[x].dtype):
+            x = w.convert(x, t.dtype)
+        inputs = (x, *(self.value(v) for v in instr.inputs[1:]))
+        w.about = instr.op
+        return w.add(instr.kind, inputs, t, **dict(instr.params))
+
+    def extreme(self, instr: Instr, best: int, index: int) -> tuple[int, int]:
+        """The extreme element so far and its index, with those of the block: of equal ones the first, and the first NaN of all."""
+        w, x = self.writer, self.value(instr.inputs[0])
+        how, beyond = ARGS[instr.kind]
+        t, counted = w.types[best], w.types[index]
+        here = self.reduced(f"reduce_{how}", x, instr["axis"], t.dtype)
+        w.about = instr.op
+        at = w.add(instr.kind, (x,), counted, axis=instr["axis"])
+        first = self.number
+        if self.step != 1:
+            first = w.add("mul", (first, w.literal(self.step, "int32")), TileType(False, (), "int32"))
+        at = w.op("add", at, first)
+        better = w.op(beyond, here, best, dtype="bool")
+        if is_float(t.dtype):
+            nan = w.op("and", w.op("ne", here, here, dtype="bool"), w.op("eq", best, best, dtype="bool"))
+            better = w.op("or", better, nan)
+        return w.op("select_n", better, best, here), w.op("select_n", better, index, at)
+
+    def sink(self, instr: Instr) -> None:
+        """What ``instr`` folds of the block, into the block's part of its sink where that has the dimension."""
+        inputs, params = [self.value(v) for v in instr.inputs], dict(instr.params)
+        if (d := sink_dim(self.writer.types, instr, self.inner)) is not None:
+            inputs.append(self.number)
+            params.update(dims=(d,), steps=(self.step,), sizes=(self.size,))
+        self.writer.body.append(Instr(instr.kind, tuple(inputs), (), make_params(**params), instr.op))
+
+    def store(self, instr: Instr) -> None:
+        (x,) = instr.inputs
+        array = self.program.outputs[instr["array"]]
+        dims = (array_dim(array, self.writer.types[x].tile, self.inner[x]),)
+        params = make_params(array=instr["array"], dims=dims, steps=(self.step,), sizes=(self.size,))
+        self.writer.body.append(Instr("store_slice", (self.value(x), self.number), (), params, instr.op))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A stage whose rows have a long dimension becomes loops over blocks of that dimension.
+#
+# Comes in: a ``TileProgram``, a dimension of one of its values and the extent of a block. Goes out: a program that computes the
+# same and never holds more than a block of what has the dimension. Arrays are read and written by slices, elementwise work is
+# done block by block, and a reduction over the dimension is a carry of the loop. Where a reduction waits for an earlier one, it
+# has a loop of its own behind that one's, unless it can be taken apart (``factors``): then it is kept relative to the largest
+# score so far.
+#
+# Invariants: what a reduction hands on has the dtype it had; sums of 16-bit numbers are carried in float32.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_LINEAR = frozenset({"reduce_sum", "matmul", "dot"})
+
+
+def blocked(program: TileProgram, value: int, dim: int, block: int) -> TileProgram:
+    """``program``, of one stage, with loops over blocks of ``block`` elements of (rows-first) dimension ``dim`` of ``value``.
+
+    Raises ``NotBlocked`` with the reason where an instruction cannot be cut there.
+    """
+    (stage,) = program.stages
+    size = program.values[value].rows_first[dim]
+    if not 0 < block < size:
+        raise NotBlocked(f"blocks of {block} elements of {size}")
+    inner = inner_dims(program.values, stage.body, value, dim)
+    made = _Blocked(program, stage.body, inner, size, block)
+    body = made.run()
+    w = made.writer
+    return dataclasses.replace(
+        program, values=tuple(w.types), literals=tuple(w.literals.items()), stages=(StageProgram(stage.name, tuple(body)),)
+    )
+
+
+@dataclasses.dataclass
+class _Fold:
+    """A reduction over the dimension. ``result``: its last carry, in the dtype that it is carried in."""
+
+    instr: Instr
+    part: Part
+    result: int
+    kind: str  # how two parts are put together
+    how: str
+
+
+@dataclasses.dataclass
+class _Extreme:
+    """The index of an extreme element along the dimension. ``best``, ``index``: the last carries, the index in int32."""
+
+    instr: Instr
+    best: int
+    index: int
+
+
+@dataclasses.dataclass
+class _Loop:
+    """What is carried around one loop: running maxima of scores (``tops``: scores -> the last one), folds, indices of extreme
+    elements, and whether any element was kept (``kept``: (condition, case) -> the last one)."""
+
+    tops: dict[int, int] = dataclasses.field(default_factory=dict)
+    folds: list[_Fold] = dataclasses.field(default_factory=list)
+    extremes: list[_Extreme] = dataclasses.field(default_factory=list)
+    kept: dict[tuple[int, bool], int] = dataclasses.field(default_factory=dict)
+    stores: list[Instr] = dataclasses.field(default_factory=list)
+    sinks: list[Instr] = dataclasses.field(default_factory=list)
+
+    @property
+    def results(self) -> list[int]:
+        extremes = (v for e in self.extremes for v in (e.best, e.index))
+        return [*self.tops.values(), *(f.result for f in self.folds), *extremes, *self.kept.values()]
+
+
+class _Blocked:
+    def __init__(self, program: TileProgram, body: Sequence[Instr], inner: dict[int, int], size: int, block: int):
+        self.program, self.old, self.inner, self.size, self.block = program, body, inner, size, block
+        self.writer = Writer(program)
+        self.makers = {v: i for i in body for v in i.outputs}
+        self.levels: dict[int, int] = {}
+        self.outside: list[tuple[int, Instr]] = []
+        self.loops: dict[int, _Loop] = {}
+        self.factors = Factors(self.writer, self.makers, inner, self.level)
+
+    def level(self, v: int) -> int:
+        """How many loops must be over before ``v`` can be computed."""
+        if v not in self.levels:
+            made = self.makers.get(v)
+            self.levels[v] = max(map(self.level, made.inputs), default=0) if made is not None else 0
+        return self.levels[v]
+
+    def run(self) -> list[Instr]:
+        for instr in self.old:
+            level = max(map(self.level, instr.inputs), default=0)
+            across = any(v in self.inner for v in instr.inputs)
+            if any(v in self.inner for v in instr.outputs):
+                self.levels.update(dict.fromkeys(instr.outputs, level))
+            elif across and instr.kind == "store":
+                self._loop(level).stores.append(instr)
+            elif across and instr.kind in FOLDED:
+                self._loop(level).sinks.append(instr)
+            elif across:
+                self._fold(instr, level)
+            else:
+                self._outside(level, instr)
+        with self.writer.elsewhere() as body:
+            for level in range(max((*self.loops, *(at for at, _ in self.outside)), default=0) + 1):
+                body.extend(i for at, i in self.outside if at == level)
+                if level in self.loops:
+                    self._emit(self.loops[level])
+        return body
+
+    def _loop(self, level: int) -> _Loop:
+        return self.loops.setdefault(level, _Loop())
+
+    def _outside(self, level: int, instr: Instr) -> None:
+        self.outside.append((level, instr))
+        self.levels.update(dict.fromkeys(instr.outputs, level))
+
+    def _fold(self, instr: Instr, level: int) -> None:
+        if instr.kind in ARGS:
+            return self._extreme(instr, level)
+        if instr.kind not in FOLDS:
+            raise NotBlocked(f"{instr.kind} has no code for a part of a dimension")
+        types, (out,) = self.writer.types, instr.outputs
+        if not types[out].tile:
+            raise NotBlocked("a reduction that does not depend on the rows")
+        part = Part(instr.inputs[0])
+        if level and instr.kind in _LINEAR:
+            found = self.factors.take(instr.inputs[0])
+            lower = max(self._part_level(found), *map(self.level, instr.inputs[1:]), 0)
+            placed = behind(types, found, instr, instr.inputs[0], self.inner[instr.inputs[0]]) if lower < level else None
+            if placed is not None:
+                part, level = placed, lower
+        loop = self._loop(level)
+        how = "sum" if instr.kind in _LINEAR else instr.kind.removeprefix("reduce_")
+        dtype = types[out].dtype
+        wide = "float32" if how == "sum" and is_narrow(dtype) else dtype
+        result = self.writer.new(TileType(True, types[out].shape, wide))
+        loop.folds.append(_Fold(instr, part, result, FOLDS[instr.kind], how))
+        self.levels[result] = level + 1
+        if part.top is not None and part.top.scores not in loop.tops:
+            running = types[part.top.running]
+            loop.tops[part.top.scores] = self.writer.new(running)
+            self.levels[loop.tops[part.top.scores]] = level + 1
+        for condition, case, _ in part.kept:
+            if (condition, case) not in loop.kept:
+                shape = tuple(n for d, n in enumerate(types[condition].rows_first) if d != self.inner[condition])[1:]
+                loop.kept[condition, case] = self.writer.new(TileType(True, shape, "bool"))
+        self._finish(loop, part, result, out, level + 1)
+
+    def _extreme(self, instr: Instr, level: int) -> None:
+        types, (x,), (out,) = self.writer.types, instr.inputs, instr.outputs
+        if not types[out].tile:
+            raise NotBlocked("a reduction that does not depend on the rows")
+        if types[x].dtype == "bool":
+            raise NotBlocked(f"{instr.kind} of bools has no code for a part of a dimension")
+        best, index = (self.writer.new(TileType(True, types[out].shape, dtype)) for dtype in (types[x].dtype, "int32"))
+        self._loop(level).extremes.append(_Extreme(instr, best, index))
+        self.levels.update({best: level + 1, index: level + 1})
+        with self.writer.elsewhere() as body:
+            found = self.writer.convert(index, types[out].dtype)
+            body.append(Instr("copy", (found,), (out,)))
+        for after in body:
+            self._outside(level + 1, after)
+
+    def _part_level(self, part: Part) -> int:
+        return max(self.level(part.value), self.level(part.top.scores) if part.top else 0)
+
+    def _finish(self, loop: _Loop, part: Part, result: int, out: int, level: int) -> None:
+        """From the last carry to the reduction's result: what it was taken apart from, behind it."""
+        w = self.writer
+        t = w.types[result]
+        with w.elsewhere() as body:
+            x = result
+            if part.top is not None:
+                x = w.op("mul", x, w.spread(*self._at_last(loop.tops[part.top.scores], part.top), t))
+            for outer in part.outer:
+                x = w.op(outer.kind, x, w.spread(w.convert(outer.value, t.dtype), outer.place, t))
+            for condition, case, place in part.kept:
+                any_kept = loop.kept[condition, case]
+                dims = tuple(p for d, p in enumerate(place) if d != self.inner[condition])
+                whether = w.spread(any_kept, dims, TileType(True, t.shape, "bool"))
+                x = w.op("select_n", whether, w.filled(0, t), x)
+            x = w.convert(x, w.types[out].dtype)
+            body.append(Instr("copy", (x,), (out,)))
+        for outer in part.outer:
+            level = max(level, self.level(outer.value))
+        if part.top is not None:
+            level = max(level, self.level(part.top.minus.value))
+        for instr in body:
+            self._outside(level, instr)
+
+    def _at_last(self, last: int, top: Top) -> tuple[int, Place]:
+        """exp(largest score - what the program subtracts), and where its dimensions are in the result."""
+        w, dim = self.writer, self.inner[top.scores]
+        t = w.types[last]
+        place = tuple(None if d is None else d - (d > dim) for d in top.minus.place)
+        minus = w.spread(w.convert(top.minus.value, t.dtype), place, t)
+        kept = tuple(p for d, p in enumerate(top.place) if d != dim)
+        return w.op("exp", w.op("sub", last, minus)), kept
+
+    def _emit(self, loop: _Loop) -> None:
+        """The loop, and behind it what is left of the dimension where no block ends at its end.
+
+        Where a mask hides blocks from a tile, those that it shows as a whole have a loop of their own, without the mask.
+        """
+        w = self.writer
+        whole, rest = divmod(self.size, self.block)
+        carries = [w.filled(*self._initial(loop, v)) for v in loop.results]
+        seen, visible = self._seen(loop)
+        kinds = ("whole", "edges") if seen is not None else ("all",)
+        for which in kinds:
+            inside, after = ([w.new(w.types[v]) for v in loop.results] for _ in range(2))
+            number = w.new(TileType(False, (), "int32"))
+            facts = visible.facts(seen) if seen is not None and which == "whole" else {}
+            with w.elsewhere() as body:
+                results = self._step(loop, inside, number, self.block, self.block, facts)
+            params: dict[str, Param] = {"count": whole, "reverse": False}
+            if seen is not None:
+                params["within"] = seen.axis, self.block, seen.low, seen.high, which
+            if seen is not None and seen.by is not None:
+                params["shifted"] = *seen.by, seen.guard, self.size
+            block = Block(number, tuple(inside), tuple(body), tuple(results))
+            w.body.append(Instr("loop", tuple(carries), tuple(after), make_params(**params), block=block))
+            carries = after
+        if rest:
+            carries = self._step(loop, carries, w.literal(whole * self.block, "int32"), 1, rest, {})
+        for made, result in zip(carries, loop.results, strict=True):
+            w.body.append(Instr("copy", (made,), (result,)))
+
+    def _initial(self, loop: _Loop, v: int) -> tuple[float | int | bool, TileType]:
+        t = self.writer.types[v]
+        if any(v == e.index for e in loop.extremes):
+            return 0, t
+        how = next((f.how for f in loop.folds if f.result == v), "max" if v in loop.tops.values() else "or")
+        how = next((ARGS[e.instr.kind][0] for e in loop.extremes if e.best == v), how)
+        dtype = np.dtype("float32") if is_narrow(t.dtype) else np.dtype(t.dtype)
+        return identity(how, dtype), t
+
+    def _seen(self, loop: _Loop) -> tuple[Range | None, Visible]:
+        """The elements that a tile's rows see, where the others change nothing: neither what the loop carries nor a sink."""
+        visible = Visible(self.writer, self.makers, self.inner, self.program, self.size)
+        terms = [i.inputs for i in loop.sinks if self.program.sinks[i["sink"]].how == "sum"]
+        others = [f for f in loop.folds if f.part.top is None and not self._is_top(loop, f)]
+        terms += [(f.part.value, *f.instr.inputs[1:]) for f in others if f.how == "sum"]
+        if loop.stores or loop.extremes or len(terms) < len(loop.sinks) + len(others) or loop.kept and terms:
+            return None, visible
+        seen = visible.of(list(loop.tops)) if loop.tops else None
+        if terms:
+            found = set.intersection(*(visible.of_terms(values) for values in terms))
+            if loop.tops:
+                found &= {seen}
+            seen = next(iter(sorted(found, key=str)), None)
+        return seen, visible
+
+    def _is_top(self, loop: _Loop, fold: _Fold) -> bool:
+        """Is it the largest of scores that are carried anyway?"""
+        (scores, *_), (out,) = fold.instr.inputs, fold.instr.outputs
+        same = scores in loop.tops and fold.how == "max" and fold.instr["axes"] == (self.inner[scores],)
+        return same and self.writer.types[loop.tops[scores]] == self.writer.types[out]
+
+    def _step(self, loop: _Loop, carries: Sequence[int], number: int, step: int, size: int, facts: Mapping[int, bool]) -> list[int]:
+        """One block: the next carries. ``facts``: conditions that hold, or do not hold, for all of its elements."""
+        w = self.writer
+        of = Iteration(w, self.program, self.makers, self.inner, number, step, size, facts)
+        scales: dict[int, int] = {}
+        out = []
+        now = dict(zip(loop.results, carries, strict=True))
+        for scores, result in loop.tops.items():
+            m, t = now[result], w.types[result]
+            largest = w.convert(of.reduced("reduce_max", of.value(scores), self.inner[scores], w.types[scores].dtype), t.dtype)
+            new = w.op("max", m, largest)
+            nothing = w.op("eq", new, w.literal(-np.inf, t.dtype), dtype="bool")  # no block has shown a score yet
+            running = w.op("select_n", nothing, new, w.filled(0.0, t))
+            of.values[self.factors.running[scores]] = running
+            scales[scores] = w.op("exp", w.op("sub", m, running))
+            out.append(new)
+        tops = dict(zip(loop.tops, out, strict=True))
+        for fold in loop.folds:
+            if self._is_top(loop, fold):
+                out.append(tops[fold.instr.inputs[0]])
+                continue
+            t, acc = w.types[fold.result], now[fold.result]
+            if fold.part.top is not None:
+                top = fold.part.top
+                place = tuple(p for d, p in enumerate(top.place) if d != self.inner[top.scores])
+                acc = w.op("mul", acc, w.spread(scales[top.scores], place, t))
+            out.append(w.op(fold.kind, acc, of.fold(fold.instr, fold.part.value, t)))
+        for extreme in loop.extremes:
+            out += of.extreme(extreme.instr, now[extreme.best], now[extreme.index])
+        for (condition, case), result in loop.kept.items():
+            here = of.value(condition)
+            here = here if case else w.op("not", here)
+            out.append(w.op("or", now[result], of.reduced("reduce_or", here, self.inner[condition], "bool")))
+        for store in loop.stores:
+            of.store(store)
+        for sink in loop.sinks:
+            of.sink(sink)
+        return out

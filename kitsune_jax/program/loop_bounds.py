@@ -1,0 +1,411 @@
+"""Which iterations of a loop a tile runs: bounds by the number of the row, and blocks that a mask hides."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kitsune_jax.program.instructions import Writer
+from kitsune_jax.program.ir import Instr, TileProgram
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Which iterations of a loop a tile runs, and how many on average: the loop's parameters ``within`` and ``shifted``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+MOST_SHIFT = 1 << 30
+_MOST = 1 << 12  # tiles that are looked at
+_Index = Any  # an int, or an array of one for each tile
+_Span = tuple[_Index, _Index]
+
+
+def met(
+    program: TileProgram, instr: Instr, rows: np.ndarray[Any, np.dtype[Any]], number: Callable[[int], int] | None = None
+) -> Sequence[int]:
+    """The iterations of a loop that a tile of ``rows`` runs. ``number``: of an input array, by which bounds are shifted; without it
+    the last row is taken to see the last element, as in a text that is read in pieces."""
+    if instr.get("within") is None:
+        return range(instr["count"])
+    axis, *_, which = instr["within"]
+    index = np.unravel_index(rows, program.axes)[axis]
+    seen, whole = _spans(program, instr, index.min(), index.max(), number)
+    a, b, c, d = (int(end) for end in (*seen, *whole))
+    if which == "edges":
+        return [*range(a, c), *range(d, b)] if c < d else range(a, b)
+    return range(a, b) if which == "all" else range(c, d)
+
+
+def mean_met(program: TileProgram, instr: Instr) -> float:
+    """How many iterations of a loop a tile runs on average: exactly, or of ``_MOST`` tiles where a batch has more."""
+    if instr.get("within") is None:
+        return float(instr["count"])
+    axis, *_, which = instr["within"]
+    seen, whole = (np.maximum(end - first, 0) for first, end in _spans(program, instr, *_indices(program, axis)))
+    return float(np.mean({"all": seen, "whole": whole, "edges": seen - whole}[which]))
+
+
+def _spans(
+    program: TileProgram, instr: Instr, x: _Index, y: _Index, number: Callable[[int], int] | None = None
+) -> tuple[_Span, _Span]:
+    """(first, end) of the iterations in which tiles of the indices ``x`` to ``y`` see something, and of those that all of their
+    rows see as a whole."""
+    count, (axis, step, low, high, _) = instr["count"], instr["within"]
+    told: Any = True  # do the bounds hold?
+    if instr.get("shifted") is not None:
+        array, sign, guard, size = instr["shifted"]
+        extent = program.axes[axis]
+        value = max(0, sign * (size - extent)) if number is None else number(array)
+        low, high = (None if bound is None else bound + sign * value for bound in (low, high))
+        told = abs(value) <= MOST_SHIFT
+        if guard == "rows":
+            told &= (high is None or x + high >= 0) & (low is None or y + low <= size - 1)
+        elif guard == "elements":
+            told &= (low is None or low <= 0) and (high is None or size - 1 - high <= extent - 1)
+
+    def span(first: Any, end: Any, otherwise: int) -> _Span:
+        return np.where(told, np.clip(first, 0, count), 0), np.where(told, np.clip(end, 0, count), otherwise)
+
+    zero = 0 * x
+    seen = zero if low is None else (x + low) // step, zero + count if high is None else (y + high) // step + 1
+    whole = zero if low is None else -(-(y + low) // step), zero + count if high is None else (x + high + 1) // step
+    return span(*seen, count), span(*whole, 0)
+
+
+def _indices(program: TileProgram, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest index on ``axis`` of the tiles of ``tile_starts``."""
+    extent, inner, rows = program.axes[axis], math.prod(program.axes[axis + 1 :]), math.prod(program.axes[program.batch_axes :])
+    starts = tile_starts(program, axis, _MOST)
+    ends = np.minimum(starts + program.tile_rows, (starts // rows + 1) * rows)
+    first, last = starts // inner, (ends - 1) // inner
+    over = first // extent < last // extent  # the end of the axis, where its first index follows
+    return np.where(over, 0, first % extent), np.where(over, extent - 1, last % extent)
+
+
+def tile_starts(program: TileProgram, axis: int, most: int) -> np.ndarray:
+    """The first rows of tiles that stand for all of them where the index on ``axis`` counts: of all tiles of a batch, or of
+    ``most`` that are spread over one period of the index. At a stride over several periods they could all be at the same place of
+    theirs.
+
+    >>> program = TileProgram((8, 4, 64), 16, (), (), (), (), (), (), (), batch_axes=1)
+    >>> tile_starts(program, 2, 16)
+    array([  0,  16,  32,  48,  64,  80,  96, 112, 128, 144, 160, 176, 192,
+           208, 224, 240])
+    >>> tile_starts(program, 2, 4)
+    array([ 0, 16, 32, 48])
+    """
+    batch, size = program.batch_axes, program.tile_rows
+    period, rows = math.prod(program.axes[axis:]), math.prod(program.axes[batch:])
+    if axis < batch:
+        return _spread(program.axes[axis], most) * (period // program.axes[axis])
+    tiles = -(-rows // size)
+    if tiles <= most or period == rows:
+        return _spread(tiles, most) * size
+    apart = math.gcd(size, period)  # of two places in a period where tiles start
+    return _spread(period // apart, most) * apart
+
+
+def _spread(n: int, most: int) -> np.ndarray:
+    """The numbers below ``n``, or ``most`` of them."""
+    return np.arange(n) if n <= most else np.arange(most) * n // most
+
+
+def with_known_bounds(program: TileProgram) -> TileProgram:
+    """``program`` without bounds that are shifted when it runs, for a target without code for them: what the mask hides is
+    computed, and hidden."""
+    stages = tuple(dataclasses.replace(stage, body=_known(stage.body)) for stage in program.stages)
+    return dataclasses.replace(program, stages=stages)
+
+
+def _known(body: Sequence[Instr]) -> tuple[Instr, ...]:
+    found = list[Instr]()
+    for i in body:
+        if i.get("shifted") is None:
+            found.append(i)
+        elif i["within"][-1] == "whole":  # all of them are edges
+            found += [Instr("copy", (v,), (out,)) for v, out in zip(i.inputs, i.outputs, strict=True)]
+        else:
+            params = tuple((name, value) for name, value in i.params if name not in ("within", "shifted"))
+            found.append(dataclasses.replace(i, params=params))
+    return tuple(found)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Which blocks of a dimension a tile has to look at, where a mask hides the others from all of its rows.
+#
+# Comes in: the scores of online sums. Goes out: a stream axis and how far from a row's index on it the elements may lie that the
+# row sees. A causal mask is the comparison of two indices; what it hides is -inf, or a number so low that its exponential is 0
+# beside any score that is seen. The reason is found in the comparison, whatever it is written as. Where a low number hides
+# elements, the mask must be nothing but the comparison, and show every row something: else the row's result is made of what is
+# hidden. So it must where what is hidden is left out of sums over the rows (the gradients of keys and values).
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_LOW = -1e30
+_SAME = frozenset({"broadcast_in_dim", "reshape", "transpose", "convert_element_type", "copy"})
+_COUNTING = frozenset({"int32", "int64", "float32", "float64"})  # in others an index may wrap, or be rounded
+_TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Elements k with ``low <= k - x <= high``, where x is a row's index on ``axis``. ``exact``: all of them, not only some.
+
+    ``by``: (input, sign): both bounds are further on by that number of the input times the sign, which is known when the program
+    runs. Whether the bounds show something to all rows, or all elements to some row, is then known no earlier: ``guard`` says for
+    which of both they hold only ("rows", "elements").
+    """
+
+    axis: int
+    low: int | None
+    high: int | None
+    exact: bool = True
+    by: tuple[int, int] | None = None
+    guard: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowIndex:
+    """An index plus ``plus``: ``axis``: of a stream axis; -1: of the dimension; None: a constant. ``by``: (input, sign), which is
+    added as well."""
+
+    axis: int | None
+    plus: int
+    by: tuple[int, int] | None = None
+
+
+class Visible:
+    def __init__(self, writer: Writer, makers: dict[int, Instr], inner: dict[int, int], program: TileProgram, size: int):
+        self.writer, self.makers, self.inner, self.size = writer, makers, inner, size
+        self.axes, self.inputs = program.axes, program.inputs
+        self.when: dict[int, tuple[Range | None, Range | None]] = {}  # condition -> where it is true, and where false
+        self.nonzero: dict[int, set[Range]] = {}  # known, because a value may be read twice, and so may what it is made of
+
+    def of(self, scores: list[int]) -> Range | None:
+        """The elements that rows see, by all of ``scores``; None where they may see all."""
+        found = [self._shown(s) for s in scores]
+        if not found or any(r is None for r in found):
+            return None
+        first = found[0]
+        if first is not None and first.by is not None:
+            found = [r and self._to_all_rows(r) for r in found]
+            first = found[0]
+        return first if first is not None and all(r == first for r in found) and (first.low, first.high) != (None, None) else None
+
+    def of_terms(self, values: Sequence[int]) -> set[Range]:
+        """Ranges outside of which the product of ``values`` is 0."""
+        found = {r for v in values for r in self._nonzero(v)}
+        return {r for r in found if r.exact and (r.low, r.high) != (None, None)}
+
+    def _nonzero(self, v: int) -> set[Range]:
+        """Ranges outside of which ``v`` is 0: behind a mask, or where scores are hidden whose exponential it is a multiple of."""
+        if v not in self.nonzero:
+            self.nonzero[v] = self._found_nonzero(v)
+        return self.nonzero[v]
+
+    def _found_nonzero(self, v: int) -> set[Range]:
+        instr = self.makers.get(v)
+        if v not in self.inner or instr is None:
+            return set()
+        if instr.kind == "exp":
+            made = self.makers.get(instr.inputs[0])
+            made = made if made is not None and made.kind == "sub" else None
+            shown = self._shown(instr.inputs[0] if made is None else made.inputs[0])
+            if shown is None:
+                return set()
+            # What hides everything from a row makes its largest score a hidden one, beside which no exponential is 0; or from an
+            # element, where the largest scores are those of the elements.
+            of_elements = made is not None and self._varies(made.inputs[1])
+            found = self._to_all_elements(shown) if of_elements else self._to_all_rows(shown)
+            return {found} if found is not None else set()
+        if instr.kind == "mul":
+            return self._nonzero(instr.inputs[0]) | self._nonzero(instr.inputs[1])
+        if instr.kind == "select_n" and len(instr.inputs) == 3:
+            which, *cases = instr.inputs
+            zero = [self._constant(x) == 0 for x in cases]
+            when = self._when(which)[1 - zero.index(False)] if any(zero) and not all(zero) else None
+            others = [self._nonzero(x) for x, is_zero in zip(cases, zero, strict=True) if not is_zero]
+            shown = when and self._to_all_rows(when)
+            return (set.intersection(*others) if others else set()) | ({shown} if shown else set())
+        if instr.kind in ("div", "neg") or instr.kind in _SAME:
+            return self._nonzero(instr.inputs[0])
+        return set()
+
+    def _to_all_rows(self, shown: Range) -> Range | None:
+        """``shown``, where it shows something to every row, or says itself that it must."""
+        if shown.by is not None:
+            return dataclasses.replace(shown, guard="rows")
+        extent = self.axes[shown.axis]
+        fits = (shown.high is None or shown.high >= 0) and (shown.low is None or extent - 1 + shown.low <= self.size - 1)
+        return shown if fits else None
+
+    def _to_all_elements(self, shown: Range) -> Range | None:
+        """``shown``, where some row sees each of the elements, or where it says itself that one must."""
+        if shown.by is not None:
+            return dataclasses.replace(shown, guard="elements")
+        extent = self.axes[shown.axis]
+        fits = (shown.low is None or shown.low <= 0) and (shown.high is None or self.size - 1 - shown.high <= extent - 1)
+        return shown if fits else None
+
+    def _varies(self, v: int) -> bool:
+        """Does ``v`` differ along the dimension, as far as can be seen?"""
+        while v in self.inner and v in self.makers and self.makers[v].kind in _SAME:
+            (v,) = self.makers[v].inputs
+        return v in self.inner
+
+    def facts(self, seen: Range) -> dict[int, bool]:
+        """The conditions that are the same for all elements in ``seen``, and what they are."""
+        cases = ((v, k == 0, when[k]) for v, when in self.when.items() for k in range(2))
+        return {v: case for v, case, r in cases if r is not None and r.exact and _inside(seen, r)}
+
+    def _shown(self, v: int) -> Range | None:
+        instr = self.makers.get(v)
+        if instr is None:
+            return None
+        if instr.kind == "select_n" and len(instr.inputs) == 3:
+            which, no, yes = instr.inputs
+            when = self._when(which)
+            for case, shown in ((no, when[0]), (yes, when[1])):
+                fill = self._constant(case)
+                if fill is not None and fill < 0 and shown is not None and self._hides(fill, shown):
+                    return shown
+            inner = [self._shown(x) for x in (no, yes) if self._constant(x) != -math.inf]
+            return inner[0] if len(inner) == 1 else None
+        if instr.kind == "add":
+            return next((r for x in instr.inputs if (r := self._minus_infinity(x)) is not None), None)
+        return self._shown(instr.inputs[0]) if instr.kind in _SAME and instr.inputs[0] in self.inner else None
+
+    def _hides(self, fill: float, shown: Range) -> bool:
+        if fill == -math.inf:
+            return True
+        return fill <= _LOW and shown.exact and self._to_all_rows(shown) is not None
+
+    def _minus_infinity(self, v: int) -> Range | None:
+        """The elements where ``v``, which is added, is not -inf."""
+        instr = self.makers.get(v)
+        while instr is not None and instr.kind in _SAME:
+            v = instr.inputs[0]
+            instr = self.makers.get(v)
+        if instr is None or instr.kind != "select_n" or len(instr.inputs) != 3:
+            return None
+        which, no, yes = instr.inputs
+        when = self._when(which)
+        if self._constant(yes) == -math.inf:
+            return when[1]
+        return when[0] if self._constant(no) == -math.inf else None
+
+    def _constant(self, v: int) -> float | None:
+        while v in self.makers and self.makers[v].kind in _SAME:
+            v = self.makers[v].inputs[0]
+        found = self.writer.literals.get(v)
+        return float(found) if isinstance(found, (int, float)) else None
+
+    def _when(self, v: int) -> tuple[Range | None, Range | None]:
+        if v not in self.when:
+            self.when[v] = self._condition(v)
+        return self.when[v]
+
+    def _condition(self, v: int) -> tuple[Range | None, Range | None]:
+        """Bounds of the elements for which a condition is true, and of those for which it is false."""
+        instr = self.makers.get(v)
+        if instr is None:
+            return None, None
+        if instr.kind in _SAME:
+            return self._when(instr.inputs[0])
+        if instr.kind == "not":
+            true, false = self._when(instr.inputs[0])
+            return false, true
+        if instr.kind in ("and", "or"):
+            return self._both(instr)
+        if instr.kind == "select_n" and len(instr.inputs) == 3:
+            true, false = self._when(instr.inputs[0])
+            cases = self._constant(instr.inputs[1]), self._constant(instr.inputs[2])
+            return (true, false) if cases == (0, 1) else (false, true) if cases == (1, 0) else (None, None)
+        if instr.kind in _TURNED:
+            return self._compared(instr.kind, *map(self._index, instr.inputs))
+        return None, None
+
+    def _both(self, instr: Instr) -> tuple[Range | None, Range | None]:
+        sides = [self._when(x) for x in instr.inputs]
+        constants = [self._constant(x) for x in instr.inputs]
+        for k in range(2):
+            if constants[k] == (1 if instr.kind == "and" else 0):
+                return sides[1 - k]
+        which = 0 if instr.kind == "and" else 1
+        met = _met(sides[0][which], sides[1][which])
+        return (met, None) if which == 0 else (None, met)
+
+    def _compared(self, kind: str, a: _RowIndex | None, b: _RowIndex | None) -> tuple[Range | None, Range | None]:
+        if a is None or b is None:
+            return None, None
+        if b.axis == -1:
+            a, b, kind = b, a, _TURNED[kind]
+        if a.axis != -1 or b.axis is None or b.axis == -1:
+            return None, None
+        far = b.plus - a.plus  # k + a.plus ? x + b.plus
+        by = b.by if a.by is None else (a.by[0], -a.by[1])
+        if a.by is not None and b.by is not None:
+            return None, None
+
+        axis = b.axis
+
+        def between(low: int | None, high: int | None) -> Range:
+            return Range(axis, low, high, by=by)
+
+        below, above = between(None, far), between(far, None)
+        found: dict[str, tuple[Range | None, Range | None]] = {
+            "le": (below, between(far + 1, None)),
+            "lt": (between(None, far - 1), above),
+            "ge": (above, between(None, far - 1)),
+            "gt": (between(far + 1, None), below),
+            "eq": (between(far, far), None),
+        }
+        return found[kind]
+
+    def _index(self, v: int) -> _RowIndex | None:
+        instr = self.makers.get(v)
+        if self.writer.types[v].dtype not in _COUNTING:
+            return None
+        if instr is None:
+            constant = self.writer.literals.get(v)
+            return _RowIndex(None, constant) if isinstance(constant, int) else None
+        if instr.kind == "load" and self._is_number(instr):
+            return _RowIndex(None, 0, (instr["array"], 1))
+        if instr.kind in _SAME:
+            return self._index(instr.inputs[0])
+        if instr.kind == "iota":
+            return _RowIndex(-1, 0) if self.inner.get(v) == instr["dimension"] else None
+        if instr.kind == "row_index":
+            return _RowIndex(instr["axes"][0], 0) if len(instr["axes"]) == 1 else None
+        if instr.kind in ("add", "sub"):
+            a, b = map(self._index, instr.inputs)
+            if a is None or b is None:
+                return None
+            if a.by is not None and b.by is not None:
+                return None
+            sign = 1 if instr.kind == "add" else -1
+            by = a.by if b.by is None else (b.by[0], sign * b.by[1])
+            if b.axis is None:
+                return _RowIndex(a.axis, a.plus + sign * b.plus, by)
+            return _RowIndex(b.axis, a.plus + b.plus, by) if a.axis is None and sign == 1 else None
+        return None
+
+    def _is_number(self, load: Instr) -> bool:
+        """Is what ``load`` loads one number for the whole program?"""
+        array = self.inputs[load["array"]]
+        return array.dtype == "int32" and math.prod(array.shape) == 1 and not array.streamed and not any(array.row_strides)
+
+
+def _inside(a: Range, b: Range) -> bool:
+    low = b.low is None or (a.low is not None and b.low <= a.low)
+    return (a.axis, a.by) == (b.axis, b.by) and low and (b.high is None or (a.high is not None and a.high <= b.high))
+
+
+def _met(a: Range | None, b: Range | None) -> Range | None:
+    """What both bounds hold of."""
+    if a is None or b is None or (a.axis, a.by) != (b.axis, b.by):
+        one = a or b
+        return None if one is None else dataclasses.replace(one, exact=False)
+    lows, highs = ([n for n in pair if n is not None] for pair in ((a.low, b.low), (a.high, b.high)))
+    return Range(a.axis, max(lows, default=None), min(highs, default=None), a.exact and b.exact, a.by)

@@ -1,0 +1,857 @@
+"""Passes over tile programs, for every target: each takes a ``TileProgram`` and gives one that computes the same.
+
+``simplified`` drops copies, common subexpressions and dead code; ``with_epilogues`` puts biases and activations into the matrix
+products before them. ``compared_values`` says what must have the same bits wherever it is made. ``Flow`` answers who makes and who
+reads a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
+import numpy as np
+
+from kitsune_jax.ops.graph import Graph, Param, Scalar, Value, make_params
+from kitsune_jax.ops.spec import COMPARISONS, EVERYWHERE, HAND_ON, ROWS, Rounding, is_float
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, walk
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Who makes and who reads each value of a body, whatever name it is called by.
+#
+# Comes in: a stage's body, that of a loop, or ops of a graph. Goes out: ``Flow``. The **root** of a value is the one that it is
+# another name of: the operand of a copy, or of a view that only inserts, drops or moves dimensions of extent 1.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+VIEWS = frozenset({"broadcast_in_dim", "reshape", "transpose", "rev", "slice"})
+Use = tuple[int, int]  # (instruction of the body, operand number)
+Types = Sequence[TileType] | Mapping[int, TileType]
+
+
+def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+    """``shape`` without its dimensions of extent 1."""
+    return tuple(n for n in shape if n != 1)
+
+
+def is_other_name(values: Types, instr: Instr) -> bool:
+    """Whether the result of ``instr`` is its operand, up to dimensions of extent 1."""
+    if instr.kind not in ("copy", "broadcast_in_dim", "reshape", "transpose", "convert_element_type"):
+        return False
+    x, y = values[instr.inputs[0]], values[instr.outputs[0]]
+    if x.dtype != y.dtype or x.tile != y.tile:
+        return False
+    if instr.kind == "transpose":
+        shape = x.rows_first
+        moved = [p for p in instr["permutation"] if shape[p] != 1]
+        return moved == sorted(moved)
+    # Real dimensions go, in order, to real dimensions, and no other is real.
+    return squeezed(x.shape) == squeezed(y.shape)
+
+
+class Typed(Protocol):
+    """What a ``Flow`` asks of a program: the types of values, and the constants among them."""
+
+    @property
+    def values(self) -> Types: ...
+    @property
+    def literals(self) -> Sequence[tuple[int, Scalar]]: ...
+
+
+class Flow:
+    """``results`` is what is read behind the body: what a loop hands to its next iteration."""
+
+    def __init__(self, program: Typed, body: Sequence[Instr], results: Sequence[int] = ()):
+        self.values, self.body, self.results = program.values, body, tuple(results)
+        self.makers: dict[int, Instr] = {v: instr for instr in body for v in instr.outputs}
+        self.uses: dict[int, list[Use]] = {}  # of a root, by instructions that are not names or views of constants themselves
+        self.constants: dict[int, Scalar] = dict(program.literals)
+        self._roots: dict[int, int] = {}
+        for i, instr in enumerate(body):
+            if is_other_name(self.values, instr):
+                self._roots[instr.outputs[0]] = self.root(instr.inputs[0])
+            elif instr.kind in VIEWS and (constant := self.literal(instr.inputs[0])) is not None:
+                self.constants[instr.outputs[0]] = constant  # constants look the same under every view
+            else:
+                self._read(i, instr.inputs)
+                if instr.block is not None:
+                    inside = (v for j in walk(instr.block.body) for v in (*j.inputs, *(j.block.results if j.block else ())))
+                    self._read(i, (*inside, *instr.block.results), named=False)
+        self._read(len(body), self.results)
+
+    @staticmethod
+    def of_graph(graph: Graph, ops: Sequence[int], results: Sequence[int]) -> Flow:
+        """Of the ops number ``ops`` of ``graph``; ``results``: the values that something else reads, too."""
+        body = [Instr(op.kind, op.inputs, op.outputs, op.params) for op in (graph.ops[i] for i in ops)]
+        read = {v: graph.values[v].literal for i in body for v in i.inputs}
+        return Flow(_Ops(_Whole(graph.values), tuple((v, c) for v, c in read.items() if c is not None)), body, results)
+
+    def _read(self, i: int, values: Sequence[int], named: bool = True) -> None:
+        for p, v in enumerate(values):
+            self.uses.setdefault(self.root(v), []).append((i, p if named else -1))
+
+    def type(self, v: int) -> TileType:
+        return self.values[v]
+
+    def root(self, v: int) -> int:
+        return self._roots.get(v, v)
+
+    def instruction(self, i: int) -> Instr:
+        return self.body[i] if i < len(self.body) else Instr("results", self.results, ())
+
+    def readers(self, root: int) -> list[int]:
+        return [i for i, _ in self.uses.get(root, ())]
+
+    def literal(self, v: int) -> Scalar | None:
+        return self.constants.get(self.root(v))
+
+    def shape(self, v: int) -> tuple[int, ...]:
+        return squeezed(self.type(v).shape)
+
+    def dtype(self, v: int) -> str:
+        return self.type(v).dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ops:
+    values: _Whole
+    literals: tuple[tuple[int, Scalar], ...]
+
+
+class _Whole(dict[int, TileType]):
+    """The types of a graph's values, made when they are asked for."""
+
+    def __init__(self, values: Sequence[Value]):
+        self.graph_values = values
+
+    def __missing__(self, v: int) -> TileType:
+        self[v] = TileType(False, self.graph_values[v].shape, self.graph_values[v].dtype)
+        return self[v]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Copies, what is computed twice, and what nobody reads: gone.
+#
+# Users write ``x - x.mean()`` twice, as layer norms do. A value that an earlier instruction of the same body, or of one around
+# it, has computed is read there; so is one that only has another name.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def simplified(program: TileProgram) -> TileProgram:
+    """``program`` without copies, common subexpressions and dead code."""
+    once: dict[object, int] = {}
+    literals = {v: once.setdefault((program.values[v].dtype, repr(c)), v) for v, c in program.literals}
+    stages = []
+    for stage in program.stages:
+        body, _ = _Names(program, dict(literals)).body(stage.body, {})
+        stages.append(dataclasses.replace(stage, body=live(body)))
+    return dataclasses.replace(program, stages=tuple(stages))
+
+
+class _Names:
+    """``names``: value -> the earlier one that it equals. ``roots``: what a value is another name of, in another shape maybe."""
+
+    def __init__(self, program: TileProgram, names: dict[int, int]):
+        self.program, self.names, self.roots = program, names, dict[int, int]()
+
+    def body(self, body: Sequence[Instr], known: dict[object, int]) -> tuple[tuple[Instr, ...], dict[object, int]]:
+        """``known``: what has been computed already where ``body`` stands -> its value."""
+        out = []
+        for instr in body:
+            instr = dataclasses.replace(instr, inputs=tuple(self.names.get(v, v) for v in instr.inputs))
+            if instr.block is not None:
+                inside, _ = self.body(instr.block.body, dict(known))
+                results = tuple(self.names.get(v, v) for v in instr.block.results)
+                instr = dataclasses.replace(instr, block=dataclasses.replace(instr.block, body=inside, results=results))
+            elif len(instr.outputs) == 1 and instr.kind not in EFFECTS:
+                (made,) = instr.outputs
+                same = self._before(instr, made, known)
+                if same != made:
+                    self.names[made] = same
+                    continue
+            out.append(instr)
+        return tuple(out), known
+
+    def _before(self, instr: Instr, made: int, known: dict[object, int]) -> int:
+        """The value that ``made`` equals: an earlier one, or itself."""
+        t = self.program.values[made]
+        key: object = (instr.kind, instr.inputs, instr.params, t)
+        if is_other_name(self.program.values, instr):
+            root = self.roots[made] = self.roots.get(instr.inputs[0], instr.inputs[0])
+            if self.program.values[root] == t:
+                return root
+            key = (root, t)
+        return known.setdefault(key, made)
+
+
+def live(body: Sequence[Instr], results: Sequence[int] = ()) -> tuple[Instr, ...]:
+    """The instructions of ``body`` that have an effect, or make something that those or ``results`` need."""
+    wanted, kept = set(results), []
+    for instr in reversed(body):
+        effect = any(i.kind in EFFECTS for i in walk((instr,)))
+        if not effect and wanted.isdisjoint(instr.outputs):
+            continue
+        wanted.update(instr.inputs)
+        if instr.block is not None:
+            inside = live(instr.block.body, instr.block.results)
+            instr = dataclasses.replace(instr, block=dataclasses.replace(instr.block, body=inside))
+            wanted.update(instr.block.results if instr.block else ())
+            wanted.update(v for i in walk(inside) for v in (*i.inputs, *(i.block.results if i.block else ())))
+        kept.append(instr)
+    return tuple(reversed(kept))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Which values of a program are compared with others, or are what a maximum that leaves it was taken of.
+#
+# Comes in: a ``TileProgram``. Goes out: these values, and what pointwise operators make them of. A maximum's gradient goes to the
+# rows that equal it (``eq(x, max(x))``), and what equals nothing is divided by a count of 0. Maximum and comparison may be in
+# different programs, phases or loops, each of which makes ``x`` again beside other operators. ``x`` has the same bits everywhere
+# only if every operator on the way to it is rounded as its jaxpr says, whatever stands around it. How, a target knows.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+EXTREMES = frozenset({"reduce_max", "reduce_min", "run_max"})
+_MOVES = frozenset([*(kind for kind, spec in OPS.items() if spec.moves), "take", "cut", "paste", "copy"])
+_COMPUTED = frozenset(kind for kind, spec in OPS.items() if spec.family in ("pointwise", "convert"))
+_LEAVES = frozenset({"store", "store_slice", "push"})
+
+
+def compared_values(program: TileProgram) -> frozenset[int]:
+    """The values on the way to a comparison of two values, and to a maximum or minimum that leaves the program."""
+    sources = _Sources(program)
+    found = sources.behind(v for i in sources.instrs for v in sources.compared(i))
+    left = sources.behind((i.inputs[0] for i in sources.instrs if i.kind in _LEAVES), HAND_ON | {"convert_element_type"})
+    largest = (sources.makers[v] for v in left if v in sources.makers)
+    return sources.behind(v for i in largest if i.kind in EXTREMES for v in i.inputs[:1]) | found
+
+
+class _Sources:
+    """What each value is made of. ``makers``: of those that no loop hands on."""
+
+    def __init__(self, program: TileProgram):
+        self.program = program
+        self.instrs = [i for stage in program.stages for i in walk(stage.body)]
+        self.makers: dict[int, Instr] = {}
+        self.handed: dict[int, tuple[int, ...]] = {}  # by loops and queues
+        self.constant = {v for v, _ in program.literals}
+        pushed: dict[int, int] = {}
+        for i in self.instrs:
+            if i.kind == "push":
+                pushed[i["queue"]] = i.inputs[0]
+            if i.kind in VIEWS and i.inputs[0] in self.constant:
+                self.constant.update(i.outputs)
+            if i.block is None:
+                self.makers.update((v, i) for v in i.outputs)
+                continue
+            for first, carry, last, after in zip(i.inputs, i.block.carries, i.block.results, i.outputs, strict=True):
+                self.handed[carry] = self.handed[after] = (first, last)
+        self.handed.update((i.outputs[0], (pushed[i["queue"]],)) for i in self.instrs if i.kind == "pop")
+
+    def compared(self, instr: Instr) -> tuple[int, ...]:
+        """Operands of ``instr`` that the bits of another value are held against."""
+        if instr.kind in ("sink", "sink_at") and self.program.sinks[instr["sink"]].how in ("max", "min"):
+            return instr.inputs[:1]
+        x, y = instr.inputs if instr.kind in COMPARISONS else (-1, -1)
+        return () if x == y or not self.constant.isdisjoint((x, y)) else (x, y)
+
+    def behind(self, values: Iterable[int], through: frozenset[str] = _COMPUTED) -> frozenset[int]:
+        """The floats among ``values``, and those that operators ``through`` make them of."""
+        seen: set[int] = set()
+        pending = list(values)
+        while pending:
+            v = pending.pop()
+            if v in seen or v in self.constant or not is_float(self.program.values[v].dtype):
+                continue
+            seen.add(v)
+            pending += self.handed.get(v, ())
+            maker = self.makers.get(v)
+            if maker is not None and (maker.kind in through or maker.kind in _MOVES or maker.kind in EXTREMES):
+                pending += maker.inputs
+        return frozenset(seen)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Activations that a matrix product applies to its sums: recognised by what they compute, however they are spelled.
+#
+# Comes in: a value, the result of a product with its bias. Goes out: the activation that everything between it and one later
+# value computes. ``with_epilogues`` asks this of the bodies of stages, and the cost model of the graph that it plans
+# (``flow.of_graph``).
+#
+# The instructions in between are evaluated symbolically, as sums of terms ``coefficient * x**power * atoms`` where an atom is a
+# function of such a sum; equal activations have equal sums. Examples: ``0.5 * x * (1 + tanh(c * (x + d * x**3)))`` and ``x *
+# logistic(2 * c * (x + d * x * x * x))`` are both the tanh form of gelu.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_MOST_INSTRUCTIONS = 24  # of an activation's definition
+_MOST_TERMS = 12  # of a sum
+_TOLERANCE = 1e-6  # of a coefficient: products of constants that were rounded to float32
+
+
+PARAMETERS = {  # activation -> how many it has; x is the sum that it is applied to
+    "none": 0,  # x
+    "relu": 0,  # max(x, 0)
+    "leaky_relu": 1,  # x where it is positive, else a x
+    "elu": 1,  # x where it is positive, else a (e**x - 1)
+    "logistic": 0,
+    "tanh": 0,
+    "silu": 1,  # x logistic(a x)
+    "gelu_tanh": 2,  # x logistic(a x + b x**3)
+    "gelu_erf": 1,  # x (1 + erf(a x)) / 2
+}
+
+Frozen = tuple[object, ...]
+Term = tuple[int, tuple[tuple[str, Frozen], ...]]  # power of x, and atoms (function, arguments)
+Sum = dict[Term, float]
+
+X: Sum = {(1, ()): 1.0}
+_FUNCTIONS = frozenset({"tanh", "logistic", "erf", "erfc", "exp", "expm1"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Recognised:
+    """``result`` is the value that activation ``name`` with ``parameters`` makes; the instructions ``absorbed`` compute it."""
+
+    name: str
+    parameters: tuple[float, ...]
+    result: int
+    absorbed: tuple[int, ...]
+
+
+def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised | None:
+    """The longest activation of ``x`` (not of a float64 one) whose inner values, ``x`` among them, nothing else reads.
+
+    An activation rounds its result once, so it stands for one operator of a dtype whose results ``rounding`` rounds, or for
+    ``x * logistic(x)``, of which the product's epilogue rounds both.
+    """
+    dtype = flow.dtype(x)
+    if dtype == "float64":
+        return None
+    shape = flow.shape(x)
+    root = flow.root(x)
+    known: dict[int, Sum | _Positive] = {root: X}
+    makers: dict[int, int] = {}
+    queue = sorted(set(flow.readers(root)))
+    found = None
+    while queue and len(makers) < _MOST_INSTRUCTIONS:
+        i = queue.pop(0)
+        instr = flow.instruction(i)
+        value = None
+        if len(instr.outputs) == 1 and flow.shape(instr.outputs[0]) == shape:
+            value = _evaluate(flow, instr, known, dtype)
+        if value is None or (isinstance(value, dict) and len(value) > _MOST_TERMS):
+            continue
+        out = instr.outputs[0]
+        known[out], makers[out] = value, i
+        queue = sorted({*queue, *flow.readers(out)})
+        match = _name(value) if isinstance(value, dict) else None
+        cone = _closed(flow, root, out, makers) if match is not None else None
+        if match is not None and cone is not None and _rounds_alike(flow, cone, match, rounding):
+            found = Recognised(*match, out, cone)
+    return found
+
+
+def _closed(flow: Flow, root: int, result: int, makers: dict[int, int]) -> tuple[int, ...] | None:
+    """The instructions that ``result`` takes; None where another one reads a value between ``root`` and ``result``."""
+    cone: set[int] = set()
+    values = {result}
+    todo = [result]
+    while todo:
+        i = makers[todo.pop()]
+        cone.add(i)
+        for v in flow.instruction(i).inputs:
+            r = flow.root(v)
+            if r in makers and r not in values:
+                values.add(r)
+                todo.append(r)
+    inner = (values | {root}) - {result}
+    return tuple(sorted(cone)) if all(i in cone for r in inner for i in flow.readers(r)) else None
+
+
+def _rounds_alike(flow: Flow, cone: tuple[int, ...], match: tuple[str, tuple[float, ...]], rounding: Rounding) -> bool:
+    """Does the activation ``match`` have the roundings of the instructions ``cone``, which it stands for?"""
+    instrs = [flow.instruction(i) for i in cone]
+    rounded = [
+        i.kind for i in instrs if rounding.rounds(i.kind, flow.dtype(i.outputs[0]), tuple(flow.literal(v) for v in i.inputs))
+    ]
+    return len(rounded) <= 1 or (match == ("silu", (1.0,)) and sorted(rounded) == ["logistic", "mul"])
+
+
+# ---- evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class _Positive:
+    """The truth of ``x > 0`` or ``x >= 0``, or the opposite. Activations that choose by it are continuous: 0 is on either side."""
+
+    opposite: bool
+
+
+def _evaluate(flow: Flow, instr: Instr, known: dict[int, Sum | _Positive], dtype: str) -> Sum | _Positive | None:
+    """The result of a pointwise instruction on values of ``known`` and constants; None where it is not of this algebra."""
+    args: list[Sum | _Positive] = []
+    for v in instr.inputs:
+        literal = flow.literal(v)
+        if (value := known.get(flow.root(v))) is not None:
+            args.append(value)
+        elif literal is not None and flow.dtype(v) == dtype:
+            args.append(_constant(float(literal)))
+        else:
+            return None
+    kind = instr.kind
+    if kind in ("gt", "ge", "lt", "le"):
+        a, b = args
+        greater = kind in ("gt", "ge")
+        if (a, b) == (X, {}):
+            return _Positive(opposite=not greater)
+        return _Positive(opposite=greater) if (a, b) == ({}, X) else None
+    if kind == "select_n":
+        return _select(args)
+    sums = [a for a in args if isinstance(a, dict)]
+    if len(sums) != len(args) or flow.dtype(instr.outputs[0]) != dtype:
+        return None
+    if kind == "integer_pow":
+        return _power(sums[0], instr["y"])
+    if kind in _FUNCTIONS:
+        return _atom(kind, _freeze(sums[0]))
+    rule = _RULES.get(kind)
+    return None if rule is None else rule(*sums)
+
+
+def _constant(c: float) -> Sum:
+    return {(0, ()): c} if c != 0 else {}
+
+
+def _freeze(a: Sum) -> Frozen:
+    return tuple(sorted(a.items(), key=repr))
+
+
+def _atom(name: str, *arguments: Frozen) -> Sum:
+    return {(0, ((name, arguments),)): 1.0}
+
+
+def _add(a: Sum, b: Sum, sign: float = 1.0) -> Sum:
+    out = dict(a)
+    for term, c in b.items():
+        out[term] = out.get(term, 0.0) + sign * c
+    return {term: c for term, c in out.items() if c != 0}
+
+
+def _multiply(a: Sum, b: Sum) -> Sum:
+    out: Sum = {}
+    for (p, atoms), c in a.items():
+        for (q, more), d in b.items():
+            term = p + q, tuple(sorted((*atoms, *more), key=repr))
+            out[term] = out.get(term, 0.0) + c * d
+    return out
+
+
+def _divide(a: Sum, b: Sum) -> Sum | None:
+    if not b:
+        return None
+    if set(b) == {(0, ())}:
+        return _multiply(a, _constant(1.0 / b[0, ()]))
+    return _multiply(a, _atom("inverse", _freeze(b)))
+
+
+def _power(a: Sum, y: Param) -> Sum | None:
+    if not isinstance(y, int) or not 1 <= y <= 4:
+        return None
+    out = a
+    for _ in range(y - 1):
+        out = _multiply(out, a)
+        if len(out) > _MOST_TERMS:
+            return None
+    return out
+
+
+def _select(args: list[Sum | _Positive]) -> Sum | None:
+    pred, on_false, on_true = args
+    if not isinstance(pred, _Positive) or not isinstance(on_false, dict) or not isinstance(on_true, dict):
+        return None
+    if pred.opposite:
+        on_true, on_false = on_false, on_true
+    return _atom("where_positive", _freeze(on_true), _freeze(on_false))
+
+
+_RULES: dict[str, Callable[..., Sum | None]] = {
+    "add": _add,
+    "sub": lambda a, b: _add(a, b, -1.0),
+    "neg": lambda a: _multiply(a, _constant(-1.0)),
+    "mul": _multiply,
+    "div": _divide,
+    "square": lambda a: _multiply(a, a),
+}
+
+
+# ---- names
+
+
+def _name(value: Sum) -> tuple[str, tuple[float, ...]] | None:
+    """Name and parameters of the activation that ``value`` is."""
+    if not all(math.isfinite(c) for c in value.values()):
+        return None
+    terms = dict(value)
+    plain = {p: terms.pop((p, ())) for p in (0, 1) if (p, ()) in terms}
+    if len(terms) != 1:
+        return None
+    (((power, atoms), scale),) = terms.items()
+    if power not in (0, 1) or len(atoms) != 1:
+        return None
+    ((function, arguments),) = atoms
+    if not plain:
+        return _alone(function, arguments, power, scale)
+    # (1 + f) / 2, times x or not
+    if not (_near(scale, 0.5) and set(plain) == {power} and _near(plain[power], 0.5)):
+        return None
+    inner = _odd(arguments[0])
+    if inner is None:
+        return None
+    if function == "tanh":
+        return _sigmoid(power, 2 * inner[0], 2 * inner[1])
+    return _positive("gelu_erf", inner[0]) if function == "erf" and power == 1 and inner[1] == 0 else None
+
+
+def _alone(function: str, arguments: tuple[object, ...], power: int, scale: float) -> tuple[str, tuple[float, ...]] | None:
+    """The activation ``scale * x**power * function(arguments)``."""
+    if function == "where_positive" and power == 0 and _near(scale, 1):
+        return _where(*arguments)
+    inner = _odd(arguments[0])
+    if function == "erfc" and power == 1 and _near(scale, 0.5) and inner is not None and inner[1] == 0:
+        return _positive("gelu_erf", -inner[0])
+    if not _near(scale, 1):
+        return None
+    if function == "tanh" and power == 0:
+        return ("tanh", ()) if inner == (1, 0) else None
+    if function == "logistic" and inner is not None:
+        return _sigmoid(power, *inner)
+    if function == "inverse":  # of 1 + e^-ax
+        terms = dict(_terms(arguments[0]))
+        if not _near(terms.pop((0, ()), 0.0), 1) or len(terms) != 1:
+            return None
+        (((p, atoms), c),) = terms.items()
+        if p == 0 and len(atoms) == 1 and atoms[0][0] == "exp" and _near(c, 1):
+            inner = _odd(atoms[0][1][0])
+            return None if inner is None else _sigmoid(power, -inner[0], -inner[1])
+    return None
+
+
+def _terms(frozen: object) -> Sum:
+    return dict(frozen)  # type: ignore[call-overload, no-any-return]
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= _TOLERANCE
+
+
+def _odd(frozen: object) -> tuple[float, float] | None:
+    """(a, b) of ``a x + b x^3``."""
+    terms = dict(_terms(frozen))
+    a, b = terms.pop((1, ()), 0.0), terms.pop((3, ()), 0.0)
+    return None if terms else (a, b)
+
+
+def _positive(name: str, *parameters: float) -> tuple[str, tuple[float, ...]] | None:
+    return (name, parameters) if all(2.0**-100 <= p <= 2.0**100 for p in parameters) else None
+
+
+def _sigmoid(power: int, a: float, b: float) -> tuple[str, tuple[float, ...]] | None:
+    """x**power times the logistic function of ``a x + b x^3``."""
+    if power == 0:
+        return ("logistic", ()) if (a, b) == (1, 0) else None
+    return _positive("silu", a) if b == 0 else _positive("gelu_tanh", a, b)
+
+
+def _where(on_true: object, on_false: object) -> tuple[str, tuple[float, ...]] | None:
+    """x where it is positive, and something else elsewhere."""
+    if _terms(on_true) != X:
+        return None
+    terms = _terms(on_false)
+    if len(terms) != 1:
+        return None
+    (((power, atoms), a),) = terms.items()
+    if not 2.0**-100 <= a <= 2.0**100:
+        return None
+    if power == 1 and not atoms:
+        return "leaky_relu", (a,)
+    held = _freeze(_atom("where_positive", (), _freeze(X)))  # users keep e^x from overflowing where it is not chosen
+    if power == 0 and len(atoms) == 1 and atoms[0][0] == "expm1" and atoms[0][1][0] in (_freeze(X), held):
+        return "elu", (a,)
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Biases and activations move into the matrix products whose results they are computed of.
+#
+# Comes in: a ``TileProgram``, best a ``simplified`` one. Goes out: one in which a product whose result is read by nothing but
+# ``[convert] add(bias) [convert] activation [convert]`` is a ``matmul`` with the bias as its third operand and the activation as
+# a parameter. It adds and activates in the dtype that it accumulates in, and rounds once.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+Makers = Mapping[int, Instr]
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+def with_epilogues(program: TileProgram, rounding: Rounding = EVERYWHERE, *, activated: bool = True) -> TileProgram:
+    """``program`` with biases and, where ``activated``, activations folded into its products, which round 16-bit sums on their way
+    where ``rounding`` says so."""
+    folding = _Folding(program, rounding, activated)
+    stages = tuple(dataclasses.replace(s, body=folding.body(s.body, (), {})) for s in program.stages)
+    return dataclasses.replace(program, stages=stages, values=tuple(folding.values))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Epilogue:
+    """``result`` is the value that the product ends up making, ``absorbed`` are the instructions that this replaces."""
+
+    result: int
+    bias: _Bias | None
+    activation: str
+    parameters: tuple[float, ...]
+    absorbed: tuple[int, ...]
+    rounds: str  # the dtype to which sums are rounded before the bias is added, and again before the activation; or float32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bias:
+    """The stationary value ``source``, whose real dimensions lie along dimensions ``along`` of the product's columns."""
+
+    source: int
+    along: tuple[int, ...]
+
+
+class _Folding:
+    def __init__(self, program: TileProgram, rounding: Rounding, activated: bool):
+        self.program, self.rounding, self.activated = program, rounding, activated
+        self.values = list(program.values)
+
+    def new(self, t: TileType) -> int:
+        self.values.append(t)
+        return len(self.values) - 1
+
+    def body(self, body: Sequence[Instr], results: Sequence[int], around: Makers) -> tuple[Instr, ...]:
+        """``around``: what makes the values of the code that a loop's body stands in."""
+        flow = Flow(self.program, body, results)
+        makers = {**around, **flow.makers}
+        found = {i: self._match(flow, makers, i) for i, instr in enumerate(body) if instr.kind == "matmul"}
+        found = {i: e for i, e in found.items() if e.absorbed}
+        gone = {v for i, e in found.items() for j in (i, *e.absorbed) for v in body[j].outputs}
+        absorbed = {j for e in found.values() for j in e.absorbed}
+        out: list[Instr] = []
+        position = {v: i for i, instr in enumerate(body) for v in instr.outputs}
+        moved: set[int] = set()  # values that were made earlier, for a bias
+        for i, instr in enumerate(body):
+            if instr.block is not None:
+                block = dataclasses.replace(instr.block, body=self.body(instr.block.body, instr.block.results, makers))
+                instr = dataclasses.replace(instr, block=block)
+            if i in found:
+                bias = found[i].bias
+                for j in _chain(flow.makers, bias.source if bias else None):
+                    if position[j.outputs[0]] > i and j.outputs[0] not in moved:
+                        moved.update(j.outputs)
+                        out.append(j)
+                out += self._product(instr, found[i])
+                gone.discard(found[i].result)
+            elif i in absorbed or not moved.isdisjoint(instr.outputs):
+                continue
+            elif not gone.isdisjoint(instr.inputs):
+                gone.update(instr.outputs)  # another name of what is no longer made
+            else:
+                out.append(instr)
+        return live(out, results)
+
+    def _product(self, instr: Instr, e: _Epilogue) -> list[Instr]:
+        """The product ``instr`` that makes ``e.result``, between what brings its bias into shape and its result."""
+        before, after, inputs = [], [], instr.inputs
+        (out,), result = instr.outputs, self.values[e.result]
+        columns = tuple(self.values[out].shape[d - 1] for d in column_dims(instr, len(self.values[instr.inputs[1]].shape)))
+        if e.bias is not None:
+            bias, t = e.bias.source, self.values[e.bias.source]
+            if t.shape != columns:
+                if t.shape != squeezed(t.shape):
+                    shaped = self.new(TileType(False, squeezed(t.shape), t.dtype))
+                    before.append(Instr("reshape", (bias,), (shaped,), make_params(new_sizes=squeezed(t.shape))))
+                    bias = shaped
+                spread = self.new(TileType(False, columns, t.dtype))
+                before.append(Instr("broadcast_in_dim", (bias,), (spread,), make_params(shape=columns, dims=e.bias.along)))
+                bias = spread
+            inputs = (*inputs, bias)
+        made = e.result
+        if result.shape != self.values[out].shape:
+            made = self.new(dataclasses.replace(self.values[out], dtype=result.dtype))
+            after.append(Instr("reshape", (made,), (e.result,), make_params(new_sizes=(ROWS, *result.shape)), instr.op))
+        params = make_params(**{**dict(instr.params), "activation": e.activation, "parameters": e.parameters, "rounds": e.rounds})
+        return [*before, dataclasses.replace(instr, inputs=inputs, outputs=(made,), params=params), *after]
+
+    def _match(self, flow: Flow, makers: Makers, i: int) -> _Epilogue:
+        """The longest chain ``[convert] add(bias) [convert] activation [convert]`` after product ``i``, no link read by others."""
+        product = flow.body[i]
+        (out,) = product.outputs
+        current, bias, activation, rounded, rounds = out, None, "none", False, "float32"
+        parameters: tuple[float, ...] = ()
+        absorbed: list[int] = []
+        while flow.dtype(out) in _FLOATS and len(product.inputs) == 2:
+            own = flow.dtype(current) if flow.dtype(current) in self.rounding.results else "float32"
+            # Sums are rounded before their bias and before their activation, or nowhere.
+            both = bias is None or rounds == own
+            if self.activated and activation == "none" and both and not (rounded and own == "float32"):
+                found = recognise(flow, current, self.rounding)
+                if found is not None:
+                    current, activation, parameters, rounds = found.result, found.name, found.parameters, own
+                    absorbed.extend(found.absorbed)
+            if len(uses := flow.uses.get(flow.root(current), [])) != 1:
+                break
+            j, p = uses[0]
+            instr = flow.instruction(j)
+            if len(instr.outputs) != 1 or flow.shape(instr.outputs[0]) != flow.shape(out):
+                break
+            other = instr.inputs[1 - p] if instr.kind in ("add", "max") else -1
+            if instr.kind == "convert_element_type":
+                x, y = flow.dtype(instr.inputs[0]), flow.dtype(instr.outputs[0])
+                narrower = y in _FLOATS and np.dtype(y).itemsize < np.dtype(x).itemsize
+                wider = y in _FLOATS and np.dtype(y).itemsize > np.dtype(x).itemsize
+                if (
+                    "float64" in (x, y)
+                    or y not in _FLOATS
+                    or (wider and (rounded or rounds == x or not self.rounding.keeps_digits(x, y)))
+                ):
+                    break
+                rounded = rounded or narrower
+            elif (
+                instr.kind == "add"
+                and bias is None
+                and activation == "none"
+                and (found_bias := bias_of(flow, makers, self.program, other, product))
+            ):
+                bias, rounds = found_bias, own
+            elif instr.kind == "max" and self.activated and activation == "none" and flow.literal(other) == 0:
+                activation = "relu"
+            else:
+                break
+            absorbed.append(j)
+            (current,) = instr.outputs
+        return _Epilogue(current, bias, activation, parameters, tuple(absorbed), rounds)
+
+
+def column_dims(product: Instr, w_rank: int) -> list[int]:
+    """The dimensions of a ``matmul``'s rows-first result that are columns: free dimensions of w, ascending in the result."""
+    columns = w_rank - len(product["w_contract"]) - len(product["w_batch"])
+    perm = product["out_perm"]
+    return [d for d, source in enumerate(perm) if source >= len(perm) - columns]
+
+
+def bias_of(flow: Flow, makers: Makers, program: TileProgram, v: int, product: Instr) -> _Bias | None:
+    """``v`` as an addend of the product's result, if it is a loaded stationary array that varies along the columns only."""
+    out = flow.type(product.outputs[0])
+    if flow.shape(v) != squeezed(out.shape) and (flow.type(v).tile or flow.shape(v)):
+        return None
+    real = [d for d, n in enumerate(out.shape, 1) if n != 1]
+    along = dict(zip(_real(flow, v), real, strict=False))  # real dimensions of ``v``, rows-first -> of the result
+    while flow.type(v).tile:
+        instr = makers.get(v)
+        if instr is None:
+            return None
+        x = instr.inputs[0] if instr.inputs else -1
+        if instr.kind == "convert_element_type" and flow.dtype(x) in ("float16", "bfloat16") and flow.dtype(v) == "float32":
+            pass
+        elif is_other_name(flow.values, instr):
+            along = dict(zip(_real(flow, x), (along[d] for d in sorted(along)), strict=True))
+        elif instr.kind == "transpose":
+            along = {instr["permutation"][d]: to for d, to in along.items()}
+        elif instr.kind == "broadcast_in_dim":
+            shape = flow.type(x).rows_first
+            along = {k: along[d] for k, d in enumerate(instr["dims"]) if d in along and shape[k] != 1}
+        else:
+            return None
+        v = x
+    columns = column_dims(product, len(flow.type(product.inputs[1]).shape))
+    places = [columns.index(along[d]) if along[d] in columns else -1 for d in sorted(along)]
+    whole = squeezed(flow.type(v).shape) == tuple(out.shape[along[d] - 1] for d in sorted(along))
+    if not whole or -1 in places or places != sorted(places) or flow.dtype(v) not in _FLOATS or not _loaded(makers, program, v):
+        return None
+    return _Bias(v, tuple(places))
+
+
+def _real(flow: Flow, v: int) -> list[int]:
+    """The dimensions of ``v``, rows-first, that are not the rows and not of extent 1."""
+    t = flow.type(v)
+    return [d for d, n in enumerate(t.shape, int(t.tile)) if n != 1]
+
+
+def _loaded(makers: Makers, program: TileProgram, v: int) -> bool:
+    """Whether ``v`` is an array that depends on no row, seen with other strides or in another shape, but not copied."""
+    chain = _chain(makers, v)
+    if not chain or chain[0].kind != "load" or program.inputs[chain[0]["array"]].row_strides:
+        return False
+    strided = False
+    for instr in chain[1:]:
+        if instr.kind == "reshape" and strided and not is_other_name(program.values, instr):
+            return False
+        strided |= instr.kind != "reshape"
+    return True
+
+
+def _chain(makers: Makers, v: int | None) -> list[Instr]:
+    """The instruction that makes ``v``, behind those that make what it is a view of."""
+    instr = makers.get(v) if v is not None else None
+    if instr is None:
+        return []
+    return [*(_chain(makers, instr.inputs[0]) if instr.kind in (*VIEWS, "copy") else []), instr]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A bias that is added to the sum of two products is added to one of them instead, which takes it for nothing.
+#
+# Comes in: a ``TileProgram``, best a ``simplified`` one. Goes out: one in which ``(x @ a + h @ b) + bias`` is ``(x @ a + bias) +
+# h @ b`` where nobody else reads the sum or the products, in float32. For ``with_epilogues`` behind it.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def with_biases_first(program: TileProgram) -> TileProgram:
+    """``program`` with biases of sums of products moved to the products."""
+    values = list(program.values)
+
+    def body_of(body: Sequence[Instr], results: Sequence[int], around: Mapping[int, Instr]) -> tuple[Instr, ...]:
+        flow = Flow(program, body, results)
+        makers = {**around, **flow.makers}
+        moved = {j: found for j, instr in enumerate(body) if (found := _match(flow, makers, program, j, instr)) is not None}
+        gone = {id(sums) for sums, *_ in moved.values()}
+        out: list[Instr] = []
+        for j, instr in enumerate(body):
+            if instr.block is not None:
+                inner = body_of(instr.block.body, instr.block.results, makers)
+                instr = dataclasses.replace(instr, block=dataclasses.replace(instr.block, body=inner))
+            if j in moved:
+                _, product, bias, other = moved[j]
+                values.append(flow.type(product))
+                out.append(dataclasses.replace(instr, inputs=(product, bias), outputs=(len(values) - 1,)))
+                out.append(dataclasses.replace(instr, inputs=(len(values) - 1, other)))
+            elif id(instr) not in gone:
+                out.append(instr)
+        return tuple(out)
+
+    stages = tuple(dataclasses.replace(s, body=body_of(s.body, (), {})) for s in program.stages)
+    return dataclasses.replace(program, stages=stages, values=tuple(values))
+
+
+def _match(
+    flow: Flow, makers: Mapping[int, Instr], program: TileProgram, j: int, instr: Instr
+) -> tuple[Instr, int, int, int] | None:
+    """Of ``instr`` = (product + other) + bias: the inner addition, the product, the bias, the other product."""
+    if instr.kind != "add" or flow.dtype(instr.outputs[0]) != "float32":
+        return None
+    for p, (v, bias) in enumerate((instr.inputs, instr.inputs[::-1])):
+        inner = flow.makers.get(v)
+        if inner is None or inner.kind != "add" or flow.uses.get(v) != [(j, p)]:
+            continue
+        products = [flow.makers.get(u) for u in inner.inputs]
+        if any(m is None or m.kind != "matmul" or len(flow.uses.get(m.outputs[0], ())) != 1 for m in products):
+            continue
+        first = products[0]
+        assert first is not None
+        same = flow.type(first.outputs[0]) == flow.type(v) == flow.type(instr.outputs[0])
+        if same and len(first.inputs) == 2 and bias_of(flow, makers, program, bias, first) is not None:
+            return inner, inner.inputs[0], bias, inner.inputs[1]
+    return None

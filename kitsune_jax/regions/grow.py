@@ -1,0 +1,739 @@
+"""From a spread stream to convex regions, and the index of the graph that the search uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from kitsune_jax.ops.graph import Graph, Op, topological
+from kitsune_jax.ops.spec import COMPARISONS, HAND_ON, is_float
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.streams import DimLabels, Region, Seed, Spread, StreamSpace, candidate_seeds, streamed_axes
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Ops that several regions compute, each for itself, because that is cheaper than to store what they make.
+#
+# Comes in: a Graph. Goes out: ``computed_again``: ops that take rows of a table by indices, and cheap pointwise ops on those. The
+# score of an edge, for example, is made of two rows that its nodes have, and every level of a segment softmax reads it; a stored
+# score would be written to fresh pages and read back. Invariants: all that such an op reads is in memory before any region that
+# computes it runs, or is made by another such op; and no opaque op reads its result.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Operations an element, from the table's rows on: an exponential and some arithmetic take as long as eight bytes moved.
+_MOST_FLOPS = 32.0
+_VIEWS = frozenset({"broadcast", "reshape"})
+
+
+def computed_again(graph: Graph, live: Collection[int], consumers: dict[int, tuple[int, ...]]) -> frozenset[int]:
+    """The indices of these ops; ``live``: those whose results are used."""
+    if not any(OPS[op.kind].family in ("gather", "scatter") for op in graph.ops if op.kind != "opaque"):
+        return frozenset()
+    found = _reachable(graph, _indices(graph))
+    results = set(graph.outputs)
+    for i in reversed(range(len(graph.ops))):
+        if i in found:
+            readers = [c for v in graph.ops[i].outputs for c in consumers.get(v, ()) if c in live]
+            seen = any(v in results for v in graph.ops[i].outputs) or any(graph.ops[c].kind == "opaque" for c in readers)
+            if seen or not readers:
+                found.discard(i)
+    return frozenset(found)
+
+
+def _indices(graph: Graph) -> set[int]:
+    """Pointwise ops on integers that the graph is given, which lead to an index."""
+    producers = graph.producers()
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.kind == "opaque" or OPS[op.kind].family not in ("gather", "scatter"):
+            continue
+        chain: set[int] = set()
+        work = [op.inputs[1]]
+        while work:
+            i = producers.get(work.pop())
+            if i is None or i in chain or i in found:
+                continue
+            if not _is_cheap(graph, i) or OPS[graph.ops[i].kind].flops > 2:
+                chain.clear()
+                break
+            chain.add(i)
+            work += graph.ops[i].inputs
+        found |= chain
+    return found
+
+
+def _reachable(graph: Graph, indices: set[int]) -> set[int]:
+    """``indices``, the ops that take rows by them or by what the graph is given, and cheap ops on the rows."""
+    made_by = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+    flops: dict[int, float] = dict.fromkeys(indices, 0.0)
+    given = set(graph.inputs)
+    for i, op in enumerate(graph.ops):
+        if op.kind == "opaque" or i in flops:
+            continue
+        if OPS[op.kind].family == "gather":
+            rows, table = graph.values[op.outputs[0]], graph.values[op.inputs[0]]
+            by = op.inputs[1]
+            if (by in given or made_by.get(by) in indices) and rows.size >= table.size:
+                flops[i] = 0.0
+            continue
+        if not _is_cheap(graph, i):
+            continue
+        read = [made_by.get(v) for v in op.inputs if graph.values[v].literal is None]
+        makes = all(p is not None and (p in flops or _fills_an_array(graph, p)) for p in read)
+        if makes and any(p in flops and p not in indices for p in read):
+            total = OPS[op.kind].flops + sum(flops.get(p, 0.0) for p in dict.fromkeys(read) if p is not None)
+            if total <= _MOST_FLOPS:
+                flops[i] = total
+    return set(flops)
+
+
+def _is_cheap(graph: Graph, i: int) -> bool:
+    op = graph.ops[i]
+    return op.kind != "opaque" and OPS[op.kind].family in {"pointwise", "convert", *_VIEWS}
+
+
+def _fills_an_array(graph: Graph, i: int) -> bool:
+    """Op ``i`` makes an array of a literal."""
+    op = graph.ops[i]
+    return op.kind == "broadcast_in_dim" and graph.values[op.inputs[0]].literal is not None
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A graph with what the search for regions derives from it once.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphIndex:
+    """``producers`` and ``consumers`` as ``Graph`` has them; ``results``: the graph's outputs; ``live``: ops whose results are
+    used, or that have effects (opaque ones are kept). ``again``: ops that several regions may compute (``regions.grow``).
+    """
+
+    graph: Graph
+    producers: dict[int, int]
+    consumers: dict[int, tuple[int, ...]]
+    live: frozenset[int]
+    results: frozenset[int]
+    again: frozenset[int]
+
+    @staticmethod
+    def of(graph: Graph) -> GraphIndex:
+        producers, consumers = graph.producers(), graph.consumers()
+        live: set[int] = set()
+        needed = set(graph.outputs)
+        for i in range(len(graph.ops) - 1, -1, -1):
+            op = graph.ops[i]
+            if op.kind == "opaque" or any(v in needed for v in op.outputs):
+                live.add(i)
+                needed.update(op.inputs)
+        again = computed_again(graph, live, consumers)
+        return GraphIndex(graph, producers, consumers, frozenset(live), frozenset(graph.outputs), again)
+
+
+def splits_layer(op: Op, scores: Container[int] = ()) -> bool:
+    """A sink that is no weight gradient: a gradient contracts the leading dimensions of both operands, and ``scores`` are none of
+    them."""
+    if op.kind != "dot_general":
+        return False
+    if any(v in scores for v in op.inputs):
+        return True
+    return any(sorted(c) != list(range(len(c))) for c in (op["lhs_contract"], op["rhs_contract"]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# An order of a graph's ops in which every call that was chosen stands as one node, kept up to date as calls are chosen.
+#
+# Comes in: a ``GraphIndex``, and groups of ops, one by one. Goes out: ``Order``, which says what comes before what. Invariant: a
+# node stands behind every node that it reads from; so no two groups wait for each other.
+#
+# Joining a group looks at no more of the graph than stands between its first and its last op and depends on it, or the other way
+# round (the ordering algorithm of Pearce and Kelly), so a network of equal layers costs in proportion to its length.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+class Order:
+    """``node(i)``: what stands for op ``i``: itself, or the first op of its group. ``position(node)`` grows along every path."""
+
+    def __init__(self, index: GraphIndex, groups: Iterable[Sequence[int]] = ()):
+        self.index = index
+        self._node = list(range(len(index.graph.ops)))
+        self._position = list(range(len(index.graph.ops)))
+        self._members: dict[int, tuple[int, ...]] = {}
+        self.looks = 0  # how many nodes were looked at, for budgets
+        for group in groups:
+            self.join(group)
+
+    def copy(self) -> Order:
+        other = Order.__new__(Order)
+        other.index, other.looks = self.index, 0
+        other._node, other._position = self._node.copy(), self._position.copy()
+        other._members = self._members.copy()
+        return other
+
+    def node(self, i: int) -> int:
+        return self._node[i]
+
+    def position(self, node: int) -> int:
+        return self._position[node]
+
+    def members(self, node: int) -> tuple[int, ...]:
+        return self._members.get(node, (node,))
+
+    def readers(self, node: int) -> list[int]:
+        """Nodes that read what ``node`` makes, perhaps some of them several times."""
+        ops, consumers, of = self.index.graph.ops, self.index.consumers, self._node
+        found = [of[c] for i in self.members(node) for v in ops[i].outputs for c in consumers.get(v, ())]
+        return [n for n in found if n != node] if node in self._members else found
+
+    def sources(self, node: int) -> list[int]:
+        """Nodes that ``node`` reads from, perhaps some of them several times."""
+        ops, producers, of = self.index.graph.ops, self.index.producers, self._node
+        found = [of[producers[v]] for i in self.members(node) for v in ops[i].inputs if v in producers]
+        return [n for n in found if n != node] if node in self._members else found
+
+    def behind(self, nodes: Iterable[int], last: int) -> set[int]:
+        """``nodes`` and all that depend on them, up to position ``last``."""
+        found = set(nodes)
+        work = list(found)
+        while work:
+            for n in self.readers(work.pop()):
+                if n not in found and self._position[n] <= last:
+                    found.add(n)
+                    work.append(n)
+        self.looks += len(found)
+        return found
+
+    def leads_to(self, node: int, other: int) -> bool:
+        """Does ``other`` depend on ``node``?"""
+        last = self._position[other]
+        seen = {node}
+        work = [node]
+        while work:
+            for n in self.readers(work.pop()):
+                if n == other:
+                    return True
+                if n not in seen and self._position[n] < last:
+                    seen.add(n)
+                    work.append(n)
+        return False
+
+    def _before(self, nodes: Iterable[int], first: int) -> set[int]:
+        """``nodes`` and all that they depend on, from position ``first`` on."""
+        found = set(nodes)
+        work = list(found)
+        while work:
+            for n in self.sources(work.pop()):
+                if n not in found and self._position[n] >= first:
+                    found.add(n)
+                    work.append(n)
+        return found
+
+    def join(self, ops: Sequence[int]) -> None:
+        """Make ``ops`` (with the groups that some of them are in) one node.
+
+        Raises ``ValueError`` where another node would then have to stand both before and behind it.
+        """
+        nodes = {self._node[i] for i in ops}
+        if len(nodes) > 1:
+            places = [self._position[n] for n in nodes]
+            after = self.behind(nodes, max(places)) - nodes
+            before = self._before(nodes, min(places)) - nodes
+            if after & before:
+                raise ValueError("the groups wait for each other")
+            slots = sorted(self._position[n] for n in (*before, *nodes, *after))
+            for slot, n in zip(slots, sorted(before, key=self._position.__getitem__), strict=False):
+                self._position[n] = slot
+            place = slots[len(before)]
+            last = slots[len(slots) - len(after) :]
+            for slot, n in zip(last, sorted(after, key=self._position.__getitem__), strict=True):
+                self._position[n] = slot
+        else:
+            place = self._position[next(iter(nodes))]
+        members = tuple(sorted(i for n in nodes for i in self.members(n)))
+        for n in nodes:
+            self._members.pop(n, None)
+        for i in members:
+            self._node[i] = members[0]
+        self._members[members[0]] = members
+        self._position[members[0]] = place
+
+
+def quotient_order(graph: Graph, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The ops in a topological order in which every group stands as one node (other ops alone), earliest ops first.
+
+    Raises ``ValueError`` where no such order exists (the groups wait for each other).
+    """
+    node_of = {i: k for k, group in enumerate(groups) for i in group}
+    nodes: list[tuple[int, ...]] = [tuple(group) for group in groups]
+    for i in range(len(graph.ops)):
+        if i not in node_of:
+            node_of[i] = len(nodes)
+            nodes.append((i,))
+    producers = graph.producers()
+    needs: list[set[int]] = [set() for _ in nodes]
+    for i, op in enumerate(graph.ops):
+        made_by = {node_of[producers[v]] for v in op.inputs if v in producers}
+        needs[node_of[i]] |= made_by - {node_of[i]}
+    order = topological(needs, [node[0] for node in nodes])
+    if len(order) != len(nodes):
+        raise ValueError("the groups wait for each other")
+    return [nodes[n] for n in order]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# From a spread stream to convex regions.
+#
+# Comes in: a Graph and a ``Spread``. Goes out: ``Region`` candidates. Invariants of every region: convex (no path leaves it and
+# comes back), connected through streamed values, every streamed output depends on the whole stream space, nothing in it is dead.
+#
+# A **maker** is an op that makes a streamed value from none (a broadcast, an iota). The result of a maker is never an output of a
+# region: ops outside that read it compute it again, which is cheaper than storing it. Ops that several regions compute
+# (``regions.grow``) are in every region that needs their results, and these are no outputs either.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_SMALLER = 16  # times smaller than what is made of it
+
+
+def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
+    """Ops that run where the region stands, and nowhere else: not its makers, nor what others compute as well."""
+    labels, again = region.label_of(), set(region.again)
+    return tuple(i for i in region.ops if i not in again and any(v in labels for v in graph.ops[i].inputs))
+
+
+def regions_of(index: GraphIndex, sp: Spread, order: Order | None = None) -> list[Region]:
+    """The regions that ``sp`` allows, in topological order of their first ops.
+
+    ``order``: that of the calls already chosen; each counts as one node, so that no two regions wait for each other.
+    """
+    return [region_of(index, sp, group) for group in groups_of(index, sp, order)]
+
+
+def groups_of(index: GraphIndex, sp: Spread, order: Order | None) -> list[tuple[int, ...]]:
+    """The ops of each of ``regions_of``."""
+    members = [i for i in sp.ops if i in index.live and i not in index.again]
+    all_axes = frozenset(range(len(sp.space.sizes)))
+    order = order or Order(index)
+    dropped: set[int] = set()
+    while True:
+        kept = [i for i in members if i not in dropped]
+        groups = [_with_again(index, sp, group) for group in _connected(index, sp, _levels(index, sp, kept, order))]
+        bad = {i for group in groups for i in _partial_outputs(index, sp, group, all_axes)}
+        if not bad:
+            return groups
+        dropped |= bad
+
+
+def _levels(index: GraphIndex, sp: Spread, members: list[int], order: Order) -> dict[int, int]:
+    """op -> level, so that no path between two members of one level leaves the members or passes a sink.
+
+    Every step from a member (makers apart) to an op outside, or from a sink to any op, goes up one level.
+    """
+    if not members:
+        return {}
+    inside, sinks = set(members), set(sp.sinks)
+    makers = {i for i in members if _is_maker(index, sp, i)}
+    # Behind the last member no path leads back to one.
+    last = max(order.position(order.node(i)) for i in members)
+    level = _up_to(order, last, inside, makers, sinks)
+    if any(level[i] for i in members):
+        readers = (c for i in members for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()))
+        last = max([last, *(order.position(order.node(c)) for c in readers)])
+        level = _up_to(order, last, inside, makers, sinks)
+        _raise(index, members, makers, sinks, level)
+    return {i: level[i] for i in members}
+
+
+def _up_to(order: Order, last: int, inside: set[int], makers: set[int], sinks: set[int]) -> dict[int, int]:
+    """The levels of all ops that depend on members (``inside``) and stand no further back than ``last``."""
+    graph, producers = order.index.graph, order.index.producers
+    level: dict[int, int] = {}
+    for node in sorted(order.behind((order.node(i) for i in inside), last), key=order.position):
+        lv = 0
+        for i in order.members(node):
+            for v in graph.ops[i].inputs:
+                p = producers.get(v)
+                if p in level and order.node(p) != node:
+                    leaves = p in inside and p not in makers and (i not in inside or p in sinks)
+                    lv = max(lv, level[p] + leaves)
+        level.update(dict.fromkeys(order.members(node), lv))
+    return level
+
+
+def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[int], level: dict[int, int]) -> None:
+    """Lift ops to the level of their readers, unless a value of a lower level would have to be stored for them.
+
+    That is so for makers, and for what is made of them and of values from outside: momentum times its decay belongs to the update,
+    which waits for the gradient.
+    """
+    inside = set(members)
+    lifted = {i for i in members if i not in sinks}
+
+    def latest(i: int) -> int:
+        readers = [c for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ())]
+        if i in makers:
+            readers = [c for c in readers if c in inside]
+        return max(level[i], min((new[c] - (c not in inside) for c in readers), default=level[i]))
+
+    while True:
+        new = dict(level)
+        for i in reversed(members):
+            if i in lifted:
+                new[i] = latest(i)
+        moved = {i for i in lifted - makers if new[i] > level[i]}
+        stuck = {i for i in moved if _stored_for(index, inside - makers, i, new, moved)}
+        if not stuck:
+            break
+        lifted -= stuck
+    level.update(new)
+
+
+def _stored_for(index: GraphIndex, inside: set[int], i: int, level: dict[int, int], moved: set[int]) -> bool:
+    """Would ``i`` read what a lower level makes, and nobody but ops that were lifted as well? A row's statistics, of which it makes
+    much larger rows, are stored."""
+    values, op = index.graph.values, index.graph.ops[i]
+    for v in op.inputs:
+        p = index.producers.get(v)
+        if p in inside and level[p] < level[i] and values[v].size * _SMALLER > values[op.outputs[0]].size:
+            others = (c for c in index.consumers[v] if c not in moved)
+            if v not in index.results and not any(level.get(c, level[i]) > level[p] for c in others):
+                return True
+    return False
+
+
+def _connected(index: GraphIndex, sp: Spread, level: dict[int, int]) -> list[tuple[int, ...]]:
+    """Groups of ops of one level that share a streamed value."""
+    parent = {i: i for i in level}
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    touching: dict[tuple[int, int], int] = {}
+    for i in sorted(level):
+        op = index.graph.ops[i]
+        for v in (*op.inputs, *op.outputs):
+            if v in sp.labels:
+                first = touching.setdefault((v, level[i]), i)
+                parent[find(i)] = find(first)
+    groups: dict[int, list[int]] = {}
+    for i in sorted(level):
+        groups.setdefault(find(i), []).append(i)
+    return [tuple(g) for g in sorted(groups.values())]
+
+
+def _with_again(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[int, ...]:
+    """``group`` and those ops of the spread that several regions compute and that it needs."""
+    if not index.again:
+        return group
+    ops, work = set(group), list(group)
+    streaming = index.again.intersection(sp.ops)
+    while work:
+        for v in index.graph.ops[work.pop()].inputs:
+            p = index.producers.get(v)
+            if p in streaming and p not in ops:
+                ops.add(p)
+                work.append(p)
+    return tuple(sorted(ops))
+
+
+def needed(index: GraphIndex, sp: Spread, ops: Collection[int]) -> tuple[int, ...]:
+    """Those of ``ops`` that make something which is read, and the ops that several regions compute and that they need."""
+    kept = {i for i in ops if i not in index.again}
+    for i in sorted(kept, reverse=True):
+        reads = (c for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()))
+        if _is_maker(index, sp, i) and not any(c in kept for c in reads):
+            kept.discard(i)
+    return _with_again(index, sp, tuple(sorted(kept)))
+
+
+def _border(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(values read from outside, values used outside), each in order of first appearance."""
+    inside = set(group)
+    ins: dict[int, None] = {}
+    outs: dict[int, None] = {}
+    for i in group:
+        op = index.graph.ops[i]
+        for v in op.inputs:
+            if index.producers.get(v) not in inside and index.graph.values[v].literal is None:
+                ins[v] = None
+        for v in op.outputs:
+            if i in index.again or _is_maker(index, sp, i):
+                continue
+            if v in index.results or any(c not in inside and c in index.live for c in index.consumers.get(v, ())):
+                outs[v] = None
+    return tuple(ins), tuple(outs)
+
+
+def _is_maker(index: GraphIndex, sp: Spread, i: int) -> bool:
+    """The op makes a streamed value from none (a broadcast, an iota): cheap to make again outside."""
+    return not any(v in sp.labels for v in index.graph.ops[i].inputs)
+
+
+def _partial_outputs(index: GraphIndex, sp: Spread, group: tuple[int, ...], all_axes: frozenset[int]) -> set[int]:
+    """Ops whose streamed output is needed outside but can't be stored: it does not depend on every axis."""
+    _, outs = _border(index, sp, group)
+    partial = {index.producers[v] for v in outs if v in sp.labels and streamed_axes(sp.labels[v]) != all_axes}
+    return partial.difference(sp.sinks)  # a sink has one sum for each batch
+
+
+def region_of(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
+    """The region of a group of ``groups_of``."""
+    ins, outs = _border(index, sp, group)
+    inside = set(group)
+    touched = {v for i in group for v in (*index.graph.ops[i].inputs, *index.graph.ops[i].outputs)}
+    return Region(
+        space=sp.space,
+        ops=group,
+        labels=tuple((v, sp.labels[v]) for v in sorted(touched) if v in sp.labels),
+        inputs=ins,
+        outputs=outs,
+        sinks=tuple(i for i in sp.sinks if i in inside),
+        again=tuple(i for i in group if i in index.again),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Values that are held against each other have one maker: either regions, or XLA.
+#
+# Comes in: a Graph; a choice of regions. Goes out: which values a comparison is made of, and which ops of ``again`` must not be
+# made again. A maximum's gradient goes to what equals it, and what equals nothing has none. Our exponential and XLA's differ in
+# the last bit, and XLA makes one operation of a multiplication and an addition: so where XLA takes the maximum of values that a
+# region would make again to compare them, the region reads XLA's. What regions make alone has the same bits in all of them
+# (``program.passes.compared_values``).
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_EXTREMES = frozenset({"reduce_max", "reduce_min", "scatter_max", "scatter_min", "cummax", "cummin"})
+S = TypeVar("S")
+_THROUGH = frozenset({"pointwise", "convert", "gather"})
+
+
+def with_one_maker(index: GraphIndex, choose: Callable[[GraphIndex], S], ops_of: Callable[[S], Collection[int]]) -> S:
+    """What is chosen of ``index`` so that no value is made again that XLA makes as well and that is compared."""
+    while True:
+        found = choose(index)
+        twice = _made_twice(index, ops_of(found))
+        if not twice:
+            return found
+        index = dataclasses.replace(index, again=index.again - twice)
+
+
+def _made_twice(index: GraphIndex, inside: Collection[int]) -> frozenset[int]:
+    """The ops of ``again`` that both regions (of the ops ``inside``) and XLA would make, on the way to a comparison."""
+    by_xla = set(index.live.difference(inside))
+    both = set[int]()
+    for i in sorted(index.again.intersection(inside), reverse=True):  # who reads a value stands behind who makes it
+        if any(c in by_xla for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ())):
+            by_xla.add(i)
+            both.add(i)
+    if all(_is_exact(index.graph.ops[i]) for i in both):
+        return frozenset()
+    ways = compared(index.graph)
+    both = {i for i in both if not ways.isdisjoint(index.graph.ops[i].outputs) and OPS[index.graph.ops[i].kind].family != "gather"}
+    return frozenset() if all(_is_exact(index.graph.ops[i]) for i in both) else frozenset(both)
+
+
+def _is_exact(op: Op) -> bool:
+    """Does every maker give the same bits, whatever it computes around ``op``?"""
+    return op.kind in HAND_ON or op.kind in COMPARISONS or OPS[op.kind].moves or OPS[op.kind].family == "gather"
+
+
+def compared(graph: Graph) -> frozenset[int]:
+    """The floats that comparisons of two values are made of, through pointwise ops, maxima, and what only moves elements."""
+    literal = {v for v, value in enumerate(graph.values) if value.literal is not None}
+    for op in graph.ops:
+        if op.kind != "opaque" and OPS[op.kind].moves and op.inputs and literal.issuperset(op.inputs):
+            literal.update(op.outputs)
+    pairs = (op.inputs for op in graph.ops if op.kind in COMPARISONS and literal.isdisjoint(op.inputs))
+    return _behind(graph, (v for x, y in pairs if x != y for v in (x, y)))
+
+
+def taken_the_largest_of(graph: Graph) -> frozenset[int]:
+    """Those of ``compared`` whose maximum or minimum over some elements is taken."""
+    folded = (v for op in graph.ops if op.kind in _EXTREMES for v in op.inputs)
+    return compared(graph) & _behind(graph, folded)
+
+
+def _behind(graph: Graph, values: Iterable[int]) -> frozenset[int]:
+    producers, seen, pending = graph.producers(), set[int](), list(values)
+    while pending:
+        v = pending.pop()
+        if v in seen or not is_float(graph.values[v].dtype):
+            continue
+        seen.add(v)
+        op = graph.ops[producers[v]] if v in producers else None
+        if op is not None and op.kind != "opaque":
+            spec = OPS[op.kind]
+            if spec.moves or spec.family in _THROUGH or op.kind in _EXTREMES:
+                pending += op.inputs
+    return frozenset(seen)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Updates of arrays that lie in memory: XLA writes them where they lie, and a pipeline would make a copy.
+#
+# Comes in: a Graph. Goes out: the ops that no region takes, each with the reason. An update of what other ops compute may stream
+# with them; one of an argument, or of what a loop or an op that the table does not know makes, touches no more than the update.
+# So does a sum by index that is added to such an array, which XLA folds into it: the gradient of what a step of a loop takes of
+# an array.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+WHY = "an update of an array that lies in memory: XLA writes it in place"
+# An array that is not so many times as large as what is folded into it is folded into beside the rest: no small part of it changes.
+LARGER = 4
+
+
+def updated_in_place(graph: Graph) -> dict[int, str]:
+    """op -> ``WHY``, for those updates."""
+    producers, readers = graph.producers(), graph.consumers()
+    found = {}
+
+    def lies(v: int) -> bool:
+        made_by = producers.get(v)
+        return made_by is None or made_by in found or graph.ops[made_by].kind == "opaque" or graph.ops[made_by].body is not None
+
+    for i, op in enumerate(graph.ops):
+        if op.kind == "dynamic_update_slice" and lies(op.inputs[0]):
+            found[i] = WHY
+        if op.kind != "add":
+            continue
+        for sums, x in (op.inputs, op.inputs[::-1]):
+            made_by = producers.get(sums)
+            folds = made_by is not None and graph.ops[made_by].kind == "scatter_sum" and readers.get(sums) == (i,)
+            if made_by is None or not folds or sums in graph.outputs or graph.values[x].literal is not None or not lies(x):
+                continue
+            if graph.values[x].size > LARGER * graph.values[graph.ops[made_by].inputs[0]].size:
+                found[i] = found[made_by] = WHY
+                break
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Streams through a graph that were looked at, kept for the seeds that lie in them.
+#
+# Comes in: seeds, one after the other, while regions are chosen. Goes out: for each the ``Spread`` and, of its groups of ops, the
+# one that a given op is in. Invariants: a region that is handed out is legal beside all calls chosen so far; and the work is
+# bounded by a budget of op visits, so a network of many layers that are regions each does not cost in proportion to its length
+# squared.
+#
+# A seed that lies in a spread, with the dimensions that stream there, would have led to that spread: it is used again until a
+# region is chosen. When the budget is spent, it is used even then, and only its groups are looked at anew; and of the ways in
+# which a stream could run through an op only the most promising one is tried.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Ops no region starts from: they only move data, or make it.
+NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type", "slice"})
+# How often ops may be looked at while spreads are made, at least and for each op of the graph. An MLP takes 4 to 8 an op; 15
+# message-passing steps, a region or two each, would take 37, and give the same regions with 10.
+_LEAST_LOOKS, _LOOKS = 10_000, 10
+
+
+def seed_order(graph: Graph, ops: Collection[int]) -> list[int]:
+    """Those of ``ops`` that a region may start from: products first, and what has most work of either."""
+
+    def work(i: int) -> tuple[int, float]:
+        op = graph.ops[i]
+        out = math.prod(graph.values[op.outputs[0]].shape)
+        if op.kind == "dot_general":
+            shape = graph.values[op.inputs[0]].shape
+            return (1, 2.0 * out * math.prod(shape[d] for d in op["lhs_contract"]))
+        return (0, float(out))
+
+    return sorted((i for i in ops if graph.ops[i].kind not in NEVER_SEEDS), key=lambda i: (*(-w for w in work(i)), i))
+
+
+@dataclasses.dataclass(eq=False)
+class Kept:
+    """A spread and the groups of its ops. ``group_of``: op -> which of ``groups``; ``chosen``: calls at the time; ``apart``: as its
+    seed has it."""
+
+    spread: Spread
+    groups: list[tuple[int, ...]]
+    group_of: dict[int, int]
+    chosen: int
+    apart: bool
+    regions: dict[int, Region] = dataclasses.field(default_factory=dict)
+
+
+class Spreads:
+    """``spread(seed, barred)`` makes one, of ops that no region has (``free``). ``few``: see ``candidate_seeds``."""
+
+    def __init__(
+        self,
+        index: GraphIndex,
+        order: Order,
+        free: Collection[int],
+        spread: Callable[[Seed, Mapping[int, str]], Spread],
+        few: bool = False,
+        scores: Container[int] = (),
+    ):
+        self.index, self.order, self.free, self._spread, self._few, self._scores = index, order, free, spread, few, scores
+        self._budget = max(_LEAST_LOOKS, _LOOKS * len(index.graph.ops))
+        self._chosen = 0
+        self._kept: list[Kept] = []
+
+    def seeds(self, op: int) -> list[Seed]:
+        """``candidate_seeds`` of ``op``, as many as the budget allows: the first one with batch axes and the first without, at
+        least. Those that keep ``scores`` apart count as those with batch axes."""
+        seeds = candidate_seeds(self.index.graph, op, self.index.producers if self._few else None, self._scores)
+        if self._budget > 0:
+            return seeds
+        return [s for s in seeds if s.batch or s.apart][:1] + [s for s in seeds if not (s.batch or s.apart)][:1]
+
+    def choose(self) -> None:
+        """A call was chosen: ``order`` and ``free`` are others now."""
+        self._chosen += 1
+        if self._budget > 0:
+            self._kept.clear()
+
+    def at(self, seed: Seed) -> tuple[Kept, bool]:
+        """The spread from ``seed``, and whether it was made just now."""
+        space, labels = _seed_labels(self.index.graph, seed)
+        for kept in reversed(self._kept):
+            if kept.spread.labels.get(seed.value) == labels and kept.spread.space == space and kept.apart == seed.apart:
+                return kept, False
+        looks = self.order.looks
+        made = self._spread(seed, self._barred(seed, space, labels))
+        groups = groups_of(self.index, made, self.order)
+        kept = Kept(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen, seed.apart)
+        self._budget -= made.looks + self.order.looks - looks
+        self._kept.append(kept)
+        return kept, True
+
+    def _barred(self, seed: Seed, space: StreamSpace, labels: DimLabels) -> Mapping[int, str]:
+        """The ops that a stream from ``seed`` would be kept out of, as far as spreads are known that would have led there."""
+        for kept in reversed(self._kept):
+            if kept.chosen == self._chosen and kept.spread.space == space and kept.apart == seed.apart:
+                for reached, barred in reversed(kept.spread.rounds):
+                    if reached.get(seed.value) == labels:
+                        return barred
+        return {}
+
+    def region_with(self, kept: Kept, op: int) -> Region | None:
+        """The region of a spread that ``op`` is in, if any."""
+        k = kept.group_of.get(op)
+        if k is None:
+            return None
+        if kept.chosen != self._chosen:
+            return self._anew(kept, k, op)
+        if k not in kept.regions:
+            kept.regions[k] = region_of(self.index, kept.spread, kept.groups[k])
+        return kept.regions[k]
+
+    def _anew(self, kept: Kept, k: int, op: int) -> Region | None:
+        """What calls chosen since then have left of a group."""
+        ops = tuple(i for i in kept.groups[k] if i in self.free)
+        inside = set(ops)
+        touched = {v for i in ops for v in (*self.index.graph.ops[i].inputs, *self.index.graph.ops[i].outputs)}
+        labels = {v: kept.spread.labels[v] for v in touched if v in kept.spread.labels}
+        part = Spread(kept.spread.space, labels, ops, tuple(i for i in kept.spread.sinks if i in inside), {})
+        found = next((group for group in groups_of(self.index, part, self.order) if op in group), None)
+        return None if found is None else region_of(self.index, part, found)
+
+
+def _seed_labels(graph: Graph, seed: Seed) -> tuple[StreamSpace, DimLabels]:
+    shape = graph.values[seed.value].shape
+    labels = tuple((seed.dims.index(d),) if d in seed.dims else () for d in range(len(shape)))
+    return StreamSpace(tuple(shape[d] for d in seed.dims), seed.batch), labels

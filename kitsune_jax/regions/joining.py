@@ -1,0 +1,734 @@
+"""Calls: which regions run as phases of one custom call, and whether a call is worth it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+
+from kitsune_jax.ops.graph import Graph, topological
+from kitsune_jax.ops.spec import np_dtype
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.plan import Plan
+from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, has_few_rows
+from kitsune_jax.regions.grow import GraphIndex, Order, anchored, regions_of
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A call: regions that run one after the other, as the phases of one custom call.
+#
+# Comes in: regions with their plans. Goes out: ``Chosen``: the phases, each with the number of the first phase in which it can
+# run. Invariants: a phase reads what phases of lower numbers make, or what the call is given; phases of one number do not read
+# each other's results. What was a sink of a phase is an array like any other behind the barrier, so every phase has a stream
+# space of its own.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A region that runs in phase ``number`` of a call."""
+
+    number: int
+    region: Region
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A call, its phases in the order in which they run. ``apart``: the calls that were merged into it, none for any other."""
+
+    phases: tuple[Phase, ...]
+    apart: tuple[Chosen, ...] = ()
+
+    @staticmethod
+    def of(planned: Sequence[tuple[Region, Plan]], apart: tuple[Chosen, ...] = ()) -> Chosen:
+        """The call of these regions with their plans, none of which may wait for itself."""
+        maker = {v: k for k, (region, _) in enumerate(planned) for v in region.outputs}
+        number: dict[int, int] = {}
+
+        def number_of(k: int) -> int:
+            work = [k]
+            while work:
+                before = {maker[v] for v in planned[work[-1]][0].inputs if v in maker}
+                missing = [j for j in before if j not in number]
+                work += missing
+                if not missing:
+                    number[work.pop()] = 1 + max((number[j] for j in before), default=-1)
+            return number[k]
+
+        phases = [Phase(number_of(k), region, plan) for k, (region, plan) in enumerate(planned)]
+        return Chosen(tuple(sorted(phases, key=lambda p: (p.number, p.region.ops))), apart)
+
+    @property
+    def region(self) -> Region:
+        """That of the first phase."""
+        return self.phases[0].region
+
+    @property
+    def plan(self) -> Plan:
+        """That of the first phase."""
+        return self.phases[0].plan
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return tuple(p.region for p in self.phases)
+
+    @property
+    def planned(self) -> list[tuple[Region, Plan]]:
+        return [(p.region, p.plan) for p in self.phases]
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """The ops of the whole call."""
+        return tuple(dict.fromkeys(i for p in self.phases for i in p.region.ops))
+
+
+Together = Callable[[Chosen], Chosen | str]  # a call with the plans that its phases have in it, or why they are no phases of one
+
+
+def as_they_are(call: Chosen) -> Chosen:
+    return call
+
+
+def anchored_call(graph: Graph, regions: Sequence[Region]) -> tuple[int, ...]:
+    """The anchored ops of a call: those of its regions, and makers of what an earlier phase made, which can run nowhere else."""
+    fixed = dict.fromkeys(i for r in regions for i in anchored(graph, r))
+    if len(regions) > 1:
+        made = {v for r in regions for v in r.outputs}
+        own = (i for r in regions for i in r.ops if i not in r.again)
+        fixed |= dict.fromkeys(i for i in own if not made.isdisjoint(graph.ops[i].inputs))
+    return tuple(fixed)
+
+
+def joined(graph: Graph, regions: Sequence[Region], wanted: Collection[int] = ()) -> Region:
+    """The regions of a call as one: its ops, what it reads and what it gives. ``wanted``: values that other calls read.
+
+    The stream space, the labels and the sinks are those of the first; the others have their own.
+    """
+    if len(regions) == 1:
+        return regions[0]
+    ops = sorted({i for r in regions for i in r.ops})
+    made = dict.fromkeys(v for r in regions for v in r.outputs)
+    needed = _needed_outside(graph, set(ops), made).union(wanted)
+    return dataclasses.replace(
+        regions[0],
+        ops=tuple(ops),
+        inputs=tuple(dict.fromkeys(v for r in regions for v in r.inputs if v not in made)),
+        outputs=tuple(v for v in made if v in needed),
+    )
+
+
+def _needed_outside(graph: Graph, inside: Collection[int], made: Collection[int]) -> set[int]:
+    """Values that are read outside of the ops ``inside``, also by makers among these that are made again outside."""
+    producers = graph.producers()
+    needed: set[int] = set()
+    work = [*graph.outputs, *(v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs)]
+    while work:
+        v = work.pop()
+        if v in needed:
+            continue
+        needed.add(v)
+        if v not in made and producers.get(v) in inside:
+            work.extend(graph.ops[producers[v]].inputs)
+    return needed
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# When a pipeline is worth it, by what the model says of its plan.
+#
+# Comes in: a ``Plan``. Goes out: whether it is taken, and the comparison in words.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# A pipeline has to be modelled at least this much faster than XLA: the model is not better than that.
+PROFIT_MARGIN = 1.07
+# One that moves less than this part of XLA's bytes only has to be as fast: bytes are counted, seconds modelled. With all legal
+# regions instead of those at 1.07x or more GraphCast took 0.94 of the CPU time, its gradient 0.91, its processor's 0.98 (Zen 5).
+_FEW_BYTES = 0.5
+# Without a matmul both sides are bound by memory and page faults, where the model is worth less: softmax alone was modelled at
+# 1.25x and 1.4x and ran at 0.84x on two cores, one modelled at 1.5x ran at 1.7x.
+VECTOR_MARGIN = 1.45
+# Where nothing is reduced it is worth more. Of 127 random functions of elements, one to six layers in three dtypes, 62 were
+# modelled at 1.45x or more and 78 at 1.3x, of which one ran below 0.95x either way; with the others left to XLA all together took
+# 1.52 and 1.59 times less. At 1.25x it would be 81 and three (Xeon with AMX).
+ELEMENTWISE_MARGIN = 1.3
+# Folds by index alone. Of 248 (sums and maxima of 100 to 100 000 rows of 1 to 128 numbers, sorted and not, two dtypes) 115 were
+# modelled at 1.45x or more and 145 at 1.25x, of which one ran below 0.95x either way; with the others left to XLA all together took
+# 1.73 and 1.88 times less. At 1.2x it would be 154 and two (Xeon with AMX).
+FOLD_MARGIN = 1.25
+
+
+def seconds_gained(plan: Plan) -> float:
+    """What the model says a pipeline saves, in seconds."""
+    return plan.baseline_seconds - plan.seconds
+
+
+def all_gained(found: Sequence[Chosen]) -> float:
+    """What it says several calls save, in seconds."""
+    return sum(seconds_gained(c.plan) for c in found)
+
+
+def gained_apart(whole: Plan | str, rest: Plan, alone: Sequence[Plan | str]) -> float:
+    """What is gained where a region ``whole`` becomes ``rest`` and others, each ``alone`` a call where that pays, else XLA's.
+
+    Where all of them have plans the times that things take are compared. What XLA would take for the parts is no measure: that is
+    more than for the whole where a part makes an array that is inside of it.
+    """
+    if not isinstance(whole, str) and not any(isinstance(p, str) for p in alone):
+        apart = [p.seconds if pays(p) else p.baseline_seconds for p in alone if not isinstance(p, str)]
+        return whole.seconds - rest.seconds - sum(apart)
+    gain = seconds_gained(rest) + sum(seconds_gained(p) for p in alone if not isinstance(p, str) and pays(p))
+    return gain - (0.0 if isinstance(whole, str) else seconds_gained(whole))
+
+
+def pays(plan: Plan) -> bool:
+    """Is a pipeline modelled so much faster than XLA that it is taken?"""
+    if not any(stage.resource == "tensor" for stage in plan.stages):
+        margin = ELEMENTWISE_MARGIN if plan.elementwise else FOLD_MARGIN if plan.folds else VECTOR_MARGIN
+        return plan.baseline_seconds > margin * plan.seconds
+    few = plan.bytes_moved < _FEW_BYTES * plan.baseline_bytes
+    return plan.baseline_seconds > (1.0 if few else PROFIT_MARGIN) * plan.seconds
+
+
+def compared(plan: Plan) -> str:
+    """The modelled times of a pipeline and of XLA, in words."""
+    return f"modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Calls that follow each other become one, whose phases they are: the steps of a message-passing network, forward and backward.
+#
+# Comes in: chosen calls. Goes out: the calls, some of them merged. Two calls are merged where one reads what the other makes, no
+# op outside would have to run between them, and what a phase needs in front of the whole call (the permutation of its rows; a
+# broadcast that several calls make for themselves) does not wait for the other. Every phase keeps its plan, but for what the
+# target changes in it to run it with others.
+#
+# A merged call does the same work. It saves a call for each phase behind the first, and the fresh pages of every value that only
+# phases of the call read: the executor keeps these in memory of its own, which it uses again within a call and between calls. It
+# costs that all operands and results of the call live while it runs. So calls are merged wherever that is legal and the target
+# runs them as one (``Target.together``), until a call has as many regions as the target takes, or would hold much more memory
+# than its parts did one by one.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# A merged call may hold a quarter more than its parts did, and this many bytes.
+_MOST_MORE, _FREE_BYTES = 1.25, 64 << 20
+
+
+def merged(index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int) -> list[Chosen]:
+    """``calls``, merged where they can be. ``together(call)``: the call as the target would run it, or why it would not; ``most``:
+    phases of a call."""
+    return _Merge(index, calls, together, most).run()
+
+
+class _Waits:
+    """What waits for what: calls (numbers from 0) and, behind them, ops that XLA runs; some of these are ops of regions as well,
+    which others make again for themselves.
+
+    ``before[node]``: the nodes that make what it reads. ``position`` grows along every path. ``group[call]``: those that are one.
+    """
+
+    def __init__(self, index: GraphIndex, calls: Sequence[Chosen]):
+        graph, producers = index.graph, index.producers
+        given = {v: k for k, c in enumerate(calls) for r in c.regions for v in r.outputs}
+        inside = {i for c in calls for i in c.ops}
+        reads: list[Collection[int]] = [_reads(c) for c in calls]
+        number: dict[int, int] = {}
+        work = [(i, graph.ops[i].inputs) for i in sorted(index.live) if i not in inside]
+        wanted = [v for values in reads for v in values]
+        while work or wanted:
+            if work:
+                i, values = work.pop()
+                number[i] = len(reads)
+                reads.append(values)
+                wanted += values
+            else:
+                made_by = producers.get(v := wanted.pop())
+                if made_by is not None and v not in given and made_by not in number:
+                    work.append((made_by, graph.ops[made_by].inputs))
+        self.before = [
+            {given[v] if v in given else number[producers[v]] for v in values if v in producers} - {k}
+            for k, values in enumerate(reads)
+        ]
+        order = topological(self.before, range(len(reads)))
+        self.position = dict(zip(order, range(len(order)), strict=True))
+        self.group: dict[int, tuple[int, ...]] = {k: (k,) for k in range(len(calls))}
+
+    def join(self, calls: tuple[int, ...]) -> bool:
+        """Make ``calls`` one node, unless another would then stand both before and behind it."""
+        inside = set(calls)
+        first = min(self.position[k] for k in calls)
+        seen: set[int] = set()
+        work = [n for k in calls for n in self.before[k] - inside]
+        while work:
+            node = work.pop()
+            if node in seen:
+                continue
+            members = self.group.get(node, (node,))
+            seen.update(members)
+            if max(self.position[m] for m in members) < first:
+                continue
+            before = {n for m in members for n in self.before[m]}
+            if not before.isdisjoint(inside):
+                return False
+            work += before - seen
+        self.group |= dict.fromkeys(calls, calls)
+        return True
+
+
+def _reads(call: Chosen) -> set[int]:
+    """What must be there before the call or its phases begin: their operands, and the indices in whose order rows stream."""
+    orders = {p.plan.order for p in call.phases if p.plan.order is not None}
+    return {v for r in call.regions for v in r.inputs} | orders
+
+
+class _Merge:
+    def __init__(self, index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int):
+        self.index, self.calls, self.together, self.most = index, calls, together, most
+        self.waits = _Waits(index, calls)
+        self.made: dict[tuple[int, ...], Chosen] = {(k,): call for k, call in enumerate(calls)}  # the calls that there are
+
+    def run(self) -> list[Chosen]:
+        waits = self.waits
+        place = waits.position.__getitem__
+        for k in sorted(range(len(self.calls)), key=place):
+            makers = [n for n in waits.before[k] if n < len(self.calls)]
+            for j in sorted(makers, key=place, reverse=True):  # what was made last is in the caches
+                if waits.group[j] != waits.group[k]:
+                    self._try(tuple(sorted((*waits.group[j], *waits.group[k]), key=place)))
+        return [self.made[calls] for calls in dict.fromkeys(waits.group.values())]
+
+    def _try(self, calls: tuple[int, ...]) -> None:
+        """Merge ``calls`` where that is legal and holds no more memory than it may."""
+        apart = tuple(self.calls[k] for k in calls)
+        call = Chosen.of([pair for c in apart for pair in c.planned], apart)
+        made = {v for r in call.regions for v in r.outputs}
+        ordered = any(p.plan.order in made for p in call.phases)
+        if len(call.phases) > self.most or ordered or self._holds_more(call):
+            return
+        found = self.together(call)
+        if not isinstance(found, str) and self.waits.join(calls):
+            self.made[calls] = found
+
+    def _holds_more(self, call: Chosen) -> bool:
+        """Would ``call`` hold much more than its parts do, one after the other?
+
+        As one call its operands are held from its beginning and its results to its end, though a part alone would free or make them
+        when it runs. Arguments of the function are its caller's.
+        """
+        regions = call.regions
+        results, consumers, given = self.index.results, self.index.consumers, set(self.index.graph.inputs)
+        inside = {i for r in regions for i in r.ops}
+        last: dict[int, int] = {v: k for k, r in enumerate(regions) for v in r.inputs}
+        born = {v: k for k, r in enumerate(regions) for v in r.outputs}
+        first = dict.fromkeys((v for v in last if v not in born and v not in given), 0)
+        apart, together = [0] * (len(regions) + 1), [0] * (len(regions) + 1)  # bytes more or less from each phase on
+        for v, k in (first | born).items():
+            value = self.index.graph.values[v]
+            size = value.size * np_dtype(value.dtype).itemsize
+            stays = v in results or not inside.issuperset(consumers.get(v, ()))
+            end = len(regions) if stays and v in born else last.get(v, k) + 1
+            inner = v in born and not stays
+            for held, begin, stop in ((apart, k, end), (together, *((k, end) if inner else (0, len(regions))))):
+                held[begin] += size
+                held[stop] -= size
+        return max(itertools.accumulate(together)) > _MOST_MORE * max(itertools.accumulate(apart)) + _FREE_BYTES
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Followers of a region: what runs in later phases of its call, such as the updates of the parameters whose gradients it makes.
+#
+# Comes in: a region that was chosen, and the ops that no region has. Goes out: more regions for its call: pointwise work (and
+# sums) over the elements of a gradient, and the scalar work between two of them, such as the factor of clipping by the global
+# norm. Invariants: the call with all of its followers is convex; a follower reads what earlier phases made, or what does not
+# depend on the call.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# A follower has an op of one of these families; one that only moved data would save nothing.
+_COMPUTES = frozenset({"pointwise", "convert", "reduce"})
+_SCALAR = frozenset({"pointwise", "convert"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Following:
+    """What the search needs to know about a graph whose regions are being chosen.
+
+    ``free``: ops that no region has. ``order``: that of all calls that were chosen. ``spread(seed, free)`` spreads a stream over
+    ops of ``free``; ``supports(op)`` is a reason or None.
+    """
+
+    index: GraphIndex
+    free: Collection[int]
+    order: Order
+    spread: Callable[[Seed, Container[int]], Spread]
+    supports: Callable[[int], str | None]
+
+    def followers(self, region: Region) -> list[Region]:
+        """The followers of ``region``."""
+        order = self.order.copy()
+        candidates = self._candidates(region, order)
+        return _Join(self, region, candidates, order).run() if candidates else []
+
+    def _candidates(self, region: Region, order: Order) -> list[Region]:
+        """Regions over the elements of the sinks' results, and of what becomes of them. Each becomes a node of ``order``."""
+        graph, free, call = self.index.graph, set(self.free), anchored(self.index.graph, region)[0]
+        found: list[Region] = []
+        for v in self._gradients(region):
+            if free.isdisjoint(self.index.consumers.get(v, ())):
+                continue
+            elementwise = _Elementwise(graph, free, graph.values[v].size, order, call)
+            spread = self.spread(Seed(v, tuple(range(len(graph.values[v].shape)))), elementwise)
+            for candidate in regions_of(self.index, spread, order):
+                computes = any(OPS[graph.ops[k].kind].family in _COMPUTES for k in candidate.ops)
+                if candidate.outputs and computes and not any(map(self._is_spread_out, candidate.inputs)):
+                    found.append(candidate)
+                    order.join(anchored(graph, candidate))
+                    free.difference_update(candidate.ops)
+        return found
+
+    def _is_spread_out(self, v: int) -> bool:
+        """Is ``v`` rows of numbers (a score of each head, a sum of each node) repeated over more elements? What reads that streams
+        over these rows, and repeats a number where it reads it: as a follower it would have XLA write all elements first."""
+        i = self.index.producers.get(v)
+        if i is None or i not in self.free or OPS[self.index.graph.ops[i].kind].family != "broadcast":
+            return False
+        of = [self.index.graph.values[w] for w in self.index.graph.ops[i].inputs]
+        return any(1 < value.size < self.index.graph.values[v].size for value in of)
+
+    def _gradients(self, region: Region) -> list[int]:
+        """Results of the sinks that are arrays; what a scalar one is made, where its parameter is an array of one element."""
+        graph = self.index.graph
+        found: list[int] = []
+        for i in region.sinks:
+            v = graph.ops[i].outputs[0]
+            if graph.values[v].shape:
+                found.append(v)
+            else:
+                made = [w for c in self.index.consumers.get(v, ()) if c in self.free for w in graph.ops[c].outputs]
+                found += [w for w in made if graph.values[w].shape and graph.values[w].size == 1]
+        return found
+
+
+class _Elementwise:
+    """The ops of ``free`` on arrays of ``size`` elements and scalars only, and reductions of such an array, unless the call that
+    they would follow waits for them.
+
+    An op on larger arrays than the gradient is no part of its update: it may become a region, but no follower.
+    """
+
+    def __init__(self, graph: Graph, free: Container[int], size: int, order: Order, call: int):
+        self.graph, self.free, self.size = graph, free, size
+        self.order, self.call = order, order.node(call)
+
+    def __contains__(self, i: object) -> bool:
+        if not isinstance(i, int) or i not in self.free:
+            return False
+        op = self.graph.ops[i]
+        if op.kind == "opaque":
+            return False
+        of = op.inputs if OPS[op.kind].family == "reduce" else (*op.inputs, *op.outputs)
+        if any(value.shape and value.size != self.size for value in (self.graph.values[v] for v in of)):
+            return False
+        return not self.order.leads_to(self.order.node(i), self.call)
+
+
+class _Join:
+    """One walk over what depends on ``region``, in ``order``, where it and the candidates are nodes: who can stand behind the
+    region's barrier?"""
+
+    def __init__(self, given: Following, region: Region, candidates: Sequence[Region], order: Order):
+        self.given, self.region, self.order = given, region, order
+        self.graph = given.index.graph
+        self.candidates = {anchored(self.graph, c): c for c in candidates}
+        self.inside = set(region.ops)
+        self.phase = dict.fromkeys(region.outputs, 0)  # value that the call makes -> the phase that makes it
+        self.behind: set[int] = set()  # values that some op outside makes of what the call makes
+        self.joined: list[Region] = []
+        self.scalars: dict[int, int] = {}  # scalar op -> phase
+
+    def run(self) -> list[Region]:
+        order = self.order
+        first = order.node(anchored(self.graph, self.region)[0])
+        for number in sorted(order.behind([first], len(self.graph.ops)), key=order.position):
+            if number == first:
+                continue
+            node = order.members(number)
+            candidate = self.candidates.get(node)
+            if candidate is not None:
+                self._region(candidate)
+            elif len(node) == 1 and self._is_scalar(node[0]):
+                self._scalar(node[0])
+            else:
+                self._outside(node)
+        return [*self.joined, *self._scalar_regions()]
+
+    def _after(self, values: Iterable[int]) -> int | None:
+        """The last phase that makes one of ``values``; None where one of them is made outside the call, after the call began."""
+        values = tuple(values)
+        if any(v in self.behind or self._made_again(v) for v in values):
+            return None
+        return max((self.phase[v] for v in values if v in self.phase), default=None)
+
+    def _made_again(self, v: int) -> bool:
+        """Is ``v`` made by a maker of the call? Such a value is no result of the call: readers outside compute it again."""
+        return v not in self.phase and self.given.index.producers.get(v) in self.inside
+
+    def _region(self, candidate: Region) -> None:
+        after = self._after(candidate.inputs)
+        if after is None:
+            self._outside(candidate.ops)
+            return
+        self.joined.append(candidate)
+        self.inside.update(candidate.ops)
+        self.phase.update(dict.fromkeys(candidate.outputs, after + 1))
+
+    def _is_scalar(self, i: int) -> bool:
+        op = self.graph.ops[i]
+        if i not in self.given.free or op.kind == "opaque" or OPS[op.kind].family not in _SCALAR or self.given.supports(i):
+            return False
+        return not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs))
+
+    def _scalar(self, i: int) -> None:
+        """Scalar ops of one phase are one region, so they may read each other; all else they read comes from phases before."""
+        op = self.graph.ops[i]
+        if self._after(op.inputs) is None:
+            self._outside((i,))
+            return
+        producers = self.given.index.producers
+        phase = max(self.phase[v] + (producers[v] not in self.scalars) for v in op.inputs if v in self.phase)
+        self.scalars[i] = phase
+        self.inside.add(i)
+        self.phase.update(dict.fromkeys(op.outputs, phase))
+
+    def _outside(self, node: Sequence[int]) -> None:
+        ops = [self.graph.ops[i] for i in node]
+        if any(v in self.phase or v in self.behind or self._made_again(v) for op in ops for v in op.inputs):
+            self.behind.update(v for op in ops for v in op.outputs)
+
+    def _scalar_regions(self) -> list[Region]:
+        """One region a phase of the scalar ops that some follower waits for; XLA does the others."""
+        needed: set[int] = set()
+        work = [v for region in self.joined for v in region.inputs]
+        while work:
+            i = self.given.index.producers.get(work.pop())
+            if i in self.scalars and i not in needed:
+                needed.add(i)
+                work.extend(self.graph.ops[i].inputs)
+        by_phase: dict[int, list[int]] = {}
+        for i in sorted(needed):
+            by_phase.setdefault(self.scalars[i], []).append(i)
+        return [self._scalar_region(ops) for ops in by_phase.values()]
+
+    def _scalar_region(self, ops: list[int]) -> Region:
+        """A stream of one row: a space without axes."""
+        graph, inside = self.graph, set(ops)
+        made = [v for i in ops for v in graph.ops[i].outputs]
+        read = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if graph.values[v].literal is None)
+        results = set(graph.outputs)
+        consumers = self.given.index.consumers
+        return Region(
+            space=StreamSpace(()),
+            ops=tuple(ops),
+            labels=tuple((v, ()) for v in sorted({*made, *read})),
+            inputs=tuple(v for v in read if v not in made),
+            outputs=tuple(v for v in made if v in results or not inside.issuperset(consumers.get(v, ()))),
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What pays beside the chosen calls though it would not by itself: it becomes a phase of a call whose arrays it reads or makes.
+#
+# An array that only a call reads lies in memory that the executor keeps. Between a call and XLA, or between two of XLA's kernels,
+# it lies in the block of memory that XLA allocates for the whole program. Where that block is large, it is fresh pages at every
+# run, of which the system zeroes each at its first touch: of the gradient of a graph attention network with three regions left to
+# XLA between four calls, 29 of 200 ms of CPU time. What a region is modelled at by itself has nothing of this, as the arrays that
+# it reads and those that it makes are XLA's either way.
+#
+# Comes in: the chosen calls, a region that none of them has. Goes out: the seconds that are saved where both are one call. A
+# region that stands between two calls may save more than the arrays that it reads and makes itself: they become one with it, and
+# what else one hands to the other is no array of XLA's then either (``border_seconds``).
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """``ops`` of the chosen calls, and ``made``: what they make. ``fresh``: seconds for each byte of an array that is XLA's.
+    ``spare``: seconds that a region may lose by itself, if it stands between calls."""
+
+    index: GraphIndex
+    ops: frozenset[int]
+    made: frozenset[int]
+    fresh: float
+    spare: float = 0.0
+
+    @staticmethod
+    def of(index: GraphIndex, chosen: Sequence[Chosen], fresh: float, spare: float = 0.0) -> Beside:
+        regions = [r for c in chosen for r in c.regions]
+        ops, made = frozenset(i for r in regions for i in r.ops), frozenset(v for r in regions for v in r.outputs)
+        return Beside(index, ops, made, fresh, spare)
+
+    def pays(self, region: Region, plan: Plan) -> bool:
+        """Is ``region`` modelled faster than XLA, with what is saved as a phase of a chosen call?"""
+        saved = self.saved(region)
+        between = not self.made.isdisjoint(region.inputs) and any(map(self._is_read, region.outputs))
+        return saved > 0.0 and plan.baseline_seconds + saved + self.spare * between > plan.seconds
+
+    def saved(self, region: Region) -> float:
+        """Seconds that arrays between ``region`` and the calls take where it is left to XLA: those that nothing else reads."""
+        inside = self.ops.union(region.ops)
+        values = [v for v in region.inputs if v in self.made]
+        values += [v for v in region.outputs if self._is_read(v)]
+        return self.fresh * sum(_bytes(self.index, v) for v in values if _stays(self.index, v, inside))
+
+    def _is_read(self, v: int) -> bool:
+        return not self.ops.isdisjoint(self.index.consumers.get(v, ()))
+
+
+class Bridges:
+    """Calls, of which more become one because of what stands between them.
+
+    ``merge(more)`` gives the calls there are with ``more`` chosen ones; ``calls`` are the best that were found, with what was
+    accepted, and ``border`` the seconds that they take for what else is no array of a call's.
+    """
+
+    def __init__(self, index: GraphIndex, merge: Callable[[Sequence[Chosen]], list[Chosen]], fresh: float):
+        self.index, self.merge, self.fresh = index, merge, fresh
+        self.calls, self.border = self._tried([])
+        self.refused: set[tuple[int, ...]] = set()  # by their ops, each of which may be a seed
+
+    def accepts(self, bridge: Chosen) -> bool:
+        """Take ``bridge`` where it saves more than it loses by itself."""
+        if bridge.ops in self.refused:
+            return False
+        calls, border = self._tried([bridge])
+        if bridge in calls or border >= self.border + seconds_gained(bridge.plan):
+            self.refused.add(bridge.ops)
+            return False
+        self.calls, self.border = calls, border
+        self.refused.clear()
+        return True
+
+    def _tried(self, more: Sequence[Chosen]) -> tuple[list[Chosen], float]:
+        calls = self.merge(more)
+        return calls, border_seconds(self.index, calls, self.fresh)
+
+
+def border_seconds(index: GraphIndex, calls: Sequence[Chosen], fresh: float) -> float:
+    """Seconds that arrays take which one of ``calls`` makes, and something else of the program reads."""
+    values = [(v, c.ops) for c in calls for r in c.regions for v in r.outputs if v not in index.results]
+    return fresh * sum(_bytes(index, v) for v, ops in values if not _stays(index, v, frozenset(ops)))
+
+
+def _stays(index: GraphIndex, v: int, inside: frozenset[int]) -> bool:
+    return v not in index.results and inside.issuperset(c for c in index.consumers.get(v, ()) if c in index.live)
+
+
+def _bytes(index: GraphIndex, v: int) -> int:
+    value = index.graph.values[v]
+    return value.size * np_dtype(value.dtype).itemsize
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What stands between the calls of a token that is generated: norms, rotary embeddings, residual sums of one row or a few.
+#
+# Comes in: the chosen calls, and the ops that no region has. Goes out: calls of one region each, streams of one row, which a
+# merge may make phases of their neighbours. A product of few rows takes as long as its weight takes to arrive, and its call
+# should be followed by the next one's without XLA in between. Nothing of this kind is looked for where no such product was
+# chosen.
+#
+# Invariant: a region has ops of one level, and a path that leaves a level through any other op comes back to a higher one; so
+# each is convex, and no two of them wait for each other.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# One thread does it all: what takes longer than handing out work is left to XLA's.
+_MOST_ELEMENTS = 1 << 15
+_FAMILIES = frozenset(
+    {"pointwise", "convert", "reduce", "argreduce", "broadcast", "reshape", "transpose", "iota", "slice", "concatenate", "pad"}
+)
+# Two calls that become one save the one's start.
+_SAVED = 4e-6
+
+
+def between(
+    index: GraphIndex,
+    chosen: Sequence[Chosen],
+    order: Order,
+    free: Collection[int],
+    supports: Callable[[int], str | None],
+    plan_of: Callable[[Region], Plan | str],
+) -> list[Chosen]:
+    """The calls that ``chosen`` ones of products of few rows may be joined by. ``order``: that of the chosen calls; ``free``: ops
+    that no region has."""
+    graph = index.graph
+    if not any(has_token(index, c) for c in chosen):
+        return []
+    members = {i for i in free if i in index.live and _small(graph, i) and supports(i) is None}
+    levels: dict[int, list[int]] = {}
+    for i, level in _levels(index, order, members).items():
+        levels.setdefault(level, []).append(i)
+    found = []
+    for _, ops in sorted(levels.items()):
+        region = _one_row(index, sorted(ops))
+        plan = plan_of(region) if region.outputs and region.inputs else ""
+        if not isinstance(plan, str) and plan.seconds <= plan.baseline_seconds + _SAVED:
+            found.append(Chosen.of([(region, plan)]))
+    return found
+
+
+def has_token(index: GraphIndex, call: Chosen) -> bool:
+    """Does ``call`` stream over what a product of few rows contracts?"""
+    return any(_few_rows(index, region) for region in call.regions)
+
+
+def _few_rows(index: GraphIndex, region: Region) -> bool:
+    return any(has_few_rows(index.graph, index.producers, i) for i in region.sinks)
+
+
+def joins(index: GraphIndex, chosen: Sequence[Chosen], region: Region, plan: Plan) -> bool:
+    """Is ``region`` such a product that pays as a phase of a call, beside one of those that were ``chosen``?"""
+    near = plan.seconds <= plan.baseline_seconds + _SAVED
+    return near and _few_rows(index, region) and any(has_token(index, c) for c in chosen)
+
+
+def _small(graph: Graph, i: int) -> bool:
+    op = graph.ops[i]
+    if op.kind == "opaque" or op.body is not None or OPS[op.kind].family not in _FAMILIES:
+        return False
+    return all(graph.values[v].size <= _MOST_ELEMENTS for v in (*op.inputs, *op.outputs))
+
+
+def _levels(index: GraphIndex, order: Order, members: set[int]) -> dict[int, int]:
+    """The level of each member: of what it reads the highest, and one more where a path from a member came by another op. What is
+    read by members only is as high as the lowest of them, so that it is made beside its readers."""
+    graph, producers = index.graph, index.producers
+    level: dict[int, int] = {}
+    nodes = sorted({order.node(i) for i in index.live}, key=order.position)
+    for node in nodes:
+        inside = order.members(node)
+        at = 0
+        for v in (v for i in inside for v in graph.ops[i].inputs):
+            p = producers.get(v)
+            if p is not None and p in level and order.node(p) != node:
+                at = max(at, level[p] + (p in members and node not in members))
+        level.update(dict.fromkeys(inside, at))
+    for node in reversed(nodes):
+        if node in members and not index.results.intersection(graph.ops[node].outputs):
+            readers = [c for v in graph.ops[node].outputs for c in index.consumers.get(v, ()) if c in index.live]
+            if readers and members.issuperset(readers):
+                level[node] = max(level[node], min(level[c] for c in readers))
+    return {i: level[i] for i in members}
+
+
+def _one_row(index: GraphIndex, ops: Sequence[int]) -> Region:
+    """``ops`` as a stream of one row: a space without axes, in which every array is a row."""
+    graph, inside = index.graph, set(ops)
+    made = [v for i in ops for v in graph.ops[i].outputs]
+    read = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if graph.values[v].literal is None)
+    return Region(
+        space=StreamSpace(()),
+        ops=tuple(ops),
+        labels=tuple((v, ((),) * len(graph.values[v].shape)) for v in sorted({*made, *read})),
+        inputs=tuple(v for v in read if v not in made),
+        outputs=tuple(v for v in made if v in index.results or not inside.issuperset(index.consumers.get(v, ()))),
+    )

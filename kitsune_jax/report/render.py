@@ -1,0 +1,418 @@
+"""A report as text and as HTML; several reports as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+import textwrap
+from collections.abc import Sequence
+
+from kitsune_jax.config import printable
+from kitsune_jax.report.data import (
+    AheadReport,
+    LoopReport,
+    PhaseReport,
+    PlannedPasses,
+    RegionReport,
+    Rejected,
+    ReportData,
+    ResidualReport,
+    StreamReport,
+    byte_text,
+    count_text,
+    flop_text,
+    percent_text,
+    plural,
+    signed,
+    time_text,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A Report as text: at most ``WIDTH`` columns, no dependency, readable in ten seconds.
+#
+# Comes in: a ``Report``. Goes out: a string without a trailing newline. Long reasons and operator lists are wrapped, never cut,
+# because the reason for a "no" is what the reader came for.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+WIDTH = 120
+_LONGEST_REPEAT = 16  # operators in a stretch that is looked for again
+
+
+def render_text(report: ReportData) -> str:
+    """The text behind ``str(report)``."""
+    blocks = ["\n".join([*_obstacles(report), *_summary(report)]), *("\n".join(_text_region(r)) for r in report.regions)]
+    if report.residuals:
+        blocks.append("\n".join(_residuals(report.residuals)))
+    if report.rejected:
+        blocks.append("\n".join(_rejected(report.rejected)))
+    if report.notes:
+        blocks.append("\n".join(line for note in report.notes for line in _wrap(note, "note: ", " " * 6)))
+    return "\n\n".join(blocks)
+
+
+def obstacle_texts(report: ReportData) -> list[str]:
+    """What stands at the top: why nothing, or not all, of the function is pipelined."""
+    share = "not all" if report.ops_pipelined else "nothing"
+    return [f"{share} is pipelined: {obstacle}" for obstacle in report.obstacles]
+
+
+def _obstacles(report: ReportData) -> list[str]:
+    return [line for text in obstacle_texts(report) for line in _wrap(text)]
+
+
+def _summary(report: ReportData) -> list[str]:
+    planned = f"planned for {report.platform}, {report.machine}" if report.machine else f"planned for {report.platform}"
+    if not report.ops_total:
+        return _wrap(f"nothing to pipeline: the function has no operators ({planned})")
+    covered = percent_text(report.ops_pipelined, report.ops_total)
+    head = f"{count_text(report.ops_pipelined)} of {plural(report.ops_total, 'operator')} pipelined ({covered})"
+    lines = _wrap(f"{head} in {plural(len(report.regions), 'region')}; {planned}")
+    if report.regions:
+        lines += _wrap(
+            f"off-chip traffic (modelled): {byte_text(report.traffic_bulk_sync)} bulk-synchronous -> "
+            f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved "
+            f"({percent_text(report.bytes_saved, report.traffic_bulk_sync)})"
+        )
+    elif not report.obstacles:
+        lines.append("nothing is pipelined: the function runs as plain JAX")
+    return lines
+
+
+def _text_region(region: RegionReport) -> list[str]:
+    order = f" in the order of {region.order}" if region.order else ""
+    lines = _wrap(
+        f"{region.name}: {plural(region.ops, 'operator')}{in_phases(region)} over {plural(region.rows, 'row')}{order}, "
+        f"{plural(region.tiles, 'tile')} of {plural(region.tile_rows, 'row')}"
+    )
+    gain = f" ({region.baseline_seconds / region.seconds:.2f}x)" if region.seconds > 0 else ""
+    lines += _wrap(f"{_arrangement(region)}; bound by {region.bound}", "  ")
+    lines += _wrap(
+        f"modelled {time_text(region.seconds)}, bulk-synchronous {time_text(region.baseline_seconds)}{gain}; "
+        f"reads {byte_text(region.bytes_in)}, writes {byte_text(region.bytes_out)}, saves {byte_text(region.bytes_saved)}",
+        "  ",
+    )
+    lines += [line for loop in region.loops for line in _wrap(loop_text(loop), "  ")]
+    if region.kept_bytes:
+        lines += _wrap(kept_text(region), "  ")
+    if region.ahead:
+        lines += _wrap(ahead_text(region.ahead), "  ")
+    if region.lanes:
+        stages = [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
+        lines += _text_table(("stage", "unit", "workers", "us/tile", "operators"), stages, right=(2, 3))
+    else:  # on a CPU every worker runs all stages
+        alike = [(s.name, s.resource, f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
+        lines += _text_table(("stage", "unit", "us/tile", "operators"), alike, right=(2,))
+    if region.queues:
+        queues = [
+            (f"{q.producer} -> {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues
+        ]
+        lines += _text_table(("queue", "entry", "depth", "bytes", "place"), queues, right=(2, 3))
+    for text, spaces in phase_texts(region):
+        lines += _wrap(text, "  ")
+        lines += [line for space, ops in spaces for line in _wrap(f"{space}: {ops}", "    ")]
+    return lines
+
+
+def in_phases(region: RegionReport) -> str:
+    """How many phases a call has, where it has several; what follows is said of the first."""
+    last = max((phase.number for phase in region.later), default=0)
+    return f" in {count_text(last + 1)} phases, the first" if last else ""
+
+
+def loop_text(loop: LoopReport) -> str:
+    """What a loop inside a region keeps on chip, and what it moves."""
+    where = f" ({loop.source})" if loop.source else ""
+    text = f"{loop.op} of {plural(loop.steps, 'step')}{where}: {byte_text(loop.carried)} of carries stay on chip"
+    return f"{text}; a step reads {byte_text(loop.bytes_in)} and writes {byte_text(loop.bytes_out)}"
+
+
+def kept_text(region: RegionReport) -> str:
+    """What phases hand on to each other."""
+    return (
+        f"between its phases {byte_text(region.kept_bytes)} in memory of the executor, "
+        f"{byte_text(region.kept_at_once)} at a time: no arrays of XLA's"
+    )
+
+
+def ahead_text(ahead: AheadReport) -> str:
+    """What a call asks the L2 for."""
+    return (
+        f"asks the L2 for {byte_text(ahead.bytes)} of the {byte_text(ahead.weight_bytes)} of weights that {ahead.op} "
+        f"({ahead.source or 'no source line'}) reads behind it, which then takes {time_text(ahead.seconds)} less (modelled)"
+    )
+
+
+def phase_texts(region: RegionReport) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The later phases of a call, equal ones together: a text for each, and for its stream spaces the rows and the operators."""
+    alike: dict[PhaseReport, list[int]] = {}
+    for phase in region.later:
+        alike.setdefault(dataclasses.replace(phase, number=0, seconds=0.0), []).append(phase.number)
+    seconds = {phase.number: phase.seconds for phase in region.later}
+    texts = []
+    for phase, numbers in alike.items():
+        several = len(numbers) > 1
+        text = f"{'phases' if several else 'phase'} {', '.join(map(str, numbers))}: {plural(phase.ops, 'operator')} over "
+        text += f"{plural(phase.rows, 'row')} in {plural(phase.streams, 'stream')}{' each' if several else ''}, "
+        text += f"{time_text(sum(seconds[n] for n in numbers))}"
+        if phase.kept_bytes:
+            text += f"; {byte_text(phase.kept_bytes)} for later phases"
+        texts.append((text, [(_space(s), _repeats(s.ops)) for s in phase.spaces]))
+    return texts
+
+
+def _space(stream: StreamReport) -> str:
+    order = f" in the order of {stream.order}" if stream.order else ""
+    times = f"{count_text(stream.count)} of " if stream.count > 1 else ""
+    return f"{times}{plural(stream.rows, 'row')}{order}, {plural(stream.tiles, 'tile')} of {plural(stream.tile_rows, 'row')}"
+
+
+def _arrangement(region: RegionReport) -> str:
+    if region.lanes:
+        return _gpu_arrangement(region)
+    return f"{region.arrangement}: every tile passes all stages on one of {plural(region.replicas, 'worker')}"
+
+
+def _gpu_arrangement(region: RegionReport) -> str:
+    """ "vertical, clusters of 2, 2 lanes, weights streamed, on 132 CTAs"."""
+    parts = [region.arrangement]
+    if region.cluster > 1:
+        parts.append(f"clusters of {region.cluster}")
+    parts.append(plural(region.lanes, "lane"))
+    if any(s.resource == "tensor" for s in region.stages):
+        parts.append("weights resident" if all(s.resident for s in region.stages) else "weights streamed")
+    split = [f"{s.name} over {s.split}" for s in region.stages if s.split > 1]
+    ctas = f"on {plural(region.workers * region.replicas, 'CTA')}"
+    if region.arrangement == "spatial":
+        ctas += f" in {plural(region.replicas, 'instance')}"
+    return ", ".join((*parts, ctas)) + (f" (split: {', '.join(split)})" if split else "")
+
+
+RESIDUALS_HEAD = ("policy", "keeps", "of arguments", "more work", "modelled", "operators pipelined")
+
+
+def residual_title(residuals: ResidualReport) -> str:
+    """What the table of residual policies tells."""
+    if residuals.of_gradient:
+        return "residuals: what a gradient by all arguments would keep of the forward pass for the backward pass"
+    return "residuals: what is kept of the forward pass for the backward pass"
+
+
+def residual_rows(residuals: ResidualReport) -> list[tuple[str, ...]]:
+    """A row under ``RESIDUALS_HEAD`` for each policy."""
+    return [
+        (
+            p.policy + (" (in use)" if p.in_use else ""),
+            byte_text(p.kept_bytes),
+            byte_text(p.argument_bytes),
+            signed(flop_text, p.flops_added),
+            *(_planned(p.plan) if p.plan else ("not planned", "")),
+        )
+        for p in residuals.policies
+    ]
+
+
+def _planned(plan: PlannedPasses) -> tuple[str, str]:
+    more = f" ({signed(time_text, plan.seconds_added)})" if plan.seconds_added else ""
+    modelled = time_text(plan.seconds) + more if plan.ops_pipelined else "left to XLA"
+    return modelled, f"{count_text(plan.ops_pipelined)} of {count_text(plan.ops_total)}"
+
+
+def _residuals(residuals: ResidualReport) -> list[str]:
+    return [residual_title(residuals), *_text_table(RESIDUALS_HEAD, residual_rows(residuals), right=(1, 2, 3, 4))]
+
+
+def _rejected(rejected: Sequence[Rejected]) -> list[str]:
+    lines = [f"left to XLA: {plural(sum(r.count for r in rejected), 'operator')}"]
+    rows = [(r.source or "(no source line)", r.op + (f" x{r.count}" if r.count > 1 else ""), r.reason) for r in rejected]
+    return lines + _text_table(("line", "operator", "reason"), rows)
+
+
+def _repeats(ops: Sequence[str]) -> str:
+    """Repeated stretches written once: ``dot, add, max, dot, add, max, cat`` -> ``(dot, add, max) x2, cat``."""
+    parts = []
+    at = 0
+    while at < len(ops):
+        period, times = max(
+            ((p, _times(ops, at, p)) for p in range(1, _LONGEST_REPEAT + 1)), key=lambda r: (r[0] * (r[1] - 1), -r[0])
+        )
+        if times == 1:
+            period = 1
+        stretch = ", ".join(ops[at : at + period])
+        parts.append(stretch if times == 1 else f"{stretch} x{times}" if period == 1 else f"({stretch}) x{times}")
+        at += period * times
+    return ", ".join(parts)
+
+
+def _times(ops: Sequence[str], at: int, period: int) -> int:
+    """How often the ``period`` names at ``at`` stand there in a row."""
+    first, times = ops[at : at + period], 1
+    while len(first) == period and ops[at + times * period : at + (times + 1) * period] == first:
+        times += 1
+    return times
+
+
+def _text_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+    """Aligned columns, indented by two; the last one takes what is left of ``WIDTH``; a cell wider than its column wraps."""
+    natural = [max(len(printable(row[i])) for row in (head, *rows)) + 2 * (i == 0) for i in range(len(head))]
+    room = WIDTH - 2 * (len(head) - 1)
+    last = min(natural[-1], max(24, room // 3))  # what the last column is left with at least
+    widths = natural[:-1]
+    while sum(widths) > room - last:
+        widths[widths.index(max(widths))] -= 1
+    widths.append(room - sum(widths))
+    lines = []
+    for row in (head, *rows):
+        indents = itertools.chain(["  "], itertools.repeat(""))
+        cells = [
+            textwrap.wrap(printable(cell).strip(), width, initial_indent=indent, subsequent_indent=2 * indent) or [""]
+            for cell, width, indent in zip(row, widths, indents, strict=False)
+        ]
+        for parts in itertools.zip_longest(*cells, fillvalue=""):
+            padded = (p.rjust(w) if i in right else p.ljust(w) for i, (p, w) in enumerate(zip(parts, widths, strict=True)))
+            lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:
+    return textwrap.wrap(printable(text), WIDTH, initial_indent=first, subsequent_indent=first + "  " if rest is None else rest)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A Report as one self-contained piece of HTML for notebooks: no script, no style sheet, every string escaped.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def render_html(report: ReportData) -> str:
+    """The HTML behind ``Report._repr_html_``."""
+    covered = percent_text(report.ops_pipelined, report.ops_total)
+    head = (
+        f"<p><b>{count_text(report.ops_pipelined)} of {plural(report.ops_total, 'operator')} pipelined</b> ({covered}) in "
+        f"{plural(len(report.regions), 'region')}; planned for {escape(report.platform)}, {escape(report.machine)}<br>"
+        f"off-chip traffic (modelled): {byte_text(report.traffic_bulk_sync)} bulk-synchronous, "
+        f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved</p>"
+    )
+    top = [f"<p><b>{escape(text)}</b></p>" for text in obstacle_texts(report)]
+    parts = ["<div>", *top, head, *(_html_region(region) for region in report.regions)]
+    if report.residuals:
+        parts += [
+            f"<p>{escape(residual_title(report.residuals))}</p>",
+            _html_table(RESIDUALS_HEAD, residual_rows(report.residuals)),
+        ]
+    if report.rejected:
+        parts.append(f"<p>left to XLA: {plural(sum(r.count for r in report.rejected), 'operator')}</p>")
+        parts.append(
+            _html_table(
+                ("line", "operator", "count", "reason"), [(r.source, r.op, str(r.count), r.reason) for r in report.rejected]
+            )
+        )
+    parts += [f"<p>note: {escape(note)}</p>" for note in report.notes]
+    return "\n".join([*parts, "</div>"])
+
+
+def escape(text: str) -> str:
+    """``text`` as it can stand anywhere in HTML."""
+    return html.escape(printable(text))
+
+
+def _html_region(region: RegionReport) -> str:
+    head = (
+        f"<p><b>{escape(region.name)}</b>: {plural(region.ops, 'operator')}{in_phases(region)} over "
+        f"{plural(region.rows, 'row')} in {plural(region.tiles, 'tile')} of {count_text(region.tile_rows)}; "
+        f"{escape(region.arrangement)} on "
+        f"{plural(region.workers * region.replicas, 'worker')}; {time_text(region.seconds)} modelled, "
+        f"{time_text(region.baseline_seconds)} bulk-synchronous; bound by {escape(region.bound)}; "
+        f"saves {byte_text(region.bytes_saved)}</p>"
+    )
+    head += "".join(f"<p>{escape(loop_text(loop))}</p>" for loop in region.loops)
+    if region.kept_bytes:
+        head += f"<p>{escape(kept_text(region))}</p>"
+    if region.ahead:
+        head += f"<p>{escape(ahead_text(region.ahead))}</p>"
+    workers = [(str(s.workers),) if region.lanes else () for s in region.stages]  # on a CPU every worker runs all stages
+    stages = _html_table(
+        ("stage", "unit", *(("workers",) if region.lanes else ()), "us/tile", "operators"),
+        [
+            (s.name, s.resource, *own, f"{s.microseconds:.1f}", ", ".join(s.ops))
+            for s, own in zip(region.stages, workers, strict=True)
+        ],
+    )
+    queues = [
+        (f"{q.producer} → {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues
+    ]
+    phases = "".join(f"<p>{escape(text)}</p>" + _html_table(("rows", "operators"), spaces) for text, spaces in phase_texts(region))
+    return head + stages + (_html_table(("queue", "entry", "depth", "bytes", "place"), queues) if queues else "") + phases
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag} style='text-align:left'>{escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The Report that ``kj.explain`` returns: data that prints itself.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report(ReportData):
+    """What ``kj.explain(fn)(*args)`` found out about ``fn`` for ``platform``, without running it.
+
+    ``ops_total`` counts the function's operators after calls were inlined, views (reshapes, broadcasts, iota) apart, because they
+    move nothing of their own; ``ops_pipelined`` counts those inside a region;
+    ``traffic_bulk_sync`` and ``traffic_pipeline`` are the modelled off-chip bytes of the whole function without and with its
+    regions. ``flops`` are its useful operations: those of a matrix product, and those of the pointwise operators as the cost model
+    counts them. ``residuals`` says what is kept for a backward pass, where there is one or the function could have one.
+    ``obstacles`` say what keeps all pipelines away from the function, or from some of its pipelined calls: nothing of those counts
+    as pipelined.
+
+    Example::
+
+        report = kj.explain(mlp)(params, x)
+        print(report)                      # regions, stages, queues, and the reason for every operator left out
+        assert report.coverage > 0.9
+        json.dumps(report.to_dict())
+    """
+
+    def __str__(self) -> str:
+        return render_text(self)
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Several reports as one.
+#
+# Comes in: reports of parts of a program. Goes out: a ``Report`` whose counts are their sums. Invariant: nothing that one of them
+# says is lost, and what several say is said once.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def with_bodies(reports: Sequence[Report]) -> Report:
+    """One report of several: the function's own first, then those of the bodies of its loops."""
+    if len(reports) == 1:
+        return reports[0]
+    bodies = len(reports) - 1
+    are = "body is" if bodies == 1 else "bodies are"
+    return joined(reports, f"{bodies} loop or branch {are} included, each counted once whatever its trip count")
+
+
+def joined(reports: Sequence[Report], note: str) -> Report:
+    """The sum of ``reports``, all for one machine, with ``note`` among its notes."""
+    first = reports[0]
+    regions = [dataclasses.replace(r, name=f"region{k}") for k, r in enumerate(r for report in reports for r in report.regions)]
+    return dataclasses.replace(
+        first,
+        ops_total=sum(r.ops_total for r in reports),
+        ops_pipelined=sum(r.ops_pipelined for r in reports),
+        regions=tuple(regions),
+        rejected=tuple(x for r in reports for x in r.rejected),
+        traffic_bulk_sync=sum(r.traffic_bulk_sync for r in reports),
+        traffic_pipeline=sum(r.traffic_pipeline for r in reports),
+        notes=(*dict.fromkeys(n for r in reports for n in r.notes), note),
+        flops=sum(r.flops for r in reports),
+        obstacles=tuple(dict.fromkeys(o for r in reports for o in r.obstacles)),
+    )

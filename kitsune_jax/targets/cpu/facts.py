@@ -1,0 +1,250 @@
+"""Facts about a tile program that CPU lowering asks for: rows read in place, merged products, rounded values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kitsune_jax.ops.spec import EVERYWHERE, Rounding
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.ir import Instr, TileProgram
+from kitsune_jax.program.passes import Flow, compared_values
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Rows of a table that are read where the table has them, by what is computed of them, and never lie in a tile.
+#
+# Comes in: a stage's body, as ``Flow``. Goes out: each ``sink_at`` and each ``reduce_sum`` that can read them so, recognised by
+# what is computed:
+#
+#     sum over a segment's rows of  table[ids]  or  table[ids] * factor         TakenSum
+#     sum over the last dimensions of  table[ids] * table2[ids2]  or  table[ids] * y         TakenDot
+#
+# where the indices of the first sum are sorted and nobody else reads the rows. The first is the sum over the edges of a node of
+# what the nodes at their other ends have, with or without a weight for each edge, or for each edge and head; the second is the
+# gradient of that weight.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_TABLES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TakenSum:
+    """``factor``: what rows are multiplied by, or None; of each row one number, one for each of the first dimensions, or all.
+    ``absorbed``: the instructions of the body that the sum computes."""
+
+    gather: Instr
+    factor: int | None
+    absorbed: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TakenDot:
+    """``sides``: of each operand its gather, or the value that lies in a tile. ``absorbed``: as of ``TakenSum``."""
+
+    sides: tuple[Instr | int, Instr | int]
+    absorbed: tuple[int, ...]
+
+
+def taken_dots(flow: Flow) -> dict[int, TakenDot]:
+    """The products of rows in ``flow``'s body that read rows of a table, by the number of their ``reduce_sum``."""
+    found: dict[int, TakenDot] = {}
+    for i, instr in enumerate(flow.body):
+        if instr.kind == "reduce_sum" and (match := _dot(flow, i, instr)) is not None:
+            found[i] = match
+    return found
+
+
+def _dot(flow: Flow, i: int, instr: Instr) -> TakenDot | None:
+    x = flow.type(instr.inputs[0])
+    dims = sorted(instr["axes"])
+    real = [d for d, n in enumerate(x.shape, 1) if n != 1]
+    reduced = [d for d in dims if d in real]
+    if not x.tile or 0 in dims or not reduced or reduced != real[len(real) - len(reduced) :]:
+        return None
+    number, absorbed = _narrow(flow, _only_reader(flow, instr.inputs[0], i))
+    if number is None or flow.body[number].kind != "mul":
+        return None
+    pair = flow.body[number].inputs
+    whole = flow.shape(instr.inputs[0])
+    if any(not flow.type(v).tile or flow.shape(v) != whole or flow.literal(v) is not None for v in pair):
+        return None
+    absorbed = (*absorbed, number)
+    sides: list[Instr | int] = []
+    for v in pair:
+        made = _only_reader(flow, v, number)
+        taken = None if made is None else _gathered(flow, made, None, ())
+        same = taken is not None and flow.dtype(taken.gather.inputs[0]) == flow.dtype(pair[0])
+        sides.append(taken.gather if taken is not None and same else v)
+        absorbed = (*absorbed, *(taken.absorbed if taken is not None and same else ()))
+    if flow.dtype(pair[0]) not in _TABLES or all(isinstance(side, int) for side in sides):
+        return None
+    return TakenDot((sides[0], sides[1]), absorbed)
+
+
+def taken_sums(program: TileProgram, flow: Flow) -> dict[int, TakenSum]:
+    """The sums of ``flow``'s body that read rows of a table, by the number of their ``sink_at``."""
+    found: dict[int, TakenSum] = {}
+    for i, instr in enumerate(flow.body):
+        if instr.kind != "sink_at" or not instr["sorted"] or flow.type(instr.inputs[1]).shape != ():
+            continue
+        sink = program.sinks[instr["sink"]]
+        if (sink.how, sink.dtype) == ("sum", "float32") and (match := _match(flow, i, instr.inputs[0])) is not None:
+            found[i] = match
+    return found
+
+
+def _match(flow: Flow, sink: int, v: int) -> TakenSum | None:
+    number = _only_reader(flow, v, sink)
+    if number is None:
+        return None
+    instr = flow.body[number]
+    if instr.kind != "mul":
+        return _gathered(flow, number, None, ())
+    for rows, factor in (instr.inputs, instr.inputs[::-1]):
+        made, numbers = _only_reader(flow, rows, number), _factor(flow, factor)
+        if made is not None and numbers is not None and flow.shape(rows) == flow.shape(v):
+            match = _gathered(flow, made, numbers, (number,))
+            if match is not None:
+                return match
+    return None
+
+
+def _gathered(flow: Flow, number: int, factor: int | None, absorbed: tuple[int, ...]) -> TakenSum | None:
+    """The sum of what instruction ``number`` makes, if that is rows of a table, perhaps widened to float32."""
+    made, widened = _narrow(flow, number)
+    if made is None or flow.body[made].kind != "gather":
+        return None
+    instr = flow.body[made]
+    table, index = instr.inputs
+    loaded = flow.makers.get(flow.root(table))
+    fits = loaded is not None and loaded.kind == "load" and not flow.type(table).tile and flow.dtype(table) in _TABLES
+    if not fits or flow.type(table).shape[0] == 0 or flow.type(index).shape != () or not flow.type(index).tile:
+        return None
+    return TakenSum(instr, factor, (*absorbed, *widened, made))
+
+
+def _narrow(flow: Flow, number: int | None) -> tuple[int | None, tuple[int, ...]]:
+    """Instruction ``number``; if it widens a 16-bit number to float32, what makes that, and the widening one."""
+    if number is None or flow.body[number].kind != "convert_element_type":
+        return number, ()
+    (x,), (y,) = flow.body[number].inputs, flow.body[number].outputs
+    if flow.dtype(x) not in ("bfloat16", "float16") or flow.dtype(y) != "float32":
+        return None, ()
+    return _only_reader(flow, x, number), (number,)
+
+
+def _only_reader(flow: Flow, v: int, reader: int) -> int | None:
+    """The instruction that makes ``v``, if ``reader`` alone reads that."""
+    root = flow.root(v)
+    maker = flow.makers.get(root)
+    if maker is None or flow.readers(root) != [reader]:
+        return None
+    return next(i for i, instr in enumerate(flow.body) if instr is maker)
+
+
+def _factor(flow: Flow, v: int) -> int | None:
+    """What ``v`` repeats along the last dimensions of a row, or ``v`` if it repeats nothing; None where it is the same for all
+    rows, or repeated in another way."""
+    if not flow.type(v).tile or flow.literal(v) is not None:
+        return None
+    instr = flow.makers.get(flow.root(v))
+    if instr is None or instr.kind != "broadcast_in_dim":
+        return v if flow.dtype(v) in _TABLES else None
+    source, shape = instr.inputs[0], flow.type(instr.outputs[0]).shape
+    if not flow.type(source).tile or flow.dtype(source) not in _TABLES:
+        return None
+    own = [d - 1 for d, n in zip(instr["dims"][1:], flow.type(source).shape, strict=True) if n != 1]
+    real = [d for d, n in enumerate(shape) if n != 1]
+    return source if own == real[: len(own)] else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Sums of two products of float32, of which the second adds to what the first has stored: ``x @ a + h @ b`` of a recurrent cell.
+#
+# Comes in: a stage's body, as ``Flow``, whose biases stand before such sums (``with_biases_first``). Goes out: the sums, by their
+# products. Only products of whole rows are joined (everything but the rows is contracted), so both see the same matrix of
+# results.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_SAME = ("x_contract", "w_contract", "x_batch", "w_batch", "out_perm")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProductSum:
+    """``result`` = the product of instruction ``first`` + that of ``second``, a later one; ``add`` is the addition's number."""
+
+    result: int
+    first: int
+    second: int
+    add: int
+
+
+def product_sums(flow: Flow) -> dict[int, ProductSum]:
+    """The sums of two products in ``flow``'s body, by the number of each of the two."""
+    number = {v: i for i, instr in enumerate(flow.body) for v in instr.outputs}
+    found: dict[int, ProductSum] = {}
+    for j, instr in enumerate(flow.body):
+        if instr.kind != "add" or any(flow.uses.get(v) != [(j, p)] for p, v in enumerate(instr.inputs)):
+            continue
+        first, second = sorted(number.get(v, -1) for v in instr.inputs)
+        if first >= 0 and _joined(flow, flow.body[first], flow.body[second]):
+            found[first] = found[second] = ProductSum(instr.outputs[0], first, second, j)
+    return found
+
+
+def _joined(flow: Flow, a: Instr, b: Instr) -> bool:
+    return (
+        a.kind == b.kind == "matmul"
+        and all(_plain(flow, m) for m in (a, b))
+        and flow.type(a.outputs[0]) == flow.type(b.outputs[0])
+        and all(a[name] == b[name] for name in _SAME)
+    )
+
+
+def _plain(flow: Flow, product: Instr) -> bool:
+    x, w = (flow.type(v) for v in product.inputs[:2])
+    return (
+        x.tile
+        and not w.tile
+        and {x.dtype, w.dtype, flow.dtype(product.outputs[0])} == {"float32"}
+        and len(product["x_contract"]) == len(x.shape)
+        and not product["x_batch"]
+        and product.get("activation", "none") == "none"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Which 16-bit values of a stage are rounded by the operation that makes them, although their group computes in float32.
+#
+# Comes in: the ``Flow`` of a stage, and where XLA rounds (``ops.spec``). Goes out: the roots of those values. Values that are
+# compared with others, or of which a maximum leaves the program, are rounded in any case (``program.passes.compared_values`` says
+# why), and conversions to a wider float do not keep their digits.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rounded:
+    """``values``: the roots that are rounded; ``everywhere``: those of them whose digits no conversion keeps."""
+
+    values: frozenset[int]
+    everywhere: frozenset[int]
+
+
+def rounded_values(program: TileProgram, flow: Flow, rounding: Rounding) -> Rounded:
+    """Roots of the values whose pointwise operation rounds its result to its 16-bit dtype."""
+    found: set[int] = set()
+    everywhere: set[int] = set()
+    compared: frozenset[int] | None = None  # asked for only where a program has 16-bit values
+    for instr in flow.body:
+        if instr.kind not in OPS or OPS[instr.kind].family != "pointwise":
+            continue
+        literals = tuple(flow.literal(v) for v in instr.inputs)
+        for v in instr.outputs:
+            dtype = flow.type(v).dtype
+            if not EVERYWHERE.rounds(instr.kind, dtype, literals):
+                continue
+            compared = compared_values(program) if compared is None else compared
+            if v in compared:
+                everywhere.add(v)
+            if v in compared or rounding.rounds(instr.kind, dtype, literals):
+                found.add(v)
+    return Rounded(frozenset(found), frozenset(everywhere))

@@ -1,0 +1,516 @@
+"""Where the values of a CPU program lie: views of tiles and arrays, layouts in loops, and offsets in scratch memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.streams import dim_strides
+from kitsune_jax.program.ir import ArrayType, Instr, TileProgram, TileType
+from kitsune_jax.program.passes import VIEWS, Use, squeezed
+from kitsune_jax.targets.cpu.bytecode import (
+    DTYPE_CODE,
+    DTYPES,
+    QUEUE,
+    SCRATCH,
+    Instruction,
+    Loop,
+    Operand,
+    Pack,
+    Prep,
+    Ref,
+    Rows,
+    Stationary,
+    Vector,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The view algebra: how a tile lies in memory, and which operations only change how it is looked at.
+#
+# A ``View`` is memory (``Ref``), the distance of consecutive rows, and the row shape with a stride per dimension, all in
+# elements. The row dimension stands apart and never merges with another. Broadcast, transpose, slice, rev and most reshapes give
+# a view of the same memory: no instruction is spent on them. Invariant: every function here returns a view inside the memory of
+# the one it got.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+ITEM_SIZE = dict(zip(DTYPES, (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8), strict=True))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """Element ``(r, i...)`` is at ``ref.offset + r * row_stride + sum(i * strides)``.
+
+    A stationary array has ``row_stride`` 0 and its whole shape as ``shape``.
+    """
+
+    ref: Ref
+    row_stride: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return DTYPES[self.ref.dtype]
+
+    def operand(self) -> Operand:
+        return Operand(self.ref, self.row_stride, self.strides)
+
+    def at(self, offset: int) -> View:
+        """The same view, ``offset`` elements further on."""
+        return dataclasses.replace(self, ref=dataclasses.replace(self.ref, offset=self.ref.offset + offset))
+
+
+def readable(view: View) -> bool:
+    """Whether a stage may, and should, read a result back from here: not from a queue slot it produces, nor strided elements."""
+    strides = [s for n, s in zip(view.shape, view.strides, strict=True) if n != 1]
+    return view.ref.space != QUEUE and (not strides or strides[-1] == 1)
+
+
+def row_pitch(shape: tuple[int, ...], dtype: str) -> int:
+    """Elements between the rows of a tile in scratch or in a queue.
+
+    Rows of one dimension and 256 bytes or more begin on cache lines, and not a multiple of a page apart (stores would falsely
+    depend on loads of other rows, 4 KB aliasing). Shorter rows, and rows of several dimensions, are dense, so that loops over rows
+    and inner dimensions can be one loop.
+    """
+    item = ITEM_SIZE[dtype]
+    size = math.prod(shape)
+    if len(squeezed(shape)) != 1 or size * item < 256:
+        return size
+    lines = -(-size * item // 64)
+    if lines % 64 == 0:
+        lines += 1
+    return lines * 64 // item
+
+
+def reshape(view: View, shape: tuple[int, ...]) -> View | None:
+    """``view`` with another row shape of the same size, or None where that needs a copy."""
+    strides = reshape_strides(view.shape, view.strides, shape)
+    return None if strides is None else View(view.ref, view.row_stride, shape, strides)
+
+
+def reshape_strides(old: Sequence[int], strides: Sequence[int], new: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of the same elements in the same order under shape ``new``; None where no strides exist.
+
+    >>> reshape_strides((4, 6), (6, 1), (2, 2, 6)), reshape_strides((4, 6), (1, 4), (24,))
+    ((12, 6, 1), None)
+    """
+    source = [(n, s) for n, s in zip(old, strides, strict=True) if n != 1]
+    out: list[int] = []
+    i = j = 0
+    while j < len(new):
+        if new[j] == 1:
+            out.append(0)
+            j += 1
+            continue
+        first, begin = i, j
+        have, want = source[i][0], new[j]
+        i, j = i + 1, j + 1
+        while have != want:
+            if have < want:
+                have *= source[i][0]
+                i += 1
+            else:
+                want *= new[j]
+                j += 1
+        for (_, s), (n, t) in zip(source[first : i - 1], source[first + 1 : i], strict=True):
+            if s != n * t:
+                return None
+        step, group = source[i - 1][1], []
+        for n in reversed(new[begin:j]):
+            group.append(step)
+            step *= n
+        out.extend(reversed(group))
+    return tuple(out)
+
+
+def broadcast(view: View, shape: tuple[int, ...], dims: Sequence[int]) -> View:
+    """``broadcast_in_dim`` to ``shape``: dimension ``d`` of the view becomes ``dims[d]`` (-1: the rows, which take one element)."""
+    strides = [0] * len(shape)
+    for d, n, s in zip(dims, view.shape, view.strides, strict=True):
+        if d >= 0 and n == shape[d]:
+            strides[d] = s
+    return View(view.ref, view.row_stride, shape, tuple(strides))
+
+
+def aligned(view: View, tile: bool, shape: tuple[int, ...]) -> View:
+    """``view`` as an operand of a pointwise tile op of row shape ``shape``: dimensions of extent 1 and rank 0 are stretched."""
+    if not tile and len(view.shape) == len(shape) + 1:  # a stationary operand with a dimension of extent 1 where the rows stand
+        view = View(view.ref, view.row_stride, view.shape[1:], view.strides[1:])
+    if not view.shape:
+        return View(view.ref, view.row_stride, shape, (0,) * len(shape))
+    strides = tuple(s if n == m else 0 for n, m, s in zip(view.shape, shape, view.strides, strict=True))
+    return View(view.ref, view.row_stride, shape, strides)
+
+
+def transpose(view: View, perm: Sequence[int]) -> View:
+    """Row dimensions reordered: dimension ``j`` of the result is ``perm[j]`` of the view."""
+    return View(view.ref, view.row_stride, tuple(view.shape[p] for p in perm), tuple(view.strides[p] for p in perm))
+
+
+def reverse(view: View, dims: Sequence[int]) -> View:
+    offset = sum((view.shape[d] - 1) * view.strides[d] for d in dims)
+    strides = tuple(-s if d in dims else s for d, s in enumerate(view.strides))
+    return View(view.ref, view.row_stride, view.shape, strides).at(offset)
+
+
+def cut(view: View, start: Sequence[int], limit: Sequence[int], step: Sequence[int]) -> View:
+    """``slice`` of the row dimensions."""
+    shape = tuple(max(0, -(-(b - a) // s)) for a, b, s in zip(start, limit, step, strict=True))
+    offset = sum(a * t for a, t in zip(start, view.strides, strict=True))
+    strides = tuple(t * s for t, s in zip(view.strides, step, strict=True))
+    return View(view.ref, view.row_stride, shape, strides).at(offset)
+
+
+def scratch(buffer: int, dtype_code: int, shape: tuple[int, ...], dense: bool = False) -> View:
+    """A tile of its own in scratch; ``buffer`` is a virtual buffer number until ``buffers.place`` gives it an address.
+
+    ``dense``: no space between rows, for those who walk rows and an inner dimension in one loop.
+    """
+    pitch = math.prod(shape) if dense else row_pitch(shape, DTYPES[dtype_code])
+    return View(Ref(SCRATCH, buffer, 0, dtype_code), pitch, shape, dim_strides(shape))
+
+
+def chain(pairs: Sequence[tuple[int, int]]) -> int | None:
+    """Innermost stride of several (extent, stride) dimensions, outermost first, if one loop can walk them all; None if not.
+
+    Dimensions of extent 1 do not count; no dimension left gives 0.
+    """
+    real = [(n, s) for n, s in pairs if n != 1]
+    for (_, s), (n, t) in zip(real, real[1:], strict=False):
+        if s != n * t:
+            return None
+    return real[-1][1] if real else 0
+
+
+def row_stride_of(axes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The single row stride of an array with a stride per stream axis, or None where its address is not linear in the row.
+
+    >>> row_stride_of((4, 10), (30, 3)), row_stride_of((4, 10), (3, 12)), row_stride_of((1, 10), (0, 3))
+    (3, None, 3)
+    """
+    return chain(list(zip(axes, strides, strict=True)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Which values of a loop's body lie column by column in scratch.
+#
+# A carry of a few columns (the state of a simulator, ``[envs, 4]``) is taken apart by slices and put together again in every
+# iteration. Row by row each of these is a load or a store with a stride; column by column they are dense, and a sum over the
+# columns adds whole vectors. Rows as long as a vector stay rows where nothing takes them apart (the state of a recurrent layer):
+# what they are computed with lies row by row. So do carries that a step multiplies with a matrix, or makes so, and what is handed
+# on in their place: a product reads and writes rows.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+MOST_COLUMNS = 32
+_VECTOR = 16
+_COPIES = frozenset({"slice", "concatenate", "pad"})
+_READERS = _COPIES | {"results", "store", "store_slice"} | {kind for kind, op in OPS.items() if op.family == "reduce"}
+
+
+def by_columns(
+    t: TileType,
+    roots: Collection[int],
+    uses: Mapping[int, Sequence[Use]],
+    instruction: Callable[[int], Instr],
+    pointwise: Callable[[str], bool],
+) -> bool:
+    """Whether nothing reads ``roots``, a tile of type ``t`` and what a loop's next step has in its place, but element by element,
+    through views, as a piece of another tile or to fold it, and its rows are short, or something takes them apart."""
+    if not t.tile or not 1 < math.prod(t.shape) <= MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
+        return False
+    apart = math.prod(t.shape) < _VECTOR
+
+    def fits(v: int) -> bool:
+        nonlocal apart
+        for i, _ in uses.get(v, ()):
+            instr = instruction(i)
+            apart |= instr.kind in _COPIES
+            if instr.kind in VIEWS:
+                if not fits(instr.outputs[0]):
+                    return False
+            elif not pointwise(instr.kind) and instr.kind not in _READERS:
+                return False
+        return True
+
+    return all(map(fits, roots)) and apart
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The arrays at a program's border as memory.
+#
+# Comes in: an ``ArrayType`` of a tile program. Goes out: its ``Border``, with strides for the stream axes and the row's
+# dimensions.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Border:
+    """An array of the program's border as memory: ``view`` where its address is linear in the row of a batch, else None.
+
+    Where the stream has an order of its own, no streamed array's address is.
+    """
+
+    ref: Ref
+    axis_strides: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    view: View | None
+
+
+def border(program: TileProgram, array: ArrayType, space: int, number: int) -> Border:
+    ref = Ref(space, number, 0, DTYPE_CODE[array.dtype])
+    dense, batch = dim_strides(array.shape), program.batch_axes
+    if not array.row_strides:
+        return Border(ref, (), array.shape, dense, View(ref, 0, array.shape, dense))
+    shape, strides = tuple(array.shape[d] for d in array.dims), tuple(dense[d] for d in array.dims)
+    row = row_stride_of(program.axes[batch:], array.row_strides[batch:])
+    if program.order is not None and any(array.row_strides):
+        row = None
+    part = dataclasses.replace(ref, batch_strides=array.row_strides[:batch])
+    return Border(ref, array.row_strides, shape, strides, None if row is None else View(part, row, shape, strides))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Parts of arrays and of tiles that move with the numbers of loops.
+#
+# Comes in: a ``load_slice``, ``store_slice``, ``cut`` or ``paste`` of a stage. Goes out: where its part lies. No instruction is
+# spent on that: the operands of whoever reads or writes the part move with the loops.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+class Numbered(Protocol):
+    """What is asked of a stage."""
+
+    @property
+    def program(self) -> TileProgram: ...
+    @property
+    def depth(self) -> int: ...
+    def input(self, number: int) -> Border: ...
+    def output(self, number: int) -> Border: ...
+    def view(self, v: int) -> View: ...
+    def number(self, v: int) -> tuple[int | None, int]: ...
+
+
+def border_of(stage: Numbered, instr: Instr) -> Border:
+    """What a ``load_slice`` or a ``store_slice`` names: a part of an array."""
+    loads = instr.kind == "load_slice"
+    array = (stage.program.inputs if loads else stage.program.outputs)[instr["array"]]
+    whole = stage.input(instr["array"]) if loads else stage.output(instr["array"])
+    shape, dims = list(whole.shape), [array.kept.index(d) for d in instr["dims"]]
+    for k, size in zip(dims, instr["sizes"], strict=True):
+        shape[k] = size
+    numbers = instr.inputs if loads else instr.inputs[1:]
+    offset, moves = moves_of(stage, numbers, instr["steps"], [whole.strides[k] for k in dims])
+    view = (
+        None
+        if whole.view is None
+        else View(_moved(whole.view.ref, offset, moves), whole.view.row_stride, tuple(shape), whole.strides)
+    )
+    return Border(_moved(whole.ref, offset, moves), whole.axis_strides, tuple(shape), whole.strides, view)
+
+
+def moves_of(stage: Numbered, numbers: Sequence[int], steps: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """How far ``numbers`` move an operand: by elements, and by a stride for each enclosing loop, the outermost first."""
+    offset, moves = 0, [0] * stage.depth
+    for v, step, stride in zip(numbers, steps, strides, strict=True):
+        loop, constant = stage.number(v)
+        if loop is not None:
+            moves[loop - 1] += step * stride
+        else:
+            offset += constant * step * stride
+    return offset, tuple(moves) if any(moves) else ()
+
+
+def part(stage: Numbered, instr: Instr) -> View:
+    """What a ``cut`` reads and a ``paste`` writes: a part of its first operand."""
+    whole = stage.view(instr.inputs[0])
+    offset, moves = moves_of(stage, instr.inputs[-1:], (1,), whole.strides[:1])
+    return View(_moved(whole.ref, offset, moves), whole.row_stride, whole.shape[1:], whole.strides[1:])
+
+
+def _moved(ref: Ref, offset: int, moves: Sequence[int]) -> Ref:
+    """``ref``, ``offset`` elements further on, which also moves by ``moves`` with the numbers of the loops around it."""
+    strides = tuple(a + b for a, b in itertools.zip_longest(ref.loop_strides, moves, fillvalue=0))
+    return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=strides if any(strides) else ())
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Scratch memory: virtual buffers to byte offsets.
+#
+# Comes in: a stage's instructions, whose scratch refs name virtual buffers (``Ref.index``) with element offsets inside them. Goes
+# out: the same instructions with real offsets and index 0, and the size of the stage's scratch. Two buffers share bytes only
+# where no instruction uses the one between the first and the last use of the other.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+ALIGNMENT = 64
+
+
+def _fields(kind: str) -> dict[type, tuple[str, ...]]:
+    """The fields of each instruction whose type is called ``kind``."""
+    all_of = {cls: dataclasses.fields(cls) for cls in typing.get_args(Instruction)}
+    return {cls: tuple(field.name for field in fields if field.type == kind) for cls, fields in all_of.items()}
+
+
+_OPERAND_FIELDS, _ROWS_FIELDS = _fields("Operand"), _fields("Rows")
+
+
+def operands(instruction: Instruction) -> list[Operand]:
+    """All operands of an instruction that address tiles; of a loop, none of what is inside it."""
+    if isinstance(instruction, Vector):
+        return [*instruction.loads, *instruction.stores]
+    rows = [getattr(instruction, name) for name in _ROWS_FIELDS[type(instruction)]]
+    own = [getattr(instruction, name) for name in _OPERAND_FIELDS[type(instruction)]]
+    return [*own, *(operand for r in rows for operand in (r.x, r.taken))]
+
+
+def place_buffers(body: Sequence[Instruction], sizes: list[int], preps: list[Prep]) -> tuple[tuple[Instruction, ...], int]:
+    """Give the virtual buffers of ``sizes`` bytes their addresses, also in the ``preps`` that ``body`` packs. Returns the body and
+    the scratch bytes it needs."""
+    lives = _lives(body, preps)
+    first, last = {b: life[0] for b, life in lives.items()}, {b: life[1] for b, life in lives.items()}
+    # Neither order of placement is always better; both are cheap.
+    by_size = sorted(first, key=lambda b: (-sizes[b], first[b]))
+    by_time = sorted(first, key=lambda b: (first[b], -sizes[b]))
+    layouts = [_fit(order, first, last, sizes) for order in (by_time, by_size)]
+    offsets, total = min(layouts, key=lambda layout: layout[1])
+    return tuple(_rewrite(instruction, offsets, preps) for instruction in body), total
+
+
+def _lives(body: Sequence[Instruction], preps: Sequence[Prep]) -> dict[int, list[int]]:
+    """The first and the last time of use of every buffer. One that is used in a loop and outside of it lives in all of the loop."""
+    lives: dict[int, list[int]] = {}
+    time = 0
+
+    def run(code: Sequence[Instruction]) -> set[int]:
+        nonlocal time
+        used: set[int] = set()
+        for instruction in code:
+            start = time
+            if isinstance(instruction, (Loop, Stationary)):
+                inside = run(instruction.body)
+                if isinstance(instruction, Loop):
+                    looped.append((start, time, inside))
+                used |= inside
+            else:
+                refs = [o.ref for o in operands(instruction)]
+                refs += [preps[instruction.prep].source] if isinstance(instruction, Pack) else []
+                for ref in refs:
+                    if ref.space == SCRATCH:
+                        lives.setdefault(ref.index, [time, time])[1] = time
+                        used.add(ref.index)
+            time += 1
+        return used
+
+    looped: list[tuple[int, int, set[int]]] = []  # inner loops before those around them
+    run(body)
+    for start, end, inside in looped:
+        for b in inside:
+            if lives[b][0] < start or lives[b][1] > end:
+                lives[b] = [min(lives[b][0], start), max(lives[b][1], end)]
+    return lives
+
+
+def _fit(order: list[int], first: dict[int, int], last: dict[int, int], sizes: list[int]) -> tuple[dict[int, int], int]:
+    """Every buffer of ``order`` at the lowest offset that is free for its whole life. Returns the offsets and their end."""
+    offsets: dict[int, int] = {}
+    placed = _Lives(max(last.values(), default=0) + 1)
+    total = 0
+    for b in order:
+        size = _round_up(sizes[b])
+        others = sorted(placed.during(first[b], last[b]))
+        at = 0
+        for start, length, _ in others:
+            if at + size <= start:
+                break
+            if at < start + length:
+                at = start + length
+        offsets[b] = at
+        placed.add(first[b], last[b], (at, size, b))
+        total = max(total, at + size)
+    return offsets, total
+
+
+class _Lives:
+    """Buffers by the time for which they live: which of them live at some time of a span?
+
+    A segment tree: each buffer is kept at the few nodes that together are its life, and known to the nodes above these. So a
+    question costs as much as its answer is long, however long the program.
+    """
+
+    def __init__(self, times: int):
+        self._leaves = 1 << max(0, times - 1).bit_length()
+        self._here: dict[int, list[tuple[int, int, int]]] = {}  # lives for all of the node's span
+        self._below: dict[int, list[tuple[int, int, int]]] = {}  # for a part of it
+
+    def _nodes(self, first: int, last: int) -> list[int]:
+        nodes = []
+        a, b = first + self._leaves, last + self._leaves + 1
+        while a < b:
+            if a & 1:
+                nodes.append(a)
+                a += 1
+            if b & 1:
+                b -= 1
+                nodes.append(b)
+            a, b = a >> 1, b >> 1
+        return nodes
+
+    def _above(self, nodes: list[int]) -> set[int]:
+        above: set[int] = set()
+        for node in nodes:
+            node >>= 1
+            while node and node not in above:
+                above.add(node)
+                node >>= 1
+        return above
+
+    def add(self, first: int, last: int, buffer: tuple[int, int, int]) -> None:
+        nodes = self._nodes(first, last)
+        for node in nodes:
+            self._here.setdefault(node, []).append(buffer)
+        for node in self._above(nodes):
+            self._below.setdefault(node, []).append(buffer)
+
+    def during(self, first: int, last: int) -> set[tuple[int, int, int]]:
+        nodes = self._nodes(first, last)
+        found: set[tuple[int, int, int]] = set()
+        for node in nodes:
+            found.update(self._here.get(node, ()), self._below.get(node, ()))
+        for node in self._above(nodes):
+            found.update(self._here.get(node, ()))
+        return found
+
+
+def _round_up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _rewrite(instruction: Instruction, offsets: dict[int, int], preps: list[Prep]) -> Instruction:
+    def ref_of(ref: Ref) -> Ref:
+        if ref.space != SCRATCH:
+            return ref
+        base = offsets[ref.index] // ITEM_SIZE[DTYPES[ref.dtype]]
+        return dataclasses.replace(ref, index=0, offset=base + ref.offset)
+
+    def moved(operand: Operand) -> Operand:
+        return operand if operand.ref.space != SCRATCH else dataclasses.replace(operand, ref=ref_of(operand.ref))
+
+    if isinstance(instruction, Pack):
+        preps[instruction.prep] = dataclasses.replace(preps[instruction.prep], source=ref_of(preps[instruction.prep].source))
+        return instruction
+    if isinstance(instruction, (Loop, Stationary)):
+        return dataclasses.replace(instruction, body=tuple(_rewrite(i, offsets, preps) for i in instruction.body))
+    if isinstance(instruction, Vector):
+        changes: dict[str, Any] = {name: tuple(map(moved, getattr(instruction, name))) for name in ("loads", "stores")}
+    else:
+        changes = {name: moved(getattr(instruction, name)) for name in _OPERAND_FIELDS[type(instruction)]}
+        for name in _ROWS_FIELDS[type(instruction)]:
+            rows: Rows = getattr(instruction, name)
+            changes[name] = dataclasses.replace(rows, x=moved(rows.x), taken=moved(rows.taken))
+    return dataclasses.replace(instruction, **changes)

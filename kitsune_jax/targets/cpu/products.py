@@ -1,0 +1,498 @@
+"""Matrix products on the CPU: a tile times a stationary operand with its epilogue, products of two tiles, and loops around them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.program.ir import WITHIN, Block, Instr, TileProgram, walk
+from kitsune_jax.program.passes import VIEWS
+from kitsune_jax.targets.cpu import memory, pointwise
+from kitsune_jax.targets.cpu.bytecode import (
+    ACTIVATIONS,
+    DENSE,
+    DTYPE_CODE,
+    IN,
+    PRODUCTS,
+    REDUCTIONS,
+    SCRATCH,
+    SUM_GROUP,
+    WEIGHT,
+    AccumulateMatmul,
+    Dot,
+    Loop,
+    Matmul,
+    Operand,
+    Prep,
+    Reduce,
+    Ref,
+    Sums,
+)
+from kitsune_jax.targets.cpu.memory import View
+from kitsune_jax.targets.cpu.stage import Stage
+from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Matrix products: a tile times a stationary operand, with bias, relu and conversion folded in where they follow.
+#
+# Comes in: a ``matmul`` instruction of a stage. Goes out: one ``Matmul``, its ``Prep``s, and a copy of x first where x does not
+# lie as rows of contiguous K elements a uniform distance apart. The order of the contracted, free and batch dimensions is ours to
+# choose: the stationary operand is packed to suit.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+MATMUL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+# What cpu/src/program_check.cc accepts of a packed weight.
+_LONGEST_SIDE, _MOST_PREPARED = 1 << 26, 1 << 36
+
+
+def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
+    dims = _Dims.of(stage, instr)
+    x, w, *bias = instr.inputs
+    if stage.leaf(w) is not None:
+        raise CannotLower("a matrix product with a constant")
+    weight = stage.view(w)
+    lies = stage.view(x)
+    order = dims.ordered_by(lies)
+    rows = _rows(lies, order.free, order.batch, order.contract)
+    if rows is None:
+        lies, order = _copied(stage, x, dims)
+        rows = _rows(lies, order.free, order.batch, order.contract)
+        assert rows is not None
+    free, batch = [dims.out_of_x[d] for d in order.free], [dims.out_of_x[d] for d in order.batch]
+    total = stage.sums.get(i)
+    result = instr.outputs[0] if total is None else total.result
+    shape = stage.type(result).shape
+
+    def panel(view: View) -> tuple[list[int], tuple[int, int] | None]:
+        columns = sorted(dims.out_of_w.values(), key=lambda d: -view.strides[d])
+        return columns, _rows(view, free, batch, columns)
+
+    def layout() -> View:
+        sequence = [*free, *batch, *dims.out_of_w.values()]
+        own = _matrix(stage, [shape[d] for d in sequence], stage.type(result).dtype, len(free))
+        return memory.transpose(own, [sequence.index(d) for d in range(len(shape))])
+
+    out = stage.place(result, lambda v: panel(v)[1] is not None, layout)
+    columns, lines = panel(out)
+    assert lines is not None
+    w_of_out = {d: k for k, d in dims.out_of_w.items()}
+    prep = _weight(stage, weight, [dims.w_batch[b] for b in order.batch], [dims.w_contract[k] for k in order.contract],
+                   [w_of_out[d] for d in columns])  # fmt: skip
+    numbers = sorted(columns)  # the dimensions of a bias, in its order
+    stage.code.append(
+        Matmul(
+            x=Operand(lies.ref, rows[0], (rows[1],)),
+            row_multiple=math.prod(shape[d] for d in free),
+            batch=math.prod(shape[d] for d in batch),
+            weight=stage.prep(prep, w),
+            bias=stage.prep(_dense(stage.view(bias[0]), [numbers.index(d) for d in columns]), bias[0]) if bias else -1,
+            activation=ACTIVATIONS.index(instr.get("activation", "none")),
+            parameters=instr.get("parameters", ()),
+            rounds=DTYPE_CODE[instr.get("rounds", "float32")],
+            out=Operand(out.ref, lines[0], (lines[1],)),
+            adds=total is not None and total.second == i,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """Row dimensions of x, each list in the order in which memory is walked."""
+
+    free: list[int]
+    batch: list[int]
+    contract: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dims:
+    """Who is who: row dimensions of x (0-based, the row left out), dimensions of w, row dimensions of the result."""
+
+    free: tuple[int, ...]
+    w_batch: dict[int, int]  # row dimension of x -> dimension of w
+    w_contract: dict[int, int]
+    out_of_x: dict[int, int]  # free and batch dimensions of x -> row dimension of the result
+    out_of_w: dict[int, int]  # free dimension of w -> row dimension of the result, ascending in the result
+    out_shape: tuple[int, ...]
+
+    @staticmethod
+    def of(stage: Stage, instr: Instr) -> _Dims:
+        x, w = (stage.type(v) for v in instr.inputs[:2])
+        if not x.tile or w.tile:
+            raise CannotLower("a matrix product of two streamed values")
+        if 0 in (*instr["x_contract"], *instr["x_batch"]):
+            raise CannotLower("a matrix product that contracts or batches over the rows of a tile")
+        x_contract, x_batch = ([d - 1 for d in instr[name]] for name in ("x_contract", "x_batch"))
+        w_contract, w_batch = list(instr["w_contract"]), list(instr["w_batch"])
+        free = tuple(d for d in range(len(x.shape)) if d not in x_contract and d not in x_batch)
+        columns = [d for d in range(len(w.shape)) if d not in w_contract and d not in w_batch]
+        falls_out = [*(("x", d) for d in x_batch), ("x", -1), *(("x", d) for d in free), *(("w", d) for d in columns)]
+        names = [falls_out[p] for p in instr["out_perm"]]
+        if names[0] != ("x", -1):
+            raise CannotLower("a matrix product whose result does not have its rows first")
+        place = {name: k - 1 for k, name in enumerate(names)}
+        return _Dims(
+            free,
+            dict(zip(x_batch, w_batch, strict=True)),
+            dict(zip(x_contract, w_contract, strict=True)),
+            {d: place["x", d] for d in (*free, *x_batch)},
+            dict(sorted(((d, place["w", d]) for d in columns), key=lambda pair: pair[1])),
+            stage.type(instr.outputs[0]).shape,
+        )
+
+    def ordered_by(self, x: View) -> _Order:
+        def falling(dims: Sequence[int]) -> list[int]:
+            return sorted(dims, key=lambda d: -x.strides[d])
+
+        return _Order(falling(self.free), falling(tuple(self.w_batch)), falling(tuple(self.w_contract)))
+
+
+def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> tuple[int, int] | None:
+    """(distance of rows, batch stride) of ``view`` as matrices of contiguous ``inner`` elements; None if it is not that."""
+
+    def pairs(dims: Sequence[int]) -> list[tuple[int, int]]:
+        return [(view.shape[d], view.strides[d]) for d in dims]
+
+    element, step, batch_step = memory.chain(pairs(inner)), memory.chain(pairs(free)), memory.chain(pairs(batch))
+    size = math.prod(view.shape[d] for d in free)
+    if element is None or step is None or batch_step is None:
+        return None
+    if element != 1 and any(view.shape[d] != 1 for d in inner):
+        return None
+    if size == 1:
+        return view.row_stride, batch_step
+    return (step, batch_step) if step * size == view.row_stride else None
+
+
+def _copied(stage: Stage, x: int, dims: _Dims) -> tuple[View, _Order]:
+    """A copy of x in scratch, laid out for the kernel."""
+    order = _Order(list(dims.free), list(dims.w_batch), list(dims.w_contract))
+    sequence = [*order.free, *order.batch, *order.contract]
+    t = stage.type(x)
+    own = _matrix(stage, [t.shape[d] for d in sequence], t.dtype, len(order.free))
+    target = memory.transpose(own, [sequence.index(d) for d in range(len(sequence))])
+    stage.write(x, target)
+    return target, order
+
+
+def _matrix(stage: Stage, shape: Sequence[int], dtype: str, multiple: int) -> View:
+    """Scratch of row shape ``shape`` whose first ``multiple`` dimensions are rows to the kernel, at one distance throughout."""
+    return stage.scratch(tuple(shape), dtype, dense=math.prod(shape[:multiple]) > 1)
+
+
+def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
+    """A weight gradient: the rows of both tiles are contracted, the free dimensions are the accumulator's, in the op's order."""
+    x, y = instr.inputs[:2]
+    if stage.type(x).dtype != stage.type(y).dtype:
+        raise CannotLower(f"a weight gradient of {stage.type(x).dtype} and {stage.type(y).dtype}")
+    pairs = [(a - 1, b - 1) for a, b in zip(instr["x_contract"], instr["y_contract"], strict=True) if a > 0]
+    lies = stage.view(x)
+    pairs.sort(key=lambda pair: -lies.strides[pair[0]])  # the order in which x's rows are walked; y follows
+    sides = []
+    for v, contract, batch in (
+        (x, [a for a, _ in pairs], [d - 1 for d in instr["x_batch"]]),
+        (y, [b for _, b in pairs], [d - 1 for d in instr["y_batch"]]),
+    ):
+        view = stage.view(v)
+        free = [d for d in range(len(view.shape)) if d not in contract and d not in batch]
+        rows = _rows(view, contract, batch, free)
+        if rows is None:
+            sequence = [*contract, *batch, *free]
+            own = _matrix(stage, [view.shape[d] for d in sequence], stage.type(v).dtype, len(contract))
+            view = memory.transpose(own, [sequence.index(d) for d in range(len(sequence))])
+            stage.write(v, view)
+            rows = _rows(view, contract, batch, free)
+            assert rows is not None
+        sides.append((view, rows, math.prod(view.shape[d] for d in free)))
+    # Whole sums are the same either way, and the kernel likes few rows of them better than few columns. A part of the sums is not
+    # turned around: the sink has its matrices as its other parts have them.
+    if sides[1][2] == 1 and instr.get("dims") is None:
+        sides.reverse()
+    (vx, rx, m), (vy, ry, n) = sides
+    sums, matrices = _part(stage, instr, m, n)
+    stage.code.append(
+        AccumulateMatmul(
+            sink=instr["sink"],
+            row_multiple=math.prod(lies.shape[a] for a, _ in pairs),
+            batch=math.prod(lies.shape[d - 1] for d in instr["x_batch"]),
+            m=m,
+            n=n,
+            x=Operand(vx.ref, rx[0], (rx[1],)),
+            y=Operand(vy.ref, ry[0], (ry[1],)),
+            product=_product(vx.ref, stage.products.gradients),
+            sums=sums,
+            matrices=matrices,
+        )
+    )
+
+
+def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[Sums, tuple[int, ...]]:
+    """Which part of the sink's matrices an m x n product is, where numbers of loops cut it out; and those matrices."""
+    if instr.get("dims") is None:
+        return Sums(), ()
+    k, dims, steps, sizes = instr["sink"], instr["dims"], instr["steps"], instr["sizes"]
+    shape, batch = stage.program.sinks[k].shape, len(instr["x_batch"])
+    rows = range(batch, len(stage.type(instr.inputs[0]).rows_first) - len(instr["x_contract"]))
+    height, columns = math.prod(shape[batch : rows.stop]), math.prod(shape[rows.stop :])
+    d, size = dims[0], sizes[0]
+    side = rows if d in rows else range(rows.stop, len(shape))
+    if len(dims) > 1 or d < batch or math.prod(shape[side.start : d]) > 1:
+        raise CannotLower(f"a weight gradient in parts of dimensions {dims}")
+    # The first parts are all as long; what is left is shorter.
+    longest = max(i["sizes"][0] for s in stage.program.stages for i in walk(s.body) if i.get("dims") and i.get("sink") == k)
+    inner = math.prod(shape[d + 1 : side.stop])
+    each = inner * (columns if side is rows else height)
+    offset, moves = memory.moves_of(stage, instr.inputs[2:], steps, (each,))
+    fits = size in (longest, shape[d] % longest) and not any(e % (longest * each) for e in (offset, *moves))
+    if not fits or (side is not rows and longest * inner % SUM_GROUP):
+        raise CannotLower(f"a weight gradient in parts of {size} of {shape[d]} elements, {steps[0]} apart")
+    return Sums(offset, moves), (height, longest * inner if side is rows else height, columns)
+
+
+def _product(ref: Ref, name: str) -> int:
+    """``name`` as the format has it for operands like ``ref``: only bfloat16 can be multiplied in more than one way."""
+    return PRODUCTS.index(name if ref.dtype == DTYPE_CODE["bfloat16"] else "best")
+
+
+def _weight(stage: Stage, w: View, batch: Sequence[int], contract: Sequence[int], columns: Sequence[int]) -> Prep:
+    def part(dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(w.shape[d] for d in dims), tuple(w.strides[d] for d in dims)
+
+    one = ((1,), (0,))
+    (b, bs), (k, ks), (n, ns) = part(batch), part(contract) if contract else one, part(columns) if columns else one
+    longest = max(math.prod(k), math.prod(n))
+    if longest > _LONGEST_SIDE:
+        raise CannotLower(f"a weight with a side of {longest} elements: the CPU target packs sides of {_LONGEST_SIDE} at most")
+    if math.prod((*b, *k, *n)) > _MOST_PREPARED:
+        raise CannotLower(f"a weight of {math.prod((*b, *k, *n))} elements: the CPU target packs {_MOST_PREPARED} at most")
+    return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns, _product(w.ref, stage.products.weights), _moves(w.ref))
+
+
+def _moves(ref: Ref) -> int:
+    """Whether what ``ref`` names is not there, or not the same, before any stage runs: it is prepared where it is used."""
+    return int(ref.space != IN or any(ref.loop_strides) or any(ref.batch_strides))
+
+
+def _dense(bias: View, columns: Sequence[int]) -> Prep:
+    """``bias`` with its dimensions in the order of ``columns``, wide enough for the sums it is added to."""
+    wide = "float64" if bias.dtype == "float64" else "float32"
+    extents, strides = tuple(bias.shape[d] for d in columns), tuple(bias.strides[d] for d in columns)
+    return Prep(DENSE, bias.ref, DTYPE_CODE[wide], (), (), (), (), extents or (1,), strides or (0,), local=_moves(bias.ref))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Loops and products of two tiles, as instructions of the CPU program.
+#
+# Comes in: an instruction ``loop`` or ``dot`` of a stage (or of a loop's body). Goes out: its code, in the stage. Carries live in
+# scratch: the next value of one is written to its place at once where nothing reads the old value afterwards, and copied there at
+# the end of the iteration elsewhere. What a slice takes out of an array costs nothing: its operands move with the numbers of the
+# loops.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_FEW = 8  # rows of a matrix by which another is multiplied as it lies (``small`` in cpu/src/run_dot.cc)
+# Elements of a matrix up to which a vector is multiplied by it and summed as rows are, however it lies; and unless it lies well.
+# Products of two vectors are so up to the second number. A vector times a matrix of 4 x 4 took 6 to 12 ns so and 11 to 24 as a
+# product; 6 x 6 took 51 to 82 and 25 to 37, 64 x 64 740 to 2600 and 260 to 280 (float32, a Xeon with AMX).
+_TINY, _SMALL = 16, 1 << 12
+
+
+def emit_loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
+    """``emit`` makes the code of the body."""
+    block = instr.block
+    assert block is not None
+    if instr["count"] == 0:
+        stage.views.update((out, stage.view(v)) for out, v in zip(instr.outputs, instr.inputs, strict=True))
+        return
+    for v in pointwise.captured(instr):
+        if stage.leaf(v) is None:
+            stage.view(v)
+    inside = Stage(stage.program, block.body, stage.preps, stage.products, stage.rounding, stage, block)
+    places = [inside.new(v) for v in block.carries]
+    for v, place in zip(instr.inputs, places, strict=True):
+        maker = stage.flow.makers.get(stage.root(v))
+        if maker is None or maker.kind != "empty":
+            stage.write(v, place)
+    inside.views.update(stage.views)
+    inside.views.update(zip(block.carries, places, strict=True))
+    inside.carried = {p: places[p] for p in _written_at_once(inside, block)}
+    emit(inside)
+    _hand_on(inside, block, places)
+    if inside.code:
+        within = _within(stage.program, instr)
+        stage.code.append(Loop(instr["count"], int(instr.get("reverse", False)), within, tuple(inside.code)))
+    stage.views.update(zip(instr.outputs, places, strict=True))
+
+
+def _within(program: TileProgram, instr: Instr) -> tuple[int, ...]:
+    """Which iterations a tile runs, by the rows of its batch."""
+    bounds = instr.get("within")
+    if bounds is None:
+        return ()
+    axis, step, low, high, which = bounds
+    unbounded = math.prod(program.axes) + instr["count"] * step
+    low, high = -unbounded if low is None else low, unbounded if high is None else high
+    return math.prod(program.axes[axis + 1 :]), program.axes[axis], step, low, high, WITHIN.index(which)
+
+
+def _written_at_once(stage: Stage, block: Block) -> list[int]:
+    """The carries whose place nobody reads once the next value is written to it."""
+    items = pointwise.schedule(stage)
+    where = {i: k for k, item in enumerate(items) for i in item.ops}
+    maker = {stage.root(v): i for i, instr in enumerate(stage.body) for v in instr.outputs if i in where}
+
+    def read_before(v: int, i: int, same: bool) -> bool:
+        """Whether ``v`` is read before instruction ``i`` writes, or as it does. ``same``: ``v`` is the carry, not a part of it."""
+        for j, _ in stage.uses.get(v, ()):
+            if j < len(stage.body) and j not in where:  # a view, or a conversion that whoever reads it does
+                if not read_before(stage.root(stage.body[j].outputs[0]), i, same and stage.body[j].kind not in VIEWS):
+                    return False
+                continue
+            grouped = same and j <= i and where.get(j) == where[i] and items[where[i]].loop is not None
+            alike = grouped and pointwise.shape_of(stage, v) == items[where[i]].loop
+            if not alike and (j not in where or where[j] >= where[i]):
+                return False
+        return True
+
+    results = [stage.root(v) for v in block.results]
+    return [p for p, (v, r) in enumerate(zip(block.carries, results, strict=True)) if r in maker and read_before(v, maker[r], True)]
+
+
+def _hand_on(stage: Stage, block: Block, places: Sequence[View]) -> None:
+    """Copy what is not in its carry's place yet. What lies in a place itself moves aside first."""
+    homes = {place.ref.index for place in places}
+    moves = []
+    for p, (result, place) in enumerate(zip(block.results, places, strict=True)):
+        if (len(stage.body), p) in stage.satisfied or stage.root(result) == block.carries[p]:
+            continue
+        lies = None if stage.leaf(result) is not None else stage.view(result)
+        if lies == place:
+            continue
+        if lies is not None and lies.ref.space == SCRATCH and lies.ref.index in homes:
+            aside = stage.new(result)
+            stage.copy(lies, aside)
+            lies = aside
+        moves.append((result, lies, place))
+    for result, lies, place in moves:
+        if lies is None:
+            stage.write(result, place)
+        else:
+            stage.copy(lies, place)
+
+
+def emit_paste(stage: Stage, i: int, instr: Instr) -> None:
+    """A part of a carry is written where it belongs: nothing else reads or writes the carry."""
+    x, part, _ = instr.inputs
+    stage.views[instr.outputs[0]] = stage.view(x)
+    if not stage.settled((i, 1), part):
+        stage.write(part, memory.part(stage, instr))
+
+
+def emit_dot(stage: Stage, i: int, instr: Instr) -> None:
+    x, y = instr.inputs
+    t, u, result = stage.type(x), stage.type(y), stage.type(instr.outputs[0])
+    if t.dtype != u.dtype or not t.dtype.startswith(("float", "bfloat")):
+        raise CannotLower(f"a product of {t.dtype} and {u.dtype} for each row")
+    if "float64" in (t.dtype, result.dtype) and t.dtype != result.dtype:
+        raise CannotLower(f"a {result.dtype} product of {t.dtype} for each row")
+    contract, batch = ([d - 1 for d in instr[f"x_{name}"]] for name in ("contract", "batch"))
+    contract_y, batch_y = ([d - 1 for d in instr[f"y_{name}"]] for name in ("contract", "batch"))
+    free = [d for d in range(len(t.shape)) if d not in (*contract, *batch)]
+    free_y = [d for d in range(len(u.shape)) if d not in (*contract_y, *batch_y)]
+    sides = (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y))
+    m, n, k = (math.prod(s.shape[d] for d in dims) for s, dims in ((t, free), (u, free_y), (t, contract)))
+    lead = len(batch), len(batch) + len(free)
+    groups = [tuple(range(lead[0])), tuple(range(*lead)), tuple(range(lead[1], len(result.shape)))]
+    if n < m and n <= _FEW:  # the result then lies transposed, and the larger operand is read once, as it lies
+        m, n, sides = n, m, sides[::-1]
+        groups[1:] = reversed(groups[1:])
+    if k == 1 or m == 1 and (n * k <= _SMALL if n == 1 else not _is_matrix(stage.view(sides[1][0]), n * k, *sides[1][1])):
+        _multiplied_and_summed(stage, instr, sides)
+        return
+    (x, of_x), (y, (batch_y, free_y, contract_y)) = sides
+    shared = _shared(stage.view(y), batch_y, free_y, contract_y)
+    of_y = [*batch_y, *free_y[:shared]], free_y[shared:], contract_y
+    groups = [(*groups[0], *groups[2][:shared]), groups[1], groups[2][shared:]]
+    (vx, sx), (vy, sy) = _matrices(stage, x, of_x, dense=True), _matrices(stage, y, of_y, dense=False)
+
+    def fits(view: View) -> bool:
+        strides = _strides(view, groups)
+        return strides is not None and strides[2] == 1
+
+    def layout() -> View:
+        order = [d for dims in groups for d in dims]
+        own = stage.scratch(tuple(result.shape[d] for d in order), result.dtype)
+        return memory.transpose(own, [order.index(d) for d in range(len(order))])
+
+    out = stage.place(instr.outputs[0], fits, layout)
+    strides = _strides(out, groups)
+    assert strides is not None
+    b, n = (math.prod(vy.shape[d] for d in dims) for dims in of_y[:2])
+    x_ = Operand(vx.ref, vx.row_stride, (0 if shared else sx[0], sx[1]))
+    y_ = Operand(vy.ref, vy.row_stride, sy)
+    stage.code.append(Dot(b, m, n, k, x_, y_, Operand(out.ref, out.row_stride, strides[:2])))
+
+
+def _is_matrix(y: View, elements: int, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]) -> bool:
+    """Is ``y`` worth a product with a vector where it lies? What lies otherwise, as in a loop whose values are columns, and what is
+    tiny, is multiplied and summed as rows are: 512 rows by 8 x 8 matrices took 48 to 74 us so and 24 to 34 us as products, by
+    32 x 32 ones 200 to 410 and 90 to 110 us (Xeon with AMX)."""
+    lies_well = any(y.shape[d] > 1 and y.strides[d] == 1 for d in (*free, *contract))
+    return elements > _SMALL or elements > _TINY and lies_well
+
+
+def _shared(y: View, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]) -> int:
+    """Of a product without a batch, how many of the first ``free`` dimensions of ``y`` become one, of matrices that meet the same
+    other operand, because the rest is a matrix where ``y`` lies: an expert's weights, several for a token."""
+    if math.prod(y.shape[d] for d in batch) != 1:
+        return 0
+    whole = (k for k in range(len(free)) if _strides(y, ((*batch, *free[:k]), free[k:], contract)) is not None)
+    return next(whole, 0)
+
+
+Groups = Sequence[Sequence[int]]  # row dimensions: batch, free, contracted
+
+
+def _strides(view: View, groups: Groups) -> tuple[int, ...] | None:
+    """One stride for each group of dimensions, or None where a group is no single loop."""
+    found = [memory.chain([(view.shape[d], view.strides[d]) for d in dims]) for dims in groups]
+    return None if None in found else tuple(s for s in found if s is not None)
+
+
+def _matrices(stage: Stage, v: int, groups: Groups, dense: bool) -> tuple[View, tuple[int, ...]]:
+    """``v`` with a stride for each group, the last of them 1 if ``dense``; a copy where it does not lie so."""
+    view = stage.view(v)
+    strides = _strides(view, groups)
+    if strides is None or (dense and strides[2] != 1):
+        order = [d for dims in groups for d in dims]
+        own = stage.scratch(tuple(view.shape[d] for d in order), view.dtype)
+        view = memory.transpose(own, [order.index(d) for d in range(len(order))])
+        stage.write(v, view)
+        strides = _strides(view, groups)
+        assert strides is not None
+    return view, strides
+
+
+def _multiplied_and_summed(stage: Stage, instr: Instr, sides: tuple[tuple[int, Groups], tuple[int, Groups]]) -> None:
+    """A product of vectors, or of a matrix and a vector: elementwise, and summed over what is contracted."""
+    (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y)) = sides
+    vx, vy = stage.view(x), stage.view(y)
+    left: list[tuple[int | None, int | None]] = [*zip(batch, batch_y, strict=True)]
+    left += [*((d, None) for d in free), *((None, e) for e in free_y)]
+    kept, dims = len(left), [*left, *zip(contract, contract_y, strict=True)]
+
+    def spread(view: View, of: Sequence[int | None]) -> View:
+        strides = tuple(0 if d is None else view.strides[d] for d in of)
+        return View(view.ref, view.row_stride, shape, strides)
+
+    shape = tuple(vx.shape[d] if d is not None else vy.shape[e or 0] for d, e in dims)
+    wide = compute_type(vx.dtype)
+    builder = VectorBuilder(memory.squeezed(shape))
+    a, b = builder.load(spread(vx, [d for d, _ in dims])), builder.load(spread(vy, [e for _, e in dims]))
+    products = stage.scratch(shape, wide)
+    builder.store(products, builder.micro("mul", wide, a, b))
+    stage.code.append(builder.finish())
+    out = stage.place(instr.outputs[0])
+    over = Operand(products.ref, products.row_stride, products.strides)
+    stage.code.append(Reduce(REDUCTIONS.index("sum"), shape[:kept], shape[kept:], over, out.operand()))

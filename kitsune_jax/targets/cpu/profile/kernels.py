@@ -1,0 +1,468 @@
+"""Our side of a machine profile: how long micro-kernels, moved bytes and calls take, and how a piece is timed on a busy machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kitsune_jax.ops.graph import make_params
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.ir import ArrayType, Instr, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.targets.cpu import bytecode as bc
+from kitsune_jax.targets.cpu import call
+from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPES, OPCODES, PRODUCTS, SPECIAL_OPS, encode
+from kitsune_jax.targets.cpu.lower import lower
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Clean numbers from a machine that also does other things.
+#
+# Comes in: pieces of work, each of which can be timed again and again, and a piece of reference that is always the same. Goes
+# out: the seconds of each, and which of them were another one in every pass. What disturbs a machine lasts: another program has a
+# core for milliseconds, a core runs at half of its speed for seconds. Repetitions that follow each other are all hit by it, and
+# those of the neighbours as well. So a pass takes one repetition of every piece, and passes follow until two of them agree; a
+# repetition counts for nothing while the reference beside it takes longer than at its best, or while a hypervisor gives the cores
+# to somebody else.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Two passes over the same work on an idle machine lie within a few percent of each other.
+AGREE = 1.1
+# A number of which no two passes lie closer than this is doubtful.
+DOUBTFUL = 1.3
+# Of all numbers of a profile: with more it is not kept, and with so few no time is spent on them.
+MOST_DOUBTFUL, _FEW_DOUBTFUL = 0.08, 0.02
+# The reference, over its best time, while a core runs at its full speed. Beside products in full vectors it takes 1.2 to 1.3 times
+# as long: the clock of a Xeon is slower for a while after them.
+_SLOW = 1.4
+_STOLEN = 0.1  # of the time of all cores, what others may have of it
+# Calls of a slice, and its seconds; three calls are as fast as the fastest within this.
+_LEAST_CALLS, _SLICE, _MOST_SLICE, _AS_FAST = 3, 1.2e-3, 10e-3, 1.05
+# Of the time of all workers, what the threads of a call have at least that is shared out among them.
+_TOGETHER = 0.65
+_BLOCK = 8  # pieces between two looks at the reference
+_LEAST_PASSES, _MOST_PASSES = 2, 24
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Work with a name. ``seconds``: of one more repetition; None where the machine has no such work. ``elements``: what of it one
+    number of a profile is of. ``agree``: two repetitions are equal enough when one takes no longer than this times the other."""
+
+    key: str
+    seconds: Callable[[], float | None]
+    elements: float = 1.0
+    agree: float = AGREE
+
+
+@dataclasses.dataclass(slots=True)
+class _Repetition:
+    """``reference``: the slower one of those before and behind it. ``stolen``: of the time meanwhile."""
+
+    seconds: float
+    reference: float
+    stolen: float
+
+
+class Passes:
+    """What was found so far.
+
+    ``reference``: seconds of a piece of work that keeps all workers busy in registers. ``clock``: seconds since some moment.
+    ``stolen``: seconds since then in which others than this operating system had one of its ``cores``."""
+
+    def __init__(
+        self,
+        reference: Callable[[], float],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        stolen: Callable[[], float] = lambda: 0.0,
+        cores: int = 1,
+    ):
+        self.made = 0
+        self._reference, self._clock, self._stolen, self._cores = reference, clock, stolen, cores
+        self._found: dict[str, list[_Repetition]] = {}
+        self._best = float("inf")  # of the reference
+        self._is_disturbed = False
+
+    def run(self, pieces: Iterable[Piece], until: float = float("inf")) -> None:
+        """One more repetition of each of ``pieces`` that has not settled; after the time ``until`` only of those that have none or
+        one."""
+        self.made += 1
+        here = [p for p in pieces if not self.is_settled(p)]
+        for first in range(0, len(here), _BLOCK):
+            block = here[first : first + _BLOCK]
+            if self._clock() > until:
+                block = [p for p in block if len(self._found.get(p.key, ())) < _LEAST_PASSES]
+            self._run(block)
+
+    def settle(self, pieces: Iterable[Piece], until: float, at_most: float) -> None:
+        """Passes until the pieces have settled; from the time ``until`` on, until few of them are doubtful; and until the time
+        ``at_most``, though everything is measured twice."""
+        here = tuple(pieces)
+        for _ in range(_MOST_PASSES):
+            self.run(here, at_most)
+            self._look()
+            now = self._clock()
+            if all(map(self.is_settled, here)) or now > until and len(self.doubtful()) <= _FEW_DOUBTFUL * len(self._found):
+                break
+            if now > at_most and all(len(found) >= _LEAST_PASSES for found in self._found.values()):
+                break
+
+    def is_settled(self, piece: Piece) -> bool:
+        """Do two clean repetitions agree? Three of four at least where any other took much longer, and while many pieces have such:
+        then two that were disturbed may be alike as well."""
+        clean = self._clean(piece.key)
+        least, alike = (4, 3) if self._is_disturbed or _differ(clean) else (2, 2)
+        return len(clean) >= least and clean[alike - 1] <= piece.agree * clean[0]
+
+    def seconds(self) -> dict[str, float]:
+        """Of each piece of which there are any: the least of the clean repetitions. Where none was clean: as long as the fastest
+        one would take, had the reference taken no longer than at its best."""
+        found = {}
+        for key, repetitions in self._found.items():
+            clean = self._clean(key)
+            found[key] = clean[0] if clean else min(r.seconds * self._best / r.reference for r in repetitions)
+        return found
+
+    def doubtful(self) -> dict[str, float]:
+        """What took another time at every clean repetition, in ascending order of the names, and how many times as long the second
+        fastest repetition took as the fastest; of all repetitions, where fewer than two were clean."""
+        found = {}
+        for key in sorted(self._found):
+            clean = self._clean(key)
+            if len(clean) < 2:
+                every = sorted(r.seconds for r in self._found[key])
+                found[key] = max(DOUBTFUL, every[1] / every[0] if len(every) > 1 else DOUBTFUL)
+            elif clean[1] > DOUBTFUL * clean[0]:
+                found[key] = clean[1] / clean[0]
+        return found
+
+    def _clean(self, key: str) -> list[float]:
+        found = self._found.get(key, ())
+        return sorted(r.seconds for r in found if r.reference <= _SLOW * self._best and r.stolen <= _STOLEN)
+
+    def _look(self) -> None:
+        """Does something disturb the machine again and again?"""
+        differ = sum(_differ(self._clean(key)) for key in self._found)
+        self._is_disturbed = differ > MOST_DOUBTFUL * len(self._found)
+
+    def _run(self, block: Iterable[Piece]) -> None:
+        found: list[tuple[str, float]] = []
+        start, stolen, before = self._clock(), self._stolen(), self._reference()
+        for piece in block:
+            seconds = piece.seconds()
+            if seconds is not None:
+                found.append((piece.key, seconds))
+        after = self._reference()
+        self._best = min(self._best, before, after)
+        passed = max(self._clock() - start, 1e-9) * self._cores
+        share = (self._stolen() - stolen) / passed
+        for key, seconds in found:
+            self._found.setdefault(key, []).append(_Repetition(seconds, max(before, after), share))
+
+
+def _differ(seconds: Sequence[float]) -> bool:
+    """Of times in ascending order."""
+    return len(seconds) > 1 and seconds[-1] > DOUBTFUL * seconds[0]
+
+
+def of_long(calls: Iterable[tuple[float, float]]) -> float:
+    """What a call of a millisecond or more takes while nothing is in its way: of ``calls``, seconds and its busiest thread's.
+
+    Where other programs run, threads of such calls wait for a core again and again, and no call takes what it takes alone. Its
+    busiest thread runs that long all the same, if somewhat less: so calls count that are equally fast, if they are.
+    """
+    found = list(itertools.islice(calls, _LEAST_CALLS))
+    least = min(seconds for seconds, _ in found)
+    if all(seconds <= _AS_FAST * least for seconds, _ in found):
+        return least
+    return min(least, *(busiest for _, busiest in found))
+
+
+def fastest(calls: Iterable[tuple[float, float]], workers: int) -> float:
+    """What a call takes while nothing is in its way: of ``calls``, seconds and seconds of all threads together, a slice of time.
+
+    It is the least of the seconds. The slice goes on while fewer than three calls were as fast: then threads mostly wait for their
+    cores. Where that does not help, but the threads of some call had all ``workers`` for themselves most of the time, no call takes
+    less than its threads do together, shared out evenly, and none is known to take less than the fastest: it lies between the two.
+    """
+    found: list[tuple[float, float]] = []
+    passed = 0.0
+    for seconds, of_threads in calls:
+        found.append((seconds, of_threads))
+        passed += seconds
+        if len(found) < _LEAST_CALLS or passed < _SLICE:
+            continue
+        least = min(s for s, _ in found)
+        if sum(s <= _AS_FAST * least for s, _ in found) >= _LEAST_CALLS:
+            return least
+        if passed > _MOST_SLICE:
+            break
+    least = min(s for s, _ in found)
+    together = sorted(t for _, t in found)[len(found) // 2]
+    if max(min(t, together) / s for s, t in found) < _TOGETHER * workers:
+        return least
+    return min(least, math.sqrt(least * together / workers))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Our own side of a profile: the micro-kernels, moved bytes and the hand-over of a call.
+#
+# Comes in: the CPU extension. Goes out: pieces of work to be timed, and the numbers that are made of their times, as
+# ``targets.cpu.profile.profile`` lists them.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Kernel tables that multiply pairs of bfloat16, and those with tiles.
+DOTS = frozenset({"avx512bf16", "amx", "neonbf16"})
+TILES = frozenset({"amx"})
+TILE, SHORT = 96, 8
+DEPTHS, WIDTHS = (8, 64, 512), (16, 64, 512)
+_GRADIENTS = ((16, 16), (64, 64), (512, 512))
+_ELEMENTS, _FEW = 1024, 16
+_SQUARE = 256
+_WIDE = 1024  # columns of a weight that one row is multiplied by
+_SHALLOW = 16  # of a product that is nothing beside its activation
+# More threads than these tell nothing new about a core, and take long to start.
+_MOST_THREADS = 16
+# Plans do not depend on the exact time of these.
+_UNMEASURED = frozenset(name for spec in OPS.values() if not spec.measured for name in spec.opcodes)
+# What no float has and is long: of the others the time is that of an addition.
+_OF_INTEGERS = frozenset(n for s in OPS.values() if "float32" not in s.dtypes and s.flops > 4 for n in s.opcodes)
+_NO_WORK = frozenset({*SPECIAL_OPS, "reduce_precision"})
+_DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
+_COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
+_SHARED_COPIES = {"l3": 4 << 20, "dram": 96 << 20}  # of all threads together
+_FRESH = 32 << 20
+_RELU = "activation/relu/"  # beyond which the others are counted
+
+
+def pieces(extension: Any, workers: int) -> list[Piece]:
+    """All that is measured of the kernel table in use, with ``workers`` threads busy."""
+    threads = min(workers, _MOST_THREADS)
+    found: list[Piece] = []
+
+    def note(key: str, elements: float, function: Any, *args: Any) -> None:
+        found.append(Piece(key, functools.partial(_least, function, *args, threads), elements))
+
+    code = {name: k for k, name in enumerate(DTYPES)}
+    for dtype, product in products(extension):
+        here = (code[dtype], product_code(product))
+        for k in DEPTHS:
+            for n in WIDTHS:
+                note(f"gemm/{dtype}/{product}/{k}x{n}", 1, extension.measure_gemm, *here, TILE, k, n, 0)
+        for k, n in _GRADIENTS:
+            note(f"outer/{dtype}/{product}/{k}x{n}", 1, extension.measure_outer, *here, TILE, k, n)
+        note(f"outer_short/{dtype}/{product}", 1, extension.measure_outer, *here, SHORT, _SQUARE, _SQUARE)
+        note(f"short/{dtype}/{product}", 1, extension.measure_gemm, *here, 1, _SQUARE, _SQUARE, 0)
+        for name, transposed in (("pack", False), ("pack_t", True)):
+            note(f"{name}/{dtype}/{product}", _SQUARE * _SQUARE, extension.measure_pack, *here, _SQUARE, _SQUARE, transposed)
+    for dtype in ("float32", "bfloat16"):
+        shape = (code[dtype], product_code("best"), TILE, _SHALLOW, _SQUARE)
+        for k, name in enumerate(ACTIVATIONS):
+            if name != "none":
+                note(f"activation/{name}/{dtype}", TILE * _SQUARE, extension.measure_gemm, *shape, k)
+    for k, name in enumerate(OPCODES):
+        if name not in _UNMEASURED and name not in _NO_WORK:
+            dtype = "uint32" if name in _OF_INTEGERS else "float32"
+            note(f"vector/{name}", _ELEMENTS, extension.measure_vector, k, code[dtype], _ELEMENTS)
+        if name in _DOUBLE:
+            note(f"vector64/{name}", _ELEMENTS, extension.measure_vector, k, code["float64"], _ELEMENTS)
+    for dtype in ("float32", "bfloat16", "float16"):
+        for what in ("load", "store"):
+            note(f"{what}/{dtype}", _ELEMENTS, extension.measure_move, what, code[dtype], _ELEMENTS)
+        one_row = (code[dtype], product_code("widened"), TILE, 1, _WIDE)
+        note(f"few/{dtype}", TILE * _WIDE, extension.measure_outer, *one_row)
+        note(f"fold/short/{dtype}", 64, extension.measure_fold, 0, code[dtype], 64, _FEW, False)
+        note(f"load/short/{dtype}", 1, extension.measure_move, "load", code[dtype], _FEW)
+        for which in ("row", "column"):
+            note(f"fold/{which}/{dtype}", 16 * 256, extension.measure_fold, 0, code[dtype], 16, 256, which == "column")
+    # More workers than were measured share what these had of the memory: it has fewer channels than a large machine has cores.
+    crowd = workers / threads
+    shared = {level: size // threads for level, size in _SHARED_COPIES.items()}
+    for level, size in (_COPIES | shared).items():
+        note(f"copy/{level}", size / crowd if level == "dram" else size, extension.measure_copy, size)
+    for name, huge in (("touch", False), ("touch/huge", True)):
+        note(name, _FRESH // threads / crowd, extension.measure_touch, _FRESH // threads, huge)
+    return found
+
+
+def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a profile, of the ``seconds`` that those of the pieces took that there are."""
+    found: dict[str, float] = {}
+    for piece in pieces:
+        taken = seconds.get(piece.key)
+        if taken is None or piece.key.startswith(_RELU):
+            continue
+        if piece.key.startswith("activation/"):
+            taken = max(taken - seconds[_RELU + piece.key.split("/")[2]], 0.02 * taken)
+        found[piece.key] = taken / piece.elements
+    return found
+
+
+def reference(extension: Any, workers: int) -> float:
+    """Seconds of work in registers, the same at every call, with all workers busy: as fast as the cores are just now."""
+    threads = min(workers, _MOST_THREADS)
+    taken = _least(extension.measure_vector, OPCODES.index("exp"), DTYPES.index("float32"), _ELEMENTS, threads)
+    assert taken is not None  # every table has an exponential
+    return taken
+
+
+def _least(function: Any, *args: Any) -> float | None:
+    return min(function(*args), default=None)
+
+
+def products(extension: Any) -> list[tuple[str, str]]:
+    """(dtype, product) of every kind of matmul that the kernel table in use has."""
+    isa = extension.isa()
+    narrow = ["widened", *(["dots"] if isa in DOTS else []), *(["tiles"] if isa in TILES else [])]
+    return [("float32", "widened"), ("float16", "widened"), ("float64", "widened"), *(("bfloat16", p) for p in narrow)]
+
+
+def product_code(product: str) -> int:
+    return PRODUCTS.index(product)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What a call of a pipeline costs beside its work, and what reads and sums by indices cost: small programs to be timed.
+#
+# Comes in: sizes. Goes out: functions that are nothing but a call, to be timed inside a jitted function as XLA's own are.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_F32 = bc.DTYPE_CODE["float32"]
+# Elements of the rows that are read and folded by indices; (m, k, n) of the products of each row.
+ACCESSED = (16, 256)
+SMALL_PRODUCTS = ((8, 8, 8), (27, 128, 27))
+_ACCESS_TILE = 256
+
+
+def layers(rows: int, width: int, depth: int) -> np.ndarray:
+    """The words of ``x @ w0 @ w1 ...``, ``rows`` x ``width``, in tiles of 96 rows."""
+    tile = min(TILE, rows)
+    weights = tuple(
+        bc.Prep(bc.WEIGHT, bc.Ref(bc.IN, 1 + k, 0, _F32), _F32, (), (), (width,), (width,), (width,), (1,)) for k in range(depth)
+    )
+
+    def operand(k: int) -> bc.Operand:  # of layer k's input: the results in between take turns in two tiles of scratch
+        if k in (0, depth):
+            return bc.Operand(bc.Ref(bc.IN if k == 0 else bc.OUT, 0, 0, _F32), width, (0,))
+        return bc.Operand(bc.Ref(bc.SCRATCH, 0, k % 2 * tile * width, _F32), width, (0,))
+
+    products = tuple(bc.Matmul(operand(k), 1, 1, k, -1, 0, operand(k + 1)) for k in range(depth))
+    return encode(
+        bc.Program(
+            name="profile",
+            axes=(rows,),
+            batch_axes=0,
+            tile_rows=tile,
+            workers=-(-rows // TILE),
+            inputs=(bc.Array(_F32, rows * width), *[bc.Array(_F32, width * width)] * depth),
+            outputs=(bc.Array(_F32, rows * width),),
+            preps=weights,
+            sinks=(),
+            queues=(),
+            stages=(bc.Stage("layers", 2 * tile * width * 4, products),),
+        )
+    )
+
+
+def caller(rows: int, width: int, depth: int) -> Any:
+    """A function of x (``rows`` x ``width``) and ``depth`` weights, float32, that is nothing but the call."""
+    words = layers(rows, width, depth)
+    result = jax.ShapeDtypeStruct((rows, width), np.float32)
+    return lambda *args: call.call(words, args, (result,))[0]
+
+
+class _Tiles:
+    """A tile program of one stage, an instruction at a time. Arrays stream unless it is said otherwise."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self.inputs: list[ArrayType] = []
+        self.outputs: list[ArrayType] = []
+        self.values: list[TileType] = []
+        self.sinks: list[SinkType] = []
+        self.body: list[Instr] = []
+
+    def add(
+        self, kind: str, inputs: tuple[int, ...], tile: bool, shape: tuple[int, ...], dtype: str = "float32", **params: Any
+    ) -> int:
+        self.values.append(TileType(tile, shape, dtype))
+        self.body.append(Instr(kind, inputs, (len(self.values) - 1,), make_params(**params)))
+        return len(self.values) - 1
+
+    def load(self, *shape: int, dtype: str = "float32", streamed: bool = True) -> int:
+        self.inputs.append(self._array(shape, dtype) if streamed else ArrayType(shape, dtype, False))
+        return self.add("load", (), streamed, shape, dtype, array=len(self.inputs) - 1)
+
+    def store(self, v: int) -> None:
+        t = self.values[v]
+        self.outputs.append(self._array(t.shape, t.dtype))
+        self.body.append(Instr("store", (v,), (), make_params(array=len(self.outputs) - 1)))
+
+    def fold(self, x: int, ids: int, n: int, *, is_sorted: bool) -> None:
+        """Row x into row ids of a table of ``n`` rows."""
+        shape = (n, *self.values[x].shape)
+        self.outputs.append(ArrayType(shape, "float32", False))
+        self.sinks.append(SinkType("sum", shape, "float32", len(self.outputs) - 1))
+        self.body.append(Instr("sink_at", (x, ids), (), make_params(sink=len(self.sinks) - 1, sorted=is_sorted)))
+
+    def _array(self, shape: tuple[int, ...], dtype: str) -> ArrayType:
+        return ArrayType((self.rows, *shape), dtype, True, (int(np.prod(shape)),), tuple(range(1, len(shape) + 1)))
+
+    def function(self, workers: int) -> Any:
+        """A function of the inputs that is nothing but the call."""
+        program = TileProgram(
+            axes=(self.rows,),
+            tile_rows=_ACCESS_TILE,
+            inputs=tuple(self.inputs),
+            outputs=tuple(self.outputs),
+            values=tuple(self.values),
+            literals=(),
+            stages=(StageProgram("profile", tuple(self.body)),),
+            queues=(),
+            sinks=tuple(self.sinks),
+            workers=workers,
+        )
+        words = encode(lower(program, "profile"))
+        results = [jax.ShapeDtypeStruct(a.shape, np.dtype(a.dtype)) for a in self.outputs]
+        return lambda *args: call.call(words, args, results)
+
+
+def taker(rows: int, n: int, width: int, workers: int) -> Any:
+    """A function of ids (``rows``) and a table (``n`` x ``width``): the sums of the rows taken."""
+    t = _Tiles(rows)
+    ids, table = t.load(dtype="int32"), t.load(n, width, streamed=False)
+    taken = t.add("gather", (table, ids), True, (width,), mode="clip", fill=0)
+    t.store(t.add("reduce_sum", (taken,), True, (), axes=(1,)))
+    return t.function(workers)
+
+
+def folder(rows: int, n: int, width: int, workers: int, *, is_sorted: bool) -> Any:
+    """A function of ids (``rows``) and x (``rows`` x ``width``), which is folded into ``n`` rows by the ids."""
+    t = _Tiles(rows)
+    ids, x = t.load(dtype="int32"), t.load(width)
+    t.fold(x, ids, n, is_sorted=is_sorted)
+    return t.function(workers)
+
+
+def picker(rows: int, n: int, count: int, workers: int) -> Any:
+    """A function of indices (``count``) and x (``rows`` x ``n``): the elements of every row that the indices name."""
+    t = _Tiles(rows)
+    ids, x = t.load(count, dtype="int32", streamed=False), t.load(n)
+    t.store(t.add("take", (x, ids), True, (count,), axis=1, mode="clip", fill=0))
+    return t.function(workers)
+
+
+def multiplier(rows: int, m: int, k: int, n: int, workers: int) -> Any:
+    """A function of x (``rows`` x m x k) and y (``rows`` x k x n): a product for each row."""
+    t = _Tiles(rows)
+    x, y = t.load(m, k), t.load(k, n)
+    sides: dict[str, Any] = {"x_contract": (2,), "y_contract": (1,), "x_batch": (), "y_batch": ()}
+    t.store(t.add("dot", (x, y), True, (m, n), accumulate="float32", **sides))
+    return t.function(workers)

@@ -1,0 +1,376 @@
+"""What a profile of a machine is: measured times of the smallest pieces that CPU plans are made of.
+
+Comes in: nothing. Goes out: ``Profile``. Invariants: it is plain data that can be written as JSON and read back without a loss, and
+equal profiles give equal plans; only ``targets.cpu.profile.kernels``, ``targets.cpu.profile.xla`` and
+``targets.cpu.profile.kernels`` make numbers from a clock.
+
+All numbers are seconds. Those of our own kernels are of **one worker while all workers are busy**; those under ``xla/`` are of XLA
+with the whole machine.
+
+=====================================  ============================================================================================
+``gemm/<dtype>/<product>/<K>x<N>``     a tile of 96 rows times K x N, packed; product: widened, dots, tiles
+``outer/<dtype>/<product>/<K>x<N>``    the weight gradient of a tile of 96 rows, K x N accumulators
+``short/<dtype>/<product>``            a tile of 1 row times 256 x 256
+``few/<dtype>``                         an element of a weight in the second level that a single row is multiplied by, as it lies
+``outer_short/<dtype>/<product>``       the gradient of a tile of 8 rows, 256 x 256 accumulators
+``pack/<dtype>/<product>``             an element of a weight into panels; ``pack_t/``: of a transposed one
+``activation/<name>/<dtype>``          an element in a product's epilogue, beyond a ReLU
+``vector/<opcode>``                    an element of a float32 micro-operation (of hashes: uint32); ``vector64/`` of float64
+``load/<dtype>``, ``store/<dtype>``    an element between memory and registers, with its conversion
+``fold/<row or column>/<dtype>``       an element of a sum along a row, or over the rows
+``fold/short/<dtype>``                 a row of 16 elements; ``load/short/``: 16 elements
+``copy/<l1, l2, l3, dram>``            a byte read and a byte written
+``touch``, ``touch/huge``              a byte of fresh pages; of huge pages, which a pipeline asks for where its results are large
+``take/<l2, l3>/<16, 256>``            a row of so many elements read by a random index, of a table in that cache
+``folded/<16, 256>``                   a row added to a random row of a table in the second level
+``runs/<16, 256>``                     a row added to those before it with the same index, of which there are eight
+``order``                              an index, while the order of a stream is made
+``picked``                             an element picked out of a row by an index that all rows share
+``dot/<m>x<k>x<n>``                    a product of two small matrices that both belong to one row
+``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
+``call/layer``                         one more product, with its weight, in a call
+``xla/call``, ``xla/kernel``           a jitted function that has nothing to do; one more kernel in it
+``xla/call/handed``                    what handing a program to another thread takes, beside the program
+``xla/while``                          a step of a loop whose one kernel has one thread; ``/moved``: a byte that it reads or writes;
+                                       ``/slices``: a byte of a slice of the loop's arrays; ``/stored``: of one that it stores
+``xla/start``                          one of several products of 16 x 64 times 64 x 64, one after the other
+``xla/dot/<dtype>/<rows>x<K>x<N>``     ``x @ w``; ``xla/dot_t/``: times w transposed; ``xla/outer/``: ``x.T @ y``
+``xla/vector/<dtype>``                 an element of a weight in the L3 that a single row is multiplied by
+``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
+``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache
+``xla/chain/<tanh, gelu>/<dtype>``     an element of a loop of six tanhs, or three gelus, each of which waits for the one before it
+``xla/beside/tanh/float32``            an element of a loop of six tanhs of which none waits for another
+``xla/near/<move or tanh>/<dtype>``    an element of such a loop that one thread runs in its second level
+``xla/uneven/tanh/<dtype>``            the same of rows of 16 that the threads cannot share out evenly, with a broadcast operand
+``xla/gather/<1, 64>``                 a row of so many elements read by a random index; ``/far``: more, of a table in the L3
+``xla/scatter/<1, 64>``                a row added by a random index
+``xla/reduce/<which>/<dtype>``         an element of a sum over the trailing dimension (row), the leading one (column), the middle
+                                       one (middle) or all; ``xla/squares/``: of a sum of squares; ``xla/absolute/<dtype>``: of a
+                                       sum of absolute values over all dimensions
+=====================================  ============================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import math
+import os
+import platform
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What a profile of a machine is: measured times of the smallest pieces that CPU plans are made of.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+FORMAT = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Profile:
+    """A machine: what it is, and how long things take there.
+
+    ``name``: how ``explain`` and ``KITSUNE_PROFILE`` call it. ``cpu``: the processor, for people. ``isa``: the kernel table.
+    ``workers``: threads a plan may count on. ``l1``, ``l2``, ``l3``: bytes of a core's data cache and second level, and of the last
+    level. ``numbers``: seconds by name, in ascending order of the names. ``passes``: over all numbers, in which they were measured,
+    or 0 where this is not known. ``doubtful``: names of what took other times in all of them, in ascending order, and their
+    spreads: how many times as long the second fastest measurement took as the fastest, which is the number.
+    """
+
+    name: str
+    cpu: str
+    isa: str
+    workers: int
+    l1: int
+    l2: int
+    l3: int
+    numbers: tuple[tuple[str, float], ...]
+    passes: int = 0
+    doubtful: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for key, seconds in self.numbers:
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ValueError(f"profile {self.name!r}: {key} is {seconds}, not a positive number of seconds")
+        for key, spread in self.doubtful:
+            if not (math.isfinite(spread) and spread >= 1):
+                raise ValueError(f"profile {self.name!r}: the spread of {key} is {spread}, not a number from 1 on")
+
+    def seconds(self, key: str) -> float:
+        """The number called ``key``. Raises ``KeyError``."""
+        return table(self)[key]
+
+    def get(self, key: str) -> float | None:
+        return table(self).get(key)
+
+    def to_json(self) -> str:
+        """As text, one number on a line, so that two profiles can be compared by eye.
+
+        >>> from kitsune_jax.profile.model import Profile
+        >>> p = Profile("mine", "a CPU", "avx2", 2, 1 << 15, 1 << 20, 1 << 24, (("touch", 1e-10),))
+        >>> Profile.from_json(p.to_json()) == p
+        True
+        """
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        pairs = {"numbers": dict(self.numbers), "doubtful": dict(self.doubtful)}
+        return json.dumps({"format": FORMAT, **fields, **pairs}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Raises ``ValueError`` for what ``to_json`` did not write."""
+        try:
+            data = json.loads(text)
+            if data.pop("format") != FORMAT:
+                raise ValueError("it is of another format")
+            numbers = numbers_of(data.pop("numbers"))
+            profile = Profile(numbers=numbers, doubtful=numbers_of(data.pop("doubtful")), **data)
+            sizes = (profile.workers, profile.l1, profile.l2, profile.l3)
+            if type(profile.passes) is not int or not all(type(n) is int and n > 0 for n in sizes):
+                raise ValueError("cores and caches are positive integers, passes an integer")
+            return profile
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not a profile: {error!r}") from error
+
+
+def numbers_of(numbers: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """As ``Profile.numbers`` has them, to six digits: more would only look like knowledge."""
+    return tuple(sorted((str(k), float(f"{float(v):.6g}")) for k, v in numbers.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def with_least_times_of_xla(profile: Profile) -> Profile:
+    """``profile`` with XLA's doubtful numbers as low as their spreads say: a pipeline that wins by such a number may lose."""
+    doubtful = dict(profile.doubtful)
+    if not any(key.startswith("xla/") for key in doubtful):
+        return profile
+    least = {key: seconds / doubtful.get(key, 1.0) if key.startswith("xla/") else seconds for key, seconds in profile.numbers}
+    return dataclasses.replace(profile, numbers=numbers_of(least))
+
+
+@functools.lru_cache(maxsize=64)
+def table(profile: Profile) -> Mapping[str, float]:
+    return dict(profile.numbers)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Profiles that come with the package: for tests, for planning elsewhere, and for machines that cannot be measured.
+#
+# Comes in: a name. Goes out: a ``Profile`` that is the same everywhere. One was measured (``reference.json``, two cores of a Zen
+# 5); the others are that one with what is known to differ: the peaks of the instruction sets, and what was measured on a few
+# machines.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+KIB, MIB = 1024, 1024 * 1024
+# "xla/call/handed" and "xla/near" of the reference were not measured there. A Xeon with AMX took 13 to 17 us for the first, which
+# is the same for all families, as the other times of calls are. Of what "xla/loop" makes of one thread "xla/near" took there 0.41
+# for moves (0.85 and 0.99 in bfloat16 and float16) and 0.73 for tanh (0.5 and 0.56).
+# "vector/to_bfloat16" and "vector/to_float16" are 1.2 additions: two or three instructions instead of one. Without instructions for
+# bfloat16 they are seven; on a Zen 3 its rounding then took 1.45 additions.
+# "xla/chain" and "xla/beside" are made of another measurement of the reference: one to seven tanhs, silus or gelus, one after the
+# other, in float32 and bfloat16, took n (n + 1) / 2 times as long as one.
+# Of "xla/reduce", "xla/squares" and "xla/absolute" float32 and bfloat16 over rows and columns were measured there. The others are
+# these times what a Zen 3 (JAX 0.12) showed: "all" takes as long as "row", "middle" 1.1 times as long as "column", float16 1.7
+# times as long as float32; squares as long as what is there (1.07 times in bfloat16), absolute values 1.3 times (1.8 in bfloat16).
+_PEAK = 235e9  # f32 operations a second of a core of the reference, in its matmuls
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of CPU: f32 matmul operations a second of a core; those in bfloat16 by dots and by tiles (0: it has none), and in
+    XLA's products; how many times as long its vectors take; and where these are from."""
+
+    isa: str
+    f32: float
+    dots: float
+    tiles: float
+    xla_bfloat16: float
+    vectors: float
+    source: str
+
+
+# Kinds of numbers that grow with the time that a vector takes.
+_BY_VECTORS = ("vector", "vector64", "activation", "load", "store", "fold", "take", "folded", "runs", "picked", "few")
+_BY_INTEGERS = 1.2  # times as long as by instructions
+_NO_BFLOAT16 = 0.45  # of the f32 rate: XLA widens, multiplies and rounds
+FAMILIES = {
+    "zen5": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "measured: reference.json"),
+    "zen4": Family("avx512bf16", 112e9, 220e9, 0, 140e9, 2.0, "measured 117 GF/s f32, XLA bf16 at 277 of 474 on two cores"),
+    "emeraldrapids": Family("amx", 165e9, 95e9, 950e9, 700e9, 1.3, "two Xeons: FMA 165-175 GF/s, VDPBF16PS 81-110, AMX 1000"),
+    "skylakex": Family("avx512", 90e9, 0, 0, 0.45 * 90e9, 2.3, "measured 94 GF/s f32"),
+    "generic": Family("generic", 50e9, 0, 0, _NO_BFLOAT16 * 50e9, 4.0, "4 lanes x 2 pipes x 3.5 GHz = 56 GF/s"),
+    "avx2": Family("avx2", 105e9, 0, 0, _NO_BFLOAT16 * 105e9, 2.0, "8 lanes x 2 pipes x 3.5 GHz = 112 GF/s"),
+    "avx512": Family("avx512", 210e9, 0, 0, _NO_BFLOAT16 * 210e9, 1.0, "16 lanes x 2 pipes x 3.5 GHz = 224 GF/s"),
+    "avx512bf16": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "as zen5"),
+    "amx": Family("amx", 165e9, 95e9, 950e9, 700e9, 1.3, "as emeraldrapids"),
+    "neon": Family("neon", 44e9, 0, 0, _NO_BFLOAT16 * 44e9, 5.0, "Neoverse N1 guide: 4 lanes x 2 pipes x 3 GHz = 48 GF/s"),
+    "neonbf16": Family("neonbf16", 88e9, 300e9, 0, 150e9, 2.5, "Neoverse V1 guide: 4 lanes x 4 pipes x 2.8 GHz; BFMMLA x 4"),
+}  # fmt: skip
+
+
+def shipped_names() -> Iterator[str]:
+    """The families, each of which stands for any number of cores: ``zen5-2``."""
+    return iter(FAMILIES)
+
+
+@functools.lru_cache(maxsize=64)
+def shipped(name: str) -> Profile:
+    """The profile ``"<family>-<cores>"``. Raises ``ValueError`` for a name that is not of this form.
+
+    >>> shipped("avx2-8").workers
+    8
+    """
+    match = re.fullmatch(r"([a-z0-9]+)-([1-9]\d{0,3})", name)
+    if match is None or match[1] not in FAMILIES:
+        raise ValueError(f"no CPU profile {name!r}: expected <family>-<cores>, family one of {', '.join(shipped_names())}")
+    return _derived(name, FAMILIES[match[1]], int(match[2]))
+
+
+@functools.cache
+def reference() -> Profile:
+    text = importlib.resources.files(__package__).joinpath("reference.json").read_text()
+    return Profile.from_json(text)
+
+
+def _derived(name: str, family: Family, workers: int) -> Profile:
+    known = reference()
+    slower = _PEAK / family.f32
+    numbers: dict[str, float] = {}
+    for key, seconds in known.numbers:
+        ours = key.split("/")
+        if ours[0] in ("gemm", "outer", "short", "pack", "pack_t", "outer_short"):
+            way = ours[2]
+            factor = slower if way == "widened" else 465e9 / family.dots if family.dots else 0.0
+            if ours[0].startswith("pack"):
+                factor = max(1.0, family.vectors / 2) if factor else 0.0
+            if factor:
+                numbers[key] = seconds * factor
+            if way == "dots" and family.tiles:
+                numbers[key.replace("/dots", "/tiles")] = seconds * (
+                    465e9 / family.tiles if not ours[0].startswith("pack") else 1.0
+                )
+        elif ours[0] == "dot":
+            numbers[key] = seconds * slower
+        elif key == "vector/to_bfloat16" and not family.dots:
+            numbers[key] = seconds * family.vectors * _BY_INTEGERS
+        elif ours[0] in _BY_VECTORS or key in ("copy/l1", "copy/l2"):
+            numbers[key] = seconds * family.vectors
+        elif ours[:2] == ["xla", "near"]:
+            numbers[key] = seconds * family.vectors  # of one thread
+        elif (
+            ours[0] in ("call", "touch", "order")
+            or ours[:2] == ["xla", "while"]
+            or key in ("xla/call", "xla/call/handed", "xla/kernel", "xla/start")
+            or ours[0] == "copy"
+        ):
+            # Memory has fewer channels than a large machine has cores: 200 GB/s for all, 18 GB/s for one.
+            crowded = workers * 18e9 / min(workers * 18e9, 200e9) if key in ("copy/dram", "touch") else 1.0
+            numbers[key] = seconds * crowded
+        else:
+            numbers[key] = seconds * _xla_factor(ours, family, slower) * known.workers / workers
+    l1 = 32 * KIB if family.f32 < _PEAK else known.l1
+    return Profile(name, name, family.isa, workers, l1, MIB, 16 * MIB * workers, numbers_of(numbers))
+
+
+def _xla_factor(key: list[str], family: Family, slower: float) -> float:
+    if key[1] in ("dot", "dot_t", "outer", "batched"):
+        if key[2] == "bfloat16" and key[1] != "outer":
+            return 440e9 / family.xla_bfloat16
+        return slower
+    return family.vectors
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What the operating system says about the CPU: its name, its caches, and which shipped profile it is most like.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_THREADS = Path("/proc/self/task")
+_OWN = Path("/proc/thread-self")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@functools.cache
+def model_name() -> str:
+    """The processor with its family, as /proc/cpuinfo has it: "AMD EPYC, family 26, model 2"."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    name = found[1].strip() if found else platform.processor() or platform.machine()
+    numbers = [f"{what} {n[1]}" for what in ("cpu family", "model", "stepping", "CPU part") if (n := _field(what))]
+    return ", ".join((name, *numbers))
+
+
+def slug() -> str:
+    """The name as a part of a profile's: "amd-epyc-26-2"."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    name = found[1] if found else platform.processor() or platform.machine()
+    numbers = [n[1] for what in ("cpu family", "model") if (n := _field(what))]
+    words = re.sub(r"\(.*?\)|@.*|\bCPU\b|\bprocessor\b", " ", name, flags=re.IGNORECASE)
+    return re.sub(r"[^a-z0-9]+", "-", " ".join((words, *numbers)).lower()).strip("-") or "cpu"
+
+
+def family(isa: str) -> str:
+    """The family of ``shipped.FAMILIES`` that a machine with kernels for ``isa`` is most like."""
+    number, vendor = _field("cpu family"), "AuthenticAMD" in _cpuinfo()
+    if vendor and number and isa == "avx512bf16":
+        return "zen4" if number[1] == "25" else "zen5"
+    if "GenuineIntel" in _cpuinfo() and isa == "avx512":
+        return "skylakex"
+    return {"amx": "emeraldrapids"}.get(isa, isa)
+
+
+@functools.cache
+def cache_sizes() -> tuple[int, int, int]:
+    """(L1 data, L2, L3) of one core in bytes from sysfs; 32 KiB, 1 MiB and 8 MiB where it says nothing."""
+    return read_cache_sizes(_CACHES)
+
+
+def read_cache_sizes(folder: Path) -> tuple[int, int, int]:
+    sizes = {1: 32 * KIB, 2: MIB, 3: 8 * MIB}
+    for index in sorted(folder.glob("index*")):
+        level, kind, size = (_read(index / name).strip() for name in ("level", "type", "size"))
+        match = re.fullmatch(r"(\d+)([KMG]?)", size)
+        if level in ("1", "2", "3") and kind != "Instruction" and match and int(match[1]) > 0:
+            sizes[int(level)] = int(match[1]) * {"": 1, "K": KIB, "M": MIB, "G": 1024 * MIB}[match[2]]
+    return sizes[1], sizes[2], sizes[3]
+
+
+def stolen_seconds() -> float:
+    """Since the machine started, seconds of all its processors that a hypervisor gave to somebody else; 0 where nobody says so."""
+    found = re.match(r"cpu +((?:\d+ ?)+)", _read(Path("/proc/stat")))
+    fields = found[1].split() if found else []
+    return int(fields[7]) / os.sysconf("SC_CLK_TCK") if len(fields) > 7 else 0.0
+
+
+def ran_and_waited() -> tuple[float, float]:
+    """How long the thread that asks has run, and has waited for a core that others had; (0, 0) where the system does not say."""
+    fields = _read(_OWN / "schedstat").split()
+    return (1e-9 * int(fields[0]), 1e-9 * int(fields[1])) if len(fields) > 1 else (0.0, 0.0)
+
+
+def other_threads_seconds() -> dict[str, float]:
+    """How long each thread of this process but the one that asks has run, by its number; nothing where the system does not say."""
+    own = str(threading.get_native_id())
+    found = {}
+    for thread in _THREADS.glob("*"):
+        if thread.name != own and (text := _read(thread / "schedstat")):
+            found[thread.name] = 1e-9 * int(text.split()[0])
+    return found
+
+
+def _field(name: str) -> re.Match[str] | None:
+    return re.search(rf"^{name}\s*:\s*(\S+)$", _cpuinfo(), re.MULTILINE)
+
+
+@functools.cache
+def _cpuinfo() -> str:
+    return _read(Path("/proc/cpuinfo"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

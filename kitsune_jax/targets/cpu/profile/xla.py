@@ -1,0 +1,461 @@
+"""XLA's side of a machine profile: how long its kernels take here, and where it rounds 16-bit results."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from kitsune_jax import _compat, config
+from kitsune_jax.cache import Cache
+from kitsune_jax.cache import key as cache_key
+from kitsune_jax.ops.spec import NARROW, Rounding
+from kitsune_jax.targets.cpu import call
+from kitsune_jax.targets.cpu.profile import kernels, profile
+from kitsune_jax.targets.cpu.profile.kernels import TILE, Piece, fastest, of_long
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# XLA's side of a profile: what its products, fused loops and reductions take on this machine with this jaxlib.
+#
+# Comes in: JAX with a CPU backend. Goes out: pieces of work to be timed, and the numbers that are made of their times, as
+# ``targets.cpu.profile.profile`` lists them. Everything is compiled ahead and called as an executable on arrays of the CPU, so no
+# setting of the program that asks for a profile (x64, matmul precision, a mesh, another default device, ``disable_jit``) changes
+# what is measured.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# (rows, K, N). The squares tell how the rate grows with the width; 16 rows what the weights cost; 8192 what
+# it costs that rows come from memory; N of 1 and 4 take other code.
+_DOTS = (
+    *(
+        (rows, n, n)
+        for rows, n in ((16, 64), (16, 512), (1024, 16), (1024, 64), (1024, 256), (1024, 512), (1024, 1024), (8192, 512))
+    ),
+    *((2048, 256, n) for n in (4, 1)),
+)
+_VECTOR = (1024, 1024)  # a weight that one row is multiplied by, which no second level holds
+_HALF_DOTS = ((1024, 64, 64), (1024, 256, 256))
+_TRANSPOSED = ((1024, 256, 256),)
+_GRADIENTS = ((2048, 16, 16), (2048, 64, 64), (2048, 256, 256), (1024, 1024, 1024))
+_BATCHED = (512, 16, 64, 16)  # products of m x k and k x n: what interactions of features are like
+# Arrays of no power of two, which would lie at the same place of every page.
+_LOOP = (2003, 128)
+_NEAR = (331, 96)  # too little for more than one thread
+_REDUCED = (1009, 256)
+# The same, over which dimension: of the whole machine the library makes all of them tile by tile, at rates of their own.
+_REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "row": (_REDUCED, (1,)),
+    "column": (_REDUCED, (0,)),
+    "middle": ((17, 59, 256), (1,)),
+    "all": (_REDUCED, (0, 1)),
+}
+# (indices, rows of the table, width). A table of 16 MB is in the last level.
+_INDEXED = ((65521, 4096, 1), (16381, 1024, 64))
+_FAR = (32749, 65536, 64)
+# Bytes of a table in a core's second level, and in the last one; of the rows that a worker reads from it or folds into it.
+_TABLES = {"l2": 256 << 10, "l3": 8 << 20}
+_ACCESSED = 4 << 20
+_ORDERED = 1 << 17  # indices for each worker
+_PICKED = (729, 351)  # elements of a row, and of those that are picked: the products of 27 features, each pair once
+_RUN = 8  # rows with one index, in a row
+CHAIN = 9
+_STEPS, _CARRIED = 1000, 4096
+# Arrays that a loop reads slice by slice, as the gradient of a recurrent layer does: together more than a second level.
+_SLICES, _SLICED = (64, 256, 64), 5
+# Calls of a program that is handed to another thread, and an array whose tanh takes one thread 10 us: longer than anybody spins.
+_TURNS, _CALLS, _HANDED = 5, 40, (61, 96)
+_HANDED_KEY, _HANDED_AGREE = "xla/call/handed", 1.3  # of waking a thread two passes are less alike
+
+# Threads that have waited get their cores back at once and for some milliseconds, where other programs want them as well. With four
+# of these a product of 1.7 ms took 1.9 in one call of ten after a rest, 3.4 without (1024 x 512 x 512, float32).
+_LONG, _REST = 1e-3, 4e-3
+
+Function = Callable[..., Any]
+# What one fused loop computes for each element. "move" is the loop itself: two elements read and one written. An operation is there
+# twice: a single one hides behind the memory, and in a loop of several each costs more than it would alone.
+LOOPS: dict[str, Function] = {
+    "move": lambda x, y: x + y,
+    "exp": lambda x, y: lax.exp(lax.exp(x)) + y,
+    "log": lambda x, y: lax.log(lax.log(x) + 2) + y,
+    "tanh": lambda x, y: lax.tanh(lax.tanh(x)) + y,
+    "logistic": lambda x, y: lax.logistic(lax.logistic(x)) + y,
+    "erf": lambda x, y: lax.erf(lax.erf(x)) + y,
+    "div": lambda x, y: lax.div(y, lax.div(y, x)) + y,
+    "rsqrt": lambda x, y: lax.rsqrt(lax.rsqrt(x)) + y,
+    "sin": lambda x, y: lax.sin(lax.sin(x)) + y,
+    "pow": lambda x, y: lax.pow(lax.pow(x, y), y) + y,
+    "arithmetic": lambda x, y: ((x * y + x) * x + y) * x + y,
+}
+_NARROW_LOOPS = ("move", "tanh", "arithmetic")
+# More functions than the core has under way at once, each of which waits for the one before it, or for none of them; and functions
+# with arithmetic between them that waits as well, as in layers.
+IN_CHAIN, BESIDE, GELUS = 6, 6, 3
+GELU_ARITHMETIC = 8  # operations of a gelu beside its tanh, all of them one after the other
+# Rows shorter than a vector that XLA's threads cannot share out evenly, with an operand broadcast along them: code without vectors.
+_UNEVEN = (16001, 16)
+
+
+def _functions_in_chain(x: Any, y: Any) -> Any:
+    for _ in range(IN_CHAIN):
+        x = lax.tanh(x)
+    return x + y
+
+
+def _functions_beside(x: Any, y: Any) -> Any:
+    return functools.reduce(lax.add, (lax.tanh(x * (k + 1)) for k in range(BESIDE)), y)
+
+
+def _gelus_in_chain(x: Any, y: Any) -> Any:
+    for _ in range(GELUS):
+        x = (lax.tanh((x * x * x * 0.04 + x) * 0.8) + 1) * x * 0.5
+    return x + y
+
+
+PROGRAMS_IN_CHAIN: dict[str, Function] = {"tanh": _functions_in_chain, "gelu": _gelus_in_chain}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    key: str
+    function: Function
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    elements: float = 1.0
+
+
+def pieces(workers: int, go_on: Callable[[], None] = lambda: None) -> list[Piece]:
+    """All that is measured of XLA on the first CPU device, compiled. ``go_on`` is called before each step of
+    this, and may raise.
+
+    Raises what JAX raises where there is no CPU backend.
+    """
+    device = jax.local_devices(backend="cpu")[0]
+    programs = list(_programs(workers))
+
+    def compiled_of(lowered: Any) -> Any:
+        go_on()
+        return lowered.compile()
+
+    lowered = []
+    for program in programs:
+        go_on()
+        lowered.append(_lowered(program, device))
+    with ThreadPoolExecutor(2) as pool:  # compilation releases the interpreter's lock
+        compiled = list(pool.map(compiled_of, lowered))
+    arrays: dict[tuple[tuple[int, ...], str], Any] = {}
+    found = []
+    for program, run in zip(programs, compiled, strict=True):
+        go_on()
+        operands = [arrays.setdefault(s, _array(s, device)) if s not in arrays else arrays[s] for s in program.shapes]
+        if program.key == _HANDED_KEY:
+            found.append(Piece(program.key, functools.partial(_handed, run, operands), agree=_HANDED_AGREE))
+        else:
+            found.append(Piece(program.key, functools.partial(_seconds, workers, run, operands), program.elements))
+    return found
+
+
+def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a profile, of the ``seconds`` that the pieces took."""
+    empty = seconds["xla/call"]
+    found = {}
+    for piece in pieces:
+        taken = seconds[piece.key]
+        if piece.key == _HANDED_KEY:
+            taken = max(taken, 0.1 * empty)
+        elif piece.key != "xla/call":
+            # What is left when the call itself is taken away; a kernel that is hidden behind it counts for something.
+            taken = max(taken - empty, 0.1 * taken)
+        found[piece.key] = taken / piece.elements
+    return found
+
+
+def _lowered(program: _Program, device: Any) -> Any:
+    here = jax.sharding.SingleDeviceSharding(device)
+    specs = [jax.ShapeDtypeStruct(shape, _dtype(dtype), sharding=here) for shape, dtype in program.shapes]
+    return jax.jit(program.function).lower(*specs)
+
+
+def _dtype(name: str) -> str:
+    """``ids/n`` and ``sorted/n`` are indices below n."""
+    return "int32" if "/" in name else name
+
+
+def _array(spec: tuple[tuple[int, ...], str], device: Any) -> Any:
+    shape, dtype = spec
+    rng = np.random.default_rng(0)
+    kind, _, below = dtype.partition("/")
+    values = rng.integers(0, int(below), shape) if below else rng.uniform(0.5, 1.0, shape)
+    return jax.device_put((np.sort(values) if kind == "sorted" else values).astype(jnp.dtype(_dtype(dtype))), device)
+
+
+def _seconds(workers: int, run: Any, operands: Sequence[Any]) -> float:
+    """Of the fastest call in a slice of time."""
+    start = time.process_time()
+    jax.block_until_ready(run(*operands))
+    if time.process_time() - start > _LONG:  # of all threads together: a short call may wait for long
+        time.sleep(_REST)
+        return of_long(_long_calls(run, operands))
+    return fastest(_calls(run, operands), workers)
+
+
+def _calls(run: Any, operands: Sequence[Any]) -> Iterator[tuple[float, float]]:
+    """Seconds of one call after the other, and seconds of all threads together."""
+    while True:
+        ran, before = time.process_time(), time.perf_counter()
+        jax.block_until_ready(run(*operands))
+        yield time.perf_counter() - before, time.process_time() - ran
+
+
+def _long_calls(run: Any, operands: Sequence[Any]) -> Iterator[tuple[float, float]]:
+    """Seconds of one call after the other, and seconds of its busiest thread; infinite where the system does not say."""
+    while True:
+        others = profile.other_threads_seconds()
+        ran, before = time.thread_time(), time.perf_counter()
+        jax.block_until_ready(run(*operands))
+        passed, own = time.perf_counter() - before, time.thread_time() - ran
+        behind = profile.other_threads_seconds()
+        yield passed, max((own, *(s - others.get(i, 0.0) for i, s in behind.items()))) if behind else float("inf")
+
+
+def _handed(run: Any, operands: Sequence[Any]) -> float:
+    """What an ordinary call takes longer than the fastest one, in which all threads were awake: the mean of the middle half, since
+    one or two of them have to wake up or none. Of several turns the one in the middle: in some of them other programs keep threads
+    waiting for long, in others they leave one core, on which nobody has to wake up."""
+    jax.block_until_ready(run(*operands))
+    turns = []
+    for _ in range(_TURNS):
+        found = []
+        for _ in range(_CALLS):
+            before = time.perf_counter()
+            jax.block_until_ready(run(*operands))
+            found.append(time.perf_counter() - before)
+        turns.append(sorted(found))
+    fastest_call = min(found[0] for found in turns)
+    halves = [found[_CALLS // 4 : -_CALLS // 4] for found in turns]
+    return sorted(sum(half) / len(half) for half in halves)[_TURNS // 2] - fastest_call
+
+
+def _programs(workers: int) -> Iterator[_Program]:
+    f32 = "float32"
+    yield _Program("xla/call", lambda x: x + 1, (((8,), f32),))
+    yield _Program("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
+    yield _Program(_HANDED_KEY, LOOPS["tanh"], ((_HANDED, f32),) * 2)
+    yield _Program("xla/while", _loop, (((16,), f32),), _STEPS)
+    yield _Program("xla/while/moved", _loop, (((_CARRIED,), f32),), _STEPS * _CARRIED * 8)
+    slices = ((_SLICES, f32),)
+    yield _Program("xla/while/slices", _read_slices, slices * _SLICED, float(_SLICED * 4 * np.prod(_SLICES)))
+    yield _Program("xla/while/stored", _store_slices, ((_SLICES[1:], f32),), float(4 * np.prod(_SLICES)))
+    yield _Program("xla/start", _chain, (((16, 64), f32), ((64, 64), f32)), CHAIN)
+    for key, rows, width, depth in (("call/short", 1, 16, 1), ("call/layer", 1, 16, CHAIN), ("call", workers * TILE, 64, 1)):
+        weights = (((width, width), f32),) * depth
+        yield _Program(key, kernels.caller(rows, width, depth), (((rows, width), f32), *weights))
+    yield from _indexed(workers)
+    count, m, k, n = _BATCHED
+    for dtype in (f32, "bfloat16"):
+        batched = (((count, m, k), dtype), ((count, k, n), dtype))
+        yield _Program(f"xla/batched/{dtype}", _batched, batched, float(np.prod(_BATCHED)))
+    for dtype, dots in {f32: _DOTS, "bfloat16": _DOTS, "float16": _HALF_DOTS}.items():
+        for rows, k, n in dots:
+            yield _Program(f"xla/dot/{dtype}/{rows}x{k}x{n}", _dot, (((rows, k), dtype), ((k, n), dtype)))
+    for dtype in (f32, "bfloat16"):
+        vector = (((1, _VECTOR[0]), dtype), (_VECTOR, dtype))
+        yield _Program(f"xla/vector/{dtype}", _dot, vector, float(np.prod(_VECTOR)))
+        for rows, k, n in _TRANSPOSED:
+            yield _Program(f"xla/dot_t/{dtype}/{rows}x{k}x{n}", _dot_transposed, (((rows, k), dtype), ((n, k), dtype)))
+        for rows, k, n in _GRADIENTS:
+            yield _Program(f"xla/outer/{dtype}/{rows}x{k}x{n}", _outer, (((rows, k), dtype), ((rows, n), dtype)))
+    for dtype, names in ((f32, tuple(LOOPS)), ("bfloat16", _NARROW_LOOPS), ("float16", _NARROW_LOOPS)):
+        uneven = ((_UNEVEN, dtype), (_UNEVEN[1:], dtype))
+        yield _Program(f"xla/uneven/tanh/{dtype}", LOOPS["tanh"], uneven, float(np.prod(_UNEVEN)))
+        for which, (shape, axes) in _REDUCTIONS.items():
+            size = float(np.prod(shape))
+            yield _Program(f"xla/reduce/{which}/{dtype}", _sum(axes), ((shape, dtype),), size)
+            if dtype != "float16":  # of which the library computes nothing but the sum
+                yield _Program(f"xla/squares/{which}/{dtype}", _sum(axes, lambda x: x * x), ((shape, dtype),), size)
+        if dtype != "float16":
+            yield _Program(f"xla/absolute/{dtype}", _sum((0, 1), lax.abs), ((_REDUCED, dtype),), float(np.prod(_REDUCED)))
+        for name in ("move", "tanh"):
+            yield _Program(f"xla/near/{name}/{dtype}", LOOPS[name], ((_NEAR, dtype),) * 2, float(np.prod(_NEAR)))
+        for name in names:
+            yield _Program(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
+        yield _Program(f"xla/chain/gelu/{dtype}", PROGRAMS_IN_CHAIN["gelu"], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
+    for key, function in (("xla/chain/tanh/float32", PROGRAMS_IN_CHAIN["tanh"]), ("xla/beside/tanh/float32", _functions_beside)):
+        yield _Program(key, function, ((_LOOP, f32),) * 2, float(np.prod(_LOOP)))
+
+
+def _indexed(workers: int) -> Iterator[_Program]:
+    """Reads and sums by indices: ours of one worker, XLA's of the whole machine; and products of each row."""
+    f32 = "float32"
+    for width in kernels.ACCESSED:
+        rows = workers * _ACCESSED // (4 * width)
+        for level, size in _TABLES.items():
+            n = size // (4 * width)
+            table = (((rows,), f"ids/{n}"), ((n, width), f32))
+            yield _Program(f"take/{level}/{width}", kernels.taker(rows, n, width, workers), table, rows / workers)
+        n, x = _TABLES["l2"] // (4 * width), ((rows, width), f32)
+        unsorted = kernels.folder(rows, n, width, workers, is_sorted=False)
+        yield _Program(f"folded/{width}", unsorted, (((rows,), f"ids/{n}"), x), rows / workers)
+        n = rows // _RUN
+        runs = kernels.folder(rows, n, width, workers, is_sorted=True)
+        yield _Program(f"runs/{width}", runs, (((rows,), f"sorted/{n}"), x), rows / workers)
+    rows = workers * _ORDERED
+    yield _Program("order", functools.partial(call.order, n=rows // _RUN), (((rows,), f"ids/{rows // _RUN}"),), rows / workers)
+    rows, (n, count) = workers * _ACCESSED // (4 * _PICKED[0]), _PICKED
+    inside = (((count,), f"ids/{n}"), ((rows, n), f32))
+    yield _Program("picked", kernels.picker(rows, n, count, workers), inside, rows * count / workers)
+    for m, k, n in kernels.SMALL_PRODUCTS:
+        rows = workers * _ACCESSED // (8 * k * (m + n))
+        pairs = (((rows, m, k), f32), ((rows, k, n), f32))
+        yield _Program(f"dot/{m}x{k}x{n}", kernels.multiplier(rows, m, k, n, workers), pairs, rows / workers)
+    for key, (rows, n, width) in {**{str(d[2]): d for d in _INDEXED}, "far": _FAR}.items():
+        ids, row = ((rows,), f"ids/{n}"), (width,) if width > 1 else ()
+        yield _Program(f"xla/gather/{key}", lambda i, x: x[i], (ids, ((n, *row), f32)), rows)
+        if key != "far":
+            yield _Program(f"xla/scatter/{key}", _segment_sum(n), (ids, ((rows, *row), f32)), rows)
+
+
+def _segment_sum(n: int) -> Function:
+    return lambda i, x: jnp.zeros((n, *x.shape[1:]), x.dtype).at[i].add(x)
+
+
+def _dot(x: Any, w: Any) -> Any:
+    return lax.dot_general(x, w, (((1,), (0,)), ((), ())))
+
+
+def _batched(x: Any, y: Any) -> Any:
+    return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))))
+
+
+def _dot_transposed(x: Any, w: Any) -> Any:
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+
+def _outer(x: Any, y: Any) -> Any:
+    return lax.dot_general(x, y, (((0,), (0,)), ((), ())))
+
+
+def _loop(x: Any) -> Any:
+    return lax.fori_loop(0, _STEPS, lambda _, x: x * 0.75 + 1, x)
+
+
+def _read_slices(*xs: Any) -> Any:
+    def step(carry: Any, x: Any) -> tuple[Any, None]:
+        return carry * 0.5 + functools.reduce(lax.mul, x), None
+
+    return lax.scan(step, xs[0][0], xs)[0]
+
+
+def _store_slices(x: Any) -> Any:
+    def step(carry: Any, _: None) -> tuple[Any, Any]:
+        carry = carry * 0.75 + 1
+        return carry, carry
+
+    return lax.scan(step, x, None, length=_SLICES[0])
+
+
+def _chain(x: Any, w: Any) -> Any:
+    for _ in range(CHAIN):
+        x = _dot(x, w)
+    return x
+
+
+def _sum(axes: tuple[int, ...], of: Function = lambda x: x) -> Function:
+    return lambda x: of(x).sum(axes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Where ``jax.jit`` on this CPU rounds results of 16-bit floats: asked with a small program, once for each version of JAX.
+#
+# Comes in: the JAX at hand. Goes out: ``at_hand``, a ``Rounding``. Invariant: the answer depends on the versions and flags of XLA
+# and on the CPU only, so all processes of a machine have the same; it is kept on disk beside the machine's profile.
+#
+# Known answers: JAX 0.10.2, 0.11.2 and 0.12.0 round every result in both dtypes, but a bfloat16 result that is converted to
+# float32 keeps its digits (XLA drops a conversion of its own in front of one of the program's).
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+KNOWN_ROUNDING = Rounding(NARROW, frozenset({"float16"}))
+_SUFFIX = ".rounding.json"
+_FORMAT = "1"  # of the program below, and of what is kept
+
+
+@functools.cache
+def rounding_at_hand() -> Rounding:
+    """Where ``jit`` rounds on the CPU of this process; where there is none to ask, where the known versions do."""
+    if not _compat.has_cpu_backend():
+        return KNOWN_ROUNDING
+    folder = config.cache_dir()
+    cache = Cache(None if folder is None else folder.absolute() / "profiles", what="answers of XLA", made="asked")
+    try:
+        found = json.loads(cache.get(_identity(), _SUFFIX, lambda: json.dumps(_to_json(ask_rounding())).encode()))
+        return Rounding(frozenset(found["results"]), frozenset(found["widened"]))
+    except Exception as error:  # neither an odd backend nor an odd file fails a user's program
+        config.logger.warning("asking XLA where it rounds 16-bit results failed, so all of them are rounded: %s", error)
+        return Rounding()
+
+
+def ask_rounding() -> Rounding:
+    """Run the program. In a thread of its own: the one that asks is in the middle of tracing a function."""
+    found: list[Rounding | BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(_ask())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="kitsune_jax rounding", daemon=True)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], Rounding):
+        return found[0]
+    raise RuntimeError(f"{type(found[0]).__name__}: {found[0]}") from found[0]
+
+
+def _ask() -> Rounding:
+    numbers = np.linspace(1.0, 2.0, 257)
+    with jax.default_device(jax.devices("cpu")[0]):
+        answers = {name: _answer(jnp.dtype(name), numbers) for name in sorted(NARROW)}
+    return Rounding(
+        frozenset(name for name, (rounds, _) in answers.items() if rounds),
+        frozenset(name for name, (_, rounds) in answers.items() if rounds),
+    )
+
+
+def _answer(dtype: Any, numbers: np.ndarray) -> tuple[bool, bool]:
+    """Is a result rounded that an operator of the same dtype reads? And one that is converted to float32?"""
+    a, b = (x.astype(dtype) for x in (numbers, numbers[::-1] / 3))
+    error, product = (np.asarray(x) for x in jax.jit(_errors)(a, b))
+    exact = a.astype(np.float32) * b.astype(np.float32)
+    return bool(np.any(error != 0)), bool(np.any(product != exact))
+
+
+def _errors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The error of a sum (Knuth's TwoSum), which is 0 where ``s`` keeps its digits; and a product in float32."""
+    s = a + b
+    t = s - a
+    return (a - (s - t)) + (b - t), (a * b).astype(jnp.float32)
+
+
+def _to_json(rounding: Rounding) -> dict[str, list[str]]:
+    return {name: sorted(value) for name, value in dataclasses.asdict(rounding).items()}
+
+
+def _identity() -> str:
+    return cache_key(
+        format=_FORMAT,
+        jax=jax.__version__,
+        jaxlib=jaxlib.__version__,
+        ml_dtypes=ml_dtypes.__version__,
+        flags=config.xla_flags(),
+        cpu=profile.model_name(),
+    )

@@ -1,0 +1,695 @@
+"""The arrangements of a GPU plan: spatial pipelines, groups of stages, and loops whose weights are shared by a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from kitsune_jax.ops.loops import parts
+from kitsune_jax.planning.cost import DotWork, RegionCost, itemsize, pipeline_traffic
+from kitsune_jax.planning.plan import Infeasible, Plan, Queue, Stage, size_text
+from kitsune_jax.planning.stages import (
+    DOUBLE_BUFFER,
+    Link,
+    Load,
+    Ops,
+    balance,
+    joined,
+    links,
+    links_to_each,
+    resource_of,
+    stage_name,
+    with_makers,
+)
+from kitsune_jax.targets.cuda.planning.cost import (
+    GpuCost,
+    Steps,
+    Storage,
+    TileWork,
+    entry_bytes,
+    is_splittable,
+    loops_of,
+    matmul_efficiency,
+    most_split,
+    packed_bytes,
+    shared_bytes,
+    tile_work,
+)
+from kitsune_jax.targets.cuda.planning.xla import baseline
+from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, EXCHANGE_DEPTH, FAN_IN, SUM_BYTES, TILE_ROWS, padded
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What all GPU plans of a region share: tiles, traffic, and the time beside the kernel's own work.
+#
+# Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``GpuRegion``, which turns an arrangement's numbers into a ``Plan``.
+# Invariant: a plan's time is launch, packing and start-up, and then the slowest of compute, memory and L2.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arranged:
+    """An arrangement with its numbers. ``busy``: seconds of the slowest stage, the filling of the pipeline and of shared memory
+    with resident weights; ``l2_bytes``: what passes through the L2 beside the off-chip traffic."""
+
+    arrangement: str
+    stages: tuple[Stage, ...]
+    queues: tuple[Queue, ...]
+    replicas: int
+    cluster: int
+    lanes: int
+    busy: float
+    l2_bytes: float
+    bound: str
+
+
+class GpuRegion:
+    """A region on a GPU: ``tiles`` of 64 rows, and ``steps(ops, split)``, computed once."""
+
+    def __init__(self, cost: GpuCost):
+        self.cost, self.machine = cost, cost.machine
+        self.tiles = -(-cost.region.space.rows // TILE_ROWS)
+        self.traffic = pipeline_traffic(cost)
+        self.baseline_seconds, self.baseline_bytes = baseline(cost)
+        self._steps: dict[tuple[tuple[int, ...], int], Steps] = {}
+
+    def steps(self, ops: tuple[int, ...], split: int = 1) -> Steps:
+        if (ops, split) not in self._steps:
+            self._steps[ops, split] = Steps(self.cost, ops, split)
+        return self._steps[ops, split]
+
+    def plan(self, a: Arranged) -> Plan:
+        machine = self.machine
+        gathered, far = self.cost.lookups()
+        ctas = a.replicas * (a.cluster if a.arrangement == "vertical" else 1)
+        moved = self.traffic + far + self.cost.order_bytes() + self._partial_bytes(ctas, a.lanes)
+        near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
+        dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
+        near_bytes = a.l2_bytes + gathered - far + self.cost.atomic_bytes()
+        l2 = (moved + near_bytes) / machine.shared_bandwidth  # whatever comes from memory comes through the L2
+        l2 = max(l2, self.cost.atomic_seconds())
+        bound = a.bound
+        if max(dram, l2) > a.busy:
+            bound = "dram" if dram >= l2 else "l2"
+        return Plan(
+            machine=machine.name,
+            arrangement=a.arrangement,
+            tile_rows=TILE_ROWS,
+            tiles=self.tiles,
+            stages=a.stages,
+            queues=a.queues,
+            replicas=a.replicas,
+            seconds=machine.call_seconds
+            + self._pack_seconds()
+            + self.cost.order_seconds()
+            + max(a.busy, dram, l2)
+            + self._fold_seconds(ctas * a.lanes),
+            baseline_seconds=self.baseline_seconds,
+            bytes_moved=self.traffic,
+            baseline_bytes=self.baseline_bytes,
+            bound=bound,
+            cluster=a.cluster,
+            lanes=a.lanes,
+            l2_bytes=int(moved + near_bytes),
+            order=self.cost.order,
+            unordered=self.cost.unordered,
+        )
+
+    def _pack_seconds(self) -> float:
+        """One more kernel reads the weights and writes them packed."""
+        weights = packed_bytes(self.cost, self.cost.region.ops, batches=True)
+        return self.machine.kernel_seconds + 2 * weights / self.machine.dram_bandwidth if weights else 0.0
+
+    def _fold_seconds(self, lanes: int) -> float:
+        """The tables of all lanes are folded behind the last tile: those of 16 lanes by one, what they make by another. A thread
+        has four numbers of each 512, and fetches those of four tables at once."""
+        waits = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4
+        return waits * self.machine.place("l2").latency
+
+    def _partial_bytes(self, ctas: int, lanes: int) -> int:
+        """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; of a sink by sorted indices a lane
+        has two rows. They are read again in a fixed order."""
+        gradients = [i for i in self.cost.region.sinks if self.cost.work(i).dot is not None]
+        segments = [i for i in self.cost.region.sinks if (access := self.cost.access(i)) is not None and access.near]
+        others = [i for i in self.cost.region.sinks if i not in gradients and self.cost.access(i) is None]
+        parts = ctas * (self.cost.sink_bytes(gradients) + lanes * self.cost.sink_bytes(others))
+        parts += ctas * lanes * sum(2 * 4 * self.cost.elements(i) for i in segments)
+        parts += ctas * lanes * 4 * sum(self.cost.lane_tables())
+        return parts * 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Stages cut and joined for spatial pipelines on a GPU.
+#
+# Comes in: stages of the finest pipeline. Goes out: the same ops in other stages. Invariant: stages stay in topological order,
+# makers stand in every stage that reads them, every other op in exactly one.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_ELEMENTWISE = frozenset({"pointwise", "convert", "broadcast"})
+
+
+def separated(cost: RegionCost, stage: Ops) -> tuple[Ops, ...]:
+    """``stage`` as up to three stages, the matmul among nothing but elementwise ops, so that it can be split by columns.
+
+    Without a matmul, or where it is splittable as it is, it stays one.
+    """
+    dot = next((i for i in stage if cost.work(i).dot is not None and i not in cost.sinks), None)
+    if dot is None or is_splittable(cost, stage):
+        return (stage,)
+    ops = [i for i in stage if not cost.is_maker(i)]
+    body, rest = _followers(cost, ops, dot)
+    front = _front(cost, [i for i in ops if i not in body and i not in rest], body, rest)
+    return with_makers(cost, [tuple(sorted(part)) for part in (front, body, rest) if part])
+
+
+def _followers(cost: RegionCost, ops: Sequence[int], dot: int) -> tuple[set[int], set[int]]:
+    """(the matmul and what follows it column by column, what else depends on it)."""
+    columns = cost.row_size(cost.graph.ops[dot].outputs[0])
+    body, rest = {dot}, set[int]()
+    for i in ops:
+        before = {cost.producer[v] for v in cost.graph.ops[i].inputs if v in cost.producer}
+        here = cost.family(i) in _ELEMENTWISE and i not in cost.sinks and cost.row_size(cost.graph.ops[i].outputs[0]) == columns
+        if before & rest or (before & body and not here):
+            rest.add(i)
+        elif before & body:
+            body.add(i)
+    return body, rest
+
+
+def _front(cost: RegionCost, ops: Sequence[int], body: set[int], rest: set[int]) -> set[int]:
+    """The ops that stay in front of the matmul. Elementwise ones join the parts that read them: ``body`` and ``rest`` grow."""
+    front: set[int] = set()
+    for i in reversed(ops):
+        readers = {c for v in cost.graph.ops[i].outputs for c in cost.readers.get(v, ())}
+        columnwise = cost.family(i) in _ELEMENTWISE and all(v not in cost.producer for v in cost.graph.ops[i].inputs)
+        if readers and readers <= rest:
+            rest.add(i)
+        elif readers <= body | rest and columnwise:
+            body.add(i)
+        else:
+            front.add(i)
+    return front
+
+
+def grouped(stages: Sequence[Ops], seconds: Callable[[int, int], float], most: int) -> list[tuple[Ops, ...]]:
+    """For 2 to ``most`` stages the contiguous grouping whose slowest stage is fastest; none for a number where none fits.
+
+    ``seconds(a, b)``: of stages a to b - 1 as one stage; infinite where they fit no stage.
+    """
+    n = len(stages)
+    best = [0.0] + [float("inf")] * n  # of the first j stages in k stages
+    cuts: list[list[int]] = []
+    found = []
+    for k in range(1, min(most, n) + 1):
+        following = [float("inf")] * (n + 1)
+        cut = [0] * (n + 1)
+        for b in range(k, n + 1):
+            for a in range(b - 1, k - 2, -1):
+                one = seconds(a, b)
+                if one == float("inf"):
+                    break  # more ops do not fit either
+                slowest = max(best[a], one)
+                if slowest < following[b]:
+                    following[b], cut[b] = slowest, a
+        best = following
+        cuts.append(cut)
+        if k > 1 and best[n] < float("inf"):
+            found.append(_grouping(stages, cuts))
+    return found
+
+
+def _grouping(stages: Sequence[Ops], cuts: Sequence[Sequence[int]]) -> tuple[Ops, ...]:
+    ends = [len(stages)]
+    for cut in reversed(cuts):
+        ends.append(cut[ends[-1]])
+    return tuple(joined(stages[a:b]) for a, b in itertools.pairwise(reversed(ends)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Spatial pipelines on a GPU: a CTA per stage, weights resident, tiles handed on through rings.
+#
+# Comes in: a ``GpuRegion`` and its finest stages. Goes out: one ``Arranged`` per number of stages, lanes and place of the rings,
+# each with the grouping whose slowest stage is fastest. Rings lie in the consumer's shared memory, and then all stages are one
+# cluster, or in global memory that stays in the L2, and then a stage may be split over several CTAs by columns of its result
+# ("slabs").
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# One-way trips of a hand-off that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the barrier. L2:
+# the data, the flag behind a fence, and the reader's loads.
+_TRIPS = {"cluster": 1, "l2": 3}
+_NEVER = float("inf")
+# Entries that a ring has where there is room. Two let a stage write one tile while the next one reads the other, and then both wait
+# for whichever tile takes longest; four take up the differences between tiles and the trips of the flags in both directions.
+_DEEP = 4
+# The part of the L2 in which rings are made deeper: what streams through the region passes through the L2 too.
+_DEEP_SHARE = 4
+# Every contiguous group of drafts is costed: more than these are first made fewer, so that planning stays a part of compilation.
+_MOST_DRAFTS = 24
+
+
+def spatial(region: GpuRegion, drafts: Sequence[Ops]) -> list[Arranged]:
+    """Raises ``Infeasible`` with the reason where no spatial pipeline fits."""
+    found: list[Arranged] = []
+    builders = [
+        _Builder(region, place, lanes)
+        for place in ("cluster", "l2")
+        if place == "l2" or region.machine.max_cluster > 1
+        for lanes in range(1, 1 + len(region.machine.lane_registers))
+    ]
+    for builder in builders:
+        found += builder.run(drafts)
+    if not found:
+        reasons = [b.reason for b in builders if b.reason]
+        raise Infeasible(reasons[-1] if reasons else "one stage is no pipeline")
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stage:
+    """A stage of a grouping: its split and the bytes per tile that enter and leave one of its CTAs."""
+
+    ops: Ops
+    split: int
+    work: TileWork
+    entering: int
+    leaving: int
+
+
+class _Builder:
+    """Pipelines with rings at ``place`` and ``lanes`` consumer warpgroups per CTA. ``reason``: why the last stage did not fit."""
+
+    def __init__(self, region: GpuRegion, place: str, lanes: int):
+        self.region, self.cost, self.machine = region, region.cost, region.machine
+        self.place, self.lanes = place, lanes
+        self.reason = ""
+        self.wait = _TRIPS[place] * self.machine.place(place).latency
+        self._least_split = functools.cache(self._find_least_split)
+        self._crossing = functools.cache(self._count_crossing)
+        self._stage = functools.cache(self._make_stage)
+
+    def run(self, drafts: Sequence[Ops]) -> list[Arranged]:
+        if self.place == "cluster":
+            groupings = self._groupings(drafts, self.machine.max_cluster)
+            made = []
+            for g in groupings:
+                # What a stage needs is not overstated here, so deep rings may turn out not to fit: shallow ones come next.
+                found = [self._arranged(g, [1] * len(g), self.machine.clusters(len(g)), deep) for deep in (True, False)]
+                made += found if found[0] != found[1] else found[:1]
+        else:
+            drafts = [part for d in drafts for part in (separated(self.cost, d) if self._least_split(d) is None else (d,))]
+            groupings = self._groupings(drafts, self.machine.workers)
+            made = [self._balanced(g) for g in groupings]
+        return [a for a in made if a is not None]
+
+    # -- what fits
+
+    def _groupings(self, drafts: Sequence[Ops], most: int) -> list[tuple[Ops, ...]]:
+        drafts = self._few(drafts)
+
+        @functools.cache
+        def seconds(a: int, b: int) -> float:
+            ops = joined(drafts[a:b])
+            split = self._least_split(ops)
+            if split is None:
+                return _NEVER
+            return self._period(self._stage(ops, split), most)
+
+        return grouped(drafts, seconds, most)
+
+    def _few(self, drafts: Sequence[Ops]) -> Sequence[Ops]:
+        """Neighbours made one stage, the least work first and while they fit a CTA, until no more are left than are looked at."""
+        if len(drafts) <= _MOST_DRAFTS:
+            return drafts
+        drafts = list(drafts)
+
+        def seconds(k: int) -> float | None:
+            """Of draft ``k`` and the next as one stage; None where they do not fit."""
+            ops = joined(drafts[k : k + 2])
+            return self._stage(ops, 1).work.latency() if self._least_split(ops) == 1 else None
+
+        pairs = [seconds(k) for k in range(len(drafts) - 1)]
+        while len(drafts) > _MOST_DRAFTS:
+            fitting = [(t, k) for k, t in enumerate(pairs) if t is not None]
+            if not fitting:
+                break
+            _, k = min(fitting)
+            drafts[k : k + 2] = [joined(drafts[k : k + 2])]
+            del pairs[k]
+            for neighbour in range(max(k - 1, 0), min(k + 1, len(pairs))):
+                pairs[neighbour] = seconds(neighbour)
+        return drafts
+
+    def _find_least_split(self, ops: Ops) -> int | None:
+        """The fewest CTAs whose shared memory holds the weights of ``ops``, two entries of every ring, and the images."""
+        entering, _ = self._crossing(ops)
+        rings = DOUBLE_BUFFER * entering if self.place == "cluster" else 0
+        most = self._most_split(ops)
+        bare = packed_bytes(self.cost, ops)
+        for split in range(max(1, min(most, bare // self.machine.local_bytes)), most + 1):
+            if most_split(self.cost, ops, split) == split and self._fits(ops, split, rings):
+                return split
+        return None
+
+    def _most_split(self, ops: Ops) -> int:
+        return 1 if self.place == "cluster" else most_split(self.cost, ops, self.machine.workers)
+
+    def _fits(self, ops: Ops, split: int, rings: int) -> bool:
+        """``rings``: bytes per lane. Weights are looked at first: they settle most cases, and cost nothing to count."""
+        weights, limit = packed_bytes(self.cost, ops, split), self.machine.local_bytes
+        need = weights + self.lanes * rings
+        if need <= limit:
+            storage = self._storage(ops, split)
+            if storage is None:
+                self.reason = "the values of 64 rows do not fit the registers of a warpgroup"
+                return False
+            need = shared_bytes(self.cost, ops, storage, self.lanes, weights, rings)
+        if need > limit:
+            self.reason = f"a stage needs {size_text(need)} of shared memory; a CTA has {size_text(limit)}"
+        return need <= limit
+
+    def _storage(self, ops: Ops, split: int) -> Storage | None:
+        return self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1], self.lanes)
+
+    def _make_stage(self, ops: Ops, split: int) -> _Stage:
+        """A stage that ``_fits``."""
+        storage = self._storage(ops, split)
+        assert storage is not None
+        work = tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True), split)
+        entering, leaving = self._crossing(ops)
+        return _Stage(ops, split, work, entering, leaving // split)
+
+    def _count_crossing(self, ops: Ops) -> tuple[int, int]:
+        """Bytes of a tile that reach ``ops`` from other stages and that they hand on."""
+        inside = frozenset(ops)
+        cost = self.cost
+        reads = dict.fromkeys(v for i in ops for v in cost.graph.ops[i].inputs if cost.streamed(v) and v in cost.producer)
+        entering = [v for v in reads if cost.producer[v] not in inside and not cost.is_maker(cost.producer[v])]
+        made = [v for i in ops if not cost.is_maker(i) for v in cost.graph.ops[i].outputs if cost.streamed(v)]
+        leaving = [v for v in made if not inside.issuperset(cost.readers.get(v, ()))]
+        return sum(entry_bytes(cost, v) for v in entering), sum(entry_bytes(cost, v) for v in leaving)
+
+    # -- how long it takes
+
+    def _link_seconds(self, stage: _Stage, ctas: int) -> float:
+        """A tile's rings at one CTA: both directions at once."""
+        machine = self.machine
+        if self.place == "l2":
+            bandwidth = machine.place("l2").bandwidth
+        else:
+            bandwidth = machine.rate(machine.cluster_bandwidth, str(ctas)) / machine.workers
+        return max(stage.entering, stage.leaving) / bandwidth
+
+    def _period(self, stage: _Stage, ctas: int) -> float:
+        return max(stage.work.period(self.lanes, self.wait), self._link_seconds(stage, ctas))
+
+    def _balanced(self, drafts: tuple[Ops, ...]) -> Arranged | None:
+        """Slabs for the number of instances that the linear model likes best. More CTAs per instance, or more instances."""
+        least = [self._least_split(d) for d in drafts]
+        if any(s is None for s in least):
+            return None
+        loads = []
+        for draft, split in zip(drafts, least, strict=True):
+            assert split is not None
+            seconds = self._period(self._stage(draft, split), 1)
+            loads.append(Load(seconds * split, split, max(split, self._most_split(draft))))
+        ctas = sum(load.least for load in loads)
+        if ctas > self.machine.workers:
+            self.reason = (
+                f"{len(drafts)} stages with their weights resident need {ctas} CTAs; the machine has {self.machine.workers}"
+            )
+            return None
+        best: tuple[float, int, tuple[int, ...]] | None = None
+        for instances in sorted({self.machine.workers // ctas, *_powers_of_two(self.machine.workers // ctas)}):
+            result = balance(loads, self.machine.workers // instances)
+            rate = min(instances, self.region.tiles) * result.throughput
+            if best is None or rate > best[0]:
+                best = rate, instances, result.workers
+        assert best is not None
+        splits = [most_split(self.cost, d, split) for d, split in zip(drafts, best[2], strict=True)]
+        return self._arranged(drafts, splits, self.machine.workers // sum(splits))
+
+    def _arranged(self, drafts: Sequence[Ops], splits: Sequence[int], instances: int, deep: bool = True) -> Arranged | None:
+        """The pipeline with its rings at least as deep as skips need; None where that does not fit."""
+        region, cost, machine = self.region, self.cost, self.machine
+        # An entry in the L2 is written once, whoever reads it; one in shared memory lies with its reader.
+        queued = (links if self.place == "l2" else links_to_each)(cost, drafts)
+        instances = max(1, min(instances, region.tiles))
+        stages: list[_Stage] = []
+        for s, (draft, split) in enumerate(zip(drafts, splits, strict=True)):
+            inward = [link for link in queued if s in link.consumers]
+            rings = sum(link.min_depth * entry_bytes(cost, link.value) for link in inward) if self.place == "cluster" else 0
+            if not self._fits(draft, split, rings):
+                return None
+            entering = sum(entry_bytes(cost, link.value) for link in inward)
+            leaving = sum(entry_bytes(cost, link.value) for link in queued if link.producer == s)
+            stages.append(dataclasses.replace(self._stage(draft, split), entering=entering, leaving=leaving // split))
+        depths = self._depths(queued, drafts, splits, instances, _DEEP if deep else 0)
+        if depths is None:
+            self.reason = "the rings of all instances do not fit half of the L2"
+            return None
+        ctas = sum(splits)
+        busy, slowest = self._busy(stages, ctas, instances)
+        names = [stage_name(cost, s, d) for s, d in enumerate(drafts)]
+        crossing = sum(s.split * (s.entering + s.leaving) for s in stages) if self.place == "l2" else 0
+        weights = instances * sum(s.split * packed_bytes(cost, s.ops, s.split) for s in stages)
+        return Arranged(
+            "spatial",
+            tuple(self._planned(stage, names[k], ctas) for k, stage in enumerate(stages)),
+            tuple(map(self._queue, queued, depths)),
+            instances,
+            ctas if self.place == "cluster" else 1,
+            self.lanes,
+            busy=busy + weights / machine.shared_bandwidth,
+            l2_bytes=float(crossing * region.tiles + weights),
+            bound=names[slowest],
+        )
+
+    def _depths(
+        self, queued: Sequence[Link], drafts: Sequence[Ops], splits: Sequence[int], instances: int, wanted: int
+    ) -> list[int] | None:
+        """The depth of each ring: ``wanted`` where there is room beside everything else, what its skips need where there is not.
+
+        None where not even that fits the L2. Rings in shared memory have fitted their readers before.
+        """
+        least, deep = [link.min_depth for link in queued], [max(link.min_depth, wanted) for link in queued]
+        entries = [entry_bytes(self.cost, link.value) for link in queued]
+        if self.place == "cluster":
+            for s, (draft, split) in enumerate(zip(drafts, splits, strict=True)):
+                mine = [k for k, link in enumerate(queued) if s in link.consumers]
+                if not self._fits(draft, split, sum(deep[k] * entries[k] for k in mine)):
+                    for k in mine:
+                        deep[k] = least[k]
+            return deep
+
+        def needed(depths: Sequence[int]) -> int:
+            return instances * self.lanes * sum(d * entry for d, entry in zip(depths, entries, strict=True))
+
+        if needed(deep) <= self.machine.shared_bytes // _DEEP_SHARE:
+            return deep
+        return least if needed(least) <= self.machine.shared_bytes // 2 else None
+
+    def _busy(self, stages: Sequence[_Stage], ctas: int, instances: int) -> tuple[float, int]:
+        """(seconds from the first tile's entry to the last one's exit, the slowest stage)."""
+        tiles = -(-self.region.tiles // instances)
+        times = [max(s.work.busy(tiles, self.lanes, self.wait), tiles * self._link_seconds(s, ctas)) for s in stages]
+        slowest = max(range(len(stages)), key=lambda k: times[k])
+        fill = sum(s.work.latency(self.wait) for k, s in enumerate(stages) if k != slowest)
+        return self.machine.tile_seconds + fill + times[slowest], slowest
+
+    def _planned(self, s: _Stage, name: str, ctas: int) -> Stage:
+        resource = resource_of(self.cost, s.ops)
+        return Stage(name, s.ops, resource, s.split, self._period(s, ctas), split=s.split)
+
+    def _queue(self, link: Link, depth: int) -> Queue:
+        return Queue(link.value, link.producer, link.consumers, depth, entry_bytes(self.cost, link.value), self.place)
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    n = 1
+    while n <= most:
+        yield n
+        n *= 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Loops whose weights no CTA holds alone: the columns of all weights shared out over the CTAs of a cluster.
+#
+# Comes in: a ``GpuRegion`` with loops. Goes out: one ``Arranged`` for each size of a cluster and number of lanes that fits. All
+# CTAs of a cluster take the same tiles through the same steps. Each holds its columns of every weight still, makes its columns of
+# all that a step makes, and hands those that the next product contracts to the others through their shared memory
+# (``stage/products.py``); or the sums of a product that contracts more than it makes (``stage/facts.py``), as that of a gradient
+# through time does.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_SIZES = (2, 4, 8, 16)
+# Instructions for a sum that CTAs hand each other: a fourth of a store to another CTA, with its address, and the addition there.
+_SUM_SLOTS = 2.0
+
+
+def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
+    """Raises ``Infeasible`` with the reason where no cluster holds the weights."""
+    cost, machine = region.cost, region.machine
+    if cost.sinks:
+        raise Infeasible("sums over the steps of a loop leave no room to share its weights out over a cluster")
+    if machine.max_cluster == 1:
+        raise Infeasible("this device has no clusters")
+    if not packed_bytes(cost, ops):
+        raise Infeasible("it multiplies with no weights")
+    found, least = list[Arranged](), None
+    for size in _SIZES:
+        if size > machine.max_cluster or not _has_slabs(cost, ops, size):
+            continue
+        weights = packed_bytes(cost, ops, size)
+        rings = sum(x.ring_bytes for x in _exchanged(cost, ops))
+        busy = -(-region.tiles // machine.clusters(size))  # lanes beyond these would have no tile
+        for lanes, registers in enumerate(machine.lane_registers[: max(1, busy)], 1):
+            placed = [Steps(body, body.region.ops, size, True).storage(registers, lanes) for _, body in loops_of(cost, ops)]
+            storages = [s for s in placed if s is not None]
+            if len(storages) < len(placed):
+                continue
+            storage = max(storages, key=lambda s: s.image_bytes)
+            need = shared_bytes(cost, ops, storage, lanes, weights, rings)
+            least = need if least is None else min(least, need)
+            if need <= machine.local_bytes:
+                work = tile_work(cost, ops, storage, matmul_efficiency(machine, "spatial", True), size)
+                for exchanged in _exchanged(cost, ops):
+                    work = work.plus(exchanged.steps, exchanged.work(size))
+                found.append(_arranged(region, ops, work, size, lanes))
+    if not found and least is not None:
+        raise Infeasible(
+            f"weights shared out over the CTAs of a cluster need {size_text(least)} of shared memory in each; "
+            f"a CTA has {size_text(machine.local_bytes)}"
+        )
+    if not found:
+        raise Infeasible("its columns are not shared out over the CTAs of a cluster in whole blocks of 32")
+    return found
+
+
+def _has_slabs(cost: GpuCost, ops: Ops, size: int) -> bool:
+    """Does every CTA have whole blocks of the columns of each product? The code generator knows about the parts of a product."""
+    dots = [body.work(i).dot for _, body in loops_of(cost, ops) for i in body.region.ops if i not in body.sinks]
+    return all(dot is None or dot.n % (size * BLOCK_COLUMNS) == 0 for dot in dots)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Exchanged:
+    """What the CTAs of a cluster hand each other in each of ``steps``: ``values``, operands of products that a step makes or
+    carries, and the sums of partial ``products``, operand by operand. ``come_in``: from arrays."""
+
+    steps: int
+    body: GpuCost
+    values: tuple[int, ...]
+    products: tuple[tuple[DotWork, ...], ...]
+    come_in: frozenset[int]
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of shared memory, for each lane."""
+        entries = sum((EXCHANGE_DEPTH if v in self.body.region.inputs else 1) * entry_bytes(self.body, v) for v in self.values)
+        return entries + sum(_sum_bytes(dot) for group in self.products for dot in group)
+
+    def work(self, size: int) -> TileWork:
+        """Of a tile in a step: what a CTA gets of the others, and barriers' round trips. What a step finds carried is on its way
+        while the lane multiplies with what has come in; else it has nothing to do meanwhile."""
+        body, machine = self.body, self.body.machine
+        bandwidth = machine.rate(machine.cluster_bandwidth, str(size)) / machine.workers * size / (size - 1)
+        moved = {v: entry_bytes(body, v) / bandwidth for v in self.values}
+        carried = [v for v in self.values if v in body.region.inputs]
+        alone = sum(moved[v] + machine.tile_seconds for v in self.values if v not in carried)
+        if carried:
+            alone += max(0.0, sum(moved[v] for v in carried) + machine.tile_seconds - _meanwhile(body, self.come_in, size))
+        for group in self.products:  # the sums of one are on their way while the next ones multiply
+            later = sum(_tensor_seconds(body, dot, size) for dot in group[1:])
+            alone += max(sum(map(_sum_bytes, group)) / bandwidth - later, _sum_bytes(group[-1]) / bandwidth) + machine.tile_seconds
+        sums = sum(_sum_bytes(dot) for group in self.products for dot in group)
+        issue = _SUM_SLOTS * sums / SUM_BYTES / machine.rate(machine.simt_rates, "other")
+        return TileWork(0.0, issue, 0.0, alone, sum(moved.values()) + sums / bandwidth)
+
+
+def _sum_bytes(dot: DotWork) -> int:
+    """Of a tile of sums."""
+    return TILE_ROWS * padded(dot.n) * SUM_BYTES
+
+
+def _exchanged(cost: GpuCost, ops: Ops) -> Iterator[_Exchanged]:
+    """Of each loop."""
+    for i in ops:
+        if cost.graph.ops[i].body is None:
+            continue
+        body, come_in = cost.body(i), frozenset(parts(cost.graph.ops[i]).in_xs)
+        values, products = dict[int, None](), dict[int, list[DotWork]]()
+        for k in body.region.ops:
+            if (dot := body.work(k).dot) is None:
+                continue
+            for v in body.graph.ops[k].inputs:
+                pieces = _pieces(body, v) if body.streamed(v) else []
+                made = [p for p in pieces if p not in come_in]
+                if made == pieces != [] and _is_partial(body, v, dot, len(pieces)):
+                    products.setdefault(v, []).append(dot)
+                else:
+                    values.update(dict.fromkeys(made))
+        yield _Exchanged(cost.graph.ops[i]["length"], body, tuple(values), tuple(map(tuple, products.values())), come_in)
+
+
+def _is_partial(body: GpuCost, v: int, dot: DotWork, pieces: int) -> bool:
+    """As the code generator decides it (``stage/facts.py``), as far as the graph says: a concatenation that only products read is
+    multiplied piece by piece."""
+    whole = pieces > 1 and (v in body.outputs or any(body.work(i).dot is None for i in body.readers.get(v, ())))
+    return whole or dot.k * itemsize(dot.dtype) > SUM_BYTES * dot.n
+
+
+def _pieces(body: GpuCost, v: int) -> list[int]:
+    """The values of which ``v`` is put together, or another name."""
+    todo, found = [v], list[int]()
+    while todo:
+        source = _source(body, todo.pop())
+        maker = body.producer.get(source)
+        if maker is not None and body.graph.ops[maker].kind == "concatenate":
+            todo += reversed(body.graph.ops[maker].inputs)
+        else:
+            found.append(source)
+    return found
+
+
+def _source(body: GpuCost, v: int) -> int:
+    """The value of which ``v`` is another name."""
+    while v in body.producer and body.family(body.producer[v]) == "reshape":
+        v = body.graph.ops[body.producer[v]].inputs[0]
+    return v
+
+
+def _meanwhile(body: GpuCost, come_in: frozenset[int], size: int) -> float:
+    """Seconds of a tile's products with what has come in."""
+    seconds = 0.0
+    for i in body.region.ops:
+        dot = body.work(i).dot
+        if dot is not None and not dot.per_row and _source(body, body.graph.ops[i].inputs[0]) in come_in:
+            seconds += _tensor_seconds(body, dot, size)
+    return seconds
+
+
+def _tensor_seconds(body: GpuCost, dot: DotWork, size: int) -> float:
+    """Of a CTA's part of a product on a tile."""
+    machine = body.machine
+    flops = 2.0 * TILE_ROWS * dot.k * dot.n / size
+    return flops / machine.rate(machine.tensor_rates, dot.dtype) / matmul_efficiency(machine, "spatial", True)
+
+
+def _arranged(region: GpuRegion, ops: Ops, work: TileWork, size: int, lanes: int) -> Arranged:
+    cost, machine = region.cost, region.machine
+    replicas = max(1, min(machine.clusters(size), region.tiles))
+    fetched = replicas * size * packed_bytes(cost, ops, size)
+    name = stage_name(cost, 0, ops)
+    stage = Stage(name, ops, resource_of(cost, ops), size, work.period(lanes, machine.tile_seconds), split=size)
+    return Arranged(
+        "spatial",
+        (stage,),
+        (),
+        replicas,
+        size,
+        lanes,
+        busy=work.busy(-(-region.tiles // replicas), lanes, machine.tile_seconds) + fetched / machine.shared_bandwidth,
+        l2_bytes=float(fetched),
+        bound=name,
+    )

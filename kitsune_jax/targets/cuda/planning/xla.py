@@ -1,0 +1,117 @@
+"""What XLA:GPU takes for the ops of a region: the bulk-synchronous baseline.
+
+Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``baseline``, modelled seconds and off-chip bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.reduce import ONLINE
+from kitsune_jax.planning import cost as xla_kernels
+from kitsune_jax.planning.cost import ROOTS, SCATTER, Kernel, left_region
+from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost, atomic_bytes, loops_of
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+
+# Operations per element that XLA:GPU still hands to the GEMM library as an epilogue: a bias and a ReLU.
+_EPILOGUE = 2
+
+
+def baseline(cost: GpuCost) -> tuple[float, int]:
+    """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
+    machine = cost.machine
+    seconds = 0.0
+    total = 0
+    for steps, body in loops_of(cost, cost.region.ops):
+        # A step's kernels, one of them for the loop's own counter and slices (``lax.scan`` on a GPU takes about 8 us a step).
+        each, bytes_each = baseline(body)
+        seconds, total = seconds + steps * (each + machine.kernel_seconds), total + steps * bytes_each
+    for kernel in kernels_of(cost):
+        if not kernel.ops.isdisjoint(cost.step_sums):
+            continue  # JAX's loop carries these sums, and a step adds to them
+        moved = kernel.moved(cost)
+        total += moved
+        near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
+        traffic = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
+        folded = sum(_folded_bytes(cost, i) for i in kernel.ops)
+        traffic = max(traffic, folded / machine.shared_bandwidth)
+        compute = sum(_library_seconds(cost, i) for i in kernel.ops) / machine.workers
+        seconds += machine.kernel_seconds + max(compute, traffic)  # a GPU overlaps the two
+    for i in cost.region.ops:
+        kernels, moved, folded = _scaling(cost, i)
+        total += moved
+        near = moved <= machine.shared_bytes // 2
+        bandwidth = max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth
+        seconds += kernels * machine.kernel_seconds + max(moved / bandwidth, folded / machine.shared_bandwidth)
+    return seconds, total
+
+
+def of_ops(graph: Graph, ops: Sequence[int], machine: GpuMachine) -> float:
+    """Seconds of ``ops`` of ``graph``, in an order in which they can run, one kernel after the other on the whole machine."""
+    return baseline(GpuCost(graph, left_region(graph, ops), machine))[0]
+
+
+def _scaling(cost: GpuCost, i: int) -> tuple[int, int, int]:
+    """(kernels, bytes moved, bytes of atomic operations) with which XLA scales the rows of a softmax's sum. The largest scores, and
+    the exponentials, which read them, are two kernels for all sums by the same scores. What makes the rows multiplies them."""
+    op = cost.graph.ops[i]
+    if op.kind not in ONLINE:
+        return 0, 0, 0
+    scores = cost.bytes(op.inputs[2])
+    if not cost.first_of_scores(i):
+        return 0, scores, 0
+    largest = cost.graph.values[op.inputs[2]].size // max(1, cost.region.space.rows) * op["n"]
+    return 2, 4 * scores + 3 * 4 * largest, 8 * cost.graph.values[op.inputs[2]].size + 4 * largest
+
+
+def _folded_bytes(cost: GpuCost, i: int) -> int:
+    """Bytes that an op that folds rows into a table moves through the L2: XLA fills the table, and uses an atomic operation of 32
+    bits for every element, which reads and writes there."""
+    if cost.family(i) != SCATTER:
+        return 0
+    op = cost.graph.ops[i]
+    folded = cost.graph.values[op.inputs[0]]
+    return atomic_bytes(op, folded.dtype) * folded.size + 4 * cost.graph.values[op.outputs[0]].size
+
+
+def kernels_of(cost: GpuCost) -> list[Kernel]:
+    """XLA's kernels, those of light pointwise work folded into the matmul whose result only they read."""
+    return _with_epilogues(cost, xla_kernels.kernels_of(cost))
+
+
+def _with_epilogues(cost: GpuCost, kernels: list[Kernel]) -> list[Kernel]:
+    """Light pointwise kernels folded into the matmul whose result only they read."""
+    of_root = {k.root: k for k in kernels}
+    dropped: set[int] = set()
+    for kernel in kernels:
+        if any(cost.family(i) in ROOTS for i in kernel.ops):
+            continue
+        size = cost.graph.values[kernel.root].size
+        if sum(cost.work(i).simt for i in kernel.ops) * cost.region.space.rows > _EPILOGUE * size:
+            continue
+        for v in kernel.reads:
+            dot = of_root.get(v)
+            if dot is None or v in cost.outputs or v in dropped or cost.graph.values[v].size != size:
+                continue
+            only_here = set(cost.readers.get(v, ())) <= kernel.ops
+            if only_here and any(cost.family(i) == "dot" for i in dot.ops):
+                kernel.ops |= dot.ops
+                kernel.reads = tuple(dict.fromkeys((*dot.reads, *(r for r in kernel.reads if r != v))))
+                dropped.add(v)
+                break
+    return [k for k in kernels if k.root not in dropped]
+
+
+def _library_seconds(cost: GpuCost, i: int) -> float:
+    """Worker-seconds of op ``i`` over its whole output in XLA's code."""
+    work, machine, op = cost.work(i), cost.machine, cost.graph.ops[i]
+    if work.dot is None:
+        # The whole value, not rows x row size: bulk-synchronously an op that misses some stream axes is not repeated along them.
+        share = max(1, cost.row_size(op.outputs[0])) * cost.region.space.rows
+        whole = work.simt * cost.region.space.rows * min(1.0, cost.graph.values[op.outputs[0]].size / share or 1.0)
+        if i in cost.sinks:
+            whole = work.simt * cost.region.space.rows
+        return whole / (machine.rate(machine.simt_rates, work.dtype) * LOOP_EFFICIENCY)
+    flops = float(work.flops) * cost.region.space.rows
+    return flops / machine.rate(machine.tensor_rates, work.dot.dtype)

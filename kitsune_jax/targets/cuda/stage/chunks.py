@@ -1,0 +1,421 @@
+"""Passes over the nodes of a stage: loops and products in chunks of columns, and lanes that take turns on the tensor cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda.ir import Action, Expr, Keep, Node, Operand, Read, Ref, ToPanel
+from kitsune_jax.targets.cuda.pack import STRAIGHT, WeightRecipe
+from kitsune_jax.targets.cuda.stage.evaluation import (
+    Expression,
+    InArray,
+    InImage,
+    InRegisters,
+    InScratch,
+    InVector,
+    LoopNumber,
+    Multiply,
+    Number,
+    Parts,
+    Splat,
+    Value,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Loops and products spelled out: a pass from ``Evaluate`` and ``SingleColumn`` to what happens block by block.
+#
+# Comes in: the nodes of a stage. Goes out: nodes in which a product is issued chunk of columns by chunk, and waited for before
+# its results are read; between two such events a loop is cut, and so it is where its sources change. Each element's operators are
+# listed once. Invariants: where two chunks are in flight, a ring of weights holds both; columns beyond the logical ones are zero
+# in whatever is kept or handed on, because a later matmul multiplies them by zero and NaN would survive that.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_GROUP = 2  # Product::kGroup
+Homes = dict[int, Value]
+
+
+def spell_out_chunks(
+    nodes: Sequence[Node], weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool
+) -> tuple[Node, ...]:
+    """``depth``: chunks that a ring of weights holds, unless they are ``resident``; ``overlap``: two may be in flight."""
+    spelled = _Chunks(weights, resident, depth, overlap)
+    found = tuple(spelled.of(nodes))
+    if spelled.exchanges.keys() != spelled.met:
+        raise CannotLower("columns of other CTAs that no product waits for have no code on the GPU")
+    return found
+
+
+@dataclasses.dataclass(slots=True)
+class _State:
+    """Chunks of a product so far; ``done``: blocks of K that are complete once one has been issued."""
+
+    issued: int = 0
+    completed: int = 0
+    done: int = 0
+
+
+class _Chunks:
+    def __init__(self, weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool):
+        self.weights, self.resident, self.depth, self.overlap = weights, resident, depth, overlap
+        self.state: dict[int, _State] = {}
+        self.nodes: list[Node] = []
+        self.homes: Homes = {}  # of what the loop at hand reads
+        self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
+        self.loop = STRAIGHT  # the number of the loop around what is spelled out
+        self.counter = itertools.count()
+        self.exchanges: dict[Ref, int] = {}  # rings between the CTAs of a cluster -> the loop in whose steps they have an entry
+        self.met: set[Ref] = set()  # those that have been waited for
+        self.crowded = False  # are the chunks of the products that are in flight together more than the ring holds?
+
+    def of(self, nodes: Iterable[Node]) -> list[Node]:
+        outer, self.nodes = self.nodes, []
+        for node in nodes:
+            match node:
+                case ir.Evaluate():
+                    self._evaluate(node)
+                case ir.SingleColumn(v, homes):
+                    self._advance([_product(dict(homes), v)], 0)
+                case st.LayerLoop(_, first, count, body):
+                    self.layer_bytes = sum(r.shape.slab_bytes for r in self.weights[first : first + count])
+                    self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
+                    self.layer_bytes = 0
+                case st.CountedLoop(body=body):
+                    around, self.loop = self.loop, node.number.of
+                    self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
+                    self.loop = around
+                case _:
+                    if isinstance(node, st.Entry) and node.queue.kind == "exchange":
+                        self.exchanges[node.queue] = self.loop
+                    if isinstance(node, st.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
+                        self.met.add(node.queue)
+                    self.nodes.append(node)
+        found, self.nodes = self.nodes, outer
+        return found
+
+    # -- loops
+
+    def _evaluate(self, loop: ir.Evaluate) -> None:
+        homes = dict(loop.homes)
+        products = [_product(homes, v) for v in loop.products]
+        self.homes = homes
+        self.nodes += _declarations(loop, homes)
+        masks: dict[int, Ref] = {}
+        cuts = _cuts(loop, homes, products)
+        for first, last in itertools.pairwise(cuts):
+            if products:
+                self._advance(products, first)
+            self.nodes.append(_Blocks(loop, homes, first, last, masks, self.counter).loop())
+            for a in loop.actions:
+                if isinstance(a, Keep) and not a.push:
+                    share = homes[a.value].registers * (last - first) // tiles.blocks(loop.width)
+                    self.nodes.append(st.Alive(Ref("v", a.value), 0 if a.to else share))
+        for a in loop.actions:
+            if isinstance(a, Keep) and a.form == "bit" and a.to:
+                self.nodes.append(st.PutMask(a.ref, a.to, loop.width))
+
+    # -- products
+
+    def _advance(self, products: Sequence[Multiply], first: int) -> None:
+        """Makes the chunks of ``products`` that hold block ``first`` available, and issues the next ones where that is allowed."""
+        self.crowded = not self.resident and sum(p.shape.k_chunks for p in products) > self.depth
+        for p in products:
+            if self._state(p).issued <= _chunk_of(p, first):
+                self._issue(p)
+        ahead = len(products) == 1 and self._may_overlap(products[0])
+        if ahead:
+            self._issue(products[0])
+        rolling = any(self._rolling(p) for p in products)
+        for k, p in enumerate(products):
+            state = self._state(p)
+            if state.completed <= _chunk_of(p, first):
+                pending = 1 if ahead else 0 if rolling else len(products) - 1 - k
+                owners = tuple(o.owner for o in p.operands)
+                ref = _accumulators(p, state.completed)
+                self.nodes.append(st.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
+                state.completed += 1
+
+    def _state(self, p: Multiply) -> _State:
+        return self.state.setdefault(p.product, _State())
+
+    def _rolling(self, p: Multiply) -> bool:
+        """Does the product wait as it goes?"""
+        return self.crowded or any(o.fetched for o in p.operands)
+
+    def _may_overlap(self, p: Multiply) -> bool:
+        state, shape = self._state(p), p.shape
+        if self._rolling(p) or state.issued >= len(shape.chunks) or state.issued - state.completed > 1 or not self.overlap:
+            return False
+        if any(o.kind == "copy" for o in p.operands) or all(o.kind in ("array", "rows") for o in p.operands):
+            return False  # ptxas (13.0, 13.5) then puts a wait between the two, and may serialise the whole kernel (C7517, C7518)
+        return self.resident or 2 * shape.k_chunks <= self.depth
+
+    def _issue(self, p: Multiply) -> None:
+        state, shape = self._state(p), p.shape
+        chunk, rolling = state.issued, self._rolling(p)
+        columns, weights = shape.chunks[chunk], None
+        self._check_weights(self.weights[p.weight])
+        if self.resident:
+            offset = sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
+            weights = st.Resident(p.weight, offset, self.layer_bytes)
+        feeds, first, done = [], 0, 0
+        for o in map(self._awaited, p.operands):
+            feeds.append((o, first, done))
+            last = first + tiles.blocks(o.width)
+            if rolling:  # what ``Product`` waits for, in numbers
+                done = last if o.fetched else first + (-(-(last - first) // _GROUP) - 1) * _GROUP
+            first = last
+        state.done = done
+        bias = p.bias and (*p.bias, sum(_blocks(p)[:chunk]))
+        if p.start is not None:
+            self._start(p, chunk)
+        # Of one operand at a time: a product waits for what it has fetched of one before it fetches the next.
+        fragments = any(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
+        ref = _accumulators(p, chunk)
+        self.nodes.append(
+            st.Issue(
+                ref,
+                columns,
+                shape.dtype,
+                rolling,
+                weights,
+                bias,
+                tuple(feeds),
+                p.weight,
+                chunk,
+                shape.k_chunks,
+                columns // 2 + fragments,
+                p.start is not None,
+            )
+        )
+        state.issued += 1
+
+    def _awaited(self, o: Operand) -> Operand:
+        """``o``, told to wait for the columns of other CTAs where it is the first to multiply with them."""
+        if o.owner.kind != "exchange" or o.owner in self.met:
+            return o
+        if self.exchanges[o.owner] != self.loop:
+            raise CannotLower("columns of other CTAs that only an inner loop multiplies with have no code on the GPU")
+        self.met.add(o.owner)
+        return dataclasses.replace(o, awaited=True)
+
+    def _start(self, p: Multiply, chunk: int) -> None:
+        """What the product is added to, to the accumulators of ``chunk``."""
+        assert p.start is not None
+        ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
+        self.nodes.append(st.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
+        loop = ir.Evaluate(p.shape.slab, (Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
+        self.nodes.append(_Blocks(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
+
+    def _check_weights(self, recipe: WeightRecipe) -> None:
+        """The loader brings streamed weights in the order in which the stage takes them."""
+        if self.resident and recipe.cut is not None:
+            raise CannotLower("weights that change from tile to tile do not stay in shared memory")
+        if not self.resident and recipe.loop != self.loop:
+            raise CannotLower("weights that every iteration of a loop multiplies with must stay in shared memory")
+
+
+def _product(homes: Homes, v: int) -> Multiply:
+    home = homes[v].home
+    assert isinstance(home, Multiply)
+    return home
+
+
+def _blocks(p: Multiply) -> list[int]:
+    """How many blocks each chunk of columns has."""
+    return [columns // tiles.block(p.shape.slab) for columns in p.shape.chunks]
+
+
+def _chunk_of(p: Multiply, block: int) -> int:
+    return next(k for k, end in enumerate(itertools.accumulate(_blocks(p))) if block < end)
+
+
+def _accumulators(p: Multiply, chunk: int) -> Ref:
+    return Ref("d", p.product, f"_{chunk}")
+
+
+def _declarations(loop: ir.Evaluate, homes: Homes) -> list[Node]:
+    """Registers of the values that the loop keeps; of masks on their way into an image, too."""
+    found: list[Node] = []
+    for a in loop.actions:
+        if isinstance(a, Keep) and not a.over and (a.form == "bit" or not a.to):
+            count = tiles.registers(loop.width, a.form)
+            found.append(st.Registers(a.ref, a.form, homes[a.value].dtype, count, bool(a.to)))
+    return found
+
+
+def _cuts(loop: ir.Evaluate, homes: Homes, products: Sequence[Multiply]) -> list[int]:
+    """Where a loop is cut, so that between two cuts every source lies in one place."""
+    cuts = {0, tiles.blocks(loop.width)}
+    for p in products:
+        cuts.update(itertools.accumulate(_blocks(p)))
+    todo, seen = [a.value for a in loop.actions], set[int]()
+    while todo:
+        v = todo.pop()
+        match homes[v].home if v not in seen else None:
+            case Parts(parts):
+                cuts.update(itertools.accumulate(blocks for _, _, blocks in parts))
+            case Expression(_, operands):
+                todo += operands
+        seen.add(v)
+    return sorted(cuts)
+
+
+class _Blocks:
+    """The blocks [first, last) of a loop, between which nothing changes place. What is read is brought in once per block."""
+
+    def __init__(
+        self, loop: ir.Evaluate, homes: Homes, first: int, last: int, masks: dict[int, Ref], counter: itertools.count[int]
+    ):
+        self.source, self.homes, self.first, self.last, self.masks, self.counter = loop, homes, first, last, masks, counter
+        self.steps: list[ir.Step] = []
+        self.reads: dict[Ref, None] = {}
+        self.known: dict[tuple[int, int], Expr] = {}
+        self.fetched: dict[tuple[int, int], Ref] = {}
+
+    def loop(self) -> ir.BlockLoop:
+        for action in self.source.actions:
+            value = self.homes[action.value]
+            pair = self._ready_pair(action.value) if isinstance(action, Keep | ToPanel) else None
+            x = pair or self._read(action.value, 0)
+            self.steps.append(ir.Put(_without_value(action), x, value.dtype, value.n, pair is not None))
+        return ir.BlockLoop(self.source.width, self.first, self.last, tuple(self.steps), tuple(self.reads))
+
+    def _ready_pair(self, v: int) -> Expr | None:
+        """The word of a pair of 16-bit values that lie in this form already, zeros beyond the columns included."""
+        dtype = self.homes[v].dtype
+        match self.homes[v].home:
+            case InRegisters(ref, "pair", owner):
+                self.reads[owner] = None
+                return Read("pair of registers", ref, dtype)
+            case InImage(ref, "pair", owner):
+                self.reads[owner] = None
+                return Read("pair of block", self._image_block(v, ref, "pair", 0), dtype)
+            case InArray(rows) if rows.pairs:
+                return Read("pair of rows", self._array_block(v, rows, 0), dtype)
+        return None
+
+    def _read(self, v: int, shift: int) -> Expr:
+        """An element of ``v``, whose block is b - shift."""
+        if (v, shift) not in self.known:
+            self.known[v, shift] = self._element(v, shift)
+        return self.known[v, shift]
+
+    def _element(self, v: int, shift: int) -> Expr:
+        value = self.homes[v]
+        dtype = value.dtype
+        match value.home:
+            case Number(number):
+                return ir.Literal(pointwise.literal(number, pointwise.COMPUTE[dtype]))
+            case LoopNumber(ref):
+                return Read("scalar", ref, dtype)
+            case Splat(of):
+                return self._read(of, 0)
+            case InRegisters(ref, form, owner):
+                if form != "row":
+                    self.reads[owner] = None
+                return Read(form, ref, dtype, shift)
+            case Multiply() as p:
+                if shift:
+                    raise AssertionError("a matmul is read in place")
+                chunk = _chunk_of(p, self.first)
+                ref = _accumulators(p, chunk)
+                self.reads[ref] = None
+                return Read("word", ref, dtype, sum(_blocks(p)[:chunk]))
+            case InArray(rows):
+                return Read("pairs of rows" if rows.pairs else "rows", self._array_block(v, rows, shift), dtype)
+            case InVector(_, scalar) if scalar:
+                return Read("scalar", scalar, dtype)
+            case InVector(address):
+                return Read("vector", self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, address, dtype, shift)), dtype)
+            case InImage(ref, form, owner):
+                self.reads[owner] = None
+                if form == "bit":
+                    return Read("bit", self._mask(v, ref), dtype, shift)
+                return Read(f"{form} of image", self._image_block(v, ref, form, shift), dtype)
+            case InScratch(starts, _, ir.ScratchList(listed)):
+                return ir.SumOfList(dtype, starts, listed, value.width, shift)
+            case InScratch(table, fill, fold):
+                assert not isinstance(fold, ir.ScratchList)
+                index = self._name("t")
+                where = self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, table, "float32", shift))
+                self.steps.append(ir.Let(index, "int32", Read("index", where, "int32")))
+                return ir.FromScratch(dtype, index=index, fill=fill, fold=fold)
+            case Parts(parts):
+                at = 0
+                for part, first, blocks in parts:
+                    if at <= self.first - shift < at + blocks:
+                        return self._read(part, shift + at - first)
+                    at += blocks
+            case Expression(template, operands):
+                expr = ir.Apply(template, tuple(self._read(x, shift) for x in operands))
+                name = self._name("t")
+                self.steps.append(ir.Let(name, dtype, expr))
+                return Read("scalar", name, dtype)
+        raise CannotLower(f"a value in {type(value.home).__name__} has no elements")
+
+    def _name(self, kind: str) -> Ref:
+        return Ref(kind, next(self.counter))
+
+    def _fetch(self, v: int, shift: int, step: Callable[[Ref], ir.Step]) -> Ref:
+        """The name of a block of ``v``, which ``step`` brings in once."""
+        if (v, shift) not in self.fetched:
+            self.fetched[v, shift] = ref = self._name("x")
+            self.steps.append(step(ref))
+        return self.fetched[v, shift]
+
+    def _array_block(self, v: int, rows: ir.Rows, shift: int) -> Ref:
+        value = self.homes[v]
+        self.reads[rows.ref] = None
+        return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.n if value.slab else 0, value.slab or 1))
+
+    def _image_block(self, v: int, image: Ref, form: str, shift: int) -> Ref:
+        return self._fetch(v, shift, lambda ref: ir.ImageBlock(ref, image, form, shift))
+
+    def _mask(self, v: int, image: Ref) -> Ref:
+        if v not in self.masks:
+            self.masks[v] = self._name("m")
+            self.steps.append(ir.MaskWords(self.masks[v], image, self.homes[v].width))
+        return self.masks[v]
+
+
+def _without_value(action: Action) -> Action:
+    return dataclasses.replace(action, value=-1)  # the number of a value tells equal stages apart
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Lanes that take turns: while one multiplies, the others do what stands between their products.
+#
+# Comes in: the nodes of a stage whose loop has two products or more, one after the other (the scores of attention, and their
+# product with the values). Goes out: the same with ``Turn``s, as FlashAttention-3 has them (named barriers, arXiv 2407.08608,
+# section 3.1): a lane has its turn from the second product of an iteration to the first of the next one, and the softmax between
+# the two runs under the products of the other lanes. All lanes of the CTA must run the same loops as often; those on tiles of one
+# batch do. Without turns the lanes would multiply at the same time, and then all be in their softmax.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def with_turns(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], bool]:
+    """``nodes``, and whether there was a loop in which to take turns."""
+    found: list[Node] = []
+    for node in nodes:
+        body = _body(node.body) if isinstance(node, st.CountedLoop) else None
+        if body is None:
+            found.append(node)
+        else:
+            assert isinstance(node, st.CountedLoop)
+            found += [st.Turn("take"), dataclasses.replace(node, body=body), st.Turn("give")]
+    return tuple(found), len(found) > len(nodes)
+
+
+def _body(body: Sequence[Node]) -> tuple[Node, ...] | None:
+    """The body of a loop, entered with the turn and left with it; None where it has less than two products."""
+    products = [(k, node.weight) for k, node in enumerate(body) if isinstance(node, st.Issue)]
+    first = [k for k, weight in products if weight == products[0][1]]
+    later = [k for k, weight in products if weight != products[0][1]]
+    if not later or later[0] < first[-1]:
+        return None
+    return (*body[: first[-1] + 1], st.Turn("give"), *body[first[-1] + 1 : later[0]], st.Turn("take"), *body[later[0] :])

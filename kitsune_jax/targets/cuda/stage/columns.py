@@ -1,0 +1,368 @@
+"""Instructions that move elements within a row: broadcasts, concatenations, slices, transposes, pads, and picks by an index."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.ops.spec import resolve_rows
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.ir import Instr
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda.ir import Address, Expr, Keep, Ref, ToScratch
+from kitsune_jax.targets.cuda.pack import AddedUp, Picked, VectorRecipe
+from kitsune_jax.targets.cuda.stage.evaluation import (
+    Evaluation,
+    Expression,
+    InArray,
+    InImage,
+    InRegisters,
+    InScratch,
+    InVector,
+    Multiply,
+    Number,
+    Parts,
+    Splat,
+    Value,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Columns that change places: broadcasts, concatenations, slices, transposes, pads, and columns that are their own index.
+#
+# Comes in: an instruction that only moves elements within a row. Goes out: a home for its result. What an instruction does is
+# found by running it on the *indices* of its operands' columns, so there is one rule for all of them: if whole blocks move,
+# nothing is emitted; else the warp's rows go through shared memory in the new order.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+REARRANGING = frozenset(kind for kind, spec in OPS.items() if spec.moves and kind != "reshape")
+_FILL = -1
+_MOST_FOLDED = 128  # columns of a row that are folded into one of several: each is a load from shared memory
+
+
+def rearrange(at: Evaluation, instr: Instr) -> None:
+    """Gives the result of ``instr`` a home. Raises ``CannotLower``."""
+    if instr.kind == "iota":
+        _iota(at, instr)
+    elif instr.kind == "broadcast_in_dim" and _stationary(at, instr.inputs[0]):
+        _broadcast_stationary(at, instr)
+    elif instr.outputs[0] in at.facts.joined or instr.outputs[0] in at.facts.only_multiplied:
+        at.new(instr)  # only products read it, part by part
+    else:
+        _move(at, instr)
+
+
+def _stationary(at: Evaluation, v: int) -> bool:
+    return not at.program.values[v].tile
+
+
+def _iota(at: Evaluation, instr: Instr) -> None:
+    value, (v,) = at.new(instr), instr.outputs
+    shape = tuple(instr["shape"])[1:]
+    _check_width(instr, shape)
+    index = np.broadcast_to(
+        np.arange(shape[instr["dimension"] - 1]).reshape([-1 if d == instr["dimension"] - 1 else 1 for d in range(len(shape))]),
+        shape,
+    )
+    words = index.reshape(-1).astype(np.float32).view(np.int32) if pointwise.COMPUTE[value.dtype] == "float" else index.reshape(-1)
+    at.settle(v, Number(0) if value.row else InVector(at.vector(table(words))))
+
+
+def _check_width(instr: Instr, shape: tuple[int, ...]) -> None:
+    """Indices are computed for every column, here, and those of a stationary array may be many."""
+    if math.prod(shape) > tiles.MOST_COLUMNS:
+        raise CannotLower(f"{instr.kind} of {math.prod(shape)} columns: the GPU has code for {tiles.MOST_COLUMNS} at most")
+
+
+def table(words: Any) -> VectorRecipe:
+    table = tuple(int(w) for w in np.asarray(words, np.int32))
+    return VectorRecipe(None, (), (), (len(table),), tiles.padded(len(table)), table=table)
+
+
+def _broadcast_stationary(at: Evaluation, instr: Instr) -> None:
+    value, (x,), (v,) = at.new(instr), instr.inputs, instr.outputs
+    if x in at.literals:
+        at.settle(v, Number(at.literals[x]) if value.row else Splat(x))
+        return
+    address = at.layer_vectors.get(v) or at.vector(broadcast_recipe(at, instr))
+    at.settle(v, InVector(Address(address.at, value.width if at.is_slab(v) else 0, address.layer)))
+
+
+def is_vector(at: Evaluation, instr: Instr) -> bool:
+    """Does a broadcast make a vector (or scalar) of a stationary array?"""
+    return _stationary(at, instr.inputs[0]) and instr.inputs[0] not in at.literals
+
+
+def broadcast_recipe(at: Evaluation, instr: Instr) -> VectorRecipe:
+    """How a stationary value that ``instr`` broadcasts to every row becomes a vector."""
+    (x,) = instr.inputs
+    t = at.program.values[instr.outputs[0]]
+    shape, dims = at.program.values[x].shape, tuple(instr["dims"])
+    kept = [d for d in range(len(shape)) if dims[d] != 0]  # the row dimension takes one of extent 1
+    row_shape = tuple(instr["shape"])[1:]
+    split, groups = at.split if at.is_slab(instr.outputs[0]) else 1, at.facts.slabs.get(instr.outputs[0], 1)
+    width = tiles.padded(math.prod(t.shape) // split)
+    kept_shape, kept_dims = tuple(shape[d] for d in kept), tuple(dims[d] - 1 for d in kept)
+    return VectorRecipe(x, kept_shape, kept_dims, row_shape, width, split, groups=groups)
+
+
+def _move(at: Evaluation, instr: Instr) -> None:
+    sources = [x for k, x in enumerate(instr.inputs) if not (instr.kind == "pad" and k == 1)]
+    index = _index(at, instr, sources)
+    sources = [at.root(x) for x in sources]
+    value = at.new(instr)
+    if instr.kind == "slice" and value.slab and at.facts.slabs.get(instr.inputs[0], 1) > 1:
+        _group(at, instr, value, int(index[0, 1]) // len(index))
+        return
+    if instr.kind == "concatenate" and value.slab == len(sources) > 1 and all(at.value(x).slab == 1 for x in sources):
+        _whole(at, instr.outputs[0], [(x, 0, tiles.blocks(at.value(x).width)) for x in sources])
+        return
+    if value.slab and len(sources) == 1 and at.value(sources[0]).row:
+        at.settle(instr.outputs[0], Splat(sources[0]))
+        return
+    if any(at.is_slab(x) for x in (instr.outputs[0], *sources)):
+        raise CannotLower(f"{instr.kind} of columns that are split over CTAs has no code on the GPU")
+    place(at, instr, index, sources)
+
+
+def _group(at: Evaluation, instr: Instr, value: Value, group: int) -> None:
+    """A slab of one of the groups of columns of a value."""
+    x, blocks = at.root(instr.inputs[0]), tiles.blocks(value.width)
+    if waits_for_product(at, x):  # whose chunks are those of another width
+        at.materialize(x)
+    at.settle(instr.outputs[0], Parts(((x, group * blocks, blocks),)))
+
+
+def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -> None:
+    """Gives the result of ``instr`` the columns that ``index`` says: [columns, 2], of which source and which column there."""
+    (v,) = instr.outputs
+    value, counts = at.value(v), [at.value(x).n for x in sources]
+    alone = len(sources) == 1 and bool((index[:, 0] >= 0).all())  # of columns that a pad leaves open, column 0 says nothing
+    if alone and np.array_equal(index[:, 1], np.arange(counts[0])):
+        at.alias(instr, sources[0])
+    elif alone and counts[0] == 1 and (index[:, 1] == 0).all():
+        at.settle(v, Splat(sources[0]))
+    elif value.row and index[0, 0] >= 0 and (rows := _rows_of(at, sources[index[0, 0]])):
+        ref = Ref("r", v)
+        at.add(st.LoadRow(ref, rows, int(index[0, 1])))
+        at.settle(v, InRegisters(ref, "row", ref))
+    elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
+        _whole(at, v, parts)
+    else:
+        _through_scratch(at, instr, v, index, sources)
+
+
+def _whole(at: Evaluation, v: int, parts: Sequence[tuple[int, int, int]]) -> None:
+    """``v`` is whole blocks of other values."""
+    for x in dict.fromkeys(x for x, _, _ in parts):
+        if waits_for_product(at, x):  # whose chunks are those of another width
+            at.materialize(x)
+    at.settle(v, Parts(tuple(parts)))
+    if at.repeated and at.uses[v] > 1:
+        _together(at, v, tuple(parts))
+
+
+def _together(at: Evaluation, v: int, parts: tuple[tuple[int, int, int], ...]) -> None:
+    """Computes the ``parts`` of ``v`` in one loop, straight to their places in ``v``: else every reader of ``v`` would compute them
+    again, and what they have in common once for each of them."""
+    value, values = at.value(v), [at.value(x) for x, _, _ in parts]
+    whole = all(first == 0 and blocks == tiles.blocks(x.width) for x, (_, first, blocks) in zip(values, parts, strict=True))
+    alike = len({x.width for x in values}) == 1 and len({x for x, _, _ in parts}) == len(parts)
+    if value.form == "bit" or not whole or not alike or not any(isinstance(x.home, Expression) for x in values):
+        return
+    ref = at.home_of_its_own(v)
+    starts = dict(zip((x for x, _, _ in parts), itertools.accumulate((n for _, _, n in parts), initial=0), strict=False))
+    image = ref if ref.kind == "image" else None
+    actions = [
+        Keep(x, ref, value.form, to=image, push=True, reads=at.uses[x], first=-start, over=True) for x, start in starts.items()
+    ]
+    at.evaluate(values[0].width, actions)
+    owner = Ref("v", v)
+    at.add(st.Alive(owner, 0 if image else value.registers))
+    at.settle(v, InImage(ref, value.form, owner) if image else InRegisters(ref, value.form, owner))
+    for x, _, blocks in parts:
+        at.settle(x, Parts(((v, starts[x], blocks),)))
+
+
+def _rows_of(at: Evaluation, v: int) -> ir.Rows | None:
+    """The rows of an array that ``v`` is, where a thread can read one of their elements alone."""
+    home = at.value(v).home
+    return home.rows if isinstance(home, InArray) and not home.rows.strides and home.rows.access != "kStaged" else None
+
+
+def fold_part(at: Evaluation, instr: Instr, how: str) -> None:
+    """Gives the fold by ``how`` over a part of a row's dimensions a home: every column of the result reads its part of the row."""
+    (x,), (v,) = instr.inputs, instr.outputs
+    shape, axes = at.program.values[x].shape, sorted(a - 1 for a in instr["axes"])
+    _check_width(instr, shape)
+    if axes != list(range(axes[0], axes[-1] + 1)):
+        raise CannotLower("a reduction over dimensions of a row that do not follow each other has no code on the GPU")
+    count, step = math.prod(shape[a] for a in axes), math.prod(shape[axes[-1] + 1 :])
+    if count > _MOST_FOLDED:
+        raise CannotLower(f"a reduction of {count} columns of a row to each of several has no code on the GPU")
+    value, source = at.new(instr), at.root(x)
+    to_scratch(at, [source])
+    starts = np.arange(math.prod(shape[: axes[0]]))[:, None] * count * step + np.arange(step)
+    at.settle(v, InScratch(at.vector(table(starts.reshape(-1))), None, ir.ScratchFold(how, count, step)))
+    if value.row:
+        raise AssertionError("a fold of a whole row is a row value")
+    at.materialize(v)
+
+
+def waits_for_product(at: Evaluation, v: int) -> bool:
+    """Is a product among what ``v`` is computed of, and nobody has asked for it yet?"""
+    match at.value(v).home:
+        case Multiply():
+            return True
+        case Expression(_, operands):
+            return any(waits_for_product(at, x) for x in operands)
+    return False
+
+
+def _index(at: Evaluation, instr: Instr, sources: list[int]) -> np.ndarray:
+    """[columns, 2]: which source each column of the result comes from (-1: none), and its column there."""
+    operands, stride = [], 1 << 40
+    _check_width(instr, at.program.values[instr.outputs[0]].shape)
+    for k, x in enumerate(sources):
+        shape = at.program.values[x].shape
+        _check_width(instr, shape)
+        operands.append((k * stride + np.arange(math.prod(shape), dtype=np.int64)).reshape(1, *shape))
+    if instr.kind == "pad":
+        operands.append(np.asarray(_FILL, np.int64))
+    flat = OPS[instr.kind].numpy(resolve_rows(instr.params, 1), *operands, out_dtype="int64").reshape(-1)
+    return np.stack([np.where(flat < 0, -1, flat // stride), np.where(flat < 0, 0, flat % stride)], axis=1)
+
+
+def _whole_blocks(
+    at: Evaluation, width: int, n: int, index: np.ndarray, sources: list[int]
+) -> tuple[tuple[int, int, int], ...] | None:
+    """The result as runs of whole blocks of its sources, or None."""
+    size, runs = tiles.block(width), list[tuple[int, int, int]]()
+    for b in range(tiles.blocks(width)):
+        columns = index[b * size : min((b + 1) * size, n)]
+        source, first = int(columns[0, 0]), int(columns[0, 1])
+        if source < 0 or (columns[:, 0] != source).any() or first % size:
+            return None
+        x = at.value(sources[source])
+        if x.row or tiles.block(x.width) != size or not np.array_equal(columns[:, 1], first + np.arange(len(columns))):
+            return None
+        last = runs[-1] if runs else None
+        if last and last[0] == sources[source] and last[1] + last[2] == first // size:
+            runs[-1] = (last[0], last[1], last[2] + 1)
+        else:
+            runs.append((sources[source], first // size, 1))
+    return tuple(runs)
+
+
+def to_scratch(at: Evaluation, sources: list[int]) -> list[int]:
+    """Writes ``sources`` to the warp's scratch rows, side by side; where each starts."""
+    starts, words = [], 0
+    for x in sources:
+        starts.append(words)
+        words += at.value(x).width
+    at.scratch_words = max(at.scratch_words, words | 1)
+    at.add(st.SyncWarp())  # whoever read the rows before is done
+    for x, start in zip(sources, starts, strict=True):
+        if at.value(x).row:
+            at.add(st.RowToScratch(start, at.row(x)))
+        else:
+            at.evaluate(at.value(x).width, [ToScratch(x, start)])
+    at.add(st.SyncWarp())
+    return starts
+
+
+def _through_scratch(at: Evaluation, instr: Instr, v: int, index: np.ndarray, sources: list[int]) -> None:
+    value, starts = at.value(v), to_scratch(at, sources)
+    where = [_FILL if s < 0 else starts[s] + c for s, c in index]
+    fill: Expr = ir.Literal(f"{pointwise.COMPUTE[value.dtype]}(0)")
+    if _FILL in where:
+        if instr.kind != "pad":
+            raise AssertionError("only a pad leaves columns open")
+        fill = at.row(instr.inputs[1])
+    if value.row:
+        at.set_row(v, fill if where[0] < 0 else ir.FromScratch(value.dtype, column=where[0]))
+    else:
+        at.settle(v, InScratch(at.vector(table(where)), fill))
+        at.materialize(v)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Elements picked inside each row by an index that does not stream (``take``), and added up there (``put``, its gradient).
+#
+# Comes in: an instruction and the ``Evaluation`` of its stage. Goes out: nodes, and the home of its value. The index is known
+# before the stream begins, so XLA makes of it, in front of the call, which column of the operand each column of the result is
+# (``pack.Picked``), or which columns it adds up (``pack.AddedUp``). The kernel reads these lists, and the warp's rows pass
+# through shared memory in the new order.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def lower_take(at: Evaluation, instr: Instr) -> None:
+    """Lowers ``instr``. Raises ``CannotLower``."""
+    (v,), x = instr.outputs, at.root(instr.inputs[0])
+    at.new(instr)
+    _check(at, instr)
+    (start,) = to_scratch(at, [x])
+    _settle(at, v, InScratch(picked_columns(at, instr, start), filling(instr, at.value(v).dtype)))
+
+
+def lower_put(at: Evaluation, instr: Instr) -> None:
+    """Lowers ``instr``. Raises ``CannotLower``."""
+    (v,), (x, index) = instr.outputs, instr.inputs
+    at.new(instr)
+    _check(at, instr)
+    (start,) = to_scratch(at, [at.root(x)])
+    of_x, of_index = at.program.values[x], at.program.values[index]
+    d, count = instr["axis"] - 1, math.prod(of_index.shape)
+    inner = math.prod(of_x.shape[d + len(of_index.shape) :])
+    outer = math.prod(of_x.shape[:d])
+
+    def part(name: str, words: int) -> Address:
+        how = AddedUp(name, outer, count, inner, instr["n"], start)
+        return at.vector(VectorRecipe(index, (), (), (words,), tiles.padded(words), how=how))
+
+    n = at.value(v).n
+    first = part("first", n + 1)
+    _settle(at, v, InScratch(first, None, ir.ScratchList(part("list", max(1, outer * count * inner)))))
+
+
+def _settle(at: Evaluation, v: int, home: InScratch) -> None:
+    if not at.value(v).row:
+        at.settle(v, home)
+        at.materialize(v)
+        return
+    dtype = at.value(v).dtype
+    if isinstance(home.fold, ir.ScratchList):
+        at.set_row(v, ir.SumOfList(dtype, home.table, home.fold.columns, 0))
+    else:
+        which = Ref("pick", v)
+        at.setup.append(st.LoadScalar(which, "int32", home.table, True))
+        at.set_row(v, ir.FromScratch(dtype, index=which, fill=home.fill))
+
+
+def _check(at: Evaluation, instr: Instr) -> None:
+    x, index = instr.inputs
+    if at.is_slab(x) or at.is_slab(instr.outputs[0]):
+        raise CannotLower(f"a {instr.kind} of columns that are split over CTAs has no code on the GPU")
+    if at.program.values[index].dtype not in ("int32", "uint32"):
+        raise CannotLower(f"a {instr.kind} by {at.program.values[index].dtype} indices has no code on the GPU")
+
+
+def picked_columns(at: Evaluation, instr: Instr, start: int) -> Address:
+    """The vector that says which column each column of the ``take`` is, from ``start`` on, and -1 for what it fills."""
+    x, index = (at.program.values[v] for v in instr.inputs)
+    d = instr["axis"] - 1
+    count, inner, outer = x.shape[d], math.prod(x.shape[d + 1 :]), math.prod(x.shape[:d])
+    how = Picked(outer, count, inner, instr["mode"] == "fill", start)
+    n = outer * math.prod(index.shape) * inner
+    return at.vector(VectorRecipe(instr.inputs[1], (), (), (n,), tiles.padded(n), how=how))
+
+
+def filling(instr: Instr, dtype: str) -> Expr:
+    """What stands where an index is out of range."""
+    type_ = pointwise.COMPUTE[dtype]
+    return ir.Literal(pointwise.literal(instr["fill"] if instr["mode"] == "fill" else 0, type_))

@@ -1,0 +1,453 @@
+"""What is known of a stage before it is lowered: aliases, readers, values split over CTAs, and rows that one thread owns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.ir import SINKS, Instr, TileProgram, walk
+from kitsune_jax.program.passes import compared_values, is_other_name
+from kitsune_jax.targets.cuda import pack, tiles
+from kitsune_jax.targets.cuda.pack import Cuts
+from kitsune_jax.targets.cuda.stage.simplify import rounded_results
+from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, SUM_BYTES, gradient_shapes, is_half
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Which values of a stage are slabs: their columns shared out over the CTAs of the stage.
+#
+# Comes in: the stage's instructions and in how many slabs it is split. Goes out: the values, each with its *groups*. The results
+# of its matmuls are slabs, and so is whatever meets one in a pointwise operator; a matmul's operand never is, because it
+# contracts all columns. Of a weight gradient one operand is: the one whose columns become the columns of the accumulators.
+#
+# A stage with a loop carries slabs from step to step, so a product may read what is one: its CTAs then hand each other their
+# columns (``stage/products.py``). A value that is cut into equal parts, as the gates of an LSTM, has that many groups of columns,
+# and a slab of it is a slab of each group. Where such a product contracts more bytes than the sums that it makes have, as that of
+# the cotangents of gates does, it is *partial*: each CTA multiplies its columns with its rows of the weights, and they hand each
+# other the sums.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+Joined = Mapping[int, Sequence[int]]  # concatenations that only matmuls read -> their parts
+
+
+def slabs_of_stage(instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int, joined: Joined) -> dict[int, int]:
+    """The slabs, with the groups of each. Raises ``CannotLower`` where the stage cannot be split so."""
+    if split == 1:
+        return {}
+    if any(i.block is not None for i in instrs):
+        return _of_loops(instrs, program, split, joined)
+
+    found = {v for i in instrs if i.kind == "matmul" for v in i.outputs}
+    for v in found:
+        _check_columns(program, v, split)
+    _spread(instrs, program, found)
+    for i in instrs:
+        if i.kind == "matmul_sink":
+            found = _of_gradient(i, instrs, program, split, lanes, found)
+    if any(i.kind == "matmul" and i.inputs[0] in found for i in instrs):
+        raise CannotLower("a matmul reads columns that are split over CTAs")
+    return dict.fromkeys(sorted(found), 1)
+
+
+def _check_columns(program: TileProgram, v: int, parts: int) -> None:
+    columns = _columns(program, v)
+    if columns % (parts * BLOCK_COLUMNS):
+        raise CannotLower(f"{columns} columns are not {parts} slabs of whole blocks of {BLOCK_COLUMNS}")
+
+
+def _of_gradient(
+    gradient: Instr, instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int, found: set[int]
+) -> set[int]:
+    """``found`` with the operand of ``gradient`` whose columns are shared out: the better one whose slabs leave the other whole."""
+    first, second = gradient.inputs
+    half = is_half(program.values[first].dtype)
+    for shape in gradient_shapes(_columns(program, first), _columns(program, second), half, split, lanes):
+        rows, columns = (second, first) if shape.swapped else (first, second)
+        slabs = {*found, columns}
+        _spread(instrs, program, slabs)
+        if rows not in slabs:
+            return slabs
+    raise CannotLower(f"a weight gradient does not fit the registers of {split} CTAs")
+
+
+def _columns(program: TileProgram, v: int) -> int:
+    return math.prod(program.values[v].shape)
+
+
+def _is_wide(program: TileProgram, v: int) -> bool:
+    return program.values[v].tile and _columns(program, v) != 1
+
+
+_APART = frozenset({"matmul", "load", "pop", "push", "store", *SINKS})
+
+
+def _spread(instrs: Sequence[Instr], program: TileProgram, found: set[int]) -> None:
+    """Adds what meets a slab in a pointwise operator."""
+    changed = True
+    while changed:
+        changed = False
+        for i in instrs:
+            if i.kind in _APART or not i.outputs:
+                continue
+            here = [v for v in (*i.inputs, *i.outputs) if _is_wide(program, v)]
+            if any(v in found for v in here) and not all(v in found for v in here):
+                found.update(here)
+                changed = True
+
+
+# -- loops
+
+
+class _Alike:
+    """Values whose columns are shared out in the same way, as classes that grow together."""
+
+    def __init__(self) -> None:
+        self.parent: dict[int, int] = {}
+
+    def of(self, v: int) -> int:
+        while (up := self.parent.setdefault(v, v)) != v:
+            self.parent[v] = v = self.parent.setdefault(up, up)
+        return v
+
+    def join(self, values: Iterable[int]) -> None:
+        first, *others = map(self.of, values)
+        for v in others:
+            self.parent[self.of(v)] = self.of(first)
+
+
+def _of_loops(instrs: Sequence[Instr], program: TileProgram, split: int, joined: Joined) -> dict[int, int]:
+    body = tuple(walk(instrs))
+    if not any(i.kind == "matmul" for i in body):
+        raise CannotLower("a loop that multiplies with no weights is not split by columns")
+    if any(i.kind in SINKS for i in body):
+        raise CannotLower("sums over the steps of a loop whose weights are split over CTAs have no code on the GPU")
+    alike, cut = _Alike(), list[tuple[int, int]]()  # (a value, an equal part of it)
+    for i in body:
+        cut += _parts(i, program, joined)
+        for values in _same(i, program):
+            alike.join(values)
+    whole = {alike.of(x): _columns(program, x) // _columns(program, part) for x, part in cut}
+    if any(_columns(program, x) != whole[alike.of(x)] * _columns(program, part) or alike.of(part) in whole for x, part in cut):
+        raise CannotLower("columns that are cut into parts of several sizes are not split over CTAs")
+    found = {alike.of(v) for i in body if i.kind == "matmul" for v in i.outputs}
+    while more := {alike.of(b) for x in cut for a, b in (x, x[::-1]) if alike.of(a) in found} - found:
+        found |= more
+    slabs = {v: whole.get(alike.of(v), 1) for v in sorted(alike.parent) if alike.of(v) in found}
+    for v, groups in slabs.items():
+        _check_columns(program, v, split * groups)
+    sums = partial_products(instrs, program, slabs, joined)
+    for i in body:
+        if i.kind == "matmul" and i.outputs[0] not in sums and any(slabs.get(v, 1) > 1 for v in _pieces(i.inputs[0], joined)):
+            raise CannotLower("columns that are cut into parts are multiplied beside others, and not split over CTAs")
+    return slabs
+
+
+def _same(instr: Instr, program: TileProgram) -> list[list[int]]:
+    """Values of ``instr`` whose columns are shared out alike."""
+    if instr.block is not None:
+        count = len(instr.block.carries)
+        places = zip(instr.inputs[-count:], instr.block.carries, instr.block.results, instr.outputs, strict=True) if count else ()
+        groups = [[v for v in place if _is_wide(program, v)] for place in places]
+    elif instr.kind in ("slice", "concatenate", "store", "store_slice"):
+        groups = [[v] for v in (*instr.inputs, *instr.outputs) if _is_wide(program, v)]
+    elif instr.kind == "matmul":
+        groups = [[v] for v in (instr.inputs[0], *instr.outputs) if _is_wide(program, v)]
+    else:
+        groups = [[v for v in (*instr.inputs, *instr.outputs) if _is_wide(program, v)]]
+        if len({_columns(program, v) for v in groups[0]}) > 1:
+            groups = [[v] for v in groups[0]]  # one that moves columns, which has no code for slabs
+    return [group for group in groups if group]
+
+
+def partial_products(instrs: Sequence[Instr], program: TileProgram, found: Mapping[int, int], joined: Joined) -> frozenset[int]:
+    """The results of partial products. ``found``: the slabs, with their groups."""
+    body, sums = tuple(walk(instrs)), set[int]()
+    makers = {v: i for i in body for v in i.outputs}
+    for i in body:
+        pieces = _pieces(i.inputs[0], joined) if i.kind == "matmul" else []
+        if not pieces or any(p not in found or _is_loaded(p, makers) for p in pieces):
+            continue
+        size = 2 if is_half(program.values[i.inputs[0]].dtype) else 4
+        contracted = size * _columns(program, i.inputs[0])
+        if contracted > SUM_BYTES * _columns(program, i.outputs[0]) or any(found[p] > 1 for p in pieces):
+            sums.update(i.outputs)
+    return frozenset(sums)
+
+
+def _is_loaded(v: int, makers: Mapping[int, Instr]) -> bool:
+    """Does ``v`` come from an array, where every CTA finds all of its columns?"""
+    while v in makers and makers[v].kind == "reshape":
+        v = makers[v].inputs[0]
+    return v in makers and makers[v].kind in ("load", "load_slice")
+
+
+def _pieces(x: int, joined: Joined) -> list[int]:
+    """The values whose columns make up the operand ``x`` of a product."""
+    found = [x]
+    while any(p in joined for p in found):
+        found = [part for p in found for part in joined.get(p, (p,))]
+    return found
+
+
+def _parts(instr: Instr, program: TileProgram, joined: Collection[int]) -> list[tuple[int, int]]:
+    """(A value, an equal part of its columns) of an instruction that cuts or puts together."""
+    if instr.kind == "slice":
+        (x,), (part,) = instr.inputs, instr.outputs
+        if _is_wide(program, x) and len(program.values[x].shape) == 1:
+            return [(x, part)]
+    if instr.kind == "concatenate" and instr.outputs[0] not in joined and instr["dimension"] == 1:
+        (x,) = instr.outputs
+        if _is_wide(program, x) and len(program.values[x].shape) == 1:
+            return [(x, part) for part in instr.inputs]
+    return []
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What is known of a stage before it is lowered: other names of values, how often each is read, what need not be made at all.
+#
+# Comes in: a stage of a tile program. Goes out: ``Facts``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """``names``: what is only another name of a value -> that value. ``uses``: instructions that read each value. ``joined``: a
+    concatenation that only matmuls read, or other such concatenations, -> its parts: nothing need move. ``panel_sums``: (weight
+    gradient, its operand, sum over the rows that is made of the operand's panel). ``slabs``: values that are shared out over CTAs,
+    with the groups of columns of each; ``partial``: products whose CTAs hand each other sums (``stage/facts.py``). ``stacked``: a
+    concatenation -> its parts, where their columns follow each other; ``only_multiplied``: those that only products for each row
+    read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of. ``picked``: a
+    product for each row that only a ``take`` reads -> that ``take``. ``cuts``: weights that change from tile to tile. ``rounded``:
+    a float32 value -> the only 16-bit form that is made of it; ``coarse``: exponentials that nobody reads but bfloat16 forms, of
+    them or of multiples of them, and sums of columns, such as the probabilities of an attention in bfloat16. ``compared``: values
+    that have the same bits whatever stands around them (``program.passes.compared_values``); ``rounded_results``: 16-bit values
+    that are rounded where they are made, as ``jax.jit`` rounds them (``stage/simplify.py``).
+    """
+
+    program: TileProgram
+    instrs: tuple[Instr, ...]
+    names: dict[int, int]
+    uses: Counter[int]
+    joined: dict[int, tuple[int, ...]]
+    panel_sums: tuple[tuple[Instr, int, Instr], ...]
+    slabs: dict[int, int]
+    partial: frozenset[int]
+    stacked: dict[int, tuple[int, ...]]
+    only_multiplied: frozenset[int]
+    row_pieces: frozenset[int]
+    picked: dict[int, Instr]
+    cuts: Cuts
+    rounded: dict[int, int]
+    coarse: frozenset[int]
+    compared: frozenset[int]
+    rounded_results: frozenset[int]
+
+    def only_store(self, v: int) -> Instr | None:
+        """The ``store`` that alone reads ``v``."""
+        found = [i for i in self.instrs if any(self.names.get(x, x) == v for x in i.inputs) and i.outputs[:1] not in self._named]
+        return found[0] if len(found) == 1 and found[0].kind == "store" else None
+
+    @property
+    def _named(self) -> set[tuple[int, ...]]:
+        return {(v,) for v in self.names}
+
+    def pieces_of(self, v: int) -> list[int]:
+        """The values that, one after the other, make up the operand ``v`` of a product for each row."""
+        v = self.names.get(v, v)
+        parts = self.stacked.get(v)
+        return [v] if parts is None else [p for part in parts for p in self.pieces_of(part)]
+
+
+def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
+    """Raises ``CannotLower`` where the stage cannot be split as asked."""
+    instrs = program.stages[stage].body
+    names: dict[int, int] = {}
+    uses: Counter[int] = Counter()
+    body = tuple(walk(instrs))
+    for i in body:
+        if _is_name(program, i):
+            names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
+        else:
+            uses.update(names.get(x, x) for x in i.inputs)
+    for i in body:
+        if i.block is not None:
+            uses.update(names.get(x, x) for x in i.block.results)
+    blocks = (instrs, *(i.block.body for i in body if i.block is not None))
+    sums = tuple(found for block in blocks for found in _panel_sums(program, block, names))
+    for _, v, _ in sums:  # they do not read the value where it lies
+        uses[names.get(v, v)] -= 1
+    readers: dict[int, list[Instr]] = {}
+    for i in body:
+        if i.outputs and i.outputs[0] in names:
+            continue
+        for x in dict.fromkeys(names.get(x, x) for x in i.inputs):
+            readers.setdefault(x, []).append(i)
+    stacked = _stacked(program, body)
+    compared = compared_values(program)
+    joined = _joined(program, body)
+    shared = slabs_of_stage(instrs, program, split, lanes, joined)
+    found = Facts(
+        program,
+        instrs,
+        names,
+        uses,
+        joined,
+        sums,
+        shared,
+        partial_products(instrs, program, shared, joined),
+        stacked,
+        _only_multiplied(stacked, readers),
+        frozenset(),
+        _picked(program, body, readers),
+        pack.find_cuts(program),
+        _rounded(program, body, names),
+        coarse(program, body) - compared,
+        compared,
+        rounded_results(program, [i for _, _, i in sums]),
+    )
+    operands = [x for i in body if i.kind == "dot" for x in i.inputs]
+    return dataclasses.replace(found, row_pieces=frozenset(p for x in operands for p in found.pieces_of(x)))
+
+
+def _is_name(program: TileProgram, instr: Instr) -> bool:
+    """Is its result another name of its operand?"""
+    if instr.kind != "reshape" and not is_other_name(program.values, instr):
+        return False
+    return program.values[instr.outputs[0]].tile
+
+
+def _rounded(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for i in instrs:
+        if is_rounding(program, i):
+            x = names.get(i.inputs[0], i.inputs[0])
+            found[x] = -1 if x in found else i.outputs[0]
+    return {x: v for x, v in found.items() if v >= 0}
+
+
+# What these make of a number is off by as much as the number, relatively.
+_SCALES = frozenset({"mul", "neg", "select_n", "broadcast_in_dim", "transpose"})
+
+
+def coarse(program: TileProgram, body: Sequence[Instr]) -> frozenset[int]:
+    """``Facts.coarse`` of a stage."""
+    instrs = tuple(walk(body))
+    names: dict[int, int] = {}
+    for i in instrs:
+        if _is_name(program, i):
+            names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
+    exponentials = {v for i in instrs if i.kind == "exp" for v in i.outputs}
+    rounded, others = set[int](), set[int]()
+    for i in reversed(instrs):  # who reads a value stands behind who makes it
+        read = {names.get(x, x) for x in (*i.inputs, *(i.block.results if i.block else ()))}
+        multiple = i.kind in _SCALES and i.outputs[0] in rounded and i.outputs[0] not in others
+        if multiple or (is_rounding(program, i) and program.values[i.outputs[0]].dtype == "bfloat16"):
+            rounded |= read
+        elif i.kind == "reduce_sum":
+            others |= read - exponentials
+        elif i.outputs[:1] not in {(v,) for v in names}:
+            others |= read
+    return frozenset(rounded & exponentials - others)
+
+
+def is_rounding(program: TileProgram, instr: Instr) -> bool:
+    """Does ``instr`` round float32 to 16 bits?"""
+    if instr.kind != "convert_element_type" or not program.values[instr.outputs[0]].tile:
+        return False
+    return tiles.is_half(program.values[instr.outputs[0]].dtype) and program.values[instr.inputs[0]].dtype == "float32"
+
+
+def _stacked(program: TileProgram, instrs: tuple[Instr, ...]) -> dict[int, tuple[int, ...]]:
+    return {
+        i.outputs[0]: i.inputs
+        for i in instrs
+        if i.kind == "concatenate"
+        and program.values[i.outputs[0]].tile
+        and math.prod(program.values[i.outputs[0]].shape[: i["dimension"] - 1]) == 1
+    }
+
+
+def _only_multiplied(stacked: dict[int, tuple[int, ...]], readers: dict[int, list[Instr]]) -> frozenset[int]:
+    found = set[int]()
+    for v in reversed(stacked):
+        mine = readers.get(v, ())
+        if mine and all(r.kind == "dot" or (r.kind == "concatenate" and r.outputs[0] in found) for r in mine):
+            found.add(v)
+    return frozenset(found)
+
+
+def _picked(program: TileProgram, instrs: tuple[Instr, ...], readers: dict[int, list[Instr]]) -> dict[int, Instr]:
+    """One column of a product is left to ``take``: it is a number of a row, which no image holds."""
+    products = [i.outputs[0] for i in instrs if i.kind == "dot" and math.prod(program.values[i.outputs[0]].shape) > 1]
+    found = {}
+    for v in products:
+        mine = readers.get(v, ())
+        if len(mine) == 1 and mine[0].kind == "take" and math.prod(program.values[mine[0].outputs[0]].shape) > 1:
+            found[v] = mine[0]
+    return found
+
+
+def _panel_sums(program: TileProgram, instrs: tuple[Instr, ...], names: dict[int, int]) -> list[tuple[Instr, int, Instr]]:
+    """Of 16-bit values of several columns; each with the first gradient that has the value for an operand."""
+    found, known = [], set[int]()
+    for gradient in (i for i in instrs if i.kind == "matmul_sink"):
+        roots = [names.get(v, v) for v in gradient.inputs]
+        for v, root in zip(gradient.inputs, roots, strict=True):
+            t = program.values[v]
+            if root not in known and gradient.inputs.count(v) == 1 and tiles.is_half(t.dtype) and math.prod(t.shape) != 1:
+                mine = [i for i in instrs if i.kind == "sink" and names.get(i.inputs[0], i.inputs[0]) == root]
+                found += [(gradient, v, i) for i in mine if tuple(i["axes"]) == (0,) and _is_sum(program, i, t.dtype)]
+            known.add(root)
+    return found
+
+
+def _is_sum(program: TileProgram, instr: Instr, dtype: str) -> bool:
+    sink = program.sinks[instr["sink"]]
+    return sink.how == "sum" and sink.dtype in ("float32", dtype)
+
+
+def _joined(program: TileProgram, instrs: tuple[Instr, ...]) -> dict[int, tuple[int, ...]]:
+    readers: dict[int, list[Instr]] = {}
+    for i in instrs:
+        for x in (*i.inputs, *(i.block.results if i.block else ())):
+            readers.setdefault(x, []).append(i)
+    found: dict[int, tuple[int, ...]] = {}
+    for i in reversed(instrs):
+        if i.kind != "concatenate" or len(program.values[i.outputs[0]].shape) != 1 or i["dimension"] != 1:
+            continue
+        (v,) = i.outputs
+        if all(r.kind == "matmul" or (r.kind == "concatenate" and r.outputs[0] in found) for r in readers.get(v, ())):
+            found[v] = i.inputs
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Loops over numbers: programs in which a thread has rows of its own.
+#
+# Comes in: a tile program. Goes out: whether all that its stage computes of a row are single numbers. In the layout of a tile
+# four threads share a row, because its columns are theirs; a number of the row is then computed four times. Where there are no
+# columns, a lane takes a tile of 256 rows, two for each thread.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+ROWS_OF_NUMBERS = 256  # of a lane's tile (``kOwnRows`` in layout.h)
+_KINDS = frozenset({"load", "load_slice", "store", "store_slice", "row_index", "loop", "sink", "reshape", "broadcast_in_dim"})
+
+
+def computes_only_numbers(program: TileProgram) -> bool:
+    """Does a thread of the kernel of ``program`` have rows of its own?"""
+    if len(program.stages) != 1 or program.queues or program.batch_axes:
+        return False
+    body = list(walk(program.stages[0].body))
+    return any(i.kind == "loop" for i in body) and all(_of_numbers(program, i) for i in body)
+
+
+def _of_numbers(program: TileProgram, instr: Instr) -> bool:
+    carried = (*instr.block.carries, *instr.block.results) if instr.block is not None else ()
+    values = [program.values[v] for v in (*instr.inputs, *instr.outputs, *carried)]
+    if any(math.prod(t.shape) != 1 for t in values):
+        return False
+    spec = OPS.get(instr.kind)
+    return instr.kind in _KINDS or (spec is not None and spec.family in ("pointwise", "convert"))

@@ -1,0 +1,515 @@
+"""A stage in the shape that fits into the registers of a thread and the shared memory of a CTA."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.program.ir import Instr, TileProgram, walk
+from kitsune_jax.targets.cuda import frame_ir, ir, tiles
+from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.ir import Node, Ref, TopsStart, address_bytes
+from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.stage import chunks, facts
+from kitsune_jax.targets.cuda.stage import loops as bodies
+from kitsune_jax.targets.cuda.stage import products as exchanges
+from kitsune_jax.targets.cuda.stage.evaluation import Evaluation, Shape, Value
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# How many registers a stage keeps alive, as far as the device IR can tell.
+#
+# Comes in: the nodes of a stage. Goes out: ``Liveness``: the most registers alive at once, which values are alive there, and from
+# when to when each is. It counts what the nodes force (kept values, accumulators in flight), not addresses and temporaries.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Of a sink by sorted indices (``stage/segment.h``): addresses and the open segment; the runs of a tile, and the walk down its rows.
+_SEGMENTS, _RUNS = 10, 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Liveness:
+    """``held``: registers that are alive for the whole kernel, the accumulators of sinks; ``peak``: the most at once, those
+    included; ``alive``: values that are kept then, largest first; ``lives``: first and last moment of each owner."""
+
+    held: int
+    peak: int
+    alive: tuple[int, ...]
+    lives: dict[Ref, tuple[int, int]]
+    end: int
+
+    def life(self, v: int) -> tuple[int, int]:
+        """From when to when the value is kept; one that is not kept so far may be at any time."""
+        return self.lives.get(Ref("v", v), (0, self.end))
+
+
+@dataclasses.dataclass(slots=True)
+class _Span:
+    owner: Ref
+    registers: int
+    first: int
+    last: int
+
+
+def liveness_of(setup: Iterable[Node], nodes: Iterable[Node]) -> Liveness:
+    held, spans, of = sum(_held(node) for node in setup), list[_Span](), dict[Ref, list[_Span]]()
+    moment = 0
+    for moment, (owner, registers) in enumerate(_events(nodes), 1):
+        if registers is None:
+            for span in of.get(owner, ()):
+                span.last = moment
+        else:
+            spans.append(_Span(owner, registers, moment, moment))
+            of.setdefault(owner, []).append(spans[-1])
+    peak, at = held, 0
+    for first in (s.first for s in spans):
+        total = held + sum(s.registers for s in spans if s.first <= first <= s.last)
+        if total > peak:
+            peak, at = total, first
+    alive: dict[int, int] = {}
+    for s in spans:
+        if s.first <= at <= s.last and s.registers and s.owner.kind in ("v", "h"):
+            alive[s.owner.of] = alive.get(s.owner.of, 0) + s.registers
+    lives = {owner: (min(s.first for s in mine), max(s.last for s in mine)) for owner, mine in of.items()}
+    return Liveness(held, peak, tuple(sorted(alive, key=lambda v: (-alive[v], v))), lives, moment)
+
+
+def _held(node: Node) -> int:
+    match node:
+        case st.SinkStart(width=width):
+            return width // 4 or 1
+        case st.GradientStart(shape=shape):
+            return shape.registers
+        case st.PanelSumStart():
+            return 2
+        case st.SegmentStart(width=width, tops=tops):
+            return -(-width // 128) * (1 if tops is None else 2) + _SEGMENTS
+    return 0
+
+
+def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
+    """(owner, registers that it gets) or (owner, None) where it is read, in the order of the device's work."""
+    for node in nodes:
+        match node:
+            case st.Alive(owner, registers):
+                yield owner, registers
+            case st.Issue(ref=ref, registers=registers):
+                yield ref, registers
+            case ir.BlockLoop(reads=owners) | st.Complete(owners=owners):
+                yield from ((owner, None) for owner in owners)
+            case ir.SegmentRuns(ref):
+                yield Ref("runs", ref.of), _RUNS
+            case ir.RowRuns(ref):
+                yield ref, _RUNS
+            case ir.JoinSegments(ref, runs):
+                yield runs or Ref("runs", ref.of), None
+            case st.TableRows(ref) | ir.SummedRows(ref):
+                yield ref, 4  # two addresses
+            case ir.FoldedRows(ref):
+                yield ref, 3  # three indices
+            case st.SetRow(ref) | st.LoadRow(ref) | st.FoldQuad(ref) if ref.kind == "r":
+                yield ref, 2
+            case st.LayerLoop(body=body):
+                yield from _events(body)
+            case st.CountedLoop(body=body):
+                inside = list(_events(body))
+                made = {owner for owner, registers in inside if registers is not None}
+                yield from inside
+                # What an iteration reads of the code around the loop, the next one reads again.
+                yield from ((owner, None) for owner in dict.fromkeys(owner for owner, _ in inside) if owner not in made)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Chunks that the ring of streamed weights must hold, or lanes wait for ever.
+#
+# Comes in: the nodes of a stage. Goes out: a number of chunks. A slot is loaded again when every lane of the CTA has given its
+# chunk back, so two things must fit: what a lane holds at once of the products that it has in flight; and, where lanes take
+# turns, what one multiplies with in a turn, because the others give nothing of that back before they have theirs.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+ROLLING_GROUP = 2  # blocks of K between two waits of a rolling product (``Product::kGroup``)
+
+
+def least_ring_depth(nodes: Iterable[Node]) -> int:
+    """Chunks without which a round of a stage with ``nodes`` does not come to its end; 0 where no weights are streamed."""
+    events = list(_product_events(nodes))
+    return max(_chunks_in_flight(events), _turn(events))
+
+
+def _product_events(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Products, waits and turns in the order of the code; loops twice, because an iteration meets what the one before has left."""
+    for node in nodes:
+        if isinstance(node, st.CountedLoop | st.LayerLoop):
+            body = list(_product_events(node.body))
+            yield from (*body, *body)
+        elif isinstance(node, st.Complete | st.Turn) or (isinstance(node, st.Issue) and node.weights is None):
+            yield node
+
+
+def _chunks_in_flight(events: Sequence[Node]) -> int:
+    """Chunks of the products that a lane has in flight, at most."""
+    most, flying = 0, dict[object, int]()
+    for node in events:
+        if isinstance(node, st.Issue):
+            held, left = _rolled(node) if node.rolling else (node.k_chunks, node.k_chunks)
+            most = max(most, sum(flying.values()) + held)
+            flying[node.ref] = left
+        elif isinstance(node, st.Complete):
+            flying.pop(node.ref, None)
+    return most
+
+
+def _rolled(issue: st.Issue) -> tuple[int, int]:
+    """Chunks that a product holds which waits as it goes, at most and at its end (``feed_rolling``, ``step_fetched``)."""
+    per, held, end, given = 2 if tiles.is_half(issue.dtype) else 1, 0, 0, 0
+    for operand, first, done in issue.feeds:
+        blocks = tiles.blocks(operand.width)
+        for start in range(0, blocks, ROLLING_GROUP):
+            end, given = first + min(start + ROLLING_GROUP, blocks), done // per
+            held = max(held, -(-end // per) - given)
+            done = end if operand.fetched else first + start
+            given = done // per
+    return held, -(-end // per) - given
+
+
+def _turn(events: Sequence[Node]) -> int:
+    """Chunks that a lane multiplies with while it has its turn, at most."""
+    most = own = 0
+    has_turn = False
+    for node in events:
+        if isinstance(node, st.Turn):
+            has_turn, own = node.what == "take", 0
+        elif isinstance(node, st.Issue) and has_turn:
+            own += node.k_chunks
+            most = max(most, own)
+    return most
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A stage in the shape that fits: registers of a thread, shared memory of a CTA.
+#
+# Comes in: a stage and what the arrangement asks of it. Goes out: ``Fitted``: its nodes and where its CTA keeps what. Shapes are
+# tried, best first; then values become images in shared memory, those first that take most registers where most are alive. Raises
+# ``CannotLower``.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+MAX_DEPTH = 12  # chunks of 16 KiB: what hides an L2 round trip twice over
+_MIN_DEPTH = 2
+_STAGED_DEPTH = 6  # staged arrays leave a ring of weights as many chunks: what hides an L2 round trip
+# (two chunks of a product in flight, columns of a chunk), best first. In flight together, one chunk's epilogue hides behind the
+# other's product; narrow chunks need more barrier rounds, but from 64 columns on the tensor core's rate is that of wide ones.
+_SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
+_NARROW_SHAPES = ((True, 64), (False, 64))
+# Registers for values: setmaxnreg's share less addresses and temporaries (``pipeline.h``).
+_VALUE_REGISTERS = {1: 208, 2: 200, 3: 112}
+# Accumulators that live through the tile loop leave ptxas less room to order its work: so much less is asked of it where it can be.
+_HELD_MARGIN = 16
+# Of two carries or more that products are added to (gradients by keys and values): they live through a loop with other products in
+# flight. What the loop only reads becomes an image, as far as there is room, and ptxas spills little or nothing. The registers of
+# three lanes leave no choice.
+_SUMS_MARGINS = (56, 40, 24, 0)
+# Of three lanes whose loop carries values that are no such sums (a recurrence). An image of 16 registers takes 64 bytes of a thread
+# in a step; without it ptxas spills 200 more in an LSTM of 64.
+_CARRIED_MARGINS = (16, 0)
+# Registers of a value that is kept in them again once others have become images: beside one of 128, as many as float32 tiles of 256
+# columns take, ptxas spills, though the estimate fits.
+_MOST_GIVEN_BACK = 64
+_SMALLEST_IMAGE = 32  # columns of a value that may become an image
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lowered:
+    """A stage as nodes. ``together``: values that must be images because what a loop over layers makes of them is one."""
+
+    setup: tuple[Node, ...]
+    prologue: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    weights: tuple[WeightRecipe, ...]
+    vectors: tuple[tuple[VectorRecipe, ...], ...]
+    tables: tuple[int, ...]
+    scratch_words: int
+    addresses: int
+    product_bytes: int
+    together: frozenset[int]
+    values: dict[int, Value]
+    liveness: Liveness
+
+    def image_bytes(self, v: int) -> int:
+        value = self.values[v]
+        return tiles.aligned(tiles.image_bytes(value.width, value.form))
+
+    def may_be_image(self, v: int) -> bool:
+        return not self.values[v].row and self.values[v].width >= _SMALLEST_IMAGE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaneMemory:
+    """Bytes of a lane's part of shared memory, from its start on: images, then rows that change places, runs of segments, panels of
+    weight gradients, tiles of staged arrays, addresses and operands of products for each row, entries of exchanges. ``images``:
+    where each begins."""
+
+    images: dict[int, int]
+    rows: int
+    segments: int
+    panels: int
+    staged: int
+    products: int
+    exchanges: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fitted:
+    """``depth``: chunks in the ring of streamed weights, of ``slot`` bytes. ``weight_bytes``: of what the CTA holds of weights."""
+
+    lowered: Lowered
+    shape: Shape
+    resident: bool
+    memory: LaneMemory
+    depth: int
+    slot: int
+    weight_bytes: int
+
+    @property
+    def fetches(self) -> list[st.Issue]:
+        """Chunks of weights in the order of their use, which is the order in which the loader brings them."""
+        return [issue for _, issue in _issues(self.lowered.nodes)]
+
+    @property
+    def loops(self) -> list[tuple[st.CountedLoop | None, tuple[st.Issue, ...]]]:
+        """The same, loop by loop; None: in no loop."""
+        runs = itertools.groupby(_issues(self.lowered.nodes), key=lambda found: found[0])
+        return [(loop, tuple(issue for _, issue in run)) for loop, run in runs]
+
+    @property
+    def packed(self) -> list[st.Issue]:
+        """Chunks of weights as they lie in memory: what loops have in common is there once."""
+        known, found = set[tuple[object, ...]](), list[st.Issue]()
+        for loop, issues in self.loops:
+            if loop is not None:
+                blocks = self.blocks_of(issues)
+                if blocks in known:
+                    continue
+                known.add(blocks)
+            found += issues
+        return found
+
+    def blocks_of(self, issues: Sequence[st.Issue]) -> tuple[object, ...]:
+        """What ``issues`` of a loop multiply with, told apart from that of other loops."""
+        found = []
+        for i in issues:
+            r = self.lowered.weights[i.weight]
+            found.append((dataclasses.replace(r, value=-1, cut=r.cut and dataclasses.replace(r.cut, loop=-1)), i.chunk))
+        return tuple(found)
+
+
+def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: int, staging: bool) -> Fitted:
+    """Stage ``s`` of the first of ``programs``, which compute the same, or of a later one that needs less memory for images: what
+    is computed twice need not be kept. ``staging``: arrays may come through shared memory."""
+    best, why = None, None
+    for program in programs:
+        fitter = _Fitter(program, s, a)
+        try:
+            found = fitter.fitted(staged_arrays(program, s) if staging else frozenset(), a.shared_bytes - header_bytes)
+        except CannotLower as no:
+            why = why or no
+            continue
+        if best is None or found.memory.bytes < best.memory.bytes:
+            best = found
+        if not best.shape.images or program.stages[s] == programs[-1].stages[s]:
+            break
+    if best is None:
+        assert why is not None
+        raise why
+    return best
+
+
+def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
+    """The arrays whose tiles stage ``s`` would read from shared memory."""
+    loads = {i["array"] for i in program.stages[s].body if i.kind == "load"}
+    return frozenset(k for k in loads if frame_ir.is_staged(program, program.inputs[k]))
+
+
+class _Fitter:
+    def __init__(self, program: TileProgram, s: int, a: Arrangement):
+        self.program, self.a, self.instrs, self.resident = program, a, program.stages[s].body, a.resident[s]
+        self.facts = facts.of_stage(program, s, a.split[s], a.lanes)
+        self.split, self.slab_queues = a.split[s], a.slab_queues(program)
+        self.sums, several = _summed_products(self.instrs)
+        carried = any(i.block is not None and i.block.carries for i in walk(self.instrs))
+        self.sums_last = several and a.lanes < 3
+        margins = _SUMS_MARGINS if self.sums_last else _CARRIED_MARGINS if carried and not self.sums and a.lanes == 3 else (0,)
+        self.limits = [_VALUE_REGISTERS[a.lanes] - margin for margin in margins]
+
+    def lower(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
+        """All passes over the stage. ``in_turns``: lanes may take turns."""
+        at = Evaluation(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
+        bodies.lower_body(at, self.instrs)
+        exchanges.give_back_entries(at, {})
+        at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
+        nodes = chunks.spell_out_chunks(at.nodes, at.weights, self.resident, depth, shape.overlap)
+        if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
+            nodes, takes_turns = chunks.with_turns(nodes)
+            at.setup += [st.Turn("first")] if takes_turns else []
+        return Lowered(
+            tuple(at.setup),
+            tuple(at.prologue),
+            nodes,
+            tuple(at.weights),
+            tuple(at.vectors),
+            tuple(at.tables),
+            at.scratch_words,
+            len(at.addresses),
+            at.product_bytes,
+            frozenset(at.together),
+            at.values,
+            liveness_of(at.setup, nodes),
+        )
+
+    def fitted(self, staged: frozenset[int], free: int) -> Fitted:
+        """With the lowest limit of registers that ``free`` bytes of shared memory have room for."""
+        for limit in self.limits:
+            try:
+                return self.memory(*self.registers(staged, limit), free)
+            except CannotLower:
+                if limit == self.limits[-1]:
+                    raise
+        raise AssertionError("there is no limit")
+
+    def registers(self, staged: frozenset[int], limit: int) -> tuple[Shape, Lowered]:
+        """The first shape that fits the registers, or else the one that needs fewest, with images until it fits."""
+        best: tuple[Shape, Lowered] | None = None
+        copying = (True, False) if self.a.lanes < 3 else (False,)  # the registers of three lanes do not hold a copied operand
+        for copies, (overlap, columns) in itertools.product(copying, self._shapes()):
+            shape = Shape(columns, overlap, copies, staged=staged)
+            lowered = self.lower(shape)
+            found = lowered.liveness
+            if best is None or found.peak < best[1].liveness.peak:
+                best = shape, lowered
+            if found.peak <= limit - (_HELD_MARGIN if found.held >= _HELD_MARGIN else 0):
+                break
+        assert best is not None
+        return self._with_images(*best, limit)
+
+    def _with_images(self, shape: Shape, lowered: Lowered, limit: int) -> tuple[Shape, Lowered]:
+        """Values become images until the others fit ``limit`` registers; then small ones go back without which they fit as well."""
+        while lowered.liveness.peak > limit or lowered.together - shape.images:
+            wide = [v for v in lowered.liveness.alive if v not in shape.images and lowered.may_be_image(v)]
+            if self.sums_last:
+                wide.sort(key=lambda v: v in self.sums)  # what products are added to goes last
+            more = lowered.together - shape.images or frozenset(wide[:1])
+            if not more:
+                peak = lowered.liveness.peak
+                raise CannotLower(f"a stage needs {peak} registers a thread for its values; there are {limit}")
+            shape = dataclasses.replace(shape, images=shape.images | more)
+            lowered = self.lower(shape)
+        for v in sorted(shape.images) if len(shape.images) > 1 else ():
+            fewer = dataclasses.replace(shape, images=shape.images - {v})
+            if lowered.values[v].registers <= _MOST_GIVEN_BACK:
+                without = self.lower(fewer)
+                if without.liveness.peak <= limit and not without.together - fewer.images:
+                    shape, lowered = fewer, without
+        return shape, lowered
+
+    def _shapes(self) -> tuple[tuple[bool, int], ...]:
+        """Chunks to try. Beside two other lanes, or one and f32 operands, ptxas spills or serialises with chunks of 128 columns."""
+        single = any(self.program.values[i.inputs[0]].dtype == "float32" for i in walk(self.instrs) if i.kind == "matmul")
+        return _NARROW_SHAPES if self.a.lanes == 3 or (self.a.lanes == 2 and single) else _SHAPES
+
+    def memory(self, shape: Shape, lowered: Lowered, free: int) -> Fitted:
+        """Shares out ``free`` bytes of the CTA; streamed weights get the ring that is left."""
+        lanes, memory = self.a.lanes, _lane_memory(self.program, shape, lowered)
+        resident = sum(r.shape.slab_bytes for r in lowered.weights)
+        slot = max((r.shape.chunk_bytes(c) for r in lowered.weights for c in r.shape.chunks), default=0)
+        if shape.staged and free - lanes * memory.bytes < (resident if self.resident else _STAGED_DEPTH * slot):
+            shape = dataclasses.replace(shape, staged=frozenset())  # rows are read where they lie
+            lowered = self.lower(shape)
+            memory = _lane_memory(self.program, shape, lowered)
+        tile_bytes, depth, weights = lanes * memory.bytes, MAX_DEPTH, resident
+        if not self.resident:
+            depth = min(MAX_DEPTH, (free - tile_bytes) // slot if slot else 0)
+            if depth < _MIN_DEPTH:
+                raise CannotLower(f"{tile_bytes} bytes of tiles leave no room for a ring of weights in shared memory")
+            if depth < MAX_DEPTH:
+                lowered = self.lower(shape, depth)
+            if depth < least_ring_depth(lowered.nodes):
+                lowered = self.lower(shape, depth, in_turns=False)  # each lane at its own pace: no chunk is waited for so long
+            if depth < (least := least_ring_depth(lowered.nodes)):
+                raise CannotLower(
+                    f"a ring of {depth} chunks of weights is all that fits; lanes would wait for each other below {least}"
+                )
+            weights = depth * slot
+        if weights + tile_bytes > free:
+            raise CannotLower(
+                f"a stage needs {weights} bytes for weights and {tile_bytes} for tiles in shared memory; "
+                f"a CTA has {self.a.shared_bytes}"
+            )
+        return Fitted(lowered, shape, self.resident, memory, depth, slot, weights)
+
+
+def _summed_products(instrs: Sequence[Instr]) -> tuple[frozenset[int], bool]:
+    """The carries to which loops add products, under all their names; and has a loop several of them?"""
+    found: set[int] = set()
+    most = 0
+    for loop in walk(instrs):
+        if loop.block is None:
+            continue
+        makers = {v: i for i in loop.block.body for v in i.outputs}
+        carried = zip(loop.inputs[-len(loop.block.carries) :], loop.block.carries, loop.block.results, loop.outputs, strict=False)
+        own = 0
+        for names in carried:
+            maker = makers.get(names[2])
+            added = maker is not None and maker.kind in ("add", "add_any") and names[1] in maker.inputs
+            if maker is not None and added and any(x in makers and makers[x].kind == "matmul" for x in maker.inputs):
+                found.update(names)
+                own += 1
+        most = max(most, own)
+    return frozenset(found), most > 1
+
+
+def exchanges_of(lowered: Lowered) -> list[st.Exchange]:
+    return [n for n in lowered.setup if isinstance(n, st.Exchange)]
+
+
+def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMemory:
+    images = place_images(shape.images, lowered)
+    rows = max((at + lowered.image_bytes(v) for v, at in images.items()), default=0)
+    segments = rows + tiles.aligned(tiles.TILE_ROWS * lowered.scratch_words * 4)
+    panels = segments + tiles.aligned(sum(n.bytes for n in lowered.setup if isinstance(n, st.SegmentStart | TopsStart)))
+    found = [p for p in lowered.prologue if isinstance(p, st.Panel)]
+    staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
+    products = staged + tiles.aligned(sum(frame_ir.staged_bytes(program.inputs[k]) for k in shape.staged))
+    exchanges = products + tiles.aligned(address_bytes(lowered.addresses) + lowered.product_bytes)
+    end = exchanges + sum(n.bytes for n in exchanges_of(lowered))
+    return LaneMemory(images, rows, segments, panels, staged, products, exchanges, end)
+
+
+def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:
+    """Offsets of images in a lane's scratch; those that are never alive together share memory."""
+    placed: dict[int, int] = {}
+    for v in sorted(values, key=lambda v: (lowered.liveness.life(v), v)):  # first come, first placed
+        size, (first, last) = lowered.image_bytes(v), lowered.liveness.life(v)
+        at = 0
+        for start, other in sorted((start, u) for u, start in placed.items()):
+            since, until = lowered.liveness.life(other)
+            if since <= last and first <= until:
+                if at + size <= start:
+                    break
+                at = max(at, start + lowered.image_bytes(other))
+        placed[v] = at
+    return placed
+
+
+def _issues(nodes: Iterable[Node], loop: st.CountedLoop | None = None) -> Iterator[tuple[st.CountedLoop | None, st.Issue]]:
+    """Each with the loop that it is in."""
+    for node in nodes:
+        if isinstance(node, st.Issue):
+            yield loop, node
+        elif isinstance(node, st.LayerLoop):
+            one = [issue for _, issue in _issues(node.body)]
+            for layer in range(node.layers):
+                yield from ((loop, dataclasses.replace(i, weight=i.weight + layer * node.weights)) for i in one)
+        elif isinstance(node, st.CountedLoop):
+            yield from _issues(node.body, node)

@@ -1,0 +1,395 @@
+"""From each instruction of a tile program to nodes of the device IR, or to the home of its value; gathers and slices among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.ops.spec import np_dtype
+from kitsune_jax.planning.streams import dim_strides
+from kitsune_jax.program.ir import ArrayType, Instr
+from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
+from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda.ir import Address, Expr, Ref, Store
+from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.stage import columns, outputs, products
+from kitsune_jax.targets.cuda.stage.evaluation import (
+    Evaluation,
+    Expression,
+    InArray,
+    InImage,
+    InRegisters,
+    InVector,
+    Multiply,
+    Splat,
+    Value,
+    queue_form,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Gathers: rows of a table in global memory, which a tile of indices says, in the place of the rows of a streamed array.
+#
+# Comes in: a ``gather`` and the ``Evaluation`` of its stage. Goes out: nodes, and the home of its value. Invariant: no address
+# lies outside of the table, whatever the indices are: one that is out of range has the nearest row ("clip", "promise_in_bounds"),
+# or a row of the number to fill with, which lies among the stationary vectors. So nothing need look at an index once its row has
+# an address.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Indices of a row: each has an address of its own, in registers.
+_MOST = 32
+
+
+def lower_table(at: Evaluation, instr: Instr) -> None:
+    """Lowers ``instr``. Raises ``CannotLower``."""
+    (table, index), (v,) = instr.inputs, instr.outputs
+    at.new(instr)
+    if at.is_slab(v):
+        raise CannotLower("a gather of columns that are split over CTAs has no code on the GPU")
+    t, count = at.program.values[table], at.value(index).n
+    if t.dtype not in pointwise.ITEM_SIZE:
+        raise CannotLower(f"a table of {t.dtype} has no code on the GPU")
+    if count > _MOST:
+        raise CannotLower(f"a gather by {count} indices for a row of the stream; the GPU has code for {_MOST} at most")
+    at.tables[table] = None
+    if count == 1:
+        _table_rows(at, instr, v, Ref("gather", v), at.row(index))
+        return
+    each = math.prod(t.shape[1:])
+    found = [Ref("gather", v, f"_{k}") for k in range(count)]
+    sources = [at.unnamed(Value(each, t.dtype, each == 1)) for _ in found]
+    for ref, source, row in zip(found, sources, _indices(at, index), strict=True):
+        _table_rows(at, instr, source, ref, row)
+    which = np.arange(count * each)
+    columns.place(at, instr, np.stack([which // each, which % each], axis=1), sources)
+
+
+def _indices(at: Evaluation, index: int) -> list[Expr]:
+    """Each index of a row, in all threads that share the row."""
+    value = at.value(index)
+    columns.to_scratch(at, [at.root(index)])
+    found: list[Expr] = []
+    for column in range(value.n):
+        at.counter += 1
+        ref = Ref("index", at.counter, f"_{column}")
+        at.add(st.SetRow(ref, value.dtype, ir.FromScratch(value.dtype, column=column)))
+        found.append(ir.Read("row", ref, value.dtype))
+    return found
+
+
+def _table_rows(at: Evaluation, instr: Instr, v: int, ref: Ref, index: Expr) -> None:
+    """The rows of the table that ``index`` says are the value ``v``, by addresses ``ref``."""
+    t = at.program.values[instr.inputs[0]]
+    n = math.prod(t.shape[1:])
+    size = n * pointwise.ITEM_SIZE[t.dtype]
+    table = Ref("table", instr.inputs[0])
+    at.add(st.TableRows(ref, table, index, t.shape[0], size, _otherwise(at, instr, n, t.dtype)))
+    rows = ir.Rows(ref, t.dtype, n, str(frame_ir.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
+    if n > 1:
+        at.settle(v, InArray(rows, -1))
+        if v in at.facts.row_pieces:
+            at.address_number(ref)  # now, so that no address need stay in registers until the product
+        return
+    kept = Ref("r", ref.of, ref.part)
+    at.add(st.LoadRow(kept, rows))
+    at.settle(v, InRegisters(kept, "row", kept))
+
+
+def _otherwise(at: Evaluation, instr: Instr, n: int, dtype: str) -> Address | None:
+    """A row of the number to fill with."""
+    if instr["mode"] != "fill":
+        return None
+    row = np.full(n, instr["fill"], np_dtype(dtype)).view(np.uint8)
+    words = np.pad(row, (0, -len(row) % 4)).view(np.int32)
+    return at.vector(VectorRecipe(None, (), (), (len(words),), len(words), table=tuple(map(int, words))))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Slices of arrays at the number of a loop: the rows of one time step come in, and those of another go out.
+#
+# Comes in: a ``load_slice`` or ``store_slice``, and the ``Evaluation`` of its stage. Goes out: nodes, and where the slice's rows
+# are. Invariant: an access is as wide as the slice's pitch, width and every step of the loop allow.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def lower_load_slice(at: Evaluation, instr: Instr) -> None:
+    """The slice is read from its rows where a loop over columns, or a product, asks for it."""
+    (v,) = instr.outputs
+    value, rows = at.new(instr), _slice_rows(at, instr, "in", instr.inputs)
+    if value.row:
+        ref = Ref("r", v)
+        at.add(st.LoadRow(ref, rows))
+        at.settle(v, InRegisters(ref, "row", ref))
+    else:
+        at.settle(v, InArray(rows, instr["array"]))
+
+
+def lower_store_slice(at: Evaluation, instr: Instr) -> None:
+    (x, *numbers) = instr.inputs
+    value, rows = at.value(x), _slice_rows(at, instr, "out", numbers)
+    if value.row:
+        at.add(st.StoreRow(rows, at.row(x), at.split > 1))
+    elif at.split > 1 and not value.slab:
+        raise CannotLower("a loop that is split by columns stores a value that is not")
+    else:
+        at.evaluate(value.width, [Store(x, rows, value.n if value.slab else 0, value.slab or 1)])
+
+
+def _slice_rows(at: Evaluation, instr: Instr, role: str, numbers: object) -> ir.Rows:
+    k = instr["array"]
+    array = at.program.inputs[k] if role == "in" else at.program.outputs[k]
+    whole = Ref(role, k, "_whole")
+    at.name_axes()
+    at.once_per_tile(_whole_rows(array, role, k, whole))
+    at.counter += 1
+    ref, size = Ref("cut", at.counter), pointwise.ITEM_SIZE[array.dtype]
+    strides = dim_strides(array.shape)
+    assert isinstance(numbers, (tuple, list))
+    cuts = tuple(zip(numbers, instr["dims"], instr["steps"], strict=True))
+    terms = tuple((at.row(n), step * strides[d] * size) for n, d, step in cuts)
+    at.add(st.SliceRows(ref, whole, terms, role == "in"))
+    extent = dict(zip(instr["dims"], instr["sizes"], strict=True))
+    columns = [(extent.get(d, array.shape[d]), strides[d]) for d in array.kept]
+    return _of_columns(array, role, ref, columns, [bytes_ for _, bytes_ in terms])
+
+
+def _of_columns(array: ArrayType, role: str, ref: Ref, columns: list[tuple[int, int]], steps: list[int]) -> ir.Rows:
+    """``columns``: (extent, element stride) of the slice's dimensions, outermost first."""
+    n, inner, together = math.prod(extent for extent, _ in columns), 1, True
+    for extent, stride in reversed(columns):
+        together &= extent == 1 or stride == inner
+        inner *= extent
+    size = pointwise.ITEM_SIZE[array.dtype]
+    if not together:
+        return ir.Rows(ref, array.dtype, n, str(size), tuple(reversed(columns)), False)
+    access = frame_ir.contiguous_access(n, array.dtype, *(s * size for s in array.row_strides), *steps)
+    return ir.Rows(ref, array.dtype, n, str(access), (), role == "in" and tiles.is_half(array.dtype))
+
+
+def _whole_rows(array: ArrayType, role: str, k: int, ref: Ref) -> st.RowAddresses:
+    size = pointwise.ITEM_SIZE[array.dtype]
+    strides = tuple((axis, stride * size) for axis, stride in enumerate(array.row_strides) if stride)
+    return st.RowAddresses(ref, ir.parameter(role, k), strides, False)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# What each instruction of a tile program becomes: nodes of the device IR where it has an effect, else the home of its value.
+#
+# Comes in: an instruction and the ``Evaluation`` of its stage. Raises ``CannotLower`` for what has no code; ``target.py`` says
+# as much of an op before a region is formed.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_ORDERED = ("Max", "Min")
+REDUCTIONS = {f"reduce_{how}": name for how, name in outputs.HOW.items()}
+
+
+def lower(at: Evaluation, instr: Instr) -> None:
+    """Lowers ``instr``. One whose result does not stream is made by XLA, in front of the call; another name needs no code."""
+    if instr.outputs and (instr.outputs[0] in at.names or not at.program.values[instr.outputs[0]].tile):
+        return
+    if instr.kind in columns.REARRANGING:
+        columns.rearrange(at, instr)
+    else:
+        _HANDLERS.get(instr.kind, _pointwise)(at, instr)
+
+
+def _load(at: Evaluation, instr: Instr) -> None:
+    (v,) = instr.outputs
+    value, rows = at.new(instr), at.rows("in", instr["array"])
+    if value.row:
+        ref = Ref("r", v)
+        at.add(st.LoadRow(ref, rows))
+        at.settle(v, InRegisters(ref, "row", ref))
+    else:
+        at.settle(v, InArray(rows, instr["array"]))
+
+
+def _pop(at: Evaluation, instr: Instr) -> None:
+    """The entry stays in its slot, and is read from there, until the tile is done."""
+    value, q, (v,) = at.new(instr), instr["queue"], instr.outputs
+    form = queue_form(value.dtype, q in at.slab_queues)
+    queue, pop = Ref("queue", q), Ref("pop", q)
+    slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
+    at.add(st.QueueCall(queue, "rd_acquire"), st.Entry(pop, queue, slab))
+    if value.row:
+        ref = Ref("r", v)
+        at.add(st.PopRow(ref, Ref("e", v), pop, value.dtype))
+        at.settle(v, InRegisters(ref, "row", ref))
+    else:
+        at.settle(v, InImage(pop, form, Ref("v", v)))
+
+
+def _pointwise(at: Evaluation, instr: Instr) -> None:
+    value, (v,) = at.new(instr), instr.outputs
+    compared = v in at.facts.compared
+    if not value.row and not compared and (product := _with_bias(at, instr) or _with_start(at, instr)):
+        at.settle(v, product)
+        _rounded(at, v)
+        return
+    types = [pointwise.COMPUTE[at.value(x).dtype] for x in instr.inputs]
+    places = [f"{{{k}}}" for k in range(len(types))]
+    dtype = "bfloat16" if v in at.facts.coarse else value.dtype
+    template = pointwise.instruction(instr, places, types, pointwise.COMPUTE[value.dtype], dtype)
+    if template is None:
+        raise CannotLower(f"{instr.kind} of {types[0]} has no code on the GPU")
+    if compared or v in at.facts.rounded_results:
+        template = pointwise.rounded(instr.kind, template, value.dtype)
+    if value.row:
+        at.set_row(v, ir.Apply(template, tuple(at.row(x) for x in instr.inputs)))
+    else:
+        at.settle(v, Expression(template, tuple(at.root(x) for x in instr.inputs)))
+
+
+def _with_bias(at: Evaluation, instr: Instr) -> Multiply | None:
+    """An addition of a stationary vector to a matmul that nobody else reads: its accumulators start from the vector."""
+    if instr.kind != "add":
+        return None
+    for x, bias in (instr.inputs, instr.inputs[::-1]):
+        product, vector = at.value(x).home, at.value(bias)
+        if not isinstance(product, Multiply) or product.bias is not None or at.uses[at.root(x)] != 1:
+            continue
+        if isinstance(vector.home, InVector) and not vector.row and pointwise.COMPUTE[vector.dtype] == "float":
+            return dataclasses.replace(product, product=instr.outputs[0], bias=(vector.home.address, vector.width))
+    return None
+
+
+def _with_start(at: Evaluation, instr: Instr) -> Multiply | None:
+    """An addition of a tile to a matmul that nobody else reads: its accumulators start from the tile, so a result that a loop
+    rescales and adds to needs no second set of registers."""
+    if instr.kind != "add" or not at.repeated:
+        return None
+    for x, other in (instr.inputs, instr.inputs[::-1]):
+        product, start = at.value(x).home, at.value(other)
+        if not isinstance(product, Multiply) or product.bias is not None or product.start is not None or at.uses[at.root(x)] != 1:
+            continue
+        wide = start.dtype == at.value(x).dtype == "float32" and not start.row
+        if wide and isinstance(start.home, (Expression, InRegisters)) and not columns.waits_for_product(at, other):
+            return dataclasses.replace(product, product=instr.outputs[0], start=at.root(other))
+    return None
+
+
+def _row_index(at: Evaluation, instr: Instr) -> None:
+    value, (v,) = at.new(instr), instr.outputs
+    at.name_axes()
+    index: Expr = ir.RowIndex(tuple((a, at.program.axes[a]) for a in instr["axes"]))
+    index = ir.Apply(pointwise.convert("{0}", "i32", pointwise.COMPUTE[value.dtype]), (index,))
+    if value.row:
+        at.set_row(v, index)
+        return
+    row, ref = -1 - v, Ref("index", v)
+    at.add(st.SetRow(ref, value.dtype, index))
+    at.values[row] = Value(1, value.dtype, True, InRegisters(ref, "row", ref))
+    at.settle(v, Splat(row))
+
+
+def _reduce(at: Evaluation, instr: Instr) -> None:
+    (x,), (v,) = instr.inputs, instr.outputs
+    if at.is_slab(x):
+        raise CannotLower("a reduction along columns that are split over CTAs has no code on the GPU")
+    if at.value(x).row:
+        at.alias(instr, x)
+        return
+    if math.prod(at.program.values[v].shape) > 1:
+        columns.fold_part(at, instr, REDUCTIONS[instr.kind])
+        return
+    value, how, ref = at.new(instr), REDUCTIONS[instr.kind], Ref("r", v)
+    at.add(st.StartFold(ref, how, value.dtype))
+    at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
+    at.add(st.FoldQuad(ref, how))
+    at.settle(v, InRegisters(ref, "row", ref))
+    if how not in _ORDERED:
+        _rounded(at, v)
+
+
+def _matmul(at: Evaluation, instr: Instr) -> None:
+    if instr in at.done:
+        return
+    (v,), pieces = instr.outputs, products.exchanged_pieces(at, instr.inputs[0])
+    if v in at.facts.partial:
+        x = at.root(instr.inputs[0])
+        group = [i for i in at.instrs if i.kind == "matmul" and i.outputs[0] in at.facts.partial and at.root(i.inputs[0]) == x]
+        at.done.update(group)
+        products.add_up_partial_sums(at, [(i.outputs[0], _product(at, i, [at.root(p) for p in pieces])) for i in group])
+        for i in group:
+            _rounded(at, i.outputs[0])
+        return
+    product = _product(at, instr, [products.whole_value(at, x) for x in pieces])
+    at.settle(v, product)
+    if at.value(v).row:
+        at.single_column(v)
+    _rounded(at, v)
+
+
+def _product(at: Evaluation, instr: Instr, pieces: list[int]) -> Multiply:
+    at.new(instr)
+    if at.next_weight is None:
+        at.weights.append(weight_recipe(at, instr))
+        weight = len(at.weights) - 1
+    else:
+        weight = at.next_weight
+        at.next_weight += 1
+    return Multiply(instr.outputs[0], weight, at.weights[weight].shape, tuple(pieces))
+
+
+def _rounded(at: Evaluation, v: int) -> None:
+    """Rounds ``v``, which a product or a sum has made in float32, to its 16 bits, where it is compared or read with its digits."""
+    value = at.value(v)
+    if v not in at.facts.compared | at.facts.rounded_results or not tiles.is_half(value.dtype):
+        return
+    template = pointwise.rounded("dot_general", "{0}", value.dtype)
+    if value.row:
+        ref = Ref("r", v, "_rounded")
+        at.add(st.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
+        at.settle(v, InRegisters(ref, "row", ref))
+    else:
+        at.settle(v, Expression(template, (at.unnamed(value),)))
+
+
+def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
+    """How XLA packs the weights of ``instr``."""
+    x, w = instr.inputs
+    of_x, of_w = at.program.values[x], at.program.values[w]
+    left = [d for d in range(1, len(of_x.shape) + 1) if d not in instr["x_contract"]]
+    if any(of_x.shape[d - 1] != 1 for d in left):
+        raise CannotLower("a matrix product for each row has no code on the GPU")
+    if of_w.tile:
+        raise CannotLower("a matrix product of two streamed values has no code on the GPU")
+    pairs = sorted(zip(instr["x_contract"], instr["w_contract"], strict=True))
+    batch = instr["w_batch"]  # of one element each, as those of x
+    free = [d for d in range(len(of_w.shape)) if d not in instr["w_contract"] and d not in batch]
+    before = 1 + len(left)  # dimensions of the result in front of those of w: batch ones, rows, others of x
+    order = [free[p - before] for p in instr["out_perm"] if p >= before]
+    if of_w.dtype != of_x.dtype or of_x.dtype not in pointwise.OPERAND:
+        raise CannotLower(f"matrix product of {of_x.dtype} and {of_w.dtype}")
+    operands = products.exchanged_pieces(at, x)
+    pieces = tuple(math.prod(at.program.values[p].shape) for p in operands)
+    n = math.prod(of_w.shape[d] for d in order)
+    permutation, cut = (*(b for _, b in pairs), *batch, *order), at.facts.cuts.of(at.program, w)
+    groups, runs = at.facts.slabs.get(instr.outputs[0], 1), tuple[int, ...]()
+    if instr.outputs[0] in at.facts.partial:  # all columns for the CTA's part of K
+        parts = [(k, at.facts.slabs[p]) for k, p in zip(pieces, operands, strict=True)]
+        runs = tuple(k // g for k, g in parts for _ in range(g))
+        pieces, n = tuple(k // at.split for k in pieces), n * at.split
+    shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split, at.most_columns(operands))
+    return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, cut, groups, runs)
+
+
+_HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {
+    "load": _load,
+    "pop": _pop,
+    **dict.fromkeys(("push", "store", "sink", "sink_at"), outputs.lower_output),
+    "load_slice": lower_load_slice,
+    "store_slice": lower_store_slice,
+    "row_index": _row_index,
+    "gather": lower_table,
+    "run_max": outputs.lower_run_max,
+    "take": columns.lower_take,
+    "put": columns.lower_put,
+    "dot": products.lower_row_product,
+    "matmul": _matmul,
+    "matmul_sink": outputs.lower_gradient,
+    **dict.fromkeys(REDUCTIONS, _reduce),
+}

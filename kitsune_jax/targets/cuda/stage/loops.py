@@ -1,0 +1,556 @@
+"""Loops of a stage: loops with carries, runs of equal layers as a loop, and the bodies of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.program.ir import Block, Instr, TileProgram, walk
+from kitsune_jax.targets.cuda import ir, pack
+from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
+from kitsune_jax.targets.cuda.stage import columns, instructions, products
+from kitsune_jax.targets.cuda.stage.evaluation import (
+    Evaluation,
+    Expression,
+    InArray,
+    InImage,
+    InRegisters,
+    InVector,
+    LoopNumber,
+    Multiply,
+    Parts,
+    Splat,
+    Value,
+)
+from kitsune_jax.targets.cuda.stage.facts import is_rounding
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Loops with carries: a recurrence over time, or over blocks of keys.
+#
+# Comes in: a ``loop`` of the tile program, and the ``Evaluation`` of its stage. Goes out: a ``CountedLoop`` whose body is the
+# instructions of the loop's block. A carry has registers of its own for as long as the loop runs, or an image in shared memory
+# where it does not fit. Invariants: what the body reads of the code around it has a home before the loop begins, because a value
+# that waits to be evaluated would be evaluated, and kept, inside; and all next carries are made before the first carry changes.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+# Registers of a streamed value that the body reads in every iteration: a wider one is read from its array again.
+_MOST_KEPT = 32
+Body = Callable[[Evaluation, Sequence[Instr]], None]
+
+
+def lower_counted_loop(at: Evaluation, instr: Instr, lower_body: Body) -> None:
+    """Lowers ``instr`` and, by ``lower_body``, what it repeats."""
+    block = instr.block
+    assert block is not None
+    seen, which = _seen(at, instr)
+    if any(i.kind == "sink_at" and i["sorted"] for i in block.body):
+        raise CannotLower("a sink by sorted indices in a loop: each iteration has an order of its own")
+    for v in _from_outside(block):
+        _bring_home(at, v)
+    carries = [_carry(at, *pair) for pair in zip(block.carries, instr.inputs, strict=True)]
+    number = Ref("number", block.index)
+    at.values[block.index] = Value(1, "int32", True, LoopNumber(number))
+    row_tiles, repeated = dict(at.row_tiles), at.repeated
+    at.repeated = True
+    known = at.gathered
+    with at.body_of_loop() as body:
+        products.begin_exchange(at, block.body, carries)
+        lower_body(at, block.body)
+        _hand_on(at, carries, [at.root(v) for v in block.results])
+        products.give_back_entries(at, known)
+    at.repeated = repeated
+    at.row_tiles = row_tiles  # those of the body are out of sight behind it
+    at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
+    for v, carry in zip(instr.outputs, carries, strict=True):
+        at.values[at.root(v)] = at.values[carry]
+
+
+def _seen(at: Evaluation, instr: Instr) -> tuple[Ref | None, str]:
+    """The blocks that a loop has to look at, and which of them it takes. The lanes of a CTA, which share the blocks, look at those
+    that one of them sees: what a mask hides from a lane's rows it hides there as well."""
+    within = instr.get("within")
+    if within is None:
+        return None, "all"
+    if not pack.cuts_by_groups(at.program):
+        raise CannotLower(
+            "a loop that leaves out iterations by the rows of a tile, and has no weights of its own, has no code on the GPU"
+        )
+    if instr.get("reverse"):
+        raise CannotLower("a loop that leaves out iterations and counts down has no code on the GPU")
+    axis, step, low, high, which = within
+    inner = math.prod(at.program.axes[axis + 1 :])
+    bounds = (inner, at.program.axes[axis], step, low, high, instr["count"], *_shift(at, instr))
+    found = [node for node in at.prologue if isinstance(node, st.SeenBlocks)]
+    ref = next((node.ref for node in found if node == st.SeenBlocks(node.ref, *bounds)), Ref("seen", len(found)))
+    at.once_per_tile(st.SeenBlocks(ref, *bounds))
+    return ref, which
+
+
+def _shift(at: Evaluation, instr: Instr) -> tuple[Address, int, str, int] | tuple[()]:
+    """Where the number lies that shifts the bounds of a loop, and how it does."""
+    if (shifted := instr.get("shifted")) is None:
+        return ()
+    array, sign, guard, size = shifted
+    loads = (i for i in walk(at.facts.instrs) if i.kind == "load" and i["array"] == array)
+    for home in (at.value(v).home for i in loads for v in i.outputs):
+        if isinstance(home, InVector):
+            return home.address, sign, guard, size
+    raise CannotLower("bounds of a loop that are shifted by a number which the stage does not load")
+
+
+def _from_outside(block: Block) -> list[int]:
+    """What the body reads, and does not make."""
+    inside, read = set[int](), dict[int, None]()
+    made = [*block.carries, block.index]
+    for i in walk(block.body):
+        read.update(dict.fromkeys(i.inputs))
+        made += i.outputs
+        if i.block is not None:
+            made += [i.block.index, *i.block.carries]
+            read.update(dict.fromkeys(i.block.results))
+    read.update(dict.fromkeys(block.results))
+    inside.update(made)
+    return [v for v in read if v not in inside]
+
+
+def _bring_home(at: Evaluation, v: int) -> None:
+    """Gives ``v`` a home that stays the same in all iterations."""
+    if v in at.facts.joined:
+        for part in at.facts.joined[v]:
+            _bring_home(at, part)
+        return
+    if at.root(v) not in at.values:  # a stationary value, which has no home of its own
+        return
+    value = at.value(v)
+    match value.home:
+        case Expression() | Multiply():
+            at.materialize(v)
+        case InArray() if not value.row and value.registers <= _MOST_KEPT:
+            at.materialize(v)
+        case Splat(of):
+            _bring_home(at, of)
+        case Parts(parts):
+            for part, _, _ in parts:
+                _bring_home(at, part)
+
+
+def _carry(at: Evaluation, carry: int, initial: int) -> int:
+    """Gives ``carry`` its home, which holds ``initial``."""
+    source = at.value(initial)
+    if at.is_slab(carry) and not source.slab:
+        raise CannotLower("a loop that begins with the same numbers for all rows, split over CTAs, has no code on the GPU")
+    value = dataclasses.replace(source, home=None)
+    at.values[carry] = value
+    if value.row:
+        at.set_row(carry, at.row(initial))
+        return carry
+    ref = Ref("h", carry)
+    if carry in at.shape.images:
+        image, owner = Ref("image", carry), Ref("v", carry)
+        at.once_per_tile(st.Image(image))
+        at.add(st.Alive(owner, 0))
+        at.evaluate(value.width, [Keep(initial, image, value.form, to=image, push=True, reads=1)])
+        at.settle(carry, InImage(image, value.form, owner))
+    else:
+        at.evaluate(value.width, [Keep(initial, ref, value.form, push=True, reads=1)])
+        at.add(st.Alive(ref, value.registers))
+        at.settle(carry, InRegisters(ref, value.form, ref))
+    return carry
+
+
+def _hand_on(at: Evaluation, carries: Sequence[int], results: Sequence[int]) -> None:
+    """The next iteration finds ``results`` where the carries are."""
+    moved = [(carry, made) for carry, made in zip(carries, results, strict=True) if carry != made]
+    fresh = [(carry, _row_of_its_own(at, made, carries)) for carry, made in moved if at.value(carry).row]
+    moved = [(carry, made) for carry, made in moved if not at.value(carry).row]
+    direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, InImage) and _is_elementwise(at, made)]
+    added = [(carry, made) for carry, made in moved if _is_added_to(at, carry, made, moved)]
+    direct += added
+    for width, some in _by_width(at, [made for carry, made in moved if (carry, made) not in direct and _waits(at, made)]):
+        at.evaluate(width, [at.keep(v) for v in some])
+    copied = [(carry, _tile_of_its_own(at, made, carries)) for carry, made in moved if (carry, made) not in direct]
+    alone = [(at.value(carry).width, [carry]) for carry, _ in added[1:]]  # so that accumulators of one product at a time are alive
+    later = {carry for _, some in alone for carry in some}
+    for width, some in (*_by_width(at, [carry for carry, _ in direct if carry not in later]), *alone):
+        at.evaluate(width, [_over(at, carry, made) for carry, made in direct if carry in some])
+        at.add(*(st.Alive(_home(at, carry).owner) for carry in some))
+    for carry, made in copied:
+        _copy(at, carry, made)
+    for carry, ref in fresh:
+        to = at.value(carry).home
+        assert isinstance(to, InRegisters)
+        at.add(st.CopyRegisters(to.ref, ref, 2))
+
+
+def _by_width(at: Evaluation, values: Sequence[int]) -> list[tuple[int, list[int]]]:
+    found: dict[int, list[int]] = {}
+    for v in dict.fromkeys(values):
+        found.setdefault(at.value(v).width, []).append(v)
+    return list(found.items())
+
+
+def _waits(at: Evaluation, v: int) -> bool:
+    return isinstance(at.value(v).home, (Expression, Multiply))
+
+
+def _is_elementwise(at: Evaluation, v: int) -> bool:
+    """Is ``v`` still to be made, of the same columns of other values? Then a loop may write it over a carry that it reads: it
+    writes a block of images after it has read that of all."""
+
+    def visit(v: int) -> bool:
+        match at.value(v).home:
+            case Expression(_, operands):
+                return all(map(visit, operands))
+            case Multiply() | Parts():
+                return False
+        return True
+
+    return isinstance(at.value(v).home, Expression) and visit(v)
+
+
+def _is_added_to(at: Evaluation, carry: int, made: int, moved: Sequence[tuple[int, int]]) -> bool:
+    """Is ``made`` a product that is added to ``carry``, column by column, and does no other next carry wait for it? Then each chunk
+    of columns takes the place of those that its accumulators started from."""
+    home = at.value(made).home
+    if not isinstance(at.value(carry).home, InRegisters) or not isinstance(home, Multiply) or home.start is None:
+        return False
+    started = isinstance(at.value(home.start).home, InRegisters) or _is_elementwise(at, home.start)
+    others = [v for c, v in moved if c != carry] + [*home.pieces]
+    return started and at.uses[made] == 1 and not any(_reads(at, v, carry) for v in others)
+
+
+def _reads(at: Evaluation, v: int, carry: int) -> bool:
+    """Does what is still to be made of ``v`` read ``carry``?"""
+    if v == carry:
+        return True
+    match at.value(v).home:
+        case Expression(_, operands):
+            return any(_reads(at, x, carry) for x in operands)
+        case Multiply(pieces=pieces, start=start):
+            return any(_reads(at, x, carry) for x in (*pieces, *(() if start is None else (start,))))
+        case Parts(parts):
+            return any(_reads(at, x, carry) for x, _, _ in parts)
+        case Splat(of):
+            return _reads(at, of, carry)
+    return False
+
+
+def _home(at: Evaluation, carry: int) -> InImage | InRegisters:
+    home = at.value(carry).home
+    assert isinstance(home, (InImage, InRegisters))
+    return home
+
+
+def _over(at: Evaluation, carry: int, made: int) -> Keep:
+    """``made`` takes the place of ``carry``."""
+    form, home = at.value(carry).form, _home(at, carry)
+    if isinstance(home, InImage):
+        return Keep(made, home.ref, form, to=home.ref, push=True, reads=1)
+    return Keep(made, home.ref, form, push=True, reads=1, over=True)
+
+
+def _row_of_its_own(at: Evaluation, v: int, carries: Sequence[int]) -> Ref:
+    """Two registers with the number of each row that ``v`` is, which no carry's next value changes."""
+    home = at.value(v).home
+    if isinstance(home, InRegisters) and v not in carries:
+        return home.ref
+    at.counter += 1
+    ref = Ref("r", v, f"_{at.counter}")
+    at.add(st.SetRow(ref, at.value(v).dtype, at.row(v)))
+    return ref
+
+
+def _tile_of_its_own(at: Evaluation, v: int, carries: Sequence[int]) -> int:
+    """``v``, or a copy of it where it is one of the carries, or lies where no loop over columns has put it."""
+    home = at.value(v).home
+    own = v not in carries and isinstance(home, (InRegisters, InImage)) and home.ref.kind != "pop"
+    return v if own else _in_registers(at, v)
+
+
+def _in_registers(at: Evaluation, v: int) -> int:
+    """A copy of ``v``."""
+    value = at.value(v)
+    copy = at.unnamed(dataclasses.replace(value, home=None))
+    ref = Ref("c", v, f"_{-copy}")
+    at.evaluate(value.width, [Keep(v, ref, value.form, push=True, reads=1)])
+    at.add(st.Alive(ref, value.registers))
+    at.settle(copy, InRegisters(ref, value.form, ref))
+    return copy
+
+
+def _copy(at: Evaluation, carry: int, made: int) -> None:
+    """``made``, which has registers or an image, to where ``carry`` is."""
+    to = at.value(carry)
+    if isinstance(to.home, InImage):
+        at.evaluate(to.width, [_over(at, carry, made)])
+        at.add(st.Alive(to.home.owner))
+        return
+    if isinstance(at.value(made).home, InImage):
+        made = _in_registers(at, made)
+    source = at.value(made).home
+    assert isinstance(to.home, InRegisters) and isinstance(source, InRegisters)
+    at.add(st.CopyRegisters(to.home.ref, source.ref, to.registers), st.Alive(source.owner), st.Alive(to.home.owner))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Equal layers: runs of equal instructions that a kernel can loop over instead of spelling each out.
+#
+# Comes in: the instructions of a stage. Goes out: ``Run``s: matmul-headed segments that are equal but for their stationary
+# operands, each fed by the one before. A loop keeps the kernel short: it compiles faster, and its instructions stay in the
+# instruction cache.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_LONGEST = 32  # instructions of a segment
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """``segments[k]``: the tile instructions of layer k. ``entry``: the value that feeds layer 0; ``exits[k]``: what layer k
+    makes.
+    """
+
+    segments: tuple[tuple[Instr, ...], ...]
+    entry: int
+    exits: tuple[int, ...]
+
+
+def find_equal_layers(program: TileProgram, instrs: Sequence[Instr]) -> list[Run]:
+    """Disjoint runs of at least two equal layers, in order."""
+    tile = [i for i in instrs if not i.outputs or program.values[i.outputs[0]].tile]
+    readers: dict[int, list[int]] = {}
+    for k, instr in enumerate(tile):
+        for v in instr.inputs:
+            readers.setdefault(v, []).append(k)
+    found, at = [], 0
+    while at < len(tile):
+        run = _run_at(program, tile, readers, at) if tile[at].kind == "matmul" else None
+        if run is None:
+            at += 1
+        else:
+            found.append(run)
+            at += sum(len(s) for s in run.segments)
+    return found
+
+
+def _run_at(program: TileProgram, tile: Sequence[Instr], readers: dict[int, list[int]], at: int) -> Run | None:
+    for period in range(1, min(_LONGEST, len(tile) - at) + 1):
+        if at + period < len(tile) and tile[at + period].kind != "matmul":
+            continue
+        segments, exits = [], []
+        entry = tile[at].inputs[0]
+        start, wanted = at, None
+        while start + period <= len(tile):
+            segment = tuple(tile[start : start + period])
+            signature = _signature(program, segment, entry)
+            (exit_,) = segment[-1].outputs or (-1,)
+            if signature is None or wanted not in (None, signature) or not _closed(segment, start, readers, exit_):
+                break
+            if program.values[exit_] != program.values[entry]:
+                break
+            wanted = signature
+            segments.append(segment)
+            exits.append(exit_)
+            entry, start = exit_, start + period
+        while len(segments) > 1 and not _handed_on_only(segments, exits, at, period, readers):
+            segments.pop()
+            exits.pop()
+        if len(segments) > 1:
+            return Run(tuple(segments), tile[at].inputs[0], tuple(exits))
+    return None
+
+
+def _closed(segment: Sequence[Instr], start: int, readers: dict[int, list[int]], exit_: int) -> bool:
+    """Nobody outside reads what the segment makes, its last value apart."""
+    inside = range(start, start + len(segment))
+    return all(k in inside for i in segment for v in i.outputs if v != exit_ for k in readers.get(v, ()))
+
+
+def _handed_on_only(segments: Sequence[Any], exits: Sequence[int], at: int, period: int, readers: dict[int, list[int]]) -> bool:
+    """What a layer makes is read by the next layer alone (the last one's by anybody)."""
+    for k, v in enumerate(exits[:-1]):
+        first = at + (k + 1) * period
+        if any(r not in range(first, first + period) for r in readers.get(v, ())):
+            return False
+    return True
+
+
+def _signature(program: TileProgram, segment: Sequence[Instr], entry: int) -> tuple[Any, ...] | None:
+    """What a segment computes, with its operands as positions; None if it does more than compute values."""
+    literals = dict(program.literals)
+    made: dict[int, int] = {}
+    lines = []
+    for k, instr in enumerate(segment):
+        if len(instr.outputs) != 1 or instr.kind in ("load", "load_slice", "loop", "pop", "gather"):
+            return None
+        operands: list[Any] = []
+        for v in instr.inputs:
+            if v == entry:
+                operands.append("entry")
+            elif v in made:
+                operands.append(made[v])
+            elif v in literals:
+                operands.append((repr(literals[v]), program.values[v].dtype))
+            elif not program.values[v].tile:
+                operands.append((program.values[v].shape, program.values[v].dtype))
+            else:
+                operands.append(("outside", v))
+        made[instr.outputs[0]] = k
+        lines.append((instr.kind, instr.params, tuple(operands), program.values[instr.outputs[0]]))
+    return tuple(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# A loop over equal layers.
+#
+# Comes in: a ``Run`` of ``stage/loops.py``. Goes out: a ``LayerLoop`` whose body is the first layer's, and recipes of all
+# layers' operands at equal distances. The value that goes from layer to layer lives in registers of its own, or in two images
+# that take turns.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_ALL = 1 << 30  # whoever reads a layer's result reads what the loop hands on
+
+
+def lower_layers(at: Evaluation, run: Run) -> None:
+    """Lowers all layers of ``run``."""
+    entry, out = at.root(run.entry), at.root(run.exits[0])
+    value = at.value(entry)
+    if value.row:
+        raise CannotLower("a loop over layers of one column")
+    in_images = bool(at.shape.images & {entry, out})
+    if in_images:
+        at.together |= {entry, out}
+    handover = _Images(at, run, entry, out) if in_images else _Copy(at, run, entry)
+    handover.enter()
+    first_weight, per_layer = len(at.weights), sum(i.kind == "matmul" for i in run.segments[0])
+    _vectors(at, run)
+    _weights(at, run)
+    with at.body_of_loop() as body:
+        at.settle(entry, handover.inside())
+        for instr in run.segments[0]:
+            instructions.lower(at, instr)
+        handover.hand_on(out)
+    at.add(st.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
+    at.next_weight = None
+    at.layer_vectors = {}
+    at.values[entry] = value
+    at.values[at.root(run.exits[-1])] = dataclasses.replace(value, home=handover.after())
+
+
+def _vectors(at: Evaluation, run: Run) -> None:
+    """Vectors of all layers one after the other; those of layer 0 know where they are, and how far the next layer's."""
+    broadcasts = [k for k, i in enumerate(run.segments[0]) if i.kind == "broadcast_in_dim" and columns.is_vector(at, i)]
+    recipes = [[columns.broadcast_recipe(at, segment[k]) for k in broadcasts] for segment in run.segments]
+    if not broadcasts:
+        return
+    at.vectors.append(tuple(r for layer in recipes for r in layer))
+    stride, offset = sum(r.words for r in recipes[0]), 0
+    for k, recipe in zip(broadcasts, recipes[0], strict=True):
+        vector = ir.Vector(len(at.vectors) - 1, offset)
+        at.layer_vectors[run.segments[0][k].outputs[0]] = ir.Address(vector, layer=stride)
+        offset += recipe.words
+
+
+def _weights(at: Evaluation, run: Run) -> None:
+    """Recipes of all layers' weights, layer by layer; the matmuls of layer 0 take theirs in order."""
+    at.next_weight = len(at.weights)
+    at.weights += [instructions.weight_recipe(at, i) for segment in run.segments for i in segment if i.kind == "matmul"]
+
+
+class _Copy:
+    """What a loop hands on, in registers: the results of a layer are copied to where the next one expects them."""
+
+    def __init__(self, at: Evaluation, run: Run, entry: int):
+        self.at, self.entry, self.value = at, entry, at.value(entry)
+        self.reads = sum(i.inputs.count(run.entry) for i in run.segments[0])  # of the first layer
+        self.ref = Ref("h", entry)
+
+    def enter(self) -> None:
+        self.at.evaluate(self.value.width, [Keep(self.entry, self.ref, self.value.form, push=True, reads=self.reads)])
+        self.at.add(st.Alive(self.ref, self.value.registers))
+
+    def inside(self) -> InRegisters | InImage:
+        return InRegisters(self.ref, self.value.form, self.ref)
+
+    def hand_on(self, out: int) -> None:
+        self.at.materialize(out)
+        made = self.at.value(out).home
+        assert isinstance(made, InRegisters)
+        copy = st.CopyRegisters(self.ref, made.ref, self.value.registers)
+        self.at.add(copy, st.Alive(made.owner), st.Alive(self.ref))
+
+    def after(self) -> InRegisters | InImage:
+        return self.inside()
+
+
+class _Images:
+    """The same in two images of shared memory, which change places with every layer."""
+
+    def __init__(self, at: Evaluation, run: Run, entry: int, out: int):
+        self.at, self.value = at, at.value(entry)
+        self.reads = sum(i.inputs.count(run.entry) for i in run.segments[0])
+        self.values, self.layers = (entry, out), len(run.segments)
+        self.refs = tuple(Ref("image", v) for v in self.values)
+        self.owners = tuple(Ref("v", v) for v in self.values)
+
+    def enter(self) -> None:
+        for ref in self.refs:
+            self.at.once_per_tile(st.Image(ref))
+        self.at.add(st.Alive(self.owners[0], 0))
+        first = self.refs[0]
+        self.at.evaluate(self.value.width, [Keep(self.values[0], first, self.value.form, to=first, push=True, reads=self.reads)])
+        self.at.add(st.Alive(self.owners[1], 0))
+
+    def inside(self) -> InRegisters | InImage:
+        self.at.add(st.TurnImages(*self.refs))
+        return InImage(Ref("image", self.values[0], "_in"), self.value.form, self.owners[0])
+
+    def hand_on(self, out: int) -> None:
+        to = Ref("image", self.values[0], "_out")
+        self.at.evaluate(self.value.width, [Keep(out, to, self.value.form, to=to, push=True, reads=_ALL)])
+        self.at.add(*map(st.Alive, self.owners))
+
+    def after(self) -> InRegisters | InImage:
+        last = self.layers % 2
+        return InImage(self.refs[last], self.value.form, self.owners[last])
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The instructions of a stage, or of a loop in it, one after the other; those of equal layers as a loop over the layers.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def _rounded_first(at: Evaluation, instrs: Sequence[Instr]) -> tuple[Instr, ...]:
+    """``instrs`` with what rounds a value right behind what makes the value: a loop that folds it then keeps the 16-bit form."""
+    makers = {v for i in instrs for v in i.outputs}
+    moved: dict[int, list[Instr]] = {}
+    for i in instrs:
+        if is_rounding(at.program, i) and i.inputs[0] in makers:
+            moved.setdefault(i.inputs[0], []).append(i)
+    found: list[Instr] = []
+    for i in instrs:
+        if not (is_rounding(at.program, i) and i.inputs[0] in moved):
+            found += [i, *(c for v in i.outputs for c in moved.get(v, ()))]
+    return tuple(found)
+
+
+def lower_body(at: Evaluation, instrs: Sequence[Instr]) -> None:
+    """Lowers ``instrs``. Raises ``CannotLower``."""
+    instrs = _rounded_first(at, instrs) if at.repeated else tuple(instrs)
+    around, at.instrs = at.instrs, instrs
+    found = [] if at.facts.cuts.makers else find_equal_layers(at.program, instrs)
+    runs = {run.segments[0][0]: run for run in found}
+    in_loops = {i for run in runs.values() for segment in run.segments for i in segment}
+    for i in instrs:
+        if i in runs:
+            lower_layers(at, runs[i])
+        elif i in in_loops or i in at.done:
+            continue
+        elif i.kind == "loop":
+            lower_counted_loop(at, i, lower_body)
+        else:
+            instructions.lower(at, i)
+    at.instrs = around

@@ -1,0 +1,235 @@
+"""Products for each row, and columns that the CTAs of a cluster exchange for a product."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+from kitsune_jax.errors import CannotLower
+from kitsune_jax.program.ir import Instr, TileProgram
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import ir as pr
+from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda.ir import Keep, Ref
+from kitsune_jax.targets.cuda.stage import columns
+from kitsune_jax.targets.cuda.stage.evaluation import Evaluation, Expression, InArray, InImage, InRegisters, Multiply, Value
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Products for each row (``dot``): both operands stream, and a warp multiplies those of one row after the other.
+#
+# Comes in: a ``dot`` and the ``Evaluation`` of its stage. Goes out: nodes, and an image as the home of the product; or of what a
+# ``take`` that alone reads it picks. Operands are copied to shared memory row by row from where their pieces lie: rows of arrays
+# and tables straight from global memory, values of the stage from the warp's scratch rows.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+_WORKING = 56  # registers of a thread while it multiplies: 16 sums, fragments on their way, addresses
+_Operand = tuple[int, bool]  # (free elements, whether K is the outer dimension)
+
+
+def lower_row_product(at: Evaluation, instr: Instr) -> None:
+    """Lowers ``instr``. Raises ``CannotLower``."""
+    x, y = instr.inputs
+    dtype, other = (at.program.values[v].dtype for v in (x, y))
+    if dtype != other or dtype not in pointwise.OPERAND or instr["accumulate"] != "float32":
+        raise CannotLower(f"a product for each row of {dtype} and {other} has no code on the GPU")
+    if at.split > 1:
+        raise CannotLower("a product for each row in a stage that is split by columns has no code on the GPU")
+    k, of_x, of_y = shape(at.program, instr)
+    value = at.new(instr)
+    if value.row:
+        _inner(at, instr, x, y)
+        return
+    copied = _copied(at, dtype, k, dict.fromkeys(((x, of_x), (y, of_y))))
+    operands = [pr.RowOperand(of[0], of[1], copied[v, of]) for v, of in ((x, of_x), (y, of_y))]
+    taken = at.facts.picked.get(instr.outputs[0])
+    list_ = fill = None
+    if taken is not None:
+        at.done.add(taken)
+        value = at.new(taken)
+        list_, fill = columns.picked_columns(at, taken, 0), columns.filling(taken, value.dtype)
+    (v,) = (taken or instr).outputs
+    image, rows, store = Ref("image", v), None, at.facts.only_store(v)
+    if store is not None and not at.rows("out", store["array"]).strides:
+        at.done.add(store)
+        found = at.rows("out", store["array"])
+        rows = pr.ToRows(at.address_number(found.ref, stored=True), int(found.access) >= 4)
+    same = operands[0] == operands[1]
+    node = pr.RowProduct(rows or image, dtype, k, operands[0], None if same else operands[1], value.dtype, value.n, list_, fill)
+    at.product_bytes = max(at.product_bytes, node.bytes)
+    work = Ref("work", v)
+    at.add(st.SyncWarp(), st.Alive(work, _WORKING), node, st.Alive(work))
+    if rows is None:
+        at.once_per_tile(st.Image(image))
+        at.together.add(v)
+        at.add(st.Alive(Ref("v", v), 0))
+        at.settle(v, InImage(image, value.form, Ref("v", v)))
+
+
+def shape(program: TileProgram, instr: Instr) -> tuple[int, _Operand, _Operand]:
+    """(K, how x lies, how y lies). Raises ``CannotLower`` where the dimensions are in another order."""
+    x, y = (program.values[v].rows_first for v in instr.inputs)
+    if any(x[d] != 1 for d in instr["x_batch"]):
+        raise CannotLower("a product for each row with further batch dimensions has no code on the GPU")
+    pairs = sorted((a, b) for a, b in zip(instr["x_contract"], instr["y_contract"], strict=True) if x[a] != 1)
+    if [b for _, b in pairs] != sorted(b for _, b in pairs):
+        raise CannotLower("a product for each row that contracts dimensions in another order has no code on the GPU")
+    k = math.prod(x[a] for a, _ in pairs)
+    return k, _lies(x, [a for a, _ in pairs]), _lies(y, [b for _, b in pairs])
+
+
+def _lies(dims: Sequence[int], contract: Sequence[int]) -> _Operand:
+    real = [d for d, n in enumerate(dims) if d and n != 1]
+    free = [d for d in real if d not in contract]
+    if real not in ([*free, *contract], [*contract, *free]):
+        raise CannotLower("a product for each row that contracts dimensions between others has no code on the GPU")
+    return math.prod(dims[d] for d in free), bool(free) and bool(contract) and free[0] > contract[0]
+
+
+def _inner(at: Evaluation, instr: Instr, x: int, y: int) -> None:
+    """One number for a row: the sum of products of elements."""
+    (v,) = instr.outputs
+    ref = Ref("r", v)
+    product = at.unnamed(Value(at.value(x).n, "float32", False, Expression("({0} * {1})", (at.root(x), at.root(y)))))
+    at.add(st.StartFold(ref, "Sum", "float32"))
+    at.evaluate(at.value(x).width, [ir.Fold(product, "Sum", ref)])
+    at.add(st.FoldQuad(ref, "Sum"))
+    at.settle(v, InRegisters(ref, "row", ref))
+
+
+def _copied(
+    at: Evaluation, dtype: str, k: int, operands: dict[tuple[int, _Operand], None]
+) -> dict[tuple[int, _Operand], tuple[pr.Copied, ...]]:
+    """How the elements of each operand reach its slot."""
+    pieces = {v: at.facts.pieces_of(v) for v, _ in operands}
+    computed: dict[int, None] = {}
+    for p in dict.fromkeys(at.root(p) for of in pieces.values() for p in of):
+        if not _lies_in_rows(at, p, dtype):
+            computed[p] = None
+    starts = dict(zip(computed, columns.to_scratch(at, list(computed)) if computed else [], strict=True))
+    found = {}
+    for v, (free, across) in operands:
+        run, first, parts = free if across else k, 0, list[pr.Copied]()
+        for p in map(at.root, pieces[v]):
+            part = _piece(at, p, starts.get(p), first, run)
+            parts[-1:] = _joined(parts[-1], part) if parts else [part]
+            first += at.value(p).n
+        found[v, (free, across)] = tuple(parts)
+    return found
+
+
+def _lies_in_rows(at: Evaluation, v: int, dtype: str) -> bool:
+    home = at.value(v).home
+    return isinstance(home, InArray) and not home.rows.strides and home.rows.dtype == dtype
+
+
+def _piece(at: Evaluation, v: int, start: int | None, first: int, run: int) -> pr.Copied:
+    value = at.value(v)
+    if start is not None:
+        return pr.Copied("scratch", start, 1, first, value.n)
+    assert isinstance(value.home, InArray)
+    rows, unit = value.home.rows, 16 // pointwise.ITEM_SIZE[value.dtype]
+    how = "staged" if rows.access == "kStaged" else "elements"
+    if rows.access == "16" and not (first % unit or value.n % unit or run % unit):
+        how = "async"
+    return pr.Copied(how, at.address_number(rows.ref), 1, first, value.n)
+
+
+def _joined(a: pr.Copied, b: pr.Copied) -> list[pr.Copied]:
+    """Pieces of one kind whose addresses follow each other are copied together."""
+    if a.how == b.how != "scratch" and a.count == b.count and a.source + a.pieces == b.source:
+        return [pr.Copied(a.how, a.source, a.pieces + 1, a.first, a.count)]
+    return [a, b]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Columns of a carry, or of what a step makes, that the CTAs of a cluster hand each other: a product contracts all of them.
+#
+# Comes in: an operand of a product, and the ``Evaluation`` of a stage with a loop that is split over a cluster. Goes out: the value
+# with all of its columns. Each CTA holds a slab of every weight's columns still, so what it makes in a step is a slab, and the next
+# product needs those of the others as well: every lane stores its slab into the entry of a ring in the shared memory of each CTA
+# (``ClusterQueue``, of which all are writers and readers), waits for the slabs of all where it multiplies with them first
+# (``stage/chunks.py``), and multiplies from there. An entry is given back at the end of the step: a carry, which is sent when a
+# step begins, has a ring of two, in which a fast CTA may be a step ahead of a slow one; for what is made in a step one entry does.
+# Of a partial product (``stage/facts.py``) they hand each other sums: every CTA has those of its part of K for all columns, sends
+# each other CTA the slab that it needs, and adds up what it has got, in the order of the CTAs, so all runs give the same bits.
+# Invariant: all CTAs of a cluster take the same steps on the same tiles, so entry n is the same value in all of them.
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def whole_value(at: Evaluation, v: int, depth: int = 1) -> int:
+    """``v``, or where that is a slab the value of which it is one, by way of a ring of ``depth`` entries."""
+    v = at.root(v)
+    value = at.value(v)
+    if not value.slab:
+        return v
+    if v not in at.gathered:
+        made = at.unnamed(Value(value.n * at.split, value.dtype, False))
+        # All of an array's columns are there for every CTA.
+        at.settle(made, value.home if isinstance(value.home, InArray) else _exchanged(at, v, value, depth))
+        at.gathered[v] = made
+    return at.gathered[v]
+
+
+def begin_exchange(at: Evaluation, body: Sequence[Instr], carries: Collection[int]) -> None:
+    """Sends the carries that products of ``body`` contract on their way, in front of all else that a step does."""
+    for i in body:
+        for v in exchanged_pieces(at, i.inputs[0]) if i.kind == "matmul" else ():
+            if at.root(v) in carries:
+                whole_value(at, v, tiles.EXCHANGE_DEPTH)
+
+
+def exchanged_pieces(at: Evaluation, x: int) -> list[int]:
+    """The values whose columns make up the operand: the parts of a concatenation that nobody else needs as one."""
+    parts = at.facts.joined.get(x)
+    return [x] if parts is None else [p for part in parts for p in exchanged_pieces(at, part)]
+
+
+def _exchanged(at: Evaluation, v: int, value: Value, depth: int) -> InImage:
+    ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
+    vectors = tiles.image_vectors(value.width, value.form)
+    at.setup.append(st.Exchange(ring, vectors * at.split, depth))
+    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True))
+    at.evaluate(value.width, [Keep(v, _name(at, "q"), value.form, to=push, push=True, reads=1)])
+    at.add(st.QueueCall(ring, "wr_release"), st.Entry(entry, ring, 0))
+    return InImage(entry, value.form, ring)
+
+
+def add_up_partial_sums(at: Evaluation, products: Sequence[tuple[int, Multiply]]) -> None:
+    """Gives slabs of the sums of partial ``products`` homes. Those of one are on their way while the next one multiplies."""
+    for v, ring in [(v, _handed_out(at, v, product)) for v, product in products]:
+        value, parts = at.value(v), list[int]()
+        part = dataclasses.replace(value, dtype="float32", slab=0, home=None)
+        at.add(st.QueueCall(ring, "rd_acquire"))
+        for rank in range(at.split):
+            entry = _name(at, "entry")
+            at.add(st.Entry(entry, ring, tiles.image_vectors(part.width, part.form), of=rank))
+            parts.append(at.unnamed(dataclasses.replace(part, home=InImage(entry, part.form, ring))))
+        at.settle(v, Expression(" + ".join(f"{{{k}}}" for k in range(at.split)), tuple(parts)))
+        at.materialize(v)
+        at.add(st.QueueCall(ring, "rd_release"))
+
+
+def _handed_out(at: Evaluation, v: int, product: Multiply) -> Ref:
+    """The ring by which each CTA gets its slab of what ``product`` has made in every other."""
+    ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split
+    mine = at.unnamed(Value(n, "float32", False, product))
+    vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split
+    at.setup.append(st.Exchange(ring, vectors * at.split, 1))
+    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True, each=True))
+    at.evaluate(at.value(mine).width, [Keep(mine, _name(at, "q"), "word", to=push, push=True, reads=1)])
+    at.add(st.QueueCall(ring, "wr_release"))
+    return ring
+
+
+def _name(at: Evaluation, kind: str) -> Ref:
+    at.counter += 1
+    return Ref(kind, at.counter, "_all")
+
+
+def give_back_entries(at: Evaluation, known: dict[int, int]) -> None:
+    """The entries of what was put together since ``known``: nobody reads it any more."""
+    for v, made in at.gathered.items():
+        home = at.value(made).home
+        if v not in known and isinstance(home, InImage):
+            at.add(st.QueueCall(home.owner, "rd_release"))

@@ -1,0 +1,1 @@
+"""NumPy references for tests and ``trust``: interpreters of Graphs and tile programs, and the checker of tile programs."""
