@@ -76,6 +76,7 @@ def _words(case: Any) -> dict[str, bytes]:
     from benchmarks.grid_functions import make_problem
     from kitsune_jax.config import Options
     from kitsune_jax.frontend import lowering
+    from kitsune_jax.planning.plan import CpuPlan
     from kitsune_jax.targets.cpu.bytecode import Products
     from kitsune_jax.targets.cpu.lower import generate
 
@@ -84,7 +85,7 @@ def _words(case: Any) -> dict[str, bytes]:
     for device in CPUS:
         _, routed, _ = lowering.captured_and_settled(jaxpr, lambda body: body, "cpu", Options(force=True), device, code=False)
         for k, region in enumerate(routed.regions):
-            products = [Products(*phase.plan.products) for phase in region.phases]
+            products = [Products(*phase.plan.products) for phase in region.phases if isinstance(phase.plan, CpuPlan)]
             found[f"{device}/{k}"] = generate(region.program, _TITLE, products).tobytes()
     return found
 

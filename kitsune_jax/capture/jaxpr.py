@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from kitsune_jax.capture.edit import Builder, Captured, Origin, Step, is_array, 
 from kitsune_jax.capture.equation import Equation, bind_in_place, known
 from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.capture.random import GENERATOR
-from kitsune_jax.capture.rewrites import APART, ONLINE, PARTS, REWRITES, UNORDERED, Rewriting, behind_loops, of_loops, rewritten
+from kitsune_jax.capture.rewrites import ALWAYS, OF_BODIES, REWRITES, RewriteContext, rewritten
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.loops import body_of, parts
@@ -419,14 +419,7 @@ _LOOPS = {
 def capture(
     closed_jaxpr: Any,
     rewrite: Rewrite | None = None,
-    *,
-    parts: bool = False,
-    online: bool = False,
-    unordered: bool = False,
-    apart: bool = False,
-    loops: bool = False,
-    summed: int | None = None,
-    kept: Collection[Any] = (),
+    context: RewriteContext = ALWAYS,
 ) -> Captured:
     """The Graph of ``closed_jaxpr``, and what JAX needs to evaluate its ops as they stood (``Captured.run``).
 
@@ -435,17 +428,8 @@ def capture(
       rewrite: what ``Step.prepare`` applies to the (closed) bodies of a ``scan``, ``while`` or ``cond`` equation that is left to
         XLA; it returns a jaxpr of the same type, which takes the body's place when the op runs. Bodies that hold constants are left
         alone.
-      parts: make weight gradients of concatenations part by part. (What is computed of such a gradient is then not computed of the
-        result of a single op, so a target whose calls update parameters is better off without.)
-      online: make the sums of a segment softmax online (``ops.reduce``), for a target that has code for that.
-      unordered: let sums by index be added up in another order in every run, for a target that has code for that.
-      apart: make the scores of an attention once for sums over the queries and once for those over the keys (``scores_apart``,
-        ``score_divisions``), for a target without code for sums over the rows of each batch.
-      loops: move the sums of a loop's steps behind the loop (``loop_sums``) and hand less from loop to loop (``loop_residuals``),
-        for a target that has code for loops.
-      summed: make products that only leave a loop behind it, where its weights have more elements (``loop_products``), for a target
-        that has no room for sums over the steps of such a loop.
-      kept: the places (``Origin.key``) of loops and generators that stay as they are.
+      context: the target's capabilities and the user's wishes, which decide which rewrites of the Graph follow
+        (``rewrites.REWRITES``). Loops and generators at the places ``context.kept`` stay as they are.
 
     Returns:
       ``Captured``; its graph's inputs and outputs are those of the jaxpr, in order. An op that nothing reads and that has no effect
@@ -466,27 +450,23 @@ def capture(
         raise ValueError(f"capture takes a jaxpr without constants, this one has {len(consts)}: hoist them into arguments")
     builder = Builder()
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
-    within = (*REWRITES, *(of_loops(kept) if loops else ()))
-    walk = _Walk(builder, rewrite, [], within, kept)
+    walk = _Walk(builder, rewrite, [], context)
     outputs = walk.jaxpr(jaxpr, (), [random.unwrapped(builder, v) for v in inputs], Origin(()))
     outputs = [random.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
-    behind = () if summed is None else (behind_loops(summed, kept),)
-    asked = ((behind, loops), ((PARTS,), parts), ((ONLINE,), online), ((UNORDERED,), unordered), (APART, apart))
-    return rewritten(captured, (*within, *(r for rewritings, wanted in asked if wanted for r in rewritings)))
+    return rewritten(captured, REWRITES, context)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """``rewrites``: of the bodies of loops. ``inside``: in one. ``kept``: the places of what stays as it is. ``part_of``: the
+    """``context``: of the rewrites. ``inside``: in the body of a loop. ``part_of``: the
     equation on keys that this is the expansion of."""
 
     builder: Builder
     rewrite: Rewrite | None
     failures: list[Failure]
-    rewrites: Sequence[tuple[str, Rewriting]]
-    kept: Collection[Any]
+    context: RewriteContext
     inside: bool = False
     part_of: Origin | None = None
 
@@ -544,7 +524,7 @@ class _Walk:
             walk = dataclasses.replace(self, part_of=self.part_of or origin)
             return walk.jaxpr(*_compat.open_parts(expansion), ins, origin)
         stands_for = self.part_of or origin
-        kept = name == "rng_bit_generator" and stands_for.key in self.kept
+        kept = name == "rng_bit_generator" and stands_for.key in self.context.kept
         outs = GENERATOR if kept else translate(self.builder, eqn, ins, origin, stands_for)
         return self._opaque(eqn, ins, origin, outs) if isinstance(outs, str) else outs
 
@@ -589,10 +569,8 @@ class _Walk:
         jaxpr, consts = _compat.open_parts(closed)
         builder = Builder()
         inputs = [builder.value(_compat.physical(v.aval)) for v in jaxpr.invars]
-        outputs = _Walk(builder, self.rewrite, self.failures, self.rewrites, self.kept, inside=True).jaxpr(
-            jaxpr, consts, inputs, origin
-        )
-        return rewritten(builder.finish(inputs, outputs), self.rewrites)
+        outputs = _Walk(builder, self.rewrite, self.failures, self.context, inside=True).jaxpr(jaxpr, consts, inputs, origin)
+        return rewritten(builder.finish(inputs, outputs), OF_BODIES, self.context)
 
     def _branches(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
         """In a loop: all branches, if they are cheap, and a choice between their results; else the reason, "" for the usual one."""

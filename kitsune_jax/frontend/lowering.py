@@ -24,11 +24,10 @@ import numpy as np
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.rewrites import OF_ROWS, rewritten
-from kitsune_jax.capture.rewrites.few_rows import elements_as_rows, split_reductions
+from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, rewritten
 from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure, NotPipelined, record
-from kitsune_jax.frontend.route import PlannedRegion, Routed, route, without
+from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, route, without
 from kitsune_jax.ops.graph import Graph, Op, topological
 from kitsune_jax.report.render import Report, with_bodies
 
@@ -177,13 +176,11 @@ def whole_or_in_parts(
 def in_parts(captured: Captured, target: str, device: str | None) -> Captured:
     """``captured`` with its long reductions of few rows in parts; itself where there are none, or no workers for parts."""
     executor = targets.get(target)
-    if executor.streams_elements:
-        found = rewritten(captured, (("making rows of the elements of long reductions", elements_as_rows),))
-        return found if found is captured else rewritten(found, OF_ROWS)
-    if not executor.splits_reductions:
-        return captured
-    split = functools.partial(split_reductions, workers=executor.machine(device).workers)
-    return rewritten(captured, (("taking long reductions of few rows in parts", split),))
+    capabilities = executor.capabilities
+    workers = executor.machine(device).workers if capabilities.splits_reductions else 1
+    context = RewriteContext(capabilities, workers=workers)
+    found = rewritten(captured, FEW_ROWS, context)
+    return found if found is captured or not capabilities.streams_elements else rewritten(found, OF_NEW_ROWS, context)
 
 
 def modelled_seconds(graph: Graph, planned: Routed, target: str, device: str | None, body: bool) -> float:
@@ -192,7 +189,8 @@ def modelled_seconds(graph: Graph, planned: Routed, target: str, device: str | N
     calls = sum(phase.plan.seconds for region in planned.regions for phase in region.phases)
     inside = {i for region in planned.regions for i in region.region.ops}
     left = [i for i, op in enumerate(graph.ops) if i not in inside and op.kind != "opaque" and not _moves_nothing(graph, op)]
-    return calls + executor.unpipelined_seconds(graph, left, executor.as_found_by(graph, executor.machine(device), body))
+    machine = executor.machine(device)
+    return calls + executor.unpipelined_seconds(graph, left, machine, executor.program_context(graph, machine, body))
 
 
 def _moves_nothing(graph: Graph, op: Op) -> bool:
@@ -357,26 +355,14 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
     return Pipelined(rebuilt, with_bodies(found.reports), tuple(dict.fromkeys(found.failures)))
 
 
-def routed(
-    graph: Graph, target: str, options: Options, device: str | None, *, code: bool, body: bool, merge: bool = True
-) -> Routed:
+def routed(graph: Graph, target: str, options: RouteOptions) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    switches = ("force", options.force), ("strict", options.strict), ("fetch_ahead", options.fetch_ahead)
-    return _routed(graph, target, switches, device, code, merge, body, targets.get(target).surroundings())
+    return _routed(graph, target, options, targets.get(target).surroundings())
 
 
 @functools.lru_cache(maxsize=256)
-def _routed(
-    graph: Graph,
-    target: str,
-    switches: tuple[tuple[str, bool], ...],
-    device: str | None,
-    code: bool,
-    merge: bool,
-    body: bool,
-    _surroundings: tuple[Any, ...],
-) -> Routed:
-    return route(graph, target, device=device, code=code, merge=merge, body=body, **dict(switches))
+def _routed(graph: Graph, target: str, options: RouteOptions, _surroundings: tuple[Any, ...]) -> Routed:
+    return route(graph, target, options)
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------
@@ -459,12 +445,11 @@ def captured_and_settled(
     A loop that was rewritten for a pipeline, and then is left to XLA all the same, is captured again as its equation: XLA runs that
     in less memory, and its body is pipelined by itself.
     """
-    can, kept = targets.get(target), set[Any]()
+    kept = set[Any]()
     settle = functools.partial(settled, target=target, options=options, device=device, code=code, body=body)
-    has = {"parts": can.divides_gradients, "online": can.sums_online, "loops": can.runs_loops}
-    has |= {"unordered": can.sums_unordered and not options.deterministic, "apart": not can.sums_by_batch}
     while True:
-        whole = capture(jaxpr, rewrite, **has, summed=can.most_summed, kept=frozenset(kept))
+        context = RewriteContext(targets.get(target).capabilities, options.deterministic, frozenset(kept))
+        whole = capture(jaxpr, rewrite, context)
         captured, planned, nodes = whole_or_in_parts(whole, settle, target, device, body)
         left = [captured.steps[node] for node in nodes if isinstance(node, int)]
         again = {step.origin.key for step in left if step.rewritten} - kept
@@ -507,10 +492,13 @@ def settled(
     Where a call of several regions cannot stand there, each of them is a call of its own.
     """
     effects = [step.has_effects for step in captured.steps]
-    planned = routed(captured.graph, target, options, device, code=code, body=body)
+    asked = RouteOptions(
+        force=options.force, device=device, code=code, strict=options.strict, body=body, fetch_ahead=options.fetch_ahead
+    )
+    planned = routed(captured.graph, target, asked)
     nodes, dissolved = schedule(captured.graph, effects, planned.regions)
     if any(len(region.phases) > 1 for region in dissolved):
-        planned = routed(captured.graph, target, options, device, code=code, body=body, merge=False)
+        planned = routed(captured.graph, target, dataclasses.replace(asked, merge=False))
         nodes, dissolved = schedule(captured.graph, effects, planned.regions)
     return without(captured.graph, planned, {region.name: DISSOLVED for region in dissolved}), nodes
 

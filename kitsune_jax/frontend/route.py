@@ -16,7 +16,7 @@ from kitsune_jax import config, targets
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead, Infeasible, Machine, Plan
+from kitsune_jax.planning.plan import Ahead, Infeasible, Machine, Plan, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import assemble, build
 from kitsune_jax.program.ir import Program, TileProgram
@@ -169,50 +169,56 @@ class Routed:
     failures: tuple[Failure, ...] = ()
 
 
-def route(
-    graph: Graph,
-    target: str,
-    *,
-    force: bool = False,
-    device: str | None = None,
-    code: bool = True,
-    strict: bool = False,
-    merge: bool = True,
-    body: bool = False,
-    fetch_ahead: bool = False,
-) -> Routed:
+@dataclasses.dataclass(frozen=True)
+class RouteOptions:
+    """How a graph is routed.
+
+    ``force``: every legal region becomes a pipeline. ``device``: a machine model ("h200", "avx512bf16-2", ...); None is the one at
+    hand. ``code``: compile the regions, where the target can. ``strict``: raise an error of ours instead of doing without the
+    region. ``merge``: regions that follow each other become one call, where the target runs such calls. ``body``: the graph is a
+    step of a loop that XLA runs. ``fetch_ahead``: its arguments lie in memory, and calls may ask for what XLA reads of them.
+    """
+
+    force: bool = False
+    device: str | None = None
+    code: bool = True
+    strict: bool = False
+    merge: bool = True
+    body: bool = False
+    fetch_ahead: bool = False
+
+
+_AT_HAND = RouteOptions()
+
+
+def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed:
     """Decide which ops of ``graph`` become pipelines on ``target`` ("cpu", "cuda" or "emulator"), and make them.
 
-    ``device`` names a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, where
-    the target can. ``strict``: raise an error of ours instead of doing without the region. ``merge``: regions that follow each
-    other become one call, where the target runs such calls. ``body``: the graph is a step of a loop that XLA runs.
-    ``fetch_ahead``: its arguments lie in memory, and calls may ask for what XLA reads of them. Raises ``ValueError`` for an unknown
-    target or device.
+    Raises ``ValueError`` for an unknown target or device.
     """
     executor = targets.get(target)
-    machine = executor.as_found_by(graph, executor.machine(device), body)
-    failed = _Failures(graph, strict)
-    search = _Search(graph, executor, machine, failed, force)
+    machine = executor.machine(options.device)
+    program = executor.program_context(graph, machine, options.body)
+    failed = _Failures(graph, options.strict)
+    search = _Search(graph, executor, machine, program, failed, options.force)
+    capabilities = executor.capabilities
+    if not (options.merge and capabilities.runs_phases):
+        capabilities = dataclasses.replace(capabilities, most_merged=1)
     chosen = select(
         graph,
         search.supports,
         search.plan,
-        force=force,
-        several_phases=executor.runs_phases,
-        recomputes=executor.recomputes,
-        few_rows=executor.few_rows,
-        sums_behind=executor.sums_behind,
-        sums_by_batch=executor.sums_by_batch,
+        capabilities,
+        force=options.force,
         together=search.together,
-        merges=executor.most_merged if merge and executor.runs_phases else 1,
-        fresh=machine.fresh_seconds,
+        fresh=program.fresh_seconds,
         failed=failed,
     )
     fetches: Sequence[Ahead | None] = [None] * len(chosen.regions)
-    if fetch_ahead and not body:  # of a step's arguments some are cut out of arrays
-        fetches = executor.ahead(graph, [call.planned for call in chosen.regions], machine, force)
+    if options.fetch_ahead and not options.body:  # of a step's arguments some are cut out of arrays
+        fetches = executor.ahead(graph, [call.planned for call in chosen.regions], machine, options.force)
     calls = list(zip(chosen.regions, fetches, strict=True))
-    made = _make(graph, calls, executor, machine, generate=code and executor.available())
+    made = _make(graph, calls, executor, machine, generate=options.code and executor.available())
     rejected = list(chosen.rejected)
     for call, result in made:
         if isinstance(result, targets.CannotLower):  # a decision of the target's
@@ -221,7 +227,7 @@ def route(
             rejected += [(i, failed(result, call.ops)) for i in call.ops]
     regions = tuple(result for _, result in made if isinstance(result, PlannedRegion))
     rejected = _once(rejected, regions)
-    notes = executor.notes() if device is None else ()
+    notes = executor.notes() if options.device is None else ()
     report = build_report(graph, regions, sorted(rejected), executor.platform, machine.name, notes)
     return Routed(regions, report, tuple(sorted(rejected)), tuple(dict.fromkeys(failed.seen)))
 
@@ -251,8 +257,9 @@ class _Search:
     """What the choice of regions asks of the target. ``known``: the plans of isolated regions: equal layers are planned once."""
 
     graph: Graph
-    target: Target[Any]
+    target: Target[Any, Any, Any]
     machine: Machine
+    program: ProgramContext
     failed: _Failures
     force: bool
     known: dict[tuple[Graph, Region], Plan | str] = dataclasses.field(default_factory=dict)
@@ -272,6 +279,7 @@ class _Search:
             apart = sum(p.plan.seconds - call * (k > 0) for c in chosen.apart for k, p in enumerate(c.phases))
         else:  # followers, which would be XLA's
             apart = plans[0].seconds + sum(plan.baseline_seconds for plan in plans[1:])
+        found: Sequence[Plan] | str
         try:
             found = self.target.together(
                 lambda: _call_of(self.graph, chosen, {}, "", self.target.name, self.machine).program,
@@ -290,7 +298,7 @@ class _Search:
     def plan(self, graph: Graph, region: Region) -> Plan | str:
         """The plan of ``region``, or why it has none."""
         try:
-            if 2 * len(region.ops) > len(graph.ops) or self.target.is_planned_in_program(region, self.machine):
+            if 2 * len(region.ops) > len(graph.ops) or self.target.is_planned_in_program(region, self.program):
                 return self._plan(graph, region)  # there is no other like it
             own = isolated(graph, region)
             if own.key not in self.known:
@@ -302,7 +310,7 @@ class _Search:
 
     def _plan(self, graph: Graph, region: Region) -> Plan | str:
         try:
-            return self.target.plan(graph, region, self.machine)
+            return self.target.plan(graph, region, self.machine, self.program)
         except Infeasible as no:
             return str(no)
 
@@ -326,7 +334,7 @@ def without(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
 
 
 def _make(
-    graph: Graph, chosen: Sequence[tuple[Chosen, Ahead | None]], target: Target[Any], machine: Machine, *, generate: bool
+    graph: Graph, chosen: Sequence[tuple[Chosen, Ahead | None]], target: Target[Any, Any, Any], machine: Machine, *, generate: bool
 ) -> list[tuple[Chosen, PlannedRegion | Exception]]:
     """The ``chosen`` calls, with what each asks for ahead, or what went wrong with one: it must not cost the others theirs. A call
     that was merged of several and cannot be made is several calls again, which ask for nothing."""
@@ -347,7 +355,7 @@ def _make(
 
     calls, fetches = [call for call, _ in chosen], [ahead for _, ahead in chosen]
     names = [f"region{k}" for k in range(len(chosen))]
-    if not (generate and target.compiles and len(chosen) > 1):
+    if not (generate and target.capabilities.compiles and len(chosen) > 1):
         return [result for one in zip(calls, fetches, names, strict=True) for result in attempt(*one)]
     with ThreadPoolExecutor(min(config.num_threads(), len(chosen))) as pool:  # compilers run beside each other
         return [result for results in pool.map(attempt, calls, fetches, names) for result in results]

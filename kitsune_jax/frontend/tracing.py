@@ -476,7 +476,7 @@ def _repeats_products(options: Options) -> bool:
     lowered for another is right all the same."""
     platform = expected_platform.value or _compat.default_platform()
     target = lowering.target_of(options, platform if platform in targets.PLATFORMS else None)
-    return target is not None and targets.get(target).repeats_products
+    return target is not None and targets.get(target).capabilities.repeats_products
 
 
 def _primitive() -> Any:

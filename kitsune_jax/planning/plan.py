@@ -13,6 +13,11 @@ class Infeasible(ValueError):
     """No plan for this region on this machine. The message is the reason, for the report."""
 
 
+# Without a matrix product both sides are bound by memory and page faults, where the model is worth less: softmax alone was modelled
+# at 1.25x and 1.4x and ran at 0.84x on two cores, one modelled at 1.5x ran at 1.7x.
+VECTOR_MARGIN = 1.45
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
     """Ops (graph op indices, topological) that one group of workers runs on a tile. ``resource``: "tensor" or "simt".
@@ -49,10 +54,13 @@ class Queue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """``arrangement``: "vertical" (one worker group runs the whole chain) or "spatial" (stages on different workers).
+    """What plans of every target have.
 
-    On a GPU ``replicas`` counts pipeline instances, ``cluster`` the CTAs of a thread-block cluster, and ``lanes`` the consumer
-    warpgroups of a CTA, each of which works on a tile of its own (0 on a CPU).
+    ``arrangement``: "vertical" (one worker group runs the whole chain) or "spatial" (stages on different workers). ``replicas``:
+    pipeline instances. ``order``: the graph value, an index of a scatter, by whose order the rows stream. ``blocks``: (graph value,
+    its dimension, elements) of a long dimension that is worked off in blocks. ``unordered``: ops that fold by indices in whatever
+    order rows come, where that is allowed. ``margin``: how many times faster than XLA a plan without matrix products must be
+    modelled to be taken.
     """
 
     machine: str
@@ -67,20 +75,32 @@ class Plan:
     bytes_moved: int  # off-chip, as a pipeline
     baseline_bytes: int  # off-chip, bulk-synchronously
     bound: str  # what limits it: a stage's name, "dram" or "l2"
-    cluster: int = 1
-    lanes: int = 0
-    products: tuple[str, str] = ("best", "best")  # on a CPU: how bfloat16 operands are multiplied, times weights and in gradients
-    order: int | None = None  # the graph value, an index of a scatter, by whose order the rows stream
-    blocks: tuple[int, int, int] | None = None  # (graph value, its dimension, elements) of a long dimension worked off in blocks
-    unordered: tuple[int, ...] = ()  # ops that fold by indices, in whatever order rows come, where that is allowed
-    l2_bytes: int = 0  # on a GPU: modelled, through the L2, of which the off-chip bytes are a part
-    elementwise: bool = False  # on a CPU: arithmetic and functions of elements alone, without a reduction, a lookup or a loop
-    folds: bool = False  # on a CPU: folds by indices of rows that are there, and nothing else but what is elementwise
+    order: int | None = None
+    blocks: tuple[int, int, int] | None = None
+    unordered: tuple[int, ...] = ()
+    margin: float = VECTOR_MARGIN
 
     @property
     def workers(self) -> int:
         """Workers of all replicas."""
         return self.replicas * sum(stage.workers for stage in self.stages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CpuPlan(Plan):
+    """``products``: how bfloat16 operands are multiplied, times weights and in gradients (``targets.cpu.bytecode.PRODUCTS``)."""
+
+    products: tuple[str, str] = ("best", "best")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuPlan(Plan):
+    """``cluster``: CTAs of a thread-block cluster. ``lanes``: consumer warpgroups of a CTA, each of which works on a tile of its
+    own. ``l2_bytes``: modelled, through the L2, of which the off-chip bytes are a part."""
+
+    cluster: int = 1
+    lanes: int = 0
+    l2_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +174,6 @@ class Machine:
     call_seconds: float  # one pipeline call
     kernel_seconds: float  # gap between two kernels of the bulk-synchronous program
     sources: tuple[tuple[str, str], ...]
-    fresh_seconds: float = 0.0  # a byte of an array of the program's that could be one within a call
 
     def rate(self, rates: Rates, dtype: str) -> float:
         """The entry of ``rates`` for ``dtype``, or for "other"."""
@@ -164,3 +183,17 @@ class Machine:
     def place(self, name: str) -> Place:
         """The queue place called ``name``. Raises ``KeyError`` for one that the machine does not have."""
         return next(p for p in self.places if p.name == name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramContext:
+    """The program around a region, as the cost model of a target sees it: a plan depends on it, and the region alone does not tell.
+
+    ``fresh_seconds``: what a byte of an array between two calls takes because the array is fresh pages at every run, where it could
+    be an array within one call.
+    """
+
+    fresh_seconds: float = 0.0
+
+
+NO_CONTEXT = ProgramContext()

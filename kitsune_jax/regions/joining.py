@@ -143,17 +143,6 @@ PROFIT_MARGIN = 1.07
 # One that moves less than this part of XLA's bytes only has to be as fast: bytes are counted, seconds modelled. With all legal
 # regions instead of those at 1.07x or more GraphCast took 0.94 of the CPU time, its gradient 0.91, its processor's 0.98 (Zen 5).
 _FEW_BYTES = 0.5
-# Without a matmul both sides are bound by memory and page faults, where the model is worth less: softmax alone was modelled at
-# 1.25x and 1.4x and ran at 0.84x on two cores, one modelled at 1.5x ran at 1.7x.
-VECTOR_MARGIN = 1.45
-# Where nothing is reduced it is worth more. Of 127 random functions of elements, one to six layers in three dtypes, 62 were
-# modelled at 1.45x or more and 78 at 1.3x, of which one ran below 0.95x either way; with the others left to XLA all together took
-# 1.52 and 1.59 times less. At 1.25x it would be 81 and three (Xeon with AMX).
-ELEMENTWISE_MARGIN = 1.3
-# Folds by index alone. Of 248 (sums and maxima of 100 to 100 000 rows of 1 to 128 numbers, sorted and not, two dtypes) 115 were
-# modelled at 1.45x or more and 145 at 1.25x, of which one ran below 0.95x either way; with the others left to XLA all together took
-# 1.73 and 1.88 times less. At 1.2x it would be 154 and two (Xeon with AMX).
-FOLD_MARGIN = 1.25
 
 
 def seconds_gained(plan: Plan) -> float:
@@ -182,8 +171,7 @@ def gained_apart(whole: Plan | str, rest: Plan, alone: Sequence[Plan | str]) -> 
 def pays(plan: Plan) -> bool:
     """Is a pipeline modelled so much faster than XLA that it is taken?"""
     if not any(stage.resource == "tensor" for stage in plan.stages):
-        margin = ELEMENTWISE_MARGIN if plan.elementwise else FOLD_MARGIN if plan.folds else VECTOR_MARGIN
-        return plan.baseline_seconds > margin * plan.seconds
+        return plan.baseline_seconds > plan.margin * plan.seconds
     few = plan.bytes_moved < _FEW_BYTES * plan.baseline_bytes
     return plan.baseline_seconds > (1.0 if few else PROFIT_MARGIN) * plan.seconds
 

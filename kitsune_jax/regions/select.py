@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 
+from kitsune_jax.ops.capabilities import SIMPLEST, TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.loops import as_step, body_of, parts
 from kitsune_jax.ops.spec import Dims
@@ -191,68 +192,64 @@ def _raised(error: Exception, _: Sequence[int]) -> str:
     raise error
 
 
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """What a search for regions was asked for: the arguments of ``select``."""
+
+    supports: Callable[[int], str | None]
+    planner: Planner
+    capabilities: TargetCapabilities
+    force: bool
+    together: Together
+    fresh: float
+    failed: Failed
+
+
 def select(
     graph: Graph,
     supports: Callable[[int], str | None],
     planner: Planner,
+    capabilities: TargetCapabilities = SIMPLEST,
     *,
     force: bool,
-    several_phases: bool = False,
-    recomputes: bool = False,
-    few_rows: bool = False,
-    sums_behind: bool = False,
-    sums_by_batch: bool = True,
     together: Together = as_they_are,
-    merges: int = 1,
     fresh: float = 0.0,
     failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
 
-    ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words.
-    ``several_phases``: the target runs calls of several phases, so regions may have followers; ``together`` says with which plans,
-    or why not. ``recomputes``: regions may compute again what they would read of others. ``few_rows``: products of few rows stream
-    over what they contract (``regions.joining``). ``sums_behind``: see ``regions.select``. ``sums_by_batch``: regions may sum over
-    the rows of each batch. ``merges``: so many calls may become one. ``fresh``: seconds for each byte of an array that is between
-    calls instead of between phases of one (``regions.joining``). ``failed``: told of an error of one region, which it costs.
+    ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words. ``capabilities``:
+    of the target; where it runs calls of several phases, regions may have followers, and up to ``most_merged`` regions become one
+    call. ``together`` says with which plans, or why not. ``fresh``: seconds for each byte of an array that is between calls instead
+    of between phases of one (``regions.joining``). ``failed``: told of an error of one region, which it costs.
     """
-    made = few_rows, sums_behind, Wiring(graph, sums_by_batch), together, merges, fresh, failed
+    search = _Search(supports, planner, capabilities, force, together, fresh, failed)
+    wiring = Wiring(graph, capabilities.sums_by_batch)
 
     def choose(index: GraphIndex) -> Selection:
-        return _Selector(index, supports, planner, force, several_phases, recomputes, *made).run()
+        return _Selector(index, wiring, search).run()
 
     return with_one_maker(GraphIndex.of(graph), choose, lambda found: {i for c in found.regions for i in c.ops})
 
 
 class _Selector:
-    def __init__(
-        self,
-        index: GraphIndex,
-        supports: Callable[[int], str | None],
-        planner: Planner,
-        force: bool,
-        several_phases: bool,
-        recomputes: bool,
-        few_rows: bool,
-        sums_behind: bool,
-        wiring: Wiring,
-        together: Together,
-        merges: int,
-        fresh: float,
-        failed: Failed,
-    ):
-        self.index, self.behind, self.graph = index, sums_behind, (graph := index.graph)
-        self.planner, self.force, self.several_phases = planner, force, several_phases
-        self.recomputes, self.few_rows, self.together, self.merges, self.failed = recomputes, few_rows, together, merges, failed
-        self.fresh, self.beside = fresh, Beside.of(self.index, (), fresh)  # of nothing yet
+    def __init__(self, index: GraphIndex, wiring: Wiring, search: _Search):
+        self.index, self.graph, self.wiring = index, (graph := index.graph), wiring
+        self.capabilities, self.planner, self.force = search.capabilities, search.planner, search.force
+        self.together, self.failed, self.fresh = search.together, search.failed, search.fresh
+        self.beside = Beside.of(self.index, (), self.fresh)  # of nothing yet
         self.order = Order(self.index)
-        self.supports = functools.cache(supports)
-        self.wiring = wiring
+        self.supports = functools.cache(search.supports)
         self.why = updated_in_place(graph)
         free = {i for i in self.index.live if graph.ops[i].kind != "opaque" and graph.ops[i].body is None}
         self.free = free - self.why.keys()
         self.spreads = Spreads(
-            self.index, self.order, self.free, lambda seed, barred: self._spread(seed, self.free, barred), few_rows, wiring.scores
+            self.index,
+            self.order,
+            self.free,
+            lambda seed, barred: self._spread(seed, self.free, barred),
+            self.capabilities.few_rows,
+            wiring.scores,
         )
         self.plans: dict[Region, Plan | str] = {}
         self.asked: dict[int, tuple[Region, Plan | str]] = {}
@@ -271,10 +268,10 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
-        beside = self._choose_beside(seeds) if self.merges > 1 and self.fresh and not self.force else frozenset()
-        if self.recomputes and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
+        beside = self._choose_beside(seeds) if self.capabilities.most_merged > 1 and self.fresh and not self.force else frozenset()
+        if self.capabilities.recomputes and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
             self._recompute()
-        if self.merges > 1:
+        if self.capabilities.most_merged > 1:
             self._merge(beside, seeds)
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
@@ -326,9 +323,15 @@ class _Selector:
         why = self.supports(i)
         best: Chosen | None = None
         planned = i in self.closest
-        around = self.index, i, self.free, self.order, self._spread, self.behind
+        around = self.index, i, self.free, self.order, self._spread, self.capabilities.sums_behind
         for region in (why,) if why else loop_regions(*around):
-            if self.behind and isinstance(region, Region) and best is not None and best.region.sinks and not region.sinks:
+            if (
+                self.capabilities.sums_behind
+                and isinstance(region, Region)
+                and best is not None
+                and best.region.sinks
+                and not region.sinks
+            ):
                 continue  # it would leave behind the sums with which it pays
             plan = region if isinstance(region, str) else self._plan_of(region)[0]
             if isinstance(plan, str):
@@ -351,7 +354,7 @@ class _Selector:
 
     def _follow(self, first: int = 0) -> None:
         """Give the regions chosen from number ``first`` on their followers."""
-        for k in range(first, len(self.chosen)) if self.several_phases else ():
+        for k in range(first, len(self.chosen)) if self.capabilities.runs_phases else ():
             following = Following(self.index, self.free, self.order, self._spread, self.supports)
             try:
                 found = following.followers(self.chosen[k].region)
@@ -397,10 +400,12 @@ class _Selector:
         ops ``beside`` were chosen to be phases."""
         try:
             found: list[Chosen] = []
-            if self.few_rows and not self.force:
+            if self.capabilities.few_rows and not self.force:
                 found = between(self.index, self.chosen, self.order, self.free, self.supports, lambda r: self._plan_of(r)[0])
             bridges = Bridges(
-                self.index, lambda more: merged(self.index, [*self.chosen, *more, *found], self.together, self.merges), self.fresh
+                self.index,
+                lambda more: merged(self.index, [*self.chosen, *more, *found], self.together, self.capabilities.most_merged),
+                self.fresh,
             )
             if len(bridges.calls) > 1 and self.fresh and not self.force:
                 self.beside = Beside.of(self.index, bridges.calls, self.fresh, bridges.border)
@@ -486,7 +491,7 @@ class _Selector:
             for i in region.ops if asked else ():
                 self.why[i] = plan
             return None, {seed_op}
-        near = self.beside.pays(region, plan) or self.few_rows and joins(self.index, self.chosen, region, plan)
+        near = self.beside.pays(region, plan) or self.capabilities.few_rows and joins(self.index, self.chosen, region, plan)
         if self.force or pays(plan) or near:
             return Chosen.of([(region, plan)]), set()
         text = f"left to XLA: {compared(plan)}"
@@ -497,7 +502,11 @@ class _Selector:
         # Products of a batch may stream in another way, with keys and values that lie still; products of few rows in ways of their
         # own.
         batched = set() if region.space.batch else {i for i in region.ops if i != seed_op and is_batched(self.graph, i)}
-        few = {i for i in region.ops if self.few_rows and i != seed_op and has_few_rows(self.graph, self.index.producers, i)}
+        few = {
+            i
+            for i in region.ops
+            if self.capabilities.few_rows and i != seed_op and has_few_rows(self.graph, self.index.producers, i)
+        }
         return None, set(region.ops) - batched - few
 
     def _plan_of(self, region: Region) -> tuple[Plan | str, bool]:

@@ -27,7 +27,7 @@ INSTEAD = {"emulator": "cpu"}
 PLATFORMS = tuple(name for name in _OBJECTS if name not in INSTEAD)
 
 
-def get(name: str) -> Target[Any]:
+def get(name: str) -> Target[Any, Any, Any]:
     """The target called ``name``. Raises ``ValueError`` for one that there is not.
 
     >>> get("emulator").platform
@@ -36,4 +36,4 @@ def get(name: str) -> Target[Any]:
     if name not in _OBJECTS:
         raise ValueError(f"no target executes regions on {name!r}; there is one for: {', '.join(_OBJECTS)}")
     module, attribute = _OBJECTS[name]
-    return cast("Target[Any]", getattr(importlib.import_module(module), attribute))
+    return cast("Target[Any, Any, Any]", getattr(importlib.import_module(module), attribute))

@@ -15,7 +15,7 @@ import jax
 
 import kitsune_jax as kj
 from kitsune_jax.frontend import lowering
-from kitsune_jax.planning.plan import Plan
+from kitsune_jax.planning.plan import GpuPlan
 from kitsune_jax.targets.cuda import lower as cuda_lower
 from kitsune_jax.targets.cuda import nvrtc, runtime
 from tests.support import cuda_run
@@ -49,7 +49,7 @@ class Program:
     rows: int
     target: str
     arrangement: str = PLANNED
-    plan: Plan | None = None
+    plan: GpuPlan | None = None
 
     @property
     def name(self) -> str:

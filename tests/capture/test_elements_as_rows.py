@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.rewrites import OF_ROWS, rewritten
+from kitsune_jax.capture.rewrites import OF_NEW_ROWS, Rewrite, RewriteContext, rewritten
 from kitsune_jax.capture.rewrites import few_rows as module
 from kitsune_jax.frontend.lowering import run
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from reference.graph import evaluate_numpy
 from tests.capture.test_split_reductions import arguments, heads_last, keys_first, of_jax, plain, pooled, sorted_scores, weights_too
 
@@ -59,11 +60,11 @@ def log_sum(q: Array, k: Array, v: Array, seen: Array) -> Array:
 def made(f: Callable[..., Any], args: tuple[Array, ...]) -> tuple[Captured, Captured | None]:
     """As it was captured, and with elements as rows, if it can be."""
     captured = capture(jax.make_jaxpr(f)(*args))
-    found = rewritten(captured, (("rows", module.elements_as_rows),))
+    found = rewritten(captured, (Rewrite("rows", module.elements_as_rows),))
     assert not found.failures, found.failures[0].traceback
     if found is captured:
         return captured, None
-    found = rewritten(found, OF_ROWS)
+    found = rewritten(found, OF_NEW_ROWS, RewriteContext(TargetCapabilities(sums_online=True)))
     assert not found.failures, found.failures[0].traceback
     return captured, found
 

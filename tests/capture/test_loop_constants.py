@@ -12,6 +12,8 @@ from jax import lax
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.ops.capabilities import TargetCapabilities
 
 RNG = np.random.default_rng(11)
 
@@ -22,7 +24,7 @@ def normal(*shape: int, dtype: Any = np.float32) -> jax.Array:
 
 def kinds(f: Any, *args: Any) -> tuple[list[str], list[str]]:
     """The ops in front of the loop of ``f``, and those of its body."""
-    graph = capture(jax.make_jaxpr(f)(*args), loops=True).graph
+    graph = capture(jax.make_jaxpr(f)(*args), context=RewriteContext(TargetCapabilities(runs_loops=True))).graph
     (loop,) = (op for op in graph.ops if op.body is not None)
     assert loop.body is not None
     return [op.kind for op in graph.ops if op is not loop], [op.kind for op in loop.body.ops]
@@ -102,7 +104,7 @@ def test_loops_in_loops() -> None:
         return lax.scan(outer, x, None, length=4)
 
     args = normal(33, 4), normal(4, 4), abs(normal(4))
-    graph = capture(jax.make_jaxpr(f)(*args), loops=True).graph
+    graph = capture(jax.make_jaxpr(f)(*args), context=RewriteContext(TargetCapabilities(runs_loops=True))).graph
     (loop,) = (op for op in graph.ops if op.body is not None)
     assert sorted(op.kind for op in graph.ops if op.kind in ("exp", "sqrt")) == ["exp", "sqrt"]
     assert loop.body is not None and [op.kind for op in loop.body.ops if op.kind in ("exp", "sqrt")] == ["exp"]

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.loops import evaluate_numpy
 from kitsune_jax.ops.table import OPS, verify_op
@@ -27,7 +29,10 @@ def test_they_are_the_same_behind(loss: Loss, before: list[int], after: list[int
     """In a gradient that of what came in; the product by which h is carried back stays."""
     args = arguments(steps)
     jaxpr = jax.make_jaxpr(gradient(loss, (0, 1, 2, 3)))(*args)
-    inside, behind = capture(jaxpr, loops=True), capture(jaxpr, loops=True, summed=0)
+    inside, behind = (
+        capture(jaxpr, context=RewriteContext(TargetCapabilities(runs_loops=True))),
+        capture(jaxpr, context=RewriteContext(TargetCapabilities(runs_loops=True, most_summed=0))),
+    )
     assert not behind.failures
     for op in behind.graph.ops:
         verify_op(op, behind.graph.values)
@@ -42,7 +47,10 @@ def test_they_are_the_same_behind(loss: Loss, before: list[int], after: list[int
 def test_how_many_weights() -> None:
     jaxpr = jax.make_jaxpr(gradient(lstm, (0, 1, 2, 3)))(*arguments(4))
     for summed, behind in ((None, 2), (PRODUCTS_OF_AN_LSTM, 2), (PRODUCTS_OF_AN_LSTM - 1, 1)):
-        assert products(capture(jaxpr, loops=True, summed=summed).graph) == [2, behind]
+        assert products(capture(jaxpr, context=RewriteContext(TargetCapabilities(runs_loops=True, most_summed=summed))).graph) == [
+            2,
+            behind,
+        ]
 
 
 def test_what_stays() -> None:
@@ -63,7 +71,9 @@ def test_what_stays() -> None:
     args = [rng.standard_normal(s).astype(np.float32) for s in ((3, 3), (3, 3), (5, 3), (4, 5, 3))]
     for fn in (inside, read):
         jaxpr = jax.make_jaxpr(fn)(*args)
-        assert products(capture(jaxpr, loops=True, summed=0).graph) == products(capture(jaxpr, loops=True).graph)
+        assert products(
+            capture(jaxpr, context=RewriteContext(TargetCapabilities(runs_loops=True, most_summed=0))).graph
+        ) == products(capture(jaxpr, context=RewriteContext(TargetCapabilities(runs_loops=True))).graph)
 
 
 def test_a_projection_of_a_result() -> None:
@@ -78,7 +88,7 @@ def test_a_projection_of_a_result() -> None:
 
     rng = np.random.default_rng(0)
     args = [rng.standard_normal(s).astype(np.float32) for s in ((3, 2), (3, 3), (5, 3), (4, 5, 3))]
-    captured = capture(jax.make_jaxpr(fn)(*args), loops=True, summed=0)
+    captured = capture(jax.make_jaxpr(fn)(*args), context=RewriteContext(TargetCapabilities(runs_loops=True, most_summed=0)))
     (loop,) = (op for op in captured.graph.ops if op.body is not None)
     assert products(captured.graph) == [1] and loop["consts"] == 1
     for got, want in zip(run(captured, args), jax.tree.leaves(fn(*args)), strict=True):

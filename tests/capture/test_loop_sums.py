@@ -12,6 +12,8 @@ import pytest
 
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.loops import Classes, evaluate_numpy
 from kitsune_jax.ops.table import OPS, verify_op
@@ -76,7 +78,7 @@ def gradient(loss: Loss, argnums: tuple[int, ...] = (0, 1, 2, 3, 4)) -> Callable
 
 def both(fn: Callable[..., object], args: list[np.ndarray]) -> tuple[Captured, Captured]:
     jaxpr = jax.make_jaxpr(fn)(*args)
-    return capture(jaxpr), capture(jaxpr, loops=True)
+    return capture(jaxpr), capture(jaxpr, context=RewriteContext(TargetCapabilities(runs_loops=True)))
 
 
 def run(captured: Captured, args: list[np.ndarray]) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.ops.graph import Graph
 from tests.support.graphs import graph_of
 
@@ -67,7 +67,7 @@ def test_no_array_of_queries_by_keys_is_left() -> None:
     args = arguments()
     graph = graph_of(lambda x, w: step(x, w, causal=True), *args)
     assert scores(graph) == 3  # of the forward pass, of the backward pass, and the gradient of the weights
-    regions = route(graph, "cpu", force=True, device="avx512-2").regions
+    regions = route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions
     borders = {v for r in regions for phase in r.phases for v in (*phase.region.inputs, *phase.region.outputs)}
     assert not [graph.values[v] for v in borders if graph.values[v].size >= 2 * TOKENS * TOKENS]
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.table import verify
 from reference.graph import evaluate_numpy
@@ -43,7 +45,7 @@ def both(function: Callable[..., Any], *args: np.ndarray) -> tuple[Graph, Graph]
     """The graph as it is, and with scores apart; both with the same numbers but for a rounding."""
     graphs = []
     for apart in (False, True):
-        captured = capture(jax.make_jaxpr(function)(*args), apart=apart)
+        captured = capture(jax.make_jaxpr(function)(*args), context=RewriteContext(TargetCapabilities(sums_by_batch=not apart)))
         assert not captured.failures, captured.failures
         verify(captured.graph)
         graphs.append(captured.graph)
@@ -141,7 +143,7 @@ def test_a_long_chain_of_elementwise_work() -> None:
             s = s * s + s
         return s.sum(1), s.sum(2)
 
-    captured = capture(jax.make_jaxpr(function)(*given(2)), apart=True)
+    captured = capture(jax.make_jaxpr(function)(*given(2)), context=RewriteContext(TargetCapabilities(sums_by_batch=False)))
     assert not captured.failures
     assert len(captured.graph.ops) == 2 * (1 + 2 * 1200) + 2
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kitsune_jax as kj
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import walk
 from tests.support.blocks import WAYS, planned_as
@@ -153,7 +153,7 @@ def test_hidden_blocks_are_never_looked_at(form: str) -> None:
 def programs(function: Callable[..., Array], *args: Array) -> list[Any]:
     """Of the regions that the planner makes for two cores with AVX-512."""
     graph = graph_of(function, *args)
-    return [build(graph, r.region, r.plan) for r in route(graph, "cpu", force=True, device="avx512-2").regions]
+    return [build(graph, r.region, r.plan) for r in route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions]
 
 
 def test_bias_cap_and_slopes() -> None:
@@ -297,7 +297,7 @@ def test_blocks_belong_to_the_graph_whose_region_is_planned():
     shapes = (1, 512, 2, 16), (1, 3000, 2, 16), (1, 3000, 2, 16), (1, 4000, 2, 16)
     args = draw(31, *shapes)
     graph = graph_of(two, *args)
-    blocks = [r.plan.blocks for r in route(graph, "cpu", force=True, device="avx512-2").regions]
+    blocks = [r.plan.blocks for r in route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions]
     extents = [graph.values[b[0]].shape[b[1]] for b in blocks if b is not None]
     assert sorted(extents) == [3000, 4000]
     first = np.sort(reference(*args[:3]), -1)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kitsune_jax as kj
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import TileProgram, walk
 from reference.interpret import interpret
@@ -100,7 +100,7 @@ def check(function: Callable[..., Any], wanted: list[Array], *args: Array) -> No
 
 def programs(function: Callable[..., Any], *args: Array) -> list[TileProgram]:
     graph = graph_of(function, *args)
-    return [build(graph, r.region, r.plan) for r in route(graph, "cpu", force=True, device="avx512-2").regions]
+    return [build(graph, r.region, r.plan) for r in route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -185,7 +185,7 @@ def test_the_interpreter_runs_the_same_program() -> None:
     wanted, m, total = reference(*args, True)
     arrays = [*map(np.asarray, args), m.astype(np.float32), total.astype(np.float32)]
     graph = graph_of(lambda *a: backward(*a, True), *arrays)
-    (chosen,) = route(graph, "cpu", force=True, device="avx512-2").regions
+    (chosen,) = route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions
     program, given = build(graph, chosen.region, chosen.plan), dict(zip(graph.inputs, arrays, strict=True))
     missing = [v for v in chosen.region.inputs if v not in given]
     mask = np.tril(np.ones((300, 300), bool))  # made outside, once for all heads

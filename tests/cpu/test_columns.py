@@ -13,7 +13,7 @@ from jax import Array, lax
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cpu import bytecode
 from kitsune_jax.targets.cpu.lower import lower
 from tests.support.checks import enable_x64
@@ -77,7 +77,7 @@ def test_every_height_of_the_last_tile(f: Callable[..., Any], rows: int, columns
 
 def loops_of(f: Callable[..., Any], args: Any) -> tuple[list[bytecode.Loop], list[bytecode.Operand]]:
     """The loops of a function's programs, and what their elementwise work reads and writes in the memory of the program."""
-    routed = route(capture(jax.make_jaxpr(f)(*args)).graph, "cpu", device="zen5-2", force=True)
+    routed = route(capture(jax.make_jaxpr(f)(*args)).graph, "cpu", RouteOptions(device="zen5-2", force=True))
     made = [lower(part.program, "loops") for region in routed.regions for part in region.program.parts]
     loops = [i for program in made for stage in program.stages for i in stage.body if isinstance(i, bytecode.Loop)]
     vectors = [i for loop in loops for i in loop.body if isinstance(i, bytecode.Vector)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from benchmarks.graphs.measure import loss_and_grads
 from kitsune_jax import targets
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend import lowering
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cpu import call as cpu_call
 from kitsune_jax.targets.cpu import call as runtime
 from kitsune_jax.targets.cpu import lower as cpu_lower
@@ -49,7 +50,8 @@ def data(nodes: int, edges: int, dtype: str = "float32", seed: int = 0) -> tuple
 def compiled(fn: Callable[..., Any], args: tuple[Any, ...], *, merged: bool) -> tuple[Any, int]:
     """``fn`` with every legal region pipelined, and how many calls that is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(targets.get("cpu")), "most_merged", 512 if merged else 1)
+        cpu = targets.get("cpu")
+        patch.setattr(cpu, "capabilities", dataclasses.replace(cpu.capabilities, most_merged=512 if merged else 1))
         lowering._routed.cache_clear()
         try:
             f = jax.jit(kj.pipeline(fn, force=True, strict=True)).lower(*args).compile()
@@ -97,7 +99,7 @@ def test_a_graph_without_edges() -> None:
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     args = data(503, 4001, seed=3)
     captured = capture(jax.make_jaxpr(steps)(*args))
-    (call,) = route(captured.graph, "cpu", force=True, strict=True).regions
+    (call,) = route(captured.graph, "cpu", RouteOptions(force=True, strict=True)).regions
     assert len(call.phases) >= 4
     n, arrays = call.program.operands, call.program.arrays
     given = dict(zip(captured.graph.inputs, map(np.asarray, args), strict=True))
@@ -160,7 +162,7 @@ def test_all_of_mesh_graph_nets_is_one_call() -> None:
     """15 steps of message passing: edges, nodes, edges again."""
     case = case_of(GRAPH_APPS["meshgraphnets"], "f32", 2_000)
     graph = capture(jax.make_jaxpr(case.function)(case.params, *case.inputs)).graph
-    found = route(graph, "cpu", device="zen5-2", code=False, strict=True)
+    found = route(graph, "cpu", RouteOptions(device="zen5-2", code=False, strict=True))
     (call,) = found.regions
     assert len(call.phases) == 2 * 15 + 1
     assert found.report.ops_pipelined == found.report.ops_total
@@ -174,6 +176,6 @@ def test_the_forward_pass_of_a_gradient_of_mesh_graph_nets_is_one_call() -> None
     case = case_of(GRAPH_APPS["meshgraphnets"], "f32", 2_000)
     step = loss_and_grads(case, case.function)
     graph = capture(jax.make_jaxpr(step)(case.params, case.inputs, case.targets)).graph
-    whole, apart = (route(graph, "cpu", device="zen5-2", code=False, strict=True, merge=m) for m in (True, False))
+    whole, apart = (route(graph, "cpu", RouteOptions(device="zen5-2", code=False, strict=True, merge=m)) for m in (True, False))
     assert max(len(r.phases) for r in whole.regions) > 2 * 15
     assert 2 * len(whole.regions) <= len(apart.regions) + 1

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.frontend.route import route
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.frontend.route import RouteOptions, route
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from tests.support.checks import close, in_float64
 from tests.support.irregular import ids_of
 from tests.support.online import scores_of
@@ -36,7 +38,7 @@ def pooled(normalised: Any) -> Any:
 
 
 def online(f: Any, *args: Any) -> list[str]:
-    captured = capture(jax.make_jaxpr(f)(*args), online=True)
+    captured = capture(jax.make_jaxpr(f)(*args), context=RewriteContext(TargetCapabilities(sums_online=True)))
     assert not captured.failures
     return [op.kind for op in captured.graph.ops if op.kind.startswith("scatter_")]
 
@@ -127,8 +129,8 @@ def test_a_large_graph_streams_in_the_order_of_its_receivers_and_the_report_says
     shapes = ((400_003, 8), (40_009, 8), (40_009, 8, 8), (8, 8))
     ids = jax.ShapeDtypeStruct((400_003,), "int32")
     args = (*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes), ids, ids)
-    captured = capture(jax.make_jaxpr(attention(softmax))(*args), online=True)
-    found = route(captured.graph, "cpu", device="zen5-2", code=False, strict=True)
+    captured = capture(jax.make_jaxpr(attention(softmax))(*args), context=RewriteContext(TargetCapabilities(sums_online=True)))
+    found = route(captured.graph, "cpu", RouteOptions(device="zen5-2", code=False, strict=True))
     sums = [i for i, op in enumerate(captured.graph.ops) if op.kind == "scatter_exp_sum"]
     (phase,) = [p for r in found.regions for p in r.phases if set(sums) & set(p.region.ops)]
     assert set(sums) <= set(phase.region.sinks)

@@ -21,7 +21,9 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.frontend.route import Routed, route
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.frontend.route import Routed, RouteOptions, route
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.program.build import build
 from kitsune_jax.targets.cuda import compile as compilers
@@ -255,8 +257,11 @@ def backward_of(heads: int, dim: int, dtype: str, is_causal: bool) -> tuple[Grap
         ds, p = (p * (dp - term[..., None]) * scale).astype(dtype), p.astype(dtype)
         return jnp.einsum("bhtj,bjhd->bthd", ds, k), jnp.einsum("bhtj,bthd->bjhd", ds, q), jnp.einsum("bhtj,bthd->bjhd", p, do)
 
-    graph = capture(jax.make_jaxpr(backward)(*qkv, *qkv[:2], *statistics), parts=True, apart=True).graph
-    return graph, route(graph, "cuda", device="h200", code=False)
+    graph = capture(
+        jax.make_jaxpr(backward)(*qkv, *qkv[:2], *statistics),
+        context=RewriteContext(TargetCapabilities(divides_gradients=True, sums_by_batch=False)),
+    ).graph
+    return graph, route(graph, "cuda", RouteOptions(device="h200", code=False))
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -20,8 +20,10 @@ from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend import lowering
-from kitsune_jax.frontend.route import Routed, route
+from kitsune_jax.frontend.route import Routed, RouteOptions, route
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import walk
 from kitsune_jax.targets.cuda import compile as compilers
@@ -65,8 +67,11 @@ def error(args: list[jax.Array], place: int, got: tuple[Any, ...]) -> float:
 def routed(function: Callable[..., Any], *args: Any, target: str = "cuda", **options: Any) -> tuple[Captured, Routed]:
     """The function as it is captured for the CUDA target, and its regions on an H200."""
     jaxpr = jax.make_jaxpr(function)(*args, jax.ShapeDtypeStruct((), "int32"))
-    captured = capture(jaxpr, parts=True, loops=True, online=True, apart=True)
-    return captured, route(captured.graph, target, device="h200", **options)
+    captured = capture(
+        jaxpr,
+        context=RewriteContext(TargetCapabilities(divides_gradients=True, runs_loops=True, sums_online=True, sums_by_batch=False)),
+    )
+    return captured, route(captured.graph, target, RouteOptions(device="h200", **options))
 
 
 def test_the_gradient_of_a_piece_of_a_text() -> None:

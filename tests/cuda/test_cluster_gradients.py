@@ -16,7 +16,9 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.frontend.route import PlannedRegion, route
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.frontend.route import PlannedRegion, RouteOptions, route
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.spec import ROWS
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
@@ -228,8 +230,13 @@ def planned(cell: str, dtype: str, width: int = 128) -> PlannedRegion:
     gates = LAYERS[cell][1]
     shapes = (width, gates * width), (width, gates * width), (gates * width,), (128, 256, width)
     jaxpr = jax.make_jaxpr(gradient(cell))(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes))
-    graph = capture(jaxpr, parts=True, loops=True, online=True, apart=True, summed=1 << 16).graph
-    regions = [r for r in route(graph, "cuda", device="h200", code=False).regions if r.phases[0].plan.cluster > 1]
+    graph = capture(
+        jaxpr,
+        context=RewriteContext(
+            TargetCapabilities(divides_gradients=True, runs_loops=True, sums_online=True, sums_by_batch=False, most_summed=1 << 16)
+        ),
+    ).graph
+    regions = [r for r in route(graph, "cuda", RouteOptions(device="h200", code=False)).regions if r.phases[0].plan.cluster > 1]
     assert len(regions) == 2
     return regions[1]
 

@@ -17,8 +17,10 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.errors import CannotLower
-from kitsune_jax.frontend.route import PlannedRegion, route
+from kitsune_jax.frontend.route import PlannedRegion, RouteOptions, route
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime, tiles
@@ -139,8 +141,11 @@ def arguments(cell: str, width: int, steps: int, rows: int, dtype: str) -> tuple
 def planned(cell: str, width: int, dtype: str, rows: int = 256) -> PlannedRegion:
     fn, gates = LAYERS[cell]
     shapes = (width, gates * width), (width, gates * width), (gates * width,), (128, rows, width)
-    captured = capture(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes)), parts=True, loops=True)
-    (region,) = route(captured.graph, "cuda", device="h200", code=False).regions
+    captured = capture(
+        jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes)),
+        context=RewriteContext(TargetCapabilities(divides_gradients=True, runs_loops=True)),
+    )
+    (region,) = route(captured.graph, "cuda", RouteOptions(device="h200", code=False)).regions
     return region
 
 

@@ -20,7 +20,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax import targets
 from kitsune_jax.frontend import lowering
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile, hostcc, lower, nvrtc, runtime
@@ -215,7 +215,7 @@ def planned(device: str | None, force: bool = True) -> list[tuple[Any, Any]]:
     ]
     found = []
     for graph in graphs:
-        for region in route(graph, "cuda", force=force, device=device, code=False).regions:
+        for region in route(graph, "cuda", RouteOptions(force=force, device=device, code=False)).regions:
             kernel = lower._kernel(Program.of(build(graph, region.region, region.plan)), (region.plan,), "region")
             found.append((region.plan, kernel.launch))
     return found
@@ -285,7 +285,7 @@ def every_arrangement() -> list[tuple[str, Any, tuple[int, ...]]]:
     graph = graph_of(
         lambda x, w, v: jax.nn.relu(jax.nn.relu(x @ w) @ w) @ v, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
     )
-    (region,) = route(graph, "cuda", force=True, device="h200", code=False).regions
+    (region,) = route(graph, "cuda", RouteOptions(force=True, device="h200", code=False)).regions
     found: dict[str, tuple[Any, tuple[int, ...]]] = {}
     for plan in candidates(GpuCost(graph, region.region, GPUS["h200"])):
         program = build(graph, region.region, plan)
@@ -299,7 +299,7 @@ def every_arrangement() -> list[tuple[str, Any, tuple[int, ...]]]:
 def test_a_kernel_for_devices_of_several_architectures_is_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with(monkeypatch, H200, A100)
     graph = graph_of(lambda x, w: jnp.tanh(x @ w), *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((20_000, 64), (64, 64))))
-    (region,) = route(graph, "cuda", force=True, code=False).regions
+    (region,) = route(graph, "cuda", RouteOptions(force=True, code=False)).regions
     code = lower.generate("cuda", Program.of(build(graph, region.region, region.plan)), [region.plan], "region")
     assert code.arch == "compute_80" and code.kernel.launch[1] == 800
     assert b".entry kitsune_region" in code.image and code.image.endswith(b"\0")

@@ -20,8 +20,10 @@ import pytest
 import kitsune_jax as kj
 from kernel_checks import sass
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.errors import CannotLower
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import make_params
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import Instr, TileProgram
@@ -239,8 +241,10 @@ def test_reverse_loops_are_chosen_where_the_model_says_that_they_pay(
     recurrence: Callable[..., Any], args: list[jax.ShapeDtypeStruct], sums: int, gain: float
 ) -> None:
     function = jax.grad(functools.partial(loss, recurrence), tuple(range(2 if recurrence is pendulum else 3)))
-    graph = capture(jax.make_jaxpr(function)(*args), parts=True, loops=True).graph
-    routed = route(graph, "cuda", device="h200", code=False)
+    graph = capture(
+        jax.make_jaxpr(function)(*args), context=RewriteContext(TargetCapabilities(divides_gradients=True, runs_loops=True))
+    ).graph
+    routed = route(graph, "cuda", RouteOptions(device="h200", code=False))
     loops = [(r, graph.ops[i]) for r in routed.regions for i in r.region.ops if graph.ops[i].body is not None]
     ((reverse, _),) = [(r, op) for r, op in loops if op["reverse"]]
     assert len(loops) == 2 and len(reverse.region.sinks) == sums, routed.report

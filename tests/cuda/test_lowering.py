@@ -219,7 +219,7 @@ def test_the_images_of_a_module_are_read_back_whole() -> None:
 @needs_nvrtc
 def test_kernels_of_several_regions_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from kitsune_jax.capture.jaxpr import capture
-    from kitsune_jax.frontend.route import route
+    from kitsune_jax.frontend.route import RouteOptions, route
     from kitsune_jax.targets.cuda import compile
 
     both, real = threading.Barrier(2, timeout=60), compile.cubin
@@ -234,5 +234,5 @@ def test_kernels_of_several_regions_are_compiled_at_once(monkeypatch: pytest.Mon
     monkeypatch.setenv("KITSUNE_NUM_THREADS", "2")
     monkeypatch.setattr(compile, "cubin", cubin)
     graph = capture(jax.make_jaxpr(two)(jnp.zeros((4096, 16)), W1, W2)).graph
-    routed = route(graph, "cuda", force=True)
+    routed = route(graph, "cuda", RouteOptions(force=True))
     assert [r.name for r in routed.regions] == ["region0", "region1"] and not routed.failures

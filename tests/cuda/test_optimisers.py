@@ -12,7 +12,9 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.frontend.route import route
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.frontend.route import RouteOptions, route
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.targets.cuda import runtime
 from tests.support.cuda_run import kernel_cache
 
@@ -118,7 +120,9 @@ def test_a_step_is_one_kernel(optimiser: str, dtype: str, rows: int) -> None:
 def test_without_force_the_model_decides() -> None:
     """A small step gains from having no kernels behind it; the reasons of what stays outside are in words."""
     args = arguments("adam", 4096, "bfloat16")
-    graph = capture(jax.make_jaxpr(step_of("adam"))(*args), parts=True).graph
-    (region,) = route(graph, "cuda", device="h200", code=False).regions
+    graph = capture(
+        jax.make_jaxpr(step_of("adam"))(*args), context=RewriteContext(TargetCapabilities(divides_gradients=True))
+    ).graph
+    (region,) = route(graph, "cuda", RouteOptions(device="h200", code=False)).regions
     assert [p.number for p in region.phases] == [0, 1, 1, 1]
     assert all(p.plan.lanes == region.plan.lanes and p.plan.cluster == 1 for p in region.phases)

@@ -15,7 +15,9 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.frontend.route import route
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.frontend.route import RouteOptions, route
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from kitsune_jax.targets.cuda.stage import fitting
@@ -135,8 +137,11 @@ def lstm_arguments(rows: int, steps: int, hidden: int) -> list[tuple[int, ...]]:
 def test_carries_of_three_lanes_that_become_images(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three lanes have few registers: what the loop carries lies in shared memory, and is written over in each step."""
     args = [draw(*shape, seed=k, dtype=dtype) for k, shape in enumerate(lstm_arguments(203, 3, 64))]
-    captured = capture(jax.make_jaxpr(WIDE_LSTM)(*args), parts=True, loops=True, online=True, apart=True)
-    first_loop = route(captured.graph, "cuda", device="h200", code=False, force=True, merge=False).regions[0]
+    captured = capture(
+        jax.make_jaxpr(WIDE_LSTM)(*args),
+        context=RewriteContext(TargetCapabilities(divides_gradients=True, runs_loops=True, sums_online=True, sums_by_batch=False)),
+    )
+    first_loop = route(captured.graph, "cuda", RouteOptions(device="h200", code=False, force=True, merge=False)).regions[0]
     assert not first_loop.region.sinks
     of = Subject(captured, first_loop.region, tuple(args))
     plan = arrangements(of)["sm90-vertical-resident-lanes3"]
@@ -156,8 +161,11 @@ def test_carries_of_three_lanes_that_become_images(dtype: str, monkeypatch: pyte
 def test_the_machine_code_of_carries_of_three_lanes(dtype: str, spilled: tuple[int, int]) -> None:
     """Bytes of a thread in each step, by the newest compiler and by 13.0."""
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in lstm_arguments(8192, 100, 64)]
-    graph = capture(jax.make_jaxpr(WIDE_LSTM)(*shapes), parts=True, loops=True, online=True, apart=True).graph
-    region = route(graph, "cuda", device="h200", code=False).regions[0]
+    graph = capture(
+        jax.make_jaxpr(WIDE_LSTM)(*shapes),
+        context=RewriteContext(TargetCapabilities(divides_gradients=True, runs_loops=True, sums_online=True, sums_by_batch=False)),
+    ).graph
+    region = route(graph, "cuda", RouteOptions(device="h200", code=False)).regions[0]
     program, plan = region.program.only, region.phases[0].plan
     assert program is not None and plan.lanes == 3
     source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source

@@ -19,6 +19,8 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.targets.cuda import hostcc, runtime
 from scripts.gpu import benchmarks, correctness, goals, programs, smoke, steps, traffic, training
 from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
@@ -210,7 +212,10 @@ def test_whole_functions_become_the_kernels_that_they_are_there_for() -> None:
     assert any("added atomically" in note for note in found["atomic-sums"].notes)
     assert len(found["segment-softmax"].regions) == 1
     family = CALLS["segment-softmax"]
-    graph = capture(jax.make_jaxpr(family.function)(*family.shapes(4_099, "float32")), parts=True, loops=True, online=True).graph
+    graph = capture(
+        jax.make_jaxpr(family.function)(*family.shapes(4_099, "float32")),
+        context=RewriteContext(TargetCapabilities(divides_gradients=True, runs_loops=True, sums_online=True)),
+    ).graph
     assert [op.kind for op in graph.ops].count("scatter_exp_sum") == 2
     assert len(found["attention-gradients"].regions) == 2
     assert [r.rows for r in found["one-token"].regions] == [2 * CALLS["one-token"].rows[0]]

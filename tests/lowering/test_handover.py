@@ -15,10 +15,12 @@ import kitsune_jax as kj
 from benchmarks.apps import APPS
 from kitsune_jax import _compat
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend import explain
 from kitsune_jax.frontend.lowering import run
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.gradient import handover
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from tests.support.checks import arrays, close, in_float64
 from tests.support.cuda_run import kernel_cache
 
@@ -217,8 +219,8 @@ def test_no_call_of_nerf_training_writes_rows_of_an_odd_pitch() -> None:
         calls = [program] if whole else [call.jaxpr for call in explain.pipelined_calls(program)]
         regions = 0
         for call in calls:
-            graph = capture(call, parts=True).graph
-            for region in route(graph, "cuda", device="h200", code=False).regions:
+            graph = capture(call, context=RewriteContext(TargetCapabilities(divides_gradients=True))).graph
+            for region in route(graph, "cuda", RouteOptions(device="h200", code=False)).regions:
                 regions += 1
                 streamed = [graph.values[v] for v in region.region.outputs if graph.values[v].shape[:1] == (rows,)]
                 assert not any(map(odd, streamed)), [str(v) for v in streamed]
@@ -234,7 +236,7 @@ def over_rows(a: Any, b: Any) -> Any:
 
 def products(gradient: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
     """Shapes of the weight gradients."""
-    graph = capture(jax.make_jaxpr(gradient)(*args), parts=True).graph
+    graph = capture(jax.make_jaxpr(gradient)(*args), context=RewriteContext(TargetCapabilities(divides_gradients=True))).graph
     return [graph.values[op.outputs[0]].shape for op in graph.ops if op.kind == "dot_general" and 0 in op["lhs_contract"]]
 
 
@@ -264,7 +266,7 @@ def test_gradients_by_parts_are_those_of_the_whole(side: int) -> None:
         whole = jnp.concatenate([a, b], -1)
         return over_rows(*((whole, c) if side == 0 else (c, whole))) * 2.0
 
-    captured = capture(jax.make_jaxpr(f)(a, b, c), parts=True)
+    captured = capture(jax.make_jaxpr(f)(a, b, c), context=RewriteContext(TargetCapabilities(divides_gradients=True)))
     assert sum(op.kind == "dot_general" for op in captured.graph.ops) == 2
     close(run(captured, (), (a, b, c))[0], in_float64(f, a, b, c))
 

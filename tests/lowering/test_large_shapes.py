@@ -12,7 +12,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend import lowering
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cuda.lower import _kernel
 
 ROWS = (10**3, 10**6, 10**9, 10**12)
@@ -90,7 +90,7 @@ def test_lowering_takes_no_memory_in_proportion_to_an_array(name):
 
 def planned(f, args, target="cuda"):
     graph = capture(jax.make_jaxpr(f)(*args)).graph
-    return route(graph, target, force=True, code=False)
+    return route(graph, target, RouteOptions(force=True, code=False))
 
 
 @pytest.mark.parametrize("name", ["mlp", "row index", "gradient"])

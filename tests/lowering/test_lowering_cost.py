@@ -14,7 +14,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend import lowering
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 
 PACKAGE = str(Path(kj.__file__).parent)
 MOST = 5.0  # times the work for 4 times the layers
@@ -93,7 +93,7 @@ def calls(run):
 def work(name, n, target, device):
     f, arguments = CASES[name]
     closed = jax.make_jaxpr(f)(*arguments(n))
-    return calls(lambda: route(capture(closed).graph, target, device=device, code=target == "cpu"))
+    return calls(lambda: route(capture(closed).graph, target, RouteOptions(device=device, code=target == "cpu")))
 
 
 @pytest.mark.parametrize(

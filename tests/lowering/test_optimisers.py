@@ -22,7 +22,7 @@ from benchmarks.apps import APPS
 from kitsune_jax import _cpu, targets
 from kitsune_jax import errors as cpu_errors
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.frontend.route import PlannedRegion, route
+from kitsune_jax.frontend.route import PlannedRegion, RouteOptions, route
 from kitsune_jax.program.ir import Array, Program
 from kitsune_jax.targets.cpu import lower as cpu_lower
 from reference.interpret import interpret
@@ -122,7 +122,7 @@ def check(step: Step, *args: Any, tol: float = 2e-5, calls: int = 1) -> Any:
 
 def planned(step: Step, *args: Any) -> tuple[PlannedRegion, ...]:
     closed = jax.make_jaxpr(step)(*args)
-    return route(capture(closed).graph, "cpu", force=True).regions
+    return route(capture(closed).graph, "cpu", RouteOptions(force=True)).regions
 
 
 def phases(step: Step, *args: Any) -> dict[int, int]:
@@ -369,10 +369,11 @@ def test_a_gradient_alone_has_one_phase() -> None:
 
 
 def test_there_are_no_later_phases_where_the_target_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets.get("cuda"), "runs_phases", False)
+    cuda = targets.get("cuda")
+    monkeypatch.setattr(cuda, "capabilities", dataclasses.replace(cuda.capabilities, runs_phases=False))
     p, x, y = network()
     graph = capture(jax.make_jaxpr(plain_adamw)(p, zeros_like(p), x, y)).graph
-    assert all(len(r.phases) == 1 for r in route(graph, "cuda", force=True, code=False, device="h200").regions)
+    assert all(len(r.phases) == 1 for r in route(graph, "cuda", RouteOptions(force=True, code=False, device="h200")).regions)
 
 
 def test_what_only_the_update_reads_is_computed_with_it() -> None:

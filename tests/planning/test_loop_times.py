@@ -14,7 +14,7 @@ from jax import lax
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.xla_kernels import steps_of
 from kitsune_jax.targets.cpu.profile import profile as shipped
@@ -164,7 +164,7 @@ def test_a_carry_that_a_call_reads_and_makes_is_copied_in_a_loop_of_xlas(machine
             return sums.astype(jnp.float32) + h[:, :, None] * z[:, None, :]
 
         graph = capture(jax.make_jaxpr(step)(sums, ones(256, 64), ones(256, 64))).graph
-        (region,) = route(graph, "cpu", force=True, device=machine, code=False, body=body).regions
+        (region,) = route(graph, "cpu", RouteOptions(force=True, device=machine, code=False, body=body)).regions
         return region.plan.seconds
 
     carry, other = ones(256, 64, 64), ones(256, 64, 64).astype(jnp.bfloat16)

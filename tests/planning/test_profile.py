@@ -23,7 +23,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax import _compat, _cpu, config
 from kitsune_jax import profile as command
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cpu.planning.machines import cpu_at_hand, cpu_of
 from kitsune_jax.targets.cpu.profile import kernels, store, xla
 from kitsune_jax.targets.cpu.profile import profile as shipped
@@ -91,7 +91,7 @@ def test_every_shipped_profile_plans(family: str, cores: int) -> None:
     machine = cpu_of(profile)
     assert machine.workers == cores and machine.dram_bandwidth > 0
     graph = graph_of(network, *small())
-    assert route(graph, "cpu", force=True, device=profile.name, code=False).regions
+    assert route(graph, "cpu", RouteOptions(force=True, device=profile.name, code=False)).regions
 
 
 def test_shipped_profiles_have_the_products_of_their_instruction_set() -> None:
@@ -254,7 +254,7 @@ kj.explain(lambda x: x + 1)(jnp.ones(8))
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
     )
     told = ended.stderr
-    assert ended.returncode == -signal.SIGINT and "measure.py" in told and told.endswith("KeyboardInterrupt\n"), told
+    assert ended.returncode == -signal.SIGINT and "store.py" in told and told.endswith("KeyboardInterrupt\n"), told
 
 
 def test_a_damaged_profile_is_measured_again(measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_a_virtual_machine_has_not_the_cache_of_a_whole_socket() -> None:
 
 def test_plans_are_a_pure_function_of_the_graph_and_the_profile() -> None:
     graph = graph_of(network, *small())
-    plans = [route(graph, "cpu", device="zen5-2", code=False).regions for _ in range(2)]
+    plans = [route(graph, "cpu", RouteOptions(device="zen5-2", code=False)).regions for _ in range(2)]
     assert [r.plan for r in plans[0]] == [r.plan for r in plans[1]]
 
 
@@ -428,7 +428,7 @@ def test_slow_dots_are_left_for_widened_products(monkeypatch: pytest.MonkeyPatch
         numbers = {k: v * speed if "/dots" in k else v for k, v in REFERENCE.numbers}
         profile = named("measured-here-2", numbers=numbers_of(numbers))
         monkeypatch.setattr(store, "_known", {(config.num_threads(), _cpu.isa()): store._Found(profile, ())})
-        (region,) = route(graph, "cpu", force=True, code=False).regions
+        (region,) = route(graph, "cpu", RouteOptions(force=True, code=False)).regions
         chosen[speed] = region.plan.products[0]
     assert chosen == {0.5: "dots", 4.0: "widened"}
 

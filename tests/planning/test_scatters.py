@@ -48,7 +48,7 @@ def folded(n: int, width: int, rows: int, steps: int) -> tuple[Any, tuple[Any, .
 def seconds(n: int, width: int, rows: int, steps: int) -> float:
     f, args = folded(n, width, rows, steps)
     graph = graph_of(f, *args)
-    return xla.of_ops(graph, range(len(graph.ops)), xla.as_found_by(graph, MACHINE, False))
+    return xla.of_ops(graph, range(len(graph.ops)), MACHINE, xla.program_context(graph, MACHINE, False))
 
 
 @pytest.mark.parametrize("name", MEASURED)

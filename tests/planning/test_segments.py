@@ -11,9 +11,13 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.frontend.route import route
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.frontend.route import RouteOptions, route
+from kitsune_jax.ops.capabilities import TargetCapabilities
+from kitsune_jax.planning.plan import VECTOR_MARGIN
 from kitsune_jax.regions import joining
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
+from kitsune_jax.targets.cpu.planning.planner import FOLD_MARGIN
 
 PROFILE = cpu_model("amx-2").profile
 
@@ -74,8 +78,11 @@ def test_folds_alone_have_to_gain_less(alone: bool) -> None:
     def function(x: Any, i: Any) -> Any:
         return jax.ops.segment_sum(x if alone else jax.nn.softmax(x), i, 50, indices_are_sorted=True)
 
-    graph = capture(jax.make_jaxpr(function)(jnp.zeros((4001, 64)), jnp.zeros(4001, jnp.int32)), online=True).graph
-    (chosen,) = route(graph, "cpu", force=True, device="amx-2", code=False).regions
-    assert chosen.plan.folds is alone and not chosen.plan.elementwise
-    at = dataclasses.replace(chosen.plan, seconds=1.0, baseline_seconds=(joining.FOLD_MARGIN + joining.VECTOR_MARGIN) / 2)
+    graph = capture(
+        jax.make_jaxpr(function)(jnp.zeros((4001, 64)), jnp.zeros(4001, jnp.int32)),
+        context=RewriteContext(TargetCapabilities(sums_online=True)),
+    ).graph
+    (chosen,) = route(graph, "cpu", RouteOptions(force=True, device="amx-2", code=False)).regions
+    assert chosen.plan.margin == (FOLD_MARGIN if alone else VECTOR_MARGIN)
+    at = dataclasses.replace(chosen.plan, seconds=1.0, baseline_seconds=(FOLD_MARGIN + VECTOR_MARGIN) / 2)
     assert joining.pays(at) is alone

@@ -11,8 +11,8 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.targets.cpu.call import Handed, handed
-from kitsune_jax.targets.cpu.planning.machines import cpu_model
-from kitsune_jax.targets.cpu.planning.xla import as_found_by, of_ops
+from kitsune_jax.targets.cpu.planning.machines import REGION_ALONE, cpu_model
+from kitsune_jax.targets.cpu.planning.xla import of_ops, program_context
 from tests.support.graphs import graph_of
 
 CPU = cpu_model("amx-2")
@@ -57,8 +57,8 @@ def test_a_program_is_handed_over_unless_little_is_left_of_it() -> None:
 
 def test_steps_of_a_loop_are_not_handed_over() -> None:
     graph = graph_of(_layer, *_arrays((32, 8), (8, 8)))
-    assert as_found_by(graph, CPU, body=False).handed.total == 4096
-    assert as_found_by(graph, CPU, body=True).handed.total == 0
+    assert program_context(graph, CPU, body=False).handed.total == 4096
+    assert program_context(graph, CPU, body=True).handed.total == 0
 
 
 def test_what_is_all_of_a_small_program_is_pipelined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_what_is_all_of_a_small_program_is_pipelined(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("rows", "cheaper"), [(331, True), (40_000, False)])
 def test_loops_of_a_small_program_find_their_operands_in_the_second_level(rows: int, cheaper: bool) -> None:
     graph = graph_of(lambda x, y: jnp.tanh(x * y + x), *_arrays((rows, 96), (rows, 96)))
-    known, beside = (of_ops(graph, range(len(graph.ops)), m) for m in (as_found_by(graph, CPU, body=False), CPU))
+    known, beside = (of_ops(graph, range(len(graph.ops)), CPU, p) for p in (program_context(graph, CPU, body=False), REGION_ALONE))
     alone = CPU.workers * beside if cheaper else beside  # a loop of one thread has others beside it in a larger program
     assert (known < 0.9 * alone) is cheaper and (known == alone) is not cheaper
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.ops.graph import make_params
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, TileProgram, walk
@@ -77,7 +77,7 @@ def test_a_tile_takes_as_long_with_any_number_of_heads() -> None:
     times = []
     for heads in (3, 8, 16):
         graph = graph_of(causal, *(jax.ShapeDtypeStruct((1, 2048, heads, 64), "float32"),) * 3)
-        (chosen,) = route(graph, "cpu", force=True, device="zen5-2").regions
+        (chosen,) = route(graph, "cpu", RouteOptions(force=True, device="zen5-2")).regions
         assert any(i.get("within") is not None for i in walk(build(graph, chosen.region, chosen.plan).stages[0].body))
         times.append(chosen.plan.stages[0].tile_seconds / chosen.plan.tile_rows)
     assert max(times) < 1.02 * min(times)

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
+from kitsune_jax.planning.plan import VECTOR_MARGIN
 from kitsune_jax.planning.streams import Region, StreamSpace
 from kitsune_jax.regions import joining
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
+from kitsune_jax.targets.cpu.planning.planner import ELEMENTWISE_MARGIN
 from kitsune_jax.targets.cpu.planning.xla import of_ops
 from kitsune_jax.targets.cpu.planning.xla_kernels import fused
 from kitsune_jax.targets.cpu.profile import profile, xla
@@ -119,10 +121,10 @@ def test_a_gelu_in_bfloat16_is_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("function", "elementwise"), [(lambda x: jnp.tanh(x * 2) + 1, True), (lambda x: jax.nn.softmax(x), False)])
 def test_what_is_no_more_than_elementwise_has_to_gain_less(function: Any, elementwise: bool) -> None:
     graph = graph_of(function, jnp.zeros((4001, 64)))
-    (chosen,) = route(graph, "cpu", force=True, device="amx-2", code=False).regions
+    (chosen,) = route(graph, "cpu", RouteOptions(force=True, device="amx-2", code=False)).regions
     plan = chosen.plan
-    assert plan.elementwise is elementwise
-    at = dataclasses.replace(plan, seconds=1.0, baseline_seconds=(joining.ELEMENTWISE_MARGIN + joining.VECTOR_MARGIN) / 2)
+    assert (plan.margin == ELEMENTWISE_MARGIN) is elementwise
+    at = dataclasses.replace(plan, seconds=1.0, baseline_seconds=(ELEMENTWISE_MARGIN + VECTOR_MARGIN) / 2)
     assert joining.pays(at) is elementwise
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kitsune_jax import targets
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.frontend.route import route
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.planning.plan import Infeasible
 from kitsune_jax.program.build import build
 from kitsune_jax.regions.grow import anchored, quotient_order
@@ -163,7 +163,7 @@ def test_weight_gradients_are_sinks_of_the_same_region():
 
 def test_a_stream_runs_over_the_slow_dimension_of_an_array():
     """Over the fast one every element of a row is a cache line of its own; the model has to know."""
-    routed = route(graph_of(jnp.tanh, jnp.zeros((4096, 256))), "cpu", force=True, device="avx512-2")
+    routed = route(graph_of(jnp.tanh, jnp.zeros((4096, 256))), "cpu", RouteOptions(force=True, device="avx512-2"))
     (region,) = routed.regions
     assert region.region.space.sizes == (4096,)
 
@@ -175,7 +175,7 @@ def test_a_region_without_code_costs_only_itself(monkeypatch):
         return jnp.tanh(jnp.sort(jnp.tanh(x @ w), axis=0) @ w)
 
     graph = graph_of(fn, jnp.zeros((64, 8)), jnp.zeros((8, 8)))
-    both = route(graph, "cpu", force=True)
+    both = route(graph, "cpu", RouteOptions(force=True))
     cpu = targets.get("cpu")
     generate = cpu.generate
 
@@ -187,6 +187,6 @@ def test_a_region_without_code_costs_only_itself(monkeypatch):
 
     seen = []
     monkeypatch.setattr(cpu, "generate", fails_first)
-    one = route(graph, "cpu", force=True)
+    one = route(graph, "cpu", RouteOptions(force=True))
     assert len(both.regions) == 2 and len(one.regions) == 1
     assert any("no code today" in r.reason for r in one.report.rejected)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan, Stage
 from kitsune_jax.planning.streams import Region
@@ -41,11 +42,11 @@ def nodes_lose(graph: Graph, region: Region) -> Plan:
     return Plan("test", "vertical", 8, 1, (Stage("all", region.ops, "tensor", 1, 1.0),), (), 1, 1.0, baseline, 2, 2, "all")
 
 
-def calls(fresh: float, fn: Any = step, args: Any = ARGS, **options: Any) -> list[list[int]]:
+def calls(fresh: float, fn: Any = step, args: Any = ARGS, most_merged: int = 512, **options: Any) -> list[list[int]]:
     """The rows of the phases of each call."""
     graph = graph_of(fn, *args)
-    options = {"several_phases": True, "merges": 512} | options
-    chosen = select(graph, lambda i: None, nodes_lose, force=False, fresh=fresh, **options)
+    capabilities = TargetCapabilities(runs_phases=True, most_merged=most_merged)
+    chosen = select(graph, lambda i: None, nodes_lose, capabilities, force=False, fresh=fresh, **options)
     return sorted([r.space.rows for r in c.regions] for c in chosen.regions)
 
 
@@ -78,7 +79,7 @@ def test_not_where_it_would_be_a_call_of_its_own():
         return "no phases of one call"
 
     assert calls(1.0, together=together) == [[EDGES], [EDGES]]
-    assert calls(1.0, merges=1) == [[EDGES], [EDGES]]
+    assert calls(1.0, most_merged=1) == [[EDGES], [EDGES]]
 
 
 @pytest.mark.parametrize(("edges", "costs"), [(2_000, False), (2_000_000, True)])
@@ -86,7 +87,7 @@ def test_arrays_cost_where_the_program_has_much_of_them(edges: int, costs: bool)
     """Up to 32 MB the C library hands out the same pages again."""
     graph = graph_of(step, array(edges, WIDTH), array(WIDTH, WIDTH), array(edges, dtype="int32"))
     target = get("cpu")
-    assert (target.as_found_by(graph, target.machine(MACHINE), False).fresh_seconds > 0) == costs
+    assert (target.program_context(graph, target.machine(MACHINE), False).fresh_seconds > 0) == costs
 
 
 def test_what_reads_repeated_numbers_streams_over_the_rows_that_have_them():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.frontend.route import Routed, isolated, route
+from kitsune_jax.frontend.route import Routed, RouteOptions, isolated, route
 from kitsune_jax.planning.cost import Access, pipeline_traffic
 from kitsune_jax.planning.stages import orders_of
 from kitsune_jax.regions.grow import computed_again
@@ -27,7 +27,7 @@ EDGES, NODES, WIDTH = 60_013, 40_009, 64
 
 def planned(fn: Any, *args: Any) -> tuple[Any, Routed]:
     graph = graph_of(fn, *args)
-    return graph, route(graph, "cpu", device=MACHINE, code=False, strict=True)
+    return graph, route(graph, "cpu", RouteOptions(device=MACHINE, code=False, strict=True))
 
 
 def phases(found: Routed) -> list[Phase]:

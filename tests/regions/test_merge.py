@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from kitsune_jax import targets
 from kitsune_jax.frontend.lowering import schedule
-from kitsune_jax.frontend.route import Routed, route
+from kitsune_jax.frontend.route import Routed, RouteOptions, route
 from kitsune_jax.ops.graph import Graph
 from reference.check import verify
 from tests.support.graphs import graph_of
@@ -22,7 +23,7 @@ NODES, EDGES, WIDTH = 300, 2_000, 16
 
 
 def planned(graph: Graph, *, merged: bool = True) -> Routed:
-    return route(graph, "cpu", force=True, device=MACHINE, code=False, strict=True, merge=merged)
+    return route(graph, "cpu", RouteOptions(force=True, device=MACHINE, code=False, strict=True, merge=merged))
 
 
 def array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
@@ -115,7 +116,7 @@ def test_indices_that_the_first_region_makes_keep_the_second_apart():
         return jax.ops.segment_sum(messages, by, num_segments=100_000), by
 
     graph = graph_of(fn, array(64, 64), array(1_000_003, 64))
-    found = route(graph, "cpu", force=True, device=MACHINE, code=False, strict=True)
+    found = route(graph, "cpu", RouteOptions(force=True, device=MACHINE, code=False, strict=True))
     for r in found.regions:
         made = {v for p in r.phases for v in p.region.outputs}
         assert not made & {p.plan.order for p in r.phases}
@@ -137,7 +138,8 @@ def test_a_call_has_no_more_phases_than_it_may(monkeypatch: pytest.MonkeyPatch):
             nodes, edges = messages(w, nodes, edges, senders, receivers)
         return nodes
 
-    monkeypatch.setattr(type(targets.get("cpu")), "most_merged", 3)
+    cpu = targets.get("cpu")
+    monkeypatch.setattr(cpu, "capabilities", dataclasses.replace(cpu.capabilities, most_merged=3))
     whole, _ = check(graph_of(steps, *GRAPH))
     assert len(whole.regions) > 1
     assert max(len(r.phases) for r in whole.regions) == 3

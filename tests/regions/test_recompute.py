@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan, Stage
 from kitsune_jax.planning.streams import Region, streamed_axes
@@ -36,7 +37,7 @@ def test_what_does_not_run_over_all_axes_is_made_again_and_not_stored():
 
     args = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((BATCH, TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH))]
     graph = graph_of(fn, *args)
-    chosen = select(graph, lambda i: None, by_bytes, force=False, recomputes=True).regions
+    chosen = select(graph, lambda i: None, by_bytes, TargetCapabilities(recomputes=True), force=False).regions
     first, second = (c.region for c in chosen if len(c.region.space.sizes) == 2)
     (product,) = (v for i in first.ops if graph.ops[i].kind == "dot_general" for v in graph.ops[i].outputs)
     sums = {v for i in first.sinks for v in graph.ops[i].outputs}

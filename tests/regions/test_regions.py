@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan, Stage
 from kitsune_jax.planning.streams import Region
@@ -119,7 +120,7 @@ def test_momentum_times_its_decay_belongs_to_the_update_that_reads_it():
         return w - m, m
 
     graph = graph_of(fn, jnp.zeros((4, 3)), jnp.zeros((4, 3)), jnp.zeros((64, 4)))
-    (chosen,) = select(graph, lambda i: None, one_stage_plan, force=True, several_phases=True).regions
+    (chosen,) = select(graph, lambda i: None, one_stage_plan, TargetCapabilities(runs_phases=True), force=True).regions
     _, update = chosen.phases
     assert [graph.ops[i].kind for i in update.region.ops] == ["mul", "add", "sub"]
     assert len(chosen.ops) == len(graph.ops)
@@ -143,7 +144,7 @@ def test_what_reads_a_sink_in_a_larger_array_is_no_follower():
         return jnp.tanh(h - h.mean(0))  # a batch statistic
 
     graph = graph_of(fn, jnp.zeros((16, 4)), jnp.zeros((4, 4)))
-    selection = select(graph, lambda i: None, one_stage_plan, force=True, several_phases=True)
+    selection = select(graph, lambda i: None, one_stage_plan, TargetCapabilities(runs_phases=True), force=True)
     assert all(p.region.space.rows <= 4 for c in selection.regions for p in c.phases[1:])
 
 
@@ -173,7 +174,7 @@ def test_random_updates_give_convex_calls_whose_phases_wait_for_earlier_ones_onl
 
     shapes = [(12, 4), (4, 3), (3,), (4, 3), (3,)]
     graph = graph_of(fn, *(jnp.zeros(s) for s in shapes))
-    selection = select(graph, lambda i: None, one_stage_plan, force=True, several_phases=True)
+    selection = select(graph, lambda i: None, one_stage_plan, TargetCapabilities(runs_phases=True), force=True)
     seen: set[int] = set()
     for c in selection.regions:
         assert not seen & set(c.ops)

@@ -25,10 +25,12 @@ import pytest
 
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend import lowering
 from kitsune_jax.frontend.route import PlannedRegion, StreamOrder
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
-from kitsune_jax.planning.plan import Infeasible, Plan, Stage
+from kitsune_jax.planning.plan import GpuPlan, Infeasible, Stage
 from kitsune_jax.planning.stages import orders_of
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
@@ -69,10 +71,10 @@ class Subject:
     def graph(self) -> Graph:
         return self.captured.graph
 
-    def program(self, plan: Plan) -> TileProgram:
+    def program(self, plan: GpuPlan) -> TileProgram:
         return build(self.graph, self.region, plan)
 
-    def planned(self, plan: Plan, target: str) -> PlannedRegion:
+    def planned(self, plan: GpuPlan, target: str) -> PlannedRegion:
         """The region as a call of ``target``, with its code."""
         program = Program.of(self.program(plan))
         code = cuda_lower.generate(target, program, [plan], "region")
@@ -84,8 +86,9 @@ class Subject:
 def subject(fn: Callable[..., Any], *args: Array, batches: bool = False) -> Subject:
     """``batches``: a region whose tiles keep within a batch, where there is one."""
     captured = capture(
-        jax.make_jaxpr(fn)(*args), parts=True, loops=True, online=True, apart=True, summed=1 << 16
-    )  # as for the CUDA target
+        jax.make_jaxpr(fn)(*args),
+        context=RewriteContext(cuda_target.CUDA.capabilities),
+    )
     graph = captured.graph
     regions: list[Region] = []
 
@@ -97,7 +100,7 @@ def subject(fn: Callable[..., Any], *args: Array, batches: bool = False) -> Subj
         regions.append(region)
         return "only looked at"
 
-    select(graph, supports, look, force=True, sums_by_batch=False)
+    select(graph, supports, look, TargetCapabilities(sums_by_batch=False), force=True)
     # Of equals the longer stream: a matmul may as well stream over the columns of its weights.
     for region in sorted(
         regions, key=lambda r: (batches and r.space.batch, _adds_up(graph, r), len(r.ops), r.space.rows), reverse=True
@@ -112,9 +115,9 @@ def _adds_up(graph: Graph, region: Region) -> bool:
     return bool(region.sinks) and any(graph.ops[i].body is not None for i in region.ops)
 
 
-def plans(graph: Graph, region: Region, machine: GpuMachine) -> list[tuple[GpuCost, Plan]]:
+def plans(graph: Graph, region: Region, machine: GpuMachine) -> list[tuple[GpuCost, GpuPlan]]:
     """The planner's candidates, in each order in which the rows may stream, with the costs that they were made of."""
-    found: list[tuple[GpuCost, Plan]] = []
+    found: list[tuple[GpuCost, GpuPlan]] = []
     for order in () if region.space.batch else (None, *orders_of(graph, region)):
         cost = GpuCost(graph, region, machine, order)
         with contextlib.suppress(Infeasible):
@@ -125,9 +128,9 @@ def plans(graph: Graph, region: Region, machine: GpuMachine) -> list[tuple[GpuCo
     return found
 
 
-def arrangements(of: Subject) -> dict[str, Plan]:
+def arrangements(of: Subject) -> dict[str, GpuPlan]:
     """Every kind of plan, by name, that has a kernel; one pipeline instance each, so that a worker gets several tiles."""
-    found: dict[str, Plan] = {}
+    found: dict[str, GpuPlan] = {}
     for machine in (H200, A100):
         made = plans(of.graph, of.region, machine)
         folds = bool(orders_of(of.graph, of.region))
@@ -144,13 +147,13 @@ def arrangements(of: Subject) -> dict[str, Plan]:
     return found
 
 
-def _admit(of: Subject, found: dict[str, Plan], name: str, plan: Plan) -> None:
+def _admit(of: Subject, found: dict[str, GpuPlan], name: str, plan: GpuPlan) -> None:
     plan = dataclasses.replace(plan, replicas=1)
     if name not in found and cuda_lower.check(of.program(plan), plan, "region") is None:
         found[name] = plan
 
 
-def _name(plan: Plan) -> str:
+def _name(plan: GpuPlan) -> str:
     """The kind of its kernels; a plan that the planner has split is not told apart."""
     return cuda_lower.kind(plan, gradients=False).removesuffix("-split")
 
@@ -163,7 +166,7 @@ def _split(cost: GpuCost, stage: Stage, ways: int) -> Stage:
 class Kernel:
     """A subject compiled for one plan; ``code.kernel.source`` is what was generated."""
 
-    def __init__(self, of: Subject, plan: Plan):
+    def __init__(self, of: Subject, plan: GpuPlan):
         self.args, planned = of.args, of.planned(plan, "emulator")
         self.code = planned.code
         self.executable = jax.jit(lambda *args: lowering.run(of.captured, [planned], args)).lower(*of.args).compile()
@@ -177,7 +180,7 @@ class Kernel:
         return outs
 
 
-def run(of: Subject, plan: Plan, *, seed: int = 1) -> list[np.ndarray]:
+def run(of: Subject, plan: GpuPlan, *, seed: int = 1) -> list[np.ndarray]:
     """The function's results with its region as one kernel arranged as ``plan`` says."""
     return Kernel(of, plan)(seed=seed)
 

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
-from kitsune_jax.planning.plan import Ahead, Plan, Queue, Stage
+from kitsune_jax.planning.plan import Ahead, GpuPlan, Plan, Queue, Stage
 from kitsune_jax.planning.streams import Region, StreamSpace
 from kitsune_jax.report import Report, build_report
 from kitsune_jax.report.data import byte_text, percent_text, time_text
@@ -58,8 +58,8 @@ def two_layer_graph() -> Graph:
     )
 
 
-def two_stage_plan() -> Plan:
-    return Plan(
+def two_stage_plan() -> GpuPlan:
+    return GpuPlan(
         machine="two CTAs",
         arrangement="spatial",
         tile_rows=96,

@@ -8,12 +8,12 @@ had not run, and is reported as a ``Failure``.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kitsune_jax.capture.edit import Captured, pruned
 from kitsune_jax.capture.rewrites.attention_scores import multiply_scores, part_scores, repeat_scores
+from kitsune_jax.capture.rewrites.few_rows import elements_as_rows, split_reductions
 from kitsune_jax.capture.rewrites.loops import hand_less, move_constants, move_products, move_sums
 from kitsune_jax.capture.rewrites.products import (
     allow_any_order,
@@ -26,56 +26,112 @@ from kitsune_jax.capture.rewrites.products import (
 )
 from kitsune_jax.capture.rewrites.segment_softmax import divide_segments, sum_online
 from kitsune_jax.errors import Failure
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.table import verify_op
 
-Rewriting = Callable[[Captured], Captured]
 
-_INDICES: tuple[str, Rewriting] = ("making indices where they are compared", spread_indices)
-_DIVISIONS: tuple[str, Rewriting] = ("moving divisions by the sums of a segment softmax", divide_segments)
-REWRITES: Sequence[tuple[str, Rewriting]] = (
+@dataclasses.dataclass(frozen=True)
+class RewriteContext:
+    """Whom a function is rewritten for. ``deterministic``: results must have the same bits in every run. ``kept``: the places
+    (``Origin.key``) of loops that stay as they are. ``workers``: of the machine."""
+
+    capabilities: TargetCapabilities = TargetCapabilities()
+    deterministic: bool = True
+    kept: Collection[Any] = ()
+    workers: int = 1
+
+
+ALWAYS = RewriteContext()  # what is rewritten for every target
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewrite:
+    """``run``: from a ``Captured`` to an equal one, or to itself. ``when``: is it asked for? ``given``: arguments of ``run`` by
+    keyword. ``name``: a participle, for messages."""
+
+    name: str
+    run: Callable[..., Captured]
+    when: Callable[[RewriteContext], bool] = lambda _: True
+    given: Callable[[RewriteContext], Mapping[str, Any]] = lambda _: {}
+
+
+def _kept(context: RewriteContext) -> Mapping[str, Any]:
+    return {"kept": context.kept}
+
+
+_INDICES = Rewrite("making indices where they are compared", spread_indices)
+_DIVISIONS = Rewrite("moving divisions by the sums of a segment softmax", divide_segments)
+_ONLINE = Rewrite("making the sums of a segment softmax online", sum_online, lambda c: c.capabilities.sums_online)
+
+# Of a function, and of the body of each loop that stays in the Graph; in this order.
+OF_BODIES: Sequence[Rewrite] = (
     _INDICES,
-    ("folding transpositions into weight gradients", fold_transposes),
-    ("making scores again behind the attention they are of", repeat_scores),
-    ("moving indexing to the other side of products", move_indexing),
+    Rewrite("folding transpositions into weight gradients", fold_transposes),
+    Rewrite("making scores again behind the attention they are of", repeat_scores),
+    Rewrite("moving indexing to the other side of products", move_indexing),
     _DIVISIONS,
-    ("folding slices into the weights of a product", fold_slices),
-    ("reading the masks of rectified values off the results", masks_of_results),
+    Rewrite("folding slices into the weights of a product", fold_slices),
+    Rewrite("reading the masks of rectified values off the results", masks_of_results),
+    Rewrite(
+        "moving what a loop makes of its constants in front of the loop", move_constants, lambda c: c.capabilities.runs_loops, _kept
+    ),
+    Rewrite("moving the sums of a loop's steps behind the loop", move_sums, lambda c: c.capabilities.runs_loops, _kept),
+    Rewrite("making again what loops hand to each other", hand_less, lambda c: c.capabilities.runs_loops, _kept),
 )
-ONLINE: tuple[str, Rewriting] = ("making the sums of a segment softmax online", sum_online)
-UNORDERED: tuple[str, Rewriting] = ("letting sums by index run in any order", allow_any_order)
-OF_ROWS: Sequence[tuple[str, Rewriting]] = (_INDICES, _DIVISIONS, ONLINE)  # once elements have become rows
-PARTS: tuple[str, Rewriting] = ("dividing the weight gradients of concatenations", split_gradients)
-APART: Sequence[tuple[str, Rewriting]] = (
-    ("multiplying scores by the reciprocals of what they are divided by", multiply_scores),
-    ("making scores once for sums over their rows and once for those over their columns", part_scores),
+# Of a function: all of the table.
+REWRITES: Sequence[Rewrite] = (
+    *OF_BODIES,
+    Rewrite(
+        "moving products behind a loop",
+        move_products,
+        lambda c: c.capabilities.runs_loops and c.capabilities.most_summed is not None,
+        lambda c: {"most": c.capabilities.most_summed, "kept": c.kept},
+    ),
+    Rewrite("dividing the weight gradients of concatenations", split_gradients, lambda c: c.capabilities.divides_gradients),
+    _ONLINE,
+    Rewrite(
+        "letting sums by index run in any order",
+        allow_any_order,
+        lambda c: c.capabilities.sums_unordered and not c.deterministic,
+    ),
+    Rewrite(
+        "multiplying scores by the reciprocals of what they are divided by",
+        multiply_scores,
+        lambda c: not c.capabilities.sums_by_batch,
+    ),
+    Rewrite(
+        "making scores once for sums over their rows and once for those over their columns",
+        part_scores,
+        lambda c: not c.capabilities.sums_by_batch,
+    ),
 )
+# Of a function with long reductions of few rows: the plans of the result are compared with the plans of the function as it is.
+FEW_ROWS: Sequence[Rewrite] = (
+    Rewrite("making rows of the elements of long reductions", elements_as_rows, lambda c: c.capabilities.streams_elements),
+    Rewrite(
+        "taking long reductions of few rows in parts",
+        split_reductions,
+        lambda c: c.capabilities.splits_reductions and not c.capabilities.streams_elements,
+        lambda c: {"workers": c.workers},
+    ),
+)
+# Of the result, where elements have become rows.
+OF_NEW_ROWS: Sequence[Rewrite] = (_INDICES, _DIVISIONS, _ONLINE)
 
 
-def of_loops(kept: Collection[Any]) -> Sequence[tuple[str, Rewriting]]:
-    """The rewrites of loops, but for those whose ``Origin.key`` is among ``kept``: they stay as they are."""
-    return (
-        ("moving what a loop makes of its constants in front of the loop", functools.partial(move_constants, kept=kept)),
-        ("moving the sums of a loop's steps behind the loop", functools.partial(move_sums, kept=kept)),
-        ("making again what loops hand to each other", functools.partial(hand_less, kept=kept)),
-    )
-
-
-def behind_loops(most: int, kept: Collection[Any]) -> tuple[str, Rewriting]:
-    """The rewrite of loops that multiply with more than ``most`` elements of weights, but for those at ``kept`` places."""
-    return "moving products behind a loop", functools.partial(move_products, most=most, kept=kept)
-
-
-def rewritten(captured: Captured, rewrites: Sequence[tuple[str, Rewriting]] = REWRITES) -> Captured:
-    """``captured`` after each rewrite in turn."""
-    for name, rewrite in rewrites:
+def rewritten(captured: Captured, rewrites: Sequence[Rewrite] = REWRITES, context: RewriteContext = ALWAYS) -> Captured:
+    """``captured`` after each of ``rewrites`` that is asked for, in turn."""
+    for rewrite in rewrites:
+        if not rewrite.when(context):
+            continue
         try:
-            new = rewrite(captured)
+            new = rewrite.run(captured, **rewrite.given(context))
             if new is captured:
                 continue
             _check(captured, new)
             new = pruned(new)
         except Exception as e:
-            captured = dataclasses.replace(captured, failures=(*captured.failures, Failure.of(e, f"a rewrite ({name})")))
+            captured = dataclasses.replace(captured, failures=(*captured.failures, Failure.of(e, f"a rewrite ({rewrite.name})")))
         else:
             captured = new
     return captured

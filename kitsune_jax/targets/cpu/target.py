@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op, Value
 from kitsune_jax.ops.spec import is_narrow
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead, Plan
+from kitsune_jax.planning.plan import Ahead, CpuPlan
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.base import Evaluate, Target
@@ -20,7 +21,7 @@ from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, Products
 from kitsune_jax.targets.cpu.lower import generate
 from kitsune_jax.targets.cpu.planning import machines, planner
 from kitsune_jax.targets.cpu.planning import xla as xla_times
-from kitsune_jax.targets.cpu.planning.machines import CpuMachine
+from kitsune_jax.targets.cpu.planning.machines import CpuMachine, CpuProgramContext
 from kitsune_jax.targets.cpu.products import MATMUL_DTYPES
 from kitsune_jax.targets.cpu.profile import store as profiles
 from kitsune_jax.targets.cpu.profile import xla
@@ -99,12 +100,20 @@ class _Code:
     seconds: float
 
 
-class _Cpu(Target[CpuMachine]):
+class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
     name = platform = "cpu"
-    runs_phases = recomputes = repeats_products = sums_online = sums_by_batch = runs_loops = few_rows = splits_reductions = True
-    # Code of a call is parsed and laid out in proportion to its phases. A training step of a graph network with 15 message-passing
-    # steps has 350.
-    most_merged = 512
+    capabilities = TargetCapabilities(
+        runs_phases=True,
+        # Code of a call is parsed and laid out in proportion to its phases. A training step of a graph network with 15
+        # message-passing steps has 350.
+        most_merged=512,
+        recomputes=True,
+        repeats_products=True,
+        sums_online=True,
+        runs_loops=True,
+        few_rows=True,
+        splits_reductions=True,
+    )
 
     def why_not(self) -> str:
         return call.why_not()
@@ -118,19 +127,19 @@ class _Cpu(Target[CpuMachine]):
     def machine(self, device: str | None = None) -> CpuMachine:
         return machines.cpu_at_hand() if device is None else machines.cpu_model(device)
 
-    def as_found_by(self, graph: Graph, machine: CpuMachine, body: bool) -> CpuMachine:
-        return xla_times.as_found_by(graph, machine, body)
+    def program_context(self, graph: Graph, machine: CpuMachine, body: bool) -> CpuProgramContext:
+        return xla_times.program_context(graph, machine, body)
 
-    def is_planned_in_program(self, region: Region, machine: CpuMachine) -> bool:
-        return not machine.unwritten.isdisjoint(region.outputs)
+    def is_planned_in_program(self, region: Region, program: CpuProgramContext) -> bool:
+        return not program.unwritten.isdisjoint(region.outputs)
 
-    def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: CpuMachine) -> float:
-        return xla_times.of_ops(graph, ops, machine)
+    def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext) -> float:
+        return xla_times.of_ops(graph, ops, machine, program)
 
-    def plan(self, graph: Graph, region: Region, machine: CpuMachine) -> Plan:
-        return planner.plan(graph, region, machine)
+    def plan(self, graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext) -> CpuPlan:
+        return planner.plan(graph, region, machine, program)
 
-    def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
+    def generate(self, program: Program, plans: Sequence[CpuPlan], title: str, ahead: Ahead | None = None) -> Any:
         words = generate(program, title, [Products(*plan.products) for plan in plans], xla.rounding_at_hand())
         return _Code(words, sum(plan.seconds for plan in plans))
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from kitsune_jax import config
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op, Value
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.reduce import INDEXED, ONLINE
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead, Plan
+from kitsune_jax.planning.plan import NO_CONTEXT, Ahead, GpuPlan, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, Program
@@ -96,16 +97,22 @@ def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]
 # ----------------------------------------------------------------------------------------------------------------------------------
 
 
-class _Cuda(Target[GpuMachine]):
+class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
     platform = "cuda"
-    runs_phases = True
-    most_merged = 4  # all of them are compiled as one kernel, which has memory of its own for every array between them
-    divides_gradients = repeats_products = True
-    sums_online = sums_unordered = True
-    runs_loops = True
-    sums_behind = streams_elements = True
-    most_summed = 1 << 16  # registers of an SM
-    compiles = True
+    capabilities = TargetCapabilities(
+        runs_phases=True,
+        most_merged=4,  # all of them are compiled as one kernel, which has memory of its own for every array between them
+        divides_gradients=True,
+        repeats_products=True,
+        sums_online=True,
+        sums_unordered=True,
+        sums_by_batch=False,
+        runs_loops=True,
+        sums_behind=True,
+        most_summed=1 << 16,  # registers of an SM
+        streams_elements=True,
+        compiles=True,
+    )
 
     def __init__(self, name: str):
         self.name = name
@@ -128,16 +135,19 @@ class _Cuda(Target[GpuMachine]):
     def machine(self, device: str | None = None) -> GpuMachine:
         return machines.gpu(device or runtime.device_model())
 
-    def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: GpuMachine) -> float:
+    def program_context(self, graph: Graph, machine: GpuMachine, body: bool) -> ProgramContext:
+        return NO_CONTEXT
+
+    def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: GpuMachine, program: ProgramContext) -> float:
         return xla.of_ops(graph, ops, machine)
 
-    def plan(self, graph: Graph, region: Region, machine: GpuMachine) -> Plan:
+    def plan(self, graph: Graph, region: Region, machine: GpuMachine, program: ProgramContext) -> GpuPlan:
         """Candidates of the planner are shown to the code generator, from the fastest on, and the first one that it takes is it."""
         return planner.plan(graph, region, machine, lambda plan: lower.check(build(graph, region, plan), plan, "region"))
 
     def together(
-        self, make: Callable[[], Program], plans: Sequence[Plan], machine: GpuMachine, apart: float
-    ) -> Sequence[Plan] | str:
+        self, make: Callable[[], Program], plans: Sequence[GpuPlan], machine: GpuMachine, apart: float
+    ) -> Sequence[GpuPlan] | str:
         """The parts run in the same warpgroups and without clusters."""
         program = make()
         alone = [planner.without_clusters(plan, machine) for plan in plans]
@@ -145,11 +155,11 @@ class _Cuda(Target[GpuMachine]):
         return planner.why_apart(found, apart) or lower.together(program, found)
 
     def ahead(
-        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, Plan]]], machine: GpuMachine, force: bool
+        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, GpuPlan]]], machine: GpuMachine, force: bool
     ) -> Sequence[Ahead | None]:
         return planner.fetches_of_calls(graph, calls, machine, force)
 
-    def generate(self, program: Program, plans: Sequence[Plan], title: str, ahead: Ahead | None = None) -> Any:
+    def generate(self, program: Program, plans: Sequence[GpuPlan], title: str, ahead: Ahead | None = None) -> Any:
         return lower.generate(self.name, program, plans, title, ahead)
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:

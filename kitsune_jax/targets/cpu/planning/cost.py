@@ -16,7 +16,7 @@ from kitsune_jax.program import passes as activations
 from kitsune_jax.program.passes import Flow
 from kitsune_jax.targets.cpu.memory import MOST_COLUMNS
 from kitsune_jax.targets.cpu.planning import machines
-from kitsune_jax.targets.cpu.planning.machines import CpuMachine, CpuTimes
+from kitsune_jax.targets.cpu.planning.machines import CpuMachine, CpuProgramContext, CpuTimes
 
 # ----------------------------------------------------------------------------------------------------------------------------------
 # Products of few rows with a matrix that is read once, as it lies: a token with a weight, a query with the keys of its head.
@@ -264,12 +264,23 @@ class CpuCost(RegionCost):
 
     machine: CpuMachine
 
-    def __init__(self, graph: Graph, region: Region, machine: CpuMachine, order: int | None = None):
+    def __init__(
+        self,
+        graph: Graph,
+        region: Region,
+        machine: CpuMachine,
+        order: int | None = None,
+        program: CpuProgramContext = machines.REGION_ALONE,
+    ):
         super().__init__(graph, region, machine, order)
+        self.program = program
         self.times = machines.times(machine.profile)
         self.rounding = machine.rounding
         self.cpu_work = functools.lru_cache(maxsize=None)(self._cpu_work)
         self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
+
+    def beside(self, graph: Graph, region: Region) -> CpuCost:
+        return CpuCost(graph, region, self.machine, program=self.program)
 
     def tile_seconds(self, i: int, rows: int) -> float:
         return sum(count * self.seconds(work, rows) for work, count in self.kinds((i,)).items())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kitsune_jax.ops.spec import Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import Access
-from kitsune_jax.planning.plan import KIB, MIB, Machine, Place
+from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, ProgramContext
 from kitsune_jax.targets.cpu.call import Handed
 from kitsune_jax.targets.cpu.planning.xla_kernels import ARITHMETIC, NARROW, RowKernels, Steps, fused
 from kitsune_jax.targets.cpu.profile import profile as shipped
@@ -44,21 +44,30 @@ _CPU_SOURCES = (
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CpuMachine(Machine):
     """``fault_bandwidth``: of the first touch of fresh pages, all workers together; ``huge_fault_bandwidth``: of huge pages, which
-    a pipeline asks for. ``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``profile``: what all times are made
-    of. ``rounding``: where 16-bit results are rounded, as XLA does. ``steps``: the regions are parts of a step of a loop that XLA
-    runs, and so it runs that. ``row_kernels``: those of the program that the regions are parts of. ``handed``: whether XLA hands it
-    to another thread. ``unwritten``: the values of it that XLA never has in memory.
+    a pipeline asks for. ``profile``: what all times are made of. ``rounding``: where 16-bit results are rounded, as XLA does.
     """
 
     fault_bandwidth: float
     huge_fault_bandwidth: float
     profile: Profile
     rounding: Rounding = xla.KNOWN_ROUNDING
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CpuProgramContext(ProgramContext):
+    """``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``steps``: costs of XLA's loop body, set where the
+    regions are parts of the body of a loop that XLA executes. ``row_kernels``: XLA's kernels over rows in the program.
+    ``handed``: whether XLA hands the program to another thread. ``unwritten``: values that XLA never has in memory.
+    """
+
     fresh_bytes: int = FAULT_THRESHOLD
     steps: Steps | None = None
     row_kernels: RowKernels = RowKernels()
     handed: Handed = Handed()
     unwritten: frozenset[int] = frozenset()
+
+
+REGION_ALONE = CpuProgramContext()  # a program that is the region
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import FREE, SCATTER, Access, pipeline_traffic, round_up
-from kitsune_jax.planning.plan import MIB, Infeasible, Plan, Stage, size_text
+from kitsune_jax.planning.plan import MIB, VECTOR_MARGIN, CpuPlan, Infeasible, Stage, size_text
 from kitsune_jax.planning.stages import Inner, inner_of, orders_of, resource_of, stage_name
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.blocks import NotBlocked
@@ -20,7 +20,14 @@ from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.loop_bounds import mean_met, with_known_bounds
 from kitsune_jax.targets.cpu.call import LONG_SECONDS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
-from kitsune_jax.targets.cpu.planning.machines import SHARED_SECONDS, STEP_SECONDS, CpuMachine, least_times_of_xla
+from kitsune_jax.targets.cpu.planning.machines import (
+    REGION_ALONE,
+    SHARED_SECONDS,
+    STEP_SECONDS,
+    CpuMachine,
+    CpuProgramContext,
+    least_times_of_xla,
+)
 from kitsune_jax.targets.cpu.planning.xla import baseline, fault_seconds
 from kitsune_jax.targets.cpu.planning.xla_kernels import FAMILIES
 
@@ -104,7 +111,7 @@ class TileModel:
 def woken_seconds(cost: CpuCost, packs: bool = False) -> float:
     """What workers wait for each other: behind weights that they pack, behind the tiles, and behind the sums of strands. ``call``
     was measured with threads that were awake; one that waits for longer sleeps, as XLA's do (``xla/call/handed``)."""
-    if not cost.machine.handed.is_of(cost.graph):
+    if not cost.program.handed.is_of(cost.graph):
         return 0.0
     return cost.times["xla/call/handed"] * (1 + packs + any(i in cost.sinks for i in cost.region.ops))
 
@@ -137,7 +144,7 @@ def tile_rows(model: TileModel) -> int:
         if tiles * tile < SHARED_SECONDS:
             return tiles * tile
         hand_over = machine.call_seconds - model.cost.times["call/short"] if tiles > 1 else 0.0
-        if machine.handed.is_of(model.cost.graph):
+        if model.cost.program.handed.is_of(model.cost.graph):
             if min(tiles, machine.workers) > 1:  # another worker's sums are set to zero, and added up
                 hand_over += woken_seconds(model.cost) + 2 * model.sinks / machine.place("l3").bandwidth
             elif tiles < machine.workers:  # one worker moves what all would share
@@ -164,10 +171,16 @@ _BLOCKS = (128, 256, 512)
 _STATE_STEPS, _STATE_OPS = 12, ("max", "eq", "select_n", "sub", "exp", "mul", "add")
 
 
-def in_blocks(graph: Graph, region: Region, machine: CpuMachine, arrange: Callable[[CpuCost, TileModel], Plan]) -> list[Plan]:
+def in_blocks(
+    graph: Graph,
+    region: Region,
+    machine: CpuMachine,
+    program: CpuProgramContext,
+    arrange: Callable[[CpuCost, TileModel], CpuPlan],
+) -> list[CpuPlan]:
     """A plan for each extent of a block that ``region`` can be worked off in."""
     inner = inner_of(graph, region)
-    cost = CpuCost(graph, region, machine)
+    cost = CpuCost(graph, region, machine, program=program)
     if inner is None or cost.matrices:
         return []
     if not region.space.batch and all(cost.family(i) == "dot" for i in inner.folds):
@@ -177,17 +190,17 @@ def in_blocks(graph: Graph, region: Region, machine: CpuMachine, arrange: Callab
     for size in (n for n in _BLOCKS if n < inner.size):
         blocks = value, inner.dims[value], size
         try:
-            program = with_known_bounds(build(graph, region, _sketch(region, machine, blocks)))
-            plans.append(dataclasses.replace(arrange(cost, BlockModel(cost, inner, size, program)), blocks=blocks))
+            sketch = with_known_bounds(build(graph, region, _sketch(region, machine, blocks)))
+            plans.append(dataclasses.replace(arrange(cost, BlockModel(cost, inner, size, sketch)), blocks=blocks))
         except (NotBlocked, Infeasible):
             continue
     return plans
 
 
-def _sketch(region: Region, machine: CpuMachine, blocks: tuple[int, int, int]) -> Plan:
+def _sketch(region: Region, machine: CpuMachine, blocks: tuple[int, int, int]) -> CpuPlan:
     """A plan to build a program from whose loops are looked at."""
     stage = Stage("sketch", tuple(sorted(region.ops)), "tensor", 1, 0.0)
-    return Plan(machine.name, "vertical", 64, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
+    return CpuPlan(machine.name, "vertical", 64, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
 
 
 class BlockModel(TileModel):
@@ -200,7 +213,7 @@ class BlockModel(TileModel):
         for v, d in inner.dims.items():
             shape = values[v].shape
             values[v] = dataclasses.replace(values[v], shape=(*shape[:d], size, *shape[d + 1 :]))
-        super().__init__(CpuCost(dataclasses.replace(whole.graph, values=tuple(values)), whole.region, whole.machine))
+        super().__init__(whole.beside(dataclasses.replace(whole.graph, values=tuple(values)), whole.region))
         self.inner, self.program = inner, program
         self.loops = [i for i in program.stages[0].body if i.kind == "loop"]
         self.outside = self.cost.kinds(i for i in whole.region.ops if i not in inner.ops)
@@ -328,28 +341,37 @@ _FEW_ROWS, _SHORT_TILES = 16, 1.25
 # Without products tall tiles have no merit, and blocks compute exponentials again: a softmax of 8 009 rows of 1536 numbers took
 # 1.23 times as long as whole, a log softmax of rows of 512 took 1.08 times as long in float32, 1.24 in bfloat16 (Xeon with AMX).
 _BLOCKS_ALONE = 1.25
+# ``Plan.margin`` where nothing is reduced: the model is worth more there. Of 127 random functions of elements, one to six layers in
+# three dtypes, 62 were modelled at 1.45x or more and 78 at 1.3x, of which one ran below 0.95x either way; with the others left to
+# XLA all together took 1.52 and 1.59 times less. At 1.25x it would be 81 and three (Xeon with AMX).
+ELEMENTWISE_MARGIN = 1.3
+# ``Plan.margin`` of folds by index alone. Of 248 (sums and maxima of 100 to 100 000 rows of 1 to 128 numbers, sorted and not, two
+# dtypes) 115 were modelled at 1.45x or more and 145 at 1.25x, of which one ran below 0.95x either way; with the others left to XLA
+# all together took 1.73 and 1.88 times less. At 1.2x it would be 154 and two (Xeon with AMX).
+FOLD_MARGIN = 1.25
 
 
-def plan(graph: Graph, region: Region, machine: CpuMachine) -> Plan:
-    """The plan for ``region`` on ``machine``. Raises ``Infeasible`` (a ``ValueError``) with the reason."""
+def plan(graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext = REGION_ALONE) -> CpuPlan:
+    """The plan for ``region`` on ``machine`` in ``program``. Raises ``Infeasible`` (a ``ValueError``) with the reason."""
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
     orders = [order for order in (None, *orders_of(graph, region)) if not _out_of_order(graph, region, order)]
     if not orders:
         raise Infeasible("it has the softmaxes of several indices, and its rows can stream in the order of one")
-    plans: list[Plan] = []
+    plans: list[CpuPlan] = []
     wrong: Infeasible | None = None
     for order in orders:
         try:
-            plans.append(_in_order(graph, region, machine, order))
+            cost = CpuCost(graph, region, machine, order, program)
+            plans.append(_arranged(cost, TileModel(cost)))
         except Infeasible as error:
             wrong = error
-    plans += in_blocks(graph, region, machine, _arranged)
+    plans += in_blocks(graph, region, machine, program, _arranged)
     if not plans:
         raise wrong or Infeasible("there is no plan")
     multiplies = any(OPS[graph.ops[i].kind].family == "dot" for i in region.ops)
 
-    def seconds(p: Plan) -> float:
+    def seconds(p: CpuPlan) -> float:
         if p.blocks is not None:
             return p.seconds * (1.0 if multiplies else _BLOCKS_ALONE)
         return p.seconds * (_SHORT_TILES if multiplies and p.tile_rows < _FEW_ROWS else 1.0)
@@ -363,12 +385,7 @@ def _out_of_order(graph: Graph, region: Region, order: int | None) -> bool:
     return any(op.inputs[1] != order and not (order is None and op["sorted"]) for op in online)
 
 
-def _in_order(graph: Graph, region: Region, machine: CpuMachine, order: int | None) -> Plan:
-    cost = CpuCost(graph, region, machine, order)
-    return _arranged(cost, TileModel(cost))
-
-
-def _arranged(cost: CpuCost, model: TileModel) -> Plan:
+def _arranged(cost: CpuCost, model: TileModel) -> CpuPlan:
     """``cost``: of whole values; ``model``: of a tile."""
     region, machine, order = cost.region, cost.machine, cost.order
     rows = tile_rows(model)
@@ -385,7 +402,7 @@ def _arranged(cost: CpuCost, model: TileModel) -> Plan:
     seconds = _call_seconds(cost, replicas, busy, moving, rows, model.packs) + _copied_seconds(cost)
     ops = tuple(sorted(region.ops))
     name = stage_name(cost, 0, ops)
-    return Plan(
+    return CpuPlan(
         machine=machine.name,
         arrangement="vertical",
         tile_rows=rows,
@@ -400,9 +417,15 @@ def _arranged(cost: CpuCost, model: TileModel) -> Plan:
         bound="dram" if moving > busy else name,
         products=cost.products,
         order=order,
-        elementwise=(alone := {cost.family(i) for i in ops}) <= _ELEMENTWISE,
-        folds=SCATTER in alone <= {*_ELEMENTWISE, SCATTER},
+        margin=_margin({cost.family(i) for i in ops}),
     )
+
+
+def _margin(families: Set[str]) -> float:
+    """``Plan.margin`` of a region with ops of these families."""
+    if families <= _ELEMENTWISE:
+        return ELEMENTWISE_MARGIN
+    return FOLD_MARGIN if SCATTER in families <= {*_ELEMENTWISE, SCATTER} else VECTOR_MARGIN
 
 
 def _least_baseline(cost: CpuCost, machine: CpuMachine) -> tuple[float, int]:
@@ -413,13 +436,13 @@ def _least_baseline(cost: CpuCost, machine: CpuMachine) -> tuple[float, int]:
     seconds, moved = baseline(cost)
     if least is machine:
         return seconds, moved
-    return min(seconds, baseline(CpuCost(cost.graph, cost.region, least, cost.order))[0]), moved
+    return min(seconds, baseline(CpuCost(cost.graph, cost.region, least, cost.order, cost.program))[0]), moved
 
 
 def _handed_seconds(cost: CpuCost, machine: CpuMachine) -> float:
     """What is saved where the caller's thread does all that a program has to do. Half of it: what a pipeline is made of may be a
     part of a larger program, which is handed to another thread all the same."""
-    known = machine.handed
+    known = cost.program.handed
     return (
         0.5 * least_times_of_xla(machine).profile.seconds("xla/call/handed")
         if known.is_of(cost.graph) and known.without(cost.region.ops)
@@ -431,7 +454,7 @@ def _copied_seconds(cost: CpuCost) -> float:
     """In a step of a loop that XLA runs: what it takes to copy the next value of a carry that the call reads to the carry's place,
     where XLA's own kernels write it. 4 MB of sums of weight gradients, one for each trajectory of a neural ODE, took 0.76 ms a step
     instead of 0.20 (CPU time, Xeon with AMX)."""
-    steps = cost.machine.steps
+    steps = cost.program.steps
     if steps is None:
         return 0.0
     values, read = cost.graph.values, set(cost.region.inputs).intersection(cost.graph.inputs)

@@ -27,7 +27,7 @@ from kitsune_jax.planning.cost import (
 from kitsune_jax.planning.streams import FEW_ROWS
 from kitsune_jax.targets.cpu.call import handed
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
-from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, CpuMachine
+from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, REGION_ALONE, CpuMachine, CpuProgramContext
 from kitsune_jax.targets.cpu.planning.xla_kernels import (
     FAMILIES,
     RowKernels,
@@ -192,16 +192,16 @@ _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
 def baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
-    if cost.machine.row_kernels.hold(cost.region.ops):
-        return _of_row_kernels(cost, cost.machine.row_kernels)
-    kernels = kernels_of(cost, folded_into(cost, _FOLDED), arrays(cost) if cost.machine.steps is None else ())
-    hidden = [k for k in kernels if k.root in cost.machine.unwritten.intersection(cost.outputs)]
-    seconds, moved = _kernels_seconds(cost, [k for k in kernels if k not in hidden], cost.machine.steps)
+    if cost.program.row_kernels.hold(cost.region.ops):
+        return _of_row_kernels(cost, cost.program.row_kernels)
+    kernels = kernels_of(cost, folded_into(cost, _FOLDED), arrays(cost) if cost.program.steps is None else ())
+    hidden = [k for k in kernels if k.root in cost.program.unwritten.intersection(cost.outputs)]
+    seconds, moved = _kernels_seconds(cost, [k for k in kernels if k not in hidden], cost.program.steps)
     # They are a part of a reduction behind the region, which would read this array instead of theirs.
     seconds += sum(passes_seconds(cost, k.ops) for k in hidden)
     looped, looped_bytes = _loops(cost)
     seconds, moved = seconds + looped, moved + looped_bytes
-    written = [v for v in cost.outputs if v not in cost.machine.unwritten]
+    written = [v for v in cost.outputs if v not in cost.program.unwritten]
     return seconds + _fault_seconds(cost, kernels) + fault_seconds(cost, written, cost.machine.fault_bandwidth), moved
 
 
@@ -216,9 +216,9 @@ def _of_row_kernels(cost: CpuCost, rows: RowKernels) -> tuple[float, int]:
     return (cost.machine.kernel_seconds if written else 0.0) + rows.rate(dtypes) * seconds + fresh, moved
 
 
-def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine) -> float:
+def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext = REGION_ALONE) -> float:
     """Seconds of ``ops`` of ``graph``, in an order in which they can run, one kernel after the other on the whole machine."""
-    return baseline(CpuCost(graph, left_region(graph, ops), machine))[0]
+    return baseline(CpuCost(graph, left_region(graph, ops), machine, program=program))[0]
 
 
 def _kernels_of(cost: CpuCost) -> list[Kernel]:
@@ -250,16 +250,16 @@ def _loops(cost: CpuCost) -> tuple[float, int]:
     return seconds, moved
 
 
-def as_found_by(graph: Graph, machine: CpuMachine, body: bool) -> CpuMachine:
-    """``machine`` as the regions of ``graph`` find it: XLA has one block for all arrays between the kernels of a program, and where
+def program_context(graph: Graph, machine: CpuMachine, body: bool) -> CpuProgramContext:
+    """The program ``graph`` as its regions find it: XLA has one block for all arrays between the kernels of a program, and where
     that is fresh at every call, so is the part of a region, however small. ``body``: in a step of a loop a kernel starts sooner."""
     if body:
-        machine = dataclasses.replace(machine, steps=steps_of(graph, machine.profile))
+        found = CpuProgramContext(steps=steps_of(graph, machine.profile))
     else:
-        machine = dataclasses.replace(machine, row_kernels=row_kernels(graph), handed=handed(graph), unwritten=unwritten(graph))
-    if between_kernels(graph) <= machine.fresh_bytes:
-        return machine
-    return dataclasses.replace(machine, fresh_bytes=0, fresh_seconds=1.0 / machine.fault_bandwidth)
+        found = CpuProgramContext(row_kernels=row_kernels(graph), handed=handed(graph), unwritten=unwritten(graph))
+    if between_kernels(graph) <= found.fresh_bytes:
+        return found
+    return dataclasses.replace(found, fresh_bytes=0, fresh_seconds=1.0 / machine.fault_bandwidth)
 
 
 def _is_stored(cost: CpuCost, y: int) -> bool:
@@ -270,7 +270,7 @@ def _is_stored(cost: CpuCost, y: int) -> bool:
 def _kept_bytes(cost: CpuCost) -> int:
     """Arrays of a region up to this size are no fresh pages. Vector work alone is bound by memory on both sides: sums into DLRM's
     tables, with their Adam, took 1.1 to 1.6 times as long as XLA's where small arrays counted as well."""
-    return cost.machine.fresh_bytes if any(cost.family(i) == "dot" for i in cost.region.ops) else FAULT_THRESHOLD
+    return cost.program.fresh_bytes if any(cost.family(i) == "dot" for i in cost.region.ops) else FAULT_THRESHOLD
 
 
 def fault_seconds(cost: CpuCost, outputs: Iterable[int], bandwidth: float) -> float:
@@ -317,11 +317,11 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
             loop = loop * machine.workers + moved * times["xla/while/moved"]
         else:
             of_ops = of_moves = 1.0
-            if one and not looped and moved <= machine.local_bytes and machine.handed.is_of(cost.graph):
+            if one and not looped and moved <= machine.local_bytes and cost.program.handed.is_of(cost.graph):
                 of_ops, of_moves = times.xla_near(cost.graph.values[v].dtype for v in (root, *kernel.reads))
             # A part of a program has others beside it, such as the updates of other parameters, and XLA's threads share them out:
             # eight of 256 x 256 bfloat16 numbers took 27 us each, one alone 43 (Xeon with AMX).
-            alone = looped or machine.handed.is_of(cost.graph)
+            alone = looped or cost.program.handed.is_of(cost.graph)
             loop = (of_ops * loop + of_moves * moved * times.xla_moved(near=True)) * (machine.workers if one and alone else 1)
     elif not looped and _adds_up_what_it_computes(cost, ops):
         # What was measured adds up an array that is there. Otherwise one thread reads the operands, and computes.
@@ -343,7 +343,7 @@ def _is_in_place(cost: CpuCost, kernel: Kernel) -> bool:
     any other first."""
     if kernel.into is None:
         return False
-    looped = cost.machine.steps is not None if cost.carried is None else kernel.root in cost.carried
+    looped = cost.program.steps is not None if cost.carried is None else kernel.root in cost.carried
     return looped or kernel.into in cost.producer
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.planning.cost import DotWork, RegionCost, itemsize, pipeline_traffic
-from kitsune_jax.planning.plan import Infeasible, Plan, Queue, Stage, size_text
+from kitsune_jax.planning.plan import GpuPlan, Infeasible, Queue, Stage, size_text
 from kitsune_jax.planning.stages import (
     DOUBLE_BUFFER,
     Link,
@@ -79,7 +79,7 @@ class GpuRegion:
             self._steps[ops, split] = Steps(self.cost, ops, split)
         return self._steps[ops, split]
 
-    def plan(self, a: Arranged) -> Plan:
+    def plan(self, a: Arranged) -> GpuPlan:
         machine = self.machine
         gathered, far = self.cost.lookups()
         ctas = a.replicas * (a.cluster if a.arrangement == "vertical" else 1)
@@ -92,7 +92,7 @@ class GpuRegion:
         bound = a.bound
         if max(dram, l2) > a.busy:
             bound = "dram" if dram >= l2 else "l2"
-        return Plan(
+        return GpuPlan(
             machine=machine.name,
             arrangement=a.arrangement,
             tile_rows=TILE_ROWS,

@@ -14,7 +14,7 @@ from kitsune_jax.ops.reduce import ONLINE, any_order
 from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import itemsize, left_region, round_up
-from kitsune_jax.planning.plan import Ahead, Infeasible, Plan, Stage, size_text
+from kitsune_jax.planning.plan import Ahead, GpuPlan, Infeasible, Stage, size_text
 from kitsune_jax.planning.stages import Inner, Ops, finest, inner_of, orders_of, resource_of, stage_name
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.blocks import NotBlocked
@@ -141,7 +141,7 @@ _AS_GOOD = 1.04
 _SAMPLE = 16  # rounds that are looked at
 
 
-def in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: bool = False) -> list[Plan]:
+def in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: bool = False) -> list[GpuPlan]:
     """Plans of a stream with batch axes, or with a dimension that is folded in blocks; none of another one. ``layers``: also where
     only products fold it, as those of a layer fold its width: its weights need not pass by where it has a plan otherwise. Raises
     ``Infeasible``."""
@@ -161,7 +161,7 @@ def in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: bool =
     if inner is not None:
         value = max(inner.dims, key=lambda v: (v in cost.producer, cost.row_size(v), -v))
         tried += [(value, inner.dims[value], size) for size in _BLOCKS if size < inner.size]
-    plans, reasons = list[Plan](), dict[str, None]()
+    plans, reasons = list[GpuPlan](), dict[str, None]()
     for blocks in tried:
         try:
             plans += _planned(cost, _cut(graph, inner, blocks), blocks)
@@ -186,7 +186,7 @@ def _cut(graph: Graph, inner: Inner | None, blocks: tuple[int, int, int] | None)
     return dataclasses.replace(graph, values=tuple(values))
 
 
-def _planned(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None) -> list[Plan]:
+def _planned(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None) -> list[GpuPlan]:
     region, machine = cost.region, cost.machine
     of_block = GpuCost(cut, region, machine)
     widest = max((of_block.row_size(v) for v in of_block.labels), default=0)
@@ -195,7 +195,7 @@ def _planned(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None) -> 
     ops = tuple(sorted(region.ops))
     name = stage_name(cost, 0, ops)
     stage = Stage(name, ops, resource_of(cost, ops), 1, 0.0, resident=False)
-    sketch = Plan(machine.name, "vertical", TILE_ROWS, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
+    sketch = GpuPlan(machine.name, "vertical", TILE_ROWS, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
     program = build(cost.graph, region, sketch)
     gpu = GpuRegion(cost)
     return [_arranged_in_blocks(gpu, program, stage, blocks, lanes) for lanes in range(1, len(machine.lane_registers) + 1)]
@@ -203,7 +203,7 @@ def _planned(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None) -> 
 
 def _arranged_in_blocks(
     gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: tuple[int, int, int] | None, lanes: int
-) -> Plan:
+) -> GpuPlan:
     """The plan of CTAs with so many lanes: in a round they take ``lanes`` tiles of one batch."""
     machine, body = gpu.machine, program.stages[0].body
     coarse = facts.coarse(program, body)
@@ -269,10 +269,10 @@ _PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
 
 
 # What the code generator says to a plan: None, or why it has no code for it.
-Accept = Callable[[Plan], str | None]
+Accept = Callable[[GpuPlan], str | None]
 
 
-def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | None = None) -> Plan:
+def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | None = None) -> GpuPlan:
     """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
 
     ``accept``: the code generator's exact check; candidates are shown to it from the fastest on, and where it refuses all of them
@@ -281,8 +281,8 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
     reasons: dict[str, None] = {}
-    found: list[Plan] = []
-    blocked: list[Plan] = []
+    found: list[GpuPlan] = []
+    blocked: list[GpuPlan] = []
     atomics = (False, True) if any(any_order(graph.ops[i]) for i in region.sinks) else (False,)
     for order in () if region.space.batch else (None, *orders_of(graph, region)):
         for atomic in atomics:
@@ -308,7 +308,7 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
     raise Infeasible("; ".join(reasons))
 
 
-def with_barriers(plans: Sequence[Plan], phases: Sequence[int], machine: GpuMachine) -> tuple[Plan, ...]:
+def with_barriers(plans: Sequence[GpuPlan], phases: Sequence[int], machine: GpuMachine) -> tuple[GpuPlan, ...]:
     """``plans`` of parts that run in ``phases``: the first part of each later phase waits for the grid's barrier."""
     found = [plans[0]]
     for k, plan in enumerate(plans[1:], 1):
@@ -317,7 +317,7 @@ def with_barriers(plans: Sequence[Plan], phases: Sequence[int], machine: GpuMach
     return tuple(found)
 
 
-def without_clusters(plan: Plan, machine: GpuMachine) -> Plan:
+def without_clusters(plan: GpuPlan, machine: GpuMachine) -> GpuPlan:
     """``plan`` with each CTA on its own: CTAs that meet as a grid have no clusters. Weights that two of them shared come twice, and
     rings lie in the L2 where they lay in a reader's shared memory; so its time is not less than that of what then passes there.
     """
@@ -341,7 +341,7 @@ def without_clusters(plan: Plan, machine: GpuMachine) -> Plan:
     )
 
 
-def why_apart(together: Sequence[Plan], apart: float) -> str | None:
+def why_apart(together: Sequence[GpuPlan], apart: float) -> str | None:
     """Why parts are no phases of one call with the plans ``together``; None where they take no more than ``apart`` seconds.
 
     What one phase hands to the next stays in the L2 where it fits: a plan takes what the kernel before has written for near.
@@ -352,7 +352,7 @@ def why_apart(together: Sequence[Plan], apart: float) -> str | None:
     return f"with the barriers between them they would take {seconds * 1e6:.1f} us, apart {apart * 1e6:.1f}"
 
 
-def candidates(cost: GpuCost) -> list[Plan]:
+def candidates(cost: GpuCost) -> list[GpuPlan]:
     """Every plan that fits the machine, by modelled time; among those as good as the fastest, by what they move through the L2,
     which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
     """
@@ -531,7 +531,7 @@ def _check_ops(cost: GpuCost) -> None:
 # ----------------------------------------------------------------------------------------------------------------------------------
 
 _LEAST_SECONDS, _LEAST_SHARE = 1e-6, 0.02  # what must be gained: so much, or this part of what the call and the product take
-Call = Sequence[tuple[Region, Plan]]
+Call = Sequence[tuple[Region, GpuPlan]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,52 @@
+"""What a target can run: the one description that capture, the choice of regions and the lowering are given, whole.
+
+Comes in: nothing. Goes out: ``TargetCapabilities``. Invariant: a target has one such object, and nobody unpacks it into parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetCapabilities:
+    """The defaults are those of a target with the simplest code: calls of one phase, no loops."""
+
+    #: One call can have several phases, each with a stream space of its own.
+    runs_phases: bool = False
+    #: At most so many regions that follow each other become the phases of one call.
+    most_merged: int = 1
+    #: A call may recompute values that another call makes, instead of reading them from memory.
+    recomputes: bool = False
+    #: Calls make arrays that are much larger than their operands (attention scores) block by block, so a backward pass may
+    #: recompute such arrays instead of storing them.
+    repeats_products: bool = False
+    #: The weight gradient of a concatenation is captured as one product for each part. (Ops that read such a gradient then read
+    #: several results, so a target whose calls update parameters is better off without.)
+    divides_gradients: bool = False
+    #: There is code for the online sums of a segment softmax (``ops.reduce.ONLINE``).
+    sums_online: bool = False
+    #: Sums by index may be faster where their order, and so their bits, may differ from run to run.
+    sums_unordered: bool = False
+    #: There is code for sums over the rows of each batch. Where there is none, the gradients of an attention by queries and those
+    #: by keys and values each compute scores of their own (``capture.rewrites.attention_scores``).
+    sums_by_batch: bool = True
+    #: There is code for the loops of a graph (``scan``).
+    runs_loops: bool = False
+    #: Products of a few rows may stream over the dimension that they contract, so that all workers read the weight.
+    few_rows: bool = False
+    #: A loop may be a call without the sums over its steps, which are then computed from arrays of all steps.
+    sums_behind: bool = False
+    #: So many elements of sums over the steps of a loop stay on chip. Behind a loop whose weights have more, its products are
+    #: computed from arrays of all steps (``capture.rewrites.loops``). ``None``: there is no limit.
+    most_summed: int | None = None
+    #: Where there are fewer rows than workers, reductions over a long dimension may be split into parts
+    #: (``capture.rewrites.few_rows``).
+    splits_reductions: bool = False
+    #: Reductions of few rows over a long dimension may stream over its elements, as folds by index (``capture.rewrites.few_rows``).
+    streams_elements: bool = False
+    #: ``Target.generate`` runs a compiler for seconds, and may run in several threads at once.
+    compiles: bool = False
+
+
+SIMPLEST = TargetCapabilities()
