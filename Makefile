@@ -11,6 +11,8 @@ PY          := $(VENV)/bin/python
 PYTEST_ARGS ?=
 JOBS        ?= auto
 SEEDS       ?= 20
+# Objects of the units of each instruction set: the extension, its wheels and the C++ tests share them.
+export KERNEL_OBJECTS ?= $(CURDIR)/build/kernels
 GPU_CHECK_ARGS ?=
 TRUST_ARGS  ?=
 ifeq ($(origin CXX),default)

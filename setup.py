@@ -19,6 +19,7 @@ import os
 import platform
 import shutil
 import stat
+import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -75,8 +76,8 @@ def isa_flags(unit: str, platform: str) -> list[str]:
 def kept_object(source: str, flags: list[str]) -> Path | None:
     """Where the object of an ISA unit stands for the next build, in the folder ``KERNEL_OBJECTS``; ``None`` where none is.
 
-    There is nothing of Python in it, so builds for several versions of Python may share it, and the C++ tests may link it. Who
-    changes the compiler empties the folder.
+    ``flags``: the options and the compiler's version. There is nothing of Python in the object, so builds for several versions of
+    Python may share it, and the C++ tests may link it.
     """
     folder, unit = os.environ.get("KERNEL_OBJECTS"), Path(source)
     if not folder or not unit.name.startswith("isa_"):
@@ -132,11 +133,13 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         plain_compile = self.compiler.compile
+        program = getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)[0]
+        compiler_version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
 
         def compile_all(sources: list[str], **options: Any) -> list[str]:
             def compile_one(source: str) -> list[str]:
                 extra = [*(options.get("extra_postargs") or []), *isa_flags(Path(source).name, sysconfig.get_platform())]
-                kept = kept_object(source, extra)
+                kept = kept_object(source, [*extra, compiler_version])
                 if kept is not None and kept.exists():
                     return [str(kept)]
                 objects = plain_compile([source], **{**options, "extra_postargs": extra})
@@ -144,6 +147,8 @@ class BuildExt(build_ext):
                     kept.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(objects[0], f"{kept}.{os.getpid()}")
                     os.replace(f"{kept}.{os.getpid()}", kept)
+                    for older in set(kept.parent.glob(f"{Path(source).stem}-*.o")) - {kept}:
+                        older.unlink(missing_ok=True)
                 return objects
 
             with concurrent.futures.ThreadPoolExecutor(JOBS) as executor:
