@@ -183,7 +183,7 @@ def test_missing_or_mismatched_extension_warns_once(broken):
             sys.modules["kitsune_jax._cpu"] = fake
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            from kitsune_jax.targets.cpu import runtime  # the package registers the target when it is imported
+            from kitsune_jax.targets.cpu import call as runtime  # the package registers the target when it is imported
             assert not runtime.available() and not runtime.register() and runtime.calls() == 0
             assert not runtime.available()
         seen = [w for w in seen if issubclass(w.category, RuntimeWarning) and "kitsune" in str(w.message)]
@@ -199,7 +199,8 @@ def test_missing_or_mismatched_extension_warns_once(broken):
 def test_registration_before_and_after_the_backend_starts():
     for order in ("runtime.register(); jax.devices()", "jax.devices(); runtime.register()"):
         code = (
-            f"import jax; from kitsune_jax.targets.cpu import runtime; {order}; assert runtime.register(); print(jax.jit(abs)(-2))"
+            f"import jax; from kitsune_jax.targets.cpu import call as runtime; {order}; "
+            "assert runtime.register(); print(jax.jit(abs)(-2))"
         )
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         assert result.returncode == 0 and result.stdout.strip() == "2", result.stderr

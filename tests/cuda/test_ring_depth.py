@@ -93,7 +93,7 @@ def test_the_smallest_ring_does_and_a_smaller_one_hangs(name: str, monkeypatch: 
     in_turns = name.startswith("a turn")  # a smaller ring does where lanes take none
     assert (2 if in_turns else least) == min(accepted)
     assert right(accepted[least]) and right(accepted[min(accepted)])
-    monkeypatch.setattr(fitting, "least", lambda nodes: 0)
+    monkeypatch.setattr(fitting, "least_ring_depth", lambda nodes: 0)
     smaller = {depth: size for depth, size in sizes(program, lanes).items() if depth < least}
     assert bool(smaller) == (least > 2)  # two are asked of every ring
     if smaller:

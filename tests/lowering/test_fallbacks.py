@@ -229,7 +229,7 @@ def test_each_function_is_told_once_and_counted(monkeypatch: pytest.MonkeyPatch,
 
 def test_records_reach_configured_logs_only(capfd: pytest.CaptureFixture[str]) -> None:
     record_without_handlers = "import logging, warnings; warnings.simplefilter('ignore')\n" + (
-        "from kitsune_jax.fallbacks import Failure, record\nrecord('f', Failure('all', 'because'))\n"
+        "from kitsune_jax.errors import Failure, record\nrecord('f', Failure('all', 'because'))\n"
     )
     program = "import kitsune_jax\n" + record_without_handlers
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

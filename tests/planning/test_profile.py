@@ -219,7 +219,7 @@ def test_other_workers_other_flags_and_other_versions_are_measured_again(
 def test_two_processes_measure_once(tmp_path: Path) -> None:
     program = """
 import pathlib, sys, time
-from kitsune_jax.profile import shipped, store
+from kitsune_jax.targets.cpu.profile import profile as shipped, store
 def stand_in(workers):
     with open(sys.argv[1], "a") as log:
         log.write("measured\\n")

@@ -36,7 +36,7 @@ _MOST_SHARED = 32 * MIB
 _CPU_CLOCK = 3.5e9
 _SQUARE = 512
 _CPU_SOURCES = (
-    ("profile", "measured: kitsune_jax.profile; of a shipped one, kitsune_jax.profile.shipped says what it is made of"),
+    ("profile", "measured: python -m kitsune_jax.profile; of a shipped one, targets.cpu.profile.profile says what it is made of"),
     ("places", "latencies of 4, 14 and 50 cycles (Zen and Ice Lake, vendors' optimisation guides)"),
 )
 
