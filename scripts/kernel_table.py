@@ -177,7 +177,10 @@ def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any, fold
 def markdown(measured: Sequence[Row], version: tuple[int, int]) -> str:
     lines = ["| " + " | ".join(_HEAD) + " |", "|---|---|---|" + "---:|" * (len(_HEAD) - 3)]
     lines += ["| " + " | ".join(row.cells()) + " |" for row in measured]
-    where = f"NVRTC {version[0]}.{version[1]}, {ROWS} rows. Figures of emulated and disassembled code, not of a run: [gpu-verified.md](gpu-verified.md) says which kernels have run."
+    where = (
+        f"NVRTC {version[0]}.{version[1]}, {ROWS} rows. "
+        "Figures of emulated and disassembled code, not of a run: [gpu-verified.md](gpu-verified.md) says which kernels have run."
+    )
     return "\n".join([where, _LEGEND, "", *lines])
 
 

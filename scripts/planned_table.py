@@ -144,7 +144,10 @@ def main() -> int:
         lines.append("| " + " | ".join(row) + " |")
         print(lines[-1], file=sys.stderr, flush=True)
     version = nvrtc.version()
-    where = f"NVRTC {version[0]}.{version[1]}, planned for an H200. Figures of emulated and disassembled code, not of a run: [gpu-verified.md](gpu-verified.md) says which kernels have run."
+    where = (
+        f"NVRTC {version[0]}.{version[1]}, planned for an H200. "
+        "Figures of emulated and disassembled code, not of a run: [gpu-verified.md](gpu-verified.md) says which kernels have run."
+    )
     changed = table.update(ROOT / "docs" / "kernels.md", "\n".join([where, "", *lines]), "planned")
     print(f"docs/kernels.md {'updated' if changed else 'is up to date'}")
     return 0
