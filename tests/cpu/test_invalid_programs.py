@@ -54,7 +54,7 @@ def break_lowering(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def test_a_program_that_the_extension_refuses_is_not_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower")
+    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower.lower")
     with pytest.raises(targets.InvalidProgram, match="prepared operand 0: source reads element 15 of input 1, which has 15"):
         cpu_lower.generate(Program.of(small().program()), "small")
 
@@ -63,14 +63,14 @@ def test_nor_are_the_phases_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     program = small().program()
     call = assemble([(0, program, (0, 1), (2,)), (0, program, (0, 1), (3,))], (0, 1), (2, 3))
     assert cpu_lower.generate(call, "fine").dtype == np.int64
-    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower")
+    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower.lower")
     with pytest.raises(targets.InvalidProgram, match="prepared operand 0: source reads element 15"):
         cpu_lower.generate(call, "small")
 
 
 @pytest.mark.expects_fallbacks
 def test_a_refused_program_costs_the_pipeline_and_not_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower")
+    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower.lower")
     x, w = (RNG.standard_normal(s).astype(np.float32) for s in ((12, 3), (3, 5)))
     with pytest.warns(RuntimeWarning, match="InvalidProgram: kitsune program: prepared operand 0"):
         got = jax.jit(kj.pipeline(lambda x, w: jnp.tanh(x @ w), force=True))(x, w)
@@ -109,7 +109,7 @@ def test_structured_programs_survive_any_damage(name: str) -> None:
     case = CASES[name]()
     rng = np.random.default_rng(11)
     operands = case.operands(rng)
-    words = targets.cpu.generate(case.program, name)
+    words = cpu_lower.generate(case.program, name)
     n = case.program.operands
     results = [np.empty(a.shape, a.dtype) for a in case.program.arrays[n : n + case.program.results]]
     refused = 0

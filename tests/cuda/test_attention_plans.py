@@ -18,6 +18,7 @@ import pytest
 import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
+from kitsune_jax.planning.plan import NO_CONTEXT
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from kitsune_jax.targets.cuda.planning.machines import H200
@@ -378,7 +379,7 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
     heads, dim, dtype = COMPILED[name]
     arrays = [jax.ShapeDtypeStruct((1, 4096, heads, dim), dtype)] * 3
     of = subject(lambda q, k, v: masked(q, k, v, is_causal=is_causal), *arrays, batches=True)
-    plan = CUDA.plan(of.graph, of.region, H200)
+    plan = CUDA.plan(of.graph, of.region, H200, NO_CONTEXT)
     assert plan.blocks is not None
     program = of.program(plan)
     made = lower.generate_kernel(program, lower.arrangement(plan, program), "test")

@@ -20,6 +20,7 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.plan import NO_CONTEXT
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, sources
@@ -54,7 +55,7 @@ def test_bits_are_those_of_xla_under_every_schedule(impl: str, rows: int, width:
     key = jax.random.key_data(jax.random.key(11, impl=impl))
     x = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (rows, width), np.uint32))
     of = subject(f, key, x)
-    run = Kernel(of, dataclasses.replace(CUDA.plan(of.graph, of.region, H200), replicas=1))
+    run = Kernel(of, dataclasses.replace(CUDA.plan(of.graph, of.region, H200, NO_CONTEXT), replicas=1))
     for seed in range(3):
         np.testing.assert_array_equal(run(seed=seed)[0], f(key, x))
 
@@ -103,7 +104,7 @@ def test_the_machine_code(impl: str, compiler: str) -> None:
     of Philox is one multiplication of 32 by 32 bits with both halves; two for each would be 40 for a hash."""
     width = 128
     of = subject(dropout, *shapes(impl, 262_144, width))
-    plan = CUDA.plan(of.graph, of.region, H200)
+    plan = CUDA.plan(of.graph, of.region, H200, NO_CONTEXT)
     program = of.program(plan)
     made = lower.generate_kernel(program, lower.arrangement(plan, program), "region")
     compiled = compilers.cubin(made.source, "sm_90a", folder_of(compiler))

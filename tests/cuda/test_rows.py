@@ -87,7 +87,7 @@ def test_an_array_that_starts_anywhere_is_copied_by_elements(sm: int, monkeypatc
         assert start in made.source and "kRows = 200;" in made.source
         return dataclasses.replace(made, source=made.source.replace(start, f"{start} + 2").replace("kRows = 200;", "kRows = 199;"))
 
-    monkeypatch.setattr("tests.support.cuda_run.generate", moved)
+    monkeypatch.setattr("tests.support.cuda_run.generate_kernel", moved)
     (got,) = run_program(program, array, sm=sm)
     want = np.roll(array.reshape(-1), -1).reshape(array.shape)
     np.testing.assert_array_equal(got[:-1], want[:-1])

@@ -182,7 +182,7 @@ def test_the_emulator_sees_a_missing_barrier(bug: str, tmp_path: pathlib.Path, m
         made = lower.generate_kernel(*args)
         return dataclasses.replace(made, source=f"// {bug}\n{made.source}")  # which has an image of its own
 
-    monkeypatch.setattr("tests.support.cuda_run.generate", generate)
+    monkeypatch.setattr("tests.support.cuda_run.generate_kernel", generate)
     monkeypatch.setattr(sources, "include_dirs", lambda part: (planted, emulator) if part == "emulator" else (planted,))
     program, arrays = summed(700, 64, 30), [values(700, 64), ids("random", 700, 30)]
     found = []
