@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import ctypes
 import dataclasses
@@ -390,6 +391,19 @@ def test_a_kernel_that_the_host_compiler_refuses_is_shown(standin: Path, own_cac
         compilers.emulated(EMULATED.replace("twice", "thrice"), 900)
     assert ">    4 | extern" in str(raised.value) and "thrice" in raised.value.log
     assert raised.value.source_path is not None and raised.value.source_path.parent == own_cache
+
+
+@needs_host
+def test_a_precompiled_header_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the fourth kernel on, and not for a source that defines a macro in front of its include."""
+    monkeypatch.setattr(hostcc, "_seen", collections.Counter())
+    monkeypatch.setattr(hostcc, "_precompiled", {})
+    source = '#include "kitsune/kitsune.h"\nextern "C" unsigned answer() { return kitsune::kGroupThreads + 10; }\n'
+    images = [hostcc.compile(source, 900) for _ in range(4)]
+    assert len(set(images)) == 1
+    found = hostcc.precompiled_header(hostcc.find(), hostcc.kernel_options(900), source)
+    assert "clang" in hostcc.find().version or (found is not None and found.with_name("kitsune.h.gch").is_file())
+    assert hostcc.precompiled_header(hostcc.find(), hostcc.kernel_options(900), f"#define KITSUNE_PHASES 1\n{source}") is None
 
 
 @pytest.mark.parametrize("sm", [90, 1000])
